@@ -1,0 +1,1 @@
+"""Tutel-style mixture of experts as a plugin for stock fairseq (--user-dir fairseq_tutel)."""

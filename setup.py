@@ -1,0 +1,47 @@
+"""Packaging of fairseq_tutel. Ranges stand here; the tested pins are in scripts/setup_env.sh."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+README = Path(__file__).with_name("README.md")
+
+setup(
+    name="fairseq_tutel",
+    version="0.1.0",
+    description="Tutel-style mixture-of-experts language models as a plugin for stock fairseq",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="MIT",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+    packages=find_packages(include=["fairseq_tutel", "fairseq_tutel.*"]),
+    package_data={"fairseq_tutel": ["**/*.yaml"]},
+    # fairseq only looks for a --user-dir among real files.
+    zip_safe=False,
+    python_requires=">=3.11",
+    install_requires=["torch>=2.10"],
+    extras_require={
+        # Not among the requirements, for two reasons. fairseq_tutel.moe, the layer, is of use
+        # without fairseq. And fairseq-fixed is a source package compiled against torch: pip must
+        # find torch installed and be told --no-build-isolation, or it fetches a second torch for
+        # the build alone. As an extra it is built only by those who ask for it:
+        #   pip install torch setuptools wheel cython numpy
+        #   pip install --no-build-isolation "fairseq_tutel[fairseq]"
+        "fairseq": [
+            "fairseq-fixed>=0.12.3,<0.13",
+            "hydra-core>=1.3,<1.4",
+            "omegaconf>=2.3,<2.4",
+        ],
+        "triton": ["triton>=3.6"],
+        "quickstart": ["sentencepiece>=0.2", "matplotlib>=3.8"],
+        "test": ["pytest>=8", "pytest-timeout>=2.3"],
+    },
+)
