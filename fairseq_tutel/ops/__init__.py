@@ -1,0 +1,24 @@
+"""Operators of the MoE layer: ``torch.library`` registration, autograd, choice of backend.
+
+Every function here is also ``torch.ops.fairseq_tutel.<name>``. What it computes is defined by
+:mod:`fairseq_tutel.reference`; on a GPU it runs the Triton kernels of
+:mod:`fairseq_tutel.kernels`.
+"""
+
+from .activation import bias_act
+from .backend import backend_for, get_backend, set_backend
+from .dispatch import combine, dispatch
+from .routing import assign_slots, fast_cumsum_sub_one, invert_rows, topk_gating
+
+__all__ = [
+    "assign_slots",
+    "backend_for",
+    "bias_act",
+    "combine",
+    "dispatch",
+    "fast_cumsum_sub_one",
+    "get_backend",
+    "invert_rows",
+    "set_backend",
+    "topk_gating",
+]

@@ -1,0 +1,108 @@
+"""Operator of the experts' hidden layer: bias + activation + dropout, fused each way.
+
+Legend: e local experts, N rows per expert, R rows, F hidden dim.
+"""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from fairseq_tutel.reference import ACTIVATIONS
+
+from .backend import implementation
+
+
+@torch.library.custom_op("fairseq_tutel::bias_act", mutates_args=())
+def _bias_act(
+    h: Tensor, bias: Tensor, offsets: Optional[Tensor], seed: Optional[Tensor],
+    activation: str, dropout_p: float,
+) -> Tensor:
+    impl = implementation(h.device)
+    return impl.bias_act_fwd(
+        h, bias, activation=activation, offsets=offsets, dropout_p=dropout_p, seed=seed
+    )
+
+
+@_bias_act.register_fake
+def _(h, bias, offsets, seed, activation, dropout_p):
+    return torch.empty_like(h, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("fairseq_tutel::bias_act_bwd", mutates_args=())
+def _bias_act_bwd(
+    dy: Tensor, h: Tensor, bias: Tensor, offsets: Optional[Tensor], seed: Optional[Tensor],
+    activation: str, dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    impl = implementation(h.device)
+    return impl.bias_act_bwd(
+        dy, h, bias, activation=activation, offsets=offsets, dropout_p=dropout_p, seed=seed
+    )
+
+
+@_bias_act_bwd.register_fake
+def _(dy, h, bias, offsets, seed, activation, dropout_p):
+    d_h = torch.empty_like(h, memory_format=torch.contiguous_format)
+    return d_h, torch.empty_like(bias, memory_format=torch.contiguous_format)
+
+
+def _setup(ctx, inputs, output):
+    h, bias, offsets, seed, ctx.activation, ctx.dropout_p = inputs
+    ctx.save_for_backward(h, bias, offsets, seed)
+
+
+def _backward(ctx, dy):
+    h, bias, offsets, seed = ctx.saved_tensors
+    d_h, d_bias = _bias_act_bwd(dy, h, bias, offsets, seed, ctx.activation, ctx.dropout_p)
+    return d_h, d_bias, None, None, None, None
+
+
+_bias_act.register_autograd(_backward, setup_context=_setup)
+
+
+def _check(h: Tensor, bias: Tensor, activation: str, offsets: Tensor | None,
+           dropout_p: float) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}; expected one of "
+                         f"{', '.join(ACTIVATIONS)}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    if h.dim() != (3 if offsets is None else 2):
+        raise ValueError(f"h must be (experts, rows, hidden), or (rows, hidden) with offsets; "
+                         f"got {tuple(h.shape)} with offsets {offsets is not None}")
+    num_experts = h.shape[0] if offsets is None else offsets.shape[0]
+    if bias.shape != (num_experts, h.shape[-1]):
+        raise ValueError(f"bias must be {(num_experts, h.shape[-1])}, got {tuple(bias.shape)}")
+    if offsets is not None and offsets.dtype != torch.int32:
+        raise ValueError(f"offsets must be int32, got {offsets.dtype}")
+
+
+def bias_act(
+    h: Tensor, bias: Tensor, *, activation: str, offsets: Tensor | None = None,
+    dropout_p: float = 0.0, seed: Tensor | int | None = None,
+) -> Tensor:
+    """dropout(activation(h + bias)), computed in fp32, returned in the dtype of h.
+
+    Saves h and recomputes the rest in the backward. ``gelu`` is the exact (erf) one.
+
+    Args:
+        h: (e, N, F), or (R, F) with ``offsets``; differentiable.
+        bias: (e, F); differentiable.
+        activation: gelu, gelu_accurate / gelu_fast (tanh form), relu, relu_squared,
+            silu / swish, tanh or linear, as fairseq names them.
+        offsets: (e,) int32 end row of each expert; rows past the last come out zero.
+        dropout_p: probability of zeroing an element, 0 <= p < 1.
+        seed: of the dropout mask, an int or an int64 scalar tensor on h's device; drawn from
+            torch's generator when None.
+
+    Raises:
+        ValueError: unknown activation, dropout_p out of range, wrong shapes.
+    """
+    _check(h, bias, activation, offsets, dropout_p)
+    if dropout_p == 0.0:
+        seed = None
+    elif seed is None:
+        seed = torch.randint(0, 2**31 - 1, (), dtype=torch.int64, device=h.device)
+    elif isinstance(seed, int):
+        seed = torch.tensor(seed, dtype=torch.int64, device=h.device)
+    return _bias_act(h, bias, offsets, seed, activation, dropout_p)

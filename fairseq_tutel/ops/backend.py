@@ -1,0 +1,92 @@
+"""Which implementation an operator runs: ``auto``, ``triton`` or ``torch``."""
+
+import importlib.util
+import logging
+import os
+from functools import cache
+from types import ModuleType
+
+import torch
+
+from fairseq_tutel import reference
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "triton", "torch")
+
+_requested = "auto"
+_logged: set[tuple[str, str]] = set()
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
+def _why_not_triton(device_type: str) -> str | None:
+    """Reason why Triton kernels cannot run on the device, None where they can."""
+    if not _has_triton():
+        return "triton is not installed"
+    if device_type != "cuda" and not _interpreted():
+        return f"device {device_type!r} is no GPU and TRITON_INTERPRET is not set"
+    return None
+
+
+def set_backend(name: str) -> None:
+    """Choose the backend of all operators in this process.
+
+    Args:
+        name: ``auto`` (Triton on GPUs where it is installed, else torch), ``triton``, ``torch``.
+
+    Raises:
+        ValueError: unknown name, or triton asked for where it cannot run.
+    """
+    global _requested
+    if name not in BACKENDS:
+        raise ValueError(f"unknown backend {name!r}; expected one of {', '.join(BACKENDS)}")
+    if name == "triton":
+        reason = _why_not_triton("cuda" if torch.cuda.is_available() else "cpu")
+        if reason is not None:
+            raise ValueError(f"backend 'triton' cannot run here: {reason}")
+    _requested = name
+
+
+def get_backend() -> str:
+    """The name last given to :func:`set_backend` (``auto`` at the start)."""
+    return _requested
+
+
+def backend_for(device: torch.device | str) -> str:
+    """``triton`` or ``torch``: what the operators run on tensors of this device.
+
+    The choice is logged once per backend and kind of device.
+
+    Raises:
+        ValueError: the backend was set to triton and the device cannot run it.
+    """
+    device_type = torch.device(device).type
+    name = _requested
+    if name == "auto":
+        on_gpu = device_type == "cuda"
+        name = "triton" if on_gpu and _why_not_triton(device_type) is None else "torch"
+    elif name == "triton":
+        reason = _why_not_triton(device_type)
+        if reason is not None:
+            raise ValueError(f"backend 'triton' cannot run: {reason}")
+    if (name, device_type) not in _logged:
+        _logged.add((name, device_type))
+        logger.info("MoE operators on %s: %s backend (%s)", device_type, name, _requested)
+    return name
+
+
+def implementation(device: torch.device) -> ModuleType:
+    """The module that implements the operators on the device."""
+    if backend_for(device) == "torch":
+        return reference
+    from fairseq_tutel import kernels  # imports triton, which a CPU-only install may lack
+
+    return kernels

@@ -1,0 +1,157 @@
+"""Routing in plain torch: gating, slots, the inverse row map.
+
+Legend: T tokens, E experts, K top-k, R rows.
+
+The gating follows GShard (Lepikhin et al. 2020, arXiv 2006.16668, algorithm 1) for any K.
+"""
+
+import torch
+from torch import Tensor
+
+# Up to this K, repeated argmax is cheaper than sorting every row.
+_MAX_ARGMAX_ROUNDS = 4
+# Up to this many one-hot entries, a cumulative sum beats a sort on CPU.
+_MAX_ONE_HOT = 1 << 18
+
+
+def _select(logits_TE: Tensor, prob_TE: Tensor, top_k: int, noise_TE: Tensor | None) -> Tensor:
+    """First choice by probability, the others by (noisy) logits; (T, K) int64, all distinct."""
+    first_T1 = prob_TE.argmax(dim=1, keepdim=True)
+    if top_k == 1:
+        return first_T1
+    score_TE = logits_TE if noise_TE is None else logits_TE + noise_TE
+    # A finite floor keeps experts that the caller disabled with -inf apart from taken ones.
+    score_TE = score_TE.clamp(min=torch.finfo(score_TE.dtype).min)
+    score_TE.scatter_(1, first_T1, float("-inf"))
+    if top_k > _MAX_ARGMAX_ROUNDS:
+        # A stable sort gives ties to the lowest index, which torch.topk does not promise.
+        order_TE = score_TE.sort(dim=1, descending=True, stable=True).indices
+        return torch.cat([first_T1, order_TE[:, : top_k - 1]], dim=1)
+    choices = [first_T1]
+    while len(choices) < top_k:
+        choices.append(score_TE.argmax(dim=1, keepdim=True))
+        if len(choices) < top_k:
+            score_TE.scatter_(1, choices[-1], float("-inf"))
+    return torch.cat(choices, dim=1)
+
+
+def topk_gating_fwd(
+    logits_TE: Tensor, top_k: int, *, noise_TE: Tensor | None = None, pad_T: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Softmax, top-k, gate values and the sums that losses and metrics need.
+
+    Args:
+        logits_TE: (T, E) router logits.
+        top_k: number of experts per token, 1 <= top_k <= E.
+        noise_TE: (T, E) added to the logits when choices after the first are selected.
+        pad_T: (T,) bool, True where the token is padding.
+
+    Returns:
+        expert_TK (T, K) int32, -1 in padded rows; gate_TK (T, K) softmax values at the chosen
+        experts; prob_sum_E (E,) sums of the softmax over all rows; entropy_sum () in nats;
+        lse_T (T,) logsumexp of the logits; choice_TK (T, K) int32, the chosen experts of padded
+        rows too (shape (0, K) without ``pad_T``, where expert_TK says the same).
+    """
+    lse_T = logits_TE.logsumexp(dim=1)
+    log_prob_TE = logits_TE - lse_T[:, None]
+    prob_TE = log_prob_TE.exp()
+    choice_TK = _select(logits_TE, prob_TE, top_k, noise_TE)
+    gate_TK = prob_TE.gather(1, choice_TK)
+    prob_sum_E = prob_TE.sum(dim=0)
+    # A probability of 0 contributes 0, also where its logit is -inf.
+    entropy_sum = torch.special.entr(prob_TE).sum()
+    expert_TK = choice_TK.to(torch.int32)
+    if pad_T is None:
+        empty = expert_TK.new_empty((0, top_k))
+        return expert_TK, gate_TK, prob_sum_E, entropy_sum, lse_T, empty
+    masked_TK = expert_TK.masked_fill(pad_T[:, None], -1)
+    return masked_TK, gate_TK, prob_sum_E, entropy_sum, lse_T, expert_TK
+
+
+def topk_gating_bwd(
+    d_gate_TK: Tensor, d_prob_sum_E: Tensor, d_lse_T: Tensor,
+    logits_TE: Tensor, lse_T: Tensor, choice_TK: Tensor,
+) -> Tensor:
+    """Gradient of the logits, (T, E); the arguments are those of the forward.
+
+    With g = d_prob_sum + scatter(d_gate): d_logits = p * (g - <p, g> + d_lse).
+    """
+    prob_TE = (logits_TE - lse_T[:, None]).exp()
+    grad_TE = d_prob_sum_E.expand_as(prob_TE).clone()
+    grad_TE.scatter_add_(1, choice_TK.long(), d_gate_TK)
+    inner_T1 = (prob_TE * grad_TE).sum(dim=1, keepdim=True)
+    return grad_TE.sub_(inner_T1 - d_lse_T[:, None]).mul_(prob_TE)
+
+
+def _rank_by_cumsum(expert_N: Tensor, num_experts: int) -> Tensor:
+    one_hot_EN = expert_N == torch.arange(num_experts, device=expert_N.device)[:, None]
+    rank_EN = one_hot_EN.cumsum(dim=1, dtype=torch.int32)
+    slot_N = rank_EN.gather(0, expert_N.clamp(min=0).long()[None])[0] - 1
+    return slot_N.masked_fill_(expert_N < 0, -1)
+
+
+def _rank_by_sort(expert_N: Tensor, count_E: Tensor) -> Tensor:
+    sorted_N, order_N = expert_N.sort(stable=True)
+    # Skipped pairs (-1) sort to the front; the first expert starts behind them.
+    start_E = expert_N.numel() - count_E.sum() + count_E.cumsum(0) - count_E
+    position_N = torch.arange(expert_N.numel(), device=expert_N.device)
+    rank_N = position_N - start_E[sorted_N.clamp(min=0).long()]
+    slot_N = torch.empty_like(expert_N)
+    slot_N[order_N] = rank_N.to(torch.int32).masked_fill_(sorted_N < 0, -1)
+    return slot_N
+
+
+def assign_slots(
+    expert_TK: Tensor, num_experts: int, *, priority_T: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Position of every (token, choice) within its expert, first choices before second ones.
+
+    Args:
+        expert_TK: (T, K) int32, -1 = not routed.
+        num_experts: E.
+        priority_T: (T,) float; tokens of higher priority come first, ties in token order.
+
+    Returns:
+        slot_TK (T, K) int32, -1 where not routed; count_KE (K, E) int32, pairs per choice.
+    """
+    T, K = expert_TK.shape
+    expert_KT = expert_TK.t()
+    if priority_T is not None:
+        order_T = priority_T.argsort(descending=True, stable=True)
+        expert_KT = expert_KT[:, order_T]
+    expert_N = expert_KT.reshape(-1)
+    choice_N = torch.arange(K, device=expert_N.device).repeat_interleave(T)
+    # Bin 0 of each choice collects the pairs that are not routed.
+    bin_N = choice_N * (num_experts + 1) + expert_N + 1
+    count_KE = torch.bincount(bin_N, minlength=K * (num_experts + 1))
+    count_KE = count_KE.view(K, num_experts + 1)[:, 1:]
+    if expert_N.numel() * num_experts <= _MAX_ONE_HOT:
+        slot_N = _rank_by_cumsum(expert_N, num_experts)
+    else:
+        slot_N = _rank_by_sort(expert_N, count_KE.sum(dim=0))
+    slot_KT = slot_N.view(K, T)
+    if priority_T is not None:
+        in_order_KT = torch.empty_like(slot_KT)
+        in_order_KT[:, order_T] = slot_KT
+        slot_KT = in_order_KT
+    return slot_KT.t().contiguous(), count_KE.to(torch.int32)
+
+
+def invert_rows(row_TK: Tensor, num_rows: int) -> Tensor:
+    """Flat pair index t * K + k that occupies each row, (num_rows,) int32, -1 where unused.
+
+    Args:
+        row_TK: (T, K) int32 row of each pair, -1 = dropped; no row may occur twice.
+        num_rows: R.
+    """
+    row_N = row_TK.reshape(-1).long()
+    # Dropped pairs land in one extra row that is cut off.
+    pair_R = row_TK.new_full((num_rows + 1,), -1)
+    pair_N = torch.arange(row_N.numel(), dtype=row_TK.dtype, device=row_TK.device)
+    pair_R.scatter_(0, row_N.masked_fill(row_N < 0, num_rows), pair_N)
+    return pair_R[:num_rows]
+
+
+def fast_cumsum_sub_one(mask_TE: Tensor) -> Tensor:
+    """Cumulative sum over dim 0, minus one, int32: Tutel's slot computation on a 0/1 mask."""
+    return mask_TE.cumsum(dim=0, dtype=torch.int32).sub_(1)
