@@ -1,0 +1,164 @@
+"""Command line of the launcher."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from fairseq_tutel.launch.binding import apply_binding
+from fairseq_tutel.launch.codes import EXIT_REQUEUE, EXIT_USAGE
+from fairseq_tutel.launch.commands import parse_command
+from fairseq_tutel.launch.job import Job, Options, plan_job
+from fairseq_tutel.launch.nccl import PROFILES
+from fairseq_tutel.launch.supervise import Supervisor
+
+_DESCRIPTION = """\
+Starts the ranks of COMMAND on this machine, or adopts the rank that torchrun, srun or mpirun
+has started, binds each rank to the cores and memory next to its GPU, and adds the options that
+fairseq needs to form one job of them. COMMAND is fairseq-train, fairseq-hydra-train,
+fairseq-eval-lm, fairseq-validate, fairseq-generate, fairseq-interactive, or any other program,
+which finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment.
+"""
+_EPILOG = f"""\
+Options of COMMAND win over what the launcher would add; where they cannot both hold, it stops
+and names both. Variables that are already set win, too. The exit code is that of the rank that
+failed first ({EXIT_REQUEUE}: the ranks saved a checkpoint on SIGUSR1 and want to be queued again).
+"""
+
+
+def _nproc(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a positive number nor auto")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def _natural(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return int(text)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fairseq_tutel.launch",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [options] -- COMMAND [ARGUMENT ...]",
+    )
+    add = parser.add_argument
+    add("--nproc-per-node", type=_nproc, default=None, metavar="N|auto",
+        help="ranks to start on this node; auto: COMMAND's own world size if it gives one, else "
+        "one per visible GPU, else 1 (default: auto)")
+    add("--nnodes", type=_positive, metavar="N",
+        help="nodes of the job, each running this launcher (default: what srun or mpirun say, "
+        "or 1)")
+    add("--node-rank", type=_natural, metavar="I",
+        help="this node's number from 0 on, with --nnodes")
+    add("--master-addr", metavar="HOST",
+        help="host of rank 0 (default: MASTER_ADDR, or the first of SLURM's node list, or this "
+        "machine if the job has one node)")
+    add("--master-port", type=_positive, metavar="PORT",
+        help="port on that host (default: MASTER_PORT, or a free one, or one derived from the "
+        "job's id)")
+    add("--bind", default="auto", metavar="auto|none|SETS",
+        help="auto: each rank gets its share of the cores of its GPU's NUMA node, and that node's "
+        "memory; without a GPU, slices of the cores this process may use. none: bind nothing. "
+        "SETS: the cores of each local rank, as 0-3,4-7 or 0-3,16-19:4-7,20-23 or 0xff,0xff00 "
+        "(default: auto)")
+    add("--nccl-profile", default="none", choices=sorted(PROFILES),
+        help="named NCCL settings, see fairseq_tutel/launch/nccl.py (default: none)")
+    add("--output", default="prefix", choices=["prefix", "plain"],
+        help="prefix: lines of ranks above 0 begin with [rank N]; plain: output is left as it is "
+        "(default: prefix)")
+    add("--grace-seconds", type=float, default=15.0, metavar="S",
+        help="time between SIGTERM and SIGKILL for the other ranks when one has failed "
+        "(default: 15)")
+    add("--dry-run", action="store_true",
+        help="print the ranks' commands and the binding, and start nothing")
+    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _is_first_rank(env: Mapping[str, str]) -> bool:
+    """Whether this process should speak for all that find the same mistake."""
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+    return next((env[name] for name in names if env.get(name)), "0") == "0"
+
+
+def _print_plan(job: Job, env: Mapping[str, str]) -> None:
+    for rank in job.ranks:
+        new = {k: v for k, v in rank.env.items() if env.get(k) != v}
+        settings = " ".join(f"{k}={shlex.quote(v)}" for k, v in sorted(new.items()))
+        sys.stdout.write(f"{settings} {shlex.join(rank.argv)}\n")
+
+
+def _become(job: Job) -> None:
+    """Turns this process into its rank: signals and exit code then need no one in between."""
+    rank = job.ranks[0]
+    apply_binding(rank.binding)
+    if job.save_request:
+        # An early request must not kill a rank that is still importing; see Supervisor.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    sys.stderr.flush()
+    os.execvpe(rank.argv[0], rank.argv, rank.env)
+
+
+def _end_step(env: Mapping[str, str]) -> None:
+    """One rank's death ends the ranks on all nodes: srun by itself would let them wait."""
+    step = f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID') or env['SLURM_STEPID']}"
+    subprocess.run(["scancel", "--signal=TERM", step], timeout=30, check=False)
+
+
+def _run(job: Job, env: Mapping[str, str], grace: float) -> int:
+    spans_nodes_by_srun = (
+        job.placement.source == "srun"
+        and job.placement.world_size > len(job.ranks)
+        and shutil.which("scancel") is not None
+    )
+    if job.placement.adopted and not spans_nodes_by_srun:
+        _become(job)
+    supervisor = Supervisor(job.ranks, grace, job.save_request)
+    status = supervisor.run()
+    if spans_nodes_by_srun and status not in (0, EXIT_REQUEUE) and supervisor.stopped_by is None:
+        _end_step(env)
+    return status
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code; 2 for a mistake in the options or their combination."""
+    args = build_parser().parse_args(argv)
+    env = dict(os.environ)
+    words = args.command[1:] if args.command[:1] == ["--"] else args.command
+    options = Options(
+        nproc_per_node=args.nproc_per_node, nnodes=args.nnodes, node_rank=args.node_rank,
+        master_addr=args.master_addr, master_port=args.master_port, bind=args.bind,
+        nccl_profile=args.nccl_profile, prefix_output=args.output == "prefix",
+    )
+    try:
+        job = plan_job(options, parse_command(words, env.get("PATH")), env)
+    except ValueError as error:
+        if _is_first_rank(env):
+            sys.stderr.write(f"launch: error: {error}\n")
+        return EXIT_USAGE
+    if job.placement.rank == 0:
+        sys.stderr.write("".join(f"launch: {line}\n" for line in job.summary.splitlines()))
+        sys.stderr.flush()
+    if args.dry_run:
+        _print_plan(job, env)
+        return 0
+    return _run(job, env, args.grace_seconds)

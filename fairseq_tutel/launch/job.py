@@ -1,0 +1,269 @@
+"""Turns the options, the environment and the machine into the ranks to run on this node."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fairseq_tutel.launch import binding as bind
+from fairseq_tutel.launch.commands import (
+    TRAINING,
+    Command,
+    check_experts,
+    rank_options,
+    use_cpu,
+    with_options,
+)
+from fairseq_tutel.launch.devices import Gpu, installed_gpus, visible_gpus
+from fairseq_tutel.launch.nccl import profile_environment
+from fairseq_tutel.launch.placement import Placement, adopt, start_here
+from fairseq_tutel.launch.rendezvous import check_port_free, master_address, master_port
+from fairseq_tutel.launch.supervise import RankJob
+from fairseq_tutel.launch.topology import Topology
+
+
+@dataclass(frozen=True)
+class Options:
+    """The launcher's own options, as cli.py documents them."""
+
+    nproc_per_node: int | None = None  # None: auto
+    nnodes: int | None = None
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    bind: str = "auto"
+    nccl_profile: str = "none"
+    prefix_output: bool = True
+    root: str = "/"  # of /sys, /dev and /proc; another one in tests
+
+
+@dataclass(frozen=True)
+class Job:
+    """What this process does: `ranks` to run, and what to tell the user about it."""
+
+    placement: Placement
+    command: Command
+    ranks: list[RankJob]
+    summary: str
+
+    @property
+    def save_request(self) -> bool:
+        return self.command.name in TRAINING
+
+
+def _ranks_per_node(options: Options, command: Command, num_nodes: int, num_gpus: int) -> int:
+    """--nproc-per-node; for auto what the command's own world size implies, else one per GPU,
+    else one."""
+    if options.nproc_per_node is not None:
+        return options.nproc_per_node
+    world_size = command.integer("distributed_world_size")
+    if world_size is not None and world_size > 0 and world_size % num_nodes == 0:
+        return world_size // num_nodes
+    return max(1, num_gpus)
+
+
+def _require_equal(option: str, given: int | None, found: int, placement: Placement) -> None:
+    if given is not None and given != found:
+        raise ValueError(f"{option} {given} contradicts {placement.source}, which says {found}")
+
+
+def place(
+    options: Options, command: Command, env: Mapping[str, str], num_gpus: int
+) -> Placement:
+    """The ranks that were started already, or those to start here.
+
+    num_gpus: GPUs for the ranks on this node, 0 for the CPU. A task that is alone on its node
+    (`srun --ntasks-per-node=1`) starts that node's ranks if there should be several.
+    """
+    given = adopt(env)
+    if given is None:
+        num_nodes = options.nnodes or 1
+        if num_nodes > 1 and options.node_rank is None:
+            raise ValueError(
+                f"--nnodes {num_nodes} needs --node-rank on every node (or start with srun, "
+                "mpirun or torchrun)"
+            )
+        if int(env.get("SLURM_NNODES") or 1) > 1 and options.nnodes is None:
+            raise ValueError(
+                f"the SLURM job has {env['SLURM_NNODES']} nodes, but this is no task of a step: "
+                "start the launcher with srun (or give --nnodes)"
+            )
+        nproc = _ranks_per_node(options, command, num_nodes, num_gpus)
+        return start_here(nproc, num_nodes, options.node_rank or 0)
+    _require_equal("--nnodes", options.nnodes, given.num_nodes, given)
+    _require_equal("--node-rank", options.node_rank, given.node_rank, given)
+    alone_on_node = given.local_world_size == 1 and given.num_nodes == given.world_size
+    if alone_on_node and given.source != "torchrun":
+        nproc = _ranks_per_node(options, command, given.num_nodes, num_gpus)
+        if nproc > 1:
+            return start_here(nproc, given.num_nodes, given.node_rank, given.source)
+    _require_equal("--nproc-per-node", options.nproc_per_node, given.local_world_size, given)
+    return given
+
+
+def assign_gpus(
+    placement: Placement, gpus: Sequence[Gpu], cpu: bool, env: Mapping[str, str]
+) -> list[Gpu | None]:
+    """The GPU of every rank on this node; None for ranks on the CPU.
+
+    Raises ValueError where there are more ranks than GPUs. srun --gpus-per-task and wrapper
+    scripts under mpirun show each rank one GPU, its own; its number is then 0 for every rank.
+    """
+    ranks = placement.local_world_size
+    if cpu:
+        return [None] * ranks
+    starter_hides_others = placement.adopted and placement.source in ("srun", "mpirun")
+    if len(gpus) == 1 and ranks > 1 and starter_hides_others:
+        return [gpus[0] if i == placement.local_rank else None for i in range(ranks)]
+    if ranks > len(gpus):
+        seen = env.get("CUDA_VISIBLE_DEVICES")
+        why = "" if seen is None else f" (CUDA_VISIBLE_DEVICES={seen})"
+        raise ValueError(
+            f"{ranks} ranks on this node but {len(gpus)} visible GPUs{why}: start fewer ranks, "
+            "or use the CPU (fairseq: --cpu or common.cpu=true, others: CUDA_VISIBLE_DEVICES=)"
+        )
+    return list(gpus[:ranks])
+
+
+def _keep_starters_binding(
+    topology: Topology, placement: Placement, gpu: Gpu | None, allowed: set, wide: set
+) -> bind.RankBinding | None:
+    """srun and mpirun may have bound this rank already. Their choice stands unless it is off the
+    GPU's NUMA node; None then, and where they have not bound it."""
+    if not allowed < wide:
+        return None
+    node = topology.node_of_pci(gpu.pci_id) if gpu else None
+    if node is not None and not allowed <= set(topology.numa_cpus[node]):
+        return None
+    # mpirun binds to sockets by default: several ranks then share one set of cores.
+    sharers = -(-len(allowed) * placement.local_world_size // len(wide))
+    threads = max(1, len(topology.cores(allowed)) // sharers)
+    return bind.RankBinding(
+        placement.local_rank, gpu, tuple(sorted(allowed)), None, threads,
+        f"bound by {placement.source}",
+    )
+
+
+def plan_bindings(
+    options: Options, placement: Placement, gpus: Sequence[Gpu | None]
+) -> list[bind.RankBinding]:
+    """Bindings of the ranks on this node; of this rank alone where only its own is known."""
+    allowed = set(os.sched_getaffinity(0))
+    topology = Topology.read(options.root, fallback_cpus=allowed)
+    if options.bind == "none":
+        return bind.plan_none(topology, allowed, gpus)
+    by_tasks = placement.source in ("srun", "mpirun")
+    wide = bind.cpuset(allowed, topology) if by_tasks else allowed
+    if options.bind != "auto":
+        return bind.plan_explicit(topology, wide, gpus, options.bind)
+    own = gpus[placement.local_rank]
+    if placement.adopted:
+        kept = _keep_starters_binding(topology, placement, own, allowed, wide)
+        if kept is not None:
+            return [kept]
+    if own is not None and None in gpus:  # the starter hides the other ranks' GPUs
+        everything = [pci for pci in installed_gpus(options.root)]
+        if own.pci_id is not None and own.pci_id in everything:
+            plan = bind.plan_auto(topology, wide, [Gpu(0, pci) for pci in everything])
+            mine = plan[everything.index(own.pci_id)]
+            return [replace(mine, local_rank=placement.local_rank, gpu=own)]
+    return bind.plan_auto(topology, wide, gpus)
+
+
+def _shared_environment(
+    options: Options, placement: Placement, env: Mapping[str, str], command: Command
+) -> dict[str, str]:
+    """What every rank of the job gets on top of the user's environment."""
+    given = dict(env)
+    if options.master_addr:
+        given["MASTER_ADDR"] = options.master_addr
+    port = options.master_port or command.integer("distributed_port")
+    if options.master_port and command.integer("distributed_port") not in (
+        None, -1, options.master_port
+    ):
+        raise ValueError(
+            f"{command.spelled('distributed_port')} {command.integer('distributed_port')} "
+            f"contradicts --master-port {options.master_port}"
+        )
+    if port and port > 0:
+        given["MASTER_PORT"] = str(port)
+    address, port = master_address(placement, given), master_port(placement, given)
+    if placement.world_size > 1:
+        check_port_free(placement, port)
+    shared = {
+        "WORLD_SIZE": str(placement.world_size),
+        "LOCAL_WORLD_SIZE": str(placement.local_world_size),
+        "GROUP_RANK": str(placement.node_rank),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        **profile_environment(options.nccl_profile, env),
+    }
+    # nvidia-smi numbers the GPUs by PCI address; CUDA's own order could differ.
+    shared.setdefault("CUDA_DEVICE_ORDER", env.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"))
+    if placement.single_node and (Path(options.root) / "sys/class/net/lo").exists():
+        # gloo otherwise looks up the host's own name, which need not resolve.
+        shared["GLOO_SOCKET_IFNAME"] = env.get("GLOO_SOCKET_IFNAME", "lo")
+    return shared
+
+
+def _device_environment(
+    command: Command, gpu: Gpu | None, env: Mapping[str, str]
+) -> dict[str, str]:
+    if gpu is None:
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    if command.kind == "sharded":
+        # fairseq-generate has no --device-id in effect: it takes the first GPU it sees.
+        visible = env.get("CUDA_VISIBLE_DEVICES")
+        name = visible.split(",")[gpu.index] if visible else str(gpu.index)
+        return {"CUDA_VISIBLE_DEVICES": name}
+    return {}
+
+
+def plan_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
+    """Everything that can be wrong with the job is found here, before a rank or a process group
+    exists. Raises ValueError with the offending values."""
+    gpus = visible_gpus(env, options.root)
+    cpu = use_cpu(command, len(gpus))
+    placement = place(options, command, env, 0 if cpu else len(gpus))
+    check_experts(command, placement.world_size)
+    assigned = assign_gpus(placement, gpus, cpu, env)
+    own = [placement.local_rank] if placement.adopted else range(placement.local_world_size)
+    command_lines = {}
+    for local_rank in own:
+        gpu = assigned[local_rank]
+        command_lines[local_rank] = with_options(
+            command,
+            rank_options(
+                command,
+                rank=placement.rank + local_rank - placement.local_rank,
+                world_size=placement.world_size,
+                device=local_rank if gpu is None else gpu.index,
+                shared_node=placement.local_world_size > 1,
+                cpu=cpu,
+            ),
+        )
+    shared = _shared_environment(options, placement, env, command)
+    bindings = plan_bindings(options, placement, assigned)
+    by_local_rank = {b.local_rank: b for b in bindings}
+    ranks = []
+    for local_rank, argv in command_lines.items():
+        rank, bound = placement.rank + local_rank - placement.local_rank, by_local_rank[local_rank]
+        rank_env = {
+            **env, **shared, **_device_environment(command, assigned[local_rank], env),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", str(bound.threads)),
+        }
+        prefix = f"[rank {rank}] " if options.prefix_output and rank > 0 else None
+        ranks.append(RankJob(rank, argv, rank_env, bound, prefix))
+    summary = (
+        f"{placement.world_size} ranks on {placement.num_nodes} nodes "
+        f"({'adopted from' if placement.adopted else 'started by'} {placement.source}), "
+        f"{'gloo on the CPU' if cpu else 'nccl on GPUs'}, "
+        f"MASTER_ADDR={shared['MASTER_ADDR']} MASTER_PORT={shared['MASTER_PORT']}\n"
+        + bind.format_table(bindings, socket.gethostname())
+    )
+    return Job(placement, command, ranks, summary)

@@ -1,0 +1,183 @@
+"""Starts the ranks of this node, forwards signals to them, and ends all when one fails."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from fairseq_tutel.launch.binding import RankBinding, apply_binding
+from fairseq_tutel.launch.codes import EXIT_REQUEUE
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+_WATCHED = {*_ENDING, *_PASSED_ON, signal.SIGCHLD}
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_REPEAT_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """One process to start. prefix: put before every line of its output; None: left as it is."""
+
+    rank: int
+    argv: list[str]
+    env: dict[str, str]
+    binding: RankBinding
+    prefix: str | None = None
+
+
+def exit_status(returncode: int) -> int:
+    """subprocess' return code as a shell's: death by signal N is 128 + N."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
+def _copy_lines(source: BinaryIO, target: BinaryIO, prefix: bytes, lock: threading.Lock) -> None:
+    for line in source:
+        with lock:
+            target.write(prefix + line)
+            target.flush()
+
+
+class Supervisor:
+    """Runs `jobs` to their end.
+
+    grace: seconds between SIGTERM and SIGKILL. save_request: whether the ranks take SIGUSR1 as a
+    request to save and leave with EXIT_REQUEUE (fairseq's training commands under this plugin).
+    They then start with SIGUSR1 ignored, so that an early one does not kill a rank that is still
+    importing, and it is repeated until they leave.
+    """
+
+    def __init__(self, jobs: Sequence[RankJob], grace: float, save_request: bool = False):
+        self._jobs = jobs
+        self._grace = grace
+        self._save_request = save_request
+        self._running: dict[int, subprocess.Popen] = {}
+        self._readers: list[threading.Thread] = []
+        self._status: int | None = None
+        self._kill_at: float | None = None
+        self._repeat_at: float | None = None
+        self.stopped_by: signal.Signals | None = None
+
+    def run(self) -> int:
+        """The exit status: 0, or that of the rank that failed first."""
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+        try:
+            # All processes before any thread: preexec_fn must run in a single-threaded process.
+            for job in self._jobs:
+                self._running[job.rank] = self._start(job, old_mask)
+            self._start_readers()
+            while self._running:
+                self._wait()
+        finally:
+            self._kill_groups()
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+        for reader in self._readers:
+            reader.join(timeout=5)
+        return self._status or 0
+
+    def _start(self, job: RankJob, mask: set) -> subprocess.Popen:
+        parent = os.getpid()
+
+        def in_child() -> None:
+            libc = ctypes.CDLL(None)
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no orphans if the launcher is killed
+            if os.getppid() != parent:
+                os._exit(128 + signal.SIGKILL)
+            if self._save_request:
+                signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            apply_binding(job.binding)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+        piped = subprocess.PIPE if job.prefix is not None else None
+        process = subprocess.Popen(
+            job.argv, env=job.env, preexec_fn=in_child, start_new_session=True,
+            stdin=None if job.rank == self._jobs[0].rank else subprocess.DEVNULL,
+            stdout=piped, stderr=piped,
+        )
+        return process
+
+    def _start_readers(self) -> None:
+        lock = threading.Lock()
+        for job in self._jobs:
+            if job.prefix is None:
+                continue
+            process, prefix = self._running[job.rank], job.prefix.encode()
+            for source, target in (
+                (process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)
+            ):
+                reader = threading.Thread(
+                    target=_copy_lines, args=(source, target, prefix, lock), daemon=True
+                )
+                reader.start()
+                self._readers.append(reader)
+
+    def _wait(self) -> None:
+        """Handles one signal, or the time-out of one of the clocks."""
+        received = signal.sigtimedwait(_WATCHED, 0.5)
+        if received is not None and received.si_signo != signal.SIGCHLD:
+            self._on_signal(signal.Signals(received.si_signo))
+        for rank, process in list(self._running.items()):
+            if process.poll() is not None:
+                del self._running[rank]
+                self._on_exit(rank, exit_status(process.returncode))
+        now = time.monotonic()
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = None
+            self._say(f"ranks {sorted(self._running)} are still there; killing them")
+            self._kill_groups()
+        if self._repeat_at is not None and now >= self._repeat_at:
+            self._repeat_at = now + _REPEAT_SECONDS
+            self._send(signal.SIGUSR1)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if number in _PASSED_ON:
+            self._send(number)
+            if number == signal.SIGUSR1 and self._save_request:
+                self._repeat_at = time.monotonic() + _REPEAT_SECONDS
+            return
+        if self.stopped_by is not None:  # a second Ctrl-C: at once
+            self._kill_groups()
+            return
+        self.stopped_by = number
+        self._send(number)
+        self._kill_at = time.monotonic() + self._grace
+
+    def _on_exit(self, rank: int, status: int) -> None:
+        if status == 0 or not (self._status is None or self._status == EXIT_REQUEUE):
+            return
+        if status == EXIT_REQUEUE:
+            # The ranks have agreed to leave; give the others the time to do so on their own.
+            self._status = status
+            self._kill_at = self._kill_at or time.monotonic() + 2 * self._grace
+            return
+        self._status = status
+        how = f"died of signal {status - 128}" if status > 128 else f"ended with exit code {status}"
+        self._say(f"rank {rank} {how}" + ("; ending the others" if self._running else ""))
+        if self._running and self.stopped_by is None:
+            self._send(signal.SIGTERM)
+            self._kill_at = time.monotonic() + self._grace
+
+    def _send(self, number: signal.Signals) -> None:
+        for process in self._running.values():
+            process.send_signal(number)
+
+    def _kill_groups(self) -> None:
+        """SIGKILL to each running rank with all of its children (data loader workers)."""
+        for process in self._running.values():
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue  # it ended just now
+
+    @staticmethod
+    def _say(text: str) -> None:
+        sys.stderr.write(f"launch: {text}\n")
+        sys.stderr.flush()
