@@ -1,0 +1,56 @@
+"""Expert-sharded checkpoint sets: save, load, inspect, merge, reshard.
+
+Needs torch only. The layout on disk is Meta's (`layout.py`), the content fairseq's (`state.py`).
+Command line: `python -m fairseq_tutel.checkpoint --help`.
+"""
+
+from .errors import CheckpointError, Ranks
+from .inspection import inspect
+from .io import load_file
+from .layout import (
+    CheckpointSet,
+    check_divisible,
+    concat_experts,
+    count_rank_files,
+    experts_of_rank,
+    slice_experts,
+    split_dense_expert,
+)
+from .load import SetReader, load_for_rank
+from .reshard import merge, reshard
+from .state import split_state
+from .store import (
+    copy_set,
+    find_sets,
+    recover,
+    recover_directory,
+    remove_set,
+    set_exists,
+    write_set,
+)
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointSet",
+    "Ranks",
+    "SetReader",
+    "check_divisible",
+    "concat_experts",
+    "copy_set",
+    "count_rank_files",
+    "experts_of_rank",
+    "find_sets",
+    "inspect",
+    "load_file",
+    "load_for_rank",
+    "merge",
+    "recover",
+    "recover_directory",
+    "remove_set",
+    "reshard",
+    "set_exists",
+    "slice_experts",
+    "split_dense_expert",
+    "split_state",
+    "write_set",
+]

@@ -1,0 +1,231 @@
+"""One checkpoint file: written so that it can be read safely, read without running its content.
+
+A checkpoint is a pickle, and a pickle may call any function. Files are therefore read by torch's
+restricted unpickler (`weights_only=True`), which builds tensors and plain containers, extended by
+the harmless classes that fairseq checkpoints hold. Anything else in a file is refused by name.
+Tensors are memory-mapped where the file allows it, so that only what is used is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import errno
+import importlib
+import logging
+import os
+import re
+import threading
+import typing
+import zipfile
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_ALLOWLIST_LOCK = threading.Lock()  # torch keeps one list of allowed classes per process
+_ZIP_MAGIC = b"PK\x03\x04"
+_REFUSED = re.compile(r"GLOBAL ([\w.]+) was not an allowed global|unrecognized function ([\w.]+)")
+# file systems that cannot fsync a directory answer with one of these
+_NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
+
+_OMEGACONF_CLASSES = {
+    "omegaconf.dictconfig": ("DictConfig",),
+    "omegaconf.listconfig": ("ListConfig",),
+    "omegaconf.base": ("ContainerMetadata", "Metadata"),
+    "omegaconf.nodes": (
+        "AnyNode",
+        "BooleanNode",
+        "FloatNode",
+        "IntegerNode",
+        "StringNode",
+        "ValueNode",
+    ),
+}
+
+
+def load_file(path: str) -> dict[str, Any]:
+    """Read one file; its tensors are on the CPU, memory-mapped copy-on-write where possible.
+
+    Raises:
+        CheckpointError: missing, truncated, damaged, holding a refused class, or not a dict.
+    """
+    mappable = _check_container(path)
+    try:
+        with _ALLOWLIST_LOCK, torch.serialization.safe_globals(_harmless_globals()):
+            state = _torch_load(path, mmap=mappable)
+    except FileNotFoundError as error:
+        raise _missing(path) from error
+    except Exception as error:  # a damaged pickle can raise anything; it is told and re-raised
+        raise CheckpointError(_reading_problem(path, error)) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"{path}: not a checkpoint: holds a {type(state).__name__}, not a dict"
+        )
+    return state
+
+
+def save_file(state: Mapping[str, Any], path: str) -> int:
+    """Write one file, force it to the disk and check that it can be read back safely.
+
+    Tensors are written from the CPU with a storage of their own, so that a slice of a stack does
+    not drag the whole stack into the file. Tensors that are one (tied weights) stay one.
+
+    Returns:
+        Size of the file in bytes.
+
+    Raises:
+        CheckpointError: `state` holds objects that `load_file` would refuse.
+        OSError, RuntimeError: the file system failed (no space, no permission).
+    """
+    with open(path, "wb") as file:
+        torch.save(_portable(dict(state), {}), file)
+        file.flush()
+        os.fsync(file.fileno())
+        size = file.tell()
+    try:
+        load_file(path)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"refusing to save what could not be loaded again: {error}"
+        ) from error
+    return size
+
+
+def sync_directory(path: str) -> None:
+    """Force the names in a directory to the disk, on file systems that know how."""
+    descriptor = os.open(path or ".", os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def damaged_member(path: str) -> str | None:
+    """Name of the first part of a zip checkpoint whose checksum is wrong; reads the whole file."""
+    with zipfile.ZipFile(path) as archive:
+        return archive.testzip()
+
+
+def _check_container(path: str) -> bool:
+    """Whether the file is a complete zip archive (torch >= 1.6), the kind that can be mapped."""
+    try:
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            magic = file.read(len(_ZIP_MAGIC))
+    except FileNotFoundError as error:
+        raise _missing(path) from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    if size == 0:
+        raise CheckpointError(f"{path}: is empty; restore it from a backup or use another set")
+    if magic != _ZIP_MAGIC:
+        return False
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(
+            f"{path}: is truncated at {size} bytes (its end is missing); "
+            "copy it again or use another set"
+        )
+    return True
+
+
+def _torch_load(path: str, *, mmap: bool) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except RuntimeError as error:
+        if not mmap or "unable to mmap" not in str(error):
+            raise
+        logger.warning("%s: the file system cannot map files; reading it whole", path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=False)
+
+
+def _missing(path: str) -> CheckpointError:
+    return CheckpointError(f"{path}: no such file")
+
+
+def _reading_problem(path: str, error: Exception) -> str:
+    refused = _REFUSED.search(str(error))
+    if refused:
+        name = refused[1] or refused[2]
+        return (
+            f"{path}: holds the class or function {name}, which is not on the list of harmless "
+            "ones; refusing to load it, since unpickling it could run code"
+        )
+    reason = str(error).strip().splitlines()
+    return (
+        f"{path}: is not a checkpoint or is damaged "
+        f"({type(error).__name__}: {reason[0] if reason else ''}); copy it again or use another set"
+    )
+
+
+def _harmless_globals() -> list[Any]:
+    """Classes that hold data and do nothing when unpickled; only those that can be imported."""
+    allowed: list[Any] = [
+        argparse.Namespace,
+        collections.OrderedDict,
+        collections.defaultdict,
+        collections.deque,
+        dict,
+        float,
+        int,
+        list,
+        str,
+        bool,
+        tuple,
+        (typing.Any, "typing.Any"),
+    ]
+    for module, names in _OMEGACONF_CLASSES.items():
+        allowed += _importable(module, names)
+    return allowed + _numpy_scalars()
+
+
+def _importable(module: str, names: tuple[str, ...]) -> list[Any]:
+    try:
+        imported = importlib.import_module(module)
+    except ImportError:
+        return []
+    return [getattr(imported, name) for name in names if hasattr(imported, name)]
+
+
+def _numpy_scalars() -> list[Any]:
+    """What numpy needs to rebuild a number: old fairseq checkpoints hold np.float64 losses."""
+    try:
+        import numpy
+    except ImportError:
+        return []
+    rebuild = numpy.float64(0).__reduce__()[0]
+    kinds = (numpy.float32, numpy.float64, numpy.int32, numpy.int64, numpy.bool_)
+    return [
+        numpy.dtype,
+        (rebuild, "numpy.core.multiarray.scalar"),
+        (rebuild, "numpy._core.multiarray.scalar"),
+        *(type(numpy.dtype(kind)) for kind in kinds),
+    ]
+
+
+def _portable(value: Any, memo: dict[tuple, torch.Tensor]) -> Any:
+    """`value` with every tensor detached, on the CPU, dense in a storage of its own size."""
+    if isinstance(value, torch.Tensor):
+        return _portable_tensor(value, memo)
+    if type(value) in (dict, collections.OrderedDict):
+        return {key: _portable(item, memo) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_portable(item, memo) for item in value)
+    return value
+
+
+def _portable_tensor(tensor: torch.Tensor, memo: dict[tuple, torch.Tensor]) -> torch.Tensor:
+    identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    if identity not in memo or tensor.numel() == 0:
+        moved = tensor.detach().cpu().contiguous()
+        if moved.untyped_storage().nbytes() != moved.numel() * moved.element_size():
+            moved = moved.clone(memory_format=torch.contiguous_format)
+        memo[identity] = moved
+    return memo[identity]

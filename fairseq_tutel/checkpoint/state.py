@@ -1,0 +1,141 @@
+"""What a checkpoint holds, and how one rank's state is split into the shared and its own file.
+
+A state is fairseq's dict: `args`, `cfg` (a plain dict), `model`, `criterion`, `optimizer_history`,
+`task_state`, `extra_state` and, unless left out, `last_optimizer_state`; we add `moe_checkpoint`.
+
+`model` is keyed by Meta's parameter names, one entry per expert. So is the optimizer's state:
+
+    last_optimizer_state = {
+        "named_state": {parameter name: {state name: tensor or scalar}},
+        "param_groups": [{hyper-parameter: value}],  # no "params": names say it all
+        "loss_scale": float or None,
+    }
+
+The shared file holds the named state of dense parameters, the groups and the loss scale; a rank
+file holds the named state of its experts. Every expert has its own complete state, be it fp32
+moments, a step count or fp16 moments with their scale, so it moves to other ranks unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from .errors import CheckpointError
+from .layout import split_dense_expert
+
+FORMAT_VERSION = 1
+METADATA = "moe_checkpoint"
+MODEL = "model"
+OPTIMIZER = "last_optimizer_state"
+NAMED_STATE = "named_state"
+
+
+@dataclass(frozen=True)
+class SetMetadata:
+    """Stored in each file of a set, so that a stale or foreign file is told from a member.
+
+    save_id: random, the same in all files of one save. rank: of a rank file, else None.
+    num_rank_files: 0 in a merged file. world_size: ranks of the run that saved it.
+    """
+
+    save_id: str
+    world_size: int
+    num_rank_files: int
+    num_experts: int
+    rank: int | None = None
+    format_version: int = FORMAT_VERSION
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any], where: str) -> SetMetadata | None:
+        """Metadata of a loaded file; None if another program wrote it.
+
+        Raises:
+            CheckpointError: incomplete metadata, or a format newer than this code.
+        """
+        stored = state.get(METADATA)
+        if stored is None:
+            return None
+        names = {field.name for field in fields(cls)}
+        if not isinstance(stored, dict) or not names <= set(stored):
+            raise CheckpointError(f"{where}: incomplete {METADATA!r} metadata: {stored!r}")
+        if stored["format_version"] > FORMAT_VERSION:
+            raise CheckpointError(
+                f"{where}: written in checkpoint format {stored['format_version']}, but this "
+                f"version of fairseq_tutel reads up to {FORMAT_VERSION}; upgrade it"
+            )
+        return cls(**{name: stored[name] for name in names})
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def optimizer_is_named(optimizer: Any) -> bool:
+    """Whether an optimizer state is in our form, by parameter name."""
+    return isinstance(optimizer, dict) and isinstance(optimizer.get(NAMED_STATE), dict)
+
+
+def check_state(state: Any, what: str) -> None:
+    """Raises CheckpointError unless `state` has the form described above."""
+    if not isinstance(state, Mapping) or not isinstance(state.get(MODEL), Mapping):
+        raise CheckpointError(f"{what} must be a dict with the parameters under {MODEL!r}")
+    optimizer = state.get(OPTIMIZER)
+    if optimizer is None:
+        return
+    if not optimizer_is_named(optimizer):
+        raise CheckpointError(
+            f"{what}: {OPTIMIZER!r} must hold {NAMED_STATE!r}, the state keyed by parameter name"
+        )
+    if any("params" in group for group in optimizer.get("param_groups", ())):
+        raise CheckpointError(
+            f"{what}: param_groups must not list 'params': indices change with the number of ranks"
+        )
+
+
+def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split what one rank holds into the content of the shared file and of its rank file.
+
+    Both keep the common entries (cfg, counters, meters), as Meta's files do. Nothing is copied.
+
+    Args:
+        state: the state of one rank, experts numbered locally from 0.
+
+    Returns:
+        (shared_state, rank_state), for `write_set`.
+
+    Raises:
+        CheckpointError: `state` is not in the form described above.
+    """
+    check_state(state, "state")
+    common = {key: value for key, value in state.items() if key not in (MODEL, OPTIMIZER, METADATA)}
+    dense, expert = split_dense_expert(state[MODEL])
+    shared, rank_state = common | {MODEL: dense}, common | {MODEL: expert}
+    optimizer = state.get(OPTIMIZER)
+    if optimizer is not None:
+        dense_state, expert_state = split_dense_expert(optimizer[NAMED_STATE])
+        shared[OPTIMIZER] = optimizer | {NAMED_STATE: dense_state}
+        rank_state[OPTIMIZER] = {NAMED_STATE: expert_state}
+    return shared, rank_state
+
+
+def join_state(
+    shared: Mapping[str, Any],
+    expert_model: Mapping[str, Any],
+    expert_named_state: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The inverse of `split_state` for experts of any origin.
+
+    Args:
+        shared: content of the shared file; its optimizer state is left out if not wanted.
+        expert_model: expert tensors in the numbering wanted.
+        expert_named_state: their optimizer state, or None to leave out all optimizer state.
+    """
+    joined = {key: value for key, value in shared.items() if key not in (OPTIMIZER, METADATA)}
+    joined[MODEL] = {**shared[MODEL], **expert_model}
+    if expert_named_state is not None:
+        optimizer = shared[OPTIMIZER]
+        joined[OPTIMIZER] = optimizer | {
+            NAMED_STATE: {**optimizer[NAMED_STATE], **expert_named_state}
+        }
+    return joined

@@ -1,0 +1,284 @@
+"""Saving, copying, removing and listing checkpoint sets, each as one thing.
+
+`agree` is how ranks learn of each other's errors without this package knowing torch.distributed:
+a callable that all-gathers one short text (or None) per rank, in rank order. Every rank makes the
+same calls, whatever happens, so nobody waits for a rank that failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+from .commit import (
+    commit,
+    new_id,
+    read_record,
+    recover_set,
+    remove_temporaries,
+    temporary_name,
+    unfinished_sets,
+    visible_files,
+)
+from .errors import Agree, CheckpointError, Ranks
+from .io import save_file, sync_directory
+from .layout import SHARED, CheckpointSet, Role, count_rank_files, expert_shapes, split_key
+from .state import METADATA, MODEL, NAMED_STATE, OPTIMIZER, SetMetadata, check_state
+
+
+def write_set(
+    path: str,
+    *,
+    rank: int,
+    world_size: int,
+    shared_state: Mapping[str, Any] | None,
+    rank_state: Mapping[str, Any] | None,
+    num_rank_files: int,
+    agree: Agree | None = None,
+) -> str:
+    """Save a set; every rank calls this. Afterwards it is the new set, or an error and the old one.
+
+    Replaces whatever `path` names: a set of any number of ranks, or a merged file.
+
+    Args:
+        path: X.pt, the name of the set (X-shared.pt and X-rank-N.pt mean the same).
+        rank, world_size: this process and the number of expert-parallel processes W.
+        shared_state: content of X-shared.pt, from `split_state`; used on rank 0 only.
+        rank_state: content of X-rank-{rank}.pt; used where rank < num_rank_files.
+        num_rank_files: min(E, W).
+        agree: gathers texts of all ranks; needed if W > 1.
+
+    Returns:
+        The random save id stored in all files of the set.
+
+    Raises:
+        CheckpointError: on every rank, naming the ranks that failed and why.
+        ValueError: rank and world_size that make no sense.
+    """
+    ranks = Ranks(rank, world_size, agree)
+    cset = CheckpointSet.from_path(path)
+    states: dict[Role, Mapping[str, Any] | None] = {}
+    if rank == 0:
+        states[SHARED] = shared_state
+    if rank < num_rank_files:
+        states[rank] = rank_state
+
+    def prepare() -> str:
+        for role, state in states.items():
+            _check_kind(role, state, cset)
+        if rank == 0:
+            os.makedirs(cset.directory or ".", exist_ok=True)
+            recover_set(cset)
+        local = expert_shapes(rank_state[MODEL], f"rank {rank}")[0] if rank in states else 0
+        return json.dumps([new_id(), os.path.basename(cset.path), num_rank_files, local])
+
+    plans = [json.loads(text) for text in ranks.together(f"saving {cset.path}", prepare)]
+    save_id = plans[0][0]
+    num_experts = _check_plans(plans, world_size)
+
+    def write() -> None:
+        metadata = SetMetadata(save_id, world_size, num_rank_files, num_experts)
+        _stage_states(cset, save_id, states, metadata)
+
+    try:
+        ranks.together(f"saving {cset.path}", write)
+    except CheckpointError:
+        remove_temporaries(cset, save_id)
+        raise
+    names = {cset.name_of(role) for role in (SHARED, *range(num_rank_files))}
+
+    def publish() -> None:
+        _on_first(rank, commit, cset, save_id, names, names)
+
+    ranks.together(f"saving {cset.path}", publish)
+    return save_id
+
+
+def copy_set(
+    src: str,
+    dst: str,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    agree: Agree | None = None,
+) -> None:
+    """Give a set a second name, replacing what has that name; the data is shared where possible.
+
+    Rank 0 makes hard links, or copies where the file system has none; the others wait for it.
+
+    Raises:
+        CheckpointError: no such set, the same name twice, or the file system failed.
+    """
+    ranks = Ranks(rank, world_size, agree)
+    source, target = CheckpointSet.from_path(src), CheckpointSet.from_path(dst)
+    ranks.together(f"copying {src} to {dst}", lambda: _on_first(rank, _copy, source, target))
+
+
+def remove_set(
+    path: str, *, rank: int = 0, world_size: int = 1, agree: Agree | None = None
+) -> None:
+    """Remove all files that `path` names, as one thing; nothing there is no error."""
+    ranks = Ranks(rank, world_size, agree)
+    cset = CheckpointSet.from_path(path)
+    ranks.together(f"removing {path}", lambda: _on_first(rank, _remove, cset))
+
+
+def recover(path: str, *, rank: int = 0, world_size: int = 1, agree: Agree | None = None) -> None:
+    """Finish or clean up an interrupted save to `path`; for the run that owns it, before it starts.
+
+    Never needed to load: readers see the right set in any state. `write_set` does it by itself.
+    """
+    ranks = Ranks(rank, world_size, agree)
+    cset = CheckpointSet.from_path(path)
+    ranks.together(f"recovering {path}", lambda: _on_first(rank, recover_set, cset))
+
+
+def recover_directory(
+    directory: str, *, rank: int = 0, world_size: int = 1, agree: Agree | None = None
+) -> None:
+    """`recover` for every set of a directory: what a run does with its save dir when it starts."""
+
+    def recover_all() -> None:
+        for cset in unfinished_sets(directory):
+            recover_set(cset)
+
+    ranks = Ranks(rank, world_size, agree)
+    ranks.together(f"recovering {directory}", lambda: _on_first(rank, recover_all))
+
+
+def set_exists(path: str) -> bool:
+    """Whether `path` names a set or a merged file (complete or not)."""
+    return bool(visible_files(CheckpointSet.from_path(path)))
+
+
+def find_sets(directory: str, pattern: str, keep_match: bool = False) -> list[Any]:
+    """Canonical paths of the sets whose name matches, as fairseq's `checkpoint_paths` lists files.
+
+    Args:
+        pattern: regular expression for all of X.pt; its first group, if any, is a number.
+        keep_match: return pairs (path, number) instead.
+
+    Returns:
+        Paths sorted by that number (else by name), descending. Incomplete sets are among them.
+    """
+    regex = re.compile(pattern)
+    entries = []
+    for cset in _sets_in(directory):
+        match = regex.fullmatch(os.path.basename(cset.path))
+        if match is not None and visible_files(cset):
+            entries.append((float(match[1]) if regex.groups else 0.0, cset.path))
+    entries.sort(reverse=True)
+    return [(path, number) if keep_match else path for number, path in entries]
+
+
+def stage_file(cset: CheckpointSet, operation: str, role: Role, state: Mapping[str, Any]) -> None:
+    """Write a member under its temporary name; `commit` makes it real."""
+    save_file(state, _temporary_path(cset, operation, role))
+
+
+def _stage_states(
+    cset: CheckpointSet,
+    save_id: str,
+    states: Mapping[Role, Mapping[str, Any]],
+    metadata: SetMetadata,
+) -> None:
+    for role, state in states.items():
+        stored = metadata.to_dict() | {"rank": None if role == SHARED else role}
+        stage_file(cset, save_id, role, {**state, METADATA: stored})
+    if states:
+        sync_directory(cset.directory)
+
+
+def _check_kind(role: Role, state: Mapping[str, Any] | None, cset: CheckpointSet) -> None:
+    """A shared state has no experts, a rank state nothing else."""
+    check_state(state, cset.name_of(role))
+    named_state = (state.get(OPTIMIZER) or {}).get(NAMED_STATE, {})
+    misplaced = [
+        key for key in (*state[MODEL], *named_state) if (split_key(key) is None) != (role == SHARED)
+    ]
+    if misplaced:
+        raise CheckpointError(
+            f"{cset.name_of(role)} must hold only "
+            f"{'dense' if role == SHARED else 'expert'} parameters, got {misplaced[0]!r}"
+        )
+
+
+def _check_plans(plans: list[list[Any]], world_size: int) -> int:
+    """Ranks must mean the same save. All see the same plans, so all raise or none. Returns E."""
+    for other, plan in enumerate(plans):
+        if plan[1:3] != plans[0][1:3]:
+            raise CheckpointError(
+                f"ranks disagree on (name, number of rank files): rank 0 has {plans[0][1:3]}, "
+                f"rank {other} has {plan[1:3]}"
+            )
+    num_rank_files = plans[0][2]
+    local = [plan[3] for plan in plans[:num_rank_files]]
+    if not 1 <= num_rank_files <= world_size or len(set(local)) != 1 or local[0] < 1:
+        raise CheckpointError(
+            f"every rank that writes must have the same number of experts, at least 1; "
+            f"got {local} in {num_rank_files} rank files of {world_size} ranks"
+        )
+    num_experts = local[0] * num_rank_files
+    if count_rank_files(num_experts, world_size) != num_rank_files:
+        raise CheckpointError(
+            f"{num_experts} experts on {world_size} ranks make "
+            f"{count_rank_files(num_experts, world_size)} rank files, not {num_rank_files}"
+        )
+    return num_experts
+
+
+def _on_first(rank: int, action: Any, *args: Any) -> None:
+    if rank == 0:
+        action(*args)
+
+
+def _copy(source: CheckpointSet, target: CheckpointSet) -> None:
+    if source.same_place(target):
+        raise CheckpointError(f"cannot copy {source.path} onto itself")
+    recover_set(source)
+    recover_set(target)
+    files = visible_files(source)
+    if not files:
+        raise CheckpointError(f"{source.path}: no such checkpoint")
+    os.makedirs(target.directory or ".", exist_ok=True)
+    operation = new_id()
+    try:
+        for role, path in files.items():
+            _link_or_copy(path, _temporary_path(target, operation, role))
+    except OSError:
+        remove_temporaries(target, operation)
+        raise
+    names = {target.name_of(role) for role in files}
+    commit(target, operation, names, names)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # no hard links here, or across file systems
+        shutil.copyfile(source, target)
+        with open(target, "rb+") as file:
+            os.fsync(file.fileno())
+
+
+def _remove(cset: CheckpointSet) -> None:
+    recover_set(cset)
+    if visible_files(cset):
+        commit(cset, new_id(), set(), set())
+
+
+def _temporary_path(cset: CheckpointSet, operation: str, role: Role) -> str:
+    return os.path.join(cset.directory, temporary_name(cset.name_of(role), operation))
+
+
+def _sets_in(directory: str) -> set[CheckpointSet]:
+    names = [name for name in os.listdir(directory) if name.endswith(".pt")]
+    sets = {CheckpointSet.from_path(os.path.join(directory, name)) for name in names}
+    # a first save that was interrupted after its record has no file under its final name yet
+    return sets | {cset for cset in unfinished_sets(directory) if read_record(cset) is not None}
