@@ -1,0 +1,136 @@
+"""``--optimizer adam --fp16-adam-stats`` on stock fairseq, without apex and without a GPU."""
+
+import copy
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fairseq.optim.adam import Adam, FairseqAdam
+from fairseq.optim.fp16_optimizer import MemoryEfficientFP16Optimizer
+from omegaconf import OmegaConf
+
+from fairseq_tutel import optim
+from fairseq_tutel.optim.adam16 import Adam16
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    monkeypatch.setattr(FairseqAdam, "__init__", FairseqAdam.__init__)  # undone afterwards
+    optim.install()
+
+
+def config(**overrides):
+    adam = {
+        "adam_betas": (0.9, 0.98), "adam_eps": 1e-8, "weight_decay": 0.0, "use_old_adam": False,
+        "fp16_adam_stats": True, "tpu": False, "lr": [0.01],
+    }  # fmt: skip
+    return OmegaConf.create(adam | overrides)
+
+
+def test_install_twice_wraps_once_and_only_fp16_stats_changes_the_optimizer():
+    wrapped = FairseqAdam.__init__
+    optim.install()
+    assert FairseqAdam.__init__ is wrapped
+    params = [torch.nn.Parameter(torch.ones(3))]
+    assert type(FairseqAdam(config(), params).optimizer) is Adam16
+    assert type(FairseqAdam(config(fp16_adam_stats=False), params).optimizer) is Adam
+    for refused in ({"use_old_adam": True}, {"tpu": True}):
+        with pytest.raises(NotImplementedError):
+            FairseqAdam(config(**refused), params)
+    with pytest.raises(ValueError, match="bmuf"):
+        FairseqAdam(config(), params).average_params()
+
+
+def memory_efficient(param, **overrides):
+    cfg = OmegaConf.create(
+        {
+            "optimizer": {"_name": "adam", **OmegaConf.to_container(config(**overrides))},
+            "common": {
+                "fp16_scale_window": None, "model_parallel_size": 1, "bf16": False,
+                "fp16_init_scale": 4, "fp16_scale_tolerance": 0.0, "threshold_loss_scale": None,
+                "min_loss_scale": 1e-4,
+            },
+            "optimization": {"update_freq": [1]},
+            "distributed_training": {"distributed_world_size": 1},
+        }
+    )  # fmt: skip
+    return MemoryEfficientFP16Optimizer.build_optimizer(cfg, [param])
+
+
+def train(optimizer, param, steps):
+    target = torch.linspace(-1, 1, param.numel(), dtype=param.dtype).view_as(param)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        optimizer.backward((param - target).float().square().sum())
+        optimizer.clip_grad_norm(0.5)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("from_stats", [True, False])
+@pytest.mark.parametrize("to_stats", [True, False])
+def test_memory_efficient_fp16_resumes_with_either_kind_of_state(from_stats, to_stats):
+    """The wrapper's own copying of optimizer state must not undo a conversion."""
+    first = torch.nn.Parameter(torch.zeros(40).half())
+    optimizer = memory_efficient(first, fp16_adam_stats=from_stats)
+    train(optimizer, first, 10)
+    saved, weights = copy.deepcopy(optimizer.state_dict()), first.detach().clone()
+    train(optimizer, first, 10)
+
+    second = torch.nn.Parameter(weights.clone())
+    resumed = memory_efficient(second, fp16_adam_stats=to_stats)
+    resumed.load_state_dict(saved, {"lr": 0.01})
+    state = resumed.optimizer.state[second]
+    assert state["step"] == 10
+    assert state["exp_avg"].dtype == (torch.float16 if to_stats else torch.float32)
+    assert ("exp_avg_scale" in state) == to_stats
+    train(resumed, second, 10)
+    assert type(resumed.optimizer) is (Adam16 if to_stats else Adam)
+    moved = (first - weights).float()
+    assert moved.abs().mean() > 0.02
+    error = (second - first).detach().float().square().mean().sqrt()
+    assert error < (1e-6 if from_stats == to_stats else 0.02 * moved.square().mean().sqrt())
+
+
+def fairseq_train(save_dir, updates, *more):
+    """Losses that fairseq-train logs for a one-layer model on dummy_lm, on the CPU."""
+    options = [
+        "--task", "dummy_lm", "--dict-size", "60", "--tokens-per-sample", "16", "--batch-size", "4",
+        "--dataset-size", "40", "--arch", "transformer_lm_gpt", "--decoder-layers", "1",
+        "--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "32", "--decoder-attention-heads",
+        "2", "--dropout", "0", "--attention-dropout", "0", "--optimizer", "adam", "--adam-betas",
+        "(0.9,0.98)", "--clip-norm", "1.0", "--lr", "0.01", "--weight-decay", "0.01", "--cpu",
+        "--criterion", "cross_entropy", "--log-format", "json", "--log-interval", "5",
+        "--disable-validation", "--seed", "1", "--num-workers", "0",
+        "--required-batch-size-multiple", "1", "--save-dir", str(save_dir),
+        "--user-dir", str(ROOT / "fairseq_tutel"), "--max-update", str(updates), *more,
+    ]  # fmt: skip
+    code = (
+        "from fairseq_tutel import optim; optim.install(); "
+        "from fairseq_cli.train import cli_main; cli_main()"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, *options],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    output = run.stdout + run.stderr
+    assert run.returncode == 0, output[-3000:]
+    return [float(number) for number in re.findall(r'"loss": "([\d.]+)"', output)]
+
+
+def test_fairseq_train_runs_and_resumes_as_with_fp32_statistics(tmp_path):
+    first = fairseq_train(tmp_path / "half", 10, "--fp16-adam-stats")
+    resumed = fairseq_train(tmp_path / "half", 20, "--fp16-adam-stats")
+    full = fairseq_train(tmp_path / "full", 20)
+    assert resumed[-1] < 0.5 * first[0], (first, resumed)
+    assert resumed[-1] == pytest.approx(full[-1], rel=0.01)
+    for name in ("half", "full"):
+        saved = torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=False)
+        state = saved["last_optimizer_state"]["state"][0]
+        assert ("exp_avg_scale" in state) == (name == "half") and state["step"] == 20
