@@ -8,6 +8,7 @@ Every function here is also ``torch.ops.fairseq_tutel.<name>``. What it computes
 from .activation import bias_act
 from .backend import backend_for, get_backend, set_backend
 from .dispatch import combine, dispatch
+from .grouped import grouped_linear
 from .routing import assign_slots, fast_cumsum_sub_one, invert_rows, topk_gating
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "dispatch",
     "fast_cumsum_sub_one",
     "get_backend",
+    "grouped_linear",
     "invert_rows",
     "set_backend",
     "topk_gating",

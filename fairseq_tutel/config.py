@@ -1,0 +1,178 @@
+"""Options of an MoE layer and the rules that make them consistent.
+
+This is the one place where an option gets its meaning: the command line, Hydra configs, the
+stand-alone layer, the planner and the tests all build an :class:`MoEConfig`. Standard library only,
+so that it can be read where neither torch nor fairseq is installed.
+
+Two vocabularies describe capacity. The 2021 flags of fairseq's ``moe`` branch fix it in training
+(top-1: ``ceil(T/E)``, top-2: ``2*ceil(T/E)`` slots per expert and rank) and give evaluation a
+fraction of the tokens. Tutel's capacity factor ``f`` says more: ``f > 0`` gives
+``K*int(f*ceil(T/E))`` slots, ``f == 0`` drops nothing, ``f < 0`` takes what is needed up to
+``K*int(-f*ceil(T/E))``. Both are accepted; saying one thing with both is an error.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+SECOND_EXPERT_POLICIES = ("sampling", "all", "random")
+EXPERT_GRAD_NORMALIZATIONS = ("world_size", "sqrt_world_size")
+ROUTERS = ("linear", "cosine")
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Everything that decides how tokens are routed; sizes of tensors are given to the modules.
+
+    Attributes:
+        num_experts: E, experts of a layer over all ranks.
+        top_k: K, experts per token, 1 <= K <= E.
+        capacity_factor: training capacity, Tutel's meaning (see the module docstring).
+        eval_capacity_factor: evaluation capacity, the same meaning; 0 drops nothing.
+        eval_capacity_token_fraction: if > 0, evaluation gives each expert ``ceil(fraction * T)``
+            slots and ``eval_capacity_factor`` is not looked at (option of fairseq's ``moe``
+            branch).
+        second_expert_policy: how choices after the first are made: ``all`` takes the next best,
+            ``sampling`` adds Gumbel(0, 1) noise to the logits first, ``random`` keeps choice j > 1
+            only with probability ``min(1, K * gate_j)`` (GShard, section 3.2 of arXiv 2006.16668,
+            for K = 2).
+        normalize_before_dropping: divide the K gate values by their sum before, not after, tokens
+            over capacity are dropped.
+        batch_prioritized: give slots in order of decreasing top gate probability (arXiv
+            2106.05974).
+        use_pad_mask: do not route padding tokens.
+        gating_fp32: compute the gate's logits with fp32 output (half inputs, fp32 accumulation).
+        router: ``linear`` or ``cosine``.
+        gate_noise: standard deviation times E of normal noise on the logits, in training only.
+        input_jitter: multiply the gate's input by uniform(1-j, 1+j), in training only.
+        input_dropout: dropout on the layer's input before routing, in training only.
+        z_loss_weight: weight of mean(logsumexp(logits)^2) added to the aux loss (arXiv 2202.08906,
+            eq. 5).
+        load_importance_loss: use the load and importance losses of arXiv 1701.06538 (appendix A) in
+            place of GShard's; needs gate_noise > 0.
+    """
+
+    num_experts: int
+    top_k: int = 2
+    capacity_factor: float = 1.0
+    eval_capacity_factor: float = 0.0
+    eval_capacity_token_fraction: float = 0.0
+    second_expert_policy: str = "all"
+    normalize_before_dropping: bool = False
+    batch_prioritized: bool = False
+    use_pad_mask: bool = False
+    gating_fp32: bool = True
+    router: str = "linear"
+    gate_noise: float = 0.0
+    input_jitter: float = 0.0
+    input_dropout: float = 0.0
+    z_loss_weight: float = 0.0
+    load_importance_loss: bool = False
+
+    def __post_init__(self):
+        if self.num_experts < 1:
+            raise ValueError(f"an MoE layer needs at least 1 expert, not {self.num_experts}")
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(
+                f"top_k={self.top_k} must lie between 1 and the number of experts, {self.num_experts}"
+            )
+        for name, value, known in (
+            ("second_expert_policy", self.second_expert_policy, SECOND_EXPERT_POLICIES),
+            ("router", self.router, ROUTERS),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}")
+        for name in ("capacity_factor", "eval_capacity_factor", "eval_capacity_token_fraction"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)} must be a finite number")
+        if self.eval_capacity_token_fraction > 1:
+            raise ValueError(
+                f"eval_capacity_token_fraction={self.eval_capacity_token_fraction} is a fraction of the "
+                "tokens: at most 1.0 (every expert can then hold every token)"
+            )
+        for name in ("gate_noise", "z_loss_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        for name in ("input_jitter", "input_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+        if self.load_importance_loss and self.gate_noise <= 0:
+            raise ValueError(
+                "load_importance_loss needs gate_noise > 0: the load is estimated from the noise's "
+                f"distribution, and gate_noise={self.gate_noise}"
+            )
+
+    def capacity(self, num_tokens: int, training: bool) -> int | None:
+        """Most tokens that one rank may send to one expert, or None where nothing is dropped.
+
+        Args:
+            num_tokens: T, the number of tokens that all ranks agreed on (the largest of them).
+            training: whether the layer is in training mode.
+        """
+        if not training and self.eval_capacity_token_fraction > 0:
+            return math.ceil(self.eval_capacity_token_fraction * num_tokens)
+        factor = self.capacity_factor if training else self.eval_capacity_factor
+        if factor == 0:
+            return None
+        return max(1, self.top_k * int(abs(factor) * math.ceil(num_tokens / self.num_experts)))
+
+    def is_static(self, training: bool) -> bool:
+        """Whether buffers are sized by the capacity alone, so that no size depends on the data.
+
+        Only fixed capacity in training is laid out so: evaluation with a capacity gives the same
+        numbers from buffers of the size that is needed, where the reference's default of 0.25 T
+        slots per expert fills E/8 times more memory than training does.
+        """
+        return training and self.capacity_factor > 0
+
+
+def resolve_capacity(
+    *,
+    top1_expert: bool,
+    top_k: int | None,
+    capacity_factor: float | None,
+    eval_capacity_factor: float | None,
+    eval_capacity_token_fraction: float | None,
+) -> dict:
+    """Translate the command line's two vocabularies into fields of :class:`MoEConfig`.
+
+    Returns:
+        ``top_k``, ``capacity_factor``, ``eval_capacity_factor`` and
+        ``eval_capacity_token_fraction``.
+
+    Raises:
+        ValueError: if an old and a new option contradict each other; both are named.
+    """
+    if top1_expert and top_k not in (None, 1):
+        raise ValueError(
+            f"--moe-top1-expert and --moe-top-k {top_k} contradict each other: give one of them"
+        )
+    if eval_capacity_token_fraction is not None and eval_capacity_factor is not None:
+        raise ValueError(
+            f"--moe-eval-capacity-token-fraction {eval_capacity_token_fraction} and "
+            f"--moe-eval-capacity-factor {eval_capacity_factor} both set the evaluation capacity: "
+            "give one of them"
+        )
+    if top_k is None:
+        top_k = 1 if top1_expert else 2
+    train_factor = 1.0 if capacity_factor is None else capacity_factor
+    fraction = eval_capacity_token_fraction
+    if fraction is not None and fraction <= 0:
+        # the 2021 meaning of a fraction <= 0: evaluate with the training formula
+        eval_capacity_factor, fraction = train_factor, None
+    return {
+        "top_k": top_k,
+        "capacity_factor": train_factor,
+        "eval_capacity_factor": 0.0 if eval_capacity_factor is None else eval_capacity_factor,
+        "eval_capacity_token_fraction": 0.0 if fraction is None else fraction,
+    }
+
+
+def check_divisible(num_experts: int, world_size: int) -> None:
+    """Raise ValueError unless experts can be spread evenly: E a multiple of W, or W a multiple of E."""
+    if num_experts % world_size and world_size % num_experts:
+        raise ValueError(
+            f"{num_experts} experts cannot be spread over {world_size} ranks: one number must divide "
+            f"the other (choose an expert count that is a multiple or a divisor of {world_size})"
+        )

@@ -1,0 +1,116 @@
+"""``--criterion moe_cross_entropy``: cross entropy plus the balance loss of the MoE layers.
+
+``loss = CE_sum + weight * sample_size * G`` with G the sum or mean of the layers' losses, or its
+negative logarithm. Logged per token (or sentence) in base 2 like fairseq's other criterions, but G
+as it is.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from fairseq import utils
+from fairseq.criterions import register_criterion
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion, CrossEntropyCriterionConfig
+from fairseq.dataclass import ChoiceEnum
+from fairseq.logging import metrics
+
+from ..moe import METRIC_NAMES, MoEAux
+
+
+@dataclass
+class MoECrossEntropyCriterionConfig(CrossEntropyCriterionConfig):
+    """Options of fairseq's ``moe`` branch."""
+
+    moe_gate_loss_wt: float = field(
+        default=1.0, metadata={"help": "weight of the gate (load balance) loss"}
+    )
+    moe_gate_loss_combine_method: ChoiceEnum(["sum", "average"]) = field(
+        default="average", metadata={"help": "how the losses of the MoE layers are combined"}
+    )
+    moe_gate_loss_transform: ChoiceEnum(["none", "neg_log"]) = field(
+        default="none", metadata={"help": "transformation of the combined gate loss"}
+    )
+
+
+@register_criterion("moe_cross_entropy", dataclass=MoECrossEntropyCriterionConfig)
+class MoECrossEntropyCriterion(CrossEntropyCriterion):
+    """Cross entropy of a language model with MoE layers; dense models get a gate loss of 0."""
+
+    def __init__(
+        self,
+        task,
+        sentence_avg,
+        moe_gate_loss_wt=1.0,
+        moe_gate_loss_combine_method="average",
+        moe_gate_loss_transform="none",
+    ):
+        super().__init__(task, sentence_avg)
+        self.gate_loss_weight = moe_gate_loss_wt
+        self.combine_method = str(moe_gate_loss_combine_method)
+        self.transform = str(moe_gate_loss_transform)
+
+    def forward(self, model, sample, reduce=True):
+        """Return (loss, sample size, logging output) of one batch, see the module docstring."""
+        net_output = model(**sample["net_input"])
+        inner_loss, _ = self.compute_loss(model, net_output, sample, reduce=reduce)
+        sample_size = sample["target"].size(0) if self.sentence_avg else sample["ntokens"]
+        reports = net_output[1].get("moe", [])
+        gate_loss = self.gate_loss(reports, like=inner_loss)
+        # broadcasts over the tokens where the inner loss is not reduced
+        loss = inner_loss + self.gate_loss_weight * sample_size * gate_loss
+        logging_output = {
+            "loss": loss.data,
+            "inner_loss": inner_loss.data,
+            "moe_loss": gate_loss.data * sample_size,
+            "ntokens": sample["ntokens"],
+            "nsentences": sample["target"].size(0),
+            "sample_size": sample_size,
+            "batch_count": 1,
+            **layer_mean_metrics(reports),
+        }
+        if "moe_load" in net_output[1]:
+            logging_output["moe_load"] = net_output[1]["moe_load"]
+        return loss, sample_size, logging_output
+
+    def gate_loss(self, reports: list[MoEAux], like: torch.Tensor) -> torch.Tensor:
+        """G of a batch, fp32 scalar with gradient."""
+        if not reports:
+            return like.new_zeros((), dtype=torch.float32)
+        losses = torch.stack([aux.loss for aux in reports])
+        total = losses.sum() if self.combine_method == "sum" else losses.mean()
+        return -total.log() if self.transform == "neg_log" else total
+
+    @staticmethod
+    def reduce_metrics(logging_outputs) -> None:
+        """Log the metrics of all ranks and batches of an update."""
+
+        def total(key):
+            return sum(log.get(key, 0) for log in logging_outputs)
+
+        sample_size, ntokens, batches = (
+            total(k) for k in ("sample_size", "ntokens", "batch_count")
+        )
+        bits = 1.0 / max(sample_size, 1) / math.log(2)
+        metrics.log_scalar("loss", total("loss") * bits, sample_size, round=3)
+        metrics.log_scalar(
+            "moe_gate_loss", total("moe_loss") / max(sample_size, 1), sample_size, round=8
+        )
+        for name in METRIC_NAMES:
+            metrics.log_scalar(name, total(name) / max(batches, 1), batches, round=3)
+        metrics.log_scalar("inner_loss", total("inner_loss") * bits, sample_size, round=3)
+        perplexity_of = "inner_loss"
+        if sample_size != ntokens:
+            metrics.log_scalar(
+                "nll_loss", total("inner_loss") / max(ntokens, 1) / math.log(2), ntokens, round=3
+            )
+            perplexity_of = "nll_loss"
+        metrics.log_derived("ppl", lambda m: utils.get_perplexity(m[perplexity_of].avg))
+
+
+def layer_mean_metrics(reports: list[MoEAux]) -> dict[str, torch.Tensor]:
+    """Mean over the MoE layers of every metric; empty without MoE layers."""
+    if not reports:
+        return {}
+    mean = torch.stack([aux.metrics for aux in reports]).mean(0)
+    return dict(zip(METRIC_NAMES, mean.unbind(), strict=True))

@@ -1,0 +1,29 @@
+"""Who talks to whom. The only room that imports ``torch.distributed``."""
+
+from .all_to_all import all_to_all, all_to_all_uneven, exchange_counts
+from .expert_params import (
+    expert_grad_sq_norm,
+    is_expert,
+    mark_expert,
+    reduce_expert_grads,
+)
+from .groups import ExpertParallelGroups, build_groups, process_world
+from .handshake import StepAgreement, agree_step, any_rank, gather_texts, sum_over_ranks
+
+__all__ = [
+    "ExpertParallelGroups",
+    "StepAgreement",
+    "agree_step",
+    "all_to_all",
+    "all_to_all_uneven",
+    "any_rank",
+    "build_groups",
+    "exchange_counts",
+    "expert_grad_sq_norm",
+    "gather_texts",
+    "is_expert",
+    "mark_expert",
+    "process_world",
+    "reduce_expert_grads",
+    "sum_over_ranks",
+]

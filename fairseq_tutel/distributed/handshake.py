@@ -1,0 +1,101 @@
+"""Agreement between ranks before they exchange data of a size that depends on it.
+
+One small all-gather per forward pass of the model (not per layer) tells every rank how many tokens
+the others bring, and compares what must be equal. Ranks that disagree get an error with every
+rank's values at once, where mismatched all-to-alls would hang until the process group's timeout (30
+minutes by default).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .all_to_all import to_device_of
+from .groups import ExpertParallelGroups, process_world
+
+
+@dataclass(frozen=True)
+class StepAgreement:
+    """What the ranks of an exchange group agreed on for one forward pass.
+
+    Attributes:
+        num_tokens: the largest token count of any rank; capacities are computed from it, so that
+            they are the same everywhere.
+    """
+
+    num_tokens: int
+
+
+def agree_step(
+    num_tokens: int, must_equal: Mapping[str, int], groups: ExpertParallelGroups
+) -> StepAgreement:
+    """Exchange token counts and compare settings with the other ranks of the exchange group.
+
+    NOTE: this reads a few integers back to the host, one synchronisation per forward pass.
+
+    Args:
+        num_tokens: tokens of this rank, 0 included.
+        must_equal: name -> integer that has to be the same on all ranks.
+
+    Raises:
+        ValueError: some value differs; the message lists the ranks by value.
+    """
+    if not groups.communicates:
+        return StepAgreement(num_tokens)
+    mine = torch.tensor([num_tokens, *must_equal.values()], dtype=torch.int64)
+    mine = to_device_of(groups.ep_group, mine)
+    everyone = mine.new_empty(groups.ep_size * mine.numel())
+    dist.all_gather_into_tensor(everyone, mine, group=groups.ep_group)
+    table = everyone.view(groups.ep_size, -1).tolist()
+    first_rank = groups.rank - groups.ep_rank
+    for column, name in enumerate(must_equal, start=1):
+        ranks_by_value: dict[int, list[int]] = {}
+        for position, row in enumerate(table):
+            ranks_by_value.setdefault(row[column], []).append(first_rank + position)
+        if len(ranks_by_value) > 1:
+            listing = "; ".join(f"{v} on ranks {r}" for v, r in sorted(ranks_by_value.items()))
+            raise ValueError(f"MoE ranks disagree on {name}: {listing}")
+    return StepAgreement(max(row[0] for row in table))
+
+
+def gather_texts(text: str | None) -> list[str | None]:
+    """One short text (or None) of every rank, in rank order, on every rank. Collective.
+
+    What :mod:`fairseq_tutel.checkpoint` calls ``agree``: an error on one rank becomes known to all.
+    """
+    _, world_size = process_world()
+    if world_size == 1:
+        return [text]
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    data = b"" if text is None else b"+" + text.encode()
+    sizes = torch.tensor([len(data)], device=device).repeat(world_size)
+    dist.all_gather_into_tensor(sizes, sizes[:1].clone())
+    width = max(int(sizes.max()), 1)
+    mine = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8).to(device)
+    everyone = mine.repeat(world_size)
+    dist.all_gather_into_tensor(everyone, mine)
+    rows = everyone.cpu().view(world_size, width)
+    texts = [bytes(row[:n].tolist()) for row, n in zip(rows, sizes.tolist(), strict=True)]
+    return [raw[1:].decode(errors="replace") if raw else None for raw in texts]
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether the flag is set on any rank of the default group. Collective."""
+    _, world_size = process_world()
+    if world_size == 1:
+        return flag
+    value = torch.tensor(int(flag), device=device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return bool(value)
+
+
+def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
+    """Sums over all ranks of the default group, in fp64. Collective."""
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    if process_world()[1] > 1:
+        dist.all_reduce(total)
+    return total.tolist()

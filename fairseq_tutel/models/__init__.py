@@ -1,0 +1,6 @@
+"""fairseq models with MoE layers; importing this package registers them."""
+
+from .options import TransformerLMGPTMoEConfig
+from .transformer_lm_gpt_moe import TransformerLMGPTMoE
+
+__all__ = ["TransformerLMGPTMoE", "TransformerLMGPTMoEConfig"]

@@ -1,0 +1,242 @@
+"""Options of ``--arch transformer_lm_gpt_moe`` and their translation into an :class:`MoEConfig`.
+
+Names, defaults and meanings are those of fairseq's ``moe`` branch, so that its published commands
+run as they are; what those options cannot say has new names. Differences in a default are said in
+the help text.
+"""
+
+# no postponed annotations here: fairseq reads the types of dataclass fields
+import argparse
+from dataclasses import dataclass, field
+from typing import Any
+
+from fairseq import utils
+from fairseq.dataclass import ChoiceEnum
+from fairseq.models.transformer_lm import TransformerLanguageModelConfig
+
+from ..config import (
+    EXPERT_GRAD_NORMALIZATIONS,
+    ROUTERS,
+    SECOND_EXPERT_POLICIES,
+    MoEConfig,
+    resolve_capacity,
+)
+
+
+def _option(default: Any, help_text: str):
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass
+class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
+    """Sizes of ``transformer_lm_gpt`` with an MoE layer in every other block."""
+
+    activation_fn: ChoiceEnum(utils.get_available_activation_fns()) = _option(
+        "gelu", "activation function to use"
+    )
+    dropout: float = _option(0.1, "dropout probability")
+    attention_dropout: float = _option(0.1, "dropout probability for attention weights")
+    decoder_embed_dim: int = _option(768, "decoder embedding dimension")
+    decoder_output_dim: int | None = _option(
+        None, "decoder output dimension (default: the embedding dimension)"
+    )
+    decoder_input_dim: int | None = _option(
+        None, "decoder input dimension (default: the embedding dimension)"
+    )
+    decoder_ffn_embed_dim: int = _option(3072, "decoder embedding dimension for FFN")
+    decoder_layers: int = _option(12, "num decoder layers")
+    decoder_attention_heads: int = _option(12, "num decoder attention heads")
+
+    # options of fairseq's moe branch
+    moe_freq: int = _option(
+        2, "layer i (from 1) is an MoE layer if i is a multiple of this; 0: no MoE layers"
+    )
+    moe_expert_count: int = _option(
+        0, "experts per MoE layer over all ranks (default: the world size, one expert per rank)"
+    )
+    moe_gating_use_fp32: bool | None = _option(
+        None, "compute the gate with fp32 output (the default; see --moe-gating-use-model-dtype)"
+    )
+    moe_second_expert_policy: ChoiceEnum(SECOND_EXPERT_POLICIES) = _option(
+        "sampling",
+        "choices after the first: 'all': the next best expert; 'sampling': the best after adding "
+        "Gumbel noise; 'random': the next best, kept with probability K * gate. Evaluation takes "
+        "the next best and keeps it",
+    )
+    moe_normalize_gate_prob_before_dropping: bool = _option(
+        False, "normalise the gate values of a token before, not after, dropping over capacity"
+    )
+    moe_expert_ffn_dim: int | None = _option(
+        None, "hidden dimension of the experts (default: --decoder-ffn-embed-dim)"
+    )
+    moe_top1_expert: bool = _option(False, "route each token to one expert, not two")
+    moe_eval_capacity_token_fraction: float | None = _option(
+        None,
+        "evaluation capacity of an expert as a fraction of the tokens of a batch; <= 0: the "
+        "training formula (default: evaluation drops no token; the moe branch's default is 0.25)",
+    )
+    moe_normalize_expert_grad: ChoiceEnum(EXPERT_GRAD_NORMALIZATIONS) = _option(
+        "world_size",
+        "divide expert gradients by the number of ranks (the true gradient) or by its square root",
+    )
+    use_moe_pad_mask: bool = _option(False, "do not route padding tokens")
+    moe_batch_prioritized_routing: bool = _option(
+        False, "give capacity to the tokens with the highest gate values first"
+    )
+    record_a2a_perf_stats: bool = _option(
+        False, "log the time of the forward all-to-alls (synchronises each layer: slow)"
+    )
+    dummy_a2a: bool = _option(
+        False, "leave out the all-to-alls, for benchmarks; the results are wrong"
+    )
+    alternate_decoder_ffn_embed_dim: int = _option(
+        0, "> 0: dense layers of this FFN width instead of MoE layers (a FLOP-matched baseline)"
+    )
+    use_stable_embedding: bool = _option(
+        False, "layer-normalise the token embeddings (arXiv 2110.02861, section 2.3)"
+    )
+    num_workers_valid: int = _option(
+        0, "subprocesses that load validation data (with MoE models; --num-workers in training)"
+    )
+
+    # what those cannot say
+    moe_top_k: int | None = _option(
+        None, "experts per token (default: 2, or 1 with --moe-top1-expert)"
+    )
+    moe_capacity_factor: float | None = _option(
+        None,
+        "training capacity: f > 0: top_k * f * tokens / experts per expert and rank; 0: drop "
+        "nothing; f < 0: what is needed, up to that of -f (default: 1.0)",
+    )
+    moe_eval_capacity_factor: float | None = _option(
+        None, "evaluation capacity, the same meaning (default: 0, drop nothing)"
+    )
+    moe_gating_use_model_dtype: bool = _option(
+        False, "round the gate's logits to the model's dtype (turns fp32 gating off)"
+    )
+    moe_router: ChoiceEnum(ROUTERS) = _option("linear", "gate: 'linear', or 'cosine' (X-MoE)")
+    moe_gate_noise: float = _option(
+        0.0, "standard deviation, times the expert count, of noise on the logits in training"
+    )
+    moe_input_jitter: float = _option(
+        0.0, "multiply the gate's input by uniform(1-j, 1+j) in training"
+    )
+    moe_input_dropout: float = _option(0.0, "dropout on the input of MoE layers in training")
+    moe_z_loss_wt: float = _option(
+        0.0, "weight of the router z-loss inside the gate loss (arXiv 2202.08906)"
+    )
+    moe_load_importance_loss: bool = _option(
+        False, "load and importance losses (arXiv 1701.06538) for GShard's; needs --moe-gate-noise"
+    )
+    moe_backend: ChoiceEnum(("auto", "triton", "torch")) = _option(
+        "auto", "operators of the MoE layers: Triton kernels on GPUs and torch elsewhere, or one"
+    )
+    moe_simulate_world_size: int = _option(
+        0, "one process plays one rank of this many: all-to-alls become local copies"
+    )
+    moe_load_log_interval: int = _option(
+        0,
+        "> 0: append the load of every expert to SAVE_DIR/expert_load.jsonl every so many updates",
+    )
+
+
+_UNSUPPORTED = {
+    "base_layers": "BASE layers",
+    "scale_fc": "a LayerNorm inside the FFN (--scale-fc)",
+}
+
+
+def moe_config(args, num_experts: int) -> MoEConfig:
+    """The routing options of a model config (or argparse namespace) as an :class:`MoEConfig`.
+
+    Raises:
+        ValueError: an impossible value, or two options that contradict each other.
+    """
+    if args.moe_gating_use_fp32 and args.moe_gating_use_model_dtype:
+        raise ValueError(
+            "--moe-gating-use-fp32 and --moe-gating-use-model-dtype contradict each other"
+        )
+    fp32 = not args.moe_gating_use_model_dtype and args.moe_gating_use_fp32 is not False
+    return MoEConfig(
+        num_experts=num_experts,
+        **resolve_capacity(
+            top1_expert=args.moe_top1_expert,
+            top_k=args.moe_top_k,
+            capacity_factor=args.moe_capacity_factor,
+            eval_capacity_factor=args.moe_eval_capacity_factor,
+            eval_capacity_token_fraction=args.moe_eval_capacity_token_fraction,
+        ),
+        second_expert_policy=str(args.moe_second_expert_policy),
+        normalize_before_dropping=args.moe_normalize_gate_prob_before_dropping,
+        batch_prioritized=args.moe_batch_prioritized_routing,
+        use_pad_mask=args.use_moe_pad_mask,
+        gating_fp32=fp32,
+        router=str(args.moe_router),
+        gate_noise=args.moe_gate_noise,
+        input_jitter=args.moe_input_jitter,
+        input_dropout=args.moe_input_dropout,
+        z_loss_weight=args.moe_z_loss_wt,
+        load_importance_loss=args.moe_load_importance_loss,
+    )
+
+
+def check_model_options(args, world_size: int) -> None:
+    """Refuse what an MoE decoder cannot do, with the option's name and value.
+
+    Raises:
+        ValueError: see above.
+    """
+    if args.moe_freq < 0 or args.moe_expert_count < 0:
+        raise ValueError(
+            f"--moe-freq {args.moe_freq} and --moe-expert-count {args.moe_expert_count} must not "
+            "be negative"
+        )
+    if args.moe_freq > args.decoder_layers:
+        raise ValueError(
+            f"--moe-freq {args.moe_freq} makes no MoE layer among {args.decoder_layers} layers; "
+            "use --arch transformer_lm_gpt, or --moe-freq 0, for a dense model"
+        )
+    for name, what in _UNSUPPORTED.items():
+        if getattr(args, name, None):
+            raise ValueError(f"{what} cannot be combined with MoE layers")
+    if world_size > 1 and args.decoder_layerdrop > 0:
+        raise ValueError(
+            f"--decoder-layerdrop {args.decoder_layerdrop} would drop different layers on "
+            f"different ranks, and their all-to-alls would not meet ({world_size} ranks)"
+        )
+    heads, dim = args.decoder_attention_heads, args.decoder_embed_dim
+    if dim % heads:
+        raise ValueError(
+            f"--decoder-embed-dim {dim} is not a multiple of --decoder-attention-heads {heads}"
+        )
+
+
+def apply_command_line_rules(args: argparse.Namespace) -> None:
+    """Fix up parsed arguments; fairseq calls the function of an arch with all of them.
+
+    - ``--ddp-backend fully_sharded`` of the published commands becomes ``legacy_ddp``: experts are
+      spread over the ranks in any case, and the dense parameters are replicated.
+    - options that contradict each other end the program here, before anything is built.
+    """
+    if getattr(args, "ddp_backend", None) == "fully_sharded":
+        args.ddp_backend = "legacy_ddp"
+        # told by the trainer, when logging is set up
+        args.use_sharded_state = False
+    values = _WithDefaults(args)
+    try:
+        check_model_options(values, world_size=1)
+        moe_config(values, num_experts=values.moe_expert_count or 2**31)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+class _WithDefaults:
+    """A namespace in which options that were not given have the dataclass's defaults."""
+
+    def __init__(self, args: argparse.Namespace):
+        self._args = args
+
+    def __getattr__(self, name):
+        if hasattr(self._args, name):
+            return getattr(self._args, name)
+        return TransformerLMGPTMoEConfig.__dataclass_fields__[name].default

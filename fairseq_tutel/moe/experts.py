@@ -1,0 +1,178 @@
+"""The local experts: feed-forward networks whose weights are stacked, computed as one product each.
+
+In memory the weights of all local experts are one tensor, so that e experts cost one batched (or
+grouped) matrix product and not a loop. In state dicts they keep the names that fairseq's ``moe``
+branch gives them, ``{j}.fc1.weight`` [F, M], ``{j}.fc1.bias`` [F], ``{j}.fc2.weight`` [M, F],
+``{j}.fc2.bias`` [M] with j the local index, so that checkpoints do not depend on how they are
+computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from .. import ops
+from ..distributed import mark_expert
+from .dispatcher import ExpertRows
+
+_STACKED = {
+    "fc1_weight": "fc1.weight",
+    "fc1_bias": "fc1.bias",
+    "fc2_weight": "fc2.weight",
+    "fc2_bias": "fc2.bias",
+}
+
+
+class Experts(nn.Module):
+    """``fc2(dropout(activation(fc1(x))))`` with dropout after it, for every local expert.
+
+    Args:
+        expert_ids: global indices of the local experts; an expert's initial weights depend on its
+            global index and ``seed`` only, so that they do not change with the number of ranks.
+        model_dim: M.
+        hidden_dim: F.
+        activation: a name that :func:`fairseq_tutel.ops.bias_act` knows.
+        activation_dropout: probability after the activation.
+        dropout: probability after fc2 (inside the expert, as in fairseq's ``moe`` branch).
+        seed: of the initial weights; drawn from torch's global generator if None.
+    """
+
+    def __init__(
+        self,
+        expert_ids: Sequence[int],
+        model_dim: int,
+        hidden_dim: int,
+        activation: str = "gelu",
+        activation_dropout: float = 0.0,
+        dropout: float = 0.0,
+        seed: int | None = None,
+    ):
+        super().__init__()
+        self.expert_ids = tuple(expert_ids)
+        self.activation = activation
+        self.activation_dropout = activation_dropout
+        self.dropout = dropout
+        count = len(self.expert_ids)
+        shapes = {
+            "fc1_weight": (count, hidden_dim, model_dim),
+            "fc1_bias": (count, hidden_dim),
+            "fc2_weight": (count, model_dim, hidden_dim),
+            "fc2_bias": (count, model_dim),
+        }
+        for name, shape in shapes.items():
+            self.register_parameter(name, mark_expert(nn.Parameter(torch.empty(shape))))
+        if seed is None:
+            seed = int(torch.randint(2**31, ()))
+        self.reset_parameters(seed)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int) -> None:
+        """Draw weights and biases from nn.Linear's default, uniform(-1/sqrt(fan in), 1/sqrt(fan in))."""
+        if self.fc1_weight.is_meta:
+            return
+        for slot, expert in enumerate(self.expert_ids):
+            generator = torch.Generator().manual_seed(seed + expert)
+            for layer in ("fc1", "fc2"):
+                weight = getattr(self, f"{layer}_weight")[slot]
+                bound = 1 / math.sqrt(weight.shape[1])
+                for param in (weight, getattr(self, f"{layer}_bias")[slot]):
+                    # drawn on the CPU, so that every device starts from the same numbers
+                    values = torch.empty(param.shape).uniform_(-bound, bound, generator=generator)
+                    param.copy_(values)
+
+    def forward(self, batch: ExpertRows) -> torch.Tensor:
+        """[e, N, M] (padded) or [R, M] (ragged) -> the same shape."""
+        hidden = self._product(batch, batch.rows, self.fc1_weight)
+        hidden = self._bias_act(
+            hidden, self.fc1_bias, batch, self.activation, self.activation_dropout
+        )
+        out = self._product(batch, hidden, self.fc2_weight)
+        return self._bias_act(out, self.fc2_bias, batch, "linear", self.dropout)
+
+    @staticmethod
+    def _product(batch, rows, weight):
+        if batch.offsets is None:
+            return torch.bmm(rows, weight.transpose(1, 2))
+        return ops.grouped_linear(rows, weight, batch.offsets)
+
+    def _bias_act(self, hidden, bias, batch, activation, dropout):
+        dropout = dropout if self.training else 0.0
+        # one draw per call from the CPU generator: replayed exactly under activation checkpointing
+        seed = int(torch.randint(2**31, ())) if dropout > 0 else None
+        return ops.bias_act(
+            hidden,
+            bias,
+            activation=activation,
+            offsets=batch.offsets,
+            dropout_p=dropout,
+            seed=seed,
+        )
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        for stacked, single in _STACKED.items():
+            param = getattr(self, stacked)
+            param = param if keep_vars else param.detach()
+            for slot in range(len(self.expert_ids)):
+                destination[f"{prefix}{slot}.{single}"] = param[slot]
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ):
+        wanted = set()
+        for stacked, single in _STACKED.items():
+            param = getattr(self, stacked)
+            for slot in range(len(self.expert_ids)):
+                key = f"{prefix}{slot}.{single}"
+                wanted.add(key)
+                value = state_dict.get(key)
+                if value is None:
+                    missing_keys.append(key)
+                elif value.shape != param.shape[1:]:
+                    error_msgs.append(
+                        f"size mismatch for {key}: {tuple(value.shape)} in the checkpoint, "
+                        f"{tuple(param.shape[1:])} in the model"
+                    )
+                else:
+                    with torch.no_grad():
+                        param[slot].copy_(value)
+        if strict:
+            unexpected_keys.extend(
+                key for key in state_dict if key.startswith(prefix) and key not in wanted
+            )
+
+    def single_names(self) -> dict[str, list[str]]:
+        """Name of each stacked parameter -> its names in state dicts, one per local expert."""
+        slots = range(len(self.expert_ids))
+        return {
+            stacked: [f"{slot}.{single}" for slot in slots] for stacked, single in _STACKED.items()
+        }
+
+    def extra_repr(self) -> str:
+        count, hidden, model = self.fc1_weight.shape
+        return (
+            f"local={count}, ids={self.expert_ids[0]}..{self.expert_ids[-1]}, model_dim={model}, "
+            f"hidden_dim={hidden}, activation={self.activation}"
+        )
+
+
+class ExpertList(nn.ModuleList):
+    """Custom expert modules, each mapping [n, M] to [n, M]; called one after the other."""
+
+    def __init__(self, experts: Sequence[nn.Module]):
+        super().__init__(experts)
+        for param in self.parameters():
+            mark_expert(param)
+
+    def forward(self, batch: ExpertRows) -> torch.Tensor:
+        """As :meth:`Experts.forward`. NOTE: reads the row counts back to the host where ragged."""
+        if batch.offsets is None:
+            return torch.stack([f(x) for f, x in zip(self, batch.rows, strict=True)])
+        ends = batch.offsets.tolist()
+        sizes = [b - a for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        tail = batch.rows.shape[0] - ends[-1]
+        *parts, rest = batch.rows.split([*sizes, tail])
+        return torch.cat([*(f(x) for f, x in zip(self, parts, strict=True)), rest])

@@ -1,0 +1,193 @@
+"""The MoE layer: route, dispatch, experts, combine.
+
+Legend for the shape suffixes of this package: T tokens on this rank, M model dim, F expert hidden
+dim, E global experts, e (L in suffixes) local experts, K top-k, R rows, C capacity per expert and
+rank, W ranks that exchange tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..config import MoEConfig
+from ..distributed import ExpertParallelGroups, StepAgreement, agree_step, build_groups
+from ..distributed.timing import ExchangeTimer
+from .dispatcher import dispatch_and_combine
+from .experts import ExpertList, Experts
+from .router import make_gate, route
+from .stats import MoEAux
+
+_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
+
+
+class MoELayer(nn.Module):
+    """A sparse feed-forward layer: each token goes to K of E experts.
+
+    Alone::
+
+        layer = MoELayer(model_dim=256, num_experts=8, hidden_dim=1024, top_k=2)
+        y, aux = layer(x, return_aux=True)
+        loss = task_loss(y) + 0.01 * aux.loss
+
+    Args:
+        model_dim: M.
+        num_experts: E, over all ranks.
+        hidden_dim: F of the built-in experts, 4*M by default.
+        top_k: K.
+        activation: of the built-in experts: gelu, relu, swish, tanh, ...
+        gate: a module [T, M] -> fp32 logits [T, E] in place of the built-in gate.
+        experts: this rank's expert modules, each [n, M] -> [n, M], in place of the built-in ones;
+            as many as ``groups.num_local_experts``.
+        groups: placement of the experts; by default over all ranks of torch.distributed (then
+            building the layer is a collective call), or all here.
+        dropout, activation_dropout: inside the built-in experts.
+        seed: of the built-in experts' initial weights.
+        record_exchange_time: fill in the two times of ``aux.metrics`` (slow).
+        skip_exchange: leave out the all-to-alls, for benchmarks; the results are then wrong.
+        **routing: further fields of :class:`~fairseq_tutel.config.MoEConfig`.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        hidden_dim: int | None = None,
+        *,
+        top_k: int = 2,
+        activation: str = "gelu",
+        gate: nn.Module | None = None,
+        experts: Sequence[nn.Module] | None = None,
+        groups: ExpertParallelGroups | None = None,
+        dropout: float = 0.0,
+        activation_dropout: float = 0.0,
+        seed: int | None = None,
+        record_exchange_time: bool = False,
+        skip_exchange: bool = False,
+        **routing,
+    ):
+        super().__init__()
+        self.config = MoEConfig(num_experts=num_experts, top_k=top_k, **routing)
+        self.groups = groups if groups is not None else build_groups(num_experts)
+        if self.groups.num_experts != num_experts:
+            raise ValueError(
+                f"groups were built for {self.groups.num_experts} experts, the layer has {num_experts}"
+            )
+        self.model_dim = model_dim
+        self.record_exchange_time = record_exchange_time
+        # without the exchange a rank's own rows take the place of what it would receive
+        self._routes = (
+            dataclasses.replace(self.groups, simulated=True) if skip_exchange else self.groups
+        )
+        self.gate = gate if gate is not None else make_gate(model_dim, self.config)
+        if experts is None:
+            self.experts: Experts | ExpertList = Experts(
+                self.groups.local_experts,
+                model_dim,
+                4 * model_dim if hidden_dim is None else hidden_dim,
+                activation=activation,
+                activation_dropout=activation_dropout,
+                dropout=dropout,
+                seed=seed,
+            )
+        else:
+            if len(experts) != self.groups.num_local_experts:
+                raise ValueError(
+                    f"{len(experts)} expert modules given, but this rank holds "
+                    f"{self.groups.num_local_experts} of {num_experts} experts"
+                )
+            self.experts = ExpertList(experts)
+
+    def fingerprint(self, dtype: torch.dtype) -> dict[str, int]:
+        """What ranks must have in common for their exchanges to fit together."""
+        config = self.config
+        return {
+            "the number of experts": config.num_experts,
+            "top_k": config.top_k,
+            "the model dimension": self.model_dim,
+            "training or evaluation mode": int(self.training),
+            "the capacity factor in training, in millionths": round(1e6 * config.capacity_factor),
+            "the capacity factor in evaluation, in millionths": round(
+                1e6 * config.eval_capacity_factor
+            ),
+            "the capacity as a fraction of tokens in evaluation, in millionths": round(
+                1e6 * config.eval_capacity_token_fraction
+            ),
+            "the dtype (0 fp32, 1 fp16, 2 bf16, 3 fp64)": _DTYPE_CODES.get(dtype, -1),
+        }
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        pad_mask: torch.Tensor | None = None,
+        step: StepAgreement | None = None,
+        top_k: int | None = None,
+        capacity_factor: float | None = None,
+        return_aux: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, MoEAux]:
+        """Apply the layer.
+
+        Args:
+            x: [..., M]; the number of tokens may be zero and may differ between ranks.
+            pad_mask: bool [...], True for padding; looked at only with ``use_pad_mask``.
+            step: what :func:`~fairseq_tutel.distributed.agree_step` returned for this forward pass;
+                made here if None (one small all-gather).
+            top_k, capacity_factor: for this call only.
+            return_aux: also return the aux loss and the statistics.
+
+        Returns:
+            y [..., M], or (y, :class:`MoEAux`).
+        """
+        if x.shape[-1] != self.model_dim:
+            raise ValueError(
+                f"the layer was built for model_dim={self.model_dim}, the input has {x.shape[-1]}"
+            )
+        config = self._config_for_call(top_k, capacity_factor)
+        x_TM = x.reshape(-1, self.model_dim)
+        if self.training and config.input_dropout > 0:
+            x_TM = nn.functional.dropout(x_TM, config.input_dropout)
+        if step is None:
+            step = agree_step(x_TM.shape[0], self.fingerprint(x.dtype), self.groups)
+        plan, aux = route(
+            self.gate(self._jitter(x_TM, config)),
+            config,
+            self.training,
+            pad_T=None if pad_mask is None else pad_mask.reshape(-1),
+            num_tokens=step.num_tokens,
+        )
+        timer = ExchangeTimer(x.device, enabled=self.record_exchange_time)
+        y_TM = dispatch_and_combine(x_TM, plan, self.experts, self._routes, timer)
+        if self.record_exchange_time:
+            times = aux.metrics.new_tensor([timer.cpu_ms, timer.cuda_ms])
+            aux = aux._replace(metrics=torch.cat([aux.metrics[:-2], times]))
+        y = y_TM.view(x.shape)
+        return (y, aux) if return_aux else y
+
+    def _config_for_call(self, top_k, capacity_factor):
+        changes = {}
+        if top_k is not None:
+            changes["top_k"] = top_k
+        if capacity_factor is not None:
+            changes["capacity_factor" if self.training else "eval_capacity_factor"] = (
+                capacity_factor
+            )
+        return dataclasses.replace(self.config, **changes) if changes else self.config
+
+    def _jitter(self, x_TM, config):
+        """Multiply the gate's input by uniform(1-j, 1+j) (Switch Transformer, section 2.2)."""
+        jitter = config.input_jitter
+        if not self.training or jitter == 0:
+            return x_TM
+        return x_TM * torch.empty_like(x_TM).uniform_(1 - jitter, 1 + jitter)
+
+    def extra_repr(self) -> str:
+        groups = self.groups
+        simulated = " (simulated)" if groups.simulated else ""
+        return (
+            f"experts={groups.num_experts} on {groups.world_size} ranks{simulated}, "
+            f"top_k={self.config.top_k}"
+        )

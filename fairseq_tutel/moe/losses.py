@@ -1,0 +1,60 @@
+"""Auxiliary losses of a router as pure functions; every one is computed from this rank's tokens alone."""
+
+from __future__ import annotations
+
+import torch
+
+
+def balance_loss(
+    prob_sum_E: torch.Tensor, first_choice_E: torch.Tensor, num_tokens: int
+) -> torch.Tensor:
+    """GShard's balance loss, ``E * sum_e mean_t(p_te) * mean_t(first choice is e)``.
+
+    arXiv 2006.16668, section 2.2, scaled by E^2 over its mean so that perfect balance gives 1.
+    Counted before tokens are dropped, without padding; the probabilities and the divisor include
+    padding, as in fairseq's ``moe`` branch.
+
+    Args:
+        prob_sum_E: fp32 [E], sum over tokens of the gate's probabilities; carries the gradient.
+        first_choice_E: int [E], tokens whose first choice is e.
+        num_tokens: T of this rank.
+    """
+    num_experts = prob_sum_E.shape[0]
+    tokens = max(num_tokens, 1)
+    return num_experts * ((prob_sum_E / tokens) * (first_choice_E / tokens)).sum()
+
+
+def z_loss(lse_T: torch.Tensor) -> torch.Tensor:
+    """Mean over tokens of the squared log-partition of the logits (ST-MoE, arXiv 2202.08906, eq. 5)."""
+    return lse_T.square().sum() / max(lse_T.shape[0], 1)
+
+
+def load_importance_loss(
+    prob_TE: torch.Tensor,
+    clean_logits_TE: torch.Tensor,
+    threshold_T: torch.Tensor,
+    noise_std: float,
+    pad_T: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Half the sum of the squared coefficients of variation of importance and load.
+
+    Shazeer et al., arXiv 1701.06538, section 4 and appendix A: the importance of an expert is the
+    sum of its gate values; its load is the expected number of tokens that would choose it if the
+    noise were drawn again, each with probability ``Phi((clean logit - threshold) / noise_std)``.
+
+    Args:
+        prob_TE: fp32 [T, E] gate distribution, with gradient.
+        clean_logits_TE: fp32 [T, E] logits before noise, with gradient.
+        threshold_T: fp32 [T], noisy logit of the K-th choice: what an expert has to exceed.
+        noise_std: standard deviation of the noise that was added, > 0.
+        pad_T: bool [T], tokens that do not count.
+    """
+    chosen_TE = torch.special.ndtr((clean_logits_TE - threshold_T[:, None]) / noise_std)
+    if pad_T is not None:
+        live_T1 = (~pad_T)[:, None]
+        prob_TE, chosen_TE = prob_TE * live_T1, chosen_TE * live_T1
+    return 0.5 * (_squared_variation(prob_TE.sum(0)) + _squared_variation(chosen_TE.sum(0)))
+
+
+def _squared_variation(x_E: torch.Tensor) -> torch.Tensor:
+    return x_E.var(unbiased=False) / x_E.mean().square().clamp(min=1e-10)

@@ -1,0 +1,113 @@
+"""Where every (token, choice) pair goes: from expert indices to rows of a buffer.
+
+Two layouts. *padded*: each expert owns C rows whether or not it fills them, so that no size depends
+on the data and ranks can exchange equal parts; unused rows are zero. *ragged*: the rows of an
+expert follow those of the one before, K*T rows at most; the counts travel along. A capacity limits
+the rows of an expert in both, and both give the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .. import ops
+
+
+@dataclass(frozen=True)
+class RoutingPlan:
+    """The routing of T tokens of one rank to K of E experts each.
+
+    Attributes:
+        expert_TK: int32 expert of each choice, -1 where the choice is not routed (padding,
+            rejected).
+        row_TK: int32 row of the send buffer, -1 where not routed or over capacity.
+        pair_R: int32 flat index t*K+k of the pair in each row, -1 in unused rows.
+        weight_TK: fp32 combine weight, 0 where row_TK is -1; carries the gate's gradient.
+        count_KE: int32 routed pairs per choice and expert, before dropping.
+        kept_E: int32 rows that each expert receives from this rank, after dropping.
+        capacity: C, or None where nothing is dropped.
+        padded: the layout.
+    """
+
+    expert_TK: torch.Tensor
+    row_TK: torch.Tensor
+    pair_R: torch.Tensor
+    weight_TK: torch.Tensor
+    count_KE: torch.Tensor
+    kept_E: torch.Tensor
+    capacity: int | None
+    padded: bool
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.count_KE.shape[1]
+
+    @property
+    def keep_TK(self) -> torch.Tensor:
+        """bool, which pairs reach an expert."""
+        return self.row_TK >= 0
+
+
+def build_plan(
+    expert_TK: torch.Tensor,
+    gate_TK: torch.Tensor,
+    num_experts: int,
+    *,
+    capacity: int | None,
+    padded: bool,
+    priority_T: torch.Tensor | None = None,
+    normalize_before: bool = False,
+) -> RoutingPlan:
+    """Give every routed pair a slot in its expert, drop what exceeds the capacity, weight the rest.
+
+    All first choices take their slots before all second choices and so on; within a choice the
+    order is that of the tokens, or of decreasing priority.
+
+    For K > 1 the K gate values are divided by their sum: with ``normalize_before`` as given,
+    otherwise over the pairs that were kept, so that a token whose second expert is full gives its
+    first the weight 1. For K = 1 the weight is the gate value itself (Switch Transformer, arXiv
+    2101.03961, eq. 2). A token whose pairs are all dropped gets weights of zero: the layer adds
+    nothing to its residual.
+
+    Args:
+        expert_TK: int32 [T, K], -1 for pairs that must not be routed.
+        gate_TK: fp32 [T, K], differentiable; already normalised if ``normalize_before``.
+        capacity: most rows per expert, or None.
+        padded: lay the rows out by capacity (needs one).
+        priority_T: fp32 [T], larger goes first.
+    """
+    num_tokens, top_k = expert_TK.shape
+    slot_TK, count_KE = ops.assign_slots(expert_TK, num_experts, priority_T=priority_T)
+    kept_E = count_KE.sum(0, dtype=torch.int32)
+    keep_TK = slot_TK >= 0
+    if capacity is not None:
+        kept_E = kept_E.clamp(max=capacity)
+        keep_TK = keep_TK & (slot_TK < capacity)
+    if padded:
+        base_TK, num_rows = expert_TK * capacity, num_experts * capacity
+    else:
+        base_E = kept_E.cumsum(0, dtype=torch.int32) - kept_E
+        base_TK = base_E[expert_TK.clamp(min=0).long()]
+        num_rows = num_tokens * top_k
+    row_TK = torch.where(keep_TK, base_TK + slot_TK, -1).to(torch.int32)
+    weight_TK = gate_TK * keep_TK
+    if top_k > 1 and not normalize_before:
+        weight_TK = normalize_gates(weight_TK)
+    return RoutingPlan(
+        expert_TK=expert_TK,
+        row_TK=row_TK,
+        pair_R=ops.invert_rows(row_TK, num_rows),
+        weight_TK=weight_TK,
+        count_KE=count_KE,
+        kept_E=kept_E,
+        capacity=capacity,
+        padded=padded,
+    )
+
+
+def normalize_gates(gate_TK: torch.Tensor) -> torch.Tensor:
+    """Divide the K values of each token by their sum, at least machine epsilon."""
+    return gate_TK / gate_TK.sum(1, keepdim=True).clamp(min=torch.finfo(gate_TK.dtype).eps)

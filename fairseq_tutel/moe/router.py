@@ -1,0 +1,178 @@
+"""The gate: from tokens to a :class:`RoutingPlan` and its losses.
+
+Numerics follow fairseq's ``moe`` branch (top1gate.py, top2gate.py) for K = 1 and 2 and Tutel's for
+larger K. Where those are wrong this module does the right thing:
+
+- fp32 gating there casts logits that a half-precision product has already rounded. Here half inputs
+  are multiplied with fp32 accumulation and fp32 output.
+- There, padding and rejected second choices get location 0 and overwrite the first token of an
+  expert. Here they get no row at all, and no weight.
+- ``sampling`` and ``random`` draw noise in evaluation too there. Here evaluation is deterministic:
+  the next best expert is taken and kept.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from .. import ops
+from ..config import MoEConfig
+from . import losses
+from .plan import RoutingPlan, build_plan, normalize_gates
+from .stats import MoEAux, routing_metrics
+
+
+class _LogitsFp32(torch.autograd.Function):
+    """``x @ w.T`` of half inputs whose output is fp32, never rounded to half in between."""
+
+    @staticmethod
+    def forward(ctx, x_TM, w_EM):
+        ctx.save_for_backward(x_TM, w_EM)
+        if x_TM.is_cuda:
+            return torch.mm(x_TM, w_EM.t(), out_dtype=torch.float32)
+        return x_TM.float() @ w_EM.float().t()
+
+    @staticmethod
+    def backward(ctx, grad_TE):
+        x_TM, w_EM = ctx.saved_tensors
+        grad_x = (grad_TE @ w_EM.float()).to(x_TM.dtype) if ctx.needs_input_grad[0] else None
+        grad_w = (grad_TE.t() @ x_TM.float()).to(w_EM.dtype) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_w
+
+
+class LinearGate(nn.Module):
+    """Logits as a linear map without bias; its weight has the name that fairseq's checkpoints use.
+
+    Args:
+        model_dim: M.
+        num_experts: E.
+        fp32: whether logits leave the product in fp32 (else they are rounded to the input's dtype
+            first).
+    """
+
+    def __init__(self, model_dim: int, num_experts: int, fp32: bool = True):
+        super().__init__()
+        self.wg = nn.Linear(model_dim, num_experts, bias=False)
+        self.fp32 = fp32
+
+    def forward(self, x_TM: torch.Tensor) -> torch.Tensor:
+        """[T, M] in the model's dtype -> fp32 [T, E] (fp64 stays fp64)."""
+        if x_TM.dtype in (torch.float16, torch.bfloat16):
+            if self.fp32:
+                return _LogitsFp32.apply(x_TM, self.wg.weight)
+            return self.wg(x_TM).float()
+        return self.wg(x_TM)
+
+
+class CosineGate(nn.Module):
+    """Logits as cosines in a projected space over a learned temperature.
+
+    X-MoE, arXiv 2204.09179, section 3.1, with Tutel's defaults: 256 dimensions, initial temperature
+    0.5, temperature bounded below by 0.01.
+    """
+
+    def __init__(
+        self, model_dim: int, num_experts: int, proj_dim: int = 256, init_temperature: float = 0.5
+    ):
+        super().__init__()
+        self.proj = nn.Linear(model_dim, min(proj_dim, model_dim), bias=False)
+        self.expert_dirs = nn.Parameter(torch.empty(num_experts, self.proj.out_features))
+        nn.init.normal_(self.expert_dirs, std=0.01)
+        self.log_scale = nn.Parameter(torch.tensor([math.log(1.0 / init_temperature)]))
+        self.max_log_scale = math.log(1.0 / 0.01)
+
+    def forward(self, x_TM: torch.Tensor) -> torch.Tensor:
+        """[T, M] -> fp32 [T, E] (fp64 stays fp64)."""
+        dtype = torch.promote_types(x_TM.dtype, torch.float32)
+        point_TP = nn.functional.normalize(x_TM.to(dtype) @ self.proj.weight.to(dtype).t(), dim=1)
+        dirs_EP = nn.functional.normalize(self.expert_dirs.to(dtype), dim=1)
+        scale = self.log_scale.to(dtype).clamp(max=self.max_log_scale).exp()
+        return (point_TP @ dirs_EP.t()) * scale
+
+
+def make_gate(model_dim: int, config: MoEConfig) -> nn.Module:
+    """The gate module that ``config`` asks for: [T, M] tokens -> fp32 [T, E] logits."""
+    if config.router == "cosine":
+        return CosineGate(model_dim, config.num_experts)
+    return LinearGate(model_dim, config.num_experts, config.gating_fp32)
+
+
+def route(
+    logits_TE: torch.Tensor,
+    config: MoEConfig,
+    training: bool,
+    *,
+    pad_T: torch.Tensor | None = None,
+    num_tokens: int | None = None,
+) -> tuple[RoutingPlan, MoEAux]:
+    """From logits to a plan, an aux loss and statistics; a custom gate can call this with its own
+    logits.
+
+    Args:
+        logits_TE: fp32 (or fp64) [T, E], with gradient.
+        num_tokens: largest T of all ranks, this rank's T if None.
+    """
+    tokens, num_experts = logits_TE.shape
+    if num_experts != config.num_experts:
+        raise ValueError(
+            f"the gate gave logits for {num_experts} experts, the layer has {config.num_experts}"
+        )
+    pad_T = pad_T if config.use_pad_mask else None
+    clean_logits_TE = logits_TE
+    noise_std = config.gate_noise / num_experts if training else 0.0
+    if noise_std > 0:
+        logits_TE = logits_TE + noise_std * torch.randn_like(logits_TE)
+    gumbel_TE = None
+    if training and config.second_expert_policy == "sampling" and config.top_k > 1:
+        gumbel_TE = -torch.empty_like(logits_TE).exponential_().log()
+    expert_TK, gate_TK, prob_sum_E, entropy_sum, lse_T = ops.topk_gating(
+        logits_TE, config.top_k, noise_TE=gumbel_TE, pad_T=pad_T
+    )
+    priority_T = gate_TK.detach()[:, 0] if config.batch_prioritized else None
+    if config.normalize_before_dropping and config.top_k > 1:
+        gate_TK = normalize_gates(gate_TK)
+    chosen_TK = expert_TK
+    if training and config.second_expert_policy == "random" and config.top_k > 1:
+        expert_TK = _reject_at_random(expert_TK, gate_TK.detach(), config.top_k)
+    plan = build_plan(
+        expert_TK,
+        gate_TK,
+        num_experts,
+        capacity=config.capacity(tokens if num_tokens is None else num_tokens, training),
+        padded=config.is_static(training),
+        priority_T=priority_T,
+        normalize_before=config.normalize_before_dropping,
+    )
+    if config.load_importance_loss and training:
+        prob_TE = torch.exp(logits_TE - lse_T[:, None])
+        threshold_T = logits_TE.detach().gather(1, chosen_TK[:, -1:].clamp(min=0).long())[:, 0]
+        loss = losses.load_importance_loss(prob_TE, clean_logits_TE, threshold_T, noise_std, pad_T)
+    else:
+        loss = losses.balance_loss(prob_sum_E, plan.count_KE[0], tokens)
+    if config.z_loss_weight > 0:
+        loss = loss + config.z_loss_weight * losses.z_loss(lse_T)
+    chosen_KE = plan.count_KE
+    if chosen_TK is not expert_TK:
+        chosen_KE = torch.stack([_histogram(chosen_TK[:, k], num_experts) for k in (0, 1)])
+    load_E = plan.count_KE.sum(0, dtype=torch.int32)
+    aux = MoEAux(
+        loss=loss,
+        metrics=routing_metrics(plan, chosen_KE, entropy_sum.detach()),
+        load_E=load_E,
+        needed_capacity=load_E.max(),
+    )
+    return plan, aux
+
+
+def _reject_at_random(expert_TK, gate_TK, top_k):
+    """Drop choice j > 1 unless ``K * gate_j`` exceeds a uniform draw (first choices always stay)."""
+    keep_TK = top_k * gate_TK > torch.rand_like(gate_TK)
+    keep_TK[:, 0] = True
+    return torch.where(keep_TK, expert_TK, -1)
+
+
+def _histogram(expert_T, num_experts):
+    return torch.bincount(expert_T.long() + 1, minlength=num_experts + 1)[1:]

@@ -1,0 +1,86 @@
+"""What a layer reports besides its output: a loss with gradient, metrics without.
+
+The routing metrics have the names and meaning of fairseq's ``moe`` branch (facts of its
+top2gate.py): percentages of the tokens of one rank, one value per layer and batch. The two times of
+the forward all-to-alls are zero unless they are recorded.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from .plan import RoutingPlan
+
+METRIC_NAMES = (
+    "overflow_expert1",
+    "overflow_expert2",
+    "entropy_gating",
+    "expert1_balance_top",
+    "expert1_balance_bottom",
+    "unused_expert1_count",
+    "expert2_balance_top",
+    "expert2_balance_bottom",
+    "unused_expert2_count",
+    "all_to_all_cpu_time_ms",
+    "all_to_all_cuda_time_ms",
+)
+# "top" and "bottom" experts are this share of all, at least one
+_BALANCE_SHARE = 0.2
+
+
+class MoEAux(NamedTuple):
+    """Second return value of :class:`MoELayer`.
+
+    Attributes:
+        loss: fp32 scalar with gradient, the balance loss of this layer (1.0 at perfect balance).
+        metrics: fp32 [11] in the order of METRIC_NAMES, no gradient.
+        load_E: int32 [E], choices routed to each expert by this rank's tokens, before dropping.
+        needed_capacity: int32 scalar, slots that the fullest expert would have needed.
+    """
+
+    loss: torch.Tensor
+    metrics: torch.Tensor
+    load_E: torch.Tensor
+    needed_capacity: torch.Tensor
+
+    def metrics_dict(self) -> dict[str, float]:
+        """Metrics by name. NOTE: reads the values back to the host."""
+        return dict(zip(METRIC_NAMES, self.metrics.tolist(), strict=True))
+
+
+@torch.no_grad()
+def routing_metrics(
+    plan: RoutingPlan, chosen_KE: torch.Tensor, entropy_sum: torch.Tensor
+) -> torch.Tensor:
+    """Compute the metrics of one layer; the two times are zero.
+
+    The reference divides overflow by the routed count and logs nan where it is zero; here it is 0.
+    Overflow of a top-1 layer is 0, as there. Choices after the second are in no metric.
+
+    Args:
+        chosen_KE: [K, E], choices per expert before rejection by ``random`` (the reference's
+            histograms count rejected choices, its overflow does not).
+        entropy_sum: fp32 scalar, sum over tokens of the entropy of the gate's distribution in nats.
+
+    Returns:
+        fp32 [11] in the order of METRIC_NAMES.
+    """
+    num_tokens, top_k = plan.expert_TK.shape
+    zero = entropy_sum.new_zeros(())
+    overflow = [zero, zero]
+    balance = [(zero, zero, zero)] * 2
+    if top_k > 1:
+        routed_K = plan.count_KE.sum(1)
+        dropped_K = routed_K - plan.keep_TK.sum(0)
+        overflow = list(100.0 * dropped_K[:2] / routed_K[:2].clamp(min=1))
+    for choice in range(min(top_k, 2)):
+        share_E = 100.0 * chosen_KE[choice].float() / max(num_tokens, 1)
+        ranked = share_E.sort(descending=True).values
+        count = max(math.ceil(plan.num_experts * _BALANCE_SHARE), 1)
+        balance[choice] = (ranked[:count].sum(), ranked[-count:].sum(), (share_E == 0).sum())
+    entropy = entropy_sum / max(num_tokens, 1)
+    values = [*overflow, entropy, *balance[0], *balance[1], zero, zero]
+    return torch.stack([v.to(torch.float32) for v in values])

@@ -1,0 +1,152 @@
+"""Loading for, and running of, fairseq's evaluation programs with sharded experts."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from fairseq import checkpoint_utils, utils
+from fairseq.dataclass.utils import overwrite_args_by_name
+from omegaconf import OmegaConf
+
+from ..checkpoint import (
+    CheckpointError,
+    CheckpointSet,
+    load_file,
+    load_for_rank,
+    recover,
+    set_exists,
+)
+from ..distributed import any_rank, process_world, sum_over_ranks
+
+_ARCH = "transformer_lm_gpt_moe"
+
+
+def shared_file(path: str) -> str | None:
+    """The shared file of the set that ``path`` names, None if ``path`` is no sharded set."""
+    if not path.endswith(".pt") or not set_exists(path):
+        return None
+    shared = CheckpointSet.from_path(path).shared_path
+    if not os.path.exists(shared):
+        recover(
+            path
+        )  # a save that was committed, and then interrupted before its files were renamed
+    return shared if os.path.exists(shared) else None
+
+
+def is_moe_checkpoint(path: str) -> bool:
+    """Whether ``path`` names a sharded set or a file with expert parameters."""
+    if not os.path.exists(path):
+        return False
+    if shared_file(path) is not None:
+        return True
+    try:
+        state = load_file(path)  # memory-mapped: reads no weights
+    except CheckpointError:
+        return False  # fairseq's own loader says what it thinks of it
+    return any(".experts." in name for name in state.get("model", ()))
+
+
+def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
+    """What ``checkpoint_utils.load_checkpoint_to_cpu`` returns, with this rank's share of the
+    experts.
+
+    Checkpoints of fairseq's ``moe`` branch name a dense architecture and MoE options; they become
+    ``transformer_lm_gpt_moe``.
+    """
+    rank, world_size = process_world()
+    state = load_for_rank(path, rank=rank, world_size=world_size, with_optimizer=False)
+    args = state.get("args")
+    if args is not None:
+        for name, value in (arg_overrides or {}).items():
+            setattr(args, name, value)
+        if getattr(args, "moe_freq", 0) > 0:
+            args.arch = _ARCH
+    if state.get("cfg") is not None:
+        state["cfg"] = OmegaConf.create(state["cfg"], flags={"allow_objects": True})
+        if arg_overrides:
+            overwrite_args_by_name(state["cfg"], arg_overrides)
+        if state["cfg"].model.get("moe_freq", 0) > 0:
+            state["cfg"].model._name = _ARCH
+    return checkpoint_utils._upgrade_state_dict(state)
+
+
+def in_step(eval_lm):
+    """Make fairseq's ``eval_lm`` function fit for a model whose experts are spread over ranks.
+
+    Each rank scores its share of the data. Ranks run out of batches at different times, but their
+    experts
+    are needed until the last: each batch is preceded by a word on whether anybody still has one,
+    and a rank that has none joins in with a single token. The scores are added over the ranks;
+    stock reports those of rank 0 alone.
+    """
+
+    @functools.wraps(eval_lm)
+    def eval_lm_in_step(models, source_dictionary, batch_iterator, *args, **kwargs):
+        spread = [m for m in models if _communicates(m)]
+        if not spread:
+            return eval_lm(models, source_dictionary, batch_iterator, *args, **kwargs)
+        count = _TokenCount(source_dictionary, *args, **kwargs)
+        batches = _batches_in_step(batch_iterator, models, source_dictionary.eos(), count)
+        local = eval_lm(models, source_dictionary, batches, *args, **kwargs)
+        device = next(models[0].parameters()).device
+        score, tokens = sum_over_ranks([float(local["loss"]) * count.total, count.total], device)
+        loss = score / max(tokens, 1)
+        return {"loss": loss, "perplexity": 2**loss}
+
+    return eval_lm_in_step
+
+
+def _communicates(model) -> bool:
+    groups = getattr(model, "moe_groups", None)
+    return groups is not None and groups.communicates
+
+
+def _batches_in_step(batches: Iterable, models, filler: int, count):
+    device = next(models[0].parameters()).device
+    for batch in batches:
+        if "net_input" in batch:
+            any_rank(True, device)
+            count.add(batch)
+            yield batch
+    token = torch.full((1, 1), filler, dtype=torch.int64, device=device)
+    while any_rank(False, device):
+        for model in models:
+            model(src_tokens=token, src_lengths=token.new_ones(1))
+
+
+class _TokenCount:
+    """How many tokens ``eval_lm`` divides by (it returns averages only); its arguments are the same."""
+
+    def __init__(
+        self,
+        source_dictionary,
+        post_process=None,
+        output_word_probs=False,
+        output_word_stats=False,
+        target_dictionary=None,
+        softmax_batch=0,
+        remove_bos_token=False,
+        device=None,
+    ):
+        self.total = 0
+        self._pad = (target_dictionary or source_dictionary).pad()
+        self._skip_first = int(remove_bos_token)
+        self._continued = []
+        if post_process in {"subword_nmt", "@@ "}:
+            mark = post_process.rstrip()
+            words = range(len(source_dictionary))
+            self._continued = [i for i in words if source_dictionary[i].endswith(mark)]
+
+    def add(self, batch):
+        """Count the scored tokens of a batch."""
+        starts = batch.get("start_indices", [0] * len(batch["target"]))
+        for row, start in zip(batch["target"], starts, strict=True):
+            tokens = utils.strip_pad(row[int(start) :], self._pad)[self._skip_first :]
+            self.total += len(tokens)
+            if self._continued:
+                inside = torch.isin(tokens[:-1], torch.tensor(self._continued).to(tokens))
+                self.total -= int(inside.sum())

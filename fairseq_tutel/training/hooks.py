@@ -1,0 +1,104 @@
+"""The one place that changes fairseq: five guarded replacements, each where fairseq has no seam.
+
+Every replacement asks first whether experts are involved and calls the original if not, so that
+dense models behave as before. ``install`` can be called any number of times.
+
+1. ``Trainer.__new__``: fairseq_cli.train names its Trainer class directly; a model with experts
+   gets a :class:`MoETrainer`, whichever module the name was imported into.
+2. ``checkpoint_utils.save_checkpoint``: copies and removes single files; with experts a checkpoint
+is a set. 3. ``checkpoint_utils.load_checkpoint_to_cpu`` and
+``get_maybe_sharded_checkpoint_filename``: look for one
+   file; the path of a set leads to its parts.
+4. ``fairseq_cli.eval_lm.eval_lm``: assumes that ranks do not need each other.
+5. ``options.CommonEvalConfig``: knows no ``--is-moe``, which published commands pass; it is
+   accepted and has no effect, since the files tell.
+"""
+
+import functools
+import sys
+from dataclasses import dataclass, field
+
+from fairseq import checkpoint_utils, options
+from fairseq.dataclass.configs import CommonEvalConfig
+from fairseq.trainer import Trainer
+
+from .. import optim
+from . import evaluation
+from .checkpointing import save_set
+from .trainer import MoETrainer, has_experts
+
+
+@dataclass
+class _CommonEvalConfig(CommonEvalConfig):
+    is_moe: bool = field(
+        default=False,
+        metadata={"help": "accepted for old commands; models with experts are recognised"},
+    )
+
+
+def install() -> None:
+    """Put the replacements into place."""
+    if getattr(checkpoint_utils, "_fairseq_tutel", False):
+        return
+    checkpoint_utils._fairseq_tutel = True
+    Trainer.__new__ = staticmethod(_new_trainer)
+    checkpoint_utils.save_checkpoint = _save_checkpoint(checkpoint_utils.save_checkpoint)
+    checkpoint_utils.load_checkpoint_to_cpu = _load_to_cpu(checkpoint_utils.load_checkpoint_to_cpu)
+    checkpoint_utils.get_maybe_sharded_checkpoint_filename = _file_of_set(
+        checkpoint_utils.get_maybe_sharded_checkpoint_filename
+    )
+    options.CommonEvalConfig = _CommonEvalConfig
+    _wrap_eval_lm()
+    optim.install()
+
+
+def _new_trainer(cls, cfg, task, model, *args, **kwargs):
+    """Python calls __init__ of the class that is returned, since it is a subclass."""
+    return object.__new__(MoETrainer if cls is Trainer and has_experts(model) else cls)
+
+
+def _save_checkpoint(original):
+    @functools.wraps(original)
+    def save_checkpoint(cfg, trainer, epoch_itr, val_loss):
+        if not isinstance(trainer, MoETrainer):
+            return original(cfg, trainer, epoch_itr, val_loss)
+        # fairseq keeps the best metric as an attribute of whatever has this name
+        if val_loss is not None:
+            best = max if cfg.maximize_best_checkpoint_metric else min
+            save_checkpoint.best = best(val_loss, getattr(save_checkpoint, "best", val_loss))
+        if cfg.no_save:
+            return None
+        return save_set(cfg, trainer, epoch_itr, val_loss, getattr(save_checkpoint, "best", None))
+
+    return save_checkpoint
+
+
+def _load_to_cpu(original):
+    @functools.wraps(original)
+    def load_checkpoint_to_cpu(path, arg_overrides=None, load_on_all_ranks=False):
+        if evaluation.is_moe_checkpoint(path):
+            return evaluation.load_state(path, arg_overrides)
+        return original(path, arg_overrides, load_on_all_ranks)
+
+    return load_checkpoint_to_cpu
+
+
+def _file_of_set(original):
+    @functools.wraps(original)
+    def get_maybe_sharded_checkpoint_filename(filename, suffix, shard_idx, num_shards):
+        shared = evaluation.shared_file(filename) if num_shards == 1 else None
+        return shared or original(filename, suffix, shard_idx, num_shards)
+
+    return get_maybe_sharded_checkpoint_filename
+
+
+def _wrap_eval_lm() -> None:
+    """Where the program is running: imported by its console script, or run as a file or module.
+
+    It is not imported for this, since that sets up logging; programs import it before the user dir.
+    """
+    for name in ("fairseq_cli.eval_lm", "__main__"):
+        module = sys.modules.get(name)
+        function = getattr(module, "eval_lm", None)
+        if callable(function) and getattr(module, "WordStat", None) is not None:
+            module.eval_lm = evaluation.in_step(function)

@@ -1,0 +1,187 @@
+"""fairseq's Trainer for a model with experts.
+
+What a stock Trainer gets wrong for experts, and only that, is overridden: how the model is wrapped,
+the gradient norm (stock leaves experts out, so that one rank's inf is seen by nobody else),
+checkpoints (stock saves rank 0's experts only), workers for validation data, and loss-scale
+overflow on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from contextlib import contextmanager
+
+import torch
+from fairseq.logging import metrics
+from fairseq.trainer import Trainer
+from omegaconf import open_dict
+
+from ..config import EXPERT_GRAD_NORMALIZATIONS
+from ..distributed import expert_grad_sq_norm, process_world
+from .checkpointing import CheckpointMixin
+from .wrapper import LEGACY_BACKENDS, PYTORCH_BACKENDS, MoEDistributedModel
+
+logger = logging.getLogger(__name__)
+
+
+class _OverflowOnCpu(RuntimeError):
+    """Carries fairseq's OverflowError past a handler of train_step that needs CUDA."""
+
+
+def has_experts(model) -> bool:
+    """Whether a fairseq model has MoE layers."""
+    return bool(getattr(model, "moe_layers", None))
+
+
+class MoETrainer(CheckpointMixin, Trainer):
+    """See the module docstring; :func:`fairseq_tutel.training.hooks.install` puts it in place."""
+
+    def __init__(self, cfg, task, model, criterion, quantizer=None):
+        _prepare_config(cfg, model)
+        super().__init__(cfg, task, model, criterion, quantizer)
+        self._expert_load: dict[int, torch.Tensor] = {}
+        self._told_requeue = False
+        if model.moe_groups.simulated:
+            _label_simulation(model.moe_groups.world_size)
+
+    @property
+    def model(self):
+        """The model, wrapped for data parallelism where there are several ranks."""
+        if self._wrapped_model is None:
+            if self.use_distributed_wrapper:
+                self._wrapped_model = MoEDistributedModel(
+                    self.cfg.distributed_training,
+                    self._model,
+                    self.data_parallel_process_group,
+                    self.device,
+                    str(self.cfg.model.moe_normalize_expert_grad),
+                )
+            else:
+                self._wrapped_model = self._model
+        return self._wrapped_model
+
+    def clip_grad_norm(self, clip_norm):
+        """Clip by the norm over the dense gradients and those of all experts on all ranks."""
+
+        def add_experts(dense_norm):
+            experts = expert_grad_sq_norm(self.optimizer.params, self._model.moe_groups)
+            return (dense_norm.float().square() + experts.to(dense_norm.device)).sqrt()
+
+        try:
+            return self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=add_experts)
+        except OverflowError as error:
+            if self.cuda:
+                raise
+            raise _OverflowOnCpu(str(error)) from error
+
+    def train_step(self, samples, raise_oom=False):
+        """One update; skips it where the loss scale overflowed."""
+        try:
+            return super().train_step(samples, raise_oom)
+        except _OverflowOnCpu as error:
+            # what the stock handler does, which makes a CUDA tensor on the way
+            logger.info("NOTE: gradient overflow detected, ignoring gradient, %s", error)
+            self.zero_grad()
+            metrics.log_scalar(
+                "loss_scale", self.optimizer.scaler.loss_scale, priority=700, round=4, weight=0
+            )
+            metrics.log_stop_time("train_wall")
+            return None
+
+    def get_valid_iterator(self, subset, disable_iterator_cache=False):
+        """As stock, with ``--num-workers-valid`` processes."""
+        with self._workers(self.cfg.model.num_workers_valid):
+            return super().get_valid_iterator(subset, disable_iterator_cache)
+
+    @contextmanager
+    def _workers(self, count):
+        dataset = self.cfg.dataset
+        before, dataset.num_workers = dataset.num_workers, count
+        try:
+            yield
+        finally:
+            dataset.num_workers = before
+
+    def _reduce_and_log_stats(self, logging_outputs, sample_size, grad_norm=None):
+        loads = [log.pop("moe_load") for log in logging_outputs or () if "moe_load" in log]
+        if loads and grad_norm is not None:
+            self._log_expert_load(sum(loads))
+        return super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)
+
+    def _log_expert_load(self, load_LE):
+        """Sum loads over updates and write them every ``--moe-load-log-interval`` updates."""
+        total = self._expert_load.get(0)
+        total = load_LE.to(torch.int64) if total is None else total + load_LE.to(torch.int64)
+        self._expert_load[0] = total
+        if self.get_num_updates() % self.cfg.model.moe_load_log_interval:
+            return
+        self._expert_load.clear()
+        if not self.is_data_parallel_master:
+            return
+        layers = [str(i) for i in self._model.moe_layers]
+        record = {
+            "update": self.get_num_updates(),
+            "layers": dict(zip(layers, total.tolist(), strict=True)),
+        }
+        path = os.path.join(self.cfg.checkpoint.save_dir, "expert_load.jsonl")
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def _prepare_config(cfg, model) -> None:
+    """Check what only the whole config shows, and write down what was decided from it.
+
+    Raises:
+        ValueError: settings that cannot train a model with experts.
+    """
+    dist_cfg, common = cfg.distributed_training, cfg.common
+    if dist_cfg.ddp_backend == "fully_sharded":
+        raise ValueError(
+            "--ddp-backend fully_sharded cannot train a model with experts (they are spread over the "
+            "ranks already): use legacy_ddp or pytorch_ddp"
+        )
+    if dist_cfg.ddp_backend not in (*LEGACY_BACKENDS, *PYTORCH_BACKENDS):
+        raise ValueError(f"--ddp-backend {dist_cfg.ddp_backend}: use legacy_ddp or pytorch_ddp")
+    if cfg.model.moe_normalize_expert_grad not in EXPERT_GRAD_NORMALIZATIONS:
+        raise ValueError(
+            f"--moe-normalize-expert-grad {cfg.model.moe_normalize_expert_grad}: use one of "
+            f"{', '.join(EXPERT_GRAD_NORMALIZATIONS)}"
+        )
+    _, world_size = process_world()
+    if dist_cfg.distributed_world_size != world_size:
+        raise ValueError(
+            f"--distributed-world-size {dist_cfg.distributed_world_size}, but {world_size} processes "
+            "are connected"
+        )
+    for flag, on in (
+        ("--amp", common.amp),
+        ("--tpu", common.tpu and not common.bf16),
+        ("--use-bmuf", cfg.optimization.use_bmuf),
+        ("--zero-sharding os", dist_cfg.zero_sharding == "os"),
+        ("--store-ema", cfg.ema.store_ema),
+        ("--pipeline-model-parallel", dist_cfg.pipeline_model_parallel),
+    ):
+        if on:
+            raise ValueError(f"{flag} is not supported with MoE layers")
+    mixed_fp16 = common.fp16 and not common.memory_efficient_fp16
+    with open_dict(cfg):
+        if mixed_fp16 and not common.fp16_no_flatten_grads:
+            # a flattened gradient no longer tells experts from dense parameters
+            logger.info("--fp16 with MoE layers: gradients are not flattened")
+            common.fp16_no_flatten_grads = True
+        # a checkpoint must say how many experts it holds, also where the default decided
+        cfg.model.moe_expert_count = model.moe_groups.num_experts
+
+
+def _label_simulation(world_size: int) -> None:
+    """Put a word into every log line, so that no figure of a simulation is taken for a real one."""
+
+    class Label(logging.Filter):
+        def filter(self, record):
+            record.msg = f"[simulated rank of {world_size}] {record.msg}"
+            return True
+
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(Label())

@@ -1,0 +1,72 @@
+"""Data parallelism around a model with experts: dense gradients are reduced, expert gradients are
+not.
+
+Both of fairseq's wrappers are used as they are. ``legacy_ddp`` skips parameters marked as experts
+by itself; ``pytorch_ddp`` is told to ignore them, in the initial broadcast too. After either has
+reduced the dense gradients, expert gradients follow one rule
+(:mod:`fairseq_tutel.distributed.expert_params`).
+"""
+
+from __future__ import annotations
+
+import torch
+from fairseq.distributed import LegacyDistributedDataParallel, ModuleProxyWrapper
+from torch.nn.parallel import DistributedDataParallel
+
+from ..distributed import is_expert, reduce_expert_grads
+
+LEGACY_BACKENDS = ("legacy_ddp", "no_c10d")
+PYTORCH_BACKENDS = ("pytorch_ddp", "c10d")
+
+
+class MoEDistributedModel(ModuleProxyWrapper):
+    """Wrap a model for training on several ranks.
+
+    Args:
+        cfg: fairseq's ``distributed_training`` config.
+        model: has ``moe_groups``.
+        process_group: of all data-parallel ranks.
+        device: where the model goes.
+        normalization: ``--moe-normalize-expert-grad``.
+
+    Raises:
+        ValueError: an unsupported ``--ddp-backend``.
+    """
+
+    def __init__(self, cfg, model, process_group, device: torch.device, normalization: str):
+        model = model.to(device)
+        if cfg.ddp_backend in LEGACY_BACKENDS:
+            wrapped = LegacyDistributedDataParallel(model, process_group)
+        elif cfg.ddp_backend in PYTORCH_BACKENDS:
+            wrapped = _pytorch_ddp(cfg, model, process_group, device)
+        else:
+            known = ", ".join((*LEGACY_BACKENDS, *PYTORCH_BACKENDS))
+            raise ValueError(
+                f"--ddp-backend {cfg.ddp_backend} cannot train a model with experts; use one of {known}"
+            )
+        super().__init__(wrapped)
+        self._normalization = normalization
+
+    def all_reduce_grads(self) -> None:
+        """Called by fairseq's trainer once per update, after the last backward pass."""
+        if isinstance(self.module, LegacyDistributedDataParallel):
+            self.module.all_reduce_grads()
+        model = self.module.module
+        reduce_expert_grads(model.parameters(), model.moe_groups, self._normalization)
+
+
+def _pytorch_ddp(cfg, model, process_group, device):
+    experts = [name for name, p in model.named_parameters() if is_expert(p)]
+    # the documented way for modules with parameters that DDP must not touch
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
+    on_gpu = device.type == "cuda"
+    return DistributedDataParallel(
+        model,
+        device_ids=[cfg.device_id] if on_gpu else None,  # DDP wants None on a CPU
+        output_device=cfg.device_id if on_gpu else None,
+        broadcast_buffers=cfg.broadcast_buffers,
+        bucket_cap_mb=cfg.bucket_cap_mb,
+        process_group=process_group,
+        find_unused_parameters=cfg.find_unused_parameters,
+        gradient_as_bucket_view=cfg.gradient_as_bucket_view,
+    )
