@@ -1,14 +1,17 @@
 """Packaging of fairseq_tutel. Ranges stand here; the tested pins are in scripts/setup_env.sh."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
-README = Path(__file__).with_name("README.md")
+ROOT = Path(__file__).parent
+README = ROOT / "README.md"
+PACKAGE = (ROOT / "fairseq_tutel" / "__init__.py").read_text(encoding="utf-8")
 
 setup(
     name="fairseq_tutel",
-    version="0.1.0",
+    version=re.search(r'^__version__ = "(.+)"$', PACKAGE, re.MULTILINE)[1],
     description="Tutel-style mixture-of-experts language models as a plugin for stock fairseq",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
