@@ -15,7 +15,6 @@ from fairseq_tutel.launch.binding import apply_binding
 from fairseq_tutel.launch.codes import EXIT_REQUEUE, EXIT_USAGE
 from fairseq_tutel.launch.commands import parse_command
 from fairseq_tutel.launch.job import Job, Options, plan_job
-from fairseq_tutel.launch.nccl import PROFILES
 from fairseq_tutel.launch.supervise import Supervisor
 
 _DESCRIPTION = """\
@@ -80,8 +79,12 @@ def build_parser() -> argparse.ArgumentParser:
         "memory; without a GPU, slices of the cores this process may use. none: bind nothing. "
         "SETS: the cores of each local rank, as 0-3,4-7 or 0-3,16-19:4-7,20-23 or 0xff,0xff00 "
         "(default: auto)")
-    add("--nccl-profile", default="none", choices=sorted(PROFILES),
-        help="named NCCL settings, see fairseq_tutel/launch/nccl.py (default: none)")
+    add("--nccl-profile", default="none", metavar="NAME[,sl=N][,tc=N][,gid=N][,qps=N]",
+        help="ib-adaptive-routing: let the switches of an InfiniBand or RoCE fabric choose each "
+        "packet's path (NCCL_IB_ADAPTIVE_ROUTING=1), on service level sl (NCCL_IB_SL), which "
+        "the site must name, or traffic class tc (NCCL_IB_TC), with the RoCE address gid "
+        "(NCCL_IB_GID_INDEX) and qps queue pairs per connection (NCCL_IB_QPS_PER_CONNECTION); "
+        "none: set nothing (default: none)")
     add("--output", default="prefix", choices=["prefix", "plain"],
         help="prefix: lines of ranks above 0 begin with [rank N]; plain: output is left as it is "
         "(default: prefix)")
@@ -120,6 +123,7 @@ def _become(job: Job) -> None:
 
 def _end_step(env: Mapping[str, str]) -> None:
     """One rank's death ends the ranks on all nodes: srun by itself would let them wait."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it comes here, too; report the rank's own code
     step = f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID') or env['SLURM_STEPID']}"
     subprocess.run(["scancel", "--signal=TERM", step], timeout=30, check=False)
 

@@ -1,0 +1,57 @@
+# Functions shared by the batch scripts of this folder; sourced, not run.
+#
+# Environment that all of them read:
+#   REPO            checkout of this project (default: the directory sbatch was called in)
+#   ENV_SETUP       file to source on the first node before anything else, for modules, conda or a
+#                   virtual environment; what it exports reaches all nodes
+#                   (default: $REPO/.venv/bin/activate where that exists)
+#   NPROC_PER_NODE  ranks per node (default: auto, one per GPU)
+#   LAUNCH_OPTIONS  more options for python -m fairseq_tutel.launch, e.g. "--bind none" or
+#                   "--nccl-profile ib-adaptive-routing,sl=1"
+
+# The comment at the top of the calling script is its help text.
+usage() {
+    sed -n '2,/^[^#]/{/^#\( \|$\)/s/^# \{0,1\}//p}' "$1"
+    sed -n '/^# Environment that all/,/^$/s/^# \{0,1\}//p' "$(dirname "$1")/common.sh"
+}
+
+# Enters the checkout and its Python environment.
+enter_environment() {
+    cd "${REPO:-${SLURM_SUBMIT_DIR:-.}}" || exit 2
+    if [ ! -f fairseq_tutel/launch/__main__.py ]; then
+        echo "no checkout of fairseq_tutel in $PWD: call sbatch there, or set REPO" >&2
+        exit 2
+    fi
+    export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+    local setup=${ENV_SETUP:-.venv/bin/activate}
+    if [ -n "${ENV_SETUP:-}" ] || [ -f "$setup" ]; then
+        # shellcheck disable=SC1090
+        source "$setup" || exit 2
+    fi
+}
+
+# launch COMMAND ...: runs COMMAND on all ranks of the job and returns its exit code.
+#
+# One task per node, with all of the node's cores: the launcher starts that node's ranks and binds
+# them. Not --kill-on-bad-exit: ranks that leave after saving (exit code 85) do so one by one; when a
+# rank fails, the launcher itself ends the step. --wait ends a step that still hangs, after 10
+# minutes. A signal to this shell is passed on, and the wait for the ranks goes on.
+launch() {
+    # shellcheck disable=SC2086
+    srun --ntasks-per-node=1 --ntasks="$SLURM_JOB_NUM_NODES" \
+        --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none \
+        --kill-on-bad-exit=0 --wait=600 \
+        python -m fairseq_tutel.launch --nproc-per-node "${NPROC_PER_NODE:-auto}" \
+        ${LAUNCH_OPTIONS:-} -- "$@" &
+    local step=$! status
+    trap "kill -USR1 $step" USR1
+    trap "kill -TERM $step" TERM
+    wait "$step"
+    status=$?
+    while kill -0 "$step" 2>/dev/null; do # wait returned for a signal, not for the step's end
+        wait "$step"
+        status=$?
+    done
+    trap - USR1 TERM
+    return "$status"
+}
