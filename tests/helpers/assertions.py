@@ -1,0 +1,23 @@
+"""Comparison by RMS error ratio: zeros in place of a result give a ratio of 1, whatever its size."""
+
+import torch
+from torch import Tensor
+
+# Largest tolerated error by dtype: a few roundings of results that are rounded once.
+RATIO = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def rms_ratio(got: Tensor, want: Tensor) -> float:
+    """RMS of the error over the RMS of the expected values; plain RMS where those are all 0."""
+    got, want = got.detach().double().cpu(), want.detach().double().cpu()
+    error, scale = (got - want).square().mean().sqrt(), want.square().mean().sqrt()
+    return (error / scale if scale > 0 else error).item()
+
+
+def assert_close(name: str, got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """Shapes are equal and the RMS error ratio is within the dtype's rounding; NaN fails."""
+    assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
+    if want.numel() == 0:
+        return
+    ratio = rms_ratio(got, want)
+    assert ratio <= RATIO[dtype], f"{name}: RMS error ratio {ratio:.3g} over {RATIO[dtype]:.3g}"
