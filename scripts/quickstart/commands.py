@@ -1,0 +1,158 @@
+"""The fairseq commands of the quickstart and the sizes in them."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+# Sized for two CPU cores: about 4 minutes of training in fp32.
+UPDATES = 400
+WARMUP_UPDATES = 30
+TOKENS_PER_SAMPLE = 128
+SAMPLES_PER_UPDATE = 16
+EXPERTS = 8
+MODEL = [
+    "--arch", "transformer_lm_gpt_moe",
+    "--decoder-layers", "4", "--decoder-attention-heads", "4",
+    "--decoder-embed-dim", "256", "--decoder-ffn-embed-dim", "1024",
+    "--share-decoder-input-output-embed", "--dropout", "0.0", "--attention-dropout", "0.0",
+    "--moe-freq", "2", "--moe-top-k", "2", "--moe-second-expert-policy", "all",
+]  # fmt: skip
+CRITERION = [
+    "--criterion", "moe_cross_entropy",
+    "--moe-gate-loss-wt", "0.01", "--moe-gate-loss-combine-method", "sum",
+]  # fmt: skip
+# fairseq's default, 8, leaves out the last batch of an epoch when its size is no multiple of 8.
+BATCH_MULTIPLE = ["--required-batch-size-multiple", "1"]
+PLUGIN = ["--user-dir", "fairseq_tutel", "--task", "language_modeling"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the training runs on: ``ranks`` processes on ``kind`` (``gpu`` or ``cpu``)."""
+
+    kind: str
+    ranks: int
+
+    @property
+    def experts(self) -> int:
+        """Experts per layer: 8, or as many more as it takes for every rank to hold equally many."""
+        return -(-max(EXPERTS, self.ranks) // self.ranks) * self.ranks
+
+    @property
+    def samples_per_rank(self) -> int:
+        """Batch size of a rank, so that an update sees about the same tokens everywhere."""
+        return max(1, SAMPLES_PER_UPDATE // self.ranks)
+
+    @staticmethod
+    def detect() -> "Machine":
+        """All GPUs, or 2 ranks on the CPU."""
+        gpus = torch.cuda.device_count()
+        return Machine("gpu", gpus) if gpus else Machine("cpu", 2)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Where the files of a run are."""
+
+    root: Path
+
+    @property
+    def text(self) -> Path:
+        """The corpus as text."""
+        return self.root / "corpus"
+
+    @property
+    def pieces(self) -> Path:
+        """The corpus in sentencepiece's pieces."""
+        return self.root / "pieces"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The sentencepiece model."""
+        return self.root / "tokenizer" / "sentencepiece.model"
+
+    @property
+    def data(self) -> Path:
+        """fairseq's binarised data."""
+        return self.root / "data"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The checkpoint set and the loads of the experts."""
+        return self.root / "checkpoints"
+
+    @property
+    def expert_load(self) -> Path:
+        """Written by ``--moe-load-log-interval``."""
+        return self.checkpoints / "expert_load.jsonl"
+
+    def log(self, step: str) -> Path:
+        """All output of a step's commands."""
+        return self.root / "logs" / f"{step}.log"
+
+
+def _tool(name: str) -> str:
+    """A console script of the environment that runs this."""
+    return str(Path(sys.executable).with_name(name))
+
+
+def preprocess(folder: Folder) -> list[str]:
+    """Binarise the pieces; the dictionary is made from the training side."""
+    return [
+        _tool("fairseq-preprocess"), "--only-source",
+        "--trainpref", str(folder.pieces / "train.txt"),
+        "--validpref", str(folder.pieces / "valid.txt"),
+        "--testpref", str(folder.pieces / "test.txt"),
+        "--destdir", str(folder.data), "--workers", str(min(4, os.cpu_count() or 1)),
+    ]  # fmt: skip
+
+
+def train(folder: Folder, machine: Machine, stop_at: int, updates: int) -> list[str]:
+    """Train up to update ``stop_at`` of ``updates``, from the last checkpoint if there is one.
+
+    The learning rate starts at 0, so the first update changes no weight: a run that stops there
+    validates the untrained model.
+    """
+    warmup = min(WARMUP_UPDATES, updates // 4)
+    return [
+        sys.executable, "-m", "fairseq_tutel.launch", "--nproc-per-node", str(machine.ranks), "--",
+        "fairseq-train", str(folder.data), *PLUGIN, *MODEL,
+        "--moe-expert-count", str(machine.experts), *CRITERION,
+        "--tokens-per-sample", str(TOKENS_PER_SAMPLE),
+        "--batch-size", str(machine.samples_per_rank), *BATCH_MULTIPLE,
+        "--optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--clip-norm", "1.0",
+        "--lr", "0.002", "--lr-scheduler", "cosine",
+        "--warmup-updates", str(warmup), "--warmup-init-lr", "0",
+        "--lr-period-updates", str(updates - warmup), "--max-update", str(stop_at),
+        "--validate-interval-updates", str(max(1, updates // 8)),
+        # only updates count: a small text has many epochs
+        "--validate-interval", "1000000", "--save-interval", "1000000",
+        "--save-dir", str(folder.checkpoints), "--no-epoch-checkpoints",
+        "--moe-load-log-interval", "5", "--log-format", "simple", "--log-interval", "5",
+        "--num-workers", "0", "--seed", "1",
+    ]  # fmt: skip
+
+
+def eval_lm(folder: Folder, side: str) -> list[str]:
+    """Perplexity of the last checkpoint on ``side``, in one process that holds all experts."""
+    return [
+        _tool("fairseq-eval-lm"), str(folder.data), *PLUGIN,
+        "--path", str(folder.checkpoints / "checkpoint_last.pt"), "--gen-subset", side,
+        "--tokens-per-sample", str(TOKENS_PER_SAMPLE),
+        "--batch-size", str(SAMPLES_PER_UPDATE), *BATCH_MULTIPLE,
+    ]  # fmt: skip
+
+
+def interactive(folder: Folder, prompts: Path, count: int) -> list[str]:
+    """Complete the prompts of a file, one per line."""
+    return [
+        _tool("fairseq-interactive"), str(folder.data), *PLUGIN,
+        "--path", str(folder.checkpoints / "checkpoint_last.pt"), "--input", str(prompts),
+        "--bpe", "sentencepiece", "--sentencepiece-model", str(folder.tokenizer),
+        "--sampling", "--sampling-topk", "20", "--temperature", "0.7", "--beam", "1",
+        "--max-len-a", "0", "--max-len-b", "60", "--min-len", "20", "--seed", "3",
+        "--buffer-size", str(count), "--batch-size", str(count), *BATCH_MULTIPLE,
+    ]  # fmt: skip

@@ -1,0 +1,70 @@
+"""loss.png and experts.png."""
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display needed
+
+import matplotlib.pyplot as plt  # noqa: E402  (the backend comes first)
+from matplotlib.ticker import MaxNLocator  # noqa: E402
+from metrics import Curves  # noqa: E402
+
+_TRAIN, _VALID, _GREY = "#4878a8", "#c44e52", "#777777"
+_DPI = 150
+
+
+def draw_loss(curves: Curves, picture: Path) -> None:
+    """Train and valid cross-entropy over updates, with the perplexity on the right."""
+    figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
+    updates = sorted(curves.train)
+    axes.plot(updates, [curves.train[u][0] for u in updates], color=_TRAIN, label="train")
+    updates = sorted(curves.valid)
+    axes.plot(
+        updates, [curves.valid[u][0] for u in updates],
+        color=_VALID, marker="o", markersize=4, label="valid",
+    )  # fmt: skip
+    for number, update in enumerate(u for u in curves.resumed if u > 1):
+        label = "resumed from the checkpoint" if number == 0 else None
+        axes.axvline(update, color=_GREY, linestyle="--", linewidth=1, label=label)
+    axes.set(title="Loss without the gate loss", xlabel="update", ylabel="bits per token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    perplexity = axes.secondary_yaxis(
+        "right", functions=(lambda bits: 2.0**bits, lambda ppl: _log2(ppl))
+    )
+    perplexity.set_ylabel("perplexity")
+    perplexity.set_yscale("log")
+    figure.savefig(picture, dpi=_DPI)
+    plt.close(figure)
+
+
+def _log2(values):
+    import numpy as np
+
+    return np.log2(np.maximum(values, 1e-9))
+
+
+def draw_experts(updates: list[int], layers: dict[str, list[list[int]]], picture: Path) -> None:
+    """A heat map per MoE layer: each expert's load over updates, relative to an even share."""
+    figure, grid = plt.subplots(
+        len(layers), 1, figsize=(7.5, 1.2 + 2.2 * len(layers)),
+        sharex=True, squeeze=False, layout="constrained",
+    )  # fmt: skip
+    edges = [0, *updates]
+    for axes, (layer, loads) in zip(grid[:, 0], layers.items(), strict=True):
+        experts = len(loads[0])
+        share = [[load * experts / max(1, sum(row)) for load in row] for row in loads]
+        by_expert = list(zip(*share, strict=True))
+        mesh = axes.pcolormesh(
+            edges, [e - 0.5 for e in range(experts + 1)], by_expert,
+            cmap="RdBu_r", vmin=0, vmax=2,
+        )  # fmt: skip
+        axes.set(title=f"MoE layer {layer}", ylabel="expert")
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+        axes.invert_yaxis()
+    grid[-1, 0].set_xlabel("update")
+    bar = figure.colorbar(mesh, ax=grid[:, 0], extend="max")
+    bar.set_label("tokens, relative to an even share")
+    figure.savefig(picture, dpi=_DPI)
+    plt.close(figure)

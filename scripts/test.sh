@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Sets up .venv if need be, checks the code's style, and runs the tests. Arguments go to pytest:
+#
+#   bash scripts/test.sh                       # everything
+#   bash scripts/test.sh tests/ops -k gating   # some of it
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/setup_env.sh
+
+# One thread per process: multi-rank tests start several, and small shapes gain nothing from more.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+status=0
+ruff check . || status=1
+python -m pytest "$@" || status=$?
+exit "$status"
