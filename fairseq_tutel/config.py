@@ -75,7 +75,8 @@ class MoEConfig:
             raise ValueError(f"an MoE layer needs at least 1 expert, not {self.num_experts}")
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(
-                f"top_k={self.top_k} must lie between 1 and the number of experts, {self.num_experts}"
+                f"top_k={self.top_k} must lie between 1 and the number of experts, "
+                f"{self.num_experts}"
             )
         for name, value, known in (
             ("second_expert_policy", self.second_expert_policy, SECOND_EXPERT_POLICIES),
@@ -88,8 +89,8 @@ class MoEConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be a finite number")
         if self.eval_capacity_token_fraction > 1:
             raise ValueError(
-                f"eval_capacity_token_fraction={self.eval_capacity_token_fraction} is a fraction of the "
-                "tokens: at most 1.0 (every expert can then hold every token)"
+                f"eval_capacity_token_fraction={self.eval_capacity_token_fraction} is a fraction "
+                "of the tokens: at most 1.0 (every expert can then hold every token)"
             )
         for name in ("gate_noise", "z_loss_weight"):
             if getattr(self, name) < 0:
@@ -170,9 +171,10 @@ def resolve_capacity(
 
 
 def check_divisible(num_experts: int, world_size: int) -> None:
-    """Raise ValueError unless experts can be spread evenly: E a multiple of W, or W a multiple of E."""
+    """Raise ValueError unless E is a multiple of W or W one of E."""
     if num_experts % world_size and world_size % num_experts:
         raise ValueError(
-            f"{num_experts} experts cannot be spread over {world_size} ranks: one number must divide "
-            f"the other (choose an expert count that is a multiple or a divisor of {world_size})"
+            f"{num_experts} experts cannot be spread over {world_size} ranks: one number must "
+            f"divide the other (choose an expert count that is a multiple or a divisor of "
+            f"{world_size})"
         )

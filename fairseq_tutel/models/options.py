@@ -8,7 +8,7 @@ the help text.
 # no postponed annotations here: fairseq reads the types of dataclass fields
 import argparse
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Optional
 
 from fairseq import utils
 from fairseq.dataclass import ChoiceEnum
@@ -37,10 +37,10 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
     dropout: float = _option(0.1, "dropout probability")
     attention_dropout: float = _option(0.1, "dropout probability for attention weights")
     decoder_embed_dim: int = _option(768, "decoder embedding dimension")
-    decoder_output_dim: int | None = _option(
+    decoder_output_dim: Optional[int] = _option(
         None, "decoder output dimension (default: the embedding dimension)"
     )
-    decoder_input_dim: int | None = _option(
+    decoder_input_dim: Optional[int] = _option(
         None, "decoder input dimension (default: the embedding dimension)"
     )
     decoder_ffn_embed_dim: int = _option(3072, "decoder embedding dimension for FFN")
@@ -54,7 +54,7 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
     moe_expert_count: int = _option(
         0, "experts per MoE layer over all ranks (default: the world size, one expert per rank)"
     )
-    moe_gating_use_fp32: bool | None = _option(
+    moe_gating_use_fp32: Optional[bool] = _option(
         None, "compute the gate with fp32 output (the default; see --moe-gating-use-model-dtype)"
     )
     moe_second_expert_policy: ChoiceEnum(SECOND_EXPERT_POLICIES) = _option(
@@ -66,11 +66,11 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
     moe_normalize_gate_prob_before_dropping: bool = _option(
         False, "normalise the gate values of a token before, not after, dropping over capacity"
     )
-    moe_expert_ffn_dim: int | None = _option(
+    moe_expert_ffn_dim: Optional[int] = _option(
         None, "hidden dimension of the experts (default: --decoder-ffn-embed-dim)"
     )
     moe_top1_expert: bool = _option(False, "route each token to one expert, not two")
-    moe_eval_capacity_token_fraction: float | None = _option(
+    moe_eval_capacity_token_fraction: Optional[float] = _option(
         None,
         "evaluation capacity of an expert as a fraction of the tokens of a batch; <= 0: the "
         "training formula (default: evaluation drops no token; the moe branch's default is 0.25)",
@@ -100,15 +100,15 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
     )
 
     # what those cannot say
-    moe_top_k: int | None = _option(
+    moe_top_k: Optional[int] = _option(
         None, "experts per token (default: 2, or 1 with --moe-top1-expert)"
     )
-    moe_capacity_factor: float | None = _option(
+    moe_capacity_factor: Optional[float] = _option(
         None,
         "training capacity: f > 0: top_k * f * tokens / experts per expert and rank; 0: drop "
         "nothing; f < 0: what is needed, up to that of -f (default: 1.0)",
     )
-    moe_eval_capacity_factor: float | None = _option(
+    moe_eval_capacity_factor: Optional[float] = _option(
         None, "evaluation capacity, the same meaning (default: 0, drop nothing)"
     )
     moe_gating_use_model_dtype: bool = _option(

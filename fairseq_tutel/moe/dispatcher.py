@@ -96,7 +96,7 @@ def _ragged(x_TM, plan, experts, groups, timer):
 
 
 def _expert_major_order(count_WL):
-    """Permutation from arrival order (rank, expert) to (expert, rank), None if they are the same."""
+    """Permutation from arrival order (rank, expert) to (expert, rank), None if that is the same."""
     ranks, local = count_WL.shape
     if ranks == 1 or local == 1:
         return None

@@ -66,12 +66,12 @@ class Experts(nn.Module):
         for name, shape in shapes.items():
             self.register_parameter(name, mark_expert(nn.Parameter(torch.empty(shape))))
         if seed is None:
-            seed = int(torch.randint(2**31, ()))
+            seed = int(torch.randint(2**31, (), device="cpu"))
         self.reset_parameters(seed)
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
-        """Draw weights and biases from nn.Linear's default, uniform(-1/sqrt(fan in), 1/sqrt(fan in))."""
+        """Draw weights and biases as nn.Linear does: uniform within 1/sqrt(fan in) of zero."""
         if self.fc1_weight.is_meta:
             return
         for slot, expert in enumerate(self.expert_ids):

@@ -74,7 +74,8 @@ class MoELayer(nn.Module):
         self.groups = groups if groups is not None else build_groups(num_experts)
         if self.groups.num_experts != num_experts:
             raise ValueError(
-                f"groups were built for {self.groups.num_experts} experts, the layer has {num_experts}"
+                f"groups were built for {self.groups.num_experts} experts, the layer has "
+                f"{num_experts}"
             )
         self.model_dim = model_dim
         self.record_exchange_time = record_exchange_time

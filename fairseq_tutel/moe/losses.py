@@ -1,4 +1,4 @@
-"""Auxiliary losses of a router as pure functions; every one is computed from this rank's tokens alone."""
+"""Auxiliary losses of a router as pure functions, each computed from this rank's tokens alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def balance_loss(
 
 
 def z_loss(lse_T: torch.Tensor) -> torch.Tensor:
-    """Mean over tokens of the squared log-partition of the logits (ST-MoE, arXiv 2202.08906, eq. 5)."""
+    """Mean squared log-partition of the logits (ST-MoE, arXiv 2202.08906, eq. 5)."""
     return lse_T.square().sum() / max(lse_T.shape[0], 1)
 
 

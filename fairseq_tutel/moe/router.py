@@ -168,7 +168,7 @@ def route(
 
 
 def _reject_at_random(expert_TK, gate_TK, top_k):
-    """Drop choice j > 1 unless ``K * gate_j`` exceeds a uniform draw (first choices always stay)."""
+    """Drop choice j > 1 unless ``K * gate_j`` exceeds a uniform draw; first choices stay."""
     keep_TK = top_k * gate_TK > torch.rand_like(gate_TK)
     keep_TK[:, 0] = True
     return torch.where(keep_TK, expert_TK, -1)

@@ -14,7 +14,7 @@ import sys
 import time
 
 import numpy as np
-from fairseq import utils
+from fairseq import checkpoint_utils, utils
 from fairseq.data import data_utils
 from fairseq.logging import meters, metrics
 
@@ -37,7 +37,7 @@ _SUFFIX = "-shared"
 
 
 class CheckpointMixin:
-    """The parts of :class:`~fairseq_tutel.training.trainer.MoETrainer` that read and write files."""
+    """The part of :class:`~fairseq_tutel.training.trainer.MoETrainer` that handles files."""
 
     @property
     def checkpoint_suffix(self) -> str:
@@ -90,6 +90,13 @@ class CheckpointMixin:
         )
         logger.info("Finished saving checkpoint set %s", os.path.abspath(path))
         return os.path.abspath(path)
+
+    def save_last(self, epoch_itr) -> str:
+        """Write checkpoint_last.pt between two updates, whatever the options say. Collective."""
+        best = getattr(checkpoint_utils.save_checkpoint, "best", None)
+        path = os.path.join(self.cfg.checkpoint.save_dir, "checkpoint_last.pt")
+        self.save_checkpoint(path, _progress(self, epoch_itr, None, best))
+        return path
 
     def load_checkpoint(
         self,
@@ -218,11 +225,7 @@ def save_set(cfg, trainer, epoch_itr, val_loss, best_so_far):
     )
     if not names:
         return None
-    extra_state = {"train_iterator": epoch_itr.state_dict(), "val_loss": val_loss}
-    if hasattr(trainer.task, "get_checkpoint_dict"):
-        extra_state.update(trainer.task.get_checkpoint_dict())
-    if best_so_far is not None:
-        extra_state["best"] = best_so_far
+    extra_state = _progress(trainer, epoch_itr, val_loss, best_so_far)
     first, *others = (os.path.join(cfg.save_dir, name) for name in names)
     trainer.save_checkpoint(first, extra_state)
     for path in others:
@@ -238,6 +241,16 @@ def save_set(cfg, trainer, epoch_itr, val_loss, best_so_far):
     for path in json.loads(gather_texts(json.dumps(_superfluous(cfg, epoch_itr)))[0]):
         remove_set(path, **world)
     return first
+
+
+def _progress(trainer, epoch_itr, val_loss, best_so_far) -> dict:
+    """Where the run is: fairseq's extra state."""
+    extra_state = {"train_iterator": epoch_itr.state_dict(), "val_loss": val_loss}
+    if hasattr(trainer.task, "get_checkpoint_dict"):
+        extra_state.update(trainer.task.get_checkpoint_dict())
+    if best_so_far is not None:
+        extra_state["best"] = best_so_far
+    return extra_state
 
 
 def _due_names(cfg, trainer, epoch_itr, val_loss, best_so_far) -> list[str]:

@@ -119,7 +119,7 @@ def _batches_in_step(batches: Iterable, models, filler: int, count):
 
 
 class _TokenCount:
-    """How many tokens ``eval_lm`` divides by (it returns averages only); its arguments are the same."""
+    """How many tokens ``eval_lm`` divides by (it returns averages only); the same arguments."""
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from omegaconf import open_dict
 from ..config import EXPERT_GRAD_NORMALIZATIONS
 from ..distributed import expert_grad_sq_norm, process_world
 from .checkpointing import CheckpointMixin
+from .requeue import RequeueRequest, leave
 from .wrapper import LEGACY_BACKENDS, PYTORCH_BACKENDS, MoEDistributedModel
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ class MoETrainer(CheckpointMixin, Trainer):
         _prepare_config(cfg, model)
         super().__init__(cfg, task, model, criterion, quantizer)
         self._expert_load: dict[int, torch.Tensor] = {}
-        self._told_requeue = False
+        self._requeue = RequeueRequest()
+        self._epoch_itr = None
         if model.moe_groups.simulated:
             _label_simulation(model.moe_groups.world_size)
 
@@ -77,7 +79,13 @@ class MoETrainer(CheckpointMixin, Trainer):
             raise _OverflowOnCpu(str(error)) from error
 
     def train_step(self, samples, raise_oom=False):
-        """One update; skips it where the loss scale overflowed."""
+        """One update; skips it where the loss scale overflowed, and may be the last (SIGUSR1)."""
+        log_output = self._train_step(samples, raise_oom)
+        if self._requeue.made_on_any_rank(self.device):
+            leave(self.save_last(self._epoch_itr))
+        return log_output
+
+    def _train_step(self, samples, raise_oom):
         try:
             return super().train_step(samples, raise_oom)
         except _OverflowOnCpu as error:
@@ -89,6 +97,11 @@ class MoETrainer(CheckpointMixin, Trainer):
             )
             metrics.log_stop_time("train_wall")
             return None
+
+    def get_train_iterator(self, *args, **kwargs):
+        """As stock; the position in the data is part of a checkpoint that is not the caller's."""
+        self._epoch_itr = super().get_train_iterator(*args, **kwargs)
+        return self._epoch_itr
 
     def get_valid_iterator(self, subset, disable_iterator_cache=False):
         """As stock, with ``--num-workers-valid`` processes."""
@@ -139,8 +152,8 @@ def _prepare_config(cfg, model) -> None:
     dist_cfg, common = cfg.distributed_training, cfg.common
     if dist_cfg.ddp_backend == "fully_sharded":
         raise ValueError(
-            "--ddp-backend fully_sharded cannot train a model with experts (they are spread over the "
-            "ranks already): use legacy_ddp or pytorch_ddp"
+            "--ddp-backend fully_sharded cannot train a model with experts (they are spread over "
+            "the ranks already): use legacy_ddp or pytorch_ddp"
         )
     if dist_cfg.ddp_backend not in (*LEGACY_BACKENDS, *PYTORCH_BACKENDS):
         raise ValueError(f"--ddp-backend {dist_cfg.ddp_backend}: use legacy_ddp or pytorch_ddp")
@@ -152,8 +165,8 @@ def _prepare_config(cfg, model) -> None:
     _, world_size = process_world()
     if dist_cfg.distributed_world_size != world_size:
         raise ValueError(
-            f"--distributed-world-size {dist_cfg.distributed_world_size}, but {world_size} processes "
-            "are connected"
+            f"--distributed-world-size {dist_cfg.distributed_world_size}, but {world_size} "
+            "processes are connected"
         )
     for flag, on in (
         ("--amp", common.amp),

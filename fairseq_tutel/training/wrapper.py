@@ -42,7 +42,8 @@ class MoEDistributedModel(ModuleProxyWrapper):
         else:
             known = ", ".join((*LEGACY_BACKENDS, *PYTORCH_BACKENDS))
             raise ValueError(
-                f"--ddp-backend {cfg.ddp_backend} cannot train a model with experts; use one of {known}"
+                f"--ddp-backend {cfg.ddp_backend} cannot train a model with experts; use one of "
+                f"{known}"
             )
         super().__init__(wrapped)
         self._normalization = normalization
