@@ -24,32 +24,41 @@ setup_version() {
     "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null
 }
 
-# Prints the interpreter to use: $PYTHON, or the first that is new enough.
+# Whether version $1 is 3.11 or newer.
+setup_new_enough() {
+    case "$1" in
+        "" | 2.* | 3.[0-9].* | 3.10.*) return 1 ;;
+    esac
+}
+
+# Prints the interpreter to use: $PYTHON; else one of the versions that fairseq-fixed was tried
+# with; else python3.
 setup_interpreter() {
     local candidate version
-    for candidate in ${PYTHON:-python3 python3.12 python3.11}; do
-        version="$(setup_version "$candidate")" || continue
-        case "$version" in
-            3.[0-9].* | 3.10.* | 2.*) ;;
-            *) command -v "$candidate"; return ;;
-        esac
+    for candidate in python3.11 python3.12; do
+        if [ -z "${PYTHON:-}" ] && "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
     done
     candidate="${PYTHON:-python3}"
-    version="$(setup_version "$candidate")" || version="not to be found or does not start"
-    setup_fail "Python 3.11 or newer is needed, and $candidate is $version;" \
-        "choose one with PYTHON=/path/to/python3.11"
+    version="$(setup_version "$candidate")" || version=""
+    setup_new_enough "$version" ||
+        setup_fail "Python 3.11 or newer is needed, and $candidate is" \
+            "${version:-not to be found or does not start}; choose one with" \
+            "PYTHON=/path/to/python3.11"
+    command -v "$candidate"
 }
 
 setup_check_tools() {
     local compiler="${CXX:-c++}"
     "$1" -c 'import ensurepip, venv' 2>/dev/null ||
-        setup_fail "Python's venv module is incomplete (Debian, Ubuntu: apt install python3-venv)"
-    "$1" - <<'PY' || setup_fail "Python.h is missing (Debian, Ubuntu: apt install python3-dev)"
-import os, sys, sysconfig
-sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))
-PY
+        setup_fail "$1 has no complete venv module (Debian, Ubuntu: apt install python3-venv)"
+    "$1" -c 'import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))' ||
+        setup_fail "$1 has no headers (Debian, Ubuntu: apt install python3-dev)"
     command -v "${compiler%% *}" >/dev/null ||
-        setup_fail "a C++ compiler is needed and $compiler was not found" \
+        setup_fail "a C++ compiler is needed, and $compiler was not found" \
             "(Debian, Ubuntu: apt install g++); choose another with CXX=..."
 }
 
@@ -72,17 +81,18 @@ setup_pip() {
         -c "$ROOT/scripts/constraints.txt" "$@"
 }
 
+# Built against the torch that is there: without --no-build-isolation pip would fetch a second one
+# for the build. Without CUDA_HOME fairseq leaves out CUDA extensions that nothing here uses.
+setup_fairseq() (
+    unset CUDA_HOME
+    export MAX_JOBS="${MAX_JOBS:-$(nproc)}"
+    setup_pip --no-build-isolation fairseq-fixed hydra-core omegaconf
+)
+
 setup_install() {
-    local build="setuptools wheel cython numpy ninja packaging"
     setup_step "torch (under a minute, or as long as its download takes)" setup_pip torch
-    # shellcheck disable=SC2086
-    setup_step "build tools" setup_pip $build
-    # Built against the torch that is there: without --no-build-isolation pip would fetch a second
-    # one for the build. Without CUDA_HOME fairseq leaves out CUDA extensions that nothing here uses.
-    MAX_JOBS="${MAX_JOBS:-$(nproc)}" setup_step "fairseq, compiled here (about 3 minutes)" \
-        env -u CUDA_HOME "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input \
-        --progress-bar off -c "$ROOT/scripts/constraints.txt" --no-build-isolation \
-        fairseq-fixed hydra-core omegaconf
+    setup_step "build tools" setup_pip setuptools wheel cython numpy ninja packaging
+    setup_step "fairseq, compiled here (about 3 minutes)" setup_fairseq
     setup_step "triton, sentencepiece, matplotlib, pytest, ruff" \
         setup_pip triton sentencepiece matplotlib pytest pytest-timeout ruff
     setup_step "this package" setup_pip --no-deps --no-build-isolation -e "$ROOT"
@@ -106,8 +116,8 @@ setup_main() {
     fi
 
     # Not .venv's own interpreter, which may be about to be removed.
-    [ "$python" != "$VENV/bin/python" ] || python="$("$python" -c \
-        'import os, sys; print(os.path.join(sys.base_prefix, "bin", "python%d.%d" % sys.version_info[:2]))')"
+    [ "$python" != "$VENV/bin/python" ] ||
+        python="$("$python" -c 'import sys; print(sys._base_executable)')"
     setup_check_tools "$python"
     if [ "$(head -n 1 "$STAMP" 2>/dev/null)" = "$made_with" ]; then
         echo "Updating .venv (what to install has changed):"
