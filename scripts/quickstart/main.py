@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import statistics
 import sys
 import time
@@ -76,6 +77,7 @@ class Run:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.machine = Machine.detect()
+        self.text = build_corpus(args.text)  # before an earlier run is removed, as it may fail
         self.folder = Folder(_shorter(args.out))
         self.settings = {"text": [str(path) for path in args.text], "updates": args.updates}
         self.state = {"settings": self.settings, "done": [], "seconds": {}, "facts": {}}
@@ -133,14 +135,14 @@ class Run:
     # the steps, in their order
 
     def corpus(self) -> None:
-        corpus = build_corpus(self.args.text)
-        corpus.write(self.folder.text)
-        say(f"      from {corpus.source}")
-        for name, split in corpus.splits.items():
-            say(f"      {name:<5} {split.documents:>4} documents, {split.chars:>9,} characters")
+        self.text.write(self.folder.text)
+        splits = self.text.splits
+        say(f"      from {self.text.source}")
+        for name, split in splits.items():
+            say(f"      {name:<5} {split.documents:>5} documents, {split.chars:>9,} characters")
         self.state["facts"]["corpus"] = {
-            "source": corpus.source,
-            "characters": {name: split.chars for name, split in corpus.splits.items()},
+            "source": self.text.source,
+            "characters": {name: split.chars for name, split in splits.items()},
         }
 
     def tokenizer(self) -> None:
@@ -161,6 +163,7 @@ class Run:
         say(f"      dictionary of {types:,} pieces")
 
     def untrained(self) -> None:
+        say("      (the learning rate starts at 0: after update 1 the weights are as they were)")
         self._train(1)
 
     def train(self) -> None:
@@ -239,7 +242,7 @@ class Run:
                 "resumed_at": curves["resumed_at"],
                 "tokens_per_second": curves["tokens_per_second"],
                 "world_size": machine.ranks,
-                "ranks": f"{machine.ranks} {machine.kind} rank{'s' * (machine.ranks > 1)}",
+                "ranks": f"{machine.ranks} {machine.kind.upper()} rank{'s' * (machine.ranks > 1)}",
             },
             "model": {
                 "experts": machine.experts,
@@ -294,8 +297,15 @@ def _shorter(path: Path) -> Path:
     return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 
 
+def _interrupt(*_) -> None:
+    raise KeyboardInterrupt
+
+
 def main() -> int:
     """The exit code."""
+    # as Ctrl-C: the commands that run are ended, too
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
     try:
         quickstart(sys.argv[1:])
     except (UsageError, CorpusError, CommandFailed) as error:

@@ -2,13 +2,10 @@
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # no display needed
-
-import matplotlib.pyplot as plt  # noqa: E402  (the backend comes first)
-from matplotlib.ticker import MaxNLocator  # noqa: E402
-from metrics import Curves  # noqa: E402
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from metrics import Curves
 
 _TRAIN, _VALID, _GREY = "#4878a8", "#c44e52", "#777777"
 _DPI = 150
@@ -16,7 +13,8 @@ _DPI = 150
 
 def draw_loss(curves: Curves, picture: Path) -> None:
     """Train and valid cross-entropy over updates, with the perplexity on the right."""
-    figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.subplots()
     updates = sorted(curves.train)
     axes.plot(updates, [curves.train[u][0] for u in updates], color=_TRAIN, label="train")
     updates = sorted(curves.valid)
@@ -27,30 +25,24 @@ def draw_loss(curves: Curves, picture: Path) -> None:
     for number, update in enumerate(u for u in curves.resumed if u > 1):
         label = "resumed from the checkpoint" if number == 0 else None
         axes.axvline(update, color=_GREY, linestyle="--", linewidth=1, label=label)
-    axes.set(title="Loss without the gate loss", xlabel="update", ylabel="bits per token")
+    axes.set(xlabel="update", ylabel="loss (bits per token)")
+    axes.set_title("Loss in training and validation (cross-entropy, without the gate loss)")
     axes.grid(alpha=0.3)
     axes.legend()
-    perplexity = axes.secondary_yaxis(
-        "right", functions=(lambda bits: 2.0**bits, lambda ppl: _log2(ppl))
-    )
+    perplexity = axes.secondary_yaxis("right", functions=(np.exp2, _bits))
     perplexity.set_ylabel("perplexity")
     perplexity.set_yscale("log")
     figure.savefig(picture, dpi=_DPI)
-    plt.close(figure)
 
 
-def _log2(values):
-    import numpy as np
-
-    return np.log2(np.maximum(values, 1e-9))
+def _bits(perplexity):
+    return np.log2(np.maximum(perplexity, 1e-9))  # the axis asks for 0, too
 
 
 def draw_experts(updates: list[int], layers: dict[str, list[list[int]]], picture: Path) -> None:
     """A heat map per MoE layer: each expert's load over updates, relative to an even share."""
-    figure, grid = plt.subplots(
-        len(layers), 1, figsize=(7.5, 1.2 + 2.2 * len(layers)),
-        sharex=True, squeeze=False, layout="constrained",
-    )  # fmt: skip
+    figure = Figure(figsize=(7.5, 1.2 + 2.2 * len(layers)), layout="constrained")
+    grid = figure.subplots(len(layers), 1, sharex=True, squeeze=False)
     edges = [0, *updates]
     for axes, (layer, loads) in zip(grid[:, 0], layers.items(), strict=True):
         experts = len(loads[0])
@@ -60,11 +52,10 @@ def draw_experts(updates: list[int], layers: dict[str, list[list[int]]], picture
             edges, [e - 0.5 for e in range(experts + 1)], by_expert,
             cmap="RdBu_r", vmin=0, vmax=2,
         )  # fmt: skip
-        axes.set(title=f"MoE layer {layer}", ylabel="expert")
+        axes.set(title=f"MoE layer decoder.layers.{layer}", ylabel="expert")
         axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
         axes.invert_yaxis()
     grid[-1, 0].set_xlabel("update")
-    bar = figure.colorbar(mesh, ax=grid[:, 0], extend="max")
-    bar.set_label("tokens, relative to an even share")
+    bar = figure.colorbar(mesh, ax=grid[:, 0], extend="max", ticks=[0, 0.5, 1, 1.5, 2])
+    bar.set_label("load: tokens routed to an expert\nrelative to an even share")
     figure.savefig(picture, dpi=_DPI)
-    plt.close(figure)

@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 # A command that prints nothing for this long hangs; the slowest silence seen was 20 seconds.
 SILENCE_SECONDS = 600
-GRACE_SECONDS = 15
+# Longer than the launcher's own patience with its ranks.
+GRACE_SECONDS = 20
 
 
 class CommandFailed(Exception):
@@ -106,23 +108,24 @@ class _Watchdog:
     def __init__(self, process: subprocess.Popen):
         self.fired = False
         self._process = process
-        self._start()
+        self._last = time.monotonic()
+        self._stopped = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
 
-    def _start(self) -> None:
-        self._timer = threading.Timer(SILENCE_SECONDS, self._fire)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _fire(self) -> None:
-        self.fired = True
-        _end(self._process)
+    def _watch(self) -> None:
+        while not self._stopped.wait(1.0):
+            if time.monotonic() - self._last > SILENCE_SECONDS:
+                self.fired = True
+                _end(self._process)
+                return
 
     def seen(self) -> None:
-        self._timer.cancel()
-        self._start()
+        """The process has printed something."""
+        self._last = time.monotonic()
 
     def stop(self) -> None:
-        self._timer.cancel()
+        """Watch no longer."""
+        self._stopped.set()
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -1,0 +1,71 @@
+"""Reading fairseq's log lines and the expert loads; the pictures that are drawn from them."""
+
+import json
+
+import metrics
+import pytest
+
+STAMP = "2026-01-02 03:04:05 | INFO | "
+TRAIN = (
+    "train_inner | epoch 002:     20 / 621 loss=9.166, moe_gate_loss=2.28883, inner_loss=9.1, "
+    "ppl=548.75, wps=4612.5, num_updates={}, lr=6e-05, gnorm=1.2, loss_scale=nan, wall=71"
+)
+VALID = (
+    "valid | epoch 002 | valid on 'valid' subset | loss 8.02 | inner_loss 8.0 | ppl 256 | "
+    "wps 9000 | num_updates {} | best_loss 8.02"
+)
+RESUMED = (
+    "fairseq.trainer | Loaded checkpoint runs/q/checkpoints/checkpoint_last.pt "
+    "(epoch 1 @ 20 updates)"
+)
+
+
+def test_curves_take_the_loss_without_the_gate_loss_and_the_last_of_repeated_updates(tmp_path):
+    log = tmp_path / "train.log"
+    log.write_text(
+        "\n".join(
+            [
+                STAMP + TRAIN.format(10),
+                STAMP + VALID.format(10).replace("ppl 256", "ppl 512"),
+                STAMP + "fairseq_cli.train | end of epoch 1 | ppl 3 | num_updates 11",
+                STAMP + RESUMED,
+                STAMP + VALID.format(10),
+                "[rank 1] warning | loss=1, num_updates=12",
+            ]
+        ),
+        "utf-8",
+    )
+    curves = metrics.read_curves(log)
+    assert curves.train == {10: (9.1, 4612.5)}
+    assert curves.valid == {10: (8.0, 256.0)}
+    assert curves.resumed == [20]
+
+
+def test_progress_keeps_fairseqs_position_and_the_chosen_metrics():
+    shown = metrics.progress(STAMP + TRAIN.format(20))
+    assert shown.startswith("epoch 002:    20 / 621 loss=9.166, moe_gate_loss=2.2888, ppl=548.75")
+    assert "num_updates=20" in shown
+    assert "loss_scale" not in shown
+    assert metrics.progress(STAMP + VALID.format(20)) is None
+
+
+def test_expert_load_is_sorted_and_a_repeated_update_counts_once(tmp_path):
+    file = tmp_path / "load.jsonl"
+    loads = [(5, [1, 3]), (10, [2, 2]), (5, [4, 0])]
+    file.write_text(
+        "".join(json.dumps({"update": u, "layers": {"3": x, "11": x}}) + "\n" for u, x in loads)
+    )
+    updates, layers = metrics.read_expert_load(file)
+    assert updates == [5, 10]
+    assert layers == {"3": [[4, 0], [2, 2]], "11": [[4, 0], [2, 2]]}
+
+
+def test_pictures_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    import pictures
+
+    curves = metrics.Curves({5: (9.0, 1.0), 10: (8.0, 1.0)}, {1: (12.0, 4096.0), 10: (8, 256)}, [5])
+    pictures.draw_loss(curves, tmp_path / "loss.png")
+    pictures.draw_experts([5, 10], {"1": [[0, 0], [3, 1]]}, tmp_path / "experts.png")
+    for name in ("loss.png", "experts.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
