@@ -151,7 +151,7 @@ def format_table(bindings: Sequence[RankBinding], host: str) -> str:
             (
                 str(b.local_rank),
                 "-" if b.gpu is None else str(b.gpu.index),
-                "-" if b.gpu is None or b.gpu.pci_id is None else b.gpu.pci_id.lower(),
+                "-" if b.gpu is None or b.gpu.pci_id is None else b.gpu.pci_id,
                 "any" if b.cpus is None else format_cpulist(b.cpus),
                 "any" if b.numa is None else format_cpulist(b.numa),
                 str(b.threads),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from fairseq_tutel.launch.topology import normalise_pci_id
 
 _QUERY_TORCH = """
 import torch
@@ -22,7 +23,8 @@ for i in range(torch.cuda.device_count()):
 
 @dataclass(frozen=True)
 class Gpu:
-    """index: what the ranks call it (as --device-id); pci_id: its address, None if unknown."""
+    """index: what the ranks call it (as --device-id); pci_id: its address as /sys spells it, None
+    if unknown."""
 
     index: int
     pci_id: str | None
@@ -90,23 +92,24 @@ def _from_nvidia_smi(env: Mapping[str, str], run: Callable) -> list[Gpu] | None:
             if len(match) != 1:
                 break  # CUDA hides everything from the first entry that it does not know
             chosen.append(match[0])
-    return [Gpu(i, row[1]) for i, row in enumerate(chosen)]
+    return [Gpu(i, normalise_pci_id(row[1])) for i, row in enumerate(chosen)]
 
 
 def visible_gpus(
-    env: Mapping[str, str], root: str | Path = "/", run: Callable = _run
+    env: Mapping[str, str], root: str | Path = "/", run: Callable | None = None
 ) -> list[Gpu]:
     """GPUs that torch would see under `env`, in CUDA's numbering with CUDA_DEVICE_ORDER=PCI_BUS_ID.
 
     Without a GPU's device file, or with a CPU build of torch, that is none, and nothing is run.
     nvidia-smi answers otherwise; torch itself is asked, in a process of its own, where nvidia-smi
-    is missing (AMD) or cannot know (MIG).
+    is missing (AMD) or cannot know (MIG). `run` replaces running them.
     """
     if env.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles"):
         return []
     if not has_gpu_files(root) or torch_is_cpu_build():
         return []
-    gpus = _from_nvidia_smi(env, run) if shutil.which("nvidia-smi") or run is not _run else None
+    run = run or _run
+    gpus = _from_nvidia_smi(env, run)
     return _from_torch(env, run) if gpus is None else gpus
 
 

@@ -20,7 +20,6 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _WATCHED = {*_ENDING, *_PASSED_ON, signal.SIGCHLD}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_REPEAT_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,20 @@ class Supervisor:
     grace: seconds between SIGTERM and SIGKILL. save_request: whether the ranks take SIGUSR1 as a
     request to save and leave with EXIT_REQUEUE (fairseq's training commands under this plugin).
     They then start with SIGUSR1 ignored, so that an early one does not kill a rank that is still
-    importing, and it is repeated until they leave.
+    importing, and it is repeated every repeat_seconds until they leave.
     """
 
-    def __init__(self, jobs: Sequence[RankJob], grace: float, save_request: bool = False):
+    def __init__(
+        self,
+        jobs: Sequence[RankJob],
+        grace: float,
+        save_request: bool = False,
+        repeat_seconds: float = 20.0,
+    ):
         self._jobs = jobs
         self._grace = grace
         self._save_request = save_request
+        self._repeat_seconds = repeat_seconds
         self._running: dict[int, subprocess.Popen] = {}
         self._readers: list[threading.Thread] = []
         self._status: int | None = None
@@ -134,14 +140,14 @@ class Supervisor:
             self._say(f"ranks {sorted(self._running)} are still there; killing them")
             self._kill_groups()
         if self._repeat_at is not None and now >= self._repeat_at:
-            self._repeat_at = now + _REPEAT_SECONDS
+            self._repeat_at = now + self._repeat_seconds
             self._send(signal.SIGUSR1)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if number in _PASSED_ON:
             self._send(number)
             if number == signal.SIGUSR1 and self._save_request:
-                self._repeat_at = time.monotonic() + _REPEAT_SECONDS
+                self._repeat_at = time.monotonic() + self._repeat_seconds
             return
         if self.stopped_by is not None:  # a second Ctrl-C: at once
             self._kill_groups()

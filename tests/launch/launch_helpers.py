@@ -1,0 +1,79 @@
+"""Made-up machines: the files under /sys, /dev and /proc that the launcher reads."""
+
+from pathlib import Path
+
+import fairseq_tutel
+from fairseq_tutel.launch.topology import parse_cpulist
+
+# Two sockets of 8 cores with 2 threads each, and 8 GPUs: the usual layout of an HGX node, in small.
+# Thread siblings are N and N + 16. GPUs 0, 1, 4, 5 are on socket 0: their order does not tell.
+TWO_SOCKETS = {0: "0-7,16-23", 1: "8-15,24-31"}
+EIGHT_GPUS = {
+    "0000:07:00.0": 0,
+    "0000:0b:00.0": 0,
+    "0000:48:00.0": 1,
+    "0000:4c:00.0": 1,
+    "0000:88:00.0": 0,
+    "0000:8b:00.0": 0,
+    "0000:c8:00.0": 1,
+    "0000:cb:00.0": 1,
+}
+
+
+def make_machine(root: Path, numa=None, gpus=None, threads_apart=16) -> Path:
+    """Writes a machine below `root`: NUMA nodes {number: cpulist} and GPUs {PCI id: NUMA node}.
+
+    threads_apart: CPU c and c + threads_apart share a core; 0: one thread per core.
+    """
+    numa = TWO_SOCKETS if numa is None else numa
+    gpus = EIGHT_GPUS if gpus is None else gpus
+    every = set()
+    for node, cpulist in numa.items():
+        folder = root / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cpulist + "\n")
+        every |= set(parse_cpulist(cpulist))
+    for cpu in every:
+        folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        low = cpu % threads_apart if threads_apart else cpu
+        siblings = f"{low},{low + threads_apart}" if threads_apart else str(cpu)
+        (folder / "thread_siblings_list").write_text(siblings + "\n")
+    (root / "dev").mkdir()
+    for i, (pci, node) in enumerate(gpus.items()):
+        device = root / "sys/bus/pci/devices" / pci
+        device.mkdir(parents=True)
+        (device / "numa_node").write_text(f"{node}\n")
+        (root / "dev" / f"nvidia{i}").touch()
+        (root / "proc/driver/nvidia/gpus" / pci).mkdir(parents=True)
+    (root / "sys/class/net/lo").mkdir(parents=True)
+    return root
+
+
+def nvidia_smi(gpus=None, mig="[N/A]"):
+    """A stand-in for running nvidia-smi (and nothing else) that lists `gpus` as it does."""
+    pcis = list(EIGHT_GPUS if gpus is None else gpus)
+
+    def run(command, env):
+        if command[0] != "nvidia-smi":
+            return None
+        # nvidia-smi writes the domain with 8 digits and everything in capitals
+        return "".join(
+            f"{i}, 0000{pci.upper()}, GPU-{i}{i}aa-{i}, {mig}\n" for i, pci in enumerate(pcis)
+        )
+
+    return run
+
+
+def value_after(argv, flag):
+    """The word after `flag` in a command line."""
+    return argv[argv.index(flag) + 1]
+
+
+# For scripts run by a test: the launcher's modules without the package's import of fairseq.
+LAUNCHER_ALONE = f"""
+import sys, types
+package = types.ModuleType("fairseq_tutel")
+package.__path__ = {list(fairseq_tutel.__path__)!r}
+sys.modules["fairseq_tutel"] = package
+"""

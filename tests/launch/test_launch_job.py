@@ -1,0 +1,217 @@
+"""GPUs found, ranks placed, and the whole plan of a job on made-up machines."""
+
+import os
+
+import pytest
+from launch_helpers import EIGHT_GPUS, make_machine, nvidia_smi, value_after
+
+from fairseq_tutel.launch import binding, devices
+from fairseq_tutel.launch.commands import parse_command
+from fairseq_tutel.launch.devices import Gpu, visible_gpus
+from fairseq_tutel.launch.job import Options, plan_job
+
+PCIS = list(EIGHT_GPUS)
+SRUN = {
+    "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "2", "MASTER_ADDR": "localhost",
+}
+
+
+def srun_task(procid, tasks, node, local, per_node):
+    return {
+        **SRUN, "SLURM_PROCID": str(procid), "SLURM_STEP_NUM_TASKS": str(tasks),
+        "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local),
+        "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x2)",
+    }
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    """A node with two sockets and 8 GPUs, and all of its 32 CPUs allowed."""
+    monkeypatch.setattr(devices, "torch_is_cpu_build", lambda: False)
+    monkeypatch.setattr(devices, "_run", nvidia_smi())
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(32)))
+    monkeypatch.setattr(binding, "cpuset", lambda allowed, topology: set(range(32)))
+    return str(make_machine(tmp_path / "root"))
+
+
+def plan(node, words, env=None, **options):
+    env = {"PATH": os.environ["PATH"], **(env or {})}
+    command = parse_command(words.split(), env["PATH"])
+    return plan_job(Options(root=node, **options), command, env)
+
+
+TRAIN = "python -m fairseq_cli.train data"
+
+
+def test_visible_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "torch_is_cpu_build", lambda: False)
+    root, run = make_machine(tmp_path), nvidia_smi()
+    assert visible_gpus({}, root, run) == [Gpu(i, pci) for i, pci in enumerate(PCIS)]
+    # the order of the variable counts, by number or by the beginning of the UUID
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "5,2"}, root, run) == [
+        Gpu(0, PCIS[5]), Gpu(1, PCIS[2])
+    ]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-33"}, root, run) == [Gpu(0, PCIS[3])]
+    assert len(visible_gpus({"CUDA_VISIBLE_DEVICES": "0,99,1"}, root, run)) == 1
+    for hidden in ("", "-1"):
+        assert visible_gpus({"CUDA_VISIBLE_DEVICES": hidden}, root, run) == []
+    assert visible_gpus({}, tmp_path / "elsewhere", run) == []
+    monkeypatch.setattr(devices, "torch_is_cpu_build", lambda: True)
+    assert visible_gpus({}, root, run) == []
+
+
+def test_torch_is_asked_about_mig_slices(tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "torch_is_cpu_build", lambda: False)
+
+    def run(command, env):
+        if command[0] == "nvidia-smi":
+            return nvidia_smi(mig="Enabled")(command, env)
+        return "noise\nGPU 0000:48:00.0\nGPU -\n"
+
+    gpus = visible_gpus({}, make_machine(tmp_path), run)
+    assert gpus == [Gpu(0, "0000:48:00.0"), Gpu(1, None)]
+
+
+def test_cpu_build_is_read_from_torchs_version_file(tmp_path, monkeypatch):
+    package = tmp_path / "torch"
+    package.mkdir()
+
+    def spec(name):
+        return type("Spec", (), {"submodule_search_locations": [str(package)]})
+
+    monkeypatch.setattr(devices.importlib.util, "find_spec", spec)
+    for text, is_cpu in (
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", True),
+        ("cuda: Optional[str] = '12.6'\nhip: Optional[str] = None\n", False),
+        ("cuda = None\nhip = '6.2'\n", False),
+    ):
+        (package / "version.py").write_text(text)
+        assert devices.torch_is_cpu_build() is is_cpu
+
+
+def test_auto_starts_one_rank_per_gpu(node):
+    job = plan(node, TRAIN)
+    assert [rank.rank for rank in job.ranks] == list(range(8))
+    for i, rank in enumerate(job.ranks):
+        assert value_after(rank.argv, "--device-id") == str(i) == rank.env["LOCAL_RANK"]
+        assert value_after(rank.argv, "--distributed-backend") == "nccl"
+        assert rank.env["OMP_NUM_THREADS"] == "2" and rank.env["WORLD_SIZE"] == "8"
+        assert rank.binding.numa == (EIGHT_GPUS[list(EIGHT_GPUS)[i]],)
+    assert {rank.env["MASTER_PORT"] for rank in job.ranks} == {job.ranks[0].env["MASTER_PORT"]}
+    assert "8 ranks on 1 nodes (started by launcher), nccl on GPUs" in job.summary
+    assert job.summary.count("\n") == 10  # a header, the table's two and 8 ranks
+
+
+def test_auto_follows_the_commands_world_size(node):
+    assert len(plan(node, TRAIN + " --distributed-world-size 4").ranks) == 4
+
+
+def test_users_environment_wins(node):
+    env = {"OMP_NUM_THREADS": "7", "MASTER_PORT": "1234", "NCCL_IB_SL": "9",
+           "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    job = plan(node, TRAIN, env, nccl_profile="ib-adaptive-routing,sl=1")
+    given = job.ranks[0].env
+    assert {key: given[key] for key in env} == env
+    assert given["NCCL_IB_ADAPTIVE_ROUTING"] == "1"
+
+
+def test_more_ranks_than_gpus(node):
+    with pytest.raises(ValueError, match="9 ranks on this node but 8 visible GPUs: start fewer"):
+        plan(node, TRAIN, nproc_per_node=9)
+    with pytest.raises(ValueError, match=r"4 ranks on this node but 2 .*CUDA_VISIBLE_DEVICES=0,1"):
+        plan(node, TRAIN, {"CUDA_VISIBLE_DEVICES": "0,1"}, nproc_per_node=4)
+    job = plan(node, TRAIN + " --cpu", nproc_per_node=16)
+    assert all(rank.env["CUDA_VISIBLE_DEVICES"] == "" for rank in job.ranks)
+
+
+def test_generate_sees_only_its_gpu(node):
+    ranks = plan(node, "python -m fairseq_cli.generate data --path m", nproc_per_node=2).ranks
+    assert [rank.env["CUDA_VISIBLE_DEVICES"] for rank in ranks] == ["0", "1"]
+    assert all("--distributed-init-method" not in rank.argv for rank in ranks)
+    ranks = plan(node, "python -m fairseq_cli.generate data", {"CUDA_VISIBLE_DEVICES": "6,3"}).ranks
+    assert [rank.env["CUDA_VISIBLE_DEVICES"] for rank in ranks] == ["6", "3"]
+
+
+def test_adopted_rank_of_srun(node):
+    job = plan(node, TRAIN, srun_task(13, 16, 1, 5, 8))
+    (rank,) = job.ranks
+    assert job.placement.adopted and rank.rank == 13
+    assert value_after(rank.argv, "--distributed-rank") == "13"
+    assert value_after(rank.argv, "--device-id") == "5"
+    assert rank.binding.numa == (0,) and len(rank.binding.cpus) == 4
+    assert rank.env["MASTER_ADDR"] == "localhost"
+
+
+def test_adopted_rank_that_sees_only_its_gpu(node, monkeypatch):
+    # srun --gpus-per-task=1: every rank finds one GPU, its own, as number 0
+    monkeypatch.setattr(devices, "_run", nvidia_smi([list(EIGHT_GPUS)[6]]))
+    (rank,) = plan(node, TRAIN, srun_task(6, 16, 0, 6, 8)).ranks
+    assert value_after(rank.argv, "--device-id") == "0"
+    assert value_after(rank.argv, "--distributed-rank") == "6"
+    assert rank.binding.numa == (1,)
+    # it shares socket 1 with three other GPUs and takes a quarter of its cores
+    assert rank.binding.cpus == (12, 13, 28, 29)
+
+
+def test_one_task_per_node_starts_that_nodes_ranks(node):
+    job = plan(node, TRAIN, srun_task(1, 2, 1, 0, 1))
+    assert not job.placement.adopted and job.placement.source == "srun"
+    assert [rank.rank for rank in job.ranks] == list(range(8, 16))
+    assert job.ranks[0].env["MASTER_PORT"] == plan(
+        node, TRAIN, srun_task(0, 2, 0, 0, 1)).ranks[0].env["MASTER_PORT"]
+
+
+def test_a_starters_binding_stands_unless_off_the_gpus_socket(node, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {8, 9, 24, 25})  # socket 1
+    (rank,) = plan(node, TRAIN, srun_task(2, 16, 0, 2, 8)).ranks  # GPU 2 is there, too
+    assert rank.binding.cpus == (8, 9, 24, 25) and rank.binding.threads == 2
+    assert rank.binding.note == "bound by srun"
+    (rank,) = plan(node, TRAIN, srun_task(0, 16, 0, 0, 8)).ranks  # GPU 0 is on socket 0
+    assert rank.binding.numa == (0,) and rank.binding.note == ""
+
+
+def test_a_shared_set_of_cores_is_divided_among_threads(node, monkeypatch):
+    # mpirun binds to sockets by default: 4 of the 8 ranks share these 8 cores
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)) | set(range(16, 24)))
+    env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8",
+           "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
+    (rank,) = plan(node, TRAIN, env).ranks
+    assert rank.env["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize(
+    "env, options, message",
+    [
+        ({"SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "SLURM_PROCID": "0"}, {},
+         "the SLURM job has 2 nodes, but this is no task of a step"),
+        ({}, {"nnodes": 2}, "--nnodes 2 needs --node-rank"),
+        ({}, {"nnodes": 2, "node_rank": 1, "nproc_per_node": 1}, "nothing says which host"),
+        (srun_task(1, 4, 0, 1, 2), {"nnodes": 3}, "--nnodes 3 contradicts srun, which says 2"),
+        (srun_task(1, 4, 0, 1, 2), {"nproc_per_node": 4}, "--nproc-per-node 4 contradicts srun"),
+        ({}, {"bind": "0-3"}, "1 sets of CPUs for 8 ranks"),
+        ({}, {"nccl_profile": "fast"}, "known are"),
+    ],
+)
+def test_refused(node, env, options, message):
+    with pytest.raises(ValueError, match=message):
+        plan(node, TRAIN, env, **options)
+
+
+def test_ports_must_agree(node):
+    words = TRAIN + " --distributed-port 1111"
+    assert plan(node, words).ranks[0].env["MASTER_PORT"] == "1111"
+    with pytest.raises(ValueError, match="--distributed-port 1111 contradicts --master-port 2222"):
+        plan(node, words, master_port=2222)
+
+
+def test_experts_against_ranks(node):
+    with pytest.raises(ValueError, match="--moe-expert-count=12 and a world size of 8"):
+        plan(node, TRAIN + " --moe-expert-count 12")
+
+
+def test_binding_can_be_chosen(node):
+    ranks = plan(node, TRAIN, bind="0-1,2-3", nproc_per_node=2).ranks
+    assert [rank.binding.cpus for rank in ranks] == [(0, 1), (2, 3)]
+    ranks = plan(node, TRAIN, bind="none").ranks
+    assert all(rank.binding.cpus is None and rank.env["OMP_NUM_THREADS"] == "2" for rank in ranks)

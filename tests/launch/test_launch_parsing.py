@@ -1,0 +1,81 @@
+"""Node lists, CPU lists, PCI addresses, NCCL profiles."""
+
+import pytest
+
+from fairseq_tutel.launch.hostlist import expand_hostlist, expand_tasks_per_node
+from fairseq_tutel.launch.nccl import profile_environment
+from fairseq_tutel.launch.topology import format_cpulist, normalise_pci_id, parse_cpulist
+
+
+@pytest.mark.parametrize(
+    "text, hosts",
+    [
+        ("node1", ["node1"]),
+        ("a,b", ["a", "b"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[08-10]", ["n08", "n09", "n10"]),
+        ("gpu[001,003-004]-ib,login", ["gpu001-ib", "gpu003-ib", "gpu004-ib", "login"]),
+        ("r[1-2]n[0,3]", ["r1n0", "r1n3", "r2n0", "r2n3"]),
+        ("host.domain.org", ["host.domain.org"]),
+    ],
+)
+def test_hostlist(text, hosts):
+    assert expand_hostlist(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["n[1-3", "n1]", "n[[1]]", "n[3-1]", "n[a]", "n[]", "a,,b", ""])
+def test_hostlist_refuses(text):
+    with pytest.raises(ValueError, match="node list"):
+        expand_hostlist(text)
+
+
+def test_tasks_per_node():
+    assert expand_tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    assert expand_tasks_per_node("8") == [8]
+    with pytest.raises(ValueError, match="cannot read '2x3'"):
+        expand_tasks_per_node("2x3")
+
+
+@pytest.mark.parametrize(
+    "text, cpus", [("0-3,8\n", [0, 1, 2, 3, 8]), ("5", [5]), ("", []), ("2,0-1", [0, 1, 2])]
+)
+def test_cpulist(text, cpus):
+    assert parse_cpulist(text) == cpus
+
+
+def test_cpulist_round_trip_and_errors():
+    assert format_cpulist([9, 0, 1, 2, 7]) == "0-2,7,9"
+    assert parse_cpulist(format_cpulist(range(64))) == list(range(64))
+    for text in ("3-1", "a", "1-"):
+        with pytest.raises(ValueError, match="cannot read"):
+            parse_cpulist(text)
+
+
+def test_pci_id():
+    assert normalise_pci_id("00000000:3B:00.0") == "0000:3b:00.0"
+    assert normalise_pci_id("3b:00.0") == "0000:3b:00.0"
+    assert normalise_pci_id("00010001:3B:00.0") == "10001:3b:00.0"
+    with pytest.raises(ValueError, match="PCI address"):
+        normalise_pci_id("3b")
+
+
+def test_nccl_profile():
+    assert profile_environment("none", {}) == {}
+    assert profile_environment("ib-adaptive-routing", {}) == {"NCCL_IB_ADAPTIVE_ROUTING": "1"}
+    given = profile_environment("ib-adaptive-routing,sl=5,gid=3", {"NCCL_IB_SL": "1"})
+    assert given == {"NCCL_IB_ADAPTIVE_ROUTING": "1", "NCCL_IB_GID_INDEX": "3"}
+
+
+@pytest.mark.parametrize(
+    "profile, message",
+    [
+        ("fast", "known are"),
+        ("none,sl=1", "takes no settings"),
+        ("ib-adaptive-routing,sl=16", "from 0 to 15"),
+        ("ib-adaptive-routing,qps=0", "from 1 to 128"),
+        ("ib-adaptive-routing,speed=9", "is none of"),
+    ],
+)
+def test_nccl_profile_refuses(profile, message):
+    with pytest.raises(ValueError, match=message):
+        profile_environment(profile, {})

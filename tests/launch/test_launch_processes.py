@@ -1,0 +1,229 @@
+"""Ranks as real processes: exit codes, signals, output, adoption, and fairseq's own commands."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from launch_helpers import LAUNCHER_ALONE
+
+LAUNCH = [sys.executable, "-m", "fairseq_tutel.launch"]
+REPOSITORY = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+
+
+def environment(**variables):
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "OMPI_", "PMI_"))}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    path = os.pathsep.join([REPOSITORY, env.get("PYTHONPATH", "")])
+    return {**env, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **variables}
+
+
+def launch(*words, timeout=30, env=None, **options):
+    return subprocess.run(
+        LAUNCH + list(words), capture_output=True, text=True, timeout=timeout,
+        env=env or environment(), **options,
+    )
+
+
+def start(*words, **variables):
+    return subprocess.Popen(
+        LAUNCH + list(words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(**variables),
+    )
+
+
+def wait_for(condition, seconds=15):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_ranks_find_their_place():
+    words = "echo $RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS"
+    env = environment()
+    env.pop("OMP_NUM_THREADS", None)
+    result = launch("--nproc-per-node", "2", "--", "bash", "-c", words, env=env)
+    assert result.returncode == 0, result.stderr
+    first, second = sorted(result.stdout.splitlines())
+    address, threads = first.split()[3:]
+    assert address.startswith("127.0.0.1:") and int(threads) >= 1
+    assert first == f"0 0 2 {address} {threads}"
+    assert second == f"[rank 1] 1 1 2 {address} {threads}"
+    assert "2 ranks on 1 nodes (started by launcher), gloo on the CPU" in result.stderr
+
+
+def test_plain_output_and_standard_input_of_rank_0():
+    result = launch("--nproc-per-node", "2", "--output", "plain", "--", "cat", input="a line\n")
+    assert (result.returncode, result.stdout) == (0, "a line\n")
+
+
+@pytest.mark.parametrize(
+    "script, code",
+    [("exit $((RANK * 3))", 3), ("exit 0", 0), ("[ $RANK = 0 ] || kill -9 $$", 128 + 9)],
+)
+def test_exit_code(script, code):
+    assert launch("--nproc-per-node", "2", "--", "bash", "-c", script).returncode == code
+
+
+def test_one_ranks_death_ends_all(tmp_path):
+    # Rank 0 ignores SIGTERM and has a child, as data loader workers are; both must be gone.
+    script = (
+        "if [ $RANK = 1 ]; then while [ ! -e child ]; do sleep 0.02; done; exit 7; fi;"
+        "trap '' TERM; sleep 300 & echo $$ $! > pids; mv pids child; wait; wait"
+    )
+    begin = time.monotonic()
+    result = launch("--nproc-per-node", "2", "--grace-seconds", "0.5", "--", "bash", "-c", script,
+                    cwd=tmp_path)
+    assert result.returncode == 7
+    assert time.monotonic() - begin < 15
+    assert "rank 1 ended with exit code 7; ending the others" in result.stderr
+    assert "ranks [0] are still there; killing them" in result.stderr
+    wait_for(lambda: not any(is_alive(p) for p in (tmp_path / "child").read_text().split()), 5)
+
+
+def test_ranks_die_with_a_killed_launcher(tmp_path):
+    process = start("--nproc-per-node", "2", "--", "bash", "-c",
+                    f"echo $$ > {tmp_path}/$RANK; exec sleep 300")
+    wait_for(lambda: all((tmp_path / r).exists() and (tmp_path / r).read_text() for r in "01"))
+    pids = [(tmp_path / r).read_text().strip() for r in "01"]
+    process.kill()
+    process.communicate(timeout=10)
+    wait_for(lambda: not any(is_alive(pid) for pid in pids), 5)
+
+
+@pytest.mark.parametrize(
+    "number, code",
+    [(signal.SIGTERM, 5), (signal.SIGINT, 5), (signal.SIGUSR1, 85), (signal.SIGUSR2, 6)],
+)
+def test_signals_reach_every_rank(tmp_path, number, code):
+    script = (
+        "trap 'echo > term$RANK; exit 5' TERM INT; trap 'echo > usr$RANK; exit 85' USR1;"
+        "trap 'echo > usr$RANK; exit 6' USR2; echo > up$RANK; while :; do sleep 0.05; done"
+    )
+    process = start("--nproc-per-node", "2", "--", "bash", "-c", f"cd {tmp_path}; {script}")
+    wait_for(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists())
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=15)
+    assert process.returncode == code, errors
+    name = "term" if code == 5 else "usr"
+    assert (tmp_path / f"{name}0").exists()
+    # SIGUSR2 makes the ranks fail: the second may be ended before it acts on the signal itself
+    assert (tmp_path / f"{name}1").exists() or number == signal.SIGUSR2
+
+
+def test_ranks_that_leave_to_be_requeued_are_not_ended(tmp_path):
+    script = "[ $RANK = 0 ] || { sleep 1; echo > saved; }; exit 85"
+    result = launch("--nproc-per-node", "2", "--", "bash", "-c", script, cwd=tmp_path)
+    assert result.returncode == 85
+    assert (tmp_path / "saved").exists() and "ending" not in result.stderr
+
+
+def test_a_failure_after_a_requeue_exit_counts():
+    script = "[ $RANK = 0 ] || { sleep 0.5; exit 4; }; exit 85"
+    assert launch("--nproc-per-node", "2", "--", "bash", "-c", script).returncode == 4
+
+
+_EARLY_REQUEST = """
+import os, signal, sys
+from fairseq_tutel.launch.binding import RankBinding
+from fairseq_tutel.launch.supervise import RankJob, Supervisor
+rank = '''import os, signal, sys, time
+open("up", "w").close()
+time.sleep(1)  # a rank that is still importing
+signal.signal(signal.SIGUSR1, lambda *a: sys.exit(85))
+time.sleep(30)'''
+binding = RankBinding(0, None, None, None, 1)
+job = RankJob(0, [sys.executable, "-c", rank], dict(os.environ), binding)
+sys.exit(Supervisor([job], 5.0, save_request=True, repeat_seconds=0.3).run())
+"""
+
+
+def test_an_early_save_request_is_not_lost(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER_ALONE + _EARLY_REQUEST], cwd=tmp_path, env=environment()
+    )
+    wait_for((tmp_path / "up").exists)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=20) == 85
+
+
+def test_an_adopted_process_becomes_its_rank():
+    env = environment(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="h", MASTER_PORT="5")
+    process = subprocess.Popen(
+        [*LAUNCH, "--", "bash", "-c", "echo $$ $RANK $MASTER_ADDR $MASTER_PORT"], env=env,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )
+    output, errors = process.communicate(timeout=30)
+    assert output == f"{process.pid} 1 h 5\n" and errors == ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_mistake_is_told_once_before_anything_starts(tmp_path, rank):
+    env = environment(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    (tmp_path / "fairseq-train").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    (tmp_path / "fairseq-train").chmod(0o755)
+    result = launch("--", str(tmp_path / "fairseq-train"), "--moe-expert-count", "3", env=env)
+    assert result.returncode == 2 and not (tmp_path / "started").exists()
+    message = "launch: error: --moe-expert-count=3 and a world size of 2: neither divides the other"
+    assert (message in result.stderr) if rank == 0 else (result.stderr == "")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--nproc-per-node", "0", "--", "true"], "'0' is neither a positive number nor auto"),
+        (["--bind", "7-5", "--", "true"], "--bind 7-5|CPU list '7-5': cannot read '7-5'"),
+        ([], "no command given"),
+    ],
+)
+def test_bad_options(words, message):
+    result = launch(*words)
+    assert result.returncode == 2
+    assert any(part in result.stderr for part in message.split("|"))
+
+
+def test_dry_run_starts_nothing(tmp_path):
+    result = launch("--nproc-per-node", "2", "--dry-run", "--", "touch", str(tmp_path / "x"))
+    assert result.returncode == 0 and not (tmp_path / "x").exists()
+    assert result.stdout.count(f"touch {tmp_path}/x") == 2 and "RANK=1 " in result.stdout
+
+
+def test_torchruns_ranks_are_adopted():
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
+         "-m", "fairseq_tutel.launch", "--", "bash", "-c", "echo got $RANK of $WORLD_SIZE"],
+        capture_output=True, text=True, timeout=90, env=environment(),
+    )
+    assert result.returncode == 0, result.stderr
+    assert "2 ranks on 1 nodes (adopted from torchrun), gloo" in result.stderr
+    assert sorted(result.stdout.splitlines()) == ["got 0 of 2", "got 1 of 2"]
+
+
+TINY = """
+    --task dummy_lm --tokens-per-sample 16 --dict-size 96 --dataset-size 16
+    --arch transformer_lm_gpt --decoder-layers 1 --decoder-embed-dim 16 --decoder-ffn-embed-dim 16
+    --decoder-attention-heads 2 --optimizer adam --lr 0.001 --batch-size 2 --max-update 2
+    --log-format simple --log-interval 1 --disable-validation --no-save
+    --required-batch-size-multiple 1 --ddp-backend legacy_ddp
+"""
+
+
+def test_fairseq_train_on_two_cpu_ranks():
+    pytest.importorskip("fairseq")
+    words = ["--nproc-per-node", "2", "--", sys.executable, "-m", "fairseq_cli.train"]
+    result = launch(*words, *TINY.split(), timeout=120, env=environment(OMP_NUM_THREADS="1"))
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output[-4000:]
+    assert "training on 2 devices" in output and "num_updates=2" in output
