@@ -12,26 +12,50 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Elements per block: 256 KiB of fp32, a share of a core's second-level cache.
-_BLOCK_NUMEL = 1 << 18
+# Elements per block: 4 MiB of fp32. Smaller blocks start too many parallel regions.
+_BLOCK_NUMEL = 1 << 20
 
 _aten = torch.ops.aten
 
 
-def _d_relu_squared(dy: Tensor, z: Tensor) -> Tensor:
-    return dy * z.relu().mul_(2)
+def _gelu(z: Tensor) -> Tensor:
+    return _aten.gelu.out(z, out=z)
 
 
-def _d_tanh(dy: Tensor, z: Tensor) -> Tensor:
-    return _aten.tanh_backward(dy, z.tanh())
+def _d_gelu(dy: Tensor, z: Tensor) -> Tensor:
+    return _aten.gelu_backward.grad_input(dy, z, grad_input=z)
 
 
 def _gelu_tanh(z: Tensor) -> Tensor:
-    return F.gelu(z, approximate="tanh")
+    return _aten.gelu.out(z, approximate="tanh", out=z)
 
 
 def _d_gelu_tanh(dy: Tensor, z: Tensor) -> Tensor:
-    return _aten.gelu_backward(dy, z, approximate="tanh")
+    return _aten.gelu_backward.grad_input(dy, z, approximate="tanh", grad_input=z)
+
+
+def _silu(z: Tensor) -> Tensor:
+    return F.silu(z, inplace=True)
+
+
+def _d_silu(dy: Tensor, z: Tensor) -> Tensor:
+    return _aten.silu_backward.grad_input(dy, z, grad_input=z)
+
+
+def _d_relu(dy: Tensor, z: Tensor) -> Tensor:
+    return _aten.threshold_backward.grad_input(dy, z, 0, grad_input=z)
+
+
+def _relu_squared(z: Tensor) -> Tensor:
+    return z.relu_().square_()
+
+
+def _d_relu_squared(dy: Tensor, z: Tensor) -> Tensor:
+    return z.relu_().mul_(2).mul_(dy)
+
+
+def _d_tanh(dy: Tensor, z: Tensor) -> Tensor:
+    return _aten.tanh_backward.grad_input(dy, z.tanh_(), grad_input=z)
 
 
 def _identity(z: Tensor) -> Tensor:
@@ -39,28 +63,21 @@ def _identity(z: Tensor) -> Tensor:
 
 
 def _d_identity(dy: Tensor, z: Tensor) -> Tensor:
-    return dy
+    return z.copy_(dy)
 
 
-def _d_relu(dy: Tensor, z: Tensor) -> Tensor:
-    return _aten.threshold_backward(dy, z, 0)
-
-
-def _relu_squared(z: Tensor) -> Tensor:
-    return z.relu().square_()
-
-
-# name -> (function, gradient from (dy, z)); the names are those of fairseq's activations
+# name -> (activation of z, gradient from dy and z), both in place of z; the names are those of
+# fairseq's activations
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    "gelu": (F.gelu, _aten.gelu_backward),
+    "gelu": (_gelu, _d_gelu),
     "gelu_accurate": (_gelu_tanh, _d_gelu_tanh),
     "gelu_fast": (_gelu_tanh, _d_gelu_tanh),
     "linear": (_identity, _d_identity),
-    "relu": (F.relu, _d_relu),
+    "relu": (torch.relu_, _d_relu),
     "relu_squared": (_relu_squared, _d_relu_squared),
-    "silu": (F.silu, _aten.silu_backward),
-    "swish": (F.silu, _aten.silu_backward),
-    "tanh": (torch.tanh, _d_tanh),
+    "silu": (_silu, _d_silu),
+    "swish": (_silu, _d_silu),
+    "tanh": (torch.tanh_, _d_tanh),
 }
 
 
@@ -68,36 +85,44 @@ def _acc_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _segments(h: Tensor, offsets_e: Tensor | None) -> Iterator[tuple[int, int, int]]:
-    """(expert, first row, end row) over the rows of h viewed as (R, F)."""
+def _as_3d(h: Tensor) -> Tensor:
+    return h if h.dim() == 3 else h[None]
+
+
+def _blocks(h_enF: Tensor, offsets_e: Tensor | None) -> Iterator[tuple[slice, slice, slice]]:
+    """(experts, first index, second index): parts of h that one slice of the bias belongs to.
+
+    On CPU a part has about _BLOCK_NUMEL elements; with offsets, h has shape (1, R, F).
+    """
+    limit = _BLOCK_NUMEL if h_enF.device.type == "cpu" else h_enF.numel()
+    row_step = max(1, limit // max(1, h_enF.shape[2]))
     if offsets_e is None:
-        num_rows = h.shape[1]
-        for expert in range(h.shape[0]):
-            yield expert, expert * num_rows, (expert + 1) * num_rows
+        num_experts, num_rows, _ = h_enF.shape
+        expert_step = max(1, row_step // max(1, num_rows))
+        for expert in range(0, num_experts, expert_step):
+            experts = slice(expert, expert + expert_step)
+            for start in range(0, num_rows, row_step):
+                yield experts, experts, slice(start, start + row_step)
         return
     start = 0
     # NOTE: on a GPU this is a device-to-host sync; the Triton twin has none.
     for expert, end in enumerate(offsets_e.tolist()):
-        yield expert, start, end
+        for first in range(start, end, row_step):
+            yield slice(expert, expert + 1), slice(0, 1), slice(first, min(first + row_step, end))
         start = end
 
 
-def _blocks(h: Tensor, offsets_e: Tensor | None) -> Iterator[tuple[int, slice]]:
-    """(expert, rows) in pieces of at most _BLOCK_NUMEL elements on CPU."""
-    rows_per_block = max(1, _BLOCK_NUMEL // max(1, h.shape[-1]))
-    for expert, start, end in _segments(h, offsets_e):
-        step = rows_per_block if h.device.type == "cpu" else max(1, end - start)
-        for first in range(start, end, step):
-            yield expert, slice(first, min(first + step, end))
+def _zero_tail(h_enF: Tensor, offsets_e: Tensor | None) -> None:
+    if offsets_e is not None:
+        h_enF[:, int(offsets_e[-1]):] = 0
 
 
-def _keep_scale(h: Tensor, dropout_p: float, seed: Tensor) -> Tensor:
-    """(R, F) 0 or 1 / (1 - p), the same for the same seed."""
+def _keep_scale(h_enF: Tensor, dropout_p: float, seed: Tensor) -> Tensor:
+    """0 or 1 / (1 - p) for each element, the same for the same seed."""
     # NOTE: on a GPU reading the seed is a device-to-host sync; the Triton twin has none.
-    generator = torch.Generator(device=h.device).manual_seed(int(seed))
-    keep = torch.rand((h.numel() // max(1, h.shape[-1]), h.shape[-1]), generator=generator,
-                      dtype=torch.float32, device=h.device) >= dropout_p
-    return keep.to(_acc_dtype(h.dtype)).div_(1.0 - dropout_p)
+    generator = torch.Generator(device=h_enF.device).manual_seed(int(seed))
+    keep = torch.empty(h_enF.shape, dtype=_acc_dtype(h_enF.dtype), device=h_enF.device)
+    return keep.bernoulli_(1.0 - dropout_p, generator=generator).div_(1.0 - dropout_p)
 
 
 def bias_act_fwd(
@@ -117,17 +142,21 @@ def bias_act_fwd(
     function = ACTIVATIONS[activation][0]
     acc = _acc_dtype(h.dtype)
     y = torch.empty_like(h, memory_format=torch.contiguous_format)
-    h_RF, y_RF = h.reshape(-1, h.shape[-1]), y.view(-1, h.shape[-1])
-    keep_RF = _keep_scale(h, dropout_p, seed) if dropout_p > 0 else None
-    bias_eF = bias.to(acc)
-    end = 0
-    for expert, rows in _blocks(h, offsets):
-        out = function(h_RF[rows].to(acc) + bias_eF[expert])
-        if keep_RF is not None:
-            out = out * keep_RF[rows]
-        y_RF[rows] = out
-        end = rows.stop
-    y_RF[end:] = 0
+    h_enF, y_enF = _as_3d(h), _as_3d(y)
+    bias_e1F = bias.to(acc)[:, None]
+    keep_enF = _keep_scale(h_enF, dropout_p, seed) if dropout_p > 0 else None
+    for experts, *part in _blocks(h_enF, offsets):
+        part = tuple(part)
+        if h.dtype == acc:  # straight into the result: no temporary at all
+            z = torch.add(h_enF[part], bias_e1F[experts], out=y_enF[part])
+        else:
+            z = h_enF[part] + bias_e1F[experts]
+        function(z)
+        if keep_enF is not None:
+            z.mul_(keep_enF[part])
+        if h.dtype != acc:
+            y_enF[part] = z
+    _zero_tail(y_enF, offsets)
     return y
 
 
@@ -139,19 +168,22 @@ def bias_act_bwd(
     gradient = ACTIVATIONS[activation][1]
     acc = _acc_dtype(h.dtype)
     d_h = torch.empty_like(h, memory_format=torch.contiguous_format)
-    h_RF, d_h_RF = h.reshape(-1, h.shape[-1]), d_h.view(-1, h.shape[-1])
-    dy_RF = dy.reshape(-1, h.shape[-1])
-    keep_RF = _keep_scale(h, dropout_p, seed) if dropout_p > 0 else None
-    bias_eF = bias.to(acc)
-    d_bias_eF = torch.zeros_like(bias_eF)
-    end = 0
-    for expert, rows in _blocks(h, offsets):
-        d_out = dy_RF[rows].to(acc)
-        if keep_RF is not None:
-            d_out = d_out * keep_RF[rows]
-        d_z = gradient(d_out, h_RF[rows].to(acc) + bias_eF[expert])
-        d_bias_eF[expert] += d_z.sum(dim=0)
-        d_h_RF[rows] = d_z
-        end = rows.stop
-    d_h_RF[end:] = 0
+    h_enF, d_h_enF, dy_enF = _as_3d(h), _as_3d(d_h), _as_3d(dy)
+    bias_e1F = bias.to(acc)[:, None]
+    d_bias_eF = torch.zeros_like(bias, dtype=acc)
+    keep_enF = _keep_scale(h_enF, dropout_p, seed) if dropout_p > 0 else None
+    for experts, *part in _blocks(h_enF, offsets):
+        part = tuple(part)
+        d_out = dy_enF[part].to(acc)
+        if keep_enF is not None:
+            d_out = d_out * keep_enF[part]
+        if h.dtype == acc:
+            z = torch.add(h_enF[part], bias_e1F[experts], out=d_h_enF[part])
+        else:
+            z = h_enF[part] + bias_e1F[experts]
+        gradient(d_out, z)
+        d_bias_eF[experts] += z.sum(dim=1)
+        if h.dtype != acc:
+            d_h_enF[part] = z
+    _zero_tail(d_h_enF, offsets)
     return d_h, d_bias_eF.to(bias.dtype)

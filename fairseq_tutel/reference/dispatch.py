@@ -3,48 +3,80 @@
 Legend: T tokens, K top-k, M model dim, R rows. ``row_TK`` maps a (token, choice) pair to its
 row (-1 = dropped) and ``pair_R`` is its inverse (-1 = unused row). No T x E x C tensor appears:
 cost and memory are O((T K + R) M).
+
+Rows are worked through in blocks that stay in the cache, so that gathering, scaling and the
+scalar products read and write memory once.
 """
+
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+# Elements per block of rows: 2 MiB of fp32. Smaller blocks start too many parallel regions.
+_BLOCK_NUMEL = 1 << 19
 
 
 def _acc_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _row_weight(weight_TK: Tensor, pair_R: Tensor) -> Tensor:
+def _blocks(rows_RM: Tensor) -> Iterator[slice]:
+    num_rows, dim = rows_RM.shape
+    step = max(1, _BLOCK_NUMEL // max(1, dim)) if rows_RM.device.type == "cpu" else num_rows
+    for start in range(0, num_rows, max(1, step)):
+        yield slice(start, min(start + step, num_rows))
+
+
+def _row_weight(weight_TK: Tensor, pair_R: Tensor, dtype: torch.dtype) -> Tensor:
     """(R, 1) weight of the pair in each row; unused rows get some pair's weight."""
-    return weight_TK.reshape(-1).index_select(0, pair_R.clamp(min=0))[:, None]
+    weight_R = weight_TK.reshape(-1).index_select(0, pair_R.clamp(min=0))
+    return weight_R.to(_acc_dtype(dtype))[:, None]
 
 
-def _gather_tokens(x_TM: Tensor, pair_R: Tensor, top_k: int) -> Tensor:
-    return x_TM.index_select(0, pair_R.clamp(min=0) // top_k)
+def _zero_unused(rows_RM: Tensor, pair_R: Tensor) -> None:
+    unused_R = pair_R < 0
+    if rows_RM.device.type == "cpu":
+        rows_RM.index_fill_(0, unused_R.nonzero().view(-1), 0)
+    else:  # nonzero would be a device-to-host sync
+        rows_RM.masked_fill_(unused_R[:, None], 0)
 
 
-def _zero_unused(rows_RM: Tensor, pair_R: Tensor) -> Tensor:
-    return rows_RM.index_fill_(0, (pair_R < 0).nonzero().view(-1), 0)
+def _pair_values(value_R: Tensor, weight_TK: Tensor, pair_R: Tensor) -> Tensor:
+    """(T, K) value of each pair's row in the dtype of the weights, 0 for dropped pairs."""
+    num_pairs = weight_TK.numel()
+    # Unused rows land in one extra entry that is cut off.
+    value_N = weight_TK.new_zeros(num_pairs + 1)
+    index_R = pair_R.long().masked_fill_(pair_R < 0, num_pairs)
+    value_N.scatter_(0, index_R, value_R.to(weight_TK.dtype))
+    return value_N[:num_pairs].view(weight_TK.shape)
 
 
-def _scale(rows_RM: Tensor, weight_R1: Tensor) -> Tensor:
-    """rows * weight, multiplied in fp32 for half types; reuses ``rows_RM`` where it can."""
-    if rows_RM.dtype == weight_R1.dtype:
-        return rows_RM.mul_(weight_R1)
-    acc = _acc_dtype(rows_RM.dtype)
-    return (rows_RM.to(acc) * weight_R1.to(acc)).to(rows_RM.dtype)
+def _gather(x_TM: Tensor, token_R: Tensor, out_RM: Tensor) -> Tensor:
+    """x[token] in fp32 (fp64 for fp64): in ``out_RM`` if that has this dtype, else a new one."""
+    if out_RM.dtype == _acc_dtype(x_TM.dtype):
+        return torch.index_select(x_TM, 0, token_R, out=out_RM)
+    return x_TM.index_select(0, token_R).to(_acc_dtype(x_TM.dtype))
 
 
 def dispatch_fwd(
     x_TM: Tensor, row_TK: Tensor, pair_R: Tensor, weight_TK: Tensor | None = None
 ) -> Tensor:
     """rows_RM[r] = (weight or 1) * x[pair[r] // K], zero in unused rows; (R, M) in x's dtype."""
-    if x_TM.shape[0] == 0 or row_TK.shape[1] == 0:
+    if row_TK.numel() == 0:
         return x_TM.new_zeros((pair_R.shape[0], x_TM.shape[1]))
-    rows_RM = _gather_tokens(x_TM, pair_R, row_TK.shape[1])
-    if weight_TK is not None:
-        rows_RM = _scale(rows_RM, _row_weight(weight_TK, pair_R))
-    return _zero_unused(rows_RM, pair_R)
+    token_R = pair_R.clamp(min=0) // row_TK.shape[1]
+    if weight_TK is None:
+        rows_RM = x_TM.index_select(0, token_R)
+    else:
+        rows_RM = x_TM.new_empty((pair_R.shape[0], x_TM.shape[1]))
+        weight_R1 = _row_weight(weight_TK, pair_R, x_TM.dtype)
+        for rows in _blocks(rows_RM):
+            gathered = _gather(x_TM, token_R[rows], rows_RM[rows])
+            torch.mul(gathered, weight_R1[rows], out=rows_RM[rows])
+    _zero_unused(rows_RM, pair_R)
+    return rows_RM
 
 
 def _bag_sum(rows_RM: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
@@ -88,14 +120,23 @@ def combine_fwd(
     return _loop_sum(rows_RM, row_TK, weight_TK)
 
 
-def _row_dot(a_RM: Tensor, b_RM: Tensor, row_TK: Tensor, pair_R: Tensor) -> Tensor:
-    """(T, K) scalar product of the two rows of each pair, 0 for dropped pairs."""
-    acc = _acc_dtype(a_RM.dtype)
-    dot_R = torch.linalg.vecdot(a_RM.to(acc), b_RM.to(acc))
-    used_R = (pair_R >= 0).nonzero().view(-1)
-    dot_N = dot_R.new_zeros(row_TK.numel())
-    dot_N.index_copy_(0, pair_R[used_R].long(), dot_R[used_R])
-    return dot_N.view(row_TK.shape)
+def _gather_dot(
+    a_TM: Tensor, b_RM: Tensor, token_R: Tensor, weight_R1: Tensor | None
+) -> tuple[Tensor | None, Tensor]:
+    """Gathers a once: weight * a[token] as (R, M), None without weight, and <a[token], b>."""
+    acc = _acc_dtype(b_RM.dtype)
+    scaled_RM = None if weight_R1 is None else torch.empty_like(b_RM)
+    dot_R = b_RM.new_empty(b_RM.shape[0], dtype=acc)
+    scratch = b_RM.new_empty((2, *b_RM[next(_blocks(b_RM), slice(0))].shape), dtype=acc)
+    for rows in _blocks(b_RM):
+        product = scratch[0, : rows.stop - rows.start]
+        out = scratch[1, : rows.stop - rows.start] if scaled_RM is None else scaled_RM[rows]
+        gathered = _gather(a_TM, token_R[rows], out)
+        torch.mul(gathered, b_RM[rows].to(acc), out=product)
+        torch.sum(product, 1, out=dot_R[rows])
+        if scaled_RM is not None:
+            torch.mul(gathered, weight_R1[rows], out=scaled_RM[rows])
+    return scaled_RM, dot_R
 
 
 def combine_bwd(
@@ -107,17 +148,20 @@ def combine_bwd(
     d_rows[row[t, k]] = weight[t, k] * dy[t]; d_weight[t, k] = <dy[t], rows[row[t, k]]>.
     A gradient that is not needed comes back with shape (0,).
     """
-    d_rows_RM, d_weight_TK = rows_RM.new_empty(0), weight_TK.new_empty(0)
-    if dy_TM.shape[0] == 0 or row_TK.shape[1] == 0:
-        return torch.zeros_like(rows_RM), torch.zeros_like(weight_TK)
-    gathered_RM = _gather_tokens(dy_TM, pair_R, row_TK.shape[1])
-    if needs_weight:
-        dot_TK = _row_dot(gathered_RM, rows_RM, row_TK, pair_R)
-        d_weight_TK = dot_TK.to(weight_TK.dtype)
-    if needs_rows:
-        d_rows_RM = _scale(gathered_RM, _row_weight(weight_TK, pair_R))
-        d_rows_RM = _zero_unused(d_rows_RM, pair_R)
-    return d_rows_RM, d_weight_TK
+    if not needs_weight:
+        d_rows_RM = dispatch_fwd(dy_TM, row_TK, pair_R, weight_TK)
+        return d_rows_RM if needs_rows else rows_RM.new_empty(0), weight_TK.new_empty(0)
+    if row_TK.numel() == 0:
+        d_rows_RM = rows_RM.new_zeros(rows_RM.shape if needs_rows else 0)
+        return d_rows_RM, torch.zeros_like(weight_TK)
+    token_R = pair_R.clamp(min=0) // row_TK.shape[1]
+    weight_R1 = _row_weight(weight_TK, pair_R, rows_RM.dtype) if needs_rows else None
+    d_rows_RM, dot_R = _gather_dot(dy_TM, rows_RM, token_R, weight_R1)
+    if d_rows_RM is None:
+        d_rows_RM = rows_RM.new_empty(0)
+    else:
+        _zero_unused(d_rows_RM, pair_R)
+    return d_rows_RM, _pair_values(dot_R, weight_TK, pair_R)
 
 
 def dispatch_bwd(
@@ -127,16 +171,16 @@ def dispatch_bwd(
     """Gradients of :func:`dispatch_fwd`: d_x (T, M) and d_weight (T, K).
 
     d_x[t] = sum over k of (weight or 1) * d_rows[row[t, k]];
-    d_weight[t, k] = <x[t], d_rows[row[t, k]]>.
+    d_weight[t, k] = <x[t], d_rows[row[t, k]]>; ``x_TM`` is read for d_weight only.
     A gradient that is not needed comes back with shape (0,).
     """
-    d_x_TM, d_weight_TK = x_TM.new_empty(0), x_TM.new_empty(0)
+    d_x_TM = d_rows_RM.new_empty(0)
     if needs_x:
         d_x_TM = combine_fwd(d_rows_RM, row_TK, pair_R, weight_TK)
-    if needs_weight and weight_TK is not None:
-        if x_TM.shape[0] == 0 or row_TK.shape[1] == 0:
-            return d_x_TM, torch.zeros_like(weight_TK)
-        gathered_RM = _gather_tokens(x_TM, pair_R, row_TK.shape[1])
-        dot_TK = _row_dot(gathered_RM, d_rows_RM, row_TK, pair_R)
-        d_weight_TK = dot_TK.to(weight_TK.dtype)
-    return d_x_TM, d_weight_TK
+    if weight_TK is None or not needs_weight:
+        return d_x_TM, d_rows_RM.new_empty(0, dtype=torch.float32)
+    if row_TK.numel() == 0:
+        return d_x_TM, torch.zeros_like(weight_TK)
+    token_R = pair_R.clamp(min=0) // row_TK.shape[1]
+    _, dot_R = _gather_dot(x_TM, d_rows_RM, token_R, None)
+    return d_x_TM, _pair_values(dot_R, weight_TK, pair_R)

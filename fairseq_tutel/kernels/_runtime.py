@@ -1,0 +1,33 @@
+"""What every launcher needs: the interpreter flag, argument checks, the device guard."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+from torch import Tensor
+
+# Whether the kernels of this process run in Triton's CPU interpreter (fixed at import).
+INTERPRET = bool(triton.knobs.runtime.interpret)
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_tensor(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...],
+    device: torch.device | None = None,
+) -> None:
+    """Raise ValueError unless the tensor has the shape, one of the dtypes, and the device."""
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        names = ", ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(f"{name} must be one of {names}, got {tensor.dtype}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, the other arguments on {device}")
+    if tensor.device.type == "cpu" and not INTERPRET:
+        raise ValueError(f"{name} is on the CPU, where Triton runs only with TRITON_INTERPRET=1")
+
+
+def device_guard(tensor: Tensor) -> AbstractContextManager:
+    """Context in which a kernel is launched on the tensor's GPU, whichever is current."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

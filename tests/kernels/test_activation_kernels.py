@@ -1,0 +1,124 @@
+"""Bias + activation + dropout: kernels against their twins in fp64, output and gradients."""
+
+import pytest
+import torch
+from helpers.assertions import assert_close
+
+from fairseq_tutel import kernels, reference
+
+ACTIVATIONS = sorted(reference.ACTIVATIONS)
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+PADDED = [
+    pytest.param((3, 19, 45), None, id="e3-N19-F45"),  # tiles and columns partly filled
+    pytest.param((1, 8, 32), None, id="e1-N8-F32"),  # exactly one tile
+    pytest.param((5, 0, 7), None, id="no-rows"),
+]
+RAGGED = [
+    pytest.param((40, 45), [13, 13, 31], id="empty-expert-and-tail"),
+    pytest.param((17, 33), [17, 17], id="all-on-first"),
+    pytest.param((17, 33), [0, 17], id="all-on-last"),
+    pytest.param((16, 8), [0, 0, 0, 0, 0], id="only-tail"),
+    pytest.param((0, 8), [0, 0], id="no-rows"),
+]
+
+
+def make(shape, ends, dtype, device):
+    generator = torch.Generator().manual_seed(shape[0])
+    num_experts = shape[0] if ends is None else len(ends)
+    h, dy = (2 * torch.randn(shape, generator=generator) for _ in range(2))
+    bias = torch.randn(num_experts, shape[-1], generator=generator)
+    offsets = None if ends is None else torch.tensor(ends, dtype=torch.int32, device=device)
+    if ends is not None:  # what lies in the tail must not matter
+        h[ends[-1]:] = float("nan")
+        dy[ends[-1]:] = float("nan")
+    return h.to(dtype).to(device), bias.to(dtype).to(device), dy.to(dtype).to(device), offsets
+
+
+def check(shape, ends, activation, dtype, device):
+    h, bias, dy, offsets = make(shape, ends, dtype, device)
+    options = {"activation": activation, "offsets": offsets}
+    y = kernels.bias_act_fwd(h, bias, **options)
+    assert y.dtype == dtype
+    want = reference.bias_act_fwd(h.double(), bias.double(), **options)
+    assert_close("y", y, want, dtype)
+    d_h, d_bias = kernels.bias_act_bwd(dy, h, bias, **options)
+    want_h, want_bias = reference.bias_act_bwd(dy.double(), h.double(), bias.double(), **options)
+    assert d_h.dtype == d_bias.dtype == dtype
+    assert_close("d_h", d_h, want_h, dtype)
+    assert_close("d_bias", d_bias, want_bias, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation, dtype, device):
+    check((2, 9, 45), None, activation, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "ends"), PADDED + RAGGED)
+def test_every_shape(shape, ends, dtype, device):
+    check(shape, ends, "gelu", dtype, device)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_extreme_values(activation, device):
+    z = torch.tensor([-80.0, -9.0, -1e-4, -1e-20, 0.0, 1e-20, 1e-4, 9.0, 80.0], device=device)
+    h, zero, one = z[None, None], torch.zeros(1, z.numel(), device=device), torch.ones_like(z)
+    dy = one[None, None]
+    y = kernels.bias_act_fwd(h, zero, activation=activation)
+    d_h, _ = kernels.bias_act_bwd(dy, h, zero, activation=activation)
+    want = reference.bias_act_fwd(h.double(), zero.double(), activation=activation)
+    want_h, _ = reference.bias_act_bwd(
+        dy.double(), h.double(), zero.double(), activation=activation
+    )
+    # elementwise: a ratio over all would not see what happens near 0
+    torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-30)
+    torch.testing.assert_close(d_h.double(), want_h, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ends"),
+    [
+        pytest.param((2, 60, 70), None, id="padded"),  # F no multiple of 4
+        pytest.param((120, 64), [50, 110], id="ragged"),
+    ],
+)
+def test_dropout(shape, ends, device):
+    p = 0.3
+    h, bias, dy, offsets = make(shape, ends, torch.float32, device)
+    seeds = [torch.tensor(s, dtype=torch.int64, device=device) for s in (7, 8)]
+    options = {"activation": "linear", "offsets": offsets}
+    plain = kernels.bias_act_fwd(h, bias, **options)
+    y, other = (
+        kernels.bias_act_fwd(h, bias, dropout_p=p, seed=seed, **options) for seed in seeds
+    )
+    used = slice(None) if ends is None else slice(0, ends[-1])
+    keep, keep_other = y[used] != 0, other[used] != 0
+    assert abs(keep.float().mean().item() - (1 - p)) < 0.02
+    # another seed draws independently: both keep with probability (1 - p)^2
+    assert abs((keep & keep_other).float().mean().item() - (1 - p) ** 2) < 0.02
+    # neighbours in a row (which share one draw of Philox) and in a column are independent
+    assert abs((keep[..., 1:] & keep[..., :-1]).float().mean() - (1 - p) ** 2) < 0.02
+    assert abs((keep[..., 1:, :] & keep[..., :-1, :]).float().mean() - (1 - p) ** 2) < 0.02
+    assert_close("y", y[used], plain[used] * keep / (1 - p), torch.float32)
+    # the backward draws the same mask
+    options["activation"] = "gelu"
+    d_h, d_bias = kernels.bias_act_bwd(dy, h, bias, dropout_p=p, seed=seeds[0], **options)
+    scale = torch.zeros_like(h)
+    scale[used] = keep / (1 - p)
+    masked = torch.where(scale > 0, dy * scale, 0)
+    want_h, want_bias = reference.bias_act_bwd(
+        masked.double(), h.double(), bias.double(), **options
+    )
+    assert_close("d_h", d_h, want_h, torch.float32)
+    assert_close("d_bias", d_bias, want_bias, torch.float32)
+
+
+def test_wrong_arguments_are_named(device):
+    h, bias, dy, _ = make((2, 3, 4), None, torch.float32, device)
+    with pytest.raises(ValueError, match=r"bias must have shape \(2, 4\), got \(1, 4\)"):
+        kernels.bias_act_fwd(h, bias[:1], activation="gelu")
+    with pytest.raises(ValueError, match="dropout needs a seed"):
+        kernels.bias_act_fwd(h, bias, activation="gelu", dropout_p=0.5)
+    with pytest.raises(ValueError, match="h must be one of.*got torch.float64"):
+        kernels.bias_act_fwd(h.double(), bias, activation="gelu")

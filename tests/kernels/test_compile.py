@@ -1,0 +1,71 @@
+"""Every kernel compiles ahead of time for every target, without a GPU, with 64-bit addresses."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("aot_compile.py")
+# Adam's kernels are compiled by the optimizer's own test.
+MODULES = ("activation", "dispatch", "gating", "slots")
+# Kernels whose whole work is moving rows of 16-bit numbers: they must use 128-bit accesses.
+MOVERS = ("_token_to_rows_kernel", "_rows_to_token_kernel", "_bias_act_fwd_kernel",
+          "_bias_act_bwd_dh_kernel")  # fmt: skip
+
+
+def kernel_names():
+    names = set()
+    for module in MODULES:
+        source = (ROOT / "fairseq_tutel" / "kernels" / f"{module}.py").read_text()
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                names.add(node.name)
+    return names
+
+
+# Every dtype on one NVIDIA and one AMD target, one variant of each kernel on the others.
+@pytest.mark.parametrize(
+    ("target", "variants"),
+    [("cuda:80", "one"), ("cuda:90", "all"), ("cuda:100", "one"), ("hip:gfx90a", "one"),
+     ("hip:gfx942", "all")],
+)  # fmt: skip
+def test_every_kernel_compiles(target, variants):
+    # This process may run the interpreter, whose kernels do not compile.
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT), target, variants],
+        env=environment, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    results = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    assert {result["kernel"] for result in results} == kernel_names()
+    for result in results:
+        assert result["size"] > 1000, result
+        assert result["narrow"] == [], result
+        if target.startswith("cuda") and result["kernel"] in MOVERS:
+            assert result["wide"] > 0, result
+
+
+def test_narrow_products_are_found():
+    """The check of the addresses itself: a row index times the row length, in 32 bits."""
+    pytest.importorskip("triton")
+    sys.path.insert(0, str(SCRIPT.parent))
+    from aot_compile import narrow_products
+
+    def ttir(integer):
+        return f"""
+            %row = tt.load %p, %m : tensor<4x!tt.ptr<i32>> loc(#loc1)
+            %wide = arith.extsi %row : tensor<4xi32> to tensor<4xi64> loc(#loc1)
+            %start = arith.muli %wide, %cst : tensor<4x{integer}> loc(#loc2)
+            %sum = arith.addi %start, %range : tensor<4x{integer}> loc(#loc3)
+            %ptr = tt.addptr %base, %sum : tensor<4x!tt.ptr<f16>>, tensor<4x{integer}> loc(#loc4)
+        """
+
+    assert narrow_products(ttir("i64")) == []
+    assert len(narrow_products(ttir("i32"))) == 1
