@@ -22,14 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairseq_tutel.ops import backend_for
 from fairseq_tutel.reference import adam as reference
 
 STATISTICS = ("exp_avg", "exp_avg_sq")
 
 
 def step_function(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The Triton kernel on a GPU, its torch twin elsewhere."""
-    if device.type == "cuda":
+    """The Triton kernels or their torch twin, chosen as for the MoE operators."""
+    if backend_for(device) == "triton":
         from fairseq_tutel.kernels import adam as kernels
 
         return kernels.adam16_step_

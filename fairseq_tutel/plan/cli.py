@@ -1,0 +1,127 @@
+"""Command line of the planner."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .figure import draw
+from .hardware import load_hardware
+from .planner import ImpossiblePlan, check, ladder, make_plan
+from .report import as_dict, describe, table
+from .settings import PLAN_KEYS, load_config, read_settings
+
+EPILOG = """\
+key=value:
+  gpus=N              ranks (default: the config's world size)
+  hardware=NAME       a profile in CONFIG_DIR/hardware (default: a100-80g)
+  vocabulary=N        size of the dictionary where the config's data is not here
+  anything else       an override of the config, as for fairseq-hydra-train
+
+examples:
+  python -m fairseq_tutel.plan --config-name meta_1.1t gpus=512
+  python -m fairseq_tutel.plan --config-name meta_1.1t --ladder --figure ladder.png
+  python -m fairseq_tutel.plan --config-name meta_1.1t gpus=64 model.moe_expert_count=64 \\
+      hardware=h200 dataset.batch_size=48
+
+The exit status is 1, with the reason on standard error, where a run cannot be.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of ``python -m fairseq_tutel.plan``."""
+    options = argparse.ArgumentParser(
+        prog="python -m fairseq_tutel.plan",
+        description="Parameters, memory, traffic and predicted speed of a training run, on paper.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options.add_argument("--config-name", required=True, help="a YAML file of the config folder")
+    options.add_argument(
+        "--config-dir",
+        type=Path,
+        help="folder of the configs (default: ./configs, or the one beside the package)",
+    )
+    options.add_argument(
+        "--ladder",
+        action="store_true",
+        help="8 to 4096 GPUs, one expert per GPU unless model.moe_expert_count is given here",
+    )
+    options.add_argument("--figure", type=Path, help="draw the ladder into this file")
+    options.add_argument("--json", action="store_true", help="print JSON instead of text")
+    options.add_argument("override", nargs="*", metavar="key=value", help="see below")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the planner; returns the exit status."""
+    options = parser().parse_args(arguments)
+    try:
+        return _run(options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(options: argparse.Namespace) -> int:
+    directory = options.config_dir or _default_directory()
+    own, overrides = _split(options.override)
+    hardware = load_hardware(directory, own.get("hardware", "a100-80g"))
+    config = load_config(directory, options.config_name, overrides)
+    gpus, vocabulary = (_positive(own, key) for key in ("gpus", "vocabulary"))
+    climb = options.ladder or options.figure is not None
+    if climb:
+        # every rung chooses its own experts; the config's number must divide none of them
+        experts = _overridden_experts(overrides, config)
+        config.model.moe_expert_count = experts or 0
+        settings = read_settings(
+            config, options.config_name, gpus=gpus or experts or 8, vocabulary=vocabulary
+        )
+        plans = ladder(settings, hardware, experts=experts)
+        print(json.dumps([as_dict(p) for p in plans], indent=2) if options.json else table(plans))
+        if options.figure is not None:
+            draw(plans, options.figure)
+        return 0
+    settings = read_settings(config, options.config_name, gpus=gpus, vocabulary=vocabulary)
+    plan = make_plan(settings, hardware)
+    print(json.dumps(as_dict(plan), indent=2) if options.json else describe(plan))
+    try:
+        check(plan)
+    except ImpossiblePlan as reason:
+        print(f"refused: {reason}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _default_directory() -> Path:
+    here = Path("configs")
+    return here if here.is_dir() else Path(__file__).resolve().parents[2] / "configs"
+
+
+def _split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The planner's own keys, and the overrides of the config."""
+    own, overrides = {}, []
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in PLAN_KEYS:
+            own[key] = value
+        else:
+            overrides.append(word)
+    return own, overrides
+
+
+def _positive(own: dict[str, str], key: str) -> int | None:
+    if key not in own:
+        return None
+    if not own[key].isdigit() or int(own[key]) < 1:
+        raise ValueError(f"{key}={own[key]} is not a positive number")
+    return int(own[key])
+
+
+def _overridden_experts(overrides: Sequence[str], config) -> int | None:
+    """model.moe_expert_count if it was given on the command line."""
+    given = any(word.lstrip("+").startswith("model.moe_expert_count=") for word in overrides)
+    return config.model.moe_expert_count if given else None
