@@ -21,7 +21,8 @@ def balance_loss(
     """
     num_experts = prob_sum_E.shape[0]
     tokens = max(num_tokens, 1)
-    return num_experts * ((prob_sum_E / tokens) * (first_choice_E / tokens)).sum()
+    first_E = first_choice_E.to(prob_sum_E.dtype)  # a quotient of integers would be fp32
+    return num_experts * ((prob_sum_E / tokens) * (first_E / tokens)).sum()
 
 
 def z_loss(lse_T: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Comparison by RMS error ratio: zeros in place of a result give a ratio of 1, whatever its size."""
+"""Comparison by RMS error ratio, which is 1 for zeros in place of a result of any size."""
 
 import torch
 from torch import Tensor

@@ -1,0 +1,45 @@
+"""The helper that runs ranks: results, errors and hangs all come back, in time."""
+
+import time
+
+import pytest
+import torch.distributed as dist
+from helpers.distributed import RanksFailed, run_ranks
+
+from fairseq_tutel.distributed import process_world
+
+
+def _rank_and_argument(value):
+    return process_world(), value
+
+
+def _fail_on_rank_1():
+    if dist.get_rank() == 1:
+        raise KeyError("told by rank 1")
+    dist.barrier()
+
+
+def _hang_on_rank_0():
+    if dist.get_rank() == 0:
+        time.sleep(600)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_results_come_back_in_rank_order(world_size):
+    results = run_ranks(_rank_and_argument, world_size, "x")
+    assert results == [((rank, world_size), "x") for rank in range(world_size)]
+
+
+def test_error_of_any_rank_is_shown():
+    began = time.monotonic()
+    with pytest.raises(RanksFailed, match="(?s)rank 1: .*KeyError: 'told by rank 1'") as caught:
+        run_ranks(_fail_on_rank_1, 2, timeout=60)
+    assert time.monotonic() - began < 30
+    assert "in _fail_on_rank_1" in str(caught.value)
+
+
+def test_hanging_rank_is_ended_and_named():
+    began = time.monotonic()
+    with pytest.raises(RanksFailed, match="_hang_on_rank_0"):
+        run_ranks(_hang_on_rank_0, 2, timeout=6)
+    assert time.monotonic() - began < 30

@@ -1,0 +1,127 @@
+"""Run a function on several ranks connected by gloo; the call always ends.
+
+Ranks are forked from one clean process that has imported everything once (multiprocessing's
+``forkserver``), so that starting four of them costs tenths of a second. They meet through a file,
+so that no port can be taken. A rank that raises ends the call soon, one that hangs ends it at the
+time limit; either way the error shows every rank's traceback, for a hanging rank the place where it
+hangs.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import multiprocessing
+import os
+import pathlib
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Seconds that the other ranks get to fail too, once one has failed.
+GRACE = 3.0
+_PRELOAD = ["torch", "pytest", "fairseq_tutel", "fairseq.trainer", "torch.nn.parallel"]
+
+
+class RanksFailed(AssertionError):
+    """Some rank raised, died or hung; the message holds what each has to say."""
+
+
+def run_ranks(function: Callable, world_size: int, *args, timeout: float = 60.0) -> list[Any]:
+    """Call ``function(*args)`` on every rank of a gloo group and return the results by rank.
+
+    Args:
+        function: defined at the top level of a module; its rank is ``process_world()[0]``. With one
+            rank, no process group exists.
+        args: as pickled for every rank.
+        timeout: seconds for the whole call.
+
+    Raises:
+        RanksFailed: see the module docstring.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the fork server, if it starts now
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        folder = pathlib.Path(name)
+        processes = [
+            context.Process(
+                target=_rank_main, args=(function, args, rank, world_size, name, timeout)
+            )
+            for rank in range(world_size)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            _join(processes, time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+            if before is None:
+                del os.environ["OMP_NUM_THREADS"]
+            else:
+                os.environ["OMP_NUM_THREADS"] = before
+        if any(process.exitcode != 0 for process in processes):
+            raise RanksFailed("\n".join(_story(folder, r, p) for r, p in enumerate(processes)))
+        return [
+            torch.load(folder / f"result-{rank}", weights_only=False) for rank in range(world_size)
+        ]
+
+
+def _join(processes, deadline):
+    """Wait until all have ended, the deadline, or a little after the first failure."""
+    running = list(processes)
+    while running and time.monotonic() < deadline:
+        wait([p.sentinel for p in running], timeout=max(deadline - time.monotonic(), 0))
+        ended = [p for p in running if not p.is_alive()]
+        running = [p for p in running if p not in ended]
+        if any(p.exitcode != 0 for p in ended):
+            deadline = min(deadline, time.monotonic() + GRACE)
+
+
+def _story(folder, rank, process):
+    error, stacks = folder / f"error-{rank}", folder / f"stacks-{rank}"
+    if error.exists():
+        text = error.read_text()
+    elif process.exitcode == 0:
+        text = "ended well"
+    else:
+        hung = stacks.read_text() if stacks.exists() else ""
+        text = f"exit code {process.exitcode} without an exception; hung at:\n{hung}"
+    return f"--- rank {rank}: {text}"
+
+
+def _rank_main(function, args, rank, world_size, folder, timeout):
+    torch.set_num_threads(1)
+    folder = pathlib.Path(folder)
+    with open(folder / f"stacks-{rank}", "w") as stacks:
+        faulthandler.dump_traceback_later(max(timeout - 1, 0.5), file=stacks)
+        try:
+            if world_size > 1:
+                dist.init_process_group(
+                    "gloo",
+                    init_method=f"file://{folder}/rendezvous",
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=datetime.timedelta(seconds=max(timeout - 2, 1)),
+                )
+            result = function(*args)
+            torch.save(result, folder / f"result-{rank}")
+            if world_size > 1:
+                dist.barrier()  # nobody leaves while others still talk
+                dist.destroy_process_group()
+        except BaseException:
+            (folder / f"error-{rank}").write_text(traceback.format_exc())
+            stacks.flush()
+            os._exit(1)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
