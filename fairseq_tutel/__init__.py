@@ -9,9 +9,18 @@ import sys
 
 __version__ = "0.1.0"
 
-# `python -m fairseq_tutel.launch` starts once per rank and uses neither torch nor fairseq:
-# importing them would cost seconds. runpy sets argv[0] to "-m" while it imports the package.
-_IS_LAUNCHER = sys.argv[:1] == ["-m"] and "fairseq_tutel.launch" in sys.orig_argv
 
-if importlib.util.find_spec("fairseq") is not None and not _IS_LAUNCHER:
+def _runs_own_command() -> bool:
+    """Whether this is ``python -m fairseq_tutel.launch`` or the like.
+
+    They do without fairseq, whose import takes seconds and sets up logging.
+    """
+    words = sys.orig_argv[1:-1]
+    return any(
+        word == "-m" and after.startswith("fairseq_tutel.")
+        for word, after in zip(words, sys.orig_argv[2:], strict=True)
+    )
+
+
+if importlib.util.find_spec("fairseq") is not None and not _runs_own_command():
     from . import criterions, models, training  # noqa: F401  (registers them with fairseq)

@@ -25,7 +25,7 @@ from .groups import ExpertParallelGroups
 
 
 def mark_expert(param: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Mark a parameter as belonging to this rank's experts (the attribute that fairseq looks for)."""
+    """Mark a parameter as one of this rank's experts (the attribute that fairseq looks for)."""
     param.expert = True
     return param
 

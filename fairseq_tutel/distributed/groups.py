@@ -89,7 +89,8 @@ def build_groups(num_experts: int, *, simulate_world_size: int = 0) -> ExpertPar
     if simulate_world_size > 1:
         if world_size > 1:
             raise ValueError(
-                f"a simulation of {simulate_world_size} ranks runs in one process, not in {world_size}"
+                f"a simulation of {simulate_world_size} ranks runs in one process, not in "
+                f"{world_size}"
             )
         check_divisible(num_experts, simulate_world_size)
         return ExpertParallelGroups(

@@ -48,9 +48,9 @@ def agree_step(
         return StepAgreement(num_tokens)
     mine = torch.tensor([num_tokens, *must_equal.values()], dtype=torch.int64)
     mine = to_device_of(groups.ep_group, mine)
-    everyone = mine.new_empty(groups.ep_size * mine.numel())
-    dist.all_gather_into_tensor(everyone, mine, group=groups.ep_group)
-    table = everyone.view(groups.ep_size, -1).tolist()
+    everyone = [torch.empty_like(mine) for _ in range(groups.ep_size)]
+    dist.all_gather(everyone, mine, group=groups.ep_group)
+    table = torch.stack(everyone).tolist()
     first_rank = groups.rank - groups.ep_rank
     for column, name in enumerate(must_equal, start=1):
         ranks_by_value: dict[int, list[int]] = {}
@@ -72,14 +72,14 @@ def gather_texts(text: str | None) -> list[str | None]:
         return [text]
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     data = b"" if text is None else b"+" + text.encode()
-    sizes = torch.tensor([len(data)], device=device).repeat(world_size)
-    dist.all_gather_into_tensor(sizes, sizes[:1].clone())
-    width = max(int(sizes.max()), 1)
+    size = torch.tensor([len(data)], device=device)
+    sizes = [torch.empty_like(size) for _ in range(world_size)]
+    dist.all_gather(sizes, size)
+    width = max(1, *(int(n) for n in sizes))
     mine = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8).to(device)
-    everyone = mine.repeat(world_size)
-    dist.all_gather_into_tensor(everyone, mine)
-    rows = everyone.cpu().view(world_size, width)
-    texts = [bytes(row[:n].tolist()) for row, n in zip(rows, sizes.tolist(), strict=True)]
+    rows = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(rows, mine)
+    texts = [bytes(row[: int(n)].tolist()) for row, n in zip(rows, sizes, strict=True)]
     return [raw[1:].decode(errors="replace") if raw else None for raw in texts]
 
 

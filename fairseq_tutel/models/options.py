@@ -7,6 +7,7 @@ the help text.
 
 # no postponed annotations here: fairseq reads the types of dataclass fields
 import argparse
+import logging
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -21,6 +22,8 @@ from ..config import (
     MoEConfig,
     resolve_capacity,
 )
+
+logger = logging.getLogger(__name__)
 
 
 def _option(default: Any, help_text: str):
@@ -220,8 +223,11 @@ def apply_command_line_rules(args: argparse.Namespace) -> None:
     """
     if getattr(args, "ddp_backend", None) == "fully_sharded":
         args.ddp_backend = "legacy_ddp"
-        # told by the trainer, when logging is set up
-        args.use_sharded_state = False
+        if getattr(args, "distributed_rank", 0) == 0:
+            logger.warning(
+                "--ddp-backend fully_sharded: experts are spread over the ranks in any case; the "
+                "dense parameters are replicated (legacy_ddp)"
+            )
     values = _WithDefaults(args)
     try:
         check_model_options(values, world_size=1)

@@ -39,10 +39,10 @@ def shared_file(path: str) -> str | None:
 
 def is_moe_checkpoint(path: str) -> bool:
     """Whether ``path`` names a sharded set or a file with expert parameters."""
-    if not os.path.exists(path):
-        return False
     if shared_file(path) is not None:
         return True
+    if not os.path.exists(path):
+        return False
     try:
         state = load_file(path)  # memory-mapped: reads no weights
     except CheckpointError:
@@ -98,6 +98,25 @@ def in_step(eval_lm):
         return {"loss": loss, "perplexity": 2**loss}
 
     return eval_lm_in_step
+
+
+def on_one_rank(main):
+    """Make ``fairseq-validate`` refuse experts on several ranks, where it would wait for ever.
+
+    It passes over empty batches and adds up through CUDA; ``fairseq-eval-lm`` does neither.
+    """
+
+    @functools.wraps(main)
+    def main_on_one_rank(cfg, **kwargs):
+        _, world_size = process_world()
+        if world_size > 1 and is_moe_checkpoint(cfg.common_eval.path):
+            raise ValueError(
+                f"fairseq-validate runs a model with experts on one process, not on {world_size}; "
+                "fairseq-eval-lm runs on any number"
+            )
+        return main(cfg, **kwargs)
+
+    return main_on_one_rank
 
 
 def _communicates(model) -> bool:

@@ -9,7 +9,8 @@ dense models behave as before. ``install`` can be called any number of times.
 is a set. 3. ``checkpoint_utils.load_checkpoint_to_cpu`` and
 ``get_maybe_sharded_checkpoint_filename``: look for one
    file; the path of a set leads to its parts.
-4. ``fairseq_cli.eval_lm.eval_lm``: assumes that ranks do not need each other.
+4. ``fairseq_cli.eval_lm.eval_lm`` and ``fairseq_cli.validate.main``: assume that ranks do not
+   need each other. The first is made to; the second refuses several ranks.
 5. ``options.CommonEvalConfig``: knows no ``--is-moe``, which published commands pass; it is
    accepted and has no effect, since the files tell.
 """
@@ -48,7 +49,7 @@ def install() -> None:
         checkpoint_utils.get_maybe_sharded_checkpoint_filename
     )
     options.CommonEvalConfig = _CommonEvalConfig
-    _wrap_eval_lm()
+    _wrap_programs()
     optim.install()
 
 
@@ -92,13 +93,19 @@ def _file_of_set(original):
     return get_maybe_sharded_checkpoint_filename
 
 
-def _wrap_eval_lm() -> None:
-    """Where the program is running: imported by its console script, or run as a file or module.
+def _wrap_programs() -> None:
+    """Where a program is running: imported by its console script, or run as a file or module.
 
-    It is not imported for this, since that sets up logging; programs import it before the user dir.
+    Programs are not imported for this, since that sets up logging; they import the user dir late
+    enough to be there.
     """
-    for name in ("fairseq_cli.eval_lm", "__main__"):
+    for name, function_name, replacement in (
+        ("fairseq_cli.eval_lm", "eval_lm", evaluation.in_step),
+        ("fairseq_cli.validate", "main", evaluation.on_one_rank),
+    ):
         module = sys.modules.get(name)
-        function = getattr(module, "eval_lm", None)
-        if callable(function) and getattr(module, "WordStat", None) is not None:
-            module.eval_lm = evaluation.in_step(function)
+        main = sys.modules.get("__main__")
+        if module is None and getattr(main.__spec__, "name", None) == name:
+            module = main
+        if module is not None:
+            setattr(module, function_name, replacement(getattr(module, function_name)))
