@@ -1,0 +1,212 @@
+"""Parameter counts against models on the meta device, activations against what autograd saves."""
+
+import pytest
+import torch
+from plan_helpers import build_model, settings_of, shipped_configs, small, training_loss
+
+from fairseq_tutel.models import TransformerLMGPTMoEConfig
+from fairseq_tutel.plan import count_memory, count_parameters, count_work
+from fairseq_tutel.plan.memory import dispatch_rows, layers
+from fairseq_tutel.plan.settings import DEFAULTS
+
+
+def count_on_meta(settings):
+    """(all parameters, expert parameters) of one rank's model; tied ones count once."""
+    with torch.device("meta"):
+        model = build_model(settings)
+    sizes = [(p.numel(), getattr(p, "expert", False)) for p in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, expert in sizes if expert)
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_counts_equal_the_model_on_the_meta_device(name):
+    settings = settings_of(name, vocabulary=5000)
+    parameters = count_parameters(settings)
+    assert (parameters.per_gpu, parameters.local) == count_on_meta(settings)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.moe_expert_count=2"],  # E < W: two replicas of each expert
+        ["model.moe_expert_count=16", "model.moe_freq=1"],
+        ["model.decoder_layers=5", "model.moe_freq=3", "model.moe_expert_ffn_dim=96"],
+        ["model.share_decoder_input_output_embed=false"],
+        ["model.decoder_learned_pos=true", "model.layernorm_embedding=true"],
+        ["model.no_token_positional_embeddings=true", "model.no_decoder_final_norm=true"],
+        ["model.scale_attn=true", "model.scale_heads=true", "model.scale_resids=true"],
+        ["model.use_stable_embedding=true", "model.moe_router=cosine"],
+        ["model.decoder_input_dim=32", "model.decoder_output_dim=48",
+         "model.share_decoder_input_output_embed=false"],
+        ["model.alternate_decoder_ffn_embed_dim=512"],
+        ["model.moe_freq=0"],
+    ],
+)  # fmt: skip
+def test_counts_equal_the_model_for_every_option_that_changes_them(overrides):
+    settings = small(*overrides)
+    parameters = count_parameters(settings)
+    assert (parameters.per_gpu, parameters.local) == count_on_meta(settings)
+    stack = layers(settings, parameters)
+    local = sum(layer.parameters for layer in stack) + parameters.embeddings
+    assert local == parameters.per_gpu
+
+
+def test_defaults_are_those_of_the_model():
+    fields = TransformerLMGPTMoEConfig.__dataclass_fields__
+    for key, value in DEFAULTS["model"].items():
+        assert fields[key].default == value, key
+
+
+def test_published_counts():
+    """README.moe.md of fairseq's moe branch logs these for its 8-GPU example."""
+    settings = settings_of(
+        overrides=[
+            "model.decoder_layers=24", "model.decoder_embed_dim=2048", "task.dict_size=49996",
+            "model.decoder_ffn_embed_dim=8192", "model.moe_expert_count=8",
+            "task.tokens_per_sample=2048", "dataset.batch_size=4",
+        ],
+        gpus=8,
+    )  # fmt: skip
+    parameters = count_parameters(settings)
+    assert (parameters.dense, parameters.local) == (908_423_168, 402_776_064)
+
+
+def test_the_1_1t_model_on_512_gpus():
+    settings = settings_of(gpus=512)
+    parameters = count_parameters(settings)
+    memory, work = count_memory(settings, parameters), count_work(settings, parameters)
+    assert 1.095e12 < parameters.total < 1.105e12
+    assert parameters.expert == 134_238_208 and 6.6e9 < parameters.per_gpu < 6.8e9
+    assert 53e9 < memory.states < 54e9
+    assert memory.peak < 80e9
+    assert (work.capacity, work.exchange_bytes, work.bytes_per_peer) == (96, 384 << 20, 768 << 10)
+    assert work.exchanges == 6 * 16
+
+
+class SavedBytes:
+    """Bytes of distinct storages that autograd saves, without those in ``known``."""
+
+    def __init__(self, known):
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.sizes, self.alive = {}, []
+
+    def __call__(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.known:
+            self.sizes[storage.data_ptr()] = (storage.nbytes(), tensor.shape[-1:])
+            self.alive.append(tensor.detach())  # so that no address is used twice
+        return tensor
+
+    def total(self, without_last_dim):
+        return sum(n for n, last in self.sizes.values() if tuple(last) != (without_last_dim,))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "overrides"),
+    [
+        (torch.float32, []),
+        (torch.float32, ["model.activation_fn=relu", "model.moe_capacity_factor=2.0"]),
+        (torch.float32, ["model.moe_top1_expert=true", "model.moe_freq=1"]),
+        (torch.float32, ["model.moe_freq=0"]),
+        (torch.bfloat16, ["common.bf16=true", "common.memory_efficient_bf16=true"]),
+    ],
+)
+def test_activations_are_what_autograd_saves(dtype, overrides, checkpointing):
+    settings = small(*overrides, f"model.checkpoint_activations={checkpointing}")
+    model = build_model(settings).to(dtype)
+    loss = training_loss(settings, model)
+    saved = SavedBytes(model.parameters())
+    with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
+        loss()
+    measured = saved.total(without_last_dim=settings.vocabulary)
+    memory = count_memory(settings, count_parameters(settings))
+    predicted = memory.activations
+    if not checkpointing:
+        predicted += memory.dispatch
+        # The CPU's attention writes its result in sentence order; a GPU's is copied into it.
+        b, dim = settings.precision.element, settings.model.decoder_embed_dim
+        predicted -= settings.model.decoder_layers * settings.tokens * b * dim
+    # tables of the routing, masks and norms' statistics are not counted
+    assert predicted <= measured <= 1.08 * predicted
+
+
+def peak_of_step(settings):
+    """Measured peak bytes of one forward and backward pass over what was there before."""
+    torch.manual_seed(0)
+    model = build_model(settings)
+    loss = training_loss(settings, model)
+    loss().backward()
+    for param in model.parameters():
+        param.grad = None
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        for _ in range(settings.update_freq):
+            loss().backward()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    current = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        current += event.nbytes()
+        peak = max(peak, current)
+    return peak
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.checkpoint_activations=false"],
+        ["model.checkpoint_activations=true"],
+        # the loss is the peak
+        ["model.checkpoint_activations=true", "task.dict_size=3996"],
+        ["task.dict_size=3996", "optimization.update_freq=[2]"],
+    ],
+)
+def test_peak_equals_a_measured_run(overrides):
+    settings = small("dataset.batch_size=16", *overrides)
+    memory = count_memory(settings, count_parameters(settings))
+    measured = peak_of_step(settings) + memory.weights + memory.optimizer
+    assert memory.peak == pytest.approx(measured, rel=0.06)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_peak_equals_a_measured_run_on_the_gpu():
+    settings = small(
+        "dataset.batch_size=16", "model.decoder_embed_dim=512", "model.decoder_ffn_embed_dim=2048",
+        "common.fp16=true", "common.memory_efficient_fp16=true", "task.tokens_per_sample=256",
+    )  # fmt: skip
+    memory = count_memory(settings, count_parameters(settings))
+    with torch.device("cuda"):
+        model = build_model(settings).half().cuda()
+        loss = training_loss(settings, model)
+        loss().backward()
+        for param in model.parameters():
+            param.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        loss().backward()
+    measured = torch.cuda.max_memory_allocated() + memory.optimizer
+    assert memory.peak == pytest.approx(measured, rel=0.15)
+
+
+def test_rows_of_the_dispatch_buffer():
+    assert dispatch_rows(small()) == 8 * 2 * 32  # E K ceil(T / E)
+    assert dispatch_rows(small("model.moe_capacity_factor=1.5")) == 8 * 2 * 48
+    assert dispatch_rows(small("model.moe_capacity_factor=0")) == 2 * 256
+    assert dispatch_rows(small("model.moe_top_k=4")) == 8 * 4 * 32
+
+
+def test_flops_of_a_model_with_one_token_wide_layers():
+    """Counted by hand for one dense and one MoE layer."""
+    settings = small("model.decoder_layers=2", "model.checkpoint_activations=false")
+    parameters = count_parameters(settings)
+    work = count_work(settings, parameters)
+    attention = 2 * (8 * 64 * 64 + 4 * 64 * 64)
+    ffn, experts, gate, output = 4 * 64 * 256, 2 * 4 * 64 * 256, 2 * 64 * 8, 2 * 64 * 600
+    assert work.model_flops == 3 * (attention + ffn + experts + gate + output)
+    assert work.hardware_flops == work.model_flops  # T divides by E: no row is empty
+    again = count_work(small("model.decoder_layers=2"), parameters)
+    assert again.hardware_flops == work.model_flops + (attention + ffn + experts + gate)
+    assert (work.exchanges, again.exchanges) == (4, 6)
+    wider = count_work(small("model.decoder_layers=2", "model.moe_capacity_factor=2"), parameters)
+    assert wider.hardware_flops - again.hardware_flops == 4 * experts
