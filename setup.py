@@ -36,10 +36,12 @@ setup(
         # without fairseq. And fairseq-fixed is a source package compiled against torch: pip must
         # find torch installed and be told --no-build-isolation, or it fetches a second torch for
         # the build alone. As an extra it is built only by those who ask for it:
-        #   pip install torch setuptools wheel cython numpy
+        #   pip install torch setuptools wheel cython "numpy<2"
         #   pip install --no-build-isolation "fairseq_tutel[fairseq]"
         "fairseq": [
             "fairseq-fixed>=0.12.3,<0.13",
+            # its --sample-break-mode eos, complete and complete_doc use numpy.compat, gone in 2.0
+            "numpy>=1.26,<2",
             "hydra-core>=1.3,<1.4",
             "omegaconf>=2.3,<2.4",
         ],
