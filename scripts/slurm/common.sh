@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Functions shared by the batch scripts of this folder; sourced, not run.
 #
 # Environment that all of them read:
@@ -43,14 +44,15 @@ launch() {
         --kill-on-bad-exit=0 --wait=600 \
         python -m fairseq_tutel.launch --nproc-per-node "${NPROC_PER_NODE:-auto}" \
         ${LAUNCH_OPTIONS:-} -- "$@" &
-    local step=$! status
-    trap "kill -USR1 $step" USR1
-    trap "kill -TERM $step" TERM
-    wait "$step"
-    status=$?
-    while kill -0 "$step" 2>/dev/null; do # wait returned for a signal, not for the step's end
+    local step=$! status=127 now interrupted=1
+    trap 'kill -USR1 $step; interrupted=1' USR1
+    trap 'kill -TERM $step; interrupted=1' TERM
+    # A signal ends `wait`, too; bash keeps the code of a step that ended meanwhile for the next.
+    while ((interrupted)); do
+        interrupted=0
         wait "$step"
-        status=$?
+        now=$?
+        ((now == 127)) || status=$now # 127: was waited for already
     done
     trap - USR1 TERM
     return "$status"

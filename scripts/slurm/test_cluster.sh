@@ -1,0 +1,304 @@
+#!/bin/bash
+# Tests the scripts of this folder on a real SLURM: starts a throwaway cluster of two virtual nodes on
+# this machine, trains on 2 nodes x 2 CPU ranks with train.sbatch, has the job saved and requeued by
+# SIGUSR1 and then requeued the hard way, checks that it resumed both times and finished, and takes
+# the cluster down again. Takes one to three minutes.
+#
+#   scripts/slurm/test_cluster.sh [--keep]
+#
+#   --keep    leave the folder with logs and checkpoints, and print its name
+#
+# SLURM and munge come from Debian's packages, which are installed if they are missing and this is
+# root on a Debian or Ubuntu. The cluster has its own configuration, munge key, ports and sockets in
+# a temporary folder, so an installed SLURM is not touched. Python with fairseq is the one in PATH, or
+# .venv as scripts/setup_env.sh makes it.
+
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+keep=0
+while (($#)); do
+    case $1 in
+        --help)
+            sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+            exit 0
+            ;;
+        --keep) keep=1 ;;
+        *)
+            echo "unknown option $1 (see --help)" >&2
+            exit 2
+            ;;
+    esac
+    shift
+done
+
+say() { printf '%4d s  %s\n' "$SECONDS" "$*"; }
+fail() {
+    say "FAILED: $*" >&2
+    exit 1
+}
+
+# --- what has to be installed ---------------------------------------------------------------------
+
+PATH=$PATH:/usr/sbin:/sbin # munged and the daemons of SLURM
+missing=()
+for program in slurmctld slurmd munged:munge srun:slurm-client; do
+    command -v "${program%:*}" >/dev/null || missing+=("${program#*:}")
+done
+if ((${#missing[@]})); then
+    if ((EUID != 0)) || ! command -v apt-get >/dev/null; then
+        fail "needs ${missing[*]}; as root on Debian or Ubuntu this script installs them"
+    fi
+    say "installing ${missing[*]}"
+    export DEBIAN_FRONTEND=noninteractive
+    { apt-get update && apt-get install -y --no-install-recommends "${missing[@]}"; } \
+        >/tmp/slurm_packages.$$ 2>&1 || { tail -n 20 /tmp/slurm_packages.$$ >&2; fail "apt-get"; }
+    rm -f /tmp/slurm_packages.$$
+fi
+if ! python -c 'import importlib.util as u, sys
+sys.exit(not all(u.find_spec(name) for name in ("torch", "fairseq")))' 2>/dev/null; then
+    # shellcheck disable=SC1091
+    source "$root/scripts/setup_env.sh"
+fi
+
+# --- the cluster ----------------------------------------------------------------------------------
+
+# An allocation that this script may run in must not leak into the cluster's jobs.
+for name in $(compgen -e | grep -E '^(SLURM|SBATCH|SRUN|SALLOC|PMI|OMPI)_?' || true); do
+    unset "$name"
+done
+unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT
+export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES='' # 4 ranks on however few cores
+
+work=$(mktemp -d "${TMPDIR:-/tmp}/slurm_test.XXXXXX")
+chmod 755 "$work" # munged refuses folders that others can write to
+mkdir "$work"/{state,logs}
+export SLURM_CONF=$work/slurm.conf
+daemons=()
+
+stop_cluster() {
+    local status=$? pid
+    trap - EXIT
+    trap '' INT TERM
+    if ((status != 0)); then
+        for log in "$work"/*.log "$work"/logs/*.log; do
+            [ -s "$log" ] && printf -- '--- %s\n' "${log##*/}" && tail -n 25 "$log"
+        done >&2
+    fi
+    if ((${#daemons[@]})); then
+        timeout 10 scancel --user "$(id -un)" 2>/dev/null || true
+        for ((i = 0; i < 50; i++)); do
+            [ -z "$(timeout 5 squeue -h 2>/dev/null)" ] && break
+            sleep 0.2
+        done
+        timeout 10 scontrol shutdown 2>/dev/null || true
+        for pid in "${daemons[@]}"; do kill "$pid" 2>/dev/null || true; done
+        for ((i = 0; i < 50; i++)); do
+            kill -0 "${daemons[@]}" 2>/dev/null || break
+            sleep 0.1
+        done
+        for pid in "${daemons[@]}"; do kill -9 "$pid" 2>/dev/null || true; done
+        wait "${daemons[@]}" 2>/dev/null || true
+    fi
+    if ((keep)); then say "kept $work"; else rm -rf "$work"; fi
+    ((status == 0)) && say "passed"
+    exit "$status"
+}
+trap stop_cluster EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# wait_until SECONDS WHAT COMMAND ...: runs COMMAND until it succeeds.
+wait_until() {
+    local limit=$((SECONDS + $1)) what=$2
+    shift 2
+    until "$@"; do
+        ((SECONDS < limit)) || fail "waited too long: $what"
+        sleep 0.3
+    done
+    say "$what"
+}
+
+start_cluster() {
+    local host ports user
+    host=$(hostname -s) user=$(id -un)
+    read -r -a ports <<<"$(python -c '
+import socket
+held = [socket.socket() for _ in range(3)]
+for s in held:
+    s.bind(("", 0))
+print(*(s.getsockname()[1] for s in held))')"
+    # cred_expire: a requeued job waits until the credentials of its last run have expired (120 s).
+    # config_overrides: the nodes have 8 CPUs each, whatever this machine has.
+    cat >"$SLURM_CONF" <<CONF
+ClusterName=throwaway
+SlurmctldHost=$host(127.0.0.1)
+SlurmctldPort=${ports[0]}
+SlurmUser=$user
+SlurmdUser=$user
+AuthType=auth/munge
+AuthInfo=socket=$work/munge.socket,cred_expire=5
+CredType=cred/munge
+StateSaveLocation=$work/state
+SlurmdSpoolDir=$work/spool.%n
+SlurmctldPidFile=$work/slurmctld.pid
+SlurmdPidFile=$work/slurmd.%n.pid
+SlurmctldLogFile=$work/logs/slurmctld.log
+SlurmdLogFile=$work/logs/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+ReturnToService=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=2,sched_min_interval=0,batch_sched_delay=0
+JobRequeue=1
+KillWait=5
+SlurmdParameters=config_overrides
+NodeName=virtual1 NodeHostname=$host NodeAddr=127.0.0.1 Port=${ports[1]} CPUs=8 State=UNKNOWN
+NodeName=virtual2 NodeHostname=$host NodeAddr=127.0.0.1 Port=${ports[2]} CPUs=8 State=UNKNOWN
+PartitionName=main Nodes=virtual[1-2] Default=YES MaxTime=10 State=UP
+CONF
+    (umask 077 && head -c 1024 /dev/urandom >"$work/munge.key")
+    munged --foreground --force --socket="$work/munge.socket" --key-file="$work/munge.key" \
+        --pid-file="$work/munged.pid" --seed-file="$work/munge.seed" --num-threads=2 \
+        --log-file="$work/logs/munged.log" >"$work/logs/munged.out.log" 2>&1 &
+    daemons+=($!)
+    wait_until 10 "munge answers" test -S "$work/munge.socket"
+    slurmctld -D -i -f "$SLURM_CONF" >"$work/logs/slurmctld.out.log" 2>&1 &
+    daemons+=($!)
+    for node in virtual1 virtual2; do
+        slurmd -D -N "$node" -f "$SLURM_CONF" >"$work/logs/slurmd.$node.out.log" 2>&1 &
+        daemons+=($!)
+    done
+    wait_until 30 "two nodes are idle" nodes_are_idle
+}
+nodes_are_idle() { [ "$(timeout 5 sinfo -h -t idle -o %D 2>/dev/null)" = 2 ]; }
+
+# --- questions to ask about a job -----------------------------------------------------------------
+
+field() { timeout 5 scontrol show job "$1" 2>/dev/null | grep -oP "\b$2=\K\S+" | head -n 1; }
+has_restarted() { (($(field "$1" Restarts || echo 0) >= $2)); }
+has_ended() { [[ $(field "$1" JobState) =~ ^(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)$ ]]; }
+# What run number $2 (0: the first) of the job with log $1 has written.
+run_log() { [ -f "$1" ] && awk -v run="$2" '/^job .* restart [0-9]+:/ {n++} n == run + 1' "$1"; }
+# The first or last thing that run $2 wrote matching the Perl expression $3; 0 if nothing does.
+first_of() { run_log "$1" "$2" | grep -oP "$3" | head -n 1 | grep . || echo 0; }
+last_of() { run_log "$1" "$2" | grep -oP "$3" | tail -n 1 | grep . || echo 0; }
+updates() { last_of "$1" "$2" 'num_updates=\K\d+'; }
+saved_at() { last_of "$1" "$2" 'Saved checkpoint .*@ \K\d+'; }
+loaded_at() { last_of "$1" "$2" 'Loaded checkpoint .*@ \K\d+'; }
+trains() {
+    has_ended "$job" && fail "the job ended early: $(field "$job" JobState)"
+    (($(updates "$1" "$2") >= $3))
+}
+has_saved_since_its_start() { trains "$1" "$2" 1 && (($(saved_at "$1" "$2") > $(loaded_at "$1" "$2"))); }
+
+# --- the tests ------------------------------------------------------------------------------------
+
+# A job that does nothing until the signal that SLURM sends by itself before the time limit, and ends
+# at once when it has been queued again. Runs beside the others.
+submit_time_limit_job() {
+    cat >"$work/until_usr1.sh" <<'SCRIPT'
+trap 'exit 85' USR1
+[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && exit 0
+while :; do sleep 0.2; done
+SCRIPT
+    limit_job=$(sbatch --parsable --nodes 1 --time 1 --signal=B:USR1@40 \
+        --output "$work/limit.log" scripts/slurm/train.sbatch bash "$work/until_usr1.sh")
+}
+
+submit_training() {
+    log=$work/train.log
+    # --reset-optimizer: train.sbatch must drop it when the job restarts, or it counts from 0 again
+    job=$(NPROC_PER_NODE=2 sbatch --parsable --nodes 2 --cpus-per-task 2 --output "$log" \
+        scripts/slurm/train.sbatch \
+        fairseq-train --user-dir fairseq_tutel --arch transformer_lm_gpt_moe \
+        --criterion moe_cross_entropy --moe-expert-count 4 --moe-freq 2 --moe-gate-loss-wt 0.01 \
+        --task dummy_lm --tokens-per-sample 32 --dict-size 96 --dataset-size 20000 \
+        --decoder-layers 2 --decoder-embed-dim 32 --decoder-ffn-embed-dim 64 \
+        --decoder-attention-heads 2 --optimizer adam --lr 0.001 --batch-size 2 \
+        --max-update "$max_update" --log-format simple --log-interval 10 --disable-validation \
+        --required-batch-size-multiple 1 --ddp-backend legacy_ddp --save-dir "$work/checkpoints" \
+        --save-interval-updates 25 --keep-interval-updates 1 --reset-optimizer)
+}
+
+check_training() {
+    local before resumed loss
+    wait_until 90 "the first run trains" trains "$log" 0 20
+    scancel --batch --signal=USR1 "$job"
+    wait_until 60 "asked by SIGUSR1, it saved and was requeued" has_restarted "$job" 1
+    run_log "$log" 0 | grep -q 'saved on request; queueing' || fail "train.sbatch did not requeue"
+    wait_until 90 "the second run trains and has saved" has_saved_since_its_start "$log" 1
+    before=$(updates "$log" 0) resumed=$(loaded_at "$log" 1)
+    # It logs every 10 updates and saves at the end of the one in which the signal came.
+    ((before <= resumed && resumed < before + 10)) ||
+        fail "stopped after update $before, but resumed at $resumed"
+    say "it resumed at update $resumed"
+
+    scontrol requeue "$job"
+    wait_until 60 "it was requeued the hard way" has_restarted "$job" 2
+    before=$(saved_at "$log" 1)
+    wait_until 120 "the job ended" has_ended "$job"
+    [ "$(field "$job" JobState)" = COMPLETED ] || fail "the job is $(field "$job" JobState)"
+    resumed=$(loaded_at "$log" 2)
+    ((resumed == before)) || fail "saved at update $before, but resumed at $resumed"
+    say "it resumed at update $resumed"
+
+    run_log "$log" 2 | grep -q "done training" || fail "the last run did not end its training"
+    (($(saved_at "$log" 2) == max_update)) || fail "the last checkpoint is not of the last update"
+    (($(field "$job" Restarts) == 2)) || fail "$(field "$job" Restarts) restarts instead of 2"
+    grep -q 'launch: 4 ranks on 2 nodes (started by srun), gloo' "$log" || fail "not 2 x 2 ranks"
+    loss="$(first_of "$log" 0 ' loss=\K[\d.]+') $(last_of "$log" 2 ' loss=\K[\d.]+')"
+    # shellcheck disable=SC2086
+    python -c 'import sys; first, last = map(float, sys.argv[1:]); sys.exit(last > 0.5 * first)' \
+        $loss || fail "the loss did not fall: $loss"
+    say "loss ${loss/ / -> } over 3 runs and $max_update updates"
+}
+
+check_time_limit_job() {
+    wait_until 90 "the job with a time limit ended" has_ended "$limit_job"
+    [ "$(field "$limit_job" JobState)" = COMPLETED ] || fail "it is $(field "$limit_job" JobState)"
+    [ "$(field "$limit_job" Restarts)" = 1 ] || fail "it was not requeued once"
+    say "SLURM's own signal before the time limit had it requeued"
+}
+
+# Ranks that srun started itself are adopted, and one rank's death ends those on the other node.
+check_adopted_ranks() {
+    local output status=0 begin=$SECONDS
+    output=$(srun --nodes 2 --ntasks-per-node 2 --time 1 python -m fairseq_tutel.launch --output plain -- \
+        bash -c 'echo "rank $RANK of $WORLD_SIZE is $LOCAL_RANK on $SLURMD_NODENAME"' 2>/dev/null)
+    [ "$(sort <<<"$output")" = "rank 0 of 4 is 0 on virtual1
+rank 1 of 4 is 1 on virtual1
+rank 2 of 4 is 0 on virtual2
+rank 3 of 4 is 1 on virtual2" ] || fail "srun's ranks were not adopted: $output"
+    srun --nodes 2 --ntasks-per-node 2 --time 2 python -m fairseq_tutel.launch -- \
+        bash -c '[ $RANK = 2 ] && { sleep 1; exit 7; }; exec sleep 100' \
+        >"$work/death.log" 2>&1 || status=$?
+    ((status != 0 && SECONDS - begin < 30)) || fail "one rank's death did not end the others"
+    grep -q 'rank 2 ended with exit code 7' "$work/death.log" || fail "no word of the dead rank"
+    say "srun's own ranks are adopted, and one rank's death ends all"
+}
+
+check_ladder() {
+    local lines
+    lines=$(scripts/slurm/submit_ladder.sh --dry-run -- --partition main)
+    [ "$(grep -c '^sbatch ' <<<"$lines")" = 21 ] || fail "the ladder has not 7 rungs of 3 jobs"
+    grep -q -- '--nodes 64 .*train.sbatch .*model.moe_expert_count=512 ' <<<"$lines" ||
+        fail "no rung of 512 GPUs"
+    say "the ladder's 21 jobs are as they should be"
+}
+
+max_update=150
+cd "$root"
+start_cluster
+submit_time_limit_job
+submit_training
+check_ladder
+check_adopted_ranks
+check_training
+check_time_limit_job

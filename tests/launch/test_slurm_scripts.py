@@ -1,0 +1,197 @@
+"""The batch scripts, with stand-ins for srun, scontrol and sbatch that write down their calls.
+
+scripts/slurm/test_cluster.sh runs the same scripts on a real SLURM.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPTS = REPOSITORY / "scripts" / "slurm"
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """Environment of a batch script of job 17 on 2 nodes; calls go to the file named after them."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, action in (
+        # srun's exit code is in the file `code`; with the file `hold` it waits for SIGUSR1
+        ("srun", 'trap "echo usr1 >> $T/signals; exit 85" USR1\n'
+                 'while [ -e $T/hold ]; do touch $T/up; sleep 0.02; done\nexit $(cat $T/code)'),
+        ("scontrol", "exit 0"),
+        ("sbatch", "exit 0"),
+    ):
+        script = f'#!/bin/bash\nT={tmp_path}\nprintf "%s\\n" "$@" > $T/{name}.words\n{action}\n'
+        (tools / name).write_text(script)
+        (tools / name).chmod(0o755)
+    (tmp_path / "code").write_text("0")
+    env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    return {
+        **env, "PATH": f"{tools}:{env['PATH']}", "SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_ON_NODE": "96", "SLURM_JOB_NAME": "trial",
+        "SLURM_SUBMIT_DIR": str(REPOSITORY),
+    }
+
+
+def run(script, *words, env, cwd=REPOSITORY):
+    return subprocess.run(
+        ["bash", str(SCRIPTS / script), *words], env=env, cwd=cwd, capture_output=True, text=True,
+        timeout=30,
+    )
+
+
+def words_of(tmp_path, name):
+    path = tmp_path / f"{name}.words"
+    return path.read_text().splitlines() if path.exists() else None
+
+
+def command_of(tmp_path):
+    words = words_of(tmp_path, "srun")
+    return words[words.index("--") + 1:]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_train_passes_the_exit_code_through(tmp_path, slurm, code):
+    (tmp_path / "code").write_text(str(code))
+    assert run("train.sbatch", "fairseq-train", "d", env=slurm).returncode == code
+    assert words_of(tmp_path, "scontrol") is None
+    words = words_of(tmp_path, "srun")
+    assert words[words.index("-m") + 1] == "fairseq_tutel.launch"
+    assert {"--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=96"} <= set(words)
+    assert command_of(tmp_path) == ["fairseq-train", "d"]
+
+
+def test_train_requeues_on_code_85_and_gives_up_in_the_end(tmp_path, slurm):
+    (tmp_path / "code").write_text("85")
+    result = run("train.sbatch", "fairseq-train", "d", env=slurm)
+    assert result.returncode == 0, result.stderr
+    assert words_of(tmp_path, "scontrol") == ["requeue", "17"]
+    (tmp_path / "scontrol.words").unlink()
+    env = {**slurm, "SLURM_RESTART_COUNT": "3", "MAX_REQUEUES": "3"}
+    result = run("train.sbatch", "fairseq-train", "d", env=env)
+    assert result.returncode == 85 and "not queued again" in result.stderr
+    assert words_of(tmp_path, "scontrol") is None
+
+
+def test_exit_code_is_the_launchers():
+    from fairseq_tutel.launch import EXIT_REQUEUE
+
+    assert f"EXIT_REQUEUE={EXIT_REQUEUE} " in (SCRIPTS / "train.sbatch").read_text()
+
+
+def test_signal_is_passed_on_and_leads_to_a_requeue(tmp_path, slurm):
+    (tmp_path / "hold").touch()
+    process = subprocess.Popen(["bash", str(SCRIPTS / "train.sbatch"), "fairseq-train"], env=slurm,
+                               cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    end = time.monotonic() + 15
+    while not (tmp_path / "up").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=15)
+    assert process.returncode == 0
+    assert (tmp_path / "signals").read_text() == "usr1\n"
+    assert words_of(tmp_path, "scontrol") == ["requeue", "17"]
+
+
+ARGPARSE = ["fairseq-train", "d", "--save-dir", "{save}", "--restore-file", "old.pt",
+            "--reset-optimizer", "--reset-dataloader", "--lr", "1"]
+HYDRA = ["fairseq-hydra-train", "checkpoint.save_dir={save}", "checkpoint.restore_file=old.pt",
+         "checkpoint.reset_optimizer=true", "task.data=d"]
+
+
+@pytest.mark.parametrize("name", ["checkpoint_last.pt", "checkpoint_last-shared.pt"])
+@pytest.mark.parametrize(
+    "given, kept", [(ARGPARSE, ["fairseq-train", "d", "--save-dir", "{save}", "--lr", "1"]),
+                    (HYDRA, [HYDRA[0], HYDRA[1], HYDRA[4]])],
+    ids=["argparse", "hydra"],
+)
+def test_a_restart_continues_from_the_last_checkpoint(tmp_path, slurm, given, kept, name):
+    save = tmp_path / "checkpoints"
+    given, kept = ([word.format(save=save) for word in words] for words in (given, kept))
+    restarted = {**slurm, "SLURM_RESTART_COUNT": "1"}
+    # nothing saved yet: the restart begins as the first run did
+    assert run("train.sbatch", *given, env=restarted).returncode == 0
+    assert command_of(tmp_path) == given
+    save.mkdir()
+    (save / name).touch()
+    assert run("train.sbatch", *given, env=slurm).returncode == 0
+    assert command_of(tmp_path) == given
+    assert run("train.sbatch", *given, env=restarted).returncode == 0
+    assert command_of(tmp_path) == kept
+
+
+def test_train_without_a_command(tmp_path, slurm):
+    env = {**slurm, "CONFIG": "tiny", "OVERRIDES": "a=1 b=2", "NPROC_PER_NODE": "2"}
+    assert run("train.sbatch", env=env).returncode == 0
+    assert command_of(tmp_path) == [
+        "fairseq-hydra-train", "--config-dir", "configs", "--config-name", "tiny",
+        "checkpoint.save_dir=checkpoints/trial", "a=1", "b=2",
+    ]
+    words = words_of(tmp_path, "srun")
+    assert words[words.index("--nproc-per-node") + 1] == "2"
+
+
+@pytest.mark.parametrize("kind", ["layer", "alltoall"])
+def test_benchmarks(tmp_path, slurm, kind):
+    (tmp_path / "code").write_text("4")
+    result = run(f"bench_{kind}.sbatch", "--output", "x.json", env=slurm)
+    assert result.returncode == 4
+    assert command_of(tmp_path) == [
+        "python", f"scripts/bench/bench_{kind}.py", "--output", "x.json"
+    ]
+
+
+def test_outside_a_checkout(tmp_path, slurm):
+    result = run("train.sbatch", "true", env={**slurm, "REPO": str(tmp_path)})
+    assert result.returncode == 2
+    (tmp_path / "scripts" / "slurm").mkdir(parents=True)
+    (tmp_path / "scripts" / "slurm" / "common.sh").symlink_to(SCRIPTS / "common.sh")
+    result = run("train.sbatch", "true", env={**slurm, "REPO": str(tmp_path)})
+    assert result.returncode == 2 and "no checkout of fairseq_tutel" in result.stderr
+
+
+@pytest.mark.parametrize("script", ["train.sbatch", "bench_layer.sbatch", "bench_alltoall.sbatch"])
+def test_help(script):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    result = run(script, "--help", env=env)
+    assert result.returncode == 0
+    assert f"scripts/slurm/{script}" in result.stdout and "NPROC_PER_NODE" in result.stdout
+    assert "#SBATCH" not in result.stdout and "#!" not in result.stdout
+    result = run(script, env=env)
+    assert result.returncode == 2 and "not in a SLURM job" in result.stderr
+
+
+def test_ladder(tmp_path, slurm):
+    result = run("submit_ladder.sh", "--dry-run", "--", "--partition", "gpu", env=slurm)
+    lines = result.stdout.splitlines()
+    assert len(lines) == 21 and words_of(tmp_path, "sbatch") is None
+    assert all("--partition gpu" in line for line in lines)
+    nodes = [line.split("--nodes ")[1].split()[0] for line in lines if "moe-train-" in line]
+    assert nodes == ["1", "2", "4", "8", "16", "32", "64"]
+    assert "model.moe_expert_count=512 " in lines[-1] and "--config-name meta_1.1t " in lines[-1]
+
+
+def test_ladder_submits(tmp_path, slurm):
+    options = ["--gpus", "4", "--jobs", "layer", "--results", str(tmp_path / "results")]
+    assert run("submit_ladder.sh", *options, env=slurm).returncode == 0
+    words = words_of(tmp_path, "sbatch")
+    assert words[words.index("--nodes") + 1] == "1"
+    assert words[words.index("--gpus-per-node") + 1] == "4"
+    assert words[-2:] == ["--output", f"{tmp_path}/results/layer-4.json"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [(["--gpus", "12"], "12 GPUs do not fill nodes of 8"), (["--gpus", "x"], "x is not a positive"),
+     (["--jobs", "eval"], "eval is none of"), (["--partition", "p"], "unknown option --partition"),
+     (["--gpus"], "--gpus needs a value")],
+)
+def test_ladder_refuses(slurm, options, message):
+    result = run("submit_ladder.sh", *options, env=slurm)
+    assert result.returncode == 2 and message in result.stderr
