@@ -7,7 +7,7 @@
 #   bash scripts/quickstart.sh book.txt notes/     # on your own text: UTF-8 files, folders of them
 #   bash scripts/quickstart.sh --resume            # go on with a run that was interrupted
 #
-# --updates N trains longer or shorter (default 400), --out FOLDER writes elsewhere.
+# --updates N trains longer or shorter, --out FOLDER writes elsewhere.
 set -euo pipefail
 SCRIPTS="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 for argument in "$@"; do

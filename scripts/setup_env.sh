@@ -90,9 +90,9 @@ setup_fairseq() (
 )
 
 setup_install() {
-    setup_step "torch (under a minute, or as long as its download takes)" setup_pip torch
+    setup_step "torch" setup_pip torch
     setup_step "build tools" setup_pip setuptools wheel cython numpy ninja packaging
-    setup_step "fairseq, compiled here (about 3 minutes)" setup_fairseq
+    setup_step "fairseq (compiled here, the longest step)" setup_fairseq
     setup_step "triton, sentencepiece, matplotlib, pytest, ruff" \
         setup_pip triton sentencepiece matplotlib pytest pytest-timeout ruff
     setup_step "this package" setup_pip --no-deps --no-build-isolation -e "$ROOT"
@@ -124,7 +124,7 @@ setup_main() {
         rm -f "$STAMP"
     else
         [ ! -e "$VENV" ] || echo "Removing .venv, which is unfinished, moved or of another Python."
-        echo "Making .venv with Python $version; this takes about 5 minutes, once:"
+        echo "Making .venv with Python $version, once; about 5 minutes on 2 cores and a fast network:"
         rm -rf "$VENV"
         mkdir "$VENV"
         setup_step "virtual environment" "$python" -m venv "$VENV"
