@@ -19,6 +19,7 @@ import threading
 import typing
 import zipfile
 from collections.abc import Mapping
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _ALLOWLIST_LOCK = threading.Lock()  # torch keeps one list of allowed classes per process
 _ZIP_MAGIC = b"PK\x03\x04"
-_REFUSED = re.compile(r"GLOBAL ([\w.]+) was not an allowed global|unrecognized function ([\w.]+)")
+_REFUSED = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)|but got (<class .*?>)")
 # file systems that cannot fsync a directory answer with one of these
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 
@@ -54,6 +55,7 @@ def load_file(path: str) -> dict[str, Any]:
     Raises:
         CheckpointError: missing, truncated, damaged, holding a refused class, or not a dict.
     """
+    before = identity(path)
     mappable = _check_container(path)
     try:
         with _ALLOWLIST_LOCK, torch.serialization.safe_globals(_harmless_globals()):
@@ -62,6 +64,9 @@ def load_file(path: str) -> dict[str, Any]:
         raise _missing(path) from error
     except Exception as error:  # a damaged pickle can raise anything; it is told and re-raised
         raise CheckpointError(_reading_problem(path, error)) from error
+    # torch opens the file twice, for its pickle and for the mapping: it must be the same file
+    if identity(path) != before:
+        raise CheckpointError(f"{path}: was replaced while it was being read; try again")
     if not isinstance(state, dict):
         raise CheckpointError(
             f"{path}: not a checkpoint: holds a {type(state).__name__}, not a dict"
@@ -96,6 +101,15 @@ def save_file(state: Mapping[str, Any], path: str) -> int:
     return size
 
 
+def identity(path: str) -> tuple[int, ...] | None:
+    """Changes whenever the file of that name is replaced; None if there is none."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def sync_directory(path: str) -> None:
     """Force the names in a directory to the disk, on file systems that know how."""
     descriptor = os.open(path or ".", os.O_RDONLY)
@@ -117,23 +131,22 @@ def damaged_member(path: str) -> str | None:
 def _check_container(path: str) -> bool:
     """Whether the file is a complete zip archive (torch >= 1.6), the kind that can be mapped."""
     try:
-        size = os.path.getsize(path)
         with open(path, "rb") as file:
             magic = file.read(len(_ZIP_MAGIC))
+            complete = magic == _ZIP_MAGIC and zipfile.is_zipfile(file)
+            size = file.seek(0, os.SEEK_END)
     except FileNotFoundError as error:
         raise _missing(path) from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     if size == 0:
         raise CheckpointError(f"{path}: is empty; restore it from a backup or use another set")
-    if magic != _ZIP_MAGIC:
-        return False
-    if not zipfile.is_zipfile(path):
+    if magic == _ZIP_MAGIC and not complete:
         raise CheckpointError(
             f"{path}: is truncated at {size} bytes (its end is missing); "
             "copy it again or use another set"
         )
-    return True
+    return complete
 
 
 def _torch_load(path: str, *, mmap: bool) -> Any:
@@ -151,17 +164,18 @@ def _missing(path: str) -> CheckpointError:
 
 
 def _reading_problem(path: str, error: Exception) -> str:
-    refused = _REFUSED.search(str(error))
+    # torch wraps the unpickler's words in advice to turn its safety off
+    original = error.__context__ if isinstance(error.__context__, UnpicklingError) else error
+    refused = _REFUSED.search(str(original)) if isinstance(original, UnpicklingError) else None
     if refused:
-        name = refused[1] or refused[2]
         return (
-            f"{path}: holds the class or function {name}, which is not on the list of harmless "
-            "ones; refusing to load it, since unpickling it could run code"
+            f"{path}: holds {refused[1] or refused[2]}, which is not on the list of harmless "
+            "classes; refusing to load it, since unpickling it could run code"
         )
-    reason = str(error).strip().splitlines()
+    reason = str(original).strip().splitlines()[:1]
     return (
         f"{path}: is not a checkpoint or is damaged "
-        f"({type(error).__name__}: {reason[0] if reason else ''}); copy it again or use another set"
+        f"({type(original).__name__}: {''.join(reason)}); copy it again or use another set"
     )
 
 
@@ -171,7 +185,6 @@ def _harmless_globals() -> list[Any]:
         argparse.Namespace,
         collections.OrderedDict,
         collections.defaultdict,
-        collections.deque,
         dict,
         float,
         int,
@@ -214,7 +227,8 @@ def _portable(value: Any, memo: dict[tuple, torch.Tensor]) -> Any:
     """`value` with every tensor detached, on the CPU, dense in a storage of its own size."""
     if isinstance(value, torch.Tensor):
         return _portable_tensor(value, memo)
-    if type(value) in (dict, collections.OrderedDict):
+    # a defaultdict comes back as a dict: the restricted unpickler cannot fill one
+    if type(value) in (dict, collections.OrderedDict, collections.defaultdict):
         return {key: _portable(item, memo) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_portable(item, memo) for item in value)

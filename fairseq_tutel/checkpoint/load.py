@@ -12,7 +12,7 @@ from typing import Any
 
 from .commit import visible_files
 from .errors import Agree, CheckpointError, Ranks
-from .io import load_file
+from .io import identity, load_file
 from .layout import (
     MERGED,
     SHARED,
@@ -40,7 +40,7 @@ from .state import (
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 3  # how often to read again when the files were replaced while being read
+_ATTEMPTS = 10  # how often to read while another job keeps replacing the files
 
 
 def load_for_rank(
@@ -284,15 +284,9 @@ def _read(path: str, rank: int, world_size: int, with_optimizer: bool) -> dict[s
     return state
 
 
-def _fingerprint(path: str) -> dict[Role, tuple[int, int, int]]:
-    stamps = {}
-    for role, file in visible_files(CheckpointSet.from_path(path)).items():
-        try:
-            status = os.stat(file)
-            stamps[role] = (status.st_ino, status.st_mtime_ns, status.st_size)
-        except FileNotFoundError:
-            stamps[role] = (0, 0, 0)
-    return stamps
+def _fingerprint(path: str) -> dict[str, tuple[int, ...] | None]:
+    """Tells whether anything was replaced or renamed between two calls."""
+    return {file: identity(file) for file in visible_files(CheckpointSet.from_path(path)).values()}
 
 
 def _kind(path: str, cset: CheckpointSet, files: Mapping[Role, str]) -> str:

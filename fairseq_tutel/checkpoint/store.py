@@ -25,7 +25,7 @@ from .commit import (
     visible_files,
 )
 from .errors import Agree, CheckpointError, Ranks
-from .io import save_file, sync_directory
+from .io import save_file
 from .layout import SHARED, CheckpointSet, Role, count_rank_files, expert_shapes, split_key
 from .state import METADATA, MODEL, NAMED_STATE, OPTIMIZER, SetMetadata, check_state
 
@@ -189,8 +189,6 @@ def _stage_states(
     for role, state in states.items():
         stored = metadata.to_dict() | {"rank": None if role == SHARED else role}
         stage_file(cset, save_id, role, {**state, METADATA: stored})
-    if states:
-        sync_directory(cset.directory)
 
 
 def _check_kind(role: Role, state: Mapping[str, Any] | None, cset: CheckpointSet) -> None:

@@ -1,0 +1,196 @@
+"""States, simulated ranks and comparisons for the checkpoint tests.
+
+The expected content of every rank is written out here with plain loops, independently of
+`fairseq_tutel.checkpoint.layout`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from argparse import Namespace
+
+import torch
+
+from fairseq_tutel.checkpoint import load_for_rank, split_state, write_set
+
+LAYERS = (1, 3)
+MODEL_DIM, HIDDEN_DIM = 4, 6
+EXPERT_SHAPES = {
+    "fc1.weight": (HIDDEN_DIM, MODEL_DIM),
+    "fc1.bias": (HIDDEN_DIM,),
+    "fc2.weight": (MODEL_DIM, HIDDEN_DIM),
+    "fc2.bias": (MODEL_DIM,),
+}
+
+
+def expert_name(layer: int, expert: int, rest: str) -> str:
+    return f"decoder.layers.{layer}.moe_layer.experts.{expert}.{rest}"
+
+
+def expert_range(rank: int, world_size: int, num_experts: int) -> list[int]:
+    """Which global experts a rank holds, by the definition in the issue."""
+    if num_experts < world_size:
+        return [rank % num_experts]
+    local = num_experts // world_size
+    return [rank * local + j for j in range(local)]
+
+
+class Reference:
+    """A whole model with its optimizer, from which each rank's state can be cut."""
+
+    def __init__(self, num_experts: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        self.num_experts, self.seed = num_experts, seed
+        self.dense = {"decoder.embed_tokens.weight": random(10, MODEL_DIM)}
+        for layer in LAYERS:
+            gate = f"decoder.layers.{layer}.moe_layer.gate.wg.weight"
+            self.dense[gate] = random(num_experts, MODEL_DIM)
+            self.dense[f"decoder.layers.{layer}.fc1.weight"] = random(5, 3).half()
+        # stacked over experts, as the layer holds them: per-expert tensors are views of these
+        self.stacked = {
+            (layer, rest): random(num_experts, *shape)
+            for layer in LAYERS
+            for rest, shape in EXPERT_SHAPES.items()
+        }
+        self.dense_optimizer = {
+            key: {"step": 7 + seed, "exp_avg": random(*value.shape)}
+            for key, value in self.dense.items()
+        }
+        # fp16 moments with a scale per expert, as fp16 Adam keeps them, and an fp32 tensor
+        self.expert_optimizer = {
+            (layer, rest, expert): {
+                "step": 7 + seed,
+                "exp_avg": random(*shape).half(),
+                "exp_avg_scale": float(random(1)),
+                "exp_avg_sq": random(*shape),
+            }
+            for layer in LAYERS
+            for rest, shape in EXPERT_SHAPES.items()
+            for expert in range(num_experts)
+        }
+
+    def state(self, experts: list[int], *, with_optimizer: bool = True) -> dict:
+        """What a rank with these experts holds in memory."""
+        model = dict(self.dense)
+        named = dict(self.dense_optimizer)
+        for layer in LAYERS:
+            for rest in EXPERT_SHAPES:
+                for j, expert in enumerate(experts):
+                    name = expert_name(layer, j, rest)
+                    model[name] = self.stacked[layer, rest][expert]
+                    named[name] = self.expert_optimizer[layer, rest, expert]
+        state = {
+            "args": None,
+            "cfg": {"model": {"_name": "transformer_lm_gpt_moe", "seed": self.seed}},
+            "model": model,
+            "criterion": None,
+            "optimizer_history": [{"num_updates": 7 + self.seed, "lr_scheduler_state": {}}],
+            "task_state": {},
+            "extra_state": {"train_iterator": {"epoch": 3}, "val_loss": 1.5},
+        }
+        if with_optimizer:
+            state["last_optimizer_state"] = {
+                "named_state": named,
+                "param_groups": [{"lr": 0.1, "betas": (0.9, 0.98)}],
+                "loss_scale": 128.0,
+            }
+        return state
+
+    def rank_state(self, rank: int, world_size: int, **kwargs: bool) -> dict:
+        return self.state(expert_range(rank, world_size, self.num_experts), **kwargs)
+
+    def save(self, path: str, world_size: int, **kwargs: bool) -> None:
+        """Write the whole set as `world_size` ranks would."""
+        run_ranks(world_size, lambda rank, agree: self.save_rank(path, rank, world_size, agree))
+
+    def save_rank(self, path: str, rank: int, world_size: int, agree) -> str:
+        shared, rank_state = split_state(self.rank_state(rank, world_size))
+        return write_set(
+            path,
+            rank=rank,
+            world_size=world_size,
+            shared_state=shared if rank == 0 else None,
+            rank_state=rank_state,
+            num_rank_files=min(self.num_experts, world_size),
+            agree=agree,
+        )
+
+    def check_loadable(self, path: str, world_sizes=(1,), *, with_optimizer: bool = True) -> None:
+        """Every rank of every world size gets exactly its part, bit for bit."""
+        for world_size in world_sizes:
+            for rank in range(world_size):
+                loaded = load_for_rank(path, rank=rank, world_size=world_size)
+                loaded.pop("moe_checkpoint")
+                expected = self.rank_state(rank, world_size, with_optimizer=with_optimizer)
+                assert_same(loaded, expected)
+
+
+def assert_same(actual, expected, where: str = "state") -> None:
+    """Equal in structure, types, dtypes, shapes and every bit."""
+    assert type(actual) is type(expected), f"{where}: {type(actual)} is not {type(expected)}"
+    if isinstance(expected, dict):
+        assert set(actual) == set(expected), f"{where}: {set(actual) ^ set(expected)}"
+        for key in expected:
+            assert_same(actual[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected), where
+        for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
+            assert_same(a, b, f"{where}[{i}]")
+    elif isinstance(expected, torch.Tensor):
+        assert actual.dtype == expected.dtype and actual.shape == expected.shape, where
+        assert torch.equal(actual, expected), where
+    elif isinstance(expected, Namespace):
+        assert vars(actual) == vars(expected), where
+    else:
+        assert actual == expected, f"{where}: {actual!r} is not {expected!r}"
+
+
+def run_ranks(world_size: int, work) -> list:
+    """Call work(rank, agree) on threads that stand for ranks; returns results or exceptions.
+
+    If a rank leaves by an exception while others still gather, they get BrokenBarrierError, as a
+    job that dies with one of its processes.
+    """
+    barrier = threading.Barrier(world_size)
+    texts: list = [None] * world_size
+    results: list = [None] * world_size
+
+    def run(rank: int) -> None:
+        def agree(text):
+            texts[rank] = text
+            barrier.wait(timeout=30)
+            gathered = list(texts)
+            barrier.wait(timeout=30)
+            return gathered
+
+        try:
+            results[rank] = work(rank, agree)
+        except BaseException as error:  # Killed, below, is no Exception
+            results[rank] = error
+            if not isinstance(error, Exception):
+                barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "a simulated rank hangs"
+    return results
+
+
+def names_in(directory) -> set[str]:
+    return set(os.listdir(directory))
+
+
+def set_names(stem: str, num_rank_files: int) -> set[str]:
+    return {f"{stem}-shared.pt"} | {f"{stem}-rank-{n}.pt" for n in range(num_rank_files)}
+
+
+class Killed(BaseException):
+    """Ends a simulated rank where it stands: no `except Exception` clean-up runs."""

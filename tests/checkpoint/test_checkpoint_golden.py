@@ -1,0 +1,114 @@
+"""Files written by Meta's own code load at any number of ranks."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_helpers import assert_same, names_in
+
+from fairseq_tutel.checkpoint import CheckpointError, inspect, load_for_rank, merge, reshard
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def read(path: Path) -> dict:
+    return torch.load(path, weights_only=True)["model"]
+
+
+def expected_experts(folder: Path, ranks: int) -> dict:
+    """All experts of the set by (layer, global expert, rest), counted up over its rank files."""
+    experts = {}
+    for rank in range(ranks):
+        model = read(folder / f"checkpoint_last-rank-{rank}.pt")
+        for key, tensor in model.items():
+            _, _, layer, _, _, expert, rest = key.split(".", 6)
+            experts[int(layer), rank * (4 // ranks) + int(expert), rest] = tensor
+    assert len(experts) == 2 * 4 * 4
+    return experts
+
+
+@pytest.mark.parametrize(("run", "ranks"), [("top2_world1", 1), ("top2_world2", 2)])
+@pytest.mark.parametrize("moment", ["init", "final"])
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_metas_files_load(run, ranks, moment, world_size):
+    folder = GOLDEN / run / moment
+    experts = expected_experts(folder, ranks)
+    for rank in range(world_size):
+        path = str(folder / "checkpoint_last.pt")
+        state = load_for_rank(path, rank=rank, world_size=world_size)
+        mine = [rank * 4 // world_size + j for j in range(4 // world_size)] or [rank % 4]
+        expected = read(folder / "checkpoint_last-shared.pt")
+        assert len(expected) == 64
+        for (layer, expert, rest), tensor in experts.items():
+            if expert in mine:
+                local = mine.index(expert)
+                expected[f"decoder.layers.{layer}.moe_layer.experts.{local}.{rest}"] = tensor
+        assert_same(state["model"], expected)
+        assert state["cfg"]["model"]["moe_expert_count"] == 4
+        assert state["optimizer_history"][-1]["num_updates"] == {"init": 1, "final": 20}[moment]
+        assert "last_optimizer_state" not in state and state["moe_checkpoint"] is None
+
+
+def test_resharded_golden_set_equals_itself(tmp_path):
+    source = str(GOLDEN / "top2_world2" / "final" / "checkpoint_last.pt")
+    merge(source, str(tmp_path / "one.pt"))
+    reshard(str(tmp_path / "one.pt"), str(tmp_path / "four.pt"), 4)
+    reshard(str(tmp_path / "four.pt"), str(tmp_path / "back.pt"), 2)
+    for member in ("shared", "rank-0", "rank-1"):
+        original = GOLDEN / "top2_world2" / "final" / f"checkpoint_last-{member}.pt"
+        assert_same(read(tmp_path / f"back-{member}.pt"), dict(read(original)))
+
+
+def test_inspect_counts_each_parameter_once():
+    report = inspect(str(GOLDEN / "top2_world2" / "final" / "checkpoint_last.pt"))
+    assert report["kind"] == "set" and report["consistent"] and report["num_experts"] == 4
+    # 4 experts in 2 layers of 64x32 + 64 + 32x64 + 32
+    assert report["params_expert"] == 2 * 4 * (2 * 64 * 32 + 64 + 32)
+    # the output projection is the embedding under a second name: counted once
+    dense = read(GOLDEN / "top2_world2/final/checkpoint_last-shared.pt")
+    tied = dense.pop("decoder.output_projection.weight")
+    assert torch.equal(tied, dense["decoder.embed_tokens.weight"])
+    assert report["params_dense"] == sum(tensor.numel() for tensor in dense.values())
+    assert report["moe_layers"] == ["decoder.layers.1", "decoder.layers.3"]
+    assert report["num_updates"] == 20 and report["optimizer_state"] == "none"
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_missing_file_is_known_from_the_gates(tmp_path, lost):
+    """Meta's files say nowhere how many there are; the gates choose from 4 experts."""
+    for file in (GOLDEN / "top2_world2" / "final").glob("*.pt"):
+        if file.name != f"checkpoint_last-rank-{lost}.pt":
+            shutil.copy(file, tmp_path)
+    with pytest.raises(CheckpointError, match=f"1 of 2 rank files missing: .*rank-{lost}.pt"):
+        load_for_rank(str(tmp_path / "checkpoint_last.pt"), rank=0, world_size=1)
+
+
+def test_replicas_of_metas_runs_with_fewer_experts_than_ranks(tmp_path):
+    """There each of the 8 ranks wrote its copy: rank r has expert r % 4."""
+    folder = GOLDEN / "top2_world1" / "final"
+    reshard(str(folder / "checkpoint_last.pt"), str(tmp_path / "x.pt"), 4)
+    for name in names_in(tmp_path):
+        state = torch.load(tmp_path / name, weights_only=True)
+        del state["moe_checkpoint"]
+        torch.save(state, tmp_path / name)
+    for rank in range(4, 8):
+        shutil.copy(tmp_path / f"x-rank-{rank - 4}.pt", tmp_path / f"x-rank-{rank}.pt")
+    whole = load_for_rank(str(folder / "checkpoint_last.pt"), rank=0, world_size=1)["model"]
+    loaded = load_for_rank(str(tmp_path / "x.pt"), rank=0, world_size=1)["model"]
+    assert_same(loaded, whole)
+    del whole["decoder.output_projection.weight"]  # tied to the embedding
+    assert inspect(str(tmp_path / "x.pt"))["params_total"] == sum(t.numel() for t in whole.values())
+
+
+def test_metas_optimizer_state_is_dropped_with_a_warning(tmp_path, caplog):
+    for file in (GOLDEN / "top2_world2" / "final").glob("*.pt"):
+        state = torch.load(file, weights_only=True)
+        state["last_optimizer_state"] = {"state": {0: {"step": 1}}, "param_groups": []}
+        torch.save(state, tmp_path / file.name)
+    with caplog.at_level(logging.WARNING):
+        state = load_for_rank(str(tmp_path / "checkpoint_last.pt"), rank=1, world_size=2)
+    assert "last_optimizer_state" not in state and len(state["model"]) == 64 + 16
+    assert "checkpoint_last-shared.pt: its optimizer state is not keyed by" in caplog.text
+    assert inspect(str(tmp_path / "checkpoint_last.pt"))["optimizer_state"] == "foreign"

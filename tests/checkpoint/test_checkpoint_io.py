@@ -1,0 +1,148 @@
+"""Single files: what is safe to read, what is refused, what is damaged."""
+
+import argparse
+import collections
+import os
+import pickle
+import typing
+
+import pytest
+import torch
+from checkpoint_helpers import assert_same
+
+from fairseq_tutel.checkpoint import CheckpointError, load_file
+from fairseq_tutel.checkpoint.io import damaged_member, save_file
+
+
+class RunsCode:
+    """Unpickling this would create a file: the classic attack on pickles."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+class SomebodysClass:
+    pass
+
+
+def test_harmless_fairseq_classes_load(tmp_path):
+    omegaconf = pytest.importorskip("omegaconf")
+    numpy = pytest.importorskip("numpy")
+    config = omegaconf.OmegaConf.create({"lr": [0.1], "model": {"x": None, "n": 3, "s": "a"}})
+    state = {
+        "args": argparse.Namespace(arch="transformer_lm_gpt", lr=[0.1]),
+        "cfg": config,
+        "history": collections.OrderedDict(a=collections.defaultdict(int)),
+        "kind": typing.Any,
+        "loss": numpy.float64(2.5),
+    }
+    path = str(tmp_path / "x.pt")
+    torch.save(state, path)
+    loaded = load_file(path)
+    assert loaded["cfg"] == config and loaded["cfg"].model.n == 3
+    assert loaded["kind"] is typing.Any
+    assert_same(loaded["args"], state["args"])
+    assert loaded["history"] == state["history"] and loaded["loss"] == 2.5
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_arbitrary_pickles_are_refused_and_not_run(tmp_path, legacy):
+    path, evidence = str(tmp_path / "x.pt"), tmp_path / "ran"
+    attack = {"model": {}, "x": RunsCode(evidence)}
+    torch.save(attack, path, _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(CheckpointError, match=r"x.pt: holds .*system.*refusing to load"):
+        load_file(path)
+    path = str(tmp_path / "plain.pt")
+    with open(path, "wb") as file:
+        pickle.dump(attack, file, protocol=2)
+    with pytest.raises(CheckpointError, match="plain.pt"):
+        load_file(path)
+    assert not evidence.exists()
+
+
+def test_saving_what_could_not_be_loaded_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="SomebodysClass"):
+        save_file({"model": {}, "x": SomebodysClass()}, str(tmp_path / "x.pt"))
+
+
+def test_plain_containers_survive_saving(tmp_path):
+    path = str(tmp_path / "x.pt")
+    counts = collections.defaultdict(list, a=[(1, 2.0), None])
+    save_file({"model": {}, "counts": counts, "flags": {True, False}}, path)
+    assert_same(load_file(path), {"model": {}, "counts": dict(counts), "flags": {True, False}})
+
+
+def test_legacy_format_loads(tmp_path):
+    path, state = str(tmp_path / "x.pt"), {"model": {"w": torch.arange(5.0)}}
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+    assert_same(load_file(path), state)
+
+
+def test_damaged_files_are_named(tmp_path):
+    path = str(tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="x.pt: no such file"):
+        load_file(path)
+    save_file({"model": {"w": torch.arange(1000.0)}}, path)
+    content = (tmp_path / "x.pt").read_bytes()
+    for size in (0, 1, 100, len(content) // 2, len(content) - 1):
+        (tmp_path / "x.pt").write_bytes(content[:size])
+        with pytest.raises(CheckpointError, match=r"x.pt: is (empty|truncated|not a checkpoint)"):
+            load_file(path)
+    (tmp_path / "x.pt").write_bytes(b"some text, not a checkpoint")
+    with pytest.raises(CheckpointError, match="x.pt: is not a checkpoint or is damaged"):
+        load_file(path)
+    torch.save([1, 2], path)
+    with pytest.raises(CheckpointError, match="holds a list, not a dict"):
+        load_file(path)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_file(str(tmp_path))
+
+
+def test_file_replaced_between_torchs_two_openings(tmp_path, monkeypatch):
+    """torch.load reads the pickle, then opens the file again to map it: never mix two files."""
+    path, load = str(tmp_path / "x.pt"), torch.load
+    save_file({"model": {"w": torch.ones(100)}}, path)
+
+    def load_while_replaced(*args, **kwargs):
+        state = load(*args, **kwargs)
+        torch.save({"model": {"w": torch.zeros(100)}}, tmp_path / "new")
+        os.replace(tmp_path / "new", path)
+        return state
+
+    monkeypatch.setattr(torch, "load", load_while_replaced)
+    with pytest.raises(CheckpointError, match="x.pt: was replaced while it was being read"):
+        load_file(path)
+
+
+def test_checksums_find_a_flipped_bit(tmp_path):
+    path = tmp_path / "x.pt"
+    save_file({"model": {"w": torch.full((1000,), 3.0)}}, str(path))
+    assert damaged_member(str(path)) is None
+    content = bytearray(path.read_bytes())
+    position = content.find(torch.tensor([3.0]).numpy().tobytes() * 100)
+    content[position] ^= 1
+    path.write_bytes(bytes(content))
+    assert "data" in damaged_member(str(path))
+
+
+def test_a_slice_does_not_drag_its_stack_into_the_file(tmp_path):
+    stack = torch.randn(64, 1000)
+    tied = torch.randn(1000, 3).t()  # not contiguous
+    path = str(tmp_path / "x.pt")
+    state = {"model": {"w": stack[5], "a": tied, "b": tied, "p": torch.nn.Parameter(stack[6])}}
+    size = save_file(state, path)
+    assert size == os.path.getsize(path) < 4 * (2 * 1000 + 3000) + 5000
+    loaded = load_file(path)["model"]
+    assert torch.equal(loaded["w"], stack[5]) and torch.equal(loaded["p"], stack[6])
+    assert type(loaded["p"]) is torch.Tensor
+    assert torch.equal(loaded["a"], tied) and loaded["a"].data_ptr() == loaded["b"].data_ptr()
+
+
+def test_loaded_tensors_may_be_changed_without_changing_the_file(tmp_path):
+    path = str(tmp_path / "x.pt")
+    save_file({"model": {"w": torch.ones(3000)}}, path)
+    load_file(path)["model"]["w"].zero_()
+    assert torch.equal(load_file(path)["model"]["w"], torch.ones(3000))

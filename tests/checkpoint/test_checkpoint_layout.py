@@ -1,0 +1,108 @@
+"""Names of files and of experts."""
+
+import pytest
+import torch
+from checkpoint_helpers import expert_range
+
+from fairseq_tutel.checkpoint import (
+    CheckpointError,
+    CheckpointSet,
+    check_divisible,
+    concat_experts,
+    count_rank_files,
+    experts_of_rank,
+    slice_experts,
+    split_dense_expert,
+)
+from fairseq_tutel.checkpoint.layout import expert_shapes, gate_experts
+
+
+@pytest.mark.parametrize(
+    "path", ["d/checkpoint_best.pt", "d/checkpoint_best-shared.pt", "d/checkpoint_best-rank-12.pt"]
+)
+def test_any_member_names_the_set(path):
+    cset = CheckpointSet.from_path(path)
+    assert cset.path == "d/checkpoint_best.pt"
+    assert cset.shared_path == "d/checkpoint_best-shared.pt"
+    assert cset.rank_path(12) == "d/checkpoint_best-rank-12.pt"
+
+
+def test_names_of_fairseq_keep_their_dots_and_digits():
+    # keep-best names have a dot and a metric; the stem ends in digits, not in a rank
+    cset = CheckpointSet.from_path("checkpoint.best_loss_4.1230-rank-3.pt")
+    assert cset.path == "checkpoint.best_loss_4.1230.pt"
+    assert cset.role_of("checkpoint.best_loss_4.1230-rank-10.pt") == 10
+    assert cset.role_of("checkpoint.best_loss_4.1230-shared.pt") == "shared"
+    assert cset.role_of("checkpoint.best_loss_4.1230.pt") == "merged"
+    assert cset.role_of("checkpoint.best_loss_4.12301-shared.pt") is None
+    assert cset.role_of("checkpoint.best_loss_4.1230-rank-0.pt.0123456789abcdef.tmp") is None
+
+
+@pytest.mark.parametrize("path", ["d/model.bin", "d/.pt", "d/"])
+def test_other_names_are_refused(path):
+    with pytest.raises(CheckpointError, match="expected NAME.pt"):
+        CheckpointSet.from_path(path)
+
+
+@pytest.mark.parametrize("num_experts", [1, 2, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_experts_of_rank_against_definition(num_experts, world_size):
+    for rank in range(world_size):
+        expected = expert_range(rank, world_size, num_experts)
+        assert list(experts_of_rank(rank, world_size, num_experts)) == expected
+    assert count_rank_files(num_experts, world_size) == min(num_experts, world_size)
+
+
+@pytest.mark.parametrize(("num_experts", "world_size"), [(4, 3), (3, 4), (6, 4)])
+def test_experts_that_do_not_divide_are_told_with_both_values(num_experts, world_size):
+    with pytest.raises(CheckpointError, match=f"{num_experts} experts .* {world_size} ranks"):
+        check_divisible(num_experts, world_size)
+    with pytest.raises(CheckpointError, match=f"{num_experts} experts .* {world_size} ranks"):
+        experts_of_rank(0, world_size, num_experts)
+
+
+def test_slice_and_concat_are_inverse_and_need_no_tensors():
+    whole = {f"l.{layer}.experts.{x}.w": (layer, x) for layer in (0, 11) for x in range(6)}
+    parts = [slice_experts(whole, first=0, wanted=range(r * 2, r * 2 + 2)) for r in range(3)]
+    assert parts[2] == {
+        "l.0.experts.0.w": (0, 4),
+        "l.0.experts.1.w": (0, 5),
+        "l.11.experts.0.w": (11, 4),
+        "l.11.experts.1.w": (11, 5),
+    }
+    assert concat_experts(parts) == whole
+    # a part that starts at global expert 4 gives the same experts
+    assert slice_experts(parts[2], first=4, wanted=range(5, 6)) == {
+        "l.0.experts.0.w": (0, 5),
+        "l.11.experts.0.w": (11, 5),
+    }
+
+
+def test_split_dense_expert():
+    dense, expert = split_dense_expert(
+        {"a.experts.0.w": 1, "a.gate.wg.weight": 2, "expert_count": 3, "experts.1.w": 4}
+    )
+    assert dense == {"a.gate.wg.weight": 2, "expert_count": 3}
+    assert expert == {"a.experts.0.w": 1, "experts.1.w": 4}
+
+
+def test_expert_shapes_finds_gaps_and_differences():
+    good = {"experts.0.w": torch.zeros(2), "experts.1.w": torch.zeros(2)}
+    assert expert_shapes(good, "f") == (2, {"experts.*.w": ((2,), torch.float32)})
+    assert expert_shapes({}, "f") == (0, {})
+    with pytest.raises(CheckpointError, match=r"f: has experts \[0, 2\] but lacks \[1\]"):
+        expert_shapes({"experts.0.w": torch.zeros(2), "experts.2.w": torch.zeros(2)}, "f")
+    with pytest.raises(CheckpointError, match=r"f: expert 1 .*\[3\] float32 against \[2\] float32"):
+        expert_shapes(good | {"experts.1.w": torch.zeros(3)}, "f")
+    with pytest.raises(CheckpointError, match="experts.*.b: .*against absent"):
+        expert_shapes(good | {"experts.1.b": torch.zeros(3)}, "f")
+
+
+def test_gate_rows_tell_the_number_of_experts():
+    keys = ["x.1.moe_layer.experts.0.w", "x.3.moe_layer.experts.0.w"]
+    gates = {f"x.{i}.moe_layer.gate.wg.weight": torch.zeros(4, 2) for i in (1, 3)}
+    assert gate_experts(gates, keys) == 4
+    assert gate_experts({}, keys) is None
+    gates["x.3.moe_layer.gate.wg.weight"] = torch.zeros(8, 2)
+    with pytest.raises(CheckpointError, match="differ in their number of experts"):
+        gate_experts(gates, keys)

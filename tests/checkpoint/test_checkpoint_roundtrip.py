@@ -1,0 +1,231 @@
+"""Saved at any number of ranks, loaded, resharded and merged at any other: the same bits."""
+
+import os
+
+import pytest
+import torch
+from checkpoint_helpers import Reference, assert_same, expert_name, names_in, run_ranks, set_names
+
+from fairseq_tutel.checkpoint import (
+    CheckpointError,
+    copy_set,
+    find_sets,
+    inspect,
+    load_file,
+    load_for_rank,
+    merge,
+    remove_set,
+    reshard,
+    set_exists,
+    split_state,
+    write_set,
+)
+
+WORLD_SIZES = (1, 2, 4)
+
+
+@pytest.mark.parametrize("num_experts", [2, 4, 8])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_save_then_load_at_any_world_size(tmp_path, num_experts, world_size):
+    reference, path = Reference(num_experts), str(tmp_path / "new" / "checkpoint_last.pt")
+    reference.save(path, world_size)
+    files = min(num_experts, world_size)
+    assert names_in(tmp_path / "new") == set_names("checkpoint_last", files)
+    reference.check_loadable(path, WORLD_SIZES)
+    # any member names the set
+    reference.check_loadable(path.replace(".pt", "-shared.pt"))
+    reference.check_loadable(path.replace(".pt", f"-rank-{files - 1}.pt"))
+
+
+def test_files_have_metas_layout(tmp_path):
+    """Dense parameters once, experts numbered from 0 in each rank file; read without our code."""
+    reference = Reference(4)
+    reference.save(str(tmp_path / "m.pt"), 2)
+    shared = torch.load(tmp_path / "m-shared.pt", weights_only=True)
+    assert_same(shared["model"], reference.dense)
+    rank_1 = torch.load(tmp_path / "m-rank-1.pt", weights_only=True)
+    assert len(rank_1["model"]) == 2 * 4 * 2
+    for j in (0, 1):
+        stored = rank_1["model"][expert_name(3, j, "fc1.weight")]
+        assert torch.equal(stored, reference.stacked[3, "fc1.weight"][2 + j])
+    # the common entries are in both, as in Meta's files
+    assert rank_1["cfg"] == shared["cfg"] and rank_1["extra_state"] == shared["extra_state"]
+    assert set(rank_1["last_optimizer_state"]) == {"named_state"}
+    assert set(rank_1["last_optimizer_state"]["named_state"]) == set(rank_1["model"])
+
+
+@pytest.mark.parametrize("num_experts", [2, 4, 8])
+def test_reshard_and_merge_and_back_is_the_identity(tmp_path, num_experts):
+    reference = Reference(num_experts)
+    first = str(tmp_path / "first.pt")
+    reference.save(first, 2)
+    up, one, merged = (str(tmp_path / f"{name}.pt") for name in ("up", "one", "merged"))
+    assert reshard(first, up, 4) == up
+    assert reshard(up, one, 1) == one
+    assert merge(one, merged, with_optimizer=True) == merged
+    assert reshard(merged, str(tmp_path / "back.pt"), 2)
+    assert set_names("up", min(4, num_experts)) <= names_in(tmp_path)
+    for path in (up, one, merged, str(tmp_path / "back.pt")):
+        reference.check_loadable(path, WORLD_SIZES)
+    for member in ("shared", "rank-0", "rank-1"):
+        before = load_file(str(tmp_path / f"first-{member}.pt"))
+        after = load_file(str(tmp_path / f"back-{member}.pt"))
+        assert before["moe_checkpoint"].pop("save_id") != after["moe_checkpoint"].pop("save_id")
+        assert_same(after, before, member)
+    # the source was only read
+    reference.check_loadable(first, WORLD_SIZES)
+
+
+def test_merged_file_numbers_experts_globally_and_leaves_the_optimizer_out(tmp_path):
+    reference = Reference(4)
+    reference.save(str(tmp_path / "m.pt"), 4)
+    merge(str(tmp_path / "m.pt"), str(tmp_path / "one.pt"))
+    stored = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert_same(stored["model"], reference.state(list(range(4)))["model"])
+    assert "last_optimizer_state" not in stored
+    reference.check_loadable(str(tmp_path / "one.pt"), (1, 2), with_optimizer=False)
+    with pytest.raises(CheckpointError, match="one.pt: has no optimizer state"):
+        merge(str(tmp_path / "one.pt"), str(tmp_path / "two.pt"), with_optimizer=True)
+
+
+def test_rewriting_keeps_the_tensors_of_a_file_apart(tmp_path):
+    """A part of a set must not carry the storage of the rest."""
+    Reference(8).save(str(tmp_path / "m.pt"), 1)
+    reshard(str(tmp_path / "m.pt"), str(tmp_path / "r.pt"), 8)
+    whole, part = (os.path.getsize(tmp_path / n) for n in ("m-rank-0.pt", "r-rank-3.pt"))
+    assert part < whole / 4
+
+
+def test_with_optimizer_false_leaves_it_out(tmp_path):
+    path = str(tmp_path / "m.pt")
+    Reference(4).save(path, 2)
+    loaded = load_for_rank(path, rank=0, world_size=2, with_optimizer=False)
+    assert "last_optimizer_state" not in loaded and len(loaded["model"]) == 5 + 2 * 4 * 2
+
+
+def test_state_without_optimizer_round_trips(tmp_path):
+    reference, path = Reference(2), str(tmp_path / "m.pt")
+    shared, rank_state = split_state(reference.state([0, 1], with_optimizer=False))
+    write_set(
+        path,
+        rank=0,
+        world_size=1,
+        shared_state=shared,
+        rank_state=rank_state,
+        num_rank_files=1,
+    )
+    reference.check_loadable(path, (1, 2), with_optimizer=False)
+    assert inspect(path)["optimizer_state"] == "none"
+
+
+def test_dense_checkpoint_without_experts_loads_everywhere(tmp_path):
+    state = {"model": {"decoder.w": torch.randn(3)}, "cfg": {}, "last_optimizer_state": {"s": 1}}
+    torch.save(state, tmp_path / "dense.pt")
+    for rank in range(3):
+        loaded = load_for_rank(str(tmp_path / "dense.pt"), rank=rank, world_size=3)
+        assert_same(loaded["model"], state["model"])
+        assert "last_optimizer_state" not in loaded and loaded["moe_checkpoint"] is None
+    with pytest.raises(CheckpointError, match="has no experts"):
+        reshard(str(tmp_path / "dense.pt"), str(tmp_path / "x.pt"), 2)
+
+
+def test_load_together_reads_what_each_rank_needs_only(tmp_path):
+    reference, path = Reference(4), str(tmp_path / "m.pt")
+    reference.save(path, 4)
+    (tmp_path / "m-rank-3.pt").write_bytes(b"broken, but only rank 1 of 2 needs it")
+    alone = load_for_rank(path, rank=0, world_size=2)
+    assert_same(alone["model"], reference.rank_state(0, 2)["model"])
+    results = run_ranks(
+        2, lambda rank, agree: load_for_rank(path, rank=rank, world_size=2, agree=agree)
+    )
+    for error in results:  # with agree, rank 0 fails too instead of waiting later
+        assert isinstance(error, CheckpointError) and "rank 1: " in str(error)
+        assert "m-rank-3.pt" in str(error) and "1 of 2 ranks" in str(error)
+
+
+def test_ranks_that_read_different_saves_are_told(tmp_path):
+    """As when the set is replaced after rank 0 has read it and before rank 1 has."""
+    paths = [str(tmp_path / f"{name}.pt") for name in "ab"]
+    for path in paths:
+        Reference(4).save(path, 2)
+    for error in run_ranks(
+        2, lambda rank, agree: load_for_rank(paths[rank], rank=rank, world_size=2, agree=agree)
+    ):
+        assert isinstance(error, CheckpointError) and "ranks read different saves" in str(error)
+
+
+def test_smaller_set_replaces_larger_and_merged(tmp_path):
+    path = str(tmp_path / "m.pt")
+    old, new = Reference(4, seed=1), Reference(4, seed=2)
+    old.save(path, 4)
+    new.save(path, 2)
+    assert names_in(tmp_path) == set_names("m", 2)
+    new.check_loadable(path, (1, 2, 4))
+    merge(path, str(tmp_path / "other.pt"), with_optimizer=True)
+    old.save(str(tmp_path / "other.pt"), 1)
+    assert names_in(tmp_path) == set_names("m", 2) | set_names("other", 1)
+    old.check_loadable(str(tmp_path / "other.pt"))
+
+
+def test_copy_is_independent_of_the_original(tmp_path):
+    last, best = str(tmp_path / "checkpoint_last.pt"), str(tmp_path / "checkpoint_best.pt")
+    old, new = Reference(4, seed=1), Reference(4, seed=2)
+    new.save(best, 4)  # what was there before, with more ranks
+    old.save(last, 2)
+    run_ranks(2, lambda rank, agree: copy_set(last, best, rank=rank, world_size=2, agree=agree))
+    copy_set(last, best)  # again: both names are now links to one file, which rename() ignores
+    expected = set_names("checkpoint_last", 2) | set_names("checkpoint_best", 2)
+    assert names_in(tmp_path) == expected
+    assert os.path.samefile(tmp_path / "checkpoint_last-rank-1.pt", best[:-3] + "-rank-1.pt")
+    new.save(last, 2)
+    old.check_loadable(best, (1, 2))
+    new.check_loadable(last, (1, 2))
+    merge(last, str(tmp_path / "m.pt"), with_optimizer=True)
+    copy_set(str(tmp_path / "m.pt"), best)
+    new.check_loadable(best)
+    assert names_in(tmp_path) == expected - set_names("checkpoint_best", 2) | {
+        "m.pt",
+        "checkpoint_best.pt",
+    }
+
+
+def test_copy_without_hard_links(tmp_path, monkeypatch):
+    def no_links(*args, **kwargs):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", no_links)
+    reference = Reference(2)
+    reference.save(str(tmp_path / "a.pt"), 2)
+    copy_set(str(tmp_path / "a.pt"), str(tmp_path / "deep" / "b.pt"))
+    assert not os.path.samefile(tmp_path / "a-rank-0.pt", tmp_path / "deep" / "b-rank-0.pt")
+    reference.check_loadable(str(tmp_path / "deep" / "b.pt"), (1, 2))
+
+
+def test_copy_needs_a_source_and_another_name(tmp_path):
+    with pytest.raises(CheckpointError, match="nothing.pt: no such checkpoint"):
+        copy_set(str(tmp_path / "nothing.pt"), str(tmp_path / "b.pt"))
+    Reference(2).save(str(tmp_path / "a.pt"), 1)
+    with pytest.raises(CheckpointError, match="onto itself"):
+        copy_set(str(tmp_path / "a.pt"), str(tmp_path / "." / "a-shared.pt"))
+
+
+def test_find_and_remove_treat_a_set_as_one_thing(tmp_path):
+    reference = Reference(2)
+    for update in (100, 20, 3):
+        reference.save(str(tmp_path / f"checkpoint_1_{update}.pt"), 2)
+    reference.save(str(tmp_path / "checkpoint_last.pt"), 2)
+    torch.save({"model": {}}, tmp_path / "checkpoint_2_50.pt")
+    found = find_sets(str(tmp_path), r"checkpoint_\d+_(\d+)\.pt", keep_match=True)
+    assert found == [
+        (str(tmp_path / f"checkpoint_{epoch}_{update}.pt"), float(update))
+        for epoch, update in ((1, 100), (2, 50), (1, 20), (1, 3))
+    ]
+    for path in find_sets(str(tmp_path), r"checkpoint_\d+_(\d+)\.pt")[1:]:
+        remove_set(path)
+        assert not set_exists(path)
+    assert names_in(tmp_path) == set_names("checkpoint_1_100", 2) | set_names("checkpoint_last", 2)
+    remove_set(str(tmp_path / "never_there.pt"))
+    # a name that is a prefix of another must not take it along
+    assert find_sets(str(tmp_path), r"checkpoint_last\.pt") == [
+        str(tmp_path / "checkpoint_last.pt")
+    ]
