@@ -88,10 +88,3 @@ def exchange_counts(count_E: torch.Tensor, groups: ExpertParallelGroups) -> torc
         dist.all_to_all_single(received, count_E.contiguous(), group=groups.ep_group)
         count_E = received
     return count_E.view(groups.ep_size, groups.num_local_experts)
-
-
-def to_device_of(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> torch.Tensor:
-    """Move a small control tensor to a device that the group's backend can communicate from."""
-    if dist.get_backend(group) == "nccl":
-        return tensor.cuda()
-    return tensor

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..config import check_divisible
+from .control import gather_integers, refuse_differences
 
 
 def process_world() -> tuple[int, int]:
@@ -76,14 +77,16 @@ def build_groups(num_experts: int, *, simulate_world_size: int = 0) -> ExpertPar
 
     A collective call where torch.distributed is initialised with more than one rank: every rank
     must make it, with the same arguments. The divisibility of E and W is checked before anything is
-    created.
+    communicated, and that all ranks have the same E before groups are created: ranks that wait for
+    different partners would hang.
 
     Args:
         num_experts: E.
         simulate_world_size: if > 1, play rank 0 of that many ranks in a single process.
 
     Raises:
-        ValueError: E and W do not divide, or a simulation is asked for with more than one process.
+        ValueError: E and W do not divide, ranks have different E, or a simulation is asked for with
+            more than one process.
     """
     rank, world_size = process_world()
     if simulate_world_size > 1:
@@ -101,6 +104,9 @@ def build_groups(num_experts: int, *, simulate_world_size: int = 0) -> ExpertPar
             simulated=True,
         )
     check_divisible(num_experts, world_size)
+    if world_size > 1:
+        counts = [row[0] for row in gather_integers([num_experts])]
+        refuse_differences("the number of experts", counts)
     ep_size = min(num_experts, world_size)
     blocks = [range(i, i + ep_size) for i in range(0, world_size, ep_size)]
     replicas = [range(i, world_size, ep_size) for i in range(ep_size)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .all_to_all import to_device_of
+from .control import gather_integers, refuse_differences
 from .groups import ExpertParallelGroups, process_world
 
 
@@ -46,19 +46,9 @@ def agree_step(
     """
     if not groups.communicates:
         return StepAgreement(num_tokens)
-    mine = torch.tensor([num_tokens, *must_equal.values()], dtype=torch.int64)
-    mine = to_device_of(groups.ep_group, mine)
-    everyone = [torch.empty_like(mine) for _ in range(groups.ep_size)]
-    dist.all_gather(everyone, mine, group=groups.ep_group)
-    table = torch.stack(everyone).tolist()
-    first_rank = groups.rank - groups.ep_rank
+    table = gather_integers([num_tokens, *must_equal.values()], groups.ep_group)
     for column, name in enumerate(must_equal, start=1):
-        ranks_by_value: dict[int, list[int]] = {}
-        for position, row in enumerate(table):
-            ranks_by_value.setdefault(row[column], []).append(first_rank + position)
-        if len(ranks_by_value) > 1:
-            listing = "; ".join(f"{v} on ranks {r}" for v, r in sorted(ranks_by_value.items()))
-            raise ValueError(f"MoE ranks disagree on {name}: {listing}")
+        refuse_differences(name, [row[column] for row in table], groups.rank - groups.ep_rank)
     return StepAgreement(max(row[0] for row in table))
 
 

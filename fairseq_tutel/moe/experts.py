@@ -17,6 +17,7 @@ from torch import nn
 
 from .. import ops
 from ..distributed import mark_expert
+from ..reference import ACTIVATIONS
 from .dispatcher import ExpertRows
 
 _STACKED = {
@@ -52,6 +53,10 @@ class Experts(nn.Module):
         seed: int | None = None,
     ):
         super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"unknown activation {activation!r}; expected one of {', '.join(ACTIVATIONS)}"
+            )
         self.expert_ids = tuple(expert_ids)
         self.activation = activation
         self.activation_dropout = activation_dropout

@@ -14,6 +14,7 @@ import faulthandler
 import multiprocessing
 import os
 import pathlib
+import signal
 import tempfile
 import time
 import traceback
@@ -62,10 +63,7 @@ def run_ranks(function: Callable, world_size: int, *args, timeout: float = 60.0)
                 process.start()
             _join(processes, time.monotonic() + timeout)
         finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
+            _end(processes)
             if before is None:
                 del os.environ["OMP_NUM_THREADS"]
             else:
@@ -88,6 +86,20 @@ def _join(processes, deadline):
             deadline = min(deadline, time.monotonic() + GRACE)
 
 
+def _end(processes):
+    """Ask those that still run where they are, then kill them."""
+    running = [p for p in processes if p.is_alive()]
+    for process in running:
+        os.kill(process.pid, signal.SIGUSR2)
+    if running:
+        time.sleep(0.3)
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        if process.pid is not None:
+            process.join()
+
+
 def _story(folder, rank, process):
     error, stacks = folder / f"error-{rank}", folder / f"stacks-{rank}"
     if error.exists():
@@ -104,7 +116,7 @@ def _rank_main(function, args, rank, world_size, folder, timeout):
     torch.set_num_threads(1)
     folder = pathlib.Path(folder)
     with open(folder / f"stacks-{rank}", "w") as stacks:
-        faulthandler.dump_traceback_later(max(timeout - 1, 0.5), file=stacks)
+        faulthandler.register(signal.SIGUSR2, file=stacks)
         try:
             if world_size > 1:
                 dist.init_process_group(
@@ -112,7 +124,7 @@ def _rank_main(function, args, rank, world_size, folder, timeout):
                     init_method=f"file://{folder}/rendezvous",
                     rank=rank,
                     world_size=world_size,
-                    timeout=datetime.timedelta(seconds=max(timeout - 2, 1)),
+                    timeout=datetime.timedelta(seconds=2 * timeout),
                 )
             result = function(*args)
             torch.save(result, folder / f"result-{rank}")
@@ -121,7 +133,4 @@ def _rank_main(function, args, rank, world_size, folder, timeout):
                 dist.destroy_process_group()
         except BaseException:
             (folder / f"error-{rank}").write_text(traceback.format_exc())
-            stacks.flush()
             os._exit(1)
-        finally:
-            faulthandler.cancel_dump_traceback_later()

@@ -119,7 +119,8 @@ def _metrics(prob_TE, chosen_KTE, routed_KTE, kept_KTE):
             metrics[key.format(name)] = 0.0
         if k >= len(chosen_KTE):
             continue
-        percent = sorted((100 * n / max(tokens, 1) for n in chosen_KTE[k].sum(0).tolist()), reverse=True)
+        count_E = sorted(chosen_KTE[k].sum(0).tolist(), reverse=True)
+        percent = [100 * n / max(tokens, 1) for n in count_E]
         metrics[f"{name}_balance_top"] = sum(percent[:share])
         metrics[f"{name}_balance_bottom"] = sum(percent[-share:])
         metrics[f"unused_{name}_count"] = float(percent.count(0.0))

@@ -170,8 +170,8 @@ def test_rows_are_one_to_one_and_within_their_expert(name, training):
     for row, pair in rows.items():
         assert plan.row_TK.flatten()[pair] == row
     assert int(plan.keep_TK.sum()) == len(rows)
-    needed = max(int(n) for n in plan.count_KE.sum(0))
-    assert int(aux.needed_capacity) == needed and aux.load_E.tolist() == plan.count_KE.sum(0).tolist()
+    routed_E = [int((want.location_KT >= 0)[plan.expert_TK.t() == e].sum()) for e in range(E)]
+    assert aux.load_E.tolist() == routed_E and int(aux.needed_capacity) == max(routed_E)
 
 
 @pytest.mark.parametrize("policy", ["sampling", "random"])

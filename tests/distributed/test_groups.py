@@ -1,0 +1,86 @@
+"""Placement of experts on ranks, with real process groups, and the simulated one."""
+
+import pytest
+import torch.distributed as dist
+from helpers.distributed import run_ranks
+
+from fairseq_tutel.distributed import build_groups, process_world
+
+# W=4: experts -> (exchange size, replicas, experts of each rank, exchange and replica partners)
+PLACEMENT = {
+    1: (1, 4, [[0], [0], [0], [0]], [[0], [1], [2], [3]], [[0, 1, 2, 3]] * 4),
+    2: (2, 2, [[0], [1], [0], [1]], [[0, 1], [0, 1], [2, 3], [2, 3]],
+        [[0, 2], [1, 3], [0, 2], [1, 3]]),
+    4: (4, 1, [[0], [1], [2], [3]], [[0, 1, 2, 3]] * 4, [[0], [1], [2], [3]]),
+    8: (4, 1, [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 1, 2, 3]] * 4, [[0], [1], [2], [3]]),
+}
+
+
+def _place():
+    rank, _ = process_world()
+    found = {}
+    for experts in PLACEMENT:
+        groups = build_groups(experts)
+        partners = [
+            [rank] if group is None else dist.get_process_group_ranks(group)
+            for group in (groups.ep_group, groups.replica_group)
+        ]
+        assert groups.num_local_experts == len(groups.local_experts)
+        assert groups.communicates == (experts > 1)
+        found[experts] = (
+            groups.ep_size, groups.num_replicas, list(groups.local_experts), *partners
+        )
+    return found
+
+
+def test_placement_on_four_ranks():
+    for rank, found in enumerate(run_ranks(_place, 4)):
+        for experts, (size, replicas, local, exchange, replica) in PLACEMENT.items():
+            want = (size, replicas, local[rank], exchange[rank], replica[rank])
+            assert found[experts] == want, (rank, experts)
+
+
+def _indivisible():
+    def refuse(*args, **kwargs):
+        raise AssertionError("a collective call before the check")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("new_group", "all_reduce", "all_gather_into_tensor", "barrier"):
+            patch.setattr(dist, name, refuse)
+        with pytest.raises(ValueError, match="5 experts cannot be spread over 2 ranks"):
+            build_groups(5)
+
+
+def test_indivisible_counts_are_refused_before_any_collective():
+    run_ranks(_indivisible, 2)
+
+
+def test_simulation_plays_rank_0_of_many():
+    for experts, size, replicas in ((16, 8, 1), (8, 8, 1), (2, 2, 4)):
+        groups = build_groups(experts, simulate_world_size=8)
+        assert (groups.ep_size, groups.num_replicas, groups.world_size) == (size, replicas, 8)
+        assert groups.simulated and not groups.communicates and groups.ep_rank == 0
+    with pytest.raises(ValueError, match="3 experts.*8 ranks"):
+        build_groups(3, simulate_world_size=8)
+
+
+def _simulate():
+    with pytest.raises(ValueError, match="simulation of 8 ranks runs in one process, not in 2"):
+        build_groups(8, simulate_world_size=8)
+
+
+def test_simulation_needs_a_single_process():
+    run_ranks(_simulate, 2)
+
+
+def _different_expert_counts():
+    rank, _ = process_world()
+    with pytest.raises(ValueError) as caught:
+        build_groups(4 if rank else 2)
+    return str(caught.value)
+
+
+def test_different_expert_counts_are_named():
+    """Groups of different ranks would be waited for until the time limit."""
+    for message in run_ranks(_different_expert_counts, 4, timeout=30):
+        assert "2 on ranks [0]" in message and "4 on ranks [1, 2, 3]" in message
