@@ -133,7 +133,9 @@ def _find_program(word: str, path: str | None) -> tuple[str, ...]:
         if os.access(beside, os.X_OK):
             return (str(beside),)
         if base in _COMMANDS:
-            return (sys.executable, "-m", "fairseq_cli." + base[8:].replace("-", "_"))
+            # not -m: what a plugin replaces in fairseq_cli.X must be what runs, not a __main__ copy
+            module = "fairseq_cli." + base[8:].replace("-", "_")
+            return (sys.executable, "-c", f"from {module} import cli_main; cli_main()")
     if word.endswith(".py") and os.path.isfile(word):
         return (sys.executable, word)
     raise ValueError(f"cannot find the command {word!r} (not on PATH, not an executable file)")
@@ -181,20 +183,50 @@ def use_cpu(command: Command, num_gpus: int) -> bool:
     return cpu
 
 
+def _flag_value(command: Command, *flags: str) -> str | None:
+    for i, word in enumerate(command.arguments):
+        name, equals, text = word.partition("=")
+        if name in flags and equals:
+            return text
+        if word in flags and i + 1 < len(command.arguments):
+            return command.arguments[i + 1]
+    return None
+
+
+def _from_config_file(command: Command, key: str) -> tuple[int, str] | None:
+    """A number that the Hydra config file itself states for `key`, and the file's name.
+
+    Only Hydra can compose a configuration; this finds a plain ``key: 8`` in the primary file.
+    """
+    folder = _flag_value(command, "--config-dir", "-cd", "--config-path", "-cp")
+    name = _flag_value(command, "--config-name", "-cn")
+    if command.kind != "hydra" or folder is None or name is None:
+        return None
+    path = Path(folder) / (name if name.endswith((".yaml", ".yml")) else name + ".yaml")
+    if not path.is_file():
+        return None
+    match = re.search(rf"^\s+{key}:\s*(\d+)\s*(?:#.*)?$", path.read_text(), re.MULTILINE)
+    return (int(match[1]), str(path)) if match else None
+
+
 def check_experts(command: Command, world_size: int) -> None:
-    """Stops a job whose experts cannot be spread over its ranks, as far as the words tell.
+    """Stops a job whose experts cannot be spread over its ranks, as far as the words of the
+    command and its config file tell.
 
     Raises ValueError unless the number of experts divides the world size or the other way round.
     """
     if command.name not in TRAINING or command.integer("moe_freq") == 0:
         return
-    experts = command.integer("moe_expert_count")
+    experts, where = command.integer("moe_expert_count"), command.spelled("moe_expert_count")
+    if command.given("moe_expert_count") is None:
+        experts, file = _from_config_file(command, "moe_expert_count") or (None, "")
+        where = f"{where} in {file}"
     if not experts or experts < 0:
         return
     if experts % world_size and world_size % experts:
         raise ValueError(
-            f"{command.spelled('moe_expert_count')}={experts} and a world size of {world_size}: "
-            "neither divides the other, so the experts cannot be spread evenly over the ranks"
+            f"{where}={experts} and a world size of {world_size}: neither divides the other, so "
+            "the experts cannot be spread evenly over the ranks"
         )
 
 

@@ -1,6 +1,7 @@
 #!/bin/bash
 # Submits the benchmark of the 1.1T configuration at every rung of the ladder, 8 to 512 GPUs: the
-# single layer, the all-to-all and the training, with one expert per GPU and MoE layer.
+# single layer, the all-to-all and the training (its log tells the words per second; nothing is
+# saved), with one expert per GPU and MoE layer.
 #
 #   scripts/slurm/submit_ladder.sh [options] [-- SBATCH_OPTION ...]
 #
@@ -10,8 +11,7 @@
 #   --jobs LIST           of layer, alltoall, train, separated by commas (default: all three)
 #   --config NAME         training configuration in configs/ (default: meta_1.1t)
 #   --updates N           updates of each training run (default: 100)
-#   --results DIR         where the benchmarks write their JSON files and the trainings their
-#                         checkpoints (default: runs/ladder)
+#   --results DIR         for the benchmarks' JSON files and all logs (default: runs/ladder)
 #   --dry-run             print the sbatch commands and submit nothing
 #
 # What stands after -- goes to every sbatch, as in: -- --partition gpu --account lab --time 1:00:00
@@ -93,14 +93,19 @@ for count in $gpus; do
     for job in ${jobs//,/ }; do
         name=moe-$job-$count
         case $job in
-            layer | alltoall)
-                submit "$name" "$nodes" "$each" "bench_$job.sbatch" --output "$results/$job-$count.json"
+            layer)
+                submit "$name" "$nodes" "$each" bench_layer.sbatch --preset meta-1.1t \
+                    --experts "$count" --output "$results/layer-$count.json"
+                ;;
+            alltoall)
+                submit "$name" "$nodes" "$each" bench_alltoall.sbatch \
+                    --output "$results/alltoall-$count.json"
                 ;;
             train)
                 submit "$name" "$nodes" "$each" train.sbatch \
                     fairseq-hydra-train --config-dir configs --config-name "$config" \
                     "model.moe_expert_count=$count" "optimization.max_update=$updates" \
-                    "checkpoint.save_dir=$results/train-$count"
+                    checkpoint.no_save=true
                 ;;
         esac
     done

@@ -63,6 +63,13 @@ def test_a_script_path_runs_under_this_interpreter(tmp_path):
     assert command.program == (sys.executable, str(script))
 
 
+def test_fairseqs_commands_need_no_console_scripts(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    command = parse_command(["fairseq-eval-lm", "data"], "")
+    assert command.name == "fairseq-eval-lm" and command.arguments == ("data",)
+    assert command.program[1:] == ("-c", "from fairseq_cli.eval_lm import cli_main; cli_main()")
+
+
 def test_unknown_and_missing_commands():
     with pytest.raises(ValueError, match="cannot find the command 'no-such-tool'"):
         parse_command(["no-such-tool"], "")
@@ -193,6 +200,16 @@ def test_experts_that_fit(path, experts, world_size):
 def test_experts_that_do_not_fit(path, text):
     with pytest.raises(ValueError, match=r"moe.expert.count=6 and a world size of 4: neither"):
         check_experts(command_of(text, path), 4)
+
+
+def test_experts_of_a_config_file(path, tmp_path):
+    (tmp_path / "big.yaml").write_text("model:\n  moe_freq: 2\n  moe_expert_count: 6  # why\n")
+    text = f"fairseq-hydra-train --config-dir {tmp_path} --config-name big"
+    check_experts(command_of(text, path), 3)
+    with pytest.raises(ValueError, match=r"moe_expert_count in .*big.yaml=6 and a world size of 4"):
+        check_experts(command_of(text, path), 4)
+    check_experts(command_of(text + " model.moe_expert_count=8", path), 4)
+    check_experts(command_of(text + " model.moe_freq=0", path), 4)
 
 
 def test_experts_that_are_not_used(path):

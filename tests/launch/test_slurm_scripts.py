@@ -183,7 +183,7 @@ def test_ladder_submits(tmp_path, slurm):
     words = words_of(tmp_path, "sbatch")
     assert words[words.index("--nodes") + 1] == "1"
     assert words[words.index("--gpus-per-node") + 1] == "4"
-    assert words[-2:] == ["--output", f"{tmp_path}/results/layer-4.json"]
+    assert words[-4:] == ["--experts", "4", "--output", f"{tmp_path}/results/layer-4.json"]
 
 
 @pytest.mark.parametrize(
