@@ -1,0 +1,289 @@
+"""Tokens per second of fairseq training, end to end: this plugin and what it is compared with.
+
+    python scripts/bench/bench_train.py --preset x4
+    python scripts/bench/bench_train.py --device cuda --preset meta-1.1t-rank
+
+In one run and in turn: this plugin; the same model whose MoE layers compute the dense S x E x C
+formulation; the FLOP-matched dense model, whose MoE layers are dense feed-forward networks K times
+as wide. An update is fairseq's ``Trainer.train_step``: forward, backward, clipping, optimizer,
+statistics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import figures
+import torch
+from measure import percentiles
+from ranks import choose_device
+from record import ROOT, describe_run, device_name, quiet_logs, say, table, write_json
+from train_models import (
+    PRESETS,
+    VARIANTS,
+    Run,
+    TrainPreset,
+    flop_matched,
+    load_config,
+    random_samples,
+)
+
+from fairseq_tutel.plan.hardware import load_hardware
+from fairseq_tutel.plan.parameters import count_parameters
+from fairseq_tutel.plan.settings import read_settings
+from fairseq_tutel.plan.work import count_work
+
+# Hardware profile by a part of the GPU's name.
+_PROFILES = {"H200": "h200", "H100": "h100", "A100": "a100-80g"}
+_MFU_GOAL = 0.50
+_MAX_OVERFLOWS = 20
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    about = "\n".join(f"  {name:15s} {preset.about}" for name, preset in PRESETS.items())
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        epilog=f"presets:\n{about}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
+    add("--preset", choices=list(PRESETS), help="default: meta-1.1t-rank on a GPU, x4 on a CPU")
+    add("--override", action="append", default=[], metavar="KEY=VALUE",
+        help="of the preset's config, e.g. model.dropout=0.0; may be repeated")  # fmt: skip
+    add("--variants", type=lambda text: text.split(","), metavar="LIST",
+        help=f"of {', '.join(VARIANTS)} (default: the preset's)")  # fmt: skip
+    add("--updates", type=int, default=10, help="measured updates of each variant (default: 10)")
+    add("--warmup", type=int, default=2, help="updates before those that count (default: 2)")
+    add("--one-by-one", action="store_true",
+        help="measure one variant after the other instead of in turn (models that do not fit "
+        "together)")  # fmt: skip
+    add("--hardware", help="profile in configs/hardware for the model FLOPs utilisation (default: "
+        "by the GPU's name)")  # fmt: skip
+    add("--threads", type=int, help="CPU threads (default: torch's)")
+    add("--seed", type=int, default=1, help="of the tokens (default: 1)")
+    add("--output", type=Path, help="JSON file (default: runs/bench/train-PRESET-DEVICE.json)")
+    add("--figure", type=Path, help="PNG file (default: beside the JSON file)")
+    return parser.parse_args(argv)
+
+
+class Stopwatch:
+    """Seconds of one update of a run, its device included."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def _wait(self):
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def time(self, run: Run, sample: dict) -> tuple[float, float]:
+        """(seconds, loss) of an update that was made; those with an overflow do not count.
+
+        Raises:
+            RuntimeError: the loss scale does not come to rest.
+        """
+        for _ in range(_MAX_OVERFLOWS):
+            self._wait()
+            begin = time.perf_counter()
+            logged = run.update(sample)
+            self._wait()
+            seconds = time.perf_counter() - begin
+            if "loss" in logged:
+                return seconds, float(logged["loss"])
+        raise RuntimeError(f"{_MAX_OVERFLOWS} updates in a row overflowed ({run.variant})")
+
+
+def measure_together(runs: Sequence[Run], samples, options, watch: Stopwatch) -> dict[str, dict]:
+    """Updates of all runs in turn, each repetition beginning with another run."""
+    seconds: dict[str, list[float]] = {run.variant: [] for run in runs}
+    losses: dict[str, list[float]] = {run.variant: [] for run in runs}
+    for number in range(-options.warmup, options.updates):
+        first = number % len(runs)
+        for run in [*runs[first:], *runs[:first]]:
+            taken, loss = watch.time(run, samples[number % len(samples)])
+            if number >= 0:
+                seconds[run.variant].append(taken)
+            losses[run.variant].append(loss)
+    return {run.variant: {"seconds": seconds[run.variant], "losses": losses[run.variant]}
+            for run in runs}  # fmt: skip
+
+
+def measure(variants, config, samples, options, device) -> dict[str, dict]:
+    """variant -> seconds and losses of every update, peak memory of the process."""
+    watch = Stopwatch(device)
+    groups = [[v] for v in variants] if options.one_by_one else [variants]
+    measured: dict[str, dict] = {}
+    for group in groups:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        runs = [Run(variant, config) for variant in group]
+        measured.update(measure_together(runs, samples, options, watch))
+        for run in runs:
+            measured[run.variant]["parameters"] = run.parameters
+            if device.type == "cuda":
+                measured[run.variant]["peak_bytes_of_process"] = torch.cuda.max_memory_allocated()
+            run.close()
+        del runs, run
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return measured
+
+
+def summarise(measured: dict[str, dict], tokens: int, flops: dict[str, float], peak: float | None):
+    """Results by variant from raw seconds."""
+    results = {}
+    for variant, raw in measured.items():
+        spread = percentiles(raw["seconds"])
+        speed = {key: tokens / value for key, value in spread.items()}
+        results[variant] = {
+            "about": VARIANTS[variant],
+            "parameters": raw["parameters"],
+            "seconds": spread,
+            "tokens_per_second": speed,
+            "model_flops_per_token": flops[variant],
+            "model_flops_utilisation": peak and flops[variant] * speed["p50"] / peak,
+            "peak_bytes_of_process": raw.get("peak_bytes_of_process"),
+            "losses": raw["losses"],
+            "raw_seconds": raw["seconds"],
+        }
+    return results
+
+
+def model_flops(variants: Sequence[str], config) -> dict[str, float]:
+    """Operations per token, forward and backward, as the planner counts them."""
+    flops = {}
+    for variant in variants:
+        settings = read_settings(flop_matched(config) if variant == "flop-matched" else config, "")
+        flops[variant] = count_work(settings, count_parameters(settings)).model_flops
+    return flops
+
+
+def peak_flops(options, config, device: torch.device) -> float | None:
+    """Of the device in the config's precision, from its profile; None for an unknown device."""
+    name = options.hardware
+    if name is None and device.type == "cuda":
+        gpu = torch.cuda.get_device_name(device)
+        name = next((profile for part, profile in _PROFILES.items() if part in gpu), None)
+    if name is None:
+        return None
+    hardware = load_hardware(ROOT / "configs" / "hardware", name)
+    half = config.common.fp16 or config.common.bf16
+    return hardware.half_flops if half else hardware.fp32_flops
+
+
+def compare(results: dict[str, Any], preset: TrainPreset) -> tuple[dict[str, float], list[dict]]:
+    """Ratios of this plugin's median tokens/s to the others', and the goals."""
+    if "moe" not in results:
+        return {}, []
+    own = results["moe"]["tokens_per_second"]["p50"]
+    ratios = {
+        f"moe/{name}": own / run["tokens_per_second"]["p50"]
+        for name, run in results.items()
+        if name != "moe"
+    }
+    goals = [
+        {"goal": f"at least {bound:g} times the tokens/s of: {VARIANTS[name]}",
+         "ratio": ratios[f"moe/{name}"], "bound": bound,
+         "reached": ratios[f"moe/{name}"] >= bound}
+        for name, bound in preset.goals
+        if name in results
+    ]  # fmt: skip
+    used = results["moe"]["model_flops_utilisation"]
+    if used is not None:
+        goals.append({"goal": f"model FLOPs utilisation of at least {_MFU_GOAL:.0%}",
+                      "ratio": used, "bound": _MFU_GOAL, "reached": used >= _MFU_GOAL})  # fmt: skip
+    return ratios, goals
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """Table, ratios and goals."""
+    say(f"training on {device_name(result)}: {result['title']}")
+    rows = []
+    for name, run in result["results"].items():
+        speed, peak = run["tokens_per_second"], run["peak_bytes_of_process"]
+        used = run["model_flops_utilisation"]
+        rows.append([
+            name, f"{run['parameters'] / 1e6:,.1f} M", f"{run['seconds']['p50']:.3f}",
+            f"{speed['p50']:,.0f}", f"{speed['p80']:,.0f}-{speed['p20']:,.0f}",
+            "-" if peak is None else f"{peak / 2**30:.1f}", "-" if used is None else f"{used:.1%}",
+        ])  # fmt: skip
+    say(table(["variant", "parameters", "s/update", "tokens/s: p50", "p20-p80", "peak GiB", "MFU"],
+              rows))  # fmt: skip
+    for key, ratio in result["ratios"].items():
+        say(f"tokens/s, {key}: {ratio:.2f}")
+    for goal in result["goals"]:
+        verdict = "reached" if goal["reached"] else "NOT reached"
+        say(f"goal: {goal['goal']}: {goal['ratio']:.2f}, {verdict}")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure, print and write."""
+    device = choose_device(options.device)
+    name = options.preset or ("meta-1.1t-rank" if device.type == "cuda" else "x4")
+    preset = PRESETS[name]
+    variants = list(options.variants or preset.variants)
+    unknown = [v for v in variants if v not in VARIANTS]
+    if unknown:
+        raise ValueError(f"--variants {','.join(unknown)}: choose from {', '.join(VARIANTS)}")
+    config = load_config(preset, options.override, device.type == "cuda")
+    vocabulary = config.task.dict_size + 4
+    samples = random_samples(config, vocabulary, 4, options.seed)
+    tokens = config.dataset.batch_size * config.task.tokens_per_sample
+    measured = measure(variants, config, samples, options, device)
+    flops = model_flops(variants, config)
+    results = summarise(measured, tokens, flops, peak_flops(options, config, device))
+    ratios, goals = compare(results, preset)
+    if options.override:
+        goals = []  # they hold for the preset as it is
+    title = "; ".join(filter(None, [preset.about, *options.override]))
+    result = {
+        **describe_run("train", device),
+        "preset": name if not options.override else "custom",
+        "title": title,
+        "simulated": preset.simulated,
+        "settings": {
+            **dataclasses.asdict(preset), "overrides": [*preset.overrides, *options.override],
+            "tokens_per_update": tokens, "experts": config.model.moe_expert_count,
+            "simulated_ranks": config.model.moe_simulate_world_size,
+            "interleaved": not options.one_by_one,
+        },
+        "results": results,
+        "ratios": ratios,
+        "goals": goals,
+    }  # fmt: skip
+    print_result(result)
+    path = options.output or Path(f"runs/bench/train-{name}-{device.type}.json")
+    write_json(result, path)
+    say(f"written: {path}")
+    picture = options.figure or path.with_suffix(".png")
+    if figures.draw(result, picture):
+        say(f"drawn: {picture}")
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 2 for a wrong command line."""
+    options = parse_arguments(argv)
+    quiet_logs()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    try:
+        run(options)
+    except ValueError as error:
+        sys.stderr.write(f"bench_train.py: error: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""The dense formulation of an MoE layer: the yardstick that the sparse layer is measured against.
+
+Written from GShard (Lepikhin et al. 2020, arXiv 2006.16668): algorithm 1 gives combine_weights
+[T, E, C] (S there is T here), algorithm 2 the products with it. Every token is multiplied by every
+slot of every expert, so dispatch and combine cost O(T * E * C * M) = O(k f T^2 M) operations and
+the two masks O(k f T^2) memory. What the paper leaves open (which gates are normalised when, what a
+dropped second choice does to the first) follows fairseq's ``moe`` branch, as ``MoELayer`` does, so
+that both give the same numbers.
+
+Legend: T tokens of this rank, M model dim, E experts, e local experts, C capacity, K top-k, W
+ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fairseq_tutel.distributed import agree_step, all_to_all
+from fairseq_tutel.moe import ExpertRows, MoEAux, MoELayer
+
+# Tensors of T*E*C elements that live at once while the backward pass runs, as the formulation below
+# needs them: combine weights, dispatch mask, and gradients of the combine weights.
+LIVE_MASKS = 3
+
+
+class DenseMoE(nn.Module):
+    """The layer's computation in the dense formulation, with the parameters of a ``MoELayer``.
+
+    Called like the layer, so that it can take its place in a model.
+
+    Args:
+        layer: owner of the gate and the experts, which are shared, not copied.
+        expert_loop: compute the local experts one after the other, as fairseq's ``moe`` branch
+            does, instead of with the batched product that the sparse layer uses.
+
+    Raises:
+        ValueError: the layer has routing options that algorithm 1 does not know, or no fixed
+            capacity.
+    """
+
+    def __init__(self, layer: MoELayer, expert_loop: bool = False):
+        super().__init__()
+        config = layer.config
+        if config.capacity_factor <= 0:
+            raise ValueError(
+                f"capacity_factor={config.capacity_factor}: the dense formulation needs a fixed "
+                "capacity, > 0"
+            )
+        for name, wanted in (
+            ("second_expert_policy", "all"),
+            ("normalize_before_dropping", False),
+            ("batch_prioritized", False),
+            ("use_pad_mask", False),
+            ("gate_noise", 0.0),
+            ("input_jitter", 0.0),
+            ("input_dropout", 0.0),
+            ("z_loss_weight", 0.0),
+        ):
+            if getattr(config, name) != wanted:
+                raise ValueError(f"{name}={getattr(config, name)!r}: written for {wanted!r} only")
+        self.layer = layer
+        self.expert_loop = expert_loop
+
+    def forward(
+        self, x: Tensor, *, pad_mask=None, step=None, return_aux: bool = False
+    ) -> Tensor | tuple[Tensor, MoEAux]:
+        """As ``MoELayer.forward`` in training mode; ``aux`` has a loss but no metrics (zeros)."""
+        layer = self.layer
+        x_TM = x.reshape(-1, x.shape[-1])
+        if step is None:
+            step = agree_step(x_TM.shape[0], layer.fingerprint(x.dtype), layer.groups)
+        capacity = layer.config.capacity(step.num_tokens, training=True)
+        combine_TEC, loss, load_E = gating(layer.gate(x_TM), layer.config.top_k, capacity)
+        y_TM = self._moe(x_TM, combine_TEC.to(x.dtype), combine_TEC.bool())
+        y = y_TM.view(x.shape)
+        aux = MoEAux(loss, x.new_zeros(11, dtype=torch.float32), load_E, load_E.max())
+        return (y, aux) if return_aux else y
+
+    def _moe(self, x_TM, combine_TEC, mask_TEC):
+        """Algorithm 2, lines 3 to 7, with the all-to-alls that GShard's sharding inserts."""
+        groups = self.layer.groups
+        ranks, local = groups.ep_size, groups.num_local_experts
+        num_tokens, num_experts, capacity = combine_TEC.shape
+        model_dim = x_TM.shape[1]
+        # einsum("tec,tm->ecm"), written as the one matrix product that it is
+        mask_TR = mask_TEC.to(x_TM.dtype).view(num_tokens, num_experts * capacity)
+        rows = all_to_all(mask_TR.t() @ x_TM, groups)
+        rows = rows.view(ranks, local, capacity, model_dim).transpose(0, 1)
+        out = self._experts(rows.reshape(local, ranks * capacity, model_dim))
+        out = out.view(local, ranks, capacity, model_dim).transpose(0, 1).reshape(-1, model_dim)
+        # einsum("tec,ecm->tm")
+        return combine_TEC.view(num_tokens, -1) @ all_to_all(out, groups)
+
+    def _experts(self, rows):
+        experts = self.layer.experts
+        if not self.expert_loop:
+            return experts(ExpertRows(rows))
+        out = []
+        for slot, part in enumerate(rows):
+            hidden = nn.functional.linear(part, experts.fc1_weight[slot], experts.fc1_bias[slot])
+            hidden = _ACTIVATIONS[experts.activation](hidden)
+            weight, bias = experts.fc2_weight[slot], experts.fc2_bias[slot]
+            out.append(nn.functional.linear(hidden, weight, bias))
+        return torch.stack(out)
+
+
+_ACTIVATIONS = {"gelu": nn.functional.gelu, "relu": nn.functional.relu}
+
+
+def gating(logits_TE: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Algorithm 1 of GShard with plain top-k choices.
+
+    Args:
+        logits_TE: fp32 [T, E], with gradient.
+        top_k: K.
+        capacity: C.
+
+    Returns:
+        combine weights fp32 [T, E, C], zero but for the slots of each token; balance loss, fp32
+        scalar, 1.0 at perfect balance; load_E int64 [E], choices per expert before dropping.
+    """
+    num_tokens, num_experts = logits_TE.shape
+    gates_TE = logits_TE.softmax(dim=1)
+    remaining_TE = gates_TE.detach().clone()
+    masks, locations = [], []
+    taken_E = torch.zeros(num_experts, dtype=torch.int64, device=logits_TE.device)
+    for _ in range(top_k):
+        index_T = remaining_TE.argmax(dim=1)
+        mask_TE = nn.functional.one_hot(index_T, num_experts)
+        remaining_TE.masked_fill_(mask_TE.bool(), float("-inf"))
+        locations.append(torch.cumsum(mask_TE, dim=0) - 1 + taken_E)
+        taken_E = taken_E + mask_TE.sum(dim=0)
+        masks.append(mask_TE)
+    loss = num_experts * (gates_TE.mean(dim=0) * masks[0].float().mean(dim=0)).sum()
+
+    kept = [mask * (place < capacity) for mask, place in zip(masks, locations, strict=True)]
+    gate_KT = torch.stack([(gates_TE * mask_TE).sum(dim=1) for mask_TE in kept])
+    if top_k > 1:
+        gate_KT = gate_KT / gate_KT.sum(dim=0).clamp(min=torch.finfo(gate_KT.dtype).eps)
+    combine_TEC = None
+    for gate_T, mask_TE, location_TE in zip(gate_KT, kept, locations, strict=True):
+        slot_T = (location_TE * mask_TE).sum(dim=1)
+        slot_TC = nn.functional.one_hot(slot_T, capacity).to(gates_TE.dtype)
+        # einsum("te,tc->tec"); its backward pass as bmm needs no product of this size
+        part_TEC = torch.bmm((gate_T[:, None] * mask_TE)[:, :, None], slot_TC[:, None, :])
+        combine_TEC = part_TEC if combine_TEC is None else combine_TEC + part_TEC
+    return combine_TEC, loss, taken_E
+
+
+def memory_need(tokens: int, experts: int, capacity: int, element_size: int) -> int:
+    """Bytes that the dense masks alone need while the backward pass runs.
+
+    A lower bound: routing is computed in fp32, and its products are kept where they are cast.
+
+    Args:
+        element_size: bytes of the layer's dtype.
+    """
+    return LIVE_MASKS * tokens * experts * capacity * element_size

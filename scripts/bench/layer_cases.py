@@ -1,0 +1,169 @@
+"""The cases of the layer benchmark: dense formulation, this layer, experts and products alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from dense_reference import DenseMoE, memory_need
+from measure import Case, available_memory
+from presets import DTYPES, LayerShape
+from torch import Tensor
+
+from fairseq_tutel import ops
+from fairseq_tutel.distributed import ExpertParallelGroups
+from fairseq_tutel.moe import ExpertRows, MoELayer
+
+LAYER_BACKENDS = ("triton", "torch")
+FORMULATIONS = ("dense", "dense-loop")
+FLOORS = ("experts", "products")
+CASES = (*FORMULATIONS, *LAYER_BACKENDS, *FLOORS)
+ABOUT = {
+    "dense": "dense S x E x C formulation (GShard)",
+    "dense-loop": "dense S x E x C formulation, experts in a loop",
+    "triton": "this layer, Triton backend",
+    "torch": "this layer, torch backend",
+    "experts": "experts alone: products, bias, activation",
+    "products": "experts' products alone (the floor)",
+}
+# Input sets that take turns; each rank draws its own.
+_INPUTS = 3
+_LOSS_GRAD = 0.01
+# Largest RMS error ratio between the formulations: summation order, and rounding to the dtype.
+_AGREEMENT = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
+
+
+class LayerInputs:
+    """One layer and the tensors that all cases of a benchmark share.
+
+    Args:
+        shape: sizes.
+        groups: placement of the experts.
+        device: where everything lives.
+        seed: of weights and inputs; random numbers, not zeros, which some units multiply faster.
+    """
+
+    def __init__(
+        self, shape: LayerShape, groups: ExpertParallelGroups, device: torch.device, seed: int
+    ):
+        torch.manual_seed(seed)
+        dtype = DTYPES[shape.dtype]
+        self.shape, self.device = shape, device
+        layer = MoELayer(
+            shape.model_dim,
+            shape.experts,
+            shape.hidden_dim,
+            top_k=shape.top_k,
+            groups=groups,
+            seed=seed,
+            capacity_factor=shape.capacity_factor,
+        )
+        self.layer = layer.to(device, dtype).train()
+        generator = torch.Generator(device=device).manual_seed(seed + 1 + groups.rank)
+
+        def draw(*size: int) -> list[Tensor]:
+            return [
+                torch.randn(size, device=device, dtype=dtype, generator=generator)
+                for _ in range(_INPUTS)
+            ]
+
+        tokens = (shape.tokens, shape.model_dim)
+        self.x = [x.requires_grad_() for x in draw(*tokens)]
+        self.dy = draw(*tokens)
+        local = groups.num_local_experts
+        rows = (local, groups.ep_size * shape.capacity, shape.model_dim)
+        self.rows = [x.requires_grad_() for x in draw(*rows)]
+        self.d_rows = draw(*rows)
+        self.loss_grad = torch.tensor(_LOSS_GRAD, device=device)
+
+    def leaves(self) -> list[Tensor]:
+        """Everything that gets a gradient."""
+        return [*self.layer.parameters(), *self.x, *self.rows]
+
+
+def make_case(name: str, inputs: LayerInputs, backend: str) -> Case:
+    """One of CASES.
+
+    Args:
+        backend: of the operators outside the layer's own cases (``triton`` or ``torch``).
+    """
+    layer = inputs.layer
+
+    def on_tokens(module):
+        def forward(number):
+            y, aux = module(inputs.x[number % _INPUTS], return_aux=True)
+            loss_grad = inputs.loss_grad.to(aux.loss.dtype)
+            return (y, aux.loss), (inputs.dy[number % _INPUTS], loss_grad)
+
+        return forward
+
+    def on_rows(function):
+        def forward(number):
+            out = function(inputs.rows[number % _INPUTS])
+            return (out,), (inputs.d_rows[number % _INPUTS],)
+
+        return forward
+
+    def products(rows):
+        hidden = torch.bmm(rows, layer.experts.fc1_weight.transpose(1, 2))
+        return torch.bmm(hidden, layer.experts.fc2_weight.transpose(1, 2))
+
+    if name in LAYER_BACKENDS:
+        forward, backend = on_tokens(layer), name
+    elif name in FORMULATIONS:
+        forward = on_tokens(DenseMoE(layer, expert_loop=name == "dense-loop"))
+    elif name == "experts":
+        forward = on_rows(lambda rows: layer.experts(ExpertRows(rows)))
+    else:
+        forward = on_rows(products)
+    return Case(name, forward, inputs.leaves, lambda: ops.set_backend(backend))
+
+
+def why_not_run(name: str, shape: LayerShape, device: torch.device) -> str | None:
+    """Reason why a case cannot run here, None where it can."""
+    if name == "triton" and device.type != "cuda":
+        return "Triton kernels need a GPU; the interpreter's speed says nothing"
+    if name in FORMULATIONS:
+        size = torch.empty(0, dtype=DTYPES[shape.dtype]).element_size()
+        need = memory_need(shape.tokens, shape.experts, shape.capacity, size)
+        free = available_memory(device)
+        if need > free:
+            return (
+                f"its masks alone need {need / 1e9:.1f} GB (computed), "
+                f"{free / 1e9:.1f} GB are available"
+            )
+    return None
+
+
+def check_agreement(cases: Sequence[Case], inputs: LayerInputs) -> dict[str, float]:
+    """Compare output and input gradient of all cases that compute the layer with the first one's.
+
+    Returns:
+        case -> larger RMS error ratio of the two.
+
+    Raises:
+        RuntimeError: they do not compute the same.
+    """
+    reference, ratios = None, {}
+    for case in cases:
+        if case.name in FLOORS:
+            continue
+        case.begin()
+        outputs, grads = case.forward(0)
+        torch.autograd.backward(outputs, grads)
+        got = (outputs[0].detach().double(), inputs.x[0].grad.double())
+        case.begin()
+        if reference is None:
+            reference = got
+            continue
+        ratios[case.name] = max(
+            ((a - b).square().mean() / b.square().mean()).sqrt().item()
+            for a, b in zip(got, reference, strict=True)
+        )
+        limit = _AGREEMENT[inputs.shape.dtype]
+        if not ratios[case.name] <= limit:  # NaN fails, too
+            raise RuntimeError(
+                f"{case.name} does not compute what {cases[0].name} does: RMS error ratio "
+                f"{ratios[case.name]:.3g}, at most {limit:g} expected"
+            )
+    return ratios

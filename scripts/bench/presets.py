@@ -1,0 +1,177 @@
+"""Shapes that the benchmarks know by name, and what each must reach."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One MoE layer as one rank sees it.
+
+    Attributes:
+        tokens: T of this rank.
+        model_dim, hidden_dim: M, F.
+        experts: E over all ranks.
+        top_k: K.
+        capacity_factor: f; K * int(f * ceil(T / E)) slots per expert and rank.
+        dtype: key of DTYPES.
+        simulated_ranks: > 1: this process plays one rank of so many, each all-to-all is a copy.
+    """
+
+    tokens: int
+    model_dim: int
+    hidden_dim: int
+    experts: int
+    top_k: int = 2
+    capacity_factor: float = 1.0
+    dtype: str = "float32"
+    simulated_ranks: int = 0
+
+    @property
+    def capacity(self) -> int:
+        """C, slots per expert and rank."""
+        slots = int(self.capacity_factor * math.ceil(self.tokens / self.experts))
+        return max(1, self.top_k * slots)
+
+    def local_experts(self, world_size: int) -> int:
+        """e, experts of one rank of ``world_size`` real ones."""
+        return max(1, self.experts // max(world_size, self.simulated_ranks))
+
+    def rows(self, world_size: int) -> int:
+        """Rows that the local experts of one rank receive."""
+        ranks = min(self.experts, max(world_size, self.simulated_ranks))
+        return self.local_experts(world_size) * ranks * self.capacity
+
+    def on_ranks(self, world_size: int) -> LayerShape:
+        """The same local work on so many real ranks in place of simulated ones."""
+        if world_size == 1:
+            return self
+        local = max(1, self.experts // max(1, self.simulated_ranks))
+        return dataclasses.replace(self, experts=local * world_size, simulated_ranks=0)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """``numerator / denominator`` of two measured times must reach a bound.
+
+    Attributes:
+        text: what is asked, in words.
+        numerator, denominator: names of cases; ``layer`` is this layer's first backend.
+        phase: ``forward``, ``backward`` or ``both``.
+        bound: the ratio.
+        at_most: whether the ratio must stay below the bound.
+        device: where it is asked, ``cpu`` or ``cuda``.
+    """
+
+    text: str
+    numerator: str
+    denominator: str
+    bound: float
+    at_most: bool = False
+    phase: str = "both"
+    device: str = "cuda"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named shape with its source and goals."""
+
+    about: str
+    shape: LayerShape
+    goals: tuple[Goal, ...] = ()
+
+
+def _paper(tokens: int, dim: int, ranks: int = 16) -> LayerShape:
+    return LayerShape(
+        tokens, dim, dim, experts=2 * ranks, dtype="bfloat16", simulated_ranks=ranks
+    )
+
+
+def _meta(ranks: int) -> LayerShape:
+    return LayerShape(
+        24576, 4096, 16384, experts=ranks, dtype="bfloat16", simulated_ranks=ranks
+    )
+
+
+def _faster_than_dense(times: float, device: str = "cuda") -> Goal:
+    text = f"at least {times:g} times faster than the dense formulation"
+    return Goal(text, "dense", "layer", times, device=device)
+
+
+_NO_OVERHEAD = Goal(
+    "everything but the experts' products costs at most 10% of them",
+    "layer",
+    "products",
+    1.10,
+    at_most=True,
+)
+
+PRESETS = {
+    "fig14": Preset(
+        "figure 14 of arXiv 2206.03382: 16384 tokens, D = H = 2048, 2 local experts, top-2, f = 1, "
+        "as one GPU of 16 sees it",
+        _paper(16384, 2048),
+        (_faster_than_dense(5.0),),
+    ),
+    **{
+        f"memory-{tokens}": Preset(
+            f"memory table of arXiv 2206.03382: {tokens} tokens, D = H = 4096, 2 local experts, "
+            "top-2, as one GPU of 16 sees it",
+            _paper(tokens, 4096),
+        )
+        for tokens in (4096, 8192, 16384, 32768)
+    },
+    "meta-1.1t": Preset(
+        "one MoE layer of Meta's 1.1T model as one GPU of 512 sees it: 24576 tokens, 4096/16384, "
+        "512 experts, 1 local expert with 512 x 96 rows",
+        _meta(512),
+        (_NO_OVERHEAD,),
+    ),
+    "meta-8gpu": Preset(
+        "the same layer with one expert per GPU on 8 GPUs: 8 experts, 1 local expert with "
+        "8 x 6144 rows",
+        _meta(8),
+        (_NO_OVERHEAD,),
+    ),
+    "blog-8gpu": Preset(
+        "the announcement's single layer on 8 GPUs (8.49 times fairseq's); it names no shape, so "
+        "this is that of figure 14 with 16 experts",
+        _paper(16384, 2048, ranks=8),
+        (_faster_than_dense(8.5),),
+    ),
+    "cpu": Preset(
+        "2 CPU cores: 4096 tokens, 256/1024, 8 experts, top-2",
+        LayerShape(4096, 256, 1024, experts=8),
+        (_faster_than_dense(5.0, "cpu"),),
+    ),
+    "cpu-large": Preset(
+        "2 CPU cores: 4096 tokens, 512/2048, 8 experts, top-2",
+        LayerShape(4096, 512, 2048, experts=8),
+        (
+            Goal(
+                "at most 1.15 times the experts' products alone",
+                "layer",
+                "products",
+                1.15,
+                at_most=True,
+                device="cpu",
+            ),
+        ),
+    ),
+    "cpu-memory": Preset(
+        "2 CPU cores: 32768 tokens, where the dense masks alone need more than 25 GB",
+        LayerShape(32768, 256, 1024, experts=8),
+    ),
+}

@@ -1,0 +1,148 @@
+"""What a result must say besides its numbers, and how results are written and printed."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+_PACKAGES = ("torch", "triton", "fairseq-fixed", "fairseq", "numpy")
+# Environment that changes what a benchmark measures.
+_SETTINGS = re.compile(r"^(OMP_NUM_THREADS|MKL_NUM_THREADS|NCCL_|GLOO_|FAIRSEQ_TUTEL_|TRITON_)")
+
+
+def describe_run(benchmark: str, device: torch.device, world_size: int = 1) -> dict[str, Any]:
+    """Hardware, versions, commit, command and date of this process, as a result begins."""
+    return {
+        "benchmark": benchmark,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": _command(),
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "hardware": _hardware(device),
+        "world_size": world_size,
+        "versions": {"python": platform.python_version(), **_versions()},
+        "environment": {k: v for k, v in sorted(os.environ.items()) if _SETTINGS.match(k)},
+    }
+
+
+def _command() -> str:
+    """As it can be called from the repository root."""
+    script = Path(sys.argv[0]).resolve()
+    name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
+    return shlex.join(["python", str(name), *sys.argv[1:]])
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):  # no git, or not a checkout
+        return None
+    return done.stdout.strip()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _hardware(device: torch.device) -> dict[str, Any]:
+    hardware: dict[str, Any] = {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        hardware["gpu"] = properties.name
+        hardware["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
+        hardware["compute_capability"] = f"{properties.major}.{properties.minor}"
+    return hardware
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor()
+    match = re.search(r"model name\s*:\s*(.+)", text)
+    return match[1] if match else platform.processor()
+
+
+def device_name(result: dict[str, Any]) -> str:
+    """The device of a result in a few words."""
+    hardware = result["hardware"]
+    return hardware.get("gpu") or f"{hardware['threads']} threads of {hardware['cpu']}"
+
+
+def write_json(result: dict[str, Any], path: Path) -> None:
+    """Write a result, indented, lists of numbers on one line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(_rounded(result), indent=1, ensure_ascii=False)
+    text = re.sub(r"\[\s+((?:-?[\d.e+-]+,?\s*)+)\]", _on_one_line, text)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _on_one_line(match: re.Match) -> str:
+    return f"[{' '.join(match[1].split())}]"
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to 5 significant digits: more is noise."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns, the first one flush left, the others flush right."""
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            [line[0].ljust(widths[0])]
+            + [cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True)]
+        ).rstrip()
+        for line in lines
+    )
+
+
+def quiet_logs() -> None:
+    """Leave the terminal to the benchmark: warnings and errors only."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="fairseq")
+    logging.getLogger().setLevel(logging.WARNING)
+
+
+def say(text: str) -> None:
+    """One line (or table) for the reader of the terminal, at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,170 @@
+"""Trainers for the end-to-end benchmark: fairseq's own, over the registered task, model, criterion
+and optimizer, from one config with overrides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from dense_reference import DenseMoE
+from fairseq import tasks, utils
+from fairseq.dataclass.configs import FairseqConfig
+from fairseq.dataclass.initialize import add_defaults
+from fairseq.dataclass.utils import omegaconf_no_object_check
+from fairseq.logging import metrics
+from fairseq.trainer import Trainer
+from omegaconf import DictConfig, OmegaConf
+from record import ROOT
+
+import fairseq_tutel  # noqa: F401  (registers the model and the trainer)
+
+VARIANTS = {
+    "moe": "this plugin",
+    "dense": "the same model, dense S x E x C formulation",
+    "flop-matched": "FLOP-matched dense model",
+}
+
+
+@dataclass(frozen=True)
+class TrainPreset:
+    """A training run to measure.
+
+    Attributes:
+        about: in words.
+        config: name of a file in configs/.
+        overrides: ``key=value`` over it.
+        variants: measured by default.
+        goals: (variant, bound): this plugin's tokens/s over the variant's.
+        simulated: what is simulated, for titles.
+    """
+
+    about: str
+    config: str
+    overrides: tuple[str, ...]
+    variants: tuple[str, ...] = tuple(VARIANTS)
+    goals: tuple[tuple[str, float], ...] = ()
+    simulated: str = ""
+
+
+def _small(batch: int) -> tuple[str, ...]:
+    """4 layers 256/1024, 8 experts, top-2, 1024 tokens x batch, vocabulary 5000, fp32."""
+    return (
+        "common.fp16=false", "common.memory_efficient_fp16=false",
+        "optimizer.fp16_adam_stats=false", "task.dict_size=4996", f"dataset.batch_size={batch}",
+        "distributed_training.distributed_world_size=1",
+        "model.decoder_layers=4", "model.decoder_embed_dim=256", "model.decoder_ffn_embed_dim=1024",
+        "model.decoder_attention_heads=4", "model.moe_expert_count=8",
+        "model.checkpoint_activations=false", "model.moe_normalize_expert_grad=world_size",
+    )  # fmt: skip
+
+
+def _simulated(ranks: int) -> tuple[str, ...]:
+    return (
+        "distributed_training.distributed_world_size=1",
+        f"model.moe_expert_count={ranks}",
+        f"model.moe_simulate_world_size={ranks}",
+    )
+
+
+PRESETS = {
+    "x4": TrainPreset(
+        "4 layers 256/1024, 8 experts, top-2, 1024 tokens x 4, vocabulary 5000, fp32",
+        "meta_1.1t", _small(4), goals=(("flop-matched", 0.90), ("dense", 1.8)),
+    ),
+    "x8": TrainPreset(
+        "4 layers 256/1024, 8 experts, top-2, 1024 tokens x 8, vocabulary 5000, fp32",
+        "meta_1.1t", _small(8), goals=(("flop-matched", 0.90), ("dense", 2.5)),
+    ),
+    "meta-1.1t-rank": TrainPreset(
+        "one rank of 512 of the 1.1T model, all-to-alls replaced by copies",
+        "meta_1.1t", _simulated(512), variants=("moe",), simulated="SIMULATED rank of 512",
+    ),
+    "meta-8gpu-rank": TrainPreset(
+        "one rank of 8 of the same model with 8 experts, all-to-alls replaced by copies",
+        "meta_1.1t", _simulated(8), variants=("moe", "dense"), simulated="SIMULATED rank of 8",
+    ),
+}  # fmt: skip
+
+
+def load_config(preset: TrainPreset, overrides: Sequence[str], on_gpu: bool) -> DictConfig:
+    """The whole config as fairseq's trainer takes it."""
+    given = OmegaConf.load(ROOT / "configs" / f"{preset.config}.yaml")
+    changes = [*preset.overrides, f"common.cpu={str(not on_gpu).lower()}",
+               "common.user_dir=null", *overrides]  # fmt: skip
+    given = OmegaConf.merge(given, OmegaConf.from_dotlist(changes))
+    config = OmegaConf.merge(OmegaConf.structured(FairseqConfig), given)
+    add_defaults(config)
+    with omegaconf_no_object_check():
+        config = OmegaConf.create(OmegaConf.to_container(config, resolve=True, enum_to_str=True))
+    OmegaConf.set_struct(config, True)
+    return config
+
+
+def flop_matched(config: DictConfig) -> DictConfig:
+    """The config with dense layers, K times as wide, in place of the MoE layers."""
+    config = config.copy()
+    top_k = 1 if config.model.moe_top1_expert else config.model.moe_top_k or 2
+    width = config.model.moe_expert_ffn_dim or config.model.decoder_ffn_embed_dim
+    config.model.alternate_decoder_ffn_embed_dim = top_k * width
+    config.model.moe_simulate_world_size = 0
+    return config
+
+
+class Run:
+    """One model in training, one update at a time.
+
+    Args:
+        variant: key of VARIANTS.
+        config: of :func:`load_config`.
+    """
+
+    def __init__(self, variant: str, config: DictConfig):
+        if variant == "flop-matched":
+            config = flop_matched(config)
+        self.variant, self.config = variant, config
+        utils.set_torch_seed(config.common.seed)
+        self.task = tasks.setup_task(config.task)
+        model = self.task.build_model(config.model)
+        if variant == "dense":
+            for layer in model.moe_layers.values():
+                layer.forward = DenseMoE(layer).forward
+        criterion = self.task.build_criterion(config.criterion)
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.trainer = Trainer(config, self.task, model, criterion)
+        self.trainer.begin_epoch(1)
+
+    def update(self, sample: dict[str, Any]) -> dict[str, float]:
+        """Forward, backward, clipping and optimizer step on one batch; what fairseq logs of it."""
+        with metrics.aggregate(new_root=True) as logged:
+            self.trainer.train_step([sample])
+        return logged.get_smoothed_values()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        del self.trainer
+
+
+def random_samples(config: DictConfig, vocabulary: int, count: int, seed: int) -> list[dict]:
+    """Batches of a language model with random tokens.
+
+    dummy_lm's own batches repeat one sequence, whose tokens all choose the same experts at the same
+    positions.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    batch, length = config.dataset.batch_size, config.task.tokens_per_sample
+    samples = []
+    for _ in range(count):
+        # symbols below 4 are <s>, <pad>, </s> and <unk>
+        tokens = torch.randint(4, vocabulary, (batch, length + 1), generator=generator)
+        samples.append({
+            "id": torch.arange(batch), "nsentences": batch, "ntokens": batch * length,
+            "net_input": {
+                "src_tokens": tokens[:, :-1].contiguous(),
+                "src_lengths": torch.full((batch,), length),
+            },
+            "target": tokens[:, 1:].contiguous(),
+        })  # fmt: skip
+    return samples
