@@ -1,0 +1,116 @@
+"""The published command from start to end: trained, killed while saving, resumed, resharded,
+evaluated,
+asked for text."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from commands import BIN, ROOT, environment, launched, logged, meta_command, perplexity, run
+
+from fairseq_tutel.checkpoint import load_for_rank
+
+
+def evaluate(data_bin, path, ranks, *extra):
+    command = launched(
+        ranks,
+        "fairseq-eval-lm",
+        str(data_bin),
+        *("--user-dir", "fairseq_tutel", "--path", str(path), "--gen-subset", "test", "--cpu"),
+        *("--is-moe", "--tokens-per-sample", "64", "--required-batch-size-multiple", "1"),
+        *("--model-overrides", "{'moe_eval_capacity_token_fraction': None}", *extra),
+    )
+    return perplexity(run(command))
+
+
+def kill_while_saving(command, save_dir):
+    """Start training that saves at every update; SIGKILL all of it between two renames of one save.
+
+    Returns:
+        Names of the temporary files that were left behind.
+    """
+    slow = os.pathsep.join([str(ROOT / "tests/e2e/slow_rename"), str(ROOT)])
+    job = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(PYTHONPATH=slow),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 150
+        while time.monotonic() < deadline and job.poll() is None:
+            names = os.listdir(save_dir) if save_dir.exists() else []
+            complete = "checkpoint_last-shared.pt" in names
+            under_way = [n for n in names if n.startswith("checkpoint_last") and n.endswith(".tmp")]
+            if complete and under_way:
+                break
+            time.sleep(0.005)
+        else:
+            pytest.fail(f"no save was caught under way (exit code {job.poll()})")
+    finally:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+    return [name for name in os.listdir(save_dir) if name.endswith(".tmp")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_train_kill_resume_reshard_evaluate_generate(data_bin, tmp_path):
+    save_dir = tmp_path / "run"
+    always = ("--max-update", "40", "--save-interval-updates", "1", "--keep-interval-updates", "1")
+    leftovers = kill_while_saving(
+        launched(2, "fairseq-train", *meta_command(data_bin, save_dir, *always)), save_dir
+    )
+    assert leftovers, "the job was killed after the save, not in it"
+
+    # what is there is one complete set of one update, whichever
+    path = save_dir / "checkpoint_last.pt"
+    states = [load_for_rank(str(path), rank=r, world_size=2) for r in range(2)]
+    updates = {s["optimizer_history"][-1]["num_updates"] for s in states}
+    assert len(updates) == 1
+    killed_at = updates.pop()
+
+    log = run(
+        launched(
+            2,
+            "fairseq-train",
+            *meta_command(data_bin, save_dir, "--max-update", str(killed_at + 3)),
+        )
+    )
+    assert f"@ {killed_at} updates" in log
+    records = logged(log, "train_inner")
+    assert [int(r["num_updates"]) for r in records] == [killed_at + i for i in (1, 2, 3)]
+    assert not [name for name in os.listdir(save_dir) if name.endswith((".tmp", ".commit"))]
+
+    reference = evaluate(data_bin, path, 2, "--batch-size", "4")
+    assert 10 < reference < 1200
+    python = [sys.executable, "-m", "fairseq_tutel.checkpoint"]
+    for ranks in (4, 1):
+        resharded = tmp_path / f"on{ranks}" / "checkpoint_last.pt"
+        run([*python, "reshard", str(path), str(resharded), "--ranks", str(ranks)])
+        assert evaluate(data_bin, resharded, ranks, "--batch-size", "3") == pytest.approx(
+            reference, rel=1e-3
+        )
+        log = run(
+            launched(
+                ranks,
+                "fairseq-train",
+                *meta_command(data_bin, resharded.parent, "--max-update", str(killed_at + 4)),
+            )
+        )
+        assert [int(r["num_updates"]) for r in logged(log, "train_inner")] == [killed_at + 4]
+    merged = tmp_path / "model.pt"
+    run([*python, "merge", str(path), str(merged)])
+    assert evaluate(data_bin, merged, 1, "--batch-size", "1") == pytest.approx(reference, rel=1e-3)
+
+    ask = [str(BIN / "fairseq-interactive"), str(data_bin), "--user-dir", "fairseq_tutel", "--cpu"]
+    ask += ["--task", "language_modeling", "--path", str(path), "--max-len-b", "12"]
+    for how in (["--beam", "3"], ["--sampling", "--sampling-topk", "5", "--beam", "1"]):
+        answer = run([*ask, *how], text="the value of\n")
+        completion = [line for line in answer.splitlines() if line.startswith("H-0")][0]
+        assert completion.split("\t")[2].startswith("the value of")

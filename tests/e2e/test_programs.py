@@ -1,0 +1,139 @@
+"""Other real commands: Hydra, fairseq-generate, fairseq-validate, the hub, bad options."""
+
+import sys
+
+import pytest
+from commands import BIN, launched, logged, perplexity, run
+
+TINY = ["--config-dir", "configs", "--config-name", "tiny_cpu"]
+
+
+@pytest.fixture(scope="module")
+def trained(data_bin, tmp_path_factory):
+    """Path of a set saved by two ranks that trained on sentences of different lengths."""
+    save_dir = tmp_path_factory.mktemp("trained")
+    log = run(
+        launched(
+            2,
+            "fairseq-train",
+            str(data_bin),
+            *("--user-dir", "fairseq_tutel", "--cpu", "--task", "language_modeling"),
+            *("--arch", "transformer_lm_gpt_moe", "--criterion", "moe_cross_entropy"),
+            *("--decoder-layers", "2", "--decoder-embed-dim", "32", "--moe-expert-count", "4"),
+            *("--decoder-ffn-embed-dim", "64", "--decoder-attention-heads", "4"),
+            *("--share-decoder-input-output-embed", "--moe-gate-loss-wt", "0.01"),
+            *("--tokens-per-sample", "64", "--sample-break-mode", "eos", "--max-tokens", "512"),
+            *("--required-batch-size-multiple", "1", "--optimizer", "adam", "--lr", "0.003"),
+            *("--max-update", "20", "--validate-interval-updates", "10", "--num-workers", "0"),
+            *("--moe-load-log-interval", "10", "--log-format", "json", "--log-interval", "5"),
+            *("--save-dir", str(save_dir), "--no-epoch-checkpoints"),
+        )
+    )
+    losses = [float(r["valid_loss"]) for r in logged(log, "valid")]
+    assert losses[-1] < losses[0]
+    assert (save_dir / "expert_load.jsonl").read_text().count("\n") == 2
+    return save_dir / "checkpoint_best.pt"
+
+
+def options(data_bin, path):
+    return [str(data_bin), "--user-dir", "fairseq_tutel", "--path", str(path), "--cpu"]
+
+
+def test_perplexity_does_not_depend_on_ranks_or_batches(data_bin, trained):
+    values = []
+    for ranks, batch in ((1, "1"), (1, "16"), (2, "5"), (4, "2")):
+        sentences = ["--sample-break-mode", "eos", "--tokens-per-sample", "64"]
+        command = [*options(data_bin, trained), "--gen-subset", "test", "--batch-size", batch]
+        values.append(perplexity(run(launched(ranks, "fairseq-eval-lm", *command, *sentences))))
+    assert values == pytest.approx([values[0]] * len(values), rel=1e-4)
+
+
+def test_generate_with_beam_and_sampling(data_bin, trained):
+    command = [*options(data_bin, trained), "--gen-subset", "test", "--is-moe"]
+    command += ["--task", "language_modeling", "--sample-break-mode", "eos"]
+    command += ["--tokens-per-sample", "64", "--batch-size", "8", "--prefix-size", "3"]
+    command += ["--required-batch-size-multiple", "1"]
+    for how in (["--beam", "2"], ["--sampling", "--beam", "1"]):
+        output = run([str(BIN / "fairseq-generate"), *command, *how, "--max-len-b", "10"])
+        hypotheses = [line for line in output.splitlines() if line.startswith("H-")]
+        assert len(hypotheses) == 60
+        # a prefix of the reference is kept
+        target = {
+            line.split("\t")[0][2:]: line.split("\t")[1].replace("<<unk>>", "<unk>").split()[:2]
+            for line in output.splitlines()
+            if line.startswith("T-")
+        }
+        for line in hypotheses:
+            number, _, text = line.split("\t")
+            assert text.split()[:2] == target[number[2:]]
+
+
+def test_validate_runs_on_one_process_and_refuses_two(data_bin, trained):
+    command = [*options(data_bin, trained), "--task", "language_modeling"]
+    command += ["--valid-subset", "test", "--batch-size", "8"]
+    output = run([str(BIN / "fairseq-validate"), *command])
+    assert "moe_gate_loss" in output
+    output = run(launched(2, "fairseq-validate", *command), expect=1)
+    assert "runs a model with experts on one process, not on 2" in output
+
+
+def test_from_pretrained(data_bin, trained):
+    program = (
+        "import sys\n"
+        "from fairseq_tutel.models import TransformerLMGPTMoE\n"
+        "folder, data = sys.argv[1:]\n"
+        "lm = TransformerLMGPTMoE.from_pretrained(folder, 'checkpoint_best.pt', data)\n"
+        "print('SAMPLE', lm.sample('the value of', beam=2, max_len_b=8))\n"
+        "scores = lm.score('the value of the')['positional_scores']\n"
+        "print('SCORES', len(scores), bool((scores < 0).all()))\n"
+    )
+    output = run([sys.executable, "-c", program, str(trained.parent), str(data_bin)])
+    assert "SAMPLE the value of" in output
+    assert "SCORES 5 True" in output
+
+
+def test_hydra_on_one_and_two_ranks(tmp_path):
+    losses = []
+    for ranks in (1, 2):
+        save_dir = tmp_path / f"on{ranks}"
+        overrides = [f"checkpoint.save_dir={save_dir}", f"hydra.run.dir={tmp_path}/hydra{ranks}"]
+        # the same 4 sequences per update
+        overrides += ["optimization.max_update=6", f"dataset.batch_size={4 // ranks}"]
+        overrides += ["model.dropout=0", "model.attention_dropout=0", "common.log_interval=1"]
+        output = run(launched(ranks, "fairseq-hydra-train", *TINY, *overrides))
+        records = logged(output, "train_inner")
+        losses.append([float(r["inner_loss"]) for r in records])
+        assert len(records) == 6
+        assert (save_dir / f"checkpoint_last-rank-{ranks - 1}.pt").exists()
+    assert losses[0][0] == pytest.approx(losses[1][0], abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (["--moe-top1-expert", "--moe-top-k", "2"], "--moe-top1-expert and --moe-top-k 2"),
+        (
+            ["--moe-eval-capacity-factor", "1", "--moe-eval-capacity-token-fraction", "0.5"],
+            "--moe-eval-capacity-token-fraction 0.5 and --moe-eval-capacity-factor 1.0",
+        ),
+        (["--moe-freq", "9"], "--moe-freq 9 makes no MoE layer among 2 layers"),
+        (["--moe-expert-count", "3"], "3 experts"),
+        (["--restore-file", "nowhere/x.pt"], "nowhere/x"),
+        (["--amp"], "--amp is not supported"),
+    ],
+)
+def test_bad_options_end_with_one_clear_message(tmp_path, bad, message):
+    output = run(
+        launched(
+            2,
+            "fairseq-train",
+            *("--user-dir", "fairseq_tutel", "--cpu", "--task", "dummy_lm", "--dict-size", "96"),
+            *("--tokens-per-sample", "16", "--batch-size", "2", "--optimizer", "adam"),
+            *("--arch", "transformer_lm_gpt_moe", "--criterion", "moe_cross_entropy"),
+            *("--decoder-layers", "2", "--decoder-embed-dim", "32", "--decoder-attention-heads"),
+            *("2", "--max-update", "1", "--disable-validation", "--save-dir", str(tmp_path), *bad),
+        ),
+        expect=1,
+        timeout=120,
+    )
+    assert message in output
