@@ -18,7 +18,9 @@ SCAN_BLOCK_ROWS = 8 if INTERPRET else 64
 SCAN_BLOCK_COLS = 8 if INTERPRET else 32
 # Elements of a gating tile (tokens x experts padded to a power of two) and number of programs.
 GATING_TILE = 64 if INTERPRET else 2048
-GATING_PROGRAMS = 3 if INTERPRET else 1024
+GATING_PROGRAMS = 3 if INTERPRET else 512
+# Rows that a program of dispatch looks through for unused ones; every BLOCK_T divides it.
+ROWS_PER_PROGRAM = 8 if INTERPRET else 32
 # Entries per program of the one-dimensional kernels.
 FLAT_BLOCK = 32 if INTERPRET else 1024
 # Rows whose bias gradient one program sums up.
@@ -37,32 +39,36 @@ def move_configs() -> list[triton.Config]:
     """Tiles (tokens x model dim) of dispatch and combine."""
     if INTERPRET:
         return [_config(4, BLOCK_T=4, BLOCK_M=32)]
-    return _pin([
-        _config(4, BLOCK_T=1, BLOCK_M=2048),
-        _config(8, BLOCK_T=1, BLOCK_M=4096),
-        _config(4, BLOCK_T=2, BLOCK_M=1024),
-        _config(8, BLOCK_T=4, BLOCK_M=1024),
-        _config(4, BLOCK_T=4, BLOCK_M=512),
-        _config(4, BLOCK_T=8, BLOCK_M=256),
-        _config(4, BLOCK_T=32, BLOCK_M=64),
-    ])
+    return _pin(
+        [
+            _config(4, BLOCK_T=1, BLOCK_M=2048),
+            _config(8, BLOCK_T=1, BLOCK_M=4096),
+            _config(4, BLOCK_T=2, BLOCK_M=1024),
+            _config(8, BLOCK_T=4, BLOCK_M=1024),
+            _config(4, BLOCK_T=4, BLOCK_M=512),
+            _config(4, BLOCK_T=8, BLOCK_M=256),
+            _config(4, BLOCK_T=32, BLOCK_M=64),
+        ]
+    )
 
 
 def act_configs() -> list[triton.Config]:
     """Tiles (rows x hidden dim) of bias + activation; BLOCK_N divides ACT_TILE_ROWS."""
     if INTERPRET:
         return [_config(4, BLOCK_N=4, BLOCK_F=32)]
-    return _pin([
-        _config(4, BLOCK_N=2, BLOCK_F=1024),
-        _config(8, BLOCK_N=4, BLOCK_F=1024),
-        _config(4, BLOCK_N=4, BLOCK_F=512),
-        _config(4, BLOCK_N=8, BLOCK_F=256),
-        _config(4, BLOCK_N=16, BLOCK_F=128),
-    ])
+    return _pin(
+        [
+            _config(4, BLOCK_N=2, BLOCK_F=1024),
+            _config(8, BLOCK_N=4, BLOCK_F=1024),
+            _config(4, BLOCK_N=4, BLOCK_F=512),
+            _config(4, BLOCK_N=8, BLOCK_F=256),
+            _config(4, BLOCK_N=16, BLOCK_F=128),
+        ]
+    )
 
 
 def prune_wide_tiles(configs: list[triton.Config], named_args: dict, **kwargs) -> list:
-    """Drop tiles that are more than twice as wide as the row they work on."""
+    """Drop tiles wider than the row they work on (padded to a power of two)."""
     args = {**named_args, **kwargs}
     block, dim = ("BLOCK_M", "M") if "M" in args else ("BLOCK_F", "F")
     limit = triton.next_power_of_2(args[dim])

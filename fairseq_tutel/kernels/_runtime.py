@@ -13,7 +13,10 @@ FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_tensor(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...],
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
     device: torch.device | None = None,
 ) -> None:
     """Raise ValueError unless the tensor has the shape, one of the dtypes, and the device."""

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._activations import FORMULA, activate, activate_bwd
 from ._autotune import (
     ACT_TILE_ROWS,
     SCAN_BLOCK_COLS,
@@ -26,85 +27,15 @@ from ._runtime import FLOAT_DTYPES, check_tensor, device_guard
 _DYNAMIC = ["num_rows", "rows_per_expert"]
 _TUNE = {
     "configs": act_configs(),
-    "key": ["F", "ACTIVATION"],
+    "key": ["F", "ACTIVATION", "RAGGED", "DROPOUT_P"],
     "prune_configs_by": {"early_config_prune": prune_wide_tiles},
 }
-# fairseq's name -> the formula in the kernels
-_FORMULA = {
-    "gelu": "gelu",
-    "gelu_accurate": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "linear": "linear",
-    "relu": "relu",
-    "relu_squared": "relu_squared",
-    "silu": "silu",
-    "swish": "silu",
-    "tanh": "tanh",
-}
 
 
 @triton.jit
-def _tanh(z):
-    """tanh from the exponential; near 0, where that cancels, from the Taylor series.
-
-    Example: 0 -> 0, 0.5 -> 0.46211716, -20 -> -1.
-    """
-    decay = tl.exp(-2.0 * tl.abs(z))
-    large = (1.0 - decay) / (1.0 + decay)
-    large = tl.where(z < 0.0, -large, large)
-    z2 = z * z
-    series = z * (1.0 + z2 * (-1.0 / 3.0 + z2 * (2.0 / 15.0 - z2 * (17.0 / 315.0))))
-    return tl.where(z2 < 0.01, series, large)
-
-
-@triton.jit
-def _activate(z, ACTIVATION: tl.constexpr):
-    """Activation of fp32 values; the gelus are those of Hendrycks and Gimpel (1606.08415)."""
-    if ACTIVATION == "gelu":
-        return 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
-        return 0.5 * z * (1.0 + _tanh(0.7978845608028654 * (z + 0.044715 * z * z * z)))
-    elif ACTIVATION == "relu":
-        return tl.where(z < 0.0, 0.0, z)  # where, so that NaN passes through
-    elif ACTIVATION == "relu_squared":
-        return tl.where(z < 0.0, 0.0, z * z)
-    elif ACTIVATION == "silu":
-        return z * tl.sigmoid(z)
-    elif ACTIVATION == "tanh":
-        return _tanh(z)
-    else:
-        tl.static_assert(ACTIVATION == "linear")
-        return z
-
-
-@triton.jit
-def _activate_bwd(z, ACTIVATION: tl.constexpr):
-    """Derivative of :func:`_activate` at fp32 values."""
-    if ACTIVATION == "gelu":
-        cdf = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
-        return cdf + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
-    elif ACTIVATION == "gelu_tanh":
-        t = _tanh(0.7978845608028654 * (z + 0.044715 * z * z * z))
-        slope = 0.7978845608028654 * (1.0 + 0.134145 * z * z)
-        return 0.5 * (1.0 + t) + 0.5 * z * (1.0 - t * t) * slope
-    elif ACTIVATION == "relu":
-        return tl.where(z > 0.0, 1.0, 0.0)
-    elif ACTIVATION == "relu_squared":
-        return tl.where(z > 0.0, 2.0 * z, 0.0)
-    elif ACTIVATION == "silu":
-        s = tl.sigmoid(z)
-        return s * (1.0 + z * (1.0 - s))
-    elif ACTIVATION == "tanh":
-        t = _tanh(z)
-        return 1.0 - t * t
-    else:
-        tl.static_assert(ACTIVATION == "linear")
-        return tl.full(z.shape, 1.0, tl.float32)
-
-
-@triton.jit
-def _ragged_tiles(offsets_ptr, num_rows, e: tl.constexpr, TILE: tl.constexpr,
-                  BLOCK_EXPERTS: tl.constexpr):
+def _ragged_tiles(
+    offsets_ptr, num_rows, e: tl.constexpr, TILE: tl.constexpr, BLOCK_EXPERTS: tl.constexpr
+):
     """Experts (index, start row, end row, number of tiles); index e is the tail.
 
     Example: offsets [3, 3, 7], 9 rows, TILE = 2 -> starts [0, 3, 3, 7], ends [3, 3, 7, 9],
@@ -119,8 +50,16 @@ def _ragged_tiles(offsets_ptr, num_rows, e: tl.constexpr, TILE: tl.constexpr,
 
 
 @triton.jit
-def _tile_rows(pid, offsets_ptr, num_rows, rows_per_expert, e: tl.constexpr,
-               RAGGED: tl.constexpr, TILE: tl.constexpr, BLOCK_EXPERTS: tl.constexpr):
+def _tile_rows(
+    pid,
+    offsets_ptr,
+    num_rows,
+    rows_per_expert,
+    e: tl.constexpr,
+    RAGGED: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+):
     """(expert, first row, end row of the expert) of tile ``pid``; no row past the last tile.
 
     Example: offsets [3, 3, 7], 9 rows, TILE = 2: tile 2 -> (2, 3, 7), tile 4 -> (3, 7, 9).
@@ -142,8 +81,15 @@ def _tile_rows(pid, offsets_ptr, num_rows, rows_per_expert, e: tl.constexpr,
 
 
 @triton.jit
-def _keep_scale(seed, offs_n, start, F: tl.constexpr, DROPOUT_P: tl.constexpr,
-                BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr):
+def _keep_scale(
+    seed,
+    offs_n,
+    start,
+    F: tl.constexpr,
+    DROPOUT_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
     """0 or 1 / (1 - p) for a tile of BLOCK_N rows and BLOCK_F columns from ``start``.
 
     Philox yields four numbers at a time; they serve four neighbouring columns.
@@ -180,7 +126,13 @@ def _bias_act_fwd_kernel(
     Example: h [[-3], [1]], e = 2, one row each, bias [[1], [2]], relu -> y [[0], [3]].
     """
     expert, first, last = _tile_rows(
-        tl.program_id(0).to(tl.int64), offsets_ptr, num_rows, rows_per_expert, e, RAGGED, TILE,
+        tl.program_id(0).to(tl.int64),
+        offsets_ptr,
+        num_rows,
+        rows_per_expert,
+        e,
+        RAGGED,
+        TILE,
         BLOCK_EXPERTS,
     )
     start = tl.program_id(1).to(tl.int64) * BLOCK_F
@@ -188,13 +140,14 @@ def _bias_act_fwd_kernel(
     mask_f = offs_f < F
     bias = tl.load(bias_ptr + expert * F + offs_f, mask=mask_f & (expert < e), other=0.0)
     bias = bias.to(tl.float32)
+    tl.static_assert(TILE % BLOCK_N == 0)
     for step in range(0, TILE, BLOCK_N):
         offs_n = first + step + tl.arange(0, BLOCK_N)
         mask = (offs_n < last)[:, None] & mask_f[None, :]
         offs = offs_n[:, None] * F + offs_f[None, :]
         # Rows of the tail are not read: they may hold anything.
         h = tl.load(h_ptr + offs, mask=mask & (expert < e), other=0.0).to(tl.float32)
-        y = _activate(h + bias[None, :], ACTIVATION)
+        y = activate(h + bias[None, :], ACTIVATION)
         if DROPOUT_P > 0:
             y *= _keep_scale(tl.load(seed_ptr), offs_n, start, F, DROPOUT_P, BLOCK_N, BLOCK_F)
         y = tl.where(expert < e, y, 0.0)
@@ -238,6 +191,7 @@ def _bias_act_bwd_dh_kernel(
     bias = tl.load(bias_ptr + expert * F + offs_f, mask=mask_f & (expert < e), other=0.0)
     bias = bias.to(tl.float32)
     total = tl.zeros([BLOCK_F], tl.float32)
+    tl.static_assert(TILE % BLOCK_N == 0)
     for step in range(0, TILE, BLOCK_N):
         offs_n = first + step + tl.arange(0, BLOCK_N)
         mask = (offs_n < last)[:, None] & mask_f[None, :]
@@ -247,7 +201,7 @@ def _bias_act_bwd_dh_kernel(
         d_h = tl.load(dy_ptr + offs, mask=read, other=0.0).to(tl.float32)
         if DROPOUT_P > 0:
             d_h *= _keep_scale(tl.load(seed_ptr), offs_n, start, F, DROPOUT_P, BLOCK_N, BLOCK_F)
-        d_h *= _activate_bwd(h + bias[None, :], ACTIVATION)
+        d_h *= activate_bwd(h + bias[None, :], ACTIVATION)
         total += tl.sum(d_h, axis=0)
         tl.store(d_h_ptr + offs, d_h.to(d_h_ptr.dtype.element_ty), mask=mask)
     tl.store(partial_ptr + pid * F + offs_f, total, mask=mask_f)
@@ -292,8 +246,9 @@ def _bias_act_bwd_db_kernel(
     tl.store(d_bias_ptr + expert * F + offs_f, acc.to(d_bias_ptr.dtype.element_ty), mask=mask_f)
 
 
-def _check(h: Tensor, bias: Tensor, offsets: Tensor | None, dropout_p: float,
-           seed: Tensor | None) -> None:
+def _check(
+    h: Tensor, bias: Tensor, offsets: Tensor | None, dropout_p: float, seed: Tensor | None
+) -> None:
     num_experts = h.shape[0] if offsets is None else offsets.shape[0]
     check_tensor("h", h, tuple(h.shape), FLOAT_DTYPES, h.device)
     check_tensor("bias", bias, (num_experts, h.shape[-1]), FLOAT_DTYPES, h.device)
@@ -315,15 +270,24 @@ def _sizes(h: Tensor, offsets: Tensor | None) -> tuple[int, dict]:
     else:  # an upper bound: every expert, and the tail, may leave its last tile part empty
         num_tiles = num_rows // ACT_TILE_ROWS + num_experts + 1
     return num_tiles, {
-        "num_rows": num_rows, "rows_per_expert": rows_per_expert, "e": num_experts,
-        "F": h.shape[-1], "RAGGED": offsets is not None, "TILE": ACT_TILE_ROWS,
+        "num_rows": num_rows,
+        "rows_per_expert": rows_per_expert,
+        "e": num_experts,
+        "F": h.shape[-1],
+        "RAGGED": offsets is not None,
+        "TILE": ACT_TILE_ROWS,
         "BLOCK_EXPERTS": triton.next_power_of_2(num_experts + 1),
     }
 
 
 def bias_act_fwd(
-    h: Tensor, bias: Tensor, *, activation: str, offsets: Tensor | None = None,
-    dropout_p: float = 0.0, seed: Tensor | None = None,
+    h: Tensor,
+    bias: Tensor,
+    *,
+    activation: str,
+    offsets: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """Triton twin of :func:`fairseq_tutel.reference.bias_act_fwd`; fp32, fp16 or bf16.
 
@@ -337,15 +301,27 @@ def bias_act_fwd(
     num_tiles, sizes = _sizes(h, offsets)
     with device_guard(h):
         _bias_act_fwd_kernel[lambda meta: (num_tiles, triton.cdiv(sizes["F"], meta["BLOCK_F"]))](
-            y, h.contiguous(), bias.contiguous(), offsets, seed, **sizes,
-            ACTIVATION=_FORMULA[activation], DROPOUT_P=dropout_p,
+            y,
+            h.contiguous(),
+            bias.contiguous(),
+            offsets,
+            seed,
+            **sizes,
+            ACTIVATION=FORMULA[activation],
+            DROPOUT_P=dropout_p,
         )
     return y
 
 
 def bias_act_bwd(
-    dy: Tensor, h: Tensor, bias: Tensor, *, activation: str, offsets: Tensor | None = None,
-    dropout_p: float = 0.0, seed: Tensor | None = None,
+    dy: Tensor,
+    h: Tensor,
+    bias: Tensor,
+    *,
+    activation: str,
+    offsets: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Triton twin of :func:`fairseq_tutel.reference.bias_act_bwd`; fp32, fp16 or bf16.
 
@@ -361,14 +337,24 @@ def bias_act_bwd(
     num_tiles, sizes = _sizes(h, offsets)
     partial_ZF = torch.empty((num_tiles, sizes["F"]), dtype=torch.float32, device=h.device)
     with device_guard(h):
-        _bias_act_bwd_dh_kernel[
-            lambda meta: (num_tiles, triton.cdiv(sizes["F"], meta["BLOCK_F"]))
-        ](
-            d_h, partial_ZF, dy.contiguous(), h.contiguous(), bias.contiguous(), offsets, seed,
-            **sizes, ACTIVATION=_FORMULA[activation], DROPOUT_P=dropout_p,
+        _bias_act_bwd_dh_kernel[lambda meta: (num_tiles, triton.cdiv(sizes["F"], meta["BLOCK_F"]))](
+            d_h,
+            partial_ZF,
+            dy.contiguous(),
+            h.contiguous(),
+            bias.contiguous(),
+            offsets,
+            seed,
+            **sizes,
+            ACTIVATION=FORMULA[activation],
+            DROPOUT_P=dropout_p,
         )
         _bias_act_bwd_db_kernel[(sizes["e"], triton.cdiv(sizes["F"], SCAN_BLOCK_COLS))](
-            d_bias, partial_ZF, offsets, **sizes, BLOCK_Z=SCAN_BLOCK_ROWS,
+            d_bias,
+            partial_ZF,
+            offsets,
+            **sizes,
+            BLOCK_Z=SCAN_BLOCK_ROWS,
             BLOCK_F=SCAN_BLOCK_COLS,
         )
     return d_h, d_bias

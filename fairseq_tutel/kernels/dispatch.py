@@ -16,18 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._autotune import move_configs, prune_wide_tiles
+from ._autotune import ROWS_PER_PROGRAM, move_configs, prune_wide_tiles
 from ._runtime import FLOAT_DTYPES, check_tensor, device_guard
 
 _DYNAMIC = ["num_tokens", "num_rows"]
-_TUNE = {
-    "configs": move_configs(),
-    "key": ["M", "TOP_K"],
-    "prune_configs_by": {"early_config_prune": prune_wide_tiles},
-}
+_PRUNE = {"early_config_prune": prune_wide_tiles}
 
 
-@triton.autotune(**_TUNE)
+@triton.autotune(move_configs(), key=["M", "TOP_K", "HAS_ROWS", "HAS_DOT"], prune_configs_by=_PRUNE)
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _token_to_rows_kernel(
     rows_ptr,  # (R, M) - output: weight * x in the row of each pair, zero in unused rows
@@ -45,10 +41,11 @@ def _token_to_rows_kernel(
     HAS_ROWS: tl.constexpr,
     HAS_DOT: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ROWS_PER_PROGRAM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Grid (cdiv(T, BLOCK_T) + cdiv(R, BLOCK_T),): first the tokens, then the unused rows.
+    """Grid (cdiv(T, BLOCK_T) + cdiv(R, ROWS_PER_PROGRAM),): first tokens, then unused rows.
 
     Example: x [[1], [2]], row [[1, -1], [2, 0]], weight [[1, 1], [10, 100]], R = 4
     -> rows [[200], [1], [20], [0]]; with other [[1], [2], [3], [4]]: dot [[2, 0], [6, 2]].
@@ -76,9 +73,7 @@ def _token_to_rows_kernel(
                 if HAS_ROWS:
                     value = x
                     if HAS_WEIGHT:
-                        weight = tl.load(
-                            weight_ptr + offs_t * TOP_K + k, mask=mask_t, other=0.0
-                        )
+                        weight = tl.load(weight_ptr + offs_t * TOP_K + k, mask=mask_t, other=0.0)
                         value = x.to(tl.float32) * weight.to(tl.float32)[:, None]
                     tl.store(rows_ptr + offs, value.to(rows_ptr.dtype.element_ty), mask=mask)
         if HAS_DOT:
@@ -86,17 +81,21 @@ def _token_to_rows_kernel(
             mask = mask_t[:, None] & (offs_k < TOP_K)[None, :]
             tl.store(dot_ptr + offs, dot.to(dot_ptr.dtype.element_ty), mask=mask)
     elif HAS_ROWS:
-        offs_r = (pid - num_token_blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
-        # Past the last row the pair reads as used, so nothing is written there.
-        unused = tl.load(pair_ptr + offs_r, mask=offs_r < num_rows, other=0) < 0
+        tl.static_assert(ROWS_PER_PROGRAM % BLOCK_T == 0)
         zero = tl.zeros([BLOCK_T, BLOCK_M], rows_ptr.dtype.element_ty)
-        for start in range(0, M, BLOCK_M):
-            offs_m = start + tl.arange(0, BLOCK_M)
-            mask = unused[:, None] & (offs_m < M)[None, :]
-            tl.store(rows_ptr + offs_r[:, None] * M + offs_m[None, :], zero, mask=mask)
+        first = (pid - num_token_blocks) * ROWS_PER_PROGRAM
+        for step in range(0, ROWS_PER_PROGRAM, BLOCK_T):
+            offs_r = first + step + tl.arange(0, BLOCK_T)
+            # Past the last row the pair reads as used, so nothing is written there.
+            unused = tl.load(pair_ptr + offs_r, mask=offs_r < num_rows, other=0) < 0
+            if tl.max(unused.to(tl.int32), axis=0) > 0:
+                for start in range(0, M, BLOCK_M):
+                    offs_m = start + tl.arange(0, BLOCK_M)
+                    mask = unused[:, None] & (offs_m < M)[None, :]
+                    tl.store(rows_ptr + offs_r[:, None] * M + offs_m[None, :], zero, mask=mask)
 
 
-@triton.autotune(**_TUNE)
+@triton.autotune(move_configs(), key=["M", "TOP_K", "HAS_SUM", "HAS_DOT"], prune_configs_by=_PRUNE)
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _rows_to_token_kernel(
     y_ptr,  # (T, M) - output: sum over the pairs of weight * rows; HAS_SUM
@@ -153,8 +152,13 @@ def _rows_to_token_kernel(
         tl.store(dot_ptr + offs, dot.to(dot_ptr.dtype.element_ty), mask=mask)
 
 
-def _check(token_TM: Tensor | None, rows_RM: Tensor | None, row_TK: Tensor, pair_R: Tensor,
-           weight_TK: Tensor | None) -> None:
+def _check(
+    token_TM: Tensor | None,
+    rows_RM: Tensor | None,
+    row_TK: Tensor,
+    pair_R: Tensor,
+    weight_TK: Tensor | None,
+) -> None:
     (T, K), R = row_TK.shape, pair_R.numel()
     M, device = next((t.shape[1], t.device) for t in (token_TM, rows_RM) if t is not None)
     if M == 0 or K == 0:
@@ -170,8 +174,14 @@ def _check(token_TM: Tensor | None, rows_RM: Tensor | None, row_TK: Tensor, pair
 
 
 def _token_to_rows(
-    x_TM: Tensor, row_TK: Tensor, pair_R: Tensor, weight_TK: Tensor | None, *,
-    rows_RM: Tensor | None, other_RM: Tensor | None = None, dot_TK: Tensor | None = None,
+    x_TM: Tensor,
+    row_TK: Tensor,
+    pair_R: Tensor,
+    weight_TK: Tensor | None,
+    *,
+    rows_RM: Tensor | None,
+    other_RM: Tensor | None = None,
+    dot_TK: Tensor | None = None,
 ) -> None:
     T, M = x_TM.shape
     K, R = row_TK.shape[1], pair_R.shape[0]
@@ -180,22 +190,38 @@ def _token_to_rows(
         return
 
     def grid(meta: dict) -> tuple[int]:
-        row_blocks = triton.cdiv(R, meta["BLOCK_T"]) if has_rows else 0
+        row_blocks = triton.cdiv(R, ROWS_PER_PROGRAM) if has_rows else 0
         return (triton.cdiv(T, meta["BLOCK_T"]) + row_blocks,)
 
     with device_guard(x_TM):
         _token_to_rows_kernel[grid](
-            rows_RM, dot_TK, x_TM.contiguous(), other_RM,
-            None if weight_TK is None else weight_TK.contiguous(), row_TK.contiguous(),
-            pair_R.contiguous(), T, R, M=M, TOP_K=K, HAS_WEIGHT=weight_TK is not None,
-            HAS_ROWS=has_rows, HAS_DOT=dot_TK is not None,
+            rows_RM,
+            dot_TK,
+            x_TM.contiguous(),
+            other_RM,
+            None if weight_TK is None else weight_TK.contiguous(),
+            row_TK.contiguous(),
+            pair_R.contiguous(),
+            T,
+            R,
+            M=M,
+            TOP_K=K,
+            HAS_WEIGHT=weight_TK is not None,
+            HAS_ROWS=has_rows,
+            HAS_DOT=dot_TK is not None,
             BLOCK_K=triton.next_power_of_2(K),
+            ROWS_PER_PROGRAM=ROWS_PER_PROGRAM,
         )
 
 
 def _rows_to_token(
-    rows_RM: Tensor, row_TK: Tensor, weight_TK: Tensor | None, *,
-    y_TM: Tensor | None, other_TM: Tensor | None = None, dot_TK: Tensor | None = None,
+    rows_RM: Tensor,
+    row_TK: Tensor,
+    weight_TK: Tensor | None,
+    *,
+    y_TM: Tensor | None,
+    other_TM: Tensor | None = None,
+    dot_TK: Tensor | None = None,
 ) -> None:
     T, K = row_TK.shape
     M = rows_RM.shape[1]
@@ -207,10 +233,19 @@ def _rows_to_token(
 
     with device_guard(rows_RM):
         _rows_to_token_kernel[grid](
-            y_TM, dot_TK, rows_RM.contiguous(), other_TM,
-            None if weight_TK is None else weight_TK.contiguous(), row_TK.contiguous(), T,
-            M=M, TOP_K=K, HAS_WEIGHT=weight_TK is not None, HAS_SUM=y_TM is not None,
-            HAS_DOT=dot_TK is not None, BLOCK_K=triton.next_power_of_2(K),
+            y_TM,
+            dot_TK,
+            rows_RM.contiguous(),
+            other_TM,
+            None if weight_TK is None else weight_TK.contiguous(),
+            row_TK.contiguous(),
+            T,
+            M=M,
+            TOP_K=K,
+            HAS_WEIGHT=weight_TK is not None,
+            HAS_SUM=y_TM is not None,
+            HAS_DOT=dot_TK is not None,
+            BLOCK_K=triton.next_power_of_2(K),
         )
 
 
@@ -243,8 +278,14 @@ def combine_fwd(
 
 
 def combine_bwd(
-    dy_TM: Tensor, rows_RM: Tensor, row_TK: Tensor, pair_R: Tensor, weight_TK: Tensor,
-    *, needs_rows: bool = True, needs_weight: bool = True,
+    dy_TM: Tensor,
+    rows_RM: Tensor,
+    row_TK: Tensor,
+    pair_R: Tensor,
+    weight_TK: Tensor,
+    *,
+    needs_rows: bool = True,
+    needs_weight: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Triton twin of :func:`fairseq_tutel.reference.combine_bwd`; both gradients in one kernel.
 
@@ -252,20 +293,32 @@ def combine_bwd(
         ValueError: wrong shape, dtype or device.
     """
     _check(dy_TM, rows_RM, row_TK, pair_R, weight_TK)
-    d_rows_RM = torch.empty(rows_RM.shape if needs_rows else 0, dtype=rows_RM.dtype,
-                            device=rows_RM.device)
+    d_rows_RM = torch.empty(
+        rows_RM.shape if needs_rows else 0, dtype=rows_RM.dtype, device=rows_RM.device
+    )
     d_weight_TK = weight_TK.new_empty(weight_TK.shape if needs_weight else 0)
     if needs_rows or needs_weight:
         _token_to_rows(
-            dy_TM, row_TK, pair_R, weight_TK, rows_RM=d_rows_RM if needs_rows else None,
-            other_RM=rows_RM.contiguous(), dot_TK=d_weight_TK if needs_weight else None,
+            dy_TM,
+            row_TK,
+            pair_R,
+            weight_TK,
+            rows_RM=d_rows_RM if needs_rows else None,
+            other_RM=rows_RM.contiguous(),
+            dot_TK=d_weight_TK if needs_weight else None,
         )
     return d_rows_RM, d_weight_TK
 
 
 def dispatch_bwd(
-    d_rows_RM: Tensor, x_TM: Tensor, row_TK: Tensor, pair_R: Tensor,
-    weight_TK: Tensor | None = None, *, needs_x: bool = True, needs_weight: bool = True,
+    d_rows_RM: Tensor,
+    x_TM: Tensor,
+    row_TK: Tensor,
+    pair_R: Tensor,
+    weight_TK: Tensor | None = None,
+    *,
+    needs_x: bool = True,
+    needs_weight: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Triton twin of :func:`fairseq_tutel.reference.dispatch_bwd`; both gradients in one kernel.
 
@@ -282,7 +335,10 @@ def dispatch_bwd(
     _check(x_TM if needs_weight else None, d_rows_RM, row_TK, pair_R, weight_TK)
     if needs_x or needs_weight:
         _rows_to_token(
-            d_rows_RM, row_TK, weight_TK, y_TM=d_x_TM if needs_x else None,
+            d_rows_RM,
+            row_TK,
+            weight_TK,
+            y_TM=d_x_TM if needs_x else None,
             other_TM=x_TM.contiguous() if needs_weight else None,
             dot_TK=d_weight_TK if needs_weight else None,
         )

@@ -189,20 +189,42 @@ def topk_gating_fwd(
     partial_PE = logits_TE.new_empty((num_programs, E + 1))
     with device_guard(logits_TE):
         _topk_gating_fwd_kernel[(num_programs,)](
-            expert_TK, choice_TK, gate_TK, lse_T, partial_PE, logits_TE, noise_TE, pad_T,
-            T, num_blocks, E=E, TOP_K=top_k, HAS_NOISE=noise_TE is not None,
-            HAS_PAD=pad_T is not None, BLOCK_T=block_t, BLOCK_E=block_e,
+            expert_TK,
+            choice_TK,
+            gate_TK,
+            lse_T,
+            partial_PE,
+            logits_TE,
+            noise_TE,
+            pad_T,
+            T,
+            num_blocks,
+            E=E,
+            TOP_K=top_k,
+            HAS_NOISE=noise_TE is not None,
+            HAS_PAD=pad_T is not None,
+            BLOCK_T=block_t,
+            BLOCK_E=block_e,
         )
         _topk_gating_sums_kernel[(triton.cdiv(E + 1, SCAN_BLOCK_COLS),)](
-            prob_sum_E, entropy_sum, partial_PE, num_programs, E=E, BLOCK_P=64,
+            prob_sum_E,
+            entropy_sum,
+            partial_PE,
+            num_programs,
+            E=E,
+            BLOCK_P=64,
             BLOCK_E=SCAN_BLOCK_COLS,
         )
     return expert_TK, gate_TK, prob_sum_E, entropy_sum, lse_T, choice_TK
 
 
 def topk_gating_bwd(
-    d_gate_TK: Tensor, d_prob_sum_E: Tensor, d_lse_T: Tensor,
-    logits_TE: Tensor, lse_T: Tensor, choice_TK: Tensor,
+    d_gate_TK: Tensor,
+    d_prob_sum_E: Tensor,
+    d_lse_T: Tensor,
+    logits_TE: Tensor,
+    lse_T: Tensor,
+    choice_TK: Tensor,
 ) -> Tensor:
     """Triton twin of :func:`fairseq_tutel.reference.topk_gating_bwd`, all in fp32.
 
@@ -213,8 +235,11 @@ def topk_gating_bwd(
     top_k = choice_TK.shape[1]
     device = logits_TE.device
     for name, tensor, shape in (
-        ("logits", logits_TE, (T, E)), ("d_gate", d_gate_TK, (T, top_k)),
-        ("d_prob_sum", d_prob_sum_E, (E,)), ("d_lse", d_lse_T, (T,)), ("lse", lse_T, (T,)),
+        ("logits", logits_TE, (T, E)),
+        ("d_gate", d_gate_TK, (T, top_k)),
+        ("d_prob_sum", d_prob_sum_E, (E,)),
+        ("d_lse", d_lse_T, (T,)),
+        ("lse", lse_T, (T,)),
     ):
         check_tensor(name, tensor, shape, (torch.float32,), device)
     check_tensor("choice", choice_TK, (T, top_k), (torch.int32,), device)
@@ -224,8 +249,17 @@ def topk_gating_bwd(
     block_t, block_e = _tile(E)
     with device_guard(logits_TE):
         _topk_gating_bwd_kernel[(triton.cdiv(T, block_t),)](
-            d_logits_TE, d_gate_TK.contiguous(), d_prob_sum_E.contiguous(),
-            d_lse_T.contiguous(), logits_TE.contiguous(), lse_T.contiguous(),
-            choice_TK.contiguous(), T, E=E, TOP_K=top_k, BLOCK_T=block_t, BLOCK_E=block_e,
+            d_logits_TE,
+            d_gate_TK.contiguous(),
+            d_prob_sum_E.contiguous(),
+            d_lse_T.contiguous(),
+            logits_TE.contiguous(),
+            lse_T.contiguous(),
+            choice_TK.contiguous(),
+            T,
+            E=E,
+            TOP_K=top_k,
+            BLOCK_T=block_t,
+            BLOCK_E=block_e,
         )
     return d_logits_TE

@@ -225,14 +225,30 @@ def assign_slots(
     hist_KBE = torch.empty((K, num_blocks, num_experts), dtype=torch.int32, device=device)
     with device_guard(expert_TK):
         _rank_in_block_kernel[(num_blocks, K)](
-            slot_TK, hist_KBE, expert_TK, order_T, T, num_blocks, E=num_experts, TOP_K=K,
-            HAS_ORDER=order_T is not None, BLOCK=SLOT_BLOCK,
+            slot_TK,
+            hist_KBE,
+            expert_TK,
+            order_T,
+            T,
+            num_blocks,
+            E=num_experts,
+            TOP_K=K,
+            HAS_ORDER=order_T is not None,
+            BLOCK=SLOT_BLOCK,
             BLOCK_E=triton.next_power_of_2(num_experts + 1),
         )
         count_KE = _scan_blocks(hist_KBE)
         _add_offset_kernel[(num_blocks, K)](
-            slot_TK, hist_KBE, expert_TK, order_T, T, num_blocks, E=num_experts, TOP_K=K,
-            HAS_ORDER=order_T is not None, BLOCK=SLOT_BLOCK,
+            slot_TK,
+            hist_KBE,
+            expert_TK,
+            order_T,
+            T,
+            num_blocks,
+            E=num_experts,
+            TOP_K=K,
+            HAS_ORDER=order_T is not None,
+            BLOCK=SLOT_BLOCK,
         )
     return slot_TK, count_KE
 
@@ -280,7 +296,13 @@ def fast_cumsum_sub_one(mask_TE: Tensor) -> Tensor:
             )
             _scan_blocks(sum_BE[None])
         _cumsum_sub_one_kernel[grid](
-            out_TE, mask_TE, sum_BE, T, E=E, HAS_BEFORE=sum_BE is not None, BLOCK_T=block_t,
+            out_TE,
+            mask_TE,
+            sum_BE,
+            T,
+            E=E,
+            HAS_BEFORE=sum_BE is not None,
+            BLOCK_T=block_t,
             BLOCK_E=SCAN_BLOCK_COLS,
         )
     return out_TE

@@ -15,10 +15,14 @@ from .backend import implementation
 
 @torch.library.custom_op("fairseq_tutel::bias_act", mutates_args=())
 def _bias_act(
-    h: Tensor, bias: Tensor, offsets: Optional[Tensor], seed: Optional[Tensor],
-    activation: str, dropout_p: float,
+    h: Tensor,
+    bias: Tensor,
+    offsets: Optional[Tensor],
+    seed: Optional[Tensor],
+    activation: str,
+    dropout_p: float,
 ) -> Tensor:
-    impl = implementation(h.device)
+    impl = implementation(h)
     return impl.bias_act_fwd(
         h, bias, activation=activation, offsets=offsets, dropout_p=dropout_p, seed=seed
     )
@@ -31,10 +35,15 @@ def _(h, bias, offsets, seed, activation, dropout_p):
 
 @torch.library.custom_op("fairseq_tutel::bias_act_bwd", mutates_args=())
 def _bias_act_bwd(
-    dy: Tensor, h: Tensor, bias: Tensor, offsets: Optional[Tensor], seed: Optional[Tensor],
-    activation: str, dropout_p: float,
+    dy: Tensor,
+    h: Tensor,
+    bias: Tensor,
+    offsets: Optional[Tensor],
+    seed: Optional[Tensor],
+    activation: str,
+    dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    impl = implementation(h.device)
+    impl = implementation(h)
     return impl.bias_act_bwd(
         dy, h, bias, activation=activation, offsets=offsets, dropout_p=dropout_p, seed=seed
     )
@@ -60,16 +69,20 @@ def _backward(ctx, dy):
 _bias_act.register_autograd(_backward, setup_context=_setup)
 
 
-def _check(h: Tensor, bias: Tensor, activation: str, offsets: Tensor | None,
-           dropout_p: float) -> None:
+def _check(
+    h: Tensor, bias: Tensor, activation: str, offsets: Tensor | None, dropout_p: float
+) -> None:
     if activation not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {activation!r}; expected one of "
-                         f"{', '.join(ACTIVATIONS)}")
+        raise ValueError(
+            f"unknown activation {activation!r}; expected one of {', '.join(ACTIVATIONS)}"
+        )
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     if h.dim() != (3 if offsets is None else 2):
-        raise ValueError(f"h must be (experts, rows, hidden), or (rows, hidden) with offsets; "
-                         f"got {tuple(h.shape)} with offsets {offsets is not None}")
+        raise ValueError(
+            f"h must be (experts, rows, hidden), or (rows, hidden) with offsets; "
+            f"got {tuple(h.shape)} with offsets {offsets is not None}"
+        )
     num_experts = h.shape[0] if offsets is None else offsets.shape[0]
     if bias.shape != (num_experts, h.shape[-1]):
         raise ValueError(f"bias must be {(num_experts, h.shape[-1])}, got {tuple(bias.shape)}")
@@ -78,8 +91,13 @@ def _check(h: Tensor, bias: Tensor, activation: str, offsets: Tensor | None,
 
 
 def bias_act(
-    h: Tensor, bias: Tensor, *, activation: str, offsets: Tensor | None = None,
-    dropout_p: float = 0.0, seed: Tensor | int | None = None,
+    h: Tensor,
+    bias: Tensor,
+    *,
+    activation: str,
+    offsets: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | int | None = None,
 ) -> Tensor:
     """dropout(activation(h + bias)), computed in fp32, returned in the dtype of h.
 

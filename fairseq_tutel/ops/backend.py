@@ -83,9 +83,18 @@ def backend_for(device: torch.device | str) -> str:
     return name
 
 
-def implementation(device: torch.device) -> ModuleType:
-    """The module that implements the operators on the device."""
-    if backend_for(device) == "torch":
+def implementation(tensor: torch.Tensor) -> ModuleType:
+    """The module that implements the operators for this tensor's device and dtype.
+
+    Raises:
+        ValueError: the backend was set to triton and cannot run on the device, or the tensor is
+            fp64, which the kernels do not handle.
+    """
+    if backend_for(tensor.device) == "torch":
+        return reference
+    if tensor.dtype == torch.float64:
+        if _requested == "triton":
+            raise ValueError("backend 'triton' handles fp32, fp16 and bf16, got torch.float64")
         return reference
     from fairseq_tutel import kernels  # imports triton, which a CPU-only install may lack
 

@@ -13,21 +13,23 @@ from .backend import implementation
 
 def _check_maps(row_TK: Tensor, pair_R: Tensor) -> None:
     if row_TK.dim() != 2 or row_TK.dtype != torch.int32:
-        raise ValueError(f"row must be (tokens, top_k) int32, got "
-                         f"{tuple(row_TK.shape)} {row_TK.dtype}")
+        raise ValueError(
+            f"row must be (tokens, top_k) int32, got {tuple(row_TK.shape)} {row_TK.dtype}"
+        )
     if pair_R.dim() != 1 or pair_R.dtype != torch.int32:
         raise ValueError(f"pair must be (rows,) int32, got {tuple(pair_R.shape)} {pair_R.dtype}")
 
 
 def _check_weight(weight_TK: Tensor, row_TK: Tensor) -> None:
     if weight_TK.shape != row_TK.shape:
-        raise ValueError(f"weight {tuple(weight_TK.shape)} must have the shape of row "
-                         f"{tuple(row_TK.shape)}")
+        raise ValueError(
+            f"weight {tuple(weight_TK.shape)} must have the shape of row {tuple(row_TK.shape)}"
+        )
 
 
 @torch.library.custom_op("fairseq_tutel::dispatch", mutates_args=())
 def _dispatch(x: Tensor, row: Tensor, pair: Tensor, weight: Optional[Tensor]) -> Tensor:
-    return implementation(x.device).dispatch_fwd(x, row, pair, weight)
+    return implementation(x).dispatch_fwd(x, row, pair, weight)
 
 
 @_dispatch.register_fake
@@ -37,10 +39,15 @@ def _(x, row, pair, weight):
 
 @torch.library.custom_op("fairseq_tutel::dispatch_bwd", mutates_args=())
 def _dispatch_bwd(
-    d_rows: Tensor, x: Tensor, row: Tensor, pair: Tensor, weight: Optional[Tensor],
-    needs_x: bool, needs_weight: bool,
+    d_rows: Tensor,
+    x: Tensor,
+    row: Tensor,
+    pair: Tensor,
+    weight: Optional[Tensor],
+    needs_x: bool,
+    needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    impl = implementation(d_rows.device)
+    impl = implementation(d_rows)
     return impl.dispatch_bwd(
         d_rows, x, row, pair, weight, needs_x=needs_x, needs_weight=needs_weight
     )
@@ -99,7 +106,7 @@ def dispatch(
 
 @torch.library.custom_op("fairseq_tutel::combine", mutates_args=())
 def _combine(rows: Tensor, row: Tensor, pair: Tensor, weight: Tensor) -> Tensor:
-    return implementation(rows.device).combine_fwd(rows, row, pair, weight)
+    return implementation(rows).combine_fwd(rows, row, pair, weight)
 
 
 @_combine.register_fake
@@ -109,10 +116,15 @@ def _(rows, row, pair, weight):
 
 @torch.library.custom_op("fairseq_tutel::combine_bwd", mutates_args=())
 def _combine_bwd(
-    dy: Tensor, rows: Tensor, row: Tensor, pair: Tensor, weight: Tensor,
-    needs_rows: bool, needs_weight: bool,
+    dy: Tensor,
+    rows: Tensor,
+    row: Tensor,
+    pair: Tensor,
+    weight: Tensor,
+    needs_rows: bool,
+    needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    impl = implementation(dy.device)
+    impl = implementation(dy)
     return impl.combine_bwd(
         dy, rows, row, pair, weight, needs_rows=needs_rows, needs_weight=needs_weight
     )
@@ -156,6 +168,5 @@ def combine(rows_RM: Tensor, row_TK: Tensor, pair_R: Tensor, weight_TK: Tensor) 
     _check_maps(row_TK, pair_R)
     _check_weight(weight_TK, row_TK)
     if rows_RM.dim() != 2 or rows_RM.shape[0] != pair_R.shape[0]:
-        raise ValueError(f"rows must be ({pair_R.shape[0]}, model_dim), got "
-                         f"{tuple(rows_RM.shape)}")
+        raise ValueError(f"rows must be ({pair_R.shape[0]}, model_dim), got {tuple(rows_RM.shape)}")
     return _combine(rows_RM, row_TK, pair_R, weight_TK)

@@ -20,7 +20,7 @@ def _check_top_k(top_k: int, num_experts: int) -> None:
 def _topk_gating(
     logits: Tensor, top_k: int, noise: Optional[Tensor], pad: Optional[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    impl = implementation(logits.device)
+    impl = implementation(logits)
     return impl.topk_gating_fwd(logits, top_k, noise_TE=noise, pad_T=pad)
 
 
@@ -30,17 +30,25 @@ def _(logits, top_k, noise, pad):
     expert_TK = logits.new_empty((T, top_k), dtype=torch.int32)
     choice_TK = logits.new_empty((0 if pad is None else T, top_k), dtype=torch.int32)
     return (
-        expert_TK, logits.new_empty((T, top_k)), logits.new_empty((E,)), logits.new_empty(()),
-        logits.new_empty((T,)), choice_TK,
+        expert_TK,
+        logits.new_empty((T, top_k)),
+        logits.new_empty((E,)),
+        logits.new_empty(()),
+        logits.new_empty((T,)),
+        choice_TK,
     )
 
 
 @torch.library.custom_op("fairseq_tutel::topk_gating_bwd", mutates_args=())
 def _topk_gating_bwd(
-    d_gate: Tensor, d_prob_sum: Tensor, d_lse: Tensor, logits: Tensor, lse: Tensor,
+    d_gate: Tensor,
+    d_prob_sum: Tensor,
+    d_lse: Tensor,
+    logits: Tensor,
+    lse: Tensor,
     choice: Tensor,
 ) -> Tensor:
-    impl = implementation(logits.device)
+    impl = implementation(logits)
     return impl.topk_gating_bwd(d_gate, d_prob_sum, d_lse, logits, lse, choice)
 
 
@@ -93,8 +101,10 @@ def topk_gating(
         raise ValueError(f"logits must be (tokens, experts), got {tuple(logits_TE.shape)}")
     _check_top_k(top_k, logits_TE.shape[1])
     if noise_TE is not None and noise_TE.shape != logits_TE.shape:
-        raise ValueError(f"noise {tuple(noise_TE.shape)} must have the shape of the logits "
-                         f"{tuple(logits_TE.shape)}")
+        raise ValueError(
+            f"noise {tuple(noise_TE.shape)} must have the shape of the logits "
+            f"{tuple(logits_TE.shape)}"
+        )
     if pad_T is not None and pad_T.shape != logits_TE.shape[:1]:
         raise ValueError(f"pad {tuple(pad_T.shape)} must be ({logits_TE.shape[0]},)")
     expert, gate, prob_sum, entropy_sum, lse, _ = _topk_gating(logits_TE, top_k, noise_TE, pad_T)
@@ -105,7 +115,7 @@ def topk_gating(
 def _assign_slots(
     expert: Tensor, num_experts: int, priority: Optional[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    impl = implementation(expert.device)
+    impl = implementation(expert)
     return impl.assign_slots(expert, num_experts, priority_T=priority)
 
 
@@ -136,19 +146,19 @@ def assign_slots(
         ValueError: wrong shape or dtype.
     """
     if expert_TK.dim() != 2 or expert_TK.dtype != torch.int32:
-        raise ValueError(f"expert must be (tokens, top_k) int32, got "
-                         f"{tuple(expert_TK.shape)} {expert_TK.dtype}")
+        raise ValueError(
+            f"expert must be (tokens, top_k) int32, got {tuple(expert_TK.shape)} {expert_TK.dtype}"
+        )
     if priority_T is not None:
         if priority_T.shape != expert_TK.shape[:1]:
-            raise ValueError(f"priority {tuple(priority_T.shape)} must be "
-                             f"({expert_TK.shape[0]},)")
+            raise ValueError(f"priority {tuple(priority_T.shape)} must be ({expert_TK.shape[0]},)")
         priority_T = priority_T.detach()
     return _assign_slots(expert_TK, num_experts, priority_T)
 
 
 @torch.library.custom_op("fairseq_tutel::invert_rows", mutates_args=())
 def _invert_rows(row: Tensor, num_rows: int) -> Tensor:
-    return implementation(row.device).invert_rows(row, num_rows)
+    return implementation(row).invert_rows(row, num_rows)
 
 
 @_invert_rows.register_fake
@@ -167,14 +177,15 @@ def invert_rows(row_TK: Tensor, num_rows: int) -> Tensor:
         ValueError: wrong shape or dtype.
     """
     if row_TK.dim() != 2 or row_TK.dtype != torch.int32:
-        raise ValueError(f"row must be (tokens, top_k) int32, got "
-                         f"{tuple(row_TK.shape)} {row_TK.dtype}")
+        raise ValueError(
+            f"row must be (tokens, top_k) int32, got {tuple(row_TK.shape)} {row_TK.dtype}"
+        )
     return _invert_rows(row_TK, num_rows)
 
 
 @torch.library.custom_op("fairseq_tutel::fast_cumsum_sub_one", mutates_args=())
 def _fast_cumsum_sub_one(mask: Tensor) -> Tensor:
-    return implementation(mask.device).fast_cumsum_sub_one(mask)
+    return implementation(mask).fast_cumsum_sub_one(mask)
 
 
 @_fast_cumsum_sub_one.register_fake
@@ -192,6 +203,8 @@ def fast_cumsum_sub_one(mask_TE: Tensor) -> Tensor:
         ValueError: not two-dimensional, or a floating-point mask.
     """
     if mask_TE.dim() != 2 or mask_TE.is_floating_point() or mask_TE.is_complex():
-        raise ValueError(f"mask must be (tokens, experts) of integers or bool, got "
-                         f"{tuple(mask_TE.shape)} {mask_TE.dtype}")
+        raise ValueError(
+            f"mask must be (tokens, experts) of integers or bool, got "
+            f"{tuple(mask_TE.shape)} {mask_TE.dtype}"
+        )
     return _fast_cumsum_sub_one(mask_TE)

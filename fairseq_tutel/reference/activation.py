@@ -114,7 +114,7 @@ def _blocks(h_enF: Tensor, offsets_e: Tensor | None) -> Iterator[tuple[slice, sl
 
 def _zero_tail(h_enF: Tensor, offsets_e: Tensor | None) -> None:
     if offsets_e is not None:
-        h_enF[:, int(offsets_e[-1]):] = 0
+        h_enF[:, int(offsets_e[-1]) :] = 0
 
 
 def _keep_scale(h_enF: Tensor, dropout_p: float, seed: Tensor) -> Tensor:
@@ -126,8 +126,13 @@ def _keep_scale(h_enF: Tensor, dropout_p: float, seed: Tensor) -> Tensor:
 
 
 def bias_act_fwd(
-    h: Tensor, bias: Tensor, *, activation: str, offsets: Tensor | None = None,
-    dropout_p: float = 0.0, seed: Tensor | None = None,
+    h: Tensor,
+    bias: Tensor,
+    *,
+    activation: str,
+    offsets: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """dropout(activation(h + bias)) in fp32 (fp64 for fp64), returned in the dtype of h.
 
@@ -161,8 +166,14 @@ def bias_act_fwd(
 
 
 def bias_act_bwd(
-    dy: Tensor, h: Tensor, bias: Tensor, *, activation: str, offsets: Tensor | None = None,
-    dropout_p: float = 0.0, seed: Tensor | None = None,
+    dy: Tensor,
+    h: Tensor,
+    bias: Tensor,
+    *,
+    activation: str,
+    offsets: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`bias_act_fwd`: d_h like h and d_bias (e, F) in the dtype of bias."""
     gradient = ACTIVATIONS[activation][1]

@@ -140,8 +140,14 @@ def _gather_dot(
 
 
 def combine_bwd(
-    dy_TM: Tensor, rows_RM: Tensor, row_TK: Tensor, pair_R: Tensor, weight_TK: Tensor,
-    *, needs_rows: bool = True, needs_weight: bool = True,
+    dy_TM: Tensor,
+    rows_RM: Tensor,
+    row_TK: Tensor,
+    pair_R: Tensor,
+    weight_TK: Tensor,
+    *,
+    needs_rows: bool = True,
+    needs_weight: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`combine_fwd`: d_rows (R, M) and d_weight (T, K) in weight's dtype.
 
@@ -165,8 +171,14 @@ def combine_bwd(
 
 
 def dispatch_bwd(
-    d_rows_RM: Tensor, x_TM: Tensor, row_TK: Tensor, pair_R: Tensor,
-    weight_TK: Tensor | None = None, *, needs_x: bool = True, needs_weight: bool = True,
+    d_rows_RM: Tensor,
+    x_TM: Tensor,
+    row_TK: Tensor,
+    pair_R: Tensor,
+    weight_TK: Tensor | None = None,
+    *,
+    needs_x: bool = True,
+    needs_weight: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`dispatch_fwd`: d_x (T, M) and d_weight (T, K).
 

@@ -69,8 +69,12 @@ def topk_gating_fwd(
 
 
 def topk_gating_bwd(
-    d_gate_TK: Tensor, d_prob_sum_E: Tensor, d_lse_T: Tensor,
-    logits_TE: Tensor, lse_T: Tensor, choice_TK: Tensor,
+    d_gate_TK: Tensor,
+    d_prob_sum_E: Tensor,
+    d_lse_T: Tensor,
+    logits_TE: Tensor,
+    lse_T: Tensor,
+    choice_TK: Tensor,
 ) -> Tensor:
     """Gradient of the logits, (T, E); the arguments are those of the forward.
 

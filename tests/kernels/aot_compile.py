@@ -1,10 +1,10 @@
-"""Compiles every kernel for one target without a GPU; run as a script by test_compile.py.
+"""Compiles every kernel for several targets without a GPU; run as a script by test_compile.py.
 
-    python aot_compile.py {cuda:80 | cuda:90 | cuda:100 | hip:gfx90a | hip:gfx942} {all | one}
+    python aot_compile.py cuda:80:one cuda:90:all hip:gfx942:all ...
 
-Prints one JSON line per kernel variant: name, size of the binary in bytes, the 32-bit products
-that addresses depend on, and on NVIDIA the number of 128-bit accesses. ``all`` compiles every
-variant, ``one`` the first of each kernel.
+``all`` compiles every variant, ``one`` the first of each kernel. Prints one JSON line per target
+and variant: kernel, size of the binary in bytes, the 32-bit products that addresses depend on,
+and on NVIDIA the number of 128-bit accesses.
 """
 
 import json
@@ -15,49 +15,51 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fairseq_tutel.kernels import _autotune as tiles
 from fairseq_tutel.kernels import activation, dispatch, gating, slots
 
 FLOAT = {"fp16": "*fp16", "bf16": "*bf16", "fp32": "*fp32"}
 
 
 def _variants():
-    """(kernel, dtype of the data pointers, constexpr values)."""
-    gate = {"E": 70, "TOP_K": 2, "BLOCK_T": 16, "BLOCK_E": 128}
+    """(kernel, dtype of the data pointers, constexpr values); tiles as on a GPU."""
+    block_t, block_e = gating._tile(70)
+    gate = {"E": 70, "TOP_K": 2, "BLOCK_T": block_t, "BLOCK_E": block_e}
+    sums = {"E": 70, "BLOCK_P": 64, "BLOCK_E": tiles.SCAN_BLOCK_COLS}
     yield gating._topk_gating_fwd_kernel, "fp32", {**gate, "HAS_NOISE": True, "HAS_PAD": True}
     yield gating._topk_gating_fwd_kernel, "fp32", {**gate, "HAS_NOISE": False, "HAS_PAD": False}
-    yield gating._topk_gating_sums_kernel, "fp32", {"E": 70, "BLOCK_P": 64, "BLOCK_E": 32}
+    yield gating._topk_gating_sums_kernel, "fp32", sums
     yield gating._topk_gating_bwd_kernel, "fp32", gate
 
-    slot = {"E": 70, "TOP_K": 2, "HAS_ORDER": True, "BLOCK": 128}
-    scan = {"E": 70, "TOP_K": 2, "BLOCK_B": 64, "BLOCK_E": 32}
-    tile = {"E": 70, "BLOCK_T": 128, "BLOCK_E": 32}
+    slot = {"E": 70, "TOP_K": 2, "HAS_ORDER": True, "BLOCK": tiles.SLOT_BLOCK}
+    columns = {"E": 70, "BLOCK_E": tiles.SCAN_BLOCK_COLS}
+    scan = {**columns, "TOP_K": 2, "BLOCK_B": tiles.SCAN_BLOCK_ROWS}
+    tile = {**columns, "BLOCK_T": 2 * tiles.SCAN_BLOCK_ROWS}
     yield slots._rank_in_block_kernel, "fp32", {**slot, "BLOCK_E": 128}
     yield slots._scan_blocks_kernel, "fp32", scan
     yield slots._add_offset_kernel, "fp32", slot
-    yield slots._invert_rows_kernel, "fp32", {"BLOCK": 1024}
+    yield slots._invert_rows_kernel, "fp32", {"BLOCK": tiles.FLAT_BLOCK}
     yield slots._column_sums_kernel, "fp32", tile
     yield slots._cumsum_sub_one_kernel, "fp32", {**tile, "HAS_BEFORE": True}
 
-    move = {"M": 1024, "TOP_K": 2, "HAS_WEIGHT": True, "HAS_DOT": True, "BLOCK_K": 2,
-            "BLOCK_T": 4, "BLOCK_M": 1024}
+    move = {"M": 4096, "TOP_K": 2, "BLOCK_K": 2}
+    full = {**move, "HAS_WEIGHT": True, "HAS_DOT": True}
     plain = {**move, "HAS_WEIGHT": False, "HAS_DOT": False}
-    for dtype in ("bf16", "fp16"):
-        yield dispatch._token_to_rows_kernel, dtype, {**move, "HAS_ROWS": True}
-        yield dispatch._rows_to_token_kernel, dtype, {**move, "HAS_SUM": True}
-    yield dispatch._token_to_rows_kernel, "fp32", {**plain, "HAS_ROWS": True}
-    yield dispatch._rows_to_token_kernel, "fp32", {**plain, "HAS_SUM": True}
+    for dtype, flags in (("bf16", full), ("fp16", full), ("fp32", plain)):
+        rows = {"HAS_ROWS": True, "ROWS_PER_PROGRAM": tiles.ROWS_PER_PROGRAM}
+        yield dispatch._token_to_rows_kernel, dtype, {**flags, **rows}
+        yield dispatch._rows_to_token_kernel, dtype, {**flags, "HAS_SUM": True}
 
-    act = {"e": 3, "F": 4096, "TILE": 64, "BLOCK_EXPERTS": 4, "BLOCK_F": 1024}
+    act = {"e": 3, "F": 4096, "TILE": tiles.ACT_TILE_ROWS, "BLOCK_EXPERTS": 4}
     cases = [("bf16", "gelu", True, 0.0), ("fp16", "gelu_tanh", False, 0.1)]
     cases += [("fp32", name, False, 0.0) for name in ("relu", "silu", "tanh")]
     for dtype, name, ragged, dropout_p in cases:
-        options = {**act, "RAGGED": ragged, "BLOCK_N": 4}
-        mode = {"ACTIVATION": name, "DROPOUT_P": dropout_p}
-        yield activation._bias_act_fwd_kernel, dtype, {**options, **mode}
-        yield activation._bias_act_bwd_dh_kernel, dtype, {**options, **mode}
+        mode = {"RAGGED": ragged, "ACTIVATION": name, "DROPOUT_P": dropout_p}
+        yield activation._bias_act_fwd_kernel, dtype, {**act, **mode}
+        yield activation._bias_act_bwd_dh_kernel, dtype, {**act, **mode}
     for ragged in (False, True):
-        sums = {**act, "RAGGED": ragged, "BLOCK_Z": 64, "BLOCK_F": 32}
-        yield activation._bias_act_bwd_db_kernel, "bf16", sums
+        blocks = {"BLOCK_Z": tiles.SCAN_BLOCK_ROWS, "BLOCK_F": tiles.SCAN_BLOCK_COLS}
+        yield activation._bias_act_bwd_db_kernel, "bf16", {**act, "RAGGED": ragged, **blocks}
 
 
 _POINTERS = {
@@ -70,8 +72,10 @@ _FP32 = {"weight_ptr", "dot_ptr", "partial_ptr"}
 
 
 def _compile(kernel, dtype, constants, target):
-    # an autotuned kernel wraps the compiled one
-    function = kernel if isinstance(kernel, triton.JITFunction) else kernel.fn
+    function, options = kernel, {}
+    if not isinstance(kernel, triton.JITFunction):  # an autotuned kernel wraps the compiled one
+        function, config = kernel.fn, kernel.configs[0]
+        constants, options = {**constants, **config.kwargs}, {"num_warps": config.num_warps}
     signature = {}
     for name in function.arg_names:
         if name in constants:
@@ -86,7 +90,7 @@ def _compile(kernel, dtype, constants, target):
         for i, name in enumerate(function.arg_names) if name.endswith("_ptr")
     }  # fmt: skip
     source = ASTSource(function, signature, constants, aligned)
-    return function.__name__, triton.compile(source, target=target)
+    return function.__name__, triton.compile(source, target, options)
 
 
 def narrow_products(ttir: str) -> list[str]:
@@ -122,25 +126,32 @@ def wide_accesses(ptx: str) -> int:
     return len(re.findall(r"(?:ld|st)\.global\.v4\.b32|(?:ld|st)\.global\.v2\.b64", ptx))
 
 
-def main() -> None:
-    backend, arch = sys.argv[1].split(":")
-    if backend == "cuda":
-        target = GPUTarget("cuda", int(arch), 32)
-    else:
-        target = GPUTarget("hip", arch, 64)
+def _check_tiles() -> None:
+    """Tiles of the autotuned kernels must divide what a program works on."""
+    for config in tiles.move_configs():
+        assert tiles.ROWS_PER_PROGRAM % config.kwargs["BLOCK_T"] == 0, config
+    for config in tiles.act_configs():
+        assert tiles.ACT_TILE_ROWS % config.kwargs["BLOCK_N"] == 0, config
+
+
+def compile_all(backend: str, arch: str, variants: str) -> None:
+    cuda = backend == "cuda"
+    target = GPUTarget(backend, int(arch) if cuda else arch, 32 if cuda else 64)
     done = set()
     for kernel, dtype, constants in _variants():
-        if kernel in done and sys.argv[2] == "one":
+        if kernel in done and variants == "one":
             continue
         done.add(kernel)
         name, binary = _compile(kernel, dtype, constants, target)
-        code = binary.asm["cubin" if backend == "cuda" else "hsaco"]
-        result = {"kernel": name, "size": len(code)}
+        code = binary.asm["cubin" if cuda else "hsaco"]
+        result = {"target": f"{backend}:{arch}", "kernel": name, "size": len(code)}
         result["narrow"] = narrow_products(binary.asm["ttir"])
-        if backend == "cuda":
+        if cuda:
             result["wide"] = wide_accesses(binary.asm["ptx"])
         print(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main()
+    _check_tiles()
+    for argument in sys.argv[1:]:
+        compile_all(*argument.split(":"))

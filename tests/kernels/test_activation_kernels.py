@@ -29,8 +29,8 @@ def make(shape, ends, dtype, device):
     bias = torch.randn(num_experts, shape[-1], generator=generator)
     offsets = None if ends is None else torch.tensor(ends, dtype=torch.int32, device=device)
     if ends is not None:  # what lies in the tail must not matter
-        h[ends[-1]:] = float("nan")
-        dy[ends[-1]:] = float("nan")
+        h[ends[-1] :] = float("nan")
+        dy[ends[-1] :] = float("nan")
     return h.to(dtype).to(device), bias.to(dtype).to(device), dy.to(dtype).to(device), offsets
 
 
@@ -79,8 +79,8 @@ def test_extreme_values(activation, device):
 @pytest.mark.parametrize(
     ("shape", "ends"),
     [
-        pytest.param((2, 60, 70), None, id="padded"),  # F no multiple of 4
-        pytest.param((120, 64), [50, 110], id="ragged"),
+        pytest.param((2, 24, 38), None, id="padded"),  # F no multiple of 4
+        pytest.param((50, 40), [13, 44], id="ragged"),
     ],
 )
 def test_dropout(shape, ends, device):
@@ -89,17 +89,15 @@ def test_dropout(shape, ends, device):
     seeds = [torch.tensor(s, dtype=torch.int64, device=device) for s in (7, 8)]
     options = {"activation": "linear", "offsets": offsets}
     plain = kernels.bias_act_fwd(h, bias, **options)
-    y, other = (
-        kernels.bias_act_fwd(h, bias, dropout_p=p, seed=seed, **options) for seed in seeds
-    )
+    y, other = (kernels.bias_act_fwd(h, bias, dropout_p=p, seed=seed, **options) for seed in seeds)
     used = slice(None) if ends is None else slice(0, ends[-1])
     keep, keep_other = y[used] != 0, other[used] != 0
-    assert abs(keep.float().mean().item() - (1 - p)) < 0.02
+    assert abs(keep.float().mean().item() - (1 - p)) < 0.04
     # another seed draws independently: both keep with probability (1 - p)^2
-    assert abs((keep & keep_other).float().mean().item() - (1 - p) ** 2) < 0.02
+    assert abs((keep & keep_other).float().mean().item() - (1 - p) ** 2) < 0.04
     # neighbours in a row (which share one draw of Philox) and in a column are independent
-    assert abs((keep[..., 1:] & keep[..., :-1]).float().mean() - (1 - p) ** 2) < 0.02
-    assert abs((keep[..., 1:, :] & keep[..., :-1, :]).float().mean() - (1 - p) ** 2) < 0.02
+    assert abs((keep[..., 1:] & keep[..., :-1]).float().mean() - (1 - p) ** 2) < 0.04
+    assert abs((keep[..., 1:, :] & keep[..., :-1, :]).float().mean() - (1 - p) ** 2) < 0.04
     assert_close("y", y[used], plain[used] * keep / (1 - p), torch.float32)
     # the backward draws the same mask
     options["activation"] = "gelu"

@@ -117,9 +117,9 @@ def test_invert_rows(T, K, R, device):
     row = torch.full((T * K,), -1, dtype=torch.int32)
     generator = torch.Generator().manual_seed(R)
     used = min(T * K, R) if R == T * K else min(T * K, R) // 2
-    row[torch.randperm(T * K, generator=generator)[:used]] = torch.randperm(
-        R, generator=generator
-    )[:used].int()
+    row[torch.randperm(T * K, generator=generator)[:used]] = torch.randperm(R, generator=generator)[
+        :used
+    ].int()
     row = row.view(T, K).to(device)
     pair = kernels.invert_rows(row, R)
     assert pair.dtype == torch.int32

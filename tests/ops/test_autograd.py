@@ -1,0 +1,93 @@
+"""Gradients of the operators: gradcheck in fp64, and what is computed when."""
+
+import pytest
+import torch
+from helpers.inputs import random_rows
+from torch.autograd import gradcheck
+
+from fairseq_tutel import ops, reference
+
+
+def random(*shape):
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+@pytest.mark.parametrize("with_pad", [False, True], ids=["nopad", "pad"])
+@pytest.mark.parametrize(("T", "E", "K"), [(7, 5, 1), (7, 5, 2), (5, 6, 6), (1, 1, 1)])
+def test_topk_gating(T, E, K, with_pad):
+    pad = torch.arange(T) % 3 == 0 if with_pad else None
+
+    def differentiable(logits):
+        _, gate, prob_sum, _, lse = ops.topk_gating(logits, K, pad_T=pad)
+        return gate, prob_sum, lse
+
+    assert gradcheck(differentiable, random(T, E))
+
+
+def test_entropy_and_indices_have_no_gradient():
+    expert, gate, prob_sum, entropy, lse = ops.topk_gating(random(4, 3), 2)
+    assert [t.requires_grad for t in (expert, gate, prob_sum, entropy, lse)] == [
+        False, True, True, False, True,
+    ]  # fmt: skip
+
+
+ROWS = [(7, 2, 4, 3, "spread"), (5, 1, 3, 5, "spread"), (4, 3, 3, 12, "one"),
+        (3, 2, 3, 2, "dropped"), (0, 2, 3, 2, "spread")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("T", "K", "E", "C", "kind"), ROWS)
+def test_dispatch(T, K, E, C, kind):
+    row, pair = random_rows(T, K, E, C, kind)
+    x, weight = random(T, 5), random(T, K)
+    assert gradcheck(lambda x: ops.dispatch(x, row, pair), x)
+    assert gradcheck(lambda x, w: ops.dispatch(x, row, pair, w), (x, weight))
+    assert gradcheck(lambda w: ops.dispatch(x.detach(), row, pair, w), weight)
+
+
+@pytest.mark.parametrize(("T", "K", "E", "C", "kind"), ROWS)
+def test_combine(T, K, E, C, kind):
+    row, pair = random_rows(T, K, E, C, kind)
+    rows, weight = random(E * C, 5), random(T, K)
+    assert gradcheck(lambda r, w: ops.combine(r, row, pair, w), (rows, weight))
+    assert gradcheck(lambda r: ops.combine(r, row, pair, weight.detach()), rows)
+    assert gradcheck(lambda w: ops.combine(rows.detach(), row, pair, w), weight)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4], ids=["plain", "dropout"])
+@pytest.mark.parametrize("activation", sorted(reference.ACTIVATIONS))
+def test_bias_act(activation, dropout_p):
+    options = {"activation": activation, "dropout_p": dropout_p, "seed": 3}
+    assert gradcheck(lambda h, b: ops.bias_act(h, b, **options), (random(2, 4, 3), random(2, 3)))
+    options["offsets"] = torch.tensor([3, 3, 6], dtype=torch.int32)
+    assert gradcheck(lambda h, b: ops.bias_act(h, b, **options), (random(8, 3), random(3, 3)))
+
+
+def test_dispatch_without_weights_does_not_keep_the_tokens():
+    row, pair = random_rows(7, 2, 4, 3, "spread")
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        ops.dispatch(random(7, 5), row, pair)
+    assert all(t.numel() == 0 for t in kept if t.is_floating_point())
+
+
+def test_only_needed_gradients_are_computed(monkeypatch):
+    """A frozen argument costs nothing in the backward."""
+    needs = []
+
+    def record(name, original):
+        def spy(*args, **kwargs):
+            needs.append((name, {k: v for k, v in kwargs.items() if k.startswith("needs")}))
+            return original(*args, **kwargs)
+
+        return spy
+
+    for name in ("dispatch_bwd", "combine_bwd"):
+        monkeypatch.setattr(reference, name, record(name, getattr(reference, name)))
+    row, pair = random_rows(7, 2, 4, 3, "spread")
+    ops.dispatch(random(7, 5), row, pair, random(7, 2).detach()).sum().backward()
+    ops.combine(random(12, 5).detach(), row, pair, random(7, 2)).sum().backward()
+    assert needs == [
+        ("dispatch_bwd", {"needs_x": True, "needs_weight": False}),
+        ("combine_bwd", {"needs_rows": False, "needs_weight": True}),
+    ]

@@ -1,0 +1,88 @@
+"""The choice of backend: what runs where, and that nothing falls back silently."""
+
+import logging
+
+import pytest
+import torch
+
+from fairseq_tutel import ops, reference
+from fairseq_tutel.ops import backend
+
+
+@pytest.fixture(autouse=True)
+def restored_backend(monkeypatch):
+    monkeypatch.setattr(backend, "_logged", set())
+    yield
+    ops.set_backend("auto")
+
+
+def test_auto_is_torch_on_cpu_and_triton_on_gpus():
+    assert ops.get_backend() == "auto"
+    assert ops.backend_for("cpu") == "torch"
+    assert ops.backend_for(torch.device("cuda", 0)) == "triton"
+
+
+def test_auto_without_triton_is_torch(monkeypatch):
+    monkeypatch.setattr(backend, "_has_triton", lambda: False)
+    assert ops.backend_for("cuda") == "torch"
+
+
+def test_torch_everywhere_when_asked_for():
+    ops.set_backend("torch")
+    assert ops.get_backend() == "torch"
+    assert ops.backend_for("cuda") == "torch"
+
+
+def test_unknown_name():
+    with pytest.raises(ValueError, match="unknown backend 'cuda'; expected one of auto, triton"):
+        ops.set_backend("cuda")
+    assert ops.get_backend() == "auto"
+
+
+def test_triton_not_installed_is_an_error(monkeypatch):
+    monkeypatch.setattr(backend, "_has_triton", lambda: False)
+    with pytest.raises(ValueError, match="triton is not installed"):
+        ops.set_backend("triton")
+    assert ops.get_backend() == "auto"
+
+
+def test_triton_without_gpu_or_interpreter_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="no GPU and TRITON_INTERPRET is not set"):
+        ops.set_backend("triton")
+
+
+def test_triton_on_a_cpu_tensor_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    ops.set_backend("triton")
+    with pytest.raises(ValueError, match="backend 'triton' cannot run: device 'cpu' is no GPU"):
+        ops.fast_cumsum_sub_one(torch.ones(2, 2, dtype=torch.int32))
+
+
+def test_triton_in_the_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    ops.set_backend("triton")
+    assert ops.backend_for("cpu") == "triton"
+
+
+def test_fp64_is_torch_under_auto_and_an_error_under_triton(monkeypatch):
+    x = torch.zeros(1, dtype=torch.float64)
+    monkeypatch.setattr(backend, "backend_for", lambda device: "triton")
+    assert backend.implementation(x) is reference
+    monkeypatch.setattr(backend, "_requested", "triton")
+    with pytest.raises(ValueError, match="got torch.float64"):
+        backend.implementation(x)
+
+
+def test_the_choice_is_logged_once(caplog):
+    with caplog.at_level(logging.INFO, logger=backend.__name__):
+        for _ in range(3):
+            ops.backend_for("cpu")
+            ops.backend_for("cuda:0")
+            ops.backend_for("cuda:1")
+    assert [record.getMessage() for record in caplog.records] == [
+        "MoE operators on cpu: torch backend (auto)",
+        "MoE operators on cuda: triton backend (auto)",
+    ]
