@@ -80,7 +80,10 @@ def read_record(cset: CheckpointSet) -> CommitRecord | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{cset.commit_path}: damaged commit record ({error})") from error
+        raise CheckpointError(
+            f"{cset.commit_path}: damaged commit record ({error}); remove it if the files beside "
+            "it load without it, else use another set"
+        ) from error
     # a record may only ever touch its own set, whoever wrote it
     for temporary, name in record.renames.items():
         match = _TEMPORARY.fullmatch(temporary)

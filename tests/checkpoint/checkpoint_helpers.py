@@ -39,22 +39,22 @@ def expert_range(rank: int, world_size: int, num_experts: int) -> list[int]:
 class Reference:
     """A whole model with its optimizer, from which each rank's state can be cut."""
 
-    def __init__(self, num_experts: int, seed: int = 0) -> None:
+    def __init__(self, num_experts: int, seed: int = 0, layers: tuple[int, ...] = LAYERS) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator)
 
-        self.num_experts, self.seed = num_experts, seed
+        self.num_experts, self.seed, self.layers = num_experts, seed, layers
         self.dense = {"decoder.embed_tokens.weight": random(10, MODEL_DIM)}
-        for layer in LAYERS:
+        for layer in self.layers:
             gate = f"decoder.layers.{layer}.moe_layer.gate.wg.weight"
             self.dense[gate] = random(num_experts, MODEL_DIM)
             self.dense[f"decoder.layers.{layer}.fc1.weight"] = random(5, 3).half()
         # stacked over experts, as the layer holds them: per-expert tensors are views of these
         self.stacked = {
             (layer, rest): random(num_experts, *shape)
-            for layer in LAYERS
+            for layer in self.layers
             for rest, shape in EXPERT_SHAPES.items()
         }
         self.dense_optimizer = {
@@ -69,7 +69,7 @@ class Reference:
                 "exp_avg_scale": float(random(1)),
                 "exp_avg_sq": random(*shape),
             }
-            for layer in LAYERS
+            for layer in self.layers
             for rest, shape in EXPERT_SHAPES.items()
             for expert in range(num_experts)
         }
@@ -78,7 +78,7 @@ class Reference:
         """What a rank with these experts holds in memory."""
         model = dict(self.dense)
         named = dict(self.dense_optimizer)
-        for layer in LAYERS:
+        for layer in self.layers:
             for rest in EXPERT_SHAPES:
                 for j, expert in enumerate(experts):
                     name = expert_name(layer, j, rest)
@@ -190,7 +190,3 @@ def names_in(directory) -> set[str]:
 
 def set_names(stem: str, num_rank_files: int) -> set[str]:
     return {f"{stem}-shared.pt"} | {f"{stem}-rank-{n}.pt" for n in range(num_rank_files)}
-
-
-class Killed(BaseException):
-    """Ends a simulated rank where it stands: no `except Exception` clean-up runs."""

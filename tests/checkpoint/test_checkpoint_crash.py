@@ -4,26 +4,21 @@ File operations are counted, and the n-th fails or kills, for every n. The rule 
 before the commit record is renamed into place the old set must be there, afterwards the new one.
 """
 
-import functools
-import io
 import os
 import subprocess
 import sys
 import textwrap
-import threading
-import time
 from pathlib import Path
 
 import pytest
-import torch
-from checkpoint_helpers import Killed, Reference, names_in, run_ranks, set_names
+from checkpoint_helpers import Reference, names_in, run_ranks, set_names
+from sabotage import Killed, Saboteur, attempt
 
 from fairseq_tutel.checkpoint import (
     CheckpointError,
     copy_set,
     find_sets,
     inspect,
-    load_for_rank,
     merge,
     recover,
     recover_directory,
@@ -32,56 +27,7 @@ from fairseq_tutel.checkpoint import (
 )
 
 REPOSITORY = Path(__file__).parents[2]
-OLD, NEW = Reference(4, seed=1), Reference(4, seed=2)
-OPERATIONS = ("replace", "fsync", "unlink", "link")
-
-
-class Saboteur:
-    """Counts the file operations of one simulated rank and interrupts the one numbered `at`."""
-
-    def __init__(self, monkeypatch, at: int, interruption: type[BaseException]) -> None:
-        self.at, self.interruption = at, interruption
-        self.count = 0
-        self.committed = False  # the commit record is in place
-        self.struck = False
-        self.thread: threading.Thread | None = None
-        for name in OPERATIONS:
-            monkeypatch.setattr(os, name, self._wrap(getattr(os, name)))
-        monkeypatch.setattr(torch, "save", self._wrap_save(torch.save))
-
-    def watch(self) -> None:
-        """Count what the calling thread does from now on."""
-        self.thread = threading.current_thread()
-
-    def _strikes(self) -> bool:
-        if threading.current_thread() is not self.thread:
-            return False
-        self.count += 1
-        self.struck = self.struck or self.count == self.at
-        return self.count == self.at
-
-    def _wrap(self, operation):
-        @functools.wraps(operation)
-        def counted(*args, **kwargs):
-            if self._strikes():
-                raise self.interruption(f"interrupted {operation.__name__}")
-            result = operation(*args, **kwargs)
-            if operation.__name__ == "replace" and str(args[1]).endswith(".commit"):
-                self.committed = True
-            return result
-
-        return counted
-
-    def _wrap_save(self, save):
-        def counted(state, file):
-            if self._strikes():
-                whole = io.BytesIO()
-                save(state, whole)
-                file.write(whole.getvalue()[: whole.tell() // 2])
-                raise self.interruption("interrupted in the middle of a file")
-            save(state, file)
-
-        return counted
+OLD, NEW = (Reference(4, seed=seed, layers=(1,)) for seed in (1, 2))
 
 
 def check_after(path: str, committed: bool) -> None:
@@ -121,15 +67,6 @@ def interrupt_everywhere(
     assert survived <= may_survive
     assert outcomes[survived:] == sorted(outcomes[survived:]) and True in outcomes[survived:]
     check(saboteur)
-
-
-def attempt(saboteur, action):
-    saboteur.watch()
-    try:
-        action()
-    except BaseException as error:
-        return error
-    return None
 
 
 # what was there before and must go: more rank files than the new set has; a merged file
@@ -326,76 +263,6 @@ def test_first_save_interrupted_after_its_commit_exists(tmp_path, monkeypatch):
     assert names_in(tmp_path) == set_names("checkpoint_1_5", 1) | set_names("best", 1)
 
 
-def test_reading_writes_nothing(tmp_path, monkeypatch):
-    """A job that evaluates must not tidy up the save that another job has under way."""
-    path = str(tmp_path / "m.pt")
-    OLD.save(path, 2)
-    with monkeypatch.context() as patches:
-        killer = Saboteur(patches, 4, Killed)
-        assert isinstance(attempt(killer, lambda: NEW.save_rank(path, 0, 1, None)), Killed)
-    before = names_in(tmp_path)
-    assert any(name.endswith(".tmp") for name in before)
-    OLD.check_loadable(path)
-    inspect(path)
-    merge(path, str(tmp_path / "elsewhere" / "one.pt"))
-    assert names_in(tmp_path) == before | {"elsewhere"}
-
-
-def test_reading_while_it_is_replaced_gives_one_whole_set(tmp_path):
-    path = str(tmp_path / "m.pt")
-    OLD.save(path, 2)
-    done = threading.Event()
-    problems, reads = [], []
-
-    def read():
-        while not done.is_set():
-            try:
-                state = load_for_rank(path, rank=0, world_size=1)
-            except CheckpointError as error:
-                problems.append(error)
-                continue
-            seed = state["cfg"]["model"]["seed"]
-            reads.append(seed)
-            key = "decoder.layers.3.moe_layer.experts.3.fc1.weight"
-            expected = {1: OLD, 2: NEW}[seed].stacked[3, "fc1.weight"][3]
-            if not torch.equal(state["model"][key], expected):
-                problems.append(f"mixed set at seed {seed}")
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    for i in range(40):
-        (NEW, OLD)[i % 2].save(path, 2)
-        time.sleep(0.005)
-    done.set()
-    reader.join(timeout=30)
-    assert not problems and set(reads) == {1, 2}
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        "not json",
-        "[]",
-        '{"renames": {"../x.pt.0123456789abcdef.tmp": "../x.pt"}, "removals": []}',
-        '{"renames": {"m-shared.pt.0123456789abcdef.tmp": "m-rank-0.pt"}, "removals": []}',
-        '{"renames": {}, "removals": ["precious.pt"]}',
-    ],
-)
-def test_damaged_or_foreign_record_is_not_obeyed(tmp_path, record):
-    path = str(tmp_path / "m.pt")
-    OLD.save(path, 1)
-    (tmp_path / "m.pt.commit").write_text(record)
-    (tmp_path / "precious.pt").write_text("keep me")
-    for action in (
-        lambda: load_for_rank(path, rank=0, world_size=1),
-        lambda: recover(path),
-        lambda: NEW.save_rank(path, 0, 1, None),
-    ):
-        with pytest.raises(CheckpointError, match="m.pt.commit: (damaged|strange)"):
-            action()
-    assert names_in(tmp_path) == set_names("m", 1) | {"precious.pt", "m.pt.commit"}
-
-
 SIGKILLED_SAVES = """
     import os, signal, sys
     sys.path.insert(0, {tests!r})
@@ -404,7 +271,7 @@ SIGKILLED_SAVES = """
 
     os.fsync = lambda descriptor: None  # a kill, unlike a power cut, loses nothing written
     path = os.path.join({directory!r}, "checkpoint_last.pt")
-    old, new = Reference(4, seed=1), Reference(4, seed=2)
+    old, new = (Reference(4, seed=seed, layers=(1,)) for seed in (1, 2))
 
     def save_and_die(at):
         count = 0
