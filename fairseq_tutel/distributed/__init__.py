@@ -2,6 +2,8 @@
 
 from .all_to_all import all_to_all, all_to_all_uneven, exchange_counts
 from .expert_params import (
+    average_expert_grad,
+    ddp_without_experts,
     expert_grad_sq_norm,
     is_expert,
     mark_expert,
@@ -17,7 +19,9 @@ __all__ = [
     "all_to_all",
     "all_to_all_uneven",
     "any_rank",
+    "average_expert_grad",
     "build_groups",
+    "ddp_without_experts",
     "exchange_counts",
     "expert_grad_sq_norm",
     "gather_texts",

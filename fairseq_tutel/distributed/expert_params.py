@@ -19,6 +19,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from ..config import EXPERT_GRAD_NORMALIZATIONS
 from .groups import ExpertParallelGroups
@@ -33,6 +34,37 @@ def mark_expert(param: torch.nn.Parameter) -> torch.nn.Parameter:
 def is_expert(param: torch.Tensor) -> bool:
     """Whether :func:`mark_expert` marked it."""
     return getattr(param, "expert", False)
+
+
+def ddp_without_experts(model: torch.nn.Module, **options) -> DistributedDataParallel:
+    """torch's DistributedDataParallel that leaves expert parameters alone, in the first broadcast
+    too.
+
+    Args:
+        model: its expert parameters are marked.
+        options: of DistributedDataParallel.
+    """
+    experts = [name for name, param in model.named_parameters() if is_expert(param)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
+    return DistributedDataParallel(model, **options)
+
+
+@torch.no_grad()
+def average_expert_grad(grad: torch.Tensor, groups: ExpertParallelGroups) -> torch.Tensor:
+    """What DistributedDataParallel does to dense gradients, for one gradient of an expert.
+
+    Args:
+        grad: sum over the tokens that this rank's experts received. Collective with replicas.
+
+    Returns:
+        The sum over all ranks divided by their number.
+    """
+    if groups.world_size == 1 or groups.simulated:
+        return grad
+    grad = grad / groups.world_size
+    if groups.num_replicas > 1:
+        dist.all_reduce(grad, group=groups.replica_group)
+    return grad
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ Data flows one way and nothing is parked on a module::
 """
 
 from ..config import MoEConfig
+from .data_parallel import wrap_data_parallel
 from .dispatcher import ExpertRows, dispatch_and_combine
 from .experts import Experts
 from .layer import MoELayer
@@ -27,4 +28,5 @@ __all__ = [
     "dispatch_and_combine",
     "make_gate",
     "route",
+    "wrap_data_parallel",
 ]

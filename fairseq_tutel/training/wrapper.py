@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import torch
 from fairseq.distributed import LegacyDistributedDataParallel, ModuleProxyWrapper
-from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed import is_expert, reduce_expert_grads
+from ..distributed import ddp_without_experts, reduce_expert_grads
 
 LEGACY_BACKENDS = ("legacy_ddp", "no_c10d")
 PYTORCH_BACKENDS = ("pytorch_ddp", "c10d")
@@ -57,11 +56,8 @@ class MoEDistributedModel(ModuleProxyWrapper):
 
 
 def _pytorch_ddp(cfg, model, process_group, device):
-    experts = [name for name, p in model.named_parameters() if is_expert(p)]
-    # the documented way for modules with parameters that DDP must not touch
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
     on_gpu = device.type == "cuda"
-    return DistributedDataParallel(
+    return ddp_without_experts(
         model,
         device_ids=[cfg.device_id] if on_gpu else None,  # DDP wants None on a CPU
         output_device=cfg.device_id if on_gpu else None,

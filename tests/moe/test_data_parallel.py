@@ -1,0 +1,58 @@
+"""A plain PyTorch model with an MoE layer under DistributedDataParallel equals the same model on one rank."""
+
+import pytest
+import torch
+from helpers.distributed import run_ranks
+from torch import nn
+
+from fairseq_tutel.distributed import process_world
+from fairseq_tutel.moe import MoELayer, wrap_data_parallel
+
+DIM, PER_RANK, STEPS = 8, 6, 3
+
+
+class Model(nn.Module):
+    def __init__(self, num_experts):
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+        self.moe = MoELayer(DIM, num_experts, 2 * DIM, capacity_factor=0.0, seed=3)
+
+    def forward(self, x):
+        # without the aux loss, which is not linear in the tokens of a rank
+        return x + self.moe(self.inner(x))
+
+
+def train(num_experts, ranks):
+    """State after some steps of SGD on the mean loss over the same tokens, experts by global index."""
+    rank, world_size = process_world()
+    torch.manual_seed(0)
+    model = Model(num_experts)
+    groups = model.moe.groups
+    net = wrap_data_parallel(model) if world_size > 1 else model
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(STEPS):
+        x = torch.randn(ranks * PER_RANK, DIM, generator=torch.Generator().manual_seed(step))
+        mine = x if world_size == 1 else x[rank * PER_RANK : (rank + 1) * PER_RANK]
+        optimizer.zero_grad()
+        net(mine).square().mean().backward()
+        optimizer.step()
+    state = {}
+    for name, value in model.state_dict().items():
+        head, _, tail = name.partition("experts.")
+        if tail:
+            slot, _, rest = tail.partition(".")
+            name = f"{head}experts.{groups.local_experts[int(slot)]}.{rest}"
+        state[name] = value
+    return state
+
+
+@pytest.mark.parametrize(("num_experts", "ranks"), [(4, 2), (2, 2), (2, 4)])
+def test_equals_one_rank(num_experts, ranks):
+    (expected,) = run_ranks(train, 1, num_experts, ranks)
+    states = run_ranks(train, ranks, num_experts, ranks)
+    seen = set()
+    for state in states:
+        for name, value in state.items():
+            torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-5)
+        seen |= set(state)
+    assert seen == set(expected)
