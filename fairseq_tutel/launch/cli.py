@@ -11,8 +11,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
+from fairseq_tutel.exit_codes import EXIT_REQUEUE, EXIT_USAGE
 from fairseq_tutel.launch.binding import apply_binding
-from fairseq_tutel.launch.codes import EXIT_REQUEUE, EXIT_USAGE
 from fairseq_tutel.launch.commands import parse_command
 from fairseq_tutel.launch.job import Job, Options, plan_job
 from fairseq_tutel.launch.supervise import Supervisor
@@ -52,6 +52,7 @@ def _natural(text: str) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The launcher's own options; what follows ``--`` is the command of the ranks."""
     parser = argparse.ArgumentParser(
         prog="python -m fairseq_tutel.launch",
         description=_DESCRIPTION,

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from fairseq_tutel.exit_codes import EXIT_REQUEUE
 from fairseq_tutel.launch.binding import RankBinding, apply_binding
-from fairseq_tutel.launch.codes import EXIT_REQUEUE
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)

@@ -12,7 +12,7 @@ import signal
 import threading
 
 from ..distributed import any_rank
-from ..launch.codes import EXIT_REQUEUE
+from ..exit_codes import EXIT_REQUEUE
 
 logger = logging.getLogger(__name__)
 

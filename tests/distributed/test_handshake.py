@@ -1,0 +1,121 @@
+"""Ranks that disagree are told so at once; small agreements between all ranks."""
+
+import functools
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.distributed import run_ranks
+
+from fairseq_tutel.distributed import (
+    agree_step,
+    any_rank,
+    build_groups,
+    gather_texts,
+    process_world,
+    sum_over_ranks,
+)
+from fairseq_tutel.moe import MoELayer
+
+W = 4
+# what -> (words of the message, this rank's value by rank)
+DIFFERENCES = {
+    "top_k": ("top_k", (2, 2, 1, 2)),
+    "capacity_factor": ("the capacity factor in training", (1.0, 1.0, 1.0, 1.25)),
+    "eval_capacity_factor": ("the capacity factor in evaluation", (0.0, 2.0, 0.0, 0.0)),
+    "eval_capacity_token_fraction": ("the capacity as a fraction", (0.25, 0.0, 0.0, 0.0)),
+    "model_dim": ("the model dimension", (8, 8, 8, 16)),
+    "dtype": ("the dtype", (torch.float32, torch.float32, torch.float16, torch.float16)),
+    "training": ("training or evaluation mode", (True, False, True, False)),
+}
+
+
+def _disagree():
+    rank, _ = process_world()
+    groups = build_groups(W)
+    messages = {}
+    for what, (_, values) in DIFFERENCES.items():
+        value = values[rank]
+        options = {"model_dim": 8, "top_k": 2}
+        if what not in ("dtype", "training"):
+            options[what] = value
+        layer = MoELayer(num_experts=W, hidden_dim=8, groups=groups, **options)
+        if what == "training":
+            layer.train(value)
+        if what == "dtype":
+            layer.to(value)
+        x = torch.randn(5, options["model_dim"], dtype=layer.experts.fc1_weight.dtype)
+        began = time.monotonic()
+        with pytest.raises(ValueError) as caught:
+            layer(x)
+        messages[what] = (str(caught.value), time.monotonic() - began)
+    layer = MoELayer(8, W, 8, groups=groups)
+    assert layer(torch.randn(rank, 8)).shape == (rank, 8)  # the ranks are in step afterwards
+    return messages
+
+
+@functools.cache
+def disagreements():
+    return run_ranks(_disagree, W)
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_difference_is_named_with_ranks_and_values(what):
+    name, values = DIFFERENCES[what]
+    for messages in disagreements():
+        message, seconds = messages[what]
+        assert message.startswith(f"MoE ranks disagree on {name}")
+        for value in set(values):
+            ranks = [r for r, v in enumerate(values) if v == value]
+            assert f"on ranks {ranks}" in message
+        if what == "capacity_factor":
+            assert "1000000 on ranks [0, 1, 2]; 1250000 on ranks [3]" in message
+        assert seconds < 10
+
+
+def _disagree_in_one_block():
+    """E < W: ranks exchange in blocks; the message has global ranks, the other block goes on."""
+    rank, _ = process_world()
+    groups = build_groups(2)
+    layer = MoELayer(8, 2, 8, groups=groups, top_k=1 if rank == 3 else 2)
+    if rank < 2:
+        layer(torch.randn(3, 8))
+    else:
+        with pytest.raises(ValueError, match=r"top_k: 1 on ranks \[3\]; 2 on ranks \[2\]"):
+            layer(torch.randn(3, 8))
+
+
+def test_difference_within_a_block_names_global_ranks():
+    run_ranks(_disagree_in_one_block, W)
+
+
+def _small_agreements():
+    rank, size = process_world()
+    groups = build_groups(size)
+    assert agree_step(10 * rank, {"x": 5}, groups).num_tokens == 10 * (size - 1)
+
+    texts = [None, "", "a b", "größe\n" * 50]
+    assert gather_texts(texts[rank]) == texts
+    assert gather_texts(None) == [None] * size
+    assert gather_texts("same") == ["same"] * size
+
+    cpu = torch.device("cpu")
+    assert any_rank(rank == 2, cpu) is True
+    assert any_rank(False, cpu) is False
+    values = sum_over_ranks([0.1 * rank, 2.0**40 + rank], cpu)
+    assert values == [pytest.approx(0.6), size * 2.0**40 + 6]  # fp64: nothing is rounded away
+
+
+def test_small_agreements():
+    run_ranks(_small_agreements, W)
+
+
+def test_without_other_ranks_nothing_is_communicated():
+    assert not dist.is_initialized()
+    cpu = torch.device("cpu")
+    assert process_world() == (0, 1)
+    assert gather_texts(None) == [None] and gather_texts("x") == ["x"]
+    assert any_rank(True, cpu) is True and any_rank(False, cpu) is False
+    assert sum_over_ranks([1.5], cpu) == [1.5]
+    assert agree_step(7, {"x": 1}, build_groups(4)).num_tokens == 7

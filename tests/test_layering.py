@@ -1,0 +1,158 @@
+"""Who may import whom, and other rules of the code that reading its syntax trees can prove."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+import fairseq_tutel
+
+PACKAGE = Path(fairseq_tutel.__file__).parent
+MAX_LINES = 400
+# a room imports from rooms of earlier lines only; rooms of one line do not import each other
+LINES = (
+    {"config", "exit_codes"},
+    {"kernels", "reference"},
+    {"ops", "distributed"},
+    {"moe"},
+    {"checkpoint"},
+    {"models", "criterions", "optim"},
+    {"training"},
+    {"launch", "plan"},
+)
+# outside package -> rooms that may import it
+OWNERS = {
+    "triton": {"kernels"},
+    "torch.distributed": {"distributed"},
+    "fairseq": {"models", "criterions", "optim", "training"},
+    "fairseq_cli": {"training"},
+}
+STANDARD_LIBRARY_ONLY = {"config", "exit_codes"}
+# only these talk to a person through stdout and stderr
+COMMAND_LINES = {"checkpoint/__main__.py", "launch/cli.py", "plan/cli.py"}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+TREES = {
+    str(path.relative_to(PACKAGE)): ast.parse(path.read_text(), filename=str(path))
+    for path in FILES
+}
+
+
+def room_of(file):
+    """config.py and rooms/x.py -> the name of the room; "" for the package's own __init__."""
+    first = Path(file).parts[0].removesuffix(".py")
+    return "" if first == "__init__" else first
+
+
+def imported_modules(file, tree):
+    """(line, absolute module name) of everything a file imports or names as an attribute of torch.
+
+    ``from a import b`` counts as a.b: b may be a module.
+    """
+    package = ["fairseq_tutel", *Path(file).parts[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}"
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            yield node.lineno, "torch.distributed"
+
+
+def wrong_imports(file, tree):
+    """Messages about imports against the rules."""
+    room = room_of(file)
+    level = {name: i for i, line in enumerate(LINES) for name in line}
+    for line, module in imported_modules(file, tree):
+        top, *rest = module.split(".")
+        if top == "fairseq_tutel" and room:
+            other = rest[0] if rest else ""
+            if other in level and other != room and level[other] >= level[room]:
+                yield f"{file}:{line}: {room} imports {other}, which comes later or beside it"
+        for owned, owners in OWNERS.items():
+            if (module == owned or module.startswith(f"{owned}.")) and room not in owners:
+                yield f"{file}:{line}: {module} belongs to {', '.join(sorted(owners))}"
+        if room in STANDARD_LIBRARY_ONLY and top not in {"fairseq_tutel", *sys.stdlib_module_names}:
+            yield f"{file}:{line}: {room} uses the standard library only, not {module}"
+
+
+@pytest.mark.parametrize("file", TREES)
+def test_imports_follow_the_lines(file):
+    assert room_of(file) in {"", *set().union(*LINES)}, f"{file} is in no room"
+    assert not list(wrong_imports(file, TREES[file]))
+
+
+@pytest.mark.parametrize("file", TREES)
+def test_files_are_short(file):
+    count = len((PACKAGE / file).read_text().splitlines())
+    assert count < MAX_LINES, f"{count} lines"
+
+
+@pytest.mark.parametrize("file", TREES)
+def test_no_bare_or_silent_except(file):
+    for node in ast.walk(TREES[file]):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        assert node.type is not None, f"{file}:{node.lineno}: bare except"
+        caught = ast.unparse(node.type)
+        silent = all(isinstance(statement, (ast.Pass, ast.Continue)) for statement in node.body)
+        if "Exception" in caught.split(".")[-1]:
+            assert not silent, f"{file}:{node.lineno}: except {caught} and silence"
+
+
+@pytest.mark.parametrize("file", [f for f in TREES if f not in COMMAND_LINES])
+def test_only_command_lines_print(file):
+    for node in ast.walk(TREES[file]):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "pprint"):
+            raise AssertionError(f"{file}:{node.lineno}: print")
+
+
+@pytest.mark.parametrize("file", TREES)
+def test_modules_and_what_they_offer_have_docstrings(file):
+    tree = TREES[file]
+    assert ast.get_docstring(tree), f"{file}: no docstring"
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{file}:{node.lineno}: {node.name} has no docstring"
+
+
+@pytest.mark.parametrize(
+    "file, source",
+    [
+        ("config.py", "import torch"),
+        ("kernels/a.py", "from ..reference import x"),
+        ("reference/a.py", "from .. import kernels"),
+        ("ops/a.py", "from fairseq_tutel.distributed import x"),
+        ("distributed/a.py", "def f():\n    from ..moe import x"),
+        ("moe/a.py", "import torch.distributed as dist"),
+        ("moe/a.py", "from torch import distributed"),
+        ("moe/a.py", "import torch\ntorch.distributed.barrier()"),
+        ("checkpoint/a.py", "import torch.distributed"),
+        ("checkpoint/a.py", "from fairseq import utils"),
+        ("reference/a.py", "import triton.language as tl"),
+        ("models/a.py", "from ..training import x"),
+        ("moe/a.py", "import fairseq_tutel.models"),
+        ("launch/a.py", "from ..plan import x"),
+        ("models/a.py", "import fairseq_cli.train"),
+    ],
+)
+def test_the_rules_notice_what_breaks_them(file, source):
+    assert list(wrong_imports(file, ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    "file, source",
+    [
+        ("kernels/a.py", "import triton\nfrom ._runtime import x"),
+        ("moe/a.py", "from .. import ops\nfrom ..config import MoEConfig\nfrom .plan import y"),
+        ("training/a.py", "from fairseq.trainer import Trainer\nfrom .. import optim"),
+        ("plan/a.py", "from fairseq_tutel.config import MoEConfig"),
+    ],
+)
+def test_the_rules_allow_what_is_meant(file, source):
+    assert not list(wrong_imports(file, ast.parse(source)))
