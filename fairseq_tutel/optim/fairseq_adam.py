@@ -9,6 +9,7 @@ users' commands say ``adam``; so the constructor of fairseq's class is wrapped, 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 from typing import Any
 
@@ -26,7 +27,9 @@ def _needs_adam16(cfg: Any) -> bool:
     """Whether fairseq would raise for want of apex's extension."""
     if not getattr(cfg, "fp16_adam_stats", False):
         return False
-    if getattr(cfg, "tpu", False) or getattr(cfg, "use_old_adam", False):
+    # fairseq-train turns tpu on with --bf16, also where no TPU can be: torch_xla decides.
+    on_tpu = getattr(cfg, "tpu", False) and importlib.util.find_spec("torch_xla") is not None
+    if on_tpu or getattr(cfg, "use_old_adam", False):
         return False
     return get_fused_adam_class() is not FusedAdamV1 or not torch.cuda.is_available()
 

@@ -40,11 +40,19 @@ def test_install_twice_wraps_once_and_only_fp16_stats_changes_the_optimizer():
     params = [torch.nn.Parameter(torch.ones(3))]
     assert type(FairseqAdam(config(), params).optimizer) is Adam16
     assert type(FairseqAdam(config(fp16_adam_stats=False), params).optimizer) is Adam
-    for refused in ({"use_old_adam": True}, {"tpu": True}):
-        with pytest.raises(NotImplementedError):
-            FairseqAdam(config(**refused), params)
+    with pytest.raises(NotImplementedError):
+        FairseqAdam(config(use_old_adam=True), params)
     with pytest.raises(ValueError, match="bmuf"):
         FairseqAdam(config(), params).average_params()
+
+
+def test_tpu_is_left_to_fairseq_where_there_may_be_one(monkeypatch):
+    """fairseq-train --bf16 sets tpu, whatever the machine."""
+    params = [torch.nn.Parameter(torch.ones(3))]
+    assert type(FairseqAdam(config(tpu=True), params).optimizer) is Adam16
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "torch_xla" or None)
+    with pytest.raises(NotImplementedError):
+        FairseqAdam(config(tpu=True), params)
 
 
 def memory_efficient(param, **overrides):

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from omegaconf import OmegaConf
 from plan_helpers import CONFIGS
 
 ROOT = Path(__file__).parents[2]
 TINY = [
-    "common.cpu=true", "common.fp16=false", "common.memory_efficient_fp16=false",
-    "common.log_interval=5", "distributed_training.distributed_world_size=1",
+    "common.cpu=true", "common.log_interval=5", "distributed_training.distributed_world_size=1",
     "model.moe_expert_count=4", "model.decoder_layers=2", "model.decoder_embed_dim=32",
     "model.decoder_ffn_embed_dim=64", "model.decoder_attention_heads=2", "task.dict_size=156",
     "task.tokens_per_sample=32", "task.dataset_size=100", "dataset.batch_size=4",
@@ -44,10 +44,17 @@ def test_values_of_the_announcement():
     assert (config.task.dict_size + 4 + 7) // 8 * 8 == 51200
 
 
-def test_hydra_train_runs_it_small(tmp_path):
+BF16 = [
+    "common.fp16=false", "common.memory_efficient_fp16=false", "common.bf16=true",
+    "common.memory_efficient_bf16=true",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", [[], BF16], ids=["fp16", "bf16"])
+def test_hydra_train_runs_it_small(precision, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "fairseq_cli.hydra_train", "--config-dir", str(CONFIGS),
-         "--config-name", "meta_1.1t", *TINY, f"hydra.run.dir={tmp_path}"],
+         "--config-name", "meta_1.1t", *TINY, *precision, f"hydra.run.dir={tmp_path}"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=200,
     )  # fmt: skip
