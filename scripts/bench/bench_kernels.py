@@ -20,9 +20,9 @@ from typing import Any
 import figures
 import torch
 from kernel_cases import TORCH_TWINS, KernelCase, make_kernel_cases
-from layer_cases import LAYER_BACKENDS, why_not_run
+from layer_cases import why_not_run
 from measure import Case, percentiles, time_cases
-from presets import PRESETS, LayerShape
+from presets import LAYER_BACKENDS, PRESETS, LayerShape
 from ranks import choose_device
 from record import describe_run, device_name, quiet_logs, say, table, write_json
 

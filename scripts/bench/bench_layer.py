@@ -23,14 +23,13 @@ from layer_cases import (
     ABOUT,
     CASES,
     FLOORS,
-    LAYER_BACKENDS,
     LayerInputs,
     check_agreement,
     make_case,
     why_not_run,
 )
 from measure import MEMORY_METHOD, PHASES, peak_memory, percentiles, time_cases
-from presets import DTYPES, PRESETS, Goal, LayerShape
+from presets import DTYPES, LAYER_BACKENDS, PRESETS, Goal, LayerShape
 from ranks import Ranks, choose_device, connected
 from record import describe_run, device_name, quiet_logs, say, table, write_json
 

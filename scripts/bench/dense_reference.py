@@ -132,7 +132,7 @@ def gating(logits_TE: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor
         locations.append(torch.cumsum(mask_TE, dim=0) - 1 + taken_E)
         taken_E = taken_E + mask_TE.sum(dim=0)
         masks.append(mask_TE)
-    loss = num_experts * (gates_TE.mean(dim=0) * masks[0].float().mean(dim=0)).sum()
+    loss = num_experts * (gates_TE.mean(dim=0) * masks[0].to(gates_TE.dtype).mean(dim=0)).sum()
 
     kept = [mask * (place < capacity) for mask, place in zip(masks, locations, strict=True)]
     gate_KT = torch.stack([(gates_TE * mask_TE).sum(dim=1) for mask_TE in kept])

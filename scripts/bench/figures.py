@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,11 +126,11 @@ def _kernels(pyplot, result, path):
     axis.axvline(80, color="black", linewidth=0.8, linestyle=":")
     axis.grid(axis="x", **_GRID)
     axis.set_axisbelow(True)
-    axis.set_title(
+    figure.suptitle(
         f"Bytes that must move over time, in % of a copy "
         f"({result['copy']['bytes_per_second'] / 1e9:.0f} GB/s in the same run)\n{caption(result)}",
-        fontsize=10,
-    )
+        fontsize=10, x=0.01, ha="left",
+    )  # fmt: skip
     save(pyplot, figure, path)
 
 
@@ -143,8 +144,8 @@ def _train(pyplot, result, path):
     axis.set_xlim(0, 1.15 * max(speeds))
     axis.grid(axis="x", **_GRID)
     axis.set_axisbelow(True)
-    axis.set_title(f"Training, tokens/s end to end: {result['title']}\n{caption(result)}",
-                   fontsize=10)  # fmt: skip
+    title = textwrap.fill(f"Training, tokens/s end to end: {result['title']}", 100)
+    figure.suptitle(f"{title}\n{caption(result)}", fontsize=10, x=0.01, ha="left")
     save(pyplot, figure, path)
 
 

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import torch
 from dense_reference import DenseMoE, memory_need
 from measure import Case, available_memory
-from presets import DTYPES, LayerShape
+from presets import DTYPES, LAYER_BACKENDS, LayerShape
 from torch import Tensor
 
 from fairseq_tutel import ops
 from fairseq_tutel.distributed import ExpertParallelGroups
 from fairseq_tutel.moe import ExpertRows, MoELayer
 
-LAYER_BACKENDS = ("triton", "torch")
 FORMULATIONS = ("dense", "dense-loop")
 FLOORS = ("experts", "products")
 CASES = (*FORMULATIONS, *LAYER_BACKENDS, *FLOORS)

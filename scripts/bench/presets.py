@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+LAYER_BACKENDS = ("triton", "torch")
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,

@@ -97,7 +97,8 @@ def _cpu_name() -> str:
 def device_name(result: dict[str, Any]) -> str:
     """The device of a result in a few words."""
     hardware = result["hardware"]
-    return hardware.get("gpu") or f"{hardware['threads']} threads of {hardware['cpu']}"
+    threads = hardware["threads"]
+    return hardware.get("gpu") or f"{threads} thread{'s'[: threads != 1]} of {hardware['cpu']}"
 
 
 def write_json(result: dict[str, Any], path: Path) -> None:

@@ -1,0 +1,67 @@
+"""Clock, percentiles and memory of the benchmarks."""
+
+import time
+
+import measure
+import pytest
+import torch
+from measure import Case, peak_memory, percentiles, time_cases
+
+CPU = torch.device("cpu")
+
+
+def test_percentiles():
+    got = percentiles([5.0, 1.0, 2.0, 3.0, 4.0, 6.0])
+    assert got == pytest.approx({"min": 1.0, "p20": 2.0, "p50": 3.5, "p80": 5.0})
+
+
+def test_cases_take_turns_and_rotate():
+    calls, cleared = [], []
+    leaf = torch.ones(1, requires_grad=True)
+
+    def case(name):
+        def forward(number):
+            calls.append((name, number))
+            cleared.append(leaf.grad is None)
+            return (leaf * 2,), (torch.ones(1),)
+
+        return Case(name, forward, lambda: [leaf])
+
+    times = time_cases([case(name) for name in "abc"], CPU, repetitions=4, warmup=1)
+    assert [name for name, _ in calls] == list("cab" "abc" "bca" "cab" "abc")
+    assert all(cleared), "gradients of the repetition before were still there"
+    assert leaf.grad is None
+    for name in "abc":
+        assert {phase: len(values) for phase, values in times[name].items()} == {
+            "forward": 4, "backward": 4, "both": 4,
+        }  # fmt: skip
+        sums = [f + b for f, b in zip(times[name]["forward"], times[name]["backward"], strict=True)]
+        assert times[name]["both"] == pytest.approx(sums)
+
+
+def test_milliseconds():
+    def forward(_):
+        time.sleep(0.02)
+        return (torch.ones(1),), ()
+
+    times = time_cases([Case("sleep", forward)], CPU, repetitions=2, warmup=0)
+    assert list(times["sleep"]) == ["forward"]
+    assert all(20 <= ms < 200 for ms in times["sleep"]["forward"])
+
+
+def test_peak_memory_sees_an_allocation():
+    def forward(_):
+        held = torch.ones(16 << 20)  # 64 MiB
+        return (held.sum(),), ()
+
+    case = Case("64 MiB", forward)
+    peak_memory(case, CPU)
+    got = peak_memory(case, CPU)
+    if got is None:
+        pytest.skip("the peak resident set cannot be reset on this system")
+    assert got == pytest.approx(64 << 20, rel=0.1)
+
+
+def test_peak_memory_says_when_it_cannot_tell(monkeypatch):
+    monkeypatch.setattr(measure, "_reset_peak", lambda: None)
+    assert peak_memory(Case("any", lambda _: ((), ())), CPU) is None
