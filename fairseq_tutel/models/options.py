@@ -7,6 +7,7 @@ the help text.
 
 # no postponed annotations here: fairseq reads the types of dataclass fields
 import argparse
+import importlib.util
 import logging
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -219,6 +220,7 @@ def apply_command_line_rules(args: argparse.Namespace) -> None:
 
     - ``--ddp-backend fully_sharded`` of the published commands becomes ``legacy_ddp``: experts are
       spread over the ranks in any case, and the dense parameters are replicated.
+    - ``--bf16`` makes stock fairseq look for a TPU; without torch_xla it means GPUs or CPUs.
     - options that contradict each other end the program here, before anything is built.
     """
     if getattr(args, "ddp_backend", None) == "fully_sharded":
@@ -228,6 +230,8 @@ def apply_command_line_rules(args: argparse.Namespace) -> None:
                 "--ddp-backend fully_sharded: experts are spread over the ranks in any case; the "
                 "dense parameters are replicated (legacy_ddp)"
             )
+    if getattr(args, "bf16", False) and importlib.util.find_spec("torch_xla") is None:
+        args.tpu = False
     values = _WithDefaults(args)
     try:
         check_model_options(values, world_size=1)

@@ -170,7 +170,7 @@ def _prepare_config(cfg, model) -> None:
         )
     for flag, on in (
         ("--amp", common.amp),
-        ("--tpu", common.tpu and not common.bf16),
+        ("--tpu", common.tpu),
         ("--use-bmuf", cfg.optimization.use_bmuf),
         ("--zero-sharding os", dist_cfg.zero_sharding == "os"),
         ("--store-ema", cfg.ema.store_ema),
