@@ -184,6 +184,8 @@ def _prepare_config(cfg, model) -> None:
             # a flattened gradient no longer tells experts from dense parameters
             logger.info("--fp16 with MoE layers: gradients are not flattened")
             common.fp16_no_flatten_grads = True
+        if model.moe_groups.simulated:
+            cfg.checkpoint.no_save = True  # the weights of one rank out of many are no checkpoint
         # a checkpoint must say how many experts it holds, also where the default decided
         cfg.model.moe_expert_count = model.moe_groups.num_experts
 
