@@ -95,6 +95,15 @@ def _from_nvidia_smi(env: Mapping[str, str], run: Callable) -> list[Gpu] | None:
     return [Gpu(i, normalise_pci_id(row[1])) for i, row in enumerate(chosen)]
 
 
+def why_no_gpus(env: Mapping[str, str], root: str | Path = "/") -> str:
+    """Why `visible_gpus` is empty on a machine that seems to have GPUs; "" if nothing is odd."""
+    if not has_gpu_files(root) or "CUDA_VISIBLE_DEVICES" in env:
+        return ""
+    if torch_is_cpu_build():
+        return "this machine has GPUs, but the installed torch is a build for the CPU"
+    return "this machine has GPU device files, but neither nvidia-smi nor torch lists a GPU"
+
+
 def visible_gpus(
     env: Mapping[str, str], root: str | Path = "/", run: Callable | None = None
 ) -> list[Gpu]:

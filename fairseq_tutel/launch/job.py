@@ -17,7 +17,7 @@ from fairseq_tutel.launch.commands import (
     use_cpu,
     with_options,
 )
-from fairseq_tutel.launch.devices import Gpu, installed_gpus, visible_gpus
+from fairseq_tutel.launch.devices import Gpu, installed_gpus, visible_gpus, why_no_gpus
 from fairseq_tutel.launch.nccl import profile_environment
 from fairseq_tutel.launch.placement import Placement, adopt, start_here
 from fairseq_tutel.launch.rendezvous import check_port_free, master_address, master_port
@@ -222,6 +222,10 @@ def _device_environment(
     return {}
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
 def plan_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
     """Everything that can be wrong with the job is found here, before a rank or a process group
     exists. Raises ValueError with the offending values."""
@@ -259,11 +263,13 @@ def plan_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
         }
         prefix = f"[rank {rank}] " if options.prefix_output and rank > 0 else None
         ranks.append(RankJob(rank, argv, rank_env, bound, prefix))
+    warning = "" if gpus else why_no_gpus(env, options.root)
     summary = (
-        f"{placement.world_size} ranks on {placement.num_nodes} nodes "
+        f"{_count(placement.world_size, 'rank')} on {_count(placement.num_nodes, 'node')} "
         f"({'adopted from' if placement.adopted else 'started by'} {placement.source}), "
         f"{'gloo on the CPU' if cpu else 'nccl on GPUs'}, "
         f"MASTER_ADDR={shared['MASTER_ADDR']} MASTER_PORT={shared['MASTER_PORT']}\n"
+        + (f"warning: {warning}\n" if warning else "")
         + bind.format_table(bindings, socket.gethostname())
     )
     return Job(placement, command, ranks, summary)

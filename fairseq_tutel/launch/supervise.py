@@ -39,10 +39,30 @@ def exit_status(returncode: int) -> int:
 
 
 def _copy_lines(source: BinaryIO, target: BinaryIO, prefix: bytes, lock: threading.Lock) -> None:
+    readers = True
     for line in source:
+        if not readers:
+            continue  # the rank would block for ever on a full pipe that is not emptied
         with lock:
-            target.write(prefix + line)
-            target.flush()
+            try:
+                target.write(prefix + line)
+                target.flush()
+            except OSError:  # as with `| head`: nobody reads the launcher's output any longer
+                readers = False
+
+
+def _peek(process: subprocess.Popen) -> int | None:
+    """Exit code or signal of a process that has ended, None while it runs.
+
+    It is not reaped: until it is, the number of its process group cannot become another's.
+    """
+    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return None if ended is None else ended.si_status
+
+
+def _kill_group(process: subprocess.Popen) -> None:
+    """SIGKILL to a rank not yet reaped, and all of its children (data loader workers)."""
+    os.killpg(process.pid, signal.SIGKILL)
 
 
 class Supervisor:
@@ -70,11 +90,16 @@ class Supervisor:
         self._status: int | None = None
         self._kill_at: float | None = None
         self._repeat_at: float | None = None
+        self._watched: set[signal.Signals] = set()
         self.stopped_by: signal.Signals | None = None
 
     def run(self) -> int:
         """The exit status: 0, or that of the rank that failed first."""
-        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+        # What was ignored stays so (nohup, or a script's background job): blocking would undo it.
+        self._watched = {n for n in _WATCHED if signal.getsignal(n) != signal.SIG_IGN}
+        self._watched.add(signal.SIGCHLD)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would lose the exit codes
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._watched)
         try:
             # All processes before any thread: preexec_fn must run in a single-threaded process.
             for job in self._jobs:
@@ -83,7 +108,7 @@ class Supervisor:
             while self._running:
                 self._wait()
         finally:
-            self._kill_groups()
+            self._kill_all()
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         for reader in self._readers:
             reader.join(timeout=5)
@@ -127,18 +152,22 @@ class Supervisor:
 
     def _wait(self) -> None:
         """Handles one signal, or the time-out of one of the clocks."""
-        received = signal.sigtimedwait(_WATCHED, 0.5)
+        received = signal.sigtimedwait(self._watched, 0.5)
         if received is not None and received.si_signo != signal.SIGCHLD:
             self._on_signal(signal.Signals(received.si_signo))
         for rank, process in list(self._running.items()):
-            if process.poll() is not None:
-                del self._running[rank]
-                self._on_exit(rank, exit_status(process.returncode))
+            ended = _peek(process)
+            if ended is None:
+                continue
+            if ended != 0:
+                _kill_group(process)  # what it has left behind
+            del self._running[rank]
+            self._on_exit(rank, exit_status(process.wait()))
         now = time.monotonic()
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             self._say(f"ranks {sorted(self._running)} are still there; killing them")
-            self._kill_groups()
+            self._kill_all()
         if self._repeat_at is not None and now >= self._repeat_at:
             self._repeat_at = now + self._repeat_seconds
             self._send(signal.SIGUSR1)
@@ -150,7 +179,7 @@ class Supervisor:
                 self._repeat_at = time.monotonic() + self._repeat_seconds
             return
         if self.stopped_by is not None:  # a second Ctrl-C: at once
-            self._kill_groups()
+            self._kill_all()
             return
         self.stopped_by = number
         self._send(number)
@@ -175,13 +204,9 @@ class Supervisor:
         for process in self._running.values():
             process.send_signal(number)
 
-    def _kill_groups(self) -> None:
-        """SIGKILL to each running rank with all of its children (data loader workers)."""
+    def _kill_all(self) -> None:
         for process in self._running.values():
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue  # it ended just now
+            _kill_group(process)
 
     @staticmethod
     def _say(text: str) -> None:

@@ -118,6 +118,9 @@ def test_hydra_without_overrides_and_with_a_flags_value_like_one(path):
     command = command_of("fairseq-hydra-train --config-name n --config-dir a=b", path)
     words = with_options(command, options(command))
     assert words[1:5] == ["--config-name", "n", "--config-dir", "a=b"] and len(words) > 5
+    command = command_of("fairseq-hydra-train x=1 --config-dir a=b", path)
+    words = with_options(command, options(command))
+    assert words[1] == "x=1" and words[-2:] == ["--config-dir", "a=b"]
 
 
 def test_generate_shards_the_data_without_a_process_group(path):

@@ -61,6 +61,15 @@ def test_visible_gpus(tmp_path, monkeypatch):
     assert visible_gpus({}, root, run) == []
 
 
+def test_gpus_that_cannot_be_used_are_not_passed_over_in_silence(tmp_path, monkeypatch):
+    root = make_machine(tmp_path)
+    monkeypatch.setattr(devices, "_run", lambda command, env: None)
+    for is_cpu_build, message in ((True, "is a build for the CPU"), (False, "neither nvidia-smi")):
+        monkeypatch.setattr(devices, "torch_is_cpu_build", lambda is_cpu=is_cpu_build: is_cpu)
+        assert message in plan(str(root), "true").summary
+        assert "warning" not in plan(str(root), "true", {"CUDA_VISIBLE_DEVICES": ""}).summary
+
+
 def test_torch_is_asked_about_mig_slices(tmp_path, monkeypatch):
     monkeypatch.setattr(devices, "torch_is_cpu_build", lambda: False)
 
@@ -99,7 +108,7 @@ def test_auto_starts_one_rank_per_gpu(node):
         assert rank.env["OMP_NUM_THREADS"] == "2" and rank.env["WORLD_SIZE"] == "8"
         assert rank.binding.numa == (EIGHT_GPUS[list(EIGHT_GPUS)[i]],)
     assert {rank.env["MASTER_PORT"] for rank in job.ranks} == {job.ranks[0].env["MASTER_PORT"]}
-    assert "8 ranks on 1 nodes (started by launcher), nccl on GPUs" in job.summary
+    assert "8 ranks on 1 node (started by launcher), nccl on GPUs" in job.summary
     assert job.summary.count("\n") == 10  # a header, the table's two and 8 ranks
 
 

@@ -61,7 +61,7 @@ def test_ranks_find_their_place():
     assert address.startswith("127.0.0.1:") and int(threads) >= 1
     assert first == f"0 0 2 {address} {threads}"
     assert second == f"[rank 1] 1 1 2 {address} {threads}"
-    assert "2 ranks on 1 nodes (started by launcher), gloo on the CPU" in result.stderr
+    assert "2 ranks on 1 node (started by launcher), gloo on the CPU" in result.stderr
 
 
 def test_plain_output_and_standard_input_of_rank_0():
@@ -93,6 +93,16 @@ def test_one_ranks_death_ends_all(tmp_path):
     wait_for(lambda: not any(is_alive(p) for p in (tmp_path / "child").read_text().split()), 5)
 
 
+def test_the_others_may_end_in_good_order(tmp_path):
+    script = (
+        "[ $RANK = 1 ] && { until [ -e up ]; do sleep 0.02; done; exit 7; };"
+        "trap 'sleep 0.3; touch tidy; exit 0' TERM; touch up; while :; do sleep 0.02; done"
+    )
+    result = launch("--nproc-per-node", "2", "--", "bash", "-c", script, cwd=tmp_path)
+    assert result.returncode == 7 and "killing" not in result.stderr
+    assert (tmp_path / "tidy").exists()
+
+
 def test_ranks_die_with_a_killed_launcher(tmp_path):
     process = start("--nproc-per-node", "2", "--", "bash", "-c",
                     f"echo $$ > {tmp_path}/$RANK; exec sleep 300")
@@ -101,6 +111,36 @@ def test_ranks_die_with_a_killed_launcher(tmp_path):
     process.kill()
     process.communicate(timeout=10)
     wait_for(lambda: not any(is_alive(pid) for pid in pids), 5)
+
+
+def test_what_a_failed_rank_left_behind_is_ended(tmp_path):
+    script = f"sleep 300 & echo $! > {tmp_path}/pid; exit 9"
+    assert launch("--", "bash", "-c", script).returncode == 9
+    wait_for(lambda: not is_alive((tmp_path / "pid").read_text().strip()), 5)
+
+
+def test_output_that_nobody_reads_blocks_no_rank(tmp_path):
+    script = (
+        f"if [ $RANK = 0 ]; then until [ -e {tmp_path}/done ]; do sleep 0.05; done; exit; fi;"
+        f"head -c 300000 /dev/zero | tr '\\0' '\\n'; touch {tmp_path}/done"
+    )
+    process = start("--nproc-per-node", "2", "--", "bash", "-c", script)
+    process.stdout.close()
+    assert process.wait(timeout=20) == 0
+    process.stderr.close()
+
+
+def test_an_ignored_hangup_stays_ignored(tmp_path):
+    words = [*LAUNCH, "--", "bash", "-c", f"touch {tmp_path}/up; exec sleep 300"]
+    process = subprocess.Popen(["nohup", *words], stdout=subprocess.DEVNULL, env=environment(),
+                               stderr=subprocess.PIPE)
+    wait_for((tmp_path / "up").exists)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.terminate()
+    process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize(
@@ -207,7 +247,7 @@ def test_torchruns_ranks_are_adopted():
         capture_output=True, text=True, timeout=90, env=environment(),
     )
     assert result.returncode == 0, result.stderr
-    assert "2 ranks on 1 nodes (adopted from torchrun), gloo" in result.stderr
+    assert "2 ranks on 1 node (adopted from torchrun), gloo" in result.stderr
     assert sorted(result.stdout.splitlines()) == ["got 0 of 2", "got 1 of 2"]
 
 
