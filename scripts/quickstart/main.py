@@ -208,8 +208,8 @@ class Run:
         command = commands.interactive(self.folder, file, len(prompts))
         texts = completions.parse(self._command("interactive", command))
         for prompt, text in zip(prompts, texts, strict=True):
-            say(f"      {prompt} ...")
-            say("".join(f"        | {line}\n" for line in text.split("\n")))
+            say(f"      prompt: {prompt}")
+            say("".join(f"      | {line}\n" for line in text.rstrip().split("\n")))
         self.state["facts"]["completions"] = texts
 
     def report(self) -> None:

@@ -53,9 +53,10 @@ def progress(line: str) -> str | None:
     if values is None or found is None:
         return None
     parts = [f"{found[1]} {found[2]:>5} / {found[3]}"]
-    for name in ("loss", "moe_gate_loss", "ppl", "wps", "num_updates", "lr", "gnorm", "wall"):
+    for name in ("loss", "ppl", "wps", "num_updates", "moe_gate_loss", "lr", "gnorm"):
         if name in values:
-            parts.append(f"{name}={values[name]:.5g}")
+            value = values[name]
+            parts.append(f"{name}={value:.0f}" if value >= 1000 else f"{name}={value:.4g}")
     return f"{parts[0]} {', '.join(parts[1:])}"
 
 

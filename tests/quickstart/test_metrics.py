@@ -8,7 +8,7 @@ import pytest
 STAMP = "2026-01-02 03:04:05 | INFO | "
 TRAIN = (
     "train_inner | epoch 002:     20 / 621 loss=9.166, moe_gate_loss=2.28883, inner_loss=9.1, "
-    "ppl=548.75, wps=4612.5, num_updates={}, lr=6e-05, gnorm=1.2, loss_scale=nan, wall=71"
+    "ppl=548.75, wps=14612.6, num_updates={}, lr=6e-05, gnorm=1.2, loss_scale=nan, wall=71"
 )
 VALID = (
     "valid | epoch 002 | valid on 'valid' subset | loss 8.02 | inner_loss 8.0 | ppl 256 | "
@@ -36,15 +36,15 @@ def test_curves_take_the_loss_without_the_gate_loss_and_the_last_of_repeated_upd
         "utf-8",
     )
     curves = metrics.read_curves(log)
-    assert curves.train == {10: (9.1, 4612.5)}
+    assert curves.train == {10: (9.1, 14612.6)}
     assert curves.valid == {10: (8.0, 256.0)}
     assert curves.resumed == [20]
 
 
 def test_progress_keeps_fairseqs_position_and_the_chosen_metrics():
     shown = metrics.progress(STAMP + TRAIN.format(20))
-    assert shown.startswith("epoch 002:    20 / 621 loss=9.166, moe_gate_loss=2.2888, ppl=548.75")
-    assert "num_updates=20" in shown
+    assert shown.startswith("epoch 002:    20 / 621 loss=9.166, ppl=548.8, wps=14613")
+    assert "moe_gate_loss=2.289" in shown
     assert "loss_scale" not in shown
     assert metrics.progress(STAMP + VALID.format(20)) is None
 
