@@ -1,0 +1,128 @@
+"""Training on 2 and 4 ranks equals training on one: losses, gradients and weights of 10 updates.
+
+One rank that accumulates the gradients of as many micro-batches as W ranks have between them sees
+the same tokens in the same batches: aux losses, capacities and dropped tokens are equal too.
+"""
+
+import functools
+
+import pytest
+from helpers.assertions import rms_ratio
+from helpers.distributed import run_ranks
+from helpers.training import (
+    gradients,
+    make_config,
+    make_trainer,
+    named,
+    own_batches,
+    record_updates,
+)
+
+from fairseq_tutel.distributed import process_world
+
+UPDATES = 10
+PYTORCH = "--ddp-backend pytorch_ddp"
+DROPLESS = "--moe-capacity-factor 0"
+# options, micro-batches per update (4 on 4 ranks is --update-freq 1, 8 is --update-freq 2)
+CASES = {
+    **{
+        f"E={e} K={k} {'dropless' if dropless else 'drops'}": (
+            f"--moe-expert-count {e} --moe-top-k {k} {DROPLESS if dropless else ''}", 4
+        )
+        for e in (1, 2, 4, 8) for k in (1, 2, 4) for dropless in (False, True) if k <= e
+    },
+    **{
+        f"E={e} K=2 update-freq 2 {options}": (f"--moe-expert-count {e} --moe-top-k 2 {options}", 8)
+        for e in (2, 4, 8) for options in ("", PYTORCH)
+    },
+    **{
+        f"E={e} K=2 checkpoint-activations {name}": (
+            f"--moe-expert-count {e} --moe-top-k 2 --checkpoint-activations {options}", 4
+        )
+        for e, name, options in (
+            (2, "pytorch_ddp", PYTORCH), (4, "dropless", DROPLESS), (8, "pytorch_ddp", PYTORCH)
+        )
+    },
+    "E=4 top1-expert, z-loss, average": (
+        "--moe-expert-count 4 --moe-top1-expert --moe-z-loss-wt 0.01 "
+        "--moe-gate-loss-combine-method average", 4,
+    ),
+    "E=4 prioritised, normalised before, dynamic": (
+        "--moe-expert-count 4 --moe-batch-prioritized-routing "
+        "--moe-normalize-gate-prob-before-dropping --moe-capacity-factor -0.75", 4,
+    ),
+    "E=4 cosine, every layer sparse, untied": (
+        "--moe-expert-count 4 --moe-router cosine --moe-freq 1 --moe-expert-ffn-dim 12", 4,
+    ),
+}
+
+
+@functools.cache
+def configs():
+    return {
+        name: (make_config("--clip-norm", "0.3", *options.split()), batches)
+        for name, (options, batches) in CASES.items()
+    }
+
+
+def _train(cases):
+    """Per case: every update's record, gradients of the first and the last, weights at the end."""
+    rank, _ = process_world()
+    found = {}
+    for name, (cfg, batches) in cases.items():
+        trainer = make_trainer(cfg)
+        updates = record_updates(trainer)
+        grads = []
+        for update in range(UPDATES):
+            trainer.train_step(own_batches(update, batches))
+            if update in (0, UPDATES - 1):
+                grads.append(gradients(trainer))
+        assert trainer.get_num_updates() == len(updates) == UPDATES
+        found[name] = (updates, grads, named(trainer))
+    return found
+
+
+@functools.cache
+def trained(world_size):
+    return run_ranks(_train, world_size, configs(), timeout=280)
+
+
+def assert_equal_tensors(what, got, want, ratio):
+    assert got, what
+    for name, value in got.items():
+        # rounding is all there is in its gradient, and Adam amplifies that
+        if not name.endswith("k_proj.bias"):
+            assert rms_ratio(value, want[name]) < ratio, f"{what} of {name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_train_like_one(name, world_size):
+    (updates, grads, weights), = (found[name] for found in trained(1))
+    seen = set()
+    for got_updates, got_grads, got_weights in (found[name] for found in trained(world_size)):
+        for got, want in zip(got_updates, updates, strict=True):
+            assert got.sample_size == want.sample_size
+            assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-4)
+            for key, value in want.sums.items():
+                assert got.sums[key] == pytest.approx(value, rel=1e-4, abs=1e-4), key
+        for got, want in zip(got_grads, grads, strict=True):
+            assert_equal_tensors("gradient", got, want, 1e-4)
+        assert_equal_tensors("weight", got_weights, weights, 1e-4)
+        seen |= set(got_weights)
+    assert seen == set(weights)  # every expert is somewhere
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_cases_train_and_drop_as_they_say(name):
+    """Or the comparison would be of nothing."""
+    (updates, _, weights), = (found[name] for found in trained(1))
+    losses = [u.sums["loss"] / u.sample_size for u in updates]
+    assert losses[-1] < 0.95 * losses[0]
+    assert all(u.grad_norm > 0.3 for u in updates)  # it was clipped
+    if "dropless" in name:
+        assert all(u.sums["overflow_expert1"] == 0 for u in updates)
+    elif "K=2" in name and "E=2" not in name:
+        assert all(u.sums["overflow_expert2"] > 0 for u in updates)
