@@ -69,7 +69,7 @@ class CheckpointMixin:
         take part.
         """
         if self._model.moe_groups.simulated:
-            logger.warning("not saving %s: one simulated rank holds a part of the experts", filename)
+            logger.warning("not saving %s: a simulated rank holds a part of the experts", filename)
             return None
         rank, world_size = process_world()
         alone = not isinstance(sys.exc_info()[1], (FloatingPointError, type(None)))
