@@ -86,6 +86,7 @@ def choose_backends(options, shape: LayerShape, device: torch.device) -> list[st
 
 def timed(kernel: KernelCase, backend: str) -> Case:
     """An operator as a case without gradients."""
+
     def forward(number):
         with torch.no_grad():
             return (kernel.call(*kernel.inputs[number % len(kernel.inputs)]),), ()

@@ -59,11 +59,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     sizes.add_argument("--capacity-factor", type=float, help="> 0")
     sizes.add_argument("--dtype", choices=list(DTYPES))
     sizes.add_argument(
-        "--simulate-ranks", type=int, metavar="W", dest="simulated_ranks",
+        "--simulate-ranks",
+        type=int,
+        metavar="W",
+        dest="simulated_ranks",
         help="play one rank of W: each all-to-all becomes a copy (0: all experts are here)",
     )
     add(
-        "--backends", type=lambda text: text.split(","), metavar="LIST",
+        "--backends",
+        type=lambda text: text.split(","),
+        metavar="LIST",
         help=f"of {', '.join(CASES)} (default: all but dense-loop that the device can run)",
     )
     add("--repetitions", type=int, default=0, help="default: 20 on a CPU, 50 on a GPU")
@@ -142,6 +147,7 @@ def measure(names: Sequence[str], inputs: LayerInputs, options, ranks: Ranks) ->
 
 def ratios(results: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Of medians: how many times faster than ``dense``, how many times the ``products``."""
+
     def median(name, phase):
         return results[name]["ms"][phase]["p50"]
 

@@ -95,15 +95,11 @@ class Preset:
 
 
 def _paper(tokens: int, dim: int, ranks: int = 16) -> LayerShape:
-    return LayerShape(
-        tokens, dim, dim, experts=2 * ranks, dtype="bfloat16", simulated_ranks=ranks
-    )
+    return LayerShape(tokens, dim, dim, experts=2 * ranks, dtype="bfloat16", simulated_ranks=ranks)
 
 
 def _meta(ranks: int) -> LayerShape:
-    return LayerShape(
-        24576, 4096, 16384, experts=ranks, dtype="bfloat16", simulated_ranks=ranks
-    )
+    return LayerShape(24576, 4096, 16384, experts=ranks, dtype="bfloat16", simulated_ranks=ranks)
 
 
 def _faster_than_dense(times: float, device: str = "cuda") -> Goal:

@@ -59,9 +59,16 @@ def test_kernels_refuse_triton_on_a_cpu(capsys):
 @pytest.fixture(scope="module")
 def training(tmp_path_factory):
     path = tmp_path_factory.mktemp("train") / "train.json"
-    small = ["task.tokens_per_sample=16", "task.dict_size=60", "model.decoder_layers=2",
-             "model.decoder_embed_dim=16", "model.decoder_ffn_embed_dim=32",
-             "model.moe_expert_count=4", "model.dropout=0.0", "model.attention_dropout=0.0"]
+    small = [
+        "task.tokens_per_sample=16",
+        "task.dict_size=60",
+        "model.decoder_layers=2",
+        "model.decoder_embed_dim=16",
+        "model.decoder_ffn_embed_dim=32",
+        "model.moe_expert_count=4",
+        "model.dropout=0.0",
+        "model.attention_dropout=0.0",
+    ]
     overrides = [word for text in small for word in ("--override", text)]
     arguments = ["--device", "cpu", "--updates", "2", "--warmup", "1", *overrides]
     assert bench_train.main([*arguments, "--output", str(path)]) == 0
