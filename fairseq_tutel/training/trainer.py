@@ -2,8 +2,8 @@
 
 What a stock Trainer gets wrong for experts, and only that, is overridden: how the model is wrapped,
 the gradient norm (stock leaves experts out, so that one rank's inf is seen by nobody else),
-checkpoints (stock saves rank 0's experts only), workers for validation data, and loss-scale
-overflow on a CPU.
+checkpoints (stock saves rank 0's experts only), workers for validation data, loss-scale overflow on
+a CPU, and what counts where a rank has fewer batches for an update than others.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class MoETrainer(CheckpointMixin, Trainer):
         self._expert_load: dict[int, torch.Tensor] = {}
         self._requeue = RequeueRequest()
         self._epoch_itr = None
+        self._num_fillers = 0
         if model.moe_groups.simulated:
             _label_simulation(model.moe_groups.world_size)
 
@@ -86,6 +87,13 @@ class MoETrainer(CheckpointMixin, Trainer):
         return log_output
 
     def _train_step(self, samples, raise_oom):
+        # At the end of an epoch, empty batches fill up a rank's share of an update; each costs a
+        # forward pass on a dummy. Stock counts such a rank's real batches only if the last one is
+        # real, and then counts the dummies too. Here they go first and do not count.
+        fillers = [sample for sample in samples if not sample]
+        real = [sample for sample in samples if sample]
+        self._num_fillers = len(fillers) if real else 0
+        samples = [*fillers, *real]
         try:
             return super().train_step(samples, raise_oom)
         except _OverflowOnCpu as error:
@@ -116,6 +124,16 @@ class MoETrainer(CheckpointMixin, Trainer):
             yield
         finally:
             dataset.num_workers = before
+
+    def _aggregate_logging_outputs(self, logging_outputs, *extra_stats_to_sum, ignore=False):
+        fillers, self._num_fillers = self._num_fillers, 0
+        if fillers:
+            sample_size, *others = extra_stats_to_sum
+            sample_size -= sum(log["sample_size"] for log in logging_outputs[:fillers])
+            extra_stats_to_sum = (sample_size, *others)
+        return super()._aggregate_logging_outputs(
+            logging_outputs[fillers:], *extra_stats_to_sum, ignore=ignore
+        )
 
     def _reduce_and_log_stats(self, logging_outputs, sample_size, grad_norm=None):
         loads = [log.pop("moe_load") for log in logging_outputs or () if "moe_load" in log]

@@ -1,0 +1,311 @@
+"""Single updates: checkpointed activations, the norm over all experts, half precision, overflow."""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.assertions import rms_ratio
+from helpers.distributed import run_ranks
+from helpers.training import (
+    gradients,
+    make_batch,
+    make_config,
+    make_trainer,
+    named,
+    own_batches,
+    record_updates,
+)
+
+from fairseq_tutel.distributed import is_expert, process_world
+from fairseq_tutel.training.trainer import MoETrainer
+
+BACKENDS = ("legacy_ddp", "pytorch_ddp")
+WORLDS = [(1, 4), (2, 1), (2, 2), (2, 4), (4, 2), (4, 4)]  # ranks, experts
+
+
+# ---- checkpointed activations
+
+
+def _one_update(cfg):
+    trainer = make_trainer(cfg)
+    assert isinstance(trainer, MoETrainer)
+    updates = record_updates(trainer)
+    trainer.train_step(own_batches(0, 2))
+    return updates[0], gradients(trainer)
+
+
+@pytest.mark.parametrize(
+    "options", ["", "--offload-activations", "--dropout 0.2 --activation-dropout 0.1"]
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_checkpointed_activations_give_the_same_gradients(world_size, options):
+    """Bit for bit, with dropout too: it is replayed. The aux loss is most of the loss here."""
+    words = ["--moe-expert-count", "4", "--moe-gate-loss-wt", "50", *options.split()]
+    offload = "--offload-activations" in words
+    plain = make_config(*(w for w in words if w != "--offload-activations"))
+    checkpointed = make_config(*words, *(() if offload else ("--checkpoint-activations",)))
+    results = [run_ranks(_one_update, world_size, cfg) for cfg in (plain, checkpointed)]
+    for (update, grads), (other_update, other_grads) in zip(*results, strict=True):
+        assert update.sums == other_update.sums and update.grad_norm == other_update.grad_norm
+        for name, grad in grads.items():
+            assert torch.equal(grad, other_grads[name]), name
+
+
+def test_the_aux_loss_has_a_gradient_under_checkpointing():
+    """What an extra weight on it adds to the gate's gradient is the same with and without."""
+    added = []
+    for extra in ((), ("--checkpoint-activations",)):
+        grads = []
+        for weight in ("0", "50"):
+            cfg = make_config("--moe-expert-count", "4", "--moe-gate-loss-wt", weight, *extra)
+            (_, found), = run_ranks(_one_update, 1, cfg)
+            grads.append(found["decoder.layers.1.moe_layer.gate.wg.weight"])
+        added.append(grads[1] - grads[0])
+    assert added[0].norm() > 0.01
+    assert torch.equal(*added)
+
+
+# ---- gradient norm and clipping
+
+
+def _norms(cfg):
+    """(norm that the trainer reports, norm by hand, norm of what it leaves), clipped and not."""
+    found = []
+    for clip in (0.0, 0.05, 1e9):
+        cfg.optimization.clip_norm = clip
+        trainer = make_trainer(cfg)
+        updates = record_updates(trainer)
+        trainer.train_step(own_batches(0, 4))
+        groups = trainer.get_model().moe_groups
+        dense, experts = torch.zeros(2, dtype=torch.float64)
+        for param in trainer.get_model().parameters():
+            square = param.grad.double().square().sum()
+            if is_expert(param):
+                experts += square
+            else:
+                dense += square
+        if groups.world_size > 1:
+            dist.all_reduce(experts)  # every expert is on num_replicas ranks
+        found.append((updates[0].grad_norm, float(dense + experts / groups.num_replicas) ** 0.5))
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world_size, experts", WORLDS)
+def test_gradient_norm_is_over_all_experts(world_size, experts, backend):
+    words = ("--moe-expert-count", str(experts), "--moe-top-k", "1", "--ddp-backend", backend)
+    cfg = make_config(*words)
+    for found in run_ranks(_norms, world_size, cfg):
+        (norm, by_hand), (clipped, after_clip), (free, after_free) = found
+        assert norm == pytest.approx(by_hand, rel=1e-5)
+        assert clipped == pytest.approx(norm, rel=1e-6) and free == pytest.approx(norm, rel=1e-6)
+        assert after_clip == pytest.approx(0.05, rel=1e-4)
+        assert after_free == pytest.approx(norm, rel=1e-5)
+
+
+def _gradients(cfg):
+    trainer = make_trainer(cfg)
+    trainer.train_step(own_batches(0, 4))
+    return gradients(trainer)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world_size, experts", WORLDS)
+def test_sqrt_world_size_makes_expert_gradients_larger(world_size, experts, backend):
+    """By the root of the number of ranks that exchange tokens; dense gradients stay."""
+    words = ("--moe-expert-count", str(experts), "--moe-top-k", "1", "--ddp-backend", backend)
+    plain, root = (
+        run_ranks(_gradients, world_size, make_config(*words, "--moe-normalize-expert-grad", how))
+        for how in ("world_size", "sqrt_world_size")
+    )
+    factor = math.sqrt(min(world_size, experts))
+    for grads, root_grads in zip(plain, root, strict=True):
+        for name, grad in grads.items():
+            want = grad * factor if ".experts." in name else grad
+            assert rms_ratio(root_grads[name], want) < 1e-5 or name.endswith("k_proj.bias"), name
+
+
+# ---- half precision
+
+HALF = ("--fp16", "--memory-efficient-fp16", "--bf16", "--memory-efficient-bf16")
+
+
+def _train(cfg, updates):
+    trainer = make_trainer(cfg)
+    records = record_updates(trainer)
+    for update in range(updates):
+        trainer.train_step(own_batches(update, 2))
+    dtypes = {p.dtype for p in trainer.get_model().parameters()}
+    return [r.sums["loss"] / r.sample_size for r in records], dtypes
+
+
+@functools.cache
+def fp32_losses():
+    return run_ranks(_train, 2, make_config("--moe-expert-count", "4"), 12)[0][0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("flag", HALF)
+def test_half_precision_trains_on_two_ranks(flag, backend):
+    cfg = make_config("--moe-expert-count", "4", flag, "--ddp-backend", backend)
+    (losses, dtypes), (other, _) = run_ranks(_train, 2, cfg, 12)
+    assert dtypes == {torch.bfloat16 if "bf16" in flag else torch.float16}
+    assert losses == other and losses[-1] < 0.9 * losses[0]
+    tolerance = 0.05 if "bf16" in flag else 0.01
+    for loss, exact in zip(losses, fp32_losses(), strict=True):
+        assert loss == pytest.approx(exact, rel=tolerance)
+
+
+def _overflow(cfg, names):
+    """An inf in the gradient of one parameter on rank 1, in the second of three updates."""
+    rank, _ = process_world()
+    found = {}
+    for name in names:
+        trainer = make_trainer(cfg)
+        param = dict(trainer.get_model().named_parameters())[name]
+        updates, scales, counts, weights = record_updates(trainer), [], [], []
+        for update in range(3):
+            hook = None
+            if rank == 1 and update == 1:
+                hook = param.register_hook(lambda grad: grad * math.inf)
+            weights.append(named(trainer))
+            output = trainer.train_step(own_batches(update, 2))
+            if hook is not None:
+                hook.remove()
+            assert (output is None) == (update == 1)
+            scales.append(trainer.optimizer.scaler.loss_scale)
+            counts.append(trainer.get_num_updates())
+        found[name] = (
+            scales, counts, len(updates),
+            all(torch.equal(weights[1][key], weights[2][key]) for key in weights[1]),
+            all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1]),
+        )
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("flag", ["--fp16", "--memory-efficient-fp16"])
+def test_overflow_of_one_rank_skips_the_update_on_all(flag, backend):
+    """An expert's gradient is nowhere else; a dense one is averaged."""
+    names = ("decoder.layers.1.moe_layer.experts.fc2_weight", "decoder.layers.0.fc1.weight")
+    cfg = make_config("--moe-expert-count", "4", flag, "--ddp-backend", backend,
+                      "--fp16-init-scale", "8", "--fp16-scale-tolerance", "0")
+    for found in run_ranks(_overflow, 2, cfg, names):
+        for name in names:
+            scales, counts, recorded, skipped, kept = found[name]
+            assert scales == [8.0, 4.0, 4.0], name
+            assert counts == [1, 1, 2] and recorded == 2
+            assert skipped and not kept
+
+
+def _inf_in_fp32(cfg, folder):
+    rank, _ = process_world()
+    cfg.checkpoint.save_dir = folder
+    trainer = make_trainer(cfg)
+    param = dict(trainer.get_model().named_parameters())[
+        "decoder.layers.1.moe_layer.experts.fc1_bias"
+    ]
+    if rank == 1:
+        param.register_hook(lambda grad: grad * math.nan)
+    with pytest.raises(FloatingPointError, match="Nan/Inf"):
+        trainer.train_step(own_batches(0, 2))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_of_one_rank_in_fp32_stops_all(backend, tmp_path):
+    cfg = make_config("--moe-expert-count", "4", "--ddp-backend", backend)
+    run_ranks(_inf_in_fp32, 2, cfg, str(tmp_path))
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "crash-shared.pt", "crash-rank-0.pt", "crash-rank-1.pt"
+    }
+
+
+# ---- batches that differ between the ranks
+
+UNEVEN = {
+    "one rank has none": [make_batch(1), None],
+    "the other rank has none": [None, make_batch(1)],
+    "fewer sentences": [make_batch(1, sentences=1), make_batch(2, sentences=5)],
+    "other lengths": [make_batch(1, lengths=[3, 2]), make_batch(2, lengths=[8, 8, 5])],
+    "nobody has any in the second half": [[make_batch(1), None], [make_batch(2), None]],
+    "one of two": [[make_batch(1), make_batch(2)], [make_batch(3), None]],
+}
+
+
+def _uneven(cfg):
+    """Rank r trains on its entry; a single rank trains on all that are there."""
+    rank, world_size = process_world()
+    found = {}
+    for name, by_rank in UNEVEN.items():
+        by_rank = [batches if isinstance(batches, list) else [batches] for batches in by_rank]
+        batches = by_rank[rank]
+        if world_size == 1:
+            batches = [batch for each in by_rank for batch in each if batch is not None]
+        trainer = make_trainer(cfg)
+        updates = record_updates(trainer)
+        trainer.train_step([{} if batch is None else batch for batch in batches])
+        trainer.train_step(own_batches(1, 2))  # the ranks are still in step
+        found[name] = (updates, gradients(trainer))
+    return found
+
+
+@functools.cache
+def uneven(world_size, options):
+    words = ("--moe-expert-count", "4", "--moe-capacity-factor", "0", *options.split())
+    return run_ranks(_uneven, world_size, make_config(*words))
+
+
+@pytest.mark.parametrize("options", [
+    "--ddp-backend legacy_ddp", "--ddp-backend pytorch_ddp --use-moe-pad-mask",
+    "--ddp-backend legacy_ddp --checkpoint-activations",
+])
+@pytest.mark.parametrize("name", UNEVEN)
+def test_uneven_batches_change_nothing_for_the_tokens_there_are(name, options):
+    (want, grads), = (found[name] for found in uneven(1, options))
+    for got, got_grads in (found[name] for found in uneven(2, options)):
+        for mine, one in zip(got, want, strict=True):
+            assert mine.sample_size == one.sample_size
+            assert mine.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
+            assert mine.sums["loss"] == pytest.approx(one.sums["loss"], rel=1e-5)
+            assert mine.sums["batch_count"] == one.sums["batch_count"]
+        for key, grad in got_grads.items():
+            if not key.endswith("k_proj.bias"):
+                assert rms_ratio(grad, grads[key]) < 1e-4, key
+
+
+def _validate(cfg):
+    """Validation of five batches of all kinds: two, then one rank has none left."""
+    rank, world_size = process_world()
+    batches = [make_batch(i, lengths=lengths) for i, lengths in enumerate(
+        ([8] * 4, [5, 3], [8, 1], [2], [7, 7, 7])
+    )]
+    share = batches[rank::world_size]
+    share += [{}] * (math.ceil(len(batches) / world_size) - len(share))
+    trainer = make_trainer(cfg)
+    total = {}
+    for batch in share:
+        with torch.no_grad():
+            original = trainer._reduce_and_log_stats
+
+            def reduce_and_sum(logs, *rest, original=original):
+                for key in ("loss", "inner_loss", "moe_loss", "ntokens", "batch_count"):
+                    total[key] = total.get(key, 0.0) + float(sum(log[key] for log in logs))
+                return original(logs, *rest)
+
+            trainer._reduce_and_log_stats = reduce_and_sum
+            trainer.valid_step(batch)
+            trainer._reduce_and_log_stats = original
+    return total
+
+
+@pytest.mark.parametrize("options", ["", "--fp16", "--moe-eval-capacity-token-fraction 1.0"])
+def test_validation_does_not_depend_on_the_ranks(options):
+    cfg = make_config("--moe-expert-count", "4", *options.split())
+    want, = run_ranks(_validate, 1, cfg)
+    assert want["ntokens"] == 32 + 8 + 9 + 2 + 21
+    for world_size in (2, 4):
+        for got in run_ranks(_validate, world_size, cfg):
+            assert got == {key: pytest.approx(value, rel=2e-3 if "fp16" in options else 1e-6)
+                           for key, value in want.items()}
