@@ -109,6 +109,8 @@ class Supervisor:
                 self._wait()
         finally:
             self._kill_all()
+            while signal.sigtimedwait(self._watched, 0) is not None:
+                continue  # a signal to the ranks that came too late must not end the launcher
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         for reader in self._readers:
             reader.join(timeout=5)
@@ -201,8 +203,9 @@ class Supervisor:
             self._kill_at = time.monotonic() + self._grace
 
     def _send(self, number: signal.Signals) -> None:
+        # not Popen.send_signal, which would reap a rank that has just ended
         for process in self._running.values():
-            process.send_signal(number)
+            os.kill(process.pid, number)
 
     def _kill_all(self) -> None:
         for process in self._running.values():

@@ -81,6 +81,7 @@ stop_cluster() {
     trap - EXIT
     trap '' INT TERM
     if ((status != 0)); then
+        { timeout 5 squeue -o '%i %j %T %r %C %N' && timeout 5 sinfo -N -o '%N %T %C'; } >&2 || true
         for log in "$work"/*.log "$work"/logs/*.log; do
             [ -s "$log" ] && printf -- '--- %s\n' "${log##*/}" && tail -n 25 "$log"
         done >&2
@@ -260,6 +261,30 @@ check_training() {
     say "loss ${loss/ / -> } over 3 runs and $max_update updates"
 }
 
+submit_benchmarks() {
+    local options=(--parsable --nodes 2 --cpus-per-task 2 --time 5)
+    export NPROC_PER_NODE=2
+    layer_job=$(sbatch "${options[@]}" --output "$work/layer.log" scripts/slurm/bench_layer.sbatch \
+        --preset cpu --tokens 64 --model-dim 16 --hidden-dim 32 --experts 4 --backends torch \
+        --repetitions 2 --warmup 1 --output "$work/layer.json")
+    alltoall_job=$(sbatch "${options[@]}" --dependency "afterany:$layer_job" \
+        --output "$work/alltoall.log" scripts/slurm/bench_alltoall.sbatch \
+        --min-bytes 4K --max-bytes 64K --iterations 2 --repetitions 2 --output "$work/alltoall.json")
+    unset NPROC_PER_NODE
+}
+
+check_benchmarks() {
+    local name job
+    for name in layer alltoall; do
+        job=${name}_job
+        wait_until 120 "the $name benchmark ended" has_ended "${!job}"
+        [ "$(field "${!job}" JobState)" = COMPLETED ] ||
+            fail "the $name benchmark is $(field "${!job}" JobState)"
+        python -m json.tool "$work/$name.json" /dev/null || fail "it wrote no $name.json"
+        grep -q 'launch: 4 ranks on 2 nodes' "$work/$name.log" || fail "$name ran not on 2 x 2 ranks"
+    done
+}
+
 check_time_limit_job() {
     wait_until 90 "the job with a time limit ended" has_ended "$limit_job"
     [ "$(field "$limit_job" JobState)" = COMPLETED ] || fail "it is $(field "$limit_job" JobState)"
@@ -300,5 +325,7 @@ submit_time_limit_job
 submit_training
 check_ladder
 check_adopted_ranks
+submit_benchmarks
 check_training
 check_time_limit_job
+check_benchmarks

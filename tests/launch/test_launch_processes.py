@@ -163,6 +163,20 @@ def test_signals_reach_every_rank(tmp_path, number, code):
     assert (tmp_path / f"{name}1").exists() or number == signal.SIGUSR2
 
 
+def test_a_signal_that_the_ranks_have_had_already(tmp_path):
+    """As scancel sends it, to the launcher and its ranks at once; the rank dies first."""
+    process = start("--", "bash", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 300")
+    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    process.send_signal(signal.SIGSTOP)
+    rank = int((tmp_path / "pid").read_text())
+    os.kill(rank, signal.SIGTERM)
+    wait_for(lambda: not is_alive(rank))
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)
+    _, errors = process.communicate(timeout=15)
+    assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in errors
+
+
 def test_ranks_that_leave_to_be_requeued_are_not_ended(tmp_path):
     script = "[ $RANK = 0 ] || { sleep 1; echo > saved; }; exit 85"
     result = launch("--nproc-per-node", "2", "--", "bash", "-c", script, cwd=tmp_path)
