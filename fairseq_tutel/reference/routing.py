@@ -11,17 +11,13 @@ from torch import Tensor
 # Up to this K, repeated argmax is cheaper than sorting every row.
 _MAX_ARGMAX_ROUNDS = 4
 # Up to this many one-hot entries, a cumulative sum beats a sort on CPU.
-_MAX_ONE_HOT = 1 << 18
+_MAX_ONE_HOT = 1 << 16
 
 
-def _select(logits_TE: Tensor, prob_TE: Tensor, top_k: int, noise_TE: Tensor | None) -> Tensor:
-    """First choice by probability, the others by (noisy) logits; (T, K) int64, all distinct."""
-    first_T1 = prob_TE.argmax(dim=1, keepdim=True)
+def _select(score_TE: Tensor, first_T1: Tensor, top_k: int) -> Tensor:
+    """The first choice and the largest other scores, (T, K) int64; overwrites the scores."""
     if top_k == 1:
         return first_T1
-    score_TE = logits_TE if noise_TE is None else logits_TE + noise_TE
-    # A finite floor keeps experts that the caller disabled with -inf apart from taken ones.
-    score_TE = score_TE.clamp(min=torch.finfo(score_TE.dtype).min)
     score_TE.scatter_(1, first_T1, float("-inf"))
     if top_k > _MAX_ARGMAX_ROUNDS:
         # A stable sort gives ties to the lowest index, which torch.topk does not promise.
@@ -52,14 +48,22 @@ def topk_gating_fwd(
         lse_T (T,) logsumexp of the logits; choice_TK (T, K) int32, the chosen experts of padded
         rows too (shape (0, K) without ``pad_T``, where expert_TK says the same).
     """
-    lse_T = logits_TE.logsumexp(dim=1)
-    log_prob_TE = logits_TE - lse_T[:, None]
-    prob_TE = log_prob_TE.exp()
-    choice_TK = _select(logits_TE, prob_TE, top_k, noise_TE)
-    gate_TK = prob_TE.gather(1, choice_TK)
+    # A finite floor keeps experts that the caller disabled with -inf apart from those that
+    # _select has taken, and makes their part of the entropy 0.
+    score_TE = logits_TE.clamp(min=torch.finfo(logits_TE.dtype).min)
+    # Spelled out, since torch.softmax is slow over few experts, and lse comes along.
+    top_T1 = score_TE.amax(dim=1, keepdim=True)
+    prob_TE = (score_TE - top_T1).exp_()
+    total_T1 = prob_TE.sum(dim=1, keepdim=True)
+    prob_TE /= total_T1
+    lse_T1 = top_T1 + total_T1.log()
+    entropy_sum = (lse_T1 - score_TE).mul_(prob_TE).sum()
     prob_sum_E = prob_TE.sum(dim=0)
-    # A probability of 0 contributes 0, also where its logit is -inf.
-    entropy_sum = torch.special.entr(prob_TE).sum()
+    if noise_TE is not None:
+        score_TE += noise_TE
+    choice_TK = _select(score_TE, prob_TE.argmax(dim=1, keepdim=True), top_k)
+    gate_TK = prob_TE.gather(1, choice_TK)
+    lse_T = lse_T1.squeeze(1)
     expert_TK = choice_TK.to(torch.int32)
     if pad_T is None:
         empty = expert_TK.new_empty((0, top_k))
@@ -80,7 +84,7 @@ def topk_gating_bwd(
 
     With g = d_prob_sum + scatter(d_gate): d_logits = p * (g - <p, g> + d_lse).
     """
-    prob_TE = (logits_TE - lse_T[:, None]).exp()
+    prob_TE = (logits_TE - lse_T[:, None]).exp_()
     grad_TE = d_prob_sum_E.expand_as(prob_TE).clone()
     grad_TE.scatter_add_(1, choice_TK.long(), d_gate_TK)
     inner_T1 = (prob_TE * grad_TE).sum(dim=1, keepdim=True)

@@ -98,6 +98,9 @@ def test_dropout(shape, ends, device):
     # neighbours in a row (which share one draw of Philox) and in a column are independent
     assert abs((keep[..., 1:] & keep[..., :-1]).float().mean() - (1 - p) ** 2) < 0.04
     assert abs((keep[..., 1:, :] & keep[..., :-1, :]).float().mean() - (1 - p) ** 2) < 0.04
+    # no two rows and no two columns share their draws
+    flat = keep.reshape(-1, keep.shape[-1])
+    assert flat.unique(dim=0).shape == flat.unique(dim=1).shape == flat.shape
     assert_close("y", y[used], plain[used] * keep / (1 - p), torch.float32)
     # the backward draws the same mask
     options["activation"] = "gelu"

@@ -145,6 +145,20 @@ def test_other_token_counts_compile_too():
             torch.testing.assert_close(a, b)
 
 
+def test_dropout_compiles_and_draws_a_new_mask_each_time():
+    torch._dynamo.reset()
+    h, bias = torch.ones(2, 50, 20), torch.zeros(2, 20)
+
+    def drop(seed=None):
+        return ops.bias_act(h, bias, activation="linear", dropout_p=0.5, seed=seed)
+
+    compiled = torch.compile(drop, fullgraph=True, backend="aot_eager")
+    first, second = compiled(), compiled()
+    assert not torch.equal(first, second)
+    assert abs((first != 0).float().mean() - 0.5) < 0.05
+    assert torch.equal(compiled(7), drop(7))
+
+
 @pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_both_backends_agree_through_autograd(dtype, ragged, monkeypatch):
