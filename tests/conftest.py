@@ -2,8 +2,18 @@
 
 import os
 
+import pytest
 import torch
 
 # Triton reads this when it is imported; set later, parts of its language fail.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked gpu are skipped, and counted as such, where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no GPU"))
