@@ -168,9 +168,39 @@ def _require(command: Command, key: str, ours: str, why: str) -> None:
         raise ValueError(f"{command.spelled(key)}={user} contradicts {why} ({ours})")
 
 
+def _flag_value(command: Command, *flags: str) -> str | None:
+    for i, word in enumerate(command.arguments):
+        name, equals, text = word.partition("=")
+        if name in flags and equals:
+            return text
+        if word in flags and i + 1 < len(command.arguments):
+            return command.arguments[i + 1]
+    return None
+
+
+def _from_config_file(command: Command, key: str) -> tuple[str, str] | None:
+    """What the Hydra config file itself states for `key` in its section, and the file's name.
+
+    Only Hydra can compose a configuration; this finds a plain ``key: value`` in the primary file.
+    """
+    folder = _flag_value(command, "--config-dir", "-cd", "--config-path", "-cp")
+    name = _flag_value(command, "--config-name", "-cn")
+    if command.kind != "hydra" or folder is None or name is None:
+        return None
+    path = Path(folder) / (name if name.endswith((".yaml", ".yml")) else name + ".yaml")
+    if not path.is_file():
+        return None
+    section = rf"^{_SECTION[key]}:[ \t]*\n(?:(?:[ \t#].*)?\n)*?"
+    match = re.search(rf"{section}[ \t]+{key}:[ \t]*([^\s#]+)", path.read_text(), re.MULTILINE)
+    return (match[1], str(path)) if match else None
+
+
 def use_cpu(command: Command, num_gpus: int) -> bool:
-    """Whether the ranks run on the CPU. Raises ValueError if the user's options cannot be had."""
-    user = (command.given("cpu") or "").lower()
+    """Whether the ranks run on the CPU: without a GPU, and where the user's options or config file
+    say so. Raises ValueError if the user's options cannot be had."""
+    user = command.given("cpu")
+    from_file = _from_config_file(command, "cpu") if num_gpus and user is None else None
+    user = (from_file[0] if from_file else user or "").lower()
     if num_gpus == 0 and user in ("false", "0", "no", "off"):
         raise ValueError(f"{command.spelled('cpu')}={user}, but this machine has no usable GPU")
     cpu = num_gpus == 0 or user in ("true", "1", "yes", "on")
@@ -183,32 +213,6 @@ def use_cpu(command: Command, num_gpus: int) -> bool:
     return cpu
 
 
-def _flag_value(command: Command, *flags: str) -> str | None:
-    for i, word in enumerate(command.arguments):
-        name, equals, text = word.partition("=")
-        if name in flags and equals:
-            return text
-        if word in flags and i + 1 < len(command.arguments):
-            return command.arguments[i + 1]
-    return None
-
-
-def _from_config_file(command: Command, key: str) -> tuple[int, str] | None:
-    """A number that the Hydra config file itself states for `key`, and the file's name.
-
-    Only Hydra can compose a configuration; this finds a plain ``key: 8`` in the primary file.
-    """
-    folder = _flag_value(command, "--config-dir", "-cd", "--config-path", "-cp")
-    name = _flag_value(command, "--config-name", "-cn")
-    if command.kind != "hydra" or folder is None or name is None:
-        return None
-    path = Path(folder) / (name if name.endswith((".yaml", ".yml")) else name + ".yaml")
-    if not path.is_file():
-        return None
-    match = re.search(rf"^\s+{key}:\s*(\d+)\s*(?:#.*)?$", path.read_text(), re.MULTILINE)
-    return (int(match[1]), str(path)) if match else None
-
-
 def check_experts(command: Command, world_size: int) -> None:
     """Stops a job whose experts cannot be spread over its ranks, as far as the words of the
     command and its config file tell.
@@ -219,8 +223,8 @@ def check_experts(command: Command, world_size: int) -> None:
         return
     experts, where = command.integer("moe_expert_count"), command.spelled("moe_expert_count")
     if command.given("moe_expert_count") is None:
-        experts, file = _from_config_file(command, "moe_expert_count") or (None, "")
-        where = f"{where} in {file}"
+        text, file = _from_config_file(command, "moe_expert_count") or ("", "")
+        experts, where = int(text) if text.isdigit() else None, f"{where} in {file}"
     if not experts or experts < 0:
         return
     if experts % world_size and world_size % experts:

@@ -210,10 +210,11 @@ def _shared_environment(
 
 
 def _device_environment(
-    command: Command, gpu: Gpu | None, env: Mapping[str, str]
+    command: Command, gpu: Gpu | None, gpus: Sequence[Gpu], env: Mapping[str, str]
 ) -> dict[str, str]:
     if gpu is None:
-        return {"CUDA_VISIBLE_DEVICES": ""}
+        # fairseq's distributed_init makes a CUDA tensor wherever there is a GPU, --cpu or not
+        return {"CUDA_VISIBLE_DEVICES": ""} if gpus else {}
     if command.kind == "sharded":
         # fairseq-generate has no --device-id in effect: it takes the first GPU it sees.
         visible = env.get("CUDA_VISIBLE_DEVICES")
@@ -256,7 +257,7 @@ def plan_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
     for local_rank, argv in command_lines.items():
         rank, bound = placement.rank + local_rank - placement.local_rank, by_local_rank[local_rank]
         rank_env = {
-            **env, **shared, **_device_environment(command, assigned[local_rank], env),
+            **env, **shared, **_device_environment(command, assigned[local_rank], gpus, env),
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", str(bound.threads)),

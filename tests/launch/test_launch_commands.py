@@ -205,6 +205,21 @@ def test_experts_that_do_not_fit(path, text):
         check_experts(command_of(text, path), 4)
 
 
+def test_cpu_of_a_config_file(path, tmp_path):
+    (tmp_path / "small.yaml").write_text(
+        "# x\ncommon:\n  fp16: false\n\n  # why\n  cpu: true  # here\nmodel:\n  cpu: false\n"
+    )
+    (tmp_path / "big.yaml").write_text("common:\n  cpu: false\nother:\n  cpu: true\n")
+    for name, cpu in (("small", True), ("big", False), ("absent", False)):
+        command = command_of(f"fairseq-hydra-train --config-dir {tmp_path} --config-name {name}",
+                             path)
+        assert use_cpu(command, 8) is cpu
+        assert use_cpu(command, 0)
+    command = command_of(
+        f"fairseq-hydra-train common.cpu=false --config-dir={tmp_path} -cn small", path)
+    assert not use_cpu(command, 8)
+
+
 def test_experts_of_a_config_file(path, tmp_path):
     (tmp_path / "big.yaml").write_text("model:\n  moe_freq: 2\n  moe_expert_count: 6  # why\n")
     text = f"fairseq-hydra-train --config-dir {tmp_path} --config-name big"

@@ -67,6 +67,7 @@ def test_gpus_that_cannot_be_used_are_not_passed_over_in_silence(tmp_path, monke
     for is_cpu_build, message in ((True, "is a build for the CPU"), (False, "neither nvidia-smi")):
         monkeypatch.setattr(devices, "torch_is_cpu_build", lambda is_cpu=is_cpu_build: is_cpu)
         assert message in plan(str(root), "true").summary
+        assert "CUDA_VISIBLE_DEVICES" not in plan(str(root), "true").ranks[0].env
         assert "warning" not in plan(str(root), "true", {"CUDA_VISIBLE_DEVICES": ""}).summary
 
 

@@ -248,6 +248,13 @@ def test_bad_options(words, message):
     assert any(part in result.stderr for part in message.split("|"))
 
 
+def test_the_launcher_imports_neither_torch_nor_fairseq():
+    result = launch("--dry-run", "--", "true", env=environment(PYTHONPROFILEIMPORTTIME="1"))
+    imported = {line.split("|")[-1].strip() for line in result.stderr.splitlines()}
+    assert "fairseq_tutel.launch.cli" in imported
+    assert not imported & {"torch", "fairseq", "numpy"}
+
+
 def test_dry_run_starts_nothing(tmp_path):
     result = launch("--nproc-per-node", "2", "--dry-run", "--", "touch", str(tmp_path / "x"))
     assert result.returncode == 0 and not (tmp_path / "x").exists()
