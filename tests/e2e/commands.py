@@ -44,7 +44,7 @@ def run(
 
 
 def logged(output: str, tag: str) -> list[dict]:
-    """The JSON records that ``--log-format json`` printed under a tag (train, train_inner, valid)."""
+    """The records that ``--log-format json`` printed under a tag (train, train_inner, valid)."""
     records = re.findall(rf"{tag}(?: \||\]\[INFO\] -) (\{{.*\}})", output)
     return [json.loads(record) for record in records]
 

@@ -1,4 +1,4 @@
-"""The layer on Triton kernels (interpreted without a GPU), on torch and compiled is one function."""
+"""The layer on Triton kernels (interpreted without a GPU), on torch, compiled: one function."""
 
 import pytest
 import torch

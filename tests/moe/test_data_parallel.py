@@ -1,4 +1,4 @@
-"""A plain PyTorch model with an MoE layer under DistributedDataParallel equals the same model on one rank."""
+"""A PyTorch model with an MoE layer under DistributedDataParallel equals it on one rank."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ class Model(nn.Module):
 
 
 def train(num_experts, ranks):
-    """State after some steps of SGD on the mean loss over the same tokens, experts by global index."""
+    """State after some steps of SGD on the mean loss, with experts by their global index."""
     rank, world_size = process_world()
     torch.manual_seed(0)
     model = Model(num_experts)
