@@ -165,7 +165,7 @@ def plan_bindings(
         if kept is not None:
             return [kept]
     if own is not None and None in gpus:  # the starter hides the other ranks' GPUs
-        everything = [pci for pci in installed_gpus(options.root)]
+        everything = installed_gpus(options.root)
         if own.pci_id is not None and own.pci_id in everything:
             plan = bind.plan_auto(topology, wide, [Gpu(0, pci) for pci in everything])
             mine = plan[everything.index(own.pci_id)]
@@ -227,6 +227,16 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
+def _summary(placement: Placement, cpu: bool, shared: Mapping[str, str], warning: str) -> str:
+    lines = [
+        f"{_count(placement.world_size, 'rank')} on {_count(placement.num_nodes, 'node')} "
+        f"({'adopted from' if placement.adopted else 'started by'} {placement.source}), "
+        f"{'gloo on the CPU' if cpu else 'nccl on GPUs'}, "
+        f"MASTER_ADDR={shared['MASTER_ADDR']} MASTER_PORT={shared['MASTER_PORT']}"
+    ]
+    return "\n".join(lines + ([f"warning: {warning}"] if warning else []))
+
+
 def plan_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
     """Everything that can be wrong with the job is found here, before a rank or a process group
     exists. Raises ValueError with the offending values."""
@@ -235,42 +245,33 @@ def plan_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
     placement = place(options, command, env, 0 if cpu else len(gpus))
     check_experts(command, placement.world_size)
     assigned = assign_gpus(placement, gpus, cpu, env)
-    own = [placement.local_rank] if placement.adopted else range(placement.local_world_size)
-    command_lines = {}
-    for local_rank in own:
-        gpu = assigned[local_rank]
-        command_lines[local_rank] = with_options(
-            command,
-            rank_options(
-                command,
-                rank=placement.rank + local_rank - placement.local_rank,
-                world_size=placement.world_size,
-                device=local_rank if gpu is None else gpu.index,
-                shared_node=placement.local_world_size > 1,
-                cpu=cpu,
-            ),
-        )
     shared = _shared_environment(options, placement, env, command)
     bindings = plan_bindings(options, placement, assigned)
-    by_local_rank = {b.local_rank: b for b in bindings}
-    ranks = []
-    for local_rank, argv in command_lines.items():
-        rank, bound = placement.rank + local_rank - placement.local_rank, by_local_rank[local_rank]
+
+    def rank_job(bound: bind.RankBinding) -> RankJob:
+        local_rank, gpu = bound.local_rank, assigned[bound.local_rank]
+        rank = placement.rank + local_rank - placement.local_rank
+        added = rank_options(
+            command,
+            rank=rank,
+            world_size=placement.world_size,
+            device=local_rank if gpu is None else gpu.index,
+            shared_node=placement.local_world_size > 1,
+            cpu=cpu,
+        )
         rank_env = {
-            **env, **shared, **_device_environment(command, assigned[local_rank], gpus, env),
+            **env,
+            **shared,
+            **_device_environment(command, gpu, gpus, env),
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", str(bound.threads)),
         }
         prefix = f"[rank {rank}] " if options.prefix_output and rank > 0 else None
-        ranks.append(RankJob(rank, argv, rank_env, bound, prefix))
+        return RankJob(rank, with_options(command, added), rank_env, bound, prefix)
+
+    mine = [b for b in bindings if not placement.adopted or b.local_rank == placement.local_rank]
     warning = "" if gpus else why_no_gpus(env, options.root)
-    summary = (
-        f"{_count(placement.world_size, 'rank')} on {_count(placement.num_nodes, 'node')} "
-        f"({'adopted from' if placement.adopted else 'started by'} {placement.source}), "
-        f"{'gloo on the CPU' if cpu else 'nccl on GPUs'}, "
-        f"MASTER_ADDR={shared['MASTER_ADDR']} MASTER_PORT={shared['MASTER_PORT']}\n"
-        + (f"warning: {warning}\n" if warning else "")
-        + bind.format_table(bindings, socket.gethostname())
-    )
-    return Job(placement, command, ranks, summary)
+    table = bind.format_table(bindings, socket.gethostname())
+    summary = _summary(placement, cpu, shared, warning) + "\n" + table
+    return Job(placement, command, [rank_job(b) for b in mine], summary)
