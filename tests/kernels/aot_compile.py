@@ -28,6 +28,8 @@ def _variants():
     sums = {"E": 70, "BLOCK_P": 64, "BLOCK_E": tiles.SCAN_BLOCK_COLS}
     yield gating._topk_gating_fwd_kernel, "fp32", {**gate, "HAS_NOISE": True, "HAS_PAD": True}
     yield gating._topk_gating_fwd_kernel, "fp32", {**gate, "HAS_NOISE": False, "HAS_PAD": False}
+    one = {"E": 1, "TOP_K": 1, "HAS_NOISE": False, "HAS_PAD": False}  # the narrowest tiles
+    yield gating._topk_gating_fwd_kernel, "fp32", {**one, "BLOCK_T": 32, "BLOCK_E": 1}
     yield gating._topk_gating_sums_kernel, "fp32", sums
     yield gating._topk_gating_bwd_kernel, "fp32", gate
 
@@ -36,6 +38,7 @@ def _variants():
     scan = {**columns, "TOP_K": 2, "BLOCK_B": tiles.SCAN_BLOCK_ROWS}
     tile = {**columns, "BLOCK_T": 2 * tiles.SCAN_BLOCK_ROWS}
     yield slots._rank_in_block_kernel, "fp32", {**slot, "BLOCK_E": 128}
+    yield slots._rank_in_block_kernel, "fp32", {**slot, "E": 1, "TOP_K": 1, "BLOCK_E": 2}
     yield slots._scan_blocks_kernel, "fp32", scan
     yield slots._add_offset_kernel, "fp32", slot
     yield slots._invert_rows_kernel, "fp32", {"BLOCK": tiles.FLAT_BLOCK}
