@@ -77,30 +77,32 @@ export SLURM_CONF=$work/slurm.conf
 daemons=()
 
 stop_cluster() {
-    local status=$? pid
+    local status=$? pid queue=
+    set +e # whatever fails here, the rest of it is done, also when nobody reads the output
     trap - EXIT
-    trap '' INT TERM
-    if ((status != 0)); then
-        { timeout 5 squeue -o '%i %j %T %r %C %N' && timeout 5 sinfo -N -o '%N %T %C'; } >&2 || true
-        for log in "$work"/*.log "$work"/logs/*.log; do
-            [ -s "$log" ] && printf -- '--- %s\n' "${log##*/}" && tail -n 25 "$log"
-        done >&2
-    fi
+    trap '' INT TERM HUP PIPE
     if ((${#daemons[@]})); then
-        timeout 10 scancel --user "$(id -un)" 2>/dev/null || true
+        ((status != 0)) && queue=$(timeout 5 squeue -o '%i %j %T %r %C %N' 2>&1)
+        timeout 10 scancel --user "$(id -un)" 2>/dev/null
         for ((i = 0; i < 50; i++)); do
             [ -z "$(timeout 5 squeue -h 2>/dev/null)" ] && break
             sleep 0.2
         done
-        timeout 10 scontrol shutdown 2>/dev/null || true
-        for pid in "${daemons[@]}"; do kill "$pid" 2>/dev/null || true; done
+        timeout 10 scontrol shutdown 2>/dev/null
+        kill "${daemons[@]}" 2>/dev/null
         for ((i = 0; i < 50; i++)); do
             kill -0 "${daemons[@]}" 2>/dev/null || break
             sleep 0.1
         done
-        for pid in "${daemons[@]}"; do kill -9 "$pid" 2>/dev/null || true; done
-        wait "${daemons[@]}" 2>/dev/null || true
+        kill -9 "${daemons[@]}" 2>/dev/null
+        wait "${daemons[@]}" 2>/dev/null
     fi
+    if ((status != 0)); then
+        printf '%s\n' "$queue"
+        for log in "$work"/*.log "$work"/logs/*.log; do
+            [ -s "$log" ] && printf -- '--- %s\n' "${log##*/}" && tail -n 25 "$log"
+        done
+    fi >&2
     if ((keep)); then say "kept $work"; else rm -rf "$work"; fi
     ((status == 0)) && say "passed"
     exit "$status"
@@ -108,6 +110,7 @@ stop_cluster() {
 trap stop_cluster EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
+trap 'exit 129' HUP
 
 # wait_until SECONDS WHAT COMMAND ...: runs COMMAND until it succeeds.
 wait_until() {
