@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Elements per block: 4 MiB of fp32. Smaller blocks start too many parallel regions.
-_BLOCK_NUMEL = 1 << 20
+# Elements per block: 8 MiB of fp32. Smaller blocks start too many parallel regions.
+_BLOCK_NUMEL = 1 << 21
 
 _aten = torch.ops.aten
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Elements per block of rows: 2 MiB of fp32. Smaller blocks start too many parallel regions.
-_BLOCK_NUMEL = 1 << 19
+# Elements per block of rows: 4 MiB of fp32. Smaller blocks start too many parallel regions.
+_BLOCK_NUMEL = 1 << 20
 
 
 def _acc_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -147,7 +147,7 @@ def fairseq_activation(name):
     return utils.get_activation_fn(name.replace("gelu_fast", "gelu_accurate"))
 
 
-@pytest.mark.parametrize("block", [40, 1 << 20], ids=["blocks", "whole"])
+@pytest.mark.parametrize("block", [40, 1 << 21], ids=["blocks", "whole"])
 @pytest.mark.parametrize("activation", sorted(reference.ACTIVATIONS))
 def test_bias_act_is_fairseqs(activation, block, monkeypatch):
     pytest.importorskip("fairseq")
