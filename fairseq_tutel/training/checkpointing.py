@@ -180,6 +180,7 @@ class CheckpointMixin:
         self.optimizer.load_state_dict(
             names.from_named(optimizer_state, self.optimizer.state_dict()), overrides
         )
+        names.restore_masters(optimizer_state)
         self.set_num_updates(last["num_updates"])
 
     def _load_progress(self, extra_state, reset_meters):

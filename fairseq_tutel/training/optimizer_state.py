@@ -3,6 +3,9 @@
 torch numbers parameters; numbers change with the number of ranks. Here the state of a stacked
 expert parameter is taken apart into one state per expert under the name that its weight has in a
 checkpoint, so that each expert's moments follow it to any rank.
+
+With ``--fp16`` or ``--bf16`` the optimizer steps fp32 copies of the weights. They are part of its
+state here; stock fairseq makes new ones from the half weights and loses what was rounded off.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ import torch
 from torch import nn
 
 from ..moe import Experts
+
+# entry of a parameter's state: the fp32 copy that a mixed-precision optimizer steps
+_MASTER = "fp32_weight"
 
 
 class StateNames:
@@ -41,8 +47,10 @@ class StateNames:
                         ]
         # a mixed-precision optimizer steps fp32 copies, listed in the order of their originals
         copies = getattr(optimizer, "fp32_params", ())
+        self._masters: dict[str, torch.Tensor] = {}
         for original, copy in zip(getattr(optimizer, "fp16_params", ()), copies, strict=True):
             names[id(copy)] = names[id(original)]
+            self._masters[names[id(original)]] = copy.detach()
         self._order: list[str] = []
         for param in optimizer.params:
             if id(param) not in names:
@@ -56,9 +64,11 @@ class StateNames:
 
     def to_named(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """torch's form -> ``named_state``, ``param_groups`` and ``loss_scale``."""
+        states = {self._order[index]: state for index, state in state_dict["state"].items()}
+        for name, master in self._masters.items():
+            states[name] = {**states.get(name, {}), _MASTER: master}
         named: dict[str, dict[str, Any]] = {}
-        for index, state in state_dict["state"].items():
-            name = self._order[index]
+        for name, state in states.items():
             single = self._single.get(name)
             if single is None:
                 named[name] = dict(state)
@@ -103,13 +113,14 @@ class StateNames:
                     raise ValueError(
                         f"the checkpoint has no optimizer state for {name}; use --reset-optimizer"
                     )
+                keys = [key for key in parts[0] if key != _MASTER]
                 if name in self._single:
                     state[index] = {
                         key: _join([part[key] for part in parts], self._shapes[name])
-                        for key in parts[0]
+                        for key in keys
                     }
                 else:
-                    state[index] = parts[0]
+                    state[index] = {key: parts[0][key] for key in keys}
         result = {
             "state": state,
             "param_groups": [
@@ -121,11 +132,20 @@ class StateNames:
             result["loss_scale"] = stored["loss_scale"]
         return result
 
+    @torch.no_grad()
+    def restore_masters(self, stored: dict[str, Any]) -> None:
+        """Set the fp32 copies to what :meth:`to_named` stored, where there are and were any."""
+        named = stored["named_state"]
+        for name, master in self._masters.items():
+            parts = [named.get(key, {}).get(_MASTER) for key in self._single.get(name, [name])]
+            if all(part is not None for part in parts):
+                value = torch.stack(parts) if name in self._single else parts[0]
+                master.copy_(value)
+
 
 def _take(value, slot: int, count: int, shape: torch.Size):
     """One expert's share of a state entry: a slice of a moment, of a vector with one number per
-    expert
-    (kept as a vector of length 1), or a copy of what is common to all."""
+    expert (kept as a vector of length 1), or a copy of what is common to all."""
     if torch.is_tensor(value) and value.shape == shape:
         return value[slot]
     if torch.is_tensor(value) and value.shape == (count,):

@@ -25,6 +25,7 @@ TINY = """
     --decoder-ffn-embed-dim 24 --decoder-attention-heads 2 --dropout 0 --attention-dropout 0
     --criterion moe_cross_entropy --moe-gate-loss-wt 0.1 --moe-gate-loss-combine-method sum
     --moe-second-expert-policy all --optimizer adam --lr 0.01 --batch-size 4
+    --ddp-backend legacy_ddp
 """
 
 
