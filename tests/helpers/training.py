@@ -21,21 +21,25 @@ LENGTH = 8
 # two layers, the second one sparse
 TINY = """
     --task dummy_lm --dict-size 28 --tokens-per-sample 8 --cpu --seed 3 --no-save
-    --arch transformer_lm_gpt_moe --decoder-layers 2 --decoder-embed-dim 16
-    --decoder-ffn-embed-dim 24 --decoder-attention-heads 2 --dropout 0 --attention-dropout 0
+    --decoder-layers 2 --decoder-embed-dim 16 --decoder-ffn-embed-dim 24
+    --decoder-attention-heads 2 --dropout 0 --attention-dropout 0
     --criterion moe_cross_entropy --moe-gate-loss-wt 0.1 --moe-gate-loss-combine-method sum
-    --moe-second-expert-policy all --optimizer adam --lr 0.01 --batch-size 4
-    --ddp-backend legacy_ddp
+    --optimizer adam --lr 0.01 --batch-size 4 --ddp-backend legacy_ddp
 """
+ARCH = {
+    True: ["--arch", "transformer_lm_gpt_moe", "--moe-second-expert-policy", "all"],
+    False: ["--arch", "transformer_lm_gpt"],
+}
 
 
-def make_config(*given: str) -> DictConfig:
+def make_config(*given: str, moe: bool = True) -> DictConfig:
     """fairseq's config for the tiny model; options given here override those of TINY.
 
-    Takes a fifth of a second: tests with many cases make configs once and send them to the ranks.
+    ``moe=False`` is fairseq's own dense model of the same sizes. Takes a fifth of a second: tests
+    with many cases make configs once and send them to the ranks.
     """
     parser = options.get_training_parser()
-    args = options.parse_args_and_arch(parser, input_args=[*TINY.split(), *given])
+    args = options.parse_args_and_arch(parser, input_args=[*TINY.split(), *ARCH[moe], *given])
     return convert_namespace_to_omegaconf(args)
 
 

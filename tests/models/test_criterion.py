@@ -1,0 +1,157 @@
+"""``moe_cross_entropy``: arithmetic and what is logged, with made-up logits and gate losses."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq.logging import metrics
+from torch import nn
+
+from fairseq_tutel.criterions import MoECrossEntropyCriterion
+from fairseq_tutel.moe import METRIC_NAMES, MoEAux
+
+VOCABULARY, PAD = 6, 1
+TARGET = torch.tensor([[2, 3, 4], [5, PAD, PAD]])  # 4 tokens in 2 sentences
+TOKENS, SENTENCES = 4, 2
+
+
+class FakeModel(nn.Module):
+    """Given logits, and reports of MoE layers with given losses."""
+
+    def __init__(self, gate_losses):
+        super().__init__()
+        torch.manual_seed(0)
+        self.logits = nn.Parameter(torch.randn(2, 3, VOCABULARY, dtype=torch.float64))
+        self.gate_losses = nn.Parameter(torch.tensor(gate_losses, dtype=torch.float32))
+        self.metrics = torch.rand(len(gate_losses), len(METRIC_NAMES))
+        self.load = None
+
+    def forward(self, **net_input):
+        load = torch.zeros(3, dtype=torch.int32)
+        rows = zip(self.gate_losses, self.metrics, strict=True)
+        reports = [MoEAux(loss, row, load, load.max()) for loss, row in rows]
+        extra = {"moe": reports} if reports else {}
+        if self.load is not None:
+            extra["moe_load"] = self.load
+        return self.logits, extra
+
+    def get_normalized_probs(self, net_output, log_probs, sample=None):
+        return net_output[0].log_softmax(-1)
+
+    def get_targets(self, sample, net_output):
+        return sample["target"]
+
+
+def criterion(weight=0.5, combine="average", transform="none", sentence_avg=False):
+    task = SimpleNamespace(target_dictionary=SimpleNamespace(pad=lambda: PAD))
+    return MoECrossEntropyCriterion(task, sentence_avg, weight, combine, transform)
+
+
+def sample():
+    return {"net_input": {}, "target": TARGET, "ntokens": TOKENS}
+
+
+def cross_entropy(model):
+    """In nats, summed over the four real tokens."""
+    total = 0.0
+    for row, targets in zip(model.logits.tolist(), TARGET.tolist(), strict=True):
+        for logits, target in zip(row, targets, strict=True):
+            if target != PAD:
+                total += math.log(sum(math.exp(v) for v in logits)) - logits[target]
+    return total
+
+
+def logged(outputs):
+    """What reduce_metrics hands to fairseq's aggregator, by name."""
+    with metrics.aggregate(new_root=True) as aggregator:
+        MoECrossEntropyCriterion.reduce_metrics(outputs)
+    return {
+        key: float(meter.avg) if hasattr(meter, "avg") else meter.fn(aggregator)
+        for key, meter in aggregator.items()
+    }
+
+
+@pytest.mark.parametrize("combine, transform, gate_loss", [
+    ("sum", "none", 1.5 + 2.5), ("average", "none", 2.0),
+    ("sum", "neg_log", -math.log(4.0)), ("average", "neg_log", -math.log(2.0)),
+])
+@pytest.mark.parametrize("sentence_avg", [False, True])
+def test_loss_is_cross_entropy_plus_weighted_gate_loss(combine, transform, gate_loss, sentence_avg):
+    model = FakeModel([1.5, 2.5])
+    loss, sample_size, output = criterion(0.5, combine, transform, sentence_avg)(model, sample())
+    size = SENTENCES if sentence_avg else TOKENS
+    inner = cross_entropy(model)
+    assert sample_size == size
+    assert loss.item() == pytest.approx(inner + 0.5 * size * gate_loss, rel=1e-6)
+    assert output["inner_loss"].item() == pytest.approx(inner)
+    assert output["moe_loss"].item() == pytest.approx(size * gate_loss, rel=1e-6)
+    assert (output["ntokens"], output["nsentences"], output["sample_size"]) == (4, 2, size)
+
+    loss.backward()
+    layers = 1.0 if combine == "sum" else 0.5
+    slope = -layers / (4.0 if combine == "sum" else 2.0) if transform == "neg_log" else layers
+    assert model.gate_losses.grad.tolist() == pytest.approx([0.5 * size * slope] * 2)
+
+    values = logged([output])
+    assert values["moe_gate_loss"] == pytest.approx(gate_loss, rel=1e-6)  # without the weight
+    assert values["loss"] == pytest.approx(loss.item() / size / math.log(2), rel=1e-6)
+    assert values["inner_loss"] == pytest.approx(inner / size / math.log(2), rel=1e-6)
+    assert ("nll_loss" in values) == sentence_avg
+    per_token = inner / TOKENS / math.log(2)
+    assert values["ppl"] == pytest.approx(2**per_token, abs=0.01)
+    if sentence_avg:
+        assert values["nll_loss"] == pytest.approx(per_token, rel=1e-6)
+
+
+def test_metrics_are_means_over_layers_then_batches():
+    outputs, want = [], torch.zeros(len(METRIC_NAMES))
+    for seed in range(3):
+        model = FakeModel([1.0, 2.0])
+        torch.manual_seed(seed)
+        model.metrics = torch.rand(2, len(METRIC_NAMES))
+        want += model.metrics.mean(0) / 3
+        outputs.append(criterion()(model, sample())[2])
+    values = logged(outputs)
+    for name, value in zip(METRIC_NAMES, want.tolist(), strict=True):
+        assert values[name] == pytest.approx(value, rel=1e-5)
+    assert len(METRIC_NAMES) == 11
+
+
+def test_batches_of_different_size_are_weighted_by_their_tokens():
+    small, large = {"sample_size": 1}, {"sample_size": 3}
+    base = {"ntokens": 0, "inner_loss": 0.0, "batch_count": 1}
+    values = logged([
+        {**base, **small, "loss": math.log(2) * 8, "moe_loss": 5.0, "ntokens": 1},
+        {**base, **large, "loss": 0.0, "moe_loss": 3.0, "ntokens": 3},
+    ])
+    assert values["loss"] == pytest.approx(2.0) and values["moe_gate_loss"] == pytest.approx(2.0)
+
+
+def test_dense_models_have_no_gate_loss():
+    model = FakeModel([])
+    loss, _, output = criterion(weight=7.0)(model, sample())
+    assert loss.item() == pytest.approx(cross_entropy(model))
+    assert output["moe_loss"] == 0 and not set(METRIC_NAMES) & set(output)
+    assert logged([output])["moe_gate_loss"] == 0
+
+
+def test_unreduced_loss_keeps_its_shape():
+    model = FakeModel([2.0])
+    loss, _, _ = criterion(weight=0.0)(model, sample(), reduce=False)
+    assert loss.shape == (TARGET.numel(),)
+    assert loss.sum().item() == pytest.approx(cross_entropy(model))
+
+
+def test_loads_travel_with_the_logging_outputs():
+    model = FakeModel([2.0])
+    assert "moe_load" not in criterion()(model, sample())[2]
+    model.load = torch.ones(1, 3, dtype=torch.int32)
+    assert torch.equal(criterion()(model, sample())[2]["moe_load"], model.load)
+
+
+def test_outputs_can_be_summed_over_ranks():
+    """Stock sums them by one all-reduce instead of pickling them."""
+    assert MoECrossEntropyCriterion.logging_outputs_can_be_summed()
+    assert all(torch.is_tensor(v) or isinstance(v, (int, float))
+               for v in criterion()(FakeModel([1.0]), sample())[2].values())

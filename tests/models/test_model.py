@@ -1,0 +1,221 @@
+"""The decoder around the MoE layers, compared with fairseq's dense one wherever they must agree."""
+
+import pytest
+import torch
+from fairseq import tasks, utils
+from fairseq.models.transformer_lm import TransformerLanguageModel
+from helpers.assertions import assert_close, rms_ratio
+from helpers.distributed import run_ranks
+from helpers.training import LENGTH, make_batch, make_config
+
+from fairseq_tutel.distributed import process_world
+from fairseq_tutel.models.transformer_lm_gpt_moe import StableEmbedding
+from fairseq_tutel.moe import MoEAux
+
+# one expert that gets every token with weight 1: the layer is a dense FFN
+ONE_EXPERT = ("--moe-expert-count", "1", "--moe-top-k", "1", "--moe-capacity-factor", "0")
+
+
+def build(*words, moe=True):
+    cfg = make_config(*words, moe=moe)
+    utils.set_torch_seed(cfg.common.seed)
+    return tasks.setup_task(cfg.task).build_model(cfg.model)
+
+
+def forward(model, batch=None):
+    return model(**(make_batch(1) if batch is None else batch)["net_input"])
+
+
+@pytest.mark.parametrize("freq, layers, sparse", [(2, 4, [1, 3]), (1, 3, [0, 1, 2]), (3, 4, [2])])
+def test_every_freq_th_layer_is_sparse(freq, layers, sparse):
+    words = ("--moe-freq", str(freq), "--decoder-layers", str(layers), "--moe-expert-count", "4")
+    model = build(*words)
+    assert list(model.moe_layers) == sparse
+    names = set(model.state_dict())
+    for i in range(layers):
+        assert (f"decoder.layers.{i}.moe_layer.gate.wg.weight" in names) == (i in sparse)
+        assert (f"decoder.layers.{i}.fc1.weight" in names) == (i not in sparse)
+    _, extra = forward(model)
+    assert len(extra["moe"]) == len(sparse) and all(isinstance(a, MoEAux) for a in extra["moe"])
+    assert "moe_load" not in extra
+
+
+def test_state_dict_differs_from_the_dense_one_in_the_ffn_only():
+    dense = set(build(moe=False).state_dict())
+    sparse = set(build("--moe-expert-count", "2").state_dict())
+    ffn = {f"decoder.layers.1.fc{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")}
+    assert dense - sparse == ffn
+    assert sparse - dense == {"decoder.layers.1.moe_layer.gate.wg.weight"} | {
+        f"decoder.layers.1.moe_layer.experts.{j}.fc{i}.{kind}"
+        for j in (0, 1) for i in (1, 2) for kind in ("weight", "bias")
+    }
+
+
+def test_without_sparse_layers_it_is_the_stock_model_to_the_bit():
+    model, stock = build("--moe-freq", "0"), build(moe=False)
+    assert type(stock) is TransformerLanguageModel and not model.moe_layers
+    stock.load_state_dict(model.state_dict())
+    assert model.moe_groups is None
+    assert torch.equal(forward(model)[0], forward(stock)[0])
+
+
+def test_pseudo_moe_has_dense_layers_of_the_given_width():
+    model = build("--alternate-decoder-ffn-embed-dim", "40")
+    assert not model.moe_layers
+    assert model.decoder.layers[0].fc1.weight.shape == (24, 16)
+    assert model.decoder.layers[1].fc1.weight.shape == (40, 16)
+    assert forward(model)[1]["moe"] == []
+
+
+@pytest.mark.parametrize("options", [
+    "", "--moe-freq 1", "--checkpoint-activations", "--share-decoder-input-output-embed",
+    "--scale-attn --scale-heads --scale-resids", "--activation-fn relu", "--no-decoder-final-norm",
+])
+def test_one_expert_is_the_dense_model(options):
+    """Output and every gradient: residuals, norms, scales and positions are those of the stock."""
+    words = [*options.split(), "--decoder-layers", "3"]
+    sparse = build(*words, *ONE_EXPERT)
+    stock = build(*(w for w in words if w not in ("--moe-freq", "1")), moe=False)
+    with torch.no_grad():
+        for param in sparse.parameters():  # scales start at 1, where a mistake would not show
+            param.add_(0.1 * torch.randn_like(param))
+    renamed = {name.replace("moe_layer.experts.0.", ""): value
+               for name, value in sparse.state_dict().items() if "gate" not in name}
+    stock.load_state_dict(renamed)
+    batch = make_batch(1, lengths=[8, 5])
+    target = torch.randn(2, 8, 32)
+    outputs = []
+    for model in (sparse, stock):
+        out, _ = forward(model, batch)
+        (out * target).sum().backward()
+        outputs.append(out)
+    assert_close("output", *outputs, torch.float32)
+    want = {name: param.grad for name, param in stock.named_parameters()}
+    for name, param in sparse.named_parameters():
+        if "gate" in name:
+            assert param.grad.abs().max() < 1e-5
+        elif not name.endswith("k_proj.bias"):
+            stock_name = name.replace("moe_layer.experts.fc1_", "fc1.")
+            stock_name = stock_name.replace("moe_layer.experts.fc2_", "fc2.")
+            grad = param.grad[0] if ".experts." in name else param.grad
+            assert rms_ratio(grad, want[stock_name]) < 1e-5, name
+
+
+def test_capacity_goes_to_the_first_sentence_first():
+    """As in the reference; fairseq's layers have the time first."""
+    model = build("--moe-expert-count", "4").train()
+    layer, seen = model.moe_layers[1], []
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    features = []
+    model.decoder.layers[0].register_forward_hook(lambda m, a, out: features.append(out[0]))
+    forward(model, make_batch(1, sentences=3))
+    assert features[0].shape == (LENGTH, 3, 16) and seen[0].shape == (3, LENGTH, 16)
+
+
+def test_padding_is_not_routed_if_asked():
+    batch = make_batch(1, lengths=[8, 2])
+    loads = []
+    for words in ((), ("--use-moe-pad-mask",)):
+        model = build("--moe-expert-count", "4", "--moe-capacity-factor", "0", *words)
+        out, extra = forward(model, batch)
+        loads.append(int(extra["moe"][0].load_E.sum()))
+    assert loads == [2 * 16, 2 * 10]
+
+
+@pytest.mark.parametrize("router", ["linear", "cosine"])
+def test_incremental_decoding_equals_the_whole_sentence(router):
+    """Generation feeds one token at a time; nothing is dropped in evaluation."""
+    model = build("--moe-expert-count", "4", "--moe-router", router).eval()
+    tokens = make_batch(2, sentences=3)["net_input"]["src_tokens"]
+    whole, _ = model(tokens)
+    state, steps = {}, []
+    for t in range(LENGTH):
+        out, extra = model.decoder(tokens[:, : t + 1], incremental_state=state)
+        assert out.shape[1] == 1 and len(extra["moe"]) == 1
+        steps.append(out)
+    assert rms_ratio(torch.cat(steps, 1), whole) < 1e-5
+
+
+def test_evaluation_does_not_depend_on_the_batch():
+    model = build("--moe-expert-count", "4").eval()
+    tokens = make_batch(2, sentences=6)["net_input"]["src_tokens"]
+    together, _ = model(tokens)
+    for i in range(6):
+        assert rms_ratio(model(tokens[i : i + 1])[0][0], together[i]) < 1e-5
+
+
+def test_loads_are_reported_on_request():
+    model = build("--moe-expert-count", "4", "--moe-load-log-interval", "1", "--moe-freq", "1")
+    _, extra = forward(model, make_batch(1, sentences=3))
+    assert extra["moe_load"].shape == (2, 4)
+    assert extra["moe_load"].sum(1).tolist() == [2 * 3 * LENGTH] * 2
+
+
+def test_stable_embedding_is_normalised_in_fp32():
+    model = build("--moe-expert-count", "2", "--use-stable-embedding")
+    embed = model.decoder.embed_tokens
+    assert isinstance(embed, StableEmbedding)
+    tokens = torch.tensor([[5, 6]])
+    vectors = embed.weight[tokens].double()
+    mean, var = vectors.mean(-1, keepdim=True), vectors.var(-1, unbiased=False, keepdim=True)
+    want = (vectors - mean) / (var + 1e-5).sqrt()
+    assert rms_ratio(embed(tokens), want) < 1e-6
+    assert embed.half()(tokens).dtype == torch.float16
+    assert rms_ratio(embed(tokens), want) < 2e-3
+
+
+def test_expert_ffn_dim_is_for_the_experts():
+    model = build("--moe-expert-count", "2", "--moe-expert-ffn-dim", "12")
+    state = model.state_dict()
+    assert state["decoder.layers.1.moe_layer.experts.1.fc1.weight"].shape == (12, 16)
+    assert state["decoder.layers.0.fc1.weight"].shape == (24, 16)
+
+
+def _on_two_ranks(cfg):
+    rank, _ = process_world()
+    task = tasks.setup_task(cfg.task)
+    model = task.build_model(cfg.model)
+    assert model.moe_groups.num_experts == 2  # the default: one per rank
+    assert list(model.moe_groups.local_experts) == [rank]
+    tokens = make_batch(0)["net_input"]["src_tokens"]
+    with pytest.raises(ValueError, match="generation runs without expert parallelism.*2 ranks"):
+        model.decoder(tokens, incremental_state={})
+    # evaluation with other sizes on the other rank equals that without it
+    model.eval()
+    out, _ = model(tokens[:, : 3 + 4 * rank])
+    cfg.model.moe_expert_count = 3
+    with pytest.raises(ValueError, match="3 experts cannot be spread over 2 ranks"):
+        task.build_model(cfg.model)
+    return out.shape[1]
+
+
+def test_model_on_two_ranks():
+    assert run_ranks(_on_two_ranks, 2, make_config()) == [3, 7]
+
+
+def test_simulation_of_many_ranks_in_one_process(caplog):
+    with caplog.at_level("WARNING"):
+        model = build("--moe-simulate-world-size", "8", "--moe-expert-count", "16")
+    assert "SIMULATION: this process plays one rank of 8" in caplog.text
+    assert list(model.moe_groups.local_experts) == [0, 1]
+    out, extra = forward(model.train())
+    (out.float().square().mean() + extra["moe"][0].loss).backward()
+    assert torch.isfinite(out).all()
+    assert model.moe_layers[1].experts.fc1_weight.shape[0] == 2
+    assert model.moe_layers[1].experts.fc1_weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("words, message", [
+    ("--base-layers 1", "BASE layers"), ("--scale-fc", "--scale-fc"),
+    ("--moe-freq 5", "--moe-freq 5 makes no MoE layer among 2 layers"),
+    ("--moe-top-k 3 --moe-expert-count 2", "top_k=3"),
+])
+def test_configs_that_never_saw_the_command_line_are_checked_too(words, message):
+    """Hydra builds the model from a config."""
+    cfg = make_config()
+    parts = words.split()
+    for option, value in zip(parts[::2], [*parts[1::2], "1"], strict=False):
+        name = option.removeprefix("--").replace("-", "_")
+        cfg.model[name] = True if name == "scale_fc" else int(value)
+    with pytest.raises(ValueError, match=message):
+        tasks.setup_task(cfg.task).build_model(cfg.model)
