@@ -91,12 +91,30 @@ class Experts(nn.Module):
 
     def forward(self, batch: ExpertRows) -> torch.Tensor:
         """[e, N, M] (padded) or [R, M] (ragged) -> the same shape."""
+        if ops.fuses_expert_ffn(batch.rows.device):
+            return self._fused(batch)
         hidden = self._product(batch, batch.rows, self.fc1_weight)
         hidden = self._bias_act(
             hidden, self.fc1_bias, batch, self.activation, self.activation_dropout
         )
         out = self._product(batch, hidden, self.fc2_weight)
         return self._bias_act(out, self.fc2_bias, batch, "linear", self.dropout)
+
+    def _fused(self, batch):
+        dropouts = (self.activation_dropout, self.dropout) if self.training else (0.0, 0.0)
+        return ops.expert_ffn(
+            batch.rows,
+            self.fc1_weight,
+            self.fc1_bias,
+            self.fc2_weight,
+            self.fc2_bias,
+            activation=self.activation,
+            offsets=batch.offsets,
+            activation_dropout_p=dropouts[0],
+            dropout_p=dropouts[1],
+            # see _bias_act
+            seed=int(torch.randint(2**31, ())) if any(dropouts) else None,
+        )
 
     @staticmethod
     def _product(batch, rows, weight):

@@ -8,6 +8,7 @@ Every function here is also ``torch.ops.fairseq_tutel.<name>``. What it computes
 from .activation import bias_act
 from .backend import backend_for, get_backend, set_backend
 from .dispatch import combine, dispatch
+from .expert_ffn import expert_ffn, fuses_expert_ffn
 from .grouped import grouped_linear
 from .routing import assign_slots, fast_cumsum_sub_one, invert_rows, topk_gating
 
@@ -17,7 +18,9 @@ __all__ = [
     "bias_act",
     "combine",
     "dispatch",
+    "expert_ffn",
     "fast_cumsum_sub_one",
+    "fuses_expert_ffn",
     "get_backend",
     "grouped_linear",
     "invert_rows",

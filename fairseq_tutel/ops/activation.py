@@ -69,15 +69,33 @@ def _backward(ctx, dy):
 _bias_act.register_autograd(_backward, setup_context=_setup)
 
 
-def _check(
-    h: Tensor, bias: Tensor, activation: str, offsets: Tensor | None, dropout_p: float
-) -> None:
+def check_activation(activation: str, dropout_p: float) -> None:
+    """Raise ValueError for an unknown activation or a dropout probability outside [0, 1)."""
     if activation not in ACTIVATIONS:
         raise ValueError(
             f"unknown activation {activation!r}; expected one of {', '.join(ACTIVATIONS)}"
         )
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+
+
+def dropout_seed(
+    dropout_p: float, seed: Tensor | int | None, device: torch.device
+) -> Tensor | None:
+    """The seed as an int64 scalar tensor, drawn where there is none; None without dropout."""
+    if dropout_p == 0.0:
+        return None
+    if seed is None:
+        return torch.randint(0, 2**31 - 1, (), dtype=torch.int64, device=device)
+    if isinstance(seed, int):
+        return torch.tensor(seed, dtype=torch.int64, device=device)
+    return seed
+
+
+def _check(
+    h: Tensor, bias: Tensor, activation: str, offsets: Tensor | None, dropout_p: float
+) -> None:
+    check_activation(activation, dropout_p)
     if h.dim() != (3 if offsets is None else 2):
         raise ValueError(
             f"h must be (experts, rows, hidden), or (rows, hidden) with offsets; "
@@ -117,10 +135,5 @@ def bias_act(
         ValueError: unknown activation, dropout_p out of range, wrong shapes.
     """
     _check(h, bias, activation, offsets, dropout_p)
-    if dropout_p == 0.0:
-        seed = None
-    elif seed is None:
-        seed = torch.randint(0, 2**31 - 1, (), dtype=torch.int64, device=h.device)
-    elif isinstance(seed, int):
-        seed = torch.tensor(seed, dtype=torch.int64, device=h.device)
+    seed = dropout_seed(dropout_p, seed, h.device)
     return _bias_act(h, bias, offsets, seed, activation, dropout_p)

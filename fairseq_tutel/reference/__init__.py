@@ -1,5 +1,8 @@
 """Pure-torch twins of every kernel: same names, same signatures, any device and dtype.
 
+``expert_ffn`` has no kernel: it is how a CPU computes what is a chain of products and kernels on a
+GPU.
+
 They are the CPU backend, the yardstick of the kernel tests and the readable definition of each
 operator. The autograd formulas live in :mod:`fairseq_tutel.ops`; here a gradient is a plain
 function (``*_bwd``), as it is in :mod:`fairseq_tutel.kernels`.
@@ -7,6 +10,7 @@ function (``*_bwd``), as it is in :mod:`fairseq_tutel.kernels`.
 
 from .activation import ACTIVATIONS, bias_act_bwd, bias_act_fwd
 from .dispatch import combine_bwd, combine_fwd, dispatch_bwd, dispatch_fwd
+from .expert_ffn import expert_ffn_bwd, expert_ffn_fwd
 from .routing import (
     assign_slots,
     fast_cumsum_sub_one,
@@ -24,6 +28,8 @@ __all__ = [
     "combine_fwd",
     "dispatch_bwd",
     "dispatch_fwd",
+    "expert_ffn_bwd",
+    "expert_ffn_fwd",
     "fast_cumsum_sub_one",
     "invert_rows",
     "topk_gating_bwd",

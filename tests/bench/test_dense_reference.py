@@ -100,4 +100,4 @@ def test_memory_need_is_what_a_pass_takes():
         pytest.skip("the peak resident set cannot be reset on this system")
     capacity = layer.config.capacity(tokens, training=True)
     need = memory_need(tokens, experts, capacity, 4)
-    assert 0.9 * need < measured < 1.5 * need
+    assert 0.9 * need < measured < 2.0 * need

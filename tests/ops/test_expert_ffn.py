@@ -1,0 +1,238 @@
+"""The CPU's fused expert network against a loop over rows, and its gradients."""
+
+import pytest
+import torch
+from helpers.assertions import assert_close
+from torch.autograd import gradcheck
+
+from fairseq_tutel import ops, reference
+from fairseq_tutel.moe import ExpertRows, Experts
+from fairseq_tutel.reference import expert_ffn as module
+
+E, N, M, F = 3, 5, 4, 6
+OFFSETS = {"padded": None, "ragged": [4, 4, 9], "full": [2, 9, 12], "empty": [0, 0, 0]}
+NAMES = ("rows", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+
+
+@pytest.fixture(params=["one-block", "many-blocks"])
+def blocks(request, monkeypatch):
+    """The rows of an expert in one block, as in small layers, or in several."""
+    if request.param == "many-blocks":
+        monkeypatch.setattr(module, "_BLOCK_NUMEL", 1)
+        monkeypatch.setattr(module, "_MIN_ROWS", 2)
+
+
+def tensors(layout, dtype=torch.float64, requires_grad=True):
+    generator = torch.Generator().manual_seed(5)
+    rows = (E, N, M) if OFFSETS[layout] is None else (12, M)
+    shapes = [rows, (E, F, M), (E, F), (E, M, F), (E, M)]
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    offsets = OFFSETS[layout]
+    if offsets is not None:
+        offsets = torch.tensor(offsets, dtype=torch.int32)
+    return [x.to(dtype).requires_grad_(requires_grad) for x in made], offsets
+
+
+def row_by_row(args, offsets, activation):
+    """Each row through the network of its expert; rows of nobody are zero."""
+    function = {"gelu": torch.nn.functional.gelu, "relu": torch.relu, "tanh": torch.tanh}
+    rows, w1, b1, w2, b2 = args
+    flat = rows.reshape(-1, M)
+    ends = [N * (x + 1) for x in range(E)] if offsets is None else offsets.tolist()
+    out = []
+    for r, row in enumerate(flat):
+        owners = [x for x in range(E) if r < ends[x]]
+        if not owners:
+            out.append(torch.zeros_like(row))
+            continue
+        x = owners[0]
+        out.append(w2[x] @ function[activation](w1[x] @ row + b1[x]) + b2[x])
+    return torch.stack(out).view(rows.shape)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "tanh"])
+@pytest.mark.parametrize("layout", OFFSETS)
+def test_equals_a_loop_over_rows(layout, activation, blocks):
+    args, offsets = tensors(layout)
+    d_out = torch.randn(args[0].shape, dtype=torch.float64)
+    want = row_by_row(args, offsets, activation)
+    if want.requires_grad:
+        want_grads = torch.autograd.grad(want, args, d_out, allow_unused=True)
+    else:  # no row belongs to anybody
+        want_grads = [None] * len(args)
+    got = ops.expert_ffn(*args, activation=activation, offsets=offsets)
+    got_grads = torch.autograd.grad(got, args, d_out)
+    assert_close("out", got, want, torch.float64)
+    for name, a, b in zip(NAMES, got_grads, want_grads, strict=True):
+        assert_close(name, a, torch.zeros_like(a) if b is None else b, torch.float64)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_any_number_of_experts_in_a_block(threads, blocks, monkeypatch):
+    """One, some (the last block has fewer), and more than there are; and other threads backward."""
+    args, _ = tensors("padded")
+    d_out = torch.randn(args[0].shape, dtype=torch.float64)
+    options = {"activation": "gelu", "activation_dropout_p": 0.3, "dropout_p": 0.2, "seed": 3}
+    results = []
+    for forward, backward in ((1, 1), (threads, threads), (threads, 1)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=forward: count)
+        out = ops.expert_ffn(*args, **options)
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=backward: count)
+        results.append([out, *torch.autograd.grad(out, args, d_out)])
+    for got in results[1:]:
+        for name, a, b in zip(("out", *NAMES), got, results[0], strict=True):
+            assert_close(name, a, b, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["padded", "ragged"])
+def test_rounds_like_the_chain_of_operators(layout, dtype, blocks):
+    """Products in the rows' dtype, bias and activation in fp32, as with bias_act."""
+    args, offsets = tensors(layout, dtype)
+    wide = [x.detach().double().requires_grad_() for x in args]
+    d_out = torch.randn(args[0].shape).to(dtype)
+    want = row_by_row(wide, offsets, "gelu")
+    want_grads = torch.autograd.grad(want, wide, d_out.double())
+    got = ops.expert_ffn(*args, activation="gelu", offsets=offsets)
+    got_grads = torch.autograd.grad(got, args, d_out)
+    assert got.dtype == dtype
+    assert_close("out", got, want, dtype)
+    for name, a, b in zip(NAMES, got_grads, want_grads, strict=True):
+        assert a.dtype == dtype
+        assert_close(name, a, b, dtype)
+
+
+@pytest.mark.parametrize("activation", sorted(reference.ACTIVATIONS))
+@pytest.mark.parametrize("layout", ["padded", "ragged"])
+def test_gradcheck_with_dropout(layout, activation):
+    args, offsets = tensors(layout)
+    options = {"activation": activation, "offsets": offsets, "activation_dropout_p": 0.3,
+               "dropout_p": 0.4, "seed": 3}  # fmt: skip
+    assert gradcheck(lambda *x: ops.expert_ffn(*x, **options), args)
+
+
+def test_dropout_scales_what_it_keeps():
+    args, _ = tensors("padded", requires_grad=False)
+    kept = ops.expert_ffn(*args, activation="gelu")
+    dropped = ops.expert_ffn(*args, activation="gelu", dropout_p=0.5, seed=7)
+    zero = dropped == 0
+    assert 0 < zero.sum() < zero.numel()
+    torch.testing.assert_close(dropped[~zero], 2 * kept[~zero])
+    again = ops.expert_ffn(*args, activation="gelu", dropout_p=0.5, seed=7)
+    assert torch.equal(dropped, again)
+    assert not torch.equal(dropped, ops.expert_ffn(*args, activation="gelu", dropout_p=0.5, seed=8))
+
+
+def test_unused_rows_may_hold_anything():
+    args, offsets = tensors("ragged", requires_grad=False)
+    args[0][9:] = float("nan")
+    args[0].requires_grad_()
+    out = ops.expert_ffn(*args, activation="gelu", offsets=offsets)
+    d_out = torch.ones_like(out)
+    d_out[9:] = float("nan")
+    (d_rows,) = torch.autograd.grad(out, args[0], d_out)
+    assert (out[9:] == 0).all() and (d_rows[9:] == 0).all()
+    assert out[:9].isfinite().all() and d_rows[:9].isfinite().all()
+
+
+def test_only_needed_gradients_are_computed(monkeypatch):
+    seen = []
+    original = reference.expert_ffn_bwd
+
+    def spy(*args, **kwargs):
+        seen.append((kwargs["needs_rows"], kwargs["needs_params"]))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(reference, "expert_ffn_bwd", spy)
+    args, _ = tensors("padded", requires_grad=False)
+    for wanted in ([0], [2], [0, 1]):
+        leaves = [x.clone().requires_grad_(i in wanted) for i, x in enumerate(args)]
+        ops.expert_ffn(*leaves, activation="gelu").sum().backward()
+        assert [x.grad is not None for x in leaves] == [i in wanted for i in range(5)]
+    assert seen == [(True, False), (False, True), (True, True)]
+
+
+def test_nothing_is_kept_without_gradients(monkeypatch):
+    seen = []
+    original = reference.expert_ffn_fwd
+
+    def spy(*args, **kwargs):
+        out, saved = original(*args, **kwargs)
+        seen.append(saved.numel())
+        return out, saved
+
+    monkeypatch.setattr(reference, "expert_ffn_fwd", spy)
+    args, _ = tensors("padded")
+    with torch.no_grad():
+        quiet = ops.expert_ffn(*args, activation="gelu")
+    assert torch.equal(quiet, ops.expert_ffn(*args, activation="gelu"))
+    assert seen == [0, E * N * F]
+
+
+@pytest.mark.parametrize("layout", ["padded", "ragged"])
+def test_opcheck(layout):
+    args, offsets = tensors(layout, torch.float32)
+    op, bwd = torch.ops.fairseq_tutel.expert_ffn, torch.ops.fairseq_tutel.expert_ffn_bwd
+    rest = (offsets, torch.tensor(3), "gelu", 0.2, 0.1)
+    # not test_aot_dispatch_dynamic: it adds up all outputs, and the second one has no gradient
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(op.default, (*args, *rest, True), test_utils=tests)
+    plain = [x.detach() for x in args]
+    _, saved = op(*plain, *rest, True)
+    for needs in ((True, True), (True, False), (False, True)):
+        call = (torch.randn_like(plain[0]), plain[0], saved, *plain[1:], *rest, *needs)
+        torch.library.opcheck(bwd.default, call)
+
+
+def test_compiles_without_a_graph_break():
+    torch._dynamo.reset()
+    args, _ = tensors("padded", torch.float32)
+    d_out = torch.randn(args[0].shape)
+
+    def run(*x):
+        return ops.expert_ffn(*x, activation="gelu")
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(*args), args, d_out)
+    want = torch.autograd.grad(run(*args), args, d_out)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"activation": "sigmoid"}, "sigmoid"),
+        ({"dropout_p": 1.0}, "dropout_p must be in"),
+        ({"rows": torch.randn(E, N, M + 1)}, r"\(experts, rows, 4\)"),
+        ({"fc2_bias": torch.randn(E, F)}, r"fc2_bias must be \(3, 4\), got \(3, 6\)"),
+        ({"offsets": torch.tensor([1, 2, 3])}, "with offsets True"),
+    ],
+)
+def test_mistakes(changes, said):
+    args, _ = tensors("padded", torch.float32)
+    call = {**dict(zip(NAMES, args, strict=True)), "activation": "gelu", **changes}
+    with pytest.raises(ValueError, match=said):
+        ops.expert_ffn(**call)
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])
+def test_experts_are_the_same_either_way(ragged, monkeypatch):
+    """Experts on the torch backend use it; step by step they give the same."""
+    experts = Experts(range(E), M, F, seed=1).double()
+    rows = torch.randn(12, M, dtype=torch.float64) if ragged else torch.randn(
+        E, N, M, dtype=torch.float64)  # fmt: skip
+    offsets = torch.tensor([3, 3, 9], dtype=torch.int32) if ragged else None
+    results = []
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr(ops, "fuses_expert_ffn", lambda device: False)
+        x = rows.clone().requires_grad_()
+        out = experts(ExpertRows(x, offsets))
+        used = out if offsets is None else out[:9]
+        experts.zero_grad()
+        used.square().sum().backward()
+        d_rows = x.grad if offsets is None else x.grad[:9]
+        results.append([used, d_rows, *(p.grad for p in experts.parameters())])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
