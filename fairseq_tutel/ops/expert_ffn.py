@@ -68,10 +68,14 @@ def _setup(ctx, inputs, output):
     *tensors, offsets, seed, activation, activation_p, dropout_p, _ = inputs
     ctx.options = activation, activation_p, dropout_p
     ctx.mark_non_differentiable(output[1])
+    # or the backward pass would be handed zeros of the size of what was saved
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, output[1], offsets, seed)
 
 
 def _backward(ctx, d_out, d_saved):
+    if d_out is None:
+        return (None,) * 11
     rows, w1, b1, w2, b2, saved, offsets, seed = ctx.saved_tensors
     needs_rows, *needs = ctx.needs_input_grad[:5]
     grads = _expert_ffn_bwd(
