@@ -147,6 +147,8 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
 _UNSUPPORTED = {
     "base_layers": "BASE layers",
     "scale_fc": "a LayerNorm inside the FFN (--scale-fc)",
+    "character_embeddings": "embeddings of characters (--character-embeddings)",
+    "adaptive_input": "adaptive input embeddings (--adaptive-input)",
 }
 
 

@@ -116,13 +116,13 @@ class CheckpointMixin:
 
         Raises:
             FileNotFoundError: the checkpoint that the user named does not exist.
-            ValueError: it does not fit this run.
+            ValueError: it does not fit this run, or some ranks do not see it.
         """
         path = filename.replace(f"{_SUFFIX}.pt", ".pt")
         rank, world_size = process_world()
         world = {"rank": rank, "world_size": world_size, "agree": gather_texts}
         recover_directory(self.cfg.checkpoint.save_dir, **world)
-        if not set_exists(path):
+        if not _seen_by_all(path):
             if self.cfg.checkpoint.restore_file != "checkpoint_last.pt":
                 raise FileNotFoundError(
                     f"--restore-file {self.cfg.checkpoint.restore_file}: neither {path} nor "
@@ -197,6 +197,24 @@ class CheckpointMixin:
             for meter in metrics.get_meters("default"):
                 if isinstance(meter, meters.TimeMeter):
                     meter.reset()
+
+
+def _seen_by_all(path) -> bool:
+    """Whether the checkpoint exists, for all ranks or none. Collective.
+
+    On disks of their own some ranks would start afresh while the others wait for them to load.
+
+    Raises:
+        ValueError: some ranks see it and others do not.
+    """
+    seen = gather_texts("seen" if set_exists(path) else None)
+    missing = [rank for rank, text in enumerate(seen) if text is None]
+    if 0 < len(missing) < len(seen):
+        raise ValueError(
+            f"{path}: ranks {missing} of {len(seen)} do not see this checkpoint; all ranks must "
+            "use one shared file system"
+        )
+    return not missing
 
 
 def _rescale_position(position, metadata, world_size) -> None:

@@ -3,7 +3,8 @@
 What a stock Trainer gets wrong for experts, and only that, is overridden: how the model is wrapped,
 the gradient norm (stock leaves experts out, so that one rank's inf is seen by nobody else),
 checkpoints (stock saves rank 0's experts only), workers for validation data, loss-scale overflow on
-a CPU, and what counts where a rank has fewer batches for an update than others.
+a CPU, what counts where a rank has fewer batches for an update than others, and what happens where
+one rank of several runs out of memory.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class MoETrainer(CheckpointMixin, Trainer):
         self._num_fillers = len(fillers) if real else 0
         samples = [*fillers, *real]
         try:
-            return super().train_step(samples, raise_oom)
+            return super().train_step(samples, raise_oom or self._others_wait)
         except _OverflowOnCpu as error:
             # what the stock handler does, which makes a CUDA tensor on the way
             logger.info("NOTE: gradient overflow detected, ignoring gradient, %s", error)
@@ -105,6 +106,18 @@ class MoETrainer(CheckpointMixin, Trainer):
             )
             metrics.log_stop_time("train_wall")
             return None
+
+    def valid_step(self, sample, raise_oom=False):
+        """As stock; among several ranks one that runs out of memory does not try again."""
+        return super().valid_step(sample, raise_oom or self._others_wait)
+
+    @property
+    def _others_wait(self) -> bool:
+        """Whether a rank that leaves out or repeats a batch meets others in the wrong exchange.
+
+        Stock does both where memory runs out: the job would hang, so it ends with the error.
+        """
+        return self.data_parallel_world_size > 1
 
     def get_train_iterator(self, *args, **kwargs):
         """As stock; the position in the data is part of a checkpoint that is not the caller's."""

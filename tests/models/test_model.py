@@ -3,14 +3,17 @@
 import pytest
 import torch
 from fairseq import tasks, utils
+from fairseq.models.transformer import TransformerConfig
 from fairseq.models.transformer_lm import TransformerLanguageModel
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from helpers.assertions import assert_close, rms_ratio
 from helpers.distributed import run_ranks
 from helpers.training import LENGTH, make_batch, make_config
 
-from fairseq_tutel.distributed import process_world
+from fairseq_tutel.distributed import StepAgreement, process_world
+from fairseq_tutel.models.decoder import ForwardScope, MoETransformerDecoderLayer
 from fairseq_tutel.models.transformer_lm_gpt_moe import StableEmbedding
-from fairseq_tutel.moe import MoEAux
+from fairseq_tutel.moe import MoEAux, MoELayer
 
 # one expert that gets every token with weight 1: the layer is a dense FFN
 ONE_EXPERT = ("--moe-expert-count", "1", "--moe-top-k", "1", "--moe-capacity-factor", "0")
@@ -69,15 +72,15 @@ def test_pseudo_moe_has_dense_layers_of_the_given_width():
 
 @pytest.mark.parametrize("options", [
     "", "--moe-freq 1", "--checkpoint-activations", "--share-decoder-input-output-embed",
-    "--scale-attn --scale-heads --scale-resids", "--activation-fn relu", "--no-decoder-final-norm",
+    "--activation-fn relu", "--no-decoder-final-norm",
 ])
 def test_one_expert_is_the_dense_model(options):
-    """Output and every gradient: residuals, norms, scales and positions are those of the stock."""
+    """Output and every gradient: residuals, norms and positions are those of the stock."""
     words = [*options.split(), "--decoder-layers", "3"]
     sparse = build(*words, *ONE_EXPERT)
     stock = build(*(w for w in words if w not in ("--moe-freq", "1")), moe=False)
     with torch.no_grad():
-        for param in sparse.parameters():  # scales start at 1, where a mistake would not show
+        for param in sparse.parameters():  # norms start at 1 and 0, where a mistake may not show
             param.add_(0.1 * torch.randn_like(param))
     renamed = {name.replace("moe_layer.experts.0.", ""): value
                for name, value in sparse.state_dict().items() if "gate" not in name}
@@ -99,6 +102,32 @@ def test_one_expert_is_the_dense_model(options):
             stock_name = stock_name.replace("moe_layer.experts.fc2_", "fc2.")
             grad = param.grad[0] if ".experts." in name else param.grad
             assert rms_ratio(grad, want[stock_name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["pre-norm", "post-norm"])
+@pytest.mark.parametrize("scale", [None, "scale_attn", "scale_heads", "scale_resids"])
+def test_one_expert_is_the_dense_layer(scale, before):
+    """Also with what stock layers can do and the arch's command line does not reach."""
+    cfg = TransformerConfig(activation_fn="gelu", dropout=0.0)
+    cfg.decoder.embed_dim, cfg.decoder.ffn_embed_dim, cfg.decoder.attention_heads = 16, 24, 2
+    cfg.decoder.normalize_before = before
+    if scale is not None:
+        setattr(cfg, scale, True)
+    scope = ForwardScope()
+    layer = MoELayer(16, 1, 24, top_k=1, capacity_factor=0.0)
+    sparse = MoETransformerDecoderLayer(cfg, layer, scope)
+    stock = TransformerDecoderLayerBase(cfg, no_encoder_attn=True)
+    with torch.no_grad():
+        for param in sparse.parameters():
+            param.add_(0.1 * torch.randn_like(param))
+    stock.load_state_dict({name.replace("moe_layer.experts.0.", ""): value
+                           for name, value in sparse.state_dict().items() if "gate" not in name})
+    x = torch.randn(LENGTH, 3, 16)
+    mask = torch.full((LENGTH, LENGTH), float("-inf")).triu(1)
+    with scope.open(StepAgreement(3 * LENGTH)) as reports:
+        out, *_ = sparse(x, self_attn_mask=mask)
+        assert len(reports) == 1
+    assert_close("output", out, stock(x, self_attn_mask=mask)[0], torch.float32)
 
 
 def test_capacity_goes_to_the_first_sentence_first():
@@ -207,6 +236,7 @@ def test_simulation_of_many_ranks_in_one_process(caplog):
 
 @pytest.mark.parametrize("words, message", [
     ("--base-layers 1", "BASE layers"), ("--scale-fc", "--scale-fc"),
+    ("--character-embeddings", "--character-embeddings"), ("--adaptive-input", "--adaptive-input"),
     ("--moe-freq 5", "--moe-freq 5 makes no MoE layer among 2 layers"),
     ("--moe-top-k 3 --moe-expert-count 2", "top_k=3"),
 ])
@@ -216,6 +246,7 @@ def test_configs_that_never_saw_the_command_line_are_checked_too(words, message)
     parts = words.split()
     for option, value in zip(parts[::2], [*parts[1::2], "1"], strict=False):
         name = option.removeprefix("--").replace("-", "_")
-        cfg.model[name] = True if name == "scale_fc" else int(value)
+        flag = isinstance(cfg.model[name], bool)
+        cfg.model[name] = True if flag else int(value)
     with pytest.raises(ValueError, match=message):
         tasks.setup_task(cfg.task).build_model(cfg.model)

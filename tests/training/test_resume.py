@@ -155,3 +155,17 @@ def test_weights_of_the_set_are_those_of_the_trainer(folder, through):
             f"decoder.layers.1.moe_layer.experts.{j}.{layer}.{kind}"
             for j in range(2) for layer in ("fc1", "fc2") for kind in ("weight", "bias")
         }
+
+
+def _load_from_own_disk(cfg, folder):
+    rank, _ = process_world()
+    cfg.checkpoint.save_dir = folder
+    trainer = make_trainer(cfg)
+    trainer.save_checkpoint(f"{folder}/checkpoint_last.pt", {"train_iterator": dict(POSITION)})
+    with pytest.raises(ValueError, match=r"ranks \[1\] of 2 do not see .* shared file system"):
+        trainer.load_checkpoint(f"{folder}{'/elsewhere' * rank}/checkpoint_last-shared.pt")
+
+
+def test_a_checkpoint_that_some_ranks_do_not_see_is_an_error(tmp_path):
+    """As on disks of their own: they would start afresh while the others wait for them."""
+    run_ranks(_load_from_own_disk, 2, make_config("--moe-expert-count", "4"), str(tmp_path))

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.assertions import rms_ratio
-from helpers.distributed import run_ranks
+from helpers.distributed import RanksFailed, run_ranks
 from helpers.training import (
     gradients,
     make_batch,
@@ -220,6 +220,34 @@ def test_nan_of_one_rank_in_fp32_stops_all(backend, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {
         "crash-shared.pt", "crash-rank-0.pt", "crash-rank-1.pt"
     }
+
+
+# ---- one rank runs out of memory
+
+
+def _out_of_memory(cfg, step):
+    rank, _ = process_world()
+    trainer = make_trainer(cfg)
+    if rank == 1:
+
+        original = getattr(trainer.task, step)
+
+        def fail_once(*args, **kwargs):
+            setattr(trainer.task, step, original)
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+        setattr(trainer.task, step, fail_once)
+    batches = own_batches(0, 2)
+    getattr(trainer, step)(batches if step == "train_step" else batches[0])
+
+
+@pytest.mark.parametrize("experts", [1, 4])
+@pytest.mark.parametrize("step", ["train_step", "valid_step"])
+def test_a_rank_without_memory_ends_the_job(step, experts):
+    """Stock leaves the batch out, or tries again, while the others wait: the job hangs."""
+    cfg = make_config("--moe-expert-count", str(experts), "--moe-top-k", "1")
+    with pytest.raises(RanksFailed, match="RuntimeError: CUDA out of memory"):
+        run_ranks(_out_of_memory, 2, cfg, step, timeout=30.0)
 
 
 # ---- batches that differ between the ranks
