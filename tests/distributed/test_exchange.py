@@ -40,12 +40,12 @@ def _exchanges():
     # row i of the part that came from rank r was number 3r + i there, so was its factor
     assert rows.grad.tolist() == [[3 * rank + i] * 3 for _ in range(size) for i in range(3)]
 
-    # rank r sends r + to rows to rank `to`, none from 0 to 0
-    send = [rank + to for to in range(size)]
+    # rank r sends 2r + to rows to rank `to`, none from 0 to 0
+    send, receive = ([2 * rank + to for to in range(size)], [2 * by + rank for by in range(size)])
     rows = torch.tensor([[rank, to, i] for to in range(size) for i in range(send[to])]).double()
     rows = rows.reshape(-1, 3).requires_grad_()
-    got = all_to_all_uneven(rows, send, send, groups)
-    assert got.tolist() == [[by, rank, i] for by in range(size) for i in range(by + rank)]
+    got = all_to_all_uneven(rows, send, receive, groups)
+    assert got.tolist() == [[by, rank, i] for by in range(size) for i in range(receive[by])]
     (10 * rank * got).sum().backward()
     assert rows.grad.tolist() == [[10 * to] * 3 for to in range(size) for _ in range(send[to])]
 

@@ -9,6 +9,7 @@ from helpers.assertions import assert_close, rms_ratio
 from torch import nn
 from torch.nn import functional as F
 
+from fairseq_tutel import ops
 from fairseq_tutel.distributed import ExpertParallelGroups, is_expert
 from fairseq_tutel.moe import METRIC_NAMES, MoELayer, route
 
@@ -28,6 +29,13 @@ CASES = {
     "relu": {"top_k": 2, "activation": "relu"},
     "swish": {"top_k": 1, "activation": "swish"},
 }
+
+
+@pytest.fixture(params=["experts as one operator", "experts op by op"])
+def both_ways(request, monkeypatch):
+    """CPUs and GPUs compute the experts differently."""
+    fused = request.param == "experts as one operator"
+    monkeypatch.setattr(ops, "fuses_expert_ffn", lambda device: fused)
 
 
 def make_layer(dtype=torch.float64, **options):
@@ -89,7 +97,7 @@ def loop(weights, x_TM, config, training, pad_T, activation):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("name", CASES)
-def test_layer_equals_a_loop(name, training, dtype):
+def test_layer_equals_a_loop(name, training, dtype, both_ways):
     options = CASES[name]
     layer = make_layer(dtype, **options).train(training)
     weights = leaves(layer)
@@ -183,7 +191,7 @@ def test_all_tokens_on_one_expert(factor):
     assert live.tolist() == [factor == 0 or t < 3 for t in range(12)]
 
 
-def test_dropout_is_inside_the_experts_and_off_in_evaluation():
+def test_dropout_is_inside_the_experts_and_off_in_evaluation(both_ways):
     layer = make_layer(torch.float32, dropout=0.5, activation_dropout=0.3, capacity_factor=0.0)
     plain = make_layer(torch.float32, capacity_factor=0.0)
     plain.load_state_dict(layer.state_dict())
