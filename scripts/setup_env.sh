@@ -89,13 +89,22 @@ setup_fairseq() (
     setup_pip --no-build-isolation fairseq-fixed hydra-core omegaconf
 )
 
+# Editable, and linked: fairseq looks for a --user-dir in the working directory and beside itself in
+# site-packages, where an editable install leaves nothing. (Hydra changes the working directory.)
+setup_this_package() {
+    local packages
+    setup_pip --no-deps --no-build-isolation -e "$ROOT" || return
+    packages="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')"
+    ln -sfn "$ROOT/fairseq_tutel" "$packages/fairseq_tutel"
+}
+
 setup_install() {
     setup_step "torch" setup_pip torch
     setup_step "build tools" setup_pip setuptools wheel cython numpy ninja packaging
     setup_step "fairseq (compiled here, the longest step)" setup_fairseq
     setup_step "triton, sentencepiece, matplotlib, pytest, ruff" \
         setup_pip triton sentencepiece matplotlib pytest pytest-timeout ruff
-    setup_step "this package" setup_pip --no-deps --no-build-isolation -e "$ROOT"
+    setup_step "this package" setup_this_package
 }
 
 setup_main() {
