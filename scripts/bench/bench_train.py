@@ -2,11 +2,13 @@
 
     python scripts/bench/bench_train.py --preset x4
     python scripts/bench/bench_train.py --device cuda --preset meta-1.1t-rank
+    python -m fairseq_tutel.launch -- python scripts/bench/bench_train.py --preset meta-1.1t-rank
 
 In one run and in turn: this plugin; the same model whose MoE layers compute the dense S x E x C
 formulation; the FLOP-matched dense model, whose MoE layers are dense feed-forward networks K times
 as wide. An update is fairseq's ``Trainer.train_step``: forward, backward, clipping, optimizer,
-statistics.
+statistics. On several ranks (third line) the tokens of all ranks count, and the time of the
+slowest.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 import figures
 import torch
 from measure import percentiles
-from ranks import choose_device
+from ranks import Ranks, choose_device, connected
 from record import ROOT, describe_run, device_name, quiet_logs, say, table, write_json
 from train_models import (
     PRESETS,
@@ -78,12 +80,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 class Stopwatch:
     """Seconds of one update of a run, its device included."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
 
     def _wait(self):
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._ranks.barrier()
+        if self._ranks.device.type == "cuda":
+            torch.cuda.synchronize(self._ranks.device)
 
     def time(self, run: Run, sample: dict) -> tuple[float, float]:
         """(seconds, loss) of an update that was made; those with an overflow do not count.
@@ -117,9 +120,9 @@ def measure_together(runs: Sequence[Run], samples, options, watch: Stopwatch) ->
             for run in runs}  # fmt: skip
 
 
-def measure(variants, config, samples, options, device) -> dict[str, dict]:
+def measure(variants, config, samples, options, ranks: Ranks) -> dict[str, dict]:
     """variant -> seconds and losses of every update, peak memory of the process."""
-    watch = Stopwatch(device)
+    device, watch = ranks.device, Stopwatch(ranks)
     groups = [[v] for v in variants] if options.one_by_one else [variants]
     measured: dict[str, dict] = {}
     for group in groups:
@@ -207,7 +210,9 @@ def compare(results: dict[str, Any], preset: TrainPreset) -> tuple[dict[str, flo
 
 def print_result(result: dict[str, Any]) -> None:
     """Table, ratios and goals."""
-    say(f"training on {device_name(result)}: {result['title']}")
+    say(f"training on {device_name(result)}, {result['world_size']} rank(s): {result['title']}")
+    if result["settings"]["simulated_ranks"]:
+        say(f"SIMULATED rank of {result['settings']['simulated_ranks']}: each all-to-all is a copy")
     rows = []
     for name, run in result["results"].items():
         speed, peak = run["tokens_per_second"], run["peak_bytes_of_process"]
@@ -226,31 +231,30 @@ def print_result(result: dict[str, Any]) -> None:
         say(f"goal: {goal['goal']}: {goal['ratio']:.2f}, {verdict}")
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """Measure, print and write."""
-    device = choose_device(options.device)
+    device = ranks.device
     name = options.preset or ("meta-1.1t-rank" if device.type == "cuda" else "x4")
     preset = PRESETS[name]
     variants = list(options.variants or preset.variants)
     unknown = [v for v in variants if v not in VARIANTS]
     if unknown:
         raise ValueError(f"--variants {','.join(unknown)}: choose from {', '.join(VARIANTS)}")
-    config = load_config(preset, options.override, device.type == "cuda")
-    vocabulary = config.task.dict_size + 4
-    samples = random_samples(config, vocabulary, 4, options.seed)
-    tokens = config.dataset.batch_size * config.task.tokens_per_sample
-    measured = measure(variants, config, samples, options, device)
+    config = load_config(preset, options.override, ranks)
+    samples = random_samples(config, config.task.dict_size + 4, 4, options.seed + ranks.rank)
+    tokens = ranks.world_size * config.dataset.batch_size * config.task.tokens_per_sample
+    measured = measure(variants, config, samples, options, ranks)
+    for raw in measured.values():
+        raw["seconds"] = ranks.slowest(raw["seconds"])
+    peak = peak_flops(options, config, device)
     flops = model_flops(variants, config)
-    results = summarise(measured, tokens, flops, peak_flops(options, config, device))
+    results = summarise(measured, tokens, flops, peak and peak * ranks.world_size)
     ratios, goals = compare(results, preset)
-    if options.override:
-        goals = []  # they hold for the preset as it is
-    title = "; ".join(filter(None, [preset.about, *options.override]))
+    as_given = not options.override and ranks.world_size == 1
     result = {
-        **describe_run("train", device),
+        **describe_run("train", device, ranks.world_size),
         "preset": name if not options.override else "custom",
-        "title": title,
-        "simulated": preset.simulated,
+        "title": "; ".join([preset.about, *options.override]),
         "settings": {
             **dataclasses.asdict(preset), "overrides": [*preset.overrides, *options.override],
             "tokens_per_update": tokens, "experts": config.model.moe_expert_count,
@@ -259,16 +263,23 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         },
         "results": results,
         "ratios": ratios,
-        "goals": goals,
+        "goals": goals if as_given else [],  # they hold for the preset as it is
     }  # fmt: skip
+    if ranks.first:
+        finish(result, options)
+    return result
+
+
+def finish(result: dict[str, Any], options: argparse.Namespace) -> None:
+    """Print, write and draw."""
     print_result(result)
-    path = options.output or Path(f"runs/bench/train-{name}-{device.type}.json")
+    device = "cuda" if "gpu" in result["hardware"] else "cpu"
+    path = options.output or Path(f"runs/bench/train-{result['preset']}-{device}.json")
     write_json(result, path)
     say(f"written: {path}")
     picture = options.figure or path.with_suffix(".png")
     if figures.draw(result, picture):
         say(f"drawn: {picture}")
-    return result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -278,7 +289,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     try:
-        run(options)
+        with connected(choose_device(options.device)) as ranks:
+            run(options, ranks)
     except ValueError as error:
         sys.stderr.write(f"bench_train.py: error: {error}\n")
         return 2
