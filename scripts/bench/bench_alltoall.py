@@ -195,12 +195,13 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     unknown = [name for name in options.algorithms if name not in ALGORITHMS]
     if unknown:
         raise ValueError(f"--algorithms {','.join(unknown)}: choose from {', '.join(ALGORITHMS)}")
+    rows = measure(options, ranks)
     result = {
         **describe_run("alltoall", ranks.device, ranks.world_size),
         "backend": ranks.backend,
         "settings": {"algorithms": options.algorithms, "iterations": options.iterations,
                      "repetitions": options.repetitions},
-        "results": measure(options, ranks),
+        "results": rows,
     }  # fmt: skip
     if ranks.first:
         print_result(result)

@@ -24,7 +24,7 @@ from layer_cases import why_not_run
 from measure import Case, percentiles, time_cases
 from presets import LAYER_BACKENDS, PRESETS, LayerShape
 from ranks import choose_device
-from record import describe_run, device_name, quiet_logs, say, table, write_json
+from record import Neighbours, describe_run, device_name, quiet_logs, say, table, write_json
 
 from fairseq_tutel import ops
 
@@ -194,12 +194,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     kernels = [k for k in kernels if options.only is None or options.only in k.name]
     if not kernels:
         raise ValueError(f"--only {options.only}: no operator has that in its name")
+    neighbours = Neighbours()
     measured = measure(kernels, backends, options, device)
     faster = compare_with_torch(measured["results"])
     result = {
         **describe_run("kernels", device),
         "preset": name,
         "settings": {**dataclasses.asdict(shape), "capacity": shape.capacity},
+        "cpu_share_of_others": neighbours.share(),
         **measured,
         "times_faster_than_torch": faster,
         "goals": check_goals(measured["results"], faster, device.type),

@@ -31,7 +31,7 @@ from layer_cases import (
 from measure import MEMORY_METHOD, PHASES, peak_memory, percentiles, time_cases
 from presets import DTYPES, LAYER_BACKENDS, PRESETS, Goal, LayerShape
 from ranks import Ranks, choose_device, connected
-from record import describe_run, device_name, quiet_logs, say, table, write_json
+from record import Neighbours, describe_run, device_name, quiet_logs, say, table, write_json
 
 from fairseq_tutel.distributed import build_groups
 
@@ -216,6 +216,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     names, skipped = choose_cases(options, shape, ranks.device)
     groups = build_groups(shape.experts, simulate_world_size=shape.simulated_ranks)
     inputs = LayerInputs(shape, groups, ranks.device, options.seed)
+    neighbours = Neighbours()
     results = measure(names, inputs, options, ranks)
     result = {
         **describe_run("layer", ranks.device, ranks.world_size),
@@ -228,6 +229,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             "rows": shape.rows(ranks.world_size),
             "repetitions": options.repetitions,
         },
+        "cpu_share_of_others": neighbours.share(),
         "memory_method": MEMORY_METHOD[ranks.device.type],
         "results": results,
         "not_run": skipped,

@@ -26,7 +26,16 @@ import figures
 import torch
 from measure import percentiles
 from ranks import Ranks, choose_device, connected
-from record import ROOT, describe_run, device_name, quiet_logs, say, table, write_json
+from record import (
+    ROOT,
+    Neighbours,
+    describe_run,
+    device_name,
+    quiet_logs,
+    say,
+    table,
+    write_json,
+)
 from train_models import (
     PRESETS,
     VARIANTS,
@@ -243,7 +252,9 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     config = load_config(preset, options.override, ranks)
     samples = random_samples(config, config.task.dict_size + 4, 4, options.seed + ranks.rank)
     tokens = ranks.world_size * config.dataset.batch_size * config.task.tokens_per_sample
+    neighbours = Neighbours()
     measured = measure(variants, config, samples, options, ranks)
+    share_of_others = neighbours.share()
     for raw in measured.values():
         raw["seconds"] = ranks.slowest(raw["seconds"])
     peak = peak_flops(options, config, device)
@@ -261,6 +272,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             "simulated_ranks": config.model.moe_simulate_world_size,
             "interleaved": not options.one_by_one,
         },
+        "cpu_share_of_others": share_of_others,
         "results": results,
         "ratios": ratios,
         "goals": goals if as_given else [],  # they hold for the preset as it is

@@ -94,6 +94,34 @@ def _cpu_name() -> str:
     return match[1] if match else platform.processor()
 
 
+class Neighbours:
+    """How much of this machine's CPU time others took since this was made."""
+
+    def __init__(self):
+        self._begin = self._times()
+
+    @staticmethod
+    def _times() -> tuple[float, float, float] | None:
+        """Seconds of all CPUs: existing, busy, working for this process; None if unknown."""
+        try:
+            line = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0]
+        except OSError:
+            return None
+        # user nice system idle iowait irq softirq steal; guest time is in user already
+        ticks = [int(word) for word in line.split()[1:9]]
+        scale = os.sysconf("SC_CLK_TCK")
+        own = sum(os.times()[:4])
+        return sum(ticks) / scale, (sum(ticks) - ticks[3] - ticks[4]) / scale, own
+
+    def share(self) -> float | None:
+        """Of the time of all CPUs, 0 to 1; a result with a large share is not worth keeping."""
+        end = self._times()
+        if self._begin is None or end is None:
+            return None
+        total, busy, own = (b - a for a, b in zip(self._begin, end, strict=True))
+        return max(0.0, busy - own) / total if total > 0 else None
+
+
 def device_name(result: dict[str, Any]) -> str:
     """The device of a result in a few words."""
     hardware = result["hardware"]

@@ -6,6 +6,7 @@ import measure
 import pytest
 import torch
 from measure import Case, peak_memory, percentiles, time_cases
+from record import Neighbours
 
 CPU = torch.device("cpu")
 
@@ -65,3 +66,19 @@ def test_peak_memory_sees_an_allocation():
 def test_peak_memory_says_when_it_cannot_tell(monkeypatch):
     monkeypatch.setattr(measure, "_reset_peak", lambda: None)
     assert peak_memory(Case("any", lambda _: ((), ())), CPU) is None
+
+
+def test_share_of_others():
+    """This process's own work is not theirs."""
+    neighbours = Neighbours()
+    before = time.process_time()
+    while time.process_time() - before < 0.1:
+        pass
+    share = neighbours.share()
+    if share is None:
+        pytest.skip("the system does not tell")
+    assert 0 <= share <= 1
+    alone = Neighbours()
+    alone._begin = (0.0, 0.0, 0.0)
+    alone._times = lambda: (10.0, 6.0, 4.0)
+    assert alone.share() == pytest.approx(0.2)
