@@ -119,7 +119,12 @@ class MoETransformerDecoderLayer(TransformerDecoderLayerBase):
             x = self.final_layer_norm(x)
         # batch first: capacity goes to the tokens of the first sentence first, as in the reference
         x, aux = self.moe_layer(
-            x.transpose(0, 1), pad_mask=self_attn_padding_mask, step=step, return_aux=True
+            x.transpose(0, 1),
+            pad_mask=self_attn_padding_mask,
+            step=step,
+            # a token's continuation must not depend on the other sentences and beams of its batch
+            capacity_factor=None if incremental_state is None else 0.0,
+            return_aux=True,
         )
         if self.w_resid is not None:
             residual = self.w_resid * residual
@@ -217,7 +222,7 @@ class MoETransformerDecoder(TransformerDecoder):
             raise ValueError(
                 f"generation runs without expert parallelism, but the experts of this model are "
                 f"spread over {self.moe_groups.ep_size} ranks: start generation without "
-                "torch.distributed; each process then loads all experts and decodes its own share"
+                "torch.distributed (--distributed-world-size 1); a process then loads all experts"
             )
         layer = next(iter(self.moe_layers.values()))
         return agree_step(

@@ -147,6 +147,7 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
 _UNSUPPORTED = {
     "base_layers": "BASE layers",
     "scale_fc": "a LayerNorm inside the FFN (--scale-fc)",
+    "quant_noise_pq": "quantisation noise (--quant-noise-pq)",
     "character_embeddings": "embeddings of characters (--character-embeddings)",
     "adaptive_input": "adaptive input embeddings (--adaptive-input)",
 }
@@ -167,7 +168,8 @@ def moe_config(args, num_experts: int) -> MoEConfig:
         num_experts=num_experts,
         **resolve_capacity(
             top1_expert=args.moe_top1_expert,
-            top_k=args.moe_top_k,
+            # the default of 2 means one expert where there is only one
+            top_k=1 if num_experts == 1 and args.moe_top_k is None else args.moe_top_k,
             capacity_factor=args.moe_capacity_factor,
             eval_capacity_factor=args.moe_eval_capacity_factor,
             eval_capacity_token_fraction=args.moe_eval_capacity_token_fraction,

@@ -78,13 +78,13 @@ def _padded(x_TM, plan, experts, groups, timer):
 def _ragged(x_TM, plan, experts, groups, timer):
     """Parts of the size that is needed. NOTE: the counts are read by the host."""
     count_WL = exchange_counts(plan.kept_E, groups)
-    sent = plan.kept_E.view(groups.ep_size, -1).sum(1).tolist()
-    received = count_WL.sum(1).tolist()
+    sent_W = plan.kept_E.view(groups.ep_size, -1).sum(1)
+    sent, received = torch.stack([sent_W, count_WL.sum(1)]).tolist()
     pair_R = plan.pair_R[: sum(sent)]
     rows = ops.dispatch(x_TM, plan.row_TK, pair_R)
     with timer.measure():
         rows = all_to_all_uneven(rows, sent, received, groups)
-    order = _expert_major_order(count_WL)
+    order = _expert_major_order(count_WL, sum(received))
     if order is not None:
         rows = rows.index_select(0, order)
     out = experts(ExpertRows(rows, count_WL.sum(0).cumsum(0, dtype=torch.int32)))
@@ -95,10 +95,11 @@ def _ragged(x_TM, plan, experts, groups, timer):
     return ops.combine(out, plan.row_TK, pair_R, plan.weight_TK)
 
 
-def _expert_major_order(count_WL):
+def _expert_major_order(count_WL, num_rows):
     """Permutation from arrival order (rank, expert) to (expert, rank), None if that is the same."""
     ranks, local = count_WL.shape
     if ranks == 1 or local == 1:
         return None
     expert = torch.arange(local, device=count_WL.device).repeat(ranks)
-    return expert.repeat_interleave(count_WL.flatten()).argsort(stable=True)
+    expert_R = expert.repeat_interleave(count_WL.flatten(), output_size=num_rows)
+    return expert_R.argsort(stable=True)

@@ -93,21 +93,21 @@ class Experts(nn.Module):
         """[e, N, M] (padded) or [R, M] (ragged) -> the same shape."""
         if ops.fuses_expert_ffn(batch.rows.device):
             return self._fused(batch)
-        hidden = self._product(batch, batch.rows, self.fc1_weight)
-        hidden = self._bias_act(
-            hidden, self.fc1_bias, batch, self.activation, self.activation_dropout
-        )
-        out = self._product(batch, hidden, self.fc2_weight)
-        return self._bias_act(out, self.fc2_bias, batch, "linear", self.dropout)
+        fc1_weight, fc1_bias, fc2_weight, fc2_bias = self._params(batch.rows.dtype)
+        hidden = self._product(batch, batch.rows, fc1_weight)
+        hidden = self._bias_act(hidden, fc1_bias, batch, self.activation, self.activation_dropout)
+        out = self._product(batch, hidden, fc2_weight)
+        return self._bias_act(out, fc2_bias, batch, "linear", self.dropout)
+
+    def _params(self, dtype):
+        """The four parameters, in another dtype under autocast."""
+        return [getattr(self, name).to(dtype) for name in _STACKED]
 
     def _fused(self, batch):
         dropouts = (self.activation_dropout, self.dropout) if self.training else (0.0, 0.0)
         return ops.expert_ffn(
             batch.rows,
-            self.fc1_weight,
-            self.fc1_bias,
-            self.fc2_weight,
-            self.fc2_bias,
+            *self._params(batch.rows.dtype),
             activation=self.activation,
             offsets=batch.offsets,
             activation_dropout_p=dropouts[0],

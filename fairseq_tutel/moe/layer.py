@@ -133,7 +133,8 @@ class MoELayer(nn.Module):
         """Apply the layer.
 
         Args:
-            x: [..., M]; the number of tokens may be zero and may differ between ranks.
+            x: [..., M]; the number of tokens may be zero and may differ between ranks. Under
+                ``torch.autocast`` the experts compute in its dtype, the gate's logits stay fp32.
             pad_mask: bool [...], True for padding; looked at only with ``use_pad_mask``.
             step: what :func:`~fairseq_tutel.distributed.agree_step` returned for this forward pass;
                 made here if None (one small all-gather).
@@ -149,17 +150,20 @@ class MoELayer(nn.Module):
             )
         config = self._config_for_call(top_k, capacity_factor)
         x_TM = x.reshape(-1, self.model_dim)
+        if torch.is_autocast_enabled(x.device.type):
+            x_TM = x_TM.to(torch.get_autocast_dtype(x.device.type))
         if self.training and config.input_dropout > 0:
             x_TM = nn.functional.dropout(x_TM, config.input_dropout)
         if step is None:
-            step = agree_step(x_TM.shape[0], self.fingerprint(x.dtype), self.groups)
-        plan, aux = route(
-            self.gate(self._jitter(x_TM, config)),
-            config,
-            self.training,
-            pad_T=None if pad_mask is None else pad_mask.reshape(-1),
-            num_tokens=step.num_tokens,
-        )
+            step = agree_step(x_TM.shape[0], self.fingerprint(x_TM.dtype), self.groups)
+        with torch.autocast(x.device.type, enabled=False):  # the gate says itself what is fp32
+            plan, aux = route(
+                self.gate(self._jitter(x_TM, config)),
+                config,
+                self.training,
+                pad_T=None if pad_mask is None else pad_mask.reshape(-1),
+                num_tokens=step.num_tokens,
+            )
         timer = ExchangeTimer(x.device, enabled=self.record_exchange_time)
         y_TM = dispatch_and_combine(x_TM, plan, self.experts, self._routes, timer)
         if self.record_exchange_time:
@@ -173,9 +177,11 @@ class MoELayer(nn.Module):
         if top_k is not None:
             changes["top_k"] = top_k
         if capacity_factor is not None:
-            changes["capacity_factor" if self.training else "eval_capacity_factor"] = (
-                capacity_factor
-            )
+            if self.training:
+                changes["capacity_factor"] = capacity_factor
+            else:
+                changes["eval_capacity_factor"] = capacity_factor
+                changes["eval_capacity_token_fraction"] = 0.0  # it would win over the factor
         return dataclasses.replace(self.config, **changes) if changes else self.config
 
     def _jitter(self, x_TM, config):

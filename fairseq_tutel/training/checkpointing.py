@@ -74,7 +74,7 @@ class CheckpointMixin:
         rank, world_size = process_world()
         alone = not isinstance(sys.exc_info()[1], (FloatingPointError, type(None)))
         if world_size > 1 and alone:
-            logger.error("not saving %s: only rank %d got here", filename, rank)
+            logger.error("not saving %s: rank %d failed, others may not take part", filename, rank)
             return None
         path = filename.replace(f"{_SUFFIX}.pt", ".pt")
         logger.info("Saving checkpoint set %s", os.path.abspath(path))
@@ -86,8 +86,8 @@ class CheckpointMixin:
             path,
             rank=rank,
             world_size=world_size,
-            shared_state=utils.move_to_cpu(shared) if rank == 0 else None,
-            rank_state=utils.move_to_cpu(mine) if rank < num_rank_files else None,
+            shared_state=_on_cpu(shared) if rank == 0 else None,
+            rank_state=_on_cpu(mine) if rank < num_rank_files else None,
             num_rank_files=num_rank_files,
             agree=gather_texts,
         )
@@ -215,6 +215,13 @@ def _seen_by_all(path) -> bool:
             "use one shared file system"
         )
     return not missing
+
+
+def _on_cpu(state):
+    """The state with its tensors on the CPU, each in its own dtype (fairseq's move_to_cpu makes
+    half
+    tensors fp32, which doubles files and memory)."""
+    return utils.apply_to_sample(lambda tensor: tensor.cpu(), state)
 
 
 def _rescale_position(position, metadata, world_size) -> None:

@@ -21,6 +21,7 @@ from ..checkpoint import (
     set_exists,
 )
 from ..distributed import any_rank, process_world, sum_over_ranks
+from ..models import TransformerLMGPTMoEConfig
 
 _ARCH = "transformer_lm_gpt_moe"
 
@@ -67,6 +68,9 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
             args.arch = _ARCH
     if state.get("cfg") is not None:
         state["cfg"] = OmegaConf.create(state["cfg"], flags={"allow_objects": True})
+        for name in set(arg_overrides or ()) & set(TransformerLMGPTMoEConfig.__dataclass_fields__):
+            # fairseq overwrites what is there, and older checkpoints lack newer options
+            state["cfg"].model.setdefault(name, None)
         if arg_overrides:
             overwrite_args_by_name(state["cfg"], arg_overrides)
         if state["cfg"].model.get("moe_freq", 0) > 0:
@@ -78,9 +82,8 @@ def in_step(eval_lm):
     """Make fairseq's ``eval_lm`` function fit for a model whose experts are spread over ranks.
 
     Each rank scores its share of the data. Ranks run out of batches at different times, but their
-    experts
-    are needed until the last: each batch is preceded by a word on whether anybody still has one,
-    and a rank that has none joins in with a single token. The scores are added over the ranks;
+    experts are needed until the last: each batch is preceded by a word on whether anybody still has
+    one, and a rank that has none joins in with a single token. The scores are added over the ranks;
     stock reports those of rank 0 alone.
     """
 

@@ -224,10 +224,11 @@ def _prepare_config(cfg, model) -> None:
 def _label_simulation(world_size: int) -> None:
     """Put a word into every log line, so that no figure of a simulation is taken for a real one."""
 
-    class Label(logging.Filter):
-        def filter(self, record):
-            record.msg = f"[simulated rank of {world_size}] {record.msg}"
-            return True
+    make_record = logging.getLogRecordFactory()
 
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(Label())
+    def make_labelled(*args, **kwargs):
+        record = make_record(*args, **kwargs)
+        record.msg = f"[simulated rank of {world_size}] {record.msg}"
+        return record
+
+    logging.setLogRecordFactory(make_labelled)
