@@ -132,10 +132,13 @@ setup_main() {
         echo "Updating .venv (what to install has changed):"
         rm -f "$STAMP"
     else
+        [ ! -e "$VENV" ] || [ -e "$SETUP_LOG" ] ||
+            setup_fail "$VENV is there and was not made by this script; please move it away"
         [ ! -e "$VENV" ] || echo "Removing .venv, which is unfinished, moved or of another Python."
         echo "Making .venv with Python $version, once; about 5 minutes on 2 cores and a fast network:"
         rm -rf "$VENV"
         mkdir "$VENV"
+        : >"$SETUP_LOG"
         setup_step "virtual environment" "$python" -m venv "$VENV"
     fi
     setup_install
