@@ -37,6 +37,14 @@ def _losses(records):
     return [r.sums["loss"] / r.sample_size for r in records]
 
 
+def _save(trainer, path):
+    """With marks in the states whose effect on a loss is too small to be seen."""
+    trainer.lr_scheduler.best = 0.375
+    if getattr(trainer.optimizer, "scaler", None) is not None:
+        trainer.optimizer.scaler.loss_scale = 2.0
+    trainer.save_checkpoint(path, {"train_iterator": dict(POSITION), "val_loss": 1.25})
+
+
 def _train_and_save(cfgs, folder):
     """Losses of all updates and the weights at the end; a set is saved in the middle."""
     found = {}
@@ -45,8 +53,7 @@ def _train_and_save(cfgs, folder):
         records = record_updates(trainer)
         for update in range(2 * HALF):
             if update == HALF:
-                path = _path(folder, name, process_world()[1])
-                trainer.save_checkpoint(path, {"train_iterator": dict(POSITION), "val_loss": 1.25})
+                _save(trainer, _path(folder, name, process_world()[1]))
             trainer.train_step(own_batches(update, BATCHES))
         found[name] = (_losses(records), named(trainer))
     return found
@@ -61,6 +68,10 @@ def _resume(cfgs, folder, saved_by):
         trainer.cfg.common.seed = 3
         extra = trainer.load_checkpoint(_path(folder, name, saved_by))
         assert trainer.get_num_updates() == HALF and extra["val_loss"] == 1.25
+        if "best" in trainer.lr_scheduler.state_dict():
+            assert trainer.lr_scheduler.best == 0.375
+        if getattr(trainer.optimizer, "scaler", None) is not None:
+            assert trainer.optimizer.scaler.loss_scale == 2.0
         records = record_updates(trainer)
         for update in range(HALF, 2 * HALF):
             trainer.train_step(own_batches(update, BATCHES))
