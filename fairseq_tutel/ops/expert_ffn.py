@@ -39,7 +39,7 @@ def _(rows, fc1_weight, fc1_bias, fc2_weight, fc2_bias, offsets, seed, activatio
       activation_dropout_p, dropout_p, keep_hidden):  # fmt: skip
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
     num_rows = rows.shape[0] if offsets is not None else rows.shape[0] * rows.shape[1]
-    return out, rows.new_empty((num_rows * fc1_weight.shape[1] if keep_hidden else 0,))
+    return out, rows.new_empty((num_rows if keep_hidden else 0, fc1_weight.shape[1]))
 
 
 @torch.library.custom_op("fairseq_tutel::expert_ffn_bwd", mutates_args=())

@@ -1,13 +1,12 @@
 """The experts' whole feed-forward network in plain torch, for CPUs: a block of rows at a time.
 
-Legend: e local experts, N rows per expert, R rows, M model dim, F hidden dim; in a block of rows g
-experts with n rows each.
+Legend: e local experts, N rows per expert, R rows, M model dim, F hidden dim.
 
 On a CPU a buffer of R x F numbers costs more than the elementwise work on it: the system maps and
-clears its pages each time. A block goes through both products while its hidden values are in the
-cache, so that of the four such buffers of the step by step computation only the pre-activations
-remain; the backward pass recomputes the activation from them. A block takes one expert per thread,
-since one batched product of independent matrices needs no barriers inside.
+clears its pages each time. A block of one expert's rows goes through both products while its hidden
+values are in the cache, so that of the four such buffers of the step by step computation only the
+pre-activations remain; the backward pass recomputes the activation from them. Experts run beside
+each other, each on one thread: no thread waits for another one within an expert.
 """
 
 from collections.abc import Iterator
@@ -17,150 +16,96 @@ import torch
 from torch import Tensor
 
 from .activation import ACTIVATIONS
+from .threads import share_out
 
-# Hidden elements per expert of a block: 4 MiB of fp32; and rows that keep the products efficient.
+# Hidden elements per block: 4 MiB of fp32; and rows that keep the products efficient.
 _BLOCK_NUMEL = 1 << 20
 _MIN_ROWS = 256
 
 _aten = torch.ops.aten
 
 
-def _activate(activation: str, z: Tensor, out: Tensor) -> Tensor:
-    """activation(z) in ``out``; z stays as it is."""
-    if activation == "gelu":
-        return _aten.gelu.out(z, out=out)
-    return ACTIVATIONS[activation][0](out.copy_(z))
-
-
-def _d_activate(activation: str, d_a: Tensor, z: Tensor) -> Tensor:
-    """d_a * activation'(z), in place of d_a; z stays as it is."""
-    if activation == "gelu":
-        return _aten.gelu_backward.grad_input(d_a, z, grad_input=d_a)
-    return d_a.copy_(ACTIVATIONS[activation][1](d_a, z.clone()))
-
-
-def _acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 @dataclass(frozen=True)
-class _Block:
-    """Part of the rows.
+class _Options:
+    """What forward and backward pass have in common.
 
     Attributes:
-        experts: whose weights it needs.
-        part: index into the rows as (e, N, M), or (1, R, M) where they are ragged.
-        first: whether it holds the first rows of its experts.
-        saved: its place among the saved hidden values, in elements; the same for any g.
-        shape: (g, n).
+        activation: a key of ACTIVATIONS.
+        dropout_p: after the activation and after fc2.
+        seed: of the masks.
+        block_rows: rows per block.
+        acc: dtype of everything but products.
     """
 
-    experts: slice
-    part: tuple[slice, slice]
-    first: bool
-    saved: slice
-    shape: tuple[int, int]
+    activation: str
+    dropout_p: tuple[float, float]
+    seed: int
+    block_rows: int
+    acc: torch.dtype
 
+    def activate(self, z: Tensor, out: Tensor) -> Tensor:
+        """activation(z) in ``out``, which may be z."""
+        if self.activation == "gelu":
+            return _aten.gelu.out(z, out=out)
+        return ACTIVATIONS[self.activation][0](out.copy_(z))
 
-def _blocks(rows: Tensor, weight: Tensor, offsets: Tensor | None) -> list[_Block]:
-    """All rows that belong to an expert. NOTE: reads the offsets on the host."""
-    num_experts, hidden, _ = weight.shape
-    step = max(_MIN_ROWS, _BLOCK_NUMEL // max(1, hidden))
-    if offsets is None:
-        return list(_padded_blocks(rows, num_experts, hidden, step))
-    return list(_ragged_blocks(offsets.tolist(), hidden, step))
+    def d_activate(self, d_a: Tensor, z: Tensor) -> Tensor:
+        """d_a * activation'(z), in place of d_a; z stays as it is."""
+        if self.activation == "gelu":
+            return _aten.gelu_backward.grad_input(d_a, z, grad_input=d_a)
+        return d_a.copy_(ACTIVATIONS[self.activation][1](d_a, z.clone()))
 
-
-def _padded_blocks(rows, num_experts, hidden, step) -> Iterator[_Block]:
-    group = torch.get_num_threads()
-    for expert in range(0, num_experts, group):
-        experts = slice(expert, min(expert + group, num_experts))
-        for first in range(0, rows.shape[1], step):
-            span = slice(first, min(first + step, rows.shape[1]))
-            shape = (experts.stop - expert, span.stop - first)
-            # all experts' first rows, then all experts' next ones
-            begin = (num_experts * first + expert * shape[1]) * hidden
-            saved = slice(begin, begin + shape[0] * shape[1] * hidden)
-            yield _Block(experts, (experts, span), first == 0, saved, shape)
-
-
-def _ragged_blocks(ends, hidden, step) -> Iterator[_Block]:
-    start = 0
-    for expert, end in enumerate(ends):
-        for first in range(start, end, step):
-            span = slice(first, min(first + step, end))
-            saved = slice(first * hidden, span.stop * hidden)
-            yield _Block(
-                slice(expert, expert + 1),
-                (slice(0, 1), span),
-                first == start,
-                saved,
-                (1, span.stop - first),
-            )
-        start = end
-
-
-class _Scratch:
-    """One buffer for as many elements as the largest block has, lent out block by block."""
-
-    def __init__(self, like: Tensor, blocks: list[_Block], width: int, dtype: torch.dtype):
-        size = max((b.shape[0] * b.shape[1] for b in blocks), default=0)
-        self._buffer = like.new_empty(size * width, dtype=dtype)
-        self._width = width
-
-    def of(self, block: _Block) -> Tensor:
-        """(g, n, width), undefined."""
-        size = block.shape[0] * block.shape[1] * self._width
-        return self._buffer[:size].view(*block.shape, self._width)
-
-
-class _Dropout:
-    """The same masks for the same seed, however experts are put into blocks."""
-
-    def __init__(self, probabilities: tuple[float, float], seed: Tensor | None):
-        self._probabilities = probabilities
-        if any(probabilities):
-            self._seed, self._generator = int(seed), torch.Generator()
-
-    def scales(self, block: _Block, *likes: Tensor) -> list[Tensor | None]:
+    def masks(self, rows: slice, *likes: Tensor) -> list[Tensor | None]:
         """For the hidden values and the output of a block: 0 or 1 / (1 - p), None if p is 0."""
-        if not any(self._probabilities):
+        if not any(self.dropout_p):
             return [None, None]
-        shapes = zip(likes, self._probabilities, strict=True)
-        found = [torch.empty_like(x, dtype=_acc_dtype(x.dtype)) if p else None for x, p in shapes]
-        size = (block.saved.stop - block.saved.start) // block.shape[0]
-        for expert in range(block.shape[0]):
-            self._generator.manual_seed(self._seed + block.saved.start + expert * size)
-            for keep, p in zip(found, self._probabilities, strict=True):
-                if keep is not None:
-                    keep[expert].bernoulli_(1.0 - p, generator=self._generator)
-                    keep[expert].div_(1.0 - p)
+        generator = torch.Generator().manual_seed(self.seed + rows.start)
+        found: list[Tensor | None] = []
+        for like, p in zip(likes, self.dropout_p, strict=True):
+            keep = torch.empty_like(like, dtype=self.acc) if p > 0 else None
+            if keep is not None:
+                keep.bernoulli_(1.0 - p, generator=generator).div_(1.0 - p)
+            found.append(keep)
         return found
+
+    def blocks(self, span: tuple[int, int]) -> Iterator[slice]:
+        """Rows of an expert in blocks."""
+        begin, end = span
+        for first in range(begin, end, self.block_rows):
+            yield slice(first, min(first + self.block_rows, end))
+
+
+def _options(rows, hidden_dim, activation, dropout_p, seed) -> _Options:
+    half = rows.dtype in (torch.float16, torch.bfloat16)
+    return _Options(
+        activation,
+        dropout_p,
+        seed=0 if seed is None else int(seed),
+        block_rows=max(_MIN_ROWS, _BLOCK_NUMEL // max(1, hidden_dim)),
+        acc=torch.float32 if half else rows.dtype,
+    )
+
+
+def _spans(rows: Tensor, num_experts: int, offsets: Tensor | None) -> list[tuple[int, int]]:
+    """Begin and end of each expert's rows. NOTE: reads the offsets on the host."""
+    if offsets is None:
+        step = rows.shape[1]
+        return [(x * step, (x + 1) * step) for x in range(num_experts)]
+    ends = offsets.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _scratch(like: Tensor, spans, options: _Options, width: int, dtype) -> Tensor:
+    """For one block of any expert."""
+    rows = max((end - begin for begin, end in spans), default=0)
+    return like.new_empty((min(rows, options.block_rows), width), dtype=dtype)
 
 
 def _add_bias(h: Tensor, bias: Tensor, out: Tensor) -> Tensor:
-    """h (g, n, F) + bias (g, F) in fp32 (fp64 for fp64), in ``out``, which may be h."""
-    bias = bias.to(out.dtype)[:, None]
+    """h + bias in the dtype of ``out``, which may be h."""
     if h.dtype == out.dtype:
         return torch.add(h, bias, out=out)
     return out.copy_(h).add_(bias)
-
-
-def _bmm_into(out: Tensor, a: Tensor, b: Tensor, scratch: Tensor) -> None:
-    """out = a @ b; a strided output would be computed matrix by matrix, so it is copied instead."""
-    if out.is_contiguous():
-        torch.bmm(a, b, out=out)
-    else:
-        out.copy_(torch.bmm(a, b, out=scratch))
-
-
-def _as_3d(x: Tensor) -> Tensor:
-    return x if x.dim() == 3 else x[None]
-
-
-def _zero_tail(x: Tensor, offsets: Tensor | None) -> None:
-    if offsets is not None:
-        x[int(offsets[-1]) :] = 0
 
 
 def expert_ffn_fwd(
@@ -183,38 +128,42 @@ def expert_ffn_fwd(
         keep_hidden: whether a backward pass follows.
 
     Returns:
-        the output, like rows; what the backward pass needs of the hidden values, (rows * F,), or
-        empty without ``keep_hidden``.
+        the output, like rows; what the backward pass needs of the hidden values, (R, F), or (0, F)
+        without ``keep_hidden``.
     """
-    _, hidden_dim, model_dim = fc1_weight.shape
-    blocks = _blocks(rows, fc1_weight, offsets)
-    acc, dtype = _acc_dtype(rows.dtype), rows.dtype
-    num_rows = rows.numel() // max(1, model_dim)
-    saved = rows.new_empty(num_rows * hidden_dim if keep_hidden else 0)
-    products = _Scratch(rows, [] if keep_hidden else blocks, hidden_dim, dtype)
-    scratch = _Scratch(rows, blocks, hidden_dim, acc)
-    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    out_products = _Scratch(rows, blocks, model_dim, dtype)
-    rows_enM, out_enM = _as_3d(rows), _as_3d(out)
-    dropout = _Dropout(dropout_p, seed)
-    for block in blocks:
-        h = saved[block.saved].view(*block.shape, -1) if keep_hidden else products.of(block)
-        torch.bmm(rows_enM[block.part], fc1_weight[block.experts].transpose(1, 2), out=h)
-        # in fp32 the sum with the bias is saved, in half precision what it is computed from
-        z = _add_bias(h, fc1_bias[block.experts], h if dtype == acc else scratch.of(block))
-        a = _activate(activation, z, scratch.of(block))
-        y = out_products.of(block)
-        keep_a, keep_y = dropout.scales(block, a, y)
-        if keep_a is not None:
-            a.mul_(keep_a)
-        torch.bmm(a.to(dtype), fc2_weight[block.experts].transpose(1, 2), out=y)
-        if keep_y is None and dtype == acc:
-            _add_bias(y, fc2_bias[block.experts], out_enM[block.part])
-        else:
-            biased = _add_bias(y, fc2_bias[block.experts], torch.empty_like(y, dtype=acc))
-            out_enM[block.part] = biased if keep_y is None else biased.mul_(keep_y)
-    _zero_tail(out, offsets)
-    return out, saved
+    num_experts, hidden_dim, model_dim = fc1_weight.shape
+    options = _options(rows, hidden_dim, activation, dropout_p, seed)
+    acc, dtype = options.acc, rows.dtype
+    spans = _spans(rows, num_experts, offsets)
+    rows_RM = rows.reshape(-1, model_dim)
+    out_RM = torch.empty_like(rows_RM)
+    saved_RF = rows.new_empty((len(rows_RM) if keep_hidden else 0, hidden_dim))
+
+    def run(experts: Iterator[int]) -> None:
+        scratch = _scratch(rows, spans, options, hidden_dim, acc)
+        products = _scratch(rows, [] if keep_hidden else spans, options, hidden_dim, dtype)
+        for expert in experts:
+            for part in options.blocks(spans[expert]):
+                count = part.stop - part.start
+                h = saved_RF[part] if keep_hidden else products[:count]
+                torch.mm(rows_RM[part], fc1_weight[expert].t(), out=h)
+                # in fp32 the sum with the bias is saved, in half precision what it is made of
+                z = _add_bias(h, fc1_bias[expert], h if dtype == acc else scratch[:count])
+                a = options.activate(z, scratch[:count])
+                y = out_RM[part]
+                keep_a, keep_y = options.masks(part, a, y)
+                if keep_a is not None:
+                    a.mul_(keep_a)
+                torch.mm(a.to(dtype), fc2_weight[expert].t(), out=y)
+                biased = _add_bias(y, fc2_bias[expert], y if dtype == acc else y.to(acc))
+                if keep_y is not None:
+                    biased.mul_(keep_y)
+                if dtype != acc:
+                    y.copy_(biased)
+
+    share_out(run, num_experts)
+    out_RM[spans[-1][1] :] = 0
+    return out_RM.view(rows.shape), saved_RF
 
 
 def expert_ffn_bwd(
@@ -231,63 +180,60 @@ def expert_ffn_bwd(
         needs_rows, needs_params: a gradient that is not needed comes back with shape (0,).
     """
     num_experts, hidden_dim, model_dim = fc1_weight.shape
-    blocks = _blocks(rows, fc1_weight, offsets)
-    acc, dtype = _acc_dtype(rows.dtype), rows.dtype
-    scratch = _Scratch(rows, blocks, hidden_dim, acc)
-    sums = _Scratch(rows, [] if dtype == acc else blocks, hidden_dim, acc)
-    products = _Scratch(rows, blocks, hidden_dim, dtype)
-    row_products = _Scratch(rows, blocks, model_dim, dtype)
-    d_rows = rows.new_empty(rows.shape if needs_rows else 0)
+    options = _options(rows, hidden_dim, activation, dropout_p, seed)
+    acc, dtype = options.acc, rows.dtype
+    spans = _spans(rows, num_experts, offsets)
+    rows_RM, d_out_RM = rows.reshape(-1, model_dim), d_out.reshape(-1, model_dim)
+    d_rows_RM = rows.new_empty(rows_RM.shape if needs_rows else 0)
     d_w1, d_w2 = (w.new_empty(w.shape if needs_params else 0) for w in (fc1_weight, fc2_weight))
     d_b1, d_b2 = (
         b.new_zeros(b.shape if needs_params else 0, dtype=acc) for b in (fc1_bias, fc2_bias)
     )
-    rows_enM, d_out_enM, d_rows_enM = _as_3d(rows), _as_3d(d_out), _as_3d(d_rows)
-    if needs_params:
-        _zero_unreached((d_w1, d_w2), blocks, num_experts)
-    dropout = _Dropout(dropout_p, seed)
-    for block in blocks:
-        experts = block.experts
-        dy = d_out_enM[block.part]
-        z = saved[block.saved].view(*block.shape, -1)
-        if dtype != acc:
-            z = _add_bias(z, fc1_bias[experts], sums.of(block))
-        keep_a, keep_y = dropout.scales(block, z, dy)
-        if keep_y is not None:
-            dy = (dy * keep_y).to(dtype)
-        if needs_params:
-            d_b2[experts] += dy.sum(1, dtype=acc)
-            a = _activate(activation, z, scratch.of(block))
-            if keep_a is not None:
-                a.mul_(keep_a)
-            _accumulate(d_w2[experts], dy.transpose(1, 2), a.to(dtype), block.first)
-        d_a = torch.bmm(dy, fc2_weight[experts], out=products.of(block)).to(acc)
-        if keep_a is not None:
-            d_a.mul_(keep_a)
-        d_z = _d_activate(activation, d_a, z)
-        d_h = d_z.to(dtype)
-        if needs_params:
-            d_b1[experts] += d_z.sum(1)
-            _accumulate(d_w1[experts], d_h.transpose(1, 2), rows_enM[block.part], block.first)
-        if needs_rows:
-            d_part = d_rows_enM[block.part]
-            _bmm_into(d_part, d_h, fc1_weight[experts], row_products.of(block))
+
+    def run(experts: Iterator[int]) -> None:
+        scratch = _scratch(rows, spans, options, hidden_dim, acc)
+        sums = _scratch(rows, [] if dtype == acc else spans, options, hidden_dim, acc)
+        products = _scratch(rows, spans, options, hidden_dim, dtype)
+        for expert in experts:
+            totals = (d_w1[expert], d_w2[expert]) if needs_params else ()
+            if spans[expert][0] == spans[expert][1]:
+                for total in totals:
+                    total.zero_()
+            for part in options.blocks(spans[expert]):
+                count, first = part.stop - part.start, part.start == spans[expert][0]
+                dy, z = d_out_RM[part], saved[part]
+                if dtype != acc:
+                    z = _add_bias(z, fc1_bias[expert], sums[:count])
+                keep_a, keep_y = options.masks(part, z, dy)
+                if keep_y is not None:
+                    dy = (dy * keep_y).to(dtype)
+                if needs_params:
+                    d_b2[expert] += dy.sum(0, dtype=acc)
+                    a = options.activate(z, scratch[:count])
+                    if keep_a is not None:
+                        a.mul_(keep_a)
+                    _accumulate(totals[1], dy.t(), a.to(dtype), first)
+                d_a = torch.mm(dy, fc2_weight[expert], out=products[:count]).to(acc)
+                if keep_a is not None:
+                    d_a.mul_(keep_a)
+                d_z = options.d_activate(d_a, z)
+                d_h = d_z.to(dtype)
+                if needs_params:
+                    d_b1[expert] += d_z.sum(0)
+                    _accumulate(totals[0], d_h.t(), rows_RM[part], first)
+                if needs_rows:
+                    torch.mm(d_h, fc1_weight[expert], out=d_rows_RM[part])
+
+    share_out(run, num_experts)
     if needs_rows:
-        _zero_tail(d_rows, offsets)
-    return d_rows, d_w1, d_b1.to(fc1_bias.dtype), d_w2, d_b2.to(fc2_bias.dtype)
-
-
-def _zero_unreached(weights, blocks, num_experts) -> None:
-    """Gradients of experts without rows."""
-    reached = {x for b in blocks for x in range(b.experts.start, b.experts.stop)}
-    for expert in set(range(num_experts)) - reached:
-        for weight in weights:
-            weight[expert] = 0
+        d_rows_RM[spans[-1][1] :] = 0
+        d_rows_RM = d_rows_RM.view(rows.shape)
+    return d_rows_RM, d_w1, d_b1.to(fc1_bias.dtype), d_w2, d_b2.to(fc2_bias.dtype)
 
 
 def _accumulate(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """total = a @ b for the first block of an expert, total += a @ b for the next ones."""
     if first:
-        torch.bmm(a, b, out=total)
+        torch.mm(a, b, out=total)
     else:
-        total.baddbmm_(a, b)
+        total.addmm_(a, b)

@@ -1,5 +1,7 @@
 """The CPU's fused expert network against a loop over rows, and its gradients."""
 
+import threading
+
 import pytest
 import torch
 from helpers.assertions import assert_close
@@ -8,6 +10,7 @@ from torch.autograd import gradcheck
 from fairseq_tutel import ops, reference
 from fairseq_tutel.moe import ExpertRows, Experts
 from fairseq_tutel.reference import expert_ffn as module
+from fairseq_tutel.reference.threads import share_out
 
 E, N, M, F = 3, 5, 4, 6
 OFFSETS = {"padded": None, "ragged": [4, 4, 9], "full": [2, 9, 12], "empty": [0, 0, 0]}
@@ -67,21 +70,75 @@ def test_equals_a_loop_over_rows(layout, activation, blocks):
         assert_close(name, a, torch.zeros_like(a) if b is None else b, torch.float64)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_any_number_of_experts_in_a_block(threads, blocks, monkeypatch):
-    """One, some (the last block has fewer), and more than there are; and other threads backward."""
+@pytest.fixture
+def threads():
+    """Sets torch's threads, for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_any_number_of_threads(threads, blocks):
+    """Here alone, experts shared out, experts in turn; another number in the backward pass."""
     args, _ = tensors("padded")
     d_out = torch.randn(args[0].shape, dtype=torch.float64)
     options = {"activation": "gelu", "activation_dropout_p": 0.3, "dropout_p": 0.2, "seed": 3}
     results = []
-    for forward, backward in ((1, 1), (threads, threads), (threads, 1)):
-        monkeypatch.setattr(torch, "get_num_threads", lambda count=forward: count)
+    for forward, backward in ((1, 1), (3, 3), (2, 2), (3, 1)):
+        threads(forward)
         out = ops.expert_ffn(*args, **options)
-        monkeypatch.setattr(torch, "get_num_threads", lambda count=backward: count)
+        threads(backward)
         results.append([out, *torch.autograd.grad(out, args, d_out)])
+        assert torch.get_num_threads() == backward
     for got in results[1:]:
         for name, a, b in zip(("out", *NAMES), got, results[0], strict=True):
             assert_close(name, a, b, torch.float64)
+
+
+def test_experts_run_beside_each_other(threads):
+    """Each part once, on as many threads as torch has, each of them without threads of its own."""
+    threads(2)
+    seen, both = [], threading.Barrier(2, timeout=30)
+
+    def run(parts):
+        both.wait()
+        mine = list(parts)
+        seen.append((threading.get_ident(), mine, torch.get_num_threads(), torch.is_grad_enabled()))
+
+    share_out(run, 4)
+    assert sorted(part for _, mine, *_ in seen for part in mine) == [0, 1, 2, 3]
+    assert len({thread for thread, *_ in seen} - {threading.get_ident()}) == 2
+    assert [rest for *_, rest in seen] == [False, False] and {n for *_, n, _ in seen} == {1}
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_few_parts_stay_on_this_thread(threads, count):
+    """Then torch's own threads work inside the products."""
+    threads(2)
+    seen = []
+    share_out(lambda parts: seen.append((threading.get_ident(), list(parts))), count)
+    assert (threading.get_ident(), list(range(count))) in seen or count == 0
+
+
+def test_an_error_on_a_thread_is_raised_here(threads):
+    threads(2)
+
+    def run(parts):
+        for part in parts:
+            raise RuntimeError(f"part {part}")
+
+    with pytest.raises(RuntimeError, match="part"):
+        share_out(run, 4)
+
+
+def test_inference_mode(threads):
+    threads(3)
+    args, _ = tensors("padded", requires_grad=False)
+    want = ops.expert_ffn(*args, activation="gelu")
+    with torch.inference_mode():
+        got = ops.expert_ffn(*args, activation="gelu")
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -1,0 +1,58 @@
+"""Work that falls into independent parts, one thread each, in place of parallel loops inside.
+
+A parallel loop waits for its slowest thread at its end; a chain of short ones waits each time, and
+badly where another process uses a core. Threads that take whole parts from a queue wait once.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+
+def share_out(run: Callable[[Iterator[int]], None], count: int) -> None:
+    """Call ``run`` on iterators that together yield 0 to ``count - 1``, each number once.
+
+    With parts enough for torch's threads, ``run`` is called once on each of that many threads, on
+    which torch computes without further threads and without gradients; otherwise once, here.
+    """
+    # next() of this iterator is one step for the interpreter: no two threads get the same number
+    parts = iter(range(count))
+    threads = torch.get_num_threads()
+    if threads == 1 or (count % threads and count < 2 * threads):
+        run(parts)
+        return
+    pool = _pool(threads, os.getpid())
+    inference = torch.is_inference_mode_enabled()
+    jobs = [pool.submit(_in_mode, inference, run, parts) for _ in range(threads)]
+    for job in jobs:
+        job.result()
+
+
+def _in_mode(inference: bool, run, parts) -> None:
+    # modes are settings of each thread
+    with torch.inference_mode(inference), torch.no_grad():
+        run(parts)
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """Threads of this process; a forked child has none of its parent's and makes its own."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="fairseq_tutel-experts")
+    all_started = threading.Barrier(threads)
+
+    def settle():
+        torch.get_num_threads()  # the first look sets a thread to the default
+        all_started.wait()
+        torch.set_num_threads(1)
+
+    for ready in [pool.submit(settle) for _ in range(threads)]:
+        ready.result()
+    # that was for the pool's threads, but it also became the default of threads to come
+    torch.set_num_threads(threads)
+    return pool
