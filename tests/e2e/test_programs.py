@@ -100,7 +100,7 @@ def test_hydra_on_one_and_two_ranks(tmp_path):
         # the same 4 sequences per update, and no drops, which depend on how they are shared out
         overrides += ["optimization.max_update=6", f"dataset.batch_size={4 // ranks}"]
         overrides += ["model.dropout=0", "model.attention_dropout=0", "common.log_interval=1"]
-        overrides += ["model.moe_capacity_factor=0"]
+        overrides += ["+model.moe_capacity_factor=0"]
         output = run(launched(ranks, "fairseq-hydra-train", *TINY, *overrides))
         records = logged(output, "train_inner")
         losses.append([float(r["inner_loss"]) for r in records])
@@ -118,7 +118,7 @@ def test_hydra_on_one_and_two_ranks(tmp_path):
             "--moe-eval-capacity-token-fraction 0.5 and --moe-eval-capacity-factor 1.0",
         ),
         (["--moe-freq", "9"], "--moe-freq 9 makes no MoE layer among 2 layers"),
-        (["--moe-expert-count", "3"], "--moe-expert-count 3"),
+        (["--moe-expert-count", "3"], "--moe-expert-count=3 and a world size of 2"),
         (["--restore-file", "nowhere/x.pt"], "nowhere/x"),
         (["--amp"], "--amp is not supported"),
     ],
