@@ -67,11 +67,11 @@ def test_the_aux_loss_has_a_gradient_under_checkpointing():
     assert torch.equal(*added)
 
 
-# ---- gradient norm and clipping
+# ---- gradient norm, clipping, normalisation of expert gradients
 
 
 def _norms(cfg):
-    """(norm that the trainer reports, norm by hand, norm of what it leaves), clipped and not."""
+    """(norm that the trainer reports, norm by hand of what it leaves), clipped and not."""
     found = []
     for clip in (0.0, 0.05, 1e9):
         cfg.optimization.clip_norm = clip
@@ -92,36 +92,46 @@ def _norms(cfg):
     return found
 
 
+def _gradients(cfg, normalization):
+    cfg.model.moe_normalize_expert_grad = normalization
+    trainer = make_trainer(cfg)
+    trainer.train_step(own_batches(0, 4))
+    return gradients(trainer)
+
+
+def _by_experts(cfgs):
+    return {
+        experts: (_norms(cfg), *(_gradients(cfg, how) for how in ("world_size", "sqrt_world_size")))
+        for experts, cfg in cfgs.items()
+    }
+
+
+@functools.cache
+def by_experts(world_size, backend):
+    words = ("--moe-top-k", "1", "--ddp-backend", backend)
+    numbers = [experts for world, experts in WORLDS if world == world_size]
+    cfgs = {n: make_config("--moe-expert-count", str(n), *words) for n in numbers}
+    return run_ranks(_by_experts, world_size, cfgs)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world_size, experts", WORLDS)
 def test_gradient_norm_is_over_all_experts(world_size, experts, backend):
-    words = ("--moe-expert-count", str(experts), "--moe-top-k", "1", "--ddp-backend", backend)
-    cfg = make_config(*words)
-    for found in run_ranks(_norms, world_size, cfg):
-        (norm, by_hand), (clipped, after_clip), (free, after_free) = found
+    for found in by_experts(world_size, backend):
+        (norm, by_hand), (clipped, after_clip), (free, after_free) = found[experts][0]
         assert norm == pytest.approx(by_hand, rel=1e-5)
         assert clipped == pytest.approx(norm, rel=1e-6) and free == pytest.approx(norm, rel=1e-6)
         assert after_clip == pytest.approx(0.05, rel=1e-4)
         assert after_free == pytest.approx(norm, rel=1e-5)
 
 
-def _gradients(cfg):
-    trainer = make_trainer(cfg)
-    trainer.train_step(own_batches(0, 4))
-    return gradients(trainer)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world_size, experts", WORLDS)
 def test_sqrt_world_size_makes_expert_gradients_larger(world_size, experts, backend):
     """By the root of the number of ranks that exchange tokens; dense gradients stay."""
-    words = ("--moe-expert-count", str(experts), "--moe-top-k", "1", "--ddp-backend", backend)
-    plain, root = (
-        run_ranks(_gradients, world_size, make_config(*words, "--moe-normalize-expert-grad", how))
-        for how in ("world_size", "sqrt_world_size")
-    )
     factor = math.sqrt(min(world_size, experts))
-    for grads, root_grads in zip(plain, root, strict=True):
+    for found in by_experts(world_size, backend):
+        _, grads, root_grads = found[experts]
         for name, grad in grads.items():
             want = grad * factor if ".experts." in name else grad
             assert rms_ratio(root_grads[name], want) < 1e-5 or name.endswith("k_proj.bias"), name
