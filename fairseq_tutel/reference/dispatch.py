@@ -5,28 +5,36 @@ row (-1 = dropped) and ``pair_R`` is its inverse (-1 = unused row). No T x E x C
 cost and memory are O((T K + R) M).
 
 Rows are worked through in blocks that stay in the cache, so that gathering, scaling and the
-scalar products read and write memory once.
+scalar products read and write memory once; on a CPU threads take whole blocks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Elements per block of rows: 4 MiB of fp32. Smaller blocks start too many parallel regions.
-_BLOCK_NUMEL = 1 << 20
+from .threads import share_out
+
+# Elements per block of rows: 1 MiB of fp32.
+_BLOCK_NUMEL = 1 << 18
 
 
 def _acc_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _blocks(rows_RM: Tensor) -> Iterator[slice]:
+def _for_each_block(rows_RM: Tensor, function: Callable[[slice], None]) -> None:
+    """Call the function with blocks of row numbers that together are all rows."""
     num_rows, dim = rows_RM.shape
     step = max(1, _BLOCK_NUMEL // max(1, dim)) if rows_RM.device.type == "cpu" else num_rows
-    for start in range(0, num_rows, max(1, step)):
-        yield slice(start, min(start + step, num_rows))
+    starts = range(0, num_rows, max(1, step))
+
+    def run(numbers):
+        for number in numbers:
+            function(slice(starts[number], min(starts[number] + step, num_rows)))
+
+    share_out(run, len(starts))
 
 
 def _row_weight(weight_TK: Tensor, pair_R: Tensor, dtype: torch.dtype) -> Tensor:
@@ -67,15 +75,18 @@ def dispatch_fwd(
     if row_TK.numel() == 0:
         return x_TM.new_zeros((pair_R.shape[0], x_TM.shape[1]))
     token_R = pair_R.clamp(min=0) // row_TK.shape[1]
-    if weight_TK is None:
-        rows_RM = x_TM.index_select(0, token_R)
-    else:
-        rows_RM = x_TM.new_empty((pair_R.shape[0], x_TM.shape[1]))
-        weight_R1 = _row_weight(weight_TK, pair_R, x_TM.dtype)
-        for rows in _blocks(rows_RM):
+    rows_RM = x_TM.new_empty((pair_R.shape[0], x_TM.shape[1]))
+    weight_R1 = None if weight_TK is None else _row_weight(weight_TK, pair_R, x_TM.dtype)
+
+    def fill(rows):
+        if weight_R1 is None:
+            torch.index_select(x_TM, 0, token_R[rows], out=rows_RM[rows])
+        else:
             gathered = _gather(x_TM, token_R[rows], rows_RM[rows])
             torch.mul(gathered, weight_R1[rows], out=rows_RM[rows])
-    _zero_unused(rows_RM, pair_R)
+        _zero_unused(rows_RM[rows], pair_R[rows])
+
+    _for_each_block(rows_RM, fill)
     return rows_RM
 
 
@@ -121,21 +132,28 @@ def combine_fwd(
 
 
 def _gather_dot(
-    a_TM: Tensor, b_RM: Tensor, token_R: Tensor, weight_R1: Tensor | None
+    a_TM: Tensor, b_RM: Tensor, pair_R: Tensor, top_k: int, weight_TK: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
-    """Gathers a once: weight * a[token] as (R, M), None without weight, and <a[token], b>."""
+    """Gathers a once: weight * a[token] as (R, M), None without weight, and <a[token], b>.
+
+    Unused rows are zero in the first and hold anything in the second.
+    """
     acc = _acc_dtype(b_RM.dtype)
-    scaled_RM = None if weight_R1 is None else torch.empty_like(b_RM)
+    token_R = pair_R.clamp(min=0) // top_k
+    weight_R1 = None if weight_TK is None else _row_weight(weight_TK, pair_R, b_RM.dtype)
+    scaled_RM = None if weight_TK is None else torch.empty_like(b_RM)
     dot_R = b_RM.new_empty(b_RM.shape[0], dtype=acc)
-    scratch = b_RM.new_empty((2, *b_RM[next(_blocks(b_RM), slice(0))].shape), dtype=acc)
-    for rows in _blocks(b_RM):
-        product = scratch[0, : rows.stop - rows.start]
-        out = scratch[1, : rows.stop - rows.start] if scaled_RM is None else scaled_RM[rows]
+
+    def fill(rows):
+        b = b_RM[rows].to(acc)
+        out = torch.empty_like(b) if scaled_RM is None else scaled_RM[rows]
         gathered = _gather(a_TM, token_R[rows], out)
-        torch.mul(gathered, b_RM[rows].to(acc), out=product)
-        torch.sum(product, 1, out=dot_R[rows])
+        torch.sum(gathered * b, 1, out=dot_R[rows])
         if scaled_RM is not None:
             torch.mul(gathered, weight_R1[rows], out=scaled_RM[rows])
+            _zero_unused(scaled_RM[rows], pair_R[rows])
+
+    _for_each_block(b_RM, fill)
     return scaled_RM, dot_R
 
 
@@ -160,13 +178,11 @@ def combine_bwd(
     if row_TK.numel() == 0:
         d_rows_RM = rows_RM.new_zeros(rows_RM.shape if needs_rows else 0)
         return d_rows_RM, torch.zeros_like(weight_TK)
-    token_R = pair_R.clamp(min=0) // row_TK.shape[1]
-    weight_R1 = _row_weight(weight_TK, pair_R, rows_RM.dtype) if needs_rows else None
-    d_rows_RM, dot_R = _gather_dot(dy_TM, rows_RM, token_R, weight_R1)
+    d_rows_RM, dot_R = _gather_dot(
+        dy_TM, rows_RM, pair_R, row_TK.shape[1], weight_TK if needs_rows else None
+    )
     if d_rows_RM is None:
         d_rows_RM = rows_RM.new_empty(0)
-    else:
-        _zero_unused(d_rows_RM, pair_R)
     return d_rows_RM, _pair_values(dot_R, weight_TK, pair_R)
 
 
@@ -193,6 +209,5 @@ def dispatch_bwd(
         return d_x_TM, d_rows_RM.new_empty(0, dtype=torch.float32)
     if row_TK.numel() == 0:
         return d_x_TM, torch.zeros_like(weight_TK)
-    token_R = pair_R.clamp(min=0) // row_TK.shape[1]
-    _, dot_R = _gather_dot(x_TM, d_rows_RM, token_R, None)
+    _, dot_R = _gather_dot(x_TM, d_rows_RM, pair_R, row_TK.shape[1], None)
     return d_x_TM, _pair_values(dot_R, weight_TK, pair_R)

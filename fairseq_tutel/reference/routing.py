@@ -8,6 +8,8 @@ The gating follows GShard (Lepikhin et al. 2020, arXiv 2006.16668, algorithm 1) 
 import torch
 from torch import Tensor
 
+from .threads import small_on_one_thread
+
 # Up to this K, repeated argmax is cheaper than sorting every row.
 _MAX_ARGMAX_ROUNDS = 4
 # Up to this many one-hot entries, a cumulative sum beats a sort on CPU.
@@ -31,6 +33,7 @@ def _select(score_TE: Tensor, first_T1: Tensor, top_k: int) -> Tensor:
     return torch.cat(choices, dim=1)
 
 
+@small_on_one_thread
 def topk_gating_fwd(
     logits_TE: Tensor, top_k: int, *, noise_TE: Tensor | None = None, pad_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -72,6 +75,7 @@ def topk_gating_fwd(
     return masked_TK, gate_TK, prob_sum_E, entropy_sum, lse_T, expert_TK
 
 
+@small_on_one_thread
 def topk_gating_bwd(
     d_gate_TK: Tensor,
     d_prob_sum_E: Tensor,
@@ -109,6 +113,7 @@ def _rank_by_sort(expert_N: Tensor, count_E: Tensor) -> Tensor:
     return slot_N
 
 
+@small_on_one_thread
 def assign_slots(
     expert_TK: Tensor, num_experts: int, *, priority_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -145,6 +150,7 @@ def assign_slots(
     return slot_KT.t().contiguous(), count_KE.to(torch.int32)
 
 
+@small_on_one_thread
 def invert_rows(row_TK: Tensor, num_rows: int) -> Tensor:
     """Flat pair index t * K + k that occupies each row, (num_rows,) int32, -1 where unused.
 
