@@ -58,7 +58,8 @@ def routing_metrics(
     """Compute the metrics of one layer; the two times are zero.
 
     The reference divides overflow by the routed count and logs nan where it is zero; here it is 0.
-    Overflow of a top-1 layer is 0, as there. Choices after the second are in no metric.
+    Overflow of a top-1 layer is 0, as there. Padding that is not routed is on no expert; the
+    reference's histograms count it. Choices after the second are in no metric.
 
     Args:
         chosen_KE: [K, E], choices per expert before rejection by ``random`` (the reference's
