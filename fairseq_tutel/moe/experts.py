@@ -91,7 +91,7 @@ class Experts(nn.Module):
 
     def forward(self, batch: ExpertRows) -> torch.Tensor:
         """[e, N, M] (padded) or [R, M] (ragged) -> the same shape."""
-        if ops.fuses_expert_ffn(batch.rows.device):
+        if ops.on_cpu_threads(batch.rows.device):
             return self._fused(batch)
         fc1_weight, fc1_bias, fc2_weight, fc2_bias = self._params(batch.rows.dtype)
         hidden = self._product(batch, batch.rows, fc1_weight)

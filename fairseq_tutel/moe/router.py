@@ -84,6 +84,8 @@ class LinearGate(nn.Module):
             if self.fp32:
                 return _LogitsFp32.apply(x_TM, self.wg.weight)
             return nn.functional.linear(x_TM, self.wg.weight.to(x_TM.dtype)).float()
+        if ops.on_cpu_threads(x_TM.device):
+            return ops.gate_logits(x_TM, self.wg.weight)
         return self.wg(x_TM)
 
 

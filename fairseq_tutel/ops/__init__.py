@@ -6,9 +6,10 @@ Every function here is also ``torch.ops.fairseq_tutel.<name>``. What it computes
 """
 
 from .activation import bias_act
-from .backend import backend_for, get_backend, set_backend
+from .backend import backend_for, get_backend, on_cpu_threads, set_backend
 from .dispatch import combine, dispatch
-from .expert_ffn import expert_ffn, fuses_expert_ffn
+from .expert_ffn import expert_ffn
+from .gate import gate_logits
 from .grouped import grouped_linear
 from .routing import assign_slots, fast_cumsum_sub_one, invert_rows, topk_gating
 
@@ -20,10 +21,11 @@ __all__ = [
     "dispatch",
     "expert_ffn",
     "fast_cumsum_sub_one",
-    "fuses_expert_ffn",
+    "gate_logits",
     "get_backend",
     "grouped_linear",
     "invert_rows",
+    "on_cpu_threads",
     "set_backend",
     "topk_gating",
 ]

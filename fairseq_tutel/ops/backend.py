@@ -83,6 +83,13 @@ def backend_for(device: torch.device | str) -> str:
     return name
 
 
+def on_cpu_threads(device: torch.device) -> bool:
+    """Whether whole chains of work are shared out to threads, as ``expert_ffn`` and ``gate_logits``
+    do: with the torch backend on a CPU. A GPU computes them as products and kernels.
+    """
+    return device.type == "cpu" and backend_for(device) == "torch"
+
+
 def implementation(tensor: torch.Tensor) -> ModuleType:
     """The module that implements the operators for this tensor's device and dtype.
 

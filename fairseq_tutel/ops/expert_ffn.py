@@ -11,15 +11,6 @@ from torch import Tensor
 from fairseq_tutel import reference
 
 from .activation import check_activation, dropout_seed
-from .backend import backend_for
-
-
-def fuses_expert_ffn(device: torch.device) -> bool:
-    """Whether :func:`expert_ffn` is the way to compute experts on a device: the CPU's torch way.
-
-    A GPU computes them as batched products with :func:`~fairseq_tutel.ops.bias_act` between.
-    """
-    return device.type == "cpu" and backend_for(device) == "torch"
 
 
 @torch.library.custom_op("fairseq_tutel::expert_ffn", mutates_args=())
@@ -95,8 +86,9 @@ def expert_ffn(
 ) -> Tensor:  # fmt: skip
     """``dropout(fc2(dropout(activation(fc1(rows)))))`` of every expert on its own rows.
 
-    For CPUs (:func:`fuses_expert_ffn`). Keeps one buffer of R x F numbers for the backward pass,
-    none without gradients. All tensor arguments but ``offsets`` and ``seed`` are differentiable.
+    For CPUs (:func:`~fairseq_tutel.ops.on_cpu_threads`). Keeps one buffer of R x F numbers for the
+    backward pass, none without gradients. All tensor arguments but ``offsets`` and ``seed`` are
+    differentiable.
 
     Args:
         rows: (e, N, M), or (R, M) with ``offsets``.

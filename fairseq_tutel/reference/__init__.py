@@ -1,7 +1,7 @@
 """Pure-torch twins of every kernel: same names, same signatures, any device and dtype.
 
-``expert_ffn`` has no kernel: it is how a CPU computes what is a chain of products and kernels on a
-GPU.
+``expert_ffn`` and ``gate_logits`` have no kernels: they are how a CPU computes what products and
+kernels do on a GPU.
 
 They are the CPU backend, the yardstick of the kernel tests and the readable definition of each
 operator. The autograd formulas live in :mod:`fairseq_tutel.ops`; here a gradient is a plain
@@ -11,6 +11,7 @@ function (``*_bwd``), as it is in :mod:`fairseq_tutel.kernels`.
 from .activation import ACTIVATIONS, bias_act_bwd, bias_act_fwd
 from .dispatch import combine_bwd, combine_fwd, dispatch_bwd, dispatch_fwd
 from .expert_ffn import expert_ffn_bwd, expert_ffn_fwd
+from .gate import gate_logits_bwd, gate_logits_fwd
 from .routing import (
     assign_slots,
     fast_cumsum_sub_one,
@@ -31,6 +32,8 @@ __all__ = [
     "expert_ffn_bwd",
     "expert_ffn_fwd",
     "fast_cumsum_sub_one",
+    "gate_logits_bwd",
+    "gate_logits_fwd",
     "invert_rows",
     "topk_gating_bwd",
     "topk_gating_fwd",

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .threads import share_out
+from .threads import share_out, small_on_one_thread
 
 # Elements per block of rows: 1 MiB of fp32.
 _BLOCK_NUMEL = 1 << 18
@@ -90,17 +90,21 @@ def dispatch_fwd(
     return rows_RM
 
 
-def _bag_sum(rows_RM: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
-    """Weighted gather-sum in one pass by torch's embedding bag; dropped pairs are left out."""
+@small_on_one_thread
+def _bags(row_TK: Tensor, weight_TK: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(rows, offsets, weights) of an embedding bag per token, without dropped pairs."""
     valid_TK = row_TK >= 0
     if bool(valid_TK.all()):
-        return F.embedding_bag(row_TK, rows_RM, mode="sum", per_sample_weights=weight_TK)
+        return row_TK, None, weight_TK
     count_T = valid_TK.sum(dim=1, dtype=row_TK.dtype)
     offset_T = count_T.cumsum(0, dtype=row_TK.dtype) - count_T
-    weight_N = None if weight_TK is None else weight_TK[valid_TK]
-    return F.embedding_bag(
-        row_TK[valid_TK], rows_RM, offset_T, mode="sum", per_sample_weights=weight_N
-    )
+    return row_TK[valid_TK], offset_T, None if weight_TK is None else weight_TK[valid_TK]
+
+
+def _bag_sum(rows_RM: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
+    """Weighted gather-sum in one pass by torch's embedding bag; dropped pairs are left out."""
+    row, offset_T, weight = _bags(row_TK, weight_TK)
+    return F.embedding_bag(row, rows_RM, offset_T, mode="sum", per_sample_weights=weight)
 
 
 def _loop_sum(rows_RM: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:

@@ -35,7 +35,7 @@ CASES = {
 def both_ways(request, monkeypatch):
     """CPUs and GPUs compute the experts differently."""
     fused = request.param == "experts as one operator"
-    monkeypatch.setattr(ops, "fuses_expert_ffn", lambda device: fused)
+    monkeypatch.setattr(ops, "on_cpu_threads", lambda device: fused)
 
 
 def make_layer(dtype=torch.float64, **options):

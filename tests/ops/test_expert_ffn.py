@@ -283,7 +283,7 @@ def test_experts_are_the_same_either_way(ragged, monkeypatch):
     results = []
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr(ops, "fuses_expert_ffn", lambda device: False)
+            monkeypatch.setattr(ops, "on_cpu_threads", lambda device: False)
         x = rows.clone().requires_grad_()
         out = experts(ExpertRows(x, offsets))
         used = out if offsets is None else out[:9]
