@@ -63,10 +63,18 @@ class DenseMoE(nn.Module):
         self.expert_loop = expert_loop
 
     def forward(
-        self, x: Tensor, *, pad_mask=None, step=None, return_aux: bool = False
+        self,
+        x: Tensor,
+        *,
+        pad_mask=None,
+        step=None,
+        capacity_factor: float | None = None,
+        return_aux: bool = False,
     ) -> Tensor | tuple[Tensor, MoEAux]:
         """As ``MoELayer.forward`` in training mode; ``aux`` has a loss but no metrics (zeros)."""
         layer = self.layer
+        if capacity_factor is not None:
+            raise ValueError(f"capacity_factor={capacity_factor}: the dense form has a fixed one")
         x_TM = x.reshape(-1, x.shape[-1])
         if step is None:
             step = agree_step(x_TM.shape[0], layer.fingerprint(x.dtype), layer.groups)

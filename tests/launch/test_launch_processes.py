@@ -32,6 +32,8 @@ def start(*words, **variables):
     return subprocess.Popen(
         LAUNCH + list(words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=environment(**variables),
+        # a shell's background jobs, and so tests run by one, begin with SIGINT ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
