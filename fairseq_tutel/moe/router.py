@@ -1,7 +1,7 @@
 """The gate: from tokens to a :class:`RoutingPlan` and its losses.
 
-Numerics follow fairseq's ``moe`` branch (top1gate.py, top2gate.py) for K = 1 and 2; larger K extends
-its top-2 rules. Where those are wrong this module does the right thing:
+Numerics follow fairseq's ``moe`` branch (top1gate.py, top2gate.py) for K = 1 and 2; larger K
+extends its top-2 rules. Where those are wrong this module does the right thing:
 
 - fp32 gating there casts logits that a half-precision product has already rounded. Here half inputs
   are multiplied with fp32 accumulation and fp32 output.
