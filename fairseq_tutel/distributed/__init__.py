@@ -9,7 +9,7 @@ from .expert_params import (
     mark_expert,
     reduce_expert_grads,
 )
-from .groups import ExpertParallelGroups, build_groups, process_world
+from .groups import ExpertParallelGroups, build_groups, process_world, shared_groups
 from .handshake import StepAgreement, agree_step, any_rank, gather_texts, sum_over_ranks
 
 __all__ = [
@@ -29,5 +29,6 @@ __all__ = [
     "mark_expert",
     "process_world",
     "reduce_expert_grads",
+    "shared_groups",
     "sum_over_ranks",
 ]

@@ -8,22 +8,23 @@ import torch
 import torch.distributed as dist
 
 
-def to_device_of(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> torch.Tensor:
-    """Move a small control tensor to a device that the group's backend can communicate from."""
-    if dist.get_backend(group) == "nccl":
-        return tensor.cuda()
-    return tensor
+def control_device(group: dist.ProcessGroup | None = None) -> str:
+    """``cuda`` or ``cpu``: where small control tensors of a group live.
+
+    The CPU where the group can talk from there (gloo, and the default of ``init_process_group``,
+    which has a backend for each), so that the GPU need not be waited for.
+    """
+    return "cuda" if dist.get_backend(group) in ("nccl", "cuda:nccl") else "cpu"
 
 
 def gather_integers(
     values: Sequence[int], group: dist.ProcessGroup | None = None
 ) -> list[list[int]]:
     """The integers of every rank of a group, in rank order. Collective; as many on each rank."""
-    mine = to_device_of(group, torch.tensor(values, dtype=torch.int64))
-    size = dist.get_world_size(group)
-    everyone = mine.new_empty(size * mine.numel())
-    dist.all_gather_into_tensor(everyone, mine, group=group)
-    return everyone.view(size, -1).tolist()
+    mine = torch.tensor(values, dtype=torch.int64, device=control_device(group))
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return torch.stack(everyone).tolist()
 
 
 def refuse_differences(name: str, values: Sequence[int], first_rank: int = 0) -> None:

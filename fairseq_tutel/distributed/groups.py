@@ -12,6 +12,7 @@ position in their blocks are replicas of one expert, whose gradients are average
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,11 @@ import torch.distributed as dist
 
 from ..config import check_divisible
 from .control import gather_integers, refuse_differences
+
+# Default process group -> number of experts -> groups; gone with the process group.
+_shared: weakref.WeakKeyDictionary[Any, dict[int, ExpertParallelGroups]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def process_world() -> tuple[int, int]:
@@ -103,10 +109,18 @@ def build_groups(num_experts: int, *, simulate_world_size: int = 0) -> ExpertPar
             num_replicas=max(1, simulate_world_size // num_experts),
             simulated=True,
         )
+    _agree_on_experts(num_experts, world_size)
+    return _make_groups(num_experts, rank, world_size)
+
+
+def _agree_on_experts(num_experts: int, world_size: int) -> None:
     check_divisible(num_experts, world_size)
     if world_size > 1:
         counts = [row[0] for row in gather_integers([num_experts])]
         refuse_differences("the number of experts", counts)
+
+
+def _make_groups(num_experts: int, rank: int, world_size: int) -> ExpertParallelGroups:
     ep_size = min(num_experts, world_size)
     blocks = [range(i, i + ep_size) for i in range(0, world_size, ep_size)]
     replicas = [range(i, world_size, ep_size) for i in range(ep_size)]
@@ -119,6 +133,21 @@ def build_groups(num_experts: int, *, simulate_world_size: int = 0) -> ExpertPar
         ep_group=_my_group(blocks, rank),
         replica_group=_my_group(replicas, rank),
     )
+
+
+def shared_groups(num_experts: int) -> ExpertParallelGroups:
+    """:func:`build_groups`, with one set of process groups for all layers of the same E.
+
+    A communicator costs GPU memory and time to connect. Every call is collective.
+    """
+    rank, world_size = process_world()
+    _agree_on_experts(num_experts, world_size)
+    if world_size == 1:
+        return _make_groups(num_experts, rank, world_size)
+    by_count = _shared.setdefault(dist.group.WORLD, {})
+    if num_experts not in by_count:
+        by_count[num_experts] = _make_groups(num_experts, rank, world_size)
+    return by_count[num_experts]
 
 
 def _my_group(partition, rank):

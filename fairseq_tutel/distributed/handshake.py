@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .control import gather_integers, refuse_differences
+from .control import control_device, gather_integers, refuse_differences
 from .groups import ExpertParallelGroups, process_world
 
 
@@ -60,7 +60,7 @@ def gather_texts(text: str | None) -> list[str | None]:
     _, world_size = process_world()
     if world_size == 1:
         return [text]
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = control_device()
     data = b"" if text is None else b"+" + text.encode()
     size = torch.tensor([len(data)], device=device)
     sizes = [torch.empty_like(size) for _ in range(world_size)]

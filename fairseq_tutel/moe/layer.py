@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..config import MoEConfig
-from ..distributed import ExpertParallelGroups, StepAgreement, agree_step, build_groups
+from ..distributed import ExpertParallelGroups, StepAgreement, agree_step, shared_groups
 from ..distributed.timing import ExchangeTimer
 from .dispatcher import dispatch_and_combine
 from .experts import ExpertList, Experts
@@ -71,7 +71,7 @@ class MoELayer(nn.Module):
     ):
         super().__init__()
         self.config = MoEConfig(num_experts=num_experts, top_k=top_k, **routing)
-        self.groups = groups if groups is not None else build_groups(num_experts)
+        self.groups = groups if groups is not None else shared_groups(num_experts)
         if self.groups.num_experts != num_experts:
             raise ValueError(
                 f"groups were built for {self.groups.num_experts} experts, the layer has "

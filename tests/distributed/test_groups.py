@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 from helpers.distributed import run_ranks
 
-from fairseq_tutel.distributed import build_groups, process_world
+from fairseq_tutel.distributed import build_groups, process_world, shared_groups
 
 # W=4: experts -> (exchange size, replicas, experts of each rank, exchange and replica partners)
 PLACEMENT = {
@@ -45,7 +45,7 @@ def _indivisible():
         raise AssertionError("a collective call before the check")
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("new_group", "all_reduce", "all_gather_into_tensor", "barrier"):
+        for name in ("new_group", "all_reduce", "all_gather", "barrier"):
             patch.setattr(dist, name, refuse)
         with pytest.raises(ValueError, match="5 experts cannot be spread over 2 ranks"):
             build_groups(5)
@@ -84,3 +84,19 @@ def test_different_expert_counts_are_named():
     """Groups of different ranks would be waited for until the time limit."""
     for message in run_ranks(_different_expert_counts, 4, timeout=30):
         assert "2 on ranks [0]" in message and "4 on ranks [1, 2, 3]" in message
+
+
+def _share(file):
+    rank, _ = process_world()
+    first, second, other = shared_groups(4), shared_groups(4), shared_groups(2)
+    assert second is first and other is not first
+    with pytest.raises(ValueError, match="4 on ranks .1.; 8 on ranks .0."):
+        shared_groups(4 if rank else 8)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    dist.barrier(shared_groups(4).ep_group)  # not the destroyed one
+    return True
+
+
+def test_layers_of_one_size_share_their_groups(tmp_path):
+    assert run_ranks(_share, 2, tmp_path / "store") == [True, True]
