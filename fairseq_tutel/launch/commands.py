@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fairseq_tutel.launch.hydra import config_file, override_name, value_in_file, working_directory
+
 # fairseq's console scripts, and what this launcher has to know about them.
 #   grouped: main() runs under call_main(), which makes a process group
 #   sharded: main() only reads world size and rank, to take its share of the data
@@ -62,8 +64,8 @@ class Command:
     def _given_override(self, key: str) -> str | None:
         value = None
         for word in self.arguments:
-            name, equals, text = word.partition("=")
-            if equals and name.lstrip("+") == self.spelled(key):
+            _, equals, text = word.partition("=")
+            if equals and override_name(word) == self.spelled(key):
                 value = text.strip("'\"")
         return value
 
@@ -168,31 +170,11 @@ def _require(command: Command, key: str, ours: str, why: str) -> None:
         raise ValueError(f"{command.spelled(key)}={user} contradicts {why} ({ours})")
 
 
-def _flag_value(command: Command, *flags: str) -> str | None:
-    for i, word in enumerate(command.arguments):
-        name, equals, text = word.partition("=")
-        if name in flags and equals:
-            return text
-        if word in flags and i + 1 < len(command.arguments):
-            return command.arguments[i + 1]
-    return None
-
-
 def _from_config_file(command: Command, key: str) -> tuple[str, str] | None:
-    """What the Hydra config file itself states for `key` in its section, and the file's name.
-
-    Only Hydra can compose a configuration; this finds a plain ``key: value`` in the primary file.
-    """
-    folder = _flag_value(command, "--config-dir", "-cd", "--config-path", "-cp")
-    name = _flag_value(command, "--config-name", "-cn")
-    if command.kind != "hydra" or folder is None or name is None:
-        return None
-    path = Path(folder) / (name if name.endswith((".yaml", ".yml")) else name + ".yaml")
-    if not path.is_file():
-        return None
-    section = rf"^{_SECTION[key]}:[ \t]*\n(?:(?:[ \t#].*)?\n)*?"
-    match = re.search(rf"{section}[ \t]+{key}:[ \t]*([^\s#]+)", path.read_text(), re.MULTILINE)
-    return (match[1], str(path)) if match else None
+    """What the Hydra config file itself states for `key` in its section, and the file's name."""
+    path = config_file(command.arguments) if command.kind == "hydra" else None
+    value = value_in_file(path, _SECTION[key], key) if path else None
+    return (value, str(path)) if value is not None else None
 
 
 def use_cpu(command: Command, num_gpus: int) -> bool:
@@ -275,6 +257,7 @@ def with_options(command: Command, options: Mapping[str, str | None]) -> list[st
     words = list(command.arguments)
     if command.kind == "hydra":
         added = [f"{command.spelled(k)}={'true' if v is None else v}" for k, v in options.items()]
+        added += working_directory(words)
         # Hydra's parser takes the overrides as one block: words after a flag would be refused.
         last = max(
             (i for i, w in enumerate(words)

@@ -12,6 +12,8 @@ from fairseq_tutel.launch.commands import (
     with_options,
 )
 
+STAY_HERE = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
+
 
 @pytest.fixture
 def path(tmp_path):
@@ -110,8 +112,28 @@ def test_hydra_overrides_join_the_users_block(path):
         "distributed_training.distributed_init_method=env://",
         "distributed_training.distributed_rank=1",
         "distributed_training.distributed_no_spawn=true",
-        "distributed_training.distributed_backend=gloo", "common.cpu=true",
+        "distributed_training.distributed_backend=gloo", "common.cpu=true", *STAY_HERE,
     ]
+
+
+def test_hydra_stays_in_its_directory_unless_the_user_chose_one(path, tmp_path):
+    """Hydra's own default is a directory of its own for every rank."""
+    for name, text in (("own", "hydra:\n  run:\n    dir: /elsewhere\n"),
+                       ("flag", "hydra:\n  # why\n  job:\n    chdir: true\n"),
+                       ("plain", "common:\n  dir: x\nhydra:\n  verbose: true\n")):
+        (tmp_path / f"{name}.yaml").write_text(text)
+
+    def added(words):
+        command = command_of("fairseq-hydra-train " + words, path)
+        return with_options(command, {})[1 + len(words.split()):]
+
+    file = f"--config-dir {tmp_path} --config-name"
+    for words in (file + " plain", "--config-name absent", "task.data=d"):
+        assert added(words) == STAY_HERE
+    for words in (file + " own", file + " flag", "hydra.run.dir=/d", "+hydra.job.chdir=true",
+                  "--multirun model.x=1,2"):
+        assert added(words) == []
+    assert added("hydra.output_subdir=log") == [STAY_HERE[0], STAY_HERE[2]]
 
 
 def test_hydra_without_overrides_and_with_a_flags_value_like_one(path):
@@ -265,9 +287,9 @@ def test_fairseqs_configuration_and_hydras_parser_know_every_override(path):
     command = command_of("fairseq-hydra-train task.data=d --config-dir c --config-name n", path)
     words = with_options(command, options(command, 3, 4, 1))[1:]
     overrides = hydra_utils.get_args_parser().parse_args(words).overrides
-    assert len(overrides) == 8
+    assert len(overrides) == 11 and overrides[8:] == STAY_HERE
     sections = {"distributed_training": configs.DistributedTrainingConfig,
                 "common": configs.CommonConfig}
-    for override in overrides[1:]:
+    for override in overrides[1:8]:
         section, key = override.split("=")[0].split(".")
         assert key in sections[section].__dataclass_fields__

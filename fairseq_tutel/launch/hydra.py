@@ -1,0 +1,65 @@
+"""What a fairseq-hydra-train command says, read from its words and its config file.
+
+Only Hydra can compose a configuration; this finds plain values in the primary file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+# Where the command itself runs, as fairseq's own config.yaml has it, and no files of Hydra's.
+# Hydra's default is a new folder for every process, named after the second it started in: no rank
+# then finds another's checkpoints under a relative save_dir, nor its own of the last run.
+STAY_HERE = {
+    "hydra.run.dir": "hydra.run.dir=.",
+    "hydra.output_subdir": "hydra.output_subdir=null",
+    "hydra/job_logging": "hydra/job_logging=stdout",
+}
+_CHOOSE_DIRECTORY = ("hydra.run.dir", "hydra.job.chdir")
+
+
+def flag_value(words: Sequence[str], *flags: str) -> str | None:
+    """The value of the first of `flags` among a command's words, as ``--flag value`` or ``=``."""
+    for i, word in enumerate(words):
+        name, equals, text = word.partition("=")
+        if name in flags and equals:
+            return text
+        if word in flags and i + 1 < len(words):
+            return words[i + 1]
+    return None
+
+
+def override_name(word: str) -> str:
+    """``model.x`` of ``+model.x=1``; the word itself where it is no override."""
+    return word.partition("=")[0].lstrip("+")
+
+
+def config_file(words: Sequence[str]) -> Path | None:
+    """The primary config file that the words name, None unless it is there."""
+    folder = flag_value(words, "--config-dir", "-cd", "--config-path", "-cp")
+    name = flag_value(words, "--config-name", "-cn")
+    if folder is None or name is None:
+        return None
+    path = Path(folder) / (name if name.endswith((".yaml", ".yml")) else name + ".yaml")
+    return path if path.is_file() else None
+
+
+def value_in_file(path: Path, section: str, key: str) -> str | None:
+    """What the file states for `key`, at any depth, under the top-level `section`."""
+    lines = rf"^{section}:[ \t]*\n(?:(?:[ \t#].*)?\n)*?"
+    match = re.search(rf"{lines}[ \t]+{key}:[ \t]*([^\s#]+)", path.read_text(), re.MULTILINE)
+    return match[1].strip("'\"") if match else None
+
+
+def working_directory(words: Sequence[str]) -> list[str]:
+    """Overrides that keep the command in the directory it was called in; none where the user's
+    overrides or config file choose one, or a sweep gives every job its own."""
+    given = {override_name(word) for word in words if "=" in word}
+    path = config_file(words)
+    if given & set(_CHOOSE_DIRECTORY) or {"-m", "--multirun"} & set(words):
+        return []
+    if path is not None and any(value_in_file(path, "hydra", key) for key in ("dir", "chdir")):
+        return []
+    return [override for name, override in STAY_HERE.items() if name not in given]
