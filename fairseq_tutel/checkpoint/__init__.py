@@ -20,6 +20,7 @@ from .load import SetReader, load_for_rank
 from .reshard import merge, reshard
 from .state import split_state
 from .store import (
+    check_shared_directory,
     copy_set,
     find_sets,
     recover,
@@ -35,6 +36,7 @@ __all__ = [
     "Ranks",
     "SetReader",
     "check_divisible",
+    "check_shared_directory",
     "concat_experts",
     "copy_set",
     "count_rank_files",

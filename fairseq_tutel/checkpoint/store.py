@@ -11,6 +11,8 @@ import json
 import os
 import re
 import shutil
+import socket
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -148,6 +150,43 @@ def recover_directory(
 
     ranks = Ranks(rank, world_size, agree)
     ranks.together(f"recovering {directory}", lambda: _on_first(rank, recover_all))
+
+
+def check_shared_directory(
+    directory: str, *, rank: int = 0, world_size: int = 1, agree: Agree | None = None
+) -> None:
+    """Find out before a run, not at its first save, whether all ranks write to one folder.
+
+    Raises:
+        CheckpointError: on every rank; names the ranks that see another folder, and both paths.
+    """
+    ranks = Ranks(rank, world_size, agree)
+    here = os.path.abspath(directory)
+
+    def leave_a_mark() -> str | None:
+        if rank != 0:
+            return None
+        os.makedirs(here, exist_ok=True)
+        handle, path = tempfile.mkstemp(prefix=".one-folder-for-all-ranks-", dir=here)
+        os.close(handle)
+        return path
+
+    path = ranks.together("writing to the save dir", leave_a_mark)[0]
+    name = os.path.basename(path)
+
+    def look() -> None:
+        if not os.path.exists(os.path.join(here, name)):
+            raise CheckpointError(
+                f"{here} on {socket.gethostname()} is not the save dir of rank 0, "
+                f"{os.path.dirname(path)}; all ranks must write to one folder of a shared file "
+                "system"
+            )
+
+    try:
+        ranks.together("checking the save dir", look)
+    finally:
+        if rank == 0:
+            os.remove(path)
 
 
 def set_exists(path: str) -> bool:

@@ -74,6 +74,11 @@ class TransformerLMGPTMoE(TransformerLanguageModel):
         groups = routing = None
         if args.moe_freq and args.alternate_decoder_ffn_embed_dim <= 0:
             num_experts = args.moe_expert_count or world_size
+            if num_experts == 1 and not args.moe_expert_count:
+                logger.warning(
+                    "1 expert per MoE layer (by default as many as ranks): as good as a dense "
+                    "model; --moe-expert-count says how many"
+                )
             routing = moe_config(args, num_experts)
             groups = build_groups(num_experts, simulate_world_size=args.moe_simulate_world_size)
             ops.set_backend(str(args.moe_backend))

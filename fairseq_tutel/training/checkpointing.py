@@ -19,6 +19,7 @@ from fairseq.data import data_utils
 from fairseq.logging import meters, metrics
 
 from ..checkpoint import (
+    check_shared_directory,
     copy_set,
     find_sets,
     load_for_rank,
@@ -121,6 +122,8 @@ class CheckpointMixin:
         path = filename.replace(f"{_SUFFIX}.pt", ".pt")
         rank, world_size = process_world()
         world = {"rank": rank, "world_size": world_size, "agree": gather_texts}
+        if world_size > 1 and not self.cfg.checkpoint.no_save:
+            check_shared_directory(self.cfg.checkpoint.save_dir, **world)
         recover_directory(self.cfg.checkpoint.save_dir, **world)
         if not _seen_by_all(path):
             if self.cfg.checkpoint.restore_file != "checkpoint_last.pt":
@@ -151,6 +154,13 @@ class CheckpointMixin:
         return extra_state
 
     def _load_weights(self, state, path):
+        saved = (state.get("moe_checkpoint") or {}).get("num_experts")
+        experts = self._model.moe_groups.num_experts
+        if saved not in (None, experts):
+            raise ValueError(
+                f"{path} has {saved} experts in each MoE layer, this model has {experts}: give "
+                f"--moe-expert-count {saved}"
+            )
         if state["optimizer_history"] and "num_updates" in state["optimizer_history"][-1]:
             self.model.set_num_updates(state["optimizer_history"][-1]["num_updates"])
         try:
@@ -159,20 +169,23 @@ class CheckpointMixin:
                 self.get_criterion().load_state_dict(state["criterion"], strict=True)
         except (RuntimeError, TypeError) as error:
             raise ValueError(
-                f"{path} does not fit this model; check that the architectures match: {error}"
+                f"{path} does not fit this model; check that the architectures match: "
+                f"{_shortened(str(error))}"
             ) from error
         del state["model"]  # free the memory before the optimizer's state is read
 
     def _load_optimizer(self, optimizer_state, last, reset_lr_scheduler, overrides):
         self._build_optimizer()  # anew: it may have copied the parameters
-        for what, stored, mine in (
-            ("criterion", last["criterion_name"], type(self.get_criterion()).__name__),
-            ("optimizer", last["optimizer_name"], type(self.optimizer).__name__),
+        criterion, optimizer = type(self.get_criterion()).__name__, type(self.optimizer).__name__
+        precisions = "--optimizer, --fp16, --bf16, --memory-efficient-fp16 or -bf16 choose it"
+        for what, stored, mine, chosen_by in (
+            ("criterion", last["criterion_name"], criterion, "--criterion chooses it"),
+            ("optimizer", last["optimizer_name"], optimizer, precisions),
         ):
             if stored != mine:
                 raise ValueError(
-                    f"the checkpoint was trained with {what} {stored}, this run uses {mine}: go on "
-                    "with that one, or use --reset-optimizer"
+                    f"the checkpoint was trained with {what} {stored}, this run uses {mine} "
+                    f"({chosen_by}): go on with that one, or use --reset-optimizer"
                 )
         if not reset_lr_scheduler:
             self.lr_scheduler.load_state_dict(last["lr_scheduler_state"])
@@ -217,10 +230,18 @@ def _seen_by_all(path) -> bool:
     return not missing
 
 
+def _shortened(text: str, lines: int = 6, width: int = 300) -> str:
+    """The beginning of a message that may name every tensor of a model."""
+    rows = text.split("\n")
+    cut = [row if len(row) <= width else f"{row[:width]} ..." for row in rows[:lines]]
+    return "\n".join(cut + [f"... and {len(rows) - lines} more lines"][: len(rows) > lines])
+
+
 def _on_cpu(state):
-    """The state with its tensors on the CPU, each in its own dtype (fairseq's move_to_cpu makes
-    half
-    tensors fp32, which doubles files and memory)."""
+    """The state with its tensors on the CPU, each in its own dtype.
+
+    fairseq's move_to_cpu makes half tensors fp32, which doubles files and memory.
+    """
     return utils.apply_to_sample(lambda tensor: tensor.cpu(), state)
 
 

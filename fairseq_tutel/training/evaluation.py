@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
+import logging
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -20,10 +22,17 @@ from ..checkpoint import (
     recover,
     set_exists,
 )
+from ..criterions.moe_cross_entropy import MoECrossEntropyCriterionConfig
 from ..distributed import any_rank, process_world, sum_over_ranks
 from ..models import TransformerLMGPTMoEConfig
 
+logger = logging.getLogger(__name__)
+
 _ARCH = "transformer_lm_gpt_moe"
+_OPTIONS = {
+    *TransformerLMGPTMoEConfig.__dataclass_fields__,
+    *MoECrossEntropyCriterionConfig.__dataclass_fields__,
+}
 
 
 def shared_file(path: str) -> str | None:
@@ -32,9 +41,8 @@ def shared_file(path: str) -> str | None:
         return None
     shared = CheckpointSet.from_path(path).shared_path
     if not os.path.exists(shared):
-        recover(
-            path
-        )  # a save that was committed, and then interrupted before its files were renamed
+        # a save that was committed, and then interrupted before its files were renamed
+        recover(path)
     return shared if os.path.exists(shared) else None
 
 
@@ -57,7 +65,15 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
 
     Checkpoints of fairseq's ``moe`` branch name a dense architecture and MoE options; they become
     ``transformer_lm_gpt_moe``.
+
+    Raises:
+        ValueError: an override of an MoE option that there is not (fairseq ignores it).
     """
+    for name in arg_overrides or ():
+        if name.startswith("moe_") and name not in _OPTIONS:
+            close = difflib.get_close_matches(name, _OPTIONS, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"--model-overrides: there is no option {name}{hint}")
     rank, world_size = process_world()
     state = load_for_rank(path, rank=rank, world_size=world_size, with_optimizer=False)
     args = state.get("args")
@@ -68,7 +84,7 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
             args.arch = _ARCH
     if state.get("cfg") is not None:
         state["cfg"] = OmegaConf.create(state["cfg"], flags={"allow_objects": True})
-        for name in set(arg_overrides or ()) & set(TransformerLMGPTMoEConfig.__dataclass_fields__):
+        for name in set(arg_overrides or ()) & _OPTIONS:
             # fairseq overwrites what is there, and older checkpoints lack newer options
             state["cfg"].model.setdefault(name, None)
         if arg_overrides:
@@ -85,22 +101,44 @@ def in_step(eval_lm):
     experts are needed until the last: each batch is preceded by a word on whether anybody still has
     one, and a rank that has none joins in with a single token. The scores are added over the ranks;
     stock reports those of rank 0 alone.
+
+    Raises:
+        ValueError: no token was scored (fairseq leaves out blocks that are longer than the model's
+            positions, and calls the perplexity of nothing 1).
     """
 
     @functools.wraps(eval_lm)
     def eval_lm_in_step(models, source_dictionary, batch_iterator, *args, **kwargs):
-        spread = [m for m in models if _communicates(m)]
-        if not spread:
+        if not any(hasattr(m, "moe_groups") for m in models):
             return eval_lm(models, source_dictionary, batch_iterator, *args, **kwargs)
         count = _TokenCount(source_dictionary, *args, **kwargs)
-        batches = _batches_in_step(batch_iterator, models, source_dictionary.eos(), count)
+        spread = any(_communicates(model) for model in models)
+        batches = _counted(batch_iterator, count)
+        if spread:
+            batches = _in_step(batches, models, source_dictionary.eos())
         local = eval_lm(models, source_dictionary, batches, *args, **kwargs)
+        if not spread:
+            _refuse_nothing(count.total, models)
+            return local
         device = next(models[0].parameters()).device
         score, tokens = sum_over_ranks([float(local["loss"]) * count.total, count.total], device)
-        loss = score / max(tokens, 1)
+        _refuse_nothing(tokens, models)
+        rank, world_size = process_world()
+        if rank == 0:
+            logger.info("All %d ranks together evaluated %s tokens", world_size, f"{tokens:,.0f}")
+        loss = score / tokens
         return {"loss": loss, "perplexity": 2**loss}
 
     return eval_lm_in_step
+
+
+def _refuse_nothing(tokens: float, models) -> None:
+    if not tokens:
+        limit = min(model.max_positions() for model in models)
+        raise ValueError(
+            "no token was evaluated: the subset is empty, or its blocks are longer than the "
+            f"{limit} positions of the model; give --tokens-per-sample {limit} or less"
+        )
 
 
 def on_one_rank(main):
@@ -127,13 +165,18 @@ def _communicates(model) -> bool:
     return groups is not None and groups.communicates
 
 
-def _batches_in_step(batches: Iterable, models, filler: int, count):
-    device = next(models[0].parameters()).device
+def _counted(batches: Iterable, count):
     for batch in batches:
         if "net_input" in batch:
-            any_rank(True, device)
             count.add(batch)
             yield batch
+
+
+def _in_step(batches: Iterable, models, filler: int):
+    device = next(models[0].parameters()).device
+    for batch in batches:
+        any_rank(True, device)
+        yield batch
     token = torch.full((1, 1), filler, dtype=torch.int64, device=device)
     while any_rank(False, device):
         for model in models:

@@ -1,4 +1,4 @@
-"""The one place that changes fairseq: five guarded replacements, each where fairseq has no seam.
+"""The one place that changes fairseq: six guarded replacements, each where fairseq has no seam.
 
 Every replacement asks first whether experts are involved and calls the original if not, so that
 dense models behave as before. ``install`` can be called any number of times.
@@ -6,13 +6,15 @@ dense models behave as before. ``install`` can be called any number of times.
 1. ``Trainer.__new__``: fairseq_cli.train names its Trainer class directly; a model with experts
    gets a :class:`MoETrainer`, whichever module the name was imported into.
 2. ``checkpoint_utils.save_checkpoint``: copies and removes single files; with experts a checkpoint
-is a set. 3. ``checkpoint_utils.load_checkpoint_to_cpu`` and
-``get_maybe_sharded_checkpoint_filename``: look for one
-   file; the path of a set leads to its parts.
+   is a set.
+3. ``checkpoint_utils.load_checkpoint_to_cpu`` and ``get_maybe_sharded_checkpoint_filename``: look
+   for one file; the path of a set leads to its parts.
 4. ``fairseq_cli.eval_lm.eval_lm`` and ``fairseq_cli.validate.main``: assume that ranks do not
    need each other. The first is made to; the second refuses several ranks.
 5. ``options.CommonEvalConfig``: knows no ``--is-moe``, which published commands pass; it is
    accepted and has no effect, since the files tell.
+6. ``sys.excepthook`` of fairseq's programs: errors that this package raises for a user's mistake
+   are told in one line (:mod:`.errors`).
 """
 
 import functools
@@ -24,7 +26,7 @@ from fairseq.dataclass.configs import CommonEvalConfig
 from fairseq.trainer import Trainer
 
 from .. import optim
-from . import evaluation
+from . import errors, evaluation
 from .checkpointing import save_set
 from .trainer import MoETrainer, has_experts
 
@@ -50,6 +52,7 @@ def install() -> None:
     )
     options.CommonEvalConfig = _CommonEvalConfig
     _wrap_programs()
+    errors.install()
     optim.install()
 
 

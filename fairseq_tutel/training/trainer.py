@@ -43,6 +43,7 @@ class MoETrainer(CheckpointMixin, Trainer):
     def __init__(self, cfg, task, model, criterion, quantizer=None):
         _prepare_config(cfg, model)
         super().__init__(cfg, task, model, criterion, quantizer)
+        _warn_without_gate_loss(criterion)
         self._expert_load: dict[int, torch.Tensor] = {}
         self._requeue = RequeueRequest()
         self._epoch_itr = None
@@ -219,6 +220,16 @@ def _prepare_config(cfg, model) -> None:
             cfg.checkpoint.no_save = True  # the weights of one rank out of many are no checkpoint
         # a checkpoint must say how many experts it holds, also where the default decided
         cfg.model.moe_expert_count = model.moe_groups.num_experts
+
+
+def _warn_without_gate_loss(criterion) -> None:
+    """fairseq's own criterions read one output of the model; a user's own may know of the rest."""
+    if type(criterion).__module__.startswith("fairseq.criterions."):
+        logger.warning(
+            "%s leaves out the gate loss: nothing keeps the experts in balance; "
+            "--criterion moe_cross_entropy adds it",
+            type(criterion).__name__,
+        )
 
 
 def _label_simulation(world_size: int) -> None:

@@ -9,6 +9,7 @@ from checkpoint_helpers import Reference, names_in, run_ranks, set_names
 
 from fairseq_tutel.checkpoint import (
     CheckpointError,
+    check_shared_directory,
     inspect,
     load_for_rank,
     merge,
@@ -294,3 +295,22 @@ def test_misuse_is_refused(tmp_path):
     with pytest.raises(ValueError, match="got rank 2 of 2"):
         write_set(path, shared_state=None, rank_state=None, rank=2, world_size=2, num_rank_files=2)
     assert names_in(tmp_path) == set()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_save_dirs_are_compared_before_training(tmp_path, shared):
+    """Relative paths on nodes with other working directories, or disks of their own."""
+
+    def check(rank, agree):
+        folder = str(tmp_path / ("all" if shared else f"own-{rank}"))
+        check_shared_directory(folder, rank=rank, world_size=3, agree=agree)
+
+    results = run_ranks(3, check)
+    if shared:
+        assert results == [None] * 3 and not list((tmp_path / "all").iterdir())
+        return
+    for error in results:
+        assert isinstance(error, CheckpointError)
+        for words in ("failed on 2 of 3 ranks", f"{tmp_path}/own-1", "is not the save dir of rank"):
+            assert words in str(error)
+    assert not list((tmp_path / "own-0").iterdir())

@@ -1,5 +1,6 @@
 """Other real commands: Hydra, fairseq-generate, fairseq-validate, the hub, bad options."""
 
+import re
 import sys
 
 import pytest
@@ -40,12 +41,32 @@ def options(data_bin, path):
 
 
 def test_perplexity_does_not_depend_on_ranks_or_batches(data_bin, trained):
-    values = []
+    values, tokens = [], set()
     for ranks, batch in ((1, "1"), (1, "16"), (2, "5"), (4, "2")):
         sentences = ["--sample-break-mode", "eos", "--tokens-per-sample", "64"]
         command = [*options(data_bin, trained), "--gen-subset", "test", "--batch-size", batch]
-        values.append(perplexity(run(launched(ranks, "fairseq-eval-lm", *command, *sentences))))
+        log = run(launched(ranks, "fairseq-eval-lm", *command, *sentences))
+        values.append(perplexity(log))
+        told = r"together evaluated ([\d,]+) tokens" if ranks > 1 else r"Evaluated ([\d,]+) tokens"
+        tokens.add(re.search(told, log)[1])
+    assert len(tokens) == 1  # all of them, on any number of ranks
     assert values == pytest.approx([values[0]] * len(values), rel=1e-4)
+
+
+def test_evaluation_of_nothing_is_an_error(data_bin, trained):
+    """Not a perplexity of 1, which is what stock makes of blocks that are all too long."""
+    command = [*options(data_bin, trained), "--gen-subset", "test"]
+    for ranks in (1, 2):
+        output = run(launched(ranks, "fairseq-eval-lm", *command), expect=1)
+        assert "no token was evaluated" in output and "--tokens-per-sample 64" in output
+        assert "Traceback" not in output and output.count("error") == ranks
+
+
+def test_misspelt_overrides_are_an_error(data_bin, trained):
+    command = [*options(data_bin, trained), "--gen-subset", "test", "--tokens-per-sample", "64"]
+    command += ["--model-overrides", "{'moe_eval_capacty_factor': 1.0}"]
+    output = run(launched(1, "fairseq-eval-lm", *command), expect=1)
+    assert "no option moe_eval_capacty_factor; did you mean moe_eval_capacity_factor?" in output
 
 
 def test_generate_with_beam_and_sampling(data_bin, trained):

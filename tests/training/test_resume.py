@@ -140,6 +140,10 @@ def _reset(cfg, folder, names):
         other = make_config("--moe-expert-count", "4", "--decoder-embed-dim", "24")
         other.checkpoint.save_dir = folder
         make_trainer(other).load_checkpoint(path)
+    with pytest.raises(ValueError, match="has 4 experts .* has 8: give --moe-expert-count 4"):
+        other = make_config("--moe-expert-count", "8")
+        other.checkpoint.save_dir = folder
+        make_trainer(other).load_checkpoint(path)
     with pytest.raises(FileNotFoundError, match="nowhere.pt"):
         trainer.cfg.checkpoint.restore_file = "nowhere.pt"
         trainer.load_checkpoint(f"{folder}/nowhere.pt")

@@ -38,6 +38,23 @@ def test_what_cannot_train_experts_is_refused(group, name, value, message):
         make_trainer(cfg)
 
 
+@pytest.mark.parametrize("warns", [True, False])
+def test_a_criterion_without_the_gate_loss_is_warned_of(warns, caplog):
+    cfg = make_config("--moe-expert-count", "2")
+    if warns:
+        cfg.criterion = {"_name": "cross_entropy", "sentence_avg": False}
+    caplog.set_level("WARNING", logger="fairseq_tutel.training.trainer")
+    make_trainer(cfg)
+    assert ("leaves out the gate loss" in caplog.text) == warns
+
+
+@pytest.mark.parametrize("words, warns", [((), True), (("--moe-expert-count", "1"), False)])
+def test_one_expert_by_default_is_warned_of(words, warns, caplog):
+    caplog.set_level("WARNING", logger="fairseq_tutel.models.transformer_lm_gpt_moe")
+    make_trainer(make_config("--moe-top-k", "1", *words))
+    assert ("1 expert per MoE layer" in caplog.text) == warns
+
+
 def test_world_size_must_be_that_of_the_connected_processes():
     cfg = make_config("--moe-expert-count", "2")
     task = tasks.setup_task(cfg.task)

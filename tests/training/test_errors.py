@@ -1,0 +1,50 @@
+"""Which errors a fairseq program tells in one line."""
+
+import sys
+
+import pytest
+
+from fairseq_tutel.config import MoEConfig
+from fairseq_tutel.training import errors
+
+
+def _caught(function):
+    try:
+        function()
+    except Exception as error:
+        return error
+    raise AssertionError("did not raise")
+
+
+def test_refusals_of_this_package_and_nothing_else():
+    refusal = _caught(lambda: MoEConfig(num_experts=4, top_k=9))
+    assert errors.is_refusal(refusal, refusal.__traceback__)
+    for other in (
+        _caught(lambda: int("x")),  # raised elsewhere
+        _caught(lambda: MoEConfig(num_experts=4, unknown=1)),  # a TypeError: a programmer's mistake
+    ):
+        assert not errors.is_refusal(other, other.__traceback__)
+    assert not errors.is_refusal(ValueError("no traceback"), None)
+
+
+@pytest.mark.parametrize("wanted, told", [("0", True), ("1", False)])
+def test_the_hook(wanted, told, monkeypatch, capsys):
+    monkeypatch.setenv("FAIRSEQ_TUTEL_TRACEBACK", wanted)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/fairseq-train"])
+    passed_on = []
+    monkeypatch.setattr(sys, "excepthook", lambda *args: passed_on.append(args))
+    errors.install()
+    refusal = _caught(lambda: MoEConfig(num_experts=4, top_k=9))
+    sys.excepthook(type(refusal), refusal, refusal.__traceback__)
+    line = capsys.readouterr().err
+    assert bool(passed_on) != told
+    if told:
+        assert line.startswith("fairseq-train: error: ") and line.count("\n") == 1
+        assert str(refusal) in line
+
+
+def test_other_programs_keep_their_hook(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    before = sys.excepthook
+    errors.install()
+    assert sys.excepthook is before
