@@ -15,7 +15,7 @@ TINY = [
     "common.cpu=true", "common.log_interval=5", "distributed_training.distributed_world_size=1",
     "model.moe_expert_count=4", "model.decoder_layers=2", "model.decoder_embed_dim=32",
     "model.decoder_ffn_embed_dim=64", "model.decoder_attention_heads=2", "task.dict_size=156",
-    "task.tokens_per_sample=32", "task.dataset_size=100", "dataset.batch_size=4",
+    "task.tokens_per_sample=32", "task.dataset_size=40", "dataset.batch_size=4",
     "optimization.max_update=20", "optimization.lr=[0.01]", "lr_scheduler.warmup_updates=0",
 ]  # fmt: skip
 
@@ -44,6 +44,15 @@ def test_values_of_the_announcement():
     assert (config.task.dict_size + 4 + 7) // 8 * 8 == 51200
 
 
+def test_a_benchmark_run_on_512_gpus_is_one_epoch_of_full_batches():
+    config = OmegaConf.load(CONFIGS / "meta_1.1t.yaml")
+    needed = 512 * config.dataset.batch_size * config.optimization.max_update
+    assert config.task.dataset_size >= needed
+    command = (CONFIGS / "README.md").read_text()
+    assert f"--dataset-size {config.task.dataset_size} " in command
+    assert f"--save-interval {config.checkpoint.save_interval} " in command
+
+
 BF16 = [
     "common.fp16=false", "common.memory_efficient_fp16=false", "common.bf16=true",
     "common.memory_efficient_bf16=true",
@@ -65,4 +74,5 @@ def test_hydra_train_runs_it_small(precision, tmp_path):
                if "[train_inner]" in line]  # fmt: skip
     losses = [float(update["loss"]) for update in updates]
     assert len(losses) == 4 and losses[-1] < 0.7 * losses[0], losses
+    assert log.count("Saved checkpoint") == 1  # not at the end of each of its two epochs
     assert list(tmp_path.glob("checkpoints/meta_1.1t/checkpoint_last-shared.pt"))
