@@ -4,7 +4,7 @@
 
 ``all`` compiles every variant, ``one`` the first of each kernel. Prints one JSON line per target
 and variant: kernel, size of the binary in bytes, the 32-bit products that addresses depend on,
-and on NVIDIA the number of 128-bit accesses.
+and on NVIDIA the number of 128-bit accesses and of branches.
 """
 
 import json
@@ -151,6 +151,7 @@ def compile_all(backend: str, arch: str, variants: str) -> None:
         result["narrow"] = narrow_products(binary.asm["ttir"])
         if cuda:
             result["wide"] = wide_accesses(binary.asm["ptx"])
+            result["branches"] = len(re.findall(r"\bbra\b", binary.asm["ptx"]))
         print(json.dumps(result))
 
 

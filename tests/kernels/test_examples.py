@@ -8,7 +8,7 @@ import triton.language as tl
 
 from fairseq_tutel import kernels
 from fairseq_tutel.kernels import activation, dispatch, gating, slots
-from fairseq_tutel.kernels._activations import tanh
+from fairseq_tutel.kernels._activations import normal_cdf, tanh
 
 
 def tensors(device, *values, dtype=torch.float32):
@@ -126,11 +126,14 @@ def test_bias_act_bwd_db(device):
 
 
 @triton.jit
-def _helpers_kernel(tanh_ptr, tiles_ptr, rows_ptr, z_ptr, offsets_ptr, num_rows):
+def _helpers_kernel(tanh_ptr, normal_ptr, tiles_ptr, rows_ptr, z_ptr, offsets_ptr, num_rows):
     """Writes what the device functions return, for test_device_functions."""
     lane = tl.arange(0, 4)
     z = tl.load(z_ptr + lane)
     tl.store(tanh_ptr + lane, tanh(z))
+    cdf, density = normal_cdf(2.0 * z)
+    tl.store(normal_ptr + lane, cdf)
+    tl.store(normal_ptr + 4 + lane, density)
     _, start, end, tiles = activation._ragged_tiles(offsets_ptr, num_rows, 3, 2, 4)
     tl.store(tiles_ptr + lane, start)
     tl.store(tiles_ptr + 4 + lane, end)
@@ -144,13 +147,16 @@ def _helpers_kernel(tanh_ptr, tiles_ptr, rows_ptr, z_ptr, offsets_ptr, num_rows)
 
 def test_device_functions(device):
     (z,) = tensors(device, [0, 0.5, -20, 1e-3])
+    normal = torch.empty((2, 4), device=device)
     (offsets,) = ints(device, [3, 3, 7])
     tanhs = torch.empty(4, device=device)
     tiles = torch.empty((3, 4), dtype=torch.int64, device=device)
     rows = torch.empty((6, 3), dtype=torch.int64, device=device)
-    _helpers_kernel[(1,)](tanhs, tiles, rows, z, offsets, 9)
+    _helpers_kernel[(1,)](tanhs, normal, tiles, rows, z, offsets, 9)
     want = torch.tensor([0, 0.46211716, -1, 1e-3 - 1e-9 / 3])
     torch.testing.assert_close(tanhs.cpu(), want, rtol=1e-6, atol=0)
+    want = torch.tensor([[0.5, 0.8413447, 0, 0.5007979], [1, 0.6065307, 0, 0.999998]])
+    torch.testing.assert_close(normal.cpu(), want, rtol=2e-6, atol=0)
     assert tiles.tolist() == [[0, 3, 3, 7], [3, 3, 7, 9], [2, 0, 2, 1]]
     assert rows[:5].tolist() == [[0, 0, 3], [0, 2, 3], [2, 3, 7], [2, 5, 7], [3, 7, 9]]
     assert rows[5, 1] >= rows[5, 2]  # past the last tile: no rows
