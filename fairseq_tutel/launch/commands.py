@@ -15,7 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fairseq_tutel.launch.hydra import config_file, override_name, value_in_file, working_directory
+from fairseq_tutel.launch.hydra import (
+    config_file,
+    override_name,
+    value_in_file,
+    with_overrides,
+    working_directory,
+)
 
 # fairseq's console scripts, and what this launcher has to know about them.
 #   grouped: main() runs under call_main(), which makes a process group
@@ -32,7 +38,6 @@ _COMMANDS = {
 }
 TRAINING = ("fairseq-train", "fairseq-hydra-train")
 _SECTION = {"cpu": "common", "moe_expert_count": "model", "moe_freq": "model"}
-_OVERRIDE = re.compile(r"^[+~]*[A-Za-z_][\w.@/]*=")
 _FLAG_ALIASES = {"device_id": ("--device-id", "--local_rank")}
 
 
@@ -258,13 +263,7 @@ def with_options(command: Command, options: Mapping[str, str | None]) -> list[st
     if command.kind == "hydra":
         added = [f"{command.spelled(k)}={'true' if v is None else v}" for k, v in options.items()]
         added += working_directory(words)
-        # Hydra's parser takes the overrides as one block: words after a flag would be refused.
-        last = max(
-            (i for i, w in enumerate(words)
-             if _OVERRIDE.match(w) and not (i and words[i - 1].startswith("--"))),
-            default=len(words) - 1,
-        )
-        return [*command.program, *words[: last + 1], *added, *words[last + 1:]]
+        return [*command.program, *with_overrides(words, added)]
     added = []
     for key, value in options.items():
         added += [command.spelled(key)] + ([] if value is None else [value])

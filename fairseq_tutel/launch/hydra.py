@@ -17,23 +17,38 @@ STAY_HERE = {
     "hydra.output_subdir": "hydra.output_subdir=null",
     "hydra/job_logging": "hydra/job_logging=stdout",
 }
+_OVERRIDE = re.compile(r"^[+~]*[A-Za-z_][\w.@/]*=")
 _CHOOSE_DIRECTORY = ("hydra.run.dir", "hydra.job.chdir")
 
 
 def flag_value(words: Sequence[str], *flags: str) -> str | None:
-    """The value of the first of `flags` among a command's words, as ``--flag value`` or ``=``."""
+    """The last value of any of `flags` among a command's words, as ``--flag value`` or ``=``."""
+    value = None
     for i, word in enumerate(words):
         name, equals, text = word.partition("=")
         if name in flags and equals:
-            return text
-        if word in flags and i + 1 < len(words):
-            return words[i + 1]
-    return None
+            value = text
+        elif word in flags and i + 1 < len(words):
+            value = words[i + 1]
+    return value
 
 
 def override_name(word: str) -> str:
     """``model.x`` of ``+model.x=1``; the word itself where it is no override."""
     return word.partition("=")[0].lstrip("+")
+
+
+def with_overrides(words: Sequence[str], added: Sequence[str]) -> list[str]:
+    """`words` with `added` behind the last override.
+
+    Hydra's parser takes the overrides as one block: words after a flag would be refused.
+    """
+    last = max(
+        (i for i, w in enumerate(words)
+         if _OVERRIDE.match(w) and not (i and words[i - 1].startswith("--"))),
+        default=len(words) - 1,
+    )
+    return [*words[: last + 1], *added, *words[last + 1:]]
 
 
 def config_file(words: Sequence[str]) -> Path | None:

@@ -6,6 +6,7 @@ scripts/slurm/test_cluster.sh runs the same scripts on a real SLURM.
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -33,7 +34,8 @@ def slurm(tmp_path):
     (tmp_path / "code").write_text("0")
     env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
     return {
-        **env, "PATH": f"{tools}:{env['PATH']}", "SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2",
+        **env, "PATH": f"{tools}:{os.path.dirname(sys.executable)}:{env['PATH']}",
+        "SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2",
         "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_ON_NODE": "96", "SLURM_JOB_NAME": "trial",
         "SLURM_SUBMIT_DIR": str(REPOSITORY),
     }
@@ -103,17 +105,33 @@ ARGPARSE = ["fairseq-train", "d", "--save-dir", "{save}", "--restore-file", "old
             "--reset-optimizer", "--reset-dataloader", "--lr", "1"]
 HYDRA = ["fairseq-hydra-train", "checkpoint.save_dir={save}", "checkpoint.restore_file=old.pt",
          "checkpoint.reset_optimizer=true", "task.data=d"]
+PLUS = ["fairseq-hydra-train", "+checkpoint.save_dir={save}", "+checkpoint.restore_file=old.pt",
+        "++checkpoint.reset_meters=true", "task.data=d"]
+FILE = ["fairseq-hydra-train", "--config-dir", "{root}", "+checkpoint.finetune_from_model=old.pt",
+        "task.data=d", "--config-name", "own"]
+OWN = """\
+base: {root}
+checkpoint:
+  # why
+  save_dir: ${{base}}/checkpoints
+  restore_file: "elsewhere.pt"
+"""
 
 
 @pytest.mark.parametrize("name", ["checkpoint_last.pt", "checkpoint_last-shared.pt"])
 @pytest.mark.parametrize(
     "given, kept", [(ARGPARSE, ["fairseq-train", "d", "--save-dir", "{save}", "--lr", "1"]),
-                    (HYDRA, [HYDRA[0], HYDRA[1], HYDRA[4]])],
-    ids=["argparse", "hydra"],
+                    (HYDRA, [HYDRA[0], HYDRA[1], HYDRA[4]]), (PLUS, [PLUS[0], PLUS[1], PLUS[4]]),
+                    (FILE, [*FILE[:3], "task.data=d",
+                            "checkpoint.restore_file=checkpoint_last.pt", *FILE[5:]])],
+    ids=["argparse", "hydra", "plus", "file"],
 )
 def test_a_restart_continues_from_the_last_checkpoint(tmp_path, slurm, given, kept, name):
     save = tmp_path / "checkpoints"
-    given, kept = ([word.format(save=save) for word in words] for words in (given, kept))
+    (tmp_path / "own.yaml").write_text(OWN.format(root=tmp_path))
+    given, kept = (
+        [word.format(save=save, root=tmp_path) for word in words] for words in (given, kept)
+    )
     restarted = {**slurm, "SLURM_RESTART_COUNT": "1"}
     # nothing saved yet: the restart begins as the first run did
     assert run("train.sbatch", *given, env=restarted).returncode == 0
@@ -126,15 +144,26 @@ def test_a_restart_continues_from_the_last_checkpoint(tmp_path, slurm, given, ke
     assert command_of(tmp_path) == kept
 
 
+def test_a_restart_stops_where_it_cannot_tell_what_it_would_lose(tmp_path, slurm):
+    (tmp_path / "own.yaml").write_text("checkpoint:\n  save_dir: ${composed.elsewhere}\n")
+    words = ["fairseq-hydra-train", "--config-dir", str(tmp_path), "--config-name", "own"]
+    result = run("train.sbatch", *words, env={**slurm, "SLURM_RESTART_COUNT": "1"})
+    assert result.returncode == 2 and "composed" in result.stderr
+    assert words_of(tmp_path, "srun") is None
+
+
 def test_train_without_a_command(tmp_path, slurm):
     env = {**slurm, "CONFIG": "tiny", "OVERRIDES": "a=1 b=2", "NPROC_PER_NODE": "2"}
     assert run("train.sbatch", env=env).returncode == 0
     assert command_of(tmp_path) == [
         "fairseq-hydra-train", "--config-dir", "configs", "--config-name", "tiny",
-        "checkpoint.save_dir=checkpoints/trial", "a=1", "b=2",
+        "checkpoint.save_dir=checkpoints/trial-17", "a=1", "b=2",
     ]
     words = words_of(tmp_path, "srun")
     assert words[words.index("--nproc-per-node") + 1] == "2"
+    env.update(SLURM_ARRAY_JOB_ID="15", SLURM_ARRAY_TASK_ID="3", SLURM_RESTART_COUNT="1")
+    assert run("train.sbatch", env=env).returncode == 0
+    assert "checkpoint.save_dir=checkpoints/trial-15_3" in command_of(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["layer", "alltoall"])

@@ -1,0 +1,92 @@
+"""The command with which a training job starts again; scripts/slurm/train.sbatch asks for it.
+
+``python -m fairseq_tutel.launch.restart COMMAND ...`` writes the words of COMMAND, each followed by
+a NUL. Where its last checkpoint exists, the options are left out that choose another start: the
+first run needed them, and a later one would lose everything trained since.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fairseq_tutel.exit_codes import EXIT_USAGE
+from fairseq_tutel.launch.hydra import config_file, flag_value, override_name, with_overrides
+
+_SAVE_DIR = "checkpoints"  # fairseq's default
+# What chooses a start, with fairseq's defaults.
+_START = {
+    "restore_file": "checkpoint_last.pt",
+    "finetune_from_model": "null",
+    "reset_dataloader": "false",
+    "reset_lr_scheduler": "false",
+    "reset_meters": "false",
+    "reset_optimizer": "false",
+}
+_FLAGS = {"--" + key.replace("_", "-"): key for key in _START}
+_OVERRIDES = {f"checkpoint.{key}" for key in _START}
+
+
+def _in_file(words: Sequence[str], key: str) -> Any:
+    """What the command's config file states for a key of its section ``checkpoint``, or None."""
+    path = config_file(words)
+    if path is None:
+        return None
+    from omegaconf import OmegaConf  # it is where fairseq is, and the launcher does without
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.select(OmegaConf.load(path), f"checkpoint.{key}")
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{path}: checkpoint.{key}: {error}; give it in the command") from None
+
+
+def save_directory(words: Sequence[str]) -> str:
+    """Where the command keeps its checkpoints.
+
+    Raises ValueError where its config file says so in a way that only Hydra can read.
+    """
+    given = [w.partition("=")[2] for w in words if override_name(w) == "checkpoint.save_dir"]
+    if given:
+        return given[-1].strip("'\"")
+    return flag_value(words, "--save-dir") or _in_file(words, "save_dir") or _SAVE_DIR
+
+
+def continuing(words: Sequence[str]) -> list[str]:
+    """The command without its options, and with its config file's settings overridden, that choose
+    another start than the last checkpoint."""
+    kept, skip = [], False
+    for word in words:
+        if skip:
+            skip = False
+            continue
+        name, equals, _ = word.partition("=")
+        if name in _FLAGS:
+            skip = not equals and not _FLAGS[name].startswith("reset_")
+        elif not (equals and override_name(word) in _OVERRIDES):
+            kept.append(word)
+    stated = [key for key in _START if _in_file(words, key) is not None]
+    return with_overrides(kept, [f"checkpoint.{key}={_START[key]}" for key in stated])
+
+
+def restarted(words: Sequence[str]) -> list[str]:
+    """The command for a restart: as given, unless it has saved a last checkpoint."""
+    if any(Path(save_directory(words)).glob("checkpoint_last*.pt")):
+        return continuing(words)
+    return list(words)
+
+
+def main(words: Sequence[str]) -> int:
+    """Exit code 2 where it cannot be told what the command would do."""
+    try:
+        sys.stdout.write("".join(f"{word}\0" for word in restarted(words)))
+    except ValueError as error:
+        sys.stderr.write(f"restart: error: {error}\n")
+        return EXIT_USAGE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
