@@ -18,7 +18,7 @@ from ..distributed import ExpertParallelGroups, StepAgreement, agree_step, share
 from ..distributed.timing import ExchangeTimer
 from .dispatcher import dispatch_and_combine
 from .experts import ExpertList, Experts
-from .router import make_gate, route
+from .router import BUILT_IN_GATES, make_gate, route
 from .stats import MoEAux
 
 _DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
@@ -39,7 +39,9 @@ class MoELayer(nn.Module):
         hidden_dim: F of the built-in experts, 4*M by default.
         top_k: K.
         activation: of the built-in experts: gelu, relu, swish, tanh, ...
-        gate: a module [T, M] -> fp32 logits [T, E] in place of the built-in gate.
+        gate: a module [T, M] -> logits [T, E] in place of the built-in gate. It is called like any
+            other module, with tokens of the dtype of ``x`` and under the caller's autocast state;
+            half logits are cast to fp32 before anything is computed from them.
         experts: this rank's expert modules, each [n, M] -> [n, M], in place of the built-in ones;
             as many as ``groups.num_local_experts``.
         groups: placement of the experts; by default over all ranks of torch.distributed (then
@@ -149,16 +151,18 @@ class MoELayer(nn.Module):
                 f"the layer was built for model_dim={self.model_dim}, the input has {x.shape[-1]}"
             )
         config = self._config_for_call(top_k, capacity_factor)
-        x_TM = x.reshape(-1, self.model_dim)
+        given_TM = x.reshape(-1, self.model_dim)
+        if self.training and config.input_dropout > 0:
+            given_TM = nn.functional.dropout(given_TM, config.input_dropout)
+        x_TM = given_TM
         if torch.is_autocast_enabled(x.device.type):
             x_TM = x_TM.to(torch.get_autocast_dtype(x.device.type))
-        if self.training and config.input_dropout > 0:
-            x_TM = nn.functional.dropout(x_TM, config.input_dropout)
         if step is None:
             step = agree_step(x_TM.shape[0], self.fingerprint(x_TM.dtype), self.groups)
-        with torch.autocast(x.device.type, enabled=False):  # the gate says itself what is fp32
+        logits_TE = self._logits(x_TM, given_TM, config)
+        with torch.autocast(x.device.type, enabled=False):  # routing says itself what is fp32
             plan, aux = route(
-                self.gate(self._jitter(x_TM, config)),
+                logits_TE,
                 config,
                 self.training,
                 pad_T=None if pad_mask is None else pad_mask.reshape(-1),
@@ -183,6 +187,13 @@ class MoELayer(nn.Module):
                 changes["eval_capacity_factor"] = capacity_factor
                 changes["eval_capacity_token_fraction"] = 0.0  # it would win over the factor
         return dataclasses.replace(self.config, **changes) if changes else self.config
+
+    def _logits(self, x_TM, given_TM, config):
+        """The built-in gates choose dtypes themselves; any other runs as the caller runs it."""
+        if not isinstance(self.gate, BUILT_IN_GATES):
+            return self.gate(self._jitter(given_TM, config))
+        with torch.autocast(x_TM.device.type, enabled=False):
+            return self.gate(self._jitter(x_TM, config))
 
     def _jitter(self, x_TM, config):
         """Multiply the gate's input by uniform(1-j, 1+j) (Switch Transformer, section 2.2)."""

@@ -115,6 +115,10 @@ class CosineGate(nn.Module):
         return (point_TP @ dirs_EP.t()) * scale
 
 
+# Gates that choose the dtype of each step themselves.
+BUILT_IN_GATES = (LinearGate, CosineGate)
+
+
 def make_gate(model_dim: int, config: MoEConfig) -> nn.Module:
     """The gate module that ``config`` asks for: [T, M] tokens -> fp32 [T, E] logits."""
     if config.router == "cosine":
@@ -134,9 +138,14 @@ def route(
     logits.
 
     Args:
-        logits_TE: fp32 (or fp64) [T, E], with gradient.
+        logits_TE: [T, E], with gradient. Half logits are cast to fp32 first: their softmax and
+            losses are never computed in half.
         num_tokens: largest T of all ranks, this rank's T if None.
+
+    Raises:
+        ValueError: logits for another number of experts.
     """
+    logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     tokens, num_experts = logits_TE.shape
     if num_experts != config.num_experts:
         raise ValueError(
