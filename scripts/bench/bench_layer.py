@@ -101,8 +101,8 @@ def choose_shape(options: argparse.Namespace, device: torch.device, world_size: 
     return name, shape
 
 
-def choose_cases(options, shape: LayerShape, device: torch.device) -> tuple[list[str], dict]:
-    """Names of the cases to run, and name -> reason of those that cannot run here.
+def choose_cases(options, shape: LayerShape, ranks: Ranks) -> tuple[list[str], dict]:
+    """Names of the cases to run, and name -> reason of those that cannot run on some rank.
 
     Raises:
         ValueError: an unknown name.
@@ -111,9 +111,15 @@ def choose_cases(options, shape: LayerShape, device: torch.device) -> tuple[list
     unknown = [name for name in names if name not in CASES]
     if unknown:
         raise ValueError(f"--backends {','.join(unknown)}: choose from {', '.join(CASES)}")
-    skipped = {name: why_not_run(name, shape, device) for name in names}
-    skipped = {name: reason for name, reason in skipped.items() if reason}
-    if not options.backends and device.type != "cuda":
+    reasons = {name: why_not_run(name, shape, ranks.device) for name in names}
+    # on every rank or none: free memory differs, and all take part in an exchange
+    anywhere = ranks.slowest([float(reason is not None) for reason in reasons.values()])
+    skipped = {
+        name: reason or "another rank cannot run it"
+        for (name, reason), skip in zip(reasons.items(), anywhere, strict=True)
+        if skip
+    }
+    if not options.backends and ranks.device.type != "cuda":
         skipped.pop("triton")
         names.remove("triton")
     return [name for name in CASES if name in names and name not in skipped], skipped
@@ -213,7 +219,7 @@ def print_result(result: dict[str, Any]) -> None:
 def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """Measure, print and write."""
     name, shape = choose_shape(options, ranks.device, ranks.world_size)
-    names, skipped = choose_cases(options, shape, ranks.device)
+    names, skipped = choose_cases(options, shape, ranks)
     groups = build_groups(shape.experts, simulate_world_size=shape.simulated_ranks)
     inputs = LayerInputs(shape, groups, ranks.device, options.seed)
     neighbours = Neighbours()

@@ -18,13 +18,13 @@ import dataclasses
 import gc
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import figures
 import torch
-from measure import percentiles
+from measure import available_memory, percentiles
 from ranks import Ranks, choose_device, connected
 from record import (
     ROOT,
@@ -41,6 +41,7 @@ from train_models import (
     VARIANTS,
     Run,
     TrainPreset,
+    dense_masks,
     flop_matched,
     load_config,
     random_samples,
@@ -75,8 +76,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--updates", type=int, default=10, help="measured updates of each variant (default: 10)")
     add("--warmup", type=int, default=2, help="updates before those that count (default: 2)")
     add("--one-by-one", action="store_true",
-        help="measure one variant after the other instead of in turn (models that do not fit "
-        "together)")  # fmt: skip
+        help="measure one variant after the other instead of in turn (default for presets whose "
+        "models do not fit together)")  # fmt: skip
     add("--hardware", help="profile in configs/hardware for the model FLOPs utilisation (default: "
         "by the GPU's name)")  # fmt: skip
     add("--threads", type=int, help="CPU threads (default: torch's)")
@@ -129,26 +130,59 @@ def measure_together(runs: Sequence[Run], samples, options, watch: Stopwatch) ->
             for run in runs}  # fmt: skip
 
 
-def measure(variants, config, samples, options, ranks: Ranks) -> dict[str, dict]:
-    """variant -> seconds and losses of every update, peak memory of the process."""
+def measure(
+    groups: Sequence[Sequence[str]], config, samples, options, ranks: Ranks
+) -> Iterator[dict[str, dict]]:
+    """Measure the variants of each group in turn; yields after each group what is known.
+
+    Yields:
+        variant -> seconds and losses of every update, parameters, and the peak memory of the
+        process where it held this variant alone.
+    """
     device, watch = ranks.device, Stopwatch(ranks)
-    groups = [[v] for v in variants] if options.one_by_one else [variants]
     measured: dict[str, dict] = {}
     for group in groups:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         runs = [Run(variant, config) for variant in group]
-        measured.update(measure_together(runs, samples, options, watch))
+        found = measure_together(runs, samples, options, watch)
         for run in runs:
-            measured[run.variant]["parameters"] = run.parameters
-            if device.type == "cuda":
-                measured[run.variant]["peak_bytes_of_process"] = torch.cuda.max_memory_allocated()
+            raw = found[run.variant]
+            raw["seconds"] = ranks.slowest(raw["seconds"])
+            raw["parameters"] = run.parameters
+            if device.type == "cuda" and len(runs) == 1:
+                raw["peak_bytes_of_process"] = torch.cuda.max_memory_allocated()
             run.close()
         del runs, run
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return measured
+        measured.update(found)
+        yield measured
+
+
+def choose_variants(options, preset: TrainPreset, config, ranks: Ranks):
+    """Groups of variants that are measured together, and name -> reason of those left out.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    variants = list(options.variants or preset.variants)
+    unknown = [v for v in variants if v not in VARIANTS]
+    if unknown:
+        raise ValueError(f"--variants {','.join(unknown)}: choose from {', '.join(VARIANTS)}")
+    need, free = dense_masks(config), available_memory(ranks.device)
+    # on every rank or none
+    too_big = bool(ranks.slowest([float(need > free)])[0])
+    skipped = {}
+    if "dense" in variants and too_big:
+        variants.remove("dense")
+        skipped["dense"] = (
+            f"the masks of one layer alone need {need / 1e9:.1f} GB (computed), {free / 1e9:.1f} "
+            "GB are available"
+        )
+    alone = options.one_by_one or preset.one_by_one
+    return ([[v] for v in variants] if alone else [variants]), skipped
 
 
 def summarise(measured: dict[str, dict], tokens: int, flops: dict[str, float], peak: float | None):
@@ -233,6 +267,8 @@ def print_result(result: dict[str, Any]) -> None:
         ])  # fmt: skip
     say(table(["variant", "parameters", "s/update", "tokens/s: p50", "p20-p80", "peak GiB", "MFU"],
               rows))  # fmt: skip
+    for name, reason in result["not_run"].items():
+        say(f"{name}: not run: {reason}")
     for key, ratio in result["ratios"].items():
         say(f"tokens/s, {key}: {ratio:.2f}")
     for goal in result["goals"]:
@@ -245,23 +281,13 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     device = ranks.device
     name = options.preset or ("meta-1.1t-rank" if device.type == "cuda" else "x4")
     preset = PRESETS[name]
-    variants = list(options.variants or preset.variants)
-    unknown = [v for v in variants if v not in VARIANTS]
-    if unknown:
-        raise ValueError(f"--variants {','.join(unknown)}: choose from {', '.join(VARIANTS)}")
     config = load_config(preset, options.override, ranks)
+    groups, skipped = choose_variants(options, preset, config, ranks)
     samples = random_samples(config, config.task.dict_size + 4, 4, options.seed + ranks.rank)
     tokens = ranks.world_size * config.dataset.batch_size * config.task.tokens_per_sample
     neighbours = Neighbours()
-    measured = measure(variants, config, samples, options, ranks)
-    share_of_others = neighbours.share()
-    for raw in measured.values():
-        raw["seconds"] = ranks.slowest(raw["seconds"])
     peak = peak_flops(options, config, device)
-    flops = model_flops(variants, config)
-    results = summarise(measured, tokens, flops, peak and peak * ranks.world_size)
-    ratios, goals = compare(results, preset)
-    as_given = not options.override and ranks.world_size == 1
+    flops = model_flops([v for group in groups for v in group], config)
     result = {
         **describe_run("train", device, ranks.world_size),
         "preset": name if not options.override else "custom",
@@ -270,24 +296,37 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             **dataclasses.asdict(preset), "overrides": [*preset.overrides, *options.override],
             "tokens_per_update": tokens, "experts": config.model.moe_expert_count,
             "simulated_ranks": config.model.moe_simulate_world_size,
-            "interleaved": not options.one_by_one,
+            "interleaved": len(groups) == 1,
         },
-        "cpu_share_of_others": share_of_others,
-        "results": results,
-        "ratios": ratios,
-        "goals": goals if as_given else [],  # they hold for the preset as it is
+        "not_run": skipped,
     }  # fmt: skip
+    as_given = not options.override and ranks.world_size == 1
+    for measured in measure(groups, config, samples, options, ranks):
+        results = summarise(measured, tokens, flops, peak and peak * ranks.world_size)
+        ratios, goals = compare(results, preset)
+        result |= {
+            "cpu_share_of_others": neighbours.share(),
+            "results": results,
+            "ratios": ratios,
+            "goals": goals if as_given else [],  # they hold for the preset as it is
+        }
+        if ranks.first:  # also in between: the next variant may run out of memory
+            write_json(result, output_path(options, result))
     if ranks.first:
         finish(result, options)
     return result
 
 
-def finish(result: dict[str, Any], options: argparse.Namespace) -> None:
-    """Print, write and draw."""
-    print_result(result)
+def output_path(options: argparse.Namespace, result: dict[str, Any]) -> Path:
+    """Of the JSON file."""
     device = "cuda" if "gpu" in result["hardware"] else "cpu"
-    path = options.output or Path(f"runs/bench/train-{result['preset']}-{device}.json")
-    write_json(result, path)
+    return options.output or Path(f"runs/bench/train-{result['preset']}-{device}.json")
+
+
+def finish(result: dict[str, Any], options: argparse.Namespace) -> None:
+    """Print and draw."""
+    print_result(result)
+    path = output_path(options, result)
     say(f"written: {path}")
     picture = options.figure or path.with_suffix(".png")
     if figures.draw(result, picture):

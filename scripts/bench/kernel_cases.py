@@ -29,17 +29,19 @@ class KernelCase:
         call: input set -> outputs.
         inputs: one tuple of arguments per set.
         own: False for torch's own way of doing the same.
+        unread: inputs of the first set -> bytes of them that need not be read.
     """
 
     name: str
     call: Callable[..., object]
     inputs: Sequence[tuple] = field(repr=False)
     own: bool = True
+    unread: Callable[..., int] = lambda *inputs: 0
 
     def bytes_moved(self) -> int:
         """Of inputs and outputs, each once."""
-        outputs = self.call(*self.inputs[0])
-        return sum(map(_bytes, self.inputs[0])) + _bytes(outputs)
+        inputs = self.inputs[0]
+        return sum(map(_bytes, inputs)) - self.unread(*inputs) + _bytes(self.call(*inputs))
 
 
 def _bytes(value: object) -> int:
@@ -48,6 +50,11 @@ def _bytes(value: object) -> int:
     if isinstance(value, list | tuple):
         return sum(map(_bytes, value))
     return 0
+
+
+def _unused(rows: Tensor, pair: Tensor) -> int:
+    """Bytes of the rows that no token is in."""
+    return int((pair < 0).sum()) * rows.shape[-1] * rows.element_size()
 
 
 def make_kernel_cases(
@@ -87,14 +94,18 @@ def make_kernel_cases(
         KernelCase("invert_rows", lambda row: ops.invert_rows(row, E * shape.capacity),
                    [(r.row,) for r in routed]),
         KernelCase("dispatch", ops.dispatch,
-                   [(x, r.row, r.pair) for x, r in zip(tokens, routed, strict=True)]),
+                   [(x, r.row, r.pair) for x, r in zip(tokens, routed, strict=True)],
+                   unread=lambda x, row, pair: _bytes(row)),
         KernelCase("dispatch bwd", _dispatch_bwd,
-                   [(d, r.row, r.pair) for d, r in zip(rows, routed, strict=True)]),
+                   [(d, r.row, r.pair) for d, r in zip(rows, routed, strict=True)],
+                   unread=lambda d, row, pair: _bytes(pair) + _unused(d, pair)),
         KernelCase("combine", ops.combine,
-                   [(x, r.row, r.pair, r.weight) for x, r in zip(rows, routed, strict=True)]),
+                   [(x, r.row, r.pair, r.weight) for x, r in zip(rows, routed, strict=True)],
+                   unread=lambda x, row, pair, weight: _bytes(pair) + _unused(x, pair)),
         KernelCase("combine bwd", _combine_bwd,
                    [(d, x, r.row, r.pair, r.weight)
-                    for d, x, r in zip(grads, rows, routed, strict=True)]),
+                    for d, x, r in zip(grads, rows, routed, strict=True)],
+                   unread=lambda d, x, row, pair, weight: _bytes(row) + _unused(x, pair)),
         KernelCase("bias_act gelu", lambda h, b: ops.bias_act(h, b, activation="gelu"),
                    [(h, bias) for h in hidden]),
         KernelCase("bias_act gelu bwd", _bias_act_bwd,

@@ -57,9 +57,12 @@ def gpus(result: dict[str, Any]) -> tuple[int, bool]:
 def _label(result: dict[str, Any]) -> str:
     ranks, simulated = gpus(result)
     unit = "GPU" if "gpu" in result["hardware"] else "CPU rank"
+    name, sizes = result["preset"], result["settings"]
+    if name == "custom" and "hidden_dim" in sizes:  # a rung of the ladder, say
+        name = f"{sizes['model_dim']}/{sizes['hidden_dim']}, {sizes['experts']} experts"
     if simulated:
-        return f"{result['preset']}\nSIMULATED rank of {ranks}"
-    return f"{result['preset']}\n{ranks} {unit}{'s'[: ranks != 1]}"
+        return f"{name}\nSIMULATED rank of {ranks}"
+    return f"{name}\n{ranks} {unit}{'s'[: ranks != 1]}"
 
 
 def layer_speedups(results: Sequence[dict]) -> list[dict[str, Any]]:
@@ -80,13 +83,16 @@ def layer_speedups(results: Sequence[dict]) -> list[dict[str, Any]]:
 
 
 def training_bars(results: Sequence[dict]) -> list[dict[str, Any]]:
-    """One group of bars per result of bench_train."""
+    """One group of bars per result of bench_train: tokens/s of one rank, real or simulated."""
     groups = []
     for result in results:
         ranks, simulated = gpus(result)
         groups.append({
             "label": _label(result),
-            "speeds": {n: r["tokens_per_second"]["p50"] for n, r in result["results"].items()},
+            "speeds": {
+                name: run["tokens_per_second"]["p50"] / result["world_size"]
+                for name, run in result["results"].items()
+            },
             "ranks": ranks, "simulated": simulated, "device": device_name(result),
         })  # fmt: skip
     return sorted(groups, key=lambda group: group["ranks"])

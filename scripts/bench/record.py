@@ -22,7 +22,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("torch", "triton", "fairseq-fixed", "fairseq", "numpy")
 # Environment that changes what a benchmark measures.
-_SETTINGS = re.compile(r"^(OMP_NUM_THREADS|MKL_NUM_THREADS|NCCL_|GLOO_|FAIRSEQ_TUTEL_|TRITON_)")
+_SETTINGS = re.compile(
+    r"^(OMP_NUM_THREADS|MKL_NUM_THREADS|THP_MEM_ALLOC_ENABLE|NCCL_|GLOO_|FAIRSEQ_TUTEL_|TRITON_)"
+)
 
 
 def describe_run(benchmark: str, device: torch.device, world_size: int = 1) -> dict[str, Any]:

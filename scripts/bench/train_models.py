@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from dense_reference import DenseMoE
+from dense_reference import DenseMoE, memory_need
 from fairseq import tasks, utils
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.dataclass.initialize import add_defaults
@@ -17,6 +17,7 @@ from fairseq.dataclass.utils import omegaconf_no_object_check
 from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 from omegaconf import DictConfig, OmegaConf
+from presets import LayerShape
 from ranks import Ranks
 from record import ROOT
 
@@ -40,6 +41,7 @@ class TrainPreset:
         variants: measured by default.
         goals: (variant, bound): this plugin's tokens/s over the variant's.
         simulated: what is simulated, for titles.
+        one_by_one: whether its models do not fit into a device together.
     """
 
     about: str
@@ -48,6 +50,7 @@ class TrainPreset:
     variants: tuple[str, ...] = tuple(VARIANTS)
     goals: tuple[tuple[str, float], ...] = ()
     simulated: str = ""
+    one_by_one: bool = False
 
 
 def _small(batch: int) -> tuple[str, ...]:
@@ -91,6 +94,7 @@ PRESETS = {
     "meta-8gpu-rank": TrainPreset(
         "one rank of 8 of the same model with 8 experts, all-to-alls replaced by copies",
         "meta_1.1t", _simulated(8), variants=("moe", "dense"), simulated="SIMULATED rank of 8",
+        one_by_one=True,
     ),
 }  # fmt: skip
 
@@ -133,6 +137,21 @@ def flop_matched(config: DictConfig) -> DictConfig:
     config.model.alternate_decoder_ffn_embed_dim = top_k * width
     config.model.moe_simulate_world_size = 0
     return config
+
+
+def dense_masks(config: DictConfig) -> int:
+    """Bytes of the S x E x C tensors of one MoE layer in the dense formulation, a lower bound."""
+    model, common = config.model, config.common
+    layer = LayerShape(
+        config.dataset.batch_size * config.task.tokens_per_sample,
+        model.decoder_embed_dim,
+        model.decoder_ffn_embed_dim,
+        experts=model.moe_expert_count,
+        top_k=1 if model.moe_top1_expert else model.moe_top_k or 2,
+        capacity_factor=model.get("moe_capacity_factor") or 1.0,
+    )
+    size = 2 if common.fp16 or common.bf16 else 4
+    return memory_need(layer.tokens, layer.experts, layer.capacity, size)
 
 
 class Run:

@@ -45,9 +45,15 @@ def test_kernel_bytes():
     """What must move is counted by hand for the two that have a goal."""
     shape = LayerShape(64, 16, 32, experts=4, dtype="float32")
     cases = {c.name: c for c in make_kernel_cases(shape, torch.device("cpu"), 1, 1)}
-    tokens, rows, maps = 64 * 16 * 4, 4 * 32 * 16 * 4, 64 * 2 * 4 + 4 * 32 * 4
-    assert cases["dispatch"].bytes_moved() == tokens + maps + rows
-    assert cases["combine"].bytes_moved() == rows + maps + 64 * 2 * 4 + tokens
+    tokens, rows, row, pair = 64 * 16 * 4, 4 * 32 * 16 * 4, 64 * 2 * 4, 4 * 32 * 4
+    used = int((cases["combine"].inputs[0][2] >= 0).sum()) * 16 * 4
+    assert used < rows
+    # every row is written, also the unused ones; only the used ones are read
+    assert cases["dispatch"].bytes_moved() == tokens + pair + rows
+    assert cases["combine"].bytes_moved() == used + row + 64 * 2 * 4 + tokens
+    assert cases["dispatch bwd"].bytes_moved() == used + row + tokens
+    weights = 2 * 64 * 2 * 4  # and their gradients
+    assert cases["combine bwd"].bytes_moved() == tokens + used + pair + weights + rows
     assert cases["fast_cumsum_sub_one int64"].bytes_moved() == 64 * 4 * (8 + 4)
 
 
@@ -105,6 +111,20 @@ def test_flop_matched_model_does_the_same_work(training):
     assert flops["flop-matched"] == pytest.approx(flops["moe"] - gate)
 
 
+def test_training_leaves_out_what_does_not_fit(training, tmp_path, monkeypatch):
+    assert training["not_run"] == {} and training["settings"]["interleaved"]
+    monkeypatch.setattr(bench_train, "available_memory", lambda device: 1000)
+    path = tmp_path / "train.json"
+    arguments = ["--device", "cpu", "--updates", "1", "--warmup", "0", "--one-by-one"]
+    for override in training["settings"]["overrides"][-8:]:
+        arguments += ["--override", override]
+    assert bench_train.main([*arguments, "--output", str(path)]) == 0
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert list(result["results"]) == ["moe", "flop-matched"]
+    assert "0.0 GB are available" in result["not_run"]["dense"]
+    assert not result["settings"]["interleaved"]
+
+
 def test_training_mistakes(capsys):
     assert bench_train.main(["--device", "cpu", "--variants", "moe,tutel"]) == 2
     assert "tutel" in capsys.readouterr().err
@@ -158,6 +178,12 @@ def test_figures(tmp_path, training):
         assert (tmp_path / "figures" / name).stat().st_size > 10_000
     (bar,) = plot.layer_speedups([layer])
     assert bar["speedup"] == 7.5 and bar["ranks"] == 16 and "SIMULATED" in bar["label"]
+
+
+def test_end_to_end_bars_are_of_one_rank(training):
+    on_8 = {**training, "world_size": 8}
+    (one,), (of_8,) = plot.training_bars([training]), plot.training_bars([on_8])
+    assert of_8["speeds"]["moe"] == pytest.approx(one["speeds"]["moe"] / 8)
 
 
 def test_figures_refuse_other_files(tmp_path, capsys):
