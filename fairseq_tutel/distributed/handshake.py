@@ -25,9 +25,12 @@ class StepAgreement:
     Attributes:
         num_tokens: the largest token count of any rank; capacities are computed from it, so that
             they are the same everywhere.
+        agreed: the settings that were compared, by name; None in an agreement made by hand, which
+            is taken on trust.
     """
 
     num_tokens: int
+    agreed: Mapping[str, int] | None = None
 
 
 def agree_step(
@@ -45,11 +48,11 @@ def agree_step(
         ValueError: some value differs; the message lists the ranks by value.
     """
     if not groups.communicates:
-        return StepAgreement(num_tokens)
+        return StepAgreement(num_tokens, must_equal)
     table = gather_integers([num_tokens, *must_equal.values()], groups.ep_group)
     for column, name in enumerate(must_equal, start=1):
         refuse_differences(name, [row[column] for row in table], groups.rank - groups.ep_rank)
-    return StepAgreement(max(row[0] for row in table))
+    return StepAgreement(max(row[0] for row in table), must_equal)
 
 
 def gather_texts(text: str | None) -> list[str | None]:

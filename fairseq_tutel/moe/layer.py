@@ -22,6 +22,7 @@ from .router import BUILT_IN_GATES, make_gate, route
 from .stats import MoEAux
 
 _DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
+_DTYPE_KEY = "the dtype (0 fp32, 1 fp16, 2 bf16, 3 fp64)"
 
 
 class MoELayer(nn.Module):
@@ -104,9 +105,20 @@ class MoELayer(nn.Module):
                 )
             self.experts = ExpertList(experts)
 
-    def fingerprint(self, dtype: torch.dtype) -> dict[str, int]:
-        """What ranks must have in common for their exchanges to fit together."""
-        config = self.config
+    def fingerprint(
+        self,
+        dtype: torch.dtype,
+        *,
+        top_k: int | None = None,
+        capacity_factor: float | None = None,
+    ) -> dict[str, int]:
+        """What ranks must have in common for their exchanges to fit together.
+
+        Args:
+            dtype: of the experts' rows.
+            top_k, capacity_factor: as given to the call that is to be agreed on.
+        """
+        config = self._config_for_call(top_k, capacity_factor)
         return {
             "the number of experts": config.num_experts,
             "top_k": config.top_k,
@@ -119,7 +131,7 @@ class MoELayer(nn.Module):
             "the capacity as a fraction of tokens in evaluation, in millionths": round(
                 1e6 * config.eval_capacity_token_fraction
             ),
-            "the dtype (0 fp32, 1 fp16, 2 bf16, 3 fp64)": _DTYPE_CODES.get(dtype, -1),
+            _DTYPE_KEY: _DTYPE_CODES.get(dtype, -1),
         }
 
     def forward(
@@ -140,11 +152,16 @@ class MoELayer(nn.Module):
             pad_mask: bool [...], True for padding; looked at only with ``use_pad_mask``.
             step: what :func:`~fairseq_tutel.distributed.agree_step` returned for this forward pass;
                 made here if None (one small all-gather).
-            top_k, capacity_factor: for this call only.
+            top_k, capacity_factor: for this call only; the same on all ranks. A ``step`` must have
+                been made with them: ``agree_step(T, layer.fingerprint(dtype, top_k=...), groups)``.
             return_aux: also return the aux loss and the statistics.
 
         Returns:
             y [..., M], or (y, :class:`MoEAux`).
+
+        Raises:
+            ValueError: wrong width, options out of range, ranks that disagree, or a ``step`` that
+                was agreed on with another ``top_k`` or ``capacity_factor``.
         """
         if x.shape[-1] != self.model_dim:
             raise ValueError(
@@ -157,8 +174,12 @@ class MoELayer(nn.Module):
         x_TM = given_TM
         if torch.is_autocast_enabled(x.device.type):
             x_TM = x_TM.to(torch.get_autocast_dtype(x.device.type))
+        overrides = {"top_k": top_k, "capacity_factor": capacity_factor}
         if step is None:
-            step = agree_step(x_TM.shape[0], self.fingerprint(x_TM.dtype), self.groups)
+            wanted = self.fingerprint(x_TM.dtype, **overrides)
+            step = agree_step(x_TM.shape[0], wanted, self.groups)
+        elif step.agreed is not None and (top_k, capacity_factor) != (None, None):
+            self._refuse_other_overrides(step.agreed, overrides)
         logits_TE = self._logits(x_TM, given_TM, config)
         with torch.autocast(x.device.type, enabled=False):  # routing says itself what is fp32
             plan, aux = route(
@@ -175,6 +196,16 @@ class MoELayer(nn.Module):
             aux = aux._replace(metrics=torch.cat([aux.metrics[:-2], times]))
         y = y_TM.view(x.shape)
         return (y, aux) if return_aux else y
+
+    def _refuse_other_overrides(self, agreed, overrides):
+        """Ranks would exchange parts of a size that they did not compare."""
+        # an agreement may be older than the autocast that decides the dtype; all else must hold
+        for name, value in self.fingerprint(torch.float32, **overrides).items():
+            if name != _DTYPE_KEY and agreed.get(name) != value:
+                raise ValueError(
+                    f"this call's options make {name} {value}, but the ranks' agreement for this "
+                    f"step has {agreed.get(name)}; give the same options to fingerprint()"
+                )
 
     def _config_for_call(self, top_k, capacity_factor):
         changes = {}

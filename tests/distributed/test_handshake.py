@@ -9,6 +9,7 @@ import torch.distributed as dist
 from helpers.distributed import run_ranks
 
 from fairseq_tutel.distributed import (
+    StepAgreement,
     agree_step,
     any_rank,
     build_groups,
@@ -72,6 +73,56 @@ def test_difference_is_named_with_ranks_and_values(what):
         if what == "capacity_factor":
             assert "1000000 on ranks [0, 1, 2]; 1250000 on ranks [3]" in message
         assert seconds < 10
+
+
+# options of one call -> (words of the message, each rank's values)
+CALLS = {
+    "top_k": ("top_k: 1 on ranks [0]; 2 on ranks [1]", ({"top_k": 1}, {})),
+    "capacity_factor": (
+        "the capacity factor in training, in millionths: 0 on ranks [1]; 1000000 on ranks [0]",
+        ({}, {"capacity_factor": 0.0}),
+    ),
+}
+
+
+def _disagree_in_one_call():
+    rank, _ = process_world()
+    layer = MoELayer(8, 2, 8, groups=build_groups(2))
+    x = torch.randn(6, 8)
+    for words, options in CALLS.values():
+        with pytest.raises(ValueError) as caught:
+            layer(x, **options[rank])
+        assert words in str(caught.value)
+    assert layer(x, top_k=1, capacity_factor=0.0).shape == (6, 8)
+
+
+def test_options_of_one_call_are_compared():
+    run_ranks(_disagree_in_one_call, 2)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_agreement_holds_for_the_options_it_was_made_with(training):
+    groups = build_groups(4)
+    layer = MoELayer(8, 4, 8, groups=groups).train(training)
+    x = torch.randn(6, 8)
+    plain = agree_step(6, layer.fingerprint(x.dtype), groups)
+    for options, words in (
+        ({"top_k": 4}, "make top_k 4, but the ranks' agreement for this step has 2"),
+        ({"capacity_factor": 2.5}, "2500000, but .* has (1000000|0);"),
+        ({"top_k": 2, "capacity_factor": 0.25}, "250000, but"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            layer(x, step=plain, **options)
+        step = agree_step(6, layer.fingerprint(x.dtype, **options), groups)
+        torch.testing.assert_close(layer(x, step=step, **options), layer(x, **options))
+    narrow = agree_step(6, layer.fingerprint(x.dtype, top_k=1), groups)
+    with pytest.raises(ValueError, match="make top_k 2, but .* has 1;"):
+        layer(x, step=narrow, top_k=2)
+    # what the layer does anyway, another dtype than that of the agreement, and one made by hand
+    layer(x, step=plain, top_k=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x, step=plain, top_k=2)
+    layer(x, step=StepAgreement(6), top_k=4)
 
 
 def _disagree_in_one_block():
