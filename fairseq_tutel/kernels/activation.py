@@ -1,7 +1,8 @@
 """Bias + activation + dropout of the experts' hidden layer, one kernel each way.
 
-The backward recomputes the activation from h, writes d_h and, per tile of rows, the sums for
-d_bias; a second kernel adds the tiles of each expert in a fixed order (no atomics).
+The backward recomputes the activation from h (not for linear, whose derivative is 1), writes d_h
+where that is wanted and, per tile of rows, the sums for d_bias; a second kernel adds the tiles of
+each expert in a fixed order (no atomics).
 Dropout draws from Philox (Salmon et al. 2011) by element index, so the mask is never stored.
 
 Legend: e local experts, N rows per expert, R rows, F hidden dim, Z tiles of ACT_TILE_ROWS rows.
@@ -25,11 +26,8 @@ from ._autotune import (
 from ._runtime import FLOAT_DTYPES, check_tensor, device_guard
 
 _DYNAMIC = ["num_rows", "rows_per_expert"]
-_TUNE = {
-    "configs": act_configs(),
-    "key": ["F", "ACTIVATION", "RAGGED", "DROPOUT_P"],
-    "prune_configs_by": {"early_config_prune": prune_wide_tiles},
-}
+_KEY = ["F", "ACTIVATION", "RAGGED", "DROPOUT_P"]
+_PRUNE = {"early_config_prune": prune_wide_tiles}
 
 
 @triton.jit
@@ -101,7 +99,7 @@ def _keep_scale(
     return tl.where(uniform >= DROPOUT_P, 1.0 / (1.0 - DROPOUT_P), 0.0)
 
 
-@triton.autotune(**_TUNE)
+@triton.autotune(act_configs(), key=_KEY, prune_configs_by=_PRUNE)
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _bias_act_fwd_kernel(
     y_ptr,  # (R, F) - output
@@ -154,13 +152,13 @@ def _bias_act_fwd_kernel(
         tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.autotune(**_TUNE)
+@triton.autotune(act_configs(), key=[*_KEY, "HAS_DH"], prune_configs_by=_PRUNE)
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _bias_act_bwd_dh_kernel(
-    d_h_ptr,  # (R, F) - output
+    d_h_ptr,  # (R, F) - output; HAS_DH
     partial_ptr,  # (Z, F) fp32 - output: sums of d_h over the rows of each tile
     dy_ptr,  # (R, F)
-    h_ptr,  # (R, F)
+    h_ptr,  # (R, F); not read for ACTIVATION linear
     bias_ptr,  # (e, F) float
     offsets_ptr,  # (e,) int32 end row of each expert; RAGGED
     seed_ptr,  # () int64; DROPOUT_P > 0
@@ -171,6 +169,7 @@ def _bias_act_bwd_dh_kernel(
     ACTIVATION: tl.constexpr,
     RAGGED: tl.constexpr,
     DROPOUT_P: tl.constexpr,
+    HAS_DH: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -188,8 +187,9 @@ def _bias_act_bwd_dh_kernel(
     start = tl.program_id(1).to(tl.int64) * BLOCK_F
     offs_f = start + tl.arange(0, BLOCK_F)
     mask_f = offs_f < F
-    bias = tl.load(bias_ptr + expert * F + offs_f, mask=mask_f & (expert < e), other=0.0)
-    bias = bias.to(tl.float32)
+    if ACTIVATION != "linear":
+        bias = tl.load(bias_ptr + expert * F + offs_f, mask=mask_f & (expert < e), other=0.0)
+        bias = bias.to(tl.float32)
     total = tl.zeros([BLOCK_F], tl.float32)
     tl.static_assert(TILE % BLOCK_N == 0)
     for step in range(0, TILE, BLOCK_N):
@@ -197,13 +197,15 @@ def _bias_act_bwd_dh_kernel(
         mask = (offs_n < last)[:, None] & mask_f[None, :]
         offs = offs_n[:, None] * F + offs_f[None, :]
         read = mask & (expert < e)
-        h = tl.load(h_ptr + offs, mask=read, other=0.0).to(tl.float32)
         d_h = tl.load(dy_ptr + offs, mask=read, other=0.0).to(tl.float32)
         if DROPOUT_P > 0:
             d_h *= _keep_scale(tl.load(seed_ptr), offs_n, start, F, DROPOUT_P, BLOCK_N, BLOCK_F)
-        d_h *= activate_bwd(h + bias[None, :], ACTIVATION)
+        if ACTIVATION != "linear":
+            h = tl.load(h_ptr + offs, mask=read, other=0.0).to(tl.float32)
+            d_h *= activate_bwd(h + bias[None, :], ACTIVATION)
         total += tl.sum(d_h, axis=0)
-        tl.store(d_h_ptr + offs, d_h.to(d_h_ptr.dtype.element_ty), mask=mask)
+        if HAS_DH:
+            tl.store(d_h_ptr + offs, d_h.to(d_h_ptr.dtype.element_ty), mask=mask)
     tl.store(partial_ptr + pid * F + offs_f, total, mask=mask_f)
 
 
@@ -247,10 +249,15 @@ def _bias_act_bwd_db_kernel(
 
 
 def _check(
-    h: Tensor, bias: Tensor, offsets: Tensor | None, dropout_p: float, seed: Tensor | None
+    h: Tensor,
+    bias: Tensor,
+    offsets: Tensor | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    name: str = "h",
 ) -> None:
     num_experts = h.shape[0] if offsets is None else offsets.shape[0]
-    check_tensor("h", h, tuple(h.shape), FLOAT_DTYPES, h.device)
+    check_tensor(name, h, tuple(h.shape), FLOAT_DTYPES, h.device)
     check_tensor("bias", bias, (num_experts, h.shape[-1]), FLOAT_DTYPES, h.device)
     if offsets is not None:
         check_tensor("offsets", offsets, (num_experts,), (torch.int32,), h.device)
@@ -315,39 +322,45 @@ def bias_act_fwd(
 
 def bias_act_bwd(
     dy: Tensor,
-    h: Tensor,
+    h: Tensor | None,
     bias: Tensor,
     *,
     activation: str,
     offsets: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
+    needs_h: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Triton twin of :func:`fairseq_tutel.reference.bias_act_bwd`; fp32, fp16 or bf16.
 
     Raises:
-        ValueError: wrong shape, dtype or device.
+        ValueError: wrong shape, dtype or device; no h where the activation needs it.
     """
-    _check(h, bias, offsets, dropout_p, seed)
-    check_tensor("dy", dy, tuple(h.shape), FLOAT_DTYPES, h.device)
-    d_h = torch.empty(h.shape, dtype=h.dtype, device=h.device)
-    if h.numel() == 0:
+    _check(dy, bias, offsets, dropout_p, seed, name="dy")
+    formula = FORMULA[activation]
+    if formula != "linear":
+        if h is None:
+            raise ValueError(f"the gradient of {activation} needs h")
+        check_tensor("h", h, tuple(dy.shape), FLOAT_DTYPES, dy.device)
+    d_h = torch.empty(dy.shape if needs_h else 0, dtype=dy.dtype, device=dy.device)
+    if dy.numel() == 0:
         return d_h, torch.zeros_like(bias, memory_format=torch.contiguous_format)
     d_bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
-    num_tiles, sizes = _sizes(h, offsets)
-    partial_ZF = torch.empty((num_tiles, sizes["F"]), dtype=torch.float32, device=h.device)
-    with device_guard(h):
+    num_tiles, sizes = _sizes(dy, offsets)
+    partial_ZF = torch.empty((num_tiles, sizes["F"]), dtype=torch.float32, device=dy.device)
+    with device_guard(dy):
         _bias_act_bwd_dh_kernel[lambda meta: (num_tiles, triton.cdiv(sizes["F"], meta["BLOCK_F"]))](
-            d_h,
+            d_h if needs_h else None,
             partial_ZF,
             dy.contiguous(),
-            h.contiguous(),
+            None if formula == "linear" else h.contiguous(),
             bias.contiguous(),
             offsets,
             seed,
             **sizes,
-            ACTIVATION=FORMULA[activation],
+            ACTIVATION=formula,
             DROPOUT_P=dropout_p,
+            HAS_DH=needs_h,
         )
         _bias_act_bwd_db_kernel[(sizes["e"], triton.cdiv(sizes["F"], SCAN_BLOCK_COLS))](
             d_bias,

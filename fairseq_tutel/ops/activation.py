@@ -36,34 +36,53 @@ def _(h, bias, offsets, seed, activation, dropout_p):
 @torch.library.custom_op("fairseq_tutel::bias_act_bwd", mutates_args=())
 def _bias_act_bwd(
     dy: Tensor,
-    h: Tensor,
+    h: Optional[Tensor],
     bias: Tensor,
     offsets: Optional[Tensor],
     seed: Optional[Tensor],
     activation: str,
     dropout_p: float,
+    needs_h: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    impl = implementation(h)
+    impl = implementation(dy)
     return impl.bias_act_bwd(
-        dy, h, bias, activation=activation, offsets=offsets, dropout_p=dropout_p, seed=seed
+        dy,
+        h,
+        bias,
+        activation=activation,
+        offsets=offsets,
+        dropout_p=dropout_p,
+        seed=seed,
+        needs_h=needs_h,
     )
 
 
 @_bias_act_bwd.register_fake
-def _(dy, h, bias, offsets, seed, activation, dropout_p):
-    d_h = torch.empty_like(h, memory_format=torch.contiguous_format)
+def _(dy, h, bias, offsets, seed, activation, dropout_p, needs_h=True):
+    d_h = dy.new_empty(dy.shape if needs_h else (0,))
     return d_h, torch.empty_like(bias, memory_format=torch.contiguous_format)
 
 
 def _setup(ctx, inputs, output):
     h, bias, offsets, seed, ctx.activation, ctx.dropout_p = inputs
-    ctx.save_for_backward(h, bias, offsets, seed)
+    # the derivative of linear is 1 whatever h was
+    ctx.save_for_backward(None if ctx.activation == "linear" else h, bias, offsets, seed)
 
 
 def _backward(ctx, dy):
     h, bias, offsets, seed = ctx.saved_tensors
-    d_h, d_bias = _bias_act_bwd(dy, h, bias, offsets, seed, ctx.activation, ctx.dropout_p)
-    return d_h, d_bias, None, None, None, None
+    needs_h, needs_bias = ctx.needs_input_grad[:2]
+    # A gradient is handed on as it came where it does not change: no dropout, and no tail to zero.
+    same = ctx.activation == "linear" and ctx.dropout_p == 0.0 and offsets is None
+    d_h = dy if needs_h and same else None
+    d_bias = None
+    computes_h = needs_h and not same
+    if computes_h or needs_bias:
+        new_h, d_bias = _bias_act_bwd(
+            dy, h, bias, offsets, seed, ctx.activation, ctx.dropout_p, computes_h
+        )
+        d_h = new_h if computes_h else d_h
+    return d_h, d_bias if needs_bias else None, None, None, None, None
 
 
 _bias_act.register_autograd(_backward, setup_context=_setup)
@@ -119,7 +138,8 @@ def bias_act(
 ) -> Tensor:
     """dropout(activation(h + bias)), computed in fp32, returned in the dtype of h.
 
-    Saves h and recomputes the rest in the backward. ``gelu`` is the exact (erf) one.
+    Saves h and recomputes the rest in the backward; ``linear`` saves no h, and without dropout and
+    offsets it passes the gradient on as it is. ``gelu`` is the exact (erf) one.
 
     Args:
         h: (e, N, F), or (R, F) with ``offsets``; differentiable.

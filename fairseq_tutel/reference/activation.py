@@ -167,34 +167,46 @@ def bias_act_fwd(
 
 def bias_act_bwd(
     dy: Tensor,
-    h: Tensor,
+    h: Tensor | None,
     bias: Tensor,
     *,
     activation: str,
     offsets: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
+    needs_h: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`bias_act_fwd`: d_h like h and d_bias (e, F) in the dtype of bias."""
+    """Gradients of :func:`bias_act_fwd`: d_h like dy and d_bias (e, F) in the dtype of bias.
+
+    ``h`` is not read for ``linear`` and may be None there. Without ``needs_h`` d_h comes back with
+    shape (0,).
+    """
     gradient = ACTIVATIONS[activation][1]
-    acc = _acc_dtype(h.dtype)
-    d_h = torch.empty_like(h, memory_format=torch.contiguous_format)
-    h_enF, d_h_enF, dy_enF = _as_3d(h), _as_3d(d_h), _as_3d(dy)
+    linear = activation == "linear"
+    acc = _acc_dtype(dy.dtype)
+    d_h = torch.empty_like(dy, memory_format=torch.contiguous_format) if needs_h else None
+    dy_enF = _as_3d(dy)
+    h_enF = None if linear else _as_3d(h)
+    d_h_enF = _as_3d(d_h) if needs_h else None
     bias_e1F = bias.to(acc)[:, None]
     d_bias_eF = torch.zeros_like(bias, dtype=acc)
-    keep_enF = _keep_scale(h_enF, dropout_p, seed) if dropout_p > 0 else None
-    for experts, *part in _blocks(h_enF, offsets):
+    keep_enF = _keep_scale(dy_enF, dropout_p, seed) if dropout_p > 0 else None
+    for experts, *part in _blocks(dy_enF, offsets):
         part = tuple(part)
-        d_out = dy_enF[part].to(acc)
+        z = dy_enF[part].to(acc)
         if keep_enF is not None:
-            d_out = d_out * keep_enF[part]
-        if h.dtype == acc:
-            z = torch.add(h_enF[part], bias_e1F[experts], out=d_h_enF[part])
-        else:
-            z = h_enF[part] + bias_e1F[experts]
-        gradient(d_out, z)
+            z = z * keep_enF[part]
+        if not linear:
+            d_out = z
+            if needs_h and d_h.dtype == acc:
+                z = torch.add(h_enF[part], bias_e1F[experts], out=d_h_enF[part])
+            else:
+                z = h_enF[part] + bias_e1F[experts]
+            gradient(d_out, z)
         d_bias_eF[experts] += z.sum(dim=1)
-        if h.dtype != acc:
+        if needs_h and (linear or d_h.dtype != acc):
             d_h_enF[part] = z
+    if not needs_h:
+        return dy.new_empty(0), d_bias_eF.to(bias.dtype)
     _zero_tail(d_h_enF, offsets)
     return d_h, d_bias_eF.to(bias.dtype)

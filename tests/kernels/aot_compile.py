@@ -59,7 +59,9 @@ def _variants():
     for dtype, name, ragged, dropout_p in cases:
         mode = {"RAGGED": ragged, "ACTIVATION": name, "DROPOUT_P": dropout_p}
         yield activation._bias_act_fwd_kernel, dtype, {**act, **mode}
-        yield activation._bias_act_bwd_dh_kernel, dtype, {**act, **mode}
+        yield activation._bias_act_bwd_dh_kernel, dtype, {**act, **mode, "HAS_DH": True}
+    sums = {**act, "RAGGED": False, "ACTIVATION": "linear", "DROPOUT_P": 0.0, "HAS_DH": False}
+    yield activation._bias_act_bwd_dh_kernel, "bf16", {**sums, "h_ptr": None, "d_h_ptr": None}
     for ragged in (False, True):
         blocks = {"BLOCK_Z": tiles.SCAN_BLOCK_ROWS, "BLOCK_F": tiles.SCAN_BLOCK_COLS}
         yield activation._bias_act_bwd_db_kernel, "bf16", {**act, "RAGGED": ragged, **blocks}

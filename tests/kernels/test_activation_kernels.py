@@ -60,6 +60,23 @@ def test_every_shape(shape, ends, dtype, device):
     check(shape, ends, "gelu", dtype, device)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "ends"), PADDED + RAGGED)
+def test_linear_needs_no_h(shape, ends, dtype, device):
+    """Nor does it write d_h where that is dy itself."""
+    h, bias, dy, offsets = make(shape, ends, dtype, device)
+    options = {"activation": "linear", "offsets": offsets}
+    d_h, d_bias = kernels.bias_act_bwd(dy, None, bias, **options)
+    want_h, want_bias = kernels.bias_act_bwd(dy, h, bias, **options)
+    assert torch.equal(d_h, want_h) and torch.equal(d_bias, want_bias)
+    used = slice(None) if ends is None else slice(0, ends[-1])
+    assert torch.equal(d_h[used], dy[used])
+    d_h, d_bias = kernels.bias_act_bwd(dy, None, bias, needs_h=False, **options)
+    assert d_h.shape == (0,) and torch.equal(d_bias, want_bias)
+    with pytest.raises(ValueError, match="gelu needs h"):
+        kernels.bias_act_bwd(dy, None, bias, activation="gelu", offsets=offsets)
+
+
 def exact_gelu(z):
     """In fp64, without the cancellation of 1 + erf for negative z."""
     z = z.double()

@@ -34,6 +34,8 @@ def calls(requires_grad):
         ("combine", (rows, row, pair, weight)),
         ("bias_act", (h, bias, None, None, "gelu", 0.0)),
         ("bias_act", (flat, bias, offsets, seed, "relu", 0.2)),
+        ("bias_act", (h, bias, None, None, "linear", 0.0)),
+        ("bias_act", (flat, bias, offsets, None, "linear", 0.0)),
         ("fast_cumsum_sub_one", ((expert > 0).int(),)),
     ]
 
@@ -69,6 +71,7 @@ BACKWARD = {
     ),
     "bias_act_bwd": lambda: (
         torch.randn(3, 4, 5), torch.randn(3, 4, 5), torch.randn(3, 5), None, None, "gelu", 0.0,
+        True,
     ),
 }  # fmt: skip
 
@@ -81,9 +84,14 @@ def test_opcheck_of_backward(name):
         for needs in ((True, False), (False, True)):
             args = (*args[:-2], *needs)
             torch.library.opcheck(getattr(torch.ops.fairseq_tutel, name).default, args)
+    if name == "bias_act_bwd":  # linear needs no h, and its d_h is dy
+        dy, _, bias, offsets, seed, _, dropout_p, _ = args
+        for needs_h in (True, False):
+            args = (dy, None, bias, offsets, seed, "linear", dropout_p, needs_h)
+            torch.library.opcheck(getattr(torch.ops.fairseq_tutel, name).default, args)
 
 
-def layer(x, wg, w1, b1, w2, top_k, capacity, ragged):
+def layer(x, wg, w1, b1, w2, b2, top_k, capacity, ragged):
     """A small MoE layer out of the operators alone, as the moe package chains them."""
     E, T = wg.shape[1], x.shape[0]
     expert, gate, prob_sum, entropy, lse = ops.topk_gating((x @ wg).float(), top_k)
@@ -100,11 +108,11 @@ def layer(x, wg, w1, b1, w2, top_k, capacity, ragged):
     if ragged:
         h = rows @ w1[0]
         h = ops.bias_act(h, b1, activation="gelu", offsets=end.int())
-        out = h @ w2[0]
+        out = ops.bias_act(h @ w2[0], b2, activation="linear", offsets=end.int())
     else:
         h = torch.bmm(rows.view(E, capacity, -1), w1)
         h = ops.bias_act(h, b1, activation="gelu", dropout_p=0.0)
-        out = torch.bmm(h, w2).view(num_rows, -1)
+        out = ops.bias_act(torch.bmm(h, w2), b2, activation="linear").view(num_rows, -1)
     y = ops.combine(out, row, pair, gate)
     balance = (prob_sum * count[0]).sum() * E / T**2
     return y, balance + 1e-3 * lse.square().mean(), entropy
@@ -112,7 +120,7 @@ def layer(x, wg, w1, b1, w2, top_k, capacity, ragged):
 
 def parameters(seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(12, 8), (8, 4), (4, 8, 16), (4, 16), (4, 16, 8)]
+    shapes = [(12, 8), (8, 4), (4, 8, 16), (4, 16), (4, 16, 8), (4, 8)]
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
@@ -171,7 +179,7 @@ def test_both_backends_agree_through_autograd(dtype, ragged, monkeypatch):
         monkeypatch.setattr(backend, "_requested", name)
         tensors = [t.detach().to(device).requires_grad_() for t in parameters(dtype=dtype)]
         results[name] = run(layer, tensors, ragged)
-    names = ("y", "loss", "entropy", "d_x", "d_wg", "d_w1", "d_b1", "d_w2")
+    names = ("y", "loss", "entropy", "d_x", "d_wg", "d_w1", "d_b1", "d_w2", "d_b2")
     for name, a, b in zip(names, results["triton"], results["torch"], strict=True):
         assert_close(name, a, b, dtype)
 
