@@ -3,7 +3,6 @@
 import importlib.util
 import logging
 import os
-from functools import cache
 from types import ModuleType
 
 import torch
@@ -18,9 +17,12 @@ _requested = "auto"
 _logged: set[tuple[str, str]] = set()
 
 
-@cache
+# looked for once, here: torch.compile would search inside of the traced code
+_TRITON_FOUND = importlib.util.find_spec("triton") is not None
+
+
 def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return _TRITON_FOUND
 
 
 def _interpreted() -> bool:
@@ -77,7 +79,8 @@ def backend_for(device: torch.device | str) -> str:
         reason = _why_not_triton(device_type)
         if reason is not None:
             raise ValueError(f"backend 'triton' cannot run: {reason}")
-    if (name, device_type) not in _logged:
+    # Traced code must not log; the operators in it ask again when they run, outside of the trace.
+    if not torch.compiler.is_compiling() and (name, device_type) not in _logged:
         _logged.add((name, device_type))
         logger.info("MoE operators on %s: %s backend (%s)", device_type, name, _requested)
     return name

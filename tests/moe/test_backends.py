@@ -1,11 +1,14 @@
 """The layer on Triton kernels (interpreted without a GPU), on torch, compiled: one function."""
 
+import logging
+
 import pytest
 import torch
 from helpers.assertions import rms_ratio
 
 from fairseq_tutel import ops
 from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.ops import backend as backend_module
 
 CASES = {
     "top-2 with drops": dict(capacity_factor=0.5),
@@ -87,3 +90,17 @@ def test_compiles_without_a_graph_break(name, training):
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     expected = outcome(layer, x, pad_mask)
     assert_tensors_close(outcome(layer, x, pad_mask, call=compiled), expected, 1e-6)
+
+
+@pytest.mark.filterwarnings("error:Dynamo detected")
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_compiles_in_a_process_that_has_not_run_it_yet(name, monkeypatch, caplog):
+    """The choice of backend, not logged yet, is made inside of the traced code."""
+    monkeypatch.setattr(backend_module, "_logged", set())
+    ops.set_backend(name)
+    layer, x, pad_mask = example("cpu", capacity_factor=1.0)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with caplog.at_level(logging.INFO, logger=backend_module.__name__):
+        got = outcome(layer, x, pad_mask, call=compiled)
+    assert caplog.messages == [f"MoE operators on cpu: {name} backend ({name})"]
+    assert_tensors_close(got, outcome(layer, x, pad_mask), 1e-6)
