@@ -75,3 +75,15 @@ def test_files_that_readme_names_exist():
         r"\b((?:scripts|configs|tests)/[\w./-]+\.(?:sh|py|sbatch|yaml))", README
     ):
         assert (ROOT / path).exists(), path
+
+
+def test_help_tells_every_option_of_the_table(capsys):
+    """python -m fairseq_tutel; fairseq-train --help ends before an architecture's options."""
+    from fairseq_tutel.__main__ import main
+
+    assert main() == 0
+    told = capsys.readouterr().out
+    section = README[README.index("## Options") : README.index("## What differs")]
+    for name in re.findall(r"^\| `(--[a-z0-9-]+)`", section, re.MULTILINE):
+        assert f"{name} " in told or f"{name}\n" in told, name
+    assert "(default: 2)" in told  # where the text itself does not tell
