@@ -118,6 +118,7 @@ def _become(job: Job) -> None:
     if job.save_request:
         # An early request must not kill a rank that is still importing; see Supervisor.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # see __main__.py
     sys.stderr.flush()
     os.execvpe(rank.argv[0], rank.argv, rank.env)
 

@@ -100,10 +100,12 @@ class Supervisor:
         self._watched.add(signal.SIGCHLD)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would lose the exit codes
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._watched)
+        # the launcher holds SIGUSR1 back from its first moment on; its ranks must not
+        ranks_mask = old_mask - {signal.SIGUSR1}
         try:
             # All processes before any thread: preexec_fn must run in a single-threaded process.
             for job in self._jobs:
-                self._running[job.rank] = self._start(job, old_mask)
+                self._running[job.rank] = self._start(job, ranks_mask)
             self._start_readers()
             while self._running:
                 self._wait()

@@ -37,16 +37,23 @@ enter_environment() {
 # them. Not --kill-on-bad-exit: ranks that leave after saving (exit code 85) do so one by one; when a
 # rank fails, the launcher itself ends the step. --wait ends a step that still hangs, after 10
 # minutes. A signal to this shell is passed on, and the wait for the ranks goes on.
+#
+# SIGUSR1 would end srun while it makes the step, and Python while it starts: srun gets it when it is
+# 5 seconds old, Python begins with it ignored, and as that may lose it, a step younger than a minute
+# gets it again then. It is the caller's: after this, it is ignored.
 launch() {
+    local begin=$SECONDS step status=127 now interrupted=1 helpers=()
     # shellcheck disable=SC2086
     srun --ntasks-per-node=1 --ntasks="$SLURM_JOB_NUM_NODES" \
         --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none \
         --kill-on-bad-exit=0 --wait=600 \
+        sh -c 'trap "" USR1; exec "$@"' launch \
         python -m fairseq_tutel.launch --nproc-per-node "${NPROC_PER_NODE:-auto}" \
         ${LAUNCH_OPTIONS:-} -- "$@" &
-    local step=$! status=127 now interrupted=1
-    trap 'kill -USR1 $step; interrupted=1' USR1
+    step=$!
+    trap 'pass_on_usr1 $step $begin; interrupted=1' USR1
     trap 'kill -TERM $step; interrupted=1' TERM
+    ((${usr1_came:-0})) && pass_on_usr1 "$step" "$begin"
     # A signal ends `wait`, too; bash keeps the code of a step that ended meanwhile for the next.
     while ((interrupted)); do
         interrupted=0
@@ -54,6 +61,26 @@ launch() {
         now=$?
         ((now == 127)) || status=$now # 127: was waited for already
     done
-    trap - USR1 TERM
+    trap '' USR1
+    trap - TERM
+    ((${#helpers[@]} == 0)) || kill "${helpers[@]}" 2>/dev/null
     return "$status"
+}
+
+# pass_on_usr1 STEP BEGIN: sends SIGUSR1 to srun, which has the process number STEP and was started
+# at second BEGIN of this shell, as soon as it can take it.
+pass_on_usr1() {
+    local age=$((SECONDS - $2))
+    if ((age >= 60)); then
+        kill -USR1 "$1"
+        return
+    fi
+    (
+        trap '' USR1
+        ((age >= 5)) || sleep $((5 - age))
+        kill -USR1 "$1"
+        sleep $((60 - (age > 5 ? age : 5)))
+        kill -USR1 "$1"
+    ) </dev/null >/dev/null 2>&1 &
+    helpers+=($!)
 }

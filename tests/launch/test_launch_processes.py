@@ -215,6 +215,34 @@ def test_an_early_save_request_is_not_lost(tmp_path):
     assert process.wait(timeout=20) == 85
 
 
+_FIRST_MOMENT = """
+import os, runpy, signal, sys
+from fairseq_tutel.launch import supervise
+supervise.Supervisor.__init__.__defaults__ = (True, 0.3)  # repeat_seconds
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as the batch scripts start it
+def strike(event, arguments):
+    if event == "import" and arguments[0] == "fairseq_tutel.launch.cli":
+        os.kill(os.getpid(), signal.SIGUSR1)
+sys.addaudithook(strike)
+runpy.run_module("fairseq_tutel.launch", run_name="__main__", alter_sys=True)
+"""
+_SAVES_WHEN_ASKED = """
+import signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *a: sys.exit(85))
+time.sleep(25)
+"""
+
+
+def test_a_save_request_in_the_launchers_first_moment_is_not_lost(tmp_path):
+    (tmp_path / "fairseq-train").write_text(f"#!{sys.executable}\n{_SAVES_WHEN_ASKED}")
+    (tmp_path / "fairseq-train").chmod(0o755)
+    result = subprocess.run(
+        [sys.executable, "-c", LAUNCHER_ALONE + _FIRST_MOMENT, "--", tmp_path / "fairseq-train"],
+        env=environment(), timeout=30, capture_output=True, text=True,
+    )
+    assert result.returncode == 85, result.stderr
+
+
 def test_an_adopted_process_becomes_its_rank():
     env = environment(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="h", MASTER_PORT="5")
     process = subprocess.Popen(

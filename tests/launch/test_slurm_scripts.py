@@ -101,6 +101,15 @@ def test_signal_is_passed_on_and_leads_to_a_requeue(tmp_path, slurm):
     assert words_of(tmp_path, "scontrol") == ["requeue", "17"]
 
 
+def test_a_signal_before_there_are_ranks_is_kept_for_them(tmp_path, slurm):
+    (tmp_path / "hold").touch()
+    (tmp_path / "setup.sh").write_text("kill -USR1 $$\n")
+    env = {**slurm, "ENV_SETUP": str(tmp_path / "setup.sh")}
+    assert run("train.sbatch", "fairseq-train", env=env).returncode == 0
+    assert (tmp_path / "signals").read_text() == "usr1\n"
+    assert words_of(tmp_path, "scontrol") == ["requeue", "17"]
+
+
 ARGPARSE = ["fairseq-train", "d", "--save-dir", "{save}", "--restore-file", "old.pt",
             "--reset-optimizer", "--reset-dataloader", "--lr", "1"]
 HYDRA = ["fairseq-hydra-train", "checkpoint.save_dir={save}", "checkpoint.restore_file=old.pt",
