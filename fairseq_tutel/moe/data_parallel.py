@@ -20,12 +20,13 @@ def wrap_data_parallel(model: nn.Module, **options) -> DistributedDataParallel:
     losses.
 
     Args:
-        model: on its device.
+        model: on its device; frozen parameters are frozen already, on all ranks alike.
         options: of DistributedDataParallel (device_ids, ...).
     """
     for module in model.modules():
         if isinstance(module, MoELayer):
             average = functools.partial(average_expert_grad, groups=module.groups)
             for param in module.experts.parameters():
-                param.register_hook(average)
+                if param.requires_grad:  # a frozen one takes no hook
+                    param.register_hook(average)
     return ddp_without_experts(model, **options)

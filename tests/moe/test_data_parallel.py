@@ -56,3 +56,22 @@ def test_equals_one_rank(num_experts, ranks):
             torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-5)
         seen |= set(state)
     assert seen == set(expected)
+
+
+def freeze_some():
+    """One step with half of the experts' parameters frozen: they stay, the others learn."""
+    torch.manual_seed(0)
+    model = Model(2)
+    experts = model.moe.experts
+    experts.fc1_weight.requires_grad_(False)
+    experts.fc1_bias.requires_grad_(False)
+    net = wrap_data_parallel(model)
+    net(torch.randn(PER_RANK, DIM)).square().mean().backward()
+    return {name: param.grad is not None for name, param in experts.named_parameters()}
+
+
+def test_frozen_experts():
+    for has_grad in run_ranks(freeze_some, 2):
+        assert has_grad == {
+            "fc1_weight": False, "fc1_bias": False, "fc2_weight": True, "fc2_bias": True
+        }  # fmt: skip
