@@ -42,6 +42,7 @@ def move_configs() -> list[triton.Config]:
     return _pin(
         [
             _config(4, BLOCK_T=1, BLOCK_M=2048),
+            _config(4, BLOCK_T=1, BLOCK_M=4096),
             _config(8, BLOCK_T=1, BLOCK_M=4096),
             _config(4, BLOCK_T=2, BLOCK_M=1024),
             _config(8, BLOCK_T=4, BLOCK_M=1024),

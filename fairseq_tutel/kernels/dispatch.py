@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._autotune import ROWS_PER_PROGRAM, move_configs, prune_wide_tiles
+from ._pairs import MAX_UNROLL, add_dot, load_pair, load_rows, store_rows
 from ._runtime import FLOAT_DTYPES, check_tensor, device_guard
 
 _DYNAMIC = ["num_tokens", "num_rows"]
@@ -57,25 +58,35 @@ def _token_to_rows_kernel(
         mask_t = offs_t < num_tokens
         offs_k = tl.arange(0, BLOCK_K)
         dot = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
+        if TOP_K <= MAX_UNROLL:
+            pairs = ()
+            for k in tl.static_range(TOP_K):
+                pairs += (load_pair(row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K, HAS_WEIGHT),)
         for start in range(0, M, BLOCK_M):
             offs_m = start + tl.arange(0, BLOCK_M)
-            mask_m = offs_m < M
-            mask_x = mask_t[:, None] & mask_m[None, :]
+            mask_x = mask_t[:, None] & (offs_m < M)[None, :]
             x = tl.load(x_ptr + offs_t[:, None] * M + offs_m[None, :], mask=mask_x, other=0.0)
-            for k in range(TOP_K):
-                row = tl.load(row_ptr + offs_t * TOP_K + k, mask=mask_t, other=-1)
-                offs = row.to(tl.int64)[:, None] * M + offs_m[None, :]
-                mask = (row >= 0)[:, None] & mask_m[None, :]
+            if TOP_K <= MAX_UNROLL:
+                others = ()
                 if HAS_DOT:
-                    other = tl.load(other_ptr + offs, mask=mask, other=0.0)
-                    part = tl.sum(x.to(tl.float32) * other.to(tl.float32), axis=1)
-                    dot += tl.where(offs_k[None, :] == k, part[:, None], 0.0)
+                    for k in tl.static_range(TOP_K):
+                        others += (load_rows(other_ptr, pairs[k][0], offs_m, M),)
                 if HAS_ROWS:
-                    value = x
-                    if HAS_WEIGHT:
-                        weight = tl.load(weight_ptr + offs_t * TOP_K + k, mask=mask_t, other=0.0)
-                        value = x.to(tl.float32) * weight.to(tl.float32)[:, None]
-                    tl.store(rows_ptr + offs, value.to(rows_ptr.dtype.element_ty), mask=mask)
+                    for k in tl.static_range(TOP_K):
+                        row, weight = pairs[k]
+                        store_rows(rows_ptr, x, row, weight, offs_m, M, HAS_WEIGHT)
+                if HAS_DOT:
+                    for k in tl.static_range(TOP_K):
+                        dot = add_dot(dot, x, others[k], k)
+            else:
+                for k in range(TOP_K):
+                    row, weight = load_pair(
+                        row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K, HAS_WEIGHT
+                    )
+                    if HAS_DOT:
+                        dot = add_dot(dot, x, load_rows(other_ptr, row, offs_m, M), k)
+                    if HAS_ROWS:
+                        store_rows(rows_ptr, x, row, weight, offs_m, M, HAS_WEIGHT)
         if HAS_DOT:
             offs = offs_t[:, None] * TOP_K + offs_k[None, :]
             mask = mask_t[:, None] & (offs_k < TOP_K)[None, :]
@@ -123,27 +134,33 @@ def _rows_to_token_kernel(
     mask_t = offs_t < num_tokens
     offs_k = tl.arange(0, BLOCK_K)
     dot = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
+    if TOP_K <= MAX_UNROLL:
+        pairs = ()
+        for k in tl.static_range(TOP_K):
+            pairs += (load_pair(row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K, HAS_WEIGHT),)
     for start in range(0, M, BLOCK_M):
         offs_m = start + tl.arange(0, BLOCK_M)
-        mask_m = offs_m < M
-        mask_y = mask_t[:, None] & mask_m[None, :]
+        mask_y = mask_t[:, None] & (offs_m < M)[None, :]
         offs_y = offs_t[:, None] * M + offs_m[None, :]
         acc = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
         if HAS_DOT:
-            other = tl.load(other_ptr + offs_y, mask=mask_y, other=0.0).to(tl.float32)
-        for k in range(TOP_K):
-            row = tl.load(row_ptr + offs_t * TOP_K + k, mask=mask_t, other=-1)
-            offs = row.to(tl.int64)[:, None] * M + offs_m[None, :]
-            mask = (row >= 0)[:, None] & mask_m[None, :]
-            value = tl.load(rows_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+            other = tl.load(other_ptr + offs_y, mask=mask_y, other=0.0)
+        if TOP_K <= MAX_UNROLL:
+            values = ()
+            for k in tl.static_range(TOP_K):
+                values += (load_rows(rows_ptr, pairs[k][0], offs_m, M),)
+            for k in tl.static_range(TOP_K):
+                acc += values[k].to(tl.float32) * pairs[k][1][:, None]
             if HAS_DOT:
-                part = tl.sum(value * other, axis=1)
-                dot += tl.where(offs_k[None, :] == k, part[:, None], 0.0)
-            if HAS_WEIGHT:
-                # The weight of a dropped pair may be anything, NaN included.
-                weight = tl.load(weight_ptr + offs_t * TOP_K + k, mask=row >= 0, other=0.0)
-                value *= weight.to(tl.float32)[:, None]
-            acc += value
+                for k in tl.static_range(TOP_K):
+                    dot = add_dot(dot, values[k], other, k)
+        else:
+            for k in range(TOP_K):
+                row, weight = load_pair(row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K, HAS_WEIGHT)
+                value = load_rows(rows_ptr, row, offs_m, M)
+                acc += value.to(tl.float32) * weight[:, None]
+                if HAS_DOT:
+                    dot = add_dot(dot, value, other, k)
         if HAS_SUM:
             tl.store(y_ptr + offs_y, acc.to(y_ptr.dtype.element_ty), mask=mask_y)
     if HAS_DOT:

@@ -53,6 +53,10 @@ def _variants():
         yield dispatch._token_to_rows_kernel, dtype, {**flags, **rows}
         yield dispatch._rows_to_token_kernel, dtype, {**flags, "HAS_SUM": True}
 
+    many = {**full, "TOP_K": 6, "BLOCK_K": 8}  # more choices than are unrolled
+    yield dispatch._token_to_rows_kernel, "bf16", {**many, **rows}
+    yield dispatch._rows_to_token_kernel, "bf16", {**many, "HAS_SUM": True}
+
     act = {"e": 3, "F": 4096, "TILE": tiles.ACT_TILE_ROWS, "BLOCK_EXPERTS": 4}
     cases = [("bf16", "gelu", True, 0.0), ("fp16", "gelu_tanh", False, 0.1)]
     cases += [("fp32", name, False, 0.0) for name in ("relu", "silu", "tanh")]

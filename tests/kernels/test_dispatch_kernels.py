@@ -11,6 +11,7 @@ CASES = [
     pytest.param(37, 2, 5, 16, 70, "spread", id="T37-K2-M70-capacity"),  # M is no power of two
     pytest.param(16, 1, 4, 3, 32, "spread", id="T16-K1-M32-overflow"),  # drops; M = one tile
     pytest.param(11, 4, 4, 11, 33, "spread", id="T11-K4=E"),  # top-k = all experts
+    pytest.param(9, 6, 7, 5, 33, "spread", id="T9-K6"),  # more choices than are unrolled
     pytest.param(13, 2, 4, 9, 1, "spread", id="M1"),  # narrowest row
     pytest.param(10, 2, 6, 20, 40, "one", id="one-expert"),  # the other experts stay empty
     pytest.param(6, 3, 3, 4, 17, "dropped", id="all-dropped"),  # every pair dropped
