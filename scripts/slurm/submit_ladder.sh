@@ -1,7 +1,8 @@
 #!/bin/bash
 # Submits the benchmark of the 1.1T configuration at every rung of the ladder, 8 to 512 GPUs: the
-# single layer, the all-to-all and the training (its log tells the words per second; nothing is
-# saved), with one expert per GPU and MoE layer.
+# single layer, the all-to-all, twice: with each rank bound to the cores and memory of its GPU's NUMA
+# node, and unbound; and training end to end, against the dense S x E x C formulation. One expert per
+# GPU and MoE layer; nothing is saved but the results.
 #
 #   scripts/slurm/submit_ladder.sh [options] [-- SBATCH_OPTION ...]
 #
@@ -9,13 +10,13 @@
 #   --gpus "8 16 ..."     rungs (default: 8 16 32 64 128 256 512)
 #   --gpus-per-node N     (default: 8)
 #   --jobs LIST           of layer, alltoall, train, separated by commas (default: all three)
-#   --config NAME         training configuration in configs/ (default: meta_1.1t)
-#   --updates N           updates of each training run (default: 100)
-#   --results DIR         for the benchmarks' JSON files and all logs (default: runs/ladder)
+#   --updates N           measured updates of each training run (default: 10)
+#   --results DIR         for JSON files and logs (default: runs/ladder): layer-N.json, train-N.json,
+#                         alltoall-N.json and alltoall-unbound-N.json
 #   --dry-run             print the sbatch commands and submit nothing
 #
 # What stands after -- goes to every sbatch, as in: -- --partition gpu --account lab --time 1:00:00
-# The environment that the batch scripts read (scripts/slurm/train.sbatch --help) is passed on.
+# The environment that the batch scripts read (scripts/slurm/bench_train.sbatch --help) is passed on.
 
 set -euo pipefail
 here=$(dirname "$0")
@@ -27,8 +28,8 @@ fail() {
 }
 is_number() { [[ $1 =~ ^[1-9][0-9]*$ ]]; }
 
-gpus="8 16 32 64 128 256 512" gpus_per_node=8 jobs=layer,alltoall,train config=meta_1.1t
-updates=100 results=runs/ladder dry_run=0
+gpus="8 16 32 64 128 256 512" gpus_per_node=8 jobs=layer,alltoall,train
+updates=10 results=runs/ladder dry_run=0
 while (($#)); do
     case $1 in
         --help)
@@ -44,7 +45,7 @@ while (($#)); do
             shift
             break
             ;;
-        --gpus | --gpus-per-node | --jobs | --config | --updates | --results)
+        --gpus | --gpus-per-node | --jobs | --updates | --results)
             (($# > 1)) || fail "$1 needs a value"
             ;;
         *) fail "unknown option $1 (see --help; options of sbatch go after --)" ;;
@@ -53,7 +54,6 @@ while (($#)); do
         --gpus) gpus=$2 ;;
         --gpus-per-node) gpus_per_node=$2 ;;
         --jobs) jobs=$2 ;;
-        --config) config=$2 ;;
         --updates) updates=$2 ;;
         --results) results=$2 ;;
     esac
@@ -71,11 +71,13 @@ for job in ${jobs//,/ }; do
     [[ $job =~ ^(layer|alltoall|train)$ ]] || fail "--jobs: $job is none of layer, alltoall, train"
 done
 
-# submit NAME NODES GPUS_ON_EACH SCRIPT ARGUMENT ...
+# submit NAME NODES GPUS_ON_EACH SCRIPT ARGUMENT ...; with more launcher options in `launch_options`.
 submit() {
-    local name=$1 nodes=$2 each=$3 script=$4
+    local name=$1 nodes=$2 each=$3 script=$4 line=()
     shift 4
-    local line=(sbatch --job-name "$name" --nodes "$nodes" --gpus-per-node "$each" --exclusive
+    [ -z "$launch_options" ] ||
+        line=(env LAUNCH_OPTIONS="${LAUNCH_OPTIONS:+$LAUNCH_OPTIONS }$launch_options")
+    line+=(sbatch --job-name "$name" --nodes "$nodes" --gpus-per-node "$each" --exclusive
         --output "$results/%x-%j.log" "${sbatch_options[@]}" "$here/$script" "$@")
     if ((dry_run)); then
         printf '%q ' "${line[@]}"
@@ -85,7 +87,7 @@ submit() {
     fi
 }
 
-sbatch_options=("$@")
+sbatch_options=("$@") launch_options=''
 ((dry_run)) || mkdir -p "$results"
 for count in $gpus; do
     nodes=$(((count + gpus_per_node - 1) / gpus_per_node))
@@ -100,12 +102,15 @@ for count in $gpus; do
             alltoall)
                 submit "$name" "$nodes" "$each" bench_alltoall.sbatch \
                     --output "$results/alltoall-$count.json"
+                launch_options="--bind none"
+                submit "moe-$job-unbound-$count" "$nodes" "$each" bench_alltoall.sbatch \
+                    --output "$results/alltoall-unbound-$count.json"
+                launch_options=''
                 ;;
             train)
-                submit "$name" "$nodes" "$each" train.sbatch \
-                    fairseq-hydra-train --config-dir configs --config-name "$config" \
-                    "model.moe_expert_count=$count" "optimization.max_update=$updates" \
-                    checkpoint.no_save=true
+                submit "$name" "$nodes" "$each" bench_train.sbatch \
+                    --preset meta-8gpu-rank --one-by-one --updates "$updates" \
+                    --output "$results/train-$count.json"
                 ;;
         esac
     done

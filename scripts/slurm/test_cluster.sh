@@ -104,6 +104,7 @@ stop_cluster() {
         done
     fi >&2
     if ((keep)); then say "kept $work"; else rm -rf "$work"; fi
+    rm -rf "$root/${relative_directory:-runs/none}"
     ((status == 0)) && say "passed"
     exit "$status"
 }
@@ -231,6 +232,24 @@ submit_training() {
         --save-interval-updates 25 --keep-interval-updates 1 --reset-optimizer)
 }
 
+# train.sbatch as it comes: Hydra, with a save directory relative to where it was submitted.
+submit_hydra_training() {
+    hydra_job=$(NPROC_PER_NODE=2 CONFIG=tiny_cpu SAVE_DIR=$relative_directory \
+        OVERRIDES="model.decoder_layers=2 optimization.max_update=4" \
+        sbatch --parsable --nodes 2 --cpus-per-task 2 --dependency "afterany:$train_job" \
+        --output "$work/hydra.log" scripts/slurm/train.sbatch)
+}
+
+check_hydra_training() {
+    local part
+    wait_until 90 "the Hydra run ended" has_ended "$hydra_job"
+    [ "$(field "$hydra_job" JobState)" = COMPLETED ] || fail "it is $(field "$hydra_job" JobState)"
+    for part in shared rank-0 rank-1 rank-2 rank-3; do
+        [ -s "$relative_directory/checkpoint_last-$part.pt" ] || fail "it saved no part $part"
+    done
+    say "both nodes saved into one relative directory"
+}
+
 check_training() {
     local before resumed loss
     wait_until 90 "the first run trains" trains "$log" 0 20
@@ -273,19 +292,32 @@ submit_benchmarks() {
     alltoall_job=$(sbatch "${options[@]}" --dependency "afterany:$layer_job" \
         --output "$work/alltoall.log" scripts/slurm/bench_alltoall.sbatch \
         --min-bytes 4K --max-bytes 64K --iterations 2 --repetitions 2 --output "$work/alltoall.json")
+    train_job=$(sbatch "${options[@]}" --dependency "afterany:$alltoall_job" \
+        --output "$work/bench_train.log" scripts/slurm/bench_train.sbatch \
+        --preset meta-8gpu-rank --one-by-one --updates 2 --warmup 1 --output "$work/train.json" \
+        --override common.fp16=false --override common.memory_efficient_fp16=false \
+        --override optimizer.fp16_adam_stats=false --override model.decoder_layers=2 \
+        --override model.decoder_embed_dim=32 --override model.decoder_ffn_embed_dim=64 \
+        --override model.decoder_attention_heads=2 --override task.dict_size=96 \
+        --override task.tokens_per_sample=32 --override dataset.batch_size=2)
     unset NPROC_PER_NODE
 }
 
 check_benchmarks() {
-    local name job
-    for name in layer alltoall; do
+    local name job log
+    for name in layer alltoall train; do
         job=${name}_job
         wait_until 120 "the $name benchmark ended" has_ended "${!job}"
         [ "$(field "${!job}" JobState)" = COMPLETED ] ||
             fail "the $name benchmark is $(field "${!job}" JobState)"
         python -m json.tool "$work/$name.json" /dev/null || fail "it wrote no $name.json"
-        grep -q 'launch: 4 ranks on 2 nodes' "$work/$name.log" || fail "$name ran not on 2 x 2 ranks"
+        log=$work/$name.log
+        [ "$name" = train ] && log=$work/bench_train.log
+        grep -q 'launch: 4 ranks on 2 nodes' "$log" || fail "$name ran not on 2 x 2 ranks"
     done
+    python -c 'import json, sys; r = json.load(open(sys.argv[1]))
+sys.exit((r["world_size"], r["settings"]["experts"], sorted(r["results"])) != (4, 4, ["dense", "moe"]))
+' "$work/train.json" || fail "train.json is not of 4 ranks with an expert each"
 }
 
 check_time_limit_job() {
@@ -315,20 +347,24 @@ rank 3 of 4 is 1 on virtual2" ] || fail "srun's ranks were not adopted: $output"
 check_ladder() {
     local lines
     lines=$(scripts/slurm/submit_ladder.sh --dry-run -- --partition main)
-    [ "$(grep -c '^sbatch ' <<<"$lines")" = 21 ] || fail "the ladder has not 7 rungs of 3 jobs"
-    grep -q -- '--nodes 64 .*train.sbatch .*model.moe_expert_count=512 ' <<<"$lines" ||
+    [ "$(grep -c 'sbatch --job-name' <<<"$lines")" = 28 ] || fail "the ladder has not 7 rungs of 4 jobs"
+    grep -q -- '--nodes 64 .*bench_train.sbatch .*train-512.json' <<<"$lines" ||
         fail "no rung of 512 GPUs"
-    say "the ladder's 21 jobs are as they should be"
+    say "the ladder's 28 jobs are as they should be"
 }
 
 max_update=150
 cd "$root"
+mkdir -p runs
+relative_directory=$(mktemp -d runs/slurm_test.XXXXXX)
 start_cluster
 submit_time_limit_job
 submit_training
 check_ladder
 check_adopted_ranks
 submit_benchmarks
+submit_hydra_training
 check_training
 check_time_limit_job
 check_benchmarks
+check_hydra_training

@@ -4,6 +4,7 @@ scripts/slurm/test_cluster.sh runs the same scripts on a real SLURM.
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -175,7 +176,7 @@ def test_train_without_a_command(tmp_path, slurm):
     assert "checkpoint.save_dir=checkpoints/trial-15_3" in command_of(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["layer", "alltoall"])
+@pytest.mark.parametrize("kind", ["layer", "alltoall", "train"])
 def test_benchmarks(tmp_path, slurm, kind):
     (tmp_path / "code").write_text("4")
     result = run(f"bench_{kind}.sbatch", "--output", "x.json", env=slurm)
@@ -194,7 +195,9 @@ def test_outside_a_checkout(tmp_path, slurm):
     assert result.returncode == 2 and "no checkout of fairseq_tutel" in result.stderr
 
 
-@pytest.mark.parametrize("script", ["train.sbatch", "bench_layer.sbatch", "bench_alltoall.sbatch"])
+@pytest.mark.parametrize(
+    "script", ["train.sbatch", "bench_layer.sbatch", "bench_alltoall.sbatch", "bench_train.sbatch"]
+)
 def test_help(script):
     env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
     result = run(script, "--help", env=env)
@@ -208,11 +211,22 @@ def test_help(script):
 def test_ladder(tmp_path, slurm):
     result = run("submit_ladder.sh", "--dry-run", "--", "--partition", "gpu", env=slurm)
     lines = result.stdout.splitlines()
-    assert len(lines) == 21 and words_of(tmp_path, "sbatch") is None
+    assert len(lines) == 28 and words_of(tmp_path, "sbatch") is None
     assert all("--partition gpu" in line for line in lines)
     nodes = [line.split("--nodes ")[1].split()[0] for line in lines if "moe-train-" in line]
     assert nodes == ["1", "2", "4", "8", "16", "32", "64"]
-    assert "model.moe_expert_count=512 " in lines[-1] and "--config-name meta_1.1t " in lines[-1]
+    assert "bench_train.sbatch --preset meta-8gpu-rank --one-by-one --updates 10 " in lines[-1]
+    assert lines[-1].split()[-2:] == ["--output", "runs/ladder/train-512.json"]
+
+
+def test_ladder_measures_the_all_to_all_bound_and_unbound(slurm):
+    options = ["--dry-run", "--gpus", "16", "--jobs", "alltoall"]
+    env = {**slurm, "LAUNCH_OPTIONS": "--nccl-profile ib-adaptive-routing"}
+    bound, unbound = run("submit_ladder.sh", *options, env=env).stdout.splitlines()
+    assert bound.startswith("sbatch ") and "/alltoall-16.json" in bound
+    words = shlex.split(unbound)
+    assert words[:3] == ["env", f"LAUNCH_OPTIONS={env['LAUNCH_OPTIONS']} --bind none", "sbatch"]
+    assert words[-1] == "runs/ladder/alltoall-unbound-16.json"
 
 
 def test_ladder_submits(tmp_path, slurm):
