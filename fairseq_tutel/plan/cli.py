@@ -10,6 +10,7 @@ from pathlib import Path
 
 from .figure import draw
 from .hardware import load_hardware
+from .overrides import check_overrides
 from .planner import ImpossiblePlan, check, ladder, make_plan
 from .report import as_dict, describe, table
 from .settings import PLAN_KEYS, load_config, read_settings
@@ -19,7 +20,8 @@ key=value:
   gpus=N              ranks (default: the config's world size)
   hardware=NAME       a profile in CONFIG_DIR/hardware (default: a100-80g)
   vocabulary=N        size of the dictionary where the config's data is not here
-  anything else       an override of the config, as for fairseq-hydra-train
+  anything else       an override of the config, as for fairseq-hydra-train: +model.x=1 adds
+                      what the file does not state, ~task.x takes out what it does
 
 examples:
   python -m fairseq_tutel.plan --config-name meta_1.1t gpus=512
@@ -70,6 +72,8 @@ def _run(options: argparse.Namespace) -> int:
     directory = options.config_dir or _default_directory()
     own, overrides = _split(options.override)
     hardware = load_hardware(directory, own.get("hardware", "a100-80g"))
+    for note in check_overrides(load_config(directory, options.config_name, []), overrides):
+        print(f"note: {note}", file=sys.stderr)
     config = load_config(directory, options.config_name, overrides)
     gpus, vocabulary = (_positive(own, key) for key in ("gpus", "vocabulary"))
     climb = options.ladder or options.figure is not None

@@ -149,6 +149,9 @@ def load_config(directory: Path, name: str, overrides: Sequence[str]) -> DictCon
         raise ValueError(f"no config {name!r} in {directory} (there are: {known})")
     config = OmegaConf.load(path)
     for override in overrides:
+        if override.startswith("~"):
+            _delete(config, override.removeprefix("~").partition("=")[0])
+            continue
         key, equals, _ = override.partition("=")
         if not equals:
             raise ValueError(f"override {override!r} is not of the form key=value")
@@ -159,6 +162,14 @@ def load_config(directory: Path, name: str, overrides: Sequence[str]) -> DictCon
         except OmegaConfBaseException as error:
             raise ValueError(f"override {override!r}: {error}") from None
     return config
+
+
+def _delete(config: DictConfig, key: str) -> None:
+    parent, _, name = key.rpartition(".")
+    section = OmegaConf.select(config, parent) if parent else config
+    if section is None or name not in section:
+        raise ValueError(f"override '~{key}': the config has no {key}")
+    del section[name]
 
 
 def read_settings(

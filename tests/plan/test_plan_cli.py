@@ -71,20 +71,55 @@ def test_figure_is_drawn(capsys, tmp_path):
         (["model.decoder_attention_heads=30"], "decoder_attention_heads=30"),
         (["model.moe_freq=40"], "moe_freq=40"),
         (["model._name=transformer_lm"], "transformer_lm"),
-        (["model.base_layers=1"], "base_layers"),
+        (["+model.base_layers=1"], "base_layers"),
         (["dataset.batch_size=null"], "dataset.max_tokens"),
         (["common.bf16=true"], "common.bf16"),
         (["common.fp16=false"], "does nothing without common.fp16"),
         (["optimizer._name=sgd"], "sgd"),
         (["task._name=language_modeling"], "vocabulary=N"),
-        (["model.moe_top1_expert=true", "model.moe_top_k=2"], "--moe-top-k"),
-        (["nonsense"], "key=value"),
-        (["model.moe_capacity_factor=.inf"], "capacity_factor"),
+        (["+model.moe_top1_expert=true", "+model.moe_top_k=2"], "--moe-top-k"),
+        (["nonsense"], "nonsense"),
+        (["dataset.batch_size"], "key=value"),
+        (["+model.moe_capacity_factor=.inf"], "capacity_factor"),
+        # what fairseq-hydra-train would refuse, or nothing would read
+        (["model.moe_top_k=1"], "add it with a plus: +model.moe_top_k"),
+        (["model.decoder_layer=2"], "did you mean model.decoder_layers"),
+        (["+model.moe_topk=1"], "nothing reads model.moe_topk; did you mean model.moe_top_k"),
+        (["+model.cheese=1"], "nothing reads model.cheese"),
+        (["+dataset.batchsize=1"], "did you mean dataset.batch_size"),
+        (["dataset.batchsize=1"], "did you mean dataset.batch_size"),
+        (["optimizer.fp16_adam_stat=false"], "did you mean optimizer.fp16_adam_stats"),
+        (["+optimizer.fp16_adam_stat=false"], "did you mean optimizer.fp16_adam_stats"),
+        (["+checkpoint.keep_last_epochs=1"], "leave out the +"),
+        (["gpu=512"], "did you mean gpus"),
+        (["~task.dict_sizes"], "no task.dict_sizes"),
     ],
 )
 def test_impossible_plans_are_refused_with_the_reason(capsys, arguments, message):
     status, _, err = run(capsys, *arguments)
     assert status == 1 and message in err, err
+
+
+def test_what_hydra_takes_is_taken(capsys):
+    words = ["+model.moe_top_k=1", "++model.moe_freq=2", "checkpoint.keep_last_epochs=1",
+             "common.empty_cache_freq=1", "~task.dataset_size"]  # fmt: skip
+    assert run(capsys, "gpus=512", *words)[::2] == (0, "")
+    words = ["+criterion.moe_gate_loss_transform=neg_log", "hydra.run.dir=."]
+    status, _, err = run(capsys, "gpus=512", *words)
+    assert status == 0 and err.count("not part of the plan") == 2 == err.count("note: ")
+
+
+def test_known_keys_are_those_of_fairseqs_dataclasses():
+    configs = pytest.importorskip("fairseq.dataclass.configs")
+    from fairseq_tutel.models import TransformerLMGPTMoEConfig
+    from fairseq_tutel.plan import overrides
+
+    fields = set(TransformerLMGPTMoEConfig.__dataclass_fields__) - {"_name"}
+    assert overrides._model_fields() - {"_name"} == fields
+    schema = {f"{section}.{key}" for section, field in
+              configs.FairseqConfig.__dataclass_fields__.items()
+              for key in getattr(field.type, "__dataclass_fields__", {})}  # fmt: skip
+    assert {key for key in schema if not key.endswith("._name")} <= overrides._schema()
 
 
 @pytest.mark.parametrize(
