@@ -19,7 +19,8 @@ _SYS_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "ppc64le": 261}
 @dataclass(frozen=True)
 class RankBinding:
     """cpus: where the rank may run (None: left alone); numa: NUMA nodes its memory comes from
-    (None: left alone); threads: for OMP_NUM_THREADS; note: why, where that is not the usual."""
+    (None: left alone); threads: that the cores suggest for OMP_NUM_THREADS; users_threads: what the
+    environment says in their place, if it does; note: why, where that is not the usual."""
 
     local_rank: int
     gpu: Gpu | None
@@ -27,6 +28,20 @@ class RankBinding:
     numa: tuple[int, ...] | None
     threads: int
     note: str = ""
+    users_threads: str | None = None
+
+    @property
+    def omp_num_threads(self) -> str:
+        return str(self.threads) if self.users_threads is None else self.users_threads
+
+    def describe(self, option: str) -> str:
+        """What --bind `option` came to, in one line for a benchmark's record."""
+        if self.cpus is None:
+            return "none"
+        memory = "any" if self.numa is None else format_cpulist(self.numa)
+        name = "auto" if option == "auto" else "explicit"
+        note = f" ({self.note})" if self.note else ""
+        return f"{name} cores={format_cpulist(self.cpus)} memory={memory}{note}"
 
 
 def _slice(topology: Topology, cpus: Sequence[int], index: int, count: int):
@@ -154,7 +169,7 @@ def format_table(bindings: Sequence[RankBinding], host: str) -> str:
                 "-" if b.gpu is None or b.gpu.pci_id is None else b.gpu.pci_id,
                 "any" if b.cpus is None else format_cpulist(b.cpus),
                 "any" if b.numa is None else format_cpulist(b.numa),
-                str(b.threads),
+                b.omp_num_threads + ("" if b.users_threads is None else " (from the environment)"),
                 b.note,
             )
         )

@@ -26,7 +26,10 @@ which finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its env
 """
 _EPILOG = f"""\
 Options of COMMAND win over what the launcher would add; where they cannot both hold, it stops
-and names both. Variables that are already set win, too. The exit code is that of the rank that
+and names both. Variables that are already set win, too (but for torchrun's OMP_NUM_THREADS=1).
+Ranks on the CPU get THP_MEM_ALLOC_ENABLE=1: torch then asks for huge pages for big tensors. Every
+rank finds how it was bound in FAIRSEQ_TUTEL_BIND, and the NCCL profile's name in
+FAIRSEQ_TUTEL_NCCL_PROFILE. The exit code is that of the rank that
 failed first ({EXIT_REQUEUE}: the ranks saved a checkpoint on SIGUSR1 and want to be queued again).
 """
 

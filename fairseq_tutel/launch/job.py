@@ -213,14 +213,25 @@ def _device_environment(
     command: Command, gpu: Gpu | None, gpus: Sequence[Gpu], env: Mapping[str, str]
 ) -> dict[str, str]:
     if gpu is None:
+        # torch then asks for huge pages for big CPU tensors, which otherwise take several times as
+        # long to fill for the first time (where transparent huge pages are set to madvise)
+        huge_pages = {"THP_MEM_ALLOC_ENABLE": env.get("THP_MEM_ALLOC_ENABLE", "1")}
         # fairseq's distributed_init makes a CUDA tensor wherever there is a GPU, --cpu or not
-        return {"CUDA_VISIBLE_DEVICES": ""} if gpus else {}
+        return {**huge_pages, "CUDA_VISIBLE_DEVICES": ""} if gpus else huge_pages
     if command.kind == "sharded":
         # fairseq-generate has no --device-id in effect: it takes the first GPU it sees.
         visible = env.get("CUDA_VISIBLE_DEVICES")
         name = visible.split(",")[gpu.index] if visible else str(gpu.index)
         return {"CUDA_VISIBLE_DEVICES": name}
     return {}
+
+
+def _users_threads(env: Mapping[str, str]) -> str | None:
+    """OMP_NUM_THREADS where somebody chose it: torchrun makes it 1 for several ranks by itself,
+    whatever cores they have."""
+    torchruns = "TORCHELASTIC_RUN_ID" in env and env.get("LOCAL_WORLD_SIZE") != "1"
+    threads = env.get("OMP_NUM_THREADS")
+    return None if torchruns and threads == "1" else threads
 
 
 def _count(number: int, noun: str) -> str:
@@ -246,7 +257,11 @@ def plan_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
     check_experts(command, placement.world_size)
     assigned = assign_gpus(placement, gpus, cpu, env)
     shared = _shared_environment(options, placement, env, command)
-    bindings = plan_bindings(options, placement, assigned)
+    threads = _users_threads(env)
+    bindings = [
+        replace(bound, users_threads=threads)
+        for bound in plan_bindings(options, placement, assigned)
+    ]
 
     def rank_job(bound: bind.RankBinding) -> RankJob:
         local_rank, gpu = bound.local_rank, assigned[bound.local_rank]
@@ -265,7 +280,10 @@ def plan_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
             **_device_environment(command, gpu, gpus, env),
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
-            "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", str(bound.threads)),
+            "OMP_NUM_THREADS": bound.omp_num_threads,
+            # for the record: benchmarks keep the variables of this prefix with their results
+            "FAIRSEQ_TUTEL_BIND": bound.describe(options.bind),
+            "FAIRSEQ_TUTEL_NCCL_PROFILE": options.nccl_profile,
         }
         prefix = f"[rank {rank}] " if options.prefix_output and rank > 0 else None
         return RankJob(rank, with_options(command, added), rank_env, bound, prefix)

@@ -126,6 +126,44 @@ def test_users_environment_wins(node):
     assert given["NCCL_IB_ADAPTIVE_ROUTING"] == "1"
 
 
+def test_threads_in_effect_are_in_the_table(node):
+    assert "environment" not in plan(node, TRAIN).summary
+    table = plan(node, TRAIN, {"OMP_NUM_THREADS": "7"}).summary
+    assert table.count(" 7 (from the environment)") == 8
+
+
+def test_torchruns_one_thread_is_nobodys_choice(node):
+    env = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8",
+           "OMP_NUM_THREADS": "1", "MASTER_ADDR": "h", "MASTER_PORT": "5"}
+    assert plan(node, TRAIN, env).ranks[0].env["OMP_NUM_THREADS"] == "1"
+    env["TORCHELASTIC_RUN_ID"] = "none"
+    job = plan(node, TRAIN, env)
+    assert job.ranks[0].env["OMP_NUM_THREADS"] == "2" and "environment" not in job.summary
+    env["OMP_NUM_THREADS"] = "3"
+    assert plan(node, TRAIN, env).ranks[0].env["OMP_NUM_THREADS"] == "3"
+
+
+def test_ranks_find_how_they_were_bound_for_the_record(node):
+    names = "FAIRSEQ_TUTEL_BIND", "FAIRSEQ_TUTEL_NCCL_PROFILE"
+
+    def record(**options):
+        given = plan(node, TRAIN, **options).ranks[0].env
+        return tuple(given[name] for name in names)
+
+    assert record() == ("auto cores=0-1,16-17 memory=0", "none")
+    profile = "ib-adaptive-routing,sl=1"
+    assert record(bind="none", nccl_profile=profile) == ("none", profile)
+    assert record(bind="3,4", nproc_per_node=2)[0] == "explicit cores=3 memory=0"
+
+
+def test_huge_pages_for_ranks_on_the_cpu(node):
+    assert "THP_MEM_ALLOC_ENABLE" not in plan(node, TRAIN).ranks[0].env
+    words = TRAIN + " --cpu"
+    assert plan(node, words).ranks[0].env["THP_MEM_ALLOC_ENABLE"] == "1"
+    env = {"THP_MEM_ALLOC_ENABLE": "0"}
+    assert plan(node, words, env).ranks[0].env["THP_MEM_ALLOC_ENABLE"] == "0"
+
+
 def test_more_ranks_than_gpus(node):
     with pytest.raises(ValueError, match="9 ranks on this node but 8 visible GPUs: start fewer"):
         plan(node, TRAIN, nproc_per_node=9)
