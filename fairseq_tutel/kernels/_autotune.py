@@ -1,11 +1,15 @@
 """Tile sizes of all kernels.
 
 Autotuned kernels are keyed by model dimensions (and, as Triton does by itself, by dtypes), never
-by token counts, which change from step to step. ``FAIRSEQ_TUTEL_AUTOTUNE=0`` pins the first
-configuration of each list; the interpreter takes exactly one, with small tiles.
+by token counts, which change from step to step; only work of TUNE_ROWS rows and more is tuned, and
+smaller work takes the first tile that fits. The order of sums is that of the tile, so results are
+the same bits as long as the tiles are: tuning again, in another process, may choose others.
+``FAIRSEQ_TUTEL_AUTOTUNE=0`` pins the first configuration of each list; the interpreter takes
+exactly one, with small tiles.
 """
 
 import os
+from collections.abc import Callable
 
 import triton
 
@@ -23,6 +27,8 @@ GATING_PROGRAMS = 3 if INTERPRET else 512
 ROWS_PER_PROGRAM = 8 if INTERPRET else 32
 # Entries per program of the one-dimensional kernels.
 FLAT_BLOCK = 32 if INTERPRET else 1024
+# Rows or pairs of a launch from which on it is tuned: the first one may be that of a few tokens.
+TUNE_ROWS = 4096
 # Rows whose bias gradient one program sums up.
 ACT_TILE_ROWS = 8 if INTERPRET else 64
 
@@ -75,3 +81,16 @@ def prune_wide_tiles(configs: list[triton.Config], named_args: dict, **kwargs) -
     limit = triton.next_power_of_2(args[dim])
     fitting = [config for config in configs if config.kwargs[block] <= limit]
     return fitting or configs[-1:]
+
+
+def launch(kernel: triton.KernelInterface, grid: tuple | Callable, rows: int, *args, **kw) -> None:
+    """Launch an autotuned kernel, tuning it if it works on many rows.
+
+    Smaller work takes the first tile that fits, tuned or not, so that its results do not depend on
+    what ran before.
+    """
+    if rows >= TUNE_ROWS or len(kernel.configs) == 1:
+        kernel[grid](*args, **kw)
+        return
+    config = prune_wide_tiles(kernel.configs, kw)[0]
+    kernel.fn[grid](*args, **kw, **config.all_kwargs())

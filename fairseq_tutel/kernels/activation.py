@@ -21,6 +21,7 @@ from ._autotune import (
     SCAN_BLOCK_COLS,
     SCAN_BLOCK_ROWS,
     act_configs,
+    launch,
     prune_wide_tiles,
 )
 from ._runtime import FLOAT_DTYPES, check_tensor, device_guard
@@ -307,7 +308,10 @@ def bias_act_fwd(
         return y
     num_tiles, sizes = _sizes(h, offsets)
     with device_guard(h):
-        _bias_act_fwd_kernel[lambda meta: (num_tiles, triton.cdiv(sizes["F"], meta["BLOCK_F"]))](
+        launch(
+            _bias_act_fwd_kernel,
+            lambda meta: (num_tiles, triton.cdiv(sizes["F"], meta["BLOCK_F"])),
+            sizes["num_rows"],
             y,
             h.contiguous(),
             bias.contiguous(),
@@ -333,6 +337,8 @@ def bias_act_bwd(
 ) -> tuple[Tensor, Tensor]:
     """Triton twin of :func:`fairseq_tutel.reference.bias_act_bwd`; fp32, fp16 or bf16.
 
+    Deterministic for one choice of tiles; d_bias is summed in their order (see ``_autotune``).
+
     Raises:
         ValueError: wrong shape, dtype or device; no h where the activation needs it.
     """
@@ -349,7 +355,10 @@ def bias_act_bwd(
     num_tiles, sizes = _sizes(dy, offsets)
     partial_ZF = torch.empty((num_tiles, sizes["F"]), dtype=torch.float32, device=dy.device)
     with device_guard(dy):
-        _bias_act_bwd_dh_kernel[lambda meta: (num_tiles, triton.cdiv(sizes["F"], meta["BLOCK_F"]))](
+        launch(
+            _bias_act_bwd_dh_kernel,
+            lambda meta: (num_tiles, triton.cdiv(sizes["F"], meta["BLOCK_F"])),
+            sizes["num_rows"],
             d_h if needs_h else None,
             partial_ZF,
             dy.contiguous(),

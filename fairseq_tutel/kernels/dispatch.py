@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._autotune import ROWS_PER_PROGRAM, move_configs, prune_wide_tiles
+from ._autotune import ROWS_PER_PROGRAM, launch, move_configs, prune_wide_tiles
 from ._pairs import MAX_UNROLL, add_dot, load_pair, load_rows, store_rows
 from ._runtime import FLOAT_DTYPES, check_tensor, device_guard
 
@@ -211,7 +211,10 @@ def _token_to_rows(
         return (triton.cdiv(T, meta["BLOCK_T"]) + row_blocks,)
 
     with device_guard(x_TM):
-        _token_to_rows_kernel[grid](
+        launch(
+            _token_to_rows_kernel,
+            grid,
+            row_TK.numel(),
             rows_RM,
             dot_TK,
             x_TM.contiguous(),
@@ -249,7 +252,10 @@ def _rows_to_token(
         return (triton.cdiv(T, meta["BLOCK_T"]),)
 
     with device_guard(rows_RM):
-        _rows_to_token_kernel[grid](
+        launch(
+            _rows_to_token_kernel,
+            grid,
+            row_TK.numel(),
             y_TM,
             dot_TK,
             rows_RM.contiguous(),
@@ -306,6 +312,8 @@ def combine_bwd(
 ) -> tuple[Tensor, Tensor]:
     """Triton twin of :func:`fairseq_tutel.reference.combine_bwd`; both gradients in one kernel.
 
+    Deterministic for one choice of tiles; d_weight is summed in their order (see ``_autotune``).
+
     Raises:
         ValueError: wrong shape, dtype or device.
     """
@@ -338,6 +346,8 @@ def dispatch_bwd(
     needs_weight: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Triton twin of :func:`fairseq_tutel.reference.dispatch_bwd`; both gradients in one kernel.
+
+    Deterministic for one choice of tiles; d_weight is summed in their order (see ``_autotune``).
 
     Raises:
         ValueError: wrong shape, dtype or device.

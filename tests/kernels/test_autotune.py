@@ -21,6 +21,30 @@ def test_interpreter_gets_one_config():
         assert len(tiles.move_configs()) == len(tiles.act_configs()) == 1
 
 
+class _Kernel:
+    """Records how it is launched, tuned or not."""
+
+    def __init__(self, configs):
+        self.configs, self.calls, self.fn = configs, [], self
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.calls.append((grid, args, kwargs))
+
+
+def test_small_work_is_not_tuned():
+    """The first launch may be one of a few tokens, on which all tiles measure the same."""
+    configs = [triton.Config({"BLOCK_T": 1, "BLOCK_M": b}, num_warps=8) for b in (2048, 512, 64)]
+    kernel = _Kernel(configs)
+    tiles.launch(kernel, (3,), tiles.TUNE_ROWS - 1, "x", M=512)
+    tiles.launch(kernel, (3,), tiles.TUNE_ROWS, "x", M=512)
+    (_, args, small), (_, _, large) = kernel.calls
+    assert args == ("x",) and small["BLOCK_M"] == 512 and small["num_warps"] == 8
+    assert large == {"M": 512}
+    kernel = _Kernel(configs[:1])  # pinned: nothing to tune
+    tiles.launch(kernel, (3,), 1, "x", M=512)
+    assert kernel.calls == [((3,), ("x",), {"M": 512})]
+
+
 def test_pinned_and_free_lists(monkeypatch):
     monkeypatch.setattr(tiles, "INTERPRET", False)
     monkeypatch.setenv("FAIRSEQ_TUTEL_AUTOTUNE", "1")
