@@ -12,7 +12,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -48,6 +48,9 @@ def share_out(run: Callable[[Iterator[int]], None], count: int) -> None:
 
     With parts enough for torch's threads, ``run`` is called once on each of that many threads, on
     which torch computes without further threads and without gradients; otherwise once, here.
+
+    An error on a thread is raised here, after all threads have ended their parts: they write into
+    buffers that the caller is about to lose.
     """
     # next() of this iterator is one step for the interpreter: no two threads get the same number
     parts = iter(range(count))
@@ -57,9 +60,19 @@ def share_out(run: Callable[[Iterator[int]], None], count: int) -> None:
         return
     pool = _pool(threads, os.getpid())
     inference = torch.is_inference_mode_enabled()
-    jobs = [pool.submit(_in_mode, inference, run, parts) for _ in range(threads)]
-    for job in jobs:
-        job.result()
+    jobs: list[Future] = []
+    try:
+        for _ in range(threads):
+            jobs.append(pool.submit(_in_mode, inference, run, parts))
+        wait(jobs, return_when=FIRST_EXCEPTION)
+        for job in jobs:
+            if job.done():
+                job.result()
+    finally:
+        # after an error, or an interrupt while waiting: nobody takes another part
+        for _ in parts:
+            pass
+        wait(jobs)
 
 
 def _in_mode(inference: bool, run, parts) -> None:

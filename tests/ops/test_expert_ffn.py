@@ -1,6 +1,8 @@
 """The CPU's fused expert network against a loop over rows, and its gradients."""
 
 import threading
+import time
+from concurrent.futures import wait
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.autograd import gradcheck
 from fairseq_tutel import ops, reference
 from fairseq_tutel.moe import ExpertRows, Experts
 from fairseq_tutel.reference import expert_ffn as module
+from fairseq_tutel.reference import threads as threads_module
 from fairseq_tutel.reference.threads import share_out
 
 E, N, M, F = 3, 5, 4, 6
@@ -130,6 +133,43 @@ def test_an_error_on_a_thread_is_raised_here(threads):
 
     with pytest.raises(RuntimeError, match="part"):
         share_out(run, 4)
+
+
+@pytest.mark.parametrize("cause", ["error", "interrupt"])
+def test_no_thread_works_on_after_an_error(cause, threads, monkeypatch):
+    """Nobody writes into a buffer that the caller has given up, and nobody takes another part."""
+    threads(2)
+    failed, running, ended = threading.Event(), threading.Event(), []
+
+    def run(parts):
+        for part in parts:
+            if part == 0:
+                running.wait(10)
+                failed.set()
+                if cause == "error":
+                    raise RuntimeError("part 0")
+            else:
+                running.set()
+                failed.wait(10)
+                time.sleep(0.2)
+            ended.append(part)
+
+    waits = []
+
+    def interrupted(*args, **kwargs):
+        waits.append(1)
+        if len(waits) == 1 and cause == "interrupt":
+            failed.wait(10)
+            raise KeyboardInterrupt
+        return wait(*args, **kwargs)
+
+    monkeypatch.setattr(threads_module, "wait", interrupted)
+    with pytest.raises(RuntimeError if cause == "error" else KeyboardInterrupt):
+        share_out(run, 1000)
+    count = len(ended)
+    assert 1 <= count < 1000
+    time.sleep(0.4)
+    assert len(ended) == count
 
 
 def test_inference_mode(threads):
