@@ -2,9 +2,10 @@
 
     python aot_compile.py cuda:80:one cuda:90:all hip:gfx942:all ...
 
-``all`` compiles every variant, ``one`` the first of each kernel. Prints one JSON line per target
-and variant: kernel, size of the binary in bytes, the 32-bit products that addresses depend on,
-and on NVIDIA the number of 128-bit accesses and of branches.
+``all`` compiles every variant, ``one`` the first of each kernel, both with the first tile of its
+list; ``tiles`` compiles the bf16 variants of the autotuned kernels with every other tile. Prints
+one JSON line per target and variant: kernel, tile, size of the binary in bytes, the 32-bit products
+that addresses depend on, and on NVIDIA the number of 128-bit accesses and of branches.
 """
 
 import json
@@ -80,10 +81,10 @@ _POINTERS = {
 _FP32 = {"weight_ptr", "dot_ptr", "partial_ptr"}
 
 
-def _compile(kernel, dtype, constants, target):
+def _compile(kernel, dtype, constants, target, tile=0):
     function, options = kernel, {}
     if not isinstance(kernel, triton.JITFunction):  # an autotuned kernel wraps the compiled one
-        function, config = kernel.fn, kernel.configs[0]
+        function, config = kernel.fn, kernel.configs[tile]
         constants, options = {**constants, **config.kwargs}, {"num_warps": config.num_warps}
     signature = {}
     for name in function.arg_names:
@@ -143,17 +144,26 @@ def _check_tiles() -> None:
         assert tiles.ACT_TILE_ROWS % config.kwargs["BLOCK_N"] == 0, config
 
 
+def _chosen(variants):
+    """(kernel, dtype, constants, index of the tile)."""
+    done = set()
+    for kernel, dtype, constants in _variants():
+        if variants == "tiles":
+            if not isinstance(kernel, triton.JITFunction) and dtype == "bf16":
+                for tile in range(1, len(kernel.configs)):
+                    yield kernel, dtype, constants, tile
+        elif variants == "all" or kernel not in done:
+            yield kernel, dtype, constants, 0
+        done.add(kernel)
+
+
 def compile_all(backend: str, arch: str, variants: str) -> None:
     cuda = backend == "cuda"
     target = GPUTarget(backend, int(arch) if cuda else arch, 32 if cuda else 64)
-    done = set()
-    for kernel, dtype, constants in _variants():
-        if kernel in done and variants == "one":
-            continue
-        done.add(kernel)
-        name, binary = _compile(kernel, dtype, constants, target)
+    for kernel, dtype, constants, tile in _chosen(variants):
+        name, binary = _compile(kernel, dtype, constants, target, tile)
         code = binary.asm["cubin" if cuda else "hsaco"]
-        result = {"target": f"{backend}:{arch}", "kernel": name, "size": len(code)}
+        result = {"target": f"{backend}:{arch}", "kernel": name, "tile": tile, "size": len(code)}
         result["narrow"] = narrow_products(binary.asm["ttir"])
         if cuda:
             result["wide"] = wide_accesses(binary.asm["ptx"])

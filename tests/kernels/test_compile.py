@@ -28,13 +28,8 @@ def kernel_names():
     return names
 
 
-# Every dtype on one NVIDIA and one AMD target, one variant of each kernel on the others.
-@pytest.mark.parametrize(
-    "targets",
-    [("cuda:80:one", "cuda:90:all", "cuda:100:one"), ("hip:gfx90a:one", "hip:gfx942:all")],
-    ids=["nvidia", "amd"],
-)
-def test_every_kernel_compiles(targets):
+def compiled(*targets):
+    """What the script prints; the checks that hold for every kernel are made."""
     # This process may run the interpreter, whose kernels do not compile.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
@@ -44,9 +39,6 @@ def test_every_kernel_compiles(targets):
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     results = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-    compiled = {(result["target"], result["kernel"]) for result in results}
-    wanted = {target.rpartition(":")[0] for target in targets}
-    assert compiled == {(target, name) for target in wanted for name in kernel_names()}
     for result in results:
         assert result["size"] > 1000, result
         assert result["narrow"] == [], result
@@ -54,6 +46,29 @@ def test_every_kernel_compiles(targets):
             assert result.get("branches", 0) <= 2, result
         if result["kernel"] in MOVERS:
             assert result.get("wide", 1) > 0, result
+    return results
+
+
+# Every dtype on one NVIDIA and one AMD target, one variant of each kernel on the others.
+@pytest.mark.parametrize(
+    "targets",
+    [("cuda:80:one", "cuda:90:all", "cuda:100:one"), ("hip:gfx90a:one", "hip:gfx942:all")],
+    ids=["nvidia", "amd"],
+)
+def test_every_kernel_compiles(targets):
+    found = {(result["target"], result["kernel"]) for result in compiled(*targets)}
+    wanted = {target.rpartition(":")[0] for target in targets}
+    assert found == {(target, name) for target in wanted for name in kernel_names()}
+
+
+@pytest.mark.parametrize("target", ["cuda:90:tiles", "hip:gfx942:tiles"], ids=["nvidia", "amd"])
+def test_every_tile_compiles(target):
+    """An autotuned kernel may run with any tile of its list."""
+    found = {(result["kernel"], result["tile"]) for result in compiled(target)}
+    assert {name for name, _ in found} == set(MOVERS)
+    for name in MOVERS:
+        tiles = sorted(tile for kernel, tile in found if kernel == name)
+        assert tiles == list(range(1, len(tiles) + 1)) and len(tiles) > 3
 
 
 def test_narrow_products_are_found():
