@@ -13,6 +13,8 @@ from ._autotune import GATING_PROGRAMS, GATING_TILE, SCAN_BLOCK_COLS
 from ._runtime import check_tensor, device_guard
 
 _DYNAMIC = ["num_tokens", "num_blocks", "num_partials"]
+# The smallest finite fp32 number, to which logits are clamped as by the twin.
+_FLOOR = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
@@ -50,6 +52,9 @@ def _topk_gating_fwd_kernel(
         mask = mask_t[:, None] & mask_e[None, :]
         offs = offs_t[:, None] * E + offs_e[None, :]
         logits = tl.load(logits_ptr + offs, mask=mask, other=0.0)
+        # The finite floor keeps experts that the caller disabled with -inf apart from taken ones
+        # and makes a row of them uniform. No maximum, which would hide a NaN.
+        logits = tl.where(logits < _FLOOR, _FLOOR, logits)
         top = tl.max(tl.where(mask_e[None, :], logits, float("-inf")), axis=1)
         exps = tl.where(mask_e[None, :], tl.exp(logits - top[:, None]), 0.0)
         total = tl.sum(exps, axis=1)
@@ -57,8 +62,8 @@ def _topk_gating_fwd_kernel(
         lse = top + tl.log(total)
         tl.store(lse_ptr + offs_t, lse, mask=mask_t)
         prob_sum += tl.sum(tl.where(mask, prob, 0.0), axis=0)
-        # A probability of 0 contributes 0, also where its logit is -inf.
-        surprise = tl.where(mask & (prob > 0.0), prob * (lse[:, None] - logits), 0.0)
+        # A probability of 0 contributes 0, also where the difference overflows; NaN shows.
+        surprise = tl.where(mask & (prob != 0.0), prob * (lse[:, None] - logits), 0.0)
         entropy += tl.sum(surprise, axis=1)
 
         if HAS_PAD:
@@ -66,12 +71,13 @@ def _topk_gating_fwd_kernel(
         score = logits
         if HAS_NOISE:
             score += tl.load(noise_ptr + offs, mask=mask, other=0.0)
-        # A finite floor keeps experts that the caller disabled with -inf apart from taken ones.
-        score = tl.where(mask_e[None, :], tl.maximum(score, -3.4e38), float("-inf"))
-        key = tl.where(mask_e[None, :], prob, -1.0)
+        # NaN counts as the largest, as in torch, so that no lane past the last expert is elected.
+        score = tl.where(score == score, score, float("inf"))
+        score = tl.where(mask_e[None, :], score, float("-inf"))
+        key = tl.where(prob == prob, prob, float("inf"))
+        key = tl.where(mask_e[None, :], key, -1.0)
         for k in range(TOP_K):
-            # NaN logits may elect a lane past the last expert; the index must stay in range.
-            choice = tl.minimum(tl.argmax(key, axis=1), E - 1)
+            choice = tl.argmax(key, axis=1)
             taken = offs_e[None, :] == choice[:, None]
             gate = tl.sum(tl.where(taken, prob, 0.0), axis=1)
             score = tl.where(taken, float("-inf"), score)

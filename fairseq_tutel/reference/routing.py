@@ -52,7 +52,7 @@ def topk_gating_fwd(
         rows too (shape (0, K) without ``pad_T``, where expert_TK says the same).
     """
     # A finite floor keeps experts that the caller disabled with -inf apart from those that
-    # _select has taken, and makes their part of the entropy 0.
+    # _select has taken, and makes a row of them uniform.
     score_TE = logits_TE.clamp(min=torch.finfo(logits_TE.dtype).min)
     # Spelled out, since torch.softmax is slow over few experts, and lse comes along.
     top_T1 = score_TE.amax(dim=1, keepdim=True)
@@ -60,7 +60,8 @@ def topk_gating_fwd(
     total_T1 = prob_TE.sum(dim=1, keepdim=True)
     prob_TE /= total_T1
     lse_T1 = top_T1 + total_T1.log()
-    entropy_sum = (lse_T1 - score_TE).mul_(prob_TE).sum()
+    # A probability of 0 contributes 0, also where the difference overflows; NaN shows.
+    entropy_sum = (lse_T1 - score_TE).mul_(prob_TE).masked_fill_(prob_TE == 0, 0).sum()
     prob_sum_E = prob_TE.sum(dim=0)
     if noise_TE is not None:
         score_TE += noise_TE

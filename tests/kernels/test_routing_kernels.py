@@ -65,6 +65,33 @@ def test_gating_survives_nan_and_disabled_experts(device):
     assert expert[1].tolist() == [1, 0, 2]  # distinct, though two are at -inf
 
 
+NAN, INF = float("nan"), float("inf")
+BAD_LOGITS = {
+    "all disabled": [-INF, -INF, -INF],  # uniform, as at the finite floor
+    "NaN": [1.0, NAN, 0.0],
+    "all NaN": [NAN, NAN, NAN],
+    "infinite": [0.0, INF, 1.0],
+    "far apart": [3e38, -3e38, 0.0],  # the difference overflows; the entropy is 0
+}
+
+
+@pytest.mark.parametrize("name", BAD_LOGITS)
+def test_bad_logits_are_treated_as_by_the_twin(name, device):
+    logits = torch.tensor([[0.5, -1.0, 2.0], BAD_LOGITS[name]], device=device)
+    got = kernels.topk_gating_fwd(logits, 3)
+    want = reference.topk_gating_fwd(logits, 3)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+    entropy = got[3]
+    assert entropy.isnan().item() == (name in ("NaN", "all NaN", "infinite"))
+    if name == "all disabled":
+        torch.testing.assert_close(got[1][1].cpu(), torch.full((3,), 1 / 3))
+    grads = [torch.ones_like(got[1]), torch.ones(3, device=device), torch.ones(2, device=device)]
+    d_got = kernels.topk_gating_bwd(*grads, logits, got[4], got[0])
+    d_want = reference.topk_gating_bwd(*grads, logits, want[4], want[0])
+    torch.testing.assert_close(d_got, d_want, equal_nan=True)
+
+
 def test_gating_ties_go_to_the_lowest_expert(device):
     expert = kernels.topk_gating_fwd(torch.zeros(3, 5, device=device), 4)[0]
     assert expert.cpu().tolist() == [[0, 1, 2, 3]] * 3

@@ -56,6 +56,12 @@ def test_gating_edges():
     expert, gate, _, entropy, _ = ops.topk_gating(disabled, 3)
     assert expert.tolist() == [[1, 0, 2]] and gate.tolist() == [[1.0, 0.0, 0.0]]
     assert entropy == 0
+    huge = torch.tensor([[3e38, -3e38, 0.0]])  # a difference of them overflows
+    expert, gate, _, entropy, lse = ops.topk_gating(huge, 2)
+    assert gate.tolist() == [[1.0, 0.0]] and entropy == 0 and lse == huge[0, 0]
+    _, gate, _, entropy, _ = ops.topk_gating(torch.full((1, 4), float("-inf")), 2)
+    assert gate.tolist() == [[0.25, 0.25]] and entropy.isfinite()
+    assert ops.topk_gating(torch.tensor([[1.0, float("nan")]]), 1)[3].isnan()
     expert, gate, prob_sum, entropy, lse = ops.topk_gating(torch.zeros(0, 3), 2)
     assert expert.shape == gate.shape == (0, 2) and lse.shape == (0,)
     assert prob_sum.tolist() == [0, 0, 0] and entropy == 0
