@@ -145,7 +145,7 @@ def _gather_dot(
     acc = _acc_dtype(b_RM.dtype)
     token_R = pair_R.clamp(min=0) // top_k
     weight_R1 = None if weight_TK is None else _row_weight(weight_TK, pair_R, b_RM.dtype)
-    scaled_RM = None if weight_TK is None else torch.empty_like(b_RM)
+    scaled_RM = None if weight_TK is None else b_RM.new_empty(b_RM.shape)
     dot_R = b_RM.new_empty(b_RM.shape[0], dtype=acc)
 
     def fill(rows):
@@ -181,7 +181,7 @@ def combine_bwd(
         return d_rows_RM if needs_rows else rows_RM.new_empty(0), weight_TK.new_empty(0)
     if row_TK.numel() == 0:
         d_rows_RM = rows_RM.new_zeros(rows_RM.shape if needs_rows else 0)
-        return d_rows_RM, torch.zeros_like(weight_TK)
+        return d_rows_RM, weight_TK.new_zeros(weight_TK.shape)
     d_rows_RM, dot_R = _gather_dot(
         dy_TM, rows_RM, pair_R, row_TK.shape[1], weight_TK if needs_rows else None
     )
@@ -212,6 +212,6 @@ def dispatch_bwd(
     if weight_TK is None or not needs_weight:
         return d_x_TM, d_rows_RM.new_empty(0, dtype=torch.float32)
     if row_TK.numel() == 0:
-        return d_x_TM, torch.zeros_like(weight_TK)
+        return d_x_TM, weight_TK.new_zeros(weight_TK.shape)
     _, dot_R = _gather_dot(x_TM, d_rows_RM, pair_R, row_TK.shape[1], None)
     return d_x_TM, _pair_values(dot_R, weight_TK, pair_R)

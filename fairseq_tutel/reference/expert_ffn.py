@@ -136,7 +136,7 @@ def expert_ffn_fwd(
     acc, dtype = options.acc, rows.dtype
     spans = _spans(rows, num_experts, offsets)
     rows_RM = rows.reshape(-1, model_dim)
-    out_RM = torch.empty_like(rows_RM)
+    out_RM = rows.new_empty(rows_RM.shape)  # contiguous, as the operator promises
     saved_RF = rows.new_empty((len(rows_RM) if keep_hidden else 0, hidden_dim))
 
     def run(experts: Iterator[int]) -> None:

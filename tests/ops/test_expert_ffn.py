@@ -281,6 +281,24 @@ def test_opcheck(layout):
         torch.library.opcheck(bwd.default, call)
 
 
+@pytest.mark.parametrize("layout", ["padded", "ragged"])
+def test_rows_of_any_strides(layout):
+    """What leaves is contiguous, as the fake implementation says."""
+    args, offsets = tensors(layout, torch.float32, requires_grad=False)
+    want = ops.expert_ffn(*args, activation="gelu", offsets=offsets)
+    strided = [args[0].transpose(-1, -2).contiguous().transpose(-1, -2), *args[1:]]
+    assert not strided[0].is_contiguous()
+    op, bwd = torch.ops.fairseq_tutel.expert_ffn, torch.ops.fairseq_tutel.expert_ffn_bwd
+    rest = (offsets, None, "gelu", 0.0, 0.0)
+    torch.library.opcheck(op.default, (*strided, *rest, True), test_utils="test_faketensor")
+    out, saved = op(*strided, *rest, True)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, want)
+    d_out = torch.randn_like(strided[0])
+    call = (d_out, strided[0], saved, *strided[1:], *rest, True, True)
+    torch.library.opcheck(bwd.default, call)
+
+
 def test_compiles_without_a_graph_break():
     torch._dynamo.reset()
     args, _ = tensors("padded", torch.float32)
