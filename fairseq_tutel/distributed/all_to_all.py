@@ -1,7 +1,7 @@
 """Differentiable exchange of expert rows between the ranks of one group.
 
 The gradient of an all-to-all is the all-to-all in the other direction. In a simulation (one process
-plays one rank of many) each exchange is a local copy of the same number of bytes.
+plays one rank of many) each exchange, that of the gradients too, is a local copy of as many bytes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,18 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(grad, ctx.group, ctx.recv_splits, ctx.send_splits), None, None, None
 
 
+class _Copy(torch.autograd.Function):
+    """A simulated exchange: clone() alone would hand the gradient on without moving it."""
+
+    @staticmethod
+    def forward(ctx, rows):
+        return rows.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clone(memory_format=torch.contiguous_format)
+
+
 def _exchange(rows, group, send_splits, recv_splits):
     rows = rows.contiguous()
     num_received = rows.shape[0] if recv_splits is None else sum(recv_splits)
@@ -47,7 +59,7 @@ def all_to_all(rows: torch.Tensor, groups: ExpertParallelGroups) -> torch.Tensor
     if groups.ep_size == 1:
         return rows
     if groups.simulated:
-        return rows.clone()
+        return _Copy.apply(rows)
     return _AllToAll.apply(rows, groups.ep_group, None, None)
 
 
@@ -68,7 +80,7 @@ def all_to_all_uneven(
     if groups.ep_size == 1:
         return rows
     if groups.simulated:
-        return rows.clone()
+        return _Copy.apply(rows)
     return _AllToAll.apply(rows, groups.ep_group, list(send_splits), list(recv_splits))
 
 

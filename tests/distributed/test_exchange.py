@@ -121,6 +121,11 @@ def test_simulated_exchange_copies_as_many_rows():
     rows = torch.arange(24.0).view(12, 2).requires_grad_()
     for got in (all_to_all(rows, groups), all_to_all_uneven(rows, [3] * 4, [3] * 4, groups)):
         assert torch.equal(got, rows) and got.data_ptr() != rows.data_ptr()
+        # the gradient travels too, also one that takes no memory of its own
+        for dy in (torch.randn(12, 2), torch.ones(()).expand(12, 2)):
+            (d_rows,) = torch.autograd.grad(got, rows, dy, retain_graph=True)
+            assert torch.equal(d_rows, dy) and d_rows.data_ptr() != dy.data_ptr()
+            assert d_rows.is_contiguous()
     assert exchange_counts(torch.arange(8), groups).tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
