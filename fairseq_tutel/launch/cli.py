@@ -12,9 +12,11 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from fairseq_tutel.exit_codes import EXIT_REQUEUE, EXIT_USAGE
+from fairseq_tutel.launch.agreement import agree
 from fairseq_tutel.launch.binding import apply_binding
 from fairseq_tutel.launch.commands import parse_command
 from fairseq_tutel.launch.job import Job, Options, plan_job
+from fairseq_tutel.launch.mistakes import message
 from fairseq_tutel.launch.supervise import Supervisor
 
 _DESCRIPTION = """\
@@ -95,16 +97,19 @@ def build_parser() -> argparse.ArgumentParser:
     add("--grace-seconds", type=float, default=15.0, metavar="S",
         help="time between SIGTERM and SIGKILL for the other ranks when one has failed "
         "(default: 15)")
+    add("--agree-seconds", type=_natural, default=300, metavar="S",
+        help="the launchers of several nodes compare their ranks at MASTER_ADDR:MASTER_PORT before "
+        "they start them, and wait so long for each other; 0: do not compare (default: 300)")
     add("--dry-run", action="store_true",
         help="print the ranks' commands and the binding, and start nothing")
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
 
-def _is_first_rank(env: Mapping[str, str]) -> bool:
-    """Whether this process should speak for all that find the same mistake."""
-    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-    return next((env[name] for name in names if env.get(name)), "0") == "0"
+def _introduce(job: Job) -> None:
+    if job.placement.rank == 0:
+        sys.stderr.write("".join(f"launch: {line}\n" for line in job.summary.splitlines()))
+        sys.stderr.flush()
 
 
 def _print_plan(job: Job, env: Mapping[str, str]) -> None:
@@ -124,6 +129,23 @@ def _become(job: Job) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # see __main__.py
     sys.stderr.flush()
     os.execvpe(rank.argv[0], rank.argv, rank.env)
+
+
+def _is_in_step(env: Mapping[str, str]) -> bool:
+    """Whether srun started this process with others, and can be asked to end them."""
+    step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID")
+    several = env.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+    return bool(step and env.get("SLURM_JOB_ID") and several) and bool(shutil.which("scancel"))
+
+
+def _refuse(error: ValueError, env: Mapping[str, str], options: Options, dry_run: bool) -> int:
+    """Says what is wrong, and lets no other node wait for this one."""
+    text = message(error, env, (options.nnodes or 1) > 1)
+    sys.stderr.write(text)
+    sys.stderr.flush()
+    if text and not dry_run and _is_in_step(env):
+        _end_step(env)
+    return EXIT_USAGE
 
 
 def _end_step(env: Mapping[str, str]) -> None:
@@ -160,14 +182,15 @@ def main(argv: Sequence[str]) -> int:
     )
     try:
         job = plan_job(options, parse_command(words, env.get("PATH")), env)
+        _introduce(job)
+        if args.dry_run:
+            _print_plan(job, env)
+            return 0
+        if job.report is not None and args.agree_seconds:
+            shared = job.ranks[0].env
+            agree(
+                job.report, shared["MASTER_ADDR"], int(shared["MASTER_PORT"]), args.agree_seconds
+            )
     except ValueError as error:
-        if _is_first_rank(env):
-            sys.stderr.write(f"launch: error: {error}\n")
-        return EXIT_USAGE
-    if job.placement.rank == 0:
-        sys.stderr.write("".join(f"launch: {line}\n" for line in job.summary.splitlines()))
-        sys.stderr.flush()
-    if args.dry_run:
-        _print_plan(job, env)
-        return 0
+        return _refuse(error, env, options, args.dry_run)
     return _run(job, env, args.grace_seconds)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fairseq_tutel.launch import binding as bind
+from fairseq_tutel.launch.agreement import Report
 from fairseq_tutel.launch.commands import (
     TRAINING,
     Command,
@@ -18,6 +19,7 @@ from fairseq_tutel.launch.commands import (
     with_options,
 )
 from fairseq_tutel.launch.devices import Gpu, installed_gpus, visible_gpus, why_no_gpus
+from fairseq_tutel.launch.mistakes import shared_if
 from fairseq_tutel.launch.nccl import profile_environment
 from fairseq_tutel.launch.placement import Placement, adopt, start_here
 from fairseq_tutel.launch.rendezvous import check_port_free, master_address, master_port
@@ -48,6 +50,24 @@ class Job:
     command: Command
     ranks: list[RankJob]
     summary: str
+    cpu: bool
+
+    @property
+    def report(self) -> Report | None:
+        """What this node's launcher tells the other nodes' before it starts ranks; None where
+        there are no others, or where torchrun's agent or several launchers are on each."""
+        placement = self.placement
+        alone_on_node = not placement.adopted or placement.local_world_size == 1
+        if placement.num_nodes == 1 or not alone_on_node or placement.source == "torchrun":
+            return None
+        return Report(
+            node=placement.node_rank,
+            host=socket.gethostname(),
+            num_nodes=placement.num_nodes,
+            ranks_per_node=placement.local_world_size,
+            device="cpu" if self.cpu else "cuda",
+            program=self.command.name or Path(self.command.program[0]).name,
+        )
 
     @property
     def save_request(self) -> bool:
@@ -254,7 +274,8 @@ def plan_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
     gpus = visible_gpus(env, options.root)
     cpu = use_cpu(command, len(gpus))
     placement = place(options, command, env, 0 if cpu else len(gpus))
-    check_experts(command, placement.world_size)
+    with shared_if(placement.adopted):  # else the ranks on this node may be what is wrong
+        check_experts(command, placement.world_size)
     assigned = assign_gpus(placement, gpus, cpu, env)
     shared = _shared_environment(options, placement, env, command)
     threads = _users_threads(env)
@@ -292,4 +313,4 @@ def plan_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
     warning = "" if gpus else why_no_gpus(env, options.root)
     table = bind.format_table(bindings, socket.gethostname())
     summary = _summary(placement, cpu, shared, warning) + "\n" + table
-    return Job(placement, command, [rank_job(b) for b in mine], summary)
+    return Job(placement, command, [rank_job(b) for b in mine], summary, cpu)

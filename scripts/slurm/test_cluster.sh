@@ -344,6 +344,23 @@ rank 3 of 4 is 1 on virtual2" ] || fail "srun's ranks were not adopted: $output"
     say "srun's own ranks are adopted, and one rank's death ends all"
 }
 
+# A mistake on one node is told, and the other node does not wait for it.
+check_unlike_nodes() {
+    local begin=$SECONDS
+    srun --nodes 2 --ntasks-per-node 1 --time 2 bash -c 'exec python -m fairseq_tutel.launch \
+        --nproc-per-node $((2 + SLURM_NODEID)) -- sleep 100' >"$work/differ.log" 2>&1 &&
+        fail "nodes with 2 and 3 ranks were started"
+    grep -q 'the nodes do not fit together: ranks per node: 2 on' "$work/differ.log" ||
+        fail "no word of how the nodes differ: $(cat "$work/differ.log")"
+    srun --nodes 2 --ntasks-per-node 1 --time 2 bash -c 'exec python -m fairseq_tutel.launch \
+        --nproc-per-node 2 $( ((SLURM_NODEID)) && echo --bind 9999) -- sleep 100' \
+        >"$work/one_node.log" 2>&1 && fail "a node with a mistake was started"
+    grep -q 'launch: error on .*--bind 9999' "$work/one_node.log" ||
+        fail "no word of one node's mistake: $(cat "$work/one_node.log")"
+    ((SECONDS - begin < 40)) || fail "a mistake on one node took $((SECONDS - begin)) s to end the job"
+    say "nodes that differ, and a mistake on one of them, end the job with a message"
+}
+
 check_ladder() {
     local lines
     lines=$(scripts/slurm/submit_ladder.sh --dry-run -- --partition main)
@@ -362,6 +379,7 @@ submit_time_limit_job
 submit_training
 check_ladder
 check_adopted_ranks
+check_unlike_nodes
 submit_benchmarks
 submit_hydra_training
 check_training

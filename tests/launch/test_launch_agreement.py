@@ -1,0 +1,118 @@
+"""Nodes compare what they are about to start; a mistake on one of them is told and ends all."""
+
+import os
+import socket
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from test_launch_processes import environment, launch, start
+
+from fairseq_tutel.launch.agreement import Report, agree
+from fairseq_tutel.launch.mistakes import SharedMistake
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def node(number, **changes):
+    return replace(Report(number, f"host{number}", 3, 8, "cuda", "fairseq-train"), **changes)
+
+
+def outcomes(port, reports, seconds=10.0, meanwhile=None):
+    """What `agree` comes to on every node, by its place in `reports`."""
+    results = {}
+
+    def run(i, report):
+        try:
+            results[i] = agree(report, "127.0.0.1", port, seconds)
+        except ValueError as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=item) for item in enumerate(reports)]
+    for thread in reversed(threads):  # node 0 comes last
+        thread.start()
+        time.sleep(0.1)
+    if meanwhile:
+        meanwhile()
+    for thread in threads:
+        thread.join(timeout=30)
+    return [results[i] for i in range(len(reports))]
+
+
+def test_nodes_that_agree(port):
+    assert outcomes(port, [node(0), node(1), node(2)]) == [None] * 3
+    with socket.socket() as rank_0:  # as torch's store does
+        rank_0.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        rank_0.bind(("", port))
+
+
+def test_nodes_that_differ_all_hear_the_same(port):
+    found = outcomes(port, [node(0), node(1), node(2, ranks_per_node=4, device="cpu")])
+    assert all(isinstance(error, SharedMistake) for error in found)
+    assert len({str(error) for error in found}) == 1
+    assert "ranks per node: 8 on host0 (node 0), 4 on host2 (node 2)" in str(found[0])
+    assert "device: cuda on host0 (node 0), cpu on host2 (node 2)" in str(found[0])
+
+
+def test_two_nodes_of_one_number(port):
+    found = outcomes(port, [node(0), node(1), node(1, host="twin")])
+    assert all("both say that they are node 1" in str(error) for error in found)
+
+
+def test_missing_nodes_are_named(port):
+    found = outcomes(port, [node(0), node(1)], seconds=1.5)
+    assert all("no word from node 2 of 3 within 1.5 seconds" in str(error) for error in found)
+
+
+def test_a_missing_node_0(port):
+    (error,) = outcomes(port, [node(1)], seconds=0.5)
+    assert f"node 1 had no word from node 0 at 127.0.0.1:{port} within 0.5" in str(error)
+    assert not isinstance(error, SharedMistake)
+
+
+def test_strangers_are_ignored(port):
+    def stranger():
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(b"GET / HTTP/1.1\n")
+
+    assert outcomes(port, [node(0), node(1)], 1.5, stranger)[0] is not None
+    reports = [node(i, num_nodes=2) for i in range(2)]
+    assert outcomes(port, reports[:1] + reports[1:]) == [None, None]
+
+
+def launchers(tmp_path, port, per_node):
+    words = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    started = [
+        start(*words, "--node-rank", str(i), "--nproc-per-node", str(count), "--",
+              "bash", "-c", f"touch {tmp_path}/rank$RANK")
+        for i, count in enumerate(per_node)
+    ]
+    return [(process, *process.communicate(timeout=60)) for process in started]
+
+
+def test_launchers_of_two_nodes(tmp_path, port):
+    assert [done[0].returncode for done in launchers(tmp_path, port, [2, 1])] == [2, 2]
+    assert not list(tmp_path.iterdir())
+    good = launchers(tmp_path, port, [2, 2])
+    assert [done[0].returncode for done in good] == [0, 0], good
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_mistake_of_one_node_alone_names_it(tmp_path):
+    env = environment(SLURM_PROCID="1", SLURM_STEP_ID="0", SLURM_JOB_ID="17", SLURM_NODEID="1",
+                      SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NUM_NODES="2", MASTER_ADDR="h")
+    scancel = tmp_path / "scancel"
+    scancel.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\n')
+    scancel.chmod(0o755)
+    env["PATH"] = f"{tmp_path}{os.pathsep}{env['PATH']}"
+    result = launch("--", "not-installed-here", env=env)
+    assert result.returncode == 2
+    assert f"launch: error on {socket.gethostname()}: cannot find the command" in result.stderr
+    # srun by itself would let the other node wait for this one
+    assert (tmp_path / "words").read_text() == "--signal=TERM 17.0\n"
