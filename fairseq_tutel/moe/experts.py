@@ -113,7 +113,7 @@ class Experts(nn.Module):
             activation_dropout_p=dropouts[0],
             dropout_p=dropouts[1],
             # see _bias_act
-            seed=int(torch.randint(2**31, ())) if any(dropouts) else None,
+            seed=int(torch.randint(2**31, (), device="cpu")) if any(dropouts) else None,
         )
 
     @staticmethod
@@ -125,7 +125,7 @@ class Experts(nn.Module):
     def _bias_act(self, hidden, bias, batch, activation, dropout):
         dropout = dropout if self.training else 0.0
         # one draw per call from the CPU generator: replayed exactly under activation checkpointing
-        seed = int(torch.randint(2**31, ())) if dropout > 0 else None
+        seed = int(torch.randint(2**31, (), device="cpu")) if dropout > 0 else None
         return ops.bias_act(
             hidden,
             bias,

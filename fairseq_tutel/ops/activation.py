@@ -107,7 +107,8 @@ def dropout_seed(
     if seed is None:
         return torch.randint(0, 2**31 - 1, (), dtype=torch.int64, device=device)
     if isinstance(seed, int):
-        return torch.tensor(seed, dtype=torch.int64, device=device)
+        # filled by a kernel: a copy from host memory would wait for all work of the GPU
+        return torch.full((), seed, dtype=torch.int64, device=device)
     return seed
 
 

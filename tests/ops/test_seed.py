@@ -1,0 +1,68 @@
+"""Seeds of dropout, and that a training step with dropout never waits for the GPU."""
+
+import pytest
+import torch
+
+from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.ops.activation import dropout_seed
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**53 + 1, -(2**63), 2**63 - 1])
+def test_every_int64_is_a_seed(seed):
+    tensor = dropout_seed(0.1, seed, torch.device("cpu"))
+    assert tensor.dtype == torch.int64 and tensor.shape == () and tensor.item() == seed
+
+
+def test_no_seed_without_dropout():
+    assert dropout_seed(0.0, 3, torch.device("cpu")) is None
+    given = torch.tensor(3)
+    assert dropout_seed(0.1, given, torch.device("cpu")) is given
+
+
+def test_seed_is_not_copied_from_host_memory(monkeypatch):
+    """On a GPU torch.tensor(seed, device=...) is a copy from pageable memory, which waits."""
+    monkeypatch.setattr(torch, "tensor", None)
+    assert dropout_seed(0.1, 7, torch.device("cpu")).item() == 7
+
+
+# What the layer documents as reading back to the host does not occur here: ragged rows on several
+# ranks, recorded exchange times, custom experts with ragged rows, metrics_dict.
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "routing",
+    [
+        {"top_k": 2},
+        {"top_k": 1},
+        {"top_k": 2, "batch_prioritized": True, "second_expert_policy": "random"},
+        {"top_k": 3, "gate_noise": 1.0, "input_jitter": 0.01, "input_dropout": 0.1},
+        {"top_k": 2, "second_expert_policy": "sampling", "z_loss_weight": 0.1},
+        {"top_k": 2, "gate_noise": 1.0, "load_importance_loss": True},
+        {"top_k": 2, "router": "cosine", "use_pad_mask": True},
+    ],
+    ids=lambda routing: "-".join(routing),
+)
+def test_a_training_step_does_not_wait_for_the_gpu(routing, dtype):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    layer = MoELayer(
+        64, 8, 128, dropout=0.1, activation_dropout=0.1, capacity_factor=1.25, **routing
+    ).to("cuda", dtype)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    x = torch.randn(96, 64, device="cuda", dtype=dtype, requires_grad=True)
+    pad_mask = torch.zeros(96, dtype=torch.bool, device="cuda")
+
+    def step():
+        optimizer.zero_grad()
+        y, aux = layer(x, pad_mask=pad_mask, return_aux=True)
+        (y.float().square().mean() + 0.01 * aux.loss).backward()
+        optimizer.step()
+
+    step()  # compiles the kernels
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
