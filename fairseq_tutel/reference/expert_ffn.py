@@ -5,10 +5,14 @@ Legend: e local experts, N rows per expert, R rows, M model dim, F hidden dim.
 On a CPU a buffer of R x F numbers costs more than the elementwise work on it: the system maps and
 clears its pages each time. A block of one expert's rows goes through both products while its hidden
 values are in the cache, so that of the four such buffers of the step by step computation only the
-pre-activations remain; the backward pass recomputes the activation from them. Experts run beside
-each other, each on one thread: no thread waits for another one within an expert.
+pre-activations remain; the backward pass recomputes the activation from them. Threads take whole
+parts of the work, on one thread each: blocks in the forward pass, experts in the backward pass,
+which sums weight gradients over an expert's blocks. An expert with far more than a thread's share
+of the rows is taken in several parts there, whose sums are added in order. So the same rows give
+the same bits on the same number of threads.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,6 +25,8 @@ from .threads import share_out
 # Hidden elements per block: 4 MiB of fp32; and rows that keep the products efficient.
 _BLOCK_NUMEL = 1 << 20
 _MIN_ROWS = 256
+# An expert is split if the largest one has this many times a thread's equal share of the rows.
+_UNEVEN = 1.25
 
 _aten = torch.ops.aten
 
@@ -95,6 +101,31 @@ def _spans(rows: Tensor, num_experts: int, offsets: Tensor | None) -> list[tuple
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
+def _parts(spans, options: _Options, model_dim: int, whole: bool) -> list[tuple[int, list[slice]]]:
+    """(expert, consecutive blocks of its rows) for a thread each, the blocks in order.
+
+    Args:
+        whole: keep the blocks of an expert together, unless threads would wait for an overloaded
+            one.
+    """
+    by_expert = [list(options.blocks(span)) for span in spans]
+    if not whole:
+        return [(x, [part]) for x, blocks in enumerate(by_expert) for part in blocks]
+    threads = torch.get_num_threads()
+    sizes = [end - begin for begin, end in spans]
+    share = max(1.0, sum(sizes) / threads)
+    uneven = max(sizes, default=0) > _UNEVEN * share
+    parts = []
+    for expert, (size, blocks) in enumerate(zip(sizes, by_expert, strict=True)):
+        if not blocks:
+            continue
+        # a part's own weight gradients, 2 M F numbers, are not to exceed its hidden values
+        most = min(math.ceil(size / share), size // (2 * model_dim)) if uneven else 1
+        step = math.ceil(len(blocks) / max(1, most))
+        parts += [(expert, blocks[i : i + step]) for i in range(0, len(blocks), step)]
+    return parts
+
+
 def _scratch(like: Tensor, spans, options: _Options, width: int, dtype) -> Tensor:
     """For one block of any expert."""
     rows = max((end - begin for begin, end in spans), default=0)
@@ -138,12 +169,14 @@ def expert_ffn_fwd(
     rows_RM = rows.reshape(-1, model_dim)
     out_RM = rows.new_empty(rows_RM.shape)  # contiguous, as the operator promises
     saved_RF = rows.new_empty((len(rows_RM) if keep_hidden else 0, hidden_dim))
+    parts = _parts(spans, options, model_dim, whole=False)
 
-    def run(experts: Iterator[int]) -> None:
+    def run(numbers: Iterator[int]) -> None:
         scratch = _scratch(rows, spans, options, hidden_dim, acc)
         products = _scratch(rows, [] if keep_hidden else spans, options, hidden_dim, dtype)
-        for expert in experts:
-            for part in options.blocks(spans[expert]):
+        for number in numbers:
+            expert, blocks = parts[number]
+            for part in blocks:
                 count = part.stop - part.start
                 h = saved_RF[part] if keep_hidden else products[:count]
                 torch.mm(rows_RM[part], fc1_weight[expert].t(), out=h)
@@ -161,7 +194,7 @@ def expert_ffn_fwd(
                 if dtype != acc:
                     y.copy_(biased)
 
-    share_out(run, num_experts)
+    share_out(run, len(parts))
     out_RM[spans[-1][1] :] = 0
     return out_RM.view(rows.shape), saved_RF
 
@@ -189,50 +222,86 @@ def expert_ffn_bwd(
     d_b1, d_b2 = (
         b.new_zeros(b.shape if needs_params else 0, dtype=acc) for b in (fc1_bias, fc2_bias)
     )
+    parts = _parts(spans, options, model_dim, whole=needs_params)
+    sums, later = [], []
+    if needs_params:
+        sums, later = _sums((d_w1, d_b1, d_w2, d_b2), parts)
+    # the largest first, so that nobody is left with one at the end
+    by_size = sorted(range(len(parts)), key=lambda i: sum(x.start - x.stop for x in parts[i][1]))
 
-    def run(experts: Iterator[int]) -> None:
+    def run(numbers: Iterator[int]) -> None:
         scratch = _scratch(rows, spans, options, hidden_dim, acc)
-        sums = _scratch(rows, [] if dtype == acc else spans, options, hidden_dim, acc)
+        wide = _scratch(rows, [] if dtype == acc else spans, options, hidden_dim, acc)
         products = _scratch(rows, spans, options, hidden_dim, dtype)
-        for expert in experts:
-            totals = (d_w1[expert], d_w2[expert]) if needs_params else ()
-            if spans[expert][0] == spans[expert][1]:
-                for total in totals:
-                    total.zero_()
-            for part in options.blocks(spans[expert]):
-                count, first = part.stop - part.start, part.start == spans[expert][0]
+        for number in (by_size[i] for i in numbers):
+            expert, blocks = parts[number]
+            for part in blocks:
+                count, first = part.stop - part.start, part is blocks[0]
                 dy, z = d_out_RM[part], saved[part]
                 if dtype != acc:
-                    z = _add_bias(z, fc1_bias[expert], sums[:count])
+                    z = _add_bias(z, fc1_bias[expert], wide[:count])
                 keep_a, keep_y = options.masks(part, z, dy)
                 if keep_y is not None:
                     dy = (dy * keep_y).to(dtype)
                 if needs_params:
-                    d_b2[expert] += dy.sum(0, dtype=acc)
+                    sum_w1, sum_b1, sum_w2, sum_b2 = sums[number]
+                    sum_b2 += dy.sum(0, dtype=acc)
                     a = options.activate(z, scratch[:count])
                     if keep_a is not None:
                         a.mul_(keep_a)
-                    _accumulate(totals[1], dy.t(), a.to(dtype), first)
+                    _accumulate(sum_w2, dy.t(), a.to(dtype), first)
                 d_a = torch.mm(dy, fc2_weight[expert], out=products[:count]).to(acc)
                 if keep_a is not None:
                     d_a.mul_(keep_a)
                 d_z = options.d_activate(d_a, z)
                 d_h = d_z.to(dtype)
                 if needs_params:
-                    d_b1[expert] += d_z.sum(0)
-                    _accumulate(totals[0], d_h.t(), rows_RM[part], first)
+                    sum_b1 += d_z.sum(0)
+                    _accumulate(sum_w1, d_h.t(), rows_RM[part], first)
                 if needs_rows:
                     torch.mm(d_h, fc1_weight[expert], out=d_rows_RM[part])
 
-    share_out(run, num_experts)
+    share_out(run, len(parts))
+    for expert, values in later:
+        for total, value in zip((d_w1, d_b1, d_w2, d_b2), values, strict=True):
+            total[expert] += value
     if needs_rows:
         d_rows_RM[spans[-1][1] :] = 0
         d_rows_RM = d_rows_RM.view(rows.shape)
     return d_rows_RM, d_w1, d_b1.to(fc1_bias.dtype), d_w2, d_b2.to(fc2_bias.dtype)
 
 
+def _sums(totals, parts):
+    """Where each part adds up its gradients: in its expert's own, or apart, to be added later.
+
+    Args:
+        totals: gradients of all experts, (e, ...); those of experts without rows are set to zero.
+
+    Returns:
+        per part, a tensor for each of the totals; (expert, these) for parts after an expert's
+        first.
+    """
+    sums, later, seen = [], [], set()
+    for expert, _ in parts:
+        if expert in seen:
+            # weights are overwritten by the first block, biases are added to
+            sums.append([
+                total.new_empty(total.shape[1:]) if total.dim() > 2
+                else total.new_zeros(total.shape[1:])
+                for total in totals
+            ])  # fmt: skip
+            later.append((expert, sums[-1]))
+        else:
+            sums.append([total[expert] for total in totals])
+        seen.add(expert)
+    for expert in set(range(len(totals[0]))) - seen:
+        for total in totals:
+            total[expert] = 0
+    return sums, later
+
+
 def _accumulate(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total = a @ b for the first block of an expert, total += a @ b for the next ones."""
+    """total = a @ b for the first block of a part, total += a @ b for the next ones."""
     if first:
         torch.mm(a, b, out=total)
     else:

@@ -98,6 +98,43 @@ def test_any_number_of_threads(threads, blocks):
             assert_close(name, a, b, torch.float64)
 
 
+# end rows of each expert -> parts of the backward pass on 2 threads, as (expert, rows)
+UNEVEN = {
+    "all rows on one": ([0, 64, 64], [(1, 32), (1, 32)]),
+    "most rows on one": ([4, 60, 64], [(0, 4), (1, 28), (1, 28), (2, 4)]),
+    "even enough": ([20, 60, 64], [(0, 20), (1, 40), (2, 4)]),
+    "rows of nobody": ([2, 62, 62], [(0, 2), (1, 30), (1, 30)]),
+}
+
+
+@pytest.mark.parametrize("case", UNEVEN)
+def test_an_overloaded_expert_is_shared_by_the_threads(case, threads, monkeypatch):
+    monkeypatch.setattr(module, "_BLOCK_NUMEL", 1)
+    monkeypatch.setattr(module, "_MIN_ROWS", 2)
+    ends, wanted = UNEVEN[case]
+    threads(2)
+    spans = list(zip([0, *ends[:-1]], ends, strict=True))
+    options = module._options(torch.empty(64, M), F, "gelu", (0.0, 0.0), None)
+    parts = module._parts(spans, options, M, whole=True)
+    assert [(x, sum(b.stop - b.start for b in blocks)) for x, blocks in parts] == wanted
+
+    args, _ = tensors("padded")
+    rows = torch.randn(64, M, dtype=torch.float64, requires_grad=True)
+    args, offsets = [rows, *args[1:]], torch.tensor(ends, dtype=torch.int32)
+    d_out = torch.randn(64, M, dtype=torch.float64)
+    results = []
+    for count in (2, 2, 1):
+        threads(count)
+        out = ops.expert_ffn(*args, activation="gelu", offsets=offsets)
+        results.append([out, *torch.autograd.grad(out, args, d_out)])
+    want = row_by_row(args, offsets, "gelu")
+    results.append([want, *torch.autograd.grad(want, args, d_out)])
+    for name, first, again, alone, loop in zip(("out", *NAMES), *results, strict=True):
+        assert torch.equal(first, again), name
+        assert_close(name, first, alone, torch.float64)
+        assert_close(name, first, loop, torch.float64)
+
+
 def test_experts_run_beside_each_other(threads):
     """Each part once, on as many threads as torch has, each of them without threads of its own."""
     threads(2)
