@@ -70,18 +70,23 @@ def routing_metrics(
         fp32 [11] in the order of METRIC_NAMES.
     """
     num_tokens, top_k = plan.expert_TK.shape
-    zero = entropy_sum.new_zeros(())
-    overflow = [zero, zero]
-    balance = [(zero, zero, zero)] * 2
+    # Both choices at once: on a GPU each of these small operations costs a launch, in every layer.
+    metrics = torch.zeros(len(METRIC_NAMES), dtype=torch.float32, device=entropy_sum.device)
     if top_k > 1:
         routed_K = plan.count_KE.sum(1)
         dropped_K = routed_K - plan.keep_TK.sum(0)
-        overflow = list(100.0 * dropped_K[:2] / routed_K[:2].clamp(min=1))
-    for choice in range(min(top_k, 2)):
-        share_E = 100.0 * chosen_KE[choice].float() / max(num_tokens, 1)
-        ranked = share_E.sort(descending=True).values
-        count = max(math.ceil(plan.num_experts * _BALANCE_SHARE), 1)
-        balance[choice] = (ranked[:count].sum(), ranked[-count:].sum(), (share_E == 0).sum())
-    entropy = entropy_sum / max(num_tokens, 1)
-    values = [*overflow, entropy, *balance[0], *balance[1], zero, zero]
-    return torch.stack([v.to(torch.float32) for v in values])
+        metrics[:2] = 100.0 * dropped_K[:2] / routed_K[:2].clamp(min=1)
+    metrics[2] = entropy_sum / max(num_tokens, 1)
+    share_KE = 100.0 * chosen_KE[:2].float() / max(num_tokens, 1)
+    ranked_KE = share_KE.sort(dim=1, descending=True).values
+    count = max(math.ceil(plan.num_experts * _BALANCE_SHARE), 1)
+    balance_K3 = torch.stack(
+        [
+            ranked_KE[:, :count].sum(1),
+            ranked_KE[:, -count:].sum(1),
+            (share_KE == 0).sum(1, dtype=share_KE.dtype),
+        ],
+        dim=1,
+    )
+    metrics[3 : 3 + balance_K3.numel()] = balance_K3.flatten()
+    return metrics
