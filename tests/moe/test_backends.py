@@ -1,5 +1,6 @@
 """The layer on Triton kernels (interpreted without a GPU), on torch, compiled: one function."""
 
+import copy
 import logging
 
 import pytest
@@ -80,6 +81,94 @@ def test_triton_on_a_gpu_equals_torch_on_a_cpu(name):
     expected = outcome(layer, x, pad_mask)
     got = outcome(layer.cuda(), x.cuda(), pad_mask.cuda())
     assert_tensors_close({k: v.cpu() for k, v in got.items()}, expected, 1e-4)
+
+
+# the triton cases on a CPU are interpreted
+ON = [("cpu", "torch"), ("cpu", "triton"), pytest.param("cuda", "triton", marks=pytest.mark.gpu)]
+FACTORS = pytest.mark.parametrize("factor", [1.0, 0.0], ids=["padded", "dropless"])
+DTYPES = pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [
+        (torch.float16, False), (torch.float16, True), (torch.bfloat16, False),
+        (torch.bfloat16, True), (torch.float32, False),
+    ],
+    ids=["fp16", "fp16 autocast", "bf16", "bf16 autocast", "fp32"],
+)  # fmt: skip
+
+
+def twins(dtype, autocast, device, **options):
+    """(layer on the device, its twin in fp64 on the CPU); the weights are numbers of ``dtype``.
+
+    Their widths are multiples of 16 bytes in every dtype, as torch's grouped product wants them.
+    """
+    torch.manual_seed(1)
+    exact = MoELayer(32, 6, 48, **options)
+    with torch.no_grad():
+        for param in exact.parameters():
+            param.copy_(param.to(dtype))
+    layer = copy.deepcopy(exact).to(device, torch.float32 if autocast else dtype)
+    return layer, exact.double()
+
+
+def run_twin(layer, x, target, autocast=None):
+    """Outputs and gradients of a step; ``autocast`` is the dtype of one, if any."""
+    x = x.detach().clone().requires_grad_()
+    with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
+        y, aux = layer(x, return_aux=True)
+    ((y.double() * target.to(x.device).double()).sum() + aux.loss).backward()
+    grads = {"dx": x.grad, **{f"d {name}": p.grad for name, p in layer.named_parameters()}}
+    return y.detach(), aux, grads
+
+
+@pytest.mark.parametrize(("device", "backend"), ON)
+@FACTORS
+@DTYPES
+def test_each_dtype_equals_fp64_to_its_rounding(dtype, autocast, factor, device, backend):
+    layer, exact = twins(dtype, autocast, device, capacity_factor=factor)
+    x, target = (torch.randn(3, 13, 32).to(dtype) for _ in range(2))
+    ops.set_backend("torch")
+    want, want_aux, want_grads = run_twin(exact, x.double(), target)
+    ops.set_backend(backend)
+    given = x.to(device, torch.float32 if autocast else dtype)
+    y, aux, grads = run_twin(layer, given, target, dtype if autocast else None)
+
+    unit = max(torch.finfo(dtype).eps, 2e-6)  # fp32 sums in any order
+    assert y.dtype == dtype and aux.loss.dtype == torch.float32
+    # fp32 logits of the same numbers: the same decisions
+    assert torch.equal(aux.load_E.cpu(), want_aux.load_E)
+    assert rms_ratio(aux.loss, want_aux.loss) < 2e-6
+    assert rms_ratio(y, want) < 2 * unit
+    for name, grad in grads.items():
+        assert grad.dtype == (torch.float32 if autocast else dtype)
+        assert rms_ratio(grad, want_grads[name]) < 4 * unit, name
+
+
+@pytest.mark.parametrize(("device", "backend"), ON)
+@FACTORS
+@DTYPES
+def test_empty_experts_and_no_tokens_in_each_dtype(dtype, autocast, factor, device, backend):
+    layer, exact = twins(dtype, autocast, device, capacity_factor=factor, top_k=1)
+    for module in (layer, exact):
+        with torch.no_grad():
+            module.gate.wg.weight.zero_()[2] = 1.0
+    inner = dtype if autocast else None
+    x = torch.rand(12, 32).to(dtype) + 1
+    ops.set_backend("torch")
+    want, _, want_grads = run_twin(exact, x.double(), x)
+    ops.set_backend(backend)
+    given = x.to(device, torch.float32 if autocast else dtype)
+    y, aux, grads = run_twin(layer, given, x, inner)
+    unit = max(torch.finfo(dtype).eps, 2e-6)
+    assert aux.load_E.tolist() == [0, 0, 12, 0, 0, 0]
+    assert rms_ratio(y, want) < 2 * unit
+    for name in ("d experts.fc1_weight", "d experts.fc2_bias"):
+        assert rms_ratio(grads[name], want_grads[name]) < 4 * unit
+        assert not grads[name][[0, 1, 3, 4, 5]].any()
+
+    layer.zero_grad()
+    y, aux, grads = run_twin(layer, given[:0], x[:0], inner)
+    assert y.shape == (0, 32) and aux.loss == 0
+    assert not any(grad.any() for grad in grads.values())
 
 
 @pytest.mark.parametrize("name", ["top-2 with drops", "dropless top-4"])
