@@ -4,6 +4,7 @@ Needs torch only. The layout on disk is Meta's (`layout.py`), the content fairse
 Command line: `python -m fairseq_tutel.checkpoint --help`.
 """
 
+from .commit import final_path, visible_shared_file
 from .errors import CheckpointError, Ranks
 from .inspection import inspect
 from .io import load_file
@@ -41,6 +42,7 @@ __all__ = [
     "copy_set",
     "count_rank_files",
     "experts_of_rank",
+    "final_path",
     "find_sets",
     "inspect",
     "load_file",
@@ -54,5 +56,6 @@ __all__ = [
     "slice_experts",
     "split_dense_expert",
     "split_state",
+    "visible_shared_file",
     "write_set",
 ]

@@ -55,7 +55,9 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
         net_output = model(**sample["net_input"])
         inner_loss, _ = self.compute_loss(model, net_output, sample, reduce=reduce)
         sample_size = sample["target"].size(0) if self.sentence_avg else sample["ntokens"]
-        reports = net_output[1].get("moe", [])
+        # some models return a tensor or None beside their output
+        extra = net_output[1] if isinstance(net_output[1], dict) else {}
+        reports = extra.get("moe", [])
         gate_loss = self.gate_loss(reports, like=inner_loss)
         # broadcasts over the tokens where the inner loss is not reduced
         loss = inner_loss + self.gate_loss_weight * sample_size * gate_loss
@@ -69,8 +71,8 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
             "batch_count": 1,
             **layer_mean_metrics(reports),
         }
-        if "moe_load" in net_output[1]:
-            logging_output["moe_load"] = net_output[1]["moe_load"]
+        if "moe_load" in extra:
+            logging_output["moe_load"] = extra["moe_load"]
         return loss, sample_size, logging_output
 
     def gate_loss(self, reports: list[MoEAux], like: torch.Tensor) -> torch.Tensor:

@@ -150,6 +150,7 @@ _UNSUPPORTED = {
     "quant_noise_pq": "quantisation noise (--quant-noise-pq)",
     "character_embeddings": "embeddings of characters (--character-embeddings)",
     "adaptive_input": "adaptive input embeddings (--adaptive-input)",
+    "decoder_layers_to_keep": "pruned layers (--decoder-layers-to-keep)",
 }
 
 
@@ -188,7 +189,7 @@ def moe_config(args, num_experts: int) -> MoEConfig:
     )
 
 
-def check_model_options(args, world_size: int) -> None:
+def check_model_options(args) -> None:
     """Refuse what an MoE decoder cannot do, with the option's name and value.
 
     Raises:
@@ -205,12 +206,12 @@ def check_model_options(args, world_size: int) -> None:
             "use --arch transformer_lm_gpt, or --moe-freq 0, for a dense model"
         )
     for name, what in _UNSUPPORTED.items():
-        if getattr(args, name, None):
+        if args.moe_freq and getattr(args, name, None):
             raise ValueError(f"{what} cannot be combined with MoE layers")
-    if world_size > 1 and args.decoder_layerdrop > 0:
+    if args.moe_freq and args.decoder_layerdrop > 0:
         raise ValueError(
-            f"--decoder-layerdrop {args.decoder_layerdrop} would drop different layers on "
-            f"different ranks, and their all-to-alls would not meet ({world_size} ranks)"
+            f"--decoder-layerdrop {args.decoder_layerdrop} cannot be combined with MoE layers: it "
+            "would drop different layers on different ranks, whose all-to-alls would not meet"
         )
     heads, dim = args.decoder_attention_heads, args.decoder_embed_dim
     if dim % heads:
@@ -238,7 +239,7 @@ def apply_command_line_rules(args: argparse.Namespace) -> None:
         args.tpu = False
     values = _WithDefaults(args)
     try:
-        check_model_options(values, world_size=1)
+        check_model_options(values)
         moe_config(values, num_experts=values.moe_expert_count or 2**31)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None

@@ -69,7 +69,7 @@ class TransformerLMGPTMoE(TransformerLanguageModel):
         """
         _, world_size = process_world()
         world_size = max(world_size, args.moe_simulate_world_size)
-        check_model_options(args, world_size)
+        check_model_options(args)
         _fill_sizes(args)
         groups = routing = None
         if args.moe_freq and args.alternate_decoder_ffn_embed_dim <= 0:
@@ -115,6 +115,8 @@ def _fill_sizes(args) -> None:
     for name in ("decoder_input_dim", "decoder_output_dim"):
         if getattr(args, name) is None:
             setattr(args, name, args.decoder_embed_dim)
+    if getattr(args, "decoder_layers_to_keep", None):  # of dense models
+        args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
     if args.max_target_positions is None:
         args.max_target_positions = args.tokens_per_sample
     if args.offload_activations:

@@ -19,7 +19,6 @@ from fairseq.data import data_utils
 from fairseq.logging import meters, metrics
 
 from ..checkpoint import (
-    check_shared_directory,
     copy_set,
     find_sets,
     load_for_rank,
@@ -122,8 +121,6 @@ class CheckpointMixin:
         path = filename.replace(f"{_SUFFIX}.pt", ".pt")
         rank, world_size = process_world()
         world = {"rank": rank, "world_size": world_size, "agree": gather_texts}
-        if world_size > 1 and not self.cfg.checkpoint.no_save:
-            check_shared_directory(self.cfg.checkpoint.save_dir, **world)
         recover_directory(self.cfg.checkpoint.save_dir, **world)
         if not _seen_by_all(path):
             if self.cfg.checkpoint.restore_file != "checkpoint_last.pt":
@@ -141,6 +138,8 @@ class CheckpointMixin:
             self._load_optimizer(
                 optimizer_state, history[-1], reset_lr_scheduler, optimizer_overrides
             )
+            load = state["extra_state"].get("moe_expert_load")
+            self.expert_load.resume(load, self.get_num_updates())
         elif not reset_optimizer:
             logger.warning("%s holds no optimizer state: the optimizer starts afresh", path)
         self._optim_history = history
@@ -300,6 +299,8 @@ def _progress(trainer, epoch_itr, val_loss, best_so_far) -> dict:
         extra_state.update(trainer.task.get_checkpoint_dict())
     if best_so_far is not None:
         extra_state["best"] = best_so_far
+    if trainer.expert_load.state() is not None:
+        extra_state["moe_expert_load"] = trainer.expert_load.state()
     return extra_state
 
 

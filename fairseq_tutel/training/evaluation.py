@@ -16,11 +16,10 @@ from omegaconf import OmegaConf
 
 from ..checkpoint import (
     CheckpointError,
-    CheckpointSet,
+    final_path,
     load_file,
     load_for_rank,
-    recover,
-    set_exists,
+    visible_shared_file,
 )
 from ..criterions.moe_cross_entropy import MoECrossEntropyCriterionConfig
 from ..distributed import any_rank, process_world, sum_over_ranks
@@ -33,22 +32,14 @@ _OPTIONS = {
     *TransformerLMGPTMoEConfig.__dataclass_fields__,
     *MoECrossEntropyCriterionConfig.__dataclass_fields__,
 }
-
-
-def shared_file(path: str) -> str | None:
-    """The shared file of the set that ``path`` names, None if ``path`` is no sharded set."""
-    if not path.endswith(".pt") or not set_exists(path):
-        return None
-    shared = CheckpointSet.from_path(path).shared_path
-    if not os.path.exists(shared):
-        # a save that was committed, and then interrupted before its files were renamed
-        recover(path)
-    return shared if os.path.exists(shared) else None
+# what fairseq's moe branch documents for its hub interface and nothing here needs
+_WITHOUT_EFFECT = {"moe_disable_padding"}
 
 
 def is_moe_checkpoint(path: str) -> bool:
     """Whether ``path`` names a sharded set or a file with expert parameters."""
-    if shared_file(path) is not None:
+    path = final_path(path)
+    if visible_shared_file(path) is not None:
         return True
     if not os.path.exists(path):
         return False
@@ -60,8 +51,7 @@ def is_moe_checkpoint(path: str) -> bool:
 
 
 def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
-    """What ``checkpoint_utils.load_checkpoint_to_cpu`` returns, with this rank's share of the
-    experts.
+    """What ``load_checkpoint_to_cpu`` returns, with this rank's share of the experts.
 
     Checkpoints of fairseq's ``moe`` branch name a dense architecture and MoE options; they become
     ``transformer_lm_gpt_moe``.
@@ -69,13 +59,14 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
     Raises:
         ValueError: an override of an MoE option that there is not (fairseq ignores it).
     """
-    for name in arg_overrides or ():
-        if name.startswith("moe_") and name not in _OPTIONS:
-            close = difflib.get_close_matches(name, _OPTIONS, 1)
+    for name in set(arg_overrides or ()) - _OPTIONS - _WITHOUT_EFFECT:
+        if name.startswith("moe_"):
+            known = [option for option in _OPTIONS if option.startswith("moe_")]
+            close = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise ValueError(f"--model-overrides: there is no option {name}{hint}")
+            raise ValueError(f"override {name}: there is no such option{hint}")
     rank, world_size = process_world()
-    state = load_for_rank(path, rank=rank, world_size=world_size, with_optimizer=False)
+    state = load_for_rank(final_path(path), rank=rank, world_size=world_size, with_optimizer=False)
     args = state.get("args")
     if args is not None:
         for name, value in (arg_overrides or {}).items():

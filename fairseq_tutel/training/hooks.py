@@ -5,12 +5,14 @@ dense models behave as before. ``install`` can be called any number of times.
 
 1. ``Trainer.__new__``: fairseq_cli.train names its Trainer class directly; a model with experts
    gets a :class:`MoETrainer`, whichever module the name was imported into.
-2. ``checkpoint_utils.save_checkpoint``: copies and removes single files; with experts a checkpoint
-   is a set.
+2. ``checkpoint_utils.save_checkpoint`` and ``load_checkpoint``: copy, remove and look for single
+   files; with experts a checkpoint is a set.
 3. ``checkpoint_utils.load_checkpoint_to_cpu`` and ``get_maybe_sharded_checkpoint_filename``: look
    for one file; the path of a set leads to its parts.
 4. ``fairseq_cli.eval_lm.eval_lm`` and ``fairseq_cli.validate.main``: assume that ranks do not
    need each other. The first is made to; the second refuses several ranks.
+   ``fairseq_cli.train.validate_and_save``: the place after an update where a run that was asked to
+   leave (SIGUSR1) has done all that was due.
 5. ``options.CommonEvalConfig``: knows no ``--is-moe``, which published commands pass; it is
    accepted and has no effect, since the files tell.
 6. ``sys.excepthook`` of fairseq's programs: errors that this package raises for a user's mistake
@@ -20,14 +22,17 @@ dense models behave as before. ``install`` can be called any number of times.
 import functools
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from fairseq import checkpoint_utils, options
+from fairseq import checkpoint_utils, options, utils
 from fairseq.dataclass.configs import CommonEvalConfig
 from fairseq.trainer import Trainer
 
 from .. import optim
-from . import errors, evaluation
+from ..checkpoint import visible_shared_file
+from . import errors, evaluation, requeue
 from .checkpointing import save_set
+from .start import start_of_run
 from .trainer import MoETrainer, has_experts
 
 
@@ -46,12 +51,14 @@ def install() -> None:
     checkpoint_utils._fairseq_tutel = True
     Trainer.__new__ = staticmethod(_new_trainer)
     checkpoint_utils.save_checkpoint = _save_checkpoint(checkpoint_utils.save_checkpoint)
+    checkpoint_utils.load_checkpoint = _load_checkpoint(checkpoint_utils.load_checkpoint)
     checkpoint_utils.load_checkpoint_to_cpu = _load_to_cpu(checkpoint_utils.load_checkpoint_to_cpu)
     checkpoint_utils.get_maybe_sharded_checkpoint_filename = _file_of_set(
         checkpoint_utils.get_maybe_sharded_checkpoint_filename
     )
     options.CommonEvalConfig = _CommonEvalConfig
     _wrap_programs()
+    _know_user_dir()
     errors.install()
     optim.install()
 
@@ -77,6 +84,17 @@ def _save_checkpoint(original):
     return save_checkpoint
 
 
+def _load_checkpoint(original):
+    @functools.wraps(original)
+    def load_checkpoint(cfg, trainer, **passthrough_args):
+        if not isinstance(trainer, MoETrainer):
+            return original(cfg, trainer, **passthrough_args)
+        with start_of_run(cfg):
+            return original(cfg, trainer, **passthrough_args)
+
+    return load_checkpoint
+
+
 def _load_to_cpu(original):
     @functools.wraps(original)
     def load_checkpoint_to_cpu(path, arg_overrides=None, load_on_all_ranks=False):
@@ -90,10 +108,27 @@ def _load_to_cpu(original):
 def _file_of_set(original):
     @functools.wraps(original)
     def get_maybe_sharded_checkpoint_filename(filename, suffix, shard_idx, num_shards):
-        shared = evaluation.shared_file(filename) if num_shards == 1 else None
+        shared = visible_shared_file(filename) if num_shards == 1 else None
         return shared or original(filename, suffix, shard_idx, num_shards)
 
     return get_maybe_sharded_checkpoint_filename
+
+
+def _know_user_dir() -> None:
+    """Let ``--user-dir`` and ``user_dir=`` name the package that is imported already.
+
+    fairseq compares paths as they are written; this package's folder may be reached by several.
+    """
+    package = Path(__file__).resolve().parents[1]
+    written = (
+        package,
+        Path(__file__).absolute().parents[1],
+        Path(package.name).absolute(),
+        Path(utils.__file__).parent / ".." / package.name,
+    )
+    memo = getattr(utils.import_user_module, "memo", set())
+    memo |= {str(path) for path in written if path.exists() and path.samefile(package)}
+    utils.import_user_module.memo = memo
 
 
 def _wrap_programs() -> None:
@@ -103,6 +138,7 @@ def _wrap_programs() -> None:
     enough to be there.
     """
     for name, function_name, replacement in (
+        ("fairseq_cli.train", "validate_and_save", requeue.after_each_update),
         ("fairseq_cli.eval_lm", "eval_lm", evaluation.in_step),
         ("fairseq_cli.validate", "main", evaluation.on_one_rank),
     ):

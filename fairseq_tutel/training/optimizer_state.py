@@ -116,7 +116,7 @@ class StateNames:
                 keys = [key for key in parts[0] if key != _MASTER]
                 if name in self._single:
                     state[index] = {
-                        key: _join([part[key] for part in parts], self._shapes[name])
+                        key: _join([part[key] for part in parts], self._shapes[name], name)
                         for key in keys
                     }
                 else:
@@ -143,21 +143,49 @@ class StateNames:
                 master.copy_(value)
 
 
+# a state entry that one number describes for all experts of a rank, with how many those are
+_MIXED = "over_experts"
+
+
 def _take(value, slot: int, count: int, shape: torch.Size):
-    """One expert's share of a state entry: a slice of a moment, of a vector with one number per
-    expert (kept as a vector of length 1), or a copy of what is common to all."""
-    if torch.is_tensor(value) and value.shape == shape:
-        return value[slot]
-    if torch.is_tensor(value) and value.shape == (count,):
+    """One expert's share of an entry in the state of a stacked parameter.
+
+    A slice of a moment or of its means over some dimensions (adafactor); of a vector with one
+    number per expert, kept as a vector of length 1; or a copy of what is common to all. A tensor
+    that has no dimension for the experts mixes those of one rank, and is marked so.
+    """
+    if not torch.is_tensor(value) or value.dim() == 0:
+        return value
+    if value.shape == (count,):
         return value[slot : slot + 1]
-    return value
+    if value.shape[0] == count and _is_reduction(value.shape[1:], shape[1:]):
+        return value[slot]
+    return {_MIXED: count, "value": value}
 
 
-def _join(values: list, shape: torch.Size):
-    """Inverse of :func:`_take`."""
+def _join(values: list, shape: torch.Size, name: str):
+    """Inverse of :func:`_take`.
+
+    Raises:
+        ValueError: the entry mixes other experts than those that this rank holds.
+    """
     first = values[0]
-    if torch.is_tensor(first) and first.shape == shape[1:]:
-        return torch.stack(values)
-    if torch.is_tensor(first) and first.shape == (1,):
+    if isinstance(first, dict):
+        if first[_MIXED] != len(values):
+            raise ValueError(
+                f"the optimizer state of {name} mixes the {first[_MIXED]} experts of a rank (as "
+                f"adafactor's does for biases), and a rank now holds {len(values)}: resume on as "
+                "many ranks as saved it, or use --reset-optimizer"
+            )
+        return first["value"]
+    if not torch.is_tensor(first) or first.dim() == 0:
+        return first
+    if first.shape == (1,) != shape[1:]:
         return torch.cat(values)
-    return first
+    return torch.stack(values)
+
+
+def _is_reduction(part: torch.Size, whole: torch.Size) -> bool:
+    """Whether a shape is another one without some of its dimensions, but not without all."""
+    rest = iter(whole)
+    return len(part) > 0 and all(size in rest for size in part)

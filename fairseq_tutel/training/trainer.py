@@ -9,12 +9,9 @@ one rank of several runs out of memory.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from contextlib import contextmanager
 
-import torch
 from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 from omegaconf import open_dict
@@ -22,6 +19,7 @@ from omegaconf import open_dict
 from ..config import EXPERT_GRAD_NORMALIZATIONS
 from ..distributed import expert_grad_sq_norm, process_world
 from .checkpointing import CheckpointMixin
+from .load_log import ExpertLoadLog
 from .requeue import RequeueRequest, leave
 from .wrapper import LEGACY_BACKENDS, PYTORCH_BACKENDS, MoEDistributedModel
 
@@ -44,8 +42,13 @@ class MoETrainer(CheckpointMixin, Trainer):
         _prepare_config(cfg, model)
         super().__init__(cfg, task, model, criterion, quantizer)
         _warn_without_gate_loss(criterion)
-        self._expert_load: dict[int, torch.Tensor] = {}
-        self._requeue = RequeueRequest()
+        self.expert_load = ExpertLoadLog(
+            cfg.checkpoint.save_dir,
+            list(model.moe_layers),
+            cfg.model.moe_load_log_interval,
+            writes=self.is_data_parallel_master,
+        )
+        self.requeue = RequeueRequest()
         self._epoch_itr = None
         self._num_fillers = 0
         if model.moe_groups.simulated:
@@ -81,14 +84,14 @@ class MoETrainer(CheckpointMixin, Trainer):
                 raise
             raise _OverflowOnCpu(str(error)) from error
 
-    def train_step(self, samples, raise_oom=False):
-        """One update; skips it where the loss scale overflowed, and may be the last (SIGUSR1)."""
-        log_output = self._train_step(samples, raise_oom)
-        if self._requeue.made_on_any_rank(self.device):
+    def begin_epoch(self, epoch):
+        """As stock; a run that was asked to leave in the last epoch's last update leaves now."""
+        super().begin_epoch(epoch)
+        if self.requeue.at_next_epoch:
             leave(self.save_last(self._epoch_itr))
-        return log_output
 
-    def _train_step(self, samples, raise_oom):
+    def train_step(self, samples, raise_oom=False):
+        """One update; skips it where the loss scale overflowed."""
         # At the end of an epoch, empty batches fill up a rank's share of an update; each costs a
         # forward pass on a dummy. Stock counts such a rank's real batches only if the last one is
         # real, and then counts the dummies too. Here they go first and do not count.
@@ -152,27 +155,8 @@ class MoETrainer(CheckpointMixin, Trainer):
     def _reduce_and_log_stats(self, logging_outputs, sample_size, grad_norm=None):
         loads = [log.pop("moe_load") for log in logging_outputs or () if "moe_load" in log]
         if loads and grad_norm is not None:
-            self._log_expert_load(sum(loads))
+            self.expert_load.add(self.get_num_updates(), sum(loads))
         return super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)
-
-    def _log_expert_load(self, load_LE):
-        """Sum loads over updates and write them every ``--moe-load-log-interval`` updates."""
-        total = self._expert_load.get(0)
-        total = load_LE.to(torch.int64) if total is None else total + load_LE.to(torch.int64)
-        self._expert_load[0] = total
-        if self.get_num_updates() % self.cfg.model.moe_load_log_interval:
-            return
-        self._expert_load.clear()
-        if not self.is_data_parallel_master:
-            return
-        layers = [str(i) for i in self._model.moe_layers]
-        record = {
-            "update": self.get_num_updates(),
-            "layers": dict(zip(layers, total.tolist(), strict=True)),
-        }
-        path = os.path.join(self.cfg.checkpoint.save_dir, "expert_load.jsonl")
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
 
 
 def _prepare_config(cfg, model) -> None:

@@ -107,7 +107,7 @@ def test_metas_optimizer_state_is_dropped_with_a_warning(tmp_path, caplog):
         state = torch.load(file, weights_only=True)
         state["last_optimizer_state"] = {"state": {0: {"step": 1}}, "param_groups": []}
         torch.save(state, tmp_path / file.name)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="fairseq_tutel"):
         state = load_for_rank(str(tmp_path / "checkpoint_last.pt"), rank=1, world_size=2)
     assert "last_optimizer_state" not in state and len(state["model"]) == 64 + 16
     assert "checkpoint_last-shared.pt: its optimizer state is not keyed by" in caplog.text

@@ -66,7 +66,7 @@ def test_misspelt_overrides_are_an_error(data_bin, trained):
     command = [*options(data_bin, trained), "--gen-subset", "test", "--tokens-per-sample", "64"]
     command += ["--model-overrides", "{'moe_eval_capacty_factor': 1.0}"]
     output = run(launched(1, "fairseq-eval-lm", *command), expect=1)
-    assert "no option moe_eval_capacty_factor; did you mean moe_eval_capacity_factor?" in output
+    assert "moe_eval_capacty_factor: there is no such option; did you mean moe_eval_cap" in output
 
 
 def test_generate_with_beam_and_sampling(data_bin, trained):
@@ -103,7 +103,10 @@ def test_from_pretrained(data_bin, trained):
         "import sys\n"
         "from fairseq_tutel.models import TransformerLMGPTMoE\n"
         "folder, data = sys.argv[1:]\n"
-        "lm = TransformerLMGPTMoE.from_pretrained(folder, 'checkpoint_best.pt', data)\n"
+        # as documented for fairseq's moe branch, and from a script that has imported the package
+        "old = dict(is_moe=True, moe_disable_padding=True, skip_prepare_for_inference=True)\n"
+        "old['user_dir'] = 'fairseq_tutel'\n"
+        "lm = TransformerLMGPTMoE.from_pretrained(folder, 'checkpoint_best.pt', data, **old)\n"
         "print('SAMPLE', lm.sample('the value of', beam=2, max_len_b=8))\n"
         "scores = lm.score('the value of the')['positional_scores']\n"
         "print('SCORES', len(scores), bool((scores < 0).all()))\n"
@@ -121,13 +124,15 @@ def test_hydra_on_one_and_two_ranks(tmp_path):
         # the same 4 sequences per update, and no drops, which depend on how they are shared out
         overrides += ["optimization.max_update=6", f"dataset.batch_size={4 // ranks}"]
         overrides += ["model.dropout=0", "model.attention_dropout=0", "common.log_interval=1"]
-        overrides += ["+model.moe_capacity_factor=0"]
+        # nor the balance loss, a mean over what each rank has
+        overrides += ["+model.moe_capacity_factor=0", "criterion.moe_gate_loss_wt=0"]
         output = run(launched(ranks, "fairseq-hydra-train", *TINY, *overrides))
         records = logged(output, "train_inner")
         losses.append([float(r["inner_loss"]) for r in records])
         assert len(records) == 6
         assert (save_dir / f"checkpoint_last-rank-{ranks - 1}.pt").exists()
-    assert losses[0][0] == pytest.approx(losses[1][0], abs=2e-3)
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)
+    assert losses[0][-1] < losses[0][0] - 0.1
 
 
 @pytest.mark.parametrize(

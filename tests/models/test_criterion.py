@@ -136,6 +136,15 @@ def test_dense_models_have_no_gate_loss():
     assert logged([output])["moe_gate_loss"] == 0
 
 
+def test_models_that_return_nothing_beside_their_output():
+    """As fairseq's lstm_lm in training."""
+    model = FakeModel([])
+    forward = model.forward
+    model.forward = lambda **inputs: (forward(**inputs)[0], None)
+    loss, _, output = criterion(weight=7.0)(model, sample())
+    assert loss.item() == pytest.approx(cross_entropy(FakeModel([]))) and output["moe_loss"] == 0
+
+
 def test_unreduced_loss_keeps_its_shape():
     model = FakeModel([2.0])
     loss, _, _ = criterion(weight=0.0)(model, sample(), reduce=False)

@@ -191,11 +191,13 @@ def test_unknown_choices_are_refused_by_the_parser(option, value, capsys):
     assert option in capsys.readouterr().err
 
 
-def test_layerdrop_is_refused_on_several_ranks_only(default):
-    cfg = config("--decoder-layerdrop", "0.1")
-    check_model_options(cfg.model, world_size=1)
-    with pytest.raises(ValueError, match="--decoder-layerdrop 0.1 .*2 ranks"):
-        check_model_options(cfg.model, world_size=2)
+@pytest.mark.parametrize(
+    "option, value", [("--decoder-layerdrop", "0.1"), ("--decoder-layers-to-keep", "0,1")]
+)
+def test_what_moves_layers_is_refused_with_experts(option, value):
+    with pytest.raises(SystemExit, match=f"{option}.* with MoE layers"):
+        config(option, value)
+    check_model_options(config(option, value, "--moe-freq", "0").model)
 
 
 # name -> (layers, M, heads, experts, parameters in billions)

@@ -126,6 +126,26 @@ def test_goes_on_as_if_nothing_had_happened(name, saved_by, world_size, through,
         assert position["iterations_in_epoch"] == 12 * saved_by // world_size
 
 
+def _resume_elsewhere(cfgs, folder):
+    with pytest.raises(ValueError, match=r"fc1_bias mixes the 2 experts .* holds 4: .*--reset-opt"):
+        _resume(cfgs, folder, 2)
+
+
+def test_state_that_mixes_experts_goes_on_where_it_was_saved_only(tmp_path):
+    """adafactor keeps means over the experts of a rank for biases."""
+    cfgs = {"adafactor": make_config("--moe-expert-count", "4", "--optimizer", "adafactor")}
+    through = run_ranks(_train_and_save, 2, cfgs, str(tmp_path))
+    for (want, weights), (losses, end, _) in zip(
+        (found["adafactor"] for found in through),
+        (found["adafactor"] for found in run_ranks(_resume, 2, cfgs, str(tmp_path), 2)),
+        strict=True,
+    ):
+        assert losses == pytest.approx(want[HALF:], rel=1e-5)
+        for key, value in end.items():
+            assert key.endswith("k_proj.bias") or rms_ratio(value, weights[key]) < 1e-4, key
+    run_ranks(_resume_elsewhere, 1, cfgs, str(tmp_path))
+
+
 def _reset(cfg, folder, names):
     """What --reset-* leaves out, and weights that do not fit."""
     cfg.checkpoint.save_dir = folder

@@ -1,0 +1,57 @@
+"""Where a run starts from: what fairseq's ``load_checkpoint`` decides by looking for one file.
+
+Stock asks whether ``checkpoint_last`` exists to tell a restart from a first launch, which
+``--finetune-from-model`` and ``--continue-once`` apply to. A set exists where that one file may
+not: in a save that was committed and then interrupted, or in a merged file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from omegaconf import open_dict
+
+from ..checkpoint import check_shared_directory, recover_directory, set_exists, visible_shared_file
+from ..distributed import gather_texts, process_world
+
+
+@contextlib.contextmanager
+def start_of_run(cfg) -> Iterator[None]:
+    """Make ready for stock ``load_checkpoint`` with fairseq's ``checkpoint`` config. Collective.
+
+    Within, the options for a first launch are gone where there is a set to go on from, and
+    ``--finetune-from-model`` may name a set like every other option.
+
+    Raises:
+        CheckpointError: the ranks do not share the save dir.
+    """
+    rank, world_size = process_world()
+    world = {"rank": rank, "world_size": world_size, "agree": gather_texts}
+    if world_size > 1 and not cfg.no_save:
+        check_shared_directory(cfg.save_dir, **world)
+    recover_directory(cfg.save_dir, **world)
+    before = {key: cfg.get(key) for key in ("finetune_from_model", "continue_once")}
+    now = dict(before)
+    if cfg.restore_file == "checkpoint_last.pt" and set_exists(
+        os.path.join(cfg.save_dir, "checkpoint_last.pt")
+    ):
+        now = dict.fromkeys(now)
+    elif before["finetune_from_model"] is not None:
+        file = visible_shared_file(before["finetune_from_model"])
+        now["finetune_from_model"] = file or before["finetune_from_model"]
+    with _changed(cfg, now):
+        yield
+
+
+@contextlib.contextmanager
+def _changed(cfg, values):
+    before = {key: cfg.get(key) for key in values}
+    with open_dict(cfg):
+        cfg.update({key: value for key, value in values.items() if value != before[key]})
+    try:
+        yield
+    finally:
+        with open_dict(cfg):
+            cfg.update({key: before[key] for key, value in values.items() if value != before[key]})

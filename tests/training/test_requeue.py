@@ -1,0 +1,100 @@
+"""A run that SIGUSR1 ends and that is started again does what an uninterrupted one does."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers.commands import ROOT, logged
+
+from fairseq_tutel.exit_codes import EXIT_REQUEUE
+
+# fairseq-train that gets SIGUSR1 in the middle of an update
+_PROGRAM = """
+import os, signal, sys
+last = int(sys.argv.pop(1))
+import fairseq_cli.train
+from fairseq_tutel.training.trainer import MoETrainer
+train_step = MoETrainer.train_step
+
+def with_signal(self, *args, **kwargs):
+    if self.get_num_updates() == last - 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    return train_step(self, *args, **kwargs)
+
+MoETrainer.train_step = with_signal
+fairseq_cli.train.cli_main()
+"""
+UPDATES_PER_EPOCH, MAX_UPDATE = 6, 15  # 16 blocks, 3 to a batch
+# With --update-epoch-batch-itr, since stock fairseq otherwise forms batches once, from a seed plus
+# the number of the first epoch: a run that resumes in the second one has other batches from there.
+_WORDS = f"""
+    {ROOT}/tests/golden/data_world1 --user-dir {ROOT}/fairseq_tutel
+    --batch-size 3 --task language_modeling --tokens-per-sample 8 --sample-break-mode none
+    --arch transformer_lm_gpt_moe --criterion moe_cross_entropy --moe-expert-count 4
+    --decoder-layers 2 --decoder-embed-dim 16 --decoder-ffn-embed-dim 32
+    --decoder-attention-heads 2 --moe-load-log-interval 4 --optimizer adam --lr 0.002 --cpu
+    --required-batch-size-multiple 1 --max-update {MAX_UPDATE} --log-format json --log-interval 1
+    --validate-interval-updates 5 --save-interval-updates 5 --num-workers 0
+    --update-epoch-batch-itr True
+"""
+
+
+def _train(folder, signal_in=0):
+    command = [sys.executable, "-c", _PROGRAM, str(signal_in), *_WORDS.split()]
+    command += ["--save-dir", str(folder)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode in (0, EXIT_REQUEUE), done.stdout + done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+def _outcome(folder, logs):
+    """What must not depend on interruptions."""
+    last = torch.load(folder / "checkpoint_last-shared.pt", weights_only=False)
+    validated = [row for text in logs for row in logged(text, "valid")]
+    return {
+        "files": sorted(p.name for p in folder.glob("*.pt")),
+        "updates": last["optimizer_history"][-1]["num_updates"],
+        "validated": [(row["num_updates"], row["loss"]) for row in validated],
+        "loads": (folder / "expert_load.jsonl").read_text(),
+        "best": last["extra_state"]["best"],
+    }, last["model"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Its outcome and its weights."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    code, log = _train(folder)
+    assert code == 0
+    outcome, weights = _outcome(folder, [log])
+    assert f"checkpoint_2_{UPDATES_PER_EPOCH + 4}-shared.pt" in outcome["files"]
+    return outcome, weights
+
+
+@pytest.mark.parametrize(
+    "update, when",
+    [(8, "nothing is due"), (5, "a save is due"), (UPDATES_PER_EPOCH, "an epoch ends"),
+     (MAX_UPDATE, "the run ends")],
+)  # fmt: skip
+def test_requeued_run_is_like_an_uninterrupted_one(update, when, uninterrupted, tmp_path):
+    want, weights = uninterrupted
+    code, log = _train(tmp_path, signal_in=update)
+    logs = [log]
+    assert code == (0 if update == MAX_UPDATE else EXIT_REQUEUE), log
+    if code:
+        assert re.search(r"SIGUSR1: saved .*checkpoint_last.pt", log)
+        saved = torch.load(tmp_path / "checkpoint_last-shared.pt", weights_only=False)
+        assert saved["optimizer_history"][-1]["num_updates"] == update
+        code, log = _train(tmp_path)
+        assert code == 0
+        logs.append(log)
+    got, end = _outcome(tmp_path, logs)
+    assert got == want
+    assert all(torch.equal(end[key], weights[key]) for key in weights)
+    updates = [json.loads(line)["update"] for line in got["loads"].splitlines()]
+    assert updates == [4, 8, 12]
