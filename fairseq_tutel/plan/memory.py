@@ -11,7 +11,7 @@ keeps no table of scores):
                    b F; a dropout mask of 1 byte
     gate           logits, 4 E
     experts        per row of the dispatch buffer: rows received, b M; input and output of the
-                   activation, 2 b F; output before and after its bias, 2 b M
+                   activation, 2 b F; output, b M
 
 With ``checkpoint_activations`` a layer keeps its input only, b M per token, and one layer at a
 time is computed again.
@@ -144,13 +144,13 @@ def _moe_bytes(settings: Settings) -> tuple[int, int, int]:
     """(activations, dispatch buffers, gradients of activations) of an MoE layer.
 
     In the backward pass of the experts' activation three tensors of its size are alive (input, both
-    gradients), where two were saved; of the row buffers two are left of three.
+    gradients), where two were saved; two row buffers are left, as many as were saved.
     """
     model, b = settings.model, settings.precision.element
     rows, dim, hidden = dispatch_rows(settings), model.decoder_embed_dim, model.moe_expert_ffn_dim
     gate = settings.tokens * 4 * settings.routing.num_experts
     activations = _attention_bytes(settings) + gate + rows * 2 * b * hidden
-    return activations, rows * 3 * b * dim, rows * b * max(dim, hidden - dim)
+    return activations, rows * 2 * b * dim, rows * b * max(dim, hidden)
 
 
 def _layer(
