@@ -15,7 +15,7 @@ from pathlib import Path
 STAY_HERE = {
     "hydra.run.dir": "hydra.run.dir=.",
     "hydra.output_subdir": "hydra.output_subdir=null",
-    "hydra/job_logging": "hydra/job_logging=stdout",
+    "hydra/job_logging": "hydra.job_logging.handlers.file.filename=/dev/null",
 }
 _OVERRIDE = re.compile(r"^[+~]*[A-Za-z_][\w.@/]*=")
 _CHOOSE_DIRECTORY = ("hydra.run.dir", "hydra.job.chdir")

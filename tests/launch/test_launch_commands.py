@@ -12,7 +12,8 @@ from fairseq_tutel.launch.commands import (
     with_options,
 )
 
-STAY_HERE = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
+STAY_HERE = ["hydra.run.dir=.", "hydra.output_subdir=null",
+             "hydra.job_logging.handlers.file.filename=/dev/null"]
 
 
 @pytest.fixture
