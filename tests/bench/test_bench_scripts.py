@@ -133,7 +133,7 @@ def test_training_mistakes(capsys):
 def test_alltoall(tmp_path):
     path = tmp_path / "alltoall.json"
     command = [sys.executable, "-m", "fairseq_tutel.launch", "--nproc-per-node", "2",
-               "--bind", "none", "--", "python", "scripts/bench/bench_alltoall.py",
+               "--bind", "none", "--", sys.executable, "scripts/bench/bench_alltoall.py",
                "--device", "cpu", "--min-bytes", "1K", "--max-bytes", "16K", "--iterations", "2",
                "--repetitions", "2", "--output", str(path)]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
