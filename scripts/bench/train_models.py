@@ -106,6 +106,8 @@ def load_config(preset: TrainPreset, overrides: Sequence[str], ranks: Ranks) -> 
     experts as there are ranks.
     """
     given = OmegaConf.load(ROOT / "configs" / f"{preset.config}.yaml")
+    for key in ("defaults", "hydra"):  # for Hydra itself
+        given.pop(key, None)
     on_gpu, world_size = ranks.device.type == "cuda", ranks.world_size
     changes = [*preset.overrides, f"common.cpu={str(not on_gpu).lower()}", "common.user_dir=null"]
     if world_size > 1:
