@@ -71,6 +71,9 @@ class MoEConfig:
     load_importance_loss: bool = False
 
     def __post_init__(self):
+        for name in ("num_experts", "top_k"):
+            if not isinstance(getattr(self, name), int):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number")
         if self.num_experts < 1:
             raise ValueError(f"an MoE layer needs at least 1 expert, not {self.num_experts}")
         if not 1 <= self.top_k <= self.num_experts:

@@ -8,6 +8,7 @@ from .expert_params import (
     is_expert,
     mark_expert,
     reduce_expert_grads,
+    refuse_plain_ddp,
 )
 from .groups import ExpertParallelGroups, build_groups, process_world, shared_groups
 from .handshake import StepAgreement, agree_step, any_rank, gather_texts, sum_over_ranks
@@ -29,6 +30,7 @@ __all__ = [
     "mark_expert",
     "process_world",
     "reduce_expert_grads",
+    "refuse_plain_ddp",
     "shared_groups",
     "sum_over_ranks",
 ]

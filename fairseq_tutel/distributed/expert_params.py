@@ -49,6 +49,28 @@ def ddp_without_experts(model: torch.nn.Module, **options) -> DistributedDataPar
     return DistributedDataParallel(model, **options)
 
 
+def refuse_plain_ddp(experts: torch.nn.Module) -> None:
+    """Refuse a forward pass inside a DistributedDataParallel that treats experts as replicas.
+
+    It has overwritten the ranks' different experts with rank 0's, and would average their
+    gradients.
+
+    Raises:
+        ValueError: there is one around, and it does not leave these parameters alone.
+    """
+    # private, but the only trace that a wrapper leaves for the modules inside; else unchecked
+    active = getattr(DistributedDataParallel, "_get_active_ddp_module", lambda: None)()
+    mine = next(experts.parameters(), None)
+    if active is None or mine is None:
+        return
+    for name, param in active.module.named_parameters():
+        if param is mine and name not in active.parameters_to_ignore:
+            raise ValueError(
+                f"DistributedDataParallel would make the experts of all ranks one ({name} is among "
+                "its parameters): wrap the model with fairseq_tutel.moe.wrap_data_parallel"
+            )
+
+
 @torch.no_grad()
 def average_expert_grad(grad: torch.Tensor, groups: ExpertParallelGroups) -> torch.Tensor:
     """What DistributedDataParallel does to dense gradients, for one gradient of an expert.

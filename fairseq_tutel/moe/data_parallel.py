@@ -7,7 +7,7 @@ import functools
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed import average_expert_grad, ddp_without_experts
+from ..distributed import average_expert_grad, ddp_without_experts, process_world
 from .layer import MoELayer
 
 
@@ -21,10 +21,20 @@ def wrap_data_parallel(model: nn.Module, **options) -> DistributedDataParallel:
 
     Args:
         model: on its device; frozen parameters are frozen already, on all ranks alike.
-        options: of DistributedDataParallel (device_ids, ...).
+        options: of DistributedDataParallel (device_ids on GPUs, ...).
+
+    Raises:
+        ValueError: a layer was built for another number of ranks, as before
+            ``torch.distributed.init_process_group``.
     """
+    _, world_size = process_world()
     for module in model.modules():
         if isinstance(module, MoELayer):
+            if module.groups.world_size != world_size:
+                raise ValueError(
+                    f"an MoELayer was built for {module.groups.world_size} ranks, and there are "
+                    f"{world_size}: build the model after torch.distributed.init_process_group"
+                )
             average = functools.partial(average_expert_grad, groups=module.groups)
             for param in module.experts.parameters():
                 if param.requires_grad:  # a frozen one takes no hook

@@ -14,7 +14,13 @@ import torch
 from torch import nn
 
 from ..config import MoEConfig
-from ..distributed import ExpertParallelGroups, StepAgreement, agree_step, shared_groups
+from ..distributed import (
+    ExpertParallelGroups,
+    StepAgreement,
+    agree_step,
+    refuse_plain_ddp,
+    shared_groups,
+)
 from ..distributed.timing import ExchangeTimer
 from .dispatcher import dispatch_and_combine
 from .experts import ExpertList, Experts
@@ -81,11 +87,14 @@ class MoELayer(nn.Module):
                 f"{num_experts}"
             )
         self.model_dim = model_dim
+        self._checked_ddp = not self.groups.communicates
         self.record_exchange_time = record_exchange_time
         # without the exchange a rank's own rows take the place of what it would receive
         self._routes = (
             dataclasses.replace(self.groups, simulated=True) if skip_exchange else self.groups
         )
+        if gate is not None and not isinstance(gate, nn.Module):
+            raise ValueError(f"gate must be a module, got {gate!r}; router='cosine' chooses a gate")
         self.gate = gate if gate is not None else make_gate(model_dim, self.config)
         if experts is None:
             self.experts: Experts | ExpertList = Experts(
@@ -98,6 +107,8 @@ class MoELayer(nn.Module):
                 seed=seed,
             )
         else:
+            if not isinstance(experts, Sequence | nn.ModuleList):
+                raise ValueError(f"experts must be a list of modules, got {type(experts).__name__}")
             if len(experts) != self.groups.num_local_experts:
                 raise ValueError(
                     f"{len(experts)} expert modules given, but this rank holds "
@@ -160,13 +171,17 @@ class MoELayer(nn.Module):
             y [..., M], or (y, :class:`MoEAux`).
 
         Raises:
-            ValueError: wrong width, options out of range, ranks that disagree, or a ``step`` that
-                was agreed on with another ``top_k`` or ``capacity_factor``.
+            ValueError: wrong width, options out of range, ranks that disagree, a ``step`` that was
+                agreed on with another ``top_k`` or ``capacity_factor``, or a plain
+                DistributedDataParallel around.
         """
         if x.shape[-1] != self.model_dim:
             raise ValueError(
                 f"the layer was built for model_dim={self.model_dim}, the input has {x.shape[-1]}"
             )
+        if not (self._checked_ddp or torch.compiler.is_compiling()):
+            self._checked_ddp = True
+            refuse_plain_ddp(self.experts)
         config = self._config_for_call(top_k, capacity_factor)
         given_TM = x.reshape(-1, self.model_dim)
         if self.training and config.input_dropout > 0:

@@ -5,7 +5,7 @@ import torch
 from helpers.distributed import run_ranks
 from torch import nn
 
-from fairseq_tutel.distributed import process_world
+from fairseq_tutel.distributed import ExpertParallelGroups, process_world
 from fairseq_tutel.moe import MoELayer, wrap_data_parallel
 
 DIM, PER_RANK, STEPS = 8, 6, 3
@@ -75,3 +75,20 @@ def test_frozen_experts():
         assert has_grad == {
             "fc1_weight": False, "fc1_bias": False, "fc2_weight": True, "fc2_bias": True
         }  # fmt: skip
+
+
+def wrap_wrongly():
+    """Plain DistributedDataParallel, and a layer that was built for other ranks."""
+    net = nn.parallel.DistributedDataParallel(Model(2))
+    with pytest.raises(ValueError, match="moe.experts.*wrap_data_parallel"):
+        net(torch.randn(PER_RANK, DIM))
+    net = wrap_data_parallel(Model(2))
+    net(torch.randn(PER_RANK, DIM)).sum().backward()
+    model = Model(2)
+    model.moe.groups = ExpertParallelGroups(2)  # as if built before init_process_group
+    with pytest.raises(ValueError, match="built for 1 ranks, and there are 2: build the model aft"):
+        wrap_data_parallel(model)
+
+
+def test_wrong_wrapping_is_refused():
+    run_ranks(wrap_wrongly, 2)

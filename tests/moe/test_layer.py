@@ -307,6 +307,16 @@ def test_custom_experts_must_be_as_many_as_this_rank_holds():
         MoELayer(M, E, experts=[nn.Identity() for _ in range(3)])
 
 
+@pytest.mark.parametrize("options, message", [
+    ({"experts": nn.Linear}, "experts must be a list of modules"),
+    ({"gate": "cosine"}, "gate must be a module, got 'cosine'; router='cosine'"),
+    ({"top_k": 1.5}, "top_k=1.5 must be a whole number"),
+])
+def test_arguments_of_a_wrong_kind_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        MoELayer(M, E, **options)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_top_k_and_capacity_factor_of_one_call(training):
     layer = make_layer(torch.float32, top_k=1, capacity_factor=1.0).train(training)
