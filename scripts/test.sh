@@ -3,6 +3,8 @@
 #
 #   bash scripts/test.sh                       # everything
 #   bash scripts/test.sh tests/ops -k gating   # some of it
+#
+# Two tests at a time (TEST_WORKERS=N: N); with -n 0 they run in the pytest process itself.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
@@ -12,5 +14,5 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 status=0
 ruff check . || status=1
-python -m pytest "$@" || status=$?
+python -m pytest -n "${TEST_WORKERS:-2}" --dist worksteal "$@" || status=$?
 exit "$status"
