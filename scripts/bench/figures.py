@@ -157,6 +157,15 @@ def _alltoall(pyplot, result, path):
     save(pyplot, figure, path)
 
 
+def _binding(result) -> str:
+    """What the launcher did for the ranks, where it is not what it does by itself."""
+    environment = result.get("environment", {})
+    bind = environment.get("FAIRSEQ_TUTEL_BIND", "auto").split()[0]
+    profile = environment.get("FAIRSEQ_TUTEL_NCCL_PROFILE", "none")
+    words = [] if bind == "auto" else ["not bound" if bind == "none" else f"bound {bind}"]
+    return "".join(f", {word}" for word in words + [profile][: profile != "none"])
+
+
 def bandwidth_lines(axis, results) -> None:
     """Bus bandwidth by message size, one line per algorithm and number of ranks."""
     for result in results:
@@ -164,7 +173,8 @@ def bandwidth_lines(axis, results) -> None:
             rows = [row for row in result["results"] if row["algorithm"] == algorithm]
             axis.plot(
                 [row["bytes"] for row in rows], [row["busbw"] / 1e9 for row in rows],
-                marker="o", markersize=3.5, label=f"{algorithm}, {result['world_size']} ranks",
+                marker="o", markersize=3.5,
+                label=f"{algorithm}, {result['world_size']} ranks{_binding(result)}",
             )  # fmt: skip
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")

@@ -58,8 +58,9 @@ def _label(result: dict[str, Any]) -> str:
     ranks, simulated = gpus(result)
     unit = "GPU" if "gpu" in result["hardware"] else "CPU rank"
     name, sizes = result["preset"], result["settings"]
-    if name == "custom" and "hidden_dim" in sizes:  # a rung of the ladder, say
-        name = f"{sizes['model_dim']}/{sizes['hidden_dim']}, {sizes['experts']} experts"
+    if "hidden_dim" in sizes:
+        shape = f"{sizes['model_dim']}/{sizes['hidden_dim']}, {sizes['experts']} experts"
+        name = shape if name == "custom" else f"{name}: {shape}"  # custom: a rung of the ladder
     if simulated:
         return f"{name}\nSIMULATED rank of {ranks}"
     return f"{name}\n{ranks} {unit}{'s'[: ranks != 1]}"
