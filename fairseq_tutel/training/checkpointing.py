@@ -112,13 +112,16 @@ class CheckpointMixin:
         """Restore from a set (or merged file) saved by any number of ranks.
 
         Returns:
-            fairseq's extra state, None if there is nothing to restore.
+            fairseq's extra state, None if there is nothing to restore, and in a simulation.
 
         Raises:
             FileNotFoundError: the checkpoint that the user named does not exist.
             ValueError: it does not fit this run, or some ranks do not see it.
         """
         path = filename.replace(f"{_SUFFIX}.pt", ".pt")
+        if self._model.moe_groups.simulated:
+            logger.info("not looking for %s: a simulated rank starts afresh", path)
+            return None
         rank, world_size = process_world()
         world = {"rank": rank, "world_size": world_size, "agree": gather_texts}
         recover_directory(self.cfg.checkpoint.save_dir, **world)

@@ -124,3 +124,9 @@ def test_the_user_dir_may_be_imported_already(monkeypatch):
     monkeypatch.chdir(ROOT)
     for written in ("fairseq_tutel", str(ROOT / "fairseq_tutel")):
         utils.import_user_module(type("Options", (), {"user_dir": written}))
+
+
+def test_a_simulated_rank_starts_afresh(tmp_path):
+    """It holds a share of the experts; a real run may have saved under the same name."""
+    _save(_trained(tmp_path, 2), tmp_path / "checkpoint_last.pt")
+    assert _start(tmp_path, "--moe-simulate-world-size", "4").get_num_updates() == 0
