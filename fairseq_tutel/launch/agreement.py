@@ -17,6 +17,7 @@ from fairseq_tutel.launch.mistakes import SharedMistake
 _HELLO = "fairseq_tutel.launch 1"
 _LINE_LIMIT = 1 << 16
 _RETRY_SECONDS = 0.2
+_CONNECT_SECONDS = 10.0
 _STRANGER_SECONDS = 5.0  # for one line, so that a stranger does not take the others' time
 _LATECOMER_SECONDS = 5.0  # nodes that come so long after a mistake was found hear of it, too
 
@@ -138,13 +139,15 @@ def _report(own: Report, address: str, port: int, seconds: float) -> str:
     reason: object = "no answer"
     while (left := end - time.monotonic()) > 0:
         try:
-            with socket.create_connection((address, port), timeout=left) as connection:
+            # for each address of the name: one of them may lead nowhere
+            wait = min(left, _CONNECT_SECONDS)
+            with socket.create_connection((address, port), timeout=wait) as connection:
                 connection.sendall(words)
                 # node 0 may have begun only now, and has as much time again
                 connection.settimeout(seconds + 2 * _STRANGER_SECONDS)
                 answer = json.loads(_read_line(connection) or "{}")
-                if answer.get("hello") == _HELLO:
-                    return answer["verdict"]
+                if isinstance(answer, dict) and answer.get("hello") == _HELLO:
+                    return answer.get("verdict", "")
                 reason = "what listens there is no launcher"
         except (OSError, ValueError) as error:  # it may not have started yet
             reason = error

@@ -77,4 +77,11 @@ def working_directory(words: Sequence[str]) -> list[str]:
         return []
     if path is not None and any(value_in_file(path, "hydra", key) for key in ("dir", "chdir")):
         return []
-    return [override for name, override in STAY_HERE.items() if name not in given]
+    own_logging = path is not None and re.search(
+        r"^\s+-\s+(?:override\s+)?/?hydra/job_logging\s*:", path.read_text(), re.MULTILINE
+    )
+    return [
+        override
+        for name, override in STAY_HERE.items()
+        if name not in given and not (own_logging and "job_logging" in name)
+    ]

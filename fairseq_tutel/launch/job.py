@@ -55,10 +55,15 @@ class Job:
     @property
     def report(self) -> Report | None:
         """What this node's launcher tells the other nodes' before it starts ranks; None where
-        there are no others, or where torchrun's agent or several launchers are on each."""
+        there are no others, or where not every node has one launcher.
+
+        All must come to the same answer. Adopted ranks know from srun how many nodes and ranks the
+        job has (a node with one rank may be beside one with two); the node counts of mpirun's are
+        guesses, and torchrun's agents have met already.
+        """
         placement = self.placement
-        alone_on_node = not placement.adopted or placement.local_world_size == 1
-        if placement.num_nodes == 1 or not alone_on_node or placement.source == "torchrun":
+        one_each = placement.source == "srun" and placement.world_size == placement.num_nodes
+        if placement.num_nodes == 1 or (placement.adopted and not one_each):
             return None
         return Report(
             node=placement.node_rank,

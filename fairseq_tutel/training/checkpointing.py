@@ -20,6 +20,7 @@ from fairseq.logging import meters, metrics
 
 from ..checkpoint import (
     copy_set,
+    final_path,
     find_sets,
     load_for_rank,
     recover_directory,
@@ -118,13 +119,14 @@ class CheckpointMixin:
             FileNotFoundError: the checkpoint that the user named does not exist.
             ValueError: it does not fit this run, or some ranks do not see it.
         """
-        path = filename.replace(f"{_SUFFIX}.pt", ".pt")
+        path = final_path(filename).replace(f"{_SUFFIX}.pt", ".pt")
         if self._model.moe_groups.simulated:
             logger.info("not looking for %s: a simulated rank starts afresh", path)
             return None
         rank, world_size = process_world()
         world = {"rank": rank, "world_size": world_size, "agree": gather_texts}
-        recover_directory(self.cfg.checkpoint.save_dir, **world)
+        if not self.cfg.checkpoint.no_save:  # it may be another run's folder
+            recover_directory(self.cfg.checkpoint.save_dir, **world)
         if not _seen_by_all(path):
             if self.cfg.checkpoint.restore_file != "checkpoint_last.pt":
                 raise FileNotFoundError(
@@ -142,7 +144,8 @@ class CheckpointMixin:
                 optimizer_state, history[-1], reset_lr_scheduler, optimizer_overrides
             )
             load = state["extra_state"].get("moe_expert_load")
-            self.expert_load.resume(load, self.get_num_updates())
+            rewrite = not self.cfg.checkpoint.no_save
+            self.expert_load.resume(load, self.get_num_updates(), rewrite=rewrite)
         elif not reset_optimizer:
             logger.warning("%s holds no optimizer state: the optimizer starts afresh", path)
         self._optim_history = history
@@ -169,11 +172,11 @@ class CheckpointMixin:
             self.model.load_state_dict(state["model"], strict=True, model_cfg=self.cfg.model)
             if utils.has_parameters(self.get_criterion()):
                 self.get_criterion().load_state_dict(state["criterion"], strict=True)
-        except (RuntimeError, TypeError) as error:
+        except RuntimeError as error:
             raise ValueError(
                 f"{path} does not fit this model; check that the architectures match: "
                 f"{_shortened(str(error))}"
-            ) from error
+            ) from None
         del state["model"]  # free the memory before the optimizer's state is read
 
     def _load_optimizer(self, optimizer_state, last, reset_lr_scheduler, overrides):

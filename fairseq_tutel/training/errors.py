@@ -28,13 +28,22 @@ def install() -> None:
 
 
 def is_refusal(error: BaseException, trace: TracebackType | None) -> bool:
-    """Whether the error is a ValueError or OSError that a ``raise`` in this package raised."""
+    """Whether the error is a ValueError or OSError that a ``raise`` in this package raised.
+
+    Not one that passes another kind of error on, as where a save fails for a reason of its own.
+    """
     frames = traceback.extract_tb(trace)
     return (
-        isinstance(error, (ValueError, OSError))
+        _is_mistake(error)
         and bool(frames)
         and os.path.realpath(frames[-1].filename).startswith(_PACKAGE + os.sep)
         and (frames[-1].line or "").startswith("raise ")
+    )
+
+
+def _is_mistake(error: BaseException | None) -> bool:
+    return error is None or (
+        isinstance(error, (ValueError, OSError)) and _is_mistake(error.__cause__)
     )
 
 

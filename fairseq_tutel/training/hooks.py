@@ -20,6 +20,7 @@ dense models behave as before. ``install`` can be called any number of times.
 """
 
 import functools
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,9 +143,13 @@ def _wrap_programs() -> None:
         ("fairseq_cli.eval_lm", "eval_lm", evaluation.in_step),
         ("fairseq_cli.validate", "main", evaluation.on_one_rank),
     ):
-        module = sys.modules.get(name)
-        main = sys.modules.get("__main__")
-        if module is None and getattr(main.__spec__, "name", None) == name:
-            module = main
-        if module is not None:
-            setattr(module, function_name, replacement(getattr(module, function_name)))
+        file = name.replace(".", os.sep) + ".py"
+        for module in {sys.modules.get(name), sys.modules.get("__main__")} - {None}:
+            function = getattr(module, function_name, None)
+            code = getattr(function, "__code__", None)
+            if code is None or not code.co_filename.endswith(file):
+                continue
+            new = replacement(function)
+            setattr(module, function_name, new)
+            # where the program's other functions look: in a spawned process not the module's dict
+            function.__globals__[function_name] = new

@@ -42,10 +42,14 @@ class ExpertLoadLog:
         """The sum since the last line, for a checkpoint."""
         return None if self._sum is None else self._sum.tolist()
 
-    def resume(self, state: list[list[int]] | None, update: int) -> None:
-        """Go on from a checkpoint that was saved after ``update``."""
+    def resume(self, state: list[list[int]] | None, update: int, *, rewrite: bool = True) -> None:
+        """Go on from a checkpoint that was saved after ``update``.
+
+        Args:
+            rewrite: whether to drop lines, and not only add some; the file may be another run's.
+        """
         self._sum = None if state is None else torch.tensor(state)
-        if not self._interval or not self._writes or not os.path.exists(self._path):
+        if not (self._interval and self._writes and rewrite) or not os.path.exists(self._path):
             return
         with open(self._path, encoding="utf-8") as file:
             lines = file.readlines()

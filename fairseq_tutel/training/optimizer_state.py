@@ -182,6 +182,11 @@ def _join(values: list, shape: torch.Size, name: str):
         return first
     if first.shape == (1,) != shape[1:]:
         return torch.cat(values)
+    if not _is_reduction(first.shape, shape[1:]):
+        raise ValueError(
+            f"the optimizer state of {name} has shape {tuple(first.shape)}, which is not of one "
+            "expert; use --reset-optimizer"
+        )
     return torch.stack(values)
 
 

@@ -25,11 +25,13 @@ class RequeueRequest:
 
     Attributes:
         at_next_epoch: decided by all ranks: leave when the next epoch begins.
+        watched: whether a program looks after each update; else the trainer does, at once.
     """
 
     def __init__(self):
         self._seen = False
         self.at_next_epoch = False
+        self.watched = False
         # handlers can be set in the main thread only; elsewhere the signal keeps its default
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGUSR1, self._remember)
@@ -61,10 +63,12 @@ def after_each_update(validate_and_save):
             cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch
         )
         request = getattr(trainer, "requeue", None)  # of an MoETrainer
-        if request is not None and not should_stop and request.made_on_any_rank(trainer.device):
-            if not end_of_epoch:
-                leave(trainer.save_last(epoch_itr))
-            request.at_next_epoch = True
+        if request is not None:
+            request.watched = True
+            if not should_stop and request.made_on_any_rank(trainer.device):
+                if not end_of_epoch:
+                    leave(trainer.save_last(epoch_itr))
+                request.at_next_epoch = True
         return valid_losses, should_stop
 
     return validate_and_save_and_leave

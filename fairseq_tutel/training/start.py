@@ -29,9 +29,10 @@ def start_of_run(cfg) -> Iterator[None]:
     """
     rank, world_size = process_world()
     world = {"rank": rank, "world_size": world_size, "agree": gather_texts}
-    if world_size > 1 and not cfg.no_save:
-        check_shared_directory(cfg.save_dir, **world)
-    recover_directory(cfg.save_dir, **world)
+    if not cfg.no_save:  # else it may be another run's folder
+        if world_size > 1:
+            check_shared_directory(cfg.save_dir, **world)
+        recover_directory(cfg.save_dir, **world)
     before = {key: cfg.get(key) for key in ("finetune_from_model", "continue_once")}
     now = dict(before)
     if cfg.restore_file == "checkpoint_last.pt" and set_exists(

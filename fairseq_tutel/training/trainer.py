@@ -92,6 +92,13 @@ class MoETrainer(CheckpointMixin, Trainer):
 
     def train_step(self, samples, raise_oom=False):
         """One update; skips it where the loss scale overflowed."""
+        log_output = self._train_step(samples, raise_oom)
+        # a program whose own place to leave is not known, such as one with another training loop
+        if not self.requeue.watched and self.requeue.made_on_any_rank(self.device):
+            leave(self.save_last(self._epoch_itr))
+        return log_output
+
+    def _train_step(self, samples, raise_oom):
         # At the end of an epoch, empty batches fill up a rank's share of an update; each costs a
         # forward pass on a dummy. Stock counts such a rank's real batches only if the last one is
         # real, and then counts the dummies too. Here they go first and do not count.

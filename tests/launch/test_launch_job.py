@@ -8,7 +8,8 @@ from launch_helpers import EIGHT_GPUS, make_machine, nvidia_smi, value_after
 from fairseq_tutel.launch import binding, devices
 from fairseq_tutel.launch.commands import parse_command
 from fairseq_tutel.launch.devices import Gpu, visible_gpus
-from fairseq_tutel.launch.job import Options, plan_job
+from fairseq_tutel.launch.job import Job, Options, plan_job
+from fairseq_tutel.launch.placement import Placement
 
 PCIS = list(EIGHT_GPUS)
 SRUN = {
@@ -263,3 +264,24 @@ def test_binding_can_be_chosen(node):
     assert [rank.binding.cpus for rank in ranks] == [(0, 1), (2, 3)]
     ranks = plan(node, TRAIN, bind="none").ranks
     assert all(rank.binding.cpus is None and rank.env["OMP_NUM_THREADS"] == "2" for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    "source, adopted, world, local, nodes, talks",
+    [
+        ("launcher", False, 4, 2, 2, True),
+        ("srun", True, 2, 1, 2, True),
+        ("srun", True, 4, 2, 2, False),
+        # one rank beside two: every rank must come to the same answer
+        ("srun", True, 3, 1, 2, False),
+        ("srun", True, 3, 2, 2, False),
+        ("mpirun", True, 3, 1, 3, False),
+        ("torchrun", True, 2, 1, 2, False),
+    ],
+)
+def test_nodes_compare_notes_where_each_has_one_launcher(
+    source, adopted, world, local, nodes, talks
+):
+    placement = Placement(source, adopted, 0, world, 0, local, 0, nodes)
+    job = Job(placement, parse_command(["fairseq-train"]), [], "", cpu=True)
+    assert (job.report is not None) == talks

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from fairseq_tutel.checkpoint import CheckpointError, Ranks
 from fairseq_tutel.config import MoEConfig
 from fairseq_tutel.training import errors
 
@@ -25,6 +26,17 @@ def test_refusals_of_this_package_and_nothing_else():
     ):
         assert not errors.is_refusal(other, other.__traceback__)
     assert not errors.is_refusal(ValueError("no traceback"), None)
+
+
+def test_what_another_error_caused_keeps_its_traceback():
+    """A mistake in a program, seen in a step that ranks take together, is not the user's."""
+
+    def fail():
+        Ranks(0, 1, None).together("saving", lambda: None.attribute)
+
+    error = _caught(fail)
+    assert isinstance(error, CheckpointError)
+    assert not errors.is_refusal(error, error.__traceback__)
 
 
 @pytest.mark.parametrize("wanted, told", [("0", True), ("1", False)])

@@ -1,8 +1,10 @@
 """A run that SIGUSR1 ends and that is started again does what an uninterrupted one does."""
 
+import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -98,3 +100,27 @@ def test_requeued_run_is_like_an_uninterrupted_one(update, when, uninterrupted, 
     assert all(torch.equal(end[key], weights[key]) for key in weights)
     updates = [json.loads(line)["update"] for line in got["loads"].splitlines()]
     assert updates == [4, 8, 12]
+
+
+@pytest.mark.parametrize("form", ["file", "module"])
+def test_the_signal_is_heard_however_the_program_was_started(form, tmp_path):
+    program = ["-m", "fairseq_cli.train"]
+    if form == "file":
+        (folder,) = importlib.util.find_spec("fairseq_cli").submodule_search_locations
+        program = [f"{folder}/train.py"]
+    words = _WORDS.replace(f"--max-update {MAX_UPDATE}", "--max-update 100000")
+    command = [sys.executable, *program, *words.split(), "--save-dir", str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        try:
+            lines = []
+            for line in process.stdout:
+                lines.append(line)
+                if '"num_updates": "7"' in line:
+                    process.send_signal(signal.SIGUSR1)
+            assert process.wait(60) == EXIT_REQUEUE, "".join(lines[-30:])
+        finally:
+            process.kill()
+    assert (tmp_path / "checkpoint_last-shared.pt").exists()

@@ -126,6 +126,24 @@ def test_the_user_dir_may_be_imported_already(monkeypatch):
         utils.import_user_module(type("Options", (), {"user_dir": written}))
 
 
+def test_finetuning_from_a_set_whose_save_was_interrupted(tmp_path, monkeypatch):
+    run = _trained(tmp_path / "pretrained", 2)
+    path = tmp_path / "pretrained" / "model.pt"
+    path.parent.mkdir(exist_ok=True)
+    _interrupted_save(run, path, monkeypatch)
+    weights = named(run)
+    trainer = _start(tmp_path / "run", "--finetune-from-model", str(path))
+    assert all(torch.equal(value, weights[key]) for key, value in named(trainer).items())
+
+
+def test_a_run_that_saves_nothing_leaves_the_folder_alone(tmp_path, monkeypatch):
+    """It may be that of a run that is saving."""
+    _interrupted_save(_trained(tmp_path, 2), tmp_path / "checkpoint_last.pt", monkeypatch)
+    before = sorted(os.listdir(tmp_path))
+    assert _start(tmp_path, "--no-save").get_num_updates() == 2
+    assert sorted(os.listdir(tmp_path)) == before
+
+
 def test_a_simulated_rank_starts_afresh(tmp_path):
     """It holds a share of the experts; a real run may have saved under the same name."""
     _save(_trained(tmp_path, 2), tmp_path / "checkpoint_last.pt")
