@@ -1,5 +1,6 @@
 """Where runs start from, and that those who only read leave the files of a run alone."""
 
+import logging
 import os
 
 import pytest
@@ -144,7 +145,9 @@ def test_a_run_that_saves_nothing_leaves_the_folder_alone(tmp_path, monkeypatch)
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_a_simulated_rank_starts_afresh(tmp_path):
+def test_a_simulated_rank_starts_afresh(tmp_path, monkeypatch):
     """It holds a share of the experts; a real run may have saved under the same name."""
+    # it labels every line that the process logs from then on
+    monkeypatch.setattr(logging, "setLogRecordFactory", lambda factory: None)
     _save(_trained(tmp_path, 2), tmp_path / "checkpoint_last.pt")
     assert _start(tmp_path, "--moe-simulate-world-size", "4").get_num_updates() == 0
