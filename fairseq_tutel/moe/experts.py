@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from .. import ops
+from ..backends.torch import ACTIVATIONS
 from ..distributed import mark_expert
-from ..reference import ACTIVATIONS
 from .dispatcher import ExpertRows
 
 _STACKED = {

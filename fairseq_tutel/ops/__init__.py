@@ -1,17 +1,19 @@
 """Operators of the MoE layer: ``torch.library`` registration, autograd, choice of backend.
 
-Every function here is also ``torch.ops.fairseq_tutel.<name>``. What it computes is defined by
-:mod:`fairseq_tutel.reference`; on a GPU it runs the Triton kernels of
-:mod:`fairseq_tutel.kernels`.
+Every function here is also ``torch.ops.fairseq_tutel.<name>``. The file of the same name in
+:mod:`fairseq_tutel.backends.torch` computes it on a CPU, that in
+:mod:`fairseq_tutel.backends.triton` on a GPU.
 """
 
 from .activation import bias_act
 from .backend import backend_for, get_backend, on_cpu_threads, set_backend
+from .cumsum import fast_cumsum_sub_one
 from .dispatch import combine, dispatch
 from .expert_ffn import expert_ffn
-from .gate import gate_logits
+from .gate_logits import gate_logits
+from .gating import topk_gating
 from .grouped import grouped_linear
-from .routing import assign_slots, fast_cumsum_sub_one, invert_rows, topk_gating
+from .slots import assign_slots, invert_rows
 
 __all__ = [
     "assign_slots",

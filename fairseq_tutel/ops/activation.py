@@ -8,7 +8,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from fairseq_tutel.reference import ACTIVATIONS
+from fairseq_tutel.backends.torch import ACTIVATIONS
 
 from .backend import implementation
 

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from fairseq_tutel import reference
+from ..backends import torch as torch_backend
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +101,12 @@ def implementation(tensor: torch.Tensor) -> ModuleType:
             fp64, which the kernels do not handle.
     """
     if backend_for(tensor.device) == "torch":
-        return reference
+        return torch_backend
     if tensor.dtype == torch.float64:
         if _requested == "triton":
             raise ValueError("backend 'triton' handles fp32, fp16 and bf16, got torch.float64")
-        return reference
-    from fairseq_tutel import kernels  # imports triton, which a CPU-only install may lack
+        return torch_backend
+    # imports triton, which a CPU-only install may lack
+    from ..backends import triton as triton_backend
 
-    return kernels
+    return triton_backend

@@ -8,8 +8,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from fairseq_tutel import reference
-
+from ..backends import torch as torch_backend
 from .activation import check_activation, dropout_seed
 
 
@@ -19,7 +18,7 @@ def _expert_ffn(
     offsets: Optional[Tensor], seed: Optional[Tensor], activation: str,
     activation_dropout_p: float, dropout_p: float, keep_hidden: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return reference.expert_ffn_fwd(
+    return torch_backend.expert_ffn_fwd(
         rows, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation=activation, offsets=offsets,
         dropout_p=(activation_dropout_p, dropout_p), seed=seed, keep_hidden=keep_hidden,
     )  # fmt: skip
@@ -40,7 +39,7 @@ def _expert_ffn_bwd(
     activation: str, activation_dropout_p: float, dropout_p: float, needs_rows: bool,
     needs_params: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return reference.expert_ffn_bwd(
+    return torch_backend.expert_ffn_bwd(
         d_out, rows, saved, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation=activation,
         offsets=offsets, dropout_p=(activation_dropout_p, dropout_p), seed=seed,
         needs_rows=needs_rows, needs_params=needs_params,

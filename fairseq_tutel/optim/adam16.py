@@ -10,7 +10,7 @@ State of a parameter (names and values of fairseq's ``FusedAdamV1`` with ``use_f
 
 The scale has shape [e] for stacked expert weights (attribute ``expert``, shape [e, ...]), one per
 expert, so a checkpoint may cut the state of one expert out, or stack states, without rounding.
-4 bytes per parameter instead of 8. Error bounds: ``reference/adam.py``.
+4 bytes per parameter instead of 8. Error bounds: ``backends/torch/adam.py``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairseq_tutel.backends.torch import adam as torch_adam
 from fairseq_tutel.ops import backend_for
-from fairseq_tutel.reference import adam as reference
 
 STATISTICS = ("exp_avg", "exp_avg_sq")
 
@@ -31,10 +31,10 @@ STATISTICS = ("exp_avg", "exp_avg_sq")
 def step_function(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
     """The Triton kernels or their torch twin, chosen as for the MoE operators."""
     if backend_for(device) == "triton":
-        from fairseq_tutel.kernels import adam as kernels
+        from fairseq_tutel.backends.triton import adam as kernels
 
         return kernels.adam16_step_
-    return reference.adam16_step_
+    return torch_adam.adam16_step_
 
 
 def scale_shape(param: Tensor) -> torch.Size:
@@ -82,7 +82,7 @@ def quantize_state(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
         else:
             restored[name] = torch.empty(param.shape, dtype=torch.float16, device=param.device)
             rows = (max(target.numel(), 1), -1)
-            restored[f"{name}_scale"] = reference.quantize_(
+            restored[f"{name}_scale"] = torch_adam.quantize_(
                 restored[name].view(rows),
                 values.to(torch.float32, copy=True).reshape(rows),
                 round_up=name == "exp_avg_sq",

@@ -5,7 +5,8 @@ import torch
 from helpers.inputs import random_rows
 from torch.autograd import gradcheck
 
-from fairseq_tutel import ops, reference
+from fairseq_tutel import ops
+from fairseq_tutel.backends import torch as torch_backend
 
 
 def random(*shape):
@@ -55,7 +56,7 @@ def test_combine(T, K, E, C, kind):
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4], ids=["plain", "dropout"])
-@pytest.mark.parametrize("activation", sorted(reference.ACTIVATIONS))
+@pytest.mark.parametrize("activation", sorted(torch_backend.ACTIVATIONS))
 def test_bias_act(activation, dropout_p):
     options = {"activation": activation, "dropout_p": dropout_p, "seed": 3}
     assert gradcheck(lambda h, b: ops.bias_act(h, b, **options), (random(2, 4, 3), random(2, 3)))
@@ -114,7 +115,7 @@ def test_only_needed_gradients_are_computed(monkeypatch):
         return spy
 
     for name in ("dispatch_bwd", "combine_bwd", "bias_act_bwd"):
-        monkeypatch.setattr(reference, name, record(name, getattr(reference, name)))
+        monkeypatch.setattr(torch_backend, name, record(name, getattr(torch_backend, name)))
     row, pair = random_rows(7, 2, 4, 3, "spread")
     ops.dispatch(random(7, 5), row, pair, random(7, 2).detach()).sum().backward()
     ops.combine(random(12, 5).detach(), row, pair, random(7, 2)).sum().backward()

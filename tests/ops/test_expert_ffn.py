@@ -9,11 +9,12 @@ import torch
 from helpers.assertions import assert_close
 from torch.autograd import gradcheck
 
-from fairseq_tutel import ops, reference
+from fairseq_tutel import ops
+from fairseq_tutel.backends import torch as torch_backend
+from fairseq_tutel.backends.torch import _threads as threads_module
+from fairseq_tutel.backends.torch import expert_ffn as module
+from fairseq_tutel.backends.torch._threads import share_out
 from fairseq_tutel.moe import ExpertRows, Experts
-from fairseq_tutel.reference import expert_ffn as module
-from fairseq_tutel.reference import threads as threads_module
-from fairseq_tutel.reference.threads import share_out
 
 E, N, M, F = 3, 5, 4, 6
 OFFSETS = {"padded": None, "ragged": [4, 4, 9], "full": [2, 9, 12], "empty": [0, 0, 0]}
@@ -236,7 +237,7 @@ def test_rounds_like_the_chain_of_operators(layout, dtype, blocks):
         assert_close(name, a, b, dtype)
 
 
-@pytest.mark.parametrize("activation", sorted(reference.ACTIVATIONS))
+@pytest.mark.parametrize("activation", sorted(torch_backend.ACTIVATIONS))
 @pytest.mark.parametrize("layout", ["padded", "ragged"])
 def test_gradcheck_with_dropout(layout, activation):
     args, offsets = tensors(layout)
@@ -271,13 +272,13 @@ def test_unused_rows_may_hold_anything():
 
 def test_only_needed_gradients_are_computed(monkeypatch):
     seen = []
-    original = reference.expert_ffn_bwd
+    original = torch_backend.expert_ffn_bwd
 
     def spy(*args, **kwargs):
         seen.append((kwargs["needs_rows"], kwargs["needs_params"]))
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(reference, "expert_ffn_bwd", spy)
+    monkeypatch.setattr(torch_backend, "expert_ffn_bwd", spy)
     args, _ = tensors("padded", requires_grad=False)
     for wanted in ([0], [2], [0, 1]):
         leaves = [x.clone().requires_grad_(i in wanted) for i, x in enumerate(args)]
@@ -288,14 +289,14 @@ def test_only_needed_gradients_are_computed(monkeypatch):
 
 def test_nothing_is_kept_without_gradients(monkeypatch):
     seen = []
-    original = reference.expert_ffn_fwd
+    original = torch_backend.expert_ffn_fwd
 
     def spy(*args, **kwargs):
         out, saved = original(*args, **kwargs)
         seen.append(saved.numel())
         return out, saved
 
-    monkeypatch.setattr(reference, "expert_ffn_fwd", spy)
+    monkeypatch.setattr(torch_backend, "expert_ffn_fwd", spy)
     args, _ = tensors("padded")
     with torch.no_grad():
         quiet = ops.expert_ffn(*args, activation="gelu")

@@ -8,8 +8,8 @@ import torch
 from fairseq import utils as fairseq_utils
 from fairseq.optim.adam import Adam as FairseqAdam32
 
+from fairseq_tutel.backends.torch.adam import quantize_, scale_of_max
 from fairseq_tutel.optim.adam16 import Adam16, dequantize_state, quantize_state
-from fairseq_tutel.reference.adam import quantize_, scale_of_max
 
 BETAS = (0.9, 0.98)
 
@@ -45,7 +45,7 @@ def rms_ratio(a, b):
 
 
 def store_error(values, largest, *, upwards):
-    """Documented error of storing ``values`` once (reference/adam.py), elementwise."""
+    """Documented error of storing ``values`` once (backends/torch/adam.py), elementwise."""
     small = values.abs() < 2.0**-28 * largest
     absolute = largest * (2.0**-38 if upwards else 2.0**-39)
     return torch.where(small, absolute, values.abs() * 2.0**-11)

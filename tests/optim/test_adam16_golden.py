@@ -13,7 +13,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 # First moment 2**-11 / (1 - 0.9), half of the second moment's 2**-11 / (1 - 0.98): what an update
-# may be off by, relatively, if every rounding went the same way (reference/adam.py).
+# may be off by, relatively, if every rounding went the same way (backends/torch/adam.py).
 DOCUMENTED = 2.0**-11 / (1 - 0.9) + 0.5 * 2.0**-11 / (1 - 0.98)
 RESET = ["--reset-optimizer", "--reset-dataloader", "--reset-meters", "--reset-lr-scheduler"]
 

@@ -1,0 +1,144 @@
+"""Adam with fp16 statistics: the torch twin of ``backends/triton/adam.py``.
+
+A statistic x (``exp_avg`` or ``exp_avg_sq``) of a parameter is stored as fp16 values y and one
+fp32 scale s per slice, x = y * s. A slice is the whole tensor, or one index of dim 0 for stacked
+expert weights, so the state of one expert can be cut out without touching a bit of it. The idea
+of scaled fp16 statistics is that of fairseq's ``FusedAdamV1`` (after Jukebox, Dhariwal et al.,
+2020); what differs here is that
+
+- s is a power of two, so scaling is exact and only the rounding to fp16 is an error;
+- ``exp_avg_sq`` is rounded upwards where fp16 is subnormal, so it is never understated there.
+  Rounded to nearest, a small second moment would become zero while its first moment survives,
+  and the update would be ``exp_avg / eps``.
+
+Error of one store, for the largest magnitude X of the slice (X / s lies in [2**14, 2**15)):
+
+- relative error at most 2**-11 where \\|x\\| >= 2**-28 X;
+- below that, ``exp_avg`` is off by at most 2**-39 X, and ``exp_avg_sq`` is overstated by less than
+  2**-38 X.
+
+Each store's error fades as the moving average does, so that after many steps the statistic is
+off by at most sum_i beta**i e_i <= max_i e_i / (1 - beta), where e_i is the error of the store i
+steps ago. Relative to the statistic's largest recent value that is 0.5 % for beta1 = 0.9, 2.5 %
+for beta2 = 0.98 and 49 % for beta2 = 0.999, where an increment below half a unit is lost; an
+update sees half of the second moment's. The overstatement of small ``exp_avg_sq`` adds up to at
+most 2**-38 X / (1 - beta2), like an additional eps of 2**-19 / sqrt(1 - beta2) times the root of
+X. Choose beta2 <= 0.99 with fp16 statistics, as Meta's runs did (0.98).
+
+Non-finite gradients behave as in fp32 Adam: their elements become inf or NaN in the statistics and
+NaN or unchanged in the parameter, all others are computed as if they were not there (the scale is
+taken over finite values only). A slice of zeros has scale 1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+# The largest value of a slice is stored in [2**14, 2**15): half of fp16's range is left free, so
+# that rounding up can never reach inf.
+TARGET_EXPONENT = 14
+# fp16: smallest normal value, and the distance of subnormal values.
+HALF_SMALLEST_NORMAL = 2.0**-14
+HALF_SUBNORMAL_STEP = 2.0**-24
+
+
+def scale_of_max(max_S: Tensor) -> Tensor:
+    """Power of two s with max / s in [2**14, 2**15); 1 for a maximum of zero.
+
+    Args:
+        max_S: [S] fp32, finite, not negative.
+
+    Returns:
+        [S] fp32. Not below 2**-126, the smallest normal number.
+    """
+    exponent_S = max_S.view(torch.int32) >> 23
+    scale_S = ((exponent_S - TARGET_EXPONENT).clamp(min=1) << 23).view(torch.float32)
+    return torch.where(max_S > 0, scale_S, 1.0)
+
+
+def finite_max(x_SN: Tensor) -> Tensor:
+    """Largest finite magnitude of each row as fp32 [S]; 0 where there is none."""
+    if x_SN.shape[1] == 0:
+        return x_SN.new_zeros(x_SN.shape[0], dtype=torch.float32)
+    magnitude_SN = x_SN.abs()
+    max_S = magnitude_SN.amax(1).float()
+    if not bool(torch.isfinite(max_S).all()):
+        max_S = magnitude_SN.masked_fill_(~torch.isfinite(magnitude_SN), 0.0).amax(1).float()
+    return max_S
+
+
+def quantize_(out_SN: Tensor, x_SN: Tensor, *, round_up: bool) -> Tensor:
+    """Write x into fp16 ``out_SN`` and return its scales [S] fp32 (module docstring).
+
+    Args:
+        out_SN: [S, N] fp16, overwritten.
+        x_SN: [S, N] fp32 or fp64. Used as scratch space.
+        round_up: round upwards in fp16's subnormal range (for ``exp_avg_sq``, x >= 0).
+    """
+    scale_S = scale_of_max(finite_max(x_SN))
+    x_SN.mul_(scale_S.reciprocal().unsqueeze(1))
+    if round_up:
+        raised_SN = (x_SN * (1 / HALF_SUBNORMAL_STEP)).ceil_().mul_(HALF_SUBNORMAL_STEP)
+        x_SN = torch.where(x_SN < HALF_SMALLEST_NORMAL, raised_SN, x_SN)
+    out_SN.copy_(x_SN)
+    return scale_S
+
+
+def adam16_step_(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    exp_avg_scale: Tensor,
+    exp_avg_sq_scale: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_multiplier: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """One step of Adam (fairseq's rule) on one tensor; statistics kept in fp16.
+
+    m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2, p = p - lr weight_decay p, and
+    p = p - lr sqrt(1 - beta2^step) / (1 - beta1^step) * m / (sqrt(v) + eps) (Kingma and Ba, 2015,
+    end of section 2; decoupled decay of Loshchilov and Hutter, 2019). The update uses m and v
+    before they are rounded.
+
+    Args:
+        param: any shape, fp32/fp16/bf16/fp64, contiguous; updated in place.
+        grad: shape of param, any floating dtype.
+        exp_avg, exp_avg_sq: shape of param, fp16, contiguous; updated in place.
+        exp_avg_scale, exp_avg_sq_scale: [] (whole tensor) or [e] (per index of dim 0), fp32.
+        step: number of this step, from 1.
+        grad_multiplier: [] fp32 on param's device; the gradient is multiplied by it first.
+
+    Returns:
+        The new (exp_avg_scale, exp_avg_sq_scale), in the shapes they came in.
+    """
+    slices = max(exp_avg_scale.numel(), 1)
+    compute = torch.promote_types(param.dtype, torch.float32)
+
+    def rows(x: Tensor) -> Tensor:
+        return x.reshape(slices, -1).to(compute)
+
+    grad_SN = rows(grad) * grad_multiplier
+    avg_SN = rows(exp_avg).mul_(exp_avg_scale.reshape(slices, 1))
+    avg_SN.mul_(beta1).add_(grad_SN, alpha=1 - beta1)
+    sq_SN = rows(exp_avg_sq).mul_(exp_avg_sq_scale.reshape(slices, 1))
+    sq_SN.mul_(beta2).addcmul_(grad_SN, grad_SN, value=1 - beta2)
+
+    step_size = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+    param_SN = rows(param)
+    if weight_decay != 0:
+        param_SN = param_SN.add(param_SN, alpha=-lr * weight_decay)
+    param.copy_(param_SN.addcdiv(avg_SN, sq_SN.sqrt().add_(eps), value=-step_size).view_as(param))
+
+    new_avg_scale_S = quantize_(exp_avg.view(slices, -1), avg_SN, round_up=False)
+    new_sq_scale_S = quantize_(exp_avg_sq.view(slices, -1), sq_SN, round_up=True)
+    return new_avg_scale_S.view_as(exp_avg_scale), new_sq_scale_S.view_as(exp_avg_sq_scale)

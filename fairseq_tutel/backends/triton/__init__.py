@@ -1,0 +1,26 @@
+"""Triton kernels of the MoE layer; the only room that imports triton.
+
+One source serves NVIDIA and AMD GPUs and, with ``TRITON_INTERPRET=1``, the CPU interpreter.
+Each launcher has a twin of the same name and signature in :mod:`fairseq_tutel.backends.torch`;
+gradients are plain functions (``*_bwd``).
+"""
+
+from .activation import bias_act_bwd, bias_act_fwd
+from .cumsum import fast_cumsum_sub_one
+from .dispatch import combine_bwd, combine_fwd, dispatch_bwd, dispatch_fwd
+from .gating import topk_gating_bwd, topk_gating_fwd
+from .slots import assign_slots, invert_rows
+
+__all__ = [
+    "assign_slots",
+    "bias_act_bwd",
+    "bias_act_fwd",
+    "combine_bwd",
+    "combine_fwd",
+    "dispatch_bwd",
+    "dispatch_fwd",
+    "fast_cumsum_sub_one",
+    "invert_rows",
+    "topk_gating_bwd",
+    "topk_gating_fwd",
+]

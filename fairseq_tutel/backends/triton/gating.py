@@ -1,0 +1,271 @@
+"""Softmax, top-k and the sums over tokens in one pass over the logits, and its gradient.
+
+Legend: T tokens, E experts, K top-k (``TOP_K`` in kernels), P programs.
+Source of the gating: GShard (Lepikhin et al. 2020, arXiv 2006.16668), for any K.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._autotune import GATING_PROGRAMS, GATING_TILE, SCAN_BLOCK_COLS
+from ._runtime import check_tensor, device_guard
+
+_DYNAMIC = ["num_tokens", "num_blocks", "num_partials"]
+# The smallest finite fp32 number, to which logits are clamped as by the twin.
+_FLOOR = tl.constexpr(torch.finfo(torch.float32).min)
+
+
+@triton.jit(do_not_specialize=_DYNAMIC)
+def _topk_gating_fwd_kernel(
+    expert_ptr,  # (T, K) int32 - output: chosen experts, -1 in padded rows
+    choice_ptr,  # (T, K) int32 - output: chosen experts of all rows; only with HAS_PAD
+    gate_ptr,  # (T, K) fp32 - output: softmax at the chosen experts
+    lse_ptr,  # (T,) fp32 - output: logsumexp of the logits
+    partial_ptr,  # (P, E + 1) fp32 - output: this program's sums of p, and of the entropy
+    logits_ptr,  # (T, E) fp32
+    noise_ptr,  # (T, E) fp32 - added when choices after the first are selected; HAS_NOISE
+    pad_ptr,  # (T,) bool - True for padding; HAS_PAD
+    num_tokens,
+    num_blocks,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_NOISE: tl.constexpr,
+    HAS_PAD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Grid (P,); program p takes the blocks of BLOCK_T tokens p, p + P, p + 2 P, ...
+
+    Example: logits [[0, ln 2, ln 5]], K = 2 -> p = [1/8, 2/8, 5/8], expert [[2, 1]],
+    gate [[5/8, 2/8]], lse [ln 8].
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    offs_e = tl.arange(0, BLOCK_E)
+    mask_e = offs_e < E
+    prob_sum = tl.zeros([BLOCK_E], tl.float32)
+    entropy = tl.zeros([BLOCK_T], tl.float32)
+    for block in range(pid, num_blocks, tl.num_programs(0)):
+        offs_t = block * BLOCK_T + tl.arange(0, BLOCK_T)
+        mask_t = offs_t < num_tokens
+        mask = mask_t[:, None] & mask_e[None, :]
+        offs = offs_t[:, None] * E + offs_e[None, :]
+        logits = tl.load(logits_ptr + offs, mask=mask, other=0.0)
+        # The finite floor keeps experts that the caller disabled with -inf apart from taken ones
+        # and makes a row of them uniform. No maximum, which would hide a NaN.
+        logits = tl.where(logits < _FLOOR, _FLOOR, logits)
+        top = tl.max(tl.where(mask_e[None, :], logits, float("-inf")), axis=1)
+        exps = tl.where(mask_e[None, :], tl.exp(logits - top[:, None]), 0.0)
+        total = tl.sum(exps, axis=1)
+        prob = exps / total[:, None]
+        lse = top + tl.log(total)
+        tl.store(lse_ptr + offs_t, lse, mask=mask_t)
+        prob_sum += tl.sum(tl.where(mask, prob, 0.0), axis=0)
+        # A probability of 0 contributes 0, also where the difference overflows; NaN shows.
+        surprise = tl.where(mask & (prob != 0.0), prob * (lse[:, None] - logits), 0.0)
+        entropy += tl.sum(surprise, axis=1)
+
+        if HAS_PAD:
+            pad = tl.load(pad_ptr + offs_t, mask=mask_t, other=0) != 0
+        score = logits
+        if HAS_NOISE:
+            score += tl.load(noise_ptr + offs, mask=mask, other=0.0)
+        # NaN counts as the largest, as in torch, so that no lane past the last expert is elected.
+        score = tl.where(score == score, score, float("inf"))
+        score = tl.where(mask_e[None, :], score, float("-inf"))
+        key = tl.where(prob == prob, prob, float("inf"))
+        key = tl.where(mask_e[None, :], key, -1.0)
+        for k in range(TOP_K):
+            choice = tl.argmax(key, axis=1)
+            taken = offs_e[None, :] == choice[:, None]
+            gate = tl.sum(tl.where(taken, prob, 0.0), axis=1)
+            score = tl.where(taken, float("-inf"), score)
+            key = score
+            offs_k = offs_t * TOP_K + k
+            tl.store(gate_ptr + offs_k, gate, mask=mask_t)
+            if HAS_PAD:
+                tl.store(choice_ptr + offs_k, choice, mask=mask_t)
+                choice = tl.where(pad, -1, choice)
+            tl.store(expert_ptr + offs_k, choice, mask=mask_t)
+    tl.store(partial_ptr + pid * (E + 1) + offs_e, prob_sum, mask=mask_e)
+    tl.store(partial_ptr + pid * (E + 1) + E, tl.sum(entropy, axis=0))
+
+
+@triton.jit(do_not_specialize=_DYNAMIC)
+def _topk_gating_sums_kernel(
+    prob_sum_ptr,  # (E,) fp32 - output
+    entropy_ptr,  # () fp32 - output
+    partial_ptr,  # (P, E + 1) fp32
+    num_partials,
+    E: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Grid (cdiv(E + 1, BLOCK_E),); adds up the programs' sums in a fixed order.
+
+    Example: partial [[1, 2, 0.5], [3, 4, 0.25]] -> prob_sum [4, 6], entropy 0.75.
+    """
+    offs_e = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
+    acc = tl.zeros([BLOCK_E], tl.float32)
+    for start in range(0, num_partials, BLOCK_P):
+        offs_p = start + tl.arange(0, BLOCK_P).to(tl.int64)
+        mask = (offs_p < num_partials)[:, None] & (offs_e < E + 1)[None, :]
+        offs = offs_p[:, None] * (E + 1) + offs_e[None, :]
+        acc += tl.sum(tl.load(partial_ptr + offs, mask=mask, other=0.0), axis=0)
+    tl.store(prob_sum_ptr + offs_e, acc, mask=offs_e < E)
+    tl.store(entropy_ptr + offs_e * 0, acc, mask=offs_e == E)
+
+
+@triton.jit(do_not_specialize=_DYNAMIC)
+def _topk_gating_bwd_kernel(
+    d_logits_ptr,  # (T, E) fp32 - output
+    d_gate_ptr,  # (T, K) fp32
+    d_prob_sum_ptr,  # (E,) fp32
+    d_lse_ptr,  # (T,) fp32
+    logits_ptr,  # (T, E) fp32
+    lse_ptr,  # (T,) fp32
+    choice_ptr,  # (T, K) int32 - chosen experts, of padded rows too
+    num_tokens,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Grid (cdiv(T, BLOCK_T),); d_logits = p * (g - <p, g> + d_lse), g = dL/dp.
+
+    Example: logits [[0, 0]], choice [[1]], d_gate [[1]], the others 0 -> [[-1/4, 1/4]].
+    """
+    offs_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    offs_e = tl.arange(0, BLOCK_E)
+    mask_t = offs_t < num_tokens
+    mask_e = offs_e < E
+    mask = mask_t[:, None] & mask_e[None, :]
+    offs = offs_t[:, None] * E + offs_e[None, :]
+    logits = tl.load(logits_ptr + offs, mask=mask, other=float("-inf"))
+    lse = tl.load(lse_ptr + offs_t, mask=mask_t, other=0.0)
+    d_lse = tl.load(d_lse_ptr + offs_t, mask=mask_t, other=0.0)
+    prob = tl.exp(logits - lse[:, None])
+    d_prob_sum = tl.load(d_prob_sum_ptr + offs_e, mask=mask_e, other=0.0)
+    grad = tl.zeros([BLOCK_T, BLOCK_E], tl.float32) + d_prob_sum[None, :]
+    for k in range(TOP_K):
+        choice = tl.load(choice_ptr + offs_t * TOP_K + k, mask=mask_t, other=-1)
+        d_gate = tl.load(d_gate_ptr + offs_t * TOP_K + k, mask=mask_t, other=0.0)
+        grad += tl.where(offs_e[None, :] == choice[:, None], d_gate[:, None], 0.0)
+    inner = tl.sum(prob * grad, axis=1)
+    d_logits = prob * (grad - inner[:, None] + d_lse[:, None])
+    tl.store(d_logits_ptr + offs, d_logits, mask=mask)
+
+
+def _tile(num_experts: int) -> tuple[int, int]:
+    """(BLOCK_T, BLOCK_E): all experts of a token in one tile."""
+    block_e = triton.next_power_of_2(num_experts)
+    return max(1, min(32, GATING_TILE // block_e)), block_e
+
+
+def topk_gating_fwd(
+    logits_TE: Tensor, top_k: int, *, noise_TE: Tensor | None = None, pad_T: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """:func:`fairseq_tutel.backends.torch.topk_gating_fwd` in Triton; logits and noise in fp32.
+
+    Raises:
+        ValueError: wrong shape, dtype or device.
+    """
+    T, E = logits_TE.shape
+    device = logits_TE.device
+    check_tensor("logits", logits_TE, (T, E), (torch.float32,), device)
+    if noise_TE is not None:
+        check_tensor("noise", noise_TE, (T, E), (torch.float32,), device)
+        noise_TE = noise_TE.contiguous()
+    if pad_T is not None:
+        check_tensor("pad", pad_T, (T,), (torch.bool,), device)
+        pad_T = pad_T.contiguous()
+    logits_TE = logits_TE.contiguous()
+    expert_TK = torch.empty((T, top_k), dtype=torch.int32, device=device)
+    choice_TK = expert_TK.new_empty((0 if pad_T is None else T, top_k))
+    gate_TK = logits_TE.new_empty((T, top_k))
+    lse_T = logits_TE.new_empty(T)
+    if T == 0:
+        prob_sum_E, entropy_sum = logits_TE.new_zeros(E), logits_TE.new_zeros(())
+        return expert_TK, gate_TK, prob_sum_E, entropy_sum, lse_T, choice_TK
+    prob_sum_E, entropy_sum = logits_TE.new_empty(E), logits_TE.new_empty(())
+    block_t, block_e = _tile(E)
+    num_blocks = triton.cdiv(T, block_t)
+    num_programs = min(num_blocks, GATING_PROGRAMS)
+    partial_PE = logits_TE.new_empty((num_programs, E + 1))
+    with device_guard(logits_TE):
+        _topk_gating_fwd_kernel[(num_programs,)](
+            expert_TK,
+            choice_TK,
+            gate_TK,
+            lse_T,
+            partial_PE,
+            logits_TE,
+            noise_TE,
+            pad_T,
+            T,
+            num_blocks,
+            E=E,
+            TOP_K=top_k,
+            HAS_NOISE=noise_TE is not None,
+            HAS_PAD=pad_T is not None,
+            BLOCK_T=block_t,
+            BLOCK_E=block_e,
+        )
+        _topk_gating_sums_kernel[(triton.cdiv(E + 1, SCAN_BLOCK_COLS),)](
+            prob_sum_E,
+            entropy_sum,
+            partial_PE,
+            num_programs,
+            E=E,
+            BLOCK_P=64,
+            BLOCK_E=SCAN_BLOCK_COLS,
+        )
+    return expert_TK, gate_TK, prob_sum_E, entropy_sum, lse_T, choice_TK
+
+
+def topk_gating_bwd(
+    d_gate_TK: Tensor,
+    d_prob_sum_E: Tensor,
+    d_lse_T: Tensor,
+    logits_TE: Tensor,
+    lse_T: Tensor,
+    choice_TK: Tensor,
+) -> Tensor:
+    """:func:`fairseq_tutel.backends.torch.topk_gating_bwd` in Triton, all in fp32.
+
+    Raises:
+        ValueError: wrong shape, dtype or device.
+    """
+    T, E = logits_TE.shape
+    top_k = choice_TK.shape[1]
+    device = logits_TE.device
+    for name, tensor, shape in (
+        ("logits", logits_TE, (T, E)),
+        ("d_gate", d_gate_TK, (T, top_k)),
+        ("d_prob_sum", d_prob_sum_E, (E,)),
+        ("d_lse", d_lse_T, (T,)),
+        ("lse", lse_T, (T,)),
+    ):
+        check_tensor(name, tensor, shape, (torch.float32,), device)
+    check_tensor("choice", choice_TK, (T, top_k), (torch.int32,), device)
+    d_logits_TE = torch.empty((T, E), dtype=torch.float32, device=device)
+    if T == 0:
+        return d_logits_TE
+    block_t, block_e = _tile(E)
+    with device_guard(logits_TE):
+        _topk_gating_bwd_kernel[(triton.cdiv(T, block_t),)](
+            d_logits_TE,
+            d_gate_TK.contiguous(),
+            d_prob_sum_E.contiguous(),
+            d_lse_T.contiguous(),
+            logits_TE.contiguous(),
+            lse_T.contiguous(),
+            choice_TK.contiguous(),
+            T,
+            E=E,
+            TOP_K=top_k,
+            BLOCK_T=block_t,
+            BLOCK_E=block_e,
+        )
+    return d_logits_TE

@@ -1,0 +1,111 @@
+"""Operator of the gating: softmax, top-k and the sums over tokens.
+
+Legend: T tokens, E experts, K top-k.
+"""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from .backend import implementation
+
+
+def _check_top_k(top_k: int, num_experts: int) -> None:
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k must be between 1 and {num_experts} experts, got {top_k}")
+
+
+@torch.library.custom_op("fairseq_tutel::topk_gating", mutates_args=())
+def _topk_gating(
+    logits: Tensor, top_k: int, noise: Optional[Tensor], pad: Optional[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    impl = implementation(logits)
+    return impl.topk_gating_fwd(logits, top_k, noise_TE=noise, pad_T=pad)
+
+
+@_topk_gating.register_fake
+def _(logits, top_k, noise, pad):
+    T, E = logits.shape
+    expert_TK = logits.new_empty((T, top_k), dtype=torch.int32)
+    choice_TK = logits.new_empty((0 if pad is None else T, top_k), dtype=torch.int32)
+    return (
+        expert_TK,
+        logits.new_empty((T, top_k)),
+        logits.new_empty((E,)),
+        logits.new_empty(()),
+        logits.new_empty((T,)),
+        choice_TK,
+    )
+
+
+@torch.library.custom_op("fairseq_tutel::topk_gating_bwd", mutates_args=())
+def _topk_gating_bwd(
+    d_gate: Tensor,
+    d_prob_sum: Tensor,
+    d_lse: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    choice: Tensor,
+) -> Tensor:
+    impl = implementation(logits)
+    return impl.topk_gating_bwd(d_gate, d_prob_sum, d_lse, logits, lse, choice)
+
+
+@_topk_gating_bwd.register_fake
+def _(d_gate, d_prob_sum, d_lse, logits, lse, choice):
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _gating_setup(ctx, inputs, output):
+    logits, _, _, pad = inputs
+    expert, _, _, _, lse, choice = output
+    ctx.mark_non_differentiable(expert, output[3], choice)
+    ctx.save_for_backward(logits, lse, expert if pad is None else choice)
+
+
+def _gating_backward(ctx, d_expert, d_gate, d_prob_sum, d_entropy, d_lse, d_choice):
+    logits, lse, choice = ctx.saved_tensors
+    d_logits = _topk_gating_bwd(d_gate, d_prob_sum, d_lse, logits, lse, choice)
+    return d_logits, None, None, None
+
+
+_topk_gating.register_autograd(_gating_backward, setup_context=_gating_setup)
+
+
+def topk_gating(
+    logits_TE: Tensor, top_k: int, *, noise_TE: Tensor | None = None, pad_T: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Softmax, top-k and the sums that the losses and metrics need, in one pass.
+
+    The first choice is the most probable expert (lowest index wins ties); choice j > 1 is the
+    largest of logits + noise among the experts not yet taken. GShard, arXiv 2006.16668.
+
+    Args:
+        logits_TE: (T, E) fp32 (fp64 on the torch backend).
+        top_k: experts per token, 1 <= top_k <= E.
+        noise_TE: (T, E) in the dtype of the logits, or None.
+        pad_T: (T,) bool, True for padding, or None.
+
+    Returns:
+        expert_TK: (T, K) int32, -1 in padded rows.
+        gate_TK: (T, K) softmax at the chosen experts, not renormalised; differentiable.
+        prob_sum_E: (E,) sum of the softmax over all T rows, padding included; differentiable.
+        entropy_sum: scalar, sum over rows of -sum p ln p; no gradient.
+        lse_T: (T,) logsumexp of the logits; differentiable.
+
+    Raises:
+        ValueError: top_k out of range or a tensor of a wrong shape.
+    """
+    if logits_TE.dim() != 2:
+        raise ValueError(f"logits must be (tokens, experts), got {tuple(logits_TE.shape)}")
+    _check_top_k(top_k, logits_TE.shape[1])
+    if noise_TE is not None and noise_TE.shape != logits_TE.shape:
+        raise ValueError(
+            f"noise {tuple(noise_TE.shape)} must have the shape of the logits "
+            f"{tuple(logits_TE.shape)}"
+        )
+    if pad_T is not None and pad_T.shape != logits_TE.shape[:1]:
+        raise ValueError(f"pad {tuple(pad_T.shape)} must be ({logits_TE.shape[0]},)")
+    expert, gate, prob_sum, entropy_sum, lse, _ = _topk_gating(logits_TE, top_k, noise_TE, pad_T)
+    return expert, gate, prob_sum, entropy_sum, lse

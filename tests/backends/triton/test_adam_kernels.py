@@ -1,0 +1,161 @@
+"""The Triton kernels: in the interpreter against the torch twin, and compiled for every target."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from fairseq_tutel.backends.torch import adam as torch_adam  # noqa: E402
+from fairseq_tutel.backends.triton import adam as kernels  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OPTIONS = {"lr": 0.01, "beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "weight_decay": 0.1}
+
+
+def random_state(shape, scale_shape, dtype, grad_dtype):
+    """[param, grad, exp_avg, exp_avg_sq, scales] with sizes spread over many powers of two."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.exp(4 * torch.randn(shape, generator=generator))
+    grad = (spread * torch.randn(shape, generator=generator)).clamp(-6e4, 6e4)
+    param = torch.randn(shape, generator=generator).to(dtype)
+    avg = (100 * torch.randn(shape, generator=generator)).half()
+    sq = (1000 * torch.rand(shape, generator=generator)).half()
+    scales = [torch.full(scale_shape, value) for value in (2.0**-5, 2.0**-9)]
+    return [x.to(DEVICE) for x in (param, grad.to(grad_dtype), avg, sq, *scales)]
+
+
+def step_both(state, step=3):
+    """Results of (kernel, twin) as lists [param, exp_avg, exp_avg_sq, scales] on copies."""
+    results = []
+    for module in (kernels, torch_adam):
+        param, grad, avg, sq, *scales = [x.clone() for x in state]
+        multiplier = torch.tensor(0.125, device=param.device)
+        scales = module.adam16_step_(
+            param, grad, avg, sq, *scales, step=step, grad_multiplier=multiplier, **OPTIONS
+        )
+        results.append([param, avg, sq, *scales])
+    return results
+
+
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float16),
+    ],
+)
+@pytest.mark.parametrize(
+    ("shape", "scale_shape"),
+    [
+        ((3, 50, 41), ()),  # several blocks, the last one partly filled
+        ((3, 50, 41), (3,)),  # a slice is no multiple of the block
+        ((2, 2048), (2,)),  # a slice is one block
+        ((1,), ()),
+        ((), ()),
+    ],
+)
+def test_kernel_equals_twin(shape, scale_shape, dtype, grad_dtype):
+    state = random_state(shape, scale_shape, dtype, grad_dtype)
+    (param, avg, sq, *scales), (param_ref, avg_ref, sq_ref, *scales_ref) = step_both(state)
+    assert all(torch.equal(a, b) for a, b in zip(scales, scales_ref, strict=True))
+    assert scales[0].shape == scale_shape
+    assert not torch.equal(avg, state[2]) and not torch.equal(param, state[0])
+    for new, ref in ((avg, avg_ref), (sq, sq_ref)):
+        # products fused with additions may round to the neighbouring fp16 value, rarely
+        apart = new.view(torch.int16).int() - ref.view(torch.int16).int()
+        assert apart.abs().max() <= 1 and (apart != 0).float().mean() < 2e-3
+    difference = (param.float() - param_ref.float()).abs()
+    # The interpreter cuts bf16 off instead of rounding it, hence one unit and not half of one.
+    unit = torch.finfo(dtype).eps if dtype != torch.float32 else 2.0**-21
+    size = param_ref.float().abs() + (param_ref.float() - state[0].float()).abs()
+    assert bool((difference <= unit * size).all())
+
+
+def test_nonfinite_zero_and_subnormal_values_as_in_twin():
+    param, grad, avg, sq, *scales = random_state((4, 3000), (4,), torch.float32, torch.float32)
+    grad[0, 5], grad[0, 2999], grad[1, 7] = float("inf"), float("nan"), 1e30
+    grad[2], avg[2], sq[2] = 0, 0, 0
+    grad[3] *= 1e-18
+    avg[3], sq[3] = 0, 0
+    new, ref = step_both([param, grad, avg, sq, *scales])
+    assert new[3].tolist() == ref[3].tolist() and new[4].tolist() == ref[4].tolist()
+    assert new[3][2] == 1 and new[4][2] == 1 and bool(torch.isfinite(torch.stack(new[3:])).all())
+    torch.testing.assert_close(new[0], ref[0], rtol=1e-6, atol=1e-8, equal_nan=True)
+    for a, b in zip(new[1:3], ref[1:3], strict=True):
+        torch.testing.assert_close(a, b, rtol=2.0**-10, atol=2.0**-24, equal_nan=True)
+    assert new[0].isnan().sum() == 2
+    assert not bool((new[2][3] == 0)[grad[3].abs() > 1e-20].any())
+
+
+def test_empty_parameter():
+    state = random_state((0, 4), (), torch.float32, torch.float32)
+    new, ref = step_both(state)
+    assert new[3].tolist() == ref[3].tolist() == 1
+
+
+@pytest.mark.parametrize(
+    ("index", "replacement", "message"),
+    [
+        (1, torch.zeros(3), r"grad is \(3,\)"),
+        (2, torch.zeros(4, 6), "float16"),
+        (0, torch.zeros(4, 6, dtype=torch.float64), "float64"),
+        (0, torch.zeros(6, 4).t(), "contiguous"),
+        (4, torch.ones(6), r"scale \(6,\)"),
+    ],
+)
+def test_launcher_refuses(index, replacement, message):
+    state = random_state((4, 6), (4,), torch.float32, torch.float32)
+    state[index] = replacement.to(DEVICE)
+    with pytest.raises(ValueError, match=message):
+        kernels.adam16_step_(
+            *state, step=1, grad_multiplier=torch.tensor(1.0, device=DEVICE), **OPTIONS
+        )
+
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from fairseq_tutel.backends.triton import adam
+
+half = sys.argv[1]
+types = {
+    "max_bits_ptr": "*i32", "param_ptr": "*" + half, "grad_ptr": "*" + half, "avg_ptr": "*fp16",
+    "sq_ptr": "*fp16", "num_elements": "i64", "num_slices": "i32",
+}
+for backend, arch, warp in (
+    ("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx90a", 64),
+    ("hip", "gfx942", 64),
+):
+    for kernel in (adam._adam16_max_kernel, adam._adam16_step_kernel):
+        default = {name: "*fp32" if name.endswith("ptr") else "fp32" for name in kernel.arg_names}
+        signature = {**default, **{k: v for k, v in types.items() if k in default}}
+        signature["BLOCK"] = "constexpr"
+        source = ASTSource(fn=kernel, signature=signature, constexprs={"BLOCK": adam.BLOCK})
+        binary = triton.compile(source, target=GPUTarget(backend, arch, warp))
+        code = binary.asm["cubin" if backend == "cuda" else "hsaco"]
+        print(arch, kernel.__name__, len(code))
+"""
+
+
+@pytest.mark.parametrize("half", ["fp16", "bf16"])
+def test_kernels_compile_for_every_target(half):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[3])
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILE, half],
+        env=environment, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    lines = [line.split() for line in run.stdout.splitlines()]
+    assert len(lines) == 10 and all(int(size) > 1000 for _, _, size in lines)

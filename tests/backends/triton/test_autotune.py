@@ -1,0 +1,55 @@
+"""The lists of tiles: pruning, pinning, and what the interpreter gets."""
+
+import triton
+
+from fairseq_tutel.backends.triton import _autotune as tiles
+from fairseq_tutel.backends.triton._runtime import INTERPRET
+
+
+def test_tiles_wider_than_the_row_are_pruned():
+    configs = [triton.Config({"BLOCK_T": 1, "BLOCK_M": block}) for block in (2048, 512, 64)]
+    for dim, blocks in ((4096, [2048, 512, 64]), (500, [512, 64]), (5, [64])):
+        kept = tiles.prune_wide_tiles(configs, {"x_ptr": None}, M=dim)
+        assert [config.kwargs["BLOCK_M"] for config in kept] == blocks
+    configs = [triton.Config({"BLOCK_N": 1, "BLOCK_F": block}) for block in (1024, 128)]
+    kept = tiles.prune_wide_tiles(configs, {"F": 200}, ACTIVATION="gelu")
+    assert [config.kwargs["BLOCK_F"] for config in kept] == [128]
+
+
+def test_interpreter_gets_one_config():
+    if INTERPRET:
+        assert len(tiles.move_configs()) == len(tiles.act_configs()) == 1
+
+
+class _Kernel:
+    """Records how it is launched, tuned or not."""
+
+    def __init__(self, configs):
+        self.configs, self.calls, self.fn = configs, [], self
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.calls.append((grid, args, kwargs))
+
+
+def test_small_work_is_not_tuned():
+    """The first launch may be one of a few tokens, on which all tiles measure the same."""
+    configs = [triton.Config({"BLOCK_T": 1, "BLOCK_M": b}, num_warps=8) for b in (2048, 512, 64)]
+    kernel = _Kernel(configs)
+    tiles.launch(kernel, (3,), tiles.TUNE_ROWS - 1, "x", M=512)
+    tiles.launch(kernel, (3,), tiles.TUNE_ROWS, "x", M=512)
+    (_, args, small), (_, _, large) = kernel.calls
+    assert args == ("x",) and small["BLOCK_M"] == 512 and small["num_warps"] == 8
+    assert large == {"M": 512}
+    kernel = _Kernel(configs[:1])  # pinned: nothing to tune
+    tiles.launch(kernel, (3,), 1, "x", M=512)
+    assert kernel.calls == [((3,), ("x",), {"M": 512})]
+
+
+def test_pinned_and_free_lists(monkeypatch):
+    monkeypatch.setattr(tiles, "INTERPRET", False)
+    monkeypatch.setenv("FAIRSEQ_TUTEL_AUTOTUNE", "1")
+    moves, acts = tiles.move_configs(), tiles.act_configs()
+    assert len(moves) > 1 and len(acts) > 1
+    monkeypatch.setenv("FAIRSEQ_TUTEL_AUTOTUNE", "0")
+    for pinned, free in ((tiles.move_configs(), moves), (tiles.act_configs(), acts)):
+        assert [config.kwargs for config in pinned] == [free[0].kwargs]

@@ -1,0 +1,89 @@
+"""Every kernel compiles ahead of time for every target, without a GPU, with 64-bit addresses."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = Path(__file__).with_name("aot_compile.py")
+# Adam's kernels are compiled by their own test.
+MODULES = ("activation", "cumsum", "dispatch", "gating", "slots")
+# Kernels whose whole work is moving rows of 16-bit numbers: they must use 128-bit accesses.
+ELEMENTWISE = ("_bias_act_fwd_kernel", "_bias_act_bwd_dh_kernel")
+MOVERS = ("_token_to_rows_kernel", "_rows_to_token_kernel", *ELEMENTWISE)
+
+
+def kernel_names():
+    names = set()
+    for module in MODULES:
+        source = (ROOT / "fairseq_tutel" / "backends" / "triton" / f"{module}.py").read_text()
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                names.add(node.name)
+    return names
+
+
+def compiled(*targets):
+    """What the script prints; the checks that hold for every kernel are made."""
+    # This process may run the interpreter, whose kernels do not compile.
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT), *targets],
+        env=environment, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    results = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    for result in results:
+        assert result["size"] > 1000, result
+        assert result["narrow"] == [], result
+        if result["kernel"] in ELEMENTWISE:  # the loop over rows, and none per element
+            assert result.get("branches", 0) <= 2, result
+        if result["kernel"] in MOVERS:
+            assert result.get("wide", 1) > 0, result
+    return results
+
+
+# Every dtype on one NVIDIA and one AMD target, one variant of each kernel on the others.
+@pytest.mark.parametrize(
+    "targets",
+    [("cuda:80:one", "cuda:90:all", "cuda:100:one"), ("hip:gfx90a:one", "hip:gfx942:all")],
+    ids=["nvidia", "amd"],
+)
+def test_every_kernel_compiles(targets):
+    found = {(result["target"], result["kernel"]) for result in compiled(*targets)}
+    wanted = {target.rpartition(":")[0] for target in targets}
+    assert found == {(target, name) for target in wanted for name in kernel_names()}
+
+
+@pytest.mark.parametrize("target", ["cuda:90:tiles", "hip:gfx942:tiles"], ids=["nvidia", "amd"])
+def test_every_tile_compiles(target):
+    """An autotuned kernel may run with any tile of its list."""
+    found = {(result["kernel"], result["tile"]) for result in compiled(target)}
+    assert {name for name, _ in found} == set(MOVERS)
+    for name in MOVERS:
+        tiles = sorted(tile for kernel, tile in found if kernel == name)
+        assert tiles == list(range(1, len(tiles) + 1)) and len(tiles) > 3
+
+
+def test_narrow_products_are_found():
+    """The check of the addresses itself: a row index times the row length, in 32 bits."""
+    sys.path.insert(0, str(SCRIPT.parent))
+    from aot_compile import narrow_products
+
+    def ttir(integer):
+        return f"""
+            %row = tt.load %p, %m : tensor<4x!tt.ptr<i32>> loc(#loc1)
+            %wide = arith.extsi %row : tensor<4xi32> to tensor<4xi64> loc(#loc1)
+            %start = arith.muli %wide, %cst : tensor<4x{integer}> loc(#loc2)
+            %sum = arith.addi %start, %range : tensor<4x{integer}> loc(#loc3)
+            %ptr = tt.addptr %base, %sum : tensor<4x!tt.ptr<f16>>, tensor<4x{integer}> loc(#loc4)
+        """
+
+    assert narrow_products(ttir("i64")) == []
+    assert len(narrow_products(ttir("i32"))) == 1

@@ -1,0 +1,183 @@
+"""Gating, slots, inverse map and cumsum: kernels against their twins in fp64."""
+
+import pytest
+import torch
+from helpers.assertions import assert_close
+
+from fairseq_tutel.backends import torch as torch_backend
+from fairseq_tutel.backends import triton as kernels
+
+GATING_SHAPES = [
+    pytest.param(37, 5, 2, id="T37-E5-K2"),  # neither is a power of two
+    pytest.param(1, 1, 1, id="T1-E1-K1"),  # smallest
+    pytest.param(130, 8, 1, id="T130-E8-K1"),  # more blocks than programs
+    pytest.param(33, 6, 6, id="T33-E6-K6"),  # every expert chosen
+    pytest.param(9, 70, 4, id="T9-E70-K4"),  # one token per tile
+    pytest.param(0, 4, 2, id="T0-E4-K2"),  # no tokens
+]
+
+
+def gating_inputs(T, E, with_noise, with_pad, device):
+    generator = torch.Generator().manual_seed(T + E)
+    logits = 2 * torch.randn(T, E, generator=generator)
+    noise = torch.randn(T, E, generator=generator).to(device) if with_noise else None
+    pad = (torch.arange(T, device=device) % 3 == 1) if with_pad else None
+    return logits.to(device), noise, pad
+
+
+@pytest.mark.parametrize("with_pad", [False, True], ids=["nopad", "pad"])
+@pytest.mark.parametrize("with_noise", [False, True], ids=["plain", "noise"])
+@pytest.mark.parametrize(("T", "E", "K"), GATING_SHAPES)
+def test_topk_gating(T, E, K, with_noise, with_pad, device):
+    logits, noise, pad = gating_inputs(T, E, with_noise, with_pad, device)
+    got = kernels.topk_gating_fwd(logits, K, noise_TE=noise, pad_T=pad)
+    noise64 = None if noise is None else noise.double()
+    want = torch_backend.topk_gating_fwd(logits.double(), K, noise_TE=noise64, pad_T=pad)
+    names = ("expert", "gate", "prob_sum", "entropy_sum", "lse", "choice")
+    for name, a, b in zip(names, got, want, strict=True):
+        if b.dtype == torch.int32:
+            assert torch.equal(a, b), name
+        else:
+            assert a.dtype == torch.float32
+            assert_close(name, a, b, torch.float32)
+
+
+@pytest.mark.parametrize("with_pad", [False, True], ids=["nopad", "pad"])
+@pytest.mark.parametrize(("T", "E", "K"), GATING_SHAPES)
+def test_topk_gating_gradient(T, E, K, with_pad, device):
+    logits, _, pad = gating_inputs(T, E, False, with_pad, device)
+    expert, gate, prob_sum, _, lse, choice = kernels.topk_gating_fwd(logits, K, pad_T=pad)
+    choice = choice if with_pad else expert
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(t.shape, generator=generator).to(device) for t in (gate, prob_sum, lse)]
+    got = kernels.topk_gating_bwd(*grads, logits, lse, choice)
+    # the expected gradient by autograd of the definition, not by the twin's formula
+    logits64 = logits.double().requires_grad_()
+    prob = logits64.softmax(1)
+    outputs = (prob.gather(1, choice.long()), prob.sum(0), logits64.logsumexp(1))
+    torch.autograd.backward(outputs, [g.double() for g in grads])
+    assert_close("d_logits", got, logits64.grad, torch.float32)
+
+
+def test_gating_survives_nan_and_disabled_experts(device):
+    logits = torch.tensor([[1.0, float("nan"), 0.0], [float("-inf"), 2.0, float("-inf")]])
+    expert = kernels.topk_gating_fwd(logits.to(device), 3)[0].cpu()
+    assert expert.min() >= 0 and expert.max() < 3  # a NaN must not lead out of range
+    assert expert[1].tolist() == [1, 0, 2]  # distinct, though two are at -inf
+
+
+NAN, INF = float("nan"), float("inf")
+BAD_LOGITS = {
+    "all disabled": [-INF, -INF, -INF],  # uniform, as at the finite floor
+    "NaN": [1.0, NAN, 0.0],
+    "all NaN": [NAN, NAN, NAN],
+    "infinite": [0.0, INF, 1.0],
+    "far apart": [3e38, -3e38, 0.0],  # the difference overflows; the entropy is 0
+}
+
+
+@pytest.mark.parametrize("name", BAD_LOGITS)
+def test_bad_logits_are_treated_as_by_the_twin(name, device):
+    logits = torch.tensor([[0.5, -1.0, 2.0], BAD_LOGITS[name]], device=device)
+    got = kernels.topk_gating_fwd(logits, 3)
+    want = torch_backend.topk_gating_fwd(logits, 3)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+    entropy = got[3]
+    assert entropy.isnan().item() == (name in ("NaN", "all NaN", "infinite"))
+    if name == "all disabled":
+        torch.testing.assert_close(got[1][1].cpu(), torch.full((3,), 1 / 3))
+    grads = [torch.ones_like(got[1]), torch.ones(3, device=device), torch.ones(2, device=device)]
+    d_got = kernels.topk_gating_bwd(*grads, logits, got[4], got[0])
+    d_want = torch_backend.topk_gating_bwd(*grads, logits, want[4], want[0])
+    torch.testing.assert_close(d_got, d_want, equal_nan=True)
+
+
+def test_gating_ties_go_to_the_lowest_expert(device):
+    expert = kernels.topk_gating_fwd(torch.zeros(3, 5, device=device), 4)[0]
+    assert expert.cpu().tolist() == [[0, 1, 2, 3]] * 3
+
+
+def expert_choices(T, E, K, kind, device):
+    generator = torch.Generator().manual_seed(E)
+    scores = torch.rand(T, E, generator=generator)
+    expert = scores.argsort(dim=1)[:, :K].to(torch.int32)
+    if kind == "one":
+        expert[:] = E - 1  # all on one expert; the others are empty
+    elif kind == "dropped":
+        expert[torch.rand(T, K, generator=generator) < 0.4] = -1
+    return expert.to(device)
+
+
+@pytest.mark.parametrize("with_priority", [False, True], ids=["tokens", "priority"])
+@pytest.mark.parametrize("kind", ["spread", "one", "dropped"])
+@pytest.mark.parametrize(
+    ("T", "E", "K"),
+    [
+        (53, 7, 2),  # several blocks, the last one partly filled
+        (16, 16, 4),  # exactly one block; E a power of two, so the spare bin needs the next one
+        (150, 3, 3),  # more blocks than a tile of the scan holds, K = E
+        (1, 1, 1),
+        (0, 5, 2),
+    ],
+)
+def test_assign_slots(T, E, K, kind, with_priority, device):
+    expert = expert_choices(T, E, K, kind, device)
+    # few distinct priorities, so that ties occur
+    priority = (torch.arange(T, device=device) * 7 % 5).float() if with_priority else None
+    slot, count = kernels.assign_slots(expert, E, priority_T=priority)
+    want_slot, want_count = torch_backend.assign_slots(expert, E, priority_T=priority)
+    assert slot.dtype == count.dtype == torch.int32
+    assert torch.equal(slot, want_slot)
+    assert torch.equal(count, want_count)
+
+
+@pytest.mark.parametrize(
+    ("T", "K", "R"),
+    [
+        (41, 2, 100),  # some rows unused
+        (3, 4, 12),  # all rows used
+        (0, 2, 5),  # no tokens: all unused
+        (5, 1, 0),  # no rows: all dropped
+    ],
+)
+def test_invert_rows(T, K, R, device):
+    row = torch.full((T * K,), -1, dtype=torch.int32)
+    generator = torch.Generator().manual_seed(R)
+    used = min(T * K, R) if R == T * K else min(T * K, R) // 2
+    row[torch.randperm(T * K, generator=generator)[:used]] = torch.randperm(R, generator=generator)[
+        :used
+    ].int()
+    row = row.view(T, K).to(device)
+    pair = kernels.invert_rows(row, R)
+    assert pair.dtype == torch.int32
+    assert torch.equal(pair, torch_backend.invert_rows(row, R))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
+@pytest.mark.parametrize(
+    ("T", "E"),
+    [
+        (20, 5),  # one block
+        (300, 11),  # more blocks than a tile of the scan holds
+        (0, 3),
+        (7, 0),
+    ],
+)
+def test_fast_cumsum_sub_one(T, E, dtype, device):
+    generator = torch.Generator().manual_seed(T)
+    mask = (torch.rand(T, E, generator=generator) < 0.3).to(dtype).to(device)
+    got = kernels.fast_cumsum_sub_one(mask)
+    assert got.dtype == torch.int32
+    assert torch.equal(got, (mask.cumsum(0) - 1).int())
+
+
+def test_wrong_arguments_are_named(device):
+    with pytest.raises(ValueError, match=r"logits must be one of torch.float32, got.*float16"):
+        kernels.topk_gating_fwd(torch.zeros(2, 3, dtype=torch.float16, device=device), 1)
+    with pytest.raises(ValueError, match=r"noise must have shape \(2, 3\), got \(2, 4\)"):
+        kernels.topk_gating_fwd(
+            torch.zeros(2, 3, device=device), 1, noise_TE=torch.zeros(2, 4, device=device)
+        )
+    with pytest.raises(ValueError, match="expert must be one of torch.int32"):
+        kernels.assign_slots(torch.zeros(2, 1, dtype=torch.int64, device=device), 3)
