@@ -26,7 +26,8 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     packages=find_packages(include=["fairseq_tutel", "fairseq_tutel.*"]),
-    package_data={"fairseq_tutel": ["**/*.yaml"]},
+    # fairseq_tutel/configs is a link to configs/
+    package_data={"fairseq_tutel": ["configs/*.yaml", "configs/hardware/*.yaml"]},
     # fairseq only looks for a --user-dir among real files.
     zip_safe=False,
     python_requires=">=3.11",

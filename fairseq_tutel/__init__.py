@@ -1,26 +1,26 @@
 """Tutel-style mixture of experts as a plugin for stock fairseq (``--user-dir fairseq_tutel``).
 
-Importing the package registers the model, the criterion and the few hooks into fairseq where
-fairseq is installed; :mod:`fairseq_tutel.moe`, the layer alone, works without it.
+:mod:`fairseq_tutel.moe`, the layer alone, needs torch only and imports nothing of fairseq.
+fairseq's programs import a user dir by themselves, and the package then registers its model, its
+criterion and the few hooks with fairseq. A program that uses fairseq as a library calls
+:func:`register`, or ``TransformerLMGPTMoE.from_pretrained``, which does.
 """
 
-import importlib.util
 import sys
 
 __version__ = "0.1.0"
 
 
-def _runs_own_command() -> bool:
-    """Whether this is ``python -m fairseq_tutel.launch`` or the like.
+def register() -> None:
+    """Register the model and the criterion with fairseq and install the hooks; idempotent.
 
-    They do without fairseq, whose import takes seconds and sets up logging.
+    Raises:
+        ImportError: fairseq is not installed.
     """
-    words = sys.orig_argv[1:-1]
-    return any(
-        word == "-m" and after.startswith("fairseq_tutel.")
-        for word, after in zip(words, sys.orig_argv[2:], strict=True)
-    )
+    from . import criterions, models, training  # noqa: F401  (importing registers them)
+
+    training.install()
 
 
-if importlib.util.find_spec("fairseq") is not None and not _runs_own_command():
-    from . import criterions, models, training  # noqa: F401  (registers them with fairseq)
+if "fairseq.utils" in sys.modules:  # the module by which fairseq imports a --user-dir
+    register()

@@ -20,6 +20,7 @@ from fairseq_tutel.launch.hydra import (
     override_name,
     value_in_file,
     with_overrides,
+    with_shipped_configs,
     working_directory,
 )
 
@@ -157,10 +158,15 @@ def parse_command(words: Sequence[str], path: str | None = None) -> Command:
         found = _after_interpreter(words)
         start = found[1] if found else 1
         program = _find_program(words[0], path) + tuple(words[1:start])
-        return Command(found[0] if found else None, program, tuple(words[start:]))
+        return _command(found[0] if found else None, program, words[start:])
     module = _module_of(words[0])
     name = base if base in _COMMANDS else (_console_script(module) if module else None)
-    return Command(name, _find_program(words[0], path), tuple(words[1:]))
+    return _command(name, _find_program(words[0], path), words[1:])
+
+
+def _command(name: str | None, program: tuple[str, ...], arguments: Sequence[str]) -> Command:
+    hydra = _COMMANDS.get(name or "") == "hydra"
+    return Command(name, program, tuple(with_shipped_configs(arguments) if hydra else arguments))
 
 
 def _same(user: str, ours: str) -> bool:

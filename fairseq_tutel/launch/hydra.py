@@ -9,6 +9,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from fairseq_tutel.shipped_configs import CONFIGS, config_directory, with_extension
+
 # Where the command itself runs, as fairseq's own config.yaml has it, and no files of Hydra's.
 # Hydra's default is a new folder for every process, named after the second it started in: no rank
 # then finds another's checkpoints under a relative save_dir, nor its own of the last run.
@@ -57,8 +59,20 @@ def config_file(words: Sequence[str]) -> Path | None:
     name = flag_value(words, "--config-name", "-cn")
     if folder is None or name is None:
         return None
-    path = Path(folder) / (name if name.endswith((".yaml", ".yml")) else name + ".yaml")
+    path = Path(folder) / with_extension(name)
     return path if path.is_file() else None
+
+
+def with_shipped_configs(words: Sequence[str]) -> list[str]:
+    """``--config-dir`` of the shipped configs added where the user names one of them and no folder.
+
+    fairseq's own folder, which Hydra would look in, has no config of such a name.
+    """
+    name = flag_value(words, "--config-name", "-cn")
+    folder = flag_value(words, "--config-dir", "-cd", "--config-path", "-cp")
+    if name is None or folder is not None or not (CONFIGS / with_extension(name)).is_file():
+        return list(words)
+    return ["--config-dir", str(config_directory(with_extension(name))), *words]
 
 
 def value_in_file(path: Path, section: str, key: str) -> str | None:

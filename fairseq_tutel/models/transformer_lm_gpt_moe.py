@@ -14,6 +14,8 @@ from fairseq.models.transformer import Embedding
 from fairseq.models.transformer_lm import TransformerLanguageModel
 from torch import nn
 
+import fairseq_tutel
+
 from .. import ops
 from ..distributed import build_groups, process_world
 from ..moe import MoELayer
@@ -58,6 +60,12 @@ class TransformerLMGPTMoE(TransformerLanguageModel):
     def hub_models(cls):
         """No pre-trained model is published under this name."""
         return {}
+
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """As fairseq's; registers the package with fairseq first, so that sets of files load."""
+        fairseq_tutel.register()
+        return super().from_pretrained(*args, **kwargs)
 
     @classmethod
     def build_model(cls, args, task):

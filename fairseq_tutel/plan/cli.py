@@ -8,8 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..shipped_configs import CONFIGS, config_directory, with_extension
 from .figure import draw
-from .hardware import load_hardware
+from .hardware import Hardware, load_hardware
 from .overrides import check_overrides
 from .planner import ImpossiblePlan, check, ladder, make_plan
 from .report import as_dict, describe, table
@@ -18,7 +19,7 @@ from .settings import PLAN_KEYS, load_config, read_settings
 EPILOG = """\
 key=value:
   gpus=N              ranks (default: the config's world size)
-  hardware=NAME       a profile in CONFIG_DIR/hardware (default: a100-80g)
+  hardware=NAME       a profile in CONFIG_DIR/hardware, or a shipped one (default: a100-80g)
   vocabulary=N        size of the dictionary where the config's data is not here
   anything else       an override of the config, as for fairseq-hydra-train: +model.x=1 adds
                       what the file does not state, ~task.x takes out what it does
@@ -45,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--config-dir",
         type=Path,
-        help="folder of the configs (default: ./configs, or the one beside the package)",
+        help="folder of the configs (default: ./configs if the file is there, else the shipped "
+        f"ones, {CONFIGS})",
     )
     options.add_argument(
         "--ladder",
@@ -69,9 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    directory = options.config_dir or _default_directory()
+    directory = options.config_dir or config_directory(with_extension(options.config_name))
     own, overrides = _split(options.override)
-    hardware = load_hardware(directory, own.get("hardware", "a100-80g"))
+    hardware = _hardware(options.config_dir, own.get("hardware", "a100-80g"))
     for note in check_overrides(load_config(directory, options.config_name, []), overrides):
         print(f"note: {note}", file=sys.stderr)
     config = load_config(directory, options.config_name, overrides)
@@ -100,9 +102,12 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _default_directory() -> Path:
-    here = Path("configs")
-    return here if here.is_dir() else Path(__file__).resolve().parents[2] / "configs"
+def _hardware(directory: Path | None, name: str) -> Hardware:
+    """A profile of the folder that was named, else one of ./configs or a shipped one."""
+    file = f"hardware/{with_extension(name)}"
+    if directory is None or not (directory / file).is_file():
+        directory = config_directory(file)
+    return load_hardware(directory, name)
 
 
 def _split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -21,7 +21,9 @@ from presets import LayerShape
 from ranks import Ranks
 from record import ROOT
 
-import fairseq_tutel  # noqa: F401  (registers the model and the trainer)
+import fairseq_tutel
+
+fairseq_tutel.register()
 
 VARIANTS = {
     "moe": "this plugin",

@@ -28,7 +28,7 @@ import torch.distributed as dist
 # Seconds that the other ranks get to fail too, once one has failed.
 GRACE = 3.0
 # torch imports the last when the first custom operator runs: a second of work for each rank
-_PRELOAD = ["torch", "pytest", "fairseq_tutel", "fairseq.trainer", "torch._dynamo"]
+_PRELOAD = ["torch", "pytest", "fairseq.trainer", "fairseq_tutel", "torch._dynamo"]
 
 
 class RanksFailed(AssertionError):

@@ -1,0 +1,75 @@
+"""When the package registers with fairseq, and where its configs are."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fairseq_tutel.__main__ import main
+from fairseq_tutel.plan.cli import main as plan
+from fairseq_tutel.shipped_configs import CONFIGS, config_directory
+
+ROOT = Path(__file__).parents[1]
+PROGRAM = """
+import logging, sys, warnings
+factory, hook, filters = logging.getLogRecordFactory(), sys.excepthook, list(warnings.filters)
+import fairseq_tutel.moe
+assert not {"fairseq", "fairseq_cli", "hydra"} & {name.split(".")[0] for name in sys.modules}
+assert (factory, hook) == (logging.getLogRecordFactory(), sys.excepthook)
+from fairseq_tutel.models import TransformerLMGPTMoE
+from fairseq.trainer import Trainer
+assert Trainer.__new__ is object.__new__, "registered by an import of the model alone"
+try:
+    TransformerLMGPTMoE.from_pretrained("no", "such.pt")
+except Exception:
+    pass
+assert Trainer.__new__ is not object.__new__, "not registered by from_pretrained"
+"""
+
+
+def test_the_layer_imports_nothing_of_fairseq_and_from_pretrained_registers():
+    """One process of its own: here, the tests themselves have registered already."""
+    pytest.importorskip("fairseq")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_configs_are_found_by_name_from_anywhere(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["configs"]) == 0
+    assert capsys.readouterr().out == f"{CONFIGS}\n"
+    assert {path.name for path in CONFIGS.glob("*.yaml")} >= {"meta_1.1t.yaml", "tiny_cpu.yaml"}
+    assert plan(["--config-name", "meta_1.1t", "gpus=512", "hardware=h100"]) == 0
+    assert "H100" in capsys.readouterr().out
+
+
+def test_a_changed_copy_goes_before_the_shipped_config(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    assert config_directory("tiny_cpu.yaml") == CONFIGS  # a folder of that name, without the file
+    (tmp_path / "configs" / "tiny_cpu.yaml").write_text("")
+    assert config_directory("tiny_cpu.yaml") == Path("configs")
+
+
+def test_an_unknown_word_is_refused(capsys):
+    assert main(["confgs"]) == 2
+    assert "confgs" in capsys.readouterr().err
+
+
+def test_the_package_that_pip_installs_holds_the_configs(tmp_path):
+    """A wheel is a zip file; building it without isolation takes seconds and no network."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q",
+         "-w", tmp_path, ROOT],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,) = tmp_path.glob("fairseq_tutel-*.whl")
+    listed = subprocess.run(
+        [sys.executable, "-m", "zipfile", "-l", wheel], capture_output=True, text=True, check=True
+    ).stdout
+    for name in ("configs/meta_1.1t.yaml", "configs/hardware/h100.yaml", "moe/layer.py"):
+        assert f"fairseq_tutel/{name} " in listed, name
