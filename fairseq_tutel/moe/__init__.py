@@ -2,7 +2,7 @@
 
 Data flows one way and nothing is parked on a module::
 
-    x_TM -> router -> RoutingPlan -> dispatcher.dispatch -> expert rows -> experts
+    x_TM -> router -> Routing -> dispatcher.dispatch -> expert rows -> experts
          -> dispatcher.combine -> y_TM, MoEAux(loss, stats)
 """
 
@@ -11,8 +11,8 @@ from .data_parallel import wrap_data_parallel
 from .dispatcher import ExpertRows, dispatch_and_combine
 from .experts import Experts
 from .layer import MoELayer
-from .plan import RoutingPlan
 from .router import CosineGate, LinearGate, make_gate, route
+from .routing import Routing
 from .stats import METRIC_NAMES, MoEAux
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
     "MoEAux",
     "MoEConfig",
     "MoELayer",
-    "RoutingPlan",
+    "Routing",
     "dispatch_and_combine",
     "make_gate",
     "route",

@@ -14,7 +14,7 @@ import torch
 from .. import ops
 from ..distributed import ExpertParallelGroups, all_to_all, all_to_all_uneven, exchange_counts
 from ..distributed.timing import ExchangeTimer
-from .plan import RoutingPlan
+from .routing import Routing
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ExpertRows:
 
 def dispatch_and_combine(
     x_TM: torch.Tensor,
-    plan: RoutingPlan,
+    routing: Routing,
     experts: Callable[[ExpertRows], torch.Tensor],
     groups: ExpertParallelGroups,
     timer: ExchangeTimer | None = None,
@@ -42,7 +42,7 @@ def dispatch_and_combine(
 
     Args:
         x_TM: [T, M].
-        plan: routing of these T tokens.
+        routing: routing of these T tokens.
         experts: maps :class:`ExpertRows` to a tensor of the shape of its rows.
         groups: where the experts live.
         timer: measures the two exchanges.
@@ -51,20 +51,20 @@ def dispatch_and_combine(
         [T, M]; zero for a token none of whose choices was kept.
     """
     timer = timer or ExchangeTimer(x_TM.device, enabled=False)
-    if plan.padded:
-        return _padded(x_TM, plan, experts, groups, timer)
+    if routing.padded:
+        return _padded(x_TM, routing, experts, groups, timer)
     if groups.ep_size == 1:
-        rows = ops.dispatch(x_TM, plan.row_TK, plan.pair_R)
-        out = experts(ExpertRows(rows, plan.kept_E.cumsum(0, dtype=torch.int32)))
-        return ops.combine(out, plan.row_TK, plan.pair_R, plan.weight_TK)
-    return _ragged(x_TM, plan, experts, groups, timer)
+        rows = ops.dispatch(x_TM, routing.dest_row_TK, routing.src_pair_R)
+        out = experts(ExpertRows(rows, routing.num_kept_per_expert_E.cumsum(0, dtype=torch.int32)))
+        return ops.combine(out, routing.dest_row_TK, routing.src_pair_R, routing.topk_weight_TK)
+    return _ragged(x_TM, routing, experts, groups, timer)
 
 
-def _padded(x_TM, plan, experts, groups, timer):
+def _padded(x_TM, routing, experts, groups, timer):
     """Equal parts: rank-major [W, e, C] at the wire, expert-major [e, W*C] at the product."""
-    ranks, local, capacity = groups.ep_size, groups.num_local_experts, plan.capacity
+    ranks, local, capacity = groups.ep_size, groups.num_local_experts, routing.capacity
     model_dim = x_TM.shape[1]
-    rows = ops.dispatch(x_TM, plan.row_TK, plan.pair_R)
+    rows = ops.dispatch(x_TM, routing.dest_row_TK, routing.src_pair_R)
     with timer.measure():
         rows = all_to_all(rows, groups)
     rows = rows.view(ranks, local, capacity, model_dim).transpose(0, 1)
@@ -72,16 +72,16 @@ def _padded(x_TM, plan, experts, groups, timer):
     out = out.view(local, ranks, capacity, model_dim).transpose(0, 1).reshape(-1, model_dim)
     with timer.measure():
         out = all_to_all(out, groups)
-    return ops.combine(out, plan.row_TK, plan.pair_R, plan.weight_TK)
+    return ops.combine(out, routing.dest_row_TK, routing.src_pair_R, routing.topk_weight_TK)
 
 
-def _ragged(x_TM, plan, experts, groups, timer):
+def _ragged(x_TM, routing, experts, groups, timer):
     """Parts of the size that is needed. NOTE: the counts are read by the host."""
-    count_WL = exchange_counts(plan.kept_E, groups)
-    sent_W = plan.kept_E.view(groups.ep_size, -1).sum(1)
+    count_WL = exchange_counts(routing.num_kept_per_expert_E, groups)
+    sent_W = routing.num_kept_per_expert_E.view(groups.ep_size, -1).sum(1)
     sent, received = torch.stack([sent_W, count_WL.sum(1)]).tolist()
-    pair_R = plan.pair_R[: sum(sent)]
-    rows = ops.dispatch(x_TM, plan.row_TK, pair_R)
+    pair_R = routing.src_pair_R[: sum(sent)]
+    rows = ops.dispatch(x_TM, routing.dest_row_TK, pair_R)
     with timer.measure():
         rows = all_to_all_uneven(rows, sent, received, groups)
     order = _expert_major_order(count_WL, sum(received))
@@ -92,7 +92,7 @@ def _ragged(x_TM, plan, experts, groups, timer):
         out = out.index_select(0, order.argsort())
     with timer.measure():
         out = all_to_all_uneven(out, received, sent, groups)
-    return ops.combine(out, plan.row_TK, pair_R, plan.weight_TK)
+    return ops.combine(out, routing.dest_row_TK, pair_R, routing.topk_weight_TK)
 
 
 def _expert_major_order(count_WL, num_rows):

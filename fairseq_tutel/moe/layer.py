@@ -197,7 +197,7 @@ class MoELayer(nn.Module):
             self._refuse_other_overrides(step.agreed, overrides)
         logits_TE = self._logits(x_TM, given_TM, config)
         with torch.autocast(x.device.type, enabled=False):  # routing says itself what is fp32
-            plan, aux = route(
+            routing, aux = route(
                 logits_TE,
                 config,
                 self.training,
@@ -205,7 +205,7 @@ class MoELayer(nn.Module):
                 num_tokens=step.num_tokens,
             )
         timer = ExchangeTimer(x.device, enabled=self.record_exchange_time)
-        y_TM = dispatch_and_combine(x_TM, plan, self.experts, self._routes, timer)
+        y_TM = dispatch_and_combine(x_TM, routing, self.experts, self._routes, timer)
         if self.record_exchange_time:
             times = aux.metrics.new_tensor([timer.cpu_ms, timer.cuda_ms])
             aux = aux._replace(metrics=torch.cat([aux.metrics[:-2], times]))

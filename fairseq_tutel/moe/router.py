@@ -1,4 +1,4 @@
-"""The gate: from tokens to a :class:`RoutingPlan` and its losses.
+"""The gate: from tokens to a :class:`Routing` and its losses.
 
 Numerics follow fairseq's ``moe`` branch (top1gate.py, top2gate.py) for K = 1 and 2; larger K
 extends its top-2 rules. Where those are wrong this module does the right thing:
@@ -21,7 +21,7 @@ from torch import nn
 from .. import ops
 from ..config import MoEConfig
 from . import losses
-from .plan import RoutingPlan, build_plan, normalize_gates
+from .routing import Routing, build_routing, normalize_gates
 from .stats import MoEAux, routing_metrics
 
 
@@ -168,9 +168,8 @@ def route(
     *,
     pad_T: torch.Tensor | None = None,
     num_tokens: int | None = None,
-) -> tuple[RoutingPlan, MoEAux]:
-    """From logits to a plan, an aux loss and statistics; a custom gate can call this with its own
-    logits.
+) -> tuple[Routing, MoEAux]:
+    """From logits to a routing, an aux loss and statistics; a custom gate may call it with its own.
 
     Args:
         logits_TE: [T, E], with gradient. Half logits are cast to fp32 first: their softmax and
@@ -203,7 +202,7 @@ def route(
     chosen_TK = expert_TK
     if training and config.second_expert_policy == "random" and config.top_k > 1:
         expert_TK = _reject_at_random(expert_TK, gate_TK.detach(), config.top_k)
-    plan = build_plan(
+    routing = build_routing(
         expert_TK,
         gate_TK,
         num_experts,
@@ -217,20 +216,20 @@ def route(
         threshold_T = logits_TE.detach().gather(1, chosen_TK[:, -1:].clamp(min=0).long())[:, 0]
         loss = losses.load_importance_loss(prob_TE, clean_logits_TE, threshold_T, noise_std, pad_T)
     else:
-        loss = losses.balance_loss(prob_sum_E, plan.count_KE[0], tokens)
+        loss = losses.balance_loss(prob_sum_E, routing.num_routed_KE[0], tokens)
     if config.z_loss_weight > 0:
         loss = loss + config.z_loss_weight * losses.z_loss(lse_T)
-    chosen_KE = plan.count_KE
+    chosen_KE = routing.num_routed_KE
     if chosen_TK is not expert_TK:
         chosen_KE = torch.stack([_histogram(chosen_TK[:, k], num_experts) for k in (0, 1)])
-    load_E = plan.count_KE.sum(0, dtype=torch.int32)
+    load_E = routing.num_routed_KE.sum(0, dtype=torch.int32)
     aux = MoEAux(
         loss=loss,
-        metrics=routing_metrics(plan, chosen_KE, entropy_sum.detach()),
+        metrics=routing_metrics(routing, chosen_KE, entropy_sum.detach()),
         load_E=load_E,
         needed_capacity=load_E.max(),
     )
-    return plan, aux
+    return routing, aux
 
 
 def _reject_at_random(expert_TK, gate_TK, top_k):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .plan import RoutingPlan
+from .routing import Routing
 
 METRIC_NAMES = (
     "overflow_expert1",
@@ -53,7 +53,7 @@ class MoEAux(NamedTuple):
 
 @torch.no_grad()
 def routing_metrics(
-    plan: RoutingPlan, chosen_KE: torch.Tensor, entropy_sum: torch.Tensor
+    routing: Routing, chosen_KE: torch.Tensor, entropy_sum: torch.Tensor
 ) -> torch.Tensor:
     """Compute the metrics of one layer; the two times are zero.
 
@@ -69,17 +69,17 @@ def routing_metrics(
     Returns:
         fp32 [11] in the order of METRIC_NAMES.
     """
-    num_tokens, top_k = plan.expert_TK.shape
+    num_tokens, top_k = routing.expert_TK.shape
     # Both choices at once: on a GPU each of these small operations costs a launch, in every layer.
     metrics = torch.zeros(len(METRIC_NAMES), dtype=torch.float32, device=entropy_sum.device)
     if top_k > 1:
-        routed_K = plan.count_KE.sum(1)
-        dropped_K = routed_K - plan.keep_TK.sum(0)
+        routed_K = routing.num_routed_KE.sum(1)
+        dropped_K = routed_K - routing.kept_TK.sum(0)
         metrics[:2] = 100.0 * dropped_K[:2] / routed_K[:2].clamp(min=1)
     metrics[2] = entropy_sum / max(num_tokens, 1)
     share_KE = 100.0 * chosen_KE[:2].float() / max(num_tokens, 1)
     ranked_KE = share_KE.sort(dim=1, descending=True).values
-    count = max(math.ceil(plan.num_experts * _BALANCE_SHARE), 1)
+    count = max(math.ceil(routing.num_experts * _BALANCE_SHARE), 1)
     balance_K3 = torch.stack(
         [
             ranked_KE[:, :count].sum(1),

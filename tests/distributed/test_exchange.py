@@ -75,19 +75,19 @@ def _round_trips():
             logits[:, 0] += 4  # a favourite, so that some tokens are dropped
             logits.requires_grad_()
             step = agree_step(len(x), {}, groups)
-            plan, _ = route(logits, config, training=True, num_tokens=step.num_tokens)
-            assert plan.padded == (factor > 0)
-            y = dispatch_and_combine(x, plan, lambda batch: batch.rows, groups)
+            routing, _ = route(logits, config, training=True, num_tokens=step.num_tokens)
+            assert routing.padded == (factor > 0)
+            y = dispatch_and_combine(x, routing, lambda batch: batch.rows, groups)
             target = torch.randn_like(x)
             (y * target).sum().backward()
             other_x = x.detach().clone().requires_grad_()
             other_logits = logits.detach().clone().requires_grad_()
-            plan, _ = route(other_logits, config, training=True, num_tokens=step.num_tokens)
-            want = other_x * plan.weight_TK.sum(1, keepdim=True)
+            routing, _ = route(other_logits, config, training=True, num_tokens=step.num_tokens)
+            want = other_x * routing.topk_weight_TK.sum(1, keepdim=True)
             (want * target).sum().backward()
             pairs = {"y": (y, want), "x": (x.grad, other_x.grad),
                      "logits": (logits.grad, other_logits.grad)}
-            dropped = int((plan.row_TK < 0).sum())
+            dropped = int((routing.dest_row_TK < 0).sum())
             errors[num_experts, layout] = (
                 {name: rms_ratio(*pair) if len(x) else 0.0 for name, pair in pairs.items()},
                 dropped,

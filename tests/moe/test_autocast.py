@@ -76,10 +76,10 @@ def test_custom_gate_in_a_half_model(name, backend):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_route_computes_in_fp32_at_least(dtype):
     logits = torch.randn(24, 4).to(dtype).requires_grad_()
-    plan, aux = route(logits, MoEConfig(num_experts=4), training=True)
+    routing, aux = route(logits, MoEConfig(num_experts=4), training=True)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    assert plan.weight_TK.dtype == aux.loss.dtype == wide
-    (plan.weight_TK.square().sum() + aux.loss).backward()
+    assert routing.topk_weight_TK.dtype == aux.loss.dtype == wide
+    (routing.topk_weight_TK.square().sum() + aux.loss).backward()
     assert logits.grad.dtype == dtype
 
 

@@ -381,5 +381,5 @@ def test_wrong_sizes_are_refused_with_their_values():
 def test_a_custom_gate_may_call_route():
     """What is public in the package suffices to route with logits of one's own."""
     layer = make_layer(torch.float32)
-    plan, aux = route(torch.randn(6, E), layer.config, training=True)
-    assert plan.weight_TK.shape == (6, 2) and aux.loss > 0
+    routing, aux = route(torch.randn(6, E), layer.config, training=True)
+    assert routing.topk_weight_TK.shape == (6, 2) and aux.loss > 0

@@ -1,4 +1,4 @@
-"""``route`` against gating written out with dense masks, and the invariants of its plans."""
+"""``route`` against gating written out with dense masks, and the invariants of its results."""
 
 import math
 
@@ -111,10 +111,11 @@ def reference(config, logits, pad, training, seed):
     )
 
 
-def weight_by_expert(plan):
-    """[T, E] combine weights of a plan."""
-    weight_TE = plan.weight_TK.new_zeros(len(plan.weight_TK), plan.num_experts)
-    return weight_TE.scatter_add(1, plan.expert_TK.clamp(min=0).long(), plan.weight_TK)
+def weight_by_expert(routing):
+    """[T, E] combine weights."""
+    weight_TK = routing.topk_weight_TK
+    weight_TE = weight_TK.new_zeros(len(weight_TK), routing.num_experts)
+    return weight_TE.scatter_add(1, routing.expert_TK.clamp(min=0).long(), weight_TK)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
@@ -123,18 +124,18 @@ def test_route_equals_dense_masks(name, training):
     for seed in range(3):
         config, logits, pad = set_up(name, seed)
         want = reference(config, logits, pad, training, seed)
-        plan, aux = route(logits, config, training, pad_T=pad)
+        routing, aux = route(logits, config, training, pad_T=pad)
 
-        assert_close("weights", weight_by_expert(plan), want.weight_TE, torch.float64)
+        assert_close("weights", weight_by_expert(routing), want.weight_TE, torch.float64)
         kept_KTE = torch.zeros_like(want.kept_KTE)
-        k_index, t_index = (plan.keep_TK.t()).nonzero(as_tuple=True)
-        kept_KTE[k_index, t_index, plan.expert_TK.t()[k_index, t_index].long()] = True
+        k_index, t_index = (routing.kept_TK.t()).nonzero(as_tuple=True)
+        kept_KTE[k_index, t_index, routing.expert_TK.t()[k_index, t_index].long()] = True
         assert torch.equal(kept_KTE, want.kept_KTE)
         assert_close("loss", aux.loss, want.loss, torch.float64)
 
         target = torch.randn(len(logits), E, dtype=torch.float64)
         losses = [(w * target).sum() + 3 * x for w, x in (
-            (want.weight_TE, want.loss), (weight_by_expert(plan), aux.loss)
+            (want.weight_TE, want.loss), (weight_by_expert(routing), aux.loss)
         )]
         want_grad, grad = (torch.autograd.grad(x, logits)[0] for x in losses)
         assert_close("gradient of logits", grad, want_grad, torch.float64)
@@ -151,26 +152,26 @@ def test_rows_are_one_to_one_and_within_their_expert(name, training):
     config, logits, pad = set_up(name, seed=11)
     want = reference(config, logits, pad, training, seed=11)
     capacity = expected_capacity(config, len(logits), training)
-    plan, aux = route(logits, config, training, pad_T=pad)
-    assert plan.padded == (training and config.capacity_factor > 0)
+    routing, aux = route(logits, config, training, pad_T=pad)
+    assert routing.padded == (training and config.capacity_factor > 0)
     kept_E = want.kept_KTE.sum((0, 1))
-    assert plan.kept_E.tolist() == kept_E.tolist()
+    assert routing.num_kept_per_expert_E.tolist() == kept_E.tolist()
     start_E = kept_E.cumsum(0) - kept_E
-    if plan.padded:
+    if routing.padded:
         start_E = capacity * torch.arange(E)
-        assert len(plan.pair_R) == E * capacity
+        assert len(routing.src_pair_R) == E * capacity
     rows = {}
     for k, t, expert in want.kept_KTE.nonzero().tolist():
         rows[int(start_E[expert] + want.location_KT[k, t])] = t * config.top_k + k
     assert len(rows) == int(kept_E.sum())
-    for row, pair in enumerate(plan.pair_R.tolist()):
+    for row, pair in enumerate(routing.src_pair_R.tolist()):
         assert pair == rows.get(row, -1), row
-    for t, k in (plan.row_TK < 0).nonzero().tolist():
-        assert plan.weight_TK[t, k] == 0
+    for t, k in (routing.dest_row_TK < 0).nonzero().tolist():
+        assert routing.topk_weight_TK[t, k] == 0
     for row, pair in rows.items():
-        assert plan.row_TK.flatten()[pair] == row
-    assert int(plan.keep_TK.sum()) == len(rows)
-    routed_E = [int((want.location_KT >= 0)[plan.expert_TK.t() == e].sum()) for e in range(E)]
+        assert routing.dest_row_TK.flatten()[pair] == row
+    assert int(routing.kept_TK.sum()) == len(rows)
+    routed_E = [int((want.location_KT >= 0)[routing.expert_TK.t() == e].sum()) for e in range(E)]
     assert aux.load_E.tolist() == routed_E and int(aux.needed_capacity) == max(routed_E)
 
 
@@ -179,15 +180,15 @@ def test_evaluation_is_deterministic(policy):
     """The reference draws noise in evaluation too; here it takes the next best and keeps it."""
     config = MoEConfig(num_experts=E, second_expert_policy=policy, gate_noise=1.0)
     logits = torch.randn(T, E)
-    plans = []
+    routings = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        plans.append(route(logits, config, training=False)[0])
-    assert torch.equal(plans[0].expert_TK, logits.topk(2).indices.to(torch.int32))
-    assert torch.equal(plans[0].row_TK, plans[1].row_TK)
-    assert torch.equal(plans[0].weight_TK, plans[1].weight_TK)
+        routings.append(route(logits, config, training=False)[0])
+    assert torch.equal(routings[0].expert_TK, logits.topk(2).indices.to(torch.int32))
+    assert torch.equal(routings[0].dest_row_TK, routings[1].dest_row_TK)
+    assert torch.equal(routings[0].topk_weight_TK, routings[1].topk_weight_TK)
     trained = route(logits, config, training=True)[0]
-    assert not torch.equal(trained.weight_TK, plans[0].weight_TK)
+    assert not torch.equal(trained.topk_weight_TK, routings[0].topk_weight_TK)
 
 
 def test_sampled_second_expert_follows_the_softmax_of_the_rest():
@@ -195,9 +196,9 @@ def test_sampled_second_expert_follows_the_softmax_of_the_rest():
     row = torch.tensor([2.0, 1.0, 0.0, -1.0])
     config = MoEConfig(num_experts=4, second_expert_policy="sampling", capacity_factor=0.0)
     torch.manual_seed(5)
-    plan, _ = route(row.expand(40_000, 4), config, training=True)
-    assert (plan.expert_TK[:, 0] == 0).all()
-    share = torch.bincount(plan.expert_TK[:, 1], minlength=4) / 40_000
+    routing, _ = route(row.expand(40_000, 4), config, training=True)
+    assert (routing.expert_TK[:, 0] == 0).all()
+    share = torch.bincount(routing.expert_TK[:, 1], minlength=4) / 40_000
     p = row.softmax(0)
     torch.testing.assert_close(share, torch.cat([p.new_zeros(1), p[1:] / p[1:].sum()]),
                                atol=0.01, rtol=0)
@@ -211,22 +212,22 @@ def test_random_policy_keeps_the_second_with_twice_its_gate(before):
         normalize_before_dropping=before,
     )
     torch.manual_seed(6)
-    plan, _ = route(row.expand(40_000, 3), config, training=True)
+    routing, _ = route(row.expand(40_000, 3), config, training=True)
     p = row.softmax(0)
     second = p[1] / (p[0] + p[1]) if before else p[1]
-    kept = (plan.expert_TK[:, 1] == 1).float().mean()
+    kept = (routing.expert_TK[:, 1] == 1).float().mean()
     assert kept.item() == pytest.approx(2 * second.item(), abs=0.01)
-    assert (plan.expert_TK[:, 0] == 0).all()
-    rejected = plan.expert_TK[:, 1] < 0
+    assert (routing.expert_TK[:, 0] == 0).all()
+    rejected = routing.expert_TK[:, 1] < 0
     weight = p[0] / (p[0] + p[1]) if before else torch.tensor(1.0)
-    torch.testing.assert_close(plan.weight_TK[rejected][:, 0].mean(), weight)
+    torch.testing.assert_close(routing.topk_weight_TK[rejected][:, 0].mean(), weight)
 
 
 def test_capacity_comes_from_the_agreed_token_count():
     """A rank with few tokens lays its rows out for the rank with the most."""
     config = MoEConfig(num_experts=E, top_k=2)
-    plan, _ = route(torch.randn(3, E), config, training=True, num_tokens=20)
-    assert plan.capacity == 2 * 4 and len(plan.pair_R) == E * 8
+    routing, _ = route(torch.randn(3, E), config, training=True, num_tokens=20)
+    assert routing.capacity == 2 * 4 and len(routing.src_pair_R) == E * 8
 
 
 def test_perfect_balance_costs_one_and_collapse_costs_more():
@@ -346,8 +347,8 @@ def test_gradient_check_in_fp64():
 
     def function(logits):
         torch.manual_seed(4)
-        plan, aux = route(logits, config, training=True)
-        return plan.weight_TK, aux.loss
+        routing, aux = route(logits, config, training=True)
+        return routing.topk_weight_TK, aux.loss
 
     logits = torch.randn(T, E, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(function, (logits,))

@@ -16,42 +16,43 @@ from .. import ops
 
 
 @dataclass(frozen=True)
-class RoutingPlan:
+class Routing:
     """The routing of T tokens of one rank to K of E experts each.
 
     Attributes:
         expert_TK: int32 expert of each choice, -1 where the choice is not routed (padding,
             rejected).
-        row_TK: int32 row of the send buffer, -1 where not routed or over capacity.
-        pair_R: int32 flat index t*K+k of the pair in each row, -1 in unused rows.
-        weight_TK: fp32 combine weight, 0 where row_TK is -1; carries the gate's gradient.
-        count_KE: int32 routed pairs per choice and expert, before dropping.
-        kept_E: int32 rows that each expert receives from this rank, after dropping.
+        dest_row_TK: int32 row of the send buffer, -1 where not routed or over capacity.
+        src_pair_R: int32 flat index t*K+k of the pair in each row, -1 in unused rows.
+        topk_weight_TK: fp32 combine weight, 0 where dest_row_TK is -1; carries the gate's
+            gradient.
+        num_routed_KE: int32 routed pairs per choice and expert, before dropping.
+        num_kept_per_expert_E: int32 rows that each expert receives from this rank, after dropping.
         capacity: C, or None where nothing is dropped.
         padded: the layout.
     """
 
     expert_TK: torch.Tensor
-    row_TK: torch.Tensor
-    pair_R: torch.Tensor
-    weight_TK: torch.Tensor
-    count_KE: torch.Tensor
-    kept_E: torch.Tensor
+    dest_row_TK: torch.Tensor
+    src_pair_R: torch.Tensor
+    topk_weight_TK: torch.Tensor
+    num_routed_KE: torch.Tensor
+    num_kept_per_expert_E: torch.Tensor
     capacity: int | None
     padded: bool
 
     @property
     def num_experts(self) -> int:
         """E."""
-        return self.count_KE.shape[1]
+        return self.num_routed_KE.shape[1]
 
     @property
-    def keep_TK(self) -> torch.Tensor:
+    def kept_TK(self) -> torch.Tensor:
         """bool, which pairs reach an expert."""
-        return self.row_TK >= 0
+        return self.dest_row_TK >= 0
 
 
-def build_plan(
+def build_routing(
     expert_TK: torch.Tensor,
     gate_TK: torch.Tensor,
     num_experts: int,
@@ -60,7 +61,7 @@ def build_plan(
     padded: bool,
     priority_T: torch.Tensor | None = None,
     normalize_before: bool = False,
-) -> RoutingPlan:
+) -> Routing:
     """Give every routed pair a slot in its expert, drop what exceeds the capacity, weight the rest.
 
     All first choices take their slots before all second choices and so on; within a choice the
@@ -80,29 +81,31 @@ def build_plan(
         priority_T: fp32 [T], larger goes first.
     """
     num_tokens, top_k = expert_TK.shape
-    slot_TK, count_KE = ops.assign_slots(expert_TK, num_experts, priority_T=priority_T)
-    kept_E = count_KE.sum(0, dtype=torch.int32)
-    keep_TK = slot_TK >= 0
+    position_in_expert_TK, num_routed_KE = ops.assign_slots(
+        expert_TK, num_experts, priority_T=priority_T
+    )
+    num_kept_per_expert_E = num_routed_KE.sum(0, dtype=torch.int32)
+    kept_TK = position_in_expert_TK >= 0
     if capacity is not None:
-        kept_E = kept_E.clamp(max=capacity)
-        keep_TK = keep_TK & (slot_TK < capacity)
+        num_kept_per_expert_E = num_kept_per_expert_E.clamp(max=capacity)
+        kept_TK = kept_TK & (position_in_expert_TK < capacity)
     if padded:
-        base_TK, num_rows = expert_TK * capacity, num_experts * capacity
+        first_row_TK, num_rows = expert_TK * capacity, num_experts * capacity
     else:
-        base_E = kept_E.cumsum(0, dtype=torch.int32) - kept_E
-        base_TK = base_E[expert_TK.clamp(min=0).long()]
+        first_row_E = num_kept_per_expert_E.cumsum(0, dtype=torch.int32) - num_kept_per_expert_E
+        first_row_TK = first_row_E[expert_TK.clamp(min=0).long()]
         num_rows = num_tokens * top_k
-    row_TK = torch.where(keep_TK, base_TK + slot_TK, -1).to(torch.int32)
-    weight_TK = gate_TK * keep_TK
+    dest_row_TK = torch.where(kept_TK, first_row_TK + position_in_expert_TK, -1).to(torch.int32)
+    topk_weight_TK = gate_TK * kept_TK
     if top_k > 1 and not normalize_before:
-        weight_TK = normalize_gates(weight_TK)
-    return RoutingPlan(
+        topk_weight_TK = normalize_gates(topk_weight_TK)
+    return Routing(
         expert_TK=expert_TK,
-        row_TK=row_TK,
-        pair_R=ops.invert_rows(row_TK, num_rows),
-        weight_TK=weight_TK,
-        count_KE=count_KE,
-        kept_E=kept_E,
+        dest_row_TK=dest_row_TK,
+        src_pair_R=ops.invert_rows(dest_row_TK, num_rows),
+        topk_weight_TK=topk_weight_TK,
+        num_routed_KE=num_routed_KE,
+        num_kept_per_expert_E=num_kept_per_expert_E,
         capacity=capacity,
         padded=padded,
     )
