@@ -260,6 +260,9 @@ def rank_options(
             wanted["distributed_backend"] = "gloo" if cpu else "nccl"
     if cpu:
         wanted["cpu"] = None
+        if command.kind != "sharded":
+            # fairseq 0.12.2 makes a group, of nccl unless told otherwise, also of a single rank
+            wanted["distributed_backend"] = "gloo"
     return {key: value for key, value in wanted.items() if command.given(key) is None}
 
 

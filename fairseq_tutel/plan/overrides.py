@@ -41,15 +41,14 @@ def _check(config: DictConfig, override: str) -> str | None:
     section = key.partition(".")[0]
     if section in ("hydra", "defaults") or "/" in key:
         return f"{override}: for Hydra itself, not part of the plan"
-    stated = OmegaConf.select(config, key, default=_ABSENT, throw_on_missing=False)
-    in_schema = key in _schema()
-    if name.startswith("~") or name.startswith("++") and (stated is not _ABSENT or in_schema):
+    known = _states(config, key) or key in _schema()
+    if name.startswith("~") or name.startswith("++") and known:
         return None
     if name.startswith("+"):
-        if stated is not _ABSENT or in_schema:
+        if known:
             raise ValueError(f"override {override!r}: {key} is there already: leave out the +")
         return _check_addition(override, section, key)
-    if stated is _ABSENT and not in_schema:
+    if not known:
         raise ValueError(
             f"override {override!r}: neither the config file nor fairseq's schema has {key}; "
             + _hint(config, section, key)
@@ -57,7 +56,13 @@ def _check(config: DictConfig, override: str) -> str | None:
     return None
 
 
-_ABSENT = object()
+def _states(config: DictConfig, key: str) -> bool:
+    """Whether the file has the key, be it null (``select`` of omegaconf 2.0 takes no default)."""
+    if OmegaConf.select(config, key) is not None:
+        return True
+    parent, _, name = key.rpartition(".")
+    section = OmegaConf.select(config, parent) if parent else config
+    return isinstance(section, DictConfig) and name in section
 
 
 def _check_addition(override: str, section: str, key: str) -> str | None:

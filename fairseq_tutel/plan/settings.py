@@ -158,7 +158,7 @@ def load_config(directory: Path, name: str, overrides: Sequence[str]) -> DictCon
         key = key.lstrip("+")
         try:
             value = OmegaConf.from_dotlist([override.lstrip("+")])
-            OmegaConf.update(config, key, OmegaConf.select(value, key), force_add=True)
+            OmegaConf.update(config, key, OmegaConf.select(value, key), merge=True)
         except OmegaConfBaseException as error:
             raise ValueError(f"override {override!r}: {error}") from None
     return config
@@ -272,7 +272,8 @@ def _fill_sizes(model: SimpleNamespace) -> None:
 def _vocabulary(config: DictConfig) -> int:
     """Symbols of the dictionary: dummy_lm's, or those of the data-bin's dict.txt."""
     if OmegaConf.select(config, "task._name") == "dummy_lm":
-        words = OmegaConf.select(config, "task.dict_size", default=49996)
+        words = OmegaConf.select(config, "task.dict_size")
+        words = 49996 if words is None else words
         return -(-(words + 4) // 8) * 8  # <s> <pad> </s> <unk>, padded to a multiple of 8
     data = OmegaConf.select(config, "task.data", throw_on_missing=False)
     dictionary = Path(str(data).split(":")[0]) / "dict.txt"

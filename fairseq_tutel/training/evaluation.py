@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import logging
 import os
 from collections.abc import Iterable
@@ -11,8 +12,8 @@ from typing import Any
 
 import torch
 from fairseq import checkpoint_utils, utils
-from fairseq.dataclass.utils import overwrite_args_by_name
-from omegaconf import OmegaConf
+from fairseq.dataclass.utils import omegaconf_no_object_check, overwrite_args_by_name
+from omegaconf import DictConfig, OmegaConf
 
 from ..checkpoint import (
     CheckpointError,
@@ -74,15 +75,23 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
         if getattr(args, "moe_freq", 0) > 0:
             args.arch = _ARCH
     if state.get("cfg") is not None:
-        state["cfg"] = OmegaConf.create(state["cfg"], flags={"allow_objects": True})
-        for name in set(arg_overrides or ()) & _OPTIONS:
+        state["cfg"] = _as_config(state["cfg"])
+        for name in set(arg_overrides or ()) & _OPTIONS - set(state["cfg"].model):
             # fairseq overwrites what is there, and older checkpoints lack newer options
-            state["cfg"].model.setdefault(name, None)
+            state["cfg"].model[name] = None
         if arg_overrides:
             overwrite_args_by_name(state["cfg"], arg_overrides)
         if state["cfg"].model.get("moe_freq", 0) > 0:
             state["cfg"].model._name = _ARCH
     return checkpoint_utils._upgrade_state_dict(state)
+
+
+def _as_config(saved: dict[str, Any]) -> DictConfig:
+    """A checkpoint's config, which may hold objects, as fairseq's own loader makes it."""
+    if "flags" in inspect.signature(OmegaConf.create).parameters:
+        return OmegaConf.create(saved, flags={"allow_objects": True})
+    with omegaconf_no_object_check():  # omegaconf 2.0, which fairseq 0.12.2 requires
+        return OmegaConf.create(saved)
 
 
 def in_step(eval_lm):

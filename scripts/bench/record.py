@@ -31,7 +31,7 @@ def describe_run(benchmark: str, device: torch.device, world_size: int = 1) -> d
     """Hardware, versions, commit, command and date of this process, as a result begins."""
     return {
         "benchmark": benchmark,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": _command(),
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),

@@ -95,10 +95,18 @@ def test_train_on_gpus(path):
     assert given["distributed_backend"] == "nccl" and "cpu" not in given
 
 
-def test_one_rank_needs_no_process_group(path):
-    command = command_of("fairseq-train data", path)
-    given = options(command, rank=0, world_size=1, device=0, shared_node=False)
-    assert given == {"distributed_world_size": "1", "device_id": "0", "cpu": None}
+@pytest.mark.parametrize("name", ["fairseq-train", "fairseq-hydra-train", "fairseq-eval-lm"])
+def test_one_rank_on_the_cpu_asks_for_no_nccl(path, name):
+    """fairseq 0.12.2 makes a process group of the rank that RANK and WORLD_SIZE tell of."""
+    given = options(command_of(f"{name} data", path), rank=0, world_size=1, device=0,
+                    shared_node=False)  # fmt: skip
+    assert given == {
+        "distributed_world_size": "1", "device_id": "0", "cpu": None,
+        "distributed_backend": "gloo",
+    }  # fmt: skip
+    given = options(command_of(f"{name} data", path), rank=0, world_size=1, device=0, cpu=False,
+                    shared_node=False)  # fmt: skip
+    assert given == {"distributed_world_size": "1", "device_id": "0"}
 
 
 def test_hydra_overrides_join_the_users_block(path):
@@ -153,7 +161,9 @@ def test_generate_shards_the_data_without_a_process_group(path):
 
 def test_interactive_is_one_process(path):
     command = command_of("fairseq-interactive data", path)
-    assert options(command, 0, 1, 0) == {"distributed_world_size": "1", "cpu": None}
+    assert options(command, 0, 1, 0) == {
+        "distributed_world_size": "1", "cpu": None, "distributed_backend": "gloo"
+    }  # fmt: skip
     with pytest.raises(ValueError, match="fairseq-interactive .* 2 ranks"):
         options(command)
 
