@@ -17,7 +17,7 @@ from fairseq_tutel.launch.binding import apply_binding
 from fairseq_tutel.launch.commands import parse_command
 from fairseq_tutel.launch.job import Job, Options, plan_job
 from fairseq_tutel.launch.mistakes import message
-from fairseq_tutel.launch.supervise import Supervisor
+from fairseq_tutel.launch.supervise import Supervisor, prepare_for_requests
 
 _DESCRIPTION = """\
 Starts the ranks of COMMAND on this machine, or adopts the rank that torchrun, srun or mpirun
@@ -123,10 +123,7 @@ def _become(job: Job) -> None:
     """Turns this process into its rank: signals and exit code then need no one in between."""
     rank = job.ranks[0]
     apply_binding(rank.binding)
-    if job.save_request:
-        # An early request must not kill a rank that is still importing; see Supervisor.
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # see __main__.py
+    prepare_for_requests(job.early_request)
     sys.stderr.flush()
     os.execvpe(rank.argv[0], rank.argv, rank.env)
 
@@ -163,7 +160,7 @@ def _run(job: Job, env: Mapping[str, str], grace: float) -> int:
     )
     if job.placement.adopted and not spans_nodes_by_srun:
         _become(job)
-    supervisor = Supervisor(job.ranks, grace, job.save_request)
+    supervisor = Supervisor(job.ranks, grace, job.early_request)
     status = supervisor.run()
     if spans_nodes_by_srun and status not in (0, EXIT_REQUEUE) and supervisor.stopped_by is None:
         _end_step(env)

@@ -38,7 +38,8 @@ _COMMANDS = {
     "fairseq-interactive": "single",
 }
 TRAINING = ("fairseq-train", "fairseq-hydra-train")
-_SECTION = {"cpu": "common", "moe_expert_count": "model", "moe_freq": "model"}
+_SECTION = {"cpu": "common", "user_dir": "common", "moe_expert_count": "model", "moe_freq": "model"}
+_PACKAGE = __name__.partition(".")[0]
 _FLAG_ALIASES = {"device_id": ("--device-id", "--local_rank")}
 
 
@@ -54,6 +55,14 @@ class Command:
     @property
     def kind(self) -> str:
         return _COMMANDS.get(self.name or "", "script")
+
+    @property
+    def imports_this_package(self) -> bool:
+        """Whether it surely does, as far as its words and its config file tell."""
+        given = self.given("user_dir")
+        if given is None:
+            given, _ = _from_config_file(self, "user_dir") or ("", "")
+        return Path(given).name == _PACKAGE
 
     def spelled(self, key: str) -> str:
         """How a user of this command writes the option `key`."""

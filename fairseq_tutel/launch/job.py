@@ -23,7 +23,7 @@ from fairseq_tutel.launch.mistakes import shared_if
 from fairseq_tutel.launch.nccl import profile_environment
 from fairseq_tutel.launch.placement import Placement, adopt, start_here
 from fairseq_tutel.launch.rendezvous import check_port_free, master_address, master_port
-from fairseq_tutel.launch.supervise import RankJob
+from fairseq_tutel.launch.supervise import EarlyRequest, RankJob
 from fairseq_tutel.launch.topology import Topology
 
 
@@ -75,8 +75,11 @@ class Job:
         )
 
     @property
-    def save_request(self) -> bool:
-        return self.command.name in TRAINING
+    def early_request(self) -> EarlyRequest:
+        """What a rank that is still importing does with SIGUSR1."""
+        if self.command.imports_this_package:
+            return "held"
+        return "ignored" if self.command.name in TRAINING else "default"
 
 
 def _ranks_per_node(options: Options, command: Command, num_nodes: int, num_gpus: int) -> int:

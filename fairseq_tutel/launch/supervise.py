@@ -11,15 +11,19 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from fairseq_tutel.exit_codes import EXIT_REQUEUE
 from fairseq_tutel.launch.binding import RankBinding, apply_binding
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-_WATCHED = {*_ENDING, *_PASSED_ON, signal.SIGCHLD}
+_ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+_WATCHED = {*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_FAILED = 1  # Python's exit code after an exception
+# What becomes of SIGUSR1 in a rank that is still importing. held: it is blocked, and so kept by the
+# kernel over exec, until this package, which the rank will import, asks for it
+# (training/requeue.py); ignored: lost, until the rank has a handler of its own; default: it kills.
+EarlyRequest = Literal["held", "ignored", "default"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,23 @@ class RankJob:
 def exit_status(returncode: int) -> int:
     """subprocess' return code as a shell's: death by signal N is 128 + N."""
     return 128 - returncode if returncode < 0 else returncode
+
+
+def prepare_for_requests(early: EarlyRequest) -> None:
+    """In the process that becomes a rank, with SIGUSR1 blocked until here (see __main__.py)."""
+    if early == "held":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        return
+    if early == "ignored":
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+
+
+def _has_sigusr1_in(pid: int, mask: Literal["SigBlk", "SigIgn"]) -> bool:
+    """Whether a process (not yet reaped) blocks or ignores SIGUSR1; see proc(5)."""
+    with open(f"/proc/{pid}/status") as status:
+        bits = next((line.split()[1] for line in status if line.startswith(f"{mask}:")), "0")
+    return bool(int(bits, 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
 def _copy_lines(source: BinaryIO, target: BinaryIO, prefix: bytes, lock: threading.Lock) -> None:
@@ -68,44 +89,38 @@ def _kill_group(process: subprocess.Popen) -> None:
 class Supervisor:
     """Runs `jobs` to their end.
 
-    grace: seconds between SIGTERM and SIGKILL. save_request: whether the ranks take SIGUSR1 as a
-    request to save and leave with EXIT_REQUEUE (fairseq's training commands under this plugin).
-    They then start with SIGUSR1 ignored, so that an early one does not kill a rank that is still
-    importing, and it is repeated every repeat_seconds until they leave.
+    grace: seconds between SIGTERM and SIGKILL. early_request: see EarlyRequest; a rank that ignores
+    SIGUSR1 gets it as soon as it does so no longer.
     """
 
     def __init__(
-        self,
-        jobs: Sequence[RankJob],
-        grace: float,
-        save_request: bool = False,
-        repeat_seconds: float = 20.0,
+        self, jobs: Sequence[RankJob], grace: float, early_request: EarlyRequest = "default"
     ):
         self._jobs = jobs
         self._grace = grace
-        self._save_request = save_request
-        self._repeat_seconds = repeat_seconds
+        self._early_request = early_request
         self._running: dict[int, subprocess.Popen] = {}
         self._readers: list[threading.Thread] = []
         self._status: int | None = None
         self._kill_at: float | None = None
-        self._repeat_at: float | None = None
+        self._unasked: set[int] = set()  # ranks that have still to get SIGUSR1
         self._watched: set[signal.Signals] = set()
         self.stopped_by: signal.Signals | None = None
 
     def run(self) -> int:
-        """The exit status: 0, or that of the rank that failed first."""
+        """The exit status: 0, or that of the rank that failed first.
+
+        Where a signal stopped the launcher and its ranks merely died, 128 + that signal's number.
+        """
         # What was ignored stays so (nohup, or a script's background job): blocking would undo it.
         self._watched = {n for n in _WATCHED if signal.getsignal(n) != signal.SIG_IGN}
         self._watched.add(signal.SIGCHLD)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would lose the exit codes
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._watched)
-        # the launcher holds SIGUSR1 back from its first moment on; its ranks must not
-        ranks_mask = old_mask - {signal.SIGUSR1}
         try:
             # All processes before any thread: preexec_fn must run in a single-threaded process.
             for job in self._jobs:
-                self._running[job.rank] = self._start(job, ranks_mask)
+                self._running[job.rank] = self._start(job, old_mask)
             self._start_readers()
             while self._running:
                 self._wait()
@@ -116,7 +131,10 @@ class Supervisor:
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         for reader in self._readers:
             reader.join(timeout=5)
-        return self._status or 0
+        status = self._status or 0
+        if self.stopped_by is not None and (status == _FAILED or status > 128):
+            return 128 + self.stopped_by
+        return status
 
     def _start(self, job: RankJob, mask: set) -> subprocess.Popen:
         parent = os.getpid()
@@ -126,10 +144,9 @@ class Supervisor:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no orphans if the launcher is killed
             if os.getppid() != parent:
                 os._exit(128 + signal.SIGKILL)
-            if self._save_request:
-                signal.signal(signal.SIGUSR1, signal.SIG_IGN)
             apply_binding(job.binding)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask | {signal.SIGUSR1})
+            prepare_for_requests(self._early_request)
 
         piped = subprocess.PIPE if job.prefix is not None else None
         process = subprocess.Popen(
@@ -172,22 +189,40 @@ class Supervisor:
             self._kill_at = None
             self._say(f"ranks {sorted(self._running)} are still there; killing them")
             self._kill_all()
-        if self._repeat_at is not None and now >= self._repeat_at:
-            self._repeat_at = now + self._repeat_seconds
-            self._send(signal.SIGUSR1)
+        self._ask()
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if number in _PASSED_ON:
+        if number == signal.SIGUSR1:
+            self._unasked = set(self._running)
+            self._ask()
+        elif number == signal.SIGUSR2:
             self._send(number)
-            if number == signal.SIGUSR1 and self._save_request:
-                self._repeat_at = time.monotonic() + self._repeat_seconds
-            return
-        if self.stopped_by is not None:  # a second Ctrl-C: at once
+        elif self.stopped_by is not None:  # a second Ctrl-C: at once
             self._kill_all()
-            return
-        self.stopped_by = number
-        self._send(number)
-        self._kill_at = time.monotonic() + self._grace
+        else:
+            self.stopped_by = number
+            if self._status is None:
+                self._say(f"asked to stop by {number.name}; ending the ranks")
+            self._stop(number)
+            self._kill_at = time.monotonic() + self._grace
+
+    def _ask(self) -> None:
+        """Passes SIGUSR1 on to the ranks that have not had it and can take it."""
+        for rank in sorted(self._unasked):
+            process = self._running.get(rank)
+            if process is not None:
+                if self._early_request == "ignored" and _has_sigusr1_in(process.pid, "SigIgn"):
+                    continue
+                os.kill(process.pid, signal.SIGUSR1)
+            self._unasked.discard(rank)
+
+    def _stop(self, number: signal.Signals) -> None:
+        """Passes on a signal to end. A rank that is still importing has nothing to put in order:
+        SIGTERM ends it without the traceback that SIGINT would print."""
+        for process in self._running.values():
+            importing = self._early_request == "held" and _has_sigusr1_in(process.pid, "SigBlk")
+            quietly = importing and number == signal.SIGINT
+            os.kill(process.pid, signal.SIGTERM if quietly else number)
 
     def _on_exit(self, rank: int, status: int) -> None:
         if status == 0 or not (self._status is None or self._status == EXIT_REQUEUE):
@@ -198,9 +233,11 @@ class Supervisor:
             self._kill_at = self._kill_at or time.monotonic() + 2 * self._grace
             return
         self._status = status
+        if self.stopped_by is not None:
+            return  # as it was asked to
         how = f"died of signal {status - 128}" if status > 128 else f"ended with exit code {status}"
         self._say(f"rank {rank} {how}" + ("; ending the others" if self._running else ""))
-        if self._running and self.stopped_by is None:
+        if self._running:
             self._send(signal.SIGTERM)
             self._kill_at = time.monotonic() + self._grace
 

@@ -3,28 +3,41 @@
 A user's mistake (an option, a file, a number of ranks) is told by a ValueError that a ``raise`` of
 this package raised; its text says what is wrong and what to do. The traceback through fairseq says
 nothing more, once per rank. Anything else keeps its traceback, and so does every error where the
-program is not one of fairseq's, or ``FAIRSEQ_TUTEL_TRACEBACK=1``. (Hydra shows errors in its own
+program is not one of fairseq's, or ``FAIRSEQ_TUTEL_TRACEBACK=1``. Ctrl-C is no error: it is told in
+one word by the first rank. (Hydra shows errors in its own
 way, ``HYDRA_FULL_ERROR=1`` there.)
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
 from types import TracebackType
 
 from ..distributed import process_world
+from .programs import program
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _VARIABLE = "FAIRSEQ_TUTEL_TRACEBACK"
+# functions that tell an error: the one below, and torch's, which calls it
+_HOOKS = ("excepthook", "_distributed_excepthook")
+_interrupted = False
 
 
 def install() -> None:
     """Put the hook before the one that is there; for fairseq's own programs only."""
-    if _is_fairseq_program():
-        sys.excepthook = _hook(sys.excepthook)
+    if program() is None:
+        return
+    sys.excepthook = _hook(sys.excepthook)
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):
+        signal.signal(signal.SIGINT, _interrupt)
 
 
 def is_refusal(error: BaseException, trace: TracebackType | None) -> bool:
@@ -51,21 +64,31 @@ def one_line(error: BaseException) -> str:
     """What a user reads of a refusal."""
     rank, world_size = process_world()
     where = f" (rank {rank})" if world_size > 1 else ""
-    program = os.path.basename(sys.argv[0])
-    return f"{program}: error{where}: {error} [{_VARIABLE}=1 shows where]\n"
+    return f"{program()}: error{where}: {error} [{_VARIABLE}=1 shows where]\n"
 
 
-def _is_fairseq_program() -> bool:
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    by_name = os.path.basename(sys.argv[0]).startswith("fairseq-")
-    return by_name or getattr(spec, "name", "").startswith("fairseq_cli.")
+def _interrupt(signum, frame):
+    """As Python's own handler, but an error that is being told already is told to its end."""
+    global _interrupted
+    _interrupted = True
+    while frame is not None:
+        if frame.f_code.co_name in _HOOKS:
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def _hook(before):
     def excepthook(kind, error, trace):
-        if os.environ.get(_VARIABLE, "0") not in ("", "0") or not is_refusal(error, trace):
+        if os.environ.get(_VARIABLE, "0") not in ("", "0"):
             before(kind, error, trace)
-        else:
+        elif _interrupted or isinstance(error, KeyboardInterrupt):
+            # also where a rank fails because another has ended before it
+            if os.environ.get("RANK", "0") == "0" and process_world()[0] == 0:
+                sys.stderr.write(f"{program()}: interrupted\n")
+        elif is_refusal(error, trace):
             sys.stderr.write(one_line(error))
+        else:
+            before(kind, error, trace)
 
     return excepthook

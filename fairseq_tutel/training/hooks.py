@@ -61,12 +61,16 @@ def install() -> None:
     _wrap_programs()
     _know_user_dir()
     errors.install()
+    requeue.listen_early()
     optim.install()
 
 
 def _new_trainer(cls, cfg, task, model, *args, **kwargs):
     """Python calls __init__ of the class that is returned, since it is a subclass."""
-    return object.__new__(MoETrainer if cls is Trainer and has_experts(model) else cls)
+    chosen = MoETrainer if cls is Trainer and has_experts(model) else cls
+    if not issubclass(chosen, MoETrainer):
+        requeue.without_trainer()
+    return object.__new__(chosen)
 
 
 def _save_checkpoint(original):

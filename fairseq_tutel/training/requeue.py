@@ -9,19 +9,29 @@ it was ends as always.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
+import multiprocessing
+import os
 import signal
+import sys
 import threading
+
+import torch
 
 from ..distributed import any_rank
 from ..exit_codes import EXIT_REQUEUE
+from .programs import TRAINING, program
 
 logger = logging.getLogger(__name__)
 
 
 class RequeueRequest:
     """Remembers SIGUSR1; the process goes on until somebody looks.
+
+    One that the launcher has held back while the process was importing arrives now
+    (launch/supervise.py).
 
     Attributes:
         at_next_epoch: decided by all ranks: leave when the next epoch begins.
@@ -30,18 +40,71 @@ class RequeueRequest:
 
     def __init__(self):
         self._seen = False
+        self._before = signal.SIG_IGN if _is_held() else signal.getsignal(signal.SIGUSR1)
         self.at_next_epoch = False
         self.watched = False
         # handlers can be set in the main thread only; elsewhere the signal keeps its default
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGUSR1, self._remember)
+            # Python takes its handlers down before the process is gone: it would die of a late one
+            atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 
     def _remember(self, signum, frame):
         self._seen = True
 
+    def pass_over(self) -> None:
+        """Let the signal do what it did before, also the one that has come meanwhile."""
+        signal.signal(signal.SIGUSR1, self._before)
+        if self._seen:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
     def made_on_any_rank(self, device) -> bool:
         """Whether any rank was asked. Collective: the signal may not reach all ranks."""
         return any_rank(self._seen, device)
+
+
+_early: RequeueRequest | None = None
+
+
+def listen_early() -> None:
+    """Take requests from now on, where this process is about to train; else let them through."""
+    global _early
+    if threading.current_thread() is not threading.main_thread() or program() is None:
+        return
+    if program() in TRAINING and (_is_held() or not _spawns_ranks()):
+        _early = RequeueRequest()
+    else:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+
+
+def request_for_trainer() -> RequeueRequest:
+    """What a trainer looks at: with what has come since the package was imported."""
+    global _early
+    request, _early = _early or RequeueRequest(), None
+    return request
+
+
+def without_trainer() -> None:
+    """The model turned out to have no experts: nobody would look."""
+    global _early
+    if _early is not None:
+        _early.pass_over()
+    _early = None
+
+
+def _is_held() -> bool:
+    return signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def _spawns_ranks() -> bool:
+    """Whether fairseq may start one process per GPU from this one, which is then no rank."""
+    return (
+        torch.cuda.device_count() > 1
+        and multiprocessing.parent_process() is None
+        and "WORLD_SIZE" not in os.environ
+        and not any("distributed_no_spawn" in word.replace("-", "_") for word in sys.argv)
+    )
 
 
 def leave(path: str) -> None:

@@ -20,7 +20,7 @@ from ..config import EXPERT_GRAD_NORMALIZATIONS
 from ..distributed import expert_grad_sq_norm, process_world
 from .checkpointing import CheckpointMixin
 from .load_log import ExpertLoadLog
-from .requeue import RequeueRequest, leave
+from .requeue import leave, request_for_trainer
 from .wrapper import LEGACY_BACKENDS, PYTORCH_BACKENDS, MoEDistributedModel
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class MoETrainer(CheckpointMixin, Trainer):
             cfg.model.moe_load_log_interval,
             writes=self.is_data_parallel_master,
         )
-        self.requeue = RequeueRequest()
+        self.requeue = request_for_trainer()
         self._epoch_itr = None
         self._num_fillers = 0
         if model.moe_groups.simulated:

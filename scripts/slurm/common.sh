@@ -39,8 +39,8 @@ enter_environment() {
 # minutes. A signal to this shell is passed on, and the wait for the ranks goes on.
 #
 # SIGUSR1 would end srun while it makes the step, and Python while it starts: srun gets it when it is
-# 5 seconds old, Python begins with it ignored, and as that may lose it, a step younger than a minute
-# gets it again then. It is the caller's: after this, it is ignored.
+# 5 seconds old, Python begins with it ignored, and as that may lose it, a step gets it every 2 seconds
+# until it is a minute old. It is the caller's: after this, it is ignored.
 launch() {
     local begin=$SECONDS step status=127 now interrupted=1 helpers=()
     # shellcheck disable=SC2086
@@ -68,7 +68,7 @@ launch() {
 }
 
 # pass_on_usr1 STEP BEGIN: sends SIGUSR1 to srun, which has the process number STEP and was started
-# at second BEGIN of this shell, as soon as it can take it.
+# at second BEGIN of this shell, as soon as it can take it, and again while it may be lost.
 pass_on_usr1() {
     local age=$((SECONDS - $2))
     if ((age >= 60)); then
@@ -78,9 +78,9 @@ pass_on_usr1() {
     (
         trap '' USR1
         ((age >= 5)) || sleep $((5 - age))
-        kill -USR1 "$1"
-        sleep $((60 - (age > 5 ? age : 5)))
-        kill -USR1 "$1"
+        while kill -USR1 "$1" && ((SECONDS - $2 < 60)); do
+            sleep 2
+        done
     ) </dev/null >/dev/null 2>&1 &
     helpers+=($!)
 }

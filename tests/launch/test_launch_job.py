@@ -285,3 +285,21 @@ def test_nodes_compare_notes_where_each_has_one_launcher(
     placement = Placement(source, adopted, 0, world, 0, local, 0, nodes)
     job = Job(placement, parse_command(["fairseq-train"]), [], "", cpu=True)
     assert (job.report is not None) == talks
+
+
+def test_a_request_to_save_waits_for_ranks_that_will_take_it(node, tmp_path):
+    hydra = "python -m fairseq_cli.hydra_train task.data=d"
+    (tmp_path / "own.yaml").write_text("common:\n  user_dir: /there/fairseq_tutel\n")
+    from_file = f"{hydra} --config-dir {tmp_path} --config-name own"
+    for words, early in (
+        (f"{TRAIN} --user-dir /some/where/fairseq_tutel/", "held"),
+        (f"{hydra} common.user_dir=fairseq_tutel", "held"),
+        (from_file, "held"),
+        (f"{from_file} common.user_dir=mine", "ignored"),
+        (f"{TRAIN} --user-dir mine", "ignored"),
+        (TRAIN, "ignored"),
+        ("python -m fairseq_cli.eval_lm d --user-dir fairseq_tutel", "held"),
+        ("python -m fairseq_cli.eval_lm d", "default"),
+        ("python script.py --user-dir fairseq_tutel", "default"),
+    ):
+        assert plan(node, words, nproc_per_node=1).early_request == early, words

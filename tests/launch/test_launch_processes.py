@@ -195,30 +195,53 @@ _EARLY_REQUEST = """
 import os, signal, sys
 from fairseq_tutel.launch.binding import RankBinding
 from fairseq_tutel.launch.supervise import RankJob, Supervisor
+early = sys.argv[1]
 rank = '''import os, signal, sys, time
-open("up", "w").close()
+with open("up", "w") as file:
+    file.write(str(os.getpid()))
+os.rename("up", "importing")
 time.sleep(1)  # a rank that is still importing
 signal.signal(signal.SIGUSR1, lambda *a: sys.exit(85))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 time.sleep(30)'''
 binding = RankBinding(0, None, None, None, 1)
 job = RankJob(0, [sys.executable, "-c", rank], dict(os.environ), binding)
-sys.exit(Supervisor([job], 5.0, save_request=True, repeat_seconds=0.3).run())
+sys.exit(Supervisor([job], 5.0, early).run())
 """
 
 
-def test_an_early_save_request_is_not_lost(tmp_path):
+def _early_request(folder, early):
     process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER_ALONE + _EARLY_REQUEST], cwd=tmp_path, env=environment()
+        [sys.executable, "-c", LAUNCHER_ALONE + _EARLY_REQUEST, early], cwd=folder,
+        env=environment(), stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    wait_for((tmp_path / "up").exists)
-    process.send_signal(signal.SIGUSR1)
+    wait_for((folder / "importing").exists)
+    return process, int((folder / "importing").read_text())
+
+
+@pytest.mark.parametrize(
+    "early, to", [("held", "launcher"), ("held", "rank"), ("ignored", "launcher")]
+)
+def test_an_early_save_request_is_not_lost(tmp_path, early, to):
+    process, rank = _early_request(tmp_path, early)
+    begin = time.monotonic()
+    os.kill(rank if to == "rank" else process.pid, signal.SIGUSR1)
     assert process.wait(timeout=20) == 85
+    assert time.monotonic() - begin < 4
+
+
+def test_ctrl_c_while_a_rank_is_importing(tmp_path):
+    """Python would show where it was; there is nothing to put in order, so SIGTERM ends it."""
+    process, _ = _early_request(tmp_path, "held")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=15)
+    assert process.returncode == 128 + signal.SIGINT
+    assert errors == "launch: asked to stop by SIGINT; ending the ranks\n"
 
 
 _FIRST_MOMENT = """
 import os, runpy, signal, sys
-from fairseq_tutel.launch import supervise
-supervise.Supervisor.__init__.__defaults__ = (True, 0.3)  # repeat_seconds
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as the batch scripts start it
 def strike(event, arguments):
     if event == "import" and arguments[0] == "fairseq_tutel.launch.cli":
@@ -231,6 +254,27 @@ import signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *a: sys.exit(85))
 time.sleep(25)
 """
+
+
+@pytest.mark.parametrize(
+    "number, script, code",
+    [
+        # Python's own code after an exception, as where Ctrl-C surprises an import
+        (signal.SIGINT, "trap 'exit 1' INT", 128 + signal.SIGINT),
+        (signal.SIGTERM, "", 128 + signal.SIGTERM),
+        (signal.SIGTERM, "trap '' TERM", 128 + signal.SIGTERM),  # killed in the end
+    ],
+)
+def test_a_launcher_that_is_asked_to_stop_says_so(tmp_path, number, script, code):
+    script = f"{script}\ntouch {tmp_path}/$RANK; while :; do sleep 0.05; done"
+    words = ["--nproc-per-node", "2", "--grace-seconds", "0.5", "--", "bash", "-c", script]
+    process = start(*words)
+    wait_for(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=15)
+    assert process.returncode == code
+    assert f"launch: asked to stop by {number.name}; ending the ranks\n" in errors
+    assert "died" not in errors and "exit code" not in errors
 
 
 def test_a_save_request_in_the_launchers_first_moment_is_not_lost(tmp_path):

@@ -111,6 +111,20 @@ def test_a_signal_before_there_are_ranks_is_kept_for_them(tmp_path, slurm):
     assert words_of(tmp_path, "scontrol") == ["requeue", "17"]
 
 
+def test_a_signal_that_a_starting_launcher_may_lose_is_repeated(tmp_path, slurm):
+    (tmp_path / "bin" / "sleep").write_text("#!/bin/sh\nexec /bin/sleep 0.05\n")
+    (tmp_path / "bin" / "sleep").chmod(0o755)
+    hears_the_third = "n=0; trap 'n=$((n + 1)); echo usr1 >> $T/signals; ((n < 3)) || exit 85' USR1"
+    (tmp_path / "bin" / "srun").write_text(
+        f"#!/bin/bash\nT={tmp_path}\n{hears_the_third}\nwhile :; do sleep 1; done\n"
+    )
+    (tmp_path / "setup.sh").write_text("kill -USR1 $$\n")
+    env = {**slurm, "ENV_SETUP": str(tmp_path / "setup.sh")}
+    assert run("train.sbatch", "fairseq-train", env=env).returncode == 0
+    assert (tmp_path / "signals").read_text() == 3 * "usr1\n"
+    assert words_of(tmp_path, "scontrol") == ["requeue", "17"]
+
+
 ARGPARSE = ["fairseq-train", "d", "--save-dir", "{save}", "--restore-file", "old.pt",
             "--reset-optimizer", "--reset-dataloader", "--lr", "1"]
 HYDRA = ["fairseq-hydra-train", "checkpoint.save_dir={save}", "checkpoint.restore_file=old.pt",
