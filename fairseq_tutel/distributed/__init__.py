@@ -1,6 +1,15 @@
 """Who talks to whom. The only room that imports ``torch.distributed``."""
 
-from .all_to_all import all_to_all, all_to_all_uneven, exchange_counts
+from .exchanges import (
+    Exchange,
+    LocalCopy,
+    TimedExchange,
+    build_exchange,
+    exchange_class,
+    exchange_help,
+    exchange_names,
+    register_exchange,
+)
 from .expert_params import (
     average_expert_grad,
     ddp_without_experts,
@@ -10,20 +19,26 @@ from .expert_params import (
     reduce_expert_grads,
     refuse_plain_ddp,
 )
-from .groups import ExpertParallelGroups, build_groups, process_world, shared_groups
-from .handshake import StepAgreement, agree_step, any_rank, gather_texts, sum_over_ranks
+from .gather import gather_texts
+from .groups import ExpertParallelGroups, build_groups, shared_groups
+from .handshake import StepAgreement, agree_step, any_rank, sum_over_ranks
+from .world import process_world
 
 __all__ = [
+    "Exchange",
     "ExpertParallelGroups",
+    "LocalCopy",
     "StepAgreement",
+    "TimedExchange",
     "agree_step",
-    "all_to_all",
-    "all_to_all_uneven",
     "any_rank",
     "average_expert_grad",
+    "build_exchange",
     "build_groups",
     "ddp_without_experts",
-    "exchange_counts",
+    "exchange_class",
+    "exchange_help",
+    "exchange_names",
     "expert_grad_sq_norm",
     "gather_texts",
     "is_expert",
@@ -31,6 +46,7 @@ __all__ = [
     "process_world",
     "reduce_expert_grads",
     "refuse_plain_ddp",
+    "register_exchange",
     "shared_groups",
     "sum_over_ranks",
 ]

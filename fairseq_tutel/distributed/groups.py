@@ -6,32 +6,22 @@ every expert once, tokens travel inside a block (``ep_size = E``), and the W/E r
 position in their blocks are replicas of one expert, whose gradients are averaged.
 
     E=8, W=4: rank 0: experts 0-1, rank 1: 2-3, ...          one exchange group {0,1,2,3}
-    E=2, W=4: ranks 0,2: expert 0; ranks 1,3: expert 1       exchange {0,1} {2,3}, replicas {0,2}
-    {1,3}
+    E=2, W=4: ranks 0,2: expert 0; ranks 1,3: expert 1       exchange {0,1} {2,3},
+                                                             replicas {0,2} {1,3}
 """
 
 from __future__ import annotations
 
-import weakref
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from ..config import check_divisible
-from .control import gather_integers, refuse_differences
-
-# Default process group -> number of experts -> groups; gone with the process group.
-_shared: weakref.WeakKeyDictionary[Any, dict[int, ExpertParallelGroups]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def process_world() -> tuple[int, int]:
-    """(rank, world size) of this process; (0, 1) where no process group exists."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+from .gather import gather_integers, refuse_differences
+from .world import once_per_world, process_world
 
 
 @dataclass(frozen=True)
@@ -71,6 +61,11 @@ class ExpertParallelGroups:
         """Global indices of the experts on this rank."""
         first = self.ep_rank * self.num_local_experts
         return range(first, first + self.num_local_experts)
+
+    @property
+    def blocks(self) -> list[range]:
+        """Global ranks of every exchange group."""
+        return [range(i, i + self.ep_size) for i in range(0, self.world_size, self.ep_size)]
 
     @property
     def communicates(self) -> bool:
@@ -122,40 +117,46 @@ def _agree_on_experts(num_experts: int, world_size: int) -> None:
 
 def _make_groups(num_experts: int, rank: int, world_size: int) -> ExpertParallelGroups:
     ep_size = min(num_experts, world_size)
-    blocks = [range(i, i + ep_size) for i in range(0, world_size, ep_size)]
-    replicas = [range(i, world_size, ep_size) for i in range(ep_size)]
-    return ExpertParallelGroups(
+    groups = ExpertParallelGroups(
         num_experts,
         rank=rank,
         world_size=world_size,
         ep_size=ep_size,
         num_replicas=world_size // ep_size,
-        ep_group=_my_group(blocks, rank),
-        replica_group=_my_group(replicas, rank),
+    )
+    replicas = [range(i, world_size, ep_size) for i in range(ep_size)]
+    return dataclasses.replace(
+        groups, ep_group=create_group(groups.blocks), replica_group=create_group(replicas)
     )
 
 
 def shared_groups(num_experts: int) -> ExpertParallelGroups:
-    """:func:`build_groups`, with one set of process groups for all layers of the same E.
-
-    A communicator costs GPU memory and time to connect. Every call is collective.
-    """
+    """:func:`build_groups`, one value for all layers of the same E. Every call is collective."""
     rank, world_size = process_world()
     _agree_on_experts(num_experts, world_size)
-    if world_size == 1:
-        return _make_groups(num_experts, rank, world_size)
-    by_count = _shared.setdefault(dist.group.WORLD, {})
-    if num_experts not in by_count:
-        by_count[num_experts] = _make_groups(num_experts, rank, world_size)
-    return by_count[num_experts]
+    key = ("groups", num_experts)
+    return once_per_world(key, lambda: _make_groups(num_experts, rank, world_size))
 
 
-def _my_group(partition, rank):
-    """Create every group of a partition (all ranks must), return the one with this rank."""
-    if len(partition[0]) == 1:
+def create_group(partition: Sequence[Sequence[int]]) -> Any | None:
+    """The process group of this rank's part of a partition of all ranks. Collective.
+
+    A communicator costs GPU memory and time to connect, so each is made once, and where the one
+    part is the whole world, its group is taken. None where the parts are single ranks.
+    """
+    parts = tuple(tuple(part) for part in partition)
+    if len(parts[0]) == 1:
         return None
+    if len(parts) == 1:
+        return dist.group.WORLD
+    return once_per_world(("process group", parts), lambda: _create_group(parts))
+
+
+def _create_group(parts):
+    """Create the group of every part (all ranks must), return the one with this rank."""
+    rank, _ = process_world()
     mine = None
-    for ranks in partition:
+    for ranks in parts:
         group = dist.new_group(list(ranks))
         if rank in ranks:
             mine = group

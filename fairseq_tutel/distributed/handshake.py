@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .control import control_device, gather_integers, refuse_differences
+from .gather import gather_integers, refuse_differences
 from .groups import ExpertParallelGroups, process_world
 
 
@@ -53,27 +53,6 @@ def agree_step(
     for column, name in enumerate(must_equal, start=1):
         refuse_differences(name, [row[column] for row in table], groups.rank - groups.ep_rank)
     return StepAgreement(max(row[0] for row in table), must_equal)
-
-
-def gather_texts(text: str | None) -> list[str | None]:
-    """One short text (or None) of every rank, in rank order, on every rank. Collective.
-
-    What :mod:`fairseq_tutel.checkpoint` calls ``agree``: an error on one rank becomes known to all.
-    """
-    _, world_size = process_world()
-    if world_size == 1:
-        return [text]
-    device = control_device()
-    data = b"" if text is None else b"+" + text.encode()
-    size = torch.tensor([len(data)], device=device)
-    sizes = [torch.empty_like(size) for _ in range(world_size)]
-    dist.all_gather(sizes, size)
-    width = max(1, *(int(n) for n in sizes))
-    mine = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8).to(device)
-    rows = [torch.empty_like(mine) for _ in range(world_size)]
-    dist.all_gather(rows, mine)
-    texts = [bytes(row[: int(n)].tolist()) for row, n in zip(rows, sizes, strict=True)]
-    return [raw[1:].decode(errors="replace") if raw else None for raw in texts]
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:

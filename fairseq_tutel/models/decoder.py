@@ -174,6 +174,7 @@ class MoETransformerDecoder(TransformerDecoder):
             groups=self.moe_groups,
             dropout=cfg.dropout,
             activation_dropout=cfg.activation_dropout or cfg.relu_dropout or 0.0,
+            exchange=str(args.moe_a2a),
             record_exchange_time=args.record_a2a_perf_stats,
             skip_exchange=args.dummy_a2a,
             **_routing_fields(self.moe_routing),

@@ -23,6 +23,7 @@ from ..config import (
     MoEConfig,
     resolve_capacity,
 )
+from ..distributed import exchange_help, exchange_names
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +135,9 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
     )
     moe_backend: ChoiceEnum(("auto", "triton", "torch")) = _option(
         "auto", "operators of the MoE layers: Triton kernels on GPUs and torch elsewhere, or one"
+    )
+    moe_a2a: ChoiceEnum(exchange_names()) = _option(
+        "linear", f"how tokens travel between ranks: {exchange_help()}"
     )
     moe_simulate_world_size: int = _option(
         0, "one process plays one rank of this many: all-to-alls become local copies"

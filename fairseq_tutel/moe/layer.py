@@ -8,6 +8,7 @@ rank, W ranks that exchange tokens.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -16,12 +17,14 @@ from torch import nn
 from ..config import MoEConfig
 from ..distributed import (
     ExpertParallelGroups,
+    LocalCopy,
     StepAgreement,
+    TimedExchange,
     agree_step,
+    build_exchange,
     refuse_plain_ddp,
     shared_groups,
 )
-from ..distributed.timing import ExchangeTimer
 from .dispatcher import dispatch_and_combine
 from .experts import ExpertList, Experts
 from .router import BUILT_IN_GATES, make_gate, route
@@ -56,6 +59,9 @@ class MoELayer(nn.Module):
         dropout, activation_dropout: inside the built-in experts.
         seed: of the built-in experts' initial weights.
         record_exchange_time: fill in the two times of ``aux.metrics`` (slow).
+        exchange: name of the algorithm that moves tokens between ranks, of
+            :func:`~fairseq_tutel.distributed.exchange_names`; the same on all ranks.
+        ranks_per_node: of exchanges that tell nodes apart; 0: as the machines have it.
         skip_exchange: leave out the all-to-alls, for benchmarks; the results are then wrong.
         **routing: further fields of :class:`~fairseq_tutel.config.MoEConfig`.
     """
@@ -74,6 +80,8 @@ class MoELayer(nn.Module):
         dropout: float = 0.0,
         activation_dropout: float = 0.0,
         seed: int | None = None,
+        exchange: str = "linear",
+        ranks_per_node: int = 0,
         record_exchange_time: bool = False,
         skip_exchange: bool = False,
         **routing,
@@ -89,10 +97,9 @@ class MoELayer(nn.Module):
         self.model_dim = model_dim
         self._checked_ddp = not self.groups.communicates
         self.record_exchange_time = record_exchange_time
-        # without the exchange a rank's own rows take the place of what it would receive
-        self._routes = (
-            dataclasses.replace(self.groups, simulated=True) if skip_exchange else self.groups
-        )
+        self.exchange = build_exchange(exchange, self.groups, ranks_per_node=ranks_per_node)
+        if skip_exchange and self.exchange.communicates:
+            self.exchange = LocalCopy(self.exchange)
         if gate is not None and not isinstance(gate, nn.Module):
             raise ValueError(f"gate must be a module, got {gate!r}; router='cosine' chooses a gate")
         self.gate = gate if gate is not None else make_gate(model_dim, self.config)
@@ -142,6 +149,7 @@ class MoELayer(nn.Module):
             "the capacity as a fraction of tokens in evaluation, in millionths": round(
                 1e6 * config.eval_capacity_token_fraction
             ),
+            "the exchange (CRC-32 of its name)": zlib.crc32(self.exchange.name.encode()),
             _DTYPE_KEY: _DTYPE_CODES.get(dtype, -1),
         }
 
@@ -204,10 +212,10 @@ class MoELayer(nn.Module):
                 pad_T=None if pad_mask is None else pad_mask.reshape(-1),
                 num_tokens=step.num_tokens,
             )
-        timer = ExchangeTimer(x.device, enabled=self.record_exchange_time)
-        y_TM = dispatch_and_combine(x_TM, routing, self.experts, self._routes, timer)
+        exchange = TimedExchange(self.exchange) if self.record_exchange_time else self.exchange
+        y_TM = dispatch_and_combine(x_TM, routing, self.experts, exchange)
         if self.record_exchange_time:
-            times = aux.metrics.new_tensor([timer.cpu_ms, timer.cuda_ms])
+            times = aux.metrics.new_tensor([exchange.cpu_ms, exchange.cuda_ms])
             aux = aux._replace(metrics=torch.cat([aux.metrics[:-2], times]))
         y = y_TM.view(x.shape)
         return (y, aux) if return_aux else y

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from ..distributed import exchange_class
 from .memory import Memory
 from .parameters import Parameters
 from .settings import Settings
@@ -129,7 +130,10 @@ def predict(
         matmul=work.tokens * work.hardware_flops / (flops * hardware.matmul_efficiency),
         elementwise=settings.update_freq * kept / stream,
         optimizer=parameters.per_gpu * _optimizer_bytes(settings) / stream,
-        all_to_all=work.exchanges * all_to_all_time(work, hardware),
+        all_to_all=work.exchanges
+        * exchange_class(str(settings.model.moe_a2a)).predict(
+            work.exchange_bytes, work.exchange_peers, hardware
+        ),
         all_reduce=_all_reduce_time(work.reduce_bytes, settings.gpus, hardware)
         + _replica_time(work, settings, hardware),
     )
@@ -143,16 +147,6 @@ def _optimizer_bytes(settings: Settings) -> int:
     update = 2 * b + b + 2 * statistics
     maximum = b + statistics if precision.statistic == 2 else 0
     return b + maximum + update + master
-
-
-def all_to_all_time(work: Work, hardware: Hardware) -> float:
-    """Seconds of one all-to-all: the slower of the two networks, and a cost per message."""
-    peers = work.exchange_peers
-    near = min(peers, hardware.gpus_per_node)
-    inside = work.bytes_per_peer * (near - 1) / (hardware.node_bandwidth or math.inf)
-    outside = work.bytes_per_peer * (peers - near) / (hardware.network_bandwidth or math.inf)
-    carried = max(inside, outside) / hardware.link_efficiency
-    return hardware.latency + carried + (peers - 1) * hardware.message_overhead
 
 
 def _all_reduce_time(size: float, ranks: int, hardware: Hardware) -> float:

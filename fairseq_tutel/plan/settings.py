@@ -59,6 +59,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_eval_capacity_factor": None,
         "moe_eval_capacity_token_fraction": None,
         "moe_router": "linear",
+        "moe_a2a": "linear",
         "moe_simulate_world_size": 0,
         "alternate_decoder_ffn_embed_dim": 0,
     },

@@ -20,7 +20,6 @@ from typing import Any
 
 import figures
 import torch
-import torch.distributed as dist
 from measure import percentiles
 from ranks import Ranks, choose_device, connected
 from record import describe_run, device_name, quiet_logs, say, table, write_json
@@ -28,13 +27,14 @@ from torch import Tensor
 
 from fairseq_tutel.distributed import (
     ExpertParallelGroups,
-    all_to_all,
-    all_to_all_uneven,
+    build_exchange,
     build_groups,
+    exchange_names,
 )
 
 _UNITS = {"K": 10, "M": 20, "G": 30}
 _ELEMENT = 4  # bytes of fp32
+_UNEVEN = " uneven"
 
 
 def parse_size(text: str) -> int:
@@ -51,8 +51,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
     add("--backend", choices=["gloo", "nccl"], help="default: nccl on GPUs, gloo on CPUs")
-    add("--algorithms", type=lambda text: text.split(","), default=list(ALGORITHMS), metavar="LIST",
-        help=f"of {', '.join(ALGORITHMS)} (default: all)")  # fmt: skip
+    add("--algorithms", type=lambda text: text.split(","), default=algorithms(), metavar="LIST",
+        help=f"of {', '.join(algorithms())} (default: all)")  # fmt: skip
+    add("--ranks-per-node", type=int, default=0, help="default: as the machines have it")
     add("--min-bytes", type=parse_size, default=64 << 10, metavar="SIZE", help="default: 64K")
     add("--max-bytes", type=parse_size, metavar="SIZE", help="default: 1G on GPUs, 64M on CPUs")
     add("--factor", type=int, default=4, help="between sizes (default: 4)")
@@ -63,38 +64,26 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _flat(rows: Tensor, groups: ExpertParallelGroups) -> Tensor:
-    """What the layer uses: one collective of equal parts."""
-    return all_to_all(rows, groups)
+def algorithms() -> list[str]:
+    """Every registered exchange with equal parts, and with the sizes of the parts given."""
+    return [f"{name}{kind}" for name in exchange_names() for kind in ("", _UNEVEN)]
 
 
-def _uneven(rows: Tensor, groups: ExpertParallelGroups) -> Tensor:
-    """What the layer uses without a fixed capacity: a collective with the sizes of the parts."""
-    sizes = [rows.shape[0] // groups.ep_size] * groups.ep_size
-    return all_to_all_uneven(rows, sizes, sizes, groups)
+def make_exchange(
+    algorithm: str, groups: ExpertParallelGroups, ranks_per_node: int
+) -> Callable[[Tensor], Tensor]:
+    """What the layer calls, for messages of equal parts."""
+    exchange = build_exchange(
+        algorithm.removesuffix(_UNEVEN), groups, ranks_per_node=ranks_per_node
+    )
+    if not algorithm.endswith(_UNEVEN):
+        return exchange.forth
 
+    def uneven(rows):
+        part = [rows.shape[0] // groups.ep_size] * groups.ep_size
+        return exchange.forth(rows, exchange.parts(part, part))
 
-def _pairwise(rows: Tensor, groups: ExpertParallelGroups) -> Tensor:
-    """W-1 rounds; in round i a rank sends to the i-th after it, receives from the i-th before."""
-    ranks, me = groups.ep_size, groups.ep_rank
-    sent, received = rows.view(ranks, -1), torch.empty_like(rows).view(ranks, -1)
-    received[me] = sent[me]
-    for distance in range(1, ranks):
-        to, source = (me + distance) % ranks, (me - distance) % ranks
-        pair = [
-            dist.P2POp(dist.isend, sent[to], to),
-            dist.P2POp(dist.irecv, received[source], source),
-        ]
-        for work in dist.batch_isend_irecv(pair):
-            work.wait()
-    return received.view_as(rows)
-
-
-ALGORITHMS: dict[str, Callable[[Tensor, ExpertParallelGroups], Tensor]] = {
-    "flat": _flat,
-    "uneven": _uneven,
-    "pairwise": _pairwise,
-}
+    return uneven
 
 
 def sizes(options: argparse.Namespace, world_size: int, device_type: str) -> list[int]:
@@ -134,14 +123,14 @@ def check(received: Tensor, ranks: Ranks, algorithm: str) -> None:
         raise RuntimeError(f"{algorithm}: rank {ranks.rank} received the wrong parts")
 
 
-def time_exchange(exchange, rows, groups, ranks: Ranks, iterations: int) -> float:
+def time_exchange(exchange, rows, ranks: Ranks, iterations: int) -> float:
     """Seconds of one all-to-all, mean over ``iterations``."""
     ranks.barrier()
     if ranks.device.type == "cuda":
         torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(iterations):
-        exchange(rows, groups)
+        exchange(rows)
     if ranks.device.type == "cuda":
         torch.cuda.synchronize()
     return (time.perf_counter() - begin) / iterations
@@ -150,15 +139,18 @@ def time_exchange(exchange, rows, groups, ranks: Ranks, iterations: int) -> floa
 def measure(options: argparse.Namespace, ranks: Ranks) -> list[dict[str, Any]]:
     """One row per size and algorithm."""
     groups = build_groups(ranks.world_size)
+    exchanges = {
+        name: make_exchange(name, groups, options.ranks_per_node) for name in options.algorithms
+    }
     rows = []
     for size in sizes(options, ranks.world_size, ranks.device.type):
         data = message(size, ranks)
         for name in options.algorithms:
-            exchange = ALGORITHMS[name]
-            check(exchange(data, groups), ranks, name)
-            time_exchange(exchange, data, groups, ranks, 2)
+            exchange = exchanges[name]
+            check(exchange(data), ranks, name)
+            time_exchange(exchange, data, ranks, 2)
             seconds = ranks.slowest([
-                time_exchange(exchange, data, groups, ranks, options.iterations)
+                time_exchange(exchange, data, ranks, options.iterations)
                 for _ in range(options.repetitions)
             ])  # fmt: skip
             spread = percentiles(seconds)
@@ -192,9 +184,9 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             "an all-to-all needs at least 2 ranks: start this with python -m fairseq_tutel.launch "
             "--nproc-per-node N -- python scripts/bench/bench_alltoall.py"
         )
-    unknown = [name for name in options.algorithms if name not in ALGORITHMS]
+    unknown = [name for name in options.algorithms if name not in algorithms()]
     if unknown:
-        raise ValueError(f"--algorithms {','.join(unknown)}: choose from {', '.join(ALGORITHMS)}")
+        raise ValueError(f"--algorithms {','.join(unknown)}: choose from {', '.join(algorithms())}")
     rows = measure(options, ranks)
     result = {
         **describe_run("alltoall", ranks.device, ranks.world_size),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fairseq_tutel.distributed import agree_step, all_to_all
+from fairseq_tutel.distributed import agree_step
 from fairseq_tutel.moe import ExpertRows, MoEAux, MoELayer
 
 # Tensors of T*E*C elements that live at once while the backward pass runs, as the formulation below
@@ -93,12 +93,12 @@ class DenseMoE(nn.Module):
         model_dim = x_TM.shape[1]
         # einsum("tec,tm->ecm"), written as the one matrix product that it is
         mask_TR = mask_TEC.to(x_TM.dtype).view(num_tokens, num_experts * capacity)
-        rows = all_to_all(mask_TR.t() @ x_TM, groups)
+        rows = self.layer.exchange.forth(mask_TR.t() @ x_TM)
         rows = rows.view(ranks, local, capacity, model_dim).transpose(0, 1)
         out = self._experts(rows.reshape(local, ranks * capacity, model_dim))
         out = out.view(local, ranks, capacity, model_dim).transpose(0, 1).reshape(-1, model_dim)
         # einsum("tec,ecm->tm")
-        return combine_TEC.view(num_tokens, -1) @ all_to_all(out, groups)
+        return combine_TEC.view(num_tokens, -1) @ self.layer.exchange.back(out)
 
     def _experts(self, rows):
         experts = self.layer.experts

@@ -1,6 +1,7 @@
 """All-to-all and the whole dispatch-combine round trip on 1, 2 and 4 gloo ranks."""
 
 import functools
+import time
 
 import pytest
 import torch
@@ -9,14 +10,17 @@ from helpers.distributed import run_ranks
 
 from fairseq_tutel.distributed import (
     ExpertParallelGroups,
+    LocalCopy,
+    TimedExchange,
     agree_step,
-    all_to_all,
-    all_to_all_uneven,
+    build_exchange,
     build_groups,
-    exchange_counts,
+    exchange_names,
     process_world,
+    register_exchange,
 )
-from fairseq_tutel.moe import MoEConfig, dispatch_and_combine, route
+from fairseq_tutel.distributed.exchanges import LinearExchange
+from fairseq_tutel.moe import MoEConfig, MoELayer, dispatch_and_combine, route
 
 # capacity factor of the padded and of the ragged layouts
 LAYOUTS = {"padded": 1.0, "padded, nothing dropped": 8.0, "ragged": 0.0, "ragged, bounded": -0.5}
@@ -29,34 +33,54 @@ def _tokens(rank):
     return [9, 0, 14, 1][rank]
 
 
-def _exchanges():
+def _exchanges(name):
     rank, size = process_world()
-    groups = build_groups(2 * size)
+    exchange = build_exchange(name, build_groups(2 * size))
     # rows say where they come from and where they go
     rows = torch.tensor([[rank, to, i] for to in range(size) for i in range(3)]).double()
-    got = all_to_all(rows.requires_grad_(), groups)
-    assert got.tolist() == [[by, rank, i] for by in range(size) for i in range(3)]
-    (got * torch.arange(len(got))[:, None]).sum().backward()
-    # row i of the part that came from rank r was number 3r + i there, so was its factor
-    assert rows.grad.tolist() == [[3 * rank + i] * 3 for _ in range(size) for i in range(3)]
+    # what arrives, whichever way: parts of equal size move alike in both directions
+    want = [[by, rank, i] for by in range(size) for i in range(3)]
+    for move in (exchange.forth, exchange.back):
+        got = move(rows.requires_grad_())
+        assert got.tolist() == want
+        (got * torch.arange(len(got))[:, None]).sum().backward()
+        # row i of the part that came from rank r was number 3r + i there, so was its factor
+        assert rows.grad.tolist() == [[3 * rank + i] * 3 for _ in range(size) for i in range(3)]
+        rows.grad = None
 
     # rank r sends 2r + to rows to rank `to`, none from 0 to 0
     send, receive = ([2 * rank + to for to in range(size)], [2 * by + rank for by in range(size)])
     rows = torch.tensor([[rank, to, i] for to in range(size) for i in range(send[to])]).double()
     rows = rows.reshape(-1, 3).requires_grad_()
-    got = all_to_all_uneven(rows, send, receive, groups)
+    parts = exchange.parts(send, receive)
+    got = exchange.forth(rows, parts)
     assert got.tolist() == [[by, rank, i] for by in range(size) for i in range(receive[by])]
     (10 * rank * got).sum().backward()
     assert rows.grad.tolist() == [[10 * to] * 3 for to in range(size) for _ in range(send[to])]
+    # and the way back: what came is sent to where it came from, the gradient goes forth again
+    back = exchange.back(got.detach().requires_grad_(), parts)
+    assert torch.equal(back, rows)
+    for dtype in (torch.float16, torch.bfloat16, torch.uint8):
+        assert torch.equal(exchange.back(exchange.forth(rows.to(dtype), parts), parts),
+                           rows.to(dtype))
+    sent = got.detach().requires_grad_()
+    (exchange.back(sent, parts) * (rank + 1)).sum().backward()
+    assert sent.grad.tolist() == [[by + 1] * 3 for by in range(size) for _ in range(receive[by])]
 
     count = torch.tensor([100 * rank + e for e in range(2 * size)], dtype=torch.int32)
-    table = exchange_counts(count, groups).tolist()
-    assert table == [[100 * by + 2 * rank, 100 * by + 2 * rank + 1] for by in range(size)]
+    table, parts = exchange.share_counts(count)
+    assert table.tolist() == [[100 * by + 2 * rank, 100 * by + 2 * rank + 1] for by in range(size)]
+    if size == 1:
+        assert parts is None
+    else:
+        assert list(parts.sent_W) == [200 * rank + 4 * to + 1 for to in range(size)]
+        assert list(parts.received_W) == [200 * by + 4 * rank + 1 for by in range(size)]
 
 
+@pytest.mark.parametrize("name", exchange_names())
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_exchanges_and_their_gradients(world_size):
-    run_ranks(_exchanges, world_size)
+def test_exchanges_and_their_gradients(world_size, name):
+    run_ranks(_exchanges, world_size, name)
 
 
 def _round_trips():
@@ -77,7 +101,8 @@ def _round_trips():
             step = agree_step(len(x), {}, groups)
             routing, _ = route(logits, config, training=True, num_tokens=step.num_tokens)
             assert routing.padded == (factor > 0)
-            y = dispatch_and_combine(x, routing, lambda batch: batch.rows, groups)
+            exchange = build_exchange("linear", groups)
+            y = dispatch_and_combine(x, routing, lambda batch: batch.rows, exchange)
             target = torch.randn_like(x)
             (y * target).sum().backward()
             other_x = x.detach().clone().requires_grad_()
@@ -116,19 +141,61 @@ def test_round_trip_is_the_weighted_identity(world_size, num_experts, layout):
         assert dropped > 0  # or the case would test nothing new
 
 
-def test_simulated_exchange_copies_as_many_rows():
-    groups = build_groups(8, simulate_world_size=4)
+@pytest.mark.parametrize("name", exchange_names())
+def test_simulated_exchange_copies_as_many_rows(name):
+    exchange = build_exchange(name, build_groups(8, simulate_world_size=4))
+    assert not exchange.communicates
     rows = torch.arange(24.0).view(12, 2).requires_grad_()
-    for got in (all_to_all(rows, groups), all_to_all_uneven(rows, [3] * 4, [3] * 4, groups)):
+    parts = exchange.parts([3] * 4, [3] * 4)
+    for got in (exchange.forth(rows), exchange.back(rows), exchange.forth(rows, parts)):
         assert torch.equal(got, rows) and got.data_ptr() != rows.data_ptr()
         # the gradient travels too, also one that takes no memory of its own
         for dy in (torch.randn(12, 2), torch.ones(()).expand(12, 2)):
             (d_rows,) = torch.autograd.grad(got, rows, dy, retain_graph=True)
             assert torch.equal(d_rows, dy) and d_rows.data_ptr() != dy.data_ptr()
             assert d_rows.is_contiguous()
-    assert exchange_counts(torch.arange(8), groups).tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    table, parts = exchange.share_counts(torch.arange(8))
+    assert table.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert parts.sent_W == parts.received_W == [1, 5, 9, 13]
 
 
 def test_one_rank_does_not_copy():
     rows = torch.randn(3, 2)
-    assert all_to_all(rows, ExpertParallelGroups(4)) is rows
+    exchange = build_exchange("linear", ExpertParallelGroups(4))
+    assert exchange.forth(rows) is rows and exchange.back(rows) is rows
+
+
+def test_unknown_and_taken_names_are_refused():
+    with pytest.raises(ValueError, match="'quick' is unknown; choose one of linear, pairw"):
+        MoELayer(8, 2, exchange="quick")
+    with pytest.raises(ValueError, match="'linear' is registered already"):
+        register_exchange("linear")(LinearExchange)
+
+
+def _choose_differently():
+    rank, _ = process_world()
+    groups = build_groups(2)
+    with pytest.raises(ValueError) as caught:
+        MoELayer(8, 2, groups=groups, exchange="pairwise" if rank else "linear")
+    return str(caught.value)
+
+
+def test_ranks_with_different_exchanges_are_named():
+    for message in run_ranks(_choose_differently, 2):
+        assert message == ("MoE ranks disagree on the exchange: linear on ranks [0]; "
+                           "pairwise on ranks [1]")
+
+
+def test_the_time_of_an_exchange_is_measured_without_its_gradient():
+    slow = 0.02
+    rows = torch.randn(4, 2, requires_grad=True)
+
+    class Slow(LocalCopy):
+        def move(self, rows, received, leg, parts):
+            time.sleep(slow)
+            super().move(rows, received, leg, parts)
+
+    timed = TimedExchange(Slow(build_exchange("linear", build_groups(4, simulate_world_size=4))))
+    timed.back(timed.forth(rows)).sum().backward()
+    assert torch.equal(rows.grad, torch.ones(4, 2))
+    assert 2 * slow <= timed.cpu_ms / 1000 < 3.5 * slow and timed.cuda_ms == 0

@@ -1,0 +1,32 @@
+"""How rows travel between the ranks of a layer: one algorithm per file, chosen by name.
+
+To add one, subclass :class:`Exchange` in a file of its own: ``move`` says how rows travel,
+``partitions`` which process groups that takes, ``predict`` how long it lasts. Decorate the class
+with ``register_exchange("name")``. What wraps an exchange (timing, simulation) works with each.
+"""
+
+from .base import Exchange, Leg, Links, Parts, Wrapper
+from .build import build_exchange
+from .linear import LinearExchange
+from .local import LocalCopy, NoExchange
+from .pairwise import PairwiseExchange
+from .registry import exchange_class, exchange_help, exchange_names, register_exchange
+from .timed import TimedExchange
+
+__all__ = [
+    "Exchange",
+    "Leg",
+    "LinearExchange",
+    "Links",
+    "LocalCopy",
+    "NoExchange",
+    "PairwiseExchange",
+    "Parts",
+    "TimedExchange",
+    "Wrapper",
+    "build_exchange",
+    "exchange_class",
+    "exchange_help",
+    "exchange_names",
+    "register_exchange",
+]
