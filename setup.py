@@ -48,6 +48,8 @@ setup(
         ],
         "triton": ["triton>=3.6"],
         "quickstart": ["sentencepiece>=0.2", "matplotlib>=3.8"],
+        # what fairseq's --tensorboard-logdir writes with (or tensorboard itself)
+        "tensorboard": ["tensorboardX>=2.6"],
         "test": ["pytest>=8", "pytest-timeout>=2.3"],
     },
 )

@@ -103,7 +103,8 @@ setup_install() {
     setup_step "build tools" setup_pip setuptools wheel cython numpy ninja packaging
     setup_step "fairseq (compiled here, the longest step)" setup_fairseq
     setup_step "triton, sentencepiece, matplotlib, pytest, ruff" \
-        setup_pip triton sentencepiece matplotlib pytest pytest-timeout pytest-xdist ruff
+        setup_pip triton sentencepiece matplotlib tensorboardX pytest pytest-timeout pytest-xdist \
+        ruff
     setup_step "this package" setup_this_package
 }
 

@@ -6,7 +6,7 @@ Only Hydra can compose a configuration; this finds plain values in the primary f
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fairseq_tutel.shipped_configs import CONFIGS, config_directory, with_extension
@@ -19,8 +19,19 @@ STAY_HERE = {
     "hydra.output_subdir": "hydra.output_subdir=null",
     "hydra/job_logging": "hydra.job_logging.handlers.file.filename=/dev/null",
 }
+# fairseq of 2022 under Hydra 1.3 prints these at every start, in every rank, before it reads a
+# config; later warnings of the kind are left out by training/known_warnings.py.
+_WARNERS = ("fairseq_cli.hydra_train", "hydra.main", "hydra._internal.hydra", "sys")
 _OVERRIDE = re.compile(r"^[+~]*[A-Za-z_][\w.@/]*=")
 _CHOOSE_DIRECTORY = ("hydra.run.dir", "hydra.job.chdir")
+
+
+def quiet_start(env: Mapping[str, str]) -> dict[str, str]:
+    """Variables that leave out what Hydra warns of before fairseq has read a config, nothing where
+    the user chose what Python warns of (or ``FAIRSEQ_TUTEL_WARNINGS=1``)."""
+    if "PYTHONWARNINGS" in env or env.get("FAIRSEQ_TUTEL_WARNINGS", "0") not in ("", "0"):
+        return {}
+    return {"PYTHONWARNINGS": ",".join(f"ignore::UserWarning:{name}" for name in _WARNERS)}
 
 
 def flag_value(words: Sequence[str], *flags: str) -> str | None:

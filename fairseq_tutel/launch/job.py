@@ -19,6 +19,7 @@ from fairseq_tutel.launch.commands import (
     with_options,
 )
 from fairseq_tutel.launch.devices import Gpu, installed_gpus, visible_gpus, why_no_gpus
+from fairseq_tutel.launch.hydra import quiet_start
 from fairseq_tutel.launch.mistakes import shared_if
 from fairseq_tutel.launch.nccl import profile_environment
 from fairseq_tutel.launch.placement import Placement, adopt, start_here
@@ -307,6 +308,7 @@ def plan_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
             **env,
             **shared,
             **_device_environment(command, gpu, gpus, env),
+            **(quiet_start(env) if command.kind == "hydra" else {}),
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "OMP_NUM_THREADS": bound.omp_num_threads,

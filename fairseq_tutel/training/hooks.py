@@ -16,7 +16,8 @@ dense models behave as before. ``install`` can be called any number of times.
 5. ``options.CommonEvalConfig``: knows no ``--is-moe``, which published commands pass; it is
    accepted and has no effect, since the files tell.
 6. ``sys.excepthook`` of fairseq's programs: errors that this package raises for a user's mistake
-   are told in one line (:mod:`.errors`).
+   are told in one line (:mod:`.errors`). There, known warnings of fairseq's dependencies are left
+   out, too (:mod:`.known_warnings`).
 """
 
 import functools
@@ -31,8 +32,9 @@ from fairseq.trainer import Trainer
 
 from .. import optim
 from ..checkpoint import visible_shared_file
-from . import errors, evaluation, requeue
+from . import errors, evaluation, known_warnings, requeue
 from .checkpointing import save_set
+from .programs import program
 from .start import start_of_run
 from .trainer import MoETrainer, has_experts
 
@@ -61,6 +63,8 @@ def install() -> None:
     _wrap_programs()
     _know_user_dir()
     errors.install()
+    if program() is not None:
+        known_warnings.install()
     requeue.listen_early()
     optim.install()
 

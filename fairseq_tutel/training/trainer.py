@@ -47,6 +47,7 @@ class MoETrainer(CheckpointMixin, Trainer):
             list(model.moe_layers),
             cfg.model.moe_load_log_interval,
             writes=self.is_data_parallel_master,
+            tensorboard=cfg.common.tensorboard_logdir,
         )
         self.requeue = request_for_trainer()
         self._epoch_itr = None
