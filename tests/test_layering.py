@@ -24,7 +24,7 @@ LINES = (
 # outside package -> rooms that may import it
 OWNERS = {
     "triton": {"backends/triton"},
-    "torch.distributed": {"distributed"},
+    "torch.distributed": {"distributed", "launch"},
     "fairseq": {"models", "criterions", "optim", "training"},
     "fairseq_cli": {"training"},
 }

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from fairseq_tutel.exit_codes import EXIT_REQUEUE, EXIT_USAGE
-from fairseq_tutel.launch.agreement import agree
 from fairseq_tutel.launch.binding import apply_binding
 from fairseq_tutel.launch.commands import parse_command
 from fairseq_tutel.launch.job import Job, Options, plan_job
 from fairseq_tutel.launch.mistakes import message
+from fairseq_tutel.launch.preflight import compare_nodes
 from fairseq_tutel.launch.supervise import Supervisor, prepare_for_requests
 
 _DESCRIPTION = """\
@@ -185,7 +185,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if job.report is not None and args.agree_seconds:
             shared = job.ranks[0].env
-            agree(
+            compare_nodes(
                 job.report, shared["MASTER_ADDR"], int(shared["MASTER_PORT"]), args.agree_seconds
             )
     except ValueError as error:

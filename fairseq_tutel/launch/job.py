@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fairseq_tutel.launch import binding as bind
-from fairseq_tutel.launch.agreement import Report
 from fairseq_tutel.launch.commands import (
     TRAINING,
     Command,
@@ -23,6 +22,7 @@ from fairseq_tutel.launch.hydra import quiet_start
 from fairseq_tutel.launch.mistakes import shared_if
 from fairseq_tutel.launch.nccl import profile_environment
 from fairseq_tutel.launch.placement import Placement, adopt, start_here
+from fairseq_tutel.launch.preflight import Report
 from fairseq_tutel.launch.rendezvous import check_port_free, master_address, master_port
 from fairseq_tutel.launch.supervise import EarlyRequest, RankJob
 from fairseq_tutel.launch.topology import Topology

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from fairseq_tutel.launch.hostlist import expand_tasks_per_node
 
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -181,3 +180,14 @@ def start_here(nproc: int, num_nodes: int, node_rank: int, source: str = "launch
     return Placement(
         source, False, node_rank * nproc, num_nodes * nproc, 0, nproc, node_rank, num_nodes
     )
+
+
+def expand_tasks_per_node(text: str) -> list[int]:
+    """Tasks on every node from SLURM_STEP_TASKS_PER_NODE: ``2(x3),1`` is [2, 2, 2, 1]."""
+    counts: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
+        if match is None:
+            raise ValueError(f"tasks per node {text!r}: cannot read {item!r}")
+        counts.extend([int(match[1])] * int(match[2] or 1))
+    return counts

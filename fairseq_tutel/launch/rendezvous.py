@@ -9,7 +9,6 @@ import socket
 import subprocess
 from collections.abc import Mapping
 
-from fairseq_tutel.launch.hostlist import expand_hostlist
 from fairseq_tutel.launch.placement import Placement
 
 DEFAULT_PORT = 29500  # torchrun's
@@ -35,10 +34,9 @@ def _scontrol(*arguments: str) -> str | None:
     return result.stdout if result.returncode == 0 else None
 
 
-def slurm_hosts(nodelist: str) -> list[str]:
-    """Host names of SLURM's compact list, by scontrol or, where that is missing, by ourselves."""
-    text = _scontrol("show", "hostnames", nodelist)
-    return text.split() if text else expand_hostlist(nodelist)
+def first_host(nodelist: str) -> str:
+    """The first name of SLURM's compact list: ``node008`` of ``node[008-010,12],login``."""
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodelist).partition(",")[0]
 
 
 def _resolvable(host: str) -> str:
@@ -62,7 +60,7 @@ def master_address(placement: Placement, env: Mapping[str, str]) -> str:
         return "127.0.0.1"
     nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
     if nodelist:
-        return _resolvable(slurm_hosts(nodelist)[0])
+        return _resolvable(first_host(nodelist))
     raise ValueError(
         f"{placement.world_size} ranks on {placement.num_nodes} nodes, but nothing says which "
         "host has rank 0: give --master-addr or set MASTER_ADDR"

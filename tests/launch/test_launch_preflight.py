@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from test_launch_processes import environment, launch, start
 
-from fairseq_tutel.launch.agreement import Report, agree
 from fairseq_tutel.launch.mistakes import SharedMistake
+from fairseq_tutel.launch.preflight import Report, compare_nodes
 
 
 @pytest.fixture
@@ -25,12 +25,12 @@ def node(number, **changes):
 
 
 def outcomes(port, reports, seconds=10.0, meanwhile=None):
-    """What `agree` comes to on every node, by its place in `reports`."""
+    """What `compare_nodes` comes to on every node, by its place in `reports`."""
     results = {}
 
     def run(i, report):
         try:
-            results[i] = agree(report, "127.0.0.1", port, seconds)
+            results[i] = compare_nodes(report, "127.0.0.1", port, seconds)
         except ValueError as error:
             results[i] = error
 
