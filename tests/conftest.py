@@ -1,24 +1,26 @@
 """Settings that must precede every import: without a GPU, Triton kernels run interpreted."""
 
-import importlib.util
 import os
+import sys
 
 import pytest
 import torch
+
+import fairseq_tutel
 
 # Triton reads this when it is imported; set later, parts of its language fail.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# as fairseq's programs do for a --user-dir, whichever test imports what first
-if importlib.util.find_spec("fairseq") is not None:
-    import fairseq_tutel
-
-    fairseq_tutel.register()
-
 
 def pytest_collection_modifyitems(items):
-    """Tests marked gpu are skipped, and counted as such, where there is none."""
+    """Tests marked gpu are skipped, and counted as such, where there is none.
+
+    Where a test that was collected uses fairseq, the package registers, as for a --user-dir,
+    whichever was imported first; the others do without the seconds of that import.
+    """
+    if "fairseq.utils" in sys.modules:
+        fairseq_tutel.register()
     if torch.cuda.is_available():
         return
     for item in items:
