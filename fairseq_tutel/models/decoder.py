@@ -175,6 +175,7 @@ class MoETransformerDecoder(TransformerDecoder):
             dropout=cfg.dropout,
             activation_dropout=cfg.activation_dropout or cfg.relu_dropout or 0.0,
             exchange=str(args.moe_a2a),
+            ranks_per_node=args.moe_ranks_per_node,
             record_exchange_time=args.record_a2a_perf_stats,
             skip_exchange=args.dummy_a2a,
             **_routing_fields(self.moe_routing),

@@ -139,6 +139,9 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
     moe_a2a: ChoiceEnum(exchange_names()) = _option(
         "linear", f"how tokens travel between ranks: {exchange_help()}"
     )
+    moe_ranks_per_node: int = _option(
+        0, "ranks that share a node, for hierarchical all-to-alls (default: as found)"
+    )
     moe_simulate_world_size: int = _option(
         0, "one process plays one rank of this many: all-to-alls become local copies"
     )

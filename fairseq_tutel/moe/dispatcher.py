@@ -14,6 +14,7 @@ import torch
 from .. import ops
 from ..distributed import Exchange
 from .routing import Routing
+from .row_order import rows_for_exchange
 
 
 @dataclass(frozen=True)
@@ -55,29 +56,29 @@ def _through_padded(x_TM, routing, experts, exchange):
     """Equal parts: rank-major [W, e, C] at the wire, expert-major [e, W*C] at the product."""
     ranks, local = exchange.groups.ep_size, exchange.groups.num_local_experts
     capacity, model_dim = routing.capacity, x_TM.shape[1]
-    rows = exchange.forth(ops.dispatch(x_TM, routing.dest_row_TK, routing.src_pair_R))
+    dest_row_TK, src_pair_R = rows_for_exchange(routing, exchange)
+    rows = exchange.forth(ops.dispatch(x_TM, dest_row_TK, src_pair_R))
     rows = rows.view(ranks, local, capacity, model_dim).transpose(0, 1)
     out = experts(ExpertRows(rows.reshape(local, ranks * capacity, model_dim)))
     out = out.view(local, ranks, capacity, model_dim).transpose(0, 1).reshape(-1, model_dim)
-    return ops.combine(
-        exchange.back(out), routing.dest_row_TK, routing.src_pair_R, routing.topk_weight_TK
-    )
+    return ops.combine(exchange.back(out), dest_row_TK, src_pair_R, routing.topk_weight_TK)
 
 
 def _through_ragged(x_TM, routing, experts, exchange):
     """Parts of the size that is needed. NOTE: between ranks the host reads the counts."""
+    dest_row_TK, src_pair_R = rows_for_exchange(routing, exchange)
     count_WL, parts = exchange.share_counts(routing.num_kept_per_expert_E)
-    src_pair_R = routing.src_pair_R if parts is None else routing.src_pair_R[: sum(parts.sent_W)]
-    rows = exchange.forth(ops.dispatch(x_TM, routing.dest_row_TK, src_pair_R), parts)
+    if parts is not None:
+        src_pair_R = src_pair_R[: sum(parts.sent_W)]
+    rows = exchange.forth(ops.dispatch(x_TM, dest_row_TK, src_pair_R), parts)
     order = _expert_major_order(count_WL, rows.shape[0])
     if order is not None:
         rows = rows.index_select(0, order)
     out = experts(ExpertRows(rows, count_WL.sum(0).cumsum(0, dtype=torch.int32)))
     if order is not None:
         out = out.index_select(0, order.argsort())
-    return ops.combine(
-        exchange.back(out, parts), routing.dest_row_TK, src_pair_R, routing.topk_weight_TK
-    )
+    out = exchange.back(out, parts)
+    return ops.combine(out, dest_row_TK, src_pair_R, routing.topk_weight_TK)
 
 
 def _expert_major_order(count_WL, num_rows):

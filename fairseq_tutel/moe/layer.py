@@ -212,7 +212,11 @@ class MoELayer(nn.Module):
                 pad_T=None if pad_mask is None else pad_mask.reshape(-1),
                 num_tokens=step.num_tokens,
             )
-        exchange = TimedExchange(self.exchange) if self.record_exchange_time else self.exchange
+        exchange = self.exchange.for_message(
+            _message_bytes(routing, config.top_k * step.num_tokens, x_TM)
+        )
+        if self.record_exchange_time:
+            exchange = TimedExchange(exchange)
         y_TM = dispatch_and_combine(x_TM, routing, self.experts, exchange)
         if self.record_exchange_time:
             times = aux.metrics.new_tensor([exchange.cpu_ms, exchange.cuda_ms])
@@ -263,3 +267,9 @@ class MoELayer(nn.Module):
             f"experts={groups.num_experts} on {groups.world_size} ranks{simulated}, "
             f"top_k={self.config.top_k}"
         )
+
+
+def _message_bytes(routing, most_rows, x_TM):
+    """Bytes that a rank hands to an exchange, at most; the same on all ranks."""
+    rows = routing.num_experts * routing.capacity if routing.padded else most_rows
+    return rows * x_TM.shape[1] * x_TM.element_size()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,8 @@ from ranks import Ranks, choose_device, connected
 from record import describe_run, device_name, quiet_logs, say, table, write_json
 from torch import Tensor
 
-from fairseq_tutel.distributed import (
-    ExpertParallelGroups,
-    build_exchange,
-    build_groups,
-    exchange_names,
-)
+from fairseq_tutel.distributed import Exchange, build_exchange, build_groups, exchange_names
+from fairseq_tutel.distributed.exchanges import Parts
 
 _UNITS = {"K": 10, "M": 20, "G": 30}
 _ELEMENT = 4  # bytes of fp32
@@ -69,21 +65,14 @@ def algorithms() -> list[str]:
     return [f"{name}{kind}" for name in exchange_names() for kind in ("", _UNEVEN)]
 
 
-def make_exchange(
-    algorithm: str, groups: ExpertParallelGroups, ranks_per_node: int
-) -> Callable[[Tensor], Tensor]:
-    """What the layer calls, for messages of equal parts."""
-    exchange = build_exchange(
-        algorithm.removesuffix(_UNEVEN), groups, ranks_per_node=ranks_per_node
-    )
+def for_size(algorithm: str, built: Exchange, size: int) -> tuple[Exchange, Parts | None]:
+    """What the layer would use for messages of so many bytes, all parts of one size."""
+    exchange = built.for_message(size)
     if not algorithm.endswith(_UNEVEN):
-        return exchange.forth
-
-    def uneven(rows):
-        part = [rows.shape[0] // groups.ep_size] * groups.ep_size
-        return exchange.forth(rows, exchange.parts(part, part))
-
-    return uneven
+        return exchange, None
+    ranks = built.groups.ep_size
+    part = [size // _ELEMENT // ranks] * ranks
+    return exchange, exchange.parts(part, part)
 
 
 def sizes(options: argparse.Namespace, world_size: int, device_type: str) -> list[int]:
@@ -106,10 +95,15 @@ def sizes(options: argparse.Namespace, world_size: int, device_type: str) -> lis
     return found
 
 
-def message(size: int, ranks: Ranks) -> Tensor:
-    """[W * n] fp32: part w holds the number of the way from this rank to rank w."""
+def message(size: int, ranks: Ranks, order: Sequence[int] | None = None) -> Tensor:
+    """[W * n] fp32: the part for rank w holds the number of the way from this rank to rank w.
+
+    Args:
+        order: rank that each part is for; None for rank order.
+    """
     part = size // _ELEMENT // ranks.world_size
-    ways = ranks.rank * ranks.world_size + torch.arange(ranks.world_size, device=ranks.device)
+    to = torch.tensor(order or range(ranks.world_size), device=ranks.device)
+    ways = ranks.rank * ranks.world_size + to
     return ways.to(torch.float32).repeat_interleave(part)
 
 
@@ -123,40 +117,46 @@ def check(received: Tensor, ranks: Ranks, algorithm: str) -> None:
         raise RuntimeError(f"{algorithm}: rank {ranks.rank} received the wrong parts")
 
 
-def time_exchange(exchange, rows, ranks: Ranks, iterations: int) -> float:
+def time_exchange(exchange, rows, parts, ranks: Ranks, iterations: int) -> float:
     """Seconds of one all-to-all, mean over ``iterations``."""
     ranks.barrier()
     if ranks.device.type == "cuda":
         torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(iterations):
-        exchange(rows)
+        exchange.forth(rows, parts)
     if ranks.device.type == "cuda":
         torch.cuda.synchronize()
     return (time.perf_counter() - begin) / iterations
 
 
 def measure(options: argparse.Namespace, ranks: Ranks) -> list[dict[str, Any]]:
-    """One row per size and algorithm."""
+    """One row per size and algorithm; repetitions of all algorithms take turns."""
     groups = build_groups(ranks.world_size)
-    exchanges = {
-        name: make_exchange(name, groups, options.ranks_per_node) for name in options.algorithms
+    built = {
+        name: build_exchange(
+            name.removesuffix(_UNEVEN), groups, ranks_per_node=options.ranks_per_node
+        )
+        for name in options.algorithms
     }
     rows = []
     for size in sizes(options, ranks.world_size, ranks.device.type):
-        data = message(size, ranks)
-        for name in options.algorithms:
-            exchange = exchanges[name]
-            check(exchange(data), ranks, name)
-            time_exchange(exchange, data, ranks, 2)
-            seconds = ranks.slowest([
-                time_exchange(exchange, data, ranks, options.iterations)
-                for _ in range(options.repetitions)
-            ])  # fmt: skip
-            spread = percentiles(seconds)
+        cases, seconds = {}, {name: [] for name in built}
+        for name in built:
+            exchange, parts = for_size(name, built[name], size)
+            data = message(size, ranks, exchange.send_order)
+            check(exchange.forth(data, parts), ranks, name)
+            cases[name] = (exchange, data, parts)
+            time_exchange(*cases[name], ranks, 2)
+        for _ in range(options.repetitions):
+            for name, case in cases.items():
+                seconds[name].append(time_exchange(*case, ranks, options.iterations))
+        for name in built:
+            spread = percentiles(ranks.slowest(seconds[name]))
             bandwidth = size / spread["p50"]
             rows.append({
-                "algorithm": name, "bytes": size, "bytes_per_peer": size // ranks.world_size,
+                "algorithm": name, "exchange": cases[name][0].name, "bytes": size,
+                "bytes_per_peer": size // ranks.world_size,
                 "seconds": spread, "algbw": bandwidth,
                 "busbw": bandwidth * (ranks.world_size - 1) / ranks.world_size,
             })  # fmt: skip
@@ -192,7 +192,8 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         **describe_run("alltoall", ranks.device, ranks.world_size),
         "backend": ranks.backend,
         "settings": {"algorithms": options.algorithms, "iterations": options.iterations,
-                     "repetitions": options.repetitions},
+                     "repetitions": options.repetitions,
+                     "ranks_per_node": options.ranks_per_node},
         "results": rows,
     }  # fmt: skip
     if ranks.first:

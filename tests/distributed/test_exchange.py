@@ -15,6 +15,7 @@ from fairseq_tutel.distributed import (
     agree_step,
     build_exchange,
     build_groups,
+    exchange_class,
     exchange_names,
     process_world,
     register_exchange,
@@ -26,6 +27,7 @@ from fairseq_tutel.moe import MoEConfig, MoELayer, dispatch_and_combine, route
 LAYOUTS = {"padded": 1.0, "padded, nothing dropped": 8.0, "ragged": 0.0, "ragged, bounded": -0.5}
 WORLDS = {1: (1, 4), 2: (1, 2, 4), 4: (2, 4, 8)}  # ranks -> experts: fewer, equal, more
 M = 5
+_CODE = torch.tensor([100.0, 10.0, 1.0]).double()  # (rank, to, i) as one number
 
 
 def _tokens(rank):
@@ -33,39 +35,52 @@ def _tokens(rank):
     return [9, 0, 14, 1][rank]
 
 
-def _exchanges(name):
-    rank, size = process_world()
-    exchange = build_exchange(name, build_groups(2 * size))
-    # rows say where they come from and where they go
-    rows = torch.tensor([[rank, to, i] for to in range(size) for i in range(3)]).double()
-    # what arrives, whichever way: parts of equal size move alike in both directions
-    want = [[by, rank, i] for by in range(size) for i in range(3)]
-    for move in (exchange.forth, exchange.back):
-        got = move(rows.requires_grad_())
-        assert got.tolist() == want
-        (got * torch.arange(len(got))[:, None]).sum().backward()
-        # row i of the part that came from rank r was number 3r + i there, so was its factor
-        assert rows.grad.tolist() == [[3 * rank + i] * 3 for _ in range(size) for i in range(3)]
-        rows.grad = None
+def _numbered(counts, order):
+    """One row (rank, to, i) for each that goes to rank `to`, parts in the order of an exchange."""
+    rank, _ = process_world()
+    rows = [[rank, to, i] for to in order or range(len(counts)) for i in range(counts[to])]
+    return torch.tensor(rows).double().view(-1, 3).requires_grad_()
 
-    # rank r sends 2r + to rows to rank `to`, none from 0 to 0
-    send, receive = ([2 * rank + to for to in range(size)], [2 * by + rank for by in range(size)])
-    rows = torch.tensor([[rank, to, i] for to in range(size) for i in range(send[to])]).double()
-    rows = rows.reshape(-1, 3).requires_grad_()
-    parts = exchange.parts(send, receive)
-    got = exchange.forth(rows, parts)
-    assert got.tolist() == [[by, rank, i] for by in range(size) for i in range(receive[by])]
-    (10 * rank * got).sum().backward()
-    assert rows.grad.tolist() == [[10 * to] * 3 for to in range(size) for _ in range(send[to])]
-    # and the way back: what came is sent to where it came from, the gradient goes forth again
-    back = exchange.back(got.detach().requires_grad_(), parts)
+
+def _exchanges(name, ranks_per_node):
+    rank, size = process_world()
+    exchange = build_exchange(name, build_groups(2 * size), ranks_per_node=ranks_per_node)
+    assert exchange.name == (name if size > 1 else "none")
+    order = exchange.send_order
+
+    # equal parts: rows say where they come from and where they go
+    rows = _numbered([3] * size, order)
+    got = exchange.forth(rows)
+    assert got.tolist() == [[by, rank, i] for by in range(size) for i in range(3)]
+    back = exchange.back(got.detach().requires_grad_())
     assert torch.equal(back, rows)
-    for dtype in (torch.float16, torch.bfloat16, torch.uint8):
-        assert torch.equal(exchange.back(exchange.forth(rows.to(dtype), parts), parts),
-                           rows.to(dtype))
+    # the gradient of a row is what its receiver multiplies it by, whichever way it went
+    (got * (got.detach() @ _CODE)[:, None]).sum().backward()
+    assert rows.grad.tolist() == (rows.detach() @ _CODE)[:, None].expand(-1, 3).tolist()
     sent = got.detach().requires_grad_()
-    (exchange.back(sent, parts) * (rank + 1)).sum().backward()
-    assert sent.grad.tolist() == [[by + 1] * 3 for by in range(size) for _ in range(receive[by])]
+    (exchange.back(sent) * (rows.detach() @ _CODE)[:, None]).sum().backward()
+    assert sent.grad.tolist() == (got.detach() @ _CODE)[:, None].expand(-1, 3).tolist()
+
+    # rank r sends 2r + to rows to rank `to`, none from 0 to 0; or nothing but from rank 1 to 0
+    for send_table in ([[2 * by + to for to in range(size)] for by in range(size)],
+                       [[5 * (by == 1) * (to == 0) for to in range(size)] for by in range(size)]):
+        send, receive = send_table[rank], [line[rank] for line in send_table]
+        rows = _numbered(send, order)
+        parts = exchange.parts(send, receive)
+        got = exchange.forth(rows, parts)
+        assert got.tolist() == [[by, rank, i] for by in range(size) for i in range(receive[by])]
+        (got * (got.detach() @ _CODE)[:, None]).sum().backward()
+        assert rows.grad.tolist() == (rows.detach() @ _CODE)[:, None].expand(-1, 3).tolist()
+        sent = got.detach().requires_grad_()
+        back = exchange.back(sent, parts)
+        assert torch.equal(back, rows)
+        (back * (rows.detach() @ _CODE)[:, None]).sum().backward()
+        assert sent.grad.tolist() == (got.detach() @ _CODE)[:, None].expand(-1, 3).tolist()
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.uint8):
+            narrow = rows.detach().to(dtype)
+            moved = exchange.forth(narrow, parts)
+            assert moved.dtype == dtype and torch.equal(moved, got.to(dtype))
+            assert torch.equal(exchange.back(moved, parts), narrow)
 
     count = torch.tensor([100 * rank + e for e in range(2 * size)], dtype=torch.int32)
     table, parts = exchange.share_counts(count)
@@ -77,10 +92,23 @@ def _exchanges(name):
         assert list(parts.received_W) == [200 * by + 4 * rank + 1 for by in range(size)]
 
 
-@pytest.mark.parametrize("name", exchange_names())
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_exchanges_and_their_gradients(world_size, name):
-    run_ranks(_exchanges, world_size, name)
+# ranks -> ranks per node of the exchanges that tell nodes apart
+NODES = {1: (0,), 2: (0,), 4: (2,), 8: (2, 4)}
+NAMES = [name for name in exchange_names() if name != "auto"]  # which is one of the others
+
+
+@pytest.mark.parametrize(
+    "world_size, ranks_per_node, name",
+    [
+        pytest.param(world, local, name, marks=[pytest.mark.slow] * (world == 8))
+        for world, nodes in NODES.items()
+        for local in nodes
+        for name in NAMES
+        if local or not exchange_class(name).needs_nodes
+    ],
+)
+def test_exchanges_and_their_gradients(world_size, ranks_per_node, name):
+    run_ranks(_exchanges, world_size, name, ranks_per_node)
 
 
 def _round_trips():
@@ -166,7 +194,7 @@ def test_one_rank_does_not_copy():
 
 
 def test_unknown_and_taken_names_are_refused():
-    with pytest.raises(ValueError, match="'quick' is unknown; choose one of linear, pairw"):
+    with pytest.raises(ValueError, match="'quick' is unknown; choose one of linear, 2dh"):
         MoELayer(8, 2, exchange="quick")
     with pytest.raises(ValueError, match="'linear' is registered already"):
         register_exchange("linear")(LinearExchange)

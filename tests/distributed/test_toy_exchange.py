@@ -85,7 +85,7 @@ def registered(monkeypatch):
 def test_it_is_a_choice_with_help_and_with_a_predicted_time(registered):
     assert exchange_names()[-1] == "toy-broadcast" and exchange_class("toy-broadcast") is registered
     assert "'toy-broadcast': a broadcast per rank" in exchange_help()
-    with pytest.raises(ValueError, match="choose one of linear, pairwise.*toy-broadcast"):
+    with pytest.raises(ValueError, match="choose one of linear, .*toy-broadcast"):
         exchange_class("toy")
     config = load_config(CONFIGS, "meta_1.1t", ["+model.moe_a2a=toy-broadcast"])
     hardware = load_hardware(CONFIGS, "a100-80g")

@@ -5,6 +5,7 @@ To add one, subclass :class:`Exchange` in a file of its own: ``move`` says how r
 with ``register_exchange("name")``. What wraps an exchange (timing, simulation) works with each.
 """
 
+from .auto import AutoExchange
 from .base import Exchange, Leg, Links, Parts, Wrapper
 from .build import build_exchange
 from .linear import LinearExchange
@@ -12,8 +13,10 @@ from .local import LocalCopy, NoExchange
 from .pairwise import PairwiseExchange
 from .registry import exchange_class, exchange_help, exchange_names, register_exchange
 from .timed import TimedExchange
+from .two_dimensional import TwoDimensionalExchange
 
 __all__ = [
+    "AutoExchange",
     "Exchange",
     "Leg",
     "LinearExchange",
@@ -23,6 +26,7 @@ __all__ = [
     "PairwiseExchange",
     "Parts",
     "TimedExchange",
+    "TwoDimensionalExchange",
     "Wrapper",
     "build_exchange",
     "exchange_class",

@@ -90,6 +90,7 @@ class Exchange(abc.ABC):
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""  # for the help of --moe-a2a
+    needs_nodes: ClassVar[bool] = False  # whether it has to be told how many ranks a node has
 
     def __init__(
         self,
@@ -100,6 +101,7 @@ class Exchange(abc.ABC):
         self.groups = groups
         self.subgroups = dict(subgroups or {})
         self.ranks_per_node = ranks_per_node
+        self._orders: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     # what an algorithm says about itself
 
@@ -131,6 +133,15 @@ class Exchange(abc.ABC):
         return {}
 
     @classmethod
+    def unfit(cls, num_ranks: int, ranks_per_node: int) -> str | None:
+        """Why the algorithm cannot serve W ranks on such nodes; None if it can."""
+        return None
+
+    def prepare(self) -> Exchange:
+        """Called once by all ranks with what was built; returns what the layers shall use."""
+        return self
+
+    @classmethod
     def predict(cls, num_bytes: float, num_ranks: int, links: Links) -> float:
         """Seconds of one exchange of equal parts.
 
@@ -146,6 +157,13 @@ class Exchange(abc.ABC):
         return None
 
     # what follows from it
+
+    def send_order_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rank of each part, part of each rank), int64 [W]; only where there is a send order."""
+        if device not in self._orders:
+            order_W = torch.tensor(self.send_order, device=device)
+            self._orders[device] = (order_W, order_W.argsort())
+        return self._orders[device]
 
     @property
     def communicates(self) -> bool:
@@ -189,7 +207,7 @@ class Exchange(abc.ABC):
         return count_WL, Parts(sent, received)
 
     def parts(self, sent_W: Sequence[int], received_W: Sequence[int]) -> Parts:
-        """Parts of sizes that the host has: rows to and from each rank."""
+        """Parts of sizes that the host has, rows to and from each rank. May be collective."""
         return Parts(list(sent_W), list(received_W))
 
     def _receive_counts(self, count_E: torch.Tensor) -> torch.Tensor:

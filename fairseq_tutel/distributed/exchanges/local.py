@@ -45,6 +45,11 @@ class LocalCopy(Wrapper):
         """Never."""
         return False
 
+    @property
+    def send_order(self) -> list[int] | None:
+        """Rank order."""
+        return None
+
     def move(self, rows, received, leg, parts):
         """A copy."""
         received.copy_(rows)
