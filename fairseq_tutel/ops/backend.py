@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import os
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -17,12 +18,18 @@ _requested = "auto"
 _logged: set[tuple[str, str]] = set()
 
 
+def _why_no_triton() -> str | None:
+    """Why the kernels cannot be imported, None where they can. Does not import triton."""
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:
+        return "triton is not installed"
+    if not Path(spec.origin).with_name("knobs.py").exists():  # part of triton since 3.4
+        return "the installed triton is too old, 3.6 is needed (it comes with torch 2.10)"
+    return None
+
+
 # looked for once, here: torch.compile would search inside of the traced code
-_TRITON_FOUND = importlib.util.find_spec("triton") is not None
-
-
-def _has_triton() -> bool:
-    return _TRITON_FOUND
+_NO_TRITON = _why_no_triton()
 
 
 def _interpreted() -> bool:
@@ -31,8 +38,8 @@ def _interpreted() -> bool:
 
 def _why_not_triton(device_type: str) -> str | None:
     """Reason why Triton kernels cannot run on the device, None where they can."""
-    if not _has_triton():
-        return "triton is not installed"
+    if _NO_TRITON is not None:
+        return _NO_TRITON
     if device_type != "cuda" and not _interpreted():
         return f"device {device_type!r} is no GPU and TRITON_INTERPRET is not set"
     return None
@@ -71,10 +78,12 @@ def backend_for(device: torch.device | str) -> str:
         ValueError: the backend was set to triton and the device cannot run it.
     """
     device_type = torch.device(device).type
-    name = _requested
+    name = why = _requested
     if name == "auto":
         on_gpu = device_type == "cuda"
-        name = "triton" if on_gpu and _why_not_triton(device_type) is None else "torch"
+        reason = _why_not_triton(device_type)
+        name = "triton" if on_gpu and reason is None else "torch"
+        why = f"auto: {reason}" if on_gpu and reason is not None else "auto"
     elif name == "triton":
         reason = _why_not_triton(device_type)
         if reason is not None:
@@ -82,7 +91,7 @@ def backend_for(device: torch.device | str) -> str:
     # Traced code must not log; the operators in it ask again when they run, outside of the trace.
     if not torch.compiler.is_compiling() and (name, device_type) not in _logged:
         _logged.add((name, device_type))
-        logger.info("MoE operators on %s: %s backend (%s)", device_type, name, _requested)
+        logger.info("MoE operators on %s: %s backend (%s)", device_type, name, why)
     return name
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")  # since torch 2.10
+
 
 def grouped_linear(rows_RM: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """``rows[begin_x : end_x] @ weight[x].T`` for every expert x.
@@ -43,7 +45,8 @@ def _grouped_mm_takes(rows_RM, weight):
     """grouped_mm wants rows that begin at multiples of 16 bytes."""
     widths = (weight.shape[1], weight.shape[2])
     aligned = all(n * rows_RM.element_size() % 16 == 0 for n in widths)
-    return aligned and rows_RM.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    return _HAS_GROUPED_MM and aligned and rows_RM.dtype in dtypes
 
 
 @torch.library.custom_op("fairseq_tutel::grouped_linear", mutates_args=())

@@ -1,6 +1,8 @@
 """The choice of backend: what runs where, and that nothing falls back silently."""
 
+import importlib.util
 import logging
+from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from fairseq_tutel.ops import backend
 @pytest.fixture(autouse=True)
 def restored_backend(monkeypatch):
     monkeypatch.setattr(backend, "_logged", set())
-    monkeypatch.setattr(backend, "_has_triton", lambda: True)
+    monkeypatch.setattr(backend, "_NO_TRITON", None)
     yield
     ops.set_backend("auto")
 
@@ -24,9 +26,27 @@ def test_auto_is_torch_on_cpu_and_triton_on_gpus():
     assert ops.backend_for(torch.device("cuda", 0)) == "triton"
 
 
-def test_auto_without_triton_is_torch(monkeypatch):
-    monkeypatch.setattr(backend, "_has_triton", lambda: False)
-    assert ops.backend_for("cuda") == "torch"
+def test_auto_without_triton_is_torch_and_says_why(monkeypatch, caplog):
+    monkeypatch.setattr(backend, "_NO_TRITON", "triton is not installed")
+    with caplog.at_level(logging.INFO, logger=backend.__name__):
+        assert ops.backend_for("cuda") == "torch"
+    assert "on cuda: torch backend (auto: triton is not installed)" in caplog.text
+
+
+@pytest.mark.parametrize("files, reason", [
+    ((), "triton is not installed"),
+    (("__init__.py",), "too old, 3.6 is needed"),
+    (("__init__.py", "knobs.py"), None),
+])  # fmt: skip
+def test_triton_is_judged_without_importing_it(monkeypatch, tmp_path, files, reason):
+    """torch 2.5 brings triton 3.1, with which the kernels cannot even be imported."""
+    origin = str(tmp_path / "__init__.py") if files else None
+    spec = ModuleSpec("triton", None, origin=origin) if files else None
+    for file in files:
+        (tmp_path / file).touch()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    told = backend._why_no_triton()
+    assert told is None if reason is None else reason in told
 
 
 def test_torch_everywhere_when_asked_for():
@@ -42,7 +62,7 @@ def test_unknown_name():
 
 
 def test_triton_not_installed_is_an_error(monkeypatch):
-    monkeypatch.setattr(backend, "_has_triton", lambda: False)
+    monkeypatch.setattr(backend, "_NO_TRITON", "triton is not installed")
     with pytest.raises(ValueError, match="triton is not installed"):
         ops.set_backend("triton")
     assert ops.get_backend() == "auto"
