@@ -1,4 +1,4 @@
-"""Packaging of fairseq_tutel. Ranges stand here; the tested pins are in scripts/setup_env.sh."""
+"""Packaging of fairseq_tutel. Ranges stand here, the tested pins in scripts/constraints*.txt."""
 
 import re
 from pathlib import Path
@@ -21,6 +21,7 @@ setup(
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
@@ -30,8 +31,10 @@ setup(
     package_data={"fairseq_tutel": ["configs/*.yaml", "configs/hardware/*.yaml"]},
     # fairseq only looks for a --user-dir among real files.
     zip_safe=False,
-    python_requires=">=3.11",
-    install_requires=["torch>=2.10"],
+    python_requires=">=3.10",
+    # 2.5 is the oldest one tried, on a CPU; the kernels for GPUs need Triton 3.6, which comes with
+    # torch 2.10 (an older torch runs the torch backend there).
+    install_requires=["torch>=2.5"],
     extras_require={
         # Not among the requirements, for two reasons. fairseq_tutel.moe, the layer, is of use
         # without fairseq. And fairseq-fixed is a source package compiled against torch: pip must
@@ -45,6 +48,15 @@ setup(
             "numpy>=1.26,<2",
             "hydra-core>=1.3,<1.4",
             "omegaconf>=2.3,<2.4",
+        ],
+        # The last official release, for Python 3.10: pip builds it in isolation, and refuses the
+        # metadata of omegaconf 2.0 from pip 24.1 on.
+        #   pip install "pip<24.1"; pip install "fairseq_tutel[fairseq-official]"
+        "fairseq-official": [
+            "fairseq==0.12.2; python_version<'3.11'",
+            "numpy>=1.26,<2",
+            "hydra-core>=1.0.7,<1.1",
+            "omegaconf>=2.0.6,<2.1",
         ],
         "triton": ["triton>=3.6"],
         "quickstart": ["sentencepiece>=0.2", "matplotlib>=3.8"],

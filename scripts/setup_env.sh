@@ -3,13 +3,23 @@
 # (editable) into it; at once where that is done already. Sourced by test.sh and quickstart.sh,
 # which then find the environment first in PATH; may be called by itself, too.
 #
-#   PYTHON=/path/to/python3.12 bash scripts/setup_env.sh    # another interpreter (3.11 or newer)
+#   PYTHON=/path/to/python3.12 bash scripts/setup_env.sh    # another interpreter (3.10 or newer)
+#   FAIRSEQ=official bash scripts/setup_env.sh    # fairseq 0.12.2, on Python 3.10, in .venv-official
 #
-# What is needed beforehand: Python with venv, pip and its headers, and a C++ compiler.
+# FAIRSEQ=fixed, the default, is fairseq-fixed. What is needed beforehand: Python with venv, pip and
+# its headers, and a C++ compiler.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-VENV="$ROOT/.venv"
+FAIRSEQ="${FAIRSEQ:-fixed}"
+# The versions of Python to look for, in this order.
+case "$FAIRSEQ" in
+    fixed) VENV="$ROOT/.venv" CONSTRAINTS="constraints.txt" PYTHONS="3.11 3.12 3.10" ;;
+    # Its config is a dataclass that Python refuses from 3.11 on (mutable defaults).
+    official) VENV="$ROOT/.venv-official" CONSTRAINTS="constraints-official.txt" PYTHONS="3.10" ;;
+    *) echo "setup: error: FAIRSEQ=$FAIRSEQ: choose fixed or official" >&2; exit 1 ;;
+esac
+CONSTRAINTS="$ROOT/scripts/$CONSTRAINTS"
 SETUP_LOG="$VENV/setup.log"
 # Two lines: where and with which Python it was made; what was installed. Written last, so a set-up
 # that was interrupted has none.
@@ -24,29 +34,34 @@ setup_version() {
     "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null
 }
 
-# Whether version $1 is 3.11 or newer.
-setup_new_enough() {
-    case "$1" in
-        "" | 2.* | 3.[0-9].* | 3.10.*) return 1 ;;
+# Whether fairseq runs on version $1 of Python.
+setup_fits() {
+    case "$FAIRSEQ $1" in
+        *" " | *" 2."* | *" 3."[0-9].*) return 1 ;;
+        official*) [[ "$1" == 3.10.* ]] ;;
     esac
 }
 
-# Prints the interpreter to use: $PYTHON; else one of the versions that fairseq-fixed was tried
-# with; else python3.
+# Prints the interpreter to use: $PYTHON; else, on PATH or among pyenv's, one of the versions that
+# this fairseq was tried with; else python3.
 setup_interpreter() {
-    local candidate version
-    for candidate in python3.11 python3.12; do
-        if [ -z "${PYTHON:-}" ] && "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
-            command -v "$candidate"
-            return
-        fi
+    local candidate version needed="3.10 or newer"
+    for version in $PYTHONS; do
+        for candidate in "python$version" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version".*/bin/python
+        do
+            if [ -z "${PYTHON:-}" ] && "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
+                command -v "$candidate"
+                return
+            fi
+        done
     done
     candidate="${PYTHON:-python3}"
     version="$(setup_version "$candidate")" || version=""
-    setup_new_enough "$version" ||
-        setup_fail "Python 3.11 or newer is needed, and $candidate is" \
+    [ "$FAIRSEQ" = fixed ] || needed="3.10 (for FAIRSEQ=$FAIRSEQ)"
+    setup_fits "$version" ||
+        setup_fail "Python $needed is needed, and $candidate is" \
             "${version:-not to be found or does not start}; choose one with" \
-            "PYTHON=/path/to/python3.11"
+            "PYTHON=/path/to/python3.10"
     command -v "$candidate"
 }
 
@@ -78,15 +93,21 @@ setup_step() {
 
 setup_pip() {
     "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar off \
-        -c "$ROOT/scripts/constraints.txt" "$@"
+        -c "$CONSTRAINTS" "$@"
 }
 
-# Built against the torch that is there: without --no-build-isolation pip would fetch a second one
-# for the build. Without CUDA_HOME fairseq leaves out CUDA extensions that nothing here uses.
+# fairseq-fixed is built against the torch that is there: without --no-build-isolation pip would
+# fetch a second one for the build. The official release builds only in isolation, where it finds no
+# torch and leaves out its extensions of it. Without CUDA_HOME fairseq leaves out CUDA extensions.
+# Nothing here uses these.
 setup_fairseq() (
     unset CUDA_HOME
     export MAX_JOBS="${MAX_JOBS:-$(nproc)}"
-    setup_pip --no-build-isolation fairseq-fixed hydra-core omegaconf
+    if [ "$FAIRSEQ" = official ]; then
+        PIP_CONSTRAINT="$CONSTRAINTS" setup_pip fairseq
+    else
+        setup_pip --no-build-isolation fairseq-fixed hydra-core omegaconf
+    fi
 )
 
 # Editable, and linked: fairseq looks for a --user-dir in the working directory and beside itself in
@@ -99,6 +120,8 @@ setup_this_package() {
 }
 
 setup_install() {
+    # pip 24.1 and newer refuse the metadata of omegaconf 2.0
+    [ "$FAIRSEQ" = fixed ] || setup_step "pip" setup_pip pip
     setup_step "torch" setup_pip torch
     setup_step "build tools" setup_pip setuptools wheel cython numpy ninja packaging
     setup_step "fairseq (compiled here, the longest step)" setup_fairseq
@@ -110,8 +133,7 @@ setup_install() {
 
 setup_main() {
     local python version made_with installed
-    installed="$(cat "$ROOT/scripts/constraints.txt" "$ROOT/scripts/setup_env.sh" \
-        "$ROOT/setup.py" | cksum)"
+    installed="$(cat "$CONSTRAINTS" "$ROOT/scripts/setup_env.sh" "$ROOT/setup.py" | cksum)"
     # An environment that is there is used as it is, unless $PYTHON asks for another version.
     if [ -z "${PYTHON:-}" ] && version="$(setup_version "$VENV/bin/python")"; then
         python="$VENV/bin/python"
@@ -127,16 +149,18 @@ setup_main() {
 
     # Not .venv's own interpreter, which may be about to be removed.
     [ "$python" != "$VENV/bin/python" ] ||
-        python="$("$python" -c 'import sys; print(sys._base_executable)')"
+        python="$("$python" -c 'import os, sys; print(os.path.realpath(sys.executable))')"
     setup_check_tools "$python"
     if [ "$(head -n 1 "$STAMP" 2>/dev/null)" = "$made_with" ]; then
-        echo "Updating .venv (what to install has changed):"
+        echo "Updating ${VENV##*/} (what to install has changed):"
         rm -f "$STAMP"
     else
         [ ! -e "$VENV" ] || [ -e "$SETUP_LOG" ] ||
             setup_fail "$VENV is there and was not made by this script; please move it away"
-        [ ! -e "$VENV" ] || echo "Removing .venv, which is unfinished, moved or of another Python."
-        echo "Making .venv with Python $version, once; about 5 minutes on 2 cores and a fast network:"
+        [ ! -e "$VENV" ] ||
+            echo "Removing ${VENV##*/}, which is unfinished, moved or of another Python."
+        echo "Making ${VENV##*/} with Python $version, once;" \
+            "about 5 minutes on 2 cores and a fast network:"
         rm -rf "$VENV"
         mkdir "$VENV"
         : >"$SETUP_LOG"
@@ -150,7 +174,7 @@ setup_main() {
 # Two set-ups at once would spoil each other: the second waits here, and finds the work done.
 exec 9<"$ROOT"
 if command -v flock >/dev/null && ! flock --nonblock 9; then
-    echo "Waiting for another set-up of .venv to end ..."
+    echo "Waiting for another set-up to end ..."
     flock 9
 fi
 setup_main

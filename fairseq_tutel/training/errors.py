@@ -4,8 +4,7 @@ A user's mistake (an option, a file, a number of ranks) is told by a ValueError 
 this package raised; its text says what is wrong and what to do. The traceback through fairseq says
 nothing more, once per rank. Anything else keeps its traceback, and so does every error where the
 program is not one of fairseq's, or ``FAIRSEQ_TUTEL_TRACEBACK=1``. Ctrl-C is no error: it is told in
-one word by the first rank. (Hydra shows errors in its own
-way, ``HYDRA_FULL_ERROR=1`` there.)
+one word by the first rank. (Hydra shows errors in its own way, ``HYDRA_FULL_ERROR=1`` there.)
 """
 
 from __future__ import annotations
@@ -78,8 +77,18 @@ def _interrupt(signum, frame):
     raise KeyboardInterrupt
 
 
+def _hydra_failed_to_tell(error: BaseException) -> bool:
+    """Whether it is hydra-core 1.0's failure to print an error on Python 3.10, where an argument of
+    ``traceback.print_exception`` lost its name; the error itself is its context."""
+    lost = isinstance(error, TypeError) and "argument 'etype'" in str(error)
+    return lost and error.__context__ is not None
+
+
 def _hook(before):
     def excepthook(kind, error, trace):
+        if _hydra_failed_to_tell(error):
+            error = error.__context__
+            kind, trace = type(error), error.__traceback__
         if os.environ.get(_VARIABLE, "0") not in ("", "0"):
             before(kind, error, trace)
         elif _interrupted or isinstance(error, KeyboardInterrupt):

@@ -1,6 +1,7 @@
 """Which errors a fairseq program tells in one line."""
 
 import sys
+import traceback
 
 import pytest
 
@@ -53,6 +54,28 @@ def test_the_hook(wanted, told, monkeypatch, capsys):
     if told:
         assert line.startswith("fairseq-train: error: ") and line.count("\n") == 1
         assert str(refusal) in line
+
+
+def test_the_error_that_hydra_1_0_fails_to_print(monkeypatch, capsys):
+    """Its report of a job's error is a TypeError on Python 3.10."""
+    monkeypatch.setattr(sys, "argv", ["/somewhere/fairseq-hydra-train"])
+    passed_on = []
+    monkeypatch.setattr(sys, "excepthook", lambda *args: passed_on.append(args))
+    errors.install()
+
+    def report(function):
+        try:
+            function()
+        except Exception as error:
+            traceback.print_exception(etype=None, value=error, tb=None)
+
+    error = _caught(lambda: report(lambda: MoEConfig(num_experts=4, top_k=9)))
+    assert isinstance(error, TypeError)
+    sys.excepthook(type(error), error, error.__traceback__)
+    assert capsys.readouterr().err.startswith("fairseq-hydra-train: error: top_k")
+    other = _caught(lambda: report(lambda: int("x")))
+    sys.excepthook(type(other), other, other.__traceback__)
+    assert [kind for kind, *_ in passed_on] == [ValueError]
 
 
 def test_other_programs_keep_their_hook(monkeypatch):

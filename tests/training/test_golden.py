@@ -95,9 +95,10 @@ def test_golden_run(run, backend, device, tmp_path, monkeypatch):
 
     want, got = weights(GOLDEN / run / "final", ranks), weights(tmp_path, ranks)
     start = weights(GOLDEN / run / "init", ranks)
-    # a buffer without content, which current fairseq no longer saves
-    names = {key for key in want if not key.endswith("embed_positions._float_tensor")}
-    assert names == set(got)
+    # a buffer without content, which fairseq 0.12.2 saves, as Meta's branch did, and main does not
+    names, saved = ({key for key in keys if not key.endswith("embed_positions._float_tensor")}
+                    for keys in (want, got))  # fmt: skip
+    assert names == saved
     moved = 0
     for key in names:
         # its true gradient is zero; Adam amplifies what rounding leaves of it

@@ -1,0 +1,67 @@
+"""What stands about Python, torch and fairseq in setup.py, the scripts and README agrees, and the
+code calls nothing that the oldest omegaconf lacks; `scripts/test_hosts.sh`, which runs tests on the
+official fairseq, is too large for every change."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+# keywords of omegaconf 2.0.6, which fairseq 0.12.2 requires
+OMEGACONF = {
+    "create": {"parent"},
+    "select": {"throw_on_missing"},
+    "update": {"merge"},
+    "to_container": {"resolve", "enum_to_str"},
+}
+# asks the function first whether it has the keyword
+GUARDED = {("create", "flags")}
+
+
+def pins(name):
+    text = (ROOT / "scripts" / name).read_text()
+    return dict(re.findall(r"^([\w.-]+)==([\w.]+)", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("folder", ["fairseq_tutel", "scripts", "tests"])
+def test_omegaconf_is_called_as_2_0_can_be_called(folder):
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            owner, name = node.func.value, node.func.attr
+            if isinstance(owner, ast.Name) and owner.id == "OmegaConf" and name in OMEGACONF:
+                newer = {word.arg for word in node.keywords} - OMEGACONF[name]
+                newer = {word for word in newer if (name, word) not in GUARDED}
+                assert not newer, f"{path}:{node.lineno}: OmegaConf.{name}({newer})"
+
+
+def test_the_tests_of_the_other_host_exist():
+    text = (ROOT / "scripts" / "test_hosts.sh").read_text()
+    named = re.findall(r"\btests/[\w./]+", text)
+    assert len(named) > 5
+    for path in named:
+        assert (ROOT / path).exists(), path
+
+
+def test_what_was_run_is_what_is_pinned():
+    """README's table names the versions that the environments are made with."""
+    fixed, official = pins("constraints.txt"), pins("constraints-official.txt")
+    first, *_, last = re.findall(r"^\| 3\.\d+ \|.*", README, re.MULTILINE)
+    for row, pinned, fairseq in (
+        (first, fixed, "fairseq-fixed {fairseq-fixed}"),
+        (last, official, "official {fairseq}"),
+    ):
+        told = fairseq + " (hydra-core {hydra-core}, omegaconf {omegaconf})"
+        assert row.split(" | ")[1:3] == [pinned["torch"], told.format(**pinned)]
+    setup = (ROOT / "setup.py").read_text()
+    assert f'"fairseq=={official["fairseq"]}; ' in setup
+    floor = re.search(r'"torch>=([\d.]+)"', setup)[1]
+    assert official["torch"].startswith(floor + ".")
+    oldest = re.search(r'python_requires=">=([\d.]+)"', setup)[1]
+    assert last.startswith(f"| {oldest} |")
+    target = re.search(r'target-version = "py(\d)(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert ".".join(target.groups()) == oldest
