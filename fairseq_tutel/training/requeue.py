@@ -20,7 +20,6 @@ import threading
 
 import torch
 
-from ..distributed import any_rank
 from ..exit_codes import EXIT_REQUEUE
 from .programs import TRAINING, program
 
@@ -40,6 +39,7 @@ class RequeueRequest:
 
     def __init__(self):
         self._seen = False
+        self._num_asked = None
         self._before = signal.SIG_IGN if _is_held() else signal.getsignal(signal.SIGUSR1)
         self.at_next_epoch = False
         self.watched = False
@@ -59,9 +59,19 @@ class RequeueRequest:
         if self._seen:
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    def made_on_any_rank(self, device) -> bool:
-        """Whether any rank was asked. Collective: the signal may not reach all ranks."""
-        return any_rank(self._seen, device)
+    @property
+    def vote(self) -> float:
+        """1 where this rank was asked, else 0: summed with the statistics of every update, since
+        the signal may not reach all ranks."""
+        return float(self._seen)
+
+    def count_votes(self, total) -> None:
+        """Take the sum of the votes of all ranks (a number or tensor), the same on each."""
+        self._num_asked = total
+
+    def made_on_any_rank(self) -> bool:
+        """Whether any rank was asked, before the statistics of the last update were summed."""
+        return self._seen if self._num_asked is None else bool(self._num_asked > 0)
 
 
 _early: RequeueRequest | None = None
@@ -128,7 +138,7 @@ def after_each_update(validate_and_save):
         request = getattr(trainer, "requeue", None)  # of an MoETrainer
         if request is not None:
             request.watched = True
-            if not should_stop and request.made_on_any_rank(trainer.device):
+            if not should_stop and request.made_on_any_rank():
                 if not end_of_epoch:
                     leave(trainer.save_last(epoch_itr))
                 request.at_next_epoch = True

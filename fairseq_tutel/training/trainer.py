@@ -95,7 +95,7 @@ class MoETrainer(CheckpointMixin, Trainer):
         """One update; skips it where the loss scale overflowed."""
         log_output = self._train_step(samples, raise_oom)
         # a program whose own place to leave is not known, such as one with another training loop
-        if not self.requeue.watched and self.requeue.made_on_any_rank(self.device):
+        if not self.requeue.watched and self.requeue.made_on_any_rank():
             leave(self.save_last(self._epoch_itr))
         return log_output
 
@@ -156,9 +156,12 @@ class MoETrainer(CheckpointMixin, Trainer):
             sample_size, *others = extra_stats_to_sum
             sample_size -= sum(log["sample_size"] for log in logging_outputs[:fillers])
             extra_stats_to_sum = (sample_size, *others)
-        return super()._aggregate_logging_outputs(
-            logging_outputs[fillers:], *extra_stats_to_sum, ignore=ignore
+        # whether to leave is decided by all ranks, in the one reduction that there is anyway
+        logging_outputs, (*extra_stats_to_sum, votes) = super()._aggregate_logging_outputs(
+            logging_outputs[fillers:], *extra_stats_to_sum, self.requeue.vote, ignore=ignore
         )
+        self.requeue.count_votes(votes)
+        return logging_outputs, tuple(extra_stats_to_sum)
 
     def _reduce_and_log_stats(self, logging_outputs, sample_size, grad_norm=None):
         loads = [log.pop("moe_load") for log in logging_outputs or () if "moe_load" in log]

@@ -11,7 +11,10 @@ import sys
 import pytest
 import torch
 from helpers.commands import ROOT, logged
+from helpers.distributed import run_ranks
+from helpers.training import make_batch, make_config, make_trainer
 
+from fairseq_tutel.distributed import process_world
 from fairseq_tutel.exit_codes import EXIT_REQUEUE
 
 # fairseq-train that gets SIGUSR1 in the middle of an update
@@ -166,3 +169,31 @@ def test_a_signal_before_there_is_a_trainer(when, arch, tmp_path):
         assert re.search(r"SIGUSR1: saved .*checkpoint_last.pt", done.stdout + done.stderr)
         saved = torch.load(tmp_path / "checkpoint_last-shared.pt", weights_only=False)
         assert saved["optimizer_history"][-1]["num_updates"] == 1
+
+
+def _leave_together():
+    """One update per round on each of two ranks; SIGUSR1 comes to the second before the third."""
+    rank, _ = process_world()
+    trainer = make_trainer(make_config("--moe-expert-count", "2"))
+    reduced, counts = torch.distributed.all_reduce, []
+
+    def counting(*args, **kwargs):
+        counts[-1] += 1
+        return reduced(*args, **kwargs)
+
+    asked = []
+    torch.distributed.all_reduce = counting
+    for update in range(4):
+        if (rank, update) == (1, 2):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        counts.append(0)
+        trainer.requeue.watched = True
+        trainer.train_step([make_batch(update + rank)])
+        within = counts[-1]
+        asked.append(trainer.requeue.made_on_any_rank())
+        assert counts[-1] == within  # the question costs no message of its own
+    return asked
+
+
+def test_ranks_learn_of_a_signal_with_the_statistics_of_the_update():
+    assert run_ranks(_leave_together, 2) == [[False, False, True, True]] * 2

@@ -162,3 +162,23 @@ def test_workers_for_validation_data_are_their_own_option():
     with pytest.raises(StopIteration):
         trainer.get_train_iterator(1, load_dataset=False)
     assert seen == [3, 5]
+
+
+def _log_many_loads(folder):
+    """The loads of 512 experts in 12 layers, summed over two ranks and written by the first."""
+    cfg = make_config(
+        "--moe-expert-count", "512", "--decoder-layers", "12", "--moe-freq", "1",
+        "--moe-load-log-interval", "1", "--save-dir", folder,
+    )  # fmt: skip
+    trainer = make_trainer(cfg)
+    trainer.train_step(own_batches(0, 2))
+
+
+def test_the_loads_of_many_experts_travel_between_ranks(tmp_path):
+    """More than the 16 KiB of the pickled messages by which fairseq gathers other statistics."""
+    run_ranks(_log_many_loads, 2, str(tmp_path))
+    (line,) = (tmp_path / "expert_load.jsonl").read_text().splitlines()
+    layers = json.loads(line)["layers"]
+    assert len(layers) == 12
+    pairs = 2 * sum(batch["ntokens"] for batch in (make_batch(0), make_batch(1)))
+    assert all(len(load) == 512 and sum(load) == pairs for load in layers.values())
