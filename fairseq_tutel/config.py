@@ -14,11 +14,16 @@ fraction of the tokens. Tutel's capacity factor ``f`` says more: ``f > 0`` gives
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from .registry import Options, Registry
 
 SECOND_EXPERT_POLICIES = ("sampling", "all", "random")
 EXPERT_GRAD_NORMALIZATIONS = ("world_size", "sqrt_world_size")
-ROUTERS = ("linear", "cosine")
+# Routers register themselves, see fairseq_tutel.moe.routers.
+ROUTERS: Registry[Any] = Registry("router", home="fairseq_tutel.moe.routers", flag_prefix="moe")
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,9 @@ class MoEConfig:
             2106.05974).
         use_pad_mask: do not route padding tokens.
         gating_fp32: compute the gate's logits with fp32 output (half inputs, fp32 accumulation).
-        router: ``linear`` or ``cosine``.
+        router: a registered name: ``linear``, ``cosine``, or one of a user's own.
+        router_options: its own options, by name or as an object of its class ``Options``; becomes
+            such an object.
         gate_noise: standard deviation times E of normal noise on the logits, in training only.
         input_jitter: multiply the gate's input by uniform(1-j, 1+j), in training only.
         input_dropout: dropout on the layer's input before routing, in training only.
@@ -69,6 +76,7 @@ class MoEConfig:
     input_dropout: float = 0.0
     z_loss_weight: float = 0.0
     load_importance_loss: bool = False
+    router_options: Options | Mapping[str, Any] | None = None
 
     def __post_init__(self):
         for name in ("num_experts", "top_k"):
@@ -81,12 +89,13 @@ class MoEConfig:
                 f"top_k={self.top_k} must lie between 1 and the number of experts, "
                 f"{self.num_experts}"
             )
-        for name, value, known in (
-            ("second_expert_policy", self.second_expert_policy, SECOND_EXPERT_POLICIES),
-            ("router", self.router, ROUTERS),
-        ):
-            if value not in known:
-                raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}")
+        if self.second_expert_policy not in SECOND_EXPERT_POLICIES:
+            raise ValueError(
+                f"second_expert_policy={self.second_expert_policy!r} is unknown; choose one of "
+                f"{', '.join(SECOND_EXPERT_POLICIES)}"
+            )
+        router_options = ROUTERS.options(self.router, self.router_options)
+        object.__setattr__(self, "router_options", router_options)
         for name in ("capacity_factor", "eval_capacity_factor", "eval_capacity_token_fraction"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name}={getattr(self, name)} must be a finite number")

@@ -88,7 +88,7 @@ def test_conflicts_name_both_options(given, names):
         ({"num_experts": 4, "top_k": 5}, "top_k=5 .* 4"),
         ({"num_experts": 4, "top_k": 0}, "top_k=0"),
         ({"num_experts": 4, "second_expert_policy": "best"}, "'best'.*sampling, all, random"),
-        ({"num_experts": 4, "router": "hash"}, "'hash'.*linear, cosine"),
+        ({"num_experts": 4, "router": "hash"}, "'hash'.*cosine, linear"),
         ({"num_experts": 4, "capacity_factor": math.nan}, "capacity_factor=nan"),
         ({"num_experts": 4, "eval_capacity_factor": math.inf}, "eval_capacity_factor=inf"),
         ({"num_experts": 4, "eval_capacity_token_fraction": 1.5}, "fraction=1.5.*at most 1"),

@@ -6,6 +6,7 @@ as it is.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +16,7 @@ from fairseq.criterions.cross_entropy import CrossEntropyCriterion, CrossEntropy
 from fairseq.dataclass import ChoiceEnum
 from fairseq.logging import metrics
 
-from ..moe import METRIC_NAMES, MoEAux
+from ..moe import METRIC_NAMES, MoEAux, routing_metrics
 
 
 @dataclass
@@ -85,34 +86,58 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
 
     @staticmethod
     def reduce_metrics(logging_outputs) -> None:
-        """Log the metrics of all ranks and batches of an update."""
+        """Log the metrics of all ranks and batches of an update.
 
-        def total(key):
-            return sum(log.get(key, 0) for log in logging_outputs)
-
-        sample_size, ntokens, batches = (
-            total(k) for k in ("sample_size", "ntokens", "batch_count")
+        NOTE: one synchronisation with the device; logged tensors would be read one by one.
+        """
+        total = _host_totals(
+            logging_outputs,
+            ("loss", "inner_loss", "moe_loss", "sample_size", "ntokens", "batch_count")
+            + METRIC_NAMES,
         )
+        sample_size, ntokens = total["sample_size"], total["ntokens"]
+        batches = total["batch_count"]
         bits = 1.0 / max(sample_size, 1) / math.log(2)
-        metrics.log_scalar("loss", total("loss") * bits, sample_size, round=3)
+        metrics.log_scalar("loss", total["loss"] * bits, sample_size, round=3)
         metrics.log_scalar(
-            "moe_gate_loss", total("moe_loss") / max(sample_size, 1), sample_size, round=8
+            "moe_gate_loss", total["moe_loss"] / max(sample_size, 1), sample_size, round=8
         )
         for name in METRIC_NAMES:
-            metrics.log_scalar(name, total(name) / max(batches, 1), batches, round=3)
-        metrics.log_scalar("inner_loss", total("inner_loss") * bits, sample_size, round=3)
+            metrics.log_scalar(name, total[name] / max(batches, 1), batches, round=3)
+        metrics.log_scalar("inner_loss", total["inner_loss"] * bits, sample_size, round=3)
         perplexity_of = "inner_loss"
         if sample_size != ntokens:
             metrics.log_scalar(
-                "nll_loss", total("inner_loss") / max(ntokens, 1) / math.log(2), ntokens, round=3
+                "nll_loss", total["inner_loss"] / max(ntokens, 1) / math.log(2), ntokens, round=3
             )
             perplexity_of = "nll_loss"
         metrics.log_derived("ppl", lambda m: utils.get_perplexity(m[perplexity_of].avg))
+
+
+def _host_totals(logging_outputs: Sequence[dict], names: Sequence[str]) -> dict[str, float]:
+    """Sums over logging outputs by name, 0 for what none of them has.
+
+    All tensors are read back to the host in one piece; their sums are fp64.
+    """
+    totals = dict.fromkeys(names, 0.0)
+    tensors = []
+    for log in logging_outputs:
+        for name in names:
+            value = log.get(name, 0)
+            if torch.is_tensor(value):
+                tensors.append((name, value))
+            else:
+                totals[name] += value
+    if tensors:
+        values = torch.stack([value.reshape(()).double() for _, value in tensors]).tolist()
+        for (name, _), value in zip(tensors, values, strict=True):
+            totals[name] += value
+    return totals
 
 
 def layer_mean_metrics(reports: list[MoEAux]) -> dict[str, torch.Tensor]:
     """Mean over the MoE layers of every metric; empty without MoE layers."""
     if not reports:
         return {}
-    mean = torch.stack([aux.metrics for aux in reports]).mean(0)
-    return dict(zip(METRIC_NAMES, mean.unbind(), strict=True))
+    means = torch.stack(routing_metrics(reports)).mean(1)
+    return dict(zip(METRIC_NAMES, means.unbind(), strict=True))

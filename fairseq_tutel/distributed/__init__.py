@@ -1,5 +1,13 @@
 """Who talks to whom. The only room that imports ``torch.distributed``."""
 
+from .agreement import (
+    StepAgreement,
+    StepSettings,
+    any_rank,
+    setting,
+    sum_over_ranks,
+    sync_step,
+)
 from .exchanges import (
     Exchange,
     LocalCopy,
@@ -21,7 +29,6 @@ from .expert_params import (
 )
 from .gather import gather_texts
 from .groups import ExpertParallelGroups, build_groups, shared_groups
-from .handshake import StepAgreement, agree_step, any_rank, sum_over_ranks
 from .world import process_world
 
 __all__ = [
@@ -29,8 +36,8 @@ __all__ = [
     "ExpertParallelGroups",
     "LocalCopy",
     "StepAgreement",
+    "StepSettings",
     "TimedExchange",
-    "agree_step",
     "any_rank",
     "average_expert_grad",
     "build_exchange",
@@ -47,6 +54,8 @@ __all__ = [
     "reduce_expert_grads",
     "refuse_plain_ddp",
     "register_exchange",
+    "setting",
     "shared_groups",
     "sum_over_ranks",
+    "sync_step",
 ]

@@ -1,9 +1,9 @@
 """A stock fairseq transformer decoder in which some layers have an MoE layer for their FFN.
 
 The stock decoder loops over layers that return (x, attn, state) and has no place for an aux loss.
-Its loop
-is left as it is: while it runs, a :class:`ForwardScope` carries what the ranks agreed on to the MoE
-layers and collects what they report, and ``extract_features`` returns that in ``extra["moe"]``.
+Its loop is left as it is: while it runs, a :class:`ForwardScope` carries what the ranks agreed on
+to the MoE layers and collects what they report, and ``extract_features`` returns that in
+``extra["moe"]``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 
 from ..config import MoEConfig
-from ..distributed import ExpertParallelGroups, StepAgreement, agree_step
+from ..distributed import ExpertParallelGroups, StepAgreement, sync_step
 from ..moe import MoEAux, MoELayer
 
 
@@ -168,8 +168,8 @@ class MoETransformerDecoder(TransformerDecoder):
             return super().build_decoder_layer(dense, no_encoder_attn)
         layer = MoELayer(
             cfg.decoder.embed_dim,
-            self.moe_routing.num_experts,
-            args.moe_expert_ffn_dim or cfg.decoder.ffn_embed_dim,
+            hidden_dim=args.moe_expert_ffn_dim or cfg.decoder.ffn_embed_dim,
+            config=self.moe_routing,
             activation=str(cfg.activation_fn),
             groups=self.moe_groups,
             dropout=cfg.dropout,
@@ -178,7 +178,6 @@ class MoETransformerDecoder(TransformerDecoder):
             ranks_per_node=args.moe_ranks_per_node,
             record_exchange_time=args.record_a2a_perf_stats,
             skip_exchange=args.dummy_a2a,
-            **_routing_fields(self.moe_routing),
         )
         return MoETransformerDecoderLayer(cfg, layer, self._scope)
 
@@ -227,12 +226,5 @@ class MoETransformerDecoder(TransformerDecoder):
                 "torch.distributed (--distributed-world-size 1); a process then loads all experts"
             )
         layer = next(iter(self.moe_layers.values()))
-        return agree_step(
-            tokens.numel(), layer.fingerprint(self.embed_tokens.weight.dtype), self.moe_groups
-        )
-
-
-def _routing_fields(routing: MoEConfig) -> dict:
-    fields = dict(vars(routing))
-    del fields["num_experts"]
-    return fields
+        settings = layer.step_settings(self.embed_tokens.weight.dtype)
+        return sync_step(tokens.numel(), settings, self.moe_groups)

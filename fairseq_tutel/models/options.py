@@ -119,7 +119,8 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
     moe_gating_use_model_dtype: bool = _option(
         False, "round the gate's logits to the model's dtype (turns fp32 gating off)"
     )
-    moe_router: ChoiceEnum(ROUTERS) = _option("linear", "gate: 'linear', or 'cosine' (X-MoE)")
+    # choices, help and the routers' own options come from the registry: see router_options.py
+    moe_router: str = _option("linear", "the gate")
     moe_gate_noise: float = _option(
         0.0, "standard deviation, times the expert count, of noise on the logits in training"
     )
@@ -171,6 +172,7 @@ def moe_config(args, num_experts: int) -> MoEConfig:
         raise ValueError(
             "--moe-gating-use-fp32 and --moe-gating-use-model-dtype contradict each other"
         )
+    router = str(args.moe_router)
     fp32 = not args.moe_gating_use_model_dtype and args.moe_gating_use_fp32 is not False
     return MoEConfig(
         num_experts=num_experts,
@@ -187,7 +189,8 @@ def moe_config(args, num_experts: int) -> MoEConfig:
         batch_prioritized=args.moe_batch_prioritized_routing,
         use_pad_mask=args.use_moe_pad_mask,
         gating_fp32=fp32,
-        router=str(args.moe_router),
+        router=router,
+        router_options=ROUTERS.options_of_flags(router, args),
         gate_noise=args.moe_gate_noise,
         input_jitter=args.moe_input_jitter,
         input_dropout=args.moe_input_dropout,

@@ -3,7 +3,7 @@
 Data flows one way and nothing is parked on a module::
 
     x_TM -> router -> Routing -> dispatcher.dispatch -> expert rows -> experts
-         -> dispatcher.combine -> y_TM, MoEAux(loss, stats)
+         -> dispatcher.combine -> y_TM, MoEAux(loss, raw counts) -> routing_metrics
 """
 
 from ..config import MoEConfig
@@ -11,22 +11,28 @@ from .data_parallel import wrap_data_parallel
 from .dispatcher import ExpertRows, dispatch_and_combine
 from .experts import Experts
 from .layer import MoELayer
-from .router import CosineGate, LinearGate, make_gate, route
-from .routing import Routing
-from .stats import METRIC_NAMES, MoEAux
+from .metrics import METRIC_NAMES, MoEAux, RouterAux, RoutingMetrics, routing_metrics
+from .routers import Router, TopKRouter, make_router, register_router, route_logits
+from .routing import RouterStep, Routing, build_routing
 
 __all__ = [
     "METRIC_NAMES",
-    "CosineGate",
     "ExpertRows",
     "Experts",
-    "LinearGate",
     "MoEAux",
     "MoEConfig",
     "MoELayer",
+    "Router",
+    "RouterAux",
+    "RouterStep",
     "Routing",
+    "RoutingMetrics",
+    "TopKRouter",
+    "build_routing",
     "dispatch_and_combine",
-    "make_gate",
-    "route",
+    "make_router",
+    "register_router",
+    "route_logits",
+    "routing_metrics",
     "wrap_data_parallel",
 ]

@@ -1,4 +1,8 @@
-"""The MoE layer: route, dispatch, experts, combine.
+"""The MoE layer: agree, route, dispatch, experts, combine.
+
+Each step is one object: what the ranks agree on (:class:`~fairseq_tutel.distributed.StepSettings`),
+the router (:mod:`.routers`, chosen by name), the dispatcher, the experts. The options reach all of
+them as one frozen :class:`~fairseq_tutel.config.MoEConfig`.
 
 Legend for the shape suffixes of this package: T tokens on this rank, M model dim, F expert hidden
 dim, E global experts, e (L in suffixes) local experts, K top-k, R rows, C capacity per expert and
@@ -8,7 +12,6 @@ rank, W ranks that exchange tokens.
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Sequence
 
 import torch
@@ -16,22 +19,22 @@ from torch import nn
 
 from ..config import MoEConfig
 from ..distributed import (
+    Exchange,
     ExpertParallelGroups,
     LocalCopy,
     StepAgreement,
+    StepSettings,
     TimedExchange,
-    agree_step,
     build_exchange,
     refuse_plain_ddp,
     shared_groups,
+    sync_step,
 )
 from .dispatcher import dispatch_and_combine
 from .experts import ExpertList, Experts
-from .router import BUILT_IN_GATES, make_gate, route
-from .stats import MoEAux
-
-_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
-_DTYPE_KEY = "the dtype (0 fp32, 1 fp16, 2 bf16, 3 fp64)"
+from .metrics import MoEAux
+from .routers import Router, make_router, route_by_module
+from .routing import RouterStep
 
 
 class MoELayer(nn.Module):
@@ -45,12 +48,13 @@ class MoELayer(nn.Module):
 
     Args:
         model_dim: M.
-        num_experts: E, over all ranks.
+        num_experts: E, over all ranks. It and ``**routing`` are a shorthand for ``config``.
         hidden_dim: F of the built-in experts, 4*M by default.
-        top_k: K.
+        config: all options of routing, in place of ``num_experts`` and ``**routing``.
         activation: of the built-in experts: gelu, relu, swish, tanh, ...
-        gate: a module [T, M] -> logits [T, E] in place of the built-in gate. It is called like any
-            other module, with tokens of the dtype of ``x`` and under the caller's autocast state;
+        gate: a :class:`~fairseq_tutel.moe.routers.Router` in place of the one that
+            ``config.router`` names; or any module [T, M] -> logits [T, E]. Such a module is called
+            like any other, with tokens of the dtype of ``x`` and under the caller's autocast state;
             half logits are cast to fp32 before anything is computed from them.
         experts: this rank's expert modules, each [n, M] -> [n, M], in place of the built-in ones;
             as many as ``groups.num_local_experts``.
@@ -58,21 +62,21 @@ class MoELayer(nn.Module):
             building the layer is a collective call), or all here.
         dropout, activation_dropout: inside the built-in experts.
         seed: of the built-in experts' initial weights.
-        record_exchange_time: fill in the two times of ``aux.metrics`` (slow).
         exchange: name of the algorithm that moves tokens between ranks, of
             :func:`~fairseq_tutel.distributed.exchange_names`; the same on all ranks.
         ranks_per_node: of exchanges that tell nodes apart; 0: as the machines have it.
+        record_exchange_time: fill in the two times of :class:`MoEAux` (slow).
         skip_exchange: leave out the all-to-alls, for benchmarks; the results are then wrong.
-        **routing: further fields of :class:`~fairseq_tutel.config.MoEConfig`.
+        **routing: fields of :class:`~fairseq_tutel.config.MoEConfig`, such as ``top_k``.
     """
 
     def __init__(
         self,
         model_dim: int,
-        num_experts: int,
+        num_experts: int | None = None,
         hidden_dim: int | None = None,
         *,
-        top_k: int = 2,
+        config: MoEConfig | None = None,
         activation: str = "gelu",
         gate: nn.Module | None = None,
         experts: Sequence[nn.Module] | None = None,
@@ -87,14 +91,9 @@ class MoELayer(nn.Module):
         **routing,
     ):
         super().__init__()
-        self.config = MoEConfig(num_experts=num_experts, top_k=top_k, **routing)
-        self.groups = groups if groups is not None else shared_groups(num_experts)
-        if self.groups.num_experts != num_experts:
-            raise ValueError(
-                f"groups were built for {self.groups.num_experts} experts, the layer has "
-                f"{num_experts}"
-            )
+        self.config = _one_config(config, num_experts, routing)
         self.model_dim = model_dim
+        self.groups = _groups_for(self.config.num_experts, groups)
         self._checked_ddp = not self.groups.communicates
         self.record_exchange_time = record_exchange_time
         self.exchange = build_exchange(exchange, self.groups, ranks_per_node=ranks_per_node)
@@ -102,9 +101,11 @@ class MoELayer(nn.Module):
             self.exchange = LocalCopy(self.exchange)
         if gate is not None and not isinstance(gate, nn.Module):
             raise ValueError(f"gate must be a module, got {gate!r}; router='cosine' chooses a gate")
-        self.gate = gate if gate is not None else make_gate(model_dim, self.config)
-        if experts is None:
-            self.experts: Experts | ExpertList = Experts(
+        self.gate = gate if gate is not None else make_router(model_dim, self.config)
+        if experts is not None:
+            self.experts: Experts | ExpertList = _custom_experts(experts, self.groups)
+        else:
+            self.experts = Experts(
                 self.groups.local_experts,
                 model_dim,
                 4 * model_dim if hidden_dim is None else hidden_dim,
@@ -113,45 +114,6 @@ class MoELayer(nn.Module):
                 dropout=dropout,
                 seed=seed,
             )
-        else:
-            if not isinstance(experts, Sequence | nn.ModuleList):
-                raise ValueError(f"experts must be a list of modules, got {type(experts).__name__}")
-            if len(experts) != self.groups.num_local_experts:
-                raise ValueError(
-                    f"{len(experts)} expert modules given, but this rank holds "
-                    f"{self.groups.num_local_experts} of {num_experts} experts"
-                )
-            self.experts = ExpertList(experts)
-
-    def fingerprint(
-        self,
-        dtype: torch.dtype,
-        *,
-        top_k: int | None = None,
-        capacity_factor: float | None = None,
-    ) -> dict[str, int]:
-        """What ranks must have in common for their exchanges to fit together.
-
-        Args:
-            dtype: of the experts' rows.
-            top_k, capacity_factor: as given to the call that is to be agreed on.
-        """
-        config = self._config_for_call(top_k, capacity_factor)
-        return {
-            "the number of experts": config.num_experts,
-            "top_k": config.top_k,
-            "the model dimension": self.model_dim,
-            "training or evaluation mode": int(self.training),
-            "the capacity factor in training, in millionths": round(1e6 * config.capacity_factor),
-            "the capacity factor in evaluation, in millionths": round(
-                1e6 * config.eval_capacity_factor
-            ),
-            "the capacity as a fraction of tokens in evaluation, in millionths": round(
-                1e6 * config.eval_capacity_token_fraction
-            ),
-            "the exchange (CRC-32 of its name)": zlib.crc32(self.exchange.name.encode()),
-            _DTYPE_KEY: _DTYPE_CODES.get(dtype, -1),
-        }
 
     def forward(
         self,
@@ -169,11 +131,11 @@ class MoELayer(nn.Module):
             x: [..., M]; the number of tokens may be zero and may differ between ranks. Under
                 ``torch.autocast`` the experts compute in its dtype, the gate's logits stay fp32.
             pad_mask: bool [...], True for padding; looked at only with ``use_pad_mask``.
-            step: what :func:`~fairseq_tutel.distributed.agree_step` returned for this forward pass;
+            step: what :func:`~fairseq_tutel.distributed.sync_step` returned for this forward pass;
                 made here if None (one small all-gather).
             top_k, capacity_factor: for this call only; the same on all ranks. A ``step`` must have
-                been made with them: ``agree_step(T, layer.fingerprint(dtype, top_k=...), groups)``.
-            return_aux: also return the aux loss and the statistics.
+                been made with them: ``sync_step(T, layer.step_settings(dtype, top_k=...), groups)``
+            return_aux: also return the aux loss and the counts that metrics are made of.
 
         Returns:
             y [..., M], or (y, :class:`MoEAux`).
@@ -183,6 +145,83 @@ class MoELayer(nn.Module):
                 agreed on with another ``top_k`` or ``capacity_factor``, or a plain
                 DistributedDataParallel around.
         """
+        self._check(x)
+        config = self._config_for_call(top_k, capacity_factor)
+        given_TM, x_TM = self._tokens(x)
+        pad_mask_T = None if pad_mask is None else pad_mask.reshape(-1)
+
+        router_step = self._agree(x_TM, config, step)
+        if isinstance(self.gate, Router):
+            routing, router_aux = self.gate(x_TM, pad_mask_T, router_step)
+        else:
+            routing, router_aux = route_by_module(self.gate, given_TM, pad_mask_T, router_step)
+        exchange = self._exchange_for(routing, router_step, x_TM)
+        y_TM = dispatch_and_combine(x_TM, routing, self.experts, exchange)
+
+        y = y_TM.view(x.shape)
+        if not return_aux:
+            return y
+        return y, MoEAux(
+            *router_aux,
+            num_routed_KE=routing.num_routed_KE,
+            num_kept_per_expert_E=routing.num_kept_per_expert_E,
+            num_tokens=x_TM.shape[0],
+            **_times(exchange),
+        )
+
+    def step_settings(
+        self,
+        dtype: torch.dtype,
+        *,
+        top_k: int | None = None,
+        capacity_factor: float | None = None,
+    ) -> StepSettings:
+        """What ranks must have in common for their exchanges to fit together.
+
+        Args:
+            dtype: of the experts' rows.
+            top_k, capacity_factor: as given to the call that is to be agreed on.
+        """
+        return self._settings(self._config_for_call(top_k, capacity_factor), dtype)
+
+    def _settings(self, config: MoEConfig, dtype: torch.dtype) -> StepSettings:
+        return StepSettings(
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            model_dim=self.model_dim,
+            mode="training" if self.training else "evaluation",
+            capacity_factor=config.capacity_factor,
+            eval_capacity_factor=config.eval_capacity_factor,
+            eval_capacity_token_fraction=config.eval_capacity_token_fraction,
+            exchange=self.exchange.name,
+            dtype=dtype,
+        )
+
+    def _agree(self, x_TM, config, step) -> RouterStep:
+        """What all ranks do in this call; communicates unless ``step`` says it."""
+        if step is None:
+            step = sync_step(x_TM.shape[0], self._settings(config, x_TM.dtype), self.groups)
+        elif step.settings is not None and config is not self.config:
+            # ranks would exchange parts of a size that they did not compare; an agreement may be
+            # older than the autocast that decides the dtype, but all else must hold
+            wanted = self._settings(config, step.settings.dtype)
+            for label, (value, agreed) in wanted.differences(step.settings).items():
+                raise ValueError(
+                    f"this call's options make {label} {value}, but the ranks' agreement for this "
+                    f"step has {agreed}; give the same options to step_settings()"
+                )
+        return RouterStep(config, self.training, step.num_tokens)
+
+    def _exchange_for(self, routing, step, x_TM) -> Exchange:
+        """The exchange for messages of this call's size, measured if that is asked for."""
+        # at most, and the same on all ranks
+        rows = step.config.top_k * step.num_tokens
+        if routing.padded:
+            rows = routing.num_experts * routing.capacity
+        exchange = self.exchange.for_message(rows * x_TM.shape[1] * x_TM.element_size())
+        return TimedExchange(exchange) if self.record_exchange_time else exchange
+
+    def _check(self, x) -> None:
         if x.shape[-1] != self.model_dim:
             raise ValueError(
                 f"the layer was built for model_dim={self.model_dim}, the input has {x.shape[-1]}"
@@ -190,51 +229,17 @@ class MoELayer(nn.Module):
         if not (self._checked_ddp or torch.compiler.is_compiling()):
             self._checked_ddp = True
             refuse_plain_ddp(self.experts)
-        config = self._config_for_call(top_k, capacity_factor)
+
+    def _tokens(self, x) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input as [T, M], as it was given and in the dtype that the experts compute in."""
         given_TM = x.reshape(-1, self.model_dim)
-        if self.training and config.input_dropout > 0:
-            given_TM = nn.functional.dropout(given_TM, config.input_dropout)
-        x_TM = given_TM
-        if torch.is_autocast_enabled(x.device.type):
-            x_TM = x_TM.to(torch.get_autocast_dtype(x.device.type))
-        overrides = {"top_k": top_k, "capacity_factor": capacity_factor}
-        if step is None:
-            wanted = self.fingerprint(x_TM.dtype, **overrides)
-            step = agree_step(x_TM.shape[0], wanted, self.groups)
-        elif step.agreed is not None and (top_k, capacity_factor) != (None, None):
-            self._refuse_other_overrides(step.agreed, overrides)
-        logits_TE = self._logits(x_TM, given_TM, config)
-        with torch.autocast(x.device.type, enabled=False):  # routing says itself what is fp32
-            routing, aux = route(
-                logits_TE,
-                config,
-                self.training,
-                pad_T=None if pad_mask is None else pad_mask.reshape(-1),
-                num_tokens=step.num_tokens,
-            )
-        exchange = self.exchange.for_message(
-            _message_bytes(routing, config.top_k * step.num_tokens, x_TM)
-        )
-        if self.record_exchange_time:
-            exchange = TimedExchange(exchange)
-        y_TM = dispatch_and_combine(x_TM, routing, self.experts, exchange)
-        if self.record_exchange_time:
-            times = aux.metrics.new_tensor([exchange.cpu_ms, exchange.cuda_ms])
-            aux = aux._replace(metrics=torch.cat([aux.metrics[:-2], times]))
-        y = y_TM.view(x.shape)
-        return (y, aux) if return_aux else y
+        if self.training and self.config.input_dropout > 0:
+            given_TM = nn.functional.dropout(given_TM, self.config.input_dropout)
+        if not torch.is_autocast_enabled(x.device.type):
+            return given_TM, given_TM
+        return given_TM, given_TM.to(torch.get_autocast_dtype(x.device.type))
 
-    def _refuse_other_overrides(self, agreed, overrides):
-        """Ranks would exchange parts of a size that they did not compare."""
-        # an agreement may be older than the autocast that decides the dtype; all else must hold
-        for name, value in self.fingerprint(torch.float32, **overrides).items():
-            if name != _DTYPE_KEY and agreed.get(name) != value:
-                raise ValueError(
-                    f"this call's options make {name} {value}, but the ranks' agreement for this "
-                    f"step has {agreed.get(name)}; give the same options to fingerprint()"
-                )
-
-    def _config_for_call(self, top_k, capacity_factor):
+    def _config_for_call(self, top_k, capacity_factor) -> MoEConfig:
         changes = {}
         if top_k is not None:
             changes["top_k"] = top_k
@@ -246,20 +251,6 @@ class MoELayer(nn.Module):
                 changes["eval_capacity_token_fraction"] = 0.0  # it would win over the factor
         return dataclasses.replace(self.config, **changes) if changes else self.config
 
-    def _logits(self, x_TM, given_TM, config):
-        """The built-in gates choose dtypes themselves; any other runs as the caller runs it."""
-        if not isinstance(self.gate, BUILT_IN_GATES):
-            return self.gate(self._jitter(given_TM, config))
-        with torch.autocast(x_TM.device.type, enabled=False):
-            return self.gate(self._jitter(x_TM, config))
-
-    def _jitter(self, x_TM, config):
-        """Multiply the gate's input by uniform(1-j, 1+j) (Switch Transformer, section 2.2)."""
-        jitter = config.input_jitter
-        if not self.training or jitter == 0:
-            return x_TM
-        return x_TM * torch.empty_like(x_TM).uniform_(1 - jitter, 1 + jitter)
-
     def extra_repr(self) -> str:
         groups = self.groups
         simulated = " (simulated)" if groups.simulated else ""
@@ -269,7 +260,40 @@ class MoELayer(nn.Module):
         )
 
 
-def _message_bytes(routing, most_rows, x_TM):
-    """Bytes that a rank hands to an exchange, at most; the same on all ranks."""
-    rows = routing.num_experts * routing.capacity if routing.padded else most_rows
-    return rows * x_TM.shape[1] * x_TM.element_size()
+def _one_config(config, num_experts, routing) -> MoEConfig:
+    """The options, from whichever way they were given."""
+    if config is None:
+        if num_experts is None:
+            raise ValueError("an MoE layer needs num_experts, or a config")
+        return MoEConfig(num_experts=num_experts, **routing)
+    if num_experts not in (None, config.num_experts) or routing:
+        given = {"num_experts": num_experts, **routing}
+        raise ValueError(f"config holds all options of routing; given beside it: {given}")
+    return config
+
+
+def _times(exchange) -> dict[str, float]:
+    """Of the two forward exchanges, where they were measured."""
+    if not isinstance(exchange, TimedExchange):
+        return {}
+    return {"exchange_cpu_ms": exchange.cpu_ms, "exchange_cuda_ms": exchange.cuda_ms}
+
+
+def _groups_for(num_experts, groups) -> ExpertParallelGroups:
+    groups = groups if groups is not None else shared_groups(num_experts)
+    if groups.num_experts != num_experts:
+        raise ValueError(
+            f"groups were built for {groups.num_experts} experts, the layer has {num_experts}"
+        )
+    return groups
+
+
+def _custom_experts(experts, groups) -> ExpertList:
+    if not isinstance(experts, Sequence | nn.ModuleList):
+        raise ValueError(f"experts must be a list of modules, got {type(experts).__name__}")
+    if len(experts) != groups.num_local_experts:
+        raise ValueError(
+            f"{len(experts)} expert modules given, but this rank holds "
+            f"{groups.num_local_experts} of {groups.num_experts} experts"
+        )
+    return ExpertList(experts)

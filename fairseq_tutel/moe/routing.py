@@ -13,6 +13,32 @@ from dataclasses import dataclass
 import torch
 
 from .. import ops
+from ..config import MoEConfig
+
+
+@dataclass(frozen=True)
+class RouterStep:
+    """What a router has to know of one forward pass beside its tokens.
+
+    Attributes:
+        config: the options of this call.
+        training: whether the layer is in training mode.
+        num_tokens: T that all ranks agreed on, the largest of theirs.
+    """
+
+    config: MoEConfig
+    training: bool
+    num_tokens: int
+
+    @property
+    def capacity(self) -> int | None:
+        """C, most tokens that this rank may send to one expert; None where nothing is dropped."""
+        return self.config.capacity(self.num_tokens, self.training)
+
+    @property
+    def padded(self) -> bool:
+        """Whether rows are laid out by the capacity, see the module docstring."""
+        return self.config.is_static(self.training)
 
 
 @dataclass(frozen=True)
@@ -55,32 +81,30 @@ class Routing:
 def build_routing(
     expert_TK: torch.Tensor,
     gate_TK: torch.Tensor,
-    num_experts: int,
+    step: RouterStep,
     *,
-    capacity: int | None,
-    padded: bool,
     priority_T: torch.Tensor | None = None,
-    normalize_before: bool = False,
 ) -> Routing:
     """Give every routed pair a slot in its expert, drop what exceeds the capacity, weight the rest.
 
     All first choices take their slots before all second choices and so on; within a choice the
     order is that of the tokens, or of decreasing priority.
 
-    For K > 1 the K gate values are divided by their sum: with ``normalize_before`` as given,
-    otherwise over the pairs that were kept, so that a token whose second expert is full gives its
-    first the weight 1. For K = 1 the weight is the gate value itself (Switch Transformer, arXiv
-    2101.03961, eq. 2). A token whose pairs are all dropped gets weights of zero: the layer adds
-    nothing to its residual.
+    For K > 1 the K gate values are divided by their sum: with ``normalize_before_dropping`` over
+    all K, otherwise over the pairs that were kept, so that a token whose second expert is full
+    gives its first the weight 1. For K = 1 the weight is the gate value itself (Switch Transformer,
+    arXiv 2101.03961, eq. 2). A token whose pairs are all dropped gets weights of zero: the layer
+    adds nothing to its residual.
 
     Args:
         expert_TK: int32 [T, K], -1 for pairs that must not be routed.
-        gate_TK: fp32 [T, K], differentiable; already normalised if ``normalize_before``.
-        capacity: most rows per expert, or None.
-        padded: lay the rows out by capacity (needs one).
+        gate_TK: fp32 [T, K], differentiable; already normalised if
+            ``step.config.normalize_before_dropping``.
+        step: says how many experts there are, and how many rows an expert has.
         priority_T: fp32 [T], larger goes first.
     """
     num_tokens, top_k = expert_TK.shape
+    num_experts, capacity = step.config.num_experts, step.capacity
     position_in_expert_TK, num_routed_KE = ops.assign_slots(
         expert_TK, num_experts, priority_T=priority_T
     )
@@ -89,7 +113,7 @@ def build_routing(
     if capacity is not None:
         num_kept_per_expert_E = num_kept_per_expert_E.clamp(max=capacity)
         kept_TK = kept_TK & (position_in_expert_TK < capacity)
-    if padded:
+    if step.padded:
         first_row_TK, num_rows = expert_TK * capacity, num_experts * capacity
     else:
         first_row_E = num_kept_per_expert_E.cumsum(0, dtype=torch.int32) - num_kept_per_expert_E
@@ -97,7 +121,7 @@ def build_routing(
         num_rows = num_tokens * top_k
     dest_row_TK = torch.where(kept_TK, first_row_TK + position_in_expert_TK, -1).to(torch.int32)
     topk_weight_TK = gate_TK * kept_TK
-    if top_k > 1 and not normalize_before:
+    if top_k > 1 and not step.config.normalize_before_dropping:
         topk_weight_TK = normalize_gates(topk_weight_TK)
     return Routing(
         expert_TK=expert_TK,
@@ -107,7 +131,7 @@ def build_routing(
         num_routed_KE=num_routed_KE,
         num_kept_per_expert_E=num_kept_per_expert_E,
         capacity=capacity,
-        padded=padded,
+        padded=step.padded,
     )
 
 

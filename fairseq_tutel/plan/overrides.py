@@ -16,6 +16,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from fairseq_tutel.config import ROUTERS
+
 from .settings import DEFAULTS, PLAN_KEYS
 
 _OWN_MODEL = Path(__file__).resolve().parents[1] / "models" / "options.py"
@@ -122,13 +124,13 @@ def _schema() -> frozenset[str]:
     )
 
 
-@cache
 def _model_fields() -> frozenset[str]:
+    """Those of the dataclass, and the options of the routers that there are by now."""
     classes = _dataclasses(_OWN_MODEL)
     root = _fairseq()
     if root is not None:
         classes = {**_dataclasses(root / "models" / "transformer_lm.py"), **classes}
-    return frozenset(_fields("TransformerLMGPTMoEConfig", classes))
+    return frozenset({**_fields("TransformerLMGPTMoEConfig", classes), **ROUTERS.all_flags()})
 
 
 def _dataclasses(path: Path) -> dict[str, ast.ClassDef]:

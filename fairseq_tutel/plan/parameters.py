@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..moe.routers import describe_router
 from .settings import Settings
 
 
@@ -116,11 +117,7 @@ def _attention(settings: Settings) -> int:
 
 
 def _gate(settings: Settings) -> int:
-    dim, experts = settings.model.decoder_embed_dim, settings.routing.num_experts
-    if settings.routing.router == "cosine":
-        projected = min(256, dim)
-        return projected * dim + experts * projected + 1
-    return dim * experts
+    return describe_router(settings.model.decoder_embed_dim, settings.routing).num_parameters
 
 
 def _embeddings(settings: Settings) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fairseq_tutel.config import MoEConfig, check_divisible, resolve_capacity
+from fairseq_tutel.config import ROUTERS, MoEConfig, check_divisible, resolve_capacity
 
 ARCH = "transformer_lm_gpt_moe"
 # Keys of the command line that are the planner's own.
@@ -226,6 +226,7 @@ def with_experts(settings: Settings, num_experts: int) -> Settings:
     routing = MoEConfig(
         num_experts=num_experts,
         router=str(model.moe_router),
+        router_options=ROUTERS.options_of_flags(str(model.moe_router), model),
         **resolve_capacity(
             top1_expert=model.moe_top1_expert,
             top_k=model.moe_top_k,
@@ -241,10 +242,13 @@ def _section(config: DictConfig, name: str) -> SimpleNamespace:
     """A section with the defaults of what it does not say."""
     given = {}
     section = config.get(name) or {}
-    for key in {*DEFAULTS[name], "_name"}:
+    defaults = {"_name": None, **DEFAULTS[name]}
+    if name == "model":
+        defaults |= {flag: field.default for flag, field in ROUTERS.all_flags().items()}
+    for key in defaults:
         if key in section:
             given[key] = section[key]
-    return SimpleNamespace(**{"_name": None, **DEFAULTS[name], **given})
+    return SimpleNamespace(**{**defaults, **given})
 
 
 def _check_model(model: SimpleNamespace) -> None:

@@ -29,10 +29,6 @@ from ..models import TransformerLMGPTMoEConfig
 logger = logging.getLogger(__name__)
 
 _ARCH = "transformer_lm_gpt_moe"
-_OPTIONS = {
-    *TransformerLMGPTMoEConfig.__dataclass_fields__,
-    *MoECrossEntropyCriterionConfig.__dataclass_fields__,
-}
 # what fairseq's moe branch documents for its hub interface and nothing here needs
 _WITHOUT_EFFECT = {"moe_disable_padding"}
 
@@ -60,9 +56,13 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
     Raises:
         ValueError: an override of an MoE option that there is not (fairseq ignores it).
     """
-    for name in set(arg_overrides or ()) - _OPTIONS - _WITHOUT_EFFECT:
+    options = {
+        *TransformerLMGPTMoEConfig.__dataclass_fields__,
+        *MoECrossEntropyCriterionConfig.__dataclass_fields__,
+    }
+    for name in set(arg_overrides or ()) - options - _WITHOUT_EFFECT:
         if name.startswith("moe_"):
-            known = [option for option in _OPTIONS if option.startswith("moe_")]
+            known = [option for option in options if option.startswith("moe_")]
             close = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ValueError(f"override {name}: there is no such option{hint}")
@@ -76,7 +76,7 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
             args.arch = _ARCH
     if state.get("cfg") is not None:
         state["cfg"] = _as_config(state["cfg"])
-        for name in set(arg_overrides or ()) & _OPTIONS - set(state["cfg"].model):
+        for name in set(arg_overrides or ()) & options - set(state["cfg"].model):
             # fairseq overwrites what is there, and older checkpoints lack newer options
             state["cfg"].model[name] = None
         if arg_overrides:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fairseq_tutel.distributed import agree_step
+from fairseq_tutel.distributed import sync_step
 from fairseq_tutel.moe import ExpertRows, MoEAux, MoELayer
 
 # Tensors of T*E*C elements that live at once while the backward pass runs, as the formulation below
@@ -71,18 +71,19 @@ class DenseMoE(nn.Module):
         capacity_factor: float | None = None,
         return_aux: bool = False,
     ) -> Tensor | tuple[Tensor, MoEAux]:
-        """As ``MoELayer.forward`` in training mode; ``aux`` has a loss but no metrics (zeros)."""
+        """As ``MoELayer.forward`` in training mode; ``aux`` has a loss and the load, no more."""
         layer = self.layer
         if capacity_factor is not None:
             raise ValueError(f"capacity_factor={capacity_factor}: the dense form has a fixed one")
         x_TM = x.reshape(-1, x.shape[-1])
         if step is None:
-            step = agree_step(x_TM.shape[0], layer.fingerprint(x.dtype), layer.groups)
+            step = sync_step(x_TM.shape[0], layer.step_settings(x.dtype), layer.groups)
         capacity = layer.config.capacity(step.num_tokens, training=True)
-        combine_TEC, loss, load_E = gating(layer.gate(x_TM), layer.config.top_k, capacity)
+        combine_TEC, loss, load_E = gating(layer.gate.logits(x_TM), layer.config.top_k, capacity)
         y_TM = self._moe(x_TM, combine_TEC.to(x.dtype), combine_TEC.bool())
         y = y_TM.view(x.shape)
-        aux = MoEAux(loss, x.new_zeros(11, dtype=torch.float32), load_E, load_E.max())
+        load_KE = load_E[None]
+        aux = MoEAux(loss, torch.zeros_like(loss), load_KE, load_KE, load_E, x_TM.shape[0])
         return (y, aux) if return_aux else y
 
     def _moe(self, x_TM, combine_TEC, mask_TEC):

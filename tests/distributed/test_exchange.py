@@ -7,21 +7,22 @@ import pytest
 import torch
 from helpers.assertions import rms_ratio
 from helpers.distributed import run_ranks
+from helpers.routing import route
 
 from fairseq_tutel.distributed import (
     ExpertParallelGroups,
     LocalCopy,
     TimedExchange,
-    agree_step,
     build_exchange,
     build_groups,
     exchange_class,
     exchange_names,
     process_world,
     register_exchange,
+    sync_step,
 )
 from fairseq_tutel.distributed.exchanges import LinearExchange
-from fairseq_tutel.moe import MoEConfig, MoELayer, dispatch_and_combine, route
+from fairseq_tutel.moe import MoEConfig, MoELayer, dispatch_and_combine
 
 # capacity factor of the padded and of the ragged layouts
 LAYOUTS = {"padded": 1.0, "padded, nothing dropped": 8.0, "ragged": 0.0, "ragged, bounded": -0.5}
@@ -126,7 +127,7 @@ def _round_trips():
             logits = torch.randn(len(x), num_experts, dtype=torch.float64)
             logits[:, 0] += 4  # a favourite, so that some tokens are dropped
             logits.requires_grad_()
-            step = agree_step(len(x), {}, groups)
+            step = sync_step(len(x), None, groups)
             routing, _ = route(logits, config, training=True, num_tokens=step.num_tokens)
             assert routing.padded == (factor > 0)
             exchange = build_exchange("linear", groups)

@@ -9,11 +9,43 @@ from fairseq.logging import metrics
 from torch import nn
 
 from fairseq_tutel.criterions import MoECrossEntropyCriterion
-from fairseq_tutel.moe import METRIC_NAMES, MoEAux
+from fairseq_tutel.moe import METRIC_NAMES, MoEAux, routing_metrics
 
 VOCABULARY, PAD = 6, 1
 TARGET = torch.tensor([[2, 3, 4], [5, PAD, PAD]])  # 4 tokens in 2 sentences
 TOKENS, SENTENCES = 4, 2
+
+
+def counts(seed):
+    """What a layer with 6 experts reports of 10 tokens beside its loss; some were dropped."""
+    torch.manual_seed(seed)
+    first, second = (torch.randint(6, (10,)).bincount(minlength=6) for _ in range(2))
+    routed = torch.stack([first, second])
+    routed[1, second.argmax()] -= 1
+    kept = routed.sum(0)
+    kept[first.argmax()] = first.max() - 1  # drops a first choice, and all second ones
+    chosen = torch.stack([first, second])
+    as_int = (x.to(torch.int32) for x in (chosen, routed, kept))
+    return (torch.rand(()) * 10, *as_int, 10, float(seed), 2.0 * seed)
+
+
+def metrics_by_hand(counts):
+    """The eleven metrics of a layer with two choices, from the sentences that define them."""
+    entropy, chosen, routed, kept, tokens, cpu_ms, cuda_ms = (
+        x.tolist() if torch.is_tensor(x) else x for x in counts
+    )
+    # first choices take their rows before second ones
+    kept_first = [min(a, b) for a, b in zip(routed[0], kept, strict=True)]
+    kept_second = [b - a for a, b in zip(kept_first, kept, strict=True)]
+    values = {"entropy_gating": entropy / tokens}
+    for k, kept_k in ((1, kept_first), (2, kept_second)):
+        share = sorted(100 * n / tokens for n in chosen[k - 1])
+        total = sum(routed[k - 1])
+        values[f"overflow_expert{k}"] = 100 * (total - sum(kept_k)) / total
+        values[f"expert{k}_balance_top"] = share[-1] + share[-2]  # a fifth of 6 is 2
+        values[f"expert{k}_balance_bottom"] = share[0] + share[1]
+        values[f"unused_expert{k}_count"] = sum(n == 0 for n in chosen[k - 1])
+    return {**values, "all_to_all_cpu_time_ms": cpu_ms, "all_to_all_cuda_time_ms": cuda_ms}
 
 
 class FakeModel(nn.Module):
@@ -24,13 +56,12 @@ class FakeModel(nn.Module):
         torch.manual_seed(0)
         self.logits = nn.Parameter(torch.randn(2, 3, VOCABULARY, dtype=torch.float64))
         self.gate_losses = nn.Parameter(torch.tensor(gate_losses, dtype=torch.float32))
-        self.metrics = torch.rand(len(gate_losses), len(METRIC_NAMES))
+        self.counts = [counts(seed) for seed in range(len(gate_losses))]
         self.load = None
 
     def forward(self, **net_input):
-        load = torch.zeros(3, dtype=torch.int32)
-        rows = zip(self.gate_losses, self.metrics, strict=True)
-        reports = [MoEAux(loss, row, load, load.max()) for loss, row in rows]
+        rows = zip(self.gate_losses, self.counts, strict=True)
+        reports = [MoEAux(loss, *row) for loss, row in rows]
         extra = {"moe": reports} if reports else {}
         if self.load is not None:
             extra["moe_load"] = self.load
@@ -105,17 +136,47 @@ def test_loss_is_cross_entropy_plus_weighted_gate_loss(combine, transform, gate_
 
 
 def test_metrics_are_means_over_layers_then_batches():
-    outputs, want = [], torch.zeros(len(METRIC_NAMES))
+    outputs, want = [], dict.fromkeys(METRIC_NAMES, 0.0)
     for seed in range(3):
         model = FakeModel([1.0, 2.0])
-        torch.manual_seed(seed)
-        model.metrics = torch.rand(2, len(METRIC_NAMES))
-        want += model.metrics.mean(0) / 3
+        model.counts = [counts(10 + seed), counts(20 + seed)]
+        for layer in model.counts:
+            for name, value in metrics_by_hand(layer).items():
+                want[name] += value / 6
         outputs.append(criterion()(model, sample())[2])
     values = logged(outputs)
-    for name, value in zip(METRIC_NAMES, want.tolist(), strict=True):
-        assert values[name] == pytest.approx(value, rel=1e-5)
+    for name, value in want.items():
+        assert values[name] == pytest.approx(value, rel=1e-5), name
+    assert values["overflow_expert1"] > 0 and values["overflow_expert2"] > 0
     assert len(METRIC_NAMES) == 11
+
+
+def test_an_update_is_read_back_in_one_piece(monkeypatch):
+    """What is logged are numbers: fairseq rounds every tensor that it finds by reading it."""
+    outputs = [criterion()(FakeModel([1.0, 2.0]), sample())[2] for _ in range(3)]
+    # as stock's sum over ranks leaves it: every value a tensor
+    outputs.append({k: torch.as_tensor(v, dtype=torch.float64) for k, v in outputs[0].items()})
+    reads = []
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda *a, f=original: reads.append(f.__name__) or f(*a)
+        )
+    with metrics.aggregate(new_root=True) as aggregator:
+        MoECrossEntropyCriterion.reduce_metrics(outputs)
+        values = aggregator.get_smoothed_values()
+    assert reads == ["tolist"]
+    assert len(values) >= 4 + len(METRIC_NAMES)
+
+
+def test_layers_of_different_shape_are_computed_one_by_one():
+    """As those of an encoder and a decoder."""
+    one, two = (MoEAux(torch.tensor(1.0), *counts(seed)) for seed in (1, 2))
+    shorter = two._replace(num_tokens=5)
+    together = routing_metrics([one, shorter, two])
+    for i, aux in enumerate((one, shorter, two)):
+        for name, value in aux.metrics_dict().items():
+            assert getattr(together, name)[i] == pytest.approx(value)
 
 
 def test_batches_of_different_size_are_weighted_by_their_tokens():

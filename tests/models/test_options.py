@@ -38,6 +38,8 @@ MODEL_OPTIONS = {
     "--moe-eval-capacity-factor": (["2.0"], 2.0, None),
     "--moe-gating-use-model-dtype": ([], True, False),
     "--moe-router": (["cosine"], "cosine", "linear"),
+    "--moe-cosine-proj-dim": (["64"], 64, 256),
+    "--moe-cosine-init-temperature": (["0.25"], 0.25, 0.5),
     "--moe-gate-noise": (["0.5"], 0.5, 0.0),
     "--moe-input-jitter": (["0.01"], 0.01, 0.0),
     "--moe-input-dropout": (["0.1"], 0.1, 0.0),

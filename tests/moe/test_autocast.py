@@ -3,11 +3,13 @@
 import pytest
 import torch
 from helpers.assertions import rms_ratio
+from helpers.routing import route
 from torch import nn
 
 from fairseq_tutel import ops
-from fairseq_tutel.moe import MoEConfig, MoELayer, make_gate, route, router
-from fairseq_tutel.moe.router import split_product
+from fairseq_tutel.moe import MoEConfig, MoELayer, make_router
+from fairseq_tutel.moe.routers import linear
+from fairseq_tutel.moe.routers.linear import split_product
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.0])
@@ -123,11 +125,11 @@ def test_split_product_of_odd_operands(half):
 def test_fp32_weight_of_the_gate_keeps_its_digits(half, device, monkeypatch):
     """On half tokens, as under autocast; without a GPU by the product that runs on one."""
     if device == "cpu":
-        monkeypatch.setattr(router, "_product_of", lambda tokens: router.split_product)
+        monkeypatch.setattr(linear, "_product_of", lambda tokens: split_product)
     torch.manual_seed(0)
-    gate = make_gate(64, MoEConfig(num_experts=8)).to(device)
+    gate = make_router(64, MoEConfig(num_experts=8)).to(device)
     x = torch.randn(96, 64).to(half).to(device).requires_grad_()
-    logits = gate(x)
+    logits = gate.logits(x)
     want = x.double() @ gate.wg.weight.double().t()
     assert logits.dtype == torch.float32 and rms_ratio(logits, want) < SPLIT_ERROR[half]
     grad = 1e-3 * torch.randn_like(logits)

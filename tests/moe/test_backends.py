@@ -46,7 +46,8 @@ def outcome(layer, x, pad_mask, call=None):
     run = layer if call is None else call
     y, aux = run(x, pad_mask=pad_mask, return_aux=True)
     (y.square().sum() + aux.loss).backward()
-    result = {"y": y, "loss": aux.loss, "metrics": aux.metrics, "dx": x.grad}
+    result = {"y": y, "loss": aux.loss, "dx": x.grad}
+    result["metrics"] = torch.tensor(list(aux.metrics_dict().values()))
     result["load"] = aux.load_E.float()
     result.update({f"d {name}": p.grad.clone() for name, p in layer.named_parameters()})
     return {name: value.detach() for name, value in result.items()}

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fairseq_tutel import ops
 from fairseq_tutel.distributed import ExpertParallelGroups, is_expert
-from fairseq_tutel.moe import METRIC_NAMES, MoELayer, route
+from fairseq_tutel.moe import METRIC_NAMES, MoELayer, RouterStep, route_logits
 
 M, HIDDEN, E = 6, 10, 4
 
@@ -378,8 +378,9 @@ def test_wrong_sizes_are_refused_with_their_values():
         make_layer(torch.float32, activation="softplus")
 
 
-def test_a_custom_gate_may_call_route():
+def test_a_router_may_call_route_logits():
     """What is public in the package suffices to route with logits of one's own."""
     layer = make_layer(torch.float32)
-    routing, aux = route(torch.randn(6, E), layer.config, training=True)
+    step = RouterStep(layer.config, training=True, num_tokens=6)
+    routing, aux = route_logits(torch.randn(6, E), step)
     assert routing.topk_weight_TK.shape == (6, 2) and aux.loss > 0

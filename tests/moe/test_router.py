@@ -1,4 +1,4 @@
-"""``route`` against gating written out with dense masks, and the invariants of its results."""
+"""``route_logits`` against gating with dense masks, and the invariants of its results."""
 
 import math
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 from gating_reference import gating, train_capacity
 from helpers.assertions import assert_close, rms_ratio
+from helpers.routing import route
 
-from fairseq_tutel.moe import METRIC_NAMES, MoEConfig, make_gate, route
+from fairseq_tutel.moe import METRIC_NAMES, MoEConfig, make_router
 
 T, E = 13, 5  # neither divides the other; capacity ceil(13/5) = 3 per choice drops tokens
 
@@ -87,7 +88,7 @@ def expected_capacity(config, tokens, training):
 
 
 def draws(config, logits, training, seed):
-    """The noise that ``route`` will draw after ``torch.manual_seed(seed)``, as keywords."""
+    """The noise that ``route_logits`` will draw after ``torch.manual_seed(seed)``, as keywords."""
     torch.manual_seed(seed)
     keywords = {}
     if training and config.top_k > 1:
@@ -301,8 +302,8 @@ def test_fp32_gating_never_rounds_logits_to_half(dtype):
     """Against an fp64 product of the same half numbers, forward and backward."""
     torch.manual_seed(3)
     x = torch.randn(40, 64, dtype=dtype, requires_grad=True)
-    gate = make_gate(64, MoEConfig(num_experts=E, gating_fp32=True)).to(dtype)
-    logits = gate(x)
+    gate = make_router(64, MoEConfig(num_experts=E, gating_fp32=True)).to(dtype)
+    logits = gate.logits(x)
     assert logits.dtype == torch.float32
     want = x.double() @ gate.wg.weight.double().t()
     assert rms_ratio(logits, want) < 3e-7
@@ -313,14 +314,14 @@ def test_fp32_gating_never_rounds_logits_to_half(dtype):
     assert x.grad.dtype == dtype
     assert rms_ratio(x.grad, grad.double() @ gate.wg.weight.double()) < unit
     assert rms_ratio(gate.wg.weight.grad, grad.double().t() @ x.double()) < unit
-    rounded = make_gate(64, MoEConfig(num_experts=E, gating_fp32=False)).to(dtype)
+    rounded = make_router(64, MoEConfig(num_experts=E, gating_fp32=False)).to(dtype)
     rounded.load_state_dict(gate.state_dict())
-    assert rounded(x).dtype == torch.float32 and rms_ratio(rounded(x), want) > 1e-5
+    assert rounded.logits(x).dtype == torch.float32 and rms_ratio(rounded.logits(x), want) > 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 def test_cosine_gate_is_a_cosine_over_a_temperature(dtype):
-    gate = make_gate(32, MoEConfig(num_experts=E, router="cosine")).to(dtype)
+    gate = make_router(32, MoEConfig(num_experts=E, router="cosine")).to(dtype)
     x = torch.randn(9, 32, dtype=dtype)
     point = x.double() @ gate.proj.weight.double().t()
     want = torch.empty(9, E, dtype=torch.float64)
@@ -329,11 +330,11 @@ def test_cosine_gate_is_a_cosine_over_a_temperature(dtype):
             direction = gate.expert_dirs[e].double()
             want[t, e] = point[t] @ direction / point[t].norm() / direction.norm()
     want /= 0.5
-    assert gate(x).dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert rms_ratio(gate(x), want) < (1e-3 if dtype == torch.float16 else 1e-5)
+    assert gate.logits(x).dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert rms_ratio(gate.logits(x), want) < (1e-3 if dtype == torch.float16 else 1e-5)
     with torch.no_grad():
         gate.log_scale.fill_(100.0)
-    assert rms_ratio(gate(x), want * 0.5 / 0.01) < (1e-3 if dtype == torch.float16 else 1e-5)
+    assert rms_ratio(gate.logits(x), want * 0.5 / 0.01) < (1e-3 if dtype == torch.float16 else 1e-5)
 
 
 def test_logits_for_another_number_of_experts_are_refused():

@@ -7,7 +7,7 @@ from torch.autograd import gradcheck
 
 from fairseq_tutel import ops
 from fairseq_tutel.backends.torch import gate_logits as module
-from fairseq_tutel.moe import MoEConfig, make_gate
+from fairseq_tutel.moe import MoEConfig, make_router
 
 
 def tensors(T, M=6, E=4, dtype=torch.float64):
@@ -51,14 +51,14 @@ def test_opcheck():
 
 
 def test_the_linear_gate_uses_it(monkeypatch):
-    linear = make_gate(6, MoEConfig(num_experts=4))
+    linear = make_router(6, MoEConfig(num_experts=4))
     x = torch.randn(9, 6)
     seen = []
     original = ops.gate_logits
     monkeypatch.setattr(ops, "gate_logits", lambda *a: seen.append(1) or original(*a))
-    torch.testing.assert_close(linear(x), linear.wg(x))
+    torch.testing.assert_close(linear.logits(x), linear.wg(x))
     monkeypatch.setattr(ops, "on_cpu_threads", lambda device: False)
-    linear(x)
+    linear.logits(x)
     assert len(seen) == 1
 
 

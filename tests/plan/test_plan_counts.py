@@ -43,6 +43,7 @@ def test_counts_equal_the_model_on_the_meta_device(name):
         ["model.no_token_positional_embeddings=true", "model.no_decoder_final_norm=true"],
         ["model.scale_attn=true", "model.scale_heads=true", "model.scale_resids=true"],
         ["model.use_stable_embedding=true", "model.moe_router=cosine"],
+        ["model.moe_router=cosine", "+model.moe_cosine_proj_dim=8"],
         ["model.decoder_input_dim=32", "model.decoder_output_dim=48",
          "model.share_decoder_input_output_embed=false"],
         ["model.alternate_decoder_ffn_embed_dim=512"],

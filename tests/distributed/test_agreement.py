@@ -2,6 +2,7 @@
 
 import functools
 import time
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,12 +11,14 @@ from helpers.distributed import run_ranks
 
 from fairseq_tutel.distributed import (
     StepAgreement,
-    agree_step,
+    StepSettings,
     any_rank,
     build_groups,
     gather_texts,
     process_world,
+    setting,
     sum_over_ranks,
+    sync_step,
 )
 from fairseq_tutel.moe import MoELayer
 
@@ -28,7 +31,7 @@ DIFFERENCES = {
     "eval_capacity_token_fraction": ("the capacity as a fraction", (0.25, 0.0, 0.0, 0.0)),
     "model_dim": ("the model dimension", (8, 8, 8, 16)),
     "dtype": ("the dtype", (torch.float32, torch.float32, torch.float16, torch.float16)),
-    "training": ("training or evaluation mode", (True, False, True, False)),
+    "training": ("training or evaluation mode", ("training", "evaluation") * 2),
 }
 
 
@@ -43,7 +46,7 @@ def _disagree():
             options[what] = value
         layer = MoELayer(num_experts=W, hidden_dim=8, groups=groups, **options)
         if what == "training":
-            layer.train(value)
+            layer.train(value == "training")
         if what == "dtype":
             layer.to(value)
         x = torch.randn(5, options["model_dim"], dtype=layer.experts.fc1_weight.dtype)
@@ -69,9 +72,9 @@ def test_difference_is_named_with_ranks_and_values(what):
         assert message.startswith(f"MoE ranks disagree on {name}")
         for value in set(values):
             ranks = [r for r, v in enumerate(values) if v == value]
-            assert f"on ranks {ranks}" in message
+            assert f"{value} on ranks {ranks}" in message
         if what == "capacity_factor":
-            assert "1000000 on ranks [0, 1, 2]; 1250000 on ranks [3]" in message
+            assert "1.0 on ranks [0, 1, 2]; 1.25 on ranks [3]" in message
         assert seconds < 10
 
 
@@ -79,7 +82,7 @@ def test_difference_is_named_with_ranks_and_values(what):
 CALLS = {
     "top_k": ("top_k: 1 on ranks [0]; 2 on ranks [1]", ({"top_k": 1}, {})),
     "capacity_factor": (
-        "the capacity factor in training, in millionths: 0 on ranks [1]; 1000000 on ranks [0]",
+        "the capacity factor in training: 0.0 on ranks [1]; 1.0 on ranks [0]",
         ({}, {"capacity_factor": 0.0}),
     ),
 }
@@ -105,17 +108,17 @@ def test_an_agreement_holds_for_the_options_it_was_made_with(training):
     groups = build_groups(4)
     layer = MoELayer(8, 4, 8, groups=groups).train(training)
     x = torch.randn(6, 8)
-    plain = agree_step(6, layer.fingerprint(x.dtype), groups)
+    plain = sync_step(6, layer.step_settings(x.dtype), groups)
     for options, words in (
         ({"top_k": 4}, "make top_k 4, but the ranks' agreement for this step has 2"),
-        ({"capacity_factor": 2.5}, "2500000, but .* has (1000000|0);"),
-        ({"top_k": 2, "capacity_factor": 0.25}, "250000, but"),
+        ({"capacity_factor": 2.5}, "2.5, but .* has (1.0|0.0);"),
+        ({"top_k": 2, "capacity_factor": 0.25}, "0.25, but"),
     ):
         with pytest.raises(ValueError, match=words):
             layer(x, step=plain, **options)
-        step = agree_step(6, layer.fingerprint(x.dtype, **options), groups)
+        step = sync_step(6, layer.step_settings(x.dtype, **options), groups)
         torch.testing.assert_close(layer(x, step=step, **options), layer(x, **options))
-    narrow = agree_step(6, layer.fingerprint(x.dtype, top_k=1), groups)
+    narrow = sync_step(6, layer.step_settings(x.dtype, top_k=1), groups)
     with pytest.raises(ValueError, match="make top_k 2, but .* has 1;"):
         layer(x, step=narrow, top_k=2)
     # what the layer does anyway, another dtype than that of the agreement, and one made by hand
@@ -123,6 +126,38 @@ def test_an_agreement_holds_for_the_options_it_was_made_with(training):
     with torch.autocast("cpu", torch.bfloat16):
         layer(x, step=plain, top_k=2)
     layer(x, step=StepAgreement(6), top_k=4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MoreSettings(StepSettings):
+    """With a setting of a later feature."""
+
+    layout: str = setting("the layout")
+
+
+def _disagree_on_a_new_setting():
+    rank, _ = process_world()
+    groups = build_groups(2)
+    settings = vars(MoELayer(8, 2, 8, groups=groups).step_settings(torch.float32))
+    same = _MoreSettings(**settings, layout="pairwise, é")
+    assert sync_step(3 + rank, same, groups).num_tokens == 4
+    other = _MoreSettings(**settings, layout="flat" if rank else "hierarchical")
+    with pytest.raises(ValueError) as caught:
+        sync_step(3, other, groups)
+    assert str(caught.value).endswith(
+        "disagree on the layout: flat on ranks [1]; hierarchical on ranks [0]"
+    )
+    # whole numbers on one rank, fractions on another
+    for label, values in (("the number of experts", (2, 3)), ("training", (1, 1.5))):
+        name = "num_experts" if label.endswith("experts") else "capacity_factor"
+        with pytest.raises(ValueError, match=f"{label}: {values[0]}.* on ranks .0.; {values[1]}"):
+            sync_step(3, StepSettings(**{**settings, name: values[rank]}), groups)
+    with pytest.raises(ValueError, match="longer than 32 bytes"):
+        sync_step(3, _MoreSettings(**settings, layout=33 * "x"), groups)
+
+
+def test_a_setting_that_a_subclass_adds_is_compared_and_shown():
+    run_ranks(_disagree_on_a_new_setting, 2)
 
 
 def _disagree_in_one_block():
@@ -144,7 +179,7 @@ def test_difference_within_a_block_names_global_ranks():
 def _small_agreements():
     rank, size = process_world()
     groups = build_groups(size)
-    assert agree_step(10 * rank, {"x": 5}, groups).num_tokens == 10 * (size - 1)
+    assert sync_step(10 * rank, None, groups).num_tokens == 10 * (size - 1)
 
     texts = [None, "", "a b", "größe\n" * 50]
     assert gather_texts(texts[rank]) == texts
@@ -169,4 +204,4 @@ def test_without_other_ranks_nothing_is_communicated():
     assert gather_texts(None) == [None] and gather_texts("x") == ["x"]
     assert any_rank(True, cpu) is True and any_rank(False, cpu) is False
     assert sum_over_ranks([1.5], cpu) == [1.5]
-    assert agree_step(7, {"x": 1}, build_groups(4)).num_tokens == 7
+    assert sync_step(7, None, build_groups(4)).num_tokens == 7

@@ -1,0 +1,148 @@
+"""Agreement between ranks before they exchange data of a size that depends on it.
+
+One small all-gather per forward pass of the model (not per layer) tells every rank how many tokens
+the others bring, and compares what must be equal. Ranks that disagree get an error with every
+rank's values at once, where mismatched all-to-alls would hang until the process group's timeout (30
+minutes by default).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .gather import gather_integers, refuse_differences
+from .groups import ExpertParallelGroups, process_world
+
+_TEXT_WORDS = 4  # of 8 bytes: the longest text that is compared
+
+
+def setting(label: str) -> Any:
+    """A field of :class:`StepSettings`: an int, float, text or torch.dtype; errors call it so."""
+    return dataclasses.field(metadata={"label": label})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """What the ranks must have in common for the exchanges of a forward pass to fit together.
+
+    A field that is added here (or in a subclass) with :func:`setting` is compared like the others.
+    Texts may have up to 32 bytes.
+    """
+
+    num_experts: int = setting("the number of experts")
+    top_k: int = setting("top_k")
+    model_dim: int = setting("the model dimension")
+    mode: str = setting("training or evaluation mode")
+    capacity_factor: float = setting("the capacity factor in training")
+    eval_capacity_factor: float = setting("the capacity factor in evaluation")
+    eval_capacity_token_fraction: float = setting(
+        "the capacity as a fraction of tokens in evaluation"
+    )
+    exchange: str = setting("the exchange")
+    dtype: torch.dtype = setting("the dtype of the tokens")
+
+    def differences(self, other: StepSettings) -> dict[str, tuple[Any, Any]]:
+        """Label -> (own value, the other's) where they differ."""
+        pairs = {label: (value, getattr(other, name)) for name, label, value in _settings(self)}
+        return {label: pair for label, pair in pairs.items() if pair[0] != pair[1]}
+
+
+@dataclass(frozen=True)
+class StepAgreement:
+    """What the ranks of an exchange group agreed on for one forward pass.
+
+    Attributes:
+        num_tokens: the largest token count of any rank; capacities are computed from it, so that
+            they are the same everywhere.
+        settings: what was compared; None in an agreement made by hand, which is taken on trust.
+    """
+
+    num_tokens: int
+    settings: StepSettings | None = None
+
+
+def sync_step(
+    num_tokens: int, settings: StepSettings | None, groups: ExpertParallelGroups
+) -> StepAgreement:
+    """Exchange token counts and compare settings with the other ranks of the exchange group.
+
+    NOTE: this reads a few integers back to the host, one synchronisation per forward pass.
+
+    Args:
+        num_tokens: tokens of this rank, 0 included.
+        settings: what has to be the same on all ranks; None (then on all ranks) compares nothing.
+
+    Raises:
+        ValueError: some value differs; the message lists the ranks by value.
+    """
+    if not groups.communicates:
+        return StepAgreement(num_tokens, settings)
+    table = gather_integers([num_tokens, *_encode(settings)], groups.ep_group)
+    words_by_rank = [row[1:] for row in table]
+    if any(words != words_by_rank[0] for words in words_by_rank):
+        _refuse(settings, words_by_rank, first_rank=groups.rank - groups.ep_rank)
+    return StepAgreement(max(row[0] for row in table), settings)
+
+
+def _settings(settings: StepSettings | None) -> list[tuple[str, str, Any]]:
+    """(name, label, value) of every field."""
+    if settings is None:
+        return []
+    return [
+        (field.name, field.metadata["label"], getattr(settings, field.name))
+        for field in dataclasses.fields(settings)
+    ]
+
+
+def _encode(settings: StepSettings | None) -> list[int]:
+    """The settings as 64-bit integers, of which every rank has as many."""
+    words: list[int] = []
+    for name, _, value in _settings(settings):
+        if isinstance(value, (int, float)):
+            words += struct.unpack("<q", struct.pack("<d", value))
+            continue
+        raw = str(value).encode()
+        if len(raw) > 8 * _TEXT_WORDS:
+            raise ValueError(f"{name}={value!r} is longer than {8 * _TEXT_WORDS} bytes")
+        words += struct.unpack(f"<{_TEXT_WORDS}q", raw.ljust(8 * _TEXT_WORDS, b"\0"))
+    return words
+
+
+def _refuse(settings: StepSettings, words_by_rank: list[list[int]], first_rank: int) -> None:
+    """Raise for the first setting that differs; values are decoded by the types of one's own."""
+    begin = 0
+    for _, label, value in _settings(settings):
+        size = 1 if isinstance(value, (int, float)) else _TEXT_WORDS
+        raws = [struct.pack(f"<{size}q", *words[begin : begin + size]) for words in words_by_rank]
+        if size == 1:
+            values = [struct.unpack("<d", raw)[0] for raw in raws]
+            if all(v.is_integer() for v in values) and isinstance(value, int):
+                values = [int(v) for v in values]
+        else:
+            values = [raw.rstrip(b"\0").decode() for raw in raws]
+        refuse_differences(label, values, first_rank)
+        begin += size
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether the flag is set on any rank of the default group. Collective."""
+    _, world_size = process_world()
+    if world_size == 1:
+        return flag
+    value = torch.tensor(int(flag), device=device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return bool(value)
+
+
+def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
+    """Sums over all ranks of the default group, in fp64. Collective."""
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    if process_world()[1] > 1:
+        dist.all_reduce(total)
+    return total.tolist()

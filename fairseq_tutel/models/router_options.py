@@ -1,0 +1,50 @@
+"""Options of routers in fairseq: ``--moe-router NAME`` and the options of every registered router.
+
+Routers may be registered at any time before a command line is parsed, as by a user's own user dir,
+when the model's dataclass exists already. It is then given the new fields in place, since fairseq
+and others hold on to the class.
+"""
+
+# no postponed annotations here: fairseq reads the types of dataclass fields
+import dataclasses
+from typing import Any
+
+from fairseq.dataclass import ChoiceEnum
+from hydra.core.config_store import ConfigStore
+
+from ..config import ROUTERS
+
+
+def publish_routers(config: type, model: str) -> None:
+    """Bring the dataclass of a model up to date with the registered routers.
+
+    Args:
+        config: has the field ``moe_router``; changed in place.
+        model: name under which fairseq's Hydra store has the dataclass.
+    """
+    summaries = "; ".join(f"'{name}': {ROUTERS.summary(name)}" for name in ROUTERS)
+    fields = [_field("moe_router", ChoiceEnum(list(ROUTERS)), "linear", f"the gate: {summaries}")]
+    for router in ROUTERS:
+        for flag, option in ROUTERS.flags(router).items():
+            choices = option.metadata["choices"]
+            kind = type(option.default) if choices is None else ChoiceEnum(choices)
+            text = f"--moe-router {router}: {option.metadata['help']}"
+            fields.append(_field(flag, kind, option.default, text))
+    _extend(config, fields)
+    node = config()
+    node._name = model
+    ConfigStore.instance().store(name=model, group="model", node=node, provider="fairseq")
+
+
+def _field(name: str, kind: type, default: Any, help_text: str):
+    return name, kind, dataclasses.field(default=default, metadata={"help": help_text})
+
+
+def _extend(config: type, fields: list) -> None:
+    """Give a dataclass more fields: those of a subclass that has them."""
+    extended = dataclasses.make_dataclass(config.__name__, fields, bases=(config,))
+    for name, kind, field in fields:
+        config.__annotations__[name] = kind
+        setattr(config, name, field.default)
+    for made in ("__init__", "__repr__", "__eq__", "__dataclass_fields__"):
+        setattr(config, made, getattr(extended, made))

@@ -1,0 +1,124 @@
+"""What a router is: tokens in, a routing and its auxiliary values out.
+
+A router is one file: a subclass of :class:`Router` (or of :class:`TopKRouter`, if only its logits
+are its own), its options, and a name::
+
+    @register_router("mine")
+    class MyRouter(TopKRouter):
+        \"\"\"One line for the help text of --moe-router.\"\"\"
+
+        @dataclass(frozen=True)
+        class Options(Options):
+            scale: float = option(1.0, "what the logits are multiplied by", above=0.0)
+
+        def __init__(self, model_dim, config):
+            super().__init__(model_dim, config)
+            self.wg = nn.Linear(model_dim, config.num_experts, bias=False)
+
+        def logits(self, x_TM):
+            return self.options.scale * self.wg(x_TM.float())
+
+That is all: ``MoELayer(..., router="mine", router_options={"scale": 2.0})``, ``--moe-router mine
+--moe-mine-scale 2``, ``model.moe_mine_scale`` of a Hydra config, the planner and checkpoints know
+it once the file has been imported.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from ...config import MoEConfig
+from ...registry import Options
+from ..metrics import RouterAux
+from ..routing import RouterStep, Routing
+from .steps import jitter_tokens, route_logits
+
+logger = logging.getLogger(__name__)
+
+
+class Router(nn.Module):
+    """Base class of routers; a layer holds its router as ``gate``, Meta's name for it.
+
+    Parameters and buffers are the same on all ranks: a checkpoint keeps them in its shared file.
+    Persistent buffers, such as a bias that follows the load, keep their dtype when a model is made
+    half, and their initial value where a checkpoint was saved without them.
+
+    Args:
+        model_dim: M.
+        config: options of the layer; ``config.router_options`` is of this class's ``Options``.
+    """
+
+    Options: ClassVar[type[Options]] = Options
+
+    def __init__(self, model_dim: int, config: MoEConfig):
+        super().__init__()
+        self.model_dim = model_dim
+        self.config = config
+        self.options = config.router_options
+
+    def forward(
+        self, x_TM: torch.Tensor, pad_mask_T: torch.Tensor | None, step: RouterStep
+    ) -> tuple[Routing, RouterAux]:
+        """Route tokens.
+
+        Args:
+            x_TM: [T, M], what the experts will see; T may be 0 and may differ between ranks.
+            pad_mask_T: bool [T], True for padding, or None; a router decides by
+                ``step.config.use_pad_mask`` whether to look at it.
+            step: what holds for this call. Its options, not ``self.config``, count: top_k and the
+                capacity may be given for one call.
+        """
+        raise NotImplementedError
+
+    def _apply(self, fn, recurse=True):
+        before = {name: b for name, b in self.named_buffers() if b.is_floating_point()}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            owner, _, leaf = name.rpartition(".")
+            moved = self.get_submodule(owner)._buffers[leaf]
+            # rounding would lose what a small step adds
+            if torch.finfo(moved.dtype).bits < torch.finfo(buffer.dtype).bits:
+                self.get_submodule(owner)._buffers[leaf] = buffer.to(moved.device)
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ):
+        own_missing: list[str] = []
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, own_missing, unexpected_keys, error_msgs
+        )
+        buffers = {prefix + name for name in self._buffers}
+        for key in own_missing:
+            if key in buffers:
+                logger.warning("the checkpoint has no %s: it starts with its initial value", key)
+            else:
+                missing_keys.append(key)
+
+
+class TopKRouter(Router):
+    """A router of which only the logits are its own: softmax, the K best, Meta's balance loss."""
+
+    def logits(self, x_TM: torch.Tensor) -> torch.Tensor:
+        """[T, M] -> fp32 [T, E] (fp64 stays fp64); runs with autocast switched off."""
+        raise NotImplementedError
+
+    def forward(
+        self, x_TM: torch.Tensor, pad_mask_T: torch.Tensor | None, step: RouterStep
+    ) -> tuple[Routing, RouterAux]:
+        """See :meth:`Router.forward`."""
+        with torch.autocast(x_TM.device.type, enabled=False):
+            return route_logits(self.logits(jitter_tokens(x_TM, step)), step, pad_mask_T)
+
+
+def route_by_module(
+    gate: nn.Module, x_TM: torch.Tensor, pad_mask_T: torch.Tensor | None, step: RouterStep
+) -> tuple[Routing, RouterAux]:
+    """Route by any module that maps [T, M] to logits [T, E], run under the caller's autocast."""
+    logits_TE = gate(jitter_tokens(x_TM, step))
+    with torch.autocast(x_TM.device.type, enabled=False):
+        return route_logits(logits_TE, step, pad_mask_T)

@@ -1,0 +1,55 @@
+"""Logits as cosines in a projected space over a learned temperature.
+
+X-MoE, arXiv 2204.09179, section 3.1, with Tutel's defaults.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ...config import ROUTERS, MoEConfig
+from ...registry import Options, option
+from .base import TopKRouter
+
+_MIN_TEMPERATURE = 0.01
+
+
+@ROUTERS.register("cosine")
+class CosineRouter(TopKRouter):
+    """cosines to learned directions over a learned temperature (X-MoE).
+
+    Args:
+        model_dim: M.
+        config: options of the layer.
+    """
+
+    @dataclass(frozen=True)
+    class Options(Options):
+        """Options of the cosine router."""
+
+        proj_dim: int = option(
+            256, "dimensions of the space of the cosines, at most those of the model", at_least=1
+        )
+        init_temperature: float = option(
+            0.5, "temperature at the start of training", at_least=_MIN_TEMPERATURE
+        )
+
+    def __init__(self, model_dim: int, config: MoEConfig):
+        super().__init__(model_dim, config)
+        self.proj = nn.Linear(model_dim, min(self.options.proj_dim, model_dim), bias=False)
+        self.expert_dirs = nn.Parameter(torch.empty(config.num_experts, self.proj.out_features))
+        nn.init.normal_(self.expert_dirs, std=0.01)
+        self.log_scale = nn.Parameter(torch.tensor([math.log(1.0 / self.options.init_temperature)]))
+        self.max_log_scale = math.log(1.0 / _MIN_TEMPERATURE)
+
+    def logits(self, x_TM: torch.Tensor) -> torch.Tensor:
+        """[T, M] -> fp32 [T, E] (fp64 stays fp64)."""
+        dtype = torch.promote_types(x_TM.dtype, torch.float32)
+        point_TP = nn.functional.normalize(x_TM.to(dtype) @ self.proj.weight.to(dtype).t(), dim=1)
+        dirs_EP = nn.functional.normalize(self.expert_dirs.to(dtype), dim=1)
+        scale = self.log_scale.to(dtype).clamp(max=self.max_log_scale).exp()
+        return (point_TP @ dirs_EP.t()) * scale

@@ -1,0 +1,139 @@
+"""A router that a user's file registers: in a layer alone, and in fairseq with its own options."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fairseq import options, utils
+from helpers.distributed import run_ranks
+from helpers.training import make_batch, make_config, make_trainer
+
+from fairseq_tutel.config import ROUTERS
+from fairseq_tutel.moe.routers import describe_router
+from fairseq_tutel.plan import count_parameters, load_config, read_settings
+from fairseq_tutel.shipped_configs import CONFIGS
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+TOY = "--moe-expert-count 4 --moe-top-k 2 --moe-router toy --moe-toy-rate 0.25"
+KEY = "decoder.layers.1.moe_layer.gate.load_bias"
+
+# the file is imported before anything of fairseq is; then fairseq is told of the package
+ALONE = """
+import sys, torch
+import toy_plugin
+from fairseq_tutel.moe import MoELayer
+torch.manual_seed(0)
+layer = MoELayer(8, 4, 16, router="toy", router_options={"rate": 0.5}, capacity_factor=0.0)
+x = torch.randn(30, 8)
+with torch.no_grad():
+    layer.gate.load_bias.copy_(torch.tensor([9.0, 0.0, -9.0, 0.0]))
+y, aux = layer(x, return_aux=True)
+assert aux.load_E[0] == 30 and aux.load_E[2] == 0, aux.load_E
+moved = layer.gate.load_bias - torch.tensor([9.0, 0.0, -9.0, 0.0])
+assert moved.tolist() == (0.5 * (15 - aux.load_E.float()).sign()).tolist()
+
+# weights are the scores alone, over the sum of the two
+scores = layer.gate.wg(x).sigmoid()
+want = torch.zeros_like(x)
+for t in range(30):
+    best = (scores[t] + torch.tensor([9.0, 0.0, -9.0, 0.0])).topk(2).indices
+    for e in best.tolist():
+        p = {k.split(".", 2)[2]: v for k, v in layer.state_dict().items() if f"experts.{e}." in k}
+        hidden = torch.nn.functional.gelu(p["fc1.weight"] @ x[t] + p["fc1.bias"])
+        out = p["fc2.weight"] @ hidden + p["fc2.bias"]
+        want[t] += scores[t, e] / scores[t, best].sum() * out
+torch.testing.assert_close(y, want)
+(y.sum() + aux.loss).backward()
+assert layer.gate.wg.weight.grad.abs().sum() > 0
+
+layer.half()
+assert layer.gate.load_bias.dtype == torch.float32 and layer.gate.wg.weight.dtype == torch.float16
+assert not {"fairseq", "hydra"} & {name.split(".")[0] for name in sys.modules}
+
+import fairseq_tutel
+fairseq_tutel.register()
+from fairseq_tutel.models import TransformerLMGPTMoEConfig
+assert TransformerLMGPTMoEConfig(moe_toy_rate=0.75).moe_toy_rate == 0.75
+"""
+
+
+def test_alone_and_registered_before_fairseq_is_imported():
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], cwd=HELPERS, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def _in_fairseq(folder):
+    """In a process of its own: the names that it adds stay."""
+    before = make_config("--moe-expert-count", "4")  # the schema exists already
+    utils.import_user_module(argparse.Namespace(user_dir=str(HELPERS / "toy_plugin")))
+    assert list(ROUTERS) == ["cosine", "linear", "toy"]
+    assert not hasattr(before.model, "moe_toy_rate")
+
+    cfg = make_config(*TOY.split(), "--memory-efficient-bf16", "--bf16")
+    assert (cfg.model.moe_toy_rate, str(cfg.model.moe_toy_score)) == (0.25, "sigmoid")
+    trainer = make_trainer(cfg)
+    router = trainer.get_model().moe_layers[1].gate
+    assert type(router).__name__ == "ToyRouter" and router.options.rate == 0.25
+    assert router.wg.weight.dtype == torch.bfloat16 and router.load_bias.dtype == torch.float32
+    for seed in (1, 2, 3):
+        trainer.train_step([make_batch(seed)])
+    # not zero, and not what rounding to bf16 would leave
+    with torch.no_grad():
+        router.load_bias += 2.0**-20
+    bias = router.load_bias.clone()
+    assert bias.abs().max() >= 0.25
+
+    path = f"{folder}/x.pt"
+    position = {"version": 2, "epoch": 1, "iterations_in_epoch": 3, "shuffle": False}
+    trainer.save_checkpoint(path, {"train_iterator": position, "val_loss": None})
+    shared = torch.load(f"{folder}/x-shared.pt", weights_only=False)
+    assert torch.equal(shared["model"][KEY], bias)
+    resumed = make_trainer(cfg)
+    resumed.load_checkpoint(path)
+    assert torch.equal(resumed.get_model().moe_layers[1].gate.load_bias, bias)
+    # a checkpoint from before the buffer, and one with a parameter missing
+    layer = resumed.get_model().moe_layers[1]
+    state = {k: v for k, v in layer.state_dict().items() if k != "gate.load_bias"}
+    layer.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="Missing key.*gate.wg.weight"):
+        layer.load_state_dict({k: v for k, v in state.items() if k != "gate.wg.weight"})
+
+    refusals = {}
+    for words in (
+        "--moe-router nope", "--moe-router toy --moe-toy-rate 1.5", "--moe-toy-rate 0.5",
+        "--moe-router toy --moe-cosine-proj-dim 8",
+    ):
+        try:
+            make_config(*words.split())
+        except SystemExit as error:
+            refusals[words] = str(error)
+    parser = options.get_training_parser()
+    options.parse_args_and_arch(parser, input_args=[
+        "--task", "dummy_lm", "--arch", "transformer_lm_gpt_moe",
+    ])
+    words = ("model.moe_router=toy", "model.moe_toy_rate=0.5")
+    plans = [read_settings(load_config(CONFIGS, "tiny_cpu", w), "x") for w in ((), words)]
+    assert plans[1].routing.router_options.rate == 0.5
+    linear, toy = (count_parameters(plan) for plan in plans)
+    assert toy == linear  # the buffer is no parameter
+    routing = plans[1].routing
+    assert describe_router(8, routing).buffers == {"load_bias": (routing.num_experts,)}
+    return refusals, parser.format_help()
+
+
+def test_in_fairseq_registered_by_a_user_dir(tmp_path, capfd):
+    (refusals, help_text), = run_ranks(_in_fairseq, 1, str(tmp_path))
+    assert refusals["--moe-router toy --moe-toy-rate 1.5"] == "error: rate=1.5 must be at most 1.0"
+    for words in ("--moe-toy-rate 0.5", "--moe-router toy --moe-cosine-proj-dim 8"):
+        flag, value = words.split()[-2:]
+        assert refusals[words].startswith(f"error: {flag} {value}")
+    assert refusals["--moe-router nope"] == "2"
+    assert "{cosine,linear,toy}" in help_text
+    for words in ("'toy': sigmoid scores, chosen with a bias against the load", "--moe-toy-rate",
+                  "how far the bias moves in one step", "{sigmoid,tanh}"):
+        assert words in " ".join(help_text.split()), words
