@@ -212,7 +212,8 @@ class MoETransformerDecoder(TransformerDecoder):
             )
             extra["moe"] = list(reports)
         if self.args.moe_load_log_interval > 0 and extra["moe"]:
-            extra["moe_load"] = torch.stack([aux.load_E for aux in extra["moe"]])
+            routed_LKE = torch.stack([aux.num_routed_KE for aux in extra["moe"]])
+            extra["moe_load"] = routed_LKE.sum(1, dtype=torch.int32)
         return x, extra
 
     def _agree(self, tokens, incremental_state) -> StepAgreement:

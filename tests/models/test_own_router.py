@@ -3,6 +3,7 @@
 import argparse
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from helpers.distributed import run_ranks
 from helpers.training import make_batch, make_config, make_trainer
 
 from fairseq_tutel.config import ROUTERS
-from fairseq_tutel.moe.routers import describe_router
+from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.moe.routers import base, describe_router
 from fairseq_tutel.plan import count_parameters, load_config, read_settings
 from fairseq_tutel.shipped_configs import CONFIGS
 
@@ -65,6 +67,22 @@ def test_alone_and_registered_before_fairseq_is_imported():
         [sys.executable, "-c", ALONE], cwd=HELPERS, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def _documented_example():
+    """The router in the documentation of the room, as it stands there."""
+    text = base.__doc__.split("::\n", 1)[1].split("\nThat is all")[0]
+    exec(textwrap.dedent(text), {"__name__": "mine"})
+    torch.manual_seed(0)
+    layer = MoELayer(8, 4, 16, router="mine", router_options={"scale": 2.0}).bfloat16()
+    x = torch.randn(12, 8).bfloat16()
+    doubled = MoELayer(8, 4, 16).bfloat16()
+    doubled.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        doubled.gate.wg.weight *= 2
+    assert torch.equal(layer(x), doubled(x))
+    cfg = make_config("--moe-router", "mine", "--moe-mine-scale", "0.5")
+    assert cfg.model.moe_mine_scale == 0.5
 
 
 def _in_fairseq(folder):
@@ -123,6 +141,7 @@ def _in_fairseq(folder):
     assert toy == linear  # the buffer is no parameter
     routing = plans[1].routing
     assert describe_router(8, routing).buffers == {"load_bias": (routing.num_experts,)}
+    _documented_example()
     return refusals, parser.format_help()
 
 

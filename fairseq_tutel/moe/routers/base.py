@@ -3,6 +3,12 @@
 A router is one file: a subclass of :class:`Router` (or of :class:`TopKRouter`, if only its logits
 are its own), its options, and a name::
 
+    from dataclasses import dataclass
+
+    from torch import nn
+
+    from fairseq_tutel.moe.routers import Options, TopKRouter, option, register_router
+
     @register_router("mine")
     class MyRouter(TopKRouter):
         \"\"\"One line for the help text of --moe-router.\"\"\"
@@ -16,7 +22,8 @@ are its own), its options, and a name::
             self.wg = nn.Linear(model_dim, config.num_experts, bias=False)
 
         def logits(self, x_TM):
-            return self.options.scale * self.wg(x_TM.float())
+            logits_TE = nn.functional.linear(x_TM.float(), self.wg.weight.float())
+            return self.options.scale * logits_TE
 
 That is all: ``MoELayer(..., router="mine", router_options={"scale": 2.0})``, ``--moe-router mine
 --moe-mine-scale 2``, ``model.moe_mine_scale`` of a Hydra config, the planner and checkpoints know
