@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from .. import ops
-from ..backends.torch import ACTIVATIONS
 from ..distributed import mark_expert
 from .dispatcher import ExpertRows
 
@@ -36,7 +35,7 @@ class Experts(nn.Module):
             global index and ``seed`` only, so that they do not change with the number of ranks.
         model_dim: M.
         hidden_dim: F.
-        activation: a name that :func:`fairseq_tutel.ops.bias_act` knows.
+        activation: a name that :func:`fairseq_tutel.ops.expert_ffn` takes.
         activation_dropout: probability after the activation.
         dropout: probability after fc2 (inside the expert, as in fairseq's ``moe`` branch).
         seed: of the initial weights; drawn from torch's global generator if None.
@@ -53,10 +52,8 @@ class Experts(nn.Module):
         seed: int | None = None,
     ):
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"unknown activation {activation!r}; expected one of {', '.join(ACTIVATIONS)}"
-            )
+        for p in (activation_dropout, dropout):
+            ops.check_activation(activation, p)
         self.expert_ids = tuple(expert_ids)
         self.activation = activation
         self.activation_dropout = activation_dropout
@@ -80,59 +77,27 @@ class Experts(nn.Module):
         if self.fc1_weight.is_meta:
             return
         for slot, expert in enumerate(self.expert_ids):
-            generator = torch.Generator().manual_seed(seed + expert)
+            generator = torch.Generator("cpu").manual_seed(seed + expert)
             for layer in ("fc1", "fc2"):
                 weight = getattr(self, f"{layer}_weight")[slot]
                 bound = 1 / math.sqrt(weight.shape[1])
                 for param in (weight, getattr(self, f"{layer}_bias")[slot]):
                     # drawn on the CPU, so that every device starts from the same numbers
-                    values = torch.empty(param.shape).uniform_(-bound, bound, generator=generator)
-                    param.copy_(values)
+                    values = torch.empty(param.shape, device="cpu")
+                    param.copy_(values.uniform_(-bound, bound, generator=generator))
 
     def forward(self, batch: ExpertRows) -> torch.Tensor:
         """[e, N, M] (padded) or [R, M] (ragged) -> the same shape."""
-        if ops.on_cpu_threads(batch.rows.device):
-            return self._fused(batch)
-        fc1_weight, fc1_bias, fc2_weight, fc2_bias = self._params(batch.rows.dtype)
-        hidden = self._product(batch, batch.rows, fc1_weight)
-        hidden = self._bias_act(hidden, fc1_bias, batch, self.activation, self.activation_dropout)
-        out = self._product(batch, hidden, fc2_weight)
-        return self._bias_act(out, fc2_bias, batch, "linear", self.dropout)
-
-    def _params(self, dtype):
-        """The four parameters, in another dtype under autocast."""
-        return [getattr(self, name).to(dtype) for name in _STACKED]
-
-    def _fused(self, batch):
         dropouts = (self.activation_dropout, self.dropout) if self.training else (0.0, 0.0)
+        # in another dtype under autocast
+        params = (getattr(self, name).to(batch.rows.dtype) for name in _STACKED)
         return ops.expert_ffn(
             batch.rows,
-            *self._params(batch.rows.dtype),
+            *params,
             activation=self.activation,
             offsets=batch.offsets,
             activation_dropout_p=dropouts[0],
             dropout_p=dropouts[1],
-            # see _bias_act
-            seed=int(torch.randint(2**31, (), device="cpu")) if any(dropouts) else None,
-        )
-
-    @staticmethod
-    def _product(batch, rows, weight):
-        if batch.offsets is None:
-            return torch.bmm(rows, weight.transpose(1, 2))
-        return ops.grouped_linear(rows, weight, batch.offsets)
-
-    def _bias_act(self, hidden, bias, batch, activation, dropout):
-        dropout = dropout if self.training else 0.0
-        # one draw per call from the CPU generator: replayed exactly under activation checkpointing
-        seed = int(torch.randint(2**31, (), device="cpu")) if dropout > 0 else None
-        return ops.bias_act(
-            hidden,
-            bias,
-            activation=activation,
-            offsets=batch.offsets,
-            dropout_p=dropout,
-            seed=seed,
         )
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):

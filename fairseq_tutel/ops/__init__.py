@@ -5,29 +5,29 @@ Every function here is also ``torch.ops.fairseq_tutel.<name>``. The file of the 
 :mod:`fairseq_tutel.backends.triton` on a GPU.
 """
 
-from .activation import bias_act
-from .backend import backend_for, get_backend, on_cpu_threads, set_backend
+from .activation import bias_act, check_activation
+from .backend import backend_for, get_backend, set_backend
 from .cumsum import fast_cumsum_sub_one
 from .dispatch import combine, dispatch
 from .expert_ffn import expert_ffn
 from .gate_logits import gate_logits
 from .gating import topk_gating
-from .grouped import grouped_linear
+from .rows import assign_rows
 from .slots import assign_slots, invert_rows
 
 __all__ = [
+    "assign_rows",
     "assign_slots",
     "backend_for",
     "bias_act",
+    "check_activation",
     "combine",
     "dispatch",
     "expert_ffn",
     "fast_cumsum_sub_one",
     "gate_logits",
     "get_backend",
-    "grouped_linear",
     "invert_rows",
-    "on_cpu_threads",
     "set_backend",
     "topk_gating",
 ]

@@ -22,8 +22,7 @@ def _bias_act(
     activation: str,
     dropout_p: float,
 ) -> Tensor:
-    impl = implementation(h)
-    return impl.bias_act_fwd(
+    return implementation("bias_act_fwd", h)(
         h, bias, activation=activation, offsets=offsets, dropout_p=dropout_p, seed=seed
     )
 
@@ -44,8 +43,7 @@ def _bias_act_bwd(
     dropout_p: float,
     needs_h: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    impl = implementation(dy)
-    return impl.bias_act_bwd(
+    return implementation("bias_act_bwd", dy)(
         dy,
         h,
         bias,
@@ -105,7 +103,7 @@ def dropout_seed(
     if dropout_p == 0.0:
         return None
     if seed is None:
-        return torch.randint(0, 2**31 - 1, (), dtype=torch.int64, device=device)
+        return torch.randint(2**31, (), dtype=torch.int64, device=device)
     if isinstance(seed, int):
         # filled by a kernel: a copy from host memory would wait for all work of the GPU
         return torch.full((), seed, dtype=torch.int64, device=device)

@@ -3,8 +3,8 @@
 import importlib.util
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
@@ -95,27 +95,25 @@ def backend_for(device: torch.device | str) -> str:
     return name
 
 
-def on_cpu_threads(device: torch.device) -> bool:
-    """Whether whole chains of work are shared out to threads, as ``expert_ffn`` and ``gate_logits``
-    do: with the torch backend on a CPU. A GPU computes them as products and kernels.
-    """
-    return device.type == "cpu" and backend_for(device) == "torch"
+def implementation(function: str, tensor: torch.Tensor) -> Callable:
+    """The backend's function of this name for the tensor's device and dtype.
 
-
-def implementation(tensor: torch.Tensor) -> ModuleType:
-    """The module that implements the operators for this tensor's device and dtype.
+    What torch's own library computes best on a GPU too has no kernel: then it is the function of
+    the torch backend.
 
     Raises:
         ValueError: the backend was set to triton and cannot run on the device, or the tensor is
             fp64, which the kernels do not handle.
     """
     if backend_for(tensor.device) == "torch":
-        return torch_backend
-    if tensor.dtype == torch.float64:
-        if _requested == "triton":
-            raise ValueError("backend 'triton' handles fp32, fp16 and bf16, got torch.float64")
-        return torch_backend
+        return getattr(torch_backend, function)
     # imports triton, which a CPU-only install may lack
     from ..backends import triton as triton_backend
 
-    return triton_backend
+    if not hasattr(triton_backend, function):
+        return getattr(torch_backend, function)
+    if tensor.dtype == torch.float64:
+        if _requested == "triton":
+            raise ValueError("backend 'triton' handles fp32, fp16 and bf16, got torch.float64")
+        return getattr(torch_backend, function)
+    return getattr(triton_backend, function)

@@ -8,7 +8,7 @@ from .backend import implementation
 
 @torch.library.custom_op("fairseq_tutel::fast_cumsum_sub_one", mutates_args=())
 def _fast_cumsum_sub_one(mask: Tensor) -> Tensor:
-    return implementation(mask).fast_cumsum_sub_one(mask)
+    return implementation("fast_cumsum_sub_one", mask)(mask)
 
 
 @_fast_cumsum_sub_one.register_fake

@@ -1,9 +1,8 @@
 """Operators that move tokens to expert rows (dispatch) and back (combine).
 
-Legend: T tokens, K top-k, M model dim, R rows.
+Legend: T tokens, K top-k, M model dim, R rows. ``dest_row_TK`` is the row of each (token, choice)
+pair, -1 = dropped; ``src_pair_R`` is its inverse, the pair t * K + k in each row, -1 = unused.
 """
-
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -11,84 +10,56 @@ from torch import Tensor
 from .backend import implementation
 
 
-def _check_maps(row_TK: Tensor, pair_R: Tensor) -> None:
-    if row_TK.dim() != 2 or row_TK.dtype != torch.int32:
+def _check_maps(dest_row_TK: Tensor, src_pair_R: Tensor) -> None:
+    if dest_row_TK.dim() != 2 or dest_row_TK.dtype != torch.int32:
         raise ValueError(
-            f"row must be (tokens, top_k) int32, got {tuple(row_TK.shape)} {row_TK.dtype}"
+            f"dest_row must be (tokens, top_k) int32, got {tuple(dest_row_TK.shape)} "
+            f"{dest_row_TK.dtype}"
         )
-    if pair_R.dim() != 1 or pair_R.dtype != torch.int32:
-        raise ValueError(f"pair must be (rows,) int32, got {tuple(pair_R.shape)} {pair_R.dtype}")
-
-
-def _check_weight(weight_TK: Tensor, row_TK: Tensor) -> None:
-    if weight_TK.shape != row_TK.shape:
+    if src_pair_R.dim() != 1 or src_pair_R.dtype != torch.int32:
         raise ValueError(
-            f"weight {tuple(weight_TK.shape)} must have the shape of row {tuple(row_TK.shape)}"
+            f"src_pair must be (rows,) int32, got {tuple(src_pair_R.shape)} {src_pair_R.dtype}"
         )
 
 
 @torch.library.custom_op("fairseq_tutel::dispatch", mutates_args=())
-def _dispatch(x: Tensor, row: Tensor, pair: Tensor, weight: Optional[Tensor]) -> Tensor:
-    return implementation(x).dispatch_fwd(x, row, pair, weight)
+def _dispatch(x: Tensor, dest_row: Tensor, src_pair: Tensor) -> Tensor:
+    return implementation("dispatch_fwd", x)(x, dest_row, src_pair)
 
 
 @_dispatch.register_fake
-def _(x, row, pair, weight):
-    return x.new_empty((pair.shape[0], x.shape[1]))
+def _(x, dest_row, src_pair):
+    return x.new_empty((src_pair.shape[0], x.shape[1]))
 
 
 @torch.library.custom_op("fairseq_tutel::dispatch_bwd", mutates_args=())
-def _dispatch_bwd(
-    d_rows: Tensor,
-    x: Tensor,
-    row: Tensor,
-    pair: Tensor,
-    weight: Optional[Tensor],
-    needs_x: bool,
-    needs_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    impl = implementation(d_rows)
-    return impl.dispatch_bwd(
-        d_rows, x, row, pair, weight, needs_x=needs_x, needs_weight=needs_weight
-    )
+def _dispatch_bwd(d_rows: Tensor, dest_row: Tensor) -> Tensor:
+    return implementation("dispatch_bwd", d_rows)(d_rows, dest_row)
 
 
 @_dispatch_bwd.register_fake
-def _(d_rows, x, row, pair, weight, needs_x, needs_weight):
-    d_x = d_rows.new_empty((row.shape[0], d_rows.shape[1]) if needs_x else (0,))
-    if weight is None or not needs_weight:
-        return d_x, d_rows.new_empty((0,), dtype=torch.float32)
-    return d_x, weight.new_empty(weight.shape)
+def _(d_rows, dest_row):
+    return d_rows.new_empty((dest_row.shape[0], d_rows.shape[1]))
 
 
 def _dispatch_setup(ctx, inputs, output):
-    x, row, pair, weight = inputs
-    # x itself is only needed for the gradient of the weights
-    ctx.has_weight = weight is not None
-    ctx.save_for_backward(x if ctx.has_weight else x.new_empty((0,)), row, pair, weight)
+    ctx.save_for_backward(inputs[1])
 
 
 def _dispatch_backward(ctx, d_rows):
-    x, row, pair, weight = ctx.saved_tensors
-    needs_x = ctx.needs_input_grad[0]
-    needs_weight = ctx.has_weight and ctx.needs_input_grad[3]
-    d_x, d_weight = _dispatch_bwd(d_rows, x, row, pair, weight, needs_x, needs_weight)
-    return d_x if needs_x else None, None, None, d_weight if needs_weight else None
+    return _dispatch_bwd(d_rows, *ctx.saved_tensors), None, None
 
 
 _dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
 
 
-def dispatch(
-    x_TM: Tensor, row_TK: Tensor, pair_R: Tensor, weight_TK: Tensor | None = None
-) -> Tensor:
-    """Copy tokens to expert rows: rows[r] = (weight or 1) * x[pair[r] // K], unused rows zero.
+def dispatch(x_TM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor) -> Tensor:
+    """Copy tokens to expert rows: rows[r] = x[src_pair[r] // K], unused rows zero.
 
     Args:
         x_TM: (T, M) tokens; differentiable.
-        row_TK: (T, K) int32 row of each pair, -1 = dropped.
-        pair_R: (R,) int32, the inverse of ``row_TK`` (:func:`invert_rows`).
-        weight_TK: (T, K) weight of each pair, or None; differentiable.
+        dest_row_TK: (T, K) int32 row of each pair, -1 = dropped.
+        src_pair_R: (R,) int32, the inverse of ``dest_row_TK``.
 
     Returns:
         (R, M) in the dtype of x.
@@ -96,42 +67,39 @@ def dispatch(
     Raises:
         ValueError: a tensor of a wrong shape or dtype.
     """
-    _check_maps(row_TK, pair_R)
-    if x_TM.dim() != 2 or x_TM.shape[0] != row_TK.shape[0]:
-        raise ValueError(f"x must be ({row_TK.shape[0]}, model_dim), got {tuple(x_TM.shape)}")
-    if weight_TK is not None:
-        _check_weight(weight_TK, row_TK)
-    return _dispatch(x_TM, row_TK, pair_R, weight_TK)
+    _check_maps(dest_row_TK, src_pair_R)
+    if x_TM.dim() != 2 or x_TM.shape[0] != dest_row_TK.shape[0]:
+        raise ValueError(f"x must be ({dest_row_TK.shape[0]}, model_dim), got {tuple(x_TM.shape)}")
+    return _dispatch(x_TM, dest_row_TK, src_pair_R)
 
 
 @torch.library.custom_op("fairseq_tutel::combine", mutates_args=())
-def _combine(rows: Tensor, row: Tensor, pair: Tensor, weight: Tensor) -> Tensor:
-    return implementation(rows).combine_fwd(rows, row, pair, weight)
+def _combine(rows: Tensor, dest_row: Tensor, src_pair: Tensor, weight: Tensor) -> Tensor:
+    return implementation("combine_fwd", rows)(rows, dest_row, weight)
 
 
 @_combine.register_fake
-def _(rows, row, pair, weight):
-    return rows.new_empty((row.shape[0], rows.shape[1]))
+def _(rows, dest_row, src_pair, weight):
+    return rows.new_empty((dest_row.shape[0], rows.shape[1]))
 
 
 @torch.library.custom_op("fairseq_tutel::combine_bwd", mutates_args=())
 def _combine_bwd(
     dy: Tensor,
     rows: Tensor,
-    row: Tensor,
-    pair: Tensor,
+    dest_row: Tensor,
+    src_pair: Tensor,
     weight: Tensor,
     needs_rows: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    impl = implementation(dy)
-    return impl.combine_bwd(
-        dy, rows, row, pair, weight, needs_rows=needs_rows, needs_weight=needs_weight
+    return implementation("combine_bwd", dy)(
+        dy, rows, dest_row, src_pair, weight, needs_rows=needs_rows, needs_weight=needs_weight
     )
 
 
 @_combine_bwd.register_fake
-def _(dy, rows, row, pair, weight, needs_rows, needs_weight):
+def _(dy, rows, dest_row, src_pair, weight, needs_rows, needs_weight):
     d_rows = rows.new_empty(rows.shape if needs_rows else (0,))
     return d_rows, weight.new_empty(weight.shape if needs_weight else (0,))
 
@@ -141,23 +109,24 @@ def _combine_setup(ctx, inputs, output):
 
 
 def _combine_backward(ctx, dy):
-    rows, row, pair, weight = ctx.saved_tensors
     needs_rows, _, _, needs_weight = ctx.needs_input_grad
-    d_rows, d_weight = _combine_bwd(dy, rows, row, pair, weight, needs_rows, needs_weight)
+    d_rows, d_weight = _combine_bwd(dy, *ctx.saved_tensors, needs_rows, needs_weight)
     return d_rows if needs_rows else None, None, None, d_weight if needs_weight else None
 
 
 _combine.register_autograd(_combine_backward, setup_context=_combine_setup)
 
 
-def combine(rows_RM: Tensor, row_TK: Tensor, pair_R: Tensor, weight_TK: Tensor) -> Tensor:
-    """Weighted sum of each token's rows: y[t] = sum over row >= 0 of weight * rows[row[t, k]].
+def combine(
+    rows_RM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor, topk_weight_TK: Tensor
+) -> Tensor:
+    """Weighted sum of each token's rows: y[t] = sum over dest_row >= 0 of weight * rows[dest_row].
 
     Args:
         rows_RM: (R, M); differentiable.
-        row_TK: (T, K) int32 row of each pair, -1 = dropped.
-        pair_R: (R,) int32, the inverse of ``row_TK`` (:func:`invert_rows`).
-        weight_TK: (T, K) fp32; differentiable.
+        dest_row_TK: (T, K) int32 row of each pair, -1 = dropped.
+        src_pair_R: (R,) int32, the inverse of ``dest_row_TK``.
+        topk_weight_TK: (T, K) fp32; differentiable.
 
     Returns:
         (T, M) in the dtype of the rows, summed in fp32.
@@ -165,8 +134,14 @@ def combine(rows_RM: Tensor, row_TK: Tensor, pair_R: Tensor, weight_TK: Tensor) 
     Raises:
         ValueError: a tensor of a wrong shape or dtype.
     """
-    _check_maps(row_TK, pair_R)
-    _check_weight(weight_TK, row_TK)
-    if rows_RM.dim() != 2 or rows_RM.shape[0] != pair_R.shape[0]:
-        raise ValueError(f"rows must be ({pair_R.shape[0]}, model_dim), got {tuple(rows_RM.shape)}")
-    return _combine(rows_RM, row_TK, pair_R, weight_TK)
+    _check_maps(dest_row_TK, src_pair_R)
+    if topk_weight_TK.shape != dest_row_TK.shape:
+        raise ValueError(
+            f"topk_weight {tuple(topk_weight_TK.shape)} must have the shape of dest_row "
+            f"{tuple(dest_row_TK.shape)}"
+        )
+    if rows_RM.dim() != 2 or rows_RM.shape[0] != src_pair_R.shape[0]:
+        raise ValueError(
+            f"rows must be ({src_pair_R.shape[0]}, model_dim), got {tuple(rows_RM.shape)}"
+        )
+    return _combine(rows_RM, dest_row_TK, src_pair_R, topk_weight_TK)

@@ -1,4 +1,4 @@
-"""Operator of the gate's product on a CPU.
+"""Operator of the gate's product, whose logits are never rounded to half.
 
 Legend: T tokens, M model dim, E experts.
 """
@@ -6,32 +6,32 @@ Legend: T tokens, M model dim, E experts.
 import torch
 from torch import Tensor
 
-from ..backends import torch as torch_backend
+from .backend import implementation
 
 
 @torch.library.custom_op("fairseq_tutel::gate_logits", mutates_args=())
 def _gate_logits(x: Tensor, weight: Tensor) -> Tensor:
-    return torch_backend.gate_logits_fwd(x, weight)
+    return implementation("gate_logits_fwd", x)(x, weight)
 
 
 @_gate_logits.register_fake
 def _(x, weight):
-    return x.new_empty((x.shape[0], weight.shape[0]))
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 
 @torch.library.custom_op("fairseq_tutel::gate_logits_bwd", mutates_args=())
 def _gate_logits_bwd(
     d_logits: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    return torch_backend.gate_logits_bwd(
-        d_logits, x, weight, needs_x=needs_x, needs_weight=needs_weight
-    )
+    gradients = implementation("gate_logits_bwd", x)
+    return gradients(d_logits, x, weight, needs_x=needs_x, needs_weight=needs_weight)
 
 
 @_gate_logits_bwd.register_fake
 def _(d_logits, x, weight, needs_x, needs_weight):
     d_x = x.new_empty(x.shape if needs_x else (0,))
-    return d_x, x.new_empty(weight.shape if needs_weight else (0,))
+    return d_x, weight.new_empty(weight.shape if needs_weight else (0,))
 
 
 def _setup(ctx, inputs, output):
@@ -48,25 +48,26 @@ _gate_logits.register_autograd(_backward, setup_context=_setup)
 
 
 def gate_logits(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
-    """``x @ weight.T`` on a CPU (:func:`~fairseq_tutel.ops.on_cpu_threads`), narrow in E.
+    """``x @ weight.T`` in fp32 also where the tokens are half: no product is rounded in between.
+
+    Gradients are rounded once, at the end, to the dtype of what they belong to.
 
     Args:
         x_TM: (T, M); differentiable.
-        weight_EM: (E, M), of the same dtype; differentiable.
+        weight_EM: (E, M), of the same dtype, or fp32 with half tokens (autocast); differentiable.
 
     Returns:
-        (T, E).
+        (T, E) in fp32 (fp64 of fp64).
 
     Raises:
-        ValueError: wrong shapes or dtypes, or no CPU.
+        ValueError: wrong shapes or dtypes.
     """
-    if x_TM.device.type != "cpu":
-        raise ValueError(f"gate_logits is for CPUs, the tokens are on {x_TM.device}")
     if x_TM.dim() != 2 or weight_EM.dim() != 2 or x_TM.shape[1] != weight_EM.shape[1]:
         raise ValueError(
             f"tokens {tuple(x_TM.shape)} and weight {tuple(weight_EM.shape)} must be (tokens, "
             "model_dim) and (experts, model_dim)"
         )
-    if x_TM.dtype != weight_EM.dtype:
+    under_autocast = x_TM.dtype.itemsize == 2 and weight_EM.dtype == torch.float32
+    if x_TM.dtype != weight_EM.dtype and not under_autocast:
         raise ValueError(f"tokens are {x_TM.dtype}, the weight is {weight_EM.dtype}")
     return _gate_logits(x_TM, weight_EM)

@@ -20,8 +20,8 @@ def _check_top_k(top_k: int, num_experts: int) -> None:
 def _topk_gating(
     logits: Tensor, top_k: int, noise: Optional[Tensor], pad: Optional[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    impl = implementation(logits)
-    return impl.topk_gating_fwd(logits, top_k, noise_TE=noise, pad_T=pad)
+    gating = implementation("topk_gating_fwd", logits)
+    return gating(logits, top_k, noise_TE=noise, pad_T=pad)
 
 
 @_topk_gating.register_fake
@@ -41,15 +41,15 @@ def _(logits, top_k, noise, pad):
 
 @torch.library.custom_op("fairseq_tutel::topk_gating_bwd", mutates_args=())
 def _topk_gating_bwd(
-    d_gate: Tensor,
-    d_prob_sum: Tensor,
-    d_lse: Tensor,
+    d_gate: Optional[Tensor],
+    d_prob_sum: Optional[Tensor],
+    d_lse: Optional[Tensor],
     logits: Tensor,
     lse: Tensor,
     choice: Tensor,
 ) -> Tensor:
-    impl = implementation(logits)
-    return impl.topk_gating_bwd(d_gate, d_prob_sum, d_lse, logits, lse, choice)
+    gradient = implementation("topk_gating_bwd", logits)
+    return gradient(d_gate, d_prob_sum, d_lse, logits, lse, choice)
 
 
 @_topk_gating_bwd.register_fake
@@ -61,10 +61,14 @@ def _gating_setup(ctx, inputs, output):
     logits, _, _, pad = inputs
     expert, _, _, _, lse, choice = output
     ctx.mark_non_differentiable(expert, output[3], choice)
+    # or the gradient of each unused output would be a tensor of zeros, filled by a kernel
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits, lse, expert if pad is None else choice)
 
 
 def _gating_backward(ctx, d_expert, d_gate, d_prob_sum, d_entropy, d_lse, d_choice):
+    if d_gate is None and d_prob_sum is None and d_lse is None:
+        return None, None, None, None
     logits, lse, choice = ctx.saved_tensors
     d_logits = _topk_gating_bwd(d_gate, d_prob_sum, d_lse, logits, lse, choice)
     return d_logits, None, None, None

@@ -15,14 +15,14 @@ from .backend import implementation
 def _assign_slots(
     expert: Tensor, num_experts: int, priority: Optional[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    impl = implementation(expert)
-    return impl.assign_slots(expert, num_experts, priority_T=priority)
+    assign = implementation("assign_slots", expert)
+    return assign(expert, num_experts, priority_T=priority)
 
 
 @_assign_slots.register_fake
 def _(expert, num_experts, priority):
-    slot_TK = torch.empty_like(expert, memory_format=torch.contiguous_format)
-    return slot_TK, expert.new_empty((expert.shape[1], num_experts))
+    position_in_expert_TK = torch.empty_like(expert, memory_format=torch.contiguous_format)
+    return position_in_expert_TK, expert.new_empty((expert.shape[1], num_experts))
 
 
 def assign_slots(
@@ -39,8 +39,8 @@ def assign_slots(
         priority_T: (T,) float, or None.
 
     Returns:
-        slot_TK: (T, K) int32, -1 where not routed.
-        count_KE: (K, E) int32, pairs per choice and expert.
+        position_in_expert_TK: (T, K) int32, -1 where not routed.
+        num_routed_KE: (K, E) int32, pairs per choice and expert.
 
     Raises:
         ValueError: wrong shape or dtype.
@@ -58,7 +58,7 @@ def assign_slots(
 
 @torch.library.custom_op("fairseq_tutel::invert_rows", mutates_args=())
 def _invert_rows(row: Tensor, num_rows: int) -> Tensor:
-    return implementation(row).invert_rows(row, num_rows)
+    return implementation("invert_rows", row)(row, num_rows)
 
 
 @_invert_rows.register_fake
@@ -66,18 +66,18 @@ def _(row, num_rows):
     return row.new_empty((num_rows,))
 
 
-def invert_rows(row_TK: Tensor, num_rows: int) -> Tensor:
+def invert_rows(dest_row_TK: Tensor, num_rows: int) -> Tensor:
     """Which pair sits in each row: (num_rows,) int32 of t * K + k, -1 where unused.
 
     Args:
-        row_TK: (T, K) int32, -1 = dropped; every row at most once, all below num_rows.
+        dest_row_TK: (T, K) int32, -1 = dropped; every row at most once, all below num_rows.
         num_rows: R.
 
     Raises:
         ValueError: wrong shape or dtype.
     """
-    if row_TK.dim() != 2 or row_TK.dtype != torch.int32:
+    if dest_row_TK.dim() != 2 or dest_row_TK.dtype != torch.int32:
         raise ValueError(
-            f"row must be (tokens, top_k) int32, got {tuple(row_TK.shape)} {row_TK.dtype}"
+            f"row must be (tokens, top_k) int32, got {tuple(dest_row_TK.shape)} {dest_row_TK.dtype}"
         )
-    return _invert_rows(row_TK, num_rows)
+    return _invert_rows(dest_row_TK, num_rows)

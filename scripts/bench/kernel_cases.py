@@ -91,8 +91,9 @@ def make_kernel_cases(
                    [_gating_gradients(x, K, E) for x in logits]),
         KernelCase("assign_slots", lambda expert: ops.assign_slots(expert, E),
                    [(r.expert,) for r in routed]),
-        KernelCase("invert_rows", lambda row: ops.invert_rows(row, E * shape.capacity),
-                   [(r.row,) for r in routed]),
+        KernelCase("assign_rows", lambda *args: ops.assign_rows(
+                       *args, capacity=shape.capacity, padded=True, normalize=K > 1),
+                   [(r.expert, r.position, r.gate, r.num_routed) for r in routed]),
         KernelCase("dispatch", ops.dispatch,
                    [(x, r.row, r.pair) for x, r in zip(tokens, routed, strict=True)],
                    unread=lambda x, row, pair: _bytes(row)),
@@ -119,6 +120,9 @@ class _Routed:
     """Routing of one input set: the maps of the padded layout."""
 
     expert: Tensor
+    position: Tensor
+    gate: Tensor
+    num_routed: Tensor
     row: Tensor
     pair: Tensor
     weight: Tensor
@@ -126,10 +130,11 @@ class _Routed:
 
 def _route(logits, top_k, num_experts, capacity):
     expert, gate, *_ = ops.topk_gating(logits, top_k)
-    slot, _ = ops.assign_slots(expert, num_experts)
-    row = torch.where(slot < capacity, expert * capacity + slot, -1).to(torch.int32)
-    pair = ops.invert_rows(row, num_experts * capacity)
-    return _Routed(expert, row, pair, (gate * (row >= 0)).contiguous())
+    position, num_routed = ops.assign_slots(expert, num_experts)
+    row, pair, weight, _ = ops.assign_rows(
+        expert, position, gate, num_routed, capacity=capacity, padded=True, normalize=top_k > 1
+    )
+    return _Routed(expert, position, gate, num_routed, row, pair, weight)
 
 
 def _gating_gradients(logits, top_k, num_experts):
@@ -139,9 +144,7 @@ def _gating_gradients(logits, top_k, num_experts):
 
 
 def _dispatch_bwd(d_rows, row, pair):
-    """Gradient of the tokens; they themselves are not read for it."""
-    unread = d_rows.new_empty(0)
-    return torch.ops.fairseq_tutel.dispatch_bwd(d_rows, unread, row, pair, None, True, False)
+    return torch.ops.fairseq_tutel.dispatch_bwd(d_rows, row)
 
 
 def _combine_bwd(dy, rows, row, pair, weight):

@@ -32,6 +32,23 @@ _LOSS_GRAD = 0.01
 _AGREEMENT = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
 
 
+class _Product(torch.autograd.Function):
+    """``rows @ weight.T`` whose weight gradient has the weight's layout, as the layer's has.
+
+    Autograd's own would come transposed, and each weight would be copied as it is added up.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, weight):
+        ctx.save_for_backward(rows, weight)
+        return torch.bmm(rows, weight.transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx, d_out):
+        rows, weight = ctx.saved_tensors
+        return torch.bmm(d_out, weight), torch.bmm(d_out.transpose(1, 2), rows)
+
+
 class LayerInputs:
     """One layer and the tensors that all cases of a benchmark share.
 
@@ -104,8 +121,8 @@ def make_case(name: str, inputs: LayerInputs, backend: str) -> Case:
         return forward
 
     def products(rows):
-        hidden = torch.bmm(rows, layer.experts.fc1_weight.transpose(1, 2))
-        return torch.bmm(hidden, layer.experts.fc2_weight.transpose(1, 2))
+        hidden = _Product.apply(rows, layer.experts.fc1_weight)
+        return _Product.apply(hidden, layer.experts.fc2_weight)
 
     if name in LAYER_BACKENDS:
         forward, backend = on_tokens(layer), name

@@ -7,9 +7,7 @@ from helpers.routing import route
 from torch import nn
 
 from fairseq_tutel import ops
-from fairseq_tutel.moe import MoEConfig, MoELayer, make_router
-from fairseq_tutel.moe.routers import linear
-from fairseq_tutel.moe.routers.linear import split_product
+from fairseq_tutel.moe import MoEConfig, MoELayer
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.0])
@@ -83,59 +81,3 @@ def test_route_computes_in_fp32_at_least(dtype):
     assert routing.topk_weight_TK.dtype == aux.loss.dtype == wide
     (routing.topk_weight_TK.square().sum() + aux.loss).backward()
     assert logits.grad.dtype == dtype
-
-
-# what one product with the wide operand rounded to half is wrong by is about 0.4 eps
-SPLIT_ERROR = {torch.bfloat16: 1e-5, torch.float16: 1e-6}
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("scale", [1.0, 1e-9, 1e7])  # fp16 ends at 6e-8 and 65504
-@pytest.mark.parametrize("half", SPLIT_ERROR)
-def test_split_product_is_nearly_exact(half, scale, device):
-    torch.manual_seed(0)
-    wide = (scale * torch.randn(33, 64)).to(device)
-    other = torch.randn(64, 16).to(half).to(device)
-    exact = wide.double() @ other.double()
-    got = split_product(wide, other)
-    assert got.dtype == torch.float32
-    assert rms_ratio(got, exact) < SPLIT_ERROR[half]
-    largest = wide.abs().max()  # so that fp16 can hold it at all
-    one_product = (wide / largest).to(half).double() @ other.double() * largest
-    assert rms_ratio(one_product, exact) > 10 * SPLIT_ERROR[half]
-    # with the operands' places changed
-    assert rms_ratio(split_product(other.t(), wide.t()), exact.t()) < SPLIT_ERROR[half]
-
-
-@pytest.mark.parametrize("half", SPLIT_ERROR)
-def test_split_product_of_odd_operands(half):
-    """Zeros, no rows, no inner dimension, and an overflow that a loss scaler has to see."""
-    other = torch.randn(4, 3).to(half)
-    assert torch.equal(split_product(torch.zeros(2, 4), other), torch.zeros(2, 3))
-    assert split_product(torch.zeros(0, 4), other).shape == (0, 3)
-    assert torch.equal(split_product(torch.zeros(2, 0), other[:0]), torch.zeros(2, 3))
-    for bad in (torch.inf, torch.nan):
-        wide = torch.ones(2, 4)
-        wide[1, 2] = bad
-        assert not split_product(wide, other)[1].isfinite().any()
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("half", SPLIT_ERROR)
-def test_fp32_weight_of_the_gate_keeps_its_digits(half, device, monkeypatch):
-    """On half tokens, as under autocast; without a GPU by the product that runs on one."""
-    if device == "cpu":
-        monkeypatch.setattr(linear, "_product_of", lambda tokens: split_product)
-    torch.manual_seed(0)
-    gate = make_router(64, MoEConfig(num_experts=8)).to(device)
-    x = torch.randn(96, 64).to(half).to(device).requires_grad_()
-    logits = gate.logits(x)
-    want = x.double() @ gate.wg.weight.double().t()
-    assert logits.dtype == torch.float32 and rms_ratio(logits, want) < SPLIT_ERROR[half]
-    grad = 1e-3 * torch.randn_like(logits)
-    logits.backward(grad)
-    assert gate.wg.weight.grad.dtype == torch.float32 and x.grad.dtype == half
-    assert rms_ratio(gate.wg.weight.grad, grad.double().t() @ x.double()) < SPLIT_ERROR[half]
-    exact = grad.double() @ gate.wg.weight.to(half).double()
-    # rounded once: as exact as the exact gradient in half
-    assert rms_ratio(x.grad, exact) < 1.01 * rms_ratio(exact.to(half), exact)

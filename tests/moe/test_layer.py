@@ -9,7 +9,7 @@ from helpers.assertions import assert_close, rms_ratio
 from torch import nn
 from torch.nn import functional as F
 
-from fairseq_tutel import ops
+from fairseq_tutel.backends.torch import expert_ffn
 from fairseq_tutel.distributed import ExpertParallelGroups, is_expert
 from fairseq_tutel.moe import METRIC_NAMES, MoELayer, RouterStep, route_logits
 
@@ -31,11 +31,11 @@ CASES = {
 }
 
 
-@pytest.fixture(params=["experts as one operator", "experts op by op"])
+@pytest.fixture(params=["experts block by block", "experts as whole products"])
 def both_ways(request, monkeypatch):
     """CPUs and GPUs compute the experts differently."""
-    fused = request.param == "experts as one operator"
-    monkeypatch.setattr(ops, "on_cpu_threads", lambda device: fused)
+    by_blocks = request.param == "experts block by block"
+    monkeypatch.setattr(expert_ffn, "_by_blocks", lambda rows: by_blocks)
 
 
 def make_layer(dtype=torch.float64, **options):

@@ -40,10 +40,7 @@ ROWS = [(7, 2, 4, 3, "spread"), (5, 1, 3, 5, "spread"), (4, 3, 3, 12, "one"),
 @pytest.mark.parametrize(("T", "K", "E", "C", "kind"), ROWS)
 def test_dispatch(T, K, E, C, kind):
     row, pair = random_rows(T, K, E, C, kind)
-    x, weight = random(T, 5), random(T, K)
-    assert gradcheck(lambda x: ops.dispatch(x, row, pair), x)
-    assert gradcheck(lambda x, w: ops.dispatch(x, row, pair, w), (x, weight))
-    assert gradcheck(lambda w: ops.dispatch(x.detach(), row, pair, w), weight)
+    assert gradcheck(lambda x: ops.dispatch(x, row, pair), random(T, 5))
 
 
 @pytest.mark.parametrize(("T", "K", "E", "C", "kind"), ROWS)
@@ -64,12 +61,46 @@ def test_bias_act(activation, dropout_p):
     assert gradcheck(lambda h, b: ops.bias_act(h, b, **options), (random(8, 3), random(3, 3)))
 
 
-def test_dispatch_without_weights_does_not_keep_the_tokens():
+@pytest.mark.parametrize("used", ["gate", "prob_sum", "lse"])
+def test_gating_of_which_one_output_is_used(used, monkeypatch):
+    """The other gradients are None, not tensors of zeros that a kernel would have to fill."""
+    given = []
+    original = torch_backend.topk_gating_bwd
+    monkeypatch.setattr(
+        torch_backend, "topk_gating_bwd", lambda *a: given.append(a[:3]) or original(*a)
+    )
+
+    def differentiable(logits):
+        _, gate, prob_sum, _, lse = ops.topk_gating(logits, 2)
+        return {"gate": gate, "prob_sum": prob_sum, "lse": lse}[used]
+
+    assert gradcheck(differentiable, random(5, 4))
+    index = ("gate", "prob_sum", "lse").index(used)
+    assert all([d is not None for d in ds] == [i == index for i in range(3)] for ds in given)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("capacity", [None, 2, 7])
+def test_assign_rows(capacity, normalize):
+    expert = torch.tensor([[0, 1], [0, 2], [0, -1], [3, 0], [-1, -1]], dtype=torch.int32)
+    position, num_routed = ops.assign_slots(expert, 4)
+    gate = torch.rand(5, 2, dtype=torch.float64).add_(0.1).requires_grad_()
+
+    def weights(gate):
+        return ops.assign_rows(
+            expert, position, gate, num_routed, capacity=capacity, padded=capacity is not None,
+            normalize=normalize,
+        )[2]  # fmt: skip
+
+    assert gradcheck(weights, gate)
+
+
+def test_dispatch_does_not_keep_the_tokens():
     row, pair = random_rows(7, 2, 4, 3, "spread")
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         ops.dispatch(random(7, 5), row, pair)
-    assert all(t.numel() == 0 for t in kept if t.is_floating_point())
+    assert not [t for t in kept if t.is_floating_point()]
 
 
 def kept_by(function):
@@ -114,15 +145,13 @@ def test_only_needed_gradients_are_computed(monkeypatch):
 
         return spy
 
-    for name in ("dispatch_bwd", "combine_bwd", "bias_act_bwd"):
+    for name in ("combine_bwd", "bias_act_bwd"):
         monkeypatch.setattr(torch_backend, name, record(name, getattr(torch_backend, name)))
     row, pair = random_rows(7, 2, 4, 3, "spread")
-    ops.dispatch(random(7, 5), row, pair, random(7, 2).detach()).sum().backward()
     ops.combine(random(12, 5).detach(), row, pair, random(7, 2)).sum().backward()
     ops.bias_act(random(2, 4, 3).detach(), random(2, 3), activation="gelu").sum().backward()
     ops.bias_act(random(2, 4, 3), random(2, 3).detach(), activation="linear").sum().backward()
     assert needs == [
-        ("dispatch_bwd", {"needs_x": True, "needs_weight": False}),
         ("combine_bwd", {"needs_rows": False, "needs_weight": True}),
         ("bias_act_bwd", {"needs_h": False}),
     ]

@@ -90,12 +90,14 @@ def test_triton_in_the_interpreter(monkeypatch):
 
 
 def test_fp64_is_torch_under_auto_and_an_error_under_triton(monkeypatch):
-    x = torch.zeros(1, dtype=torch.float64)
+    x, name = torch.zeros(1, dtype=torch.float64), "combine_fwd"
     monkeypatch.setattr(backend, "backend_for", lambda device: "triton")
-    assert backend.implementation(x) is torch_backend
+    assert backend.implementation(name, x) is torch_backend.combine_fwd
     monkeypatch.setattr(backend, "_requested", "triton")
     with pytest.raises(ValueError, match="got torch.float64"):
-        backend.implementation(x)
+        backend.implementation(name, x)
+    # what torch's products compute everywhere has no kernel
+    assert backend.implementation("gate_logits_fwd", x) is torch_backend.gate_logits_fwd
 
 
 def test_the_choice_is_logged_once(caplog):

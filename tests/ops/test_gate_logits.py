@@ -1,8 +1,8 @@
-"""The gate's product on a CPU: equal to a plain product, gradients, registration, refusals."""
+"""The gate's product: equal to a plain product, exact from halves, gradients, refusals."""
 
 import pytest
 import torch
-from helpers.assertions import assert_close
+from helpers.assertions import assert_close, rms_ratio
 from torch.autograd import gradcheck
 
 from fairseq_tutel import ops
@@ -57,8 +57,6 @@ def test_the_linear_gate_uses_it(monkeypatch):
     original = ops.gate_logits
     monkeypatch.setattr(ops, "gate_logits", lambda *a: seen.append(1) or original(*a))
     torch.testing.assert_close(linear.logits(x), linear.wg(x))
-    monkeypatch.setattr(ops, "on_cpu_threads", lambda device: False)
-    linear.logits(x)
     assert len(seen) == 1
 
 
@@ -67,9 +65,110 @@ def test_the_linear_gate_uses_it(monkeypatch):
     [
         (torch.randn(3, 5), torch.randn(4, 6), r"\(3, 5\)"),
         (torch.randn(3, 6), torch.randn(4, 6).double(), "float64"),
-        (torch.randn(3, 6, device="meta"), torch.randn(4, 6, device="meta"), "meta"),
+        (torch.randn(3, 6), torch.randn(4, 6).half(), "float16"),
     ],
 )
 def test_mistakes(x, w, said):
     with pytest.raises(ValueError, match=said):
         ops.gate_logits(x, w)
+
+
+# what one product with the wide operand rounded to half is wrong by is about 0.4 eps
+SPLIT_ERROR = {torch.bfloat16: 1e-5, torch.float16: 1e-6}
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@pytest.fixture
+def matrix_units(monkeypatch):
+    """What runs on a GPU; here its products are computed in fp32 instead."""
+    monkeypatch.setattr(module, "_on_matrix_units", lambda x_TM: x_TM.numel() > 0)
+
+
+def leaves(half, device, weight_dtype, tokens=96):
+    torch.manual_seed(0)
+    x = torch.randn(tokens, 64).to(half).to(device).requires_grad_()
+    w = torch.randn(8, 64).div(8).to(weight_dtype).to(device).requires_grad_()
+    return x, w
+
+
+@DEVICES
+@pytest.mark.parametrize("scale", [1.0, 1e-9, 1e7])  # fp16 ends at 6e-8 and 65504
+@pytest.mark.parametrize("wide", [False, True], ids=["half weight", "fp32 weight"])
+@pytest.mark.parametrize("half", SPLIT_ERROR, ids=str)
+def test_halves_are_nearly_exact(half, wide, scale, device, matrix_units):
+    """On half tokens, with a weight of their dtype or fp32, as under autocast."""
+    x, w = leaves(half, device, torch.float32 if wide else half)
+    logits = ops.gate_logits(x, w)
+    want = x.double() @ w.double().t()
+    assert logits.dtype == torch.float32 and rms_ratio(logits, want) < SPLIT_ERROR[half]
+    d = scale * torch.randn_like(logits)
+    scaled = d.double() / scale  # so that a half can hold the gradients at all
+    logits.backward(d)
+    exact_w, exact_x = scaled.t() @ x.double(), scaled @ w.to(half).double()
+    if wide:
+        assert w.grad.dtype == torch.float32
+        assert rms_ratio(w.grad.double() / scale, exact_w) < SPLIT_ERROR[half]
+    if scale == 1.0:
+        assert x.grad.dtype == half and w.grad.dtype == w.dtype
+        for got, exact in ((x.grad, exact_x), (w.grad, exact_w)):
+            # rounded once: as exact as the exact gradient in half
+            assert rms_ratio(got, exact) < 1.01 * rms_ratio(exact.to(half), exact) + 1e-5
+
+
+@DEVICES
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("scale", [1.0, 1e-9, 1e7])
+@pytest.mark.parametrize("half", SPLIT_ERROR, ids=str)
+def test_two_halves_hold_what_one_cannot(half, scale, dim, device):
+    torch.manual_seed(0)
+    wide = (scale * torch.randn(33, 64)).to(device)
+    halves, shift = module.split_halves(wide, half, dim)
+    high, low = (part.double() for part in halves.chunk(2, dim))
+    factor = 1.0 if shift is None else 2.0 ** shift.double()
+    assert rms_ratio((high + low) / factor, wide) < SPLIT_ERROR[half]
+    assert rms_ratio(high / factor, wide) > 10 * SPLIT_ERROR[half]
+
+
+@pytest.mark.parametrize("half", SPLIT_ERROR, ids=str)
+def test_overflows_that_a_loss_scaler_has_to_see(half, matrix_units):
+    for bad in (torch.inf, torch.nan):
+        x, w = leaves(half, "cpu", torch.float32)
+        d = torch.ones(96, 8)
+        d[1, 2] = bad
+        ops.gate_logits(x, w).backward(d)
+        assert not x.grad[1].isfinite().any() and not w.grad[2].isfinite().any()
+
+
+def test_zeros_and_no_tokens(matrix_units):
+    for half in SPLIT_ERROR:
+        x, w = leaves(half, "cpu", half, tokens=4)
+        ops.gate_logits(x, w).backward(torch.zeros(4, 8))
+        assert not x.grad.any() and not w.grad.any()
+        x, w = leaves(half, "cpu", half, tokens=0)
+        y = ops.gate_logits(x, w)
+        y.sum().backward()
+        assert y.shape == (0, 8) and x.grad.shape == (0, 64) and not w.grad.any()
+
+
+@pytest.mark.parametrize("half", SPLIT_ERROR, ids=str)
+def test_the_gradient_is_split_once_and_each_product_is_one(half, matrix_units, monkeypatch):
+    """Of [high | low]: a second split or product would read and write all tokens again."""
+    splits, products = [], []
+    split, mm = module.split_halves, torch.mm
+
+    def count(function, calls):
+        return lambda *args, **options: calls.append(args) or function(*args, **options)
+
+    x, w = leaves(half, "cpu", half)
+    logits = ops.gate_logits(x, w)
+    monkeypatch.setattr(module, "split_halves", count(split, splits))
+    monkeypatch.setattr(module, "_product_fp32", count(module._product_fp32, products))
+    monkeypatch.setattr(torch, "mm", count(mm, products))
+    logits.backward(torch.randn_like(logits))
+    assert len(splits) == 1 and len(products) == 2
+
+
+@DEVICES
+def test_no_half_is_rounded_on_a_cpu_either(device):
+    x, w = leaves(torch.bfloat16, device, torch.bfloat16)
+    assert rms_ratio(ops.gate_logits(x, w), x.double() @ w.double().t()) < 1e-5

@@ -8,8 +8,8 @@ from helpers.inputs import random_rows
 from fairseq_tutel import ops
 from fairseq_tutel.backends import torch as torch_backend
 
-NAMES = ("topk_gating", "assign_slots", "invert_rows", "dispatch", "combine", "bias_act",
-         "fast_cumsum_sub_one")  # fmt: skip
+NAMES = ("topk_gating", "assign_slots", "assign_rows", "invert_rows", "dispatch", "combine",
+         "bias_act", "fast_cumsum_sub_one")  # fmt: skip
 
 
 def calls(requires_grad):
@@ -21,6 +21,7 @@ def calls(requires_grad):
     h, flat, bias = torch.randn(3, 4, 5), torch.randn(12, 5), torch.randn(3, 5)
     offsets = torch.tensor([4, 4, 9], dtype=torch.int32)
     expert = torch.randint(-1, 4, (7, 2), dtype=torch.int32)
+    position, num_routed = ops.assign_slots(expert, 4)
     for tensor in (logits, x, rows, weight, h, flat, bias):
         tensor.requires_grad_(requires_grad)
     seed = torch.tensor(3)
@@ -30,8 +31,9 @@ def calls(requires_grad):
         ("assign_slots", (expert, 4, None)),
         ("assign_slots", (expert, 4, torch.rand(7))),
         ("invert_rows", (row, 12)),
-        ("dispatch", (x, row, pair, None)),
-        ("dispatch", (x, row, pair, weight)),
+        ("assign_rows", (expert, position, weight, num_routed, 3, True, True)),
+        ("assign_rows", (expert, position, weight, num_routed, None, False, False)),
+        ("dispatch", (x, row, pair)),
         ("combine", (rows, row, pair, weight)),
         ("bias_act", (h, bias, None, None, "gelu", 0.0)),
         ("bias_act", (flat, bias, offsets, seed, "relu", 0.2)),
@@ -50,7 +52,7 @@ IDS = [f"{name}-{i}" for i, (name, _) in enumerate(calls(False))]
 def test_opcheck(index):
     name, args = calls(requires_grad=True)[index]
     tests = list(ALL_TESTS)
-    if name == "topk_gating":
+    if name in ("topk_gating", "assign_rows"):
         # That test adds up all outputs and fails where the first one is integer; the layer
         # below, compiled with dynamic shapes, covers it.
         tests.remove("test_aot_dispatch_dynamic")
@@ -62,9 +64,9 @@ BACKWARD = {
         torch.randn(7, 2), torch.randn(4), torch.randn(7), torch.randn(7, 4), torch.randn(7),
         torch.randint(0, 4, (7, 2), dtype=torch.int32),
     ),
-    "dispatch_bwd": lambda: (
-        torch.randn(12, 5), torch.randn(7, 5), *random_rows(7, 2, 4, 3, "spread"),
-        torch.rand(7, 2), True, True,
+    "dispatch_bwd": lambda: (torch.randn(12, 5), random_rows(7, 2, 4, 3, "spread")[0]),
+    "assign_rows_bwd": lambda: (
+        torch.randn(7, 2), torch.rand(7, 2), random_rows(7, 2, 4, 3, "spread")[0], True,
     ),
     "combine_bwd": lambda: (
         torch.randn(7, 5), torch.randn(12, 5), *random_rows(7, 2, 4, 3, "spread"),
@@ -81,7 +83,7 @@ BACKWARD = {
 def test_opcheck_of_backward(name):
     args = BACKWARD[name]()
     torch.library.opcheck(getattr(torch.ops.fairseq_tutel, name).default, args)
-    if name in ("dispatch_bwd", "combine_bwd"):  # shape (0,) stands for a gradient not needed
+    if name == "combine_bwd":  # shape (0,) stands for a gradient not needed
         for needs in ((True, False), (False, True)):
             args = (*args[:-2], *needs)
             torch.library.opcheck(getattr(torch.ops.fairseq_tutel, name).default, args)

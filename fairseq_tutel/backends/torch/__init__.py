@@ -1,9 +1,8 @@
 """The operators in plain torch, for any device and dtype, and tuned for CPUs.
 
-Names and signatures are those of :mod:`fairseq_tutel.backends.triton`. ``expert_ffn`` and
-``gate_logits`` have no kernels: they are how a CPU computes what products and kernels do on a GPU.
-The autograd formulas live in :mod:`fairseq_tutel.ops`; here a gradient is a plain function
-(``*_bwd``), as it is there.
+Names and signatures are those of :mod:`fairseq_tutel.backends.triton`, which lacks what torch's own
+products compute on a GPU too. The autograd formulas live in :mod:`fairseq_tutel.ops`; here a
+gradient is a plain function (``*_bwd``), as it is there.
 """
 
 from .activation import ACTIVATIONS, bias_act_bwd, bias_act_fwd
@@ -12,10 +11,13 @@ from .dispatch import combine_bwd, combine_fwd, dispatch_bwd, dispatch_fwd
 from .expert_ffn import expert_ffn_bwd, expert_ffn_fwd
 from .gate_logits import gate_logits_bwd, gate_logits_fwd
 from .gating import topk_gating_bwd, topk_gating_fwd
+from .rows import assign_rows_bwd, assign_rows_fwd
 from .slots import assign_slots, invert_rows
 
 __all__ = [
     "ACTIVATIONS",
+    "assign_rows_bwd",
+    "assign_rows_fwd",
     "assign_slots",
     "bias_act_bwd",
     "bias_act_fwd",

@@ -1,7 +1,7 @@
 """Tokens to expert rows and back in plain torch.
 
-Legend: T tokens, K top-k, M model dim, R rows. ``row_TK`` maps a (token, choice) pair to its
-row (-1 = dropped) and ``pair_R`` is its inverse (-1 = unused row). No T x E x C tensor appears:
+Legend: T tokens, K top-k, M model dim, R rows. ``dest_row_TK`` maps a (token, choice) pair to its
+row (-1 = dropped) and ``src_pair_R`` is its inverse (-1 = unused row). No T x E x C tensor appears:
 cost and memory are O((T K + R) M).
 
 Rows are worked through in blocks that stay in the cache, so that gathering, scaling and the
@@ -37,28 +37,28 @@ def _for_each_block(rows_RM: Tensor, function: Callable[[slice], None]) -> None:
     share_out(run, len(starts))
 
 
-def _row_weight(weight_TK: Tensor, pair_R: Tensor, dtype: torch.dtype) -> Tensor:
+def _row_weight(topk_weight_TK: Tensor, src_pair_R: Tensor, dtype: torch.dtype) -> Tensor:
     """(R, 1) weight of the pair in each row; unused rows get some pair's weight."""
-    weight_R = weight_TK.reshape(-1).index_select(0, pair_R.clamp(min=0))
+    weight_R = topk_weight_TK.reshape(-1).index_select(0, src_pair_R.clamp(min=0))
     return weight_R.to(_acc_dtype(dtype))[:, None]
 
 
-def _zero_unused(rows_RM: Tensor, pair_R: Tensor) -> None:
-    unused_R = pair_R < 0
+def _zero_unused(rows_RM: Tensor, src_pair_R: Tensor) -> None:
+    unused_R = src_pair_R < 0
     if rows_RM.device.type == "cpu":
         rows_RM.index_fill_(0, unused_R.nonzero().view(-1), 0)
     else:  # nonzero would be a device-to-host sync
         rows_RM.masked_fill_(unused_R[:, None], 0)
 
 
-def _pair_values(value_R: Tensor, weight_TK: Tensor, pair_R: Tensor) -> Tensor:
+def _pair_values(value_R: Tensor, topk_weight_TK: Tensor, src_pair_R: Tensor) -> Tensor:
     """(T, K) value of each pair's row in the dtype of the weights, 0 for dropped pairs."""
-    num_pairs = weight_TK.numel()
+    num_pairs = topk_weight_TK.numel()
     # Unused rows land in one extra entry that is cut off.
-    value_N = weight_TK.new_zeros(num_pairs + 1)
-    index_R = pair_R.long().masked_fill_(pair_R < 0, num_pairs)
-    value_N.scatter_(0, index_R, value_R.to(weight_TK.dtype))
-    return value_N[:num_pairs].view(weight_TK.shape)
+    value_N = topk_weight_TK.new_zeros(num_pairs + 1)
+    index_R = src_pair_R.long().masked_fill_(src_pair_R < 0, num_pairs)
+    value_N.scatter_(0, index_R, value_R.to(topk_weight_TK.dtype))
+    return value_N[:num_pairs].view(topk_weight_TK.shape)
 
 
 def _gather(x_TM: Tensor, token_R: Tensor, out_RM: Tensor) -> Tensor:
@@ -68,15 +68,21 @@ def _gather(x_TM: Tensor, token_R: Tensor, out_RM: Tensor) -> Tensor:
     return x_TM.index_select(0, token_R).to(_acc_dtype(x_TM.dtype))
 
 
-def dispatch_fwd(
-    x_TM: Tensor, row_TK: Tensor, pair_R: Tensor, weight_TK: Tensor | None = None
+def dispatch_fwd(x_TM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor) -> Tensor:
+    """rows_RM[r] = x[src_pair[r] // K], zero in unused rows; (R, M) in x's dtype."""
+    return _fill_rows(x_TM, dest_row_TK, src_pair_R, None)
+
+
+def _fill_rows(
+    x_TM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor, topk_weight_TK: Tensor | None
 ) -> Tensor:
-    """rows_RM[r] = (weight or 1) * x[pair[r] // K], zero in unused rows; (R, M) in x's dtype."""
-    if row_TK.numel() == 0:
-        return x_TM.new_zeros((pair_R.shape[0], x_TM.shape[1]))
-    token_R = pair_R.clamp(min=0) // row_TK.shape[1]
-    rows_RM = x_TM.new_empty((pair_R.shape[0], x_TM.shape[1]))
-    weight_R1 = None if weight_TK is None else _row_weight(weight_TK, pair_R, x_TM.dtype)
+    if dest_row_TK.numel() == 0:
+        return x_TM.new_zeros((src_pair_R.shape[0], x_TM.shape[1]))
+    token_R = src_pair_R.clamp(min=0) // dest_row_TK.shape[1]
+    rows_RM = x_TM.new_empty((src_pair_R.shape[0], x_TM.shape[1]))
+    weight_R1 = (
+        None if topk_weight_TK is None else _row_weight(topk_weight_TK, src_pair_R, x_TM.dtype)
+    )
 
     def fill(rows):
         if weight_R1 is None:
@@ -84,68 +90,74 @@ def dispatch_fwd(
         else:
             gathered = _gather(x_TM, token_R[rows], rows_RM[rows])
             torch.mul(gathered, weight_R1[rows], out=rows_RM[rows])
-        _zero_unused(rows_RM[rows], pair_R[rows])
+        _zero_unused(rows_RM[rows], src_pair_R[rows])
 
     _for_each_block(rows_RM, fill)
     return rows_RM
 
 
 @small_on_one_thread
-def _bags(row_TK: Tensor, weight_TK: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _bags(
+    dest_row_TK: Tensor, topk_weight_TK: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(rows, offsets, weights) of an embedding bag per token, without dropped pairs."""
-    valid_TK = row_TK >= 0
+    valid_TK = dest_row_TK >= 0
     if bool(valid_TK.all()):
-        return row_TK, None, weight_TK
-    count_T = valid_TK.sum(dim=1, dtype=row_TK.dtype)
-    offset_T = count_T.cumsum(0, dtype=row_TK.dtype) - count_T
-    return row_TK[valid_TK], offset_T, None if weight_TK is None else weight_TK[valid_TK]
+        return dest_row_TK, None, topk_weight_TK
+    count_T = valid_TK.sum(dim=1, dtype=dest_row_TK.dtype)
+    offset_T = count_T.cumsum(0, dtype=dest_row_TK.dtype) - count_T
+    return (
+        dest_row_TK[valid_TK],
+        offset_T,
+        None if topk_weight_TK is None else topk_weight_TK[valid_TK],
+    )
 
 
-def _bag_sum(rows_RM: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
+def _bag_sum(rows_RM: Tensor, dest_row_TK: Tensor, topk_weight_TK: Tensor | None) -> Tensor:
     """Weighted gather-sum in one pass by torch's embedding bag; dropped pairs are left out."""
-    row, offset_T, weight = _bags(row_TK, weight_TK)
+    row, offset_T, weight = _bags(dest_row_TK, topk_weight_TK)
     return F.embedding_bag(row, rows_RM, offset_T, mode="sum", per_sample_weights=weight)
 
 
-def _loop_sum(rows_RM: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
+def _loop_sum(rows_RM: Tensor, dest_row_TK: Tensor, topk_weight_TK: Tensor | None) -> Tensor:
     acc = _acc_dtype(rows_RM.dtype)
-    y_TM = rows_RM.new_zeros((row_TK.shape[0], rows_RM.shape[1]), dtype=acc)
-    for k in range(row_TK.shape[1]):
-        row_T = row_TK[:, k]
+    y_TM = rows_RM.new_zeros((dest_row_TK.shape[0], rows_RM.shape[1]), dtype=acc)
+    for k in range(dest_row_TK.shape[1]):
+        row_T = dest_row_TK[:, k]
         part_TM = rows_RM.index_select(0, row_T.clamp(min=0)).to(acc)
-        if weight_TK is not None:
-            part_TM = part_TM * weight_TK[:, k, None].to(acc)
+        if topk_weight_TK is not None:
+            part_TM = part_TM * topk_weight_TK[:, k, None].to(acc)
         # where, not a product with 0: a dropped pair must not carry a NaN over from row 0
         y_TM += part_TM.where((row_T >= 0)[:, None], 0)
     return y_TM.to(rows_RM.dtype)
 
 
-def combine_fwd(
-    rows_RM: Tensor, row_TK: Tensor, pair_R: Tensor, weight_TK: Tensor | None
-) -> Tensor:
-    """y_TM[t] = sum over k with row >= 0 of (weight or 1) * rows[row[t, k]]; (T, M).
+def combine_fwd(rows_RM: Tensor, dest_row_TK: Tensor, topk_weight_TK: Tensor | None) -> Tensor:
+    """y_TM[t] = sum over k with dest_row >= 0 of (weight or 1) * rows[dest_row[t, k]]; (T, M).
 
     Sums in fp32 (fp64 for fp64 rows) and returns the dtype of the rows.
     """
-    if rows_RM.shape[0] == 0 or row_TK.numel() == 0:
-        return rows_RM.new_zeros((row_TK.shape[0], rows_RM.shape[1]))
-    same_dtype = weight_TK is None or weight_TK.dtype == rows_RM.dtype
+    if rows_RM.shape[0] == 0 or dest_row_TK.numel() == 0:
+        return rows_RM.new_zeros((dest_row_TK.shape[0], rows_RM.shape[1]))
+    same_dtype = topk_weight_TK is None or topk_weight_TK.dtype == rows_RM.dtype
     if rows_RM.device.type == "cpu" and rows_RM.dtype == torch.float32 and same_dtype:
-        return _bag_sum(rows_RM, row_TK, weight_TK)
-    return _loop_sum(rows_RM, row_TK, weight_TK)
+        return _bag_sum(rows_RM, dest_row_TK, topk_weight_TK)
+    return _loop_sum(rows_RM, dest_row_TK, topk_weight_TK)
 
 
 def _gather_dot(
-    a_TM: Tensor, b_RM: Tensor, pair_R: Tensor, top_k: int, weight_TK: Tensor | None
+    a_TM: Tensor, b_RM: Tensor, src_pair_R: Tensor, top_k: int, topk_weight_TK: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
     """Gathers a once: weight * a[token] as (R, M), None without weight, and <a[token], b>.
 
     Unused rows are zero in the first and hold anything in the second.
     """
     acc = _acc_dtype(b_RM.dtype)
-    token_R = pair_R.clamp(min=0) // top_k
-    weight_R1 = None if weight_TK is None else _row_weight(weight_TK, pair_R, b_RM.dtype)
-    scaled_RM = None if weight_TK is None else b_RM.new_empty(b_RM.shape)
+    token_R = src_pair_R.clamp(min=0) // top_k
+    weight_R1 = (
+        None if topk_weight_TK is None else _row_weight(topk_weight_TK, src_pair_R, b_RM.dtype)
+    )
+    scaled_RM = None if topk_weight_TK is None else b_RM.new_empty(b_RM.shape)
     dot_R = b_RM.new_empty(b_RM.shape[0], dtype=acc)
 
     def fill(rows):
@@ -155,7 +167,7 @@ def _gather_dot(
         torch.sum(gathered * b, 1, out=dot_R[rows])
         if scaled_RM is not None:
             torch.mul(gathered, weight_R1[rows], out=scaled_RM[rows])
-            _zero_unused(scaled_RM[rows], pair_R[rows])
+            _zero_unused(scaled_RM[rows], src_pair_R[rows])
 
     _for_each_block(b_RM, fill)
     return scaled_RM, dot_R
@@ -164,54 +176,34 @@ def _gather_dot(
 def combine_bwd(
     dy_TM: Tensor,
     rows_RM: Tensor,
-    row_TK: Tensor,
-    pair_R: Tensor,
-    weight_TK: Tensor,
+    dest_row_TK: Tensor,
+    src_pair_R: Tensor,
+    topk_weight_TK: Tensor,
     *,
     needs_rows: bool = True,
     needs_weight: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`combine_fwd`: d_rows (R, M) and d_weight (T, K) in weight's dtype.
 
-    d_rows[row[t, k]] = weight[t, k] * dy[t]; d_weight[t, k] = <dy[t], rows[row[t, k]]>.
+    d_rows[dest_row[t, k]] = weight[t, k] * dy[t]; d_weight[t, k] = <dy[t], rows[dest_row[t, k]]>.
     A gradient that is not needed comes back with shape (0,).
     """
     if not needs_weight:
-        d_rows_RM = dispatch_fwd(dy_TM, row_TK, pair_R, weight_TK)
-        return d_rows_RM if needs_rows else rows_RM.new_empty(0), weight_TK.new_empty(0)
-    if row_TK.numel() == 0:
+        d_rows_RM = rows_RM.new_empty(0)
+        if needs_rows:
+            d_rows_RM = _fill_rows(dy_TM, dest_row_TK, src_pair_R, topk_weight_TK)
+        return d_rows_RM, topk_weight_TK.new_empty(0)
+    if dest_row_TK.numel() == 0:
         d_rows_RM = rows_RM.new_zeros(rows_RM.shape if needs_rows else 0)
-        return d_rows_RM, weight_TK.new_zeros(weight_TK.shape)
+        return d_rows_RM, topk_weight_TK.new_zeros(topk_weight_TK.shape)
     d_rows_RM, dot_R = _gather_dot(
-        dy_TM, rows_RM, pair_R, row_TK.shape[1], weight_TK if needs_rows else None
+        dy_TM, rows_RM, src_pair_R, dest_row_TK.shape[1], topk_weight_TK if needs_rows else None
     )
     if d_rows_RM is None:
         d_rows_RM = rows_RM.new_empty(0)
-    return d_rows_RM, _pair_values(dot_R, weight_TK, pair_R)
+    return d_rows_RM, _pair_values(dot_R, topk_weight_TK, src_pair_R)
 
 
-def dispatch_bwd(
-    d_rows_RM: Tensor,
-    x_TM: Tensor,
-    row_TK: Tensor,
-    pair_R: Tensor,
-    weight_TK: Tensor | None = None,
-    *,
-    needs_x: bool = True,
-    needs_weight: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`dispatch_fwd`: d_x (T, M) and d_weight (T, K).
-
-    d_x[t] = sum over k of (weight or 1) * d_rows[row[t, k]];
-    d_weight[t, k] = <x[t], d_rows[row[t, k]]>; ``x_TM`` is read for d_weight only.
-    A gradient that is not needed comes back with shape (0,).
-    """
-    d_x_TM = d_rows_RM.new_empty(0)
-    if needs_x:
-        d_x_TM = combine_fwd(d_rows_RM, row_TK, pair_R, weight_TK)
-    if weight_TK is None or not needs_weight:
-        return d_x_TM, d_rows_RM.new_empty(0, dtype=torch.float32)
-    if row_TK.numel() == 0:
-        return d_x_TM, weight_TK.new_zeros(weight_TK.shape)
-    _, dot_R = _gather_dot(x_TM, d_rows_RM, pair_R, row_TK.shape[1], None)
-    return d_x_TM, _pair_values(dot_R, weight_TK, pair_R)
+def dispatch_bwd(d_rows_RM: Tensor, dest_row_TK: Tensor) -> Tensor:
+    """Gradient of the tokens of :func:`dispatch_fwd`, (T, M): the sum of each token's rows."""
+    return combine_fwd(d_rows_RM, dest_row_TK, None)

@@ -19,8 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._expert_chain import Functions, chain_bwd, chain_fwd
+from ._grouped import rows_product, weight_gradient
 from ._threads import share_out
-from .activation import ACTIVATIONS
+from .activation import ACTIVATIONS, bias_act_bwd, bias_act_fwd
 
 # Hidden elements per block: 4 MiB of fp32; and rows that keep the products efficient.
 _BLOCK_NUMEL = 1 << 20
@@ -28,6 +30,7 @@ _MIN_ROWS = 256
 # An expert is split if the largest one has this many times a thread's equal share of the rows.
 _UNEVEN = 1.25
 
+_FUNCTIONS = Functions(bias_act_fwd, bias_act_bwd, rows_product, weight_gradient)
 _aten = torch.ops.aten
 
 
@@ -92,6 +95,10 @@ def _options(rows, hidden_dim, activation, dropout_p, seed) -> _Options:
     )
 
 
+def _by_blocks(rows: Tensor) -> bool:
+    return rows.device.type == "cpu"
+
+
 def _spans(rows: Tensor, num_experts: int, offsets: Tensor | None) -> list[tuple[int, int]]:
     """Begin and end of each expert's rows. NOTE: reads the offsets on the host."""
     if offsets is None:
@@ -143,7 +150,7 @@ def expert_ffn_fwd(
     rows: Tensor, fc1_weight: Tensor, fc1_bias: Tensor, fc2_weight: Tensor, fc2_bias: Tensor, *,
     activation: str, offsets: Tensor | None = None, dropout_p: tuple[float, float] = (0.0, 0.0),
     seed: Tensor | None = None, keep_hidden: bool = True,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """``dropout(fc2(dropout(activation(fc1(rows)))))`` of every expert on its own rows.
 
     Products are rounded to the dtype of the rows, everything else is computed in fp32 (fp64).
@@ -160,8 +167,23 @@ def expert_ffn_fwd(
 
     Returns:
         the output, like rows; what the backward pass needs of the hidden values, (R, F), or (0, F)
-        without ``keep_hidden``.
+        without ``keep_hidden``; the same after the activation, (0, F) on a CPU, which recomputes
+        them.
     """
+    if not _by_blocks(rows):
+        return chain_fwd(
+            _FUNCTIONS,
+            rows,
+            fc1_weight,
+            fc1_bias,
+            fc2_weight,
+            fc2_bias,
+            activation=activation,
+            offsets=offsets,
+            dropout_p=dropout_p,
+            seed=seed,
+            keep_hidden=keep_hidden,
+        )
     num_experts, hidden_dim, model_dim = fc1_weight.shape
     options = _options(rows, hidden_dim, activation, dropout_p, seed)
     acc, dtype = options.acc, rows.dtype
@@ -196,22 +218,40 @@ def expert_ffn_fwd(
 
     share_out(run, len(parts))
     out_RM[spans[-1][1] :] = 0
-    return out_RM.view(rows.shape), saved_RF
+    return out_RM.view(rows.shape), saved_RF, saved_RF.new_empty((0, hidden_dim))
 
 
 def expert_ffn_bwd(
-    d_out: Tensor, rows: Tensor, saved: Tensor, fc1_weight: Tensor, fc1_bias: Tensor,
-    fc2_weight: Tensor, fc2_bias: Tensor, *, activation: str, offsets: Tensor | None = None,
-    dropout_p: tuple[float, float] = (0.0, 0.0), seed: Tensor | None = None,
-    needs_rows: bool = True, needs_params: bool = True,
+    d_out: Tensor, rows: Tensor, saved: Tensor, active: Tensor, fc1_weight: Tensor,
+    fc1_bias: Tensor, fc2_weight: Tensor, fc2_bias: Tensor, *, activation: str,
+    offsets: Tensor | None = None, dropout_p: tuple[float, float] = (0.0, 0.0),
+    seed: Tensor | None = None, needs_rows: bool = True, needs_params: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of :func:`expert_ffn_fwd`: of the rows, fc1's weight and bias, fc2's.
 
     Args:
         d_out: like the output.
-        saved: second value of the forward pass.
+        saved, active: second and third value of the forward pass.
         needs_rows, needs_params: a gradient that is not needed comes back with shape (0,).
     """
+    if not _by_blocks(rows):
+        return chain_bwd(
+            _FUNCTIONS,
+            d_out,
+            rows,
+            saved,
+            active,
+            fc1_weight,
+            fc1_bias,
+            fc2_weight,
+            fc2_bias,
+            activation=activation,
+            offsets=offsets,
+            dropout_p=dropout_p,
+            seed=seed,
+            needs_rows=needs_rows,
+            needs_params=needs_params,
+        )
     num_experts, hidden_dim, model_dim = fc1_weight.shape
     options = _options(rows, hidden_dim, activation, dropout_p, seed)
     acc, dtype = options.acc, rows.dtype

@@ -1,8 +1,11 @@
-"""The gate's product on a CPU, by blocks of tokens.
+"""The gate's product in fp32: by blocks of tokens on a CPU, on matrix units on a GPU.
 
 Legend: T tokens, M model dim, E experts.
 
-The product is a narrow one: torch's threads would meet inside it more often than it is worth.
+On a CPU the product is a narrow one: torch's threads would meet inside it more often than it is
+worth. On a GPU fp32 products of the gate's gradient would cost a tenth of the experts'. There a
+fp32 operand is split into two halves whose sum it is (16 bits of mantissa in bf16, 22 in fp16) and
+multiplied on matrix units, which add up in fp32.
 """
 
 import torch
@@ -11,24 +14,25 @@ from torch import Tensor
 from ._threads import share_out
 
 _BLOCK_TOKENS = 1024
-
-
-def _blocks(num_tokens: int) -> list[slice]:
-    starts = range(0, num_tokens, _BLOCK_TOKENS)
-    return [slice(start, min(start + _BLOCK_TOKENS, num_tokens)) for start in starts]
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 def gate_logits_fwd(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
-    """``x @ weight.T``, (T, E)."""
-    logits_TE = x_TM.new_empty((x_TM.shape[0], weight_EM.shape[0]))
-    blocks = _blocks(x_TM.shape[0])
+    """``x @ weight.T``, (T, E) in fp32 (fp64 of fp64)."""
+    if _on_matrix_units(x_TM):
+        return _logits_from_halves(x_TM, weight_EM)
+    acc = torch.promote_types(x_TM.dtype, torch.float32)
+    weight_ME = weight_EM.to(acc).t()
+    logits_TE = x_TM.new_empty((x_TM.shape[0], weight_EM.shape[0]), dtype=acc)
+
+    parts = _blocks(x_TM)
 
     def run(numbers):
         for number in numbers:
-            part = blocks[number]
-            torch.mm(x_TM[part], weight_EM.t(), out=logits_TE[part])
+            part = parts[number]
+            torch.mm(x_TM[part].to(acc), weight_ME, out=logits_TE[part])
 
-    share_out(run, len(blocks))
+    share_out(run, len(parts))
     return logits_TE
 
 
@@ -40,22 +44,106 @@ def gate_logits_bwd(
     needs_x: bool = True,
     needs_weight: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`gate_logits_fwd`: d_x (T, M) and d_weight (E, M).
+    """Gradients of :func:`gate_logits_fwd`: d_x like x and d_weight like the weight.
 
     A gradient that is not needed comes back with shape (0,).
     """
-    blocks = _blocks(x_TM.shape[0])
+    if _on_matrix_units(x_TM):
+        return _gradients_from_halves(d_logits_TE, x_TM, weight_EM, needs_x, needs_weight)
+    acc = d_logits_TE.dtype
+    weight = weight_EM.to(acc)
     d_x_TM = x_TM.new_empty(x_TM.shape if needs_x else 0)
+    parts = _blocks(x_TM)
     # summed in the order of the blocks, whichever thread computed them
-    parts_BEM = x_TM.new_empty((len(blocks), *weight_EM.shape) if needs_weight else 0)
+    sums_BEM = weight.new_empty((len(parts), *weight.shape) if needs_weight else 0)
 
     def run(numbers):
         for number in numbers:
-            part = blocks[number]
-            if needs_x:
-                torch.mm(d_logits_TE[part], weight_EM, out=d_x_TM[part])
+            part = parts[number]
+            d_part = d_logits_TE[part]
+            if needs_x and x_TM.dtype == acc:
+                torch.mm(d_part, weight, out=d_x_TM[part])
+            elif needs_x:
+                wide = weight.new_empty((part.stop - part.start, weight.shape[1]))
+                d_x_TM[part] = torch.mm(d_part, weight, out=wide)
             if needs_weight:
-                torch.mm(d_logits_TE[part].t(), x_TM[part], out=parts_BEM[number])
+                torch.mm(d_part.t(), x_TM[part].to(acc), out=sums_BEM[number])
 
-    share_out(run, len(blocks))
-    return d_x_TM, parts_BEM.sum(0) if needs_weight else parts_BEM
+    share_out(run, len(parts))
+    d_weight = sums_BEM.sum(0).to(weight_EM.dtype) if needs_weight else weight_EM.new_empty(0)
+    return d_x_TM, d_weight
+
+
+def _blocks(x_TM: Tensor) -> list[slice]:
+    """Tokens for one product each; one that threads do not share on any device but a CPU."""
+    tokens = x_TM.shape[0]
+    step = _BLOCK_TOKENS if x_TM.device.type == "cpu" else max(tokens, 1)
+    return [slice(start, min(start + step, tokens)) for start in range(0, tokens, step)]
+
+
+def _on_matrix_units(x_TM: Tensor) -> bool:
+    return x_TM.is_cuda and x_TM.dtype in _HALVES and x_TM.numel() > 0
+
+
+def _logits_from_halves(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
+    if weight_EM.dtype == x_TM.dtype:
+        return _product_fp32(x_TM, weight_EM.t())
+    # both halves of the weight side by side: the tokens are read once
+    halves_2EM, shift = split_halves(weight_EM, x_TM.dtype, dim=0)
+    both_T2E = _product_fp32(x_TM, halves_2EM.t())
+    num_experts = weight_EM.shape[0]
+    logits_TE = both_T2E[:, :num_experts] + both_T2E[:, num_experts:]
+    return logits_TE if shift is None else torch.ldexp(logits_TE, -shift)
+
+
+def _gradients_from_halves(d_logits_TE, x_TM, weight_EM, needs_x, needs_weight):
+    """One split and one product for each gradient."""
+    num_experts, dtype = weight_EM.shape[0], x_TM.dtype
+    d_T2E, shift = split_halves(d_logits_TE, dtype, dim=1)
+    d_x_TM, d_weight_EM = x_TM.new_empty(0), weight_EM.new_empty(0)
+    if needs_x:
+        # [high | low] @ [w; w], and the sum of both never leaves the matrix units' registers
+        twice_2EM = weight_EM.to(dtype).repeat(2, 1)
+        if shift is None:
+            d_x_TM = torch.mm(d_T2E, twice_2EM)
+        else:  # in fp16 the scaled product may be too large
+            d_x_TM = torch.ldexp(_product_fp32(d_T2E, twice_2EM), -shift).to(dtype)
+    if needs_weight:
+        both_2EM = _product_fp32(d_T2E.t(), x_TM)
+        total_EM = both_2EM[:num_experts] + both_2EM[num_experts:]
+        total_EM = total_EM if shift is None else torch.ldexp(total_EM, -shift)
+        d_weight_EM = total_EM.to(weight_EM.dtype)
+    return d_x_TM, d_weight_EM
+
+
+def split_halves(wide: Tensor, dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor | None]:
+    """An fp32 matrix as the sum of two matrices of a half dtype, side by side in one tensor.
+
+    Args:
+        wide: fp32 (A, B).
+        dtype: fp16 or bf16.
+        dim: 0 for one below the other, (2A, B); 1 for one beside the other, (A, 2B).
+
+    Returns:
+        the halves, and the shift: their sum is ``2^shift * wide`` (None in bf16, whose range is
+        that of fp32).
+    """
+    shift = None
+    if dtype == torch.float16:
+        # brings the largest number into [2^13, 2^14): it fits, and small ones keep their digits
+        shift = (14 - torch.frexp(wide.abs().amax()).exponent).clamp(-100, 100)
+        wide = torch.ldexp(wide, shift)
+    shape = list(wide.shape)
+    shape[dim] *= 2
+    halves = wide.new_empty(shape, dtype=dtype)
+    high, low = halves.chunk(2, dim)
+    high.copy_(wide)
+    torch.sub(wide, high, out=low)  # in fp32, rounded once
+    return halves, shift
+
+
+def _product_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` of halves without rounding."""
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()  # torch has no such product on a CPU

@@ -76,19 +76,25 @@ def topk_gating_fwd(
 
 @small_on_one_thread
 def topk_gating_bwd(
-    d_gate_TK: Tensor,
-    d_prob_sum_E: Tensor,
-    d_lse_T: Tensor,
+    d_gate_TK: Tensor | None,
+    d_prob_sum_E: Tensor | None,
+    d_lse_T: Tensor | None,
     logits_TE: Tensor,
     lse_T: Tensor,
     choice_TK: Tensor,
 ) -> Tensor:
-    """Gradient of the logits, (T, E); the arguments are those of the forward.
+    """Gradient of the logits, (T, E); the arguments are those of the forward, None = no gradient.
 
     With g = d_prob_sum + scatter(d_gate): d_logits = p * (g - <p, g> + d_lse).
     """
     prob_TE = (logits_TE - lse_T[:, None]).exp_()
-    grad_TE = d_prob_sum_E.expand_as(prob_TE).clone()
-    grad_TE.scatter_add_(1, choice_TK.long(), d_gate_TK)
+    if d_prob_sum_E is None:
+        grad_TE = torch.zeros_like(prob_TE)
+    else:
+        grad_TE = d_prob_sum_E.expand_as(prob_TE).clone()
+    if d_gate_TK is not None:
+        grad_TE.scatter_add_(1, choice_TK.long(), d_gate_TK)
     inner_T1 = (prob_TE * grad_TE).sum(dim=1, keepdim=True)
-    return grad_TE.sub_(inner_T1 - d_lse_T[:, None]).mul_(prob_TE)
+    if d_lse_T is not None:
+        inner_T1 -= d_lse_T[:, None]
+    return grad_TE.sub_(inner_T1).mul_(prob_TE)

@@ -42,7 +42,8 @@ def assign_slots(
         priority_T: (T,) float; tokens of higher priority come first, ties in token order.
 
     Returns:
-        slot_TK (T, K) int32, -1 where not routed; count_KE (K, E) int32, pairs per choice.
+        position_in_expert_TK (T, K) int32, -1 where not routed; num_routed_KE (K, E) int32, pairs
+        per choice.
     """
     T, K = expert_TK.shape
     expert_KT = expert_TK.t()
@@ -53,31 +54,31 @@ def assign_slots(
     choice_N = torch.arange(K, device=expert_N.device).repeat_interleave(T)
     # Bin 0 of each choice collects the pairs that are not routed.
     bin_N = choice_N * (num_experts + 1) + expert_N + 1
-    count_KE = torch.bincount(bin_N, minlength=K * (num_experts + 1))
-    count_KE = count_KE.view(K, num_experts + 1)[:, 1:]
+    num_routed_KE = torch.bincount(bin_N, minlength=K * (num_experts + 1))
+    num_routed_KE = num_routed_KE.view(K, num_experts + 1)[:, 1:]
     if expert_N.numel() * num_experts <= _MAX_ONE_HOT:
         slot_N = _rank_by_cumsum(expert_N, num_experts)
     else:
-        slot_N = _rank_by_sort(expert_N, count_KE.sum(dim=0))
+        slot_N = _rank_by_sort(expert_N, num_routed_KE.sum(dim=0))
     slot_KT = slot_N.view(K, T)
     if priority_T is not None:
         in_order_KT = torch.empty_like(slot_KT)
         in_order_KT[:, order_T] = slot_KT
         slot_KT = in_order_KT
-    return slot_KT.t().contiguous(), count_KE.to(torch.int32)
+    return slot_KT.t().contiguous(), num_routed_KE.to(torch.int32)
 
 
 @small_on_one_thread
-def invert_rows(row_TK: Tensor, num_rows: int) -> Tensor:
+def invert_rows(dest_row_TK: Tensor, num_rows: int) -> Tensor:
     """Flat pair index t * K + k that occupies each row, (num_rows,) int32, -1 where unused.
 
     Args:
-        row_TK: (T, K) int32 row of each pair, -1 = dropped; no row may occur twice.
+        dest_row_TK: (T, K) int32 row of each pair, -1 = dropped; no row may occur twice.
         num_rows: R.
     """
-    row_N = row_TK.reshape(-1).long()
+    row_N = dest_row_TK.reshape(-1).long()
     # Dropped pairs land in one extra row that is cut off.
-    pair_R = row_TK.new_full((num_rows + 1,), -1)
-    pair_N = torch.arange(row_N.numel(), dtype=row_TK.dtype, device=row_TK.device)
-    pair_R.scatter_(0, row_N.masked_fill(row_N < 0, num_rows), pair_N)
-    return pair_R[:num_rows]
+    src_pair_R = dest_row_TK.new_full((num_rows + 1,), -1)
+    pair_N = torch.arange(row_N.numel(), dtype=dest_row_TK.dtype, device=dest_row_TK.device)
+    src_pair_R.scatter_(0, row_N.masked_fill(row_N < 0, num_rows), pair_N)
+    return src_pair_R[:num_rows]

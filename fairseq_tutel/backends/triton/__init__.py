@@ -8,10 +8,14 @@ gradients are plain functions (``*_bwd``).
 from .activation import bias_act_bwd, bias_act_fwd
 from .cumsum import fast_cumsum_sub_one
 from .dispatch import combine_bwd, combine_fwd, dispatch_bwd, dispatch_fwd
+from .expert_ffn import expert_ffn_bwd, expert_ffn_fwd
 from .gating import topk_gating_bwd, topk_gating_fwd
+from .rows import assign_rows_bwd, assign_rows_fwd
 from .slots import assign_slots, invert_rows
 
 __all__ = [
+    "assign_rows_bwd",
+    "assign_rows_fwd",
     "assign_slots",
     "bias_act_bwd",
     "bias_act_fwd",
@@ -19,6 +23,8 @@ __all__ = [
     "combine_fwd",
     "dispatch_bwd",
     "dispatch_fwd",
+    "expert_ffn_bwd",
+    "expert_ffn_fwd",
     "fast_cumsum_sub_one",
     "invert_rows",
     "topk_gating_bwd",

@@ -74,13 +74,25 @@ def act_configs() -> list[triton.Config]:
     )
 
 
+def product_configs() -> list[triton.Config]:
+    """Tiles (rows x columns x summed dim) of the grouped products; the first fits every GPU."""
+    if INTERPRET:
+        return [_config(4, BLOCK_R=16, BLOCK_C=16, BLOCK_D=16)]
+    tiles = [(64, 64, 32, 4), (128, 128, 32, 8), (128, 64, 64, 4), (64, 128, 64, 4)]
+    return _pin(
+        [_config(warps, BLOCK_R=r, BLOCK_C=c, BLOCK_D=d) for r, c, d, warps in tiles]
+        + [_config(8, BLOCK_R=128, BLOCK_C=256, BLOCK_D=32)]
+    )
+
+
 def prune_wide_tiles(configs: list[triton.Config], named_args: dict, **kwargs) -> list:
     """Drop tiles wider than the row they work on (padded to a power of two)."""
     args = {**named_args, **kwargs}
-    block, dim = ("BLOCK_M", "M") if "M" in args else ("BLOCK_F", "F")
-    limit = triton.next_power_of_2(args[dim])
-    fitting = [config for config in configs if config.kwargs[block] <= limit]
-    return fitting or configs[-1:]
+    for block, dim in (("BLOCK_M", "M"), ("BLOCK_F", "F")):
+        if dim in args:
+            limit = triton.next_power_of_2(args[dim])
+            return [c for c in configs if c.kwargs[block] <= limit] or configs[-1:]
+    return configs
 
 
 def launch(kernel: triton.KernelInterface, grid: tuple | Callable, rows: int, *args, **kw) -> None:

@@ -13,14 +13,14 @@ MAX_UNROLL = tl.constexpr(4)
 
 @triton.jit
 def load_pair(
-    row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K: tl.constexpr, HAS_WEIGHT: tl.constexpr
+    dest_row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K: tl.constexpr, HAS_WEIGHT: tl.constexpr
 ):
     """Row (int64, -1 = dropped) and fp32 weight of choice k of a tile of tokens.
 
     The weight of a dropped pair may be anything, NaN included; it counts as 0.
     """
     offs = offs_t * TOP_K + k
-    row = tl.load(row_ptr + offs, mask=mask_t, other=-1)
+    row = tl.load(dest_row_ptr + offs, mask=mask_t, other=-1)
     weight = tl.full(row.shape, 1.0, tl.float32)
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + offs, mask=row >= 0, other=0.0).to(tl.float32)

@@ -6,8 +6,7 @@ each expert in a fixed order (no atomics).
 Dropout draws from Philox (Salmon et al. 2011) by element index, so the mask is never stored.
 
 Legend: e local experts, N rows per expert, R rows, F hidden dim, Z tiles of ACT_TILE_ROWS rows.
-A tile never spans two experts. "Ragged" rows have an end row per expert (offsets) and a tail
-that no expert owns; the tail is treated as one more expert whose output is zero.
+The tail of ragged rows (``_tiles.py``) comes out zero.
 """
 
 import torch
@@ -25,58 +24,11 @@ from ._autotune import (
     prune_wide_tiles,
 )
 from ._runtime import FLOAT_DTYPES, check_tensor, device_guard
+from ._tiles import ragged_tiles, tile_rows
 
 _DYNAMIC = ["num_rows", "rows_per_expert"]
 _KEY = ["F", "ACTIVATION", "RAGGED", "DROPOUT_P"]
 _PRUNE = {"early_config_prune": prune_wide_tiles}
-
-
-@triton.jit
-def _ragged_tiles(
-    offsets_ptr, num_rows, e: tl.constexpr, TILE: tl.constexpr, BLOCK_EXPERTS: tl.constexpr
-):
-    """Experts (index, start row, end row, number of tiles); index e is the tail.
-
-    Example: offsets [3, 3, 7], 9 rows, TILE = 2 -> starts [0, 3, 3, 7], ends [3, 3, 7, 9],
-    tiles [2, 0, 2, 1].
-    """
-    index = tl.arange(0, BLOCK_EXPERTS)
-    end = tl.load(offsets_ptr + index, mask=index < e, other=0).to(tl.int64)
-    end = tl.where(index < e, end, num_rows)
-    start = tl.load(offsets_ptr + index - 1, mask=(index > 0) & (index <= e), other=0)
-    start = tl.where(index <= e, start.to(tl.int64), num_rows)
-    return index, start, end, (end - start + TILE - 1) // TILE
-
-
-@triton.jit
-def _tile_rows(
-    pid,
-    offsets_ptr,
-    num_rows,
-    rows_per_expert,
-    e: tl.constexpr,
-    RAGGED: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr,
-):
-    """(expert, first row, end row of the expert) of tile ``pid``; no row past the last tile.
-
-    Example: offsets [3, 3, 7], 9 rows, TILE = 2: tile 2 -> (2, 3, 7), tile 4 -> (3, 7, 9).
-    """
-    if RAGGED:
-        index, start, end, tiles = _ragged_tiles(offsets_ptr, num_rows, e, TILE, BLOCK_EXPERTS)
-        passed = tl.cumsum(tiles, axis=0) <= pid
-        expert = tl.sum(passed.to(tl.int64), axis=0)
-        tile = pid - tl.sum(tl.where(passed, tiles, 0), axis=0)
-        here = index == expert
-        first = tl.sum(tl.where(here, start, 0), axis=0) + tile * TILE
-        last = tl.sum(tl.where(here, end, 0), axis=0)
-    else:
-        tiles_per_expert = tl.cdiv(rows_per_expert, TILE)
-        expert = pid // tiles_per_expert
-        first = expert * rows_per_expert + (pid - expert * tiles_per_expert) * TILE
-        last = (expert + 1) * rows_per_expert
-    return expert, first, last
 
 
 @triton.jit
@@ -124,7 +76,7 @@ def _bias_act_fwd_kernel(
 
     Example: h [[-3], [1]], e = 2, one row each, bias [[1], [2]], relu -> y [[0], [3]].
     """
-    expert, first, last = _tile_rows(
+    expert, first, last = tile_rows(
         tl.program_id(0).to(tl.int64),
         offsets_ptr,
         num_rows,
@@ -182,7 +134,7 @@ def _bias_act_bwd_dh_kernel(
     partial [[7]] in one tile.
     """
     pid = tl.program_id(0).to(tl.int64)
-    expert, first, last = _tile_rows(
+    expert, first, last = tile_rows(
         pid, offsets_ptr, num_rows, rows_per_expert, e, RAGGED, TILE, BLOCK_EXPERTS
     )
     start = tl.program_id(1).to(tl.int64) * BLOCK_F
@@ -232,7 +184,7 @@ def _bias_act_bwd_db_kernel(
     """
     expert = tl.program_id(0).to(tl.int64)
     if RAGGED:
-        index, _, _, tiles = _ragged_tiles(offsets_ptr, num_rows, e, TILE, BLOCK_EXPERTS)
+        index, _, _, tiles = ragged_tiles(offsets_ptr, num_rows, e, TILE, BLOCK_EXPERTS)
         first = tl.sum(tl.where(index < expert, tiles, 0), axis=0)
         count = tl.sum(tl.where(index == expert, tiles, 0), axis=0)
     else:
@@ -315,7 +267,7 @@ def bias_act_fwd(
             y,
             h.contiguous(),
             bias.contiguous(),
-            offsets,
+            None if offsets is None else offsets.contiguous(),
             seed,
             **sizes,
             ACTIVATION=FORMULA[activation],
@@ -364,7 +316,7 @@ def bias_act_bwd(
             dy.contiguous(),
             None if formula == "linear" else h.contiguous(),
             bias.contiguous(),
-            offsets,
+            None if offsets is None else offsets.contiguous(),
             seed,
             **sizes,
             ACTIVATION=formula,
@@ -374,7 +326,7 @@ def bias_act_bwd(
         _bias_act_bwd_db_kernel[(sizes["e"], triton.cdiv(sizes["F"], SCAN_BLOCK_COLS))](
             d_bias,
             partial_ZF,
-            offsets,
+            None if offsets is None else offsets.contiguous(),
             **sizes,
             BLOCK_Z=SCAN_BLOCK_ROWS,
             BLOCK_F=SCAN_BLOCK_COLS,

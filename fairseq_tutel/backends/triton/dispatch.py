@@ -1,7 +1,7 @@
 """Tokens to expert rows and back: two kernels, each reading and writing every row once.
 
 * ``_token_to_rows``: dispatch forward, and combine backward (which adds the gate gradient).
-* ``_rows_to_token``: combine forward, and dispatch backward (with weights: their gradient).
+* ``_rows_to_token``: combine forward, and dispatch backward.
 
 Both take one token per tile row: the token is read (or written) once for all its K rows, where a
 program per expert row would read it K times. Rows that no token occupies are zeroed by further
@@ -32,8 +32,8 @@ def _token_to_rows_kernel(
     x_ptr,  # (T, M)
     other_ptr,  # (R, M) - second factor of the scalar product; HAS_DOT
     weight_ptr,  # (T, K) float; HAS_WEIGHT
-    row_ptr,  # (T, K) int32, -1 = dropped
-    pair_ptr,  # (R,) int32 - inverse of row, -1 = unused
+    dest_row_ptr,  # (T, K) int32, -1 = dropped
+    src_pair_ptr,  # (R,) int32 - inverse of dest_row, -1 = unused
     num_tokens,
     num_rows,
     M: tl.constexpr,
@@ -48,7 +48,7 @@ def _token_to_rows_kernel(
 ):
     """Grid (cdiv(T, BLOCK_T) + cdiv(R, ROWS_PER_PROGRAM),): first tokens, then unused rows.
 
-    Example: x [[1], [2]], row [[1, -1], [2, 0]], weight [[1, 1], [10, 100]], R = 4
+    Example: x [[1], [2]], dest_row [[1, -1], [2, 0]], weight [[1, 1], [10, 100]], R = 4
     -> rows [[200], [1], [20], [0]]; with other [[1], [2], [3], [4]]: dot [[2, 0], [6, 2]].
     """
     pid = tl.program_id(0).to(tl.int64)
@@ -61,7 +61,9 @@ def _token_to_rows_kernel(
         if TOP_K <= MAX_UNROLL:
             pairs = ()
             for k in tl.static_range(TOP_K):
-                pairs += (load_pair(row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K, HAS_WEIGHT),)
+                pairs += (
+                    load_pair(dest_row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K, HAS_WEIGHT),
+                )
         for start in range(0, M, BLOCK_M):
             offs_m = start + tl.arange(0, BLOCK_M)
             mask_x = mask_t[:, None] & (offs_m < M)[None, :]
@@ -81,7 +83,7 @@ def _token_to_rows_kernel(
             else:
                 for k in range(TOP_K):
                     row, weight = load_pair(
-                        row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K, HAS_WEIGHT
+                        dest_row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K, HAS_WEIGHT
                     )
                     if HAS_DOT:
                         dot = add_dot(dot, x, load_rows(other_ptr, row, offs_m, M), k)
@@ -98,7 +100,7 @@ def _token_to_rows_kernel(
         for step in range(0, ROWS_PER_PROGRAM, BLOCK_T):
             offs_r = first + step + tl.arange(0, BLOCK_T)
             # Past the last row the pair reads as used, so nothing is written there.
-            unused = tl.load(pair_ptr + offs_r, mask=offs_r < num_rows, other=0) < 0
+            unused = tl.load(src_pair_ptr + offs_r, mask=offs_r < num_rows, other=0) < 0
             if tl.max(unused.to(tl.int32), axis=0) > 0:
                 for start in range(0, M, BLOCK_M):
                     offs_m = start + tl.arange(0, BLOCK_M)
@@ -106,102 +108,84 @@ def _token_to_rows_kernel(
                     tl.store(rows_ptr + offs_r[:, None] * M + offs_m[None, :], zero, mask=mask)
 
 
-@triton.autotune(move_configs(), key=["M", "TOP_K", "HAS_SUM", "HAS_DOT"], prune_configs_by=_PRUNE)
+@triton.autotune(move_configs(), key=["M", "TOP_K", "HAS_WEIGHT"], prune_configs_by=_PRUNE)
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _rows_to_token_kernel(
-    y_ptr,  # (T, M) - output: sum over the pairs of weight * rows; HAS_SUM
-    dot_ptr,  # (T, K) fp32 - output: <other[t], rows[row]>, 0 for dropped pairs; HAS_DOT
+    y_ptr,  # (T, M) - output: sum over the pairs of weight * rows
     rows_ptr,  # (R, M)
-    other_ptr,  # (T, M) - second factor of the scalar product; HAS_DOT
     weight_ptr,  # (T, K) float; HAS_WEIGHT
-    row_ptr,  # (T, K) int32, -1 = dropped
+    dest_row_ptr,  # (T, K) int32, -1 = dropped
     num_tokens,
     M: tl.constexpr,
     TOP_K: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    HAS_SUM: tl.constexpr,
-    HAS_DOT: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     """Grid (cdiv(T, BLOCK_T),).
 
-    Example: rows [[1], [2], [3]], row [[1, -1], [2, 0]], weight [[1, 1], [10, 100]]
-    -> y [[2], [130]]; with other [[1], [2]]: dot [[2, 0], [6, 2]].
+    Example: rows [[1], [2], [3]], dest_row [[1, -1], [2, 0]], weight [[1, 1], [10, 100]]
+    -> y [[2], [130]].
     """
     offs_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     mask_t = offs_t < num_tokens
-    offs_k = tl.arange(0, BLOCK_K)
-    dot = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     if TOP_K <= MAX_UNROLL:
         pairs = ()
         for k in tl.static_range(TOP_K):
-            pairs += (load_pair(row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K, HAS_WEIGHT),)
+            pairs += (load_pair(dest_row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K, HAS_WEIGHT),)
     for start in range(0, M, BLOCK_M):
         offs_m = start + tl.arange(0, BLOCK_M)
         mask_y = mask_t[:, None] & (offs_m < M)[None, :]
         offs_y = offs_t[:, None] * M + offs_m[None, :]
         acc = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
-        if HAS_DOT:
-            other = tl.load(other_ptr + offs_y, mask=mask_y, other=0.0)
         if TOP_K <= MAX_UNROLL:
             values = ()
             for k in tl.static_range(TOP_K):
                 values += (load_rows(rows_ptr, pairs[k][0], offs_m, M),)
             for k in tl.static_range(TOP_K):
                 acc += values[k].to(tl.float32) * pairs[k][1][:, None]
-            if HAS_DOT:
-                for k in tl.static_range(TOP_K):
-                    dot = add_dot(dot, values[k], other, k)
         else:
             for k in range(TOP_K):
-                row, weight = load_pair(row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K, HAS_WEIGHT)
-                value = load_rows(rows_ptr, row, offs_m, M)
-                acc += value.to(tl.float32) * weight[:, None]
-                if HAS_DOT:
-                    dot = add_dot(dot, value, other, k)
-        if HAS_SUM:
-            tl.store(y_ptr + offs_y, acc.to(y_ptr.dtype.element_ty), mask=mask_y)
-    if HAS_DOT:
-        offs = offs_t[:, None] * TOP_K + offs_k[None, :]
-        mask = mask_t[:, None] & (offs_k < TOP_K)[None, :]
-        tl.store(dot_ptr + offs, dot.to(dot_ptr.dtype.element_ty), mask=mask)
+                row, weight = load_pair(
+                    dest_row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K, HAS_WEIGHT
+                )
+                acc += load_rows(rows_ptr, row, offs_m, M).to(tl.float32) * weight[:, None]
+        tl.store(y_ptr + offs_y, acc.to(y_ptr.dtype.element_ty), mask=mask_y)
 
 
 def _check(
-    token_TM: Tensor | None,
-    rows_RM: Tensor | None,
-    row_TK: Tensor,
-    pair_R: Tensor,
-    weight_TK: Tensor | None,
+    dest_row_TK: Tensor,
+    src_pair_R: Tensor | None,
+    like: Tensor,
+    topk_weight_TK: Tensor | None = None,
+    **tensors: tuple[Tensor, int],
 ) -> None:
-    (T, K), R = row_TK.shape, pair_R.numel()
-    M, device = next((t.shape[1], t.device) for t in (token_TM, rows_RM) if t is not None)
+    """Maps and weights by their shapes, tensors (name=(tensor, rows)) by their width, too."""
+    T, K = dest_row_TK.shape
+    M, device = like.shape[1], like.device
     if M == 0 or K == 0:
         raise ValueError(f"model dim and top-k must be at least 1, got {M} and {K}")
-    check_tensor("row", row_TK, (T, K), (torch.int32,), device)
-    check_tensor("pair", pair_R, (R,), (torch.int32,), device)
-    if token_TM is not None:
-        check_tensor("tokens", token_TM, (T, M), FLOAT_DTYPES, device)
-    if rows_RM is not None:
-        check_tensor("rows", rows_RM, (R, M), FLOAT_DTYPES, device)
-    if weight_TK is not None:
-        check_tensor("weight", weight_TK, (T, K), FLOAT_DTYPES, device)
+    check_tensor("dest_row", dest_row_TK, (T, K), (torch.int32,), device)
+    if src_pair_R is not None:
+        check_tensor("src_pair", src_pair_R, (src_pair_R.numel(),), (torch.int32,), device)
+    for name, (tensor, rows) in tensors.items():
+        check_tensor(name, tensor, (rows, M), FLOAT_DTYPES, device)
+    if topk_weight_TK is not None:
+        check_tensor("topk_weight", topk_weight_TK, (T, K), FLOAT_DTYPES, device)
 
 
 def _token_to_rows(
     x_TM: Tensor,
-    row_TK: Tensor,
-    pair_R: Tensor,
-    weight_TK: Tensor | None,
+    dest_row_TK: Tensor,
+    src_pair_R: Tensor,
+    topk_weight_TK: Tensor | None,
     *,
     rows_RM: Tensor | None,
     other_RM: Tensor | None = None,
     dot_TK: Tensor | None = None,
 ) -> None:
     T, M = x_TM.shape
-    K, R = row_TK.shape[1], pair_R.shape[0]
+    K, R = dest_row_TK.shape[1], src_pair_R.shape[0]
     has_rows = rows_RM is not None
     if T == 0 and (R == 0 or not has_rows):
         return
@@ -214,19 +198,19 @@ def _token_to_rows(
         launch(
             _token_to_rows_kernel,
             grid,
-            row_TK.numel(),
+            dest_row_TK.numel(),
             rows_RM,
             dot_TK,
             x_TM.contiguous(),
             other_RM,
-            None if weight_TK is None else weight_TK.contiguous(),
-            row_TK.contiguous(),
-            pair_R.contiguous(),
+            None if topk_weight_TK is None else topk_weight_TK.contiguous(),
+            dest_row_TK.contiguous(),
+            src_pair_R.contiguous(),
             T,
             R,
             M=M,
             TOP_K=K,
-            HAS_WEIGHT=weight_TK is not None,
+            HAS_WEIGHT=topk_weight_TK is not None,
             HAS_ROWS=has_rows,
             HAS_DOT=dot_TK is not None,
             BLOCK_K=triton.next_power_of_2(K),
@@ -234,19 +218,12 @@ def _token_to_rows(
         )
 
 
-def _rows_to_token(
-    rows_RM: Tensor,
-    row_TK: Tensor,
-    weight_TK: Tensor | None,
-    *,
-    y_TM: Tensor | None,
-    other_TM: Tensor | None = None,
-    dot_TK: Tensor | None = None,
-) -> None:
-    T, K = row_TK.shape
+def _rows_to_token(rows_RM: Tensor, dest_row_TK: Tensor, topk_weight_TK: Tensor | None) -> Tensor:
+    T, K = dest_row_TK.shape
     M = rows_RM.shape[1]
+    y_TM = torch.empty((T, M), dtype=rows_RM.dtype, device=rows_RM.device)
     if T == 0:
-        return
+        return y_TM
 
     def grid(meta: dict) -> tuple[int]:
         return (triton.cdiv(T, meta["BLOCK_T"]),)
@@ -255,57 +232,58 @@ def _rows_to_token(
         launch(
             _rows_to_token_kernel,
             grid,
-            row_TK.numel(),
+            dest_row_TK.numel(),
             y_TM,
-            dot_TK,
             rows_RM.contiguous(),
-            other_TM,
-            None if weight_TK is None else weight_TK.contiguous(),
-            row_TK.contiguous(),
+            None if topk_weight_TK is None else topk_weight_TK.contiguous(),
+            dest_row_TK.contiguous(),
             T,
             M=M,
             TOP_K=K,
-            HAS_WEIGHT=weight_TK is not None,
-            HAS_SUM=y_TM is not None,
-            HAS_DOT=dot_TK is not None,
-            BLOCK_K=triton.next_power_of_2(K),
+            HAS_WEIGHT=topk_weight_TK is not None,
         )
+    return y_TM
 
 
-def dispatch_fwd(
-    x_TM: Tensor, row_TK: Tensor, pair_R: Tensor, weight_TK: Tensor | None = None
-) -> Tensor:
+def dispatch_fwd(x_TM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor) -> Tensor:
     """:func:`fairseq_tutel.backends.torch.dispatch_fwd` in Triton; fp32, fp16 or bf16.
 
     Raises:
         ValueError: wrong shape, dtype or device.
     """
-    _check(x_TM, None, row_TK, pair_R, weight_TK)
-    rows_RM = x_TM.new_empty((pair_R.shape[0], x_TM.shape[1]))
-    _token_to_rows(x_TM, row_TK, pair_R, weight_TK, rows_RM=rows_RM)
+    T, R = dest_row_TK.shape[0], src_pair_R.numel()
+    _check(dest_row_TK, src_pair_R, x_TM, tokens=(x_TM, T))
+    rows_RM = x_TM.new_empty((R, x_TM.shape[1]))
+    _token_to_rows(x_TM, dest_row_TK, src_pair_R, None, rows_RM=rows_RM)
     return rows_RM
 
 
-def combine_fwd(
-    rows_RM: Tensor, row_TK: Tensor, pair_R: Tensor, weight_TK: Tensor | None
-) -> Tensor:
+def dispatch_bwd(d_rows_RM: Tensor, dest_row_TK: Tensor) -> Tensor:
+    """:func:`fairseq_tutel.backends.torch.dispatch_bwd` in Triton; fp32, fp16 or bf16.
+
+    Raises:
+        ValueError: wrong shape, dtype or device.
+    """
+    _check(dest_row_TK, None, d_rows_RM, d_rows=(d_rows_RM, d_rows_RM.shape[0]))
+    return _rows_to_token(d_rows_RM, dest_row_TK, None)
+
+
+def combine_fwd(rows_RM: Tensor, dest_row_TK: Tensor, topk_weight_TK: Tensor) -> Tensor:
     """:func:`fairseq_tutel.backends.torch.combine_fwd` in Triton; fp32, fp16 or bf16.
 
     Raises:
         ValueError: wrong shape, dtype or device.
     """
-    y_TM = rows_RM.new_empty((row_TK.shape[0], rows_RM.shape[1]))
-    _check(y_TM, rows_RM, row_TK, pair_R, weight_TK)
-    _rows_to_token(rows_RM, row_TK, weight_TK, y_TM=y_TM)
-    return y_TM
+    _check(dest_row_TK, None, rows_RM, topk_weight_TK, rows=(rows_RM, rows_RM.shape[0]))
+    return _rows_to_token(rows_RM, dest_row_TK, topk_weight_TK)
 
 
 def combine_bwd(
     dy_TM: Tensor,
     rows_RM: Tensor,
-    row_TK: Tensor,
-    pair_R: Tensor,
-    weight_TK: Tensor,
+    dest_row_TK: Tensor,
+    src_pair_R: Tensor,
+    topk_weight_TK: Tensor,
     *,
     needs_rows: bool = True,
     needs_weight: bool = True,
@@ -317,56 +295,19 @@ def combine_bwd(
     Raises:
         ValueError: wrong shape, dtype or device.
     """
-    _check(dy_TM, rows_RM, row_TK, pair_R, weight_TK)
-    d_rows_RM = torch.empty(
-        rows_RM.shape if needs_rows else 0, dtype=rows_RM.dtype, device=rows_RM.device
-    )
-    d_weight_TK = weight_TK.new_empty(weight_TK.shape if needs_weight else 0)
+    T, R = dest_row_TK.shape[0], src_pair_R.numel()
+    _check(dest_row_TK, src_pair_R, rows_RM, topk_weight_TK, dy=(dy_TM, T), rows=(rows_RM, R))
+    device = rows_RM.device
+    d_rows_RM = torch.empty(rows_RM.shape if needs_rows else 0, dtype=rows_RM.dtype, device=device)
+    d_weight_TK = topk_weight_TK.new_empty(topk_weight_TK.shape if needs_weight else 0)
     if needs_rows or needs_weight:
         _token_to_rows(
             dy_TM,
-            row_TK,
-            pair_R,
-            weight_TK,
+            dest_row_TK,
+            src_pair_R,
+            topk_weight_TK,
             rows_RM=d_rows_RM if needs_rows else None,
             other_RM=rows_RM.contiguous(),
             dot_TK=d_weight_TK if needs_weight else None,
         )
     return d_rows_RM, d_weight_TK
-
-
-def dispatch_bwd(
-    d_rows_RM: Tensor,
-    x_TM: Tensor,
-    row_TK: Tensor,
-    pair_R: Tensor,
-    weight_TK: Tensor | None = None,
-    *,
-    needs_x: bool = True,
-    needs_weight: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.dispatch_bwd` in Triton; both gradients in one kernel.
-
-    Deterministic for one choice of tiles; d_weight is summed in their order (see ``_autotune``).
-
-    Raises:
-        ValueError: wrong shape, dtype or device.
-    """
-    T, M = row_TK.shape[0], d_rows_RM.shape[1]
-    needs_weight = needs_weight and weight_TK is not None
-    d_x_TM = d_rows_RM.new_empty((T, M) if needs_x else 0)
-    d_weight_TK = d_rows_RM.new_empty(0, dtype=torch.float32)
-    if needs_weight:
-        d_weight_TK = weight_TK.new_empty(weight_TK.shape)
-    # Without a gradient of the weights x is not read, and the caller need not keep it.
-    _check(x_TM if needs_weight else None, d_rows_RM, row_TK, pair_R, weight_TK)
-    if needs_x or needs_weight:
-        _rows_to_token(
-            d_rows_RM,
-            row_TK,
-            weight_TK,
-            y_TM=d_x_TM if needs_x else None,
-            other_TM=x_TM.contiguous() if needs_weight else None,
-            dot_TK=d_weight_TK if needs_weight else None,
-        )
-    return d_x_TM, d_weight_TK

@@ -120,15 +120,18 @@ def _topk_gating_sums_kernel(
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _topk_gating_bwd_kernel(
     d_logits_ptr,  # (T, E) fp32 - output
-    d_gate_ptr,  # (T, K) fp32
-    d_prob_sum_ptr,  # (E,) fp32
-    d_lse_ptr,  # (T,) fp32
+    d_gate_ptr,  # (T, K) fp32; HAS_GATE
+    d_prob_sum_ptr,  # (E,) fp32; HAS_PROB_SUM
+    d_lse_ptr,  # (T,) fp32; HAS_LSE
     logits_ptr,  # (T, E) fp32
     lse_ptr,  # (T,) fp32
     choice_ptr,  # (T, K) int32 - chosen experts, of padded rows too
     num_tokens,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_PROB_SUM: tl.constexpr,
+    HAS_LSE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -144,16 +147,19 @@ def _topk_gating_bwd_kernel(
     offs = offs_t[:, None] * E + offs_e[None, :]
     logits = tl.load(logits_ptr + offs, mask=mask, other=float("-inf"))
     lse = tl.load(lse_ptr + offs_t, mask=mask_t, other=0.0)
-    d_lse = tl.load(d_lse_ptr + offs_t, mask=mask_t, other=0.0)
     prob = tl.exp(logits - lse[:, None])
-    d_prob_sum = tl.load(d_prob_sum_ptr + offs_e, mask=mask_e, other=0.0)
-    grad = tl.zeros([BLOCK_T, BLOCK_E], tl.float32) + d_prob_sum[None, :]
-    for k in range(TOP_K):
-        choice = tl.load(choice_ptr + offs_t * TOP_K + k, mask=mask_t, other=-1)
-        d_gate = tl.load(d_gate_ptr + offs_t * TOP_K + k, mask=mask_t, other=0.0)
-        grad += tl.where(offs_e[None, :] == choice[:, None], d_gate[:, None], 0.0)
+    grad = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    if HAS_PROB_SUM:
+        grad += tl.load(d_prob_sum_ptr + offs_e, mask=mask_e, other=0.0)[None, :]
+    if HAS_GATE:
+        for k in range(TOP_K):
+            choice = tl.load(choice_ptr + offs_t * TOP_K + k, mask=mask_t, other=-1)
+            d_gate = tl.load(d_gate_ptr + offs_t * TOP_K + k, mask=mask_t, other=0.0)
+            grad += tl.where(offs_e[None, :] == choice[:, None], d_gate[:, None], 0.0)
     inner = tl.sum(prob * grad, axis=1)
-    d_logits = prob * (grad - inner[:, None] + d_lse[:, None])
+    if HAS_LSE:
+        inner -= tl.load(d_lse_ptr + offs_t, mask=mask_t, other=0.0)
+    d_logits = prob * (grad - inner[:, None])
     tl.store(d_logits_ptr + offs, d_logits, mask=mask)
 
 
@@ -225,9 +231,9 @@ def topk_gating_fwd(
 
 
 def topk_gating_bwd(
-    d_gate_TK: Tensor,
-    d_prob_sum_E: Tensor,
-    d_lse_T: Tensor,
+    d_gate_TK: Tensor | None,
+    d_prob_sum_E: Tensor | None,
+    d_lse_T: Tensor | None,
     logits_TE: Tensor,
     lse_T: Tensor,
     choice_TK: Tensor,
@@ -247,7 +253,8 @@ def topk_gating_bwd(
         ("d_lse", d_lse_T, (T,)),
         ("lse", lse_T, (T,)),
     ):
-        check_tensor(name, tensor, shape, (torch.float32,), device)
+        if tensor is not None:
+            check_tensor(name, tensor, shape, (torch.float32,), device)
     check_tensor("choice", choice_TK, (T, top_k), (torch.int32,), device)
     d_logits_TE = torch.empty((T, E), dtype=torch.float32, device=device)
     if T == 0:
@@ -256,15 +263,18 @@ def topk_gating_bwd(
     with device_guard(logits_TE):
         _topk_gating_bwd_kernel[(triton.cdiv(T, block_t),)](
             d_logits_TE,
-            d_gate_TK.contiguous(),
-            d_prob_sum_E.contiguous(),
-            d_lse_T.contiguous(),
+            None if d_gate_TK is None else d_gate_TK.contiguous(),
+            None if d_prob_sum_E is None else d_prob_sum_E.contiguous(),
+            None if d_lse_T is None else d_lse_T.contiguous(),
             logits_TE.contiguous(),
             lse_T.contiguous(),
             choice_TK.contiguous(),
             T,
             E=E,
             TOP_K=top_k,
+            HAS_GATE=d_gate_TK is not None,
+            HAS_PROB_SUM=d_prob_sum_E is not None,
+            HAS_LSE=d_lse_T is not None,
             BLOCK_T=block_t,
             BLOCK_E=block_e,
         )

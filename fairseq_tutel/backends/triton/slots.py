@@ -141,13 +141,13 @@ def _invert_rows_kernel(
 
 
 def scan_blocks(hist_KBE: Tensor) -> Tensor:
-    """Turns the histograms into offsets in place and returns count_KE."""
+    """Turns the histograms into offsets in place and returns num_routed_KE."""
     K, B, E = hist_KBE.shape
-    count_KE = hist_KBE.new_empty((K, E))
+    num_routed_KE = hist_KBE.new_empty((K, E))
     _scan_blocks_kernel[(triton.cdiv(E, SCAN_BLOCK_COLS),)](
-        hist_KBE, count_KE, B, E=E, TOP_K=K, BLOCK_B=SCAN_BLOCK_ROWS, BLOCK_E=SCAN_BLOCK_COLS
+        hist_KBE, num_routed_KE, B, E=E, TOP_K=K, BLOCK_B=SCAN_BLOCK_ROWS, BLOCK_E=SCAN_BLOCK_COLS
     )
-    return count_KE
+    return num_routed_KE
 
 
 def assign_slots(
@@ -163,9 +163,11 @@ def assign_slots(
     check_tensor("expert", expert_TK, (T, K), (torch.int32,), device)
     if priority_T is not None:
         check_tensor("priority", priority_T, (T,), (priority_T.dtype,), device)
-    slot_TK = torch.empty((T, K), dtype=torch.int32, device=device)
+    position_in_expert_TK = torch.empty((T, K), dtype=torch.int32, device=device)
     if T == 0:
-        return slot_TK, torch.zeros((K, num_experts), dtype=torch.int32, device=device)
+        return position_in_expert_TK, torch.zeros(
+            (K, num_experts), dtype=torch.int32, device=device
+        )
     expert_TK = expert_TK.contiguous()
     order_T = None
     if priority_T is not None:
@@ -174,7 +176,7 @@ def assign_slots(
     hist_KBE = torch.empty((K, num_blocks, num_experts), dtype=torch.int32, device=device)
     with device_guard(expert_TK):
         _rank_in_block_kernel[(num_blocks, K)](
-            slot_TK,
+            position_in_expert_TK,
             hist_KBE,
             expert_TK,
             order_T,
@@ -186,9 +188,9 @@ def assign_slots(
             BLOCK=SLOT_BLOCK,
             BLOCK_E=triton.next_power_of_2(num_experts + 1),
         )
-        count_KE = scan_blocks(hist_KBE)
+        num_routed_KE = scan_blocks(hist_KBE)
         _add_offset_kernel[(num_blocks, K)](
-            slot_TK,
+            position_in_expert_TK,
             hist_KBE,
             expert_TK,
             order_T,
@@ -199,23 +201,23 @@ def assign_slots(
             HAS_ORDER=order_T is not None,
             BLOCK=SLOT_BLOCK,
         )
-    return slot_TK, count_KE
+    return position_in_expert_TK, num_routed_KE
 
 
-def invert_rows(row_TK: Tensor, num_rows: int) -> Tensor:
+def invert_rows(dest_row_TK: Tensor, num_rows: int) -> Tensor:
     """:func:`fairseq_tutel.backends.torch.invert_rows` in Triton.
 
     Raises:
         ValueError: wrong dtype or device.
     """
-    check_tensor("row", row_TK, tuple(row_TK.shape), (torch.int32,))
+    check_tensor("row", dest_row_TK, tuple(dest_row_TK.shape), (torch.int32,))
     # A scatter cannot know which rows stay unused, so they are marked beforehand.
-    pair_R = torch.full((num_rows,), -1, dtype=torch.int32, device=row_TK.device)
-    num_pairs = row_TK.numel()
+    src_pair_R = torch.full((num_rows,), -1, dtype=torch.int32, device=dest_row_TK.device)
+    num_pairs = dest_row_TK.numel()
     if num_pairs == 0 or num_rows == 0:
-        return pair_R
-    with device_guard(row_TK):
+        return src_pair_R
+    with device_guard(dest_row_TK):
         _invert_rows_kernel[(triton.cdiv(num_pairs, FLAT_BLOCK),)](
-            pair_R, row_TK.contiguous(), num_pairs, BLOCK=FLAT_BLOCK
+            src_pair_R, dest_row_TK.contiguous(), num_pairs, BLOCK=FLAT_BLOCK
         )
-    return pair_R
+    return src_pair_R

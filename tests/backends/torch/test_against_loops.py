@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from helpers import naive
 from helpers.assertions import assert_close
 from helpers.inputs import random_rows
 
@@ -114,20 +115,15 @@ def test_dispatch_and_combine(T, K, E, C, kind, dtype):
     values[pair < 0] = float("nan")
     weight = torch.rand(T, K, generator=generator)
     weight = weight.double() if dtype == torch.float64 else weight
-    rows, plain = torch.zeros(E * C, 9).double(), torch.zeros(E * C, 9).double()
-    y = torch.zeros(T, 9).double()
-    for t in range(T):
-        for k in range(K):
-            r = row[t, k].item()
-            if r >= 0:
-                plain[r] = x[t].double()
-                rows[r] = weight[t, k].double() * x[t].double()
-                y[t] += weight[t, k].double() * values[r].double()
-    assert_close("dispatch", ops.dispatch(x, row, pair, weight), rows, dtype)
-    assert torch.equal(ops.dispatch(x, row, pair), plain.to(dtype))
+    assert torch.equal(ops.dispatch(x, row, pair), naive.dispatch(x, row, pair))
     got = ops.combine(values, row, pair, weight)
     assert got.dtype == dtype
-    assert_close("combine", got, y, dtype)
+    assert_close("combine", got, naive.combine(values.double(), row, weight.double()), dtype)
+    dy = torch.randn(T, 9, generator=generator, dtype=torch.float64).to(dtype)
+    got = torch_backend.combine_bwd(dy, values, row, pair, weight)
+    want = naive.combine_bwd(dy.double(), values.double(), row, weight.double())
+    assert_close("d_rows", got[0], want[0], dtype)
+    assert_close("d_weight", got[1], want[1], torch.float32)
 
 
 def test_blocks_of_rows_are_joined(monkeypatch):
@@ -137,9 +133,9 @@ def test_blocks_of_rows_are_joined(monkeypatch):
     row, pair = random_rows(12, 2, 4, 6, "spread")
     x, values, weight = torch.randn(12, 9), torch.randn(24, 9), torch.rand(12, 2)
     args = (row, pair, weight)
-    whole = [ops.dispatch(x, *args), *torch_backend.combine_bwd(x, values, *args)]
+    whole = [ops.dispatch(x, row, pair), *torch_backend.combine_bwd(x, values, *args)]
     monkeypatch.setattr(dispatch, "_BLOCK_NUMEL", 27)
-    parts = [ops.dispatch(x, *args), *torch_backend.combine_bwd(x, values, *args)]
+    parts = [ops.dispatch(x, row, pair), *torch_backend.combine_bwd(x, values, *args)]
     for a, b in zip(whole, parts, strict=True):
         assert torch.equal(a, b)
 
@@ -230,8 +226,8 @@ def test_mistakes_are_named():
         ("priority", lambda: ops.assign_slots(row, 3, priority_T=torch.zeros(5))),
         ("int32", lambda: ops.invert_rows(row.long(), 3)),
         ("x must be", lambda: ops.dispatch(x[:3], row, pair)),
-        ("weight", lambda: ops.dispatch(x, row, pair, torch.zeros(4, 3))),
-        ("pair must be", lambda: ops.dispatch(x, row, pair.long())),
+        ("topk_weight", lambda: ops.combine(torch.zeros(8, 3), row, pair, torch.zeros(4, 3))),
+        ("src_pair must be", lambda: ops.dispatch(x, row, pair.long())),
         (r"rows must be \(8, model_dim\)", lambda: ops.combine(x, row, pair, torch.zeros(4, 2))),
         ("unknown activation 'geglu'", lambda: ops.bias_act(h, bias, activation="geglu")),
         ("dropout_p", lambda: ops.bias_act(h, bias, activation="relu", dropout_p=1.0)),

@@ -17,7 +17,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fairseq_tutel.backends.triton import _autotune as tiles
-from fairseq_tutel.backends.triton import activation, cumsum, dispatch, gating, slots
+from fairseq_tutel.backends.triton import (
+    _grouped,
+    activation,
+    cumsum,
+    dispatch,
+    gating,
+    rows,
+    slots,
+)
 
 FLOAT = {"fp16": "*fp16", "bf16": "*bf16", "fp32": "*fp32"}
 
@@ -32,7 +40,8 @@ def _variants():
     one = {"E": 1, "TOP_K": 1, "HAS_NOISE": False, "HAS_PAD": False}  # the narrowest tiles
     yield gating._topk_gating_fwd_kernel, "fp32", {**one, "BLOCK_T": 32, "BLOCK_E": 1}
     yield gating._topk_gating_sums_kernel, "fp32", sums
-    yield gating._topk_gating_bwd_kernel, "fp32", gate
+    given = {"HAS_GATE": True, "HAS_PROB_SUM": True, "HAS_LSE": True}
+    yield gating._topk_gating_bwd_kernel, "fp32", {**gate, **given}
 
     slot = {"E": 70, "TOP_K": 2, "HAS_ORDER": True, "BLOCK": tiles.SLOT_BLOCK}
     columns = {"E": 70, "BLOCK_E": tiles.SCAN_BLOCK_COLS}
@@ -46,17 +55,28 @@ def _variants():
     yield cumsum._column_sums_kernel, "fp32", tile
     yield cumsum._cumsum_sub_one_kernel, "fp32", {**tile, "HAS_BEFORE": True}
 
-    move = {"M": 4096, "TOP_K": 2, "BLOCK_K": 2}
-    full = {**move, "HAS_WEIGHT": True, "HAS_DOT": True}
-    plain = {**move, "HAS_WEIGHT": False, "HAS_DOT": False}
-    for dtype, flags in (("bf16", full), ("fp16", full), ("fp32", plain)):
-        rows = {"HAS_ROWS": True, "ROWS_PER_PROGRAM": tiles.ROWS_PER_PROGRAM}
-        yield dispatch._token_to_rows_kernel, dtype, {**flags, **rows}
-        yield dispatch._rows_to_token_kernel, dtype, {**flags, "HAS_SUM": True}
+    pairs = {"E": 70, "TOP_K": 2, "NORMALIZE": True, **rows._tile(2), "BLOCK_R": tiles.FLAT_BLOCK}
+    for padded in (True, False):
+        layout = {"PADDED": padded, "HAS_CAPACITY": padded}
+        yield rows._assign_rows_fwd_kernel, "fp32", {**pairs, **layout}
+    yield rows._assign_rows_bwd_kernel, "fp32", {"TOP_K": 2, "NORMALIZE": True, **rows._tile(2)}
 
-    many = {**full, "TOP_K": 6, "BLOCK_K": 8}  # more choices than are unrolled
-    yield dispatch._token_to_rows_kernel, "bf16", {**many, **rows}
-    yield dispatch._rows_to_token_kernel, "bf16", {**many, "HAS_SUM": True}
+    both = {"HAS_ROWS": True, "ROWS_PER_PROGRAM": tiles.ROWS_PER_PROGRAM}
+    for dtype, weighted, top_k in (
+        ("bf16", True, 2), ("fp16", True, 2), ("fp32", False, 2),
+        ("bf16", True, 6),  # more choices than are unrolled
+    ):  # fmt: skip
+        move = {"M": 4096, "TOP_K": top_k, "HAS_WEIGHT": weighted}
+        dot = {"HAS_DOT": weighted, "BLOCK_K": triton.next_power_of_2(top_k)}
+        yield dispatch._token_to_rows_kernel, dtype, {**move, **dot, **both}
+        yield dispatch._rows_to_token_kernel, dtype, move
+
+    for dtype, precision in (("bf16", "ieee"), ("fp16", "ieee"), ("fp32", "tf32")):
+        product = {"A": 4096, "B": 16384, "PRECISION": precision, "UPCAST": False}
+        strides = {"stride_e": 4096 * 16384, "stride_a": 1, "stride_b": 4096}
+        experts = {"e": 3, "BLOCK_EXPERTS": 4}
+        yield _grouped._rows_product_kernel, dtype, {**product, **strides, **experts}
+        yield _grouped._weight_gradient_kernel, dtype, product
 
     act = {"e": 3, "F": 4096, "TILE": tiles.ACT_TILE_ROWS, "BLOCK_EXPERTS": 4}
     cases = [("bf16", "gelu", True, 0.0), ("fp16", "gelu_tanh", False, 0.1)]
@@ -74,6 +94,8 @@ def _variants():
 
 _POINTERS = {
     "expert_ptr": "*i32", "choice_ptr": "*i32", "row_ptr": "*i32", "pair_ptr": "*i32",
+    "dest_row_ptr": "*i32", "src_pair_ptr": "*i32", "position_ptr": "*i32", "end_ptr": "*i32",
+    "num_routed_ptr": "*i32", "num_kept_ptr": "*i32",
     "rank_ptr": "*i32", "slot_ptr": "*i32", "hist_ptr": "*i32", "count_ptr": "*i32",
     "sum_ptr": "*i32", "out_ptr": "*i32", "before_ptr": "*i32", "offsets_ptr": "*i32",
     "mask_ptr": "*i64", "order_ptr": "*i64", "seed_ptr": "*i64", "pad_ptr": "*i1",
@@ -168,6 +190,7 @@ def compile_all(backend: str, arch: str, variants: str) -> None:
         if cuda:
             result["wide"] = wide_accesses(binary.asm["ptx"])
             result["branches"] = len(re.findall(r"\bbra\b", binary.asm["ptx"]))
+        result["shared"] = binary.metadata.shared
         print(json.dumps(result))
 
 

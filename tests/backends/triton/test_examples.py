@@ -7,8 +7,17 @@ import triton
 import triton.language as tl
 
 from fairseq_tutel.backends import triton as kernels
-from fairseq_tutel.backends.triton import activation, cumsum, dispatch, gating, slots
+from fairseq_tutel.backends.triton import (
+    _grouped,
+    activation,
+    cumsum,
+    dispatch,
+    gating,
+    rows,
+    slots,
+)
 from fairseq_tutel.backends.triton._activations import normal_cdf, tanh
+from fairseq_tutel.backends.triton._tiles import ragged_tiles, tile_rows
 
 
 def tensors(device, *values, dtype=torch.float32):
@@ -91,17 +100,43 @@ def test_cumsum_sub_one(device):
 def test_token_to_rows(device):
     x, weight, other = tensors(device, [[1], [2]], [[1, 1], [10, 100]], [[1], [2], [3], [4]])
     row, pair = ints(device, [[1, -1], [2, 0]], [3, 0, 2, -1])
-    assert kernels.dispatch_fwd(x, row, pair, weight).tolist() == [[200], [1], [20], [0]]
     rows, dot = kernels.combine_bwd(x, other, row, pair, weight)
     assert rows.tolist() == [[200], [1], [20], [0]] and dot.tolist() == [[2, 0], [6, 2]]
 
 
 def test_rows_to_token(device):
-    rows, weight, other = tensors(device, [[1], [2], [3]], [[1, 1], [10, 100]], [[1], [2]])
-    row, pair = ints(device, [[1, -1], [2, 0]], [3, 0, 2])
-    assert kernels.combine_fwd(rows, row, pair, weight).tolist() == [[2], [130]]
-    y, dot = kernels.dispatch_bwd(rows, other, row, pair, weight)
-    assert y.tolist() == [[2], [130]] and dot.tolist() == [[2, 0], [6, 2]]
+    rows, weight = tensors(device, [[1], [2], [3]], [[1, 1], [10, 100]])
+    (row,) = ints(device, [[1, -1], [2, 0]])
+    assert kernels.combine_fwd(rows, row, weight).tolist() == [[2], [130]]
+
+
+def test_assign_rows(device):
+    expert, position, num_routed = ints(device, [[1, 0]] * 2, [[0, 0], [1, 1]], [[0, 2], [2, 0]])
+    (gate,) = tensors(device, [[3 / 4, 1 / 4], [1 / 2, 1 / 2]])
+    got = kernels.assign_rows_fwd(
+        expert, position, gate, num_routed, capacity=1, padded=True, normalize=True
+    )
+    want = [[[1, 0], [-1, -1]], [1, 0], [[3 / 4, 1 / 4], [0, 0]], [1, 1]]
+    assert [x.tolist() for x in got] == want
+
+
+def test_assign_rows_bwd(device):
+    d_weight, gate = tensors(device, [[1, 0]], [[1 / 4, 1 / 4]])
+    (dest_row,) = ints(device, [[0, 1]])
+    got = kernels.assign_rows_bwd(d_weight, gate, dest_row, normalize=True)
+    assert got.tolist() == [[1, -1]]
+
+
+def test_rows_product(device):
+    rows, weight = tensors(device, [[1], [2], [3]], [[[10]], [[100]]])
+    (offsets,) = ints(device, [1, 2])
+    assert _grouped.rows_product(rows, weight, offsets).tolist() == [[10], [200], [0]]
+
+
+def test_weight_gradient(device):
+    d, rows = tensors(device, [[1], [2], [3]], [[10], [100], [1000]])
+    (offsets,) = ints(device, [1, 3])
+    assert _grouped.weight_gradient(d, rows, offsets).tolist() == [[[10]], [[3200]]]
 
 
 def test_bias_act_fwd(device):
@@ -134,12 +169,12 @@ def _helpers_kernel(tanh_ptr, normal_ptr, tiles_ptr, rows_ptr, z_ptr, offsets_pt
     cdf, density = normal_cdf(2.0 * z)
     tl.store(normal_ptr + lane, cdf)
     tl.store(normal_ptr + 4 + lane, density)
-    _, start, end, tiles = activation._ragged_tiles(offsets_ptr, num_rows, 3, 2, 4)
+    _, start, end, tiles = ragged_tiles(offsets_ptr, num_rows, 3, 2, 4)
     tl.store(tiles_ptr + lane, start)
     tl.store(tiles_ptr + 4 + lane, end)
     tl.store(tiles_ptr + 8 + lane, tiles)
     for pid in range(0, 6):
-        expert, first, last = activation._tile_rows(pid, offsets_ptr, num_rows, 0, 3, True, 2, 4)
+        expert, first, last = tile_rows(pid, offsets_ptr, num_rows, 0, 3, True, 2, 4)
         tl.store(rows_ptr + 3 * pid, expert)
         tl.store(rows_ptr + 3 * pid + 1, first)
         tl.store(rows_ptr + 3 * pid + 2, last)
@@ -165,7 +200,7 @@ def test_device_functions(device):
 def test_the_examples_are_those_of_the_docstrings():
     """Every kernel has an example; one that is added needs a test above."""
     tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
-    for module in (activation, dispatch, gating, slots):
+    for module in (activation, cumsum, dispatch, gating, _grouped, rows, slots):
         for name, value in vars(module).items():
             if not name.endswith("_kernel"):
                 continue

@@ -37,7 +37,7 @@ def test_dispatch_and_combine(cuda):
     rows = kernels.dispatch_fwd(x, row, pair)
     assert torch.equal(rows[row[:, 0].long()], x[tokens])
     assert rows[1].eq(0).all() and rows[-2].eq(0).all()
-    assert torch.equal(kernels.combine_fwd(rows, row, pair, weight), 2 * x)
+    assert torch.equal(kernels.combine_fwd(rows, row, weight), 2 * x)
     d_rows, d_weight = kernels.combine_bwd(x, rows, row, pair, weight)
     assert torch.equal(d_rows[row[:, 0].long()], 2 * x)
     want = x.double().square().sum(1, keepdim=True)

@@ -1,0 +1,241 @@
+"""Products of each expert with its own rows of a ragged buffer; offsets are not read by the host.
+
+torch's ``grouped_mm`` is taken where it is one kernel: bf16 on Hopper and Blackwell. Elsewhere
+(fp16, fp32, other GPUs; torch 2.11) it copies the offsets to the host and loops over the experts,
+so the kernels here take its place: a program computes one tile, and where the tile's expert begins
+is found in the offsets, which stay on the GPU.
+
+Legend: e local experts, R rows, A and B the two dimensions of the weight.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._autotune import launch, product_configs
+from ._runtime import FLOAT_DTYPES, INTERPRET, check_tensor, device_guard
+from ._tiles import tile_rows
+
+_DYNAMIC = ["num_rows"]
+
+
+@triton.jit
+def _dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    if UPCAST:  # the interpreter's product of bf16 is wrong
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.autotune(product_configs(), key=["A", "B", "stride_a"])
+@triton.jit(do_not_specialize=_DYNAMIC)
+def _rows_product_kernel(
+    out_ptr,  # (R, B) - output; the rows of nobody come out zero
+    rows_ptr,  # (R, A)
+    matrix_ptr,  # (e, A, B) - the experts' weights
+    offsets_ptr,  # (e,) int32 end row of each expert
+    num_rows,
+    stride_e: tl.constexpr,
+    stride_a: tl.constexpr,
+    stride_b: tl.constexpr,
+    e: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid (cdiv(B, BLOCK_C), tiles of BLOCK_R rows).
+
+    Example: rows [[1], [2], [3]], weight [[[10]], [[100]]], offsets [1, 2]
+    -> out [[10], [200], [0]].
+    """
+    expert, first, last = tile_rows(
+        tl.program_id(1).to(tl.int64), offsets_ptr, num_rows, 0, e, True, BLOCK_R, BLOCK_EXPERTS
+    )
+    offs_r = first + tl.arange(0, BLOCK_R)
+    offs_b = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_r, mask_b = offs_r < last, offs_b < B
+    acc = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    if expert < e:
+        for start in range(0, A, BLOCK_D):
+            offs_a = start + tl.arange(0, BLOCK_D).to(tl.int64)
+            mask_a = offs_a < A
+            rows = tl.load(
+                rows_ptr + offs_r[:, None] * A + offs_a[None, :],
+                mask=mask_r[:, None] & mask_a[None, :],
+                other=0.0,
+            )
+            weight = tl.load(
+                matrix_ptr
+                + expert * stride_e
+                + offs_a[:, None] * stride_a
+                + offs_b[None, :] * stride_b,
+                mask=mask_a[:, None] & mask_b[None, :],
+                other=0.0,
+            )
+            acc = _dot(rows, weight, acc, PRECISION, UPCAST)
+    out = acc.to(out_ptr.dtype.element_ty)
+    mask = mask_r[:, None] & mask_b[None, :]
+    tl.store(out_ptr + offs_r[:, None] * B + offs_b[None, :], out, mask=mask)
+
+
+@triton.autotune(product_configs(), key=["A", "B"])
+@triton.jit
+def _weight_gradient_kernel(
+    out_ptr,  # (e, A, B) - output; zero for an expert without rows
+    d_ptr,  # (R, A)
+    rows_ptr,  # (R, B)
+    offsets_ptr,  # (e,) int32 end row of each expert
+    A: tl.constexpr,
+    B: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid (cdiv(B, BLOCK_C), cdiv(A, BLOCK_R), e); sums over an expert's rows, BLOCK_D at a time.
+
+    Example: d [[1], [2], [3]], rows [[10], [100], [1000]], offsets [1, 3]
+    -> out [[[10]], [[3200]]].
+    """
+    expert = tl.program_id(2).to(tl.int64)
+    offs_a = tl.program_id(1).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    offs_b = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_a, mask_b = offs_a < A, offs_b < B
+    end = tl.load(offsets_ptr + expert).to(tl.int64)
+    begin = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0).to(tl.int64)
+    acc = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    for start in range(begin, end, BLOCK_D):
+        offs_r = start + tl.arange(0, BLOCK_D)
+        mask_r = offs_r < end
+        d = tl.load(
+            d_ptr + offs_r[None, :] * A + offs_a[:, None],
+            mask=mask_a[:, None] & mask_r[None, :],
+            other=0.0,
+        )
+        rows = tl.load(
+            rows_ptr + offs_r[:, None] * B + offs_b[None, :],
+            mask=mask_r[:, None] & mask_b[None, :],
+            other=0.0,
+        )
+        acc = _dot(d, rows, acc, PRECISION, UPCAST)
+    out = acc.to(out_ptr.dtype.element_ty)
+    offs = expert * A * B + offs_a[:, None] * B + offs_b[None, :]
+    tl.store(out_ptr + offs, out, mask=mask_a[:, None] & mask_b[None, :])
+
+
+def _grouped_mm_is_fused(rows: Tensor, *widths: int) -> bool:
+    """Whether ``grouped_mm`` is one kernel; it wants rows that begin at multiples of 16 bytes."""
+    if not rows.is_cuda or rows.dtype != torch.bfloat16 or torch.version.hip:
+        return False
+    aligned = all(width * rows.element_size() % 16 == 0 for width in widths)
+    return aligned and torch.cuda.get_device_capability(rows.device)[0] in (9, 10)
+
+
+def _precision(dtype: torch.dtype) -> dict:
+    """TF32 where torch's own products may use it."""
+    may_round = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    tf32 = may_round and not torch.version.hip
+    return {
+        "PRECISION": "tf32" if tf32 else "ieee",
+        "UPCAST": INTERPRET and dtype == torch.bfloat16,
+    }
+
+
+def rows_product(rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor) -> Tensor:
+    """``rows[begin_x : end_x] @ weight[x]`` for every expert x.
+
+    Args:
+        rows_RA: (R, A).
+        weight_eAB: (e, A, B), of any strides.
+        offsets: (e,) int32 end row of each expert, ascending.
+
+    Returns:
+        (R, B); what is past the last end is unspecified.
+
+    Raises:
+        ValueError: wrong shape, dtype or device.
+    """
+    R, A = rows_RA.shape
+    e, _, B = weight_eAB.shape
+    device = rows_RA.device
+    check_tensor("rows", rows_RA, (R, A), FLOAT_DTYPES, device)
+    check_tensor("weight", weight_eAB, (e, A, B), (rows_RA.dtype,), device)
+    check_tensor("offsets", offsets, (e,), (torch.int32,), device)
+    if _grouped_mm_is_fused(rows_RA, A, B):
+        return torch.nn.functional.grouped_mm(rows_RA, weight_eAB, offs=offsets)
+    out_RB = torch.empty((R, B), dtype=rows_RA.dtype, device=device)
+    if out_RB.numel() == 0:
+        return out_RB
+
+    def grid(meta: dict) -> tuple[int, int]:
+        # an upper bound: every expert, and the tail, may leave its last tile part empty
+        return triton.cdiv(B, meta["BLOCK_C"]), R // meta["BLOCK_R"] + e + 1
+
+    stride_e, stride_a, stride_b = weight_eAB.stride()
+    with device_guard(rows_RA):
+        launch(
+            _rows_product_kernel,
+            grid,
+            R,
+            out_RB,
+            rows_RA.contiguous(),
+            weight_eAB,
+            offsets.contiguous(),
+            R,
+            stride_e=stride_e,
+            stride_a=stride_a,
+            stride_b=stride_b,
+            e=e,
+            A=A,
+            B=B,
+            BLOCK_EXPERTS=triton.next_power_of_2(e + 1),
+            **_precision(rows_RA.dtype),
+        )
+    return out_RB
+
+
+def weight_gradient(d_RA: Tensor, rows_RB: Tensor, offsets: Tensor) -> Tensor:
+    """``d[begin_x : end_x].T @ rows[begin_x : end_x]`` for every expert x, (e, A, B).
+
+    Args:
+        d_RA: (R, A).
+        rows_RB: (R, B).
+        offsets: (e,) int32 end row of each expert, ascending.
+
+    Raises:
+        ValueError: wrong shape, dtype or device.
+    """
+    (R, A), B, e = d_RA.shape, rows_RB.shape[1], offsets.shape[0]
+    device = d_RA.device
+    check_tensor("d", d_RA, (R, A), FLOAT_DTYPES, device)
+    check_tensor("rows", rows_RB, (R, B), (d_RA.dtype,), device)
+    check_tensor("offsets", offsets, (e,), (torch.int32,), device)
+    if _grouped_mm_is_fused(d_RA, A, B):
+        return torch.nn.functional.grouped_mm(d_RA.contiguous().t(), rows_RB, offs=offsets)
+    out_eAB = torch.empty((e, A, B), dtype=d_RA.dtype, device=device)
+    if out_eAB.numel() == 0:
+        return out_eAB
+
+    def grid(meta: dict) -> tuple[int, int, int]:
+        return triton.cdiv(B, meta["BLOCK_C"]), triton.cdiv(A, meta["BLOCK_R"]), e
+
+    with device_guard(d_RA):
+        launch(
+            _weight_gradient_kernel,
+            grid,
+            R,
+            out_eAB,
+            d_RA.contiguous(),
+            rows_RB.contiguous(),
+            offsets.contiguous(),
+            A=A,
+            B=B,
+            **_precision(d_RA.dtype),
+        )
+    return out_eAB

@@ -1,0 +1,56 @@
+"""Tiles of rows that never span two experts, as device functions.
+
+Legend: e local experts, R rows. "Ragged" rows have an end row per expert (offsets) and a tail that
+no expert owns; the tail counts as one more expert.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def ragged_tiles(
+    offsets_ptr, num_rows, e: tl.constexpr, TILE: tl.constexpr, BLOCK_EXPERTS: tl.constexpr
+):
+    """Experts (index, start row, end row, number of tiles); index e is the tail.
+
+    Example: offsets [3, 3, 7], 9 rows, TILE = 2 -> starts [0, 3, 3, 7], ends [3, 3, 7, 9],
+    tiles [2, 0, 2, 1].
+    """
+    index = tl.arange(0, BLOCK_EXPERTS)
+    end = tl.load(offsets_ptr + index, mask=index < e, other=0).to(tl.int64)
+    end = tl.where(index < e, end, num_rows)
+    start = tl.load(offsets_ptr + index - 1, mask=(index > 0) & (index <= e), other=0)
+    start = tl.where(index <= e, start.to(tl.int64), num_rows)
+    return index, start, end, (end - start + TILE - 1) // TILE
+
+
+@triton.jit
+def tile_rows(
+    pid,
+    offsets_ptr,
+    num_rows,
+    rows_per_expert,
+    e: tl.constexpr,
+    RAGGED: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+):
+    """(expert, first row, end row of the expert) of tile ``pid``; no row past the last tile.
+
+    Example: offsets [3, 3, 7], 9 rows, TILE = 2: tile 2 -> (2, 3, 7), tile 4 -> (3, 7, 9).
+    """
+    if RAGGED:
+        index, start, end, tiles = ragged_tiles(offsets_ptr, num_rows, e, TILE, BLOCK_EXPERTS)
+        passed = tl.cumsum(tiles, axis=0) <= pid
+        expert = tl.sum(passed.to(tl.int64), axis=0)
+        tile = pid - tl.sum(tl.where(passed, tiles, 0), axis=0)
+        here = index == expert
+        first = tl.sum(tl.where(here, start, 0), axis=0) + tile * TILE
+        last = tl.sum(tl.where(here, end, 0), axis=0)
+    else:
+        tiles_per_expert = tl.cdiv(rows_per_expert, TILE)
+        expert = pid // tiles_per_expert
+        first = expert * rows_per_expert + (pid - expert * tiles_per_expert) * TILE
+        last = (expert + 1) * rows_per_expert
+    return expert, first, last

@@ -1,0 +1,219 @@
+"""Rows and weights of (token, choice) pairs in one launch, and the gradient of the gate values.
+
+Legend: T tokens, E experts, K top-k (``TOP_K`` in kernels), R rows, C capacity.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._autotune import FLAT_BLOCK
+from ._runtime import check_tensor, device_guard
+
+_DYNAMIC = ["num_tokens", "num_rows", "num_token_blocks", "capacity"]
+_EPSILON = tl.constexpr(torch.finfo(torch.float32).eps)
+
+
+@triton.jit(do_not_specialize=_DYNAMIC)
+def _assign_rows_fwd_kernel(
+    dest_row_ptr,  # (T, K) int32 - output: row of each pair, -1 = not kept
+    src_pair_ptr,  # (R,) int32 - output: pair t * K + k in each row, -1 = unused
+    weight_ptr,  # (T, K) fp32 - output: 0 = not kept
+    num_kept_ptr,  # (E,) int32 - output where PADDED, else not used
+    expert_ptr,  # (T, K) int32, -1 = not routed
+    position_ptr,  # (T, K) int32, -1 = not routed
+    gate_ptr,  # (T, K) fp32
+    num_routed_ptr,  # (K, E) int32; PADDED
+    end_ptr,  # (E,) int32 - end of each expert's rows; not PADDED
+    num_tokens,
+    num_rows,
+    num_token_blocks,
+    capacity,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PADDED: tl.constexpr,
+    HAS_CAPACITY: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Grid (num_token_blocks + cdiv(R, BLOCK_R),): first tokens, then unused rows.
+
+    Which rows stay unused follows from the counts, so no pass over the map marks them before.
+
+    Example: C = 1, padded, expert [[1, 0], [1, 0]], position [[0, 0], [1, 1]],
+    gate [[3/4, 1/4], [1/2, 1/2]], num_routed [[0, 2], [2, 0]], normalised
+    -> dest_row [[1, 0], [-1, -1]], src_pair [1, 0], weight [[3/4, 1/4], [0, 0]], num_kept [1, 1].
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    if pid < num_token_blocks:
+        offs_t = pid * BLOCK_T + tl.arange(0, BLOCK_T)
+        offs_k = tl.arange(0, BLOCK_K)
+        mask = (offs_t < num_tokens)[:, None] & (offs_k < TOP_K)[None, :]
+        offs = offs_t[:, None] * TOP_K + offs_k[None, :]
+        position = tl.load(position_ptr + offs, mask=mask, other=-1)
+        expert = tl.load(expert_ptr + offs, mask=mask, other=-1).to(tl.int64)
+        kept = position >= 0
+        if HAS_CAPACITY:
+            kept = kept & (position < capacity)
+        if PADDED:
+            first = expert * capacity
+        else:
+            first = tl.load(end_ptr + expert - 1, mask=kept & (expert > 0), other=0).to(tl.int64)
+        row = first + position
+        tl.store(dest_row_ptr + offs, tl.where(kept, row, -1).to(tl.int32), mask=mask)
+        tl.store(src_pair_ptr + row, offs.to(tl.int32), mask=kept)
+        weight = tl.load(gate_ptr + offs, mask=kept, other=0.0)
+        if NORMALIZE:
+            total = tl.sum(weight, axis=1)
+            weight = weight / tl.maximum(total, _EPSILON)[:, None]
+        tl.store(weight_ptr + offs, weight, mask=mask)
+    else:
+        offs_r = (pid - num_token_blocks) * BLOCK_R + tl.arange(0, BLOCK_R)
+        mask_r = offs_r < num_rows
+        if PADDED:
+            expert_r = offs_r // capacity
+            position_r = offs_r - expert_r * capacity
+            num_kept = tl.zeros([BLOCK_R], tl.int32)
+            count_ptr = num_routed_ptr + expert_r
+            for _ in range(TOP_K):
+                num_kept += tl.load(count_ptr, mask=mask_r, other=0)
+                count_ptr += E
+            num_kept = tl.minimum(num_kept, capacity)
+            unused = position_r >= num_kept
+            tl.store(num_kept_ptr + expert_r, num_kept, mask=mask_r & (position_r == 0))
+        else:
+            unused = offs_r >= tl.load(end_ptr + E - 1)
+        none = tl.full([BLOCK_R], -1, tl.int32)
+        tl.store(src_pair_ptr + offs_r, none, mask=mask_r & unused)
+
+
+@triton.jit(do_not_specialize=_DYNAMIC)
+def _assign_rows_bwd_kernel(
+    d_gate_ptr,  # (T, K) fp32 - output
+    d_weight_ptr,  # (T, K) fp32
+    gate_ptr,  # (T, K) fp32
+    dest_row_ptr,  # (T, K) int32, -1 = not kept
+    num_tokens,
+    TOP_K: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Grid (cdiv(T, BLOCK_T),); d_gate = kept * (d_w - <d_w, w>) / s, s = sum of kept gates.
+
+    Example: gate [[1/4, 1/4]], dest_row [[0, 1]], d_weight [[1, 0]], normalised -> [[1, -1]].
+    """
+    offs_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask = (offs_t < num_tokens)[:, None] & (offs_k < TOP_K)[None, :]
+    offs = offs_t[:, None] * TOP_K + offs_k[None, :]
+    kept = tl.load(dest_row_ptr + offs, mask=mask, other=-1) >= 0
+    d_gate = tl.load(d_weight_ptr + offs, mask=kept, other=0.0)
+    if NORMALIZE:
+        gate = tl.load(gate_ptr + offs, mask=kept, other=0.0)
+        total = tl.sum(gate, axis=1)
+        divisor = tl.maximum(total, _EPSILON)
+        inner = tl.sum(d_gate * gate, axis=1) / divisor
+        inner = tl.where(total < divisor, 0.0, inner)
+        d_gate = tl.where(kept, (d_gate - inner[:, None]) / divisor[:, None], 0.0)
+    tl.store(d_gate_ptr + offs, d_gate, mask=mask)
+
+
+def _tile(top_k: int) -> dict[str, int]:
+    block_k = triton.next_power_of_2(top_k)
+    return {"BLOCK_T": max(1, FLAT_BLOCK // block_k), "BLOCK_K": block_k}
+
+
+def assign_rows_fwd(
+    expert_TK: Tensor,
+    position_in_expert_TK: Tensor,
+    gate_TK: Tensor,
+    num_routed_KE: Tensor,
+    *,
+    capacity: int | None,
+    padded: bool,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`fairseq_tutel.backends.torch.assign_rows_fwd` in Triton; gates in fp32.
+
+    Raises:
+        ValueError: wrong shape, dtype or device.
+    """
+    (T, K), E, device = expert_TK.shape, num_routed_KE.shape[1], expert_TK.device
+    check_tensor("expert", expert_TK, (T, K), (torch.int32,), device)
+    check_tensor("position_in_expert", position_in_expert_TK, (T, K), (torch.int32,), device)
+    check_tensor("gate", gate_TK, (T, K), (torch.float32,), device)
+    check_tensor("num_routed", num_routed_KE, (K, E), (torch.int32,), device)
+    num_rows = E * capacity if padded else T * K
+    dest_row_TK = torch.empty((T, K), dtype=torch.int32, device=device)
+    src_pair_R = torch.empty(num_rows, dtype=torch.int32, device=device)
+    weight_TK = torch.empty((T, K), dtype=torch.float32, device=device)
+    end_E = None
+    if padded and num_rows > 0:
+        num_kept_E = torch.empty(E, dtype=torch.int32, device=device)
+    else:
+        num_kept_E = num_routed_KE.sum(0, dtype=torch.int32)
+        if capacity is not None:
+            num_kept_E.clamp_(max=capacity)
+        end_E = num_kept_E.cumsum(0, dtype=torch.int32)
+    tile = _tile(K)
+    num_token_blocks = triton.cdiv(T, tile["BLOCK_T"])
+    grid = (num_token_blocks + triton.cdiv(num_rows, FLAT_BLOCK),)
+    if grid[0] > 0:
+        with device_guard(expert_TK):
+            _assign_rows_fwd_kernel[grid](
+                dest_row_TK,
+                src_pair_R,
+                weight_TK,
+                num_kept_E,
+                expert_TK.contiguous(),
+                position_in_expert_TK.contiguous(),
+                gate_TK.contiguous(),
+                num_routed_KE.contiguous(),
+                end_E,
+                T,
+                num_rows,
+                num_token_blocks,
+                0 if capacity is None else capacity,
+                E=E,
+                TOP_K=K,
+                PADDED=padded,
+                HAS_CAPACITY=capacity is not None,
+                NORMALIZE=normalize,
+                BLOCK_R=FLAT_BLOCK,
+                **tile,
+            )
+    return dest_row_TK, src_pair_R, weight_TK, num_kept_E
+
+
+def assign_rows_bwd(
+    d_weight_TK: Tensor, gate_TK: Tensor, dest_row_TK: Tensor, *, normalize: bool
+) -> Tensor:
+    """:func:`fairseq_tutel.backends.torch.assign_rows_bwd` in Triton, all in fp32.
+
+    Raises:
+        ValueError: wrong shape, dtype or device.
+    """
+    (T, K), device = gate_TK.shape, gate_TK.device
+    check_tensor("d_weight", d_weight_TK, (T, K), (torch.float32,), device)
+    check_tensor("gate", gate_TK, (T, K), (torch.float32,), device)
+    check_tensor("dest_row", dest_row_TK, (T, K), (torch.int32,), device)
+    d_gate_TK = torch.empty((T, K), dtype=torch.float32, device=device)
+    if T == 0:
+        return d_gate_TK
+    tile = _tile(K)
+    with device_guard(gate_TK):
+        _assign_rows_bwd_kernel[(triton.cdiv(T, tile["BLOCK_T"]),)](
+            d_gate_TK,
+            d_weight_TK.contiguous(),
+            gate_TK.contiguous(),
+            dest_row_TK.contiguous(),
+            T,
+            TOP_K=K,
+            NORMALIZE=normalize,
+            **tile,
+        )
+    return d_gate_TK
