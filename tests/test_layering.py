@@ -14,7 +14,8 @@ MAX_LINES = 400
 LINES = (
     {"registry"},
     {"config", "exit_codes", "shipped_configs"},
-    {"backends", "backends/torch", "backends/triton"},
+    {"backends"},
+    {"backends/torch", "backends/triton"},
     {"ops", "distributed"},
     {"moe"},
     {"checkpoint"},
