@@ -30,6 +30,7 @@ from ..distributed import (
     shared_groups,
     sync_step,
 )
+from .autocast import autocast_dtype
 from .dispatcher import dispatch_and_combine
 from .experts import ExpertList, Experts
 from .metrics import MoEAux
@@ -235,9 +236,8 @@ class MoELayer(nn.Module):
         given_TM = x.reshape(-1, self.model_dim)
         if self.training and self.config.input_dropout > 0:
             given_TM = nn.functional.dropout(given_TM, self.config.input_dropout)
-        if not torch.is_autocast_enabled(x.device.type):
-            return given_TM, given_TM
-        return given_TM, given_TM.to(torch.get_autocast_dtype(x.device.type))
+        dtype = autocast_dtype(x.device)
+        return given_TM, given_TM if dtype is None else given_TM.to(dtype)
 
     def _config_for_call(self, top_k, capacity_factor) -> MoEConfig:
         changes = {}

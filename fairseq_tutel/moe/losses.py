@@ -19,10 +19,9 @@ def balance_loss(
         first_choice_E: int [E], tokens whose first choice is e.
         num_tokens: T of this rank.
     """
-    num_experts = prob_sum_E.shape[0]
-    tokens = max(num_tokens, 1)
-    first_E = first_choice_E.to(prob_sum_E.dtype)  # a quotient of integers would be fp32
-    return num_experts * ((prob_sum_E / tokens) * (first_E / tokens)).sum()
+    scale = prob_sum_E.shape[0] / max(num_tokens, 1) ** 2
+    # few operations: each costs a launch, here and in the backward pass of every layer
+    return torch.dot(prob_sum_E, first_choice_E.to(prob_sum_E.dtype)) * scale
 
 
 def z_loss(lse_T: torch.Tensor) -> torch.Tensor:

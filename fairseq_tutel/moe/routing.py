@@ -103,30 +103,23 @@ def build_routing(
         step: says how many experts there are, and how many rows an expert has.
         priority_T: fp32 [T], larger goes first.
     """
-    num_tokens, top_k = expert_TK.shape
     num_experts, capacity = step.config.num_experts, step.capacity
     position_in_expert_TK, num_routed_KE = ops.assign_slots(
         expert_TK, num_experts, priority_T=priority_T
     )
-    num_kept_per_expert_E = num_routed_KE.sum(0, dtype=torch.int32)
-    kept_TK = position_in_expert_TK >= 0
-    if capacity is not None:
-        num_kept_per_expert_E = num_kept_per_expert_E.clamp(max=capacity)
-        kept_TK = kept_TK & (position_in_expert_TK < capacity)
-    if step.padded:
-        first_row_TK, num_rows = expert_TK * capacity, num_experts * capacity
-    else:
-        first_row_E = num_kept_per_expert_E.cumsum(0, dtype=torch.int32) - num_kept_per_expert_E
-        first_row_TK = first_row_E[expert_TK.clamp(min=0).long()]
-        num_rows = num_tokens * top_k
-    dest_row_TK = torch.where(kept_TK, first_row_TK + position_in_expert_TK, -1).to(torch.int32)
-    topk_weight_TK = gate_TK * kept_TK
-    if top_k > 1 and not step.config.normalize_before_dropping:
-        topk_weight_TK = normalize_gates(topk_weight_TK)
+    dest_row_TK, src_pair_R, topk_weight_TK, num_kept_per_expert_E = ops.assign_rows(
+        expert_TK,
+        position_in_expert_TK,
+        gate_TK,
+        num_routed_KE,
+        capacity=capacity,
+        padded=step.padded,
+        normalize=expert_TK.shape[1] > 1 and not step.config.normalize_before_dropping,
+    )
     return Routing(
         expert_TK=expert_TK,
         dest_row_TK=dest_row_TK,
-        src_pair_R=ops.invert_rows(dest_row_TK, num_rows),
+        src_pair_R=src_pair_R,
         topk_weight_TK=topk_weight_TK,
         num_routed_KE=num_routed_KE,
         num_kept_per_expert_E=num_kept_per_expert_E,

@@ -13,7 +13,7 @@ from .expert_ffn import expert_ffn
 from .gate_logits import gate_logits
 from .gating import topk_gating
 from .rows import assign_rows
-from .slots import assign_slots, invert_rows
+from .slots import assign_slots
 
 __all__ = [
     "assign_rows",
@@ -27,7 +27,6 @@ __all__ = [
     "fast_cumsum_sub_one",
     "gate_logits",
     "get_backend",
-    "invert_rows",
     "set_backend",
     "topk_gating",
 ]

@@ -1,6 +1,6 @@
-"""Operators of the slots of tokens in their experts, and of the inverse row map.
+"""Operator of the slots of tokens in their experts.
 
-Legend: T tokens, E experts, K top-k, R rows.
+Legend: T tokens, E experts, K top-k.
 """
 
 from typing import Optional
@@ -54,30 +54,3 @@ def assign_slots(
             raise ValueError(f"priority {tuple(priority_T.shape)} must be ({expert_TK.shape[0]},)")
         priority_T = priority_T.detach()
     return _assign_slots(expert_TK, num_experts, priority_T)
-
-
-@torch.library.custom_op("fairseq_tutel::invert_rows", mutates_args=())
-def _invert_rows(row: Tensor, num_rows: int) -> Tensor:
-    return implementation("invert_rows", row)(row, num_rows)
-
-
-@_invert_rows.register_fake
-def _(row, num_rows):
-    return row.new_empty((num_rows,))
-
-
-def invert_rows(dest_row_TK: Tensor, num_rows: int) -> Tensor:
-    """Which pair sits in each row: (num_rows,) int32 of t * K + k, -1 where unused.
-
-    Args:
-        dest_row_TK: (T, K) int32, -1 = dropped; every row at most once, all below num_rows.
-        num_rows: R.
-
-    Raises:
-        ValueError: wrong shape or dtype.
-    """
-    if dest_row_TK.dim() != 2 or dest_row_TK.dtype != torch.int32:
-        raise ValueError(
-            f"row must be (tokens, top_k) int32, got {tuple(dest_row_TK.shape)} {dest_row_TK.dtype}"
-        )
-    return _invert_rows(dest_row_TK, num_rows)

@@ -16,7 +16,7 @@ from kernel_cases import make_kernel_cases
 from presets import PRESETS, LayerShape
 
 ROOT = Path(__file__).parents[2]
-KERNELS = {"topk_gating", "topk_gating bwd", "assign_slots", "invert_rows", "dispatch",
+KERNELS = {"topk_gating", "topk_gating bwd", "assign_slots", "assign_rows", "dispatch",
            "dispatch bwd", "combine", "combine bwd", "bias_act gelu", "bias_act gelu bwd",
            "fast_cumsum_sub_one int64", "fast_cumsum_sub_one int32"}  # fmt: skip
 

@@ -8,7 +8,7 @@ from helpers.inputs import random_rows
 from fairseq_tutel import ops
 from fairseq_tutel.backends import torch as torch_backend
 
-NAMES = ("topk_gating", "assign_slots", "assign_rows", "invert_rows", "dispatch", "combine",
+NAMES = ("topk_gating", "assign_slots", "assign_rows", "dispatch", "combine",
          "bias_act", "fast_cumsum_sub_one")  # fmt: skip
 
 
@@ -30,7 +30,6 @@ def calls(requires_grad):
         ("topk_gating", (logits, 2, noise, pad)),
         ("assign_slots", (expert, 4, None)),
         ("assign_slots", (expert, 4, torch.rand(7))),
-        ("invert_rows", (row, 12)),
         ("assign_rows", (expert, position, weight, num_routed, 3, True, True)),
         ("assign_rows", (expert, position, weight, num_routed, None, False, False)),
         ("dispatch", (x, row, pair)),
@@ -98,25 +97,22 @@ def layer(x, wg, w1, b1, w2, b2, top_k, capacity, ragged):
     """A small MoE layer out of the operators alone, as the moe package chains them."""
     E, T = wg.shape[1], x.shape[0]
     expert, gate, prob_sum, entropy, lse = ops.topk_gating((x @ wg).float(), top_k)
-    slot, count = ops.assign_slots(expert, E)
-    if ragged:
-        end = count.sum(0).cumsum(0)
-        base = end - count.sum(0)
-        row, num_rows = (base[expert.long()] + slot).int(), T * top_k
-    else:
-        row = torch.where(slot < capacity, expert * capacity + slot, -1)
-        num_rows = E * capacity
-    pair = ops.invert_rows(row, num_rows)
+    position, count = ops.assign_slots(expert, E)
+    row, pair, weight, kept = ops.assign_rows(
+        expert, position, gate, count, capacity=None if ragged else capacity, padded=not ragged,
+        normalize=True,
+    )  # fmt: skip
     rows = ops.dispatch(x, row, pair)
     if ragged:
+        end = kept.cumsum(0)
         h = rows @ w1[0]
         h = ops.bias_act(h, b1, activation="gelu", offsets=end.int())
         out = ops.bias_act(h @ w2[0], b2, activation="linear", offsets=end.int())
     else:
         h = torch.bmm(rows.view(E, capacity, -1), w1)
         h = ops.bias_act(h, b1, activation="gelu", dropout_p=0.0)
-        out = ops.bias_act(torch.bmm(h, w2), b2, activation="linear").view(num_rows, -1)
-    y = ops.combine(out, row, pair, gate)
+        out = ops.bias_act(torch.bmm(h, w2), b2, activation="linear").view(E * capacity, -1)
+    y = ops.combine(out, row, pair, weight)
     balance = (prob_sum * count[0]).sum() * E / T**2
     return y, balance + 1e-3 * lse.square().mean(), entropy
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from plan_helpers import build_model, settings_of, shipped_configs, small, training_loss
 
-from fairseq_tutel import ops
+from fairseq_tutel.backends.torch import expert_ffn
 from fairseq_tutel.models import TransformerLMGPTMoEConfig
 from fairseq_tutel.plan import count_memory, count_parameters, count_work
 from fairseq_tutel.plan.memory import dispatch_rows, layers
@@ -21,8 +21,8 @@ def count_on_meta(settings):
 
 @pytest.fixture(autouse=True)
 def experts_as_on_a_gpu(monkeypatch):
-    """Step by step; a CPU's way through the experts keeps less."""
-    monkeypatch.setattr(ops, "on_cpu_threads", lambda device: False)
+    """As whole products; a CPU's way through the experts keeps less."""
+    monkeypatch.setattr(expert_ffn, "_by_blocks", lambda rows: False)
 
 
 @pytest.mark.parametrize("name", shipped_configs())

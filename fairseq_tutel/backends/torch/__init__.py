@@ -12,7 +12,7 @@ from .expert_ffn import expert_ffn_bwd, expert_ffn_fwd
 from .gate_logits import gate_logits_bwd, gate_logits_fwd
 from .gating import topk_gating_bwd, topk_gating_fwd
 from .rows import assign_rows_bwd, assign_rows_fwd
-from .slots import assign_slots, invert_rows
+from .slots import assign_slots
 
 __all__ = [
     "ACTIVATIONS",
@@ -30,7 +30,6 @@ __all__ = [
     "fast_cumsum_sub_one",
     "gate_logits_bwd",
     "gate_logits_fwd",
-    "invert_rows",
     "topk_gating_bwd",
     "topk_gating_fwd",
 ]

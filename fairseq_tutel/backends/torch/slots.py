@@ -1,6 +1,6 @@
-"""Slots of tokens in their experts and the inverse row map, in plain torch.
+"""Slots of tokens in their experts, in plain torch.
 
-Legend: T tokens, E experts, K top-k, R rows.
+Legend: T tokens, E experts, K top-k.
 """
 
 import torch
@@ -66,19 +66,3 @@ def assign_slots(
         in_order_KT[:, order_T] = slot_KT
         slot_KT = in_order_KT
     return slot_KT.t().contiguous(), num_routed_KE.to(torch.int32)
-
-
-@small_on_one_thread
-def invert_rows(dest_row_TK: Tensor, num_rows: int) -> Tensor:
-    """Flat pair index t * K + k that occupies each row, (num_rows,) int32, -1 where unused.
-
-    Args:
-        dest_row_TK: (T, K) int32 row of each pair, -1 = dropped; no row may occur twice.
-        num_rows: R.
-    """
-    row_N = dest_row_TK.reshape(-1).long()
-    # Dropped pairs land in one extra row that is cut off.
-    src_pair_R = dest_row_TK.new_full((num_rows + 1,), -1)
-    pair_N = torch.arange(row_N.numel(), dtype=dest_row_TK.dtype, device=dest_row_TK.device)
-    src_pair_R.scatter_(0, row_N.masked_fill(row_N < 0, num_rows), pair_N)
-    return src_pair_R[:num_rows]

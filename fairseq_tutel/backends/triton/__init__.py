@@ -11,7 +11,7 @@ from .dispatch import combine_bwd, combine_fwd, dispatch_bwd, dispatch_fwd
 from .expert_ffn import expert_ffn_bwd, expert_ffn_fwd
 from .gating import topk_gating_bwd, topk_gating_fwd
 from .rows import assign_rows_bwd, assign_rows_fwd
-from .slots import assign_slots, invert_rows
+from .slots import assign_slots
 
 __all__ = [
     "assign_rows_bwd",
@@ -26,7 +26,6 @@ __all__ = [
     "expert_ffn_bwd",
     "expert_ffn_fwd",
     "fast_cumsum_sub_one",
-    "invert_rows",
     "topk_gating_bwd",
     "topk_gating_fwd",
 ]

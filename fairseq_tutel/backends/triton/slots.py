@@ -1,11 +1,11 @@
-"""Slots of tokens in their experts, and the inverse row map.
+"""Slots of tokens in their experts.
 
 A slot is the number of earlier pairs with the same expert. Blocks of pairs count their experts
 (histogram) and rank their pairs among themselves; a scan over the blocks turns the histograms
 into offsets; slot = offset + rank. Everything is integer arithmetic in a fixed order, so the
 result does not vary, and no T x E mask is written.
 
-Legend: T tokens, E experts, K top-k (``TOP_K`` in kernels), R rows, B blocks of tokens.
+Legend: T tokens, E experts, K top-k (``TOP_K`` in kernels), B blocks of tokens.
 """
 
 import torch
@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._autotune import FLAT_BLOCK, SCAN_BLOCK_COLS, SCAN_BLOCK_ROWS, SLOT_BLOCK
+from ._autotune import SCAN_BLOCK_COLS, SCAN_BLOCK_ROWS, SLOT_BLOCK
 from ._runtime import check_tensor, device_guard
 
-_DYNAMIC = ["num_tokens", "num_blocks", "num_pairs"]
+_DYNAMIC = ["num_tokens", "num_blocks"]
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
@@ -124,22 +124,6 @@ def _add_offset_kernel(
     tl.store(slot_ptr + token * TOP_K + k, tl.where(routed, offset + rank, -1), mask=mask)
 
 
-@triton.jit(do_not_specialize=_DYNAMIC)
-def _invert_rows_kernel(
-    pair_ptr,  # (R,) int32 - output, already -1: flat pair index of each used row
-    row_ptr,  # (T, K) int32, -1 = dropped
-    num_pairs,
-    BLOCK: tl.constexpr,
-):
-    """Grid (cdiv(T * K, BLOCK),).
-
-    Example: row [[2, -1], [0, 1]] -> pair [2, 3, 0].
-    """
-    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(row_ptr + offs, mask=offs < num_pairs, other=-1)
-    tl.store(pair_ptr + row.to(tl.int64), offs.to(tl.int32), mask=row >= 0)
-
-
 def scan_blocks(hist_KBE: Tensor) -> Tensor:
     """Turns the histograms into offsets in place and returns num_routed_KE."""
     K, B, E = hist_KBE.shape
@@ -202,22 +186,3 @@ def assign_slots(
             BLOCK=SLOT_BLOCK,
         )
     return position_in_expert_TK, num_routed_KE
-
-
-def invert_rows(dest_row_TK: Tensor, num_rows: int) -> Tensor:
-    """:func:`fairseq_tutel.backends.torch.invert_rows` in Triton.
-
-    Raises:
-        ValueError: wrong dtype or device.
-    """
-    check_tensor("row", dest_row_TK, tuple(dest_row_TK.shape), (torch.int32,))
-    # A scatter cannot know which rows stay unused, so they are marked beforehand.
-    src_pair_R = torch.full((num_rows,), -1, dtype=torch.int32, device=dest_row_TK.device)
-    num_pairs = dest_row_TK.numel()
-    if num_pairs == 0 or num_rows == 0:
-        return src_pair_R
-    with device_guard(dest_row_TK):
-        _invert_rows_kernel[(triton.cdiv(num_pairs, FLAT_BLOCK),)](
-            src_pair_R, dest_row_TK.contiguous(), num_pairs, BLOCK=FLAT_BLOCK
-        )
-    return src_pair_R

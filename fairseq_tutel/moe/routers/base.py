@@ -40,6 +40,7 @@ from torch import nn
 
 from ...config import MoEConfig
 from ...registry import Options
+from ..autocast import without_autocast
 from ..metrics import RouterAux
 from ..routing import RouterStep, Routing
 from .steps import jitter_tokens, route_logits
@@ -118,7 +119,7 @@ class TopKRouter(Router):
         self, x_TM: torch.Tensor, pad_mask_T: torch.Tensor | None, step: RouterStep
     ) -> tuple[Routing, RouterAux]:
         """See :meth:`Router.forward`."""
-        with torch.autocast(x_TM.device.type, enabled=False):
+        with without_autocast(x_TM.device):
             return route_logits(self.logits(jitter_tokens(x_TM, step)), step, pad_mask_T)
 
 
@@ -127,5 +128,5 @@ def route_by_module(
 ) -> tuple[Routing, RouterAux]:
     """Route by any module that maps [T, M] to logits [T, E], run under the caller's autocast."""
     logits_TE = gate(jitter_tokens(x_TM, step))
-    with torch.autocast(x_TM.device.type, enabled=False):
+    with without_autocast(x_TM.device):
         return route_logits(logits_TE, step, pad_mask_T)

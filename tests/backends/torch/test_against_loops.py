@@ -108,7 +108,6 @@ def test_assign_slots(T, E, K, with_priority, one_hot_limit, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_dispatch_and_combine(T, K, E, C, kind, dtype):
     row, pair = random_rows(T, K, E, C, kind)
-    assert torch.equal(ops.invert_rows(row, E * C), pair)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(T, 9, generator=generator, dtype=torch.float64).to(dtype)
     values = torch.randn(E * C, 9, generator=generator, dtype=torch.float64).to(dtype)
@@ -224,7 +223,6 @@ def test_mistakes_are_named():
         ("pad", lambda: ops.topk_gating(x, 1, pad_T=torch.zeros(3, dtype=torch.bool))),
         ("int32", lambda: ops.assign_slots(row.long(), 3)),
         ("priority", lambda: ops.assign_slots(row, 3, priority_T=torch.zeros(5))),
-        ("int32", lambda: ops.invert_rows(row.long(), 3)),
         ("x must be", lambda: ops.dispatch(x[:3], row, pair)),
         ("topk_weight", lambda: ops.combine(torch.zeros(8, 3), row, pair, torch.zeros(4, 3))),
         ("src_pair must be", lambda: ops.dispatch(x, row, pair.long())),

@@ -51,7 +51,6 @@ def _variants():
     yield slots._rank_in_block_kernel, "fp32", {**slot, "E": 1, "TOP_K": 1, "BLOCK_E": 2}
     yield slots._scan_blocks_kernel, "fp32", scan
     yield slots._add_offset_kernel, "fp32", slot
-    yield slots._invert_rows_kernel, "fp32", {"BLOCK": tiles.FLAT_BLOCK}
     yield cumsum._column_sums_kernel, "fp32", tile
     yield cumsum._cumsum_sub_one_kernel, "fp32", {**tile, "HAS_BEFORE": True}
 

@@ -80,11 +80,6 @@ def test_add_offset(device):
     assert slot.tolist() == [[7], [8]]
 
 
-def test_invert_rows(device):
-    (row,) = ints(device, [[2, -1], [0, 1]])
-    assert kernels.invert_rows(row, 3).tolist() == [2, 3, 0]
-
-
 def test_column_sums(device):
     (mask,) = ints(device, [[1], [0], [1]])
     total = torch.empty((2, 1), dtype=torch.int32, device=device)

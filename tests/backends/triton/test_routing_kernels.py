@@ -1,4 +1,4 @@
-"""Gating, slots, inverse map and cumsum: kernels against their twins in fp64."""
+"""Gating, slots and cumsum: kernels against their twins in fp64."""
 
 import pytest
 import torch
@@ -130,28 +130,6 @@ def test_assign_slots(T, E, K, kind, with_priority, device):
     assert slot.dtype == count.dtype == torch.int32
     assert torch.equal(slot, want_slot)
     assert torch.equal(count, want_count)
-
-
-@pytest.mark.parametrize(
-    ("T", "K", "R"),
-    [
-        (41, 2, 100),  # some rows unused
-        (3, 4, 12),  # all rows used
-        (0, 2, 5),  # no tokens: all unused
-        (5, 1, 0),  # no rows: all dropped
-    ],
-)
-def test_invert_rows(T, K, R, device):
-    row = torch.full((T * K,), -1, dtype=torch.int32)
-    generator = torch.Generator().manual_seed(R)
-    used = min(T * K, R) if R == T * K else min(T * K, R) // 2
-    row[torch.randperm(T * K, generator=generator)[:used]] = torch.randperm(R, generator=generator)[
-        :used
-    ].int()
-    row = row.view(T, K).to(device)
-    pair = kernels.invert_rows(row, R)
-    assert pair.dtype == torch.int32
-    assert torch.equal(pair, torch_backend.invert_rows(row, R))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
