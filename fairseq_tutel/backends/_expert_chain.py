@@ -70,15 +70,15 @@ def chain_fwd(
     active = to.bias_act_fwd(
         hidden, fc1_bias, activation=activation, offsets=offsets, dropout_p=dropout_p[0], seed=first
     )
+    width = hidden.shape[-1]
     if not keep_hidden:
-        hidden = hidden.new_empty((0, hidden.shape[-1]))
+        hidden = hidden.new_empty((0, width))
     out = _product(to, active, fc2_weight.transpose(1, 2), offsets)
     out = to.bias_act_fwd(
         out, fc2_bias, activation="linear", offsets=offsets, dropout_p=dropout_p[1], seed=second
     )
     if not keep_hidden:
-        active = hidden
-    width = hidden.shape[-1]
+        active = active.new_empty((0, width))
     return out, hidden.view(-1, width), active.view(-1, width)
 
 
