@@ -263,8 +263,6 @@ def test_rounds_products_only(layout, dtype, way):
     got = ops.expert_ffn(*args, activation="gelu", offsets=offsets)
     got_grads = torch.autograd.grad(got, args, d_out)
     assert got.dtype == dtype
-    with torch.no_grad():
-        assert torch.equal(ops.expert_ffn(*args, activation=activation, offsets=offsets), got)
     assert_close("out", got, want, dtype)
     for name, a, b in zip(NAMES, got_grads, want_grads, strict=True):
         used = slice(None) if offsets is None or name != "rows" else slice(int(offsets[-1]))
