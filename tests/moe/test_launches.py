@@ -114,7 +114,7 @@ def test_nothing_is_read_by_the_host(options, autocast):
 @pytest.fixture
 def inside(monkeypatch):
     """Records what the Triton backend's functions do; as on a GPU, with interpreted kernels."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton.knobs")
     from triton.runtime.interpreter import GridExecutor
 
     recorder = Recorder()

@@ -47,7 +47,7 @@ def way(request, monkeypatch):
 
 def as_on_a_gpu(way, monkeypatch):
     if way == "triton":
-        pytest.importorskip("triton")
+        pytest.importorskip("triton.knobs")
         monkeypatch.setattr(backend, "_requested", "triton")
     else:
         monkeypatch.setattr(module, "_by_blocks", lambda rows: False)

@@ -17,6 +17,7 @@ from ._autotune import launch, product_configs
 from ._runtime import FLOAT_DTYPES, INTERPRET, check_tensor, device_guard
 from ._tiles import tile_rows
 
+_HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")  # since torch 2.10
 _DYNAMIC = ["num_rows"]
 
 
@@ -131,7 +132,9 @@ def _weight_gradient_kernel(
 
 def _grouped_mm_is_fused(rows: Tensor, *widths: int) -> bool:
     """Whether ``grouped_mm`` is one kernel; it wants rows that begin at multiples of 16 bytes."""
-    if not rows.is_cuda or rows.dtype != torch.bfloat16 or torch.version.hip:
+    if not _HAS_GROUPED_MM or not rows.is_cuda or rows.dtype != torch.bfloat16:
+        return False
+    if torch.version.hip:
         return False
     aligned = all(width * rows.element_size() % 16 == 0 for width in widths)
     return aligned and torch.cuda.get_device_capability(rows.device)[0] in (9, 10)

@@ -61,6 +61,7 @@ def test_strided_rows_and_offsets(device):
     assert torch.equal(kernels.weight_gradient(strided[0], other, strided[1]), want)
 
 
+@pytest.mark.skipif(not kernels._HAS_GROUPED_MM, reason="a torch without grouped_mm")
 def test_torchs_grouped_product_takes_what_it_is_given(monkeypatch):
     """Where it is one kernel; its CPU implementation checks shapes, layouts and results."""
     monkeypatch.setattr(kernels, "_grouped_mm_is_fused", lambda rows, *widths: True)
