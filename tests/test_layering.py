@@ -1,6 +1,7 @@
 """Who may import whom, and other rules of the code that reading its syntax trees can prove."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -10,27 +11,23 @@ import fairseq_tutel
 
 PACKAGE = Path(fairseq_tutel.__file__).parent
 MAX_LINES = 400
+PAGE = (PACKAGE / "README.md").read_text(encoding="utf-8")
+
+
+def table(title):
+    """Rows of the first table after `title` in the page, as lists of the names in each cell."""
+    rows = re.search(r"^\|[- |]+\|\n((?:\|.*\n)+)", PAGE[PAGE.index(title) :], re.MULTILINE)[1]
+    return [
+        [re.findall(r"`([\w/.]+)`", cell) for cell in row.split("|")[1:-1]]
+        for row in rows.splitlines()
+    ]
+
+
 # a room imports from rooms of earlier lines only; rooms of one line do not import each other
-LINES = (
-    {"registry"},
-    {"config", "exit_codes", "shipped_configs"},
-    {"backends"},
-    {"backends/torch", "backends/triton"},
-    {"ops", "distributed"},
-    {"moe"},
-    {"checkpoint"},
-    {"models", "criterions", "optim"},
-    {"training"},
-    {"launch", "plan", "__main__"},
-)
+LINES = tuple(set(rooms) for rooms, _ in table("## Who may import whom"))
 # outside package -> rooms that may import it
-OWNERS = {
-    "triton": {"backends/triton"},
-    "torch.distributed": {"distributed", "launch"},
-    "fairseq": {"models", "criterions", "optim", "training"},
-    "fairseq_cli": {"training"},
-}
-STANDARD_LIBRARY_ONLY = {"registry", "config", "exit_codes", "shipped_configs"}
+OWNERS = {package: set(rooms) for (package,), rooms in table("Packages that only some rooms")}
+STANDARD_LIBRARY_ONLY = {"registry", "ranges", "config", "exit_codes", "shipped_configs"}
 # only these talk to a person through stdout and stderr
 COMMAND_LINES = {
     "__main__.py", "checkpoint/__main__.py", "launch/cli.py", "plan/cli.py", "training/errors.py",

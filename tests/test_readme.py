@@ -1,14 +1,23 @@
-"""What README says about options and the layer alone is true."""
+"""What README and the pages of the rooms say is true: options, commands, files, the layer alone."""
 
-import pathlib
+import ast
 import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted(
+    path
+    for folder in ("", "configs", "fairseq_tutel/*", "scripts/*", "scripts/bench/results")
+    for path in ROOT.glob(f"{folder}/*.md".lstrip("/"))
+    if path.resolve() == path  # fairseq_tutel/configs is a link
+) + [ROOT / "fairseq_tutel" / "README.md"] * (ROOT / "fairseq_tutel" / "README.md").exists()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MODELS = (ROOT / "fairseq_tutel" / "models" / "README.md").read_text(encoding="utf-8")
 
 # fairseq is not to be found, as where it is not installed
 _WITHOUT_FAIRSEQ = """
@@ -26,8 +35,19 @@ sys.meta_path = [NoFairseq if f is PathFinder else f for f in sys.meta_path]
 """
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def commands(page):
+    """The commands of a page's bash blocks, their continued lines joined."""
+    for block in blocks(page, "bash"):
+        yield from block.replace("\\\n", " ").splitlines()
+
+
+def option_table():
+    section = MODELS[MODELS.index("## Options") : MODELS.index("## What differs")]
+    return re.findall(r"^\| `--([\w-]+)`", section, re.MULTILINE)
 
 
 def test_option_table_lists_every_option_once():
@@ -44,37 +64,7 @@ def test_option_table_lists_every_option_once():
         (MoECrossEntropyCriterionConfig, CrossEntropyCriterionConfig),
     ):
         options |= set(ours.__dataclass_fields__) - set(stock.__dataclass_fields__)
-    section = README[README.index("## Options") : README.index("## What differs")]
-    listed = [name.replace("-", "_") for name in re.findall(r"^\| `--([\w-]+)`", section, re.M)]
-    assert sorted(listed) == sorted(options)
-
-
-def test_the_layer_alone_trains_without_fairseq():
-    (program,) = [block for block in blocks("python") if "MoELayer(" in block]
-    shorter = program.replace("range(100)", "range(20)")
-    assert shorter != program
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            _WITHOUT_FAIRSEQ + shorter + "\nassert 'fairseq' not in sys.modules",
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.match(r"loss \d", done.stdout)
-
-
-def test_files_that_readme_names_exist():
-    for target in re.findall(r"\]\((?!http|#)([^)]+)\)", README):
-        assert (ROOT / target).exists(), target
-    for path in re.findall(
-        r"\b((?:scripts|configs|tests)/[\w./-]+\.(?:sh|py|sbatch|yaml))", README
-    ):
-        assert (ROOT / path).exists(), path
+    assert sorted(name.replace("-", "_") for name in option_table()) == sorted(options)
 
 
 def test_help_tells_every_option_of_the_table(capsys):
@@ -83,7 +73,74 @@ def test_help_tells_every_option_of_the_table(capsys):
 
     assert main([]) == 0
     told = capsys.readouterr().out
-    section = README[README.index("## Options") : README.index("## What differs")]
-    for name in re.findall(r"^\| `(--[a-z0-9-]+)`", section, re.MULTILINE):
-        assert f"{name} " in told or f"{name}\n" in told, name
+    for name in option_table():
+        assert f"--{name} " in told or f"--{name}\n" in told, name
     assert "(default: 2)" in told  # where the text itself does not tell
+
+
+def test_the_layer_alone_runs_without_fairseq():
+    """The programs of README and of the layer's page, one after the other in one process."""
+    programs = []
+    for page in (ROOT / "README.md", ROOT / "fairseq_tutel" / "moe" / "README.md"):
+        found = [b for b in blocks(page, "python") if "MoELayer(" in b and "init_process" not in b]
+        assert found, page
+        programs += [block.replace("range(100)", "range(20)") for block in found]
+    program = "\n".join(programs) + "\nassert 'fairseq' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_FAIRSEQ + program],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^torch.Size\(\[16, 32, 64\]\)", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_exists(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!http)([^)]*)\)", text):
+        file, _, anchor = target.partition("#")
+        found = page.parent / file if file else page
+        assert found.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert anchor in slugs, target
+    for path in re.findall(
+        r"(?<![\w/])((?:scripts|configs|tests)/[\w./-]+\.(?:sh|py|sbatch|yaml|json))", text
+    ):
+        assert (ROOT / path).exists() or "NAME" in path, path
+    for block in blocks(page, "python"):
+        ast.parse(block)
+    for block in blocks(page, "bash"):
+        done = subprocess.run(["bash", "-n", "-c", block], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_every_fairseq_train_command_is_one(monkeypatch):
+    """Parsed by fairseq, with this package's options; what they do is tested elsewhere."""
+    pytest.importorskip("fairseq")
+    from fairseq import options
+
+    seen = 0
+    for page in PAGES:
+        for line in commands(page):
+            words = shlex.split(line, comments=True)
+            if "fairseq-train" not in words or "..." in words:
+                continue
+            arguments = words[words.index("fairseq-train") + 1 :]
+            monkeypatch.chdir(ROOT)
+            args = options.parse_args_and_arch(options.get_training_parser(), arguments)
+            assert args.arch.startswith("transformer_lm_gpt_moe"), line
+            seen += 1
+    assert seen >= 4
+
+
+def test_readmes_command_is_the_recipes():
+    """Which a test runs: tests/quickstart/test_recipe.py."""
+
+    def flags(page):
+        (line,) = [line for line in commands(page) if " fairseq-train DATA" in line]
+        return shlex.split(line)
+
+    mine, recipe = flags(ROOT / "README.md"), flags(ROOT / "scripts/quickstart/README.md")
+    assert recipe[: len(mine)] == mine
