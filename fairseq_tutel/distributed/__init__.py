@@ -16,6 +16,7 @@ from .exchanges import (
     exchange_class,
     exchange_help,
     exchange_names,
+    on_new_exchange,
     register_exchange,
 )
 from .expert_params import (
@@ -50,6 +51,7 @@ __all__ = [
     "gather_texts",
     "is_expert",
     "mark_expert",
+    "on_new_exchange",
     "process_world",
     "reduce_expert_grads",
     "refuse_plain_ddp",

@@ -23,7 +23,6 @@ from ..config import (
     MoEConfig,
     resolve_capacity,
 )
-from ..distributed import exchange_help, exchange_names
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +118,7 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
     moe_gating_use_model_dtype: bool = _option(
         False, "round the gate's logits to the model's dtype (turns fp32 gating off)"
     )
-    # choices, help and the routers' own options come from the registry: see router_options.py
+    # choices and help of this and of moe_a2a, and the routers' own options: see registered.py
     moe_router: str = _option("linear", "the gate")
     moe_gate_noise: float = _option(
         0.0, "standard deviation, times the expert count, of noise on the logits in training"
@@ -137,9 +136,7 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
     moe_backend: ChoiceEnum(("auto", "triton", "torch")) = _option(
         "auto", "operators of the MoE layers: Triton kernels on GPUs and torch elsewhere, or one"
     )
-    moe_a2a: ChoiceEnum(exchange_names()) = _option(
-        "linear", f"how tokens travel between ranks: {exchange_help()}"
-    )
+    moe_a2a: str = _option("linear", "how tokens travel between ranks")
     moe_ranks_per_node: int = _option(
         0, "ranks that share a node, for hierarchical all-to-alls (default: as found)"
     )

@@ -17,7 +17,6 @@ from torch import nn
 import fairseq_tutel
 
 from .. import ops
-from ..config import ROUTERS
 from ..distributed import build_groups, process_world
 from ..moe import MoELayer
 from .decoder import MoETransformerDecoder
@@ -27,7 +26,7 @@ from .options import (
     check_model_options,
     moe_config,
 )
-from .router_options import publish_routers
+from .registered import follow_registries
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +147,7 @@ def _named_arch(name: str, **sizes) -> None:
 
 # register_model gives the model's own arch name an empty function
 ARCH_CONFIG_REGISTRY["transformer_lm_gpt_moe"] = apply_command_line_rules
-ROUTERS.on_change(lambda: publish_routers(TransformerLMGPTMoEConfig, "transformer_lm_gpt_moe"))
+follow_registries(TransformerLMGPTMoEConfig, "transformer_lm_gpt_moe")
 
 
 def _gpt(layers: int, dim: int, heads: int, experts: int) -> dict:

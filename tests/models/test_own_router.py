@@ -13,6 +13,9 @@ from helpers.distributed import run_ranks
 from helpers.training import make_batch, make_config, make_trainer
 
 from fairseq_tutel.config import ROUTERS
+from fairseq_tutel.distributed import register_exchange
+from fairseq_tutel.distributed.exchanges import LinearExchange
+from fairseq_tutel.models import TransformerLMGPTMoEConfig
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.moe.routers import base, describe_router
 from fairseq_tutel.plan import count_parameters, load_config, read_settings
@@ -142,6 +145,13 @@ def _in_fairseq(folder):
     routing = plans[1].routing
     assert describe_router(8, routing).buffers == {"load_bias": (routing.num_experts,)}
     _documented_example()
+
+    # an exchange of a user's own becomes a choice in the same way
+    register_exchange("toy-a2a")(type("Toy", (LinearExchange,), {"summary": "a toy's way"}))
+    assert str(make_config("--moe-a2a", "toy-a2a").model.moe_a2a) == "toy-a2a"
+    assert TransformerLMGPTMoEConfig.__dataclass_fields__["moe_a2a"].metadata["help"].endswith(
+        "'toy-a2a': a toy's way"
+    )
     return refusals, parser.format_help()
 
 

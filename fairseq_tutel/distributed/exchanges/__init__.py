@@ -11,7 +11,13 @@ from .build import build_exchange
 from .linear import LinearExchange
 from .local import LocalCopy, NoExchange
 from .pairwise import PairwiseExchange
-from .registry import exchange_class, exchange_help, exchange_names, register_exchange
+from .registry import (
+    exchange_class,
+    exchange_help,
+    exchange_names,
+    on_new_exchange,
+    register_exchange,
+)
 from .timed import TimedExchange
 from .two_dimensional import TwoDimensionalExchange
 
@@ -32,5 +38,6 @@ __all__ = [
     "exchange_class",
     "exchange_help",
     "exchange_names",
+    "on_new_exchange",
     "register_exchange",
 ]

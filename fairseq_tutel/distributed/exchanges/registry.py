@@ -7,6 +7,7 @@ from collections.abc import Callable
 from .base import Exchange
 
 _EXCHANGES: dict[str, type[Exchange]] = {}
+_listeners: list[Callable[[], None]] = []
 
 
 def register_exchange(name: str) -> Callable[[type[Exchange]], type[Exchange]]:
@@ -24,9 +25,16 @@ def register_exchange(name: str) -> Callable[[type[Exchange]], type[Exchange]]:
             raise ValueError(f"exchange {name!r} is registered already ({_EXCHANGES[name]})")
         cls.name = name
         _EXCHANGES[name] = cls
+        for listener in _listeners:
+            listener()
         return cls
 
     return register
+
+
+def on_new_exchange(listener: Callable[[], None]) -> None:
+    """Call ``listener`` whenever a class is registered from now on."""
+    _listeners.append(listener)
 
 
 def exchange_names() -> tuple[str, ...]:

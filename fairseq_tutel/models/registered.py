@@ -1,8 +1,8 @@
-"""Options of routers in fairseq: ``--moe-router NAME`` and the options of every registered router.
+"""Options that registries decide: ``--moe-router``, the routers' own options, and ``--moe-a2a``.
 
-Routers may be registered at any time before a command line is parsed, as by a user's own user dir,
-when the model's dataclass exists already. It is then given the new fields in place, since fairseq
-and others hold on to the class.
+Routers and exchanges may be registered at any time before a command line is parsed, as by a user's
+own user dir, when the model's dataclass exists already. It is then given the new fields in place,
+since fairseq and others hold on to the class.
 """
 
 # no postponed annotations here: fairseq reads the types of dataclass fields
@@ -13,15 +13,28 @@ from fairseq.dataclass import ChoiceEnum
 from hydra.core.config_store import ConfigStore
 
 from ..config import ROUTERS
+from ..distributed import exchange_help, exchange_names, on_new_exchange
 
 
-def publish_routers(config: type, model: str) -> None:
-    """Bring the dataclass of a model up to date with the registered routers.
+def follow_registries(config: type, model: str) -> None:
+    """Keep the dataclass of a model up to date with what is registered, now and later.
 
     Args:
-        config: has the field ``moe_router``; changed in place.
+        config: has the fields ``moe_router`` and ``moe_a2a``; changed in place.
         model: name under which fairseq's Hydra store has the dataclass.
     """
+
+    def update():
+        _extend(config, [*_router_fields(), _exchange_field()])
+        node = config()
+        node._name = model
+        ConfigStore.instance().store(name=model, group="model", node=node, provider="fairseq")
+
+    ROUTERS.on_change(update)
+    on_new_exchange(update)
+
+
+def _router_fields() -> list:
     summaries = "; ".join(f"'{name}': {ROUTERS.summary(name)}" for name in ROUTERS)
     fields = [_field("moe_router", ChoiceEnum(list(ROUTERS)), "linear", f"the gate: {summaries}")]
     for router in ROUTERS:
@@ -30,10 +43,12 @@ def publish_routers(config: type, model: str) -> None:
             kind = type(option.default) if choices is None else ChoiceEnum(choices)
             text = f"--moe-router {router}: {option.metadata['help']}"
             fields.append(_field(flag, kind, option.default, text))
-    _extend(config, fields)
-    node = config()
-    node._name = model
-    ConfigStore.instance().store(name=model, group="model", node=node, provider="fairseq")
+    return fields
+
+
+def _exchange_field():
+    text = f"how tokens travel between ranks: {exchange_help()}"
+    return _field("moe_a2a", ChoiceEnum(exchange_names()), "linear", text)
 
 
 def _field(name: str, kind: type, default: Any, help_text: str):
