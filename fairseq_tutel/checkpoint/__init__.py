@@ -4,8 +4,9 @@ Needs torch only. The layout on disk is Meta's (`layout.py`), the content fairse
 Command line: `python -m fairseq_tutel.checkpoint --help`.
 """
 
-from .commit import final_path, visible_shared_file
+from .commit import final_path
 from .errors import CheckpointError, Ranks
+from .harmless import harmless_only
 from .inspection import inspect
 from .io import load_file
 from .layout import (
@@ -17,7 +18,7 @@ from .layout import (
     slice_experts,
     split_dense_expert,
 )
-from .load import SetReader, load_for_rank
+from .load import SetReader, find_checkpoint, load_for_rank
 from .reshard import merge, reshard
 from .state import split_state
 from .store import (
@@ -43,7 +44,9 @@ __all__ = [
     "count_rank_files",
     "experts_of_rank",
     "final_path",
+    "find_checkpoint",
     "find_sets",
+    "harmless_only",
     "inspect",
     "load_file",
     "load_for_rank",
@@ -56,6 +59,5 @@ __all__ = [
     "slice_experts",
     "split_dense_expert",
     "split_state",
-    "visible_shared_file",
     "write_set",
 ]

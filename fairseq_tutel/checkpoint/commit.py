@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from .errors import CheckpointError
 from .io import sync_directory
-from .layout import SHARED, CheckpointSet, Role
+from .layout import CheckpointSet, Role
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +69,6 @@ def visible_files(cset: CheckpointSet) -> dict[Role, str]:
             if temporary in names:
                 files[cset.role_of(name)] = os.path.join(cset.directory, temporary)
     return files
-
-
-def visible_shared_file(path: str) -> str | None:
-    """The shared file of the set that ``path`` names, as a reader must see it; None if there is
-    none. In the middle of a commit it still has its temporary name, see :func:`final_path`.
-    """
-    return visible_files(CheckpointSet.from_path(path)).get(SHARED) if path[-3:] == ".pt" else None
 
 
 def final_path(path: str) -> str:

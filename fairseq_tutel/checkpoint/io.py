@@ -1,22 +1,17 @@
 """One checkpoint file: written so that it can be read safely, read without running its content.
 
 A checkpoint is a pickle, and a pickle may call any function. Files are therefore read by torch's
-restricted unpickler (`weights_only=True`), which builds tensors and plain containers, extended by
-the harmless classes that fairseq checkpoints hold. Anything else in a file is refused by name.
+restricted unpickler, extended by the classes of `harmless.py`; anything else is refused by name.
 Tensors are memory-mapped where the file allows it, so that only what is used is read.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import errno
-import importlib
 import logging
 import os
 import re
-import threading
-import typing
 import zipfile
 from collections.abc import Mapping
 from pickle import UnpicklingError
@@ -25,28 +20,14 @@ from typing import Any
 import torch
 
 from .errors import CheckpointError
+from .harmless import harmless_only
 
 logger = logging.getLogger(__name__)
 
-_ALLOWLIST_LOCK = threading.Lock()  # torch keeps one list of allowed classes per process
 _ZIP_MAGIC = b"PK\x03\x04"
 _REFUSED = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)|but got (<class .*?>)")
 # file systems that cannot fsync a directory answer with one of these
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
-
-_OMEGACONF_CLASSES = {
-    "omegaconf.dictconfig": ("DictConfig",),
-    "omegaconf.listconfig": ("ListConfig",),
-    "omegaconf.base": ("ContainerMetadata", "Metadata"),
-    "omegaconf.nodes": (
-        "AnyNode",
-        "BooleanNode",
-        "FloatNode",
-        "IntegerNode",
-        "StringNode",
-        "ValueNode",
-    ),
-}
 
 
 def load_file(path: str) -> dict[str, Any]:
@@ -58,12 +39,12 @@ def load_file(path: str) -> dict[str, Any]:
     before = identity(path)
     mappable = _check_container(path)
     try:
-        with _ALLOWLIST_LOCK, torch.serialization.safe_globals(_harmless_globals()):
+        with harmless_only():
             state = _torch_load(path, mmap=mappable)
-    except FileNotFoundError as error:
-        raise _missing(path) from error
-    except Exception as error:  # a damaged pickle can raise anything; it is told and re-raised
-        raise CheckpointError(_reading_problem(path, error)) from error
+    except FileNotFoundError:
+        raise _missing(path) from None
+    except Exception as error:  # a damaged pickle can raise anything, and the message says what
+        raise CheckpointError(reading_problem(path, error)) from None
     # torch opens the file twice, for its pickle and for the mapping: it must be the same file
     if identity(path) != before:
         raise CheckpointError(f"{path}: was replaced while it was being read; try again")
@@ -135,8 +116,8 @@ def _check_container(path: str) -> bool:
             magic = file.read(len(_ZIP_MAGIC))
             complete = magic == _ZIP_MAGIC and zipfile.is_zipfile(file)
             size = file.seek(0, os.SEEK_END)
-    except FileNotFoundError as error:
-        raise _missing(path) from error
+    except FileNotFoundError:
+        raise _missing(path) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     if size == 0:
@@ -163,8 +144,11 @@ def _missing(path: str) -> CheckpointError:
     return CheckpointError(f"{path}: no such file")
 
 
-def _reading_problem(path: str, error: Exception) -> str:
-    # torch wraps the unpickler's words in advice to turn its safety off
+def reading_problem(path: str, error: Exception) -> str:
+    """Why torch could not read a file; names the file and what in it was refused, if anything.
+
+    torch wraps such words in advice to turn its safety off, which is never passed on.
+    """
     original = error.__context__ if isinstance(error.__context__, UnpicklingError) else error
     refused = _REFUSED.search(str(original)) if isinstance(original, UnpicklingError) else None
     if refused:
@@ -172,55 +156,13 @@ def _reading_problem(path: str, error: Exception) -> str:
             f"{path}: holds {refused[1] or refused[2]}, which is not on the list of harmless "
             "classes; refusing to load it, since unpickling it could run code"
         )
+    if "weights_only" in str(original):
+        return f"{path}: is a TorchScript archive or of torch's old tar format; refusing to load it"
     reason = str(original).strip().splitlines()[:1]
     return (
         f"{path}: is not a checkpoint or is damaged "
         f"({type(original).__name__}: {''.join(reason)}); copy it again or use another set"
     )
-
-
-def _harmless_globals() -> list[Any]:
-    """Classes that hold data and do nothing when unpickled; only those that can be imported."""
-    allowed: list[Any] = [
-        argparse.Namespace,
-        collections.OrderedDict,
-        collections.defaultdict,
-        dict,
-        float,
-        int,
-        list,
-        str,
-        bool,
-        tuple,
-        (typing.Any, "typing.Any"),
-    ]
-    for module, names in _OMEGACONF_CLASSES.items():
-        allowed += _importable(module, names)
-    return allowed + _numpy_scalars()
-
-
-def _importable(module: str, names: tuple[str, ...]) -> list[Any]:
-    try:
-        imported = importlib.import_module(module)
-    except ImportError:
-        return []
-    return [getattr(imported, name) for name in names if hasattr(imported, name)]
-
-
-def _numpy_scalars() -> list[Any]:
-    """What numpy needs to rebuild a number: old fairseq checkpoints hold np.float64 losses."""
-    try:
-        import numpy
-    except ImportError:
-        return []
-    rebuild = numpy.float64(0).__reduce__()[0]
-    kinds = (numpy.float32, numpy.float64, numpy.int32, numpy.int64, numpy.bool_)
-    return [
-        numpy.dtype,
-        (rebuild, "numpy.core.multiarray.scalar"),
-        (rebuild, "numpy._core.multiarray.scalar"),
-        *(type(numpy.dtype(kind)) for kind in kinds),
-    ]
 
 
 def _portable(value: Any, memo: dict[tuple, torch.Tensor]) -> Any:

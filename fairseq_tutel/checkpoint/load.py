@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from .commit import visible_files
@@ -103,9 +102,7 @@ class SetReader:
     """
 
     def __init__(self, path: str) -> None:
-        self.cset = CheckpointSet.from_path(path)
-        self.files = visible_files(self.cset)
-        self.kind = _kind(path, self.cset, self.files)
+        self.cset, self.files, self.kind = locate(path)
         self._open: tuple[int, dict[str, Any]] | None = None
         self._shapes: dict[str, tuple] | None = None
         if self.kind == MERGED:
@@ -166,8 +163,6 @@ class SetReader:
         self._open = (0, content)
 
     def _read_shared(self) -> None:
-        if SHARED not in self.files:
-            raise CheckpointError(f"{self.cset.shared_path}: missing, but its rank files are there")
         path = self.files[SHARED]
         self.shared = _load_state(path)
         misplaced = split_dense_expert(self.shared[MODEL])[1]
@@ -289,24 +284,47 @@ def _fingerprint(path: str) -> dict[str, tuple[int, ...] | None]:
     return {file: identity(file) for file in visible_files(CheckpointSet.from_path(path)).values()}
 
 
-def _kind(path: str, cset: CheckpointSet, files: Mapping[Role, str]) -> str:
-    members = [role for role in files if role != MERGED]
-    if MERGED not in files and members:
-        return "set"
-    if MERGED not in files:
+def locate(path: str) -> tuple[CheckpointSet, dict[Role, str], str]:
+    """The set that `path` belongs to, its files as a reader must see them, "set" or "merged".
+
+    Raises:
+        CheckpointError: nothing of that name, a set without its shared file, or both a set and a
+            merged file where `path` does not say which of them is meant.
+    """
+    cset = CheckpointSet.from_path(path)
+    files = visible_files(cset)
+    members = sorted(cset.name_of(role) for role in files if role != MERGED)
+    if MERGED not in files and not members:
         raise CheckpointError(
             f"{path}: no such checkpoint: neither {cset.name_of(MERGED)} nor "
             f"{cset.name_of(SHARED)} is in {cset.directory or '.'}{_sharded_hint(cset)}"
         )
     if not members:
-        return MERGED
-    if os.path.basename(path) != cset.name_of(MERGED):
-        return "set"
-    raise CheckpointError(
-        f"{path}: ambiguous: there is a merged file of that name and a set "
-        f"({os.path.basename(files[members[0]])}, ...); name {cset.name_of(SHARED)} to read "
-        "the set, or move one of them away"
-    )
+        return cset, files, MERGED
+    if MERGED in files and os.path.basename(path) == cset.name_of(MERGED):
+        raise CheckpointError(
+            f"{path}: ambiguous: there is a merged file of that name and a set ({members[0]}, "
+            f"...); name {cset.name_of(SHARED)} to read the set, or move one of them away"
+        )
+    if SHARED not in files:
+        raise CheckpointError(f"{cset.shared_path}: missing, but its rank files are there")
+    return cset, files, "set"
+
+
+def find_checkpoint(path: str) -> tuple[str, str] | None:
+    """What `path` names, for a program that knows single files; None if there is nothing.
+
+    Returns:
+        ("set", its shared file) or ("merged", the file), whose name may be a temporary one in the
+        middle of a commit; :func:`.commit.final_path` gives the other.
+
+    Raises:
+        CheckpointError: see :func:`locate`.
+    """
+    if not path.endswith(".pt") or not visible_files(CheckpointSet.from_path(path)):
+        return None
+    _, files, kind = locate(path)
+    return kind, files[MERGED if kind == MERGED else SHARED]
 
 
 def _sharded_hint(cset: CheckpointSet) -> str:

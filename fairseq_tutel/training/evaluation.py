@@ -16,11 +16,10 @@ from fairseq.dataclass.utils import omegaconf_no_object_check, overwrite_args_by
 from omegaconf import DictConfig, OmegaConf
 
 from ..checkpoint import (
-    CheckpointError,
     final_path,
+    find_checkpoint,
     load_file,
     load_for_rank,
-    visible_shared_file,
 )
 from ..criterions.moe_cross_entropy import MoECrossEntropyCriterionConfig
 from ..distributed import any_rank, process_world, sum_over_ranks
@@ -34,17 +33,21 @@ _WITHOUT_EFFECT = {"moe_disable_padding"}
 
 
 def is_moe_checkpoint(path: str) -> bool:
-    """Whether ``path`` names a sharded set or a file with expert parameters."""
+    """Whether ``path`` names a sharded set or a file with expert parameters.
+
+    Raises:
+        CheckpointError: a file that may not or cannot be read, whatever is in it: fairseq's own
+            loader would run its code where ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1``, and tells no
+            name of one that is damaged.
+    """
     path = final_path(path)
-    if visible_shared_file(path) is not None:
+    kind, file = find_checkpoint(path) or ("merged", path)
+    if kind == "set":
         return True
-    if not os.path.exists(path):
-        return False
-    try:
-        state = load_file(path)  # memory-mapped: reads no weights
-    except CheckpointError:
-        return False  # fairseq's own loader says what it thinks of it
-    return any(".experts." in name for name in state.get("model", ()))
+    if not os.path.exists(file):
+        return False  # fairseq says so, or fetches it from somewhere else
+    model = load_file(file).get("model") or ()  # memory-mapped: reads no weights
+    return any(".experts." in str(name) for name in model)
 
 
 def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:

@@ -8,7 +8,8 @@ dense models behave as before. ``install`` can be called any number of times.
 2. ``checkpoint_utils.save_checkpoint`` and ``load_checkpoint``: copy, remove and look for single
    files; with experts a checkpoint is a set.
 3. ``checkpoint_utils.load_checkpoint_to_cpu`` and ``get_maybe_sharded_checkpoint_filename``: look
-   for one file; the path of a set leads to its parts.
+   for one file; the path of a set leads to its parts. A file that could run code when it is read is
+   refused, of dense models too; any other file of theirs stock code reads as ever.
 4. ``fairseq_cli.eval_lm.eval_lm`` and ``fairseq_cli.validate.main``: assume that ranks do not
    need each other. The first is made to; the second refuses several ranks.
    ``fairseq_cli.train.validate_and_save``: the place after an update where a run that was asked to
@@ -31,7 +32,7 @@ from fairseq.dataclass.configs import CommonEvalConfig
 from fairseq.trainer import Trainer
 
 from .. import optim
-from ..checkpoint import visible_shared_file
+from ..checkpoint import find_checkpoint, harmless_only
 from . import errors, evaluation, known_warnings, requeue
 from .checkpointing import save_set
 from .programs import program
@@ -109,7 +110,8 @@ def _load_to_cpu(original):
     def load_checkpoint_to_cpu(path, arg_overrides=None, load_on_all_ranks=False):
         if evaluation.is_moe_checkpoint(path):
             return evaluation.load_state(path, arg_overrides)
-        return original(path, arg_overrides, load_on_all_ranks)
+        with harmless_only():
+            return original(path, arg_overrides, load_on_all_ranks)
 
     return load_checkpoint_to_cpu
 
@@ -117,8 +119,10 @@ def _load_to_cpu(original):
 def _file_of_set(original):
     @functools.wraps(original)
     def get_maybe_sharded_checkpoint_filename(filename, suffix, shard_idx, num_shards):
-        shared = visible_shared_file(filename) if num_shards == 1 else None
-        return shared or original(filename, suffix, shard_idx, num_shards)
+        found = find_checkpoint(filename) if num_shards == 1 else None
+        if found is None or found[1] == filename:
+            return original(filename, suffix, shard_idx, num_shards)
+        return found[1]
 
     return get_maybe_sharded_checkpoint_filename
 

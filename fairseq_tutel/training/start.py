@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from omegaconf import open_dict
 
-from ..checkpoint import check_shared_directory, recover_directory, set_exists, visible_shared_file
+from ..checkpoint import check_shared_directory, find_checkpoint, recover_directory, set_exists
 from ..distributed import gather_texts, process_world
 
 
@@ -40,8 +40,9 @@ def start_of_run(cfg) -> Iterator[None]:
     ):
         now = dict.fromkeys(now)
     elif before["finetune_from_model"] is not None:
-        file = visible_shared_file(before["finetune_from_model"])
-        now["finetune_from_model"] = file or before["finetune_from_model"]
+        found = find_checkpoint(before["finetune_from_model"])
+        if found is not None:
+            now["finetune_from_model"] = found[1]
     with _changed(cfg, now):
         yield
 

@@ -1,9 +1,12 @@
 """Other real commands: Hydra, fairseq-generate, fairseq-validate, the hub, bad options."""
 
+import os
 import re
+import shutil
 import sys
 
 import pytest
+import torch
 from commands import BIN, launched, logged, perplexity, run
 
 TINY = ["--config-dir", "configs", "--config-name", "tiny_cpu"]
@@ -67,6 +70,33 @@ def test_misspelt_overrides_are_an_error(data_bin, trained):
     command += ["--model-overrides", "{'moe_eval_capacty_factor': 1.0}"]
     output = run(launched(1, "fairseq-eval-lm", *command), expect=1)
     assert "moe_eval_capacty_factor: there is no such option; did you mean moe_eval_cap" in output
+
+
+class RunsCode:
+    """Unpickling this would create a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("member", ["", "-rank-1"], ids=["single-file", "member-of-a-set"])
+def test_a_file_that_runs_code_is_refused_in_one_line(member, data_bin, trained, tmp_path):
+    """Where torch was told to read anything, as many do for fairseq since torch 2.6."""
+    if member:
+        for file in trained.parent.glob("checkpoint_best-*.pt"):
+            shutil.copy(file, tmp_path)
+    file = tmp_path / f"checkpoint_best{member}.pt"
+    torch.save({"model": {}, "x": RunsCode(tmp_path / "ran")}, file)
+    command = [*options(data_bin, tmp_path / "checkpoint_best.pt"), "--gen-subset", "test"]
+    unsafe = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+    output = run([str(BIN / "fairseq-eval-lm"), *command], expect=1, **unsafe)
+    told = [line for line in output.splitlines() if "refusing to load" in line]
+    assert len(told) == 1 and f"{file}: holds posix.system" in told[0]
+    assert "Traceback" not in output and "weights_only" not in output
+    assert not (tmp_path / "ran").exists()
 
 
 def test_generate_with_beam_and_sampling(data_bin, trained):

@@ -1,0 +1,117 @@
+"""What may be unpickled: classes that hold data and do nothing when they are built.
+
+torch's restricted unpickler (``weights_only=True``) builds tensors and plain containers. Here is
+what fairseq checkpoints hold besides, today's and old ones: options, the config in its former form,
+numbers and arrays of numpy, the dictionary that some tasks keep. Anything else is refused, also
+where fairseq's own code reads a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import importlib
+import os
+import sys
+import threading
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+# torch keeps one list of allowed classes per process, and the environment is the process's too
+_ONE_AT_A_TIME = threading.RLock()
+_RESTRICT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_DO_NOT_RESTRICT = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+
+_OMEGACONF_CLASSES = {
+    "omegaconf.dictconfig": ("DictConfig",),
+    "omegaconf.listconfig": ("ListConfig",),
+    "omegaconf.base": ("ContainerMetadata", "Metadata"),
+    "omegaconf.nodes": (
+        "AnyNode",
+        "BooleanNode",
+        "FloatNode",
+        "IntegerNode",
+        "StringNode",
+        "ValueNode",
+    ),
+}
+_FAIRSEQ_CLASSES = {
+    "fairseq.data.dictionary": ("Dictionary",),
+    "fairseq.logging.meters": ("AverageMeter", "StopwatchMeter", "SumMeter", "TimeMeter"),
+}
+
+
+@contextlib.contextmanager
+def harmless_only() -> Iterator[None]:
+    """Within, every ``torch.load`` of the process builds harmless classes only.
+
+    Whatever the environment says: TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1, with which many run fairseq
+    since torch 2.6, would let a file run code. What a caller allowed by
+    ``torch.serialization.add_safe_globals`` stays allowed.
+    """
+    with _ONE_AT_A_TIME:
+        before = {name: os.environ.get(name) for name in (_RESTRICT, _DO_NOT_RESTRICT)}
+        os.environ.pop(_DO_NOT_RESTRICT, None)
+        os.environ[_RESTRICT] = "1"
+        try:
+            with torch.serialization.safe_globals(_harmless_globals()):
+                yield
+        finally:
+            os.environ.pop(_RESTRICT)
+            os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def _harmless_globals() -> list[Any]:
+    """The classes; only those that can be imported, of fairseq only where it is in use."""
+    allowed: list[Any] = [
+        argparse.Namespace,
+        collections.OrderedDict,
+        collections.defaultdict,
+        dict,
+        float,
+        int,
+        list,
+        str,
+        bool,
+        tuple,
+        (typing.Any, "typing.Any"),
+    ]
+    for module, names in _OMEGACONF_CLASSES.items():
+        allowed += _importable(module, names)
+    if "fairseq" in sys.modules:  # its import takes seconds
+        for module, names in _FAIRSEQ_CLASSES.items():
+            allowed += _importable(module, names)
+    return allowed + _numpy_values()
+
+
+def _importable(module: str, names: tuple[str, ...]) -> list[Any]:
+    try:
+        imported = importlib.import_module(module)
+    except ImportError:
+        return []
+    return [getattr(imported, name) for name in names if hasattr(imported, name)]
+
+
+def _numpy_values() -> list[Any]:
+    """What numpy needs to rebuild numbers and arrays: losses, states of random generators."""
+    try:
+        import numpy
+    except ImportError:
+        return []
+    scalar = numpy.float64(0).__reduce__()[0]
+    array = numpy.zeros(0).__reduce__()[0]
+    kinds = (
+        *(numpy.float16, numpy.float32, numpy.float64, numpy.bool_),
+        *(numpy.uint8, numpy.uint32, numpy.uint64, numpy.int32, numpy.int64),
+    )
+    return [
+        numpy.dtype,
+        numpy.ndarray,
+        *((scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+        *((array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+        *(type(numpy.dtype(kind)) for kind in kinds),
+    ]
