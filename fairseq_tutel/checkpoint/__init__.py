@@ -6,6 +6,7 @@ Command line: `python -m fairseq_tutel.checkpoint --help`.
 
 from .commit import final_path
 from .errors import CheckpointError, Ranks
+from .find import find_checkpoint
 from .harmless import harmless_only
 from .inspection import inspect
 from .io import load_file
@@ -18,9 +19,9 @@ from .layout import (
     slice_experts,
     split_dense_expert,
 )
-from .load import SetReader, find_checkpoint, load_for_rank
+from .load import SetReader, load_for_rank
 from .reshard import merge, reshard
-from .state import split_state
+from .state import check_complete, split_state
 from .store import (
     check_shared_directory,
     copy_set,
@@ -37,6 +38,7 @@ __all__ = [
     "CheckpointSet",
     "Ranks",
     "SetReader",
+    "check_complete",
     "check_divisible",
     "check_shared_directory",
     "concat_experts",

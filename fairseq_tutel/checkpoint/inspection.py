@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
+from .checksums import damaged_member
 from .commit import read_record, temporary_files, visible_files
 from .errors import CheckpointError
-from .io import damaged_member, load_file
 from .layout import MERGED, SHARED, CheckpointSet, Role, split_key
-from .load import SetReader
-from .state import METADATA, MODEL, NAMED_STATE, OPTIMIZER
+from .load import SetReader, load_state
+from .state import METADATA, MODEL, NAMED_STATE, OPTIMIZER, check_complete, is_of_fairseq
+
+# fairseq's models mark their version by tensors of one element, which are no parameters
+_MARKS = {"version", "_float_tensor"}
 
 
 def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
@@ -26,8 +29,8 @@ def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
     Returns:
         A dict of plain values: path, kind ("set" or "merged"), written_by, save_id, world_size,
         num_rank_files, num_experts, moe_layers, params_dense, params_expert and params_total
-        (numbers of elements, buffers included; experts of all ranks, each once), dtypes {name:
-        elements}, num_updates, epoch, optimizer_state ("by name", "foreign" or "none"),
+        (numbers of elements, as the trainer counts them; experts of all ranks, each once), dtypes
+        {name: elements}, num_updates, epoch, optimizer_state ("by name", "foreign" or "none"),
         size_on_disk (bytes), files (a list of dicts: name, size, rank, experts, params, save_id,
         problem), unfinished_save, temporary_files, problems (texts) and consistent. Values that
         cannot be known are None.
@@ -70,7 +73,7 @@ def _order(role: Role) -> tuple[int, int]:
 
 def _read(path: str, verify: bool) -> tuple[dict[str, Any], str | None]:
     try:
-        content = load_file(path)
+        content, _ = load_state(path)
         damaged = damaged_member(path) if verify else None
     except CheckpointError as error:
         return {}, str(error)
@@ -86,6 +89,11 @@ def _check_together(path: str) -> tuple[SetReader | None, list[str]]:
     except CheckpointError as error:
         return None, [str(error)]
     problems = []
+    if is_of_fairseq(reader.shared):
+        try:
+            check_complete(reader.shared, reader.files[MERGED if reader.kind == MERGED else SHARED])
+        except CheckpointError as error:
+            problems.append(str(error))
     if reader.kind != MERGED:
         for number in range(reader.num_rank_files):
             try:
@@ -121,7 +129,7 @@ def _describe_file(
         "size": os.path.getsize(path),
         "rank": role if isinstance(role, int) else None,
         "experts": len(indices),
-        "params": sum(tensor.numel() for tensor in _distinct(model).values()),
+        "params": sum(tensor.numel() for tensor in _parameters(model).values()),
         "save_id": metadata.get("save_id"),
         "problem": problem,
     }
@@ -152,7 +160,7 @@ def _describe_content(
     expert: Counter[str] = Counter()
     layers = set()
     for role in counted:
-        for key, tensor in _distinct(contents[role].get(MODEL) or {}).items():
+        for key, tensor in _parameters(contents[role].get(MODEL) or {}).items():
             parsed = split_key(key)
             (dense if parsed is None else expert)[_dtype_name(tensor)] += tensor.numel()
             if parsed is not None:
@@ -187,11 +195,11 @@ def _optimizer_kind(optimizer: Any) -> str:
     return "by name" if isinstance(optimizer, dict) and NAMED_STATE in optimizer else "foreign"
 
 
-def _distinct(model: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Each tensor once: tied weights have two names and one storage."""
+def _parameters(model: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Each tensor that the trainer counts, once: tied weights have two names and one storage."""
     distinct: dict[tuple, tuple[str, torch.Tensor]] = {}
     for key, tensor in model.items():
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, torch.Tensor) and key.rpartition(".")[2] not in _MARKS:
             identity = (tensor.data_ptr(), tensor.shape, tensor.stride())
             distinct.setdefault(identity if tensor.numel() else (key,), (key, tensor))
     return dict(distinct.values())

@@ -103,12 +103,6 @@ def sync_directory(path: str) -> None:
         os.close(descriptor)
 
 
-def damaged_member(path: str) -> str | None:
-    """Name of the first part of a zip checkpoint whose checksum is wrong; reads the whole file."""
-    with zipfile.ZipFile(path) as archive:
-        return archive.testzip()
-
-
 def _check_container(path: str) -> bool:
     """Whether the file is a complete zip archive (torch >= 1.6), the kind that can be mapped."""
     try:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -172,7 +172,7 @@ def concat_experts(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
     return joined
 
 
-def expert_shapes(entries: Mapping[str, Any], where: str) -> tuple[int, dict[str, tuple]]:
+def expert_shapes(entries: Mapping[str, Any], where: str) -> tuple[int, dict[str, str]]:
     """Number of experts in `entries`, and the shape of each parameter of an expert.
 
     Args:
@@ -180,34 +180,28 @@ def expert_shapes(entries: Mapping[str, Any], where: str) -> tuple[int, dict[str
         where: names the file in errors.
 
     Returns:
-        (E, {key with "*" for the number: (shape, dtype)}); (0, {}) for no entries.
+        (E, {key with "*" for the number: shape and dtype, as text}); (0, {}) for no entries.
 
     Raises:
         CheckpointError: numbers that are not 0..E-1, or experts that differ in parameters or shape.
     """
-    experts: dict[int, dict[str, tuple]] = {}
-    for key, tensor in entries.items():
-        prefix, index, rest = _parse_expert(key)
-        experts.setdefault(index, {})[f"{prefix}*{rest}"] = (tuple(tensor.shape), tensor.dtype)
-    if not experts:
-        return 0, {}
-    absent = sorted(set(range(max(experts) + 1)) - set(experts))
-    if absent:
-        raise CheckpointError(f"{where}: has experts {sorted(experts)} but lacks {absent}")
-    for index, shapes in experts.items():
-        check_same_shapes(shapes, experts[0], f"{where}: expert {index}", "expert 0")
-    return len(experts), experts[0]
+    return _alike(entries, where, _shape_text)
 
 
-def check_same_shapes(
-    shapes: Mapping[str, tuple], expected: Mapping[str, tuple], where: str, like: str
+def expert_states(entries: Mapping[str, Any], where: str) -> tuple[int, dict[str, str]]:
+    """As :func:`expert_shapes`, of the names of what an optimizer keeps for each parameter."""
+    return _alike(entries, f"{where}: optimizer state", lambda state: str(sorted(map(str, state))))
+
+
+def check_same(
+    forms: Mapping[str, str], expected: Mapping[str, str], where: str, like: str
 ) -> None:
     """Raises CheckpointError naming a parameter by which `where` differs from `like`."""
-    for key in sorted(set(shapes) | set(expected)):
-        if shapes.get(key) != expected.get(key):
+    for key in sorted(set(forms) | set(expected)):
+        if forms.get(key) != expected.get(key):
             raise CheckpointError(
                 f"{where} differs from {like} in {key}: "
-                f"{_shape_text(shapes.get(key))} against {_shape_text(expected.get(key))}"
+                f"{forms.get(key, 'absent')} against {expected.get(key, 'absent')}"
             )
 
 
@@ -234,5 +228,23 @@ def _parse_expert(key: str) -> tuple[str, int, str]:
     return parsed
 
 
-def _shape_text(shape: tuple | None) -> str:
-    return "absent" if shape is None else f"{list(shape[0])} {str(shape[1]).removeprefix('torch.')}"
+def _alike(
+    entries: Mapping[str, Any], where: str, form: Callable[[Any], str]
+) -> tuple[int, dict[str, str]]:
+    """Number of experts, and the form of each of their entries, which all have in common."""
+    experts: dict[int, dict[str, str]] = {}
+    for key, value in entries.items():
+        prefix, index, rest = _parse_expert(key)
+        experts.setdefault(index, {})[f"{prefix}*{rest}"] = form(value)
+    if not experts:
+        return 0, {}
+    absent = sorted(set(range(max(experts) + 1)) - set(experts))
+    if absent:
+        raise CheckpointError(f"{where}: has experts {sorted(experts)} but lacks {absent}")
+    for index, forms in experts.items():
+        check_same(forms, experts[0], f"{where}: expert {index}", "expert 0")
+    return len(experts), experts[0]
+
+
+def _shape_text(tensor: Any) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -6,20 +6,21 @@ Nothing here writes: a job may evaluate a checkpoint while another one trains an
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
+from .checksums import Checksums
 from .commit import visible_files
 from .errors import Agree, CheckpointError, Ranks
+from .find import locate
 from .io import identity, load_file
 from .layout import (
     MERGED,
     SHARED,
     CheckpointSet,
-    Role,
     check_divisible,
-    check_same_shapes,
+    check_same,
     expert_shapes,
+    expert_states,
     experts_of_rank,
     gate_experts,
     slice_experts,
@@ -32,6 +33,9 @@ from .state import (
     NAMED_STATE,
     OPTIMIZER,
     SetMetadata,
+    check_complete,
+    check_file,
+    is_of_fairseq,
     join_state,
     optimizer_is_named,
     split_state,
@@ -39,6 +43,7 @@ from .state import (
 
 logger = logging.getLogger(__name__)
 
+_OTHER_FILE = "another rank file of the set"
 _ATTEMPTS = 10  # how often to read while another job keeps replacing the files
 
 
@@ -103,54 +108,68 @@ class SetReader:
 
     def __init__(self, path: str) -> None:
         self.cset, self.files, self.kind = locate(path)
-        self._open: tuple[int, dict[str, Any]] | None = None
-        self._shapes: dict[str, tuple] | None = None
+        self._open: tuple[int, dict[str, Any], Checksums] | None = None
+        self._shapes: dict[str, str] | None = None
+        self._states: dict[str, str] | None = None
         if self.kind == MERGED:
             self._read_merged()
         else:
             self._read_shared()
 
-    def experts(self, wanted: range) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Tensors and optimizer state of some experts, numbered from 0.
+    def experts(
+        self, wanted: range, *, with_optimizer: bool = True
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Tensors and optimizer state of some experts, numbered from 0, checked for damage.
 
         Args:
             wanted: global expert numbers.
 
         Returns:
-            (model entries, named optimizer state or None if there is none).
+            (model entries, named optimizer state, empty if there is none or it is not wanted).
         """
         model: dict[str, Any] = {}
         named_state: dict[str, Any] = {}
         if not wanted:
-            return model, named_state if self.has_optimizer else None
+            return model, named_state
         per_file = self.num_experts // self.num_rank_files
         for number in range(wanted.start // per_file, (wanted.stop - 1) // per_file + 1):
-            content = self.rank_content(number)
-            first = number * per_file
-            model |= slice_experts(content[MODEL], first=first, wanted=wanted)
-            if self.has_optimizer:
-                stored = content[OPTIMIZER][NAMED_STATE]
-                named_state |= slice_experts(stored, first=first, wanted=wanted)
-        return model, named_state if self.has_optimizer else None
+            _, content, checksums = self._open_rank(number)
+            parts = [(content[MODEL], model)]
+            if self.has_optimizer and with_optimizer:
+                parts.append((content[OPTIMIZER][NAMED_STATE], named_state))
+            for stored, taken in parts:
+                new = slice_experts(stored, first=number * per_file, wanted=wanted)
+                checksums.check(new)
+                taken.update(new)
+        return model, named_state
 
     def state_of(self, wanted: range, *, with_optimizer: bool) -> dict[str, Any]:
-        """Dense parameters and some experts as one state."""
-        model, named_state = self.experts(wanted)
-        return join_state(self.shared, model, named_state if with_optimizer else None)
+        """Dense parameters and some experts as one state, checked for damage."""
+        with_optimizer = with_optimizer and self.has_optimizer
+        shared = dict(self.shared)
+        if not with_optimizer:
+            shared.pop(OPTIMIZER, None)
+        self._checksums.check(shared)
+        model, named_state = self.experts(wanted, with_optimizer=with_optimizer)
+        return join_state(shared, model, named_state if with_optimizer else None)
 
     def rank_content(self, number: int) -> dict[str, Any]:
-        """Checked content of one rank file; the last one stays open."""
+        """Content of one rank file, known to be of this set; the last one stays open."""
+        return self._open_rank(number)[1]
+
+    def _open_rank(self, number: int) -> tuple[int, dict[str, Any], Checksums]:
         if self._open is None or self._open[0] != number:
             self._open = None  # let go of the previous file before mapping the next
-            self._open = (number, self._read_rank(number))
-        return self._open[1]
+            self._open = (number, *self._read_rank(number))
+        return self._open
 
     def _read_merged(self) -> None:
         path = self.files[MERGED]
-        state = _load_state(path)
+        state, self._checksums = load_state(path)
         self.metadata = SetMetadata.of_state(state, path)
+        self._check_entries(state, path)
         self.has_optimizer = _drop_foreign_optimizer(state, path)
-        self.shared, content = split_state(state)
+        self.shared, content = split_state(state, path)
         self.num_experts, self._shapes = expert_shapes(content[MODEL], path)
         gates = gate_experts(self.shared[MODEL], content[MODEL])
         expected = self.metadata.num_experts if self.metadata else gates
@@ -160,15 +179,18 @@ class SetReader:
                 "was saved by one rank of several, only a set of all ranks' files has them all"
             )
         self.num_rank_files = 1
-        self._open = (0, content)
+        if self.has_optimizer and self.num_experts:
+            self._check_optimizer(content, path)
+        self._open = (0, content, self._checksums)
 
     def _read_shared(self) -> None:
         path = self.files[SHARED]
-        self.shared = _load_state(path)
+        self.shared, self._checksums = load_state(path)
         misplaced = split_dense_expert(self.shared[MODEL])[1]
         if misplaced:
             raise CheckpointError(f"{path}: a shared file cannot hold {next(iter(misplaced))!r}")
         self.metadata = SetMetadata.of_state(self.shared, path)
+        self._check_entries(self.shared, path)
         self.has_optimizer = _drop_foreign_optimizer(self.shared, path)
         if self.metadata is not None:
             self.num_experts = self.metadata.num_experts
@@ -178,8 +200,14 @@ class SetReader:
             self.num_experts, self.num_rank_files = self._count_unmarked()
         self._require_rank_files()
 
+    def _check_entries(self, state: dict[str, Any], path: str) -> None:
+        """Ours are complete, or were spoilt; what others made may be good for another use."""
+        if self.metadata is not None and is_of_fairseq(state):
+            check_complete(state, path)
+
     def _check_shared_metadata(self, path: str) -> None:
-        if self.metadata.rank is not None or not 1 <= self.num_rank_files <= self.num_experts:
+        sharded = 1 <= self.num_rank_files <= self.num_experts
+        if self.metadata.rank is not None or not sharded or self.num_experts % self.num_rank_files:
             raise CheckpointError(
                 f"{path}: foreign file: it is marked as rank file {self.metadata.rank} of "
                 f"{self.num_rank_files} with {self.num_experts} experts, not as a shared file"
@@ -191,7 +219,7 @@ class SetReader:
         if not ranks:
             raise CheckpointError(f"{self.cset.rank_path(0)}: missing: no rank file beside the set")
         present = ranks[-1] + 1
-        state = _load_state(self.files[ranks[0]])
+        state, _ = load_state(self.files[ranks[0]])
         local = expert_shapes(split_dense_expert(state[MODEL])[1], self.files[ranks[0]])[0]
         if local == 0:
             raise CheckpointError(f"{self.files[ranks[0]]}: holds no expert")
@@ -213,9 +241,9 @@ class SetReader:
                 f"{', '.join(missing)}; copy them beside {self.cset.name_of(SHARED)}"
             )
 
-    def _read_rank(self, number: int) -> dict[str, Any]:
+    def _read_rank(self, number: int) -> tuple[dict[str, Any], Checksums]:
         path = self.files[number]
-        content = _load_state(path)
+        content, checksums = load_state(path)
         self._check_membership(path, number, SetMetadata.of_state(content, path))
         dense = [key for key in content[MODEL] if split_key(key) is None]
         if dense:
@@ -225,10 +253,29 @@ class SetReader:
         if count != per_file:
             raise CheckpointError(f"{path}: holds {count} experts, expected {per_file}")
         self._shapes = self._shapes or shapes
-        check_same_shapes(shapes, self._shapes, path, "another rank file of the set")
-        if self.has_optimizer and not optimizer_is_named(content.get(OPTIMIZER)):
+        check_same(shapes, self._shapes, path, _OTHER_FILE)
+        if self.has_optimizer:
+            self._check_optimizer(content, path)
+        return content, checksums
+
+    def _check_optimizer(self, content: dict[str, Any], path: str) -> None:
+        """Each expert must have what all others have; of a parameter that is not trained, none."""
+        if not optimizer_is_named(content.get(OPTIMIZER)):
             raise CheckpointError(f"{path}: lacks the optimizer state that the shared file has")
-        return content
+        named_state = content[OPTIMIZER][NAMED_STATE]
+        dense = [key for key in named_state if split_key(key) is None]
+        if dense:
+            raise CheckpointError(
+                f"{path}: a rank file cannot hold state of the dense {dense[0]!r}"
+            )
+        count, states = expert_states(named_state, path)
+        per_file = self.num_experts // self.num_rank_files
+        if count not in (0, per_file):
+            raise CheckpointError(
+                f"{path}: has optimizer state of {count} experts, expected {per_file}"
+            )
+        self._states = states if self._states is None else self._states
+        check_same(states, self._states, f"{path}: optimizer state", _OTHER_FILE)
 
     def _check_membership(self, path: str, number: int, metadata: SetMetadata | None) -> None:
         """A rank file must come from the same save, for the same place."""
@@ -274,7 +321,7 @@ def _read(path: str, rank: int, world_size: int, with_optimizer: bool) -> dict[s
         except CheckpointError as error:
             raise CheckpointError(f"{reader.cset.path}: {error}") from error
         wanted = experts_of_rank(rank, world_size, reader.num_experts)
-    state = reader.state_of(wanted, with_optimizer=with_optimizer and reader.has_optimizer)
+    state = reader.state_of(wanted, with_optimizer=with_optimizer)
     state[METADATA] = reader.metadata.to_dict() if reader.metadata else None
     return state
 
@@ -284,68 +331,12 @@ def _fingerprint(path: str) -> dict[str, tuple[int, ...] | None]:
     return {file: identity(file) for file in visible_files(CheckpointSet.from_path(path)).values()}
 
 
-def locate(path: str) -> tuple[CheckpointSet, dict[Role, str], str]:
-    """The set that `path` belongs to, its files as a reader must see them, "set" or "merged".
-
-    Raises:
-        CheckpointError: nothing of that name, a set without its shared file, or both a set and a
-            merged file where `path` does not say which of them is meant.
-    """
-    cset = CheckpointSet.from_path(path)
-    files = visible_files(cset)
-    members = sorted(cset.name_of(role) for role in files if role != MERGED)
-    if MERGED not in files and not members:
-        raise CheckpointError(
-            f"{path}: no such checkpoint: neither {cset.name_of(MERGED)} nor "
-            f"{cset.name_of(SHARED)} is in {cset.directory or '.'}{_sharded_hint(cset)}"
-        )
-    if not members:
-        return cset, files, MERGED
-    if MERGED in files and os.path.basename(path) == cset.name_of(MERGED):
-        raise CheckpointError(
-            f"{path}: ambiguous: there is a merged file of that name and a set ({members[0]}, "
-            f"...); name {cset.name_of(SHARED)} to read the set, or move one of them away"
-        )
-    if SHARED not in files:
-        raise CheckpointError(f"{cset.shared_path}: missing, but its rank files are there")
-    return cset, files, "set"
-
-
-def find_checkpoint(path: str) -> tuple[str, str] | None:
-    """What `path` names, for a program that knows single files; None if there is nothing.
-
-    Returns:
-        ("set", its shared file) or ("merged", the file), whose name may be a temporary one in the
-        middle of a commit; :func:`.commit.final_path` gives the other.
-
-    Raises:
-        CheckpointError: see :func:`locate`.
-    """
-    if not path.endswith(".pt") or not visible_files(CheckpointSet.from_path(path)):
-        return None
-    _, files, kind = locate(path)
-    return kind, files[MERGED if kind == MERGED else SHARED]
-
-
-def _sharded_hint(cset: CheckpointSet) -> str:
-    """Meta's fully-sharded runs wrote files of other names, which hold pieces of flat tensors."""
-    directory = cset.directory or "."
-    names = os.listdir(directory) if os.path.isdir(directory) else []
-    shards = sorted(n for n in names if n.startswith(f"{cset.stem}-") and "-shard" in n)
-    shards = [name for name in shards if name != cset.name_of(SHARED)]
-    if not shards:
-        return ""
-    return (
-        f"; {shards[0]} is a fully-sharded (FSDP) file, which must first be consolidated with "
-        "consolidate_fsdp_shards of the code that wrote it"
-    )
-
-
-def _load_state(path: str) -> dict[str, Any]:
+def load_state(path: str) -> tuple[dict[str, Any], Checksums]:
+    """Open a file of a checkpoint, of which all entries have the kinds that readers rely on."""
+    checksums = Checksums(path)
     state = load_file(path)
-    if not isinstance(state.get(MODEL), dict):
-        raise CheckpointError(f"{path}: not a fairseq checkpoint: has no {MODEL!r} dict")
-    return state
+    check_file(state, path)
+    return state, checksums
 
 
 def _drop_foreign_optimizer(state: dict[str, Any], path: str) -> bool:

@@ -22,14 +22,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import torch
+
 from .errors import CheckpointError
-from .layout import split_dense_expert
+from .layout import split_dense_expert, split_key
 
 FORMAT_VERSION = 1
 METADATA = "moe_checkpoint"
 MODEL = "model"
 OPTIMIZER = "last_optimizer_state"
 NAMED_STATE = "named_state"
+_OF_FAIRSEQ = ("args", "cfg", "criterion", "optimizer_history", "task_state", "extra_state")
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,9 @@ class SetMetadata:
         names = {field.name for field in fields(cls)}
         if not isinstance(stored, dict) or not names <= set(stored):
             raise CheckpointError(f"{where}: incomplete {METADATA!r} metadata: {stored!r}")
+        for name in names - {"save_id"}:
+            if type(stored[name]) is not int and not (name == "rank" and stored[name] is None):
+                raise CheckpointError(f"{where}: {METADATA!r} has {name} {stored[name]!r}")
         if stored["format_version"] > FORMAT_VERSION:
             raise CheckpointError(
                 f"{where}: written in checkpoint format {stored['format_version']}, but this "
@@ -74,6 +80,49 @@ class SetMetadata:
 def optimizer_is_named(optimizer: Any) -> bool:
     """Whether an optimizer state is in our form, by parameter name."""
     return isinstance(optimizer, dict) and isinstance(optimizer.get(NAMED_STATE), dict)
+
+
+def check_file(state: Mapping[str, Any], where: str) -> None:
+    """Raises CheckpointError unless a file holds things of the kinds that its readers rely on."""
+    history, extra = state.get("optimizer_history"), state.get("extra_state")
+    optimizer = state.get(OPTIMIZER) if optimizer_is_named(state.get(OPTIMIZER)) else {}
+    position = extra.get("train_iterator") if isinstance(extra, dict) else None
+    for what, fits in (
+        (MODEL, isinstance(state.get(MODEL), dict)),
+        ("optimizer_history", _are_dicts(history)),
+        ("extra_state", extra is None or isinstance(extra, dict)),
+        ("train_iterator", position is None or isinstance(position, dict)),
+        ("param_groups", _are_dicts(optimizer.get("param_groups"))),
+    ):
+        if not fits:
+            raise CheckpointError(f"{where}: not a fairseq checkpoint: has no proper {what!r}")
+    for entries, kind in ((state[MODEL], torch.Tensor), (optimizer.get(NAMED_STATE, {}), dict)):
+        for key, value in entries.items():
+            if not isinstance(key, str) or split_key(key) and not isinstance(value, kind):
+                raise CheckpointError(f"{where}: has a {type(value).__name__} for {key!r}")
+
+
+def check_complete(state: Mapping[str, Any], where: str) -> None:
+    """Raises CheckpointError, naming what is missing, unless fairseq can train and evaluate on."""
+    missing = [key for key in ("optimizer_history", "extra_state") if not state.get(key)]
+    if not missing and "train_iterator" not in state["extra_state"]:
+        missing.append("train_iterator")
+    if state.get("cfg") is None and state.get("args") is None:
+        missing.append("cfg")
+    if missing:
+        raise CheckpointError(
+            f"{where}: lacks {', '.join(missing)}, which fairseq saves in every checkpoint and "
+            "needs to go on from it; use another set"
+        )
+
+
+def is_of_fairseq(state: Mapping[str, Any]) -> bool:
+    """Whether a state holds more than any host stores: parameters and optimizer state."""
+    return any(key in state for key in _OF_FAIRSEQ)
+
+
+def _are_dicts(value: Any) -> bool:
+    return value is None or isinstance(value, list) and all(isinstance(v, dict) for v in value)
 
 
 def check_state(state: Any, what: str) -> None:
@@ -93,13 +142,16 @@ def check_state(state: Any, what: str) -> None:
         )
 
 
-def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_state(
+    state: Mapping[str, Any], where: str = "state"
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split what one rank holds into the content of the shared file and of its rank file.
 
     Both keep the common entries (cfg, counters, meters), as Meta's files do. Nothing is copied.
 
     Args:
         state: the state of one rank, experts numbered locally from 0.
+        where: names the state in errors.
 
     Returns:
         (shared_state, rank_state), for `write_set`.
@@ -107,7 +159,7 @@ def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     Raises:
         CheckpointError: `state` is not in the form described above.
     """
-    check_state(state, "state")
+    check_state(state, where)
     common = {key: value for key, value in state.items() if key not in (MODEL, OPTIMIZER, METADATA)}
     dense, expert = split_dense_expert(state[MODEL])
     shared, rank_state = common | {MODEL: dense}, common | {MODEL: expert}

@@ -19,6 +19,7 @@ from fairseq.data import data_utils
 from fairseq.logging import meters, metrics
 
 from ..checkpoint import (
+    check_complete,
     copy_set,
     final_path,
     find_sets,
@@ -136,6 +137,7 @@ class CheckpointMixin:
             logger.info("No existing checkpoint found %s", path)
             return None
         state = load_for_rank(path, with_optimizer=not reset_optimizer, **world)
+        check_complete(state, path)
         history = state["optimizer_history"]
         self._load_weights(state, path)
         optimizer_state = state.get("last_optimizer_state")

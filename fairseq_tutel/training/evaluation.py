@@ -16,6 +16,7 @@ from fairseq.dataclass.utils import omegaconf_no_object_check, overwrite_args_by
 from omegaconf import DictConfig, OmegaConf
 
 from ..checkpoint import (
+    check_complete,
     final_path,
     find_checkpoint,
     load_file,
@@ -71,6 +72,7 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
             raise ValueError(f"override {name}: there is no such option{hint}")
     rank, world_size = process_world()
     state = load_for_rank(final_path(path), rank=rank, world_size=world_size, with_optimizer=False)
+    check_complete(state, path)
     args = state.get("args")
     if args is not None:
         for name, value in (arg_overrides or {}).items():

@@ -141,6 +141,100 @@ def test_optimizer_state_missing_in_a_rank_file(saved):
     check_error(saved, "m-rank-3.pt: lacks the optimizer state")
 
 
+def _without_state(expert, *rest):
+    """Drops from a rank file what the optimizer keeps for one expert, or a part of it."""
+
+    def change(state):
+        named = state["last_optimizer_state"]["named_state"]
+        for key in [key for key in named if f"experts.{expert}." in key]:
+            if not rest:
+                del named[key]
+            elif key.endswith(rest[0]):
+                del named[key][rest[1]]
+
+    return change
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("rest", [(), ("fc1.bias", "exp_avg")], ids=["all", "one-moment"])
+def test_optimizer_state_of_one_expert_missing(tmp_path, ranks, rest):
+    """Training could not go on from it: whoever reads or inspects it says so, with or without."""
+    path = str(tmp_path / "m.pt")
+    Reference(4).save(path, ranks)
+    last = 4 // ranks - 1
+    edit(member(path, f"rank-{ranks - 1}"), _without_state(last, *rest))
+    check_error(path, f"m-rank-{ranks - 1}.pt: ", "optimizer state")
+    merged = str(tmp_path / "merged.pt")
+    Reference(4).save(str(tmp_path / "x.pt"), 1)
+    merge(str(tmp_path / "x.pt"), merged, with_optimizer=True)
+    edit(merged, _without_state(3, *rest))
+    check_error(merged, "merged.pt: ", "optimizer state")
+
+
+def test_frozen_parameters_have_no_optimizer_state(saved):
+    """Of no expert: that is no defect."""
+
+    def freeze(state):
+        named = state["last_optimizer_state"]["named_state"]
+        for key in [key for key in named if ".fc1." in key]:
+            del named[key]
+
+    for rank in range(4):
+        edit(member(saved, f"rank-{rank}"), freeze)
+    assert inspect(saved)["consistent"]
+    loaded = load_for_rank(saved, rank=0, world_size=1)
+    assert any(".fc2." in key for key in loaded["last_optimizer_state"]["named_state"])
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("entry", ["cfg", "optimizer_history", "extra_state"])
+def test_what_fairseq_needs_is_missing(saved, entry, merged):
+    path = file = member(saved, "shared")
+    if merged:
+        path = file = saved.replace("m.pt", "merged.pt")
+        merge(saved, path)
+    edit(file, lambda state: state.pop(entry))
+    check_error(path, f"{file}: lacks {entry}")
+
+
+def test_entries_of_other_kinds(tmp_path):
+    """Whatever stands where, it is loaded or refused by name, and inspection knows it before."""
+    saved = str(tmp_path / "m.pt")
+    Reference(2, layers=(1,)).save(saved, 2)
+    names = ("shared", "rank-1")
+    original = {name: torch.load(member(saved, name), weights_only=True) for name in names}
+    outcomes = []
+    for name in names:
+        for where in _places(original[name]):
+            for garbage in (7, {5: None}):
+                edit(member(saved, name), lambda state, w=where, g=garbage: _put(state, w, g))
+                report = inspect(saved)
+                try:
+                    load_for_rank(saved, rank=0, world_size=1)
+                    outcomes.append(True)
+                except CheckpointError as error:
+                    outcomes.append(False)
+                    assert f"m-{name}.pt" in str(error), (where, garbage, error)
+                assert report["consistent"] == outcomes[-1], (name, where, garbage)
+                torch.save(original[name], member(saved, name))
+    assert set(outcomes) == {True, False} and len(outcomes) > 60
+
+
+def _places(state, depth=2):
+    """Paths of keys to each entry that has a name, down to a depth; one of many alike."""
+    for key, value in state.items():
+        yield (key,)
+        if depth and isinstance(value, dict):
+            few = dict(list(value.items())[-1:]) if key in ("model", "named_state") else value
+            yield from ((key, *rest) for rest in _places(few, depth - 1))
+
+
+def _put(state, where, value):
+    for key in where[:-1]:
+        state = state[key]
+    state[where[-1]] = value
+
+
 def test_superfluous_rank_file_is_reported_but_does_not_disturb(saved):
     shutil.copy(member(saved, "rank-3"), member(saved, "rank-4"))
     Reference(4).check_loadable(saved)

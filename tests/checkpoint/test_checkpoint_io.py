@@ -11,7 +11,8 @@ import torch
 from checkpoint_helpers import assert_same
 
 from fairseq_tutel.checkpoint import CheckpointError, load_file
-from fairseq_tutel.checkpoint.io import damaged_member, save_file
+from fairseq_tutel.checkpoint.checksums import damaged_member
+from fairseq_tutel.checkpoint.io import save_file
 
 
 class RunsCode:

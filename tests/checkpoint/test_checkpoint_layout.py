@@ -88,7 +88,7 @@ def test_split_dense_expert():
 
 def test_expert_shapes_finds_gaps_and_differences():
     good = {"experts.0.w": torch.zeros(2), "experts.1.w": torch.zeros(2)}
-    assert expert_shapes(good, "f") == (2, {"experts.*.w": ((2,), torch.float32)})
+    assert expert_shapes(good, "f") == (2, {"experts.*.w": "[2] float32"})
     assert expert_shapes({}, "f") == (0, {})
     with pytest.raises(CheckpointError, match=r"f: has experts \[0, 2\] but lacks \[1\]"):
         expert_shapes({"experts.0.w": torch.zeros(2), "experts.2.w": torch.zeros(2)}, "f")
