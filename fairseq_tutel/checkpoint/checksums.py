@@ -20,11 +20,16 @@ import torch
 
 from .errors import CheckpointError
 
+# what zipfile raises where the directory or the header of a member is damaged
+_ZIP_ERRORS = (zipfile.BadZipFile, OSError, RuntimeError, ValueError, EOFError, zlib.error)
+_WORTH_THREADS = 1 << 24  # bytes
 _VARIABLE = "FAIRSEQ_TUTEL_CHECKSUMS"
 
 
 def damaged_member(path: str) -> str | None:
-    """Name of the first part of a zip checkpoint whose checksum is wrong; reads the whole file."""
+    """Name of the first part of a checkpoint whose checksum is wrong; reads the whole file."""
+    if not zipfile.is_zipfile(path):
+        return None  # torch's format before 1.6 has no checksums
     with zipfile.ZipFile(path) as archive:
         return next((info.filename for info in archive.infolist() if _damaged(archive, info)), None)
 
@@ -49,7 +54,9 @@ class Checksums:
         try:
             with zipfile.ZipFile(path) as archive:
                 self._read(archive)
-        except (zipfile.BadZipFile, OSError, ValueError) as error:
+        except CheckpointError:
+            raise
+        except _ZIP_ERRORS as error:
             raise CheckpointError(f"{path}: is damaged ({error})") from None
 
     def check(self, entries: Any) -> None:
@@ -65,16 +72,24 @@ class Checksums:
             storage = tensor.untyped_storage()
             if storage.nbytes() and storage.data_ptr() not in self._checked:
                 found.setdefault(storage.data_ptr(), (name, storage))
+        storages = [storage for _, storage in found.values()]
+        for (name, _), known in zip(found.values(), self._are_known(storages), strict=True):
+            if not known:
+                raise CheckpointError(
+                    f"{self._path}: is damaged: wrong checksum of {name}; copy it again or use "
+                    "another set"
+                )
+        self._checked.update(found)
+
+    def _are_known(self, storages: list[torch.UntypedStorage]) -> list[bool]:
+        def is_known(storage: torch.UntypedStorage) -> bool:
+            return (storage.nbytes(), _checksum(storage)) in self._known
+
+        if sum(storage.nbytes() for storage in storages) < _WORTH_THREADS:
+            return list(map(is_known, storages))
         # zlib lets go of the interpreter's lock: as many at once as this process may use cores
         with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
-            sums = pool.map(_checksum, (storage for _, storage in found.values()))
-            for (name, storage), checksum in zip(found.values(), sums, strict=True):
-                if (storage.nbytes(), checksum) not in self._known:
-                    raise CheckpointError(
-                        f"{self._path}: is damaged: wrong checksum of {name}; copy it again or "
-                        "use another set"
-                    )
-        self._checked.update(found)
+            return list(pool.map(is_known, storages))
 
     def _read(self, archive: zipfile.ZipFile) -> None:
         for info in archive.infolist():
@@ -98,7 +113,7 @@ def _damaged(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
         with archive.open(info) as member:
             while member.read(1 << 20):  # to its end, where the checksum is compared
                 pass
-    except zipfile.BadZipFile:
+    except _ZIP_ERRORS:
         return True
     return False
 

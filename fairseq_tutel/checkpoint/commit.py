@@ -13,6 +13,7 @@ redo logging as in databases: Mohan et al., ARIES, ACM TODS 17(1), 1992, reduced
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -164,6 +165,19 @@ def remove_temporaries(cset: CheckpointSet, operation: str | None = None) -> Non
                 _unlink(os.path.join(cset.directory, name))
             except OSError as error:
                 logger.warning("could not remove a temporary file: %s", error)
+
+
+def leave_in_order(cset: CheckpointSet, operation: str, ends_by_signal: bool) -> None:
+    """For the writer of a set whose change ended before its time: no temporary file stays.
+
+    A change that is not committed is undone; one that is, is finished where nobody else will. After
+    an error it stays as it is: readable, and the error says so. See :func:`.cleanup.cleaning_up`.
+    """
+    with contextlib.suppress(OSError, CheckpointError):
+        if not os.path.lexists(cset.commit_path):
+            remove_temporaries(cset, operation)
+        elif ends_by_signal:
+            recover_set(cset)
 
 
 def unfinished_sets(directory: str) -> list[CheckpointSet]:

@@ -44,7 +44,7 @@ from .state import (
 logger = logging.getLogger(__name__)
 
 _OTHER_FILE = "another rank file of the set"
-_ATTEMPTS = 10  # how often to read while another job keeps replacing the files
+_ATTEMPTS = 30  # how often to read while another job keeps replacing the files
 
 
 def load_for_rank(

@@ -7,11 +7,13 @@ read memory-mapped and written one at a time, so memory stays near the size of o
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .commit import commit, new_id, recover_set, remove_temporaries, visible_files
+from .cleanup import cleaning_up
+from .commit import commit, leave_in_order, new_id, recover_set, visible_files
 from .errors import CheckpointError
 from .layout import (
     MERGED,
@@ -128,17 +130,15 @@ def _write(
     os.makedirs(target.directory or ".", exist_ok=True)
     recover_set(target)
     names: set[str] = set()
-    try:
+    operation = metadata.save_id
+    with cleaning_up(functools.partial(leave_in_order, target, operation)):
         for role, state in members:
             names.add(target.name_of(role))
             if progress is not None:
                 progress(len(names) - 1, num_files, target.name_of(role))
             rank = role if isinstance(role, int) else None
             stored = metadata.to_dict() | {"rank": rank}
-            stage_file(target, metadata.save_id, role, {**state, METADATA: stored})
-    except BaseException:  # Ctrl-C too: a large half-written file must not stay behind
-        remove_temporaries(target, metadata.save_id)
-        raise
-    commit(target, metadata.save_id, names, names)
+            stage_file(target, operation, role, {**state, METADATA: stored})
+        commit(target, operation, names, names)
     if progress is not None:
         progress(num_files, num_files, target.path)

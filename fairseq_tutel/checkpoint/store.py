@@ -7,6 +7,8 @@ same calls, whatever happens, so nobody waits for a rank that failed.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import re
@@ -16,8 +18,10 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+from .cleanup import cleaning_up
 from .commit import (
     commit,
+    leave_in_order,
     new_id,
     read_record,
     recover_set,
@@ -30,6 +34,8 @@ from .errors import Agree, CheckpointError, Ranks
 from .io import save_file
 from .layout import SHARED, CheckpointSet, Role, count_rank_files, expert_shapes, split_key
 from .state import METADATA, MODEL, NAMED_STATE, OPTIMIZER, SetMetadata, check_state
+
+_MARK = ".one-folder-for-all-ranks-"  # of the file by which ranks find out whether they share one
 
 
 def write_set(
@@ -82,21 +88,33 @@ def write_set(
     save_id = plans[0][0]
     num_experts = _check_plans(plans, world_size)
 
+    written = False  # this rank's files; from then on rank 0 may commit at any time
+
     def write() -> None:
+        nonlocal written
         metadata = SetMetadata(save_id, world_size, num_rank_files, num_experts)
         _stage_states(cset, save_id, states, metadata)
+        written = True
 
-    try:
-        ranks.together(f"saving {cset.path}", write)
-    except CheckpointError:
-        remove_temporaries(cset, save_id)
-        raise
+    def clean(ends_by_signal: bool) -> None:
+        if rank == 0:
+            leave_in_order(cset, save_id, ends_by_signal)
+        elif not written:
+            for role in states:
+                _remove_file(_temporary_path(cset, save_id, role))
+
     names = {cset.name_of(role) for role in (SHARED, *range(num_rank_files))}
 
     def publish() -> None:
         _on_first(rank, commit, cset, save_id, names, names)
 
-    ranks.together(f"saving {cset.path}", publish)
+    with cleaning_up(clean):
+        try:
+            ranks.together(f"saving {cset.path}", write)
+        except CheckpointError:  # known to all: nobody will commit
+            remove_temporaries(cset, save_id)
+            raise
+        ranks.together(f"saving {cset.path}", publish)
     return save_id
 
 
@@ -142,11 +160,17 @@ def recover(path: str, *, rank: int = 0, world_size: int = 1, agree: Agree | Non
 def recover_directory(
     directory: str, *, rank: int = 0, world_size: int = 1, agree: Agree | None = None
 ) -> None:
-    """`recover` for every set of a directory: what a run does with its save dir when it starts."""
+    """`recover` for every set of a directory: what a run does with its save dir when it starts.
+
+    Also removes what :func:`check_shared_directory` of a killed process left there.
+    """
 
     def recover_all() -> None:
         for cset in unfinished_sets(directory):
             recover_set(cset)
+        for name in os.listdir(directory) if os.path.isdir(directory) else ():
+            if name.startswith(_MARK):
+                _remove_file(os.path.join(directory, name))
 
     ranks = Ranks(rank, world_size, agree)
     ranks.together(f"recovering {directory}", lambda: _on_first(rank, recover_all))
@@ -162,31 +186,33 @@ def check_shared_directory(
     """
     ranks = Ranks(rank, world_size, agree)
     here = os.path.abspath(directory)
+    marks: list[str] = []  # of rank 0
 
     def leave_a_mark() -> str | None:
         if rank != 0:
             return None
         os.makedirs(here, exist_ok=True)
-        handle, path = tempfile.mkstemp(prefix=".one-folder-for-all-ranks-", dir=here)
+        handle, path = tempfile.mkstemp(prefix=_MARK, dir=here)
         os.close(handle)
+        marks.append(path)
         return path
 
-    path = ranks.together("writing to the save dir", leave_a_mark)[0]
-    name = os.path.basename(path)
-
     def look() -> None:
-        if not os.path.exists(os.path.join(here, name)):
+        if not os.path.exists(os.path.join(here, os.path.basename(path))):
             raise CheckpointError(
                 f"{here} on {socket.gethostname()} is not the save dir of rank 0, "
                 f"{os.path.dirname(path)}; all ranks must write to one folder of a shared file "
                 "system"
             )
 
-    try:
+    def remove_mark(ends_by_signal: bool) -> None:
+        for mark in marks:
+            _remove_file(mark)
+
+    with cleaning_up(remove_mark):
+        path = ranks.together("writing to the save dir", leave_a_mark)[0]
         ranks.together("checking the save dir", look)
-    finally:
-        if rank == 0:
-            os.remove(path)
+        remove_mark(False)
 
 
 def set_exists(path: str) -> bool:
@@ -283,14 +309,11 @@ def _copy(source: CheckpointSet, target: CheckpointSet) -> None:
         raise CheckpointError(f"{source.path}: no such checkpoint")
     os.makedirs(target.directory or ".", exist_ok=True)
     operation = new_id()
-    try:
+    names = {target.name_of(role) for role in files}
+    with cleaning_up(functools.partial(leave_in_order, target, operation)):
         for role, path in files.items():
             _link_or_copy(path, _temporary_path(target, operation, role))
-    except OSError:
-        remove_temporaries(target, operation)
-        raise
-    names = {target.name_of(role) for role in files}
-    commit(target, operation, names, names)
+        commit(target, operation, names, names)
 
 
 def _link_or_copy(source: str, target: str) -> None:
@@ -307,7 +330,14 @@ def _link_or_copy(source: str, target: str) -> None:
 def _remove(cset: CheckpointSet) -> None:
     recover_set(cset)
     if visible_files(cset):
-        commit(cset, new_id(), set(), set())
+        operation = new_id()
+        with cleaning_up(functools.partial(leave_in_order, cset, operation)):
+            commit(cset, operation, set(), set())
+
+
+def _remove_file(path: str) -> None:
+    with contextlib.suppress(OSError):  # the next start tries again
+        os.unlink(path)
 
 
 def _temporary_path(cset: CheckpointSet, operation: str, role: Role) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from checkpoint_helpers import Reference, assert_same
 
-from fairseq_tutel.checkpoint import CheckpointError, load_for_rank, merge, reshard
+from fairseq_tutel.checkpoint import CheckpointError, inspect, load_for_rank, merge, reshard
 from fairseq_tutel.checkpoint.checksums import damaged_member
 
 
@@ -44,6 +44,22 @@ def test_a_flipped_bit_is_found_or_changes_nothing(merged, tmp_path):
                 assert file.name in str(error)
             file.write_bytes(whole)
     assert found > 20
+
+
+def test_a_flip_anywhere_in_the_zip_directory_is_told(tmp_path):
+    """Names, flags, sizes, offsets: all that zipfile and torch take from it."""
+    path = tmp_path / "one.pt"
+    torch.save(Reference(2, layers=(1,)).state([0, 1]), path)
+    expected = load_for_rank(str(path), rank=0, world_size=1)
+    whole = path.read_bytes()
+    start = whole.find(b"PK\x01\x02")
+    for position in range(start, min(start + 160, len(whole))):  # data.pkl and what follows
+        _flip(path, position, 1 << position % 8)
+        try:
+            assert_same(load_for_rank(str(path), rank=0, world_size=1), expected)
+        except CheckpointError as error:
+            assert path.name in str(error)
+        path.write_bytes(whole)
 
 
 def test_whoever_takes_the_tensor_finds_the_damage(tmp_path, monkeypatch):
@@ -88,4 +104,5 @@ def test_files_without_checksums_load(tmp_path):
         loaded = load_for_rank(str(path), rank=0, world_size=1)
         loaded.pop("moe_checkpoint")
         assert_same(loaded, state)
+        assert inspect(str(path), verify=True)["consistent"]
         torch.save(state, path, _use_new_zipfile_serialization=False)
