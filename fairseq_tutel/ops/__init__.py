@@ -6,6 +6,7 @@ Every function here is also ``torch.ops.fairseq_tutel.<name>``. The file of the 
 """
 
 from .activation import bias_act, check_activation
+from .adam import adam16_step_, quantize_
 from .backend import backend_for, get_backend, set_backend
 from .cumsum import fast_cumsum_sub_one
 from .dispatch import combine, dispatch
@@ -16,6 +17,7 @@ from .rows import assign_rows
 from .slots import assign_slots
 
 __all__ = [
+    "adam16_step_",
     "assign_rows",
     "assign_slots",
     "backend_for",
@@ -27,6 +29,7 @@ __all__ = [
     "fast_cumsum_sub_one",
     "gate_logits",
     "get_backend",
+    "quantize_",
     "set_backend",
     "topk_gating",
 ]

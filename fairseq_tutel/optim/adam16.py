@@ -22,19 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel.backends.torch import adam as torch_adam
-from fairseq_tutel.ops import backend_for
+from fairseq_tutel import ops
 
 STATISTICS = ("exp_avg", "exp_avg_sq")
-
-
-def step_function(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The Triton kernels or their torch twin, chosen as for the MoE operators."""
-    if backend_for(device) == "triton":
-        from fairseq_tutel.backends.triton import adam as kernels
-
-        return kernels.adam16_step_
-    return torch_adam.adam16_step_
 
 
 def scale_shape(param: Tensor) -> torch.Size:
@@ -82,7 +72,7 @@ def quantize_state(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
         else:
             restored[name] = torch.empty(param.shape, dtype=torch.float16, device=param.device)
             rows = (max(target.numel(), 1), -1)
-            restored[f"{name}_scale"] = torch_adam.quantize_(
+            restored[f"{name}_scale"] = ops.quantize_(
                 restored[name].view(rows),
                 values.to(torch.float32, copy=True).reshape(rows),
                 round_up=name == "exp_avg_sq",
@@ -181,7 +171,7 @@ class Adam16(torch.optim.Optimizer):
             state.update(_fresh_state(param))
         state["step"] += 1
         data = param.data.contiguous()
-        state["exp_avg_scale"], state["exp_avg_sq_scale"] = step_function(param.device)(
+        state["exp_avg_scale"], state["exp_avg_sq_scale"] = ops.adam16_step_(
             data,
             param.grad.data,
             state["exp_avg"],
@@ -218,8 +208,10 @@ class Adam16(torch.optim.Optimizer):
 
 
 def _reciprocal(scale: float | Tensor, device: torch.device) -> Tensor:
-    scale = torch.as_tensor(scale, dtype=torch.float32, device=device)
-    return scale.detach().reshape(()).reciprocal()
+    if isinstance(scale, Tensor):
+        return scale.detach().to(device, torch.float32).reshape(()).reciprocal()
+    # filled by a kernel: a copy from host memory would wait for all work of the GPU
+    return torch.full((), scale, dtype=torch.float32, device=device).reciprocal()
 
 
 def _fresh_state(param: Tensor) -> dict[str, Any]:

@@ -6,6 +6,7 @@ gradient is a plain function (``*_bwd``), as it is there.
 """
 
 from .activation import ACTIVATIONS, bias_act_bwd, bias_act_fwd
+from .adam import adam16_step_, quantize_
 from .cumsum import fast_cumsum_sub_one
 from .dispatch import combine_bwd, combine_fwd, dispatch_bwd, dispatch_fwd
 from .expert_ffn import expert_ffn_bwd, expert_ffn_fwd
@@ -16,6 +17,7 @@ from .slots import assign_slots
 
 __all__ = [
     "ACTIVATIONS",
+    "adam16_step_",
     "assign_rows_bwd",
     "assign_rows_fwd",
     "assign_slots",
@@ -30,6 +32,7 @@ __all__ = [
     "fast_cumsum_sub_one",
     "gate_logits_bwd",
     "gate_logits_fwd",
+    "quantize_",
     "topk_gating_bwd",
     "topk_gating_fwd",
 ]

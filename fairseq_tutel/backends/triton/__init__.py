@@ -6,6 +6,7 @@ gradients are plain functions (``*_bwd``).
 """
 
 from .activation import bias_act_bwd, bias_act_fwd
+from .adam import adam16_step_
 from .cumsum import fast_cumsum_sub_one
 from .dispatch import combine_bwd, combine_fwd, dispatch_bwd, dispatch_fwd
 from .expert_ffn import expert_ffn_bwd, expert_ffn_fwd
@@ -14,6 +15,7 @@ from .rows import assign_rows_bwd, assign_rows_fwd
 from .slots import assign_slots
 
 __all__ = [
+    "adam16_step_",
     "assign_rows_bwd",
     "assign_rows_fwd",
     "assign_slots",

@@ -27,6 +27,10 @@ GATING_PROGRAMS = 3 if INTERPRET else 512
 ROWS_PER_PROGRAM = 8 if INTERPRET else 32
 # Entries per program of the one-dimensional kernels.
 FLAT_BLOCK = 32 if INTERPRET else 1024
+# Adam: elements per block, blocks per program of the step, and programs that look for the maximum.
+ADAM_BLOCK = 64 if INTERPRET else 2048
+ADAM_BLOCKS = 2 if INTERPRET else 4
+ADAM_PROGRAMS = 8 if INTERPRET else 512
 # Rows or pairs of a launch from which on it is tuned: the first one may be that of a few tokens.
 TUNE_ROWS = 4096
 # Rows whose bias gradient one program sums up.

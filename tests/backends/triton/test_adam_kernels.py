@@ -105,11 +105,11 @@ def test_empty_parameter():
 @pytest.mark.parametrize(
     ("index", "replacement", "message"),
     [
-        (1, torch.zeros(3), r"grad is \(3,\)"),
-        (2, torch.zeros(4, 6), "float16"),
-        (0, torch.zeros(4, 6, dtype=torch.float64), "float64"),
+        (1, torch.zeros(3), r"grad must have shape \(4, 6\), got \(3,\)"),
+        (2, torch.zeros(4, 6), "exp_avg must be one of torch.float16"),
+        (0, torch.zeros(4, 6, dtype=torch.float64), "param must be one of.*float64"),
         (0, torch.zeros(6, 4).t(), "contiguous"),
-        (4, torch.ones(6), r"scale \(6,\)"),
+        (4, torch.ones(6), r"exp_avg_scale must have shape \(4,\), got \(6,\)"),
     ],
 )
 def test_launcher_refuses(index, replacement, message):
@@ -121,17 +121,42 @@ def test_launcher_refuses(index, replacement, message):
         )
 
 
+def test_worked_examples():
+    """Those of the kernels' docstrings."""
+    options = {"lr": 1.0, "beta1": 0.5, "beta2": 0.5, "eps": 0.0, "weight_decay": 0.0}
+    zero = torch.zeros((), dtype=torch.float16, device=DEVICE)
+    param, grad = (torch.tensor(x, device=DEVICE) for x in (1.0, 2.0))
+    one = torch.tensor(1.0, device=DEVICE)
+    avg, sq = zero.clone(), zero.clone()
+    # a step so late that nothing is left of the bias correction
+    scales = kernels.adam16_step_(
+        param, grad, avg, sq, one, one, step=1000, grad_multiplier=one, **options
+    )
+    torch.testing.assert_close(param.item(), 1 - 2**-0.5)
+    assert [x.item() for x in scales] == [2.0**-14, 2.0**-13]
+    assert avg == sq == 2.0**14
+
+    bits = torch.empty((2, 1, 1), dtype=torch.int32, device=DEVICE)
+    grad = torch.tensor([[1.0, -2.0]], device=DEVICE)
+    stats = torch.zeros((1, 2), dtype=torch.float16, device=DEVICE)
+    kernels._adam16_max_kernel[(1, 1)](
+        bits, grad, stats, stats, one, one, one, 2, 0.5, 0.5, 0.5, 0.5, BLOCK=2
+    )
+    assert bits.flatten().view(torch.float32).tolist() == [1.0, 2.0]
+
+
 COMPILE = """
 import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from fairseq_tutel.backends.triton import _autotune as tiles
 from fairseq_tutel.backends.triton import adam
 
 half = sys.argv[1]
 types = {
     "max_bits_ptr": "*i32", "param_ptr": "*" + half, "grad_ptr": "*" + half, "avg_ptr": "*fp16",
-    "sq_ptr": "*fp16", "num_elements": "i64", "num_slices": "i32",
+    "sq_ptr": "*fp16", "num_elements": "i64", "num_programs": "i32",
 }
 for backend, arch, warp in (
     ("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx90a", 64),
@@ -140,8 +165,11 @@ for backend, arch, warp in (
     for kernel in (adam._adam16_max_kernel, adam._adam16_step_kernel):
         default = {name: "*fp32" if name.endswith("ptr") else "fp32" for name in kernel.arg_names}
         signature = {**default, **{k: v for k, v in types.items() if k in default}}
-        signature["BLOCK"] = "constexpr"
-        source = ASTSource(fn=kernel, signature=signature, constexprs={"BLOCK": adam.BLOCK})
+        blocks = {"BLOCK": tiles.ADAM_BLOCK}
+        if kernel is adam._adam16_step_kernel:
+            blocks |= {"BLOCK_P": tiles.ADAM_PROGRAMS, "BLOCKS": tiles.ADAM_BLOCKS}
+        signature |= {name: "constexpr" for name in blocks}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=blocks)
         binary = triton.compile(source, target=GPUTarget(backend, arch, warp))
         code = binary.asm["cubin" if backend == "cuda" else "hsaco"]
         print(arch, kernel.__name__, len(code))
