@@ -110,11 +110,12 @@ class Registry(Generic[Implementation]):
         """
 
         def add(implementation: Implementation) -> Implementation:
-            known = self._known.get(name, implementation)
-            if known.__qualname__ != implementation.__qualname__:
-                raise ValueError(f"{self.kind} {name!r} is registered already, as {known}")
-            for other, flags in ((other, self.flags(other)) for other in self._known):
-                taken = set(flags) & set(self._flags(name, implementation))
+            before = self._known.get(name, implementation)
+            if before.__qualname__ != implementation.__qualname__:
+                raise ValueError(f"{self.kind} {name!r} is registered already, as {before}")
+            mine = set(self._flags(name, implementation))
+            for other, known in self._known.items():
+                taken = mine & set(self._flags(other, known))
                 if taken and other != name:
                     raise ValueError(f"{self.kind} {name!r}: {taken} are options of {other!r}")
             self._known[name] = implementation
@@ -173,11 +174,14 @@ class Registry(Generic[Implementation]):
                     f"{self.kind}={name!r} has no option {key!r}; "
                     f"it has {', '.join(known) or 'none'}"
                 )
-        return wanted(**(given or {}))
+        try:
+            return wanted(**(given or {}))
+        except ValueError as error:
+            raise ValueError(f"{self.kind} {name}: {error}") from None
 
     def flags(self, name: str) -> dict[str, dataclasses.Field]:
         """Name of a command line's option, as of a variable -> the field of ``Options``."""
-        return self._flags(name, self._known[name])
+        return self._flags(name, self.get(name))
 
     def all_flags(self) -> dict[str, dataclasses.Field]:
         """:meth:`flags` of every implementation."""
@@ -202,7 +206,7 @@ class Registry(Generic[Implementation]):
         Raises:
             ValueError: see :meth:`options`; or an option of another implementation is set.
         """
-        mine = self.flags(name) if name in self else {}
+        mine = self.flags(name)
         for flag, field in self.all_flags().items():
             if flag not in mine and getattr(values, flag) != field.default:
                 raise ValueError(
