@@ -83,7 +83,9 @@ def sync_step(
     """
     if not groups.communicates:
         return StepAgreement(num_tokens, settings)
-    table = gather_integers([num_tokens, *_encode(settings)], groups.ep_group)
+    table = gather_integers(
+        [num_tokens, *_encode(settings)], groups.control_group or groups.ep_group
+    )
     words_by_rank = [row[1:] for row in table]
     if any(words != words_by_rank[0] for words in words_by_rank):
         _refuse(settings, words_by_rank, first_rank=groups.rank - groups.ep_rank)

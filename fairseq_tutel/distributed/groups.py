@@ -13,6 +13,7 @@ position in their blocks are replicas of one expert, whose gradients are average
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,10 @@ from typing import Any
 import torch.distributed as dist
 
 from ..config import check_divisible
-from .gather import gather_integers, refuse_differences
+from .gather import control_device, gather_integers, refuse_differences
 from .world import once_per_world, process_world
+
+_MAX_GLOO_RANKS = 512
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class ExpertParallelGroups:
         ep_size: ranks that exchange tokens with each other, min(E, W).
         num_replicas: ranks that hold the same experts, 1 unless E < W.
         ep_group, replica_group: process groups, None where the size is 1 or simulated.
+        control_group: the ranks of ``ep_group`` for a few integers that the host needs; over the
+            CPU where that is possible, so that a GPU need not be waited for. None: ``ep_group``.
         simulated: one process plays one rank of ``world_size``; exchanges are local copies.
     """
 
@@ -44,6 +49,7 @@ class ExpertParallelGroups:
     num_replicas: int = 1
     ep_group: Any | None = None
     replica_group: Any | None = None
+    control_group: Any | None = None
     simulated: bool = False
 
     @property
@@ -126,8 +132,27 @@ def _make_groups(num_experts: int, rank: int, world_size: int) -> ExpertParallel
     )
     replicas = [range(i, world_size, ep_size) for i in range(ep_size)]
     return dataclasses.replace(
-        groups, ep_group=create_group(groups.blocks), replica_group=create_group(replicas)
+        groups,
+        ep_group=create_group(groups.blocks),
+        replica_group=create_group(replicas),
+        control_group=_control_group(groups.blocks),
     )
+
+
+def _control_group(blocks: Sequence[Sequence[int]]) -> Any | None:
+    """A gloo group beside one that communicates from GPUs alone; None where there is no need.
+
+    Only where GLOO_SOCKET_IFNAME says on every rank which network to use (``python -m
+    fairseq_tutel.launch`` sets it on a single node): gloo otherwise takes the address that the
+    host's name resolves to, which on some machines reaches nobody. Every rank connects to every
+    other, which takes too long for thousands.
+    """
+    if len(blocks[0]) == 1 or control_device() == "cpu":
+        return None
+    able = dist.is_gloo_available() and "GLOO_SOCKET_IFNAME" in os.environ
+    if len(blocks[0]) > _MAX_GLOO_RANKS or not all(x for (x,) in gather_integers([int(able)])):
+        return None
+    return create_group(blocks, backend="gloo")
 
 
 def shared_groups(num_experts: int) -> ExpertParallelGroups:
@@ -138,26 +163,29 @@ def shared_groups(num_experts: int) -> ExpertParallelGroups:
     return once_per_world(key, lambda: _make_groups(num_experts, rank, world_size))
 
 
-def create_group(partition: Sequence[Sequence[int]]) -> Any | None:
+def create_group(partition: Sequence[Sequence[int]], backend: str | None = None) -> Any | None:
     """The process group of this rank's part of a partition of all ranks. Collective.
 
     A communicator costs GPU memory and time to connect, so each is made once, and where the one
     part is the whole world, its group is taken. None where the parts are single ranks.
+
+    Args:
+        backend: of torch.distributed; that of the world if None.
     """
     parts = tuple(tuple(part) for part in partition)
     if len(parts[0]) == 1:
         return None
-    if len(parts) == 1:
+    if len(parts) == 1 and backend is None:
         return dist.group.WORLD
-    return once_per_world(("process group", parts), lambda: _create_group(parts))
+    return once_per_world(("process group", parts, backend), lambda: _create_group(parts, backend))
 
 
-def _create_group(parts):
+def _create_group(parts, backend):
     """Create the group of every part (all ranks must), return the one with this rank."""
     rank, _ = process_world()
     mine = None
     for ranks in parts:
-        group = dist.new_group(list(ranks))
+        group = dist.new_group(list(ranks), backend=backend)
         if rank in ranks:
             mine = group
     return mine

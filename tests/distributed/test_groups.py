@@ -4,7 +4,9 @@ import pytest
 import torch.distributed as dist
 from helpers.distributed import run_ranks
 
-from fairseq_tutel.distributed import build_groups, process_world, shared_groups
+from fairseq_tutel.distributed import build_groups, process_world, shared_groups, sync_step
+from fairseq_tutel.distributed import groups as groups_module
+from fairseq_tutel.distributed.gather import gather_integers
 
 # W=4: experts -> (exchange size, replicas, experts of each rank, exchange and replica partners)
 PLACEMENT = {
@@ -100,3 +102,41 @@ def _share(file):
 
 def test_layers_of_one_size_share_their_groups(tmp_path):
     assert run_ranks(_share, 2, tmp_path / "store") == [True, True]
+
+
+def _control_groups():
+    rank, world_size = process_world()
+    assert build_groups(4).control_group is None  # gloo needs no other
+    with pytest.MonkeyPatch.context() as patch:
+        # as with NCCL: the default group is said to communicate from GPUs alone
+        patch.setattr(groups_module, "control_device", lambda group=None: "cuda")
+        patch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        if rank == 1:
+            patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        assert groups_module._control_group([range(4)]) is None  # rank 1 alone knows the network
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        for blocks in ([range(4)], [range(2), range(2, 4)]):
+            group = groups_module._control_group(blocks)
+            mine = [ranks for ranks in blocks if rank in ranks][0]
+            assert group is not dist.group.WORLD and dist.get_backend(group) == "gloo"
+            assert dist.get_process_group_ranks(group) == list(mine)
+            assert gather_integers([rank, 7], group) == [[r, 7] for r in mine]
+        assert groups_module._control_group([[r] for r in range(4)]) is None
+        groups = build_groups(8)
+        assert groups.control_group is groups_module._control_group([range(4)])
+        assert sync_step(10 * rank, None, groups).num_tokens == 30
+
+
+def test_small_integers_take_a_group_of_their_own_where_gpus_would_be_waited_for():
+    run_ranks(_control_groups, 4)
+
+
+def _communicators():
+    world = dist.group.WORLD
+    first, second = build_groups(8), build_groups(2)
+    assert first.ep_group is world and build_groups(1).replica_group is world
+    assert second.ep_group is not world and build_groups(2).ep_group is second.ep_group
+
+
+def test_communicators_are_made_once_and_the_world_is_one():
+    run_ranks(_communicators, 4)
