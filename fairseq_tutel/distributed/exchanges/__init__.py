@@ -18,6 +18,7 @@ from .registry import (
     on_new_exchange,
     register_exchange,
 )
+from .tickets import Ticket, start
 from .timed import TimedExchange
 from .two_dimensional import TwoDimensionalExchange
 
@@ -31,6 +32,7 @@ __all__ = [
     "NoExchange",
     "PairwiseExchange",
     "Parts",
+    "Ticket",
     "TimedExchange",
     "TwoDimensionalExchange",
     "Wrapper",
@@ -40,4 +42,5 @@ __all__ = [
     "exchange_names",
     "on_new_exchange",
     "register_exchange",
+    "start",
 ]
