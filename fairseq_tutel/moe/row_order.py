@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from .. import ops
 from ..distributed import Exchange
 from .routing import Routing
 
@@ -32,4 +31,11 @@ def rows_for_exchange(routing: Routing, exchange: Exchange) -> tuple[torch.Tenso
         shift_W = (num_rows_P.cumsum(0) - num_rows_P)[part_W] - first_W
     shift_TK = shift_W.to(torch.int32)[(routing.expert_TK.clamp(min=0) // local).long()]
     dest_row_TK = torch.where(routing.kept_TK, routing.dest_row_TK + shift_TK, -1)
-    return dest_row_TK, ops.invert_rows(dest_row_TK, routing.src_pair_R.shape[0])
+    return dest_row_TK, _source_of_rows(dest_row_TK, routing.src_pair_R.shape[0])
+
+
+def _source_of_rows(dest_row_TK, num_rows):
+    """int32 [num_rows], the pair in each row, -1 in unused ones; dropped pairs share a row more."""
+    pair = torch.arange(dest_row_TK.numel(), dtype=torch.int32, device=dest_row_TK.device)
+    row = torch.where(dest_row_TK < 0, num_rows, dest_row_TK).flatten().long()
+    return pair.new_full((num_rows + 1,), -1).scatter_(0, row, pair)[:num_rows]
