@@ -20,16 +20,16 @@ from .exchanges import (
     register_exchange,
 )
 from .expert_params import (
-    average_expert_grad,
-    ddp_without_experts,
-    expert_grad_sq_norm,
+    gather_from_experts,
     is_expert,
     mark_expert,
-    reduce_expert_grads,
     refuse_plain_ddp,
+    sum_over_replicas_,
+    sum_tensor_over_ranks_,
 )
-from .gather import gather_texts
+from .gather import gather_integers, gather_texts
 from .groups import ExpertParallelGroups, build_groups, shared_groups
+from .sharded import full_tensor, is_sharded, shard_like, sharded_grad_scaler, sharded_norm
 from .world import process_world
 
 __all__ = [
@@ -40,24 +40,29 @@ __all__ = [
     "StepSettings",
     "TimedExchange",
     "any_rank",
-    "average_expert_grad",
     "build_exchange",
     "build_groups",
-    "ddp_without_experts",
     "exchange_class",
     "exchange_help",
     "exchange_names",
-    "expert_grad_sq_norm",
+    "full_tensor",
+    "gather_from_experts",
+    "gather_integers",
     "gather_texts",
     "is_expert",
+    "is_sharded",
     "mark_expert",
     "on_new_exchange",
     "process_world",
-    "reduce_expert_grads",
     "refuse_plain_ddp",
     "register_exchange",
     "setting",
+    "shard_like",
+    "sharded_grad_scaler",
+    "sharded_norm",
     "shared_groups",
     "sum_over_ranks",
+    "sum_over_replicas_",
+    "sum_tensor_over_ranks_",
     "sync_step",
 ]

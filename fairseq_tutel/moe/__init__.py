@@ -6,8 +6,9 @@ Data flows one way and nothing is parked on a module::
          -> dispatcher.combine -> y_TM, MoEAux(loss, raw counts) -> routing_metrics
 """
 
+import importlib
+
 from ..config import MoEConfig
-from .data_parallel import wrap_data_parallel
 from .dispatcher import ExpertRows, dispatch_and_combine
 from .experts import Experts
 from .layer import MoELayer
@@ -34,5 +35,12 @@ __all__ = [
     "register_router",
     "route_logits",
     "routing_metrics",
-    "wrap_data_parallel",
+    "wrap_data_parallel",  # noqa: F822 (see __getattr__)
 ]
+
+
+def __getattr__(name: str):
+    """``wrap_data_parallel`` moved to :mod:`fairseq_tutel.hosts`; its old name goes on to work."""
+    if name == "wrap_data_parallel":
+        return importlib.import_module("..hosts", __name__).wrap_data_parallel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

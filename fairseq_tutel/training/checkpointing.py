@@ -23,15 +23,18 @@ from ..checkpoint import (
     copy_set,
     final_path,
     find_sets,
-    load_for_rank,
     recover_directory,
     remove_set,
-    set_exists,
-    split_state,
-    write_set,
 )
 from ..distributed import gather_texts, process_world
-from .optimizer_state import StateNames
+from ..hosts import (
+    StateNames,
+    check_num_experts,
+    checkpoint_exists,
+    fitting,
+    load_state,
+    save_state,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +55,14 @@ class CheckpointMixin:
         return True
 
     def _state_names(self) -> StateNames:
-        return StateNames(self.optimizer, {"": self._model, "criterion.": self._criterion})
+        halves = getattr(self.optimizer, "fp16_params", ())
+        copies = getattr(self.optimizer, "fp32_params", ())
+        return StateNames(
+            self.optimizer.params,
+            {"": self._model, "criterion.": self._criterion},
+            zip(halves, copies, strict=True),  # mixed precision: in the order of their originals
+            otherwise="use --reset-optimizer",
+        )
 
     def state_dict(self):
         """fairseq's state of this rank, the optimizer's by parameter name."""
@@ -80,19 +90,9 @@ class CheckpointMixin:
             return None
         path = filename.replace(f"{_SUFFIX}.pt", ".pt")
         logger.info("Saving checkpoint set %s", os.path.abspath(path))
-        shared, mine = split_state(self.state_dict())
-        for part in (shared, mine):
-            part["extra_state"] = {**part["extra_state"], **extra_state}
-        num_rank_files = self._model.moe_groups.ep_size
-        write_set(
-            path,
-            rank=rank,
-            world_size=world_size,
-            shared_state=_on_cpu(shared) if rank == 0 else None,
-            rank_state=_on_cpu(mine) if rank < num_rank_files else None,
-            num_rank_files=num_rank_files,
-            agree=gather_texts,
-        )
+        state = self.state_dict()
+        state["extra_state"] = {**state["extra_state"], **extra_state}
+        save_state(path, state, self._model.moe_groups)
         logger.info("Finished saving checkpoint set %s", os.path.abspath(path))
         return os.path.abspath(path)
 
@@ -128,7 +128,7 @@ class CheckpointMixin:
         world = {"rank": rank, "world_size": world_size, "agree": gather_texts}
         if not self.cfg.checkpoint.no_save:  # it may be another run's folder
             recover_directory(self.cfg.checkpoint.save_dir, **world)
-        if not _seen_by_all(path):
+        if not checkpoint_exists(path):
             if self.cfg.checkpoint.restore_file != "checkpoint_last.pt":
                 raise FileNotFoundError(
                     f"--restore-file {self.cfg.checkpoint.restore_file}: neither {path} nor "
@@ -136,7 +136,7 @@ class CheckpointMixin:
                 )
             logger.info("No existing checkpoint found %s", path)
             return None
-        state = load_for_rank(path, with_optimizer=not reset_optimizer, **world)
+        state = load_state(path, with_optimizer=not reset_optimizer)
         check_complete(state, path)
         history = state["optimizer_history"]
         self._load_weights(state, path)
@@ -161,24 +161,14 @@ class CheckpointMixin:
         return extra_state
 
     def _load_weights(self, state, path):
-        saved = (state.get("moe_checkpoint") or {}).get("num_experts")
-        experts = self._model.moe_groups.num_experts
-        if saved not in (None, experts):
-            raise ValueError(
-                f"{path} has {saved} experts in each MoE layer, this model has {experts}: give "
-                f"--moe-expert-count {saved}"
-            )
+        otherwise = "give --moe-expert-count {}"
+        check_num_experts(state, self._model.moe_groups, path, otherwise)
         if state["optimizer_history"] and "num_updates" in state["optimizer_history"][-1]:
             self.model.set_num_updates(state["optimizer_history"][-1]["num_updates"])
-        try:
+        with fitting(path):
             self.model.load_state_dict(state["model"], strict=True, model_cfg=self.cfg.model)
             if utils.has_parameters(self.get_criterion()):
                 self.get_criterion().load_state_dict(state["criterion"], strict=True)
-        except RuntimeError as error:
-            raise ValueError(
-                f"{path} does not fit this model; check that the architectures match: "
-                f"{_shortened(str(error))}"
-            ) from None
         del state["model"]  # free the memory before the optimizer's state is read
 
     def _load_optimizer(self, optimizer_state, last, reset_lr_scheduler, overrides):
@@ -217,39 +207,6 @@ class CheckpointMixin:
             for meter in metrics.get_meters("default"):
                 if isinstance(meter, meters.TimeMeter):
                     meter.reset()
-
-
-def _seen_by_all(path) -> bool:
-    """Whether the checkpoint exists, for all ranks or none. Collective.
-
-    On disks of their own some ranks would start afresh while the others wait for them to load.
-
-    Raises:
-        ValueError: some ranks see it and others do not.
-    """
-    seen = gather_texts("seen" if set_exists(path) else None)
-    missing = [rank for rank, text in enumerate(seen) if text is None]
-    if 0 < len(missing) < len(seen):
-        raise ValueError(
-            f"{path}: ranks {missing} of {len(seen)} do not see this checkpoint; all ranks must "
-            "use one shared file system"
-        )
-    return not missing
-
-
-def _shortened(text: str, lines: int = 6, width: int = 300) -> str:
-    """The beginning of a message that may name every tensor of a model."""
-    rows = text.split("\n")
-    cut = [row if len(row) <= width else f"{row[:width]} ..." for row in rows[:lines]]
-    return "\n".join(cut + [f"... and {len(rows) - lines} more lines"][: len(rows) > lines])
-
-
-def _on_cpu(state):
-    """The state with its tensors on the CPU, each in its own dtype.
-
-    fairseq's move_to_cpu makes half tensors fp32, which doubles files and memory.
-    """
-    return utils.apply_to_sample(lambda tensor: tensor.cpu(), state)
 
 
 def _rescale_position(position, metadata, world_size) -> None:

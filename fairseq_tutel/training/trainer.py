@@ -17,7 +17,8 @@ from fairseq.trainer import Trainer
 from omegaconf import open_dict
 
 from ..config import EXPERT_GRAD_NORMALIZATIONS
-from ..distributed import expert_grad_sq_norm, process_world
+from ..distributed import process_world
+from ..hosts import expert_grad_sq_norm
 from .checkpointing import CheckpointMixin
 from .load_log import ExpertLoadLog
 from .requeue import leave, request_for_trainer

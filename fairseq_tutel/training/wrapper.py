@@ -4,15 +4,16 @@ not.
 Both of fairseq's wrappers are used as they are. ``legacy_ddp`` skips parameters marked as experts
 by itself; ``pytorch_ddp`` is told to ignore them, in the initial broadcast too. After either has
 reduced the dense gradients, expert gradients follow one rule
-(:mod:`fairseq_tutel.distributed.expert_params`).
+(:mod:`fairseq_tutel.hosts`).
 """
 
 from __future__ import annotations
 
 import torch
 from fairseq.distributed import LegacyDistributedDataParallel, ModuleProxyWrapper
+from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed import ddp_without_experts, reduce_expert_grads
+from ..hosts import leave_experts_out, reduce_expert_grads
 
 LEGACY_BACKENDS = ("legacy_ddp", "no_c10d")
 PYTORCH_BACKENDS = ("pytorch_ddp", "c10d")
@@ -57,7 +58,8 @@ class MoEDistributedModel(ModuleProxyWrapper):
 
 def _pytorch_ddp(cfg, model, process_group, device):
     on_gpu = device.type == "cuda"
-    return ddp_without_experts(
+    leave_experts_out(model)
+    return DistributedDataParallel(
         model,
         device_ids=[cfg.device_id] if on_gpu else None,  # DDP wants None on a CPU
         output_device=cfg.device_id if on_gpu else None,

@@ -8,14 +8,8 @@ import torch
 from helpers.distributed import run_ranks
 from torch import nn
 
-from fairseq_tutel.distributed import (
-    build_groups,
-    expert_grad_sq_norm,
-    is_expert,
-    mark_expert,
-    process_world,
-    reduce_expert_grads,
-)
+from fairseq_tutel.distributed import build_groups, is_expert, mark_expert, process_world
+from fairseq_tutel.hosts import expert_grad_sq_norm, reduce_expert_grads
 
 W = 4
 EXPERTS = (1, 2, 4, 8)

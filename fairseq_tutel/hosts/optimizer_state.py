@@ -4,17 +4,19 @@ torch numbers parameters; numbers change with the number of ranks. Here the stat
 expert parameter is taken apart into one state per expert under the name that its weight has in a
 checkpoint, so that each expert's moments follow it to any rank.
 
-With ``--fp16`` or ``--bf16`` the optimizer steps fp32 copies of the weights. They are part of its
-state here; stock fairseq makes new ones from the half weights and loses what was rounded off.
+Where an optimizer steps fp32 copies of half weights (fairseq's ``--fp16`` and ``--bf16``), they are
+part of its state here: copies made anew from the half weights would lose what was rounded off.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..distributed import full_tensor, shard_like
 from ..moe import Experts
 
 # entry of a parameter's state: the fp32 copy that a mixed-precision optimizer steps
@@ -22,60 +24,77 @@ _MASTER = "fp32_weight"
 
 
 class StateNames:
-    """Names of the parameters of a fairseq optimizer in the optimizer's own order.
+    """Names of the parameters of an optimizer in the optimizer's own order.
 
     Args:
-        optimizer: a fairseq optimizer over parameters of the modules.
-        modules: prefix -> module; the model has the prefix "".
+        params: the optimizer's parameters, in the order of its ``state_dict()``.
+        modules: prefix -> module; all parameters are in one of them. A model has the prefix "".
+        copies: (parameter of a module, the copy of it that the optimizer steps in its place).
+        otherwise: what a user can do about state that does not fit, for errors.
 
     Raises:
         ValueError: the optimizer holds a parameter that is in none of the modules.
     """
 
-    def __init__(self, optimizer, modules: dict[str, nn.Module]):
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor],
+        modules: Mapping[str, nn.Module],
+        copies: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
+        otherwise: str = "load the weights alone, without the optimizer",
+    ):
         names: dict[int, str] = {}
+        self._otherwise = otherwise
         self._single: dict[str, list[str]] = {}
-        self._shapes: dict[str, torch.Size] = {}
         for prefix, module in modules.items():
             for name, param in module.named_parameters():
                 names[id(param)] = prefix + name
             for path, child in module.named_modules():
                 if isinstance(child, Experts):
+                    path = f"{prefix}{path}." if path else prefix
                     for stacked, single in child.single_names().items():
-                        self._single[f"{prefix}{path}.{stacked}"] = [
-                            f"{prefix}{path}.{name}" for name in single
-                        ]
-        # a mixed-precision optimizer steps fp32 copies, listed in the order of their originals
-        copies = getattr(optimizer, "fp32_params", ())
+                        self._single[path + stacked] = [path + name for name in single]
         self._masters: dict[str, torch.Tensor] = {}
-        for original, copy in zip(getattr(optimizer, "fp16_params", ()), copies, strict=True):
+        for original, copy in copies:
             names[id(copy)] = names[id(original)]
             self._masters[names[id(original)]] = copy.detach()
-        self._order: list[str] = []
-        for param in optimizer.params:
+        self._params: dict[str, torch.Tensor] = {}
+        for param in params:
             if id(param) not in names:
                 raise ValueError(
                     f"the optimizer holds a parameter of shape {tuple(param.shape)} that is in "
-                    "neither model nor criterion, so its state has no name in a checkpoint"
+                    f"none of the modules that are saved ({_kinds(modules)}), so its state has no "
+                    "name in a checkpoint"
                 )
-            name = names[id(param)]
-            self._order.append(name)
-            self._shapes[name] = param.shape
+            self._params[names[id(param)]] = param
+        self._order = list(self._params)
+
+    @classmethod
+    def of_optimizer(cls, optimizer: torch.optim.Optimizer, model: nn.Module) -> StateNames:
+        """Of any torch optimizer over parameters of a model."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return cls(params, {"": model})
 
     def to_named(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """torch's form -> ``named_state``, ``param_groups`` and ``loss_scale``."""
+        """torch's form -> ``named_state``, ``param_groups`` and ``loss_scale``.
+
+        A parameter that has no state yet, as one that is frozen, has an empty one, unless none has.
+        """
         states = {self._order[index]: state for index, state in state_dict["state"].items()}
+        for name in self._order if states else ():
+            states.setdefault(name, {})
         for name, master in self._masters.items():
             states[name] = {**states.get(name, {}), _MASTER: master}
         named: dict[str, dict[str, Any]] = {}
         for name, state in states.items():
+            state = {key: full_tensor(value) for key, value in state.items()}
             single = self._single.get(name)
             if single is None:
-                named[name] = dict(state)
+                named[name] = state
             else:
                 for slot, expert_name in enumerate(single):
                     named[expert_name] = {
-                        key: _take(value, slot, len(single), self._shapes[name])
+                        key: _take(value, slot, len(single), self._params[name].shape)
                         for key, value in state.items()
                     }
         groups = [
@@ -102,25 +121,14 @@ class StateNames:
         if len(groups) != len(current["param_groups"]):
             raise ValueError(
                 f"the checkpoint's optimizer has {len(groups)} parameter groups, this one has "
-                f"{len(current['param_groups'])}; use --reset-optimizer"
+                f"{len(current['param_groups'])}; {self._otherwise}"
             )
         named = stored["named_state"]
-        state = {}
-        if named:
-            for index, name in enumerate(self._order):
-                parts = [named.get(key) for key in self._single.get(name, [name])]
-                if any(part is None for part in parts):
-                    raise ValueError(
-                        f"the checkpoint has no optimizer state for {name}; use --reset-optimizer"
-                    )
-                keys = [key for key in parts[0] if key != _MASTER]
-                if name in self._single:
-                    state[index] = {
-                        key: _join([part[key] for part in parts], self._shapes[name], name)
-                        for key in keys
-                    }
-                else:
-                    state[index] = {key: parts[0][key] for key in keys}
+        state = {
+            index: joined
+            for index, name in enumerate(self._order if named else ())
+            if (joined := self._join(name, named))
+        }
         result = {
             "state": state,
             "param_groups": [
@@ -132,6 +140,20 @@ class StateNames:
             result["loss_scale"] = stored["loss_scale"]
         return result
 
+    def _join(self, name: str, named: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """The state of one parameter, from that of its experts if it is theirs."""
+        parts = [named.get(key) for key in self._single.get(name, [name])]
+        if any(part is None for part in parts) or len({bool(part) for part in parts}) > 1:
+            raise ValueError(f"the checkpoint has no optimizer state for {name}; {self._otherwise}")
+        keys = [key for key in parts[0] if key != _MASTER]
+        if name not in self._single:
+            return {key: _shard(parts[0][key], self._params[name]) for key in keys}
+        shape = self._params[name].shape
+        try:
+            return {key: _join([part[key] for part in parts], shape) for key in keys}
+        except ValueError as error:
+            raise ValueError(f"the optimizer state of {name} {error}; {self._otherwise}") from None
+
     @torch.no_grad()
     def restore_masters(self, stored: dict[str, Any]) -> None:
         """Set the fp32 copies to what :meth:`to_named` stored, where there are and were any."""
@@ -141,6 +163,14 @@ class StateNames:
             if all(part is not None for part in parts):
                 value = torch.stack(parts) if name in self._single else parts[0]
                 master.copy_(value)
+
+
+def _kinds(modules: Mapping[str, nn.Module]) -> str:
+    return ", ".join(type(module).__name__ for module in modules.values())
+
+
+def _shard(value, param: torch.Tensor):
+    return shard_like(value, param) if torch.is_tensor(value) else value
 
 
 # a state entry that one number describes for all experts of a rank, with how many those are
@@ -154,6 +184,8 @@ def _take(value, slot: int, count: int, shape: torch.Size):
     number per expert, kept as a vector of length 1; or a copy of what is common to all. A tensor
     that has no dimension for the experts mixes those of one rank, and is marked so.
     """
+    if isinstance(value, Sequence | Mapping) and not isinstance(value, str):
+        return {_MIXED: count, "value": value}
     if not torch.is_tensor(value) or value.dim() == 0:
         return value
     if value.shape == (count,):
@@ -163,7 +195,7 @@ def _take(value, slot: int, count: int, shape: torch.Size):
     return {_MIXED: count, "value": value}
 
 
-def _join(values: list, shape: torch.Size, name: str):
+def _join(values: list, shape: torch.Size):
     """Inverse of :func:`_take`.
 
     Raises:
@@ -173,9 +205,8 @@ def _join(values: list, shape: torch.Size, name: str):
     if isinstance(first, dict):
         if first[_MIXED] != len(values):
             raise ValueError(
-                f"the optimizer state of {name} mixes the {first[_MIXED]} experts of a rank (as "
-                f"adafactor's does for biases), and a rank now holds {len(values)}: resume on as "
-                "many ranks as saved it, or use --reset-optimizer"
+                f"mixes the {first[_MIXED]} experts of a rank (as adafactor's does for biases), "
+                f"and a rank now holds {len(values)}: resume on as many ranks as saved it"
             )
         return first["value"]
     if not torch.is_tensor(first) or first.dim() == 0:
@@ -183,14 +214,13 @@ def _join(values: list, shape: torch.Size, name: str):
     if first.shape == (1,) != shape[1:]:
         return torch.cat(values)
     if not _is_reduction(first.shape, shape[1:]):
-        raise ValueError(
-            f"the optimizer state of {name} has shape {tuple(first.shape)}, which is not of one "
-            "expert; use --reset-optimizer"
-        )
+        raise ValueError(f"has shape {tuple(first.shape)}, which is not of one expert")
     return torch.stack(values)
 
 
 def _is_reduction(part: torch.Size, whole: torch.Size) -> bool:
-    """Whether a shape is another one without some of its dimensions, but not without all."""
+    """Whether a shape is another one without some of its dimensions (or 1 there), but not all."""
+    if len(part) == len(whole) > 1:
+        return all(size in (1, full) for size, full in zip(part, whole, strict=True))
     rest = iter(whole)
     return len(part) > 0 and all(size in rest for size in part)

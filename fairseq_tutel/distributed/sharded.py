@@ -1,0 +1,39 @@
+"""Tensors that torch's own FSDP2 (``fully_shard``) has spread over the ranks, as DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor."""
+    return type(tensor).__name__ == "DTensor" and hasattr(tensor, "full_tensor")
+
+
+def full_tensor(value):
+    """A DTensor gathered (collective); anything else as it is."""
+    return value.full_tensor() if torch.is_tensor(value) and is_sharded(value) else value
+
+
+def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that every rank has, if ``like`` is a DTensor of its shape."""
+    if not is_sharded(like) or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+
+
+def sharded_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """L2 norm of DTensors over all ranks, fp32 scalar. Collective."""
+    return torch.nn.utils.get_total_norm(list(grads)).full_tensor().float()
+
+
+def sharded_grad_scaler(device: str, **options) -> torch.amp.GradScaler:
+    """torch's GradScaler that sums its overflow flags over all ranks; not for FSDP only."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    return ShardedGradScaler(device, process_group=dist.group.WORLD, **options)
