@@ -24,6 +24,9 @@ SECOND_EXPERT_POLICIES = ("sampling", "all", "random")
 EXPERT_GRAD_NORMALIZATIONS = ("world_size", "sqrt_world_size")
 # Routers register themselves, see fairseq_tutel.moe.routers.
 ROUTERS: Registry[Any] = Registry("router", home="fairseq_tutel.moe.routers", flag_prefix="moe")
+EXCHANGES: Registry[Any] = Registry(
+    "exchange", home="fairseq_tutel.distributed.exchanges", flag_prefix="moe_a2a"
+)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,6 @@ from .exchanges import (
     LocalCopy,
     TimedExchange,
     build_exchange,
-    exchange_class,
-    exchange_help,
-    exchange_names,
-    on_new_exchange,
     register_exchange,
 )
 from .expert_params import (
@@ -42,9 +38,6 @@ __all__ = [
     "any_rank",
     "build_exchange",
     "build_groups",
-    "exchange_class",
-    "exchange_help",
-    "exchange_names",
     "full_tensor",
     "gather_from_experts",
     "gather_integers",
@@ -52,7 +45,6 @@ __all__ = [
     "is_expert",
     "is_sharded",
     "mark_expert",
-    "on_new_exchange",
     "process_world",
     "refuse_plain_ddp",
     "register_exchange",

@@ -12,8 +12,8 @@ from typing import Any
 from fairseq.dataclass import ChoiceEnum
 from hydra.core.config_store import ConfigStore
 
-from ..config import ROUTERS
-from ..distributed import exchange_help, exchange_names, on_new_exchange
+from ..config import EXCHANGES, ROUTERS
+from ..registry import Registry
 
 
 def follow_registries(config: type, model: str) -> None:
@@ -25,18 +25,20 @@ def follow_registries(config: type, model: str) -> None:
     """
 
     def update():
-        _extend(config, [*_router_fields(), _exchange_field()])
+        _extend(
+            config,
+            [*_router_fields(), _choice("moe_a2a", EXCHANGES, "how tokens travel between ranks")],
+        )
         node = config()
         node._name = model
         ConfigStore.instance().store(name=model, group="model", node=node, provider="fairseq")
 
     ROUTERS.on_change(update)
-    on_new_exchange(update)
+    EXCHANGES.on_change(update)
 
 
 def _router_fields() -> list:
-    summaries = "; ".join(f"'{name}': {ROUTERS.summary(name)}" for name in ROUTERS)
-    fields = [_field("moe_router", ChoiceEnum(list(ROUTERS)), "linear", f"the gate: {summaries}")]
+    fields = [_choice("moe_router", ROUTERS, "the gate")]
     for router in ROUTERS:
         for flag, option in ROUTERS.flags(router).items():
             choices = option.metadata["choices"]
@@ -46,9 +48,9 @@ def _router_fields() -> list:
     return fields
 
 
-def _exchange_field():
-    text = f"how tokens travel between ranks: {exchange_help()}"
-    return _field("moe_a2a", ChoiceEnum(exchange_names()), "linear", text)
+def _choice(name: str, registry: Registry, what: str):
+    summaries = "; ".join(f"'{each}': {registry.summary(each)}" for each in registry)
+    return _field(name, ChoiceEnum(list(registry)), "linear", f"{what}: {summaries}")
 
 
 def _field(name: str, kind: type, default: Any, help_text: str):

@@ -64,7 +64,7 @@ class MoELayer(nn.Module):
         dropout, activation_dropout: inside the built-in experts.
         seed: of the built-in experts' initial weights.
         exchange: name of the algorithm that moves tokens between ranks, of
-            :func:`~fairseq_tutel.distributed.exchange_names`; the same on all ranks.
+            :data:`~fairseq_tutel.config.EXCHANGES`; the same on all ranks.
         ranks_per_node: of exchanges that tell nodes apart; 0: as the machines have it.
         record_exchange_time: fill in the two times of :class:`MoEAux` (slow).
         skip_exchange: leave out the all-to-alls, for benchmarks; the results are then wrong.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from ..distributed import exchange_class
+from ..config import EXCHANGES
 from .memory import Memory
 from .parameters import Parameters
 from .settings import Settings
@@ -131,7 +131,7 @@ def predict(
         elementwise=settings.update_freq * kept / stream,
         optimizer=parameters.per_gpu * _optimizer_bytes(settings) / stream,
         all_to_all=work.exchanges
-        * exchange_class(str(settings.model.moe_a2a)).predict(
+        * EXCHANGES.get(str(settings.model.moe_a2a)).predict(
             work.exchange_bytes, work.exchange_peers, hardware
         ),
         all_reduce=_all_reduce_time(work.reduce_bytes, settings.gpus, hardware)

@@ -25,7 +25,8 @@ from ranks import Ranks, choose_device, connected
 from record import describe_run, device_name, quiet_logs, say, table, write_json
 from torch import Tensor
 
-from fairseq_tutel.distributed import Exchange, build_exchange, build_groups, exchange_names
+from fairseq_tutel.config import EXCHANGES
+from fairseq_tutel.distributed import Exchange, build_exchange, build_groups
 from fairseq_tutel.distributed.exchanges import Parts
 
 _UNITS = {"K": 10, "M": 20, "G": 30}
@@ -62,7 +63,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def algorithms() -> list[str]:
     """Every registered exchange with equal parts, and with the sizes of the parts given."""
-    return [f"{name}{kind}" for name in exchange_names() for kind in ("", _UNEVEN)]
+    return [f"{name}{kind}" for name in EXCHANGES for kind in ("", _UNEVEN)]
 
 
 def for_size(algorithm: str, built: Exchange, size: int) -> tuple[Exchange, Parts | None]:

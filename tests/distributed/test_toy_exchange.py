@@ -7,15 +7,13 @@ import torch
 import torch.distributed as dist
 from helpers.distributed import run_ranks
 
+from fairseq_tutel.config import EXCHANGES
 from fairseq_tutel.distributed import (
     build_groups,
-    exchange_class,
-    exchange_help,
-    exchange_names,
     process_world,
     register_exchange,
 )
-from fairseq_tutel.distributed.exchanges import Exchange, registry
+from fairseq_tutel.distributed.exchanges import Exchange
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.plan import load_config, load_hardware, make_plan, read_settings
 
@@ -24,9 +22,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 class BroadcastExchange(Exchange):
-    """Every rank shows all its rows to all; each takes what is meant for it."""
-
-    summary = "a broadcast per rank"
+    """A broadcast per rank; each takes what is meant for it."""
 
     @classmethod
     def partitions(cls, num_ranks, ranks_per_node):
@@ -78,15 +74,15 @@ def test_a_layer_with_it_equals_the_linear_one_bit_for_bit():
 
 @pytest.fixture
 def registered(monkeypatch):
-    monkeypatch.setattr(registry, "_EXCHANGES", dict(registry._EXCHANGES))
+    monkeypatch.setattr(EXCHANGES, "_known", dict(EXCHANGES._known))
     return register_exchange("toy-broadcast")(BroadcastExchange)
 
 
 def test_it_is_a_choice_with_help_and_with_a_predicted_time(registered):
-    assert exchange_names()[-1] == "toy-broadcast" and exchange_class("toy-broadcast") is registered
-    assert "'toy-broadcast': a broadcast per rank" in exchange_help()
-    with pytest.raises(ValueError, match="choose one of linear, .*toy-broadcast"):
-        exchange_class("toy")
+    assert "toy-broadcast" in EXCHANGES and EXCHANGES.get("toy-broadcast") is registered
+    assert EXCHANGES.summary("toy-broadcast").startswith("A broadcast per rank")
+    with pytest.raises(ValueError, match="choose one of 2dh, .*toy-broadcast"):
+        EXCHANGES.get("toy")
     config = load_config(CONFIGS, "meta_1.1t", ["+model.moe_a2a=toy-broadcast"])
     hardware = load_hardware(CONFIGS, "a100-80g")
     plan = make_plan(read_settings(config, "meta_1.1t", gpus=512), hardware)

@@ -147,10 +147,10 @@ def _in_fairseq(folder):
     _documented_example()
 
     # an exchange of a user's own becomes a choice in the same way
-    register_exchange("toy-a2a")(type("Toy", (LinearExchange,), {"summary": "a toy's way"}))
+    register_exchange("toy-a2a")(type("Toy", (LinearExchange,), {"__doc__": "A toy's way."}))
     assert str(make_config("--moe-a2a", "toy-a2a").model.moe_a2a) == "toy-a2a"
     assert TransformerLMGPTMoEConfig.__dataclass_fields__["moe_a2a"].metadata["help"].endswith(
-        "'toy-a2a': a toy's way"
+        "'toy-a2a': A toy's way"
     )
     return refusals, parser.format_help()
 

@@ -11,13 +11,7 @@ from .build import build_exchange
 from .linear import LinearExchange
 from .local import LocalCopy, NoExchange
 from .pairwise import PairwiseExchange
-from .registry import (
-    exchange_class,
-    exchange_help,
-    exchange_names,
-    on_new_exchange,
-    register_exchange,
-)
+from .registry import register_exchange
 from .tickets import Ticket, start
 from .timed import TimedExchange
 from .two_dimensional import TwoDimensionalExchange
@@ -37,10 +31,6 @@ __all__ = [
     "TwoDimensionalExchange",
     "Wrapper",
     "build_exchange",
-    "exchange_class",
-    "exchange_help",
-    "exchange_names",
-    "on_new_exchange",
     "register_exchange",
     "start",
 ]

@@ -34,13 +34,14 @@ _MARGIN = 0.97
 
 @register_exchange("auto")
 class AutoExchange(Exchange):
-    """Chooses per message, by times measured when it was built; see :meth:`for_message`.
+    """'linear' or '2dh' by the size of the message, as measured at the start.
+
+    See :meth:`for_message`.
 
     Attributes:
         seconds: of each algorithm at the sizes that were measured; the same on every rank.
     """
 
-    summary = "'linear' or '2dh' by the size of the message, as measured at the start"
     needs_nodes = True
     partitions = TwoDimensionalExchange.partitions
     unfit = TwoDimensionalExchange.unfit

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from ...registry import Options
 from ..groups import ExpertParallelGroups
 
 
@@ -89,7 +90,7 @@ class Exchange(abc.ABC):
     """
 
     name: ClassVar[str] = ""
-    summary: ClassVar[str] = ""  # for the help of --moe-a2a
+    Options: ClassVar[type[Options]] = Options  # none of its own
     needs_nodes: ClassVar[bool] = False  # whether it has to be told how many ranks a node has
 
     def __init__(

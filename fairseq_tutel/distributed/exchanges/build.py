@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from ...config import EXCHANGES
 from ..gather import gather_integers, gather_texts, refuse_differences
 from ..groups import ExpertParallelGroups, create_group
 from ..nodes import ranks_per_node as find_ranks_per_node
@@ -11,7 +12,6 @@ from ..world import once_per_world
 from .base import Exchange
 from .linear import LinearExchange
 from .local import LocalCopy, NoExchange
-from .registry import exchange_class
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def build_exchange(name: str, groups: ExpertParallelGroups, *, ranks_per_node: i
     Raises:
         ValueError: unknown name, ranks that chose differently, or nodes that the ranks do not fill.
     """
-    cls = exchange_class(name)
+    cls = EXCHANGES.get(name)
     if groups.ep_size == 1:
         return NoExchange(groups)
     if groups.simulated:

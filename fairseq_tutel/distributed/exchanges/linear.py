@@ -12,9 +12,10 @@ from .registry import register_exchange
 
 @register_exchange("linear")
 class LinearExchange(Exchange):
-    """``all_to_all_single`` of torch.distributed: W - 1 messages per rank."""
+    """One collective among all ranks.
 
-    summary = "one collective among all ranks"
+    ``all_to_all_single`` of torch.distributed: W - 1 messages per rank.
+    """
 
     def move(self, rows, received, leg, parts):
         """One collective."""

@@ -12,13 +12,13 @@ from .registry import register_exchange
 
 @register_exchange("pairwise")
 class PairwiseExchange(Exchange):
-    """W - 1 rounds; in round i a rank sends to the i-th after it, receives from the i-th before.
+    """Rounds of messages between pairs of ranks.
+
+    W - 1 of them; in round i a rank sends to the i-th after it, receives from the i-th before.
 
     No two messages of a round have the same receiver, so that none waits at a busy port (Thakur,
     Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005).
     """
-
-    summary = "rounds of messages between pairs of ranks"
 
     def move(self, rows, received, leg, parts):
         """W - 1 rounds; a pair without rows exchanges nothing."""

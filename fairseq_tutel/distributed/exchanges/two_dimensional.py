@@ -45,9 +45,11 @@ class _Steps(NamedTuple):
 
 @register_exchange("2dh")
 class TwoDimensionalExchange(Exchange):
-    """Two collectives, of m ranks and of N, and one transposition of blocks between them."""
+    """Hierarchical, inside the nodes first: fewer and larger messages, for many nodes.
 
-    summary = "hierarchical, inside the nodes first (fewer and larger messages, for many nodes)"
+    Two collectives, of m ranks and of N, and one transposition of blocks between them.
+    """
+
     needs_nodes = True
 
     @property
