@@ -22,9 +22,11 @@ import torch.distributed as dist
 
 from ..config import check_divisible
 from .gather import control_device, gather_integers, refuse_differences
+from .teardown import release_at_exit
 from .world import once_per_world, process_world
 
 _MAX_GLOO_RANKS = 512
+_PROCESS_GROUPS = ("ep_group", "replica_group", "control_group")
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,15 @@ class ExpertParallelGroups:
     replica_group: Any | None = None
     control_group: Any | None = None
     simulated: bool = False
+
+    def __post_init__(self):
+        if any(getattr(self, name) is not None for name in _PROCESS_GROUPS):
+            release_at_exit(self)
+
+    def release(self) -> None:
+        """Refer to no process group any more, when the process ends."""
+        for name in _PROCESS_GROUPS:
+            object.__setattr__(self, name, None)
 
     @property
     def num_local_experts(self) -> int:

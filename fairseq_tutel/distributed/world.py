@@ -27,3 +27,9 @@ def once_per_world(key: Hashable, make: Callable[[], Any]) -> Any:
     if key not in _made[1]:
         _made[1][key] = make()
     return _made[1][key]
+
+
+def forget() -> None:
+    """Let go of the default group and of all that was made for it."""
+    global _made
+    _made = (None, {})

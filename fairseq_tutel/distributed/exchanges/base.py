@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ...registry import Options
 from ..groups import ExpertParallelGroups
+from ..teardown import release_at_exit
 
 
 class Leg(enum.Enum):
@@ -103,6 +104,12 @@ class Exchange(abc.ABC):
         self.subgroups = dict(subgroups or {})
         self.ranks_per_node = ranks_per_node
         self._orders: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        if self.subgroups:
+            release_at_exit(self)
+
+    def release(self) -> None:
+        """Refer to no process group any more, when the process ends."""
+        self.subgroups = {}
 
     # what an algorithm says about itself
 
