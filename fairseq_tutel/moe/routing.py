@@ -9,6 +9,7 @@ the rows of an expert in both, and both give the same numbers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -41,9 +42,11 @@ class RouterStep:
         return self.config.is_static(self.training)
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(NamedTuple):
     """The routing of T tokens of one rank to K of E experts each.
+
+    A tuple, because hooks that torch runs on a router's output (fairseq's search for the module of
+    a NaN, for one) look for tensors in tuples.
 
     Attributes:
         expert_TK: int32 expert of each choice, -1 where the choice is not routed (padding,

@@ -153,6 +153,20 @@ PRESETS = {
         LayerShape(4096, 256, 1024, experts=8),
         (_faster_than_dense(5.0, "cpu"),),
     ),
+    "cpu-small": Preset(
+        "2 CPU cores: 2048 tokens, 256/1024, 8 experts, top-1: small work, where overheads show",
+        LayerShape(2048, 256, 1024, experts=8, top_k=1),
+        (
+            Goal(
+                "at most 1.15 times the experts' products alone",
+                "layer",
+                "products",
+                1.15,
+                at_most=True,
+                device="cpu",
+            ),
+        ),
+    ),
     "cpu-large": Preset(
         "2 CPU cores: 4096 tokens, 512/2048, 8 experts, top-2",
         LayerShape(4096, 512, 2048, experts=8),

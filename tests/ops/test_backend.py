@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,3 +111,20 @@ def test_the_choice_is_logged_once(caplog):
         "MoE operators on cpu: torch backend (auto)",
         "MoE operators on cuda: triton backend (auto)",
     ]
+
+
+def test_an_operator_has_the_same_file_in_every_room():
+    root = Path(backend.__file__).parents[1]
+
+    def files(room):
+        return {p.name for p in (root / room).glob("*.py") if not p.name.startswith("_")}
+
+    operators = files("ops") - {"backend.py"}
+    assert files("backends/torch") == operators
+    # a product of torch's needs no kernel
+    assert files("backends/triton") == operators - {"gate_logits.py"}
+
+
+def test_every_function_of_a_kernel_has_a_twin():
+    triton_backend = pytest.importorskip("fairseq_tutel.backends.triton")
+    assert set(triton_backend.__all__) <= set(torch_backend.__all__)
