@@ -10,6 +10,7 @@ from helpers.assertions import assert_close, rms_ratio
 from helpers.distributed import run_ranks
 from helpers.training import LENGTH, make_batch, make_config
 
+from fairseq_tutel.config import EXCHANGES
 from fairseq_tutel.distributed import StepAgreement, process_world
 from fairseq_tutel.models.decoder import ForwardScope, MoETransformerDecoderLayer
 from fairseq_tutel.models.transformer_lm_gpt_moe import StableEmbedding
@@ -220,6 +221,32 @@ def _on_two_ranks(cfg):
 
 def test_model_on_two_ranks():
     assert run_ranks(_on_two_ranks, 2, make_config()) == [3, 7]
+
+
+def _with_every_exchange():
+    rank, _ = process_world()
+    results = {}
+    for name in EXCHANGES:
+        model = build("--moe-expert-count", "8", "--moe-a2a", name, "--moe-ranks-per-node", "2",
+                      "--moe-capacity-factor", "1.0", "--checkpoint-activations")
+        assert [layer.exchange.name for layer in model.moe_layers.values()] == [name]
+        for training in (True, False):
+            torch.manual_seed(rank)
+            model.train(training).zero_grad()
+            logits, extra = forward(model, make_batch(rank, lengths=[6, 2 + rank]))
+            (logits.square().sum() + sum(aux.loss for aux in extra["moe"])).backward()
+            grads = [param.grad.clone() for param in model.parameters()]
+            results.setdefault(training, {})[name] = [logits.detach(), *grads]
+    for by_name in results.values():
+        for name, got in by_name.items():
+            pairs = zip(got, by_name["linear"], strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), name
+    return len(by_name)
+
+
+def test_model_on_two_nodes_of_two_ranks_with_every_exchange():
+    """--moe-a2a and --moe-ranks-per-node; recomputed layers exchange again, in the same order."""
+    assert run_ranks(_with_every_exchange, 4) == [len(list(EXCHANGES))] * 4
 
 
 def test_simulation_of_many_ranks_in_one_process(caplog):
