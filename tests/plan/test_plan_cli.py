@@ -11,6 +11,7 @@ import pytest
 from plan_helpers import CONFIGS, settings_of
 
 from fairseq_tutel import plan as planner
+from fairseq_tutel.config import EXCHANGES
 from fairseq_tutel.plan import check, ladder, load_hardware, make_plan
 from fairseq_tutel.plan.cli import main
 from fairseq_tutel.plan.planner import LADDER, ImpossiblePlan
@@ -161,6 +162,21 @@ def test_time_of_an_all_to_all():
     overrides = ["model.moe_expert_count=1", "model.moe_top1_expert=true"]
     alone = make_plan(settings_of(overrides=overrides, gpus=1), A100)
     assert alone.time.all_to_all == alone.time.all_reduce == 0 == alone.work.exchanges
+
+
+def test_from_which_number_of_gpus_the_hierarchical_exchange_pays():
+    """By message size. Tutel's is advised from 256 GPUs on (microsoft/tutel issue 214)."""
+    linear, hierarchical = (EXCHANGES.get(name).predict for name in ("linear", "2dh"))
+
+    def pays(mib, gpus):
+        return hierarchical(mib << 20, gpus, A100) < linear(mib << 20, gpus, A100)
+
+    gpus = [2**i for i in range(4, 12)]
+    first = {mib: next(n for n in gpus if pays(mib, n)) for mib in (1, 32, 128, 256)}
+    assert first == {1: 32, 32: 128, 128: 512, 256: 1024}
+    # tiny messages: as many times faster as there are fewer messages, less a second start
+    gain = linear(1, 2048, A100) / hierarchical(1, 2048, A100)
+    assert 0.9 * 2047 / (8 + 256 - 2) < gain < 2047 / (8 + 256 - 2)
 
 
 def test_predictions_are_near_what_was_published():
