@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoint_helpers import assert_same
 
-from fairseq_tutel.checkpoint import CheckpointError, load_file
+from fairseq_tutel.checkpoint import CheckpointError, harmless, load_file
 from fairseq_tutel.checkpoint.checksums import damaged_member
 from fairseq_tutel.checkpoint.io import save_file
 
@@ -47,6 +47,14 @@ def test_harmless_fairseq_classes_load(tmp_path):
     assert loaded["kind"] is typing.Any
     assert_same(loaded["args"], state["args"])
     assert loaded["history"] == state["history"] and loaded["loss"] == 2.5
+
+
+def test_names_for_a_torch_that_takes_no_pairs():
+    assert harmless._named(collections.OrderedDict, "collections.OrderedDict") is (
+        collections.OrderedDict
+    )
+    other = harmless._named(int, "elsewhere.number")
+    assert (other.__module__, other.__name__, other("7")) == ("elsewhere", "number", 7)
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])

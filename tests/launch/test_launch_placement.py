@@ -99,12 +99,8 @@ def test_master_address(no_scontrol):
         rendezvous.master_address(adopt(OPEN_MPI), OPEN_MPI)
 
 
-def test_scontrol_is_asked_first(monkeypatch):
-    answers = {
-        ("show", "hostnames", "gpu[07-08]"): "virtual-1\nvirtual-2\n",
-        # a name that no resolver knows: SLURM's own address for it is used
-        ("show", "node", "virtual-1"): "NodeName=virtual-1 NodeAddr=127.0.0.1 Port=6818\n",
-    }
+def test_scontrol_knows_hosts_that_no_resolver_knows(monkeypatch):
+    answers = {("show", "node", "gpu07"): "NodeName=gpu07 NodeAddr=127.0.0.1 Port=6818\n"}
     monkeypatch.setattr(rendezvous, "_scontrol", lambda *arguments: answers[arguments])
     monkeypatch.setattr(rendezvous.socket, "getaddrinfo", _unknown_host)
     assert rendezvous.master_address(adopt(SRUN), SRUN) == "127.0.0.1"

@@ -100,7 +100,9 @@ def test_requeued_run_is_like_an_uninterrupted_one(update, when, uninterrupted, 
         logs.append(log)
     got, end = _outcome(tmp_path, logs)
     assert got == want
-    assert all(torch.equal(end[key], weights[key]) for key in weights)
+    # fairseq 0.12.2 has a buffer of whatever the memory held
+    keys = [key for key in weights if not key.endswith("embed_positions._float_tensor")]
+    assert all(torch.equal(end[key], weights[key]) for key in keys)
     updates = [json.loads(line)["update"] for line in got["loads"].splitlines()]
     assert updates == [4, 8, 12]
 
