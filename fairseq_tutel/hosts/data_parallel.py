@@ -7,7 +7,7 @@ import functools
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed import mark_expert, process_world
+from ..distributed import mark_expert
 from ..moe import MoELayer
 from .gradients import average_expert_grad
 from .model import moe_layers
@@ -53,7 +53,8 @@ def prepare_data_parallel(model: nn.Module, *, check_replicas: bool = True) -> N
             before ``torch.distributed.init_process_group``. During training, from the model's
             forward pass: the check found a difference.
     """
-    for layer in moe_layers(model).values():
+    layers = moe_layers(model).values()
+    for layer in layers:
         average = functools.partial(average_expert_grad, groups=layer.groups)
         for param in layer.experts.parameters():
             mark_expert(param)  # a copied module has lost its marks
@@ -62,7 +63,8 @@ def prepare_data_parallel(model: nn.Module, *, check_replicas: bool = True) -> N
                 param.register_hook(average)
                 param.averages_grad = True
     leave_experts_out(model)
-    if check_replicas and process_world()[1] > 1:
+    # ranks that exchange tokens make their forward passes together; others need not
+    if check_replicas and any(layer.groups.communicates for layer in layers):
         ReplicaCheck.watch(model)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from fairseq_tutel import moe
 from fairseq_tutel.distributed import ExpertParallelGroups, process_world
 from fairseq_tutel.hosts import (
     clip_grad_norm_,
@@ -213,3 +214,30 @@ def test_nonfinite_norm_can_be_an_error():
         clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
     with pytest.raises(ValueError, match="Linear has no MoELayer"):
         clip_grad_norm_(nn.Linear(2, 2), 1.0)
+
+
+def test_the_old_name_goes_on_to_work():
+    assert moe.wrap_data_parallel is wrap_data_parallel
+    with pytest.raises(AttributeError, match="no attribute 'wrap_in_parallel'"):
+        _ = moe.wrap_in_parallel
+
+
+def one_expert():
+    """Ranks that exchange nothing may make different numbers of forward passes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(DIM, DIM), MoELayer(DIM, 1, 2 * DIM, top_k=1))
+    net = wrap_data_parallel(model)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        for _ in range(1 + process_world()[0]):
+            model(torch.randn(PER_RANK, DIM))
+        net(torch.randn(PER_RANK, DIM)).square().mean().backward()
+        clip_grad_norm_(net, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach() for param in model.parameters()]
+
+
+def test_replicas_of_one_expert_stay_equal():
+    for mine, theirs in zip(*run_ranks(one_expert, 2), strict=True):
+        assert torch.equal(mine, theirs)

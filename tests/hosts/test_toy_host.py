@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import hosts
+from fairseq_tutel.checkpoint import inspect, merge
 from fairseq_tutel.distributed import process_world, shared_groups
 from fairseq_tutel.moe import MoELayer
 
@@ -171,6 +172,13 @@ def test_a_host_without_ranks_saves_the_same_files(saved, tmp_path):
     path = str(tmp_path / "alone.pt")
     assert_same(run("", path, HALF), reference()[0])
     assert {p.name for p in tmp_path.iterdir()} == {"alone-shared.pt", "alone-rank-0.pt"}
+    found = inspect(path, verify=True)
+    assert found["consistent"], found["problems"]
+    assert (found["num_experts"], found["optimizer_state"]) == (EXPERTS, "by name")
+    merged, model = str(tmp_path / "merged" / "alone.pt"), Model()
+    merge(path, merged)
+    assert hosts.load_checkpoint(merged, model)["step"] == HALF
+    assert_same(model.state_dict(), reference()[0])
     states = run_ranks(run, 2, "wrap", path, 2 * HALF, True)
     assert_same(states[0], reference()[1])
 
