@@ -78,6 +78,7 @@ def _harmless_globals() -> list[Any]:
         str,
         bool,
         tuple,
+        set,  # newer ones than torch 2.5 allow it by themselves
         (typing.Any, "typing.Any"),
     ]
     for module, names in _OMEGACONF_CLASSES.items():
