@@ -1,4 +1,4 @@
-"""The one place that changes fairseq: six guarded replacements, each where fairseq has no seam.
+"""The one place that changes fairseq: seven guarded replacements, each where fairseq has no seam.
 
 Every replacement asks first whether experts are involved and calls the original if not, so that
 dense models behave as before. ``install`` can be called any number of times.
@@ -14,14 +14,18 @@ dense models behave as before. ``install`` can be called any number of times.
    need each other. The first is made to; the second refuses several ranks.
    ``fairseq_cli.train.validate_and_save``: the place after an update where a run that was asked to
    leave (SIGUSR1) has done all that was due.
+   ``fairseq_cli.generate.main`` decodes everything in every process; each takes its share.
 5. ``options.CommonEvalConfig``: knows no ``--is-moe``, which published commands pass; it is
    accepted and has no effect, since the files tell.
 6. ``sys.excepthook`` of fairseq's programs: errors that this package raises for a user's mistake
    are told in one line (:mod:`.errors`). There, known warnings of fairseq's dependencies are left
    out, too (:mod:`.known_warnings`).
+7. ``distributed.utils.call_main``: leaves processes that torchrun started alone where it sees one
+   device or none; with experts they become one job (:mod:`.ranks`).
 """
 
 import functools
+import inspect
 import os
 import sys
 from dataclasses import dataclass, field
@@ -29,11 +33,12 @@ from pathlib import Path
 
 from fairseq import checkpoint_utils, options, utils
 from fairseq.dataclass.configs import CommonEvalConfig
+from fairseq.distributed import utils as distributed_utils
 from fairseq.trainer import Trainer
 
 from .. import optim
 from ..checkpoint import find_checkpoint, harmless_only
-from . import errors, evaluation, known_warnings, requeue
+from . import errors, evaluation, known_warnings, ranks, requeue
 from .checkpointing import save_set
 from .programs import program
 from .start import start_of_run
@@ -61,6 +66,7 @@ def install() -> None:
         checkpoint_utils.get_maybe_sharded_checkpoint_filename
     )
     options.CommonEvalConfig = _CommonEvalConfig
+    distributed_utils.call_main = _call_main(distributed_utils.call_main)
     _wrap_programs()
     _know_user_dir()
     errors.install()
@@ -127,6 +133,25 @@ def _file_of_set(original):
     return get_maybe_sharded_checkpoint_filename
 
 
+def _call_main(original):
+    @functools.wraps(original)
+    def call_main(cfg, main, **kwargs):
+        name = Path(inspect.unwrap(main).__code__.co_filename).stem
+        if _meets_experts(name, cfg):
+            ranks.join_started_ranks(cfg)
+        return original(cfg, main, **kwargs)
+
+    return call_main
+
+
+def _meets_experts(name: str, cfg) -> bool:
+    """Whether a program of fairseq that may use several ranks is about to run experts on them."""
+    if name == "train":
+        return getattr(cfg.model, "moe_freq", 0) > 0
+    path = cfg.common_eval.path if name in ("eval_lm", "validate") else None
+    return path is not None and evaluation.is_moe_checkpoint(path)
+
+
 def _know_user_dir() -> None:
     """Let ``--user-dir`` and ``user_dir=`` name the package that is imported already.
 
@@ -154,6 +179,7 @@ def _wrap_programs() -> None:
         ("fairseq_cli.train", "validate_and_save", requeue.after_each_update),
         ("fairseq_cli.eval_lm", "eval_lm", evaluation.in_step),
         ("fairseq_cli.validate", "main", evaluation.on_one_rank),
+        ("fairseq_cli.generate", "main", ranks.share_of_data),
     ):
         file = name.replace(".", os.sep) + ".py"
         for module in {sys.modules.get(name), sys.modules.get("__main__")} - {None}:

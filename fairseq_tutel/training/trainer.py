@@ -21,6 +21,7 @@ from ..distributed import process_world
 from ..hosts import expert_grad_sq_norm
 from .checkpointing import CheckpointMixin
 from .load_log import ExpertLoadLog
+from .ranks import refuse_separate_ranks
 from .requeue import leave, request_for_trainer
 from .wrapper import LEGACY_BACKENDS, PYTORCH_BACKENDS, MoEDistributedModel
 
@@ -190,6 +191,7 @@ def _prepare_config(cfg, model) -> None:
             f"--moe-normalize-expert-grad {cfg.model.moe_normalize_expert_grad}: use one of "
             f"{', '.join(EXPERT_GRAD_NORMALIZATIONS)}"
         )
+    refuse_separate_ranks()
     _, world_size = process_world()
     if dist_cfg.distributed_world_size != world_size:
         raise ValueError(
