@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from .ranges import FINITE, Range, as_argument, at_least, check_ranges, ranges_of
 from .registry import Options, Registry
 
 SECOND_EXPERT_POLICIES = ("sampling", "all", "random")
@@ -27,6 +28,10 @@ ROUTERS: Registry[Any] = Registry("router", home="fairseq_tutel.moe.routers", fl
 EXCHANGES: Registry[Any] = Registry(
     "exchange", home="fairseq_tutel.distributed.exchanges", flag_prefix="moe_a2a"
 )
+
+
+def _option(allowed: Range, **default: Any) -> Any:
+    return field(**default, metadata={"range": allowed})
 
 
 @dataclass(frozen=True)
@@ -63,21 +68,21 @@ class MoEConfig:
             place of GShard's; needs gate_noise > 0.
     """
 
-    num_experts: int
-    top_k: int = 2
-    capacity_factor: float = 1.0
-    eval_capacity_factor: float = 0.0
-    eval_capacity_token_fraction: float = 0.0
+    num_experts: int = _option(at_least(1))
+    top_k: int = _option(at_least(1), default=2)
+    capacity_factor: float = _option(FINITE, default=1.0)
+    eval_capacity_factor: float = _option(FINITE, default=0.0)
+    eval_capacity_token_fraction: float = _option(Range(high=1), default=0.0)
     second_expert_policy: str = "all"
     normalize_before_dropping: bool = False
     batch_prioritized: bool = False
     use_pad_mask: bool = False
     gating_fp32: bool = True
     router: str = "linear"
-    gate_noise: float = 0.0
-    input_jitter: float = 0.0
-    input_dropout: float = 0.0
-    z_loss_weight: float = 0.0
+    gate_noise: float = _option(at_least(0), default=0.0)
+    input_jitter: float = _option(Range(0, 1, high_open=True), default=0.0)
+    input_dropout: float = _option(Range(0, 1, high_open=True), default=0.0)
+    z_loss_weight: float = _option(at_least(0), default=0.0)
     load_importance_loss: bool = False
     router_options: Options | Mapping[str, Any] | None = None
 
@@ -85,9 +90,8 @@ class MoEConfig:
         for name in ("num_experts", "top_k"):
             if not isinstance(getattr(self, name), int):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number")
-        if self.num_experts < 1:
-            raise ValueError(f"an MoE layer needs at least 1 expert, not {self.num_experts}")
-        if not 1 <= self.top_k <= self.num_experts:
+        check_ranges(self, ranges_of(MoEConfig), as_argument)
+        if self.top_k > self.num_experts:
             raise ValueError(
                 f"top_k={self.top_k} must lie between 1 and the number of experts, "
                 f"{self.num_experts}"
@@ -99,20 +103,6 @@ class MoEConfig:
             )
         router_options = ROUTERS.options(self.router, self.router_options)
         object.__setattr__(self, "router_options", router_options)
-        for name in ("capacity_factor", "eval_capacity_factor", "eval_capacity_token_fraction"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)} must be a finite number")
-        if self.eval_capacity_token_fraction > 1:
-            raise ValueError(
-                f"eval_capacity_token_fraction={self.eval_capacity_token_fraction} is a fraction "
-                "of the tokens: at most 1.0 (every expert can then hold every token)"
-            )
-        for name in ("gate_noise", "z_loss_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        for name in ("input_jitter", "input_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1)")
         if self.load_importance_loss and self.gate_noise <= 0:
             raise ValueError(
                 "load_importance_loss needs gate_noise > 0: the load is estimated from the noise's "

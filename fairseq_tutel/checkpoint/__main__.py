@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ..ranges import at_least, in_range
 from .errors import CheckpointError
 from .inspection import inspect
 from .reshard import merge, reshard
@@ -44,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_rewrite_arguments(place, "OUT", "name of the new set, NAME.pt")
     place.add_argument(
         "--ranks",
-        type=int,
+        type=in_range(int, at_least(1)),
         required=True,
         metavar="N",
         help="number of ranks W; it must divide the number of experts E, or E must divide it",

@@ -8,6 +8,7 @@ as it is.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 from fairseq import utils
@@ -17,6 +18,7 @@ from fairseq.dataclass import ChoiceEnum
 from fairseq.logging import metrics
 
 from ..moe import METRIC_NAMES, MoEAux, routing_metrics
+from ..ranges import at_least, check_ranges, ranges_of
 
 
 @dataclass
@@ -24,7 +26,8 @@ class MoECrossEntropyCriterionConfig(CrossEntropyCriterionConfig):
     """Options of fairseq's ``moe`` branch."""
 
     moe_gate_loss_wt: float = field(
-        default=1.0, metadata={"help": "weight of the gate (load balance) loss"}
+        default=1.0,
+        metadata={"help": "weight of the gate (load balance) loss", "range": at_least(0)},
     )
     moe_gate_loss_combine_method: ChoiceEnum(["sum", "average"]) = field(
         default="average", metadata={"help": "how the losses of the MoE layers are combined"}
@@ -47,6 +50,10 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
         moe_gate_loss_transform="none",
     ):
         super().__init__(task, sentence_avg)
+        check_ranges(
+            SimpleNamespace(moe_gate_loss_wt=moe_gate_loss_wt),
+            ranges_of(MoECrossEntropyCriterionConfig),
+        )
         self.gate_loss_weight = moe_gate_loss_wt
         self.combine_method = str(moe_gate_loss_combine_method)
         self.transform = str(moe_gate_loss_transform)

@@ -18,6 +18,7 @@ from fairseq_tutel.launch.job import Job, Options, plan_job
 from fairseq_tutel.launch.mistakes import message
 from fairseq_tutel.launch.preflight import compare_nodes
 from fairseq_tutel.launch.supervise import Supervisor, prepare_for_requests
+from fairseq_tutel.ranges import at_least, in_range
 
 _DESCRIPTION = """\
 Starts the ranks of COMMAND on this machine, or adopts the rank that torchrun, srun or mpirun
@@ -44,16 +45,7 @@ def _nproc(text: str) -> int | None:
     return int(text)
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
-
-
-def _natural(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
-    return int(text)
+_POSITIVE, _NATURAL = in_range(int, at_least(1)), in_range(int, at_least(0))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -69,15 +61,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("--nproc-per-node", type=_nproc, default=None, metavar="N|auto",
         help="ranks to start on this node; auto: COMMAND's own world size if it gives one, else "
         "one per visible GPU, else 1 (default: auto)")
-    add("--nnodes", type=_positive, metavar="N",
+    add("--nnodes", type=_POSITIVE, metavar="N",
         help="nodes of the job, each running this launcher (default: what srun or mpirun say, "
         "or 1)")
-    add("--node-rank", type=_natural, metavar="I",
+    add("--node-rank", type=_NATURAL, metavar="I",
         help="this node's number from 0 on, with --nnodes")
     add("--master-addr", metavar="HOST",
         help="host of rank 0 (default: MASTER_ADDR, or the first of SLURM's node list, or this "
         "machine if the job has one node)")
-    add("--master-port", type=_positive, metavar="PORT",
+    add("--master-port", type=_POSITIVE, metavar="PORT",
         help="port on that host (default: MASTER_PORT, or a free one, or one derived from the "
         "job's id)")
     add("--bind", default="auto", metavar="auto|none|SETS",
@@ -94,10 +86,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output", default="prefix", choices=["prefix", "plain"],
         help="prefix: lines of ranks above 0 begin with [rank N]; plain: output is left as it is "
         "(default: prefix)")
-    add("--grace-seconds", type=float, default=15.0, metavar="S",
+    add("--grace-seconds", type=in_range(float, at_least(0)), default=15.0, metavar="S",
         help="time between SIGTERM and SIGKILL for the other ranks when one has failed "
         "(default: 15)")
-    add("--agree-seconds", type=_natural, default=300, metavar="S",
+    add("--agree-seconds", type=_NATURAL, default=300, metavar="S",
         help="the launchers of several nodes compare their ranks at MASTER_ADDR:MASTER_PORT before "
         "they start them, and wait so long for each other; 0: do not compare (default: 300)")
     add("--dry-run", action="store_true",

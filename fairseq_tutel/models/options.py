@@ -23,12 +23,18 @@ from ..config import (
     MoEConfig,
     resolve_capacity,
 )
+from ..ranges import FRACTION, Range, at_least, check_ranges, ranges_of
+from .stock_ranges import check_stock_ranges
 
 logger = logging.getLogger(__name__)
 
 
-def _option(default: Any, help_text: str):
-    return field(default=default, metadata={"help": help_text})
+_ROUTING = ranges_of(MoEConfig)
+
+
+def _option(default: Any, help_text: str, allowed: Optional[Range] = None):
+    """A field of a dataclass of options; numbers say what is ``allowed`` (:mod:`..ranges`)."""
+    return field(default=default, metadata={"help": help_text, "range": allowed})
 
 
 @dataclass
@@ -38,25 +44,33 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
     activation_fn: ChoiceEnum(utils.get_available_activation_fns()) = _option(
         "gelu", "activation function to use"
     )
-    dropout: float = _option(0.1, "dropout probability")
-    attention_dropout: float = _option(0.1, "dropout probability for attention weights")
-    decoder_embed_dim: int = _option(768, "decoder embedding dimension")
+    dropout: float = _option(0.1, "dropout probability", FRACTION)
+    attention_dropout: float = _option(0.1, "dropout probability for attention weights", FRACTION)
+    decoder_embed_dim: int = _option(768, "decoder embedding dimension", at_least(1))
     decoder_output_dim: Optional[int] = _option(
-        None, "decoder output dimension (default: the embedding dimension)"
+        None,
+        "decoder output dimension (default: the embedding dimension)",
+        at_least(1),
     )
     decoder_input_dim: Optional[int] = _option(
-        None, "decoder input dimension (default: the embedding dimension)"
+        None,
+        "decoder input dimension (default: the embedding dimension)",
+        at_least(1),
     )
-    decoder_ffn_embed_dim: int = _option(3072, "decoder embedding dimension for FFN")
-    decoder_layers: int = _option(12, "num decoder layers")
-    decoder_attention_heads: int = _option(12, "num decoder attention heads")
+    decoder_ffn_embed_dim: int = _option(3072, "decoder embedding dimension for FFN", at_least(1))
+    decoder_layers: int = _option(12, "num decoder layers", at_least(1))
+    decoder_attention_heads: int = _option(12, "num decoder attention heads", at_least(1))
 
     # options of fairseq's moe branch
     moe_freq: int = _option(
-        2, "layer i (from 1) is an MoE layer if i is a multiple of this; 0: no MoE layers"
+        2,
+        "layer i (from 1) is an MoE layer if i is a multiple of this; 0: no MoE layers",
+        at_least(0),
     )
     moe_expert_count: int = _option(
-        0, "experts per MoE layer over all ranks (default: the world size, one expert per rank)"
+        0,
+        "experts per MoE layer over all ranks (default: the world size, one expert per rank)",
+        at_least(0),
     )
     moe_gating_use_fp32: Optional[bool] = _option(
         None, "compute the gate with fp32 output (the default; see --moe-gating-use-model-dtype)"
@@ -71,13 +85,16 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
         False, "normalise the gate values of a token before, not after, dropping over capacity"
     )
     moe_expert_ffn_dim: Optional[int] = _option(
-        None, "hidden dimension of the experts (default: --decoder-ffn-embed-dim)"
+        None,
+        "hidden dimension of the experts (default: --decoder-ffn-embed-dim)",
+        at_least(1),
     )
     moe_top1_expert: bool = _option(False, "route each token to one expert, not two")
     moe_eval_capacity_token_fraction: Optional[float] = _option(
         None,
         "evaluation capacity of an expert as a fraction of the tokens of a batch; <= 0: the "
         "training formula (default: evaluation drops no token; the moe branch's default is 0.25)",
+        _ROUTING["eval_capacity_token_fraction"],
     )
     moe_normalize_expert_grad: ChoiceEnum(EXPERT_GRAD_NORMALIZATIONS) = _option(
         "world_size",
@@ -94,26 +111,35 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
         False, "leave out the all-to-alls, for benchmarks; the results are wrong"
     )
     alternate_decoder_ffn_embed_dim: int = _option(
-        0, "> 0: dense layers of this FFN width instead of MoE layers (a FLOP-matched baseline)"
+        0,
+        "> 0: dense layers of this FFN width instead of MoE layers (a FLOP-matched baseline)",
+        at_least(0),
     )
     use_stable_embedding: bool = _option(
         False, "layer-normalise the token embeddings (arXiv 2110.02861, section 2.3)"
     )
     num_workers_valid: int = _option(
-        0, "subprocesses that load validation data (with MoE models; --num-workers in training)"
+        0,
+        "subprocesses that load validation data (with MoE models; --num-workers in training)",
+        at_least(0),
     )
 
     # what those cannot say
     moe_top_k: Optional[int] = _option(
-        None, "experts per token (default: 2, or 1 with --moe-top1-expert)"
+        None,
+        "experts per token (default: 2, or 1 with --moe-top1-expert)",
+        _ROUTING["top_k"],
     )
     moe_capacity_factor: Optional[float] = _option(
         None,
         "training capacity: f > 0: top_k * f * tokens / experts per expert and rank; 0: drop "
         "nothing; f < 0: what is needed, up to that of -f (default: 1.0)",
+        _ROUTING["capacity_factor"],
     )
     moe_eval_capacity_factor: Optional[float] = _option(
-        None, "evaluation capacity, the same meaning (default: 0, drop nothing)"
+        None,
+        "evaluation capacity, the same meaning (default: 0, drop nothing)",
+        _ROUTING["eval_capacity_factor"],
     )
     moe_gating_use_model_dtype: bool = _option(
         False, "round the gate's logits to the model's dtype (turns fp32 gating off)"
@@ -121,14 +147,22 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
     # choices and help of this and of moe_a2a, and the routers' own options: see registered.py
     moe_router: str = _option("linear", "the gate")
     moe_gate_noise: float = _option(
-        0.0, "standard deviation, times the expert count, of noise on the logits in training"
+        0.0,
+        "standard deviation, times the expert count, of noise on the logits in training",
+        _ROUTING["gate_noise"],
     )
     moe_input_jitter: float = _option(
-        0.0, "multiply the gate's input by uniform(1-j, 1+j) in training"
+        0.0,
+        "multiply the gate's input by uniform(1-j, 1+j) in training",
+        _ROUTING["input_jitter"],
     )
-    moe_input_dropout: float = _option(0.0, "dropout on the input of MoE layers in training")
+    moe_input_dropout: float = _option(
+        0.0, "dropout on the input of MoE layers in training", _ROUTING["input_dropout"]
+    )
     moe_z_loss_wt: float = _option(
-        0.0, "weight of the router z-loss inside the gate loss (arXiv 2202.08906)"
+        0.0,
+        "weight of the router z-loss inside the gate loss (arXiv 2202.08906)",
+        _ROUTING["z_loss_weight"],
     )
     moe_load_importance_loss: bool = _option(
         False, "load and importance losses (arXiv 1701.06538) for GShard's; needs --moe-gate-noise"
@@ -138,14 +172,19 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
     )
     moe_a2a: str = _option("linear", "how tokens travel between ranks")
     moe_ranks_per_node: int = _option(
-        0, "ranks that share a node, for hierarchical all-to-alls (default: as found)"
+        0,
+        "ranks that share a node, for hierarchical all-to-alls (default: as found)",
+        at_least(0),
     )
     moe_simulate_world_size: int = _option(
-        0, "one process plays one rank of this many: all-to-alls become local copies"
+        0,
+        "one process plays one rank of this many: all-to-alls become local copies",
+        at_least(0),
     )
     moe_load_log_interval: int = _option(
         0,
         "> 0: append the load of every expert to SAVE_DIR/expert_load.jsonl every so many updates",
+        at_least(0),
     )
 
 
@@ -202,11 +241,7 @@ def check_model_options(args) -> None:
     Raises:
         ValueError: see above.
     """
-    if args.moe_freq < 0 or args.moe_expert_count < 0:
-        raise ValueError(
-            f"--moe-freq {args.moe_freq} and --moe-expert-count {args.moe_expert_count} must not "
-            "be negative"
-        )
+    check_ranges(args, ranges_of(TransformerLMGPTMoEConfig))
     if args.moe_freq > args.decoder_layers:
         raise ValueError(
             f"--moe-freq {args.moe_freq} makes no MoE layer among {args.decoder_layers} layers; "
@@ -246,6 +281,7 @@ def apply_command_line_rules(args: argparse.Namespace) -> None:
         args.tpu = False
     values = _WithDefaults(args)
     try:
+        check_stock_ranges(args)
         check_model_options(values)
         moe_config(values, num_experts=values.moe_expert_count or 2**31)
     except ValueError as error:

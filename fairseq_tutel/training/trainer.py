@@ -19,6 +19,7 @@ from omegaconf import open_dict
 from ..config import EXPERT_GRAD_NORMALIZATIONS
 from ..distributed import process_world
 from ..hosts import expert_grad_sq_norm
+from ..models import check_stock_ranges
 from .checkpointing import CheckpointMixin
 from .load_log import ExpertLoadLog
 from .ranks import refuse_separate_ranks
@@ -179,6 +180,7 @@ def _prepare_config(cfg, model) -> None:
         ValueError: settings that cannot train a model with experts.
     """
     dist_cfg, common = cfg.distributed_training, cfg.common
+    check_stock_ranges(cfg)
     if dist_cfg.ddp_backend == "fully_sharded":
         raise ValueError(
             "--ddp-backend fully_sharded cannot train a model with experts (they are spread over "
@@ -192,7 +194,7 @@ def _prepare_config(cfg, model) -> None:
             f"{', '.join(EXPERT_GRAD_NORMALIZATIONS)}"
         )
     refuse_separate_ranks()
-    _, world_size = process_world()
+    rank, world_size = process_world()
     if dist_cfg.distributed_world_size != world_size:
         raise ValueError(
             f"--distributed-world-size {dist_cfg.distributed_world_size}, but {world_size} "
@@ -208,6 +210,8 @@ def _prepare_config(cfg, model) -> None:
     ):
         if on:
             raise ValueError(f"{flag} is not supported with MoE layers")
+    if rank == 0:
+        _warn_of_fp16_statistics(cfg)
     mixed_fp16 = common.fp16 and not common.memory_efficient_fp16
     with open_dict(cfg):
         if mixed_fp16 and not common.fp16_no_flatten_grads:
@@ -218,6 +222,18 @@ def _prepare_config(cfg, model) -> None:
             cfg.checkpoint.no_save = True  # the weights of one rank out of many are no checkpoint
         # a checkpoint must say how many experts it holds, also where the default decided
         cfg.model.moe_expert_count = model.moe_groups.num_experts
+
+
+def _warn_of_fp16_statistics(cfg) -> None:
+    """They are had as asked for, but seldom meant where all else is fp32."""
+    if getattr(cfg.optimizer, "fp16_adam_stats", False) and not (
+        cfg.common.fp16 or cfg.common.bf16
+    ):
+        logger.warning(
+            "--fp16-adam-stats in fp32 training: Adam's two statistics are rounded to fp16, which "
+            "saves 4 bytes per parameter; weights and gradients stay fp32 (--memory-efficient-fp16 "
+            "halves them, too)"
+        )
 
 
 def _warn_without_gate_loss(criterion) -> None:

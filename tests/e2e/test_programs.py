@@ -173,6 +173,11 @@ def test_hydra_on_one_and_two_ranks(tmp_path):
             ["--moe-eval-capacity-factor", "1", "--moe-eval-capacity-token-fraction", "0.5"],
             "--moe-eval-capacity-token-fraction 0.5 and --moe-eval-capacity-factor 1.0",
         ),
+        (
+            ["--moe-gate-noise", "nan", "--moe-z-loss-wt", "nan", "--moe-load-log-interval", "-1"],
+            "error: --moe-gate-noise nan must be a finite number; --moe-z-loss-wt nan must be a "
+            "finite number; --moe-load-log-interval -1 must be at least 0\n",
+        ),
         (["--moe-freq", "9"], "--moe-freq 9 makes no MoE layer among 2 layers"),
         (["--moe-expert-count", "3"], "--moe-expert-count=3 and a world size of 2"),
         (["--restore-file", "nowhere/x.pt"], "nowhere/x"),
@@ -194,3 +199,11 @@ def test_bad_options_end_with_one_clear_message(tmp_path, bad, message):
         timeout=120,
     )
     assert message in output
+
+
+def test_hydra_refuses_what_the_command_line_refuses(tmp_path):
+    overrides = ["+model.moe_gate_noise=nan", f"hydra.run.dir={tmp_path}"]
+    overrides += [f"checkpoint.save_dir={tmp_path}/save"]
+    output = run([str(BIN / "fairseq-hydra-train"), *TINY, *overrides], expect=1)
+    assert "--moe-gate-noise nan must be a finite number" in output
+    assert not list((tmp_path / "save").glob("*"))

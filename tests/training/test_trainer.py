@@ -48,6 +48,17 @@ def test_a_criterion_without_the_gate_loss_is_warned_of(warns, caplog):
     assert ("leaves out the gate loss" in caplog.text) == warns
 
 
+@pytest.mark.parametrize("words, warns", [
+    ("--fp16-adam-stats", True), ("--fp16-adam-stats --memory-efficient-fp16", False),
+    ("--fp16-adam-stats --bf16", False), ("--memory-efficient-fp16", False), ("", False),
+])
+def test_fp16_statistics_of_fp32_training_are_warned_of(words, warns, caplog):
+    cfg = make_config("--moe-expert-count", "2", *words.split())
+    caplog.set_level("WARNING", logger="fairseq_tutel.training.trainer")
+    make_trainer(cfg)
+    assert ("--fp16-adam-stats in fp32 training" in caplog.text) == warns
+
+
 @pytest.mark.parametrize("words, warns", [((), True), (("--moe-expert-count", "1"), False)])
 def test_one_expert_by_default_is_warned_of(words, warns, caplog):
     caplog.set_level("WARNING", logger="fairseq_tutel.models.transformer_lm_gpt_moe")
