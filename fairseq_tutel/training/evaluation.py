@@ -108,8 +108,7 @@ def in_step(eval_lm):
     stock reports those of rank 0 alone.
 
     Raises:
-        ValueError: no token was scored (fairseq leaves out blocks that are longer than the model's
-            positions, and calls the perplexity of nothing 1).
+        ValueError: no token was scored (fairseq calls the perplexity of nothing 1).
     """
 
     @functools.wraps(eval_lm)
@@ -123,11 +122,11 @@ def in_step(eval_lm):
             batches = _in_step(batches, models, source_dictionary.eos())
         local = eval_lm(models, source_dictionary, batches, *args, **kwargs)
         if not spread:
-            _refuse_nothing(count.total, models)
+            _refuse_nothing(count.total)
             return local
         device = next(models[0].parameters()).device
         score, tokens = sum_over_ranks([float(local["loss"]) * count.total, count.total], device)
-        _refuse_nothing(tokens, models)
+        _refuse_nothing(tokens)
         rank, world_size = process_world()
         if rank == 0:
             logger.info("All %d ranks together evaluated %s tokens", world_size, f"{tokens:,.0f}")
@@ -137,13 +136,9 @@ def in_step(eval_lm):
     return eval_lm_in_step
 
 
-def _refuse_nothing(tokens: float, models) -> None:
+def _refuse_nothing(tokens: float) -> None:
     if not tokens:
-        limit = min(model.max_positions() for model in models)
-        raise ValueError(
-            "no token was evaluated: the subset is empty, or its blocks are longer than the "
-            f"{limit} positions of the model; give --tokens-per-sample {limit} or less"
-        )
+        raise ValueError("no token was evaluated: the subset is empty")
 
 
 def on_one_rank(main):

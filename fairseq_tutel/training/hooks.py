@@ -10,6 +10,8 @@ dense models behave as before. ``install`` can be called any number of times.
 3. ``checkpoint_utils.load_checkpoint_to_cpu`` and ``get_maybe_sharded_checkpoint_filename``: look
    for one file; the path of a set leads to its parts. A file that could run code when it is read is
    refused, of dense models too; any other file of theirs stock code reads as ever.
+   ``load_model_ensemble_and_task`` returns the task that makes an evaluation program's batches;
+   they leave nothing out (:mod:`.blocks`).
 4. ``fairseq_cli.eval_lm.eval_lm`` and ``fairseq_cli.validate.main``: assume that ranks do not
    need each other. The first is made to; the second refuses several ranks.
    ``fairseq_cli.train.validate_and_save``: the place after an update where a run that was asked to
@@ -21,7 +23,8 @@ dense models behave as before. ``install`` can be called any number of times.
    are told in one line (:mod:`.errors`). There, known warnings of fairseq's dependencies are left
    out, too (:mod:`.known_warnings`).
 7. ``distributed.utils.call_main``: leaves processes that torchrun started alone where it sees one
-   device or none; with experts they become one job (:mod:`.ranks`).
+   device or none; with experts they become one job (:mod:`.ranks`). ``fairseq-eval-lm`` has its
+   block size from the checkpoint by default.
 """
 
 import functools
@@ -38,7 +41,7 @@ from fairseq.trainer import Trainer
 
 from .. import optim
 from ..checkpoint import find_checkpoint, harmless_only
-from . import errors, evaluation, known_warnings, ranks, requeue
+from . import blocks, errors, evaluation, known_warnings, ranks, requeue
 from .checkpointing import save_set
 from .programs import program
 from .start import start_of_run
@@ -64,6 +67,9 @@ def install() -> None:
     checkpoint_utils.load_checkpoint_to_cpu = _load_to_cpu(checkpoint_utils.load_checkpoint_to_cpu)
     checkpoint_utils.get_maybe_sharded_checkpoint_filename = _file_of_set(
         checkpoint_utils.get_maybe_sharded_checkpoint_filename
+    )
+    checkpoint_utils.load_model_ensemble_and_task = _load_model_ensemble_and_task(
+        checkpoint_utils.load_model_ensemble_and_task
     )
     options.CommonEvalConfig = _CommonEvalConfig
     distributed_utils.call_main = _call_main(distributed_utils.call_main)
@@ -133,12 +139,25 @@ def _file_of_set(original):
     return get_maybe_sharded_checkpoint_filename
 
 
+def _load_model_ensemble_and_task(original):
+    @functools.wraps(original)
+    def load_model_ensemble_and_task(*args, **kwargs):
+        models, cfg, task = original(*args, **kwargs)
+        if any(has_experts(model) for model in models):
+            blocks.evaluate_every_block(task)
+        return models, cfg, task
+
+    return load_model_ensemble_and_task
+
+
 def _call_main(original):
     @functools.wraps(original)
     def call_main(cfg, main, **kwargs):
         name = Path(inspect.unwrap(main).__code__.co_filename).stem
         if _meets_experts(name, cfg):
             ranks.join_started_ranks(cfg)
+            if name == "eval_lm":
+                blocks.use_trained_block_size(cfg)
         return original(cfg, main, **kwargs)
 
     return call_main

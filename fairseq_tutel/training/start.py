@@ -43,12 +43,13 @@ def start_of_run(cfg) -> Iterator[None]:
         found = find_checkpoint(before["finetune_from_model"])
         if found is not None:
             now["finetune_from_model"] = found[1]
-    with _changed(cfg, now):
+    with changed(cfg, now):
         yield
 
 
 @contextlib.contextmanager
-def _changed(cfg, values):
+def changed(cfg, values):
+    """Within, entries of a fairseq config have other values."""
     before = {key: cfg.get(key) for key in values}
     with open_dict(cfg):
         cfg.update({key: value for key, value in values.items() if value != before[key]})

@@ -2,15 +2,15 @@
 
 What a stock Trainer gets wrong for experts, and only that, is overridden: how the model is wrapped,
 the gradient norm (stock leaves experts out, so that one rank's inf is seen by nobody else),
-checkpoints (stock saves rank 0's experts only), workers for validation data, loss-scale overflow on
+checkpoints (stock saves rank 0's experts only), batches of validation data, loss-scale overflow on
 a CPU, what counts where a rank has fewer batches for an update than others, and what happens where
 one rank of several runs out of memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from contextlib import contextmanager
 
 from fairseq.logging import metrics
 from fairseq.trainer import Trainer
@@ -20,10 +20,12 @@ from ..config import EXPERT_GRAD_NORMALIZATIONS
 from ..distributed import process_world
 from ..hosts import expert_grad_sq_norm
 from ..models import check_stock_ranges
+from . import blocks
 from .checkpointing import CheckpointMixin
 from .load_log import ExpertLoadLog
 from .ranks import refuse_separate_ranks
 from .requeue import leave, request_for_trainer
+from .start import changed
 from .wrapper import LEGACY_BACKENDS, PYTORCH_BACKENDS, MoEDistributedModel
 
 logger = logging.getLogger(__name__)
@@ -140,18 +142,16 @@ class MoETrainer(CheckpointMixin, Trainer):
         return self._epoch_itr
 
     def get_valid_iterator(self, subset, disable_iterator_cache=False):
-        """As stock, with ``--num-workers-valid`` processes."""
-        with self._workers(self.cfg.model.num_workers_valid):
-            return super().get_valid_iterator(subset, disable_iterator_cache)
-
-    @contextmanager
-    def _workers(self, count):
+        """As stock, with ``--num-workers-valid`` processes, and of the whole subset."""
         dataset = self.cfg.dataset
-        before, dataset.num_workers = dataset.num_workers, count
-        try:
-            yield
-        finally:
-            dataset.num_workers = before
+        skips = dataset.skip_invalid_size_inputs_valid_test
+        refusing = contextlib.nullcontext() if skips else blocks.refusing_long_blocks(self.task)
+        for_validation = {
+            "num_workers": self.cfg.model.num_workers_valid,
+            "required_batch_size_multiple": 1,  # stock drops a last batch of another size
+        }
+        with refusing, changed(dataset, for_validation):
+            return super().get_valid_iterator(subset, disable_iterator_cache)
 
     def _aggregate_logging_outputs(self, logging_outputs, *extra_stats_to_sum, ignore=False):
         fillers, self._num_fillers = self._num_fillers, 0
@@ -210,6 +210,7 @@ def _prepare_config(cfg, model) -> None:
     ):
         if on:
             raise ValueError(f"{flag} is not supported with MoE layers")
+    blocks.refuse_blocks_that_never_fit(cfg.task, model.max_positions())
     if rank == 0:
         _warn_of_fp16_statistics(cfg)
     mixed_fp16 = common.fp16 and not common.memory_efficient_fp16
