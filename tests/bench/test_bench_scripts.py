@@ -147,6 +147,9 @@ def test_alltoall(tmp_path):
     for row in result["results"]:
         assert row["algbw"] == pytest.approx(row["bytes"] / row["seconds"]["p50"], rel=1e-3)
         assert row["busbw"] == pytest.approx(row["algbw"] / 2, rel=1e-3)
+        # both ranks are on this machine
+        assert row["exchange"] == ("pairwise" if "pairwise" in row["algorithm"] else "linear")
+    assert "2dh uneven (linear)" in done.stdout and "pairwise (" not in done.stdout
 
 
 def test_alltoall_needs_ranks(capsys, monkeypatch):
