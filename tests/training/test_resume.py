@@ -115,7 +115,8 @@ def test_goes_on_as_if_nothing_had_happened(name, saved_by, world_size, through,
         (found[name] for found in resumed(saved_by, world_size)),
         strict=True,
     ):
-        assert want[HALF] < want[0]  # training had an effect
+        # training had an effect (on 0.12.2, from other weights, nag's first steps go up)
+        assert want[HALF] != pytest.approx(want[0], rel=1e-4)
         # at another number of ranks, half gradients are summed in another order
         other = not same and half
         assert losses == pytest.approx(want[HALF:], rel=5e-3 if other else 1e-5)
