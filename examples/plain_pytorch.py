@@ -43,7 +43,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkpoint", help="X.pt; trained on if it exists")
     parser.add_argument("--steps", type=int, default=20, help="of the whole training")
-    parser.add_argument("--fp16", action="store_true", help="autocast with a loss scale")
     args = parser.parse_args()
 
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -58,29 +57,21 @@ def main():
     model = nn.Sequential(nn.Linear(DIM, DIM), Block(), nn.Linear(DIM, DIM)).to(device)
     net = hosts.wrap_data_parallel(model) if world_size > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scaler = hosts.grad_scaler(device.type, enabled=args.fp16)
     first = 0
     if hosts.checkpoint_exists(args.checkpoint):
-        extra = hosts.load_checkpoint(args.checkpoint, model, optimizer)
-        first = extra["step"]
-        if extra["scaler"]:  # of a run with --fp16
-            scaler.load_state_dict(extra["scaler"])
+        first = hosts.load_checkpoint(args.checkpoint, model, optimizer)["step"]
 
     for step in range(first, args.steps):
         x = batch(step, rank, world_size, device)
-        half = torch.autocast(device.type, torch.float16, enabled=args.fp16)
-        with hosts.collect_aux(model) as aux, half:
-            loss = (net(x).float() - x.roll(1, -1)).square().mean()
-        scaler.scale(loss + 1e-3 * aux.loss).backward()
-        scaler.unscale_(optimizer)
+        with hosts.collect_aux(model) as aux:
+            loss = (net(x) - x.roll(1, -1)).square().mean()
+        (loss + 1e-3 * aux.loss).backward()
         norm = hosts.clip_grad_norm_(net, 0.05)
-        scaler.step(optimizer)
-        scaler.update()
+        optimizer.step()
         optimizer.zero_grad()
         if rank == 0:
             print(f"step {step + 1} loss {loss.item():.4f} gradient norm {norm.item():.4f}")
-    extra = {"step": args.steps, "scaler": scaler.state_dict()}
-    hosts.save_checkpoint(args.checkpoint, model, optimizer, extra)
+    hosts.save_checkpoint(args.checkpoint, model, optimizer, {"step": args.steps})
     if world_size > 1:
         torch.distributed.destroy_process_group()
 

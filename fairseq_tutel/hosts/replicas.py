@@ -98,9 +98,11 @@ def _refuse_drift(steps: list[int], norms: list[float]) -> None:
             "a GradScaler that sees its own gradients only: use fairseq_tutel.hosts.grad_scaler()"
         )
     finite = [norm for norm in norms if math.isfinite(norm)]
-    if not finite:  # an overflow that all see
-        return
-    if len(finite) == len(norms) and max(norms) - min(norms) <= _TOLERANCE * max(norms):
+    if (
+        not finite
+        or len(finite) == len(norms)
+        and (max(finite) - min(finite) <= _TOLERANCE * max(finite))
+    ):
         return
     raise ValueError(
         "the ranks' dense gradients differ at an optimizer step (norms "

@@ -39,6 +39,8 @@ class Experts(nn.Module):
         activation_dropout: probability after the activation.
         dropout: probability after fc2 (inside the expert, as in fairseq's ``moe`` branch).
         seed: of the initial weights; drawn from torch's global generator if None.
+        draw_on_cpu: whether every device starts from the same weights, drawn on the CPU; else each
+            draws its own, which for billions of weights takes seconds instead of minutes.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Experts(nn.Module):
         activation_dropout: float = 0.0,
         dropout: float = 0.0,
         seed: int | None = None,
+        draw_on_cpu: bool = True,
     ):
         super().__init__()
         for p in (activation_dropout, dropout):
@@ -58,6 +61,7 @@ class Experts(nn.Module):
         self.activation = activation
         self.activation_dropout = activation_dropout
         self.dropout = dropout
+        self.draw_on_cpu = draw_on_cpu
         count = len(self.expert_ids)
         shapes = {
             "fc1_weight": (count, hidden_dim, model_dim),
@@ -76,14 +80,14 @@ class Experts(nn.Module):
         """Draw weights and biases as nn.Linear does: uniform within 1/sqrt(fan in) of zero."""
         if self.fc1_weight.is_meta:
             return
+        device = torch.device("cpu") if self.draw_on_cpu else self.fc1_weight.device
         for slot, expert in enumerate(self.expert_ids):
-            generator = torch.Generator("cpu").manual_seed(seed + expert)
+            generator = torch.Generator(device).manual_seed(seed + expert)
             for layer in ("fc1", "fc2"):
                 weight = getattr(self, f"{layer}_weight")[slot]
                 bound = 1 / math.sqrt(weight.shape[1])
                 for param in (weight, getattr(self, f"{layer}_bias")[slot]):
-                    # drawn on the CPU, so that every device starts from the same numbers
-                    values = torch.empty(param.shape, device="cpu")
+                    values = torch.empty(param.shape, device=device)
                     param.copy_(values.uniform_(-bound, bound, generator=generator))
 
     def forward(self, batch: ExpertRows) -> torch.Tensor:

@@ -114,6 +114,8 @@ class MoELayer(nn.Module):
                 activation_dropout=activation_dropout,
                 dropout=dropout,
                 seed=seed,
+                # the experts of a simulated rank are compared with nobody's
+                draw_on_cpu=not self.groups.simulated,
             )
 
     def forward(

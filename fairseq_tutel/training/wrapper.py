@@ -1,8 +1,10 @@
-"""Data parallelism around a model with experts, whose gradients are reduced by a rule of their own.
+"""Data parallelism around a model with experts: dense gradients are reduced, expert gradients are
+not.
 
 Both of fairseq's wrappers are used as they are. ``legacy_ddp`` skips parameters marked as experts
-by itself; ``pytorch_ddp`` is made to ignore them, in the initial broadcast too. After either has
-reduced the dense gradients, :func:`fairseq_tutel.hosts.reduce_expert_grads` reduces the experts'.
+by itself; ``pytorch_ddp`` is told to ignore them, in the initial broadcast too. After either has
+reduced the dense gradients, expert gradients follow one rule
+(:mod:`fairseq_tutel.hosts`).
 """
 
 from __future__ import annotations

@@ -169,20 +169,13 @@ def print_result(result: dict[str, Any]) -> None:
     say(f"all-to-all between {result['world_size']} ranks, {result['backend']}, "
         f"{device_name(result)}")  # fmt: skip
     lines = [
-        [_label(row), f"{row['bytes']:,}", f"{row['bytes_per_peer']:,}",
+        [row["algorithm"], f"{row['bytes']:,}", f"{row['bytes_per_peer']:,}",
          *(f"{1e6 * row['seconds'][key]:,.1f}" for key in ("p20", "p50", "p80")),
          f"{row['algbw'] / 1e9:.3f}", f"{row['busbw'] / 1e9:.3f}"]
         for row in result["results"]
     ]  # fmt: skip
     say(table(["algorithm", "bytes", "per peer", "p20 us", "p50 us", "p80 us", "algbw GB/s",
                "busbw GB/s"], lines))  # fmt: skip
-
-
-def _label(row: dict[str, Any]) -> str:
-    """The algorithm, and what was taken in its place for this size or these nodes."""
-    chosen = row.get("exchange", row["algorithm"])
-    taken = row["algorithm"].removesuffix(_UNEVEN) != chosen
-    return f"{row['algorithm']} ({chosen})" if taken else row["algorithm"]
 
 
 def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:

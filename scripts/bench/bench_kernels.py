@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,16 @@ from layer_cases import why_not_run
 from measure import Case, percentiles, time_cases
 from presets import LAYER_BACKENDS, PRESETS, LayerShape
 from ranks import choose_device
-from record import Neighbours, describe_run, device_name, quiet_logs, say, table, write_json
+from record import (
+    Journal,
+    Neighbours,
+    describe_run,
+    device_name,
+    quiet_logs,
+    say,
+    table,
+    write_json,
+)
 
 from fairseq_tutel import ops
 
@@ -40,6 +49,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
     add("--preset", choices=list(PRESETS), help="default: meta-1.1t on a GPU, cpu on a CPU")
+    add("--tiny", action="store_true", help="rehearsal: sizes and repetitions cut down")
     for name in ("tokens", "model-dim", "hidden-dim", "experts", "top-k"):
         add(f"--{name}", type=int, help="in place of the preset's")
     add("--dtype", choices=["float32", "float16", "bfloat16"], help="in place of the preset's")
@@ -53,7 +63,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=1)
     add("--output", type=Path, help="JSON file (default: runs/bench/kernels-PRESET-DEVICE.json)")
     add("--figure", type=Path, help="PNG file (default: beside the JSON file)")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.tiny:
+        options.repetitions, options.warmup = 2, 1
+    return options
 
 
 def choose_shape(options, device: torch.device) -> tuple[str, LayerShape]:
@@ -61,7 +74,10 @@ def choose_shape(options, device: torch.device) -> tuple[str, LayerShape]:
     name = options.preset or ("meta-1.1t" if device.type == "cuda" else "cpu")
     keys = ("tokens", "model_dim", "hidden_dim", "experts", "top_k", "dtype")
     given = {key: getattr(options, key) for key in keys if getattr(options, key) is not None}
-    shape = dataclasses.replace(PRESETS[name].shape, **given)
+    shape = PRESETS[name].shape
+    if options.tiny:
+        name, shape = f"tiny-{name}", shape.tiny()
+    shape = dataclasses.replace(shape, **given)
     if "experts" in given:
         shape = dataclasses.replace(shape, simulated_ranks=0)
     return ("custom" if given else name), shape
@@ -108,27 +124,47 @@ def copy_case(device: torch.device) -> tuple[Case, int]:
     return Case("copy|torch", forward), 2 * size
 
 
-def measure(kernels: Sequence[KernelCase], backends, options, device) -> dict[str, Any]:
-    """Rows of the result, and the copy's."""
+def measure(
+    kernels: Sequence[KernelCase],
+    backends,
+    options,
+    device,
+    progress: Callable[[Callable[[], dict]], None],
+) -> dict[str, Any]:
+    """Rows of the result, and the copy's.
+
+    Args:
+        progress: gets a function that returns the same of the repetitions so far.
+    """
     copy, copy_bytes = copy_case(device)
     runs = [(k, b) for k in kernels for b in (backends if k.own else ["aten"])]
     cases = [copy, *(timed(k, b) for k, b in runs)]
-    repetitions = options.repetitions or (100 if device.type == "cuda" else 20)
-    times = time_cases(cases, device, repetitions, warmup=options.warmup)
-    copy_ms = percentiles(times[copy.name]["forward"])
-    copy_speed = copy_bytes / (1e-3 * copy_ms["p50"])
-    rows = []
+    moved = {}
     for kernel, backend in runs:
-        ms = percentiles(times[f"{kernel.name}|{backend}"]["forward"])
         ops.set_backend(backend if backend in LAYER_BACKENDS else "torch")
-        moved = kernel.bytes_moved()
-        speed = moved / (1e-3 * ms["p50"])
-        rows.append({
-            "name": kernel.name, "backend": backend, "ms": ms, "bytes": moved,
-            "bytes_per_second": speed, "share_of_copy": speed / copy_speed,
-        })  # fmt: skip
-    copy_row = {"ms": copy_ms, "bytes": copy_bytes, "bytes_per_second": copy_speed}
-    return {"copy": copy_row, "results": rows}
+        moved[kernel.name, backend] = kernel.bytes_moved()
+
+    def summarise(times):
+        copy_ms = percentiles(times[copy.name]["forward"])
+        copy_speed = copy_bytes / (1e-3 * copy_ms["p50"])
+        rows = []
+        for (name, backend), size in moved.items():
+            ms = percentiles(times[f"{name}|{backend}"]["forward"])
+            speed = size / (1e-3 * ms["p50"])
+            rows.append({
+                "name": name, "backend": backend, "ms": ms, "bytes": size,
+                "bytes_per_second": speed, "share_of_copy": speed / copy_speed,
+            })  # fmt: skip
+        copy_row = {"ms": copy_ms, "bytes": copy_bytes, "bytes_per_second": copy_speed}
+        return {"copy": copy_row, "results": rows}
+
+    repetitions = options.repetitions or (100 if device.type == "cuda" else 20)
+    return summarise(
+        time_cases(
+            cases, device, repetitions, warmup=options.warmup,
+            progress=lambda times: progress(lambda: summarise(times)),
+        )
+    )  # fmt: skip
 
 
 def compare_with_torch(rows: Sequence[dict]) -> dict[str, float]:
@@ -195,19 +231,29 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if not kernels:
         raise ValueError(f"--only {options.only}: no operator has that in its name")
     neighbours = Neighbours()
-    measured = measure(kernels, backends, options, device)
-    faster = compare_with_torch(measured["results"])
-    result = {
+    about = {
         **describe_run("kernels", device),
         "preset": name,
         "settings": {**dataclasses.asdict(shape), "capacity": shape.capacity},
-        "cpu_share_of_others": neighbours.share(),
-        **measured,
-        "times_faster_than_torch": faster,
-        "goals": check_goals(measured["results"], faster, device.type),
     }
-    print_result(result)
+
+    def whole(measured):
+        faster = compare_with_torch(measured["results"])
+        return {
+            **about,
+            "cpu_share_of_others": neighbours.share(),
+            **measured,
+            "times_faster_than_torch": faster,
+            "goals": check_goals(measured["results"], faster, device.type),
+        }
+
     path = options.output or Path(f"runs/bench/kernels-{name}-{device.type}.json")
+    journal = Journal(path)
+    result = whole(
+        measure(kernels, backends, options, device,
+                lambda so_far: journal.keep(lambda: whole(so_far())))
+    )  # fmt: skip
+    print_result(result)
     write_json(result, path)
     say(f"written: {path}")
     picture = options.figure or path.with_suffix(".png")

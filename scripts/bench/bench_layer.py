@@ -14,7 +14,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,28 @@ from layer_cases import (
     make_case,
     why_not_run,
 )
-from measure import MEMORY_METHOD, PHASES, peak_memory, percentiles, time_cases
+from measure import (
+    MEMORY_METHOD,
+    PHASES,
+    Case,
+    fits,
+    free_memory,
+    peak_memory,
+    percentiles,
+    time_cases,
+)
 from presets import DTYPES, LAYER_BACKENDS, PRESETS, Goal, LayerShape
 from ranks import Ranks, choose_device, connected
-from record import Neighbours, describe_run, device_name, quiet_logs, say, table, write_json
+from record import (
+    Journal,
+    Neighbours,
+    describe_run,
+    device_name,
+    quiet_logs,
+    say,
+    table,
+    write_json,
+)
 
 from fairseq_tutel.distributed import build_groups
 
@@ -49,7 +68,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
-    add("--preset", choices=list(PRESETS), help="default: meta-1.1t on a GPU, cpu on a CPU")
+    add(
+        "--preset",
+        dest="presets",
+        type=_preset_names,
+        default=[None],
+        metavar="NAME[,NAME...]",
+        help="one after the other (default: meta-1.1t on a GPU, cpu on a CPU)",
+    )
+    add("--tiny", action="store_true", help="rehearsal: sizes and repetitions cut down")
     sizes = parser.add_argument_group("sizes, in place of the preset's")
     sizes.add_argument("--tokens", type=int, help="T, tokens of one rank")
     sizes.add_argument("--model-dim", type=int, help="M")
@@ -75,19 +102,36 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--warmup", type=int, default=3, help="repetitions before those that count (default: 3)")
     add("--threads", type=int, help="CPU threads (default: torch's)")
     add("--seed", type=int, default=1, help="of weights and inputs (default: 1)")
-    add("--output", type=Path, help="JSON file (default: runs/bench/layer-PRESET-DEVICE.json)")
+    add(
+        "--output",
+        help="JSON file; {preset} in it stands for the preset's name (default: "
+        "runs/bench/layer-{preset}-DEVICE.json)",
+    )
     add("--figure", type=Path, help="PNG file (default: beside the JSON file)")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.tiny:
+        options.repetitions, options.warmup = 2, 1
+    return options
 
 
-def choose_shape(options: argparse.Namespace, device: torch.device, world_size: int):
-    """(preset name, shape) of a command line.
+def _preset_names(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in PRESETS:
+            raise argparse.ArgumentTypeError(f"{name}: choose from {', '.join(PRESETS)}")
+    return names
+
+
+def choose_shape(options, preset: str | None, device: torch.device, world_size: int):
+    """(preset name, shape) of a command line and one of its presets.
 
     Raises:
         ValueError: sizes that make no layer.
     """
-    name = options.preset or ("meta-1.1t" if device.type == "cuda" else "cpu")
+    name = preset or ("meta-1.1t" if device.type == "cuda" else "cpu")
     shape = PRESETS[name].shape.on_ranks(world_size)
+    if options.tiny:
+        name, shape = f"tiny-{name}", shape.tiny()
     given = {key: getattr(options, key) for key in (*_SIZES, "simulated_ranks")}
     given = {key: value for key, value in given.items() if value is not None}
     if given:
@@ -125,30 +169,67 @@ def choose_cases(options, shape: LayerShape, ranks: Ranks) -> tuple[list[str], d
     return [name for name in CASES if name in names and name not in skipped], skipped
 
 
-def measure(names: Sequence[str], inputs: LayerInputs, options, ranks: Ranks) -> dict[str, Any]:
-    """name -> statistics of every phase in ms, peak memory, raw times."""
+def leave_out_large(cases: Sequence[Case], ranks: Ranks, skipped: dict[str, str]) -> list[Case]:
+    """The cases that find the memory they need; the others are added to ``skipped``."""
+    if ranks.device.type != "cuda" or ranks.world_size > 1:  # where all take part or none
+        return list(cases)
+    found = [case for case in cases if fits(case, ranks.device)]
+    skipped.update(
+        (case.name, "it ran out of memory on this GPU") for case in cases if case not in found
+    )
+    return found
+
+
+def measure(
+    names: Sequence[str],
+    inputs: LayerInputs,
+    options,
+    ranks: Ranks,
+    skipped: dict[str, str],
+    progress: Callable[[Callable[[], dict]], None],
+) -> dict[str, Any]:
+    """name -> statistics of every phase in ms, peak memory, raw times.
+
+    Args:
+        skipped: gets the reasons of cases that are found not to run.
+        progress: gets a function that returns the same of the repetitions so far.
+    """
     backends = [name for name in names if name in LAYER_BACKENDS]
     operators = backends[0] if backends else "torch"
     cases = [make_case(name, inputs, operators) for name in names]
+    cases = leave_out_large(cases, ranks, skipped)
     # the layer itself is what the others are compared with
     by_layer_first = sorted(cases, key=lambda case: case.name not in LAYER_BACKENDS)
     agreement = check_agreement(by_layer_first, inputs)
     memory = {case.name: peak_memory(case, ranks.device) for case in cases}
-    repetitions = options.repetitions or (50 if ranks.device.type == "cuda" else 20)
-    times = time_cases(
-        cases, ranks.device, repetitions, warmup=options.warmup, barrier=ranks.barrier
+
+    def summarise(times):
+        results = {}
+        for case in cases:
+            raw = {phase: ranks.slowest(values) for phase, values in times[case.name].items()}
+            results[case.name] = {
+                "about": ABOUT[case.name],
+                "ms": {phase: percentiles(values) for phase, values in raw.items()},
+                "peak_bytes": memory[case.name],
+                "rms_error_ratio": agreement.get(case.name),
+                "raw_ms": raw,
+            }
+        return results
+
+    def so_far(times):
+        if ranks.world_size == 1:  # else a summary is a collective call
+            progress(lambda: summarise(times))
+
+    return summarise(
+        time_cases(
+            cases,
+            ranks.device,
+            options.repetitions or (50 if ranks.device.type == "cuda" else 20),
+            warmup=options.warmup,
+            barrier=ranks.barrier,
+            progress=so_far,
+        )
     )
-    results = {}
-    for name in names:
-        raw = {phase: ranks.slowest(values) for phase, values in times[name].items()}
-        results[name] = {
-            "about": ABOUT[name],
-            "ms": {phase: percentiles(values) for phase, values in raw.items()},
-            "peak_bytes": memory[name],
-            "rms_error_ratio": agreement.get(name),
-            "raw_ms": raw,
-        }
-    return results
 
 
 def ratios(results: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -216,15 +297,14 @@ def print_result(result: dict[str, Any]) -> None:
         say(f"goal: {goal['goal']}: {goal['ratio']:.2f}, {verdict}")
 
 
-def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+def run(options: argparse.Namespace, preset: str | None, ranks: Ranks) -> dict[str, Any]:
     """Measure, print and write."""
-    name, shape = choose_shape(options, ranks.device, ranks.world_size)
+    name, shape = choose_shape(options, preset, ranks.device, ranks.world_size)
     names, skipped = choose_cases(options, shape, ranks)
     groups = build_groups(shape.experts, simulate_world_size=shape.simulated_ranks)
     inputs = LayerInputs(shape, groups, ranks.device, options.seed)
     neighbours = Neighbours()
-    results = measure(names, inputs, options, ranks)
-    result = {
+    about = {
         **describe_run("layer", ranks.device, ranks.world_size),
         "preset": name,
         "about": PRESETS[name].about if name in PRESETS else "sizes of the command line",
@@ -235,18 +315,34 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             "rows": shape.rows(ranks.world_size),
             "repetitions": options.repetitions,
         },
-        "cpu_share_of_others": neighbours.share(),
         "memory_method": MEMORY_METHOD[ranks.device.type],
-        "results": results,
-        "not_run": skipped,
-        "ratios": ratios(results),
-        "goals": check_goals(
-            PRESETS[name].goals if name in PRESETS else (), results, ranks.device.type
-        ),
     }
+    goals = PRESETS[name].goals if name in PRESETS else ()
+
+    def whole(results):
+        return {
+            **about,
+            "cpu_share_of_others": neighbours.share(),
+            "results": results,
+            "not_run": skipped,
+            "ratios": ratios(results),
+            "goals": check_goals(goals, results, ranks.device.type),
+        }
+
+    output = str(options.output or f"runs/bench/layer-{{preset}}-{ranks.device.type}.json")
+    path = Path(output.replace("{preset}", name))
+    journal = Journal(path if ranks.first else None)
+    results = measure(
+        names,
+        inputs,
+        options,
+        ranks,
+        skipped,
+        lambda so_far: journal.keep(lambda: whole(so_far())),
+    )
+    result = whole(results)
     if ranks.first:
         print_result(result)
-        path = options.output or Path(f"runs/bench/layer-{name}-{ranks.device.type}.json")
         write_json(result, path)
         say(f"written: {path}")
         draw(result, options.figure or path.with_suffix(".png"))
@@ -262,18 +358,29 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 2 for a wrong command line."""
+    """Exit code 2 for a wrong command line, 1 where one of several presets failed."""
     options = parse_arguments(argv)
     quiet_logs()
     if options.threads:
         torch.set_num_threads(options.threads)
+    several, failed = len(options.presets) > 1, False
     try:
+        if several and options.output and "{preset}" not in options.output:
+            raise ValueError(f"--output {options.output}: several presets need {{preset}} in it")
         with connected(choose_device(options.device)) as ranks:
-            run(options, ranks)
+            for preset in options.presets:
+                try:
+                    run(options, preset, ranks)
+                except Exception:
+                    if not several or ranks.world_size > 1:
+                        raise
+                    traceback.print_exc()  # what one shape cannot, the next one may
+                    failed = True
+                free_memory(ranks.device)
     except ValueError as error:
         sys.stderr.write(f"bench_layer.py: error: {error}\n")
         return 2
-    return 0
+    return int(failed)
 
 
 if __name__ == "__main__":

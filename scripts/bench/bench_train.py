@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,10 +23,11 @@ from typing import Any
 
 import figures
 import torch
-from measure import available_memory, percentiles
+from measure import available_memory, free_memory, percentiles
 from ranks import Ranks, choose_device, connected
 from record import (
     ROOT,
+    Journal,
     Neighbours,
     describe_run,
     device_name,
@@ -45,6 +45,7 @@ from train_models import (
     flop_matched,
     load_config,
     random_samples,
+    tiny_overrides,
 )
 
 from fairseq_tutel.plan.hardware import load_hardware
@@ -71,6 +72,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--preset", choices=list(PRESETS), help="default: meta-1.1t-rank on a GPU, x4 on a CPU")
     add("--override", action="append", default=[], metavar="KEY=VALUE",
         help="of the preset's config, e.g. model.dropout=0.0; may be repeated")  # fmt: skip
+    add("--tiny", action="store_true", help="rehearsal: sizes and repetitions cut down")
     add("--variants", type=lambda text: text.split(","), metavar="LIST",
         help=f"of {', '.join(VARIANTS)} (default: the preset's)")  # fmt: skip
     add("--updates", type=int, default=10, help="measured updates of each variant (default: 10)")
@@ -84,7 +86,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=1, help="of the tokens (default: 1)")
     add("--output", type=Path, help="JSON file (default: runs/bench/train-PRESET-DEVICE.json)")
     add("--figure", type=Path, help="PNG file (default: beside the JSON file)")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.tiny:
+        options.updates, options.warmup = 2, 1
+    return options
 
 
 class Stopwatch:
@@ -115,50 +120,74 @@ class Stopwatch:
         raise RuntimeError(f"{_MAX_OVERFLOWS} updates in a row overflowed ({run.variant})")
 
 
-def measure_together(runs: Sequence[Run], samples, options, watch: Stopwatch) -> dict[str, dict]:
-    """Updates of all runs in turn, each repetition beginning with another run."""
-    seconds: dict[str, list[float]] = {run.variant: [] for run in runs}
-    losses: dict[str, list[float]] = {run.variant: [] for run in runs}
+def measure_together(
+    runs: Sequence[Run], samples, options, watch: Stopwatch
+) -> Iterator[dict[str, dict]]:
+    """Updates of all runs in turn, each repetition beginning with another run.
+
+    Yields:
+        variant -> seconds and losses so far, after each repetition that counts.
+    """
+    found = {run.variant: {"seconds": [], "losses": []} for run in runs}
     for number in range(-options.warmup, options.updates):
         first = number % len(runs)
         for run in [*runs[first:], *runs[:first]]:
             taken, loss = watch.time(run, samples[number % len(samples)])
             if number >= 0:
-                seconds[run.variant].append(taken)
-            losses[run.variant].append(loss)
-    return {run.variant: {"seconds": seconds[run.variant], "losses": losses[run.variant]}
-            for run in runs}  # fmt: skip
+                found[run.variant]["seconds"].append(taken)
+            found[run.variant]["losses"].append(loss)
+        if number >= 0:
+            yield found
 
 
 def measure(
-    groups: Sequence[Sequence[str]], config, samples, options, ranks: Ranks
+    groups: Sequence[Sequence[str]], config, samples, options, ranks: Ranks, skipped: dict[str, str]
 ) -> Iterator[dict[str, dict]]:
-    """Measure the variants of each group in turn; yields after each group what is known.
+    """Measure the variants of each group in turn; yields what is known, ever more.
+
+    Args:
+        skipped: gets the variants that are found not to fit.
 
     Yields:
         variant -> seconds and losses of every update, parameters, and the peak memory of the
-        process where it held this variant alone.
+        process where it held this variant alone. On several ranks after each group only.
     """
     device, watch = ranks.device, Stopwatch(ranks)
+    build_on = device if config.model.moe_simulate_world_size > 1 else None
     measured: dict[str, dict] = {}
     for group in groups:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        runs = [Run(variant, config) for variant in group]
-        found = measure_together(runs, samples, options, watch)
-        for run in runs:
-            raw = found[run.variant]
+        runs: list[Run] = []
+        found: dict[str, dict] = {}
+        try:
+            for variant in group:
+                runs.append(Run(variant, config, build_on))
+            for found in measure_together(runs, samples, options, watch):
+                _complete(found, runs, device)
+                if ranks.world_size == 1:
+                    yield {**measured, **found}
+        except torch.cuda.OutOfMemoryError:
+            if ranks.world_size > 1:  # the others wait for this one
+                raise
+            skipped.update((v, "it ran out of memory on this GPU") for v in set(group) - set(found))
+        for raw in found.values():
             raw["seconds"] = ranks.slowest(raw["seconds"])
-            raw["parameters"] = run.parameters
-            if device.type == "cuda" and len(runs) == 1:
-                raw["peak_bytes_of_process"] = torch.cuda.max_memory_allocated()
+        for run in runs:
             run.close()
-        del runs, run
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        runs.clear()
+        run = None  # noqa: F841 (the last one's weights)
+        free_memory(device)
         measured.update(found)
         yield measured
+
+
+def _complete(found: dict[str, dict], runs: Sequence[Run], device: torch.device) -> None:
+    """Add what is not measured by the clock."""
+    for run in runs:
+        found[run.variant]["parameters"] = run.parameters
+        if device.type == "cuda" and len(runs) == 1:
+            found[run.variant]["peak_bytes_of_process"] = torch.cuda.max_memory_allocated()
 
 
 def choose_variants(options, preset: TrainPreset, config, ranks: Ranks):
@@ -281,7 +310,8 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     device = ranks.device
     name = options.preset or ("meta-1.1t-rank" if device.type == "cuda" else "x4")
     preset = PRESETS[name]
-    config = load_config(preset, options.override, ranks)
+    changes = [*(tiny_overrides(preset) if options.tiny else ()), *options.override]
+    config = load_config(preset, changes, ranks)
     groups, skipped = choose_variants(options, preset, config, ranks)
     samples = random_samples(config, config.task.dict_size + 4, 4, options.seed + ranks.rank)
     tokens = ranks.world_size * config.dataset.batch_size * config.task.tokens_per_sample
@@ -290,18 +320,19 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     flops = model_flops([v for group in groups for v in group], config)
     result = {
         **describe_run("train", device, ranks.world_size),
-        "preset": name if not options.override else "custom",
-        "title": "; ".join([preset.about, *options.override]),
+        "preset": f"tiny-{name}" if options.tiny else "custom" if changes else name,
+        "title": "; ".join([preset.about, *changes]),
         "settings": {
-            **dataclasses.asdict(preset), "overrides": [*preset.overrides, *options.override],
+            **dataclasses.asdict(preset), "overrides": [*preset.overrides, *changes],
             "tokens_per_update": tokens, "experts": config.model.moe_expert_count,
             "simulated_ranks": config.model.moe_simulate_world_size,
             "interleaved": len(groups) == 1,
         },
         "not_run": skipped,
     }  # fmt: skip
-    as_given = not options.override and ranks.world_size == 1
-    for measured in measure(groups, config, samples, options, ranks):
+    as_given = not changes and ranks.world_size == 1
+    journal = Journal(output_path(options, result) if ranks.first else None, seconds=0)
+    for measured in measure(groups, config, samples, options, ranks, skipped):
         results = summarise(measured, tokens, flops, peak and peak * ranks.world_size)
         ratios, goals = compare(results, preset)
         result |= {
@@ -310,9 +341,9 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             "ratios": ratios,
             "goals": goals if as_given else [],  # they hold for the preset as it is
         }
-        if ranks.first:  # also in between: the next variant may run out of memory
-            write_json(result, output_path(options, result))
+        journal.keep(result.copy)  # the next update or variant may be one too many
     if ranks.first:
+        write_json(result, output_path(options, result))
         finish(result, options)
     return result
 

@@ -65,15 +65,16 @@ class LayerInputs:
         torch.manual_seed(seed)
         dtype = DTYPES[shape.dtype]
         self.shape, self.device = shape, device
-        layer = MoELayer(
-            shape.model_dim,
-            shape.experts,
-            shape.hidden_dim,
-            top_k=shape.top_k,
-            groups=groups,
-            seed=seed,
-            capacity_factor=shape.capacity_factor,
-        )
+        with device:  # also the weights of a simulated rank are drawn there
+            layer = MoELayer(
+                shape.model_dim,
+                shape.experts,
+                shape.hidden_dim,
+                top_k=shape.top_k,
+                groups=groups,
+                seed=seed,
+                capacity_factor=shape.capacity_factor,
+            )
         self.layer = layer.to(device, dtype).train()
         generator = torch.Generator(device=device).manual_seed(seed + 1 + groups.rank)
 

@@ -91,11 +91,13 @@ def time_cases(
     *,
     warmup: int = 3,
     barrier: Callable[[], None] = lambda: None,
+    progress: Callable[[dict], None] = lambda times: None,
 ) -> dict[str, dict[str, list[float]]]:
     """Milliseconds of every repetition, by case and phase.
 
     Args:
         barrier: called before each measurement, to start ranks together.
+        progress: gets what is known after each repetition, all cases being measured equally often.
 
     Returns:
         name -> phase -> ``repetitions`` values; ``both`` is forward plus backward of one
@@ -119,6 +121,8 @@ def time_cases(
             spans = clock.milliseconds()
             if number >= 0:
                 _append(times[case.name], spans)
+        if number >= 0:
+            progress(times)
     for case in cases:
         case.begin()
     return times
@@ -165,6 +169,25 @@ def peak_memory(case: Case, device: torch.device) -> int | None:
         return None
     _run_once(case)
     return _status_bytes("VmHWM") - before
+
+
+def fits(case: Case, device: torch.device) -> bool:
+    """Whether one forward and backward pass finds the memory that it needs on a GPU."""
+    case.begin()
+    try:
+        _run_once(case)
+    except torch.cuda.OutOfMemoryError:
+        case.begin()
+        free_memory(device)
+        return False
+    return True
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what nobody refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _run_once(case: Case) -> None:

@@ -6,14 +6,16 @@ import datetime
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import platform
 import re
 import shlex
 import subprocess
 import sys
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,13 @@ _SETTINGS = re.compile(
 
 def describe_run(benchmark: str, device: torch.device, world_size: int = 1) -> dict[str, Any]:
     """Hardware, versions, commit, command and date of this process, as a result begins."""
+    commit, changed = _commit()
     return {
         "benchmark": benchmark,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": _command(),
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": commit,
+        "uncommitted_changes": changed,
         "hardware": _hardware(device),
         "world_size": world_size,
         "versions": {"python": platform.python_version(), **_versions()},
@@ -47,6 +50,21 @@ def _command() -> str:
     script = Path(sys.argv[0]).resolve()
     name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
     return shlex.join(["python", str(name), *sys.argv[1:]])
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """(commit, whether files differ from it) of this checkout, None for what is unknown.
+
+    Of a copy without a repository the environment variable COMMIT says both, as ``git describe
+    --always --abbrev=40 --dirty`` prints them.
+    """
+    commit = _git("rev-parse", "HEAD")
+    if commit is not None:
+        return commit, bool(_git("status", "--porcelain", "--untracked-files=no"))
+    given = os.environ.get("COMMIT", "")
+    if not re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", given):
+        return None, None
+    return given.removesuffix("-dirty"), given.endswith("-dirty")
 
 
 def _git(*arguments: str) -> str | None:
@@ -124,6 +142,25 @@ class Neighbours:
         return max(0.0, busy - own) / total if total > 0 else None
 
 
+class Journal:
+    """Writes a result while it is measured, so that a run that is stopped loses seconds only.
+
+    Args:
+        path: of the JSON file; None writes nothing.
+        seconds: between two writes at least.
+    """
+
+    def __init__(self, path: Path | None, seconds: float = 5.0):
+        self._path, self._seconds = path, seconds
+        self._last = -math.inf
+
+    def keep(self, result: Callable[[], dict[str, Any]]) -> None:
+        """Write what ``result`` returns, marked as not complete, if it is time to."""
+        if self._path is not None and time.monotonic() - self._last >= self._seconds:
+            write_json({**result(), "complete": False}, self._path)
+            self._last = time.monotonic()
+
+
 def device_name(result: dict[str, Any]) -> str:
     """The device of a result in a few words."""
     hardware = result["hardware"]
@@ -136,7 +173,9 @@ def write_json(result: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_rounded(result), indent=1, ensure_ascii=False)
     text = re.sub(r"\[\s+((?:-?[\d.e+-]+,?\s*)+)\]", _on_one_line, text)
-    path.write_text(text + "\n", encoding="utf-8")
+    whole = path.with_name(path.name + ".new")  # a process that is killed leaves no half of one
+    whole.write_text(text + "\n", encoding="utf-8")
+    whole.replace(path)
 
 
 def _on_one_line(match: re.Match) -> str:

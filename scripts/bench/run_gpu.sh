@@ -1,29 +1,44 @@
 #!/usr/bin/env bash
-# Measures on one GPU everything that this project claims about GPUs: the GPU tests, the operators,
-# the single layer at every GPU preset, and one simulated rank of the 1.1T model. About 8 minutes.
+# Measures on one GPU everything that this project claims about GPUs, in two parts of less than nine
+# minutes each, the most important first:
 #
-#   bash scripts/bench/run_gpu.sh                # results in scripts/bench/results
-#   OUT=folder bash scripts/bench/run_gpu.sh     # results in folder/results.tar.gz and summary.txt
+#   part 1   GPU tests of kernels, operators and layer; layer and operators at meta-1.1t; training of
+#            one simulated rank of the 1.1T model
+#   part 2   the other GPU tests; the layer and training at the other GPU presets; figures
+#
+#   bash scripts/bench/run_gpu.sh                       # both parts; results in scripts/bench/results
+#   PART=1 OUT=folder bash scripts/bench/run_gpu.sh     # results in folder/results-1.tar.gz
+#
+# Every result is written while it is measured: a step that is stopped keeps what it has.
 #
 # Environment:
-#   OUT        folder for one archive of all results, a summary and the log
+#   PART       1 or 2 (default: both, one after the other)
+#   OUT        folder for an archive of all results, a summary and the log, instead of the repository
 #   PYTHON     interpreter with torch, triton and fairseq (default: python3)
 #   WHEELS     folder of wheels to use where fairseq cannot be imported (on a machine that reaches
 #              no package index); installed into a temporary folder
-#   BUDGET     seconds for everything (default: 525); what no longer fits is left out and named
+#   COMMIT     commit of these files, for a copy without a repository: what
+#              git describe --always --abbrev=40 --dirty says
+#   BUDGET     seconds for each part (default: 520); what no longer fits is left out and named
 #   ONLY       run only the steps whose name matches this pattern of bash, e.g. 'layer-*'
+#   WORKERS    processes of the GPU tests (default: 6, each with its own context on the GPU)
+#   DRY_RUN    1: rehearse every step on a CPU, at tiny sizes; tests that need a GPU are collected
 #
 # The exit code is 0 if every step was run and succeeded.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
-case "${1:-}" in
-    "") ;;
-    *) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' scripts/bench/run_gpu.sh; exit ;;
+usage() {
+    sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' scripts/bench/run_gpu.sh
+}
+case "${1:-}:${PART:-both}" in
+    :1 | :2 | :both) ;;
+    :*) echo "run_gpu.sh: PART=$PART: 1 or 2" >&2 && exit 2 ;;
+    *) usage && exit ;;
 esac
 
 PYTHON=${PYTHON:-python3}
-deadline=$((SECONDS + ${BUDGET:-525}))
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+begin=$SECONDS
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
@@ -32,21 +47,31 @@ if [ -n "${WHEELS:-}" ] && ! "$PYTHON" -c 'import fairseq' 2>/dev/null; then
         "$WHEELS"/*.whl || exit 2
     export PYTHONPATH="$PYTHONPATH:$scratch/site"
 fi
-gpu=$("$PYTHON" -c 'import re, torch
+device=cuda
+tiny=()
+tests=(-n "${WORKERS:-6}" --dist worksteal)
+if [ -n "${DRY_RUN:-}" ]; then
+    gpu=cpu device=cpu
+    tiny=(--tiny)
+    tests=(-n 0 --collect-only)
+else
+    gpu=$("$PYTHON" -c 'import re, torch
 print(re.sub("[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()))') || {
-    echo "run_gpu.sh: torch sees no GPU here" >&2
-    exit 2
-}
+        echo "run_gpu.sh: torch sees no GPU here" >&2
+        exit 2
+    }
+fi
 
 results=scripts/bench/results
 [ -n "${OUT:-}" ] && results=$scratch/results && mkdir -p "$results" "$OUT"
-log=${OUT:-$results}/run_gpu.log
-summary=${OUT:-$results}/summary-$gpu.txt
+part_name=${PART:+-$PART}
+log=${OUT:-$results}/run_gpu$part_name.log
+summary=${OUT:-$results}/summary-$gpu$part_name.txt
 : >"$log"
 : >"$summary"
 failures=0
 # Lines of a benchmark's output that go into the summary.
-telling='^(goal:|tokens/s|SIMULATED|operators on)|times faster than torch|not run|(passed|failed|deselected).* in [0-9]'
+telling='^(goal:|tokens/s|SIMULATED|operators on)|times faster than torch|not run|(passed|failed|deselected|collected).* in [0-9]'
 
 # step NAME SECONDS COMMAND ...: runs the command for at most so long and at most until the deadline.
 step() {
@@ -70,32 +95,55 @@ step() {
         *) echo "$name: FAILED ($status)" ;;
     esac | tee -a "$summary"
     grep -E "$telling" "$scratch/output" | sed 's/^/    /' >>"$summary"
+    # after each step: whoever stops the whole script has what was measured before
+    [ -z "${OUT:-}" ] || tar -czf "$OUT/results$part_name.tar.gz" -C "$results" .
 }
 
-# bench SECONDS KIND PRESET ARGUMENT ...: one benchmark, its result under a name that says it all.
+# gpu_tests NAME SECONDS SELECTION ...: tests that need a GPU. They tune in the presence of others,
+# so that what they choose is not kept for the benchmarks.
+gpu_tests() {
+    local name=$1 limit=$2
+    shift 2
+    TRITON_CACHE_AUTOTUNING=0 step "$name" "$limit" "$PYTHON" -m pytest -q -p no:cacheprovider \
+        --timeout 100 "${tests[@]}" --junitxml "$results/$name-$gpu.xml" "$@"
+}
+
+# bench SECONDS KIND PRESET[,PRESET...] ARGUMENT ...: one benchmark, its results under names that
+# say it all. What Triton tunes is kept for the processes that follow.
 bench() {
-    local limit=$1 kind=$2 preset=$3
+    local limit=$1 kind=$2 preset=$3 name=$3
     shift 3
-    step "$kind-$preset" "$limit" "$PYTHON" "scripts/bench/bench_$kind.py" --device cuda \
-        --preset "$preset" --output "$results/$kind-$preset-$gpu.json" "$@"
+    [ "$kind" = layer ] && name={preset}
+    TRITON_CACHE_AUTOTUNING=1 step "$kind-$preset" "$limit" "$PYTHON" \
+        "scripts/bench/bench_$kind.py" --device "$device" --preset "$preset" \
+        --output "$results/$kind-$name-$gpu.json" "${tiny[@]}" "$@"
 }
 
 # No figure on a red test: first what the kernels compute, then how fast. JUnit keeps the counts.
-step tests 130 "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider --timeout 60 \
-    --junitxml "$results/tests-$gpu.xml" tests
-bench 60 layer meta-1.1t
-bench 45 kernels meta-1.1t
-bench 40 layer fig14
-bench 40 layer blog-8gpu
-bench 150 train meta-1.1t-rank --updates 8
-bench 60 layer meta-8gpu
-bench 30 kernels fig14
-for tokens in 4096 8192 16384 32768; do
-    bench 25 layer "memory-$tokens" --repetitions 10
-done
-step figures 30 "$PYTHON" scripts/bench/plot.py "$results"/*-"$gpu".json --out "$results/figures-$gpu"
+part_1() {
+    gpu_tests tests-kernels 150 -m "gpu and not slow" tests/backends tests/ops tests/moe
+    bench 75 layer meta-1.1t
+    bench 60 kernels meta-1.1t
+    bench 200 train meta-1.1t-rank --updates 6
+}
 
-[ -n "${OUT:-}" ] && tar -czf "$OUT/results.tar.gz" -C "$results" .
+part_2() {
+    gpu_tests tests-others 120 -m "gpu and (slow or not slow)" tests/backends/triton/test_large.py \
+        tests/training/test_golden.py tests/distributed
+    bench 100 layer fig14,blog-8gpu,meta-8gpu
+    bench 120 train meta-8gpu-rank --updates 5
+    bench 30 kernels fig14
+    bench 80 layer memory-4096,memory-8192,memory-16384,memory-32768 --repetitions 10
+    step figures 30 "$PYTHON" scripts/bench/plot.py "$results"/*-"$gpu".json \
+        --out "$results/figures-$gpu"
+}
+
+for part in ${PART:-1 2}; do
+    deadline=$((begin + ${BUDGET:-520}))
+    "part_$part"
+    begin=$SECONDS
+done
+
 echo
 cat "$summary"
 exit $((failures > 0))

@@ -4,6 +4,7 @@ and optimizer, from one config with overrides.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,14 +92,29 @@ PRESETS = {
     ),
     "meta-1.1t-rank": TrainPreset(
         "one rank of 512 of the 1.1T model, all-to-alls replaced by copies",
-        "meta_1.1t", _simulated(512), variants=("moe",), simulated="SIMULATED rank of 512",
+        "meta_1.1t", _simulated(512), variants=("moe", "flop-matched", "dense"),
+        simulated="SIMULATED rank of 512", one_by_one=True,
     ),
     "meta-8gpu-rank": TrainPreset(
         "one rank of 8 of the same model with 8 experts, all-to-alls replaced by copies",
-        "meta_1.1t", _simulated(8), variants=("moe", "dense"), simulated="SIMULATED rank of 8",
-        one_by_one=True,
+        "meta_1.1t", _simulated(8), variants=("moe", "dense", "flop-matched"),
+        simulated="SIMULATED rank of 8", one_by_one=True,
     ),
 }  # fmt: skip
+
+
+# Over any of the presets, to rehearse a benchmark on a CPU; a simulated rank is then one of 4.
+TINY = (
+    "common.fp16=false", "common.memory_efficient_fp16=false", "optimizer.fp16_adam_stats=false",
+    "task.dict_size=60", "task.tokens_per_sample=16", "dataset.batch_size=2",
+    "model.decoder_layers=2", "model.decoder_embed_dim=16", "model.decoder_ffn_embed_dim=32",
+    "model.decoder_attention_heads=2", "model.moe_expert_count=4",
+)  # fmt: skip
+
+
+def tiny_overrides(preset: TrainPreset) -> tuple[str, ...]:
+    """``key=value`` that cut a preset down to milliseconds on a CPU."""
+    return (*TINY, f"model.moe_simulate_world_size={4 if preset.simulated else 0}")
 
 
 def load_config(preset: TrainPreset, overrides: Sequence[str], ranks: Ranks) -> DictConfig:
@@ -164,15 +180,18 @@ class Run:
     Args:
         variant: key of VARIANTS.
         config: of :func:`load_config`.
+        build_on: device that draws the initial weights, the CPU if None. For billions of them a CPU
+            needs minutes; equal ones on several ranks it alone promises.
     """
 
-    def __init__(self, variant: str, config: DictConfig):
+    def __init__(self, variant: str, config: DictConfig, build_on: torch.device | None = None):
         if variant == "flop-matched":
             config = flop_matched(config)
         self.variant, self.config = variant, config
         utils.set_torch_seed(config.common.seed)
         self.task = tasks.setup_task(config.task)
-        model = self.task.build_model(config.model)
+        with contextlib.nullcontext() if build_on is None else build_on:
+            model = self.task.build_model(config.model)
         if variant == "dense":
             for layer in model.moe_layers.values():
                 layer.forward = DenseMoE(layer).forward
@@ -184,7 +203,7 @@ class Run:
     def update(self, sample: dict[str, Any]) -> dict[str, float]:
         """Forward, backward, clipping and optimizer step on one batch; what fairseq logs of it."""
         with metrics.aggregate(new_root=True) as logged:
-            self.trainer.train_step([sample])
+            self.trainer.train_step([sample], raise_oom=True)  # else it is skipped like an overflow
         return logged.get_smoothed_values()
 
     def close(self) -> None:

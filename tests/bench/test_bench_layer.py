@@ -91,6 +91,58 @@ def test_mistakes(tmp_path, capsys, arguments, said):
     assert said in capsys.readouterr().err
 
 
+def test_a_run_that_is_stopped_keeps_its_repetitions(tmp_path, monkeypatch):
+    from record import Journal
+
+    def stopped(*args, progress, **kwargs):
+        calls = []
+
+        def count(times):
+            progress(times)
+            calls.append(times)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+
+        return time_cases(*args, progress=count, **kwargs)
+
+    time_cases = bench_layer.time_cases
+    monkeypatch.setattr(bench_layer, "time_cases", stopped)
+    monkeypatch.setattr(bench_layer, "Journal", lambda path: Journal(path, seconds=0))
+    with pytest.raises(KeyboardInterrupt):
+        bench(tmp_path)
+    result = json.loads((tmp_path / "layer.json").read_text(encoding="utf-8"))
+    assert result["complete"] is False
+    for case in result["results"].values():
+        assert len(case["raw_ms"]["both"]) == 2 and case["ms"]["both"]["p50"] > 0
+
+
+def test_several_presets_and_one_that_fails(tmp_path, monkeypatch, capsys):
+    def inputs(shape, *args, _make=bench_layer.LayerInputs):
+        if shape.simulated_ranks:
+            raise RuntimeError("no such layer")
+        return _make(shape, *args)
+
+    arguments = ["--device", "cpu", "--tiny", "--preset", "fig14,cpu"]
+    assert bench_layer.main([*arguments, "--output", str(tmp_path / "one.json")]) == 2
+    assert "several presets need {preset}" in capsys.readouterr().err
+    monkeypatch.setattr(bench_layer, "LayerInputs", inputs)
+    assert bench_layer.main([*arguments, "--output", str(tmp_path / "{preset}.json")]) == 1
+    assert "no such layer" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.glob("*.json")] == ["tiny-cpu.json"]
+
+
+def test_cases_that_run_out_of_memory_are_left_out(monkeypatch):
+    class Named:
+        def __init__(self, name):
+            self.name = name
+
+    monkeypatch.setattr(bench_layer, "fits", lambda case, device: case.name != "dense")
+    cases, skipped = [Named("dense"), Named("triton")], {}
+    ranks = bench_layer.Ranks(bench_layer.torch.device("cuda"))
+    assert bench_layer.leave_out_large(cases, ranks, skipped) == cases[1:]
+    assert skipped == {"dense": "it ran out of memory on this GPU"}
+
+
 def test_goals_are_judged_by_the_median():
     results = {
         name: {"ms": {"both": {"p50": value}}}

@@ -4,9 +4,10 @@ import time
 
 import measure
 import pytest
+import record
 import torch
 from measure import Case, peak_memory, percentiles, time_cases
-from record import Neighbours
+from record import Neighbours, describe_run
 
 CPU = torch.device("cpu")
 
@@ -38,6 +39,23 @@ def test_cases_take_turns_and_rotate():
         }  # fmt: skip
         sums = [f + b for f, b in zip(times[name]["forward"], times[name]["backward"], strict=True)]
         assert times[name]["both"] == pytest.approx(sums)
+
+
+def test_progress_after_each_repetition():
+    seen = []
+    time_cases(
+        [Case("any", lambda _: ((torch.ones(1),), ()))], CPU, repetitions=3, warmup=2,
+        progress=lambda times: seen.append(len(times["any"]["forward"])),
+    )  # fmt: skip
+    assert seen == [1, 2, 3]
+
+
+def test_a_case_that_finds_no_memory_does_not_fit():
+    def forward(_):
+        raise torch.cuda.OutOfMemoryError("as CUDA says it")
+
+    assert not measure.fits(Case("large", forward), CPU)
+    assert measure.fits(Case("small", lambda _: ((torch.ones(1),), ())), CPU)
 
 
 def test_milliseconds():
@@ -82,3 +100,23 @@ def test_share_of_others():
     alone._begin = (0.0, 0.0, 0.0)
     alone._times = lambda: (10.0, 6.0, 4.0)
     assert alone.share() == pytest.approx(0.2)
+
+
+def test_commit_where_there_is_no_repository(tmp_path, monkeypatch):
+    """A copy of the files alone does not know its commit, nor whether it is changed."""
+
+    def told():
+        result = describe_run("layer", CPU)
+        return result["commit"], result["uncommitted_changes"]
+
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    for given, want in (
+        ("", (None, None)), ("main", (None, None)), ("12ab34c", ("12ab34c", False)),
+        (f"{'0' * 40}-dirty", ("0" * 40, True)),
+    ):  # fmt: skip
+        monkeypatch.setenv("COMMIT", given)
+        assert told() == want
+    monkeypatch.undo()
+    commit, changed = told()
+    assert commit is None or (len(commit) == 40 and changed in (False, True))

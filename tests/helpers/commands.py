@@ -19,6 +19,8 @@ def fairseq_command(
 ) -> list[str]:
     """Run ``fairseq-train`` or another command to its end.
 
+    Where fairseq comes from a folder on PYTHONPATH there are no console scripts; its modules do.
+
     Args:
         arguments: after the command's name; the rank's own are added where there are several.
         folder: for the logs and the file through which ranks meet.
@@ -30,9 +32,10 @@ def fairseq_command(
     Raises:
         AssertionError: a rank failed or did not end; the message holds the end of its log.
     """
-    program = Path(sys.executable).with_name(name)
+    program = _program(name)
     logs = [folder / f"log-{rank}.txt" for rank in range(ranks)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     processes = []
     try:
         for rank, log in enumerate(logs):
@@ -44,7 +47,7 @@ def fairseq_command(
             with open(log, "w") as file:
                 processes.append(
                     subprocess.Popen(
-                        [program, *arguments, *(own if ranks > 1 else ())],
+                        [*program, *arguments, *(own if ranks > 1 else ())],
                         stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT,
                     )
                 )  # fmt: skip
@@ -64,6 +67,15 @@ def fairseq_command(
         for rank, (code, text) in enumerate(zip(codes, texts, strict=True))
     )
     return texts
+
+
+def _program(name: str) -> list[str]:
+    """Console script of this interpreter, or the module that it would call."""
+    script = Path(sys.executable).with_name(name)
+    if script.exists():
+        return [str(script)]
+    module = name.removeprefix("fairseq-").replace("-", "_")
+    return [sys.executable, "-m", f"fairseq_cli.{module}"]
 
 
 def logged(text: str, what: str) -> list[dict[str, float]]:

@@ -3,86 +3,8 @@
 Any device and dtype; slow on purpose. What the tuned backends compute is compared with these.
 """
 
-import math
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_accurate": lambda z: F.gelu(z, approximate="tanh"),
-    "gelu_fast": lambda z: F.gelu(z, approximate="tanh"),
-    "linear": lambda z: z,
-    "relu": F.relu,
-    "relu_squared": lambda z: F.relu(z) ** 2,
-    "silu": F.silu,
-    "swish": F.silu,
-    "tanh": torch.tanh,
-}
-
-
-def topk_gating(logits_TE: Tensor, top_k: int, noise_TE=None, pad_T=None) -> tuple[Tensor, ...]:
-    """(expert_TK, gate_TK, prob_sum_E, entropy_sum, lse_T, choice_TK) by the standard library."""
-    (T, E), chosen_TK, gate_TK, lse_T = logits_TE.shape, [], [], []
-    prob_sum_E, entropy_sum = [0.0] * E, 0.0
-    for t, row in enumerate(logits_TE.tolist()):
-        total = sum(math.exp(value) for value in row)
-        prob = [math.exp(value) / total for value in row]
-        extra = [0.0] * E if noise_TE is None else noise_TE[t].tolist()
-        score = [a + b for a, b in zip(row, extra, strict=True)]
-        chosen = [max(range(E), key=lambda e: prob[e])]
-        while len(chosen) < top_k:
-            free = [e for e in range(E) if e not in chosen]
-            chosen.append(max(free, key=lambda e: score[e]))
-        chosen_TK.append(chosen)
-        gate_TK.append([prob[e] for e in chosen])
-        prob_sum_E = [a + b for a, b in zip(prob_sum_E, prob, strict=True)]
-        entropy_sum -= sum(p * math.log(p) for p in prob)
-        lse_T.append(math.log(total))
-    device, wide = logits_TE.device, torch.float64
-    choice_TK = torch.tensor(chosen_TK, dtype=torch.int32, device=device).view(T, top_k)
-    sums = (torch.tensor(x, dtype=wide, device=device) for x in (prob_sum_E, entropy_sum, lse_T))
-    gate_TK = torch.tensor(gate_TK, dtype=wide, device=device).view(T, top_k)
-    if pad_T is None:
-        return choice_TK, gate_TK, *sums, choice_TK[:0]
-    return choice_TK.where(~pad_T[:, None], -1), gate_TK, *sums, choice_TK
-
-
-def assign_slots(expert_TK: Tensor, num_experts: int, priority_T=None) -> tuple[Tensor, Tensor]:
-    """(position_in_expert_TK, num_routed_KE): first choices before second ones, in order."""
-    T, K = expert_TK.shape
-    order = list(range(T))
-    if priority_T is not None:
-        order.sort(key=lambda t: -priority_T[t].item())  # Python's sort is stable
-    position_TK = torch.full((T, K), -1, dtype=torch.int32)
-    seen_E = [0] * num_experts
-    num_routed_KE = torch.zeros(K, num_experts, dtype=torch.int32)
-    for k in range(K):
-        for t in order:
-            expert = int(expert_TK[t, k])
-            if expert >= 0:
-                position_TK[t, k] = seen_E[expert]
-                seen_E[expert] += 1
-                num_routed_KE[k, expert] += 1
-    return position_TK.to(expert_TK.device), num_routed_KE.to(expert_TK.device)
-
-
-def bias_act(h: Tensor, bias_eF: Tensor, activation: str, offsets_e=None) -> Tensor:
-    """activation(h + bias) expert by expert; rows of nobody zero."""
-    function = ACTIVATIONS[activation]
-    if offsets_e is None:
-        return torch.stack([function(x + b) for x, b in zip(h, bias_eF, strict=True)])
-    ends = offsets_e.tolist()
-    spans = zip([0, *ends[:-1]], ends, bias_eF, strict=True)
-    parts = [function(h[begin:end] + b) for begin, end, b in spans]
-    return torch.cat([*parts, torch.zeros_like(h[ends[-1] :])])
-
-
-def bias_act_bwd(dy: Tensor, h: Tensor, bias_eF: Tensor, activation: str, offsets_e=None):
-    """Gradients of :func:`bias_act` by autograd: of h and of the bias."""
-    leaves = [x.detach().clone().requires_grad_() for x in (h, bias_eF)]
-    return torch.autograd.grad(bias_act(*leaves, activation, offsets_e), leaves, dy)
 
 
 def _pairs(dest_row_TK: Tensor):

@@ -15,7 +15,8 @@ from fairseq_tutel.backends import torch as torch_backend
 from fairseq_tutel.backends.torch import _threads as threads_module
 from fairseq_tutel.backends.torch import expert_ffn as module
 from fairseq_tutel.backends.torch._threads import share_out
-from fairseq_tutel.moe import ExpertRows, Experts
+from fairseq_tutel.distributed import build_groups
+from fairseq_tutel.moe import ExpertRows, Experts, MoELayer
 from fairseq_tutel.ops import backend
 
 E, N, M, F = 3, 5, 4, 6
@@ -453,6 +454,23 @@ def test_weights_are_drawn_on_the_cpu_whatever_the_default_device():
         assert Experts(range(E), M, F).fc1_weight.is_meta
     for a, b in zip(experts.parameters(), want.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@DEVICES
+def test_only_a_simulated_rank_draws_its_weights_where_they_are(device):
+    for ranks in (0, E):
+        groups = build_groups(E, simulate_world_size=ranks)
+        with torch.device(device):
+            layer = MoELayer(M, E, F, groups=groups, seed=1)
+        assert layer.experts.draw_on_cpu == (ranks == 0)
+        same = device == "cpu" or ranks == 0
+        want = Experts(groups.local_experts, M, F, seed=1)
+        for param, other in zip(layer.experts.parameters(), want.parameters(), strict=True):
+            assert param.device.type == device and torch.equal(param.cpu(), other) == same
+            assert 0 < param.abs().max() <= M**-0.5  # the larger bound of the two
 
 
 class _Names(TorchDispatchMode):

@@ -71,6 +71,7 @@ def weights(folder, ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # its own, whatever the command line gives all
 @pytest.mark.parametrize("run, backend, device", CASES)
 def test_golden_run(run, backend, device, tmp_path, monkeypatch):
     ranks = RUNS[run]

@@ -1,0 +1,85 @@
+"""The layer at the sizes of real models on a GPU, tuned tiles included; rehearsed small on a CPU.
+
+The reference is the torch backend in fp64 on the same device. Half precision decides nothing here:
+tokens whose choices are close in fp64 are not used.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from fairseq_tutel import ops
+from fairseq_tutel.distributed import build_groups
+from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.ops import backend as backends
+
+# T, M, F, E, ranks that are simulated
+LARGE = {"padded": (5000, 4096, 16384, 512, 512), "dropless": (5000, 4096, 16384, 4, 0)}
+SMALL = {"padded": (50, 32, 64, 8, 8), "dropless": (20, 16, 32, 4, 0)}
+FACTOR = {"padded": 1.25, "dropless": 0.0}
+ON = [
+    pytest.param("cpu", "torch", SMALL),
+    pytest.param("cpu", "triton", SMALL),
+    pytest.param("cuda", "triton", LARGE, marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(autouse=True)
+def restore_backend():
+    before = ops.get_backend()
+    yield
+    ops.set_backend(before)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def clear_tokens(layer, count, dtype, device):
+    """[count, M] tokens whose three largest logits are well apart."""
+    x = torch.randn(2 * count, layer.model_dim, device=device).to(dtype)
+    logits = x.double() @ layer.gate.wg.weight.detach().double().t()
+    best = logits.topk(3, dim=1).values
+    chosen = x[(best[:, :-1] - best[:, 1:]).amin(dim=1) > 1e-4]
+    assert len(chosen) >= count
+    return chosen[:count]
+
+
+def rms_ratio(got, want):
+    """Of the error, computed where the tensors are: there are billions of elements."""
+    return ((got.detach().double() - want.detach()).norm() / want.detach().norm()).item()
+
+
+def training_step(layer, x, target):
+    x = x.detach().clone().requires_grad_()
+    y, aux = layer(x, return_aux=True)
+    ((y.double() * target.double()).sum() + aux.loss).backward()
+    found = {"y": y.detach(), "dx": x.grad}
+    found.update((f"d {name}", param.grad) for name, param in layer.named_parameters())
+    return found, aux.load_E
+
+
+@pytest.mark.parametrize(("device", "backend", "sizes"), ON)
+@pytest.mark.parametrize("layout", LARGE)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_layer_equals_fp64(dtype, layout, device, backend, sizes):
+    if backend == "triton" and backends._NO_TRITON:
+        pytest.skip(backends._NO_TRITON)
+    tokens, model_dim, hidden_dim, experts, ranks = sizes[layout]
+    torch.manual_seed(1)
+    groups = build_groups(experts, simulate_world_size=ranks)
+    with torch.device(device):
+        layer = MoELayer(model_dim, experts, hidden_dim, capacity_factor=FACTOR[layout], seed=1,
+                         groups=groups)  # fmt: skip
+    layer = layer.to(dtype)
+    exact = copy.deepcopy(layer).double()
+    x = clear_tokens(layer, tokens, dtype, device)
+    target = torch.randn_like(x)
+    ops.set_backend(backend)
+    got, load = training_step(layer, x, target)
+    ops.set_backend("torch")
+    want, want_load = training_step(exact, x.double(), target)
+    assert torch.equal(load, want_load) and load.sum() == 2 * tokens
+    unit = torch.finfo(dtype).eps
+    for name, value in got.items():
+        assert value.dtype == dtype
+        assert rms_ratio(value, want[name]) < (2 if name == "y" else 4) * unit, name
