@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ..command_line import CommandLine
 from ..ranges import at_least, in_range
 from .errors import CheckpointError
 from .inspection import inspect
@@ -20,7 +21,7 @@ _PATH_HELP = "NAME.pt of a set (NAME-shared.pt, NAME-rank-N.pt; either may be gi
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `python -m fairseq_tutel.checkpoint`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="python -m fairseq_tutel.checkpoint",
         description="Look into, merge and reshard expert-sharded checkpoints. "
         "The source is only ever read. Exit codes: 0 done, 1 the inspected set is inconsistent, "

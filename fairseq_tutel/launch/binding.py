@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -115,6 +116,10 @@ def parse_explicit(text: str, num_ranks: int) -> list[tuple[int, ...]]:
     ``0-3,4-7``: with as many comma-separated items as ranks, one item per rank. Longer lists are
     separated by ``;`` or ``:``, as ``0-3,16-19:4-7,20-23``. ``0xff,0xff00``: masks in hexadecimal.
     """
+    if not re.search(r"\d", text):
+        raise ValueError(
+            f"--bind {text}: neither auto nor none, nor the cores of each rank, as in 0-3:4-7"
+        )
     rough = [part for part in text.replace(";", ":").split(":")]
     parts = rough if len(rough) > 1 or num_ranks == 1 else text.split(",")
     if len(parts) != num_ranks:

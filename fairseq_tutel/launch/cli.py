@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
+from fairseq_tutel.command_line import CommandLine
 from fairseq_tutel.exit_codes import EXIT_REQUEUE, EXIT_USAGE
 from fairseq_tutel.launch.binding import apply_binding
 from fairseq_tutel.launch.commands import parse_command
@@ -48,9 +50,18 @@ def _nproc(text: str) -> int | None:
 _POSITIVE, _NATURAL = in_range(int, at_least(1)), in_range(int, at_least(0))
 
 
+class _CommandLine(CommandLine):
+    """Reminds of the ``--`` without which options of COMMAND are taken for the launcher's."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments"):
+            message += "; options of COMMAND go behind it: [options] -- COMMAND [ARGUMENT ...]"
+        super().error(message)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The launcher's own options; what follows ``--`` is the command of the ranks."""
-    parser = argparse.ArgumentParser(
+    parser = _CommandLine(
         prog="python -m fairseq_tutel.launch",
         description=_DESCRIPTION,
         epilog=_EPILOG,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fairseq_tutel.launch.hydra import (
+    check_config,
     config_file,
     override_name,
     value_in_file,
@@ -175,7 +176,10 @@ def parse_command(words: Sequence[str], path: str | None = None) -> Command:
 
 def _command(name: str | None, program: tuple[str, ...], arguments: Sequence[str]) -> Command:
     hydra = _COMMANDS.get(name or "") == "hydra"
-    return Command(name, program, tuple(with_shipped_configs(arguments) if hydra else arguments))
+    if hydra:
+        arguments = with_shipped_configs(arguments)
+        check_config(arguments)
+    return Command(name, program, tuple(arguments))
 
 
 def _same(user: str, ours: str) -> bool:

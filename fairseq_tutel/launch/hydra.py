@@ -22,6 +22,7 @@ STAY_HERE = {
 # fairseq of 2022 under Hydra 1.3 prints these at every start, in every rank, before it reads a
 # config; later warnings of the kind are left out by training/known_warnings.py.
 _WARNERS = ("fairseq_cli.hydra_train", "hydra.main", "hydra._internal.hydra", "sys")
+_FAIRSEQS = "config"  # the config in fairseq's own folder, where Hydra looks, too
 _OVERRIDE = re.compile(r"^[+~]*[A-Za-z_][\w.@/]*=")
 _CHOOSE_DIRECTORY = ("hydra.run.dir", "hydra.job.chdir")
 
@@ -72,6 +73,23 @@ def config_file(words: Sequence[str]) -> Path | None:
         return None
     path = Path(folder) / with_extension(name)
     return path if path.is_file() else None
+
+
+def check_config(words: Sequence[str]) -> None:
+    """Refuse a config that is not there, in words that name it; Hydra's own do not always.
+
+    Raises ValueError. Folders that only Hydra can resolve (pkg://) are left to it.
+    """
+    name = flag_value(words, "--config-name", "-cn")
+    given = flag_value(words, "--config-dir", "-cd")
+    if given is not None and "://" not in given and not Path(given).is_dir():
+        raise ValueError(f"--config-dir {given}: there is no such folder")
+    moved = flag_value(words, "--config-path", "-cp") is not None
+    if name in (None, _FAIRSEQS) or moved or "://" in (given or "") or config_file(words):
+        return
+    folder = CONFIGS if given is None else Path(given)
+    found = ", ".join(sorted(path.stem for path in folder.glob("*.y*ml"))) or "none"
+    raise ValueError(f"--config-name {name}: no such file in {folder} (there are: {found})")
 
 
 def with_shipped_configs(words: Sequence[str]) -> list[str]:

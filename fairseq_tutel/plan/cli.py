@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..command_line import CommandLine
 from ..shipped_configs import CONFIGS, config_directory, with_extension
 from .figure import draw
 from .hardware import Hardware, load_hardware
@@ -36,7 +37,7 @@ The exit status is 1, with the reason on standard error, where a run cannot be.
 
 def parser() -> argparse.ArgumentParser:
     """Options of ``python -m fairseq_tutel.plan``."""
-    options = argparse.ArgumentParser(
+    options = CommandLine(
         prog="python -m fairseq_tutel.plan",
         description="Parameters, memory, traffic and predicted speed of a training run, on paper.",
         epilog=EPILOG,
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         return _run(options)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # the latter: --figure cannot be written
         print(f"error: {error}", file=sys.stderr)
         return 1
 

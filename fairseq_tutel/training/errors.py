@@ -4,7 +4,7 @@ A user's mistake (an option, a file, a number of ranks) is told by a ValueError 
 this package raised; its text says what is wrong and what to do. The traceback through fairseq says
 nothing more, once per rank. Anything else keeps its traceback, and so does every error where the
 program is not one of fairseq's, or ``FAIRSEQ_TUTEL_TRACEBACK=1``. Ctrl-C is no error: it is told in
-one word by the first rank. (Hydra shows errors in its own way, ``HYDRA_FULL_ERROR=1`` there.)
+one word by the first rank.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ..distributed import process_world
+from . import known_mistakes, option_errors
 from .programs import program
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -32,6 +33,10 @@ def install() -> None:
     if program() is None:
         return
     sys.excepthook = _hook(sys.excepthook)
+    option_errors.install()
+    if program() == "fairseq-hydra-train":
+        # Hydra then leaves errors to the hook, and shows those that it does not know to the full
+        os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     if (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -59,11 +64,11 @@ def _is_mistake(error: BaseException | None) -> bool:
     )
 
 
-def one_line(error: BaseException) -> str:
+def one_line(text: str) -> str:
     """What a user reads of a refusal."""
     rank, world_size = process_world()
     where = f" (rank {rank})" if world_size > 1 else ""
-    return f"{program()}: error{where}: {error} [{_VARIABLE}=1 shows where]\n"
+    return f"{program()}: error{where}: {text} [{_VARIABLE}=1 shows where]\n"
 
 
 def _interrupt(signum, frame):
@@ -96,7 +101,9 @@ def _hook(before):
             if os.environ.get("RANK", "0") == "0" and process_world()[0] == 0:
                 sys.stderr.write(f"{program()}: interrupted\n")
         elif is_refusal(error, trace):
-            sys.stderr.write(one_line(error))
+            sys.stderr.write(one_line(str(error)))
+        elif (text := known_mistakes.explain(error, trace)) is not None:
+            sys.stderr.write(one_line(text))
         else:
             before(kind, error, trace)
 

@@ -19,9 +19,10 @@ dense models behave as before. ``install`` can be called any number of times.
    ``fairseq_cli.generate.main`` decodes everything in every process; each takes its share.
 5. ``options.CommonEvalConfig``: knows no ``--is-moe``, which published commands pass; it is
    accepted and has no effect, since the files tell.
-6. ``sys.excepthook`` of fairseq's programs: errors that this package raises for a user's mistake
-   are told in one line (:mod:`.errors`). There, known warnings of fairseq's dependencies are left
-   out, too (:mod:`.known_warnings`).
+6. ``sys.excepthook`` and ``ArgumentParser.error`` of fairseq's programs: a user's mistake is told
+   in one line, whether this package finds it (:mod:`.errors`), fairseq (:mod:`.known_mistakes`) or
+   its parser (:mod:`.option_errors`), and Ctrl-C in one word. There, known warnings of fairseq's
+   dependencies are left out, too (:mod:`.known_warnings`).
 7. ``distributed.utils.call_main``: leaves processes that torchrun started alone where it sees one
    device or none; with experts they become one job (:mod:`.ranks`). ``fairseq-eval-lm`` has its
    block size from the checkpoint by default.
@@ -131,6 +132,8 @@ def _load_to_cpu(original):
 def _file_of_set(original):
     @functools.wraps(original)
     def get_maybe_sharded_checkpoint_filename(filename, suffix, shard_idx, num_shards):
+        if filename is None:
+            raise ValueError("--path is missing; give the checkpoint to evaluate")
         found = find_checkpoint(filename) if num_shards == 1 else None
         if found is None or found[1] == filename:
             return original(filename, suffix, shard_idx, num_shards)

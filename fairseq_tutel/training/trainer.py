@@ -200,6 +200,8 @@ def _prepare_config(cfg, model) -> None:
             f"--distributed-world-size {dist_cfg.distributed_world_size}, but {world_size} "
             "processes are connected"
         )
+    if common.fp16 and common.bf16:
+        raise ValueError("common.fp16 and common.bf16 exclude each other: give one")
     for flag, on in (
         ("--amp", common.amp),
         ("--tpu", common.tpu),

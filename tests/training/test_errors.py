@@ -1,5 +1,7 @@
 """Which errors a fairseq program tells in one line."""
 
+import argparse
+import signal
 import sys
 import traceback
 
@@ -7,7 +9,17 @@ import pytest
 
 from fairseq_tutel.checkpoint import CheckpointError, Ranks
 from fairseq_tutel.config import MoEConfig
-from fairseq_tutel.training import errors
+from fairseq_tutel.training import errors, known_mistakes
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """What the hooks change is put back."""
+    monkeypatch.setattr(argparse.ArgumentParser, "error", argparse.ArgumentParser.error)
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+    errors._interrupted = False
 
 
 def _caught(function):
@@ -41,7 +53,7 @@ def test_what_another_error_caused_keeps_its_traceback():
 
 
 @pytest.mark.parametrize("wanted, told", [("0", True), ("1", False)])
-def test_the_hook(wanted, told, monkeypatch, capsys):
+def test_the_hook(wanted, told, process, monkeypatch, capsys):
     monkeypatch.setenv("FAIRSEQ_TUTEL_TRACEBACK", wanted)
     monkeypatch.setattr(sys, "argv", ["/somewhere/fairseq-train"])
     passed_on = []
@@ -83,3 +95,52 @@ def test_other_programs_keep_their_hook(monkeypatch):
     before = sys.excepthook
     errors.install()
     assert sys.excepthook is before
+
+
+def _fails_in_hook(monkeypatch):
+    """torch's hook, in which the signal arrives that came while the rank waited for the other."""
+
+    def _distributed_excepthook(*error):
+        signal.raise_signal(signal.SIGINT)
+        tell(*error)
+
+    tell = sys.excepthook
+    monkeypatch.setattr(sys, "excepthook", _distributed_excepthook)
+    return RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.parametrize("rank, line", [("0", "fairseq-train: interrupted\n"), ("1", "")])
+@pytest.mark.parametrize("how", ["in Python", "while another rank's end is told"])
+def test_ctrl_c_is_told_once_and_in_a_word(how, rank, line, process, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/fairseq-train"])
+    monkeypatch.setattr(sys, "excepthook", lambda *args: pytest.fail("a traceback"))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    errors.install()
+    if how == "in Python":
+        with pytest.raises(KeyboardInterrupt) as caught:
+            signal.raise_signal(signal.SIGINT)
+        error = caught.value
+    else:
+        error = _fails_in_hook(monkeypatch)
+    sys.excepthook(type(error), error, error.__traceback__)
+    assert capsys.readouterr().err == line
+
+
+def test_what_an_error_of_fairseqs_own_kind_says_elsewhere_keeps_its_traceback():
+    """A KeyError is a user's mistake where fairseq looks a name up, and a bug elsewhere."""
+
+    def validate(stats):
+        stats["nosuch"]
+
+    def somewhere_else(stats):
+        validate_deeper(stats)
+
+    def validate_deeper(stats):
+        stats["nosuch"]
+
+    error = _caught(lambda: validate({"loss": 1}))
+    line = known_mistakes.explain(error, error.__traceback__)
+    assert line == "--best-checkpoint-metric nosuch: none of validation's metrics, loss"
+    error = _caught(lambda: somewhere_else({"loss": 1}))
+    assert known_mistakes.explain(error, error.__traceback__) is None

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.commands import ROOT, logged
 from helpers.distributed import run_ranks
+from helpers.programs import Programs
 from helpers.training import make_batch, make_config, make_trainer
 
 from fairseq_tutel.distributed import process_world
@@ -131,44 +132,49 @@ def test_the_signal_is_heard_however_the_program_was_started(form, tmp_path):
     assert (tmp_path / "checkpoint_last-shared.pt").exists()
 
 
-# fairseq-train with the signal at its very beginning, held back as by the launcher, or while the
-# task is made
-_EARLY = """
-import os, signal, sys
-when = sys.argv.pop(1)
-if when == "held":
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    os.kill(os.getpid(), signal.SIGUSR1)
-import fairseq.tasks, fairseq_cli.train
+# the signal at the very beginning, held back as by the launcher, or while the task is made
+_EARLY = {
+    "held": """
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+os.kill(os.getpid(), signal.SIGUSR1)
+""",
+    "own": """
+import os, signal
+import fairseq.tasks
 setup_task = fairseq.tasks.setup_task
 
 def with_signal(*args, **kwargs):
-    if when == "own":
-        os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGUSR1)
     return setup_task(*args, **kwargs)
 
 fairseq.tasks.setup_task = with_signal
-fairseq_cli.train.cli_main()
-"""
+""",
+}
 
 
-@pytest.mark.parametrize("when", ["held", "own"])
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    with Programs(tmp_path_factory.mktemp("logs")) as server:
+        yield server
+
+
+@pytest.mark.parametrize("when", _EARLY)
 @pytest.mark.parametrize("arch", ["transformer_lm_gpt_moe", "transformer_lm_gpt"])
-def test_a_signal_before_there_is_a_trainer(when, arch, tmp_path):
+def test_a_signal_before_there_is_a_trainer(when, arch, programs, tmp_path):
     words = _WORDS.split()
     if arch == "transformer_lm_gpt":  # dense models stay as they were: ignored, or killed
         moe = ("--moe-expert-count", "--moe-load-log-interval", "4")
         words = [word for word in words if word not in moe]
         words[words.index("moe_cross_entropy")] = "cross_entropy"
         words[words.index("transformer_lm_gpt_moe")] = arch
-    command = [sys.executable, "-c", _EARLY, when, *words, "--save-dir", str(tmp_path)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    command = ["fairseq-train", *words, "--save-dir", str(tmp_path)]
+    done = programs.run(command, prelude=_EARLY[when])
     dense = {"held": 0, "own": -signal.SIGUSR1}[when]
     expected = EXIT_REQUEUE if arch == "transformer_lm_gpt_moe" else dense
-    assert done.returncode == expected, done.stdout + done.stderr
+    assert done.status == expected, done
     if expected == EXIT_REQUEUE:
-        assert re.search(r"SIGUSR1: saved .*checkpoint_last.pt", done.stdout + done.stderr)
+        assert re.search(r"SIGUSR1: saved .*checkpoint_last.pt", done.stdout)
         saved = torch.load(tmp_path / "checkpoint_last-shared.pt", weights_only=False)
         assert saved["optimizer_history"][-1]["num_updates"] == 1
 
