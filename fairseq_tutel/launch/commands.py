@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fairseq_tutel.launch.hydra import (
-    check_config,
     config_file,
     override_name,
     value_in_file,
@@ -176,10 +175,7 @@ def parse_command(words: Sequence[str], path: str | None = None) -> Command:
 
 def _command(name: str | None, program: tuple[str, ...], arguments: Sequence[str]) -> Command:
     hydra = _COMMANDS.get(name or "") == "hydra"
-    if hydra:
-        arguments = with_shipped_configs(arguments)
-        check_config(arguments)
-    return Command(name, program, tuple(arguments))
+    return Command(name, program, tuple(with_shipped_configs(arguments) if hydra else arguments))
 
 
 def _same(user: str, ours: str) -> bool:

@@ -18,7 +18,7 @@ from fairseq_tutel.launch.commands import (
     with_options,
 )
 from fairseq_tutel.launch.devices import Gpu, installed_gpus, visible_gpus, why_no_gpus
-from fairseq_tutel.launch.hydra import quiet_start
+from fairseq_tutel.launch.hydra import check_config, quiet_start
 from fairseq_tutel.launch.mistakes import shared_if
 from fairseq_tutel.launch.nccl import profile_environment
 from fairseq_tutel.launch.placement import Placement, adopt, start_here
@@ -280,6 +280,8 @@ def _summary(placement: Placement, cpu: bool, shared: Mapping[str, str], warning
 def plan_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
     """Everything that can be wrong with the job is found here, before a rank or a process group
     exists. Raises ValueError with the offending values."""
+    if command.kind == "hydra":
+        check_config(command.arguments)
     gpus = visible_gpus(env, options.root)
     cpu = use_cpu(command, len(gpus))
     placement = place(options, command, env, 0 if cpu else len(gpus))

@@ -117,7 +117,8 @@ def test_explicit(text, ranks, sets):
         ("0-3,4-7,8", 2, "3 sets of CPUs for 2 ranks"),
         ("0xzz", 1, "not a mask"),
         ("0x0", 1, "names no CPU"),
-        ("a", 1, "cannot read 'a'"),
+        ("a", 1, "--bind a: neither auto nor none"),
+        ("0,a", 1, "cannot read 'a'"),
         ("0:", 2, "names no CPU"),
     ],
 )
