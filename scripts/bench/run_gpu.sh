@@ -49,11 +49,11 @@ if [ -n "${WHEELS:-}" ] && ! "$PYTHON" -c 'import fairseq' 2>/dev/null; then
 fi
 device=cuda
 tiny=()
-tests=(-n "${WORKERS:-6}" --dist worksteal)
+tests=(-v -n "${WORKERS:-6}" --dist worksteal)
 if [ -n "${DRY_RUN:-}" ]; then
     gpu=cpu device=cpu
     tiny=(--tiny)
-    tests=(-n 0 --collect-only)
+    tests=(-q -n 0 --collect-only)
 else
     gpu=$("$PYTHON" -c 'import re, torch
 print(re.sub("[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()))') || {
@@ -71,7 +71,7 @@ summary=${OUT:-$results}/summary-$gpu$part_name.txt
 : >"$summary"
 failures=0
 # Lines of a benchmark's output that go into the summary.
-telling='^(goal:|tokens/s|SIMULATED|operators on)|times faster than torch|not run|(passed|failed|deselected|collected).* in [0-9]'
+telling='^(goal:|tokens/s|SIMULATED|operators on|FAILED |ERROR )|times faster than torch|not run|(passed|failed|deselected|collected).* in [0-9]'
 
 # step NAME SECONDS COMMAND ...: runs the command for at most so long and at most until the deadline.
 step() {
@@ -84,9 +84,11 @@ step() {
         failures=$((failures + 1))
         return
     fi
+    [ -z "${DRY_RUN:-}" ] || limit=$((4 * limit)) # a busy machine stops no rehearsal
     ((limit > left)) && limit=$left
     echo "=== $name: $*" | tee -a "$log"
-    timeout --kill-after=5 "$limit" "$@" 2>&1 | tee "$scratch/output" | tee -a "$log"
+    # as by Ctrl-C: pytest then reports what it has
+    timeout --signal=INT --kill-after=8 "$limit" "$@" 2>&1 | tee "$scratch/output" | tee -a "$log"
     status=${PIPESTATUS[0]}
     ((status == 0)) || failures=$((failures + 1))
     case $status in
@@ -104,8 +106,8 @@ step() {
 gpu_tests() {
     local name=$1 limit=$2
     shift 2
-    TRITON_CACHE_AUTOTUNING=0 step "$name" "$limit" "$PYTHON" -m pytest -q -p no:cacheprovider \
-        --timeout 100 "${tests[@]}" --junitxml "$results/$name-$gpu.xml" "$@"
+    OMP_NUM_THREADS=2 TRITON_CACHE_AUTOTUNING=0 step "$name" "$limit" "$PYTHON" -m pytest \
+        -p no:cacheprovider --timeout 100 --tb=short "${tests[@]}" --junitxml "$results/$name-$gpu.xml" "$@"
 }
 
 # bench SECONDS KIND PRESET[,PRESET...] ARGUMENT ...: one benchmark, its results under names that

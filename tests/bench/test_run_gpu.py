@@ -22,11 +22,12 @@ def run_gpu(**environment):
     env = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(
         ["bash", "scripts/bench/run_gpu.sh"], cwd=ROOT, env=env, capture_output=True, text=True,
-        timeout=280,
+        timeout=580,
     )  # fmt: skip
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # half a minute of work, but in ten processes that all import torch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_rehearsal(tmp_path):
     """No step fails for a reason that has nothing to do with a GPU."""
