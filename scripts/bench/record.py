@@ -46,10 +46,15 @@ def describe_run(benchmark: str, device: torch.device, world_size: int = 1) -> d
 
 
 def _command() -> str:
-    """As it can be called from the repository root."""
+    """As it can be called from the repository root; where it wrote its results does not matter."""
     script = Path(sys.argv[0]).resolve()
     name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
-    return shlex.join(["python", str(name), *sys.argv[1:]])
+    words = [
+        word
+        for before, word in zip(sys.argv, sys.argv[1:], strict=False)
+        if not {before, word} & {"--output", "--figure"}
+    ]
+    return shlex.join(["python", str(name), *words])
 
 
 def _commit() -> tuple[str | None, bool | None]:

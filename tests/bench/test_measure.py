@@ -1,5 +1,6 @@
 """Clock, percentiles and memory of the benchmarks."""
 
+import sys
 import time
 
 import measure
@@ -100,6 +101,14 @@ def test_share_of_others():
     alone._begin = (0.0, 0.0, 0.0)
     alone._times = lambda: (10.0, 6.0, 4.0)
     assert alone.share() == pytest.approx(0.2)
+
+
+def test_command_without_the_place_of_its_results(monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(record.ROOT / "scripts" / "bench" / "bench_layer.py"),
+                                      "--preset", "cpu", "--output", "/tmp/x", "--seed", "2",
+                                      "--figure", "/tmp/y"])  # fmt: skip
+    wanted = "python scripts/bench/bench_layer.py --preset cpu --seed 2"
+    assert describe_run("layer", CPU)["command"] == wanted
 
 
 def test_commit_where_there_is_no_repository(tmp_path, monkeypatch):
