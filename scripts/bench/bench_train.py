@@ -156,13 +156,13 @@ def measure(
     build_on = device if config.model.moe_simulate_world_size > 1 else None
     measured: dict[str, dict] = {}
     for group in groups:
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
         runs: list[Run] = []
         found: dict[str, dict] = {}
         try:
             for variant in group:
                 runs.append(Run(variant, config, build_on))
+            if device.type == "cuda":  # of training, not of building in fp32
+                torch.cuda.reset_peak_memory_stats()
             for found in measure_together(runs, samples, options, watch):
                 _complete(found, runs, device)
                 if ranks.world_size == 1:

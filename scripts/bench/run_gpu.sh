@@ -130,8 +130,8 @@ part_1() {
 }
 
 part_2() {
-    gpu_tests tests-others 120 -m "gpu and (slow or not slow)" tests/backends/triton/test_large.py \
-        tests/training/test_golden.py tests/distributed
+    gpu_tests tests-others 120 -m gpu tests/backends/triton/test_large.py tests/training tests/plan \
+        tests/distributed
     bench 100 layer fig14,blog-8gpu,meta-8gpu
     bench 120 train meta-8gpu-rank --updates 5
     bench 30 kernels fig14

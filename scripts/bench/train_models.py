@@ -17,6 +17,7 @@ from fairseq.dataclass.initialize import add_defaults
 from fairseq.dataclass.utils import omegaconf_no_object_check
 from fairseq.logging import metrics
 from fairseq.trainer import Trainer
+from measure import free_memory
 from omegaconf import DictConfig, OmegaConf
 from presets import LayerShape
 from ranks import Ranks
@@ -199,6 +200,8 @@ class Run:
         self.parameters = sum(p.numel() for p in model.parameters())
         self.trainer = Trainer(config, self.task, model, criterion)
         self.trainer.begin_epoch(1)
+        if build_on is not None:
+            free_memory(build_on)  # of the fp32 weights, which the trainer made half of
 
     def update(self, sample: dict[str, Any]) -> dict[str, float]:
         """Forward, backward, clipping and optimizer step on one batch; what fairseq logs of it."""

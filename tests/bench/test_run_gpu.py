@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -76,3 +77,19 @@ def test_each_part_ends_before_it_is_stopped():
             if words[0] in ("bench", "gpu_tests", "step"):
                 limits.append(int(words[1 if words[0] == "bench" else 2]))
         assert sum(limits) <= 500 < 540, limits
+
+
+def test_every_gpu_test_is_in_a_part():
+    """Those of part 1 that are not slow; the slow ones and the other folders in part 2."""
+    script = (ROOT / "scripts" / "bench" / "run_gpu.sh").read_text(encoding="utf-8")
+    one, two = re.findall(r"^ +gpu_tests (?:[^\n]*\\\n)*[^\n]*", script, re.MULTILINE)
+    assert '"gpu and not slow"' in one and "-m gpu " in two
+    paths = {name: re.findall(r"tests/\S+", step) for name, step in (("one", one), ("two", two))}
+    for path in (ROOT / "tests").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "mark.gpu" not in text or path.name in ("conftest.py", Path(__file__).name):
+            continue
+        where = "two" if "mark.slow" in text else "one"
+        name = str(path.relative_to(ROOT))
+        found = any(name.startswith(start) for start in paths[where])
+        assert found or (where == "one" and name.startswith(tuple(paths["two"]))), name
