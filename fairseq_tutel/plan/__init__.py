@@ -1,15 +1,16 @@
 """The planner: what a training run needs and does, before a GPU is asked for.
 
-Counts are formulas over a Hydra config (proven against models on the meta device), times come from
-a hardware profile and are predictions. Imports omegaconf and, for figures, matplotlib; nothing of
-torch or fairseq.
+Hydra composes the configuration, parameters are counted on the model itself (on the meta device).
+Memory, work and traffic are formulas, proven against measured runs; times come from a hardware
+profile and are predictions.
 """
 
+from .compose import load_config
 from .hardware import Hardware, StepTime, load_hardware
 from .memory import Memory, count_memory
 from .parameters import Parameters, count_parameters
 from .planner import ImpossiblePlan, Plan, check, ladder, make_plan
-from .settings import Precision, Settings, load_config, read_settings, with_experts
+from .settings import Precision, Settings, read_settings, with_experts
 from .work import Work, count_work
 
 __all__ = [

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..command_line import CommandLine
 from ..shipped_configs import CONFIGS, config_directory, with_extension
+from .compose import PLAN_KEYS, load_config
 from .figure import draw
 from .hardware import Hardware, load_hardware
-from .overrides import check_overrides
 from .planner import ImpossiblePlan, check, ladder, make_plan
 from .report import as_dict, describe, table
-from .settings import PLAN_KEYS, load_config, read_settings
+from .settings import read_settings
 
 EPILOG = """\
 key=value:
@@ -64,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the planner; returns the exit status."""
     options = parser().parse_args(arguments)
+    logging.getLogger().setLevel(logging.WARNING)  # fairseq's import makes it talk
     try:
         return _run(options)
     except (ValueError, OSError) as error:  # the latter: --figure cannot be written
@@ -75,8 +77,6 @@ def _run(options: argparse.Namespace) -> int:
     directory = options.config_dir or config_directory(with_extension(options.config_name))
     own, overrides = _split(options.override)
     hardware = _hardware(options.config_dir, own.get("hardware", "a100-80g"))
-    for note in check_overrides(load_config(directory, options.config_name, []), overrides):
-        print(f"note: {note}", file=sys.stderr)
     config = load_config(directory, options.config_name, overrides)
     gpus, vocabulary = (_positive(own, key) for key in ("gpus", "vocabulary"))
     climb = options.ladder or options.figure is not None

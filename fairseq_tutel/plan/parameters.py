@@ -1,10 +1,16 @@
-"""Parameter counts as formulas; ``tests/plan`` holds them against models on the meta device."""
+"""Parameter counts of the model itself, built on torch's meta device."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
-from ..moe.routers import describe_router
+import torch
+
+from ..distributed import is_expert
+from ..models import TransformerLMGPTMoE
 from .settings import Settings
 
 
@@ -60,33 +66,66 @@ def moe_layer_numbers(settings: Settings) -> range:
 
 
 def count_parameters(settings: Settings) -> Parameters:
-    """Count the parameters of a run."""
-    model, routing = settings.model, settings.routing
-    dim, moe_layers = model.decoder_embed_dim, len(moe_layer_numbers(settings))
-    expert = _ffn(dim, model.moe_expert_ffn_dim)
-    experts = routing.num_experts if routing else 0
-    local = -(-experts // settings.gpus)
-    attention = _attention(settings)
-    moe_layer = attention + _gate(settings) if routing else 0
-    dense_layers = model.decoder_layers - moe_layers
-    ffns = sum(_ffn(dim, width) for width in dense_ffn_widths(settings))
-    embeddings = _embeddings(settings)
-    largest = max(
-        settings.vocabulary * model.decoder_input_dim,
-        dim * max(dense_ffn_widths(settings), default=0),
-        local * dim * model.moe_expert_ffn_dim,
-    )
+    """Count the parameters of one rank's model, which is built on the meta device."""
+    with torch.device("meta"):
+        model = build_model(settings)
+    sparse = model.moe_layers
+    layers = [_count(layer.parameters()) for layer in model.decoder.layers]
+    dense, local = _count(model.parameters())
+    moe = [layers[i][0] for i in sparse]
+    others = [own for i, (own, _) in enumerate(layers) if i not in sparse]
+    groups = model.moe_groups
+    local_experts = groups.num_local_experts if groups else 0
     return Parameters(
-        embeddings=embeddings,
-        dense_layer=attention + ffns // max(dense_layers, 1),
-        moe_layer=moe_layer,
-        dense=embeddings + dense_layers * attention + ffns + moe_layers * moe_layer,
-        expert=expert,
-        experts=experts,
-        local_experts=local,
-        moe_layers=moe_layers,
-        largest=largest,
+        embeddings=dense - sum(own for own, _ in layers),
+        dense_layer=sum(others) // max(len(others), 1),
+        moe_layer=moe[0] if moe else 0,
+        dense=dense,
+        expert=local // (local_experts * len(sparse)) if sparse else 0,
+        experts=groups.num_experts if groups else 0,
+        local_experts=local_experts,
+        moe_layers=len(sparse),
+        largest=max(param.numel() for param in model.parameters()),
     )
+
+
+def build_model(settings: Settings) -> TransformerLMGPTMoE:
+    """The model of one rank of ``settings.gpus`` on torch's default device."""
+    args = SimpleNamespace(**vars(settings.model))
+    args.tokens_per_sample = settings.tokens_per_sample
+    args.max_target_positions = None  # that of tokens_per_sample
+    args.moe_simulate_world_size = settings.gpus if settings.gpus > 1 else 0
+    task = SimpleNamespace(
+        source_dictionary=_Dictionary(settings.vocabulary),
+        target_dictionary=_Dictionary(settings.vocabulary),
+    )
+    logger = logging.getLogger(TransformerLMGPTMoE.__module__)
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # nobody is to hear that a rank is simulated
+    try:
+        return TransformerLMGPTMoE.build_model(args, task)
+    finally:
+        logger.setLevel(level)
+
+
+class _Dictionary:
+    """As much of fairseq's as a model asks for."""
+
+    def __init__(self, size: int):
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def pad(self) -> int:
+        return 1
+
+
+def _count(params: Iterable[torch.nn.Parameter]) -> tuple[int, int]:
+    """(dense, expert) numbers of distinct parameters."""
+    sizes = {id(param): (param.numel(), is_expert(param)) for param in params}.values()
+    local = sum(size for size, expert in sizes if expert)
+    return sum(size for size, _ in sizes) - local, local
 
 
 def dense_ffn_widths(settings: Settings) -> list[int]:
@@ -100,38 +139,3 @@ def dense_ffn_widths(settings: Settings) -> list[int]:
         ] * narrow
     count = model.decoder_layers - len(moe_layer_numbers(settings))
     return [model.decoder_ffn_embed_dim] * count
-
-
-def _ffn(dim: int, hidden: int) -> int:
-    """Two linear maps with bias."""
-    return 2 * dim * hidden + hidden + dim
-
-
-def _attention(settings: Settings) -> int:
-    """Four projections with bias and the two layer norms of a layer."""
-    model = settings.model
-    dim = model.decoder_embed_dim
-    extra = 2 * dim * bool(model.scale_attn) + dim * bool(model.scale_resids)
-    extra += model.decoder_attention_heads * bool(model.scale_heads)
-    return 4 * (dim * dim + dim) + 2 * 2 * dim + extra
-
-
-def _gate(settings: Settings) -> int:
-    return describe_router(settings.model.decoder_embed_dim, settings.routing).num_parameters
-
-
-def _embeddings(settings: Settings) -> int:
-    """Token and position embeddings, projections to and from other widths, norms, output."""
-    model, vocabulary = settings.model, settings.vocabulary
-    dim, d_in, d_out = model.decoder_embed_dim, model.decoder_input_dim, model.decoder_output_dim
-    count = vocabulary * d_in
-    count += 2 * d_in * bool(model.use_stable_embedding)
-    count += d_in * dim * (d_in != dim)
-    if model.decoder_learned_pos and not model.no_token_positional_embeddings:
-        count += (settings.tokens_per_sample + 2) * dim  # positions start after <pad> = 1
-    count += 2 * dim * bool(model.layernorm_embedding)
-    count += 2 * dim * (not model.no_decoder_final_norm)
-    count += dim * d_out * (d_out != dim)
-    if not model.share_decoder_input_output_embed:
-        count += vocabulary * d_out
-    return count

@@ -1,84 +1,18 @@
-"""Reads a Hydra config of fairseq as the planner needs it; omegaconf only, nothing of fairseq.
-
-What a config leaves out has the default that fairseq and ``transformer_lm_gpt_moe`` give it;
-``tests/plan`` holds the defaults below against the dataclasses.
-"""
+"""What the planner needs to know of a run, read from its composed configuration."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from fairseq_tutel.config import ROUTERS, MoEConfig, check_divisible, resolve_capacity
-
-ARCH = "transformer_lm_gpt_moe"
-# Keys of the command line that are the planner's own.
-PLAN_KEYS = ("gpus", "hardware", "vocabulary")
-
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "model": {
-        "activation_fn": "gelu",
-        "dropout": 0.1,
-        "decoder_embed_dim": 768,
-        "decoder_input_dim": None,
-        "decoder_output_dim": None,
-        "decoder_ffn_embed_dim": 3072,
-        "decoder_layers": 12,
-        "decoder_attention_heads": 12,
-        "decoder_learned_pos": False,
-        "decoder_layers_to_keep": None,
-        "no_token_positional_embeddings": False,
-        "no_decoder_final_norm": False,
-        "layernorm_embedding": False,
-        "use_stable_embedding": False,
-        "share_decoder_input_output_embed": False,
-        "adaptive_input": False,
-        "adaptive_softmax_cutoff": None,
-        "character_embeddings": False,
-        "quant_noise_pq": 0.0,
-        "base_layers": 0,
-        "scale_fc": False,
-        "scale_attn": False,
-        "scale_heads": False,
-        "scale_resids": False,
-        "checkpoint_activations": False,
-        "offload_activations": False,
-        "moe_freq": 2,
-        "moe_expert_count": 0,
-        "moe_expert_ffn_dim": None,
-        "moe_top1_expert": False,
-        "moe_top_k": None,
-        "moe_capacity_factor": None,
-        "moe_eval_capacity_factor": None,
-        "moe_eval_capacity_token_fraction": None,
-        "moe_router": "linear",
-        "moe_a2a": "linear",
-        "moe_simulate_world_size": 0,
-        "alternate_decoder_ffn_embed_dim": 0,
-    },
-    "common": {
-        "fp16": False,
-        "bf16": False,
-        "memory_efficient_fp16": False,
-        "memory_efficient_bf16": False,
-    },
-    "dataset": {"batch_size": None, "max_tokens": None},
-    "optimization": {"update_freq": [1]},
-    "distributed_training": {"ddp_backend": "pytorch_ddp", "distributed_world_size": None},
-    "optimizer": {"_name": None, "fp16_adam_stats": False},
-}
-# What the parameter count does not know; the model refuses most of it as well.
-UNSUPPORTED = (
-    "adaptive_input", "adaptive_softmax_cutoff", "character_embeddings", "quant_noise_pq",
-    "base_layers", "scale_fc", "decoder_layers_to_keep",
-)  # fmt: skip
+from ..config import MoEConfig, check_divisible
+from ..models.options import check_model_options, moe_config
 
 
 @dataclass(frozen=True)
@@ -138,48 +72,13 @@ class Settings:
         return dataclasses.replace(self, **changes)
 
 
-def load_config(directory: Path, name: str, overrides: Sequence[str]) -> DictConfig:
-    """The YAML file ``name`` of ``directory`` with Hydra-style ``key=value`` overrides.
-
-    Raises:
-        ValueError: there is no such file, or an override has no ``=``.
-    """
-    path = directory / f"{name.removesuffix('.yaml')}.yaml"
-    if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in directory.glob("*.yaml"))) or "none"
-        raise ValueError(f"no config {name!r} in {directory} (there are: {known})")
-    config = OmegaConf.load(path)
-    for override in overrides:
-        if override.startswith("~"):
-            _delete(config, override.removeprefix("~").partition("=")[0])
-            continue
-        key, equals, _ = override.partition("=")
-        if not equals:
-            raise ValueError(f"override {override!r} is not of the form key=value")
-        key = key.lstrip("+")
-        try:
-            value = OmegaConf.from_dotlist([override.lstrip("+")])
-            OmegaConf.update(config, key, OmegaConf.select(value, key), merge=True)
-        except OmegaConfBaseException as error:
-            raise ValueError(f"override {override!r}: {error}") from None
-    return config
-
-
-def _delete(config: DictConfig, key: str) -> None:
-    parent, _, name = key.rpartition(".")
-    section = OmegaConf.select(config, parent) if parent else config
-    if section is None or name not in section:
-        raise ValueError(f"override '~{key}': the config has no {key}")
-    del section[name]
-
-
 def read_settings(
     config: DictConfig, name: str, *, gpus: int | None = None, vocabulary: int | None = None
 ) -> Settings:
     """Settings of a config for a number of GPUs.
 
     Args:
-        config: of :func:`load_config`.
+        config: of :func:`~fairseq_tutel.plan.compose.load_config`.
         name: for titles.
         gpus: W; the config's world size, or one GPU per expert, if None.
         vocabulary: in place of the task's.
@@ -188,9 +87,8 @@ def read_settings(
         ValueError: the config leaves out what the planner needs, or holds what it cannot count.
     """
     model = _section(config, "model")
-    if model._name != ARCH:
-        raise ValueError(f"model._name is {model._name!r}: the planner knows {ARCH} only")
     _check_model(model)
+    check_model_options(model)
     _fill_sizes(model)
     world = _section(config, "distributed_training").distributed_world_size
     gpus = gpus or model.moe_simulate_world_size or world or model.moe_expert_count or 1
@@ -223,47 +121,21 @@ def with_experts(settings: Settings, num_experts: int) -> Settings:
         return settings.replace(routing=None)
     num_experts = num_experts or settings.gpus
     check_divisible(num_experts, settings.gpus)
-    routing = MoEConfig(
-        num_experts=num_experts,
-        router=str(model.moe_router),
-        router_options=ROUTERS.options_of_flags(str(model.moe_router), model),
-        **resolve_capacity(
-            top1_expert=model.moe_top1_expert,
-            top_k=model.moe_top_k,
-            capacity_factor=model.moe_capacity_factor,
-            eval_capacity_factor=model.moe_eval_capacity_factor,
-            eval_capacity_token_fraction=model.moe_eval_capacity_token_fraction,
-        ),
-    )
+    routing = moe_config(model, num_experts)
     return settings.replace(routing=routing, model={"moe_expert_count": num_experts})
 
 
 def _section(config: DictConfig, name: str) -> SimpleNamespace:
-    """A section with the defaults of what it does not say."""
-    given = {}
-    section = config.get(name) or {}
-    defaults = {"_name": None, **DEFAULTS[name]}
-    if name == "model":
-        defaults |= {flag: field.default for flag, field in ROUTERS.all_flags().items()}
-    for key in defaults:
-        if key in section:
-            given[key] = section[key]
-    return SimpleNamespace(**{**defaults, **given})
+    """A section as plain values, interpolations resolved."""
+    values = OmegaConf.to_container(config[name], resolve=True, enum_to_str=True)
+    return SimpleNamespace(**{"_name": None, **values})
 
 
 def _check_model(model: SimpleNamespace) -> None:
-    for key in UNSUPPORTED:
-        if getattr(model, key):
-            raise ValueError(f"model.{key}={getattr(model, key)}: the planner cannot count this")
-    if model.decoder_embed_dim % model.decoder_attention_heads:
+    if model.adaptive_softmax_cutoff:
         raise ValueError(
-            f"model.decoder_embed_dim={model.decoder_embed_dim} is not a multiple of "
-            f"model.decoder_attention_heads={model.decoder_attention_heads}"
-        )
-    if model.moe_freq > model.decoder_layers:
-        raise ValueError(
-            f"model.moe_freq={model.moe_freq} makes no MoE layer among "
-            f"model.decoder_layers={model.decoder_layers}"
+            f"model.adaptive_softmax_cutoff={model.adaptive_softmax_cutoff}: the planner cannot "
+            "count the memory of its output"
         )
 
 

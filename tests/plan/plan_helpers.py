@@ -7,7 +7,6 @@ import torch
 from omegaconf import OmegaConf
 
 from fairseq_tutel.criterions.moe_cross_entropy import MoECrossEntropyCriterion
-from fairseq_tutel.models import TransformerLMGPTMoE, TransformerLMGPTMoEConfig
 from fairseq_tutel.plan import load_config, read_settings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -27,42 +26,9 @@ def settings_of(name="meta_1.1t", overrides=(), **options):
 
 def small(*overrides, gpus=4):
     """Settings of a small model on simulated ranks."""
-    return settings_of(overrides=[*SMALL, *overrides], gpus=gpus)
-
-
-def build_model(settings):
-    """The model of one rank of ``settings.gpus``, from the same values as the settings."""
-    defaults = {
-        name: field.default
-        for name, field in TransformerLMGPTMoEConfig.__dataclass_fields__.items()
-    }
-    args = SimpleNamespace(
-        **{
-            **defaults,
-            **{key: value for key, value in vars(settings.model).items() if key != "_name"},
-            "tokens_per_sample": settings.tokens_per_sample,
-            "max_target_positions": None,
-            "moe_simulate_world_size": settings.gpus if settings.gpus > 1 else 0,
-            # the CPU's attention without tables of scores has no dropout, unlike a GPU's
-            "attention_dropout": 0.0,
-            "add_bos_token": False,
-            "tpu": False,
-        }
-    )
-    dictionary = _Dictionary(settings.vocabulary)
-    task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
-    return TransformerLMGPTMoE.build_model(args, task)
-
-
-class _Dictionary:
-    def __init__(self, size):
-        self.size = size
-
-    def __len__(self):
-        return self.size
-
-    def pad(self):
-        return 1
+    # ++: whether the config file states it or not
+    forced = [f"++{o}" if o.startswith("model.") else o for o in overrides]
+    return settings_of(overrides=[*SMALL, *forced], gpus=gpus)
 
 
 def training_loss(settings, model):

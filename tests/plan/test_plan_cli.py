@@ -1,6 +1,5 @@
 """The planner's command line, its refusals, and its predictions against published figures."""
 
-import ast
 import json
 import os
 import subprocess
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 from plan_helpers import CONFIGS, settings_of
 
-from fairseq_tutel import plan as planner
 from fairseq_tutel.config import EXCHANGES
 from fairseq_tutel.plan import check, ladder, load_hardware, make_plan
 from fairseq_tutel.plan.cli import main
@@ -68,21 +66,21 @@ def test_figure_is_drawn(capsys, tmp_path):
         (["gpus=12", "model.moe_expert_count=12"], "does not fill nodes of 8"),
         (["gpus=0"], "gpus=0"),
         (["hardware=abacus"], "a100-80g"),
-        (["model.decoder_attention_heads=30"], "decoder_attention_heads=30"),
-        (["model.moe_freq=40"], "moe_freq=40"),
+        (["model.decoder_attention_heads=30"], "--decoder-attention-heads 30"),
+        (["model.moe_freq=40"], "--moe-freq 40"),
         (["model._name=transformer_lm"], "transformer_lm"),
-        (["+model.base_layers=1"], "base_layers"),
+        (["+model.base_layers=1"], "BASE layers"),
         (["dataset.batch_size=null"], "dataset.max_tokens"),
         (["common.bf16=true"], "common.bf16"),
         (["common.fp16=false"], "does nothing without common.fp16"),
         (["optimizer._name=sgd"], "sgd"),
-        (["task._name=language_modeling"], "vocabulary=N"),
+        (["task._name=language_modeling", "~task.dict_size", "~task.dataset_size"], "vocabulary=N"),
         (["+model.moe_top1_expert=true", "+model.moe_top_k=2"], "--moe-top-k"),
         (["nonsense"], "nonsense"),
-        (["dataset.batch_size"], "key=value"),
+        (["dataset.batch_size"], "missing EQUAL"),
         (["+model.moe_capacity_factor=.inf"], "capacity_factor"),
         # what fairseq-hydra-train would refuse, or nothing would read
-        (["model.moe_top_k=1"], "add it with a plus: +model.moe_top_k"),
+        (["model.moe_top_k=1"], "To append to your config use +model.moe_top_k=1"),
         (["model.decoder_layer=2"], "did you mean model.decoder_layers"),
         (["+model.moe_topk=1"], "nothing reads model.moe_topk; did you mean model.moe_top_k"),
         (["+model.cheese=1"], "nothing reads model.cheese"),
@@ -90,9 +88,9 @@ def test_figure_is_drawn(capsys, tmp_path):
         (["dataset.batchsize=1"], "did you mean dataset.batch_size"),
         (["optimizer.fp16_adam_stat=false"], "did you mean optimizer.fp16_adam_stats"),
         (["+optimizer.fp16_adam_stat=false"], "did you mean optimizer.fp16_adam_stats"),
-        (["+checkpoint.keep_last_epochs=1"], "leave out the +"),
+        (["+checkpoint.keep_last_epochs=1"], "already at 'checkpoint.keep_last_epochs'"),
         (["gpu=512"], "did you mean gpus"),
-        (["~task.dict_sizes"], "no task.dict_sizes"),
+        (["~task.dict_sizes"], "'task.dict_sizes' does not exist"),
     ],
 )
 def test_impossible_plans_are_refused_with_the_reason(capsys, arguments, message):
@@ -105,21 +103,7 @@ def test_what_hydra_takes_is_taken(capsys):
              "common.empty_cache_freq=1", "~task.dataset_size"]  # fmt: skip
     assert run(capsys, "gpus=512", *words)[::2] == (0, "")
     words = ["+criterion.moe_gate_loss_transform=neg_log", "hydra.run.dir=."]
-    status, _, err = run(capsys, "gpus=512", *words)
-    assert status == 0 and err.count("not part of the plan") == 2 == err.count("note: ")
-
-
-def test_known_keys_are_those_of_fairseqs_dataclasses():
-    configs = pytest.importorskip("fairseq.dataclass.configs")
-    from fairseq_tutel.models import TransformerLMGPTMoEConfig
-    from fairseq_tutel.plan import overrides
-
-    fields = set(TransformerLMGPTMoEConfig.__dataclass_fields__) - {"_name"}
-    assert overrides._model_fields() - {"_name"} == fields
-    schema = {f"{section}.{key}" for section, field in
-              configs.FairseqConfig.__dataclass_fields__.items()
-              for key in getattr(field.type, "__dataclass_fields__", {})}  # fmt: skip
-    assert {key for key in schema if not key.endswith("._name")} <= overrides._schema()
+    assert run(capsys, "gpus=512", *words)[::2] == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -159,7 +143,7 @@ def test_time_of_an_all_to_all():
     assert pairwise.time.all_to_all / pairwise.work.exchanges == pytest.approx(
         carried + inside + 511 * (30e-6 + 3e-6)
     )
-    overrides = ["model.moe_expert_count=1", "model.moe_top1_expert=true"]
+    overrides = ["model.moe_expert_count=1", "+model.moe_top1_expert=true"]
     alone = make_plan(settings_of(overrides=overrides, gpus=1), A100)
     assert alone.time.all_to_all == alone.time.all_reduce == 0 == alone.work.exchanges
 
@@ -224,21 +208,6 @@ def test_replicated_experts_cost_an_all_reduce_and_not_a_bigger_exchange():
     assert plans[1].work.replicas == 8 and plans[0].work.replica_bytes == 0
     assert plans[1].parameters.per_gpu == plans[0].parameters.per_gpu
     assert plans[1].time.all_reduce > 2 * plans[0].time.all_reduce
-
-
-def test_planner_imports_no_fairseq_and_no_torch():
-    """By itself: the prediction of an exchange comes from the class that does it."""
-    for path in Path(planner.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                names = [node.module]
-            allowed = ("fairseq_tutel.config",)
-            for name in names:
-                room = name.split(".")[0]
-                assert room not in ("fairseq", "torch", "triton") and (
-                    room != "fairseq_tutel" or name in allowed
-                ), f"{path.name} imports {name}"
 
 
 def test_module_runs_from_another_directory(tmp_path):

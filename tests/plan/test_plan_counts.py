@@ -2,34 +2,18 @@
 
 import pytest
 import torch
-from plan_helpers import build_model, settings_of, shipped_configs, small, training_loss
+from plan_helpers import settings_of, small, training_loss
 
 from fairseq_tutel.backends.torch import expert_ffn
-from fairseq_tutel.models import TransformerLMGPTMoEConfig
 from fairseq_tutel.plan import count_memory, count_parameters, count_work
 from fairseq_tutel.plan.memory import dispatch_rows, layers
-from fairseq_tutel.plan.settings import DEFAULTS
-
-
-def count_on_meta(settings):
-    """(all parameters, expert parameters) of one rank's model; tied ones count once."""
-    with torch.device("meta"):
-        model = build_model(settings)
-    sizes = [(p.numel(), getattr(p, "expert", False)) for p in model.parameters()]
-    return sum(size for size, _ in sizes), sum(size for size, expert in sizes if expert)
+from fairseq_tutel.plan.parameters import build_model
 
 
 @pytest.fixture(autouse=True)
 def experts_as_on_a_gpu(monkeypatch):
     """As whole products; a CPU's way through the experts keeps less."""
     monkeypatch.setattr(expert_ffn, "_by_blocks", lambda rows: False)
-
-
-@pytest.mark.parametrize("name", shipped_configs())
-def test_counts_equal_the_model_on_the_meta_device(name):
-    settings = settings_of(name, vocabulary=5000)
-    parameters = count_parameters(settings)
-    assert (parameters.per_gpu, parameters.local) == count_on_meta(settings)
 
 
 @pytest.mark.parametrize(
@@ -50,19 +34,12 @@ def test_counts_equal_the_model_on_the_meta_device(name):
         ["model.moe_freq=0"],
     ],
 )  # fmt: skip
-def test_counts_equal_the_model_for_every_option_that_changes_them(overrides):
+def test_the_layers_and_the_rest_are_the_whole(overrides):
     settings = small(*overrides)
     parameters = count_parameters(settings)
-    assert (parameters.per_gpu, parameters.local) == count_on_meta(settings)
     stack = layers(settings, parameters)
     local = sum(layer.parameters for layer in stack) + parameters.embeddings
     assert local == parameters.per_gpu
-
-
-def test_defaults_are_those_of_the_model():
-    fields = TransformerLMGPTMoEConfig.__dataclass_fields__
-    for key, value in DEFAULTS["model"].items():
-        assert fields[key].default == value, key
 
 
 def test_published_counts():
@@ -89,6 +66,11 @@ def test_the_1_1t_model_on_512_gpus():
     assert memory.peak < 80e9
     assert (work.capacity, work.exchange_bytes, work.bytes_per_peer) == (96, 384 << 20, 768 << 10)
     assert work.exchanges == 6 * 16
+
+
+def build_without_dropout(settings):
+    """The CPU's attention without tables of scores has no dropout, unlike a GPU's."""
+    return build_model(settings.replace(model={"attention_dropout": 0.0}))
 
 
 class SavedBytes:
@@ -122,7 +104,7 @@ class SavedBytes:
 )
 def test_activations_are_what_autograd_saves(dtype, overrides, checkpointing):
     settings = small(*overrides, f"model.checkpoint_activations={checkpointing}")
-    model = build_model(settings).to(dtype)
+    model = build_without_dropout(settings).to(dtype)
     loss = training_loss(settings, model)
     saved = SavedBytes(model.parameters())
     with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
@@ -142,7 +124,7 @@ def test_activations_are_what_autograd_saves(dtype, overrides, checkpointing):
 def peak_of_step(settings):
     """Measured peak bytes of one forward and backward pass over what was there before."""
     torch.manual_seed(0)
-    model = build_model(settings)
+    model = build_without_dropout(settings)
     loss = training_loss(settings, model)
     loss().backward()
     for param in model.parameters():
@@ -186,7 +168,7 @@ def test_peak_equals_a_measured_run_on_the_gpu():
     )  # fmt: skip
     memory = count_memory(settings, count_parameters(settings))
     with torch.device("cuda"):
-        model = build_model(settings).half().cuda()
+        model = build_without_dropout(settings).half().cuda()
         loss = training_loss(settings, model)
         loss().backward()
         for param in model.parameters():
