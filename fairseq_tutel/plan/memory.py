@@ -143,14 +143,14 @@ def _dense_bytes(settings: Settings) -> tuple[int, int, int]:
 def _moe_bytes(settings: Settings) -> tuple[int, int, int]:
     """(activations, dispatch buffers, gradients of activations) of an MoE layer.
 
-    In the backward pass of the experts' activation three tensors of its size are alive (input, both
-    gradients), where two were saved; two row buffers are left, as many as were saved.
+    In the backward pass of the experts' activation four tensors of its size are alive (input and
+    output, both gradients), where two were saved; two row buffers are left, as many as were saved.
     """
     model, b = settings.model, settings.precision.element
     rows, dim, hidden = dispatch_rows(settings), model.decoder_embed_dim, model.moe_expert_ffn_dim
     gate = settings.tokens * 4 * settings.routing.num_experts
     activations = _attention_bytes(settings) + gate + rows * 2 * b * hidden
-    return activations, rows * 2 * b * dim, rows * b * max(dim, hidden)
+    return activations, rows * 2 * b * dim, rows * b * max(dim, 2 * hidden)
 
 
 def _layer(

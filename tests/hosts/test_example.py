@@ -1,4 +1,4 @@
-"""examples/plain_pytorch.py, as its first lines say to start it."""
+"""scripts/examples/plain_pytorch.py, as its first lines say to start it."""
 
 import os
 import pathlib
@@ -9,7 +9,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "examples" / "plain_pytorch.py"
+EXAMPLE = ROOT / "scripts" / "examples" / "plain_pytorch.py"
 
 
 def run(ranks, steps, checkpoint):

@@ -1,8 +1,8 @@
 """An MoE layer in a plain PyTorch loop: trains, saves, and resumes on any number of ranks.
 
-    torchrun --nproc-per-node 2 examples/plain_pytorch.py --steps 20 run/checkpoint_last.pt
-    torchrun --nproc-per-node 4 examples/plain_pytorch.py --steps 40 run/checkpoint_last.pt
-    python examples/plain_pytorch.py --steps 60 run/checkpoint_last.pt
+    torchrun --nproc-per-node 2 scripts/examples/plain_pytorch.py --steps 20 run/checkpoint_last.pt
+    torchrun --nproc-per-node 4 scripts/examples/plain_pytorch.py --steps 40 run/checkpoint_last.pt
+    python scripts/examples/plain_pytorch.py --steps 60 run/checkpoint_last.pt
 
 The second command goes on at step 20 and the third at step 40. A step is over 8 sequences, whatever
 the number of ranks; on GPUs, one process per GPU.
