@@ -93,13 +93,17 @@ PRESETS = {
     ),
     "meta-1.1t-rank": TrainPreset(
         "one rank of 512 of the 1.1T model, all-to-alls replaced by copies",
-        "meta_1.1t", _simulated(512), variants=("moe", "flop-matched", "dense"),
-        simulated="SIMULATED rank of 512", one_by_one=True,
+        "meta_1.1t", _simulated(512), variants=("moe",), simulated="SIMULATED rank of 512",
     ),
     "meta-8gpu-rank": TrainPreset(
         "one rank of 8 of the same model with 8 experts, all-to-alls replaced by copies",
-        "meta_1.1t", _simulated(8), variants=("moe", "dense", "flop-matched"),
-        simulated="SIMULATED rank of 8", one_by_one=True,
+        "meta_1.1t", _simulated(8), variants=("moe", "dense"), simulated="SIMULATED rank of 8",
+        one_by_one=True,
+    ),
+    "meta-half-rank": TrainPreset(
+        "the same rank of 8 with half of the layers: what the model is compared with fits, too",
+        "meta_1.1t", (*_simulated(8), "model.decoder_layers=16"), simulated="SIMULATED rank of 8",
+        one_by_one=True,
     ),
 }  # fmt: skip
 

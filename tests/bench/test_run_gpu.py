@@ -16,7 +16,7 @@ MEMORY = [f"memory-{tokens}" for tokens in (4096, 8192, 16384, 32768)]
 # part -> steps
 STEPS = {
     "1": ["tests-kernels", "layer-meta-1.1t", "kernels-meta-1.1t", "train-meta-1.1t-rank"],
-    "2": ["tests-others", "layer-fig14,blog-8gpu,meta-8gpu", "train-meta-8gpu-rank",
+    "2": ["tests-others", "layer-fig14,blog-8gpu,meta-8gpu", "train-meta-half-rank",
           "kernels-fig14", f"layer-{','.join(MEMORY)}", "figures"],
 }  # fmt: skip
 # part -> presets of the layer
@@ -46,7 +46,7 @@ def test_rehearsal(part, tmp_path):
         archive.extractall(tmp_path / "results", filter="data")
     results = {path.stem: json.loads(path.read_text())
                for path in (tmp_path / "results").glob("*.json")}  # fmt: skip
-    kernels, train = ("fig14", "meta-8gpu-rank") if part == "2" else ("meta-1.1t", "meta-1.1t-rank")
+    kernels, train = ("fig14", "meta-half-rank") if part == "2" else ("meta-1.1t", "meta-1.1t-rank")
     layers = {f"layer-tiny-{name}-cpu" for name in LAYER[part]}
     assert results.keys() == {*layers, f"kernels-{kernels}-cpu", f"train-{train}-cpu"}
     assert not any("complete" in result for result in results.values())
