@@ -1,43 +1,24 @@
-"""The one place that changes fairseq: seven guarded replacements, each where fairseq has no seam.
+"""The one place that changes fairseq, and what of Python and logging comes with it: ``TABLE``.
 
-Every replacement asks first whether experts are involved and calls the original if not, so that
-dense models behave as before. ``install`` can be called any number of times.
-
-1. ``Trainer.__new__``: fairseq_cli.train names its Trainer class directly; a model with experts
-   gets a :class:`MoETrainer`, whichever module the name was imported into.
-2. ``checkpoint_utils.save_checkpoint`` and ``load_checkpoint``: copy, remove and look for single
-   files; with experts a checkpoint is a set.
-3. ``checkpoint_utils.load_checkpoint_to_cpu`` and ``get_maybe_sharded_checkpoint_filename``: look
-   for one file; the path of a set leads to its parts. A file that could run code when it is read is
-   refused, of dense models too; any other file of theirs stock code reads as ever.
-   ``load_model_ensemble_and_task`` returns the task that makes an evaluation program's batches;
-   they leave nothing out (:mod:`.blocks`).
-4. ``fairseq_cli.eval_lm.eval_lm`` and ``fairseq_cli.validate.main``: assume that ranks do not
-   need each other. The first is made to; the second refuses several ranks.
-   ``fairseq_cli.train.validate_and_save``: the place after an update where a run that was asked to
-   leave (SIGUSR1) has done all that was due.
-   ``fairseq_cli.generate.main`` decodes everything in every process; each takes its share.
-5. ``options.CommonEvalConfig``: knows no ``--is-moe``, which published commands pass; it is
-   accepted and has no effect, since the files tell.
-6. ``sys.excepthook`` and ``ArgumentParser.error`` of fairseq's programs: a user's mistake is told
-   in one line, whether this package finds it (:mod:`.errors`), fairseq (:mod:`.known_mistakes`) or
-   its parser (:mod:`.option_errors`), and Ctrl-C in one word. There, known warnings of fairseq's
-   dependencies are left out, too (:mod:`.known_warnings`).
-7. ``distributed.utils.call_main``: leaves processes that torchrun started alone where it sees one
-   device or none; with experts they become one job (:mod:`.ranks`). ``fairseq-eval-lm`` has its
-   block size from the checkpoint by default.
+No file of fairseq is edited. Where it has a seam (registration, subclasses, options), the seam is
+used; where it has none, an attribute is replaced, once, by a function that asks first whether
+experts are involved and calls the original if not, so that dense models behave as before.
+``install`` can be called any number of times. ``tests/training/test_hooks.py`` holds the table
+against what really differs in a process before and after.
 """
 
 import functools
 import inspect
 import os
+import pkgutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from fairseq import checkpoint_utils, options, utils
+from fairseq import checkpoint_utils, utils
 from fairseq.dataclass.configs import CommonEvalConfig
-from fairseq.distributed import utils as distributed_utils
 from fairseq.trainer import Trainer
 
 from .. import optim
@@ -57,25 +38,29 @@ class _CommonEvalConfig(CommonEvalConfig):
     )
 
 
+class Replacement(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        where: the attribute that is replaced, dotted.
+        why: what the original does with experts, and why no seam serves.
+        make: original -> replacement; None where ``install`` of another module does it.
+    """
+
+    where: str
+    why: str
+    make: Callable[[Any], Any] | None = None
+
+
 def install() -> None:
     """Put the replacements into place."""
     if getattr(checkpoint_utils, "_fairseq_tutel", False):
         return
     checkpoint_utils._fairseq_tutel = True
-    Trainer.__new__ = staticmethod(_new_trainer)
-    checkpoint_utils.save_checkpoint = _save_checkpoint(checkpoint_utils.save_checkpoint)
-    checkpoint_utils.load_checkpoint = _load_checkpoint(checkpoint_utils.load_checkpoint)
-    checkpoint_utils.load_checkpoint_to_cpu = _load_to_cpu(checkpoint_utils.load_checkpoint_to_cpu)
-    checkpoint_utils.get_maybe_sharded_checkpoint_filename = _file_of_set(
-        checkpoint_utils.get_maybe_sharded_checkpoint_filename
-    )
-    checkpoint_utils.load_model_ensemble_and_task = _load_model_ensemble_and_task(
-        checkpoint_utils.load_model_ensemble_and_task
-    )
-    options.CommonEvalConfig = _CommonEvalConfig
-    distributed_utils.call_main = _call_main(distributed_utils.call_main)
-    _wrap_programs()
-    _know_user_dir()
+    for row in TABLE:
+        if row.make is not None:
+            _replace(row)
+    _memoize_user_dir()
     errors.install()
     if program() is not None:
         known_warnings.install()
@@ -83,12 +68,24 @@ def install() -> None:
     optim.install()
 
 
-def _new_trainer(cls, cfg, task, model, *args, **kwargs):
-    """Python calls __init__ of the class that is returned, since it is a subclass."""
-    chosen = MoETrainer if cls is Trainer and has_experts(model) else cls
-    if not issubclass(chosen, MoETrainer):
-        requeue.without_trainer()
-    return object.__new__(chosen)
+def _replace(row: Replacement) -> None:
+    path, _, name = row.where.rpartition(".")
+    if path in _PROGRAMS:
+        _replace_in_program(path, name, row.make)
+        return
+    owner = pkgutil.resolve_name(path)
+    setattr(owner, name, row.make(getattr(owner, name)))
+
+
+def _choose_trainer(original):
+    def new_trainer(cls, cfg, task, model, *args, **kwargs):
+        """Python calls __init__ of the class that is returned, since it is a subclass."""
+        chosen = MoETrainer if cls is Trainer and has_experts(model) else cls
+        if not issubclass(chosen, MoETrainer):
+            requeue.without_trainer()
+        return object.__new__(chosen)
+
+    return staticmethod(new_trainer)
 
 
 def _save_checkpoint(original):
@@ -174,7 +171,7 @@ def _meets_experts(name: str, cfg) -> bool:
     return path is not None and evaluation.is_moe_checkpoint(path)
 
 
-def _know_user_dir() -> None:
+def _memoize_user_dir() -> None:
     """Let ``--user-dir`` and ``user_dir=`` name the package that is imported already.
 
     fairseq compares paths as they are written; this package's folder may be reached by several.
@@ -191,25 +188,113 @@ def _know_user_dir() -> None:
     utils.import_user_module.memo = memo
 
 
-def _wrap_programs() -> None:
+_PROGRAMS = {f"fairseq_cli.{name}" for name in ("train", "eval_lm", "validate", "generate")}
+
+
+def _replace_in_program(module_name: str, name: str, make: Callable[[Any], Any]) -> None:
     """Where a program is running: imported by its console script, or run as a file or module.
 
     Programs are not imported for this, since that sets up logging; they import the user dir late
     enough to be there.
     """
-    for name, function_name, replacement in (
-        ("fairseq_cli.train", "validate_and_save", requeue.after_each_update),
-        ("fairseq_cli.eval_lm", "eval_lm", evaluation.in_step),
-        ("fairseq_cli.validate", "main", evaluation.on_one_rank),
-        ("fairseq_cli.generate", "main", ranks.share_of_data),
-    ):
-        file = name.replace(".", os.sep) + ".py"
-        for module in {sys.modules.get(name), sys.modules.get("__main__")} - {None}:
-            function = getattr(module, function_name, None)
-            code = getattr(function, "__code__", None)
-            if code is None or not code.co_filename.endswith(file):
-                continue
-            new = replacement(function)
-            setattr(module, function_name, new)
-            # where the program's other functions look: in a spawned process not the module's dict
-            function.__globals__[function_name] = new
+    file = module_name.replace(".", os.sep) + ".py"
+    for module in {sys.modules.get(module_name), sys.modules.get("__main__")} - {None}:
+        function = getattr(module, name, None)
+        code = getattr(function, "__code__", None)
+        if code is None or not code.co_filename.endswith(file):
+            continue
+        new = make(function)
+        setattr(module, name, new)
+        # where the program's other functions look: in a spawned process not the module's dict
+        function.__globals__[name] = new
+
+
+TABLE = (
+    Replacement(
+        "fairseq.trainer.Trainer.__new__",
+        "fairseq_cli.train names its Trainer class; a model with experts gets a MoETrainer, "
+        "whichever module the name was imported into",
+        _choose_trainer,
+    ),
+    Replacement(
+        "fairseq.checkpoint_utils.save_checkpoint",
+        "copies and removes single files; with experts a checkpoint is a set",
+        _save_checkpoint,
+    ),
+    Replacement(
+        "fairseq.checkpoint_utils.load_checkpoint",
+        "looks for one file to tell a restart from a first launch",
+        _load_checkpoint,
+    ),
+    Replacement(
+        "fairseq.checkpoint_utils.load_checkpoint_to_cpu",
+        "reads one file; the name of a set leads to its parts. A file that could run code when it "
+        "is read is refused, of dense models too; any other of theirs stock code reads as ever",
+        _load_to_cpu,
+    ),
+    Replacement(
+        "fairseq.checkpoint_utils.get_maybe_sharded_checkpoint_filename",
+        "asks for one file before it is read",
+        _file_of_set,
+    ),
+    Replacement(
+        "fairseq.checkpoint_utils.load_model_ensemble_and_task",
+        "returns the task that makes an evaluation program's batches, which leave out what does "
+        "not fit; with experts they leave nothing out (training/blocks.py)",
+        _load_model_ensemble_and_task,
+    ),
+    Replacement(
+        "fairseq.options.CommonEvalConfig",
+        "has no --is-moe, which published commands pass; it is accepted and has no effect, since "
+        "the files tell",
+        lambda original: _CommonEvalConfig,
+    ),
+    Replacement(
+        "fairseq.distributed.utils.call_main",
+        "leaves processes that torchrun started alone where it sees one device or none; with "
+        "experts they become one job (training/ranks.py). fairseq-eval-lm takes its block size "
+        "from the checkpoint",
+        _call_main,
+    ),
+    Replacement(
+        "fairseq_cli.train.validate_and_save",
+        "is the place after an update where a run that was asked to leave (SIGUSR1) has done all "
+        "that was due",
+        requeue.after_each_update,
+    ),
+    Replacement(
+        "fairseq_cli.eval_lm.eval_lm",
+        "assumes that ranks do not need each other; it is made to keep them in step",
+        evaluation.in_step,
+    ),
+    Replacement(
+        "fairseq_cli.validate.main",
+        "assumes the same, and refuses several ranks",
+        evaluation.on_one_rank,
+    ),
+    Replacement(
+        "fairseq_cli.generate.main",
+        "decodes everything in every process; each takes its share",
+        ranks.share_of_data,
+    ),
+    # by the install() of other modules
+    Replacement(
+        "fairseq.optim.adam.FairseqAdam.__init__",
+        "raises where apex is missing and fp16 statistics are asked for (optim/fairseq_adam.py); "
+        "a second optimizer named adam cannot be registered",
+    ),
+    Replacement(
+        "argparse.ArgumentParser.error",
+        "prints up to 199 lines of usage; in fairseq's programs one line "
+        "(training/option_errors.py)",
+    ),
+    Replacement(
+        "sys.excepthook",
+        "tells a user's mistake by a traceback per rank; in fairseq's programs one line "
+        "(training/errors.py)",
+    ),
+)
+# Beside the table, in fairseq's programs: handlers of SIGINT (errors.py) and SIGUSR1 (requeue.py),
+# filters of known warnings (known_warnings.py); in a simulated rank, logging's record factory
+# (trainer.py). ARCH_CONFIG_REGISTRY gets a function of the model's own arch name, where fairseq
+# registers an empty one (models/transformer_lm_gpt_moe.py).
