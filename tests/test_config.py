@@ -7,7 +7,10 @@ import pytest
 from fairseq_tutel.config import MoEConfig, check_divisible, resolve_capacity
 
 UNSET = {
-    "top1_expert": False, "top_k": None, "capacity_factor": None, "eval_capacity_factor": None,
+    "top1_expert": False,
+    "top_k": None,
+    "capacity_factor": None,
+    "eval_capacity_factor": None,
     "eval_capacity_token_fraction": None,
 }
 
@@ -55,10 +58,14 @@ def test_only_fixed_capacity_in_training_is_static():
         ({"eval_capacity_factor": -2.0}, {"eval_capacity_factor": -2.0}),
         ({"eval_capacity_token_fraction": 0.25}, {"eval_capacity_token_fraction": 0.25}),
         # the 2021 meaning of <= 0: the training formula
-        ({"eval_capacity_token_fraction": -1.0},
-         {"eval_capacity_token_fraction": 0.0, "eval_capacity_factor": 1.0}),
-        ({"eval_capacity_token_fraction": 0.0, "capacity_factor": 1.5},
-         {"eval_capacity_token_fraction": 0.0, "eval_capacity_factor": 1.5}),
+        (
+            {"eval_capacity_token_fraction": -1.0},
+            {"eval_capacity_token_fraction": 0.0, "eval_capacity_factor": 1.0},
+        ),
+        (
+            {"eval_capacity_token_fraction": 0.0, "capacity_factor": 1.5},
+            {"eval_capacity_token_fraction": 0.0, "eval_capacity_factor": 1.5},
+        ),
     ],
 )
 def test_two_vocabularies_for_capacity(given, want):
@@ -71,8 +78,10 @@ def test_two_vocabularies_for_capacity(given, want):
     "given, names",
     [
         ({"top1_expert": True, "top_k": 2}, ("--moe-top1-expert", "--moe-top-k 2")),
-        ({"eval_capacity_factor": 1.0, "eval_capacity_token_fraction": 0.25},
-         ("--moe-eval-capacity-token-fraction 0.25", "--moe-eval-capacity-factor 1.0")),
+        (
+            {"eval_capacity_factor": 1.0, "eval_capacity_token_fraction": 0.25},
+            ("--moe-eval-capacity-token-fraction 0.25", "--moe-eval-capacity-factor 1.0"),
+        ),
     ],
 )
 def test_conflicts_name_both_options(given, names):

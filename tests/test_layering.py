@@ -167,3 +167,9 @@ def test_the_rules_notice_what_breaks_them(file, source):
 )
 def test_the_rules_allow_what_is_meant(file, source):
     assert not list(wrong_imports(file, ast.parse(source)))
+
+
+def test_the_page_names_the_rooms_that_there_are():
+    rooms = {room_of(file) for file in TREES} - {""}
+    assert rooms == set().union(*LINES)
+    assert rooms >= set().union(*OWNERS.values()) | STANDARD_LIBRARY_ONLY

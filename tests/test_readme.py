@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted(
-    path
-    for folder in ("", "configs", "fairseq_tutel/*", "scripts/*", "scripts/bench/results")
-    for path in ROOT.glob(f"{folder}/*.md".lstrip("/"))
-    if path.resolve() == path  # fairseq_tutel/configs is a link
-) + [ROOT / "fairseq_tutel" / "README.md"] * (ROOT / "fairseq_tutel" / "README.md").exists()
+PAGES = (
+    sorted(
+        path
+        for folder in ("", "configs", "fairseq_tutel/*", "scripts/*", "scripts/bench/results")
+        for path in ROOT.glob(f"{folder}/*.md".lstrip("/"))
+        if path.resolve() == path  # fairseq_tutel/configs is a link
+    )
+    + [ROOT / "fairseq_tutel" / "README.md"] * (ROOT / "fairseq_tutel" / "README.md").exists()
+)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MODELS = (ROOT / "fairseq_tutel" / "models" / "README.md").read_text(encoding="utf-8")
 

@@ -77,8 +77,7 @@ def plan_auto(
     allowed = sorted(set(allowed))
     node_of = [topology.node_of_pci(gpu.pci_id) if gpu else None for gpu in gpus]
     local_cpus = {
-        node: sorted(set(topology.numa_cpus[node]) & set(allowed))
-        for node in set(node_of) - {None}
+        node: sorted(set(topology.numa_cpus[node]) & set(allowed)) for node in set(node_of) - {None}
     }
     # In the order of NUMA nodes, so that a slice straddles two of them as rarely as possible.
     by_node = [cpu for node in sorted(topology.numa_cpus) for cpu in topology.numa_cpus[node]]
@@ -88,19 +87,16 @@ def plan_auto(
         node, note = node_of[local_rank], ""
         if node is not None and local_cpus[node]:
             peers = [i for i, other in enumerate(node_of) if other == node]
-            cpus, threads = _slice(
-                topology, local_cpus[node], peers.index(local_rank), len(peers)
-            )
+            cpus, threads = _slice(topology, local_cpus[node], peers.index(local_rank), len(peers))
         else:
             if gpu is not None:
                 note = (
-                    "NUMA node of the GPU unknown" if node is None
+                    "NUMA node of the GPU unknown"
+                    if node is None
                     else f"no allowed core in NUMA node {node}"
                 )
             cpus, threads = _slice(topology, ordered, local_rank, len(gpus))
-        bindings.append(
-            RankBinding(local_rank, gpu, cpus, _numa_of(topology, cpus), threads, note)
-        )
+        bindings.append(RankBinding(local_rank, gpu, cpus, _numa_of(topology, cpus), threads, note))
     return bindings
 
 

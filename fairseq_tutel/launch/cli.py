@@ -69,42 +69,87 @@ def build_parser() -> argparse.ArgumentParser:
         usage="%(prog)s [options] -- COMMAND [ARGUMENT ...]",
     )
     add = parser.add_argument
-    add("--nproc-per-node", type=_nproc, default=None, metavar="N|auto",
+    add(
+        "--nproc-per-node",
+        type=_nproc,
+        default=None,
+        metavar="N|auto",
         help="ranks to start on this node; auto: COMMAND's own world size if it gives one, else "
-        "one per visible GPU, else 1 (default: auto)")
-    add("--nnodes", type=_POSITIVE, metavar="N",
+        "one per visible GPU, else 1 (default: auto)",
+    )
+    add(
+        "--nnodes",
+        type=_POSITIVE,
+        metavar="N",
         help="nodes of the job, each running this launcher (default: what srun or mpirun say, "
-        "or 1)")
-    add("--node-rank", type=_NATURAL, metavar="I",
-        help="this node's number from 0 on, with --nnodes")
-    add("--master-addr", metavar="HOST",
+        "or 1)",
+    )
+    add(
+        "--node-rank",
+        type=_NATURAL,
+        metavar="I",
+        help="this node's number from 0 on, with --nnodes",
+    )
+    add(
+        "--master-addr",
+        metavar="HOST",
         help="host of rank 0 (default: MASTER_ADDR, or the first of SLURM's node list, or this "
-        "machine if the job has one node)")
-    add("--master-port", type=_POSITIVE, metavar="PORT",
+        "machine if the job has one node)",
+    )
+    add(
+        "--master-port",
+        type=_POSITIVE,
+        metavar="PORT",
         help="port on that host (default: MASTER_PORT, or a free one, or one derived from the "
-        "job's id)")
-    add("--bind", default="auto", metavar="auto|none|SETS",
+        "job's id)",
+    )
+    add(
+        "--bind",
+        default="auto",
+        metavar="auto|none|SETS",
         help="auto: each rank gets its share of the cores of its GPU's NUMA node, and that node's "
         "memory; without a GPU, slices of the cores this process may use. none: bind nothing. "
         "SETS: the cores of each local rank, as 0-3,4-7 or 0-3,16-19:4-7,20-23 or 0xff,0xff00 "
-        "(default: auto)")
-    add("--nccl-profile", default="none", metavar="NAME[,sl=N][,tc=N][,gid=N][,qps=N]",
+        "(default: auto)",
+    )
+    add(
+        "--nccl-profile",
+        default="none",
+        metavar="NAME[,sl=N][,tc=N][,gid=N][,qps=N]",
         help="ib-adaptive-routing: let the switches of an InfiniBand or RoCE fabric choose each "
         "packet's path (NCCL_IB_ADAPTIVE_ROUTING=1), on service level sl (NCCL_IB_SL), which "
         "the site must name, or traffic class tc (NCCL_IB_TC), with the RoCE address gid "
         "(NCCL_IB_GID_INDEX) and qps queue pairs per connection (NCCL_IB_QPS_PER_CONNECTION); "
-        "none: set nothing (default: none)")
-    add("--output", default="prefix", choices=["prefix", "plain"],
+        "none: set nothing (default: none)",
+    )
+    add(
+        "--output",
+        default="prefix",
+        choices=["prefix", "plain"],
         help="prefix: lines of ranks above 0 begin with [rank N]; plain: output is left as it is "
-        "(default: prefix)")
-    add("--grace-seconds", type=in_range(float, at_least(0)), default=15.0, metavar="S",
+        "(default: prefix)",
+    )
+    add(
+        "--grace-seconds",
+        type=in_range(float, at_least(0)),
+        default=15.0,
+        metavar="S",
         help="time between SIGTERM and SIGKILL for the other ranks when one has failed "
-        "(default: 15)")
-    add("--agree-seconds", type=_NATURAL, default=300, metavar="S",
+        "(default: 15)",
+    )
+    add(
+        "--agree-seconds",
+        type=_NATURAL,
+        default=300,
+        metavar="S",
         help="the launchers of several nodes compare their ranks at MASTER_ADDR:MASTER_PORT before "
-        "they start them, and wait so long for each other; 0: do not compare (default: 300)")
-    add("--dry-run", action="store_true",
-        help="print the ranks' commands and the binding, and start nothing")
+        "they start them, and wait so long for each other; 0: do not compare (default: 300)",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print the ranks' commands and the binding, and start nothing",
+    )
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
@@ -176,9 +221,14 @@ def main(argv: Sequence[str]) -> int:
     env = dict(os.environ)
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     options = Options(
-        nproc_per_node=args.nproc_per_node, nnodes=args.nnodes, node_rank=args.node_rank,
-        master_addr=args.master_addr, master_port=args.master_port, bind=args.bind,
-        nccl_profile=args.nccl_profile, prefix_output=args.output == "prefix",
+        nproc_per_node=args.nproc_per_node,
+        nnodes=args.nnodes,
+        node_rank=args.node_rank,
+        master_addr=args.master_addr,
+        master_port=args.master_port,
+        bind=args.bind,
+        nccl_profile=args.nccl_profile,
+        prefix_output=args.output == "prefix",
     )
     try:
         job = plan_job(options, parse_command(words, env.get("PATH")), env)

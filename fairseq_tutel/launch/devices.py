@@ -45,9 +45,7 @@ def torch_is_cpu_build() -> bool:
 def has_gpu_files(root: str | Path = "/") -> bool:
     """Whether a GPU's driver shows itself: /dev/nvidiaN, /dev/dxg (WSL) or /dev/kfd (AMD)."""
     dev = Path(root) / "dev"
-    return (
-        any(dev.glob("nvidia[0-9]*")) or (dev / "dxg").exists() or (dev / "kfd").exists()
-    )
+    return any(dev.glob("nvidia[0-9]*")) or (dev / "dxg").exists() or (dev / "kfd").exists()
 
 
 def _run(command: list[str], env: Mapping[str, str]) -> str | None:
@@ -69,7 +67,8 @@ def _from_nvidia_smi(env: Mapping[str, str], run: Callable) -> list[Gpu] | None:
     """The visible GPUs in the order of CUDA_VISIBLE_DEVICES; None if torch has to be asked."""
     text = run(
         [
-            "nvidia-smi", "--format=csv,noheader",
+            "nvidia-smi",
+            "--format=csv,noheader",
             "--query-gpu=index,pci.bus_id,uuid,mig.mode.current",
         ],
         env,
@@ -86,7 +85,8 @@ def _from_nvidia_smi(env: Mapping[str, str], run: Callable) -> list[Gpu] | None:
         chosen = []
         for token in visible.split(","):
             match = [
-                row for row in rows
+                row
+                for row in rows
                 if token.strip() == row[0] or (token.strip() and row[2].startswith(token.strip()))
             ]
             if len(match) != 1:

@@ -58,11 +58,14 @@ def with_overrides(words: Sequence[str], added: Sequence[str]) -> list[str]:
     Hydra's parser takes the overrides as one block: words after a flag would be refused.
     """
     last = max(
-        (i for i, w in enumerate(words)
-         if _OVERRIDE.match(w) and not (i and words[i - 1].startswith("--"))),
+        (
+            i
+            for i, w in enumerate(words)
+            if _OVERRIDE.match(w) and not (i and words[i - 1].startswith("--"))
+        ),
         default=len(words) - 1,
     )
-    return [*words[: last + 1], *added, *words[last + 1:]]
+    return [*words[: last + 1], *added, *words[last + 1 :]]
 
 
 def config_file(words: Sequence[str]) -> Path | None:

@@ -99,9 +99,7 @@ def _require_equal(option: str, given: int | None, found: int, placement: Placem
         raise ValueError(f"{option} {given} contradicts {placement.source}, which says {found}")
 
 
-def place(
-    options: Options, command: Command, env: Mapping[str, str], num_gpus: int
-) -> Placement:
+def place(options: Options, command: Command, env: Mapping[str, str], num_gpus: int) -> Placement:
     """The ranks that were started already, or those to start here.
 
     num_gpus: GPUs for the ranks on this node, 0 for the CPU. A task that is alone on its node
@@ -171,7 +169,11 @@ def _keep_starters_binding(
     sharers = -(-len(allowed) * placement.local_world_size // len(wide))
     threads = max(1, len(topology.cores(allowed)) // sharers)
     return bind.RankBinding(
-        placement.local_rank, gpu, tuple(sorted(allowed)), None, threads,
+        placement.local_rank,
+        gpu,
+        tuple(sorted(allowed)),
+        None,
+        threads,
         f"bound by {placement.source}",
     )
 
@@ -211,7 +213,9 @@ def _shared_environment(
         given["MASTER_ADDR"] = options.master_addr
     port = options.master_port or command.integer("distributed_port")
     if options.master_port and command.integer("distributed_port") not in (
-        None, -1, options.master_port
+        None,
+        -1,
+        options.master_port,
     ):
         raise ValueError(
             f"{command.spelled('distributed_port')} {command.integer('distributed_port')} "

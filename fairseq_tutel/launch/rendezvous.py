@@ -17,8 +17,14 @@ DEFAULT_PORT = 29500  # torchrun's
 _PORT_RANGE = (15000, 32000)
 # What names the job for all of its ranks and no other job's: the scheduler's or mpirun's.
 _JOB_VARIABLES = (
-    "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE",
-    "OMPI_MCA_ess_base_jobid", "PBS_JOBID", "LSB_JOBID", "JOB_ID",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+    "PBS_JOBID",
+    "LSB_JOBID",
+    "JOB_ID",
 )
 
 

@@ -150,9 +150,13 @@ class Supervisor:
 
         piped = subprocess.PIPE if job.prefix is not None else None
         process = subprocess.Popen(
-            job.argv, env=job.env, preexec_fn=in_child, start_new_session=True,
+            job.argv,
+            env=job.env,
+            preexec_fn=in_child,
+            start_new_session=True,
             stdin=None if job.rank == self._jobs[0].rank else subprocess.DEVNULL,
-            stdout=piped, stderr=piped,
+            stdout=piped,
+            stderr=piped,
         )
         return process
 
@@ -163,7 +167,8 @@ class Supervisor:
                 continue
             process, prefix = self._running[job.rank], job.prefix.encode()
             for source, target in (
-                (process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)
+                (process.stdout, sys.stdout.buffer),
+                (process.stderr, sys.stderr.buffer),
             ):
                 reader = threading.Thread(
                     target=_copy_lines, args=(source, target, prefix, lock), daemon=True

@@ -35,8 +35,10 @@ def _needs_adam16(cfg: Any) -> bool:
 
 
 def _refuse_averaging() -> None:
-    raise ValueError("--use-bmuf averages optimizer statistics and cannot do so with scaled fp16 "
-                     "ones: drop --fp16-adam-stats or --use-bmuf")  # fmt: skip
+    raise ValueError(
+        "--use-bmuf averages optimizer statistics and cannot do so with scaled fp16 "
+        "ones: drop --fp16-adam-stats or --use-bmuf"
+    )
 
 
 def _dequantize_loaded(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

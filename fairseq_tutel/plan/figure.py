@@ -11,9 +11,15 @@ from .report import time_rows
 
 # Bottom to top; those of Memory.at_peak.
 _MEMORY = (
-    "weights", "fp32 copies", "optimizer statistics", "gradients", "activations",
-    "working set of a layer", "logits", "buffers",
-)  # fmt: skip
+    "weights",
+    "fp32 copies",
+    "optimizer statistics",
+    "gradients",
+    "activations",
+    "working set of a layer",
+    "logits",
+    "buffers",
+)
 
 
 def draw(plans: Sequence[Plan], path: Path) -> None:
@@ -80,9 +86,13 @@ def _time(axis, gpus, plans) -> None:
     for index, plan in enumerate(plans):
         if plan.work.exchanges:
             axis.text(
-                index, plan.time.total, f"{plan.time.all_to_all_share:.0%}",
-                ha="center", va="bottom", fontsize=8,
-            )  # fmt: skip
+                index,
+                plan.time.total,
+                f"{plan.time.all_to_all_share:.0%}",
+                ha="center",
+                va="bottom",
+                fontsize=8,
+            )
     axis.set_title("time of an update (percent: all-to-all)")
     axis.set_ylabel("seconds")
 
@@ -92,9 +102,13 @@ def _throughput(axis, gpus, plans) -> None:
     axis.plot(gpus, rates, "o-")
     for name, rate, plan in zip(gpus, rates, plans, strict=True):
         axis.annotate(
-            _short(plan.tokens_per_second), (name, rate), (0, 7), textcoords="offset points",
-            ha="center", fontsize=8,
-        )  # fmt: skip
+            _short(plan.tokens_per_second),
+            (name, rate),
+            (0, 7),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
     axis.set_ylim(0, 1.25 * max(rates))
     axis.set_title("tokens per second and GPU (numbers: all GPUs)")
     axis.set_ylabel("tokens / s / GPU")

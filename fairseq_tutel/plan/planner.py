@@ -143,9 +143,9 @@ def _knobs(settings: Settings) -> Iterator[tuple[str, Settings]]:
 
 
 def _with_precision(settings: Settings, **changes) -> Settings:
-    return settings.replace(precision=type(settings.precision)(
-        **{**vars(settings.precision), **changes}
-    ))  # fmt: skip
+    return settings.replace(
+        precision=type(settings.precision)(**{**vars(settings.precision), **changes})
+    )
 
 
 def ladder(settings: Settings, hardware: Hardware, *, experts: int | None) -> list[Plan]:

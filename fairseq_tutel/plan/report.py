@@ -22,18 +22,22 @@ def describe(plan: Plan) -> str:
         ("  dense", f"{parameters.dense:,}"),
     ]
     if settings.routing:
-        rows.append((
-            "  experts",
-            f"{parameters.moe_layers} layers x {parameters.experts} x {parameters.expert:,}",
-        ))  # fmt: skip
+        rows.append(
+            (
+                "  experts",
+                f"{parameters.moe_layers} layers x {parameters.experts} x {parameters.expert:,}",
+            )
+        )
     rows.append(("  per GPU", f"{parameters.per_gpu:,}"))
     rows += [(label, f"{size / GB:8.2f} GB") for label, size in memory_rows(plan)]
     verdict = "fits" if plan.fits else "DOES NOT FIT"
-    rows.append((
-        "peak",
-        f"{memory.peak / GB:8.2f} GB ({memory.peak_phase}); {plan.usable_memory / GB:.1f} GB to "
-        f"fill: {verdict}",
-    ))  # fmt: skip
+    rows.append(
+        (
+            "peak",
+            f"{memory.peak / GB:8.2f} GB ({memory.peak_phase}); {plan.usable_memory / GB:.1f} GB "
+            f"to fill: {verdict}",
+        )
+    )
     return "\n".join(lines + _columns(rows + _work_rows(plan)))
 
 
@@ -60,22 +64,30 @@ def _work_rows(plan: Plan) -> list[tuple[str, str]]:
     work, time, settings = plan.work, plan.time, plan.settings
     rows = []
     if settings.routing:
-        rows.append((
-            "capacity",
-            "unlimited" if work.capacity is None else
-            f"{work.capacity} rows per expert and GPU, top-{settings.routing.top_k}",
-        ))  # fmt: skip
+        rows.append(
+            (
+                "capacity",
+                "unlimited"
+                if work.capacity is None
+                else f"{work.capacity} rows per expert and GPU, top-{settings.routing.top_k}",
+            )
+        )
     if work.exchanges:
         rows += [
-            ("all-to-all", f"{work.exchange_bytes / 2**20:.1f} MiB per GPU, "
-             f"{work.bytes_per_peer / 2**10:.1f} KiB per peer, {work.exchanges} per update"),
+            (
+                "all-to-all",
+                f"{work.exchange_bytes / 2**20:.1f} MiB per GPU, "
+                f"{work.bytes_per_peer / 2**10:.1f} KiB per peer, {work.exchanges} per update",
+            ),
             ("  leaving a GPU", f"{work.exchange_bytes_per_update / GB:.2f} GB per update"),
-        ]  # fmt: skip
+        ]
     rows += [
-        ("FLOPs per token", f"{work.model_flops / 1e9:.2f} G (computed: "
-         f"{work.hardware_flops / 1e9:.2f} G)"),
+        (
+            "FLOPs per token",
+            f"{work.model_flops / 1e9:.2f} G (computed: {work.hardware_flops / 1e9:.2f} G)",
+        ),
         ("predicted update", f"{time.total:.3f} s"),
-    ]  # fmt: skip
+    ]
     for label, seconds in time_rows(plan):
         rows.append((f"  {label}", f"{seconds:.3f} s ({seconds / time.total:.1%})"))
     rows += [
@@ -93,27 +105,40 @@ def time_rows(plan: Plan) -> list[tuple[str, float]]:
 def table(plans: Sequence[Plan]) -> str:
     """The ladder as a Markdown table."""
     head = (
-        "gpus", "experts", "parameters", "per GPU", "memory GB", "fits", "capacity", "a2a MiB",
-        "KiB per peer", "step s", "tokens/s", "a2a share", "MFU",
-    )  # fmt: skip
+        "gpus",
+        "experts",
+        "parameters",
+        "per GPU",
+        "memory GB",
+        "fits",
+        "capacity",
+        "a2a MiB",
+        "KiB per peer",
+        "step s",
+        "tokens/s",
+        "a2a share",
+        "MFU",
+    )
     rows = [head, tuple("-" * len(name) for name in head)]
     for plan in plans:
         work = plan.work
-        rows.append((
-            str(plan.settings.gpus),
-            str(plan.parameters.experts or "-"),
-            f"{plan.parameters.total:.3e}",
-            f"{plan.parameters.per_gpu:.3e}",
-            f"{plan.memory.peak / GB:.1f}",
-            "yes" if plan.fits else "no",
-            "-" if work.capacity is None else str(work.capacity),
-            f"{work.exchange_bytes / 2**20:.0f}",
-            f"{work.bytes_per_peer / 2**10:.0f}",
-            f"{plan.time.total:.2f}",
-            f"{plan.tokens_per_second:,.0f}",
-            f"{plan.time.all_to_all_share:.1%}",
-            f"{plan.flops_utilisation:.1%}",
-        ))  # fmt: skip
+        rows.append(
+            (
+                str(plan.settings.gpus),
+                str(plan.parameters.experts or "-"),
+                f"{plan.parameters.total:.3e}",
+                f"{plan.parameters.per_gpu:.3e}",
+                f"{plan.memory.peak / GB:.1f}",
+                "yes" if plan.fits else "no",
+                "-" if work.capacity is None else str(work.capacity),
+                f"{work.exchange_bytes / 2**20:.0f}",
+                f"{work.bytes_per_peer / 2**10:.0f}",
+                f"{plan.time.total:.2f}",
+                f"{plan.tokens_per_second:,.0f}",
+                f"{plan.time.all_to_all_share:.1%}",
+                f"{plan.flops_utilisation:.1%}",
+            )
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     return "\n".join(
         "| " + " | ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) + " |"

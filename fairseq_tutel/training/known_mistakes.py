@@ -123,55 +123,78 @@ def _says(text: str) -> Callable[[Any, re.Match, Mapping[str, Any]], str]:
 _SCORING = ("fairseq-eval-lm", "fairseq-generate", "fairseq-interactive")
 _KNOWN = (
     _Known(
-        OmegaConfBaseException, "convert_namespace_to_omegaconf",
+        OmegaConfBaseException,
+        "convert_namespace_to_omegaconf",
         r".*nterpolation key '?task\.(?P<key>\w+)",
-        lambda error, match, found: f"{_task()}: it has no {match['key']}, which the model takes "
-        f"from it; {_LANGUAGE_MODEL}",
+        lambda error, match, found: (
+            f"{_task()}: it has no {match['key']}, which the model takes from it; {_LANGUAGE_MODEL}"
+        ),
         below=True,
     ),
     _Known(
-        Exception, "setup_task", r"Could not infer language pair",
-        lambda error, match, found: f"{_task()}: the data names no pair of languages; "
-        f"{_LANGUAGE_MODEL}",
+        Exception,
+        "setup_task",
+        r"Could not infer language pair",
+        lambda error, match, found: (
+            f"{_task()}: the data names no pair of languages; {_LANGUAGE_MODEL}"
+        ),
     ),
     _Known(
         KeyError, "parse_args_and_arch", r"None$", _says(f"--task is missing; {_LANGUAGE_MODEL}")
     ),
     _Known(
-        RuntimeError, "parse_args_and_arch", r"$",
+        RuntimeError,
+        "parse_args_and_arch",
+        r"$",
         _says("--arch is missing; for a model with experts give --arch transformer_lm_gpt_moe"),
     ),
     _Known(
-        ValueError, "parse_args_and_arch", r"Cannot combine --fp16 and --tpu",
+        ValueError,
+        "parse_args_and_arch",
+        r"Cannot combine --fp16 and --tpu",
         _says("--fp16 and --bf16 (or their memory-efficient forms) exclude each other: give one"),
     ),
     _Known(
-        AssertionError, "_infer_single_node_init",
-        r"world size is (?P<ranks>\d+) but have (?P<gpus>\d+) available devices", _launcher,
+        AssertionError,
+        "_infer_single_node_init",
+        r"world size is (?P<ranks>\d+) but have (?P<gpus>\d+) available devices",
+        _launcher,
     ),
     _Known(
-        RuntimeError, "distributed_init", r"Distributed package doesn't have NCCL",
+        RuntimeError,
+        "distributed_init",
+        r"Distributed package doesn't have NCCL",
         _says("--distributed-backend nccl: this torch has none; give --distributed-backend gloo"),
         below=True,
     ),
     _Known(
-        AssertionError, "main", r"Must specify batch size",
+        AssertionError,
+        "main",
+        r"Must specify batch size",
         _says("the size of a batch is missing; give --batch-size or --max-tokens"),
     ),
     _Known(
-        OSError, "verify_checkpoint_directory", "",
-        lambda error, match, found: f"--save-dir {found['save_dir']} cannot be written "
-        f"({error.strerror}: {error.filename}); choose another, or --no-save",
+        OSError,
+        "verify_checkpoint_directory",
+        "",
+        lambda error, match, found: (
+            f"--save-dir {found['save_dir']} cannot be written "
+            f"({error.strerror}: {error.filename}); choose another, or --no-save"
+        ),
         below=True,
     ),
     _Known(FileNotFoundError, "add_from_file", "", _no_dictionary, below=True),
     _Known(
-        FileNotFoundError, "load_dataset", r"Dataset not found: (?P<split>\S+) \((?P<path>.*)\)",
+        FileNotFoundError,
+        "load_dataset",
+        r"Dataset not found: (?P<split>\S+) \((?P<path>.*)\)",
         _no_split,
     ),
     _Known(Exception, "main", r"The dataset is empty", _no_batch, below=True),
     _Known(
-        ValueError, "load_checkpoint", r"--finetune-from-model (?P<path>.*) does not exist",
+        ValueError,
+        "load_checkpoint",
+        r"--finetune-from-model (?P<path>.*) does not exist",
         lambda error, match, found: f"{error}; give the name of a checkpoint",
     ),
     _Known(KeyError, "validate", "", _no_metric),
@@ -179,7 +202,9 @@ _KNOWN = (
         OSError, "load_model_ensemble_and_task", r"Model file not found: (?P<path>.*)", _no_model
     ),
     _Known(
-        AssertionError, "main", r"--path required",
+        AssertionError,
+        "main",
+        r"--path required",
         _says("--path is missing; give the checkpoint to generate with"),
     ),
     _Known(
@@ -187,17 +212,25 @@ _KNOWN = (
     ),
     # Hydra: names that no parser has checked
     _Known(
-        AssertionError, "setup_task", r"Could not infer task type",
-        lambda error, match, found: f"task._name={found['cfg'].get('_name')}: there is no such "
-        "task; a language model's is language_modeling",
+        AssertionError,
+        "setup_task",
+        r"Could not infer task type",
+        lambda error, match, found: (
+            f"task._name={found['cfg'].get('_name')}: there is no such "
+            "task; a language model's is language_modeling"
+        ),
     ),
     _Known(
-        Exception, "build_model", r"Could not infer model type|.*_name",
-        lambda error, match, found: f"model._name={found.get('model_type')}: there is no such "
-        "model; one with experts is transformer_lm_gpt_moe",
+        Exception,
+        "build_model",
+        r"Could not infer model type|.*_name",
+        lambda error, match, found: (
+            f"model._name={found.get('model_type')}: there is no such "
+            "model; one with experts is transformer_lm_gpt_moe"
+        ),
     ),
     _Known(KeyError, "build_x", "", _no_choice),
-)  # fmt: skip
+)
 
 
 def _unreadable_value(error: BaseException, trace: TracebackType | None) -> str | None:

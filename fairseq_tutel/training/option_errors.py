@@ -79,9 +79,10 @@ def _whose(parser: argparse.ArgumentParser, words: list[str]) -> str:
         if flag in owners:
             choice, _, _ = owners[flag].partition(" ")
             given = [
-                f"{choice} {after}" for word, after in zip(sys.argv, sys.argv[1:], strict=False)
+                f"{choice} {after}"
+                for word, after in zip(sys.argv, sys.argv[1:], strict=False)
                 if word == choice
-            ]  # fmt: skip
+            ]
             instead = given[-1] if given else f"no {choice}"
             if not given and choice == "--task":
                 instead += " (fairseq's default is translation)"

@@ -54,11 +54,17 @@ def make_parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     for title, config, stock in (
-        ("--arch transformer_lm_gpt_moe", TransformerLMGPTMoEConfig,
-         TransformerLanguageModelConfig),
-        ("--criterion moe_cross_entropy", MoECrossEntropyCriterionConfig,
-         CrossEntropyCriterionConfig),
-    ):  # fmt: skip
+        (
+            "--arch transformer_lm_gpt_moe",
+            TransformerLMGPTMoEConfig,
+            TransformerLanguageModelConfig,
+        ),
+        (
+            "--criterion moe_cross_entropy",
+            MoECrossEntropyCriterionConfig,
+            CrossEntropyCriterionConfig,
+        ),
+    ):
         group = parser.add_argument_group(title)
         gen_parser_from_dataclass(group, _own_options(config, stock, "Options")())
     return parser

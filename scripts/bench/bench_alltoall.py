@@ -48,8 +48,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
     add("--backend", choices=["gloo", "nccl"], help="default: nccl on GPUs, gloo on CPUs")
-    add("--algorithms", type=lambda text: text.split(","), default=algorithms(), metavar="LIST",
-        help=f"of {', '.join(algorithms())} (default: all)")  # fmt: skip
+    add(
+        "--algorithms",
+        type=lambda text: text.split(","),
+        default=algorithms(),
+        metavar="LIST",
+        help=f"of {', '.join(algorithms())} (default: all)",
+    )
     add("--ranks-per-node", type=int, default=0, help="default: as the machines have it")
     add("--min-bytes", type=parse_size, default=64 << 10, metavar="SIZE", help="default: 64K")
     add("--max-bytes", type=parse_size, metavar="SIZE", help="default: 1G on GPUs, 64M on CPUs")
@@ -112,9 +117,10 @@ def check(received: Tensor, ranks: Ranks, algorithm: str) -> None:
     """Raise RuntimeError unless every part came from the right rank."""
     sources = torch.arange(ranks.world_size, device=ranks.device)
     want = (sources * ranks.world_size + ranks.rank).to(torch.float32)
-    if not torch.equal(received.view(ranks.world_size, -1), want[:, None].expand(
-        -1, received.numel() // ranks.world_size
-    )):  # fmt: skip
+    if not torch.equal(
+        received.view(ranks.world_size, -1),
+        want[:, None].expand(-1, received.numel() // ranks.world_size),
+    ):
         raise RuntimeError(f"{algorithm}: rank {ranks.rank} received the wrong parts")
 
 
@@ -155,27 +161,52 @@ def measure(options: argparse.Namespace, ranks: Ranks) -> list[dict[str, Any]]:
         for name in built:
             spread = percentiles(ranks.slowest(seconds[name]))
             bandwidth = size / spread["p50"]
-            rows.append({
-                "algorithm": name, "exchange": cases[name][0].name, "bytes": size,
-                "bytes_per_peer": size // ranks.world_size,
-                "seconds": spread, "algbw": bandwidth,
-                "busbw": bandwidth * (ranks.world_size - 1) / ranks.world_size,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "algorithm": name,
+                    "exchange": cases[name][0].name,
+                    "bytes": size,
+                    "bytes_per_peer": size // ranks.world_size,
+                    "seconds": spread,
+                    "algbw": bandwidth,
+                    "busbw": bandwidth * (ranks.world_size - 1) / ranks.world_size,
+                }
+            )
     return rows
 
 
 def print_result(result: dict[str, Any]) -> None:
     """The table."""
-    say(f"all-to-all between {result['world_size']} ranks, {result['backend']}, "
-        f"{device_name(result)}")  # fmt: skip
+    say(
+        f"all-to-all between {result['world_size']} ranks, {result['backend']}, "
+        f"{device_name(result)}"
+    )
     lines = [
-        [row["algorithm"], f"{row['bytes']:,}", f"{row['bytes_per_peer']:,}",
-         *(f"{1e6 * row['seconds'][key]:,.1f}" for key in ("p20", "p50", "p80")),
-         f"{row['algbw'] / 1e9:.3f}", f"{row['busbw'] / 1e9:.3f}"]
+        [
+            row["algorithm"],
+            f"{row['bytes']:,}",
+            f"{row['bytes_per_peer']:,}",
+            *(f"{1e6 * row['seconds'][key]:,.1f}" for key in ("p20", "p50", "p80")),
+            f"{row['algbw'] / 1e9:.3f}",
+            f"{row['busbw'] / 1e9:.3f}",
+        ]
         for row in result["results"]
-    ]  # fmt: skip
-    say(table(["algorithm", "bytes", "per peer", "p20 us", "p50 us", "p80 us", "algbw GB/s",
-               "busbw GB/s"], lines))  # fmt: skip
+    ]
+    say(
+        table(
+            [
+                "algorithm",
+                "bytes",
+                "per peer",
+                "p20 us",
+                "p50 us",
+                "p80 us",
+                "algbw GB/s",
+                "busbw GB/s",
+            ],
+            lines,
+        )
+    )
 
 
 def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
@@ -192,11 +223,14 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     result = {
         **describe_run("alltoall", ranks.device, ranks.world_size),
         "backend": ranks.backend,
-        "settings": {"algorithms": options.algorithms, "iterations": options.iterations,
-                     "repetitions": options.repetitions,
-                     "ranks_per_node": options.ranks_per_node},
+        "settings": {
+            "algorithms": options.algorithms,
+            "iterations": options.iterations,
+            "repetitions": options.repetitions,
+            "ranks_per_node": options.ranks_per_node,
+        },
         "results": rows,
-    }  # fmt: skip
+    }
     if ranks.first:
         print_result(result)
         path = options.output or Path(

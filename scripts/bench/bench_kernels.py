@@ -53,8 +53,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("tokens", "model-dim", "hidden-dim", "experts", "top-k"):
         add(f"--{name}", type=int, help="in place of the preset's")
     add("--dtype", choices=["float32", "float16", "bfloat16"], help="in place of the preset's")
-    add("--backends", type=lambda text: text.split(","), metavar="LIST",
-        help="of triton, torch (default: those that the device can run)")  # fmt: skip
+    add(
+        "--backends",
+        type=lambda text: text.split(","),
+        metavar="LIST",
+        help="of triton, torch (default: those that the device can run)",
+    )
     add("--only", metavar="TEXT", help="operators whose name contains this")
     add("--repetitions", type=int, default=0, help="default: 20 on a CPU, 100 on a GPU")
     add("--warmup", type=int, default=5)
@@ -151,20 +155,29 @@ def measure(
         for (name, backend), size in moved.items():
             ms = percentiles(times[f"{name}|{backend}"]["forward"])
             speed = size / (1e-3 * ms["p50"])
-            rows.append({
-                "name": name, "backend": backend, "ms": ms, "bytes": size,
-                "bytes_per_second": speed, "share_of_copy": speed / copy_speed,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "name": name,
+                    "backend": backend,
+                    "ms": ms,
+                    "bytes": size,
+                    "bytes_per_second": speed,
+                    "share_of_copy": speed / copy_speed,
+                }
+            )
         copy_row = {"ms": copy_ms, "bytes": copy_bytes, "bytes_per_second": copy_speed}
         return {"copy": copy_row, "results": rows}
 
     repetitions = options.repetitions or (100 if device.type == "cuda" else 20)
     return summarise(
         time_cases(
-            cases, device, repetitions, warmup=options.warmup,
+            cases,
+            device,
+            repetitions,
+            warmup=options.warmup,
             progress=lambda times: progress(lambda: summarise(times)),
         )
-    )  # fmt: skip
+    )
 
 
 def compare_with_torch(rows: Sequence[dict]) -> dict[str, float]:
@@ -182,37 +195,57 @@ def check_goals(rows: Sequence[dict], faster: dict[str, float], device_type: str
     if device_type != "cuda":
         return []
     goals = [
-        {"goal": f"{row['name']} at {_SHARE_GOAL:.0%} of copy bandwidth",
-         "ratio": row["share_of_copy"], "bound": _SHARE_GOAL,
-         "reached": row["share_of_copy"] >= _SHARE_GOAL}
+        {
+            "goal": f"{row['name']} at {_SHARE_GOAL:.0%} of copy bandwidth",
+            "ratio": row["share_of_copy"],
+            "bound": _SHARE_GOAL,
+            "reached": row["share_of_copy"] >= _SHARE_GOAL,
+        }
         for row in rows
         if row["backend"] == "triton" and row["name"] in ("dispatch", "combine")
-    ]  # fmt: skip
+    ]
     name = "fast_cumsum_sub_one int64 (triton)"
     if name in faster:
-        goals.append({"goal": f"cumsum minus one at least {_CUMSUM_GOAL:g} times torch's",
-                      "ratio": faster[name], "bound": _CUMSUM_GOAL,
-                      "reached": faster[name] >= _CUMSUM_GOAL})  # fmt: skip
+        goals.append(
+            {
+                "goal": f"cumsum minus one at least {_CUMSUM_GOAL:g} times torch's",
+                "ratio": faster[name],
+                "bound": _CUMSUM_GOAL,
+                "reached": faster[name] >= _CUMSUM_GOAL,
+            }
+        )
     return goals
 
 
 def print_result(result: dict[str, Any]) -> None:
     """Table and goals."""
     shape = result["settings"]
-    say(f"operators on {device_name(result)}: {shape['tokens']} tokens, "
+    say(
+        f"operators on {device_name(result)}: {shape['tokens']} tokens, "
         f"{shape['model_dim']}/{shape['hidden_dim']}, {shape['experts']} experts, "
         f"top-{shape['top_k']}, {shape['dtype']}; "
-        f"copy: {result['copy']['bytes_per_second'] / 1e9:.1f} GB/s")  # fmt: skip
+        f"copy: {result['copy']['bytes_per_second'] / 1e9:.1f} GB/s"
+    )
     lines = []
     for row in result["results"]:
         ms = row["ms"]
-        lines.append([
-            row["name"], row["backend"], f"{ms['p20']:.4g}", f"{ms['p50']:.4g}",
-            f"{ms['p80']:.4g}", f"{row['bytes'] / 2**20:.1f}",
-            f"{row['bytes_per_second'] / 1e9:.1f}", f"{row['share_of_copy']:.0%}",
-        ])  # fmt: skip
-    say(table(["operator", "backend", "p20 ms", "p50 ms", "p80 ms", "MiB", "GB/s", "of copy"],
-              lines))  # fmt: skip
+        lines.append(
+            [
+                row["name"],
+                row["backend"],
+                f"{ms['p20']:.4g}",
+                f"{ms['p50']:.4g}",
+                f"{ms['p80']:.4g}",
+                f"{row['bytes'] / 2**20:.1f}",
+                f"{row['bytes_per_second'] / 1e9:.1f}",
+                f"{row['share_of_copy']:.0%}",
+            ]
+        )
+    say(
+        table(
+            ["operator", "backend", "p20 ms", "p50 ms", "p80 ms", "MiB", "GB/s", "of copy"], lines
+        )
+    )
     for name, factor in result["times_faster_than_torch"].items():
         say(f"{name}: {factor:.2f} times faster than torch.cumsum minus one")
     for goal in result["goals"]:
@@ -250,9 +283,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     path = options.output or Path(f"runs/bench/kernels-{name}-{device.type}.json")
     journal = Journal(path)
     result = whole(
-        measure(kernels, backends, options, device,
-                lambda so_far: journal.keep(lambda: whole(so_far())))
-    )  # fmt: skip
+        measure(
+            kernels, backends, options, device, lambda so_far: journal.keep(lambda: whole(so_far()))
+        )
+    )
     print_result(result)
     write_json(result, path)
     say(f"written: {path}")

@@ -140,8 +140,9 @@ def choose_shape(options, preset: str | None, device: torch.device, world_size: 
         if getattr(shape, key) <= 0:
             raise ValueError(f"--{key.replace('_', '-')} {getattr(shape, key)} must be positive")
     if shape.simulated_ranks > 1 and world_size > 1:
-        raise ValueError(f"--simulate-ranks {shape.simulated_ranks} runs on one rank, not on "
-                         f"{world_size}")  # fmt: skip
+        raise ValueError(
+            f"--simulate-ranks {shape.simulated_ranks} runs on one rank, not on {world_size}"
+        )
     return name, shape
 
 
@@ -269,10 +270,12 @@ def check_goals(goals: Sequence[Goal], results: dict[str, Any], device_type: str
 def print_result(result: dict[str, Any]) -> None:
     """Table, ratios and goals."""
     shape = result["settings"]
-    say(f"MoE layer on {device_name(result)}, {result['world_size']} rank(s): "
+    say(
+        f"MoE layer on {device_name(result)}, {result['world_size']} rank(s): "
         f"{shape['tokens']} tokens, {shape['model_dim']}/{shape['hidden_dim']}, "
         f"{shape['experts']} experts ({shape['local_experts']} here), top-{shape['top_k']}, "
-        f"capacity {shape['capacity']}, {shape['dtype']}")  # fmt: skip
+        f"capacity {shape['capacity']}, {shape['dtype']}"
+    )
     if shape["simulated_ranks"]:
         say(f"SIMULATED rank of {shape['simulated_ranks']}: each all-to-all is a local copy")
     rows = []
@@ -287,8 +290,15 @@ def print_result(result: dict[str, Any]) -> None:
         for key in ("dense/this both", "this/products both"):
             row.append(f"{of[key]:.2f}" if key in of else "-")
         rows.append(row)
-    header = ["case", "forward ms", "backward ms", "both ms: p50 (p20-p80)", "peak MiB",
-              "times faster than dense", "times products"]  # fmt: skip
+    header = [
+        "case",
+        "forward ms",
+        "backward ms",
+        "both ms: p50 (p20-p80)",
+        "peak MiB",
+        "times faster than dense",
+        "times products",
+    ]
     say(table(header, rows))
     for name, reason in result["not_run"].items():
         say(f"{name}: not run: {reason}")

@@ -70,18 +70,33 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
     add("--preset", choices=list(PRESETS), help="default: meta-1.1t-rank on a GPU, x4 on a CPU")
-    add("--override", action="append", default=[], metavar="KEY=VALUE",
-        help="of the preset's config, e.g. model.dropout=0.0; may be repeated")  # fmt: skip
+    add(
+        "--override",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of the preset's config, e.g. model.dropout=0.0; may be repeated",
+    )
     add("--tiny", action="store_true", help="rehearsal: sizes and repetitions cut down")
-    add("--variants", type=lambda text: text.split(","), metavar="LIST",
-        help=f"of {', '.join(VARIANTS)} (default: the preset's)")  # fmt: skip
+    add(
+        "--variants",
+        type=lambda text: text.split(","),
+        metavar="LIST",
+        help=f"of {', '.join(VARIANTS)} (default: the preset's)",
+    )
     add("--updates", type=int, default=10, help="measured updates of each variant (default: 10)")
     add("--warmup", type=int, default=2, help="updates before those that count (default: 2)")
-    add("--one-by-one", action="store_true",
+    add(
+        "--one-by-one",
+        action="store_true",
         help="measure one variant after the other instead of in turn (default for presets whose "
-        "models do not fit together)")  # fmt: skip
-    add("--hardware", help="profile in configs/hardware for the model FLOPs utilisation (default: "
-        "by the GPU's name)")  # fmt: skip
+        "models do not fit together)",
+    )
+    add(
+        "--hardware",
+        help="profile in configs/hardware for the model FLOPs utilisation (default: "
+        "by the GPU's name)",
+    )
     add("--threads", type=int, help="CPU threads (default: torch's)")
     add("--seed", type=int, default=1, help="of the tokens (default: 1)")
     add("--output", type=Path, help="JSON file (default: runs/bench/train-PRESET-DEVICE.json)")
@@ -267,16 +282,25 @@ def compare(results: dict[str, Any], preset: TrainPreset) -> tuple[dict[str, flo
         if name != "moe"
     }
     goals = [
-        {"goal": f"at least {bound:g} times the tokens/s of: {VARIANTS[name]}",
-         "ratio": ratios[f"moe/{name}"], "bound": bound,
-         "reached": ratios[f"moe/{name}"] >= bound}
+        {
+            "goal": f"at least {bound:g} times the tokens/s of: {VARIANTS[name]}",
+            "ratio": ratios[f"moe/{name}"],
+            "bound": bound,
+            "reached": ratios[f"moe/{name}"] >= bound,
+        }
         for name, bound in preset.goals
         if name in results
-    ]  # fmt: skip
+    ]
     used = results["moe"]["model_flops_utilisation"]
     if used is not None:
-        goals.append({"goal": f"model FLOPs utilisation of at least {_MFU_GOAL:.0%}",
-                      "ratio": used, "bound": _MFU_GOAL, "reached": used >= _MFU_GOAL})  # fmt: skip
+        goals.append(
+            {
+                "goal": f"model FLOPs utilisation of at least {_MFU_GOAL:.0%}",
+                "ratio": used,
+                "bound": _MFU_GOAL,
+                "reached": used >= _MFU_GOAL,
+            }
+        )
     return ratios, goals
 
 
@@ -289,13 +313,23 @@ def print_result(result: dict[str, Any]) -> None:
     for name, run in result["results"].items():
         speed, peak = run["tokens_per_second"], run["peak_bytes_of_process"]
         used = run["model_flops_utilisation"]
-        rows.append([
-            name, f"{run['parameters'] / 1e6:,.1f} M", f"{run['seconds']['p50']:.3f}",
-            f"{speed['p50']:,.0f}", f"{speed['p80']:,.0f}-{speed['p20']:,.0f}",
-            "-" if peak is None else f"{peak / 2**30:.1f}", "-" if used is None else f"{used:.1%}",
-        ])  # fmt: skip
-    say(table(["variant", "parameters", "s/update", "tokens/s: p50", "p20-p80", "peak GiB", "MFU"],
-              rows))  # fmt: skip
+        rows.append(
+            [
+                name,
+                f"{run['parameters'] / 1e6:,.1f} M",
+                f"{run['seconds']['p50']:.3f}",
+                f"{speed['p50']:,.0f}",
+                f"{speed['p80']:,.0f}-{speed['p20']:,.0f}",
+                "-" if peak is None else f"{peak / 2**30:.1f}",
+                "-" if used is None else f"{used:.1%}",
+            ]
+        )
+    say(
+        table(
+            ["variant", "parameters", "s/update", "tokens/s: p50", "p20-p80", "peak GiB", "MFU"],
+            rows,
+        )
+    )
     for name, reason in result["not_run"].items():
         say(f"{name}: not run: {reason}")
     for key, ratio in result["ratios"].items():
@@ -323,13 +357,15 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         "preset": f"tiny-{name}" if options.tiny else "custom" if changes else name,
         "title": "; ".join([preset.about, *changes]),
         "settings": {
-            **dataclasses.asdict(preset), "overrides": [*preset.overrides, *changes],
-            "tokens_per_update": tokens, "experts": config.model.moe_expert_count,
+            **dataclasses.asdict(preset),
+            "overrides": [*preset.overrides, *changes],
+            "tokens_per_update": tokens,
+            "experts": config.model.moe_expert_count,
             "simulated_ranks": config.model.moe_simulate_world_size,
             "interleaved": len(groups) == 1,
         },
         "not_run": skipped,
-    }  # fmt: skip
+    }
     as_given = not changes and ranks.world_size == 1
     journal = Journal(output_path(options, result) if ranks.first else None, seconds=0)
     for measured in measure(groups, config, samples, options, ranks, skipped):

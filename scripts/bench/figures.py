@@ -50,10 +50,16 @@ def load_pyplot():
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    pyplot.rcParams.update({
-        "font.size": 10, "axes.spines.top": False, "axes.spines.right": False,
-        "axes.titlesize": 11, "axes.titlelocation": "left", "figure.dpi": 120,
-    })  # fmt: skip
+    pyplot.rcParams.update(
+        {
+            "font.size": 10,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.titlesize": 11,
+            "axes.titlelocation": "left",
+            "figure.dpi": 120,
+        }
+    )
     return pyplot
 
 
@@ -83,16 +89,21 @@ def _layer(pyplot, result, path):
     for phase, alpha in (("forward", 1.0), ("backward", 0.55)):
         left = [cases[n]["ms"]["forward"]["p50"] if phase == "backward" else 0.0 for n in names]
         widths = [cases[n]["ms"][phase]["p50"] for n in names]
-        time_axis.barh(names, widths, left=left, alpha=alpha,
-                       color=[COLORS[n] for n in names])  # fmt: skip
+        time_axis.barh(names, widths, left=left, alpha=alpha, color=[COLORS[n] for n in names])
     for name in names:
         both = cases[name]["ms"]["both"]
         time_axis.plot([both["p20"], both["p80"]], [name, name], color="black", linewidth=1.2)
         of = result["ratios"].get(name, {})
         factor = of.get("this/products both")
         label = f"{_short(both['p50'])} ms" + (f", {factor:.2f} x products" if factor else "")
-        time_axis.annotate(label, (max(both["p50"], both["p80"]), name), (4, 0),
-                           textcoords="offset points", va="center", fontsize=9)  # fmt: skip
+        time_axis.annotate(
+            label,
+            (max(both["p50"], both["p80"]), name),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+        )
     time_axis.set_xlim(0, 1.45 * max(cases[n]["ms"]["both"]["p80"] for n in names))
     time_axis.set_title("Time, ms: forward (dark) + backward (light), line: p20 to p80")
     time_axis.grid(axis="x", **_GRID)
@@ -109,8 +120,10 @@ def _layer(pyplot, result, path):
         f"One MoE layer: {shape['tokens']} tokens, {shape['model_dim']}/{shape['hidden_dim']}, "
         f"{shape['experts']} experts, top-{shape['top_k']}, {shape['dtype']}; {ranks}\n"
         f"{caption(result)}",
-        fontsize=10, x=0.01, ha="left",
-    )  # fmt: skip
+        fontsize=10,
+        x=0.01,
+        ha="left",
+    )
     save(pyplot, figure, path)
 
 
@@ -119,8 +132,11 @@ def _kernels(pyplot, result, path):
     rows = [row for row in rows if row[2] is not None][::-1]
     figure, axis = pyplot.subplots(figsize=(9, 1.6 + 0.28 * len(rows)), layout="constrained")
     labels = [f"{name} ({backend})" for name, backend, _ in rows]
-    bars = axis.barh(labels, [100 * share for *_, share in rows],
-                     color=[COLORS.get(backend, "#888888") for _, backend, _ in rows])  # fmt: skip
+    bars = axis.barh(
+        labels,
+        [100 * share for *_, share in rows],
+        color=[COLORS.get(backend, "#888888") for _, backend, _ in rows],
+    )
     axis.bar_label(bars, fmt="%.0f%%", padding=4, fontsize=9)
     axis.axvline(100, color="black", linewidth=1)
     axis.axvline(80, color="black", linewidth=0.8, linestyle=":")
@@ -129,8 +145,10 @@ def _kernels(pyplot, result, path):
     figure.suptitle(
         f"Bytes that must move over time, in % of a copy "
         f"({result['copy']['bytes_per_second'] / 1e9:.0f} GB/s in the same run)\n{caption(result)}",
-        fontsize=10, x=0.01, ha="left",
-    )  # fmt: skip
+        fontsize=10,
+        x=0.01,
+        ha="left",
+    )
     save(pyplot, figure, path)
 
 
@@ -152,8 +170,10 @@ def _train(pyplot, result, path):
 def _alltoall(pyplot, result, path):
     figure, axis = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     bandwidth_lines(axis, [result])
-    axis.set_title(f"All-to-all, {result['world_size']} ranks, {result['backend']}\n"
-                   f"{caption(result)}", fontsize=10)  # fmt: skip
+    axis.set_title(
+        f"All-to-all, {result['world_size']} ranks, {result['backend']}\n{caption(result)}",
+        fontsize=10,
+    )
     save(pyplot, figure, path)
 
 
@@ -172,10 +192,12 @@ def bandwidth_lines(axis, results) -> None:
         for algorithm in result["settings"]["algorithms"]:
             rows = [row for row in result["results"] if row["algorithm"] == algorithm]
             axis.plot(
-                [row["bytes"] for row in rows], [row["busbw"] / 1e9 for row in rows],
-                marker="o", markersize=3.5,
+                [row["bytes"] for row in rows],
+                [row["busbw"] / 1e9 for row in rows],
+                marker="o",
+                markersize=3.5,
                 label=f"{algorithm}, {result['world_size']} ranks{_binding(result)}",
-            )  # fmt: skip
+            )
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xlabel("bytes sent by a rank, its own part included")

@@ -83,13 +83,21 @@ def draw(ours: dict[str, Any], layer: dict[str, Any], path: Path) -> None:
     updates = range(1, UPDATES + 1)
     figure, (curve, bars) = pyplot.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
     curve.plot(
-        updates, [row["loss"] for row in golden], color=figures.COLORS["dense"], linewidth=7,
+        updates,
+        [row["loss"] for row in golden],
+        color=figures.COLORS["dense"],
+        linewidth=7,
         label="Meta's implementation (fairseq, branch moe)",
-    )  # fmt: skip
+    )
     curve.plot(
-        updates, ours["results"]["loss"], color=figures.COLORS["torch"], marker="o", markersize=3.5,
-        linewidth=1.2, label="this plugin on stock fairseq",
-    )  # fmt: skip
+        updates,
+        ours["results"]["loss"],
+        color=figures.COLORS["torch"],
+        marker="o",
+        markersize=3.5,
+        linewidth=1.2,
+        label="this plugin on stock fairseq",
+    )
     curve.set(title="The same run: 2 ranks, top-2", xlabel="update", ylabel="loss (bits per token)")
     curve.set_xticks([1, 5, 10, 15, 20])
     curve.legend(frameon=False)
@@ -97,9 +105,11 @@ def draw(ours: dict[str, Any], layer: dict[str, Any], path: Path) -> None:
     cases = [(name, label) for name, label in _BARS if name in layer["results"]]
     values = [layer["results"][name]["ms"]["both"]["p50"] for name, _ in cases]
     drawn = bars.bar(
-        [label for _, label in cases], values, width=0.6,
+        [label for _, label in cases],
+        values,
+        width=0.6,
         color=[figures.COLORS[name] for name, _ in cases],
-    )  # fmt: skip
+    )
     bars.bar_label(drawn, [f"{value:,.0f} ms" for value in values], padding=2)
     sizes = layer["settings"]
     bars.set_ylim(0, 1.12 * max(values))

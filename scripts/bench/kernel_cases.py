@@ -16,8 +16,10 @@ from torch import Tensor
 from fairseq_tutel import ops
 
 # Operators that torch has too, in the way they are otherwise written.
-TORCH_TWINS = {"fast_cumsum_sub_one int64": "torch.cumsum - 1 int64",
-               "fast_cumsum_sub_one int32": "torch.cumsum - 1 int32"}  # fmt: skip
+TORCH_TWINS = {
+    "fast_cumsum_sub_one int64": "torch.cumsum - 1 int64",
+    "fast_cumsum_sub_one int32": "torch.cumsum - 1 int32",
+}
 
 
 @dataclass(frozen=True)
@@ -85,33 +87,63 @@ def make_kernel_cases(
     d_hidden = over(lambda: randn(local, N, shape.hidden_dim))
     bias = randn(local, shape.hidden_dim)
     cases = [
-        KernelCase("topk_gating", lambda x: torch.ops.fairseq_tutel.topk_gating(x, K, None, None),
-                   [(x,) for x in logits]),
-        KernelCase("topk_gating bwd", torch.ops.fairseq_tutel.topk_gating_bwd,
-                   [_gating_gradients(x, K, E) for x in logits]),
-        KernelCase("assign_slots", lambda expert: ops.assign_slots(expert, E),
-                   [(r.expert,) for r in routed]),
-        KernelCase("assign_rows", lambda *args: ops.assign_rows(
-                       *args, capacity=shape.capacity, padded=True, normalize=K > 1),
-                   [(r.expert, r.position, r.gate, r.num_routed) for r in routed]),
-        KernelCase("dispatch", ops.dispatch,
-                   [(x, r.row, r.pair) for x, r in zip(tokens, routed, strict=True)],
-                   unread=lambda x, row, pair: _bytes(row)),
-        KernelCase("dispatch bwd", _dispatch_bwd,
-                   [(d, r.row, r.pair) for d, r in zip(rows, routed, strict=True)],
-                   unread=lambda d, row, pair: _bytes(pair) + _unused(d, pair)),
-        KernelCase("combine", ops.combine,
-                   [(x, r.row, r.pair, r.weight) for x, r in zip(rows, routed, strict=True)],
-                   unread=lambda x, row, pair, weight: _bytes(pair) + _unused(x, pair)),
-        KernelCase("combine bwd", _combine_bwd,
-                   [(d, x, r.row, r.pair, r.weight)
-                    for d, x, r in zip(grads, rows, routed, strict=True)],
-                   unread=lambda d, x, row, pair, weight: _bytes(row) + _unused(x, pair)),
-        KernelCase("bias_act gelu", lambda h, b: ops.bias_act(h, b, activation="gelu"),
-                   [(h, bias) for h in hidden]),
-        KernelCase("bias_act gelu bwd", _bias_act_bwd,
-                   [(d, h, bias) for d, h in zip(d_hidden, hidden, strict=True)]),
-    ]  # fmt: skip
+        KernelCase(
+            "topk_gating",
+            lambda x: torch.ops.fairseq_tutel.topk_gating(x, K, None, None),
+            [(x,) for x in logits],
+        ),
+        KernelCase(
+            "topk_gating bwd",
+            torch.ops.fairseq_tutel.topk_gating_bwd,
+            [_gating_gradients(x, K, E) for x in logits],
+        ),
+        KernelCase(
+            "assign_slots",
+            lambda expert: ops.assign_slots(expert, E),
+            [(r.expert,) for r in routed],
+        ),
+        KernelCase(
+            "assign_rows",
+            lambda *args: ops.assign_rows(
+                *args, capacity=shape.capacity, padded=True, normalize=K > 1
+            ),
+            [(r.expert, r.position, r.gate, r.num_routed) for r in routed],
+        ),
+        KernelCase(
+            "dispatch",
+            ops.dispatch,
+            [(x, r.row, r.pair) for x, r in zip(tokens, routed, strict=True)],
+            unread=lambda x, row, pair: _bytes(row),
+        ),
+        KernelCase(
+            "dispatch bwd",
+            _dispatch_bwd,
+            [(d, r.row, r.pair) for d, r in zip(rows, routed, strict=True)],
+            unread=lambda d, row, pair: _bytes(pair) + _unused(d, pair),
+        ),
+        KernelCase(
+            "combine",
+            ops.combine,
+            [(x, r.row, r.pair, r.weight) for x, r in zip(rows, routed, strict=True)],
+            unread=lambda x, row, pair, weight: _bytes(pair) + _unused(x, pair),
+        ),
+        KernelCase(
+            "combine bwd",
+            _combine_bwd,
+            [(d, x, r.row, r.pair, r.weight) for d, x, r in zip(grads, rows, routed, strict=True)],
+            unread=lambda d, x, row, pair, weight: _bytes(row) + _unused(x, pair),
+        ),
+        KernelCase(
+            "bias_act gelu",
+            lambda h, b: ops.bias_act(h, b, activation="gelu"),
+            [(h, bias) for h in hidden],
+        ),
+        KernelCase(
+            "bias_act gelu bwd",
+            _bias_act_bwd,
+            [(d, h, bias) for d, h in zip(d_hidden, hidden, strict=True)],
+        ),
+    ]
     return [*cases, *_cumsum_cases(routed, E)]
 
 
@@ -139,8 +171,14 @@ def _route(logits, top_k, num_experts, capacity):
 
 def _gating_gradients(logits, top_k, num_experts):
     expert, gate, prob_sum, _, lse = ops.topk_gating(logits, top_k)
-    return torch.randn_like(gate), torch.randn_like(prob_sum), torch.randn_like(lse), logits, \
-        lse, expert  # fmt: skip
+    return (
+        torch.randn_like(gate),
+        torch.randn_like(prob_sum),
+        torch.randn_like(lse),
+        logits,
+        lse,
+        expert,
+    )
 
 
 def _dispatch_bwd(d_rows, row, pair):

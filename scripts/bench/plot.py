@@ -75,11 +75,15 @@ def layer_speedups(results: Sequence[dict]) -> list[dict[str, Any]]:
         if layer is None or "dense" not in cases:
             continue
         ranks, simulated = gpus(result)
-        bars.append({
-            "label": _label(result),
-            "speedup": cases["dense"]["ms"]["both"]["p50"] / cases[layer]["ms"]["both"]["p50"],
-            "ranks": ranks, "simulated": simulated, "device": device_name(result),
-        })  # fmt: skip
+        bars.append(
+            {
+                "label": _label(result),
+                "speedup": cases["dense"]["ms"]["both"]["p50"] / cases[layer]["ms"]["both"]["p50"],
+                "ranks": ranks,
+                "simulated": simulated,
+                "device": device_name(result),
+            }
+        )
     return sorted(bars, key=lambda bar: bar["ranks"])
 
 
@@ -88,14 +92,18 @@ def training_bars(results: Sequence[dict]) -> list[dict[str, Any]]:
     groups = []
     for result in results:
         ranks, simulated = gpus(result)
-        groups.append({
-            "label": _label(result),
-            "speeds": {
-                name: run["tokens_per_second"]["p50"] / result["world_size"]
-                for name, run in result["results"].items()
-            },
-            "ranks": ranks, "simulated": simulated, "device": device_name(result),
-        })  # fmt: skip
+        groups.append(
+            {
+                "label": _label(result),
+                "speeds": {
+                    name: run["tokens_per_second"]["p50"] / result["world_size"]
+                    for name, run in result["results"].items()
+                },
+                "ranks": ranks,
+                "simulated": simulated,
+                "device": device_name(result),
+            }
+        )
     return sorted(groups, key=lambda group: group["ranks"])
 
 
@@ -119,8 +127,9 @@ def _devices(axis, entries: Sequence[dict]) -> None:
 
 
 def _nothing(axis) -> None:
-    axis.text(0.5, 0.5, _NOT_MEASURED, transform=axis.transAxes, ha="center", fontsize=14,
-              color="#777777")  # fmt: skip
+    axis.text(
+        0.5, 0.5, _NOT_MEASURED, transform=axis.transAxes, ha="center", fontsize=14, color="#777777"
+    )
     axis.set_xticks([])
     axis.set_yticks([])
 
@@ -129,8 +138,14 @@ def _published_points(axis, published: dict[str, dict[int, float]]) -> None:
     for (source, points), color in zip(published.items(), _PUBLISHED_COLORS, strict=False):
         axis.plot(list(points), list(points.values()), "o--", color=color, label=source)
         for count, factor in points.items():
-            axis.annotate(f"{factor:.2f}", (count, factor), (0, 7), textcoords="offset points",
-                          ha="center", fontsize=9)  # fmt: skip
+            axis.annotate(
+                f"{factor:.2f}",
+                (count, factor),
+                (0, 7),
+                textcoords="offset points",
+                ha="center",
+                fontsize=9,
+            )
     counts = sorted({count for points in published.values() for count in points})
     axis.set_xscale("log", base=2)
     axis.set_xticks(counts, [str(count) for count in counts])
@@ -149,10 +164,13 @@ def draw_layer(pyplot, results: Sequence[dict], path: Path) -> None:
     bars = layer_speedups(results)
     if bars:
         drawn = measured.bar(
-            range(len(bars)), [bar["speedup"] for bar in bars], width=0.6,
+            range(len(bars)),
+            [bar["speedup"] for bar in bars],
+            width=0.6,
             color=["white" if bar["simulated"] else figures.COLORS["torch"] for bar in bars],
-            edgecolor=figures.COLORS["torch"], hatch=["//" if b["simulated"] else "" for b in bars],
-        )  # fmt: skip
+            edgecolor=figures.COLORS["torch"],
+            hatch=["//" if b["simulated"] else "" for b in bars],
+        )
         measured.bar_label(drawn, fmt="%.2f", padding=3)
         measured.set_xticks(range(len(bars)), [bar["label"] for bar in bars], fontsize=8)
         measured.set_ylabel("times faster than the dense formulation")
@@ -175,10 +193,16 @@ def draw_alltoall(pyplot, results: Sequence[dict], path: Path) -> None:
     else:
         _nothing(measured)
     least, most = PUBLISHED_ALLTOALL
-    published.bar(["512 GPUs, hundreds of MiB"], [most - least], bottom=[least], width=0.3,
-                  color=_PUBLISHED_COLORS[0])  # fmt: skip
-    published.annotate(f"{least} to {most} times", (0, most), (0, 5), textcoords="offset points",
-                       ha="center")  # fmt: skip
+    published.bar(
+        ["512 GPUs, hundreds of MiB"],
+        [most - least],
+        bottom=[least],
+        width=0.3,
+        color=_PUBLISHED_COLORS[0],
+    )
+    published.annotate(
+        f"{least} to {most} times", (0, most), (0, 5), textcoords="offset points", ha="center"
+    )
     published.set_ylim(0, 1.2 * most)
     published.set_xlim(-1, 1)
     published.set_ylabel("bandwidth gained by CPU-GPU binding\nand adaptive routing, times")
@@ -201,16 +225,25 @@ def draw_training(pyplot, results: Sequence[dict], path: Path) -> None:
 def _training_groups(axis, groups: Sequence[dict]) -> None:
     names = ("moe", "dense", "flop-matched")
     width = 0.8 / len(names)
-    about = {"moe": "this plugin", "dense": "dense S x E x C formulation",
-             "flop-matched": "FLOP-matched dense model"}  # fmt: skip
+    about = {
+        "moe": "this plugin",
+        "dense": "dense S x E x C formulation",
+        "flop-matched": "FLOP-matched dense model",
+    }
     for offset, name in enumerate(names):
         have = [(i, g["speeds"][name], g) for i, g in enumerate(groups) if name in g["speeds"]]
         if not have:
             continue
-        drawn = axis.bar([i + (offset - 1) * width for i, *_ in have], [s for _, s, _ in have],
-                         width, color=figures.COLORS[name], label=about[name])  # fmt: skip
-        axis.bar_label(drawn, [_speed_label(name, speed, g) for _, speed, g in have], fontsize=8,
-                       padding=2)  # fmt: skip
+        drawn = axis.bar(
+            [i + (offset - 1) * width for i, *_ in have],
+            [s for _, s, _ in have],
+            width,
+            color=figures.COLORS[name],
+            label=about[name],
+        )
+        axis.bar_label(
+            drawn, [_speed_label(name, speed, g) for _, speed, g in have], fontsize=8, padding=2
+        )
     axis.set_xticks(range(len(groups)), [group["label"] for group in groups], fontsize=8)
     axis.set_ylabel("tokens/s of one rank")
     axis.set_ylim(0, 1.3 * max(max(group["speeds"].values()) for group in groups))
@@ -236,8 +269,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 2 for files that are no results, 1 where matplotlib is missing."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("results", nargs="+", type=Path, help="JSON files of the benchmarks")
-    parser.add_argument("--out", type=Path, default=Path("runs/figures"), metavar="FOLDER",
-                        help="default: runs/figures")  # fmt: skip
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/figures"),
+        metavar="FOLDER",
+        help="default: runs/figures",
+    )
     options = parser.parse_args(argv)
     quiet_logs()
     try:

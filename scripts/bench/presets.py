@@ -62,14 +62,17 @@ class LayerShape:
         local = max(1, self.experts // max(1, self.simulated_ranks))
         return dataclasses.replace(self, experts=local * world_size, simulated_ranks=0)
 
-
     def tiny(self) -> LayerShape:
         """Cut down to milliseconds on a CPU, to rehearse a benchmark; on 4 ranks if simulated."""
         local, ranks = min(2, self.local_experts(1)), min(4, self.simulated_ranks)
         return dataclasses.replace(
-            self, tokens=64, model_dim=16, hidden_dim=32, experts=local * (ranks or 4),
+            self,
+            tokens=64,
+            model_dim=16,
+            hidden_dim=32,
+            experts=local * (ranks or 4),
             simulated_ranks=ranks,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

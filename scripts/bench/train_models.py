@@ -64,14 +64,22 @@ def _small(batch: int) -> tuple[str, ...]:
     a CPU, and drawing its masks takes a third of the time of every variant.
     """
     return (
-        "common.fp16=false", "common.memory_efficient_fp16=false",
-        "optimizer.fp16_adam_stats=false", "task.dict_size=4996", f"dataset.batch_size={batch}",
+        "common.fp16=false",
+        "common.memory_efficient_fp16=false",
+        "optimizer.fp16_adam_stats=false",
+        "task.dict_size=4996",
+        f"dataset.batch_size={batch}",
         "distributed_training.distributed_world_size=1",
-        "model.decoder_layers=4", "model.decoder_embed_dim=256", "model.decoder_ffn_embed_dim=1024",
-        "model.decoder_attention_heads=4", "model.moe_expert_count=8",
-        "model.checkpoint_activations=false", "model.moe_normalize_expert_grad=world_size",
-        "model.dropout=0.0", "model.attention_dropout=0.0",
-    )  # fmt: skip
+        "model.decoder_layers=4",
+        "model.decoder_embed_dim=256",
+        "model.decoder_ffn_embed_dim=1024",
+        "model.decoder_attention_heads=4",
+        "model.moe_expert_count=8",
+        "model.checkpoint_activations=false",
+        "model.moe_normalize_expert_grad=world_size",
+        "model.dropout=0.0",
+        "model.attention_dropout=0.0",
+    )
 
 
 def _simulated(ranks: int) -> tuple[str, ...]:
@@ -85,36 +93,55 @@ def _simulated(ranks: int) -> tuple[str, ...]:
 PRESETS = {
     "x4": TrainPreset(
         "4 layers 256/1024, 8 experts, top-2, 1024 tokens x 4, vocabulary 5000, fp32, no dropout",
-        "meta_1.1t", _small(4), goals=(("flop-matched", 0.90), ("dense", 1.8)),
+        "meta_1.1t",
+        _small(4),
+        goals=(("flop-matched", 0.90), ("dense", 1.8)),
     ),
     "x8": TrainPreset(
         "4 layers 256/1024, 8 experts, top-2, 1024 tokens x 8, vocabulary 5000, fp32, no dropout",
-        "meta_1.1t", _small(8), goals=(("flop-matched", 0.90), ("dense", 2.5)),
+        "meta_1.1t",
+        _small(8),
+        goals=(("flop-matched", 0.90), ("dense", 2.5)),
     ),
     "meta-1.1t-rank": TrainPreset(
         "one rank of 512 of the 1.1T model, all-to-alls replaced by copies",
-        "meta_1.1t", _simulated(512), variants=("moe",), simulated="SIMULATED rank of 512",
+        "meta_1.1t",
+        _simulated(512),
+        variants=("moe",),
+        simulated="SIMULATED rank of 512",
     ),
     "meta-8gpu-rank": TrainPreset(
         "one rank of 8 of the same model with 8 experts, all-to-alls replaced by copies",
-        "meta_1.1t", _simulated(8), variants=("moe", "dense"), simulated="SIMULATED rank of 8",
+        "meta_1.1t",
+        _simulated(8),
+        variants=("moe", "dense"),
+        simulated="SIMULATED rank of 8",
         one_by_one=True,
     ),
     "meta-half-rank": TrainPreset(
         "the same rank of 8 with half of the layers: what the model is compared with fits, too",
-        "meta_1.1t", (*_simulated(8), "model.decoder_layers=16"), simulated="SIMULATED rank of 8",
+        "meta_1.1t",
+        (*_simulated(8), "model.decoder_layers=16"),
+        simulated="SIMULATED rank of 8",
         one_by_one=True,
     ),
-}  # fmt: skip
+}
 
 
 # Over any of the presets, to rehearse a benchmark on a CPU; a simulated rank is then one of 4.
 TINY = (
-    "common.fp16=false", "common.memory_efficient_fp16=false", "optimizer.fp16_adam_stats=false",
-    "task.dict_size=60", "task.tokens_per_sample=16", "dataset.batch_size=2",
-    "model.decoder_layers=2", "model.decoder_embed_dim=16", "model.decoder_ffn_embed_dim=32",
-    "model.decoder_attention_heads=2", "model.moe_expert_count=4",
-)  # fmt: skip
+    "common.fp16=false",
+    "common.memory_efficient_fp16=false",
+    "optimizer.fp16_adam_stats=false",
+    "task.dict_size=60",
+    "task.tokens_per_sample=16",
+    "dataset.batch_size=2",
+    "model.decoder_layers=2",
+    "model.decoder_embed_dim=16",
+    "model.decoder_ffn_embed_dim=32",
+    "model.decoder_attention_heads=2",
+    "model.moe_expert_count=4",
+)
 
 
 def tiny_overrides(preset: TrainPreset) -> tuple[str, ...]:
@@ -230,12 +257,16 @@ def random_samples(config: DictConfig, vocabulary: int, count: int, seed: int) -
     for _ in range(count):
         # symbols below 4 are <s>, <pad>, </s> and <unk>
         tokens = torch.randint(4, vocabulary, (batch, length + 1), generator=generator)
-        samples.append({
-            "id": torch.arange(batch), "nsentences": batch, "ntokens": batch * length,
-            "net_input": {
-                "src_tokens": tokens[:, :-1].contiguous(),
-                "src_lengths": torch.full((batch,), length),
-            },
-            "target": tokens[:, 1:].contiguous(),
-        })  # fmt: skip
+        samples.append(
+            {
+                "id": torch.arange(batch),
+                "nsentences": batch,
+                "ntokens": batch * length,
+                "net_input": {
+                    "src_tokens": tokens[:, :-1].contiguous(),
+                    "src_lengths": torch.full((batch,), length),
+                },
+                "target": tokens[:, 1:].contiguous(),
+            }
+        )
     return samples

@@ -14,16 +14,35 @@ TOKENS_PER_SAMPLE = 128
 SAMPLES_PER_UPDATE = 16
 EXPERTS = 8
 MODEL = [
-    "--arch", "transformer_lm_gpt_moe",
-    "--decoder-layers", "4", "--decoder-attention-heads", "4",
-    "--decoder-embed-dim", "256", "--decoder-ffn-embed-dim", "1024",
-    "--dropout", "0.0", "--attention-dropout", "0.0",
-    "--moe-freq", "2", "--moe-top-k", "2", "--moe-second-expert-policy", "all",
-]  # fmt: skip
+    "--arch",
+    "transformer_lm_gpt_moe",
+    "--decoder-layers",
+    "4",
+    "--decoder-attention-heads",
+    "4",
+    "--decoder-embed-dim",
+    "256",
+    "--decoder-ffn-embed-dim",
+    "1024",
+    "--dropout",
+    "0.0",
+    "--attention-dropout",
+    "0.0",
+    "--moe-freq",
+    "2",
+    "--moe-top-k",
+    "2",
+    "--moe-second-expert-policy",
+    "all",
+]
 CRITERION = [
-    "--criterion", "moe_cross_entropy",
-    "--moe-gate-loss-wt", "0.05", "--moe-gate-loss-combine-method", "sum",
-]  # fmt: skip
+    "--criterion",
+    "moe_cross_entropy",
+    "--moe-gate-loss-wt",
+    "0.05",
+    "--moe-gate-loss-combine-method",
+    "sum",
+]
 # fairseq's default, 8, leaves out the last batch of an epoch when its size is no multiple of 8.
 BATCH_MULTIPLE = ["--required-batch-size-multiple", "1"]
 PLUGIN = ["--user-dir", "fairseq_tutel", "--task", "language_modeling"]
@@ -102,12 +121,19 @@ def _tool(name: str) -> str:
 def preprocess(folder: Folder) -> list[str]:
     """Binarise the pieces; the dictionary is made from the training side."""
     return [
-        _tool("fairseq-preprocess"), "--only-source",
-        "--trainpref", str(folder.pieces / "train.txt"),
-        "--validpref", str(folder.pieces / "valid.txt"),
-        "--testpref", str(folder.pieces / "test.txt"),
-        "--destdir", str(folder.data), "--workers", str(min(4, os.cpu_count() or 1)),
-    ]  # fmt: skip
+        _tool("fairseq-preprocess"),
+        "--only-source",
+        "--trainpref",
+        str(folder.pieces / "train.txt"),
+        "--validpref",
+        str(folder.pieces / "valid.txt"),
+        "--testpref",
+        str(folder.pieces / "test.txt"),
+        "--destdir",
+        str(folder.data),
+        "--workers",
+        str(min(4, os.cpu_count() or 1)),
+    ]
 
 
 def train(folder: Folder, machine: Machine, stop_at: int, updates: int) -> list[str]:
@@ -118,41 +144,115 @@ def train(folder: Folder, machine: Machine, stop_at: int, updates: int) -> list[
     """
     warmup = min(WARMUP_UPDATES, updates // 4)
     return [
-        sys.executable, "-m", "fairseq_tutel.launch", "--nproc-per-node", str(machine.ranks), "--",
-        "fairseq-train", str(folder.data), *PLUGIN, *MODEL,
-        "--moe-expert-count", str(machine.experts), *CRITERION,
-        "--tokens-per-sample", str(TOKENS_PER_SAMPLE),
-        "--batch-size", str(machine.samples_per_rank), *BATCH_MULTIPLE,
-        "--optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--clip-norm", "1.0",
-        "--lr", "0.002", "--lr-scheduler", "cosine",
-        "--warmup-updates", str(warmup), "--warmup-init-lr", "0",
-        "--lr-period-updates", str(updates - warmup), "--max-update", str(stop_at),
-        "--validate-interval-updates", str(max(1, updates // 8)),
+        sys.executable,
+        "-m",
+        "fairseq_tutel.launch",
+        "--nproc-per-node",
+        str(machine.ranks),
+        "--",
+        "fairseq-train",
+        str(folder.data),
+        *PLUGIN,
+        *MODEL,
+        "--moe-expert-count",
+        str(machine.experts),
+        *CRITERION,
+        "--tokens-per-sample",
+        str(TOKENS_PER_SAMPLE),
+        "--batch-size",
+        str(machine.samples_per_rank),
+        *BATCH_MULTIPLE,
+        "--optimizer",
+        "adam",
+        "--adam-betas",
+        "(0.9, 0.98)",
+        "--clip-norm",
+        "1.0",
+        "--lr",
+        "0.002",
+        "--lr-scheduler",
+        "cosine",
+        "--warmup-updates",
+        str(warmup),
+        "--warmup-init-lr",
+        "0",
+        "--lr-period-updates",
+        str(updates - warmup),
+        "--max-update",
+        str(stop_at),
+        "--validate-interval-updates",
+        str(max(1, updates // 8)),
         # only updates count: a small text has many epochs
-        "--validate-interval", "1000000", "--save-interval", "1000000",
-        "--save-dir", str(folder.checkpoints), "--no-epoch-checkpoints",
-        "--moe-load-log-interval", "5", "--log-format", "simple", "--log-interval", "5",
-        "--num-workers", "0", "--seed", "1",
-    ]  # fmt: skip
+        "--validate-interval",
+        "1000000",
+        "--save-interval",
+        "1000000",
+        "--save-dir",
+        str(folder.checkpoints),
+        "--no-epoch-checkpoints",
+        "--moe-load-log-interval",
+        "5",
+        "--log-format",
+        "simple",
+        "--log-interval",
+        "5",
+        "--num-workers",
+        "0",
+        "--seed",
+        "1",
+    ]
 
 
 def eval_lm(folder: Folder, side: str) -> list[str]:
     """Perplexity of the last checkpoint on ``side``, in one process that holds all experts."""
     return [
-        _tool("fairseq-eval-lm"), str(folder.data), *PLUGIN,
-        "--path", str(folder.checkpoints / "checkpoint_last.pt"), "--gen-subset", side,
-        "--tokens-per-sample", str(TOKENS_PER_SAMPLE),
-        "--batch-size", str(SAMPLES_PER_UPDATE), *BATCH_MULTIPLE,
-    ]  # fmt: skip
+        _tool("fairseq-eval-lm"),
+        str(folder.data),
+        *PLUGIN,
+        "--path",
+        str(folder.checkpoints / "checkpoint_last.pt"),
+        "--gen-subset",
+        side,
+        "--tokens-per-sample",
+        str(TOKENS_PER_SAMPLE),
+        "--batch-size",
+        str(SAMPLES_PER_UPDATE),
+        *BATCH_MULTIPLE,
+    ]
 
 
 def interactive(folder: Folder, prompts: Path, count: int) -> list[str]:
     """Complete the prompts of a file, one per line."""
     return [
-        _tool("fairseq-interactive"), str(folder.data), *PLUGIN,
-        "--path", str(folder.checkpoints / "checkpoint_last.pt"), "--input", str(prompts),
-        "--bpe", "sentencepiece", "--sentencepiece-model", str(folder.tokenizer),
-        "--sampling", "--sampling-topk", "20", "--temperature", "0.7", "--beam", "1",
-        "--max-len-a", "0", "--max-len-b", "60", "--min-len", "20", "--seed", "3",
-        "--buffer-size", str(count), "--batch-size", str(count), *BATCH_MULTIPLE,
-    ]  # fmt: skip
+        _tool("fairseq-interactive"),
+        str(folder.data),
+        *PLUGIN,
+        "--path",
+        str(folder.checkpoints / "checkpoint_last.pt"),
+        "--input",
+        str(prompts),
+        "--bpe",
+        "sentencepiece",
+        "--sentencepiece-model",
+        str(folder.tokenizer),
+        "--sampling",
+        "--sampling-topk",
+        "20",
+        "--temperature",
+        "0.7",
+        "--beam",
+        "1",
+        "--max-len-a",
+        "0",
+        "--max-len-b",
+        "60",
+        "--min-len",
+        "20",
+        "--seed",
+        "3",
+        "--buffer-size",
+        str(count),
+        "--batch-size",
+        str(count),
+        *BATCH_MULTIPLE,
+    ]

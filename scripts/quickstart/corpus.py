@@ -20,9 +20,17 @@ TEXT_SUFFIXES = {".txt", ".md", ".rst", ".text", ".py"}
 # Left out of the standard library: tests (large, repetitive), tables of numbers, pydoc's topics as
 # source (they come as documents of their own), and what is no part of it.
 LEFT_OUT_FOLDERS = {
-    "test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages",
-    "lib-dynload", "__pycache__", "ensurepip",
-}  # fmt: skip
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+    "site-packages",
+    "dist-packages",
+    "lib-dynload",
+    "__pycache__",
+    "ensurepip",
+}
 LEFT_OUT_PREFIXES = ("_sysconfigdata", "NEWS", "HISTORY")
 
 # With fewer documents than this, a split by document would be a matter of luck.

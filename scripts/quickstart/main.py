@@ -43,22 +43,31 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         "let it write, and draw what happened. Everything goes to runs/quickstart.",
     )
     parser.add_argument(
-        "text", nargs="*", type=Path,
+        "text",
+        nargs="*",
+        type=Path,
         help="text files (UTF-8), or folders of them; default: sources and documentation of the "
         "Python library",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--resume", action="store_true",
+        "--resume",
+        action="store_true",
         help="go on with a run that was interrupted (default: remove it and start anew)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--updates", type=int, default=commands.UPDATES, metavar="N",
+        "--updates",
+        type=int,
+        default=commands.UPDATES,
+        metavar="N",
         help="updates to train (default: %(default)s)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "runs" / "quickstart", metavar="FOLDER",
+        "--out",
+        type=Path,
+        default=ROOT / "runs" / "quickstart",
+        metavar="FOLDER",
         help="where the files go (default: runs/quickstart)",
-    )  # fmt: skip
+    )
     args = parser.parse_args(argv)
     if args.updates < 8:
         parser.error(f"--updates {args.updates}: at least 8 are needed, to stop and resume halfway")

@@ -19,9 +19,13 @@ def draw_loss(curves: Curves, picture: Path) -> None:
     axes.plot(updates, [curves.train[u][0] for u in updates], color=_TRAIN, label="train")
     updates = sorted(curves.valid)
     axes.plot(
-        updates, [curves.valid[u][0] for u in updates],
-        color=_VALID, marker="o", markersize=4, label="valid",
-    )  # fmt: skip
+        updates,
+        [curves.valid[u][0] for u in updates],
+        color=_VALID,
+        marker="o",
+        markersize=4,
+        label="valid",
+    )
     for number, update in enumerate(u for u in curves.resumed if u > 1):
         label = "resumed from the checkpoint" if number == 0 else None
         axes.axvline(update, color=_GREY, linestyle="--", linewidth=1, label=label)
@@ -49,9 +53,13 @@ def draw_experts(updates: list[int], layers: dict[str, list[list[int]]], picture
         share = [[load * experts / max(1, sum(row)) for load in row] for row in loads]
         by_expert = list(zip(*share, strict=True))
         mesh = axes.pcolormesh(
-            edges, [e - 0.5 for e in range(experts + 1)], by_expert,
-            cmap="RdBu_r", vmin=0, vmax=2,
-        )  # fmt: skip
+            edges,
+            [e - 0.5 for e in range(experts + 1)],
+            by_expert,
+            cmap="RdBu_r",
+            vmin=0,
+            vmax=2,
+        )
         axes.set(title=f"MoE layer decoder.layers.{layer}", ylabel="expert")
         axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
         axes.invert_yaxis()

@@ -61,8 +61,10 @@ def _exchanges(name, ranks_per_node):
     assert sent.grad.tolist() == (got.detach() @ _CODE)[:, None].expand(-1, 3).tolist()
 
     # rank r sends 2r + to rows to rank `to`, none from 0 to 0; or nothing but from rank 1 to 0
-    for send_table in ([[2 * by + to for to in range(size)] for by in range(size)],
-                       [[5 * (by == 1) * (to == 0) for to in range(size)] for by in range(size)]):
+    for send_table in (
+        [[2 * by + to for to in range(size)] for by in range(size)],
+        [[5 * (by == 1) * (to == 0) for to in range(size)] for by in range(size)],
+    ):
         send, receive = send_table[rank], [line[rank] for line in send_table]
         rows = _numbered(send, order)
         parts = exchange.parts(send, receive)
@@ -118,8 +120,13 @@ def _round_trips():
         groups = build_groups(num_experts)
         for layout, factor in LAYOUTS.items():
             top_k = min(2, num_experts)
-            config = MoEConfig(num_experts=num_experts, top_k=top_k, capacity_factor=factor,
-                               normalize_before_dropping=True, second_expert_policy="all")
+            config = MoEConfig(
+                num_experts=num_experts,
+                top_k=top_k,
+                capacity_factor=factor,
+                normalize_before_dropping=True,
+                second_expert_policy="all",
+            )
             torch.manual_seed(rank)
             x = torch.randn(_tokens(rank), M, dtype=torch.float64, requires_grad=True)
             logits = torch.randn(len(x), num_experts, dtype=torch.float64)
@@ -137,8 +144,11 @@ def _round_trips():
             routing, _ = route(other_logits, config, training=True, num_tokens=step.num_tokens)
             want = other_x * routing.topk_weight_TK.sum(1, keepdim=True)
             (want * target).sum().backward()
-            pairs = {"y": (y, want), "x": (x.grad, other_x.grad),
-                     "logits": (logits.grad, other_logits.grad)}
+            pairs = {
+                "y": (y, want),
+                "x": (x.grad, other_x.grad),
+                "logits": (logits.grad, other_logits.grad),
+            }
             dropped = int((routing.dest_row_TK < 0).sum())
             errors[num_experts, layout] = (
                 {name: rms_ratio(*pair) if len(x) else 0.0 for name, pair in pairs.items()},
@@ -209,8 +219,9 @@ def _choose_differently():
 
 def test_ranks_with_different_exchanges_are_named():
     for message in run_ranks(_choose_differently, 2):
-        assert message == ("MoE ranks disagree on the exchange: linear on ranks [0]; "
-                           "pairwise on ranks [1]")
+        assert message == (
+            "MoE ranks disagree on the exchange: linear on ranks [0]; pairwise on ranks [1]"
+        )
 
 
 def test_the_time_of_an_exchange_is_measured_without_its_gradient():

@@ -11,8 +11,13 @@ from fairseq_tutel.distributed.gather import gather_integers
 # W=4: experts -> (exchange size, replicas, experts of each rank, exchange and replica partners)
 PLACEMENT = {
     1: (1, 4, [[0], [0], [0], [0]], [[0], [1], [2], [3]], [[0, 1, 2, 3]] * 4),
-    2: (2, 2, [[0], [1], [0], [1]], [[0, 1], [0, 1], [2, 3], [2, 3]],
-        [[0, 2], [1, 3], [0, 2], [1, 3]]),
+    2: (
+        2,
+        2,
+        [[0], [1], [0], [1]],
+        [[0, 1], [0, 1], [2, 3], [2, 3]],
+        [[0, 2], [1, 3], [0, 2], [1, 3]],
+    ),
     4: (4, 1, [[0], [1], [2], [3]], [[0, 1, 2, 3]] * 4, [[0], [1], [2], [3]]),
     8: (4, 1, [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 1, 2, 3]] * 4, [[0], [1], [2], [3]]),
 }
@@ -30,7 +35,10 @@ def _place():
         assert groups.num_local_experts == len(groups.local_experts)
         assert groups.communicates == (experts > 1)
         found[experts] = (
-            groups.ep_size, groups.num_replicas, list(groups.local_experts), *partners
+            groups.ep_size,
+            groups.num_replicas,
+            list(groups.local_experts),
+            *partners,
         )
     return found
 

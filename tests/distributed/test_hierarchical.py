@@ -18,8 +18,12 @@ from fairseq_tutel.moe import MoELayer
 
 M = 6
 # capacity factors of the padded and the ragged layouts; evaluation with nothing dropped
-FACTORS = {"padded": (1.0, True), "ragged": (0.0, True), "bounded": (-0.5, True),
-           "evaluation": (1.0, False)}
+FACTORS = {
+    "padded": (1.0, True),
+    "ragged": (0.0, True),
+    "bounded": (-0.5, True),
+    "evaluation": (1.0, False),
+}
 # ranks -> (experts, ranks per node): E > W, E = W, E < W
 CASES = {4: [(8, 2), (4, 2)], 8: [(16, 2), (8, 4), (4, 2)]}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -29,8 +33,16 @@ def _run(name, experts, local, layout, dtype):
     rank, _ = process_world()
     factor, training = FACTORS[layout]
     torch.manual_seed(7)
-    layer = MoELayer(M, experts, 8, groups=build_groups(experts), exchange=name, seed=3,
-                     ranks_per_node=local, capacity_factor=factor)
+    layer = MoELayer(
+        M,
+        experts,
+        8,
+        groups=build_groups(experts),
+        exchange=name,
+        seed=3,
+        ranks_per_node=local,
+        capacity_factor=factor,
+    )
     layer = layer.to(dtype).train(training)
     assert layer.exchange.name == name
     torch.manual_seed(rank)

@@ -16,8 +16,12 @@ M, HIDDEN = 6, 8
 EXPERTS = {2: (1, 2, 8), 4: (2, 4, 8)}
 TOP_K = (1, 2, 4)
 # capacities that drop nothing, and evaluation
-MODES = {"padded": (8.0, True), "ragged": (0.0, True), "dynamic": (-8.0, True),
-         "evaluation": (1.0, False)}
+MODES = {
+    "padded": (8.0, True),
+    "ragged": (0.0, True),
+    "dynamic": (-8.0, True),
+    "evaluation": (1.0, False),
+}
 SPLITS = {"even": (6, 6, 6, 6), "uneven, one empty": (9, 0, 2, 13)}
 CASES = {
     w: [c for c in itertools.product(experts, TOP_K, MODES, SPLITS) if c[1] <= c[0]]
@@ -28,8 +32,16 @@ CASES = {
 def _layer(num_experts, top_k, mode, groups):
     factor, training = MODES[mode]
     torch.manual_seed(7)
-    layer = MoELayer(M, num_experts, HIDDEN, top_k=top_k, capacity_factor=factor, seed=3,
-                     groups=groups, second_expert_policy="all")
+    layer = MoELayer(
+        M,
+        num_experts,
+        HIDDEN,
+        top_k=top_k,
+        capacity_factor=factor,
+        seed=3,
+        groups=groups,
+        second_expert_policy="all",
+    )
     return layer.double().train(training)
 
 

@@ -61,10 +61,12 @@ def _compare(name, even):
         return [y.detach(), *(x.grad for x in xs), w.grad]
 
     def one_after_the_other(xs, w):
-        return torch.cat([
-            exchange.back((exchange.forth(x, p) @ w).tanh(), p)
-            for x, p in zip(xs, parts, strict=True)
-        ])
+        return torch.cat(
+            [
+                exchange.back((exchange.forth(x, p) @ w).tanh(), p)
+                for x, p in zip(xs, parts, strict=True)
+            ]
+        )
 
     *want, want_w = run(one_after_the_other)
     worker = WorkerLane()
@@ -74,8 +76,11 @@ def _compare(name, even):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         torch.testing.assert_close(got_w, want_w, rtol=1e-12, atol=1e-12)  # sums of other order
         legs = [line.rsplit(" ", 1)[0] for line in recorded.log]
-        assert legs == [leg for leg in ("dispatch", "combine", "combine gradient",
-                                        "dispatch gradient") for _ in CHUNKS]
+        assert legs == [
+            leg
+            for leg in ("dispatch", "combine", "combine gradient", "dispatch gradient")
+            for _ in CHUNKS
+        ]
         if even:  # sizes are those of all ranks: the backward pass is the mirror of the forward one
             forward, backward = recorded.log[: 2 * len(CHUNKS)], recorded.log[2 * len(CHUNKS) :]
             assert [line.replace(" gradient", "") for line in backward[::-1]] == forward

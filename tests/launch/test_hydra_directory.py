@@ -12,15 +12,24 @@ from test_launch_processes import LAUNCH, REPOSITORY, environment
 pytest.importorskip("fairseq")
 HYDRA = [sys.executable, "-m", "fairseq_cli.hydra_train"]
 TINY = [
-    "--config-dir", f"{REPOSITORY}/configs", "--config-name", "tiny_cpu",
-    "model.decoder_layers=2", "task.dataset_size=200", "checkpoint.save_dir=saved",
+    "--config-dir",
+    f"{REPOSITORY}/configs",
+    "--config-name",
+    "tiny_cpu",
+    "model.decoder_layers=2",
+    "task.dataset_size=200",
+    "checkpoint.save_dir=saved",
 ]
 
 
 def run(words, folder):
     return subprocess.Popen(
-        words, cwd=folder, env=environment(OMP_NUM_THREADS="1"), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        words,
+        cwd=folder,
+        env=environment(OMP_NUM_THREADS="1"),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
 
 
@@ -56,11 +65,20 @@ def test_two_launchers_that_start_apart_save_into_one_directory(tmp_path, config
     nodes, port = [], free_port()
     for number in range(2):
         options = [
-            "--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1",
-            "--master-addr", "127.0.0.1", "--master-port", port,
+            "--nnodes",
+            "2",
+            "--node-rank",
+            str(number),
+            "--nproc-per-node",
+            "1",
+            "--master-addr",
+            "127.0.0.1",
+            "--master-port",
+            port,
         ]
-        nodes.append(run([*LAUNCH, *options, "--", *HYDRA, *words, "optimization.max_update=2"],
-                         tmp_path))
+        nodes.append(
+            run([*LAUNCH, *options, "--", *HYDRA, *words, "optimization.max_update=2"], tmp_path)
+        )
         time.sleep(2 * (1 - number))
     for node in nodes:
         finish(node)

@@ -12,15 +12,26 @@ from fairseq_tutel.launch.commands import (
     with_options,
 )
 
-STAY_HERE = ["hydra.run.dir=.", "hydra.output_subdir=null",
-             "hydra.job_logging.handlers.file.filename=/dev/null"]
+STAY_HERE = [
+    "hydra.run.dir=.",
+    "hydra.output_subdir=null",
+    "hydra.job_logging.handlers.file.filename=/dev/null",
+]
 
 
 @pytest.fixture
 def path(tmp_path):
     """A PATH with fairseq's commands and an interpreter, all empty files."""
-    for name in ("fairseq-train", "fairseq-eval-lm", "fairseq-validate", "fairseq-hydra-train",
-                 "fairseq-generate", "fairseq-interactive", "python", "mytool"):
+    for name in (
+        "fairseq-train",
+        "fairseq-eval-lm",
+        "fairseq-validate",
+        "fairseq-hydra-train",
+        "fairseq-generate",
+        "fairseq-interactive",
+        "python",
+        "mytool",
+    ):
         (tmp_path / name).touch(mode=0o755)
     return str(tmp_path)
 
@@ -83,10 +94,21 @@ def test_unknown_and_missing_commands():
 def test_train_on_the_cpu(path):
     command = command_of("fairseq-train data --lr 0.1", path)
     assert with_options(command, options(command))[1:] == [
-        "data", "--lr", "0.1",
-        "--distributed-world-size", "2", "--device-id", "1",
-        "--distributed-init-method", "env://", "--distributed-rank", "1",
-        "--distributed-no-spawn", "--distributed-backend", "gloo", "--cpu",
+        "data",
+        "--lr",
+        "0.1",
+        "--distributed-world-size",
+        "2",
+        "--device-id",
+        "1",
+        "--distributed-init-method",
+        "env://",
+        "--distributed-rank",
+        "1",
+        "--distributed-no-spawn",
+        "--distributed-backend",
+        "gloo",
+        "--cpu",
     ]
 
 
@@ -110,37 +132,48 @@ def test_one_rank_on_the_cpu_asks_for_no_nccl(path, name):
 
 
 def test_hydra_overrides_join_the_users_block(path):
-    command = command_of("fairseq-hydra-train --config-dir c task.data=x model.y=2 --config-name n",
-                         path)
+    command = command_of(
+        "fairseq-hydra-train --config-dir c task.data=x model.y=2 --config-name n", path
+    )
     words = with_options(command, options(command))[1:]
     first, last = words.index("model.y=2"), words.index("--config-name")
     assert words[:first] == ["--config-dir", "c", "task.data=x"]
     assert words[last:] == ["--config-name", "n"]
-    assert words[first + 1:last] == [
-        "distributed_training.distributed_world_size=2", "distributed_training.device_id=1",
+    assert words[first + 1 : last] == [
+        "distributed_training.distributed_world_size=2",
+        "distributed_training.device_id=1",
         "distributed_training.distributed_init_method=env://",
         "distributed_training.distributed_rank=1",
         "distributed_training.distributed_no_spawn=true",
-        "distributed_training.distributed_backend=gloo", "common.cpu=true", *STAY_HERE,
+        "distributed_training.distributed_backend=gloo",
+        "common.cpu=true",
+        *STAY_HERE,
     ]
 
 
 def test_hydra_stays_in_its_directory_unless_the_user_chose_one(path, tmp_path):
     """Hydra's own default is a directory of its own for every rank."""
-    for name, text in (("own", "hydra:\n  run:\n    dir: /elsewhere\n"),
-                       ("flag", "hydra:\n  # why\n  job:\n    chdir: true\n"),
-                       ("plain", "common:\n  dir: x\nhydra:\n  verbose: true\n")):
+    for name, text in (
+        ("own", "hydra:\n  run:\n    dir: /elsewhere\n"),
+        ("flag", "hydra:\n  # why\n  job:\n    chdir: true\n"),
+        ("plain", "common:\n  dir: x\nhydra:\n  verbose: true\n"),
+    ):
         (tmp_path / f"{name}.yaml").write_text(text)
 
     def added(words):
         command = command_of("fairseq-hydra-train " + words, path)
-        return with_options(command, {})[1 + len(words.split()):]
+        return with_options(command, {})[1 + len(words.split()) :]
 
     file = f"--config-dir {tmp_path} --config-name"
     for words in (file + " plain", "--config-name absent", "task.data=d"):
         assert added(words) == STAY_HERE
-    for words in (file + " own", file + " flag", "hydra.run.dir=/d", "+hydra.job.chdir=true",
-                  "--multirun model.x=1,2"):
+    for words in (
+        file + " own",
+        file + " flag",
+        "hydra.run.dir=/d",
+        "+hydra.job.chdir=true",
+        "--multirun model.x=1,2",
+    ):
         assert added(words) == []
     assert added("hydra.output_subdir=log") == [STAY_HERE[0], STAY_HERE[2]]
 
@@ -177,7 +210,9 @@ def test_scripts_are_left_alone(path):
 def test_the_users_options_win(path):
     command = command_of(
         "fairseq-train d --distributed-backend=gloo --distributed-init-method tcp://h:1 --cpu "
-        "--distributed-world-size 2", path)
+        "--distributed-world-size 2",
+        path,
+    )
     given = options(command, cpu=True)
     assert set(given) == {"device_id", "distributed_rank", "distributed_no_spawn"}
 
@@ -185,16 +220,28 @@ def test_the_users_options_win(path):
 @pytest.mark.parametrize(
     "text, cpu, message",
     [
-        ("fairseq-train --distributed-world-size 4", True,
-         r"--distributed-world-size=4 contradicts the number of ranks started \(2\)"),
-        ("fairseq-train --distributed-rank=0", True,
-         r"--distributed-rank=0 contradicts the rank of this process \(1\)"),
+        (
+            "fairseq-train --distributed-world-size 4",
+            True,
+            r"--distributed-world-size=4 contradicts the number of ranks started \(2\)",
+        ),
+        (
+            "fairseq-train --distributed-rank=0",
+            True,
+            r"--distributed-rank=0 contradicts the rank of this process \(1\)",
+        ),
         ("fairseq-train --device-id 0", False, r"--device-id=0 contradicts the GPU of this rank"),
         ("fairseq-train --local_rank 0", False, r"--device-id=0 contradicts the GPU of this rank"),
-        ("fairseq-hydra-train distributed_training.distributed_world_size=4", True,
-         "distributed_training.distributed_world_size=4 contradicts"),
-        ("fairseq-hydra-train ++distributed_training.distributed_no_spawn=false", True,
-         "distributed_no_spawn=false contradicts"),
+        (
+            "fairseq-hydra-train distributed_training.distributed_world_size=4",
+            True,
+            "distributed_training.distributed_world_size=4 contradicts",
+        ),
+        (
+            "fairseq-hydra-train ++distributed_training.distributed_no_spawn=false",
+            True,
+            "distributed_no_spawn=false contradicts",
+        ),
         ("fairseq-generate --distributed-world-size 3", True, "=3 contradicts"),
     ],
 )
@@ -204,8 +251,9 @@ def test_contradictions_name_both_sides(path, text, cpu, message):
 
 
 def test_interpolations_are_left_to_hydra(path):
-    command = command_of("fairseq-hydra-train distributed_training.distributed_world_size=${x}",
-                         path)
+    command = command_of(
+        "fairseq-hydra-train distributed_training.distributed_world_size=${x}", path
+    )
     assert "distributed_world_size" not in options(command)
 
 
@@ -230,8 +278,11 @@ def test_experts_that_fit(path, experts, world_size):
 
 @pytest.mark.parametrize(
     "text",
-    ["fairseq-train --moe-expert-count 6", "fairseq-train --moe-expert-count=6 --moe-freq 2",
-     "fairseq-hydra-train model.moe_expert_count=6"],
+    [
+        "fairseq-train --moe-expert-count 6",
+        "fairseq-train --moe-expert-count=6 --moe-freq 2",
+        "fairseq-hydra-train model.moe_expert_count=6",
+    ],
 )
 def test_experts_that_do_not_fit(path, text):
     with pytest.raises(ValueError, match=r"moe.expert.count=6 and a world size of 4: neither"):
@@ -244,12 +295,14 @@ def test_cpu_of_a_config_file(path, tmp_path):
     )
     (tmp_path / "big.yaml").write_text("common:\n  cpu: false\nother:\n  cpu: true\n")
     for name, cpu in (("small", True), ("big", False), ("absent", False)):
-        command = command_of(f"fairseq-hydra-train --config-dir {tmp_path} --config-name {name}",
-                             path)
+        command = command_of(
+            f"fairseq-hydra-train --config-dir {tmp_path} --config-name {name}", path
+        )
         assert use_cpu(command, 8) is cpu
         assert use_cpu(command, 0)
     command = command_of(
-        f"fairseq-hydra-train common.cpu=false --config-dir={tmp_path} -cn small", path)
+        f"fairseq-hydra-train common.cpu=false --config-dir={tmp_path} -cn small", path
+    )
     assert not use_cpu(command, 8)
 
 
@@ -264,8 +317,12 @@ def test_experts_of_a_config_file(path, tmp_path):
 
 
 def test_experts_that_are_not_used(path):
-    for text in ("fairseq-train --moe-expert-count 6 --moe-freq 0", "mytool --moe-expert-count 6",
-                 "fairseq-train", "fairseq-train --moe-expert-count 0"):
+    for text in (
+        "fairseq-train --moe-expert-count 6 --moe-freq 0",
+        "mytool --moe-expert-count 6",
+        "fairseq-train",
+        "fairseq-train --moe-expert-count 0",
+    ):
         check_experts(command_of(text, path), 4)
 
 
@@ -299,8 +356,10 @@ def test_fairseqs_configuration_and_hydras_parser_know_every_override(path):
     words = with_options(command, options(command, 3, 4, 1))[1:]
     overrides = hydra_utils.get_args_parser().parse_args(words).overrides
     assert len(overrides) == 11 and overrides[8:] == STAY_HERE
-    sections = {"distributed_training": configs.DistributedTrainingConfig,
-                "common": configs.CommonConfig}
+    sections = {
+        "distributed_training": configs.DistributedTrainingConfig,
+        "common": configs.CommonConfig,
+    }
     for override in overrides[1:8]:
         section, key = override.split("=")[0].split(".")
         assert key in sections[section].__dataclass_fields__

@@ -13,15 +13,22 @@ from fairseq_tutel.launch.placement import Placement
 
 PCIS = list(EIGHT_GPUS)
 SRUN = {
-    "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[07-08]",
-    "SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "2", "MASTER_ADDR": "localhost",
+    "SLURM_JOB_ID": "17",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_NNODES": "2",
+    "MASTER_ADDR": "localhost",
 }
 
 
 def srun_task(procid, tasks, node, local, per_node):
     return {
-        **SRUN, "SLURM_PROCID": str(procid), "SLURM_STEP_NUM_TASKS": str(tasks),
-        "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local),
+        **SRUN,
+        "SLURM_PROCID": str(procid),
+        "SLURM_STEP_NUM_TASKS": str(tasks),
+        "SLURM_NODEID": str(node),
+        "SLURM_LOCALID": str(local),
         "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x2)",
     }
 
@@ -51,7 +58,8 @@ def test_visible_gpus(tmp_path, monkeypatch):
     assert visible_gpus({}, root, run) == [Gpu(i, pci) for i, pci in enumerate(PCIS)]
     # the order of the variable counts, by number or by the beginning of the UUID
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "5,2"}, root, run) == [
-        Gpu(0, PCIS[5]), Gpu(1, PCIS[2])
+        Gpu(0, PCIS[5]),
+        Gpu(1, PCIS[2]),
     ]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-33"}, root, run) == [Gpu(0, PCIS[3])]
     assert len(visible_gpus({"CUDA_VISIBLE_DEVICES": "0,99,1"}, root, run)) == 1
@@ -119,8 +127,12 @@ def test_auto_follows_the_commands_world_size(node):
 
 
 def test_users_environment_wins(node):
-    env = {"OMP_NUM_THREADS": "7", "MASTER_PORT": "1234", "NCCL_IB_SL": "9",
-           "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    env = {
+        "OMP_NUM_THREADS": "7",
+        "MASTER_PORT": "1234",
+        "NCCL_IB_SL": "9",
+        "CUDA_DEVICE_ORDER": "FASTEST_FIRST",
+    }
     job = plan(node, TRAIN, env, nccl_profile="ib-adaptive-routing,sl=1")
     given = job.ranks[0].env
     assert {key: given[key] for key in env} == env
@@ -134,8 +146,15 @@ def test_threads_in_effect_are_in_the_table(node):
 
 
 def test_torchruns_one_thread_is_nobodys_choice(node):
-    env = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8",
-           "OMP_NUM_THREADS": "1", "MASTER_ADDR": "h", "MASTER_PORT": "5"}
+    env = {
+        "RANK": "1",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "8",
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "5",
+    }
     assert plan(node, TRAIN, env).ranks[0].env["OMP_NUM_THREADS"] == "1"
     env["TORCHELASTIC_RUN_ID"] = "none"
     job = plan(node, TRAIN, env)
@@ -207,8 +226,10 @@ def test_one_task_per_node_starts_that_nodes_ranks(node):
     job = plan(node, TRAIN, srun_task(1, 2, 1, 0, 1))
     assert not job.placement.adopted and job.placement.source == "srun"
     assert [rank.rank for rank in job.ranks] == list(range(8, 16))
-    assert job.ranks[0].env["MASTER_PORT"] == plan(
-        node, TRAIN, srun_task(0, 2, 0, 0, 1)).ranks[0].env["MASTER_PORT"]
+    assert (
+        job.ranks[0].env["MASTER_PORT"]
+        == plan(node, TRAIN, srun_task(0, 2, 0, 0, 1)).ranks[0].env["MASTER_PORT"]
+    )
 
 
 def test_a_starters_binding_stands_unless_off_the_gpus_socket(node, monkeypatch):
@@ -223,8 +244,12 @@ def test_a_starters_binding_stands_unless_off_the_gpus_socket(node, monkeypatch)
 def test_a_shared_set_of_cores_is_divided_among_threads(node, monkeypatch):
     # mpirun binds to sockets by default: 4 of the 8 ranks share these 8 cores
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)) | set(range(16, 24)))
-    env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8",
-           "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
+    env = {
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_COMM_WORLD_SIZE": "8",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
+    }
     (rank,) = plan(node, TRAIN, env).ranks
     assert rank.env["OMP_NUM_THREADS"] == "2"
 
@@ -232,8 +257,11 @@ def test_a_shared_set_of_cores_is_divided_among_threads(node, monkeypatch):
 @pytest.mark.parametrize(
     "env, options, message",
     [
-        ({"SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "SLURM_PROCID": "0"}, {},
-         "the SLURM job has 2 nodes, but this is no task of a step"),
+        (
+            {"SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "SLURM_PROCID": "0"},
+            {},
+            "the SLURM job has 2 nodes, but this is no task of a step",
+        ),
         ({}, {"nnodes": 2}, "--nnodes 2 needs --node-rank"),
         ({}, {"nnodes": 2, "node_rank": 1, "nproc_per_node": 1}, "nothing says which host"),
         (srun_task(1, 4, 0, 1, 2), {"nnodes": 3}, "--nnodes 3 contradicts srun, which says 2"),

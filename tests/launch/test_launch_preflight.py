@@ -89,8 +89,17 @@ def test_strangers_are_ignored(port):
 def launchers(tmp_path, port, per_node):
     words = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     started = [
-        start(*words, "--node-rank", str(i), "--nproc-per-node", str(count), "--",
-              "bash", "-c", f"touch {tmp_path}/rank$RANK")
+        start(
+            *words,
+            "--node-rank",
+            str(i),
+            "--nproc-per-node",
+            str(count),
+            "--",
+            "bash",
+            "-c",
+            f"touch {tmp_path}/rank$RANK",
+        )
         for i, count in enumerate(per_node)
     ]
     return [(process, *process.communicate(timeout=60)) for process in started]
@@ -105,8 +114,15 @@ def test_launchers_of_two_nodes(tmp_path, port):
 
 
 def test_a_mistake_of_one_node_alone_names_it(tmp_path):
-    env = environment(SLURM_PROCID="1", SLURM_STEP_ID="0", SLURM_JOB_ID="17", SLURM_NODEID="1",
-                      SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NUM_NODES="2", MASTER_ADDR="h")
+    env = environment(
+        SLURM_PROCID="1",
+        SLURM_STEP_ID="0",
+        SLURM_JOB_ID="17",
+        SLURM_NODEID="1",
+        SLURM_STEP_NUM_TASKS="2",
+        SLURM_STEP_NUM_NODES="2",
+        MASTER_ADDR="h",
+    )
     scancel = tmp_path / "scancel"
     scancel.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\n')
     scancel.chmod(0o755)

@@ -23,14 +23,21 @@ def environment(**variables):
 
 def launch(*words, timeout=30, env=None, **options):
     return subprocess.run(
-        LAUNCH + list(words), capture_output=True, text=True, timeout=timeout,
-        env=env or environment(), **options,
+        LAUNCH + list(words),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=env or environment(),
+        **options,
     )
 
 
 def start(*words, **variables):
     return subprocess.Popen(
-        LAUNCH + list(words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        LAUNCH + list(words),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env=environment(**variables),
         # a shell's background jobs, and so tests run by one, begin with SIGINT ignored
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -86,8 +93,9 @@ def test_one_ranks_death_ends_all(tmp_path):
         "trap '' TERM; sleep 300 & echo $$ $! > pids; mv pids child; wait; wait"
     )
     begin = time.monotonic()
-    result = launch("--nproc-per-node", "2", "--grace-seconds", "0.5", "--", "bash", "-c", script,
-                    cwd=tmp_path)
+    result = launch(
+        "--nproc-per-node", "2", "--grace-seconds", "0.5", "--", "bash", "-c", script, cwd=tmp_path
+    )
     assert result.returncode == 7
     assert time.monotonic() - begin < 15
     assert "rank 1 ended with exit code 7; ending the others" in result.stderr
@@ -106,8 +114,9 @@ def test_the_others_may_end_in_good_order(tmp_path):
 
 
 def test_ranks_die_with_a_killed_launcher(tmp_path):
-    process = start("--nproc-per-node", "2", "--", "bash", "-c",
-                    f"echo $$ > {tmp_path}/$RANK; exec sleep 300")
+    process = start(
+        "--nproc-per-node", "2", "--", "bash", "-c", f"echo $$ > {tmp_path}/$RANK; exec sleep 300"
+    )
     wait_for(lambda: all((tmp_path / r).exists() and (tmp_path / r).read_text() for r in "01"))
     pids = [(tmp_path / r).read_text().strip() for r in "01"]
     process.kill()
@@ -134,8 +143,9 @@ def test_output_that_nobody_reads_blocks_no_rank(tmp_path):
 
 def test_an_ignored_hangup_stays_ignored(tmp_path):
     words = [*LAUNCH, "--", "bash", "-c", f"touch {tmp_path}/up; exec sleep 300"]
-    process = subprocess.Popen(["nohup", *words], stdout=subprocess.DEVNULL, env=environment(),
-                               stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        ["nohup", *words], stdout=subprocess.DEVNULL, env=environment(), stderr=subprocess.PIPE
+    )
     wait_for((tmp_path / "up").exists)
     process.send_signal(signal.SIGHUP)
     time.sleep(0.5)
@@ -212,8 +222,11 @@ sys.exit(Supervisor([job], 5.0, early).run())
 
 def _early_request(folder, early):
     process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER_ALONE + _EARLY_REQUEST, early], cwd=folder,
-        env=environment(), stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-c", LAUNCHER_ALONE + _EARLY_REQUEST, early],
+        cwd=folder,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     wait_for((folder / "importing").exists)
@@ -282,7 +295,10 @@ def test_a_save_request_in_the_launchers_first_moment_is_not_lost(tmp_path):
     (tmp_path / "fairseq-train").chmod(0o755)
     result = subprocess.run(
         [sys.executable, "-c", LAUNCHER_ALONE + _FIRST_MOMENT, "--", tmp_path / "fairseq-train"],
-        env=environment(), timeout=30, capture_output=True, text=True,
+        env=environment(),
+        timeout=30,
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 85, result.stderr
 
@@ -290,8 +306,11 @@ def test_a_save_request_in_the_launchers_first_moment_is_not_lost(tmp_path):
 def test_an_adopted_process_becomes_its_rank():
     env = environment(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="h", MASTER_PORT="5")
     process = subprocess.Popen(
-        [*LAUNCH, "--", "bash", "-c", "echo $$ $RANK $MASTER_ADDR $MASTER_PORT"], env=env,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [*LAUNCH, "--", "bash", "-c", "echo $$ $RANK $MASTER_ADDR $MASTER_PORT"],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     output, errors = process.communicate(timeout=30)
     assert output == f"{process.pid} 1 h 5\n" and errors == ""
@@ -337,9 +356,24 @@ def test_dry_run_starts_nothing(tmp_path):
 
 def test_torchruns_ranks_are_adopted():
     result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
-         "-m", "fairseq_tutel.launch", "--", "bash", "-c", "echo got $RANK of $WORLD_SIZE"],
-        capture_output=True, text=True, timeout=90, env=environment(),
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "--standalone",
+            "-m",
+            "fairseq_tutel.launch",
+            "--",
+            "bash",
+            "-c",
+            "echo got $RANK of $WORLD_SIZE",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=environment(),
     )
     assert result.returncode == 0, result.stderr
     assert "2 ranks on 1 node (adopted from torchrun), gloo" in result.stderr

@@ -24,8 +24,11 @@ def slurm(tmp_path):
     tools.mkdir()
     for name, action in (
         # srun's exit code is in the file `code`; with the file `hold` it waits for SIGUSR1
-        ("srun", 'trap "echo usr1 >> $T/signals; exit 85" USR1\n'
-                 'while [ -e $T/hold ]; do touch $T/up; sleep 0.02; done\nexit $(cat $T/code)'),
+        (
+            "srun",
+            'trap "echo usr1 >> $T/signals; exit 85" USR1\n'
+            "while [ -e $T/hold ]; do touch $T/up; sleep 0.02; done\nexit $(cat $T/code)",
+        ),
         ("scontrol", "exit 0"),
         ("sbatch", "exit 0"),
     ):
@@ -35,16 +38,24 @@ def slurm(tmp_path):
     (tmp_path / "code").write_text("0")
     env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
     return {
-        **env, "PATH": f"{tools}:{os.path.dirname(sys.executable)}:{env['PATH']}",
-        "SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_ON_NODE": "96", "SLURM_JOB_NAME": "trial",
+        **env,
+        "PATH": f"{tools}:{os.path.dirname(sys.executable)}:{env['PATH']}",
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_CPUS_ON_NODE": "96",
+        "SLURM_JOB_NAME": "trial",
         "SLURM_SUBMIT_DIR": str(REPOSITORY),
     }
 
 
 def run(script, *words, env, cwd=REPOSITORY):
     return subprocess.run(
-        ["bash", str(SCRIPTS / script), *words], env=env, cwd=cwd, capture_output=True, text=True,
+        ["bash", str(SCRIPTS / script), *words],
+        env=env,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
         timeout=30,
     )
 
@@ -56,7 +67,7 @@ def words_of(tmp_path, name):
 
 def command_of(tmp_path):
     words = words_of(tmp_path, "srun")
-    return words[words.index("--") + 1:]
+    return words[words.index("--") + 1 :]
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -90,8 +101,13 @@ def test_exit_code_is_the_launchers():
 
 def test_signal_is_passed_on_and_leads_to_a_requeue(tmp_path, slurm):
     (tmp_path / "hold").touch()
-    process = subprocess.Popen(["bash", str(SCRIPTS / "train.sbatch"), "fairseq-train"], env=slurm,
-                               cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        ["bash", str(SCRIPTS / "train.sbatch"), "fairseq-train"],
+        env=slurm,
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     end = time.monotonic() + 15
     while not (tmp_path / "up").exists() and time.monotonic() < end:
         time.sleep(0.02)
@@ -125,14 +141,41 @@ def test_a_signal_that_a_starting_launcher_may_lose_is_repeated(tmp_path, slurm)
     assert words_of(tmp_path, "scontrol") == ["requeue", "17"]
 
 
-ARGPARSE = ["fairseq-train", "d", "--save-dir", "{save}", "--restore-file", "old.pt",
-            "--reset-optimizer", "--reset-dataloader", "--lr", "1"]
-HYDRA = ["fairseq-hydra-train", "checkpoint.save_dir={save}", "checkpoint.restore_file=old.pt",
-         "checkpoint.reset_optimizer=true", "task.data=d"]
-PLUS = ["fairseq-hydra-train", "+checkpoint.save_dir={save}", "+checkpoint.restore_file=old.pt",
-        "++checkpoint.reset_meters=true", "task.data=d"]
-FILE = ["fairseq-hydra-train", "--config-dir", "{root}", "+checkpoint.finetune_from_model=old.pt",
-        "task.data=d", "--config-name", "own"]
+ARGPARSE = [
+    "fairseq-train",
+    "d",
+    "--save-dir",
+    "{save}",
+    "--restore-file",
+    "old.pt",
+    "--reset-optimizer",
+    "--reset-dataloader",
+    "--lr",
+    "1",
+]
+HYDRA = [
+    "fairseq-hydra-train",
+    "checkpoint.save_dir={save}",
+    "checkpoint.restore_file=old.pt",
+    "checkpoint.reset_optimizer=true",
+    "task.data=d",
+]
+PLUS = [
+    "fairseq-hydra-train",
+    "+checkpoint.save_dir={save}",
+    "+checkpoint.restore_file=old.pt",
+    "++checkpoint.reset_meters=true",
+    "task.data=d",
+]
+FILE = [
+    "fairseq-hydra-train",
+    "--config-dir",
+    "{root}",
+    "+checkpoint.finetune_from_model=old.pt",
+    "task.data=d",
+    "--config-name",
+    "own",
+]
 OWN = """\
 base: {root}
 checkpoint:
@@ -144,10 +187,13 @@ checkpoint:
 
 @pytest.mark.parametrize("name", ["checkpoint_last.pt", "checkpoint_last-shared.pt"])
 @pytest.mark.parametrize(
-    "given, kept", [(ARGPARSE, ["fairseq-train", "d", "--save-dir", "{save}", "--lr", "1"]),
-                    (HYDRA, [HYDRA[0], HYDRA[1], HYDRA[4]]), (PLUS, [PLUS[0], PLUS[1], PLUS[4]]),
-                    (FILE, [*FILE[:3], "task.data=d",
-                            "checkpoint.restore_file=checkpoint_last.pt", *FILE[5:]])],
+    "given, kept",
+    [
+        (ARGPARSE, ["fairseq-train", "d", "--save-dir", "{save}", "--lr", "1"]),
+        (HYDRA, [HYDRA[0], HYDRA[1], HYDRA[4]]),
+        (PLUS, [PLUS[0], PLUS[1], PLUS[4]]),
+        (FILE, [*FILE[:3], "task.data=d", "checkpoint.restore_file=checkpoint_last.pt", *FILE[5:]]),
+    ],
     ids=["argparse", "hydra", "plus", "file"],
 )
 def test_a_restart_continues_from_the_last_checkpoint(tmp_path, slurm, given, kept, name):
@@ -180,8 +226,14 @@ def test_train_without_a_command(tmp_path, slurm):
     env = {**slurm, "CONFIG": "tiny", "OVERRIDES": "a=1 b=2", "NPROC_PER_NODE": "2"}
     assert run("train.sbatch", env=env).returncode == 0
     assert command_of(tmp_path) == [
-        "fairseq-hydra-train", "--config-dir", "configs", "--config-name", "tiny",
-        "checkpoint.save_dir=checkpoints/trial-17", "a=1", "b=2",
+        "fairseq-hydra-train",
+        "--config-dir",
+        "configs",
+        "--config-name",
+        "tiny",
+        "checkpoint.save_dir=checkpoints/trial-17",
+        "a=1",
+        "b=2",
     ]
     words = words_of(tmp_path, "srun")
     assert words[words.index("--nproc-per-node") + 1] == "2"
@@ -196,7 +248,10 @@ def test_benchmarks(tmp_path, slurm, kind):
     result = run(f"bench_{kind}.sbatch", "--output", "x.json", env=slurm)
     assert result.returncode == 4
     assert command_of(tmp_path) == [
-        "python", f"scripts/bench/bench_{kind}.py", "--output", "x.json"
+        "python",
+        f"scripts/bench/bench_{kind}.py",
+        "--output",
+        "x.json",
     ]
 
 
@@ -254,9 +309,13 @@ def test_ladder_submits(tmp_path, slurm):
 
 @pytest.mark.parametrize(
     "options, message",
-    [(["--gpus", "12"], "12 GPUs do not fill nodes of 8"), (["--gpus", "x"], "x is not a positive"),
-     (["--jobs", "eval"], "eval is none of"), (["--partition", "p"], "unknown option --partition"),
-     (["--gpus"], "--gpus needs a value")],
+    [
+        (["--gpus", "12"], "12 GPUs do not fill nodes of 8"),
+        (["--gpus", "x"], "x is not a positive"),
+        (["--jobs", "eval"], "eval is none of"),
+        (["--partition", "p"], "unknown option --partition"),
+        (["--gpus"], "--gpus needs a value"),
+    ],
 )
 def test_ladder_refuses(slurm, options, message):
     result = run("submit_ladder.sh", *options, env=slurm)

@@ -103,10 +103,15 @@ def logged(outputs):
     }
 
 
-@pytest.mark.parametrize("combine, transform, gate_loss", [
-    ("sum", "none", 1.5 + 2.5), ("average", "none", 2.0),
-    ("sum", "neg_log", -math.log(4.0)), ("average", "neg_log", -math.log(2.0)),
-])
+@pytest.mark.parametrize(
+    "combine, transform, gate_loss",
+    [
+        ("sum", "none", 1.5 + 2.5),
+        ("average", "none", 2.0),
+        ("sum", "neg_log", -math.log(4.0)),
+        ("average", "neg_log", -math.log(2.0)),
+    ],
+)
 @pytest.mark.parametrize("sentence_avg", [False, True])
 def test_loss_is_cross_entropy_plus_weighted_gate_loss(combine, transform, gate_loss, sentence_avg):
     model = FakeModel([1.5, 2.5])
@@ -182,10 +187,12 @@ def test_layers_of_different_shape_are_computed_one_by_one():
 def test_batches_of_different_size_are_weighted_by_their_tokens():
     small, large = {"sample_size": 1}, {"sample_size": 3}
     base = {"ntokens": 0, "inner_loss": 0.0, "batch_count": 1}
-    values = logged([
-        {**base, **small, "loss": math.log(2) * 8, "moe_loss": 5.0, "ntokens": 1},
-        {**base, **large, "loss": 0.0, "moe_loss": 3.0, "ntokens": 3},
-    ])
+    values = logged(
+        [
+            {**base, **small, "loss": math.log(2) * 8, "moe_loss": 5.0, "ntokens": 1},
+            {**base, **large, "loss": 0.0, "moe_loss": 3.0, "ntokens": 3},
+        ]
+    )
     assert values["loss"] == pytest.approx(2.0) and values["moe_gate_loss"] == pytest.approx(2.0)
 
 
@@ -223,5 +230,7 @@ def test_loads_travel_with_the_logging_outputs():
 def test_outputs_can_be_summed_over_ranks():
     """Stock sums them by one all-reduce instead of pickling them."""
     assert MoECrossEntropyCriterion.logging_outputs_can_be_summed()
-    assert all(torch.is_tensor(v) or isinstance(v, (int, float))
-               for v in criterion()(FakeModel([1.0]), sample())[2].values())
+    assert all(
+        torch.is_tensor(v) or isinstance(v, (int, float))
+        for v in criterion()(FakeModel([1.0]), sample())[2].values()
+    )

@@ -51,7 +51,9 @@ def test_state_dict_differs_from_the_dense_one_in_the_ffn_only():
     assert dense - sparse == ffn
     assert sparse - dense == {"decoder.layers.1.moe_layer.gate.wg.weight"} | {
         f"decoder.layers.1.moe_layer.experts.{j}.fc{i}.{kind}"
-        for j in (0, 1) for i in (1, 2) for kind in ("weight", "bias")
+        for j in (0, 1)
+        for i in (1, 2)
+        for kind in ("weight", "bias")
     }
 
 
@@ -71,10 +73,17 @@ def test_pseudo_moe_has_dense_layers_of_the_given_width():
     assert forward(model)[1]["moe"] == []
 
 
-@pytest.mark.parametrize("options", [
-    "", "--moe-freq 1", "--checkpoint-activations", "--share-decoder-input-output-embed",
-    "--activation-fn relu", "--no-decoder-final-norm",
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "--moe-freq 1",
+        "--checkpoint-activations",
+        "--share-decoder-input-output-embed",
+        "--activation-fn relu",
+        "--no-decoder-final-norm",
+    ],
+)
 def test_one_expert_is_the_dense_model(options):
     """Output and every gradient: residuals, norms and positions are those of the stock."""
     words = [*options.split(), "--decoder-layers", "3"]
@@ -83,8 +92,11 @@ def test_one_expert_is_the_dense_model(options):
     with torch.no_grad():
         for param in sparse.parameters():  # norms start at 1 and 0, where a mistake may not show
             param.add_(0.1 * torch.randn_like(param))
-    renamed = {name.replace("moe_layer.experts.0.", ""): value
-               for name, value in sparse.state_dict().items() if "gate" not in name}
+    renamed = {
+        name.replace("moe_layer.experts.0.", ""): value
+        for name, value in sparse.state_dict().items()
+        if "gate" not in name
+    }
     stock.load_state_dict(renamed)
     batch = make_batch(1, lengths=[8, 5])
     target = torch.randn(2, 8, 32)
@@ -121,8 +133,13 @@ def test_one_expert_is_the_dense_layer(scale, before):
     with torch.no_grad():
         for param in sparse.parameters():
             param.add_(0.1 * torch.randn_like(param))
-    stock.load_state_dict({name.replace("moe_layer.experts.0.", ""): value
-                           for name, value in sparse.state_dict().items() if "gate" not in name})
+    stock.load_state_dict(
+        {
+            name.replace("moe_layer.experts.0.", ""): value
+            for name, value in sparse.state_dict().items()
+            if "gate" not in name
+        }
+    )
     x = torch.randn(LENGTH, 3, 16)
     mask = torch.full((LENGTH, LENGTH), float("-inf")).triu(1)
     with scope.open(StepAgreement(3 * LENGTH)) as reports:
@@ -227,8 +244,17 @@ def _with_every_exchange():
     rank, _ = process_world()
     results = {}
     for name in EXCHANGES:
-        model = build("--moe-expert-count", "8", "--moe-a2a", name, "--moe-ranks-per-node", "2",
-                      "--moe-capacity-factor", "1.0", "--checkpoint-activations")
+        model = build(
+            "--moe-expert-count",
+            "8",
+            "--moe-a2a",
+            name,
+            "--moe-ranks-per-node",
+            "2",
+            "--moe-capacity-factor",
+            "1.0",
+            "--checkpoint-activations",
+        )
         assert [layer.exchange.name for layer in model.moe_layers.values()] == [name]
         for training in (True, False):
             torch.manual_seed(rank)
@@ -261,12 +287,17 @@ def test_simulation_of_many_ranks_in_one_process(caplog):
     assert model.moe_layers[1].experts.fc1_weight.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("words, message", [
-    ("--base-layers 1", "BASE layers"), ("--scale-fc", "--scale-fc"),
-    ("--character-embeddings", "--character-embeddings"), ("--adaptive-input", "--adaptive-input"),
-    ("--moe-freq 5", "--moe-freq 5 makes no MoE layer among 2 layers"),
-    ("--moe-top-k 3 --moe-expert-count 2", "top_k=3"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--base-layers 1", "BASE layers"),
+        ("--scale-fc", "--scale-fc"),
+        ("--character-embeddings", "--character-embeddings"),
+        ("--adaptive-input", "--adaptive-input"),
+        ("--moe-freq 5", "--moe-freq 5 makes no MoE layer among 2 layers"),
+        ("--moe-top-k 3 --moe-expert-count 2", "top_k=3"),
+    ],
+)
 def test_configs_that_never_saw_the_command_line_are_checked_too(words, message):
     """Hydra builds the model from a config."""
     cfg = make_config()

@@ -121,14 +121,22 @@ def test_criterion_option_is_accepted_and_has_its_default(option, default, toget
 
 def test_default_sizes_are_those_of_transformer_lm_gpt(default):
     model = default.model
-    sizes = (model.decoder_embed_dim, model.decoder_ffn_embed_dim, model.decoder_layers,
-             model.decoder_attention_heads, model.dropout, model.attention_dropout)
+    sizes = (
+        model.decoder_embed_dim,
+        model.decoder_ffn_embed_dim,
+        model.decoder_layers,
+        model.decoder_attention_heads,
+        model.dropout,
+        model.attention_dropout,
+    )
     assert sizes == (768, 3072, 12, 12, 0.1, 0.1) and str(model.activation_fn) == "gelu"
 
 
 def test_every_option_has_a_help_text():
-    for dataclass, own in ((TransformerLMGPTMoEConfig, MODEL_OPTIONS),
-                           (MoECrossEntropyCriterionConfig, CRITERION_OPTIONS)):
+    for dataclass, own in (
+        (TransformerLMGPTMoEConfig, MODEL_OPTIONS),
+        (MoECrossEntropyCriterionConfig, CRITERION_OPTIONS),
+    ):
         for option in own:
             field = option.removeprefix("--").replace("-", "_")
             own_field = dataclass.__dataclass_fields__[field]
@@ -159,10 +167,14 @@ def test_without_options_evaluation_drops_nothing_and_the_gate_is_fp32(default):
     "words, names",
     [
         ("--moe-top1-expert --moe-top-k 2", ("--moe-top1-expert", "--moe-top-k 2")),
-        ("--moe-eval-capacity-token-fraction 0.25 --moe-eval-capacity-factor 1",
-         ("--moe-eval-capacity-token-fraction 0.25", "--moe-eval-capacity-factor 1.0")),
-        ("--moe-gating-use-fp32 --moe-gating-use-model-dtype",
-         ("--moe-gating-use-fp32", "--moe-gating-use-model-dtype")),
+        (
+            "--moe-eval-capacity-token-fraction 0.25 --moe-eval-capacity-factor 1",
+            ("--moe-eval-capacity-token-fraction 0.25", "--moe-eval-capacity-factor 1.0"),
+        ),
+        (
+            "--moe-gating-use-fp32 --moe-gating-use-model-dtype",
+            ("--moe-gating-use-fp32", "--moe-gating-use-model-dtype"),
+        ),
         ("--moe-expert-count 2 --moe-top-k 4", ("top_k=4", "2")),
         ("--moe-freq 7 --decoder-layers 4", ("--moe-freq 7", "4 layers")),
         ("--moe-freq -1", ("--moe-freq -1",)),
@@ -183,10 +195,16 @@ def test_conflicts_end_the_program_before_anything_is_built(words, names):
         assert name in str(caught.value)
 
 
-@pytest.mark.parametrize("option, value", [
-    ("--moe-second-expert-policy", "best"), ("--moe-normalize-expert-grad", "none"),
-    ("--moe-router", "hash"), ("--moe-backend", "cuda"), ("--moe-gate-loss-combine-method", "max"),
-])
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("--moe-second-expert-policy", "best"),
+        ("--moe-normalize-expert-grad", "none"),
+        ("--moe-router", "hash"),
+        ("--moe-backend", "cuda"),
+        ("--moe-gate-loss-combine-method", "max"),
+    ],
+)
 def test_unknown_choices_are_refused_by_the_parser(option, value, capsys):
     with pytest.raises(SystemExit):
         parse(option, value)
@@ -229,7 +247,9 @@ def test_named_arch_has_its_documented_size(name):
     layers, dim, heads, experts, billions = NAMED[name]
     model = config(arch=f"{ARCH}_{name}").model
     assert (model.decoder_layers, model.decoder_embed_dim, model.decoder_ffn_embed_dim) == (
-        layers, dim, 4 * dim
+        layers,
+        dim,
+        4 * dim,
     )
     assert (model.decoder_attention_heads, model.moe_expert_count) == (heads, experts)
     assert model.moe_freq == 2 and model.share_decoder_input_output_embed

@@ -126,7 +126,9 @@ def _in_fairseq(folder):
 
     refusals = {}
     for words in (
-        "--moe-router nope", "--moe-router toy --moe-toy-rate 1.5", "--moe-toy-rate 0.5",
+        "--moe-router nope",
+        "--moe-router toy --moe-toy-rate 1.5",
+        "--moe-toy-rate 0.5",
         "--moe-router toy --moe-cosine-proj-dim 8",
     ):
         try:
@@ -134,9 +136,15 @@ def _in_fairseq(folder):
         except SystemExit as error:
             refusals[words] = str(error)
     parser = options.get_training_parser()
-    options.parse_args_and_arch(parser, input_args=[
-        "--task", "dummy_lm", "--arch", "transformer_lm_gpt_moe",
-    ])
+    options.parse_args_and_arch(
+        parser,
+        input_args=[
+            "--task",
+            "dummy_lm",
+            "--arch",
+            "transformer_lm_gpt_moe",
+        ],
+    )
     words = ("model.moe_router=toy", "model.moe_toy_rate=0.5")
     plans = [read_settings(load_config(CONFIGS, "tiny_cpu", w), "x") for w in ((), words)]
     assert plans[1].routing.router_options.rate == 0.5
@@ -149,14 +157,16 @@ def _in_fairseq(folder):
     # an exchange of a user's own becomes a choice in the same way
     register_exchange("toy-a2a")(type("Toy", (LinearExchange,), {"__doc__": "A toy's way."}))
     assert str(make_config("--moe-a2a", "toy-a2a").model.moe_a2a) == "toy-a2a"
-    assert TransformerLMGPTMoEConfig.__dataclass_fields__["moe_a2a"].metadata["help"].endswith(
-        "'toy-a2a': A toy's way"
+    assert (
+        TransformerLMGPTMoEConfig.__dataclass_fields__["moe_a2a"]
+        .metadata["help"]
+        .endswith("'toy-a2a': A toy's way")
     )
     return refusals, parser.format_help()
 
 
 def test_in_fairseq_registered_by_a_user_dir(tmp_path, capfd):
-    (refusals, help_text), = run_ranks(_in_fairseq, 1, str(tmp_path))
+    ((refusals, help_text),) = run_ranks(_in_fairseq, 1, str(tmp_path))
     assert refusals["--moe-router toy --moe-toy-rate 1.5"] == (
         "error: router toy: rate=1.5 must be at most 1.0"
     )
@@ -165,6 +175,10 @@ def test_in_fairseq_registered_by_a_user_dir(tmp_path, capfd):
         assert refusals[words].startswith(f"error: {flag} {value}")
     assert refusals["--moe-router nope"] == "2"
     assert "{cosine,linear,toy}" in help_text
-    for words in ("'toy': sigmoid scores, chosen with a bias against the load", "--moe-toy-rate",
-                  "how far the bias moves in one step", "{sigmoid,tanh}"):
+    for words in (
+        "'toy': sigmoid scores, chosen with a bias against the load",
+        "--moe-toy-rate",
+        "how far the bias moves in one step",
+        "{sigmoid,tanh}",
+    ):
         assert words in " ".join(help_text.split()), words

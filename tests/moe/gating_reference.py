@@ -91,9 +91,10 @@ def gating(
         gate_T[:, None] * mask_TE for gate_T, mask_TE in zip(gate_KT, kept_KTE, strict=True)
     )
     divisor = max(tokens, 1)
-    loss = experts**2 * (
-        prob_TE.sum(0) / divisor * (routed_KTE[0].to(prob_TE.dtype).sum(0) / divisor)
-    ).mean()
+    loss = (
+        experts**2
+        * (prob_TE.sum(0) / divisor * (routed_KTE[0].to(prob_TE.dtype).sum(0) / divisor)).mean()
+    )
     if pad_T is not None:  # padding is on no expert
         chosen_KTE = [mask_TE & ~pad_T[:, None] for mask_TE in chosen_KTE]
     return Gating(

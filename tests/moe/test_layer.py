@@ -77,8 +77,12 @@ def loop(weights, x_TM, config, training, pad_T, activation):
         capacity = train_capacity(tokens, E, config.top_k) * abs(factor)
         assert capacity == int(capacity)
     routed = gating(
-        x_TM @ weights["gate.wg.weight"].t(), config.top_k, capacity, pad_T=pad_T,
-        normalize_before=config.normalize_before_dropping, prioritized=config.batch_prioritized,
+        x_TM @ weights["gate.wg.weight"].t(),
+        config.top_k,
+        capacity,
+        pad_T=pad_T,
+        normalize_before=config.normalize_before_dropping,
+        prioritized=config.batch_prioritized,
     )
     act = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}[activation]
     rows = []
@@ -86,8 +90,10 @@ def loop(weights, x_TM, config, training, pad_T, activation):
         y = torch.zeros(M, dtype=torch.float64)
         for e in range(E):
             if routed.kept_KTE[:, t, e].any():
-                w = {k: weights[f"experts.{e}.{k}"] for k in (
-                    "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")}
+                w = {
+                    k: weights[f"experts.{e}.{k}"]
+                    for k in ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
+                }
                 hidden = act(w["fc1.weight"] @ x_TM[t] + w["fc1.bias"])
                 y = y + routed.weight_TE[t, e] * (w["fc2.weight"] @ hidden + w["fc2.bias"])
         rows.append(y)
@@ -108,8 +114,14 @@ def test_layer_equals_a_loop(name, training, dtype, both_ways):
     ((y * target).sum() + 2 * aux.loss).backward()
 
     own_x = x.detach().double().reshape(14, M).requires_grad_()
-    want, routed = loop(weights, own_x, layer.config, training,
-                        None if pad is None else pad.flatten(), options.get("activation", "gelu"))
+    want, routed = loop(
+        weights,
+        own_x,
+        layer.config,
+        training,
+        None if pad is None else pad.flatten(),
+        options.get("activation", "gelu"),
+    )
     ((want * target.double().reshape(14, M)).sum() + 2 * routed.loss).backward()
 
     assert y.shape == x.shape and y.dtype == dtype
@@ -212,8 +224,12 @@ def test_dropout_is_inside_the_experts_and_off_in_evaluation(both_ways):
 def test_state_dict_has_the_names_of_the_moe_branch():
     layer = make_layer(torch.float32)
     state = layer.state_dict()
-    shapes = {"fc1.weight": (HIDDEN, M), "fc1.bias": (HIDDEN,), "fc2.weight": (M, HIDDEN),
-              "fc2.bias": (M,)}
+    shapes = {
+        "fc1.weight": (HIDDEN, M),
+        "fc1.bias": (HIDDEN,),
+        "fc2.weight": (M, HIDDEN),
+        "fc2.bias": (M,),
+    }
     want = {f"experts.{j}.{k}": s for j in range(E) for k, s in shapes.items()}
     want["gate.wg.weight"] = (E, M)
     assert {k: tuple(v.shape) for k, v in state.items()} == want
@@ -248,7 +264,10 @@ def test_initial_weights_of_an_expert_do_not_depend_on_the_ranks(world_size):
     whole = MoELayer(M, E, HIDDEN, seed=5).state_dict()
     for rank in range(world_size):
         groups = ExpertParallelGroups(
-            E, rank=rank, world_size=world_size, ep_size=min(E, world_size),
+            E,
+            rank=rank,
+            world_size=world_size,
+            ep_size=min(E, world_size),
             num_replicas=max(1, world_size // E),
         )
         torch.manual_seed(rank)  # must not matter
@@ -287,8 +306,15 @@ def test_custom_gate_and_custom_experts(factor):
         def forward(self, x):
             return x * self.value
 
-    layer = MoELayer(M, E, gate=_FixedGate(), experts=[Scale(10.0**e) for e in range(E)],
-                     top_k=2, capacity_factor=factor, second_expert_policy="all")
+    layer = MoELayer(
+        M,
+        E,
+        gate=_FixedGate(),
+        experts=[Scale(10.0**e) for e in range(E)],
+        top_k=2,
+        capacity_factor=factor,
+        second_expert_policy="all",
+    )
     assert all(is_expert(p) for p in layer.experts.parameters())
     x = torch.randn(8, M)
     y = layer(x)
@@ -297,8 +323,11 @@ def test_custom_gate_and_custom_experts(factor):
         scale = first * 10.0 ** (t % E) + (1 - first) * 10.0 ** ((t + 1) % E)
         torch.testing.assert_close(y[t], scale * x[t], rtol=1e-5, atol=1e-6)
     y.sum().backward()
-    want = sum(float(x[t].sum()) * (first if t % E == 1 else 1 - first)
-               for t in range(8) if 1 in (t % E, (t + 1) % E))
+    want = sum(
+        float(x[t].sum()) * (first if t % E == 1 else 1 - first)
+        for t in range(8)
+        if 1 in (t % E, (t + 1) % E)
+    )
     assert layer.experts[1].value.grad.item() == pytest.approx(want, rel=1e-4)
 
 
@@ -307,11 +336,14 @@ def test_custom_experts_must_be_as_many_as_this_rank_holds():
         MoELayer(M, E, experts=[nn.Identity() for _ in range(3)])
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"experts": nn.Linear}, "experts must be a list of modules"),
-    ({"gate": "cosine"}, "gate must be a module, got 'cosine'; router='cosine'"),
-    ({"top_k": 1.5}, "top_k=1.5 must be a whole number"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"experts": nn.Linear}, "experts must be a list of modules"),
+        ({"gate": "cosine"}, "gate must be a module, got 'cosine'; router='cosine'"),
+        ({"top_k": 1.5}, "top_k=1.5 must be a whole number"),
+    ],
+)
 def test_arguments_of_a_wrong_kind_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         MoELayer(M, E, **options)

@@ -33,19 +33,29 @@ CASES = {
     "top2 all padding": {"top_k": 2, "pad": "all"},
     "top2 random": {"top_k": 2, "second_expert_policy": "random"},
     "top2 random, normalised before": {
-        "top_k": 2, "second_expert_policy": "random", "normalize_before_dropping": True,
+        "top_k": 2,
+        "second_expert_policy": "random",
+        "normalize_before_dropping": True,
     },
     "top2 sampling": {"top_k": 2, "second_expert_policy": "sampling"},
     "top2 sampling, everything": {
-        "top_k": 2, "second_expert_policy": "sampling", "normalize_before_dropping": True,
-        "batch_prioritized": True, "pad": True,
+        "top_k": 2,
+        "second_expert_policy": "sampling",
+        "normalize_before_dropping": True,
+        "batch_prioritized": True,
+        "pad": True,
     },
     "top2 random, everything": {
-        "top_k": 2, "second_expert_policy": "random", "batch_prioritized": True, "pad": True,
+        "top_k": 2,
+        "second_expert_policy": "random",
+        "batch_prioritized": True,
+        "pad": True,
     },
     "top4": {"top_k": 4},
     "top4 random, dropless": {
-        "top_k": 4, "second_expert_policy": "random", "capacity_factor": 0.0,
+        "top_k": 4,
+        "second_expert_policy": "random",
+        "capacity_factor": 0.0,
     },
     "top4 sampling, padding": {"top_k": 4, "second_expert_policy": "sampling", "pad": True},
     "all experts": {"top_k": E},
@@ -135,9 +145,10 @@ def test_route_equals_dense_masks(name, training):
         assert_close("loss", aux.loss, want.loss, torch.float64)
 
         target = torch.randn(len(logits), E, dtype=torch.float64)
-        losses = [(w * target).sum() + 3 * x for w, x in (
-            (want.weight_TE, want.loss), (weight_by_expert(routing), aux.loss)
-        )]
+        losses = [
+            (w * target).sum() + 3 * x
+            for w, x in ((want.weight_TE, want.loss), (weight_by_expert(routing), aux.loss))
+        ]
         want_grad, grad = (torch.autograd.grad(x, logits)[0] for x in losses)
         assert_close("gradient of logits", grad, want_grad, torch.float64)
         got = aux.metrics_dict()
@@ -201,15 +212,18 @@ def test_sampled_second_expert_follows_the_softmax_of_the_rest():
     assert (routing.expert_TK[:, 0] == 0).all()
     share = torch.bincount(routing.expert_TK[:, 1], minlength=4) / 40_000
     p = row.softmax(0)
-    torch.testing.assert_close(share, torch.cat([p.new_zeros(1), p[1:] / p[1:].sum()]),
-                               atol=0.01, rtol=0)
+    torch.testing.assert_close(
+        share, torch.cat([p.new_zeros(1), p[1:] / p[1:].sum()]), atol=0.01, rtol=0
+    )
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["raw gate", "normalised gate"])
 def test_random_policy_keeps_the_second_with_twice_its_gate(before):
     row = torch.tensor([1.0, 0.2, -1.0])
     config = MoEConfig(
-        num_experts=3, second_expert_policy="random", capacity_factor=0.0,
+        num_experts=3,
+        second_expert_policy="random",
+        capacity_factor=0.0,
         normalize_before_dropping=before,
     )
     torch.manual_seed(6)
@@ -246,8 +260,14 @@ def test_z_loss_is_added_with_its_weight(padding):
     logits = torch.randn(T, E, dtype=torch.float64)
     pad = torch.arange(T) < 4 if padding else None
     plain, weighted = (
-        route(logits, MoEConfig(num_experts=E, use_pad_mask=padding, z_loss_weight=w,
-                                second_expert_policy="all"), True, pad_T=pad)[1].loss
+        route(
+            logits,
+            MoEConfig(
+                num_experts=E, use_pad_mask=padding, z_loss_weight=w, second_expert_policy="all"
+            ),
+            True,
+            pad_T=pad,
+        )[1].loss
         for w in (0.0, 0.3)
     )
     z = sum(math.log(sum(math.exp(v) for v in row)) ** 2 for row in logits.tolist()) / T
@@ -259,8 +279,14 @@ def test_load_importance_loss_equals_a_loop(padding):
     torch.manual_seed(8)
     logits = torch.randn(T, E, dtype=torch.float64, requires_grad=True)
     pad = torch.arange(T) < 4 if padding else torch.zeros(T, dtype=torch.bool)
-    config = MoEConfig(num_experts=E, top_k=2, gate_noise=1.5, load_importance_loss=True,
-                       second_expert_policy="all", use_pad_mask=padding)
+    config = MoEConfig(
+        num_experts=E,
+        top_k=2,
+        gate_noise=1.5,
+        load_importance_loss=True,
+        second_expert_policy="all",
+        use_pad_mask=padding,
+    )
     std = 1.5 / E
     torch.manual_seed(9)
     noisy = logits + std * torch.randn_like(logits)
@@ -273,10 +299,12 @@ def test_load_importance_loss_equals_a_loop(padding):
         tokens = [t for t in range(T) if not pad[t]]
         importance.append(sum(prob[t, e] for t in tokens))
         threshold = [noisy[t].detach().sort(descending=True).values[1] for t in tokens]
-        load.append(sum(
-            0.5 * (1 + torch.erf((logits[t, e] - h) / std / math.sqrt(2)))
-            for t, h in zip(tokens, threshold, strict=True)
-        ))
+        load.append(
+            sum(
+                0.5 * (1 + torch.erf((logits[t, e] - h) / std / math.sqrt(2)))
+                for t, h in zip(tokens, threshold, strict=True)
+            )
+        )
 
     def squared_variation(values):
         mean = sum(values) / E

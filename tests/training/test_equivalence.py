@@ -27,32 +27,43 @@ DROPLESS = "--moe-capacity-factor 0"
 CASES = {
     **{
         f"E={e} K={k} {'dropless' if dropless else 'drops'}": (
-            f"--moe-expert-count {e} --moe-top-k {k} {DROPLESS if dropless else ''}", 4
+            f"--moe-expert-count {e} --moe-top-k {k} {DROPLESS if dropless else ''}",
+            4,
         )
-        for e in (1, 2, 4, 8) for k in (1, 2, 4) for dropless in (False, True) if k <= e
+        for e in (1, 2, 4, 8)
+        for k in (1, 2, 4)
+        for dropless in (False, True)
+        if k <= e
     },
     **{
         f"E={e} K=2 update-freq 2 {options}": (f"--moe-expert-count {e} --moe-top-k 2 {options}", 8)
-        for e in (2, 4, 8) for options in ("", PYTORCH)
+        for e in (2, 4, 8)
+        for options in ("", PYTORCH)
     },
     **{
         f"E={e} K=2 checkpoint-activations {name}": (
-            f"--moe-expert-count {e} --moe-top-k 2 --checkpoint-activations {options}", 4
+            f"--moe-expert-count {e} --moe-top-k 2 --checkpoint-activations {options}",
+            4,
         )
         for e, name, options in (
-            (2, "pytorch_ddp", PYTORCH), (4, "dropless", DROPLESS), (8, "pytorch_ddp", PYTORCH)
+            (2, "pytorch_ddp", PYTORCH),
+            (4, "dropless", DROPLESS),
+            (8, "pytorch_ddp", PYTORCH),
         )
     },
     "E=4 top1-expert, z-loss, average": (
         "--moe-expert-count 4 --moe-top1-expert --moe-z-loss-wt 0.01 "
-        "--moe-gate-loss-combine-method average", 4,
+        "--moe-gate-loss-combine-method average",
+        4,
     ),
     "E=4 prioritised, normalised before, dynamic": (
         "--moe-expert-count 4 --moe-batch-prioritized-routing "
-        "--moe-normalize-gate-prob-before-dropping --moe-capacity-factor -0.75", 4,
+        "--moe-normalize-gate-prob-before-dropping --moe-capacity-factor -0.75",
+        4,
     ),
     "E=4 cosine, every layer sparse, untied": (
-        "--moe-expert-count 4 --moe-router cosine --moe-freq 1 --moe-expert-ffn-dim 12", 4,
+        "--moe-expert-count 4 --moe-router cosine --moe-freq 1 --moe-expert-ffn-dim 12",
+        4,
     ),
 }
 
@@ -99,7 +110,7 @@ def assert_equal_tensors(what, got, want, ratio):
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_train_like_one(name, world_size):
-    (updates, grads, weights), = (found[name] for found in trained(1))
+    ((updates, grads, weights),) = (found[name] for found in trained(1))
     seen = set()
     for got_updates, got_grads, got_weights in (found[name] for found in trained(world_size)):
         for got, want in zip(got_updates, updates, strict=True):
@@ -118,7 +129,7 @@ def test_ranks_train_like_one(name, world_size):
 @pytest.mark.parametrize("name", CASES)
 def test_cases_train_and_drop_as_they_say(name):
     """Or the comparison would be of nothing."""
-    (updates, _, weights), = (found[name] for found in trained(1))
+    ((updates, _, weights),) = (found[name] for found in trained(1))
     losses = [u.sums["loss"] / u.sample_size for u in updates]
     assert losses[-1] < 0.95 * losses[0]
     assert all(u.grad_norm > 0.3 for u in updates)  # it was clipped

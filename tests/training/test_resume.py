@@ -189,7 +189,9 @@ def test_weights_of_the_set_are_those_of_the_trainer(folder, through):
         part = torch.load(f"{path}-rank-{rank}.pt", weights_only=False)["model"]
         assert set(part) == {
             f"decoder.layers.1.moe_layer.experts.{j}.{layer}.{kind}"
-            for j in range(2) for layer in ("fc1", "fc2") for kind in ("weight", "bias")
+            for j in range(2)
+            for layer in ("fc1", "fc2")
+            for kind in ("weight", "bias")
         }
 
 

@@ -21,16 +21,23 @@ from fairseq_tutel.training.trainer import MoETrainer
 GOLDEN = ROOT / "tests" / "golden"
 
 
-@pytest.mark.parametrize("group, name, value, message", [
-    ("common", "amp", True, "--amp is not supported"),
-    ("common", "tpu", True, "--tpu is not supported"),
-    ("optimization", "use_bmuf", True, "--use-bmuf is not supported"),
-    ("ema", "store_ema", True, "--store-ema is not supported"),
-    ("distributed_training", "zero_sharding", "os", "--zero-sharding os is not supported"),
-    ("distributed_training", "ddp_backend", "fully_sharded",
-     "fully_sharded cannot train.*legacy_ddp or pytorch_ddp"),
-    ("distributed_training", "ddp_backend", "slowmo", "slowmo: use legacy_ddp or pytorch_ddp"),
-])
+@pytest.mark.parametrize(
+    "group, name, value, message",
+    [
+        ("common", "amp", True, "--amp is not supported"),
+        ("common", "tpu", True, "--tpu is not supported"),
+        ("optimization", "use_bmuf", True, "--use-bmuf is not supported"),
+        ("ema", "store_ema", True, "--store-ema is not supported"),
+        ("distributed_training", "zero_sharding", "os", "--zero-sharding os is not supported"),
+        (
+            "distributed_training",
+            "ddp_backend",
+            "fully_sharded",
+            "fully_sharded cannot train.*legacy_ddp or pytorch_ddp",
+        ),
+        ("distributed_training", "ddp_backend", "slowmo", "slowmo: use legacy_ddp or pytorch_ddp"),
+    ],
+)
 def test_what_cannot_train_experts_is_refused(group, name, value, message):
     cfg = make_config("--moe-expert-count", "2")
     cfg[group][name] = value
@@ -48,10 +55,16 @@ def test_a_criterion_without_the_gate_loss_is_warned_of(warns, caplog):
     assert ("leaves out the gate loss" in caplog.text) == warns
 
 
-@pytest.mark.parametrize("words, warns", [
-    ("--fp16-adam-stats", True), ("--fp16-adam-stats --memory-efficient-fp16", False),
-    ("--fp16-adam-stats --bf16", False), ("--memory-efficient-fp16", False), ("", False),
-])
+@pytest.mark.parametrize(
+    "words, warns",
+    [
+        ("--fp16-adam-stats", True),
+        ("--fp16-adam-stats --memory-efficient-fp16", False),
+        ("--fp16-adam-stats --bf16", False),
+        ("--memory-efficient-fp16", False),
+        ("", False),
+    ],
+)
 def test_fp16_statistics_of_fp32_training_are_warned_of(words, warns, caplog):
     cfg = make_config("--moe-expert-count", "2", *words.split())
     caplog.set_level("WARNING", logger="fairseq_tutel.training.trainer")
@@ -107,7 +120,7 @@ def test_dense_training_is_the_same_with_the_plugin(tmp_path):
             --required-batch-size-multiple 1 --max-update 5 --log-format json
             --save-dir {folder} --no-epoch-checkpoints
         """
-        text, = fairseq_command("fairseq-train", [*words.split(), *extra], folder)
+        (text,) = fairseq_command("fairseq-train", [*words.split(), *extra], folder)
         assert (folder / "checkpoint_last.pt").exists()  # one file, as always
         rows = logged(text, "train") + logged(text, "valid")
         assert len(rows) == 10
@@ -150,7 +163,7 @@ def _dense_on_ranks(cfg):
 
 def test_dense_models_of_the_arch_train_on_two_ranks():
     cfg = make_config("--moe-freq", "0")
-    one, = run_ranks(_dense_on_ranks, 1, cfg)
+    (one,) = run_ranks(_dense_on_ranks, 1, cfg)
     for loss, norm, grad in run_ranks(_dense_on_ranks, 2, cfg):
         assert loss == pytest.approx(one[0]) and norm == pytest.approx(one[1], rel=1e-4)
         assert (grad - one[2]).norm() < 1e-5 * one[2].norm()

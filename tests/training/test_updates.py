@@ -60,7 +60,7 @@ def test_the_aux_loss_has_a_gradient_under_checkpointing():
         grads = []
         for weight in ("0", "50"):
             cfg = make_config("--moe-expert-count", "4", "--moe-gate-loss-wt", weight, *extra)
-            (_, found), = run_ranks(_one_update, 1, cfg)
+            ((_, found),) = run_ranks(_one_update, 1, cfg)
             grads.append(found["decoder.layers.1.moe_layer.gate.wg.weight"])
         added.append(grads[1] - grads[0])
     assert added[0].norm() > 0.01
@@ -188,7 +188,9 @@ def _overflow(cfg, names):
             scales.append(trainer.optimizer.scaler.loss_scale)
             counts.append(trainer.get_num_updates())
         found[name] = (
-            scales, counts, len(updates),
+            scales,
+            counts,
+            len(updates),
             all(torch.equal(weights[1][key], weights[2][key]) for key in weights[1]),
             all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1]),
         )
@@ -200,8 +202,17 @@ def _overflow(cfg, names):
 def test_overflow_of_one_rank_skips_the_update_on_all(flag, backend):
     """An expert's gradient is nowhere else; a dense one is averaged."""
     names = ("decoder.layers.1.moe_layer.experts.fc2_weight", "decoder.layers.0.fc1.weight")
-    cfg = make_config("--moe-expert-count", "4", flag, "--ddp-backend", backend,
-                      "--fp16-init-scale", "8", "--fp16-scale-tolerance", "0")
+    cfg = make_config(
+        "--moe-expert-count",
+        "4",
+        flag,
+        "--ddp-backend",
+        backend,
+        "--fp16-init-scale",
+        "8",
+        "--fp16-scale-tolerance",
+        "0",
+    )
     for found in run_ranks(_overflow, 2, cfg, names):
         for name in names:
             scales, counts, recorded, skipped, kept = found[name]
@@ -228,7 +239,9 @@ def test_nan_of_one_rank_in_fp32_stops_all(backend, tmp_path):
     cfg = make_config("--moe-expert-count", "4", "--ddp-backend", backend)
     run_ranks(_inf_in_fp32, 2, cfg, str(tmp_path))
     assert {p.name for p in tmp_path.iterdir()} == {
-        "crash-shared.pt", "crash-rank-0.pt", "crash-rank-1.pt"
+        "crash-shared.pt",
+        "crash-rank-0.pt",
+        "crash-rank-1.pt",
     }
 
 
@@ -239,7 +252,6 @@ def _out_of_memory(cfg, step):
     rank, _ = process_world()
     trainer = make_trainer(cfg)
     if rank == 1:
-
         original = getattr(trainer.task, step)
 
         def fail_once(*args, **kwargs):
@@ -295,13 +307,17 @@ def uneven(world_size, options):
     return run_ranks(_uneven, world_size, make_config(*words))
 
 
-@pytest.mark.parametrize("options", [
-    "--ddp-backend legacy_ddp", "--ddp-backend pytorch_ddp --use-moe-pad-mask",
-    "--ddp-backend legacy_ddp --checkpoint-activations",
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--ddp-backend legacy_ddp",
+        "--ddp-backend pytorch_ddp --use-moe-pad-mask",
+        "--ddp-backend legacy_ddp --checkpoint-activations",
+    ],
+)
 @pytest.mark.parametrize("name", UNEVEN)
 def test_uneven_batches_change_nothing_for_the_tokens_there_are(name, options):
-    (want, grads), = (found[name] for found in uneven(1, options))
+    ((want, grads),) = (found[name] for found in uneven(1, options))
     for got, got_grads in (found[name] for found in uneven(2, options)):
         for mine, one in zip(got, want, strict=True):
             assert mine.sample_size == one.sample_size
@@ -316,9 +332,10 @@ def test_uneven_batches_change_nothing_for_the_tokens_there_are(name, options):
 def _validate(cfg):
     """Validation of five batches of all kinds: two, then one rank has none left."""
     rank, world_size = process_world()
-    batches = [make_batch(i, lengths=lengths) for i, lengths in enumerate(
-        ([8] * 4, [5, 3], [8, 1], [2], [7, 7, 7])
-    )]
+    batches = [
+        make_batch(i, lengths=lengths)
+        for i, lengths in enumerate(([8] * 4, [5, 3], [8, 1], [2], [7, 7, 7]))
+    ]
     share = batches[rank::world_size]
     share += [{}] * (math.ceil(len(batches) / world_size) - len(share))
     trainer = make_trainer(cfg)
@@ -341,9 +358,11 @@ def _validate(cfg):
 @pytest.mark.parametrize("options", ["", "--fp16", "--moe-eval-capacity-token-fraction 1.0"])
 def test_validation_does_not_depend_on_the_ranks(options):
     cfg = make_config("--moe-expert-count", "4", *options.split())
-    want, = run_ranks(_validate, 1, cfg)
+    (want,) = run_ranks(_validate, 1, cfg)
     assert want["ntokens"] == 32 + 8 + 9 + 2 + 21
     for world_size in (2, 4):
         for got in run_ranks(_validate, world_size, cfg):
-            assert got == {key: pytest.approx(value, rel=2e-3 if "fp16" in options else 1e-6)
-                           for key, value in want.items()}
+            assert got == {
+                key: pytest.approx(value, rel=2e-3 if "fp16" in options else 1e-6)
+                for key, value in want.items()
+            }

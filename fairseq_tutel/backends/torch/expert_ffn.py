@@ -147,10 +147,18 @@ def _add_bias(h: Tensor, bias: Tensor, out: Tensor) -> Tensor:
 
 
 def expert_ffn_fwd(
-    rows: Tensor, fc1_weight: Tensor, fc1_bias: Tensor, fc2_weight: Tensor, fc2_bias: Tensor, *,
-    activation: str, offsets: Tensor | None = None, dropout_p: tuple[float, float] = (0.0, 0.0),
-    seed: Tensor | None = None, keep_hidden: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    rows: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor,
+    *,
+    activation: str,
+    offsets: Tensor | None = None,
+    dropout_p: tuple[float, float] = (0.0, 0.0),
+    seed: Tensor | None = None,
+    keep_hidden: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
     """``dropout(fc2(dropout(activation(fc1(rows)))))`` of every expert on its own rows.
 
     Products are rounded to the dtype of the rows, everything else is computed in fp32 (fp64).
@@ -222,11 +230,22 @@ def expert_ffn_fwd(
 
 
 def expert_ffn_bwd(
-    d_out: Tensor, rows: Tensor, saved: Tensor, active: Tensor, fc1_weight: Tensor,
-    fc1_bias: Tensor, fc2_weight: Tensor, fc2_bias: Tensor, *, activation: str,
-    offsets: Tensor | None = None, dropout_p: tuple[float, float] = (0.0, 0.0),
-    seed: Tensor | None = None, needs_rows: bool = True, needs_params: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    d_out: Tensor,
+    rows: Tensor,
+    saved: Tensor,
+    active: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor,
+    *,
+    activation: str,
+    offsets: Tensor | None = None,
+    dropout_p: tuple[float, float] = (0.0, 0.0),
+    seed: Tensor | None = None,
+    needs_rows: bool = True,
+    needs_params: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of :func:`expert_ffn_fwd`: of the rows, fc1's weight and bias, fc2's.
 
     Args:
@@ -325,11 +344,14 @@ def _sums(totals, parts):
     for expert, _ in parts:
         if expert in seen:
             # weights are overwritten by the first block, biases are added to
-            sums.append([
-                total.new_empty(total.shape[1:]) if total.dim() > 2
-                else total.new_zeros(total.shape[1:])
-                for total in totals
-            ])  # fmt: skip
+            sums.append(
+                [
+                    total.new_empty(total.shape[1:])
+                    if total.dim() > 2
+                    else total.new_zeros(total.shape[1:])
+                    for total in totals
+                ]
+            )
             later.append((expert, sums[-1]))
         else:
             sums.append([total[expert] for total in totals])
