@@ -53,4 +53,6 @@ class PairwiseExchange(Exchange):
 
 
 def _p2p(operation, rows, rank, group):
-    return dist.P2POp(operation, rows, group=group, group_peer=rank)
+    # by its rank in the job: torch 2.5 knows no other
+    peer = rank if group is None else dist.get_global_rank(group, rank)
+    return dist.P2POp(operation, rows, peer, group)
