@@ -106,7 +106,7 @@ def test_dispatch_then_combine_is_the_identity(device):
 
 def test_wrong_arguments_are_named(device):
     row, pair, x, _, rows, _, weight = make(4, 2, 2, 4, 8, "spread", torch.float32, device)
-    with pytest.raises(ValueError, match=r"x must be one of.*got torch.float64"):
+    with pytest.raises(ValueError, match=r"tokens must be one of.*got torch.float64"):
         kernels.dispatch_fwd(x.double(), row, pair)
     with pytest.raises(ValueError, match=r"rows must have shape \(8, 8\), got \(7, 8\)"):
         kernels.combine_bwd(x, rows[:7], row, pair, weight)
