@@ -98,7 +98,6 @@ def test_reshard_and_merge(saved, capsys, tmp_path):
     ("arguments", "words"),
     [
         (["reshard", "m.pt", "x.pt", "--ranks", "3"], "4 experts cannot be placed on 3 ranks"),
-        (["reshard", "m.pt", "x.pt", "--ranks", "0"], "4 experts, 0 ranks"),
         (["reshard", "m.pt", "m.pt", "--ranks", "2", "--force"], "is the source itself"),
         (["merge", "m.pt", "x.bin"], "expected NAME.pt"),
         (["merge", "nothing.pt", "x.pt"], "no such checkpoint"),
@@ -125,3 +124,10 @@ def test_help_explains_every_option(capsys):
     with pytest.raises(SystemExit) as done:
         main(["reshard", "a.pt", "b.pt"])
     assert done.value.code == 2
+
+
+def test_no_ranks_are_refused_with_the_options(capsys):
+    with pytest.raises(SystemExit) as refusal:
+        main(["reshard", "m.pt", "x.pt", "--ranks", "0"])
+    assert refusal.value.code == 2
+    assert "--ranks: 0 must be at least 1" in capsys.readouterr().err
