@@ -1,6 +1,7 @@
 """Placement of experts on ranks, with real process groups, and the simulated one."""
 
 import pytest
+import torch
 import torch.distributed as dist
 from helpers.distributed import run_ranks
 
@@ -148,3 +149,14 @@ def _communicators():
 
 def test_communicators_are_made_once_and_the_world_is_one():
     run_ranks(_communicators, 4)
+
+
+def _count_on_meta():
+    with torch.device("meta"):
+        assert build_groups(8, simulate_world_size=4).simulated
+    with pytest.raises(ValueError, match="a simulation of 4 ranks runs in one process, not in 2"):
+        build_groups(8, simulate_world_size=4)
+
+
+def test_one_of_several_ranks_may_count_a_model_of_others():
+    run_ranks(_count_on_meta, 2)
