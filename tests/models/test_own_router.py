@@ -145,7 +145,7 @@ def _in_fairseq(folder):
             "transformer_lm_gpt_moe",
         ],
     )
-    words = ("model.moe_router=toy", "model.moe_toy_rate=0.5")
+    words = ("+model.moe_router=toy", "+model.moe_toy_rate=0.5")
     plans = [read_settings(load_config(CONFIGS, "tiny_cpu", w), "x") for w in ((), words)]
     assert plans[1].routing.router_options.rate == 0.5
     linear, toy = (count_parameters(plan) for plan in plans)
