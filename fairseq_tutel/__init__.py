@@ -17,9 +17,10 @@ def register() -> None:
     Raises:
         ImportError: fairseq is not installed.
     """
-    from . import criterions, models, training  # noqa: F401  (importing registers them)
+    from . import criterions, models  # noqa: F401  (importing registers them)
+    from .hosts.fairseq import install
 
-    training.install()
+    install()
 
 
 if "fairseq.utils" in sys.modules:  # the module by which fairseq imports a --user-dir

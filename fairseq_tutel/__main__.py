@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.write("fairseq is not installed: only fairseq_tutel.moe can be used\n")
         return 1
     register()
-    from .training.option_help import make_parser
+    from .hosts.fairseq.option_help import make_parser
 
     sys.stdout.write(make_parser().format_help())
     return 0

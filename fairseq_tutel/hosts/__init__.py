@@ -4,8 +4,8 @@ A host owns the loop, the optimizer and the files; the layer owns its experts, w
 the ranks and are therefore exceptions to everything that data parallelism takes for granted. Here
 is all that treats them as such, for any ``nn.Module`` with
 :class:`~fairseq_tutel.moe.MoELayer` s in it, built after
-``torch.distributed.init_process_group``. fairseq's trainer (:mod:`fairseq_tutel.training`) stands
-on it like any other. Every function is collective: all ranks call it, in the same order.
+``torch.distributed.init_process_group``. fairseq's trainer (:mod:`.fairseq`) stands on it like any
+other. Every function is collective: all ranks call it, in the same order.
 
 Data parallelism
     ``wrap_data_parallel(model)``: torch's DistributedDataParallel, which leaves experts alone.

@@ -20,7 +20,7 @@ STAY_HERE = {
     "hydra/job_logging": "hydra.job_logging.handlers.file.filename=/dev/null",
 }
 # fairseq of 2022 under Hydra 1.3 prints these at every start, in every rank, before it reads a
-# config; later warnings of the kind are left out by training/known_warnings.py.
+# config; later warnings of the kind are left out by hosts/fairseq/known_warnings.py.
 _WARNERS = ("fairseq_cli.hydra_train", "hydra.main", "hydra._internal.hydra", "sys")
 _FAIRSEQS = "config"  # the config in fairseq's own folder, where Hydra looks, too
 _OVERRIDE = re.compile(r"^[+~]*[A-Za-z_][\w.@/]*=")

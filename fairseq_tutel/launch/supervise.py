@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _FAILED = 1  # Python's exit code after an exception
 # What becomes of SIGUSR1 in a rank that is still importing. held: it is blocked, and so kept by the
 # kernel over exec, until this package, which the rank will import, asks for it
-# (training/requeue.py); ignored: lost, until the rank has a handler of its own; default: it kills.
+# (hosts/fairseq/requeue.py); ignored: lost, until the rank has a handler; default: it kills.
 EarlyRequest = Literal["held", "ignored", "default"]
 
 

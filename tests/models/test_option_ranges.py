@@ -15,11 +15,11 @@ from fairseq_tutel.criterions.moe_cross_entropy import (
     MoECrossEntropyCriterion,
     MoECrossEntropyCriterionConfig,
 )
+from fairseq_tutel.hosts.fairseq.trainer import _prepare_config
 from fairseq_tutel.models import TransformerLMGPTMoE, TransformerLMGPTMoEConfig
 from fairseq_tutel.models.options import apply_command_line_rules
 from fairseq_tutel.models.stock_ranges import STOCK_RANGES
 from fairseq_tutel.ranges import ranges_of
-from fairseq_tutel.training.trainer import _prepare_config
 
 MODEL = ranges_of(TransformerLMGPTMoEConfig)
 CRITERION = ranges_of(MoECrossEntropyCriterionConfig)

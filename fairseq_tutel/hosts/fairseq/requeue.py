@@ -20,7 +20,7 @@ import threading
 
 import torch
 
-from ..exit_codes import EXIT_REQUEUE
+from ...exit_codes import EXIT_REQUEUE
 from .programs import TRAINING, program
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import pytest
 
 from fairseq_tutel.checkpoint import CheckpointError, Ranks
 from fairseq_tutel.config import MoEConfig
-from fairseq_tutel.training import errors, known_mistakes
+from fairseq_tutel.hosts.fairseq import errors, known_mistakes
 
 
 @pytest.fixture

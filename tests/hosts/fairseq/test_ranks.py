@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.training import make_config, make_trainer
 
-from fairseq_tutel.training import hooks, ranks
+from fairseq_tutel.hosts.fairseq import hooks, ranks
 
 TORCHRUN = {
     "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "1",

@@ -6,7 +6,7 @@ import sys
 
 from helpers.commands import ROOT
 
-from fairseq_tutel.training.hooks import TABLE
+from fairseq_tutel.hosts.fairseq.hooks import TABLE
 
 # every attribute of every module of fairseq's, and of their classes, before and after
 PROGRAM = """

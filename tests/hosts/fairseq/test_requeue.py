@@ -23,7 +23,7 @@ _PROGRAM = """
 import os, signal, sys
 last = int(sys.argv.pop(1))
 import fairseq_cli.train
-from fairseq_tutel.training.trainer import MoETrainer
+from fairseq_tutel.hosts.fairseq.trainer import MoETrainer
 train_step = MoETrainer.train_step
 
 def with_signal(self, *args, **kwargs):

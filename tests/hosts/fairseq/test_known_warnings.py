@@ -8,7 +8,7 @@ import warnings
 import pytest
 from helpers.commands import ROOT, fairseq_command
 
-from fairseq_tutel.training import known_warnings
+from fairseq_tutel.hosts.fairseq import known_warnings
 
 TINY = """
     --user-dir fairseq_tutel --arch transformer_lm_gpt_moe --criterion moe_cross_entropy

@@ -16,7 +16,7 @@ from helpers.training import (
     record_updates,
 )
 
-from fairseq_tutel.training.trainer import MoETrainer
+from fairseq_tutel.hosts.fairseq.trainer import MoETrainer
 
 GOLDEN = ROOT / "tests" / "golden"
 
@@ -50,7 +50,7 @@ def test_a_criterion_without_the_gate_loss_is_warned_of(warns, caplog):
     cfg = make_config("--moe-expert-count", "2")
     if warns:
         cfg.criterion = {"_name": "cross_entropy", "sentence_avg": False}
-    caplog.set_level("WARNING", logger="fairseq_tutel.training.trainer")
+    caplog.set_level("WARNING", logger="fairseq_tutel.hosts.fairseq.trainer")
     make_trainer(cfg)
     assert ("leaves out the gate loss" in caplog.text) == warns
 
@@ -67,7 +67,7 @@ def test_a_criterion_without_the_gate_loss_is_warned_of(warns, caplog):
 )
 def test_fp16_statistics_of_fp32_training_are_warned_of(words, warns, caplog):
     cfg = make_config("--moe-expert-count", "2", *words.split())
-    caplog.set_level("WARNING", logger="fairseq_tutel.training.trainer")
+    caplog.set_level("WARNING", logger="fairseq_tutel.hosts.fairseq.trainer")
     make_trainer(cfg)
     assert ("--fp16-adam-stats in fp32 training" in caplog.text) == warns
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 from omegaconf import open_dict
 
-from ..checkpoint import check_shared_directory, find_checkpoint, recover_directory, set_exists
-from ..distributed import gather_texts, process_world
+from ...checkpoint import check_shared_directory, find_checkpoint, recover_directory, set_exists
+from ...distributed import gather_texts, process_world
 
 
 @contextlib.contextmanager

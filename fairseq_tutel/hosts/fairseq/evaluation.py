@@ -15,16 +15,16 @@ from fairseq import checkpoint_utils, utils
 from fairseq.dataclass.utils import omegaconf_no_object_check, overwrite_args_by_name
 from omegaconf import DictConfig, OmegaConf
 
-from ..checkpoint import (
+from ...checkpoint import (
     check_complete,
     final_path,
     find_checkpoint,
     load_file,
     load_for_rank,
 )
-from ..criterions.moe_cross_entropy import MoECrossEntropyCriterionConfig
-from ..distributed import any_rank, process_world, sum_over_ranks
-from ..models import TransformerLMGPTMoEConfig
+from ...criterions.moe_cross_entropy import MoECrossEntropyCriterionConfig
+from ...distributed import any_rank, process_world, sum_over_ranks
+from ...models import TransformerLMGPTMoEConfig
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 No file of fairseq is edited. Where it has a seam (registration, subclasses, options), the seam is
 used; where it has none, an attribute is replaced, once, by a function that asks first whether
 experts are involved and calls the original if not, so that dense models behave as before.
-``install`` can be called any number of times. ``tests/training/test_hooks.py`` holds the table
+``install`` can be called any number of times. ``tests/hosts/fairseq/test_hooks.py`` holds the table
 against what really differs in a process before and after.
 """
 
@@ -21,8 +21,8 @@ from fairseq import checkpoint_utils, utils
 from fairseq.dataclass.configs import CommonEvalConfig
 from fairseq.trainer import Trainer
 
-from .. import optim
-from ..checkpoint import find_checkpoint, harmless_only
+from ... import optim
+from ...checkpoint import find_checkpoint, harmless_only
 from . import blocks, errors, evaluation, known_warnings, ranks, requeue
 from .checkpointing import save_set
 from .programs import program
@@ -176,10 +176,10 @@ def _memoize_user_dir() -> None:
 
     fairseq compares paths as they are written; this package's folder may be reached by several.
     """
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parents[2]
     written = (
         package,
-        Path(__file__).absolute().parents[1],
+        Path(__file__).absolute().parents[2],
         Path(package.name).absolute(),
         Path(utils.__file__).parent / ".." / package.name,
     )
@@ -240,7 +240,7 @@ TABLE = (
     Replacement(
         "fairseq.checkpoint_utils.load_model_ensemble_and_task",
         "returns the task that makes an evaluation program's batches, which leave out what does "
-        "not fit; with experts they leave nothing out (training/blocks.py)",
+        "not fit; with experts they leave nothing out (hosts/fairseq/blocks.py)",
         _load_model_ensemble_and_task,
     ),
     Replacement(
@@ -252,7 +252,7 @@ TABLE = (
     Replacement(
         "fairseq.distributed.utils.call_main",
         "leaves processes that torchrun started alone where it sees one device or none; with "
-        "experts they become one job (training/ranks.py). fairseq-eval-lm takes its block size "
+        "experts they become one job (:mod:`.ranks`). fairseq-eval-lm takes its block size "
         "from the checkpoint",
         _call_main,
     ),
@@ -286,12 +286,12 @@ TABLE = (
     Replacement(
         "argparse.ArgumentParser.error",
         "prints up to 199 lines of usage; in fairseq's programs one line "
-        "(training/option_errors.py)",
+        "(hosts/fairseq/option_errors.py)",
     ),
     Replacement(
         "sys.excepthook",
         "tells a user's mistake by a traceback per rank; in fairseq's programs one line "
-        "(training/errors.py)",
+        "(hosts/fairseq/errors.py)",
     ),
 )
 # Beside the table, in fairseq's programs: handlers of SIGINT (errors.py) and SIGUSR1 (requeue.py),

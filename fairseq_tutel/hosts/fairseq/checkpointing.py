@@ -18,7 +18,7 @@ from fairseq import checkpoint_utils, utils
 from fairseq.data import data_utils
 from fairseq.logging import meters, metrics
 
-from ..checkpoint import (
+from ...checkpoint import (
     check_complete,
     copy_set,
     final_path,
@@ -26,8 +26,8 @@ from ..checkpoint import (
     recover_directory,
     remove_set,
 )
-from ..distributed import gather_texts, process_world
-from ..hosts import (
+from ...distributed import gather_texts, process_world
+from .. import (
     StateNames,
     check_num_experts,
     checkpoint_exists,
@@ -42,7 +42,7 @@ _SUFFIX = "-shared"
 
 
 class CheckpointMixin:
-    """The part of :class:`~fairseq_tutel.training.trainer.MoETrainer` that handles files."""
+    """The part of :class:`~fairseq_tutel.hosts.fairseq.trainer.MoETrainer` that handles files."""
 
     @property
     def checkpoint_suffix(self) -> str:

@@ -23,8 +23,8 @@ from fairseq_tutel.checkpoint import (
     split_state,
     write_set,
 )
-from fairseq_tutel.training import errors, evaluation
-from fairseq_tutel.training.start import start_of_run
+from fairseq_tutel.hosts.fairseq import errors, evaluation
+from fairseq_tutel.hosts.fairseq.start import start_of_run
 
 UNSAFE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 EXPERT = "decoder.layers.1.moe_layer.experts.{}.fc1.bias"

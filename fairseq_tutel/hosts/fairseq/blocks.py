@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ..checkpoint import final_path, find_checkpoint, load_file
+from ...checkpoint import final_path, find_checkpoint, load_file
 
 logger = logging.getLogger(__name__)
 

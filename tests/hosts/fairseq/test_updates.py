@@ -19,7 +19,7 @@ from helpers.training import (
 )
 
 from fairseq_tutel.distributed import is_expert, process_world
-from fairseq_tutel.training.trainer import MoETrainer
+from fairseq_tutel.hosts.fairseq.trainer import MoETrainer
 
 BACKENDS = ("legacy_ddp", "pytorch_ddp")
 WORLDS = [(1, 4), (2, 1), (2, 2), (2, 4), (4, 2), (4, 4)]  # ranks, experts

@@ -13,8 +13,8 @@ from fairseq.dataclass import FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 
-from ..criterions.moe_cross_entropy import MoECrossEntropyCriterionConfig
-from ..models import TransformerLMGPTMoEConfig
+from ...criterions.moe_cross_entropy import MoECrossEntropyCriterionConfig
+from ...models import TransformerLMGPTMoEConfig
 
 _COMMANDS = """other commands, each with --help:
   python -m fairseq_tutel.launch       start the ranks, or adopt those of SLURM, torchrun or MPI

@@ -13,7 +13,7 @@ import torch
 from fairseq.distributed import LegacyDistributedDataParallel, ModuleProxyWrapper
 from torch.nn.parallel import DistributedDataParallel
 
-from ..hosts import leave_experts_out, reduce_expert_grads
+from .. import leave_experts_out, reduce_expert_grads
 
 LEGACY_BACKENDS = ("legacy_ddp", "no_c10d")
 PYTORCH_BACKENDS = ("pytorch_ddp", "c10d")

@@ -16,9 +16,9 @@ from fairseq.criterions.cross_entropy import CrossEntropyCriterionConfig
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from fairseq.tasks.language_modeling import LanguageModelingConfig
 
-from ..criterions.moe_cross_entropy import MoECrossEntropyCriterionConfig
-from ..exit_codes import EXIT_USAGE
-from ..models import TransformerLMGPTMoEConfig
+from ...criterions.moe_cross_entropy import MoECrossEntropyCriterionConfig
+from ...exit_codes import EXIT_USAGE
+from ...models import TransformerLMGPTMoEConfig
 
 _LISTS = "--help lists fairseq's options, python -m fairseq_tutel this package's"
 _CHOICE = r"(?P<start>.*: invalid choice: '(?P<value>.*?)') \(choose from (?P<all>.*)\)"

@@ -16,17 +16,17 @@ from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 from omegaconf import open_dict
 
-from ..config import EXPERT_GRAD_NORMALIZATIONS
-from ..distributed import process_world
-from ..hosts import expert_grad_sq_norm
-from ..models import check_stock_ranges
+from ...config import EXPERT_GRAD_NORMALIZATIONS
+from ...distributed import process_world
+from ...models import check_stock_ranges
+from .. import expert_grad_sq_norm
 from . import blocks
 from .checkpointing import CheckpointMixin
+from .data_parallel import LEGACY_BACKENDS, PYTORCH_BACKENDS, MoEDistributedModel
 from .load_log import ExpertLoadLog
 from .ranks import refuse_separate_ranks
 from .requeue import leave, request_for_trainer
 from .start import changed
-from .wrapper import LEGACY_BACKENDS, PYTORCH_BACKENDS, MoEDistributedModel
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def has_experts(model) -> bool:
 
 
 class MoETrainer(CheckpointMixin, Trainer):
-    """See the module docstring; :func:`fairseq_tutel.training.hooks.install` puts it in place."""
+    """See the module docstring; ``install`` of :mod:`.hooks` puts it in place."""
 
     def __init__(self, cfg, task, model, criterion, quantizer=None):
         _prepare_config(cfg, model)

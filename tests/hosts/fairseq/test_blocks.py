@@ -3,7 +3,7 @@
 import pytest
 from helpers.training import make_config, make_trainer
 
-from fairseq_tutel.training import blocks, evaluation
+from fairseq_tutel.hosts.fairseq import blocks, evaluation
 
 
 class Dictionary:

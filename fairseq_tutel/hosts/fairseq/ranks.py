@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..distributed import process_world
+from ...distributed import process_world
 from .evaluation import is_moe_checkpoint
 
 _TORCH = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")

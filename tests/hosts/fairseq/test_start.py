@@ -10,7 +10,7 @@ from helpers.commands import ROOT
 from helpers.training import make_config, make_trainer, named, own_batches
 
 from fairseq_tutel.checkpoint import merge, remove_set
-from fairseq_tutel.training import evaluation
+from fairseq_tutel.hosts.fairseq import evaluation
 
 POSITION = {"version": 2, "epoch": 1, "iterations_in_epoch": 0, "shuffle": False}
 

@@ -20,7 +20,7 @@ import torch
 from helpers.assertions import rms_ratio
 from helpers.commands import ROOT, fairseq_command, logged
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 RUNS = {"top2_world1": 1, "top2_world2": 2, "top1_world2": 2, "top2_world2_normbefore": 2}
 CASES = [
     *((run, "legacy_ddp", "cpu") for run in RUNS),

@@ -17,11 +17,11 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from ..distributed import process_world
+from ...distributed import process_world
 from . import known_mistakes, option_errors
 from .programs import program
 
-_PACKAGE = str(Path(__file__).resolve().parents[1])
+_PACKAGE = str(Path(__file__).resolve().parents[2])
 _VARIABLE = "FAIRSEQ_TUTEL_TRACEBACK"
 # functions that tell an error: the one below, and torch's, which calls it
 _HOOKS = ("excepthook", "_distributed_excepthook")
