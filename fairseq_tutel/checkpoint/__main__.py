@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("--verify", action="store_true", help="read every byte, check all checksums")
 
     join = commands.add_parser("merge", help="write one file that holds all experts, for sharing")
-    _add_rewrite_arguments(join, "OUT", "the new file, NAME.pt")
+    _add_rewrite_arguments(join, "OUT", "the new file, NAME.pt; its folder is made if missing")
     join.add_argument(
         "--with-optimizer",
         action="store_true",
@@ -43,7 +43,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     place = commands.add_parser("reshard", help="write a set for another number of ranks")
-    _add_rewrite_arguments(place, "OUT", "name of the new set, NAME.pt")
+    _add_rewrite_arguments(
+        place, "OUT", "name of the new set, NAME.pt; its folder is made if missing"
+    )
     place.add_argument(
         "--ranks",
         type=in_range(int, at_least(1)),

@@ -256,6 +256,12 @@ def rank_options(
     if world_size > 1:
         _require(command, "distributed_rank", str(rank), "the rank of this process")
     if command.kind == "sharded":
+        results = command.given("results_path")
+        if results is not None and world_size > 1:
+            raise ValueError(
+                f"--results-path {results} is one file, which each of {world_size} ranks would "
+                "overwrite; use --nproc-per-node 1, or leave it out: every rank prints its share"
+            )
         wanted["distributed_rank"] = str(rank)
     elif command.kind in ("grouped", "hydra"):
         if shared_node and not cpu:

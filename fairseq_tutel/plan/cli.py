@@ -56,7 +56,11 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="8 to 4096 GPUs, one expert per GPU unless model.moe_expert_count is given here",
     )
-    options.add_argument("--figure", type=Path, help="draw the ladder into this file")
+    options.add_argument(
+        "--figure",
+        type=Path,
+        help="draw the ladder into this file; its folder is made if missing",
+    )
     options.add_argument("--json", action="store_true", help="print JSON instead of text")
     options.add_argument("override", nargs="*", metavar="key=value", help="see below")
     return options

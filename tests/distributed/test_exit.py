@@ -30,13 +30,26 @@ rank, world_size, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world_size)
 """
 PROGRAMS = {
-    # groups of their own, to which a placement and an exchange refer
+    # groups of their own, to which placements and the exchanges refer: whoever holds a group has to
+    # let go of it (teardown.release_at_exit), or its thread is there when the interpreter goes
     "groups": (4, """
+import atexit, glob, os
+
+@atexit.register
+def after_all_others():
+    threads = [open(path).read() for path in glob.glob("/proc/self/task/*/comm")]
+    if any("gloo" in name for name in threads):
+        sys.stderr.write(f"left: {threads}\\n")
+        sys.stderr.flush()
+        os._exit(7)
+
+from fairseq_tutel.config import EXCHANGES
 from fairseq_tutel.distributed import build_exchange, build_groups
-groups = build_groups(2)
-exchange = build_exchange("linear", groups)
-exchange.forth(torch.ones(2, 4))
-group = groups.ep_group
+groups = [build_groups(2), build_groups(4)]
+exchanges = [build_exchange(name, groups[1], ranks_per_node=2) for name in EXCHANGES]
+for exchange in exchanges:
+    exchange.forth(torch.ones(4, 4))
+group = groups[0].ep_group
 """),
     # the default group, to which DistributedDataParallel refers, too; its user ends it or does not
     "layer": (2, """

@@ -190,6 +190,10 @@ def test_hydra_without_overrides_and_with_a_flags_value_like_one(path):
 def test_generate_shards_the_data_without_a_process_group(path):
     given = options(command_of("fairseq-generate data --path m.pt", path))
     assert given == {"distributed_world_size": "2", "distributed_rank": "1", "cpu": None}
+    to_a_file = command_of("fairseq-generate data --path m.pt --results-path out", path)
+    with pytest.raises(ValueError, match="--results-path out is one file, .* 2 ranks"):
+        options(to_a_file)
+    assert options(to_a_file, 0, 1, 0)["distributed_world_size"] == "1"
 
 
 def test_interactive_is_one_process(path):
