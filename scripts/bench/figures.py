@@ -206,7 +206,14 @@ def bandwidth_lines(axis, results) -> None:
     axis.legend(frameon=False)
 
 
+def _exchange(pyplot, result, path):
+    import exchange_figures
+
+    exchange_figures.draw(pyplot, result, path)
+
+
 _DRAW: dict[str, Callable] = {
+    "exchange": _exchange,
     "layer": _layer,
     "kernels": _kernels,
     "train": _train,

@@ -69,6 +69,9 @@ def choose_device(name: str | None) -> torch.device:
 def connected(device: torch.device, backend: str | None = None) -> Iterator[Ranks]:
     """Form a process group where the environment says that there are several ranks.
 
+    They meet at MASTER_ADDR:MASTER_PORT, or at INIT_METHOD where that is set (ranks that share a
+    file and no network, see two_nodes.py).
+
     Args:
         backend: nccl for GPUs and gloo for CPUs if None.
     """
@@ -78,7 +81,12 @@ def connected(device: torch.device, backend: str | None = None) -> Iterator[Rank
         return
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     dist.init_process_group(
-        backend, timeout=_TIMEOUT, device_id=device if backend == "nccl" else None
+        backend,
+        init_method=os.environ.get("INIT_METHOD", "env://"),
+        rank=int(os.environ["RANK"]),
+        world_size=world_size,
+        timeout=_TIMEOUT,
+        device_id=device if backend == "nccl" else None,
     )
     try:
         yield Ranks(device, dist.get_rank(), world_size, backend)

@@ -1,0 +1,223 @@
+"""What the exchange algorithms of the layer are worth between nodes.
+
+    sudo python scripts/bench/two_nodes.py --message-bytes 50000 -- \\
+        python scripts/bench/bench_exchange.py sizes
+    python -m fairseq_tutel.launch --nproc-per-node 8 -- \\
+        python scripts/bench/bench_exchange.py sizes --ranks-per-node 4
+
+``sizes``: linear, 2dh and auto by the bytes that one rank hands over. All variants of a measurement
+take turns in one process, a repetition is one exchange after a barrier, its time that of the
+slowest rank, and medians are compared. On two nodes made by two_nodes.py the figures are those of
+its link; without it everything goes through loopback, where no gain is to be expected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import figures
+import torch
+from bench_alltoall import check, message, parse_size
+from measure import percentiles
+from ranks import Ranks, connected
+from record import Neighbours, describe_run, device_name, quiet_logs, say, table, write_json
+
+from fairseq_tutel.config import EXCHANGES
+from fairseq_tutel.distributed import build_exchange, build_groups
+
+_SIZES = "4K,16K,64K,256K,1M,4M"
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        epilog="\n".join(f"{name}: {part.about}" for name, part in PARTS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("part", choices=list(PARTS), help="what to measure")
+    add("--ranks-per-node", type=int, default=0, help="default: as the machines have it")
+    add("--repetitions", type=int, default=15, help="of every variant (default: 15)")
+    add(
+        "--sizes",
+        type=lambda text: [parse_size(word) for word in text.split(",")],
+        default=_SIZES,
+        metavar="LIST",
+        help=f"bytes per rank (default: {_SIZES})",
+    )
+    add(
+        "--algorithms",
+        type=lambda text: text.split(","),
+        default=["linear", "2dh", "auto"],
+        metavar="LIST",
+        help="default: linear,2dh,auto",
+    )
+    add("--output", type=Path, help="JSON file (default: runs/bench/exchange-PART-W-LINK.json)")
+    add("--figure", type=Path, help="PNG file (default: beside the JSON file)")
+    return parser.parse_args(argv)
+
+
+def interleaved(
+    variants: Mapping[str, Callable[[], Any]], ranks: Ranks, repetitions: int, warmup: int = 2
+) -> dict[str, list[float]]:
+    """Seconds of every repetition of each variant, on the slowest rank; variants take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    names = list(variants)
+    for number in range(-warmup, repetitions):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            ranks.barrier()
+            begin = time.perf_counter()
+            variants[name]()
+            if number >= 0:
+                seconds[name].append(time.perf_counter() - begin)
+    return {name: ranks.slowest(times) for name, times in seconds.items()}
+
+
+def measure_sizes(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """One row per size and algorithm, and what auto chose."""
+    groups = build_groups(ranks.world_size)
+    built = {
+        name: build_exchange(name, groups, ranks_per_node=options.ranks_per_node)
+        for name in options.algorithms
+    }
+    rows = []
+    for given in options.sizes:
+        step = ranks.world_size * 4  # equal parts of fp32 numbers
+        size = max(step, given // step * step)
+        variants, used = {}, {}
+        for name, exchange in built.items():
+            chosen = exchange.for_message(size)
+            data = message(size, ranks, chosen.send_order)
+            check(chosen.forth(data), ranks, name)
+            used[name] = chosen.name
+            variants[name] = lambda chosen=chosen, data=data: chosen.forth(data)
+        for name, seconds in interleaved(variants, ranks, options.repetitions).items():
+            rows.append(
+                {
+                    "algorithm": name,
+                    "exchange": used[name],
+                    "bytes": size,
+                    "seconds": percentiles(seconds),
+                    "raw_seconds": seconds,
+                }
+            )
+    return {"results": rows, "ratios": size_ratios(rows)}
+
+
+def size_ratios(rows: Sequence[dict]) -> dict[str, dict[str, float]]:
+    """By size: linear over 2dh, and auto over the better of the two, of medians."""
+    found: dict[str, dict[str, float]] = {}
+    for size in sorted({row["bytes"] for row in rows}):
+        median = {r["algorithm"]: r["seconds"]["p50"] for r in rows if r["bytes"] == size}
+        ratios = found.setdefault(str(size), {})
+        if {"linear", "2dh"} <= set(median):
+            ratios["linear/2dh"] = median["linear"] / median["2dh"]
+            if "auto" in median:
+                ratios["auto/better"] = median["auto"] / min(median["linear"], median["2dh"])
+    return found
+
+
+def print_sizes(result: dict[str, Any]) -> None:
+    """The table."""
+    lines = []
+    for row in result["results"]:
+        spread = row["seconds"]
+        ratios = result["ratios"][str(row["bytes"])]
+        last = {"2dh": "linear/2dh", "auto": "auto/better"}.get(row["algorithm"])
+        lines.append(
+            [
+                row["algorithm"],
+                row["exchange"],
+                f"{row['bytes']:,}",
+                *(f"{1e3 * spread[key]:.2f}" for key in ("p20", "p50", "p80")),
+                f"{last} {ratios[last]:.2f}" if last in ratios else "",
+            ]
+        )
+    say(table(["algorithm", "uses", "bytes", "p20 ms", "p50 ms", "p80 ms", "ratio"], lines))
+
+
+class Part:
+    """One measurement: what it is, how it is made and printed."""
+
+    def __init__(self, about: str, measure: Callable, show: Callable):
+        self.about, self.measure, self.show = about, measure, show
+
+
+PARTS = {
+    "sizes": Part("linear, 2dh and auto by message size", measure_sizes, print_sizes),
+}
+
+
+def link_name() -> str:
+    """The bed that two_nodes.py made, in a word for a file name."""
+    bed = os.environ.get("TWO_NODES", "")
+    if not bed:
+        return "loopback"
+    return "messages" if "--message-bytes" in bed else "bandwidth"
+
+
+def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """Measure, print and write.
+
+    Raises:
+        ValueError: a single rank, or unknown algorithms.
+    """
+    if ranks.world_size < 2:
+        raise ValueError("an exchange needs at least 2 ranks: see two_nodes.py --help")
+    unknown = [name for name in options.algorithms if name not in EXCHANGES]
+    if unknown:
+        raise ValueError(f"--algorithms {','.join(unknown)}: choose from {', '.join(EXCHANGES)}")
+    neighbours = Neighbours()
+    measured = PARTS[options.part].measure(options, ranks)
+    result = {
+        **describe_run("exchange", ranks.device, ranks.world_size),
+        "part": options.part,
+        "backend": ranks.backend,
+        "link": link_name(),
+        "settings": {
+            key: getattr(options, key)
+            for key in ("ranks_per_node", "repetitions", "sizes", "algorithms")
+        },
+        "others_share_of_cpus": neighbours.share(),
+        **measured,
+    }
+    if bed := os.environ.get("TWO_NODES"):
+        result["command"] = f"{bed} -- {result['command']}"
+    if ranks.first:
+        say(f"{options.part}: {ranks.world_size} ranks, {result['link']}, {device_name(result)}")
+        PARTS[options.part].show(result)
+        name = f"exchange-{options.part}-{ranks.world_size}-{result['link']}.json"
+        path = options.output or Path("runs/bench") / name
+        write_json(result, path)
+        say(f"written: {path}")
+        picture = options.figure or path.with_suffix(".png")
+        if figures.draw(result, picture):
+            say(f"drawn: {picture}")
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 2 for a wrong command line."""
+    options = parse_arguments(argv)
+    if isinstance(options.sizes, str):
+        options.sizes = [parse_size(word) for word in options.sizes.split(",")]
+    quiet_logs()
+    try:
+        with connected(torch.device("cpu"), "gloo") as ranks:
+            run(options, ranks)
+    except ValueError as error:
+        sys.stderr.write(f"bench_exchange.py: error: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""Figures of bench_exchange.py, after those of Tutel's paper (arXiv 2206.03382)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import figures
+
+_COLORS = {"linear": "#b0b7c3", "2dh": "#c2410c", "auto": "#1d4ed8"}
+_LINKS = {
+    "messages": "two nodes of half the ranks, rate limit and cost per message",
+    "bandwidth": "two nodes of half the ranks, rate limit",
+    "loopback": "one machine, loopback, nothing shaped",
+}
+
+
+def draw(pyplot, result: dict[str, Any], path: Path) -> None:
+    """Draw one result as a PNG file."""
+    {"sizes": _sizes}[result["part"]](pyplot, result, path)
+
+
+def size_label(size: float) -> str:
+    """64 KiB, 4 MiB."""
+    return f"{size / 2**20:g} MiB" if size >= 2**20 else f"{size / 2**10:g} KiB"
+
+
+def _title(figure, result, text: str) -> None:
+    figure.suptitle(
+        f"{text}: {result['world_size']} ranks, {result['backend']}, {_LINKS[result['link']]}\n"
+        f"{figures.caption(result)}",
+        fontsize=10,
+        x=0.01,
+        ha="left",
+    )
+
+
+def _sizes(pyplot, result, path) -> None:
+    """Time by size, and the factor that 2dh gains (the paper's fig. 16 to 18)."""
+    figure, (times, gain) = pyplot.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    sizes = [int(size) for size in result["ratios"]]
+    for algorithm in result["settings"]["algorithms"]:
+        rows = [row for row in result["results"] if row["algorithm"] == algorithm]
+        x = [row["bytes"] for row in rows]
+        color = _COLORS.get(algorithm, "#4b8f8c")
+        times.plot(x, [1e3 * row["seconds"]["p50"] for row in rows], "o-", color=color, ms=4,
+                   label=algorithm)  # fmt: skip
+        times.fill_between(
+            x,
+            [1e3 * row["seconds"]["p20"] for row in rows],
+            [1e3 * row["seconds"]["p80"] for row in rows],
+            color=color,
+            alpha=0.2,
+        )
+    times.set_yscale("log")
+    times.set_ylabel("ms of one exchange (line: median, band: p20 to p80)")
+    times.legend(frameon=False)
+    factors = [result["ratios"][str(size)].get("linear/2dh", 0.0) for size in sizes]
+    bars = gain.bar([str(i) for i in range(len(sizes))], factors, color=_COLORS["2dh"], width=0.6)
+    gain.bar_label(bars, fmt="%.2f", padding=3)
+    gain.axhline(1, color="black", linewidth=0.8)
+    gain.set_ylim(0, 1.2 * max(*factors, 1))
+    gain.set_ylabel("times faster than linear: 2dh")
+    gain.set_xticks(range(len(sizes)), [size_label(size) for size in sizes])
+    times.set_xscale("log", base=2)
+    times.set_xticks(sizes, [size_label(size) for size in sizes])
+    for axis in (times, gain):
+        axis.tick_params(axis="x", labelsize=8)
+        axis.set_xlabel("bytes per rank")
+        axis.grid(axis="y", color="#d9dde3", linewidth=0.8)
+        axis.set_axisbelow(True)
+    _title(figure, result, "Linear and hierarchical all-to-all")
+    figures.save(pyplot, figure, path)

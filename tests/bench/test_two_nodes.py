@@ -1,0 +1,121 @@
+"""The bed of two nodes, and the benchmark of exchanges on it at a tiny size."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import two_nodes
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = [sys.executable, "scripts/bench/two_nodes.py"]
+ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def _why_no_namespaces():
+    missing = [tool for tool in ("ip", "tc", "unshare", "nsenter") if shutil.which(tool) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed"
+    words = ["unshare", "--net", "--uts", "true"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    return f"no network namespaces: {done.stderr.strip()}" if done.returncode else None
+
+
+WHY_NOT = _why_no_namespaces()
+needs_namespaces = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+
+@needs_namespaces
+def test_exchanges_between_two_nodes(tmp_path):
+    path = tmp_path / "exchange.json"
+    done = subprocess.run(
+        [*SCRIPT, "--ranks", "4", "--rate", "100mbit", "--message-bytes", "20000", "--",
+         sys.executable, "scripts/bench/bench_exchange.py", "sizes", "--sizes", "4K,1M",
+         "--repetitions", "3", "--output", str(path)],
+        cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert (result["link"], result["world_size"]) == ("messages", 4)
+    assert result["command"].startswith("python scripts/bench/two_nodes.py --ranks 4 --rate 100mb")
+    rows = {(row["algorithm"], row["bytes"]): row for row in result["results"]}
+    assert set(rows) == {(name, size) for name in ("linear", "2dh", "auto")
+                         for size in (4096, 1 << 20)}  # fmt: skip
+    # the ranks found out that they are on two nodes of two
+    assert rows["2dh", 4096]["exchange"] == "2dh"
+    # 1 MiB crosses the link each way, of which a burst of 256 KiB passes unshaped
+    least = ((1 << 20) - (256 << 10)) / (100e6 / 8)
+    assert rows["linear", 1 << 20]["seconds"]["min"] > 0.9 * least
+    for size, ratios in result["ratios"].items():
+        medians = [rows[name, int(size)]["seconds"]["p50"] for name in ("linear", "2dh", "auto")]
+        assert ratios["linear/2dh"] == pytest.approx(medians[0] / medians[1], rel=1e-3)
+        assert ratios["auto/better"] == pytest.approx(medians[2] / min(medians[:2]), rel=1e-3)
+    assert path.with_suffix(".png").stat().st_size > 10_000
+
+
+@needs_namespaces
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_when_it_is_ended(number):
+    bed = subprocess.Popen(
+        [*SCRIPT, "--ranks", "2", "--", "sh", "-c", "readlink /proc/self/ns/net; exec sleep 60"],
+        cwd=ROOT, env=ENV, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    spaces = {bed.stdout.readline().strip() for _ in range(2)}
+    assert len(spaces) == 2 and os.readlink("/proc/self/ns/net") not in spaces
+    bed.send_signal(number)
+    assert bed.wait(timeout=10) == (128 + number if number == signal.SIGTERM else -number)
+    bed.stdout.close()
+    deadline = time.monotonic() + 10
+    while spaces & _network_namespaces() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not spaces & _network_namespaces()
+
+
+def _network_namespaces():
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/ns/net"):
+        try:
+            found.add(os.readlink(link))
+        except OSError:
+            continue
+    return found
+
+
+@needs_namespaces
+def test_the_first_failure_ends_all_ranks():
+    begin = time.monotonic()
+    program = "import os, time; os.environ['RANK'] == '1' and exit(7); time.sleep(60)"
+    assert two_nodes.run(two_nodes.Link(), 2, [sys.executable, "-c", program]) == 7
+    assert time.monotonic() - begin < 30
+
+
+def test_without_root_it_says_what_helps(tmp_path, monkeypatch, capsys):
+    for tool in ("ip", "tc", "nsenter", "unshare"):
+        (tmp_path / tool).write_text("#!/bin/sh\necho Operation not permitted >&2; exit 1\n")
+        (tmp_path / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        assert two_nodes.main(["--", "true"]) == 2
+        error = capsys.readouterr().err
+        assert "Operation not permitted" in error and "needs root" in error
+        assert error.count("\n") == 1
+        monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+        assert two_nodes.main(["--", "true"]) == 2
+        assert "ip, tc, unshare, nsenter not found" in capsys.readouterr().err
+        assert two_nodes.main(["--ranks", "3", "--", "true"]) == 2
+        assert "--ranks 3" in capsys.readouterr().err
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_link():
+    plain = two_nodes.Link("1gbit").qdisc()
+    assert plain[:3] == ["tbf", "rate", "1gbit"] and "mpu" not in plain
+    assert two_nodes.Link("1gbit", 50000).qdisc()[-2:] == ["mpu", "50000"]
