@@ -126,8 +126,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--output",
         default="prefix",
         choices=["prefix", "plain"],
-        help="prefix: lines of ranks above 0 begin with [rank N]; plain: output is left as it is "
-        "(default: prefix)",
+        help="prefix: lines of ranks above 0 begin with [rank N], and what they say of fairseq's "
+        "start as rank 0 does (INFO) is left out; plain: output is left as it is (default: prefix)",
     )
     add(
         "--grace-seconds",

@@ -323,7 +323,9 @@ def plan_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
             "FAIRSEQ_TUTEL_NCCL_PROFILE": options.nccl_profile,
         }
         prefix = f"[rank {rank}] " if options.prefix_output and rank > 0 else None
-        return RankJob(rank, with_options(command, added), rank_env, bound, prefix)
+        # once its process group is there, fairseq itself lets only rank 0 say more than warnings
+        alike = command.kind in ("grouped", "hydra")
+        return RankJob(rank, with_options(command, added), rank_env, bound, prefix, alike)
 
     mine = [b for b in bindings if not placement.adopted or b.local_rank == placement.local_rank]
     warning = "" if gpus else why_no_gpus(env, options.root)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 _WATCHED = {*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _FAILED = 1  # Python's exit code after an exception
+# a line of level INFO as fairseq's programs, and Hydra's, log it
+_INFO = re.compile(rb"[\d-]+ [\d:]+ \| INFO \| |\[[\d-]+ [\d:,]+\]\[[\w.]+\]\[INFO\] - ")
 # What becomes of SIGUSR1 in a rank that is still importing. held: it is blocked, and so kept by the
 # kernel over exec, until this package, which the rank will import, asks for it
 # (hosts/fairseq/requeue.py); ignored: lost, until the rank has a handler; default: it kills.
@@ -28,13 +31,15 @@ EarlyRequest = Literal["held", "ignored", "default"]
 
 @dataclass(frozen=True)
 class RankJob:
-    """One process to start. prefix: put before every line of its output; None: left as it is."""
+    """One process to start. prefix: put before every line of its output; None: left as it is.
+    without_info: of a program of fairseq's, whose lines of level INFO are those of another rank."""
 
     rank: int
     argv: list[str]
     env: dict[str, str]
     binding: RankBinding
     prefix: str | None = None
+    without_info: bool = False
 
 
 def exit_status(returncode: int) -> int:
@@ -59,10 +64,10 @@ def _has_sigusr1_in(pid: int, mask: Literal["SigBlk", "SigIgn"]) -> bool:
     return bool(int(bits, 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
-def _copy_lines(source: BinaryIO, target: BinaryIO, prefix: bytes, lock: threading.Lock) -> None:
-    readers = True
+def _copy_lines(source: BinaryIO, target: BinaryIO, job: RankJob, lock: threading.Lock) -> None:
+    readers, prefix = True, (job.prefix or "").encode()
     for line in source:
-        if not readers:
+        if not readers or job.without_info and _INFO.match(line):
             continue  # the rank would block for ever on a full pipe that is not emptied
         with lock:
             try:
@@ -165,13 +170,13 @@ class Supervisor:
         for job in self._jobs:
             if job.prefix is None:
                 continue
-            process, prefix = self._running[job.rank], job.prefix.encode()
+            process = self._running[job.rank]
             for source, target in (
                 (process.stdout, sys.stdout.buffer),
                 (process.stderr, sys.stderr.buffer),
             ):
                 reader = threading.Thread(
-                    target=_copy_lines, args=(source, target, prefix, lock), daemon=True
+                    target=_copy_lines, args=(source, target, job, lock), daemon=True
                 )
                 reader.start()
                 self._readers.append(reader)

@@ -134,6 +134,22 @@ class MoETransformerDecoderLayer(TransformerDecoderLayerBase):
         return (x, *aux)
 
 
+class _Layers(torch.nn.ModuleList):
+    """Printed with every kind of layer once: MoE layers stand between dense ones, so that torch,
+    which puts equal neighbours into one, would print all (some 400 lines for 24 layers)."""
+
+    def __repr__(self) -> str:
+        numbers: dict[str, list[int]] = {}
+        for number, layer in enumerate(self):
+            numbers.setdefault(repr(layer), []).append(number)
+        lines = [
+            f"({', '.join(map(str, which))}): {f'{len(which)} x ' if len(which) > 1 else ''}{text}"
+            for text, which in numbers.items()
+        ]
+        inside = "\n".join(lines).replace("\n", "\n  ")
+        return f"ModuleList(\n  {inside}\n)"
+
+
 class MoETransformerDecoder(TransformerDecoder):
     """Decoder of a language model whose every ``moe_freq``-th layer is an MoE layer.
 
@@ -156,6 +172,8 @@ class MoETransformerDecoder(TransformerDecoder):
         self._scope = ForwardScope()
         self._layer_numbers = itertools.count(1)
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn=True)
+        if type(self.layers) is torch.nn.ModuleList:  # a dense model may have layer drop
+            self.layers = _Layers(self.layers)
 
     def build_decoder_layer(self, cfg, no_encoder_attn=False):
         """Called by the stock constructor once per layer, from the bottom up."""

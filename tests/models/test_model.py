@@ -39,6 +39,11 @@ def test_every_freq_th_layer_is_sparse(freq, layers, sparse):
     for i in range(layers):
         assert (f"decoder.layers.{i}.moe_layer.gate.wg.weight" in names) == (i in sparse)
         assert (f"decoder.layers.{i}.fc1.weight" in names) == (i not in sparse)
+    # printed as one block of text per kind of layer, with the numbers of those that are of it
+    printed = str(model.decoder.layers)
+    assert printed.count("(moe_layer): MoELayer(") == 1
+    assert printed.count("(fc1): Linear(") == (len(sparse) < layers)
+    assert f"({', '.join(map(str, sparse))}): " in printed
     _, extra = forward(model)
     assert len(extra["moe"]) == len(sparse) and all(isinstance(a, MoEAux) for a in extra["moe"])
     assert "moe_load" not in extra

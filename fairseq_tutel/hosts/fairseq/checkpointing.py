@@ -93,7 +93,6 @@ class CheckpointMixin:
         state = self.state_dict()
         state["extra_state"] = {**state["extra_state"], **extra_state}
         save_state(path, state, self._model.moe_groups)
-        logger.info("Finished saving checkpoint set %s", os.path.abspath(path))
         return os.path.abspath(path)
 
     def save_last(self, epoch_itr) -> str:

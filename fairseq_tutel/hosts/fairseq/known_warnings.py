@@ -1,13 +1,16 @@
-"""Warnings of fairseq and its dependencies that no user of this package can do anything about.
+"""Warnings of fairseq and its dependencies that no user of this package can do anything about, and
+log lines that say nothing.
 
-fairseq of 2022 under Hydra 1.3 and torch 2.x prints about twenty lines of them at every start, and
+fairseq of 2022 under Hydra 1.3 and torch 2.x prints about twenty such warnings at every start, and
 each rank again. They are left out in fairseq's own programs (never where the package is used as a
 library), each for the reason beside it; ``FAIRSEQ_TUTEL_WARNINGS=1`` shows them.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import warnings
 
 VARIABLE = "FAIRSEQ_TUTEL_WARNINGS"
@@ -25,6 +28,19 @@ KNOWN = (
     (r"Support for mismatched key_padding_mask", UserWarning, "fairseq's masks of two dtypes"),
     (r"`torch\.jit\.script` is deprecated", DeprecationWarning, "fairseq's scripted functions"),
 )
+# (logger, the whole line, why it says nothing to the user)
+LINES = (
+    (
+        "fairseq.tasks.fairseq_task",
+        r"(can_reuse_epoch_itr|reuse_dataloader|rebuild_batches) = \w+",
+        "a note to fairseq's authors, at every use of a split of the data",
+    ),
+    (
+        "fairseq.trainer",
+        r"detected shared parameter: \S+\.bias <- \S+\.bias",
+        "layers without a bias: fairseq takes their None for one parameter",
+    ),
+)
 
 
 def install() -> None:
@@ -33,3 +49,7 @@ def install() -> None:
         return
     for message, category, _ in KNOWN:
         warnings.filterwarnings("ignore", message=message, category=category)
+    for name, line, _ in LINES:
+        logging.getLogger(name).addFilter(
+            lambda record, line=line: not re.fullmatch(line, record.getMessage())
+        )

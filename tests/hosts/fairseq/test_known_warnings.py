@@ -1,6 +1,7 @@
 """A start of fairseq's programs without warnings that no user can do anything about."""
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -15,7 +16,7 @@ TINY = """
     --task dummy_lm --dict-size 28 --dataset-size 8 --tokens-per-sample 8 --batch-size 4 --cpu
     --decoder-layers 2 --decoder-embed-dim 16 --decoder-ffn-embed-dim 16 --no-save
     --decoder-attention-heads 2 --moe-expert-count 2 --optimizer adam --lr 0.01 --max-update 2
-    --moe-load-log-interval 1
+    --moe-load-log-interval 1 --share-decoder-input-output-embed
 """
 
 
@@ -44,6 +45,11 @@ def test_training_starts_without_warnings_and_draws_the_experts_in_tensorboard(t
     (text,) = fairseq_command("fairseq-train", words, tmp_path)
     assert "Warning" not in text, [line for line in text.splitlines() if "Warning" in line]
     assert "done training" in text
+    said = [line.split(" | ", 3)[-1] for line in text.splitlines() if " | INFO | " in line]
+    for _, line, reason in known_warnings.LINES:
+        assert reason and not [found for found in said if re.fullmatch(line, found)]
+    # what fairseq says of what is shared indeed stays
+    assert any(line.startswith("detected shared parameter: ") for line in said)
     folders = {path.parent.name for path in (tmp_path / "board").rglob("*tfevents*")}
     assert folders >= {"train", "expert_load"}
     (events,) = (tmp_path / "board" / "expert_load").glob("*tfevents*")
