@@ -16,11 +16,11 @@ from importlib.metadata import distributions
 
 names = ("torch", "fairseq", "fairseq-fixed", "hydra-core", "omegaconf")
 found = {each.metadata["Name"]: each.version for each in distributions()}
-told = [f"{name} {found[name]}" for name in names if name in found]
-print(f"Python {platform.python_version()}", *told, sep=", ", flush=True)
+versions = [f"{name} {found[name]}" for name in names if name in found]
+print(f"Python {platform.python_version()}", *versions, sep=", ", flush=True)
 END
 exec python -m pytest -n "${TEST_WORKERS:-2}" --dist worksteal \
     tests/hosts/fairseq/test_{golden,resume,requeue,start,errors}.py tests/e2e/test_programs.py \
-    tests/launch/test_{launch_commands,launch_processes,hydra_directory}.py \
+    tests/launch/test_{fairseq_commands,launch_processes,hydra_directory}.py \
     tests/plan/test_{meta_config,plan_cli}.py tests/models/test_model.py tests/optim \
     tests/checkpoint/test_checkpoint_{golden,io}.py tests/test_hosts.py "$@"

@@ -6,7 +6,7 @@ import signal
 # supervisor asks for it. Scripts start the launcher with it ignored, for the time before this line.
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-# Before there are ranks there is nothing to put in order, and a traceback says nothing.
+# Before there are ranks there is nothing to clean up, and a traceback would be noise.
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

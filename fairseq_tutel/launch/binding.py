@@ -1,4 +1,4 @@
-"""Cores and memory for every rank of this node: planned from the topology, then applied."""
+"""Cores and memory for every rank of this node: chosen from the topology, then applied."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _SYS_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "ppc64le": 261}
 
 @dataclass(frozen=True)
 class RankBinding:
-    """cpus: where the rank may run (None: left alone); numa: NUMA nodes its memory comes from
-    (None: left alone); threads: that the cores suggest for OMP_NUM_THREADS; users_threads: what the
-    environment says in their place, if it does; note: why, where that is not the usual."""
+    """cpus: where the rank may run (None: anywhere); numa: NUMA nodes of its memory (None: any);
+    threads: OMP_NUM_THREADS by the number of cores; users_threads: its value in the environment,
+    which wins, or None; note: why a rank is bound in another way than usual."""
 
     local_rank: int
     gpu: Gpu | None
@@ -36,7 +36,7 @@ class RankBinding:
         return str(self.threads) if self.users_threads is None else self.users_threads
 
     def describe(self, option: str) -> str:
-        """What --bind `option` came to, in one line for a benchmark's record."""
+        """The effect of --bind `option` in one line, for a benchmark's record."""
         if self.cpus is None:
             return "none"
         memory = "any" if self.numa is None else format_cpulist(self.numa)
@@ -65,7 +65,7 @@ def _numa_of(topology: Topology, cpus: Iterable[int]) -> tuple[int, ...] | None:
     return tuple(sorted(nodes)) if 0 < len(nodes) < len(topology.numa_cpus) else None
 
 
-def plan_auto(
+def auto_bindings(
     topology: Topology, allowed: Iterable[int], gpus: Sequence[Gpu | None]
 ) -> list[RankBinding]:
     """One binding per local rank; `gpus` gives each rank's GPU, or None for a rank on the CPU.
@@ -100,8 +100,8 @@ def plan_auto(
     return bindings
 
 
-def plan_none(topology: Topology, allowed: Iterable[int], gpus) -> list[RankBinding]:
-    """Nothing is bound; threads are still shared out, or every rank would start one per core."""
+def no_bindings(topology: Topology, allowed: Iterable[int], gpus) -> list[RankBinding]:
+    """Nothing is bound; the threads are divided, or every rank would start one per core."""
     threads = max(1, len(topology.cores(allowed)) // len(gpus))
     return [RankBinding(i, gpu, None, None, threads) for i, gpu in enumerate(gpus)]
 
@@ -139,7 +139,7 @@ def parse_explicit(text: str, num_ranks: int) -> list[tuple[int, ...]]:
     return sets
 
 
-def plan_explicit(
+def explicit_bindings(
     topology: Topology, allowed: Iterable[int], gpus: Sequence[Gpu | None], text: str
 ) -> list[RankBinding]:
     """The user's CPU sets; memory follows them where they stay within some NUMA nodes."""
@@ -183,14 +183,14 @@ def format_table(bindings: Sequence[RankBinding], host: str) -> str:
 
 
 def bind_memory(nodes: Sequence[int]) -> None:
-    """Takes this process' and its children's memory from NUMA `nodes` only.
+    """Restricts the memory of this process and its children to NUMA `nodes`.
 
     What `numactl --membind` does (set_mempolicy(2) with MPOL_BIND), without needing numactl.
     Raises OSError where the kernel refuses.
     """
     number = _SYS_SET_MEMPOLICY.get(platform.machine())
     if number is None:
-        raise OSError(f"set_mempolicy is not known for {platform.machine()}")
+        raise OSError(f"no number of set_mempolicy is known for {platform.machine()}")
     bits = ctypes.sizeof(ctypes.c_ulong) * 8
     words = max(nodes) // bits + 1
     mask = (ctypes.c_ulong * words)()
@@ -219,7 +219,7 @@ def cpuset(allowed: Iterable[int], topology: Topology) -> set[int]:
     """CPUs this process could be given: `allowed` plus whatever the kernel grants when asked.
 
     An affinity mask set by a starter (mpirun binds by default) can be widened again; a cpuset
-    (container, SLURM's cgroup) cannot, so the kernel's answer tells the two apart.
+    (container, SLURM's cgroup) cannot, so the kernel's answer distinguishes the two.
     """
     allowed = set(allowed)
     every = {cpu for cpus in topology.numa_cpus.values() for cpu in cpus} | allowed

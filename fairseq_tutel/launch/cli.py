@@ -15,10 +15,10 @@ from typing import NoReturn
 from fairseq_tutel.command_line import CommandLine
 from fairseq_tutel.exit_codes import EXIT_REQUEUE, EXIT_USAGE
 from fairseq_tutel.launch.binding import apply_binding
-from fairseq_tutel.launch.commands import parse_command
-from fairseq_tutel.launch.job import Job, Options, plan_job
-from fairseq_tutel.launch.mistakes import message
+from fairseq_tutel.launch.fairseq_commands import parse_command
+from fairseq_tutel.launch.job import Job, Options, prepare_job
 from fairseq_tutel.launch.preflight import compare_nodes
+from fairseq_tutel.launch.shared_errors import message
 from fairseq_tutel.launch.supervise import Supervisor, prepare_for_requests
 from fairseq_tutel.ranges import at_least, in_range
 
@@ -51,7 +51,7 @@ _POSITIVE, _NATURAL = in_range(int, at_least(1)), in_range(int, at_least(0))
 
 
 class _CommandLine(CommandLine):
-    """Reminds of the ``--`` without which options of COMMAND are taken for the launcher's."""
+    """Names the ``--`` without which options of COMMAND are taken for the launcher's."""
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments"):
@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--nnodes",
         type=_POSITIVE,
         metavar="N",
-        help="nodes of the job, each running this launcher (default: what srun or mpirun say, "
+        help="nodes of the job, each running this launcher (default: as srun or mpirun have it, "
         "or 1)",
     )
     add(
@@ -143,7 +143,7 @@ def build_parser() -> argparse.ArgumentParser:
         default=300,
         metavar="S",
         help="the launchers of several nodes compare their ranks at MASTER_ADDR:MASTER_PORT before "
-        "they start them, and wait so long for each other; 0: do not compare (default: 300)",
+        "they start them, and wait that long for each other; 0: do not compare (default: 300)",
     )
     add(
         "--dry-run",
@@ -154,21 +154,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _introduce(job: Job) -> None:
+def _print_summary(job: Job) -> None:
     if job.placement.rank == 0:
         sys.stderr.write("".join(f"launch: {line}\n" for line in job.summary.splitlines()))
         sys.stderr.flush()
 
 
-def _print_plan(job: Job, env: Mapping[str, str]) -> None:
+def _print_commands(job: Job, env: Mapping[str, str]) -> None:
     for rank in job.ranks:
         new = {k: v for k, v in rank.env.items() if env.get(k) != v}
         settings = " ".join(f"{k}={shlex.quote(v)}" for k, v in sorted(new.items()))
         sys.stdout.write(f"{settings} {shlex.join(rank.argv)}\n")
 
 
-def _become(job: Job) -> None:
-    """Turns this process into its rank: signals and exit code then need no one in between."""
+def _exec_rank(job: Job) -> None:
+    """Turns this process into its rank, so that no launcher stands between it and its signals."""
     rank = job.ranks[0]
     apply_binding(rank.binding)
     prepare_for_requests(job.early_request)
@@ -183,8 +183,10 @@ def _is_in_step(env: Mapping[str, str]) -> bool:
     return bool(step and env.get("SLURM_JOB_ID") and several) and bool(shutil.which("scancel"))
 
 
-def _refuse(error: ValueError, env: Mapping[str, str], options: Options, dry_run: bool) -> int:
-    """Says what is wrong, and lets no other node wait for this one."""
+def _report_error(
+    error: ValueError, env: Mapping[str, str], options: Options, dry_run: bool
+) -> int:
+    """Prints what is wrong, and ends the job step so that no other node waits for this one."""
     text = message(error, env, (options.nnodes or 1) > 1)
     sys.stderr.write(text)
     sys.stderr.flush()
@@ -194,8 +196,8 @@ def _refuse(error: ValueError, env: Mapping[str, str], options: Options, dry_run
 
 
 def _end_step(env: Mapping[str, str]) -> None:
-    """One rank's death ends the ranks on all nodes: srun by itself would let them wait."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it comes here, too; report the rank's own code
+    """Ends the ranks on all nodes: srun by itself would let them wait for the one that died."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # keep the rank's own exit code
     step = f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID') or env['SLURM_STEPID']}"
     subprocess.run(["scancel", "--signal=TERM", step], timeout=30, check=False)
 
@@ -207,7 +209,7 @@ def _run(job: Job, env: Mapping[str, str], grace: float) -> int:
         and shutil.which("scancel") is not None
     )
     if job.placement.adopted and not spans_nodes_by_srun:
-        _become(job)
+        _exec_rank(job)
     supervisor = Supervisor(job.ranks, grace, job.early_request)
     status = supervisor.run()
     if spans_nodes_by_srun and status not in (0, EXIT_REQUEUE) and supervisor.stopped_by is None:
@@ -216,7 +218,7 @@ def _run(job: Job, env: Mapping[str, str], grace: float) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code; 2 for a mistake in the options or their combination."""
+    """Returns the exit code; 2 for an error in the options or their combination."""
     args = build_parser().parse_args(argv)
     env = dict(os.environ)
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
@@ -231,10 +233,10 @@ def main(argv: Sequence[str]) -> int:
         prefix_output=args.output == "prefix",
     )
     try:
-        job = plan_job(options, parse_command(words, env.get("PATH")), env)
-        _introduce(job)
+        job = prepare_job(options, parse_command(words, env.get("PATH")), env)
+        _print_summary(job)
         if args.dry_run:
-            _print_plan(job, env)
+            _print_commands(job, env)
             return 0
         if job.report is not None and args.agree_seconds:
             shared = job.ranks[0].env
@@ -242,5 +244,5 @@ def main(argv: Sequence[str]) -> int:
                 job.report, shared["MASTER_ADDR"], int(shared["MASTER_PORT"]), args.agree_seconds
             )
     except ValueError as error:
-        return _refuse(error, env, options, args.dry_run)
+        return _report_error(error, env, options, args.dry_run)
     return _run(job, env, args.grace_seconds)

@@ -90,7 +90,7 @@ def _from_nvidia_smi(env: Mapping[str, str], run: Callable) -> list[Gpu] | None:
                 if token.strip() == row[0] or (token.strip() and row[2].startswith(token.strip()))
             ]
             if len(match) != 1:
-                break  # CUDA hides everything from the first entry that it does not know
+                break  # CUDA hides everything from the first unknown entry on
             chosen.append(match[0])
     return [Gpu(i, normalise_pci_id(row[1])) for i, row in enumerate(chosen)]
 
@@ -110,8 +110,8 @@ def visible_gpus(
     """GPUs that torch would see under `env`, in CUDA's numbering with CUDA_DEVICE_ORDER=PCI_BUS_ID.
 
     Without a GPU's device file, or with a CPU build of torch, that is none, and nothing is run.
-    nvidia-smi answers otherwise; torch itself is asked, in a process of its own, where nvidia-smi
-    is missing (AMD) or cannot know (MIG). `run` replaces running them.
+    nvidia-smi lists them otherwise; torch itself, in a process of its own, where nvidia-smi is
+    missing (AMD) or cannot list them (MIG). `run` replaces running them, in tests.
     """
     if env.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles"):
         return []

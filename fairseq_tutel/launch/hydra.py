@@ -1,4 +1,4 @@
-"""What a fairseq-hydra-train command says, read from its words and its config file.
+"""Reads and completes a fairseq-hydra-train command: its words and its config file.
 
 Only Hydra can compose a configuration; this finds plain values in the primary file.
 """

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fairseq_tutel.launch import binding as bind
-from fairseq_tutel.launch.commands import (
+from fairseq_tutel.launch.devices import Gpu, installed_gpus, visible_gpus, why_no_gpus
+from fairseq_tutel.launch.fairseq_commands import (
     TRAINING,
     Command,
     check_experts,
@@ -17,13 +18,12 @@ from fairseq_tutel.launch.commands import (
     use_cpu,
     with_options,
 )
-from fairseq_tutel.launch.devices import Gpu, installed_gpus, visible_gpus, why_no_gpus
 from fairseq_tutel.launch.hydra import check_config, quiet_start
-from fairseq_tutel.launch.mistakes import shared_if
 from fairseq_tutel.launch.nccl import profile_environment
 from fairseq_tutel.launch.placement import Placement, adopt, start_here
 from fairseq_tutel.launch.preflight import Report
 from fairseq_tutel.launch.rendezvous import check_port_free, master_address, master_port
+from fairseq_tutel.launch.shared_errors import shared_if
 from fairseq_tutel.launch.supervise import EarlyRequest, RankJob
 from fairseq_tutel.launch.topology import Topology
 
@@ -45,7 +45,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """What this process does: `ranks` to run, and what to tell the user about it."""
+    """What this process does: `ranks` to run, and a `summary` of them for the user."""
 
     placement: Placement
     command: Command
@@ -55,12 +55,12 @@ class Job:
 
     @property
     def report(self) -> Report | None:
-        """What this node's launcher tells the other nodes' before it starts ranks; None where
+        """What this node's launcher reports to the other nodes' before it starts ranks; None where
         there are no others, or where not every node has one launcher.
 
-        All must come to the same answer. Adopted ranks know from srun how many nodes and ranks the
-        job has (a node with one rank may be beside one with two); the node counts of mpirun's are
-        guesses, and torchrun's agents have met already.
+        All must come to the same answer. srun states the numbers of nodes and ranks (a node with
+        one rank may be beside one with two); the node counts of mpirun are guesses, and torchrun's
+        agents have compared theirs already.
         """
         placement = self.placement
         one_each = placement.source == "srun" and placement.world_size == placement.num_nodes
@@ -96,7 +96,7 @@ def _ranks_per_node(options: Options, command: Command, num_nodes: int, num_gpus
 
 def _require_equal(option: str, given: int | None, found: int, placement: Placement) -> None:
     if given is not None and given != found:
-        raise ValueError(f"{option} {given} contradicts {placement.source}, which says {found}")
+        raise ValueError(f"{option} {given} contradicts {placement.source}, which states {found}")
 
 
 def place(options: Options, command: Command, env: Mapping[str, str], num_gpus: int) -> Placement:
@@ -178,18 +178,18 @@ def _keep_starters_binding(
     )
 
 
-def plan_bindings(
+def choose_bindings(
     options: Options, placement: Placement, gpus: Sequence[Gpu | None]
 ) -> list[bind.RankBinding]:
-    """Bindings of the ranks on this node; of this rank alone where only its own is known."""
+    """Bindings of the ranks on this node; of this rank alone where the starter hides the others."""
     allowed = set(os.sched_getaffinity(0))
     topology = Topology.read(options.root, fallback_cpus=allowed)
     if options.bind == "none":
-        return bind.plan_none(topology, allowed, gpus)
+        return bind.no_bindings(topology, allowed, gpus)
     by_tasks = placement.source in ("srun", "mpirun")
     wide = bind.cpuset(allowed, topology) if by_tasks else allowed
     if options.bind != "auto":
-        return bind.plan_explicit(topology, wide, gpus, options.bind)
+        return bind.explicit_bindings(topology, wide, gpus, options.bind)
     own = gpus[placement.local_rank]
     if placement.adopted:
         kept = _keep_starters_binding(topology, placement, own, allowed, wide)
@@ -198,10 +198,10 @@ def plan_bindings(
     if own is not None and None in gpus:  # the starter hides the other ranks' GPUs
         everything = installed_gpus(options.root)
         if own.pci_id is not None and own.pci_id in everything:
-            plan = bind.plan_auto(topology, wide, [Gpu(0, pci) for pci in everything])
-            mine = plan[everything.index(own.pci_id)]
+            all_ranks = bind.auto_bindings(topology, wide, [Gpu(0, pci) for pci in everything])
+            mine = all_ranks[everything.index(own.pci_id)]
             return [replace(mine, local_rank=placement.local_rank, gpu=own)]
-    return bind.plan_auto(topology, wide, gpus)
+    return bind.auto_bindings(topology, wide, gpus)
 
 
 def _shared_environment(
@@ -281,9 +281,12 @@ def _summary(placement: Placement, cpu: bool, shared: Mapping[str, str], warning
     return "\n".join(lines + ([f"warning: {warning}"] if warning else []))
 
 
-def plan_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
-    """Everything that can be wrong with the job is found here, before a rank or a process group
-    exists. Raises ValueError with the offending values."""
+def prepare_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
+    """The ranks of this node. Checks everything before a rank or a process group exists.
+
+    Raises:
+        ValueError: naming the options, variables or hardware that cannot work together.
+    """
     if command.kind == "hydra":
         check_config(command.arguments)
     gpus = visible_gpus(env, options.root)
@@ -296,7 +299,7 @@ def plan_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
     threads = _users_threads(env)
     bindings = [
         replace(bound, users_threads=threads)
-        for bound in plan_bindings(options, placement, assigned)
+        for bound in choose_bindings(options, placement, assigned)
     ]
 
     def rank_job(bound: bind.RankBinding) -> RankJob:

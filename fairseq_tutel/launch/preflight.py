@@ -1,7 +1,7 @@
 """The launchers of a job's nodes compare what they are about to start, before they start it.
 
 Ranks that disagree on their number would wait for each other in torch's rendezvous, for half an
-hour and without a word about why. The launcher of node 0 opens torch's key-value store at
+hour and without naming the reason. The launcher of node 0 opens torch's key-value store at
 MASTER_ADDR:MASTER_PORT, where its rank 0 will; every node puts its report there and reads node 0's
 verdict.
 """
@@ -13,10 +13,10 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-from fairseq_tutel.launch.mistakes import SharedMistake
+from fairseq_tutel.launch.shared_errors import SharedError
 
 _POLL_SECONDS = 0.1
-_LATECOMER_SECONDS = 5.0  # nodes that come so long after a mistake was found hear of it, too
+_LATECOMER_SECONDS = 5.0  # nodes that report so long after a difference was found get it, too
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def compare_nodes(own: Report, address: str, port: int, seconds: float) -> None:
     """Returns once all nodes have reported the same.
 
     Raises:
-        SharedMistake: they differ or some did not report within `seconds`; all nodes hear it.
+        SharedError: they differ or some did not report within `seconds`; raised on all nodes.
         ValueError: node 0 could not be reached, or gave no verdict in time.
     """
     if own.node == 0:
@@ -51,7 +51,7 @@ def compare_nodes(own: Report, address: str, port: int, seconds: float) -> None:
     else:
         verdict = _report(own, address, port, seconds)
     if verdict:
-        raise SharedMistake(verdict)
+        raise SharedError(verdict)
 
 
 def _store(address: str, port: int, seconds: float, is_master: bool):
@@ -73,29 +73,29 @@ def _collect(own: Report, port: int, seconds: float) -> str:
     except RuntimeError as error:
         raise ValueError(f"cannot listen at MASTER_PORT {port}: {_reason(error)}") from None
     end = time.monotonic() + seconds
-    reports, mistakes, num_heard = {0: own}, [], 0
-    while num_heard < own.num_nodes - 1 and time.monotonic() < end:
-        if num_heard == store.add("reports", 0):
+    reports, errors, num_reports = {0: own}, [], 0
+    while num_reports < own.num_nodes - 1 and time.monotonic() < end:
+        if num_reports == store.add("reports", 0):
             time.sleep(_POLL_SECONDS)
             continue
-        num_heard += 1
-        other = Report(**json.loads(store.get(f"report {num_heard}")))
-        mistake = _difference(own, other, reports)
+        num_reports += 1
+        other = Report(**json.loads(store.get(f"report {num_reports}")))
+        error = _difference(own, other, reports)
         reports.setdefault(other.node, other)
-        if mistake:
-            mistakes.append(mistake)
+        if error:
+            errors.append(error)
             end = min(end, time.monotonic() + _LATECOMER_SECONDS)
     missing = [str(node) for node in range(own.num_nodes) if node not in reports]
-    if missing and not mistakes:
-        mistakes.append(
-            f"no word from node{'s' * (len(missing) > 1)} {', '.join(missing)} of {own.num_nodes} "
-            f"within {seconds:g} seconds (see what the launcher said there)"
+    if missing and not errors:
+        errors.append(
+            f"no report from node{'s' * (len(missing) > 1)} {', '.join(missing)} of "
+            f"{own.num_nodes} within {seconds:g} seconds (see the launcher's output there)"
         )
-    verdict = "; ".join(mistakes)
+    verdict = "; ".join(errors)
     store.set("verdict", verdict)
-    # the store goes with this process's reference to it, so the others read first
+    # the store ends with this process's reference to it, so the others read first
     end = time.monotonic() + _LATECOMER_SECONDS
-    while store.add("read", 0) < num_heard and time.monotonic() < end:
+    while store.add("read", 0) < num_reports and time.monotonic() < end:
         time.sleep(_POLL_SECONDS)
     return verdict
 
@@ -127,7 +127,7 @@ def _report(own: Report, address: str, port: int, seconds: float) -> str:
         return verdict
     except RuntimeError as error:
         raise ValueError(
-            f"node {own.node} had no word from node 0 at {address}:{port} within {seconds:g} "
+            f"node {own.node} had no answer from node 0 at {address}:{port} within {seconds:g} "
             f"seconds: {_reason(error)}"
         ) from None
 

@@ -46,7 +46,7 @@ def first_host(nodelist: str) -> str:
 
 
 def _resolvable(host: str) -> str:
-    """`host`, or its address as SLURM knows it if this machine cannot resolve the name."""
+    """`host`, or its address in SLURM's records if this machine cannot resolve the name."""
     try:
         socket.getaddrinfo(host, None)
         return host
@@ -58,7 +58,7 @@ def _resolvable(host: str) -> str:
 def master_address(placement: Placement, env: Mapping[str, str]) -> str:
     """The host of rank 0: given by the environment, local, or the first of SLURM's node list.
 
-    Raises ValueError where the ranks span nodes and nothing says which host has rank 0.
+    Raises ValueError where the ranks span nodes and the host of rank 0 is unknown.
     """
     if env.get("MASTER_ADDR"):
         return env["MASTER_ADDR"]

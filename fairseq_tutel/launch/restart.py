@@ -46,7 +46,7 @@ def _in_file(words: Sequence[str], key: str) -> Any:
 def save_directory(words: Sequence[str]) -> str:
     """Where the command keeps its checkpoints.
 
-    Raises ValueError where its config file says so in a way that only Hydra can read.
+    Raises ValueError where its config file states it in a way that only Hydra can read.
     """
     given = [w.partition("=")[2] for w in words if override_name(w) == "checkpoint.save_dir"]
     if given:
@@ -79,7 +79,7 @@ def restarted(words: Sequence[str]) -> list[str]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Exit code 2 where it cannot be told what the command would do."""
+    """Prints the command for a restart; exit code 2 where its start cannot be determined."""
     try:
         sys.stdout.write("".join(f"{word}\0" for word in restarted(words)))
     except ValueError as error:

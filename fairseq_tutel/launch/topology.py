@@ -66,7 +66,7 @@ class Topology:
 
     @classmethod
     def read(cls, root: str | Path = "/", fallback_cpus: Iterable[int] = ()) -> Topology:
-        """Reads `root`/sys. Where that says nothing, all `fallback_cpus` are NUMA node 0."""
+        """Reads `root`/sys. Where that lists nothing, all `fallback_cpus` are NUMA node 0."""
         root = Path(root)
         numa_cpus: dict[int, tuple[int, ...]] = {}
         for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
@@ -87,7 +87,7 @@ class Topology:
         return next((node for node, cpus in self.numa_cpus.items() if cpu in cpus), None)
 
     def node_of_pci(self, pci_id: str | None) -> int | None:
-        """NUMA node of a PCI device; None where the machine does not say (no file, or -1)."""
+        """NUMA node of a PCI device; None where sysfs has none (no file, or -1)."""
         if pci_id is None:
             return None
         text = _read(self.root / "sys/bus/pci/devices" / normalise_pci_id(pci_id) / "numa_node")

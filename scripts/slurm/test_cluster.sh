@@ -344,7 +344,7 @@ rank 3 of 4 is 1 on virtual2" ] || fail "srun's ranks were not adopted: $output"
     say "srun's own ranks are adopted, and one rank's death ends all"
 }
 
-# A mistake on one node is told, and the other node does not wait for it.
+# An error on one node is reported, and the other node does not wait for it.
 check_unlike_nodes() {
     local begin=$SECONDS
     srun --nodes 2 --ntasks-per-node 1 --time 2 bash -c 'exec python -m fairseq_tutel.launch \
@@ -354,11 +354,11 @@ check_unlike_nodes() {
         fail "no word of how the nodes differ: $(cat "$work/differ.log")"
     srun --nodes 2 --ntasks-per-node 1 --time 2 bash -c 'exec python -m fairseq_tutel.launch \
         --nproc-per-node 2 $( ((SLURM_NODEID)) && echo --bind 9999) -- sleep 100' \
-        >"$work/one_node.log" 2>&1 && fail "a node with a mistake was started"
+        >"$work/one_node.log" 2>&1 && fail "a node with a wrong option was started"
     grep -q 'launch: error on .*--bind 9999' "$work/one_node.log" ||
-        fail "no word of one node's mistake: $(cat "$work/one_node.log")"
-    ((SECONDS - begin < 40)) || fail "a mistake on one node took $((SECONDS - begin)) s to end the job"
-    say "nodes that differ, and a mistake on one of them, end the job with a message"
+        fail "no report of one node's error: $(cat "$work/one_node.log")"
+    ((SECONDS - begin < 40)) || fail "an error on one node took $((SECONDS - begin)) s to end the job"
+    say "nodes that differ, and an error on one of them, end the job with a message"
 }
 
 check_ladder() {

@@ -9,11 +9,11 @@ from launch_helpers import EIGHT_GPUS, LAUNCHER_ALONE, TWO_SOCKETS, make_machine
 
 from fairseq_tutel.launch.binding import (
     apply_binding,
+    auto_bindings,
+    explicit_bindings,
     format_table,
+    no_bindings,
     parse_explicit,
-    plan_auto,
-    plan_explicit,
-    plan_none,
 )
 from fairseq_tutel.launch.devices import Gpu
 from fairseq_tutel.launch.topology import Topology, parse_cpulist
@@ -44,7 +44,7 @@ def test_topology_without_sys_uses_the_fallback(tmp_path):
 
 
 def test_each_rank_gets_its_share_of_its_gpus_socket(machine):
-    plan = plan_auto(machine, range(32), GPUS)
+    plan = auto_bindings(machine, range(32), GPUS)
     for binding, gpu in zip(plan, GPUS, strict=True):
         node = EIGHT_GPUS[gpu.pci_id]
         assert set(binding.cpus) < SOCKETS[node]
@@ -57,26 +57,26 @@ def test_each_rank_gets_its_share_of_its_gpus_socket(machine):
 
 def test_a_cpuset_is_respected(machine):
     allowed = {2, 3, 18, 19, 12, 13}  # two full cores on socket 0, two without siblings on socket 1
-    plan = plan_auto(machine, allowed, [GPUS[0], GPUS[2]])
+    plan = auto_bindings(machine, allowed, [GPUS[0], GPUS[2]])
     assert plan[0].cpus == (2, 3, 18, 19) and plan[0].threads == 2
     assert plan[1].cpus == (12, 13) and plan[1].threads == 2
 
 
 def test_a_cpuset_without_the_gpus_socket(machine):
-    plan = plan_auto(machine, range(8), [GPUS[0], GPUS[2]])
+    plan = auto_bindings(machine, range(8), [GPUS[0], GPUS[2]])
     assert plan[0].cpus == tuple(range(8))
     assert "no allowed core in NUMA node 1" in plan[1].note
     assert set(plan[1].cpus) <= set(range(8))
 
 
 def test_more_ranks_than_cores_share_them(machine):
-    plan = plan_auto(machine, {0, 16, 1}, GPUS[:2] + GPUS[4:6])
+    plan = auto_bindings(machine, {0, 16, 1}, GPUS[:2] + GPUS[4:6])
     assert all(b.cpus == (0, 1, 16) and b.threads == 1 for b in plan)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 16])
 def test_cpu_ranks_split_the_cores_node_by_node(machine, ranks):
-    plan = plan_auto(machine, range(32), [None] * ranks)
+    plan = auto_bindings(machine, range(32), [None] * ranks)
     assert sorted(cpu for b in plan for cpu in b.cpus) == list(range(32))
     assert [b.threads for b in plan] == [len(b.cpus) // 2 for b in plan]
     assert max(b.threads for b in plan) - min(b.threads for b in plan) <= 1
@@ -85,13 +85,13 @@ def test_cpu_ranks_split_the_cores_node_by_node(machine, ranks):
 
 
 def test_unknown_gpu_address(machine):
-    plan = plan_auto(machine, range(32), [Gpu(0, None), Gpu(1, None)])
+    plan = auto_bindings(machine, range(32), [Gpu(0, None), Gpu(1, None)])
     assert [b.note for b in plan] == ["NUMA node of the GPU unknown"] * 2
     assert set(plan[0].cpus) == SOCKETS[0] and set(plan[1].cpus) == SOCKETS[1]
 
 
 def test_none_binds_nothing_but_shares_out_threads(machine):
-    plan = plan_none(machine, range(32), [None] * 4)
+    plan = no_bindings(machine, range(32), [None] * 4)
     assert all(b.cpus is None and b.numa is None and b.threads == 4 for b in plan)
 
 
@@ -128,15 +128,15 @@ def test_explicit_refuses(text, ranks, message):
 
 
 def test_explicit_stays_within_the_allowed_cores(machine):
-    plan = plan_explicit(machine, range(32), [None, None], "0-1,8-9")
+    plan = explicit_bindings(machine, range(32), [None, None], "0-1,8-9")
     assert [b.cpus for b in plan] == [(0, 1), (8, 9)]
     assert [b.numa for b in plan] == [(0,), (1,)]
     with pytest.raises(ValueError, match="CPUs 9 of local rank 1 are not among"):
-        plan_explicit(machine, range(9), [None, None], "0-1,8-9")
+        explicit_bindings(machine, range(9), [None, None], "0-1,8-9")
 
 
 def test_table(machine):
-    lines = format_table(plan_auto(machine, range(32), GPUS[:2]), "n1").splitlines()
+    lines = format_table(auto_bindings(machine, range(32), GPUS[:2]), "n1").splitlines()
     assert lines[0] == "binding of the ranks on n1:"
     assert lines[2].split() == ["0", "0", "0000:07:00.0", "0-3,16-19", "0", "4"]
     assert lines[3].split() == ["1", "1", "0000:0b:00.0", "4-7,20-23", "0", "4"]
@@ -166,7 +166,7 @@ def test_apply_binds_this_machine():
 
 
 def test_apply_reports_what_the_machine_refuses(capsys):
-    plan = plan_auto(Topology({0: (4094,)}, {4094: 4094}, "/"), [4094], [None])
+    plan = auto_bindings(Topology({0: (4094,)}, {4094: 4094}, "/"), [4094], [None])
     before = os.sched_getaffinity(0)
     apply_binding(plan[0])
     assert os.sched_getaffinity(0) == before

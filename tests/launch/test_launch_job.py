@@ -6,9 +6,9 @@ import pytest
 from launch_helpers import EIGHT_GPUS, make_machine, nvidia_smi, value_after
 
 from fairseq_tutel.launch import binding, devices
-from fairseq_tutel.launch.commands import parse_command
 from fairseq_tutel.launch.devices import Gpu, visible_gpus
-from fairseq_tutel.launch.job import Job, Options, plan_job
+from fairseq_tutel.launch.fairseq_commands import parse_command
+from fairseq_tutel.launch.job import Job, Options, prepare_job
 from fairseq_tutel.launch.placement import Placement
 
 PCIS = list(EIGHT_GPUS)
@@ -46,7 +46,7 @@ def node(tmp_path, monkeypatch):
 def plan(node, words, env=None, **options):
     env = {"PATH": os.environ["PATH"], **(env or {})}
     command = parse_command(words.split(), env["PATH"])
-    return plan_job(Options(root=node, **options), command, env)
+    return prepare_job(Options(root=node, **options), command, env)
 
 
 TRAIN = "python -m fairseq_cli.train data"
@@ -264,7 +264,7 @@ def test_a_shared_set_of_cores_is_divided_among_threads(node, monkeypatch):
         ),
         ({}, {"nnodes": 2}, "--nnodes 2 needs --node-rank"),
         ({}, {"nnodes": 2, "node_rank": 1, "nproc_per_node": 1}, "nothing says which host"),
-        (srun_task(1, 4, 0, 1, 2), {"nnodes": 3}, "--nnodes 3 contradicts srun, which says 2"),
+        (srun_task(1, 4, 0, 1, 2), {"nnodes": 3}, "--nnodes 3 contradicts srun, which states 2"),
         (srun_task(1, 4, 0, 1, 2), {"nproc_per_node": 4}, "--nproc-per-node 4 contradicts srun"),
         ({}, {"bind": "0-3"}, "1 sets of CPUs for 8 ranks"),
         ({}, {"nccl_profile": "fast"}, "known are"),

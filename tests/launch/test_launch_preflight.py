@@ -1,4 +1,4 @@
-"""Nodes compare what they are about to start; a mistake on one of them is told and ends all."""
+"""Nodes compare what they are about to start; an error on one of them is reported and ends all."""
 
 import os
 import socket
@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from test_launch_processes import environment, launch, start
 
-from fairseq_tutel.launch.mistakes import SharedMistake
 from fairseq_tutel.launch.preflight import Report, compare_nodes
+from fairseq_tutel.launch.shared_errors import SharedError
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_nodes_that_agree(port):
 
 def test_nodes_that_differ_all_hear_the_same(port):
     found = outcomes(port, [node(0), node(1), node(2, ranks_per_node=4, device="cpu")])
-    assert all(isinstance(error, SharedMistake) for error in found)
+    assert all(isinstance(error, SharedError) for error in found)
     assert len({str(error) for error in found}) == 1
     assert "ranks per node: 8 on host0 (node 0), 4 on host2 (node 2)" in str(found[0])
     assert "device: cuda on host0 (node 0), cpu on host2 (node 2)" in str(found[0])
@@ -67,13 +67,13 @@ def test_two_nodes_of_one_number(port):
 
 def test_missing_nodes_are_named(port):
     found = outcomes(port, [node(0), node(1)], seconds=1.5)
-    assert all("no word from node 2 of 3 within 1.5 seconds" in str(error) for error in found)
+    assert all("no report from node 2 of 3 within 1.5 seconds" in str(error) for error in found)
 
 
 def test_a_missing_node_0(port):
     (error,) = outcomes(port, [node(1)], seconds=0.5)
-    assert f"node 1 had no word from node 0 at 127.0.0.1:{port} within 0.5" in str(error)
-    assert not isinstance(error, SharedMistake)
+    assert f"node 1 had no answer from node 0 at 127.0.0.1:{port} within 0.5" in str(error)
+    assert not isinstance(error, SharedError)
 
 
 def test_strangers_are_ignored(port):

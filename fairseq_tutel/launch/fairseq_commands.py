@@ -24,7 +24,7 @@ from fairseq_tutel.launch.hydra import (
     working_directory,
 )
 
-# fairseq's console scripts, and what this launcher has to know about them.
+# fairseq's console scripts, by how they make (or do not make) a process group.
 #   grouped: main() runs under call_main(), which makes a process group
 #   sharded: main() only reads world size and rank, to take its share of the data
 #   single: one process that reads standard input
@@ -58,7 +58,7 @@ class Command:
 
     @property
     def imports_this_package(self) -> bool:
-        """Whether it surely does, as far as its words and its config file tell."""
+        """Whether the command or its config file names this package as --user-dir."""
         given = self.given("user_dir")
         if given is None:
             given, _ = _from_config_file(self, "user_dir") or ("", "")
@@ -199,7 +199,8 @@ def _from_config_file(command: Command, key: str) -> tuple[str, str] | None:
 
 def use_cpu(command: Command, num_gpus: int) -> bool:
     """Whether the ranks run on the CPU: without a GPU, and where the user's options or config file
-    say so. Raises ValueError if the user's options cannot be had."""
+    choose it. Raises ValueError for options that this machine cannot satisfy.
+    """
     user = command.given("cpu")
     from_file = _from_config_file(command, "cpu") if num_gpus and user is None else None
     user = (from_file[0] if from_file else user or "").lower()
@@ -216,8 +217,7 @@ def use_cpu(command: Command, num_gpus: int) -> bool:
 
 
 def check_experts(command: Command, world_size: int) -> None:
-    """Stops a job whose experts cannot be spread over its ranks, as far as the words of the
-    command and its config file tell.
+    """Checks the number of experts where the command or its config file states it.
 
     Raises ValueError unless the number of experts divides the world size or the other way round.
     """
@@ -276,7 +276,7 @@ def rank_options(
     if cpu:
         wanted["cpu"] = None
         if command.kind != "sharded":
-            # fairseq 0.12.2 makes a group, of nccl unless told otherwise, also of a single rank
+            # fairseq 0.12.2 makes a group, by default of nccl, also of a single rank
             wanted["distributed_backend"] = "gloo"
     return {key: value for key, value in wanted.items() if command.given(key) is None}
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from fairseq_tutel.launch.commands import (
+from fairseq_tutel.launch.fairseq_commands import (
     check_experts,
     parse_command,
     rank_options,
