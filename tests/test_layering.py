@@ -33,7 +33,7 @@ STANDARD_LIBRARY_ONLY = {
 # only these talk to a person through stdout and stderr
 COMMAND_LINES = {
     "__main__.py", "checkpoint/__main__.py", "launch/cli.py", "plan/cli.py",
-    "hosts/fairseq/errors.py",
+    "hosts/fairseq/excepthook.py",
 }  # fmt: skip
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -1,7 +1,7 @@
-"""Every block of the data is evaluated, or the program says which option is in the way.
+"""Every block of the data is evaluated, or an error names the option in the way.
 
 Stock fairseq leaves some out and reports the perplexity of the rest. ``fairseq-eval-lm`` cuts the
-text into blocks of 1,024 tokens unless told otherwise, and those of more tokens than the model has
+text into blocks of 1,024 tokens by default, and those of more tokens than the model has
 positions are skipped, with a line in the log: all but the last. And the last batch is dropped where
 its size is not a multiple of ``--required-batch-size-multiple``, 8 by default, in validation during
 training, in ``fairseq-validate`` and in ``fairseq-generate``.
@@ -24,7 +24,7 @@ _BLOCK_SIZE = "--tokens-per-sample"
 
 
 def use_trained_block_size(cfg) -> None:
-    """Cut the text for ``fairseq-eval-lm`` as in training, unless the command line says how.
+    """Cut the text for ``fairseq-eval-lm`` as in training, unless the command line has the size.
 
     Args:
         cfg: fairseq's config of the program, whose checkpoint is one of a model with experts.
@@ -39,7 +39,7 @@ def use_trained_block_size(cfg) -> None:
 
 
 def _trained_block_size(path: str) -> int | None:
-    """The size of the blocks that a checkpoint was trained on, None if it does not tell."""
+    """The size of the blocks that a checkpoint was trained on, None if it has none."""
     path = final_path(path)
     _, file = find_checkpoint(path) or ("merged", path)
     state = load_file(file)  # memory-mapped: reads no weights
@@ -74,8 +74,8 @@ def refuse_blocks_that_never_fit(task_cfg, max_positions: int) -> None:
 def evaluate_every_block(task) -> None:
     """Make the batches of an evaluation program hold everything; the task is that program's own.
 
-    The task's ``eval_lm_dataloader``, which stock tells to skip what is too long, refuses instead;
-    other programs skip if their ``--skip-invalid-size-inputs-valid-test`` says so.
+    The task's ``eval_lm_dataloader``, by which stock skips what is too long, refuses it instead;
+    other programs skip with ``--skip-invalid-size-inputs-valid-test``.
     """
     kind = type(task)
     task.get_batch_iterator = functools.partial(_batches_of_any_size, kind, task)
@@ -97,7 +97,7 @@ def refusing_long_blocks(task) -> Iterator[None]:
     """Within, batches of the task are an error where a block does not fit into the model.
 
     Raises:
-        ValueError: says how many and which option to give.
+        ValueError: with their number and the option to give.
     """
     task.filter_indices_by_size = functools.partial(_refuse_long_blocks, task)
     try:

@@ -1,9 +1,8 @@
-"""Data parallelism around a model with experts: dense gradients are reduced, expert gradients are
-not.
+"""Data parallelism around a model with experts: dense gradients are reduced, experts' are not.
 
 Both of fairseq's wrappers are used as they are. ``legacy_ddp`` skips parameters marked as experts
-by itself; ``pytorch_ddp`` is told to ignore them, in the initial broadcast too. After either has
-reduced the dense gradients, expert gradients follow one rule
+by itself; ``pytorch_ddp`` gets them as parameters to ignore, in the initial broadcast too. After
+either has reduced the dense gradients, expert gradients follow one rule
 (:mod:`fairseq_tutel.hosts`).
 """
 
@@ -40,10 +39,10 @@ class MoEDistributedModel(ModuleProxyWrapper):
         elif cfg.ddp_backend in PYTORCH_BACKENDS:
             wrapped = _pytorch_ddp(cfg, model, process_group, device)
         else:
-            known = ", ".join((*LEGACY_BACKENDS, *PYTORCH_BACKENDS))
+            backends = ", ".join((*LEGACY_BACKENDS, *PYTORCH_BACKENDS))
             raise ValueError(
                 f"--ddp-backend {cfg.ddp_backend} cannot train a model with experts; use one of "
-                f"{known}"
+                f"{backends}"
             )
         super().__init__(wrapped)
         self._normalization = normalization

@@ -38,15 +38,15 @@ def is_moe_checkpoint(path: str) -> bool:
 
     Raises:
         CheckpointError: a file that may not or cannot be read, whatever is in it: fairseq's own
-            loader would run its code where ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1``, and tells no
-            name of one that is damaged.
+            loader would run its code where ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1``, and does not
+            name a damaged file.
     """
     path = final_path(path)
     kind, file = find_checkpoint(path) or ("merged", path)
     if kind == "set":
         return True
     if not os.path.exists(file):
-        return False  # fairseq says so, or fetches it from somewhere else
+        return False  # fairseq reports it, or fetches it from somewhere else
     model = load_file(file).get("model") or ()  # memory-mapped: reads no weights
     return any(".experts." in str(name) for name in model)
 
@@ -66,8 +66,8 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
     }
     for name in set(arg_overrides or ()) - options - _WITHOUT_EFFECT:
         if name.startswith("moe_"):
-            known = [option for option in options if option.startswith("moe_")]
-            close = difflib.get_close_matches(name, known, 1)
+            of_moe = [option for option in options if option.startswith("moe_")]
+            close = difflib.get_close_matches(name, of_moe, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ValueError(f"override {name}: there is no such option{hint}")
     rank, world_size = process_world()
@@ -103,9 +103,9 @@ def in_step(eval_lm):
     """Make fairseq's ``eval_lm`` function fit for a model whose experts are spread over ranks.
 
     Each rank scores its share of the data. Ranks run out of batches at different times, but their
-    experts are needed until the last: each batch is preceded by a word on whether anybody still has
-    one, and a rank that has none joins in with a single token. The scores are added over the ranks;
-    stock reports those of rank 0 alone.
+    experts are needed until the last: before each batch the ranks agree on whether any still has
+    one, and a rank that has none joins in with a single token. The scores are added over the
+    ranks; stock reports those of rank 0 alone.
 
     Raises:
         ValueError: no token was scored (fairseq calls the perplexity of nothing 1).
@@ -122,11 +122,11 @@ def in_step(eval_lm):
             batches = _in_step(batches, models, source_dictionary.eos())
         local = eval_lm(models, source_dictionary, batches, *args, **kwargs)
         if not spread:
-            _refuse_nothing(count.total)
+            _check_scored_tokens(count.total)
             return local
         device = next(models[0].parameters()).device
         score, tokens = sum_over_ranks([float(local["loss"]) * count.total, count.total], device)
-        _refuse_nothing(tokens)
+        _check_scored_tokens(tokens)
         rank, world_size = process_world()
         if rank == 0:
             logger.info("All %d ranks together evaluated %s tokens", world_size, f"{tokens:,.0f}")
@@ -136,7 +136,7 @@ def in_step(eval_lm):
     return eval_lm_in_step
 
 
-def _refuse_nothing(tokens: float) -> None:
+def _check_scored_tokens(tokens: float) -> None:
     if not tokens:
         raise ValueError("no token was evaluated: the subset is empty")
 

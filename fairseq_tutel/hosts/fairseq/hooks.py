@@ -23,7 +23,7 @@ from fairseq.trainer import Trainer
 
 from ... import optim
 from ...checkpoint import find_checkpoint, harmless_only
-from . import blocks, errors, evaluation, known_warnings, ranks, requeue
+from . import blocks, evaluation, excepthook, known_warnings, ranks, requeue
 from .checkpointing import save_set
 from .programs import program
 from .start import start_of_run
@@ -61,7 +61,7 @@ def install() -> None:
         if row.make is not None:
             _replace(row)
     _memoize_user_dir()
-    errors.install()
+    excepthook.install()
     if program() is not None:
         known_warnings.install()
     requeue.listen_early()
@@ -154,7 +154,7 @@ def _call_main(original):
     @functools.wraps(original)
     def call_main(cfg, main, **kwargs):
         name = Path(inspect.unwrap(main).__code__.co_filename).stem
-        if _meets_experts(name, cfg):
+        if _runs_experts(name, cfg):
             ranks.join_started_ranks(cfg)
             if name == "eval_lm":
                 blocks.use_trained_block_size(cfg)
@@ -163,8 +163,8 @@ def _call_main(original):
     return call_main
 
 
-def _meets_experts(name: str, cfg) -> bool:
-    """Whether a program of fairseq that may use several ranks is about to run experts on them."""
+def _runs_experts(name: str, cfg) -> bool:
+    """Whether a fairseq program that may use several ranks is about to run a model with experts."""
     if name == "train":
         return getattr(cfg.model, "moe_freq", 0) > 0
     path = cfg.common_eval.path if name in ("eval_lm", "validate") else None
@@ -223,7 +223,7 @@ TABLE = (
     ),
     Replacement(
         "fairseq.checkpoint_utils.load_checkpoint",
-        "looks for one file to tell a restart from a first launch",
+        "looks for one file to distinguish a restart from a first launch",
         _load_checkpoint,
     ),
     Replacement(
@@ -246,19 +246,19 @@ TABLE = (
     Replacement(
         "fairseq.options.CommonEvalConfig",
         "has no --is-moe, which published commands pass; it is accepted and has no effect, since "
-        "the files tell",
+        "the files show it",
         lambda original: _CommonEvalConfig,
     ),
     Replacement(
         "fairseq.distributed.utils.call_main",
-        "leaves processes that torchrun started alone where it sees one device or none; with "
+        "does not connect processes that torchrun started where it sees one device or none; with "
         "experts they become one job (:mod:`.ranks`). fairseq-eval-lm takes its block size "
         "from the checkpoint",
         _call_main,
     ),
     Replacement(
         "fairseq_cli.train.validate_and_save",
-        "is the place after an update where a run that was asked to leave (SIGUSR1) has done all "
+        "is the place after an update where a run that was asked to stop (SIGUSR1) has done all "
         "that was due",
         requeue.after_each_update,
     ),
@@ -290,11 +290,11 @@ TABLE = (
     ),
     Replacement(
         "sys.excepthook",
-        "tells a user's mistake by a traceback per rank; in fairseq's programs one line "
-        "(hosts/fairseq/errors.py)",
+        "prints a traceback per rank for a user's error; in fairseq's programs one line "
+        "(hosts/fairseq/excepthook.py)",
     ),
 )
-# Beside the table, in fairseq's programs: handlers of SIGINT (errors.py) and SIGUSR1 (requeue.py),
-# filters of known warnings (known_warnings.py); in a simulated rank, logging's record factory
-# (trainer.py). ARCH_CONFIG_REGISTRY gets a function of the model's own arch name, where fairseq
-# registers an empty one (models/transformer_lm_gpt_moe.py).
+# Beside the table, in fairseq's programs: handlers of SIGINT (excepthook.py) and SIGUSR1
+# (requeue.py), filters of known warnings (known_warnings.py); in a simulated rank, logging's record
+# factory (trainer.py). ARCH_CONFIG_REGISTRY gets a function of the model's own arch name, where
+# fairseq registers an empty one (models/transformer_lm_gpt_moe.py).

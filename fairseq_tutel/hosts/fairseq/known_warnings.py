@@ -15,7 +15,7 @@ import warnings
 
 VARIABLE = "FAIRSEQ_TUTEL_WARNINGS"
 
-# (beginning of the message, category, why it says nothing to the user)
+# (beginning of the message, category, why the user need not see it)
 KNOWN = (
     (r"\s*hydra\.experimental\.", UserWarning, "fairseq calls Hydra by its name of 2020"),
     (r"\s*The version_base parameter", UserWarning, "fairseq relies on Hydra's behaviour of 1.0"),

@@ -1,7 +1,7 @@
 """One line for an option that fairseq's parser refuses.
 
-argparse puts up to 199 lines of usage before its error. In fairseq's programs the error alone is
-told, with what helps: which option was meant, or whose it is.
+argparse puts up to 199 lines of usage before its error. In fairseq's programs only the error is
+printed, with a hint: which option was meant, or which architecture, task or criterion has it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...models import TransformerLMGPTMoEConfig
 
 _LISTS = "--help lists fairseq's options, python -m fairseq_tutel this package's"
 _CHOICE = r"(?P<start>.*: invalid choice: '(?P<value>.*?)') \(choose from (?P<all>.*)\)"
-_MANY = 20  # choices, above which the likely one is told in their place
+_MANY = 20  # choices, above which only the closest are listed
 
 
 def install() -> None:
@@ -87,9 +87,9 @@ def _whose(parser: argparse.ArgumentParser, words: list[str]) -> str:
             if not given and choice == "--task":
                 instead += " (fairseq's default is translation)"
             return f"; {flag} belongs to {owners[flag]}, but the command has {instead}"
-    known = [*parser._option_string_actions, *owners]
+    options = [*parser._option_string_actions, *owners]
     for flag in unknown:
-        close = difflib.get_close_matches(flag, known, 1)
+        close = difflib.get_close_matches(flag, options, 1)
         if close:
             return f"; for {flag}, did you mean {close[0]}?"
     return ""

@@ -24,20 +24,20 @@ _COMMANDS = """other commands, each with --help:
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Tells defaults that the help text does not."""
+    """Adds the default where the help text does not state it."""
 
     def _get_help_string(self, action):
-        told = action.default in (None, False, argparse.SUPPRESS) or "default" in action.help
-        return action.help if told else f"{action.help} (default: %(default)s)"
+        stated = action.default in (None, False, argparse.SUPPRESS) or "default" in action.help
+        return action.help if stated else f"{action.help} (default: %(default)s)"
 
 
 def _own_options(config: type, stock: type, name: str) -> type:
     """The dataclass of the fields that ``config`` adds to ``stock``."""
-    known = {field.name for field in dataclasses.fields(stock)}
+    inherited = {field.name for field in dataclasses.fields(stock)}
     own = [
         (f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata))
         for f in dataclasses.fields(config)
-        if f.name not in known
+        if f.name not in inherited
     ]
     return dataclasses.make_dataclass(name, own, bases=(FairseqDataclass,))
 

@@ -41,7 +41,7 @@ class Started:
 
 
 def started(env: Mapping[str, str] = os.environ) -> Started:
-    """What the environment says, torchrun's variables before those of what it may run in."""
+    """What the environment states, torchrun's variables before those of what it may run in."""
     for starter, (rank, world_size) in _STARTERS.items():
         rank, world_size = env.get(rank, ""), env.get(world_size, "")
         if rank.isdigit() and world_size.isdigit() and int(world_size) > 1:
@@ -65,8 +65,8 @@ def join_started_ranks(cfg, env: Mapping[str, str] = os.environ) -> None:
     if not all(env.get(name) for name in _TORCH):
         if distributed.distributed_world_size == 1:
             refuse_separate_ranks(env)
-        return  # fairseq knows SLURM's variables
-    # an option of 1 and of all visible GPUs cannot be told from the default
+        return  # fairseq reads SLURM's variables
+    # an option of 1 and of all visible GPUs cannot be distinguished from the default
     devices = torch.cuda.device_count()
     given = distributed.distributed_world_size
     if given not in (1, devices, place.world_size):
@@ -79,7 +79,7 @@ def join_started_ranks(cfg, env: Mapping[str, str] = os.environ) -> None:
     distributed.distributed_no_spawn = True
     if cfg.common.cpu or not devices:
         distributed.device_id = 0
-        if distributed.distributed_backend == "nccl":  # the default, which knows GPUs only
+        if distributed.distributed_backend == "nccl":  # the default, for GPUs only
             distributed.distributed_backend = "gloo"
     else:
         distributed.device_id = int(env.get("LOCAL_RANK", place.rank)) % devices

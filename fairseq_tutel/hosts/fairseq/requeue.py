@@ -1,10 +1,10 @@
-"""Leave in good order when asked to: finish the update, save, exit with a code that says so.
+"""Stop in good order on SIGUSR1: finish the update, save, exit with a code for "requeue".
 
 Batch systems announce the end of a job's time by a signal (``#SBATCH --signal=USR1@300``). The exit
-code tells whoever started the job that it wants to be queued again; the run then resumes where it
-stopped. What is due after an update (validation, checkpoints, the end of an epoch or of the run)
-comes first, so that an interrupted run does what an uninterrupted one does: a run whose last update
-it was ends as always.
+code asks whoever started the job to queue it again; the run then resumes where it stopped. What is
+due after an update (validation, checkpoints, the end of an epoch or of the run) comes first, so
+that an interrupted run does what an uninterrupted one does: a run whose last update it was ends as
+always.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequeueRequest:
-    """Remembers SIGUSR1; the process goes on until somebody looks.
+    """Remembers SIGUSR1; the process goes on until the request is read.
 
     One that the launcher has held back while the process was importing arrives now
     (launch/supervise.py).

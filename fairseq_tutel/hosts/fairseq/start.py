@@ -1,6 +1,6 @@
 """Where a run starts from: what fairseq's ``load_checkpoint`` decides by looking for one file.
 
-Stock asks whether ``checkpoint_last`` exists to tell a restart from a first launch, which
+Stock asks whether ``checkpoint_last`` exists to distinguish a restart from a first launch, which
 ``--finetune-from-model`` and ``--continue-once`` apply to. A set exists where that one file may
 not: in a save that was committed and then interrupted, or in a merged file.
 """

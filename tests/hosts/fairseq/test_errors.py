@@ -1,4 +1,4 @@
-"""Which errors a fairseq program tells in one line."""
+"""Which errors a fairseq program reports in one line."""
 
 import argparse
 import signal
@@ -9,7 +9,7 @@ import pytest
 
 from fairseq_tutel.checkpoint import CheckpointError, Ranks
 from fairseq_tutel.config import MoEConfig
-from fairseq_tutel.hosts.fairseq import errors, known_mistakes
+from fairseq_tutel.hosts.fairseq import excepthook, user_errors
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def process(monkeypatch):
     before = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, before)
-    errors._interrupted = False
+    excepthook._interrupted = False
 
 
 def _caught(function):
@@ -32,38 +32,38 @@ def _caught(function):
 
 def test_refusals_of_this_package_and_nothing_else():
     refusal = _caught(lambda: MoEConfig(num_experts=4, top_k=9))
-    assert errors.is_refusal(refusal, refusal.__traceback__)
+    assert excepthook.is_user_error(refusal, refusal.__traceback__)
     for other in (
         _caught(lambda: int("x")),  # raised elsewhere
-        _caught(lambda: MoEConfig(num_experts=4, unknown=1)),  # a TypeError: a programmer's mistake
+        _caught(lambda: MoEConfig(num_experts=4, unknown=1)),  # a TypeError: a bug
     ):
-        assert not errors.is_refusal(other, other.__traceback__)
-    assert not errors.is_refusal(ValueError("no traceback"), None)
+        assert not excepthook.is_user_error(other, other.__traceback__)
+    assert not excepthook.is_user_error(ValueError("no traceback"), None)
 
 
 def test_what_another_error_caused_keeps_its_traceback():
-    """A mistake in a program, seen in a step that ranks take together, is not the user's."""
+    """A bug in a step that ranks take together is not the user's error."""
 
     def fail():
         Ranks(0, 1, None).together("saving", lambda: None.attribute)
 
     error = _caught(fail)
     assert isinstance(error, CheckpointError)
-    assert not errors.is_refusal(error, error.__traceback__)
+    assert not excepthook.is_user_error(error, error.__traceback__)
 
 
-@pytest.mark.parametrize("wanted, told", [("0", True), ("1", False)])
-def test_the_hook(wanted, told, process, monkeypatch, capsys):
+@pytest.mark.parametrize("wanted, reported", [("0", True), ("1", False)])
+def test_the_hook(wanted, reported, process, monkeypatch, capsys):
     monkeypatch.setenv("FAIRSEQ_TUTEL_TRACEBACK", wanted)
     monkeypatch.setattr(sys, "argv", ["/somewhere/fairseq-train"])
     passed_on = []
     monkeypatch.setattr(sys, "excepthook", lambda *args: passed_on.append(args))
-    errors.install()
+    excepthook.install()
     refusal = _caught(lambda: MoEConfig(num_experts=4, top_k=9))
     sys.excepthook(type(refusal), refusal, refusal.__traceback__)
     line = capsys.readouterr().err
-    assert bool(passed_on) != told
-    if told:
+    assert bool(passed_on) != reported
+    if reported:
         assert line.startswith("fairseq-train: error: ") and line.count("\n") == 1
         assert str(refusal) in line
 
@@ -73,7 +73,7 @@ def test_the_error_that_hydra_1_0_fails_to_print(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["/somewhere/fairseq-hydra-train"])
     passed_on = []
     monkeypatch.setattr(sys, "excepthook", lambda *args: passed_on.append(args))
-    errors.install()
+    excepthook.install()
 
     def report(function):
         try:
@@ -93,7 +93,7 @@ def test_the_error_that_hydra_1_0_fails_to_print(monkeypatch, capsys):
 def test_other_programs_keep_their_hook(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py"])
     before = sys.excepthook
-    errors.install()
+    excepthook.install()
     assert sys.excepthook is before
 
 
@@ -110,13 +110,13 @@ def _fails_in_hook(monkeypatch):
 
 
 @pytest.mark.parametrize("rank, line", [("0", "fairseq-train: interrupted\n"), ("1", "")])
-@pytest.mark.parametrize("how", ["in Python", "while another rank's end is told"])
-def test_ctrl_c_is_told_once_and_in_a_word(how, rank, line, process, monkeypatch, capsys):
+@pytest.mark.parametrize("how", ["in Python", "while another rank's end is reported"])
+def test_ctrl_c_is_reported_once_in_one_line(how, rank, line, process, monkeypatch, capsys):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(sys, "argv", ["/somewhere/fairseq-train"])
     monkeypatch.setattr(sys, "excepthook", lambda *args: pytest.fail("a traceback"))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    errors.install()
+    excepthook.install()
     if how == "in Python":
         with pytest.raises(KeyboardInterrupt) as caught:
             signal.raise_signal(signal.SIGINT)
@@ -128,7 +128,7 @@ def test_ctrl_c_is_told_once_and_in_a_word(how, rank, line, process, monkeypatch
 
 
 def test_what_an_error_of_fairseqs_own_kind_says_elsewhere_keeps_its_traceback():
-    """A KeyError is a user's mistake where fairseq looks a name up, and a bug elsewhere."""
+    """A KeyError is a user's error where fairseq looks a name up, and a bug elsewhere."""
 
     def validate(stats):
         stats["nosuch"]
@@ -140,7 +140,7 @@ def test_what_an_error_of_fairseqs_own_kind_says_elsewhere_keeps_its_traceback()
         stats["nosuch"]
 
     error = _caught(lambda: validate({"loss": 1}))
-    line = known_mistakes.explain(error, error.__traceback__)
+    line = user_errors.explain(error, error.__traceback__)
     assert line == "--best-checkpoint-metric nosuch: none of validation's metrics, loss"
     error = _caught(lambda: somewhere_else({"loss": 1}))
-    assert known_mistakes.explain(error, error.__traceback__) is None
+    assert user_errors.explain(error, error.__traceback__) is None

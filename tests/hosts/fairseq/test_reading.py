@@ -23,7 +23,7 @@ from fairseq_tutel.checkpoint import (
     split_state,
     write_set,
 )
-from fairseq_tutel.hosts.fairseq import errors, evaluation
+from fairseq_tutel.hosts.fairseq import evaluation, excepthook
 from fairseq_tutel.hosts.fairseq.start import start_of_run
 
 UNSAFE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -91,10 +91,10 @@ def _refusal(read, *args):
     """The one line that a program ends with, which gives no advice to load unsafely."""
     with pytest.raises(CheckpointError) as caught:
         read(*args)
-    told = str(caught.value)
-    assert errors.is_refusal(caught.value, caught.value.__traceback__)
-    assert "\n" not in told and "weights_only" not in told and "safe_globals" not in told
-    return told
+    text = str(caught.value)
+    assert excepthook.is_user_error(caught.value, caught.value.__traceback__)
+    assert "\n" not in text and "weights_only" not in text and "safe_globals" not in text
+    return text
 
 
 @pytest.mark.parametrize("unsafe", ["", "0", "1"])
@@ -178,9 +178,9 @@ def test_a_bad_member_of_a_set_is_one_line(member, content, saved, tmp_path):
             written.write(b"PK\x05\x06 no archive" * 100)
     else:
         os.truncate(file, os.path.getsize(file) // 2)
-    told = _refusal(_read, saved)
-    assert file in told
-    assert told in _refusal(lambda: _load(saved, agree=lambda text: [text]))
+    text = _refusal(_read, saved)
+    assert file in text
+    assert text in _refusal(lambda: _load(saved, agree=lambda text: [text]))
     assert not (tmp_path / "ran").exists()
 
 
@@ -199,11 +199,11 @@ def test_programs_agree_about_what_a_name_means(saved, tmp_path):
     shared = saved.replace(".pt", "-shared.pt")
 
     def verdict():
-        told = _refusal(_load, saved)
+        text = _refusal(_load, saved)
         for read in (_read, evaluation.is_moe_checkpoint, _finetune):
-            assert _refusal(read, saved) == told
-        assert inspect(saved)["problems"] == [told]
-        return told
+            assert _refusal(read, saved) == text
+        assert inspect(saved)["problems"] == [text]
+        return text
 
     merge(saved, str(tmp_path / "merged.pt"))
     shutil.copy(tmp_path / "merged.pt", saved)

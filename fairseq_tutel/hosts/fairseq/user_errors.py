@@ -1,9 +1,9 @@
-"""What fairseq raises for a user's mistake, and the line that says what is wrong and what to do.
+"""What fairseq raises for a user's error, and the line that is printed instead.
 
-fairseq tells most mistakes by a traceback that ends in an assertion, a KeyError or an error of the
-library that it called. Each entry of ``_KNOWN`` names the error, the function on the way to it, and
-the words to put in its place; an error that no entry knows keeps its traceback. None of these is
-specific to models with experts.
+fairseq ends in an assertion, a KeyError or an error of a library that it called for many a wrong
+option or file. Each entry of ``_TABLE`` names the error, the function on the way to it, and the
+line to print instead; an error without an entry keeps its traceback. None of these is specific to
+models with experts.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ _LANGUAGE_MODEL = "for a language model give --task language_modeling"
 
 
 @dataclass(frozen=True)
-class _Known:
+class _UserError:
     """kind: of the error; function: of fairseq's, which raised it (below: or something that it
-    called); pattern: begins its message; say: the line, of the error, the pattern's match and the
-    function's variables."""
+    called); pattern: begins its message; line: the line to print, made of the error, the pattern's
+    match and the function's variables."""
 
     kind: type[BaseException]
     function: str
     pattern: str
-    say: Callable[[Any, re.Match, Mapping[str, Any]], str]
+    line: Callable[[Any, re.Match, Mapping[str, Any]], str]
     below: bool = False
 
 
 def explain(error: BaseException, trace: TracebackType | None) -> str | None:
-    """The line for an error that ended a program of fairseq's, None for one that is not known."""
+    """The line for an error that ended a program of fairseq's, None without an entry."""
     frames = {frame.f_code.co_name: frame for frame, _ in traceback.walk_tb(trace)}
     raised_in = next(reversed(list(traceback.walk_tb(trace))), (None, 0))[0]
-    for known in _KNOWN:
-        frame = frames.get(known.function)
-        match = re.match(known.pattern, str(error), re.DOTALL)
-        if not isinstance(error, known.kind) or frame is None or match is None:
+    for entry in _TABLE:
+        frame = frames.get(entry.function)
+        match = re.match(entry.pattern, str(error), re.DOTALL)
+        if not isinstance(error, entry.kind) or frame is None or match is None:
             continue
-        if known.below or frame is raised_in:
-            return known.say(error, match, frame.f_locals)
+        if entry.below or frame is raised_in:
+            return entry.line(error, match, frame.f_locals)
     return _unreadable_value(error, trace)
 
 
@@ -87,8 +87,8 @@ def _no_model(error: OSError, match: re.Match, found: Mapping[str, Any]) -> str:
 
 
 def _no_metric(error: KeyError, match: re.Match, found: Mapping[str, Any]) -> str:
-    known = ", ".join(sorted(found.get("stats", ())))
-    return f"--best-checkpoint-metric {error.args[0]}: none of validation's metrics, {known}"
+    metrics = ", ".join(sorted(found.get("stats", ())))
+    return f"--best-checkpoint-metric {error.args[0]}: none of validation's metrics, {metrics}"
 
 
 def _large_batch(error: AssertionError, match: re.Match, found: Mapping[str, Any]) -> str:
@@ -116,13 +116,13 @@ def _launcher(error: BaseException, match: re.Match, found: Mapping[str, Any]) -
     )
 
 
-def _says(text: str) -> Callable[[Any, re.Match, Mapping[str, Any]], str]:
+def _always(text: str) -> Callable[[Any, re.Match, Mapping[str, Any]], str]:
     return lambda error, match, found: text
 
 
 _SCORING = ("fairseq-eval-lm", "fairseq-generate", "fairseq-interactive")
-_KNOWN = (
-    _Known(
+_TABLE = (
+    _UserError(
         OmegaConfBaseException,
         "convert_namespace_to_omegaconf",
         r".*nterpolation key '?task\.(?P<key>\w+)",
@@ -131,7 +131,7 @@ _KNOWN = (
         ),
         below=True,
     ),
-    _Known(
+    _UserError(
         Exception,
         "setup_task",
         r"Could not infer language pair",
@@ -139,41 +139,41 @@ _KNOWN = (
             f"{_task()}: the data names no pair of languages; {_LANGUAGE_MODEL}"
         ),
     ),
-    _Known(
-        KeyError, "parse_args_and_arch", r"None$", _says(f"--task is missing; {_LANGUAGE_MODEL}")
+    _UserError(
+        KeyError, "parse_args_and_arch", r"None$", _always(f"--task is missing; {_LANGUAGE_MODEL}")
     ),
-    _Known(
+    _UserError(
         RuntimeError,
         "parse_args_and_arch",
         r"$",
-        _says("--arch is missing; for a model with experts give --arch transformer_lm_gpt_moe"),
+        _always("--arch is missing; for a model with experts give --arch transformer_lm_gpt_moe"),
     ),
-    _Known(
+    _UserError(
         ValueError,
         "parse_args_and_arch",
         r"Cannot combine --fp16 and --tpu",
-        _says("--fp16 and --bf16 (or their memory-efficient forms) exclude each other: give one"),
+        _always("--fp16 and --bf16 (or their memory-efficient forms) exclude each other: give one"),
     ),
-    _Known(
+    _UserError(
         AssertionError,
         "_infer_single_node_init",
         r"world size is (?P<ranks>\d+) but have (?P<gpus>\d+) available devices",
         _launcher,
     ),
-    _Known(
+    _UserError(
         RuntimeError,
         "distributed_init",
         r"Distributed package doesn't have NCCL",
-        _says("--distributed-backend nccl: this torch has none; give --distributed-backend gloo"),
+        _always("--distributed-backend nccl: this torch has none; give --distributed-backend gloo"),
         below=True,
     ),
-    _Known(
+    _UserError(
         AssertionError,
         "main",
         r"Must specify batch size",
-        _says("the size of a batch is missing; give --batch-size or --max-tokens"),
+        _always("the size of a batch is missing; give --batch-size or --max-tokens"),
     ),
-    _Known(
+    _UserError(
         OSError,
         "verify_checkpoint_directory",
         "",
@@ -183,35 +183,35 @@ _KNOWN = (
         ),
         below=True,
     ),
-    _Known(FileNotFoundError, "add_from_file", "", _no_dictionary, below=True),
-    _Known(
+    _UserError(FileNotFoundError, "add_from_file", "", _no_dictionary, below=True),
+    _UserError(
         FileNotFoundError,
         "load_dataset",
         r"Dataset not found: (?P<split>\S+) \((?P<path>.*)\)",
         _no_split,
     ),
-    _Known(Exception, "main", r"The dataset is empty", _no_batch, below=True),
-    _Known(
+    _UserError(Exception, "main", r"The dataset is empty", _no_batch, below=True),
+    _UserError(
         ValueError,
         "load_checkpoint",
         r"--finetune-from-model (?P<path>.*) does not exist",
         lambda error, match, found: f"{error}; give the name of a checkpoint",
     ),
-    _Known(KeyError, "validate", "", _no_metric),
-    _Known(
+    _UserError(KeyError, "validate", "", _no_metric),
+    _UserError(
         OSError, "load_model_ensemble_and_task", r"Model file not found: (?P<path>.*)", _no_model
     ),
-    _Known(
+    _UserError(
         AssertionError,
         "main",
         r"--path required",
-        _says("--path is missing; give the checkpoint to generate with"),
+        _always("--path is missing; give the checkpoint to generate with"),
     ),
-    _Known(
+    _UserError(
         AssertionError, "main", r"--batch-size cannot be larger than --buffer-size", _large_batch
     ),
     # Hydra: names that no parser has checked
-    _Known(
+    _UserError(
         AssertionError,
         "setup_task",
         r"Could not infer task type",
@@ -220,7 +220,7 @@ _KNOWN = (
             "task; a language model's is language_modeling"
         ),
     ),
-    _Known(
+    _UserError(
         Exception,
         "build_model",
         r"Could not infer model type|.*_name",
@@ -229,7 +229,7 @@ _KNOWN = (
             "model; one with experts is transformer_lm_gpt_moe"
         ),
     ),
-    _Known(KeyError, "build_x", "", _no_choice),
+    _UserError(KeyError, "build_x", "", _no_choice),
 )
 
 
