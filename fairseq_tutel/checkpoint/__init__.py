@@ -5,7 +5,7 @@ Command line: `python -m fairseq_tutel.checkpoint --help`.
 """
 
 from .commit import final_path
-from .errors import CheckpointError, Ranks
+from .errors import CheckpointError
 from .find import find_checkpoint
 from .harmless import harmless_only
 from .inspection import inspect
@@ -13,13 +13,13 @@ from .io import load_file
 from .layout import (
     CheckpointSet,
     check_divisible,
-    concat_experts,
     count_rank_files,
     experts_of_rank,
     slice_experts,
     split_dense_expert,
 )
 from .load import SetReader, load_for_rank
+from .ranks import Ranks
 from .reshard import merge, reshard
 from .state import check_complete, split_state
 from .store import (
@@ -41,7 +41,6 @@ __all__ = [
     "check_complete",
     "check_divisible",
     "check_shared_directory",
-    "concat_experts",
     "copy_set",
     "count_rank_files",
     "experts_of_rank",

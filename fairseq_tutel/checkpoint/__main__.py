@@ -25,11 +25,11 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m fairseq_tutel.checkpoint",
         description="Look into, merge and reshard expert-sharded checkpoints. "
         "The source is only ever read. Exit codes: 0 done, 1 the inspected set is inconsistent, "
-        "2 an error, told in one line.",
+        "2 an error, printed in one line.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    show = commands.add_parser("inspect", help="say what is in a checkpoint and if it is complete")
+    show = commands.add_parser("inspect", help="show what is in a checkpoint and if it is complete")
     show.add_argument("path", metavar="PATH", help=_PATH_HELP)
     show.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     show.add_argument("--verify", action="store_true", help="read every byte, check all checksums")

@@ -37,18 +37,18 @@ def damaged_member(path: str) -> str | None:
 class Checksums:
     """The checksums stored in a file.
 
-    None are known of a file in torch's format before 1.6, of one written where
+    There are none for a file in torch's format before 1.6, of one written where
     ``torch.serialization.set_crc32_options(False)`` or on a machine of the other byte order, and
     where the environment has FAIRSEQ_TUTEL_CHECKSUMS=0; then nothing is checked.
 
     Raises:
-        CheckpointError: the pickle itself, which says what and where the tensors are, is damaged.
+        CheckpointError: the pickle itself, which lists the tensors and their places, is damaged.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._checked: set[int] = set()
-        self._known: set[tuple[int, int]] = set()
+        self._listed: set[tuple[int, int]] = set()
         if os.environ.get(_VARIABLE, "1") in ("", "0") or not zipfile.is_zipfile(path):
             return
         try:
@@ -65,7 +65,7 @@ class Checksums:
         Raises:
             CheckpointError: names a tensor that is not as it was written.
         """
-        if not self._known:
+        if not self._listed:
             return
         found = {}
         for name, tensor in _tensors(entries, ""):
@@ -73,29 +73,29 @@ class Checksums:
             if storage.nbytes() and storage.data_ptr() not in self._checked:
                 found.setdefault(storage.data_ptr(), (name, storage))
         storages = [storage for _, storage in found.values()]
-        for (name, _), known in zip(found.values(), self._are_known(storages), strict=True):
-            if not known:
+        for (name, _), listed in zip(found.values(), self._match(storages), strict=True):
+            if not listed:
                 raise CheckpointError(
                     f"{self._path}: is damaged: wrong checksum of {name}; copy it again or use "
                     "another set"
                 )
         self._checked.update(found)
 
-    def _are_known(self, storages: list[torch.UntypedStorage]) -> list[bool]:
-        def is_known(storage: torch.UntypedStorage) -> bool:
-            return (storage.nbytes(), _checksum(storage)) in self._known
+    def _match(self, storages: list[torch.UntypedStorage]) -> list[bool]:
+        def matches(storage: torch.UntypedStorage) -> bool:
+            return (storage.nbytes(), _checksum(storage)) in self._listed
 
         if sum(storage.nbytes() for storage in storages) < _WORTH_THREADS:
-            return list(map(is_known, storages))
+            return list(map(matches, storages))
         # zlib lets go of the interpreter's lock: as many at once as this process may use cores
         with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
-            return list(pool.map(is_known, storages))
+            return list(pool.map(matches, storages))
 
     def _read(self, archive: zipfile.ZipFile) -> None:
         for info in archive.infolist():
             name = info.filename.partition("/")[2]
             if name == "byteorder" and info.CRC and archive.read(info) != sys.byteorder.encode():
-                self._known.clear()
+                self._listed.clear()
                 return
             if name == "data.pkl" and _damaged(archive, info):
                 raise CheckpointError(
@@ -103,7 +103,7 @@ class Checksums:
                     "or use another set"
                 )
             if name.startswith("data/") and info.CRC:
-                self._known.add((info.file_size, info.CRC))
+                self._listed.add((info.file_size, info.CRC))
 
 
 def _damaged(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:

@@ -107,7 +107,7 @@ def commit(cset: CheckpointSet, operation: str, keep: set[str], renamed: set[str
     """Steps 2 to 4: make the set consist of `keep`, of which `renamed` have temporary files.
 
     On an error before the record is in place the temporary files are removed and the old set is
-    untouched; on an error after it the message says that the new set is complete.
+    untouched; on an error after it the message states that the new set is complete.
 
     Raises:
         CheckpointError: a temporary file is missing, or the file system failed.
@@ -171,7 +171,7 @@ def leave_in_order(cset: CheckpointSet, operation: str, ends_by_signal: bool) ->
     """For the writer of a set whose change ended before its time: no temporary file stays.
 
     A change that is not committed is undone; one that is, is finished where nobody else will. After
-    an error it stays as it is: readable, and the error says so. See :func:`.cleanup.cleaning_up`.
+    an error it stays as it is: readable, as the error states. See :func:`.cleanup.cleaning_up`.
     """
     with contextlib.suppress(OSError, CheckpointError):
         if not os.path.lexists(cset.commit_path):

@@ -49,7 +49,7 @@ _FAIRSEQ_CLASSES = {
 def harmless_only() -> Iterator[None]:
     """Within, every ``torch.load`` of the process builds harmless classes only.
 
-    Whatever the environment says: TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1, with which many run fairseq
+    Whatever the environment holds: TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1, with which many run fairseq
     since torch 2.6, would let a file run code. What a caller allowed by
     ``torch.serialization.add_safe_globals`` stays allowed.
     """

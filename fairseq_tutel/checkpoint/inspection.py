@@ -41,7 +41,7 @@ def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
     cset = CheckpointSet.from_path(path)
     files = visible_files(cset)
     if not files:
-        SetReader(path)  # says what is missing, and hints at files of similar names
+        SetReader(path)  # raises with what is missing, and hints at files of similar names
     problems: list[str] = []
     contents: dict[Role, dict[str, Any]] = {}
     rows = []

@@ -43,7 +43,7 @@ def load_file(path: str) -> dict[str, Any]:
             state = _torch_load(path, mmap=mappable)
     except FileNotFoundError:
         raise _missing(path) from None
-    except Exception as error:  # a damaged pickle can raise anything, and the message says what
+    except Exception as error:  # a damaged pickle can raise anything; the message names it
         raise CheckpointError(reading_problem(path, error)) from None
     # torch opens the file twice, for its pickle and for the mapping: it must be the same file
     if identity(path) != before:
@@ -92,7 +92,7 @@ def identity(path: str) -> tuple[int, ...] | None:
 
 
 def sync_directory(path: str) -> None:
-    """Force the names in a directory to the disk, on file systems that know how."""
+    """Force the names in a directory to the disk, on file systems that can."""
     descriptor = os.open(path or ".", os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -160,18 +160,6 @@ def slice_experts(entries: Mapping[str, Value], *, first: int, wanted: range) ->
     return kept
 
 
-def concat_experts(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
-    """Expert entries of consecutive ranks as one dict, numbered on from part to part."""
-    joined: dict[str, Value] = {}
-    first = 0
-    for part in parts:
-        indices = [_parse_expert(key)[1] for key in part]
-        count = max(indices, default=-1) + 1
-        joined.update(slice_experts(part, first=first, wanted=range(first + count)))
-        first += count
-    return joined
-
-
 def expert_shapes(entries: Mapping[str, Any], where: str) -> tuple[int, dict[str, str]]:
     """Number of experts in `entries`, and the shape of each parameter of an expert.
 

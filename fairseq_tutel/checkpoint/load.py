@@ -10,7 +10,7 @@ from typing import Any
 
 from .checksums import Checksums
 from .commit import visible_files
-from .errors import Agree, CheckpointError, Ranks
+from .errors import CheckpointError
 from .find import locate
 from .io import identity, load_file
 from .layout import (
@@ -27,6 +27,7 @@ from .layout import (
     split_dense_expert,
     split_key,
 )
+from .ranks import GatherTexts, Ranks
 from .state import (
     METADATA,
     MODEL,
@@ -53,7 +54,7 @@ def load_for_rank(
     rank: int,
     world_size: int,
     with_optimizer: bool = True,
-    agree: Agree | None = None,
+    gather_texts: GatherTexts | None = None,
 ) -> dict[str, Any]:
     """The state that rank `rank` of `world_size` needs, from whatever `path` names.
 
@@ -65,7 +66,7 @@ def load_for_rank(
         path: X.pt, X-shared.pt, X-rank-N.pt, or a merged file.
         rank, world_size: where the experts will live; W = 1 loads all of them.
         with_optimizer: also assemble `last_optimizer_state`.
-        agree: if given, all ranks call this together and an error on one is raised on all.
+        gather_texts: if given, all ranks call this together and an error on one is raised on all.
 
     Returns:
         fairseq's state dict: `model` with the dense keys and this rank's experts numbered from 0,
@@ -83,10 +84,10 @@ def load_for_rank(
         metadata = loaded[0][METADATA]
         return metadata["save_id"] if metadata else ""
 
-    if agree is None:
+    if gather_texts is None:
         read()
         return loaded[0]
-    save_ids = Ranks(rank, world_size, agree).together(f"loading {path}", read)
+    save_ids = Ranks(rank, world_size, gather_texts).together(f"loading {path}", read)
     if len(set(save_ids)) > 1:
         raise CheckpointError(
             f"{path}: ranks read different saves {save_ids}; it was replaced meanwhile, try again"
@@ -103,7 +104,7 @@ class SetReader:
         num_experts: E, 0 for a dense model; num_rank_files; has_optimizer.
 
     Raises:
-        CheckpointError: see `load_for_rank`; a missing rank file is told at once.
+        CheckpointError: see `load_for_rank`; a missing rank file is reported at once.
     """
 
     def __init__(self, path: str) -> None:
@@ -154,7 +155,7 @@ class SetReader:
         return join_state(shared, model, named_state if with_optimizer else None)
 
     def rank_content(self, number: int) -> dict[str, Any]:
-        """Content of one rank file, known to be of this set; the last one stays open."""
+        """Content of one rank file, checked to be of this set; the last one stays open."""
         return self._open_rank(number)[1]
 
     def _open_rank(self, number: int) -> tuple[int, dict[str, Any], Checksums]:
@@ -327,7 +328,7 @@ def _read(path: str, rank: int, world_size: int, with_optimizer: bool) -> dict[s
 
 
 def _fingerprint(path: str) -> dict[str, tuple[int, ...] | None]:
-    """Tells whether anything was replaced or renamed between two calls."""
+    """Detects whether anything was replaced or renamed between two calls."""
     return {file: identity(file) for file in visible_files(CheckpointSet.from_path(path)).values()}
 
 

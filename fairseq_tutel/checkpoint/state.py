@@ -7,7 +7,7 @@ A state is fairseq's dict: `args`, `cfg` (a plain dict), `model`, `criterion`, `
 
     last_optimizer_state = {
         "named_state": {parameter name: {state name: tensor or scalar}},
-        "param_groups": [{hyper-parameter: value}],  # no "params": names say it all
+        "param_groups": [{hyper-parameter: value}],  # no "params": names replace them
         "loss_scale": float or None,
     }
 
@@ -37,7 +37,7 @@ _OF_FAIRSEQ = ("args", "cfg", "criterion", "optimizer_history", "task_state", "e
 
 @dataclass(frozen=True)
 class SetMetadata:
-    """Stored in each file of a set, so that a stale or foreign file is told from a member.
+    """Stored in each file of a set, to distinguish a member from a stale or foreign file.
 
     save_id: random, the same in all files of one save. rank: of a rank file, else None.
     num_rank_files: 0 in a merged file. world_size: ranks of the run that saved it.

@@ -1,8 +1,8 @@
 """Saving, copying, removing and listing checkpoint sets, each as one thing.
 
-`agree` is how ranks learn of each other's errors without this package knowing torch.distributed:
-a callable that all-gathers one short text (or None) per rank, in rank order. Every rank makes the
-same calls, whatever happens, so nobody waits for a rank that failed.
+`gather_texts` brings the errors of one rank to all, without this package importing
+torch.distributed: a callable that all-gathers one short text (or None) per rank, in rank order.
+Every rank makes the same calls, whatever happens, so that no rank waits for one that failed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from .commit import (
     unfinished_sets,
     visible_files,
 )
-from .errors import Agree, CheckpointError, Ranks
+from .errors import CheckpointError
 from .io import save_file
 from .layout import SHARED, CheckpointSet, Role, count_rank_files, expert_shapes, split_key
+from .ranks import GatherTexts, Ranks
 from .state import METADATA, MODEL, NAMED_STATE, OPTIMIZER, SetMetadata, check_state
 
 _MARK = ".one-folder-for-all-ranks-"  # of the file by which ranks find out whether they share one
@@ -46,7 +47,7 @@ def write_set(
     shared_state: Mapping[str, Any] | None,
     rank_state: Mapping[str, Any] | None,
     num_rank_files: int,
-    agree: Agree | None = None,
+    gather_texts: GatherTexts | None = None,
 ) -> str:
     """Save a set; every rank calls this. Afterwards it is the new set, or an error and the old one.
 
@@ -58,7 +59,7 @@ def write_set(
         shared_state: content of X-shared.pt, from `split_state`; used on rank 0 only.
         rank_state: content of X-rank-{rank}.pt; used where rank < num_rank_files.
         num_rank_files: min(E, W).
-        agree: gathers texts of all ranks; needed if W > 1.
+        gather_texts: gathers texts of all ranks; needed if W > 1.
 
     Returns:
         The random save id stored in all files of the set.
@@ -67,7 +68,7 @@ def write_set(
         CheckpointError: on every rank, naming the ranks that failed and why.
         ValueError: rank and world_size that make no sense.
     """
-    ranks = Ranks(rank, world_size, agree)
+    ranks = Ranks(rank, world_size, gather_texts)
     cset = CheckpointSet.from_path(path)
     states: dict[Role, Mapping[str, Any] | None] = {}
     if rank == 0:
@@ -84,9 +85,9 @@ def write_set(
         local = expert_shapes(rank_state[MODEL], f"rank {rank}")[0] if rank in states else 0
         return json.dumps([new_id(), os.path.basename(cset.path), num_rank_files, local])
 
-    plans = [json.loads(text) for text in ranks.together(f"saving {cset.path}", prepare)]
-    save_id = plans[0][0]
-    num_experts = _check_plans(plans, world_size)
+    saves = [json.loads(text) for text in ranks.together(f"saving {cset.path}", prepare)]
+    save_id = saves[0][0]
+    num_experts = _check_same_save(saves, world_size)
 
     written = False  # this rank's files; from then on rank 0 may commit at any time
 
@@ -111,7 +112,7 @@ def write_set(
     with cleaning_up(clean):
         try:
             ranks.together(f"saving {cset.path}", write)
-        except CheckpointError:  # known to all: nobody will commit
+        except CheckpointError:  # raised on all ranks: none will commit
             remove_temporaries(cset, save_id)
             raise
         ranks.together(f"saving {cset.path}", publish)
@@ -124,7 +125,7 @@ def copy_set(
     *,
     rank: int = 0,
     world_size: int = 1,
-    agree: Agree | None = None,
+    gather_texts: GatherTexts | None = None,
 ) -> None:
     """Give a set a second name, replacing what has that name; the data is shared where possible.
 
@@ -133,32 +134,34 @@ def copy_set(
     Raises:
         CheckpointError: no such set, the same name twice, or the file system failed.
     """
-    ranks = Ranks(rank, world_size, agree)
+    ranks = Ranks(rank, world_size, gather_texts)
     source, target = CheckpointSet.from_path(src), CheckpointSet.from_path(dst)
     ranks.together(f"copying {src} to {dst}", lambda: _on_first(rank, _copy, source, target))
 
 
 def remove_set(
-    path: str, *, rank: int = 0, world_size: int = 1, agree: Agree | None = None
+    path: str, *, rank: int = 0, world_size: int = 1, gather_texts: GatherTexts | None = None
 ) -> None:
     """Remove all files that `path` names, as one thing; nothing there is no error."""
-    ranks = Ranks(rank, world_size, agree)
+    ranks = Ranks(rank, world_size, gather_texts)
     cset = CheckpointSet.from_path(path)
     ranks.together(f"removing {path}", lambda: _on_first(rank, _remove, cset))
 
 
-def recover(path: str, *, rank: int = 0, world_size: int = 1, agree: Agree | None = None) -> None:
+def recover(
+    path: str, *, rank: int = 0, world_size: int = 1, gather_texts: GatherTexts | None = None
+) -> None:
     """Finish or clean up an interrupted save to `path`; for the run that owns it, before it starts.
 
     Never needed to load: readers see the right set in any state. `write_set` does it by itself.
     """
-    ranks = Ranks(rank, world_size, agree)
+    ranks = Ranks(rank, world_size, gather_texts)
     cset = CheckpointSet.from_path(path)
     ranks.together(f"recovering {path}", lambda: _on_first(rank, recover_set, cset))
 
 
 def recover_directory(
-    directory: str, *, rank: int = 0, world_size: int = 1, agree: Agree | None = None
+    directory: str, *, rank: int = 0, world_size: int = 1, gather_texts: GatherTexts | None = None
 ) -> None:
     """`recover` for every set of a directory: what a run does with its save dir when it starts.
 
@@ -172,19 +175,19 @@ def recover_directory(
             if name.startswith(_MARK):
                 _remove_file(os.path.join(directory, name))
 
-    ranks = Ranks(rank, world_size, agree)
+    ranks = Ranks(rank, world_size, gather_texts)
     ranks.together(f"recovering {directory}", lambda: _on_first(rank, recover_all))
 
 
 def check_shared_directory(
-    directory: str, *, rank: int = 0, world_size: int = 1, agree: Agree | None = None
+    directory: str, *, rank: int = 0, world_size: int = 1, gather_texts: GatherTexts | None = None
 ) -> None:
     """Find out before a run, not at its first save, whether all ranks write to one folder.
 
     Raises:
         CheckpointError: on every rank; names the ranks that see another folder, and both paths.
     """
-    ranks = Ranks(rank, world_size, agree)
+    ranks = Ranks(rank, world_size, gather_texts)
     here = os.path.abspath(directory)
     marks: list[str] = []  # of rank 0
 
@@ -270,16 +273,16 @@ def _check_kind(role: Role, state: Mapping[str, Any] | None, cset: CheckpointSet
         )
 
 
-def _check_plans(plans: list[list[Any]], world_size: int) -> int:
-    """Ranks must mean the same save. All see the same plans, so all raise or none. Returns E."""
-    for other, plan in enumerate(plans):
-        if plan[1:3] != plans[0][1:3]:
+def _check_same_save(saves: list[list[Any]], world_size: int) -> int:
+    """Ranks must take part in the same save. All compare the same values. Returns E."""
+    for other, save in enumerate(saves):
+        if save[1:3] != saves[0][1:3]:
             raise CheckpointError(
-                f"ranks disagree on (name, number of rank files): rank 0 has {plans[0][1:3]}, "
-                f"rank {other} has {plan[1:3]}"
+                f"ranks disagree on (name, number of rank files): rank 0 has {saves[0][1:3]}, "
+                f"rank {other} has {save[1:3]}"
             )
-    num_rank_files = plans[0][2]
-    local = [plan[3] for plan in plans[:num_rank_files]]
+    num_rank_files = saves[0][2]
+    local = [save[3] for save in saves[:num_rank_files]]
     if not 1 <= num_rank_files <= world_size or len(set(local)) != 1 or local[0] < 1:
         raise CheckpointError(
             f"every rank that writes must have the same number of experts, at least 1; "

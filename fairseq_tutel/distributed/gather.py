@@ -41,7 +41,7 @@ def gather_integers(
 def gather_texts(text: str | None) -> list[str | None]:
     """One short text (or None) of every rank, in rank order, on every rank. Collective.
 
-    What :mod:`fairseq_tutel.checkpoint` calls ``agree``: an error on one rank becomes known to all.
+    What :mod:`fairseq_tutel.checkpoint` needs to raise the error of one rank on all.
     """
     _, world_size = process_world()
     if world_size == 1:

@@ -131,7 +131,7 @@ def save_state(path: str, state: Mapping[str, Any], groups: ExpertParallelGroups
         shared_state=shared if rank == 0 else None,
         rank_state=mine if rank < groups.ep_size else None,
         num_rank_files=groups.ep_size,
-        agree=gather_texts,
+        gather_texts=gather_texts,
     )
     return os.path.abspath(path)
 
@@ -144,7 +144,11 @@ def load_state(path: str, *, with_optimizer: bool = True) -> dict[str, Any]:
     """
     rank, world_size = process_world()
     return load_for_rank(
-        path, rank=rank, world_size=world_size, with_optimizer=with_optimizer, agree=gather_texts
+        path,
+        rank=rank,
+        world_size=world_size,
+        with_optimizer=with_optimizer,
+        gather_texts=gather_texts,
     )
 
 

@@ -106,9 +106,12 @@ class Reference:
 
     def save(self, path: str, world_size: int, **kwargs: bool) -> None:
         """Write the whole set as `world_size` ranks would."""
-        run_ranks(world_size, lambda rank, agree: self.save_rank(path, rank, world_size, agree))
+        run_ranks(
+            world_size,
+            lambda rank, gather_texts: self.save_rank(path, rank, world_size, gather_texts),
+        )
 
-    def save_rank(self, path: str, rank: int, world_size: int, agree) -> str:
+    def save_rank(self, path: str, rank: int, world_size: int, gather_texts) -> str:
         shared, rank_state = split_state(self.rank_state(rank, world_size))
         return write_set(
             path,
@@ -117,7 +120,7 @@ class Reference:
             shared_state=shared if rank == 0 else None,
             rank_state=rank_state,
             num_rank_files=min(self.num_experts, world_size),
-            agree=agree,
+            gather_texts=gather_texts,
         )
 
     def check_loadable(self, path: str, world_sizes=(1,), *, with_optimizer: bool = True) -> None:
@@ -151,7 +154,7 @@ def assert_same(actual, expected, where: str = "state") -> None:
 
 
 def run_ranks(world_size: int, work) -> list:
-    """Call work(rank, agree) on threads that stand for ranks; returns results or exceptions.
+    """Call work(rank, gather_texts) on threads that stand for ranks; returns results or exceptions.
 
     If a rank leaves by an exception while others still gather, they get BrokenBarrierError, as a
     job that dies with one of its processes.
@@ -161,7 +164,7 @@ def run_ranks(world_size: int, work) -> list:
     results: list = [None] * world_size
 
     def run(rank: int) -> None:
-        def agree(text):
+        def gather_texts(text):
             texts[rank] = text
             barrier.wait(timeout=30)
             gathered = list(texts)
@@ -169,7 +172,7 @@ def run_ranks(world_size: int, work) -> list:
             return gathered
 
         try:
-            results[rank] = work(rank, agree)
+            results[rank] = work(rank, gather_texts)
         except BaseException as error:  # Killed, below, is no Exception
             results[rank] = error
             if not isinstance(error, Exception):

@@ -104,10 +104,10 @@ def test_save_on_two_ranks(tmp_path, monkeypatch, victim, interruption):
     errors = []
 
     def change(saboteur):
-        def work(rank, agree):
+        def work(rank, gather_texts):
             if rank == victim:
                 saboteur.watch()
-            return NEW.save_rank(path, rank, 2, agree)
+            return NEW.save_rank(path, rank, 2, gather_texts)
 
         results = run_ranks(2, work)
         errors.append([r for r in results if isinstance(r, BaseException)])

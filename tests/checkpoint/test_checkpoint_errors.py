@@ -291,11 +291,11 @@ def test_one_ranks_error_is_every_ranks_error(tmp_path):
     reference, path = Reference(4), str(tmp_path / "m.pt")
     reference.save(path, 2)
 
-    def save(rank, agree):
+    def save(rank, gather_texts):
         other = Reference(4, seed=1)
         if rank == 1:
             other.stacked[1, "fc1.bias"] = [lambda: None] * 4
-        return other.save_rank(path, rank, 2, agree)
+        return other.save_rank(path, rank, 2, gather_texts)
 
     for error in run_ranks(2, save):
         assert isinstance(error, CheckpointError)
@@ -309,7 +309,7 @@ def test_what_could_not_be_loaded_again_is_not_committed(tmp_path):
     reference, path = Reference(4), str(tmp_path / "m.pt")
     reference.save(path, 2)
 
-    def save(rank, agree):
+    def save(rank, gather_texts):
         shared, rank_state = split_state(Reference(4, seed=1).rank_state(rank, 2))
         rank_state["cfg"] = Fraction(1, 2) if rank == 1 else {}
         return write_set(
@@ -319,7 +319,7 @@ def test_what_could_not_be_loaded_again_is_not_committed(tmp_path):
             shared_state=shared,
             rank_state=rank_state,
             num_rank_files=2,
-            agree=agree,
+            gather_texts=gather_texts,
         )
 
     for error in run_ranks(2, save):
@@ -339,7 +339,7 @@ def test_what_could_not_be_loaded_again_is_not_committed(tmp_path):
     ],
 )
 def test_ranks_that_disagree_all_fail(tmp_path, arguments, words):
-    def save(rank, agree):
+    def save(rank, gather_texts):
         experts = [0, 1] if rank == 0 else arguments.get("experts", [2, 3])
         shared, rank_state = split_state(Reference(4).state(experts))
         call = {"path": "m.pt", "rank_state": rank_state, "num_rank_files": 2}
@@ -348,7 +348,9 @@ def test_ranks_that_disagree_all_fail(tmp_path, arguments, words):
         if rank == 1:
             call |= {key: value for key, value in arguments.items() if key != "experts"}
         call["path"] = str(tmp_path / call["path"])
-        return write_set(rank=rank, world_size=2, shared_state=shared, agree=agree, **call)
+        return write_set(
+            rank=rank, world_size=2, shared_state=shared, gather_texts=gather_texts, **call
+        )
 
     for error in run_ranks(2, save):
         assert isinstance(error, CheckpointError)
@@ -362,8 +364,8 @@ def test_ranks_without_a_shared_file_system(tmp_path):
     for rank in (0, 1):
         (tmp_path / str(rank)).mkdir()
 
-    def save(rank, agree):
-        return Reference(4).save_rank(str(tmp_path / str(rank) / "m.pt"), rank, 2, agree)
+    def save(rank, gather_texts):
+        return Reference(4).save_rank(str(tmp_path / str(rank) / "m.pt"), rank, 2, gather_texts)
 
     for error in run_ranks(2, save):
         assert "m-rank-1.pt" in str(error) and "one shared file system" in str(error)
@@ -384,7 +386,7 @@ def test_misuse_is_refused(tmp_path):
     groups = {"named_state": {}, "param_groups": [{"params": [0]}]}
     with pytest.raises(CheckpointError, match="must not list 'params'"):
         split_state(Reference(4).state([0]) | {"last_optimizer_state": groups})
-    with pytest.raises(ValueError, match="2 ranks need `agree`"):
+    with pytest.raises(ValueError, match="2 ranks need `gather_texts`"):
         write_set(path, shared_state=None, rank_state=None, rank=0, world_size=2, num_rank_files=2)
     with pytest.raises(ValueError, match="got rank 2 of 2"):
         write_set(path, shared_state=None, rank_state=None, rank=2, world_size=2, num_rank_files=2)
@@ -395,9 +397,9 @@ def test_misuse_is_refused(tmp_path):
 def test_save_dirs_are_compared_before_training(tmp_path, shared):
     """Relative paths on nodes with other working directories, or disks of their own."""
 
-    def check(rank, agree):
+    def check(rank, gather_texts):
         folder = str(tmp_path / ("all" if shared else f"own-{rank}"))
-        check_shared_directory(folder, rank=rank, world_size=3, agree=agree)
+        check_shared_directory(folder, rank=rank, world_size=3, gather_texts=gather_texts)
 
     results = run_ranks(3, check)
     if shared:

@@ -136,9 +136,10 @@ def test_load_together_reads_what_each_rank_needs_only(tmp_path):
     alone = load_for_rank(path, rank=0, world_size=2)
     assert_same(alone["model"], reference.rank_state(0, 2)["model"])
     results = run_ranks(
-        2, lambda rank, agree: load_for_rank(path, rank=rank, world_size=2, agree=agree)
+        2,
+        lambda rank, gather: load_for_rank(path, rank=rank, world_size=2, gather_texts=gather),
     )
-    for error in results:  # with agree, rank 0 fails too instead of waiting later
+    for error in results:  # with gather_texts, rank 0 fails too instead of waiting later
         assert isinstance(error, CheckpointError) and "rank 1: " in str(error)
         assert "m-rank-3.pt" in str(error) and "1 of 2 ranks" in str(error)
 
@@ -149,7 +150,10 @@ def test_ranks_that_read_different_saves_are_told(tmp_path):
     for path in paths:
         Reference(4).save(path, 2)
     for error in run_ranks(
-        2, lambda rank, agree: load_for_rank(paths[rank], rank=rank, world_size=2, agree=agree)
+        2,
+        lambda rank, gather: load_for_rank(
+            paths[rank], rank=rank, world_size=2, gather_texts=gather
+        ),
     ):
         assert isinstance(error, CheckpointError) and "ranks read different saves" in str(error)
 
@@ -172,7 +176,10 @@ def test_copy_is_independent_of_the_original(tmp_path):
     old, new = Reference(4, seed=1), Reference(4, seed=2)
     new.save(best, 4)  # what was there before, with more ranks
     old.save(last, 2)
-    run_ranks(2, lambda rank, agree: copy_set(last, best, rank=rank, world_size=2, agree=agree))
+    run_ranks(
+        2,
+        lambda rank, gather: copy_set(last, best, rank=rank, world_size=2, gather_texts=gather),
+    )
     copy_set(last, best)  # again: both names are now links to one file, which rename() ignores
     expected = set_names("checkpoint_last", 2) | set_names("checkpoint_best", 2)
     assert names_in(tmp_path) == expected

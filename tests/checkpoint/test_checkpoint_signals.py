@@ -69,7 +69,7 @@ TWO_RANKS = """
         pipe = ends[rank]
         ends[1 - rank].close()  # or this rank would not see the other one end
 
-        def agree(text):
+        def gather_texts(text):
             if rank == 0:
                 texts = [text, pipe.recv()]
                 pipe.send(texts)
@@ -84,8 +84,8 @@ TWO_RANKS = """
 
         if rank == 1:
             torch.save = half_a_file
-        check_shared_directory(folder, rank=rank, world_size=2, agree=agree)
-        new.save_rank(path, rank, 2, agree)
+        check_shared_directory(folder, rank=rank, world_size=2, gather_texts=gather_texts)
+        new.save_rank(path, rank, 2, gather_texts)
 
     for struck in ((0, 1), (1,)):
         old.save(path, 2)

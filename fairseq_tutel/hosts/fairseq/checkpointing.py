@@ -124,7 +124,7 @@ class CheckpointMixin:
             logger.info("not looking for %s: a simulated rank starts afresh", path)
             return None
         rank, world_size = process_world()
-        world = {"rank": rank, "world_size": world_size, "agree": gather_texts}
+        world = {"rank": rank, "world_size": world_size, "gather_texts": gather_texts}
         if not self.cfg.checkpoint.no_save:  # it may be another run's folder
             recover_directory(self.cfg.checkpoint.save_dir, **world)
         if not checkpoint_exists(path):
@@ -231,7 +231,7 @@ def save_set(cfg, trainer, epoch_itr, val_loss, best_so_far):
         Path of the first set that was written, None if none was due.
     """
     rank, world_size = process_world()
-    world = {"rank": rank, "world_size": world_size, "agree": gather_texts}
+    world = {"rank": rank, "world_size": world_size, "gather_texts": gather_texts}
     begin = time.perf_counter()
     names = json.loads(
         gather_texts(json.dumps(_due_names(cfg, trainer, epoch_itr, val_loss, best_so_far)))[0]

@@ -28,7 +28,7 @@ def start_of_run(cfg) -> Iterator[None]:
         CheckpointError: the ranks do not share the save dir.
     """
     rank, world_size = process_world()
-    world = {"rank": rank, "world_size": world_size, "agree": gather_texts}
+    world = {"rank": rank, "world_size": world_size, "gather_texts": gather_texts}
     if not cfg.no_save:  # else it may be another run's folder
         if world_size > 1:
             check_shared_directory(cfg.save_dir, **world)

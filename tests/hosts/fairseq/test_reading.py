@@ -180,7 +180,7 @@ def test_a_bad_member_of_a_set_is_one_line(member, content, saved, tmp_path):
         os.truncate(file, os.path.getsize(file) // 2)
     text = _refusal(_read, saved)
     assert file in text
-    assert text in _refusal(lambda: _load(saved, agree=lambda text: [text]))
+    assert text in _refusal(lambda: _load(saved, gather_texts=lambda text: [text]))
     assert not (tmp_path / "ran").exists()
 
 
