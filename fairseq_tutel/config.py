@@ -1,8 +1,9 @@
 """Options of an MoE layer and the rules that make them consistent.
 
 This is the one place where an option gets its meaning: the command line, Hydra configs, the
-stand-alone layer, the planner and the tests all build an :class:`MoEConfig`. Standard library only,
-so that it can be read where neither torch nor fairseq is installed.
+stand-alone layer, the planner and the tests all build an :class:`MoEConfig`, and an
+:class:`ExchangeConfig`. Standard library only, so that it can be read where neither torch nor
+fairseq is installed.
 
 Two vocabularies describe capacity. The 2021 flags of fairseq's ``moe`` branch fix it in training
 (top-1: ``ceil(T/E)``, top-2: ``2*ceil(T/E)`` slots per expert and rank) and give evaluation a
@@ -131,6 +132,34 @@ class MoEConfig:
         slots per expert fills E/8 times more memory than training does.
         """
         return training and self.capacity_factor > 0
+
+
+@dataclass(frozen=True)
+class ExchangeConfig:
+    """Everything that decides how rows travel between ranks; the same on all of them.
+
+    Ranks compare it as one value, when exchanges are built and in each step. A field that is added
+    here is compared like the others.
+
+    Attributes:
+        algorithm: a registered name: ``linear``, ``2dh``, ``auto``, ``pairwise``, or one of a
+            user's own.
+        ranks_per_node: of algorithms that tell nodes apart; 0: as the machines have it.
+    """
+
+    algorithm: str = field(default="linear", metadata={"label": "the exchange"})
+    ranks_per_node: int = _option(at_least(0), default=0)
+
+    def __post_init__(self):
+        EXCHANGES.get(self.algorithm)
+        if not isinstance(self.ranks_per_node, int):
+            raise ValueError(f"ranks_per_node={self.ranks_per_node!r} must be a whole number")
+        check_ranges(self, ranges_of(ExchangeConfig), as_argument)
+
+    @classmethod
+    def of(cls, exchange: ExchangeConfig | str) -> ExchangeConfig:
+        """The value itself, or that of an algorithm's name with defaults for the rest."""
+        return exchange if isinstance(exchange, cls) else cls(exchange)
 
 
 def resolve_capacity(

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from fairseq_tutel.config import MoEConfig, check_divisible, resolve_capacity
+from fairseq_tutel.config import ExchangeConfig, MoEConfig, check_divisible, resolve_capacity
 
 UNSET = {
     "top1_expert": False,
@@ -111,6 +111,25 @@ def test_conflicts_name_both_options(given, names):
 def test_impossible_values_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         MoEConfig(**options)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"algorithm": "quick"}, "'quick' is unknown; choose one of 2dh, auto, linear"),
+        ({"ranks_per_node": -1}, "ranks_per_node=-1 must be at least 0"),
+        ({"ranks_per_node": 2.5}, "ranks_per_node=2.5 must be a whole number"),
+    ],
+)
+def test_impossible_exchanges_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ExchangeConfig(**options)
+
+
+def test_the_name_of_an_algorithm_is_short_for_an_exchange():
+    assert ExchangeConfig.of("2dh") == ExchangeConfig(algorithm="2dh", ranks_per_node=0)
+    config = ExchangeConfig("auto", ranks_per_node=4)
+    assert ExchangeConfig.of(config) is config
 
 
 @pytest.mark.parametrize("experts, ranks", [(1, 4), (2, 4), (4, 4), (12, 4), (7, 7), (5, 1)])

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..config import ExchangeConfig
 from .gather import gather_integers, refuse_differences
 from .groups import ExpertParallelGroups, process_world
 
@@ -23,7 +24,11 @@ _TEXT_WORDS = 4  # of 8 bytes: the longest text that is compared
 
 
 def setting(label: str) -> Any:
-    """A field of :class:`StepSettings`: an int, float, text or torch.dtype; errors call it so."""
+    """A field of :class:`StepSettings`, which errors call so.
+
+    An int, a float, a text, a torch.dtype, or a dataclass of such, whose fields are compared one by
+    one and called by their names or by a label in their metadata.
+    """
     return dataclasses.field(metadata={"label": label})
 
 
@@ -44,13 +49,13 @@ class StepSettings:
     eval_capacity_token_fraction: float = setting(
         "the capacity as a fraction of tokens in evaluation"
     )
-    exchange: str = setting("the exchange")
+    exchange: ExchangeConfig = setting("the exchange")
     dtype: torch.dtype = setting("the dtype of the tokens")
 
     def differences(self, other: StepSettings) -> dict[str, tuple[Any, Any]]:
         """Label -> (own value, the other's) where they differ."""
-        pairs = {label: (value, getattr(other, name)) for name, label, value in _settings(self)}
-        return {label: pair for label, pair in pairs.items() if pair[0] != pair[1]}
+        pairs = zip(labelled_fields(self), labelled_fields(other), strict=True)
+        return {label: (mine, theirs) for (label, mine), (_, theirs) in pairs if mine != theirs}
 
 
 @dataclass(frozen=True)
@@ -92,26 +97,28 @@ def sync_step(
     return StepAgreement(max(row[0] for row in table), settings)
 
 
-def _settings(settings: StepSettings | None) -> list[tuple[str, str, Any]]:
-    """(name, label, value) of every field."""
-    if settings is None:
-        return []
-    return [
-        (field.name, field.metadata["label"], getattr(settings, field.name))
-        for field in dataclasses.fields(settings)
-    ]
+def labelled_fields(settings: Any | None) -> list[tuple[str, Any]]:
+    """(label, value) of every field of a dataclass, those of dataclasses in it included."""
+    found: list[tuple[str, Any]] = []
+    for field in dataclasses.fields(settings) if settings is not None else ():
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            found += labelled_fields(value)
+        else:
+            found.append((field.metadata.get("label", field.name), value))
+    return found
 
 
 def _encode(settings: StepSettings | None) -> list[int]:
     """The settings as 64-bit integers, of which every rank has as many."""
     words: list[int] = []
-    for name, _, value in _settings(settings):
+    for label, value in labelled_fields(settings):
         if isinstance(value, (int, float)):
             words += struct.unpack("<q", struct.pack("<d", value))
             continue
         raw = str(value).encode()
         if len(raw) > 8 * _TEXT_WORDS:
-            raise ValueError(f"{name}={value!r} is longer than {8 * _TEXT_WORDS} bytes")
+            raise ValueError(f"{label}: {value!r} is longer than {8 * _TEXT_WORDS} bytes")
         words += struct.unpack(f"<{_TEXT_WORDS}q", raw.ljust(8 * _TEXT_WORDS, b"\0"))
     return words
 
@@ -119,7 +126,7 @@ def _encode(settings: StepSettings | None) -> list[int]:
 def _refuse(settings: StepSettings, words_by_rank: list[list[int]], first_rank: int) -> None:
     """Raise for the first setting that differs; values are decoded by the types of one's own."""
     begin = 0
-    for _, label, value in _settings(settings):
+    for label, value in labelled_fields(settings):
         size = 1 if isinstance(value, (int, float)) else _TEXT_WORDS
         raws = [struct.pack(f"<{size}q", *words[begin : begin + size]) for words in words_by_rank]
         if size == 1:

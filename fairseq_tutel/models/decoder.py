@@ -23,6 +23,7 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from ..config import MoEConfig
 from ..distributed import ExpertParallelGroups, StepAgreement, sync_step
 from ..moe import MoEAux, MoELayer
+from .options import exchange_config
 
 
 class ForwardScope:
@@ -192,8 +193,7 @@ class MoETransformerDecoder(TransformerDecoder):
             groups=self.moe_groups,
             dropout=cfg.dropout,
             activation_dropout=cfg.activation_dropout or cfg.relu_dropout or 0.0,
-            exchange=str(args.moe_a2a),
-            ranks_per_node=args.moe_ranks_per_node,
+            exchange=exchange_config(args),
             record_exchange_time=args.record_a2a_perf_stats,
             skip_exchange=args.dummy_a2a,
         )

@@ -20,6 +20,7 @@ from ..config import (
     EXPERT_GRAD_NORMALIZATIONS,
     ROUTERS,
     SECOND_EXPERT_POLICIES,
+    ExchangeConfig,
     MoEConfig,
     resolve_capacity,
 )
@@ -235,6 +236,11 @@ def moe_config(args, num_experts: int) -> MoEConfig:
     )
 
 
+def exchange_config(args) -> ExchangeConfig:
+    """How tokens travel between ranks, of a model config (or argparse namespace)."""
+    return ExchangeConfig(algorithm=str(args.moe_a2a), ranks_per_node=args.moe_ranks_per_node)
+
+
 def check_model_options(args) -> None:
     """Refuse what an MoE decoder cannot do, with the option's name and value.
 
@@ -284,6 +290,7 @@ def apply_command_line_rules(args: argparse.Namespace) -> None:
         check_stock_ranges(args)
         check_model_options(values)
         moe_config(values, num_experts=values.moe_expert_count or 2**31)
+        exchange_config(values)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
 

@@ -8,7 +8,7 @@ Data flows one way and nothing is parked on a module::
 
 import importlib
 
-from ..config import MoEConfig
+from ..config import ExchangeConfig, MoEConfig
 from .dispatcher import ExpertRows, dispatch_and_combine
 from .experts import Experts
 from .layer import MoELayer
@@ -18,6 +18,7 @@ from .routing import RouterStep, Routing, build_routing
 
 __all__ = [
     "METRIC_NAMES",
+    "ExchangeConfig",
     "ExpertRows",
     "Experts",
     "MoEAux",

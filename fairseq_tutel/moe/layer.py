@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..config import MoEConfig
+from ..config import ExchangeConfig, MoEConfig
 from ..distributed import (
     Exchange,
     ExpertParallelGroups,
@@ -63,9 +63,8 @@ class MoELayer(nn.Module):
             building the layer is a collective call), or all here.
         dropout, activation_dropout: inside the built-in experts.
         seed: of the built-in experts' initial weights.
-        exchange: name of the algorithm that moves tokens between ranks, of
-            :data:`~fairseq_tutel.config.EXCHANGES`; the same on all ranks.
-        ranks_per_node: of exchanges that tell nodes apart; 0: as the machines have it.
+        exchange: how tokens travel between ranks, the same on all of them: an
+            :class:`~fairseq_tutel.config.ExchangeConfig`, or the name of an algorithm.
         record_exchange_time: fill in the two times of :class:`MoEAux` (slow).
         skip_exchange: leave out the all-to-alls, for benchmarks; the results are then wrong.
         **routing: fields of :class:`~fairseq_tutel.config.MoEConfig`, such as ``top_k``.
@@ -85,8 +84,7 @@ class MoELayer(nn.Module):
         dropout: float = 0.0,
         activation_dropout: float = 0.0,
         seed: int | None = None,
-        exchange: str = "linear",
-        ranks_per_node: int = 0,
+        exchange: ExchangeConfig | str = "linear",
         record_exchange_time: bool = False,
         skip_exchange: bool = False,
         **routing,
@@ -97,7 +95,8 @@ class MoELayer(nn.Module):
         self.groups = _groups_for(self.config.num_experts, groups)
         self._checked_ddp = not self.groups.communicates
         self.record_exchange_time = record_exchange_time
-        self.exchange = build_exchange(exchange, self.groups, ranks_per_node=ranks_per_node)
+        self.exchange_config = ExchangeConfig.of(exchange)
+        self.exchange = build_exchange(self.exchange_config, self.groups)
         if skip_exchange and self.exchange.communicates:
             self.exchange = LocalCopy(self.exchange)
         if gate is not None and not isinstance(gate, nn.Module):
@@ -196,7 +195,7 @@ class MoELayer(nn.Module):
             capacity_factor=config.capacity_factor,
             eval_capacity_factor=config.eval_capacity_factor,
             eval_capacity_token_fraction=config.eval_capacity_token_fraction,
-            exchange=self.exchange.name,
+            exchange=self.exchange_config,
             dtype=dtype,
         )
 

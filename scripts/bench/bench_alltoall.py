@@ -25,7 +25,7 @@ from ranks import Ranks, choose_device, connected
 from record import describe_run, device_name, quiet_logs, say, table, write_json
 from torch import Tensor
 
-from fairseq_tutel.config import EXCHANGES
+from fairseq_tutel.config import EXCHANGES, ExchangeConfig
 from fairseq_tutel.distributed import Exchange, build_exchange, build_groups
 from fairseq_tutel.distributed.exchanges import Parts
 
@@ -142,7 +142,7 @@ def measure(options: argparse.Namespace, ranks: Ranks) -> list[dict[str, Any]]:
     groups = build_groups(ranks.world_size)
     built = {
         name: build_exchange(
-            name.removesuffix(_UNEVEN), groups, ranks_per_node=options.ranks_per_node
+            ExchangeConfig(name.removesuffix(_UNEVEN), options.ranks_per_node), groups
         )
         for name in options.algorithms
     }

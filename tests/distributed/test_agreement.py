@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from helpers.distributed import run_ranks
 
+from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.distributed import (
     StepAgreement,
     StepSettings,
@@ -32,6 +33,7 @@ DIFFERENCES = {
     "model_dim": ("the model dimension", (8, 8, 8, 16)),
     "dtype": ("the dtype", (torch.float32, torch.float32, torch.float16, torch.float16)),
     "training": ("training or evaluation mode", ("training", "evaluation") * 2),
+    "exchange": ("ranks_per_node", (0, 0, 2, 0)),
 }
 
 
@@ -42,13 +44,15 @@ def _disagree():
     for what, (_, values) in DIFFERENCES.items():
         value = values[rank]
         options = {"model_dim": 8, "top_k": 2}
-        if what not in ("dtype", "training"):
+        if what not in ("dtype", "training", "exchange"):
             options[what] = value
         layer = MoELayer(num_experts=W, hidden_dim=8, groups=groups, **options)
         if what == "training":
             layer.train(value == "training")
         if what == "dtype":
             layer.to(value)
+        if what == "exchange":
+            layer.exchange_config = ExchangeConfig(ranks_per_node=value)
         x = torch.randn(5, options["model_dim"], dtype=layer.experts.fc1_weight.dtype)
         began = time.monotonic()
         with pytest.raises(ValueError) as caught:

@@ -9,7 +9,7 @@ from helpers.assertions import rms_ratio
 from helpers.distributed import run_ranks
 from helpers.routing import route
 
-from fairseq_tutel.config import EXCHANGES
+from fairseq_tutel.config import EXCHANGES, ExchangeConfig
 from fairseq_tutel.distributed import (
     ExpertParallelGroups,
     LocalCopy,
@@ -43,7 +43,7 @@ def _numbered(counts, order):
 
 def _exchanges(name, ranks_per_node):
     rank, size = process_world()
-    exchange = build_exchange(name, build_groups(2 * size), ranks_per_node=ranks_per_node)
+    exchange = build_exchange(ExchangeConfig(name, ranks_per_node), build_groups(2 * size))
     assert exchange.name == (name if size > 1 else "none")
     order = exchange.send_order
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.distributed import run_ranks
 
-from fairseq_tutel.config import EXCHANGES
+from fairseq_tutel.config import EXCHANGES, ExchangeConfig
 from fairseq_tutel.distributed import build_exchange, build_groups, process_world
 from fairseq_tutel.distributed.exchanges import auto
 from fairseq_tutel.distributed.nodes import even_nodes, ranks_per_node, this_machine
@@ -38,9 +38,8 @@ def _run(name, experts, local, layout, dtype):
         experts,
         8,
         groups=build_groups(experts),
-        exchange=name,
+        exchange=ExchangeConfig(name, local),
         seed=3,
-        ranks_per_node=local,
         capacity_factor=factor,
     )
     layer = layer.to(dtype).train(training)
@@ -89,22 +88,23 @@ def _fall_back():
     groups = build_groups(4)
     for local, words in ((0, "on one node"), (1, "each node has one rank")):
         for _ in range(2):  # a second layer has nothing to log
-            exchange = build_exchange("2dh", groups, ranks_per_node=local)
+            exchange = build_exchange(ExchangeConfig("2dh", local), groups)
             assert exchange.name == "linear"
         assert len(lines) == (rank == 0) and all(words in line for line in lines)
         lines.clear()
     # two ranks of an exchange on a node: nothing between nodes, though there are two
-    assert build_exchange("auto", build_groups(2), ranks_per_node=2).name == "linear"
+    assert build_exchange(ExchangeConfig("auto", 2), build_groups(2)).name == "linear"
     with pytest.raises(ValueError, match="ranks_per_node=3: 4 ranks do not fill such nodes"):
-        build_exchange("2dh", groups, ranks_per_node=3)
+        build_exchange(ExchangeConfig("2dh", 3), groups)
     with pytest.raises(ValueError) as caught:
-        build_exchange("2dh", groups, ranks_per_node=2 if rank else 4)
-    assert "the ranks per node: 2 on ranks [1, 2, 3]; 4 on ranks [0]" in str(caught.value)
+        build_exchange(ExchangeConfig("2dh", 2 if rank else 4), groups)
+    assert "ranks_per_node: 2 on ranks [1, 2, 3]; 4 on ranks [0]" in str(caught.value)
 
     # auto: measured once, the same on all ranks; what it chooses follows from what it measured
     lines.clear()
-    chosen = build_exchange("auto", groups, ranks_per_node=2)
-    assert build_exchange("auto", groups, ranks_per_node=2) is chosen
+    config = ExchangeConfig("auto", ranks_per_node=2)
+    chosen = build_exchange(config, groups)
+    assert build_exchange(config, groups) is chosen
     assert len(lines) == (rank == 0) and all("2 nodes of 2 ranks" in line for line in lines)
     measured = {name: list(seconds) for name, seconds in chosen.seconds.items()}
     assert all(seconds > 0 for line in measured.values() for seconds in line)
@@ -112,7 +112,7 @@ def _fall_back():
     sizes = list(auto._PROBES)
     names = [chosen.for_message(size).name for size in (1, *sizes, 100 * sizes[-1])]
     assert names == ["2dh", "2dh", "2dh", "linear", "linear", "linear"]
-    layer = MoELayer(M, 4, 8, groups=groups, exchange="auto", ranks_per_node=2)
+    layer = MoELayer(M, 4, 8, groups=groups, exchange=config)
     assert layer.exchange is chosen and layer(torch.randn(5, M)).shape == (5, M)
     return measured
 

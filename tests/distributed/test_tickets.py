@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.distributed import run_ranks
 
+from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.distributed import build_exchange, build_groups, gather_texts, process_world
 from fairseq_tutel.distributed.exchanges import Leg, Wrapper, start
 from fairseq_tutel.distributed.lanes import InlineLane, StreamLane, WorkerLane, lane_of
@@ -42,7 +43,7 @@ def _through(exchange, chunks, weight, parts, lane):
 
 def _compare(name, even):
     rank, _ = process_world()
-    exchange = build_exchange(name, build_groups(W), ranks_per_node=2)
+    exchange = build_exchange(ExchangeConfig(name, ranks_per_node=2), build_groups(W))
     parts, chunks = [], []
     torch.manual_seed(rank)
     for size in CHUNKS:

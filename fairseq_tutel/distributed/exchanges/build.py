@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
-from ...config import EXCHANGES
-from ..gather import gather_integers, gather_texts, refuse_differences
+from ...config import EXCHANGES, ExchangeConfig
+from ..agreement import labelled_fields
+from ..gather import gather_texts, refuse_differences
 from ..groups import ExpertParallelGroups, create_group
 from ..nodes import ranks_per_node as find_ranks_per_node
 from ..world import once_per_world
@@ -16,38 +18,44 @@ from .local import LocalCopy, NoExchange
 logger = logging.getLogger(__name__)
 
 
-def build_exchange(name: str, groups: ExpertParallelGroups, *, ranks_per_node: int = 0) -> Exchange:
+def build_exchange(config: ExchangeConfig | str, groups: ExpertParallelGroups) -> Exchange:
     """Make the exchange of a placement of experts.
 
     A collective call of all ranks where ``groups`` communicates. All layers of one placement share
     one exchange.
 
     Args:
-        name: of a registered exchange. Where it does not fit the nodes, the linear one is taken,
-            with one log line.
+        config: the choice, or the name of a registered exchange. Where that does not fit the
+            nodes, the linear one is taken, with one log line.
         groups: the placement. One rank gets an exchange that moves nothing, a simulation one that
             copies.
-        ranks_per_node: m; 0: as the machines of the ranks have it.
 
     Raises:
         ValueError: unknown name, ranks that chose differently, or nodes that the ranks do not fill.
     """
-    cls = EXCHANGES.get(name)
+    config = ExchangeConfig.of(config)
+    cls, given = EXCHANGES.get(config.algorithm), config.ranks_per_node
     if groups.ep_size == 1:
         return NoExchange(groups)
     if groups.simulated:
-        return LocalCopy(cls(groups, ranks_per_node=ranks_per_node))
-    refuse_differences("the exchange", gather_texts(name))
+        return LocalCopy(cls(groups, ranks_per_node=given))
+    _compare_with_other_ranks(config)
     if not cls.needs_nodes:
         return once_per_world((cls, groups), lambda: _build(cls, groups, 0))
-    given = [each for (each,) in gather_integers([ranks_per_node])]
-    refuse_differences("the ranks per node", given)
-    if ranks_per_node < 0 or ranks_per_node and groups.world_size % ranks_per_node:
+    if given and groups.world_size % given:
         raise ValueError(
-            f"ranks_per_node={ranks_per_node}: {groups.world_size} ranks do not fill such nodes"
+            f"ranks_per_node={given}: {groups.world_size} ranks do not fill such nodes"
         )
-    local = ranks_per_node or find_ranks_per_node()
+    local = given or find_ranks_per_node()
     return once_per_world((cls, groups, local), lambda: _build(cls, groups, local))
+
+
+def _compare_with_other_ranks(config: ExchangeConfig) -> None:
+    """Refuse the first field that differs; one message per rank."""
+    mine = labelled_fields(config)
+    by_rank = [json.loads(text) for text in gather_texts(json.dumps([v for _, v in mine]))]
+    for (label, _), values in zip(mine, zip(*by_rank, strict=True), strict=True):
+        refuse_differences(label, values)
 
 
 def _build(cls: type[Exchange], groups: ExpertParallelGroups, ranks_per_node: int) -> Exchange:
