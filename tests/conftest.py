@@ -26,3 +26,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory):
+    """Runs command lines in processes forked from one (helpers/programs.py)."""
+    from helpers.programs import Programs
+
+    with Programs(tmp_path_factory.mktemp("programs")) as server:
+        yield server

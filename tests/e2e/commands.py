@@ -43,6 +43,13 @@ def run(
     return done.stdout
 
 
+def forked(programs, ranks: int, program: str, *args: str, expect: int = 0, **extra: str) -> str:
+    """As ``run(launched(...))``, without the launcher and without the seconds of imports."""
+    done = programs.run([program, *args], ranks=ranks, timeout=120, **extra)
+    assert (done.status == 0) == (expect == 0), f"{args}\n{done.text[-6000:]}"
+    return done.text
+
+
 def logged(output: str, tag: str) -> list[dict]:
     """The records that ``--log-format json`` printed under a tag (train, train_inner, valid)."""
     records = re.findall(rf"{tag}(?: \||\]\[INFO\] -) (\{{.*\}})", output)

@@ -4,11 +4,11 @@ import re
 from pydoc_data.topics import topics
 
 import pytest
-from commands import BIN, run
+from commands import forked
 
 
 @pytest.fixture(scope="session")
-def data_bin(tmp_path_factory):
+def data_bin(tmp_path_factory, programs):
     """Folder made by fairseq-preprocess: train (700 paragraphs), valid (80), test (60)."""
     folder = tmp_path_factory.mktemp("text")
     paragraphs = [
@@ -24,8 +24,9 @@ def data_bin(tmp_path_factory):
     ):
         lines = "\n".join(" ".join(words) for words in part)
         (folder / f"{split}.txt").write_text(lines + "\n")
-    command = [str(BIN / "fairseq-preprocess"), "--only-source", "--nwordssrc", "1000"]
+    command = ["--only-source", "--nwordssrc", "1000"]
     for split in ("train", "valid", "test"):
         command += [f"--{split}pref", str(folder / f"{split}.txt")]
-    run([*command, "--destdir", str(folder / "bin"), "--workers", "1"])
+    command += ["--destdir", str(folder / "bin"), "--workers", "1"]
+    forked(programs, 1, "fairseq-preprocess", *command)
     return folder / "bin"

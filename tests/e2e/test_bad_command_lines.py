@@ -15,7 +15,7 @@ import sys
 
 import pytest
 from commands import BIN, ROOT, environment
-from helpers.programs import Outcome, Programs
+from helpers.programs import Outcome
 
 DATA = "tests/golden/data_world1"
 SET = "tests/golden/top2_world1/final/checkpoint_last.pt"
@@ -130,12 +130,6 @@ CASES = [
     (f"{CHECKPOINT} merge {SET} {SET}", SET, "source itself"),
 ]
 _BESIDE = ("DEBUG:", "INFO:", "Error executing job with overrides: ")
-
-
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    with Programs(tmp_path_factory.mktemp("logs")) as server:
-        yield server
 
 
 def _words(command: str, folder) -> list[str]:

@@ -1,11 +1,13 @@
 """Runs command lines in forked processes, each of which ends as a real interpreter would, at once.
 
-Started by :class:`helpers.programs.Programs`; reads one JSON object per line and answers each with
-the exit status. It has imported what fairseq's programs import and nothing of this package, which a
-program imports itself: by ``--user-dir``, or as ``python -m fairseq_tutel.X``.
+Started by :class:`helpers.programs.Programs`; reads one JSON list of processes per line, runs them
+at once and answers with the list of their exit statuses. It has imported what fairseq's programs
+import and nothing of this package, which a program imports itself: by ``--user-dir``, or as
+``python -m fairseq_tutel.X``.
 """
 
 import gc
+import importlib
 import json
 import logging
 import os
@@ -23,46 +25,63 @@ import hydra  # noqa: F401
 import torch  # noqa: F401
 import torch._dynamo  # noqa: F401
 
+# seconds that the other processes of a request get, once one has failed
+GRACE = 10.0
 
-def _wait(pid: int, seconds: float) -> int:
-    """The exit status of a child, as subprocess has it."""
+
+def _wait(pids: list[int], seconds: float) -> list[int]:
+    """The exit statuses of children, as subprocess has them; what outstays its time is killed."""
+    statuses: dict[int, int] = {}
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
+    while len(statuses) < len(pids):
+        for pid in set(pids) - set(statuses):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                statuses[pid] = os.waitstatus_to_exitcode(status)
+                end = min(end, time.monotonic() + GRACE) if statuses[pid] else end
+            elif time.monotonic() > end:
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return -signal.SIGKILL
+    return [statuses[pid] for pid in pids]
 
 
-def _prepare(request: dict) -> None:
+def _prepare(process: dict) -> None:
     """What a shell and the interpreter's start would have done."""
-    for target, path in enumerate(request["streams"]):
+    for target, path in enumerate(process["streams"]):
         mode = os.O_WRONLY | os.O_CREAT | os.O_TRUNC if target else os.O_RDONLY
         os.dup2(os.open(path, mode), target)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.root.handlers.clear()  # fairseq's programs set up logging, where nobody did before
     logging.root.setLevel(logging.WARNING)
-    os.chdir(request["cwd"])
-    os.environ.update(request["env"])
-    sys.argv = list(request["argv"])
+    os.chdir(process["cwd"])
+    os.environ.update(process["env"])
+    sys.argv = list(process["argv"])
     if sys.argv[0] == "-m":
         sys.orig_argv = [sys.executable, *sys.argv]
-    exec(request["prelude"], {})
+    exec(process["prelude"], {})
 
 
 def _serve() -> dict:
-    """Answers requests; returns one, in the child that is to run it."""
+    """Answers requests; returns a process to run, in the child that is to be it."""
     for line in sys.stdin:
         request = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            return request
-        sys.stdout.write(f"{_wait(pid, request['timeout'])}\n")
+        pids = []
+        for process in request["processes"]:
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                return process
+        sys.stdout.write(f"{json.dumps(_wait(pids, request['timeout']))}\n")
         sys.stdout.flush()
     sys.exit(0)
+
+
+def _console_script(name: str):
+    """The function that it calls; where fairseq is a folder on PYTHONPATH there are no scripts."""
+    found = list(entry_points(group="console_scripts", name=name))
+    if found:
+        return found[0].load()
+    module = name.removeprefix("fairseq-").replace("-", "_")
+    return importlib.import_module(f"fairseq_cli.{module}").cli_main
 
 
 def _run() -> int:
@@ -72,8 +91,7 @@ def _run() -> int:
             module, sys.argv = sys.argv[1], sys.argv[1:]
             runpy.run_module(module, run_name="__main__", alter_sys=True)
             return 0
-        (script,) = entry_points(group="console_scripts", name=os.path.basename(sys.argv[0]))
-        sys.exit(script.load()())
+        sys.exit(_console_script(os.path.basename(sys.argv[0]))())
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0

@@ -1,4 +1,7 @@
-"""Many command lines in little time: forked from one process that has made the imports."""
+"""Many command lines in little time: forked from one process that has made the imports.
+
+A start of a fairseq program is four seconds of imports on one core, which tell a test nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,27 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+
+from fairseq_tutel.launch.commands import parse_command, rank_options, with_options
 
 ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended. status: as subprocess has it."""
+    """How a command ended. status: as subprocess has it; of several ranks the first that is not 0,
+    and the lines of ranks above 0 begin with [rank N], as the launcher shows them."""
 
     status: int
     stdout: str
     stderr: str
+
+    @property
+    def text(self) -> str:
+        """Both streams."""
+        return self.stdout + self.stderr
 
 
 class Programs:
@@ -27,6 +39,7 @@ class Programs:
 
     def __init__(self, folder: Path):
         self._folder = folder
+        self._meetings = count()
         drop = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         outside = {
             key: value for key, value in os.environ.items()
@@ -53,6 +66,7 @@ class Programs:
         self,
         argv: Sequence[str],
         *,
+        ranks: int = 1,
         cwd: Path = ROOT,
         timeout: float = 60.0,
         text: str = "",
@@ -62,20 +76,56 @@ class Programs:
         """Run a console script of fairseq's (``fairseq-train``) or ``-m`` and a module.
 
         Args:
+            ranks: on a CPU; if several, with the options and variables that the launcher gives.
             text: on standard input.
             prelude: Python that the process runs first.
         """
-        streams = [self._folder / name for name in ("stdin", "stdout", "stderr")]
-        streams[0].write_text(text)
-        request = {
-            "argv": list(argv),
-            "cwd": str(cwd),
-            "env": env,
-            "prelude": prelude,
-            "timeout": timeout,
-            "streams": [str(stream) for stream in streams],
-        }
-        self._server.stdin.write(json.dumps(request) + "\n")
+        processes = []
+        words = [list(argv)] if ranks == 1 else self._words_of_ranks(argv, ranks)
+        for rank, words_of_rank in enumerate(words):
+            streams = [self._folder / f"{name}-{rank}" for name in ("stdin", "stdout", "stderr")]
+            streams[0].write_text(text)
+            place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+            processes.append(
+                {
+                    "argv": words_of_rank,
+                    "cwd": str(cwd),
+                    "env": {**(place if ranks > 1 else {}), **env},
+                    "prelude": prelude,
+                    "streams": [str(stream) for stream in streams],
+                }
+            )
+        request = json.dumps({"processes": processes, "timeout": timeout})
+        self._server.stdin.write(f"{request}\n")
         self._server.stdin.flush()
-        status = int(self._server.stdout.readline())
-        return Outcome(status, *(stream.read_text() for stream in streams[1:]))
+        statuses = json.loads(self._server.stdout.readline())
+        return Outcome(
+            next((status for status in statuses if status), 0),
+            *("".join(self._shown(name, rank) for rank in range(ranks))
+              for name in ("stdout", "stderr")),
+        )  # fmt: skip
+
+    def _words_of_ranks(self, argv: Sequence[str], ranks: int) -> list[list[str]]:
+        """A command of fairseq's for each rank; they meet through a file."""
+        meeting = f"file://{self._folder}/meeting-{next(self._meetings)}"
+        key = "distributed_init_method"
+        hydra = parse_command(argv).kind == "hydra"
+        added = [f"distributed_training.{key}={meeting}"] if hydra else [
+            "--distributed-init-method", meeting
+        ]  # fmt: skip
+        command = parse_command([*argv, *added])
+        if command.kind == "sharded":  # reads no such option
+            command = parse_command(argv)
+        words = []
+        for rank in range(ranks):
+            options = rank_options(
+                command, rank=rank, world_size=ranks, device=0, shared_node=True, cpu=True
+            )
+            words.append([argv[0], *with_options(command, options)[len(command.program) :]])
+        return words
+
+    def _shown(self, stream: str, rank: int) -> str:
+        text = (self._folder / f"{stream}-{rank}").read_text()
+        if rank == 0:
+            return text
+        return "".join(f"[rank {rank}] {line}" for line in text.splitlines(keepends=True))

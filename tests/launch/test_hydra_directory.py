@@ -52,10 +52,12 @@ def own_config(folder):
     return ["--config-dir", str(folder), "--config-name", "own", *TINY[4:]]
 
 
-def test_the_same_command_twice_resumes(tmp_path):
-    finish(run([*HYDRA, *TINY, "optimization.max_update=2"], tmp_path))
-    log = finish(run([*HYDRA, *TINY, "optimization.max_update=4"], tmp_path))
-    assert "(epoch 1 @ 2 updates)" in log
+def test_the_same_command_twice_resumes(tmp_path, programs):
+    for updates in (2, 4):
+        words = ["fairseq-hydra-train", *TINY, f"optimization.max_update={updates}"]
+        done = programs.run(words, cwd=tmp_path, timeout=120)
+        assert done.status == 0, done.text[-3000:]
+    assert "(epoch 1 @ 2 updates)" in done.text
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 

@@ -1,10 +1,7 @@
 """Adam with fp16 statistics on the golden runs: Meta's implementation trained with fp32 Adam."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -44,23 +41,11 @@ def weights(folder, ranks):
 
 
 @pytest.mark.parametrize(("run", "ranks"), [("top2_world1", 1), ("top2_world2", 2)])
-def test_trains_the_golden_run_within_the_documented_error(run, ranks, tmp_path):
-    launcher = [
-        "-m",
-        "fairseq_tutel.launch",
-        "--nproc-per-node",
-        str(ranks),
-        "--bind",
-        "none",
-        "--",
-    ]
-    done = subprocess.run(
-        [sys.executable, *launcher, "fairseq-train", *arguments(run), "--save-dir", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    log = done.stdout + done.stderr
-    assert done.returncode == 0, log[-3000:]
+def test_trains_the_golden_run_within_the_documented_error(run, ranks, programs, tmp_path):
+    command = ["fairseq-train", *arguments(run), "--save-dir", str(tmp_path)]
+    done = programs.run(command, ranks=ranks, timeout=280)
+    log = done.text
+    assert done.status == 0, log[-3000:]
     assert "using Adam with fp16 statistics" in log
 
     losses = [float(x) for x in re.findall(r'"train_loss": "([\d.]+)"', log)]

@@ -1,10 +1,7 @@
 """``--optimizer adam --fp16-adam-stats`` on stock fairseq, without apex and without a GPU."""
 
 import copy
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -105,7 +102,7 @@ def test_memory_efficient_fp16_resumes_with_either_kind_of_state(from_stats, to_
     assert error < (1e-6 if from_stats == to_stats else 0.02 * moved.square().mean().sqrt())
 
 
-def fairseq_train(save_dir, updates, *more):
+def fairseq_train(programs, save_dir, updates, *more):
     """Losses that fairseq-train logs for a one-layer dense model on dummy_lm, on the CPU.
 
     The plugin's package installs the optimizer when --user-dir imports it.
@@ -121,20 +118,15 @@ def fairseq_train(save_dir, updates, *more):
         "--required-batch-size-multiple", "1", "--save-dir", str(save_dir),
         "--user-dir", str(ROOT / "fairseq_tutel"), "--max-update", str(updates), *more,
     ]  # fmt: skip
-    run = subprocess.run(
-        [sys.executable, "-m", "fairseq_cli.train", *options],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    output = run.stdout + run.stderr
-    assert run.returncode == 0, output[-3000:]
-    return [float(number) for number in re.findall(r'"loss": "([\d.]+)"', output)]
+    done = programs.run(["fairseq-train", *options], timeout=200)
+    assert done.status == 0, done.text[-3000:]
+    return [float(number) for number in re.findall(r'"loss": "([\d.]+)"', done.text)]
 
 
-def test_fairseq_train_runs_and_resumes_as_with_fp32_statistics(tmp_path):
-    first = fairseq_train(tmp_path / "half", 10, "--fp16-adam-stats")
-    resumed = fairseq_train(tmp_path / "half", 20, "--fp16-adam-stats")
-    full = fairseq_train(tmp_path / "full", 20)
+def test_fairseq_train_runs_and_resumes_as_with_fp32_statistics(programs, tmp_path):
+    first = fairseq_train(programs, tmp_path / "half", 10, "--fp16-adam-stats")
+    resumed = fairseq_train(programs, tmp_path / "half", 20, "--fp16-adam-stats")
+    full = fairseq_train(programs, tmp_path / "full", 20)
     assert resumed[-1] < 0.5 * first[0], (first, resumed)
     assert resumed[-1] == pytest.approx(full[-1], rel=0.01)
     for name in ("half", "full"):

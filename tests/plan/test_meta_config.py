@@ -1,9 +1,6 @@
 """configs/meta_1.1t.yaml: what it says, and that stock fairseq-hydra-train runs it, made small."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -60,15 +57,14 @@ BF16 = [
 
 
 @pytest.mark.parametrize("precision", [[], BF16], ids=["fp16", "bf16"])
-def test_hydra_train_runs_it_small(precision, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "fairseq_cli.hydra_train", "--config-dir", str(CONFIGS),
-         "--config-name", "meta_1.1t", *TINY, *precision, f"hydra.run.dir={tmp_path}"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=200,
+def test_hydra_train_runs_it_small(precision, programs, tmp_path):
+    done = programs.run(
+        ["fairseq-hydra-train", "--config-dir", str(CONFIGS), "--config-name", "meta_1.1t",
+         *TINY, *precision, f"hydra.run.dir={tmp_path}"],
+        cwd=tmp_path, timeout=200,
     )  # fmt: skip
-    log = done.stdout + done.stderr
-    assert done.returncode == 0, log[-3000:]
+    log = done.text
+    assert done.status == 0, log[-3000:]
     assert "Adam with fp16 statistics" in log
     updates = [json.loads(line.split(" - ", 1)[1]) for line in log.splitlines()
                if "[train_inner]" in line]  # fmt: skip

@@ -12,27 +12,24 @@ import pytest
 import torch
 from helpers.commands import ROOT, logged
 from helpers.distributed import run_ranks
-from helpers.programs import Programs
 from helpers.training import make_batch, make_config, make_trainer
 
 from fairseq_tutel.distributed import process_world
 from fairseq_tutel.exit_codes import EXIT_REQUEUE
 
-# fairseq-train that gets SIGUSR1 in the middle of an update
-_PROGRAM = """
-import os, signal, sys
-last = int(sys.argv.pop(1))
+# what makes fairseq-train send itself SIGUSR1 in the middle of an update
+_SIGNAL_IN = """
+import os, signal
 import fairseq_cli.train
 from fairseq_tutel.hosts.fairseq.trainer import MoETrainer
 train_step = MoETrainer.train_step
 
 def with_signal(self, *args, **kwargs):
-    if self.get_num_updates() == last - 1:
+    if self.get_num_updates() == {update} - 1:
         os.kill(os.getpid(), signal.SIGUSR1)
     return train_step(self, *args, **kwargs)
 
 MoETrainer.train_step = with_signal
-fairseq_cli.train.cli_main()
 """
 UPDATES_PER_EPOCH, MAX_UPDATE = 6, 15  # 16 blocks, 3 to a batch
 # With --update-epoch-batch-itr, since stock fairseq otherwise forms batches once, from a seed plus
@@ -49,13 +46,12 @@ _WORDS = f"""
 """
 
 
-def _train(folder, signal_in=0):
-    command = [sys.executable, "-c", _PROGRAM, str(signal_in), *_WORDS.split()]
-    command += ["--save-dir", str(folder)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode in (0, EXIT_REQUEUE), done.stdout + done.stderr
-    return done.returncode, done.stdout + done.stderr
+def _train(programs, folder, signal_in=0):
+    prelude = _SIGNAL_IN.format(update=signal_in) if signal_in else ""
+    command = ["fairseq-train", *_WORDS.split(), "--save-dir", str(folder)]
+    done = programs.run(command, timeout=120, prelude=prelude)
+    assert done.status in (0, EXIT_REQUEUE), done.text
+    return done.status, done.text
 
 
 def _outcome(folder, logs):
@@ -72,10 +68,10 @@ def _outcome(folder, logs):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
+def uninterrupted(tmp_path_factory, programs):
     """Its outcome and its weights."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    code, log = _train(folder)
+    code, log = _train(programs, folder)
     assert code == 0
     outcome, weights = _outcome(folder, [log])
     assert f"checkpoint_2_{UPDATES_PER_EPOCH + 4}-shared.pt" in outcome["files"]
@@ -87,16 +83,16 @@ def uninterrupted(tmp_path_factory):
     [(8, "nothing is due"), (5, "a save is due"), (UPDATES_PER_EPOCH, "an epoch ends"),
      (MAX_UPDATE, "the run ends")],
 )  # fmt: skip
-def test_requeued_run_is_like_an_uninterrupted_one(update, when, uninterrupted, tmp_path):
+def test_requeued_run_is_like_an_uninterrupted_one(update, when, uninterrupted, programs, tmp_path):
     want, weights = uninterrupted
-    code, log = _train(tmp_path, signal_in=update)
+    code, log = _train(programs, tmp_path, signal_in=update)
     logs = [log]
     assert code == (0 if update == MAX_UPDATE else EXIT_REQUEUE), log
     if code:
         assert re.search(r"SIGUSR1: saved .*checkpoint_last.pt", log)
         saved = torch.load(tmp_path / "checkpoint_last-shared.pt", weights_only=False)
         assert saved["optimizer_history"][-1]["num_updates"] == update
-        code, log = _train(tmp_path)
+        code, log = _train(programs, tmp_path)
         assert code == 0
         logs.append(log)
     got, end = _outcome(tmp_path, logs)
@@ -151,12 +147,6 @@ def with_signal(*args, **kwargs):
 fairseq.tasks.setup_task = with_signal
 """,
 }
-
-
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    with Programs(tmp_path_factory.mktemp("logs")) as server:
-        yield server
 
 
 @pytest.mark.parametrize("when", _EARLY)
