@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from fairseq_tutel.launch.commands import parse_command, rank_options, with_options
+from fairseq_tutel.launch.fairseq_commands import parse_command, rank_options, with_options
 
 ROOT = Path(__file__).parents[2]
 
