@@ -28,7 +28,7 @@ from measure import percentiles
 from ranks import Ranks, connected
 from record import Neighbours, describe_run, device_name, quiet_logs, say, table, write_json
 
-from fairseq_tutel.config import EXCHANGES
+from fairseq_tutel.config import EXCHANGES, ExchangeConfig
 from fairseq_tutel.distributed import build_exchange, build_groups
 
 _SIZES = "4K,16K,64K,256K,1M,4M"
@@ -85,7 +85,7 @@ def measure_sizes(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """One row per size and algorithm, and what auto chose."""
     groups = build_groups(ranks.world_size)
     built = {
-        name: build_exchange(name, groups, ranks_per_node=options.ranks_per_node)
+        name: build_exchange(ExchangeConfig(name, options.ranks_per_node), groups)
         for name in options.algorithms
     }
     rows = []

@@ -43,10 +43,10 @@ def after_all_others():
         sys.stderr.flush()
         os._exit(7)
 
-from fairseq_tutel.config import EXCHANGES
+from fairseq_tutel.config import EXCHANGES, ExchangeConfig
 from fairseq_tutel.distributed import build_exchange, build_groups
 groups = [build_groups(2), build_groups(4)]
-exchanges = [build_exchange(name, groups[1], ranks_per_node=2) for name in EXCHANGES]
+exchanges = [build_exchange(ExchangeConfig(name, 2), groups[1]) for name in EXCHANGES]
 for exchange in exchanges:
     exchange.forth(torch.ones(4, 4))
 group = groups[0].ep_group
