@@ -29,6 +29,7 @@ MOE = f"{_MODEL} transformer_lm_gpt_moe {_RUN} --criterion moe_cross_entropy --m
 LM = "--task language_modeling --tokens-per-sample 8 --sample-break-mode none"
 TRAIN = f"fairseq-train {DATA} {MOE} {LM} --no-save --batch-size 3"
 EVAL = "--user-dir fairseq_tutel --task language_modeling --cpu"
+SCORE = f"fairseq-eval-lm {DATA} {EVAL} --path {SET} --batch-size 2"
 HYDRA = "fairseq-hydra-train --config-dir configs --config-name tiny_cpu checkpoint.no_save=true"
 LAUNCH = "-m fairseq_tutel.launch"
 PLAN = "-m fairseq_tutel.plan"
@@ -83,6 +84,13 @@ CASES = [
     ),
     # values
     (f"{TRAIN} --fp16 --bf16", "--fp16 and --bf16", "give one"),
+    (f"{TRAIN} --seed -1", "--seed -1 must be at least 0"),
+    (f"{TRAIN} --adam-eps 0", "--adam-eps 0.0 must be above 0"),
+    (f"{TRAIN} --lr-scheduler inverse_sqrt --warmup-updates 0", "--warmup-updates 0", "inverse"),
+    (f"{SCORE} --softmax-batch -1", "--softmax-batch -1 must be at least 0"),
+    (f"{SCORE.replace('eval-lm', 'validate')} --log-interval 0", "--log-interval 0 must be"),
+    (f"{SCORE.replace('eval-lm', 'generate')} --beam 0", "--beam 0 must be at least 1"),
+    (f"{SCORE.replace('eval-lm', 'interactive')} --nbest -1", "--nbest -1 must be at least 1"),
     (f"{TRAIN} --lr x", "--lr", "'x'"),
     (f"{TRAIN} --max-update x", "--max-update", "'x'"),
     (f"{TRAIN} --moe-top-k 9", "top_k=9", "between 1 and the number of experts, 4"),

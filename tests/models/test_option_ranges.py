@@ -6,6 +6,7 @@ import re
 
 import pytest
 from fairseq import options
+from fairseq.dataclass.configs import FairseqConfig
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import ValidationError
@@ -105,6 +106,22 @@ def test_a_dense_model_of_stock_fairseq_is_left_alone():
 def test_the_stock_options_exist(cfg):
     """A name of the table that fairseq no longer has would check nothing."""
     assert not [(group, name) for group, name in STOCK if name not in cfg[group]]
+
+
+def test_every_number_among_fairseqs_general_options_has_a_range_that_holds_its_default():
+    general = FairseqConfig.__dataclass_fields__
+    missing = []
+    for group in set(STOCK_RANGES) & set(general):
+        options = general[group].type
+        for name, option in getattr(options, "__dataclass_fields__", {}).items():
+            if name.endswith("_mt") or not re.search(r"\b(int|float)\b", str(option.type)):
+                continue  # of speech to speech
+            allowed = STOCK_RANGES[group].get(name)
+            if allowed is None:
+                missing.append(f"{group}.{name}")
+            elif isinstance(option.default, (int, float)):
+                assert option.default in allowed, name
+    assert missing == []
 
 
 @pytest.mark.parametrize("config", [TransformerLMGPTMoEConfig, MoECrossEntropyCriterionConfig])

@@ -23,6 +23,7 @@ from fairseq.trainer import Trainer
 
 from ... import optim
 from ...checkpoint import find_checkpoint, harmless_only
+from ...models import check_stock_ranges
 from . import blocks, evaluation, excepthook, known_warnings, ranks, requeue
 from .checkpointing import save_set
 from .programs import program
@@ -155,7 +156,9 @@ def _call_main(original):
     def call_main(cfg, main, **kwargs):
         name = Path(inspect.unwrap(main).__code__.co_filename).stem
         if _runs_experts(name, cfg):
-            ranks.join_started_ranks(cfg)
+            check_stock_ranges(cfg)
+            if name != "interactive":
+                ranks.join_started_ranks(cfg)
             if name == "eval_lm":
                 blocks.use_trained_block_size(cfg)
         return original(cfg, main, **kwargs)
@@ -164,10 +167,10 @@ def _call_main(original):
 
 
 def _runs_experts(name: str, cfg) -> bool:
-    """Whether a fairseq program that may use several ranks is about to run a model with experts."""
+    """Whether a fairseq program is about to run a model with experts."""
     if name == "train":
         return getattr(cfg.model, "moe_freq", 0) > 0
-    path = cfg.common_eval.path if name in ("eval_lm", "validate") else None
+    path = cfg.common_eval.path if name in ("eval_lm", "validate", "interactive") else None
     return path is not None and evaluation.is_moe_checkpoint(path)
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from ...distributed import process_world
+from ...models import check_stock_ranges
 from .evaluation import is_moe_checkpoint
 
 _TORCH = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
@@ -116,14 +117,16 @@ def share_of_data(main):
     As ``python -m fairseq_tutel.launch`` does; stock decodes everything in each.
 
     Raises:
-        ValueError: ``--results-path``, one file for all.
+        ValueError: ``--results-path``, one file for all; an option out of its range.
     """
 
     @functools.wraps(main)
     def main_on_share(args):
+        if getattr(args, "path", None) is None or not is_moe_checkpoint(args.path):
+            return main(args)
+        check_stock_ranges(args)
         place = started()
-        alone = place.world_size == 1 or getattr(args, "distributed_world_size", 0) != 1
-        if not alone and args.path is not None and is_moe_checkpoint(args.path):
+        if place.world_size > 1 and getattr(args, "distributed_world_size", 0) == 1:
             if args.results_path is not None:
                 raise ValueError(
                     f"--results-path {args.results_path} is one file, but {place.by} started "

@@ -120,6 +120,16 @@ def _always(text: str) -> Callable[[Any, re.Match, Mapping[str, Any]], str]:
     return lambda error, match, found: text
 
 
+def _no_warmup(error: Exception, match: re.Match, found: Mapping[str, Any]) -> str | None:
+    cfg = found.get("cfg")
+    if getattr(cfg, "_name", "") != "inverse_sqrt" or cfg.warmup_updates:
+        return None
+    return (
+        "--warmup-updates 0: --lr-scheduler inverse_sqrt divides by it; give at least 1, or "
+        "another scheduler"
+    )
+
+
 _SCORING = ("fairseq-eval-lm", "fairseq-generate", "fairseq-interactive")
 _TABLE = (
     _UserError(
@@ -197,6 +207,7 @@ _TABLE = (
         r"--finetune-from-model (?P<path>.*) does not exist",
         lambda error, match, found: f"{error}; give the name of a checkpoint",
     ),
+    _UserError(ZeroDivisionError, "__init__", "", _no_warmup),
     _UserError(KeyError, "validate", "", _no_metric),
     _UserError(
         OSError, "load_model_ensemble_and_task", r"Model file not found: (?P<path>.*)", _no_model
