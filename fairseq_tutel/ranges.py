@@ -1,6 +1,6 @@
-"""Ranges of numeric options: said once, beside the option, and checked by one function.
+"""Ranges of numeric options: stated once, beside the option, and checked by one function.
 
-A field of a dataclass of options says its range in its metadata::
+A field of a dataclass of options states its range in its metadata::
 
     gate_noise: float = field(default=0.0, metadata={"range": at_least(0)})
 

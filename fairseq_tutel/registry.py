@@ -1,7 +1,7 @@
 """Implementations that are chosen by name, and their options. Standard library only.
 
-A registry knows every name that there is: the built-in ones, and those that a user's own file adds.
-Command line, Hydra schema, planner and layer ask it, so that a new implementation is one file and
+A registry has every name that there is: the built-in ones, and those that a user's own file adds.
+Command line, Hydra schema, planner and layer read it, so that a new implementation is one file and
 an unknown name is refused everywhere, with the list of what there is.
 """
 
@@ -14,6 +14,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+
+from .ranges import Range, as_argument, check_ranges, ranges_of
 
 Implementation = TypeVar("Implementation", bound=type)
 
@@ -37,10 +39,18 @@ def option(
         choices: of a text.
         flag: on the command line; by default made of the names of implementation and field.
     """
-    limits = {"at_least": at_least, "at_most": at_most, "above": above}
-    return dataclasses.field(
-        default=default, metadata={"help": help, "choices": choices, "flag": flag, **limits}
+    low, low_open = (at_least, False) if above is None else (above, True)
+    allowed = Range(
+        -math.inf if low is None else low, math.inf if at_most is None else at_most, low_open
     )
+    is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "flag": flag,
+        "range": allowed if is_number else None,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,12 @@ class Options:
         for field in dataclasses.fields(self):
             value = _of_type(field, getattr(self, field.name))
             object.__setattr__(self, field.name, value)
-            _check_range(field, value)
+            choices = field.metadata["choices"]
+            if choices is not None and value not in choices:
+                raise ValueError(
+                    f"{field.name}={value!r} is unknown; choose one of {', '.join(choices)}"
+                )
+        check_ranges(self, ranges_of(type(self)), as_argument)
 
 
 def _of_type(field: dataclasses.Field, value: Any) -> Any:
@@ -67,23 +82,6 @@ def _of_type(field: dataclasses.Field, value: Any) -> Any:
     if type(value) is not wanted:
         raise ValueError(f"{field.name}={value!r} must be of type {wanted.__name__}")
     return value
-
-
-def _check_range(field: dataclasses.Field, value: Any) -> None:
-    limits = field.metadata
-    if limits["choices"] is not None and value not in limits["choices"]:
-        raise ValueError(
-            f"{field.name}={value!r} is unknown; choose one of {', '.join(limits['choices'])}"
-        )
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{field.name}={value} must be a finite number")
-    for name, words, holds in (
-        ("at_least", "at least", lambda limit: value >= limit),
-        ("at_most", "at most", lambda limit: value <= limit),
-        ("above", "more than", lambda limit: value > limit),
-    ):
-        if limits[name] is not None and not holds(limits[name]):
-            raise ValueError(f"{field.name}={value} must be {words} {limits[name]}")
 
 
 class Registry(Generic[Implementation]):
@@ -99,7 +97,7 @@ class Registry(Generic[Implementation]):
         self.kind = kind
         self._home = home
         self._flag_prefix = flag_prefix
-        self._known: dict[str, Implementation] = {}
+        self._classes: dict[str, Implementation] = {}
         self._listeners: list[Callable[[], None]] = []
 
     def register(self, name: str) -> Callable[[Implementation], Implementation]:
@@ -110,15 +108,15 @@ class Registry(Generic[Implementation]):
         """
 
         def add(implementation: Implementation) -> Implementation:
-            before = self._known.get(name, implementation)
+            before = self._classes.get(name, implementation)
             if before.__qualname__ != implementation.__qualname__:
                 raise ValueError(f"{self.kind} {name!r} is registered already, as {before}")
             mine = set(self._flags(name, implementation))
-            for other, known in self._known.items():
-                taken = mine & set(self._flags(other, known))
+            for other, registered in self._classes.items():
+                taken = mine & set(self._flags(other, registered))
                 if taken and other != name:
                     raise ValueError(f"{self.kind} {name!r}: {taken} are options of {other!r}")
-            self._known[name] = implementation
+            self._classes[name] = implementation
             for listener in self._listeners:
                 listener()
             return implementation
@@ -133,7 +131,7 @@ class Registry(Generic[Implementation]):
 
     def __iter__(self) -> Iterator[str]:
         importlib.import_module(self._home)
-        return iter(sorted(self._known))
+        return iter(sorted(self._classes))
 
     def get(self, name: str) -> Implementation:
         """The class of this name.
@@ -147,7 +145,7 @@ class Registry(Generic[Implementation]):
                 f"{self.kind}={name!r} is unknown; choose one of {', '.join(names)} "
                 "(others are known once the file that registers them has been imported)"
             )
-        return self._known[name]
+        return self._classes[name]
 
     def summary(self, name: str) -> str:
         """First line of the docstring of a class, for help texts."""
@@ -167,12 +165,12 @@ class Registry(Generic[Implementation]):
             return given
         if given is not None and not isinstance(given, Mapping):
             raise ValueError(f"{given!r} are no options of {self.kind}={name!r}")
-        known = [field.name for field in dataclasses.fields(wanted)]
+        names = [field.name for field in dataclasses.fields(wanted)]
         for key in given or ():
-            if key not in known:
+            if key not in names:
                 raise ValueError(
                     f"{self.kind}={name!r} has no option {key!r}; "
-                    f"it has {', '.join(known) or 'none'}"
+                    f"it has {', '.join(names) or 'none'}"
                 )
         try:
             return wanted(**(given or {}))

@@ -168,7 +168,7 @@ def _in_fairseq(folder):
 def test_in_fairseq_registered_by_a_user_dir(tmp_path, capfd):
     ((refusals, help_text),) = run_ranks(_in_fairseq, 1, str(tmp_path))
     assert refusals["--moe-router toy --moe-toy-rate 1.5"] == (
-        "error: router toy: rate=1.5 must be at most 1.0"
+        "error: router toy: rate=1.5 must be at least 0 and at most 1"
     )
     for words in ("--moe-toy-rate 0.5", "--moe-router toy --moe-cosine-proj-dim 8"):
         flag, value = words.split()[-2:]
