@@ -6,7 +6,7 @@ Every function of a layer is also ``torch.ops.fairseq_tutel.<name>``. The file o
 The letters of shapes are those of the glossary in ``fairseq_tutel/README.md``.
 """
 
-from .activation import bias_act, check_activation
+from .activation import check_activation
 from .adam import adam16_step_, quantize_
 from .backend import backend_for, get_backend, set_backend
 from .cumsum import fast_cumsum_sub_one
@@ -22,7 +22,6 @@ __all__ = [
     "assign_rows",
     "assign_slots",
     "backend_for",
-    "bias_act",
     "check_activation",
     "combine",
     "dispatch",

@@ -14,6 +14,7 @@ from presets import DTYPES, LayerShape
 from torch import Tensor
 
 from fairseq_tutel import ops
+from fairseq_tutel.ops.backend import implementation
 
 # Operators that torch has too, in the way they are otherwise written.
 TORCH_TWINS = {
@@ -135,7 +136,7 @@ def make_kernel_cases(
         ),
         KernelCase(
             "bias_act gelu",
-            lambda h, b: ops.bias_act(h, b, activation="gelu"),
+            _bias_act,
             [(h, bias) for h in hidden],
         ),
         KernelCase(
@@ -189,8 +190,12 @@ def _combine_bwd(dy, rows, row, pair, weight):
     return torch.ops.fairseq_tutel.combine_bwd(dy, rows, row, pair, weight, True, True)
 
 
+def _bias_act(h, bias):
+    return implementation("bias_act_fwd", h)(h, bias, activation="gelu")
+
+
 def _bias_act_bwd(dy, h, bias):
-    return torch.ops.fairseq_tutel.bias_act_bwd(dy, h, bias, None, None, "gelu", 0.0)
+    return implementation("bias_act_bwd", dy)(dy, h, bias, activation="gelu")
 
 
 def _cumsum_cases(routed, num_experts):

@@ -52,15 +52,6 @@ def test_combine(T, K, E, C, kind):
     assert gradcheck(lambda w: ops.combine(rows.detach(), row, pair, w), weight)
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.4], ids=["plain", "dropout"])
-@pytest.mark.parametrize("activation", sorted(torch_backend.ACTIVATIONS))
-def test_bias_act(activation, dropout_p):
-    options = {"activation": activation, "dropout_p": dropout_p, "seed": 3}
-    assert gradcheck(lambda h, b: ops.bias_act(h, b, **options), (random(2, 4, 3), random(2, 3)))
-    options["offsets"] = torch.tensor([3, 3, 6], dtype=torch.int32)
-    assert gradcheck(lambda h, b: ops.bias_act(h, b, **options), (random(8, 3), random(3, 3)))
-
-
 @pytest.mark.parametrize("used", ["gate", "prob_sum", "lse"])
 def test_gating_of_which_one_output_is_used(used, monkeypatch):
     """The other gradients are None, not tensors of zeros that a kernel would have to fill."""
@@ -103,37 +94,6 @@ def test_dispatch_does_not_keep_the_tokens():
     assert not [t for t in kept if t.is_floating_point()]
 
 
-def kept_by(function):
-    """Sizes of the floating-point tensors that the function keeps for its backward pass."""
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        function()
-    return sorted(t.numel() for t in kept if t.is_floating_point())
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.4], ids=["plain", "dropout"])
-def test_a_bias_alone_keeps_nothing_of_its_input(dropout_p):
-    options = {"dropout_p": dropout_p, "seed": 3}
-    h, rows, bias = random(2, 40, 3), random(80, 3), random(2, 3)
-    ends = torch.tensor([30, 60], dtype=torch.int32)
-    for x, offsets in ((h, None), (rows, ends)):
-        assert kept_by(
-            lambda: ops.bias_act(x, bias, activation="linear", offsets=offsets, **options)  # noqa: B023
-        ) == [bias.numel()]
-        assert kept_by(
-            lambda: ops.bias_act(x, bias, activation="gelu", offsets=offsets, **options)  # noqa: B023
-        ) == [bias.numel(), x.numel()]
-
-
-def test_a_bias_alone_hands_its_gradient_on():
-    """The derivative of the linear activation is 1: no copy of dy is written."""
-    h, bias, dy = random(2, 4, 3), random(2, 3), random(2, 4, 3).detach()
-    y = ops.bias_act(h, bias, activation="linear")
-    d_h, d_bias = torch.autograd.grad(y, (h, bias), dy)
-    assert d_h.data_ptr() == dy.data_ptr()
-    assert torch.equal(d_bias, dy.sum(1))
-
-
 def test_only_needed_gradients_are_computed(monkeypatch):
     """A frozen argument costs nothing in the backward."""
     needs = []
@@ -145,13 +105,8 @@ def test_only_needed_gradients_are_computed(monkeypatch):
 
         return spy
 
-    for name in ("combine_bwd", "bias_act_bwd"):
-        monkeypatch.setattr(torch_backend, name, record(name, getattr(torch_backend, name)))
+    name = "combine_bwd"
+    monkeypatch.setattr(torch_backend, name, record(name, getattr(torch_backend, name)))
     row, pair = random_rows(7, 2, 4, 3, "spread")
     ops.combine(random(12, 5).detach(), row, pair, random(7, 2)).sum().backward()
-    ops.bias_act(random(2, 4, 3).detach(), random(2, 3), activation="gelu").sum().backward()
-    ops.bias_act(random(2, 4, 3), random(2, 3).detach(), activation="linear").sum().backward()
-    assert needs == [
-        ("combine_bwd", {"needs_rows": False, "needs_weight": True}),
-        ("bias_act_bwd", {"needs_h": False}),
-    ]
+    assert needs == [("combine_bwd", {"needs_rows": False, "needs_weight": True})]

@@ -8,8 +8,8 @@ from helpers.inputs import random_rows
 from fairseq_tutel import ops
 from fairseq_tutel.backends import torch as torch_backend
 
-NAMES = ("topk_gating", "assign_slots", "assign_rows", "dispatch", "combine",
-         "bias_act", "fast_cumsum_sub_one")  # fmt: skip
+NAMES = ("topk_gating", "assign_slots", "assign_rows", "dispatch", "combine", "expert_ffn",
+         "fast_cumsum_sub_one")  # fmt: skip
 
 
 def calls(requires_grad):
@@ -18,13 +18,10 @@ def calls(requires_grad):
     logits, noise = torch.randn(7, 4), torch.randn(7, 4)
     pad = torch.arange(7) % 3 == 0
     x, rows, weight = torch.randn(7, 5), torch.randn(12, 5), torch.rand(7, 2)
-    h, flat, bias = torch.randn(3, 4, 5), torch.randn(12, 5), torch.randn(3, 5)
-    offsets = torch.tensor([4, 4, 9], dtype=torch.int32)
     expert = torch.randint(-1, 4, (7, 2), dtype=torch.int32)
     position, num_routed = ops.assign_slots(expert, 4)
-    for tensor in (logits, x, rows, weight, h, flat, bias):
+    for tensor in (logits, x, rows, weight):
         tensor.requires_grad_(requires_grad)
-    seed = torch.tensor(3)
     return [
         ("topk_gating", (logits, 2, None, None)),
         ("topk_gating", (logits, 2, noise, pad)),
@@ -34,10 +31,6 @@ def calls(requires_grad):
         ("assign_rows", (expert, position, weight, num_routed, None, False, False)),
         ("dispatch", (x, row, pair)),
         ("combine", (rows, row, pair, weight)),
-        ("bias_act", (h, bias, None, None, "gelu", 0.0)),
-        ("bias_act", (flat, bias, offsets, seed, "relu", 0.2)),
-        ("bias_act", (h, bias, None, None, "linear", 0.0)),
-        ("bias_act", (flat, bias, offsets, None, "linear", 0.0)),
         ("fast_cumsum_sub_one", ((expert > 0).int(),)),
     ]
 
@@ -71,10 +64,6 @@ BACKWARD = {
         torch.randn(7, 5), torch.randn(12, 5), *random_rows(7, 2, 4, 3, "spread"),
         torch.rand(7, 2), True, True,
     ),
-    "bias_act_bwd": lambda: (
-        torch.randn(3, 4, 5), torch.randn(3, 4, 5), torch.randn(3, 5), None, None, "gelu", 0.0,
-        True,
-    ),
 }  # fmt: skip
 
 
@@ -85,11 +74,6 @@ def test_opcheck_of_backward(name):
     if name == "combine_bwd":  # shape (0,) stands for a gradient not needed
         for needs in ((True, False), (False, True)):
             args = (*args[:-2], *needs)
-            torch.library.opcheck(getattr(torch.ops.fairseq_tutel, name).default, args)
-    if name == "bias_act_bwd":  # linear needs no h, and its d_h is dy
-        dy, _, bias, offsets, seed, _, dropout_p, _ = args
-        for needs_h in (True, False):
-            args = (dy, None, bias, offsets, seed, "linear", dropout_p, needs_h)
             torch.library.opcheck(getattr(torch.ops.fairseq_tutel, name).default, args)
 
 
@@ -103,23 +87,17 @@ def layer(x, wg, w1, b1, w2, b2, top_k, capacity, ragged):
         normalize=True,
     )  # fmt: skip
     rows = ops.dispatch(x, row, pair)
-    if ragged:
-        end = kept.cumsum(0)
-        h = rows @ w1[0]
-        h = ops.bias_act(h, b1, activation="gelu", offsets=end.int())
-        out = ops.bias_act(h @ w2[0], b2, activation="linear", offsets=end.int())
-    else:
-        h = torch.bmm(rows.view(E, capacity, -1), w1)
-        h = ops.bias_act(h, b1, activation="gelu", dropout_p=0.0)
-        out = ops.bias_act(torch.bmm(h, w2), b2, activation="linear").view(E * capacity, -1)
-    y = ops.combine(out, row, pair, weight)
+    ends = kept.cumsum(0).int() if ragged else None
+    by_expert = rows if ragged else rows.view(E, capacity, -1)
+    out = ops.expert_ffn(by_expert, w1, b1, w2, b2, activation="gelu", offsets=ends)
+    y = ops.combine(out.view(rows.shape), row, pair, weight)
     balance = (prob_sum * count[0]).sum() * E / T**2
     return y, balance + 1e-3 * lse.square().mean(), entropy
 
 
 def parameters(seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(12, 8), (8, 4), (4, 8, 16), (4, 16), (4, 16, 8), (4, 8)]
+    shapes = [(12, 8), (8, 4), (4, 16, 8), (4, 16), (4, 8, 16), (4, 8)]
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
@@ -154,10 +132,13 @@ def test_other_token_counts_compile_too():
 
 def test_dropout_compiles_and_draws_a_new_mask_each_time():
     torch._dynamo.reset()
-    h, bias = torch.ones(2, 50, 20), torch.zeros(2, 20)
+    rows, bias = torch.ones(2, 50, 20), torch.zeros(2, 20)
+    identity = torch.eye(20).repeat(2, 1, 1)
 
     def drop(seed=None):
-        return ops.bias_act(h, bias, activation="linear", dropout_p=0.5, seed=seed)
+        return ops.expert_ffn(
+            rows, identity, bias, identity, bias, activation="linear", dropout_p=0.5, seed=seed
+        )
 
     compiled = torch.compile(drop, fullgraph=True, backend="aot_eager")
     first, second = compiled(), compiled()
@@ -191,7 +172,7 @@ def test_reachable_by_name():
 def test_results_are_not_copied(monkeypatch):
     """What an implementation allocates is what the caller gets."""
     made = []
-    functions = {"dispatch": "dispatch_fwd", "combine": "combine_fwd", "bias_act": "bias_act_fwd"}
+    functions = {"dispatch": "dispatch_fwd", "combine": "combine_fwd"}
     for name in functions.values():
         original = getattr(torch_backend, name)
 
