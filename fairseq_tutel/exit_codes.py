@@ -6,5 +6,5 @@
 # (126-165) and of those in sysexits.h (64-78).
 EXIT_REQUEUE = 85
 
-# A mistake of the user's that was found before any rank was started (argparse uses the same code).
+# A user's error, found before any rank was started (argparse uses the same code).
 EXIT_USAGE = 2

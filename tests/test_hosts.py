@@ -57,8 +57,8 @@ def test_what_was_run_is_what_is_pinned():
         (first, fixed, "fairseq-fixed {fairseq-fixed}"),
         (last, official, "official {fairseq}"),
     ):
-        told = fairseq + " (hydra-core {hydra-core}, omegaconf {omegaconf})"
-        assert row.split(" | ")[1:3] == [pinned["torch"], told.format(**pinned)]
+        cell = fairseq + " (hydra-core {hydra-core}, omegaconf {omegaconf})"
+        assert row.split(" | ")[1:3] == [pinned["torch"], cell.format(**pinned)]
     setup = (ROOT / "setup.py").read_text()
     assert f'"fairseq=={official["fairseq"]}; ' in setup
     floor = re.search(r'"torch>=([\d.]+)"', setup)[1]

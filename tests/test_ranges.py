@@ -50,7 +50,7 @@ def inside(allowed: Range) -> list[float]:
         (Range(0, 1, low_open=True, high_open=True), "above 0 and below 1"),
     ],
 )
-def test_a_range_holds_what_it_says(allowed, text):
+def test_a_range_holds_what_its_text_states(allowed, text):
     assert str(allowed) == text
     for number in (*NOT_FINITE, *outside(allowed)):
         assert number not in allowed, number
@@ -58,7 +58,7 @@ def test_a_range_holds_what_it_says(allowed, text):
         assert number in allowed, number
 
 
-def test_all_wrong_options_are_told_in_one_line():
+def test_all_wrong_options_are_in_one_line():
     @dataclass
     class Options:
         noise: float = field(default=0.0, metadata={"range": at_least(0)})

@@ -70,15 +70,15 @@ def test_option_table_lists_every_option_once():
     assert sorted(name.replace("-", "_") for name in option_table()) == sorted(options)
 
 
-def test_help_tells_every_option_of_the_table(capsys):
+def test_help_lists_every_option_of_the_table(capsys):
     """python -m fairseq_tutel; fairseq-train --help ends before an architecture's options."""
     from fairseq_tutel.__main__ import main
 
     assert main([]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name in option_table():
-        assert f"--{name} " in told or f"--{name}\n" in told, name
-    assert "(default: 2)" in told  # where the text itself does not tell
+        assert f"--{name} " in output or f"--{name}\n" in output, name
+    assert "(default: 2)" in output  # where the text does not state it
 
 
 def test_the_layer_alone_runs_without_fairseq():

@@ -2,7 +2,7 @@
 
 torch writes a CRC-32 of every tensor into the file's zip directory and never looks at it again.
 Tensors are checked as they are taken from the file, not the file as a whole, so that memory-mapped
-data that nobody wants stays unread and what is wanted is fetched from the disk once.
+unwanted data stays unread and wanted data is fetched from the disk once.
 """
 
 from __future__ import annotations

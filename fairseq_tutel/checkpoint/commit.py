@@ -170,8 +170,9 @@ def remove_temporaries(cset: CheckpointSet, operation: str | None = None) -> Non
 def leave_in_order(cset: CheckpointSet, operation: str, ends_by_signal: bool) -> None:
     """For the writer of a set whose change ended before its time: no temporary file stays.
 
-    A change that is not committed is undone; one that is, is finished where nobody else will. After
-    an error it stays as it is: readable, as the error states. See :func:`.cleanup.cleaning_up`.
+    A change that is not committed is undone; one that is, is finished where a signal ends the
+    process. After an error it stays as it is: readable, as the error states. See
+    :func:`.cleanup.cleaning_up`.
     """
     with contextlib.suppress(OSError, CheckpointError):
         if not os.path.lexists(cset.commit_path):

@@ -13,7 +13,7 @@ from .model import moe_layers
 
 
 class AuxLosses:
-    """What the MoE layers of a model said in one forward pass.
+    """What the MoE layers of a model returned beside their outputs in one forward pass.
 
     Attributes:
         layers: (name of the layer, its :class:`~fairseq_tutel.moe.MoEAux`), in the order of calls.

@@ -155,7 +155,7 @@ def clip_grad_norm_(
 def grad_scaler(device: str | None = None, **options) -> torch.amp.GradScaler:
     """A GradScaler for fp16 training: an overflow on one rank makes all ranks skip the step.
 
-    With torch's own each rank looks at its own gradients: an expert's inf is seen by nobody else,
+    With torch's own each rank checks its own gradients: an expert's inf is seen on one rank only,
     and the ranks' scales and weights part.
 
     Args:

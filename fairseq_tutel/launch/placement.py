@@ -150,7 +150,7 @@ def _from_pmi(env: Mapping[str, str]) -> Placement | None:
     if local is None and world > 1:
         raise ValueError(
             f"PMI_RANK={rank} and PMI_SIZE={world} are set but no local rank (MPI_LOCALRANKID, "
-            "PMI_LOCAL_RANK); set LOCAL_RANK, RANK and WORLD_SIZE to say which rank this is"
+            "PMI_LOCAL_RANK); set LOCAL_RANK, RANK and WORLD_SIZE of this process"
         )
     return _adopted("mpirun", rank, world, local or 0, _optional(env, "PMI_LOCAL_SIZE"), None, None)
 

@@ -68,8 +68,8 @@ def master_address(placement: Placement, env: Mapping[str, str]) -> str:
     if nodelist:
         return _resolvable(first_host(nodelist))
     raise ValueError(
-        f"{placement.world_size} ranks on {placement.num_nodes} nodes, but nothing says which "
-        "host has rank 0: give --master-addr or set MASTER_ADDR"
+        f"{placement.world_size} ranks on {placement.num_nodes} nodes, but the host of "
+        "rank 0 is unknown: give --master-addr or set MASTER_ADDR"
     )
 
 

@@ -1,7 +1,7 @@
 """Options of ``--arch transformer_lm_gpt_moe`` and their translation into an :class:`MoEConfig`.
 
 Names, defaults and meanings are those of fairseq's ``moe`` branch, so that its published commands
-run as they are; what those options cannot say has new names. Differences in a default are said in
+run as they are; what those options lack has new names. Differences in a default are stated in
 the help text.
 """
 
@@ -34,7 +34,7 @@ _ROUTING = ranges_of(MoEConfig)
 
 
 def _option(default: Any, help_text: str, allowed: Optional[Range] = None):
-    """A field of a dataclass of options; numbers say what is ``allowed`` (:mod:`..ranges`)."""
+    """A field of a dataclass of options; ``allowed`` is the range of a number (:mod:`..ranges`)."""
     return field(default=default, metadata={"help": help_text, "range": allowed})
 
 
@@ -125,7 +125,7 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
         at_least(0),
     )
 
-    # what those cannot say
+    # what those lack
     moe_top_k: Optional[int] = _option(
         None,
         "experts per token (default: 2, or 1 with --moe-top1-expert)",
@@ -179,7 +179,7 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
     )
     moe_simulate_world_size: int = _option(
         0,
-        "one process plays one rank of this many: all-to-alls become local copies",
+        "simulate one rank of this many in one process: all-to-alls become local copies",
         at_least(0),
     )
     moe_load_log_interval: int = _option(

@@ -1,4 +1,4 @@
-"""Ranges of the options of stock fairseq whose impossible values it takes without a word.
+"""Ranges of the options of stock fairseq whose impossible values it accepts silently.
 
 They are checked for models with experts only, in training and in evaluation; the options of this
 package state their own (:mod:`fairseq_tutel.ranges`).

@@ -86,7 +86,7 @@ class TransformerLMGPTMoE(TransformerLanguageModel):
             if num_experts == 1 and not args.moe_expert_count:
                 logger.warning(
                     "1 expert per MoE layer (by default as many as ranks): as good as a dense "
-                    "model; --moe-expert-count says how many"
+                    "model; --moe-expert-count states their number"
                 )
             routing = moe_config(args, num_experts)
             groups = build_groups(num_experts, simulate_world_size=args.moe_simulate_world_size)

@@ -2,7 +2,7 @@
 
 Stock fairseq keeps fp16 statistics only through apex's ``fused_adam_cuda`` extension and raises
 NotImplementedError without it. A plugin cannot register a second optimizer called ``adam``, and
-users' commands say ``adam``; so the constructor of fairseq's class is wrapped, once, and builds
+users' commands have ``adam``; so the constructor of fairseq's class is wrapped, once, and builds
 ``Adam16`` in exactly the case in which it would raise. All else is left to fairseq.
 """
 

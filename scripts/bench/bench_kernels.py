@@ -26,7 +26,7 @@ from presets import LAYER_BACKENDS, PRESETS, LayerShape
 from ranks import choose_device
 from record import (
     Journal,
-    Neighbours,
+    OtherLoad,
     describe_run,
     device_name,
     quiet_logs,
@@ -263,7 +263,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     kernels = [k for k in kernels if options.only is None or options.only in k.name]
     if not kernels:
         raise ValueError(f"--only {options.only}: no operator has that in its name")
-    neighbours = Neighbours()
+    others = OtherLoad()
     about = {
         **describe_run("kernels", device),
         "preset": name,
@@ -274,7 +274,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         faster = compare_with_torch(measured["results"])
         return {
             **about,
-            "cpu_share_of_others": neighbours.share(),
+            "cpu_share_of_others": others.share(),
             **measured,
             "times_faster_than_torch": faster,
             "goals": check_goals(measured["results"], faster, device.type),

@@ -43,7 +43,7 @@ from presets import DTYPES, LAYER_BACKENDS, PRESETS, Goal, LayerShape
 from ranks import Ranks, choose_device, connected
 from record import (
     Journal,
-    Neighbours,
+    OtherLoad,
     describe_run,
     device_name,
     quiet_logs,
@@ -313,7 +313,7 @@ def run(options: argparse.Namespace, preset: str | None, ranks: Ranks) -> dict[s
     names, skipped = choose_cases(options, shape, ranks)
     groups = build_groups(shape.experts, simulate_world_size=shape.simulated_ranks)
     inputs = LayerInputs(shape, groups, ranks.device, options.seed)
-    neighbours = Neighbours()
+    others = OtherLoad()
     about = {
         **describe_run("layer", ranks.device, ranks.world_size),
         "preset": name,
@@ -332,7 +332,7 @@ def run(options: argparse.Namespace, preset: str | None, ranks: Ranks) -> dict[s
     def whole(results):
         return {
             **about,
-            "cpu_share_of_others": neighbours.share(),
+            "cpu_share_of_others": others.share(),
             "results": results,
             "not_run": skipped,
             "ratios": ratios(results),

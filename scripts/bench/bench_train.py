@@ -28,7 +28,7 @@ from ranks import Ranks, choose_device, connected
 from record import (
     ROOT,
     Journal,
-    Neighbours,
+    OtherLoad,
     describe_run,
     device_name,
     quiet_logs,
@@ -349,7 +349,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     groups, skipped = choose_variants(options, preset, config, ranks)
     samples = random_samples(config, config.task.dict_size + 4, 4, options.seed + ranks.rank)
     tokens = ranks.world_size * config.dataset.batch_size * config.task.tokens_per_sample
-    neighbours = Neighbours()
+    others = OtherLoad()
     peak = peak_flops(options, config, device)
     flops = model_flops([v for group in groups for v in group], config)
     result = {
@@ -372,7 +372,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         results = summarise(measured, tokens, flops, peak and peak * ranks.world_size)
         ratios, goals = compare(results, preset)
         result |= {
-            "cpu_share_of_others": neighbours.share(),
+            "cpu_share_of_others": others.share(),
             "results": results,
             "ratios": ratios,
             "goals": goals if as_given else [],  # they hold for the preset as it is

@@ -1,4 +1,4 @@
-"""What a result must say besides its numbers, and how results are written and printed."""
+"""What a result must hold besides its numbers, and how results are written and printed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _command() -> str:
 def _commit() -> tuple[str | None, bool | None]:
     """(commit, whether files differ from it) of this checkout, None for what is unknown.
 
-    Of a copy without a repository the environment variable COMMIT says both, as ``git describe
+    Of a copy without a repository the environment variable COMMIT holds both, as ``git describe
     --always --abbrev=40 --dirty`` prints them.
     """
     commit = _git("rev-parse", "HEAD")
@@ -119,7 +119,7 @@ def _cpu_name() -> str:
     return match[1] if match else platform.processor()
 
 
-class Neighbours:
+class OtherLoad:
     """How much of this machine's CPU time others took since this was made."""
 
     def __init__(self):

@@ -138,7 +138,7 @@ def _library_documents(library: Path) -> Iterator[tuple[str, str]]:
 
 
 def _pydoc_topics() -> Iterator[tuple[str, str]]:
-    """(name, text) of what ``help()`` knows about the language, where it is installed."""
+    """(name, text) of what ``help()`` prints about the language, where it is installed."""
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
     except ImportError:

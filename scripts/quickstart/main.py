@@ -79,7 +79,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 class Run:
     """One run of the quickstart: its folder, what is done already, and its steps.
 
-    ``state.json`` in the folder says which steps are done; it also marks the folder as one that
+    ``state.json`` in the folder lists the finished steps; it also marks the folder as one that
     a new run may remove.
     """
 

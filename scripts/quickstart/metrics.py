@@ -42,7 +42,7 @@ def valid_values(line: str) -> dict[str, float] | None:
 
 
 def resumed_at(line: str) -> int | None:
-    """The update of the checkpoint that this line says was loaded."""
+    """The update of the checkpoint whose loading this line reports."""
     found = _RESUMED.search(line)
     return int(found[1]) if found else None
 

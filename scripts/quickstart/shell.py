@@ -19,7 +19,7 @@ GRACE_SECONDS = 20
 
 
 class CommandFailed(Exception):
-    """A command ended with an error; the message says which, and ends with its last lines."""
+    """A command ended with an error; the message names it, and ends with its last lines."""
 
 
 def say(text: str = "") -> None:

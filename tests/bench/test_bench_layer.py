@@ -77,7 +77,7 @@ def test_a_wrong_result_stops_the_benchmark(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "arguments, message",
     [
         (["--backends", "cuda"], "--backends cuda"),
         (["--tokens", "0"], "--tokens 0"),
@@ -85,10 +85,10 @@ def test_a_wrong_result_stops_the_benchmark(tmp_path, monkeypatch):
         (["--top-k", "5"], "top_k=5"),
     ],
 )
-def test_mistakes(tmp_path, capsys, arguments, said):
+def test_errors(tmp_path, capsys, arguments, message):
     output = ["--output", str(tmp_path / "x.json")]
     assert bench_layer.main([*TINY, *output, *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_run_that_is_stopped_keeps_its_repetitions(tmp_path, monkeypatch):

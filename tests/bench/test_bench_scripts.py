@@ -168,7 +168,7 @@ def test_a_simulated_rank_is_built_where_it_is_trained():
         assert all(param.is_meta for param in model.parameters())
 
 
-def test_training_mistakes(capsys):
+def test_errors_of_bench_train(capsys):
     assert bench_train.main(["--device", "cpu", "--variants", "moe,tutel"]) == 2
     assert "tutel" in capsys.readouterr().err
 

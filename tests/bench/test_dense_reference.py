@@ -78,7 +78,7 @@ def test_combine_weights_by_hand():
         ({"input_jitter": 0.1}, "input_jitter=0.1"),
     ],
 )
-def test_refuses_what_it_does_not_know(options, named):
+def test_refuses_unknown_options(options, named):
     with pytest.raises(ValueError, match=named):
         DenseMoE(MoELayer(8, 4, 8, **options))
 

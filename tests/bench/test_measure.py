@@ -8,7 +8,7 @@ import pytest
 import record
 import torch
 from measure import Case, peak_memory, percentiles, time_cases
-from record import Neighbours, describe_run
+from record import OtherLoad, describe_run
 
 CPU = torch.device("cpu")
 
@@ -82,22 +82,22 @@ def test_peak_memory_sees_an_allocation():
     assert got == pytest.approx(64 << 20, rel=0.1)
 
 
-def test_peak_memory_says_when_it_cannot_tell(monkeypatch):
+def test_peak_memory_is_none_where_it_is_unknown(monkeypatch):
     monkeypatch.setattr(measure, "_reset_peak", lambda: None)
     assert peak_memory(Case("any", lambda _: ((), ())), CPU) is None
 
 
 def test_share_of_others():
     """This process's own work is not theirs."""
-    neighbours = Neighbours()
+    others = OtherLoad()
     before = time.process_time()
     while time.process_time() - before < 0.1:
         pass
-    share = neighbours.share()
+    share = others.share()
     if share is None:
         pytest.skip("the system does not tell")
     assert 0 <= share <= 1
-    alone = Neighbours()
+    alone = OtherLoad()
     alone._begin = (0.0, 0.0, 0.0)
     alone._times = lambda: (10.0, 6.0, 4.0)
     assert alone.share() == pytest.approx(0.2)
@@ -114,7 +114,7 @@ def test_command_without_the_place_of_its_results(monkeypatch):
 def test_commit_where_there_is_no_repository(tmp_path, monkeypatch):
     """A copy of the files alone does not know its commit, nor whether it is changed."""
 
-    def told():
+    def described():
         result = describe_run("layer", CPU)
         return result["commit"], result["uncommitted_changes"]
 
@@ -125,7 +125,7 @@ def test_commit_where_there_is_no_repository(tmp_path, monkeypatch):
         (f"{'0' * 40}-dirty", ("0" * 40, True)),
     ):  # fmt: skip
         monkeypatch.setenv("COMMIT", given)
-        assert told() == want
+        assert described() == want
     monkeypatch.undo()
-    commit, changed = told()
+    commit, changed = described()
     assert commit is None or (len(commit) == 40 and changed in (False, True))

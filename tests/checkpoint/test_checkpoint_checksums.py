@@ -46,7 +46,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing(merged, tmp_path):
     assert found > 20
 
 
-def test_a_flip_anywhere_in_the_zip_directory_is_told(tmp_path):
+def test_a_flip_anywhere_in_the_zip_directory_is_found(tmp_path):
     """Names, flags, sizes, offsets: all that zipfile and torch take from it."""
     path = tmp_path / "one.pt"
     torch.save(Reference(2, layers=(1,)).state([0, 1]), path)
@@ -69,7 +69,7 @@ def test_whoever_takes_the_tensor_finds_the_damage(tmp_path, monkeypatch):
     file = tmp_path / "m-rank-1.pt"
     weight = _position(file, reference.stacked[3, "fc2.weight"][3])
     moment = _position(file, reference.expert_optimizer[3, "fc2.weight", 3]["exp_avg_sq"])
-    told = r"m-rank-1.pt: is damaged: wrong checksum of decoder.layers.3.*fc2.weight"
+    message = r"m-rank-1.pt: is damaged: wrong checksum of decoder.layers.3.*fc2.weight"
     _flip(file, moment + 5)
     load_for_rank(path, rank=0, world_size=2)
     load_for_rank(path, rank=2, world_size=4)  # expert 2, of the same file
@@ -78,20 +78,20 @@ def test_whoever_takes_the_tensor_finds_the_damage(tmp_path, monkeypatch):
         lambda: load_for_rank(path, rank=1, world_size=2),
         lambda: reshard(path, str(tmp_path / "x.pt"), 4),
     ):
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(CheckpointError, match=message):
             read()
     merge(path, str(tmp_path / "weights.pt"))
     _flip(file, moment + 5)
     _flip(file, weight + 5)
     for optimizer in (True, False):
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(CheckpointError, match=message):
             load_for_rank(path, rank=1, world_size=2, with_optimizer=optimizer)
     monkeypatch.setenv("FAIRSEQ_TUTEL_CHECKSUMS", "0")
     load_for_rank(path, rank=1, world_size=2)
 
 
 def test_files_without_checksums_load(tmp_path):
-    """Written where torch was told to leave them out, or in its format before 1.6."""
+    """Written where torch was set to leave them out, or in its format before 1.6."""
     state = Reference(4).state([0, 1, 2, 3])
     path = tmp_path / "one.pt"
     torch.serialization.set_crc32_options(False)

@@ -84,8 +84,8 @@ def test_verify_finds_a_flipped_bit(saved, capsys, tmp_path):
 def test_reshard_and_merge(saved, capsys, tmp_path):
     out = str(tmp_path / "new" / "x.pt")
     assert main(["reshard", saved, out, "--ranks", "4"]) == 0
-    told = capsys.readouterr()
-    assert told.out == f"{out}\n" and "[5/5] writing x-rank-3.pt" in told.err
+    captured = capsys.readouterr()
+    assert captured.out == f"{out}\n" and "[5/5] writing x-rank-3.pt" in captured.err
     assert names_in(tmp_path / "new") == set_names("x", 4)
     Reference(4).check_loadable(out)
     assert main(["merge", out, saved]) == 2
@@ -110,8 +110,8 @@ def test_errors_are_one_line_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     before = names_in(tmp_path)
     assert main(arguments) == 2
-    told = capsys.readouterr().err
-    assert words in told and told.startswith("error: ") and told.count("\n") == 1
+    output = capsys.readouterr().err
+    assert words in output and output.startswith("error: ") and output.count("\n") == 1
     assert names_in(tmp_path) == before
 
 
@@ -120,8 +120,8 @@ def test_help_explains_every_option(capsys):
         with pytest.raises(SystemExit) as done:
             main([command, "--help"])
         assert done.value.code == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "number of ranks W" in told and told.count("its folder is made if missing") == 2
+    output = " ".join(capsys.readouterr().out.split())
+    assert "number of ranks W" in output and output.count("its folder is made if missing") == 2
     with pytest.raises(SystemExit) as done:
         main(["reshard", "a.pt", "b.pt"])
     assert done.value.code == 2

@@ -1,4 +1,4 @@
-"""Missing, truncated, stale and foreign files, and disagreeing ranks: named, told, never a hang."""
+"""Missing, truncated, stale and foreign files, and disagreeing ranks: named, never a hang."""
 
 import shutil
 from fractions import Fraction
@@ -44,10 +44,12 @@ def check_error(path: str, *words: str) -> None:
         load_for_rank(path, rank=0, world_size=1)
     report = inspect(path)
     assert not report["consistent"]
-    told = str(caught.value)
-    assert told in report["problems"] or any(told in problem for problem in report["problems"])
+    message = str(caught.value)
+    assert message in report["problems"] or any(
+        message in problem for problem in report["problems"]
+    )
     for word in words:
-        assert word in told
+        assert word in message
 
 
 def test_no_checkpoint_at_all(tmp_path):

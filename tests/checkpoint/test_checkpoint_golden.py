@@ -80,7 +80,7 @@ def test_inspect_counts_each_parameter_once():
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_missing_file_is_known_from_the_gates(tmp_path, lost):
+def test_missing_file_is_found_by_the_gates(tmp_path, lost):
     """Meta's files say nowhere how many there are; the gates choose from 4 experts."""
     for file in (GOLDEN / "top2_world2" / "final").glob("*.pt"):
         if file.name != f"checkpoint_last-rank-{lost}.pt":

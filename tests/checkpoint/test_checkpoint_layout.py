@@ -53,7 +53,7 @@ def test_experts_of_rank_against_definition(num_experts, world_size):
 
 
 @pytest.mark.parametrize(("num_experts", "world_size"), [(4, 3), (3, 4), (6, 4)])
-def test_experts_that_do_not_divide_are_told_with_both_values(num_experts, world_size):
+def test_experts_that_do_not_divide_are_an_error_with_both_values(num_experts, world_size):
     with pytest.raises(CheckpointError, match=f"{num_experts} experts .* {world_size} ranks"):
         check_divisible(num_experts, world_size)
     with pytest.raises(CheckpointError, match=f"{num_experts} experts .* {world_size} ranks"):
@@ -97,7 +97,7 @@ def test_expert_shapes_finds_gaps_and_differences():
         expert_shapes(good | {"experts.1.b": torch.zeros(3)}, "f")
 
 
-def test_gate_rows_tell_the_number_of_experts():
+def test_gate_rows_give_the_number_of_experts():
     keys = ["x.1.moe_layer.experts.0.w", "x.3.moe_layer.experts.0.w"]
     gates = {f"x.{i}.moe_layer.gate.wg.weight": torch.zeros(4, 2) for i in (1, 3)}
     assert gate_experts(gates, keys) == 4

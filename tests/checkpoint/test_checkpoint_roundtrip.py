@@ -144,7 +144,7 @@ def test_load_together_reads_what_each_rank_needs_only(tmp_path):
         assert "m-rank-3.pt" in str(error) and "1 of 2 ranks" in str(error)
 
 
-def test_ranks_that_read_different_saves_are_told(tmp_path):
+def test_ranks_that_read_different_saves_are_an_error(tmp_path):
     """As when the set is replaced after rank 0 has read it and before rank 1 has."""
     paths = [str(tmp_path / f"{name}.pt") for name in "ab"]
     for path in paths:

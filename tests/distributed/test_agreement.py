@@ -1,4 +1,4 @@
-"""Ranks that disagree are told so at once; small agreements between all ranks."""
+"""Ranks that disagree raise an error at once; small agreements between all ranks."""
 
 import functools
 import time

@@ -15,7 +15,7 @@ def _rank_and_argument(value):
 
 def _fail_on_rank_1():
     if dist.get_rank() == 1:
-        raise KeyError("told by rank 1")
+        raise KeyError("raised by rank 1")
     dist.barrier()
 
 
@@ -32,7 +32,7 @@ def test_results_come_back_in_rank_order(world_size):
 
 def test_error_of_any_rank_is_shown():
     began = time.monotonic()
-    with pytest.raises(RanksFailed, match="(?s)rank 1: .*KeyError: 'told by rank 1'") as caught:
+    with pytest.raises(RanksFailed, match="(?s)rank 1: .*KeyError: 'raised by rank 1'") as caught:
         run_ranks(_fail_on_rank_1, 2, timeout=60)
     assert time.monotonic() - began < 30
     assert "in _fail_on_rank_1" in str(caught.value)

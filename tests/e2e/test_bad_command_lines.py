@@ -1,4 +1,4 @@
-"""A mistake in a command is told in one line that names what is wrong and what to do.
+"""An error in a command is one line that names what is wrong and what to do.
 
 Exactly: the exit code is positive, and standard error is one line (beside log lines up to INFO and
 Hydra's own "Error executing job with overrides: ..."; warnings are not looked at, and fairseq
@@ -156,7 +156,7 @@ def _said(outcome: Outcome) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0][-60:])
-def test_a_mistake_is_told_in_one_line(case, programs, tmp_path):
+def test_an_error_is_one_line(case, programs, tmp_path):
     (tmp_path / "file").touch()
     command, *fragments = case
     said = _said(programs.run(_words(command, tmp_path), CUDA_VISIBLE_DEVICES=""))
@@ -165,7 +165,7 @@ def test_a_mistake_is_told_in_one_line(case, programs, tmp_path):
 
 
 @pytest.mark.parametrize("number", [0, 18, 48])
-def test_a_process_of_its_own_says_the_same(number, programs, tmp_path):
+def test_a_process_of_its_own_prints_the_same(number, programs, tmp_path):
     """The others run forked from one that has made the imports (helpers/program_server.py)."""
     command, *_ = CASES[number]
     words = _words(command, tmp_path)

@@ -49,8 +49,8 @@ def test_perplexity_does_not_depend_on_ranks_or_batches(data_bin, trained, progr
         command = [*options(data_bin, trained), "--gen-subset", "test", "--batch-size", batch]
         log = forked(programs, ranks, "fairseq-eval-lm", *command, *sentences)
         values.append(perplexity(log))
-        told = r"together evaluated ([\d,]+) tokens" if ranks > 1 else r"Evaluated ([\d,]+) tokens"
-        tokens.add(re.search(told, log)[1])
+        line = "together evaluated" if ranks > 1 else "Evaluated"
+        tokens.add(re.search(rf"{line} ([\d,]+) tokens", log)[1])
     assert len(tokens) == 1  # all of them, on any number of ranks
     assert values == pytest.approx([values[0]] * len(values), rel=1e-4)
 
@@ -76,7 +76,7 @@ class RunsCode:
 def test_a_file_that_runs_code_is_refused_in_one_line(
     member, data_bin, trained, programs, tmp_path
 ):
-    """Where torch was told to read anything, as many do for fairseq since torch 2.6."""
+    """Where torch was set to read anything, as many do for fairseq since torch 2.6."""
     if member:
         for file in trained.parent.glob("checkpoint_best-*.pt"):
             shutil.copy(file, tmp_path)
@@ -85,8 +85,8 @@ def test_a_file_that_runs_code_is_refused_in_one_line(
     command = [*options(data_bin, tmp_path / "checkpoint_best.pt"), "--gen-subset", "test"]
     unsafe = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
     output = forked(programs, 1, "fairseq-eval-lm", *command, expect=1, **unsafe)
-    told = [line for line in output.splitlines() if "refusing to load" in line]
-    assert len(told) == 1 and f"{file}: holds posix.system" in told[0]
+    refusals = [line for line in output.splitlines() if "refusing to load" in line]
+    assert len(refusals) == 1 and f"{file}: holds posix.system" in refusals[0]
     assert "Traceback" not in output and "weights_only" not in output
     assert not (tmp_path / "ran").exists()
 

@@ -55,7 +55,7 @@ def fairseq_command(
         for process in processes:
             process.wait(max(deadline - time.monotonic(), 0.1))
     except subprocess.TimeoutExpired:
-        pass  # told below, with the logs
+        pass  # reported below, with the logs
     finally:
         for process in processes:
             process.kill()

@@ -330,7 +330,7 @@ def test_experts_that_are_not_used(path):
         check_experts(command_of(text, path), 4)
 
 
-def test_fairseqs_parsers_know_every_added_option(path):
+def test_fairseqs_parsers_have_every_added_option(path):
     """The names above are fairseq's, with the types it expects."""
     fairseq_options = pytest.importorskip("fairseq.options")
     for text, get_parser in (
@@ -353,7 +353,7 @@ def test_fairseqs_parsers_know_every_added_option(path):
             assert parsed.distributed_backend == "gloo"
 
 
-def test_fairseqs_configuration_and_hydras_parser_know_every_override(path):
+def test_fairseqs_configuration_and_hydras_parser_have_every_override(path):
     configs = pytest.importorskip("fairseq.dataclass.configs")
     hydra_utils = pytest.importorskip("hydra._internal.utils")
     command = command_of("fairseq-hydra-train task.data=d --config-dir c --config-name n", path)

@@ -263,7 +263,7 @@ def test_a_shared_set_of_cores_is_divided_among_threads(node, monkeypatch):
             "the SLURM job has 2 nodes, but this is no task of a step",
         ),
         ({}, {"nnodes": 2}, "--nnodes 2 needs --node-rank"),
-        ({}, {"nnodes": 2, "node_rank": 1, "nproc_per_node": 1}, "nothing says which host"),
+        ({}, {"nnodes": 2, "node_rank": 1, "nproc_per_node": 1}, "host of rank 0 is unknown"),
         (srun_task(1, 4, 0, 1, 2), {"nnodes": 3}, "--nnodes 3 contradicts srun, which states 2"),
         (srun_task(1, 4, 0, 1, 2), {"nproc_per_node": 4}, "--nproc-per-node 4 contradicts srun"),
         ({}, {"bind": "0-3"}, "1 sets of CPUs for 8 ranks"),

@@ -110,11 +110,11 @@ def test_master_address(no_scontrol):
     assert rendezvous.master_address(start_here(2, 1, 0), {}) == "127.0.0.1"
     assert rendezvous.master_address(adopt(SRUN), SRUN) == "gpu07"
     assert rendezvous.master_address(adopt(SRUN), {**SRUN, "MASTER_ADDR": "x"}) == "x"
-    with pytest.raises(ValueError, match="8 ranks on 2 nodes, but nothing says which"):
+    with pytest.raises(ValueError, match="8 ranks on 2 nodes, but the host of rank 0"):
         rendezvous.master_address(adopt(OPEN_MPI), OPEN_MPI)
 
 
-def test_scontrol_knows_hosts_that_no_resolver_knows(monkeypatch):
+def test_scontrol_resolves_hosts_that_no_resolver_does(monkeypatch):
     answers = {("show", "node", "gpu07"): "NodeName=gpu07 NodeAddr=127.0.0.1 Port=6818\n"}
     monkeypatch.setattr(rendezvous, "_scontrol", lambda *arguments: answers[arguments])
     monkeypatch.setattr(rendezvous.socket, "getaddrinfo", _unknown_host)

@@ -113,7 +113,7 @@ def test_launchers_of_two_nodes(tmp_path, port):
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_a_mistake_of_one_node_alone_names_it(tmp_path):
+def test_an_error_of_one_node_alone_names_it(tmp_path):
     env = environment(
         SLURM_PROCID="1",
         SLURM_STEP_ID="0",

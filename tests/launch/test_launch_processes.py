@@ -278,7 +278,7 @@ time.sleep(25)
         (signal.SIGTERM, "trap '' TERM", 128 + signal.SIGTERM),  # killed in the end
     ],
 )
-def test_a_launcher_that_is_asked_to_stop_says_so(tmp_path, number, script, code):
+def test_a_launcher_that_is_asked_to_stop_reports_it(tmp_path, number, script, code):
     script = f"{script}\ntouch {tmp_path}/$RANK; while :; do sleep 0.05; done"
     words = ["--nproc-per-node", "2", "--grace-seconds", "0.5", "--", "bash", "-c", script]
     process = start(*words)
@@ -317,7 +317,7 @@ def test_an_adopted_process_becomes_its_rank():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_mistake_is_told_once_before_anything_starts(tmp_path, rank):
+def test_an_error_is_printed_once_before_anything_starts(tmp_path, rank):
     env = environment(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     (tmp_path / "fairseq-train").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
     (tmp_path / "fairseq-train").chmod(0o755)

@@ -214,7 +214,7 @@ def test_a_restart_continues_from_the_last_checkpoint(tmp_path, slurm, given, ke
     assert command_of(tmp_path) == kept
 
 
-def test_a_restart_stops_where_it_cannot_tell_what_it_would_lose(tmp_path, slurm):
+def test_a_restart_stops_where_its_start_cannot_be_determined(tmp_path, slurm):
     (tmp_path / "own.yaml").write_text("checkpoint:\n  save_dir: ${composed.elsewhere}\n")
     words = ["fairseq-hydra-train", "--config-dir", str(tmp_path), "--config-name", "own"]
     result = run("train.sbatch", *words, env={**slurm, "SLURM_RESTART_COUNT": "1"})

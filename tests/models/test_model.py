@@ -95,7 +95,7 @@ def test_one_expert_is_the_dense_model(options):
     sparse = build(*words, *ONE_EXPERT)
     stock = build(*(w for w in words if w not in ("--moe-freq", "1")), moe=False)
     with torch.no_grad():
-        for param in sparse.parameters():  # norms start at 1 and 0, where a mistake may not show
+        for param in sparse.parameters():  # norms start at 1 and 0, where a bug may not show
             param.add_(0.1 * torch.randn_like(param))
     renamed = {
         name.replace("moe_layer.experts.0.", ""): value

@@ -25,7 +25,7 @@ HELPERS = Path(__file__).parents[1] / "helpers"
 TOY = "--moe-expert-count 4 --moe-top-k 2 --moe-router toy --moe-toy-rate 0.25"
 KEY = "decoder.layers.1.moe_layer.gate.load_bias"
 
-# the file is imported before anything of fairseq is; then fairseq is told of the package
+# the file is imported before anything of fairseq is; then fairseq registers the package
 ALONE = """
 import sys, torch
 import toy_plugin

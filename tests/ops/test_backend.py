@@ -46,8 +46,8 @@ def test_triton_is_judged_without_importing_it(monkeypatch, tmp_path, files, rea
     for file in files:
         (tmp_path / file).touch()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    told = backend._why_no_triton()
-    assert told is None if reason is None else reason in told
+    why = backend._why_no_triton()
+    assert why is None if reason is None else reason in why
 
 
 def test_torch_everywhere_when_asked_for():

@@ -387,7 +387,7 @@ def test_compiles_without_a_graph_break():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"activation": "sigmoid"}, "sigmoid"),
         ({"dropout_p": 1.0}, "dropout_p must be in"),
@@ -396,10 +396,10 @@ def test_compiles_without_a_graph_break():
         ({"offsets": torch.tensor([1, 2, 3])}, "with offsets True"),
     ],
 )
-def test_mistakes(changes, said):
+def test_errors(changes, message):
     args, _ = tensors("padded", torch.float32)
     call = {**dict(zip(NAMES, args, strict=True)), "activation": "gelu", **changes}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         ops.expert_ffn(**call)
 
 

@@ -61,15 +61,15 @@ def test_the_linear_gate_uses_it(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("x", "w", "said"),
+    ("x", "w", "message"),
     [
         (torch.randn(3, 5), torch.randn(4, 6), r"\(3, 5\)"),
         (torch.randn(3, 6), torch.randn(4, 6).double(), "float64"),
         (torch.randn(3, 6), torch.randn(4, 6).half(), "float16"),
     ],
 )
-def test_mistakes(x, w, said):
-    with pytest.raises(ValueError, match=said):
+def test_errors(x, w, message):
+    with pytest.raises(ValueError, match=message):
         ops.gate_logits(x, w)
 
 

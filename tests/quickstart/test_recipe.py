@@ -29,9 +29,9 @@ def test_the_commands_train_evaluate_and_write(tmp_path):
         cwd=tmp_path, capture_output=True, text=True, timeout=280,
         env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    told = done.stdout + done.stderr
-    assert done.returncode == 0, told[-3000:]
-    assert "Perplexity" in told
-    assert re.search(r"^H-0\t", done.stdout, re.MULTILINE), told[-3000:]  # a hypothesis
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-3000:]
+    assert "Perplexity" in output
+    assert re.search(r"^H-0\t", done.stdout, re.MULTILINE), output[-3000:]  # a hypothesis
     written = {path.name for path in (tmp_path / "board").iterdir()}
     assert written >= {"expert_load", "train", "valid"}

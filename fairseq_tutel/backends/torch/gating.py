@@ -47,7 +47,7 @@ def topk_gating_fwd(
         expert_TK (T, K) int32, -1 in padded rows; gate_TK (T, K) softmax values at the chosen
         experts; prob_sum_E (E,) sums of the softmax over all rows; entropy_sum () in nats;
         lse_T (T,) logsumexp of the logits; choice_TK (T, K) int32, the chosen experts of padded
-        rows too (shape (0, K) without ``pad_T``, where expert_TK says the same).
+        rows too (shape (0, K) without ``pad_T``, where expert_TK holds the same).
     """
     # A finite floor keeps experts that the caller disabled with -inf apart from those that
     # _select has taken, and makes a row of them uniform.

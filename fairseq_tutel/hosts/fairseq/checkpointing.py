@@ -96,7 +96,7 @@ class CheckpointMixin:
         return os.path.abspath(path)
 
     def save_last(self, epoch_itr) -> str:
-        """Write checkpoint_last.pt between two updates, whatever the options say. Collective."""
+        """Write checkpoint_last.pt between two updates, whatever the options. Collective."""
         best = getattr(checkpoint_utils.save_checkpoint, "best", None)
         path = os.path.join(self.cfg.checkpoint.save_dir, "checkpoint_last.pt")
         self.save_checkpoint(path, _progress(self, epoch_itr, None, best))

@@ -96,7 +96,7 @@ def request_for_trainer() -> RequeueRequest:
 
 
 def without_trainer() -> None:
-    """The model turned out to have no experts: nobody would look."""
+    """The model turned out to have no experts: no trainer reads the request."""
     global _early
     if _early is not None:
         _early.pass_over()

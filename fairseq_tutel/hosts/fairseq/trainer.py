@@ -1,7 +1,7 @@
 """fairseq's Trainer for a model with experts.
 
 What a stock Trainer gets wrong for experts, and only that, is overridden: how the model is wrapped,
-the gradient norm (stock leaves experts out, so that one rank's inf is seen by nobody else),
+the gradient norm (stock leaves experts out, so that one rank's inf is seen on that rank only),
 checkpoints (stock saves rank 0's experts only), batches of validation data, loss-scale overflow on
 a CPU, what counts where a rank has fewer batches for an update than others, and what happens where
 one rank of several runs out of memory.
@@ -99,7 +99,7 @@ class MoETrainer(CheckpointMixin, Trainer):
     def train_step(self, samples, raise_oom=False):
         """One update; skips it where the loss scale overflowed."""
         log_output = self._train_step(samples, raise_oom)
-        # a program whose own place to leave is not known, such as one with another training loop
+        # a program without a hook after its updates, such as one with another training loop
         if not self.requeue.watched and self.requeue.made_on_any_rank():
             leave(self.save_last(self._epoch_itr))
         return log_output
@@ -218,12 +218,12 @@ def _prepare_config(cfg, model) -> None:
     mixed_fp16 = common.fp16 and not common.memory_efficient_fp16
     with open_dict(cfg):
         if mixed_fp16 and not common.fp16_no_flatten_grads:
-            # a flattened gradient no longer tells experts from dense parameters
+            # in a flattened gradient experts and dense parameters cannot be distinguished
             logger.info("--fp16 with MoE layers: gradients are not flattened")
             common.fp16_no_flatten_grads = True
         if model.moe_groups.simulated:
             cfg.checkpoint.no_save = True  # the weights of one rank out of many are no checkpoint
-        # a checkpoint must say how many experts it holds, also where the default decided
+        # a checkpoint must state its number of experts, also where the default decided
         cfg.model.moe_expert_count = model.moe_groups.num_experts
 
 
@@ -240,7 +240,7 @@ def _warn_of_fp16_statistics(cfg) -> None:
 
 
 def _warn_without_gate_loss(criterion) -> None:
-    """fairseq's own criterions read one output of the model; a user's own may know of the rest."""
+    """fairseq's own criterions read one output of the model; a user's own may read the others."""
     if type(criterion).__module__.startswith("fairseq.criterions."):
         logger.warning(
             "%s leaves out the gate loss: nothing keeps the experts in balance; "
@@ -250,7 +250,7 @@ def _warn_without_gate_loss(criterion) -> None:
 
 
 def _label_simulation(world_size: int) -> None:
-    """Put a word into every log line, so that no figure of a simulation is taken for a real one."""
+    """Mark every log line, so that no figure of a simulation is taken for a real one."""
 
     make_record = logging.getLogRecordFactory()
 

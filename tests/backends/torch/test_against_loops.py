@@ -214,7 +214,7 @@ def test_fast_cumsum_sub_one(dtype):
     assert got.dtype == torch.int32 and got.tolist() == [[0, -1], [1, 0], [1, 1]]
 
 
-def test_mistakes_are_named():
+def test_errors_name_the_values():
     row = torch.zeros(4, 2, dtype=torch.int32)
     pair = torch.zeros(8, dtype=torch.int32)
     x = torch.zeros(4, 3)

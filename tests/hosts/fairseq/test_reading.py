@@ -99,7 +99,7 @@ def _refusal(read, *args):
 
 @pytest.mark.parametrize("unsafe", ["", "0", "1"])
 @pytest.mark.parametrize("format", ["zip", "legacy", "torchscript"])
-def test_a_file_that_could_run_code_is_refused_whatever_the_environment_says(
+def test_a_file_that_could_run_code_is_refused_whatever_the_environment_holds(
     format, unsafe, tmp_path, monkeypatch
 ):
     monkeypatch.setenv(UNSAFE, unsafe) if unsafe else monkeypatch.delenv(UNSAFE, raising=False)

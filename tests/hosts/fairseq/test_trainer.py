@@ -93,7 +93,7 @@ def test_fp16_gradients_are_not_flattened():
     assert len(trainer.optimizer.fp32_params) == len(list(trainer.get_model().parameters()))
 
 
-def test_the_config_says_how_many_experts_there_are():
+def test_the_config_has_the_number_of_experts():
     """In a checkpoint too, where the number of ranks decided."""
     trainer = make_trainer(make_config("--moe-top-k", "1"))
     assert trainer.cfg.model.moe_expert_count == 1
