@@ -1,4 +1,4 @@
-"""What stands about Python, torch and fairseq in setup.py, the scripts and README agrees, and the
+"""What stands about Python, torch and fairseq in setup.py, the scripts and the page agrees, and the
 code calls nothing that the oldest omegaconf lacks; `scripts/test_hosts.sh`, which runs tests on the
 official fairseq, is too large for every change."""
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "fairseq_tutel/hosts/fairseq/README.md").read_text()
 # keywords of omegaconf 2.0.6, which fairseq 0.12.2 requires
 OMEGACONF = {
     "create": {"parent"},
@@ -50,9 +50,9 @@ def test_the_tests_of_the_other_host_exist():
 
 
 def test_what_was_run_is_what_is_pinned():
-    """README's table names the versions that the environments are made with."""
+    """The page's table names the versions that the environments are made with."""
     fixed, official = pins("constraints.txt"), pins("constraints-official.txt")
-    first, *_, last = re.findall(r"^\| 3\.\d+ \|.*", README, re.MULTILINE)
+    first, *_, last = re.findall(r"^\| 3\.\d+ \|.*", PAGE, re.MULTILINE)
     for row, pinned, fairseq in (
         (first, fixed, "fairseq-fixed {fairseq-fixed}"),
         (last, official, "official {fairseq}"),

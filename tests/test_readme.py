@@ -13,7 +13,14 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     sorted(
         path
-        for folder in ("", "configs", "fairseq_tutel/*", "scripts/*", "scripts/bench/results")
+        for folder in (
+            "",
+            "configs",
+            "fairseq_tutel/*",
+            "fairseq_tutel/hosts/fairseq",
+            "scripts/*",
+            "scripts/bench/results",
+        )
         for path in ROOT.glob(f"{folder}/*.md".lstrip("/"))
         if path.resolve() == path  # fairseq_tutel/configs is a link
     )
