@@ -23,39 +23,21 @@ from typing import Any
 
 import figures
 import torch
-from measure import available_memory, free_memory, percentiles
+from measure import available_memory, free_memory
 from ranks import Ranks, choose_device, connected
-from record import (
-    ROOT,
-    Journal,
-    OtherLoad,
-    describe_run,
-    device_name,
-    quiet_logs,
-    say,
-    table,
-    write_json,
-)
+from record import Journal, OtherLoad, describe_run, quiet_logs, say, write_json
 from train_models import (
     PRESETS,
     VARIANTS,
     Run,
     TrainPreset,
     dense_masks,
-    flop_matched,
     load_config,
     random_samples,
     tiny_overrides,
 )
+from train_results import compare, model_flops, peak_flops, print_result, summarise
 
-from fairseq_tutel.plan.hardware import load_hardware
-from fairseq_tutel.plan.parameters import count_parameters
-from fairseq_tutel.plan.settings import read_settings
-from fairseq_tutel.plan.work import count_work
-
-# Hardware profile by a part of the GPU's name.
-_PROFILES = {"H200": "h200", "H100": "h100", "A100": "a100-80g"}
-_MFU_GOAL = 0.50
 _MAX_OVERFLOWS = 20
 
 
@@ -229,116 +211,6 @@ def choose_variants(options, preset: TrainPreset, config, ranks: Ranks):
     return ([[v] for v in variants] if alone else [variants]), skipped
 
 
-def summarise(measured: dict[str, dict], tokens: int, flops: dict[str, float], peak: float | None):
-    """Results by variant from raw seconds."""
-    results = {}
-    for variant, raw in measured.items():
-        spread = percentiles(raw["seconds"])
-        speed = {key: tokens / value for key, value in spread.items()}
-        results[variant] = {
-            "about": VARIANTS[variant],
-            "parameters": raw["parameters"],
-            "seconds": spread,
-            "tokens_per_second": speed,
-            "model_flops_per_token": flops[variant],
-            "model_flops_utilisation": peak and flops[variant] * speed["p50"] / peak,
-            "peak_bytes_of_process": raw.get("peak_bytes_of_process"),
-            "losses": raw["losses"],
-            "raw_seconds": raw["seconds"],
-        }
-    return results
-
-
-def model_flops(variants: Sequence[str], config) -> dict[str, float]:
-    """Operations per token, forward and backward, as the planner counts them."""
-    flops = {}
-    for variant in variants:
-        settings = read_settings(flop_matched(config) if variant == "flop-matched" else config, "")
-        flops[variant] = count_work(settings, count_parameters(settings)).model_flops
-    return flops
-
-
-def peak_flops(options, config, device: torch.device) -> float | None:
-    """Of the device in the config's precision, from its profile; None for an unknown device."""
-    name = options.hardware
-    if name is None and device.type == "cuda":
-        gpu = torch.cuda.get_device_name(device)
-        name = next((profile for part, profile in _PROFILES.items() if part in gpu), None)
-    if name is None:
-        return None
-    hardware = load_hardware(ROOT / "configs" / "hardware", name)
-    half = config.common.fp16 or config.common.bf16
-    return hardware.half_flops if half else hardware.fp32_flops
-
-
-def compare(results: dict[str, Any], preset: TrainPreset) -> tuple[dict[str, float], list[dict]]:
-    """Ratios of this plugin's median tokens/s to the others', and the goals."""
-    if "moe" not in results:
-        return {}, []
-    own = results["moe"]["tokens_per_second"]["p50"]
-    ratios = {
-        f"moe/{name}": own / run["tokens_per_second"]["p50"]
-        for name, run in results.items()
-        if name != "moe"
-    }
-    goals = [
-        {
-            "goal": f"at least {bound:g} times the tokens/s of: {VARIANTS[name]}",
-            "ratio": ratios[f"moe/{name}"],
-            "bound": bound,
-            "reached": ratios[f"moe/{name}"] >= bound,
-        }
-        for name, bound in preset.goals
-        if name in results
-    ]
-    used = results["moe"]["model_flops_utilisation"]
-    if used is not None:
-        goals.append(
-            {
-                "goal": f"model FLOPs utilisation of at least {_MFU_GOAL:.0%}",
-                "ratio": used,
-                "bound": _MFU_GOAL,
-                "reached": used >= _MFU_GOAL,
-            }
-        )
-    return ratios, goals
-
-
-def print_result(result: dict[str, Any]) -> None:
-    """Table, ratios and goals."""
-    say(f"training on {device_name(result)}, {result['world_size']} rank(s): {result['title']}")
-    if result["settings"]["simulated_ranks"]:
-        say(f"SIMULATED rank of {result['settings']['simulated_ranks']}: each all-to-all is a copy")
-    rows = []
-    for name, run in result["results"].items():
-        speed, peak = run["tokens_per_second"], run["peak_bytes_of_process"]
-        used = run["model_flops_utilisation"]
-        rows.append(
-            [
-                name,
-                f"{run['parameters'] / 1e6:,.1f} M",
-                f"{run['seconds']['p50']:.3f}",
-                f"{speed['p50']:,.0f}",
-                f"{speed['p80']:,.0f}-{speed['p20']:,.0f}",
-                "-" if peak is None else f"{peak / 2**30:.1f}",
-                "-" if used is None else f"{used:.1%}",
-            ]
-        )
-    say(
-        table(
-            ["variant", "parameters", "s/update", "tokens/s: p50", "p20-p80", "peak GiB", "MFU"],
-            rows,
-        )
-    )
-    for name, reason in result["not_run"].items():
-        say(f"{name}: not run: {reason}")
-    for key, ratio in result["ratios"].items():
-        say(f"tokens/s, {key}: {ratio:.2f}")
-    for goal in result["goals"]:
-        verdict = "reached" if goal["reached"] else "NOT reached"
-        say(f"goal: {goal['goal']}: {goal['ratio']:.2f}, {verdict}")
-
-
 def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """Measure, print and write."""
     device = ranks.device
@@ -350,7 +222,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     samples = random_samples(config, config.task.dict_size + 4, 4, options.seed + ranks.rank)
     tokens = ranks.world_size * config.dataset.batch_size * config.task.tokens_per_sample
     others = OtherLoad()
-    peak = peak_flops(options, config, device)
+    peak = peak_flops(options.hardware, config, device)
     flops = model_flops([v for group in groups for v in group], config)
     result = {
         **describe_run("train", device, ranks.world_size),

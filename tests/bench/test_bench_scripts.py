@@ -12,6 +12,7 @@ import bench_train
 import plot
 import pytest
 import torch
+import train_models
 from fairseq import tasks
 from kernel_cases import make_kernel_cases
 from presets import LayerShape
@@ -162,7 +163,7 @@ def test_a_simulated_rank_is_built_where_it_is_trained():
         preset, bench_train.tiny_overrides(preset), bench_train.Ranks(torch.device("cpu"))
     )
     task = tasks.setup_task(config.task)
-    for settings in (config, bench_train.flop_matched(config)):
+    for settings in (config, train_models.flop_matched(config)):
         with torch.device("meta"):
             model = task.build_model(settings.model)
         assert all(param.is_meta for param in model.parameters())
