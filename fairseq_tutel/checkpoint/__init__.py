@@ -1,7 +1,7 @@
 """Expert-sharded checkpoint sets: save, load, inspect, merge, reshard.
 
-Needs torch only. The layout on disk is Meta's (`layout.py`), the content fairseq's (`state.py`).
-Command line: `python -m fairseq_tutel.checkpoint --help`.
+Needs torch only. The layout on disk is Meta's (``layout.py``), the content fairseq's
+(``state.py``). Command line: ``python -m fairseq_tutel.checkpoint --help``.
 """
 
 from .commit import final_path

@@ -20,7 +20,7 @@ _PATH_HELP = "NAME.pt of a set (NAME-shared.pt, NAME-rank-N.pt; either may be gi
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of `python -m fairseq_tutel.checkpoint`."""
+    """The parser of ``python -m fairseq_tutel.checkpoint``."""
     parser = CommandLine(
         prog="python -m fairseq_tutel.checkpoint",
         description="Look into, merge and reshard expert-sharded checkpoints. "
@@ -104,7 +104,7 @@ def _show_progress(done: int, total: int, name: str) -> None:
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """The table that `inspect` prints."""
+    """The table that ``inspect`` prints."""
     rows = [
         ("checkpoint", report["path"]),
         ("kind", _kind_text(report)),

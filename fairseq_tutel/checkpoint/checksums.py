@@ -60,7 +60,7 @@ class Checksums:
             raise CheckpointError(f"{path}: is damaged ({error})") from None
 
     def check(self, entries: Any) -> None:
-        """Check the tensors among `entries`, in dicts and lists of any depth, once each.
+        """Check the tensors among ``entries``, in dicts and lists of any depth, once each.
 
         Raises:
             CheckpointError: names a tensor that is not as it was written.

@@ -13,7 +13,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def cleaning_up(clean: Callable[[bool], None]) -> Iterator[None]:
-    """Call `clean` unless the block gets to its end; only SIGKILL and a crash go without.
+    """Call ``clean`` unless the block gets to its end; only SIGKILL and a crash go without.
 
     SIGTERM and SIGHUP end a Python process where it stands. Within the block they clean up first,
     then end it in the same way. A program that ignores or handles them goes on as it does.

@@ -1,13 +1,13 @@
 """Changing several files as one: new files under temporary names, then a redo log, then renames.
 
-    1. write `NAME.ID.tmp` beside every NAME and force it to the disk
-    2. write the commit record `X.pt.commit`, one JSON file that appears by an atomic rename
+    1. write ``NAME.ID.tmp`` beside every NAME and force it to the disk
+    2. write the commit record ``X.pt.commit``, one JSON file that appears by an atomic rename
     3. rename every temporary file into place, remove what the new set does not have
     4. remove the commit record
 
 A crash before 2 leaves the old set and stale temporary files; a crash after it leaves a complete
 new set, part of it under temporary names that the record lists. Readers follow the record
-(`visible_files`) and change nothing; the next writer finishes the work (`recover_set`). This is
+(``visible_files``) and change nothing; the next writer finishes the work (``recover_set``). This is
 redo logging as in databases: Mohan et al., ARIES, ACM TODS 17(1), 1992, reduced to one record.
 """
 
@@ -45,7 +45,7 @@ def new_id() -> str:
 
 
 def temporary_name(name: str, operation: str) -> str:
-    """Temporary name of the file `name` during the operation with that id."""
+    """Temporary name of the file ``name`` during the operation with that id."""
     return f"{name}.{operation}.tmp"
 
 
@@ -104,7 +104,7 @@ def read_record(cset: CheckpointSet) -> CommitRecord | None:
 
 
 def commit(cset: CheckpointSet, operation: str, keep: set[str], renamed: set[str]) -> None:
-    """Steps 2 to 4: make the set consist of `keep`, of which `renamed` have temporary files.
+    """Steps 2 to 4: make the set consist of ``keep``, of which ``renamed`` have temporary files.
 
     On an error before the record is in place the temporary files are removed and the old set is
     untouched; on an error after it the message states that the new set is complete.

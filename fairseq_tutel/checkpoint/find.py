@@ -10,11 +10,11 @@ from .layout import MERGED, SHARED, CheckpointSet, Role
 
 
 def locate(path: str) -> tuple[CheckpointSet, dict[Role, str], str]:
-    """The set that `path` belongs to, its files as a reader must see them, "set" or "merged".
+    """The set that ``path`` belongs to, its files as a reader must see them, "set" or "merged".
 
     Raises:
         CheckpointError: nothing of that name, a set without its shared file, or both a set and a
-            merged file and `path` names both.
+            merged file and ``path`` names both.
     """
     cset = CheckpointSet.from_path(path)
     files = visible_files(cset)
@@ -37,7 +37,7 @@ def locate(path: str) -> tuple[CheckpointSet, dict[Role, str], str]:
 
 
 def find_checkpoint(path: str) -> tuple[str, str] | None:
-    """What `path` names, for a program that reads single files; None if there is nothing.
+    """What ``path`` names, for a program that reads single files; None if there is nothing.
 
     Returns:
         ("set", its shared file) or ("merged", the file), whose name may be a temporary one in the

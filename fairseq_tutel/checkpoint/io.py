@@ -1,7 +1,7 @@
 """One checkpoint file: written so that it can be read safely, read without running its content.
 
 A checkpoint is a pickle, and a pickle may call any function. Files are therefore read by torch's
-restricted unpickler, extended by the classes of `harmless.py`; anything else is refused by name.
+restricted unpickler, extended by the classes of ``harmless.py``; anything else is refused by name.
 Tensors are memory-mapped where the file allows it, so that only what is used is read.
 """
 
@@ -65,7 +65,7 @@ def save_file(state: Mapping[str, Any], path: str) -> int:
         Size of the file in bytes.
 
     Raises:
-        CheckpointError: `state` holds objects that `load_file` would refuse.
+        CheckpointError: ``state`` holds objects that ``load_file`` would refuse.
         OSError, RuntimeError: the file system failed (no space, no permission).
     """
     with open(path, "wb") as file:
@@ -160,7 +160,7 @@ def reading_problem(path: str, error: Exception) -> str:
 
 
 def _portable(value: Any, memo: dict[tuple, torch.Tensor]) -> Any:
-    """`value` with every tensor detached, on the CPU, dense in a storage of its own size."""
+    """``value`` with every tensor detached, on the CPU, dense in a storage of its own size."""
     if isinstance(value, torch.Tensor):
         return _portable_tensor(value, memo)
     # a defaultdict comes back as a dict: the restricted unpickler cannot fill one

@@ -1,8 +1,8 @@
 """Names: the files of a checkpoint set, and the experts in the keys of a state dict.
 
-The layout is that of Meta's fairseq branch `moe`: `X.pt` names a set made of `X-shared.pt` (dense
-parameters, the gates among them) and `X-rank-N.pt` (the experts of rank N, numbered from 0 in
-each file). A merged file is one plain `X.pt` with global expert numbers.
+The layout is that of Meta's fairseq branch ``moe``: ``X.pt`` names a set made of ``X-shared.pt``
+(dense parameters, the gates among them) and ``X-rank-N.pt`` (the experts of rank N, numbered from 0
+in each file). A merged file is one plain ``X.pt`` with global expert numbers.
 
 E global experts, W expert-parallel ranks: rank r holds experts [r*E/W, (r+1)*E/W) if E >= W, else
 expert r % E, of which the first E ranks write a file. So a set has min(E, W) rank files.
@@ -34,7 +34,7 @@ _SUFFIX = ".pt"
 
 @dataclass(frozen=True)
 class CheckpointSet:
-    """Where the files of the checkpoint `directory/stem.pt` are, whether or not they exist."""
+    """Where the files of the checkpoint ``directory/stem.pt`` are, whether or not they exist."""
 
     directory: str
     stem: str
@@ -63,7 +63,7 @@ class CheckpointSet:
 
     @property
     def commit_path(self) -> str:
-        """The redo log of a save that may not have finished; see `commit.py`."""
+        """The redo log of a save that may not have finished; see ``commit.py``."""
         return self.path + ".commit"
 
     def rank_path(self, rank: int) -> str:
@@ -79,7 +79,7 @@ class CheckpointSet:
         return self._in_directory(self.name_of(role))
 
     def role_of(self, name: str) -> Role | None:
-        """What the file `name` is to this set; None if it is not a member."""
+        """What the file ``name`` is to this set; None if it is not a member."""
         if name == self.stem + _SUFFIX:
             return MERGED
         member = _MEMBER_FILE.fullmatch(name)
@@ -145,11 +145,11 @@ def split_dense_expert(entries: Mapping[str, Value]) -> tuple[dict[str, Value], 
 
 
 def slice_experts(entries: Mapping[str, Value], *, first: int, wanted: range) -> dict[str, Value]:
-    """Keep the `wanted` experts, renumbered from 0.
+    """Keep the ``wanted`` experts, renumbered from 0.
 
     Args:
         entries: expert entries; number j in a key stands for global expert first + j.
-        first: global number of expert 0 of `entries`.
+        first: global number of expert 0 of ``entries``.
         wanted: global numbers to keep; wanted.start becomes expert 0.
     """
     kept = {}
@@ -161,7 +161,7 @@ def slice_experts(entries: Mapping[str, Value], *, first: int, wanted: range) ->
 
 
 def expert_shapes(entries: Mapping[str, Any], where: str) -> tuple[int, dict[str, str]]:
-    """Number of experts in `entries`, and the shape of each parameter of an expert.
+    """Number of experts in ``entries``, and the shape of each parameter of an expert.
 
     Args:
         entries: expert tensors, any numbering from 0.
@@ -184,7 +184,7 @@ def expert_states(entries: Mapping[str, Any], where: str) -> tuple[int, dict[str
 def check_same(
     forms: Mapping[str, str], expected: Mapping[str, str], where: str, like: str
 ) -> None:
-    """Raises CheckpointError naming a parameter by which `where` differs from `like`."""
+    """Raises CheckpointError naming a parameter by which ``where`` differs from ``like``."""
     for key in sorted(set(forms) | set(expected)):
         if forms.get(key) != expected.get(key):
             raise CheckpointError(

@@ -56,22 +56,24 @@ def load_for_rank(
     with_optimizer: bool = True,
     gather_texts: GatherTexts | None = None,
 ) -> dict[str, Any]:
-    """The state that rank `rank` of `world_size` needs, from whatever `path` names.
+    """The state that rank ``rank`` of ``world_size`` needs, from whatever ``path`` names.
 
     Reads sets saved by any number of ranks, merged files, dense checkpoints without experts, and
-    the files that Meta published (`model-shared.pt`, `model-rank-N.pt`). Only the needed rank files
-    are opened, and memory-mapped. A save that was interrupted after its commit is read as complete.
+    the files that Meta published (``model-shared.pt``, ``model-rank-N.pt``). Only the needed rank
+    files are opened, and memory-mapped. A save that was interrupted after its commit is read as
+    complete.
 
     Args:
         path: X.pt, X-shared.pt, X-rank-N.pt, or a merged file.
         rank, world_size: where the experts will live; W = 1 loads all of them.
-        with_optimizer: also assemble `last_optimizer_state`.
+        with_optimizer: also assemble ``last_optimizer_state``.
         gather_texts: if given, all ranks call this together and an error on one is raised on all.
 
     Returns:
-        fairseq's state dict: `model` with the dense keys and this rank's experts numbered from 0,
-        `last_optimizer_state` likewise by name (absent if not stored, not wanted or not ours), the
-        common entries, and `moe_checkpoint`, the metadata of the source (None for Meta's files).
+        fairseq's state dict: ``model`` with the dense keys and this rank's experts numbered from 0,
+        ``last_optimizer_state`` likewise by name (absent if not stored, not wanted or not ours),
+        the common entries, and ``moe_checkpoint``, the metadata of the source (None for Meta's
+        files).
 
     Raises:
         CheckpointError: names the file that is missing, truncated or foreign, or E and W if the
@@ -104,7 +106,7 @@ class SetReader:
         num_experts: E, 0 for a dense model; num_rank_files; has_optimizer.
 
     Raises:
-        CheckpointError: see `load_for_rank`; a missing rank file is reported at once.
+        CheckpointError: see ``load_for_rank``; a missing rank file is reported at once.
     """
 
     def __init__(self, path: str) -> None:
@@ -341,7 +343,7 @@ def load_state(path: str) -> tuple[dict[str, Any], Checksums]:
 
 
 def _drop_foreign_optimizer(state: dict[str, Any], path: str) -> bool:
-    """Whether `state` has optimizer state in our form; any other is removed from it."""
+    """Whether ``state`` has optimizer state in our form; any other is removed from it."""
     optimizer = state.get(OPTIMIZER)
     if optimizer_is_named(optimizer):
         return True

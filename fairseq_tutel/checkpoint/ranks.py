@@ -21,7 +21,7 @@ class Ranks:
         gather_texts: all-gathers one short text (or None) per rank; None if there is one process.
 
     Raises:
-        ValueError: rank outside the world, or several processes and no `gather_texts`.
+        ValueError: rank outside the world, or several processes and no ``gather_texts``.
     """
 
     def __init__(self, rank: int, world_size: int, gather_texts: GatherTexts | None) -> None:
@@ -36,7 +36,7 @@ class Ranks:
         self._gather_texts = gather_texts if gather_texts is not None else lambda text: [text]
 
     def together(self, what: str, action: Callable[[], str | None] | None = None) -> list[str]:
-        """Run `action` on every rank and wait for the result of all.
+        """Run ``action`` on every rank and wait for the result of all.
 
         Args:
             what: names the step in the error message.

@@ -38,20 +38,21 @@ def reshard(
     force: bool = False,
     progress: Progress | None = None,
 ) -> str:
-    """Write a copy of a checkpoint as a set for `num_ranks` ranks, optimizer state included.
+    """Write a copy of a checkpoint as a set for ``num_ranks`` ranks, optimizer state included.
 
     Args:
         src: a set or a merged file; it is only read.
         dst: name of the new set, X.pt.
         num_ranks: W; with fewer experts than ranks the set has one file per expert.
-        force: replace what `dst` names.
+        force: replace what ``dst`` names.
         progress: called before each file is written, and once at the end.
 
     Returns:
         The canonical path of the new set.
 
     Raises:
-        CheckpointError: `src` cannot be read, E and W do not divide, `dst` exists, or is `src`.
+        CheckpointError: ``src`` cannot be read, E and W do not divide, ``dst`` exists, or is
+            ``src``.
     """
     target = _check_target(src, dst, force)
     reader = SetReader(src)
@@ -85,15 +86,15 @@ def merge(
         src: a set or a merged file; it is only read.
         dst: the new file, X.pt.
         with_optimizer: keep the optimizer state, about twice the size of the fp32 weights.
-        force: replace what `dst` names.
+        force: replace what ``dst`` names.
         progress: called before the file is written, and once at the end.
 
     Returns:
         The path of the new file.
 
     Raises:
-        CheckpointError: `src` cannot be read, has no optimizer state that was asked for, `dst`
-            exists, or is `src`.
+        CheckpointError: ``src`` cannot be read, has no optimizer state that was asked for, ``dst``
+            exists, or is ``src``.
     """
     target = _check_target(src, dst, force)
     reader = SetReader(src)

@@ -1,9 +1,10 @@
 """What a checkpoint holds, and how one rank's state is split into the shared and its own file.
 
-A state is fairseq's dict: `args`, `cfg` (a plain dict), `model`, `criterion`, `optimizer_history`,
-`task_state`, `extra_state` and, unless left out, `last_optimizer_state`; we add `moe_checkpoint`.
+A state is fairseq's dict: ``args``, ``cfg`` (a plain dict), ``model``, ``criterion``,
+``optimizer_history``, ``task_state``, ``extra_state`` and, unless left out,
+``last_optimizer_state``; we add ``moe_checkpoint``.
 
-`model` is keyed by Meta's parameter names, one entry per expert. So is the optimizer's state:
+``model`` is keyed by Meta's parameter names, one entry per expert. So is the optimizer's state:
 
     last_optimizer_state = {
         "named_state": {parameter name: {state name: tensor or scalar}},
@@ -126,7 +127,7 @@ def _are_dicts(value: Any) -> bool:
 
 
 def check_state(state: Any, what: str) -> None:
-    """Raises CheckpointError unless `state` has the form described above."""
+    """Raises CheckpointError unless ``state`` has the form described above."""
     if not isinstance(state, Mapping) or not isinstance(state.get(MODEL), Mapping):
         raise CheckpointError(f"{what} must be a dict with the parameters under {MODEL!r}")
     optimizer = state.get(OPTIMIZER)
@@ -154,10 +155,10 @@ def split_state(
         where: names the state in errors.
 
     Returns:
-        (shared_state, rank_state), for `write_set`.
+        (shared_state, rank_state), for ``write_set``.
 
     Raises:
-        CheckpointError: `state` is not in the form described above.
+        CheckpointError: ``state`` is not in the form described above.
     """
     check_state(state, where)
     common = {key: value for key, value in state.items() if key not in (MODEL, OPTIMIZER, METADATA)}
@@ -176,7 +177,7 @@ def join_state(
     expert_model: Mapping[str, Any],
     expert_named_state: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The inverse of `split_state` for experts of any origin.
+    """The inverse of ``split_state`` for experts of any origin.
 
     Args:
         shared: content of the shared file; its optimizer state is left out if not wanted.

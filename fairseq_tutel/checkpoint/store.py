@@ -1,6 +1,6 @@
 """Saving, copying, removing and listing checkpoint sets, each as one thing.
 
-`gather_texts` brings the errors of one rank to all, without this package importing
+``gather_texts`` brings the errors of one rank to all, without this package importing
 torch.distributed: a callable that all-gathers one short text (or None) per rank, in rank order.
 Every rank makes the same calls, whatever happens, so that no rank waits for one that failed.
 """
@@ -51,12 +51,12 @@ def write_set(
 ) -> str:
     """Save a set; every rank calls this. Afterwards it is the new set, or an error and the old one.
 
-    Replaces whatever `path` names: a set of any number of ranks, or a merged file.
+    Replaces whatever ``path`` names: a set of any number of ranks, or a merged file.
 
     Args:
         path: X.pt, the name of the set (X-shared.pt and X-rank-N.pt mean the same).
         rank, world_size: this process and the number of expert-parallel processes W.
-        shared_state: content of X-shared.pt, from `split_state`; used on rank 0 only.
+        shared_state: content of X-shared.pt, from ``split_state``; used on rank 0 only.
         rank_state: content of X-rank-{rank}.pt; used where rank < num_rank_files.
         num_rank_files: min(E, W).
         gather_texts: gathers texts of all ranks; needed if W > 1.
@@ -142,7 +142,7 @@ def copy_set(
 def remove_set(
     path: str, *, rank: int = 0, world_size: int = 1, gather_texts: GatherTexts | None = None
 ) -> None:
-    """Remove all files that `path` names, as one thing; nothing there is no error."""
+    """Remove all files that ``path`` names, as one thing; nothing there is no error."""
     ranks = Ranks(rank, world_size, gather_texts)
     cset = CheckpointSet.from_path(path)
     ranks.together(f"removing {path}", lambda: _on_first(rank, _remove, cset))
@@ -151,9 +151,9 @@ def remove_set(
 def recover(
     path: str, *, rank: int = 0, world_size: int = 1, gather_texts: GatherTexts | None = None
 ) -> None:
-    """Finish or clean up an interrupted save to `path`; for the run that owns it, before it starts.
+    """Finish or clean up an interrupted save to ``path``, before the run that owns it starts.
 
-    Never needed to load: readers see the right set in any state. `write_set` does it by itself.
+    Never needed to load: readers see the right set in any state. ``write_set`` does it by itself.
     """
     ranks = Ranks(rank, world_size, gather_texts)
     cset = CheckpointSet.from_path(path)
@@ -163,7 +163,7 @@ def recover(
 def recover_directory(
     directory: str, *, rank: int = 0, world_size: int = 1, gather_texts: GatherTexts | None = None
 ) -> None:
-    """`recover` for every set of a directory: what a run does with its save dir when it starts.
+    """``recover`` for every set of a directory: what a run does with its save dir when it starts.
 
     Also removes what :func:`check_shared_directory` of a killed process left there.
     """
@@ -219,12 +219,12 @@ def check_shared_directory(
 
 
 def set_exists(path: str) -> bool:
-    """Whether `path` names a set or a merged file (complete or not)."""
+    """Whether ``path`` names a set or a merged file (complete or not)."""
     return bool(visible_files(CheckpointSet.from_path(path)))
 
 
 def find_sets(directory: str, pattern: str, keep_match: bool = False) -> list[Any]:
-    """Canonical paths of the sets whose name matches, as fairseq's `checkpoint_paths` lists files.
+    """Canonical paths of the sets whose name matches, as fairseq's ``checkpoint_paths``.
 
     Args:
         pattern: regular expression for all of X.pt; its first group, if any, is a number.
@@ -244,7 +244,7 @@ def find_sets(directory: str, pattern: str, keep_match: bool = False) -> list[An
 
 
 def stage_file(cset: CheckpointSet, operation: str, role: Role, state: Mapping[str, Any]) -> None:
-    """Write a member under its temporary name; `commit` makes it real."""
+    """Write a member under its temporary name; ``commit`` makes it real."""
     save_file(state, _temporary_path(cset, operation, role))
 
 

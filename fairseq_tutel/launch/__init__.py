@@ -3,6 +3,6 @@
 Needs nothing but the standard library; neither torch nor fairseq is imported in this process.
 """
 
-from fairseq_tutel.exit_codes import EXIT_REQUEUE
+from ..exit_codes import EXIT_REQUEUE
 
 __all__ = ["EXIT_REQUEUE"]

@@ -12,7 +12,7 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 
 import sys  # noqa: E402
 
-from fairseq_tutel.launch.cli import main  # noqa: E402
+from .cli import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

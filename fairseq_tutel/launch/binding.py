@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fairseq_tutel.launch.devices import Gpu
-from fairseq_tutel.launch.topology import Topology, format_cpulist, parse_cpulist
+from .devices import Gpu
+from .topology import Topology, format_cpulist, parse_cpulist
 
 _MPOL_BIND = 2  # linux/mempolicy.h
 _SYS_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "ppc64le": 261}
@@ -36,7 +36,7 @@ class RankBinding:
         return str(self.threads) if self.users_threads is None else self.users_threads
 
     def describe(self, option: str) -> str:
-        """The effect of --bind `option` in one line, for a benchmark's record."""
+        """The effect of --bind ``option`` in one line, for a benchmark's record."""
         if self.cpus is None:
             return "none"
         memory = "any" if self.numa is None else format_cpulist(self.numa)
@@ -46,9 +46,9 @@ class RankBinding:
 
 
 def _slice(topology: Topology, cpus: Sequence[int], index: int, count: int):
-    """Part `index` of `count` of `cpus` in whole cores, and the threads it should run.
+    """Part ``index`` of ``count`` of ``cpus`` in whole cores, and the threads it should run.
 
-    Cores are dealt in the order of `cpus`. With fewer cores than parts everyone shares all of
+    Cores are dealt in the order of ``cpus``. With fewer cores than parts everyone shares all of
     them: the scheduler then balances better than any fixed choice.
     """
     position = {cpu: i for i, cpu in enumerate(cpus)}
@@ -60,7 +60,7 @@ def _slice(topology: Topology, cpus: Sequence[int], index: int, count: int):
 
 
 def _numa_of(topology: Topology, cpus: Iterable[int]) -> tuple[int, ...] | None:
-    """NUMA nodes of `cpus`; None where that is every node, as there is nothing to restrict."""
+    """NUMA nodes of ``cpus``; None where that is every node, as there is nothing to restrict."""
     nodes = {topology.node_of_cpu(cpu) for cpu in cpus} - {None}
     return tuple(sorted(nodes)) if 0 < len(nodes) < len(topology.numa_cpus) else None
 
@@ -68,11 +68,11 @@ def _numa_of(topology: Topology, cpus: Iterable[int]) -> tuple[int, ...] | None:
 def auto_bindings(
     topology: Topology, allowed: Iterable[int], gpus: Sequence[Gpu | None]
 ) -> list[RankBinding]:
-    """One binding per local rank; `gpus` gives each rank's GPU, or None for a rank on the CPU.
+    """One binding per local rank; ``gpus`` gives each rank's GPU, or None for a rank on the CPU.
 
-    A rank with a GPU gets its share of the cores of that GPU's NUMA node, as far as `allowed`
+    A rank with a GPU gets its share of the cores of that GPU's NUMA node, as far as ``allowed``
     (this process' CPU set) has them, and that node's memory. Ranks without a GPU get equal
-    slices of `allowed`, hardware threads of one core together, node by node.
+    slices of ``allowed``, hardware threads of one core together, node by node.
     """
     allowed = sorted(set(allowed))
     node_of = [topology.node_of_pci(gpu.pci_id) if gpu else None for gpu in gpus]
@@ -183,9 +183,9 @@ def format_table(bindings: Sequence[RankBinding], host: str) -> str:
 
 
 def bind_memory(nodes: Sequence[int]) -> None:
-    """Restricts the memory of this process and its children to NUMA `nodes`.
+    """Restricts the memory of this process and its children to NUMA ``nodes``.
 
-    What `numactl --membind` does (set_mempolicy(2) with MPOL_BIND), without needing numactl.
+    What ``numactl --membind`` does (set_mempolicy(2) with MPOL_BIND), without needing numactl.
     Raises OSError where the kernel refuses.
     """
     number = _SYS_SET_MEMPOLICY.get(platform.machine())
@@ -216,7 +216,7 @@ def apply_binding(binding: RankBinding) -> None:
 
 
 def cpuset(allowed: Iterable[int], topology: Topology) -> set[int]:
-    """CPUs this process could be given: `allowed` plus whatever the kernel grants when asked.
+    """CPUs this process could be given: ``allowed`` plus whatever the kernel grants when asked.
 
     An affinity mask set by a starter (mpirun binds by default) can be widened again; a cpuset
     (container, SLURM's cgroup) cannot, so the kernel's answer distinguishes the two.

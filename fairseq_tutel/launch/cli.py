@@ -12,15 +12,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from fairseq_tutel.command_line import CommandLine
-from fairseq_tutel.exit_codes import EXIT_REQUEUE, EXIT_USAGE
-from fairseq_tutel.launch.binding import apply_binding
-from fairseq_tutel.launch.fairseq_commands import parse_command
-from fairseq_tutel.launch.job import Job, Options, prepare_job
-from fairseq_tutel.launch.preflight import compare_nodes
-from fairseq_tutel.launch.shared_errors import message
-from fairseq_tutel.launch.supervise import Supervisor, prepare_for_requests
-from fairseq_tutel.ranges import at_least, in_range
+from ..command_line import CommandLine
+from ..exit_codes import EXIT_REQUEUE, EXIT_USAGE
+from ..ranges import at_least, in_range
+from .binding import apply_binding
+from .fairseq_commands import parse_command
+from .job import Job, Options, prepare_job
+from .preflight import compare_nodes
+from .shared_errors import message
+from .supervise import Supervisor, prepare_for_requests
 
 _DESCRIPTION = """\
 Starts the ranks of COMMAND on this machine, or adopts the rank that torchrun, srun or mpirun

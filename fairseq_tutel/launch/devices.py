@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fairseq_tutel.launch.topology import normalise_pci_id
+from .topology import normalise_pci_id
 
 _QUERY_TORCH = """
 import torch
@@ -96,7 +96,7 @@ def _from_nvidia_smi(env: Mapping[str, str], run: Callable) -> list[Gpu] | None:
 
 
 def why_no_gpus(env: Mapping[str, str], root: str | Path = "/") -> str:
-    """Why `visible_gpus` is empty on a machine that seems to have GPUs; "" if nothing is odd."""
+    """Why ``visible_gpus`` is empty on a machine that seems to have GPUs; "" if nothing is odd."""
     if not has_gpu_files(root) or "CUDA_VISIBLE_DEVICES" in env:
         return ""
     if torch_is_cpu_build():
@@ -107,11 +107,11 @@ def why_no_gpus(env: Mapping[str, str], root: str | Path = "/") -> str:
 def visible_gpus(
     env: Mapping[str, str], root: str | Path = "/", run: Callable | None = None
 ) -> list[Gpu]:
-    """GPUs that torch would see under `env`, in CUDA's numbering with CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    """GPUs that torch would see under ``env``, numbered as with CUDA_DEVICE_ORDER=PCI_BUS_ID.
 
     Without a GPU's device file, or with a CPU build of torch, that is none, and nothing is run.
     nvidia-smi lists them otherwise; torch itself, in a process of its own, where nvidia-smi is
-    missing (AMD) or cannot list them (MIG). `run` replaces running them, in tests.
+    missing (AMD) or cannot list them (MIG). ``run`` replaces running them, in tests.
     """
     if env.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles"):
         return []

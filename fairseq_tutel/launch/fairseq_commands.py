@@ -1,7 +1,7 @@
 """Recognises fairseq's commands and gives each rank the options it needs.
 
 Stock fairseq cannot start several ranks on a CPU: with torchrun's variables set it computes
-`rank % torch.cuda.device_count()`, a division by zero (fairseq/distributed/utils.py,
+``rank % torch.cuda.device_count()``, a division by zero (fairseq/distributed/utils.py,
 _infer_torch_distributed_launch_init). Stating the init method and the rank avoids that path.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fairseq_tutel.launch.hydra import (
+from .hydra import (
     config_file,
     override_name,
     value_in_file,
@@ -65,13 +65,13 @@ class Command:
         return Path(given).name == _PACKAGE
 
     def spelled(self, key: str) -> str:
-        """How a user of this command writes the option `key`."""
+        """How a user of this command writes the option ``key``."""
         if self.kind == "hydra":
             return f"{_SECTION.get(key, 'distributed_training')}.{key}"
         return _FLAG_ALIASES.get(key, ("--" + key.replace("_", "-"),))[0]
 
     def given(self, key: str) -> str | None:
-        """The user's last value for `key`: "true" for a bare flag, None if not given."""
+        """The user's last value for ``key``: "true" for a bare flag, None if not given."""
         if self.kind == "script":
             return None
         return self._given_override(key) if self.kind == "hydra" else self._given_flag(key)
@@ -95,7 +95,7 @@ class Command:
         return value
 
     def integer(self, key: str) -> int | None:
-        """`given` as a number; None also for an interpolation (``${...}``), which only Hydra
+        """``given`` as a number; None also for an interpolation (``${...}``), which only Hydra
         can resolve. Raises ValueError for anything else."""
         text = self.given(key)
         if text is None or "${" in text or text in ("null", "None"):
@@ -140,7 +140,7 @@ def _after_interpreter(words: Sequence[str]) -> tuple[str, int] | None:
 
 
 def _find_program(word: str, path: str | None) -> tuple[str, ...]:
-    """The words that start `word` on this machine."""
+    """The words that start ``word`` on this machine."""
     found = shutil.which(word, path=path)
     if found:
         return (found,)
@@ -159,7 +159,7 @@ def _find_program(word: str, path: str | None) -> tuple[str, ...]:
 
 
 def parse_command(words: Sequence[str], path: str | None = None) -> Command:
-    """What stands after ``--``. `path` replaces $PATH. Raises ValueError if it cannot be run."""
+    """What stands after ``--``. ``path`` replaces $PATH. Raises ValueError if it cannot be run."""
     if not words:
         raise ValueError("no command given; put it after --, as in: -- fairseq-train DATA ...")
     base = os.path.basename(words[0])
@@ -191,7 +191,7 @@ def _require(command: Command, key: str, ours: str, why: str) -> None:
 
 
 def _from_config_file(command: Command, key: str) -> tuple[str, str] | None:
-    """What the Hydra config file itself states for `key` in its section, and the file's name."""
+    """What the Hydra config file itself states for ``key`` in its section, and the file's name."""
     path = config_file(command.arguments) if command.kind == "hydra" else None
     value = value_in_file(path, _SECTION[key], key) if path else None
     return (value, str(path)) if value is not None else None
@@ -239,7 +239,7 @@ def check_experts(command: Command, world_size: int) -> None:
 def rank_options(
     command: Command, *, rank: int, world_size: int, device: int, shared_node: bool, cpu: bool
 ) -> dict[str, str | None]:
-    """The options that rank `rank` needs and the user did not give, by key; None: a bare flag.
+    """The options that rank ``rank`` needs and the user did not give, by key; None: a bare flag.
 
     device: the GPU's number on this node. shared_node: whether other ranks run on this node too.
     Raises ValueError naming both sides where the user's options contradict the rank.
@@ -282,7 +282,7 @@ def rank_options(
 
 
 def with_options(command: Command, options: Mapping[str, str | None]) -> list[str]:
-    """The full command line: the user's words with `options` added."""
+    """The full command line: the user's words with ``options`` added."""
     words = list(command.arguments)
     if command.kind == "hydra":
         added = [f"{command.spelled(k)}={'true' if v is None else v}" for k, v in options.items()]

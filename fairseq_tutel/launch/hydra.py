@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fairseq_tutel.shipped_configs import CONFIGS, config_directory, with_extension
+from ..shipped_configs import CONFIGS, config_directory, with_extension
 
 # Where the command itself runs, as fairseq's own config.yaml has it, and no files of Hydra's.
 # Hydra's default is a new folder for every process, named after the second it started in: no rank
@@ -36,7 +36,7 @@ def quiet_start(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def flag_value(words: Sequence[str], *flags: str) -> str | None:
-    """The last value of any of `flags` among a command's words, as ``--flag value`` or ``=``."""
+    """The last value of any of ``flags`` among a command's words, as ``--flag value`` or ``=``."""
     value = None
     for i, word in enumerate(words):
         name, equals, text = word.partition("=")
@@ -53,7 +53,7 @@ def override_name(word: str) -> str:
 
 
 def with_overrides(words: Sequence[str], added: Sequence[str]) -> list[str]:
-    """`words` with `added` behind the last override.
+    """``words`` with ``added`` behind the last override.
 
     Hydra's parser takes the overrides as one block: words after a flag would be refused.
     """
@@ -108,7 +108,7 @@ def with_shipped_configs(words: Sequence[str]) -> list[str]:
 
 
 def value_in_file(path: Path, section: str, key: str) -> str | None:
-    """What the file states for `key`, at any depth, under the top-level `section`."""
+    """What the file states for ``key``, at any depth, under the top-level ``section``."""
     lines = rf"^{section}:[ \t]*\n(?:(?:[ \t#].*)?\n)*?"
     match = re.search(rf"{lines}[ \t]+{key}:[ \t]*([^\s#]+)", path.read_text(), re.MULTILINE)
     return match[1].strip("'\"") if match else None

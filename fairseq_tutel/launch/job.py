@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fairseq_tutel.launch import binding as bind
-from fairseq_tutel.launch.devices import Gpu, installed_gpus, visible_gpus, why_no_gpus
-from fairseq_tutel.launch.fairseq_commands import (
+from . import binding as bind
+from .devices import Gpu, installed_gpus, visible_gpus, why_no_gpus
+from .fairseq_commands import (
     TRAINING,
     Command,
     check_experts,
@@ -18,14 +18,14 @@ from fairseq_tutel.launch.fairseq_commands import (
     use_cpu,
     with_options,
 )
-from fairseq_tutel.launch.hydra import check_config, quiet_start
-from fairseq_tutel.launch.nccl import profile_environment
-from fairseq_tutel.launch.placement import Placement, adopt, start_here
-from fairseq_tutel.launch.preflight import Report
-from fairseq_tutel.launch.rendezvous import check_port_free, master_address, master_port
-from fairseq_tutel.launch.shared_errors import shared_if
-from fairseq_tutel.launch.supervise import EarlyRequest, RankJob
-from fairseq_tutel.launch.topology import Topology
+from .hydra import check_config, quiet_start
+from .nccl import profile_environment
+from .placement import Placement, adopt, start_here
+from .preflight import Report
+from .rendezvous import check_port_free, master_address, master_port
+from .shared_errors import shared_if
+from .supervise import EarlyRequest, RankJob
+from .topology import Topology
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """What this process does: `ranks` to run, and a `summary` of them for the user."""
+    """What this process does: ``ranks`` to run, and a ``summary`` of them for the user."""
 
     placement: Placement
     command: Command
@@ -103,7 +103,7 @@ def place(options: Options, command: Command, env: Mapping[str, str], num_gpus: 
     """The ranks that were started already, or those to start here.
 
     num_gpus: GPUs for the ranks on this node, 0 for the CPU. A task that is alone on its node
-    (`srun --ntasks-per-node=1`) starts that node's ranks if there should be several.
+    (``srun --ntasks-per-node=1``) starts that node's ranks if there should be several.
     """
     given = adopt(env)
     if given is None:

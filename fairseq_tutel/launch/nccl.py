@@ -40,7 +40,7 @@ _SETTINGS = {
 
 
 def profile_environment(profile: str, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of ``NAME[,sl=N][,tc=N][,gid=N][,qps=N]`` that `env` does not set already.
+    """The variables of ``NAME[,sl=N][,tc=N][,gid=N][,qps=N]`` that ``env`` does not set already.
 
     Raises ValueError for an unknown name or setting, or a number out of its range.
     """

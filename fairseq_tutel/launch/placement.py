@@ -13,8 +13,8 @@ _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 class Placement:
     """Where this process stands in the job.
 
-    With `adopted` it is one rank itself. Otherwise it is to start `local_world_size` ranks, the
-    first of which is `rank` and has local rank 0.
+    With ``adopted`` it is one rank itself. Otherwise it is to start ``local_world_size`` ranks, the
+    first of which is ``rank`` and has local rank 0.
     """
 
     source: str
@@ -170,7 +170,7 @@ def adopt(env: Mapping[str, str]) -> Placement | None:
 
 
 def start_here(nproc: int, num_nodes: int, node_rank: int, source: str = "launcher") -> Placement:
-    """The placement of a launcher that starts `nproc` ranks on each of `num_nodes` nodes."""
+    """The placement of a launcher that starts ``nproc`` ranks on each of ``num_nodes`` nodes."""
     if nproc < 1 or num_nodes < 1:
         raise ValueError(f"{nproc} ranks per node on {num_nodes} nodes: both must be at least 1")
     if not 0 <= node_rank < num_nodes:

@@ -13,7 +13,7 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-from fairseq_tutel.launch.shared_errors import SharedError
+from .shared_errors import SharedError
 
 _POLL_SECONDS = 0.1
 _LATECOMER_SECONDS = 5.0  # nodes that report so long after a difference was found get it, too
@@ -43,7 +43,7 @@ def compare_nodes(own: Report, address: str, port: int, seconds: float) -> None:
     """Returns once all nodes have reported the same.
 
     Raises:
-        SharedError: they differ or some did not report within `seconds`; raised on all nodes.
+        SharedError: they differ or some did not report within ``seconds``; raised on all nodes.
         ValueError: node 0 could not be reached, or gave no verdict in time.
     """
     if own.node == 0:
@@ -101,7 +101,7 @@ def _collect(own: Report, port: int, seconds: float) -> str:
 
 
 def _difference(own: Report, other: Report, reports: dict[int, Report]) -> str:
-    """What keeps `other` from being a node of the job, "" if nothing does."""
+    """What keeps ``other`` from being a node of the job, "" if nothing does."""
     if other.node in reports:
         hosts = f"{reports[other.node].host} and {other.host}"
         return f"{hosts} both say that they are node {other.node}"

@@ -9,7 +9,7 @@ import socket
 import subprocess
 from collections.abc import Mapping
 
-from fairseq_tutel.launch.placement import Placement
+from .placement import Placement
 
 DEFAULT_PORT = 29500  # torchrun's
 # Below the kernel's range of ephemeral ports (32768 upwards), so that no outgoing connection
@@ -46,7 +46,7 @@ def first_host(nodelist: str) -> str:
 
 
 def _resolvable(host: str) -> str:
-    """`host`, or its address in SLURM's records if this machine cannot resolve the name."""
+    """``host``, or its address in SLURM's records if this machine cannot resolve the name."""
     try:
         socket.getaddrinfo(host, None)
         return host

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.exit_codes import EXIT_USAGE
-from fairseq_tutel.launch.hydra import config_file, flag_value, override_name, with_overrides
+from ..exit_codes import EXIT_USAGE
+from .hydra import config_file, flag_value, override_name, with_overrides
 
 _SAVE_DIR = "checkpoints"  # fairseq's default
 # What chooses a start, with fairseq's defaults.

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
-from fairseq_tutel.exit_codes import EXIT_REQUEUE
-from fairseq_tutel.launch.binding import RankBinding, apply_binding
+from ..exit_codes import EXIT_REQUEUE
+from .binding import RankBinding, apply_binding
 
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 _WATCHED = {*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
@@ -92,7 +92,7 @@ def _kill_group(process: subprocess.Popen) -> None:
 
 
 class Supervisor:
-    """Runs `jobs` to their end.
+    """Runs ``jobs`` to their end.
 
     grace: seconds between SIGTERM and SIGKILL. early_request: see EarlyRequest; a rank that ignores
     SIGUSR1 gets it as soon as it does so no longer.

@@ -25,7 +25,7 @@ def parse_cpulist(text: str) -> list[int]:
 
 
 def format_cpulist(cpus: Iterable[int]) -> str:
-    """The inverse of `parse_cpulist`, with runs written as ranges."""
+    """The inverse of ``parse_cpulist``, with runs written as ranges."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][1] + 1:
@@ -66,7 +66,7 @@ class Topology:
 
     @classmethod
     def read(cls, root: str | Path = "/", fallback_cpus: Iterable[int] = ()) -> Topology:
-        """Reads `root`/sys. Where that lists nothing, all `fallback_cpus` are NUMA node 0."""
+        """Reads ``root``/sys. Where that lists nothing, all ``fallback_cpus`` are NUMA node 0."""
         root = Path(root)
         numa_cpus: dict[int, tuple[int, ...]] = {}
         for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
@@ -98,7 +98,7 @@ class Topology:
         return next(iter(self.numa_cpus)) if len(self.numa_cpus) == 1 else None
 
     def cores(self, cpus: Iterable[int]) -> list[list[int]]:
-        """`cpus` grouped into cores, in the order of their lowest CPU number."""
+        """``cpus`` grouped into cores, in the order of their lowest CPU number."""
         groups: dict[int, list[int]] = {}
         for cpu in sorted(cpus):
             groups.setdefault(self.core_of.get(cpu, cpu), []).append(cpu)

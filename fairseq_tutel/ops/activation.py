@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fairseq_tutel.backends.torch import ACTIVATIONS
+from ..backends.torch import ACTIVATIONS
 
 
 def check_activation(activation: str, dropout_p: float) -> None:

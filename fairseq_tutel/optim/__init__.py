@@ -1,5 +1,5 @@
 """Optimizers for fairseq: Adam with fp16 statistics that needs no apex."""
 
-from fairseq_tutel.optim.fairseq_adam import install
+from .fairseq_adam import install
 
 __all__ = ["install"]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel import ops
+from .. import ops
 
 STATISTICS = ("exp_avg", "exp_avg_sq")
 

@@ -18,7 +18,7 @@ from fairseq.optim.adam import FairseqAdam
 from fairseq.optim.fairseq_optimizer import FairseqOptimizer
 from fairseq.optim.fused_adam import FusedAdamV1, get_fused_adam_class
 
-from fairseq_tutel.optim.adam16 import Adam16, dequantize_state
+from .adam16 import Adam16, dequantize_state
 
 logger = logging.getLogger(__name__)
 
