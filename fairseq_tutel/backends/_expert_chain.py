@@ -1,7 +1,5 @@
 """The experts' network as a chain of whole products, as a GPU computes it.
 
-Legend: e local experts, N rows per expert, R rows, M model dim, F hidden dim.
-
 Each room gives its own elementwise functions and its own product of ragged rows. Products are
 written so that a gradient has the layout of what it belongs to: a transposed one would be copied
 as it is added to the parameter's.

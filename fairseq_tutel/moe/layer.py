@@ -3,10 +3,7 @@
 Each step is one object: what the ranks agree on (:class:`~fairseq_tutel.distributed.StepSettings`),
 the router (:mod:`.routers`, chosen by name), the dispatcher, the experts. The options reach all of
 them as one frozen :class:`~fairseq_tutel.config.MoEConfig`.
-
-Legend for the shape suffixes of this package: T tokens on this rank, M model dim, F expert hidden
-dim, E global experts, e (L in suffixes) local experts, K top-k, R rows, C capacity per expert and
-rank, W ranks that exchange tokens.
+The letters of shapes are those of the glossary in ``fairseq_tutel/README.md``.
 """
 
 from __future__ import annotations

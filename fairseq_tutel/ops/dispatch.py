@@ -1,7 +1,7 @@
 """Operators that move tokens to expert rows (dispatch) and back (combine).
 
-Legend: T tokens, K top-k, M model dim, R rows. ``dest_row_TK`` is the row of each (token, choice)
-pair, -1 = dropped; ``src_pair_R`` is its inverse, the pair t * K + k in each row, -1 = unused.
+``dest_row_TK`` is the row of each (token, choice) pair, -1 = dropped; ``src_pair_R`` is its
+inverse, the pair t * K + k in each row, -1 = unused.
 """
 
 import torch

@@ -1,7 +1,4 @@
-"""Operator of the experts' whole feed-forward network.
-
-Legend: e local experts, N rows per expert, R rows, M model dim, F hidden dim.
-"""
+"""Operator of the experts' whole feed-forward network."""
 
 from typing import Optional
 

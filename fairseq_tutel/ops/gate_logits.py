@@ -1,7 +1,4 @@
-"""Operator of the gate's product, whose logits are never rounded to half.
-
-Legend: T tokens, M model dim, E experts.
-"""
+"""Operator of the gate's product, whose logits are never rounded to half."""
 
 import torch
 from torch import Tensor

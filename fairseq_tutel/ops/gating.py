@@ -1,7 +1,4 @@
-"""Operator of the gating: softmax, top-k and the sums over tokens.
-
-Legend: T tokens, E experts, K top-k.
-"""
+"""Operator of the gating: softmax, top-k and the sums over tokens."""
 
 from typing import Optional
 

@@ -1,7 +1,4 @@
-"""Operator that gives each kept (token, choice) pair its row and its weight.
-
-Legend: T tokens, E experts, K top-k, R rows.
-"""
+"""Operator that gives each kept (token, choice) pair its row and its weight."""
 
 from typing import Optional
 

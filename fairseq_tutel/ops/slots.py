@@ -1,7 +1,4 @@
-"""Operator of the slots of tokens in their experts.
-
-Legend: T tokens, E experts, K top-k.
-"""
+"""Operator of the slots of tokens in their experts."""
 
 from typing import Optional
 

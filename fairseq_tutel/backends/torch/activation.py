@@ -1,7 +1,5 @@
 """Bias, activation and dropout of the experts' hidden layer in plain torch.
 
-Legend: e local experts, N rows per expert, R rows, F hidden dim.
-
 Works through the input in blocks that stay in the cache, so that the sum with the bias, which
 is recomputed in the backward, never travels to memory.
 """

@@ -1,8 +1,7 @@
 """Tokens to expert rows and back in plain torch.
 
-Legend: T tokens, K top-k, M model dim, R rows. ``dest_row_TK`` maps a (token, choice) pair to its
-row (-1 = dropped) and ``src_pair_R`` is its inverse (-1 = unused row). No T x E x C tensor appears:
-cost and memory are O((T K + R) M).
+``dest_row_TK`` maps a (token, choice) pair to its row (-1 = dropped) and ``src_pair_R`` is its
+inverse (-1 = unused row). No T x E x C tensor appears: cost and memory are O((T K + R) M).
 
 Rows are worked through in blocks that stay in the cache, so that gathering, scaling and the
 scalar products read and write memory once; on a CPU threads take whole blocks.

@@ -1,7 +1,5 @@
 """The experts' whole feed-forward network in plain torch, for CPUs: a block of rows at a time.
 
-Legend: e local experts, N rows per expert, R rows, M model dim, F hidden dim.
-
 On a CPU a buffer of R x F numbers costs more than the elementwise work on it: the system maps and
 clears its pages each time. A block of one expert's rows goes through both products while its hidden
 values are in the cache, so that of the four such buffers of the step by step computation only the

@@ -1,7 +1,5 @@
 """The gate's product in fp32: by blocks of tokens on a CPU, on matrix units on a GPU.
 
-Legend: T tokens, M model dim, E experts.
-
 On a CPU the product is a narrow one: torch's threads would meet inside it more often than it is
 worth. On a GPU fp32 products of the gate's gradient would cost a tenth of the experts'. There a
 fp32 operand is split into two halves whose sum it is (16 bits of mantissa in bf16, 22 in fp16) and

@@ -1,7 +1,5 @@
 """Gating in plain torch.
 
-Legend: T tokens, E experts, K top-k.
-
 Source: GShard (Lepikhin et al. 2020, arXiv 2006.16668, algorithm 1), for any K.
 """
 

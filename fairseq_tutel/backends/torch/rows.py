@@ -1,7 +1,4 @@
-"""Rows and weights of (token, choice) pairs in plain torch.
-
-Legend: T tokens, E experts, K top-k, R rows.
-"""
+"""Rows and weights of (token, choice) pairs in plain torch."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,4 @@
-"""Slots of tokens in their experts, in plain torch.
-
-Legend: T tokens, E experts, K top-k.
-"""
+"""Slots of tokens in their experts, in plain torch."""
 
 import torch
 from torch import Tensor

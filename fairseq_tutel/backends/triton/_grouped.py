@@ -5,7 +5,7 @@ torch's ``grouped_mm`` is taken where it is one kernel: bf16 on Hopper and Black
 so the kernels here take its place: a program computes one tile, and where the tile's expert begins
 is found in the offsets, which stay on the GPU.
 
-Legend: e local experts, R rows, A and B the two dimensions of the weight.
+A and B are the two dimensions of the weight.
 """
 
 import torch

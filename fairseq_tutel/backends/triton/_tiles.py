@@ -1,7 +1,7 @@
 """Tiles of rows that never span two experts, as device functions.
 
-Legend: e local experts, R rows. "Ragged" rows have an end row per expert (offsets) and a tail that
-no expert owns; the tail counts as one more expert.
+"Ragged" rows have an end row per expert (offsets) and a tail that no expert owns; the tail counts
+as one more expert.
 """
 
 import triton

@@ -5,8 +5,7 @@ where that is wanted and, per tile of rows, the sums for d_bias; a second kernel
 each expert in a fixed order (no atomics).
 Dropout draws from Philox (Salmon et al. 2011) by element index, so the mask is never stored.
 
-Legend: e local experts, N rows per expert, R rows, F hidden dim, Z tiles of ACT_TILE_ROWS rows.
-The tail of ragged rows (``_tiles.py``) comes out zero.
+Z are tiles of ACT_TILE_ROWS rows. The tail of ragged rows (``_tiles.py``) comes out zero.
 """
 
 import torch

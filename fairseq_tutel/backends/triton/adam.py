@@ -11,7 +11,7 @@ The new scale must be known before the first new statistic is stored, so a step 
 Bytes per parameter, parameter and gradient in half: 6 read, then 8 read and 6 written; no
 temporary of the size of the parameter exists.
 
-Legend: S slices, N elements per slice, P programs per slice.
+N are the elements of a slice, P the programs.
 """
 
 from __future__ import annotations

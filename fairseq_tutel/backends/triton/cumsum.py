@@ -1,7 +1,4 @@
-"""Cumulative sum minus one by a scan over blocks of tokens: Tutel's slot computation on a mask.
-
-Legend: T tokens, E experts, B blocks of tokens.
-"""
+"""Cumulative sum minus one by a scan over blocks of tokens: Tutel's slot computation on a mask."""
 
 import torch
 import triton

@@ -7,8 +7,6 @@ Both take one token per tile row: the token is read (or written) once for all it
 program per expert row would read it K times. Rows that no token occupies are zeroed by further
 programs of the same launch, which find them in the inverse map. Loads and stores use the tensor's
 own dtype, sums are fp32.
-
-Legend: T tokens, K top-k (``TOP_K`` in kernels), M model dim, R rows.
 """
 
 import torch

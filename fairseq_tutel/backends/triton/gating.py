@@ -1,6 +1,5 @@
 """Softmax, top-k and the sums over tokens in one pass over the logits, and its gradient.
 
-Legend: T tokens, E experts, K top-k (``TOP_K`` in kernels), P programs.
 Source of the gating: GShard (Lepikhin et al. 2020, arXiv 2006.16668), for any K.
 """
 

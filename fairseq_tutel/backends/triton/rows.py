@@ -1,7 +1,4 @@
-"""Rows and weights of (token, choice) pairs in one launch, and the gradient of the gate values.
-
-Legend: T tokens, E experts, K top-k (``TOP_K`` in kernels), R rows, C capacity.
-"""
+"""Rows and weights of (token, choice) pairs in one launch, and the gradient of the gate values."""
 
 import torch
 import triton

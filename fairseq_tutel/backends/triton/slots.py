@@ -4,8 +4,6 @@ A slot is the number of earlier pairs with the same expert. Blocks of pairs coun
 (histogram) and rank their pairs among themselves; a scan over the blocks turns the histograms
 into offsets; slot = offset + rank. Everything is integer arithmetic in a fixed order, so the
 result does not vary, and no T x E mask is written.
-
-Legend: T tokens, E experts, K top-k (``TOP_K`` in kernels), B blocks of tokens.
 """
 
 import torch
