@@ -7,8 +7,8 @@ import importlib
 
 import pytest
 import torch
+from helpers.dispatched import Dispatched
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_tutel import ops
 from fairseq_tutel.backends.torch import gate_logits
@@ -24,18 +24,6 @@ HOST_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "
               "masked_select"}  # fmt: skip
 
 
-class Recorder(TorchDispatchMode):
-    """Names of the operations that are dispatched."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def make(device, dtype=torch.bfloat16, **options):
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -48,10 +36,10 @@ def make(device, dtype=torch.bfloat16, **options):
 
 def step(layer, x):
     """(operations of the forward pass, of the backward pass), outermost ones."""
-    with Recorder() as forward:
+    with Dispatched() as forward:
         y, aux = layer(x, return_aux=True)
     gradients = [torch.ones_like(y), torch.ones_like(aux.loss)]
-    with Recorder() as backward:
+    with Dispatched() as backward:
         torch.autograd.backward([y, aux.loss], gradients)
     return forward.names, backward.names
 
@@ -117,7 +105,7 @@ def inside(monkeypatch):
     pytest.importorskip("triton.knobs")
     from triton.runtime.interpreter import GridExecutor
 
-    recorder = Recorder()
+    recorder = Dispatched()
     choose, launch = backend.implementation, GridExecutor.__call__
 
     def implementation(name, tensor):
@@ -159,12 +147,12 @@ def test_the_operators_themselves_launch_little_and_read_nothing(options, inside
 
 
 def step_inside(layer, x, recorder):
-    with Recorder() as around:
+    with Dispatched() as around:
         y, aux = layer(x, return_aux=True)
     yield around.names + recorder.names
     recorder.names.clear()
     gradients = [torch.ones_like(y), torch.ones_like(aux.loss)]
-    with Recorder() as around:
+    with Dispatched() as around:
         torch.autograd.backward([y, aux.loss], gradients)
     yield [n for n in around.names if not n.endswith("_bwd")] + recorder.names
 

@@ -7,8 +7,8 @@ from concurrent.futures import wait
 import pytest
 import torch
 from helpers.assertions import assert_close
+from helpers.dispatched import Dispatched
 from torch.autograd import gradcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_tutel import ops
 from fairseq_tutel.backends import torch as torch_backend
@@ -473,22 +473,12 @@ def test_only_a_simulated_rank_draws_its_weights_where_they_are(device):
             assert 0 < param.abs().max() <= M**-0.5  # the larger bound of the two
 
 
-class _Names(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_gradient_is_added_as_it_comes():
     """One of another layout would be copied, once per expert weight and step."""
     for device in ("cpu", "meta"):
         experts = Experts(range(E), M, F, seed=1).to(device)
         out = experts(ExpertRows(torch.randn(E, N, M, device=device)))
-        with _Names() as seen:
+        with Dispatched() as seen:
             out.sum().backward()
         assert "expert_ffn_bwd" in seen.names and "clone" not in seen.names
         assert all(p.grad.stride() == p.stride() for p in experts.parameters())
