@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..command_line import CommandLine
+from ..command_line import CommandLine, columns
 from ..ranges import at_least, in_range
 from .errors import CheckpointError
 from .inspection import inspect
@@ -125,9 +125,7 @@ def format_report(report: dict[str, Any]) -> str:
         rows.append(("note", "a save was interrupted after its commit; readable as it is"))
     if report["temporary_files"] and not report["unfinished_save"]:
         rows.append(("note", f"{len(report['temporary_files'])} temporary files of another save"))
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{name:<{width}}  {value}" for name, value in rows]
-    lines += ["", *_file_table(report["files"])]
+    lines = [*columns(rows), "", *_file_table(report["files"])]
     lines += [f"problem: {problem}" for problem in report["problems"]]
     return "\n".join(lines)
 
@@ -145,19 +143,11 @@ def _layers_text(layers: list[str]) -> str:
 
 
 def _file_table(files: list[dict[str, Any]]) -> list[str]:
-    header = ("file", "size", "experts", "parameters", "save id")
-    table = [header]
+    table = [("file", "size", "experts", "parameters", "save id")]
     for file in files:
         size, params = _bytes_text(file["size"]), f"{file['params']:,}"
         table.append((file["name"], size, str(file["experts"]), params, file["save_id"] or "-"))
-    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
-    return [
-        "  ".join(
-            cell.rjust(width) if column in (1, 2, 3) else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    ]
+    return columns(table, right=(1, 2, 3))
 
 
 def _or_unknown(value: Any) -> str:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ..command_line import columns
 from .devices import Gpu
 from .topology import Topology, format_cpulist, parse_cpulist
 
@@ -174,12 +175,8 @@ def format_table(bindings: Sequence[RankBinding], host: str) -> str:
                 b.note,
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    return "\n".join([f"binding of the ranks on {host}:", *("  " + line for line in lines)])
+    lines = [f"  {line}" for line in columns(rows)]
+    return "\n".join([f"binding of the ranks on {host}:", *lines])
 
 
 def bind_memory(nodes: Sequence[int]) -> None:

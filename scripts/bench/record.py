@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from fairseq_tutel.command_line import columns
+
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("torch", "triton", "fairseq-fixed", "fairseq", "numpy")
 # Environment that changes what a benchmark measures.
@@ -200,15 +202,7 @@ def _rounded(value: Any) -> Any:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns, the first one flush left, the others flush right."""
-    lines = [list(header), *(list(row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(
-            [line[0].ljust(widths[0])]
-            + [cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True)]
-        ).rstrip()
-        for line in lines
-    )
+    return "\n".join(columns([header, *rows], right=range(1, len(header))))
 
 
 def quiet_logs() -> None:
