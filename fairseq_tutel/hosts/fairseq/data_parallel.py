@@ -22,7 +22,7 @@ class MoEDistributedModel(ModuleProxyWrapper):
     """Wrap a model for training on several ranks.
 
     Args:
-        cfg: fairseq's ``distributed_training`` config.
+        dist_cfg: fairseq's ``distributed_training`` config.
         model: has ``moe_groups``.
         process_group: of all data-parallel ranks.
         device: where the model goes.
@@ -32,17 +32,17 @@ class MoEDistributedModel(ModuleProxyWrapper):
         ValueError: an unsupported ``--ddp-backend``.
     """
 
-    def __init__(self, cfg, model, process_group, device: torch.device, normalization: str):
+    def __init__(self, dist_cfg, model, process_group, device: torch.device, normalization: str):
         model = model.to(device)
-        if cfg.ddp_backend in LEGACY_BACKENDS:
+        if dist_cfg.ddp_backend in LEGACY_BACKENDS:
             wrapped = LegacyDistributedDataParallel(model, process_group)
-        elif cfg.ddp_backend in PYTORCH_BACKENDS:
-            wrapped = _pytorch_ddp(cfg, model, process_group, device)
+        elif dist_cfg.ddp_backend in PYTORCH_BACKENDS:
+            wrapped = _pytorch_ddp(dist_cfg, model, process_group, device)
         else:
             backends = ", ".join((*LEGACY_BACKENDS, *PYTORCH_BACKENDS))
             raise ValueError(
-                f"--ddp-backend {cfg.ddp_backend} cannot train a model with experts; use one of "
-                f"{backends}"
+                f"--ddp-backend {dist_cfg.ddp_backend} cannot train a model with experts; use "
+                f"one of {backends}"
             )
         super().__init__(wrapped)
         self._normalization = normalization
@@ -55,16 +55,16 @@ class MoEDistributedModel(ModuleProxyWrapper):
         reduce_expert_grads(model.parameters(), model.moe_groups, self._normalization)
 
 
-def _pytorch_ddp(cfg, model, process_group, device):
+def _pytorch_ddp(dist_cfg, model, process_group, device):
     on_gpu = device.type == "cuda"
     leave_experts_out(model)
     return DistributedDataParallel(
         model,
-        device_ids=[cfg.device_id] if on_gpu else None,  # DDP wants None on a CPU
-        output_device=cfg.device_id if on_gpu else None,
-        broadcast_buffers=cfg.broadcast_buffers,
-        bucket_cap_mb=cfg.bucket_cap_mb,
+        device_ids=[dist_cfg.device_id] if on_gpu else None,  # DDP wants None on a CPU
+        output_device=dist_cfg.device_id if on_gpu else None,
+        broadcast_buffers=dist_cfg.broadcast_buffers,
+        bucket_cap_mb=dist_cfg.bucket_cap_mb,
         process_group=process_group,
-        find_unused_parameters=cfg.find_unused_parameters,
-        gradient_as_bucket_view=cfg.gradient_as_bucket_view,
+        find_unused_parameters=dist_cfg.find_unused_parameters,
+        gradient_as_bucket_view=dist_cfg.gradient_as_bucket_view,
     )

@@ -18,7 +18,7 @@ from ...distributed import gather_texts, process_world
 
 
 @contextlib.contextmanager
-def start_of_run(cfg) -> Iterator[None]:
+def start_of_run(checkpoint_cfg) -> Iterator[None]:
     """Make ready for stock ``load_checkpoint`` with fairseq's ``checkpoint`` config. Collective.
 
     Within, the options for a first launch are gone where there is a set to go on from, and
@@ -29,32 +29,34 @@ def start_of_run(cfg) -> Iterator[None]:
     """
     rank, world_size = process_world()
     world = {"rank": rank, "world_size": world_size, "gather_texts": gather_texts}
-    if not cfg.no_save:  # else it may be another run's folder
+    if not checkpoint_cfg.no_save:  # else it may be another run's folder
         if world_size > 1:
-            check_shared_directory(cfg.save_dir, **world)
-        recover_directory(cfg.save_dir, **world)
-    before = {key: cfg.get(key) for key in ("finetune_from_model", "continue_once")}
+            check_shared_directory(checkpoint_cfg.save_dir, **world)
+        recover_directory(checkpoint_cfg.save_dir, **world)
+    before = {key: checkpoint_cfg.get(key) for key in ("finetune_from_model", "continue_once")}
     now = dict(before)
-    if cfg.restore_file == "checkpoint_last.pt" and set_exists(
-        os.path.join(cfg.save_dir, "checkpoint_last.pt")
+    if checkpoint_cfg.restore_file == "checkpoint_last.pt" and set_exists(
+        os.path.join(checkpoint_cfg.save_dir, "checkpoint_last.pt")
     ):
         now = dict.fromkeys(now)
     elif before["finetune_from_model"] is not None:
         found = find_checkpoint(before["finetune_from_model"])
         if found is not None:
             now["finetune_from_model"] = found[1]
-    with changed(cfg, now):
+    with changed(checkpoint_cfg, now):
         yield
 
 
 @contextlib.contextmanager
-def changed(cfg, values):
-    """Within, entries of a fairseq config have other values."""
-    before = {key: cfg.get(key) for key in values}
-    with open_dict(cfg):
-        cfg.update({key: value for key, value in values.items() if value != before[key]})
+def changed(section, values):
+    """Within, entries of a section of fairseq's config have other values."""
+    before = {key: section.get(key) for key in values}
+    with open_dict(section):
+        section.update({key: value for key, value in values.items() if value != before[key]})
     try:
         yield
     finally:
-        with open_dict(cfg):
-            cfg.update({key: before[key] for key, value in values.items() if value != before[key]})
+        with open_dict(section):
+            section.update(
+                {key: before[key] for key, value in values.items() if value != before[key]}
+            )
