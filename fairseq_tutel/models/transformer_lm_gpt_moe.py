@@ -85,7 +85,7 @@ class TransformerLMGPTMoE(TransformerLanguageModel):
             num_experts = args.moe_expert_count or world_size
             if num_experts == 1 and not args.moe_expert_count:
                 logger.warning(
-                    "1 expert per MoE layer (by default as many as ranks): as good as a dense "
+                    "1 expert per MoE layer (by default as many as ranks): equivalent to a dense "
                     "model; --moe-expert-count states their number"
                 )
             routing = moe_config(args, num_experts)
@@ -95,7 +95,7 @@ class TransformerLMGPTMoE(TransformerLanguageModel):
         decoder = MoETransformerDecoder(args, task.target_dictionary, embed_tokens, groups, routing)
         if groups is not None and groups.simulated:
             logger.warning(
-                "SIMULATION: this process plays one rank of %d; all-to-alls are local copies and "
+                "SIMULATION: this process is one rank of %d; all-to-alls are local copies and "
                 "the losses mean nothing",
                 groups.world_size,
             )

@@ -283,7 +283,7 @@ def test_model_on_two_nodes_of_two_ranks_with_every_exchange():
 def test_simulation_of_many_ranks_in_one_process(caplog):
     with caplog.at_level("WARNING", logger="fairseq_tutel.models.transformer_lm_gpt_moe"):
         model = build("--moe-simulate-world-size", "8", "--moe-expert-count", "16")
-    assert "SIMULATION: this process plays one rank of 8" in caplog.text
+    assert "SIMULATION: this process is one rank of 8" in caplog.text
     assert list(model.moe_groups.local_experts) == [0, 1]
     out, extra = forward(model.train())
     (out.float().square().mean() + extra["moe"][0].loss).backward()
