@@ -23,4 +23,4 @@ exec python -m pytest -n "${TEST_WORKERS:-2}" --dist worksteal \
     tests/hosts/fairseq/test_{golden,resume,requeue,start,errors}.py tests/e2e/test_programs.py \
     tests/launch/test_{fairseq_commands,launch_processes,hydra_directory}.py \
     tests/plan/test_{meta_config,plan_cli}.py tests/models/test_model.py tests/optim \
-    tests/checkpoint/test_checkpoint_{golden,io}.py tests/test_hosts.py "$@"
+    tests/checkpoint/test_checkpoint_{golden,io}.py tests/test_versions.py "$@"
