@@ -117,7 +117,7 @@ def parse_explicit(text: str, num_ranks: int) -> list[tuple[int, ...]]:
         raise ValueError(
             f"--bind {text}: neither auto nor none, nor the cores of each rank, as in 0-3:4-7"
         )
-    rough = [part for part in text.replace(";", ":").split(":")]
+    rough = text.replace(";", ":").split(":")
     parts = rough if len(rough) > 1 or num_ranks == 1 else text.split(",")
     if len(parts) != num_ranks:
         raise ValueError(

@@ -154,7 +154,7 @@ class Supervisor:
             prepare_for_requests(self._early_request)
 
         piped = subprocess.PIPE if job.prefix is not None else None
-        process = subprocess.Popen(
+        return subprocess.Popen(
             job.argv,
             env=job.env,
             preexec_fn=in_child,
@@ -163,7 +163,6 @@ class Supervisor:
             stdout=piped,
             stderr=piped,
         )
-        return process
 
     def _start_readers(self) -> None:
         lock = threading.Lock()
