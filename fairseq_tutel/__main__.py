@@ -17,7 +17,7 @@ usage: python -m fairseq_tutel            the options that this package adds to 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 1 where fairseq is not installed, 2 for words that mean nothing."""
+    """Exit code 1 where fairseq is not installed, 2 for unknown words."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments == ["configs"]:
         sys.stdout.write(f"{CONFIGS}\n")

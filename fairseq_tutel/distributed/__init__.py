@@ -1,4 +1,4 @@
-"""Who talks to whom. The only room that imports ``torch.distributed``."""
+"""Communication between ranks. The only room that imports ``torch.distributed``."""
 
 from .agreement import (
     StepAgreement,

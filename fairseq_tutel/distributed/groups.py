@@ -42,7 +42,7 @@ class ExpertParallelGroups:
         ep_group, replica_group: process groups, None where the size is 1 or simulated.
         control_group: the ranks of ``ep_group`` for a few integers that the host needs; over the
             CPU where that is possible, so that a GPU need not be waited for. None: ``ep_group``.
-        simulated: one process plays one rank of ``world_size``; exchanges are local copies.
+        simulated: one process is one rank of ``world_size``; exchanges are local copies.
     """
 
     num_experts: int
@@ -155,7 +155,7 @@ def _make_groups(num_experts: int, rank: int, world_size: int) -> ExpertParallel
 def _control_group(blocks: Sequence[Sequence[int]]) -> Any | None:
     """A gloo group beside one that communicates from GPUs alone; None where there is no need.
 
-    Only where GLOO_SOCKET_IFNAME says on every rank which network to use (``python -m
+    Only where GLOO_SOCKET_IFNAME names on every rank the network to use (``python -m
     fairseq_tutel.launch`` sets it on a single node): gloo otherwise takes the address that the
     host's name resolves to, which on some machines reaches nobody. Every rank connects to every
     other, which takes too long for thousands.

@@ -32,7 +32,7 @@ def this_machine() -> int:
     """A number that ranks on one machine share: of its boot id and host name.
 
     Machines started from one image may have the same name, and containers on one machine the same
-    boot id; the two together tell apart what does not share memory.
+    boot id; the two together distinguish what does not share memory.
     """
     boot = _BOOT_ID.read_text(encoding="ascii") if _BOOT_ID.exists() else ""
     digest = hashlib.sha256(f"{boot}\n{socket.gethostname()}".encode()).digest()

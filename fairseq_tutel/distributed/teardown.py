@@ -1,10 +1,10 @@
 """Process groups at the end of a process.
 
-A worker thread of gloo lets go of an operation's tensors some time after the operation is over. The
+A worker thread of gloo drops an operation's tensors some time after the operation is over. The
 tensors belong to Python: a thread that drops one while the interpreter shuts down is ended in the
 middle of C++, which aborts the process ("terminate called without an active exception") or leaves
-it waiting for ever. torch joins the threads of a group once nobody refers to it, so what this
-package made lets go of its groups first, before the interpreter begins to shut down.
+it waiting for ever. torch joins the threads of a group once nothing refers to it, so what this
+package made drops its groups first, before the interpreter begins to shut down.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _wait_for_workers(seconds: float = 1.0) -> None:
 
 
 def _worker_states() -> list[str]:
-    """The scheduler's states (R, S, ...) of gloo's worker threads; empty where it does not tell."""
+    """The scheduler's states (R, S, ...) of gloo's worker threads; empty where it is unknown."""
     states = []
     for path in glob.glob("/proc/self/task/*/stat"):
         try:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 # The default process group for which the values were made, and the values. A process group of the
-# values may be the default one itself, so a weak dictionary would never let go of it.
+# values may be the default one itself, so a weak dictionary would never drop it.
 _made: tuple[Any, dict[Hashable, Any]] = (None, {})
 
 
@@ -30,6 +30,6 @@ def once_per_world(key: Hashable, make: Callable[[], Any]) -> Any:
 
 
 def forget() -> None:
-    """Let go of the default group and of all that was made for it."""
+    """Drop the default group and all that was made for it."""
     global _made
     _made = (None, {})

@@ -39,7 +39,7 @@ def load_config(directory: Path, name: str, overrides: Sequence[str]) -> DictCon
     name = with_extension(name).removesuffix(".yaml")
     config = _compose(directory.resolve(), name, overrides)
     if config.model._name != ARCH:
-        raise ValueError(f"model._name is {config.model._name!r}: the planner knows {ARCH} only")
+        raise ValueError(f"model._name is {config.model._name!r}: the planner supports {ARCH} only")
     unread = _added_to_schema(config)
     try:
         add_defaults(config)
@@ -54,7 +54,7 @@ def load_config(directory: Path, name: str, overrides: Sequence[str]) -> DictCon
 
 
 def _added_to_schema(config: DictConfig) -> list[str]:
-    """Keys that + has put into sections whose keys fairseq knows all."""
+    """Keys that + has put into sections whose keys are all fairseq's."""
     typed = {name: field.type for name, field in FairseqConfig.__dataclass_fields__.items()}
     return [
         f"{section}.{key}"
@@ -83,7 +83,7 @@ def _compose(directory: Path, name: str, overrides: Sequence[str]) -> DictConfig
 
 
 def _version() -> dict:
-    """The argument that Hydra 1.1 and newer want, so as not to warn; 1.0 does not know it."""
+    """The argument that Hydra 1.1 and newer want, so as not to warn; 1.0 does not have it."""
     import hydra
 
     return {} if hydra.__version__.startswith("1.0") else {"version_base": "1.1"}

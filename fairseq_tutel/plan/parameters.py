@@ -101,7 +101,7 @@ def build_model(settings: Settings) -> TransformerLMGPTMoE:
     )
     logger = logging.getLogger(TransformerLMGPTMoE.__module__)
     level = logger.level
-    logger.setLevel(logging.ERROR)  # nobody is to hear that a rank is simulated
+    logger.setLevel(logging.ERROR)  # that a rank is simulated is no news here
     try:
         return TransformerLMGPTMoE.build_model(args, task)
     finally:

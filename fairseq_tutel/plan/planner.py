@@ -16,7 +16,7 @@ LADDER = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 class ImpossiblePlan(ValueError):
-    """A run that cannot be; the message says why and what helps."""
+    """A run that cannot be; the message names the reason and what to change."""
 
 
 @dataclass(frozen=True)

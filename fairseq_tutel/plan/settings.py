@@ -1,4 +1,4 @@
-"""What the planner needs to know of a run, read from its composed configuration."""
+"""What the planner needs of a run, read from its composed configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Precision:
     """Bytes of the numbers that training keeps.
 
     Attributes:
-        name: as fairseq's options say it.
+        name: as in fairseq's options.
         element: bytes of a weight, a gradient and an activation.
         master_copies: whether fp32 copies of weights and gradients exist beside them.
         statistic: bytes of each of Adam's two statistics.
@@ -180,7 +180,7 @@ def _update_freq(config: DictConfig) -> int:
 def _precision(config: DictConfig) -> Precision:
     common, optimizer = _section(config, "common"), _section(config, "optimizer")
     if optimizer._name != "adam":
-        raise ValueError(f"optimizer._name is {optimizer._name!r}: the planner knows adam only")
+        raise ValueError(f"optimizer._name is {optimizer._name!r}: the planner supports adam only")
     if common.fp16 and common.bf16:
         raise ValueError("common.fp16 and common.bf16 are both set: choose one")
     for half in ("fp16", "bf16"):

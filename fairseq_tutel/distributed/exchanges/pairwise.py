@@ -1,4 +1,4 @@
-"""All-to-all as rounds of point-to-point messages: each rank talks to one other at a time."""
+"""All-to-all as rounds of point-to-point messages: each rank with one other at a time."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ class PairwiseExchange(Exchange):
 
 
 def _p2p(operation, rows, rank, group):
-    # by its rank in the job: torch 2.5 knows no other
+    # by its rank in the job: torch 2.5 has no other name
     peer = rank if group is None else dist.get_global_rank(group, rank)
     return dist.P2POp(operation, rows, peer, group)
