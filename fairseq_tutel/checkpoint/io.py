@@ -66,13 +66,20 @@ def save_file(state: Mapping[str, Any], path: str) -> int:
 
     Raises:
         CheckpointError: ``state`` holds objects that ``load_file`` would refuse.
-        OSError, RuntimeError: the file system failed (no space, no permission).
+        OSError: the file system failed (no space, no permission); names the file.
     """
-    with open(path, "wb") as file:
-        torch.save(_portable(dict(state), {}), file)
-        file.flush()
-        os.fsync(file.fileno())
-        size = file.tell()
+    try:
+        with open(path, "wb") as file:
+            torch.save(_portable(dict(state), {}), file)
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+    except (OSError, RuntimeError) as error:
+        # torch's writer raises a RuntimeError about positions once the file's write has failed
+        reason = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(reason, OSError):
+            raise
+        raise OSError(reason.errno, reason.strerror, path) from None
     try:
         load_file(path)
     except CheckpointError as error:

@@ -2,8 +2,10 @@
 
 import argparse
 import collections
+import errno
 import os
 import pickle
+import resource
 import typing
 
 import pytest
@@ -155,3 +157,17 @@ def test_loaded_tensors_may_be_changed_without_changing_the_file(tmp_path):
     save_file({"model": {"w": torch.ones(3000)}}, path)
     load_file(path)["model"]["w"].zero_()
     assert torch.equal(load_file(path)["model"]["w"], torch.ones(3000))
+
+
+@pytest.mark.parametrize("size", [100_000, 1_000_000], ids=["by its last bytes", "by far"])
+def test_a_full_disk_is_told_with_the_name_of_the_file(size, tmp_path):
+    """As a limit on the size of files; torch's writer has words of its own for what follows."""
+    path = str(tmp_path / "x.pt")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            save_file({"x": torch.zeros(size, dtype=torch.uint8)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, path)

@@ -64,6 +64,7 @@ CASES = [
     (f"fairseq-generate {DATA} {EVAL} --path /no/x.pt", "--path /no/x.pt"),
     (f"fairseq-interactive {DATA} {EVAL} --path /no/x.pt", "--path /no/x.pt"),
     (f"fairseq-interactive /no/data {EVAL} --path {SET}", "/no/data", "preprocess"),
+    (f"{SCORE.replace('eval-lm', 'generate')} --gen-subset valid", "512 tokens", "8 positions"),
     # names
     (f"{TRAIN} --moe-expert-cuont 4", "--moe-expert-cuont", "did you mean --moe-expert-count?"),
     (f"{TRAIN} --arch transformer_lm_gpt_mo", "_gpt_mo'", "did you mean transformer_lm_gpt_moe"),
@@ -177,6 +178,17 @@ def test_a_process_of_its_own_prints_the_same(number, programs, tmp_path):
     forked = programs.run(words, CUDA_VISIBLE_DEVICES="")
     assert real.returncode == forked.status
     assert _said(Outcome(real.returncode, real.stdout, real.stderr)) == _said(forked)
+
+
+def test_a_full_disk_is_told_in_one_line_by_each_rank(programs, tmp_path):
+    """As a limit on the size of files: the set of a run, on two ranks."""
+    command = f"{TRAIN.replace(' --no-save', '')} --save-dir {tmp_path}/save"
+    limit = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (20_000, 20_000))"
+    done = programs.run(_words(command, tmp_path), ranks=2, prelude=limit, CUDA_VISIBLE_DEVICES="")
+    told = [line for line in done.stderr.splitlines() if "error" in line]
+    assert done.status > 0 and len(told) == 2 and "Traceback" not in done.text
+    assert all("File too large" in line and f"{tmp_path}/save/" in line for line in told)
+    assert os.listdir(tmp_path / "save") == []
 
 
 def test_the_traceback_can_be_had(programs, tmp_path):

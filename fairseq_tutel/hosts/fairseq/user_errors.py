@@ -130,6 +130,14 @@ def _no_warmup(error: Exception, match: re.Match, found: Mapping[str, Any]) -> s
     )
 
 
+def _too_long(error: Exception, match: re.Match, found: Mapping[str, Any]) -> str:
+    return (
+        f"a sample has {match['size']} tokens, the model has {match['most']} positions: "
+        "cut the text (--tokens-per-sample, --sample-break-mode), or leave such samples out with "
+        "--skip-invalid-size-inputs-valid-test"
+    )
+
+
 _SCORING = ("fairseq-eval-lm", "fairseq-generate", "fairseq-interactive")
 _TABLE = (
     _UserError(
@@ -208,6 +216,12 @@ _TABLE = (
         lambda error, match, found: f"{error}; give the name of a checkpoint",
     ),
     _UserError(ZeroDivisionError, "__init__", "", _no_warmup),
+    _UserError(
+        Exception,
+        "filter_indices_by_size",
+        r"Size of sample #\d+ is invalid \(=\(?(?P<size>\d+).*max_positions=\(?(?P<most>\d+)",
+        _too_long,
+    ),
     _UserError(KeyError, "validate", "", _no_metric),
     _UserError(
         OSError, "load_model_ensemble_and_task", r"Model file not found: (?P<path>.*)", _no_model
