@@ -1,6 +1,7 @@
 """The fairseq commands of the quickstart and the sizes in them."""
 
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,39 +14,28 @@ WARMUP_UPDATES = 30
 TOKENS_PER_SAMPLE = 128
 SAMPLES_PER_UPDATE = 16
 EXPERTS = 8
-MODEL = [
-    "--arch",
-    "transformer_lm_gpt_moe",
-    "--decoder-layers",
-    "4",
-    "--decoder-attention-heads",
-    "4",
-    "--decoder-embed-dim",
-    "256",
-    "--decoder-ffn-embed-dim",
-    "1024",
-    "--dropout",
-    "0.0",
-    "--attention-dropout",
-    "0.0",
-    "--moe-freq",
-    "2",
-    "--moe-top-k",
-    "2",
-    "--moe-second-expert-policy",
-    "all",
-]
-CRITERION = [
-    "--criterion",
-    "moe_cross_entropy",
-    "--moe-gate-loss-wt",
-    "0.05",
-    "--moe-gate-loss-combine-method",
-    "sum",
-]
+PLUGIN = "--user-dir fairseq_tutel --task language_modeling"
 # fairseq's default, 8, leaves out the last batch of an epoch when its size is no multiple of 8.
-BATCH_MULTIPLE = ["--required-batch-size-multiple", "1"]
-PLUGIN = ["--user-dir", "fairseq_tutel", "--task", "language_modeling"]
+BATCH_MULTIPLE = "--required-batch-size-multiple 1"
+# only updates count: a small text has many epochs
+TRAIN = f"""
+    {PLUGIN} --arch transformer_lm_gpt_moe
+    --decoder-layers 4 --decoder-attention-heads 4
+    --decoder-embed-dim 256 --decoder-ffn-embed-dim 1024 --dropout 0.0 --attention-dropout 0.0
+    --moe-freq 2 --moe-top-k 2 --moe-second-expert-policy all --moe-expert-count {{experts}}
+    --criterion moe_cross_entropy --moe-gate-loss-wt 0.05 --moe-gate-loss-combine-method sum
+    --tokens-per-sample {TOKENS_PER_SAMPLE} --batch-size {{samples}} {BATCH_MULTIPLE}
+    --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 1.0
+    --lr 0.002 --lr-scheduler cosine --warmup-updates {{warmup}} --warmup-init-lr 0
+    --lr-period-updates {{period}} --max-update {{stop_at}}
+    --validate-interval-updates {{validate_every}} --validate-interval 1000000
+    --save-interval 1000000 --save-dir {{checkpoints}} --no-epoch-checkpoints
+    --moe-load-log-interval 5 --log-format simple --log-interval 5 --num-workers 0 --seed 1
+"""
+SAMPLING = """
+    --sampling --sampling-topk 20 --temperature 0.7 --beam 1
+    --max-len-a 0 --max-len-b 60 --min-len 20 --seed 3
+"""
 
 
 @dataclass(frozen=True)
@@ -118,22 +108,21 @@ def _tool(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
 
 
+def _words(template: str, **values: object) -> list[str]:
+    """The words of a command; a name in braces stands for one word, whatever is in it."""
+    return [word.format(**values) for word in shlex.split(template)]
+
+
 def preprocess(folder: Folder) -> list[str]:
     """Binarise the pieces; the dictionary is made from the training side."""
-    return [
-        _tool("fairseq-preprocess"),
-        "--only-source",
-        "--trainpref",
-        str(folder.pieces / "train.txt"),
-        "--validpref",
-        str(folder.pieces / "valid.txt"),
-        "--testpref",
-        str(folder.pieces / "test.txt"),
-        "--destdir",
-        str(folder.data),
-        "--workers",
-        str(min(4, os.cpu_count() or 1)),
-    ]
+    return _words(
+        """{tool} --only-source --trainpref {pieces}/train.txt --validpref {pieces}/valid.txt
+        --testpref {pieces}/test.txt --destdir {data} --workers {workers}""",
+        tool=_tool("fairseq-preprocess"),
+        pieces=folder.pieces,
+        data=folder.data,
+        workers=min(4, os.cpu_count() or 1),
+    )
 
 
 def train(folder: Folder, machine: Machine, stop_at: int, updates: int) -> list[str]:
@@ -143,116 +132,44 @@ def train(folder: Folder, machine: Machine, stop_at: int, updates: int) -> list[
     validates the untrained model.
     """
     warmup = min(WARMUP_UPDATES, updates // 4)
-    return [
-        sys.executable,
-        "-m",
-        "fairseq_tutel.launch",
-        "--nproc-per-node",
-        str(machine.ranks),
-        "--",
-        "fairseq-train",
-        str(folder.data),
-        *PLUGIN,
-        *MODEL,
-        "--moe-expert-count",
-        str(machine.experts),
-        *CRITERION,
-        "--tokens-per-sample",
-        str(TOKENS_PER_SAMPLE),
-        "--batch-size",
-        str(machine.samples_per_rank),
-        *BATCH_MULTIPLE,
-        "--optimizer",
-        "adam",
-        "--adam-betas",
-        "(0.9, 0.98)",
-        "--clip-norm",
-        "1.0",
-        "--lr",
-        "0.002",
-        "--lr-scheduler",
-        "cosine",
-        "--warmup-updates",
-        str(warmup),
-        "--warmup-init-lr",
-        "0",
-        "--lr-period-updates",
-        str(updates - warmup),
-        "--max-update",
-        str(stop_at),
-        "--validate-interval-updates",
-        str(max(1, updates // 8)),
-        # only updates count: a small text has many epochs
-        "--validate-interval",
-        "1000000",
-        "--save-interval",
-        "1000000",
-        "--save-dir",
-        str(folder.checkpoints),
-        "--no-epoch-checkpoints",
-        "--moe-load-log-interval",
-        "5",
-        "--log-format",
-        "simple",
-        "--log-interval",
-        "5",
-        "--num-workers",
-        "0",
-        "--seed",
-        "1",
-    ]
+    return _words(
+        "{python} -m fairseq_tutel.launch --nproc-per-node {ranks} -- fairseq-train {data}" + TRAIN,
+        python=sys.executable,
+        ranks=machine.ranks,
+        data=folder.data,
+        experts=machine.experts,
+        samples=machine.samples_per_rank,
+        warmup=warmup,
+        period=updates - warmup,
+        stop_at=stop_at,
+        validate_every=max(1, updates // 8),
+        checkpoints=folder.checkpoints,
+    )
 
 
 def eval_lm(folder: Folder, side: str) -> list[str]:
     """Perplexity of the last checkpoint on ``side``, in one process that holds all experts."""
-    return [
-        _tool("fairseq-eval-lm"),
-        str(folder.data),
-        *PLUGIN,
-        "--path",
-        str(folder.checkpoints / "checkpoint_last.pt"),
-        "--gen-subset",
-        side,
-        "--tokens-per-sample",
-        str(TOKENS_PER_SAMPLE),
-        "--batch-size",
-        str(SAMPLES_PER_UPDATE),
-        *BATCH_MULTIPLE,
-    ]
+    return _words(
+        f"""{{tool}} {{data}} {PLUGIN} --path {{checkpoints}}/checkpoint_last.pt
+        --gen-subset {{side}} --tokens-per-sample {TOKENS_PER_SAMPLE}
+        --batch-size {SAMPLES_PER_UPDATE} {BATCH_MULTIPLE}""",
+        tool=_tool("fairseq-eval-lm"),
+        data=folder.data,
+        checkpoints=folder.checkpoints,
+        side=side,
+    )
 
 
 def interactive(folder: Folder, prompts: Path, count: int) -> list[str]:
     """Complete the prompts of a file, one per line."""
-    return [
-        _tool("fairseq-interactive"),
-        str(folder.data),
-        *PLUGIN,
-        "--path",
-        str(folder.checkpoints / "checkpoint_last.pt"),
-        "--input",
-        str(prompts),
-        "--bpe",
-        "sentencepiece",
-        "--sentencepiece-model",
-        str(folder.tokenizer),
-        "--sampling",
-        "--sampling-topk",
-        "20",
-        "--temperature",
-        "0.7",
-        "--beam",
-        "1",
-        "--max-len-a",
-        "0",
-        "--max-len-b",
-        "60",
-        "--min-len",
-        "20",
-        "--seed",
-        "3",
-        "--buffer-size",
-        str(count),
-        "--batch-size",
-        str(count),
-        *BATCH_MULTIPLE,
-    ]
+    return _words(
+        f"""{{tool}} {{data}} {PLUGIN} --path {{checkpoints}}/checkpoint_last.pt --input {{prompts}}
+        --bpe sentencepiece --sentencepiece-model {{tokenizer}} {SAMPLING}
+        --buffer-size {{count}} --batch-size {{count}} {BATCH_MULTIPLE}""",
+        tool=_tool("fairseq-interactive"),
+        data=folder.data,
+        checkpoints=folder.checkpoints,
+        prompts=prompts,
+        tokenizer=folder.tokenizer,
+        count=count,
+    )
