@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from ..command_line import CommandLine
@@ -68,7 +68,14 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [options] -- COMMAND [ARGUMENT ...]",
     )
-    add = parser.add_argument
+    _add_ranks(parser.add_argument)
+    _add_environment(parser.add_argument)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_ranks(add: Callable[..., argparse.Action]) -> None:
+    """Which ranks there are, and where they meet."""
     add(
         "--nproc-per-node",
         type=_nproc,
@@ -103,6 +110,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="port on that host (default: MASTER_PORT, or a free one, or one derived from the "
         "job's id)",
     )
+
+
+def _add_environment(add: Callable[..., argparse.Action]) -> None:
+    """How the ranks of this node run, and how they end."""
     add(
         "--bind",
         default="auto",
@@ -150,8 +161,6 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print the ranks' commands and the binding, and start nothing",
     )
-    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
 
 
 def _print_summary(job: Job) -> None:
