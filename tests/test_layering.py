@@ -95,6 +95,13 @@ def test_imports_follow_the_lines(file):
 
 
 @pytest.mark.parametrize("file", TREES)
+def test_rooms_import_each_other_relatively(file):
+    for node in ast.walk(TREES[file]):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            assert node.module.split(".")[0] != "fairseq_tutel", f"{file}:{node.lineno}"
+
+
+@pytest.mark.parametrize("file", TREES)
 def test_files_are_short(file):
     count = len((PACKAGE / file).read_text().splitlines())
     assert count < MAX_LINES, f"{count} lines"
