@@ -4,6 +4,7 @@ Needs torch only. The layout on disk is Meta's (``layout.py``), the content fair
 (``state.py``). Command line: ``python -m fairseq_tutel.checkpoint --help``.
 """
 
+from .all_ranks import AllRanks
 from .commit import final_path
 from .errors import CheckpointError
 from .find import find_checkpoint
@@ -19,7 +20,6 @@ from .layout import (
     split_dense_expert,
 )
 from .load import SetReader, load_for_rank
-from .ranks import Ranks
 from .reshard import merge, reshard
 from .state import check_complete, split_state
 from .store import (
@@ -36,7 +36,7 @@ from .store import (
 __all__ = [
     "CheckpointError",
     "CheckpointSet",
-    "Ranks",
+    "AllRanks",
     "SetReader",
     "check_complete",
     "check_divisible",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from .all_ranks import AllRanks, GatherTexts
 from .checksums import Checksums
 from .commit import visible_files
 from .errors import CheckpointError
@@ -27,7 +28,6 @@ from .layout import (
     split_dense_expert,
     split_key,
 )
-from .ranks import GatherTexts, Ranks
 from .state import (
     METADATA,
     MODEL,
@@ -89,7 +89,7 @@ def load_for_rank(
     if gather_texts is None:
         read()
         return loaded[0]
-    save_ids = Ranks(rank, world_size, gather_texts).together(f"loading {path}", read)
+    save_ids = AllRanks(rank, world_size, gather_texts).together(f"loading {path}", read)
     if len(set(save_ids)) > 1:
         raise CheckpointError(
             f"{path}: ranks read different saves {save_ids}; it was replaced meanwhile, try again"

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+from .all_ranks import AllRanks, GatherTexts
 from .cleanup import cleaning_up
 from .commit import (
     commit,
@@ -33,7 +34,6 @@ from .commit import (
 from .errors import CheckpointError
 from .io import save_file
 from .layout import SHARED, CheckpointSet, Role, count_rank_files, expert_shapes, split_key
-from .ranks import GatherTexts, Ranks
 from .state import METADATA, MODEL, NAMED_STATE, OPTIMIZER, SetMetadata, check_state
 
 _MARK = ".one-folder-for-all-ranks-"  # of the file by which ranks find out whether they share one
@@ -68,7 +68,7 @@ def write_set(
         CheckpointError: on every rank, naming the ranks that failed and why.
         ValueError: rank and world_size that make no sense.
     """
-    ranks = Ranks(rank, world_size, gather_texts)
+    ranks = AllRanks(rank, world_size, gather_texts)
     cset = CheckpointSet.from_path(path)
     states: dict[Role, Mapping[str, Any] | None] = {}
     if rank == 0:
@@ -134,7 +134,7 @@ def copy_set(
     Raises:
         CheckpointError: no such set, the same name twice, or the file system failed.
     """
-    ranks = Ranks(rank, world_size, gather_texts)
+    ranks = AllRanks(rank, world_size, gather_texts)
     source, target = CheckpointSet.from_path(src), CheckpointSet.from_path(dst)
     ranks.together(f"copying {src} to {dst}", lambda: _on_first(rank, _copy, source, target))
 
@@ -143,7 +143,7 @@ def remove_set(
     path: str, *, rank: int = 0, world_size: int = 1, gather_texts: GatherTexts | None = None
 ) -> None:
     """Remove all files that ``path`` names, as one thing; nothing there is no error."""
-    ranks = Ranks(rank, world_size, gather_texts)
+    ranks = AllRanks(rank, world_size, gather_texts)
     cset = CheckpointSet.from_path(path)
     ranks.together(f"removing {path}", lambda: _on_first(rank, _remove, cset))
 
@@ -155,7 +155,7 @@ def recover(
 
     Never needed to load: readers see the right set in any state. ``write_set`` does it by itself.
     """
-    ranks = Ranks(rank, world_size, gather_texts)
+    ranks = AllRanks(rank, world_size, gather_texts)
     cset = CheckpointSet.from_path(path)
     ranks.together(f"recovering {path}", lambda: _on_first(rank, recover_set, cset))
 
@@ -175,7 +175,7 @@ def recover_directory(
             if name.startswith(_MARK):
                 _remove_file(os.path.join(directory, name))
 
-    ranks = Ranks(rank, world_size, gather_texts)
+    ranks = AllRanks(rank, world_size, gather_texts)
     ranks.together(f"recovering {directory}", lambda: _on_first(rank, recover_all))
 
 
@@ -187,7 +187,7 @@ def check_shared_directory(
     Raises:
         CheckpointError: on every rank; names the ranks that see another folder, and both paths.
     """
-    ranks = Ranks(rank, world_size, gather_texts)
+    ranks = AllRanks(rank, world_size, gather_texts)
     here = os.path.abspath(directory)
     marks: list[str] = []  # of rank 0
 

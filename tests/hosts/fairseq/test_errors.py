@@ -7,7 +7,7 @@ import traceback
 
 import pytest
 
-from fairseq_tutel.checkpoint import CheckpointError, Ranks
+from fairseq_tutel.checkpoint import AllRanks, CheckpointError
 from fairseq_tutel.config import MoEConfig
 from fairseq_tutel.hosts.fairseq import excepthook, user_errors
 
@@ -45,7 +45,7 @@ def test_what_another_error_caused_keeps_its_traceback():
     """A bug in a step that ranks take together is not the user's error."""
 
     def fail():
-        Ranks(0, 1, None).together("saving", lambda: None.attribute)
+        AllRanks(0, 1, None).together("saving", lambda: None.attribute)
 
     error = _caught(fail)
     assert isinstance(error, CheckpointError)

@@ -12,7 +12,7 @@ GatherTexts = Callable[[str | None], list[str | None]]
 _OK = "ok:"
 
 
-class Ranks:
+class AllRanks:
     """Takes steps together, so that an error on one rank is an error on all and no rank waits.
 
     Args:
