@@ -27,23 +27,14 @@ class MoEDistributedModel(ModuleProxyWrapper):
         process_group: of all data-parallel ranks.
         device: where the model goes.
         normalization: ``--moe-normalize-expert-grad``.
-
-    Raises:
-        ValueError: an unsupported ``--ddp-backend``.
     """
 
     def __init__(self, dist_cfg, model, process_group, device: torch.device, normalization: str):
         model = model.to(device)
         if dist_cfg.ddp_backend in LEGACY_BACKENDS:
             wrapped = LegacyDistributedDataParallel(model, process_group)
-        elif dist_cfg.ddp_backend in PYTORCH_BACKENDS:
+        else:  # of PYTORCH_BACKENDS; the trainer has refused all others
             wrapped = _pytorch_ddp(dist_cfg, model, process_group, device)
-        else:
-            backends = ", ".join((*LEGACY_BACKENDS, *PYTORCH_BACKENDS))
-            raise ValueError(
-                f"--ddp-backend {dist_cfg.ddp_backend} cannot train a model with experts; use "
-                f"one of {backends}"
-            )
         super().__init__(wrapped)
         self._normalization = normalization
 
