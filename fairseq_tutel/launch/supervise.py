@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
@@ -27,6 +27,10 @@ _INFO = re.compile(rb"[\d-]+ [\d:]+ \| INFO \| |\[[\d-]+ [\d:,]+\]\[[\w.]+\]\[IN
 # kernel over exec, until this package, which the rank will import, asks for it
 # (hosts/fairseq/requeue.py); ignored: lost, until the rank has a handler; default: it kills.
 EarlyRequest = Literal["held", "ignored", "default"]
+# what torch's store prints of a rank that a signal interrupts while it waits for the others
+_FRAME = re.compile(
+    rb"\[[WE]\d{4} .*\[c10d\]|Exception raised from |frame #\d+: |<omitting python frames>|\s*$"
+)
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,18 @@ def _has_sigusr1_in(pid: int, mask: Literal["SigBlk", "SigIgn"]) -> bool:
     return bool(int(bits, 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
-def _copy_lines(source: BinaryIO, target: BinaryIO, job: RankJob, lock: threading.Lock) -> None:
+def _copy_lines(
+    source: BinaryIO,
+    target: BinaryIO,
+    job: RankJob,
+    lock: threading.Lock,
+    stopping: Callable[[], bool],
+) -> None:
     readers, prefix = True, (job.prefix or "").encode()
     for line in source:
-        if not readers or job.without_info and _INFO.match(line):
+        if job.without_info and _INFO.match(line) or stopping() and _FRAME.match(line):
+            continue
+        if not readers:
             continue  # the rank would block for ever on a full pipe that is not emptied
         with lock:
             try:
@@ -175,7 +187,9 @@ class Supervisor:
                 (process.stderr, sys.stderr.buffer),
             ):
                 reader = threading.Thread(
-                    target=_copy_lines, args=(source, target, job, lock), daemon=True
+                    target=_copy_lines,
+                    args=(source, target, job, lock, lambda: self.stopped_by is not None),
+                    daemon=True,
                 )
                 reader.start()
                 self._readers.append(reader)
