@@ -67,17 +67,15 @@ def _added_to_schema(config: DictConfig) -> list[str]:
 
 def _compose(directory: Path, name: str, overrides: Sequence[str]) -> DictConfig:
     hydra_init(name)
-    with warnings.catch_warnings(), initialize_config_dir(str(directory), **_version()):
-        warnings.simplefilter("ignore")  # fairseq relies on what Hydra 1.1 deprecated
+    with warnings.catch_warnings():
+        # fairseq relies on what Hydra 1.1 deprecated; Hydra 1.0 prints what its parts warn of
+        warnings.simplefilter("ignore")
         try:
-            return compose(config_name=name, overrides=list(overrides))
+            with initialize_config_dir(str(directory), **_version()):
+                return compose(config_name=name, overrides=list(overrides))
         except HydraException as error:
             reason = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-    refused = [
-        key
-        for key in map(_key, overrides)
-        if f"'{key}'" in reason or f"'{key.rpartition('.')[2]}'" in reason
-    ]
+    refused = [_key(override) for override in overrides if _is_named(override, reason)]
     hint = _did_you_mean(directory, name, refused[0]) if refused else ""
     raise ValueError(f"{reason}{hint}")
 
@@ -87,6 +85,12 @@ def _version() -> dict:
     import hydra
 
     return {} if hydra.__version__.startswith("1.0") else {"version_base": "1.1"}
+
+
+def _is_named(override: str, reason: str) -> bool:
+    """Whether Hydra's words are about this override; Hydra 1.0 quotes it, newer ones its key."""
+    key = _key(override)
+    return any(quoted in reason for quoted in (f"'{key}'", f"'{key.rpartition('.')[2]}'", override))
 
 
 def _key(override: str) -> str:
