@@ -4,6 +4,7 @@ What rows it moves where, forth, back and with gradients, is tested with the oth
 """
 
 import logging
+import math
 import types
 
 import pytest
@@ -108,10 +109,10 @@ def _fall_back():
     assert len(lines) == (rank == 0) and all("2 nodes of 2 ranks" in line for line in lines)
     measured = {name: list(seconds) for name, seconds in chosen.seconds.items()}
     assert all(seconds > 0 for line in measured.values() for seconds in line)
-    chosen.seconds = {"linear": [10.0, 20, 30, 40], "2dh": [5.0, 15, 35, 50]}
-    sizes = list(auto._PROBES)
+    chosen.seconds = {"linear": [10.0, 20, 30, 40, 50, 60], "2dh": [5.0, 15, 35, 50, 60, 70]}
+    sizes = auto._PROBES
     names = [chosen.for_message(size).name for size in (1, *sizes, 100 * sizes[-1])]
-    assert names == ["2dh", "2dh", "2dh", "linear", "linear", "linear"]
+    assert names == [*["2dh"] * 3, *["linear"] * 5]
     layer = MoELayer(M, 4, 8, groups=groups, exchange=config)
     assert layer.exchange is chosen and layer(torch.randn(5, M)).shape == (5, M)
     return measured
@@ -130,6 +131,15 @@ def test_times_between_measured_sizes_lie_on_straight_lines():
     sizes, seconds = [10, 20, 40], [1.0, 2.0, 8.0]
     found = [auto.interpolate(sizes, seconds, size) for size in (5, 10, 15, 20, 30, 40, 50)]
     assert found == pytest.approx([0.5, 1, 1.5, 2, 5, 8, 11])
+
+
+def test_measuring_goes_on_until_it_is_clear():
+    assert not auto.enough([(1.0, 2.0)] * 4) and auto.enough([(1.0, 2.0)] * 5)
+    noisy = [(1.0, 1.0 + 0.3 * math.sin(37 * i)) for i in range(40)]
+    assert not auto.enough(noisy[:10]) and auto.enough(noisy[: auto._MOST])
+    assert auto.enough([(1.0, 1.6 + 0.3 * math.sin(37 * i)) for i in range(10)])
+    # what hits both alike does not hide which one is faster
+    assert auto.enough([((1 + i % 5), 0.9 * (1 + i % 5)) for i in range(10)])
 
 
 LINKS = types.SimpleNamespace(

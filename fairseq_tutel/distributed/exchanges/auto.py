@@ -3,14 +3,16 @@
 In the cost model (``predict``) both cost a constant (latency, messages) and a time per byte: the
 hierarchical one has the smaller constant, the linear one the smaller time per byte. Where the two
 lines cross depends on machine and ranks; users of Tutel's 2DH lose speed with it below some hundred
-GPUs (microsoft/tutel issue 214). So the lines are measured when the exchange is built, which takes
-seconds at most. Both give the same bits, so that the choice changes nothing but time.
+GPUs (microsoft/tutel issue 214). So both are measured when the exchange is built, at every size
+until it is clear which one is faster there, which takes seconds at most. Both give the same bits,
+so that the choice changes nothing but time.
 """
 
 from __future__ import annotations
 
 import bisect
 import logging
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -26,8 +28,10 @@ from .two_dimensional import TwoDimensionalExchange
 
 logger = logging.getLogger(__name__)
 
-# bytes that one rank hands over -> measurements
-_PROBES = {8 << 10: 7, 64 << 10: 7, 512 << 10: 5, 4 << 20: 3}
+# bytes that one rank hands over
+_PROBES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20]
+# rounds of measurements at a size: at least, at most, and seconds after which no other is begun
+_LEAST, _MOST, _SECONDS = 5, 31, 1.0
 # how much faster the hierarchical exchange has to be
 _MARGIN = 0.97
 
@@ -61,14 +65,14 @@ class AutoExchange(Exchange):
         if not self.seconds:
             return self.linear
         linear, hierarchical = (
-            interpolate(list(_PROBES), self.seconds[name], num_bytes) for name in ("linear", "2dh")
+            interpolate(_PROBES, self.seconds[name], num_bytes) for name in ("linear", "2dh")
         )
         return self.hierarchical if hierarchical < _MARGIN * linear else self.linear
 
     def prepare(self) -> Exchange:
         """Measure both algorithms."""
-        for size, repetitions in _PROBES.items():
-            for exchange, seconds in self._measure(size, repetitions).items():
+        for size in _PROBES:
+            for exchange, seconds in self._measure(size).items():
                 self.seconds.setdefault(exchange, []).append(seconds)
         if self.groups.rank == 0:
             nodes, local = self.hierarchical.shape
@@ -87,24 +91,34 @@ class AutoExchange(Exchange):
             )
         return self
 
-    def _measure(self, size: int, repetitions: int) -> dict[str, float]:
-        """Median seconds of each algorithm on the slowest rank."""
+    def _measure(self, size: int) -> dict[str, float]:
+        """Median seconds of each algorithm; of every round, those of the slowest rank.
+
+        The ranks know each other's times after every round, and so end with the same one.
+        """
         group, ranks = self.groups.ep_group, self.groups.ep_size
         device = data_device(group)
         rows = torch.zeros(ranks, -(-size // ranks), dtype=torch.uint8, device=device)
-        exchanges = {exchange.name: exchange for exchange in (self.linear, self.hierarchical)}
-        found = {name: [] for name in exchanges}
-        for _ in range(repetitions + 1):
-            for name, exchange in exchanges.items():
+        exchanges = (self.linear, self.hierarchical)
+        rounds: list[tuple[float, ...]] = []
+        spent, first = 0.0, True
+        while not (enough(rounds) or spent > _SECONDS and len(rounds) >= _LEAST):
+            mine = []
+            for exchange in exchanges:
                 dist.barrier(group)
                 _synchronize(device)
                 begin = time.perf_counter_ns()
                 exchange.forth(rows)
                 _synchronize(device)
-                found[name].append(time.perf_counter_ns() - begin)
-        mine = [int(statistics.median(times[1:])) for times in found.values()]  # first: connects
-        slowest = [max(column) for column in zip(*gather_integers(mine, group), strict=True)]
-        return {name: 1e-9 * time_ns for name, time_ns in zip(found, slowest, strict=True)}
+                mine.append(time.perf_counter_ns() - begin)
+            slowest = map(max, zip(*gather_integers(mine, group), strict=True))
+            seconds = tuple(1e-9 * nanoseconds for nanoseconds in slowest)
+            if not first:  # which connects
+                rounds.append(seconds)
+                spent += sum(seconds)
+            first = False
+        medians = map(statistics.median, zip(*rounds, strict=True))
+        return {e.name: seconds for e, seconds in zip(exchanges, medians, strict=True)}
 
     @classmethod
     def predict(cls, num_bytes, num_ranks, links):
@@ -113,6 +127,24 @@ class AutoExchange(Exchange):
             kind.predict(num_bytes, num_ranks, links)
             for kind in (LinearExchange, TwoDimensionalExchange)
         )
+
+
+def enough(rounds: Sequence[tuple[float, float]]) -> bool:
+    """Whether more rounds would hardly change which algorithm the medians say is faster.
+
+    The logarithm of the ratio is looked at round by round, in which what disturbs a machine hits
+    both alike: is its median more than two standard errors from the margin? (For a median that is
+    1.25 sigma over the root of n, and the middle half of the values is 1.35 sigma wide.)
+
+    Args:
+        rounds: seconds of the linear and of the hierarchical exchange.
+    """
+    if not _LEAST <= len(rounds) < _MOST:
+        return len(rounds) >= _MOST
+    ratios = [math.log(hierarchical / linear) for linear, hierarchical in rounds]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    error = 1.25 * (high - low) / 1.35 / math.sqrt(len(ratios))
+    return abs(middle - math.log(_MARGIN)) > 2 * error
 
 
 def interpolate(sizes: Sequence[int], seconds: Sequence[float], size: float) -> float:
