@@ -126,12 +126,13 @@ def _add_environment(add: Callable[..., argparse.Action]) -> None:
     add(
         "--nccl-profile",
         default="none",
-        metavar="NAME[,sl=N][,tc=N][,gid=N][,qps=N]",
+        metavar="NAME[,sl=N][,tc=N][,gid=N][,qps=N]|zero-sm",
         help="ib-adaptive-routing: let the switches of an InfiniBand or RoCE fabric choose each "
         "packet's path (NCCL_IB_ADAPTIVE_ROUTING=1), on service level sl (NCCL_IB_SL), which "
         "the site must name, or traffic class tc (NCCL_IB_TC), with the RoCE address gid "
         "(NCCL_IB_GID_INDEX) and qps queue pairs per connection (NCCL_IB_QPS_PER_CONNECTION); "
-        "none: set nothing (default: none)",
+        "zero-sm: copy engines in place of multiprocessors where NCCL has that (2.28 or newer), "
+        "for overlapped exchanges; none: set nothing (default: none)",
     )
     add(
         "--output",

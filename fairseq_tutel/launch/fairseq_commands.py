@@ -38,7 +38,13 @@ _COMMANDS = {
     "fairseq-interactive": "single",
 }
 TRAINING = ("fairseq-train", "fairseq-hydra-train")
-_SECTION = {"cpu": "common", "user_dir": "common", "moe_expert_count": "model", "moe_freq": "model"}
+_SECTION = {
+    "cpu": "common",
+    "user_dir": "common",
+    "moe_expert_count": "model",
+    "moe_freq": "model",
+    "moe_overlap_degree": "model",
+}
 _PACKAGE = __name__.partition(".")[0]
 _FLAG_ALIASES = {"device_id": ("--device-id", "--local_rank")}
 
@@ -69,6 +75,13 @@ class Command:
         if self.kind == "hydra":
             return f"{_SECTION.get(key, 'distributed_training')}.{key}"
         return _FLAG_ALIASES.get(key, ("--" + key.replace("_", "-"),))[0]
+
+    def stated(self, key: str) -> str | None:
+        """What is given, or what the Hydra config file states; None if neither does."""
+        value = self.given(key)
+        if value is None and (found := _from_config_file(self, key)):
+            value = found[0]
+        return value
 
     def given(self, key: str) -> str | None:
         """The user's last value for ``key``: "true" for a bare flag, None if not given."""

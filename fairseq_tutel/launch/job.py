@@ -19,7 +19,7 @@ from .fairseq_commands import (
     with_options,
 )
 from .hydra import check_config, quiet_start
-from .nccl import profile_environment
+from .nccl import ordered_launches, overlap_warning, profile_environment
 from .placement import Placement, adopt, start_here
 from .preflight import Report
 from .rendezvous import check_port_free, master_address, master_port
@@ -296,6 +296,8 @@ def prepare_job(options: Options, command: Command, env: Mapping[str, str]) -> J
         check_experts(command, placement.world_size)
     assigned = assign_gpus(placement, gpus, cpu, env)
     shared = _shared_environment(options, placement, env, command)
+    if placement.world_size > 1 and not cpu:
+        shared |= ordered_launches(env)
     threads = _users_threads(env)
     bindings = [
         replace(bound, users_threads=threads)
@@ -331,7 +333,8 @@ def prepare_job(options: Options, command: Command, env: Mapping[str, str]) -> J
         return RankJob(rank, with_options(command, added), rank_env, bound, prefix, alike)
 
     mine = [b for b in bindings if not placement.adopted or b.local_rank == placement.local_rank]
-    warning = "" if gpus else why_no_gpus(env, options.root)
+    degree = command.stated("moe_overlap_degree")
+    warning = overlap_warning(degree, env) if gpus else why_no_gpus(env, options.root)
     table = bind.format_table(bindings, socket.gethostname())
     summary = _summary(placement, cpu, shared, warning) + "\n" + table
     return Job(placement, command, [rank_job(b) for b in mine], summary, cpu)

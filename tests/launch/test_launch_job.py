@@ -139,6 +139,30 @@ def test_users_environment_wins(node):
     assert given["NCCL_IB_ADAPTIVE_ROUTING"] == "1"
 
 
+def test_communicators_of_one_gpu_are_ordered(node):
+    name = "NCCL_LAUNCH_ORDER_IMPLICIT"
+    assert {rank.env[name] for rank in plan(node, TRAIN).ranks} == {"1"}
+    assert plan(node, TRAIN, {name: "0"}).ranks[0].env[name] == "0"
+    assert name not in plan(node, TRAIN + " --cpu", nproc_per_node=2).ranks[0].env
+    assert name not in plan(node, TRAIN, nproc_per_node=1).ranks[0].env
+
+
+def test_one_hardware_queue_and_overlap_do_not_fit(node, tmp_path):
+    one, warning = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS=1 lets"
+    overlapped = TRAIN + " --moe-overlap-degree 4"
+    assert warning in plan(node, overlapped, one).summary
+    assert "overlap degree 4" in plan(node, overlapped, one).summary
+    assert warning not in plan(node, overlapped, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}).summary
+    assert warning not in plan(node, overlapped).summary
+    assert warning not in plan(node, TRAIN, one).summary
+    assert warning not in plan(node, TRAIN + " --moe-overlap-degree 1", one).summary
+    (tmp_path / "own.yaml").write_text("model:\n  moe_overlap_degree: 2\n", encoding="utf-8")
+    hydra = f"fairseq-hydra-train --config-dir {tmp_path} --config-name own"
+    assert "overlap degree 2" in plan(node, hydra, one).summary
+    override = hydra + " model.moe_overlap_degree=1"
+    assert warning not in plan(node, override, one).summary
+
+
 def test_threads_in_effect_are_in_the_table(node):
     assert "environment" not in plan(node, TRAIN).summary
     table = plan(node, TRAIN, {"OMP_NUM_THREADS": "7"}).summary

@@ -1,5 +1,7 @@
 """Node lists, CPU lists, PCI addresses, NCCL profiles."""
 
+import importlib.metadata
+
 import pytest
 
 from fairseq_tutel.launch.nccl import profile_environment
@@ -62,11 +64,31 @@ def test_nccl_profile():
     assert given == {"NCCL_IB_ADAPTIVE_ROUTING": "1", "NCCL_IB_GID_INDEX": "3"}
 
 
+def test_profile_without_multiprocessors_needs_a_new_nccl(monkeypatch):
+    def wheel(version):
+        def find(name):
+            if name != "nvidia-nccl-cu12" or version is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return version
+
+        monkeypatch.setattr(importlib.metadata, "version", find)
+
+    for version in ("2.28.9", "2.30.7.post1", None):  # None: it came with the system
+        wheel(version)
+        assert profile_environment("zero-sm", {})["NCCL_CTA_POLICY"] == "2"
+    assert "NCCL_CTA_POLICY" not in profile_environment("zero-sm", {"NCCL_CTA_POLICY": "1"})
+    wheel("2.27.5")
+    with pytest.raises(ValueError, match="needs NCCL 2.28 or newer, torch has 2.27.5 here"):
+        profile_environment("zero-sm", {})
+    assert profile_environment("ib-adaptive-routing", {})
+
+
 @pytest.mark.parametrize(
     "profile, message",
     [
         ("fast", "known are"),
         ("none,sl=1", "takes no settings"),
+        ("zero-sm,sl=1", "takes no settings"),
         ("ib-adaptive-routing,sl=16", "from 0 to 15"),
         ("ib-adaptive-routing,qps=0", "from 1 to 128"),
         ("ib-adaptive-routing,speed=9", "is none of"),
