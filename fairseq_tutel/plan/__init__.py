@@ -6,11 +6,12 @@ profile and are predictions.
 """
 
 from .compose import load_config
-from .hardware import Hardware, StepTime, load_hardware
+from .hardware import Hardware, load_hardware
 from .memory import Memory, count_memory
 from .parameters import Parameters, count_parameters
 from .planner import ImpossiblePlan, Plan, check, ladder, make_plan
 from .settings import Precision, Settings, read_settings, with_experts
+from .speed import StepTime
 from .work import Work, count_work
 
 __all__ = [

@@ -10,19 +10,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..command_line import CommandLine
+from ..config import EXCHANGES
 from ..shipped_configs import CONFIGS, config_directory, with_extension
 from .compose import PLAN_KEYS, load_config
 from .figure import draw
 from .hardware import Hardware, load_hardware
 from .planner import ImpossiblePlan, check, ladder, make_plan
 from .report import as_dict, describe, table
-from .settings import read_settings
+from .settings import DDP_BACKENDS, FORMULATIONS, Settings, read_settings
 
 EPILOG = """\
 key=value:
   gpus=N              ranks (default: the config's world size)
   hardware=NAME       a profile in CONFIG_DIR/hardware, or a shipped one (default: a100-80g)
   vocabulary=N        size of the dictionary where the config's data is not here
+  exchange=NAME       algorithm of the all-to-all, as --moe-a2a
+  formulation=dense   as fairseq's moe branch computes: masks of tokens x experts x capacity, and
+                      attention with tables of scores (default: sparse, as this plugin does)
+  ddp=fully_sharded   with formulation=dense: dense parameters spread over the GPUs
   anything else       an override of the config, as for fairseq-hydra-train: +model.x=1 adds
                       what the file does not state, ~task.x takes out what it does
 
@@ -31,6 +36,8 @@ examples:
   python -m fairseq_tutel.plan --config-name meta_1.1t --ladder --figure ladder.png
   python -m fairseq_tutel.plan --config-name meta_1.1t gpus=64 model.moe_expert_count=64 \\
       hardware=h200 dataset.batch_size=48
+  python -m fairseq_tutel.plan --config-name meta_4.1b gpus=8 hardware=a100-40g \\
+      formulation=dense ddp=fully_sharded
 
 The exit status is 1, with the reason on standard error, where a run cannot be.
 """
@@ -91,12 +98,14 @@ def _run(options: argparse.Namespace) -> int:
         settings = read_settings(
             config, options.config_name, gpus=gpus or experts or 8, vocabulary=vocabulary
         )
+        settings = _with_own_keys(settings, own)
         plans = ladder(settings, hardware, experts=experts)
         print(json.dumps([as_dict(p) for p in plans], indent=2) if options.json else table(plans))
         if options.figure is not None:
             draw(plans, options.figure)
         return 0
     settings = read_settings(config, options.config_name, gpus=gpus, vocabulary=vocabulary)
+    settings = _with_own_keys(settings, own)
     plan = make_plan(settings, hardware)
     print(json.dumps(as_dict(plan), indent=2) if options.json else describe(plan))
     try:
@@ -125,6 +134,27 @@ def _split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         else:
             overrides.append(word)
     return own, overrides
+
+
+def _with_own_keys(settings: Settings, own: dict[str, str]) -> Settings:
+    """Settings with what the planner's own keys say of exchange and formulation."""
+    if "exchange" in own:
+        EXCHANGES.get(own["exchange"])
+        settings = settings.replace(model={"moe_a2a": own["exchange"]})
+    formulation = own.get("formulation", "sparse")
+    if formulation not in FORMULATIONS:
+        raise ValueError(f"formulation={formulation}: choose from {', '.join(FORMULATIONS)}")
+    settings = settings.replace(formulation=formulation)
+    if "ddp" not in own:
+        return settings
+    if own["ddp"] not in DDP_BACKENDS:
+        raise ValueError(f"ddp={own['ddp']}: choose from {', '.join(DDP_BACKENDS)}")
+    settings = settings.replace(ddp_backend=own["ddp"])
+    if own["ddp"] == "fully_sharded" and not settings.is_fully_sharded:
+        raise ValueError(
+            "ddp=fully_sharded needs formulation=dense: this plugin replicates dense parameters"
+        )
+    return settings
 
 
 def _positive(own: dict[str, str], key: str) -> int | None:

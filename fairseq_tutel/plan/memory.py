@@ -13,6 +13,8 @@ keeps no table of scores):
     experts        per row of the dispatch buffer: rows received, b M; input and output of the
                    activation, 2 b F; output, b M
 
+and with ``formulation=dense`` the tables of :mod:`.formulation`.
+
 With ``checkpoint_activations`` a layer keeps its input only, b M per token, and one layer at a
 time is computed again.
 """
@@ -22,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .formulation import gathered_bytes, held_parameters, tables
 from .parameters import Parameters, moe_layer_numbers
 from .settings import Settings
 
@@ -120,7 +123,9 @@ def layers(settings: Settings, parameters: Parameters) -> list[Layer]:
 def _attention_bytes(settings: Settings) -> int:
     model, b = settings.model, settings.precision.element
     dim, mask = model.decoder_embed_dim, int(model.dropout > 0)
-    return settings.tokens * ((9 * b + mask) * dim + 4 * model.decoder_attention_heads)
+    kept = settings.tokens * ((9 * b + mask) * dim + 4 * model.decoder_attention_heads)
+    sizes = tables(settings)
+    return kept + sizes.scores * sizes.kept_scores
 
 
 def _dense_bytes(settings: Settings) -> tuple[int, int, int]:
@@ -137,7 +142,9 @@ def _dense_bytes(settings: Settings) -> tuple[int, int, int]:
     }.get(str(model.activation_fn), (b, b))
     mask = int(model.dropout > 0) * model.decoder_embed_dim
     ffn = tokens * (hidden * (saved_input + b) + mask)
-    return _attention_bytes(settings) + ffn, 0, tokens * hidden * gradients
+    sizes = tables(settings)
+    widest = max(tokens * hidden * gradients, sizes.scores * sizes.gradient_scores)
+    return _attention_bytes(settings) + ffn, 0, widest
 
 
 def _moe_bytes(settings: Settings) -> tuple[int, int, int]:
@@ -149,8 +156,14 @@ def _moe_bytes(settings: Settings) -> tuple[int, int, int]:
     model, b = settings.model, settings.precision.element
     rows, dim, hidden = dispatch_rows(settings), model.decoder_embed_dim, model.moe_expert_ffn_dim
     gate = settings.tokens * 4 * settings.routing.num_experts
-    activations = _attention_bytes(settings) + gate + rows * 2 * b * hidden
-    return activations, rows * 2 * b * dim, rows * b * max(dim, 2 * hidden)
+    sizes = tables(settings)
+    kept = gate + rows * 2 * b * hidden + sizes.masks * sizes.kept_masks
+    widest = max(
+        rows * b * max(dim, 2 * hidden),
+        sizes.scores * sizes.gradient_scores,
+        sizes.masks * sizes.gradient_masks,
+    )
+    return _attention_bytes(settings) + kept, rows * 2 * b * dim, widest
 
 
 def _layer(
@@ -170,7 +183,7 @@ def _layer(
 def count_memory(settings: Settings, parameters: Parameters) -> Memory:
     """Memory of one GPU of a run."""
     model, precision, tokens = settings.model, settings.precision, settings.tokens
-    b, per_gpu = precision.element, parameters.per_gpu
+    b, per_gpu = precision.element, held_parameters(settings, parameters)
     stack = layers(settings, parameters)
     # input of the output projection and of the norm before it
     ends = tokens * b * (model.decoder_embed_dim + model.decoder_output_dim)
@@ -194,7 +207,12 @@ def count_memory(settings: Settings, parameters: Parameters) -> Memory:
     embedding = b * settings.vocabulary * model.decoder_input_dim
     scratch = max(communication + _scratch(settings, parameters), embedding)
     phases = {
-        "loss": {"gradients": accumulated, "activations": held, "logits": logits},
+        "loss": {
+            "gradients": accumulated,
+            "activations": held,
+            "logits": logits,
+            "buffers": gathered_bytes(settings, parameters),
+        },
         "backward": max(_backward(settings, parameters, stack), key=_total),
         "update": {"gradients": gradients, "buffers": scratch},
     }
@@ -231,11 +249,13 @@ def _backward(
     kept = sum(layer.kept for layer in stack)
     for layer in reversed(stack):
         gradients += layer.parameters
-        alive = parameters.per_gpu if settings.update_freq > 1 else gradients
+        whole = settings.update_freq > 1 or settings.is_fully_sharded
+        alive = held_parameters(settings, parameters) if whole else gradients
         yield {
             "gradients": b * alive,
             "activations": kept,
             "working set of a layer": layer.working,
+            "buffers": gathered_bytes(settings, parameters),
         }
         kept -= layer.kept
 
@@ -244,6 +264,8 @@ def _communication(settings: Settings, parameters: Parameters) -> int:
     """Buffer of the all-reduce of dense gradients: one of fixed size, or buckets of them all."""
     if settings.gpus == 1:
         return 0
+    if settings.is_fully_sharded:
+        return gathered_bytes(settings, parameters)
     if settings.ddp_backend in ("legacy_ddp", "no_c10d", "fully_sharded"):
         return settings.precision.element * min(LEGACY_DDP_BUFFER, parameters.per_gpu)
     return settings.precision.element * parameters.dense

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .hardware import Hardware, StepTime, predict
+from .hardware import Hardware
 from .memory import Memory, count_memory
 from .parameters import Parameters, count_parameters
 from .settings import Settings, with_experts
+from .speed import StepTime, predict
 from .work import Work, count_work
 
 GB = 1e9

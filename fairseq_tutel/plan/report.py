@@ -17,6 +17,9 @@ def describe(plan: Plan) -> str:
         f"{settings.precision.name}, {settings.batch_size} x {settings.tokens_per_sample} tokens "
         f"per GPU, update_freq {settings.update_freq}, vocabulary {settings.vocabulary}",
     ]
+    if settings.is_dense_formulation:
+        spread = ", dense parameters fully sharded" if settings.is_fully_sharded else ""
+        lines.append(f"as fairseq's moe branch computes: dense masks and scores{spread}")
     rows: list[tuple[str, str]] = [
         ("parameters", f"{parameters.total:,} ({parameters.total:.2e})"),
         ("  dense", f"{parameters.dense:,}"),
@@ -153,6 +156,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "config": settings.name,
         "gpus": settings.gpus,
         "hardware": plan.hardware.title,
+        "formulation": settings.formulation,
+        "exchange": dataclasses.asdict(settings.exchange),
         "precision": settings.precision.name,
         "batch_size": settings.batch_size,
         "tokens_per_sample": settings.tokens_per_sample,

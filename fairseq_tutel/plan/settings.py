@@ -14,6 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from ..config import MoEConfig, check_divisible
 from ..models.options import check_model_options, moe_config
 
+FORMULATIONS = ("sparse", "dense")
+DDP_BACKENDS = ("legacy_ddp", "pytorch_ddp", "fully_sharded")
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -33,6 +36,24 @@ class Precision:
 
 
 @dataclass(frozen=True)
+class ExchangeChoice:
+    """How rows travel between GPUs.
+
+    Attributes:
+        algorithm: of ``--moe-a2a``.
+        degree: d, chunks that overlap with the experts.
+        wire, wire_back, wire_grad: numbers on the wire: of tokens on their way to the experts, of
+            outputs on their way back, and of both gradients.
+    """
+
+    algorithm: str = "linear"
+    degree: int = 1
+    wire: str = "same"
+    wire_back: str = "same"
+    wire_grad: str = "same"
+
+
+@dataclass(frozen=True)
 class Settings:
     """One training run.
 
@@ -47,6 +68,7 @@ class Settings:
         update_freq: forward passes per update.
         ddp_backend: of fairseq.
         routing: options of the MoE layers, None for a dense model.
+        formulation: sparse, as this plugin computes; dense, as fairseq's moe branch did.
     """
 
     name: str
@@ -59,6 +81,25 @@ class Settings:
     update_freq: int
     ddp_backend: str
     routing: MoEConfig | None
+    formulation: str = "sparse"
+
+    @property
+    def is_dense_formulation(self) -> bool:
+        """Whether tables of masks and scores exist."""
+        return self.formulation == "dense"
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Whether dense parameters are spread over the GPUs; this plugin replicates them."""
+        return self.is_dense_formulation and self.ddp_backend == "fully_sharded"
+
+    @property
+    def exchange(self) -> ExchangeChoice:
+        """As the model's options say it."""
+        model = self.model
+        return ExchangeChoice(
+            algorithm=str(model.moe_a2a), degree=getattr(model, "moe_overlap_degree", 1)
+        )
 
     @property
     def tokens(self) -> int:
