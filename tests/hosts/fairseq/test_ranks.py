@@ -98,16 +98,31 @@ def test_a_trainer_that_would_be_one_of_two_is_refused(monkeypatch):
 
 
 def test_programs_that_join_are_those_that_run_experts_on_several_ranks(monkeypatch):
+    joined = []
     monkeypatch.setattr(hooks.evaluation, "is_moe_checkpoint", lambda path: path == "moe.pt")
-    assert hooks._meets_experts("train", make_config())
-    assert not hooks._meets_experts("train", make_config(moe=False))
+    monkeypatch.setattr(hooks.ranks, "join_started_ranks", joined.append)
+    monkeypatch.setattr(hooks.blocks, "use_trained_block_size", lambda cfg: None)
+    call_main = hooks._call_main(lambda cfg, main: main(cfg))
+
+    def joins(program, cfg):
+        joined.clear()
+        names = {}
+        exec(compile("def main(cfg): pass", f"/fairseq_cli/{program}.py", "exec"), names)
+        call_main(cfg, names["main"])
+        return bool(joined)
+
+    assert joins("train", make_config())
+    assert not joins("train", make_config(moe=False))
     cfg = make_config()
-    for program, path, joins in (
+    for program, path, expected in (
         ("eval_lm", "moe.pt", True), ("validate", "moe.pt", True), ("eval_lm", "dense.pt", False),
         ("eval_lm", None, False), ("interactive", "moe.pt", False),
     ):  # fmt: skip
         cfg.common_eval.path = path
-        assert hooks._meets_experts(program, cfg) is joins, (program, path)
+        assert joins(program, cfg) is expected, (program, path)
+    cfg.generation.beam = 0
+    with pytest.raises(ValueError, match="--beam 0 must be at least 1"):
+        joins("interactive", cfg)
 
 
 def test_generation_shares_the_data(monkeypatch):
