@@ -133,10 +133,19 @@ def test_times_between_measured_sizes_lie_on_straight_lines():
     assert found == pytest.approx([0.5, 1, 1.5, 2, 5, 8, 11])
 
 
+def test_one_size_that_was_measured_badly_has_no_say():
+    ones = [1.0] * 6
+    assert auto.crossover(ones, [0.5, 0.6, 0.7, 1.2, 1.5, 2.0]) == 3
+    assert auto.crossover(ones, [0.5, 0.6, 1.1, 0.7, 1.5, 2.0]) == 4
+    assert auto.crossover(ones, [1.1, 1.1, 0.93, 1.2, 1.3, 1.5]) == 0
+    assert auto.crossover(ones, [0.5] * 6) == 6
+    assert auto.crossover(ones, [0.98] * 6) == 0  # not by as much as the margin
+
+
 def test_measuring_goes_on_until_it_is_clear():
-    assert not auto.enough([(1.0, 2.0)] * 4) and auto.enough([(1.0, 2.0)] * 5)
-    noisy = [(1.0, 1.0 + 0.3 * math.sin(37 * i)) for i in range(40)]
-    assert not auto.enough(noisy[:10]) and auto.enough(noisy[: auto._MOST])
+    assert not auto.enough([(1.0, 2.0)] * 8) and auto.enough([(1.0, 2.0)] * 9)
+    noisy = [(1.0, 1.0 + 0.3 * math.sin(37 * i)) for i in range(60)]
+    assert not auto.enough(noisy[:20]) and auto.enough(noisy[: auto._MOST])
     assert auto.enough([(1.0, 1.6 + 0.3 * math.sin(37 * i)) for i in range(10)])
     # what hits both alike does not hide which one is faster
     assert auto.enough([((1 + i % 5), 0.9 * (1 + i % 5)) for i in range(10)])

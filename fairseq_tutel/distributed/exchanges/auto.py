@@ -1,7 +1,7 @@
 """Whichever of the linear and the hierarchical exchange is faster for a message of its size.
 
 In the cost model (``predict``) both cost a constant (latency, messages) and a time per byte: the
-hierarchical one has the smaller constant, the linear one the smaller time per byte. Where the two
+hierarchical one has the smaller constant, the linear one the smaller time per byte. Where their
 lines cross depends on machine and ranks; users of Tutel's 2DH lose speed with it below some hundred
 GPUs (microsoft/tutel issue 214). So both are measured when the exchange is built, at every size
 until it is clear which one is faster there, which takes seconds at most. Both give the same bits,
@@ -11,6 +11,7 @@ so that the choice changes nothing but time.
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
 import math
 import statistics
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 # bytes that one rank hands over
 _PROBES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20]
 # rounds of measurements at a size: at least, at most, and seconds after which no other is begun
-_LEAST, _MOST, _SECONDS = 5, 31, 1.0
+_LEAST, _MOST, _SECONDS = 9, 51, 1.0
 # how much faster the hierarchical exchange has to be
 _MARGIN = 0.97
 
@@ -64,9 +65,13 @@ class AutoExchange(Exchange):
         """The faster one; a collective call in the sense that all ranks must ask for one size."""
         if not self.seconds:
             return self.linear
-        linear, hierarchical = (
-            interpolate(_PROBES, self.seconds[name], num_bytes) for name in ("linear", "2dh")
-        )
+        measured = self.seconds["linear"], self.seconds["2dh"]
+        edge = crossover(*measured)
+        if not edge or edge < len(_PROBES) and num_bytes >= _PROBES[edge]:
+            return self.linear
+        if num_bytes <= _PROBES[edge - 1]:
+            return self.hierarchical
+        linear, hierarchical = (interpolate(_PROBES, times, num_bytes) for times in measured)
         return self.hierarchical if hierarchical < _MARGIN * linear else self.linear
 
     def prepare(self) -> Exchange:
@@ -104,14 +109,16 @@ class AutoExchange(Exchange):
         spent, first = 0.0, True
         while not (enough(rounds) or spent > _SECONDS and len(rounds) >= _LEAST):
             mine = []
-            for exchange in exchanges:
+            # by turns, as what one leaves in the links' queues hits the other
+            turn = 1 if len(rounds) % 2 else -1
+            for exchange in exchanges[::turn]:
                 dist.barrier(group)
                 _synchronize(device)
                 begin = time.perf_counter_ns()
                 exchange.forth(rows)
                 _synchronize(device)
                 mine.append(time.perf_counter_ns() - begin)
-            slowest = map(max, zip(*gather_integers(mine, group), strict=True))
+            slowest = map(max, zip(*gather_integers(mine[::turn], group), strict=True))
             seconds = tuple(1e-9 * nanoseconds for nanoseconds in slowest)
             if not first:  # which connects
                 rounds.append(seconds)
@@ -129,11 +136,23 @@ class AutoExchange(Exchange):
         )
 
 
+def crossover(linear: Sequence[float], hierarchical: Sequence[float]) -> int:
+    """Number of sizes, from the smallest on, at which the hierarchical exchange is to be taken.
+
+    The ratio of two lines of which one has the smaller constant and the other the smaller slope
+    falls with the size, so there is one crossing; where it lies is decided by all sizes together,
+    and a single one that was measured badly has no say.
+    """
+    gains = [math.log(_MARGIN * a / b) for a, b in zip(linear, hierarchical, strict=True)]
+    sums = [0.0, *itertools.accumulate(gains)]
+    return max(range(len(sums)), key=sums.__getitem__)
+
+
 def enough(rounds: Sequence[tuple[float, float]]) -> bool:
     """Whether more rounds would hardly change which algorithm the medians say is faster.
 
     The logarithm of the ratio is looked at round by round, in which what disturbs a machine hits
-    both alike: is its median more than two standard errors from the margin? (For a median that is
+    both alike: is its median more than three standard errors from the margin? (For a median that is
     1.25 sigma over the root of n, and the middle half of the values is 1.35 sigma wide.)
 
     Args:
@@ -144,7 +163,7 @@ def enough(rounds: Sequence[tuple[float, float]]) -> bool:
     ratios = [math.log(hierarchical / linear) for linear, hierarchical in rounds]
     low, middle, high = statistics.quantiles(ratios, n=4)
     error = 1.25 * (high - low) / 1.35 / math.sqrt(len(ratios))
-    return abs(middle - math.log(_MARGIN)) > 2 * error
+    return abs(middle - math.log(_MARGIN)) > 3 * error
 
 
 def interpolate(sizes: Sequence[int], seconds: Sequence[float], size: float) -> float:
