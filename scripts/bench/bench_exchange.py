@@ -26,7 +26,7 @@ import torch
 from bench_alltoall import check, message, parse_size
 from measure import percentiles
 from ranks import Ranks, connected
-from record import Neighbours, describe_run, device_name, quiet_logs, say, table, write_json
+from record import OtherLoad, describe_run, device_name, quiet_logs, say, table, write_json
 
 from fairseq_tutel.config import EXCHANGES, ExchangeConfig
 from fairseq_tutel.distributed import build_exchange, build_groups
@@ -175,7 +175,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     unknown = [name for name in options.algorithms if name not in EXCHANGES]
     if unknown:
         raise ValueError(f"--algorithms {','.join(unknown)}: choose from {', '.join(EXCHANGES)}")
-    neighbours = Neighbours()
+    others = OtherLoad()
     measured = PARTS[options.part].measure(options, ranks)
     result = {
         **describe_run("exchange", ranks.device, ranks.world_size),
@@ -186,7 +186,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             key: getattr(options, key)
             for key in ("ranks_per_node", "repetitions", "sizes", "algorithms")
         },
-        "others_share_of_cpus": neighbours.share(),
+        "cpu_share_of_others": others.share(),
         **measured,
     }
     if bed := os.environ.get("TWO_NODES"):
