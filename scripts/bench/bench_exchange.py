@@ -5,16 +5,19 @@
     python -m fairseq_tutel.launch --nproc-per-node 8 -- \\
         python scripts/bench/bench_exchange.py sizes --ranks-per-node 4
 
-``sizes``: linear, 2dh and auto by the bytes that one rank hands over. All variants of a measurement
-take turns in one process, a repetition is one exchange after a barrier, its time that of the
-slowest rank, and medians are compared. On two nodes made by two_nodes.py the figures are those of
-its link; without it everything goes through loopback, where no gain is to be expected.
+``sizes``: linear, 2dh and auto by the bytes that one rank hands over.
+
+All variants of a part take turns in one process, a repetition begins with a barrier, its time is
+that of the slowest rank, and medians are compared. On two nodes made by two_nodes.py the figures
+are those of its link; without it everything goes through loopback, where no gain is to be expected.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +45,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("part", choices=list(PARTS), help="what to measure")
+    add("parts", nargs="+", choices=list(PARTS), metavar="PART", help="what to measure")
     add("--ranks-per-node", type=int, default=0, help="default: as the machines have it")
     add("--repetitions", type=int, default=15, help="of every variant (default: 15)")
     add(
@@ -59,20 +62,28 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="LIST",
         help="default: linear,2dh,auto",
     )
-    add("--output", type=Path, help="JSON file (default: runs/bench/exchange-PART-W-LINK.json)")
-    add("--figure", type=Path, help="PNG file (default: beside the JSON file)")
+    add(
+        "--output",
+        type=Path,
+        default=Path("runs/bench"),
+        metavar="FOLDER",
+        help="for exchange-PART-RANKS-LINK.json and .png (default: runs/bench)",
+    )
     return parser.parse_args(argv)
 
 
 def interleaved(
     variants: Mapping[str, Callable[[], Any]], ranks: Ranks, repetitions: int, warmup: int = 2
 ) -> dict[str, list[float]]:
-    """Seconds of every repetition of each variant, on the slowest rank; variants take turns."""
+    """Seconds of every repetition of each variant, on the slowest rank; variants take turns.
+
+    In random order, the same on all ranks: what an exchange leaves in the link's queue hits
+    whichever comes next.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     names = list(variants)
     for number in range(-warmup, repetitions):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+        for name in random.Random(number).sample(names, len(names)):
             ranks.barrier()
             begin = time.perf_counter()
             variants[name]()
@@ -113,15 +124,26 @@ def measure_sizes(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
 
 
 def size_ratios(rows: Sequence[dict]) -> dict[str, dict[str, float]]:
-    """By size: linear over 2dh, and auto over the better of the two, of medians."""
+    """By size: linear over 2dh, and what auto chose over the better of the two.
+
+    Of medians of all repetitions of an algorithm, also of those in which auto had chosen it: it
+    then is the same object, so that its own repetitions say how much the others are to be trusted.
+    """
     found: dict[str, dict[str, float]] = {}
     for size in sorted({row["bytes"] for row in rows}):
-        median = {r["algorithm"]: r["seconds"]["p50"] for r in rows if r["bytes"] == size}
+        times: dict[str, list[float]] = {}
+        for row in rows:
+            if row["bytes"] == size:
+                times.setdefault(row["exchange"], []).extend(row["raw_seconds"])
+        median = {name: statistics.median(values) for name, values in times.items()}
         ratios = found.setdefault(str(size), {})
-        if {"linear", "2dh"} <= set(median):
-            ratios["linear/2dh"] = median["linear"] / median["2dh"]
-            if "auto" in median:
-                ratios["auto/better"] = median["auto"] / min(median["linear"], median["2dh"])
+        if not {"linear", "2dh"} <= set(median):
+            continue
+        ratios["linear/2dh"] = median["linear"] / median["2dh"]
+        for row in rows:
+            if (row["algorithm"], row["bytes"]) == ("auto", size):
+                better = min(median["linear"], median["2dh"])
+                ratios["auto/better"] = median[row["exchange"]] / better
     return found
 
 
@@ -147,12 +169,15 @@ def print_sizes(result: dict[str, Any]) -> None:
 class Part:
     """One measurement: what it is, how it is made and printed."""
 
-    def __init__(self, about: str, measure: Callable, show: Callable):
+    def __init__(self, about: str, measure: Callable, show: Callable, *settings: str):
         self.about, self.measure, self.show = about, measure, show
+        self.settings = ("ranks_per_node", "repetitions", *settings)
 
 
 PARTS = {
-    "sizes": Part("linear, 2dh and auto by message size", measure_sizes, print_sizes),
+    "sizes": Part(
+        "linear, 2dh and auto by message size", measure_sizes, print_sizes, "sizes", "algorithms"
+    ),
 }
 
 
@@ -164,7 +189,7 @@ def link_name() -> str:
     return "messages" if "--message-bytes" in bed else "bandwidth"
 
 
-def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+def run(options: argparse.Namespace, ranks: Ranks, name: str) -> dict[str, Any]:
     """Measure, print and write.
 
     Raises:
@@ -175,30 +200,26 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     unknown = [name for name in options.algorithms if name not in EXCHANGES]
     if unknown:
         raise ValueError(f"--algorithms {','.join(unknown)}: choose from {', '.join(EXCHANGES)}")
-    others = OtherLoad()
-    measured = PARTS[options.part].measure(options, ranks)
+    others, part = OtherLoad(), PARTS[name]
+    measured = part.measure(options, ranks)
     result = {
         **describe_run("exchange", ranks.device, ranks.world_size),
-        "part": options.part,
+        "part": name,
         "backend": ranks.backend,
         "link": link_name(),
-        "settings": {
-            key: getattr(options, key)
-            for key in ("ranks_per_node", "repetitions", "sizes", "algorithms")
-        },
+        "settings": {key: getattr(options, key) for key in part.settings},
         "cpu_share_of_others": others.share(),
         **measured,
     }
     if bed := os.environ.get("TWO_NODES"):
         result["command"] = f"{bed} -- {result['command']}"
     if ranks.first:
-        say(f"{options.part}: {ranks.world_size} ranks, {result['link']}, {device_name(result)}")
-        PARTS[options.part].show(result)
-        name = f"exchange-{options.part}-{ranks.world_size}-{result['link']}.json"
-        path = options.output or Path("runs/bench") / name
+        say(f"{name}: {ranks.world_size} ranks, {result['link']}, {device_name(result)}")
+        part.show(result)
+        path = options.output / f"exchange-{name}-{ranks.world_size}-{result['link']}.json"
         write_json(result, path)
         say(f"written: {path}")
-        picture = options.figure or path.with_suffix(".png")
+        picture = path.with_suffix(".png")
         if figures.draw(result, picture):
             say(f"drawn: {picture}")
     return result
@@ -212,7 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet_logs()
     try:
         with connected(torch.device("cpu"), "gloo") as ranks:
-            run(options, ranks)
+            for name in options.parts:
+                run(options, ranks, name)
     except ValueError as error:
         sys.stderr.write(f"bench_exchange.py: error: {error}\n")
         return 2

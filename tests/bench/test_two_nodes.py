@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -32,14 +33,14 @@ needs_namespaces = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 @needs_namespaces
 def test_exchanges_between_two_nodes(tmp_path):
-    path = tmp_path / "exchange.json"
     done = subprocess.run(
         [*SCRIPT, "--ranks", "4", "--rate", "100mbit", "--message-bytes", "20000", "--",
          sys.executable, "scripts/bench/bench_exchange.py", "sizes", "--sizes", "4K,1M",
-         "--repetitions", "3", "--output", str(path)],
+         "--repetitions", "3", "--output", str(tmp_path)],
         cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    path = tmp_path / "exchange-sizes-4-messages.json"
     result = json.loads(path.read_text(encoding="utf-8"))
     assert (result["link"], result["world_size"]) == ("messages", 4)
     assert result["command"].startswith("python scripts/bench/two_nodes.py --ranks 4 --rate 100mb")
@@ -52,9 +53,17 @@ def test_exchanges_between_two_nodes(tmp_path):
     least = ((1 << 20) - (256 << 10)) / (100e6 / 8)
     assert rows["linear", 1 << 20]["seconds"]["min"] > 0.9 * least
     for size, ratios in result["ratios"].items():
-        medians = [rows[name, int(size)]["seconds"]["p50"] for name in ("linear", "2dh", "auto")]
-        assert ratios["linear/2dh"] == pytest.approx(medians[0] / medians[1], rel=1e-3)
-        assert ratios["auto/better"] == pytest.approx(medians[2] / min(medians[:2]), rel=1e-3)
+        chosen = rows["auto", int(size)]["exchange"]
+        other = {"linear": "2dh", "2dh": "linear"}[chosen]
+        both = rows["auto", int(size)]["raw_seconds"] + rows[chosen, int(size)]["raw_seconds"]
+        median = {
+            chosen: statistics.median(both),
+            other: statistics.median(rows[other, int(size)]["raw_seconds"]),
+        }
+        assert ratios["linear/2dh"] == pytest.approx(median["linear"] / median["2dh"], rel=1e-2)
+        assert ratios["auto/better"] == pytest.approx(
+            median[chosen] / min(median.values()), rel=1e-2
+        )
     assert path.with_suffix(".png").stat().st_size > 10_000
 
 
