@@ -4,15 +4,16 @@ A parallel loop waits for its slowest thread at its end. A chain of short ones w
 badly where another process uses a core: an elementwise operation that takes 10 us on one thread was
 seen to take 3 ms on two. Threads that take whole parts from a queue wait once, and work that one
 thread does in 10 us needs no second one.
+
+The threads are torch's own, those of OpenMP. They spin for milliseconds after each parallel loop of
+torch's, waiting for the next, and would take half of every core from threads of another pool.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
-import os
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -46,8 +47,8 @@ def small_on_one_thread(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def share_out(run: Callable[[Iterator[int]], None], count: int) -> None:
     """Call ``run`` on iterators that together yield 0 to ``count - 1``, each number once.
 
-    With parts enough for torch's threads, ``run`` is called once on each of that many threads, on
-    which torch computes without further threads and without gradients; otherwise once, here.
+    With parts enough for torch's threads, ``run`` is called once on each of them, where torch
+    computes without further threads and without gradients; otherwise once, here.
 
     An error on a thread is raised here, after all threads have ended their parts: they write into
     buffers that the caller is about to lose.
@@ -55,45 +56,45 @@ def share_out(run: Callable[[Iterator[int]], None], count: int) -> None:
     # next() of this iterator is one step for the interpreter: no two threads get the same number
     parts = iter(range(count))
     threads = torch.get_num_threads()
-    if threads == 1 or (count % threads and count < 2 * threads):
+    parallel = None
+    if threads > 1 and (count % threads == 0 or count >= 2 * threads):
+        parallel = _openmp_parallel()
+    if parallel is None:
         run(parts)
         return
-    pool = _pool(threads, os.getpid())
+    errors: list[BaseException] = []
     inference = torch.is_inference_mode_enabled()
-    jobs: list[Future] = []
+
+    def work(_) -> None:
+        try:
+            # modes are settings of each thread
+            with torch.inference_mode(inference), torch.no_grad():
+                run(parts)
+        except BaseException as error:  # the caller of this function is not Python
+            errors.append(error)
+            for _ in parts:  # nobody takes another part
+                pass
+
+    parallel(_Callback(work), None, threads, 0)
+    if errors:
+        raise errors[0]
+
+
+_Callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@functools.cache
+def _openmp_parallel() -> Callable | None:
+    """``GOMP_parallel(function, data, threads, flags)`` of the OpenMP that torch uses.
+
+    What a compiler calls for ``#pragma omp parallel``; GNU's, Intel's and LLVM's libraries have it.
+    None where there is none: torch built without OpenMP, or for macOS or Windows.
+    """
     try:
-        for _ in range(threads):
-            jobs.append(pool.submit(_in_mode, inference, run, parts))
-        wait(jobs, return_when=FIRST_EXCEPTION)
-        for job in jobs:
-            if job.done():
-                job.result()
-    finally:
-        # after an error, or an interrupt while waiting: nobody takes another part
-        for _ in parts:
-            pass
-        wait(jobs)
-
-
-def _in_mode(inference: bool, run, parts) -> None:
-    # modes are settings of each thread
-    with torch.inference_mode(inference), torch.no_grad():
-        run(parts)
-
-
-@functools.lru_cache(maxsize=1)
-def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """Threads of this process; a forked child has none of its parent's and makes its own."""
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="fairseq_tutel-experts")
-    all_started = threading.Barrier(threads)
-
-    def settle():
-        torch.get_num_threads()  # the first look sets a thread to the default
-        all_started.wait()
-        torch.set_num_threads(1)
-
-    for ready in [pool.submit(settle) for _ in range(threads)]:
-        ready.result()
-    # that was for the pool's threads, but it also became the default of threads to come
-    torch.set_num_threads(threads)
-    return pool
+        # looked up in the library and all that it depends on
+        function = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [_Callback, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    function.restype = None
+    return function
