@@ -13,6 +13,7 @@ from torch.autograd import gradcheck
 
 from fairseq_tutel import ops
 from fairseq_tutel.backends import torch as torch_backend
+from fairseq_tutel.backends.torch import _expert_blocks
 from fairseq_tutel.backends.torch import _threads as threads_module
 from fairseq_tutel.backends.torch import expert_ffn as module
 from fairseq_tutel.backends.torch._threads import share_out
@@ -27,8 +28,8 @@ NAMES = ("rows", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 
 
 def many_blocks(monkeypatch):
-    monkeypatch.setattr(module, "_BLOCK_NUMEL", 1)
-    monkeypatch.setattr(module, "_MIN_ROWS", 2)
+    monkeypatch.setattr(_expert_blocks, "_BLOCK_NUMEL", 1)
+    monkeypatch.setattr(_expert_blocks, "_MIN_ROWS", 2)
 
 
 @pytest.fixture(params=["one-block", "many-blocks"])
@@ -142,18 +143,18 @@ UNEVEN = {
 
 @pytest.mark.parametrize("case", UNEVEN)
 def test_an_overloaded_expert_is_shared_by_the_threads(case, threads, monkeypatch):
-    monkeypatch.setattr(module, "_BLOCK_NUMEL", 1)
-    monkeypatch.setattr(module, "_MIN_ROWS", 2)
+    monkeypatch.setattr(_expert_blocks, "_BLOCK_NUMEL", 1)
+    monkeypatch.setattr(_expert_blocks, "_MIN_ROWS", 2)
     ends, wanted = UNEVEN[case]
     threads(2)
-    spans = list(zip([0, *ends[:-1]], ends, strict=True))
-    options = module._options(torch.empty(64, M), F, "gelu", (0.0, 0.0), None)
-    parts = module._parts(spans, options, M, whole=True)
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    blocks = _expert_blocks.Blocks.of(torch.empty(64, M), offsets, F, "gelu", (0.0, 0.0), None)
+    parts = blocks.parts(M, whole=True)
     assert [(x, sum(b.stop - b.start for b in blocks)) for x, blocks in parts] == wanted
 
     args, _ = tensors("padded")
     rows = torch.randn(64, M, dtype=torch.float64, requires_grad=True)
-    args, offsets = [rows, *args[1:]], torch.tensor(ends, dtype=torch.int32)
+    args = [rows, *args[1:]]
     d_out = torch.randn(64, M, dtype=torch.float64)
     results = []
     for count in (2, 2, 1):

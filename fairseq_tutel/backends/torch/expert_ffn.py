@@ -10,7 +10,6 @@ of the rows is taken in several parts there, whose sums are added in order. So t
 the same bits on the same number of threads.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,130 +17,59 @@ import torch
 from torch import Tensor
 
 from .._expert_chain import Functions, chain_bwd, chain_fwd
+from ._expert_blocks import Blocks, GradientSums, accumulate
 from ._grouped import rows_product, weight_gradient
 from ._threads import share_out
-from .activation import ACTIVATIONS, bias_act_bwd, bias_act_fwd
-
-# Hidden elements per block: 4 MiB of fp32; and rows that keep the products efficient.
-_BLOCK_NUMEL = 1 << 20
-_MIN_ROWS = 256
-# An expert is split if the largest one has this many times a thread's equal share of the rows.
-_UNEVEN = 1.25
+from .activation import bias_act_bwd, bias_act_fwd
 
 _FUNCTIONS = Functions(bias_act_fwd, bias_act_bwd, rows_product, weight_gradient)
-_aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class _Options:
-    """What forward and backward pass have in common.
-
-    Attributes:
-        activation: a key of ACTIVATIONS.
-        dropout_p: after the activation and after fc2.
-        seed: of the masks.
-        block_rows: rows per block.
-        acc: dtype of everything but products.
-    """
-
-    activation: str
-    dropout_p: tuple[float, float]
-    seed: int
-    block_rows: int
-    acc: torch.dtype
-
-    def activate(self, z: Tensor, out: Tensor) -> Tensor:
-        """activation(z) in ``out``, which may be z."""
-        if self.activation == "gelu":
-            return _aten.gelu.out(z, out=out)
-        return ACTIVATIONS[self.activation][0](out.copy_(z))
-
-    def d_activate(self, d_a: Tensor, z: Tensor) -> Tensor:
-        """d_a * activation'(z), in place of d_a; z stays as it is."""
-        if self.activation == "gelu":
-            return _aten.gelu_backward.grad_input(d_a, z, grad_input=d_a)
-        return d_a.copy_(ACTIVATIONS[self.activation][1](d_a, z.clone()))
-
-    def masks(self, rows: slice, *likes: Tensor) -> list[Tensor | None]:
-        """For the hidden values and the output of a block: 0 or 1 / (1 - p), None if p is 0."""
-        if not any(self.dropout_p):
-            return [None, None]
-        generator = torch.Generator().manual_seed(self.seed + rows.start)
-        found: list[Tensor | None] = []
-        for like, p in zip(likes, self.dropout_p, strict=True):
-            keep = torch.empty_like(like, dtype=self.acc) if p > 0 else None
-            if keep is not None:
-                keep.bernoulli_(1.0 - p, generator=generator).div_(1.0 - p)
-            found.append(keep)
-        return found
-
-    def blocks(self, span: tuple[int, int]) -> Iterator[slice]:
-        """Rows of an expert in blocks."""
-        begin, end = span
-        for first in range(begin, end, self.block_rows):
-            yield slice(first, min(first + self.block_rows, end))
-
-
-def _options(rows, hidden_dim, activation, dropout_p, seed) -> _Options:
-    half = rows.dtype in (torch.float16, torch.bfloat16)
-    return _Options(
-        activation,
-        dropout_p,
-        seed=0 if seed is None else int(seed),
-        block_rows=max(_MIN_ROWS, _BLOCK_NUMEL // max(1, hidden_dim)),
-        acc=torch.float32 if half else rows.dtype,
-    )
 
 
 def _by_blocks(rows: Tensor) -> bool:
     return rows.device.type == "cpu"
 
 
-def _spans(rows: Tensor, num_experts: int, offsets: Tensor | None) -> list[tuple[int, int]]:
-    """Begin and end of each expert's rows. NOTE: reads the offsets on the host."""
-    if offsets is None:
-        step = rows.shape[1]
-        return [(x * step, (x + 1) * step) for x in range(num_experts)]
-    ends = offsets.tolist()
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+@dataclass(frozen=True)
+class _Forward:
+    """What the blocks of a forward pass read and write.
 
-
-def _parts(spans, options: _Options, model_dim: int, whole: bool) -> list[tuple[int, list[slice]]]:
-    """(expert, consecutive blocks of its rows) for a thread each, the blocks in order.
-
-    Args:
-        whole: keep the blocks of an expert together, unless threads would wait for an overloaded
-            one.
+    Attributes:
+        rows_RM, params: as of :func:`expert_ffn_fwd`.
+        out_RM: the output.
+        saved_RF: pre-activations for the backward pass, in half precision without the bias; or
+            (0, F).
     """
-    by_expert = [list(options.blocks(span)) for span in spans]
-    if not whole:
-        return [(x, [part]) for x, blocks in enumerate(by_expert) for part in blocks]
-    threads = torch.get_num_threads()
-    sizes = [end - begin for begin, end in spans]
-    share = max(1.0, sum(sizes) / threads)
-    uneven = max(sizes, default=0) > _UNEVEN * share
-    parts = []
-    for expert, (size, blocks) in enumerate(zip(sizes, by_expert, strict=True)):
-        if not blocks:
-            continue
-        # a part's own weight gradients, 2 M F numbers, are not to exceed its hidden values
-        most = min(math.ceil(size / share), size // (2 * model_dim)) if uneven else 1
-        step = math.ceil(len(blocks) / max(1, most))
-        parts += [(expert, blocks[i : i + step]) for i in range(0, len(blocks), step)]
-    return parts
 
+    blocks: Blocks
+    rows_RM: Tensor
+    params: tuple[Tensor, ...]
+    out_RM: Tensor
+    saved_RF: Tensor
 
-def _scratch(like: Tensor, spans, options: _Options, width: int, dtype) -> Tensor:
-    """For one block of any expert."""
-    rows = max((end - begin for begin, end in spans), default=0)
-    return like.new_empty((min(rows, options.block_rows), width), dtype=dtype)
+    def run(self, parts: list[tuple[int, list[slice]]], numbers: Iterator[int]) -> None:
+        """The parts with these numbers, on one thread."""
+        to, hidden_dim = self.blocks, self.saved_RF.shape[1]
+        scratch = to.scratch(self.rows_RM, hidden_dim, to.acc)
+        products = None if len(self.saved_RF) else to.scratch(self.rows_RM, hidden_dim, to.dtype)
+        for number in numbers:
+            expert, (block,) = parts[number]
+            count = block.stop - block.start
+            h = self.saved_RF[block] if products is None else products[:count]
+            self._block(block, [p[expert] for p in self.params], h, scratch[:count])
 
-
-def _add_bias(h: Tensor, bias: Tensor, out: Tensor) -> Tensor:
-    """h + bias in the dtype of ``out``, which may be h."""
-    if h.dtype == out.dtype:
-        return torch.add(h, bias, out=out)
-    return out.copy_(h).add_(bias)
+    def _block(self, block: slice, params: list[Tensor], h: Tensor, a: Tensor) -> None:
+        to, (w1, b1, w2, b2), y = self.blocks, params, self.out_RM[block]
+        z = to.linear(self.rows_RM[block], w1, b1, out=h, wide=a)
+        a = to.activate(z, a)
+        keep_a, keep_y = to.masks(block, a, y)
+        if keep_a is not None:
+            a.mul_(keep_a)
+        wide = y if to.dtype == to.acc else y.new_empty(y.shape, dtype=to.acc)
+        biased = to.linear(a.to(to.dtype), w2, b2, out=y, wide=wide)
+        if keep_y is not None:
+            biased.mul_(keep_y)
+        if to.dtype != to.acc:
+            y.copy_(biased)
 
 
 def expert_ffn_fwd(
@@ -176,55 +104,88 @@ def expert_ffn_fwd(
         without ``keep_hidden``; the same after the activation, (0, F) on a CPU, which recomputes
         them.
     """
+    params = fc1_weight, fc1_bias, fc2_weight, fc2_bias
     if not _by_blocks(rows):
         return chain_fwd(
             _FUNCTIONS,
             rows,
-            fc1_weight,
-            fc1_bias,
-            fc2_weight,
-            fc2_bias,
+            *params,
             activation=activation,
             offsets=offsets,
             dropout_p=dropout_p,
             seed=seed,
             keep_hidden=keep_hidden,
         )
-    num_experts, hidden_dim, model_dim = fc1_weight.shape
-    options = _options(rows, hidden_dim, activation, dropout_p, seed)
-    acc, dtype = options.acc, rows.dtype
-    spans = _spans(rows, num_experts, offsets)
+    _, hidden_dim, model_dim = fc1_weight.shape
+    blocks = Blocks.of(rows, offsets, hidden_dim, activation, dropout_p, seed)
     rows_RM = rows.reshape(-1, model_dim)
     out_RM = rows.new_empty(rows_RM.shape)  # contiguous, as the operator promises
     saved_RF = rows.new_empty((len(rows_RM) if keep_hidden else 0, hidden_dim))
-    parts = _parts(spans, options, model_dim, whole=False)
+    forward = _Forward(blocks, rows_RM, params, out_RM, saved_RF)
+    parts = blocks.parts(model_dim, whole=False)
+    share_out(lambda numbers: forward.run(parts, numbers), len(parts))
+    out_RM[blocks.end :] = 0
+    return out_RM.view(rows.shape), saved_RF, saved_RF.new_empty((0, hidden_dim))
 
-    def run(numbers: Iterator[int]) -> None:
-        scratch = _scratch(rows, spans, options, hidden_dim, acc)
-        products = _scratch(rows, [] if keep_hidden else spans, options, hidden_dim, dtype)
+
+@dataclass(frozen=True)
+class _Backward:
+    """What the blocks of a backward pass read and write.
+
+    Attributes:
+        d_out_RM, rows_RM, params: as of :func:`expert_ffn_bwd`.
+        saved_RF: of the forward pass.
+        d_rows_RM: gradient of the rows, None where it is not needed.
+        sums: of the gradients of the parameters, None where they are not needed.
+    """
+
+    blocks: Blocks
+    d_out_RM: Tensor
+    rows_RM: Tensor
+    params: tuple[Tensor, ...]
+    saved_RF: Tensor
+    d_rows_RM: Tensor | None
+    sums: GradientSums | None
+
+    def run(self, parts: list[tuple[int, list[slice]]], numbers: Iterator[int]) -> None:
+        """The parts with these numbers, on one thread."""
+        to, hidden_dim = self.blocks, self.saved_RF.shape[1]
+        scratch = to.scratch(self.rows_RM, hidden_dim, to.acc)
+        products = to.scratch(self.rows_RM, hidden_dim, to.dtype)
+        wide = scratch if to.dtype == to.acc else torch.empty_like(scratch)
         for number in numbers:
             expert, blocks = parts[number]
-            for part in blocks:
-                count = part.stop - part.start
-                h = saved_RF[part] if keep_hidden else products[:count]
-                torch.mm(rows_RM[part], fc1_weight[expert].t(), out=h)
-                # in fp32 the sum with the bias is saved, in half precision what it is made of
-                z = _add_bias(h, fc1_bias[expert], h if dtype == acc else scratch[:count])
-                a = options.activate(z, scratch[:count])
-                y = out_RM[part]
-                keep_a, keep_y = options.masks(part, a, y)
-                if keep_a is not None:
-                    a.mul_(keep_a)
-                torch.mm(a.to(dtype), fc2_weight[expert].t(), out=y)
-                biased = _add_bias(y, fc2_bias[expert], y if dtype == acc else y.to(acc))
-                if keep_y is not None:
-                    biased.mul_(keep_y)
-                if dtype != acc:
-                    y.copy_(biased)
+            sums = None if self.sums is None else self.sums.of_part[number]
+            for block in blocks:
+                buffers = [x[: block.stop - block.start] for x in (scratch, products, wide)]
+                first = block is blocks[0]
+                self._block(block, [p[expert] for p in self.params], sums, first, *buffers)
 
-    share_out(run, len(parts))
-    out_RM[spans[-1][1] :] = 0
-    return out_RM.view(rows.shape), saved_RF, saved_RF.new_empty((0, hidden_dim))
+    def _block(self, block, params, sums, first, a, product, wide) -> None:
+        to, (w1, b1, w2, _) = self.blocks, params
+        dy, z = self.d_out_RM[block], self.saved_RF[block]
+        if to.dtype != to.acc:
+            z = wide.copy_(z).add_(b1)
+        keep_a, keep_y = to.masks(block, z, dy)
+        if keep_y is not None:
+            dy = (dy * keep_y).to(to.dtype)
+        if sums is not None:
+            sum_w1, sum_b1, sum_w2, sum_b2 = sums
+            sum_b2 += dy.sum(0, dtype=to.acc)
+            a = to.activate(z, a)
+            if keep_a is not None:
+                a.mul_(keep_a)
+            accumulate(sum_w2, dy.t(), a.to(to.dtype), first)
+        d_a = torch.mm(dy, w2, out=product).to(to.acc)
+        if keep_a is not None:
+            d_a.mul_(keep_a)
+        d_z = to.d_activate(d_a, z)
+        d_h = d_z.to(to.dtype)
+        if sums is not None:
+            sum_b1 += d_z.sum(0)
+            accumulate(sum_w1, d_h.t(), self.rows_RM[block], first)
+        if self.d_rows_RM is not None:
+            torch.mm(d_h, w1, out=self.d_rows_RM[block])
 
 
 def expert_ffn_bwd(
@@ -251,6 +212,7 @@ def expert_ffn_bwd(
         saved, active: second and third value of the forward pass.
         needs_rows, needs_params: a gradient that is not needed comes back with shape (0,).
     """
+    params = fc1_weight, fc1_bias, fc2_weight, fc2_bias
     if not _by_blocks(rows):
         return chain_bwd(
             _FUNCTIONS,
@@ -258,10 +220,7 @@ def expert_ffn_bwd(
             rows,
             saved,
             active,
-            fc1_weight,
-            fc1_bias,
-            fc2_weight,
-            fc2_bias,
+            *params,
             activation=activation,
             offsets=offsets,
             dropout_p=dropout_p,
@@ -269,100 +228,19 @@ def expert_ffn_bwd(
             needs_rows=needs_rows,
             needs_params=needs_params,
         )
-    num_experts, hidden_dim, model_dim = fc1_weight.shape
-    options = _options(rows, hidden_dim, activation, dropout_p, seed)
-    acc, dtype = options.acc, rows.dtype
-    spans = _spans(rows, num_experts, offsets)
-    rows_RM, d_out_RM = rows.reshape(-1, model_dim), d_out.reshape(-1, model_dim)
-    d_rows_RM = rows.new_empty(rows_RM.shape if needs_rows else 0)
-    d_w1, d_w2 = (w.new_empty(w.shape if needs_params else 0) for w in (fc1_weight, fc2_weight))
-    d_b1, d_b2 = (
-        b.new_zeros(b.shape if needs_params else 0, dtype=acc) for b in (fc1_bias, fc2_bias)
-    )
-    parts = _parts(spans, options, model_dim, whole=needs_params)
-    sums, later = [], []
-    if needs_params:
-        sums, later = _sums((d_w1, d_b1, d_w2, d_b2), parts)
+    _, hidden_dim, model_dim = fc1_weight.shape
+    blocks = Blocks.of(rows, offsets, hidden_dim, activation, dropout_p, seed)
+    parts = blocks.parts(model_dim, whole=needs_params)
     # the largest first, so that nobody is left with one at the end
-    by_size = sorted(range(len(parts)), key=lambda i: sum(x.start - x.stop for x in parts[i][1]))
-
-    def run(numbers: Iterator[int]) -> None:
-        scratch = _scratch(rows, spans, options, hidden_dim, acc)
-        wide = _scratch(rows, [] if dtype == acc else spans, options, hidden_dim, acc)
-        products = _scratch(rows, spans, options, hidden_dim, dtype)
-        for number in (by_size[i] for i in numbers):
-            expert, blocks = parts[number]
-            for part in blocks:
-                count, first = part.stop - part.start, part is blocks[0]
-                dy, z = d_out_RM[part], saved[part]
-                if dtype != acc:
-                    z = _add_bias(z, fc1_bias[expert], wide[:count])
-                keep_a, keep_y = options.masks(part, z, dy)
-                if keep_y is not None:
-                    dy = (dy * keep_y).to(dtype)
-                if needs_params:
-                    sum_w1, sum_b1, sum_w2, sum_b2 = sums[number]
-                    sum_b2 += dy.sum(0, dtype=acc)
-                    a = options.activate(z, scratch[:count])
-                    if keep_a is not None:
-                        a.mul_(keep_a)
-                    _accumulate(sum_w2, dy.t(), a.to(dtype), first)
-                d_a = torch.mm(dy, fc2_weight[expert], out=products[:count]).to(acc)
-                if keep_a is not None:
-                    d_a.mul_(keep_a)
-                d_z = options.d_activate(d_a, z)
-                d_h = d_z.to(dtype)
-                if needs_params:
-                    sum_b1 += d_z.sum(0)
-                    _accumulate(sum_w1, d_h.t(), rows_RM[part], first)
-                if needs_rows:
-                    torch.mm(d_h, fc1_weight[expert], out=d_rows_RM[part])
-
-    share_out(run, len(parts))
-    for expert, values in later:
-        for total, value in zip((d_w1, d_b1, d_w2, d_b2), values, strict=True):
-            total[expert] += value
-    if needs_rows:
-        d_rows_RM[spans[-1][1] :] = 0
-        d_rows_RM = d_rows_RM.view(rows.shape)
-    return d_rows_RM, d_w1, d_b1.to(fc1_bias.dtype), d_w2, d_b2.to(fc2_bias.dtype)
-
-
-def _sums(totals, parts):
-    """Where each part adds up its gradients: in its expert's own, or apart, to be added later.
-
-    Args:
-        totals: gradients of all experts, (e, ...); those of experts without rows are set to zero.
-
-    Returns:
-        per part, a tensor for each of the totals; (expert, these) for parts after an expert's
-        first.
-    """
-    sums, later, seen = [], [], set()
-    for expert, _ in parts:
-        if expert in seen:
-            # weights are overwritten by the first block, biases are added to
-            sums.append(
-                [
-                    total.new_empty(total.shape[1:])
-                    if total.dim() > 2
-                    else total.new_zeros(total.shape[1:])
-                    for total in totals
-                ]
-            )
-            later.append((expert, sums[-1]))
-        else:
-            sums.append([total[expert] for total in totals])
-        seen.add(expert)
-    for expert in set(range(len(totals[0]))) - seen:
-        for total in totals:
-            total[expert] = 0
-    return sums, later
-
-
-def _accumulate(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total = a @ b for the first block of a part, total += a @ b for the next ones."""
-    if first:
-        torch.mm(a, b, out=total)
-    else:
-        total.addmm_(a, b)
+    parts.sort(key=lambda part: sum(block.start - block.stop for block in part[1]))
+    rows_RM, d_out_RM = rows.reshape(-1, model_dim), d_out.reshape(-1, model_dim)
+    d_rows_RM = rows.new_empty(rows_RM.shape) if needs_rows else None
+    sums = GradientSums(params, parts, blocks.acc) if needs_params else None
+    backward = _Backward(blocks, d_out_RM, rows_RM, params, saved, d_rows_RM, sums)
+    share_out(lambda numbers: backward.run(parts, numbers), len(parts))
+    d_rows = rows.new_empty(0)
+    if d_rows_RM is not None:
+        d_rows_RM[blocks.end :] = 0
+        d_rows = d_rows_RM.view(rows.shape)
+    d_params = (p.new_empty(0) for p in params) if sums is None else sums.totals()
+    return d_rows, *d_params
