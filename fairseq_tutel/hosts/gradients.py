@@ -71,13 +71,15 @@ def reduce_expert_grads(
         return
     divisor = groups.ep_size if normalization == "world_size" else math.sqrt(groups.ep_size)
     scale = 1.0 / (divisor * groups.num_replicas)
-    for param in params:
-        if not (is_expert(param) and param.requires_grad):
-            continue
+    experts = [param for param in params if is_expert(param) and param.requires_grad]
+    grads = [param.grad for param in experts if param.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, scale)  # one launch for all of them
+    for param in experts:
         if param.grad is None:
             # replicas must take part in the same collectives
             param.grad = torch.zeros_like(param)
-        sum_over_replicas_(param.grad.mul_(scale), groups)
+        sum_over_replicas_(param.grad, groups)
 
 
 @torch.no_grad()
