@@ -200,15 +200,16 @@ def run(options: argparse.Namespace, ranks: Ranks, name: str) -> dict[str, Any]:
     unknown = [name for name in options.algorithms if name not in EXCHANGES]
     if unknown:
         raise ValueError(f"--algorithms {','.join(unknown)}: choose from {', '.join(EXCHANGES)}")
-    others, part = OtherLoad(), PARTS[name]
+    others, part, before = OtherLoad(), PARTS[name], time.process_time()
     measured = part.measure(options, ranks)
+    siblings = ranks.cpu_seconds_of_others(time.process_time() - before)
     result = {
         **describe_run("exchange", ranks.device, ranks.world_size),
         "part": name,
         "backend": ranks.backend,
         "link": link_name(),
         "settings": {key: getattr(options, key) for key in part.settings},
-        "cpu_share_of_others": others.share(),
+        "cpu_share_of_others": others.share(siblings),
         **measured,
     }
     if bed := os.environ.get("TWO_NODES"):

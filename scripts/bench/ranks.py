@@ -38,6 +38,15 @@ class Ranks:
         if self.world_size > 1:
             dist.barrier()
 
+    def cpu_seconds_of_others(self, own: float) -> float:
+        """Sum over the other ranks of the CPU seconds that each took, of which this one ``own``."""
+        if self.world_size == 1:
+            return 0.0
+        on = self.device if self.backend == "nccl" else "cpu"
+        tensor = torch.tensor([own], dtype=torch.float64, device=on)
+        dist.all_reduce(tensor)
+        return tensor.item() - own
+
     def slowest(self, values: Sequence[float]) -> list[float]:
         """Element by element the largest value of any rank."""
         if self.world_size == 1:

@@ -140,13 +140,17 @@ class OtherLoad:
         own = sum(os.times()[:4])
         return sum(ticks) / scale, (sum(ticks) - ticks[3] - ticks[4]) / scale, own
 
-    def share(self) -> float | None:
-        """Of the time of all CPUs, 0 to 1; a result with a large share is not worth keeping."""
+    def share(self, siblings: float = 0.0) -> float | None:
+        """Of the time of all CPUs, 0 to 1; a result with a large share is not worth keeping.
+
+        Args:
+            siblings: seconds that other ranks of the measurement took on this machine.
+        """
         end = self._times()
         if self._begin is None or end is None:
             return None
         total, busy, own = (b - a for a, b in zip(self._begin, end, strict=True))
-        return max(0.0, busy - own) / total if total > 0 else None
+        return max(0.0, busy - own - siblings) / total if total > 0 else None
 
 
 class Journal:
