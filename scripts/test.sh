@@ -15,5 +15,6 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 status=0
 ruff check . || status=1
 ruff format --check --quiet . || { echo "ruff format . would change files" >&2; status=1; }
-python -m pytest -n "${TEST_WORKERS:-2}" --dist worksteal "$@" || status=$?
+# A file goes to one process as a whole: what its tests share is computed once.
+python -m pytest -n "${TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder "$@" || status=$?
 exit "$status"

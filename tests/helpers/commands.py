@@ -1,4 +1,4 @@
-"""Run fairseq's own commands, on one or several ranks, and read what they log."""
+"""Run fairseq's own commands and read what they log."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,58 +14,41 @@ ROOT = Path(__file__).parents[2]
 
 
 def fairseq_command(
-    name: str, arguments: Sequence[str], folder: Path, *, ranks: int = 1, timeout: float = 150.0
-) -> list[str]:
-    """Run ``fairseq-train`` or another command to its end.
+    name: str, arguments: Sequence[str], folder: Path, *, timeout: float = 150.0
+) -> str:
+    """Run ``fairseq-train`` or another command to its end, in a process of its own.
 
     Where fairseq comes from a folder on PYTHONPATH there are no console scripts; its modules do.
+    (Many commands, and several ranks: helpers/programs.py.)
 
     Args:
-        arguments: after the command's name; the rank's own are added where there are several.
-        folder: for the logs and the file through which ranks meet.
-        timeout: seconds for all ranks together.
+        arguments: after the command's name.
+        folder: for the log.
+        timeout: seconds.
 
     Returns:
-        What each rank wrote to stdout and stderr.
+        What it wrote to stdout and stderr.
 
     Raises:
-        AssertionError: a rank failed or did not end; the message holds the end of its log.
+        AssertionError: it failed or did not end; the message holds the end of its log.
     """
-    program = _program(name)
-    logs = [folder / f"log-{rank}.txt" for rank in range(ranks)]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    processes = []
+    log = folder / "log.txt"
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            [*_program(name), *arguments], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
     try:
-        for rank, log in enumerate(logs):
-            own = [
-                "--distributed-init-method", f"file://{folder}/rendezvous",
-                "--distributed-rank", str(rank), "--distributed-world-size", str(ranks),
-                "--distributed-no-spawn", "--distributed-backend", "gloo",
-            ]  # fmt: skip
-            with open(log, "w") as file:
-                processes.append(
-                    subprocess.Popen(
-                        [*program, *arguments, *(own if ranks > 1 else ())],
-                        stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT,
-                    )
-                )  # fmt: skip
-        deadline = time.monotonic() + timeout
-        for process in processes:
-            process.wait(max(deadline - time.monotonic(), 0.1))
+        process.wait(timeout)
     except subprocess.TimeoutExpired:
-        pass  # reported below, with the logs
+        pass  # told below, with the log
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    texts = [log.read_text() for log in logs]
-    codes = [process.returncode for process in processes]
-    assert codes == [0] * ranks, "\n".join(
-        f"--- rank {rank}: exit code {code}\n{text[-3000:]}"
-        for rank, (code, text) in enumerate(zip(codes, texts, strict=True))
-    )
-    return texts
+        process.kill()
+        process.wait()
+    text = log.read_text()
+    assert process.returncode == 0, f"exit code {process.returncode}\n{text[-3000:]}"
+    return text
 
 
 def _program(name: str) -> list[str]:

@@ -13,9 +13,9 @@ def test_without_console_scripts_its_modules_are_run(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(python))
     for before, path in (("", f"{ROOT}"), ("/some/site", f"{ROOT}:/some/site")):
         monkeypatch.setenv("PYTHONPATH", before)
-        (text,) = fairseq_command("fairseq-eval-lm", ["data", "--cpu"], tmp_path)
+        text = fairseq_command("fairseq-eval-lm", ["data", "--cpu"], tmp_path)
         assert text == f"{path} -m fairseq_cli.eval_lm data --cpu\n"
     script = tmp_path / "fairseq-eval-lm"
     script.write_text('#!/bin/sh\necho "script $*"\n')
     script.chmod(0o755)
-    assert fairseq_command("fairseq-eval-lm", ["data"], tmp_path) == ["script data\n"]
+    assert fairseq_command("fairseq-eval-lm", ["data"], tmp_path) == "script data\n"

@@ -42,7 +42,7 @@ def test_they_are_shown_on_request(monkeypatch):
 def test_training_starts_without_warnings_and_draws_the_experts_in_tensorboard(tmp_path):
     board = str(tmp_path / "board")
     words = [*TINY.split(), "--save-dir", str(tmp_path), "--tensorboard-logdir", board]
-    (text,) = fairseq_command("fairseq-train", words, tmp_path)
+    text = fairseq_command("fairseq-train", words, tmp_path)
     assert "Warning" not in text, [line for line in text.splitlines() if "Warning" in line]
     assert "done training" in text
     said = [line.split(" | ", 3)[-1] for line in text.splitlines() if " | INFO | " in line]
