@@ -45,11 +45,12 @@ class Programs:
             key: value for key, value in os.environ.items()
             if key not in drop and not key.startswith(("SLURM_", "OMPI_", "PMI_"))
         }  # fmt: skip
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self._server = subprocess.Popen(
             [sys.executable, Path(__file__).with_name("program_server.py")], text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env={
-                **outside, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+                **outside, "PYTHONPATH": path, "OMP_NUM_THREADS": "1",
                 "PYTHONWARNINGS": "ignore",  # of Hydra's before a program has begun
             },
         )  # fmt: skip
