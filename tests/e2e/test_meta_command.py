@@ -1,6 +1,5 @@
 """The published command from start to end: trained, killed while saving, resumed, resharded,
-evaluated,
-asked for text."""
+evaluated, asked for text."""
 
 import os
 import signal
