@@ -16,7 +16,7 @@ from fairseq_tutel.backends import torch as torch_backend
 from fairseq_tutel.backends.torch import _expert_blocks
 from fairseq_tutel.backends.torch import _threads as threads_module
 from fairseq_tutel.backends.torch import expert_ffn as module
-from fairseq_tutel.backends.torch._threads import share_out
+from fairseq_tutel.backends.torch._threads import parallel_for
 from fairseq_tutel.distributed import build_groups
 from fairseq_tutel.moe import ExpertRows, Experts, MoELayer
 from fairseq_tutel.ops import backend
@@ -181,7 +181,7 @@ def test_experts_run_beside_each_other(threads):
         seen.append((threading.get_native_id(), mine, in_parallel(), torch.is_grad_enabled()))
 
     for _ in range(3):
-        share_out(run, 4)
+        parallel_for(run, 4)
     assert sorted(part for _, mine, *_ in seen for part in mine) == sorted(3 * [0, 1, 2, 3])
     # OpenMP's own, which spin for a while after each loop and would be in the way of others
     assert len({thread for thread, *_ in seen}) == 2
@@ -197,7 +197,7 @@ def test_few_parts_stay_on_this_thread(threads, count, openmp, monkeypatch):
     if not openmp:
         monkeypatch.setattr(threads_module, "_openmp_parallel", lambda: None)
     seen = []
-    share_out(lambda parts: seen.append((threading.get_ident(), list(parts))), count)
+    parallel_for(lambda parts: seen.append((threading.get_ident(), list(parts))), count)
     assert (threading.get_ident(), list(range(count))) in seen or count == 0
 
 
@@ -209,7 +209,7 @@ def test_an_error_on_a_thread_is_raised_here(threads):
             raise RuntimeError(f"part {part}")
 
     with pytest.raises(RuntimeError, match="part"):
-        share_out(run, 4)
+        parallel_for(run, 4)
 
 
 @pytest.mark.parametrize("cause", ["error", "interrupt"])
@@ -235,7 +235,7 @@ def test_no_thread_works_on_after_an_error(cause, threads):
 
     try:
         with pytest.raises(RuntimeError if cause == "error" else KeyboardInterrupt):
-            share_out(run, 1000)
+            parallel_for(run, 1000)
     finally:
         signal.signal(signal.SIGINT, before)
     count = len(ended)

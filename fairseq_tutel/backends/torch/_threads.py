@@ -44,7 +44,7 @@ def small_on_one_thread(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return wrapper
 
 
-def share_out(run: Callable[[Iterator[int]], None], count: int) -> None:
+def parallel_for(run: Callable[[Iterator[int]], None], count: int) -> None:
     """Call ``run`` on iterators that together yield 0 to ``count - 1``, each number once.
 
     With parts enough for torch's threads, ``run`` is called once on each of them, where torch

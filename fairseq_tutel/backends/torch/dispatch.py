@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._threads import share_out, small_on_one_thread
+from ._threads import parallel_for, small_on_one_thread
 
 # Elements per block of rows: 1 MiB of fp32.
 _BLOCK_NUMEL = 1 << 18
@@ -33,7 +33,7 @@ def _for_each_block(rows_RM: Tensor, function: Callable[[slice], None]) -> None:
         for number in numbers:
             function(slice(starts[number], min(starts[number] + step, num_rows)))
 
-    share_out(run, len(starts))
+    parallel_for(run, len(starts))
 
 
 def _row_weight(topk_weight_TK: Tensor, src_pair_R: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from .._expert_chain import Functions, chain_bwd, chain_fwd
 from ._expert_blocks import Blocks, GradientSums, accumulate
 from ._grouped import rows_product, weight_gradient
-from ._threads import share_out
+from ._threads import parallel_for
 from .activation import bias_act_bwd, bias_act_fwd
 
 _FUNCTIONS = Functions(bias_act_fwd, bias_act_bwd, rows_product, weight_gradient)
@@ -123,7 +123,7 @@ def expert_ffn_fwd(
     saved_RF = rows.new_empty((len(rows_RM) if keep_hidden else 0, hidden_dim))
     forward = _Forward(blocks, rows_RM, params, out_RM, saved_RF)
     parts = blocks.parts(model_dim, whole=False)
-    share_out(lambda numbers: forward.run(parts, numbers), len(parts))
+    parallel_for(lambda numbers: forward.run(parts, numbers), len(parts))
     out_RM[blocks.end :] = 0
     return out_RM.view(rows.shape), saved_RF, saved_RF.new_empty((0, hidden_dim))
 
@@ -237,7 +237,7 @@ def expert_ffn_bwd(
     d_rows_RM = rows.new_empty(rows_RM.shape) if needs_rows else None
     sums = GradientSums(params, parts, blocks.acc) if needs_params else None
     backward = _Backward(blocks, d_out_RM, rows_RM, params, saved, d_rows_RM, sums)
-    share_out(lambda numbers: backward.run(parts, numbers), len(parts))
+    parallel_for(lambda numbers: backward.run(parts, numbers), len(parts))
     d_rows = rows.new_empty(0)
     if d_rows_RM is not None:
         d_rows_RM[blocks.end :] = 0

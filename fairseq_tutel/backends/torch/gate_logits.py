@@ -9,7 +9,7 @@ multiplied on matrix units, which add up in fp32.
 import torch
 from torch import Tensor
 
-from ._threads import share_out
+from ._threads import parallel_for
 
 _BLOCK_TOKENS = 1024
 _HALVES = (torch.float16, torch.bfloat16)
@@ -30,7 +30,7 @@ def gate_logits_fwd(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
             part = parts[number]
             torch.mm(x_TM[part].to(acc), weight_ME, out=logits_TE[part])
 
-    share_out(run, len(parts))
+    parallel_for(run, len(parts))
     return logits_TE
 
 
@@ -67,7 +67,7 @@ def gate_logits_bwd(
             if needs_weight:
                 torch.mm(d_part.t(), x_TM[part].to(acc), out=sums_BEM[number])
 
-    share_out(run, len(parts))
+    parallel_for(run, len(parts))
     d_weight = sums_BEM.sum(0).to(weight_EM.dtype) if needs_weight else weight_EM.new_empty(0)
     return d_x_TM, d_weight
 
