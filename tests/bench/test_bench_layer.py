@@ -5,7 +5,11 @@ import json
 import bench_layer
 import layer_cases
 import pytest
+import torch
+from layer_cases import LayerInputs
 from presets import PRESETS, Goal, LayerShape
+
+from fairseq_tutel.distributed import build_groups
 
 TINY = ["--device", "cpu", "--tokens", "48", "--model-dim", "16", "--hidden-dim", "24",
         "--experts", "4", "--repetitions", "3", "--warmup", "1"]  # fmt: skip
@@ -38,6 +42,21 @@ def test_result(tmp_path, capsys):
     assert (tmp_path / "layer.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
     assert "products" in printed and "times faster than dense" in printed
+
+
+def test_the_floor_pays_for_no_copy_of_a_weights_gradient():
+    """Its products are those of the layer: gradients as autograd's, in the weights' own layout."""
+    groups = build_groups(4)
+    inputs = LayerInputs(LayerShape(48, 16, 24, experts=4), groups, torch.device("cpu"), 1)
+    case = layer_cases.make_case("products", inputs, "torch")
+    (out,), (d_out,) = case.forward(0)
+    weights = inputs.layer.experts.fc1_weight, inputs.layer.experts.fc2_weight
+    got = torch.autograd.grad(out, (inputs.rows[0], *weights), d_out)
+    again = inputs.rows[0] @ weights[0].transpose(1, 2) @ weights[1].transpose(1, 2)
+    want = torch.autograd.grad(again, (inputs.rows[0], *weights), d_out)
+    for a, b, of in zip(got, want, (inputs.rows[0], *weights), strict=True):
+        torch.testing.assert_close(a, b)
+        assert a.stride() == of.stride()
 
 
 def test_simulated_rank_and_chosen_cases(tmp_path, capsys):

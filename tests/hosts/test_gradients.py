@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.distributed import run_ranks
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_tutel.distributed import build_groups, is_expert, mark_expert, process_world
 from fairseq_tutel.hosts import expert_grad_sq_norm, reduce_expert_grads
@@ -27,6 +28,16 @@ def _params(groups, rank):
     return dense, experts
 
 
+class _Multiplications(TorchDispatchMode):
+    """Counts what multiplies."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "mul" in func.overloadpacket.__name__
+        return func(*args, **(kwargs or {}))
+
+
 def _reduce():
     rank, _ = process_world()
     found = {}
@@ -35,7 +46,9 @@ def _reduce():
         for normalization in ("world_size", "sqrt_world_size"):
             dense, experts = _params(groups, rank)
             assert [is_expert(p) for p in (dense, *experts)] == [False, True, True]
-            reduce_expert_grads([dense, *experts], groups, normalization)
+            with _Multiplications() as multiplications:
+                reduce_expert_grads([dense, *experts], groups, normalization)
+            assert multiplications.count == 1  # however many parameters there are
             assert dense.grad.tolist() == [100.0] * 3
             grads = [None if p.grad is None else p.grad.clone() for p in experts]
             sq_norm = expert_grad_sq_norm([dense, *experts], groups)

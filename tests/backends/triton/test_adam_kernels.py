@@ -10,6 +10,8 @@ import torch
 
 from fairseq_tutel.backends.torch import adam as torch_adam
 from fairseq_tutel.backends.triton import adam as kernels
+from fairseq_tutel.distributed import mark_expert
+from fairseq_tutel.optim.adam16 import Adam16
 
 OPTIONS = {"lr": 0.01, "beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "weight_decay": 0.1}
 
@@ -91,6 +93,31 @@ def test_kernel_equals_twin_on_an_expert_of_the_largest_model():
         apart = (a.view(torch.int16).int() - b.view(torch.int16).int()).abs()
         assert apart.max() <= 1 and (apart != 0).float().mean() < 2e-3
     torch.testing.assert_close(new[0], ref[0], rtol=2.0**-10, atol=2.0**-14)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_an_update_does_not_wait_for_the_gpu(dtype):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    params = [torch.nn.Parameter(torch.randn(n, 2048, device="cuda", dtype=dtype)) for n in (1, 4)]
+    mark_expert(params[1])
+    optimizer = Adam16(params, lr=0.01)
+
+    def update():
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step(scale=128.0)
+        optimizer.step(scale=torch.full((), 128.0, device="cuda"))
+
+    update()  # compiles the kernels
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        update()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def test_nonfinite_zero_and_subnormal_values_as_in_twin(device):
