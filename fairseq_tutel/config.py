@@ -7,7 +7,7 @@ fairseq is installed.
 
 Two vocabularies describe capacity. The 2021 flags of fairseq's ``moe`` branch fix it in training
 (top-1: ``ceil(T/E)``, top-2: ``2*ceil(T/E)`` slots per expert and rank) and give evaluation a
-fraction of the tokens. Tutel's capacity factor ``f`` says more: ``f > 0`` gives
+fraction of the tokens. Tutel's capacity factor ``f`` covers more: ``f > 0`` gives
 ``K*int(f*ceil(T/E))`` slots, ``f == 0`` drops nothing, ``f < 0`` takes what is needed up to
 ``K*int(-f*ceil(T/E))``. Both are accepted; saying one thing with both is an error.
 """

@@ -1,6 +1,6 @@
 """Agreement between ranks before they exchange data of a size that depends on it.
 
-One small all-gather per forward pass of the model (not per layer) tells every rank how many tokens
+One small all-gather per forward pass of the model (not per layer) gives every rank how many tokens
 the others bring, and compares what must be equal. Ranks that disagree get an error with every
 rank's values at once, where mismatched all-to-alls would hang until the process group's timeout (30
 minutes by default).

@@ -43,7 +43,7 @@ class Parts:
     Attributes:
         sent_W: rows to rank w.
         received_W: rows from rank w.
-        steps: what an algorithm of several steps has to know besides.
+        steps: what an algorithm of several steps needs besides.
     """
 
     sent_W: Sequence[int]
@@ -92,7 +92,7 @@ class Exchange(abc.ABC):
 
     name: ClassVar[str] = ""
     Options: ClassVar[type[Options]] = Options  # none of its own
-    needs_nodes: ClassVar[bool] = False  # whether it has to be told how many ranks a node has
+    needs_nodes: ClassVar[bool] = False  # whether it needs the number of ranks per node
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Exchange(abc.ABC):
         """Refer to no process group any more, when the process ends."""
         self.subgroups = {}
 
-    # what an algorithm says about itself
+    # what an algorithm states about itself
 
     @abc.abstractmethod
     def move(
@@ -198,7 +198,7 @@ class Exchange(abc.ABC):
         return rows.new_empty((num_received, *rows.shape[1:]))
 
     def share_counts(self, count_E: torch.Tensor) -> tuple[torch.Tensor, Parts | None]:
-        """Let every rank know how many rows come to each of its experts.
+        """Send every rank the number of rows that come to each of its experts.
 
         NOTE: the sums are read by the host, one synchronisation.
 
@@ -245,7 +245,7 @@ def _run(exchange, rows, leg, parts):
 
 
 class Wrapper(Exchange):
-    """An exchange around another: it says what differs and leaves the rest to the inner one."""
+    """An exchange around another: it defines what differs and leaves the rest to the inner one."""
 
     def __init__(self, inner: Exchange):
         super().__init__(inner.groups, inner.subgroups, inner.ranks_per_node)
