@@ -65,8 +65,10 @@ class BagOfWords(FairseqLanguageModel):
 def _trainer():
     """In a process of its own: the registered name stays."""
     register_model("bag_of_words", dataclass=BagOfWordsConfig)(BagOfWords)
-    # a balance loss over the tokens of a rank differs with their number
-    cfg = make_config("--moe-gate-loss-wt", "0", "--clip-norm", "0.1", "--moe-expert-count", "4")
+    # a balance loss over the tokens of a rank differs with their number; SGD shows what scale a
+    # gradient has
+    options = "--moe-gate-loss-wt 0 --clip-norm 0.5 --optimizer sgd --momentum 0.9 --lr 0.5"
+    cfg = make_config("--moe-expert-count", "4", *options.split())
     with open_dict(cfg):
         cfg.model = OmegaConf.structured(BagOfWordsConfig(_name="bag_of_words"))
     return make_trainer(cfg)
