@@ -17,8 +17,9 @@ from fairseq.criterions.cross_entropy import CrossEntropyCriterion, CrossEntropy
 from fairseq.dataclass import ChoiceEnum
 from fairseq.logging import metrics
 
-from ..moe import METRIC_NAMES, MoEAux, routing_metrics
+from ..moe import METRIC_NAMES, UTILISATION_NAMES, MoEAux, routing_metrics
 from ..ranges import at_least, check_ranges, ranges_of
+from .routing_logs import counts_to_log, logged_passes, utilisation_to_log
 
 
 @dataclass
@@ -79,8 +80,8 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
             "batch_count": 1,
             **layer_mean_metrics(reports),
         }
-        if "moe_load" in extra:
-            logging_output["moe_load"] = extra["moe_load"]
+        if "moe_counts" in extra:
+            logging_output.update(counts_to_log(extra["moe_counts"]))
         return loss, sample_size, logging_output
 
     def gate_loss(self, reports: list[MoEAux], like: torch.Tensor) -> torch.Tensor:
@@ -97,11 +98,10 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
 
         NOTE: one synchronisation with the device; logged tensors would be read one by one.
         """
-        total = _host_totals(
-            logging_outputs,
-            ("loss", "inner_loss", "moe_loss", "sample_size", "ntokens", "batch_count")
-            + METRIC_NAMES,
-        )
+        passes = logged_passes(logging_outputs)
+        used = {} if passes is None else utilisation_to_log(passes)
+        names = ("loss", "inner_loss", "moe_loss", "sample_size", "ntokens", "batch_count")
+        total = _host_totals([*logging_outputs, used], (*names, *METRIC_NAMES, *used))
         sample_size, ntokens = total["sample_size"], total["ntokens"]
         batches = total["batch_count"]
         bits = 1.0 / max(sample_size, 1) / math.log(2)
@@ -111,6 +111,9 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
         )
         for name in METRIC_NAMES:
             metrics.log_scalar(name, total[name] / max(batches, 1), batches, round=3)
+        for name in UTILISATION_NAMES if used else ():
+            if name != "moe_util_slot" or total["padded_rows"] > 0:
+                metrics.log_scalar(name, total[name], len(passes.slots), round=2)
         metrics.log_scalar("inner_loss", total["inner_loss"] * bits, sample_size, round=3)
         perplexity_of = "inner_loss"
         if sample_size != ntokens:

@@ -22,7 +22,7 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 
 from ..config import MoEConfig
 from ..distributed import ExpertParallelGroups, StepAgreement, sync_step
-from ..moe import MoEAux, MoELayer
+from ..moe import MoEAux, MoELayer, routing_counts
 from .options import exchange_config
 
 
@@ -217,7 +217,10 @@ class MoETransformerDecoder(TransformerDecoder):
         alignment_layer: int | None = None,
         alignment_heads: int | None = None,
     ):
-        """As the stock method; ``extra["moe"]`` holds one :class:`MoEAux` per MoE layer."""
+        """As the stock method; ``extra["moe"]`` holds one :class:`MoEAux` per MoE layer.
+
+        ``extra["moe_counts"]``: this rank's :class:`~fairseq_tutel.moe.RoutingCounts` of them.
+        """
         step = self._agree(prev_output_tokens, incremental_state)
         with self._scope.open(step) as reports:
             x, extra = super().extract_features(
@@ -229,9 +232,8 @@ class MoETransformerDecoder(TransformerDecoder):
                 alignment_heads,
             )
             extra["moe"] = list(reports)
-        if self.args.moe_load_log_interval > 0 and extra["moe"]:
-            routed_LKE = torch.stack([aux.num_routed_KE for aux in extra["moe"]])
-            extra["moe_load"] = routed_LKE.sum(1, dtype=torch.int32)
+        if extra["moe"] and incremental_state is None:
+            extra["moe_counts"] = routing_counts(extra["moe"], self.moe_groups)
         return x, extra
 
     def _agree(self, tokens, incremental_state) -> StepAgreement:

@@ -184,7 +184,8 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
     )
     moe_load_log_interval: int = _option(
         0,
-        "> 0: append the load of every expert to SAVE_DIR/expert_load.jsonl every so many updates",
+        "> 0: append load and utilisation of the experts to SAVE_DIR/expert_load.jsonl every so "
+        "many updates",
         at_least(0),
     )
 

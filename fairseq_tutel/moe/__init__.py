@@ -15,9 +15,18 @@ from .layer import MoELayer
 from .metrics import METRIC_NAMES, MoEAux, RouterAux, RoutingMetrics, routing_metrics
 from .routers import Router, TopKRouter, make_router, register_router, route_logits
 from .routing import RouterStep, Routing, build_routing
+from .utilisation import (
+    UTILISATION_NAMES,
+    RoutingCounts,
+    Utilisation,
+    independent_utilisation,
+    routing_counts,
+    utilisation,
+)
 
 __all__ = [
     "METRIC_NAMES",
+    "UTILISATION_NAMES",
     "ExchangeConfig",
     "ExpertRows",
     "Experts",
@@ -28,14 +37,19 @@ __all__ = [
     "RouterAux",
     "RouterStep",
     "Routing",
+    "RoutingCounts",
     "RoutingMetrics",
     "TopKRouter",
+    "Utilisation",
     "build_routing",
     "dispatch_and_combine",
+    "independent_utilisation",
     "make_router",
     "register_router",
     "route_logits",
+    "routing_counts",
     "routing_metrics",
+    "utilisation",
     "wrap_data_parallel",  # noqa: F822 (see __getattr__)
 ]
 

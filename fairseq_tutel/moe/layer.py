@@ -165,6 +165,7 @@ class MoELayer(nn.Module):
             num_routed_KE=routing.num_routed_KE,
             num_kept_per_expert_E=routing.num_kept_per_expert_E,
             num_tokens=x_TM.shape[0],
+            num_slots=routing.num_experts * routing.capacity if routing.padded else 0,
             **_times(exchange),
         )
 

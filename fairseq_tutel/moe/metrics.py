@@ -48,6 +48,7 @@ class MoEAux(NamedTuple):
         num_tokens: T of this rank.
         exchange_cpu_ms, exchange_cuda_ms: time of the layer's forward all-to-alls, 0 unless
             recorded.
+        num_slots: rows of this rank's padded buffer, E * C; 0 where rows are ragged.
     """
 
     loss: torch.Tensor
@@ -58,6 +59,7 @@ class MoEAux(NamedTuple):
     num_tokens: int
     exchange_cpu_ms: float = 0.0
     exchange_cuda_ms: float = 0.0
+    num_slots: int = 0
 
     @property
     def load_E(self) -> torch.Tensor:

@@ -8,12 +8,16 @@ from pathlib import Path
 
 import torch
 
+from fairseq_tutel import moe
+from fairseq_tutel.config import MoEConfig
+
 # Sized for two CPU cores: about 3 minutes of training in fp32.
 UPDATES = 320
 WARMUP_UPDATES = 30
 TOKENS_PER_SAMPLE = 128
 SAMPLES_PER_UPDATE = 16
 EXPERTS = 8
+TOP_K = 2
 PLUGIN = "--user-dir fairseq_tutel --task language_modeling"
 # fairseq's default, 8, leaves out the last batch of an epoch when its size is no multiple of 8.
 BATCH_MULTIPLE = "--required-batch-size-multiple 1"
@@ -22,7 +26,7 @@ TRAIN = f"""
     {PLUGIN} --arch transformer_lm_gpt_moe
     --decoder-layers 4 --decoder-attention-heads 4
     --decoder-embed-dim 256 --decoder-ffn-embed-dim 1024 --dropout 0.0 --attention-dropout 0.0
-    --moe-freq 2 --moe-top-k 2 --moe-second-expert-policy all --moe-expert-count {{experts}}
+    --moe-freq 2 --moe-top-k {TOP_K} --moe-second-expert-policy all --moe-expert-count {{experts}}
     --criterion moe_cross_entropy --moe-gate-loss-wt 0.05 --moe-gate-loss-combine-method sum
     --tokens-per-sample {TOKENS_PER_SAMPLE} --batch-size {{samples}} {BATCH_MULTIPLE}
     --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 1.0
@@ -101,6 +105,21 @@ class Folder:
     def log(self, step: str) -> Path:
         """All output of a step's commands."""
         return self.root / "logs" / f"{step}.log"
+
+
+def independent_utilisation(machine: Machine) -> dict[str, float]:
+    """What a router that spreads the tokens evenly, but one by one, reaches with these sizes."""
+    tokens = machine.samples_per_rank * TOKENS_PER_SAMPLE
+    config = MoEConfig(machine.experts, top_k=TOP_K)
+    used = moe.independent_utilisation(
+        tokens,
+        num_experts=machine.experts,
+        top_k=config.top_k,
+        num_ranks=machine.ranks,
+        capacity=config.capacity(tokens, training=True),
+    )
+    values = (round(value.item(), 1) for value in used)
+    return dict(zip(moe.UTILISATION_NAMES, values, strict=True))
 
 
 def _tool(name: str) -> str:

@@ -225,7 +225,13 @@ class Run:
         curves = metrics.read_curves(self.folder.log("train"))
         updates, loads = metrics.read_expert_load(self.folder.expert_load)
         pictures.draw_loss(curves, self.folder.root / "loss.png")
-        pictures.draw_experts(updates, loads, self.folder.root / "experts.png")
+        independent = commands.independent_utilisation(self.machine)
+        picture = self.folder.root / "experts.png"
+        pictures.draw_experts(updates, loads, picture, curves.used, independent)
+        self.state["facts"]["utilisation"] = {
+            "late": metrics.late_utilisation(curves),
+            "independent": independent,
+        }
         self.state["facts"]["curves"] = {
             "start": curves.valid[min(curves.valid)][1],
             "end": curves.valid[max(curves.valid)][1],
@@ -258,6 +264,7 @@ class Run:
                 "experts_per_rank": machine.experts // machine.ranks,
                 "moe_layers": curves["moe_layers"],
             },
+            "utilisation": facts["utilisation"],
             "corpus": {**facts["corpus"], "pieces": facts["pieces"]},
             "completions": facts["completions"],
             "seconds": self.state["seconds"],

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+UTILISATION = ("moe_util_slot", "moe_util_load", "moe_util_rank", "moe_drop", "moe_dead")
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf)"
 _TRAIN = re.compile(r"\| INFO \| train_inner \| (epoch .*)")
 _VALID = re.compile(r"\| INFO \| valid \| (epoch .*)")
@@ -19,11 +20,14 @@ class Curves:
     Attributes:
         train: update -> (bits per token, tokens per second) since the line before.
         valid: update -> (bits per token, perplexity).
+        used: update -> utilisation of the experts (``moe_util_slot`` and so on) since the line
+            before, per forward pass of all ranks.
         resumed: updates at which training went on from a checkpoint.
     """
 
     train: dict[int, tuple[float, float]] = field(default_factory=dict)
     valid: dict[int, tuple[float, float]] = field(default_factory=dict)
+    used: dict[int, dict[str, float]] = field(default_factory=dict)
     resumed: list[int] = field(default_factory=list)
 
 
@@ -53,7 +57,7 @@ def progress(line: str) -> str | None:
     if values is None or found is None:
         return None
     parts = [f"{found[1]} {found[2]:>5} / {found[3]}"]
-    for name in ("loss", "ppl", "wps", "num_updates", "moe_gate_loss", "lr", "gnorm"):
+    for name in ("loss", "ppl", "wps", "num_updates", "moe_gate_loss", "moe_drop", "lr", "gnorm"):
         if name in values:
             value = values[name]
             parts.append(f"{name}={value:.0f}" if value >= 1000 else f"{name}={value:.4g}")
@@ -66,13 +70,26 @@ def read_curves(log: Path) -> Curves:
     for line in log.read_text(encoding="utf-8").splitlines():
         if (values := train_values(line)) is not None:
             loss = values.get("inner_loss", values["loss"])
-            curves.train[int(values["num_updates"])] = (loss, values["wps"])
+            update = int(values["num_updates"])
+            curves.train[update] = (loss, values["wps"])
+            curves.used[update] = {name: values[name] for name in UTILISATION if name in values}
         elif (values := valid_values(line)) is not None:
             loss = values.get("inner_loss", values["loss"])
             curves.valid[int(values["num_updates"])] = (loss, values["ppl"])
         elif (update := resumed_at(line)) is not None:
             curves.resumed.append(update)
     return curves
+
+
+def late_utilisation(curves: Curves) -> dict[str, float]:
+    """Mean utilisation over the last quarter of the lines."""
+    late = [curves.used[update] for update in sorted(curves.used)]
+    late = late[-max(1, len(late) // 4) :]
+    return {
+        name: round(sum(line[name] for line in late) / len(late), 1)
+        for name in UTILISATION
+        if all(name in line for line in late)
+    }
 
 
 def read_expert_load(file: Path) -> tuple[list[int], dict[str, list[list[int]]]]:

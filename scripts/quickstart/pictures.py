@@ -43,12 +43,23 @@ def _bits(perplexity):
     return np.log2(np.maximum(perplexity, 1e-9))  # the axis asks for 0, too
 
 
-def draw_experts(updates: list[int], layers: dict[str, list[list[int]]], picture: Path) -> None:
-    """A heat map per MoE layer: each expert's load over updates, relative to an even share."""
-    figure = Figure(figsize=(7.5, 1.2 + 2.2 * len(layers)), layout="constrained")
-    grid = figure.subplots(len(layers), 1, sharex=True, squeeze=False)
+def draw_experts(
+    updates: list[int],
+    layers: dict[str, list[list[int]]],
+    picture: Path,
+    used: dict[int, dict[str, float]],
+    independent: dict[str, float],
+) -> None:
+    """A heat map per MoE layer: each expert's load over updates, relative to an even share.
+
+    Below, the utilisation of the experts (update -> by name) with what even but independent
+    choices give (dashed).
+    """
+    figure = Figure(figsize=(7.5, 3.4 + 2.2 * len(layers)), layout="constrained")
+    grid = figure.subplots(len(layers) + 1, 1, sharex=True, squeeze=False)
+    _draw_utilisation(grid[-1, 0], used, independent)
     edges = [0, *updates]
-    for axes, (layer, loads) in zip(grid[:, 0], layers.items(), strict=True):
+    for axes, (layer, loads) in zip(grid[:-1, 0], layers.items(), strict=True):
         experts = len(loads[0])
         share = [[load * experts / max(1, sum(row)) for load in row] for row in loads]
         by_expert = list(zip(*share, strict=True))
@@ -64,6 +75,19 @@ def draw_experts(updates: list[int], layers: dict[str, list[list[int]]], picture
         axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
         axes.invert_yaxis()
     grid[-1, 0].set_xlabel("update")
-    bar = figure.colorbar(mesh, ax=grid[:, 0], extend="max", ticks=[0, 0.5, 1, 1.5, 2])
+    bar = figure.colorbar(mesh, ax=grid[:-1, 0], extend="max", ticks=[0, 0.5, 1, 1.5, 2])
     bar.set_label("load: tokens routed to an expert\nrelative to an even share")
     figure.savefig(picture, dpi=_DPI)
+
+
+def _draw_utilisation(axes, used, independent) -> None:
+    names = {"moe_util_slot": "rows in use", "moe_util_load": "mean load / largest"}
+    for (name, label), color in zip(names.items(), (_TRAIN, _VALID), strict=True):
+        lines = [update for update in sorted(used) if name in used[update]]
+        if not lines:
+            continue
+        axes.plot(lines, [used[update][name] for update in lines], color=color, label=label)
+        axes.axhline(independent[name], color=color, linestyle="--", linewidth=1)
+    axes.set(title="Utilisation (dashed: even but independent choices)", ylabel="%", ylim=(0, 102))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")

@@ -27,6 +27,7 @@ def table(summary: dict) -> str:
             f"{model['experts']} in each of {model['moe_layers']} MoE layers, "
             f"{model['experts_per_rank']} per rank",
         ),
+        *_utilisation(summary["utilisation"]),
         ("time", minutes(sum(summary["seconds"].values()))),
         ("pictures", "  ".join(name for name in files if name.endswith(".png"))),
     ]
@@ -34,6 +35,25 @@ def table(summary: dict) -> str:
     rule = "-" * (width + 48)
     body = "\n".join(f"{name:<{width}}   {value}" for name, value in rows)
     return f"{rule}\n{body}\n{rule}"
+
+
+def _utilisation(used: dict) -> list[Row]:
+    """Of the last quarter of training, beside what even but independent choices give."""
+    names = {
+        "moe_util_slot": ("experts: rows in use", "%"),
+        "moe_util_load": ("experts: mean load / largest", "%"),
+        "moe_drop": ("experts: choices dropped", "%"),
+        "moe_dead": ("experts: unused", " of a layer"),
+    }
+    return [
+        (
+            label,
+            f"{used['late'][name]:.1f}{unit}   (even but independent choice: "
+            f"{used['independent'][name]:.1f}{unit})",
+        )
+        for name, (label, unit) in names.items()
+        if name in used["late"]
+    ]
 
 
 def minutes(seconds: float) -> str:

@@ -133,7 +133,7 @@ def record_updates(trainer: Trainer) -> list[Update]:
         sums = {
             key: float(sum(log[key] for log in logging_outputs))
             for key in logging_outputs[0]
-            if key != "moe_load"
+            if key not in ("moe_load", "moe_kept", "moe_received", "moe_slots")
         }
         if grad_norm is not None:
             updates.append(Update(sums, float(sample_size), float(grad_norm)))

@@ -9,7 +9,14 @@ from fairseq.logging import metrics
 from torch import nn
 
 from fairseq_tutel.criterions import MoECrossEntropyCriterion
-from fairseq_tutel.moe import METRIC_NAMES, MoEAux, routing_metrics
+from fairseq_tutel.criterions.routing_logs import join_passes
+from fairseq_tutel.moe import (
+    METRIC_NAMES,
+    UTILISATION_NAMES,
+    MoEAux,
+    RoutingCounts,
+    routing_metrics,
+)
 
 VOCABULARY, PAD = 6, 1
 TARGET = torch.tensor([[2, 3, 4], [5, PAD, PAD]])  # 4 tokens in 2 sentences
@@ -57,14 +64,14 @@ class FakeModel(nn.Module):
         self.logits = nn.Parameter(torch.randn(2, 3, VOCABULARY, dtype=torch.float64))
         self.gate_losses = nn.Parameter(torch.tensor(gate_losses, dtype=torch.float32))
         self.counts = [counts(seed) for seed in range(len(gate_losses))]
-        self.load = None
+        self.routing = None
 
     def forward(self, **net_input):
         rows = zip(self.gate_losses, self.counts, strict=True)
         reports = [MoEAux(loss, *row) for loss, row in rows]
         extra = {"moe": reports} if reports else {}
-        if self.load is not None:
-            extra["moe_load"] = self.load
+        if self.routing is not None:
+            extra["moe_counts"] = self.routing
         return self.logits, extra
 
     def get_normalized_probs(self, net_output, log_probs, sample=None):
@@ -158,7 +165,9 @@ def test_metrics_are_means_over_layers_then_batches():
 
 def test_an_update_is_read_back_in_one_piece(monkeypatch):
     """What is logged are numbers: fairseq rounds every tensor that it finds by reading it."""
-    outputs = [criterion()(FakeModel([1.0, 2.0]), sample())[2] for _ in range(3)]
+    model = FakeModel([1.0, 2.0])
+    model.routing = routing_of_a_pass(*(2 * part for part in ONE[0][:3]), 12)
+    outputs = [criterion()(model, sample())[2] for _ in range(3)]
     # as stock's sum over ranks leaves it: every value a tensor
     outputs.append({k: torch.as_tensor(v, dtype=torch.float64) for k, v in outputs[0].items()})
     reads = []
@@ -171,7 +180,7 @@ def test_an_update_is_read_back_in_one_piece(monkeypatch):
         MoECrossEntropyCriterion.reduce_metrics(outputs)
         values = aggregator.get_smoothed_values()
     assert reads == ["tolist"]
-    assert len(values) >= 4 + len(METRIC_NAMES)
+    assert len(values) >= 4 + len(METRIC_NAMES) + len(UTILISATION_NAMES)
 
 
 def test_layers_of_different_shape_are_computed_one_by_one():
@@ -220,11 +229,67 @@ def test_unreduced_loss_keeps_its_shape():
     assert loss.sum().item() == pytest.approx(cross_entropy(model))
 
 
-def test_loads_travel_with_the_logging_outputs():
+def routing_of_a_pass(load_LE, kept_LE, received_LW, slots):
+    as_int = (torch.tensor(x, dtype=torch.int32) for x in (load_LE, kept_LE, received_LW))
+    return RoutingCounts(*as_int, torch.tensor([slots] * len(load_LE), dtype=torch.int32))
+
+
+# forward passes of one layer, 4 experts on 2 ranks, of two ranks: load, kept, received and slots
+ONE = [
+    ([[5, 1, 2, 0]], [[3, 1, 2, 0]], [[4, 2]], 12),
+    ([[2, 2, 2, 2]], [[2, 2, 2, 2]], [[4, 4]], 12),
+    ([[8, 0, 0, 0]], [[3, 0, 0, 0]], [[3, 0]], 12),
+]
+OTHER = [([[1, 1, 3, 3]], [[1, 1, 3, 3]], [[2, 6]], 12), ([[1] * 4], [[1] * 4], [[2, 2]], 12)]
+
+
+def used_by_hand(passes):
+    """Mean over passes, each a list of what the ranks counted, from the definitions."""
+    found = {name: [] for name in UTILISATION_NAMES}
+    for ranks in passes:
+        load, kept, received = (
+            [sum(numbers) for numbers in zip(*(rank[i][0] for rank in ranks), strict=True)]
+            for i in range(3)
+        )
+        values = (
+            100 * sum(kept) / sum(rank[3] for rank in ranks),
+            100 * sum(load) / len(load) / max(load),
+            100 * sum(received) / len(received) / max(received),
+            100 * (1 - sum(kept) / sum(load)),
+            load.count(0),
+        )
+        for name, value in zip(UTILISATION_NAMES, values, strict=True):
+            found[name].append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
+
+
+def test_utilisation_is_that_of_passes_of_all_ranks():
+    model, ranks = FakeModel([2.0]), []
+    assert not set(UTILISATION_NAMES) & set(logged([criterion()(model, sample())[2]]))
+    for passes, fillers in ((ONE, 0), (OTHER, 1)):  # the other rank has no first batch
+        logs = []
+        for counts_of_pass in passes:
+            model.routing = routing_of_a_pass(*counts_of_pass)
+            logs.append(criterion()(model, sample())[2])
+        alone = logged(logs)
+        join_passes(logs, fillers)
+        assert all(not {"moe_load", "moe_slots"} & set(log) for log in logs[1:])
+        ranks.append(logs[0])
+    assert alone["moe_drop"] == 0 and alone["moe_dead"] == 0
+    both = {key: ranks[0][key] + ranks[1][key] for key in ranks[0]}  # as stock's all-reduce
+    values = logged([both])
+    want = used_by_hand([[ONE[0]], [ONE[1], OTHER[0]], [ONE[2], OTHER[1]]])
+    for name, value in want.items():
+        assert values[name] == pytest.approx(value), name
+
+
+def test_slots_are_in_use_only_where_there_are_any():
+    """Rows of a dropless layer are as many as are needed."""
     model = FakeModel([2.0])
-    assert "moe_load" not in criterion()(model, sample())[2]
-    model.load = torch.ones(1, 3, dtype=torch.int32)
-    assert torch.equal(criterion()(model, sample())[2]["moe_load"], model.load)
+    model.routing = routing_of_a_pass(*ONE[0][:3], 0)
+    values = logged([criterion()(model, sample())[2]])
+    assert "moe_util_slot" not in values
+    assert values["moe_util_load"] == pytest.approx(100 * 2 / 5)
 
 
 def test_outputs_can_be_summed_over_ranks():

@@ -1,5 +1,7 @@
 """The decoder around the MoE layers, compared with fairseq's dense one wherever they must agree."""
 
+import math
+
 import pytest
 import torch
 from fairseq import tasks, utils
@@ -46,7 +48,6 @@ def test_every_freq_th_layer_is_sparse(freq, layers, sparse):
     assert f"({', '.join(map(str, sparse))}): " in printed
     _, extra = forward(model)
     assert len(extra["moe"]) == len(sparse) and all(isinstance(a, MoEAux) for a in extra["moe"])
-    assert "moe_load" not in extra
 
 
 def test_state_dict_differs_from_the_dense_one_in_the_ffn_only():
@@ -196,11 +197,19 @@ def test_evaluation_does_not_depend_on_the_batch():
         assert rms_ratio(model(tokens[i : i + 1])[0][0], together[i]) < 1e-5
 
 
-def test_loads_are_reported_on_request():
-    model = build("--moe-expert-count", "4", "--moe-load-log-interval", "1", "--moe-freq", "1")
+def test_counts_of_all_layers_are_reported():
+    model = build("--moe-expert-count", "4", "--moe-freq", "1", "--moe-capacity-factor", "0.5")
     _, extra = forward(model, make_batch(1, sentences=3))
-    assert extra["moe_load"].shape == (2, 4)
-    assert extra["moe_load"].sum(1).tolist() == [2 * 3 * LENGTH] * 2
+    counts, reports = extra["moe_counts"], extra["moe"]
+    tokens = 3 * LENGTH
+    assert counts.load.sum(1).tolist() == [2 * tokens] * 2
+    assert counts.slots.tolist() == [4 * 2 * int(0.5 * math.ceil(tokens / 4))] * 2
+    for kept, received, aux in zip(counts.kept, counts.received, reports, strict=True):
+        assert torch.equal(kept, aux.num_kept_per_expert_E)
+        assert received.tolist() == [kept.sum()]
+    assert (counts.kept.sum(1) < counts.load.sum(1)).any()
+    model.eval()
+    assert forward(model)[1]["moe_counts"].slots.tolist() == [0, 0]  # rows as many as needed
 
 
 def test_stable_embedding_is_normalised_in_fp32():

@@ -8,7 +8,8 @@ import pytest
 STAMP = "2026-01-02 03:04:05 | INFO | "
 TRAIN = (
     "train_inner | epoch 002:     20 / 621 loss=9.166, moe_gate_loss=2.28883, inner_loss=9.1, "
-    "ppl=548.75, wps=14612.6, num_updates={}, lr=6e-05, gnorm=1.2, loss_scale=nan, wall=71"
+    "ppl=548.75, moe_util_slot=88.31, moe_drop=11.69, wps=14612.6, "
+    "num_updates={}, lr=6e-05, gnorm=1.2, loss_scale=nan, wall=71"
 )
 VALID = (
     "valid | epoch 002 | valid on 'valid' subset | loss 8.02 | inner_loss 8.0 | ppl 256 | "
@@ -39,6 +40,13 @@ def test_curves_take_the_loss_without_the_gate_loss_and_the_last_of_repeated_upd
     assert curves.train == {10: (9.1, 14612.6)}
     assert curves.valid == {10: (8.0, 256.0)}
     assert curves.resumed == [20]
+    assert curves.used == {10: {"moe_util_slot": 88.31, "moe_drop": 11.69}}
+
+
+def test_utilisation_is_that_of_the_last_quarter():
+    used = {update: {"moe_drop": float(update), "moe_dead": 1.0} for update in range(8, 0, -1)}
+    used[1]["moe_util_slot"] = 50.0
+    assert metrics.late_utilisation(metrics.Curves(used=used)) == {"moe_drop": 7.5, "moe_dead": 1.0}
 
 
 def test_progress_keeps_fairseqs_position_and_the_chosen_metrics():
@@ -67,6 +75,8 @@ def test_pictures_are_drawn(tmp_path):
 
     curves = metrics.Curves({5: (9.0, 1.0), 10: (8.0, 1.0)}, {1: (12.0, 4096.0), 10: (8, 256)}, [5])
     pictures.draw_loss(curves, tmp_path / "loss.png")
-    pictures.draw_experts([5, 10], {"1": [[0, 0], [3, 1]]}, tmp_path / "experts.png")
+    used = {10: {"moe_util_slot": 80.0}, 5: {"moe_util_slot": 70.0, "moe_util_load": 50.0}}
+    even = {"moe_util_slot": 97.0, "moe_util_load": 90.0}
+    pictures.draw_experts([5, 10], {"1": [[0, 0], [3, 1]]}, tmp_path / "experts.png", used, even)
     for name in ("loss.png", "experts.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

@@ -1,11 +1,14 @@
-"""``--moe-load-log-interval``: the load of every expert, summed over updates, as lines of JSON.
+"""``--moe-load-log-interval``: load and utilisation of the experts over updates, as lines of JSON.
 
-The sum since the last line is part of a checkpoint, and a run that resumes drops the lines of
-later updates, which it makes again: the file is that of a run that was never interrupted.
+A line has the pairs that were routed to each expert (``layers``), the rows that each rank received
+(``ranks``), and the :class:`~fairseq_tutel.moe.Utilisation` of their sums over the updates since
+the line before. The sums since the last line are part of a checkpoint, and a run that resumes
+drops the lines of later updates, which it makes again: the file is that of a run that was never
+interrupted.
 
 With ``--tensorboard-logdir`` each line is also drawn there, under ``expert_load``: for every MoE
 layer a histogram of the experts' loads relative to their mean (1 is perfect balance), the largest
-of them, and the number of experts that no token chose.
+of them, the number of experts that no token chose, and the utilisation.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from collections.abc import Sequence
 
 import torch
 from fairseq.logging import progress_bar
+
+from ...moe import RoutingCounts, Utilisation, utilisation
 
 
 class ExpertLoadLog:
@@ -40,31 +45,52 @@ class ExpertLoadLog:
         self._path = os.path.join(folder, "expert_load.jsonl")
         self._board = _Board(tensorboard) if tensorboard and writes and interval > 0 else None
         self._layers, self._interval, self._writes = layers, interval, writes
-        self._sum: torch.Tensor | None = None
+        self._sum: dict[str, torch.Tensor] = {}
 
-    def add(self, update: int, load_LE: torch.Tensor) -> None:
-        """Count the tokens that chose each expert of each layer in one update, of all ranks."""
-        load_LE = load_LE.to(torch.int64)
-        total = load_LE if self._sum is None else self._sum.to(load_LE.device) + load_LE
-        self._sum = total if update % self._interval else None
-        if self._sum is None and self._writes:
-            layers = dict(zip(map(str, self._layers), total.tolist(), strict=True))
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"update": update, "layers": layers}) + "\n")
-            if self._board is not None:
-                self._board.draw(update, self._layers, total.float().cpu())
+    def add(self, update: int, passes: RoutingCounts) -> None:
+        """Count the forward passes of one update, of all ranks: [U, L, ...]."""
+        if self._interval <= 0:
+            return
+        counts = {name: each.sum(0).to(torch.int64) for name, each in passes._asdict().items()}
+        for name, before in self._sum.items():
+            if before.shape == counts[name].shape:  # ranks of another number may have begun it
+                counts[name] += before.to(counts[name].device)
+        self._sum = counts if update % self._interval else {}
+        if not self._sum and self._writes:
+            self._write(update, RoutingCounts(**{k: each.cpu() for k, each in counts.items()}))
 
-    def state(self) -> list[list[int]] | None:
-        """The sum since the last line, for a checkpoint."""
-        return None if self._sum is None else self._sum.tolist()
+    def _write(self, update: int, counts: RoutingCounts) -> None:
+        names = list(map(str, self._layers))
+        used = {
+            name: dict(zip(Utilisation._fields, (round(x, 2) for x in values), strict=True))
+            for name, values in zip(
+                names, torch.stack(utilisation(counts), 1).tolist(), strict=True
+            )
+        }
+        line = {
+            "update": update,
+            "layers": dict(zip(names, counts.load.tolist(), strict=True)),
+            "ranks": dict(zip(names, counts.received.tolist(), strict=True)),
+            "utilisation": used,
+        }
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        if self._board is not None:
+            self._board.draw(update, self._layers, counts.load.float(), used)
 
-    def resume(self, state: list[list[int]] | None, update: int, *, rewrite: bool = True) -> None:
+    def state(self) -> dict[str, list] | None:
+        """The sums since the last line, for a checkpoint."""
+        return {name: each.tolist() for name, each in self._sum.items()} or None
+
+    def resume(self, state: dict | list | None, update: int, *, rewrite: bool = True) -> None:
         """Go on from a checkpoint that was saved after ``update``.
 
         Args:
+            state: of :meth:`state`; that of older checkpoints, a list, is not used.
             rewrite: whether to drop lines, and not only add some; the file may be another run's.
         """
-        self._sum = None if state is None else torch.tensor(state)
+        known = state if isinstance(state, dict) else {}
+        self._sum = {name: torch.tensor(each) for name, each in known.items()}
         if not (self._interval and self._writes and rewrite) or not os.path.exists(self._path):
             return
         with open(self._path, encoding="utf-8") as file:
@@ -84,7 +110,9 @@ class _Board:
         make = progress_bar.SummaryWriter
         self._writer = None if make is None else make(os.path.join(folder, "expert_load"))
 
-    def draw(self, update: int, layers: Sequence[int], load_LE: torch.Tensor) -> None:
+    def draw(
+        self, update: int, layers: Sequence[int], load_LE: torch.Tensor, used: dict[str, dict]
+    ) -> None:
         if self._writer is None:
             return
         for layer, load_E in zip(layers, load_LE, strict=True):
@@ -93,6 +121,8 @@ class _Board:
             self._writer.add_histogram(f"{name}/load_over_mean", relative_E.numpy(), update)
             self._writer.add_scalar(f"{name}/largest_load_over_mean", relative_E.max(), update)
             self._writer.add_scalar(f"{name}/unused_experts", (load_E == 0).sum(), update)
+            for kind, value in used[str(layer)].items():
+                self._writer.add_scalar(f"{name}/utilisation_{kind}", value, update)
         self._writer.flush()
 
 

@@ -17,6 +17,7 @@ from fairseq.trainer import Trainer
 from omegaconf import open_dict
 
 from ...config import EXPERT_GRAD_NORMALIZATIONS
+from ...criterions.routing_logs import join_passes, logged_passes
 from ...distributed import process_world
 from ...models import check_stock_ranges
 from .. import expert_grad_sq_norm
@@ -159,17 +160,19 @@ class MoETrainer(CheckpointMixin, Trainer):
             sample_size, *others = extra_stats_to_sum
             sample_size -= sum(log["sample_size"] for log in logging_outputs[:fillers])
             extra_stats_to_sum = (sample_size, *others)
+        logging_outputs = logging_outputs[fillers:]
+        join_passes(logging_outputs, fillers)
         # whether to leave is decided by all ranks, in the one reduction that there is anyway
         logging_outputs, (*extra_stats_to_sum, votes) = super()._aggregate_logging_outputs(
-            logging_outputs[fillers:], *extra_stats_to_sum, self.requeue.vote, ignore=ignore
+            logging_outputs, *extra_stats_to_sum, self.requeue.vote, ignore=ignore
         )
         self.requeue.count_votes(votes)
         return logging_outputs, tuple(extra_stats_to_sum)
 
     def _reduce_and_log_stats(self, logging_outputs, sample_size, grad_norm=None):
-        loads = [log.pop("moe_load") for log in logging_outputs or () if "moe_load" in log]
-        if loads and grad_norm is not None:
-            self.expert_load.add(self.get_num_updates(), sum(loads))
+        passes = logged_passes(logging_outputs or ()) if grad_norm is not None else None
+        if passes is not None:
+            self.expert_load.add(self.get_num_updates(), passes)
         return super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)
 
 

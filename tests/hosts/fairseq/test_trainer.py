@@ -149,6 +149,12 @@ def test_expert_loads_are_written_every_few_updates(world_size, tmp_path):
         for load in row["layers"].values():
             # 2 updates of 4 batches of 4 sentences of 8 tokens, 2 experts each
             assert len(load) == 4 and sum(load) == 2 * 4 * 4 * 8 * 2
+        for name, used in row["utilisation"].items():
+            load, received = row["layers"][name], row["ranks"][name]
+            assert len(received) == world_size
+            assert used["load"] == pytest.approx(100 * sum(load) / 4 / max(load), abs=0.01)
+            assert used["drop"] == pytest.approx(100 * (1 - sum(received) / sum(load)), abs=0.01)
+            assert used["slot"] <= 100 and used["dead"] == load.count(0)
 
 
 def _dense_on_ranks(cfg):
