@@ -23,6 +23,8 @@ from .ranges import FINITE, Range, as_argument, at_least, check_ranges, ranges_o
 from .registry import Options, Registry
 
 SECOND_EXPERT_POLICIES = ("sampling", "all", "random")
+BALANCE_SCOPES = ("rank", "global", "sequence")
+BALANCE_CHOICES = ("first", "all")
 EXPERT_GRAD_NORMALIZATIONS = ("world_size", "sqrt_world_size")
 # Routers register themselves, see fairseq_tutel.moe.routers.
 ROUTERS: Registry[Any] = Registry("router", home="fairseq_tutel.moe.routers", flag_prefix="moe")
@@ -33,6 +35,13 @@ EXCHANGES: Registry[Any] = Registry(
 
 def _option(allowed: Range, **default: Any) -> Any:
     return field(**default, metadata={"range": allowed})
+
+
+_CHOICES = {
+    "second_expert_policy": SECOND_EXPERT_POLICIES,
+    "balance_scope": BALANCE_SCOPES,
+    "balance_choices": BALANCE_CHOICES,
+}
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,10 @@ class MoEConfig:
             eq. 5).
         load_importance_loss: use the load and importance losses of arXiv 1701.06538 (appendix A) in
             place of GShard's; needs gate_noise > 0.
+        balance_scope: tokens over which the balance loss balances: those of a ``rank``, of all
+            ranks (``global``, in training; arXiv 2501.11873), or of each ``sequence`` (arXiv
+            2412.19437, eq. 17).
+        balance_choices: whose counts it takes: ``first`` choices, or ``all``, divided by K.
     """
 
     num_experts: int = _option(at_least(1))
@@ -85,6 +98,8 @@ class MoEConfig:
     input_dropout: float = _option(Range(0, 1, high_open=True), default=0.0)
     z_loss_weight: float = _option(at_least(0), default=0.0)
     load_importance_loss: bool = False
+    balance_scope: str = "rank"
+    balance_choices: str = "first"
     router_options: Options | Mapping[str, Any] | None = None
 
     def __post_init__(self):
@@ -97,11 +112,11 @@ class MoEConfig:
                 f"top_k={self.top_k} must lie between 1 and the number of experts, "
                 f"{self.num_experts}"
             )
-        if self.second_expert_policy not in SECOND_EXPERT_POLICIES:
-            raise ValueError(
-                f"second_expert_policy={self.second_expert_policy!r} is unknown; choose one of "
-                f"{', '.join(SECOND_EXPERT_POLICIES)}"
-            )
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}"
+                )
         router_options = ROUTERS.options(self.router, self.router_options)
         object.__setattr__(self, "router_options", router_options)
         if self.load_importance_loss and self.gate_noise <= 0:
@@ -109,6 +124,20 @@ class MoEConfig:
                 "load_importance_loss needs gate_noise > 0: the load is estimated from the noise's "
                 f"distribution, and gate_noise={self.gate_noise}"
             )
+        if self.load_importance_loss and (self.balance_scope, self.balance_choices) != (
+            "rank",
+            "first",
+        ):
+            raise ValueError(
+                "load_importance_loss takes the place of the balance loss, of which "
+                f"balance_scope={self.balance_scope!r} and balance_choices="
+                f"{self.balance_choices!r} are options: give one or the other"
+            )
+
+    @property
+    def balance_choices_counted(self) -> int:
+        """Choices of a token that the balance loss counts."""
+        return 1 if self.balance_choices == "first" else self.top_k
 
     def capacity(self, num_tokens: int, training: bool) -> int | None:
         """Most tokens that one rank may send to one expert, or None where nothing is dropped.

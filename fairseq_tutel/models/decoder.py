@@ -22,7 +22,7 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 
 from ..config import MoEConfig
 from ..distributed import ExpertParallelGroups, StepAgreement, sync_step
-from ..moe import MoEAux, MoELayer, routing_counts
+from ..moe import MoEAux, MoELayer, balance_over_ranks, routing_counts
 from .options import exchange_config
 
 
@@ -233,6 +233,7 @@ class MoETransformerDecoder(TransformerDecoder):
             )
             extra["moe"] = list(reports)
         if extra["moe"] and incremental_state is None:
+            extra["moe"] = balance_over_ranks(extra["moe"], self.moe_routing)
             extra["moe_counts"] = routing_counts(extra["moe"], self.moe_groups)
         return x, extra
 

@@ -17,6 +17,8 @@ from fairseq.dataclass import ChoiceEnum
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 
 from ..config import (
+    BALANCE_CHOICES,
+    BALANCE_SCOPES,
     EXPERT_GRAD_NORMALIZATIONS,
     ROUTERS,
     SECOND_EXPERT_POLICIES,
@@ -168,6 +170,14 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
     moe_load_importance_loss: bool = _option(
         False, "load and importance losses (arXiv 1701.06538) for GShard's; needs --moe-gate-noise"
     )
+    moe_gate_loss_scope: ChoiceEnum(BALANCE_SCOPES) = _option(
+        "rank",
+        "tokens that the balance loss balances: 'rank': those of each rank and batch; 'global': of "
+        "all ranks together, in training; 'sequence': of every sequence by itself",
+    )
+    moe_gate_loss_choices: ChoiceEnum(BALANCE_CHOICES) = _option(
+        "first", "choices of a token that the balance loss counts: the 'first', or 'all'"
+    )
     moe_backend: ChoiceEnum(("auto", "triton", "torch")) = _option(
         "auto", "operators of the MoE layers: Triton kernels on GPUs and torch elsewhere, or one"
     )
@@ -234,6 +244,8 @@ def moe_config(args, num_experts: int) -> MoEConfig:
         input_dropout=args.moe_input_dropout,
         z_loss_weight=args.moe_z_loss_wt,
         load_importance_loss=args.moe_load_importance_loss,
+        balance_scope=str(args.moe_gate_loss_scope),
+        balance_choices=str(args.moe_gate_loss_choices),
     )
 
 

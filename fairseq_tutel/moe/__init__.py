@@ -9,6 +9,7 @@ Data flows one way and nothing is parked on a module::
 import importlib
 
 from ..config import ExchangeConfig, MoEConfig
+from .balance import balance_over_ranks
 from .dispatcher import ExpertRows, dispatch_and_combine
 from .experts import Experts
 from .layer import MoELayer
@@ -41,6 +42,7 @@ __all__ = [
     "RoutingMetrics",
     "TopKRouter",
     "Utilisation",
+    "balance_over_ranks",
     "build_routing",
     "dispatch_and_combine",
     "independent_utilisation",

@@ -28,6 +28,7 @@ from ..distributed import (
     sync_step,
 )
 from .autocast import autocast_dtype
+from .balance import balance_over_ranks
 from .dispatcher import dispatch_and_combine
 from .experts import ExpertList, Experts
 from .metrics import MoEAux
@@ -131,7 +132,8 @@ class MoELayer(nn.Module):
                 ``torch.autocast`` the experts compute in its dtype, the gate's logits stay fp32.
             pad_mask: bool [...], True for padding; looked at only with ``use_pad_mask``.
             step: what :func:`~fairseq_tutel.distributed.sync_step` returned for this forward pass;
-                made here if None (one small all-gather).
+                made here if None (one small all-gather). Whoever gives it also passes all layers'
+                reports to :func:`~fairseq_tutel.moe.balance_over_ranks`.
             top_k, capacity_factor: for this call only; the same on all ranks. A ``step`` must have
                 been made with them: ``sync_step(T, layer.step_settings(dtype, top_k=...), groups)``
             return_aux: also return the aux loss and the counts that metrics are made of.
@@ -149,7 +151,7 @@ class MoELayer(nn.Module):
         given_TM, x_TM = self._tokens(x)
         pad_mask_T = None if pad_mask is None else pad_mask.reshape(-1)
 
-        router_step = self._agree(x_TM, config, step)
+        router_step = self._agree(x_TM, config, step, x.shape[:-2].numel())
         if isinstance(self.gate, Router):
             routing, router_aux = self.gate(x_TM, pad_mask_T, router_step)
         else:
@@ -160,14 +162,16 @@ class MoELayer(nn.Module):
         y = y_TM.view(x.shape)
         if not return_aux:
             return y
-        return y, MoEAux(
-            *router_aux,
+        aux = MoEAux(
+            *router_aux[:3],
+            prob_sum_E=router_aux.prob_sum_E,
             num_routed_KE=routing.num_routed_KE,
             num_kept_per_expert_E=routing.num_kept_per_expert_E,
             num_tokens=x_TM.shape[0],
             num_slots=routing.num_experts * routing.capacity if routing.padded else 0,
             **_times(exchange),
         )
+        return y, aux if step is not None else balance_over_ranks([aux], config)[0]
 
     def step_settings(
         self,
@@ -197,7 +201,7 @@ class MoELayer(nn.Module):
             dtype=dtype,
         )
 
-    def _agree(self, x_TM, config, step) -> RouterStep:
+    def _agree(self, x_TM, config, step, num_sequences) -> RouterStep:
         """What all ranks do in this call; communicates unless ``step`` says it."""
         if step is None:
             step = sync_step(x_TM.shape[0], self._settings(config, x_TM.dtype), self.groups)
@@ -210,7 +214,7 @@ class MoELayer(nn.Module):
                     f"this call's options make {label} {value}, but the ranks' agreement for this "
                     f"step has {agreed}; give the same options to step_settings()"
                 )
-        return RouterStep(config, self.training, step.num_tokens)
+        return RouterStep(config, self.training, step.num_tokens, num_sequences)
 
     def _exchange_for(self, routing, step, x_TM) -> Exchange:
         """The exchange for messages of this call's size, measured if that is asked for."""

@@ -6,7 +6,7 @@ import torch
 
 
 def balance_loss(
-    prob_sum_E: torch.Tensor, first_choice_E: torch.Tensor, num_tokens: int
+    prob_sum_E: torch.Tensor, chosen_E: torch.Tensor, num_tokens: int, choices: int = 1
 ) -> torch.Tensor:
     """GShard's balance loss, ``E * sum_e mean_t(p_te) * mean_t(first choice is e)``.
 
@@ -16,12 +16,34 @@ def balance_loss(
 
     Args:
         prob_sum_E: fp32 [E], sum over tokens of the gate's probabilities; carries the gradient.
-        first_choice_E: int [E], tokens whose first choice is e.
+        chosen_E: int [E], tokens whose first choice is e; or all choices of e.
         num_tokens: T of this rank.
+        choices: of a token that ``chosen_E`` counts: 1, or K as in ST-MoE (arXiv 2202.08906).
     """
-    scale = prob_sum_E.shape[0] / max(num_tokens, 1) ** 2
+    scale = prob_sum_E.shape[0] / max(num_tokens, 1) ** 2 / choices
     # few operations: each costs a launch, here and in the backward pass of every layer
-    return torch.dot(prob_sum_E, first_choice_E.to(prob_sum_E.dtype)) * scale
+    return torch.dot(prob_sum_E, chosen_E.to(prob_sum_E.dtype)) * scale
+
+
+def sequence_balance_loss(
+    prob_TE: torch.Tensor, expert_TK: torch.Tensor, num_sequences: int
+) -> torch.Tensor:
+    """Mean over sequences of the balance loss of each (DeepSeek-V3, arXiv 2412.19437, eq. 17-20).
+
+    Args:
+        prob_TE: fp32 [T, E] gate distribution, with gradient; the sequences follow each other and
+            are of one length.
+        expert_TK: int32 [T, k], the choices that count, -1 for none.
+        num_sequences: B, of T / B tokens.
+    """
+    (num_tokens, num_experts), choices = prob_TE.shape, expert_TK.shape[1]
+    length = num_tokens // max(num_sequences, 1)
+    prob_BE = prob_TE.view(num_sequences, length, num_experts).sum(1)
+    bin_BN = expert_TK.view(num_sequences, length * choices).long() + 1  # the first one for none
+    chosen_BE = prob_BE.new_zeros((num_sequences, num_experts + 1))
+    chosen_BE.scatter_add_(1, bin_BN, torch.ones_like(bin_BN, dtype=prob_BE.dtype))
+    scale = num_experts / max(num_sequences * length**2 * choices, 1)
+    return (prob_BE * chosen_BE[:, 1:]).sum() * scale
 
 
 def z_loss(lse_T: torch.Tensor) -> torch.Tensor:

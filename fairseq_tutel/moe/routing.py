@@ -25,11 +25,13 @@ class RouterStep:
         config: the options of this call.
         training: whether the layer is in training mode.
         num_tokens: T that all ranks agreed on, the largest of theirs.
+        num_sequences: B; this rank's tokens are B sequences of one length, one after the other.
     """
 
     config: MoEConfig
     training: bool
     num_tokens: int
+    num_sequences: int = 1
 
     @property
     def capacity(self) -> int | None:

@@ -19,4 +19,5 @@ def route(
     tokens = len(logits_TE)
     step = RouterStep(config, training, tokens if num_tokens is None else num_tokens)
     routing, aux = route_logits(logits_TE, step, pad_T)
-    return routing, MoEAux(*aux, routing.num_routed_KE, routing.num_kept_per_expert_E, tokens)
+    counts = (routing.num_routed_KE, routing.num_kept_per_expert_E, tokens)
+    return routing, MoEAux(*aux[:3], *counts, prob_sum_E=aux.prob_sum_E)

@@ -16,7 +16,7 @@ from fairseq_tutel.config import EXCHANGES
 from fairseq_tutel.distributed import StepAgreement, process_world
 from fairseq_tutel.models.decoder import ForwardScope, MoETransformerDecoderLayer
 from fairseq_tutel.models.transformer_lm_gpt_moe import StableEmbedding
-from fairseq_tutel.moe import MoEAux, MoELayer
+from fairseq_tutel.moe import MoEAux, MoELayer, balance
 
 # one expert that gets every token with weight 1: the layer is a dense FFN
 ONE_EXPERT = ("--moe-expert-count", "1", "--moe-top-k", "1", "--moe-capacity-factor", "0")
@@ -322,3 +322,24 @@ def test_configs_that_never_saw_the_command_line_are_checked_too(words, message)
         cfg.model[name] = True if flag else int(value)
     with pytest.raises(ValueError, match=message):
         tasks.setup_task(cfg.task).build_model(cfg.model)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+def test_one_reduction_balances_all_layers_over_all_ranks(recompute, monkeypatch):
+    """On one rank the counts of all ranks are its own."""
+    words = ["--moe-expert-count", "4", "--moe-freq", "1"]
+    if recompute:
+        words.append("--checkpoint-activations")
+    reductions, losses, grads = [], [], []
+    monkeypatch.setattr(balance, "process_world", lambda: (0, 2))
+    monkeypatch.setattr(balance, "sum_tensor_over_ranks_", lambda x: reductions.append(x.shape))
+    for scope in ("rank", "global"):
+        model = build(*words, "--moe-gate-loss-scope", scope)
+        _, extra = forward(model)
+        loss = torch.stack([aux.loss for aux in extra["moe"]]).sum()
+        loss.backward()
+        losses.append(loss.item())
+        grads.append(model.decoder.layers[0].moe_layer.gate.wg.weight.grad)
+    assert reductions == [(2, 5)]  # layers x (experts, tokens)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert rms_ratio(grads[1], grads[0]) < 1e-5

@@ -44,6 +44,8 @@ MODEL_OPTIONS = {
     "--moe-input-jitter": (["0.01"], 0.01, 0.0),
     "--moe-input-dropout": (["0.1"], 0.1, 0.0),
     "--moe-z-loss-wt": (["0.001"], 0.001, 0.0),
+    "--moe-gate-loss-scope": (["global"], "global", "rank"),
+    "--moe-gate-loss-choices": (["all"], "all", "first"),
     "--moe-backend": (["torch"], "torch", "auto"),
     "--moe-simulate-world-size": (["8"], 8, 0),
     "--moe-load-log-interval": (["10"], 10, 0),

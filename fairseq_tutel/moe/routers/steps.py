@@ -65,7 +65,9 @@ def route_logits(
     noisy_TE = add_noise(logits_TE, step)
     chosen = select_top_k(noisy_TE, step, pad_mask_T)
     routing = assign_rows(chosen, step)
+    balance_later = step.training and step.config.balance_scope == "global"
     return routing, RouterAux(
+        prob_sum_E=chosen.prob_sum_E if balance_later else None,
         loss=router_loss(logits_TE, noisy_TE, chosen, routing, step, pad_mask_T),
         entropy_sum=chosen.entropy_sum.detach(),
         num_chosen_KE=count_chosen(chosen, routing, step),
@@ -146,7 +148,10 @@ def router_loss(
     step: RouterStep,
     pad_mask_T: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The balance loss that the options ask for, with the weighted z-loss; fp32 scalar."""
+    """The balance loss that the options ask for, with the weighted z-loss; fp32 scalar.
+
+    Without the balance loss where that needs the counts of all ranks.
+    """
     config, num_tokens = step.config, logits_TE.shape[0]
     if config.load_importance_loss and step.training:
         prob_TE = torch.exp(noisy_TE - chosen.lse_T[:, None])
@@ -155,8 +160,18 @@ def router_loss(
         loss = losses.load_importance_loss(
             prob_TE, logits_TE, threshold_T, noise_std(step), pad_mask_T
         )
+    elif config.balance_scope == "sequence":
+        prob_TE = torch.exp(noisy_TE - chosen.lse_T[:, None])
+        expert_TK = chosen.expert_TK[:, : config.balance_choices_counted]
+        loss = losses.sequence_balance_loss(prob_TE, expert_TK, step.num_sequences)
+    elif config.balance_scope == "global" and step.training:
+        loss = chosen.prob_sum_E.new_zeros(())
     else:
-        loss = losses.balance_loss(chosen.prob_sum_E, routing.num_routed_KE[0], num_tokens)
+        choices = config.balance_choices_counted
+        chosen_E = (
+            routing.num_routed_KE[:choices].sum(0) if choices > 1 else routing.num_routed_KE[0]
+        )
+        loss = losses.balance_loss(chosen.prob_sum_E, chosen_E, num_tokens, choices)
     if config.z_loss_weight > 0:
         loss = loss + config.z_loss_weight * losses.z_loss(chosen.lse_T)
     return loss
