@@ -25,6 +25,8 @@ from .registry import Options, Registry
 SECOND_EXPERT_POLICIES = ("sampling", "all", "random")
 BALANCE_SCOPES = ("rank", "global", "sequence")
 BALANCE_CHOICES = ("first", "all")
+LOAD_BIASES = ("none", "sign", "quantile")
+SCORE_FUNCTIONS = ("softmax", "sigmoid")
 EXPERT_GRAD_NORMALIZATIONS = ("world_size", "sqrt_world_size")
 # Routers register themselves, see fairseq_tutel.moe.routers.
 ROUTERS: Registry[Any] = Registry("router", home="fairseq_tutel.moe.routers", flag_prefix="moe")
@@ -41,6 +43,8 @@ _CHOICES = {
     "second_expert_policy": SECOND_EXPERT_POLICIES,
     "balance_scope": BALANCE_SCOPES,
     "balance_choices": BALANCE_CHOICES,
+    "load_bias": LOAD_BIASES,
+    "score_function": SCORE_FUNCTIONS,
 }
 
 
@@ -80,6 +84,13 @@ class MoEConfig:
             ranks (``global``, in training; arXiv 2501.11873), or of each ``sequence`` (arXiv
             2412.19437, eq. 17).
         balance_choices: whose counts it takes: ``first`` choices, or ``all``, divided by K.
+        load_bias: select experts with a bias that follows their load: by the ``sign`` of what they
+            lack (arXiv 2408.15664), or by a ``quantile`` of what tokens would need (arXiv
+            2607.24653); see :mod:`fairseq_tutel.moe.load_bias`.
+        load_bias_rate: step of ``sign``.
+        score_function: what gate values are: the ``softmax`` of the logits, or the ``sigmoid`` of
+            each (arXiv 2412.19437, eq. 15); losses and entropy take it divided by its sum.
+        route_scale: factor of the combine weights after their normalisation.
     """
 
     num_experts: int = _option(at_least(1))
@@ -100,6 +111,10 @@ class MoEConfig:
     load_importance_loss: bool = False
     balance_scope: str = "rank"
     balance_choices: str = "first"
+    load_bias: str = "none"
+    load_bias_rate: float = _option(Range(0, low_open=True), default=0.001)
+    score_function: str = "softmax"
+    route_scale: float = _option(Range(0, low_open=True), default=1.0)
     router_options: Options | Mapping[str, Any] | None = None
 
     def __post_init__(self):
@@ -124,14 +139,27 @@ class MoEConfig:
                 "load_importance_loss needs gate_noise > 0: the load is estimated from the noise's "
                 f"distribution, and gate_noise={self.gate_noise}"
             )
-        if self.load_importance_loss and (self.balance_scope, self.balance_choices) != (
-            "rank",
-            "first",
-        ):
+        self._refuse_contradictions()
+
+    def _refuse_contradictions(self) -> None:
+        if self.load_importance_loss:
+            for name in ("balance_scope", "balance_choices", "load_bias", "score_function"):
+                if getattr(self, name) != getattr(type(self), name):
+                    raise ValueError(
+                        "load_importance_loss and its noise are for GShard's choice and loss, not "
+                        f"for {name}={getattr(self, name)!r}: give one or the other"
+                    )
+        if self.load_bias == "none":
+            return
+        if self.top_k > 1 and self.second_expert_policy != "all":
             raise ValueError(
-                "load_importance_loss takes the place of the balance loss, of which "
-                f"balance_scope={self.balance_scope!r} and balance_choices="
-                f"{self.balance_choices!r} are options: give one or the other"
+                f"load_bias={self.load_bias!r} needs second_expert_policy='all', not "
+                f"{self.second_expert_policy!r}: drawn choices do not answer to a bias"
+            )
+        if self.top_k == self.num_experts:
+            raise ValueError(
+                f"load_bias={self.load_bias!r} has nothing to choose: top_k={self.top_k} takes all "
+                "experts"
             )
 
     @property

@@ -82,6 +82,8 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
         }
         if "moe_counts" in extra:
             logging_output.update(counts_to_log(extra["moe_counts"]))
+        if "moe_bias_counts" in extra:
+            logging_output["moe_bias_counts"] = extra["moe_bias_counts"]
         return loss, sample_size, logging_output
 
     def gate_loss(self, reports: list[MoEAux], like: torch.Tensor) -> torch.Tensor:

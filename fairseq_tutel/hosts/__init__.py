@@ -17,6 +17,7 @@ Each step
     ``collect_aux(model)``: the aux losses of a forward pass whose model does not pass them on.
     ``clip_grad_norm_(model, max_norm)``: one norm over dense parameters and all experts.
     ``grad_scaler()``: a GradScaler whose ranks skip a step together.
+    ``update_load_bias(model, [aux, ...])``: after a step, of layers with a ``load_bias``.
 
 State
     ``save_checkpoint(path, model, optimizer, extra)`` and ``load_checkpoint(path, model,
@@ -56,6 +57,7 @@ from .checkpoint import (
 from .data_parallel import leave_experts_out, prepare_data_parallel, wrap_data_parallel
 from .full_state import full_state_dict, load_full_state_dict
 from .gradients import clip_grad_norm_, expert_grad_sq_norm, grad_scaler, reduce_expert_grads
+from .load_bias import update_load_bias, update_load_biases
 from .model import expert_parameters, expert_placement, moe_layers, unwrap
 from .optimizer_state import StateNames
 
@@ -82,5 +84,7 @@ __all__ = [
     "save_checkpoint",
     "save_state",
     "unwrap",
+    "update_load_bias",
+    "update_load_biases",
     "wrap_data_parallel",
 ]

@@ -219,6 +219,7 @@ class MoETransformerDecoder(TransformerDecoder):
     ):
         """As the stock method; ``extra["moe"]`` holds one :class:`MoEAux` per MoE layer.
 
+        ``extra["moe_bias_counts"]``: what moves their load biases, in training if they have them.
         ``extra["moe_counts"]``: this rank's :class:`~fairseq_tutel.moe.RoutingCounts` of them.
         """
         step = self._agree(prev_output_tokens, incremental_state)
@@ -235,6 +236,8 @@ class MoETransformerDecoder(TransformerDecoder):
         if extra["moe"] and incremental_state is None:
             extra["moe"] = balance_over_ranks(extra["moe"], self.moe_routing)
             extra["moe_counts"] = routing_counts(extra["moe"], self.moe_groups)
+            if all(aux.bias_counts is not None for aux in extra["moe"]):
+                extra["moe_bias_counts"] = torch.stack([aux.bias_counts for aux in extra["moe"]])
         return x, extra
 
     def _agree(self, tokens, incremental_state) -> StepAgreement:

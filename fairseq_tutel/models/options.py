@@ -20,7 +20,9 @@ from ..config import (
     BALANCE_CHOICES,
     BALANCE_SCOPES,
     EXPERT_GRAD_NORMALIZATIONS,
+    LOAD_BIASES,
     ROUTERS,
+    SCORE_FUNCTIONS,
     SECOND_EXPERT_POLICIES,
     ExchangeConfig,
     MoEConfig,
@@ -178,6 +180,21 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
     moe_gate_loss_choices: ChoiceEnum(BALANCE_CHOICES) = _option(
         "first", "choices of a token that the balance loss counts: the 'first', or 'all'"
     )
+    moe_load_bias: ChoiceEnum(LOAD_BIASES) = _option(
+        "none",
+        "balance experts by a bias on their selection that follows the load, without a loss: "
+        "'quantile': every update as far as its tokens need; 'sign': by --moe-load-bias-rate; "
+        "needs --moe-second-expert-policy all",
+    )
+    moe_load_bias_rate: float = _option(
+        0.001, "step of --moe-load-bias sign", _ROUTING["load_bias_rate"]
+    )
+    moe_score_function: ChoiceEnum(SCORE_FUNCTIONS) = _option(
+        "softmax", "gate values: the 'softmax' of the logits, or the 'sigmoid' of each"
+    )
+    moe_route_scale: float = _option(
+        1.0, "factor of the weights of the experts' outputs", _ROUTING["route_scale"]
+    )
     moe_backend: ChoiceEnum(("auto", "triton", "torch")) = _option(
         "auto", "operators of the MoE layers: Triton kernels on GPUs and torch elsewhere, or one"
     )
@@ -246,6 +263,10 @@ def moe_config(args, num_experts: int) -> MoEConfig:
         load_importance_loss=args.moe_load_importance_loss,
         balance_scope=str(args.moe_gate_loss_scope),
         balance_choices=str(args.moe_gate_loss_choices),
+        load_bias=str(args.moe_load_bias),
+        load_bias_rate=args.moe_load_bias_rate,
+        score_function=str(args.moe_score_function),
+        route_scale=args.moe_route_scale,
     )
 
 

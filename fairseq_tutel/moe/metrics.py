@@ -32,19 +32,23 @@ class RouterAux(NamedTuple):
             :class:`~fairseq_tutel.moe.Routing` is less where a policy rejected choices.
         prob_sum_E: fp32 [E] with gradient, sum over tokens of the gate's probabilities, where the
             balance loss is still to be added (``balance_scope="global"``, in training); or None.
+        bias_counts: int32 [E] or [E, bins], what the router's ``update_load_bias`` takes, in
+            training with ``load_bias``; or None.
     """
 
     loss: torch.Tensor
     entropy_sum: torch.Tensor
     num_chosen_KE: torch.Tensor
     prob_sum_E: torch.Tensor | None = None
+    bias_counts: torch.Tensor | None = None
 
 
 class MoEAux(NamedTuple):
     """Second return value of :class:`MoELayer`; flat, so that checkpointing can pass it on.
 
     Attributes:
-        loss, entropy_sum, num_chosen_KE, prob_sum_E: of the router, see :class:`RouterAux`.
+        loss, entropy_sum, num_chosen_KE, prob_sum_E, bias_counts: of the router, see
+            :class:`RouterAux`.
         num_routed_KE: int32 [K, E], choices of this rank's tokens that were routed to each expert,
             before dropping.
         num_kept_per_expert_E: int32 [E], rows that each expert gets from this rank, after dropping.
@@ -64,6 +68,7 @@ class MoEAux(NamedTuple):
     exchange_cuda_ms: float = 0.0
     num_slots: int = 0
     prob_sum_E: torch.Tensor | None = None
+    bias_counts: torch.Tensor | None = None
 
     @property
     def load_E(self) -> torch.Tensor:

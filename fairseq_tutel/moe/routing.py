@@ -121,6 +121,8 @@ def build_routing(
         padded=step.padded,
         normalize=expert_TK.shape[1] > 1 and not step.config.normalize_before_dropping,
     )
+    if step.config.route_scale != 1:
+        topk_weight_TK = topk_weight_TK * step.config.route_scale
     return Routing(
         expert_TK=expert_TK,
         dest_row_TK=dest_row_TK,

@@ -15,14 +15,18 @@ def _check_top_k(top_k: int, num_experts: int) -> None:
 
 @torch.library.custom_op("fairseq_tutel::topk_gating", mutates_args=())
 def _topk_gating(
-    logits: Tensor, top_k: int, noise: Optional[Tensor], pad: Optional[Tensor]
+    logits: Tensor,
+    top_k: int,
+    noise: Optional[Tensor],
+    pad: Optional[Tensor],
+    key: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     gating = implementation("topk_gating_fwd", logits)
-    return gating(logits, top_k, noise_TE=noise, pad_T=pad)
+    return gating(logits, top_k, noise_TE=noise, pad_T=pad, key_TE=key)
 
 
 @_topk_gating.register_fake
-def _(logits, top_k, noise, pad):
+def _(logits, top_k, noise, pad, key=None):
     T, E = logits.shape
     expert_TK = logits.new_empty((T, top_k), dtype=torch.int32)
     choice_TK = logits.new_empty((0 if pad is None else T, top_k), dtype=torch.int32)
@@ -55,7 +59,7 @@ def _(d_gate, d_prob_sum, d_lse, logits, lse, choice):
 
 
 def _gating_setup(ctx, inputs, output):
-    logits, _, _, pad = inputs
+    logits, _, _, pad, _ = inputs
     expert, _, _, _, lse, choice = output
     ctx.mark_non_differentiable(expert, output[3], choice)
     # or the gradient of each unused output would be a tensor of zeros, filled by a kernel
@@ -65,17 +69,22 @@ def _gating_setup(ctx, inputs, output):
 
 def _gating_backward(ctx, d_expert, d_gate, d_prob_sum, d_entropy, d_lse, d_choice):
     if d_gate is None and d_prob_sum is None and d_lse is None:
-        return None, None, None, None
+        return (None,) * 5
     logits, lse, choice = ctx.saved_tensors
     d_logits = _topk_gating_bwd(d_gate, d_prob_sum, d_lse, logits, lse, choice)
-    return d_logits, None, None, None
+    return d_logits, None, None, None, None
 
 
 _topk_gating.register_autograd(_gating_backward, setup_context=_gating_setup)
 
 
 def topk_gating(
-    logits_TE: Tensor, top_k: int, *, noise_TE: Tensor | None = None, pad_T: Tensor | None = None
+    logits_TE: Tensor,
+    top_k: int,
+    *,
+    noise_TE: Tensor | None = None,
+    pad_T: Tensor | None = None,
+    key_TE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Softmax, top-k and the sums that the losses and metrics need, in one pass.
 
@@ -87,6 +96,8 @@ def topk_gating(
         top_k: experts per token, 1 <= top_k <= E.
         noise_TE: (T, E) in the dtype of the logits, or None.
         pad_T: (T,) bool, True for padding, or None.
+        key_TE: (T, E) in the dtype of the logits: the experts are those with the largest keys, in
+            place of the above, and all else is of the logits; carries no gradient. Not with noise.
 
     Returns:
         expert_TK: (T, K) int32, -1 in padded rows.
@@ -101,12 +112,18 @@ def topk_gating(
     if logits_TE.dim() != 2:
         raise ValueError(f"logits must be (tokens, experts), got {tuple(logits_TE.shape)}")
     _check_top_k(top_k, logits_TE.shape[1])
-    if noise_TE is not None and noise_TE.shape != logits_TE.shape:
-        raise ValueError(
-            f"noise {tuple(noise_TE.shape)} must have the shape of the logits "
-            f"{tuple(logits_TE.shape)}"
-        )
+    for name, tensor in (("noise", noise_TE), ("key", key_TE)):
+        if tensor is not None and tensor.shape != logits_TE.shape:
+            raise ValueError(
+                f"{name} {tuple(tensor.shape)} must have the shape of the logits "
+                f"{tuple(logits_TE.shape)}"
+            )
+    if noise_TE is not None and key_TE is not None:
+        raise ValueError("noise is added to the logits, and a key takes their place: give one")
     if pad_T is not None and pad_T.shape != logits_TE.shape[:1]:
         raise ValueError(f"pad {tuple(pad_T.shape)} must be ({logits_TE.shape[0]},)")
-    expert, gate, prob_sum, entropy_sum, lse, _ = _topk_gating(logits_TE, top_k, noise_TE, pad_T)
+    key_TE = None if key_TE is None else key_TE.detach()
+    expert, gate, prob_sum, entropy_sum, lse, _ = _topk_gating(
+        logits_TE, top_k, noise_TE, pad_T, key_TE
+    )
     return expert, gate, prob_sum, entropy_sum, lse

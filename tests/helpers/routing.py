@@ -14,10 +14,13 @@ def route(
     *,
     pad_T: Tensor | None = None,
     num_tokens: int | None = None,
+    load_bias_E: Tensor | None = None,
 ) -> tuple[Routing, MoEAux]:
     """What a layer with these options makes of these logits; ``num_tokens`` is T by default."""
     tokens = len(logits_TE)
     step = RouterStep(config, training, tokens if num_tokens is None else num_tokens)
-    routing, aux = route_logits(logits_TE, step, pad_T)
+    routing, aux = route_logits(logits_TE, step, pad_T, load_bias_E)
     counts = (routing.num_routed_KE, routing.num_kept_per_expert_E, tokens)
-    return routing, MoEAux(*aux[:3], *counts, prob_sum_E=aux.prob_sum_E)
+    return routing, MoEAux(
+        *aux[:3], *counts, prob_sum_E=aux.prob_sum_E, bias_counts=aux.bias_counts
+    )

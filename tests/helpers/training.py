@@ -133,7 +133,7 @@ def record_updates(trainer: Trainer) -> list[Update]:
         sums = {
             key: float(sum(log[key] for log in logging_outputs))
             for key in logging_outputs[0]
-            if key not in ("moe_load", "moe_kept", "moe_received", "moe_slots")
+            if not (torch.is_tensor(logging_outputs[0][key]) and logging_outputs[0][key].dim())
         }
         if grad_norm is not None:
             updates.append(Update(sums, float(sample_size), float(grad_norm)))

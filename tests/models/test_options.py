@@ -46,6 +46,10 @@ MODEL_OPTIONS = {
     "--moe-z-loss-wt": (["0.001"], 0.001, 0.0),
     "--moe-gate-loss-scope": (["global"], "global", "rank"),
     "--moe-gate-loss-choices": (["all"], "all", "first"),
+    "--moe-load-bias": (["quantile", "--moe-top-k", "1"], "quantile", "none"),
+    "--moe-load-bias-rate": (["0.01"], 0.01, 0.001),
+    "--moe-score-function": (["sigmoid"], "sigmoid", "softmax"),
+    "--moe-route-scale": (["2.5"], 2.5, 1.0),
     "--moe-backend": (["torch"], "torch", "auto"),
     "--moe-simulate-world-size": (["8"], 8, 0),
     "--moe-load-log-interval": (["10"], 10, 0),
@@ -90,7 +94,13 @@ def default():
 
 
 # these exclude one of the others
-ALONE = {"--moe-top1-expert", "--moe-eval-capacity-token-fraction", "--moe-gating-use-fp32"}
+ALONE = {
+    "--moe-top1-expert",
+    "--moe-eval-capacity-token-fraction",
+    "--moe-gating-use-fp32",
+    "--moe-load-bias",
+    "--moe-drop-policy",
+}
 
 
 @pytest.fixture(scope="module")

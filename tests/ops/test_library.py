@@ -25,6 +25,7 @@ def calls(requires_grad):
     return [
         ("topk_gating", (logits, 2, None, None)),
         ("topk_gating", (logits, 2, noise, pad)),
+        ("topk_gating", (logits, 2, None, pad, noise)),
         ("assign_slots", (expert, 4, None)),
         ("assign_slots", (expert, 4, torch.rand(7))),
         ("assign_rows", (expert, position, weight, num_routed, 3, True, True)),

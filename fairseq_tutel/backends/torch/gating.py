@@ -31,7 +31,12 @@ def _select(score_TE: Tensor, first_T1: Tensor, top_k: int) -> Tensor:
 
 @small_on_one_thread
 def topk_gating_fwd(
-    logits_TE: Tensor, top_k: int, *, noise_TE: Tensor | None = None, pad_T: Tensor | None = None
+    logits_TE: Tensor,
+    top_k: int,
+    *,
+    noise_TE: Tensor | None = None,
+    pad_T: Tensor | None = None,
+    key_TE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Softmax, top-k, gate values and the sums that losses and metrics need.
 
@@ -40,6 +45,7 @@ def topk_gating_fwd(
         top_k: number of experts per token, 1 <= top_k <= E.
         noise_TE: (T, E) added to the logits when choices after the first are selected.
         pad_T: (T,) bool, True where the token is padding.
+        key_TE: (T, E) by which experts are selected in place of the logits.
 
     Returns:
         expert_TK (T, K) int32, -1 in padded rows; gate_TK (T, K) softmax values at the chosen
@@ -61,7 +67,12 @@ def topk_gating_fwd(
     prob_sum_E = prob_TE.sum(dim=0)
     if noise_TE is not None:
         score_TE += noise_TE
-    choice_TK = _select(score_TE, prob_TE.argmax(dim=1, keepdim=True), top_k)
+    if key_TE is None:
+        first_T1 = prob_TE.argmax(dim=1, keepdim=True)
+    else:
+        score_TE = key_TE.clamp(min=torch.finfo(key_TE.dtype).min)
+        first_T1 = score_TE.argmax(dim=1, keepdim=True)
+    choice_TK = _select(score_TE, first_T1, top_k)
     gate_TK = prob_TE.gather(1, choice_TK)
     lse_T = lse_T1.squeeze(1)
     expert_TK = choice_TK.to(torch.int32)

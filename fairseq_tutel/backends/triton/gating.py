@@ -26,19 +26,21 @@ def _topk_gating_fwd_kernel(
     logits_ptr,  # (T, E) fp32
     noise_ptr,  # (T, E) fp32 - added when choices after the first are selected; HAS_NOISE
     pad_ptr,  # (T,) bool - True for padding; HAS_PAD
+    key_ptr,  # (T, E) fp32 - selects the experts in place of the logits; HAS_KEY
     num_tokens,
     num_blocks,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     HAS_NOISE: tl.constexpr,
     HAS_PAD: tl.constexpr,
+    HAS_KEY: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
     """Grid (P,); program p takes the blocks of BLOCK_T tokens p, p + P, p + 2 P, ...
 
     Example: logits [[0, ln 2, ln 5]], K = 2 -> p = [1/8, 2/8, 5/8], expert [[2, 1]],
-    gate [[5/8, 2/8]], lse [ln 8].
+    gate [[5/8, 2/8]], lse [ln 8]. With keys [[9, 0, 1]]: expert [[0, 2]], gate [[1/8, 5/8]].
     """
     pid = tl.program_id(0).to(tl.int64)
     offs_e = tl.arange(0, BLOCK_E)
@@ -68,6 +70,9 @@ def _topk_gating_fwd_kernel(
         if HAS_PAD:
             pad = tl.load(pad_ptr + offs_t, mask=mask_t, other=0) != 0
         score = logits
+        if HAS_KEY:
+            score = tl.load(key_ptr + offs, mask=mask, other=0.0)
+            score = tl.where(score < _FLOOR, _FLOOR, score)
         if HAS_NOISE:
             score += tl.load(noise_ptr + offs, mask=mask, other=0.0)
         # NaN counts as the largest, as in torch, so that no lane past the last expert is elected.
@@ -75,6 +80,8 @@ def _topk_gating_fwd_kernel(
         score = tl.where(mask_e[None, :], score, float("-inf"))
         key = tl.where(prob == prob, prob, float("inf"))
         key = tl.where(mask_e[None, :], key, -1.0)
+        if HAS_KEY:
+            key = score
         for k in range(TOP_K):
             choice = tl.argmax(key, axis=1)
             taken = offs_e[None, :] == choice[:, None]
@@ -169,9 +176,14 @@ def _tile(num_experts: int) -> tuple[int, int]:
 
 
 def topk_gating_fwd(
-    logits_TE: Tensor, top_k: int, *, noise_TE: Tensor | None = None, pad_T: Tensor | None = None
+    logits_TE: Tensor,
+    top_k: int,
+    *,
+    noise_TE: Tensor | None = None,
+    pad_T: Tensor | None = None,
+    key_TE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.topk_gating_fwd` in Triton; logits and noise in fp32.
+    """:func:`fairseq_tutel.backends.torch.topk_gating_fwd` in Triton; all floats in fp32.
 
     Raises:
         ValueError: wrong shape, dtype or device.
@@ -182,6 +194,9 @@ def topk_gating_fwd(
     if noise_TE is not None:
         check_tensor("noise", noise_TE, (T, E), (torch.float32,), device)
         noise_TE = noise_TE.contiguous()
+    if key_TE is not None:
+        check_tensor("key", key_TE, (T, E), (torch.float32,), device)
+        key_TE = key_TE.contiguous()
     if pad_T is not None:
         check_tensor("pad", pad_T, (T,), (torch.bool,), device)
         pad_T = pad_T.contiguous()
@@ -208,12 +223,14 @@ def topk_gating_fwd(
             logits_TE,
             noise_TE,
             pad_T,
+            key_TE,
             T,
             num_blocks,
             E=E,
             TOP_K=top_k,
             HAS_NOISE=noise_TE is not None,
             HAS_PAD=pad_T is not None,
+            HAS_KEY=key_TE is not None,
             BLOCK_T=block_t,
             BLOCK_E=block_e,
         )

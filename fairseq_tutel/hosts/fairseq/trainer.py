@@ -17,10 +17,11 @@ from fairseq.trainer import Trainer
 from omegaconf import open_dict
 
 from ...config import EXPERT_GRAD_NORMALIZATIONS
+from ...criterions import MoECrossEntropyCriterion
 from ...criterions.routing_logs import join_passes, logged_passes
 from ...distributed import process_world
 from ...models import check_stock_ranges
-from .. import expert_grad_sq_norm
+from .. import expert_grad_sq_norm, update_load_biases
 from . import blocks
 from .checkpointing import CheckpointMixin
 from .data_parallel import LEGACY_BACKENDS, PYTORCH_BACKENDS, MoEDistributedModel
@@ -47,6 +48,7 @@ class MoETrainer(CheckpointMixin, Trainer):
     def __init__(self, cfg, task, model, criterion, quantizer=None):
         _prepare_config(cfg, model)
         super().__init__(cfg, task, model, criterion, quantizer)
+        self._load_bias = _load_bias(model, criterion)
         _warn_without_gate_loss(criterion)
         self.expert_load = ExpertLoadLog(
             cfg.checkpoint.save_dir,
@@ -170,9 +172,13 @@ class MoETrainer(CheckpointMixin, Trainer):
         return logging_outputs, tuple(extra_stats_to_sum)
 
     def _reduce_and_log_stats(self, logging_outputs, sample_size, grad_norm=None):
+        # with a gradient norm: of an update that was made, not skipped
         passes = logged_passes(logging_outputs or ()) if grad_norm is not None else None
         if passes is not None:
             self.expert_load.add(self.get_num_updates(), passes)
+            if self._load_bias:
+                counts = [log["moe_bias_counts"] for log in logging_outputs]
+                update_load_biases(self._model.moe_layers.values(), sum(counts))
         return super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)
 
 
@@ -240,6 +246,21 @@ def _warn_of_fp16_statistics(cfg) -> None:
             "saves 4 bytes per parameter; weights and gradients stay fp32 (--memory-efficient-fp16 "
             "halves them, too)"
         )
+
+
+def _load_bias(model, criterion) -> bool:
+    """Whether the experts' load moves a bias of the model's layers.
+
+    Raises:
+        ValueError: the criterion does not hand on what moves it.
+    """
+    rules = {layer.config.load_bias for layer in model.moe_layers.values()} - {"none"}
+    if rules and not isinstance(criterion, MoECrossEntropyCriterion):
+        raise ValueError(
+            f"--moe-load-bias {rules.pop()} needs --criterion moe_cross_entropy, which hands on "
+            f"what moves the bias; {type(criterion).__name__} does not"
+        )
+    return bool(rules)
 
 
 def _warn_without_gate_loss(criterion) -> None:

@@ -41,6 +41,7 @@ from torch import nn
 from ...config import MoEConfig
 from ...registry import Options
 from ..autocast import without_autocast
+from ..load_bias import quantile_bias, sign_bias
 from ..metrics import RouterAux
 from ..routing import RouterStep, Routing
 from .steps import jitter_tokens, route_logits
@@ -53,7 +54,8 @@ class Router(nn.Module):
 
     Parameters and buffers are the same on all ranks: a checkpoint keeps them in its shared file.
     Persistent buffers, such as a bias that follows the load, keep their dtype when a model is made
-    half, and their initial value where a checkpoint was saved without them.
+    half, and their initial value where a checkpoint was saved without them. One of them is
+    ``load_bias``, fp32 [E], with that option; a router hands it to :func:`route_logits`.
 
     Args:
         model_dim: M.
@@ -67,6 +69,8 @@ class Router(nn.Module):
         self.model_dim = model_dim
         self.config = config
         self.options = config.router_options
+        biased = config.load_bias != "none"
+        self.register_buffer("load_bias", torch.zeros(config.num_experts) if biased else None)
 
     def forward(
         self, x_TM: torch.Tensor, pad_mask_T: torch.Tensor | None, step: RouterStep
@@ -81,6 +85,20 @@ class Router(nn.Module):
                 capacity may be given for one call.
         """
         raise NotImplementedError
+
+    @torch.no_grad()
+    def update_load_bias(self, counts: torch.Tensor) -> None:
+        """Move the bias on the selection after an update, see :mod:`..load_bias`.
+
+        Args:
+            counts: ``bias_counts`` of the update's forward passes, summed over them and all ranks.
+        """
+        config = self.config
+        if config.load_bias == "sign":
+            moved_E = sign_bias(self.load_bias, counts, config.load_bias_rate)
+        else:
+            moved_E = quantile_bias(self.load_bias, counts, config.top_k)
+        self.load_bias.copy_(moved_E)
 
     def _apply(self, fn, recurse=True):
         before = {name: b for name, b in self.named_buffers() if b.is_floating_point()}
@@ -100,6 +118,11 @@ class Router(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, own_missing, unexpected_keys, error_msgs
         )
+        if self.load_bias is None and f"{prefix}load_bias" in state_dict:
+            error_msgs.append(
+                f"the weights have {prefix}load_bias: they were trained with a load bias, and "
+                "route otherwise without; give --moe-load-bias (load_bias=) as then"
+            )
         buffers = {prefix + name for name in self._buffers}
         for key in own_missing:
             if key in buffers:
@@ -120,7 +143,8 @@ class TopKRouter(Router):
     ) -> tuple[Routing, RouterAux]:
         """See :meth:`Router.forward`."""
         with without_autocast(x_TM.device):
-            return route_logits(self.logits(jitter_tokens(x_TM, step)), step, pad_mask_T)
+            logits_TE = self.logits(jitter_tokens(x_TM, step))
+            return route_logits(logits_TE, step, pad_mask_T, self.load_bias)
 
 
 def route_by_module(

@@ -19,6 +19,7 @@ import torch
 
 from ... import ops
 from .. import losses
+from ..load_bias import margin_histogram
 from ..metrics import RouterAux
 from ..routing import RouterStep, Routing, build_routing, normalize_gates
 
@@ -28,7 +29,7 @@ class Selection(NamedTuple):
 
     Attributes:
         expert_TK: int32 [T, K], best first; -1 for padding.
-        gate_TK: fp32 [T, K], probabilities of these experts; differentiable.
+        gate_TK: fp32 [T, K], scores of these experts; differentiable.
         prob_sum_E: fp32 [E], sum of the probabilities over all T tokens; differentiable.
         entropy_sum: fp32 scalar, sum over tokens of the entropy in nats.
         lse_T: fp32 [T], logsumexp of the logits; differentiable.
@@ -42,18 +43,22 @@ class Selection(NamedTuple):
 
 
 def route_logits(
-    logits_TE: torch.Tensor, step: RouterStep, pad_mask_T: torch.Tensor | None = None
+    logits_TE: torch.Tensor,
+    step: RouterStep,
+    pad_mask_T: torch.Tensor | None = None,
+    load_bias_E: torch.Tensor | None = None,
 ) -> tuple[Routing, RouterAux]:
-    """From logits to a routing and its losses, by softmax and the K best.
+    """From logits to a routing and its losses, by scores and the K best.
 
     Args:
         logits_TE: [T, E], with gradient. Half logits are cast to fp32 first: their softmax and
             losses are never computed in half.
         step: what holds for this call.
         pad_mask_T: bool [T], True for padding; looked at only with ``use_pad_mask``.
+        load_bias_E: fp32 [E], the router's ``load_bias``; None without that option.
 
     Raises:
-        ValueError: logits for another number of experts.
+        ValueError: logits for another number of experts, or a load bias is asked for and not given.
     """
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     if logits_TE.shape[1] != step.config.num_experts:
@@ -61,14 +66,26 @@ def route_logits(
             f"the gate gave logits for {logits_TE.shape[1]} experts, the layer has "
             f"{step.config.num_experts}"
         )
+    if step.config.load_bias != "none" and load_bias_E is None:
+        raise ValueError(
+            f"load_bias={step.config.load_bias!r} needs a router that passes its load_bias to "
+            "route_logits(), as a TopKRouter does; a plain module as gate has none"
+        )
     pad_mask_T = pad_mask_T if step.config.use_pad_mask else None
     noisy_TE = add_noise(logits_TE, step)
-    chosen = select_top_k(noisy_TE, step, pad_mask_T)
+    score_TE = noisy_TE
+    if step.config.score_function == "sigmoid":
+        # its softmax is sigmoid(z) divided by its sum over the experts
+        score_TE = torch.nn.functional.logsigmoid(noisy_TE)
+    chosen, bias_counts = select_top_k(score_TE, step, pad_mask_T, load_bias_E)
     routing = assign_rows(chosen, step)
+    if step.training and step.config.load_bias == "sign":
+        bias_counts = routing.num_routed_KE.sum(0, dtype=torch.int32)
     balance_later = step.training and step.config.balance_scope == "global"
     return routing, RouterAux(
         prob_sum_E=chosen.prob_sum_E if balance_later else None,
-        loss=router_loss(logits_TE, noisy_TE, chosen, routing, step, pad_mask_T),
+        bias_counts=bias_counts,
+        loss=router_loss(logits_TE, noisy_TE, score_TE, chosen, routing, step, pad_mask_T),
         entropy_sum=chosen.entropy_sum.detach(),
         num_chosen_KE=count_chosen(chosen, routing, step),
     )
@@ -94,19 +111,42 @@ def add_noise(logits_TE: torch.Tensor, step: RouterStep) -> torch.Tensor:
 
 
 def select_top_k(
-    logits_TE: torch.Tensor, step: RouterStep, pad_mask_T: torch.Tensor | None
-) -> Selection:
-    """Softmax and the K best experts; ``sampling`` adds Gumbel noise for choices after the first.
+    score_TE: torch.Tensor,
+    step: RouterStep,
+    pad_mask_T: torch.Tensor | None,
+    load_bias_E: torch.Tensor | None = None,
+) -> tuple[Selection, torch.Tensor | None]:
+    """The K best experts; ``sampling`` adds Gumbel noise for choices after the first.
 
     Args:
+        score_TE: fp32 [T, E], of which the softmax is the distribution over the experts.
         pad_mask_T: bool [T], tokens that choose nothing, or None.
+        load_bias_E: fp32 [E], added for the selection alone, to the logits or sigmoids.
+
+    Returns:
+        The selection, and the counts for ``load_bias="quantile"`` in training; else None.
     """
-    gumbel_TE = None
+    config, gumbel_TE, key_TE = step.config, None, None
+    num_choices = top_k = config.top_k
+    counted = step.training and config.load_bias == "quantile"
     if _policy(step, "sampling"):
-        gumbel_TE = -torch.empty_like(logits_TE).exponential_().log()
-    return Selection(
-        *ops.topk_gating(logits_TE, step.config.top_k, noise_TE=gumbel_TE, pad_T=pad_mask_T)
+        gumbel_TE = -torch.empty_like(score_TE).exponential_().log()
+    if load_bias_E is not None:
+        key_TE = score_TE.detach()
+        key_TE = (key_TE.exp() if config.score_function == "sigmoid" else key_TE) + load_bias_E
+        num_choices += counted
+    found = Selection(
+        *ops.topk_gating(score_TE, num_choices, noise_TE=gumbel_TE, pad_T=pad_mask_T, key_TE=key_TE)
     )
+    bias_counts = None
+    if counted:
+        bias_counts = margin_histogram(key_TE, found.expert_TK[:, top_k], pad_mask_T)
+        found = found._replace(
+            expert_TK=found.expert_TK[:, :top_k].contiguous(), gate_TK=found.gate_TK[:, :top_k]
+        )
+    if config.score_function == "sigmoid":
+        found = found._replace(gate_TK=found.gate_TK * found.lse_T.exp()[:, None])
+    return found, bias_counts
 
 
 def assign_rows(chosen: Selection, step: RouterStep) -> Routing:
@@ -143,6 +183,7 @@ def count_chosen(chosen: Selection, routing: Routing, step: RouterStep) -> torch
 def router_loss(
     logits_TE: torch.Tensor,
     noisy_TE: torch.Tensor,
+    score_TE: torch.Tensor,
     chosen: Selection,
     routing: Routing,
     step: RouterStep,
@@ -151,6 +192,12 @@ def router_loss(
     """The balance loss that the options ask for, with the weighted z-loss; fp32 scalar.
 
     Without the balance loss where that needs the counts of all ranks.
+
+    Args:
+        logits_TE, noisy_TE: before and after noise.
+        score_TE: the noisy logits, or for the sigmoid what :func:`select_top_k` was given.
+        chosen, routing: made of these.
+        step, pad_mask_T: as given to :func:`route_logits`.
     """
     config, num_tokens = step.config, logits_TE.shape[0]
     if config.load_importance_loss and step.training:
@@ -161,7 +208,7 @@ def router_loss(
             prob_TE, logits_TE, threshold_T, noise_std(step), pad_mask_T
         )
     elif config.balance_scope == "sequence":
-        prob_TE = torch.exp(noisy_TE - chosen.lse_T[:, None])
+        prob_TE = torch.exp(score_TE - chosen.lse_T[:, None])
         expert_TK = chosen.expert_TK[:, : config.balance_choices_counted]
         loss = losses.sequence_balance_loss(prob_TE, expert_TK, step.num_sequences)
     elif config.balance_scope == "global" and step.training:
@@ -173,7 +220,8 @@ def router_loss(
         )
         loss = losses.balance_loss(chosen.prob_sum_E, chosen_E, num_tokens, choices)
     if config.z_loss_weight > 0:
-        loss = loss + config.z_loss_weight * losses.z_loss(chosen.lse_T)
+        lse_T = chosen.lse_T if score_TE is noisy_TE else noisy_TE.logsumexp(1)
+        loss = loss + config.z_loss_weight * losses.z_loss(lse_T)
     return loss
 
 

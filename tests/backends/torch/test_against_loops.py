@@ -15,7 +15,7 @@ from fairseq_tutel.backends.torch import slots
 GATING = [(17, 5, 1), (17, 5, 2), (17, 5, 4), (9, 6, 6), (3, 40, 7), (1, 1, 1)]
 
 
-def loop_gating(logits, top_k, noise, pad):
+def loop_gating(logits, top_k, noise, pad, key=None):
     """Experts, gates and sums of rows of numbers, with the standard library."""
     experts, gates, prob_sum, entropy, lse = [], [], [0.0] * logits.shape[1], 0.0, []
     for t, row in enumerate(logits.tolist()):
@@ -23,7 +23,10 @@ def loop_gating(logits, top_k, noise, pad):
         prob = [math.exp(value) / total for value in row]
         extra = [0.0] * len(row) if noise is None else noise[t].tolist()
         score = [a + b for a, b in zip(row, extra, strict=True)]
-        chosen = [max(range(len(row)), key=lambda e: prob[e])]
+        if key is not None:
+            score = key[t].tolist()
+        by = prob if key is None else score
+        chosen = [max(range(len(row)), key=lambda e: by[e])]
         while len(chosen) < top_k:
             free = [e for e in range(len(row)) if e not in chosen]
             chosen.append(max(free, key=lambda e: score[e]))
@@ -35,15 +38,16 @@ def loop_gating(logits, top_k, noise, pad):
     return experts, gates, prob_sum, entropy, lse
 
 
-@pytest.mark.parametrize("extras", [False, True], ids=["plain", "noise-pad"])
+@pytest.mark.parametrize("extras", [(), ("noise", "pad"), ("key", "pad")], ids="-".join)
 @pytest.mark.parametrize(("T", "E", "K"), GATING)
 def test_topk_gating(T, E, K, extras):
     generator = torch.Generator().manual_seed(E)
     logits = torch.randn(T, E, dtype=torch.float64, generator=generator)
-    noise = torch.randn(T, E, dtype=torch.float64, generator=generator) if extras else None
+    drawn = torch.randn(T, E, dtype=torch.float64, generator=generator)
+    noise, key = (drawn if name in extras else None for name in ("noise", "key"))
     pad = torch.arange(T) % 4 == 0 if extras else None
-    got = ops.topk_gating(logits, K, noise_TE=noise, pad_T=pad)
-    want = loop_gating(logits, K, noise, pad)
+    got = ops.topk_gating(logits, K, noise_TE=noise, pad_T=pad, key_TE=key)
+    want = loop_gating(logits, K, noise, pad, key)
     assert got[0].dtype == torch.int32
     assert got[0].tolist() == want[0]
     for a, b in zip(got[1:], want[1:], strict=True):

@@ -35,9 +35,10 @@ def _variants():
     block_t, block_e = gating._tile(70)
     gate = {"E": 70, "TOP_K": 2, "BLOCK_T": block_t, "BLOCK_E": block_e}
     sums = {"E": 70, "BLOCK_P": 64, "BLOCK_E": tiles.SCAN_BLOCK_COLS}
-    yield gating._topk_gating_fwd_kernel, "fp32", {**gate, "HAS_NOISE": True, "HAS_PAD": True}
-    yield gating._topk_gating_fwd_kernel, "fp32", {**gate, "HAS_NOISE": False, "HAS_PAD": False}
-    one = {"E": 1, "TOP_K": 1, "HAS_NOISE": False, "HAS_PAD": False}  # the narrowest tiles
+    plain = {"HAS_NOISE": False, "HAS_PAD": False, "HAS_KEY": False}
+    for given in ({"HAS_NOISE": True, "HAS_PAD": True}, {"HAS_KEY": True}, {}):
+        yield gating._topk_gating_fwd_kernel, "fp32", {**gate, **plain, **given}
+    one = {"E": 1, "TOP_K": 1, **plain}  # the narrowest tiles
     yield gating._topk_gating_fwd_kernel, "fp32", {**one, "BLOCK_T": 32, "BLOCK_E": 1}
     yield gating._topk_gating_sums_kernel, "fp32", sums
     given = {"HAS_GATE": True, "HAS_PROB_SUM": True, "HAS_LSE": True}

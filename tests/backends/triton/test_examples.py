@@ -35,6 +35,10 @@ def test_topk_gating(device):
     torch.testing.assert_close(gate.cpu(), torch.tensor([[5 / 8, 2 / 8]]))
     torch.testing.assert_close(prob_sum.cpu(), torch.tensor([1 / 8, 2 / 8, 5 / 8]))
     torch.testing.assert_close(lse.cpu(), torch.tensor([math.log(8)]))
+    (key,) = tensors(device, [[9, 0, 1]])
+    expert, gate, *_ = kernels.topk_gating_fwd(logits, 2, key_TE=key)
+    assert expert.tolist() == [[0, 2]]
+    torch.testing.assert_close(gate.cpu(), torch.tensor([[1 / 8, 5 / 8]]))
 
 
 def test_topk_gating_sums(device):

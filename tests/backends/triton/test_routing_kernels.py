@@ -26,13 +26,14 @@ def gating_inputs(T, E, with_noise, with_pad, device):
 
 
 @pytest.mark.parametrize("with_pad", [False, True], ids=["nopad", "pad"])
-@pytest.mark.parametrize("with_noise", [False, True], ids=["plain", "noise"])
+@pytest.mark.parametrize("kind", ["plain", "noise_TE", "key_TE"])
 @pytest.mark.parametrize(("T", "E", "K"), GATING_SHAPES)
-def test_topk_gating(T, E, K, with_noise, with_pad, device):
-    logits, noise, pad = gating_inputs(T, E, with_noise, with_pad, device)
-    got = kernels.topk_gating_fwd(logits, K, noise_TE=noise, pad_T=pad)
-    noise64 = None if noise is None else noise.double()
-    want = torch_backend.topk_gating_fwd(logits.double(), K, noise_TE=noise64, pad_T=pad)
+def test_topk_gating(T, E, K, kind, with_pad, device):
+    logits, drawn, pad = gating_inputs(T, E, True, with_pad, device)
+    given = {} if kind == "plain" else {kind: drawn}
+    got = kernels.topk_gating_fwd(logits, K, pad_T=pad, **given)
+    given = {name: tensor.double() for name, tensor in given.items()}
+    want = torch_backend.topk_gating_fwd(logits.double(), K, pad_T=pad, **given)
     names = ("expert", "gate", "prob_sum", "entropy_sum", "lse", "choice")
     for name, a, b in zip(names, got, want, strict=True):
         if b.dtype == torch.int32:
