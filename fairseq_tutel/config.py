@@ -25,6 +25,7 @@ from .registry import Options, Registry
 SECOND_EXPERT_POLICIES = ("sampling", "all", "random")
 BALANCE_SCOPES = ("rank", "global", "sequence")
 BALANCE_CHOICES = ("first", "all")
+DROP_POLICIES = ("position", "probability", "random")
 LOAD_BIASES = ("none", "sign", "quantile")
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 EXPERT_GRAD_NORMALIZATIONS = ("world_size", "sqrt_world_size")
@@ -43,6 +44,7 @@ _CHOICES = {
     "second_expert_policy": SECOND_EXPERT_POLICIES,
     "balance_scope": BALANCE_SCOPES,
     "balance_choices": BALANCE_CHOICES,
+    "drop_policy": DROP_POLICIES,
     "load_bias": LOAD_BIASES,
     "score_function": SCORE_FUNCTIONS,
 }
@@ -90,6 +92,10 @@ class MoEConfig:
         load_bias_rate: step of ``sign``.
         score_function: what gate values are: the ``softmax`` of the logits, or the ``sigmoid`` of
             each (arXiv 2412.19437, eq. 15); losses and entropy take it divided by its sum.
+        drop_policy: whose pairs a full expert drops: those that come last in the batch
+            (``position``), have the least gate value (``probability``), or any tokens (``random``,
+            in training; else by position).
+        overflow_rerouting: R, so many further experts a token may try whose expert is full.
         route_scale: factor of the combine weights after their normalisation.
     """
 
@@ -114,11 +120,13 @@ class MoEConfig:
     load_bias: str = "none"
     load_bias_rate: float = _option(Range(0, low_open=True), default=0.001)
     score_function: str = "softmax"
+    drop_policy: str = "position"
+    overflow_rerouting: int = _option(at_least(0), default=0)
     route_scale: float = _option(Range(0, low_open=True), default=1.0)
     router_options: Options | Mapping[str, Any] | None = None
 
     def __post_init__(self):
-        for name in ("num_experts", "top_k"):
+        for name in ("num_experts", "top_k", "overflow_rerouting"):
             if not isinstance(getattr(self, name), int):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number")
         check_ranges(self, ranges_of(MoEConfig), as_argument)
@@ -142,6 +150,11 @@ class MoEConfig:
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
+        if self.batch_prioritized and self.drop_policy != "position":
+            raise ValueError(
+                f"batch_prioritized and drop_policy={self.drop_policy!r} both say which tokens a "
+                "full expert drops: give one of them"
+            )
         if self.load_importance_loss:
             for name in ("balance_scope", "balance_choices", "load_bias", "score_function"):
                 if getattr(self, name) != getattr(type(self), name):

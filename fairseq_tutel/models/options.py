@@ -19,6 +19,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from ..config import (
     BALANCE_CHOICES,
     BALANCE_SCOPES,
+    DROP_POLICIES,
     EXPERT_GRAD_NORMALIZATIONS,
     LOAD_BIASES,
     ROUTERS,
@@ -189,6 +190,16 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
     moe_load_bias_rate: float = _option(
         0.001, "step of --moe-load-bias sign", _ROUTING["load_bias_rate"]
     )
+    moe_overflow_rerouting: int = _option(
+        0,
+        "choices after the first top-k that a token may try where an expert is full",
+        _ROUTING["overflow_rerouting"],
+    )
+    moe_drop_policy: ChoiceEnum(DROP_POLICIES) = _option(
+        "position",
+        "what a full expert drops: the last in the batch ('position'), the least gate values "
+        "('probability'), or 'random' tokens (in training)",
+    )
     moe_score_function: ChoiceEnum(SCORE_FUNCTIONS) = _option(
         "softmax", "gate values: the 'softmax' of the logits, or the 'sigmoid' of each"
     )
@@ -266,6 +277,8 @@ def moe_config(args, num_experts: int) -> MoEConfig:
         load_bias=str(args.moe_load_bias),
         load_bias_rate=args.moe_load_bias_rate,
         score_function=str(args.moe_score_function),
+        overflow_rerouting=args.moe_overflow_rerouting,
+        drop_policy=str(args.moe_drop_policy),
         route_scale=args.moe_route_scale,
     )
 

@@ -166,6 +166,7 @@ class MoELayer(nn.Module):
             *router_aux[:3],
             prob_sum_E=router_aux.prob_sum_E,
             bias_counts=router_aux.bias_counts,
+            num_full_K=routing.num_full_K,
             num_routed_KE=routing.num_routed_KE,
             num_kept_per_expert_E=routing.num_kept_per_expert_E,
             num_tokens=x_TM.shape[0],

@@ -55,6 +55,7 @@ class MoEAux(NamedTuple):
         num_tokens: T of this rank.
         exchange_cpu_ms, exchange_cuda_ms: time of the layer's forward all-to-alls, 0 unless
             recorded.
+        num_full_K: int32 [K] or None, see :class:`~fairseq_tutel.moe.Routing`.
         num_slots: rows of this rank's padded buffer, E * C; 0 where rows are ragged.
     """
 
@@ -69,6 +70,7 @@ class MoEAux(NamedTuple):
     num_slots: int = 0
     prob_sum_E: torch.Tensor | None = None
     bias_counts: torch.Tensor | None = None
+    num_full_K: torch.Tensor | None = None
 
     @property
     def load_E(self) -> torch.Tensor:
@@ -169,11 +171,15 @@ def _overflow(reports: Sequence[MoEAux]) -> torch.Tensor:
     """fp32 [L, K], percentage of the routed choices that were dropped; [L, 0] for top-1.
 
     What an expert keeps is divided among the choices in their order: all first choices take their
-    rows before any second one.
+    rows before any second one; or the layers say what was dropped. Re-routed pairs count as
+    dropped: they found their expert full.
     """
     routed_LKE = torch.stack([aux.num_routed_KE for aux in reports])
     if routed_LKE.shape[1] == 1:
         return routed_LKE.new_empty((len(reports), 0), dtype=torch.float32)
+    if reports[0].num_full_K is not None:
+        full_LK = torch.stack([aux.num_full_K for aux in reports])
+        return 100.0 * full_LK / routed_LKE.sum(2).clamp(min=1)
     kept_LE = torch.stack([aux.num_kept_per_expert_E for aux in reports])
     # of the choices up to each one, those that found no row
     lost_LKE = (routed_LKE.cumsum(1) - kept_LE[:, None]).clamp(min=0)

@@ -15,6 +15,7 @@ import torch
 
 from .. import ops
 from ..config import MoEConfig
+from .overflow import reroute, take_slots
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,18 @@ class Routing(NamedTuple):
     a NaN, for one) look for tensors in tuples.
 
     Attributes:
-        expert_TK: int32 expert of each choice, -1 where the choice is not routed (padding,
-            rejected).
+        expert_TK: int32 expert of each choice, after re-routing; -1 where the choice is not routed
+            (padding, rejected).
         dest_row_TK: int32 row of the send buffer, -1 where not routed or over capacity.
         src_pair_R: int32 flat index t*K+k of the pair in each row, -1 in unused rows.
         topk_weight_TK: fp32 combine weight, 0 where dest_row_TK is -1; carries the gate's
             gradient.
-        num_routed_KE: int32 routed pairs per choice and expert, before dropping.
+        num_routed_KE: int32 routed pairs per choice and expert, before dropping and re-routing.
         num_kept_per_expert_E: int32 rows that each expert receives from this rank, after dropping.
         capacity: C, or None where nothing is dropped.
         padded: the layout.
+        num_full_K: int32, pairs of each choice that found their expert full, where the order of
+            slots is not that of the choices; else None.
     """
 
     expert_TK: torch.Tensor
@@ -71,6 +74,7 @@ class Routing(NamedTuple):
     num_kept_per_expert_E: torch.Tensor
     capacity: int | None
     padded: bool
+    num_full_K: torch.Tensor | None = None
 
     @property
     def num_experts(self) -> int:
@@ -88,12 +92,15 @@ def build_routing(
     gate_TK: torch.Tensor,
     step: RouterStep,
     *,
-    priority_T: torch.Tensor | None = None,
+    priority: torch.Tensor | None = None,
+    spare_expert_TR: torch.Tensor | None = None,
+    spare_gate_TR: torch.Tensor | None = None,
 ) -> Routing:
     """Give every routed pair a slot in its expert, drop what exceeds the capacity, weight the rest.
 
     All first choices take their slots before all second choices and so on; within a choice the
-    order is that of the tokens, or of decreasing priority.
+    order is that of the tokens, or of decreasing priority. With a priority of every pair, that
+    alone is the order. A pair that finds its expert full may take a spare one (:mod:`.overflow`).
 
     For K > 1 the K gate values are divided by their sum: with ``normalize_before_dropping`` over
     all K, otherwise over the pairs that were kept, so that a token whose second expert is full
@@ -106,17 +113,31 @@ def build_routing(
         gate_TK: fp32 [T, K], differentiable; already normalised if
             ``step.config.normalize_before_dropping``.
         step: says how many experts there are, and how many rows an expert has.
-        priority_T: fp32 [T], larger goes first.
+        priority: fp32 [T] or [T, K], larger goes first.
+        spare_expert_TR, spare_gate_TR: next best experts of the tokens and their gate values.
     """
     num_experts, capacity = step.config.num_experts, step.capacity
-    position_in_expert_TK, num_routed_KE = ops.assign_slots(
-        expert_TK, num_experts, priority_T=priority_T
-    )
+    position_TK, num_routed_KE = take_slots(expert_TK, num_experts, priority)
+    num_full_K = None
+    if capacity is not None and priority is not None and priority.dim() == 2:
+        num_full_K = (position_TK >= capacity).sum(0, dtype=torch.int32)
+    num_tried_KE = num_routed_KE
+    if capacity is not None and spare_expert_TR is not None:
+        expert_TK, position_TK, gate_TK, num_tried_KE = reroute(
+            expert_TK,
+            position_TK,
+            gate_TK,
+            num_routed_KE,
+            spare_expert_TR=spare_expert_TR,
+            spare_gate_TR=spare_gate_TR,
+            capacity=capacity,
+            priority=priority,
+        )
     dest_row_TK, src_pair_R, topk_weight_TK, num_kept_per_expert_E = ops.assign_rows(
         expert_TK,
-        position_in_expert_TK,
+        position_TK,
         gate_TK,
-        num_routed_KE,
+        num_tried_KE,
         capacity=capacity,
         padded=step.padded,
         normalize=expert_TK.shape[1] > 1 and not step.config.normalize_before_dropping,
@@ -132,9 +153,10 @@ def build_routing(
         num_kept_per_expert_E=num_kept_per_expert_E,
         capacity=capacity,
         padded=step.padded,
+        num_full_K=num_full_K,
     )
 
 
-def normalize_gates(gate_TK: torch.Tensor) -> torch.Tensor:
-    """Divide the K values of each token by their sum, at least machine epsilon."""
-    return gate_TK / gate_TK.sum(1, keepdim=True).clamp(min=torch.finfo(gate_TK.dtype).eps)
+def sum_of_gates(gate_TK: torch.Tensor) -> torch.Tensor:
+    """[T, 1], sum of the K values of each token, at least machine epsilon."""
+    return gate_TK.sum(1, keepdim=True).clamp(min=torch.finfo(gate_TK.dtype).eps)

@@ -22,5 +22,9 @@ def route(
     routing, aux = route_logits(logits_TE, step, pad_T, load_bias_E)
     counts = (routing.num_routed_KE, routing.num_kept_per_expert_E, tokens)
     return routing, MoEAux(
-        *aux[:3], *counts, prob_sum_E=aux.prob_sum_E, bias_counts=aux.bias_counts
+        *aux[:3],
+        *counts,
+        prob_sum_E=aux.prob_sum_E,
+        bias_counts=aux.bias_counts,
+        num_full_K=routing.num_full_K,
     )

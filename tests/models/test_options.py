@@ -48,6 +48,8 @@ MODEL_OPTIONS = {
     "--moe-gate-loss-choices": (["all"], "all", "first"),
     "--moe-load-bias": (["quantile", "--moe-top-k", "1"], "quantile", "none"),
     "--moe-load-bias-rate": (["0.01"], 0.01, 0.001),
+    "--moe-overflow-rerouting": (["4"], 4, 0),
+    "--moe-drop-policy": (["random"], "random", "position"),
     "--moe-score-function": (["sigmoid"], "sigmoid", "softmax"),
     "--moe-route-scale": (["2.5"], 2.5, 1.0),
     "--moe-backend": (["torch"], "torch", "auto"),

@@ -81,6 +81,7 @@ def test_few_operations_are_dispatched(options):
         {"top_k": 2, "load_bias": "quantile", "use_pad_mask": True},
         {"top_k": 2, "load_bias": "sign", "score_function": "sigmoid", "route_scale": 2.0},
         {"top_k": 2, "balance_scope": "sequence", "balance_choices": "all"},
+        {"top_k": 2, "overflow_rerouting": 2, "drop_policy": "probability"},
         {"top_k": 2, "capacity_factor": 0.0},
     ],
     ids=lambda options: "-".join(options),

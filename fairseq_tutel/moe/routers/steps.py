@@ -21,7 +21,8 @@ from ... import ops
 from .. import losses
 from ..load_bias import margin_histogram
 from ..metrics import RouterAux
-from ..routing import RouterStep, Routing, build_routing, normalize_gates
+from ..overflow import count_pairs
+from ..routing import RouterStep, Routing, build_routing, sum_of_gates
 
 
 class Selection(NamedTuple):
@@ -33,6 +34,7 @@ class Selection(NamedTuple):
         prob_sum_E: fp32 [E], sum of the probabilities over all T tokens; differentiable.
         entropy_sum: fp32 scalar, sum over tokens of the entropy in nats.
         lse_T: fp32 [T], logsumexp of the logits; differentiable.
+        spare_expert_TR, spare_gate_TR: [T, R], the next best experts, for re-routing; or None.
     """
 
     expert_TK: torch.Tensor
@@ -40,6 +42,8 @@ class Selection(NamedTuple):
     prob_sum_E: torch.Tensor
     entropy_sum: torch.Tensor
     lse_T: torch.Tensor
+    spare_expert_TR: torch.Tensor | None = None
+    spare_gate_TR: torch.Tensor | None = None
 
 
 def route_logits(
@@ -127,37 +131,64 @@ def select_top_k(
         The selection, and the counts for ``load_bias="quantile"`` in training; else None.
     """
     config, gumbel_TE, key_TE = step.config, None, None
-    num_choices = top_k = config.top_k
     counted = step.training and config.load_bias == "quantile"
+    num_spare = config.overflow_rerouting if step.capacity is not None else 0
+    num_choices = min(config.top_k + max(num_spare, counted), config.num_experts)
     if _policy(step, "sampling"):
         gumbel_TE = -torch.empty_like(score_TE).exponential_().log()
     if load_bias_E is not None:
         key_TE = score_TE.detach()
         key_TE = (key_TE.exp() if config.score_function == "sigmoid" else key_TE) + load_bias_E
-        num_choices += counted
     found = Selection(
         *ops.topk_gating(score_TE, num_choices, noise_TE=gumbel_TE, pad_T=pad_mask_T, key_TE=key_TE)
     )
-    bias_counts = None
-    if counted:
-        bias_counts = margin_histogram(key_TE, found.expert_TK[:, top_k], pad_mask_T)
-        found = found._replace(
-            expert_TK=found.expert_TK[:, :top_k].contiguous(), gate_TK=found.gate_TK[:, :top_k]
-        )
     if config.score_function == "sigmoid":
         found = found._replace(gate_TK=found.gate_TK * found.lse_T.exp()[:, None])
-    return found, bias_counts
+    bias_counts = None
+    if counted:
+        bias_counts = margin_histogram(key_TE, found.expert_TK[:, config.top_k], pad_mask_T)
+    return _split(found, config.top_k, num_spare), bias_counts
+
+
+def _split(found: Selection, top_k: int, num_spare: int) -> Selection:
+    """Part more choices than K into those and the spare ones."""
+    expert_TC, gate_TC = found.expert_TK, found.gate_TK
+    if expert_TC.shape[1] == top_k:
+        return found
+    spare = slice(top_k, top_k + num_spare)
+    return found._replace(
+        expert_TK=expert_TC[:, :top_k].contiguous(),
+        gate_TK=gate_TC[:, :top_k],
+        spare_expert_TR=expert_TC[:, spare] if num_spare else None,
+        spare_gate_TR=gate_TC[:, spare] if num_spare else None,
+    )
 
 
 def assign_rows(chosen: Selection, step: RouterStep) -> Routing:
-    """Rejection by ``random``, order by ``batch_prioritized``, rows, capacity, weights."""
-    expert_TK, gate_TK = chosen.expert_TK, chosen.gate_TK
-    priority_T = gate_TK.detach()[:, 0] if step.config.batch_prioritized else None
-    if step.config.normalize_before_dropping and step.config.top_k > 1:
-        gate_TK = normalize_gates(gate_TK)
+    """Rejection by ``random``, order of the pairs, rows, capacity, re-routing, weights."""
+    config = step.config
+    expert_TK, gate_TK, spare_gate_TR = chosen.expert_TK, chosen.gate_TK, chosen.spare_gate_TR
+    priority = None
+    if config.batch_prioritized:
+        priority = gate_TK.detach()[:, 0]
+    elif config.drop_policy == "probability":
+        priority = gate_TK.detach()
+    elif config.drop_policy == "random" and step.training:
+        priority = torch.rand_like(gate_TK[:, 0])
+    if config.normalize_before_dropping and config.top_k > 1:
+        total_T1 = sum_of_gates(gate_TK)
+        gate_TK = gate_TK / total_T1
+        spare_gate_TR = None if spare_gate_TR is None else spare_gate_TR / total_T1
     if _policy(step, "random"):
         expert_TK = reject_at_random(expert_TK, gate_TK.detach())
-    return build_routing(expert_TK, gate_TK, step, priority_T=priority_T)
+    return build_routing(
+        expert_TK,
+        gate_TK,
+        step,
+        priority=priority,
+        spare_expert_TR=chosen.spare_expert_TR,
+        spare_gate_TR=spare_gate_TR,
+    )
 
 
 def reject_at_random(expert_TK: torch.Tensor, gate_TK: torch.Tensor) -> torch.Tensor:
@@ -171,13 +202,7 @@ def count_chosen(chosen: Selection, routing: Routing, step: RouterStep) -> torch
     """int32 [K, E], tokens by choice and expert before rejection, for the metrics."""
     if not _policy(step, "random"):
         return routing.num_routed_KE
-    top_k, bins = step.config.top_k, step.config.num_experts + 1  # the first one for padding
-    device = chosen.expert_TK.device
-    bin_TK = chosen.expert_TK.long() + 1 + bins * torch.arange(top_k, device=device)
-    counts = torch.zeros(top_k * bins, dtype=torch.int32, device=device)
-    # integers: deterministic; and, unlike bincount, needs no synchronisation
-    counts.scatter_add_(0, bin_TK.flatten(), torch.ones_like(bin_TK.flatten(), dtype=torch.int32))
-    return counts.view(top_k, bins)[:, 1:]
+    return count_pairs(chosen.expert_TK, step.config.num_experts)
 
 
 def router_loss(
