@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 Row = tuple[str, str]
+HINT = "--moe-load-bias quantile --moe-overflow-rerouting 4   (fairseq_tutel/models/README.md)"
 
 
 def write(summary: dict, file: Path) -> None:
@@ -53,7 +54,7 @@ def _utilisation(used: dict) -> list[Row]:
         )
         for name, (label, unit) in names.items()
         if name in used["late"]
-    ]
+    ] + [("experts: to use more of them", HINT)]
 
 
 def minutes(seconds: float) -> str:
