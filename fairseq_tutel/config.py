@@ -90,6 +90,8 @@ class MoEConfig:
             lack (arXiv 2408.15664), or by a ``quantile`` of what tokens would need (arXiv
             2607.24653); see :mod:`fairseq_tutel.moe.load_bias`.
         load_bias_rate: step of ``sign``.
+        load_bias_entropy: multiply the bias by the entropy of the token's gate distribution over
+            that of an even one; experimental.
         score_function: what gate values are: the ``softmax`` of the logits, or the ``sigmoid`` of
             each (arXiv 2412.19437, eq. 15); losses and entropy take it divided by its sum.
         drop_policy: whose pairs a full expert drops: those that come last in the batch
@@ -119,6 +121,7 @@ class MoEConfig:
     balance_choices: str = "first"
     load_bias: str = "none"
     load_bias_rate: float = _option(Range(0, low_open=True), default=0.001)
+    load_bias_entropy: bool = False
     score_function: str = "softmax"
     drop_policy: str = "position"
     overflow_rerouting: int = _option(at_least(0), default=0)
@@ -163,6 +166,8 @@ class MoEConfig:
                         f"for {name}={getattr(self, name)!r}: give one or the other"
                     )
         if self.load_bias == "none":
+            if self.load_bias_entropy:
+                raise ValueError("load_bias_entropy weights a load_bias, and load_bias='none'")
             return
         if self.top_k > 1 and self.second_expert_policy != "all":
             raise ValueError(

@@ -190,6 +190,9 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
     moe_load_bias_rate: float = _option(
         0.001, "step of --moe-load-bias sign", _ROUTING["load_bias_rate"]
     )
+    moe_load_bias_entropy: bool = _option(
+        False, "experimental: multiply the load bias by the relative entropy of a token's gate"
+    )
     moe_overflow_rerouting: int = _option(
         0,
         "choices after the first top-k that a token may try where an expert is full",
@@ -277,6 +280,7 @@ def moe_config(args, num_experts: int) -> MoEConfig:
         load_bias=str(args.moe_load_bias),
         load_bias_rate=args.moe_load_bias_rate,
         score_function=str(args.moe_score_function),
+        load_bias_entropy=args.moe_load_bias_entropy,
         overflow_rerouting=args.moe_overflow_rerouting,
         drop_policy=str(args.moe_drop_policy),
         route_scale=args.moe_route_scale,

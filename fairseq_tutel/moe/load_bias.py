@@ -10,6 +10,9 @@ integers that ranks and micro-batches add up, so that it is the same to the bit 
   the new b_e is the K/E quantile of that over the tokens (arXiv 2607.24653, eq. 13-14), so that
   each expert would have had its even share, the others' biases as they were.
 
+With ``load_bias_entropy`` (experimental) the bias is multiplied by the token's relative entropy:
+tokens that are certain of their experts keep them, undecided ones go where there is room.
+
 Both subtract the mean of b afterwards, which changes no selection. The quantile is read from a
 histogram of the margin ``a_t - r_te``, which is how far b_e is from choosing e: bins are finest
 around 0, where it ends up, and a shift of logits and bias against each other changes no margin.
@@ -23,11 +26,15 @@ import torch
 
 BINS = 256
 _SCALE = 0.01  # of the bins' width around margin 0, times 2 * _EDGE / BINS
+_LEAST_ENTROPY = 0.05  # so that a certain token's need of a bias stays a number
 _EDGE = math.asinh(100 / _SCALE)  # margins beyond +-100 are in the first and last bin
 
 
 def margin_histogram(
-    key_TE: torch.Tensor, next_best_T: torch.Tensor, pad_T: torch.Tensor | None = None
+    key_TE: torch.Tensor,
+    next_best_T: torch.Tensor,
+    pad_T: torch.Tensor | None = None,
+    weight_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Histogram of ``a_t - r_te`` per expert, int32 [E, BINS].
 
@@ -35,10 +42,14 @@ def margin_histogram(
         key_TE: fp32 [T, E], r.
         next_best_T: int [T], the expert with the (K+1)-th largest r; any value for padding.
         pad_T: bool [T], tokens that do not count.
+        weight_T: fp32 [T], > 0, what the bias is multiplied by; None: 1.
     """
     num_experts = key_TE.shape[1]
     cutoff_T1 = key_TE.gather(1, next_best_T.clamp(min=0).long()[:, None])
-    place_TE = torch.asinh((cutoff_T1 - key_TE) / _SCALE) / _EDGE  # -1 to 1
+    margin_TE = cutoff_T1 - key_TE
+    if weight_T is not None:
+        margin_TE = margin_TE / weight_T[:, None]
+    place_TE = torch.asinh(margin_TE / _SCALE) / _EDGE  # -1 to 1
     bin_TE = ((place_TE + 1) * (BINS / 2)).clamp(0, BINS - 1).long()
     bin_TE += BINS * torch.arange(num_experts, device=key_TE.device)
     if pad_T is not None:
@@ -47,6 +58,16 @@ def margin_histogram(
     # integers: deterministic; and, unlike bincount, needs no synchronisation
     counts.scatter_add_(0, bin_TE.flatten(), torch.ones_like(bin_TE, dtype=torch.int32).flatten())
     return counts[:-1].view(num_experts, BINS)
+
+
+def relative_entropy(score_TE: torch.Tensor) -> torch.Tensor:
+    """Entropy of each token's distribution over that of an even one, [T], 0.05 to 1.
+
+    Args:
+        score_TE: fp32 [T, E], of which the softmax is the distribution.
+    """
+    entropy_T = torch.special.entr(score_TE.softmax(1)).sum(1)
+    return (entropy_T / math.log(score_TE.shape[1])).clamp(_LEAST_ENTROPY, 1)
 
 
 @torch.no_grad()

@@ -50,6 +50,11 @@ METHODS: dict[str, tuple[float, dict[str, Any], tuple[float, ...]]] = {
     "balance loss, all choices": (0.01, {"balance_choices": "all"}, PADDED),
     "sign bias": (0.0, {"load_bias": "sign", "load_bias_rate": 0.01}, BOTH),
     "quantile bias": (0.0, {"load_bias": "quantile"}, BOTH),
+    "quantile bias x entropy": (
+        0.0,
+        {"load_bias": "quantile", "load_bias_entropy": True},
+        PADDED,
+    ),
     "balance loss + re-routing": (0.01, {"overflow_rerouting": 4}, PADDED),
     "quantile bias + re-routing": (0.0, {"load_bias": "quantile", "overflow_rerouting": 4}, PADDED),
 }

@@ -48,6 +48,11 @@ MODEL_OPTIONS = {
     "--moe-gate-loss-choices": (["all"], "all", "first"),
     "--moe-load-bias": (["quantile", "--moe-top-k", "1"], "quantile", "none"),
     "--moe-load-bias-rate": (["0.01"], 0.01, 0.001),
+    "--moe-load-bias-entropy": (
+        ["--moe-load-bias", "sign", "--moe-top-k", "1"],
+        True,
+        False,
+    ),
     "--moe-overflow-rerouting": (["4"], 4, 0),
     "--moe-drop-policy": (["random"], "random", "position"),
     "--moe-score-function": (["sigmoid"], "sigmoid", "softmax"),
@@ -101,6 +106,7 @@ ALONE = {
     "--moe-eval-capacity-token-fraction",
     "--moe-gating-use-fp32",
     "--moe-load-bias",
+    "--moe-load-bias-entropy",
     "--moe-drop-policy",
 }
 

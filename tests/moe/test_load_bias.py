@@ -34,25 +34,29 @@ def weight_by_expert(routing):
 def dense(logits, bias, config):
     """Weights [T, E] and balance loss from their definitions, with gradient; the key r."""
     score = logits.softmax(1) if config.score_function == "softmax" else logits.sigmoid()
-    key = (logits if config.score_function == "softmax" else score).detach() + bias
+    prob = score / score.sum(1, keepdim=True)
+    weight = 1.0
+    if config.load_bias_entropy:
+        weight = -(prob * prob.log()).sum(1, keepdim=True).detach() / math.log(E)
+    key = (logits if config.score_function == "softmax" else score).detach() + weight * bias
     chosen = torch.zeros_like(key).scatter(1, key.topk(config.top_k).indices, 1.0)
     weight = score * chosen
     if config.top_k > 1:
         weight = weight / weight.sum(1, keepdim=True)
-    prob = score / score.sum(1, keepdim=True)
     first = torch.zeros_like(key).scatter(1, key.topk(1).indices, 1.0)
     return config.route_scale * weight, E * (prob.mean(0) * first.mean(0)).sum(), key
 
 
-@pytest.mark.parametrize("rule", ["sign", "quantile"])
+@pytest.mark.parametrize("rule", ["sign", "quantile", "quantile entropy"])
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_selection_weights_loss_and_gradient_are_those_of_dense_tensors(
     rule, score, top_k, training
 ):
+    rule, *entropy = rule.split()
     options = {"top_k": top_k, "load_bias": rule, "score_function": score, "route_scale": 2.5}
-    config = MoEConfig(E, capacity_factor=0, **options)
+    config = MoEConfig(E, capacity_factor=0, load_bias_entropy=bool(entropy), **options)
     logits, bias = inputs()
     weight, loss, key = dense(logits, bias, config)
     routing, aux = route(logits, config, training, load_bias_E=bias)
@@ -85,12 +89,13 @@ def test_sigmoid_scores_and_no_bias(score, top_k):
     assert aux.loss.item() == pytest.approx((loss + 0.5 * z_loss).item(), rel=1e-12)
 
 
-@pytest.mark.parametrize("rule", ["sign", "quantile"])
+@pytest.mark.parametrize("rule", ["sign", "quantile", "quantile entropy"])
 def test_a_bias_of_zero_changes_no_bit(rule):
     for options in ({"top_k": 1}, {"batch_prioritized": True}, {"capacity_factor": 0.0}):
         logits = inputs()[0].detach().float().requires_grad_()
         found = []
-        for bias, extra in ((None, {}), (torch.zeros(E), {"load_bias": rule})):
+        biased = {"load_bias": rule.split()[0], "load_bias_entropy": "entropy" in rule}
+        for bias, extra in ((None, {}), (torch.zeros(E), biased)):
             routing, aux = route(logits, MoEConfig(E, **options, **extra), True, load_bias_E=bias)
             loss = routing.topk_weight_TK.square().sum() + aux.loss
             found.append((*routing[:6], aux.loss, torch.autograd.grad(loss, logits)[0]))
@@ -104,13 +109,17 @@ def histogram_of(logits, bias, config, pad=None):
     return chosen.expert_TK, counts
 
 
+@pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
 @pytest.mark.parametrize("top_k", [1, 2, 4])
-def test_the_new_bias_is_the_quantile_of_what_tokens_need(top_k):
+def test_the_new_bias_is_the_quantile_of_what_tokens_need(top_k, entropy):
     logits, bias = inputs(tokens=5000)
-    config = MoEConfig(E, top_k=top_k, load_bias="quantile")
+    config = MoEConfig(E, top_k=top_k, load_bias="quantile", load_bias_entropy=entropy)
     _, counts = histogram_of(logits, bias, config)
-    key = logits + bias
-    needed = key.topk(top_k + 1).values[:, -1:] - logits  # a bias above it would choose e
+    prob = logits.softmax(1)
+    weight = -(prob * prob.log()).sum(1, keepdim=True) / math.log(E) if entropy else 1.0
+    key = logits + weight * bias
+    # a bias above it would choose e
+    needed = (key.topk(top_k + 1).values[:, -1:] - logits) / weight
     want = torch.quantile(needed.detach(), top_k / E, dim=0)
     got = quantile_bias(bias, counts, top_k)
     # up to the mean, and to a bin's width: 8% of the way from the old bias
@@ -262,6 +271,7 @@ def test_ranks_and_passes_and_recomputation_leave_the_same_bits():
             {"load_bias": "sign", "load_importance_loss": True, "gate_noise": 1.0},
             ["load_importance_loss", "load_bias='sign'"],
         ),
+        ({"load_bias_entropy": True}, ["load_bias_entropy", "load_bias='none'"]),
         ({"load_bias_rate": 0.0}, ["load_bias_rate=0.0 must be above 0"]),
         ({"route_scale": math.inf}, ["route_scale=inf must be a finite number"]),
     ],

@@ -19,7 +19,7 @@ import torch
 
 from ... import ops
 from .. import losses
-from ..load_bias import margin_histogram
+from ..load_bias import margin_histogram, relative_entropy
 from ..metrics import RouterAux
 from ..overflow import count_pairs
 from ..routing import RouterStep, Routing, build_routing, sum_of_gates
@@ -138,7 +138,9 @@ def select_top_k(
         gumbel_TE = -torch.empty_like(score_TE).exponential_().log()
     if load_bias_E is not None:
         key_TE = score_TE.detach()
-        key_TE = (key_TE.exp() if config.score_function == "sigmoid" else key_TE) + load_bias_E
+        weight_T = relative_entropy(key_TE) if config.load_bias_entropy else None
+        bias = load_bias_E if weight_T is None else weight_T[:, None] * load_bias_E
+        key_TE = (key_TE.exp() if config.score_function == "sigmoid" else key_TE) + bias
     found = Selection(
         *ops.topk_gating(score_TE, num_choices, noise_TE=gumbel_TE, pad_T=pad_mask_T, key_TE=key_TE)
     )
@@ -146,7 +148,8 @@ def select_top_k(
         found = found._replace(gate_TK=found.gate_TK * found.lse_T.exp()[:, None])
     bias_counts = None
     if counted:
-        bias_counts = margin_histogram(key_TE, found.expert_TK[:, config.top_k], pad_mask_T)
+        next_T = found.expert_TK[:, config.top_k]
+        bias_counts = margin_histogram(key_TE, next_T, pad_mask_T, weight_T)
     return _split(found, config.top_k, num_spare), bias_counts
 
 
