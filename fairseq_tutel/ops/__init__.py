@@ -16,6 +16,7 @@ from .gate_logits import gate_logits
 from .gating import topk_gating
 from .rows import assign_rows
 from .slots import assign_slots
+from .wire import decode_rows, encode_rows, wire_bytes
 
 __all__ = [
     "adam16_step_",
@@ -24,7 +25,9 @@ __all__ = [
     "backend_for",
     "check_activation",
     "combine",
+    "decode_rows",
     "dispatch",
+    "encode_rows",
     "expert_ffn",
     "fast_cumsum_sub_one",
     "gate_logits",
@@ -32,4 +35,5 @@ __all__ = [
     "quantize_",
     "set_backend",
     "topk_gating",
+    "wire_bytes",
 ]

@@ -91,3 +91,48 @@ def weight_gradient(d_RA: Tensor, rows_RB: Tensor, ends: list[int]) -> Tensor:
         out_eAB[expert] = d_RA[begin:end].t() @ rows_RB[begin:end]
         begin = end
     return out_eAB
+
+
+def wire_values(mantissa: int, bias: int, infinities: bool) -> list[float]:
+    """The non-negative finite numbers of an 8-bit format, by their byte.
+
+    Args:
+        mantissa: bits of it.
+        bias: of the exponent.
+        infinities: the largest exponent is theirs and NaN's (e5m2); else 0x7F alone is NaN (e4m3).
+    """
+    values = []
+    for byte in range(0x80 - ((1 << mantissa) if infinities else 1)):
+        exponent, fraction = byte >> mantissa, byte % (1 << mantissa) / (1 << mantissa)
+        whole = 1 if exponent else 0
+        values.append((whole + fraction) * 2.0 ** (max(exponent, 1) - bias))
+    return values
+
+
+WIRE_VALUES = {"e4m3": wire_values(3, 7, False), "e5m2": wire_values(2, 15, True)}
+
+
+def encode_rows(rows_RM: Tensor, wire_format: str) -> tuple[list[list[int]], Tensor]:
+    """Bytes of the values and of the scales of finite rows in an 8-bit format, and what arrives.
+
+    A block of 128 takes the smallest power of two, at least 2^-126, for which its largest magnitude
+    is within the format's range; each value the nearest number, of two as near the even byte.
+    """
+    table = WIRE_VALUES[wire_format]
+    wire, arrived_RM = [], rows_RM.clone().double()
+    for r, row in enumerate(rows_RM.double().tolist()):
+        values, scales = [], []
+        for start in range(0, len(row), 128):
+            block = row[start : start + 128]
+            exponent = -126
+            while max(abs(x) for x in block) > table[-1] * 2.0**exponent:
+                exponent += 1
+            scales.append(exponent + 127)
+            for m, x in enumerate(block, start):
+                sign, wanted = torch.tensor(x).signbit().item(), abs(x) * 2.0**-exponent
+                byte = min(range(len(table)), key=lambda i: (abs(table[i] - wanted), i % 2))
+                values.append(byte + 0x80 * sign)
+                arrived_RM[r, m] = (-1) ** sign * table[byte] * 2.0**exponent
+        padding = -(len(values) + len(scales)) % 4
+        wire.append(values + scales + [0] * padding)
+    return wire, arrived_RM

@@ -14,6 +14,7 @@ from .gate_logits import gate_logits_bwd, gate_logits_fwd
 from .gating import topk_gating_bwd, topk_gating_fwd
 from .rows import assign_rows_bwd, assign_rows_fwd
 from .slots import assign_slots
+from .wire import decode_rows, encode_rows
 
 __all__ = [
     "ACTIVATIONS",
@@ -25,8 +26,10 @@ __all__ = [
     "bias_act_fwd",
     "combine_bwd",
     "combine_fwd",
+    "decode_rows",
     "dispatch_bwd",
     "dispatch_fwd",
+    "encode_rows",
     "expert_ffn_bwd",
     "expert_ffn_fwd",
     "fast_cumsum_sub_one",

@@ -13,6 +13,7 @@ from .expert_ffn import expert_ffn_bwd, expert_ffn_fwd
 from .gating import topk_gating_bwd, topk_gating_fwd
 from .rows import assign_rows_bwd, assign_rows_fwd
 from .slots import assign_slots
+from .wire import decode_rows, encode_rows
 
 __all__ = [
     "adam16_step_",
@@ -23,8 +24,10 @@ __all__ = [
     "bias_act_fwd",
     "combine_bwd",
     "combine_fwd",
+    "decode_rows",
     "dispatch_bwd",
     "dispatch_fwd",
+    "encode_rows",
     "expert_ffn_bwd",
     "expert_ffn_fwd",
     "fast_cumsum_sub_one",

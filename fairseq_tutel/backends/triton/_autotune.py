@@ -31,6 +31,8 @@ FLAT_BLOCK = 32 if INTERPRET else 1024
 ADAM_BLOCK = 64 if INTERPRET else 2048
 ADAM_BLOCKS = 2 if INTERPRET else 4
 ADAM_PROGRAMS = 8 if INTERPRET else 512
+# Rows per program of the formats of the wire.
+WIRE_ROWS = 2 if INTERPRET else 8
 # Rows or pairs of a launch from which on it is tuned: the first one may be that of a few tokens.
 TUNE_ROWS = 4096
 # Rows whose bias gradient one program sums up.

@@ -16,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fairseq_tutel.backends._wire_formats import WIRE_FORMATS
 from fairseq_tutel.backends.triton import _autotune as tiles
 from fairseq_tutel.backends.triton import (
     _grouped,
@@ -25,6 +26,7 @@ from fairseq_tutel.backends.triton import (
     gating,
     rows,
     slots,
+    wire,
 )
 
 FLOAT = {"fp16": "*fp16", "bf16": "*bf16", "fp32": "*fp32"}
@@ -91,6 +93,16 @@ def _variants():
         blocks = {"BLOCK_Z": tiles.SCAN_BLOCK_ROWS, "BLOCK_F": tiles.SCAN_BLOCK_COLS}
         yield activation._bias_act_bwd_db_kernel, "bf16", {**act, "RAGGED": ragged, **blocks}
 
+    for name, stored in (("bf16", "bf16"), ("fp16", "fp16"), ("e4m3", "u8"), ("e5m2", "u8")):
+        chosen = WIRE_FORMATS[name]
+        sizes = {"M": 4000, "BLOCK": 128, "BLOCK_N": tiles.WIRE_ROWS}
+        sizes |= {"MANTISSA": chosen.mantissa, "BIAS": chosen.bias, "value_ptr": stored}
+        scales = {"SCALED": name != "bf16", "EXPONENT": chosen.exponent or 0}
+        scales |= {"B": 32, "NUM_SCALES": 32}
+        yield wire._encode_rows_kernel, "fp32", {**sizes, **scales}
+        if name != "bf16":
+            yield wire._decode_rows_kernel, "fp16", {**sizes, "CLAMP": True}
+
 
 _POINTERS = {
     "expert_ptr": "*i32", "choice_ptr": "*i32", "row_ptr": "*i32", "pair_ptr": "*i32",
@@ -98,6 +110,7 @@ _POINTERS = {
     "num_routed_ptr": "*i32", "num_kept_ptr": "*i32",
     "rank_ptr": "*i32", "slot_ptr": "*i32", "hist_ptr": "*i32", "count_ptr": "*i32",
     "sum_ptr": "*i32", "out_ptr": "*i32", "before_ptr": "*i32", "offsets_ptr": "*i32",
+    "scale_ptr": "*u8",
     "mask_ptr": "*i64", "order_ptr": "*i64", "seed_ptr": "*i64", "pad_ptr": "*i1",
 }  # fmt: skip
 _FP32 = {"weight_ptr", "dot_ptr", "partial_ptr"}
@@ -109,8 +122,12 @@ def _compile(kernel, dtype, constants, target, tile=0):
         function, config = kernel.fn, kernel.configs[tile]
         constants, options = {**constants, **config.kwargs}, {"num_warps": config.num_warps}
     signature = {}
+    constants = dict(constants)
+    stored = constants.pop("value_ptr", None)  # a dtype of its own
     for name in function.arg_names:
-        if name in constants:
+        if name == "value_ptr":
+            signature[name] = f"*{stored}"
+        elif name in constants:
             signature[name] = "constexpr"
         elif name.endswith("_ptr"):
             signature[name] = "*fp32" if name in _FP32 else _POINTERS.get(name, FLOAT[dtype])

@@ -15,9 +15,11 @@ from fairseq_tutel.backends.triton import (
     gating,
     rows,
     slots,
+    wire,
 )
 from fairseq_tutel.backends.triton._activations import normal_cdf, tanh
 from fairseq_tutel.backends.triton._tiles import ragged_tiles, tile_rows
+from fairseq_tutel.backends.triton.wire import from_8_bits, to_8_bits
 
 
 def tensors(device, *values, dtype=torch.float32):
@@ -159,6 +161,39 @@ def test_bias_act_bwd_db(device):
     assert d_bias.tolist() == [[3], [7]]
 
 
+def test_encode_rows(device):
+    (rows,) = tensors(device, [[448, -3, 0.5]])
+    bytes_, sums = kernels.encode_rows(rows, "e4m3")
+    assert bytes_.tolist() == [[0x7E, 0xC4, 0x30, 127]]
+    assert sums.tolist() == [0, 448**2 + 3**2 + 0.5**2]
+
+
+def test_decode_rows(device):
+    (bytes_,) = tensors(device, [[0x7E, 0xC4, 0x30, 128]], dtype=torch.uint8)
+    out = torch.empty(1, 3, device=device)
+    assert kernels.decode_rows(bytes_, "e4m3", out).tolist() == [[896, -6, 1]]
+
+
+@triton.jit
+def _bytes_kernel(out_ptr, number_ptr, x_ptr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    lane = tl.arange(0, 256)
+    byte = to_8_bits(tl.load(x_ptr + lane), MANTISSA, BIAS)
+    tl.store(out_ptr + lane, byte)
+    tl.store(number_ptr + lane, from_8_bits(byte, MANTISSA, BIAS))
+
+
+def test_every_number_of_8_bits(device):
+    """Each format's numbers come back, by the bytes that torch gives them."""
+    for dtype, mantissa, bias in ((torch.float8_e4m3fn, 3, 7), (torch.float8_e5m2, 2, 15)):
+        x = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+        x[~x.isfinite()] = 0
+        byte = torch.empty(256, dtype=torch.int32, device=device)
+        number = torch.empty(256, device=device)
+        _bytes_kernel[(1,)](byte, number, x.to(device), MANTISSA=mantissa, BIAS=bias)
+        assert byte.tolist() == x.to(dtype).view(torch.uint8).tolist()
+        assert number.tolist() == x.tolist()
+
+
 @triton.jit
 def _helpers_kernel(tanh_ptr, normal_ptr, tiles_ptr, rows_ptr, z_ptr, offsets_ptr, num_rows):
     """Writes what the device functions return, for test_device_functions."""
@@ -199,7 +234,7 @@ def test_device_functions(device):
 def test_the_examples_are_those_of_the_docstrings():
     """Every kernel has an example; one that is added needs a test above."""
     tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
-    for module in (activation, cumsum, dispatch, gating, _grouped, rows, slots):
+    for module in (activation, cumsum, dispatch, gating, _grouped, rows, slots, wire):
         for name, value in vars(module).items():
             if not name.endswith("_kernel"):
                 continue

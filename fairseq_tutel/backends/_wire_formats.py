@@ -1,0 +1,60 @@
+"""How the numbers of a row are written for the wire; the same bytes from both backends.
+
+A row of M values is their M encoded values, then, except for bf16, one byte per block of 128 values
+(the last one may be shorter) that scales it, then zeros up to a multiple of 4 bytes. The scale byte
+is the biased exponent of a power of two in fp32, the E8M0 of the OCP Microscaling Formats (MX)
+Specification 1.0, so that scaling rounds nothing; 255 says that the block held a NaN or an
+infinity, all of it then arrives as NaN. The scale brings the block's largest magnitude to between
+7/8 and 7/4 times 2^exponent, below the format's largest value: nothing overflows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# values that share a scale
+BLOCK = 128
+# the scale byte of a block that is not finite
+NOT_FINITE = 255
+# added to the bits of an fp32: carries into its exponent where the mantissa exceeds 1.75
+CARRY_ABOVE_7_4 = 0x1FFFFF
+
+
+@dataclass(frozen=True)
+class WireFormat:
+    """A format of the values of rows.
+
+    Attributes:
+        dtype: of an encoded value.
+        exponent: of the largest magnitude, 7/4 times 2^exponent, which fp8's is exactly; None: the
+            format has no scales.
+        mantissa, bias: of the 8-bit formats, explicit bits of the mantissa and bias of the
+            exponent; 0 for the others.
+    """
+
+    dtype: torch.dtype
+    exponent: int | None
+    mantissa: int = 0
+    bias: int = 0
+
+    def num_bytes(self, model_dim: int) -> int:
+        """Of a row of M values."""
+        values = model_dim * self.dtype.itemsize
+        if self.exponent is None:
+            return values
+        return -(-(values + num_blocks(model_dim)) // 4) * 4
+
+
+WIRE_FORMATS = {
+    "bf16": WireFormat(torch.bfloat16, None),
+    "fp16": WireFormat(torch.float16, 15),
+    "e4m3": WireFormat(torch.float8_e4m3fn, 8, mantissa=3, bias=7),
+    "e5m2": WireFormat(torch.float8_e5m2, 15, mantissa=2, bias=15),
+}
+
+
+def num_blocks(model_dim: int) -> int:
+    """Blocks of a row of M values."""
+    return -(-model_dim // BLOCK)

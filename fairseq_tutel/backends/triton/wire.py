@@ -1,0 +1,248 @@
+"""Rows as bytes for the wire, and back, in one launch each; formats: ``backends/_wire_formats.py``.
+
+The 8-bit formats are made of integer operations, so that every GPU makes the same bytes, also one
+without instructions for them.
+
+Legend: R rows, M model dim, B blocks of 128 values, D bytes of a row, P programs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._wire_formats import BLOCK, CARRY_ABOVE_7_4, NOT_FINITE, WIRE_FORMATS, num_blocks
+from ._autotune import WIRE_ROWS
+from ._runtime import FLOAT_DTYPES, check_tensor, device_guard
+
+_DYNAMIC = ["num_rows"]
+_CARRY = tl.constexpr(CARRY_ABOVE_7_4)
+_NOT_FINITE = tl.constexpr(NOT_FINITE)
+_INFINITY_BITS = tl.constexpr(0x7F800000)
+_FP16_MAX = tl.constexpr(torch.finfo(torch.float16).max)
+
+
+@triton.jit
+def to_8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """fp32 within the format's range to the nearest number of 8 bits (ties to even), as int32."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # normal numbers: round the mantissa, then the other bias
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    odd = (magnitude >> SHIFT) & 1
+    normal = ((magnitude + ((1 << (SHIFT - 1)) - 1) + odd) >> SHIFT) - ((127 - BIAS) << MANTISSA)
+    # smaller ones: the sum's last bit is worth as much as the format's
+    MAGIC: tl.constexpr = (1 - BIAS - MANTISSA + 23 + 127) << 23
+    magic = tl.full([1], MAGIC, tl.int32).to(tl.float32, bitcast=True)
+    total = tl.abs(x) + magic
+    small = total.to(tl.int32, bitcast=True) - MAGIC
+    SMALLEST_NORMAL: tl.constexpr = (1 - BIAS + 127) << 23
+    value = tl.where(magnitude < SMALLEST_NORMAL, small, normal)
+    return value | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def from_8_bits(byte, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """Inverse of :func:`to_8_bits`; int32 to fp32."""
+    magnitude = byte & 0x7F
+    normal = (magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23)
+    unit = tl.full([1], (1 - BIAS - MANTISSA + 127) << 23, tl.int32).to(tl.float32, bitcast=True)
+    small = magnitude.to(tl.float32) * unit
+    value = tl.where(magnitude < (1 << MANTISSA), small, normal.to(tl.float32, bitcast=True))
+    return tl.where((byte & 0x80) != 0, -value, value)
+
+
+@triton.jit
+def _scale_of_byte(byte):
+    """fp32 scale of an int32 scale byte; NaN for 255."""
+    quiet = tl.where(byte == _NOT_FINITE, 1 << 22, 0)
+    return ((byte << 23) | quiet).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=_DYNAMIC)
+def _encode_rows_kernel(
+    value_ptr,  # (R, stride_value) uint8, fp16 or bf16 - output, the bytes of the rows
+    scale_ptr,  # the same as uint8, from the first scale on - output; not bf16
+    partial_ptr,  # (P, 2) fp32 - output: sums of squared errors and of squares
+    rows_ptr,  # (R, M) float
+    num_rows,
+    stride_value,
+    stride_scale,
+    M: tl.constexpr,
+    B: tl.constexpr,
+    NUM_SCALES: tl.constexpr,  # B and the padding
+    SCALED: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Grid (cdiv(R, BLOCK_N),).
+
+    Example: row [448, -3, 0.5] as e4m3 -> values [0x7E, 0xC4, 0x30], scale 127 (2^0), no error.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    offs_n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < num_rows
+    error = tl.zeros([BLOCK_N], tl.float32)
+    square = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, M, BLOCK):
+        block = start // BLOCK
+        offs_m = start + tl.arange(0, BLOCK)
+        mask = mask_n[:, None] & (offs_m < M)[None, :]
+        x = tl.load(rows_ptr + offs_n[:, None] * M + offs_m[None, :], mask=mask, other=0.0)
+        x = x.to(tl.float32)
+        offs_value = offs_n[:, None] * stride_value + offs_m[None, :]
+        finite = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < _INFINITY_BITS
+        if SCALED:
+            bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+            usable = bits < _INFINITY_BITS
+            byte = tl.maximum(((bits + _CARRY) >> 23) - EXPONENT, 1)
+            inverse = tl.where(usable, (254 - byte) << 23, 0).to(tl.float32, bitcast=True)
+            byte = tl.where(usable, byte, _NOT_FINITE)
+            scaled = x * inverse[:, None]
+            if MANTISSA > 0:
+                value = to_8_bits(scaled, MANTISSA, BIAS)
+                tl.store(value_ptr + offs_value, value.to(tl.uint8), mask=mask)
+                arrived = from_8_bits(value, MANTISSA, BIAS)
+            else:
+                value = scaled.to(tl.float16)
+                tl.store(value_ptr + offs_value, value, mask=mask)
+                arrived = value.to(tl.float32)
+            tl.store(scale_ptr + offs_n * stride_scale + block, byte.to(tl.uint8), mask=mask_n)
+            arrived = arrived * _scale_of_byte(byte)[:, None]
+            finite = finite & usable[:, None]
+        else:
+            value = x.to(tl.bfloat16)
+            tl.store(value_ptr + offs_value, value, mask=mask)
+            arrived = value.to(tl.float32)
+        difference = tl.where(finite, arrived - x, 0.0)
+        error += tl.sum(difference * difference, axis=1)
+        kept = tl.where(finite, x, 0.0)
+        square += tl.sum(kept * kept, axis=1)
+    if SCALED:
+        zero = tl.zeros([BLOCK_N], tl.uint8)
+        for scale in range(B, NUM_SCALES):
+            tl.store(scale_ptr + offs_n * stride_scale + scale, zero, mask=mask_n)
+    tl.store(partial_ptr + 2 * pid, tl.sum(error, axis=0))
+    tl.store(partial_ptr + 2 * pid + 1, tl.sum(square, axis=0))
+
+
+@triton.jit(do_not_specialize=_DYNAMIC)
+def _decode_rows_kernel(
+    rows_ptr,  # (R, M) float - output
+    value_ptr,  # (R, stride_value) uint8 or fp16, the bytes of the rows
+    scale_ptr,  # the same as uint8, from the first scale on
+    num_rows,
+    stride_value,
+    stride_scale,
+    M: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    CLAMP: tl.constexpr,  # fp16, whose largest numbers may have been rounded up
+    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Grid (cdiv(R, BLOCK_N),).
+
+    Example: values [0x7E, 0xC4, 0x30] of e4m3, scale 128 (2^1) -> row [896, -6, 1].
+    """
+    offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < num_rows
+    for start in range(0, M, BLOCK):
+        block = start // BLOCK
+        offs_m = start + tl.arange(0, BLOCK)
+        mask = mask_n[:, None] & (offs_m < M)[None, :]
+        value = tl.load(
+            value_ptr + offs_n[:, None] * stride_value + offs_m[None, :], mask=mask, other=0
+        )
+        if MANTISSA > 0:
+            x = from_8_bits(value.to(tl.int32), MANTISSA, BIAS)
+        else:
+            x = value.to(tl.float32)
+        byte = tl.load(scale_ptr + offs_n * stride_scale + block, mask=mask_n, other=1)
+        x = x * _scale_of_byte(byte.to(tl.int32))[:, None]
+        if CLAMP:  # comparisons leave a NaN as it is
+            x = tl.where(x > _FP16_MAX, _FP16_MAX, tl.where(x < -_FP16_MAX, -_FP16_MAX, x))
+        row = x.to(rows_ptr.dtype.element_ty)
+        tl.store(rows_ptr + offs_n[:, None] * M + offs_m[None, :], row, mask=mask)
+
+
+def encode_rows(rows_RM: Tensor, wire_format: str) -> tuple[Tensor, Tensor]:
+    """:func:`fairseq_tutel.backends.torch.encode_rows` in Triton; measures the error of all rows.
+
+    Raises:
+        ValueError: wrong shape, dtype or device.
+    """
+    (R, M), device = rows_RM.shape, rows_RM.device
+    check_tensor("rows", rows_RM, (R, M), FLOAT_DTYPES, device)
+    chosen = WIRE_FORMATS[wire_format]
+    wire_RD = torch.empty((R, chosen.num_bytes(M)), dtype=torch.uint8, device=device)
+    if rows_RM.numel() == 0:
+        return wire_RD, torch.zeros(2, dtype=torch.float32, device=device)
+    num_programs = triton.cdiv(R, WIRE_ROWS)
+    partial_P2 = torch.empty((num_programs, 2), dtype=torch.float32, device=device)
+    value, scale = _views(wire_RD, wire_format, M)
+    with device_guard(rows_RM):
+        _encode_rows_kernel[(num_programs,)](
+            value,
+            scale,
+            partial_P2,
+            rows_RM.contiguous(),
+            R,
+            value.stride(0),
+            scale.stride(0),
+            M=M,
+            B=num_blocks(M),
+            NUM_SCALES=wire_RD.shape[1] - M * chosen.dtype.itemsize,
+            SCALED=chosen.exponent is not None,
+            EXPONENT=chosen.exponent or 0,
+            MANTISSA=chosen.mantissa,
+            BIAS=chosen.bias,
+            BLOCK=BLOCK,
+            BLOCK_N=WIRE_ROWS,
+        )
+    return wire_RD, partial_P2.sum(0)
+
+
+def decode_rows(wire_RD: Tensor, wire_format: str, out_RM: Tensor) -> Tensor:
+    """:func:`fairseq_tutel.backends.torch.decode_rows` in Triton.
+
+    Raises:
+        ValueError: wrong shape, dtype or device.
+    """
+    (R, M), device = out_RM.shape, out_RM.device
+    chosen = WIRE_FORMATS[wire_format]
+    check_tensor("out", out_RM, (R, M), FLOAT_DTYPES, device)
+    check_tensor("wire", wire_RD, (R, chosen.num_bytes(M)), (torch.uint8,), device)
+    if not out_RM.is_contiguous():
+        raise ValueError(f"out of shape {(R, M)} must be contiguous: it is written in place")
+    if out_RM.numel() == 0:
+        return out_RM
+    if chosen.exponent is None:
+        return out_RM.copy_(wire_RD.contiguous().view(chosen.dtype))
+    value, scale = _views(wire_RD.contiguous(), wire_format, M)
+    with device_guard(wire_RD):
+        _decode_rows_kernel[(triton.cdiv(R, WIRE_ROWS),)](
+            out_RM,
+            value,
+            scale,
+            R,
+            value.stride(0),
+            scale.stride(0),
+            M=M,
+            MANTISSA=chosen.mantissa,
+            BIAS=chosen.bias,
+            CLAMP=out_RM.dtype == torch.float16,
+            BLOCK=BLOCK,
+            BLOCK_N=WIRE_ROWS,
+        )
+    return out_RM
+
+
+def _views(wire_RD, wire_format, model_dim):
+    """The bytes as values, and from the first scale on."""
+    chosen = WIRE_FORMATS[wire_format]
+    dtype = torch.uint8 if chosen.mantissa else chosen.dtype
+    return wire_RD.view(dtype), wire_RD[:, model_dim * chosen.dtype.itemsize :]

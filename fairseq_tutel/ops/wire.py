@@ -1,0 +1,73 @@
+"""Operators of rows on the wire: fewer bits for each number while it travels between ranks.
+
+Plain functions and no registered operators: an exchange calls them inside of its autograd
+functions, and the gradient that comes back is encoded on its own (straight-through).
+
+Legend: R rows, M model dim, D bytes of a row.
+"""
+
+import torch
+from torch import Tensor
+
+from ..backends._wire_formats import WIRE_FORMATS
+from .backend import implementation
+
+
+def wire_bytes(wire_format: str, model_dim: int) -> int:
+    """Bytes of one encoded row of M values.
+
+    Raises:
+        ValueError: unknown format.
+    """
+    if wire_format not in WIRE_FORMATS:
+        raise ValueError(f"unknown wire format {wire_format!r}; one of {', '.join(WIRE_FORMATS)}")
+    return WIRE_FORMATS[wire_format].num_bytes(model_dim)
+
+
+def encode_rows(rows_RM: Tensor, wire_format: str) -> tuple[Tensor, Tensor]:
+    """Rows as bytes.
+
+    Args:
+        rows_RM: (R, M) fp32, fp16 or bf16; fp64 is rounded to fp32 first.
+        wire_format: ``bf16`` (cast), or one scale per 128 values: ``fp16``, ``e4m3``, ``e5m2``.
+            Any magnitude is within the range of the latter; 128 values among which one is not
+            finite arrive as NaN.
+
+    Returns:
+        wire_RD: (R, D) uint8, D as :func:`wire_bytes` says.
+        square_sums: (2,) fp32, sums of the squared errors and of the squares of what arrives
+            finite; their ratio's root is the relative error. The torch backend looks at 64 to 127
+            rows.
+
+    Raises:
+        ValueError: unknown format, or wrong shape or dtype.
+    """
+    if rows_RM.dim() != 2 or not rows_RM.is_floating_point():
+        raise ValueError(
+            f"rows must be (rows, model_dim) of numbers, got {tuple(rows_RM.shape)} {rows_RM.dtype}"
+        )
+    wire_bytes(wire_format, rows_RM.shape[1])
+    return implementation("encode_rows", rows_RM)(rows_RM, wire_format)
+
+
+def decode_rows(wire_RD: Tensor, wire_format: str, out_RM: Tensor) -> Tensor:
+    """Bytes as rows.
+
+    Args:
+        wire_RD: (R, D) uint8, of :func:`encode_rows`.
+        wire_format: that they were encoded with.
+        out_RM: (R, M) of any floating dtype, contiguous; overwritten.
+
+    Returns:
+        ``out_RM``.
+
+    Raises:
+        ValueError: unknown format, or bytes that are not of such rows.
+    """
+    size = wire_bytes(wire_format, out_RM.shape[1])
+    if wire_RD.dtype != torch.uint8 or wire_RD.shape != (out_RM.shape[0], size):
+        raise ValueError(
+            f"rows {tuple(out_RM.shape)} are ({out_RM.shape[0]}, {size}) uint8 as {wire_format}, "
+            f"got {tuple(wire_RD.shape)} {wire_RD.dtype}"
+        )
+    return implementation("decode_rows", out_RM)(wire_RD, wire_format, out_RM)

@@ -1,0 +1,68 @@
+"""Rows on the wire: the kernels make the bytes that torch makes."""
+
+import pytest
+import torch
+
+from fairseq_tutel.backends import torch as torch_backend
+from fairseq_tutel.backends import triton as kernels
+
+FORMATS = ("bf16", "fp16", "e4m3", "e5m2")
+
+
+def decoded(room, wire, wire_format, model_dim, dtype):
+    out = torch.empty(len(wire), model_dim, dtype=dtype, device=wire.device)
+    return room.decode_rows(wire, wire_format, out)
+
+
+def awkward_rows(num_rows, model_dim, dtype):
+    torch.manual_seed(num_rows + model_dim)
+    rows = torch.randn(num_rows, model_dim)
+    rows[::4] *= 10.0 ** torch.linspace(-6, 4, model_dim)
+    rows[1::4] = torch.arange(model_dim) / 16
+    rows[2::8] = 0
+    rows[3::8] = torch.finfo(dtype).max
+    return rows.to(dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 200), (11, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wire_format", FORMATS)
+def test_same_bytes_and_numbers(wire_format, dtype, shape, device):
+    rows = awkward_rows(*shape, dtype)
+    want, want_sums = torch_backend.encode_rows(rows, wire_format)
+    got, sums = kernels.encode_rows(rows.to(device), wire_format)
+    if wire_format == "bf16" and dtype != torch.bfloat16 and device.type == "cpu":
+        # the interpreter does not round to the nearest bf16
+        got, want = got.view(torch.int16), want.view(torch.int16)
+        assert (got.int() - want.int()).abs().max() <= 1
+        return
+    assert torch.equal(got.cpu(), want)
+    if dtype == torch.float16:  # the squares of the largest numbers of others are infinite
+        torch.testing.assert_close(sums.cpu(), want_sums, rtol=1e-4, atol=1e-30)
+    for to in (torch.float32, torch.float16, torch.bfloat16):
+        if to == torch.bfloat16 and wire_format == "fp16" and device.type == "cpu":
+            continue  # as above
+        back = decoded(kernels, got, wire_format, shape[1], to).cpu()
+        torch.testing.assert_close(
+            back, decoded(torch_backend, want, wire_format, shape[1], to), rtol=0, atol=0
+        )
+
+
+@pytest.mark.parametrize("wire_format", FORMATS[1:])
+def test_what_is_not_finite(wire_format, device):
+    rows = torch.randn(3, 200)
+    rows[0, 130], rows[1, 5] = float("inf"), float("nan")
+    wire, sums = kernels.encode_rows(rows.to(device), wire_format)
+    got = decoded(kernels, wire, wire_format, 200, torch.float16).cpu()
+    assert torch.equal(got.isnan().sum(1), torch.tensor([72, 128, 0]))
+    assert not got.isinf().any() and sums.isfinite().all()
+
+
+def test_no_rows_and_strided_rows(device):
+    wire, sums = kernels.encode_rows(torch.randn(0, 8, device=device), "e4m3")
+    assert wire.shape == (0, 12) and sums.tolist() == [0, 0]
+    assert decoded(kernels, wire, "e4m3", 8, torch.float32).shape == (0, 8)
+    rows = torch.randn(8, 6).to(device)
+    want, _ = kernels.encode_rows(rows, "e5m2")
+    got, _ = kernels.encode_rows(rows.t().contiguous().t(), "e5m2")
+    assert torch.equal(got, want)

@@ -1,0 +1,120 @@
+"""Rows on the wire: bytes against the formats' definitions, sizes, errors and extreme values."""
+
+import pytest
+import torch
+from helpers import naive
+
+from fairseq_tutel import ops
+from fairseq_tutel.backends import torch as torch_backend
+
+SCALED = ("fp16", "e4m3", "e5m2")
+# relative error of normal values: the widest are off by half a unit of the mantissa
+ERROR = {"bf16": 1.7e-3, "fp16": 2.1e-4, "e4m3": 2.7e-2, "e5m2": 5.4e-2}
+
+
+def decoded(room, wire, wire_format, model_dim, dtype):
+    out = torch.empty(len(wire), model_dim, dtype=dtype, device=wire.device)
+    return room.decode_rows(wire, wire_format, out)
+
+
+def awkward_rows(model_dim):
+    """Zeros, subnormals, the whole range of fp32, both signs, ties."""
+    torch.manual_seed(model_dim)
+    rows = torch.randn(9, model_dim)
+    rows[1] = 0
+    rows[2] *= 1e-39
+    rows[3] *= 10.0 ** torch.linspace(-30, 30, model_dim)
+    rows[4] = 3e38
+    rows[5] = torch.arange(model_dim) / 16  # ties of both formats
+    rows[6, 1:] *= 1e-3
+    rows[7] = -448.0
+    rows[8] = 449.0
+    return rows
+
+
+@pytest.mark.parametrize("wire_format", list(ERROR))
+def test_error_and_size(wire_format):
+    """One row in two bytes or one per value; the error is the format's, and measured as it is."""
+    rows = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
+    wire, sums = ops.encode_rows(rows, wire_format)
+    share = wire.numel() / rows.numel() / rows.element_size()
+    if wire_format == "bf16":
+        assert share == 0.5
+    else:
+        assert 1 < share / (0.5 if wire_format == "fp16" else 0.25) < 1.01
+    arrived = decoded(ops, wire, wire_format, 1024, torch.float32)
+    error = ((arrived - rows).square().sum() / rows.square().sum()).sqrt()
+    assert 0.9 * ERROR[wire_format] < error < ERROR[wire_format]
+    torch.testing.assert_close((sums[0] / sums[1]).sqrt(), error, rtol=1e-5, atol=0)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        wire, _ = ops.encode_rows(rows.to(dtype), wire_format)
+        arrived = decoded(ops, wire, wire_format, 1024, dtype)
+        assert arrived.dtype == dtype
+        error = (arrived - rows).double().norm() / rows.double().norm()
+        assert error < ERROR[wire_format] + 2e-3
+
+
+@pytest.mark.parametrize("model_dim", [1, 5, 128, 200, 259])
+@pytest.mark.parametrize("wire_format", ["e4m3", "e5m2"])
+def test_bytes_are_those_of_the_definition(wire_format, model_dim):
+    rows = awkward_rows(model_dim)
+    wire, _ = torch_backend.encode_rows(rows, wire_format)
+    want, arrived = naive.encode_rows(rows, wire_format)
+    assert wire.shape[1] == ops.wire_bytes(wire_format, model_dim) == len(want[0])
+    assert wire.tolist() == want
+    got = decoded(torch_backend, wire, wire_format, model_dim, torch.float32)
+    torch.testing.assert_close(got, arrived.float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wire_format", SCALED)
+def test_nothing_overflows_and_what_is_not_finite_stays_so(wire_format):
+    rows = awkward_rows(300)
+    rows[0, 3], rows[5, 140], rows[7, 299] = float("nan"), float("inf"), -float("inf")
+    wire, _ = ops.encode_rows(rows, wire_format)
+    got = decoded(ops, wire, wire_format, 300, torch.float32)
+    broken = torch.zeros(9, 3, dtype=torch.bool)
+    broken[0, 0] = broken[5, 1] = broken[7, 2] = True
+    assert torch.equal(got.isnan(), broken.repeat_interleave(128, 1)[:, :300])
+    assert not got.isinf().any()
+    assert not got[1].any()
+    _, sums = ops.encode_rows(rows[5:], wire_format)
+    assert sums.isfinite().all()  # of what is finite
+    largest = torch.full((2, 4), torch.finfo(torch.float16).max, dtype=torch.float16)
+    wire, _ = ops.encode_rows(largest, wire_format)
+    got = decoded(ops, wire, wire_format, 4, torch.float16)
+    assert got.isfinite().all() and (got.float() / largest.float() - 1).abs().max() < 0.13
+
+
+@pytest.mark.parametrize("wire_format", list(ERROR))
+def test_no_rows(wire_format):
+    for shape in ((0, 8), (3, 0)):
+        wire, sums = ops.encode_rows(torch.empty(shape), wire_format)
+        assert wire.shape == (shape[0], ops.wire_bytes(wire_format, shape[1]))
+        assert sums.tolist() == [0, 0]
+        assert decoded(ops, wire, wire_format, shape[1], torch.float32).shape == shape
+
+
+def test_the_error_of_many_rows_is_that_of_some():
+    rows = torch.randn(4096, 64, generator=torch.Generator().manual_seed(1))
+    _, sums = torch_backend.encode_rows(rows, "e4m3")
+    assert sums[1] < 0.1 * rows.square().sum()
+    assert 0.9 * ERROR["e4m3"] < (sums[0] / sums[1]).sqrt() < 1.02 * ERROR["e4m3"]
+
+
+def test_rows_of_any_strides():
+    """A gradient may be one number in every place."""
+    for rows in (torch.randn(128, 6).t(), torch.tensor(3.0).expand(6, 128)):
+        for wire_format in ERROR:
+            got, _ = torch_backend.encode_rows(rows, wire_format)
+            want, _ = torch_backend.encode_rows(rows.contiguous(), wire_format)
+            assert torch.equal(got, want)
+
+
+def test_wrong_arguments_are_named():
+    rows = torch.randn(3, 8)
+    with pytest.raises(ValueError, match="unknown wire format 'fp4'; one of bf16, fp16, e4m3"):
+        ops.encode_rows(rows, "fp4")
+    with pytest.raises(ValueError, match=r"rows must be .* got \(3, 8\) torch.int64"):
+        ops.encode_rows(rows.long(), "bf16")
+    with pytest.raises(ValueError, match=r"\(3, 8\) are \(3, 12\) uint8 as e4m3, got \(3, 8\) "):
+        ops.decode_rows(torch.zeros(3, 8, dtype=torch.uint8), "e4m3", rows)
