@@ -29,6 +29,7 @@ DROP_POLICIES = ("position", "probability", "random")
 LOAD_BIASES = ("none", "sign", "quantile")
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 EXPERT_GRAD_NORMALIZATIONS = ("world_size", "sqrt_world_size")
+WIRES = ("same", "bf16", "fp16", "fp8")
 # Routers register themselves, see fairseq_tutel.moe.routers.
 ROUTERS: Registry[Any] = Registry("router", home="fairseq_tutel.moe.routers", flag_prefix="moe")
 EXCHANGES: Registry[Any] = Registry(
@@ -220,16 +221,46 @@ class ExchangeConfig:
         algorithm: a registered name: ``linear``, ``2dh``, ``auto``, ``pairwise``, or one of a
             user's own.
         ranks_per_node: of algorithms that tell nodes apart; 0: as the machines have it.
+        wire: how tokens are written on their way to the experts: ``same`` (as they are), ``bf16``,
+            ``fp16`` or ``fp8`` (both with a scale per 128 values; e4m3 for values, e5m2 for
+            gradients). Where it is not narrower than the tokens' own dtype they travel as they are.
+        wire_back, wire_grad: the same for the experts' outputs, and for the gradients of both;
+            ``auto``: as ``wire``, but ``bf16`` where that is ``fp8``.
+        wire_compact: only rows in use travel, and are computed, where a fixed capacity would send
+            buffers of its size; the host reads the counts of each layer for it.
     """
 
     algorithm: str = field(default="linear", metadata={"label": "the exchange"})
     ranks_per_node: int = _option(at_least(0), default=0)
+    wire: str = field(default="same", metadata={"label": "the wire format of tokens"})
+    wire_back: str = field(default="auto", metadata={"label": "the wire format of outputs"})
+    wire_grad: str = field(default="auto", metadata={"label": "the wire format of gradients"})
+    wire_compact: bool = field(default=False, metadata={"label": "whether only rows in use travel"})
 
     def __post_init__(self):
         EXCHANGES.get(self.algorithm)
+        for name in ("wire", "wire_back", "wire_grad"):
+            choices = WIRES if name == "wire" else ("auto", *WIRES)
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}"
+                )
         if not isinstance(self.ranks_per_node, int):
             raise ValueError(f"ranks_per_node={self.ranks_per_node!r} must be a whole number")
         check_ranges(self, ranges_of(ExchangeConfig), as_argument)
+
+    def wire_of(self, *, back: bool = False, gradient: bool = False) -> str:
+        """One of WIRES: of tokens, of outputs (``back``), or of gradients on either way."""
+        given = self.wire_grad if gradient else self.wire_back if back else self.wire
+        if given != "auto":
+            return given
+        return "bf16" if self.wire == "fp8" else self.wire
+
+    @property
+    def compresses(self) -> bool:
+        """Whether anything may travel in fewer bits than it has."""
+        ways = (self.wire_of(), self.wire_of(back=True), self.wire_of(gradient=True))
+        return any(wire != "same" for wire in ways)
 
     @classmethod
     def of(cls, exchange: ExchangeConfig | str) -> ExchangeConfig:

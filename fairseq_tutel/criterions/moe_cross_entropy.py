@@ -17,7 +17,15 @@ from fairseq.criterions.cross_entropy import CrossEntropyCriterion, CrossEntropy
 from fairseq.dataclass import ChoiceEnum
 from fairseq.logging import metrics
 
-from ..moe import METRIC_NAMES, UTILISATION_NAMES, MoEAux, routing_metrics
+from ..moe import (
+    METRIC_NAMES,
+    UTILISATION_NAMES,
+    WIRE_ERROR_NAMES,
+    WIRE_LAYERS_NAMES,
+    MoEAux,
+    routing_metrics,
+    wire_errors,
+)
 from ..ranges import at_least, check_ranges, ranges_of
 from .routing_logs import counts_to_log, logged_passes, utilisation_to_log
 
@@ -79,6 +87,7 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
             "sample_size": sample_size,
             "batch_count": 1,
             **layer_mean_metrics(reports),
+            **wire_errors(reports),
         }
         if "moe_counts" in extra:
             logging_output.update(counts_to_log(extra["moe_counts"]))
@@ -103,7 +112,8 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
         passes = logged_passes(logging_outputs)
         used = {} if passes is None else utilisation_to_log(passes)
         names = ("loss", "inner_loss", "moe_loss", "sample_size", "ntokens", "batch_count")
-        total = _host_totals([*logging_outputs, used], (*names, *METRIC_NAMES, *used))
+        names += METRIC_NAMES + WIRE_ERROR_NAMES + WIRE_LAYERS_NAMES + tuple(used)
+        total = _host_totals([*logging_outputs, used], names)
         sample_size, ntokens = total["sample_size"], total["ntokens"]
         batches = total["batch_count"]
         bits = 1.0 / max(sample_size, 1) / math.log(2)
@@ -116,6 +126,9 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
         for name in UTILISATION_NAMES if used else ():
             if name != "moe_util_slot" or total["padded_rows"] > 0:
                 metrics.log_scalar(name, total[name], len(passes.slots), round=2)
+        for name, layers_name in zip(WIRE_ERROR_NAMES, WIRE_LAYERS_NAMES, strict=True):
+            if layers := total[layers_name]:  # where something was encoded
+                metrics.log_scalar(name, total[name] / layers, layers, round=6)
         metrics.log_scalar("inner_loss", total["inner_loss"] * bits, sample_size, round=3)
         perplexity_of = "inner_loss"
         if sample_size != ntokens:

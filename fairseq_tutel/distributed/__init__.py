@@ -9,9 +9,12 @@ from .agreement import (
     sync_step,
 )
 from .exchanges import (
+    Codec,
     Exchange,
+    Leg,
     LocalCopy,
     TimedExchange,
+    Wrapper,
     build_exchange,
     register_exchange,
 )
@@ -29,12 +32,15 @@ from .sharded import full_tensor, is_sharded, shard_like, sharded_grad_scaler, s
 from .world import process_world
 
 __all__ = [
+    "Codec",
     "Exchange",
     "ExpertParallelGroups",
+    "Leg",
     "LocalCopy",
     "StepAgreement",
     "StepSettings",
     "TimedExchange",
+    "Wrapper",
     "any_rank",
     "build_exchange",
     "build_groups",

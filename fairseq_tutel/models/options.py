@@ -25,6 +25,7 @@ from ..config import (
     ROUTERS,
     SCORE_FUNCTIONS,
     SECOND_EXPERT_POLICIES,
+    WIRES,
     ExchangeConfig,
     MoEConfig,
     resolve_capacity,
@@ -218,6 +219,22 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
         "ranks that share a node, for hierarchical all-to-alls (default: as found)",
         at_least(0),
     )
+    moe_wire: ChoiceEnum(WIRES) = _option(
+        "same",
+        "how tokens are written on their way to other ranks: 'same': as they are; 'bf16'; 'fp16' "
+        "and 'fp8': with a scale per 128 values, so that nothing overflows; where that is narrower",
+    )
+    moe_wire_back: ChoiceEnum(("auto", *WIRES)) = _option(
+        "auto", "the same for experts' outputs; 'auto': as --moe-wire, but bf16 where that is fp8"
+    )
+    moe_wire_grad: ChoiceEnum(("auto", *WIRES)) = _option(
+        "auto", "the same for gradients, both ways ('fp8' is e5m2 there, e4m3 elsewhere)"
+    )
+    moe_wire_compact: bool = _option(
+        False,
+        "with a capacity in training, only the rows in use travel and are computed; the host waits "
+        "for the counts of each layer",
+    )
     moe_simulate_world_size: int = _option(
         0,
         "simulate one rank of this many in one process: all-to-alls become local copies",
@@ -289,7 +306,14 @@ def moe_config(args, num_experts: int) -> MoEConfig:
 
 def exchange_config(args) -> ExchangeConfig:
     """How tokens travel between ranks, of a model config (or argparse namespace)."""
-    return ExchangeConfig(algorithm=str(args.moe_a2a), ranks_per_node=args.moe_ranks_per_node)
+    return ExchangeConfig(
+        algorithm=str(args.moe_a2a),
+        ranks_per_node=args.moe_ranks_per_node,
+        wire=str(args.moe_wire),
+        wire_back=str(args.moe_wire_back),
+        wire_grad=str(args.moe_wire_grad),
+        wire_compact=args.moe_wire_compact,
+    )
 
 
 def check_model_options(args) -> None:

@@ -13,7 +13,16 @@ from .balance import balance_over_ranks
 from .dispatcher import ExpertRows, dispatch_and_combine
 from .experts import Experts
 from .layer import MoELayer
-from .metrics import METRIC_NAMES, MoEAux, RouterAux, RoutingMetrics, routing_metrics
+from .metrics import (
+    METRIC_NAMES,
+    WIRE_ERROR_NAMES,
+    WIRE_LAYERS_NAMES,
+    MoEAux,
+    RouterAux,
+    RoutingMetrics,
+    routing_metrics,
+    wire_errors,
+)
 from .routers import Router, TopKRouter, make_router, register_router, route_logits
 from .routing import RouterStep, Routing, build_routing
 from .utilisation import (
@@ -28,6 +37,8 @@ from .utilisation import (
 __all__ = [
     "METRIC_NAMES",
     "UTILISATION_NAMES",
+    "WIRE_ERROR_NAMES",
+    "WIRE_LAYERS_NAMES",
     "ExchangeConfig",
     "ExpertRows",
     "Experts",
@@ -52,6 +63,7 @@ __all__ = [
     "routing_counts",
     "routing_metrics",
     "utilisation",
+    "wire_errors",
     "wrap_data_parallel",  # noqa: F822 (see __getattr__)
 ]
 

@@ -34,6 +34,7 @@ from .experts import ExpertList, Experts
 from .metrics import MoEAux
 from .routers import Router, make_router, route_by_module
 from .routing import RouterStep
+from .wire import WireExchange, row_bytes, with_wire
 
 
 class MoELayer(nn.Module):
@@ -97,6 +98,7 @@ class MoELayer(nn.Module):
         self.exchange = build_exchange(self.exchange_config, self.groups)
         if skip_exchange and self.exchange.communicates:
             self.exchange = LocalCopy(self.exchange)
+        self.exchange = with_wire(self.exchange, self.exchange_config)
         if gate is not None and not isinstance(gate, nn.Module):
             raise ValueError(f"gate must be a module, got {gate!r}; router='cosine' chooses a gate")
         self.gate = gate if gate is not None else make_router(model_dim, self.config)
@@ -159,6 +161,9 @@ class MoELayer(nn.Module):
         exchange = self._exchange_for(routing, router_step, x_TM)
         y_TM = dispatch_and_combine(x_TM, routing, self.experts, exchange)
 
+        wire_sums = None
+        if isinstance(self.exchange, WireExchange):
+            wire_sums = self.exchange.errors.take(x.device, gradients=self.training)
         y = y_TM.view(x.shape)
         if not return_aux:
             return y
@@ -172,6 +177,7 @@ class MoELayer(nn.Module):
             num_tokens=x_TM.shape[0],
             num_slots=routing.num_experts * routing.capacity if routing.padded else 0,
             **_times(exchange),
+            wire_sums=wire_sums,
         )
         return y, aux if step is not None else balance_over_ranks([aux], config)[0]
 
@@ -216,7 +222,8 @@ class MoELayer(nn.Module):
                     f"this call's options make {label} {value}, but the ranks' agreement for this "
                     f"step has {agreed}; give the same options to step_settings()"
                 )
-        return RouterStep(config, self.training, step.num_tokens, num_sequences)
+        compact = self.exchange_config.wire_compact and self.groups.ep_size > 1
+        return RouterStep(config, self.training, step.num_tokens, num_sequences, compact)
 
     def _exchange_for(self, routing, step, x_TM) -> Exchange:
         """The exchange for messages of this call's size, measured if that is asked for."""
@@ -224,7 +231,8 @@ class MoELayer(nn.Module):
         rows = step.config.top_k * step.num_tokens
         if routing.padded:
             rows = routing.num_experts * routing.capacity
-        exchange = self.exchange.for_message(rows * x_TM.shape[1] * x_TM.element_size())
+        size = rows * row_bytes(self.exchange_config, x_TM.shape[1], x_TM.dtype)
+        exchange = self.exchange.for_message(size)
         return TimedExchange(exchange) if self.record_exchange_time else exchange
 
     def _check(self, x) -> None:

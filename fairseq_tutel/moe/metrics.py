@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..distributed import Leg
+
 # "top" and "bottom" experts are this share of all, at least one
 _BALANCE_SHARE = 0.2
 
@@ -57,6 +59,10 @@ class MoEAux(NamedTuple):
             recorded.
         num_full_K: int32 [K] or None, see :class:`~fairseq_tutel.moe.Routing`.
         num_slots: rows of this rank's padded buffer, E * C; 0 where rows are ragged.
+        wire_sums: fp32 [4, 2], of each :class:`~fairseq_tutel.distributed.Leg` the sums of squared
+            errors and of squares of what was encoded for the wire, see :func:`wire_errors`; None
+            where nothing is. Those of gradients are of the backward pass before, as they are not
+            known sooner.
     """
 
     loss: torch.Tensor
@@ -71,6 +77,7 @@ class MoEAux(NamedTuple):
     prob_sum_E: torch.Tensor | None = None
     bias_counts: torch.Tensor | None = None
     num_full_K: torch.Tensor | None = None
+    wire_sums: torch.Tensor | None = None
 
     @property
     def load_E(self) -> torch.Tensor:
@@ -115,6 +122,9 @@ class RoutingMetrics(NamedTuple):
 
 
 METRIC_NAMES = RoutingMetrics._fields
+# of the legs; summed over layers, and the number of layers that have one
+WIRE_ERROR_NAMES = tuple(f"moe_wire_error_{leg.name.lower()}" for leg in Leg)
+WIRE_LAYERS_NAMES = tuple(f"moe_wire_layers_{leg.name.lower()}" for leg in Leg)
 
 
 @torch.no_grad()
@@ -165,6 +175,29 @@ def routing_metrics(reports: Sequence[MoEAux]) -> RoutingMetrics:
         all_to_all_cpu_time_ms=of_clock([aux.exchange_cpu_ms for aux in reports]),
         all_to_all_cuda_time_ms=of_clock([aux.exchange_cuda_ms for aux in reports]),
     )
+
+
+@torch.no_grad()
+def wire_errors(reports: Sequence[MoEAux]) -> dict[str, torch.Tensor]:
+    """Relative errors of what was encoded for the wire, without reading anything back to the host.
+
+    The error of a layer's leg is the root of the mean square of the error over that of the values.
+
+    Args:
+        reports: of the layers of one forward pass.
+
+    Returns:
+        Under WIRE_ERROR_NAMES the sums of the layers' errors, under WIRE_LAYERS_NAMES the numbers
+        of layers that have one, fp32 scalars; empty where nothing was encoded.
+    """
+    sums = [aux.wire_sums for aux in reports if aux.wire_sums is not None]
+    if not sums:
+        return {}
+    error_XL, square_XL = torch.stack(sums).permute(2, 1, 0)  # X: legs, L: layers
+    known_XL = (square_XL > 0) & square_XL.isfinite()
+    ratio_XL = (error_XL / square_XL).sqrt().masked_fill(~known_XL, 0)
+    values = torch.cat([ratio_XL.sum(1), known_XL.sum(1, dtype=torch.float32)])
+    return dict(zip(WIRE_ERROR_NAMES + WIRE_LAYERS_NAMES, values.unbind(), strict=True))
 
 
 def _overflow(reports: Sequence[MoEAux]) -> torch.Tensor:

@@ -27,12 +27,14 @@ class RouterStep:
         training: whether the layer is in training mode.
         num_tokens: T that all ranks agreed on, the largest of theirs.
         num_sequences: B; this rank's tokens are B sequences of one length, one after the other.
+        compact: whether rows are laid out by need, also where the capacity is fixed.
     """
 
     config: MoEConfig
     training: bool
     num_tokens: int
     num_sequences: int = 1
+    compact: bool = False
 
     @property
     def capacity(self) -> int | None:
@@ -42,7 +44,7 @@ class RouterStep:
     @property
     def padded(self) -> bool:
         """Whether rows are laid out by the capacity, see the module docstring."""
-        return self.config.is_static(self.training)
+        return not self.compact and self.config.is_static(self.training)
 
 
 class Routing(NamedTuple):

@@ -13,6 +13,8 @@ from fairseq_tutel.criterions.routing_logs import join_passes
 from fairseq_tutel.moe import (
     METRIC_NAMES,
     UTILISATION_NAMES,
+    WIRE_ERROR_NAMES,
+    WIRE_LAYERS_NAMES,
     MoEAux,
     RoutingCounts,
     routing_metrics,
@@ -161,6 +163,19 @@ def test_metrics_are_means_over_layers_then_batches():
         assert values[name] == pytest.approx(value, rel=1e-5), name
     assert values["overflow_expert1"] > 0 and values["overflow_expert2"] > 0
     assert len(METRIC_NAMES) == 11
+
+
+def test_errors_on_the_wire_are_means_over_the_layers_that_have_one():
+    first, other = WIRE_ERROR_NAMES[0], WIRE_ERROR_NAMES[3]
+    layers = WIRE_LAYERS_NAMES[0]
+    assert (first, layers) == ("moe_wire_error_dispatch", "moe_wire_layers_dispatch")
+    outputs = [criterion()(FakeModel([1.0]), sample())[2] for _ in range(3)]
+    assert first not in outputs[0] and not set(WIRE_ERROR_NAMES) & set(logged(outputs))
+    zero = dict.fromkeys(WIRE_ERROR_NAMES + WIRE_LAYERS_NAMES, torch.zeros(()))
+    for output, error, count in zip(outputs, (0.05, 0.0, 0.01), (2.0, 0.0, 1.0), strict=True):
+        output |= {**zero, first: torch.tensor(error), layers: torch.tensor(count)}
+    values = logged(outputs)
+    assert values[first] == pytest.approx(0.02) and other not in values
 
 
 def test_an_update_is_read_back_in_one_piece(monkeypatch):

@@ -58,6 +58,10 @@ MODEL_OPTIONS = {
     "--moe-score-function": (["sigmoid"], "sigmoid", "softmax"),
     "--moe-route-scale": (["2.5"], 2.5, 1.0),
     "--moe-backend": (["torch"], "torch", "auto"),
+    "--moe-wire": (["fp8"], "fp8", "same"),
+    "--moe-wire-back": (["fp16"], "fp16", "auto"),
+    "--moe-wire-grad": (["bf16"], "bf16", "auto"),
+    "--moe-wire-compact": ([], True, False),
     "--moe-simulate-world-size": (["8"], 8, 0),
     "--moe-load-log-interval": (["10"], 10, 0),
 }

@@ -6,7 +6,7 @@ with ``register_exchange("name")``. What wraps an exchange (timing, simulation) 
 """
 
 from .auto import AutoExchange
-from .base import Exchange, Leg, Links, Parts, Wrapper
+from .base import Codec, Exchange, Leg, Links, Parts, Wrapper
 from .build import build_exchange
 from .linear import LinearExchange
 from .local import LocalCopy, NoExchange
@@ -18,6 +18,7 @@ from .two_dimensional import TwoDimensionalExchange
 
 __all__ = [
     "AutoExchange",
+    "Codec",
     "Exchange",
     "Leg",
     "LinearExchange",

@@ -73,6 +73,16 @@ class Links(Protocol):
     message_overhead: float
 
 
+class Codec(Protocol):
+    """How the rows of one leg are written while they travel; no autograd."""
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """A message [n, ...] for rows [n, ...]: as many, so that parts stay as they are."""
+
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """Fill rows from what arrived."""
+
+
 class Exchange(abc.ABC):
     """Moves the rows of tokens to the ranks of their experts (``forth``) and back (``back``).
 
@@ -178,6 +188,10 @@ class Exchange(abc.ABC):
         """Whether rows leave this process."""
         return True
 
+    def codec(self, leg: Leg, dtype: torch.dtype) -> Codec | None:
+        """How rows of a dtype are written on a leg; None: as they are."""
+        return None
+
     def for_message(self, num_bytes: int) -> Exchange:
         """The exchange to use for a message that all ranks have agreed to be of this size."""
         return self
@@ -240,7 +254,14 @@ class _Exchange(torch.autograd.Function):
 
 def _run(exchange, rows, leg, parts):
     received = exchange.receive_buffer(rows, leg, parts)
-    exchange.move(rows.contiguous(), received, leg, parts)
+    codec = exchange.codec(leg, rows.dtype)
+    if codec is None:
+        exchange.move(rows.contiguous(), received, leg, parts)
+        return received
+    message = codec.encode(rows)
+    arrived = exchange.receive_buffer(message, leg, parts)
+    exchange.move(message, arrived, leg, parts)
+    codec.decode(arrived, received)
     return received
 
 
@@ -265,6 +286,10 @@ class Wrapper(Exchange):
     def communicates(self) -> bool:
         """Of the inner exchange."""
         return self.inner.communicates
+
+    def codec(self, leg, dtype):
+        """Of the inner exchange."""
+        return self.inner.codec(leg, dtype)
 
     def for_message(self, num_bytes: int) -> Exchange:
         """This wrapper around what the inner exchange chooses."""

@@ -1,0 +1,239 @@
+"""What travels between ranks in fewer bits: numbers, bytes, errors, every algorithm and layout."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.distributed import run_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fairseq_tutel import ops
+from fairseq_tutel.config import ExchangeConfig
+from fairseq_tutel.distributed import Leg, build_groups, process_world
+from fairseq_tutel.moe import WIRE_ERROR_NAMES, WIRE_LAYERS_NAMES, MoELayer, wire_errors
+from fairseq_tutel.moe.wire import wire_format
+
+M = 256
+LAYOUTS = {"padded": 1.0, "ragged": 0.0}
+# (wire, back, grad) -> formats of tokens, outputs and gradients of fp32
+WIRES = {
+    ("bf16", "auto", "auto"): ("bf16", "bf16", "bf16"),
+    ("fp8", "auto", "auto"): ("e4m3", "bf16", "bf16"),
+    ("fp8", "fp8", "fp8"): ("e4m3", "e4m3", "e5m2"),
+    ("same", "fp16", "same"): (None, "fp16", None),
+}
+
+
+class _Traffic:
+    """Bytes that are handed to collectives, by any name."""
+
+    def __enter__(self):
+        self.num_bytes, self._original = 0, dist.all_to_all_single
+
+        def counting(output, rows, *args, **kwargs):
+            if rows.dim() == 2:  # and not counts
+                self.num_bytes += rows.numel() * rows.element_size()
+            return self._original(output, rows, *args, **kwargs)
+
+        dist.all_to_all_single = counting
+        return self
+
+    def __exit__(self, *_):
+        dist.all_to_all_single = self._original
+
+
+def _config(algorithm, wire, back, grad):
+    local = 2 if algorithm == "2dh" else 0
+    return ExchangeConfig(
+        algorithm, ranks_per_node=local, wire=wire, wire_back=back, wire_grad=grad
+    )
+
+
+def _layer(config, num_experts, factor, top_k=1):
+    """Experts that give back what they get; every token is kept, with weight 1."""
+    groups = build_groups(num_experts)
+    torch.manual_seed(5)
+    return MoELayer(
+        M, num_experts, experts=[nn.Identity() for _ in range(groups.num_local_experts)],
+        groups=groups, exchange=config, top_k=top_k, capacity_factor=factor,
+    )  # fmt: skip
+
+
+def _arrived(rows, *formats):
+    """Rows as they are after these legs."""
+    for name in formats:
+        if name is not None:
+            wire, _ = ops.encode_rows(rows, name)
+            rows = ops.decode_rows(wire, name, torch.empty_like(rows))
+    return rows
+
+
+def _tokens(rank):
+    torch.manual_seed(rank)
+    return torch.randn([24, 0, 9, 17][rank], M) * 10.0 ** torch.randn(())
+
+
+def _numbers(num_experts, algorithm):
+    """The layer's output and gradients are those of rows that were rounded on each leg."""
+    rank, size = process_world()
+    for (wire, back, grad), (there, home, gradient) in WIRES.items():
+        config = _config(algorithm, wire, back, grad)
+        for layout, factor in LAYOUTS.items():
+            layer = _layer(config, num_experts, 8 * factor)
+            x = _tokens(rank).requires_grad_()
+            dy = torch.randn_like(x)
+            weight = layer.gate.wg(x.detach().float()).softmax(1).amax(1, keepdim=True)
+            y, aux = layer(x, return_aux=True)
+            y.backward(dy)
+            where = (rank, config, layout)
+            want = weight * _arrived(x.detach(), there, home)
+            torch.testing.assert_close(y.detach(), want, rtol=1e-5, atol=1e-6, msg=str(where))
+            # the gate's gradient is none of the rows'
+            gate_only = x.detach().clone().requires_grad_()
+            probs = layer.gate.wg(gate_only.float()).softmax(1).amax(1, keepdim=True)
+            ((probs * want / weight) * dy).sum().backward()
+            want = _arrived(weight * dy, gradient, gradient) + gate_only.grad
+            torch.testing.assert_close(x.grad, want, rtol=1e-4, atol=1e-4, msg=str(where))
+            # errors of values now, of gradients with the next forward pass in training
+            layer.eval()
+            _, evaluated = layer(x, return_aux=True)
+            layer.train()
+            _, after = layer(x, return_aux=True)
+            reports = (aux.wire_sums, evaluated.wire_sums, after.wire_sums)
+            sent, got_back = bool(there) and len(x) > 0, bool(gradient) and len(x) > 0
+            assert [bool(sums[0].any()) for sums in reports] == [sent] * 3, where
+            assert [bool(sums[3].any()) for sums in reports] == [False, False, got_back], where
+
+
+def _traffic():
+    """Bytes of the four legs by format, and those of a layer without wire."""
+    rank, size = process_world()
+    found = {}
+    for factor in LAYOUTS.values():
+        for wire in ("same", "bf16", "fp16", "fp8"):
+            layer = _layer(_config("linear", wire, wire, wire), 4, factor)
+            x = _tokens(rank).requires_grad_()
+            with _Traffic() as traffic:
+                layer(x).sum().backward()
+            found[factor, wire] = traffic.num_bytes
+    compact = ExchangeConfig("linear", wire_compact=True)
+    layer, plain = _layer(compact, 4, 4.0, top_k=2), _layer(ExchangeConfig(), 4, 4.0, top_k=2)
+    results = []
+    for each in (layer, plain):
+        x = _tokens(rank).requires_grad_()
+        with _Traffic() as traffic:
+            y = each(x)
+            y.square().sum().backward()
+        results.append((y, x.grad, traffic.num_bytes))
+    torch.testing.assert_close(results[0][:2], results[1][:2])
+    found["compact"] = [num_bytes for *_, num_bytes in results]
+    return found
+
+
+def _awkward():
+    """Recompute, no tokens anywhere, NaN, fp64, half: what runs and gives what it should."""
+    rank, size = process_world()
+    config = ExchangeConfig(wire="fp8", wire_back="fp8", wire_grad="fp8")
+    layer = _layer(config, 4, 8.0)
+    results = []
+    for recompute in (False, True):
+        x = _tokens(rank).requires_grad_()
+        y = checkpoint(layer, x, use_reentrant=True) if recompute else layer(x)
+        y.square().sum().backward()
+        results.append((y.detach(), x.grad))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    empty = torch.empty(0, M, requires_grad=True)
+    y, aux = _layer(config, 4, 1.0)(empty, return_aux=True)
+    y.sum().backward()
+    assert y.shape == (0, M) and wire_errors([aux])[WIRE_LAYERS_NAMES[0]] == 0
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        x = _tokens(0).to(dtype)
+        y = _layer(config, 4, 8.0).to(dtype)(x)
+        assert y.dtype == dtype and y.isfinite().all()
+    x = _tokens(0)
+    x[3, 130] = float("nan")
+    x[4, 0] = float("inf")
+    y = _layer(config, 4, 0.0)(x)
+    assert y[3].isnan().any() and not y[4].isfinite().all()
+    others = torch.ones(len(x), dtype=torch.bool)
+    others[3:5] = False
+    assert y[others].isfinite().all()
+
+
+def _all_on_four_ranks():
+    for num_experts, algorithm in ((4, "linear"), (8, "2dh"), (2, "linear"), (4, "pairwise")):
+        _numbers(num_experts, algorithm)
+    _awkward()
+    return _traffic()
+
+
+def test_on_four_ranks():
+    by_rank = run_ranks(_all_on_four_ranks, 4)
+    for factor in LAYOUTS.values():
+        total = {w: sum(f[factor, w] for f in by_rank) for w in ("same", "bf16", "fp16", "fp8")}
+        assert total["same"] > 0
+        assert total["bf16"] == total["same"] / 2
+        assert 0.25 * total["same"] < total["fp8"] <= 1.04 * 0.25 * total["same"]
+        assert 0.5 * total["same"] < total["fp16"] <= 1.01 * 0.5 * total["same"]
+    compact, padded = (sum(f["compact"][i] for f in by_rank) for i in (0, 1))
+    assert compact < 0.5 * padded  # a capacity four times of what is needed
+
+
+def test_same_changes_nothing():
+    """Not even the class of the exchange; nor does any wire on one rank, where nothing travels."""
+    groups = build_groups(8, simulate_world_size=4)
+    plain = MoELayer(8, 8, groups=groups)
+    assert plain.exchange.codec(Leg.DISPATCH, torch.float32) is None
+    assert type(plain.exchange).__name__ == "LocalCopy"
+    alone = MoELayer(8, 4, exchange=ExchangeConfig(wire="fp8"))
+    x = torch.randn(5, 8)
+    y, aux = alone(x, return_aux=True)
+    assert type(alone.exchange).__name__ == "NoExchange" and aux.wire_sums is None
+    assert wire_errors([aux]) == {}
+
+
+def test_formats_of_the_legs():
+    names = {}
+    for config in (ExchangeConfig(wire="fp8"), ExchangeConfig(wire="fp8", wire_grad="fp8")):
+        for dtype in (torch.float32, torch.bfloat16):
+            names[config.wire_grad, dtype] = [wire_format(config, leg, dtype) for leg in Leg]
+    assert names == {
+        ("auto", torch.float32): ["e4m3", "bf16", "bf16", "bf16"],
+        ("auto", torch.bfloat16): ["e4m3", None, None, None],  # bf16 would save nothing
+        ("fp8", torch.float32): ["e4m3", "bf16", "e5m2", "e5m2"],
+        ("fp8", torch.bfloat16): ["e4m3", None, "e5m2", "e5m2"],
+    }
+
+
+def test_errors_are_those_of_the_formats_and_summed_over_layers():
+    groups = build_groups(8, simulate_world_size=4)
+    config = ExchangeConfig(wire="fp8", wire_back="fp16", wire_grad="fp8")
+    layers = [MoELayer(M, 8, hidden_dim=32, groups=groups, exchange=config) for _ in range(3)]
+    x = torch.randn(64, M, requires_grad=True)
+    for _ in range(2):
+        reports = [layer(x, return_aux=True) for layer in layers]
+        sum(y.square().sum() for y, _ in reports).backward()
+    errors = wire_errors([aux for _, aux in reports])
+    assert [errors[name].item() for name in WIRE_LAYERS_NAMES] == [3, 3, 3, 3]
+    got = dict(zip(Leg, (errors[name].item() / 3 for name in WIRE_ERROR_NAMES), strict=True))
+    for leg, want in ((Leg.DISPATCH, 2.6e-2), (Leg.COMBINE, 2.1e-4)):
+        assert 0.8 * want < got[leg] < 1.2 * want
+    for leg in (Leg.DISPATCH_GRADIENT, Leg.COMBINE_GRADIENT):
+        assert 4e-2 < got[leg] < 7e-2
+    broken = reports[0][1]._replace(wire_sums=torch.full((4, 2), torch.inf))
+    assert not any(value.item() for value in wire_errors([broken]).values())
+
+
+def _disagree():
+    rank, _ = process_world()
+    with pytest.raises(ValueError) as caught:
+        _layer(ExchangeConfig(wire="fp8" if rank else "same"), 2, 1.0)
+    return str(caught.value)
+
+
+def test_ranks_with_different_wires_are_named():
+    for message in run_ranks(_disagree, 2):
+        assert message == (
+            "MoE ranks disagree on the wire format of tokens: fp8 on ranks [1]; same on ranks [0]"
+        )
