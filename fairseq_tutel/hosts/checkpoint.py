@@ -8,6 +8,7 @@ inspects, merges and reshards these sets too). Ranks share one file system.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,12 @@ from ..distributed import (
 )
 from .model import expert_placement, moe_layers, unwrap
 from .optimizer_state import StateNames
+
+# torch's words for a tensor of another shape
+_SIZES = re.compile(
+    r"size mismatch for (\S+): copying a param with shape torch\.Size\((.*?)\) from checkpoint, "
+    r"the shape in current model is torch\.Size\((.*?)\)\.?"
+)
 
 
 def save_checkpoint(
@@ -187,13 +194,13 @@ def check_num_experts(
 
 @contextmanager
 def fitting(path: str) -> Iterator[None]:
-    """Turn torch's error about weights that do not fit into a ValueError of a few lines."""
+    """Turn torch's error about weights that do not fit into a ValueError of one line."""
     try:
         yield
     except RuntimeError as error:
         raise ValueError(
             f"{path} does not fit this model; check that the architectures match: "
-            f"{_shortened(str(error))}"
+            f"{_differences(str(error))}"
         ) from None
 
 
@@ -222,8 +229,13 @@ def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _shortened(text: str, lines: int = 6, width: int = 300) -> str:
-    """The beginning of a message that may name every tensor of a model."""
-    rows = text.split("\n")
-    cut = [row if len(row) <= width else f"{row[:width]} ..." for row in rows[:lines]]
-    return "\n".join(cut + [f"... and {len(rows) - lines} more lines"][: len(rows) > lines])
+def _differences(text: str, width: int = 160) -> str:
+    """One line of torch's message, which may name every tensor of a model: the first of a kind."""
+    rows = [" ".join(row.split()) for row in text.split("\n")]
+    rows = rows[1:] or rows  # the first one names the class
+    first = {row.partition(" for " if " for " in row else ":")[0]: row for row in reversed(rows)}
+    told = [_SIZES.sub(r"\1 is \2 in the checkpoint, \3 in the model", row) for row in rows
+            if row in first.values()]  # fmt: skip
+    told = [row if len(row) <= width else f"{row[:width]} ..." for row in told]
+    more = len(rows) - len(told)
+    return "; ".join(told) + (f"; and {more} more" if more else "")

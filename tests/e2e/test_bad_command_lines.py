@@ -10,6 +10,7 @@ helps), and is at most 600 characters long.
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -30,6 +31,7 @@ LM = "--task language_modeling --tokens-per-sample 8 --sample-break-mode none"
 TRAIN = f"fairseq-train {DATA} {MOE} {LM} --no-save --batch-size 3"
 EVAL = "--user-dir fairseq_tutel --task language_modeling --cpu"
 SCORE = f"fairseq-eval-lm {DATA} {EVAL} --path {SET} --batch-size 2"
+RESETS = "--reset-optimizer --reset-dataloader --reset-meters --reset-lr-scheduler"
 HYDRA = "fairseq-hydra-train --config-dir configs --config-name tiny_cpu checkpoint.no_save=true"
 LAUNCH = "-m fairseq_tutel.launch"
 PLAN = "-m fairseq_tutel.plan"
@@ -65,6 +67,21 @@ CASES = [
     (f"fairseq-interactive {DATA} {EVAL} --path /no/x.pt", "--path /no/x.pt"),
     (f"fairseq-interactive /no/data {EVAL} --path {SET}", "/no/data", "preprocess"),
     (f"{SCORE.replace('eval-lm', 'generate')} --gen-subset valid", "512 tokens", "8 positions"),
+    (f"{TRAIN} --tensorboard-logdir {{tmp}}/file/tb", "--tensorboard-logdir {tmp}/file/tb: "),
+    (f"{TRAIN} --log-file {{tmp}}/no/log.txt", "--log-file {tmp}/no/log.txt: No such file"),
+    (
+        f"{SCORE.replace('eval-lm', 'generate')} --gen-subset valid --tokens-per-sample 8"
+        " --results-path {tmp}/file/out",
+        "--results-path {tmp}/file/out: ",
+    ),
+    (TRAIN.replace(DATA, "{tmp}/bad-dictionary"), "dict.txt is no dictionary", "'hello'"),
+    (TRAIN.replace(DATA, "{tmp}/short-dictionary"), "beyond the model's 8 embeddings", "dict.txt"),
+    (TRAIN.replace(DATA, "{tmp}/cut-data"), "{tmp}/cut-data/train.bin is damaged", "preprocess"),
+    (
+        f"{TRAIN} --restore-file {SET} {RESETS}",
+        "does not fit this model; check that the architectures match",
+        "decoder.embed_tokens.weight is [256, 32] in the checkpoint, [256, 16] in the model; and",
+    ),
     # names
     (f"{TRAIN} --moe-expert-cuont 4", "--moe-expert-cuont", "did you mean --moe-expert-count?"),
     (f"{TRAIN} --arch transformer_lm_gpt_mo", "_gpt_mo'", "did you mean transformer_lm_gpt_moe"),
@@ -141,6 +158,18 @@ CASES = [
 _BESIDE = ("DEBUG:", "INFO:", "Error executing job with overrides: ")
 
 
+def _damaged_copies(folder) -> None:
+    """Of the data, each with one file that is wrong."""
+    data = (ROOT / DATA / "train.bin").read_bytes()
+    for name, file, content in (
+        ("bad-dictionary", "dict.txt", b"hello\n"),
+        ("short-dictionary", "dict.txt", b"a 1\nb 1\n"),
+        ("cut-data", "train.bin", data[: len(data) // 2]),
+    ):
+        shutil.copytree(ROOT / DATA, folder / name)
+        (folder / name / file).write_bytes(content)
+
+
 def _words(command: str, folder) -> list[str]:
     words = shlex.split(command.format(tmp=folder))
     return words if words[0] == "-m" else [str(BIN / words[0]), *words[1:]]
@@ -159,6 +188,7 @@ def _said(outcome: Outcome) -> str:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0][-60:])
 def test_an_error_is_one_line(case, programs, tmp_path):
     (tmp_path / "file").touch()
+    _damaged_copies(tmp_path)
     command, *fragments = case
     said = _said(programs.run(_words(command, tmp_path), CUDA_VISIBLE_DEVICES=""))
     for fragment in fragments:

@@ -48,7 +48,7 @@ def explain(error: BaseException, trace: TracebackType | None) -> str | None:
             continue
         if entry.below or frame is raised_in:
             return entry.line(error, match, frame.f_locals)
-    return _unreadable_value(error, trace)
+    return _unreadable_value(error, trace) or _file_of_an_option(error)
 
 
 def _given(flag: str, default: str) -> str:
@@ -138,6 +138,13 @@ def _too_long(error: Exception, match: re.Match, found: Mapping[str, Any]) -> st
     )
 
 
+def _damaged_data(error: Exception, match: re.Match, found: Mapping[str, Any]) -> str | None:
+    path = found.get("split_path") or getattr(found.get("self"), "_path", None)
+    if path is None:
+        return None
+    return f"{path}.idx or {path}.bin is damaged or cut short; run fairseq-preprocess again"
+
+
 _SCORING = ("fairseq-eval-lm", "fairseq-generate", "fairseq-interactive")
 _TABLE = (
     _UserError(
@@ -216,6 +223,34 @@ _TABLE = (
         lambda error, match, found: f"{error}; give the name of a checkpoint",
     ),
     _UserError(ZeroDivisionError, "__init__", "", _no_warmup),
+    _UserError(ValueError, "__getitem__", r"buffer is smaller than requested", _damaged_data),
+    _UserError(
+        Exception,
+        "load_dataset",
+        r"buffer is smaller than requested|Index file doesn't match",
+        _damaged_data,
+        below=True,
+    ),
+    _UserError(
+        ValueError,
+        "load",
+        r"Incorrect dictionary format.*: \"(?P<line>[^\n]*)",
+        lambda error, match, found: (
+            f"{found['f']} is no dictionary of fairseq's: a line has a word and how often it "
+            f"occurs, not {match['line']!r}"
+        ),
+        below=True,
+    ),
+    _UserError(
+        IndexError,
+        "extract_features_scriptable",
+        r"index out of range in self",
+        lambda error, match, found: (
+            f"a token of the data is beyond the model's {found['self'].embed_tokens.num_embeddings}"
+            " embeddings: dict.txt is not the dictionary that the data was made with"
+        ),
+        below=True,
+    ),
     _UserError(
         Exception,
         "filter_indices_by_size",
@@ -272,4 +307,18 @@ def _unreadable_value(error: BaseException, trace: TracebackType | None) -> str 
         flag, value = (name, value) if equals and name.startswith("--") else (flag, word)
         if flag.startswith("--") and text and text in value:
             return f"{flag} {value} cannot be read ({error}); quote it as Python would write it"
+    return None
+
+
+def _file_of_an_option(error: BaseException) -> str | None:
+    """For a file that cannot be opened or made, where an option of the command names its place."""
+    if not isinstance(error, OSError) or not isinstance(error.filename, str):
+        return None
+    for flag, word in zip(sys.argv, sys.argv[1:], strict=False):
+        name, equals, value = word.partition("=")
+        if not equals:
+            name, value = (flag if flag.startswith("--") else ""), word
+        within = value not in ("", ".", "/") and Path(value) in Path(error.filename).parents
+        if value and (within or value == error.filename):
+            return f"{name} {value}: {error.strerror} ({error.filename})".strip()
     return None
