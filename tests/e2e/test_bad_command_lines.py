@@ -75,7 +75,7 @@ CASES = [
         "--results-path {tmp}/file/out: ",
     ),
     (TRAIN.replace(DATA, "{tmp}/bad-dictionary"), "dict.txt is no dictionary", "'hello'"),
-    (TRAIN.replace(DATA, "{tmp}/short-dictionary"), "beyond the model's 8 embeddings", "dict.txt"),
+    (TRAIN.replace(DATA, "{tmp}/short-dictionary"), "beyond the model's 6 embeddings", "dict.txt"),
     (TRAIN.replace(DATA, "{tmp}/cut-data"), "{tmp}/cut-data/train.bin is damaged", "preprocess"),
     (
         f"{TRAIN} --restore-file {SET} {RESETS}",
