@@ -5,7 +5,9 @@
     python -m fairseq_tutel.launch --nproc-per-node 8 -- \\
         python scripts/bench/bench_exchange.py sizes --ranks-per-node 4
 
-``sizes``: linear, 2dh and auto by the bytes that one rank hands over.
+``sizes``: linear, 2dh and auto by the bytes that one rank hands over. ``wire``: bytes that the
+network interface counted, and time, of a layer without experts whose four legs travel in one
+format.
 
 All variants of a part take turns in one process, a repetition begins with a barrier, its time is
 that of the slowest rank, and medians are compared. On two nodes made by two_nodes.py the figures
@@ -24,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import exchange_layers
 import figures
 import torch
 from bench_alltoall import check, message, parse_size
@@ -31,9 +34,10 @@ from measure import percentiles
 from ranks import Ranks, connected
 from record import OtherLoad, describe_run, device_name, quiet_logs, say, table, write_json
 
-from fairseq_tutel.config import EXCHANGES, ExchangeConfig
+from fairseq_tutel.config import EXCHANGES, WIRES, ExchangeConfig
 from fairseq_tutel.distributed import build_exchange, build_groups
 
+_LAYER = ("algorithm", "tokens", "model_dim", "hidden_dim", "experts_per_rank")
 _SIZES = "4K,16K,64K,256K,1M,4M"
 
 
@@ -62,6 +66,19 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="LIST",
         help="default: linear,2dh,auto",
     )
+    add(
+        "--wires",
+        type=lambda text: text.split(","),
+        default=list(WIRES),
+        metavar="LIST",
+        help=f"formats (default: {','.join(WIRES)})",
+    )
+    layer = parser.add_argument_group("layer of wire")
+    layer.add_argument("--algorithm", default="linear", help="default: linear")
+    layer.add_argument("--tokens", type=int, default=2048, help="of a rank (default: 2048)")
+    layer.add_argument("--model-dim", type=int, default=256, help="default: 256")
+    layer.add_argument("--hidden-dim", type=int, default=384, help="default: 384")
+    layer.add_argument("--experts-per-rank", type=int, default=1, help="default: 1")
     add(
         "--output",
         type=Path,
@@ -166,6 +183,43 @@ def print_sizes(result: dict[str, Any]) -> None:
     say(table(["algorithm", "uses", "bytes", "p20 ms", "p50 ms", "p80 ms", "ratio"], lines))
 
 
+def measure_wire(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """One row per format: time, and bytes that the interface counted."""
+    options.world_size = ranks.world_size
+    variants = exchange_layers.wire_variants(options)
+    sent = {}
+    for wire, step in variants.items():
+        step()  # connects
+        ranks.barrier()
+        before = exchange_layers.link_bytes()
+        for _ in range(options.repetitions):
+            step()
+        ranks.barrier()
+        sent[wire] = (exchange_layers.link_bytes() - before) / options.repetitions
+    seconds = interleaved(variants, ranks, options.repetitions)
+    median = {wire: percentiles(times)["p50"] for wire, times in seconds.items()}
+    return {
+        "results": exchange_layers.wire_rows(median, sent, options.wires[0]),
+        "seconds": {wire: percentiles(times) for wire, times in seconds.items()},
+        "raw_seconds": seconds,
+    }
+
+
+def print_wire(result: dict[str, Any]) -> None:
+    """The table."""
+    lines = [
+        [
+            row["wire"],
+            f"{1e3 * row['seconds']:.1f}",
+            f"{row['link_bytes']:,.0f}",
+            f"{row['bytes_share']:.3f}",
+            f"{row['speedup']:.2f}",
+        ]
+        for row in result["results"]
+    ]
+    say(table(["wire", "step ms", "bytes on the link", "share", "times"], lines))
+
+
 class Part:
     """One measurement: what it is, how it is made and printed."""
 
@@ -178,6 +232,7 @@ PARTS = {
     "sizes": Part(
         "linear, 2dh and auto by message size", measure_sizes, print_sizes, "sizes", "algorithms"
     ),
+    "wire": Part("bytes on the link by wire format", measure_wire, print_wire, "wires", *_LAYER),
 }
 
 

@@ -17,7 +17,7 @@ _LINKS = {
 
 def draw(pyplot, result: dict[str, Any], path: Path) -> None:
     """Draw one result as a PNG file."""
-    {"sizes": _sizes}[result["part"]](pyplot, result, path)
+    {"sizes": _sizes, "wire": _wire}[result["part"]](pyplot, result, path)
 
 
 def size_label(size: float) -> str:
@@ -33,6 +33,27 @@ def _title(figure, result, text: str) -> None:
         x=0.01,
         ha="left",
     )
+
+
+def _wire(pyplot, result, path) -> None:
+    """Bytes on the link and time of a step, by format."""
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+    rows = result["results"]
+    names = [row["wire"] for row in rows]
+    sent = [row["link_bytes"] / 2**20 for row in rows]
+    times = [1e3 * row["seconds"] for row in rows]
+    columns = (
+        (sent, "MiB on the link per step, one way", [f"{row['bytes_share']:.3f}" for row in rows]),
+        (times, "ms per step", [f"{row['speedup']:.2f} x" for row in rows]),
+    )
+    for axis, (values, label, texts) in zip(axes, columns, strict=True):
+        axis.bar_label(axis.bar(names, values, 0.6, color="#1d4ed8"), texts, padding=3)
+        axis.set_ylim(0, 1.15 * max(values))
+        axis.set_ylabel(label)
+        axis.grid(axis="y", color="#d9dde3", linewidth=0.8)
+        axis.set_axisbelow(True)
+    _title(figure, result, "fp32 rows on the wire, four legs")
+    figures.save(pyplot, figure, path)
 
 
 def _sizes(pyplot, result, path) -> None:

@@ -35,7 +35,8 @@ needs_namespaces = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 def test_exchanges_between_two_nodes(tmp_path):
     done = subprocess.run(
         [*SCRIPT, "--ranks", "4", "--rate", "100mbit", "--message-bytes", "20000", "--",
-         sys.executable, "scripts/bench/bench_exchange.py", "sizes", "--sizes", "4K,1M",
+         sys.executable, "scripts/bench/bench_exchange.py", "sizes", "wire",
+         "--sizes", "4K,1M", "--tokens", "512", "--model-dim", "128",
          "--repetitions", "3", "--output", str(tmp_path)],
         cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
@@ -64,7 +65,20 @@ def test_exchanges_between_two_nodes(tmp_path):
         assert ratios["auto/better"] == pytest.approx(
             median[chosen] / min(median.values()), rel=1e-2
         )
-    assert path.with_suffix(".png").stat().st_size > 10_000
+    _check_wire(json.loads((tmp_path / "exchange-wire-4-messages.json").read_text()))
+    for part in ("sizes", "wire"):
+        assert (tmp_path / f"exchange-{part}-4-messages.png").stat().st_size > 10_000
+
+
+def _check_wire(result):
+    """Bytes by the interface's own counter: 4 legs, of which half leaves the node."""
+    rows = {row["wire"]: row for row in result["results"]}
+    assert list(rows) == ["same", "bf16", "fp16", "fp8"]
+    ranks_of_a_node, tokens, dim = 2, 512, 128
+    payload = 4 * ranks_of_a_node * 2 * tokens * dim * 4 / 2
+    assert payload < rows["same"]["link_bytes"] < 1.1 * payload
+    for wire, share in (("bf16", 1 / 2), ("fp16", 1 / 2 + 4 / 512), ("fp8", 1 / 4 + 4 / 512)):
+        assert rows[wire]["bytes_share"] == pytest.approx(share, abs=0.03)
 
 
 @needs_namespaces
