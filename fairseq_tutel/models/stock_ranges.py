@@ -32,7 +32,7 @@ STOCK_RANGES = {
     },
     "distributed_training": {
         "distributed_world_size": at_least(1),
-        "distributed_num_procs": at_least(1),
+        "distributed_num_procs": at_least(0),  # fairseq 0.12.2: GPUs of the node
         "distributed_rank": at_least(0),
         "distributed_port": OFF_OR_COUNT,
         "device_id": at_least(0),
