@@ -118,6 +118,8 @@ def chain_bwd(
         )
         d_out = d_rows if changes else d_out
     d_hidden = _product(to, d_out, fc2_weight, offsets)
+    # not in place, which would save R x F numbers: a kernel that is tuned runs several times on
+    # what it is given, so that the tuner would have to keep a copy of just that size
     d_hidden, d_b1 = to.bias_act_bwd(
         d_hidden,
         hidden,
