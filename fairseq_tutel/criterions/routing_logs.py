@@ -1,7 +1,7 @@
 """Counts of the routing inside fairseq's logging outputs, which sum over batches and ranks.
 
 fairseq adds up logging outputs, by one all-reduce over the ranks. Utilisation is that of a forward
-pass of all ranks, so the passes of an update are told apart: before that sum, a rank's logging
+pass of all ranks, so the passes of an update are kept apart: before that sum, a rank's logging
 outputs are joined into one whose counts have one row per pass (:func:`join_passes`).
 """
 

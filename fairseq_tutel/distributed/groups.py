@@ -157,8 +157,8 @@ def _control_group(blocks: Sequence[Sequence[int]]) -> Any | None:
 
     Only where GLOO_SOCKET_IFNAME names on every rank the network to use (``python -m
     fairseq_tutel.launch`` sets it on a single node): gloo otherwise takes the address that the
-    host's name resolves to, which on some machines reaches nobody. Every rank connects to every
-    other, which takes too long for thousands.
+    host's name resolves to, which on some machines no other rank reaches. Every rank connects
+    to every other, which takes too long for thousands.
     """
     if len(blocks[0]) == 1 or control_device() == "cpu":
         return None

@@ -234,8 +234,11 @@ def _differences(text: str, width: int = 160) -> str:
     rows = [" ".join(row.split()) for row in text.split("\n")]
     rows = rows[1:] or rows  # the first one names the class
     first = {row.partition(" for " if " for " in row else ":")[0]: row for row in reversed(rows)}
-    told = [_SIZES.sub(r"\1 is \2 in the checkpoint, \3 in the model", row) for row in rows
-            if row in first.values()]  # fmt: skip
-    told = [row if len(row) <= width else f"{row[:width]} ..." for row in told]
-    more = len(rows) - len(told)
-    return "; ".join(told) + (f"; and {more} more" if more else "")
+    shown = [
+        _SIZES.sub(r"\1 is \2 in the checkpoint, \3 in the model", row)
+        for row in rows
+        if row in first.values()
+    ]
+    shown = [row if len(row) <= width else f"{row[:width]} ..." for row in shown]
+    more = len(rows) - len(shown)
+    return "; ".join(shown) + (f"; and {more} more" if more else "")

@@ -113,7 +113,7 @@ class MoELayer(nn.Module):
                 activation_dropout=activation_dropout,
                 dropout=dropout,
                 seed=seed,
-                # the experts of a simulated rank are compared with nobody's
+                # the experts of a simulated rank are compared with no other's
                 draw_on_cpu=not self.groups.simulated,
             )
 
@@ -210,7 +210,7 @@ class MoELayer(nn.Module):
         )
 
     def _agree(self, x_TM, config, step, num_sequences) -> RouterStep:
-        """What all ranks do in this call; communicates unless ``step`` says it."""
+        """What all ranks do in this call; communicates unless ``step`` holds it."""
         if step is None:
             step = sync_step(x_TM.shape[0], self._settings(config, x_TM.dtype), self.groups)
         elif step.settings is not None and config is not self.config:

@@ -20,7 +20,7 @@ from .overflow import reroute, take_slots
 
 @dataclass(frozen=True)
 class RouterStep:
-    """What a router has to know of one forward pass beside its tokens.
+    """What a router needs of one forward pass beside its tokens.
 
     Attributes:
         config: the options of this call.
@@ -114,7 +114,7 @@ def build_routing(
         expert_TK: int32 [T, K], -1 for pairs that must not be routed.
         gate_TK: fp32 [T, K], differentiable; already normalised if
             ``step.config.normalize_before_dropping``.
-        step: says how many experts there are, and how many rows an expert has.
+        step: with the number of experts, and the rows that an expert has.
         priority: fp32 [T] or [T, K], larger goes first.
         spare_expert_TR, spare_gate_TR: next best experts of the tokens and their gate values.
     """

@@ -2,8 +2,6 @@
 
 Plain functions and no registered operators: an exchange calls them inside of its autograd
 functions, and the gradient that comes back is encoded on its own (straight-through).
-
-Legend: R rows, M model dim, D bytes of a row.
 """
 
 import torch

@@ -64,8 +64,14 @@ def _sizes(pyplot, result, path) -> None:
         rows = [row for row in result["results"] if row["algorithm"] == algorithm]
         x = [row["bytes"] for row in rows]
         color = _COLORS.get(algorithm, "#4b8f8c")
-        times.plot(x, [1e3 * row["seconds"]["p50"] for row in rows], "o-", color=color, ms=4,
-                   label=algorithm)  # fmt: skip
+        times.plot(
+            x,
+            [1e3 * row["seconds"]["p50"] for row in rows],
+            "o-",
+            color=color,
+            ms=4,
+            label=algorithm,
+        )
         times.fill_between(
             x,
             [1e3 * row["seconds"]["p20"] for row in rows],

@@ -97,8 +97,21 @@ class TwoNodes:
     def _build(self) -> None:
         self._holders = [_hold(f"two-nodes-{node}") for node in range(2)]
         a, b = (str(holder.pid) for holder in self._holders)
-        _call("ip", "link", "add", INTERFACE, "netns", a, "type", "veth",
-              "peer", "name", INTERFACE, "netns", b)  # fmt: skip
+        _call(
+            "ip",
+            "link",
+            "add",
+            INTERFACE,
+            "netns",
+            a,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            INTERFACE,
+            "netns",
+            b,
+        )
         for node in range(2):
             for words in (
                 ["ip", "addr", "add", f"10.77.0.{node + 1}/24", "dev", INTERFACE],

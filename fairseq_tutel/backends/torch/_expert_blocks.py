@@ -1,7 +1,4 @@
-"""How the experts' work is cut into blocks of rows, and what a block needs.
-
-Legend: e local experts, R rows, M model dim, F hidden dim.
-"""
+"""How the experts' work is cut into blocks of rows, and what a block needs."""
 
 import math
 from collections.abc import Sequence

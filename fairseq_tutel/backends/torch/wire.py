@@ -1,7 +1,4 @@
-"""Rows as bytes for the wire, and back, in plain torch; formats: ``backends/_wire_formats.py``.
-
-Legend: R rows, M model dim, B blocks of 128 values, D bytes of a row.
-"""
+"""Rows as bytes for the wire, and back, in plain torch; formats: ``backends/_wire_formats.py``."""
 
 import torch
 from torch import Tensor

@@ -2,8 +2,6 @@
 
 The 8-bit formats are made of integer operations, so that every GPU makes the same bytes, also one
 without instructions for them.
-
-Legend: R rows, M model dim, B blocks of 128 values, D bytes of a row, P programs.
 """
 
 import torch

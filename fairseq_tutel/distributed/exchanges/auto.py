@@ -99,7 +99,7 @@ class AutoExchange(Exchange):
     def _measure(self, size: int) -> dict[str, float]:
         """Median seconds of each algorithm; of every round, those of the slowest rank.
 
-        The ranks know each other's times after every round, and so end with the same one.
+        The ranks share their times after every round, and so end with the same one.
         """
         group, ranks = self.groups.ep_group, self.groups.ep_size
         device = data_device(group)

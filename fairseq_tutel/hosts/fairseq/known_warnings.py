@@ -28,7 +28,7 @@ KNOWN = (
     (r"Support for mismatched key_padding_mask", UserWarning, "fairseq's masks of two dtypes"),
     (r"`torch\.jit\.script` is deprecated", DeprecationWarning, "fairseq's scripted functions"),
 )
-# (logger, the whole line, why it says nothing to the user)
+# (logger, the whole line, why the user need not see it)
 LINES = (
     (
         "fairseq.tasks.fairseq_task",

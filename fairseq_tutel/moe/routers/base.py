@@ -26,7 +26,7 @@ are its own), its options, and a name::
             return self.options.scale * logits_TE
 
 That is all: ``MoELayer(..., router="mine", router_options={"scale": 2.0})``, ``--moe-router mine
---moe-mine-scale 2``, ``model.moe_mine_scale`` of a Hydra config, the planner and checkpoints know
+--moe-mine-scale 2``, ``model.moe_mine_scale`` of a Hydra config, the planner and checkpoints have
 it once the file has been imported.
 """
 
