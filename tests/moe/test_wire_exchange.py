@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import ops
 from fairseq_tutel.config import ExchangeConfig
-from fairseq_tutel.distributed import Leg, build_groups, process_world
+from fairseq_tutel.distributed import Leg, LocalCopy, build_groups, process_world
 from fairseq_tutel.moe import WIRE_ERROR_NAMES, WIRE_LAYERS_NAMES, MoELayer, wire_errors
 from fairseq_tutel.moe.wire import wire_format
 
@@ -191,6 +191,18 @@ def test_same_changes_nothing():
     y, aux = alone(x, return_aux=True)
     assert type(alone.exchange).__name__ == "NoExchange" and aux.wire_sums is None
     assert wire_errors([aux]) == {}
+
+
+def test_the_algorithm_is_chosen_by_the_bytes_on_the_wire(monkeypatch):
+    groups = build_groups(8, simulate_world_size=4)
+    layer = MoELayer(M, 8, groups=groups, exchange=ExchangeConfig(wire="fp8"))
+    asked, other = [], LocalCopy(layer.exchange.inner)
+    monkeypatch.setattr(
+        type(layer.exchange.inner), "for_message", lambda _, size: asked.append(size) or other
+    )
+    _, aux = layer(torch.randn(64, M), return_aux=True)
+    rows = 8 * 2 * (64 // 8)  # experts times capacity
+    assert asked == [rows * (M + 4)] and aux.wire_sums[0, 1] > 0
 
 
 def test_formats_of_the_legs():
