@@ -21,19 +21,25 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Range:
-    """Finite numbers from ``low`` to ``high``; an open end is not itself in the range."""
+    """Finite numbers from ``low`` to ``high``; an open end is not itself in the range.
+
+    With ``only``, of these numbers alone.
+    """
 
     low: float = -math.inf
     high: float = math.inf
     low_open: bool = False
     high_open: bool = False
+    only: tuple[float, ...] = ()
 
     def __contains__(self, number: float) -> bool:
         above = number > self.low if self.low_open else number >= self.low
         below = number < self.high if self.high_open else number <= self.high
-        return math.isfinite(number) and above and below
+        return math.isfinite(number) and above and below and number in (self.only or (number,))
 
     def __str__(self) -> str:
+        if self.only:
+            return f"one of {', '.join(map(str, self.only))}"
         low = f"{'above' if self.low_open else 'at least'} {self.low:g}"
         high = f"{'below' if self.high_open else 'at most'} {self.high:g}"
         ends = [text for end, text in ((self.low, low), (self.high, high)) if math.isfinite(end)]
@@ -54,6 +60,11 @@ FRACTION = Range(0, 1)
 def at_least(low: float) -> Range:
     """Finite numbers from ``low`` on."""
     return Range(low)
+
+
+def one_of(*numbers: float) -> Range:
+    """These numbers."""
+    return Range(min(numbers), max(numbers), only=numbers)
 
 
 def ranges_of(options: type) -> dict[str, Range]:

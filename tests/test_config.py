@@ -118,6 +118,7 @@ def test_impossible_values_are_refused(options, message):
     [
         ({"algorithm": "quick"}, "'quick' is unknown; choose one of 2dh, auto, linear"),
         ({"ranks_per_node": -1}, "ranks_per_node=-1 must be at least 0"),
+        ({"overlap_degree": 3}, "overlap_degree=3 must be one of 1, 2, 4, 8"),
         ({"ranks_per_node": 2.5}, "ranks_per_node=2.5 must be a whole number"),
         ({"wire": "fp4"}, "wire='fp4' is unknown; choose one of same, bf16, fp16, fp8"),
         ({"wire_back": "none"}, "wire_back='none' is unknown; choose one of auto, same,"),

@@ -15,6 +15,7 @@ from fairseq_tutel.ranges import (
     as_argument,
     at_least,
     check_ranges,
+    one_of,
     ranges_of,
 )
 
@@ -34,6 +35,8 @@ def outside(allowed: Range) -> list[float]:
 
 def inside(allowed: Range) -> list[float]:
     """Numbers that are in a range: its ends if closed, and some between."""
+    if allowed.only:
+        return list(allowed.only)
     low, high = max(allowed.low, -1e6), min(allowed.high, 1e6)
     middle = [low + share * (high - low) for share in (0.25, 0.5)]
     closed = [] if allowed.low_open else [low]
@@ -46,6 +49,7 @@ def inside(allowed: Range) -> list[float]:
         (FINITE, "a finite number"),
         (FRACTION, "at least 0 and at most 1"),
         (at_least(3), "at least 3"),
+        (one_of(1, 2, 4), "one of 1, 2, 4"),
         (Range(high=1), "at most 1"),
         (Range(0, 1, low_open=True, high_open=True), "above 0 and below 1"),
     ],

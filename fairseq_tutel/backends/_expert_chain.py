@@ -5,7 +5,7 @@ written so that a gradient has the layout of what it belongs to: a transposed on
 as it is added to the parameter's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -99,9 +99,50 @@ def chain_bwd(
     needs_params: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``expert_ffn_bwd`` of both rooms: gradients of the rows, fc1's weight and bias, fc2's."""
+    d_rows, d_out, d_hidden, d_b1, d_b2 = chain_rows_bwd(
+        to,
+        d_out,
+        hidden_RF,
+        fc1_weight,
+        fc1_bias,
+        fc2_weight,
+        fc2_bias,
+        activation=activation,
+        offsets=offsets,
+        dropout_p=dropout_p,
+        seed=seed,
+        needs_rows=needs_rows,
+        needs_params=needs_params,
+    )
+    if not needs_params:
+        return d_rows, *(w.new_empty(0) for w in (fc1_weight, fc1_bias, fc2_weight, fc2_bias))
+    active = active_RF.view(d_hidden.shape)
+    d_w2 = _weight_gradient(to, d_out, active, offsets)
+    d_w1 = _weight_gradient(to, d_hidden, rows, offsets)
+    return d_rows, d_w1, d_b1, d_w2, d_b2
+
+
+def chain_rows_bwd(
+    to: Functions,
+    d_out: Tensor,
+    hidden_RF: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor,
+    *,
+    activation: str,
+    offsets: Tensor | None,
+    dropout_p: tuple[float, float],
+    seed: Tensor | None,
+    needs_rows: bool = True,
+    needs_params: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """All but weight gradients: of the rows, of the output before its dropout, of the values before
+    the activation, of fc1's bias and of fc2's.
+    """
     first, second = _seeds(seed, dropout_p)
-    shape = (*rows.shape[:-1], fc1_weight.shape[1])
-    hidden, active = hidden_RF.view(shape), active_RF.view(shape)
+    hidden = hidden_RF.view(*d_out.shape[:-1], fc1_weight.shape[1])
     # without dropout and unused rows the gradient passes fc2's bias as it is
     changes = dropout_p[1] > 0 or offsets is not None
     d_b2 = fc2_bias.new_empty(0)
@@ -129,11 +170,46 @@ def chain_bwd(
         dropout_p=dropout_p[0],
         seed=first,
     )
-    d_rows = rows.new_empty(0)
-    if needs_rows:
-        d_rows = _product(to, d_hidden, fc1_weight, offsets)
-    if not needs_params:
-        return d_rows, *(w.new_empty(0) for w in (fc1_weight, fc1_bias, fc2_weight, fc2_bias))
-    d_w2 = _weight_gradient(to, d_out, active, offsets)
-    d_w1 = _weight_gradient(to, d_hidden, rows, offsets)
-    return d_rows, d_w1, d_b1, d_w2, d_b2
+    d_rows = _product(to, d_hidden, fc1_weight, offsets) if needs_rows else d_out.new_empty(0)
+    return d_rows, d_out, d_hidden, d_b1, d_b2
+
+
+def chain_chunks_bwd_params(
+    to: Functions,
+    chunks: Sequence[tuple[Tensor, ...]],
+    offsets: Sequence[Tensor | None],
+) -> tuple[Tensor, Tensor]:
+    """``expert_chunks_bwd_params`` of both rooms, which copy the rows of each expert together.
+
+    The copies cost a few percent of the products, and keep sums in the accumulators of one product.
+    """
+    d_outs, d_hiddens, rows, _, actives = zip(*chunks, strict=True)
+    actives = [x.view(d.shape) for x, d in zip(actives, d_hiddens, strict=True)]
+    if offsets[0] is None:
+
+        def joined(parts):
+            return torch.cat(parts, 1)
+
+        ends = None
+    else:
+        ends_De = torch.stack(offsets)
+        count_De = ends_De.diff(dim=1, prepend=torch.zeros_like(ends_De[:, :1]))
+        ends = count_De.sum(0).cumsum(0, dtype=torch.int32)
+        order = _expert_order(count_De, sum(len(x) for x in rows))
+
+        def joined(parts):
+            whole = torch.cat(parts)
+            return whole if order is None else whole.index_select(0, order)
+
+    d_w2 = _weight_gradient(to, joined(d_outs), joined(actives), ends)
+    d_w1 = _weight_gradient(to, joined(d_hiddens), joined(rows), ends)
+    return d_w1, d_w2
+
+
+def _expert_order(count_De: Tensor, num_rows: int) -> Tensor | None:
+    """Where the rows of each expert are, if those of chunks follow each other."""
+    chunks, experts = count_De.shape
+    if experts == 1:
+        return None
+    expert = torch.arange(experts, device=count_De.device).repeat(chunks)
+    return expert.repeat_interleave(count_De.flatten(), output_size=num_rows).argsort(stable=True)

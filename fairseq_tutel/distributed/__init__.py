@@ -16,6 +16,7 @@ from .exchanges import (
     TimedExchange,
     Wrapper,
     build_exchange,
+    chunk_edges,
     register_exchange,
 )
 from .expert_params import (
@@ -44,6 +45,7 @@ __all__ = [
     "any_rank",
     "build_exchange",
     "build_groups",
+    "chunk_edges",
     "full_tensor",
     "gather_from_experts",
     "gather_integers",

@@ -44,7 +44,8 @@ class WorkerLane:
 
     def submit(self, work: Callable[[], None]) -> Callable[[], None]:
         """Hand it to the thread."""
-        return self._thread.submit(_without_grad, work).result
+        inference = torch.is_inference_mode_enabled()
+        return self._thread.submit(_in_mode, inference, work).result
 
 
 class StreamLane:
@@ -73,6 +74,7 @@ def lane_of(device: torch.device) -> Lane:
     return StreamLane(device) if device.type == "cuda" else WorkerLane()
 
 
-def _without_grad(work):
-    with torch.no_grad():  # a setting of each thread
+def _in_mode(inference, work):
+    # modes are settings of each thread; tensors of inference mode may be filled in it only
+    with torch.inference_mode(inference), torch.no_grad():
         work()

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 _ROUTING = ranges_of(MoEConfig)
+_EXCHANGE = ranges_of(ExchangeConfig)
 
 
 def _option(default: Any, help_text: str, allowed: Optional[Range] = None):
@@ -112,7 +113,7 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
         False, "give capacity to the tokens with the highest gate values first"
     )
     record_a2a_perf_stats: bool = _option(
-        False, "log the time of the forward all-to-alls (synchronises each layer: slow)"
+        False, "log the time of the forward all-to-alls (synchronises each layer: slow, no overlap)"
     )
     dummy_a2a: bool = _option(
         False, "leave out the all-to-alls, for benchmarks; the results are wrong"
@@ -217,7 +218,13 @@ class TransformerLMGPTMoEConfig(TransformerLanguageModelConfig):
     moe_ranks_per_node: int = _option(
         0,
         "ranks that share a node, for hierarchical all-to-alls (default: as found)",
-        at_least(0),
+        _EXCHANGE["ranks_per_node"],
+    )
+    moe_overlap_degree: int = _option(
+        1,
+        "chunks (1, 2, 4 or 8) in which tokens travel to the experts and back, so that one is "
+        "computed while others travel; pays where that takes about as long as the experts",
+        _EXCHANGE["overlap_degree"],
     )
     moe_wire: ChoiceEnum(WIRES) = _option(
         "same",
@@ -313,6 +320,7 @@ def exchange_config(args) -> ExchangeConfig:
         wire_back=str(args.moe_wire_back),
         wire_grad=str(args.moe_wire_grad),
         wire_compact=args.moe_wire_compact,
+        overlap_degree=args.moe_overlap_degree,
     )
 
 

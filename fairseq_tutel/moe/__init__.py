@@ -10,7 +10,8 @@ import importlib
 
 from ..config import ExchangeConfig, MoEConfig
 from .balance import balance_over_ranks
-from .dispatcher import ExpertRows, dispatch_and_combine
+from .chunks import ExpertRows
+from .dispatcher import dispatch_and_combine
 from .experts import Experts
 from .layer import MoELayer
 from .metrics import (

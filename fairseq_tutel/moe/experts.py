@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from .. import ops
 from ..distributed import mark_expert
-from .dispatcher import ExpertRows
+from .chunks import ExpertRows
 
 _STACKED = {
     "fc1_weight": "fc1.weight",
@@ -25,6 +26,18 @@ _STACKED = {
     "fc2_weight": "fc2.weight",
     "fc2_bias": "fc2.bias",
 }
+
+
+class Network(NamedTuple):
+    """A call of :class:`Experts` without its rows.
+
+    Attributes:
+        params: fc1's weight and bias, fc2's, in the dtype of the rows.
+        options: activation and dropout.
+    """
+
+    params: tuple[torch.Tensor, ...]
+    options: ops.FFNOptions
 
 
 class Experts(nn.Module):
@@ -92,16 +105,32 @@ class Experts(nn.Module):
 
     def forward(self, batch: ExpertRows) -> torch.Tensor:
         """[e, N, M] (padded) or [R, M] (ragged) -> the same shape."""
-        dropouts = (self.activation_dropout, self.dropout) if self.training else (0.0, 0.0)
-        # in another dtype under autocast
-        params = (getattr(self, name).to(batch.rows.dtype) for name in _STACKED)
+        network = self.network(batch.rows.dtype)
         return ops.expert_ffn(
             batch.rows,
-            *params,
-            activation=self.activation,
+            *network.params,
+            activation=network.options.activation,
             offsets=batch.offsets,
-            activation_dropout_p=dropouts[0],
-            dropout_p=dropouts[1],
+            activation_dropout_p=network.options.dropout_p[0],
+            dropout_p=network.options.dropout_p[1],
+        )
+
+    def network(self, dtype: torch.dtype) -> Network:
+        """What is computed now, on rows of this dtype: another than the weights' under autocast."""
+        dropouts = (self.activation_dropout, self.dropout) if self.training else (0.0, 0.0)
+        params = tuple(getattr(self, name).to(dtype) for name in _STACKED)
+        return Network(params, ops.FFNOptions(self.activation, dropouts))
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether somebody (a profiler, fairseq's search for a NaN) wants to see calls of it."""
+        return any(
+            (
+                self._forward_hooks,
+                self._forward_pre_hooks,
+                self._backward_hooks,
+                self._backward_pre_hooks,
+            )
         )
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):

@@ -64,7 +64,7 @@ class MoELayer(nn.Module):
         seed: of the built-in experts' initial weights.
         exchange: how tokens travel between ranks, the same on all of them: an
             :class:`~fairseq_tutel.config.ExchangeConfig`, or the name of an algorithm.
-        record_exchange_time: fill in the two times of :class:`MoEAux` (slow).
+        record_exchange_time: fill in the two times of :class:`MoEAux` (slow, and without overlap).
         skip_exchange: leave out the all-to-alls, for benchmarks; the results are then wrong.
         **routing: fields of :class:`~fairseq_tutel.config.MoEConfig`, such as ``top_k``.
     """
@@ -95,6 +95,8 @@ class MoELayer(nn.Module):
         self._checked_ddp = not self.groups.communicates
         self.record_exchange_time = record_exchange_time
         self.exchange_config = ExchangeConfig.of(exchange)
+        if record_exchange_time:  # one after the other, or their times would be those of experts
+            self.exchange_config = dataclasses.replace(self.exchange_config, overlap_degree=1)
         self.exchange = build_exchange(self.exchange_config, self.groups)
         if skip_exchange and self.exchange.communicates:
             self.exchange = LocalCopy(self.exchange)
@@ -159,7 +161,7 @@ class MoELayer(nn.Module):
         else:
             routing, router_aux = route_by_module(self.gate, given_TM, pad_mask_T, router_step)
         exchange = self._exchange_for(routing, router_step, x_TM)
-        y_TM = dispatch_and_combine(x_TM, routing, self.experts, exchange)
+        y_TM = dispatch_and_combine(x_TM, routing, self.experts, exchange, self._overlap_degree)
 
         wire_sums = None
         if isinstance(self.exchange, WireExchange):
@@ -209,6 +211,11 @@ class MoELayer(nn.Module):
             dtype=dtype,
         )
 
+    @property
+    def _overlap_degree(self) -> int:
+        """1 where there is nothing to overlap with."""
+        return self.exchange_config.overlap_degree if self.groups.ep_size > 1 else 1
+
     def _agree(self, x_TM, config, step, num_sequences) -> RouterStep:
         """What all ranks do in this call; communicates unless ``step`` holds it."""
         if step is None:
@@ -232,7 +239,7 @@ class MoELayer(nn.Module):
         if routing.padded:
             rows = routing.num_experts * routing.capacity
         size = rows * row_bytes(self.exchange_config, x_TM.shape[1], x_TM.dtype)
-        exchange = self.exchange.for_message(size)
+        exchange = self.exchange.for_message(size // self._overlap_degree)
         return TimedExchange(exchange) if self.record_exchange_time else exchange
 
     def _check(self, x) -> None:

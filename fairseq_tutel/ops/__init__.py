@@ -11,6 +11,14 @@ from .adam import adam16_step_, quantize_
 from .backend import backend_for, get_backend, set_backend
 from .cumsum import fast_cumsum_sub_one
 from .dispatch import combine, dispatch
+from .expert_chunks import (
+    FFNChunk,
+    FFNChunkGradient,
+    FFNOptions,
+    ffn_chunk,
+    ffn_chunk_bwd,
+    ffn_chunks_bwd_params,
+)
 from .expert_ffn import expert_ffn
 from .gate_logits import gate_logits
 from .gating import topk_gating
@@ -19,6 +27,9 @@ from .slots import assign_slots
 from .wire import decode_rows, encode_rows, wire_bytes
 
 __all__ = [
+    "FFNChunk",
+    "FFNChunkGradient",
+    "FFNOptions",
     "adam16_step_",
     "assign_rows",
     "assign_slots",
@@ -30,6 +41,9 @@ __all__ = [
     "encode_rows",
     "expert_ffn",
     "fast_cumsum_sub_one",
+    "ffn_chunk",
+    "ffn_chunk_bwd",
+    "ffn_chunks_bwd_params",
     "gate_logits",
     "get_backend",
     "quantize_",

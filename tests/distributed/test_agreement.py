@@ -33,7 +33,7 @@ DIFFERENCES = {
     "model_dim": ("the model dimension", (8, 8, 8, 16)),
     "dtype": ("the dtype", (torch.float32, torch.float32, torch.float16, torch.float16)),
     "training": ("training or evaluation mode", ("training", "evaluation") * 2),
-    "exchange": ("ranks_per_node", (0, 0, 2, 0)),
+    "exchange": ("overlap_degree", (2, 4, 2, 2)),
 }
 
 
@@ -52,7 +52,7 @@ def _disagree():
         if what == "dtype":
             layer.to(value)
         if what == "exchange":
-            layer.exchange_config = ExchangeConfig(ranks_per_node=value)
+            layer.exchange_config = ExchangeConfig(overlap_degree=value)
         x = torch.randn(5, options["model_dim"], dtype=layer.experts.fc1_weight.dtype)
         began = time.monotonic()
         with pytest.raises(ValueError) as caught:

@@ -47,7 +47,7 @@ def _compare(name, even):
     parts, chunks = [], []
     torch.manual_seed(rank)
     for size in CHUNKS:
-        table = [[size if even else (size + by + to) % 4 for to in range(W)] for by in range(W)]
+        table = [[size if even else (size + 2 * by + to) % 4 for to in range(W)] for by in range(W)]
         sent, received = table[rank], [line[rank] for line in table]
         parts.append(None if even else exchange.parts(sent, received))
         chunks.append(torch.randn(sum(sent), M).double())

@@ -1,5 +1,6 @@
 """The decoder around the MoE layers, compared with fairseq's dense one wherever they must agree."""
 
+import itertools
 import math
 
 import pytest
@@ -257,7 +258,7 @@ def test_model_on_two_ranks():
 def _with_every_exchange():
     rank, _ = process_world()
     results = {}
-    for name in EXCHANGES:
+    for name, degree in itertools.product(EXCHANGES, ("1", "4")):
         model = build(
             "--moe-expert-count",
             "8",
@@ -265,6 +266,8 @@ def _with_every_exchange():
             name,
             "--moe-ranks-per-node",
             "2",
+            "--moe-overlap-degree",
+            degree,
             "--moe-capacity-factor",
             "1.0",
             "--checkpoint-activations",
@@ -276,16 +279,20 @@ def _with_every_exchange():
             logits, extra = forward(model, make_batch(rank, lengths=[6, 2 + rank]))
             (logits.square().sum() + sum(aux.loss for aux in extra["moe"])).backward()
             grads = [param.grad.clone() for param in model.parameters()]
-            results.setdefault(training, {})[name] = [logits.detach(), *grads]
-    for by_name in results.values():
+            results.setdefault((training, degree), {})[name] = [logits.detach(), *grads]
+    for (training, degree), by_name in results.items():
         for name, got in by_name.items():
             pairs = zip(got, by_name["linear"], strict=True)
-            assert all(torch.equal(a, b) for a, b in pairs), name
+            assert all(torch.equal(a, b) for a, b in pairs), (name, degree)
+        for a, b in zip(by_name["linear"], results[training, "1"]["linear"], strict=True):
+            # sums of other orders
+            limit = 1e-5 * max(1.0, float(b.abs().max()))
+            torch.testing.assert_close(a, b, rtol=0, atol=limit)
     return len(by_name)
 
 
 def test_model_on_two_nodes_of_two_ranks_with_every_exchange():
-    """--moe-a2a and --moe-ranks-per-node; recomputed layers exchange again, in the same order."""
+    """And every degree of overlap; recomputed layers exchange again, in the same order."""
     assert run_ranks(_with_every_exchange, 4) == [len(list(EXCHANGES))] * 4
 
 

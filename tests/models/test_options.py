@@ -57,6 +57,7 @@ MODEL_OPTIONS = {
     "--moe-drop-policy": (["random"], "random", "position"),
     "--moe-score-function": (["sigmoid"], "sigmoid", "softmax"),
     "--moe-route-scale": (["2.5"], 2.5, 1.0),
+    "--moe-overlap-degree": (["4"], 4, 1),
     "--moe-backend": (["torch"], "torch", "auto"),
     "--moe-wire": (["fp8"], "fp8", "same"),
     "--moe-wire-back": (["fp16"], "fp16", "auto"),

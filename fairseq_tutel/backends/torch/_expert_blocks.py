@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ _MIN_ROWS = 256
 _UNEVEN = 1.25
 
 _aten = torch.ops.aten
+_Block = TypeVar("_Block")
 
 
 @dataclass(frozen=True)
@@ -78,25 +80,23 @@ class Blocks:
             whole: keep the blocks of an expert together, unless threads would wait for an
                 overloaded one.
         """
+        if not whole:
+            return [(x, [block]) for x, blocks in enumerate(self.by_expert) for block in blocks]
+        return whole_parts(self.by_expert, self.sizes, model_dim)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each expert."""
+        return [end - begin for begin, end in self.spans]
+
+    @property
+    def by_expert(self) -> list[list[slice]]:
+        """The blocks of each expert."""
         step = self.block_rows
-        by_expert = [
+        return [
             [slice(first, min(first + step, end)) for first in range(begin, end, step)]
             for begin, end in self.spans
         ]
-        if not whole:
-            return [(x, [block]) for x, blocks in enumerate(by_expert) for block in blocks]
-        sizes = [end - begin for begin, end in self.spans]
-        share = max(1.0, sum(sizes) / torch.get_num_threads())
-        uneven = max(sizes, default=0) > _UNEVEN * share
-        parts = []
-        for expert, (size, blocks) in enumerate(zip(sizes, by_expert, strict=True)):
-            if not blocks:
-                continue
-            # a part's own weight gradients, 2 M F numbers, are not to exceed its hidden values
-            most = min(math.ceil(size / share), size // (2 * model_dim)) if uneven else 1
-            step = math.ceil(len(blocks) / max(1, most))
-            parts += [(expert, blocks[i : i + step]) for i in range(0, len(blocks), step)]
-        return parts
 
     def scratch(self, like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """For one block of any expert."""
@@ -135,6 +135,29 @@ class Blocks:
         return found
 
 
+def whole_parts(
+    by_expert: Sequence[Sequence[_Block]], sizes: Sequence[int], model_dim: int
+) -> list[tuple[int, Sequence[_Block]]]:
+    """(expert, consecutive blocks of its rows) for a thread each, an expert's together if it is not
+    overloaded.
+
+    Args:
+        by_expert: blocks of each.
+        sizes: rows of each.
+    """
+    share = max(1.0, sum(sizes) / torch.get_num_threads())
+    uneven = max(sizes, default=0) > _UNEVEN * share
+    parts = []
+    for expert, (size, blocks) in enumerate(zip(sizes, by_expert, strict=True)):
+        if not blocks:
+            continue
+        # a part's own weight gradients, 2 M F numbers, are not to exceed its hidden values
+        most = min(math.ceil(size / share), size // (2 * model_dim)) if uneven else 1
+        step = math.ceil(len(blocks) / max(1, most))
+        parts += [(expert, blocks[i : i + step]) for i in range(0, len(blocks), step)]
+    return parts
+
+
 class GradientSums:
     """Gradients of the experts' parameters, added up block by block, by several threads at once.
 
@@ -142,13 +165,13 @@ class GradientSums:
         params: fc1_weight, fc1_bias, fc2_weight, fc2_bias; (e, ...) each.
         parts: of :meth:`Blocks.parts`. A part adds up in its expert's own gradients, or, after an
             expert's first part, apart, to be added by :meth:`totals` in order.
-        acc: dtype of the sums of biases; those of weights have the weights'.
+        acc: dtype of the sums of biases; those of weights have the weights', unless ``wide``.
     """
 
-    def __init__(self, params: Sequence[Tensor], parts: list[tuple[int, list[slice]]], acc):
+    def __init__(self, params: Sequence[Tensor], parts: list, acc, wide: bool = False):
         self._params = params
         self._totals = [
-            torch.empty_like(p, memory_format=torch.contiguous_format)
+            p.new_empty(p.shape, dtype=acc if wide else p.dtype)
             if p.dim() == 3
             else p.new_zeros(p.shape, dtype=acc)
             for p in params
@@ -178,7 +201,9 @@ class GradientSums:
 
 def accumulate(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """total = a @ b for the first block of a part, total += a @ b for the next ones."""
-    if first:
+    if total.dtype != a.dtype:
+        total.copy_(a @ b) if first else total.add_(a @ b)
+    elif first:
         torch.mm(a, b, out=total)
     else:
         total.addmm_(a, b)

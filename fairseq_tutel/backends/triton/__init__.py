@@ -9,6 +9,7 @@ from .activation import bias_act_bwd, bias_act_fwd
 from .adam import adam16_step_
 from .cumsum import fast_cumsum_sub_one
 from .dispatch import combine_bwd, combine_fwd, dispatch_bwd, dispatch_fwd
+from .expert_chunks import expert_chunk_bwd, expert_chunks_bwd_params
 from .expert_ffn import expert_ffn_bwd, expert_ffn_fwd
 from .gating import topk_gating_bwd, topk_gating_fwd
 from .rows import assign_rows_bwd, assign_rows_fwd
@@ -28,6 +29,8 @@ __all__ = [
     "dispatch_bwd",
     "dispatch_fwd",
     "encode_rows",
+    "expert_chunk_bwd",
+    "expert_chunks_bwd_params",
     "expert_ffn_bwd",
     "expert_ffn_fwd",
     "fast_cumsum_sub_one",

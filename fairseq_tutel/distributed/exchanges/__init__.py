@@ -6,13 +6,13 @@ with ``register_exchange("name")``. What wraps an exchange (timing, simulation) 
 """
 
 from .auto import AutoExchange
-from .base import Codec, Exchange, Leg, Links, Parts, Wrapper
+from .base import Codec, Exchange, Leg, Links, Parts, Wrapper, chunk_edges
 from .build import build_exchange
 from .linear import LinearExchange
 from .local import LocalCopy, NoExchange
 from .pairwise import PairwiseExchange
 from .registry import register_exchange
-from .tickets import Ticket, start
+from .tickets import Flight, Ticket, send, start
 from .timed import TimedExchange
 from .two_dimensional import TwoDimensionalExchange
 
@@ -20,6 +20,7 @@ __all__ = [
     "AutoExchange",
     "Codec",
     "Exchange",
+    "Flight",
     "Leg",
     "LinearExchange",
     "Links",
@@ -32,6 +33,8 @@ __all__ = [
     "TwoDimensionalExchange",
     "Wrapper",
     "build_exchange",
+    "chunk_edges",
     "register_exchange",
+    "send",
     "start",
 ]

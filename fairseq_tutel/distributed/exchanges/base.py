@@ -56,6 +56,25 @@ class Parts:
         return (sent, received) if outward else (received, sent)
 
 
+def chunk_edges(count: torch.Tensor, degree: int) -> torch.Tensor:
+    """Where chunks begin and end: chunk c of n rows has those from n*c//d to n*(c+1)//d.
+
+    Sizes differ by one at most, and no row is added so that they would not.
+
+    Args:
+        count: int64 [...], numbers of rows n.
+        degree: d.
+
+    Returns:
+        int64 [d + 1, ...].
+
+    Example:
+        5 rows in 4 chunks: 0, 1, 2, 3, 5.
+    """
+    numbers = torch.arange(degree + 1, device=count.device)
+    return count * numbers.view(-1, *[1] * count.dim()) // degree
+
+
 class Links(Protocol):
     """The numbers of a hardware profile that decide how long an exchange takes.
 
@@ -223,10 +242,29 @@ class Exchange(abc.ABC):
             [W, e] int64, rows that rank w sends to local expert j, and the parts of the exchange
             (None where no rows travel).
         """
-        count_WL = self._receive_counts(count_E.to(torch.int64))
-        sent_W = count_E.view(self.groups.ep_size, -1).sum(1)
-        sent, received = torch.stack([sent_W, count_WL.sum(1)]).tolist()
-        return count_WL, Parts(sent, received)
+        return self.share_chunks(count_E, 1)[0]
+
+    def share_chunks(
+        self, count_E: torch.Tensor, degree: int
+    ) -> list[tuple[torch.Tensor, Parts | None]]:
+        """:meth:`share_counts` for rows that are sent in chunks, by the same messages.
+
+        Both ends cut the rows of every (rank, expert) by :func:`chunk_edges`. An algorithm of
+        several steps overrides this.
+
+        Args:
+            count_E: [E] int, rows that this rank sends to each expert.
+            degree: d, number of chunks.
+
+        Returns:
+            of each chunk what ``share_counts`` returns of all rows.
+        """
+        ranks = self.groups.ep_size
+        count_E = count_E.to(torch.int64)
+        count_DWL = chunk_edges(self._receive_counts(count_E), degree).diff(dim=0)
+        sent_DW = chunk_edges(count_E, degree).diff(dim=0).view(degree, ranks, -1).sum(2)
+        table = torch.stack([sent_DW, count_DWL.sum(2)], 1).tolist()
+        return [(count, Parts(*line)) for count, line in zip(count_DWL, table, strict=True)]
 
     def parts(self, sent_W: Sequence[int], received_W: Sequence[int]) -> Parts:
         """Parts of sizes that the host has, rows to and from each rank. May be collective."""
@@ -299,6 +337,10 @@ class Wrapper(Exchange):
     def share_counts(self, count_E):
         """As the inner exchange."""
         return self.inner.share_counts(count_E)
+
+    def share_chunks(self, count_E, degree):
+        """As the inner exchange."""
+        return self.inner.share_chunks(count_E, degree)
 
     def parts(self, sent_W, received_W):
         """As the inner exchange."""

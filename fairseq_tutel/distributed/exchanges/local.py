@@ -58,6 +58,10 @@ class LocalCopy(Wrapper):
         """As if every rank w sent what this rank sends to rank w."""
         return Exchange.share_counts(self, count_E)
 
+    def share_chunks(self, count_E, degree):
+        """As if every rank w sent what this rank sends to rank w."""
+        return Exchange.share_chunks(self, count_E, degree)
+
     def parts(self, sent_W, received_W):
         """Without the steps of the inner exchange."""
         return Exchange.parts(self, sent_W, received_W)

@@ -7,11 +7,64 @@ started, so that the backward pass overlaps as the forward pass does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..lanes import Lane
 from .base import Exchange, Leg, Parts
+
+
+class Flight:
+    """One leg of an exchange on its way, without autograd; made by :func:`send`."""
+
+    def __init__(self, finish: Callable[[], None], received: torch.Tensor, *kept: torch.Tensor):
+        self.received = received
+        # memory that must not be given to others while it is read or filled
+        self._under_way: tuple | None = (finish, kept)
+
+    def arrive(self) -> torch.Tensor:
+        """What arrived, [n', ...]; raises what the exchange raised. To be called once."""
+        finish, _ = self._under_way
+        finish()
+        self._under_way = None
+        return self.received
+
+
+def send(
+    exchange: Exchange,
+    rows: torch.Tensor,
+    leg: Leg,
+    parts: Parts | None,
+    lane: Lane,
+    into: torch.Tensor | None = None,
+) -> Flight:
+    """Queue one leg; all ranks queue theirs in one order.
+
+    Args:
+        exchange: any.
+        rows: [n, ...]; not to be written to before they arrived.
+        leg: any of the four.
+        parts: None for equal parts.
+        lane: where it runs.
+        into: [n', ...], memory for what arrives; else it is allocated.
+    """
+    rows = rows.contiguous()
+    received = exchange.receive_buffer(rows, leg, parts) if into is None else into
+    codec = exchange.codec(leg, rows.dtype)
+    if codec is None:
+        finish = lane.submit(lambda: exchange.move(rows, received, leg, parts))
+        return Flight(finish, received, rows)
+    message = codec.encode(rows)
+    arrived = exchange.receive_buffer(message, leg, parts)
+    wait = lane.submit(lambda: exchange.move(message, arrived, leg, parts))
+
+    def wait_and_decode():
+        wait()
+        codec.decode(arrived, received)
+
+    return Flight(wait_and_decode, received, message, arrived)
 
 
 class Ticket:
@@ -20,7 +73,7 @@ class Ticket:
     def __init__(self, exchange: Exchange, leg: Leg, parts: Parts | None, lane: Lane):
         self._exchange, self._leg, self._parts, self._lane = exchange, leg, parts, lane
         self._unfilled: torch.Tensor | None = None
-        self._under_way: tuple | None = None
+        self._flight: Flight | None = None
 
     def wait(self) -> torch.Tensor:
         """What arrived, [n', ...]; raises what the exchange raised.
@@ -34,37 +87,18 @@ class Ticket:
         return _Wait.apply(unfilled, self)
 
     def _send(self, rows, leg):
-        rows = rows.contiguous()
-        received = self._exchange.receive_buffer(rows, leg, self._parts)
-
-        def run():
-            self._exchange.move(rows, received, leg, self._parts)
-
-        # both tensors are kept: their memory must not be given to others while it is read or filled
-        self._under_way = (self._lane.submit(run), rows, received)
-        return received
+        self._flight = send(self._exchange, rows, leg, self._parts, self._lane)
+        return self._flight.received
 
     def _arrive(self):
-        finish, *_ = self._under_way
-        finish()
-        self._under_way = None
+        flight, self._flight = self._flight, None
+        return flight.arrive()
 
 
 def start(
     exchange: Exchange, rows: torch.Tensor, leg: Leg, parts: Parts | None, lane: Lane
 ) -> Ticket:
-    """Queue one leg of an exchange; all ranks queue theirs in one order.
-
-    NOTE: the memory is unfilled in between, which ``torch.autograd.set_detect_anomaly`` takes for
-    NaN; do without tickets there.
-
-    Args:
-        exchange: any.
-        rows: [n, ...]; not to be written to before the ticket has been waited for.
-        leg: DISPATCH or COMBINE.
-        parts: None for equal parts.
-        lane: where it runs.
-    """
+    """:func:`send`, differentiable, for the legs DISPATCH and COMBINE."""
     ticket = Ticket(exchange, leg, parts, lane)
     ticket._unfilled = _Start.apply(rows, ticket)
     return ticket
@@ -81,12 +115,15 @@ class _Start(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        ctx.ticket._arrive()
-        return grad, None
+        return ctx.ticket._arrive(), None
 
 
 class _Wait(torch.autograd.Function):
-    """The filled memory; its gradient sets out for the rank that the rows came from."""
+    """The filled memory; its gradient sets out for the rank that the rows came from.
+
+    What it returns is not looked at, but of the shape that autograd asks for: as many rows arrive
+    as had been sent, not as had been received.
+    """
 
     @staticmethod
     def forward(ctx, unfilled, ticket):
@@ -97,4 +134,5 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return ctx.ticket._send(grad, ctx.ticket._leg.gradient), None
+        ctx.ticket._send(grad, ctx.ticket._leg.gradient)
+        return grad, None

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..gather import data_device
-from .base import Exchange, Parts
+from .base import Exchange, Parts, chunk_edges
 from .linear import LinearExchange
 from .registry import register_exchange
 
@@ -108,7 +108,7 @@ class TwoDimensionalExchange(Exchange):
         dist.all_to_all_single(received, rows, by, to, group=self.subgroups[which])
         return received
 
-    def share_counts(self, count_E):
+    def share_chunks(self, count_E, degree):
         """The counts travel as the rows will, which leaves those of the step between behind."""
         nodes, local = self.shape
         count_ANL = count_E.to(torch.int64).view(nodes, local, -1)  # by node, rank on it, expert
@@ -118,14 +118,19 @@ class TwoDimensionalExchange(Exchange):
         through = from_node.transpose(0, 1).contiguous()
         received = torch.empty_like(through)
         dist.all_to_all_single(received, through, group=self.subgroups["inter"])
-        count_WL = received.view(self.groups.ep_size, -1)
-        between = through.sum(2)  # [a', i'']: rows that came from (a, i'') for node a'
-        table = torch.stack([count_ANL.sum(2).flatten(), count_WL.sum(1), between.flatten()])
-        sent_W, received_W, between_W = table.tolist()
-        intra = (_sums(sent_W, nodes, local, 0), _sums(between_W, nodes, local, 0))
-        inter = (_sums(between_W, nodes, local, 1), _sums(received_W, nodes, local, 1))
-        order = _transposed_order(between, sum(between_W))
-        return count_WL, Parts(sent_W, received_W, _Steps(intra, inter, order))
+        count_DWL = chunk_edges(received, degree).diff(dim=0).view(degree, nodes * local, -1)
+        sent_DAN = chunk_edges(count_ANL, degree).diff(dim=0).sum(3)
+        # [chunk, a', i'']: rows that came from (a, i'') for node a'
+        between_DAN = chunk_edges(through, degree).diff(dim=0).sum(3)
+        sizes = (sent_DAN.flatten(1), count_DWL.sum(2), between_DAN.flatten(1))
+        chunks = []
+        for number, (sent_W, received_W, between_W) in enumerate(torch.stack(sizes, 1).tolist()):
+            intra = (_sums(sent_W, nodes, local, 0), _sums(between_W, nodes, local, 0))
+            inter = (_sums(between_W, nodes, local, 1), _sums(received_W, nodes, local, 1))
+            order = _transposed_order(between_DAN[number], sum(between_W))
+            parts = Parts(sent_W, received_W, _Steps(intra, inter, order))
+            chunks.append((count_DWL[number], parts))
+        return chunks
 
     def parts(self, sent_W, received_W):
         """Counts of the step between are exchanged, too: a collective call."""

@@ -23,9 +23,13 @@ from helpers.commands import ROOT, fairseq_command, logged
 GOLDEN = Path(__file__).parents[2] / "golden"
 RUNS = {"top2_world1": 1, "top2_world2": 2, "top1_world2": 2, "top2_world2_normbefore": 2}
 CASES = [
-    *((run, "legacy_ddp", "cpu") for run in RUNS),
-    ("top2_world2", "pytorch_ddp", "cpu"),
-    pytest.param("top2_world1", "legacy_ddp", "cuda", marks=pytest.mark.gpu),
+    *((run, "legacy_ddp", "cpu", "") for run in RUNS),
+    ("top2_world2", "pytorch_ddp", "cpu", ""),
+    # within the same tolerance: the degree changes the order of sums, and the hierarchical exchange
+    # is the linear one where both ranks are on one node (bit-equal elsewhere, tests/distributed)
+    ("top2_world2", "legacy_ddp", "cpu", "--moe-overlap-degree 4"),
+    ("top2_world2", "pytorch_ddp", "cpu", "--moe-a2a 2dh --moe-overlap-degree 2"),
+    pytest.param("top2_world1", "legacy_ddp", "cuda", "", marks=pytest.mark.gpu),
 ]
 UPDATES = 20
 # one unit of the last digit that is logged
@@ -72,11 +76,11 @@ def weights(folder, ranks):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # its own, whatever the command line gives all
-@pytest.mark.parametrize("run, backend, device", CASES)
-def test_golden_run(run, backend, device, tmp_path, monkeypatch, programs):
+@pytest.mark.parametrize("run, backend, device, exchange", CASES)
+def test_golden_run(run, backend, device, exchange, tmp_path, monkeypatch, programs):
     ranks = RUNS[run]
     units, weight_error = TOLERANCE[device]
-    words = arguments(run, backend, device, tmp_path)
+    words = arguments(run, backend, device, tmp_path) + exchange.split()
     if device == "cpu":
         # fairseq starts a rank on every GPU that it sees, even with --cpu
         command = ["fairseq-train", *words]
