@@ -261,6 +261,7 @@ _UNSUPPORTED = {
     "quant_noise_pq": "quantisation noise (--quant-noise-pq)",
     "character_embeddings": "embeddings of characters (--character-embeddings)",
     "adaptive_input": "adaptive input embeddings (--adaptive-input)",
+    "adaptive_softmax_cutoff": "an adaptive softmax (--adaptive-softmax-cutoff)",
     "decoder_layers_to_keep": "pruned layers (--decoder-layers-to-keep)",
 }
 

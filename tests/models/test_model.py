@@ -315,6 +315,7 @@ def test_simulation_of_many_ranks_in_one_process(caplog):
         ("--scale-fc", "--scale-fc"),
         ("--character-embeddings", "--character-embeddings"),
         ("--adaptive-input", "--adaptive-input"),
+        ("--adaptive-softmax-cutoff 50", "--adaptive-softmax-cutoff"),
         ("--moe-freq 5", "--moe-freq 5 makes no MoE layer among 2 layers"),
         ("--moe-top-k 3 --moe-expert-count 2", "top_k=3"),
     ],

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from fairseq import utils
 
 from ...distributed import process_world
 from ...models import check_stock_ranges
@@ -122,7 +123,8 @@ def share_of_data(main):
 
     @functools.wraps(main)
     def main_on_share(args):
-        if getattr(args, "path", None) is None or not is_moe_checkpoint(args.path):
+        paths = utils.split_paths(getattr(args, "path", None) or "")  # several: an ensemble
+        if not any(path and is_moe_checkpoint(path) for path in paths):
             return main(args)
         check_stock_ranges(args)
         place = started()

@@ -142,6 +142,8 @@ def test_generation_shares_the_data(monkeypatch):
         return seen.pop()
 
     assert generate("moe.pt", TORCHRUN) == (1, 2)
+    assert generate("dense.pt:moe.pt", TORCHRUN) == (1, 2)  # an ensemble
+    assert generate(None, TORCHRUN) == (0, 1)
     assert generate("dense.pt", TORCHRUN) == (0, 1)
     assert generate("moe.pt", {}) == (0, 1)
     assert generate("moe.pt", TORCHRUN, distributed_rank=3, distributed_world_size=4) == (3, 4)
