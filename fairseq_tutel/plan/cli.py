@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..command_line import CommandLine
-from ..config import EXCHANGES
 from ..shipped_configs import CONFIGS, config_directory, with_extension
 from .compose import PLAN_KEYS, load_config
 from .figure import draw
@@ -25,6 +24,8 @@ key=value:
   hardware=NAME       a profile in CONFIG_DIR/hardware, or a shipped one (default: a100-80g)
   vocabulary=N        size of the dictionary where the config's data is not here
   exchange=NAME       algorithm of the all-to-all, as --moe-a2a
+  overlap=N           chunks that overlap with the experts, as --moe-overlap-degree
+  wire=FORMAT         numbers on the wire, as --moe-wire
   formulation=dense   as fairseq's moe branch computes: masks of tokens x experts x capacity, and
                       attention with tables of scores (default: sparse, as this plugin does)
   ddp=fully_sharded   with formulation=dense: dense parameters spread over the GPUs
@@ -139,8 +140,12 @@ def _split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 def _with_own_keys(settings: Settings, own: dict[str, str]) -> Settings:
     """Settings with what the planner's own keys say of exchange and formulation."""
     if "exchange" in own:
-        EXCHANGES.get(own["exchange"])
         settings = settings.replace(model={"moe_a2a": own["exchange"]})
+    if "overlap" in own:
+        settings = settings.replace(model={"moe_overlap_degree": _positive(own, "overlap")})
+    if "wire" in own:
+        settings = settings.replace(model={"moe_wire": own["wire"]})
+    _ = settings.exchange  # refuses what the layer would
     formulation = own.get("formulation", "sparse")
     if formulation not in FORMULATIONS:
         raise ValueError(f"formulation={formulation}: choose from {', '.join(FORMULATIONS)}")

@@ -14,16 +14,24 @@ in another number format is read and written once more at either end.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..config import EXCHANGES
+import torch
+
+from .. import ops
+from ..config import EXCHANGES, ExchangeConfig
+from ..distributed.exchanges import Leg
+from ..moe.wire import wire_format
 from .hardware import Hardware
 from .memory import dispatch_rows
 from .parameters import Parameters
 from .settings import Settings
 from .work import Work
 
-_SCALED_BLOCK = 128  # values that share one byte of scale
+DEGREES = (1, 2, 4, 8)
+# what a plan chooses from: their results are the same to the bit
+ALGORITHMS = ("linear", "2dh")
 
 
 @dataclass(frozen=True)
@@ -66,14 +74,10 @@ def exposed(
     return max(link, done + meanwhile) - degree * products - meanwhile
 
 
-def row_bytes(wire: str, dim: int, element: int) -> int:
-    """Bytes of a row of ``dim`` values on the wire: values, scales of blocks, up to 4 bytes."""
-    if wire == "same":
-        return dim * element
-    if wire == "bf16":
-        return 2 * dim
-    values = {"fp16": 2, "fp8": 1}[wire] * dim
-    return -(-(values + -(-dim // _SCALED_BLOCK)) // 4) * 4
+def row_bytes(config: ExchangeConfig, leg: Leg, dim: int, dtype: torch.dtype) -> int:
+    """Bytes of a row of ``dim`` values of a dtype on a leg."""
+    name = wire_format(config, leg, dtype)
+    return dim * dtype.itemsize if name is None else ops.wire_bytes(name, dim)
 
 
 def exchange_time(
@@ -83,27 +87,45 @@ def exchange_time(
     if not work.exchanges:
         return ExchangeTime()
     model, choice, b = settings.model, settings.exchange, settings.precision.element
-    rows, dim, degree = dispatch_rows(settings), model.decoder_embed_dim, choice.degree
+    rows, dim, degree = dispatch_rows(settings), model.decoder_embed_dim, choice.overlap_degree
     flops = hardware.flops(b) * hardware.matmul_efficiency
     products = rows * 4 * dim * model.moe_expert_ffn_dim / flops / degree
-
-    def on_link(wire: str) -> float:
-        size = rows * row_bytes(wire, dim, b) / degree
-        return EXCHANGES.get(choice.algorithm).predict(size, work.exchange_peers, hardware)
-
-    def cast(wire: str) -> float:
-        moved = 0 if wire == "same" else 2 * rows * (dim * b + row_bytes(wire, dim, b))
-        return moved / (hardware.memory_bandwidth * hardware.memory_efficiency)
-
-    there, back, gradient = (on_link(w) for w in (choice.wire, choice.wire_back, choice.wire_grad))
+    legs = (Leg.DISPATCH, Leg.COMBINE, Leg.DISPATCH_GRADIENT)
+    widths = [row_bytes(choice, leg, dim, _dtype(settings)) for leg in legs]
+    predict = EXCHANGES.get(choice.algorithm).predict
+    there, back, gradient = (
+        predict(rows * width / degree, work.exchange_peers, hardware) for width in widths
+    )
+    stream = hardware.memory_bandwidth * hardware.memory_efficiency
+    # written and read at both ends
+    casts = [2 * rows * (dim * b + w) / stream if w < dim * b else 0.0 for w in widths]
     forward = exposed(there, products, back, degree)
     # of the two products of the backward pass an exchange waits for the rows' gradients only
     backward = exposed(gradient, products, gradient, degree, meanwhile=degree * products)
     layers = parameters.moe_layers * settings.update_freq
     passes = 2 if model.checkpoint_activations else 1  # forward passes, with recomputation
-    casts = passes * (cast(choice.wire) + cast(choice.wire_back)) + 2 * cast(choice.wire_grad)
     return ExchangeTime(
         exposed=layers * (passes * forward + backward),
         carried=layers * degree * (passes * (there + back) + 2 * gradient),
-        casts=layers * casts,
+        casts=layers * (passes * (casts[0] + casts[1]) + 2 * casts[2]),
     )
+
+
+def _dtype(settings: Settings) -> torch.dtype:
+    return torch.float16 if settings.precision.element == 2 else torch.float32
+
+
+def choices(settings: Settings) -> Iterator[Settings]:
+    """The same run with every algorithm and degree that gives the same results."""
+    for algorithm in ALGORITHMS:
+        for degree in DEGREES:
+            yield settings.replace(model={"moe_a2a": algorithm, "moe_overlap_degree": degree})
+
+
+def best_choice(
+    settings: Settings, parameters: Parameters, work: Work, hardware: Hardware
+) -> Settings:
+    """The algorithm and degree that leave the least time exposed, the simplest of equals."""
+    found = [(exchange_time(s, parameters, work, hardware).exposed, s) for s in choices(settings)]
+    least = min(exposed for exposed, _ in found)
+    return next(s for exposed, s in found if exposed <= least * (1 + 1e-9))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .exchange import ExchangeTime, best_choice, exchange_time
 from .hardware import Hardware
 from .memory import Memory, count_memory
 from .parameters import Parameters, count_parameters
@@ -30,6 +31,7 @@ class Plan:
     memory: Memory
     work: Work
     time: StepTime
+    exchange: ExchangeTime
 
     @property
     def usable_memory(self) -> float:
@@ -60,7 +62,14 @@ def make_plan(settings: Settings, hardware: Hardware) -> Plan:
     memory = count_memory(settings, parameters)
     work = count_work(settings, parameters)
     time = predict(settings, parameters, memory, work, hardware)
-    return Plan(settings, hardware, parameters, memory, work, time)
+    exchange = exchange_time(settings, parameters, work, hardware)
+    return Plan(settings, hardware, parameters, memory, work, time, exchange)
+
+
+def with_best_exchange(plan: Plan) -> Plan:
+    """The same run with the algorithm and degree that leave the least time exposed."""
+    chosen = best_choice(plan.settings, plan.parameters, plan.work, plan.hardware)
+    return make_plan(chosen, plan.hardware)
 
 
 def check(plan: Plan) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from .planner import GB, Plan
+from .planner import GB, Plan, with_best_exchange
 
 
 def describe(plan: Plan) -> str:
@@ -93,11 +93,31 @@ def _work_rows(plan: Plan) -> list[tuple[str, str]]:
     ]
     for label, seconds in time_rows(plan):
         rows.append((f"  {label}", f"{seconds:.3f} s ({seconds / time.total:.1%})"))
+    if work.exchanges:
+        rows += _exchange_rows(plan)
     rows += [
         ("predicted tokens/s", f"{plan.tokens_per_second:,.0f}"),
         ("predicted MFU", f"{plan.flops_utilisation:.1%}"),
     ]
     return rows
+
+
+def _exchange_rows(plan: Plan) -> list[tuple[str, str]]:
+    exchange, best = plan.exchange, with_best_exchange(plan)
+    return [
+        (
+            "all-to-all on the links",
+            f"{exchange.carried:.3f} s, {exchange.hidden:.0%} hidden by the experts "
+            f"({choice_name(plan)})",
+        ),
+        ("  least exposed", f"{best.exchange.exposed:.3f} s with {choice_name(best)}"),
+    ]
+
+
+def choice_name(plan: Plan) -> str:
+    """Algorithm and overlap degree, as in "2dh x4"."""
+    choice = plan.settings.exchange
+    return f"{choice.algorithm} x{choice.overlap_degree}"
 
 
 def time_rows(plan: Plan) -> list[tuple[str, float]]:
@@ -121,10 +141,12 @@ def table(plans: Sequence[Plan]) -> str:
         "tokens/s",
         "a2a share",
         "MFU",
+        "best exchange",
+        "tokens/s with it",
     )
     rows = [head, tuple("-" * len(name) for name in head)]
     for plan in plans:
-        work = plan.work
+        work, best = plan.work, with_best_exchange(plan)
         rows.append(
             (
                 str(plan.settings.gpus),
@@ -140,6 +162,8 @@ def table(plans: Sequence[Plan]) -> str:
                 f"{plan.tokens_per_second:,.0f}",
                 f"{plan.time.all_to_all_share:.1%}",
                 f"{plan.flops_utilisation:.1%}",
+                choice_name(best),
+                f"{best.tokens_per_second:,.0f}",
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
@@ -175,6 +199,11 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         },
         "fits": plan.fits,
         "work": {**dataclasses.asdict(plan.work), "bytes_per_peer": plan.work.bytes_per_peer},
+        "predicted_exchange": {
+            **dataclasses.asdict(plan.exchange),
+            "hidden": plan.exchange.hidden,
+            "best": dataclasses.asdict(with_best_exchange(plan).settings.exchange),
+        },
         "predicted_seconds": {**dataclasses.asdict(plan.time), "total": plan.time.total},
         "predicted_tokens_per_second": plan.tokens_per_second,
         "predicted_all_to_all_share": plan.time.all_to_all_share,

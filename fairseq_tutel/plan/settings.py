@@ -11,8 +11,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ..config import MoEConfig, check_divisible
-from ..models.options import check_model_options, moe_config
+from ..config import ExchangeConfig, MoEConfig, check_divisible
+from ..models.options import check_model_options, exchange_config, moe_config
 
 FORMULATIONS = ("sparse", "dense")
 DDP_BACKENDS = ("legacy_ddp", "pytorch_ddp", "fully_sharded")
@@ -33,24 +33,6 @@ class Precision:
     element: int
     master_copies: bool
     statistic: int
-
-
-@dataclass(frozen=True)
-class ExchangeChoice:
-    """How rows travel between GPUs.
-
-    Attributes:
-        algorithm: of ``--moe-a2a``.
-        degree: d, chunks that overlap with the experts.
-        wire, wire_back, wire_grad: numbers on the wire: of tokens on their way to the experts, of
-            outputs on their way back, and of both gradients.
-    """
-
-    algorithm: str = "linear"
-    degree: int = 1
-    wire: str = "same"
-    wire_back: str = "same"
-    wire_grad: str = "same"
 
 
 @dataclass(frozen=True)
@@ -94,12 +76,9 @@ class Settings:
         return self.is_dense_formulation and self.ddp_backend == "fully_sharded"
 
     @property
-    def exchange(self) -> ExchangeChoice:
-        """As the model's options say it."""
-        model = self.model
-        return ExchangeChoice(
-            algorithm=str(model.moe_a2a), degree=getattr(model, "moe_overlap_degree", 1)
-        )
+    def exchange(self) -> ExchangeConfig:
+        """How rows travel between GPUs, as the model's options say it."""
+        return exchange_config(self.model)
 
     @property
     def tokens(self) -> int:

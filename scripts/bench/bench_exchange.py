@@ -5,9 +5,10 @@
     python -m fairseq_tutel.launch --nproc-per-node 8 -- \\
         python scripts/bench/bench_exchange.py sizes --ranks-per-node 4
 
-``sizes``: linear, 2dh and auto by the bytes that one rank hands over. ``wire``: bytes that the
-network interface counted, and time, of a layer without experts whose four legs travel in one
-format.
+``sizes``: linear, 2dh and auto by the bytes that one rank hands over. ``overlap``: a layer whose
+exchanges travel in 1, 2, 4 or 8 chunks while its experts compute (see exchange_layers.py).
+``wire``: bytes that the network interface counted, and time, of a layer without experts whose four
+legs travel in one format.
 
 All variants of a part take turns in one process, a repetition begins with a barrier, its time is
 that of the slowest rank, and medians are compared. On two nodes made by two_nodes.py the figures
@@ -67,13 +68,20 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="default: linear,2dh,auto",
     )
     add(
+        "--degrees",
+        type=lambda text: [int(word) for word in text.split(",")],
+        default=list(exchange_layers.DEGREES),
+        metavar="LIST",
+        help="of overlap (default: 1,2,4,8)",
+    )
+    add(
         "--wires",
         type=lambda text: text.split(","),
         default=list(WIRES),
         metavar="LIST",
         help=f"formats (default: {','.join(WIRES)})",
     )
-    layer = parser.add_argument_group("layer of wire")
+    layer = parser.add_argument_group("layer of overlap and wire")
     layer.add_argument("--algorithm", default="linear", help="default: linear")
     layer.add_argument("--tokens", type=int, default=2048, help="of a rank (default: 2048)")
     layer.add_argument("--model-dim", type=int, default=256, help="default: 256")
@@ -183,6 +191,41 @@ def print_sizes(result: dict[str, Any]) -> None:
     say(table(["algorithm", "uses", "bytes", "p20 ms", "p50 ms", "p80 ms", "ratio"], lines))
 
 
+def measure_overlap(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """One row per degree; the layers of all degrees return the same numbers."""
+    options.world_size = ranks.world_size
+    variants = exchange_layers.overlap_variants(options)
+    outputs = [variants[f"layer {degree}"]() for degree in options.degrees]
+    for degree, output in zip(options.degrees, outputs, strict=True):
+        if not torch.allclose(output, outputs[0], rtol=1e-4, atol=1e-5):
+            raise RuntimeError(f"degree {degree} returns other numbers than {options.degrees[0]}")
+    seconds = interleaved(variants, ranks, options.repetitions)
+    median = {name: percentiles(times)["p50"] for name, times in seconds.items()}
+    rows = exchange_layers.overlap_rows(median, options.degrees)
+    quiet_logs()  # the planner's formula has imported fairseq, which turns everything on
+    return {
+        "results": rows,
+        "seconds": {name: percentiles(times) for name, times in seconds.items()},
+        "raw_seconds": seconds,
+    }
+
+
+def print_overlap(result: dict[str, Any]) -> None:
+    """The table."""
+    lines = [
+        [
+            str(row["degree"]),
+            *(f"{1e3 * row[key]:.1f}" for key in ("layer", "exchange_alone", "experts_alone")),
+            f"{row['speedup']:.2f}",
+            f"{row['hidden_share']:.0%}",
+            f"{row['hidden_by_schedule']:.0%}",
+        ]
+        for row in result["results"]
+    ]
+    alone = ["exchange alone ms", "experts alone ms"]
+    say(table(["degree", "layer ms", *alone, "times", "hidden", "by schedule"], lines))
+
+
 def measure_wire(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """One row per format: time, and bytes that the interface counted."""
     options.world_size = ranks.world_size
@@ -231,6 +274,9 @@ class Part:
 PARTS = {
     "sizes": Part(
         "linear, 2dh and auto by message size", measure_sizes, print_sizes, "sizes", "algorithms"
+    ),
+    "overlap": Part(
+        "a layer by overlap degree", measure_overlap, print_overlap, "degrees", *_LAYER
     ),
     "wire": Part("bytes on the link by wire format", measure_wire, print_wire, "wires", *_LAYER),
 }

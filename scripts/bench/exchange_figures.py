@@ -17,7 +17,7 @@ _LINKS = {
 
 def draw(pyplot, result: dict[str, Any], path: Path) -> None:
     """Draw one result as a PNG file."""
-    {"sizes": _sizes, "wire": _wire}[result["part"]](pyplot, result, path)
+    {"sizes": _sizes, "overlap": _overlap, "wire": _wire}[result["part"]](pyplot, result, path)
 
 
 def size_label(size: float) -> str:
@@ -33,6 +33,41 @@ def _title(figure, result, text: str) -> None:
         x=0.01,
         ha="left",
     )
+
+
+def _overlap(pyplot, result, path) -> None:
+    """A layer's time by degree, beside its parts alone, and what is hidden (after fig. 9, 15)."""
+    figure, (times, hidden) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    rows = result["results"]
+    names = [str(row["degree"]) for row in rows]
+    parts = {
+        "layer": ("layer, forward + backward", "#1d4ed8"),
+        "exchange_alone": ("exchanges alone, as many chunks", "#c2410c"),
+        "experts_alone": ("experts alone", "#4b8f8c"),
+    }
+    for offset, (key, (label, color)) in enumerate(parts.items()):
+        places = [i + (offset - 1) * 0.27 for i in range(len(rows))]
+        bars = times.bar(places, [1e3 * row[key] for row in rows], 0.27, color=color, label=label)
+        if key == "layer":
+            labels = [f"{row['speedup']:.2f} x" for row in rows]
+            times.bar_label(bars, labels, padding=3, fontsize=9)
+    times.set_xticks(range(len(rows)), names)
+    times.set_ylabel("ms")
+    times.set_ylim(0, 1.35 * max(1e3 * row["layer"] for row in rows))
+    times.legend(frameon=False, fontsize=8, loc="upper right")
+    shares = [100 * row["hidden_share"] for row in rows]
+    hidden.bar_label(hidden.bar(names, shares, 0.6, color="#1d4ed8"), fmt="%.0f%%", padding=3)
+    schedule = [100 * row["hidden_by_schedule"] for row in rows]
+    hidden.plot(names, schedule, "k_", ms=30, label="what the schedule can hide with these parts")
+    hidden.legend(frameon=False, fontsize=8, loc="upper left")
+    hidden.set_ylim(min(0, *shares) * 1.2, 1.35 * max(100, *shares))
+    hidden.set_ylabel("hidden share, %")
+    for axis in (times, hidden):
+        axis.set_xlabel("overlap degree: chunks")
+        axis.grid(axis="y", color="#d9dde3", linewidth=0.8)
+        axis.set_axisbelow(True)
+    _title(figure, result, "One MoE layer, exchanges and experts overlapped")
+    figures.save(pyplot, figure, path)
 
 
 def _wire(pyplot, result, path) -> None:

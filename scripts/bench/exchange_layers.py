@@ -1,15 +1,32 @@
-"""Layers whose exchanges are compressed, for bench_exchange.py."""
+"""Layers whose exchanges overlap with their experts, or are compressed, for bench_exchange.py.
+
+A layer's time is that of its forward and backward pass. Beside the layer itself, at each degree,
+the same layer is timed with experts that return their input (its exchanges alone, in as many
+chunks: several in flight fill a link better than one, which is not overlap's merit), with copies in
+place of exchanges (its experts alone), and with both (what is neither)::
+
+    hidden share = (exchanges + experts - layer) / the smaller of exchanges and experts
+
+where "what is neither" is taken off all three. The schedule itself hides less than everything: the
+way of the first chunk and of the last is nobody's to hide. What it would hide with these parts is
+stated beside what was measured, by the planner's formula; the difference is what both parts cost
+each other, above all where they share cores.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.moe import MoELayer
+
+DEGREES = (1, 2, 4, 8)
 
 
 class Step:
@@ -38,6 +55,53 @@ class Step:
         y = self.layer(self.x)
         y.backward(torch.ones_like(y))
         return y
+
+
+def overlap_variants(options) -> dict[str, Callable[[], Any]]:
+    """What takes turns."""
+    plain = ExchangeConfig(options.algorithm, options.ranks_per_node)
+    steps: dict[str, Callable[[], Any]] = {
+        "experts": Step(options, plain, experts=True, sends=False),
+        "rest": Step(options, plain, experts=False, sends=False),
+    }
+    for degree in options.degrees:
+        config = ExchangeConfig(options.algorithm, options.ranks_per_node, overlap_degree=degree)
+        steps[f"layer {degree}"] = Step(options, config, experts=True, sends=True)
+        steps[f"exchange {degree}"] = Step(options, config, experts=False, sends=True)
+    return steps
+
+
+def overlap_rows(median: dict[str, float], degrees: Sequence[int]) -> list[dict[str, float]]:
+    """By degree: seconds, the speed-up over the first degree, and the hidden share."""
+    rest = median["rest"]
+    experts = median["experts"] - rest
+    rows = []
+    for degree in degrees:
+        layer, exchange = median[f"layer {degree}"], median[f"exchange {degree}"] - rest
+        hidden = exchange + experts - (layer - rest)
+        smaller = min(exchange, experts)
+        rows.append(
+            {
+                "degree": degree,
+                "layer": layer,
+                "exchange_alone": exchange,
+                "experts_alone": experts,
+                "speedup": median[f"layer {degrees[0]}"] / layer,
+                "hidden_share": hidden / smaller,
+                "hidden_by_schedule": (exchange - _exposed(exchange, experts, degree)) / smaller,
+            }
+        )
+    return rows
+
+
+def _exposed(exchange: float, experts: float, degree: int) -> float:
+    """Seconds of exchanges that the schedule leaves: of their four legs, a quarter each, and of the
+    experts' three products, one forward, one for the rows' gradients, one for the weights'."""
+    from fairseq_tutel.plan.exchange import exposed  # imports fairseq, which is slow and talks
+
+    leg, product = exchange / 4 / degree, experts / 3 / degree
+    forward = exposed(leg, product, leg, degree)
+    return forward + exposed(leg, product, leg, degree, meanwhile=degree * product)
 
 
 def link_bytes() -> int:

@@ -35,8 +35,9 @@ needs_namespaces = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 def test_exchanges_between_two_nodes(tmp_path):
     done = subprocess.run(
         [*SCRIPT, "--ranks", "4", "--rate", "100mbit", "--message-bytes", "20000", "--",
-         sys.executable, "scripts/bench/bench_exchange.py", "sizes", "wire",
-         "--sizes", "4K,1M", "--tokens", "512", "--model-dim", "128",
+         sys.executable, "scripts/bench/bench_exchange.py", "sizes", "overlap", "wire",
+         "--sizes", "4K,1M", "--degrees", "1,2", "--hidden-dim", "128",
+         "--tokens", "512", "--model-dim", "128",
          "--repetitions", "3", "--output", str(tmp_path)],
         cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
@@ -66,8 +67,23 @@ def test_exchanges_between_two_nodes(tmp_path):
             median[chosen] / min(median.values()), rel=1e-2
         )
     _check_wire(json.loads((tmp_path / "exchange-wire-4-messages.json").read_text()))
-    for part in ("sizes", "wire"):
+    _check_overlap(json.loads((tmp_path / "exchange-overlap-4-messages.json").read_text()))
+    for part in ("sizes", "overlap", "wire"):
         assert (tmp_path / f"exchange-{part}-4-messages.png").stat().st_size > 10_000
+
+
+def _check_overlap(result):
+    median = {name: seconds["p50"] for name, seconds in result["seconds"].items()}
+    assert set(median) == {"rest", "experts", "layer 1", "exchange 1", "layer 2", "exchange 2"}
+    assert [row["degree"] for row in result["results"]] == [1, 2]
+    for row in result["results"]:
+        layer, exchange = median[f"layer {row['degree']}"], median[f"exchange {row['degree']}"]
+        # rest is part of all three: taken off two, and left in the layer's
+        both = exchange + median["experts"] - median["rest"]
+        smaller = min(exchange, median["experts"]) - median["rest"]
+        assert row["hidden_share"] * smaller == pytest.approx(both - layer, rel=0.01, abs=1e-4)
+        assert row["speedup"] == pytest.approx(median["layer 1"] / layer, rel=1e-3)
+    assert result["results"][0]["hidden_by_schedule"] == 0
 
 
 def _check_wire(result):
