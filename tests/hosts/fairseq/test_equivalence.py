@@ -61,6 +61,12 @@ CASES = {
         "--moe-normalize-gate-prob-before-dropping --moe-capacity-factor -0.75",
         4,
     ),
+    "E=4 K=2 re-routed, by probability, sigmoid": (
+        "--moe-expert-count 4 --moe-overflow-rerouting 1 --moe-drop-policy probability "
+        "--moe-score-function sigmoid --moe-capacity-factor 0.6 --moe-gate-loss-choices all "
+        "--moe-gate-loss-scope sequence",
+        4,
+    ),
     "E=4 cosine, every layer sparse, untied": (
         "--moe-expert-count 4 --moe-router cosine --moe-freq 1 --moe-expert-ffn-dim 12",
         4,
