@@ -8,7 +8,8 @@ utilisation of the experts over the last 100 updates, beside that of even but in
 (fairseq_tutel/models/README.md has the formulas), and the cross-entropy of held-out text, evaluated
 without dropping. ``util_rank`` is that of 4 ranks with 4 experts each. One process has one batch,
 so that a balance over all ranks is not among the methods: it is the same as that of the rank. Last,
-the time of a dropless layer on 2 ranks is measured against util_rank (routing_step_time.py).
+the time of a dropless layer on 2 ranks is measured against util_rank (routing_step_time.py). The
+output file is written after every run, and a call that was interrupted goes on from it.
 """
 
 from __future__ import annotations
@@ -262,34 +263,64 @@ def main(argv: list[str] | None = None) -> int:
         help="also measure a dropless layer on 2 ranks at several util_rank",
     )
     args = parser.parse_args(argv)
+    runs, step_time = _known(args)
+    known = {(one["method"], one["capacity_factor"], one["seed"]) for one in runs}
     cases = [
         (method, factor, seed, args.updates)
+        for seed in range(args.seeds)
         for factor in BOTH
         for method in args.methods
-        if factor in METHODS[method][2]
-        for seed in range(args.seeds)
+        if factor in METHODS[method][2] and (method, factor, seed) not in known
     ]
-    step_time = routing_step_time.measure() if args.step_time else []
+    if args.step_time and not step_time:
+        step_time = routing_step_time.measure()
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(args.processes, mp_context=spawn) as pool:
-        runs = list(pool.map(run, *zip(*cases, strict=True)))
+        waiting = [pool.submit(run, *case) for case in cases]
+        for left, done in enumerate(concurrent.futures.as_completed(waiting), 1 - len(waiting)):
+            runs.append(done.result())
+            result = _result(args, runs, step_time, complete=left == 0)
+            if args.output:
+                args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    result = _result(args, runs, step_time, complete=True)
+    _print(result)
+    if args.output:
+        draw(result, args.output.with_suffix(".png"))
+    return 0
+
+
+def _known(args) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+    """What an earlier, interrupted call with the same updates left in the output file."""
+    if not args.output or not args.output.exists():
+        return [], []
+    before = json.loads(args.output.read_text(encoding="utf-8"))
+    if before["complete"] or before["settings"]["updates"] != args.updates:
+        return [], []
+    return before["runs"], before["step_time"]
+
+
+def _result(args, runs, step_time, complete: bool) -> dict[str, Any]:
     result = describe_run("routing", torch.device("cpu"))
+    result["complete"] = complete
     result["settings"] = {
         **{"experts": EXPERTS, "top_k": TOP_K, "tokens": TOKENS, "dim": DIM, "hidden": HIDDEN},
         **{"updates": args.updates, "seeds": args.seeds, "late_updates": LATE, "ranks": RANKS},
     }
+    order = {method: number for number, method in enumerate(METHODS)}
+    runs = sorted(runs, key=lambda r: (-r["capacity_factor"], order[r["method"]], r["seed"]))
     result |= {"table": summarise(runs), "even_choices": even_choices(), "runs": runs}
     result["step_time"] = step_time
-    print_table(result["table"], result["even_choices"])
-    for row in step_time:
-        say(f"2 ranks, dropless: util_rank {row['util_rank']:.0f}%: {row['ms']:.0f} ms")
     if step_time:
         result["share_that_scales"] = routing_step_time.share_that_scales(step_time)
+    return result
+
+
+def _print(result: dict[str, Any]) -> None:
+    print_table(result["table"], result["even_choices"])
+    for row in result["step_time"]:
+        say(f"2 ranks, dropless: util_rank {row['util_rank']:.0f}%: {row['ms']:.0f} ms")
+    if result["step_time"]:
         say(f"share of the time that scales with the rows: {result['share_that_scales']:.2f}")
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        draw(result, args.output.with_suffix(".png"))
-    return 0
 
 
 if __name__ == "__main__":
