@@ -220,7 +220,7 @@ class ExchangeConfig:
     Attributes:
         algorithm: a registered name: ``linear``, ``2dh``, ``auto``, ``pairwise``, or one of a
             user's own.
-        ranks_per_node: of algorithms that tell nodes apart; 0: as the machines have it.
+        ranks_per_node: of algorithms that distinguish nodes; 0: as the machines have it.
         overlap_degree: chunks in which rows are exchanged, so that experts compute one while others
             travel: 1, 2, 4 or 8. Results change by rounding at most, drops not at all.
         wire: how tokens are written on their way to the experts: ``same`` (as they are), ``bf16``,

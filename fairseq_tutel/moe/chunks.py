@@ -26,7 +26,7 @@ class ExpertRows:
     Attributes:
         rows: [e, N, M] with N rows per expert, unused ones zero (padded), or [R, M] (ragged).
         offsets: int32 [e], end of each expert's rows in a ragged buffer (rows after the last are
-            unused); None says padded.
+            unused); None: padded.
     """
 
     rows: torch.Tensor

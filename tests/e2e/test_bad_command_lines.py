@@ -215,9 +215,9 @@ def test_a_full_disk_is_told_in_one_line_by_each_rank(programs, tmp_path):
     command = f"{TRAIN.replace(' --no-save', '')} --save-dir {tmp_path}/save"
     limit = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (20_000, 20_000))"
     done = programs.run(_words(command, tmp_path), ranks=2, prelude=limit, CUDA_VISIBLE_DEVICES="")
-    told = [line for line in done.stderr.splitlines() if "error" in line]
-    assert done.status > 0 and len(told) == 2 and "Traceback" not in done.text
-    assert all("File too large" in line and f"{tmp_path}/save/" in line for line in told)
+    errors = [line for line in done.stderr.splitlines() if "error" in line]
+    assert done.status > 0 and len(errors) == 2 and "Traceback" not in done.text
+    assert all("File too large" in line and f"{tmp_path}/save/" in line for line in errors)
     assert os.listdir(tmp_path / "save") == []
 
 

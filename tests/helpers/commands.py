@@ -42,7 +42,7 @@ def fairseq_command(
     try:
         process.wait(timeout)
     except subprocess.TimeoutExpired:
-        pass  # told below, with the log
+        pass  # reported below, with the log
     finally:
         process.kill()
         process.wait()

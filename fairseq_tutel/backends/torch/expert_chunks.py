@@ -1,7 +1,5 @@
 """The experts' network on rows that come in chunks, in plain torch; on a CPU block by block.
 
-Legend: e local experts, N rows per expert, R rows, M model dim, F hidden dim.
-
 The backward pass of ``expert_ffn.py`` in two: what has to be known before the gradient of the rows
 can be sent, and weight gradients, for which the gradient of the hidden values is kept.
 """
