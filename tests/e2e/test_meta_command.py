@@ -1,6 +1,7 @@
 """The published command from start to end: trained, killed while saving, resumed, resharded,
 evaluated, asked for text."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -8,13 +9,14 @@ import sys
 import time
 
 import pytest
-from commands import BIN, ROOT, environment, launched, logged, meta_command, perplexity, run
+from commands import ROOT, environment, forked, launched, logged, meta_command, perplexity, run
 
 from fairseq_tutel.checkpoint import load_for_rank
 
 
-def evaluate(data_bin, path, ranks, *extra):
-    command = launched(
+def evaluate(start, data_bin, path, ranks, *extra):
+    """start: runs a program of fairseq's on some ranks."""
+    output = start(
         ranks,
         "fairseq-eval-lm",
         str(data_bin),
@@ -22,7 +24,7 @@ def evaluate(data_bin, path, ranks, *extra):
         *("--is-moe", "--tokens-per-sample", "64", "--required-batch-size-multiple", "1"),
         *("--model-overrides", "{'moe_eval_capacity_token_fraction': None}", *extra),
     )
-    return perplexity(run(command))
+    return perplexity(output)
 
 
 def kill_while_saving(command, save_dir):
@@ -59,7 +61,9 @@ def kill_while_saving(command, save_dir):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_train_kill_resume_reshard_evaluate_generate(data_bin, tmp_path):
+def test_train_kill_resume_reshard_evaluate_generate(data_bin, programs, tmp_path):
+    """The first commands as a user starts them, later ones of the same kind forked."""
+    fork = functools.partial(forked, programs)
     save_dir = tmp_path / "run"
     always = ("--max-update", "40", "--save-interval-updates", "1", "--keep-interval-updates", "1")
     leftovers = kill_while_saving(
@@ -86,30 +90,29 @@ def test_train_kill_resume_reshard_evaluate_generate(data_bin, tmp_path):
     assert [int(r["num_updates"]) for r in records] == [killed_at + i for i in (1, 2, 3)]
     assert not [name for name in os.listdir(save_dir) if name.endswith((".tmp", ".commit"))]
 
-    reference = evaluate(data_bin, path, 2, "--batch-size", "4")
+    reference = evaluate(
+        lambda *words: run(launched(*words)), data_bin, path, 2, "--batch-size", "4"
+    )
     assert 10 < reference < 1200
     python = [sys.executable, "-m", "fairseq_tutel.checkpoint"]
     for ranks in (4, 1):
         resharded = tmp_path / f"on{ranks}" / "checkpoint_last.pt"
         run([*python, "reshard", str(path), str(resharded), "--ranks", str(ranks)])
-        assert evaluate(data_bin, resharded, ranks, "--batch-size", "3") == pytest.approx(
+        assert evaluate(fork, data_bin, resharded, ranks, "--batch-size", "3") == pytest.approx(
             reference, rel=1e-3
         )
-        log = run(
-            launched(
-                ranks,
-                "fairseq-train",
-                *meta_command(data_bin, resharded.parent, "--max-update", str(killed_at + 4)),
-            )
-        )
+        words = meta_command(data_bin, resharded.parent, "--max-update", str(killed_at + 4))
+        log = fork(ranks, "fairseq-train", *words)
         assert [int(r["num_updates"]) for r in logged(log, "train_inner")] == [killed_at + 4]
     merged = tmp_path / "model.pt"
     run([*python, "merge", str(path), str(merged)])
-    assert evaluate(data_bin, merged, 1, "--batch-size", "1") == pytest.approx(reference, rel=1e-3)
+    on_merged = evaluate(fork, data_bin, merged, 1, "--batch-size", "1")
+    assert on_merged == pytest.approx(reference, rel=1e-3)
 
-    ask = [str(BIN / "fairseq-interactive"), str(data_bin), "--user-dir", "fairseq_tutel", "--cpu"]
+    ask = ["fairseq-interactive", str(data_bin), "--user-dir", "fairseq_tutel", "--cpu"]
     ask += ["--task", "language_modeling", "--path", str(path), "--max-len-b", "12"]
     for how in (["--beam", "3"], ["--sampling", "--sampling-topk", "5", "--beam", "1"]):
-        answer = run([*ask, *how], text="the value of\n")
-        completion = [line for line in answer.splitlines() if line.startswith("H-0")][0]
+        answer = programs.run([*ask, *how], text="the value of\n")
+        assert answer.status == 0, answer.text[-3000:]
+        completion = [line for line in answer.text.splitlines() if line.startswith("H-0")][0]
         assert completion.split("\t")[2].startswith("the value of")
