@@ -75,6 +75,11 @@ def chunk_edges(count: torch.Tensor, degree: int) -> torch.Tensor:
     return count * numbers.view(-1, *[1] * count.dim()) // degree
 
 
+def chunk_sizes(count: torch.Tensor, degree: int) -> torch.Tensor:
+    """Rows of each chunk, int64 [d, ...]; see :func:`chunk_edges`."""
+    return count[None] if degree == 1 else chunk_edges(count, degree).diff(dim=0)
+
+
 class Links(Protocol):
     """The numbers of a hardware profile that decide how long an exchange takes.
 
@@ -261,8 +266,8 @@ class Exchange(abc.ABC):
         """
         ranks = self.groups.ep_size
         count_E = count_E.to(torch.int64)
-        count_DWL = chunk_edges(self._receive_counts(count_E), degree).diff(dim=0)
-        sent_DW = chunk_edges(count_E, degree).diff(dim=0).view(degree, ranks, -1).sum(2)
+        count_DWL = chunk_sizes(self._receive_counts(count_E), degree)
+        sent_DW = chunk_sizes(count_E, degree).view(degree, ranks, -1).sum(2)
         table = torch.stack([sent_DW, count_DWL.sum(2)], 1).tolist()
         return [(count, Parts(*line)) for count, line in zip(count_DWL, table, strict=True)]
 

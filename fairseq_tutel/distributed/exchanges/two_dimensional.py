@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..gather import data_device
-from .base import Exchange, Parts, chunk_edges
+from .base import Exchange, Parts, chunk_sizes
 from .linear import LinearExchange
 from .registry import register_exchange
 
@@ -118,10 +118,10 @@ class TwoDimensionalExchange(Exchange):
         through = from_node.transpose(0, 1).contiguous()
         received = torch.empty_like(through)
         dist.all_to_all_single(received, through, group=self.subgroups["inter"])
-        count_DWL = chunk_edges(received, degree).diff(dim=0).view(degree, nodes * local, -1)
-        sent_DAN = chunk_edges(count_ANL, degree).diff(dim=0).sum(3)
+        count_DWL = chunk_sizes(received, degree).view(degree, nodes * local, -1)
+        sent_DAN = chunk_sizes(count_ANL, degree).sum(3)
         # [chunk, a', i'']: rows that came from (a, i'') for node a'
-        between_DAN = chunk_edges(through, degree).diff(dim=0).sum(3)
+        between_DAN = chunk_sizes(through, degree).sum(3)
         sizes = (sent_DAN.flatten(1), count_DWL.sum(2), between_DAN.flatten(1))
         chunks = []
         for number, (sent_W, received_W, between_W) in enumerate(torch.stack(sizes, 1).tolist()):
