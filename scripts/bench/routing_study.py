@@ -185,7 +185,8 @@ def summarise(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         means = {name: round(statistics.mean(r[name] for r in mine), 4) for name in COLUMNS}
         nats = [r["nats"] for r in mine]
         spread = round((max(nats) - min(nats)) / 2, 4)
-        table.append({"method": method, "capacity_factor": factor, **means, "nats_spread": spread})
+        case = {"method": method, "capacity_factor": factor, "runs": len(mine)}
+        table.append({**case, **means, "nats_spread": spread})
     return table
 
 
@@ -203,19 +204,21 @@ def even_choices() -> dict[str, float]:
 def print_table(table: list[dict[str, Any]], even: dict[str, float]) -> None:
     """For reading and for the results page."""
     heads = (
-        "method | f | util_slot | util_load | util_rank | moe_drop | at f = 1 | dead | nats | ms"
+        "method | f | runs | util_slot | util_load | util_rank | moe_drop | at f = 1 | dead | "
+        "nats | ms"
     )
     say(f"| {heads} |")
-    say("|" + "---|" * 10)
+    say("|" + "---|" * 11)
     for row in table:
         slot = f"{row['slot']:.1f}" if row["slot"] else ""
         percent = " | ".join(f"{row[name]:.1f}" for name in ("load", "rank", "drop", "drop_at_1"))
         say(
-            f"| {row['method']} | {row['capacity_factor']:g} | {slot} | {percent} | "
-            f"{row['dead']:.1f} | {row['nats']:.3f} ± {row['nats_spread']:.3f} | {row['ms']:.0f} |"
+            f"| {row['method']} | {row['capacity_factor']:g} | {row['runs']} | {slot} | "
+            f"{percent} | {row['dead']:.1f} | {row['nats']:.3f} ± {row['nats_spread']:.3f} | "
+            f"{row['ms']:.0f} |"
         )
     say(
-        f"| even but independent choices | | {even['slot']:.1f} | {even['load']:.1f} | "
+        f"| even but independent choices | | | {even['slot']:.1f} | {even['load']:.1f} | "
         f"{even['rank']:.1f} | {even['drop']:.1f} | {even['drop']:.1f} | {even['dead']:.1f} | | |"
     )
 
@@ -262,7 +265,14 @@ def main(argv: list[str] | None = None) -> int:
         default=True,
         help="also measure a dropless layer on 2 ranks at several util_rank",
     )
+    parser.add_argument(
+        "--draw-only", action="store_true", help="table and figure of the runs in --output"
+    )
     args = parser.parse_args(argv)
+    if args.draw_only:
+        result = json.loads(args.output.read_text(encoding="utf-8"))
+        result["table"] = summarise(result["runs"])
+        return _show(result, args.output)
     runs, step_time = _known(args)
     known = {(one["method"], one["capacity_factor"], one["seed"]) for one in runs}
     cases = [
@@ -283,10 +293,7 @@ def main(argv: list[str] | None = None) -> int:
             if args.output:
                 args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     result = _result(args, runs, step_time, complete=True)
-    _print(result)
-    if args.output:
-        draw(result, args.output.with_suffix(".png"))
-    return 0
+    return _show(result, args.output)
 
 
 def _known(args) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
@@ -315,12 +322,16 @@ def _result(args, runs, step_time, complete: bool) -> dict[str, Any]:
     return result
 
 
-def _print(result: dict[str, Any]) -> None:
+def _show(result: dict[str, Any], output: Path | None) -> int:
     print_table(result["table"], result["even_choices"])
     for row in result["step_time"]:
         say(f"2 ranks, dropless: util_rank {row['util_rank']:.0f}%: {row['ms']:.0f} ms")
     if result["step_time"]:
         say(f"share of the time that scales with the rows: {result['share_that_scales']:.2f}")
+    if output:
+        output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        draw(result, output.with_suffix(".png"))
+    return 0
 
 
 if __name__ == "__main__":

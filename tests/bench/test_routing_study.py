@@ -19,7 +19,14 @@ def test_the_study_runs_and_records(tmp_path, capsys):
     assert padded["drop"] == pytest.approx(padded["drop_at_1"], abs=0.01)
     assert free["drop"] == 0 < free["drop_at_1"]
     assert 3 < free["nats"] < 8
-    assert "| nothing | 1 |" in capsys.readouterr().out
+    assert "| nothing | 1 | 1 |" in capsys.readouterr().out
+    assert result["complete"]
+    # a call that was interrupted goes on: nothing is left to do
+    result["complete"] = False
+    result["runs"][0]["nats"] = 5.25
+    file.write_text(json.dumps(result), encoding="utf-8")
+    assert routing_study.main([*words, "--updates", "4", "--output", str(file)]) == 0
+    assert json.loads(file.read_text(encoding="utf-8"))["table"][0]["nats"] == 5.25
     pytest.importorskip("matplotlib")
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
