@@ -211,10 +211,11 @@ def print_table(table: list[dict[str, Any]], even: dict[str, float]) -> None:
     say("|" + "---|" * 11)
     for row in table:
         slot = f"{row['slot']:.1f}" if row["slot"] else ""
+        spread = f" ± {row['nats_spread']:.3f}" if row["runs"] > 1 else ""
         percent = " | ".join(f"{row[name]:.1f}" for name in ("load", "rank", "drop", "drop_at_1"))
         say(
             f"| {row['method']} | {row['capacity_factor']:g} | {row['runs']} | {slot} | "
-            f"{percent} | {row['dead']:.1f} | {row['nats']:.3f} ± {row['nats_spread']:.3f} | "
+            f"{percent} | {row['dead']:.1f} | {row['nats']:.3f}{spread} | "
             f"{row['ms']:.0f} |"
         )
     say(
@@ -287,11 +288,15 @@ def main(argv: list[str] | None = None) -> int:
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(args.processes, mp_context=spawn) as pool:
         waiting = [pool.submit(run, *case) for case in cases]
-        for left, done in enumerate(concurrent.futures.as_completed(waiting), 1 - len(waiting)):
-            runs.append(done.result())
-            result = _result(args, runs, step_time, complete=left == 0)
-            if args.output:
-                args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        try:
+            for done in concurrent.futures.as_completed(waiting):
+                runs.append(done.result())
+                result = _result(args, runs, step_time, complete=False)
+                if args.output:
+                    args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # or Ctrl-C would wait for all that is left
+            raise
     result = _result(args, runs, step_time, complete=True)
     return _show(result, args.output)
 
