@@ -419,3 +419,20 @@ def test_one_rank_has_nothing_to_overlap(monkeypatch):
     monkeypatch.setattr(overlap, "lane_of", None)
     layer = MoELayer(M, 4, HIDDEN, exchange=ExchangeConfig(overlap_degree=8))
     assert layer(torch.randn(5, M)).shape == (5, M)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_second_stream_gives_the_same(layout, own, device="cuda"):
+    """Copies take the place of messages; memory is given back and taken again between the runs."""
+    groups = build_groups(8, simulate_world_size=4)
+    x, target = torch.randn(2, 4096, M, device=device)
+    want = None
+    for degree in (1, 4, 4, 8):
+        config = ExchangeConfig(overlap_degree=degree)
+        layer = make_layer(groups, layout, torch.float32, config, own).to(device)
+        got = run(layer, x, target)
+        want = want or got
+        for name, value in want.items():
+            assert rms_ratio(got[name], value) < 1e-5, (degree, name)
