@@ -181,3 +181,9 @@ def test_the_page_names_the_rooms_that_there_are():
     rooms = {room_of(file) for file in TREES} - {""}
     assert rooms == set().union(*LINES)
     assert rooms >= set().union(*OWNERS.values()) | STANDARD_LIBRARY_ONLY
+
+
+def test_test_files_have_names_of_their_own():
+    """pytest imports them by their names alone: of two that are one, a run of all collects none."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
