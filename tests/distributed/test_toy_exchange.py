@@ -74,7 +74,7 @@ def test_a_layer_with_it_equals_the_linear_one_bit_for_bit():
 
 @pytest.fixture
 def registered(monkeypatch):
-    monkeypatch.setattr(EXCHANGES, "_known", dict(EXCHANGES._known))
+    monkeypatch.setattr(EXCHANGES, "_classes", dict(EXCHANGES._classes))
     return register_exchange("toy-broadcast")(BroadcastExchange)
 
 
