@@ -222,7 +222,8 @@ class ExchangeConfig:
             user's own.
         ranks_per_node: of algorithms that distinguish nodes; 0: as the machines have it.
         overlap_degree: chunks in which rows are exchanged, so that experts compute one while others
-            travel: 1, 2, 4 or 8. Results change by rounding at most, drops not at all.
+            travel: 1, 2, 4 or 8. Results change by rounding at most (dropout inside the experts
+            draws a mask per chunk, so another one), drops not at all.
         wire: how tokens are written on their way to the experts: ``same`` (as they are), ``bf16``,
             ``fp16`` or ``fp8`` (both with a scale per 128 values; e4m3 for values, e5m2 for
             gradients). Where it is not narrower than the tokens' own dtype they travel as they are.

@@ -5,7 +5,7 @@ A row of M values is their M encoded values, then, except for bf16, one byte per
 is the biased exponent of a power of two in fp32, the E8M0 of the OCP Microscaling Formats (MX)
 Specification 1.0, so that scaling rounds nothing; 255 says that the block held a NaN or an
 infinity, all of it then arrives as NaN. The scale brings the block's largest magnitude to between
-7/8 and 7/4 times 2^exponent, below the format's largest value: nothing overflows.
+7/8 and 7/4 times 2^exponent, below the format's largest value: no value up to 3e38 overflows.
 """
 
 from __future__ import annotations

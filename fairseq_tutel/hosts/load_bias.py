@@ -35,13 +35,16 @@ def update_load_bias(model: nn.Module, passes: Sequence[AuxLosses]) -> None:
                 f"a forward pass has {len(found.layers)} reports of {len(layers)} MoE layers, "
                 f"without counts of {lacking}: were they in training, with a load_bias?"
             )
-        counts_L = torch.stack([counts[name] for name in layers]).to(torch.int64)
-        total = counts_L if total is None else total + counts_L
+        shapes = [counts[name].shape for name in layers]  # layers may differ in experts and rule
+        flat = torch.cat([counts[name].flatten() for name in layers]).to(torch.int64)
+        total = flat if total is None else total + flat
     if total is None:
         raise ValueError("update_load_bias needs the reports of at least one forward pass")
     if process_world()[1] > 1:
         sum_tensor_over_ranks_(total)
-    update_load_biases(layers.values(), total)
+    parts = total.split([shape.numel() for shape in shapes])
+    counts_L = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    update_load_biases(layers.values(), counts_L)
 
 
 def update_load_biases(layers: Iterable[MoELayer], counts_L: Iterable[torch.Tensor]) -> None:

@@ -4,7 +4,8 @@ Each rank's loss is ``E * sum_e F_e * mean_t(p_te)``: F from the counts of all r
 gradient, p of its own tokens. Weighted by the ranks' tokens and summed, the gradient is that of one
 process with all tokens. A balance that only the global batch must have leaves experts free to
 specialise within it: Qiu et al., arXiv 2501.11873 (eq. 3), who find lower perplexity. Micro-batches
-of one update are balanced one by one.
+of one update are balanced one by one. fairseq's dummy batches, by which ranks without a batch take
+part at the end of an epoch, are counted too.
 """
 
 from __future__ import annotations

@@ -123,14 +123,13 @@ class Experts(nn.Module):
 
     @property
     def has_hooks(self) -> bool:
-        """Whether somebody (a profiler, fairseq's search for a NaN) wants to see calls of it."""
-        return any(
-            (
-                self._forward_hooks,
-                self._forward_pre_hooks,
-                self._backward_hooks,
-                self._backward_pre_hooks,
-            )
+        """Whether somebody wants to see calls of it: a profiler, fairseq's search for a NaN, or its
+        checkpoint_wrapper, which replaces ``forward``.
+        """
+        kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+        return "forward" in vars(self) or any(
+            getattr(self, f"_{kind}") or getattr(torch.nn.modules.module, f"_global_{kind}")
+            for kind in kinds
         )
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):

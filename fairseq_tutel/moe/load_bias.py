@@ -49,7 +49,8 @@ def margin_histogram(
     margin_TE = cutoff_T1 - key_TE
     if weight_T is not None:
         margin_TE = margin_TE / weight_T[:, None]
-    place_TE = torch.asinh(margin_TE / _SCALE) / _EDGE  # -1 to 1
+    # -1 to 1; nan (of an overflow, of disabled experts) is no index: it counts in the last bin
+    place_TE = (torch.asinh(margin_TE / _SCALE) / _EDGE).nan_to_num(nan=1.0)
     bin_TE = ((place_TE + 1) * (BINS / 2)).clamp(0, BINS - 1).long()
     bin_TE += BINS * torch.arange(num_experts, device=key_TE.device)
     if pad_T is not None:

@@ -128,7 +128,7 @@ def independent_utilisation(
         pmf_N = _binomial(num_tokens, share)
         rows_N = torch.arange(num_tokens + 1, dtype=torch.float64)
         kept = (pmf_N * rows_N.clamp(max=capacity)).sum().item()
-        slot, drop = 100 * kept / capacity, 100 * (1 - kept / mean)
+        slot, drop = 100 * kept / capacity, 100 * (1 - kept / mean) if mean else 0.0
     unused = (1 - share) ** (num_tokens * num_ranks)
     of_ranks = max(num_ranks // max(1, num_ranks // num_experts), 1)
     values = (

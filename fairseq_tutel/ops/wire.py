@@ -28,8 +28,8 @@ def encode_rows(rows_RM: Tensor, wire_format: str) -> tuple[Tensor, Tensor]:
     Args:
         rows_RM: (R, M) fp32, fp16 or bf16; fp64 is rounded to fp32 first.
         wire_format: ``bf16`` (cast), or one scale per 128 values: ``fp16``, ``e4m3``, ``e5m2``.
-            Any magnitude is within the range of the latter; 128 values among which one is not
-            finite arrive as NaN.
+            Any magnitude up to 3e38 is within the range of the latter; 128 values among which one
+            is not finite arrive as NaN.
 
     Returns:
         wire_RD: (R, D) uint8, D as :func:`wire_bytes` says.

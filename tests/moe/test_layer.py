@@ -416,3 +416,13 @@ def test_a_router_may_call_route_logits():
     step = RouterStep(layer.config, training=True, num_tokens=6)
     routing, aux = route_logits(torch.randn(6, E), step)
     assert routing.topk_weight_TK.shape == (6, 2) and aux.loss > 0
+
+
+def test_experts_notice_who_wants_to_see_their_calls():
+    layer = MoELayer(8, 2, 8)
+    assert not layer.experts.has_hooks
+    with torch.nn.modules.module.register_module_forward_hook(lambda *_: None):
+        assert layer.experts.has_hooks
+    assert not layer.experts.has_hooks
+    layer.experts.forward = layer.experts.forward  # as checkpoint_wrapper of fairseq replaces it
+    assert layer.experts.has_hooks

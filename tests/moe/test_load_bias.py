@@ -198,6 +198,7 @@ def test_half_models_keep_it_in_fp32_and_checkpoints_keep_it():
 
 
 def test_weights_without_it_start_with_zeros(caplog):
+    caplog.set_level("WARNING", logger="fairseq_tutel")  # whatever another test has left
     layer = MoELayer(8, E, 8, load_bias="sign")
     layer.load_state_dict(MoELayer(8, E, 8).state_dict())
     assert not layer.gate.load_bias.any()
@@ -286,6 +287,25 @@ def test_a_plain_module_as_gate_has_no_bias():
     layer = MoELayer(8, E, 8, load_bias="sign", gate=torch.nn.Linear(8, E))
     with pytest.raises(ValueError, match="load_bias='sign' needs a router"):
         layer(torch.randn(3, 8))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_an_overflow_is_counted_and_does_not_end_the_process(value):
+    layer = MoELayer(8, E, 8, load_bias="quantile")
+    x = torch.randn(5, 8)
+    x[0] = value
+    _, aux = layer(x, return_aux=True)
+    assert aux.bias_counts.sum() == 5 * E  # every token in one bin of each expert
+
+
+def test_layers_may_differ_in_experts_and_rule():
+    model = torch.nn.Sequential(
+        MoELayer(8, 4, 8, load_bias="quantile"), MoELayer(8, 8, 8, load_bias="sign")
+    )
+    hosts.update_load_bias(model, passes(model, [torch.randn(16, 8, requires_grad=True)]))
+    for layer, rule in zip(model, ("quantile", "sign"), strict=True):
+        assert layer.gate.load_bias.shape == (layer.config.num_experts,)
+        assert layer.config.load_bias == rule and layer.gate.load_bias.any()
 
 
 def test_passes_without_counts_are_refused():

@@ -325,6 +325,10 @@ class Wrapper(Exchange):
         """Of the inner exchange."""
         return self.inner.send_order
 
+    def send_order_on(self, device):
+        """Of the inner exchange, which keeps it: a wrapper may be made anew for every message."""
+        return self.inner.send_order_on(device)
+
     @property
     def communicates(self) -> bool:
         """Of the inner exchange."""

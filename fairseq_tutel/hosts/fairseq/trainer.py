@@ -50,6 +50,7 @@ class MoETrainer(CheckpointMixin, Trainer):
         super().__init__(cfg, task, model, criterion, quantizer)
         self._load_bias = _load_bias(model, criterion)
         _warn_without_gate_loss(criterion)
+        _warn_of_no_effect(cfg.model, model, criterion)
         self.expert_load = ExpertLoadLog(
             cfg.checkpoint.save_dir,
             list(model.moe_layers),
@@ -177,6 +178,11 @@ class MoETrainer(CheckpointMixin, Trainer):
         if passes is not None:
             self.expert_load.add(self.get_num_updates(), passes)
             if self._load_bias:
+                if any("moe_bias_counts" not in log for log in logging_outputs):
+                    raise ValueError(
+                        "--moe-load-bias needs a router that reports bias_counts, as "
+                        f"route_logits() does; {self.cfg.model.moe_router!r} does not"
+                    )
                 counts = [log["moe_bias_counts"] for log in logging_outputs]
                 update_load_biases(self._model.moe_layers.values(), sum(counts))
         return super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)
@@ -270,6 +276,21 @@ def _warn_without_gate_loss(criterion) -> None:
             "%s leaves out the gate loss: nothing keeps the experts in balance; "
             "--criterion moe_cross_entropy adds it",
             type(criterion).__name__,
+        )
+
+
+def _warn_of_no_effect(options, model, criterion) -> None:
+    """Options that are possible, but have nothing to do beside the others."""
+    config = next(iter(model.moe_layers.values())).config
+    drops = any(config.capacity(1, training) is not None for training in (True, False))
+    if not drops and (config.overflow_rerouting or config.drop_policy != "position"):
+        logger.warning("--moe-overflow-rerouting and --moe-drop-policy: no effect without capacity")
+    if config.load_bias != "sign" and config.load_bias_rate != type(config).load_bias_rate:
+        logger.warning("--moe-load-bias-rate: no effect without --moe-load-bias sign")
+    if options.moe_load_log_interval and not isinstance(criterion, MoECrossEntropyCriterion):
+        logger.warning(
+            "--moe-load-log-interval: no effect without --criterion moe_cross_entropy, which hands "
+            "on the load"
         )
 
 
