@@ -13,14 +13,16 @@ per chunk they would be rounded and added as many times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from .. import ops
 from ..distributed import Exchange
-from ..distributed.exchanges import Leg, send, start
+from ..distributed.exchanges import Flight, Leg, Ticket, send, start
 from ..distributed.lanes import lane_of
 from .chunks import Chunk, ExpertRows
 from .experts import Experts
@@ -61,10 +63,28 @@ def _through_any(rows_RM, chunks, experts, exchange, lane):
         for rows, chunk in zip(parts, chunks, strict=True)
     ]
     coming = []
-    for ticket, chunk in zip(going, chunks, strict=True):
-        out = experts(ExpertRows(chunk.by_expert(ticket.wait()), chunk.offsets))
-        coming.append(start(exchange, chunk.by_rank(out), Leg.COMBINE, chunk.parts, lane))
+    for chunk in chunks:
+        rows = going.pop(0).wait()
+        with _landed_if_it_fails(going, coming):
+            out = chunk.by_rank(experts(ExpertRows(chunk.by_expert(rows), chunk.offsets)))
+        coming.append(start(exchange, out, Leg.COMBINE, chunk.parts, lane))
     return torch.cat([ticket.wait() for ticket in coming])
+
+
+@contextlib.contextmanager
+def _landed_if_it_fails(*under_way: Iterable[Flight | Ticket]):
+    """Around what experts compute: their error waits for the exchanges that are under way.
+
+    Until then these write into memory that the caller would be given anew, and would meet whatever
+    he exchanges next. Ranks have started the same ones. Not around waiting: if an exchange fails,
+    those behind it may wait for ever.
+    """
+    try:
+        yield
+    except Exception:
+        for each in itertools.chain(*under_way):
+            each.land()
+        raise
 
 
 class _ThroughNetwork(torch.autograd.Function):
@@ -79,11 +99,16 @@ class _ThroughNetwork(torch.autograd.Function):
         ]
         coming, saved = [], []
         for chunk in chunks:
-            rows = chunk.by_expert(going.pop(0).arrive())
-            out, state = ops.ffn_chunk(
-                rows, *params, offsets=chunk.offsets, options=network.options, keep_hidden=keep
-            )
-            out = chunk.by_rank(out)
+            arrived = going.pop(0).arrive()
+            with _landed_if_it_fails(going, coming):
+                out, state = ops.ffn_chunk(
+                    chunk.by_expert(arrived),
+                    *params,
+                    offsets=chunk.offsets,
+                    options=network.options,
+                    keep_hidden=keep,
+                )
+                out = chunk.by_rank(out)
             into = out_RM[chunk.span]
             coming.append(send(exchange, out, Leg.COMBINE, chunk.parts, lane, into))
             saved += state if keep else ()
@@ -111,17 +136,23 @@ class _ThroughNetwork(torch.autograd.Function):
         ]
         going, gradients = [], []
         for chunk, state in backwards:
-            d_out = chunk.by_expert(coming.pop(0).arrive())
-            gradient = ops.ffn_chunk_bwd(
-                d_out, state, *params, options=options, needs_rows=needs_rows
-            )
+            arrived = coming.pop(0).arrive()
+            with _landed_if_it_fails(coming, going):
+                d_out = chunk.by_expert(arrived)
+                gradient = ops.ffn_chunk_bwd(
+                    d_out, state, *params, options=options, needs_rows=needs_rows
+                )
+                d_rows = chunk.by_rank(gradient.d_rows) if needs_rows else None
             gradients.append(gradient)
             if needs_rows:
-                d_rows, into = chunk.by_rank(gradient.d_rows), d_rows_RM[chunk.span]
+                into = d_rows_RM[chunk.span]
                 going.append(send(exchange, d_rows, Leg.DISPATCH_GRADIENT, chunk.parts, lane, into))
         d_params = (None,) * 4
         if needs_params:
-            d_params = ops.ffn_chunks_bwd_params(states, gradients[::-1], *params, options=options)
+            with _landed_if_it_fails(going):
+                d_params = ops.ffn_chunks_bwd_params(
+                    states, gradients[::-1], *params, options=options
+                )
         for flight in going:
             flight.arrive()
         needs = ctx.needs_input_grad[1:5]

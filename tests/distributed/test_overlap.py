@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.assertions import rms_ratio
-from helpers.distributed import RanksFailed, run_ranks
+from helpers.distributed import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +23,7 @@ from fairseq_tutel.distributed import (
     gather_texts,
     process_world,
 )
-from fairseq_tutel.distributed.exchanges import Leg, Wrapper
+from fairseq_tutel.distributed.exchanges import Wrapper
 from fairseq_tutel.distributed.lanes import InlineLane
 from fairseq_tutel.moe import MoELayer, overlap
 
@@ -290,44 +290,6 @@ def test_schedule_is_that_of_the_docstring(monkeypatch):
         lane.log.clear()
         y.sum().backward()
         assert missing not in lane.log and ">11" in lane.log
-
-
-class Failing(Wrapper):
-    def __init__(self, inner, leg):
-        super().__init__(inner)
-        self.leg = leg
-
-    def for_message(self, num_bytes):
-        return self
-
-    def move(self, rows, received, leg, parts):
-        if leg is self.leg:
-            raise ValueError("the link is down")
-        self.inner.move(rows, received, leg, parts)
-
-
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("leg", list(Leg))
-def test_an_error_in_the_lane_reaches_the_user(leg, own):
-    layer, x = simulated(4, own)
-    works = layer.exchange
-    layer.exchange = Failing(works, leg)
-    with pytest.raises(ValueError, match="the link is down"):
-        layer(x).sum().backward()
-    layer.exchange = works
-    layer(x).sum().backward()
-
-
-def _fail_on_one_rank():
-    layer = make_layer(build_groups(4), "padded", torch.float64, ExchangeConfig(overlap_degree=4))
-    if process_world()[0] == 1:
-        layer.exchange = Failing(layer.exchange, Leg.DISPATCH)
-    layer(torch.randn(6, M, dtype=torch.float64))
-
-
-def test_an_error_in_the_lane_of_one_rank_ends_all():
-    with pytest.raises(RanksFailed, match="the link is down"):
-        run_ranks(_fail_on_one_rank, 2, timeout=40)
 
 
 @pytest.mark.parametrize("own", [False, True])

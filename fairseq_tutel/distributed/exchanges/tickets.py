@@ -7,6 +7,7 @@ started, so that the backward pass overlaps as the forward pass does.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -30,6 +31,15 @@ class Flight:
         finish()
         self._under_way = None
         return self.received
+
+    def land(self) -> None:
+        """Wait until nothing is read or filled any more, if it is under way; for one who gives up.
+
+        What arrived is not looked at, and raises nothing.
+        """
+        if self._under_way is not None:
+            with contextlib.suppress(Exception):
+                self.arrive()
 
 
 def send(
@@ -85,6 +95,11 @@ class Ticket:
             raise RuntimeError(f"the {self._leg.value} exchange was waited for before")
         unfilled, self._unfilled = self._unfilled, None
         return _Wait.apply(unfilled, self)
+
+    def land(self) -> None:
+        """:meth:`Flight.land` of what is under way now, there or back."""
+        if self._flight is not None:
+            self._flight.land()
 
     def _send(self, rows, leg):
         self._flight = send(self._exchange, rows, leg, self._parts, self._lane)
