@@ -9,7 +9,7 @@ The letters of shapes are those of the glossary in ``fairseq_tutel/README.md``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -18,11 +18,9 @@ from ..config import ExchangeConfig, MoEConfig
 from ..distributed import (
     Exchange,
     ExpertParallelGroups,
-    LocalCopy,
     StepAgreement,
     StepSettings,
     TimedExchange,
-    build_exchange,
     refuse_plain_ddp,
     shared_groups,
     sync_step,
@@ -30,11 +28,12 @@ from ..distributed import (
 from .autocast import autocast_dtype
 from .balance import balance_over_ranks
 from .dispatcher import dispatch_and_combine
+from .exchange_choices import ExchangeChoice, ExchangeChoices
 from .experts import ExpertList, Experts
 from .metrics import MoEAux
 from .routers import Router, make_router, route_by_module
 from .routing import RouterStep
-from .wire import WireExchange, row_bytes, with_wire
+from .wire import WireExchange, row_bytes
 
 
 class MoELayer(nn.Module):
@@ -94,13 +93,11 @@ class MoELayer(nn.Module):
         self.groups = _groups_for(self.config.num_experts, groups)
         self._checked_ddp = not self.groups.communicates
         self.record_exchange_time = record_exchange_time
-        self.exchange_config = ExchangeConfig.of(exchange)
-        if record_exchange_time:  # one after the other, or their times would be those of experts
-            self.exchange_config = dataclasses.replace(self.exchange_config, overlap_degree=1)
-        self.exchange = build_exchange(self.exchange_config, self.groups)
-        if skip_exchange and self.exchange.communicates:
-            self.exchange = LocalCopy(self.exchange)
-        self.exchange = with_wire(self.exchange, self.exchange_config)
+        # one after the other where they are timed, or their times would be those of experts
+        self._choices = ExchangeChoices(
+            self.groups, one_at_a_time=record_exchange_time, skip=skip_exchange
+        )
+        self.exchange_config, self.exchange = self._choices.prepare(exchange)
         if gate is not None and not isinstance(gate, nn.Module):
             raise ValueError(f"gate must be a module, got {gate!r}; router='cosine' chooses a gate")
         self.gate = gate if gate is not None else make_router(model_dim, self.config)
@@ -127,6 +124,7 @@ class MoELayer(nn.Module):
         step: StepAgreement | None = None,
         top_k: int | None = None,
         capacity_factor: float | None = None,
+        exchange: ExchangeConfig | str | None = None,
         return_aux: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, MoEAux]:
         """Apply the layer.
@@ -140,6 +138,8 @@ class MoELayer(nn.Module):
                 reports to :func:`~fairseq_tutel.moe.balance_over_ranks`.
             top_k, capacity_factor: for this call only; the same on all ranks. A ``step`` must have
                 been made with them: ``sync_step(T, layer.step_settings(dtype, top_k=...), groups)``
+            exchange: for this call only, in the same way; one that the layer was built with or that
+                was given to :meth:`prepare_exchanges`, with any degree of overlap and wire formats.
             return_aux: also return the aux loss and the counts that metrics are made of.
 
         Returns:
@@ -147,25 +147,28 @@ class MoELayer(nn.Module):
 
         Raises:
             ValueError: wrong width, options out of range, ranks that disagree, a ``step`` that was
-                agreed on with another ``top_k`` or ``capacity_factor``, or a plain
-                DistributedDataParallel around.
+                agreed on with another ``top_k``, ``capacity_factor`` or ``exchange``, an exchange
+                that was not prepared, or a plain DistributedDataParallel around.
         """
         self._check(x)
         config = self._config_for_call(top_k, capacity_factor)
+        choice = self._choice_for_call(exchange)
         given_TM, x_TM = self._tokens(x)
         pad_mask_T = None if pad_mask is None else pad_mask.reshape(-1)
 
-        router_step = self._agree(x_TM, config, step, x.shape[:-2].numel())
+        router_step = self._agree(x_TM, config, choice.config, step, x.shape[:-2].numel())
         if isinstance(self.gate, Router):
             routing, router_aux = self.gate(x_TM, pad_mask_T, router_step)
         else:
             routing, router_aux = route_by_module(self.gate, given_TM, pad_mask_T, router_step)
-        exchange = self._exchange_for(routing, router_step, x_TM)
-        y_TM = dispatch_and_combine(x_TM, routing, self.experts, exchange, self._overlap_degree)
+        used = self._exchange_for(routing, router_step, x_TM, choice)
+        y_TM = dispatch_and_combine(
+            x_TM, routing, self.experts, used, self._overlap_degree(choice.config)
+        )
 
         wire_sums = None
-        if isinstance(self.exchange, WireExchange):
-            wire_sums = self.exchange.errors.take(x.device, gradients=self.training)
+        if isinstance(choice.exchange, WireExchange):
+            wire_sums = choice.exchange.errors.take(x.device, gradients=self.training)
         y = y_TM.view(x.shape)
         if not return_aux:
             return y
@@ -178,7 +181,7 @@ class MoELayer(nn.Module):
             num_kept_per_expert_E=routing.num_kept_per_expert_E,
             num_tokens=x_TM.shape[0],
             num_slots=routing.num_experts * routing.capacity if routing.padded else 0,
-            **_times(exchange),
+            **_times(used),
             wire_sums=wire_sums,
         )
         return y, aux if step is not None else balance_over_ranks([aux], config)[0]
@@ -189,16 +192,32 @@ class MoELayer(nn.Module):
         *,
         top_k: int | None = None,
         capacity_factor: float | None = None,
+        exchange: ExchangeConfig | str | None = None,
     ) -> StepSettings:
         """What ranks must have in common for their exchanges to fit together.
 
         Args:
             dtype: of the experts' rows.
-            top_k, capacity_factor: as given to the call that is to be agreed on.
+            top_k, capacity_factor, exchange: as given to the call that is to be agreed on.
         """
-        return self._settings(self._config_for_call(top_k, capacity_factor), dtype)
+        config = self._config_for_call(top_k, capacity_factor)
+        return self._settings(config, self._choice_for_call(exchange).config, dtype)
 
-    def _settings(self, config: MoEConfig, dtype: torch.dtype) -> StepSettings:
+    def prepare_exchanges(self, exchanges: Iterable[ExchangeConfig | str]) -> None:
+        """Build what calls with these exchanges need, such as process groups.
+
+        A collective call of all ranks, in one order, before training: inside a step a rank that
+        chose alone would wait for the others for ever. What is built stays.
+
+        Raises:
+            ValueError: an unknown name, or ranks that gave different ones.
+        """
+        for exchange in exchanges:
+            self._choices.prepare(exchange)
+
+    def _settings(
+        self, config: MoEConfig, exchange: ExchangeConfig, dtype: torch.dtype
+    ) -> StepSettings:
         return StepSettings(
             num_experts=config.num_experts,
             top_k=config.top_k,
@@ -207,39 +226,46 @@ class MoELayer(nn.Module):
             capacity_factor=config.capacity_factor,
             eval_capacity_factor=config.eval_capacity_factor,
             eval_capacity_token_fraction=config.eval_capacity_token_fraction,
-            exchange=self.exchange_config,
+            exchange=exchange,
             dtype=dtype,
         )
 
-    @property
-    def _overlap_degree(self) -> int:
+    def _overlap_degree(self, exchange: ExchangeConfig) -> int:
         """1 where there is nothing to overlap with."""
-        return self.exchange_config.overlap_degree if self.groups.ep_size > 1 else 1
+        return exchange.overlap_degree if self.groups.ep_size > 1 else 1
 
-    def _agree(self, x_TM, config, step, num_sequences) -> RouterStep:
+    def _choice_for_call(self, exchange) -> ExchangeChoice:
+        if exchange is None:
+            return ExchangeChoice(self.exchange_config, self.exchange)
+        return self._choices.of(exchange)
+
+    def _agree(self, x_TM, config, exchange, step, num_sequences) -> RouterStep:
         """What all ranks do in this call; communicates unless ``step`` holds it."""
         if step is None:
-            step = sync_step(x_TM.shape[0], self._settings(config, x_TM.dtype), self.groups)
-        elif step.settings is not None and config is not self.config:
+            settings = self._settings(config, exchange, x_TM.dtype)
+            step = sync_step(x_TM.shape[0], settings, self.groups)
+        elif step.settings is not None and (
+            config is not self.config or exchange is not self.exchange_config
+        ):
             # ranks would exchange parts of a size that they did not compare; an agreement may be
             # older than the autocast that decides the dtype, but all else must hold
-            wanted = self._settings(config, step.settings.dtype)
+            wanted = self._settings(config, exchange, step.settings.dtype)
             for label, (value, agreed) in wanted.differences(step.settings).items():
                 raise ValueError(
                     f"this call's options make {label} {value}, but the ranks' agreement for this "
                     f"step has {agreed}; give the same options to step_settings()"
                 )
-        compact = self.exchange_config.wire_compact and self.groups.ep_size > 1
+        compact = exchange.wire_compact and self.groups.ep_size > 1
         return RouterStep(config, self.training, step.num_tokens, num_sequences, compact)
 
-    def _exchange_for(self, routing, step, x_TM) -> Exchange:
+    def _exchange_for(self, routing, step, x_TM, choice) -> Exchange:
         """The exchange for messages of this call's size, measured if that is asked for."""
         # at most, and the same on all ranks
         rows = step.config.top_k * step.num_tokens
         if routing.padded:
             rows = routing.num_experts * routing.capacity
-        size = rows * row_bytes(self.exchange_config, x_TM.shape[1], x_TM.dtype)
-        exchange = self.exchange.for_message(size // self._overlap_degree)
+        size = rows * row_bytes(choice.config, x_TM.shape[1], x_TM.dtype)
+        exchange = choice.exchange.for_message(size // self._overlap_degree(choice.config))
         return TimedExchange(exchange) if self.record_exchange_time else exchange
 
     def _check(self, x) -> None:

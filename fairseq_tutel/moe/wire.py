@@ -92,8 +92,10 @@ def row_bytes(config: ExchangeConfig, model_dim: int, dtype: torch.dtype) -> int
     return model_dim * dtype.itemsize if name is None else ops.wire_bytes(name, model_dim)
 
 
-def with_wire(exchange: Exchange, config: ExchangeConfig) -> Exchange:
+def with_wire(
+    exchange: Exchange, config: ExchangeConfig, errors: WireErrors | None = None
+) -> Exchange:
     """The exchange itself where nothing leaves its rank or nothing is to be compressed."""
     if exchange.groups.ep_size == 1 or not config.compresses:
         return exchange
-    return WireExchange(exchange, config)
+    return WireExchange(exchange, config, errors)

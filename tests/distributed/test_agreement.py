@@ -89,6 +89,10 @@ CALLS = {
         "the capacity factor in training: 0.0 on ranks [1]; 1.0 on ranks [0]",
         ({}, {"capacity_factor": 0.0}),
     ),
+    "exchange": (
+        "overlap_degree: 1 on ranks [1]; 4 on ranks [0]",
+        ({"exchange": ExchangeConfig(overlap_degree=4)}, {}),
+    ),
 }
 
 
@@ -101,6 +105,13 @@ def _disagree_in_one_call():
             layer(x, **options[rank])
         assert words in str(caught.value)
     assert layer(x, top_k=1, capacity_factor=0.0).shape == (6, 8)
+    assert layer(x, exchange=ExchangeConfig(overlap_degree=4)).shape == (6, 8)
+    # nothing is built inside a step, where a rank that chose alone would wait for the others
+    if rank == 0:
+        with pytest.raises(ValueError, match="'pairwise'.* was not built .*prepare_exchanges"):
+            layer(x, exchange="pairwise")
+    layer.prepare_exchanges(["pairwise", "linear"])
+    assert torch.equal(layer(x, exchange="pairwise"), layer(x))
 
 
 def test_options_of_one_call_are_compared():
@@ -117,6 +128,7 @@ def test_an_agreement_holds_for_the_options_it_was_made_with(training):
         ({"top_k": 4}, "make top_k 4, but the ranks' agreement for this step has 2"),
         ({"capacity_factor": 2.5}, "2.5, but .* has (1.0|0.0);"),
         ({"top_k": 2, "capacity_factor": 0.25}, "0.25, but"),
+        ({"exchange": ExchangeConfig(overlap_degree=2)}, "overlap_degree 2, but .* has 1;"),
     ):
         with pytest.raises(ValueError, match=words):
             layer(x, step=plain, **options)

@@ -53,8 +53,38 @@ def _run(name, experts, local, layout, dtype):
     return [y.detach(), x.grad, *(param.grad for param in layer.parameters())]
 
 
+def _switch():
+    """One layer whose exchange changes from call to call; gradients add up over the calls."""
+    rank, world_size = process_world()
+    choices = [ExchangeConfig(name, 2, degree) for name in ("linear", "2dh") for degree in (1, 2)]
+    torch.manual_seed(rank)
+    xs = torch.randn(4, 5 + rank, M)
+    layers = [
+        MoELayer(M, 2 * world_size, 8, groups=build_groups(2 * world_size), exchange=each, seed=3)
+        for each in choices
+    ]
+    layers[0].prepare_exchanges(choices)
+    # the gate is drawn from the generator of each rank
+    torch.nn.init.normal_(layers[0].gate.wg.weight, generator=torch.Generator().manual_seed(1))
+    want = {}
+    for layer, x in zip(layers, xs, strict=True):
+        layer.load_state_dict(layers[0].state_dict())
+        y = layer(x)
+        y.square().sum().backward()
+        for name, param in layer.named_parameters():
+            want[name] = want.get(name, 0) + param.grad
+            param.grad = None
+        assert torch.equal(layers[0](x, exchange=layer.exchange_config), y)
+    assert layers[0].exchange_config == choices[0]
+    for each, x in zip(choices, xs, strict=True):
+        layers[0](x, exchange=each).square().sum().backward()
+    for name, param in layers[0].named_parameters():
+        assert torch.equal(param.grad, want[name]), name
+
+
 def _compare():
     rank, world_size = process_world()
+    _switch()
     for experts, local in CASES[world_size]:
         for layout in FACTORS:
             for dtype in DTYPES:

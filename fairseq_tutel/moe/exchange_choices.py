@@ -1,0 +1,65 @@
+"""The exchanges among which the calls of a layer choose, built before training."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from ..config import ExchangeConfig
+from ..distributed import Exchange, ExpertParallelGroups, LocalCopy, build_exchange
+from .wire import WireErrors, with_wire
+
+
+class ExchangeChoice(NamedTuple):
+    """How rows travel in a call of a layer."""
+
+    config: ExchangeConfig
+    exchange: Exchange
+
+
+class ExchangeChoices:
+    """What was built, by what takes building: process groups, measurements.
+
+    Everything else of an :class:`ExchangeConfig`, such as the degree of overlap and the formats on
+    the wire, is free in every call.
+
+    Args:
+        groups: placement of the experts.
+        one_at_a_time: never in chunks, as exchanges are timed.
+        skip: copies in place of exchanges.
+    """
+
+    def __init__(self, groups: ExpertParallelGroups, *, one_at_a_time: bool, skip: bool):
+        self._groups, self._one_at_a_time, self._skip = groups, one_at_a_time, skip
+        self._built: dict[tuple, Exchange] = {}
+        self._errors = WireErrors()
+
+    def prepare(self, exchange: ExchangeConfig | str) -> ExchangeChoice:
+        """Build what a choice needs. Collective; all ranks prepare the same, in one order."""
+        config = ExchangeConfig.of(exchange)
+        built = build_exchange(config, self._groups)  # also compares the ranks' configs
+        if self._skip and built.communicates:
+            built = LocalCopy(built)
+        self._built.setdefault(_what_is_built(config), built)
+        return self.of(config)
+
+    def of(self, exchange: ExchangeConfig | str) -> ExchangeChoice:
+        """A choice whose parts are there; communicates nothing.
+
+        Raises:
+            ValueError: they are not. To build them here would hang where one rank chose alone.
+        """
+        config = ExchangeConfig.of(exchange)
+        built = self._built.get(_what_is_built(config))
+        if built is None:
+            raise ValueError(
+                f"exchange={config} was not built for this layer: call "
+                "layer.prepare_exchanges(...) with it on all ranks before training"
+            )
+        if self._one_at_a_time:
+            config = dataclasses.replace(config, overlap_degree=1)
+        return ExchangeChoice(config, with_wire(built, config, self._errors))
+
+
+def _what_is_built(config: ExchangeConfig) -> tuple:
+    return config.algorithm, config.ranks_per_node
