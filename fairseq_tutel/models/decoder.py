@@ -23,7 +23,7 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from ..config import MoEConfig
 from ..distributed import ExpertParallelGroups, StepAgreement, sync_step
 from ..moe import MoEAux, MoELayer, balance_over_ranks, routing_counts
-from .options import exchange_config
+from .exchange_options import exchange_config
 
 
 class ForwardScope:

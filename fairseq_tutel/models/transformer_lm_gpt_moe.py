@@ -20,13 +20,9 @@ from .. import ops
 from ..distributed import build_groups, process_world
 from ..moe import MoELayer
 from .decoder import MoETransformerDecoder
-from .options import (
-    TransformerLMGPTMoEConfig,
-    apply_command_line_rules,
-    check_model_options,
-    moe_config,
-)
+from .options import TransformerLMGPTMoEConfig, apply_command_line_rules, check_model_options
 from .registered import follow_registries
+from .routing_options import moe_config
 
 logger = logging.getLogger(__name__)
 

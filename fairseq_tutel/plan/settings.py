@@ -12,7 +12,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ..config import ExchangeConfig, MoEConfig, check_divisible
-from ..models.options import check_model_options, exchange_config, moe_config
+from ..models.exchange_options import exchange_config
+from ..models.options import check_model_options
+from ..models.routing_options import moe_config
 
 FORMULATIONS = ("sparse", "dense")
 DDP_BACKENDS = ("legacy_ddp", "pytorch_ddp", "fully_sharded")

@@ -9,7 +9,8 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 import fairseq_tutel
 from fairseq_tutel.criterions.moe_cross_entropy import MoECrossEntropyCriterionConfig
 from fairseq_tutel.models import TransformerLMGPTMoEConfig
-from fairseq_tutel.models.options import check_model_options, moe_config
+from fairseq_tutel.models.options import check_model_options
+from fairseq_tutel.models.routing_options import moe_config
 
 ARCH = "transformer_lm_gpt_moe"
 CRITERION = "moe_cross_entropy"

@@ -1,0 +1,71 @@
+"""Options of the exchange between ranks and their translation into an :class:`ExchangeConfig`."""
+
+# no postponed annotations here: fairseq reads the types of dataclass fields
+from dataclasses import dataclass
+
+from fairseq.dataclass import ChoiceEnum
+
+from ..config import WIRES, ExchangeConfig
+from ..ranges import at_least, ranges_of
+from .option_fields import option
+
+_EXCHANGE = ranges_of(ExchangeConfig)
+
+
+@dataclass
+class ExchangeOptions:
+    """How tokens travel between ranks."""
+
+    # its choices and help: see registered.py
+    moe_a2a: str = option("linear", "how tokens travel between ranks")
+    moe_ranks_per_node: int = option(
+        0,
+        "ranks that share a node, for hierarchical all-to-alls (default: as found)",
+        _EXCHANGE["ranks_per_node"],
+    )
+    moe_overlap_degree: int = option(
+        1,
+        "chunks (1, 2, 4 or 8) in which tokens travel to the experts and back, so that one is "
+        "computed while others travel; pays where that takes about as long as the experts",
+        _EXCHANGE["overlap_degree"],
+    )
+    moe_wire: ChoiceEnum(WIRES) = option(
+        "same",
+        "how tokens are written on their way to other ranks: 'same': as they are; 'bf16'; 'fp16' "
+        "and 'fp8': with a scale per 128 values, so that nothing overflows; where that is narrower",
+    )
+    moe_wire_back: ChoiceEnum(("auto", *WIRES)) = option(
+        "auto", "the same for experts' outputs; 'auto': as --moe-wire, but bf16 where that is fp8"
+    )
+    moe_wire_grad: ChoiceEnum(("auto", *WIRES)) = option(
+        "auto", "the same for gradients, both ways ('fp8' is e5m2 there, e4m3 elsewhere)"
+    )
+    moe_wire_compact: bool = option(
+        False,
+        "with a capacity in training, only the rows in use travel and are computed; the host waits "
+        "for the counts of each layer",
+    )
+    record_a2a_perf_stats: bool = option(
+        False, "log the time of the forward all-to-alls (synchronises each layer: slow, no overlap)"
+    )
+    dummy_a2a: bool = option(
+        False, "leave out the all-to-alls, for benchmarks; the results are wrong"
+    )
+    moe_simulate_world_size: int = option(
+        0,
+        "simulate one rank of this many in one process: all-to-alls become local copies",
+        at_least(0),
+    )
+
+
+def exchange_config(args) -> ExchangeConfig:
+    """How tokens travel between ranks, of a model config (or argparse namespace)."""
+    return ExchangeConfig(
+        algorithm=str(args.moe_a2a),
+        ranks_per_node=args.moe_ranks_per_node,
+        wire=str(args.moe_wire),
+        wire_back=str(args.moe_wire_back),
+        wire_grad=str(args.moe_wire_grad),
+        wire_compact=args.moe_wire_compact,
+        overlap_degree=args.moe_overlap_degree,
+    )
