@@ -7,7 +7,7 @@ The letters of shapes are those of the glossary in ``fairseq_tutel/README.md``.
 """
 
 from .activation import check_activation
-from .adam import adam16_step_, quantize_
+from .adam import adam16_maxima, adam16_step_, finite_max, quantize_
 from .backend import backend_for, get_backend, set_backend
 from .cumsum import fast_cumsum_sub_one
 from .dispatch import combine, dispatch
@@ -30,6 +30,7 @@ __all__ = [
     "FFNChunk",
     "FFNChunkGradient",
     "FFNOptions",
+    "adam16_maxima",
     "adam16_step_",
     "assign_rows",
     "assign_slots",
@@ -44,6 +45,7 @@ __all__ = [
     "ffn_chunk",
     "ffn_chunk_bwd",
     "ffn_chunks_bwd_params",
+    "finite_max",
     "gate_logits",
     "get_backend",
     "quantize_",

@@ -12,6 +12,42 @@ from ..backends import torch as torch_backend
 from .backend import implementation
 
 
+def adam16_maxima(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    exp_avg_scale: Tensor,
+    exp_avg_sq_scale: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    grad_multiplier: Tensor,
+) -> Tensor:
+    """Largest finite magnitudes of the statistics that :func:`adam16_step_` is going to store.
+
+    For a parameter of which every rank has a part: the maximum over the ranks, given to the step,
+    makes the scales those of the whole parameter.
+
+    Args:
+        See :func:`adam16_step_`; nothing is changed.
+
+    Returns:
+        [2, S] fp32, of ``exp_avg`` and of ``exp_avg_sq``, for the S scales.
+    """
+    return implementation("adam16_maxima", param)(
+        param,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        exp_avg_scale,
+        exp_avg_sq_scale,
+        beta1=beta1,
+        beta2=beta2,
+        grad_multiplier=grad_multiplier,
+    )
+
+
 def adam16_step_(
     param: Tensor,
     grad: Tensor,
@@ -27,6 +63,7 @@ def adam16_step_(
     weight_decay: float,
     step: int,
     grad_multiplier: Tensor,
+    maxima: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One step of Adam (fairseq's rule) on one tensor; statistics kept in fp16.
 
@@ -40,6 +77,8 @@ def adam16_step_(
         exp_avg_scale, exp_avg_sq_scale: [] (whole tensor) or [e] (per index of dim 0), fp32.
         step: number of this step, from 1.
         grad_multiplier: [] fp32 on param's device; the gradient is multiplied by it first.
+        maxima: [2, S] fp32, of :func:`adam16_maxima` over all parts of the parameter of which this
+            is one; None where it is the whole one.
 
     Returns:
         The new (exp_avg_scale, exp_avg_sq_scale), in the shapes they came in.
@@ -61,15 +100,22 @@ def adam16_step_(
         weight_decay=weight_decay,
         step=step,
         grad_multiplier=grad_multiplier,
+        maxima=maxima,
     )
 
 
-def quantize_(out_SN: Tensor, x_SN: Tensor, *, round_up: bool) -> Tensor:
+def finite_max(x_SN: Tensor) -> Tensor:
+    """Largest finite magnitude of each row as fp32 [S]; 0 where there is none."""
+    return torch_backend.finite_max(x_SN)
+
+
+def quantize_(out_SN: Tensor, x_SN: Tensor, *, round_up: bool, max_S: Tensor) -> Tensor:
     """Write a statistic into fp16 slices and return their scales, as a step does.
 
     Args:
         out_SN: [S, N] fp16, overwritten.
         x_SN: [S, N] fp32 or fp64. Used as scratch space.
         round_up: round upwards in fp16's subnormal range (for ``exp_avg_sq``, x >= 0).
+        max_S: [S] fp32, of :func:`finite_max`.
     """
-    return torch_backend.quantize_(out_SN, x_SN, round_up=round_up)
+    return torch_backend.quantize_(out_SN, x_SN, round_up=round_up, max_S=max_S)

@@ -10,12 +10,13 @@ State of a parameter (names and values of fairseq's ``FusedAdamV1`` with ``use_f
 
 The scale has shape [e] for stacked expert weights (attribute ``expert``, shape [e, ...]), one per
 expert, so a checkpoint may cut the state of one expert out, or stack states, without rounding.
+Where ranks hold parts of one parameter, :meth:`Adam16.share_scales` makes their scales one.
 4 bytes per parameter instead of 8. Error bounds: ``backends/torch/adam.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -26,17 +27,23 @@ from .. import ops
 
 STATISTICS = ("exp_avg", "exp_avg_sq")
 
+# takes the elementwise maximum of a tensor over ranks, in place
+ReduceMax = Callable[[Tensor], object]
+
 
 def scale_shape(param: Tensor) -> torch.Size:
     """[e] for stacked expert weights [e, ...], [] for any other parameter."""
     return param.shape[:1] if getattr(param, "expert", False) else torch.Size()
 
 
-def quantize_state(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
+def quantize_state(
+    state: dict[str, Any], param: Tensor, reduce_max_: ReduceMax | None = None
+) -> dict[str, Any]:
     """State of one parameter as ``Adam16`` keeps it.
 
     Takes a state of ``Adam16`` or ``FusedAdamV1``, whose fp16 values are kept bit for bit, or of
-    fp32 Adam, without scales, which is rounded once.
+    fp32 Adam, without scales, which is rounded once; ``reduce_max_`` is then called for each
+    statistic, see :meth:`Adam16.share_scales`.
 
     Raises:
         ValueError: a statistic has another shape than the parameter, or a scale is neither one
@@ -72,10 +79,15 @@ def quantize_state(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
         else:
             restored[name] = torch.empty(param.shape, dtype=torch.float16, device=param.device)
             rows = (max(target.numel(), 1), -1)
+            exact_SN = values.to(torch.float32, copy=True).reshape(rows)
+            max_S = ops.finite_max(exact_SN)
+            if reduce_max_ is not None:
+                reduce_max_(max_S)
             restored[f"{name}_scale"] = ops.quantize_(
                 restored[name].view(rows),
-                values.to(torch.float32, copy=True).reshape(rows),
+                exact_SN,
                 round_up=name == "exp_avg_sq",
+                max_S=max_S,
             ).view(target)
     return restored
 
@@ -115,6 +127,9 @@ class Adam16(torch.optim.Optimizer):
     supports_memory_efficient_fp16 = True
     supports_flat_params = True
     supports_step_with_scale = True
+    # ids of the parameters that share_scales() was called with
+    _parts: frozenset[int] = frozenset()
+    _reduce_max_: ReduceMax | None = None
 
     def __init__(
         self,
@@ -132,6 +147,20 @@ class Adam16(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
+    def share_scales(self, params: Iterable[Tensor], reduce_max_: ReduceMax) -> None:
+        """Take the scales of some parameters over ranks, each of which has a part of them.
+
+        The parts' statistics, joined, are then bit for bit those of the whole parameter. Steps
+        and the loading of fp32 statistics become collective.
+
+        Args:
+            params: of this optimizer.
+            reduce_max_: maximum over the ranks with the other parts; called once per step, also
+                where a parameter has no gradient.
+        """
+        self._parts = frozenset(id(param) for param in params)
+        self._reduce_max_ = reduce_max_ if self._parts else None
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, scale: float | Tensor = 1.0) -> Any:
         """One step on every parameter that has a gradient.
@@ -148,27 +177,71 @@ class Adam16(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        multipliers: dict[torch.device, Tensor] = {}
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                if param.device not in multipliers:
-                    multipliers[param.device] = _reciprocal(scale, param.device)
-                self._step_parameter(param, group, multipliers[param.device])
+        params = [(p, group) for group in self.param_groups for p in group["params"]]
+        devices = {param.device for param, _ in params if param.grad is not None}
+        multipliers = {device: _reciprocal(scale, device) for device in devices}
+        for param, _ in params:
+            self._prepare(param)
+        maxima = self._shared_maxima(params, multipliers)
+        for param, group in params:
+            if param.grad is not None:
+                multiplier = multipliers[param.device]
+                self._step_parameter(param, group, multiplier, maxima.get(id(param)))
         return loss
 
-    def _step_parameter(
-        self, param: Tensor, group: dict[str, Any], grad_multiplier: Tensor
-    ) -> None:
+    def _prepare(self, param: Tensor) -> None:
+        """Refuse what cannot be stepped, before anything is."""
+        if param.grad is None:
+            return
         if param.grad.is_sparse:
             raise ValueError(
                 "Adam with fp16 statistics does not support sparse gradients "
                 f"(parameter of shape {tuple(param.shape)})"
             )
+        if not self.state[param]:
+            self.state[param].update(_fresh_state(param))
+
+    def _shared_maxima(self, params, multipliers) -> dict[int, Tensor]:
+        """[2, S] by id of a parameter that is a part, over all ranks; one collective for all."""
+        if self._reduce_max_ is None:
+            return {}
+        found = {}
+        for param, group in params:
+            if id(param) not in self._parts:
+                continue
+            if param.grad is None:  # the other ranks' parts may have one
+                shape = (2, max(scale_shape(param).numel(), 1))
+                found[id(param)] = torch.zeros(shape, device=param.device)
+                continue
+            state = self.state[param]
+            found[id(param)] = ops.adam16_maxima(
+                param,
+                param.grad,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                state["exp_avg_scale"],
+                state["exp_avg_sq_scale"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                grad_multiplier=multipliers[param.device],
+            )
+        parts = list(found.values())
+        flat = torch.cat([part.to(parts[0].device).flatten() for part in parts])
+        self._reduce_max_(flat)
+        sizes = [part.numel() for part in parts]
+        return {
+            key: maximum.view(part.shape).to(part.device)
+            for (key, part), maximum in zip(found.items(), flat.split(sizes), strict=True)
+        }
+
+    def _step_parameter(
+        self,
+        param: Tensor,
+        group: dict[str, Any],
+        grad_multiplier: Tensor,
+        maxima: Tensor | None,
+    ) -> None:
         state = self.state[param]
-        if not state:
-            state.update(_fresh_state(param))
         state["step"] += 1
         data = param.data.contiguous()
         state["exp_avg_scale"], state["exp_avg_sq_scale"] = ops.adam16_step_(
@@ -185,6 +258,7 @@ class Adam16(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             step=state["step"],
             grad_multiplier=grad_multiplier,
+            maxima=maxima,
         )
         if data.data_ptr() != param.data.data_ptr():
             param.data.copy_(data)
@@ -204,7 +278,8 @@ class Adam16(torch.optim.Optimizer):
         states = state_dict["state"]
         for key, param in zip(saved, own, strict=True):
             if states.get(key):
-                self.state[param] = quantize_state(states[key], param)
+                reduce_max_ = self._reduce_max_ if id(param) in self._parts else None
+                self.state[param] = quantize_state(states[key], param, reduce_max_)
 
 
 def _reciprocal(scale: float | Tensor, device: torch.device) -> Tensor:

@@ -2,6 +2,8 @@
 
 import copy
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -212,6 +214,56 @@ def test_state_of_stacked_experts_equals_that_of_each_expert_alone():
         for name in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
             assert torch.equal(state[name][index], optimizers[1].state[expert][name]), name
         assert optimizers[1].state[expert]["exp_avg_scale"].shape == ()
+
+
+def step_part(part, grads, fp32_state, reduce_max_):
+    """Weights and state of one part of an expert, and its state from fp32 statistics."""
+    param = expert_parameter(part.shape)
+    param.data.copy_(part)
+    optimizer = Adam16([param], lr=0.01, betas=BETAS, weight_decay=0.1)
+    if reduce_max_ is not None:
+        optimizer.share_scales([param], reduce_max_)
+    for grad in grads:
+        param.grad = grad.contiguous()
+        optimizer.step()
+    found = {"weight": param.detach(), **optimizer.state[param]}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: fp32_state}})
+    return found, optimizer.state[param]
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_parts_joined_are_the_whole_bit_for_bit(dim):
+    """Two ranks hold half of an expert each; their scales are those of the whole one."""
+    whole = torch.randn(1, 16, 32)
+    grads = [grad.float() for grad in gradients(whole.shape, 5)]
+    for grad in grads:
+        grad.narrow(dim, 0, grad.shape[dim] // 2).mul_(1e4)  # of another magnitude in one half
+    fp32 = {"step": 5, "exp_avg": grads[0].clone(), "exp_avg_sq": grads[0].square()}
+    wanted = step_part(whole, grads, fp32, None)
+    barrier, maxima = threading.Barrier(2), [None, None]
+
+    def run(number):
+        def reduce_max_(tensor):
+            maxima[number] = tensor.clone()
+            barrier.wait(30)
+            tensor.copy_(torch.maximum(*maxima))
+            barrier.wait(30)
+
+        def cut(x):
+            return x.chunk(2, dim)[number] if torch.is_tensor(x) else x
+
+        state = {key: cut(value) for key, value in fp32.items()}
+        return step_part(cut(whole), map(cut, grads), state, reduce_max_)
+
+    with ThreadPoolExecutor(2) as pool:
+        halves = list(pool.map(run, range(2)))
+    for want, first, second in zip(wanted, *halves, strict=True):
+        for key, value in want.items():
+            if key == "step" or key.endswith("_scale"):
+                assert first[key] == second[key] == value, key
+            else:
+                joined = torch.cat([first[key], second[key]], dim)
+                assert torch.equal(joined, value) and joined.dtype == value.dtype, key
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

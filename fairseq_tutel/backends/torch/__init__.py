@@ -6,7 +6,7 @@ gradient is a plain function (``*_bwd``), as it is there.
 """
 
 from .activation import ACTIVATIONS, bias_act_bwd, bias_act_fwd
-from .adam import adam16_step_, quantize_
+from .adam import adam16_maxima, adam16_step_, finite_max, quantize_
 from .cumsum import fast_cumsum_sub_one
 from .dispatch import combine_bwd, combine_fwd, dispatch_bwd, dispatch_fwd
 from .expert_chunks import expert_chunk_bwd, expert_chunks_bwd_params
@@ -19,6 +19,7 @@ from .wire import decode_rows, encode_rows
 
 __all__ = [
     "ACTIVATIONS",
+    "adam16_maxima",
     "adam16_step_",
     "assign_rows_bwd",
     "assign_rows_fwd",
@@ -36,6 +37,7 @@ __all__ = [
     "expert_ffn_bwd",
     "expert_ffn_fwd",
     "fast_cumsum_sub_one",
+    "finite_max",
     "gate_logits_bwd",
     "gate_logits_fwd",
     "quantize_",

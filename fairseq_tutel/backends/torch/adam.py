@@ -70,21 +70,59 @@ def finite_max(x_SN: Tensor) -> Tensor:
     return max_S
 
 
-def quantize_(out_SN: Tensor, x_SN: Tensor, *, round_up: bool) -> Tensor:
+def quantize_(
+    out_SN: Tensor, x_SN: Tensor, *, round_up: bool, max_S: Tensor | None = None
+) -> Tensor:
     """Write x into fp16 ``out_SN`` and return its scales [S] fp32 (module docstring).
 
     Args:
         out_SN: [S, N] fp16, overwritten.
         x_SN: [S, N] fp32 or fp64. Used as scratch space.
         round_up: round upwards in fp16's subnormal range (for ``exp_avg_sq``, x >= 0).
+        max_S: [S] fp32, the largest finite magnitudes of slices of which x is a part; those of x
+            if None.
     """
-    scale_S = scale_of_max(finite_max(x_SN))
+    scale_S = scale_of_max(finite_max(x_SN) if max_S is None else max_S)
     x_SN.mul_(scale_S.reciprocal().unsqueeze(1))
     if round_up:
         raised_SN = (x_SN * (1 / HALF_SUBNORMAL_STEP)).ceil_().mul_(HALF_SUBNORMAL_STEP)
         x_SN = torch.where(x_SN < HALF_SMALLEST_NORMAL, raised_SN, x_SN)
     out_SN.copy_(x_SN)
     return scale_S
+
+
+def adam16_maxima(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    exp_avg_scale: Tensor,
+    exp_avg_sq_scale: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    grad_multiplier: Tensor,
+) -> Tensor:
+    """Largest finite magnitudes of the statistics that a step will have, which decide their scales.
+
+    Args:
+        See :func:`adam16_step_`; nothing is changed.
+
+    Returns:
+        [2, S] fp32, of ``exp_avg`` and of ``exp_avg_sq``.
+    """
+    statistics = _new_statistics(
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        exp_avg_scale,
+        exp_avg_sq_scale,
+        beta1,
+        beta2,
+        grad_multiplier,
+        param.dtype,
+    )
+    return torch.stack([finite_max(x_SN) for x_SN in statistics])
 
 
 def adam16_step_(
@@ -102,6 +140,7 @@ def adam16_step_(
     weight_decay: float,
     step: int,
     grad_multiplier: Tensor,
+    maxima: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One step of Adam (fairseq's rule) on one tensor; statistics kept in fp16.
 
@@ -117,12 +156,44 @@ def adam16_step_(
         exp_avg_scale, exp_avg_sq_scale: [] (whole tensor) or [e] (per index of dim 0), fp32.
         step: number of this step, from 1.
         grad_multiplier: [] fp32 on param's device; the gradient is multiplied by it first.
+        maxima: [2, S] of :func:`adam16_maxima`, taken over all parts of a parameter of which this
+            is one; None: over these tensors.
 
     Returns:
         The new (exp_avg_scale, exp_avg_sq_scale), in the shapes they came in.
     """
     slices = max(exp_avg_scale.numel(), 1)
     compute = torch.promote_types(param.dtype, torch.float32)
+
+    avg_SN, sq_SN = _new_statistics(
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        exp_avg_scale,
+        exp_avg_sq_scale,
+        beta1,
+        beta2,
+        grad_multiplier,
+        param.dtype,
+    )
+    step_size = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+    param_SN = param.reshape(slices, -1).to(compute)
+    if weight_decay != 0:
+        param_SN = param_SN.add(param_SN, alpha=-lr * weight_decay)
+    param.copy_(param_SN.addcdiv(avg_SN, sq_SN.sqrt().add_(eps), value=-step_size).view_as(param))
+
+    avg_max_S, sq_max_S = (None, None) if maxima is None else maxima
+    new_avg_scale_S = quantize_(exp_avg.view(slices, -1), avg_SN, round_up=False, max_S=avg_max_S)
+    new_sq_scale_S = quantize_(exp_avg_sq.view(slices, -1), sq_SN, round_up=True, max_S=sq_max_S)
+    return new_avg_scale_S.view_as(exp_avg_scale), new_sq_scale_S.view_as(exp_avg_sq_scale)
+
+
+def _new_statistics(
+    grad, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, beta1, beta2, grad_multiplier, dtype
+):
+    """New exp_avg and exp_avg_sq [S, N], unrounded, in the dtype of the arithmetic."""
+    slices = max(exp_avg_scale.numel(), 1)
+    compute = torch.promote_types(dtype, torch.float32)
 
     def rows(x: Tensor) -> Tensor:
         return x.reshape(slices, -1).to(compute)
@@ -132,13 +203,4 @@ def adam16_step_(
     avg_SN.mul_(beta1).add_(grad_SN, alpha=1 - beta1)
     sq_SN = rows(exp_avg_sq).mul_(exp_avg_sq_scale.reshape(slices, 1))
     sq_SN.mul_(beta2).addcmul_(grad_SN, grad_SN, value=1 - beta2)
-
-    step_size = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
-    param_SN = rows(param)
-    if weight_decay != 0:
-        param_SN = param_SN.add(param_SN, alpha=-lr * weight_decay)
-    param.copy_(param_SN.addcdiv(avg_SN, sq_SN.sqrt().add_(eps), value=-step_size).view_as(param))
-
-    new_avg_scale_S = quantize_(exp_avg.view(slices, -1), avg_SN, round_up=False)
-    new_sq_scale_S = quantize_(exp_avg_sq.view(slices, -1), sq_SN, round_up=True)
-    return new_avg_scale_S.view_as(exp_avg_scale), new_sq_scale_S.view_as(exp_avg_sq_scale)
+    return avg_SN, sq_SN

@@ -6,7 +6,7 @@ gradients are plain functions (``*_bwd``).
 """
 
 from .activation import bias_act_bwd, bias_act_fwd
-from .adam import adam16_step_
+from .adam import adam16_maxima, adam16_step_
 from .cumsum import fast_cumsum_sub_one
 from .dispatch import combine_bwd, combine_fwd, dispatch_bwd, dispatch_fwd
 from .expert_chunks import expert_chunk_bwd, expert_chunks_bwd_params
@@ -17,6 +17,7 @@ from .slots import assign_slots
 from .wire import decode_rows, encode_rows
 
 __all__ = [
+    "adam16_maxima",
     "adam16_step_",
     "assign_rows_bwd",
     "assign_rows_fwd",

@@ -205,6 +205,33 @@ def _check(
         check_tensor(name, scale, () if whole else shape[:1], (torch.float32,), device)
 
 
+def adam16_maxima(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    exp_avg_scale: Tensor,
+    exp_avg_sq_scale: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    grad_multiplier: Tensor,
+) -> Tensor:
+    """``adam16_maxima`` of ``backends.torch`` (same arguments and results).
+
+    Raises:
+        ValueError: see :func:`adam16_step_`.
+    """
+    scales = {"exp_avg_scale": exp_avg_scale, "exp_avg_sq_scale": exp_avg_sq_scale}
+    _check(param, grad, exp_avg, exp_avg_sq, scales)
+    if param.numel() == 0:
+        return torch.zeros((2, max(exp_avg_scale.numel(), 1)), device=param.device)
+    max_bits = _max_bits(
+        grad.contiguous(), exp_avg, exp_avg_sq, scales, beta1, beta2, grad_multiplier
+    )
+    return max_bits.amax(-1).view(torch.float32)
+
+
 def adam16_step_(
     param: Tensor,
     grad: Tensor,
@@ -220,6 +247,7 @@ def adam16_step_(
     weight_decay: float,
     step: int,
     grad_multiplier: Tensor,
+    maxima: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``adam16_step_`` of ``backends.torch`` (same arguments, results and errors of rounding).
 
@@ -235,25 +263,15 @@ def adam16_step_(
     new_avg_scale = torch.empty_like(exp_avg_scale)
     new_sq_scale = torch.empty_like(exp_avg_sq_scale)
     grad = grad.contiguous()
-    num_programs = min(triton.cdiv(num_elements, ADAM_BLOCK), max(1, ADAM_PROGRAMS // num_slices))
-    shape = (2, num_slices, num_programs)
-    max_bits = torch.empty(shape, dtype=torch.int32, device=param.device)
+    if maxima is None:
+        max_bits = _max_bits(grad, exp_avg, exp_avg_sq, scales, beta1, beta2, grad_multiplier)
+    else:
+        check_tensor("maxima", maxima, (2, num_slices), (torch.float32,), param.device)
+        max_bits = maxima.contiguous().view(torch.int32).unsqueeze(-1)
+    num_programs = max_bits.shape[-1]
     step_size = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
     weights = (beta1, beta2, 1 - beta1, 1 - beta2)
     with device_guard(param):
-        _adam16_max_kernel[(num_programs, num_slices)](
-            max_bits,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            exp_avg_scale,
-            exp_avg_sq_scale,
-            grad_multiplier,
-            num_elements,
-            *weights,
-            BLOCK=ADAM_BLOCK,
-            num_warps=8,
-        )
         _adam16_step_kernel[(triton.cdiv(num_elements, ADAM_BLOCK * ADAM_BLOCKS), num_slices)](
             new_avg_scale,
             new_sq_scale,
@@ -277,3 +295,29 @@ def adam16_step_(
             num_warps=8,
         )
     return new_avg_scale, new_sq_scale
+
+
+def _max_bits(grad, exp_avg, exp_avg_sq, scales, beta1, beta2, grad_multiplier):
+    """Bits of the maxima of the new statistics, [2, S, P] int32, of the shares of P programs."""
+    num_slices = max(scales["exp_avg_scale"].numel(), 1)
+    num_elements = exp_avg.numel() // num_slices
+    num_programs = min(triton.cdiv(num_elements, ADAM_BLOCK), max(1, ADAM_PROGRAMS // num_slices))
+    shape = (2, num_slices, num_programs)
+    max_bits = torch.empty(shape, dtype=torch.int32, device=exp_avg.device)
+    with device_guard(exp_avg):
+        _adam16_max_kernel[(num_programs, num_slices)](
+            max_bits,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            *scales.values(),
+            grad_multiplier,
+            num_elements,
+            beta1,
+            beta2,
+            1 - beta1,
+            1 - beta2,
+            BLOCK=ADAM_BLOCK,
+            num_warps=8,
+        )
+    return max_bits

@@ -77,6 +77,35 @@ def test_kernel_equals_twin(shape, scale_shape, dtype, grad_dtype, device):
     assert bool((difference <= unit * size).all())
 
 
+def test_parts_with_the_maxima_of_the_whole_are_the_whole(device):
+    """Bit for bit, and the maxima are the twin's but for their rounding."""
+    shape = (2, 30, 100)
+    state = random_state(shape, (2,), torch.float32, torch.float32, device)
+    state[1][0, 29, 99] = 1e6  # what decides a scale is in one part only
+    whole, _ = step_both(state)
+    cuts = ((0, 12), (12, 30))
+    parts = [[x[:, a:b].contiguous() if x.dim() == 3 else x for x in state] for a, b in cuts]
+    multiplier = torch.tensor(0.125, device=device)
+    betas = {key: OPTIONS[key] for key in ("beta1", "beta2")}
+    maxima = [
+        [module.adam16_maxima(*part, grad_multiplier=multiplier, **betas) for part in parts]
+        for module in (kernels, torch_adam)
+    ]
+    for ours, twins in zip(*maxima, strict=True):
+        torch.testing.assert_close(ours, twins, rtol=1e-6, atol=0)
+    assert not torch.equal(*maxima[0])
+    common = torch.maximum(*maxima[0])
+    for part in parts:
+        part[4:] = kernels.adam16_step_(
+            *part, step=3, grad_multiplier=multiplier, maxima=common, **OPTIONS
+        )
+    for number, index in enumerate((0, 2, 3, 4, 5)):
+        ours = [part[index] for part in parts]
+        joined = torch.cat(ours, 1) if ours[0].dim() == 3 else ours[0]
+        assert torch.equal(joined, whole[number]), number
+        assert ours[0].dim() == 3 or torch.equal(*ours)
+
+
 @pytest.mark.gpu
 def test_kernel_equals_twin_on_an_expert_of_the_largest_model():
     """Many blocks per program; the scale that they look for together is the same."""
