@@ -30,6 +30,7 @@ LOAD_BIASES = ("none", "sign", "quantile")
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 EXPERT_GRAD_NORMALIZATIONS = ("world_size", "sqrt_world_size")
 WIRES = ("same", "bf16", "fp16", "fp8")
+EXPERT_PLACEMENTS = ("replicated", "sliced")
 # Routers register themselves, see fairseq_tutel.moe.routers.
 ROUTERS: Registry[Any] = Registry("router", home="fairseq_tutel.moe.routers", flag_prefix="moe")
 EXCHANGES: Registry[Any] = Registry(

@@ -20,6 +20,7 @@ from .exchanges import (
     register_exchange,
 )
 from .expert_params import (
+    copies_of,
     gather_from_experts,
     is_expert,
     mark_expert,
@@ -30,6 +31,7 @@ from .expert_params import (
 from .gather import gather_integers, gather_texts
 from .groups import ExpertParallelGroups, build_groups, shared_groups
 from .sharded import full_tensor, is_sharded, shard_like, sharded_grad_scaler, sharded_norm
+from .slices import join_slices, slice_dim, slice_size, take_slice
 from .world import process_world
 
 __all__ = [
@@ -46,12 +48,14 @@ __all__ = [
     "build_exchange",
     "build_groups",
     "chunk_edges",
+    "copies_of",
     "full_tensor",
     "gather_from_experts",
     "gather_integers",
     "gather_texts",
     "is_expert",
     "is_sharded",
+    "join_slices",
     "mark_expert",
     "process_world",
     "refuse_plain_ddp",
@@ -61,8 +65,11 @@ __all__ = [
     "sharded_grad_scaler",
     "sharded_norm",
     "shared_groups",
+    "slice_dim",
+    "slice_size",
     "sum_over_ranks",
     "sum_over_replicas_",
     "sum_tensor_over_ranks_",
     "sync_step",
+    "take_slice",
 ]

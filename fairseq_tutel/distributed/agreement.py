@@ -60,7 +60,7 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class StepAgreement:
-    """What the ranks of an exchange group agreed on for one forward pass.
+    """What ranks agreed on for one forward pass: those of an exchange group, all with slices.
 
     Attributes:
         num_tokens: the largest token count of any rank; capacities are computed from it, so that
@@ -77,6 +77,8 @@ def sync_step(
 ) -> StepAgreement:
     """Exchange token counts and compare settings with the other ranks of the exchange group.
 
+    With experts in slices with all ranks: tokens may then go to, and weights come from, all.
+
     NOTE: this reads a few integers back to the host, one synchronisation per forward pass.
 
     Args:
@@ -86,14 +88,15 @@ def sync_step(
     Raises:
         ValueError: some value differs; the message lists the ranks by value.
     """
-    if not groups.communicates:
+    if not groups.agrees:
         return StepAgreement(num_tokens, settings)
-    table = gather_integers(
-        [num_tokens, *_encode(settings)], groups.control_group or groups.ep_group
-    )
+    # None: the default group
+    group = groups.control_group or (groups.ep_group if groups.num_slices == 1 else None)
+    table = gather_integers([num_tokens, *_encode(settings)], group)
     words_by_rank = [row[1:] for row in table]
     if any(words != words_by_rank[0] for words in words_by_rank):
-        _refuse(settings, words_by_rank, first_rank=groups.rank - groups.ep_rank)
+        first_rank = groups.rank - groups.ep_rank if groups.num_slices == 1 else 0
+        _refuse(settings, words_by_rank, first_rank)
     return StepAgreement(max(row[0] for row in table), settings)
 
 

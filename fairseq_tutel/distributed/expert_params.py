@@ -9,10 +9,25 @@ from torch.nn.parallel import DistributedDataParallel
 from .groups import ExpertParallelGroups
 
 
-def mark_expert(param: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Mark a parameter as one of this rank's experts (the attribute that fairseq looks for)."""
+def mark_expert(param: torch.nn.Parameter, copies: int | None = None) -> torch.nn.Parameter:
+    """Mark a parameter as one of this rank's experts (the attribute that fairseq looks for).
+
+    Args:
+        copies: see :func:`copies_of`.
+    """
     param.expert = True
+    if copies is not None:
+        param.copies = copies
     return param
+
+
+def copies_of(param: torch.Tensor, groups: ExpertParallelGroups) -> int:
+    """Ranks that hold this very parameter of an expert: what gradients and norms go by.
+
+    The ranks of an expert are ``groups.num_replicas`` (as it is for parameters that somebody marked
+    without a number); of what is in slices there is one copy each.
+    """
+    return getattr(param, "copies", groups.num_replicas)
 
 
 def is_expert(param: torch.Tensor) -> bool:

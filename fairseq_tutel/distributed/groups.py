@@ -8,6 +8,10 @@ position in their blocks are replicas of one expert, whose gradients are average
     E=8, W=4: rank 0: experts 0-1, rank 1: 2-3, ...          one exchange group {0,1,2,3}
     E=2, W=4: ranks 0,2: expert 0; ranks 1,3: expert 1       exchange {0,1} {2,3},
                                                              replicas {0,2} {1,3}
+
+*Sliced* instead of *replicated*, each of the S = W/E ranks of one expert holds another slice of its
+hidden units, F/S of F, so that weights, gradients and optimizer state take 1/S of the memory: rank
+s*E + j has slice s of expert j (:mod:`.slices`). The gradients of a slice are of all tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..config import check_divisible
+from ..config import EXPERT_PLACEMENTS, check_divisible
 from .gather import control_device, gather_integers, refuse_differences
 from .teardown import release_at_exit
 from .world import once_per_world, process_world
@@ -38,11 +42,14 @@ class ExpertParallelGroups:
         num_experts: E.
         rank, world_size: of this process; world_size is the simulated one in a simulation.
         ep_size: ranks that exchange tokens with each other, min(E, W).
-        num_replicas: ranks that hold the same experts, 1 unless E < W.
+        num_replicas: ranks that hold the same experts (or slices of them), 1 unless E < W.
         ep_group, replica_group: process groups, None where the size is 1 or simulated.
-        control_group: the ranks of ``ep_group`` for a few integers that the host needs; over the
-            CPU where that is possible, so that a GPU need not be waited for. None: ``ep_group``.
+        control_group: the ranks of ``ep_group`` (of the world where experts are in slices) for a
+            few integers that the host needs; over the CPU where that is possible, so that a GPU
+            need not be waited for. None: ``ep_group`` (the default group).
         simulated: one process is one rank of ``world_size``; exchanges are local copies.
+        placement: what each of the ``num_replicas`` ranks of an expert holds: all of it
+            (``replicated``), or a slice of its hidden units (``sliced``).
     """
 
     num_experts: int
@@ -54,8 +61,14 @@ class ExpertParallelGroups:
     replica_group: Any | None = None
     control_group: Any | None = None
     simulated: bool = False
+    placement: str = "replicated"
 
     def __post_init__(self):
+        if self.placement not in EXPERT_PLACEMENTS:
+            raise ValueError(
+                f"placement={self.placement!r} is unknown; choose one of "
+                f"{', '.join(EXPERT_PLACEMENTS)}"
+            )
         if any(getattr(self, name) is not None for name in _PROCESS_GROUPS):
             release_at_exit(self)
 
@@ -68,6 +81,16 @@ class ExpertParallelGroups:
     def num_local_experts(self) -> int:
         """e, experts whose weights live on this rank."""
         return self.num_experts // self.ep_size
+
+    @property
+    def num_slices(self) -> int:
+        """S, slices into which each expert is cut; 1 where experts are whole."""
+        return self.num_replicas if self.placement == "sliced" else 1
+
+    @property
+    def slice_index(self) -> int:
+        """s, the slice of its experts that this rank holds, of ``num_slices``."""
+        return self.rank // self.ep_size if self.num_slices > 1 else 0
 
     @property
     def ep_rank(self) -> int:
@@ -90,22 +113,30 @@ class ExpertParallelGroups:
         """Whether tokens leave this process."""
         return self.ep_size > 1 and not self.simulated
 
+    @property
+    def agrees(self) -> bool:
+        """Whether a forward pass takes other ranks, and so an agreement with them."""
+        return max(self.ep_size, self.num_slices) > 1 and not self.simulated
 
-def build_groups(num_experts: int, *, simulate_world_size: int = 0) -> ExpertParallelGroups:
+
+def build_groups(
+    num_experts: int, *, simulate_world_size: int = 0, placement: str = "replicated"
+) -> ExpertParallelGroups:
     """Make the groups for E experts on the ranks of the default process group.
 
     A collective call where torch.distributed is initialised with more than one rank: every rank
     must make it, with the same arguments. The divisibility of E and W is checked before anything is
-    communicated, and that all ranks have the same E before groups are created: ranks that wait for
-    different partners would hang.
+    communicated, and that all ranks have the same E and placement before groups are created: ranks
+    that wait for different partners would hang.
 
     Args:
         num_experts: E.
         simulate_world_size: if > 1, play rank 0 of that many ranks in a single process.
+        placement: ``replicated`` or ``sliced``, which differ where E < W.
 
     Raises:
-        ValueError: E and W do not divide, ranks have different E, or a simulation is asked for with
-            more than one process.
+        ValueError: E and W do not divide, an unknown placement, ranks that differ in one of them,
+            or a simulation is asked for with more than one process.
     """
     rank, world_size = process_world()
     if simulate_world_size > 1:
@@ -122,19 +153,25 @@ def build_groups(num_experts: int, *, simulate_world_size: int = 0) -> ExpertPar
             ep_size=min(num_experts, simulate_world_size),
             num_replicas=max(1, simulate_world_size // num_experts),
             simulated=True,
+            placement=placement,
         )
-    _agree_on_experts(num_experts, world_size)
-    return _make_groups(num_experts, rank, world_size)
+    _agree_on_experts(num_experts, world_size, placement)
+    return _make_groups(num_experts, rank, world_size, placement)
 
 
-def _agree_on_experts(num_experts: int, world_size: int) -> None:
+def _agree_on_experts(num_experts: int, world_size: int, placement: str) -> None:
     check_divisible(num_experts, world_size)
+    ExpertParallelGroups(num_experts, placement=placement)  # refuses an unknown one
     if world_size > 1:
-        counts = [row[0] for row in gather_integers([num_experts])]
-        refuse_differences("the number of experts", counts)
+        rows = gather_integers([num_experts, EXPERT_PLACEMENTS.index(placement)])
+        refuse_differences("the number of experts", [row[0] for row in rows])
+        placements = [EXPERT_PLACEMENTS[row[1]] for row in rows]
+        refuse_differences("the placement of experts", placements)
 
 
-def _make_groups(num_experts: int, rank: int, world_size: int) -> ExpertParallelGroups:
+def _make_groups(
+    num_experts: int, rank: int, world_size: int, placement: str
+) -> ExpertParallelGroups:
     ep_size = min(num_experts, world_size)
     groups = ExpertParallelGroups(
         num_experts,
@@ -142,13 +179,16 @@ def _make_groups(num_experts: int, rank: int, world_size: int) -> ExpertParallel
         world_size=world_size,
         ep_size=ep_size,
         num_replicas=world_size // ep_size,
+        placement=placement,
     )
     replicas = [range(i, world_size, ep_size) for i in range(ep_size)]
     return dataclasses.replace(
         groups,
         ep_group=create_group(groups.blocks),
         replica_group=create_group(replicas),
-        control_group=_control_group(groups.blocks),
+        control_group=_control_group(
+            groups.blocks if groups.num_slices == 1 else [range(world_size)]
+        ),
     )
 
 
@@ -168,12 +208,12 @@ def _control_group(blocks: Sequence[Sequence[int]]) -> Any | None:
     return create_group(blocks, backend="gloo")
 
 
-def shared_groups(num_experts: int) -> ExpertParallelGroups:
+def shared_groups(num_experts: int, placement: str = "replicated") -> ExpertParallelGroups:
     """:func:`build_groups`, one value for all layers of the same E. Every call is collective."""
     rank, world_size = process_world()
-    _agree_on_experts(num_experts, world_size)
-    key = ("groups", num_experts)
-    return once_per_world(key, lambda: _make_groups(num_experts, rank, world_size))
+    _agree_on_experts(num_experts, world_size, placement)
+    key = ("groups", num_experts, placement)
+    return once_per_world(key, lambda: _make_groups(num_experts, rank, world_size, placement))
 
 
 def create_group(partition: Sequence[Sequence[int]], backend: str | None = None) -> Any | None:

@@ -7,8 +7,9 @@ import functools
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed import mark_expert
+from ..distributed import copies_of
 from ..moe import MoELayer
+from ..moe.experts import ExpertList, Experts
 from .gradients import average_expert_grad
 from .model import moe_layers
 from .replicas import ReplicaCheck
@@ -55,16 +56,20 @@ def prepare_data_parallel(model: nn.Module, *, check_replicas: bool = True) -> N
     """
     layers = moe_layers(model).values()
     for layer in layers:
-        average = functools.partial(average_expert_grad, groups=layer.groups)
+        for module in layer.experts.modules():
+            if isinstance(module, Experts | ExpertList):
+                module.mark()  # a copied module has lost its marks
         for param in layer.experts.parameters():
-            mark_expert(param)  # a copied module has lost its marks
             # a frozen one takes no hook
             if param.requires_grad and not getattr(param, "averages_grad", False):
-                param.register_hook(average)
+                copies = copies_of(param, layer.groups)
+                param.register_hook(
+                    functools.partial(average_expert_grad, groups=layer.groups, copies=copies)
+                )
                 param.averages_grad = True
     leave_experts_out(model)
     # ranks that exchange tokens make their forward passes together; others need not
-    if check_replicas and any(layer.groups.communicates for layer in layers):
+    if check_replicas and any(layer.groups.agrees for layer in layers):
         ReplicaCheck.watch(model)
 
 

@@ -10,6 +10,11 @@ sqrt(W) with ``sqrt_world_size`` (fairseq's README.moe.md; expert gradients are 
 than the true ones). With E < W experts each replica holds the sum over its block only: replicas are
 averaged first and the divisor is E or sqrt(E), which for ``world_size`` is again the sum over all
 ranks / W.
+
+Where experts are in S slices, the gradient of a slice is the sum over all W ranks at once, so it is
+divided by S in place of being averaged; fc2's bias, of which each holder has a copy, gets a part of
+the gradient on some holders, so that it is summed like a replica's. What decides is the number of
+copies of a parameter (:func:`~fairseq_tutel.distributed.copies_of`).
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from torch import nn
 from ..config import EXPERT_GRAD_NORMALIZATIONS
 from ..distributed import (
     ExpertParallelGroups,
+    copies_of,
     is_expert,
     is_sharded,
     process_world,
@@ -35,18 +41,22 @@ from .model import moe_layers, unwrap
 
 
 @torch.no_grad()
-def average_expert_grad(grad: torch.Tensor, groups: ExpertParallelGroups) -> torch.Tensor:
+def average_expert_grad(
+    grad: torch.Tensor, groups: ExpertParallelGroups, copies: int | None = None
+) -> torch.Tensor:
     """What DistributedDataParallel does to dense gradients, for one gradient of an expert.
 
     Args:
-        grad: sum over the tokens that this rank's experts received. Collective with replicas.
+        grad: sum over the tokens that this rank's experts received. Collective with copies.
+        copies: of the parameter; by default as many as the ranks that hold its expert.
 
     Returns:
         The sum over all ranks divided by their number.
     """
     if groups.world_size == 1 or groups.simulated:
         return grad
-    return sum_over_replicas_(grad / groups.world_size, groups)
+    mean = grad / groups.world_size
+    return mean if copies == 1 else sum_over_replicas_(mean, groups)
 
 
 @torch.no_grad()
@@ -79,7 +89,8 @@ def reduce_expert_grads(
         if param.grad is None:
             # replicas must take part in the same collectives
             param.grad = torch.zeros_like(param)
-        sum_over_replicas_(param.grad, groups)
+        if copies_of(param, groups) > 1:
+            sum_over_replicas_(param.grad, groups)
 
 
 @torch.no_grad()
@@ -93,8 +104,7 @@ def expert_grad_sq_norm(
     """
     params = list(params)
     device = params[0].device if params else torch.device("cpu")
-    grads = [p.grad for p in params if is_expert(p) and p.grad is not None]
-    total = _sq_norm(grads, device).float()
+    total = _sq_norm_of_copies([p for p in params if is_expert(p)], groups, device).float()
     if groups.world_size > 1 and not groups.simulated:
         sum_tensor_over_ranks_(total)
         total /= groups.num_replicas
@@ -132,8 +142,8 @@ def clip_grad_norm_(
     device = next(model.parameters()).device
     sq_norm = torch.zeros((), dtype=torch.float64, device=device)
     for layer in layers:
-        grads = [p.grad for p in layer.experts.parameters() if p.grad is not None]
-        sq_norm += _sq_norm(grads, device) / layer.groups.num_replicas
+        total = _sq_norm_of_copies(layer.experts.parameters(), layer.groups, device)
+        sq_norm += total / layer.groups.num_replicas
     if process_world()[1] > 1:
         sum_tensor_over_ranks_(sq_norm)
     sq_norm += _sq_norm(plain, device)
@@ -169,6 +179,20 @@ def grad_scaler(device: str | None = None, **options) -> torch.amp.GradScaler:
     if process_world()[1] == 1:
         return torch.amp.GradScaler(device, **options)
     return sharded_grad_scaler(device, **options)
+
+
+def _sq_norm_of_copies(
+    params: Iterable[nn.Parameter], groups: ExpertParallelGroups, device: torch.device
+) -> torch.Tensor:
+    """fp64 scalar whose sum over all ranks is ``num_replicas`` times the squared norm."""
+    grads: dict[int, list[torch.Tensor]] = {}
+    for param in params:
+        if param.grad is not None:
+            grads.setdefault(copies_of(param, groups), []).append(param.grad)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for copies, of_these in grads.items():
+        total += _sq_norm(of_these, device) * (groups.num_replicas / copies)
+    return total
 
 
 def _sq_norm(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -242,7 +242,7 @@ class MoETransformerDecoder(TransformerDecoder):
 
     def _agree(self, tokens, incremental_state) -> StepAgreement:
         """Exchange token counts with the other ranks, once for all layers."""
-        if not self.moe_layers or not self.moe_groups.communicates:
+        if not self.moe_layers or not self.moe_groups.agrees:
             return StepAgreement(tokens.numel())
         if incremental_state is not None:
             raise ValueError(

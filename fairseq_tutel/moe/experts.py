@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .. import ops
-from ..distributed import mark_expert
+from ..distributed import mark_expert, slice_dim, slice_size, take_slice
 from .chunks import ExpertRows
 
 _STACKED = {
@@ -54,6 +54,10 @@ class Experts(nn.Module):
         seed: of the initial weights; drawn from torch's global generator if None.
         draw_on_cpu: whether every device starts from the same weights, drawn on the CPU; else each
             draws its own, which for billions of weights takes seconds instead of minutes.
+        hidden_slice: (s, S): of the F hidden units of each expert, only the F/S of slice s live
+            here (:mod:`fairseq_tutel.distributed.slices`), with the initial values that they have
+            in the whole expert.
+        num_holders: ranks that hold these experts, or slices of them.
     """
 
     def __init__(
@@ -66,6 +70,8 @@ class Experts(nn.Module):
         dropout: float = 0.0,
         seed: int | None = None,
         draw_on_cpu: bool = True,
+        hidden_slice: tuple[int, int] = (0, 1),
+        num_holders: int = 1,
     ):
         super().__init__()
         for p in (activation_dropout, dropout):
@@ -75,18 +81,29 @@ class Experts(nn.Module):
         self.activation_dropout = activation_dropout
         self.dropout = dropout
         self.draw_on_cpu = draw_on_cpu
-        count = len(self.expert_ids)
+        self.hidden_dim = hidden_dim
+        self.hidden_slice = hidden_slice
+        self.num_holders = num_holders
+        count, units = len(self.expert_ids), slice_size(hidden_dim, hidden_slice[1])
         shapes = {
-            "fc1_weight": (count, hidden_dim, model_dim),
-            "fc1_bias": (count, hidden_dim),
-            "fc2_weight": (count, model_dim, hidden_dim),
+            "fc1_weight": (count, units, model_dim),
+            "fc1_bias": (count, units),
+            "fc2_weight": (count, model_dim, units),
             "fc2_bias": (count, model_dim),
         }
         for name, shape in shapes.items():
-            self.register_parameter(name, mark_expert(nn.Parameter(torch.empty(shape))))
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        self.mark()
         if seed is None:
             seed = int(torch.randint(2**31, (), device="cpu"))
         self.reset_parameters(seed)
+
+    def mark(self) -> None:
+        """Mark the parameters as experts, with the number of copies that there are of each."""
+        for name, single in _STACKED.items():
+            cut = slice_dim(single) is not None
+            copies = self.num_holders // (self.hidden_slice[1] if cut else 1)
+            mark_expert(getattr(self, name), copies)
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
@@ -96,12 +113,17 @@ class Experts(nn.Module):
         device = torch.device("cpu") if self.draw_on_cpu else self.fc1_weight.device
         for slot, expert in enumerate(self.expert_ids):
             generator = torch.Generator(device).manual_seed(seed + expert)
-            for layer in ("fc1", "fc2"):
-                weight = getattr(self, f"{layer}_weight")[slot]
-                bound = 1 / math.sqrt(weight.shape[1])
-                for param in (weight, getattr(self, f"{layer}_bias")[slot]):
-                    values = torch.empty(param.shape, device=device)
-                    param.copy_(values.uniform_(-bound, bound, generator=generator))
+            model_dim = self.fc1_weight.shape[2]
+            for layer, inputs, outputs in (
+                ("fc1", model_dim, self.hidden_dim),
+                ("fc2", self.hidden_dim, model_dim),
+            ):
+                bound = 1 / math.sqrt(inputs)
+                for kind, shape in (("weight", (outputs, inputs)), ("bias", (outputs,))):
+                    values = torch.empty(shape, device=device)
+                    values.uniform_(-bound, bound, generator=generator)
+                    mine = take_slice(values, f"{layer}.{kind}", *self.hidden_slice)
+                    getattr(self, f"{layer}_{kind}")[slot].copy_(mine)
 
     def forward(self, batch: ExpertRows) -> torch.Tensor:
         """[e, N, M] (padded) or [R, M] (ragged) -> the same shape."""
@@ -173,9 +195,11 @@ class Experts(nn.Module):
 
     def extra_repr(self) -> str:
         count, hidden, model = self.fc1_weight.shape
+        index, slices = self.hidden_slice
+        part = "" if slices == 1 else f" (slice {index} of {slices}: {hidden})"
         return (
             f"local={count}, ids={self.expert_ids[0]}..{self.expert_ids[-1]}, model_dim={model}, "
-            f"hidden_dim={hidden}, activation={self.activation}"
+            f"hidden_dim={self.hidden_dim}{part}, activation={self.activation}"
         )
 
 
@@ -184,6 +208,10 @@ class ExpertList(nn.ModuleList):
 
     def __init__(self, experts: Sequence[nn.Module]):
         super().__init__(experts)
+        self.mark()
+
+    def mark(self) -> None:
+        """Mark the parameters as experts; all their holders have a copy."""
         for param in self.parameters():
             mark_expert(param)
 

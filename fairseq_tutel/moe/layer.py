@@ -91,7 +91,7 @@ class MoELayer(nn.Module):
         self.config = _one_config(config, num_experts, routing)
         self.model_dim = model_dim
         self.groups = _groups_for(self.config.num_experts, groups)
-        self._checked_ddp = not self.groups.communicates
+        self._checked_ddp = not self.groups.agrees
         self.record_exchange_time = record_exchange_time
         # one after the other where they are timed, or their times would be those of experts
         self._choices = ExchangeChoices(
@@ -114,6 +114,8 @@ class MoELayer(nn.Module):
                 seed=seed,
                 # the experts of a simulated rank are compared with no other's
                 draw_on_cpu=not self.groups.simulated,
+                hidden_slice=(self.groups.slice_index, self.groups.num_slices),
+                num_holders=self.groups.num_replicas,
             )
 
     def forward(
@@ -273,6 +275,8 @@ class MoELayer(nn.Module):
             raise ValueError(
                 f"the layer was built for model_dim={self.model_dim}, the input has {x.shape[-1]}"
             )
+        if self.groups.num_slices > 1:
+            raise NotImplementedError("a layer whose experts are in slices computes nothing yet")
         if not (self._checked_ddp or torch.compiler.is_compiling()):
             self._checked_ddp = True
             refuse_plain_ddp(self.experts)
@@ -341,5 +345,10 @@ def _custom_experts(experts, groups) -> ExpertList:
         raise ValueError(
             f"{len(experts)} expert modules given, but this rank holds "
             f"{groups.num_local_experts} of {groups.num_experts} experts"
+        )
+    if groups.num_slices > 1:
+        raise ValueError(
+            f"experts={type(experts[0]).__name__}: modules of one's own cannot be cut into the "
+            f"{groups.num_slices} slices of placement='sliced'; use placement='replicated'"
         )
     return ExpertList(experts)

@@ -41,7 +41,23 @@ def _place():
             list(groups.local_experts),
             *partners,
         )
+        assert (groups.num_slices, groups.slice_index) == (1, 0)
+        _compare_with_sliced(groups, build_groups(experts, placement="sliced"))
+    with pytest.raises(ValueError, match="placement='cut' is unknown; choose one of replicated"):
+        build_groups(4, placement="cut")
+    with pytest.raises(ValueError, match="the placement of experts: .*sliced on ranks .3."):
+        build_groups(2, placement="sliced" if rank == 3 else "replicated")
     return found
+
+
+def _compare_with_sliced(groups, sliced):
+    """The ranks of an expert are the same; each has a slice, and agrees with all others."""
+    assert sliced.num_slices == groups.num_replicas and sliced.agrees
+    assert sliced.slice_index == groups.rank // groups.ep_size
+    for name in ("ep_size", "num_replicas", "local_experts", "ep_group", "replica_group"):
+        assert getattr(sliced, name) == getattr(groups, name), name
+    step = sync_step(10 + groups.rank, None, sliced)
+    assert step.num_tokens == 9 + groups.world_size
 
 
 def test_placement_on_four_ranks():

@@ -116,7 +116,7 @@ def in_step(eval_lm):
         if not any(hasattr(m, "moe_groups") for m in models):
             return eval_lm(models, source_dictionary, batch_iterator, *args, **kwargs)
         count = _TokenCount(source_dictionary, *args, **kwargs)
-        spread = any(_communicates(model) for model in models)
+        spread = any(_spread(model) for model in models)
         batches = _counted(batch_iterator, count)
         if spread:
             batches = _in_step(batches, models, source_dictionary.eos())
@@ -160,9 +160,9 @@ def on_one_rank(main):
     return main_on_one_rank
 
 
-def _communicates(model) -> bool:
+def _spread(model) -> bool:
     groups = getattr(model, "moe_groups", None)
-    return groups is not None and groups.communicates
+    return groups is not None and groups.agrees
 
 
 def _counted(batches: Iterable, count):
