@@ -5,6 +5,7 @@ Memory, work and traffic are formulas, proven against measured runs; times come 
 profile and are predictions.
 """
 
+from .choose import best_plan
 from .compose import load_config
 from .hardware import Hardware, load_hardware
 from .memory import Memory, count_memory
@@ -24,6 +25,7 @@ __all__ = [
     "Settings",
     "StepTime",
     "Work",
+    "best_plan",
     "check",
     "count_memory",
     "count_parameters",

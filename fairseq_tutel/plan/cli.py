@@ -11,12 +11,13 @@ from pathlib import Path
 
 from ..command_line import CommandLine
 from ..shipped_configs import CONFIGS, config_directory, with_extension
+from .choose import best_plan
 from .compose import PLAN_KEYS, load_config
 from .figure import draw
 from .hardware import Hardware, load_hardware
 from .planner import ImpossiblePlan, check, ladder, make_plan
 from .report import as_dict, describe, table
-from .settings import DDP_BACKENDS, FORMULATIONS, Settings, read_settings
+from .settings import DDP_BACKENDS, FORMULATIONS, PLACEMENTS, Settings, read_settings
 
 EPILOG = """\
 key=value:
@@ -26,6 +27,9 @@ key=value:
   exchange=NAME       algorithm of the all-to-all, as --moe-a2a
   overlap=N           chunks that overlap with the experts, as --moe-overlap-degree
   wire=FORMAT         numbers on the wire, as --moe-wire
+  placement=WORD      of an expert that several GPUs hold: replicated (default) or sliced
+  r=N                 slices of an expert that get each of its tokens (default: 1); 0: tokens stay,
+                      weights travel
   formulation=dense   as fairseq's moe branch computes: masks of tokens x experts x capacity, and
                       attention with tables of scores (default: sparse, as this plugin does)
   ddp=fully_sharded   with formulation=dense: dense parameters spread over the GPUs
@@ -37,6 +41,7 @@ examples:
   python -m fairseq_tutel.plan --config-name meta_1.1t --ladder --figure ladder.png
   python -m fairseq_tutel.plan --config-name meta_1.1t gpus=64 model.moe_expert_count=64 \\
       hardware=h200 dataset.batch_size=48
+  python -m fairseq_tutel.plan --config-name meta_1.1t gpus=512 model.moe_expert_count=64 --best
   python -m fairseq_tutel.plan --config-name meta_4.1b gpus=8 hardware=a100-40g \\
       formulation=dense ddp=fully_sharded
 
@@ -68,6 +73,11 @@ def parser() -> argparse.ArgumentParser:
         "--figure",
         type=Path,
         help="draw the ladder into this file; its folder is made if missing",
+    )
+    options.add_argument(
+        "--best",
+        action="store_true",
+        help="also search exchange, overlap, placement and r for the shortest update, and say why",
     )
     options.add_argument("--json", action="store_true", help="print JSON instead of text")
     options.add_argument("override", nargs="*", metavar="key=value", help="see below")
@@ -101,16 +111,22 @@ def _run(options: argparse.Namespace) -> int:
         )
         settings = _with_own_keys(settings, own)
         plans = ladder(settings, hardware, experts=experts)
-        print(json.dumps([as_dict(p) for p in plans], indent=2) if options.json else table(plans))
+        best = [best_plan(plan) for plan in plans] if options.best else None
+        if options.json:
+            pairs = zip(plans, best or [None] * len(plans), strict=True)
+            print(json.dumps([as_dict(*pair) for pair in pairs], indent=2))
+        else:
+            print(table(plans, best))
         if options.figure is not None:
             draw(plans, options.figure)
         return 0
     settings = read_settings(config, options.config_name, gpus=gpus, vocabulary=vocabulary)
     settings = _with_own_keys(settings, own)
     plan = make_plan(settings, hardware)
-    print(json.dumps(as_dict(plan), indent=2) if options.json else describe(plan))
+    best = best_plan(plan) if options.best else None
+    print(json.dumps(as_dict(plan, best), indent=2) if options.json else describe(plan, best))
     try:
-        check(plan)
+        check(best or plan)
     except ImpossiblePlan as reason:
         print(f"refused: {reason}", file=sys.stderr)
         return 1
@@ -145,11 +161,21 @@ def _with_own_keys(settings: Settings, own: dict[str, str]) -> Settings:
         settings = settings.replace(model={"moe_overlap_degree": _positive(own, "overlap")})
     if "wire" in own:
         settings = settings.replace(model={"moe_wire": own["wire"]})
+    if own.get("placement", "replicated") not in PLACEMENTS:
+        raise ValueError(f"placement={own['placement']}: choose from {', '.join(PLACEMENTS)}")
+    settings = settings.replace(placement=own.get("placement", "replicated"))
+    if "r" in own:
+        settings = settings.replace(r=0 if own["r"] == "0" else _positive(own, "r"))
     _ = settings.exchange  # refuses what the layer would
     formulation = own.get("formulation", "sparse")
     if formulation not in FORMULATIONS:
         raise ValueError(f"formulation={formulation}: choose from {', '.join(FORMULATIONS)}")
     settings = settings.replace(formulation=formulation)
+    if settings.is_dense_formulation and (settings.placement, settings.r) != ("replicated", 1):
+        raise ValueError(
+            f"formulation=dense has no placement={settings.placement} r={settings.r}: that is of "
+            "this plugin's layer"
+        )
     if "ddp" not in own:
         return settings
     if own["ddp"] not in DDP_BACKENDS:

@@ -24,7 +24,18 @@ except ImportError:  # Hydra 1.0, of official fairseq 0.12.2
 
 ARCH = "transformer_lm_gpt_moe"
 # Keys of the command line that are the planner's own.
-PLAN_KEYS = ("gpus", "hardware", "vocabulary", "exchange", "overlap", "wire", "formulation", "ddp")
+PLAN_KEYS = (
+    "gpus",
+    "hardware",
+    "vocabulary",
+    "exchange",
+    "overlap",
+    "wire",
+    "placement",
+    "r",
+    "formulation",
+    "ddp",
+)
 
 
 def load_config(directory: Path, name: str, overrides: Sequence[str]) -> DictConfig:

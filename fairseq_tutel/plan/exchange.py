@@ -14,7 +14,6 @@ in another number format is read and written once more at either end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,15 +22,12 @@ from .. import ops
 from ..config import EXCHANGES, ExchangeConfig
 from ..distributed.exchanges import Leg
 from ..moe.wire import wire_format
+from .flow import make_flow
 from .hardware import Hardware
 from .memory import dispatch_rows
 from .parameters import Parameters
 from .settings import Settings
 from .work import Work
-
-DEGREES = (1, 2, 4, 8)
-# what a plan chooses from: their results are the same to the bit
-ALGORITHMS = ("linear", "2dh")
 
 
 @dataclass(frozen=True)
@@ -92,13 +88,14 @@ def exchange_time(
     products = rows * 4 * dim * model.moe_expert_ffn_dim / flops / degree
     legs = (Leg.DISPATCH, Leg.COMBINE, Leg.DISPATCH_GRADIENT)
     widths = [row_bytes(choice, leg, dim, _dtype(settings)) for leg in legs]
+    sent = rows * make_flow(settings, parameters).copies
     predict = EXCHANGES.get(choice.algorithm).predict
     there, back, gradient = (
-        predict(rows * width / degree, work.exchange_peers, hardware) for width in widths
+        predict(sent * width / degree, work.exchange_peers, hardware) for width in widths
     )
     stream = hardware.memory_bandwidth * hardware.memory_efficiency
     # written and read at both ends
-    casts = [2 * rows * (dim * b + w) / stream if w < dim * b else 0.0 for w in widths]
+    casts = [2 * sent * (dim * b + w) / stream if w < dim * b else 0.0 for w in widths]
     forward = exposed(there, products, back, degree)
     # of the two products of the backward pass an exchange waits for the rows' gradients only
     backward = exposed(gradient, products, gradient, degree, meanwhile=degree * products)
@@ -113,19 +110,3 @@ def exchange_time(
 
 def _dtype(settings: Settings) -> torch.dtype:
     return torch.float16 if settings.precision.element == 2 else torch.float32
-
-
-def choices(settings: Settings) -> Iterator[Settings]:
-    """The same run with every algorithm and degree that gives the same results."""
-    for algorithm in ALGORITHMS:
-        for degree in DEGREES:
-            yield settings.replace(model={"moe_a2a": algorithm, "moe_overlap_degree": degree})
-
-
-def best_choice(
-    settings: Settings, parameters: Parameters, work: Work, hardware: Hardware
-) -> Settings:
-    """The algorithm and degree that leave the least time exposed, the simplest of equals."""
-    found = [(exchange_time(s, parameters, work, hardware).exposed, s) for s in choices(settings)]
-    least = min(exposed for exposed, _ in found)
-    return next(s for exposed, s in found if exposed <= least * (1 + 1e-9))

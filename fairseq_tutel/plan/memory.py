@@ -11,7 +11,8 @@ keeps no table of scores):
                    b F; a dropout mask of 1 byte
     gate           logits, 4 E
     experts        per row of the dispatch buffer: rows received, b M; input and output of the
-                   activation, 2 b F; output, b M
+                   activation, 2 b F; output, b M. With r-flow the rows received are r times as many
+    weights        that r-flow has gathered for the layer, b each
 
 and with ``formulation=dense`` the tables of :mod:`.formulation`.
 
@@ -24,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .flow import make_flow
 from .formulation import gathered_bytes, held_parameters, tables
 from .parameters import Parameters, moe_layer_numbers
 from .settings import Settings
@@ -40,12 +42,15 @@ class Memory:
         weights, gradients: in the training precision.
         master: fp32 copies of weights and gradients, where the mode has them.
         optimizer: Adam's statistics.
-        activations: kept for the backward pass, without the dispatch buffers.
+        activations: kept for the backward pass, gathered weights included, without the dispatch
+            buffers.
         dispatch: rows of model width sent to and received from experts, kept or at work.
         logits: logits, log-probabilities and their gradients at the turning point.
         working: what the backward pass of one layer needs on top of what the forward pass kept:
             gradients of activations, and with checkpointing the layer's recomputation.
         communication: buffer of the gradient all-reduce.
+        gathered: one layer's expert weights, as r-flow gathers them; part of ``activations`` and
+            ``working``, where their gradients are, too.
         peak_phase: when most is alive: at the loss, in the backward pass, in the update.
         at_peak: bytes by kind that are alive then.
         without_checkpointing: activations and dispatch buffers if nothing were recomputed.
@@ -60,6 +65,7 @@ class Memory:
     logits: int
     working: int
     communication: int
+    gathered: int
     peak_phase: str
     at_peak: dict[str, int]
     without_checkpointing: int
@@ -112,8 +118,9 @@ def layers(settings: Settings, parameters: Parameters) -> list[Layer]:
     dense = _layer(settings, parameters.dense_layer, *_dense_bytes(settings))
     if not moe_numbers:
         return [dense] * settings.model.decoder_layers
-    here = parameters.moe_layer + parameters.expert * parameters.local_experts
-    moe = _layer(settings, here, *_moe_bytes(settings))
+    here = parameters.moe_layer + parameters.local // parameters.moe_layers
+    gathered = make_flow(settings, parameters).gathered * settings.precision.element
+    moe = _layer(settings, here, *_moe_bytes(settings, parameters), gathered)
     return [
         moe if number in moe_numbers else dense
         for number in range(1, settings.model.decoder_layers + 1)
@@ -147,7 +154,7 @@ def _dense_bytes(settings: Settings) -> tuple[int, int, int]:
     return _attention_bytes(settings) + ffn, 0, widest
 
 
-def _moe_bytes(settings: Settings) -> tuple[int, int, int]:
+def _moe_bytes(settings: Settings, parameters: Parameters) -> tuple[int, int, int]:
     """(activations, dispatch buffers, gradients of activations) of an MoE layer.
 
     In the backward pass of the experts' activation four tensors of its size are alive (input and
@@ -156,25 +163,32 @@ def _moe_bytes(settings: Settings) -> tuple[int, int, int]:
     model, b = settings.model, settings.precision.element
     rows, dim, hidden = dispatch_rows(settings), model.decoder_embed_dim, model.moe_expert_ffn_dim
     gate = settings.tokens * 4 * settings.routing.num_experts
+    copies = make_flow(settings, parameters).copies
     sizes = tables(settings)
     kept = gate + rows * 2 * b * hidden + sizes.masks * sizes.kept_masks
     widest = max(
-        rows * b * max(dim, 2 * hidden),
+        rows * b * max(copies * dim, 2 * hidden),
         sizes.scores * sizes.gradient_scores,
         sizes.masks * sizes.gradient_masks,
     )
-    return _attention_bytes(settings) + kept, rows * 2 * b * dim, widest
+    return _attention_bytes(settings) + kept, rows * (copies + 1) * b * dim, widest
 
 
 def _layer(
-    settings: Settings, parameters: int, activations: int, dispatch: int, gradients: int
+    settings: Settings,
+    parameters: int,
+    activations: int,
+    dispatch: int,
+    gradients: int,
+    gathered: int = 0,
 ) -> Layer:
     model = settings.model
     if not model.checkpoint_activations:
-        return Layer(parameters, activations, dispatch, activations + dispatch, gradients)
+        kept = activations + dispatch + gathered
+        return Layer(parameters, activations, dispatch, kept, gradients + gathered)
     kept = settings.tokens * settings.precision.element * model.decoder_embed_dim
     # the input that is kept is also the first tensor that the recomputation saves
-    working = activations + dispatch + gradients - kept
+    working = activations + dispatch + gradients + 2 * gathered - kept
     return Layer(
         parameters, activations, dispatch, 0 if model.offload_activations else kept, working
     )
@@ -227,6 +241,7 @@ def count_memory(settings: Settings, parameters: Parameters) -> Memory:
         logits=logits,
         working=max(layer.working for layer in stack),
         communication=communication,
+        gathered=make_flow(settings, parameters).gathered * b,
         peak_phase=peak_phase,
         at_peak={**always, **phases[peak_phase]},
         without_checkpointing=saved,

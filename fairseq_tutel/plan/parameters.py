@@ -26,6 +26,8 @@ class Parameters:
         expert: of one expert.
         experts: E, per MoE layer, over all GPUs.
         local_experts: e, per MoE layer and GPU.
+        slices: S, GPUs that share each expert; 1 where each holds it whole.
+        unsliced: of ``expert``, what each of them holds: the output's bias.
         moe_layers: number of MoE layers.
         largest: elements of the largest tensor on a GPU.
     """
@@ -39,11 +41,19 @@ class Parameters:
     local_experts: int
     moe_layers: int
     largest: int
+    slices: int = 1
+    unsliced: int = 0
 
     @property
     def local(self) -> int:
         """Expert parameters on one GPU."""
-        return self.expert * self.local_experts * self.moe_layers
+        held = self.sliceable // self.slices + self.unsliced
+        return held * self.local_experts * self.moe_layers
+
+    @property
+    def sliceable(self) -> int:
+        """Numbers of an expert that belong to a hidden unit."""
+        return self.expert - self.unsliced
 
     @property
     def per_gpu(self) -> int:
@@ -66,7 +76,14 @@ def moe_layer_numbers(settings: Settings) -> range:
 
 
 def count_parameters(settings: Settings) -> Parameters:
-    """Count the parameters of one rank's model, which is built on the meta device."""
+    """Count the parameters of one rank's model, which is built on the meta device.
+
+    A slice of an expert is counted as such a share of the whole one.
+
+    Raises:
+        ValueError: the settings' r or placement is none of this number of GPUs and experts.
+    """
+    slices = count_slices(settings)
     with torch.device("meta"):
         model = build_model(settings)
     sparse = model.moe_layers
@@ -85,8 +102,50 @@ def count_parameters(settings: Settings) -> Parameters:
         experts=groups.num_experts if groups else 0,
         local_experts=local_experts,
         moe_layers=len(sparse),
-        largest=max(param.numel() for param in model.parameters()),
+        largest=max(
+            param.numel() // (slices if is_expert(param) else 1) for param in model.parameters()
+        ),
+        slices=slices,
+        unsliced=settings.model.decoder_embed_dim if sparse else 0,
     )
+
+
+def count_slices(settings: Settings) -> int:
+    """S, GPUs that share each expert; 1 where each holds what it holds whole.
+
+    Raises:
+        ValueError: hidden units do not divide, or the settings' r cannot be.
+    """
+    if settings.routing is None:
+        return 1
+    holders, hidden = _holders(settings), settings.model.moe_expert_ffn_dim
+    spread = f"gpus={settings.gpus}, {settings.routing.num_experts} experts"
+    if settings.placement == "sliced" and hidden % holders:
+        raise ValueError(
+            f"placement=sliced: {holders} GPUs cannot share the {hidden} hidden units of an expert "
+            f"({spread})"
+        )
+    possible = possible_flows(settings)
+    if settings.r not in possible:
+        choices = ", ".join(map(str, sorted(possible)))
+        raise ValueError(
+            f"r={settings.r} cannot be with placement={settings.placement}, {spread}: "
+            f"choose from {choices}"
+        )
+    return holders if settings.placement == "sliced" else 1
+
+
+def possible_flows(settings: Settings) -> list[int]:
+    """Every r of the settings' placement, the least change first."""
+    holders = _holders(settings)
+    if holders > 1 and settings.placement == "replicated":
+        return [1]
+    return [r for r in range(1, holders + 1) if holders % r == 0] + [0]
+
+
+def _holders(settings: Settings) -> int:
+    """GPUs that hold each expert, or slices of it."""
+    return max(1, settings.gpus // settings.routing.num_experts)
 
 
 def build_model(settings: Settings) -> TransformerLMGPTMoE:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .exchange import ExchangeTime, best_choice, exchange_time
+from .exchange import ExchangeTime, exchange_time
 from .hardware import Hardware
 from .memory import Memory, count_memory
 from .parameters import Parameters, count_parameters
@@ -56,20 +56,21 @@ class Plan:
         return self.work.model_flops * self.work.tokens / self.time.total / peak
 
 
-def make_plan(settings: Settings, hardware: Hardware) -> Plan:
-    """Count and predict; does not ask whether the run fits."""
-    parameters = count_parameters(settings)
+def make_plan(settings: Settings, hardware: Hardware, parameters: Parameters | None = None) -> Plan:
+    """Count and predict; does not ask whether the run fits.
+
+    Args:
+        parameters: as :func:`count_parameters` counts them for these settings, if they are known.
+
+    Raises:
+        ValueError: r or the placement is none of this number of GPUs and experts.
+    """
+    parameters = parameters or count_parameters(settings)
     memory = count_memory(settings, parameters)
     work = count_work(settings, parameters)
     time = predict(settings, parameters, memory, work, hardware)
     exchange = exchange_time(settings, parameters, work, hardware)
     return Plan(settings, hardware, parameters, memory, work, time, exchange)
-
-
-def with_best_exchange(plan: Plan) -> Plan:
-    """The same run with the algorithm and degree that leave the least time exposed."""
-    chosen = best_choice(plan.settings, plan.parameters, plan.work, plan.hardware)
-    return make_plan(chosen, plan.hardware)
 
 
 def check(plan: Plan) -> None:

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from .planner import GB, Plan, with_best_exchange
+from .choose import with_best_exchange
+from .planner import GB, Plan
 
 
-def describe(plan: Plan) -> str:
-    """One plan as lines of text."""
+def describe(plan: Plan, best: Plan | None = None) -> str:
+    """One plan as lines of text, and what a better one does about it."""
     settings, parameters, memory = plan.settings, plan.parameters, plan.memory
     lines = [
         f"{settings.name}: {settings.gpus} ranks, {plan.hardware.title}",
@@ -41,7 +42,15 @@ def describe(plan: Plan) -> str:
             f"to fill: {verdict}",
         )
     )
-    return "\n".join(lines + _columns(rows + _work_rows(plan)))
+    rows += _work_rows(plan)
+    if best is not None:
+        gain = plan.time.total / best.time.total
+        rows += [
+            ("best of all choices", choice_words(best)),
+            ("  predicted update", f"{best.time.total:.3f} s, {gain:.2f} times as fast"),
+            ("  because", reasons(plan, best)),
+        ]
+    return "\n".join(lines + _columns(rows))
 
 
 def memory_rows(plan: Plan) -> list[tuple[str, int]]:
@@ -57,6 +66,7 @@ def memory_rows(plan: Plan) -> list[tuple[str, int]]:
         ("dispatch buffers", memory.dispatch),
         ("logits", memory.logits),
         ("working set of a layer", memory.working),
+        ("  gathered weights of its experts", memory.gathered),
         ("all-reduce buffer", memory.communication),
         (f"({other} checkpointing: activations)", memory.without_checkpointing),
     ]
@@ -92,6 +102,8 @@ def _work_rows(plan: Plan) -> list[tuple[str, str]]:
         ("predicted update", f"{time.total:.3f} s"),
     ]
     for label, seconds in time_rows(plan):
+        if label == "weights" and not seconds:
+            continue  # only r-flow has it
         rows.append((f"  {label}", f"{seconds:.3f} s ({seconds / time.total:.1%})"))
     if work.exchanges:
         rows += _exchange_rows(plan)
@@ -115,9 +127,35 @@ def _exchange_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def choice_name(plan: Plan) -> str:
-    """Algorithm and overlap degree, as in "2dh x4"."""
-    choice = plan.settings.exchange
-    return f"{choice.algorithm} x{choice.overlap_degree}"
+    """Algorithm and overlap degree, placement and r unless default: "2dh x4 sliced r=2"."""
+    settings, choice = plan.settings, plan.settings.exchange
+    name = f"{choice.algorithm} x{choice.overlap_degree}"
+    if settings.placement != "replicated":
+        name += f" {settings.placement}"
+    if settings.r != 1:
+        name += f" r={settings.r}"
+    return name
+
+
+def choice_words(plan: Plan) -> str:
+    """The same as this command's keys."""
+    settings, choice = plan.settings, plan.settings.exchange
+    words = f"exchange={choice.algorithm} overlap={choice.overlap_degree}"
+    if settings.routing and settings.gpus > 1:
+        words += f" placement={settings.placement} r={settings.r}"
+    return words
+
+
+def reasons(plan: Plan, best: Plan) -> str:
+    """What another plan does in less time or memory, and what in more."""
+    changes = ["it fits"] if best.fits and not plan.fits else []
+    for (name, before), (_, after) in zip(time_rows(plan), time_rows(best), strict=True):
+        if abs(after - before) >= 0.001 * plan.time.total:
+            changes.append(f"{name} {before:.3f} -> {after:.3f} s")
+    before, after = (f"{p.memory.peak / GB:.1f}" for p in (plan, best))
+    if before != after:
+        changes.append(f"memory {before} -> {after} GB")
+    return ", ".join(changes) or "nothing is faster"
 
 
 def time_rows(plan: Plan) -> list[tuple[str, float]]:
@@ -125,8 +163,12 @@ def time_rows(plan: Plan) -> list[tuple[str, float]]:
     return [(key.replace("_", "-"), value) for key, value in dataclasses.asdict(plan.time).items()]
 
 
-def table(plans: Sequence[Plan]) -> str:
-    """The ladder as a Markdown table."""
+def table(plans: Sequence[Plan], best: Sequence[Plan] | None = None) -> str:
+    """The ladder as a Markdown table.
+
+    Args:
+        best: of every rung; that with the best exchange if None.
+    """
     head = (
         "gpus",
         "experts",
@@ -141,12 +183,14 @@ def table(plans: Sequence[Plan]) -> str:
         "tokens/s",
         "a2a share",
         "MFU",
-        "best exchange",
+        "best exchange" if best is None else "best choice",
         "tokens/s with it",
+        *(["because"] if best is not None else []),
     )
     rows = [head, tuple("-" * len(name) for name in head)]
-    for plan in plans:
-        work, best = plan.work, with_best_exchange(plan)
+    for number, plan in enumerate(plans):
+        work = plan.work
+        chosen = best[number] if best is not None else with_best_exchange(plan)
         rows.append(
             (
                 str(plan.settings.gpus),
@@ -162,8 +206,9 @@ def table(plans: Sequence[Plan]) -> str:
                 f"{plan.tokens_per_second:,.0f}",
                 f"{plan.time.all_to_all_share:.1%}",
                 f"{plan.flops_utilisation:.1%}",
-                choice_name(best),
-                f"{best.tokens_per_second:,.0f}",
+                choice_name(chosen),
+                f"{chosen.tokens_per_second:,.0f}",
+                *([reasons(plan, chosen)] if best is not None else []),
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
@@ -173,15 +218,18 @@ def table(plans: Sequence[Plan]) -> str:
     )
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
-    """Every number of a plan, for JSON."""
+def as_dict(plan: Plan, best: Plan | None = None) -> dict[str, Any]:
+    """Every number of a plan, for JSON, and of a better one under "best"."""
     settings, parameters = plan.settings, plan.parameters
+    better = {} if best is None else {"best": {**as_dict(best), "because": reasons(plan, best)}}
     return {
         "config": settings.name,
         "gpus": settings.gpus,
         "hardware": plan.hardware.title,
         "formulation": settings.formulation,
         "exchange": dataclasses.asdict(settings.exchange),
+        "placement": settings.placement,
+        "r": settings.r,
         "precision": settings.precision.name,
         "batch_size": settings.batch_size,
         "tokens_per_sample": settings.tokens_per_sample,
@@ -208,6 +256,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "predicted_tokens_per_second": plan.tokens_per_second,
         "predicted_all_to_all_share": plan.time.all_to_all_share,
         "predicted_flops_utilisation": plan.flops_utilisation,
+        **better,
     }
 
 

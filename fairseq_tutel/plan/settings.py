@@ -17,6 +17,7 @@ from ..models.options import check_model_options
 from ..models.routing_options import moe_config
 
 FORMULATIONS = ("sparse", "dense")
+PLACEMENTS = ("replicated", "sliced")
 DDP_BACKENDS = ("legacy_ddp", "pytorch_ddp", "fully_sharded")
 
 
@@ -53,6 +54,8 @@ class Settings:
         ddp_backend: of fairseq.
         routing: options of the MoE layers, None for a dense model.
         formulation: sparse, as this plugin computes; dense, as fairseq's moe branch did.
+        placement: of an expert that several GPUs hold: replicated, or sliced.
+        r: slices of an expert that get each of its tokens; 0: weights travel, tokens stay.
     """
 
     name: str
@@ -66,6 +69,8 @@ class Settings:
     ddp_backend: str
     routing: MoEConfig | None
     formulation: str = "sparse"
+    placement: str = "replicated"
+    r: int = 1
 
     @property
     def is_dense_formulation(self) -> bool:

@@ -9,10 +9,10 @@ data loading (slower). Its figures are predictions, not measurements.
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 
 from .exchange import exchange_time
+from .flow import gather_time, make_flow, ring_time
 from .formulation import held_parameters, kept_bytes, mask_flops, sharded_bytes, table_time
 from .hardware import Hardware
 from .memory import Memory
@@ -30,6 +30,7 @@ class StepTime:
         elementwise: everything else that passes over activations and logits.
         optimizer: the update of the weights.
         all_to_all: that MoE layers wait for their exchanges, casts for the wire included.
+        weights: gathers of experts' weights and reduce-scatters of their gradients, of r-flow.
         all_reduce: gradients of dense and of replicated parameters.
     """
 
@@ -37,6 +38,7 @@ class StepTime:
     elementwise: float
     optimizer: float
     all_to_all: float
+    weights: float
     all_reduce: float
 
     @property
@@ -76,7 +78,8 @@ def predict(
         + table_time(settings, parameters, hardware),
         optimizer=updated * _optimizer_bytes(settings) / stream,
         all_to_all=exchange.exposed + exchange.casts,
-        all_reduce=_all_reduce_time(reduced / 2, settings.gpus, hardware)
+        weights=_gathers(settings, parameters, hardware),
+        all_reduce=2 * ring_time(reduced / 2, settings.gpus, hardware.gpus_per_node, hardware)
         + _replica_time(work, settings, hardware),
     )
 
@@ -91,23 +94,18 @@ def _optimizer_bytes(settings: Settings) -> int:
     return b + maximum + update + master
 
 
-def _all_reduce_time(size: float, ranks: int, hardware: Hardware) -> float:
-    """Ring all-reduce; between nodes the rings use all network ports of a node at once."""
-    if ranks < 2 or not size:
+def _gathers(settings: Settings, parameters: Parameters, hardware: Hardware) -> float:
+    """Each layer's weights in every forward pass (again in a recomputation), gradients once."""
+    if not settings.routing:
         return 0.0
-    local = min(ranks, hardware.gpus_per_node)
-    bandwidth = hardware.node_bandwidth
-    if ranks > hardware.gpus_per_node:
-        bandwidth = min(bandwidth, hardware.network_bandwidth * local)
-    carried = 2 * size * (ranks - 1) / ranks / (bandwidth * hardware.link_efficiency)
-    return carried + hardware.latency * 2 * math.log2(ranks)
+    passes = 3 if settings.model.checkpoint_activations else 2
+    one = gather_time(make_flow(settings, parameters), settings.precision.element, hardware)
+    return settings.update_freq * parameters.moe_layers * passes * one
 
 
 def _replica_time(work: Work, settings: Settings, hardware: Hardware) -> float:
-    """Replicas of an expert are E ranks apart: on other nodes if E >= GPUs per node."""
+    """Replicas of an expert are E GPUs apart: on other nodes if E >= GPUs per node."""
     if work.replicas < 2:
         return 0.0
-    near = work.exchange_peers < hardware.gpus_per_node >= settings.gpus
-    bandwidth = hardware.node_bandwidth if near else hardware.network_bandwidth
-    ring = 2 * work.replica_bytes * (work.replicas - 1) / work.replicas
-    return ring / (bandwidth * hardware.link_efficiency) + hardware.latency
+    near = max(1, hardware.gpus_per_node // settings.routing.num_experts)
+    return 2 * ring_time(work.replica_bytes, work.replicas, near, hardware)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .flow import make_flow
 from .memory import dispatch_rows
 from .parameters import Parameters, dense_ffn_widths
 from .settings import Settings
@@ -23,8 +24,8 @@ class Work:
         exchange_peers: GPUs that take part in it, itself included; 1 without expert parallelism.
         exchanges: all-to-alls per update.
         reduce_bytes: dense gradients, all-reduced once per update.
-        replica_bytes: expert gradients, all-reduced over the replicas of each expert (E < W).
-        replicas: GPUs that hold the same experts.
+        replica_bytes: gradients of expert parameters that several GPUs hold (E < W), all-reduced.
+        replicas: GPUs that hold the same experts, or slices of them.
     """
 
     tokens: int
@@ -73,19 +74,22 @@ def count_work(settings: Settings, parameters: Parameters) -> Work:
         computed = rows / settings.tokens * one_expert
     dense = attention + ffn + gate
     passes = 4 if model.checkpoint_activations else 3
-    peers = min(settings.gpus, routing.num_experts) if routing else 1
+    flow = make_flow(settings, parameters)
+    peers = flow.exchange_ranks if routing else 1
     per_pass = (6 if model.checkpoint_activations else 4) * parameters.moe_layers
-    replicas = settings.gpus // peers if routing else 1
+    replicas = max(1, settings.gpus // routing.num_experts) if routing else 1
+    shared = parameters.unsliced if parameters.slices > 1 else parameters.expert
+    shared *= parameters.local_experts * parameters.moe_layers
     b = settings.precision.element
     return Work(
         tokens=settings.tokens * settings.update_freq,
         capacity=routing.capacity(settings.tokens, training=True) if routing else None,
         model_flops=3.0 * (dense + chosen + output),
         hardware_flops=passes * (dense + computed) + 3.0 * output,
-        exchange_bytes=rows * dim * b,
+        exchange_bytes=flow.copies * rows * dim * b,
         exchange_peers=peers,
         exchanges=per_pass * settings.update_freq if peers > 1 else 0,
         reduce_bytes=parameters.dense * b if settings.gpus > 1 else 0,
-        replica_bytes=parameters.local * b if replicas > 1 else 0,
+        replica_bytes=shared * b if replicas > 1 else 0,
         replicas=replicas,
     )

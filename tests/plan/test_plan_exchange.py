@@ -10,9 +10,9 @@ from fairseq_tutel import ops
 from fairseq_tutel.config import EXCHANGES, ExchangeConfig
 from fairseq_tutel.distributed.exchanges import Leg
 from fairseq_tutel.plan import load_hardware, make_plan
+from fairseq_tutel.plan.choose import DEGREES, with_best_exchange
 from fairseq_tutel.plan.cli import main
-from fairseq_tutel.plan.exchange import DEGREES, exposed, row_bytes
-from fairseq_tutel.plan.planner import with_best_exchange
+from fairseq_tutel.plan.exchange import exposed, row_bytes
 
 A100 = load_hardware(CONFIGS, "a100-80g")
 

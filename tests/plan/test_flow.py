@@ -1,0 +1,175 @@
+"""r-flow and sliced placement: bytes, time and memory against the table worked out by hand."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+from plan_helpers import CONFIGS, settings_of, small
+
+from fairseq_tutel.plan import count_memory, count_parameters, count_work, load_hardware, make_plan
+from fairseq_tutel.plan.choose import ALGORITHMS, DEGREES, best_plan
+from fairseq_tutel.plan.cli import main
+from fairseq_tutel.plan.flow import make_flow
+from fairseq_tutel.plan.parameters import possible_flows
+from fairseq_tutel.plan.report import as_dict, choice_name
+
+A100 = load_hardware(CONFIGS, "a100-80g")
+E, W, M, F = 64, 512, 4096, 16384
+SHORT, LAYERS = ["model.decoder_layers=4"], 2  # of which two have experts
+S, P = W // E, 2 * M * F + F  # numbers of an expert but for the output's bias
+
+
+@pytest.fixture(scope="module")
+def large():
+    """Four of the 1.1T model's layers with 64 experts on 512 GPUs."""
+    return settings_of(overrides=[*SHORT, "model.moe_expert_count=64"], gpus=W)
+
+
+@pytest.mark.parametrize(
+    ("placement", "r", "peers", "copies", "gather", "weights"),
+    [
+        ("replicated", 1, E, 1, 1, 0),
+        ("sliced", 0, 1, 0, W, E * (P + M)),
+        ("sliced", 1, E, 1, S, P),
+        ("sliced", 2, 2 * E, 2, S // 2, P // 2),
+        ("sliced", 4, 4 * E, 4, S // 4, P // 4),
+        ("sliced", 8, W, 8, 1, 0),
+    ],
+)
+def test_where_tokens_and_weights_travel(large, placement, r, peers, copies, gather, weights):
+    settings = large.replace(placement=placement, r=r)
+    plan = make_plan(settings, A100)
+    flow, work, b = make_flow(settings, plan.parameters), plan.work, 2
+    rows = E * work.capacity
+    assert (work.exchange_peers, flow.gather_ranks, flow.gathered) == (peers, gather, weights)
+    assert work.exchanges == (6 * LAYERS if r else 0)
+    if r:
+        assert work.exchange_bytes == copies * rows * M * b
+    # two gathers, with recomputation, and a reduce-scatter; rings between nodes: GPUs rE apart
+    one = 0.0
+    if weights:
+        near = 8 if r == 0 else 1
+        bandwidth = min(A100.node_bandwidth, near * A100.network_bandwidth) * A100.link_efficiency
+        one = weights * b * (gather - 1) / gather / bandwidth + A100.latency * math.log2(gather)
+    assert plan.time.weights == pytest.approx(LAYERS * 3 * one)
+    # of experts only the output's bias is left to average, and only a slice's state is held
+    sliced = placement == "sliced"
+    assert work.replica_bytes == LAYERS * b * (M if sliced else P + M)
+    assert plan.parameters.local == LAYERS * ((P // S if sliced else P) + M)
+    assert work.hardware_flops == count_work(large, count_parameters(large)).hardware_flops
+
+
+def test_with_an_expert_or_more_per_gpu_only_the_weights_can_travel_instead():
+    settings = settings_of(overrides=[*SHORT, "model.moe_expert_count=16"], gpus=8)
+    assert possible_flows(settings) == [1, 0]
+    plans = [make_plan(settings.replace(r=r), A100) for r in (1, 0)]
+    flow = make_flow(plans[1].settings, plans[1].parameters)
+    assert flow.gathered == 16 * (P + M) and flow.gather_ranks == 8
+    assert plans[1].time.all_to_all == 0 < plans[0].time.all_to_all
+    assert plans[0].parameters == plans[1].parameters
+
+
+@pytest.mark.parametrize("ratio", [1, 4, 16])
+def test_with_equal_links_the_best_r_is_the_root_of_hidden_units_over_rows(large, ratio):
+    """4rRM + 4MF/r bytes are fewest there; weights travel to the tokens if R > EF."""
+    links = dataclasses.replace(
+        A100, node_bandwidth=1e6, network_bandwidth=1e6, latency=0.0, message_overhead=0.0,
+        gpus_per_node=1,
+    )  # fmt: skip
+    settings = large.replace(placement="sliced", model={"checkpoint_activations": False})
+    rows = F // ratio
+    settings = settings.replace(batch_size=1, tokens_per_sample=rows // 2)
+    parameters = count_parameters(settings)
+    travel = {}
+    for r in possible_flows(settings):
+        time = make_plan(settings.replace(r=r), links, parameters).time
+        travel[r] = time.all_to_all + time.weights
+    best = min((r for r in travel if r), key=travel.get)
+    assert best == math.isqrt(ratio)
+    assert travel[0] > travel[best]  # R is far below E F
+
+
+def test_memory(large):
+    """Weights, gradients and statistics of experts fall S-fold; what is gathered comes on top."""
+    whole, sliced = (
+        make_plan(large.replace(placement=placement), A100)
+        for placement in ("replicated", "sliced")
+    )
+    experts = LAYERS * (P - P // S) * (2 + 2 + 2 * 2)
+    assert whole.memory.states - sliced.memory.states == experts
+    assert sliced.memory.gathered == 2 * P and whole.memory.gathered == 0
+    settings = small("model.moe_expert_count=2", "model.checkpoint_activations=false")
+    settings = settings.replace(placement="sliced")
+    parameters = count_parameters(settings)
+    held = [count_memory(settings.replace(r=r), parameters) for r in (1, 2, 0)]
+    gathered = [2 * 64 * 256 + 256, 0, 2 * (2 * 64 * 256 + 256 + 64)]
+    assert [memory.gathered for memory in held] == [4 * size for size in gathered]
+    # nothing is recomputed: two MoE layers keep theirs, and r times the rows they received
+    rows = 2 * settings.routing.capacity(settings.tokens, True) * 64 * 4
+    assert held[0].dispatch == 2 * 2 * rows and held[1].dispatch == 2 * 3 * rows
+    assert held[0].activations - held[1].activations == 2 * 4 * gathered[0]
+    assert held[2].activations - held[1].activations == 2 * 4 * gathered[2]
+
+
+def test_the_best_of_all_choices(large):
+    """As found by trying them one by one; and another one where that does not fit."""
+    wide = large.replace(batch_size=2)
+    plan = make_plan(wide, A100)
+    best = best_plan(plan)
+    tried = []
+    for placement in ("replicated", "sliced"):
+        placed = wide.replace(placement=placement)
+        parameters = count_parameters(placed)
+        for r in possible_flows(placed):
+            for algorithm in ALGORITHMS:
+                for degree in DEGREES:
+                    model = {"moe_a2a": algorithm, "moe_overlap_degree": degree}
+                    settings = placed.replace(r=r, model=model)
+                    tried.append(make_plan(settings, A100, parameters))
+    assert best.time.total <= 1.01 * min(p.time.total for p in tried) < plan.time.total
+    assert best.settings.placement == "sliced" and best.settings.r > 1
+    tight = dataclasses.replace(A100, memory=min(p.memory.peak for p in tried) + A100.reserved)
+    cramped = best_plan(make_plan(wide, tight))
+    assert cramped.fits and not make_plan(wide, tight).fits
+    dense = make_plan(settings_of(overrides=[*SHORT, "model.moe_freq=0"], gpus=8), A100)
+    assert choice_name(best_plan(dense)) == "linear x1"
+
+
+def run(capsys, *words):
+    status = main(["--config-dir", str(CONFIGS), "--config-name", "meta_1.1t", *words])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_command_line(capsys, large):
+    words = [*SHORT, "gpus=512", "model.moe_expert_count=64", "dataset.batch_size=2"]
+    status, out, _ = run(capsys, "--best", *words)
+    assert status == 0 and "because" in out
+    chosen = out.split("best of all choices")[1].splitlines()[0].split()
+    status, out, _ = run(capsys, "--json", *words, *chosen)
+    best = best_plan(make_plan(large.replace(batch_size=2), A100))
+    assert status == 0 and json.loads(out) == json.loads(json.dumps(as_dict(best)))
+    assert {"placement=sliced", f"r={best.settings.r}"} <= set(chosen)
+    status, out, _ = run(capsys, "--ladder", "--best", "model.moe_expert_count=8", *SHORT)
+    lines = out.splitlines()
+    assert status == 0 and "because" in lines[0] and len(lines) == 12
+    # one expert per GPU: there are no slices
+    assert "sliced" not in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["r=3", "placement=sliced"], "choose from 0, 1, 2, 4, 8"),
+        (["r=2"], "r=2 cannot be with placement=replicated"),
+        (["r=0"], "choose from 1"),
+        (["r=x"], "r=x"),
+        (["placement=torn"], "placement=torn: choose from replicated, sliced"),
+        (["placement=sliced", "model.decoder_ffn_embed_dim=16388"], "16388 hidden units"),
+        (["placement=sliced", "formulation=dense"], "formulation=dense has no placement=sliced"),
+    ],
+)
+def test_mistakes(capsys, words, message):
+    status, _, err = run(capsys, "gpus=512", "model.moe_expert_count=64", *SHORT, *words)
+    assert status == 1 and message in err, err
