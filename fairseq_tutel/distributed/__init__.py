@@ -24,6 +24,7 @@ from .expert_params import (
     gather_from_experts,
     is_expert,
     mark_expert,
+    max_over_replicas_,
     refuse_plain_ddp,
     sum_over_replicas_,
     sum_tensor_over_ranks_,
@@ -31,7 +32,8 @@ from .expert_params import (
 from .gather import gather_integers, gather_texts
 from .groups import ExpertParallelGroups, build_groups, shared_groups
 from .sharded import full_tensor, is_sharded, shard_like, sharded_grad_scaler, sharded_norm
-from .slices import join_slices, slice_dim, slice_size, take_slice
+from .slice_gather import SliceGather
+from .slices import join_slices, slice_dim, slice_size, take_slice, whole_shape
 from .world import process_world
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "ExpertParallelGroups",
     "Leg",
     "LocalCopy",
+    "SliceGather",
     "StepAgreement",
     "StepSettings",
     "TimedExchange",
@@ -57,6 +60,7 @@ __all__ = [
     "is_sharded",
     "join_slices",
     "mark_expert",
+    "max_over_replicas_",
     "process_world",
     "refuse_plain_ddp",
     "register_exchange",
@@ -72,4 +76,5 @@ __all__ = [
     "sum_tensor_over_ranks_",
     "sync_step",
     "take_slice",
+    "whole_shape",
 ]

@@ -65,6 +65,16 @@ def sum_over_replicas_(tensor: torch.Tensor, groups: ExpertParallelGroups) -> to
     return tensor
 
 
+def max_over_replicas_(tensor: torch.Tensor, groups: ExpertParallelGroups) -> torch.Tensor:
+    """Elementwise maximum, in place, over the ranks that hold the same experts or slices of them.
+
+    Collective with replicas.
+    """
+    if groups.num_replicas > 1 and not groups.simulated:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=groups.replica_group)
+    return tensor
+
+
 def sum_tensor_over_ranks_(tensor: torch.Tensor) -> torch.Tensor:
     """Add up, in place, over all ranks of the default group. Collective."""
     dist.all_reduce(tensor)

@@ -48,6 +48,14 @@ def take_slice(whole: torch.Tensor, name: str, index: int, count: int) -> torch.
     return whole.narrow(dim, index * size, size)
 
 
+def whole_shape(part: Sequence[int], name: str, count: int) -> torch.Size:
+    """Shape of the whole of which a slice has the shape ``part``; see :func:`take_slice`."""
+    dim, shape = slice_dim(name), list(part)
+    if dim is not None:
+        shape[dim] *= count
+    return torch.Size(shape)
+
+
 def join_slices(slices: Sequence[torch.Tensor], name: str) -> torch.Tensor:
     """The whole of which these are all slices, in order: the inverse of :func:`take_slice`."""
     dim = slice_dim(name)

@@ -28,6 +28,7 @@ from ..distributed import (
 )
 from .model import expert_placement, moe_layers, unwrap
 from .optimizer_state import StateNames
+from .slices import join_experts
 
 # torch's words for a tensor of another shape
 _SIZES = re.compile(
@@ -117,6 +118,8 @@ def load_checkpoint(
 def save_state(path: str, state: Mapping[str, Any], groups: ExpertParallelGroups) -> str:
     """Write one rank's state as its part of a set. Collective.
 
+    Experts in slices become whole ones (:mod:`.slices`).
+
     Args:
         path: X.pt.
         state: ``model`` keyed by parameter names, experts numbered from 0;
@@ -130,6 +133,7 @@ def save_state(path: str, state: Mapping[str, Any], groups: ExpertParallelGroups
     if groups.simulated:
         raise ValueError(f"not saving {path}: a simulated rank holds a part of the experts")
     rank, world_size = process_world()
+    state = join_experts(state, groups, f"saving {path}")
     shared, mine = split_state(state)
     write_set(
         path,
@@ -144,7 +148,7 @@ def save_state(path: str, state: Mapping[str, Any], groups: ExpertParallelGroups
 
 
 def load_state(path: str, *, with_optimizer: bool = True) -> dict[str, Any]:
-    """What :func:`save_state` would have been given by this rank. Collective.
+    """What :func:`save_state` would have been given by this rank, with whole experts. Collective.
 
     Returns:
         See :func:`fairseq_tutel.checkpoint.load_for_rank`.

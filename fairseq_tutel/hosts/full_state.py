@@ -8,7 +8,15 @@ import torch
 from torch import nn
 
 from ..checkpoint.layout import split_key
-from ..distributed import full_tensor, gather_from_experts, process_world, shard_like
+from ..distributed import (
+    ExpertParallelGroups,
+    SliceGather,
+    full_tensor,
+    gather_from_experts,
+    process_world,
+    shard_like,
+    slice_dim,
+)
 from .model import moe_layers, unwrap
 
 
@@ -33,7 +41,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             parts, names = [full_tensor(value)], [key]
         else:
             prefix, slot, rest = split_key(key)
-            parts = gather_from_experts(value.contiguous(), layer.groups)
+            parts = _gather(value, key, layer.groups)
             local = layer.groups.num_local_experts
             ranks = range(layer.groups.ep_size)
             names = [f"{prefix}{number * local + slot}{rest}" for number in ranks]
@@ -48,7 +56,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
 
     Args:
         model: wrapped or not.
-        state: of :func:`full_state_dict`, or of one process; the same on every rank.
+        state: of :func:`full_state_dict`, or of one process; the same on every rank. Of experts in
+            slices each rank takes its own.
 
     Raises:
         ValueError: names or shapes do not fit.
@@ -75,6 +84,19 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
         model.load_state_dict(mine, strict=True)
     except RuntimeError as error:
         raise ValueError(f"the state dict does not fit this model: {error}") from None
+
+
+def _gather(value: torch.Tensor, key: str, groups: ExpertParallelGroups):
+    """What :func:`gather_from_experts` returns, of whole experts; nothing beside the first block.
+
+    Collective.
+    """
+    if groups.num_slices > 1:
+        if slice_dim(key) is not None:
+            value = (SliceGather({key: value}, groups, value.device).run() or {}).get(key)
+        if groups.slice_index > 0:
+            return None
+    return gather_from_experts(value.contiguous(), groups)
 
 
 def _by_prefix(model):

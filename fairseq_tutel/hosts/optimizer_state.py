@@ -2,7 +2,9 @@
 
 torch numbers parameters; numbers change with the number of ranks. Here the state of a stacked
 expert parameter is taken apart into one state per expert under the name that its weight has in a
-checkpoint, so that each expert's moments follow it to any rank.
+checkpoint, so that each expert's moments follow it to any rank. Where a rank has a slice of an
+expert, state that is taken apart is of the slice (:mod:`.slices` makes it whole in files), and of
+state that is joined, which is of the whole expert, the slice is kept.
 
 Where an optimizer steps fp32 copies of half weights (fairseq's ``--fp16`` and ``--bf16``), they are
 part of its state here: copies made anew from the half weights would lose what was rounded off.
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..distributed import full_tensor, shard_like
+from ..distributed import full_tensor, shard_like, slice_dim, take_slice, whole_shape
 from ..moe import Experts
 
 # entry of a parameter's state: the fp32 copy that a mixed-precision optimizer steps
@@ -46,6 +48,7 @@ class StateNames:
         names: dict[int, str] = {}
         self._otherwise = otherwise
         self._single: dict[str, list[str]] = {}
+        self._slices: dict[str, tuple[int, int]] = {}
         for prefix, module in modules.items():
             for name, param in module.named_parameters():
                 names[id(param)] = prefix + name
@@ -54,6 +57,7 @@ class StateNames:
                     path = f"{prefix}{path}." if path else prefix
                     for stacked, single in child.single_names().items():
                         self._single[path + stacked] = [path + name for name in single]
+                        self._slices[path + stacked] = child.hidden_slice
         self._masters: dict[str, torch.Tensor] = {}
         for original, copy in copies:
             names[id(copy)] = names[id(original)]
@@ -150,9 +154,32 @@ class StateNames:
             return {key: _shard(parts[0][key], self._params[name]) for key in keys}
         shape = self._params[name].shape
         try:
-            return {key: _join([part[key] for part in parts], shape) for key in keys}
+            return {
+                key: _join([self._slice(name, part[key]) for part in parts], shape) for key in keys
+            }
         except ValueError as error:
             raise ValueError(f"the optimizer state of {name} {error}; {self._otherwise}") from None
+
+    def _slice(self, name: str, value):
+        """This rank's slice of an entry in the state of a whole expert.
+
+        Raises:
+            ValueError: the entry mixes the units of all slices.
+        """
+        index, count = self._slices[name]
+        single, shape = self._single[name][0], self._params[name].shape[1:]
+        if count == 1 or slice_dim(single) is None:
+            return value
+        if torch.is_tensor(value) and value.shape == whole_shape(shape, single, count):
+            return take_slice(value, single, index, count)
+        if torch.is_tensor(value) and value.shape == shape:  # of to_named(), not of a file
+            return value
+        if isinstance(value, dict) or torch.is_tensor(value) and value.numel() != 1:
+            raise ValueError(
+                f"mixes the hidden units of an expert, of which this rank has slice {index} of "
+                f"{count}"
+            )
+        return value
 
     @torch.no_grad()
     def restore_masters(self, stored: dict[str, Any]) -> None:
@@ -161,8 +188,10 @@ class StateNames:
         for name, master in self._masters.items():
             parts = [named.get(key, {}).get(_MASTER) for key in self._single.get(name, [name])]
             if all(part is not None for part in parts):
-                value = torch.stack(parts) if name in self._single else parts[0]
-                master.copy_(value)
+                if name in self._single:
+                    master.copy_(torch.stack([self._slice(name, part) for part in parts]))
+                else:
+                    master.copy_(parts[0])
 
 
 def _kinds(modules: Mapping[str, nn.Module]) -> str:

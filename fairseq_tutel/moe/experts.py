@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .. import ops
-from ..distributed import mark_expert, slice_dim, slice_size, take_slice
+from ..distributed import mark_expert, slice_dim, slice_size, take_slice, whole_shape
 from .chunks import ExpertRows
 
 _STACKED = {
@@ -173,14 +173,18 @@ class Experts(nn.Module):
                 value = state_dict.get(key)
                 if value is None:
                     missing_keys.append(key)
-                elif value.shape != param.shape[1:]:
+                    continue
+                # of an expert of which a slice lives here: that slice, or all of it
+                if value.shape == whole_shape(param.shape[1:], single, self.hidden_slice[1]):
+                    value = take_slice(value, single, *self.hidden_slice)
+                if value.shape != param.shape[1:]:
                     error_msgs.append(
                         f"size mismatch for {key}: {tuple(value.shape)} in the checkpoint, "
                         f"{tuple(param.shape[1:])} in the model"
                     )
-                else:
-                    with torch.no_grad():
-                        param[slot].copy_(value)
+                    continue
+                with torch.no_grad():
+                    param[slot].copy_(value)
         if strict:
             unexpected_keys.extend(
                 key for key in state_dict if key.startswith(prefix) and key not in wanted

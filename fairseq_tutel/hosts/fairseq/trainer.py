@@ -26,6 +26,7 @@ from . import blocks
 from .checkpointing import CheckpointMixin
 from .data_parallel import LEGACY_BACKENDS, PYTORCH_BACKENDS, MoEDistributedModel
 from .load_log import ExpertLoadLog
+from .optimizers import fit_to_slices
 from .ranks import refuse_separate_ranks
 from .requeue import leave, request_for_trainer
 from .start import changed
@@ -79,6 +80,10 @@ class MoETrainer(CheckpointMixin, Trainer):
             else:
                 self._wrapped_model = self._model
         return self._wrapped_model
+
+    def _build_optimizer(self):
+        super()._build_optimizer()
+        fit_to_slices(self._optimizer, self.cfg.optimizer._name, self._model.moe_groups)
 
     def clip_grad_norm(self, clip_norm):
         """Clip by the norm over the dense gradients and those of all experts on all ranks."""
