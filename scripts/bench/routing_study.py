@@ -302,11 +302,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _known(args) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-    """What an earlier, interrupted call with the same updates left in the output file."""
+    """Of an earlier call with the same updates that left something out: its output file."""
     if not args.output or not args.output.exists():
         return [], []
     before = json.loads(args.output.read_text(encoding="utf-8"))
-    if before["complete"] or before["settings"]["updates"] != args.updates:
+    to_do = not before["complete"] or args.step_time and not before["step_time"]
+    if not to_do or before["settings"]["updates"] != args.updates:
         return [], []
     return before["runs"], before["step_time"]
 
