@@ -28,7 +28,7 @@ LINES = tuple(set(rooms) for rooms, _ in table("## Who may import whom"))
 # outside package -> rooms that may import it
 OWNERS = {package: set(rooms) for (package,), rooms in table("Packages that only some rooms")}
 STANDARD_LIBRARY_ONLY = {
-    "registry", "ranges", "config", "exit_codes", "shipped_configs", "command_line",
+    "registry", "ranges", "config", "exit_codes", "shipped_configs", "command_line", "tuning",
 }  # fmt: skip
 # only these talk to a person through stdout and stderr
 COMMAND_LINES = {
