@@ -316,6 +316,30 @@ def resolve_capacity(
     }
 
 
+def exchange_size(num_experts: int, world_size: int, expert_parallel_size: int = 0) -> int:
+    """Ranks that exchange tokens with each other, and hold every expert once between them.
+
+    Args:
+        num_experts: E.
+        world_size: W.
+        expert_parallel_size: S, their number if it is chosen; 0: as many as can be, min(E, W).
+
+    Raises:
+        ValueError: E and W do not divide; or S is not a divisor of both.
+    """
+    size = expert_parallel_size
+    if not size:
+        check_divisible(num_experts, world_size)
+        return min(num_experts, world_size)
+    if not isinstance(size, int) or size < 0 or world_size % size or num_experts % size:
+        raise ValueError(
+            f"expert_parallel_size={size} (--moe-expert-parallel-size) must divide the number of "
+            f"ranks, {world_size}, and that of experts, {num_experts}: so many ranks hold all of "
+            "them together"
+        )
+    return size
+
+
 def check_divisible(num_experts: int, world_size: int) -> None:
     """Raise ValueError unless E is a multiple of W or W one of E."""
     if num_experts % world_size and world_size % num_experts:

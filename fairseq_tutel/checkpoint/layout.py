@@ -4,8 +4,9 @@ The layout is that of Meta's fairseq branch ``moe``: ``X.pt`` names a set made o
 (dense parameters, the gates among them) and ``X-rank-N.pt`` (the experts of rank N, numbered from 0
 in each file). A merged file is one plain ``X.pt`` with global expert numbers.
 
-E global experts, W expert-parallel ranks: rank r holds experts [r*E/W, (r+1)*E/W) if E >= W, else
-expert r % E, of which the first E ranks write a file. So a set has min(E, W) rank files.
+E global experts; S neighbouring ranks hold them all, min(E, W) of W unless a run chooses fewer:
+rank r holds experts [j*E/S, (j+1)*E/S) with j = r % S. The first S ranks write a file each, so a
+set has S rank files.
 
 Functions on "entries" take any dict keyed by parameter names, whatever the values: the tensors of
 a model, or the optimizer state of each parameter.
@@ -110,21 +111,33 @@ def check_divisible(num_experts: int, world_size: int) -> None:
         )
 
 
-def experts_of_rank(rank: int, world_size: int, num_experts: int) -> range:
+def experts_of_rank(
+    rank: int, world_size: int, num_experts: int, expert_parallel_size: int = 0
+) -> range:
     """Global numbers of the experts that one rank holds.
 
     Raises:
-        CheckpointError: E and W do not divide.
+        CheckpointError: E, W and S do not divide.
     """
-    check_divisible(num_experts, world_size)
-    if num_experts < world_size:
-        return range(rank % num_experts, rank % num_experts + 1)
-    local = num_experts // world_size
-    return range(rank * local, (rank + 1) * local)
+    size = count_rank_files(num_experts, world_size, expert_parallel_size)
+    local = num_experts // size
+    return range(rank % size * local, (rank % size + 1) * local)
 
 
-def count_rank_files(num_experts: int, world_size: int) -> int:
-    """How many rank files a set has: min(E, W), since replicas are written once."""
+def count_rank_files(num_experts: int, world_size: int, expert_parallel_size: int = 0) -> int:
+    """How many rank files a set has, S, since replicas are written once.
+
+    Args:
+        num_experts, world_size: E, W.
+        expert_parallel_size: S; 0: min(E, W).
+    """
+    if expert_parallel_size:
+        if num_experts % expert_parallel_size or world_size % expert_parallel_size:
+            raise CheckpointError(
+                f"{num_experts} experts cannot be placed on every {expert_parallel_size} of "
+                f"{world_size} ranks: {expert_parallel_size} must divide both"
+            )
+        return expert_parallel_size
     check_divisible(num_experts, world_size)
     return min(num_experts, world_size)
 

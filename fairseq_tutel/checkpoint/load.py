@@ -18,7 +18,6 @@ from .layout import (
     MERGED,
     SHARED,
     CheckpointSet,
-    check_divisible,
     check_same,
     expert_shapes,
     expert_states,
@@ -53,6 +52,7 @@ def load_for_rank(
     *,
     rank: int,
     world_size: int,
+    expert_parallel_size: int = 0,
     with_optimizer: bool = True,
     gather_texts: GatherTexts | None = None,
 ) -> dict[str, Any]:
@@ -66,6 +66,7 @@ def load_for_rank(
     Args:
         path: X.pt, X-shared.pt, X-rank-N.pt, or a merged file.
         rank, world_size: where the experts will live; W = 1 loads all of them.
+        expert_parallel_size: S, ranks that hold all experts between them; 0: min(E, W).
         with_optimizer: also assemble ``last_optimizer_state``.
         gather_texts: if given, all ranks call this together and an error on one is raised on all.
 
@@ -82,7 +83,7 @@ def load_for_rank(
     loaded: list[dict[str, Any]] = []
 
     def read() -> str:
-        loaded.append(_read_stable(path, rank, world_size, with_optimizer))
+        loaded.append(_read_stable(path, (rank, world_size, expert_parallel_size), with_optimizer))
         metadata = loaded[0][METADATA]
         return metadata["save_id"] if metadata else ""
 
@@ -302,12 +303,12 @@ class SetReader:
             )
 
 
-def _read_stable(path: str, rank: int, world_size: int, with_optimizer: bool) -> dict[str, Any]:
+def _read_stable(path: str, place: tuple[int, int, int], with_optimizer: bool) -> dict[str, Any]:
     """Read; if the files changed meanwhile (another job saved), read the new ones instead."""
     for attempt in range(_ATTEMPTS):
         before = _fingerprint(path)
         try:
-            return _read(path, rank, world_size, with_optimizer)
+            return _read(path, *place, with_optimizer)
         except CheckpointError:
             if attempt == _ATTEMPTS - 1 or _fingerprint(path) == before:
                 raise
@@ -315,15 +316,16 @@ def _read_stable(path: str, rank: int, world_size: int, with_optimizer: bool) ->
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def _read(path: str, rank: int, world_size: int, with_optimizer: bool) -> dict[str, Any]:
+def _read(
+    path: str, rank: int, world_size: int, expert_parallel_size: int, with_optimizer: bool
+) -> dict[str, Any]:
     reader = SetReader(path)
     wanted = range(0)
     if reader.num_experts:
         try:
-            check_divisible(reader.num_experts, world_size)
+            wanted = experts_of_rank(rank, world_size, reader.num_experts, expert_parallel_size)
         except CheckpointError as error:
             raise CheckpointError(f"{reader.cset.path}: {error}") from error
-        wanted = experts_of_rank(rank, world_size, reader.num_experts)
     state = reader.state_of(wanted, with_optimizer=with_optimizer)
     state[METADATA] = reader.metadata.to_dict() if reader.metadata else None
     return state

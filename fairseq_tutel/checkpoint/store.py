@@ -58,7 +58,7 @@ def write_set(
         rank, world_size: this process and the number of expert-parallel processes W.
         shared_state: content of X-shared.pt, from ``split_state``; used on rank 0 only.
         rank_state: content of X-rank-{rank}.pt; used where rank < num_rank_files.
-        num_rank_files: min(E, W).
+        num_rank_files: S, ranks that hold all experts between them: a divisor of W.
         gather_texts: gathers texts of all ranks; needed if W > 1.
 
     Returns:
@@ -289,11 +289,7 @@ def _check_same_save(saves: list[list[Any]], world_size: int) -> int:
             f"got {local} in {num_rank_files} rank files of {world_size} ranks"
         )
     num_experts = local[0] * num_rank_files
-    if count_rank_files(num_experts, world_size) != num_rank_files:
-        raise CheckpointError(
-            f"{num_experts} experts on {world_size} ranks make "
-            f"{count_rank_files(num_experts, world_size)} rank files, not {num_rank_files}"
-        )
+    count_rank_files(num_experts, world_size, num_rank_files)  # raises if that cannot be
     return num_experts
 
 

@@ -1,13 +1,15 @@
 """Which ranks hold which experts, as one immutable value.
 
-E experts on W ranks. If E >= W every rank holds ``e = E/W`` of them and all ranks exchange tokens
-with all (``ep_size = W``). If E < W the ranks form W/E blocks of E neighbours; each block holds
-every expert once, tokens travel inside a block (``ep_size = E``), and the W/E ranks with the same
-position in their blocks are replicas of one expert, whose gradients are averaged.
+E experts on W ranks, which form blocks of P neighbours (``ep_size``). Each block holds every
+expert once, ``e = E/P`` on each of its ranks; tokens travel inside a block, and the W/P ranks with
+the same position in their blocks are replicas of the same experts, whose gradients are averaged. P
+is as large as can be, min(E, W), unless it is chosen: as many as share a node, and tokens stay
+there.
 
     E=8, W=4: rank 0: experts 0-1, rank 1: 2-3, ...          one exchange group {0,1,2,3}
     E=2, W=4: ranks 0,2: expert 0; ranks 1,3: expert 1       exchange {0,1} {2,3},
                                                              replicas {0,2} {1,3}
+    E=8, W=4, P=2: ranks 0,2: experts 0-3; 1,3: 4-7          the same
 
 *Sliced* instead of *replicated*, each of the S = W/E ranks of one expert holds another slice of its
 hidden units, F/S of F, so that weights, gradients and optimizer state take 1/S of the memory: rank
@@ -17,6 +19,7 @@ s*E + j has slice s of expert j (:mod:`.slices`). The gradients of a slice are o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..config import EXPERT_PLACEMENTS, check_divisible
+from ..config import EXPERT_PLACEMENTS, exchange_size
 from .gather import control_device, gather_integers, refuse_differences
 from .teardown import release_at_exit
 from .world import once_per_world, process_world
@@ -41,8 +44,8 @@ class ExpertParallelGroups:
     Attributes:
         num_experts: E.
         rank, world_size: of this process; world_size is the simulated one in a simulation.
-        ep_size: ranks that exchange tokens with each other, min(E, W).
-        num_replicas: ranks that hold the same experts (or slices of them), 1 unless E < W.
+        ep_size: P, ranks that exchange tokens with each other.
+        num_replicas: ranks that hold the same experts (or slices of them), W/P.
         ep_group, replica_group: process groups, None where the size is 1 or simulated.
         control_group: the ranks of ``ep_group`` (of the world where experts are in slices) for a
             few integers that the host needs; over the CPU where that is possible, so that a GPU
@@ -120,23 +123,30 @@ class ExpertParallelGroups:
 
 
 def build_groups(
-    num_experts: int, *, simulate_world_size: int = 0, placement: str = "replicated"
+    num_experts: int,
+    *,
+    expert_parallel_size: int = 0,
+    simulate_world_size: int = 0,
+    placement: str = "replicated",
 ) -> ExpertParallelGroups:
     """Make the groups for E experts on the ranks of the default process group.
 
     A collective call where torch.distributed is initialised with more than one rank: every rank
     must make it, with the same arguments. The divisibility of E and W is checked before anything is
-    communicated, and that all ranks have the same E and placement before groups are created: ranks
-    that wait for different partners would hang.
+    communicated, and that all ranks have the same E, P and placement before groups are created:
+    ranks that wait for different partners would hang.
 
     Args:
         num_experts: E.
+        expert_parallel_size: P, neighbours that exchange tokens and hold all experts between them;
+            a divisor of E and W. 0: min(E, W).
         simulate_world_size: if > 1, play rank 0 of that many ranks in a single process.
         placement: ``replicated`` or ``sliced``, which differ where E < W.
 
     Raises:
-        ValueError: E and W do not divide, an unknown placement, ranks that differ in one of them,
-            or a simulation is asked for with more than one process.
+        ValueError: E, W and P do not divide, an unknown placement, P chosen where experts are in
+            slices, ranks that differ in one of them, or a simulation is asked for with more than
+            one process.
     """
     rank, world_size = process_world()
     if simulate_world_size > 1:
@@ -146,33 +156,48 @@ def build_groups(
                 f"a simulation of {simulate_world_size} ranks runs in one process, not in "
                 f"{world_size}"
             )
-        check_divisible(num_experts, simulate_world_size)
+        ep_size = _ep_size(num_experts, simulate_world_size, expert_parallel_size, placement)
         return ExpertParallelGroups(
             num_experts,
             world_size=simulate_world_size,
-            ep_size=min(num_experts, simulate_world_size),
-            num_replicas=max(1, simulate_world_size // num_experts),
+            ep_size=ep_size,
+            num_replicas=simulate_world_size // ep_size,
             simulated=True,
             placement=placement,
         )
-    _agree_on_experts(num_experts, world_size, placement)
-    return _make_groups(num_experts, rank, world_size, placement)
+    ep_size = _agree_on_placement(num_experts, world_size, expert_parallel_size, placement)
+    return _make_groups(num_experts, rank, world_size, ep_size, placement)
 
 
-def _agree_on_experts(num_experts: int, world_size: int, placement: str) -> None:
-    check_divisible(num_experts, world_size)
-    ExpertParallelGroups(num_experts, placement=placement)  # refuses an unknown one
+def _agree_on_placement(
+    num_experts: int, world_size: int, expert_parallel_size: int, placement: str
+) -> int:
+    """P; it, E and the placement are the same on all ranks."""
+    ep_size = _ep_size(num_experts, world_size, expert_parallel_size, placement)
     if world_size > 1:
-        rows = gather_integers([num_experts, EXPERT_PLACEMENTS.index(placement)])
-        refuse_differences("the number of experts", [row[0] for row in rows])
-        placements = [EXPERT_PLACEMENTS[row[1]] for row in rows]
-        refuse_differences("the placement of experts", placements)
+        mine = [num_experts, ep_size, EXPERT_PLACEMENTS.index(placement)]
+        experts, sizes, placements = zip(*gather_integers(mine), strict=True)
+        refuse_differences("the number of experts", experts)
+        names = [EXPERT_PLACEMENTS[number] for number in placements]
+        refuse_differences("the placement of experts", names)
+        refuse_differences("expert_parallel_size", sizes)
+    return ep_size
+
+
+def _ep_size(num_experts: int, world_size: int, expert_parallel_size: int, placement: str) -> int:
+    ep_size = exchange_size(num_experts, world_size, expert_parallel_size)
+    ExpertParallelGroups(num_experts, placement=placement)  # refuses an unknown one
+    if placement == "sliced" and ep_size != min(num_experts, world_size):
+        raise ValueError(
+            f"expert_parallel_size={expert_parallel_size} (--moe-expert-parallel-size) makes "
+            "groups of ranks that hold whole experts, and placement='sliced' cuts them: give one"
+        )
+    return ep_size
 
 
 def _make_groups(
-    num_experts: int, rank: int, world_size: int, placement: str
+    num_experts: int, rank: int, world_size: int, ep_size: int, placement: str
 ) -> ExpertParallelGroups:
-    ep_size = min(num_experts, world_size)
     groups = ExpertParallelGroups(
         num_experts,
         rank=rank,
@@ -208,12 +233,15 @@ def _control_group(blocks: Sequence[Sequence[int]]) -> Any | None:
     return create_group(blocks, backend="gloo")
 
 
-def shared_groups(num_experts: int, placement: str = "replicated") -> ExpertParallelGroups:
-    """:func:`build_groups`, one value for all layers of the same E. Every call is collective."""
+def shared_groups(
+    num_experts: int, placement: str = "replicated", *, expert_parallel_size: int = 0
+) -> ExpertParallelGroups:
+    """:func:`build_groups`, one value for all layers of the same E, P and placement. Collective."""
     rank, world_size = process_world()
-    _agree_on_experts(num_experts, world_size, placement)
-    key = ("groups", num_experts, placement)
-    return once_per_world(key, lambda: _make_groups(num_experts, rank, world_size, placement))
+    ep_size = _agree_on_placement(num_experts, world_size, expert_parallel_size, placement)
+    key = ("groups", num_experts, ep_size, placement)
+    make = functools.partial(_make_groups, num_experts, rank, world_size, ep_size, placement)
+    return once_per_world(key, make)
 
 
 def create_group(partition: Sequence[Sequence[int]], backend: str | None = None) -> Any | None:

@@ -97,7 +97,7 @@ def load_checkpoint(
     model = unwrap(model)
     if not checkpoint_exists(path):
         raise FileNotFoundError(f"{path}: no such checkpoint")
-    state = load_state(path, with_optimizer=optimizer is not None)
+    state = load_state(path, groups, with_optimizer=optimizer is not None)
     check_num_experts(state, groups, path)
     with fitting(path):
         own = model.state_dict()
@@ -147,17 +147,27 @@ def save_state(path: str, state: Mapping[str, Any], groups: ExpertParallelGroups
     return os.path.abspath(path)
 
 
-def load_state(path: str, *, with_optimizer: bool = True) -> dict[str, Any]:
+def load_state(
+    path: str, groups: ExpertParallelGroups | None = None, *, with_optimizer: bool = True
+) -> dict[str, Any]:
     """What :func:`save_state` would have been given by this rank, with whole experts. Collective.
+
+    Args:
+        path: X.pt.
+        groups: placement of the model's experts; None: over all ranks, as if none had been chosen.
 
     Returns:
         See :func:`fairseq_tutel.checkpoint.load_for_rank`.
     """
     rank, world_size = process_world()
+    size = 0
+    if groups is not None and groups.ep_size != min(groups.num_experts, groups.world_size):
+        size = groups.ep_size
     return load_for_rank(
         path,
         rank=rank,
         world_size=world_size,
+        expert_parallel_size=size,
         with_optimizer=with_optimizer,
         gather_texts=gather_texts,
     )

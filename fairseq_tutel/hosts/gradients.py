@@ -7,9 +7,10 @@ ranks and later multiplies by W / sample_size, so every gradient should leave th
 An expert's gradient already holds the sum over all ranks that sent it tokens (the all-to-all's
 backward adds them), so it is divided, never averaged: by W with normalisation ``world_size``, by
 sqrt(W) with ``sqrt_world_size`` (fairseq's README.moe.md; expert gradients are then sqrt(W) larger
-than the true ones). With E < W experts each replica holds the sum over its block only: replicas are
-averaged first and the divisor is E or sqrt(E), which for ``world_size`` is again the sum over all
-ranks / W.
+than the true ones). With replicas, each holds the sum over its block only: they are averaged first
+and the divisor is the size of a block, which for ``world_size`` is again the sum over all ranks /
+W. With E < W experts, blocks of E ranks are as large as can be and ``sqrt_world_size`` divides by
+sqrt(E); smaller blocks, if they are chosen, change no gradient.
 
 Where experts are in S slices, the gradient of a slice is the sum over all W ranks at once, so it is
 divided by S in place of being averaged; fc2's bias, of which each holder has a copy, gets a part of
@@ -79,8 +80,9 @@ def reduce_expert_grads(
         )
     if groups.world_size == 1 or groups.simulated:
         return
-    divisor = groups.ep_size if normalization == "world_size" else math.sqrt(groups.ep_size)
-    scale = 1.0 / (divisor * groups.num_replicas)
+    block = min(groups.num_experts, groups.world_size)
+    divisor = block if normalization == "world_size" else math.sqrt(block)
+    scale = 1.0 / (divisor * (groups.world_size / block))
     experts = [param for param in params if is_expert(param) and param.requires_grad]
     grads = [param.grad for param in experts if param.grad is not None]
     if grads:

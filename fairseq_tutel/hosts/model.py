@@ -53,7 +53,7 @@ def expert_placement(model: nn.Module) -> ExpertParallelGroups:
     """The placement that all MoE layers of a model have in common.
 
     Raises:
-        ValueError: the layers differ in their number of experts.
+        ValueError: the layers differ in their number of experts, or in how those are spread.
     """
     layers = moe_layers(model)
     (name, first), *others = layers.items()
@@ -63,5 +63,11 @@ def expert_placement(model: nn.Module) -> ExpertParallelGroups:
                 "the MoE layers of a checkpoint have one number of experts, but "
                 f"{name or 'the model'} has {first.groups.num_experts} and {other} has "
                 f"{layer.groups.num_experts}"
+            )
+        if layer.groups.ep_size != first.groups.ep_size:
+            raise ValueError(
+                "the MoE layers of a checkpoint spread their experts alike, but those of "
+                f"{name or 'the model'} are on every {first.groups.ep_size} ranks and those of "
+                f"{other} on every {layer.groups.ep_size}"
             )
     return first.groups

@@ -18,6 +18,12 @@ class ExchangeOptions:
 
     # its choices and help: see registered.py
     moe_a2a: str = option("linear", "how tokens travel between ranks")
+    moe_expert_parallel_size: int = option(
+        0,
+        "ranks, neighbours, that exchange tokens and hold all experts between them, such as those "
+        "of a node; other such groups hold replicas (default: as many as ranks and experts allow)",
+        at_least(0),
+    )
     moe_ranks_per_node: int = option(
         0,
         "ranks that share a node, for hierarchical all-to-alls (default: as found)",

@@ -85,7 +85,11 @@ class TransformerLMGPTMoE(TransformerLanguageModel):
                     "model; --moe-expert-count states their number"
                 )
             routing = moe_config(args, num_experts)
-            groups = build_groups(num_experts, simulate_world_size=args.moe_simulate_world_size)
+            groups = build_groups(
+                num_experts,
+                expert_parallel_size=args.moe_expert_parallel_size,
+                simulate_world_size=args.moe_simulate_world_size,
+            )
             ops.set_backend(str(args.moe_backend))
         embed_tokens = cls.build_embedding(args, task.source_dictionary, args.decoder_input_dim)
         decoder = MoETransformerDecoder(args, task.target_dictionary, embed_tokens, groups, routing)

@@ -57,8 +57,9 @@ class MoELayer(nn.Module):
             half logits are cast to fp32 before anything is computed from them.
         experts: this rank's expert modules, each [n, M] -> [n, M], in place of the built-in ones;
             as many as ``groups.num_local_experts``.
-        groups: placement of the experts; by default over all ranks of torch.distributed (then
-            building the layer is a collective call), or all here.
+        groups: placement of the experts, from :func:`~fairseq_tutel.distributed.build_groups`; by
+            default over all ranks of torch.distributed (then building the layer is a collective
+            call), or all here.
         dropout, activation_dropout: inside the built-in experts.
         seed: of the built-in experts' initial weights.
         exchange: how tokens travel between ranks, the same on all of them: an

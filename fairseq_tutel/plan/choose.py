@@ -58,7 +58,7 @@ def _flows(plan: Plan) -> Iterator[Plan]:
         placed = settings.replace(placement=placement, r=1)
         try:
             parameters = count_parameters(placed)
-        except ValueError:  # hidden units that do not divide
+        except ValueError:  # hidden units that do not divide, or groups that hold whole experts
             continue
         for r in possible_flows(placed):
             yield make_plan(placed.replace(r=r), plan.hardware, parameters)

@@ -52,7 +52,7 @@ def make_flow(settings: Settings, parameters: Parameters) -> Flow:
     r, gpus, experts = settings.r, settings.gpus, parameters.experts
     if r == 0 and gpus > 1:
         return Flow(r, 1, 1, gpus, 1, experts * parameters.expert)
-    slices, near = parameters.slices, min(experts, gpus)
+    slices, near = parameters.slices, settings.exchange_peers
     if slices == 1 or r == slices:
         return Flow(r, r * near, r, 1, 1, 0)
     share = parameters.sliceable * parameters.local_experts // r

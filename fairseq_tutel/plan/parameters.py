@@ -120,6 +120,12 @@ def count_slices(settings: Settings) -> int:
         return 1
     holders, hidden = _holders(settings), settings.model.moe_expert_ffn_dim
     spread = f"gpus={settings.gpus}, {settings.routing.num_experts} experts"
+    most = min(settings.gpus, settings.routing.num_experts)
+    if settings.placement == "sliced" and settings.exchange_peers != most:
+        raise ValueError(
+            "placement=sliced cuts experts, and groups of model.moe_expert_parallel_size="
+            f"{settings.exchange_peers} GPUs hold whole ones: give one of them"
+        )
     if settings.placement == "sliced" and hidden % holders:
         raise ValueError(
             f"placement=sliced: {holders} GPUs cannot share the {hidden} hidden units of an expert "
@@ -145,7 +151,7 @@ def possible_flows(settings: Settings) -> list[int]:
 
 def _holders(settings: Settings) -> int:
     """GPUs that hold each expert, or slices of it."""
-    return max(1, settings.gpus // settings.routing.num_experts)
+    return settings.gpus // settings.exchange_peers
 
 
 def build_model(settings: Settings) -> TransformerLMGPTMoE:

@@ -151,6 +151,13 @@ def _knobs(settings: Settings) -> Iterator[tuple[str, Settings]]:
         experts = settings.routing.num_experts
         yield f"model.moe_expert_count={settings.gpus}", with_experts(settings, settings.gpus)
         yield f"gpus={experts}", settings.replace(gpus=experts)
+    if settings.routing and settings.model.moe_expert_parallel_size:
+        size = 2 * settings.exchange_peers
+        if settings.gpus % size == 0 == settings.routing.num_experts % size:
+            yield (
+                f"model.moe_expert_parallel_size={size}",
+                settings.replace(model={"moe_expert_parallel_size": size}),
+            )
 
 
 def _with_precision(settings: Settings, **changes) -> Settings:

@@ -32,6 +32,15 @@ def describe(plan: Plan, best: Plan | None = None) -> str:
                 f"{parameters.moe_layers} layers x {parameters.experts} x {parameters.expert:,}",
             )
         )
+    if settings.routing and settings.model.moe_expert_parallel_size:
+        peers = settings.exchange_peers
+        rows.append(
+            (
+                "  expert groups",
+                f"{settings.gpus // peers} of {peers} GPUs, {parameters.local_experts} experts "
+                "of a layer on each",
+            )
+        )
     rows.append(("  per GPU", f"{parameters.per_gpu:,}"))
     rows += [(label, f"{size / GB:8.2f} GB") for label, size in memory_rows(plan)]
     verdict = "fits" if plan.fits else "DOES NOT FIT"

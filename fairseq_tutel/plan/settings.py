@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ..config import ExchangeConfig, MoEConfig, check_divisible
+from ..config import ExchangeConfig, MoEConfig, exchange_size
 from ..models.exchange_options import exchange_config
 from ..models.options import check_model_options
 from ..models.routing_options import moe_config
@@ -88,6 +88,14 @@ class Settings:
         return exchange_config(self.model)
 
     @property
+    def exchange_peers(self) -> int:
+        """P, GPUs that hold all experts between them; 1 for a dense model."""
+        if self.routing is None:
+            return 1
+        chosen = self.model.moe_expert_parallel_size
+        return exchange_size(self.routing.num_experts, self.gpus, chosen)
+
+    @property
     def tokens(self) -> int:
         """T, tokens per GPU and forward pass."""
         return self.batch_size * self.tokens_per_sample
@@ -147,7 +155,7 @@ def with_experts(settings: Settings, num_experts: int) -> Settings:
     if not model.moe_freq or model.alternate_decoder_ffn_embed_dim > 0:
         return settings.replace(routing=None)
     num_experts = num_experts or settings.gpus
-    check_divisible(num_experts, settings.gpus)
+    exchange_size(num_experts, settings.gpus, model.moe_expert_parallel_size)  # raises
     routing = moe_config(model, num_experts)
     return settings.replace(routing=routing, model={"moe_expert_count": num_experts})
 

@@ -104,8 +104,8 @@ def _gathers(settings: Settings, parameters: Parameters, hardware: Hardware) -> 
 
 
 def _replica_time(work: Work, settings: Settings, hardware: Hardware) -> float:
-    """Replicas of an expert are E GPUs apart: on other nodes if E >= GPUs per node."""
+    """Replicas of an expert are P GPUs apart: on other nodes if P >= GPUs per node."""
     if work.replicas < 2:
         return 0.0
-    near = max(1, hardware.gpus_per_node // settings.routing.num_experts)
+    near = max(1, hardware.gpus_per_node // settings.exchange_peers)
     return 2 * ring_time(work.replica_bytes, work.replicas, near, hardware)

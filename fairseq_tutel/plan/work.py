@@ -24,7 +24,7 @@ class Work:
         exchange_peers: GPUs that take part in it, itself included; 1 without expert parallelism.
         exchanges: all-to-alls per update.
         reduce_bytes: dense gradients, all-reduced once per update.
-        replica_bytes: gradients of expert parameters that several GPUs hold (E < W), all-reduced.
+        replica_bytes: gradients of expert parameters that several GPUs hold, all-reduced.
         replicas: GPUs that hold the same experts, or slices of them.
     """
 
@@ -77,7 +77,7 @@ def count_work(settings: Settings, parameters: Parameters) -> Work:
     flow = make_flow(settings, parameters)
     peers = flow.exchange_ranks if routing else 1
     per_pass = (6 if model.checkpoint_activations else 4) * parameters.moe_layers
-    replicas = max(1, settings.gpus // routing.num_experts) if routing else 1
+    replicas = settings.gpus // settings.exchange_peers if routing else 1
     shared = parameters.unsliced if parameters.slices > 1 else parameters.expert
     shared *= parameters.local_experts * parameters.moe_layers
     b = settings.precision.element

@@ -52,6 +52,16 @@ def test_experts_of_rank_against_definition(num_experts, world_size):
     assert count_rank_files(num_experts, world_size) == min(num_experts, world_size)
 
 
+def test_experts_of_rank_in_groups():
+    """6 experts, 4 ranks, every 2 of which hold all."""
+    held = [list(experts_of_rank(rank, 4, 6, 2)) for rank in range(4)]
+    assert held == [[0, 1, 2], [3, 4, 5]] * 2
+    assert count_rank_files(6, 4, 2) == 2
+    for size in (3, 4):
+        with pytest.raises(CheckpointError, match=f"6 experts .* every {size} of 4 ranks"):
+            experts_of_rank(0, 4, 6, size)
+
+
 @pytest.mark.parametrize(("num_experts", "world_size"), [(4, 3), (3, 4), (6, 4)])
 def test_experts_that_do_not_divide_are_an_error_with_both_values(num_experts, world_size):
     with pytest.raises(CheckpointError, match=f"{num_experts} experts .* {world_size} ranks"):

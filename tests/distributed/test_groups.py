@@ -21,6 +21,15 @@ PLACEMENT = {
     ),
     4: (4, 1, [[0], [1], [2], [3]], [[0, 1, 2, 3]] * 4, [[0], [1], [2], [3]]),
     8: (4, 1, [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 1, 2, 3]] * 4, [[0], [1], [2], [3]]),
+    # (E, S), chosen
+    (6, 2): (
+        2,
+        2,
+        [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5]],
+        [[0, 1], [0, 1], [2, 3], [2, 3]],
+        [[0, 2], [1, 3], [0, 2], [1, 3]],
+    ),
+    (3, 1): (1, 4, [[0, 1, 2]] * 4, [[0], [1], [2], [3]], [[0, 1, 2, 3]] * 4),
 }
 
 
@@ -28,13 +37,14 @@ def _place():
     rank, _ = process_world()
     found = {}
     for experts in PLACEMENT:
-        groups = build_groups(experts)
+        count, chosen = experts if isinstance(experts, tuple) else (experts, 0)
+        groups = build_groups(count, expert_parallel_size=chosen)
         partners = [
             [rank] if group is None else dist.get_process_group_ranks(group)
             for group in (groups.ep_group, groups.replica_group)
         ]
         assert groups.num_local_experts == len(groups.local_experts)
-        assert groups.communicates == (experts > 1)
+        assert groups.communicates == (groups.ep_size > 1)
         found[experts] = (
             groups.ep_size,
             groups.num_replicas,
@@ -42,7 +52,8 @@ def _place():
             *partners,
         )
         assert (groups.num_slices, groups.slice_index) == (1, 0)
-        _compare_with_sliced(groups, build_groups(experts, placement="sliced"))
+        if not chosen:
+            _compare_with_sliced(groups, build_groups(count, placement="sliced"))
     with pytest.raises(ValueError, match="placement='cut' is unknown; choose one of replicated"):
         build_groups(4, placement="cut")
     with pytest.raises(ValueError, match="the placement of experts: .*sliced on ranks .3."):
@@ -76,6 +87,9 @@ def _indivisible():
             patch.setattr(dist, name, refuse)
         with pytest.raises(ValueError, match="5 experts cannot be spread over 2 ranks"):
             build_groups(5)
+        for experts, size in ((8, 4), (5, 2), (8, -2)):
+            with pytest.raises(ValueError, match=f"expert_parallel_size={size} .* 2, .* {experts}"):
+                build_groups(experts, expert_parallel_size=size)
 
 
 def test_indivisible_counts_are_refused_before_any_collective():
@@ -89,6 +103,10 @@ def test_simulation_plays_rank_0_of_many():
         assert groups.simulated and not groups.communicates and groups.ep_rank == 0
     with pytest.raises(ValueError, match="3 experts.*8 ranks"):
         build_groups(3, simulate_world_size=8)
+    groups = build_groups(1024, expert_parallel_size=32, simulate_world_size=256)
+    assert (groups.ep_size, groups.num_replicas, groups.num_local_experts) == (32, 8, 32)
+    with pytest.raises(ValueError, match="expert_parallel_size=1 .* placement='sliced'"):
+        build_groups(2, expert_parallel_size=1, placement="sliced", simulate_world_size=8)
 
 
 def _simulate():
@@ -104,13 +122,16 @@ def _different_expert_counts():
     rank, _ = process_world()
     with pytest.raises(ValueError) as caught:
         build_groups(4 if rank else 2)
-    return str(caught.value)
+    with pytest.raises(ValueError) as of_sizes:
+        build_groups(4, expert_parallel_size=2 if rank else 0)
+    return str(caught.value), str(of_sizes.value)
 
 
 def test_different_expert_counts_are_named():
     """Groups of different ranks would be waited for until the time limit."""
-    for message in run_ranks(_different_expert_counts, 4, timeout=30):
-        assert "2 on ranks [0]" in message and "4 on ranks [1, 2, 3]" in message
+    for counts, sizes in run_ranks(_different_expert_counts, 4, timeout=30):
+        assert "2 on ranks [0]" in counts and "4 on ranks [1, 2, 3]" in counts
+        assert "expert_parallel_size: 2 on ranks [1, 2, 3]; 4 on ranks [0]" in sizes
 
 
 def _share(file):

@@ -15,6 +15,7 @@ from fairseq_tutel.hosts.gradients import average_expert_grad
 
 W = 4
 EXPERTS = (1, 2, 4, 8)
+PLACED = [(experts, 0) for experts in EXPERTS] + [(2, 1), (6, 2), (8, 1)]  # (E, S)
 
 
 def _params(groups, rank):
@@ -42,8 +43,8 @@ class _Multiplications(TorchDispatchMode):
 def _reduce():
     rank, _ = process_world()
     found = {}
-    for num_experts in EXPERTS:
-        groups = build_groups(num_experts)
+    for num_experts, size in PLACED:
+        groups = build_groups(num_experts, expert_parallel_size=size)
         for normalization in ("world_size", "sqrt_world_size"):
             dense, experts = _params(groups, rank)
             assert [is_expert(p) for p in (dense, *experts)] == [False, True, True]
@@ -53,8 +54,9 @@ def _reduce():
             assert dense.grad.tolist() == [100.0] * 3
             grads = [None if p.grad is None else p.grad.clone() for p in experts]
             sq_norm = expert_grad_sq_norm([dense, *experts], groups)
-            found[num_experts, normalization] = (grads, sq_norm.item(), sq_norm.dtype)
-            _compare_with_slices(num_experts, normalization, rank)
+            found[num_experts, size, normalization] = (grads, sq_norm.item(), sq_norm.dtype)
+            if not size:
+                _compare_with_slices(num_experts, normalization, rank)
     return found
 
 
@@ -96,15 +98,15 @@ def reduced():
 
 
 @pytest.mark.parametrize("normalization", ["world_size", "sqrt_world_size"])
-@pytest.mark.parametrize("num_experts", EXPERTS)
-def test_gradients_and_norm_follow_the_rule(num_experts, normalization):
-    """Sum over replicas / W, or over replicas / (replicas * sqrt(exchange size))."""
-    exchange = min(num_experts, W)
+@pytest.mark.parametrize(("num_experts", "size"), PLACED)
+def test_gradients_and_norm_follow_the_rule(num_experts, size, normalization):
+    """Sum over all ranks / W, or sqrt(min(E, W)) times that, however the experts are placed."""
+    exchange = size or min(num_experts, W)
     replicas = W // exchange
-    divisor = exchange if normalization == "world_size" else math.sqrt(exchange)
+    factor = 1 if normalization == "world_size" else math.sqrt(min(num_experts, W))
     sq_norm = 0.0
     for expert in range(num_experts):
-        local = max(1, num_experts // W)
+        local = num_experts // exchange
         holders = [r for r in range(W) if r % exchange == expert // local]
         assert len(holders) == replicas
         for number in range(2):
@@ -112,16 +114,16 @@ def test_gradients_and_norm_follow_the_rule(num_experts, normalization):
                 [1.0 + r + 10 * expert, -1.0] if r != 1 or number == 0 else [0.0, 0.0]
                 for r in holders
             ]
-            want = [sum(column) / replicas / divisor for column in zip(*rows, strict=True)]
+            want = [sum(column) / W * factor for column in zip(*rows, strict=True)]
             for rank in holders:
-                grads, _, _ = reduced()[rank][num_experts, normalization]
+                grads, _, _ = reduced()[rank][num_experts, size, normalization]
                 if grads[number] is None:
                     assert want == [0.0, 0.0]
                 else:
                     assert grads[number][expert % local].tolist() == pytest.approx(want)
             sq_norm += sum(v * v for v in want)
     for found in reduced():
-        got, dtype = found[num_experts, normalization][1:]
+        got, dtype = found[num_experts, size, normalization][1:]
         assert got == pytest.approx(sq_norm, rel=1e-6) and dtype == torch.float32
 
 

@@ -56,6 +56,20 @@ def test_published_counts():
     assert (parameters.dense, parameters.local) == (908_423_168, 402_776_064)
 
 
+def test_expert_groups():
+    """A group of 4 GPUs holds what 4 GPUs alone would; its replicas' gradients are all-reduced."""
+    alone, grouped = small(gpus=4), small("model.moe_expert_parallel_size=4", gpus=16)
+    parameters = count_parameters(grouped)
+    assert parameters == count_parameters(alone) and parameters.local_experts == 2
+    work, before = count_work(grouped, parameters), count_work(alone, parameters)
+    assert (work.exchange_bytes, work.exchange_peers) == (before.exchange_bytes, 4)
+    assert (work.replicas, work.replica_bytes) == (4, parameters.local * 4)
+    with pytest.raises(ValueError, match="sliced.*moe_expert_parallel_size=4"):
+        count_parameters(grouped.replace(placement="sliced"))
+    with pytest.raises(ValueError, match="expert_parallel_size=3 .* 16, .* 8"):
+        small("model.moe_expert_parallel_size=3", gpus=16)
+
+
 def test_the_1_1t_model_on_512_gpus():
     settings = settings_of(gpus=512)
     parameters = count_parameters(settings)

@@ -135,7 +135,7 @@ class CheckpointMixin:
                 )
             logger.info("No existing checkpoint found %s", path)
             return None
-        state = load_state(path, with_optimizer=not reset_optimizer)
+        state = load_state(path, self._model.moe_groups, with_optimizer=not reset_optimizer)
         check_complete(state, path)
         history = state["optimizer_history"]
         self._load_weights(state, path)

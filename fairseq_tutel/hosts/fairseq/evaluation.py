@@ -71,21 +71,28 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ValueError(f"override {name}: there is no such option{hint}")
     rank, world_size = process_world()
-    state = load_for_rank(final_path(path), rank=rank, world_size=world_size, with_optimizer=False)
+    # how the training run's ranks shared the experts says nothing about these
+    arg_overrides = {"moe_expert_parallel_size": 0, **(arg_overrides or {})}
+    state = load_for_rank(
+        final_path(path),
+        rank=rank,
+        world_size=world_size,
+        expert_parallel_size=arg_overrides["moe_expert_parallel_size"],
+        with_optimizer=False,
+    )
     check_complete(state, path)
     args = state.get("args")
     if args is not None:
-        for name, value in (arg_overrides or {}).items():
+        for name, value in arg_overrides.items():
             setattr(args, name, value)
         if getattr(args, "moe_freq", 0) > 0:
             args.arch = _ARCH
     if state.get("cfg") is not None:
         state["cfg"] = _as_config(state["cfg"])
-        for name in set(arg_overrides or ()) & options - set(state["cfg"].model):
+        for name in set(arg_overrides) & options - set(state["cfg"].model):
             # fairseq overwrites what is there, and older checkpoints lack newer options
             state["cfg"].model[name] = None
-        if arg_overrides:
-            overwrite_args_by_name(state["cfg"], arg_overrides)
+        overwrite_args_by_name(state["cfg"], arg_overrides)
         if state["cfg"].model.get("moe_freq", 0) > 0:
             state["cfg"].model._name = _ARCH
     return checkpoint_utils._upgrade_state_dict(state)

@@ -67,6 +67,11 @@ CASES = {
         "--moe-gate-loss-scope sequence",
         4,
     ),
+    "E=8 K=2 in groups": ("--moe-expert-count 8 --moe-top-k 2", 4),
+    "E=6 K=2 in groups dropless": (
+        f"--moe-expert-count 6 --moe-top-k 2 {DROPLESS} {PYTORCH} --checkpoint-activations",
+        8,
+    ),
     "E=4 cosine, every layer sparse, untied": (
         "--moe-expert-count 4 --moe-router cosine --moe-freq 1 --moe-expert-ffn-dim 12",
         4,
@@ -87,6 +92,8 @@ def _train(cases):
     rank, _ = process_world()
     found = {}
     for name, (cfg, batches) in cases.items():
+        if "in groups" in name:  # half of the ranks hold all experts
+            cfg.model.moe_expert_parallel_size = max(1, process_world()[1] // 2)
         trainer = make_trainer(cfg)
         updates = record_updates(trainer)
         grads = []

@@ -14,6 +14,7 @@ HALF, BATCHES = 3, 4  # updates before and after, micro-batches per update over 
 CASES = {
     "E=4 adam": "--moe-expert-count 4",
     "E=2 top1 pytorch_ddp": "--moe-expert-count 2 --moe-top1-expert --ddp-backend pytorch_ddp",
+    "E=6 in groups": "--moe-expert-count 6",
     "E=4 fp16": "--moe-expert-count 4 --fp16 --fp16-init-scale 16",
     "E=4 bf16": "--moe-expert-count 4 --bf16",
     "E=4 memory-efficient-fp16": "--moe-expert-count 4 --memory-efficient-fp16",
@@ -27,6 +28,12 @@ POSITION = {"version": 2, "epoch": 1, "iterations_in_epoch": 12, "shuffle": Fals
 @functools.cache
 def configs():
     return {name: make_config(*options.split()) for name, options in CASES.items()}
+
+
+def _place(name, cfg, size):
+    """Half of the ranks hold all experts, or as many as ``size`` says."""
+    if "in groups" in name:
+        cfg.model.moe_expert_parallel_size = size or max(1, process_world()[1] // 2)
 
 
 def _path(folder, name, world_size):
@@ -49,6 +56,7 @@ def _train_and_save(cfgs, folder):
     """Losses of all updates and the weights at the end; a set is saved in the middle."""
     found = {}
     for name, cfg in cfgs.items():
+        _place(name, cfg, 0)
         trainer = make_trainer(cfg)
         records = record_updates(trainer)
         for update in range(2 * HALF):
@@ -64,6 +72,7 @@ def _resume(cfgs, folder, saved_by):
     for name, cfg in cfgs.items():
         cfg.common.seed = 77  # other initial weights: everything must come from the checkpoint
         cfg.checkpoint.save_dir = folder
+        _place(name, cfg, min(2, process_world()[1]) if saved_by == process_world()[1] else 0)
         trainer = make_trainer(cfg)
         trainer.cfg.common.seed = 3
         extra = trainer.load_checkpoint(_path(folder, name, saved_by))
