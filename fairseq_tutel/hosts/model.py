@@ -70,4 +70,10 @@ def expert_placement(model: nn.Module) -> ExpertParallelGroups:
                 f"{name or 'the model'} are on every {first.groups.ep_size} ranks and those of "
                 f"{other} on every {layer.groups.ep_size}"
             )
+        if layer.groups.num_slices != first.groups.num_slices:
+            raise ValueError(
+                "the MoE layers of a checkpoint have one placement, but "
+                f"{name or 'the model'} has experts {first.groups.placement} and {other} "
+                f"{layer.groups.placement}"
+            )
     return first.groups

@@ -142,6 +142,10 @@ def check_whole_state_and_refusals(folder):
     for name, value in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], value), name
 
+    both = nn.ModuleDict({"a": model, "b": Model(2, "replicated")})
+    with pytest.raises(ValueError, match=r"a.moe has experts sliced and b.moe replicated"):
+        hosts.save_checkpoint(path_of(folder, case, "both"), both)
+
     train(model, optimizer)
     path = path_of(folder, case, "refused")
     hosts.save_checkpoint(path, model, optimizer)
