@@ -7,6 +7,7 @@ from .agreement import (
     setting,
     sum_over_ranks,
     sync_step,
+    sync_step_of_all,
 )
 from .exchanges import (
     Codec,
@@ -31,6 +32,7 @@ from .expert_params import (
 )
 from .gather import gather_integers, gather_texts
 from .groups import ExpertParallelGroups, build_groups, shared_groups
+from .nodes import ranks_per_node
 from .sharded import full_tensor, is_sharded, shard_like, sharded_grad_scaler, sharded_norm
 from .slice_gather import SliceGather
 from .slices import join_slices, slice_dim, slice_size, take_slice, whole_shape
@@ -62,6 +64,7 @@ __all__ = [
     "mark_expert",
     "max_over_replicas_",
     "process_world",
+    "ranks_per_node",
     "refuse_plain_ddp",
     "register_exchange",
     "setting",
@@ -75,6 +78,7 @@ __all__ = [
     "sum_over_replicas_",
     "sum_tensor_over_ranks_",
     "sync_step",
+    "sync_step_of_all",
     "take_slice",
     "whole_shape",
 ]

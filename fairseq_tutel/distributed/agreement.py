@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,10 +67,14 @@ class StepAgreement:
         num_tokens: the largest token count of any rank; capacities are computed from it, so that
             they are the same everywhere.
         settings: what was compared; None in an agreement made by hand, which is taken on trust.
+        exchange: what the layers of this pass use in place of their own; None: their own.
+        timer: :class:`~fairseq_tutel.moe.RegionTimer` of their regions; None: they are not timed.
     """
 
     num_tokens: int
     settings: StepSettings | None = None
+    exchange: ExchangeConfig | None = None
+    timer: Any | None = None
 
 
 def sync_step(
@@ -92,12 +97,40 @@ def sync_step(
         return StepAgreement(num_tokens, settings)
     # None: the default group
     group = groups.control_group or (groups.ep_group if groups.num_slices == 1 else None)
-    table = gather_integers([num_tokens, *_encode(settings)], group)
-    words_by_rank = [row[1:] for row in table]
-    if any(words != words_by_rank[0] for words in words_by_rank):
-        first_rank = groups.rank - groups.ep_rank if groups.num_slices == 1 else 0
-        _refuse(settings, words_by_rank, first_rank)
-    return StepAgreement(max(row[0] for row in table), settings)
+    first_rank = groups.rank - groups.ep_rank if groups.num_slices == 1 else 0
+    step, _ = _sync(num_tokens, settings, (), group, first_rank)
+    return step
+
+
+def sync_step_of_all(
+    num_tokens: int, settings: StepSettings, groups: ExpertParallelGroups, words: Sequence[int]
+) -> tuple[StepAgreement, list[list[int]]]:
+    """:func:`sync_step` among all ranks, whether they exchange tokens or not.
+
+    Args:
+        num_tokens, settings, groups: of :func:`sync_step`.
+        words: as many integers on every rank, which travel along.
+
+    Returns:
+        The agreement, with the token counts of the exchange group, and the words of every rank.
+    """
+    everyone = groups.ep_size == groups.world_size or groups.num_slices > 1
+    group = groups.control_group if everyone else None  # None: the default group
+    block = slice(None)
+    if groups.num_slices == 1:
+        first = groups.rank - groups.ep_rank
+        block = slice(first, first + groups.ep_size)
+    return _sync(num_tokens, settings, words, group, 0, block)
+
+
+def _sync(num_tokens, settings, words, group, first_rank, block=slice(None)):
+    """(agreement on the tokens of a block of the group's ranks, words of all its ranks)."""
+    table = gather_integers([num_tokens, *words, *_encode(settings)], group)
+    settings_by_rank = [row[1 + len(words) :] for row in table]
+    if any(each != settings_by_rank[0] for each in settings_by_rank):
+        _refuse(settings, settings_by_rank, first_rank)
+    step = StepAgreement(max(row[0] for row in table[block]), settings)
+    return step, [row[1 : 1 + len(words)] for row in table]
 
 
 def labelled_fields(settings: Any | None) -> list[tuple[str, Any]]:

@@ -19,6 +19,8 @@ Each step
     ``grad_scaler()``: a GradScaler whose ranks skip a step together.
     ``update_load_bias(model, [aux, ...])``: after a step, of layers with a ``load_bias``.
 
+    ``ExchangeTuner(layers)``: chooses how tokens travel, by what the steps themselves take.
+
 State
     ``save_checkpoint(path, model, optimizer, extra)`` and ``load_checkpoint(path, model,
     optimizer)``: sets of files (:mod:`fairseq_tutel.checkpoint`) that any number of ranks resumes.
@@ -55,6 +57,7 @@ from .checkpoint import (
     save_state,
 )
 from .data_parallel import leave_experts_out, prepare_data_parallel, wrap_data_parallel
+from .exchange_tuner import ExchangeTuner
 from .full_state import full_state_dict, load_full_state_dict
 from .gradients import clip_grad_norm_, expert_grad_sq_norm, grad_scaler, reduce_expert_grads
 from .load_bias import update_load_bias, update_load_biases
@@ -63,6 +66,7 @@ from .optimizer_state import StateNames
 
 __all__ = [
     "AuxLosses",
+    "ExchangeTuner",
     "StateNames",
     "check_num_experts",
     "checkpoint_exists",

@@ -24,6 +24,7 @@ from .metrics import (
     routing_metrics,
     wire_errors,
 )
+from .region_timer import RegionTimer
 from .routers import Router, TopKRouter, make_router, register_router, route_logits
 from .routing import RouterStep, Routing, build_routing
 from .utilisation import (
@@ -46,6 +47,7 @@ __all__ = [
     "MoEAux",
     "MoEConfig",
     "MoELayer",
+    "RegionTimer",
     "Router",
     "RouterAux",
     "RouterStep",

@@ -9,6 +9,7 @@ The letters of shapes are those of the glossary in ``fairseq_tutel/README.md``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -31,6 +32,7 @@ from .dispatcher import dispatch_and_combine
 from .exchange_choices import ExchangeChoice, ExchangeChoices
 from .experts import ExpertList, Experts
 from .metrics import MoEAux
+from .region_timer import timed
 from .routers import Router, make_router, route_by_module
 from .routing import RouterStep
 from .wire import WireExchange, row_bytes
@@ -155,6 +157,8 @@ class MoELayer(nn.Module):
         """
         self._check(x)
         config = self._config_for_call(top_k, capacity_factor)
+        if exchange is None and step is not None:
+            exchange = step.exchange
         choice = self._choice_for_call(exchange)
         given_TM, x_TM = self._tokens(x)
         pad_mask_T = None if pad_mask is None else pad_mask.reshape(-1)
@@ -165,9 +169,14 @@ class MoELayer(nn.Module):
         else:
             routing, router_aux = route_by_module(self.gate, given_TM, pad_mask_T, router_step)
         used = self._exchange_for(routing, router_step, x_TM, choice)
-        y_TM = dispatch_and_combine(
-            x_TM, routing, self.experts, used, self._overlap_degree(choice.config)
+        region = functools.partial(
+            dispatch_and_combine,
+            routing=routing,
+            experts=self.experts,
+            exchange=used,
+            overlap_degree=self._overlap_degree(choice.config),
         )
+        y_TM = timed(None if step is None else step.timer, region, x_TM, routing)
 
         wire_sums = None
         if isinstance(choice.exchange, WireExchange):

@@ -6,9 +6,10 @@ No torch, no clock, no communication: whoever uses this gives it times and table
 
 from .space import Axis, Choice, Space
 from .store import Pinned, dump, load
-from .tuner import Event, Key, Order, Tuner
+from .tuner import WINDOW, Event, Key, Order, Tuner
 
 __all__ = [
+    "WINDOW",
     "Axis",
     "Event",
     "Key",

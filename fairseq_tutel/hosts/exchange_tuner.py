@@ -1,0 +1,287 @@
+"""While training: which exchange is fastest, tried and measured in the steps themselves.
+
+    tuner = hosts.ExchangeTuner(layers)             # all ranks; "algorithm" and "overlap_degree"
+    for x, f in batches:
+        step = tuner.agree(len(x), x.dtype, capacity_factor=f)   # for all layers of the pass
+        for layer in layers:
+            x = layer(x, step=step, capacity_factor=f)
+        loss(x).backward()
+
+The agreement of a step, one small all-gather as ever, carries what the ranks measured; each runs
+the same state machine (:mod:`fairseq_tutel.tuning`) on the same integers, so that nothing else is
+sent. Evaluation takes the layers' own exchange: it is a small part of a run, has no backward pass,
+and its losses should not depend on times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..distributed import (
+    StepAgreement,
+    build_exchange,
+    process_world,
+    ranks_per_node,
+    sync_step_of_all,
+)
+from ..moe import MoELayer, RegionTimer
+from ..moe.wire import row_bytes
+from ..tuning import WINDOW, Axis, Event, Key, Pinned, Space, Tuner, dump, load
+
+DEGREES = (1, 2, 4, 8)
+TUNED = ("algorithm", "overlap_degree")
+
+
+class ExchangeTuner:
+    """Chooses the exchange of every training step of layers that are alike.
+
+    Building it is a collective call of all ranks, and so is every :meth:`agree`: all ranks make as
+    many forward passes, with the same options.
+
+    Args:
+        layers: of one width, number of experts and exchange; they are measured together.
+        tuned: fields of :class:`~fairseq_tutel.config.ExchangeConfig` to choose; the others stay as
+            the layers have them.
+        steps: of a trial, the first of which is not measured.
+        max_loss: part of the run's time that trials may cost before no further one begins.
+        pinned: text of :meth:`file` (or of a checkpoint): its choices are taken, nothing is
+            measured, and so no rounding depends on times.
+
+    Attributes:
+        space: what can be chosen.
+        signature: what times depend on: ranks, nodes, device, versions.
+
+    Raises:
+        ValueError: layers that differ, an unknown field, or a file that does not fit.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[MoELayer],
+        tuned: Sequence[str] = TUNED,
+        *,
+        steps: int = 5,
+        max_loss: float = 0.02,
+        pinned: str | None = None,
+    ):
+        self._layer = _alike(layers)
+        self._base = self._layer.exchange_config
+        self.space = Space(_axes(layers, tuned))
+        self.signature = _signature(self._layer)
+        self._tuner = Tuner(
+            self.space, steps=steps, max_loss=max_loss, start=lambda key: self._start()
+        )
+        self._others: list = []
+        self._pinned = None if pinned is None else _pinned(pinned, self.space, self.signature)
+        self._timers: dict[int, RegionTimer] = {}
+        self._last: RegionTimer | None = None  # of the last step
+        self._began: int | None = None
+        self._load = 0  # most rows to an expert in the step before, on any rank
+        self._bytes = 0
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the choices are those of a file."""
+        return self._pinned is not None
+
+    def agree(
+        self,
+        num_tokens: int,
+        dtype: torch.dtype,
+        *,
+        top_k: int | None = None,
+        capacity_factor: float | None = None,
+    ) -> StepAgreement:
+        """The agreement of one forward pass, with the exchange that its layers use.
+
+        Args:
+            num_tokens: T of this rank.
+            dtype: of the experts' rows.
+            top_k, capacity_factor: as given to the layers' calls.
+        """
+        layer, options = self._layer, {"top_k": top_k, "capacity_factor": capacity_factor}
+        settings = layer.step_settings(dtype, **options)
+        if not layer.groups.agrees:
+            return StepAgreement(num_tokens, settings)
+        step, words = sync_step_of_all(num_tokens, settings, layer.groups, self._words())
+        self._settle(words)
+        if not layer.training:
+            self._began = None  # of the time of a run, evaluation is no part
+            return step
+        capacity, is_fixed = self._capacity(step.num_tokens, settings)
+        row = row_bytes(self._base, layer.model_dim, dtype)
+        self._bytes = settings.num_experts * capacity * row // self._base.overlap_degree
+        order = self._order(Key.of("train", _name(dtype), _sizes(layer, settings.top_k), capacity))
+        exchange = dataclasses.replace(self._base, **order[0])
+        timer = self._timer(*order[1:], is_fixed)
+        settings = dataclasses.replace(settings, exchange=exchange)
+        return dataclasses.replace(step, settings=settings, exchange=exchange, timer=timer)
+
+    def take_events(self) -> list[Event]:
+        """Trials and decisions since they were last taken; the same on all ranks."""
+        return self._tuner.take_events()
+
+    def file(self) -> str:
+        """JSON text with all that is known, for a checkpoint or ``pinned``."""
+        return dump(self._tuner, self.signature, self._others)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint; the same on all ranks."""
+        return {"file": self.file(), "load": self._load}
+
+    def resume(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from a checkpoint; all ranks from the same one.
+
+        Raises:
+            ValueError: not such a state.
+        """
+        if state is None:
+            return
+        self._load = state["load"]
+        if not self.is_pinned:
+            self._others = load(state["file"], self._tuner, self.signature)
+
+    def _capacity(self, num_tokens, settings) -> tuple[int, bool]:
+        """Rows of an expert and rank, and whether they are the same whatever the tokens are."""
+        config = dataclasses.replace(
+            self._layer.config,
+            top_k=settings.top_k,
+            capacity_factor=settings.capacity_factor,
+        )
+        if config.is_static(training=True) and not self._base.wire_compact:
+            return config.capacity(num_tokens, training=True), True
+        return self._load or settings.top_k * num_tokens // settings.num_experts, False
+
+    # the integers of a step
+
+    def _words(self) -> list[int]:
+        now = time.perf_counter_ns()
+        elapsed = 0 if self._began is None else (now - self._began) // 1000
+        self._began = now
+        self._timers = {n: self._timers[n] for n in self._tuner.awaited if n in self._timers}
+        known = {number: timer.microseconds for number, timer in self._timers.items()}
+        measured = {number: us for number, us in known.items() if us is not None}
+        load, self._last = 0 if self._last is None else self._last.load, None
+        return [load, *self._tuner.words(elapsed, measured)]
+
+    def _settle(self, words):
+        loads, *_ = zip(*words, strict=True)
+        self._load = max(loads) or self._load
+        self._tuner.settle([line[1:] for line in words])
+
+    def _order(self, key):
+        """(choice, number of the step, whether it is measured)."""
+        if self._pinned is not None:
+            return self._pinned.choice(key) or self._start(), -1, False
+        order = self._tuner.begin(key)
+        return order.choice, order.step, order.measured
+
+    def _timer(self, number, measured, is_fixed):
+        if is_fixed and not measured:
+            return None
+        self._last = RegionTimer(measured)
+        if measured:
+            self._timers[number] = self._last
+        return self._last
+
+    def _start(self) -> dict[str, Any]:
+        """What the layers do by themselves."""
+        values = {axis.name: getattr(self._base, axis.name) for axis in self.space.axes}
+        if values.get("algorithm") == "auto":
+            values["algorithm"] = self._layer.exchange.for_message(self._bytes).name
+        return values
+
+
+def _axes(layers, tuned) -> list[Axis]:
+    """What can be chosen; builds what the choices need."""
+    base = layers[0].exchange_config
+    for name in tuned:
+        if name not in TUNED:
+            raise ValueError(f"{name!r} cannot be tuned; choose of {', '.join(TUNED)}")
+    axes = []
+    if "algorithm" in tuned:
+        names = ["linear", "2dh"]
+        if base.algorithm not in ("auto", *names):
+            names.insert(0, base.algorithm)
+        configs = [dataclasses.replace(base, algorithm=name) for name in names]
+        for layer in layers:
+            layer.prepare_exchanges(configs)
+        # where an algorithm does not fit the nodes, another took its place
+        built = [build_exchange(config, layers[0].groups).name for config in configs]
+        fit = [name for name, found in zip(names, built, strict=True) if found == name]
+        axes.append(Axis("algorithm", tuple(fit or names[:1]), ordered=False))
+    if "overlap_degree" in tuned:
+        axes.append(Axis("overlap_degree", DEGREES))
+    return axes
+
+
+def _alike(layers: Sequence[MoELayer]) -> MoELayer:
+    """Any of the layers.
+
+    Raises:
+        ValueError: there is none, or they differ.
+    """
+    if not layers:
+        raise ValueError("there is no MoELayer to tune")
+    first = layers[0]
+    for layer in layers[1:]:
+        for name, mine, other in (
+            ("model_dim", layer.model_dim, first.model_dim),
+            ("config", layer.config, first.config),
+            ("exchange", layer.exchange_config, first.exchange_config),
+        ):
+            if mine != other:
+                raise ValueError(f"layers of one tuner have one {name}, not {other} and {mine}")
+    return first
+
+
+def _signature(layer: MoELayer) -> dict[str, Any]:
+    device = next(layer.parameters()).device
+    on_gpu = device.type == "cuda"
+    nccl = torch.cuda.nccl.version() if on_gpu else None
+    return {
+        "ranks": process_world()[1],
+        "ranks_per_node": layer.exchange_config.ranks_per_node or ranks_per_node(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "torch": torch.__version__,
+        "nccl": None if nccl is None else ".".join(map(str, nccl)),
+    }
+
+
+def _pinned(text, space, signature):
+    pinned = Pinned(text, space)
+    for name in ("ranks", "ranks_per_node"):
+        if pinned.signature.get(name) != signature[name]:
+            raise ValueError(
+                f"it was made with {name} = {pinned.signature.get(name)}, and this run has "
+                f"{signature[name]}"
+            )
+    return pinned
+
+
+def _sizes(layer, top_k) -> str:
+    experts = sum(param.numel() for param in layer.experts.parameters())
+    return f"M{layer.model_dim} E{layer.groups.num_experts} K{top_k} P{experts}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def describe(event: Event) -> str:
+    """One line for a log."""
+    choice = " ".join(f"{name}={value}" for name, value in event.choice.items())
+    low = WINDOW * event.key.bucket
+    where = f"exchange[{event.key.kind}, capacity {low}-{low + WINDOW - 1}]"
+    if event.what == "decision":
+        gain = f"{event.time / 1000:.2f} ms vs {event.baseline / 1000:.2f} ms at first"
+        return f"{where}: {choice}, {gain}, {event.trials} trials"
+    if event.what == "drift":
+        moved = f"{event.baseline / 1000:.2f} ms are now {event.time / 1000:.2f} ms"
+        return f"{where}: {choice}: {moved}, tuned again"
+    return f"{where}: {choice}: {event.what}"

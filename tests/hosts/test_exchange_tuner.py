@@ -1,0 +1,201 @@
+"""The tuner in a plain loop of layers on several ranks, with times that are injected."""
+
+import json
+import time
+
+import pytest
+import torch
+from helpers.distributed import run_ranks
+
+from fairseq_tutel import hosts
+from fairseq_tutel.config import ExchangeConfig
+from fairseq_tutel.distributed import StepAgreement, build_groups, gather_texts, process_world
+from fairseq_tutel.hosts import exchange_tuner
+from fairseq_tutel.moe import MoELayer, RegionTimer
+
+M = 8
+# microseconds by capacity factor: 4096 tokens of 2 ranks, 4 experts: capacities 1024 and 4096
+TIMES = {
+    1.0: {1: 4000, 2: 3000, 4: 2000, 8: 2500},
+    4.0: {1: 9000, 2: 12000, 4: 16000, 8: 20000},
+}
+TOKENS = 2048
+
+
+def make_layers(factor=1.0, **options):
+    layers = []
+    for seed in (3, 4):
+        torch.manual_seed(seed)
+        layers.append(
+            MoELayer(M, 4, 8, groups=build_groups(4), seed=seed, capacity_factor=factor, **options)
+        )
+    return layers
+
+
+class FakeTimer(RegionTimer):
+    """Says what the table has for the exchange that was used, as rank 1 a little later."""
+
+    table, asked = None, {}
+
+    @property
+    def microseconds(self):
+        rank, _ = process_world()
+        times = FakeTimer.asked.setdefault(id(self), [0, self.us])
+        times[0] += 1
+        return None if rank == 1 and times[0] == 1 else self.us + 5 * rank
+
+
+def run(tuner, layers, num_steps, factor, backward=False, tokens=8, monkeypatch=None):
+    """Training steps; the exchanges that they used."""
+    used = []
+    for _ in range(num_steps):
+        step = tuner.agree(tokens, torch.float32, capacity_factor=factor)
+        used.append(step.exchange)
+        if step.timer is not None:
+            step.timer.us = TIMES[factor][step.exchange.overlap_degree]
+        if backward:
+            x = torch.randn(tokens, M, requires_grad=True)
+            for layer in layers:
+                x = layer(x, step=step, capacity_factor=factor)
+            x.sum().backward()
+    return used
+
+
+def _converge():
+    exchange_tuner.RegionTimer = FakeTimer
+    layers = make_layers()
+    tuner = hosts.ExchangeTuner(layers, ["overlap_degree"], max_loss=1.0)
+    used = []
+    for factor in (1.0, 4.0, 1.0, 4.0):
+        used.append(run(tuner, layers, 70, factor, tokens=TOKENS))
+    assert used[0][0] == ExchangeConfig() and used[0][-1].overlap_degree == 4
+    assert {each.overlap_degree for each in used[1]} > {1} and used[1][-1].overlap_degree == 1
+    # known keys are not searched again
+    assert {each.overlap_degree for each in used[2]} == {4}
+    assert {each.overlap_degree for each in used[3]} == {1}
+    events = tuner.take_events()
+    assert [e.what for e in events].count("decision") == 2
+    lines = [exchange_tuner.describe(e) for e in events if e.what == "decision"]
+    assert lines[0].startswith("exchange[train/float32/M8 E4 K2 P")
+    assert ", capacity 1024-1151]: overlap_degree=4, 2.00 ms vs 4.00 ms at first" in lines[0]
+    assert len(set(gather_texts(json.dumps([list(map(str, events)), tuner.file()])))) == 1
+
+    # a new process goes on; another one is pinned and measures nothing
+    again = hosts.ExchangeTuner(layers, ["overlap_degree"])
+    again.resume(json.loads(json.dumps(tuner.state())))
+    assert run(again, layers, 3, 1.0, tokens=TOKENS) == used[2][:3] and not again.take_events()
+    pinned = hosts.ExchangeTuner(layers, ["overlap_degree"], pinned=tuner.file())
+    step = pinned.agree(TOKENS, torch.float32, capacity_factor=1.0)
+    assert step.exchange.overlap_degree == 4 and step.timer is None and pinned.is_pinned
+    with pytest.raises(ValueError, match="made with ranks = 8, and this run has 2"):
+        other = tuner.file().replace('"ranks": 2', '"ranks": 8')
+        hosts.ExchangeTuner(layers, ["overlap_degree"], pinned=other)
+    _options_and_evaluation(tuner, layers)
+    _ragged(tuner)
+    _with_real_times()
+
+
+def _options_and_evaluation(tuner, layers):
+    rank, _ = process_world()
+    for layer in layers:
+        layer.eval()
+    step = tuner.agree(8, torch.float32)
+    assert step.exchange is None and step.timer is None
+    for layer in layers:
+        layer.train()
+    with pytest.raises(ValueError, match="disagree on the capacity factor in training"):
+        tuner.agree(8, torch.float32, capacity_factor=1.0 + rank)
+    step = tuner.agree(8, torch.float32, capacity_factor=1.0)
+    with pytest.raises(ValueError, match="overlap_degree 8, but the ranks' agreement"):
+        other = ExchangeConfig(overlap_degree=8)
+        layers[0](torch.randn(8, M), step=step, capacity_factor=1.0, exchange=other)
+    with pytest.raises(ValueError, match="'wire' cannot be tuned"):
+        hosts.ExchangeTuner(layers, ["wire"])
+    with pytest.raises(ValueError, match="layers of one tuner have one model_dim"):
+        hosts.ExchangeTuner([layers[0], MoELayer(4, 4, 8, groups=layers[0].groups)])
+
+
+def _ragged(tuner):
+    """Without a fixed capacity the key is that of the rows of the step before, of any rank."""
+    rank, _ = process_world()
+    (layer, _) = layers = make_layers(0.0)
+    mine = hosts.ExchangeTuner(layers, ["overlap_degree"])
+    run_one = [mine.agree(10 + 300 * rank, torch.float32) for _ in range(1)]
+    layer(torch.randn(10 + 300 * rank, M), step=run_one[0])
+    most = max(int(text) for text in gather_texts(str(run_one[0].timer.load)))
+    mine.agree(10, torch.float32)
+    keys = [str(key).rsplit("/", 1)[1] for key in mine._tuner.entries]
+    assert keys == [str(2 * 310 // 4 // 128), *([str(most // 128)] if most >= 256 else [])]
+    assert mine.state()["load"] == most > 128
+
+
+def _with_real_times():
+    """Steps with exchanges that change: gradients are those of a fixed exchange."""
+    exchange_tuner.RegionTimer = RegionTimer
+    rank, _ = process_world()
+    layers, fixed = make_layers(), make_layers()
+    tuner = hosts.ExchangeTuner(layers, max_loss=1.0)
+    degrees = set()
+    for number in range(30):
+        torch.manual_seed(10 * number + rank)
+        x = torch.randn(16 + rank, M, requires_grad=True)
+        step = tuner.agree(len(x), x.dtype)
+        degrees.add(step.exchange.overlap_degree)
+        results = []
+        for stack, agreed in ((layers, step), (fixed, None)):
+            y = x
+            for layer in stack:
+                y = layer(y, step=agreed)
+            results.append(torch.autograd.grad(y.square().sum(), [x]))
+        torch.testing.assert_close(*results)
+        if step.timer is not None:
+            assert 0 < step.timer.microseconds < 10**7
+    assert degrees > {1}
+    trials = [event for event in tuner.take_events() if event.what == "trial"]
+    assert trials and all(0 < us < 10**7 for event in trials for us in event.samples)
+
+
+def test_ranks_find_the_optimum_of_a_table_and_go_on_from_it():
+    run_ranks(_converge, 2, timeout=120)
+
+
+def test_one_rank_has_nothing_to_tune():
+    layer = MoELayer(M, 4, 8)
+    tuner = hosts.ExchangeTuner([layer])
+    step = tuner.agree(5, torch.float32)
+    assert isinstance(step, StepAgreement) and step.exchange is None
+    assert layer(torch.randn(5, M), step=step).shape == (5, M)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_timer_sees_forward_recomputation_and_backward(recompute):
+    def region(x):
+        time.sleep(0.02)
+        return Slow.apply(x)
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            time.sleep(0.03)
+            return 2 * grad
+
+    timer, x = RegionTimer(), torch.ones(3, requires_grad=True)
+    assert timer.microseconds is None
+
+    def call(x):
+        return timer.around(x, region)
+
+    y = torch.utils.checkpoint.checkpoint(call, x, use_reentrant=True) if recompute else call(x)
+    if not recompute:
+        assert timer.microseconds is None  # the backward pass is to come
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+    least = 70_000 if recompute else 50_000
+    assert least <= timer.microseconds < 5 * least
+    forward_only = RegionTimer()
+    forward_only.around(torch.ones(3), region)
+    assert 20_000 <= forward_only.microseconds < 50_000
