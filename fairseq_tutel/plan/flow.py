@@ -7,13 +7,13 @@ of rows, P numbers of an expert, b bytes each:
 
     placement, r           exchange with  rows sent  weights gathered from  bytes gathered
     replicated, r = 1      E              L          none                   0
+    replicated, r = 0      none           0          E                      b E P
     sliced, 1 <= r <= S    rE             rL         S/r, rE GPUs apart     bP / r (r = S: 0)
     sliced, r = 0          none           0          all                    b E P
-    E >= W: r = 1          W              L          none                   0
-            r = 0          none           0          all                    b E P
 
-Gathered gradients go back by a reduce-scatter of the same size. Experts compute the same number of
-products for any r: r times the rows through an r-th of the hidden units.
+E >= W is as replicated, with W in place of the E GPUs. Gathered gradients go back by a
+reduce-scatter of the same size. Experts compute the same number of products for any r: r times the
+rows through an r-th of the hidden units.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Flow:
     Attributes:
         r: slices of an expert that get each of its tokens; 0: tokens stay.
         exchange_ranks: GPUs that exchange rows, 1 if none.
-        copies: of each row that are sent.
+        copies: of each row, which the layer keeps, sent or not.
         gather_ranks: GPUs that share the weights which each of them gathers, 1 if none.
         gather_stride: distance between neighbours among those.
         gathered: numbers that a GPU holds after a gather, its own among them; 0 without one.
@@ -49,10 +49,10 @@ class Flow:
 
 def make_flow(settings: Settings, parameters: Parameters) -> Flow:
     """The flow of a run with experts."""
-    r, gpus, experts = settings.r, settings.gpus, parameters.experts
-    if r == 0 and gpus > 1:
-        return Flow(r, 1, 1, gpus, 1, experts * parameters.expert)
-    slices, near = parameters.slices, settings.exchange_peers
+    r, slices, near = settings.r, parameters.slices, settings.exchange_peers
+    if r == 0 and settings.gpus > 1:
+        holders = near if slices == 1 else settings.gpus
+        return Flow(r, 1, 1, holders, 1, parameters.experts * parameters.expert)
     if slices == 1 or r == slices:
         return Flow(r, r * near, r, 1, 1, 0)
     share = parameters.sliceable * parameters.local_experts // r

@@ -11,7 +11,7 @@ keeps no table of scores):
                    b F; a dropout mask of 1 byte
     gate           logits, 4 E
     experts        per row of the dispatch buffer: rows received, b M; input and output of the
-                   activation, 2 b F; output, b M. With r-flow the rows received are r times as many
+                   activation, 2 b F; output, b M. With r-flow there are r times as many of both
     weights        that r-flow has gathered for the layer, b each
 
 and with ``formulation=dense`` the tables of :mod:`.formulation`.
@@ -171,7 +171,7 @@ def _moe_bytes(settings: Settings, parameters: Parameters) -> tuple[int, int, in
         sizes.scores * sizes.gradient_scores,
         sizes.masks * sizes.gradient_masks,
     )
-    return _attention_bytes(settings) + kept, rows * (copies + 1) * b * dim, widest
+    return _attention_bytes(settings) + kept, rows * 2 * copies * b * dim, widest
 
 
 def _layer(

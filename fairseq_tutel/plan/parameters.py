@@ -143,9 +143,7 @@ def count_slices(settings: Settings) -> int:
 
 def possible_flows(settings: Settings) -> list[int]:
     """Every r of the settings' placement, the least change first."""
-    holders = _holders(settings)
-    if holders > 1 and settings.placement == "replicated":
-        return [1]
+    holders = _holders(settings) if settings.placement == "sliced" else 1
     return [r for r in range(1, holders + 1) if holders % r == 0] + [0]
 
 

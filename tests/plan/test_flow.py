@@ -30,7 +30,8 @@ def large():
     ("placement", "r", "peers", "copies", "gather", "weights"),
     [
         ("replicated", 1, E, 1, 1, 0),
-        ("sliced", 0, 1, 0, W, E * (P + M)),
+        ("replicated", 0, 1, 1, E, E * (P + M)),
+        ("sliced", 0, 1, 1, W, E * (P + M)),
         ("sliced", 1, E, 1, S, P),
         ("sliced", 2, 2 * E, 2, S // 2, P // 2),
         ("sliced", 4, 4 * E, 4, S // 4, P // 4),
@@ -107,7 +108,7 @@ def test_memory(large):
     assert [memory.gathered for memory in held] == [4 * size for size in gathered]
     # nothing is recomputed: two MoE layers keep theirs, and r times the rows they received
     rows = 2 * settings.routing.capacity(settings.tokens, True) * 64 * 4
-    assert held[0].dispatch == 2 * 2 * rows and held[1].dispatch == 2 * 3 * rows
+    assert held[0].dispatch == 2 * 2 * rows and held[1].dispatch == 2 * 4 * rows
     assert held[0].activations - held[1].activations == 2 * 4 * gathered[0]
     assert held[2].activations - held[1].activations == 2 * 4 * gathered[2]
 
@@ -162,8 +163,7 @@ def test_command_line(capsys, large):
     ("words", "message"),
     [
         (["r=3", "placement=sliced"], "choose from 0, 1, 2, 4, 8"),
-        (["r=2"], "r=2 cannot be with placement=replicated"),
-        (["r=0"], "choose from 1"),
+        (["r=2"], "placement=replicated, gpus=512, 64 experts: choose from 0, 1"),
         (["r=x"], "r=x"),
         (["placement=torn"], "placement=torn: choose from replicated, sliced"),
         (["placement=sliced", "model.decoder_ffn_embed_dim=16388"], "16388 hidden units"),
