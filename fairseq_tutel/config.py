@@ -230,6 +230,11 @@ class ExchangeConfig:
             gradients). Where it is not narrower than the tokens' own dtype they travel as they are.
         wire_back, wire_grad: the same for the experts' outputs, and for the gradients of both;
             ``auto``: as ``wire``, but ``bf16`` where that is ``fp8``.
+        r: how experts are computed in parallel, where tokens and weights may both travel
+            (:mod:`fairseq_tutel.distributed.flows`): 0: tokens stay and weights are gathered; 1:
+            tokens go to one rank that has, or gathers, their expert; more, with experts in S slices
+            a divisor of S: to so many ranks, of which each has a part of it. Results change by
+            rounding at most, drops not at all.
         wire_compact: only rows in use travel, and are computed, where a fixed capacity would send
             buffers of its size; the host reads the counts of each layer for it.
     """
@@ -241,6 +246,7 @@ class ExchangeConfig:
     wire_back: str = field(default="auto", metadata={"label": "the wire format of outputs"})
     wire_grad: str = field(default="auto", metadata={"label": "the wire format of gradients"})
     wire_compact: bool = field(default=False, metadata={"label": "whether only rows in use travel"})
+    r: int = _option(at_least(0), default=1)
 
     def __post_init__(self):
         EXCHANGES.get(self.algorithm)
@@ -250,7 +256,7 @@ class ExchangeConfig:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}"
                 )
-        for name in ("ranks_per_node", "overlap_degree"):
+        for name in ("ranks_per_node", "overlap_degree", "r"):
             if not isinstance(getattr(self, name), int):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number")
         check_ranges(self, ranges_of(ExchangeConfig), as_argument)

@@ -17,6 +17,7 @@ from .exchanges import (
     TimedExchange,
     Wrapper,
     build_exchange,
+    build_flows,
     chunk_edges,
     register_exchange,
 )
@@ -30,18 +31,21 @@ from .expert_params import (
     sum_over_replicas_,
     sum_tensor_over_ranks_,
 )
+from .flows import Flow, make_flow, possible_r
 from .gather import gather_integers, gather_texts
 from .groups import ExpertParallelGroups, build_groups, shared_groups
 from .nodes import ranks_per_node
 from .sharded import full_tensor, is_sharded, shard_like, sharded_grad_scaler, sharded_norm
 from .slice_gather import SliceGather
 from .slices import join_slices, slice_dim, slice_size, take_slice, whole_shape
+from .weights import gather_weights
 from .world import process_world
 
 __all__ = [
     "Codec",
     "Exchange",
     "ExpertParallelGroups",
+    "Flow",
     "Leg",
     "LocalCopy",
     "SliceGather",
@@ -51,6 +55,7 @@ __all__ = [
     "Wrapper",
     "any_rank",
     "build_exchange",
+    "build_flows",
     "build_groups",
     "chunk_edges",
     "copies_of",
@@ -58,11 +63,14 @@ __all__ = [
     "gather_from_experts",
     "gather_integers",
     "gather_texts",
+    "gather_weights",
     "is_expert",
     "is_sharded",
     "join_slices",
+    "make_flow",
     "mark_expert",
     "max_over_replicas_",
+    "possible_r",
     "process_world",
     "ranks_per_node",
     "refuse_plain_ddp",

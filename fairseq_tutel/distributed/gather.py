@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from .world import process_world
 
-# one tensor for all ranks' parts; torch 2.13 gave the function another name
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# (received, mine, group): one tensor for all ranks' parts; torch 2.13 gave it another name
+all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def control_device(group: dist.ProcessGroup | None = None) -> str:
@@ -34,7 +34,7 @@ def gather_integers(
     """The integers of every rank of a group, in rank order. Collective; as many on each rank."""
     mine = torch.tensor(values, dtype=torch.int64, device=control_device(group))
     everyone = mine.new_empty(dist.get_world_size(group) * len(values))
-    _all_gather(everyone, mine, group=group)
+    all_gather_tensor(everyone, mine, group=group)
     return everyone.view(-1, len(values)).tolist()
 
 
@@ -52,7 +52,7 @@ def gather_texts(text: str | None) -> list[str | None]:
     mine = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
     mine = mine.to(control_device())
     rows = mine.new_empty(world_size * width)
-    _all_gather(rows, mine)
+    all_gather_tensor(rows, mine)
     texts = [bytes(row[:n].tolist()) for row, n in zip(rows.view(-1, width), sizes, strict=True)]
     return [raw[1:].decode(errors="replace") if raw else None for raw in texts]
 

@@ -6,15 +6,27 @@ import dataclasses
 from typing import NamedTuple
 
 from ..config import ExchangeConfig
-from ..distributed import Exchange, ExpertParallelGroups, LocalCopy, build_exchange
+from ..distributed import (
+    Exchange,
+    ExpertParallelGroups,
+    Flow,
+    LocalCopy,
+    build_flows,
+    make_flow,
+)
 from .wire import WireErrors, with_wire
 
 
 class ExchangeChoice(NamedTuple):
-    """How rows travel in a call of a layer."""
+    """How rows travel in a call of a layer.
+
+    Attributes:
+        flow: that of ``config.r``.
+    """
 
     config: ExchangeConfig
     exchange: Exchange
+    flow: Flow
 
 
 class ExchangeChoices:
@@ -32,15 +44,21 @@ class ExchangeChoices:
     def __init__(self, groups: ExpertParallelGroups, *, one_at_a_time: bool, skip: bool):
         self._groups, self._one_at_a_time, self._skip = groups, one_at_a_time, skip
         self._built: dict[tuple, Exchange] = {}
+        self._flows: dict[int, Flow] = {}
         self._errors = WireErrors()
 
     def prepare(self, exchange: ExchangeConfig | str) -> ExchangeChoice:
-        """Build what a choice needs. Collective; all ranks prepare the same, in one order."""
+        """Build what a choice needs, and the same with every other r that is possible.
+
+        Collective; all ranks prepare the same, in one order.
+        """
         config = ExchangeConfig.of(exchange)
-        built = build_exchange(config, self._groups)  # also compares the ranks' configs
-        if self._skip and built.communicates:
-            built = LocalCopy(built)
-        self._built.setdefault(_what_is_built(config), built)
+        # also compares the ranks' configs
+        for r, built in build_flows(config, self._groups).items():
+            self._flows[r] = make_flow(self._groups, r)
+            if self._skip and built.communicates:
+                built = LocalCopy(built)
+            self._built.setdefault(_what_is_built(dataclasses.replace(config, r=r)), built)
         return self.of(config)
 
     def of(self, exchange: ExchangeConfig | str) -> ExchangeChoice:
@@ -51,6 +69,8 @@ class ExchangeChoices:
         """
         config = ExchangeConfig.of(exchange)
         built = self._built.get(_what_is_built(config))
+        if config.r not in self._flows:
+            make_flow(self._groups, config.r)  # all that are possible are there: refuses it
         if built is None:
             raise ValueError(
                 f"exchange={config} was not built for this layer: call "
@@ -58,8 +78,8 @@ class ExchangeChoices:
             )
         if self._one_at_a_time:
             config = dataclasses.replace(config, overlap_degree=1)
-        return ExchangeChoice(config, with_wire(built, config, self._errors))
+        return ExchangeChoice(config, with_wire(built, config, self._errors), self._flows[config.r])
 
 
 def _what_is_built(config: ExchangeConfig) -> tuple:
-    return config.algorithm, config.ranks_per_node
+    return config.algorithm, config.ranks_per_node, config.r

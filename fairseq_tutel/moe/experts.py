@@ -17,7 +17,15 @@ import torch
 from torch import nn
 
 from .. import ops
-from ..distributed import mark_expert, slice_dim, slice_size, take_slice, whole_shape
+from ..distributed import (
+    Flow,
+    gather_weights,
+    mark_expert,
+    slice_dim,
+    slice_size,
+    take_slice,
+    whole_shape,
+)
 from .chunks import ExpertRows
 
 _STACKED = {
@@ -34,10 +42,12 @@ class Network(NamedTuple):
     Attributes:
         params: fc1's weight and bias, fc2's, in the dtype of the rows.
         options: activation and dropout.
+        dropout_at_source: probability after fc2, where it is applied to what comes back.
     """
 
     params: tuple[torch.Tensor, ...]
     options: ops.FFNOptions
+    dropout_at_source: float = 0.0
 
 
 class Experts(nn.Module):
@@ -125,9 +135,14 @@ class Experts(nn.Module):
                     mine = take_slice(values, f"{layer}.{kind}", *self.hidden_slice)
                     getattr(self, f"{layer}_{kind}")[slot].copy_(mine)
 
-    def forward(self, batch: ExpertRows) -> torch.Tensor:
-        """[e, N, M] (padded) or [R, M] (ragged) -> the same shape."""
-        network = self.network(batch.rows.dtype)
+    def forward(self, batch: ExpertRows, network: Network | None = None) -> torch.Tensor:
+        """[e, N, M] (padded) or [R, M] (ragged) -> the same shape.
+
+        Args:
+            batch: rows of the experts that the network has.
+            network: what :meth:`network` returned; by default the experts as they are here.
+        """
+        network = self.network(batch.rows.dtype) if network is None else network
         return ops.expert_ffn(
             batch.rows,
             *network.params,
@@ -135,13 +150,24 @@ class Experts(nn.Module):
             offsets=batch.offsets,
             activation_dropout_p=network.options.dropout_p[0],
             dropout_p=network.options.dropout_p[1],
+            seed=network.options.draw_seed(batch.rows.device),
         )
 
-    def network(self, dtype: torch.dtype) -> Network:
-        """What is computed now, on rows of this dtype: another than the weights' under autocast."""
+    def network(self, dtype: torch.dtype, flow: Flow | None = None) -> Network:
+        """What is computed now, on rows of this dtype: another than the weights' under autocast.
+
+        Args:
+            flow: gathers what it says; collective then. Where experts can be in slices, dropout
+                after fc2 is left to the rank of the tokens, so that it does not depend on r.
+        """
         dropouts = (self.activation_dropout, self.dropout) if self.training else (0.0, 0.0)
         params = tuple(getattr(self, name).to(dtype) for name in _STACKED)
-        return Network(params, ops.FFNOptions(self.activation, dropouts))
+        at_source, part = 0.0, 0
+        if flow is not None and not flow.is_plain:
+            params, part = gather_weights(params, flow), flow.part
+            if flow.groups.placement == "sliced":
+                dropouts, at_source = (dropouts[0], 0.0), dropouts[1]
+        return Network(params, ops.FFNOptions(self.activation, dropouts, part), at_source)
 
     @property
     def has_hooks(self) -> bool:

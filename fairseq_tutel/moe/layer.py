@@ -100,12 +100,13 @@ class MoELayer(nn.Module):
         self._choices = ExchangeChoices(
             self.groups, one_at_a_time=record_exchange_time, skip=skip_exchange
         )
-        self.exchange_config, self.exchange = self._choices.prepare(exchange)
+        self.exchange_config, self.exchange, self._flow = self._choices.prepare(exchange)
         if gate is not None and not isinstance(gate, nn.Module):
             raise ValueError(f"gate must be a module, got {gate!r}; router='cosine' chooses a gate")
         self.gate = gate if gate is not None else make_router(model_dim, self.config)
         if experts is not None:
             self.experts: Experts | ExpertList = _custom_experts(experts, self.groups)
+            _refuse_own_experts(self.experts, self._flow)
         else:
             self.experts = Experts(
                 self.groups.local_experts,
@@ -130,6 +131,7 @@ class MoELayer(nn.Module):
         top_k: int | None = None,
         capacity_factor: float | None = None,
         exchange: ExchangeConfig | str | None = None,
+        r: int | None = None,
         return_aux: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, MoEAux]:
         """Apply the layer.
@@ -144,7 +146,9 @@ class MoELayer(nn.Module):
             top_k, capacity_factor: for this call only; the same on all ranks. A ``step`` must have
                 been made with them: ``sync_step(T, layer.step_settings(dtype, top_k=...), groups)``
             exchange: for this call only, in the same way; one that the layer was built with or that
-                was given to :meth:`prepare_exchanges`, with any degree of overlap and wire formats.
+                was given to :meth:`prepare_exchanges`, with any degree of overlap, wire formats and
+                r.
+            r: that of the exchange (Tutel's ``adaptive_r``), in the same way.
             return_aux: also return the aux loss and the counts that metrics are made of.
 
         Returns:
@@ -152,18 +156,18 @@ class MoELayer(nn.Module):
 
         Raises:
             ValueError: wrong width, options out of range, ranks that disagree, a ``step`` that was
-                agreed on with another ``top_k``, ``capacity_factor`` or ``exchange``, an exchange
-                that was not prepared, or a plain DistributedDataParallel around.
+                agreed on with another ``top_k``, ``capacity_factor``, ``exchange`` or ``r``, an
+                exchange that was not prepared, or a plain DistributedDataParallel around.
         """
         self._check(x)
         config = self._config_for_call(top_k, capacity_factor)
         if exchange is None and step is not None:
             exchange = step.exchange
-        choice = self._choice_for_call(exchange)
+        choice = self._choice_for_call(exchange, r)
         given_TM, x_TM = self._tokens(x)
         pad_mask_T = None if pad_mask is None else pad_mask.reshape(-1)
 
-        router_step = self._agree(x_TM, config, choice.config, step, x.shape[:-2].numel())
+        router_step = self._agree(x_TM, config, choice, step, x.shape[:-2].numel())
         if isinstance(self.gate, Router):
             routing, router_aux = self.gate(x_TM, pad_mask_T, router_step)
         else:
@@ -174,7 +178,8 @@ class MoELayer(nn.Module):
             routing=routing,
             experts=self.experts,
             exchange=used,
-            overlap_degree=self._overlap_degree(choice.config),
+            overlap_degree=_overlap_degree(choice),
+            flow=choice.flow,
         )
         y_TM = timed(None if step is None else step.timer, region, x_TM, routing)
 
@@ -205,15 +210,16 @@ class MoELayer(nn.Module):
         top_k: int | None = None,
         capacity_factor: float | None = None,
         exchange: ExchangeConfig | str | None = None,
+        r: int | None = None,
     ) -> StepSettings:
         """What ranks must have in common for their exchanges to fit together.
 
         Args:
             dtype: of the experts' rows.
-            top_k, capacity_factor, exchange: as given to the call that is to be agreed on.
+            top_k, capacity_factor, exchange, r: as given to the call that is to be agreed on.
         """
         config = self._config_for_call(top_k, capacity_factor)
-        return self._settings(config, self._choice_for_call(exchange).config, dtype)
+        return self._settings(config, self._choice_for_call(exchange, r).config, dtype)
 
     def prepare_exchanges(self, exchanges: Iterable[ExchangeConfig | str]) -> None:
         """Build what calls with these exchanges need, such as process groups.
@@ -242,17 +248,19 @@ class MoELayer(nn.Module):
             dtype=dtype,
         )
 
-    def _overlap_degree(self, exchange: ExchangeConfig) -> int:
-        """1 where there is nothing to overlap with."""
-        return exchange.overlap_degree if self.groups.ep_size > 1 else 1
+    def _choice_for_call(self, exchange, r) -> ExchangeChoice:
+        given = self.exchange_config if exchange is None else ExchangeConfig.of(exchange)
+        if r is not None and r != given.r:
+            given = dataclasses.replace(given, r=r)
+        if given is self.exchange_config:
+            return ExchangeChoice(given, self.exchange, self._flow)
+        choice = self._choices.of(given)
+        _refuse_own_experts(self.experts, choice.flow)
+        return choice
 
-    def _choice_for_call(self, exchange) -> ExchangeChoice:
-        if exchange is None:
-            return ExchangeChoice(self.exchange_config, self.exchange)
-        return self._choices.of(exchange)
-
-    def _agree(self, x_TM, config, exchange, step, num_sequences) -> RouterStep:
+    def _agree(self, x_TM, config, choice, step, num_sequences) -> RouterStep:
         """What all ranks do in this call; communicates unless ``step`` holds it."""
+        exchange = choice.config
         if step is None:
             settings = self._settings(config, exchange, x_TM.dtype)
             step = sync_step(x_TM.shape[0], settings, self.groups)
@@ -267,7 +275,7 @@ class MoELayer(nn.Module):
                     f"this call's options make {label} {value}, but the ranks' agreement for this "
                     f"step has {agreed}; give the same options to step_settings()"
                 )
-        compact = exchange.wire_compact and self.groups.ep_size > 1
+        compact = exchange.wire_compact and choice.exchange.groups.ep_size > 1
         return RouterStep(config, self.training, step.num_tokens, num_sequences, compact)
 
     def _exchange_for(self, routing, step, x_TM, choice) -> Exchange:
@@ -276,8 +284,8 @@ class MoELayer(nn.Module):
         rows = step.config.top_k * step.num_tokens
         if routing.padded:
             rows = routing.num_experts * routing.capacity
-        size = rows * row_bytes(choice.config, x_TM.shape[1], x_TM.dtype)
-        exchange = choice.exchange.for_message(size // self._overlap_degree(choice.config))
+        size = choice.flow.copies * rows * row_bytes(choice.config, x_TM.shape[1], x_TM.dtype)
+        exchange = choice.exchange.for_message(size // _overlap_degree(choice))
         return TimedExchange(exchange) if self.record_exchange_time else exchange
 
     def _check(self, x) -> None:
@@ -285,8 +293,6 @@ class MoELayer(nn.Module):
             raise ValueError(
                 f"the layer was built for model_dim={self.model_dim}, the input has {x.shape[-1]}"
             )
-        if self.groups.num_slices > 1:
-            raise NotImplementedError("a layer whose experts are in slices computes nothing yet")
         if not (self._checked_ddp or torch.compiler.is_compiling()):
             self._checked_ddp = True
             refuse_plain_ddp(self.experts)
@@ -330,6 +336,19 @@ def _one_config(config, num_experts, routing) -> MoEConfig:
         given = {"num_experts": num_experts, **routing}
         raise ValueError(f"config holds all options of routing; given beside it: {given}")
     return config
+
+
+def _overlap_degree(choice: ExchangeChoice) -> int:
+    """1 where there is nothing to overlap with."""
+    return choice.config.overlap_degree if choice.exchange.groups.ep_size > 1 else 1
+
+
+def _refuse_own_experts(experts, flow) -> None:
+    if isinstance(experts, ExpertList) and flow.r != 1:
+        raise ValueError(
+            f"r={flow.r}: the weights of modules of one's own ({type(experts[0]).__name__}) cannot "
+            "be gathered; they are computed with r=1"
+        )
 
 
 def _times(exchange) -> dict[str, float]:

@@ -14,6 +14,7 @@ per chunk they would be rounded and added as many times.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
@@ -25,7 +26,7 @@ from ..distributed import Exchange
 from ..distributed.exchanges import Flight, Leg, Ticket, send, start
 from ..distributed.lanes import lane_of
 from .chunks import Chunk, ExpertRows
-from .experts import Experts
+from .experts import Experts, Network
 
 
 @torch.compiler.disable  # lanes are threads and streams, which a trace does not see
@@ -34,6 +35,7 @@ def overlapped(
     chunks: Sequence[Chunk],
     experts: Callable[[ExpertRows], torch.Tensor],
     exchange: Exchange,
+    network: Network | None = None,
 ) -> torch.Tensor:
     """Send the rows to the experts and get back what these make of them. Differentiable.
 
@@ -43,14 +45,17 @@ def overlapped(
         experts: any; of plain :class:`~fairseq_tutel.moe.Experts` the weight gradients are computed
             once, of others chunk by chunk, as autograd does it.
         exchange: between the ranks that hold the experts.
+        network: of the experts, if it is not theirs as they are here.
 
     Returns:
         [R, M], in the order of the rows.
     """
     lane = lane_of(rows_RM.device)
     if type(experts) is not Experts or experts.has_hooks:
+        if network is not None:
+            experts = functools.partial(experts, network=network)
         return _through_any(rows_RM, chunks, experts, exchange, lane)
-    network = experts.network(rows_RM.dtype)
+    network = experts.network(rows_RM.dtype) if network is None else network
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (rows_RM, *network.params))
     return _ThroughNetwork.apply(rows_RM, *network.params, network, chunks, exchange, lane, keep)
 

@@ -40,7 +40,7 @@ def rows_for_exchange(
     chunk_TK = ((slot_TK + 1) * degree - 1) // num_rows_E.clamp(min=1)[expert_TK]
     row_TK = slot_TK + shift_DE[chunk_TK.clamp(max=degree - 1), expert_TK]
     dest_row_TK = torch.where(kept_TK, row_TK, -1).to(torch.int32)
-    return dest_row_TK, _source_of_rows(dest_row_TK, routing.src_pair_R.shape[0])
+    return dest_row_TK, source_of_rows(dest_row_TK, routing.src_pair_R.shape[0])
 
 
 def _begins(size_DE, exchange):
@@ -56,7 +56,7 @@ def _begins(size_DE, exchange):
     return (size.cumsum(0) - size).view(size_DE.shape)[:, place_E]
 
 
-def _source_of_rows(dest_row_TK, num_rows):
+def source_of_rows(dest_row_TK, num_rows):
     """int32 [num_rows], the pair in each row, -1 in unused ones; dropped pairs share a row more."""
     pair = torch.arange(dest_row_TK.numel(), dtype=torch.int32, device=dest_row_TK.device)
     row = torch.where(dest_row_TK < 0, num_rows, dest_row_TK).flatten().long()

@@ -20,10 +20,19 @@ class FFNOptions(NamedTuple):
     Attributes:
         activation: by name.
         dropout_p: probabilities after the activation and after fc2.
+        part: number of the hidden units' part that is computed, where other ranks compute others:
+            ranks whose generators are alike draw unlike masks for unlike parts.
     """
 
     activation: str
     dropout_p: tuple[float, float]
+    part: int = 0
+
+    def draw_seed(self, device: torch.device) -> Tensor | None:
+        """A seed of the masks of one call; None without dropout."""
+        seed = dropout_seed(max(self.dropout_p), None, device)
+        # two masks are made of each seed, by it and by its successor
+        return seed if seed is None or not self.part else seed + 2 * self.part
 
 
 class FFNChunk(NamedTuple):
@@ -76,7 +85,7 @@ def ffn_chunk(
     Returns:
         the output, like rows; what :func:`ffn_chunk_bwd` needs, if ``keep_hidden``.
     """
-    seed = dropout_seed(max(options.dropout_p), None, rows.device)
+    seed = options.draw_seed(rows.device)
     out, hidden, active = implementation("expert_ffn_fwd", rows)(
         rows,
         fc1_weight,

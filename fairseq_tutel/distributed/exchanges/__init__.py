@@ -7,7 +7,7 @@ with ``register_exchange("name")``. What wraps an exchange (timing, simulation) 
 
 from .auto import AutoExchange
 from .base import Codec, Exchange, Leg, Links, Parts, Wrapper, chunk_edges
-from .build import build_exchange
+from .build import build_exchange, build_flows
 from .linear import LinearExchange
 from .local import LocalCopy, NoExchange
 from .pairwise import PairwiseExchange
@@ -33,6 +33,7 @@ __all__ = [
     "TwoDimensionalExchange",
     "Wrapper",
     "build_exchange",
+    "build_flows",
     "chunk_edges",
     "register_exchange",
     "send",

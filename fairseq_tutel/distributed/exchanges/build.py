@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 
 from ...config import EXCHANGES, ExchangeConfig
 from ..agreement import labelled_fields
+from ..flows import make_flow, possible_r
 from ..gather import gather_texts, refuse_differences
 from ..groups import ExpertParallelGroups, create_group
 from ..nodes import ranks_per_node as find_ranks_per_node
@@ -21,8 +23,8 @@ logger = logging.getLogger(__name__)
 def build_exchange(config: ExchangeConfig | str, groups: ExpertParallelGroups) -> Exchange:
     """Make the exchange of a placement of experts.
 
-    A collective call of all ranks where ``groups`` communicates. All layers of one placement share
-    one exchange.
+    A collective call of all ranks where ``groups`` agrees. All layers of one placement share one
+    exchange.
 
     Args:
         config: the choice, or the name of a registered exchange. Where that does not fit the
@@ -30,16 +32,36 @@ def build_exchange(config: ExchangeConfig | str, groups: ExpertParallelGroups) -
         groups: the placement. One rank gets an exchange that moves nothing, a simulation one that
             copies.
 
+    Returns:
+        that of the flow ``config.r`` (:mod:`..flows`), whose ``groups`` are the flow's.
+
     Raises:
-        ValueError: unknown name, ranks that chose differently, or nodes that the ranks do not fill.
+        ValueError: unknown name, an r that does not fit the placement, ranks that chose
+            differently, or nodes that the ranks do not fill.
     """
     config = ExchangeConfig.of(config)
+    if groups.agrees:
+        _compare_with_other_ranks(config)
+    return _exchange_of_flow(config, groups)
+
+
+def build_flows(config: ExchangeConfig | str, groups: ExpertParallelGroups) -> dict[int, Exchange]:
+    """:func:`build_exchange` for the config with every possible r. Collective in the same way."""
+    config = ExchangeConfig.of(config)
+    make_flow(groups, config.r)  # refuses an impossible one
+    if groups.agrees:
+        _compare_with_other_ranks(config)
+    configs = [dataclasses.replace(config, r=r) for r in possible_r(groups)]
+    return {each.r: _exchange_of_flow(each, groups) for each in configs}
+
+
+def _exchange_of_flow(config: ExchangeConfig, groups: ExpertParallelGroups) -> Exchange:
+    groups = make_flow(groups, config.r).exchange_groups
     cls, given = EXCHANGES.get(config.algorithm), config.ranks_per_node
     if groups.ep_size == 1:
         return NoExchange(groups)
     if groups.simulated:
         return LocalCopy(cls(groups, ranks_per_node=given))
-    _compare_with_other_ranks(config)
     if not cls.needs_nodes:
         return once_per_world((cls, groups), lambda: _build(cls, groups, 0))
     if given and groups.world_size % given:
