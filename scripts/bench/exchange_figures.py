@@ -8,7 +8,7 @@ from typing import Any
 import figures
 
 _COLORS = {"linear": "#b0b7c3", "2dh": "#c2410c", "auto": "#1d4ed8"}
-_LINKS = {
+LINKS = {
     "messages": "two nodes of half the ranks, rate limit and cost per message",
     "bandwidth": "two nodes of half the ranks, rate limit",
     "loopback": "one machine, loopback, nothing shaped",
@@ -27,7 +27,7 @@ def size_label(size: float) -> str:
 
 def _title(figure, result, text: str) -> None:
     figure.suptitle(
-        f"{text}: {result['world_size']} ranks, {result['backend']}, {_LINKS[result['link']]}\n"
+        f"{text}: {result['world_size']} ranks, {result['backend']}, {LINKS[result['link']]}\n"
         f"{figures.caption(result)}",
         fontsize=10,
         x=0.01,

@@ -206,6 +206,12 @@ def bandwidth_lines(axis, results) -> None:
     axis.legend(frameon=False)
 
 
+def _adaptive(pyplot, result, path):
+    import adaptive_figure
+
+    adaptive_figure.draw(pyplot, result, path)
+
+
 def _exchange(pyplot, result, path):
     import exchange_figures
 
@@ -213,6 +219,7 @@ def _exchange(pyplot, result, path):
 
 
 _DRAW: dict[str, Callable] = {
+    "adaptive": _adaptive,
     "exchange": _exchange,
     "layer": _layer,
     "kernels": _kernels,
