@@ -101,6 +101,9 @@ class MoEConfig:
             in training; else by position).
         overflow_rerouting: R, so many further experts a token may try whose expert is full.
         route_scale: factor of the combine weights after their normalisation.
+        expert_output_masking: probability by which training leaves out an output of an expert
+            (NLLB's EOM, arXiv 2207.04672; see :mod:`fairseq_tutel.moe.output_masks`).
+        final_output_masking: the same of the layer's whole output of a token (FOM).
     """
 
     num_experts: int = _option(at_least(1))
@@ -128,6 +131,8 @@ class MoEConfig:
     drop_policy: str = "position"
     overflow_rerouting: int = _option(at_least(0), default=0)
     route_scale: float = _option(Range(0, low_open=True), default=1.0)
+    expert_output_masking: float = _option(Range(0, 1, high_open=True), default=0.0)
+    final_output_masking: float = _option(Range(0, 1, high_open=True), default=0.0)
     router_options: Options | Mapping[str, Any] | None = None
 
     def __post_init__(self):

@@ -191,6 +191,7 @@ class MoETransformerDecoder(TransformerDecoder):
             config=self.moe_routing,
             activation=str(cfg.activation_fn),
             groups=self.moe_groups,
+            shared_expert_dim=args.moe_shared_expert_ffn_dim,
             dropout=cfg.dropout,
             activation_dropout=cfg.activation_dropout or cfg.relu_dropout or 0.0,
             exchange=exchange_config(args),

@@ -65,6 +65,12 @@ class TransformerLMGPTMoEConfig(ExchangeOptions, RoutingOptions, TransformerLang
         "hidden dimension of the experts (default: --decoder-ffn-embed-dim)",
         at_least(1),
     )
+    moe_shared_expert_ffn_dim: int = option(
+        0,
+        "> 0: hidden dimension of an expert that all tokens go to, beside those that they are "
+        "routed to; dense, on every rank",
+        at_least(0),
+    )
     alternate_decoder_ffn_embed_dim: int = option(
         0,
         "> 0: dense layers of this FFN width instead of MoE layers (a FLOP-matched baseline)",

@@ -136,6 +136,17 @@ class RoutingOptions:
     moe_route_scale: float = option(
         1.0, "factor of the weights of the experts' outputs", _ROUTING["route_scale"]
     )
+    moe_eom: float = option(
+        0.0,
+        "expert output masking: probability by which training leaves out an output of an expert; "
+        "evaluation multiplies by what is kept",
+        _ROUTING["expert_output_masking"],
+    )
+    moe_fom: float = option(
+        0.0,
+        "final output masking: the same of an MoE layer's whole output of a token",
+        _ROUTING["final_output_masking"],
+    )
 
 
 def moe_config(args, num_experts: int) -> MoEConfig:
@@ -181,4 +192,6 @@ def moe_config(args, num_experts: int) -> MoEConfig:
         overflow_rerouting=args.moe_overflow_rerouting,
         drop_policy=str(args.moe_drop_policy),
         route_scale=args.moe_route_scale,
+        expert_output_masking=args.moe_eom,
+        final_output_masking=args.moe_fom,
     )

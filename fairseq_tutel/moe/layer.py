@@ -32,9 +32,11 @@ from .dispatcher import dispatch_and_combine
 from .exchange_choices import ExchangeChoice, ExchangeChoices
 from .experts import ExpertList, Experts
 from .metrics import MoEAux
+from .output_masks import mask_tokens
 from .region_timer import timed
 from .routers import Router, make_router, route_by_module
 from .routing import RouterStep
+from .shared_expert import SharedExpert
 from .wire import WireExchange, row_bytes
 
 
@@ -62,6 +64,8 @@ class MoELayer(nn.Module):
         groups: placement of the experts, from :func:`~fairseq_tutel.distributed.build_groups`; by
             default over all ranks of torch.distributed (then building the layer is a collective
             call), or all here.
+        shared_expert_dim: > 0: hidden dimension of an expert that every token goes to as well
+            (:class:`~fairseq_tutel.moe.shared_expert.SharedExpert`); its output is added.
         dropout, activation_dropout: inside the built-in experts.
         seed: of the built-in experts' initial weights.
         exchange: how tokens travel between ranks, the same on all of them: an
@@ -82,6 +86,7 @@ class MoELayer(nn.Module):
         gate: nn.Module | None = None,
         experts: Sequence[nn.Module] | None = None,
         groups: ExpertParallelGroups | None = None,
+        shared_expert_dim: int = 0,
         dropout: float = 0.0,
         activation_dropout: float = 0.0,
         seed: int | None = None,
@@ -120,6 +125,11 @@ class MoELayer(nn.Module):
                 draw_on_cpu=not self.groups.simulated,
                 hidden_slice=(self.groups.slice_index, self.groups.num_slices),
                 num_holders=self.groups.num_replicas,
+            )
+        self.shared_expert = None
+        if shared_expert_dim:
+            self.shared_expert = SharedExpert(
+                model_dim, shared_expert_dim, activation, activation_dropout, dropout
             )
 
     def forward(
@@ -182,6 +192,9 @@ class MoELayer(nn.Module):
             flow=choice.flow,
         )
         y_TM = timed(None if step is None else step.timer, region, x_TM, routing)
+        if self.shared_expert is not None:
+            y_TM = y_TM + self.shared_expert(x_TM)
+        y_TM = mask_tokens(y_TM, config.final_output_masking, self.training)
 
         wire_sums = None
         if isinstance(choice.exchange, WireExchange):

@@ -15,6 +15,7 @@ import torch
 
 from .. import ops
 from ..config import MoEConfig
+from .output_masks import mask_at_random
 from .overflow import reroute, take_slots
 
 
@@ -146,6 +147,8 @@ def build_routing(
     )
     if step.config.route_scale != 1:
         topk_weight_TK = topk_weight_TK * step.config.route_scale
+    masked = step.config.expert_output_masking
+    topk_weight_TK = mask_at_random(topk_weight_TK, masked, step.training)
     return Routing(
         expert_TK=expert_TK,
         dest_row_TK=dest_row_TK,

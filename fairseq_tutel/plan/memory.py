@@ -10,6 +10,7 @@ keeps no table of scores):
     dense FFN      input of the activation, 4 F for gelu (fairseq computes it in fp32); its output,
                    b F; a dropout mask of 1 byte
     gate           logits, 4 E
+    shared expert  input and output of the activation, 2 b F
     experts        per row of the dispatch buffer: rows received, b M; input and output of the
                    activation, 2 b F; output, b M. With r-flow there are r times as many of both
     weights        that r-flow has gathered for the layer, b each
@@ -165,9 +166,11 @@ def _moe_bytes(settings: Settings, parameters: Parameters) -> tuple[int, int, in
     gate = settings.tokens * 4 * settings.routing.num_experts
     copies = make_flow(settings, parameters).copies
     sizes = tables(settings)
-    kept = gate + rows * 2 * b * hidden + sizes.masks * sizes.kept_masks
+    shared = settings.tokens * 2 * b * model.moe_shared_expert_ffn_dim
+    kept = gate + rows * 2 * b * hidden + shared + sizes.masks * sizes.kept_masks
     widest = max(
         rows * b * max(copies * dim, 2 * hidden),
+        shared,
         sizes.scores * sizes.gradient_scores,
         sizes.masks * sizes.gradient_masks,
     )

@@ -21,7 +21,8 @@ class Parameters:
     Attributes:
         embeddings: of embeddings, final norm and output projection.
         dense_layer: of a layer with a dense FFN (the mean, where widths differ).
-        moe_layer: of an MoE layer without its experts: attention, norms and gate.
+        moe_layer: of an MoE layer without the experts that it routes to: attention, norms, gate,
+            shared expert.
         dense: of everything but the experts; every GPU holds all of it.
         expert: of one expert.
         experts: E, per MoE layer, over all GPUs.

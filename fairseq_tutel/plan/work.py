@@ -69,6 +69,7 @@ def count_work(settings: Settings, parameters: Parameters) -> Work:
     if routing:
         rows = dispatch_rows(settings)
         gate = parameters.moe_layers * 2 * dim * routing.num_experts
+        ffn += parameters.moe_layers * 4 * dim * model.moe_shared_expert_ffn_dim
         one_expert = parameters.moe_layers * 4 * dim * model.moe_expert_ffn_dim
         chosen = routing.top_k * one_expert
         computed = rows / settings.tokens * one_expert

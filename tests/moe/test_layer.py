@@ -28,6 +28,8 @@ CASES = {
     "evaluation capacity": {"top_k": 2, "eval_capacity_factor": 0.5},
     "relu": {"top_k": 2, "activation": "relu"},
     "swish": {"top_k": 1, "activation": "swish"},
+    "top1 shared expert": {"top_k": 1, "shared_expert_dim": 5},
+    "top2 dropless shared expert": {"capacity_factor": 0.0, "shared_expert_dim": 5},
 }
 
 
@@ -88,6 +90,10 @@ def loop(weights, x_TM, config, training, pad_T, activation):
     rows = []
     for t in range(tokens):
         y = torch.zeros(M, dtype=torch.float64)
+        if "shared_expert.fc1.weight" in weights:
+            w = {k.removeprefix("shared_expert."): v for k, v in weights.items()}
+            hidden = act(w["fc1.weight"] @ x_TM[t] + w["fc1.bias"])
+            y = w["fc2.weight"] @ hidden + w["fc2.bias"]
         for e in range(E):
             if routed.kept_KTE[:, t, e].any():
                 w = {
@@ -178,7 +184,7 @@ def test_half_precision_stays_within_its_rounding(dtype, factor):
 
 @pytest.mark.parametrize("factor", [1.0, 0.0], ids=["padded", "ragged"])
 def test_no_tokens(factor):
-    layer = make_layer(torch.float32, capacity_factor=factor)
+    layer = make_layer(torch.float32, capacity_factor=factor, shared_expert_dim=3)
     x = torch.empty(0, M, requires_grad=True)
     y, aux = layer(x, return_aux=True)
     (y.sum() + aux.loss).backward()

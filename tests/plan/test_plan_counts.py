@@ -28,6 +28,7 @@ def experts_as_on_a_gpu(monkeypatch):
         ["model.scale_attn=true", "model.scale_heads=true", "model.scale_resids=true"],
         ["model.use_stable_embedding=true", "model.moe_router=cosine"],
         ["model.moe_router=cosine", "+model.moe_cosine_proj_dim=8"],
+        ["model.moe_shared_expert_ffn_dim=96"],
         ["model.decoder_input_dim=32", "model.decoder_output_dim=48",
          "model.share_decoder_input_output_embed=false"],
         ["model.alternate_decoder_ffn_embed_dim=512"],
@@ -113,6 +114,7 @@ class SavedBytes:
         (torch.float32, ["model.activation_fn=relu", "model.moe_capacity_factor=2.0"]),
         (torch.float32, ["model.moe_top1_expert=true", "model.moe_freq=1"]),
         (torch.float32, ["model.moe_freq=0"]),
+        (torch.float32, ["model.moe_shared_expert_ffn_dim=512"]),
         (torch.bfloat16, ["common.bf16=true", "common.memory_efficient_bf16=true"]),
     ],
 )
@@ -214,3 +216,5 @@ def test_flops_of_a_model_with_one_token_wide_layers():
     assert (work.exchanges, again.exchanges) == (4, 6)
     wider = count_work(small("model.decoder_layers=2", "model.moe_capacity_factor=2"), parameters)
     assert wider.hardware_flops - again.hardware_flops == 4 * experts
+    shared = small("model.decoder_layers=2", "model.moe_shared_expert_ffn_dim=96")
+    assert count_work(shared, parameters).model_flops - work.model_flops == 3 * 4 * 64 * 96

@@ -69,7 +69,8 @@ CASES = {
     ),
     "E=8 K=2 in groups": ("--moe-expert-count 8 --moe-top-k 2", 4),
     "E=6 K=2 in groups dropless": (
-        f"--moe-expert-count 6 --moe-top-k 2 {DROPLESS} {PYTORCH} --checkpoint-activations",
+        f"--moe-expert-count 6 --moe-top-k 2 {DROPLESS} {PYTORCH} --checkpoint-activations "
+        "--moe-shared-expert-ffn-dim 12",
         8,
     ),
     "E=4 cosine, every layer sparse, untied": (
