@@ -11,16 +11,18 @@ of rows, P numbers of an expert, b bytes each:
     sliced, 1 <= r <= S    rE             rL         S/r, rE GPUs apart     bP / r (r = S: 0)
     sliced, r = 0          none           0          all                    b E P
 
-E >= W is as replicated, with W in place of the E GPUs. Gathered gradients go back by a
-reduce-scatter of the same size. Experts compute the same number of products for any r: r times the
+E >= W is as replicated, with W in place of the E GPUs. As many bytes of gradients go
+back. Experts compute the same number of products for any r: r times the
 rows through an r-th of the hidden units.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
+from ..distributed.exchanges import LinearExchange
 from .hardware import Hardware
 from .parameters import Parameters
 from .settings import Settings
@@ -60,10 +62,23 @@ def make_flow(settings: Settings, parameters: Parameters) -> Flow:
 
 
 def gather_time(flow: Flow, element: int, hardware: Hardware) -> float:
-    """Seconds in which one layer's weights are gathered, or their gradients scattered."""
-    size = flow.gathered * element
-    near = max(1, hardware.gpus_per_node // flow.gather_stride)
-    return ring_time(size, flow.gather_ranks, near, hardware)
+    """Seconds in which one layer's weights are gathered."""
+    return ring_time(flow.gathered * element, flow.gather_ranks, _near(flow, hardware), hardware)
+
+
+def scatter_time(flow: Flow, element: int, hardware: Hardware) -> float:
+    """Seconds in which the gradients of what was gathered go back.
+
+    As an all-to-all, after which each GPU adds up its part in fp32: between nodes a ring would add
+    on its way and send fewer bytes, but round each time.
+    """
+    links = dataclasses.replace(hardware, gpus_per_node=_near(flow, hardware))
+    return LinearExchange.predict(flow.gathered * element, flow.gather_ranks, links)
+
+
+def _near(flow: Flow, hardware: Hardware) -> int:
+    """GPUs of a node that share weights."""
+    return max(1, hardware.gpus_per_node // flow.gather_stride)
 
 
 def ring_time(size: float, ranks: int, near: int, hardware: Hardware) -> float:

@@ -12,7 +12,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from .exchange import exchange_time
-from .flow import gather_time, make_flow, ring_time
+from .flow import gather_time, make_flow, ring_time, scatter_time
 from .formulation import held_parameters, kept_bytes, mask_flops, sharded_bytes, table_time
 from .hardware import Hardware
 from .memory import Memory
@@ -30,7 +30,7 @@ class StepTime:
         elementwise: everything else that passes over activations and logits.
         optimizer: the update of the weights.
         all_to_all: that MoE layers wait for their exchanges, casts for the wire included.
-        weights: gathers of experts' weights and reduce-scatters of their gradients, of r-flow.
+        weights: gathers of experts' weights, and their gradients' way back, of r-flow.
         all_reduce: gradients of dense and of replicated parameters.
     """
 
@@ -98,9 +98,10 @@ def _gathers(settings: Settings, parameters: Parameters, hardware: Hardware) -> 
     """Each layer's weights in every forward pass (again in a recomputation), gradients once."""
     if not settings.routing:
         return 0.0
-    passes = 3 if settings.model.checkpoint_activations else 2
-    one = gather_time(make_flow(settings, parameters), settings.precision.element, hardware)
-    return settings.update_freq * parameters.moe_layers * passes * one
+    known = make_flow(settings, parameters), settings.precision.element, hardware
+    passes = 2 if settings.model.checkpoint_activations else 1
+    one = passes * gather_time(*known) + scatter_time(*known)
+    return settings.update_freq * parameters.moe_layers * one
 
 
 def _replica_time(work: Work, settings: Settings, hardware: Hardware) -> float:

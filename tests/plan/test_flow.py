@@ -47,13 +47,15 @@ def test_where_tokens_and_weights_travel(large, placement, r, peers, copies, gat
     assert work.exchanges == (6 * LAYERS if r else 0)
     if r:
         assert work.exchange_bytes == copies * rows * M * b
-    # two gathers, with recomputation, and a reduce-scatter; rings between nodes: GPUs rE apart
-    one = 0.0
+    # two gathers, with recomputation: rings, whose GPUs are rE apart; the gradients' all-to-all
+    there = back = 0.0
     if weights:
-        near = 8 if r == 0 else 1
-        bandwidth = min(A100.node_bandwidth, near * A100.network_bandwidth) * A100.link_efficiency
-        one = weights * b * (gather - 1) / gather / bandwidth + A100.latency * math.log2(gather)
-    assert plan.time.weights == pytest.approx(LAYERS * 3 * one)
+        near, port = 8 if r == 0 else 1, A100.network_bandwidth * A100.link_efficiency
+        there = weights * b * (gather - 1) / gather / (near * port)
+        there += A100.latency * math.log2(gather)
+        back = weights * b * (gather - near) / gather / port
+        back += A100.latency + (gather - 1) * A100.message_overhead
+    assert plan.time.weights == pytest.approx(LAYERS * (2 * there + back))
     # of experts only the output's bias is left to average, and only a slice's state is held
     sliced = placement == "sliced"
     assert work.replica_bytes == LAYERS * b * (M if sliced else P + M)
