@@ -32,7 +32,7 @@ from .expert_params import (
     sum_tensor_over_ranks_,
 )
 from .flows import Flow, make_flow, possible_r
-from .gather import gather_integers, gather_texts
+from .gather import gather_integers, gather_texts, refuse_differences
 from .groups import ExpertParallelGroups, build_groups, shared_groups
 from .nodes import ranks_per_node
 from .sharded import full_tensor, is_sharded, shard_like, sharded_grad_scaler, sharded_norm
@@ -73,6 +73,7 @@ __all__ = [
     "possible_r",
     "process_world",
     "ranks_per_node",
+    "refuse_differences",
     "refuse_plain_ddp",
     "register_exchange",
     "setting",

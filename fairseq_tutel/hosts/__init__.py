@@ -57,7 +57,7 @@ from .checkpoint import (
     save_state,
 )
 from .data_parallel import leave_experts_out, prepare_data_parallel, wrap_data_parallel
-from .exchange_tuner import ExchangeTuner
+from .exchange_tuner import ExchangeTuner, describe_tuning
 from .full_state import full_state_dict, load_full_state_dict
 from .gradients import clip_grad_norm_, expert_grad_sq_norm, grad_scaler, reduce_expert_grads
 from .load_bias import update_load_bias, update_load_biases
@@ -72,6 +72,7 @@ __all__ = [
     "checkpoint_exists",
     "clip_grad_norm_",
     "collect_aux",
+    "describe_tuning",
     "expert_grad_sq_norm",
     "expert_parameters",
     "expert_placement",

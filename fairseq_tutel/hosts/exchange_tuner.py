@@ -16,6 +16,7 @@ and its losses should not depend on times.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,8 +26,10 @@ import torch
 from ..distributed import (
     StepAgreement,
     build_exchange,
+    gather_texts,
     process_world,
     ranks_per_node,
+    refuse_differences,
     sync_step_of_all,
 )
 from ..moe import MoELayer, RegionTimer
@@ -125,6 +128,12 @@ class ExchangeTuner:
     def take_events(self) -> list[Event]:
         """Trials and decisions since they were last taken; the same on all ranks."""
         return self._tuner.take_events()
+
+    @property
+    def milliseconds(self) -> float | None:
+        """Of all layers in the last step that was measured, of the fastest rank."""
+        last = self._tuner.last_sample
+        return None if last is None else last / 1000
 
     def file(self) -> str:
         """JSON text with all that is known, for a checkpoint or ``pinned``."""
@@ -254,6 +263,7 @@ def _signature(layer: MoELayer) -> dict[str, Any]:
 
 
 def _pinned(text, space, signature):
+    refuse_differences("the file of exchange choices", gather_texts(_checksum(text)))
     pinned = Pinned(text, space)
     for name in ("ranks", "ranks_per_node"):
         if pinned.signature.get(name) != signature[name]:
@@ -262,6 +272,10 @@ def _pinned(text, space, signature):
                 f"{signature[name]}"
             )
     return pinned
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _sizes(layer, top_k) -> str:
@@ -273,7 +287,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def describe(event: Event) -> str:
+def describe_tuning(event: Event) -> str:
     """One line for a log."""
     choice = " ".join(f"{name}={value}" for name, value in event.choice.items())
     low = WINDOW * event.key.bucket

@@ -24,6 +24,7 @@ from ..config import MoEConfig
 from ..distributed import ExpertParallelGroups, StepAgreement, sync_step
 from ..moe import MoEAux, MoELayer, balance_over_ranks, routing_counts
 from .exchange_options import exchange_config
+from .tuning_options import make_tuner
 
 
 class ForwardScope:
@@ -173,6 +174,9 @@ class MoETransformerDecoder(TransformerDecoder):
         self._scope = ForwardScope()
         self._layer_numbers = itertools.count(1)
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn=True)
+        layers = list(self.moe_layers.values())
+        # None: each layer uses the exchange that it was built with
+        self.exchange_tuner = make_tuner(args, layers) if layers else None
         if type(self.layers) is torch.nn.ModuleList:  # a dense model may have layer drop
             self.layers = _Layers(self.layers)
 
@@ -251,6 +255,8 @@ class MoETransformerDecoder(TransformerDecoder):
                 f"spread over {self.moe_groups.ep_size} ranks: start generation without "
                 "torch.distributed (--distributed-world-size 1); a process then loads all experts"
             )
+        if self.exchange_tuner is not None:
+            return self.exchange_tuner.agree(tokens.numel(), self.embed_tokens.weight.dtype)
         layer = next(iter(self.moe_layers.values()))
         settings = layer.step_settings(self.embed_tokens.weight.dtype)
         return sync_step(tokens.numel(), settings, self.moe_groups)

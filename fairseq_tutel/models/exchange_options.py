@@ -10,6 +10,7 @@ from ..ranges import at_least, ranges_of
 from .option_fields import option
 
 _EXCHANGE = ranges_of(ExchangeConfig)
+_DEGREES = tuple(map(int, _EXCHANGE["overlap_degree"].only))
 
 
 @dataclass
@@ -29,11 +30,12 @@ class ExchangeOptions:
         "ranks that share a node, for hierarchical all-to-alls (default: as found)",
         _EXCHANGE["ranks_per_node"],
     )
-    moe_overlap_degree: int = option(
-        1,
+    # a text for its 'auto'
+    moe_overlap_degree: str = option(
+        "1",
         "chunks (1, 2, 4 or 8) in which tokens travel to the experts and back, so that one is "
-        "computed while others travel; pays where that takes about as long as the experts",
-        _EXCHANGE["overlap_degree"],
+        "computed while others travel; pays where that takes about as long as the experts; 'auto': "
+        "tried and measured while training, and with --moe-a2a auto the algorithm, too",
     )
     moe_wire: ChoiceEnum(WIRES) = option(
         "same",
@@ -73,5 +75,20 @@ def exchange_config(args) -> ExchangeConfig:
         wire_back=str(args.moe_wire_back),
         wire_grad=str(args.moe_wire_grad),
         wire_compact=args.moe_wire_compact,
-        overlap_degree=args.moe_overlap_degree,
+        overlap_degree=_degree(args.moe_overlap_degree),
     )
+
+
+def _degree(given) -> int:
+    """The number, or the one that the tuner begins with."""
+    text = str(given)
+    if text == "auto":
+        return 1
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number not in _DEGREES:
+        choices = ", ".join(map(str, _DEGREES))
+        raise ValueError(f"--moe-overlap-degree {text} is not one of {choices}, auto")
+    return number

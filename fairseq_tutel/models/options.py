@@ -21,12 +21,15 @@ from .exchange_options import ExchangeOptions, exchange_config
 from .option_fields import option
 from .routing_options import RoutingOptions, moe_config
 from .stock_ranges import check_stock_ranges
+from .tuning_options import TuningOptions, tuned_fields
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class TransformerLMGPTMoEConfig(ExchangeOptions, RoutingOptions, TransformerLanguageModelConfig):
+class TransformerLMGPTMoEConfig(
+    TuningOptions, ExchangeOptions, RoutingOptions, TransformerLanguageModelConfig
+):
     """Sizes of ``transformer_lm_gpt`` with an MoE layer in every other block."""
 
     activation_fn: ChoiceEnum(utils.get_available_activation_fns()) = option(
@@ -128,6 +131,7 @@ def check_model_options(args) -> None:
             f"--decoder-layerdrop {args.decoder_layerdrop} cannot be combined with MoE layers: it "
             "would drop different layers on different ranks, whose all-to-alls would not meet"
         )
+    tuned_fields(args)
     heads, dim = args.decoder_attention_heads, args.decoder_embed_dim
     if dim % heads:
         raise ValueError(

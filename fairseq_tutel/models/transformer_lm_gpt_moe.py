@@ -113,6 +113,11 @@ class TransformerLMGPTMoE(TransformerLanguageModel):
         return self.decoder.moe_layers
 
     @property
+    def exchange_tuner(self):
+        """:class:`~fairseq_tutel.hosts.ExchangeTuner` of the layers; None: nothing is tuned."""
+        return self.decoder.exchange_tuner
+
+    @property
     def moe_groups(self):
         """Placement of the experts, None without MoE layers."""
         return self.decoder.moe_groups

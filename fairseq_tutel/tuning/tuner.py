@@ -136,6 +136,7 @@ class Tuner:
         entries: what is known, by key.
         step: number of the next step.
         run_time, lost_time: microseconds of the run so far, and of them what trials cost.
+        last_sample: microseconds of the last step that was measured, None before there was one.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class Tuner:
         self._start = start
         self.entries: dict[Key, Entry] = {}
         self.step = self.run_time = self.lost_time = 0
+        self.last_sample: int | None = None
         self._ring = Ring()
         self._events: list[Event] = []
         self._seal = 0
@@ -192,6 +194,7 @@ class Tuner:
             )
         self.run_time += min(elapsed)
         for sample in self._ring.settle(list(zip(*slots, strict=True))):
+            self.last_sample = sample.microseconds
             self._note(sample)
 
     def begin(self, key: Key) -> Order:

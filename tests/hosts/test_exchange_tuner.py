@@ -75,7 +75,7 @@ def _converge():
     assert {each.overlap_degree for each in used[3]} == {1}
     events = tuner.take_events()
     assert [e.what for e in events].count("decision") == 2
-    lines = [exchange_tuner.describe(e) for e in events if e.what == "decision"]
+    lines = [exchange_tuner.describe_tuning(e) for e in events if e.what == "decision"]
     assert lines[0].startswith("exchange[train/float32/M8 E4 K2 P")
     assert ", capacity 1024-1151]: overlap_degree=4, 2.00 ms vs 4.00 ms at first" in lines[0]
     assert len(set(gather_texts(json.dumps([list(map(str, events)), tuner.file()])))) == 1

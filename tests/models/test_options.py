@@ -58,7 +58,10 @@ MODEL_OPTIONS = {
     "--moe-drop-policy": (["random"], "random", "position"),
     "--moe-score-function": (["sigmoid"], "sigmoid", "softmax"),
     "--moe-route-scale": (["2.5"], 2.5, 1.0),
-    "--moe-overlap-degree": (["4"], 4, 1),
+    "--moe-overlap-degree": (["auto"], "auto", "1"),
+    "--moe-tune-steps": (["9"], 9, 5),
+    "--moe-tune-max-loss": (["0.1"], 0.1, 0.02),
+    "--moe-tune-file": (["plans.json", "--moe-overlap-degree", "auto"], "plans.json", None),
     "--moe-backend": (["torch"], "torch", "auto"),
     "--moe-wire": (["fp8"], "fp8", "same"),
     "--moe-wire-back": (["fp16"], "fp16", "auto"),
@@ -114,6 +117,8 @@ ALONE = {
     "--moe-load-bias",
     "--moe-load-bias-entropy",
     "--moe-drop-policy",
+    "--moe-overlap-degree",
+    "--moe-tune-file",
 }
 
 
@@ -209,6 +214,18 @@ def test_without_options_evaluation_drops_nothing_and_the_gate_is_fp32(default):
         ("--moe-capacity-factor nan", ("--moe-capacity-factor nan must be a finite number",)),
         ("--moe-input-jitter 1.5", ("--moe-input-jitter 1.5 must be at least 0 and below 1",)),
         ("--moe-load-importance-loss", ("gate_noise=0.0",)),
+        ("--moe-overlap-degree 3", ("--moe-overlap-degree 3 is not one of 1, 2, 4, 8, auto",)),
+        ("--moe-overlap-degree x", ("--moe-overlap-degree x is not one of",)),
+        (
+            "--moe-overlap-degree auto --record-a2a-perf-stats",
+            ("--moe-overlap-degree auto cannot", "--record-a2a-perf-stats"),
+        ),
+        ("--moe-overlap-degree auto --dummy-a2a", ("cannot be combined with --dummy-a2a",)),
+        (
+            "--moe-overlap-degree auto --moe-simulate-world-size 8",
+            ("cannot be combined with --moe-simulate-world-size 8",),
+        ),
+        ("--moe-tune-file plans.json", ("--moe-tune-file plans.json: nothing is tuned",)),
         ("--base-layers 1", ("BASE layers",)),
         ("--scale-fc", ("--scale-fc",)),
     ],

@@ -93,6 +93,7 @@ class CheckpointMixin:
         state = self.state_dict()
         state["extra_state"] = {**state["extra_state"], **extra_state}
         save_state(path, state, self._model.moe_groups)
+        self.exchange_log.save()
         return os.path.abspath(path)
 
     def save_last(self, epoch_itr) -> str:
@@ -147,6 +148,8 @@ class CheckpointMixin:
             load = state["extra_state"].get("moe_expert_load")
             rewrite = not self.cfg.checkpoint.no_save
             self.expert_load.resume(load, self.get_num_updates(), rewrite=rewrite)
+            tuner = state["extra_state"].get("moe_tuner")
+            self.exchange_log.resume(tuner, self.get_num_updates(), rewrite=rewrite)
         elif not reset_optimizer:
             logger.warning("%s holds no optimizer state: the optimizer starts afresh", path)
         self._optim_history = history
@@ -265,6 +268,8 @@ def _progress(trainer, epoch_itr, val_loss, best_so_far) -> dict:
         extra_state["best"] = best_so_far
     if trainer.expert_load.state() is not None:
         extra_state["moe_expert_load"] = trainer.expert_load.state()
+    if trainer.exchange_log.state() is not None:
+        extra_state["moe_tuner"] = trainer.exchange_log.state()
     return extra_state
 
 

@@ -13,7 +13,6 @@ of them, the number of experts that no token chose, and the utilisation.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 
@@ -21,6 +20,7 @@ import torch
 from fairseq.logging import progress_bar
 
 from ...moe import RoutingCounts, Utilisation, utilisation
+from . import json_lines
 
 
 class ExpertLoadLog:
@@ -73,8 +73,7 @@ class ExpertLoadLog:
             "ranks": dict(zip(names, counts.received.tolist(), strict=True)),
             "utilisation": used,
         }
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        json_lines.append(self._path, line)
         if self._board is not None:
             self._board.draw(update, self._layers, counts.load.float(), used)
 
@@ -91,15 +90,8 @@ class ExpertLoadLog:
         """
         known = state if isinstance(state, dict) else {}
         self._sum = {name: torch.tensor(each) for name, each in known.items()}
-        if not (self._interval and self._writes and rewrite) or not os.path.exists(self._path):
-            return
-        with open(self._path, encoding="utf-8") as file:
-            lines = file.readlines()
-        kept = [line for line in lines if _update_of(line) <= update]
-        if len(kept) < len(lines):
-            with open(f"{self._path}.tmp", "w", encoding="utf-8") as file:
-                file.writelines(kept)
-            os.replace(f"{self._path}.tmp", self._path)
+        if self._interval and self._writes and rewrite:
+            json_lines.drop_after(self._path, update)
 
 
 class _Board:
@@ -124,11 +116,3 @@ class _Board:
             for kind, value in used[str(layer)].items():
                 self._writer.add_scalar(f"{name}/utilisation_{kind}", value, update)
         self._writer.flush()
-
-
-def _update_of(line: str) -> float:
-    """Infinity for a line that was cut short by a crash."""
-    try:
-        return json.loads(line)["update"]
-    except (ValueError, KeyError):
-        return float("inf")

@@ -25,6 +25,7 @@ from .. import expert_grad_sq_norm, update_load_biases
 from . import blocks
 from .checkpointing import CheckpointMixin
 from .data_parallel import LEGACY_BACKENDS, PYTORCH_BACKENDS, MoEDistributedModel
+from .exchange_log import ExchangeLog
 from .load_log import ExpertLoadLog
 from .optimizers import fit_to_slices
 from .ranks import refuse_separate_ranks
@@ -58,6 +59,11 @@ class MoETrainer(CheckpointMixin, Trainer):
             cfg.model.moe_load_log_interval,
             writes=self.is_data_parallel_master,
             tensorboard=cfg.common.tensorboard_logdir,
+        )
+        self.exchange_log = ExchangeLog(
+            getattr(model, "exchange_tuner", None),  # a model of one's own may have none
+            cfg.checkpoint.save_dir,
+            writes=self.is_data_parallel_master,
         )
         self.requeue = request_for_trainer()
         self._epoch_itr = None
@@ -190,6 +196,8 @@ class MoETrainer(CheckpointMixin, Trainer):
                     )
                 counts = [log["moe_bias_counts"] for log in logging_outputs]
                 update_load_biases(self._model.moe_layers.values(), sum(counts))
+        if grad_norm is not None:
+            self.exchange_log.after(self.get_num_updates())
         return super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)
 
 
