@@ -126,7 +126,7 @@ def _compare_with_one_process():
         for name, degree in itertools.product(("linear", "2dh"), DEGREES):
             number = next(numbers)
             # every algorithm and degree meets every layout and kind, not all of them together
-            if number % (3 if own or kind == "uneven" else 1):
+            if number % (3 ** ((own or kind == "uneven") + (world_size == 8))):
                 continue
             case = (experts, layout, kind, own, name, degree)
             layer = make_layer(
