@@ -90,5 +90,5 @@ def _degree(given) -> int:
         number = 0
     if number not in _DEGREES:
         choices = ", ".join(map(str, _DEGREES))
-        raise ValueError(f"--moe-overlap-degree {text} is not one of {choices}, auto")
+        raise ValueError(f"--moe-overlap-degree {text} must be one of {choices}, or auto")
     return number

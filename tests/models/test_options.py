@@ -214,8 +214,8 @@ def test_without_options_evaluation_drops_nothing_and_the_gate_is_fp32(default):
         ("--moe-capacity-factor nan", ("--moe-capacity-factor nan must be a finite number",)),
         ("--moe-input-jitter 1.5", ("--moe-input-jitter 1.5 must be at least 0 and below 1",)),
         ("--moe-load-importance-loss", ("gate_noise=0.0",)),
-        ("--moe-overlap-degree 3", ("--moe-overlap-degree 3 is not one of 1, 2, 4, 8, auto",)),
-        ("--moe-overlap-degree x", ("--moe-overlap-degree x is not one of",)),
+        ("--moe-overlap-degree 3", ("--moe-overlap-degree 3 must be one of 1, 2, 4, 8, or auto",)),
+        ("--moe-overlap-degree x", ("--moe-overlap-degree x must be one of",)),
         (
             "--moe-overlap-degree auto --record-a2a-perf-stats",
             ("--moe-overlap-degree auto cannot", "--record-a2a-perf-stats"),
