@@ -103,9 +103,9 @@ def make_flow(groups: ExpertParallelGroups, r: int) -> Flow:
     if r not in possible:
         held = f"in {groups.num_slices} slices" if groups.num_slices > 1 else "whole"
         raise ValueError(
-            f"r={r} does not fit {groups.num_experts} experts on {groups.world_size} ranks with "
-            f"placement={groups.placement!r}, which are {held}: choose one of "
-            f"{', '.join(map(str, possible))}"
+            f"r={r} (--moe-parallelism-r) does not fit {groups.num_experts} experts on "
+            f"{groups.world_size} ranks with placement={groups.placement!r}, which are {held}: "
+            f"choose one of {', '.join(map(str, possible))}"
         )
     if groups.simulated or groups.world_size == 1:
         return _make(groups, r)

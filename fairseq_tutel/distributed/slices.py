@@ -71,6 +71,7 @@ def slice_size(hidden_dim: int, count: int) -> int:
     if hidden_dim % count:
         raise ValueError(
             f"the {hidden_dim} hidden units of an expert cannot be cut into {count} slices, one "
-            f"for each of its ranks: choose a multiple of {count}, or the placement replicated"
+            f"for each of its ranks: choose a multiple of {count}, or placement='replicated' "
+            "(--moe-expert-placement)"
         )
     return hidden_dim // count

@@ -250,9 +250,10 @@ class MoETransformerDecoder(TransformerDecoder):
         if not self.moe_layers or not self.moe_groups.agrees:
             return StepAgreement(tokens.numel())
         if incremental_state is not None:
+            ranks = self.moe_groups.ep_size * self.moe_groups.num_slices
             raise ValueError(
                 f"generation runs without expert parallelism, but the experts of this model are "
-                f"spread over {self.moe_groups.ep_size} ranks: start generation without "
+                f"spread over {ranks} ranks: start generation without "
                 "torch.distributed (--distributed-world-size 1); a process then loads all experts"
             )
         if self.exchange_tuner is not None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fairseq.dataclass import ChoiceEnum
 
-from ..config import WIRES, ExchangeConfig
+from ..config import EXPERT_PLACEMENTS, WIRES, ExchangeConfig
 from ..ranges import at_least, ranges_of
 from .option_fields import option
 
@@ -24,6 +24,18 @@ class ExchangeOptions:
         "ranks, neighbours, that exchange tokens and hold all experts between them, such as those "
         "of a node; other such groups hold replicas (default: as many as ranks and experts allow)",
         at_least(0),
+    )
+    moe_expert_placement: ChoiceEnum(EXPERT_PLACEMENTS) = option(
+        "replicated",
+        "what each of several ranks that share an expert holds: all of it ('replicated'), or a "
+        "part of its hidden units ('sliced'), which takes as many times less memory",
+    )
+    moe_parallelism_r: int = option(
+        1,
+        "ranks that each token of an expert goes to, of those that hold a part of it: they gather "
+        "what they lack of the weights; a divisor of their number; 0: tokens stay where they are, "
+        "and every rank gathers all experts",
+        _EXCHANGE["r"],
     )
     moe_ranks_per_node: int = option(
         0,
@@ -67,7 +79,23 @@ class ExchangeOptions:
 
 
 def exchange_config(args) -> ExchangeConfig:
-    """How tokens travel between ranks, of a model config (or argparse namespace)."""
+    """How tokens travel between ranks, of a model config (or argparse namespace).
+
+    Raises:
+        ValueError: a value that there is not, or options that contradict each other.
+    """
+    placement, r = str(args.moe_expert_placement), args.moe_parallelism_r
+    if placement == "sliced" and args.moe_expert_parallel_size:
+        raise ValueError(
+            f"--moe-expert-parallel-size {args.moe_expert_parallel_size} makes groups of ranks "
+            "that hold whole experts, and --moe-expert-placement sliced cuts them: give one of them"
+        )
+    if placement == "replicated" and r > 1:
+        raise ValueError(
+            f"--moe-parallelism-r {r} sends a token to {r} ranks that have a part each of its "
+            "expert, and --moe-expert-placement replicated has none: give --moe-expert-placement "
+            "sliced, or an r of 0 or 1"
+        )
     return ExchangeConfig(
         algorithm=str(args.moe_a2a),
         ranks_per_node=args.moe_ranks_per_node,
@@ -76,6 +104,7 @@ def exchange_config(args) -> ExchangeConfig:
         wire_grad=str(args.moe_wire_grad),
         wire_compact=args.moe_wire_compact,
         overlap_degree=_degree(args.moe_overlap_degree),
+        r=r,
     )
 
 

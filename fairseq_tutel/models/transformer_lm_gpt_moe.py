@@ -89,6 +89,7 @@ class TransformerLMGPTMoE(TransformerLanguageModel):
                 num_experts,
                 expert_parallel_size=args.moe_expert_parallel_size,
                 simulate_world_size=args.moe_simulate_world_size,
+                placement=str(args.moe_expert_placement),
             )
             ops.set_backend(str(args.moe_backend))
         embed_tokens = cls.build_embedding(args, task.source_dictionary, args.decoder_input_dim)

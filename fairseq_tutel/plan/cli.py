@@ -161,9 +161,10 @@ def _with_own_keys(settings: Settings, own: dict[str, str]) -> Settings:
         settings = settings.replace(model={"moe_overlap_degree": _positive(own, "overlap")})
     if "wire" in own:
         settings = settings.replace(model={"moe_wire": own["wire"]})
-    if own.get("placement", "replicated") not in PLACEMENTS:
-        raise ValueError(f"placement={own['placement']}: choose from {', '.join(PLACEMENTS)}")
-    settings = settings.replace(placement=own.get("placement", "replicated"))
+    placement = own.get("placement", settings.placement)
+    if placement not in PLACEMENTS:
+        raise ValueError(f"placement={placement}: choose from {', '.join(PLACEMENTS)}")
+    settings = settings.replace(placement=placement)
     if "r" in own:
         settings = settings.replace(r=0 if own["r"] == "0" else _positive(own, "r"))
     _ = settings.exchange  # refuses what the layer would

@@ -141,6 +141,8 @@ def read_settings(
         update_freq=_update_freq(config),
         ddp_backend=str(_section(config, "distributed_training").ddp_backend),
         routing=None,
+        placement=str(model.moe_expert_placement),
+        r=model.moe_parallelism_r,
     )
     return with_experts(settings, model.moe_expert_count)
 

@@ -62,6 +62,8 @@ MODEL_OPTIONS = {
     "--moe-tune-steps": (["9"], 9, 5),
     "--moe-tune-max-loss": (["0.1"], 0.1, 0.02),
     "--moe-tune-file": (["plans.json", "--moe-overlap-degree", "auto"], "plans.json", None),
+    "--moe-expert-placement": (["sliced"], "sliced", "replicated"),
+    "--moe-parallelism-r": (["0"], 0, 1),
     "--moe-backend": (["torch"], "torch", "auto"),
     "--moe-wire": (["fp8"], "fp8", "same"),
     "--moe-wire-back": (["fp16"], "fp16", "auto"),
@@ -207,6 +209,14 @@ def test_without_options_evaluation_drops_nothing_and_the_gate_is_fp32(default):
             ("--moe-gating-use-fp32", "--moe-gating-use-model-dtype"),
         ),
         ("--moe-expert-count 2 --moe-top-k 4", ("top_k=4", "2")),
+        (
+            "--moe-expert-placement sliced --moe-expert-parallel-size 2",
+            ("--moe-expert-placement sliced", "--moe-expert-parallel-size 2"),
+        ),
+        (
+            "--moe-parallelism-r 2",
+            ("--moe-parallelism-r 2", "--moe-expert-placement replicated"),
+        ),
         ("--moe-freq 7 --decoder-layers 4", ("--moe-freq 7", "4 layers")),
         ("--moe-freq -1", ("--moe-freq -1",)),
         ("--moe-expert-count -8", ("--moe-expert-count -8",)),

@@ -72,7 +72,12 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
             raise ValueError(f"override {name}: there is no such option{hint}")
     rank, world_size = process_world()
     # how the training run's ranks shared the experts says nothing about these
-    arg_overrides = {"moe_expert_parallel_size": 0, **(arg_overrides or {})}
+    arg_overrides = {
+        "moe_expert_parallel_size": 0,
+        "moe_expert_placement": "replicated",
+        "moe_parallelism_r": 1,
+        **(arg_overrides or {}),
+    }
     state = load_for_rank(
         final_path(path),
         rank=rank,

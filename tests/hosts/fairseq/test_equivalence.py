@@ -18,7 +18,7 @@ from helpers.training import (
     record_updates,
 )
 
-from fairseq_tutel.distributed import process_world
+from fairseq_tutel.distributed import process_world, take_slice
 
 UPDATES = 10
 PYTORCH = "--ddp-backend pytorch_ddp"
@@ -73,6 +73,16 @@ CASES = {
         "--moe-shared-expert-ffn-dim 12",
         8,
     ),
+    # r as many as ranks hold an expert, or the weights travel
+    "E=2 K=2 in slices": ("--moe-expert-count 2 --moe-top-k 2 --moe-overlap-degree 2", 4),
+    "E=1 K=1 in slices dropless": (
+        f"--moe-expert-count 1 {DROPLESS} {PYTORCH} --checkpoint-activations",
+        8,
+    ),
+    "E=2 K=2 in slices r=0": (
+        "--moe-expert-count 2 --moe-top-k 2 --moe-expert-placement sliced --moe-parallelism-r 0",
+        4,
+    ),
     "E=4 cosine, every layer sparse, untied": (
         "--moe-expert-count 4 --moe-router cosine --moe-freq 1 --moe-expert-ffn-dim 12",
         4,
@@ -95,6 +105,9 @@ def _train(cases):
     for name, (cfg, batches) in cases.items():
         if "in groups" in name:  # half of the ranks hold all experts
             cfg.model.moe_expert_parallel_size = max(1, process_world()[1] // 2)
+        if name.endswith(("in slices", "in slices dropless")):
+            cfg.model.moe_expert_placement = "sliced"
+            cfg.model.moe_parallelism_r = max(1, process_world()[1] // cfg.model.moe_expert_count)
         trainer = make_trainer(cfg)
         updates = record_updates(trainer)
         grads = []
@@ -112,12 +125,17 @@ def trained(world_size):
     return run_ranks(_train, world_size, configs(), timeout=280)
 
 
-def assert_equal_tensors(what, got, want, ratio):
+def assert_equal_tensors(what, got, want, ratio, slices=(0, 1)):
     assert got, what
     for name, value in got.items():
+        expected = want[name]
+        if ".experts." in name:
+            kind = name.rsplit(".", 1)[1].split("[")[0].replace("_", ".")
+            expected = take_slice(expected, kind, *slices)
         # rounding is all there is in its gradient, and Adam amplifies that
         if not name.endswith("k_proj.bias"):
-            assert rms_ratio(value, want[name]) < ratio, f"{what} of {name}"
+            assert value.shape == expected.shape, name
+            assert rms_ratio(value, expected) < ratio, f"{what} of {name}"
 
 
 @pytest.mark.slow
@@ -126,15 +144,21 @@ def assert_equal_tensors(what, got, want, ratio):
 def test_ranks_train_like_one(name, world_size):
     ((updates, grads, weights),) = (found[name] for found in trained(1))
     seen = set()
-    for got_updates, got_grads, got_weights in (found[name] for found in trained(world_size)):
+    cfg, _ = configs()[name]
+    experts = cfg.model.moe_expert_count
+    for rank, found in enumerate(trained(world_size)):
+        got_updates, got_grads, got_weights = found[name]
+        slices = (0, 1)
+        if "in slices" in name and experts < world_size:
+            slices = (rank // experts, world_size // experts)
         for got, want in zip(got_updates, updates, strict=True):
             assert got.sample_size == want.sample_size
             assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-4)
             for key, value in want.sums.items():
                 assert got.sums[key] == pytest.approx(value, rel=1e-4, abs=1e-4), key
         for got, want in zip(got_grads, grads, strict=True):
-            assert_equal_tensors("gradient", got, want, 1e-4)
-        assert_equal_tensors("weight", got_weights, weights, 1e-4)
+            assert_equal_tensors("gradient", got, want, 1e-4, slices)
+        assert_equal_tensors("weight", got_weights, weights, 1e-4, slices)
         seen |= set(got_weights)
     assert seen == set(weights)  # every expert is somewhere
 
