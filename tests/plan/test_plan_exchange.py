@@ -124,7 +124,7 @@ def test_command_line(capsys):
     assert main([*arguments, "+model.moe_a2a=2dh", "+model.moe_overlap_degree=4"]) == 0
     assert f"{plan.tokens_per_second:,.0f}" in capsys.readouterr().out
     for word, message in (
-        ("overlap=3", "overlap_degree"),
+        ("overlap=3", "--moe-overlap-degree 3 must be one of"),
         ("overlap=x", "overlap=x"),
         ("wire=fp4", "fp4"),
     ):

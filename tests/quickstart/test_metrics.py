@@ -78,5 +78,18 @@ def test_pictures_are_drawn(tmp_path):
     used = {10: {"moe_util_slot": 80.0}, 5: {"moe_util_slot": 70.0, "moe_util_load": 50.0}}
     even = {"moe_util_slot": 97.0, "moe_util_load": 90.0}
     pictures.draw_experts([5, 10], {"1": [[0, 0], [3, 1]]}, tmp_path / "experts.png", used, even)
-    for name in ("loss.png", "experts.png"):
+    import exchange_picture
+
+    choice = {"algorithm": "2dh", "overlap_degree": 4}
+    lines = [
+        {"update": 3, "what": "trial", "key": "a/1", "choice": choice, "samples": [4000, 5000]},
+        {"update": 4, "what": "decision", "key": "a/1", "choice": choice, "us": 4500},
+        {"update": 9, "what": "trial", "key": "a/2", "choice": {**choice, "r": 2}, "samples": [9]},
+    ]
+    file = tmp_path / "exchange.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"update": 1')
+    assert exchange_picture.read(file) == lines
+    assert exchange_picture.name(lines[-1]["choice"]) == "2dh d=4 r=2"
+    exchange_picture.draw(lines, tmp_path / "exchange.png")
+    for name in ("loss.png", "experts.png", "exchange.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
