@@ -104,6 +104,9 @@ class MoEConfig:
         expert_output_masking: probability by which training leaves out an output of an expert
             (NLLB's EOM, arXiv 2207.04672; see :mod:`fairseq_tutel.moe.output_masks`).
         final_output_masking: the same of the layer's whole output of a token (FOM).
+        null_experts: N experts beside the E that compute nothing: a token that chooses one has an
+            expert less (arXiv 2410.07348). The gate has E + N outputs, and they are balanced
+            together, so that a token has K * E / (E + N) experts on average.
     """
 
     num_experts: int = _option(at_least(1))
@@ -133,10 +136,11 @@ class MoEConfig:
     route_scale: float = _option(Range(0, low_open=True), default=1.0)
     expert_output_masking: float = _option(Range(0, 1, high_open=True), default=0.0)
     final_output_masking: float = _option(Range(0, 1, high_open=True), default=0.0)
+    null_experts: int = _option(at_least(0), default=0)
     router_options: Options | Mapping[str, Any] | None = None
 
     def __post_init__(self):
-        for name in ("num_experts", "top_k", "overflow_rerouting"):
+        for name in ("num_experts", "top_k", "overflow_rerouting", "null_experts"):
             if not isinstance(getattr(self, name), int):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number")
         check_ranges(self, ranges_of(MoEConfig), as_argument)
@@ -166,7 +170,13 @@ class MoEConfig:
                 "full expert drops: give one of them"
             )
         if self.load_importance_loss:
-            for name in ("balance_scope", "balance_choices", "load_bias", "score_function"):
+            for name in (
+                "balance_scope",
+                "balance_choices",
+                "load_bias",
+                "score_function",
+                "null_experts",
+            ):
                 if getattr(self, name) != getattr(type(self), name):
                     raise ValueError(
                         "load_importance_loss and its noise are for GShard's choice and loss, not "
@@ -181,11 +191,16 @@ class MoEConfig:
                 f"load_bias={self.load_bias!r} needs second_expert_policy='all', not "
                 f"{self.second_expert_policy!r}: drawn choices do not answer to a bias"
             )
-        if self.top_k == self.num_experts:
+        if self.top_k == self.num_outputs:
             raise ValueError(
                 f"load_bias={self.load_bias!r} has nothing to choose: top_k={self.top_k} takes all "
                 "experts"
             )
+
+    @property
+    def num_outputs(self) -> int:
+        """E + N, what a token chooses from: outputs of the gate."""
+        return self.num_experts + self.null_experts
 
     @property
     def balance_choices_counted(self) -> int:
@@ -204,7 +219,7 @@ class MoEConfig:
         factor = self.capacity_factor if training else self.eval_capacity_factor
         if factor == 0:
             return None
-        return max(1, self.top_k * int(abs(factor) * math.ceil(num_tokens / self.num_experts)))
+        return max(1, self.top_k * int(abs(factor) * math.ceil(num_tokens / self.num_outputs)))
 
     def is_static(self, training: bool) -> bool:
         """Whether buffers are sized by the capacity alone, so that no size depends on the data.

@@ -29,6 +29,8 @@ from ..moe import (
 from ..ranges import at_least, check_ranges, ranges_of
 from .routing_logs import counts_to_log, logged_passes, utilisation_to_log
 
+_NULL = "moe_null"  # percentage of the choices that are null experts, where there are such
+
 
 @dataclass
 class MoECrossEntropyCriterionConfig(CrossEntropyCriterionConfig):
@@ -112,7 +114,7 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
         passes = logged_passes(logging_outputs)
         used = {} if passes is None else utilisation_to_log(passes)
         names = ("loss", "inner_loss", "moe_loss", "sample_size", "ntokens", "batch_count")
-        names += METRIC_NAMES + WIRE_ERROR_NAMES + WIRE_LAYERS_NAMES + tuple(used)
+        names += (_NULL,) + METRIC_NAMES + WIRE_ERROR_NAMES + WIRE_LAYERS_NAMES + tuple(used)
         total = _host_totals([*logging_outputs, used], names)
         sample_size, ntokens = total["sample_size"], total["ntokens"]
         batches = total["batch_count"]
@@ -123,6 +125,8 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
         )
         for name in METRIC_NAMES:
             metrics.log_scalar(name, total[name] / max(batches, 1), batches, round=3)
+        if any(_NULL in log for log in logging_outputs):
+            metrics.log_scalar(_NULL, total[_NULL] / max(batches, 1), batches, round=2)
         for name in UTILISATION_NAMES if used else ():
             if name != "moe_util_slot" or total["padded_rows"] > 0:
                 metrics.log_scalar(name, total[name], len(passes.slots), round=2)
@@ -165,4 +169,7 @@ def layer_mean_metrics(reports: list[MoEAux]) -> dict[str, torch.Tensor]:
     if not reports:
         return {}
     means = torch.stack(routing_metrics(reports)).mean(1)
-    return dict(zip(METRIC_NAMES, means.unbind(), strict=True))
+    found = dict(zip(METRIC_NAMES, means.unbind(), strict=True))
+    if reports[0].num_null_KN is not None:
+        found[_NULL] = torch.stack([aux.null_share for aux in reports]).mean()
+    return found

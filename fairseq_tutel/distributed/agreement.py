@@ -52,6 +52,9 @@ class StepSettings:
     )
     exchange: ExchangeConfig = setting("the exchange")
     dtype: torch.dtype = setting("the dtype of the tokens")
+    null_experts: int = dataclasses.field(
+        default=0, metadata={"label": "the number of null experts"}
+    )
 
     def differences(self, other: StepSettings) -> dict[str, tuple[Any, Any]]:
         """Label -> (own value, the other's) where they differ."""

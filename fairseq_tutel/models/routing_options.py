@@ -136,6 +136,12 @@ class RoutingOptions:
     moe_route_scale: float = option(
         1.0, "factor of the weights of the experts' outputs", _ROUTING["route_scale"]
     )
+    moe_null_experts: int = option(
+        0,
+        "experts that compute nothing, beside the others: a token that chooses one has an expert "
+        "less, so that the number of experts of a token is its own",
+        _ROUTING["null_experts"],
+    )
     moe_eom: float = option(
         0.0,
         "expert output masking: probability by which training leaves out an output of an expert; "
@@ -192,6 +198,7 @@ def moe_config(args, num_experts: int) -> MoEConfig:
         overflow_rerouting=args.moe_overflow_rerouting,
         drop_policy=str(args.moe_drop_policy),
         route_scale=args.moe_route_scale,
+        null_experts=args.moe_null_experts,
         expert_output_masking=args.moe_eom,
         final_output_masking=args.moe_fom,
     )

@@ -16,7 +16,7 @@ import torch
 
 from ..config import MoEConfig
 from ..distributed import process_world, sum_tensor_over_ranks_
-from .metrics import MoEAux
+from .metrics import MoEAux, with_nulls
 
 
 def balance_over_ranks(reports: Sequence[MoEAux], config: MoEConfig) -> list[MoEAux]:
@@ -46,7 +46,10 @@ def balance_over_ranks(reports: Sequence[MoEAux], config: MoEConfig) -> list[MoE
 @torch.no_grad()
 def _shares(reports: Sequence[MoEAux], choices: int) -> torch.Tensor:
     """fp64 [L, E], share of the tokens of all ranks that go to each expert, per choice."""
-    counts_LE = [aux.num_routed_KE[:choices].sum(0, dtype=torch.int64) for aux in reports]
+    counts_LE = [
+        with_nulls(aux.num_routed_KE, aux.num_null_KN)[:choices].sum(0, dtype=torch.int64)
+        for aux in reports
+    ]
     tokens_L = [
         counts.new_full((1,), aux.num_tokens)
         for counts, aux in zip(counts_LE, reports, strict=True)

@@ -206,6 +206,7 @@ class MoELayer(nn.Module):
             *router_aux[:3],
             prob_sum_E=router_aux.prob_sum_E,
             bias_counts=router_aux.bias_counts,
+            num_null_KN=router_aux.num_null_KN,
             num_full_K=routing.num_full_K,
             num_routed_KE=routing.num_routed_KE,
             num_kept_per_expert_E=routing.num_kept_per_expert_E,
@@ -251,6 +252,7 @@ class MoELayer(nn.Module):
     ) -> StepSettings:
         return StepSettings(
             num_experts=config.num_experts,
+            null_experts=config.null_experts,
             top_k=config.top_k,
             model_dim=self.model_dim,
             mode="training" if self.training else "evaluation",

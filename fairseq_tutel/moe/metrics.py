@@ -36,6 +36,8 @@ class RouterAux(NamedTuple):
             balance loss is still to be added (``balance_scope="global"``, in training); or None.
         bias_counts: int32 [E] or [E, bins], what the router's ``update_load_bias`` takes, in
             training with ``load_bias``; or None.
+        num_null_KN: int32 [K, N], pairs by choice and null expert; None without such. With N of
+            them, ``prob_sum_E`` and ``bias_counts`` have E + N entries.
     """
 
     loss: torch.Tensor
@@ -43,13 +45,14 @@ class RouterAux(NamedTuple):
     num_chosen_KE: torch.Tensor
     prob_sum_E: torch.Tensor | None = None
     bias_counts: torch.Tensor | None = None
+    num_null_KN: torch.Tensor | None = None
 
 
 class MoEAux(NamedTuple):
     """Second return value of :class:`MoELayer`; flat, so that checkpointing can pass it on.
 
     Attributes:
-        loss, entropy_sum, num_chosen_KE, prob_sum_E, bias_counts: of the router, see
+        loss, entropy_sum, num_chosen_KE, prob_sum_E, bias_counts, num_null_KN: of the router, see
             :class:`RouterAux`.
         num_routed_KE: int32 [K, E], choices of this rank's tokens that were routed to each expert,
             before dropping.
@@ -78,11 +81,18 @@ class MoEAux(NamedTuple):
     bias_counts: torch.Tensor | None = None
     num_full_K: torch.Tensor | None = None
     wire_sums: torch.Tensor | None = None
+    num_null_KN: torch.Tensor | None = None
 
     @property
     def load_E(self) -> torch.Tensor:
         """int32 [E], choices routed to each expert by this rank's tokens, before dropping."""
         return self.num_routed_KE.sum(0, dtype=torch.int32)
+
+    @property
+    def null_share(self) -> torch.Tensor:
+        """fp32 scalar, percentage of this rank's choices that are null experts."""
+        nulls = self.num_null_KN.sum()
+        return 100.0 * nulls / (nulls + self.num_chosen_KE.sum()).clamp(min=1)
 
     @property
     def needed_capacity(self) -> torch.Tensor:
@@ -119,6 +129,11 @@ class RoutingMetrics(NamedTuple):
     unused_expert2_count: torch.Tensor
     all_to_all_cpu_time_ms: torch.Tensor
     all_to_all_cuda_time_ms: torch.Tensor
+
+
+def with_nulls(num_routed_KE: torch.Tensor, num_null_KN: torch.Tensor | None) -> torch.Tensor:
+    """int32 [K, E + N], pairs of experts and of null experts."""
+    return num_routed_KE if num_null_KN is None else torch.cat([num_routed_KE, num_null_KN], 1)
 
 
 METRIC_NAMES = RoutingMetrics._fields

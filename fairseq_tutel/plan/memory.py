@@ -104,12 +104,12 @@ def dispatch_rows(settings: Settings) -> int:
     """R, rows of the dispatch buffer of one GPU: E C with a fixed capacity, else K T.
 
     Without a fixed capacity the number of received rows depends on the routing; K T is the mean
-    over the GPUs.
+    over the GPUs, of which N null experts, chosen as often as others, take their share N / (E + N).
     """
     routing, tokens = settings.routing, settings.tokens
     capacity = routing.capacity(tokens, training=True)
     if capacity is None or not routing.is_static(training=True):
-        return routing.top_k * tokens
+        return -(-routing.top_k * tokens * routing.num_experts // routing.num_outputs)
     return routing.num_experts * capacity
 
 
@@ -163,7 +163,7 @@ def _moe_bytes(settings: Settings, parameters: Parameters) -> tuple[int, int, in
     """
     model, b = settings.model, settings.precision.element
     rows, dim, hidden = dispatch_rows(settings), model.decoder_embed_dim, model.moe_expert_ffn_dim
-    gate = settings.tokens * 4 * settings.routing.num_experts
+    gate = settings.tokens * 4 * settings.routing.num_outputs
     copies = make_flow(settings, parameters).copies
     sizes = tables(settings)
     shared = settings.tokens * 2 * b * model.moe_shared_expert_ffn_dim

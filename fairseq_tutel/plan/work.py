@@ -68,10 +68,10 @@ def count_work(settings: Settings, parameters: Parameters) -> Work:
     rows = 0
     if routing:
         rows = dispatch_rows(settings)
-        gate = parameters.moe_layers * 2 * dim * routing.num_experts
+        gate = parameters.moe_layers * 2 * dim * routing.num_outputs
         ffn += parameters.moe_layers * 4 * dim * model.moe_shared_expert_ffn_dim
         one_expert = parameters.moe_layers * 4 * dim * model.moe_expert_ffn_dim
-        chosen = routing.top_k * one_expert
+        chosen = routing.top_k * routing.num_experts / routing.num_outputs * one_expert
         computed = rows / settings.tokens * one_expert
     dense = attention + ffn + gate
     passes = 4 if model.checkpoint_activations else 3

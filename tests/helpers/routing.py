@@ -26,5 +26,6 @@ def route(
         *counts,
         prob_sum_E=aux.prob_sum_E,
         bias_counts=aux.bias_counts,
+        num_null_KN=aux.num_null_KN,
         num_full_K=routing.num_full_K,
     )

@@ -28,7 +28,7 @@ def experts_as_on_a_gpu(monkeypatch):
         ["model.scale_attn=true", "model.scale_heads=true", "model.scale_resids=true"],
         ["model.use_stable_embedding=true", "model.moe_router=cosine"],
         ["model.moe_router=cosine", "+model.moe_cosine_proj_dim=8"],
-        ["model.moe_shared_expert_ffn_dim=96"],
+        ["model.moe_shared_expert_ffn_dim=96", "model.moe_null_experts=3"],
         ["model.decoder_input_dim=32", "model.decoder_output_dim=48",
          "model.share_decoder_input_output_embed=false"],
         ["model.alternate_decoder_ffn_embed_dim=512"],
@@ -200,6 +200,8 @@ def test_rows_of_the_dispatch_buffer():
     assert dispatch_rows(small("model.moe_capacity_factor=1.5")) == 8 * 2 * 48
     assert dispatch_rows(small("model.moe_capacity_factor=0")) == 2 * 256
     assert dispatch_rows(small("model.moe_top_k=4")) == 8 * 4 * 32
+    assert dispatch_rows(small("model.moe_null_experts=8")) == 8 * 2 * 16  # half are for nobody
+    assert dispatch_rows(small("model.moe_null_experts=8", "model.moe_capacity_factor=0")) == 256
 
 
 def test_flops_of_a_model_with_one_token_wide_layers():
@@ -216,5 +218,7 @@ def test_flops_of_a_model_with_one_token_wide_layers():
     assert (work.exchanges, again.exchanges) == (4, 6)
     wider = count_work(small("model.decoder_layers=2", "model.moe_capacity_factor=2"), parameters)
     assert wider.hardware_flops - again.hardware_flops == 4 * experts
+    nulls = count_work(small("model.decoder_layers=2", "model.moe_null_experts=8"), parameters)
+    assert nulls.model_flops == work.model_flops + 3 * (2 * 64 * 8 - experts / 2)
     shared = small("model.decoder_layers=2", "model.moe_shared_expert_ffn_dim=96")
     assert count_work(shared, parameters).model_flops - work.model_flops == 3 * 4 * 64 * 96

@@ -19,7 +19,7 @@ are its own), its options, and a name::
 
         def __init__(self, model_dim, config):
             super().__init__(model_dim, config)
-            self.wg = nn.Linear(model_dim, config.num_experts, bias=False)
+            self.wg = nn.Linear(model_dim, config.num_outputs, bias=False)
 
         def logits(self, x_TM):
             logits_TE = nn.functional.linear(x_TM.float(), self.wg.weight.float())
@@ -55,7 +55,8 @@ class Router(nn.Module):
     Parameters and buffers are the same on all ranks: a checkpoint keeps them in its shared file.
     Persistent buffers, such as a bias that follows the load, keep their dtype when a model is made
     half, and their initial value where a checkpoint was saved without them. One of them is
-    ``load_bias``, fp32 [E], with that option; a router hands it to :func:`route_logits`.
+    ``load_bias``, fp32 [E + N] (N null experts), with that option; a router hands it to
+    :func:`route_logits`.
 
     Args:
         model_dim: M.
@@ -70,7 +71,7 @@ class Router(nn.Module):
         self.config = config
         self.options = config.router_options
         biased = config.load_bias != "none"
-        self.register_buffer("load_bias", torch.zeros(config.num_experts) if biased else None)
+        self.register_buffer("load_bias", torch.zeros(config.num_outputs) if biased else None)
 
     def forward(
         self, x_TM: torch.Tensor, pad_mask_T: torch.Tensor | None, step: RouterStep
@@ -135,7 +136,10 @@ class TopKRouter(Router):
     """A router of which only the logits are its own: softmax, the K best, Meta's balance loss."""
 
     def logits(self, x_TM: torch.Tensor) -> torch.Tensor:
-        """[T, M] -> fp32 [T, E] (fp64 stays fp64); runs with autocast switched off."""
+        """[T, M] -> fp32 [T, E + N] (fp64 stays fp64); runs with autocast switched off.
+
+        N null experts (``config.null_experts``, none by default) follow the E others.
+        """
         raise NotImplementedError
 
     def forward(

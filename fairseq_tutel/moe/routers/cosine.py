@@ -41,13 +41,13 @@ class CosineRouter(TopKRouter):
     def __init__(self, model_dim: int, config: MoEConfig):
         super().__init__(model_dim, config)
         self.proj = nn.Linear(model_dim, min(self.options.proj_dim, model_dim), bias=False)
-        self.expert_dirs = nn.Parameter(torch.empty(config.num_experts, self.proj.out_features))
+        self.expert_dirs = nn.Parameter(torch.empty(config.num_outputs, self.proj.out_features))
         nn.init.normal_(self.expert_dirs, std=0.01)
         self.log_scale = nn.Parameter(torch.tensor([math.log(1.0 / self.options.init_temperature)]))
         self.max_log_scale = math.log(1.0 / _MIN_TEMPERATURE)
 
     def logits(self, x_TM: torch.Tensor) -> torch.Tensor:
-        """[T, M] -> fp32 [T, E] (fp64 stays fp64)."""
+        """[T, M] -> fp32 [T, E + N] (fp64 stays fp64)."""
         dtype = torch.promote_types(x_TM.dtype, torch.float32)
         point_TP = nn.functional.normalize(x_TM.to(dtype) @ self.proj.weight.to(dtype).t(), dim=1)
         dirs_EP = nn.functional.normalize(self.expert_dirs.to(dtype), dim=1)

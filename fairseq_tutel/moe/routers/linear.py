@@ -27,10 +27,10 @@ class LinearRouter(TopKRouter):
 
     def __init__(self, model_dim: int, config: MoEConfig):
         super().__init__(model_dim, config)
-        self.wg = nn.Linear(model_dim, config.num_experts, bias=False)
+        self.wg = nn.Linear(model_dim, config.num_outputs, bias=False)
 
     def logits(self, x_TM: torch.Tensor) -> torch.Tensor:
-        """[T, M] in the model's dtype -> fp32 [T, E] (fp64 stays fp64)."""
+        """[T, M] in the model's dtype -> fp32 [T, E + N] (fp64 stays fp64)."""
         if x_TM.dtype in (torch.float16, torch.bfloat16) and not self.config.gating_fp32:
             return nn.functional.linear(x_TM, self.wg.weight.to(x_TM.dtype)).float()
         return ops.gate_logits(x_TM, self.wg.weight)

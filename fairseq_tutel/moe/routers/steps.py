@@ -20,7 +20,7 @@ import torch
 from ... import ops
 from .. import losses
 from ..load_bias import margin_histogram, relative_entropy
-from ..metrics import RouterAux
+from ..metrics import RouterAux, with_nulls
 from ..overflow import count_pairs
 from ..routing import RouterStep, Routing, build_routing, sum_of_gates
 
@@ -55,8 +55,8 @@ def route_logits(
     """From logits to a routing and its losses, by scores and the K best.
 
     Args:
-        logits_TE: [T, E], with gradient. Half logits are cast to fp32 first: their softmax and
-            losses are never computed in half.
+        logits_TE: [T, E], with N null experts [T, E + N]; with gradient. Half logits are cast to
+            fp32 first: their softmax and losses are never computed in half.
         step: what holds for this call.
         pad_mask_T: bool [T], True for padding; looked at only with ``use_pad_mask``.
         load_bias_E: fp32 [E], the router's ``load_bias``; None without that option.
@@ -65,10 +65,11 @@ def route_logits(
         ValueError: logits for another number of experts, or a load bias is asked for and not given.
     """
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-    if logits_TE.shape[1] != step.config.num_experts:
+    if logits_TE.shape[1] != step.config.num_outputs:
+        nulls = step.config.null_experts
         raise ValueError(
             f"the gate gave logits for {logits_TE.shape[1]} experts, the layer has "
-            f"{step.config.num_experts}"
+            f"{step.config.num_experts}{f' and {nulls} null experts' if nulls else ''}"
         )
     if step.config.load_bias != "none" and load_bias_E is None:
         raise ValueError(
@@ -82,16 +83,19 @@ def route_logits(
         # its softmax is sigmoid(z) divided by its sum over the experts
         score_TE = torch.nn.functional.logsigmoid(noisy_TE)
     chosen, bias_counts = select_top_k(score_TE, step, pad_mask_T, load_bias_E)
-    routing = assign_rows(chosen, step)
+    of_experts, num_null_KN = set_nulls_aside(chosen, step)
+    routing = assign_rows(of_experts, step)
+    balanced_KE = with_nulls(routing.num_routed_KE, num_null_KN)
     if step.training and step.config.load_bias == "sign":
-        bias_counts = routing.num_routed_KE.sum(0, dtype=torch.int32)
+        bias_counts = balanced_KE.sum(0, dtype=torch.int32)
     balance_later = step.training and step.config.balance_scope == "global"
     return routing, RouterAux(
         prob_sum_E=chosen.prob_sum_E if balance_later else None,
         bias_counts=bias_counts,
-        loss=router_loss(logits_TE, noisy_TE, score_TE, chosen, routing, step, pad_mask_T),
+        loss=router_loss(logits_TE, noisy_TE, score_TE, chosen, balanced_KE, step, pad_mask_T),
         entropy_sum=chosen.entropy_sum.detach(),
-        num_chosen_KE=count_chosen(chosen, routing, step),
+        num_chosen_KE=count_chosen(of_experts, routing, step),
+        num_null_KN=num_null_KN,
     )
 
 
@@ -133,7 +137,7 @@ def select_top_k(
     config, gumbel_TE, key_TE = step.config, None, None
     counted = step.training and config.load_bias == "quantile"
     num_spare = config.overflow_rerouting if step.capacity is not None else 0
-    num_choices = min(config.top_k + max(num_spare, counted), config.num_experts)
+    num_choices = min(config.top_k + max(num_spare, counted), config.num_outputs)
     if _policy(step, "sampling"):
         gumbel_TE = -torch.empty_like(score_TE).exponential_().log()
     if load_bias_E is not None:
@@ -167,6 +171,26 @@ def _split(found: Selection, top_k: int, num_spare: int) -> Selection:
     )
 
 
+def set_nulls_aside(chosen: Selection, step: RouterStep) -> tuple[Selection, torch.Tensor | None]:
+    """The same choices without those of null experts, which are not routed.
+
+    Returns:
+        The selection, and int32 [K, N] pairs by choice and null expert; None without such experts.
+    """
+    num_experts, num_null = step.config.num_experts, step.config.null_experts
+    if not num_null:
+        return chosen, None
+    expert_TK, spare_TR = chosen.expert_TK, chosen.spare_expert_TR
+    null_TK = (expert_TK - num_experts).clamp(min=-1)
+    of_experts = chosen._replace(
+        expert_TK=torch.where(expert_TK < num_experts, expert_TK, -1),
+        spare_expert_TR=None
+        if spare_TR is None
+        else torch.where(spare_TR < num_experts, spare_TR, -1),
+    )
+    return of_experts, count_pairs(null_TK, num_null)
+
+
 def assign_rows(chosen: Selection, step: RouterStep) -> Routing:
     """Rejection by ``random``, order of the pairs, rows, capacity, re-routing, weights."""
     config = step.config
@@ -179,7 +203,9 @@ def assign_rows(chosen: Selection, step: RouterStep) -> Routing:
     elif config.drop_policy == "random" and step.training:
         priority = torch.rand_like(gate_TK[:, 0])
     if config.normalize_before_dropping and config.top_k > 1:
-        total_T1 = sum_of_gates(gate_TK)
+        total_T1 = sum_of_gates(
+            torch.where(expert_TK >= 0, gate_TK, 0) if config.null_experts else gate_TK
+        )
         gate_TK = gate_TK / total_T1
         spare_gate_TR = None if spare_gate_TR is None else spare_gate_TR / total_T1
     if _policy(step, "random"):
@@ -213,7 +239,7 @@ def router_loss(
     noisy_TE: torch.Tensor,
     score_TE: torch.Tensor,
     chosen: Selection,
-    routing: Routing,
+    balanced_KE: torch.Tensor,
     step: RouterStep,
     pad_mask_T: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -224,7 +250,8 @@ def router_loss(
     Args:
         logits_TE, noisy_TE: before and after noise.
         score_TE: the noisy logits, or for the sigmoid what :func:`select_top_k` was given.
-        chosen, routing: made of these.
+        chosen: made of these.
+        balanced_KE: int32 [K, E + N], pairs that were routed, and those of null experts.
         step, pad_mask_T: as given to :func:`route_logits`.
     """
     config, num_tokens = step.config, logits_TE.shape[0]
@@ -243,9 +270,7 @@ def router_loss(
         loss = chosen.prob_sum_E.new_zeros(())
     else:
         choices = config.balance_choices_counted
-        chosen_E = (
-            routing.num_routed_KE[:choices].sum(0) if choices > 1 else routing.num_routed_KE[0]
-        )
+        chosen_E = balanced_KE[:choices].sum(0) if choices > 1 else balanced_KE[0]
         loss = losses.balance_loss(chosen.prob_sum_E, chosen_E, num_tokens, choices)
     if config.z_loss_weight > 0:
         lse_T = chosen.lse_T if score_TE is noisy_TE else noisy_TE.logsumexp(1)

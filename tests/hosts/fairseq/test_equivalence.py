@@ -67,10 +67,10 @@ CASES = {
         "--moe-gate-loss-scope sequence",
         4,
     ),
-    "E=8 K=2 in groups": ("--moe-expert-count 8 --moe-top-k 2", 4),
+    "E=8 K=2 in groups": ("--moe-expert-count 8 --moe-top-k 2 --moe-null-experts 4", 4),
     "E=6 K=2 in groups dropless": (
         f"--moe-expert-count 6 --moe-top-k 2 {DROPLESS} {PYTORCH} --checkpoint-activations "
-        "--moe-shared-expert-ffn-dim 12",
+        "--moe-shared-expert-ffn-dim 12 --lr 0.007",
         8,
     ),
     # r as many as ranks hold an expert, or the weights travel
