@@ -1,0 +1,86 @@
+"""fairseq-train with experts in slices, stopped and resumed with the other placement and back."""
+
+import pytest
+import torch
+from commands import ROOT, logged, perplexity
+from helpers.assertions import rms_ratio
+
+from fairseq_tutel.exit_codes import EXIT_REQUEUE
+
+# fairseq-train sends itself SIGUSR1 in its second update
+_SIGNAL = """
+import os, signal
+from fairseq_tutel.hosts.fairseq.trainer import MoETrainer
+train_step = MoETrainer.train_step
+
+def with_signal(self, *args, **kwargs):
+    if self.get_num_updates() == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    return train_step(self, *args, **kwargs)
+
+MoETrainer.train_step = with_signal
+"""
+_DATA = f"{ROOT}/tests/golden/data_world1"
+# an update is over four blocks, and does not depend on who has them
+_WORDS = f"""
+    {_DATA} --user-dir {ROOT}/fairseq_tutel --cpu --task language_modeling --tokens-per-sample 4
+    --sample-break-mode none --batch-size 1 --arch transformer_lm_gpt_moe --moe-expert-count 2
+    --criterion moe_cross_entropy --moe-capacity-factor 0 --moe-second-expert-policy all
+    --decoder-layers 2 --decoder-embed-dim 16 --decoder-ffn-embed-dim 32
+    --decoder-attention-heads 2 --dropout 0 --attention-dropout 0 --optimizer adam --lr 0.01
+    --fp16 --fp16-init-scale 4 --fp16-adam-stats --clip-norm 0.5 --num-workers 0
+    --required-batch-size-multiple 1 --log-format json --log-interval 1 --no-epoch-checkpoints
+    --disable-validation
+"""
+_SLICED = ["--moe-expert-placement", "sliced", "--moe-parallelism-r"]
+
+
+def _train(programs, folder, ranks, updates, *more, **options):
+    command = ["fairseq-train", *_WORDS.split(), "--max-update", str(updates), *more]
+    command += ["--save-dir", str(folder), "--update-freq", str(4 // ranks)]
+    done = programs.run(command, ranks=ranks, timeout=120, **options)
+    assert done.status == (EXIT_REQUEUE if options else 0), done.text[-3000:]
+    rows = logged(done.text, "train_inner")
+    return {int(row["num_updates"]): float(row["loss"]) for row in rows}
+
+
+def _experts(folder):
+    """Weights, fp32 copies and moments of both experts in a set, read with torch alone."""
+    found = {}
+    for rank in range(2):
+        state = torch.load(folder / f"checkpoint_last-rank-{rank}.pt", weights_only=False)
+        for name, value in state["model"].items():
+            kept = state["last_optimizer_state"]["named_state"][name]
+            assert kept["step"] == 6
+            found[f"{rank} {name}"], found[f"{rank} fp32 {name}"] = value, kept["fp32_weight"]
+            for key in ("exp_avg", "exp_avg_sq"):
+                found[f"{rank} {key} {name}"] = kept[key].float() * kept[f"{key}_scale"]
+    return found
+
+
+def test_a_run_goes_from_slices_to_whole_experts_and_back(programs, tmp_path):
+    """Four ranks are asked to leave, two go on, four again: as two without any of that."""
+    want = _train(programs, tmp_path / "whole", 2, 6)
+    folder = tmp_path / "sliced"
+    losses = _train(programs, folder, 4, 6, *_SLICED, "2", prelude=_SIGNAL)
+    names = {path.name for path in folder.glob("*.pt")}
+    assert names == {f"checkpoint_last-{part}.pt" for part in ("shared", "rank-0", "rank-1")}
+    losses |= _train(programs, folder, 2, 4)  # as many as experts: no slices
+    losses |= _train(programs, folder, 4, 6, *_SLICED, "0")
+    # of the second update nothing is logged, and the third's line has the mean of both
+    assert sorted(want) == [1, 2, 3, 4, 5, 6] and sorted(losses) == [1, 3, 4, 5, 6]
+    for update in (1, 4, 5, 6):
+        assert losses[update] == pytest.approx(want[update], abs=2e-3), (losses, want)
+    whole, joined = _experts(tmp_path / "whole"), _experts(folder)
+    assert joined.keys() == whole.keys()
+    for name, value in whole.items():
+        assert joined[name].shape == value.shape and rms_ratio(joined[name], value) < 5e-3, name
+    # on one process there are no slices, and r=0 or 2 means nothing
+    perplexities = []
+    for path in (tmp_path / "whole", folder):
+        command = ["fairseq-eval-lm", _DATA, "--user-dir", "fairseq_tutel", "--cpu", "--gen-subset"]
+        command += ["valid", "--path", str(path / "checkpoint_last.pt"), "--batch-size", "4"]
+        done = programs.run(command, timeout=120)
+        assert done.status == 0, done.text[-3000:]
+        perplexities.append(perplexity(done.text))
+    assert perplexities[1] == pytest.approx(perplexities[0], rel=1e-3)
