@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from ..config import EXPERT_PLACEMENTS
 from .exchange import exchange_time
 from .parameters import count_parameters, possible_flows
 from .planner import Plan, make_plan
-from .settings import PLACEMENTS, Settings
+from .settings import Settings
 
 DEGREES = (1, 2, 4, 8)
 # what a plan chooses from: their results are the same to the bit
@@ -54,14 +55,14 @@ def _flows(plan: Plan) -> Iterator[Plan]:
         yield plan
         return
     shared = settings.gpus > settings.routing.num_experts
-    for placement in PLACEMENTS if shared else PLACEMENTS[:1]:
-        placed = settings.replace(placement=placement, r=1)
+    for placement in EXPERT_PLACEMENTS if shared else EXPERT_PLACEMENTS[:1]:
+        placed = settings.with_flow(placement)
         try:
             parameters = count_parameters(placed)
         except ValueError:  # hidden units that do not divide, or groups that hold whole experts
             continue
         for r in possible_flows(placed):
-            yield make_plan(placed.replace(r=r), plan.hardware, parameters)
+            yield make_plan(placed.with_flow(r=r), plan.hardware, parameters)
 
 
 def _with_exchanges(plan: Plan) -> Iterator[Plan]:

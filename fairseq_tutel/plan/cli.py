@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..command_line import CommandLine
+from ..config import EXPERT_PLACEMENTS
 from ..shipped_configs import CONFIGS, config_directory, with_extension
 from .choose import best_plan
 from .compose import PLAN_KEYS, load_config
@@ -17,7 +18,7 @@ from .figure import draw
 from .hardware import Hardware, load_hardware
 from .planner import ImpossiblePlan, check, ladder, make_plan
 from .report import as_dict, describe, table
-from .settings import DDP_BACKENDS, FORMULATIONS, PLACEMENTS, Settings, read_settings
+from .settings import DDP_BACKENDS, FORMULATIONS, Settings, read_settings
 
 EPILOG = """\
 key=value:
@@ -27,9 +28,8 @@ key=value:
   exchange=NAME       algorithm of the all-to-all, as --moe-a2a
   overlap=N           chunks that overlap with the experts, as --moe-overlap-degree
   wire=FORMAT         numbers on the wire, as --moe-wire
-  placement=WORD      of an expert that several GPUs hold: replicated (default) or sliced
-  r=N                 slices of an expert that get each of its tokens (default: 1); 0: tokens stay,
-                      weights travel
+  placement=WORD      of an expert that several GPUs hold, as --moe-expert-placement
+  r=N                 slices of an expert that get each of its tokens, as --moe-parallelism-r
   formulation=dense   as fairseq's moe branch computes: masks of tokens x experts x capacity, and
                       attention with tables of scores (default: sparse, as this plugin does)
   ddp=fully_sharded   with formulation=dense: dense parameters spread over the GPUs
@@ -162,20 +162,20 @@ def _with_own_keys(settings: Settings, own: dict[str, str]) -> Settings:
     if "wire" in own:
         settings = settings.replace(model={"moe_wire": own["wire"]})
     placement = own.get("placement", settings.placement)
-    if placement not in PLACEMENTS:
-        raise ValueError(f"placement={placement}: choose from {', '.join(PLACEMENTS)}")
-    settings = settings.replace(placement=placement)
+    if placement not in EXPERT_PLACEMENTS:
+        raise ValueError(f"placement={placement}: choose from {', '.join(EXPERT_PLACEMENTS)}")
+    r = settings.model.moe_parallelism_r
     if "r" in own:
-        settings = settings.replace(r=0 if own["r"] == "0" else _positive(own, "r"))
+        r = 0 if own["r"] == "0" else _positive(own, "r")
+    settings = settings.with_flow(placement, r)
     _ = settings.exchange  # refuses what the layer would
     formulation = own.get("formulation", "sparse")
     if formulation not in FORMULATIONS:
         raise ValueError(f"formulation={formulation}: choose from {', '.join(FORMULATIONS)}")
     settings = settings.replace(formulation=formulation)
-    if settings.is_dense_formulation and (settings.placement, settings.r) != ("replicated", 1):
+    if settings.is_dense_formulation and (placement, r) != ("replicated", 1):
         raise ValueError(
-            f"formulation=dense has no placement={settings.placement} r={settings.r}: that is of "
-            "this plugin's layer"
+            f"formulation=dense has no placement={placement} r={r}: that is of this plugin's layer"
         )
     if "ddp" not in own:
         return settings

@@ -51,7 +51,7 @@ class Flow:
 
 def make_flow(settings: Settings, parameters: Parameters) -> Flow:
     """The flow of a run with experts."""
-    r, slices, near = settings.r, parameters.slices, settings.exchange_peers
+    r, slices, near = settings.exchange.r, parameters.slices, settings.exchange_peers
     if r == 0 and settings.gpus > 1:
         holders = near if slices == 1 else settings.gpus
         return Flow(r, 1, 1, holders, 1, parameters.experts * parameters.expert)

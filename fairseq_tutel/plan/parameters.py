@@ -79,12 +79,9 @@ def moe_layer_numbers(settings: Settings) -> range:
 def count_parameters(settings: Settings) -> Parameters:
     """Count the parameters of one rank's model, which is built on the meta device.
 
-    A slice of an expert is counted as such a share of the whole one.
-
     Raises:
         ValueError: the settings' r or placement is none of this number of GPUs and experts.
     """
-    slices = count_slices(settings)
     with torch.device("meta"):
         model = build_model(settings)
     sparse = model.moe_layers
@@ -94,63 +91,29 @@ def count_parameters(settings: Settings) -> Parameters:
     others = [own for i, (own, _) in enumerate(layers) if i not in sparse]
     groups = model.moe_groups
     local_experts = groups.num_local_experts if groups else 0
+    slices, unsliced = groups.num_slices if groups else 1, settings.model.decoder_embed_dim
+    held = local // (local_experts * len(sparse)) if sparse else unsliced
     return Parameters(
         embeddings=dense - sum(own for own, _ in layers),
         dense_layer=sum(others) // max(len(others), 1),
         moe_layer=moe[0] if moe else 0,
         dense=dense,
-        expert=local // (local_experts * len(sparse)) if sparse else 0,
+        expert=(held - unsliced) * slices + unsliced if sparse else 0,
         experts=groups.num_experts if groups else 0,
         local_experts=local_experts,
         moe_layers=len(sparse),
-        largest=max(
-            param.numel() // (slices if is_expert(param) else 1) for param in model.parameters()
-        ),
+        largest=max(param.numel() for param in model.parameters()),
         slices=slices,
-        unsliced=settings.model.decoder_embed_dim if sparse else 0,
+        unsliced=unsliced if sparse else 0,
     )
-
-
-def count_slices(settings: Settings) -> int:
-    """S, GPUs that share each expert; 1 where each holds what it holds whole.
-
-    Raises:
-        ValueError: hidden units do not divide, or the settings' r cannot be.
-    """
-    if settings.routing is None:
-        return 1
-    holders, hidden = _holders(settings), settings.model.moe_expert_ffn_dim
-    spread = f"gpus={settings.gpus}, {settings.routing.num_experts} experts"
-    most = min(settings.gpus, settings.routing.num_experts)
-    if settings.placement == "sliced" and settings.exchange_peers != most:
-        raise ValueError(
-            "placement=sliced cuts experts, and groups of model.moe_expert_parallel_size="
-            f"{settings.exchange_peers} GPUs hold whole ones: give one of them"
-        )
-    if settings.placement == "sliced" and hidden % holders:
-        raise ValueError(
-            f"placement=sliced: {holders} GPUs cannot share the {hidden} hidden units of an expert "
-            f"({spread})"
-        )
-    possible = possible_flows(settings)
-    if settings.r not in possible:
-        choices = ", ".join(map(str, sorted(possible)))
-        raise ValueError(
-            f"r={settings.r} cannot be with placement={settings.placement}, {spread}: "
-            f"choose from {choices}"
-        )
-    return holders if settings.placement == "sliced" else 1
 
 
 def possible_flows(settings: Settings) -> list[int]:
     """Every r of the settings' placement, the least change first."""
-    holders = _holders(settings) if settings.placement == "sliced" else 1
-    return [r for r in range(1, holders + 1) if holders % r == 0] + [0]
-
-
-def _holders(settings: Settings) -> int:
-    """GPUs that hold each expert, or slices of it."""
-    return settings.gpus // settings.exchange_peers
+    slices = 1
+    if settings.placement == "sliced":
+        slices = settings.gpus // settings.exchange_peers
+    return [r for r in range(1, slices + 1) if slices % r == 0] + [0]
 
 
 def build_model(settings: Settings) -> TransformerLMGPTMoE:

@@ -141,8 +141,8 @@ def choice_name(plan: Plan) -> str:
     name = f"{choice.algorithm} x{choice.overlap_degree}"
     if settings.placement != "replicated":
         name += f" {settings.placement}"
-    if settings.r != 1:
-        name += f" r={settings.r}"
+    if choice.r != 1:
+        name += f" r={choice.r}"
     return name
 
 
@@ -151,7 +151,7 @@ def choice_words(plan: Plan) -> str:
     settings, choice = plan.settings, plan.settings.exchange
     words = f"exchange={choice.algorithm} overlap={choice.overlap_degree}"
     if settings.routing and settings.gpus > 1:
-        words += f" placement={settings.placement} r={settings.r}"
+        words += f" placement={settings.placement} r={choice.r}"
     return words
 
 
@@ -238,7 +238,6 @@ def as_dict(plan: Plan, best: Plan | None = None) -> dict[str, Any]:
         "formulation": settings.formulation,
         "exchange": dataclasses.asdict(settings.exchange),
         "placement": settings.placement,
-        "r": settings.r,
         "precision": settings.precision.name,
         "batch_size": settings.batch_size,
         "tokens_per_sample": settings.tokens_per_sample,

@@ -17,7 +17,6 @@ from ..models.options import check_model_options
 from ..models.routing_options import moe_config
 
 FORMULATIONS = ("sparse", "dense")
-PLACEMENTS = ("replicated", "sliced")
 DDP_BACKENDS = ("legacy_ddp", "pytorch_ddp", "fully_sharded")
 
 
@@ -54,8 +53,6 @@ class Settings:
         ddp_backend: of fairseq.
         routing: options of the MoE layers, None for a dense model.
         formulation: sparse, as this plugin computes; dense, as fairseq's moe branch did.
-        placement: of an expert that several GPUs hold: replicated, or sliced.
-        r: slices of an expert that get each of its tokens; 0: weights travel, tokens stay.
     """
 
     name: str
@@ -69,8 +66,6 @@ class Settings:
     ddp_backend: str
     routing: MoEConfig | None
     formulation: str = "sparse"
-    placement: str = "replicated"
-    r: int = 1
 
     @property
     def is_dense_formulation(self) -> bool:
@@ -86,6 +81,16 @@ class Settings:
     def exchange(self) -> ExchangeConfig:
         """How rows travel between GPUs, as the model's options say it."""
         return exchange_config(self.model)
+
+    @property
+    def placement(self) -> str:
+        """What each of several GPUs that share an expert holds: ``replicated`` or ``sliced``."""
+        return str(self.model.moe_expert_placement)
+
+    def with_flow(self, placement: str | None = None, r: int = 1) -> Settings:
+        """The same run with another placement of experts, and r."""
+        placement = placement or self.placement
+        return self.replace(model={"moe_expert_placement": placement, "moe_parallelism_r": r})
 
     @property
     def exchange_peers(self) -> int:
@@ -141,8 +146,6 @@ def read_settings(
         update_freq=_update_freq(config),
         ddp_backend=str(_section(config, "distributed_training").ddp_backend),
         routing=None,
-        placement=str(model.moe_expert_placement),
-        r=model.moe_parallelism_r,
     )
     return with_experts(settings, model.moe_expert_count)
 

@@ -39,7 +39,7 @@ def large():
     ],
 )
 def test_where_tokens_and_weights_travel(large, placement, r, peers, copies, gather, weights):
-    settings = large.replace(placement=placement, r=r)
+    settings = large.with_flow(placement, r)
     plan = make_plan(settings, A100)
     flow, work, b = make_flow(settings, plan.parameters), plan.work, 2
     rows = E * work.capacity
@@ -66,7 +66,7 @@ def test_where_tokens_and_weights_travel(large, placement, r, peers, copies, gat
 def test_with_an_expert_or_more_per_gpu_only_the_weights_can_travel_instead():
     settings = settings_of(overrides=[*SHORT, "model.moe_expert_count=16"], gpus=8)
     assert possible_flows(settings) == [1, 0]
-    plans = [make_plan(settings.replace(r=r), A100) for r in (1, 0)]
+    plans = [make_plan(settings.with_flow(r=r), A100) for r in (1, 0)]
     flow = make_flow(plans[1].settings, plans[1].parameters)
     assert flow.gathered == 16 * (P + M) and flow.gather_ranks == 8
     assert plans[1].time.all_to_all == 0 < plans[0].time.all_to_all
@@ -80,13 +80,13 @@ def test_with_equal_links_the_best_r_is_the_root_of_hidden_units_over_rows(large
         A100, node_bandwidth=1e6, network_bandwidth=1e6, latency=0.0, message_overhead=0.0,
         gpus_per_node=1,
     )  # fmt: skip
-    settings = large.replace(placement="sliced", model={"checkpoint_activations": False})
+    settings = large.with_flow("sliced").replace(model={"checkpoint_activations": False})
     rows = F // ratio
     settings = settings.replace(batch_size=1, tokens_per_sample=rows // 2)
     parameters = count_parameters(settings)
     travel = {}
     for r in possible_flows(settings):
-        time = make_plan(settings.replace(r=r), links, parameters).time
+        time = make_plan(settings.with_flow(r=r), links, parameters).time
         travel[r] = time.all_to_all + time.weights
     best = min((r for r in travel if r), key=travel.get)
     assert best == math.isqrt(ratio)
@@ -96,16 +96,15 @@ def test_with_equal_links_the_best_r_is_the_root_of_hidden_units_over_rows(large
 def test_memory(large):
     """Weights, gradients and statistics of experts fall S-fold; what is gathered comes on top."""
     whole, sliced = (
-        make_plan(large.replace(placement=placement), A100)
-        for placement in ("replicated", "sliced")
+        make_plan(large.with_flow(placement), A100) for placement in ("replicated", "sliced")
     )
     experts = LAYERS * (P - P // S) * (2 + 2 + 2 * 2)
     assert whole.memory.states - sliced.memory.states == experts
     assert sliced.memory.gathered == 2 * P and whole.memory.gathered == 0
     settings = small("model.moe_expert_count=2", "model.checkpoint_activations=false")
-    settings = settings.replace(placement="sliced")
+    settings = settings.with_flow("sliced")
     parameters = count_parameters(settings)
-    held = [count_memory(settings.replace(r=r), parameters) for r in (1, 2, 0)]
+    held = [count_memory(settings.with_flow(r=r), parameters) for r in (1, 2, 0)]
     gathered = [2 * 64 * 256 + 256, 0, 2 * (2 * 64 * 256 + 256 + 64)]
     assert [memory.gathered for memory in held] == [4 * size for size in gathered]
     # nothing is recomputed: two MoE layers keep theirs, and r times the rows they received
@@ -122,16 +121,16 @@ def test_the_best_of_all_choices(large):
     best = best_plan(plan)
     tried = []
     for placement in ("replicated", "sliced"):
-        placed = wide.replace(placement=placement)
+        placed = wide.with_flow(placement)
         parameters = count_parameters(placed)
         for r in possible_flows(placed):
             for algorithm in ALGORITHMS:
                 for degree in DEGREES:
                     model = {"moe_a2a": algorithm, "moe_overlap_degree": degree}
-                    settings = placed.replace(r=r, model=model)
+                    settings = placed.with_flow(r=r).replace(model=model)
                     tried.append(make_plan(settings, A100, parameters))
     assert best.time.total <= 1.01 * min(p.time.total for p in tried) < plan.time.total
-    assert best.settings.placement == "sliced" and best.settings.r > 1
+    assert best.settings.placement == "sliced" and best.settings.exchange.r > 1
     tight = dataclasses.replace(A100, memory=min(p.memory.peak for p in tried) + A100.reserved)
     cramped = best_plan(make_plan(wide, tight))
     assert cramped.fits and not make_plan(wide, tight).fits
@@ -153,7 +152,7 @@ def test_command_line(capsys, large):
     status, out, _ = run(capsys, "--json", *words, *chosen)
     best = best_plan(make_plan(large.replace(batch_size=2), A100))
     assert status == 0 and json.loads(out) == json.loads(json.dumps(as_dict(best)))
-    assert {"placement=sliced", f"r={best.settings.r}"} <= set(chosen)
+    assert {"placement=sliced", f"r={best.settings.exchange.r}"} <= set(chosen)
     status, out, _ = run(capsys, "--ladder", "--best", "model.moe_expert_count=8", *SHORT)
     lines = out.splitlines()
     assert status == 0 and "because" in lines[0] and len(lines) == 12
@@ -164,11 +163,11 @@ def test_command_line(capsys, large):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["r=3", "placement=sliced"], "choose from 0, 1, 2, 4, 8"),
-        (["r=2"], "placement=replicated, gpus=512, 64 experts: choose from 0, 1"),
+        (["r=3", "placement=sliced"], "choose one of 0, 1, 2, 4, 8"),
+        (["r=2"], "--moe-expert-placement replicated has none"),
         (["r=x"], "r=x"),
         (["placement=torn"], "placement=torn: choose from replicated, sliced"),
-        (["placement=sliced", "model.decoder_ffn_embed_dim=16388"], "16388 hidden units"),
+        (["placement=sliced", "model.decoder_ffn_embed_dim=16388"], "16388"),
         (["placement=sliced", "formulation=dense"], "formulation=dense has no placement=sliced"),
     ],
 )

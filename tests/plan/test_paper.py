@@ -41,7 +41,7 @@ def seconds():
             "dataset.batch_size=1", "model.checkpoint_activations=false",
             "common.fp16=false", "common.memory_efficient_fp16=false",
         ]  # fmt: skip
-        settings = settings_of(overrides=words, gpus=64).replace(placement="sliced")
+        settings = settings_of(overrides=words, gpus=64).with_flow("sliced")
         parameters = count_parameters(settings)
         for factor in (1, 2, 4, 8):
             routing = dataclasses.replace(settings.routing, capacity_factor=float(factor))
@@ -49,7 +49,9 @@ def seconds():
             for network, hardware in NETWORKS.items():
                 times = found.setdefault(((tokens, hidden), network), {}).setdefault(factor, {})
                 for r in possible_flows(settings):
-                    plan = make_plan(settings.replace(r=r, routing=routing), hardware, parameters)
+                    plan = make_plan(
+                        settings.with_flow(r=r).replace(routing=routing), hardware, parameters
+                    )
                     times[r] = plan.time.all_to_all + plan.time.weights + products
     monkeypatch.undo()
     return found

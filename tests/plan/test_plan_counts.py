@@ -9,6 +9,8 @@ from fairseq_tutel.plan import count_memory, count_parameters, count_work
 from fairseq_tutel.plan.memory import dispatch_rows, layers
 from fairseq_tutel.plan.parameters import build_model
 
+SLICED = ["model.moe_expert_count=2", "model.moe_expert_placement=sliced"]
+
 
 @pytest.fixture(autouse=True)
 def experts_as_on_a_gpu(monkeypatch):
@@ -20,6 +22,7 @@ def experts_as_on_a_gpu(monkeypatch):
     "overrides",
     [
         ["model.moe_expert_count=2"],  # E < W: two replicas of each expert
+        ["model.moe_expert_count=2", "model.moe_expert_placement=sliced"],
         ["model.moe_expert_count=16", "model.moe_freq=1"],
         ["model.decoder_layers=5", "model.moe_freq=3", "model.moe_expert_ffn_dim=96"],
         ["model.share_decoder_input_output_embed=false"],
@@ -65,8 +68,8 @@ def test_expert_groups():
     work, before = count_work(grouped, parameters), count_work(alone, parameters)
     assert (work.exchange_bytes, work.exchange_peers) == (before.exchange_bytes, 4)
     assert (work.replicas, work.replica_bytes) == (4, parameters.local * 4)
-    with pytest.raises(ValueError, match="sliced.*moe_expert_parallel_size=4"):
-        count_parameters(grouped.replace(placement="sliced"))
+    with pytest.raises(ValueError, match="expert_parallel_size=4.*placement='sliced'"):
+        count_parameters(grouped.with_flow("sliced"))
     with pytest.raises(ValueError, match="expert_parallel_size=3 .* 16, .* 8"):
         small("model.moe_expert_parallel_size=3", gpus=16)
 
@@ -114,6 +117,9 @@ class SavedBytes:
         (torch.float32, ["model.activation_fn=relu", "model.moe_capacity_factor=2.0"]),
         (torch.float32, ["model.moe_top1_expert=true", "model.moe_freq=1"]),
         (torch.float32, ["model.moe_freq=0"]),
+        (torch.float32, [*SLICED, "model.moe_parallelism_r=1"]),
+        (torch.float32, [*SLICED, "model.moe_parallelism_r=2"]),
+        (torch.float32, [*SLICED, "model.moe_parallelism_r=0"]),
         (torch.float32, ["model.moe_shared_expert_ffn_dim=512"]),
         (torch.bfloat16, ["common.bf16=true", "common.memory_efficient_bf16=true"]),
     ],
@@ -166,6 +172,7 @@ def peak_of_step(settings):
         # the loss is the peak
         ["model.checkpoint_activations=true", "task.dict_size=3996"],
         ["task.dict_size=3996", "optimization.update_freq=[2]"],
+        [*SLICED, "model.moe_parallelism_r=1", "model.checkpoint_activations=false"],
     ],
 )
 def test_peak_equals_a_measured_run(overrides):
