@@ -42,6 +42,7 @@ _SECTION = {
     "cpu": "common",
     "user_dir": "common",
     "moe_expert_count": "model",
+    "moe_expert_parallel_size": "model",
     "moe_freq": "model",
     "moe_overlap_degree": "model",
 }
@@ -229,20 +230,33 @@ def use_cpu(command: Command, num_gpus: int) -> bool:
     return cpu
 
 
+def _stated(command: Command, key: str) -> tuple[int, str]:
+    """A number of the command or its config file, 0 if there is none, and where it stands."""
+    value, where = command.integer(key), command.spelled(key)
+    if command.given(key) is None:
+        text, file = _from_config_file(command, key) or ("", "")
+        value, where = int(text) if text.isdigit() else None, f"{where} in {file}"
+    return max(value or 0, 0), where
+
+
 def check_experts(command: Command, world_size: int) -> None:
     """Checks the number of experts where the command or its config file states it.
 
-    Raises ValueError unless the number of experts divides the world size or the other way round.
+    Raises ValueError unless the number of experts divides the world size or the other way round;
+    or, if it is stated how many ranks hold all experts, unless that divides both.
     """
     if command.name not in TRAINING or command.integer("moe_freq") == 0:
         return
-    experts, where = command.integer("moe_expert_count"), command.spelled("moe_expert_count")
-    if command.given("moe_expert_count") is None:
-        text, file = _from_config_file(command, "moe_expert_count") or ("", "")
-        experts, where = int(text) if text.isdigit() else None, f"{where} in {file}"
-    if not experts or experts < 0:
-        return
-    if experts % world_size and world_size % experts:
+    experts, where = _stated(command, "moe_expert_count")
+    size, where_size = _stated(command, "moe_expert_parallel_size")
+    if size:
+        experts, where = (experts, where) if experts else (world_size, "as many experts")
+        if world_size % size or experts % size:
+            raise ValueError(
+                f"{where_size}={size} must divide the world size of {world_size} and "
+                f"{where}={experts}: so many ranks hold all experts together"
+            )
+    elif experts and experts % world_size and world_size % experts:
         raise ValueError(
             f"{where}={experts} and a world size of {world_size}: neither divides the other, so "
             "the experts cannot be spread evenly over the ranks"

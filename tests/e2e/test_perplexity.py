@@ -27,6 +27,9 @@ def trained(data_bin, tmp_path_factory, programs):
         *("--decoder-ffn-embed-dim", "64", "--decoder-attention-heads", "4"),
         *("--tokens-per-sample", str(BLOCK), "--batch-size", "8", "--batch-size-valid", "5"),
         *("--optimizer", "adam", "--lr", "0.01", "--max-update", "30", "--num-workers", "0"),
+        # evaluated at other numbers of ranks below
+        *("--moe-expert-parallel-size", "2", "--moe-shared-expert-ffn-dim", "16"),
+        *("--moe-null-experts", "2", "--moe-eom", "0.1", "--moe-fom", "0.1"),
         *("--moe-gate-loss-wt", "0", "--log-format", "json", "--save-dir", str(save_dir)),
         "--no-epoch-checkpoints",
     )

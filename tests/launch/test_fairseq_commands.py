@@ -293,6 +293,19 @@ def test_experts_that_do_not_fit(path, text):
         check_experts(command_of(text, path), 4)
 
 
+def test_ranks_that_hold_all_experts(path, tmp_path):
+    grouped = "fairseq-train --moe-expert-count 6 --moe-expert-parallel-size"
+    check_experts(command_of(f"{grouped} 2", path), 4)
+    check_experts(command_of("fairseq-train --moe-expert-parallel-size 2", path), 4)
+    with pytest.raises(ValueError, match=r"size=4 must divide .* of 4 and --moe-expert-count=6"):
+        check_experts(command_of(f"{grouped} 4", path), 4)
+    (tmp_path / "big.yaml").write_text("model:\n  moe_expert_parallel_size: 8\n")
+    text = f"fairseq-hydra-train --config-dir {tmp_path} --config-name big"
+    check_experts(command_of(text, path), 16)
+    with pytest.raises(ValueError, match=r"size in .*big.yaml=8 must divide the world size of 4"):
+        check_experts(command_of(text, path), 4)
+
+
 def test_cpu_of_a_config_file(path, tmp_path):
     (tmp_path / "small.yaml").write_text(
         "# x\ncommon:\n  fp16: false\n\n  # why\n  cpu: true  # here\nmodel:\n  cpu: false\n"
