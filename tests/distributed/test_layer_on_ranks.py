@@ -10,7 +10,7 @@ from helpers.assertions import rms_ratio
 from helpers.distributed import run_ranks
 
 from fairseq_tutel.distributed import ExpertParallelGroups, build_groups, process_world
-from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.moe import ExchangeConfig, MoELayer
 
 M, HIDDEN = 6, 8
 EXPERTS = {2: (1, 2, 8), 4: (2, 4, 8)}
@@ -31,7 +31,7 @@ CASES = {
 CASES[4] += [((1024, 2), 2, mode, "uneven, one empty") for mode in MODES]
 
 
-def _layer(num_experts, top_k, mode, groups):
+def _layer(num_experts, top_k, mode, groups, **options):
     factor, training = MODES[mode]
     torch.manual_seed(7)
     layer = MoELayer(
@@ -43,6 +43,7 @@ def _layer(num_experts, top_k, mode, groups):
         seed=3,
         groups=groups,
         second_expert_policy="all",
+        **options,
     )
     return layer.double().train(training)
 
@@ -70,6 +71,17 @@ def _by_expert(layer):
     }
 
 
+def _compare_with_gathered_weights(found, case, groups, x, target):
+    """r=0: inside a group the weights travel, not the tokens."""
+    (num_experts, _), top_k, mode, _ = case
+    layer = _layer(num_experts, top_k, mode, groups, exchange=ExchangeConfig(r=0))
+    y, x_grad, _ = _run(layer, x, target)
+    for got, want in ((y, found[0]), (x_grad, found[1])):  # one rank has no tokens
+        assert torch.allclose(got, want, rtol=1e-10, atol=1e-12)
+    for key, grad in _by_expert(layer).items():
+        assert torch.allclose(grad, found[3][key], rtol=1e-10, atol=1e-12), key
+
+
 def _with_size(case):
     experts, *rest = case
     return experts if isinstance(experts, tuple) else (experts, 0), *rest
@@ -89,6 +101,8 @@ def _on_ranks():
         dist.all_reduce(gate_grad)
         dist.all_reduce(load)
         found[case] = (y, x_grad, gate_grad, _by_expert(layer), load)
+        if size and mode != "evaluation":
+            _compare_with_gathered_weights(found[case], case, groups, x[own], target[own])
     return found
 
 
