@@ -164,7 +164,7 @@ def _with_own_keys(settings: Settings, own: dict[str, str]) -> Settings:
     placement = own.get("placement", settings.placement)
     if placement not in EXPERT_PLACEMENTS:
         raise ValueError(f"placement={placement}: choose from {', '.join(EXPERT_PLACEMENTS)}")
-    r = settings.model.moe_parallelism_r
+    r = settings.exchange.r
     if "r" in own:
         r = 0 if own["r"] == "0" else _positive(own, "r")
     settings = settings.with_flow(placement, r)

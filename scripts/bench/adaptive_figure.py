@@ -58,5 +58,5 @@ def _totals(axis, result) -> None:
     axis.invert_yaxis()
     axis.tick_params(axis="y", labelsize=8)
     left_out = len(names) - len(shown)
-    between = f" ({left_out} between not shown)" if left_out else ""
-    axis.set_xlabel(f"seconds of all phases; grey: one choice throughout{between}")
+    without = f", {left_out} left out" if left_out else ""
+    axis.set_xlabel(f"seconds of all phases (grey: one choice{without})")
