@@ -17,7 +17,6 @@ import torch
 from .. import ops
 from ..distributed import Exchange, Flow
 from .chunks import ExpertRows, arrange
-from .experts import Experts
 from .overlap import overlapped
 from .routing import Routing
 from .row_order import source_of_rows
@@ -45,7 +44,8 @@ def dispatch_and_combine(
         [T, M]; zero for a token none of whose choices was kept.
     """
     network, keep_PM, compute = None, None, experts
-    if flow is not None and not flow.is_plain and isinstance(experts, Experts):
+    # wrapped ones, as torch.compile and checkpoint wrappers do it, have what is inside
+    if flow is not None and not flow.is_plain and hasattr(experts, "network"):
         network = experts.network(x_TM.dtype, flow)
         keep_PM = _pairs_kept(x_TM, routing, network.dropout_at_source)
         compute = functools.partial(experts, network=network)

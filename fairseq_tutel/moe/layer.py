@@ -174,6 +174,7 @@ class MoELayer(nn.Module):
         if exchange is None and step is not None:
             exchange = step.exchange
         choice = self._choice_for_call(exchange, r)
+        _refuse_own_experts(self.experts, choice.flow)
         given_TM, x_TM = self._tokens(x)
         pad_mask_T = None if pad_mask is None else pad_mask.reshape(-1)
 
@@ -269,9 +270,7 @@ class MoELayer(nn.Module):
             given = dataclasses.replace(given, r=r)
         if given is self.exchange_config:
             return ExchangeChoice(given, self.exchange, self._flow)
-        choice = self._choices.of(given)
-        _refuse_own_experts(self.experts, choice.flow)
-        return choice
+        return self._choices.of(given)
 
     def _agree(self, x_TM, config, choice, step, num_sequences) -> RouterStep:
         """What all ranks do in this call; communicates unless ``step`` holds it."""
@@ -359,10 +358,12 @@ def _overlap_degree(choice: ExchangeChoice) -> int:
 
 
 def _refuse_own_experts(experts, flow) -> None:
-    if isinstance(experts, ExpertList) and flow.r != 1:
+    whole = flow.r == 1 and flow.groups.num_slices == 1
+    if not (whole or hasattr(experts, "network")):
         raise ValueError(
-            f"r={flow.r}: the weights of modules of one's own ({type(experts[0]).__name__}) cannot "
-            "be gathered; they are computed with r=1"
+            f"r={flow.r}, placement={flow.groups.placement!r}: the weights of modules of one's own "
+            f"({type(next(experts.children(), experts)).__name__}) cannot be gathered; they are "
+            "computed whole, with r=1"
         )
 
 

@@ -34,6 +34,7 @@ PLACES = [*((experts, "sliced") for experts in EXPERTS), (2, "replicated"), (8, 
 TOKENS = {"equal": [6] * 8, "empty": [9, 0, 2, 13, 0, 8, 3, 11]}
 # capacity factors that drop nothing, and evaluation
 LAYOUTS = {"padded": (8.0, True), "ragged": (0.0, True), "evaluation": (1.0, False)}
+BATCHES = [("padded", "empty"), ("ragged", "empty"), ("ragged", "equal"), ("evaluation", "empty")]
 # algorithm, degree, compact, way of recomputing
 WAYS = [
     ("linear", 1, False, None),
@@ -128,7 +129,7 @@ def compare(got, want, case, units=1e-12):
 def _compare_with_one_process():
     """One layer, of which every call has another r and way."""
     numbers = itertools.count()
-    for (experts, placement), layout, kind in itertools.product(PLACES, LAYOUTS, TOKENS):
+    for (experts, placement), (layout, kind) in itertools.product(PLACES, BATCHES):
         groups = build_groups(experts, placement=placement)
         x, target, rows = tokens_of(kind)
         alone = make_layer(ExpertParallelGroups(experts), layout)
@@ -136,7 +137,7 @@ def _compare_with_one_process():
         layer = make_layer(groups, layout, exchange=ExchangeConfig("2dh", 2))
         layer.prepare_exchanges(["linear"])
         for r in possible_r(groups):
-            # every way meets every layout and kind, not all of them together
+            # every way meets every layout, not all of them together
             algorithm, degree, compact, recompute = way = WAYS[next(numbers) % len(WAYS)]
             nodes = 2 if algorithm == "2dh" else 0
             exchange = ExchangeConfig(algorithm, nodes, degree, wire_compact=compact, r=r)
@@ -164,9 +165,7 @@ def _refuse_what_does_not_fit():
     own = [nn.Linear(M, M)]
     with pytest.raises(ValueError, match="experts=Linear: modules of one's own cannot be cut into"):
         make_layer(groups, experts=own)
-    with pytest.raises(
-        ValueError, match="r=0: the weights of modules of one's own .Linear. cannot"
-    ):
+    with pytest.raises(ValueError, match="r=0, .* weights of modules of one's own .Linear. cannot"):
         make_layer(build_groups(world_size), experts=own)(x[rows].double(), r=0)
     with pytest.raises(ValueError, match="16 hidden units .* cut into 3") as caught:
         MoELayer(M, 2, HIDDEN, groups=dataclasses.replace(groups, num_replicas=3))
