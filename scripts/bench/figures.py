@@ -212,6 +212,12 @@ def _adaptive(pyplot, result, path):
     adaptive_figure.draw(pyplot, result, path)
 
 
+def _flows(pyplot, result, path):
+    import flows_figure
+
+    flows_figure.draw(pyplot, result, path)
+
+
 def _exchange(pyplot, result, path):
     import exchange_figures
 
@@ -221,6 +227,7 @@ def _exchange(pyplot, result, path):
 _DRAW: dict[str, Callable] = {
     "adaptive": _adaptive,
     "exchange": _exchange,
+    "flows": _flows,
     "layer": _layer,
     "kernels": _kernels,
     "train": _train,
