@@ -176,10 +176,17 @@ def test_padding_is_not_routed_if_asked():
     assert loads == [2 * 16, 2 * 10]
 
 
-@pytest.mark.parametrize("router", ["linear", "cosine"])
-def test_incremental_decoding_equals_the_whole_sentence(router):
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--moe-router linear",
+        "--moe-router cosine --moe-null-experts 2",
+        "--moe-shared-expert-ffn-dim 8 --moe-eom 0.2 --moe-fom 0.2 --moe-null-experts 2",
+    ],
+)
+def test_incremental_decoding_equals_the_whole_sentence(words):
     """Generation feeds one token at a time; nothing is dropped in evaluation."""
-    model = build("--moe-expert-count", "4", "--moe-router", router).eval()
+    model = build("--moe-expert-count", "4", *words.split()).eval()
     tokens = make_batch(2, sentences=3)["net_input"]["src_tokens"]
     whole, _ = model(tokens)
     state, steps = {}, []
