@@ -25,18 +25,16 @@ import torch
 
 from ..distributed import (
     StepAgreement,
-    build_exchange,
     gather_texts,
-    process_world,
-    ranks_per_node,
+    make_flow,
     refuse_differences,
     sync_step_of_all,
 )
 from ..moe import MoELayer, RegionTimer
 from ..moe.wire import row_bytes
-from ..tuning import WINDOW, Axis, Event, Key, Pinned, Space, Tuner, dump, load
+from ..tuning import WINDOW, Event, Key, Pinned, Space, Tuner, dump, load
+from .exchange_choices import alike, build_choices, free_memory, signature
 
-DEGREES = (1, 2, 4, 8)
 TUNED = ("algorithm", "overlap_degree")
 
 
@@ -48,8 +46,8 @@ class ExchangeTuner:
 
     Args:
         layers: of one width, number of experts and exchange; they are measured together.
-        tuned: fields of :class:`~fairseq_tutel.config.ExchangeConfig` to choose; the others stay as
-            the layers have them.
+        tuned: fields of :class:`~fairseq_tutel.config.ExchangeConfig` to choose, of ``TUNABLE``;
+            the others stay as the layers have them.
         steps: of a trial, the first of which is not measured.
         max_loss: part of the run's time that trials may cost before no further one begins.
         pinned: text of :meth:`file` (or of a checkpoint): its choices are taken, nothing is
@@ -72,13 +70,23 @@ class ExchangeTuner:
         max_loss: float = 0.02,
         pinned: str | None = None,
     ):
-        self._layer = _alike(layers)
+        self._layer = alike(layers)
         self._base = self._layer.exchange_config
-        self.space = Space(_axes(layers, tuned))
-        self.signature = _signature(self._layer)
+        axes, self._serves = build_choices(layers, tuned)
+        self.space = Space(axes)
+        self.signature = signature(self._layer)
         self._tuner = Tuner(
-            self.space, steps=steps, max_loss=max_loss, start=lambda key: self._start()
+            self.space,
+            steps=steps,
+            max_loss=max_loss,
+            fits=lambda key, choice: self._fits(choice),
+            start=lambda key: self._start(),
         )
+        self._num_layers = len(layers)
+        self._device = next(self._layer.parameters()).device
+        self._measures_memory = "r" in tuned
+        self._free = 0  # bytes, on the rank that has least
+        self._itemsize = 4
         self._others: list = []
         self._pinned = None if pinned is None else _pinned(pinned, self.space, self.signature)
         self._timers: dict[int, RegionTimer] = {}
@@ -118,7 +126,8 @@ class ExchangeTuner:
             return step
         capacity, is_fixed = self._capacity(step.num_tokens, settings)
         row = row_bytes(self._base, layer.model_dim, dtype)
-        self._bytes = settings.num_experts * capacity * row // self._base.overlap_degree
+        self._bytes = settings.num_experts * capacity * row
+        self._itemsize = dtype.itemsize
         order = self._order(Key.of("train", _name(dtype), _sizes(layer, settings.top_k), capacity))
         exchange = dataclasses.replace(self._base, **order[0])
         timer = self._timer(*order[1:], is_fixed)
@@ -176,12 +185,16 @@ class ExchangeTuner:
         known = {number: timer.microseconds for number, timer in self._timers.items()}
         measured = {number: us for number, us in known.items() if us is not None}
         load, self._last = 0 if self._last is None else self._last.load, None
-        return [load, *self._tuner.words(elapsed, measured)]
+        free = 0
+        if self._measures_memory and not self.is_pinned and self._tuner.is_searching:
+            free = free_memory(self._device) >> 10
+        return [load, free, *self._tuner.words(elapsed, measured)]
 
     def _settle(self, words):
-        loads, *_ = zip(*words, strict=True)
+        loads, free, *_ = zip(*words, strict=True)
         self._load = max(loads) or self._load
-        self._tuner.settle([line[1:] for line in words])
+        self._free = min(free) << 10
+        self._tuner.settle([line[2:] for line in words])
 
     def _order(self, key):
         """(choice, number of the step, whether it is measured)."""
@@ -202,64 +215,29 @@ class ExchangeTuner:
         """What the layers do by themselves."""
         values = {axis.name: getattr(self._base, axis.name) for axis in self.space.axes}
         if values.get("algorithm") == "auto":
-            values["algorithm"] = self._layer.exchange.for_message(self._bytes).name
-        return values
+            size = self._bytes // self._base.overlap_degree
+            values["algorithm"] = self._layer.exchange.for_message(size).name
+        # an algorithm that does not fit the nodes is none of the choices
+        return {
+            axis.name: values[axis.name] if values[axis.name] in axis.all_values else axis.values[0]
+            for axis in self.space.axes
+        }
 
+    def _fits(self, choice) -> bool:
+        """Whether the algorithm serves the ranks of r, and what r takes is there twice over.
 
-def _axes(layers, tuned) -> list[Axis]:
-    """What can be chosen; builds what the choices need."""
-    base = layers[0].exchange_config
-    for name in tuned:
-        if name not in TUNED:
-            raise ValueError(f"{name!r} cannot be tuned; choose of {', '.join(TUNED)}")
-    axes = []
-    if "algorithm" in tuned:
-        names = ["linear", "2dh"]
-        if base.algorithm not in ("auto", *names):
-            names.insert(0, base.algorithm)
-        configs = [dataclasses.replace(base, algorithm=name) for name in names]
-        for layer in layers:
-            layer.prepare_exchanges(configs)
-        # where an algorithm does not fit the nodes, another took its place
-        built = [build_exchange(config, layers[0].groups).name for config in configs]
-        fit = [name for name, found in zip(names, built, strict=True) if found == name]
-        axes.append(Axis("algorithm", tuple(fit or names[:1]), ordered=False))
-    if "overlap_degree" in tuned:
-        axes.append(Axis("overlap_degree", DEGREES))
-    return axes
-
-
-def _alike(layers: Sequence[MoELayer]) -> MoELayer:
-    """Any of the layers.
-
-    Raises:
-        ValueError: there is none, or they differ.
-    """
-    if not layers:
-        raise ValueError("there is no MoELayer to tune")
-    first = layers[0]
-    for layer in layers[1:]:
-        for name, mine, other in (
-            ("model_dim", layer.model_dim, first.model_dim),
-            ("config", layer.config, first.config),
-            ("exchange", layer.exchange_config, first.exchange_config),
-        ):
-            if mine != other:
-                raise ValueError(f"layers of one tuner have one {name}, not {other} and {mine}")
-    return first
-
-
-def _signature(layer: MoELayer) -> dict[str, Any]:
-    device = next(layer.parameters()).device
-    on_gpu = device.type == "cuda"
-    nccl = torch.cuda.nccl.version() if on_gpu else None
-    return {
-        "ranks": process_world()[1],
-        "ranks_per_node": layer.exchange_config.ranks_per_node or ranks_per_node(),
-        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
-        "torch": torch.__version__,
-        "nccl": None if nccl is None else ".".join(map(str, nccl)),
-    }
+        An overestimate where activations are recomputed: what is gathered is kept for one layer.
+        """
+        r = choice.get("r", self._base.r)
+        if not self._serves.get((choice.get("algorithm"), r), True):
+            return False
+        if not self._measures_memory:
+            return True
+        flow = make_flow(self._layer.groups, r)  # as it was made at the start
+        own = sum(param.numel() for param in self._layer.experts.parameters())
+        gathered = own * flow.gather_size * self._itemsize if flow.gather_size > 1 else 0
+        copies = 2 * (flow.copies - 1) * self._bytes  # of rows, there and back
+        return 2 * self._num_layers * (gathered + copies) <= self._free
 
 
 def _pinned(text, space, signature):

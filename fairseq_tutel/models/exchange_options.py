@@ -2,15 +2,15 @@
 
 # no postponed annotations here: fairseq reads the types of dataclass fields
 from dataclasses import dataclass
+from typing import Any
 
 from fairseq.dataclass import ChoiceEnum
 
 from ..config import EXPERT_PLACEMENTS, WIRES, ExchangeConfig
-from ..ranges import at_least, ranges_of
+from ..ranges import Range, at_least, ranges_of
 from .option_fields import option
 
 _EXCHANGE = ranges_of(ExchangeConfig)
-_DEGREES = tuple(map(int, _EXCHANGE["overlap_degree"].only))
 
 
 @dataclass
@@ -30,24 +30,23 @@ class ExchangeOptions:
         "what each of several ranks that share an expert holds: all of it ('replicated'), or a "
         "part of its hidden units ('sliced'), which takes as many times less memory",
     )
-    moe_parallelism_r: int = option(
-        1,
+    # texts for their 'auto'
+    moe_parallelism_r: str = option(
+        "1",
         "ranks that each token of an expert goes to, of those that hold a part of it: they gather "
         "what they lack of the weights; a divisor of their number; 0: tokens stay where they are, "
-        "and every rank gathers all experts",
-        _EXCHANGE["r"],
+        "and every rank gathers all experts; 'auto': tried and measured while training",
     )
     moe_ranks_per_node: int = option(
         0,
         "ranks that share a node, for hierarchical all-to-alls (default: as found)",
         _EXCHANGE["ranks_per_node"],
     )
-    # a text for its 'auto'
     moe_overlap_degree: str = option(
         "1",
         "chunks (1, 2, 4 or 8) in which tokens travel to the experts and back, so that one is "
         "computed while others travel; pays where that takes about as long as the experts; 'auto': "
-        "tried and measured while training, and with --moe-a2a auto the algorithm, too",
+        "tried and measured while training (with an 'auto' of either, --moe-a2a auto, too)",
     )
     moe_wire: ChoiceEnum(WIRES) = option(
         "same",
@@ -84,7 +83,8 @@ def exchange_config(args) -> ExchangeConfig:
     Raises:
         ValueError: a value that there is not, or options that contradict each other.
     """
-    placement, r = str(args.moe_expert_placement), args.moe_parallelism_r
+    placement = str(args.moe_expert_placement)
+    r = _number("--moe-parallelism-r", args.moe_parallelism_r, _EXCHANGE["r"])
     if placement == "sliced" and args.moe_expert_parallel_size:
         raise ValueError(
             f"--moe-expert-parallel-size {args.moe_expert_parallel_size} makes groups of ranks "
@@ -103,21 +103,23 @@ def exchange_config(args) -> ExchangeConfig:
         wire_back=str(args.moe_wire_back),
         wire_grad=str(args.moe_wire_grad),
         wire_compact=args.moe_wire_compact,
-        overlap_degree=_degree(args.moe_overlap_degree),
+        overlap_degree=_number(
+            "--moe-overlap-degree", args.moe_overlap_degree, _EXCHANGE["overlap_degree"]
+        ),
         r=r,
     )
 
 
-def _degree(given) -> int:
-    """The number, or the one that the tuner begins with."""
+def _number(flag: str, given: Any, allowed: Range) -> int:
+    """A number, or 1 where the tuner chooses it: there it begins."""
     text = str(given)
     if text == "auto":
         return 1
     try:
         number = int(text)
     except ValueError:
-        number = 0
-    if number not in _DEGREES:
-        choices = ", ".join(map(str, _DEGREES))
-        raise ValueError(f"--moe-overlap-degree {text} must be one of {choices}, or auto")
+        raise ValueError(f"{flag} {text} must be a whole number, or auto") from None
+    objection = allowed.objection([number])
+    if objection:
+        raise ValueError(f"{flag} {text} {objection}, or auto")
     return number

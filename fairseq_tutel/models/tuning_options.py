@@ -39,12 +39,16 @@ def tuned_fields(args) -> list[str]:
     Raises:
         ValueError: what cannot be combined with it; each is named.
     """
-    fields = ["overlap_degree"] if str(args.moe_overlap_degree) == "auto" else []
+    fields, flags = [], []
+    for field, name in (("overlap_degree", "moe_overlap_degree"), ("r", "moe_parallelism_r")):
+        if str(getattr(args, name)) == "auto":
+            fields.append(field)
+            flags.append(f"--{name.replace('_', '-')} auto")
     if not fields:
         if args.moe_tune_file is not None:
             raise ValueError(
                 f"--moe-tune-file {args.moe_tune_file}: nothing is tuned; give "
-                "--moe-overlap-degree auto"
+                "--moe-overlap-degree auto or --moe-parallelism-r auto"
             )
         return []
     for flag, on in (
@@ -56,7 +60,7 @@ def tuned_fields(args) -> list[str]:
         ),
     ):
         if on:
-            raise ValueError(f"--moe-overlap-degree auto cannot be combined with {flag}")
+            raise ValueError(f"{' and '.join(flags)} cannot be combined with {flag}")
     return (["algorithm"] if str(args.moe_a2a) == "auto" else []) + fields
 
 

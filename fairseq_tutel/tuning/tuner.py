@@ -166,6 +166,11 @@ class Tuner:
         """Steps of which samples are wanted."""
         return self._ring.steps
 
+    @property
+    def is_searching(self) -> bool:
+        """Whether a key has no choice yet."""
+        return not self.entries or any(e.search is not None for e in self.entries.values())
+
     def words(self, elapsed: int, measured: Mapping[int, int]) -> list[int]:
         """This rank's line of the table; as many integers on every rank and in every step.
 

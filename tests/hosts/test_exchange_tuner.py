@@ -92,6 +92,7 @@ def _converge():
         hosts.ExchangeTuner(layers, ["overlap_degree"], pinned=other)
     _options_and_evaluation(tuner, layers)
     _ragged(tuner)
+    _parallelism()
     _with_real_times()
 
 
@@ -127,6 +128,31 @@ def _ragged(tuner):
     keys = [str(key).rsplit("/", 1)[1] for key in mine._tuner.entries]
     assert keys == [str(2 * 310 // 4 // 128), *([str(most // 128)] if most >= 256 else [])]
     assert mine.state()["load"] == most > 128
+
+
+def _parallelism():
+    """One expert in two slices: r of 1, 2 and 0; what does not fit in memory is never used."""
+    groups = build_groups(1, placement="sliced")
+    free, found = exchange_tuner.free_memory, {}
+    for memory in (1 << 30, 1 << 19):
+        layer = MoELayer(M, 1, 8, groups=groups, top_k=1, seed=3)
+        tuner = hosts.ExchangeTuner([layer], ["r"], max_loss=1.0)
+        assert [axis.all_values for axis in tuner.space.axes] == [(1, 2, 0)]
+        exchange_tuner.free_memory = lambda device: memory  # noqa: B023
+        used = set()
+        for _ in range(30):
+            # 200 KB of rows, and r = 2 sends twice as many; 1 KB of weights
+            step = tuner.agree(6400, torch.float32)
+            used.add(step.exchange.r)
+            if step.timer is not None:
+                step.timer.us = {1: 3000, 2: 1000, 0: 2000}[step.exchange.r]
+            y = layer(torch.randn(6400, M, requires_grad=True), step=step)
+            y.sum().backward()
+        (entry,) = tuner._tuner.entries.values()
+        found[memory] = used, tuner.space.values(entry.choice)["r"]
+    exchange_tuner.free_memory = free
+    assert found == {1 << 30: ({0, 1, 2}, 2), 1 << 19: ({0, 1}, 0)}
+    assert free(torch.device("cpu")) > 1 << 20
 
 
 def _with_real_times():

@@ -63,7 +63,7 @@ MODEL_OPTIONS = {
     "--moe-tune-max-loss": (["0.1"], 0.1, 0.02),
     "--moe-tune-file": (["plans.json", "--moe-overlap-degree", "auto"], "plans.json", None),
     "--moe-expert-placement": (["sliced"], "sliced", "replicated"),
-    "--moe-parallelism-r": (["0"], 0, 1),
+    "--moe-parallelism-r": (["0"], "0", "1"),
     "--moe-backend": (["torch"], "torch", "auto"),
     "--moe-wire": (["fp8"], "fp8", "same"),
     "--moe-wire-back": (["fp16"], "fp16", "auto"),
@@ -225,7 +225,12 @@ def test_without_options_evaluation_drops_nothing_and_the_gate_is_fp32(default):
         ("--moe-input-jitter 1.5", ("--moe-input-jitter 1.5 must be at least 0 and below 1",)),
         ("--moe-load-importance-loss", ("gate_noise=0.0",)),
         ("--moe-overlap-degree 3", ("--moe-overlap-degree 3 must be one of 1, 2, 4, 8, or auto",)),
-        ("--moe-overlap-degree x", ("--moe-overlap-degree x must be one of",)),
+        ("--moe-parallelism-r x", ("--moe-parallelism-r x must be a whole number, or auto",)),
+        ("--moe-parallelism-r -1", ("--moe-parallelism-r -1 must be at least 0, or auto",)),
+        (
+            "--moe-parallelism-r auto --dummy-a2a",
+            ("--moe-parallelism-r auto cannot be combined with --dummy-a2a",),
+        ),
         (
             "--moe-overlap-degree auto --record-a2a-perf-stats",
             ("--moe-overlap-degree auto cannot", "--record-a2a-perf-stats"),

@@ -76,6 +76,7 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
         "moe_expert_parallel_size": 0,
         "moe_expert_placement": "replicated",
         "moe_parallelism_r": 1,
+        "moe_tune_file": None,
         **(arg_overrides or {}),
     }
     state = load_for_rank(
