@@ -43,8 +43,8 @@ class Model(nn.Module):
         self.moe = MoELayer(DIM, num_experts, HIDDEN, seed=seed, top_k=1, groups=groups)
 
 
-def make(num_experts, optimizer, placement="replicated", seed=1):
-    model = Model(num_experts, placement, seed)
+def make(num_experts, optimizer, placement="replicated", seed=1, device="cpu"):
+    model = Model(num_experts, placement, seed).to(device)
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     if isinstance(optimizer, Adam16):
         share_scales(optimizer, model.moe.groups)
@@ -95,8 +95,8 @@ def path_of(folder, case, how):
     return os.path.join(folder, f"{case[0]}-{case[1]}-{how}.pt")
 
 
-def through(folder, sources, trained):
-    """What each placement saves after it has loaded each source; with the whole state, if asked.
+def through(folder, cases, sources, trained, device):
+    """Sets by case: what each placement saves after it has loaded each source.
 
     Args:
         sources: of the sets to be loaded, the end of their name.
@@ -104,10 +104,11 @@ def through(folder, sources, trained):
     """
     rank, world_size = process_world()
     written = {}
-    for case in CASES:
+    for case in cases:
         for placement in ("sliced", "replicated"):
             for source in sources:
-                model, optimizer = make(*case, placement, seed=7)  # all must come from the file
+                # all must come from the file
+                model, optimizer = make(*case, placement, seed=7, device=device)
                 hosts.load_checkpoint(path_of(folder, case, source), model, optimizer)
                 path = path_of(folder, case, f"{world_size}-{placement}-from-{source}")
                 hosts.save_checkpoint(path, model, optimizer)
@@ -207,9 +208,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run_all(folder, sources, trained, refusals):
+def run_all(folder, cases, sources, trained, refusals, device="cpu"):
     slice_gather._PIECE_BYTES = 1000  # several pieces per tensor, the last one smaller
-    written = through(folder, sources, trained)
+    written = through(folder, cases, sources, trained, device)
     if refusals:
         check_whole_state_and_refusals(folder)
     return written
@@ -218,10 +219,11 @@ def run_all(folder, sources, trained, refusals):
 @pytest.mark.parametrize("widest", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_sliced_and_replicated_write_the_same_bits_at_any_number_of_ranks(folder, widest):
     """One process -> the most ranks -> two -> one, each way between the placements."""
-    written = run_ranks(run_all, widest, folder, ["1"], True, widest == 4, timeout=120)[0]
+    cases = CASES if widest == 4 else CASES[1:3]
+    written = run_ranks(run_all, widest, folder, cases, ["1"], True, widest == 4, timeout=120)[0]
     sources = [f"{widest}-sliced", f"{widest}-replicated-from-1"]
-    fewer = run_ranks(run_all, 2, folder, sources, widest == 4, False, timeout=120)[0]
-    for case in CASES:
+    fewer = run_ranks(run_all, 2, folder, cases, sources, widest == 4, False, timeout=120)[0]
+    for case in cases:
         assert len(written[case]) == 3 and len(fewer[case]) == 4 + (widest == 4)
         for path in (*written[case], *fewer[case]):
             assert_same(path, path_of(folder, case, "1"))
@@ -230,6 +232,15 @@ def test_sliced_and_replicated_write_the_same_bits_at_any_number_of_ranks(folder
         again = path_of(folder, case, "1-again")
         hosts.save_checkpoint(again, model, optimizer)
         assert_same(again, path_of(folder, case, "1"))
+
+
+@pytest.mark.gpu
+def test_slices_on_a_gpu_are_joined_as_on_a_cpu(folder):
+    """Two ranks share it."""
+    written = run_ranks(run_all, 2, folder, CASES[2:], ["1"], False, False, "cuda", timeout=120)[0]
+    for case in CASES[2:]:
+        for path in written[case]:
+            assert_same(path, path_of(folder, case, "1"))
 
 
 def killed_while_it_joins(path):
