@@ -21,6 +21,9 @@ CASES = {
     "sampling and padding": dict(second_expert_policy="sampling", use_pad_mask=True),
     "random": dict(second_expert_policy="random"),
     "z-loss, relu": dict(z_loss_weight=0.1, activation="relu"),
+    "null and shared experts, outputs masked": dict(
+        null_experts=3, shared_expert_dim=10, expert_output_masking=0.2, final_output_masking=0.2
+    ),
 }
 
 
