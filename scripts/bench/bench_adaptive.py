@@ -35,9 +35,8 @@ from torch import nn
 from fairseq_tutel import hosts
 from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.distributed import build_groups
-from fairseq_tutel.hosts.exchange_tuner import TUNED
+from fairseq_tutel.hosts.exchange_choices import TUNABLE, build_choices
 from fairseq_tutel.moe import MoELayer
-from fairseq_tutel.tuning import Space
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -46,15 +45,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     factors = {"type": lambda text: [float(word) for word in text.split(",")], "metavar": "LIST"}
     add("--phases", default=[1.0, 2.0, 4.0, 2.0, 1.0], help="capacity factors in order", **factors)
-    add("--steps", type=int, default=100, help="of a phase (default: 100)")
+    add("--steps", type=int, default=120, help="of a phase (default: 120)")
     add("--samples", type=int, default=5, help="of a fixed choice at a factor (default: 5)")
-    add("--closed-steps", type=int, default=30, help="of a closed tuner (default: 30)")
-    add("--placement", default="replicated", choices=["replicated", "sliced"])
+    add("--closed-steps", type=int, default=100, help="of a closed tuner (default: 100)")
+    add("--placement", default="sliced", choices=["replicated", "sliced"])
     add("--layers", type=int, default=1, help="default: 1")
     add("--experts", type=int, default=2, help="default: 2")
     add("--tokens", type=int, default=64, help="of a rank (default: 64)")
     add("--model-dim", type=int, default=256, help="default: 256")
-    add("--hidden-dim", type=int, default=512, help="default: 512")
+    add("--hidden-dim", type=int, default=384, help="default: 384")
     add("--ranks-per-node", type=int, default=0, help="default: as the machines have it")
     add("--max-loss", type=float, default=0.1, help="of time that trials may cost (default: 0.1)")
     add(
@@ -105,7 +104,7 @@ class Tuned:
 
     def __init__(self, stack: Stack, options: argparse.Namespace):
         self.stack = stack
-        self.tuner = hosts.ExchangeTuner(list(stack.layers), TUNED, max_loss=options.max_loss)
+        self.tuner = hosts.ExchangeTuner(list(stack.layers), TUNABLE, max_loss=options.max_loss)
         self.choice = stack.layers[0].exchange_config
 
     def step(self, factor: float) -> None:
@@ -116,20 +115,23 @@ class Tuned:
         self.stack.step(factor, step=step)
 
 
-def fixed_choices(base: ExchangeConfig, space: Space) -> list[ExchangeConfig]:
-    """Everything that the tuner can choose."""
+def fixed_choices(stack: Stack) -> list[ExchangeConfig]:
+    """Everything that the tuner can choose, built for a stack."""
+    axes, serves = build_choices(list(stack.layers), TUNABLE)
     values = [{}]
-    for axis in space.axes:
+    for axis in axes:
         values = [{**known, axis.name: value} for known in values for value in axis.values]
-    simplest = {axis.name: axis.values[0] for axis in space.axes}
-    values += [{**simplest, axis.name: value} for axis in space.axes for value in axis.apart]
-    return [dataclasses.replace(base, **each) for each in values]
+    simplest = {axis.name: axis.values[0] for axis in axes}
+    values += [{**simplest, axis.name: value} for axis in axes for value in axis.apart]
+    base = stack.layers[0].exchange_config
+    choices = [dataclasses.replace(base, **each) for each in values]
+    # where an algorithm does not fit the nodes of an r, another would take its place
+    return [choice for choice in choices if serves.get((choice.algorithm, choice.r), True)]
 
 
 def name_of(choice: ExchangeConfig) -> str:
     """As in "2dh x4 r=2"."""
-    r = f" r={choice.r}" if "r" in TUNED else ""
-    return f"{choice.algorithm} x{choice.overlap_degree}{r}"
+    return f"{choice.algorithm} x{choice.overlap_degree} r={choice.r}"
 
 
 def timed(ranks: Ranks, step: Callable[[], Any]) -> float:
@@ -235,9 +237,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         raise ValueError("an exchange needs at least 2 ranks: see two_nodes.py --help")
     others, before = OtherLoad(), time.process_time()
     tuned, reference = Tuned(Stack(options), options), Stack(options)
-    choices = fixed_choices(tuned.choice, tuned.tuner.space)
-    for layer in reference.layers:
-        layer.prepare_exchanges(choices)
+    choices = fixed_choices(reference)
     fixed = measure_fixed(reference, choices, options, ranks)
     summary = Summary.of(fixed, options.phases, options.steps)
     by_name = {name_of(choice): choice for choice in choices}
