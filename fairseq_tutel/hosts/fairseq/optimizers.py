@@ -6,6 +6,7 @@ import functools
 
 import torch
 from fairseq.optim import FairseqOptimizer
+from fairseq.optim.fused_adam import FusedAdamV1
 
 from ...distributed import ExpertParallelGroups, copies_of, is_expert, max_over_replicas_
 from ...optim.adam16 import Adam16
@@ -20,7 +21,8 @@ def fit_to_slices(optimizer: FairseqOptimizer, name: str, groups: ExpertParallel
         groups: placement of the experts; nothing is done where they are not in slices.
 
     Raises:
-        ValueError: an optimizer that needs all weights of a tensor for the update of one.
+        ValueError: an optimizer that needs all weights of a tensor for the update of one, or for
+            what it keeps of one.
     """
     if groups.num_slices == 1:
         return
@@ -31,6 +33,12 @@ def fit_to_slices(optimizer: FairseqOptimizer, name: str, groups: ExpertParallel
             f"--optimizer {name} needs all weights of an expert for the update of each, and with "
             f"--moe-expert-placement sliced every rank has 1/{groups.num_slices} of them: use "
             "--moe-expert-placement replicated, or an optimizer such as adam, nag or sgd"
+        )
+    if isinstance(inner, FusedAdamV1) and inner.use_fp16_stats:
+        raise ValueError(
+            "--fp16-adam-stats with apex's fused Adam has a scale per rank, and with "
+            "--moe-expert-placement sliced several ranks have parts of one statistic: drop "
+            "--fp16-adam-stats, or do without apex, which this package does not need for it"
         )
     halves = getattr(optimizer, "fp16_params", ())
     for half, copy in zip(halves, getattr(optimizer, "fp32_params", ()), strict=True):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fairseq import optim
+from fairseq.optim.fused_adam import FusedAdamV1
 from helpers.training import make_config
 
 from fairseq_tutel.distributed import ExpertParallelGroups, copies_of, is_expert
@@ -49,4 +50,9 @@ def test_optimizers_that_mix_weights_are_refused_by_name():
     name, optimizer = build("--optimizer", "adafactor")
     fit_to_slices(optimizer, name, ExpertParallelGroups(2))
     with pytest.raises(ValueError, match="--optimizer adafactor .* sliced .* 1/2 of them: use --m"):
+        fit_to_slices(optimizer, name, GROUPS)
+    name, optimizer = build()
+    apex = optimizer._optimizer = FusedAdamV1.__new__(FusedAdamV1)  # apex is not installed
+    apex.use_fp16_stats = True
+    with pytest.raises(ValueError, match="--fp16-adam-stats with apex's .* a scale per rank"):
         fit_to_slices(optimizer, name, GROUPS)
