@@ -59,7 +59,7 @@ def reshard(
     if not reader.num_experts:
         raise CheckpointError(f"{src}: has no experts, so there is nothing to place on ranks")
     num_files = count_rank_files(reader.num_experts, num_ranks)
-    metadata = SetMetadata(new_id(), num_ranks, num_files, reader.num_experts)
+    metadata = SetMetadata(new_id(), _saved_by(reader), num_files, reader.num_experts)
 
     def members() -> Iterator[tuple[Role, dict[str, Any]]]:
         keep = reader.has_optimizer
@@ -100,14 +100,18 @@ def merge(
     reader = SetReader(src)
     if with_optimizer and not reader.has_optimizer:
         raise CheckpointError(f"{src}: has no optimizer state that could be merged")
-    world_size = reader.metadata.world_size if reader.metadata else reader.num_rank_files
-    metadata = SetMetadata(new_id(), world_size, 0, reader.num_experts)
+    metadata = SetMetadata(new_id(), _saved_by(reader), 0, reader.num_experts)
 
     def members() -> Iterator[tuple[Role, dict[str, Any]]]:
         yield MERGED, reader.state_of(range(reader.num_experts), with_optimizer=with_optimizer)
 
     _write(target, metadata, members(), 1, progress)
     return target.path
+
+
+def _saved_by(reader: SetReader) -> int:
+    """Ranks of the run, whose steps the position in the data is counted in; not of the new set."""
+    return reader.metadata.world_size if reader.metadata else reader.num_rank_files
 
 
 def _check_target(src: str, dst: str, force: bool) -> CheckpointSet:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from checkpoint_helpers import Reference, names_in, set_names
 
+from fairseq_tutel.checkpoint import inspect
 from fairseq_tutel.checkpoint.__main__ import main
 
 REPOSITORY = Path(__file__).parents[2]
@@ -84,6 +85,9 @@ def test_verify_finds_a_flipped_bit(saved, capsys, tmp_path):
 def test_reshard_and_merge(saved, capsys, tmp_path):
     out = str(tmp_path / "new" / "x.pt")
     assert main(["reshard", saved, out, "--ranks", "4"]) == 0
+    report = inspect(out)
+    # a run that goes on from it counts its place in the data in steps of the ranks that saved it
+    assert (report["num_rank_files"], report["world_size"]) == (4, 2)
     captured = capsys.readouterr()
     assert captured.out == f"{out}\n" and "[5/5] writing x-rank-3.pt" in captured.err
     assert names_in(tmp_path / "new") == set_names("x", 4)
