@@ -73,7 +73,7 @@ class ExchangeTuner:
         self._layer = alike(layers)
         self._base = self._layer.exchange_config
         axes, self._serves = build_choices(layers, tuned)
-        self.space = Space(axes)
+        self.space = Space(axes, self._instead)
         self.signature = signature(self._layer)
         self._tuner = Tuner(
             self.space,
@@ -223,17 +223,22 @@ class ExchangeTuner:
             for axis in self.space.axes
         }
 
+    def _instead(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """Where the algorithm does not serve the ranks of r, ``linear``, which would be used."""
+        if self._serves.get((choice.get("algorithm"), choice.get("r", self._base.r)), True):
+            return choice
+        return {**choice, "algorithm": "linear"}
+
     def _fits(self, choice) -> bool:
-        """Whether the algorithm serves the ranks of r, and what r takes is there twice over.
+        """Whether what r takes is there twice over.
 
         An overestimate where activations are recomputed: what is gathered is kept for one layer.
         """
-        r = choice.get("r", self._base.r)
-        if not self._serves.get((choice.get("algorithm"), r), True):
-            return False
         if not self._measures_memory:
             return True
-        flow = make_flow(self._layer.groups, r)  # as it was made at the start
+        flow = make_flow(
+            self._layer.groups, choice.get("r", self._base.r)
+        )  # as it was made at the start
         own = sum(param.numel() for param in self._layer.experts.parameters())
         gathered = own * flow.gather_size * self._itemsize if flow.gather_size > 1 else 0
         copies = 2 * (flow.copies - 1) * self._bytes  # of rows, there and back

@@ -130,14 +130,14 @@ class Search:
                 break
             if not axis.ordered:
                 for number in range(len(axis.values)):
-                    yield from self._try(self._with(self.best, index, number))
+                    yield from self._try(self.space.with_value(self.best, index, number))
             elif len(axis.values) <= _NARROW:
                 yield from self._walk(index)
             else:
                 yield from self._ternary(index)
         for index, axis in enumerate(self.space.axes):
             for number in range(len(axis.values), len(axis.all_values)):
-                yield from self._try(self._with(self.space.simplest, index, number))
+                yield from self._try(self.space.with_value(self.space.simplest, index, number))
         yield from self._descend()
         yield from self._rematch()
 
@@ -156,7 +156,7 @@ class Search:
         for direction in (1, -1):
             before, number = origin, origin[index] + direction
             while 0 <= number < len(self.space.axes[index].values):
-                choice = self._with(origin, index, number)
+                choice = self.space.with_value(origin, index, number)
                 yield from self._try(choice)
                 if not self._faster(choice, before, allowance=1):
                     break
@@ -169,8 +169,8 @@ class Search:
         low, high = 0, len(self.space.axes[index].values) - 1
         while high - low > 2:
             third = (high - low) // 3
-            left = self._with(origin, index, low + third)
-            right = self._with(origin, index, high - third)
+            left = self.space.with_value(origin, index, low + third)
+            right = self.space.with_value(origin, index, high - third)
             yield from self._try(left)
             yield from self._try(right)
             if self._faster(left, right):
@@ -178,7 +178,7 @@ class Search:
             else:
                 low = left[index] + 1
         for number in range(low, high + 1):
-            yield from self._try(self._with(origin, index, number))
+            yield from self._try(self.space.with_value(origin, index, number))
 
     def _rematch(self):
         """The winner again, since the best of many times was lucky, and whoever may be faster."""
@@ -220,7 +220,3 @@ class Search:
         if mine is None or others is None:
             return mine is not None
         return mine < others + allowance * self._doubt(choice, other)
-
-    @staticmethod
-    def _with(choice: Choice, index: int, number: int) -> Choice:
-        return (*choice[:index], number, *choice[index + 1 :])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +39,17 @@ class Space:
 
     Args:
         axes: in the order in which they are searched; at least one value each.
+        instead: the choice that is made where values of two axes do not go together, so that a
+            search gets by such a pair; None: all do.
     """
 
-    def __init__(self, axes: Sequence[Axis]):
+    def __init__(
+        self,
+        axes: Sequence[Axis],
+        instead: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
+    ):
         self.axes = tuple(axes)
+        self._instead = instead
 
     @property
     def simplest(self) -> Choice:
@@ -90,4 +97,11 @@ class Space:
             for number in range(len(axis.values)):
                 distance = abs(number - choice[index])
                 if distance == 1 or distance and not axis.ordered:
-                    yield (*choice[:index], number, *choice[index + 1 :])
+                    yield self.with_value(choice, index, number)
+
+    def with_value(self, choice: Choice, index: int, number: int) -> Choice:
+        """A choice with the value ``number`` of the axis ``index``, or what is made instead."""
+        changed = (*choice[:index], number, *choice[index + 1 :])
+        if self._instead is None:
+            return changed
+        return self.choice(self._instead(self.values(changed)))

@@ -93,6 +93,24 @@ def test_what_cannot_be_run_is_passed_over():
     assert searched(choices, lambda choice: None).best == choices.simplest
 
 
+@pytest.mark.parametrize("near", [True, False])
+def test_a_pair_that_does_not_go_together_blocks_no_way(near):
+    """2dh does not fit the ranks of r = 1: from 2dh with r = 2 there still is a way to r = 1."""
+
+    def instead(values):
+        unfit = (values["algorithm"], values["r"]) == ("2dh", 1)
+        return {**values, "algorithm": "linear"} if unfit else values
+
+    choices = Space(tables.space(2).axes, instead)
+    times = {(0, 0, 0): 100, (1, 0, 1): 140}
+    start = choices.choice({"algorithm": "2dh", "overlap_degree": 1, "r": 2})
+    search = searched(choices, lambda choice: [times.get(choice, 200)], start, near)
+    assert search.best == (0, 0, 0)
+    assert all(
+        choices.choice(instead(choices.values(tried))) == tried for tried, _ in search.history
+    )
+
+
 def test_a_search_goes_on_from_its_history():
     choices = tables.space(8)
     times, noise = tables.table(choices, 5), tables.Noise(5)
