@@ -30,10 +30,12 @@ def configs():
     return {name: make_config(*options.split()) for name, options in CASES.items()}
 
 
-def _place(name, cfg, size):
-    """Half of the ranks hold all experts, or as many as ``size`` says."""
+def _place(name, cfg, saved_by=None):
+    """Half of the ranks hold all experts; other groups where as many ranks as saved go on."""
     if "in groups" in name:
-        cfg.model.moe_expert_parallel_size = size or max(1, process_world()[1] // 2)
+        world_size = process_world()[1]
+        sizes = {1: 1, 2: 2, 4: 1} if saved_by == world_size else {1: 1, 2: 1, 4: 2}
+        cfg.model.moe_expert_parallel_size = sizes[world_size]
 
 
 def _path(folder, name, world_size):
@@ -56,7 +58,7 @@ def _train_and_save(cfgs, folder):
     """Losses of all updates and the weights at the end; a set is saved in the middle."""
     found = {}
     for name, cfg in cfgs.items():
-        _place(name, cfg, 0)
+        _place(name, cfg)
         trainer = make_trainer(cfg)
         records = record_updates(trainer)
         for update in range(2 * HALF):
@@ -72,7 +74,7 @@ def _resume(cfgs, folder, saved_by):
     for name, cfg in cfgs.items():
         cfg.common.seed = 77  # other initial weights: everything must come from the checkpoint
         cfg.checkpoint.save_dir = folder
-        _place(name, cfg, min(2, process_world()[1]) if saved_by == process_world()[1] else 0)
+        _place(name, cfg, saved_by)
         trainer = make_trainer(cfg)
         trainer.cfg.common.seed = 3
         extra = trainer.load_checkpoint(_path(folder, name, saved_by))
