@@ -236,9 +236,8 @@ class ExchangeTuner:
         """
         if not self._measures_memory:
             return True
-        flow = make_flow(
-            self._layer.groups, choice.get("r", self._base.r)
-        )  # as it was made at the start
+        r = choice.get("r", self._base.r)
+        flow = make_flow(self._layer.groups, r)  # as it was made at the start
         own = sum(param.numel() for param in self._layer.experts.parameters())
         gathered = own * flow.gather_size * self._itemsize if flow.gather_size > 1 else 0
         copies = 2 * (flow.copies - 1) * self._bytes  # of rows, there and back

@@ -47,7 +47,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--phases", default=[1.0, 2.0, 4.0, 2.0, 1.0], help="capacity factors in order", **factors)
     add("--steps", type=int, default=120, help="of a phase (default: 120)")
     add("--samples", type=int, default=5, help="of a fixed choice at a factor (default: 5)")
-    add("--closed-steps", type=int, default=100, help="of a closed tuner (default: 100)")
+    add("--closed-steps", type=int, default=200, help="of a closed tuner (default: 200)")
     add("--placement", default="sliced", choices=["replicated", "sliced"])
     add("--layers", type=int, default=1, help="default: 1")
     add("--experts", type=int, default=2, help="default: 2")
