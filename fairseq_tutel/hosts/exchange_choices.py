@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..distributed import build_exchange, possible_r, process_world, ranks_per_node
+from ..distributed import (
+    Exchange,
+    build_exchange,
+    gather_texts,
+    possible_r,
+    process_world,
+    ranks_per_node,
+)
+from ..distributed.exchanges import AutoExchange
 from ..moe import Experts, MoELayer
 from ..tuning import Axis
 
@@ -58,6 +67,20 @@ def build_choices(
     if len(sizes) > 1:
         axes.append(Axis("r", tuple(r for r in sizes if r), apart=(0,)))
     return axes, serves
+
+
+def as_measured_on_rank_0(layer: MoELayer) -> Exchange:
+    """The layer's exchange for a message's size as all ranks choose it; not to be used for more.
+
+    Groups of ranks that exchange tokens measure ``auto`` each by themselves. Collective.
+    """
+    built = build_exchange(layer.exchange_config, layer.groups)
+    if layer.exchange_config.algorithm != "auto":
+        return built
+    seconds = json.loads(gather_texts(json.dumps(getattr(built, "seconds", {})))[0])
+    same = AutoExchange(layer.groups)
+    same.seconds = seconds
+    return same
 
 
 def alike(layers: Sequence[MoELayer]) -> MoELayer:

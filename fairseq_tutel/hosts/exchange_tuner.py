@@ -33,7 +33,13 @@ from ..distributed import (
 from ..moe import MoELayer, RegionTimer
 from ..moe.wire import row_bytes
 from ..tuning import WINDOW, Event, Key, Pinned, Space, Tuner, dump, load
-from .exchange_choices import alike, build_choices, free_memory, signature
+from .exchange_choices import (
+    alike,
+    as_measured_on_rank_0,
+    build_choices,
+    free_memory,
+    signature,
+)
 
 TUNED = ("algorithm", "overlap_degree")
 
@@ -82,6 +88,7 @@ class ExchangeTuner:
             fits=lambda key, choice: self._fits(choice),
             start=lambda key: self._start(),
         )
+        self._measured = as_measured_on_rank_0(self._layer)
         self._num_layers = len(layers)
         self._device = next(self._layer.parameters()).device
         self._measures_memory = "r" in tuned
@@ -119,12 +126,14 @@ class ExchangeTuner:
         settings = layer.step_settings(dtype, **options)
         if not layer.groups.agrees:
             return StepAgreement(num_tokens, settings)
-        step, words = sync_step_of_all(num_tokens, settings, layer.groups, self._words())
-        self._settle(words)
+        words = [num_tokens, *self._words()]
+        step, table = sync_step_of_all(num_tokens, settings, layer.groups, words)
+        self._settle([line[1:] for line in table])
         if not layer.training:
             self._began = None  # of the time of a run, evaluation is no part
             return step
-        capacity, is_fixed = self._capacity(step.num_tokens, settings)
+        # of all ranks, not only of those that exchange tokens: a choice is that of all
+        capacity, is_fixed = self._capacity(max(line[0] for line in table), settings)
         row = row_bytes(self._base, layer.model_dim, dtype)
         self._bytes = settings.num_experts * capacity * row
         self._itemsize = dtype.itemsize
@@ -216,7 +225,7 @@ class ExchangeTuner:
         values = {axis.name: getattr(self._base, axis.name) for axis in self.space.axes}
         if values.get("algorithm") == "auto":
             size = self._bytes // self._base.overlap_degree
-            values["algorithm"] = self._layer.exchange.for_message(size).name
+            values["algorithm"] = self._measured.for_message(size).name
         # an algorithm that does not fit the nodes is none of the choices
         return {
             axis.name: values[axis.name] if values[axis.name] in axis.all_values else axis.values[0]

@@ -10,9 +10,10 @@ from fairseq.logging import metrics
 from helpers.distributed import run_ranks
 from helpers.training import make_config, make_trainer, named, own_batches
 
-from fairseq_tutel.distributed import process_world
+from fairseq_tutel import hosts
+from fairseq_tutel.distributed import build_groups, gather_texts, process_world
 from fairseq_tutel.hosts import exchange_tuner
-from fairseq_tutel.moe import RegionTimer
+from fairseq_tutel.moe import MoELayer, RegionTimer
 
 # microseconds by degree and algorithm: the other algorithm is better from the second degree on
 TIMES = {1: (4000, 4100), 2: (3000, 2000), 4: (3500, 2500), 8: (5000, 4900)}
@@ -86,7 +87,26 @@ def _tune(cfg, folder):
     assert _lines(folder) == lines
     resumed.save_checkpoint(path, state)
     torch.distributed.barrier()
-    return values, _pinned(cfg, folder, used[-1])
+    pinned = _pinned(cfg, folder, used[-1])
+    _unlike_groups()
+    return values, pinned
+
+
+def _unlike_groups():
+    """Two groups of two ranks that exchange tokens, of other numbers: one choice for all."""
+    rank, _ = process_world()
+    layer = MoELayer(8, 2, 8, groups=build_groups(2), seed=3)
+    tuner = hosts.ExchangeTuner([layer], max_loss=1.0)
+    for number in range(12):
+        step = tuner.agree(3000 if rank > 1 else 8, torch.float32)
+        assert step.num_tokens == (3000 if rank > 1 else 8)  # capacities are those of a group
+        if step.timer is not None:
+            step.timer.exchange = step.exchange
+        texts = gather_texts(str(step.exchange))
+        assert len(set(texts)) == 1, number
+    assert len(tuner.take_events()) >= 2
+    (key,) = tuner._tuner.entries
+    assert key.bucket == 3000 // 128
 
 
 def _trials(exchanges):
