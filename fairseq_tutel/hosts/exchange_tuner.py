@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ..config import ExchangeConfig
 from ..distributed import (
     StepAgreement,
     gather_texts,
@@ -94,6 +95,8 @@ class ExchangeTuner:
         self._measures_memory = "r" in tuned
         self._free = 0  # bytes, on the rank that has least
         self._itemsize = 4
+        self._exchanges: dict[tuple, ExchangeConfig] = {}
+        self._num_parameters = sum(param.numel() for param in self._layer.experts.parameters())
         self._others: list = []
         self._pinned = None if pinned is None else _pinned(pinned, self.space, self.signature)
         self._timers: dict[int, RegionTimer] = {}
@@ -137,8 +140,8 @@ class ExchangeTuner:
         row = row_bytes(self._base, layer.model_dim, dtype)
         self._bytes = settings.num_experts * capacity * row
         self._itemsize = dtype.itemsize
-        order = self._order(Key.of("train", _name(dtype), _sizes(layer, settings.top_k), capacity))
-        exchange = dataclasses.replace(self._base, **order[0])
+        order = self._order(Key.of("train", _name(dtype), self._sizes(settings.top_k), capacity))
+        exchange = self._exchange(order[0])
         timer = self._timer(*order[1:], is_fixed)
         settings = dataclasses.replace(settings, exchange=exchange)
         return dataclasses.replace(step, settings=settings, exchange=exchange, timer=timer)
@@ -173,16 +176,27 @@ class ExchangeTuner:
         if not self.is_pinned:
             self._others = load(state["file"], self._tuner, self.signature)
 
+    def _exchange(self, choice) -> ExchangeConfig:
+        """Made once: a step that is not tried or measured shall cost nothing."""
+        values = tuple(choice.values())
+        if values not in self._exchanges:
+            self._exchanges[values] = dataclasses.replace(self._base, **choice)
+        return self._exchanges[values]
+
     def _capacity(self, num_tokens, settings) -> tuple[int, bool]:
         """Rows of an expert and rank, and whether they are the same whatever the tokens are."""
-        config = dataclasses.replace(
-            self._layer.config,
-            top_k=settings.top_k,
-            capacity_factor=settings.capacity_factor,
-        )
+        config = self._layer.config
+        options = {"top_k": settings.top_k, "capacity_factor": settings.capacity_factor}
+        if any(getattr(config, name) != value for name, value in options.items()):
+            config = dataclasses.replace(config, **options)
         if config.is_static(training=True) and not self._base.wire_compact:
             return config.capacity(num_tokens, training=True), True
         return self._load or settings.top_k * num_tokens // settings.num_experts, False
+
+    def _sizes(self, top_k) -> str:
+        layer = self._layer
+        sizes = f"M{layer.model_dim} E{layer.groups.num_experts}"
+        return f"{sizes} K{top_k} P{self._num_parameters}"
 
     # the integers of a step
 
@@ -247,8 +261,9 @@ class ExchangeTuner:
             return True
         r = choice.get("r", self._base.r)
         flow = make_flow(self._layer.groups, r)  # as it was made at the start
-        own = sum(param.numel() for param in self._layer.experts.parameters())
-        gathered = own * flow.gather_size * self._itemsize if flow.gather_size > 1 else 0
+        gathered = (
+            self._num_parameters * flow.gather_size * self._itemsize if flow.gather_size > 1 else 0
+        )
         copies = 2 * (flow.copies - 1) * self._bytes  # of rows, there and back
         return 2 * self._num_layers * (gathered + copies) <= self._free
 
@@ -267,11 +282,6 @@ def _pinned(text, space, signature):
 
 def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _sizes(layer, top_k) -> str:
-    experts = sum(param.numel() for param in layer.experts.parameters())
-    return f"M{layer.model_dim} E{layer.groups.num_experts} K{top_k} P{experts}"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -279,7 +279,7 @@ class MoELayer(nn.Module):
             settings = self._settings(config, exchange, x_TM.dtype)
             step = sync_step(x_TM.shape[0], settings, self.groups)
         elif step.settings is not None and (
-            config is not self.config or exchange is not self.exchange_config
+            config is not self.config or exchange not in (self.exchange_config, step.exchange)
         ):
             # ranks would exchange parts of a size that they did not compare; an agreement may be
             # older than the autocast that decides the dtype, but all else must hold

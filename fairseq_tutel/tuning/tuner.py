@@ -18,8 +18,10 @@ from .search import Search, median
 from .space import Choice, Space
 
 WINDOW = 128  # capacities of a bucket
-# What is left of a trial that is so many times slower than the best choice is not run.
-_HOPELESS = 1.5
+# What is left of a trial is not run where its first samples are so many times slower than the best.
+_HOPELESS = (1.5, 1.2)
+# Buckets from this one on are so wide (a quarter of the capacity) that the next one is much alike.
+_ALIKE = 4
 # A decided key is measured every so many steps; it is searched again where the median of so many
 # samples (50 steps) has moved by so much, and its last search began so many steps ago.
 _EVERY, _RECENT, _MOVED, _PATIENCE = 5, 10, 0.2, 1000
@@ -234,7 +236,9 @@ class Tuner:
         nearest = min(decided, key=lambda o: (abs(o.bucket - key.bucket), o.bucket), default=None)
         near = False
         if nearest is not None:
-            start, near = self.entries[nearest].choice, abs(nearest.bucket - key.bucket) == 1
+            start = self.entries[nearest].choice
+            lower, upper = sorted((nearest.bucket, key.bucket))
+            near = upper - lower == 1 and lower >= _ALIKE
         elif self._start is not None:
             start = self.space.choice(self._start(key))
         else:
@@ -274,8 +278,9 @@ class Tuner:
             return
         entry.samples.append(sample.microseconds)
         best = entry.search.time(entry.search.best)
-        hopeless = best is not None and sample.microseconds > _HOPELESS * best
-        if len(entry.samples) >= self.steps - 1 or hopeless and len(entry.samples) == 1:
+        limit = dict(enumerate(_HOPELESS, start=1)).get(len(entry.samples))
+        hopeless = best is not None and limit is not None and min(entry.samples) > limit * best
+        if len(entry.samples) >= self.steps - 1 or hopeless:
             self._end_trial(key, entry, entry.samples)
 
     def _end_trial(self, key, entry, samples):
