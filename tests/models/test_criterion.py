@@ -178,6 +178,19 @@ def test_errors_on_the_wire_are_means_over_the_layers_that_have_one():
     assert values[first] == pytest.approx(0.02) and other not in values
 
 
+def test_share_of_null_experts():
+    """20 choices of a layer; one without such experts logs nothing of them."""
+    model = FakeModel([1.0, 1.0])
+    plain = criterion()(model, sample())[2]
+    assert "moe_null" not in plain and "moe_null" not in logged([plain])
+    with_nulls = ({"num_null_KN": torch.tensor([[3], [2]])}, {"num_null_KN": torch.zeros(2, 1)})
+    reports = model()[1]["moe"]
+    reports = [aux._replace(**nulls) for aux, nulls in zip(reports, with_nulls, strict=True)]
+    model.forward = lambda **net_input: (model.logits, {"moe": reports})
+    output = criterion()(model, sample())[2]
+    assert logged([output, output])["moe_null"] == pytest.approx(100 * 5 / (20 + 5) / 2, abs=0.01)
+
+
 def test_an_update_is_read_back_in_one_piece(monkeypatch):
     """What is logged are numbers: fairseq rounds every tensor that it finds by reading it."""
     model = FakeModel([1.0, 2.0])
