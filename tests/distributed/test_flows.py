@@ -23,10 +23,11 @@ from fairseq_tutel.distributed import (
     make_flow,
     possible_r,
     process_world,
+    sum_over_ranks,
     sync_step,
     take_slice,
 )
-from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.moe import MoELayer, dispatcher
 
 M, HIDDEN = 6, 16
 EXPERTS = (1, 2, 4, 8)
@@ -172,6 +173,25 @@ def _refuse_what_does_not_fit():
     assert "\n" not in str(caught.value)
 
 
+def _drops():
+    """Which pairs a full expert drops depends neither on r nor on the degree of overlap."""
+    rank, _ = process_world()
+    x, target, rows = tokens_of("empty")
+    for experts, factor in itertools.product((1, 2), (0.25, -0.25)):
+        groups = build_groups(experts, placement="sliced")
+        layer, found = make_layer(groups), []
+        for r, degree in itertools.product(possible_r(groups), (1, 2)):
+            exchange = ExchangeConfig(overlap_degree=degree, r=r)
+            found.append(
+                run(layer, x[rows], target[rows], exchange=exchange, capacity_factor=factor)
+            )
+            over_copies(found[-1], groups)
+            compare(found[-1], found[0], (experts, factor, r, degree))
+        _, aux = layer(x[rows], capacity_factor=factor, return_aux=True)
+        kept = sum_over_ranks([float(aux.num_kept_per_expert_E.sum())], x.device)
+        assert 0 < kept[0] < len(x) * layer.config.top_k
+
+
 def _dropout_and_dtypes():
     """Masks of dropout after fc2 are those of the tokens, at any r; half precision and wires."""
     _, world_size = process_world()
@@ -255,8 +275,8 @@ def _all(checks):
 
 
 def test_every_flow_gives_what_one_process_computes():
-    checks = _compare_with_one_process, _refuse_what_does_not_fit, _dropout_and_dtypes, _train
-    run_ranks(_all, 4, checks, timeout=250)
+    checks = [_compare_with_one_process, _refuse_what_does_not_fit, _drops]
+    run_ranks(_all, 4, [*checks, _dropout_and_dtypes, _train], timeout=250)
 
 
 @pytest.mark.slow
@@ -280,6 +300,19 @@ def test_simulated_ranks_copy_what_they_would_send_and_gather():
             held = experts if r == 0 else 1
             assert network.params[0].shape == (held, HIDDEN // (r or 1), M)
             assert network.params[2].shape == (held, M, HIDDEN // (r or 1))
+
+
+def test_dropout_is_that_of_the_pair_of_each_row():
+    """Rows of two tokens with two choices, of two parts each; some are empty."""
+    pair_of_row = [7, 0, -1, 2, 5, 4]  # t * 4 + part * 2 + choice
+    rows, keep = torch.randn(6, M), torch.rand(4, M) < 0.5
+    got = dispatcher._drop(
+        rows, torch.tensor(pair_of_row, dtype=torch.int32), keep, copies=2, top_k=2, dropout=0.5
+    )
+    for row, pair in enumerate(pair_of_row):
+        if pair >= 0:
+            choice = 2 * (pair // 4) + pair % 2
+            assert torch.equal(got[row], torch.where(keep[choice], 2 * rows[row], 0.0))
 
 
 def test_parts_of_an_expert_draw_unlike_masks():
