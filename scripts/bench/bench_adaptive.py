@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import os
 import random
 import statistics
@@ -227,6 +228,12 @@ def by_phase(tuned: dict[str, list], phases: Sequence[float], steps: int) -> lis
     return rows
 
 
+def runs_of(names: Sequence[str]) -> list[str]:
+    """Equal neighbours in a word: "linear x1 r=1 for 20 steps"."""
+    groups = ((name, len(list(same))) for name, same in itertools.groupby(names))
+    return [f"{name} for {number} step{'s'[: number != 1]}" for name, number in groups]
+
+
 def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """Measure, print and write.
 
@@ -264,7 +271,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             "best fixed/tuner": min(summary.totals.values()) / total["tuner"],
         },
         "closed": closed,
-        "tuned": measured,
+        "tuned": {**measured, "choices": runs_of(measured["choices"])},
     }
     if bed := os.environ.get("TWO_NODES"):
         result["command"] = f"{bed} -- {result['command']}"

@@ -24,6 +24,7 @@ def test_sums():
     tuned = {"tuner": [1.0, 2.0, 3.0, 4.0], "best": [1.0, 1.0, 2.0, 2.0], "choices": list("abba")}
     rows = bench_adaptive.by_phase(tuned, [1.0, 2.0], steps=2)
     assert [(row["ratio"], row["choice"]) for row in rows] == [(1.5, "b"), (1.75, "a")]
+    assert bench_adaptive.runs_of("abba") == ["a for 1 step", "b for 2 steps", "a for 1 step"]
 
 
 def _measure():
@@ -41,7 +42,8 @@ def test_a_tiny_run(tmp_path, capsys):
     assert set(result["fixed"]) == expected
     assert len(result["tuned"]["tuner"]) == 10 == len(result["tuned"]["best"])
     assert result["total"]["tuner"] == pytest.approx(sum(result["tuned"]["tuner"]))
-    assert set(result["tuned"]["choices"]) <= set(result["fixed"])
+    names = [text.split(" for ")[0] for text in result["tuned"]["choices"]]
+    assert set(names) <= set(result["fixed"])
     assert [row["capacity_factor"] for row in result["phases"]] == [1.0, 2.0]
     bench_adaptive.show(result)
     assert "tuner/best" in capsys.readouterr().out
