@@ -70,7 +70,7 @@ CASES = {
     "E=8 K=2 in groups": ("--moe-expert-count 8 --moe-top-k 2 --moe-null-experts 4", 4),
     "E=6 K=2 in groups dropless": (
         f"--moe-expert-count 6 --moe-top-k 2 {DROPLESS} {PYTORCH} --checkpoint-activations "
-        "--moe-shared-expert-ffn-dim 12 --lr 0.007",
+        "--moe-shared-expert-ffn-dim 12 --moe-null-experts 2 --lr 0.007",
         8,
     ),
     # r as many as ranks hold an expert, or the weights travel
