@@ -33,7 +33,8 @@ class RoutingCounts(NamedTuple):
     Attributes:
         load: int [L, E], pairs routed to each expert, before dropping.
         kept: int [L, E], rows that each expert gets, after dropping.
-        received: int [L, W], rows that each rank receives.
+        received: int [L, W], rows that each rank receives, with r = 1: with another r rows, or
+            weights, are spread over more ranks.
         slots: int [L], rows of the padded buffers, E * C of a rank; 0 where rows are ragged.
     """
 

@@ -179,7 +179,8 @@ def _drops():
     x, target, rows = tokens_of("empty")
     for experts, factor in itertools.product((1, 2), (0.25, -0.25)):
         groups = build_groups(experts, placement="sliced")
-        layer, found = make_layer(groups), []
+        options = {"null_experts": 1, "batch_prioritized": True} if factor < 0 else {}
+        layer, found = make_layer(groups, **options), []
         for r, degree in itertools.product(possible_r(groups), (1, 2)):
             exchange = ExchangeConfig(overlap_degree=degree, r=r)
             found.append(
