@@ -240,7 +240,8 @@ class MoETransformerDecoder(TransformerDecoder):
             extra["moe"] = list(reports)
         if extra["moe"] and incremental_state is None:
             extra["moe"] = balance_over_ranks(extra["moe"], self.moe_routing)
-            extra["moe_counts"] = routing_counts(extra["moe"], self.moe_groups)
+            exchange = step.exchange or next(iter(self.moe_layers.values())).exchange_config
+            extra["moe_counts"] = routing_counts(extra["moe"], self.moe_groups, exchange.r)
             if all(aux.bias_counts is not None for aux in extra["moe"]):
                 extra["moe_bias_counts"] = torch.stack([aux.bias_counts for aux in extra["moe"]])
         return x, extra

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..distributed import ExpertParallelGroups
+from ..distributed import ExpertParallelGroups, make_flow
 from .metrics import MoEAux
 
 
@@ -33,8 +33,8 @@ class RoutingCounts(NamedTuple):
     Attributes:
         load: int [L, E], pairs routed to each expert, before dropping.
         kept: int [L, E], rows that each expert gets, after dropping.
-        received: int [L, W], rows that each rank receives, with r = 1: with another r rows, or
-            weights, are spread over more ranks.
+        received: int [L, W], rows that each rank receives, its own included; with r > 1 each goes
+            to r ranks.
         slots: int [L], rows of the padded buffers, E * C of a rank; 0 where rows are ragged.
     """
 
@@ -64,17 +64,24 @@ UTILISATION_NAMES = (
 
 
 @torch.no_grad()
-def routing_counts(reports: Sequence[MoEAux], groups: ExpertParallelGroups) -> RoutingCounts:
+def routing_counts(
+    reports: Sequence[MoEAux], groups: ExpertParallelGroups, r: int = 1
+) -> RoutingCounts:
     """This rank's counts of the layers of one forward pass; nothing is read back to the host.
 
     Args:
         reports: of layers with as many experts each.
         groups: placement of the experts.
+        r: of the exchange that the layers used, which says where rows went.
     """
     load_LE = torch.stack([aux.num_routed_KE for aux in reports]).sum(1, dtype=torch.int32)
     kept_LE = torch.stack([aux.num_kept_per_expert_E for aux in reports])
+    sent_LE = kept_LE
+    if r != 1:
+        flow = make_flow(groups, r)
+        sent_LE, groups = kept_LE.repeat(1, flow.copies), flow.exchange_groups
     # to the ranks of this rank's exchange group only, of which there may be several
-    sent_LW = kept_LE.view(len(reports), groups.ep_size, -1).sum(2, dtype=torch.int32)
+    sent_LW = sent_LE.view(len(reports), groups.ep_size, -1).sum(2, dtype=torch.int32)
     first = groups.rank - groups.ep_rank
     after = groups.world_size - first - groups.ep_size
     return RoutingCounts(
