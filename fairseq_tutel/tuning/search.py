@@ -181,11 +181,15 @@ class Search:
             yield from self._try(self.space.with_value(origin, index, number))
 
     def _rematch(self):
-        """The winner again, since the best of many times was lucky, and whoever may be faster."""
+        """Whoever may be the fastest, until that is clear; the start anew.
+
+        The start's times may be those of the first steps of a process.
+        """
         if self.best not in self._samples:
             return
         if self.best != self.start:
-            yield self.best
+            self._samples.pop(self.start, None)
+            yield self.start
         for _ in range(_ROUNDS):
             close = self._close()
             if len(close) < 2:
