@@ -206,17 +206,22 @@ def check_same(
             )
 
 
-def gate_experts(dense: Mapping[str, Any], expert_keys: Iterable[str]) -> int | None:
-    """E by the rows of the gates, whose weights [E, M] are named like the experts' layer.
+def gate_experts(
+    dense: Mapping[str, Any], expert_keys: Iterable[str], null_experts: int = 0
+) -> int | None:
+    """E by the rows of the gates, whose weights [E + N, M] are named like the experts' layer.
 
     Returns None if the layers have no such gate. Raises CheckpointError if the layers differ.
+
+    Args:
+        null_experts: N, outputs of a gate that lead to no expert.
     """
     prefixes = {split_key(key)[0] for key in expert_keys if split_key(key) is not None}
     rows = {}
     for prefix in prefixes:
         gate = prefix[: -len("experts.")] + "gate.wg.weight"
         if gate in dense:
-            rows[gate] = dense[gate].shape[0]
+            rows[gate] = dense[gate].shape[0] - null_experts
     if len(set(rows.values())) > 1:
         raise CheckpointError(f"the MoE layers differ in their number of experts: {rows}")
     return next(iter(rows.values()), None)

@@ -37,6 +37,7 @@ from .state import (
     check_file,
     is_of_fairseq,
     join_state,
+    null_experts,
     optimizer_is_named,
     split_state,
 )
@@ -175,7 +176,7 @@ class SetReader:
         self.has_optimizer = _drop_foreign_optimizer(state, path)
         self.shared, content = split_state(state, path)
         self.num_experts, self._shapes = expert_shapes(content[MODEL], path)
-        gates = gate_experts(self.shared[MODEL], content[MODEL])
+        gates = gate_experts(self.shared[MODEL], content[MODEL], null_experts(state))
         expected = self.metadata.num_experts if self.metadata else gates
         if expected not in (None, self.num_experts):
             raise CheckpointError(
@@ -227,7 +228,8 @@ class SetReader:
         local = expert_shapes(split_dense_expert(state[MODEL])[1], self.files[ranks[0]])[0]
         if local == 0:
             raise CheckpointError(f"{self.files[ranks[0]]}: holds no expert")
-        experts = gate_experts(self.shared[MODEL], state[MODEL]) or present * local
+        nulls = null_experts(self.shared)
+        experts = gate_experts(self.shared[MODEL], state[MODEL], nulls) or present * local
         replicated = local == 1 and present > experts and present % experts == 0
         if experts % local or (present * local > experts and not replicated):
             raise CheckpointError(

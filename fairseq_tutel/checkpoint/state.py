@@ -117,6 +117,15 @@ def check_complete(state: Mapping[str, Any], where: str) -> None:
         )
 
 
+def null_experts(state: Mapping[str, Any]) -> int:
+    """N, outputs of the gates that lead to no expert, by the options that fairseq stores."""
+    config = state.get("cfg")
+    options = config.get("model") if isinstance(config, Mapping) else state.get("args")
+    if isinstance(options, Mapping):
+        return int(options.get("moe_null_experts") or 0)
+    return int(getattr(options, "moe_null_experts", None) or 0)
+
+
 def is_of_fairseq(state: Mapping[str, Any]) -> bool:
     """Whether a state holds more than any host stores: parameters and optimizer state."""
     return any(key in state for key in _OF_FAIRSEQ)

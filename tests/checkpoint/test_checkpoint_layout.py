@@ -111,6 +111,7 @@ def test_gate_rows_give_the_number_of_experts():
     keys = ["x.1.moe_layer.experts.0.w", "x.3.moe_layer.experts.0.w"]
     gates = {f"x.{i}.moe_layer.gate.wg.weight": torch.zeros(4, 2) for i in (1, 3)}
     assert gate_experts(gates, keys) == 4
+    assert gate_experts(gates, keys, null_experts=1) == 3
     assert gate_experts({}, keys) is None
     gates["x.3.moe_layer.gate.wg.weight"] = torch.zeros(8, 2)
     with pytest.raises(CheckpointError, match="differ in their number of experts"):

@@ -208,6 +208,25 @@ def test_copy_without_hard_links(tmp_path, monkeypatch):
     reference.check_loadable(str(tmp_path / "deep" / "b.pt"), (1, 2))
 
 
+def test_gate_rows_of_null_experts_are_no_experts(tmp_path):
+    """Files without our marks: as many experts as the gates have rows, but for these."""
+    reference = Reference(4)
+    for name in reference.dense:
+        if ".gate." in name:
+            reference.dense[name] = torch.cat([reference.dense[name], torch.zeros(2, 4)])
+    state = reference.state([0, 1, 2, 3], with_optimizer=False)
+    state["cfg"] = {"model": {"moe_null_experts": 2}}
+    torch.save(state, tmp_path / "merged.pt")
+    shared, experts = split_state(state, "set")
+    torch.save(shared, tmp_path / "set-shared.pt")
+    torch.save(experts, tmp_path / "set-rank-0.pt")
+    for name in ("merged.pt", "set.pt"):
+        loaded = load_for_rank(str(tmp_path / name), rank=1, world_size=2)["model"]
+        first = loaded[expert_name(3, 0, "fc1.weight")]
+        assert torch.equal(first, reference.stacked[3, "fc1.weight"][2])
+        assert inspect(str(tmp_path / name))["problems"] == []
+
+
 def test_copy_needs_a_source_and_another_name(tmp_path):
     with pytest.raises(CheckpointError, match="nothing.pt: no such checkpoint"):
         copy_set(str(tmp_path / "nothing.pt"), str(tmp_path / "b.pt"))
