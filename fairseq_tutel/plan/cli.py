@@ -16,7 +16,7 @@ from .choose import best_plan
 from .compose import PLAN_KEYS, load_config
 from .figure import draw
 from .hardware import Hardware, load_hardware
-from .planner import ImpossiblePlan, check, ladder, make_plan
+from .planner import LADDER, ImpossiblePlan, check, ladder, make_plan
 from .report import as_dict, describe, table
 from .settings import DDP_BACKENDS, FORMULATIONS, Settings, read_settings
 
@@ -107,7 +107,7 @@ def _run(options: argparse.Namespace) -> int:
         experts = _overridden_experts(overrides, config)
         config.model.moe_expert_count = experts or 0
         settings = read_settings(
-            config, options.config_name, gpus=gpus or experts or 8, vocabulary=vocabulary
+            config, options.config_name, gpus=gpus or experts or LADDER[-1], vocabulary=vocabulary
         )
         settings = _with_own_keys(settings, own)
         plans = ladder(settings, hardware, experts=experts)

@@ -11,9 +11,9 @@ of rows, P numbers of an expert, b bytes each:
     sliced, 1 <= r <= S    rE             rL         S/r, rE GPUs apart     bP / r (r = S: 0)
     sliced, r = 0          none           0          all                    b E P
 
-E >= W is as replicated, with W in place of the E GPUs. As many bytes of gradients go
-back. Experts compute the same number of products for any r: r times the
-rows through an r-th of the hidden units.
+E >= W is as replicated, with W in place of the E GPUs, as are expert groups, with their P. A GPU
+that has all experts gathers nothing. As many bytes of gradients go back. Experts compute the same
+number of products for any r: r times the rows through an r-th of the hidden units.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ class Flow:
 def make_flow(settings: Settings, parameters: Parameters) -> Flow:
     """The flow of a run with experts."""
     r, slices, near = settings.exchange.r, parameters.slices, settings.exchange_peers
-    if r == 0 and settings.gpus > 1:
+    if r == 0:
         holders = near if slices == 1 else settings.gpus
-        return Flow(r, 1, 1, holders, 1, parameters.experts * parameters.expert)
+        whole = parameters.experts * parameters.expert
+        return Flow(r, 1, 1, holders, 1, whole if holders > 1 else 0)
     if slices == 1 or r == slices:
         return Flow(r, r * near, r, 1, 1, 0)
     share = parameters.sliceable * parameters.local_experts // r

@@ -153,11 +153,17 @@ def _knobs(settings: Settings) -> Iterator[tuple[str, Settings]]:
         yield f"gpus={experts}", settings.replace(gpus=experts)
     if settings.routing and settings.model.moe_expert_parallel_size:
         size = 2 * settings.exchange_peers
-        if settings.gpus % size == 0 == settings.routing.num_experts % size:
+        while settings.gpus % size == 0 == settings.routing.num_experts % size:
             yield (
                 f"model.moe_expert_parallel_size={size}",
                 settings.replace(model={"moe_expert_parallel_size": size}),
             )
+            size *= 2
+    elif settings.routing and settings.routing.num_experts < settings.gpus:
+        holders = settings.gpus // settings.routing.num_experts
+        whole = settings.placement == "replicated" and not settings.is_dense_formulation
+        if whole and settings.model.moe_expert_ffn_dim % holders == 0:
+            yield "placement=sliced", settings.with_flow("sliced", settings.exchange.r)
 
 
 def _with_precision(settings: Settings, **changes) -> Settings:
@@ -173,12 +179,16 @@ def ladder(settings: Settings, hardware: Hardware, *, experts: int | None) -> li
         experts: of every rung; one per GPU if None.
 
     Raises:
-        ValueError: experts and GPUs of a rung do not divide.
+        ValueError: experts and GPUs of a rung do not divide, or its routing cannot be.
     """
     plans = []
     for gpus in LADDER:
         if gpus > hardware.gpus_per_node and gpus % hardware.gpus_per_node:
             continue
-        rung = with_experts(settings.replace(gpus=gpus), experts or gpus)
+        try:
+            rung = with_experts(settings.replace(gpus=gpus), experts or gpus)
+        except ValueError as error:
+            own = "" if experts else ", of one expert per GPU (model.moe_expert_count=N: others)"
+            raise ValueError(f"the rung of {gpus} GPUs{own}: {error}") from None
         plans.append(make_plan(rung, hardware))
     return plans

@@ -73,6 +73,13 @@ def test_with_an_expert_or_more_per_gpu_only_the_weights_can_travel_instead():
     assert plans[0].parameters == plans[1].parameters
 
 
+def test_a_gpu_with_all_experts_gathers_nothing():
+    """On one GPU, and in expert groups of one: r=0 is r=1."""
+    for settings in (small(gpus=1), small("model.moe_expert_parallel_size=1", gpus=4)):
+        plans = [make_plan(settings.with_flow(r=r), A100) for r in (1, 0)]
+        assert plans[0].time == plans[1].time and plans[0].memory == plans[1].memory
+
+
 @pytest.mark.parametrize("ratio", [1, 4, 16])
 def test_with_equal_links_the_best_r_is_the_root_of_hidden_units_over_rows(large, ratio):
     """4rRM + 4MF/r bytes are fewest there; weights travel to the tokens if R > EF."""

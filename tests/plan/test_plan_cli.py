@@ -108,6 +108,12 @@ def test_what_hydra_takes_is_taken(capsys):
     assert run(capsys, "gpus=512", *words)[::2] == (0, "")
 
 
+def test_a_rung_that_cannot_be_is_named(capsys):
+    words = ("+model.moe_top_k=8", "+model.moe_load_bias=sign")
+    status, _, err = run(capsys, "--ladder", *words)
+    assert status == 1 and "8 GPUs, of one expert per GPU (model.moe_expert_count=N" in err
+
+
 @pytest.mark.parametrize(
     ("overrides", "knob"),
     [
@@ -115,6 +121,11 @@ def test_what_hydra_takes_is_taken(capsys):
         (["optimizer.fp16_adam_stats=false"], "optimizer.fp16_adam_stats=true"),
         (["dataset.batch_size=64"], "dataset.batch_size=32 optimization.update_freq=[2]"),
         (["model.moe_expert_count=2048"], "gpus=2048"),
+        (
+            ["model.moe_expert_count=64", "+model.moe_expert_parallel_size=8"],
+            "model.moe_expert_parallel_size=64",
+        ),
+        (["model.moe_expert_count=64", "+model.moe_expert_ffn_dim=65536"], "placement=sliced"),
     ],
 )
 def test_the_advice_makes_it_fit(capsys, overrides, knob):
