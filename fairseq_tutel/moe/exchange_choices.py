@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+from torch import nn
+
 from ..config import ExchangeConfig
 from ..distributed import (
     Exchange,
@@ -79,6 +81,22 @@ class ExchangeChoices:
         if self._one_at_a_time:
             config = dataclasses.replace(config, overlap_degree=1)
         return ExchangeChoice(config, with_wire(built, config, self._errors), self._flows[config.r])
+
+
+def refuse_own_experts(experts: nn.Module, flow: Flow) -> None:
+    """Refuse modules of the user's own where experts are cut or gathered.
+
+    Raises:
+        ValueError: see above.
+    """
+    if flow.is_plain or hasattr(experts, "network"):
+        return
+    if flow.r != 1 or flow.groups.num_slices > 1:
+        raise ValueError(
+            f"r={flow.r}, placement={flow.groups.placement!r}: the weights of modules of one's own "
+            f"({type(next(experts.children(), experts)).__name__}) cannot be gathered; they are "
+            "computed whole, with r=1"
+        )
 
 
 def _what_is_built(config: ExchangeConfig) -> tuple:

@@ -29,7 +29,7 @@ from ..distributed import (
 from .autocast import autocast_dtype
 from .balance import balance_over_ranks
 from .dispatcher import dispatch_and_combine
-from .exchange_choices import ExchangeChoice, ExchangeChoices
+from .exchange_choices import ExchangeChoice, ExchangeChoices, refuse_own_experts
 from .experts import ExpertList, Experts
 from .metrics import MoEAux
 from .output_masks import mask_tokens
@@ -111,7 +111,7 @@ class MoELayer(nn.Module):
         self.gate = gate if gate is not None else make_router(model_dim, self.config)
         if experts is not None:
             self.experts: Experts | ExpertList = _custom_experts(experts, self.groups)
-            _refuse_own_experts(self.experts, self._flow)
+            refuse_own_experts(self.experts, self._flow)
         else:
             self.experts = Experts(
                 self.groups.local_experts,
@@ -174,7 +174,7 @@ class MoELayer(nn.Module):
         if exchange is None and step is not None:
             exchange = step.exchange
         choice = self._choice_for_call(exchange, r)
-        _refuse_own_experts(self.experts, choice.flow)
+        refuse_own_experts(self.experts, choice.flow)
         given_TM, x_TM = self._tokens(x)
         pad_mask_T = None if pad_mask is None else pad_mask.reshape(-1)
 
@@ -355,16 +355,6 @@ def _one_config(config, num_experts, routing) -> MoEConfig:
 def _overlap_degree(choice: ExchangeChoice) -> int:
     """1 where there is nothing to overlap with."""
     return choice.config.overlap_degree if choice.exchange.groups.ep_size > 1 else 1
-
-
-def _refuse_own_experts(experts, flow) -> None:
-    whole = flow.r == 1 and flow.groups.num_slices == 1
-    if not (whole or hasattr(experts, "network")):
-        raise ValueError(
-            f"r={flow.r}, placement={flow.groups.placement!r}: the weights of modules of one's own "
-            f"({type(next(experts.children(), experts)).__name__}) cannot be gathered; they are "
-            "computed whole, with r=1"
-        )
 
 
 def _times(exchange) -> dict[str, float]:
