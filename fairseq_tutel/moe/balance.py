@@ -16,7 +16,7 @@ import torch
 
 from ..config import MoEConfig
 from ..distributed import process_world, sum_tensor_over_ranks_
-from .metrics import MoEAux, with_nulls
+from .metrics import MoEAux, balanced_pairs
 
 
 def balance_over_ranks(reports: Sequence[MoEAux], config: MoEConfig) -> list[MoEAux]:
@@ -47,7 +47,9 @@ def balance_over_ranks(reports: Sequence[MoEAux], config: MoEConfig) -> list[MoE
 def _shares(reports: Sequence[MoEAux], choices: int) -> torch.Tensor:
     """fp64 [L, E], share of the tokens of all ranks that go to each expert, per choice."""
     counts_LE = [
-        with_nulls(aux.num_routed_KE, aux.num_null_KN)[:choices].sum(0, dtype=torch.int64)
+        balanced_pairs(aux.num_routed_KE, aux.num_chosen_KE, aux.num_null_KN)[:choices].sum(
+            0, dtype=torch.int64
+        )
         for aux in reports
     ]
     tokens_L = [

@@ -131,9 +131,16 @@ class RoutingMetrics(NamedTuple):
     all_to_all_cuda_time_ms: torch.Tensor
 
 
-def with_nulls(num_routed_KE: torch.Tensor, num_null_KN: torch.Tensor | None) -> torch.Tensor:
-    """int32 [K, E + N], pairs of experts and of null experts."""
-    return num_routed_KE if num_null_KN is None else torch.cat([num_routed_KE, num_null_KN], 1)
+def balanced_pairs(
+    num_routed_KE: torch.Tensor, num_chosen_KE: torch.Tensor, num_null_KN: torch.Tensor | None
+) -> torch.Tensor:
+    """int32 [K, E + N], pairs that are balanced: those routed; with null experts, those chosen.
+
+    ``random`` rejects choices of experts, not of null ones: after it they are not alike.
+    """
+    if num_null_KN is None:
+        return num_routed_KE
+    return torch.cat([num_chosen_KE, num_null_KN], 1)
 
 
 METRIC_NAMES = RoutingMetrics._fields

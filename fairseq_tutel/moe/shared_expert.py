@@ -32,6 +32,10 @@ class SharedExpert(nn.Module):
         dropout: float = 0.0,
     ):
         super().__init__()
+        if not isinstance(hidden_dim, int) or hidden_dim < 1:
+            raise ValueError(
+                f"shared_expert_dim={hidden_dim!r} must be a whole number, 0 for none"
+            )
         for p in (activation_dropout, dropout):
             ops.check_activation(activation, p)
         self.activation = activation

@@ -130,6 +130,18 @@ def test_balance_over_ranks_counts_them_too(scope):
     assert aux.loss.item() == pytest.approx(want.loss.item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("scope", ["rank", "global"])
+def test_rejected_choices_do_not_tip_the_balance(scope):
+    """An even gate has a balance loss of 1, though most second choices of experts are rejected."""
+    torch.manual_seed(0)
+    options = {"second_expert_policy": "random", "balance_choices": "all", "capacity_factor": 0.0}
+    layer = MoELayer(M, E, 8, null_experts=N, balance_scope=scope, **options)
+    with torch.no_grad():
+        layer.gate.wg.weight.mul_(1e-4)
+    _, aux = layer(torch.randn(500, M), return_aux=True)
+    assert aux.loss.item() == pytest.approx(1, abs=1e-3)
+
+
 @pytest.mark.parametrize(("rule", "rate"), [("quantile", 0.001), ("sign", 0.1)])
 def test_a_load_bias_gives_them_their_share(rule, rate):
     """K * E / (E + N) experts of a token on average, whatever the gate says at first."""
@@ -152,6 +164,8 @@ def test_a_load_bias_gives_them_their_share(rule, rate):
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="load_importance_loss .* null_experts=2"):
         MoEConfig(E, gate_noise=1.0, load_importance_loss=True, null_experts=2)
+    with pytest.raises(ValueError, match="shared_expert_dim=-1"):
+        MoELayer(M, E, shared_expert_dim=-1)
     with pytest.raises(ValueError, match="null_experts=-1"):
         MoEConfig(E, null_experts=-1)
     with pytest.raises(ValueError, match="logits for 5 experts, the layer has 5 and 3 null"):

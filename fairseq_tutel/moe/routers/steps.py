@@ -20,7 +20,7 @@ import torch
 from ... import ops
 from .. import losses
 from ..load_bias import margin_histogram, relative_entropy
-from ..metrics import RouterAux, with_nulls
+from ..metrics import RouterAux, balanced_pairs
 from ..overflow import count_pairs
 from ..routing import RouterStep, Routing, build_routing, sum_of_gates
 
@@ -85,7 +85,8 @@ def route_logits(
     chosen, bias_counts = select_top_k(score_TE, step, pad_mask_T, load_bias_E)
     of_experts, num_null_KN = set_nulls_aside(chosen, step)
     routing = assign_rows(of_experts, step)
-    balanced_KE = with_nulls(routing.num_routed_KE, num_null_KN)
+    num_chosen_KE = count_chosen(of_experts, routing, step)
+    balanced_KE = balanced_pairs(routing.num_routed_KE, num_chosen_KE, num_null_KN)
     if step.training and step.config.load_bias == "sign":
         bias_counts = balanced_KE.sum(0, dtype=torch.int32)
     balance_later = step.training and step.config.balance_scope == "global"
@@ -94,7 +95,7 @@ def route_logits(
         bias_counts=bias_counts,
         loss=router_loss(logits_TE, noisy_TE, score_TE, chosen, balanced_KE, step, pad_mask_T),
         entropy_sum=chosen.entropy_sum.detach(),
-        num_chosen_KE=count_chosen(of_experts, routing, step),
+        num_chosen_KE=num_chosen_KE,
         num_null_KN=num_null_KN,
     )
 
@@ -251,7 +252,7 @@ def router_loss(
         logits_TE, noisy_TE: before and after noise.
         score_TE: the noisy logits, or for the sigmoid what :func:`select_top_k` was given.
         chosen: made of these.
-        balanced_KE: int32 [K, E + N], pairs that were routed, and those of null experts.
+        balanced_KE: int32 [K, E + N], what :func:`~..metrics.balanced_pairs` counts.
         step, pad_mask_T: as given to :func:`route_logits`.
     """
     config, num_tokens = step.config, logits_TE.shape[0]
