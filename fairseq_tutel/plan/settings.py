@@ -184,6 +184,10 @@ def _fill_sizes(model: SimpleNamespace) -> None:
     model.decoder_output_dim = model.decoder_output_dim or model.decoder_embed_dim
     model.moe_expert_ffn_dim = model.moe_expert_ffn_dim or model.decoder_ffn_embed_dim
     model.checkpoint_activations |= bool(model.offload_activations)
+    for name in ("moe_overlap_degree", "moe_parallelism_r"):
+        if str(getattr(model, name)) == "auto":
+            setattr(model, name, 1)  # where the tuner starts
+    model.moe_tune_file = None
 
 
 def _vocabulary(config: DictConfig) -> int:

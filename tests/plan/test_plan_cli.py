@@ -108,6 +108,11 @@ def test_what_hydra_takes_is_taken(capsys):
     assert run(capsys, "gpus=512", *words)[::2] == (0, "")
 
 
+def test_what_a_tuner_chooses_is_planned_as_where_it_starts(capsys):
+    words = ("+model.moe_overlap_degree=auto", "+model.moe_parallelism_r=auto")
+    assert run(capsys, "gpus=512", *words) == run(capsys, "gpus=512")
+
+
 def test_a_rung_that_cannot_be_is_named(capsys):
     words = ("+model.moe_top_k=8", "+model.moe_load_bias=sign")
     status, _, err = run(capsys, "--ladder", *words)
