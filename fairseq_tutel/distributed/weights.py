@@ -17,7 +17,6 @@ from .flows import Flow
 from .gather import all_gather_tensor
 
 
-@torch.compiler.disable
 def gather_weights(params: Sequence[torch.Tensor], flow: Flow) -> tuple[torch.Tensor, ...]:
     """The weights with which this rank computes in a flow. Differentiable; collective.
 

@@ -28,6 +28,8 @@ from ..distributed import (
 )
 from .chunks import ExpertRows
 
+# A trace does not see collectives. Not said in the room below, which imports fast without a tracer.
+_gather_weights = torch.compiler.disable(gather_weights)
 _STACKED = {
     "fc1_weight": "fc1.weight",
     "fc1_bias": "fc1.bias",
@@ -164,7 +166,7 @@ class Experts(nn.Module):
         params = tuple(getattr(self, name).to(dtype) for name in _STACKED)
         at_source, part = 0.0, 0
         if flow is not None and not flow.is_plain:
-            params, part = gather_weights(params, flow), flow.part
+            params, part = _gather_weights(params, flow), flow.part
             if flow.groups.placement == "sliced":
                 dropouts, at_source = (dropouts[0], 0.0), dropouts[1]
         return Network(params, ops.FFNOptions(self.activation, dropouts, part), at_source)

@@ -33,9 +33,7 @@ class SharedExpert(nn.Module):
     ):
         super().__init__()
         if not isinstance(hidden_dim, int) or hidden_dim < 1:
-            raise ValueError(
-                f"shared_expert_dim={hidden_dim!r} must be a whole number, 0 for none"
-            )
+            raise ValueError(f"shared_expert_dim={hidden_dim!r} must be a whole number, 0 for none")
         for p in (activation_dropout, dropout):
             ops.check_activation(activation, p)
         self.activation = activation

@@ -131,7 +131,7 @@ part_1() {
 }
 
 part_2() {
-    gpu_tests tests-others 120 -m gpu tests/backends/triton/test_large.py tests/hosts/fairseq tests/plan \
+    gpu_tests tests-others 120 -m gpu tests/backends/triton/test_large.py tests/hosts tests/plan \
         tests/distributed
     bench 100 layer fig14,blog-8gpu,meta-8gpu
     bench 120 train meta-half-rank --updates 5
