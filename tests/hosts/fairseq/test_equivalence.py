@@ -76,7 +76,7 @@ CASES = {
     # r as many as ranks hold an expert, or the weights travel
     "E=2 K=2 in slices": ("--moe-expert-count 2 --moe-top-k 2 --moe-overlap-degree 2", 4),
     "E=1 K=1 in slices dropless": (
-        f"--moe-expert-count 1 {DROPLESS} {PYTORCH} --checkpoint-activations",
+        f"--moe-expert-count 1 {DROPLESS} {PYTORCH} --checkpoint-activations --clip-norm 0.25",
         8,
     ),
     "E=2 K=2 in slices r=0": (
@@ -170,7 +170,8 @@ def test_cases_train_and_drop_as_they_say(name):
     ((updates, _, weights),) = (found[name] for found in trained(1))
     losses = [u.sums["loss"] / u.sample_size for u in updates]
     assert losses[-1] < 0.95 * losses[0]
-    assert all(u.grad_norm > 0.3 for u in updates)  # it was clipped
+    limit = configs()[name][0].optimization.clip_norm
+    assert all(u.grad_norm > limit for u in updates)  # it was clipped
     if "dropless" in name:
         assert all(u.sums["overflow_expert1"] == 0 for u in updates)
     elif "K=2" in name and "E=2" not in name:
