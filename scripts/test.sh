@@ -4,7 +4,8 @@
 #   bash scripts/test.sh                       # everything
 #   bash scripts/test.sh tests/ops -k gating   # some of it
 #
-# Two tests at a time (TEST_WORKERS=N: N); with -n 0 they run in the pytest process itself.
+# Three tests at a time (TEST_WORKERS=N: N), of which some only wait; with -n 0 they run in the pytest
+# process itself.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
@@ -16,5 +17,5 @@ status=0
 ruff check . || status=1
 ruff format --check --quiet . || { echo "ruff format . would change files" >&2; status=1; }
 # A file goes to one process as a whole: what its tests share is computed once.
-python -m pytest -n "${TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder "$@" || status=$?
+python -m pytest -n "${TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder "$@" || status=$?
 exit "$status"
