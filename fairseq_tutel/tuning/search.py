@@ -66,7 +66,8 @@ class Search:
         self.best = start
         self.history: list[tuple[Choice, list[int] | None]] = []
         self._samples: dict[Choice, list[int]] = {}
-        self._run = self._near() if near else self._whole()
+        # a value apart has no neighbours, and says nothing of the other axes
+        self._run = self._near() if near and not space.is_apart(start) else self._whole()
         self.candidate: Choice | None = next(self._run)
         for choice, samples in history:
             if choice != self.candidate:
@@ -90,6 +91,13 @@ class Search:
     def time(self, choice: Choice) -> int | None:
         """Median of all samples of a choice, None if there are none."""
         return median(self._samples[choice]) if choice in self._samples else None
+
+    @property
+    def _inside(self) -> Choice:
+        """The best without a value apart: where the descent along the axes is."""
+        first = self.space.simplest if self.space.is_apart(self.start) else self.start
+        tried = [choice for choice in self._samples if not self.space.is_apart(choice)]
+        return min(tried, key=self._rank, default=first)
 
     @property
     def _noise(self) -> float:
@@ -125,12 +133,11 @@ class Search:
 
     def _whole(self):
         yield from self._try(self.start)
+        yield from self._try(self._inside)
         for index, axis in enumerate(self.space.axes):
-            if self.space.is_apart(self.best):
-                break
             if not axis.ordered:
                 for number in range(len(axis.values)):
-                    yield from self._try(self.space.with_value(self.best, index, number))
+                    yield from self._try(self.space.with_value(self._inside, index, number))
             elif len(axis.values) <= _NARROW:
                 yield from self._walk(index)
             else:
@@ -152,7 +159,7 @@ class Search:
 
     def _walk(self, index):
         """Up from the best while it gets faster; down if it never did."""
-        origin = self.best
+        origin = self._inside
         for direction in (1, -1):
             before, number = origin, origin[index] + direction
             while 0 <= number < len(self.space.axes[index].values):
@@ -165,7 +172,7 @@ class Search:
                 return
 
     def _ternary(self, index):
-        origin = self.best
+        origin = self._inside
         low, high = 0, len(self.space.axes[index].values) - 1
         while high - low > 2:
             third = (high - low) // 3
@@ -204,9 +211,10 @@ class Search:
         self.best = min(filter(ties, self._samples), key=self.space.complexity)
 
     def _fastest(self) -> Choice:
-        return min(
-            self._samples, key=lambda choice: (self.time(choice), self.space.complexity(choice))
-        )
+        return min(self._samples, key=self._rank)
+
+    def _rank(self, choice: Choice) -> tuple:
+        return self.time(choice), self.space.complexity(choice)
 
     def _close(self) -> list[Choice]:
         """Choices that may be the fastest or may not, as far as it matters."""

@@ -90,7 +90,10 @@ class Space:
         return sum(choice), choice
 
     def neighbours(self, choice: Choice) -> Iterator[Choice]:
-        """Choices one step away: any other value of an axis without order, the next of others."""
+        """Choices one step away: any other value of an axis without order, the next of others.
+
+        Values apart are a step away from every choice inside the order, and have none themselves.
+        """
         if self.is_apart(choice):
             return
         for index, axis in enumerate(self.axes):
@@ -98,6 +101,8 @@ class Space:
                 distance = abs(number - choice[index])
                 if distance == 1 or distance and not axis.ordered:
                     yield self.with_value(choice, index, number)
+            for number in range(len(axis.values), len(axis.all_values)):
+                yield self.with_value(self.simplest, index, number)
 
     def with_value(self, choice: Choice, index: int, number: int) -> Choice:
         """A choice with the value ``number`` of the axis ``index``, or what is made instead."""

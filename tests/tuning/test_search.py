@@ -75,7 +75,8 @@ def test_next_to_a_known_key_only_neighbours_are_tried():
         want = start if better == "start" else choices.choice(better)
         search = searched(choices, lambda p: [500 if p == want else 900], start, near=True)  # noqa: B023
         assert search.best == want
-        tried = {choice for choice, _ in search.history}
+        gathered = choices.choice({"algorithm": "linear", "overlap_degree": 1, "r": 0})
+        tried = {choice for choice, _ in search.history} - {gathered}
         assert len(tried) == 6 and all(math.dist(choice, start) <= 1 for choice in tried)
 
 
@@ -93,6 +94,23 @@ def test_values_apart_are_tried_with_nothing_beside_them():
     assert search.best == gathered
     tried = [choice for choice, _ in search.history]
     assert sum(map(choices.is_apart, tried)) == tried.count(gathered) == 1
+
+
+@pytest.mark.parametrize("near", [False, True])
+def test_values_apart_are_left_and_entered_wherever_a_search_begins(near):
+    choices = tables.space(8)
+    gathered = choices.choice({"algorithm": "linear", "overlap_degree": 1, "r": 0})
+    start = choices.choice({"algorithm": "linear", "overlap_degree": 2, "r": 2})
+    for seed in range(50):
+        times = tables.table(choices, seed)
+        for begin, fast in ((gathered, max(times.values())), (start, 1)):
+            table = {c: fast if choices.is_apart(c) else us for c, us in times.items()}
+            search = searched(choices, lambda choice: [table[choice]] * 4, begin, near)  # noqa: B023
+            assert num_trials(search) <= 14
+            if fast == 1:
+                assert search.best == gathered
+            else:
+                assert table[search.best] < 1.15 * min(table.values())
 
 
 def test_what_cannot_be_run_is_passed_over():
