@@ -30,7 +30,10 @@ def draw(pyplot, result: dict[str, Any], path: Path) -> None:
 
 
 def _memory(axis, rows) -> None:
-    names = [f"{row['placement']}\n{row['slices']} slices" for row in rows]
+    names = [
+        row["placement"] if row["slices"] == 1 else f"{row['placement']}\n{row['slices']} slices"
+        for row in rows
+    ]
     below = [0.0] * len(rows)
     for part, color in _PARTS.items():
         values = [row[part] / 2**20 for row in rows]
@@ -39,7 +42,7 @@ def _memory(axis, rows) -> None:
     grown = [row["resident_growth"] / 2**20 for row in rows]
     axis.plot(names, grown, "k_", ms=40, label="growth of the resident set")
     axis.set_ylabel("MiB of a rank")
-    axis.legend(frameon=False, fontsize=8)
+    axis.legend(frameon=False, fontsize=8, markerscale=0.4)
 
 
 def _steps(axis, switching) -> None:

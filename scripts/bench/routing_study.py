@@ -244,7 +244,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axes.axvline(even, color="#c2410c", linestyle="--", label="even but independent choices")
         axes.invert_yaxis()
         axes.set(title=title, xlabel="%", xlim=(0, 108))
-        axes.legend(loc="lower left", fontsize=8)
+        axes.legend(loc="upper right", fontsize=8)
     figure.suptitle(figures.caption(result), fontsize=8, x=0.01, ha="left")
     figures.save(pyplot, figure, path)
 
