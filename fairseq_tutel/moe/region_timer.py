@@ -1,13 +1,14 @@
 """How long the layers of one step take from dispatch to combine, forth and back.
 
 Nothing waits for the measurement: on a GPU the times come from events of its stream, read when they
-are there; on a CPU from the clock. The backward pass goes by two functions that hand gradients on
-as they are. Recomputation counts, as activation checkpointing has it.
+are there; on a CPU from the clock. The backward pass goes from a hook to a function that hands the
+gradient on as it is. Recomputation counts, as activation checkpointing has it.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -26,7 +27,9 @@ class RegionTimer:
     def __init__(self, measures: bool = True):
         self._measures = measures
         self._spans: list[tuple] = []
-        self._open: set[object] = set()  # whose backward pass has not ended
+        # whose backward pass has not ended; a graph that is dropped before it has none to come, as
+        # recomputation without reentrant autograd makes one
+        self._open: weakref.WeakSet[_Token] = weakref.WeakSet()
         self._loads: list[tuple] = []
 
     def around(
@@ -42,7 +45,9 @@ class RegionTimer:
         begin = _mark(x.device)
         if torch.is_grad_enabled() and x.requires_grad:
             token = _Token(self)
-            y = _Leave.apply(region(_Enter.apply(x, token)), token)
+            y = region(_Enter.apply(x, token))
+            # a function here would make y a view, which could not be changed in place
+            y.register_hook(token.enter_backward)
             self._open.add(token)
         else:
             y = region(x)
@@ -89,8 +94,8 @@ class _Token:
         self.timer = timer
         self.begin = None
 
-    def enter_backward(self, device):
-        self.begin = _mark(device)
+    def enter_backward(self, grad):
+        self.begin = _mark(grad.device)
 
     def leave_backward(self, device):
         if self.begin is not None:
@@ -110,21 +115,6 @@ class _Enter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         ctx.token.leave_backward(grad.device)
-        return grad, None
-
-
-class _Leave(torch.autograd.Function):
-    """Where the forward pass ends, the backward pass begins."""
-
-    @staticmethod
-    def forward(ctx, y, token):
-        ctx.token = token
-        return y.view_as(y)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        ctx.token.enter_backward(grad.device)
         return grad, None
 
 
