@@ -26,6 +26,7 @@ from .space import Space
 from .tuner import Entry, Key, Tuner
 
 _FORMAT = 1
+_ENTRY = {"choice", "us", "baseline_us", "trials", "closed", "opened"}
 
 
 def dump(tuner: Tuner, signature: Mapping[str, Any], others: list | tuple = ()) -> str:
@@ -166,5 +167,19 @@ def _parse(text: str) -> dict:
     except (ValueError, KeyError, TypeError):
         raise ValueError("not a file of exchange choices") from None
     if version != _FORMAT:
-        raise ValueError(f"format {version} of exchange choices; this version reads {_FORMAT}")
-    return {"open": {}, "others": [], "step": 0, "run_us": 0, "lost_us": 0, **state}
+        raise ValueError(f"format {version!r} of exchange choices; this version reads {_FORMAT}")
+    state = {"open": {}, "others": [], "step": 0, "run_us": 0, "lost_us": 0, **state}
+    for known in (state, *state["others"]):
+        _check(known)
+    return state
+
+
+def _check(known: Mapping) -> None:
+    """Refuse what :func:`dump` does not write, by its place."""
+    keys = known.get("keys") if isinstance(known, dict) else None
+    if not isinstance(keys, dict) or not isinstance(known.get("signature"), dict):
+        raise ValueError("not a file of exchange choices: signature or keys are missing")
+    for text, entry in keys.items():
+        whole = isinstance(entry, dict) and entry.keys() >= _ENTRY
+        if not whole or not isinstance(entry["choice"], dict) or not text.split("/")[-1].isdigit():
+            raise ValueError(f"a damaged file of exchange choices: {text!r}: {entry!r}")

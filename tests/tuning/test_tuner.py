@@ -273,6 +273,10 @@ def test_a_run_is_pinned_to_a_file():
     for bad, words in (
         ("{", "not a file of exchange choices"),
         ("[]", "not a file of exchange choices"),
+        ('{"format": 1}', "signature or keys are missing"),
+        ('{"format": 1, "signature": {}, "keys": []}', "signature or keys are missing"),
+        ('{"format": 1, "signature": {}, "keys": {"x/1": {}}}', "damaged .*'x/1'"),
+        (text.replace('"trials"', '"tries"'), "damaged"),
         (text.replace('"format": 1', '"format": 2'), "format 2"),
         (dump(tuners(1)[0], HERE), "no decided key"),
     ):
