@@ -37,7 +37,7 @@ from .groups import ExpertParallelGroups, build_groups, shared_groups
 from .nodes import ranks_per_node
 from .sharded import full_tensor, is_sharded, shard_like, sharded_grad_scaler, sharded_norm
 from .slice_gather import SliceGather
-from .slices import join_slices, slice_dim, slice_size, take_slice, whole_shape
+from .slices import slice_dim, slice_size, take_slice, whole_shape
 from .weights import gather_weights
 from .world import process_world
 
@@ -66,7 +66,6 @@ __all__ = [
     "gather_weights",
     "is_expert",
     "is_sharded",
-    "join_slices",
     "make_flow",
     "mark_expert",
     "max_over_replicas_",

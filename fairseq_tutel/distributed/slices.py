@@ -56,12 +56,6 @@ def whole_shape(part: Sequence[int], name: str, count: int) -> torch.Size:
     return torch.Size(shape)
 
 
-def join_slices(slices: Sequence[torch.Tensor], name: str) -> torch.Tensor:
-    """The whole of which these are all slices, in order: the inverse of :func:`take_slice`."""
-    dim = slice_dim(name)
-    return slices[0] if dim is None or len(slices) == 1 else torch.cat(list(slices), dim)
-
-
 def slice_size(hidden_dim: int, count: int) -> int:
     """F/S.
 

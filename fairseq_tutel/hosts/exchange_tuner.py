@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,6 +44,8 @@ from .exchange_choices import (
 )
 
 TUNED = ("algorithm", "overlap_degree")
+
+logger = logging.getLogger(__name__)
 
 
 class ExchangeTuner:
@@ -99,6 +102,7 @@ class ExchangeTuner:
         self._num_parameters = sum(param.numel() for param in self._layer.experts.parameters())
         self._others: list = []
         self._pinned = None if pinned is None else _pinned(pinned, self.space, self.signature)
+        self._told: set[str] = set()  # kinds of keys that the file does not have
         self._timers: dict[int, RegionTimer] = {}
         self._last: RegionTimer | None = None  # of the last step
         self._began: int | None = None
@@ -222,9 +226,20 @@ class ExchangeTuner:
     def _order(self, key):
         """(choice, number of the step, whether it is measured)."""
         if self._pinned is not None:
-            return self._pinned.choice(key) or self._start(), -1, False
+            return self._pinned.choice(key) or self._not_pinned(key), -1, False
         order = self._tuner.begin(key)
         return order.choice, order.step, order.measured
+
+    def _not_pinned(self, key) -> dict[str, Any]:
+        """What layers do by themselves, said once: the file is of another model or dtype."""
+        if key.kind not in self._told:
+            self._told.add(key.kind)
+            kinds = ", ".join(sorted(self._pinned.kinds))
+            logger.warning(
+                f"the file of exchange choices has none for {key.kind} (it has: {kinds}): the "
+                "layers keep their own exchange"
+            )
+        return self._start()
 
     def _timer(self, number, measured, is_fixed):
         if is_fixed and not measured:

@@ -3,7 +3,7 @@
 Coordinate descent, axis by axis, then the neighbours of the winner again (the axes interact: Tutel,
 arXiv 2206.03382, section 2.3), then a rematch where times are too close for their noise. The paper
 searches a grid that grows with the logarithm of the number of ranks; here at most 13 choices are
-tried of 2 algorithms, 4 degrees of overlap and 5 parallelisms.
+tried of 2 algorithms, 4 degrees of overlap and 5 parallelisms, 14 where a search begins at r = 0.
 """
 
 from __future__ import annotations

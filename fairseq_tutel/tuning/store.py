@@ -153,6 +153,11 @@ class Pinned:
         if not self._plans:
             raise ValueError("it has no decided key")
 
+    @property
+    def kinds(self) -> set[str]:
+        """Of all keys that it has a choice for."""
+        return {key.kind for key in self._plans}
+
     def choice(self, key: Key) -> dict[str, Any] | None:
         """That of the key, or of the nearest one of its kind; None: there is none."""
         near = [other for other in self._plans if other.kind == key.kind]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from helpers.assertions import rms_ratio
 from helpers.distributed import run_ranks
+from helpers.slices import join_slices
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +20,6 @@ from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.distributed import (
     ExpertParallelGroups,
     build_groups,
-    join_slices,
     make_flow,
     possible_r,
     process_world,

@@ -87,6 +87,12 @@ def _converge():
     pinned = hosts.ExchangeTuner(layers, ["overlap_degree"], pinned=tuner.file())
     step = pinned.agree(TOKENS, torch.float32, capacity_factor=1.0)
     assert step.exchange.overlap_degree == 4 and step.timer is None and pinned.is_pinned
+    with pytest.MonkeyPatch.context() as patch:  # of another dtype it knows nothing, and says so
+        told = []
+        patch.setattr(exchange_tuner.logger, "warning", told.append)
+        steps = [pinned.agree(TOKENS, torch.float16, capacity_factor=1.0) for _ in range(2)]
+    assert {each.exchange.overlap_degree for each in steps} == {1}
+    assert len(told) == 1 and "none for train/float16/M8 E4" in told[0], told
     with pytest.raises(ValueError, match="made with ranks = 8, and this run has 2"):
         other = tuner.file().replace('"ranks": 2', '"ranks": 8')
         hosts.ExchangeTuner(layers, ["overlap_degree"], pinned=other)

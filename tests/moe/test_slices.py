@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from helpers.slices import join_slices
 
-from fairseq_tutel.distributed import join_slices, slice_dim, take_slice
+from fairseq_tutel.distributed import slice_dim, take_slice
 from fairseq_tutel.moe import Experts
 
 
