@@ -17,10 +17,9 @@ def register() -> None:
     Raises:
         ImportError: fairseq is not installed.
     """
-    from . import criterions, models  # noqa: F401  (importing registers them)
-    from .hosts.fairseq import install
+    from .integrations import fairseq
 
-    install()
+    fairseq.register()
 
 
 if "fairseq.utils" in sys.modules:  # the module by which fairseq imports a --user-dir

@@ -1,18 +1,20 @@
 """``python -m fairseq_tutel``: the options that this package adds to fairseq, and its commands.
 
 ``python -m fairseq_tutel configs`` prints the folder of the shipped Hydra configs, for
-``--config-dir``.
+``--config-dir``; ``python -m fairseq_tutel table`` the options as tables of a page
+(integrations/fairseq/options/README.md).
 """
 
 import importlib.util
 import sys
 
 from . import register
-from .shipped_configs import CONFIGS
+from .command_line import CONFIGS
 
 USAGE = """\
 usage: python -m fairseq_tutel            the options that this package adds to fairseq
        python -m fairseq_tutel configs    the folder of the shipped configs, for --config-dir
+       python -m fairseq_tutel table      the options as tables in Markdown
 """
 
 
@@ -22,16 +24,16 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments == ["configs"]:
         sys.stdout.write(f"{CONFIGS}\n")
         return 0
-    if arguments and arguments not in (["-h"], ["--help"]):
+    if arguments not in ([], ["-h"], ["--help"], ["table"]):
         sys.stderr.write(f"{USAGE}error: unknown: {' '.join(arguments)}\n")
         return 2
     if importlib.util.find_spec("fairseq") is None:
         sys.stderr.write("fairseq is not installed: only fairseq_tutel.moe can be used\n")
         return 1
     register()
-    from .hosts.fairseq.option_help import make_parser
+    from .integrations.fairseq.options import help
 
-    sys.stdout.write(make_parser().format_help())
+    sys.stdout.write(help.markdown() if arguments == ["table"] else help.plain_text())
     return 0
 
 

@@ -5,7 +5,6 @@
 #
 #   bash scripts/quickstart.sh                     # on the text that comes with Python
 #   bash scripts/quickstart.sh book.txt notes/     # on your own text: UTF-8 files, folders of them
-#   bash scripts/quickstart.sh --resume            # go on with a run that was interrupted
 #
 # --updates N trains longer or shorter, --out FOLDER writes elsewhere.
 set -euo pipefail

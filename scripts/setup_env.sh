@@ -5,6 +5,7 @@
 #
 #   PYTHON=/path/to/python3.12 bash scripts/setup_env.sh    # another interpreter (3.10 or newer)
 #   FAIRSEQ=official bash scripts/setup_env.sh    # fairseq 0.12.2, on Python 3.10, in .venv-official
+#   EXTRAS=1 bash scripts/setup_env.sh            # .venv-extras, too: .venv with other libraries
 #
 # FAIRSEQ=fixed, the default, is fairseq-fixed. What is needed beforehand: Python with venv, pip and
 # its headers, and a C++ compiler.
@@ -34,21 +35,12 @@ setup_version() {
     "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null
 }
 
-# Whether fairseq runs on version $1 of Python.
-setup_fits() {
-    case "$FAIRSEQ $1" in
-        *" " | *" 2."* | *" 3."[0-9].*) return 1 ;;
-        official*) [[ "$1" == 3.10.* ]] ;;
-    esac
-}
-
 # Prints the interpreter to use: $PYTHON; else, on PATH or among pyenv's, one of the versions that
 # this fairseq was tried with; else python3.
 setup_interpreter() {
-    local candidate version needed="3.10 or newer"
+    local candidate version pyenv="${PYENV_ROOT:-$HOME/.pyenv}/versions"
     for version in $PYTHONS; do
-        for candidate in "python$version" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version".*/bin/python
-        do
+        for candidate in "python$version" "$pyenv/$version".*/bin/python; do
             if [ -z "${PYTHON:-}" ] && "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
                 command -v "$candidate"
                 return
@@ -56,25 +48,22 @@ setup_interpreter() {
         done
     done
     candidate="${PYTHON:-python3}"
-    version="$(setup_version "$candidate")" || version=""
-    [ "$FAIRSEQ" = fixed ] || needed="3.10 (for FAIRSEQ=$FAIRSEQ)"
-    setup_fits "$version" ||
-        setup_fail "Python $needed is needed, and $candidate is" \
-            "${version:-not to be found or does not start}; choose one with" \
-            "PYTHON=/path/to/python3.10"
+    version="$(setup_version "$candidate")" || version="not to be found"
+    [[ $version =~ ^3\.1[0-9]\. && ($FAIRSEQ = fixed || $version = 3.10.*) ]] ||
+        setup_fail "Python 3.10 or newer is needed (3.10 for FAIRSEQ=official), and $candidate is" \
+            "$version; choose one with PYTHON=/path/to/python3.10"
     command -v "$candidate"
 }
 
 setup_check_tools() {
     local compiler="${CXX:-c++}"
-    "$1" -c 'import ensurepip, venv' 2>/dev/null ||
-        setup_fail "$1 has no complete venv module (Debian, Ubuntu: apt install python3-venv)"
-    "$1" -c 'import os, sys, sysconfig
-sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))' ||
-        setup_fail "$1 has no headers (Debian, Ubuntu: apt install python3-dev)"
+    "$1" -c 'import ensurepip, venv, os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))' \
+        2>/dev/null ||
+        setup_fail "$1 lacks venv or its headers (Debian, Ubuntu: apt install python3-venv python3-dev)"
     command -v "${compiler%% *}" >/dev/null ||
-        setup_fail "a C++ compiler is needed, and $compiler was not found" \
-            "(Debian, Ubuntu: apt install g++); choose another with CXX=..."
+        setup_fail "a C++ compiler is needed, and $compiler was not found (Debian, Ubuntu: apt" \
+            "install g++); choose another with CXX=..."
 }
 
 # setup_step TITLE COMMAND...: run a command, its output in the log; show the log's end if it fails.
@@ -97,9 +86,8 @@ setup_pip() {
 }
 
 # fairseq-fixed is built against the torch that is there: without --no-build-isolation pip would
-# fetch a second one for the build. The official release builds only in isolation, where it finds no
-# torch and leaves out its extensions of it. Without CUDA_HOME fairseq leaves out CUDA extensions.
-# Nothing here uses these.
+# fetch a second one for the build. The official release builds only in isolation. Neither compiles
+# its CUDA extensions, which nothing here uses.
 setup_fairseq() (
     unset CUDA_HOME
     export MAX_JOBS="${MAX_JOBS:-$(nproc)}"
@@ -110,13 +98,16 @@ setup_fairseq() (
     fi
 )
 
+# site-packages of the environment $1.
+setup_packages() {
+    "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'
+}
+
 # Editable, and linked: fairseq looks for a --user-dir in the working directory and beside itself in
 # site-packages, where an editable install leaves nothing. (Hydra changes the working directory.)
 setup_this_package() {
-    local packages
     setup_pip --no-deps --no-build-isolation -e "$ROOT" || return
-    packages="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')"
-    ln -sfn "$ROOT/fairseq_tutel" "$packages/fairseq_tutel"
+    ln -sfn "$ROOT/fairseq_tutel" "$(setup_packages "$VENV")/fairseq_tutel"
 }
 
 setup_install() {
@@ -125,6 +116,9 @@ setup_install() {
     setup_step "torch" setup_pip torch
     setup_step "build tools" setup_pip setuptools wheel cython numpy ninja packaging
     setup_step "fairseq (compiled here, the longest step)" setup_fairseq
+    # which fairseq-fixed requires, for speech alone: it is of another torch and fails when imported
+    [ "$FAIRSEQ" = official ] || setup_step "without torchaudio" \
+        "$VENV/bin/python" -m pip uninstall --yes torchaudio
     setup_step "triton, sentencepiece, matplotlib, pytest, ruff" \
         setup_pip triton sentencepiece matplotlib tensorboardX pytest pytest-timeout pytest-xdist \
         ruff
@@ -148,8 +142,7 @@ setup_main() {
     fi
 
     # Not .venv's own interpreter, which may be about to be removed.
-    [ "$python" != "$VENV/bin/python" ] ||
-        python="$("$python" -c 'import os, sys; print(os.path.realpath(sys.executable))')"
+    [ "$python" != "$VENV/bin/python" ] || python="$(realpath "$python")"
     setup_check_tools "$python"
     if [ "$(head -n 1 "$STAMP" 2>/dev/null)" = "$made_with" ]; then
         echo "Updating ${VENV##*/} (what to install has changed):"
@@ -171,6 +164,27 @@ setup_main() {
     echo
 }
 
+# Libraries that some tests compare with or are hosts of (scripts/constraints-extras.txt), in an
+# environment that sees all of .venv: versions that they demand stay out of it.
+setup_extras() {
+    local packages stamp wanted
+    VENV="$ROOT/.venv-extras" SETUP_LOG="$ROOT/.venv-extras/setup.log"
+    stamp="$VENV/setup.stamp"
+    wanted="$(cat "$STAMP" "$ROOT/scripts/constraints-extras.txt" | cksum)"
+    [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || return 0
+    packages="$(setup_packages "$ROOT/.venv")"
+    echo "Making .venv-extras, once:"
+    rm -rf "$VENV"
+    mkdir "$VENV"
+    : >"$SETUP_LOG"
+    setup_step "virtual environment" "$ROOT/.venv/bin/python" -m venv "$VENV"
+    echo "$packages" >"$(setup_packages "$VENV")/all_of_venv.pth"
+    setup_step "safetensors, transformers" \
+        setup_pip -c "$ROOT/scripts/constraints-extras.txt" safetensors transformers
+    echo "$wanted" >"$stamp"
+    echo
+}
+
 # Two set-ups at once would spoil each other: the second waits here, and finds the work done.
 exec 9<"$ROOT"
 if command -v flock >/dev/null && ! flock --nonblock 9; then
@@ -178,7 +192,9 @@ if command -v flock >/dev/null && ! flock --nonblock 9; then
     flock 9
 fi
 setup_main
+[ -z "${EXTRAS:-}" ] || setup_extras
 exec 9<&-
 
-export VIRTUAL_ENV="$VENV" PATH="$VENV/bin:$PATH"
+# .venv-extras has no console scripts of its own
+export VIRTUAL_ENV="$VENV" PATH="$VENV/bin:${STAMP%/*}/bin:$PATH"
 unset PYTHONHOME

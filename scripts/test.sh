@@ -1,21 +1,31 @@
 #!/usr/bin/env bash
 # Sets up .venv if need be, checks the code's style, and runs the tests. Arguments go to pytest:
 #
-#   bash scripts/test.sh                       # everything
+#   bash scripts/test.sh                       # everything that .venv is enough for
 #   bash scripts/test.sh tests/ops -k gating   # some of it
+#   bash scripts/test.sh --extras              # the second stage: beside other libraries
 #
-# Three tests at a time (TEST_WORKERS=N: N), of which some only wait; with -n 0 they run in the pytest
-# process itself.
+# The second stage has an environment of its own, .venv-extras (safetensors, transformers), and runs
+# the tests that are marked `extras`; they are skipped in the first. Three tests at a time
+# (TEST_WORKERS=N: N), of which some only wait; with -n 0 they run in the pytest process itself.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+stage=()
+if [ "${1:-}" = --extras ]; then
+    shift
+    EXTRAS=1 stage=(-m extras)
+fi
 source scripts/setup_env.sh
 
 # One thread per process: multi-rank tests start several, and small shapes gain nothing from more.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 status=0
-ruff check . || status=1
-ruff format --check --quiet . || { echo "ruff format . would change files" >&2; status=1; }
+if [ -z "${EXTRAS:-}" ]; then
+    ruff check . || status=1
+    ruff format --check --quiet . || { echo "ruff format . would change files" >&2; status=1; }
+fi
 # A file goes to one process as a whole: what its tests share is computed once.
-python -m pytest -n "${TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder "$@" || status=$?
+python -m pytest -n "${TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder "${stage[@]}" "$@" ||
+    status=$?
 exit "$status"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fairseq_tutel.__main__ import main
+from fairseq_tutel.command_line import CONFIGS, config_directory
 from fairseq_tutel.plan.cli import main as plan
-from fairseq_tutel.shipped_configs import CONFIGS, config_directory
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
@@ -17,7 +17,7 @@ factory, hook, filters = logging.getLogRecordFactory(), sys.excepthook, list(war
 import fairseq_tutel.moe
 assert not {"fairseq", "fairseq_cli", "hydra"} & {name.split(".")[0] for name in sys.modules}
 assert (factory, hook) == (logging.getLogRecordFactory(), sys.excepthook)
-from fairseq_tutel.models import TransformerLMGPTMoE
+from fairseq_tutel.integrations.fairseq.models import TransformerLMGPTMoE
 from fairseq.trainer import Trainer
 assert Trainer.__new__ is object.__new__, "registered by an import of the model alone"
 try:

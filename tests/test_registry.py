@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+import fairseq_tutel.moe  # noqa: F401  registers what is chosen by name
 from fairseq_tutel.config import MoEConfig
-from fairseq_tutel.registry import Options, Registry, option
+from fairseq_tutel.config.options import Range, at_least, option
+from fairseq_tutel.config.registry import Options, Registry
 
 
 class Plain:
@@ -25,15 +27,15 @@ class Tuned:
     class Options(Options):
         """One of each kind."""
 
-        count: int = option(3, "a number", at_least=1)
-        rate: float = option(0.5, "a share", above=0.0, at_most=1.0)
+        count: int = option(3, "a number", at_least(1))
+        rate: float = option(0.5, "a share", Range(0, 1, low_open=True))
         on: bool = option(False, "a switch")
         way: str = option("up", "a choice", choices=("up", "down"), flag="--moe-way")
 
 
 @pytest.fixture
 def registry():
-    found = Registry("router", home="math", flag_prefix="moe")
+    found = Registry("router")
     found.register("tuned")(Tuned)
     found.register("plain")(Plain)
     return found
@@ -56,14 +58,14 @@ def test_options_by_name_and_as_an_object(registry):
 
 
 @pytest.mark.parametrize("name, given, message", [
-    ("other", None, "router='other' is unknown; choose one of plain, tuned"),
+    ("other", None, "router='other' is unknown; choose one of plain, tuned; one of your own is"),
     ("tuned", {"speed": 1}, "has no option 'speed'; it has count, rate, on, way"),
     ("plain", {"speed": 1}, "it has none"),
     ("plain", Tuned.Options(), "are no options of router='plain'"),
     ("tuned", 3, "3 are no options"),
     ("tuned", {"count": 0}, "router tuned: count=0 must be at least 1"),
-    ("tuned", {"count": 1.5}, "count=1.5 must be of type int"),
-    ("tuned", {"count": True}, "count=True must be of type int"),
+    ("tuned", {"count": 1.5}, "count=1.5 must be a whole number"),
+    ("tuned", {"count": True}, "count=True must be a whole number"),
     ("tuned", {"rate": 0}, "rate=0.0 must be above 0 and at most 1"),
     ("tuned", {"rate": 1.01}, "rate=1.01 must be above 0 and at most 1"),
     ("tuned", {"rate": float("nan")}, "rate=nan must be a finite number"),

@@ -3,13 +3,14 @@ code calls nothing that the oldest omegaconf lacks; `scripts/test_hosts.sh`, whi
 official fairseq, is too large for every change."""
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = (ROOT / "fairseq_tutel/hosts/fairseq/README.md").read_text()
+PAGE = (ROOT / "fairseq_tutel/integrations/fairseq/README.md").read_text()
 # keywords of omegaconf 2.0.6, which fairseq 0.12.2 requires
 OMEGACONF = {
     "create": {"parent"},
@@ -47,6 +48,12 @@ def test_the_tests_of_the_other_host_exist():
     assert len(named) > 10
     for path in named:
         assert (ROOT / path).exists(), path
+
+
+def test_there_is_no_torchaudio_that_cannot_be_imported():
+    """fairseq-fixed requires one, and the one that pip finds is of another torch."""
+    if importlib.util.find_spec("torchaudio") is not None:
+        importlib.import_module("torchaudio")
 
 
 def test_what_was_run_is_what_is_pinned():

@@ -1,64 +1,53 @@
-"""Expert-sharded checkpoint sets: save, load, inspect, merge, reshard.
+"""Expert-sharded checkpoint sets: save, load, inspect, merge, reshard, transform.
 
 Needs torch only. The layout on disk is Meta's (``layout.py``), the content fairseq's
-(``state.py``). Command line: ``python -m fairseq_tutel.checkpoint --help``.
+(``state.py``). A run's ranks call ``save_set`` and ``load_for_rank``; a program that makes one set
+of another ``read_set`` and ``write_set``. Command line: ``python -m fairseq_tutel.checkpoint``.
 """
 
 from .all_ranks import AllRanks
 from .commit import final_path
-from .errors import CheckpointError
-from .find import find_checkpoint
-from .harmless import harmless_only
 from .inspection import inspect
 from .io import load_file
-from .layout import (
-    CheckpointSet,
-    check_divisible,
-    count_rank_files,
-    experts_of_rank,
-    slice_experts,
-    split_dense_expert,
-)
-from .load import SetReader, load_for_rank
-from .reshard import merge, reshard
-from .state import check_complete, split_state
+from .layout import CheckpointError, select_experts, split_key
+from .reader import SetReader, find_checkpoint, load_for_rank, read_set
+from .safe_globals import safe_globals_only
+from .state import check_complete
 from .store import (
     check_shared_directory,
     copy_set,
     find_sets,
-    recover,
+    merge,
     recover_directory,
     remove_set,
+    reshard,
+    save_set,
     set_exists,
     write_set,
 )
 
 __all__ = [
-    "CheckpointError",
-    "CheckpointSet",
     "AllRanks",
+    "CheckpointError",
     "SetReader",
     "check_complete",
-    "check_divisible",
     "check_shared_directory",
     "copy_set",
-    "count_rank_files",
-    "experts_of_rank",
     "final_path",
     "find_checkpoint",
     "find_sets",
-    "harmless_only",
     "inspect",
     "load_file",
     "load_for_rank",
     "merge",
-    "recover",
+    "read_set",
     "recover_directory",
     "remove_set",
     "reshard",
+    "safe_globals_only",
+    "save_set",
+    "select_experts",
     "set_exists",
-    "slice_experts",
-    "split_dense_expert",
-    "split_state",
+    "split_key",
     "write_set",
 ]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..command_line import CommandLine, columns
-from ..ranges import at_least, in_range
-from .errors import CheckpointError
+from ..command_line import EXIT_USAGE, CommandLine, columns
+from ..config.options import at_least, in_range
 from .inspection import inspect
-from .reshard import merge, reshard
+from .layout import CheckpointError
+from .store import merge, reshard
 
 _INCONSISTENT = 1
-_ERROR = 2
 _PATH_HELP = "NAME.pt of a set (NAME-shared.pt, NAME-rank-N.pt; either may be given) or one file"
 
 
@@ -28,24 +28,16 @@ def build_parser() -> argparse.ArgumentParser:
         "2 an error, printed in one line.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
     show = commands.add_parser("inspect", help="show what is in a checkpoint and if it is complete")
-    show.add_argument("path", metavar="PATH", help=_PATH_HELP)
     show.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     show.add_argument("--verify", action="store_true", help="read every byte, check all checksums")
-
     join = commands.add_parser("merge", help="write one file that holds all experts, for sharing")
-    _add_rewrite_arguments(join, "OUT", "the new file, NAME.pt; its folder is made if missing")
     join.add_argument(
         "--with-optimizer",
         action="store_true",
         help="keep the optimizer state (default: leave it out, for a smaller file)",
     )
-
     place = commands.add_parser("reshard", help="write a set for another number of ranks")
-    _add_rewrite_arguments(
-        place, "OUT", "name of the new set, NAME.pt; its folder is made if missing"
-    )
     place.add_argument(
         "--ranks",
         type=in_range(int, at_least(1)),
@@ -53,6 +45,13 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="number of ranks W; it must divide the number of experts E, or E must divide it",
     )
+    for command in (show, join, place):
+        command.add_argument("path", metavar="PATH", help=_PATH_HELP)
+    for command in (join, place):
+        command.add_argument(
+            "out", metavar="OUT", help="the new NAME.pt; its folder is made if missing"
+        )
+        command.add_argument("--force", action="store_true", help="replace OUT if it exists")
     return parser
 
 
@@ -60,71 +59,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     args = build_parser().parse_args(argv)
     try:
-        return _COMMANDS[args.command](args)
+        if args.command == "inspect":
+            report = inspect(args.path, verify=args.verify)
+            print(json.dumps(report, indent=2) if args.json else format_report(report))
+            return 0 if report["consistent"] else _INCONSISTENT
+        logging.basicConfig(level=logging.INFO, format="%(message)s")  # progress, on stderr
+        if args.command == "merge":
+            options = {"with_optimizer": args.with_optimizer, "force": args.force}
+            print(merge(args.path, args.out, **options))
+        else:
+            print(reshard(args.path, args.out, args.ranks, force=args.force))
+        return 0
     except (CheckpointError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return _ERROR
-
-
-def _add_rewrite_arguments(parser: argparse.ArgumentParser, out: str, out_help: str) -> None:
-    parser.add_argument("path", metavar="PATH", help=_PATH_HELP)
-    parser.add_argument("out", metavar=out, help=out_help)
-    parser.add_argument("--force", action="store_true", help=f"replace {out} if it exists")
-
-
-def _run_inspect(args: argparse.Namespace) -> int:
-    report = inspect(args.path, verify=args.verify)
-    print(json.dumps(report, indent=2) if args.json else format_report(report))
-    return 0 if report["consistent"] else _INCONSISTENT
-
-
-def _run_merge(args: argparse.Namespace) -> int:
-    written = merge(
-        args.path,
-        args.out,
-        with_optimizer=args.with_optimizer,
-        force=args.force,
-        progress=_show_progress,
-    )
-    print(written)
-    return 0
-
-
-def _run_reshard(args: argparse.Namespace) -> int:
-    print(reshard(args.path, args.out, args.ranks, force=args.force, progress=_show_progress))
-    return 0
-
-
-_COMMANDS = {"inspect": _run_inspect, "merge": _run_merge, "reshard": _run_reshard}
-
-
-def _show_progress(done: int, total: int, name: str) -> None:
-    step = f"[{done + 1}/{total}] writing {name}" if done < total else f"complete: {name}"
-    print(step, file=sys.stderr, flush=True)
+        return EXIT_USAGE
 
 
 def format_report(report: dict[str, Any]) -> str:
     """The table that ``inspect`` prints."""
+    known = {key: "unknown" if value is None else value for key, value in report.items()}
     rows = [
         ("checkpoint", report["path"]),
         ("kind", _kind_text(report)),
-        ("written by", _or_unknown(report["written_by"])),
-        ("save id", _or_unknown(report["save_id"])),
-        ("update, epoch", f"{_or_unknown(report['num_updates'])}, {_or_unknown(report['epoch'])}"),
-        ("experts", _or_unknown(report["num_experts"])),
+        ("written by", known["written_by"]),
+        ("save id", known["save_id"]),
+        ("update, epoch", f"{known['num_updates']}, {known['epoch']}"),
+        ("experts", str(known["num_experts"])),
         ("MoE layers", _layers_text(report["moe_layers"])),
         ("parameters", f"{report['params_total']:,}"),
         ("  dense", f"{report['params_dense']:,}"),
         ("  expert", f"{report['params_expert']:,}"),
         ("dtypes", ", ".join(f"{name} {n:,}" for name, n in report["dtypes"].items()) or "none"),
         ("optimizer state", report["optimizer_state"]),
-        ("size on disk", f"{_bytes_text(report['size_on_disk'])} in {len(report['files'])} files"),
+        ("size on disk", f"{_mib(report['size_on_disk'])} in {len(report['files'])} files"),
         ("consistent", "yes" if report["consistent"] else "NO"),
     ]
     if report["unfinished_save"]:
         rows.append(("note", "a save was interrupted after its commit; readable as it is"))
-    if report["temporary_files"] and not report["unfinished_save"]:
-        rows.append(("note", f"{len(report['temporary_files'])} temporary files of another save"))
     lines = [*columns(rows), "", *_file_table(report["files"])]
     lines += [f"problem: {problem}" for problem in report["problems"]]
     return "\n".join(lines)
@@ -145,21 +116,13 @@ def _layers_text(layers: list[str]) -> str:
 def _file_table(files: list[dict[str, Any]]) -> list[str]:
     table = [("file", "size", "experts", "parameters", "save id")]
     for file in files:
-        size, params = _bytes_text(file["size"]), f"{file['params']:,}"
-        table.append((file["name"], size, str(file["experts"]), params, file["save_id"] or "-"))
+        counts = str(file["experts"]), f"{file['params']:,}"
+        table.append((file["name"], _mib(file["size"]), *counts, file["save_id"] or "-"))
     return columns(table, right=(1, 2, 3))
 
 
-def _or_unknown(value: Any) -> str:
-    return "unknown" if value is None else str(value)
-
-
-def _bytes_text(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
 
 
 if __name__ == "__main__":

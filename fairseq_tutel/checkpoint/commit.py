@@ -19,16 +19,20 @@ import logging
 import os
 import re
 import secrets
-from dataclasses import dataclass
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass
 
-from .errors import CheckpointError
 from .io import sync_directory
-from .layout import CheckpointSet, Role
+from .layout import CheckpointError, CheckpointSet, Role
 
 logger = logging.getLogger(__name__)
 
 _TEMPORARY = re.compile(r"(?P<final>.+\.pt(?:\.commit)?)\.[0-9a-f]{16}\.tmp")
 _COMMIT_SUFFIX = ".commit"
+# Windows has no SIGHUP
+_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 @dataclass(frozen=True)
@@ -44,32 +48,24 @@ def new_id() -> str:
     return secrets.token_hex(8)
 
 
-def temporary_name(name: str, operation: str) -> str:
-    """Temporary name of the file ``name`` during the operation with that id."""
-    return f"{name}.{operation}.tmp"
+def temporary_path(cset: CheckpointSet, operation: str, role: Role) -> str:
+    """Where a member is written during the operation with that id."""
+    return os.path.join(cset.directory, _temporary_name(cset.name_of(role), operation))
 
 
 def visible_files(cset: CheckpointSet) -> dict[Role, str]:
-    """Paths of the members as a reader must see them, also in the middle of a commit.
-
-    Raises:
-        CheckpointError: damaged commit record.
-    """
+    """Paths of the members as a reader must see them, also in the middle of a commit."""
     # The record comes first: if a writer finishes meanwhile, its files have their final names.
     record = read_record(cset)
     names = set(_list(cset.directory))
-    files = {
-        role: os.path.join(cset.directory, name)
-        for name in names
-        if (role := cset.role_of(name)) is not None
-    }
+    files = {role: name for name in names if (role := cset.role_of(name)) is not None}
     if record is not None:
         for name in record.removals:
             files.pop(cset.role_of(name), None)
         for temporary, name in record.renames.items():
             if temporary in names:
-                files[cset.role_of(name)] = os.path.join(cset.directory, temporary)
-    return files
+                files[cset.role_of(name)] = temporary
+    return {role: os.path.join(cset.directory, name) for role, name in files.items()}
 
 
 def final_path(path: str) -> str:
@@ -80,7 +76,7 @@ def final_path(path: str) -> str:
 
 
 def read_record(cset: CheckpointSet) -> CommitRecord | None:
-    """The commit record of an unfinished change, or None."""
+    """The commit record of an unfinished change, or None; CheckpointError if it is damaged."""
     try:
         with open(cset.commit_path, encoding="utf-8") as file:
             stored = json.load(file)
@@ -93,86 +89,84 @@ def read_record(cset: CheckpointSet) -> CommitRecord | None:
             "it load without it, else use another set"
         ) from error
     # a record may only ever touch its own set, whoever wrote it
-    for temporary, name in record.renames.items():
-        match = _TEMPORARY.fullmatch(temporary)
-        if match is None or match["final"] != name or cset.role_of(name) is None:
-            raise CheckpointError(f"{cset.commit_path}: strange entry {temporary!r} -> {name!r}")
-    for name in record.removals:
-        if cset.role_of(name) is None:
-            raise CheckpointError(f"{cset.commit_path}: strange removal {name!r}")
+    finals = [match and match["final"] for match in map(_TEMPORARY.fullmatch, record.renames)]
+    members = [*record.renames.values(), *record.removals]
+    if finals != [*record.renames.values()] or None in map(cset.role_of, members):
+        raise CheckpointError(f"{cset.commit_path}: strange commit record: {record}")
     return record
 
 
-def commit(cset: CheckpointSet, operation: str, keep: set[str], renamed: set[str]) -> None:
-    """Steps 2 to 4: make the set consist of ``keep``, of which ``renamed`` have temporary files.
+@contextlib.contextmanager
+def changing(cset: CheckpointSet) -> Iterator[str]:
+    """A change that one process makes: the id of an operation, for its files and :func:`commit`.
 
-    On an error before the record is in place the temporary files are removed and the old set is
-    untouched; on an error after it the message states that the new set is complete.
+    What an earlier change left is finished first, and this one leaves nothing.
+    """
+    os.makedirs(cset.directory or ".", exist_ok=True)
+    recover_set(cset)
+    operation = new_id()
+    with cleaning_up(lambda by_signal: leave_in_order(cset, operation, by_signal)):
+        yield operation
+
+
+def commit(cset: CheckpointSet, operation: str, roles: Collection[Role]) -> None:
+    """Steps 2 to 4: make the set consist of ``roles``, which all have temporary files.
 
     Raises:
-        CheckpointError: a temporary file is missing, or the file system failed.
+        CheckpointError: a temporary file is missing, or the file system failed: before the record
+            is in place, and the old set is untouched, or after it, as the message states.
     """
+    names = sorted(map(cset.name_of, roles))
+    renames = {_temporary_name(name, operation): name for name in names}
+    present = set(_list(cset.directory))
+    for temporary, name in renames.items():
+        if temporary not in present:
+            raise CheckpointError(
+                f"{os.path.join(cset.directory, name)}: its new content was written but rank 0 "
+                "does not see it; all ranks must save into one shared file system"
+            )
+    removals = sorted(n for n in present.difference(names) if cset.role_of(n) is not None)
+    record = CommitRecord(renames, tuple(removals))
     try:
-        renames = {temporary_name(name, operation): name for name in sorted(renamed)}
-        present = set(_list(cset.directory))
-        for temporary, name in renames.items():
-            if temporary not in present:
-                raise CheckpointError(
-                    f"{cset.path_of(cset.role_of(name))}: its new content was written but rank 0 "
-                    "does not see it; all ranks must save into one shared file system"
-                )
-        removals = sorted(name for name in present - keep if cset.role_of(name) is not None)
-        record = CommitRecord(renames, tuple(removals))
         _write_record(cset, record, operation)
-    except Exception:
+    except OSError:
         if not os.path.lexists(cset.commit_path):
-            remove_temporaries(cset, operation)
             raise
-        record = read_record(cset)
     try:
         _roll_forward(cset, record)
     except OSError as error:
         raise CheckpointError(
             f"{cset.path}: saved, but not all files could be renamed ({error}); the set can be "
-            "loaded as it is, and the next save or recover() finishes it"
+            "loaded as it is, and the next save finishes it"
         ) from error
 
 
-def recover_set(cset: CheckpointSet) -> bool:
+def recover_set(cset: CheckpointSet) -> None:
     """Finish a change whose record is in place and clean up after one that failed before.
 
-    Only the writer of the set may call this, and never while another process saves to it.
-
-    Returns:
-        Whether a commit was finished.
+    For the writer of the set, never while another process saves to it.
     """
     record = read_record(cset)
     if record is not None:
         logger.warning("%s: finishing a save that was interrupted", cset.path)
         _roll_forward(cset, record)
     remove_temporaries(cset)
-    return record is not None
 
 
 def remove_temporaries(cset: CheckpointSet, operation: str | None = None) -> None:
-    """Remove temporary files of one operation, or of all; a failure is logged, not raised."""
+    """Remove temporary files of one operation, or of all; where that fails, the next save does."""
+    ending = ".tmp" if operation is None else f".{operation}.tmp"
     for name in _list(cset.directory):
         match = _TEMPORARY.fullmatch(name)
-        if match is None or not _belongs(cset, match["final"]):
-            continue
-        if operation is None or name == temporary_name(match["final"], operation):
-            try:
-                _unlink(os.path.join(cset.directory, name))
-            except OSError as error:
-                logger.warning("could not remove a temporary file: %s", error)
+        if match and name.endswith(ending) and _set_of(cset.directory, match["final"]) == cset:
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(cset.directory, name))
 
 
 def leave_in_order(cset: CheckpointSet, operation: str, ends_by_signal: bool) -> None:
-    """For the writer of a set whose change ended before its time: no temporary file stays.
+    """Undo a change that ended before its commit; finish a later one if a signal ends the process.
 
-    A change that is not committed is undone; one that is, is finished where a signal ends the
-    process. After an error it stays as it is: readable, as the error states. See
-    :func:`.cleanup.cleaning_up`.
+    After an error a committed change stays as it is: readable, as the error states.
     """
     with contextlib.suppress(OSError, CheckpointError):
         if not os.path.lexists(cset.commit_path):
@@ -181,34 +175,59 @@ def leave_in_order(cset: CheckpointSet, operation: str, ends_by_signal: bool) ->
             recover_set(cset)
 
 
-def unfinished_sets(directory: str) -> list[CheckpointSet]:
+@contextlib.contextmanager
+def cleaning_up(clean: Callable[[bool], None]) -> Iterator[None]:
+    """Call ``clean`` unless the block gets to its end; only SIGKILL and a crash go without.
+
+    SIGTERM and SIGHUP end a Python process where it stands. Within the block they clean up first,
+    then end it in the same way. A program that ignores or handles them goes on as it does.
+
+    Args:
+        clean: takes whether a signal ends the process; may interrupt the block, must not raise.
+    """
+
+    def clean_and_end(signum, frame):
+        clean(True)
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
+
+    # handlers can be set in the main thread only
+    main = threading.current_thread() is threading.main_thread()
+    taken = [s for s in _SIGNALS if main and signal.getsignal(s) is signal.SIG_DFL]
+    for signum in taken:
+        signal.signal(signum, clean_and_end)
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, SystemExit):
+        clean(False)
+        raise
+    finally:
+        for signum in taken:
+            signal.signal(signum, signal.SIG_DFL)
+
+
+def unfinished_sets(directory: str) -> set[CheckpointSet]:
     """Sets of a directory that have a commit record or temporary files."""
-    sets = set()
-    for name in _list(directory):
-        match = _TEMPORARY.fullmatch(name)
-        final = match["final"] if match else name
-        if match or final.endswith(".pt" + _COMMIT_SUFFIX):
-            member = os.path.join(directory, final.removesuffix(_COMMIT_SUFFIX))
-            sets.add(CheckpointSet.from_path(member))
-    return sorted(sets, key=lambda cset: cset.path)
+    names = _list(directory)
+    finals = [match["final"] for match in map(_TEMPORARY.fullmatch, names) if match]
+    finals += [name for name in names if name.endswith(".pt" + _COMMIT_SUFFIX)]
+    return {_set_of(directory, final) for final in finals}
 
 
-def temporary_files(cset: CheckpointSet) -> list[str]:
-    """Names of this set's temporary files, whether a record lists them or not."""
-    matches = ((name, _TEMPORARY.fullmatch(name)) for name in _list(cset.directory))
-    return sorted(name for name, match in matches if match and _belongs(cset, match["final"]))
+def _set_of(directory: str, name: str) -> CheckpointSet:
+    """Of a member or a commit record."""
+    return CheckpointSet.from_path(os.path.join(directory, name.removesuffix(_COMMIT_SUFFIX)))
 
 
-def _belongs(cset: CheckpointSet, final: str) -> bool:
-    return cset.role_of(final.removesuffix(_COMMIT_SUFFIX)) is not None
+def _temporary_name(name: str, operation: str) -> str:
+    return f"{name}.{operation}.tmp"
 
 
 def _write_record(cset: CheckpointSet, record: CommitRecord, operation: str) -> None:
     sync_directory(cset.directory)  # the new files' names must last before the record does
-    name = os.path.basename(cset.commit_path)
-    temporary = os.path.join(cset.directory, temporary_name(name, operation))
+    temporary = _temporary_name(cset.commit_path, operation)
     with open(temporary, "w", encoding="utf-8") as file:
-        json.dump({"renames": record.renames, "removals": record.removals}, file)
+        json.dump(asdict(record), file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, cset.commit_path)
@@ -240,7 +259,5 @@ def _list(directory: str) -> list[str]:
 
 
 def _unlink(path: str) -> None:
-    try:
+    with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-    except FileNotFoundError:
-        return

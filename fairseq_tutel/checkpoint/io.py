@@ -1,30 +1,36 @@
 """One checkpoint file: written so that it can be read safely, read without running its content.
 
 A checkpoint is a pickle, and a pickle may call any function. Files are therefore read by torch's
-restricted unpickler, extended by the classes of ``harmless.py``; anything else is refused by name.
+restricted unpickler, extended by the classes of ``safe_globals.py``; any other is refused by name.
 Tensors are memory-mapped where the file allows it, so that only what is used is read.
+
+Flipped bits are found by the CRC-32 of every tensor that torch writes into the file's zip directory
+and never looks at again. Tensors are checked as they are taken from a file, so that unwanted data
+stays unread and wanted data is fetched from the disk once.
 """
 
 from __future__ import annotations
 
 import collections
+import ctypes
 import errno
-import logging
 import os
 import re
 import zipfile
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
-from .errors import CheckpointError
-from .harmless import harmless_only
-
-logger = logging.getLogger(__name__)
+from .layout import CheckpointError
+from .safe_globals import safe_globals_only
 
 _ZIP_MAGIC = b"PK\x03\x04"
+# what zipfile raises where the directory or the header of a member is damaged
+_ZIP_ERRORS = (zipfile.BadZipFile, OSError, RuntimeError, ValueError, EOFError, zlib.error)
 _REFUSED = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)|but got (<class .*?>)")
 # file systems that cannot fsync a directory answer with one of these
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
@@ -39,12 +45,10 @@ def load_file(path: str) -> dict[str, Any]:
     before = identity(path)
     mappable = _check_container(path)
     try:
-        with harmless_only():
-            state = _torch_load(path, mmap=mappable)
-    except FileNotFoundError:
-        raise _missing(path) from None
+        with safe_globals_only():
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
     except Exception as error:  # a damaged pickle can raise anything; the message names it
-        raise CheckpointError(reading_problem(path, error)) from None
+        raise CheckpointError(_reading_problem(path, error)) from None
     # torch opens the file twice, for its pickle and for the mapping: it must be the same file
     if identity(path) != before:
         raise CheckpointError(f"{path}: was replaced while it was being read; try again")
@@ -55,14 +59,11 @@ def load_file(path: str) -> dict[str, Any]:
     return state
 
 
-def save_file(state: Mapping[str, Any], path: str) -> int:
+def save_file(state: Mapping[str, Any], path: str) -> None:
     """Write one file, force it to the disk and check that it can be read back safely.
 
     Tensors are written from the CPU with a storage of their own, so that a slice of a stack does
     not drag the whole stack into the file. Tensors that are one (tied weights) stay one.
-
-    Returns:
-        Size of the file in bytes.
 
     Raises:
         CheckpointError: ``state`` holds objects that ``load_file`` would refuse.
@@ -73,7 +74,6 @@ def save_file(state: Mapping[str, Any], path: str) -> int:
             torch.save(_portable(dict(state), {}), file)
             file.flush()
             os.fsync(file.fileno())
-            size = file.tell()
     except (OSError, RuntimeError) as error:
         # torch's writer raises a RuntimeError about positions once the file's write has failed
         reason = error if isinstance(error, OSError) else error.__context__
@@ -86,7 +86,57 @@ def save_file(state: Mapping[str, Any], path: str) -> int:
         raise CheckpointError(
             f"refusing to save what could not be loaded again: {error}"
         ) from error
-    return size
+
+
+class Checksums:
+    """The checksums stored in a file; CheckpointError if its list of tensors is damaged.
+
+    Nothing is checked of a file in torch's format before 1.6, of one written where
+    ``torch.serialization.set_crc32_options(False)``, and with FAIRSEQ_TUTEL_CHECKSUMS=0.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._listed: set[tuple[int, int]] = set()  # (bytes, checksum)
+        wanted = os.environ.get("FAIRSEQ_TUTEL_CHECKSUMS", "1") not in ("", "0")
+        if not wanted or not zipfile.is_zipfile(path):
+            return
+        try:
+            archive = zipfile.ZipFile(path)
+        except _ZIP_ERRORS as error:
+            raise CheckpointError(f"{path}: is damaged ({error})") from None
+        with archive:
+            for info in archive.infolist():
+                name = info.filename.partition("/")[2]
+                if name == "data.pkl" and _is_damaged(archive, info):
+                    raise _wrong_checksum(path, info.filename)
+                if name.startswith("data/") and info.CRC:
+                    self._listed.add((info.file_size, info.CRC))
+
+    def check(self, entries: Any) -> None:
+        """Raises CheckpointError naming a tensor in dicts and lists that is not as written."""
+        if not self._listed:
+            return
+        found = {}
+        for name, tensor in _tensors(entries, ""):
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                found.setdefault(storage.data_ptr(), (name, storage))
+        # zlib lets go of the interpreter's lock: as many at once as this process may use cores
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            checksums = pool.map(_checksum, [storage for _, storage in found.values()])
+            for (name, storage), checksum in zip(found.values(), checksums, strict=True):
+                if (storage.nbytes(), checksum) not in self._listed:
+                    raise _wrong_checksum(self._path, name)
+
+
+def verify_file(path: str) -> None:
+    """Read the whole file; raises CheckpointError naming the first part with a wrong checksum."""
+    if zipfile.is_zipfile(path):  # torch's format before 1.6 has no checksums
+        with zipfile.ZipFile(path) as archive:
+            for info in archive.infolist():
+                if _is_damaged(archive, info):
+                    raise _wrong_checksum(path, info.filename)
 
 
 def identity(path: str) -> tuple[int, ...] | None:
@@ -99,7 +149,9 @@ def identity(path: str) -> tuple[int, ...] | None:
 
 
 def sync_directory(path: str) -> None:
-    """Force the names in a directory to the disk, on file systems that can."""
+    """Force the names in a directory to the disk, on systems that can."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows opens no directories
+        return
     descriptor = os.open(path or ".", os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -117,13 +169,9 @@ def _check_container(path: str) -> bool:
             magic = file.read(len(_ZIP_MAGIC))
             complete = magic == _ZIP_MAGIC and zipfile.is_zipfile(file)
             size = file.seek(0, os.SEEK_END)
-    except FileNotFoundError:
-        raise _missing(path) from None
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    if size == 0:
-        raise CheckpointError(f"{path}: is empty; restore it from a backup or use another set")
-    if magic == _ZIP_MAGIC and not complete:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    if not size or magic == _ZIP_MAGIC and not complete:
         raise CheckpointError(
             f"{path}: is truncated at {size} bytes (its end is missing); "
             "copy it again or use another set"
@@ -131,25 +179,8 @@ def _check_container(path: str) -> bool:
     return complete
 
 
-def _torch_load(path: str, *, mmap: bool) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except RuntimeError as error:
-        if not mmap or "unable to mmap" not in str(error):
-            raise
-        logger.warning("%s: the file system cannot map files; reading it whole", path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=False)
-
-
-def _missing(path: str) -> CheckpointError:
-    return CheckpointError(f"{path}: no such file")
-
-
-def reading_problem(path: str, error: Exception) -> str:
-    """Why torch could not read a file; names the file and what in it was refused, if anything.
-
-    torch wraps such words in advice to turn its safety off, which is never passed on.
-    """
+def _reading_problem(path: str, error: Exception) -> str:
+    """Why torch could not read a file, without its advice to turn its safety off."""
     original = error.__context__ if isinstance(error.__context__, UnpicklingError) else error
     refused = _REFUSED.search(str(original)) if isinstance(original, UnpicklingError) else None
     if refused:
@@ -159,17 +190,23 @@ def reading_problem(path: str, error: Exception) -> str:
         )
     if "weights_only" in str(original):
         return f"{path}: is a TorchScript archive or of torch's old tar format; refusing to load it"
-    reason = str(original).strip().splitlines()[:1]
+    reason = str(original).strip().partition("\n")[0]
     return (
-        f"{path}: is not a checkpoint or is damaged "
-        f"({type(original).__name__}: {''.join(reason)}); copy it again or use another set"
+        f"{path}: is not a checkpoint or is damaged ({type(original).__name__}: {reason}); "
+        "copy it again or use another set"
     )
 
 
 def _portable(value: Any, memo: dict[tuple, torch.Tensor]) -> Any:
     """``value`` with every tensor detached, on the CPU, dense in a storage of its own size."""
     if isinstance(value, torch.Tensor):
-        return _portable_tensor(value, memo)
+        key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+        if key not in memo or not value.numel():
+            moved = value.detach().cpu().contiguous()
+            if moved.untyped_storage().nbytes() != moved.numel() * moved.element_size():
+                moved = moved.clone(memory_format=torch.contiguous_format)
+            memo[key] = moved
+        return memo[key]
     # a defaultdict comes back as a dict: the restricted unpickler cannot fill one
     if type(value) in (dict, collections.OrderedDict, collections.defaultdict):
         return {key: _portable(item, memo) for key, item in value.items()}
@@ -178,11 +215,36 @@ def _portable(value: Any, memo: dict[tuple, torch.Tensor]) -> Any:
     return value
 
 
-def _portable_tensor(tensor: torch.Tensor, memo: dict[tuple, torch.Tensor]) -> torch.Tensor:
-    identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-    if identity not in memo or tensor.numel() == 0:
-        moved = tensor.detach().cpu().contiguous()
-        if moved.untyped_storage().nbytes() != moved.numel() * moved.element_size():
-            moved = moved.clone(memory_format=torch.contiguous_format)
-        memo[identity] = moved
-    return memo[identity]
+def _wrong_checksum(path: str, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: is damaged: wrong checksum of {name}; copy it again or use another set"
+    )
+
+
+def _is_damaged(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
+    if not info.CRC:  # written without
+        return False
+    try:
+        with archive.open(info) as member:
+            while member.read(1 << 20):  # to its end, where the checksum is compared
+                pass
+    except _ZIP_ERRORS:
+        return True
+    return False
+
+
+def _tensors(entries: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(entries, torch.Tensor):
+        if entries.layout == torch.strided:
+            yield name, entries
+    elif isinstance(entries, Mapping):
+        for key, value in entries.items():
+            yield from _tensors(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(entries, list | tuple):
+        for number, value in enumerate(entries):
+            yield from _tensors(value, f"{name}[{number}]")
+
+
+def _checksum(storage: torch.UntypedStorage) -> int:
+    data = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    return zlib.crc32(memoryview(data).cast("B"))

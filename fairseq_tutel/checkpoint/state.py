@@ -19,14 +19,13 @@ moments, a step count or fp16 moments with their scale, so it moves to other ran
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
-from .errors import CheckpointError
-from .layout import split_dense_expert, split_key
+from .layout import CheckpointError, split_dense_expert, split_key
 
 FORMAT_VERSION = 1
 METADATA = "moe_checkpoint"
@@ -38,44 +37,33 @@ _OF_FAIRSEQ = ("args", "cfg", "criterion", "optimizer_history", "task_state", "e
 
 @dataclass(frozen=True)
 class SetMetadata:
-    """Stored in each file of a set, to distinguish a member from a stale or foreign file.
+    """Stored in each file of a set, to distinguish a member from a stale or foreign file."""
 
-    save_id: random, the same in all files of one save. rank: of a rank file, else None.
-    num_rank_files: 0 in a merged file. world_size: ranks of the run that saved it.
-    """
-
-    save_id: str
-    world_size: int
-    num_rank_files: int
+    save_id: str  # random, the same in all files of one save
+    world_size: int  # ranks of the run that saved it
+    num_rank_files: int  # 0 in a merged file
     num_experts: int
-    rank: int | None = None
+    rank: int | None = None  # of a rank file
     format_version: int = FORMAT_VERSION
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any], where: str) -> SetMetadata | None:
-        """Metadata of a loaded file; None if another program wrote it.
-
-        Raises:
-            CheckpointError: incomplete metadata, or a format newer than this code.
-        """
+        """Metadata of a loaded file; None if another program wrote it, an error if damaged."""
         stored = state.get(METADATA)
         if stored is None:
             return None
-        names = {field.name for field in fields(cls)}
-        if not isinstance(stored, dict) or not names <= set(stored):
+        kinds = {field.name: (int,) for field in fields(cls)}
+        kinds |= {"save_id": (str,), "rank": (int, type(None))}
+        if not isinstance(stored, dict) or any(
+            name not in stored or type(stored[name]) not in kind for name, kind in kinds.items()
+        ):
             raise CheckpointError(f"{where}: incomplete {METADATA!r} metadata: {stored!r}")
-        for name in names - {"save_id"}:
-            if type(stored[name]) is not int and not (name == "rank" and stored[name] is None):
-                raise CheckpointError(f"{where}: {METADATA!r} has {name} {stored[name]!r}")
         if stored["format_version"] > FORMAT_VERSION:
             raise CheckpointError(
                 f"{where}: written in checkpoint format {stored['format_version']}, but this "
                 f"version of fairseq_tutel reads up to {FORMAT_VERSION}; upgrade it"
             )
-        return cls(**{name: stored[name] for name in names})
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return cls(**{name: stored[name] for name in kinds})
 
 
 def optimizer_is_named(optimizer: Any) -> bool:
@@ -103,6 +91,10 @@ def check_file(state: Mapping[str, Any], where: str) -> None:
                 raise CheckpointError(f"{where}: has a {type(value).__name__} for {key!r}")
 
 
+def _are_dicts(value: Any) -> bool:
+    return value is None or isinstance(value, list) and all(isinstance(v, dict) for v in value)
+
+
 def check_complete(state: Mapping[str, Any], where: str) -> None:
     """Raises CheckpointError, naming what is missing, unless fairseq can train and evaluate on."""
     missing = [key for key in ("optimizer_history", "extra_state") if not state.get(key)]
@@ -121,9 +113,9 @@ def null_experts(state: Mapping[str, Any]) -> int:
     """N, outputs of the gates that lead to no expert, by the options that fairseq stores."""
     config = state.get("cfg")
     options = config.get("model") if isinstance(config, Mapping) else state.get("args")
-    if isinstance(options, Mapping):
-        return int(options.get("moe_null_experts") or 0)
-    return int(getattr(options, "moe_null_experts", None) or 0)
+    if not isinstance(options, Mapping):
+        options = getattr(options, "__dict__", {})  # a Namespace
+    return int(options.get("moe_null_experts") or 0)
 
 
 def is_of_fairseq(state: Mapping[str, Any]) -> bool:
@@ -131,50 +123,48 @@ def is_of_fairseq(state: Mapping[str, Any]) -> bool:
     return any(key in state for key in _OF_FAIRSEQ)
 
 
-def _are_dicts(value: Any) -> bool:
-    return value is None or isinstance(value, list) and all(isinstance(v, dict) for v in value)
+def map_state(
+    state: Mapping[str, Any], change: Callable[[str, str | None, Any], Any]
+) -> dict[str, Any]:
+    """A state whose tensors are changed one by one.
 
-
-def check_state(state: Any, what: str) -> None:
-    """Raises CheckpointError unless ``state`` has the form described above."""
-    if not isinstance(state, Mapping) or not isinstance(state.get(MODEL), Mapping):
-        raise CheckpointError(f"{what} must be a dict with the parameters under {MODEL!r}")
+    Args:
+        change: (name of a parameter, None or the name of an entry in its optimizer state, value) ->
+            value.
+    """
+    changed = {**state, MODEL: {name: change(name, None, v) for name, v in state[MODEL].items()}}
     optimizer = state.get(OPTIMIZER)
-    if optimizer is None:
-        return
-    if not optimizer_is_named(optimizer):
-        raise CheckpointError(
-            f"{what}: {OPTIMIZER!r} must hold {NAMED_STATE!r}, the state keyed by parameter name"
-        )
-    if any("params" in group for group in optimizer.get("param_groups", ())):
-        raise CheckpointError(
-            f"{what}: param_groups must not list 'params': indices change with the number of ranks"
-        )
+    if optimizer is not None:
+        named = {
+            name: {key: change(name, key, value) for key, value in values.items()}
+            for name, values in optimizer[NAMED_STATE].items()
+        }
+        changed[OPTIMIZER] = {**optimizer, NAMED_STATE: named}
+    return changed
 
 
-def split_state(
-    state: Mapping[str, Any], where: str = "state"
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_state(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split what one rank holds into the content of the shared file and of its rank file.
 
     Both keep the common entries (cfg, counters, meters), as Meta's files do. Nothing is copied.
 
-    Args:
-        state: the state of one rank, experts numbered locally from 0.
-        where: names the state in errors.
-
-    Returns:
-        (shared_state, rank_state), for ``write_set``.
-
     Raises:
         CheckpointError: ``state`` is not in the form described above.
     """
-    check_state(state, where)
+    if not isinstance(state, Mapping) or not isinstance(state.get(MODEL), Mapping):
+        raise CheckpointError(f"a state must be a dict with the parameters under {MODEL!r}")
     common = {key: value for key, value in state.items() if key not in (MODEL, OPTIMIZER, METADATA)}
     dense, expert = split_dense_expert(state[MODEL])
     shared, rank_state = common | {MODEL: dense}, common | {MODEL: expert}
     optimizer = state.get(OPTIMIZER)
     if optimizer is not None:
+        if not optimizer_is_named(optimizer) or any(
+            "params" in group for group in optimizer.get("param_groups", ())
+        ):
+            raise CheckpointError(
+                f"{OPTIMIZER!r} must hold {NAMED_STATE!r}, the state keyed by parameter name, and "
+                "param_groups without 'params': indices change with the number of ranks"
+            )
         dense_state, expert_state = split_dense_expert(optimizer[NAMED_STATE])
         shared[OPTIMIZER] = optimizer | {NAMED_STATE: dense_state}
         rank_state[OPTIMIZER] = {NAMED_STATE: expert_state}
@@ -182,22 +172,14 @@ def split_state(
 
 
 def join_state(
-    shared: Mapping[str, Any],
-    expert_model: Mapping[str, Any],
-    expert_named_state: Mapping[str, Any] | None,
+    shared: Mapping[str, Any], model: Mapping[str, Any], named_state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The inverse of ``split_state`` for experts of any origin.
+    """The inverse of ``split_state`` for tensors and optimizer state of experts of any origin.
 
-    Args:
-        shared: content of the shared file; its optimizer state is left out if not wanted.
-        expert_model: expert tensors in the numbering wanted.
-        expert_named_state: their optimizer state, or None to leave out all optimizer state.
+    The state is left out if ``shared`` has none.
     """
-    joined = {key: value for key, value in shared.items() if key not in (OPTIMIZER, METADATA)}
-    joined[MODEL] = {**shared[MODEL], **expert_model}
-    if expert_named_state is not None:
-        optimizer = shared[OPTIMIZER]
-        joined[OPTIMIZER] = optimizer | {
-            NAMED_STATE: {**optimizer[NAMED_STATE], **expert_named_state}
-        }
+    joined = {**shared, MODEL: {**shared[MODEL], **model}}
+    optimizer = shared.get(OPTIMIZER)
+    if optimizer is not None:
+        joined[OPTIMIZER] = optimizer | {NAMED_STATE: {**optimizer[NAMED_STATE], **named_state}}
     return joined

@@ -1,220 +1,300 @@
-"""Saving, copying, removing and listing checkpoint sets, each as one thing.
+"""Saving, rewriting, copying, removing and listing checkpoint sets, each as one thing.
 
-``gather_texts`` brings the errors of one rank to all, without this package importing
-torch.distributed: a callable that all-gathers one short text (or None) per rank, in rank order.
-Every rank makes the same calls, whatever happens, so that no rank waits for one that failed.
+``save_set`` is called by all ranks of a run, each with its own part; ``write_set`` by one process
+that has, or makes, any experts. Where ranks act together they bring :class:`.all_ranks.AllRanks`,
+by which the errors of one rank reach all, without this package importing torch.distributed. Every
+rank makes the same calls, whatever happens, so that no rank waits for one that failed.
+
+Rewriting moves tensors and never computes with them: the optimizer state of an expert is stored by
+the expert's own name, complete with its scalars, so nothing needs rescaling and every bit survives.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
+import logging
 import os
 import re
 import shutil
 import socket
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
-from .all_ranks import AllRanks, GatherTexts
-from .cleanup import cleaning_up
+from .all_ranks import AllRanks
 from .commit import (
+    changing,
+    cleaning_up,
     commit,
     leave_in_order,
     new_id,
     read_record,
     recover_set,
     remove_temporaries,
-    temporary_name,
+    temporary_path,
     unfinished_sets,
     visible_files,
 )
-from .errors import CheckpointError
 from .io import save_file
-from .layout import SHARED, CheckpointSet, Role, count_rank_files, expert_shapes, split_key
-from .state import METADATA, MODEL, NAMED_STATE, OPTIMIZER, SetMetadata, check_state
+from .layout import (
+    MERGED,
+    SHARED,
+    CheckpointError,
+    CheckpointSet,
+    Role,
+    count_rank_files,
+    expert_forms,
+    experts_of_rank,
+)
+from .reader import SetReader, read_set
+from .state import METADATA, MODEL, SetMetadata, join_state, split_state
 
-_MARK = ".one-folder-for-all-ranks-"  # of the file by which ranks find out whether they share one
+State = Mapping[str, Any]
+# global numbers of experts -> their (tensors, optimizer state), by name, numbered from 0
+Experts = Callable[[range], tuple[Mapping[str, Any], Mapping[str, Any]]]
+
+logger = logging.getLogger(__name__)
+
+_ALONE = AllRanks()
 
 
-def write_set(
-    path: str,
-    *,
-    rank: int,
-    world_size: int,
-    shared_state: Mapping[str, Any] | None,
-    rank_state: Mapping[str, Any] | None,
-    num_rank_files: int,
-    gather_texts: GatherTexts | None = None,
-) -> str:
+def save_set(path: str, state: State, *, num_rank_files: int, ranks: AllRanks = _ALONE) -> None:
     """Save a set; every rank calls this. Afterwards it is the new set, or an error and the old one.
 
     Replaces whatever ``path`` names: a set of any number of ranks, or a merged file.
 
     Args:
         path: X.pt, the name of the set (X-shared.pt and X-rank-N.pt mean the same).
-        rank, world_size: this process and the number of expert-parallel processes W.
-        shared_state: content of X-shared.pt, from ``split_state``; used on rank 0 only.
-        rank_state: content of X-rank-{rank}.pt; used where rank < num_rank_files.
-        num_rank_files: S, ranks that hold all experts between them: a divisor of W.
-        gather_texts: gathers texts of all ranks; needed if W > 1.
-
-    Returns:
-        The random save id stored in all files of the set.
+        state: of this rank, as ``state.py`` describes it, experts numbered from 0. Written are the
+            dense part of rank 0 and the experts of the ranks below ``num_rank_files``.
+        num_rank_files: P, ranks that hold all experts between them: a divisor of W.
 
     Raises:
         CheckpointError: on every rank, naming the ranks that failed and why.
-        ValueError: rank and world_size that make no sense.
     """
-    ranks = AllRanks(rank, world_size, gather_texts)
+    rank, what = ranks.rank, f"saving {path}"
     cset = CheckpointSet.from_path(path)
-    states: dict[Role, Mapping[str, Any] | None] = {}
-    if rank == 0:
-        states[SHARED] = shared_state
-    if rank < num_rank_files:
-        states[rank] = rank_state
+    states: dict[Role, State] = {}
 
     def prepare() -> str:
-        for role, state in states.items():
-            _check_kind(role, state, cset)
+        shared, mine = split_state(state)
         if rank == 0:
+            states[SHARED] = shared
             os.makedirs(cset.directory or ".", exist_ok=True)
             recover_set(cset)
-        local = expert_shapes(rank_state[MODEL], f"rank {rank}")[0] if rank in states else 0
+        if rank < num_rank_files:
+            states[rank] = mine
+        local = expert_forms(mine[MODEL], f"rank {rank}")[0]
         return json.dumps([new_id(), os.path.basename(cset.path), num_rank_files, local])
 
-    saves = [json.loads(text) for text in ranks.together(f"saving {cset.path}", prepare)]
+    saves = [json.loads(text) for text in ranks.run_on_all_ranks(what, prepare)]
     save_id = saves[0][0]
-    num_experts = _check_same_save(saves, world_size)
-
+    num_experts = _check_same_save(saves)
+    metadata = SetMetadata(save_id, ranks.world_size, num_rank_files, num_experts)
     written = False  # this rank's files; from then on rank 0 may commit at any time
 
     def write() -> None:
         nonlocal written
-        metadata = SetMetadata(save_id, world_size, num_rank_files, num_experts)
-        _stage_states(cset, save_id, states, metadata)
+        for role, content in states.items():
+            _stage(cset, role, content, metadata)
         written = True
 
     def clean(ends_by_signal: bool) -> None:
         if rank == 0:
             leave_in_order(cset, save_id, ends_by_signal)
         elif not written:
-            for role in states:
-                _remove_file(_temporary_path(cset, save_id, role))
-
-    names = {cset.name_of(role) for role in (SHARED, *range(num_rank_files))}
-
-    def publish() -> None:
-        _on_first(rank, commit, cset, save_id, names, names)
+            remove_temporaries(cset, save_id)
 
     with cleaning_up(clean):
-        try:
-            ranks.together(f"saving {cset.path}", write)
-        except CheckpointError:  # raised on all ranks: none will commit
-            remove_temporaries(cset, save_id)
-            raise
-        ranks.together(f"saving {cset.path}", publish)
-    return save_id
+        ranks.run_on_all_ranks(what, write)
+        ranks.run_on_first(what, lambda: commit(cset, save_id, [SHARED, *range(num_rank_files)]))
 
 
-def copy_set(
-    src: str,
-    dst: str,
+def write_set(
+    path: str,
+    shared: State,
+    experts: Experts,
     *,
-    rank: int = 0,
-    world_size: int = 1,
-    gather_texts: GatherTexts | None = None,
-) -> None:
+    num_experts: int,
+    num_ranks: int | None,
+    source: SetReader | None = None,
+    force: bool = False,
+) -> str:
+    """Write a checkpoint of any origin from one process, one file at a time.
+
+    Memory stays near the size of one file where ``experts`` reads them from mapped files, as a
+    :class:`SetReader` does. On an error, or a signal, nothing is left of it.
+
+    Args:
+        path: X.pt.
+        shared: all but the experts, as :meth:`SetReader.shared_state` returns it.
+        experts: called once for each file, with the experts that it holds, in their order.
+        num_experts: E.
+        num_ranks: W, with one file per rank, or per expert if those are fewer; None: a merged file.
+        source: where it comes from, which is never replaced; position and counters are of its run.
+        force: replace what ``path`` names.
+
+    Returns:
+        The canonical path.
+
+    Raises:
+        CheckpointError: E and W do not divide, ``path`` exists or is that of ``source``, or
+            whatever ``experts`` raises.
+    """
+    target = CheckpointSet.from_path(path)
+    if source and os.path.realpath(source.cset.path) == os.path.realpath(target.path):
+        raise CheckpointError(f"{path}: is the source itself, which is never modified")
+    if set_exists(path) and not force:
+        raise CheckpointError(f"{path}: exists; use --force to replace it")
+    files: dict[Role, range] = {MERGED: range(num_experts)}
+    if num_ranks is not None:
+        count = count_rank_files(num_experts, num_ranks)
+        of_ranks = {rank: experts_of_rank(rank, num_ranks, num_experts) for rank in range(count)}
+        files = {SHARED: range(0), **of_ranks}
+    world_size = source.world_size if source else num_ranks or 1
+    with changing(target) as operation:
+        metadata = SetMetadata(operation, world_size, len(files) - 1, num_experts)
+        for number, (role, numbers) in enumerate(files.items(), start=1):
+            logger.info("[%d/%d] writing %s", number, len(files), target.name_of(role))
+            state = join_state(shared, *experts(numbers))
+            if role != MERGED:
+                state = split_state(state)[0 if role == SHARED else 1]
+            _stage(target, role, state, metadata)
+            del state  # before the next one is read
+        commit(target, operation, files)
+    return target.path
+
+
+def reshard(src: str, dst: str, num_ranks: int, *, force: bool = False) -> str:
+    """Write a copy of a checkpoint as a set for other ranks, optimizer state included.
+
+    Args:
+        src: a set or a merged file; it is only read.
+        dst, num_ranks, force: as of :func:`write_set`, like the result.
+
+    Raises:
+        CheckpointError: ``src`` cannot be read, E and W do not divide, ``dst`` exists, or is
+            ``src``.
+    """
+    source = read_set(src)
+    if not source.num_experts:
+        raise CheckpointError(f"{src}: has no experts, so there is nothing to place on ranks")
+    return write_set(
+        dst,
+        source.shared_state(),
+        source.experts,
+        num_experts=source.num_experts,
+        num_ranks=num_ranks,
+        source=source,
+        force=force,
+    )
+
+
+def merge(src: str, dst: str, *, with_optimizer: bool = False, force: bool = False) -> str:
+    """Write a copy of a checkpoint as one file, experts numbered globally; for sharing.
+
+    As :func:`reshard`, but for
+
+    Args:
+        with_optimizer: keep the optimizer state, about twice the size of the fp32 weights; an error
+            where there is none.
+    """
+    source = read_set(src)
+    if with_optimizer and not source.has_optimizer:
+        raise CheckpointError(f"{src}: has no optimizer state that could be merged")
+    return write_set(
+        dst,
+        source.shared_state(with_optimizer=with_optimizer),
+        functools.partial(source.experts, with_optimizer=with_optimizer),
+        num_experts=source.num_experts,
+        num_ranks=None,
+        source=source,
+        force=force,
+    )
+
+
+def copy_set(src: str, dst: str, *, ranks: AllRanks = _ALONE) -> None:
     """Give a set a second name, replacing what has that name; the data is shared where possible.
 
     Rank 0 makes hard links, or copies where the file system has none; the others wait for it.
 
     Raises:
-        CheckpointError: no such set, the same name twice, or the file system failed.
+        CheckpointError: no such set, or the file system failed.
     """
-    ranks = AllRanks(rank, world_size, gather_texts)
     source, target = CheckpointSet.from_path(src), CheckpointSet.from_path(dst)
-    ranks.together(f"copying {src} to {dst}", lambda: _on_first(rank, _copy, source, target))
+
+    def copy() -> None:
+        recover_set(source)
+        files = visible_files(source)
+        if not files:
+            raise CheckpointError(f"{source.path}: no such checkpoint")
+        with changing(target) as operation:
+            for role, path in files.items():
+                _link_or_copy(path, temporary_path(target, operation, role))
+            commit(target, operation, files)
+
+    ranks.run_on_first(f"copying {src} to {dst}", copy)
 
 
-def remove_set(
-    path: str, *, rank: int = 0, world_size: int = 1, gather_texts: GatherTexts | None = None
-) -> None:
+def remove_set(path: str, *, ranks: AllRanks = _ALONE) -> None:
     """Remove all files that ``path`` names, as one thing; nothing there is no error."""
-    ranks = AllRanks(rank, world_size, gather_texts)
     cset = CheckpointSet.from_path(path)
-    ranks.together(f"removing {path}", lambda: _on_first(rank, _remove, cset))
+
+    def remove() -> None:
+        recover_set(cset)
+        if visible_files(cset):
+            with changing(cset) as operation:
+                commit(cset, operation, ())
+
+    ranks.run_on_first(f"removing {path}", remove)
 
 
-def recover(
-    path: str, *, rank: int = 0, world_size: int = 1, gather_texts: GatherTexts | None = None
-) -> None:
-    """Finish or clean up an interrupted save to ``path``, before the run that owns it starts.
+def recover_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
+    """Finish or undo the interrupted saves of a directory, before the run that owns it starts.
 
-    Never needed to load: readers see the right set in any state. ``write_set`` does it by itself.
-    """
-    ranks = AllRanks(rank, world_size, gather_texts)
-    cset = CheckpointSet.from_path(path)
-    ranks.together(f"recovering {path}", lambda: _on_first(rank, recover_set, cset))
-
-
-def recover_directory(
-    directory: str, *, rank: int = 0, world_size: int = 1, gather_texts: GatherTexts | None = None
-) -> None:
-    """``recover`` for every set of a directory: what a run does with its save dir when it starts.
-
-    Also removes what :func:`check_shared_directory` of a killed process left there.
+    Never needed to load: readers see the right set in any state. Saving does it for its own set.
     """
 
     def recover_all() -> None:
         for cset in unfinished_sets(directory):
             recover_set(cset)
-        for name in os.listdir(directory) if os.path.isdir(directory) else ():
-            if name.startswith(_MARK):
-                _remove_file(os.path.join(directory, name))
 
-    ranks = AllRanks(rank, world_size, gather_texts)
-    ranks.together(f"recovering {directory}", lambda: _on_first(rank, recover_all))
+    ranks.run_on_first(f"recovering {directory}", recover_all)
 
 
-def check_shared_directory(
-    directory: str, *, rank: int = 0, world_size: int = 1, gather_texts: GatherTexts | None = None
-) -> None:
+def check_shared_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
     """Find out before a run, not at its first save, whether all ranks write to one folder.
 
     Raises:
         CheckpointError: on every rank; names the ranks that see another folder, and both paths.
     """
-    ranks = AllRanks(rank, world_size, gather_texts)
-    here = os.path.abspath(directory)
-    marks: list[str] = []  # of rank 0
+    # a temporary file of a set that there is not: after a kill, recovery removes it
+    mark = CheckpointSet(os.path.abspath(directory), ".one-folder-for-all-ranks")
 
     def leave_a_mark() -> str | None:
-        if rank != 0:
+        if ranks.rank != 0:
             return None
-        os.makedirs(here, exist_ok=True)
-        handle, path = tempfile.mkstemp(prefix=_MARK, dir=here)
-        os.close(handle)
-        marks.append(path)
-        return path
+        os.makedirs(mark.directory, exist_ok=True)
+        path = temporary_path(mark, new_id(), MERGED)
+        with open(path, "x"):
+            return path
 
     def look() -> None:
-        if not os.path.exists(os.path.join(here, os.path.basename(path))):
+        if not os.path.exists(os.path.join(mark.directory, os.path.basename(path))):
             raise CheckpointError(
-                f"{here} on {socket.gethostname()} is not the save dir of rank 0, "
+                f"{mark.directory} on {socket.gethostname()} is not the save dir of rank 0, "
                 f"{os.path.dirname(path)}; all ranks must write to one folder of a shared file "
                 "system"
             )
 
     def remove_mark(ends_by_signal: bool) -> None:
-        for mark in marks:
-            _remove_file(mark)
+        if ranks.rank == 0:
+            remove_temporaries(mark)
 
     with cleaning_up(remove_mark):
-        path = ranks.together("writing to the save dir", leave_a_mark)[0]
-        ranks.together("checking the save dir", look)
+        path = ranks.run_on_all_ranks("writing to the save dir", leave_a_mark)[0]
+        ranks.run_on_all_ranks("checking the save dir", look)
         remove_mark(False)
 
 
@@ -223,96 +303,51 @@ def set_exists(path: str) -> bool:
     return bool(visible_files(CheckpointSet.from_path(path)))
 
 
-def find_sets(directory: str, pattern: str, keep_match: bool = False) -> list[Any]:
-    """Canonical paths of the sets whose name matches, as fairseq's ``checkpoint_paths``.
+def find_sets(directory: str, pattern: str) -> dict[str, float]:
+    """The sets whose name matches, as fairseq's ``checkpoint_paths`` finds files.
 
     Args:
         pattern: regular expression for all of X.pt; its first group, if any, is a number.
-        keep_match: return pairs (path, number) instead.
 
     Returns:
-        Paths sorted by that number (else by name), descending. Incomplete sets are among them.
+        Canonical path -> that number, or 0; sorted by it (else by name), descending. Incomplete
+        sets are among them.
     """
     regex = re.compile(pattern)
+    names = [name for name in os.listdir(directory) if name.endswith(".pt")]
+    sets = {CheckpointSet.from_path(os.path.join(directory, name)) for name in names}
+    # a first save that was interrupted after its record has no file under its final name yet
+    sets |= {cset for cset in unfinished_sets(directory) if read_record(cset) is not None}
     entries = []
-    for cset in _sets_in(directory):
+    for cset in sets:
         match = regex.fullmatch(os.path.basename(cset.path))
         if match is not None and visible_files(cset):
             entries.append((float(match[1]) if regex.groups else 0.0, cset.path))
-    entries.sort(reverse=True)
-    return [(path, number) if keep_match else path for number, path in entries]
+    return {path: number for number, path in sorted(entries, reverse=True)}
 
 
-def stage_file(cset: CheckpointSet, operation: str, role: Role, state: Mapping[str, Any]) -> None:
+def _stage(cset: CheckpointSet, role: Role, state: State, metadata: SetMetadata) -> None:
     """Write a member under its temporary name; ``commit`` makes it real."""
-    save_file(state, _temporary_path(cset, operation, role))
+    stored = replace(metadata, rank=role if isinstance(role, int) else None)
+    save_file({**state, METADATA: asdict(stored)}, temporary_path(cset, metadata.save_id, role))
 
 
-def _stage_states(
-    cset: CheckpointSet,
-    save_id: str,
-    states: Mapping[Role, Mapping[str, Any]],
-    metadata: SetMetadata,
-) -> None:
-    for role, state in states.items():
-        stored = metadata.to_dict() | {"rank": None if role == SHARED else role}
-        stage_file(cset, save_id, role, {**state, METADATA: stored})
-
-
-def _check_kind(role: Role, state: Mapping[str, Any] | None, cset: CheckpointSet) -> None:
-    """A shared state has no experts, a rank state nothing else."""
-    check_state(state, cset.name_of(role))
-    named_state = (state.get(OPTIMIZER) or {}).get(NAMED_STATE, {})
-    misplaced = [
-        key for key in (*state[MODEL], *named_state) if (split_key(key) is None) != (role == SHARED)
-    ]
-    if misplaced:
-        raise CheckpointError(
-            f"{cset.name_of(role)} must hold only "
-            f"{'dense' if role == SHARED else 'expert'} parameters, got {misplaced[0]!r}"
-        )
-
-
-def _check_same_save(saves: list[list[Any]], world_size: int) -> int:
+def _check_same_save(saves: list[list[Any]]) -> int:
     """Ranks must take part in the same save. All compare the same values. Returns E."""
     for other, save in enumerate(saves):
-        if save[1:3] != saves[0][1:3]:
+        if save[1:] != saves[0][1:]:
             raise CheckpointError(
-                f"ranks disagree on (name, number of rank files): rank 0 has {saves[0][1:3]}, "
-                f"rank {other} has {save[1:3]}"
+                "ranks disagree on (name, number of rank files, experts of a rank): rank 0 has "
+                f"{saves[0][1:]}, rank {other} has {save[1:]}"
             )
-    num_rank_files = saves[0][2]
-    local = [save[3] for save in saves[:num_rank_files]]
-    if not 1 <= num_rank_files <= world_size or len(set(local)) != 1 or local[0] < 1:
+    (_, _, num_rank_files, local), world_size = saves[0], len(saves)
+    if not 1 <= num_rank_files <= world_size or local < 1:
         raise CheckpointError(
-            f"every rank that writes must have the same number of experts, at least 1; "
-            f"got {local} in {num_rank_files} rank files of {world_size} ranks"
+            f"{num_rank_files} rank files of {local} experts cannot be written by {world_size} "
+            "ranks"
         )
-    num_experts = local[0] * num_rank_files
-    count_rank_files(num_experts, world_size, num_rank_files)  # raises if that cannot be
-    return num_experts
-
-
-def _on_first(rank: int, action: Any, *args: Any) -> None:
-    if rank == 0:
-        action(*args)
-
-
-def _copy(source: CheckpointSet, target: CheckpointSet) -> None:
-    if source.same_place(target):
-        raise CheckpointError(f"cannot copy {source.path} onto itself")
-    recover_set(source)
-    recover_set(target)
-    files = visible_files(source)
-    if not files:
-        raise CheckpointError(f"{source.path}: no such checkpoint")
-    os.makedirs(target.directory or ".", exist_ok=True)
-    operation = new_id()
-    names = {target.name_of(role) for role in files}
-    with cleaning_up(functools.partial(leave_in_order, target, operation)):
-        for role, path in files.items():
-            _link_or_copy(path, _temporary_path(target, operation, role))
-        commit(target, operation, names, names)
+    # raises if that cannot be
+    return local * count_rank_files(local * num_rank_files, world_size, num_rank_files)
 
 
 def _link_or_copy(source: str, target: str) -> None:
@@ -324,27 +359,3 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copyfile(source, target)
         with open(target, "rb+") as file:
             os.fsync(file.fileno())
-
-
-def _remove(cset: CheckpointSet) -> None:
-    recover_set(cset)
-    if visible_files(cset):
-        operation = new_id()
-        with cleaning_up(functools.partial(leave_in_order, cset, operation)):
-            commit(cset, operation, set(), set())
-
-
-def _remove_file(path: str) -> None:
-    with contextlib.suppress(OSError):  # the next start tries again
-        os.unlink(path)
-
-
-def _temporary_path(cset: CheckpointSet, operation: str, role: Role) -> str:
-    return os.path.join(cset.directory, temporary_name(cset.name_of(role), operation))
-
-
-def _sets_in(directory: str) -> set[CheckpointSet]:
-    names = [name for name in os.listdir(directory) if name.endswith(".pt")]
-    sets = {CheckpointSet.from_path(os.path.join(directory, name)) for name in names}
-    # a first save that was interrupted after its record has no file under its final name yet
-    return sets | {cset for cset in unfinished_sets(directory) if read_record(cset) is not None}

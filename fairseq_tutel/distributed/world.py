@@ -1,15 +1,33 @@
-"""This process among the ranks of the default process group, and what is made once for them."""
+"""The ranks of the default group: small messages, what is made once for them, and its end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import atexit
+import glob
+import hashlib
+import itertools
+import json
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+# (received, mine, group): one tensor for all ranks' parts; torch 2.13 gave it another name
+all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # The default process group for which the values were made, and the values. A process group of the
 # values may be the default one itself, so a weak dictionary would never drop it.
 _made: tuple[Any, dict[Hashable, Any]] = (None, {})
+# by its identity, what refers to process groups; and in which attributes
+_holders: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_attributes: dict[type, tuple[str, ...]] = {}
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def process_world() -> tuple[int, int]:
@@ -29,7 +47,158 @@ def once_per_world(key: Hashable, make: Callable[[], Any]) -> Any:
     return _made[1][key]
 
 
-def forget() -> None:
-    """Drop the default group and all that was made for it."""
+def control_device(group: dist.ProcessGroup | None = None) -> str:
+    """``cuda`` or ``cpu``: where small control tensors of a group live.
+
+    The CPU where the group can communicate from there (gloo, and the default of
+    ``init_process_group``, which has a backend for each), so that the GPU need not be waited for.
+    """
+    return "cuda" if dist.get_backend(group) in ("nccl", "cuda:nccl") else "cpu"
+
+
+def gather_integers(
+    values: Sequence[int], group: dist.ProcessGroup | None = None
+) -> list[list[int]]:
+    """The integers of every rank of a group, in rank order. Collective; as many on each rank."""
+    mine = torch.tensor(values, dtype=torch.int64, device=control_device(group))
+    everyone = mine.new_empty(dist.get_world_size(group) * len(values))
+    all_gather_tensor(everyone, mine, group=group)
+    return everyone.view(-1, len(values)).tolist()
+
+
+def gather_texts(text: str | None, group: dist.ProcessGroup | None = None) -> list[str | None]:
+    """One short text (or None) of every rank of a group, in rank order. Collective."""
+    if process_world()[1] == 1:
+        return [text]
+    data = b"" if text is None else b"+" + text.encode()
+    sizes = [size for (size,) in gather_integers([len(data)], group)]
+    width = max(1, *sizes)
+    mine = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
+    mine = mine.to(control_device(group))
+    rows = mine.new_empty(len(sizes) * width)
+    all_gather_tensor(rows, mine, group=group)
+    texts = [bytes(row[:n].tolist()) for row, n in zip(rows.view(-1, width), sizes, strict=True)]
+    return [raw[1:].decode(errors="replace") if raw else None for raw in texts]
+
+
+def refuse_differences(name: str, values: Sequence[Hashable], first_rank: int = 0) -> None:
+    """Compare one setting of ranks ``first_rank``, ``first_rank + 1``, ...
+
+    Raises:
+        ValueError: they differ; the message lists the ranks by value.
+    """
+    ranks_by_value: dict[Hashable, list[int]] = {}
+    for rank, value in enumerate(values, start=first_rank):
+        ranks_by_value.setdefault(value, []).append(rank)
+    if len(ranks_by_value) > 1:
+        listing = "; ".join(f"{v} on ranks {r}" for v, r in sorted(ranks_by_value.items()))
+        raise ValueError(f"MoE ranks disagree on {name}: {listing}")
+
+
+def compare_settings(
+    settings: Mapping[str, float | str],
+    group: dist.ProcessGroup | None = None,
+    first_rank: int = 0,
+) -> None:
+    """Refuse the first setting that differs, by :func:`refuse_differences`. Collective.
+
+    Args:
+        settings: by name, the same names on all ranks.
+        first_rank: of the group, in the world.
+    """
+    texts = gather_texts(json.dumps(list(settings.values())), group)
+    by_name = zip(*(json.loads(text) for text in texts), strict=True)
+    for name, values in zip(settings, by_name, strict=True):
+        refuse_differences(name, values, first_rank)
+
+
+def checksum(text: str) -> int:
+    """56 bits that two different texts hardly have in common, the same in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def ranks_per_node() -> int:
+    """m if every machine holds m consecutive ranks, the same number on each; else 0.
+
+    A collective call of all ranks when first made.
+    """
+    if process_world()[1] == 1:
+        return 1
+    return once_per_world(
+        "ranks per node", lambda: even_nodes([m for (m,) in gather_integers([this_machine()])])
+    )
+
+
+def even_nodes(machines: Sequence[Hashable]) -> int:
+    """Ranks per node, given the machine of every rank; 0 if nodes are unequal or interleaved."""
+    runs = [(machine, len(list(run))) for machine, run in itertools.groupby(machines)]
+    lengths = {length for _, length in runs}
+    once_each = len({machine for machine, _ in runs}) == len(runs)
+    return lengths.pop() if once_each and len(lengths) == 1 else 0
+
+
+def this_machine() -> int:
+    """A number that ranks on one machine share.
+
+    Of its boot id, as machines of one image may have one name, and its name, as containers have one
+    boot id.
+    """
+    boot = _BOOT_ID.read_text(encoding="ascii") if _BOOT_ID.exists() else ""
+    return checksum(f"{boot}\n{socket.gethostname()}")
+
+
+# A worker thread of gloo drops an operation's tensors, which are Python's, after the operation. One
+# that does so while the interpreter shuts down aborts the process ("terminate called without an
+# active exception") or hangs. torch joins the threads of a group once nothing refers to it, so what
+# this package made drops its groups before.
+
+
+def release_at_exit(holder: Any, *attributes: str) -> None:
+    """When the process ends, set attributes to None and join the threads of their groups."""
+    if all(not getattr(holder, name) for name in attributes):
+        return  # no process group among them
+    if not _holders:
+        atexit.unregister(_leave)
+        atexit.register(_leave)
+    _holders[id(holder)] = holder
+    _attributes[type(holder)] = attributes
+
+
+def _leave() -> None:
     global _made
+    if getattr(sys, "last_value", None) is not None:
+        return  # failed: others may wait for this rank, and joining could wait for them
+    for holder in list(_holders.values()):
+        for name in _attributes[type(holder)]:
+            object.__setattr__(holder, name, None)
     _made = (None, {})
+    # what NCCL still has to do may need ranks that are gone; gloo's groups have nothing left to do
+    if dist.is_initialized() and (dist.get_backend() == "gloo" or not torch.cuda.is_available()):
+        dist.destroy_process_group()
+    _wait_for_workers()
+
+
+def _wait_for_workers(seconds: float = 1.0) -> None:
+    """Let threads finish whose groups others refer to, as DistributedDataParallel does."""
+    deadline = time.monotonic() + seconds
+    asleep = 0
+    while asleep < 3 and time.monotonic() < deadline:
+        states = _worker_states()
+        if not states:
+            return
+        asleep = asleep + 1 if set(states) == {"S"} else 0
+        time.sleep(0.002)  # without the interpreter's lock, which they may be waiting for
+
+
+def _worker_states() -> list[str]:
+    """The scheduler's states (R, S, ...) of gloo's worker threads; empty where it is unknown."""
+    states = []
+    for path in glob.glob("/proc/self/task/*/stat"):
+        try:
+            with open(path) as file:
+                name, _, rest = file.read().partition("(")[2].rpartition(")")
+        except OSError:  # ended meanwhile
+            continue
+        if "gloo_runloop" in name:
+            states.append(rest.split()[0])
+    return states

@@ -3,6 +3,6 @@
 Needs nothing but the standard library; neither torch nor fairseq is imported in this process.
 """
 
-from ..exit_codes import EXIT_REQUEUE
+from ..command_line import EXIT_REQUEUE
 
 __all__ = ["EXIT_REQUEUE"]

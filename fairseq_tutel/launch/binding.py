@@ -1,49 +1,110 @@
-"""Cores and memory for every rank of this node: chosen from the topology, then applied."""
+"""Cores for every rank of this node: the machine's topology, a choice, its application.
+
+Linux describes the machine under /sys; every reader takes the file system's root, so that a test
+can hand in a made-up machine. A rank with a GPU gets its share of the cores of that GPU's NUMA
+node, as torchrun's ``--numa-binding exclusive`` gives it where CUDA and numactl are, but also on a
+CPU, within a cpuset, with hidden GPUs, and beside srun and mpirun, which may have bound their tasks
+already. Its memory follows: Linux takes it from the node that first writes to it.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
 import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..command_line import columns
 from .devices import Gpu
-from .topology import Topology, format_cpulist, parse_cpulist
+from .placement import Placement
 
-_MPOL_BIND = 2  # linux/mempolicy.h
-_SYS_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "ppc64le": 261}
+
+def parse_cpulist(text: str) -> list[int]:
+    """CPU numbers of Linux's list format: ``0-3,8`` is [0, 1, 2, 3, 8]; an empty text is []."""
+    cpus: set[int] = set()
+    for item in filter(None, (item.strip() for item in text.split(","))):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ValueError(f"CPU list {text.strip()!r}: cannot read {item!r}")
+        cpus |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return sorted(cpus)
+
+
+def format_cpulist(cpus: Iterable[int]) -> str:
+    """The inverse of ``parse_cpulist``, with runs written as ranges."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and cpu == runs[-1][1] + 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # absent, or hidden from this container
+        return ""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One machine: which CPUs a NUMA node has, and which CPUs share a core."""
+
+    numa_cpus: dict[int, tuple[int, ...]]  # by node number, without nodes of memory only
+    core_of: dict[int, int]  # for each CPU the lowest number of its core's hardware threads
+    root: Path
+
+    @classmethod
+    def read(cls, root: str | Path = "/", fallback_cpus: Iterable[int] = ()) -> Topology:
+        """Reads ``root``/sys. Where that lists nothing, all ``fallback_cpus`` are NUMA node 0."""
+        root = Path(root)
+        folders = sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
+        found = {int(f.name[4:]): tuple(parse_cpulist(_read(f / "cpulist"))) for f in folders}
+        numa_cpus = {node: cpus for node, cpus in found.items() if cpus}
+        numa_cpus = numa_cpus or {0: tuple(sorted(fallback_cpus))}
+        core_of = {}
+        for cpu in (cpu for cpus in numa_cpus.values() for cpu in cpus):
+            base = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+            siblings = _read(base / "thread_siblings_list") or _read(base / "core_cpus_list")
+            core_of[cpu] = min(parse_cpulist(siblings) or [cpu])
+        return cls(numa_cpus, core_of, root)
+
+    def node_of(self, gpu: Gpu | None) -> int | None:
+        """NUMA node of a GPU; None where sysfs has none (no file, or -1)."""
+        if gpu is None or gpu.pci_id is None:
+            return None
+        node = int(_read(self.root / "sys/bus/pci/devices" / gpu.pci_id / "numa_node") or -1)
+        if node in self.numa_cpus:
+            return node
+        # On a machine with one NUMA node the kernel writes -1, and there is only one answer.
+        return next(iter(self.numa_cpus)) if len(self.numa_cpus) == 1 else None
+
+    def cores(self, cpus: Iterable[int]) -> list[list[int]]:
+        """``cpus`` grouped into cores, in the order of their lowest CPU number."""
+        groups: dict[int, list[int]] = {}
+        for cpu in sorted(cpus):
+            groups.setdefault(self.core_of.get(cpu, cpu), []).append(cpu)
+        return [groups[core] for core in sorted(groups)]
 
 
 @dataclass(frozen=True)
 class RankBinding:
-    """cpus: where the rank may run (None: anywhere); numa: NUMA nodes of its memory (None: any);
-    threads: OMP_NUM_THREADS by the number of cores; users_threads: its value in the environment,
-    which wins, or None; note: why a rank is bound in another way than usual."""
+    """Where one rank runs."""
 
     local_rank: int
     gpu: Gpu | None
-    cpus: tuple[int, ...] | None
-    numa: tuple[int, ...] | None
-    threads: int
-    note: str = ""
-    users_threads: str | None = None
+    cpus: tuple[int, ...] | None  # None: anywhere
+    threads: int | str  # OMP_NUM_THREADS, by default the number of cores
+    note: str = ""  # why a rank is bound in another way than usual
 
-    @property
-    def omp_num_threads(self) -> str:
-        return str(self.threads) if self.users_threads is None else self.users_threads
-
-    def describe(self, option: str) -> str:
-        """The effect of --bind ``option`` in one line, for a benchmark's record."""
-        if self.cpus is None:
-            return "none"
-        memory = "any" if self.numa is None else format_cpulist(self.numa)
-        name = "auto" if option == "auto" else "explicit"
+    def describe(self) -> str:
+        """It in one line, for a benchmark's record."""
         note = f" ({self.note})" if self.note else ""
-        return f"{name} cores={format_cpulist(self.cpus)} memory={memory}{note}"
+        return "none" if self.cpus is None else f"auto cores={format_cpulist(self.cpus)}{note}"
 
 
 def _slice(topology: Topology, cpus: Sequence[int], index: int, count: int):
@@ -60,170 +121,79 @@ def _slice(topology: Topology, cpus: Sequence[int], index: int, count: int):
     return tuple(sorted(cpu for core in cores[low:high] for cpu in core)), high - low
 
 
-def _numa_of(topology: Topology, cpus: Iterable[int]) -> tuple[int, ...] | None:
-    """NUMA nodes of ``cpus``; None where that is every node, as there is nothing to restrict."""
-    nodes = {topology.node_of_cpu(cpu) for cpu in cpus} - {None}
-    return tuple(sorted(nodes)) if 0 < len(nodes) < len(topology.numa_cpus) else None
-
-
 def auto_bindings(
     topology: Topology, allowed: Iterable[int], gpus: Sequence[Gpu | None]
 ) -> list[RankBinding]:
     """One binding per local rank; ``gpus`` gives each rank's GPU, or None for a rank on the CPU.
 
     A rank with a GPU gets its share of the cores of that GPU's NUMA node, as far as ``allowed``
-    (this process' CPU set) has them, and that node's memory. Ranks without a GPU get equal
-    slices of ``allowed``, hardware threads of one core together, node by node.
+    (this process' CPU set) has them. Ranks without a GPU get equal slices of ``allowed``, hardware
+    threads of one core together, node by node.
     """
-    allowed = sorted(set(allowed))
-    node_of = [topology.node_of_pci(gpu.pci_id) if gpu else None for gpu in gpus]
-    local_cpus = {
-        node: sorted(set(topology.numa_cpus[node]) & set(allowed)) for node in set(node_of) - {None}
-    }
-    # In the order of NUMA nodes, so that a slice straddles two of them as rarely as possible.
+    allowed = set(allowed)
+    # in the order of NUMA nodes, so that a slice straddles two of them as rarely as possible
     by_node = [cpu for node in sorted(topology.numa_cpus) for cpu in topology.numa_cpus[node]]
-    ordered = [cpu for cpu in by_node if cpu in set(allowed)] or allowed
+    ordered = [cpu for cpu in by_node if cpu in allowed] or sorted(allowed)
+    nodes = [topology.node_of(gpu) for gpu in gpus]
     bindings = []
-    for local_rank, gpu in enumerate(gpus):
-        node, note = node_of[local_rank], ""
-        if node is not None and local_cpus[node]:
-            peers = [i for i, other in enumerate(node_of) if other == node]
-            cpus, threads = _slice(topology, local_cpus[node], peers.index(local_rank), len(peers))
+    for local_rank, (gpu, node) in enumerate(zip(gpus, nodes, strict=True)):
+        own = sorted(allowed & set(topology.numa_cpus[node])) if node is not None else []
+        note = ""
+        if own:
+            # a starter may hide the others' GPUs: they could be on the same node
+            peers = [i for i, other in enumerate(nodes) if other in (node, None)]
+            cpus, threads = _slice(topology, own, peers.index(local_rank), len(peers))
         else:
             if gpu is not None:
-                note = (
-                    "NUMA node of the GPU unknown"
-                    if node is None
-                    else f"no allowed core in NUMA node {node}"
-                )
+                unknown = "NUMA node of the GPU unknown"
+                note = unknown if node is None else f"no allowed core in NUMA node {node}"
             cpus, threads = _slice(topology, ordered, local_rank, len(gpus))
-        bindings.append(RankBinding(local_rank, gpu, cpus, _numa_of(topology, cpus), threads, note))
+        bindings.append(RankBinding(local_rank, gpu, cpus, threads, note))
     return bindings
 
 
-def no_bindings(topology: Topology, allowed: Iterable[int], gpus) -> list[RankBinding]:
-    """Nothing is bound; the threads are divided, or every rank would start one per core."""
-    threads = max(1, len(topology.cores(allowed)) // len(gpus))
-    return [RankBinding(i, gpu, None, None, threads) for i, gpu in enumerate(gpus)]
-
-
-def parse_explicit(text: str, num_ranks: int) -> list[tuple[int, ...]]:
-    """CPU sets from ``--bind``: one per rank.
-
-    ``0-3,4-7``: with as many comma-separated items as ranks, one item per rank. Longer lists are
-    separated by ``;`` or ``:``, as ``0-3,16-19:4-7,20-23``. ``0xff,0xff00``: masks in hexadecimal.
-    """
-    if not re.search(r"\d", text):
-        raise ValueError(
-            f"--bind {text}: neither auto nor none, nor the cores of each rank, as in 0-3:4-7"
-        )
-    rough = text.replace(";", ":").split(":")
-    parts = rough if len(rough) > 1 or num_ranks == 1 else text.split(",")
-    if len(parts) != num_ranks:
-        raise ValueError(
-            f"--bind {text}: {len(parts)} sets of CPUs for {num_ranks} ranks on this node "
-            "(separate the ranks by ':' where a set itself has a comma)"
-        )
-    sets = []
-    for part in parts:
-        if part.strip().lower().startswith("0x"):
-            try:
-                mask = int(part, 16)
-            except ValueError:
-                raise ValueError(f"--bind {text}: {part!r} is not a mask") from None
-            cpus = [i for i in range(mask.bit_length()) if mask >> i & 1]
-        else:
-            cpus = parse_cpulist(part)
-        if not cpus:
-            raise ValueError(f"--bind {text}: {part!r} names no CPU")
-        sets.append(tuple(cpus))
-    return sets
-
-
-def explicit_bindings(
-    topology: Topology, allowed: Iterable[int], gpus: Sequence[Gpu | None], text: str
+def choose_bindings(
+    option: str, placement: Placement, gpus: Sequence[Gpu | None], root: str
 ) -> list[RankBinding]:
-    """The user's CPU sets; memory follows them where they stay within some NUMA nodes."""
-    allowed = set(allowed)
-    bindings = []
-    for local_rank, cpus in enumerate(parse_explicit(text, len(gpus))):
-        outside = sorted(set(cpus) - allowed)
-        if outside:
-            raise ValueError(
-                f"--bind {text}: CPUs {format_cpulist(outside)} of local rank {local_rank} are "
-                f"not among those this process may use ({format_cpulist(allowed)})"
-            )
-        threads = len(topology.cores(cpus))
-        bindings.append(
-            RankBinding(local_rank, gpus[local_rank], cpus, _numa_of(topology, cpus), threads)
-        )
-    return bindings
+    """Bindings of the ranks on this node; of this rank alone where its starter bound it.
+
+    Args:
+        option: of ``--bind``.
+        gpus: of each local rank.
+    """
+    allowed, rank = set(os.sched_getaffinity(0)), placement.local_rank
+    topology = Topology.read(root, fallback_cpus=allowed)
+    cores, every = topology.cores(allowed), sum(map(len, topology.numa_cpus.values()))
+    if option == "none":
+        # the threads are divided, or every rank would start one per core
+        threads = max(1, len(cores) // len(gpus))
+        return [RankBinding(i, gpu, None, threads) for i, gpu in enumerate(gpus)]
+    if option != "auto":
+        raise ValueError(f"--bind {option}: neither auto nor none")
+    own = gpus[rank]
+    if placement.adopted and placement.is_task and len(allowed) < every:
+        # mpirun binds to sockets by default: several ranks then share one set of cores
+        sharers = -(-len(allowed) * len(gpus) // every)
+        threads, note = max(1, len(cores) // sharers), f"bound by {placement.source}"
+        return [RankBinding(rank, own, tuple(sorted(allowed)), threads, note)]
+    return auto_bindings(topology, allowed, gpus)
 
 
 def format_table(bindings: Sequence[RankBinding], host: str) -> str:
     """The bindings of one node as a compact table."""
-    rows = [("local rank", "gpu", "pci", "cores", "memory node", "threads", "")]
+    rows = [("local rank", "gpu", "pci", "cores", "threads", "")]
     for b in bindings:
-        rows.append(
-            (
-                str(b.local_rank),
-                "-" if b.gpu is None else str(b.gpu.index),
-                "-" if b.gpu is None or b.gpu.pci_id is None else b.gpu.pci_id,
-                "any" if b.cpus is None else format_cpulist(b.cpus),
-                "any" if b.numa is None else format_cpulist(b.numa),
-                b.omp_num_threads + ("" if b.users_threads is None else " (from the environment)"),
-                b.note,
-            )
-        )
-    lines = [f"  {line}" for line in columns(rows)]
-    return "\n".join([f"binding of the ranks on {host}:", *lines])
-
-
-def bind_memory(nodes: Sequence[int]) -> None:
-    """Restricts the memory of this process and its children to NUMA ``nodes``.
-
-    What ``numactl --membind`` does (set_mempolicy(2) with MPOL_BIND), without needing numactl.
-    Raises OSError where the kernel refuses.
-    """
-    number = _SYS_SET_MEMPOLICY.get(platform.machine())
-    if number is None:
-        raise OSError(f"no number of set_mempolicy is known for {platform.machine()}")
-    bits = ctypes.sizeof(ctypes.c_ulong) * 8
-    words = max(nodes) // bits + 1
-    mask = (ctypes.c_ulong * words)()
-    for node in nodes:
-        mask[node // bits] |= 1 << (node % bits)
-    libc = ctypes.CDLL(None, use_errno=True)
-    # The kernel reads maxnode - 1 bits, hence one more than the mask has.
-    if libc.syscall(number, _MPOL_BIND, mask, ctypes.c_ulong(words * bits + 1)) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"set_mempolicy to NUMA nodes {list(nodes)}: {os.strerror(error)}")
+        gpu, pci = ("-", "-") if b.gpu is None else (str(b.gpu.index), b.gpu.pci_id or "-")
+        cores = "any" if b.cpus is None else format_cpulist(b.cpus)
+        rows.append((str(b.local_rank), gpu, pci, cores, str(b.threads), b.note))
+    return "\n".join([f"binding of the ranks on {host}:", *(f"  {row}" for row in columns(rows))])
 
 
 def apply_binding(binding: RankBinding) -> None:
     """Binds the calling process. A refusal is reported and the rank runs unbound: slower, but
-    not wrong, and containers do refuse set_mempolicy."""
+    not wrong."""
     try:
         if binding.cpus is not None:
             os.sched_setaffinity(0, binding.cpus)
-        if binding.numa is not None:
-            bind_memory(binding.numa)
     except OSError as error:
-        sys.stderr.write(f"launch: local rank {binding.local_rank} is not fully bound: {error}\n")
-
-
-def cpuset(allowed: Iterable[int], topology: Topology) -> set[int]:
-    """CPUs this process could be given: ``allowed`` plus whatever the kernel grants when asked.
-
-    An affinity mask set by a starter (mpirun binds by default) can be widened again; a cpuset
-    (container, SLURM's cgroup) cannot, so the kernel's answer distinguishes the two.
-    """
-    allowed = set(allowed)
-    every = {cpu for cpus in topology.numa_cpus.values() for cpu in cpus} | allowed
-    try:
-        os.sched_setaffinity(0, every)
-        granted = os.sched_getaffinity(0)
-    except OSError:
-        return allowed
-    os.sched_setaffinity(0, allowed)
-    return set(granted)
+        sys.stderr.write(f"launch: local rank {binding.local_rank} is not bound: {error}\n")

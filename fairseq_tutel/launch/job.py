@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from . import binding as bind
-from .devices import Gpu, installed_gpus, visible_gpus, why_no_gpus
-from .fairseq_commands import (
-    TRAINING,
-    Command,
-    check_experts,
-    rank_options,
-    use_cpu,
-    with_options,
-)
-from .hydra import check_config, quiet_start
-from .nccl import ordered_launches, overlap_warning, profile_environment
-from .placement import Placement, adopt, start_here
-from .preflight import Report
-from .rendezvous import check_port_free, master_address, master_port
-from .shared_errors import shared_if
-from .supervise import EarlyRequest, RankJob
-from .topology import Topology
+from .binding import RankBinding, choose_bindings, format_table
+from .commands import TRAINING, Command, check_experts, rank_options, use_cpu, with_options
+from .devices import Gpu, has_gpu_files, visible_gpus
+from .hydra import QUIET_START
+from .placement import Placement, adopt, master_address, master_port, start_here
+from .preflight import SharedError
+from .supervise import RankJob
+
+# NCCL settings by name; the README says what for. A variable the user has set is never changed.
+NCCL_PROFILES: dict[str, dict[str, str]] = {
+    "none": {},
+    "ib-adaptive-routing": {"NCCL_IB_ADAPTIVE_ROUTING": "1"},
+    "zero-sm": {"NCCL_CTA_POLICY": "2", "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "1"},
+}
 
 
 @dataclass(frozen=True)
 class Options:
-    """The launcher's own options, as cli.py documents them."""
+    """The launcher's own options, as cli.py documents them; a command line's, by its names."""
 
     nproc_per_node: int | None = None  # None: auto
     nnodes: int | None = None
@@ -39,7 +35,10 @@ class Options:
     master_port: int | None = None
     bind: str = "auto"
     nccl_profile: str = "none"
-    prefix_output: bool = True
+    output: str = "prefix"
+    grace_seconds: float = 15.0
+    agree_seconds: int = 300
+    dry_run: bool = False
     root: str = "/"  # of /sys, /dev and /proc; another one in tests
 
 
@@ -54,33 +53,27 @@ class Job:
     cpu: bool
 
     @property
-    def report(self) -> Report | None:
+    def report(self) -> dict[str, Any] | None:
         """What this node's launcher reports to the other nodes' before it starts ranks; None where
-        there are no others, or where not every node has one launcher.
-
-        All must come to the same answer. srun states the numbers of nodes and ranks (a node with
-        one rank may be beside one with two); the node counts of mpirun are guesses, and torchrun's
-        agents have compared theirs already.
-        """
+        there are no others, or not one launcher on each. All must come to the same answer: srun
+        states the number of nodes, mpirun's is a guess, torchrun's agents have compared theirs."""
         placement = self.placement
         one_each = placement.source == "srun" and placement.world_size == placement.num_nodes
         if placement.num_nodes == 1 or (placement.adopted and not one_each):
             return None
-        return Report(
-            node=placement.node_rank,
-            host=socket.gethostname(),
-            num_nodes=placement.num_nodes,
-            ranks_per_node=placement.local_world_size,
-            device="cpu" if self.cpu else "cuda",
-            program=self.command.name or Path(self.command.program[0]).name,
-        )
+        return {
+            "node": placement.node_rank,
+            "host": socket.gethostname(),
+            "nodes": placement.num_nodes,
+            "ranks per node": placement.local_world_size,
+            "device": "cpu" if self.cpu else "cuda",
+            "command": self.command.name or Path(self.command.program[0]).name,
+        }
 
     @property
-    def early_request(self) -> EarlyRequest:
-        """What a rank that is still importing does with SIGUSR1."""
-        if self.command.imports_this_package:
-            return "held"
-        return "ignored" if self.command.name in TRAINING else "default"
+    def holds_requests(self) -> bool:
+        """Whether SIGUSR1 waits until a rank has imported this package."""
+        return self.command.name in TRAINING
 
 
 def _ranks_per_node(options: Options, command: Command, num_nodes: int, num_gpus: int) -> int:
@@ -88,7 +81,7 @@ def _ranks_per_node(options: Options, command: Command, num_nodes: int, num_gpus
     else one."""
     if options.nproc_per_node is not None:
         return options.nproc_per_node
-    world_size = command.integer("distributed_world_size")
+    world_size = command.number("distributed_world_size")
     if world_size is not None and world_size > 0 and world_size % num_nodes == 0:
         return world_size // num_nodes
     return max(1, num_gpus)
@@ -142,7 +135,7 @@ def assign_gpus(
     ranks = placement.local_world_size
     if cpu:
         return [None] * ranks
-    starter_hides_others = placement.adopted and placement.source in ("srun", "mpirun")
+    starter_hides_others = placement.adopted and placement.is_task
     if len(gpus) == 1 and ranks > 1 and starter_hides_others:
         return [gpus[0] if i == placement.local_rank else None for i in range(ranks)]
     if ranks > len(gpus):
@@ -155,130 +148,70 @@ def assign_gpus(
     return list(gpus[:ranks])
 
 
-def _keep_starters_binding(
-    topology: Topology, placement: Placement, gpu: Gpu | None, allowed: set, wide: set
-) -> bind.RankBinding | None:
-    """srun and mpirun may have bound this rank already. Their choice stands unless it is off the
-    GPU's NUMA node; None then, and where they have not bound it."""
-    if not allowed < wide:
-        return None
-    node = topology.node_of_pci(gpu.pci_id) if gpu else None
-    if node is not None and not allowed <= set(topology.numa_cpus[node]):
-        return None
-    # mpirun binds to sockets by default: several ranks then share one set of cores.
-    sharers = -(-len(allowed) * placement.local_world_size // len(wide))
-    threads = max(1, len(topology.cores(allowed)) // sharers)
-    return bind.RankBinding(
-        placement.local_rank,
-        gpu,
-        tuple(sorted(allowed)),
-        None,
-        threads,
-        f"bound by {placement.source}",
-    )
-
-
-def choose_bindings(
-    options: Options, placement: Placement, gpus: Sequence[Gpu | None]
-) -> list[bind.RankBinding]:
-    """Bindings of the ranks on this node; of this rank alone where the starter hides the others."""
-    allowed = set(os.sched_getaffinity(0))
-    topology = Topology.read(options.root, fallback_cpus=allowed)
-    if options.bind == "none":
-        return bind.no_bindings(topology, allowed, gpus)
-    by_tasks = placement.source in ("srun", "mpirun")
-    wide = bind.cpuset(allowed, topology) if by_tasks else allowed
-    if options.bind != "auto":
-        return bind.explicit_bindings(topology, wide, gpus, options.bind)
-    own = gpus[placement.local_rank]
-    if placement.adopted:
-        kept = _keep_starters_binding(topology, placement, own, allowed, wide)
-        if kept is not None:
-            return [kept]
-    if own is not None and None in gpus:  # the starter hides the other ranks' GPUs
-        everything = installed_gpus(options.root)
-        if own.pci_id is not None and own.pci_id in everything:
-            all_ranks = bind.auto_bindings(topology, wide, [Gpu(0, pci) for pci in everything])
-            mine = all_ranks[everything.index(own.pci_id)]
-            return [replace(mine, local_rank=placement.local_rank, gpu=own)]
-    return bind.auto_bindings(topology, wide, gpus)
-
-
 def _shared_environment(
-    options: Options, placement: Placement, env: Mapping[str, str], command: Command
+    options: Options, placement: Placement, env: Mapping[str, str], command: Command, cpu: bool
 ) -> dict[str, str]:
     """What every rank of the job gets on top of the user's environment."""
     given = dict(env)
     if options.master_addr:
         given["MASTER_ADDR"] = options.master_addr
-    port = options.master_port or command.integer("distributed_port")
-    if options.master_port and command.integer("distributed_port") not in (
-        None,
-        -1,
-        options.master_port,
-    ):
-        raise ValueError(
-            f"{command.spelled('distributed_port')} {command.integer('distributed_port')} "
-            f"contradicts --master-port {options.master_port}"
-        )
-    if port and port > 0:
+    port = options.master_port or command.number("distributed_port") or 0
+    if port > 0:
         given["MASTER_PORT"] = str(port)
-    address, port = master_address(placement, given), master_port(placement, given)
-    if placement.world_size > 1:
-        check_port_free(placement, port)
-    shared = {
+    # nvidia-smi numbers the GPUs by PCI address; CUDA's own order could differ.
+    defaults = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **NCCL_PROFILES[options.nccl_profile]}
+    if placement.single_node and (Path(options.root) / "sys/class/net/lo").exists():
+        # gloo otherwise looks up the host's own name, which need not resolve.
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    if cpu:
+        # torch then asks for huge pages for big CPU tensors, which otherwise take several times as
+        # long to fill for the first time (where transparent huge pages are set to madvise)
+        defaults["THP_MEM_ALLOC_ENABLE"] = "1"
+    elif placement.world_size > 1:
+        # A rank with experts has several communicators (all ranks, those that exchange tokens, the
+        # replicas of its experts, the parts of 2dh). NCCL (2.26 or newer) then orders their
+        # operations as the host launched them, so that ranks whose streams run differently do not
+        # wait for each other forever.
+        defaults["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
+    if command.kind == "hydra" and env.get("FAIRSEQ_TUTEL_WARNINGS", "0") in ("", "0"):
+        defaults["PYTHONWARNINGS"] = QUIET_START
+    return {
         "WORLD_SIZE": str(placement.world_size),
         "LOCAL_WORLD_SIZE": str(placement.local_world_size),
         "GROUP_RANK": str(placement.node_rank),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        **profile_environment(options.nccl_profile, env),
+        "MASTER_ADDR": master_address(placement, given),
+        "MASTER_PORT": str(master_port(placement, given)),
+        # for the record: benchmarks keep the variables of this prefix with their results
+        "FAIRSEQ_TUTEL_NCCL_PROFILE": options.nccl_profile,
+        **{name: env.get(name, default) for name, default in defaults.items()},
     }
-    # nvidia-smi numbers the GPUs by PCI address; CUDA's own order could differ.
-    shared.setdefault("CUDA_DEVICE_ORDER", env.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"))
-    if placement.single_node and (Path(options.root) / "sys/class/net/lo").exists():
-        # gloo otherwise looks up the host's own name, which need not resolve.
-        shared["GLOO_SOCKET_IFNAME"] = env.get("GLOO_SOCKET_IFNAME", "lo")
-    return shared
 
 
 def _device_environment(
     command: Command, gpu: Gpu | None, gpus: Sequence[Gpu], env: Mapping[str, str]
 ) -> dict[str, str]:
     if gpu is None:
-        # torch then asks for huge pages for big CPU tensors, which otherwise take several times as
-        # long to fill for the first time (where transparent huge pages are set to madvise)
-        huge_pages = {"THP_MEM_ALLOC_ENABLE": env.get("THP_MEM_ALLOC_ENABLE", "1")}
         # fairseq's distributed_init makes a CUDA tensor wherever there is a GPU, --cpu or not
-        return {**huge_pages, "CUDA_VISIBLE_DEVICES": ""} if gpus else huge_pages
-    if command.kind == "sharded":
-        # fairseq-generate has no --device-id in effect: it takes the first GPU it sees.
-        visible = env.get("CUDA_VISIBLE_DEVICES")
-        name = visible.split(",")[gpu.index] if visible else str(gpu.index)
-        return {"CUDA_VISIBLE_DEVICES": name}
-    return {}
+        return {"CUDA_VISIBLE_DEVICES": ""} if gpus else {}
+    if command.kind != "sharded":
+        return {}
+    # fairseq-generate has no --device-id in effect: it takes the first GPU it sees.
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    name = visible.split(",")[gpu.index] if visible else str(gpu.index)
+    return {"CUDA_VISIBLE_DEVICES": name}
 
 
-def _users_threads(env: Mapping[str, str]) -> str | None:
-    """OMP_NUM_THREADS where somebody chose it: torchrun makes it 1 for several ranks by itself,
-    whatever cores they have."""
-    torchruns = "TORCHELASTIC_RUN_ID" in env and env.get("LOCAL_WORLD_SIZE") != "1"
-    threads = env.get("OMP_NUM_THREADS")
-    return None if torchruns and threads == "1" else threads
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def _summary(placement: Placement, cpu: bool, shared: Mapping[str, str], warning: str) -> str:
-    lines = [
-        f"{_count(placement.world_size, 'rank')} on {_count(placement.num_nodes, 'node')} "
+def _summary(
+    placement: Placement, cpu: bool, shared: Mapping[str, str], bindings: Sequence[RankBinding]
+) -> str:
+    ranks, nodes = placement.world_size, placement.num_nodes
+    line = (
+        f"{ranks} rank{'s'[: ranks != 1]} on {nodes} node{'s'[: nodes != 1]} "
         f"({'adopted from' if placement.adopted else 'started by'} {placement.source}), "
         f"{'gloo on the CPU' if cpu else 'nccl on GPUs'}, "
         f"MASTER_ADDR={shared['MASTER_ADDR']} MASTER_PORT={shared['MASTER_PORT']}"
-    ]
-    return "\n".join(lines + ([f"warning: {warning}"] if warning else []))
+    )
+    return f"{line}\n{format_table(bindings, socket.gethostname())}"
 
 
 def prepare_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
@@ -287,24 +220,21 @@ def prepare_job(options: Options, command: Command, env: Mapping[str, str]) -> J
     Raises:
         ValueError: naming the options, variables or hardware that cannot work together.
     """
-    if command.kind == "hydra":
-        check_config(command.arguments)
     gpus = visible_gpus(env, options.root)
     cpu = use_cpu(command, len(gpus))
     placement = place(options, command, env, 0 if cpu else len(gpus))
-    with shared_if(placement.adopted):  # else the ranks on this node may be what is wrong
+    try:
         check_experts(command, placement.world_size)
+    except ValueError as error:  # else the ranks on this node may be what is wrong
+        raise SharedError(*error.args) if placement.adopted else error from None
     assigned = assign_gpus(placement, gpus, cpu, env)
-    shared = _shared_environment(options, placement, env, command)
-    if placement.world_size > 1 and not cpu:
-        shared |= ordered_launches(env)
-    threads = _users_threads(env)
+    shared = _shared_environment(options, placement, env, command, cpu)
     bindings = [
-        replace(bound, users_threads=threads)
-        for bound in choose_bindings(options, placement, assigned)
+        replace(bound, threads=env.get("OMP_NUM_THREADS") or bound.threads)
+        for bound in choose_bindings(options.bind, placement, assigned, options.root)
     ]
 
-    def rank_job(bound: bind.RankBinding) -> RankJob:
+    def rank_job(bound: RankBinding) -> RankJob:
         local_rank, gpu = bound.local_rank, assigned[bound.local_rank]
         rank = placement.rank + local_rank - placement.local_rank
         added = rank_options(
@@ -319,22 +249,16 @@ def prepare_job(options: Options, command: Command, env: Mapping[str, str]) -> J
             **env,
             **shared,
             **_device_environment(command, gpu, gpus, env),
-            **(quiet_start(env) if command.kind == "hydra" else {}),
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
-            "OMP_NUM_THREADS": bound.omp_num_threads,
-            # for the record: benchmarks keep the variables of this prefix with their results
-            "FAIRSEQ_TUTEL_BIND": bound.describe(options.bind),
-            "FAIRSEQ_TUTEL_NCCL_PROFILE": options.nccl_profile,
+            "OMP_NUM_THREADS": str(bound.threads),
+            "FAIRSEQ_TUTEL_BIND": bound.describe(),
         }
-        prefix = f"[rank {rank}] " if options.prefix_output and rank > 0 else None
-        # once its process group is there, fairseq itself lets only rank 0 say more than warnings
-        alike = command.kind in ("grouped", "hydra")
-        return RankJob(rank, with_options(command, added), rank_env, bound, prefix, alike)
+        prefix = f"[rank {rank}] " if options.output == "prefix" and rank > 0 else None
+        return RankJob(rank, with_options(command, added), rank_env, bound, prefix)
 
     mine = [b for b in bindings if not placement.adopted or b.local_rank == placement.local_rank]
-    degree = command.stated("moe_overlap_degree")
-    warning = overlap_warning(degree, env) if gpus else why_no_gpus(env, options.root)
-    table = bind.format_table(bindings, socket.gethostname())
-    summary = _summary(placement, cpu, shared, warning) + "\n" + table
+    summary = _summary(placement, cpu, shared, bindings)
+    if not gpus and has_gpu_files(options.root) and "CUDA_VISIBLE_DEVICES" not in env:
+        summary += "\nwarning: this machine has GPU device files, but torch lists no GPU"
     return Job(placement, command, [rank_job(b) for b in mine], summary, cpu)

@@ -1,12 +1,28 @@
-"""Which rank this process is: adopted from torchrun, srun or mpirun, or to be started here."""
+"""Which rank this process is, adopted from its starter or to be started here; where ranks meet.
+
+The starters' variables are in :mod:`fairseq_tutel.command_line.starters`.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Mapping
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+from ..command_line.starters import STARTERS
+
+DEFAULT_PORT = 29500  # torchrun's
+# Below the kernel's range of ephemeral ports (32768 upwards), so that no outgoing connection
+# of another program can hold the port by chance.
+_PORT_RANGE = (15000, 32000)
+# What names the job for all of its ranks and no other job's: the scheduler's or mpirun's.
+_JOB_VARIABLES = (
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE"),
+    *("OMPI_MCA_ess_base_jobid", "PBS_JOBID", "LSB_JOBID", "JOB_ID"),
+)
 
 
 @dataclass(frozen=True)
@@ -27,165 +43,120 @@ class Placement:
     num_nodes: int = 1
 
     def __post_init__(self):
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(
-                f"{self.source}: rank {self.rank} is not below the world size {self.world_size}"
-            )
-        if not 0 <= self.local_rank < self.local_world_size:
-            raise ValueError(
-                f"{self.source}: local rank {self.local_rank} is not below the number of ranks "
-                f"on this node, {self.local_world_size}"
-            )
+        for index, count in (
+            ("rank", "world_size"),
+            ("local_rank", "local_world_size"),
+            ("node_rank", "num_nodes"),
+        ):
+            if not 0 <= getattr(self, index) < getattr(self, count):
+                raise ValueError(
+                    f"{self.source}: {index} {getattr(self, index)} is not below {count} "
+                    f"{getattr(self, count)}"
+                )
 
     @property
     def single_node(self) -> bool:
         return self.num_nodes == 1 and self.local_world_size == self.world_size
 
-
-def _integer(env: Mapping[str, str], name: str) -> int:
-    try:
-        return int(env[name])
-    except ValueError:
-        raise ValueError(f"environment variable {name}={env[name]!r} is not a number") from None
+    @property
+    def is_task(self) -> bool:
+        """Whether a scheduler's starter, which may bind and hide GPUs, made this process."""
+        return self.source in ("srun", "mpirun", "mpiexec")
 
 
-def _optional(env: Mapping[str, str], *names: str) -> int | None:
-    for name in names:
-        if env.get(name, "") != "":
-            return _integer(env, name)
-    return None
-
-
-def _adopted(source: str, rank: int, world: int, local_rank: int, local_world, node, nodes):
-    """A Placement with what the starter left out worked out from the rest."""
-    if local_world is None:
-        # One node: every rank is local. Several nodes: they are taken to be filled alike.
-        local_world = world // nodes if nodes else world
-    if nodes is None:
-        nodes = -(-world // local_world)
-    if node is None:
-        node = rank // local_world
-    return Placement(source, True, rank, world, local_rank, local_world, node, nodes)
-
-
-def _from_torch(env: Mapping[str, str]) -> Placement | None:
-    given = [name for name in _TORCH if env.get(name, "") != ""]
-    if not given or given == ["LOCAL_RANK"]:
-        return None
-    if len(given) < len(_TORCH):
-        missing = [name for name in _TORCH if name not in given]
-        raise ValueError(
-            f"environment variables {', '.join(given)} are set but {', '.join(missing)} not; "
-            "set all three (torchrun does) or none"
-        )
-    return _adopted(
-        "torchrun",
-        _integer(env, "RANK"),
-        _integer(env, "WORLD_SIZE"),
-        _integer(env, "LOCAL_RANK"),
-        _optional(env, "LOCAL_WORLD_SIZE"),
-        _optional(env, "GROUP_RANK", "NODE_RANK"),
-        _optional(env, "GROUP_WORLD_SIZE"),
-    )
-
-
-def _from_mpirun(env: Mapping[str, str]) -> Placement | None:
-    if "OMPI_COMM_WORLD_RANK" in env:  # Open MPI
-        return _adopted(
-            "mpirun",
-            _integer(env, "OMPI_COMM_WORLD_RANK"),
-            _integer(env, "OMPI_COMM_WORLD_SIZE"),
-            _integer(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
-            _optional(env, "OMPI_COMM_WORLD_LOCAL_SIZE"),
-            None,
-            None,
-        )
-    if "PMI_RANK" in env and "MPI_LOCALRANKID" in env:  # MPICH, Intel MPI (Hydra)
-        return _adopted(
-            "mpirun",
-            _integer(env, "PMI_RANK"),
-            _integer(env, "PMI_SIZE"),
-            _integer(env, "MPI_LOCALRANKID"),
-            _optional(env, "MPI_LOCALNRANKS"),
-            None,
-            None,
-        )
-    return None
-
-
-def _from_srun(env: Mapping[str, str]) -> Placement | None:
-    # SLURM_PROCID alone is also set in the batch script, which is no task of a step.
-    if "SLURM_PROCID" not in env or not env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", "")):
-        return None
-    node = _optional(env, "SLURM_NODEID") or 0
-    nodes = _optional(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES") or 1
-    local_world = None
-    if env.get("SLURM_STEP_TASKS_PER_NODE"):
-        counts = expand_tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"])
-        if node >= len(counts):
-            raise ValueError(
-                f"SLURM_NODEID={node} but SLURM_STEP_TASKS_PER_NODE="
-                f"{env['SLURM_STEP_TASKS_PER_NODE']} names {len(counts)} nodes"
-            )
-        local_world = counts[node]
-    world = _optional(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    if world is None:
-        raise ValueError("SLURM_PROCID is set but neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS")
-    return _adopted(
-        "srun",
-        _integer(env, "SLURM_PROCID"),
-        world,
-        _optional(env, "SLURM_LOCALID") or 0,
-        local_world,
-        node,
-        nodes,
-    )
-
-
-def _from_pmi(env: Mapping[str, str]) -> Placement | None:
-    if "PMI_RANK" not in env or "PMI_SIZE" not in env:
-        return None
-    rank, world = _integer(env, "PMI_RANK"), _integer(env, "PMI_SIZE")
-    local = _optional(env, "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID")
-    if local is None and world > 1:
-        raise ValueError(
-            f"PMI_RANK={rank} and PMI_SIZE={world} are set but no local rank (MPI_LOCALRANKID, "
-            "PMI_LOCAL_RANK); set LOCAL_RANK, RANK and WORLD_SIZE of this process"
-        )
-    return _adopted("mpirun", rank, world, local or 0, _optional(env, "PMI_LOCAL_SIZE"), None, None)
+def _number(env: Mapping[str, str], names: Sequence[str]) -> int | None:
+    """Of the first variable that is set; None where none is."""
+    name = next((name for name in names if env.get(name)), None)
+    if name is not None and not env[name].isdigit():
+        raise ValueError(f"environment variable {name}={env[name]!r} is not a number")
+    return name and int(env[name])
 
 
 def adopt(env: Mapping[str, str]) -> Placement | None:
     """The rank that torchrun, mpirun or srun already gave this process; None if there is none.
 
-    The innermost starter wins: mpirun and torchrun inside a SLURM allocation inherit SLURM's
-    variables of the step that carries them, so theirs are read first.
-    Raises ValueError for half-set or impossible variables.
+    The innermost starter wins. What it leaves out is worked out from the rest: ranks are taken to
+    fill nodes alike. Raises ValueError for half-set or impossible variables.
     """
-    for reader in (_from_torch, _from_mpirun, _from_srun, _from_pmi):
-        placement = reader(env)
-        if placement is not None:
-            return placement
-    return None
+    starter = next((each for each in STARTERS if each.is_here(env)), None)
+    if starter is None:
+        return None
+    rank, world = _number(env, [starter.rank]), _number(env, starter.world_size)
+    local, srun = _number(env, starter.local_rank), starter.name == "srun"
+    node, nodes = _number(env, starter.node_rank), _number(env, starter.num_nodes)
+    local_world = _number(env, starter.local_world_size)
+    if world is None or (local is None and world > 1 and not srun):
+        names = f"{' or '.join(starter.world_size)}, {' or '.join(starter.local_rank)}"
+        raise ValueError(f"{starter.rank}={rank} is set, but not all of: {names}")
+    if srun:
+        node, nodes = node or 0, nodes or 1
+    local_world = local_world or (world // nodes if nodes else world) or 1
+    nodes = nodes or -(-world // local_world)
+    node = rank // local_world if node is None else node
+    return Placement(starter.name, True, rank, world, local or 0, local_world, node, nodes)
 
 
 def start_here(nproc: int, num_nodes: int, node_rank: int, source: str = "launcher") -> Placement:
     """The placement of a launcher that starts ``nproc`` ranks on each of ``num_nodes`` nodes."""
-    if nproc < 1 or num_nodes < 1:
-        raise ValueError(f"{nproc} ranks per node on {num_nodes} nodes: both must be at least 1")
-    if not 0 <= node_rank < num_nodes:
-        raise ValueError(f"node rank {node_rank} is not below the number of nodes, {num_nodes}")
-    return Placement(
-        source, False, node_rank * nproc, num_nodes * nproc, 0, nproc, node_rank, num_nodes
+    first, world = node_rank * nproc, num_nodes * nproc
+    return Placement(source, False, first, world, 0, nproc, node_rank, num_nodes)
+
+
+def first_host(nodelist: str) -> str:
+    """The first name of SLURM's compact list: ``node008`` of ``node[008-010,12],login``."""
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodelist).partition(",")[0]
+
+
+def _resolvable(host: str) -> str:
+    """``host``, or its address in SLURM's records if this machine cannot resolve the name."""
+    try:
+        socket.getaddrinfo(host, None)
+        return host
+    except OSError:
+        match = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", host))
+        return match[1] if match else host
+
+
+def _scontrol(*arguments: str) -> str:
+    try:
+        pipes = {"capture_output": True, "text": True, "timeout": 30}
+        return subprocess.run(["scontrol", *arguments], **pipes, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def master_address(placement: Placement, env: Mapping[str, str]) -> str:
+    """The host of rank 0: given by the environment, local, or the first of SLURM's node list.
+
+    Raises ValueError where the ranks span nodes and the host of rank 0 is unknown.
+    """
+    if env.get("MASTER_ADDR"):
+        return env["MASTER_ADDR"]
+    if placement.single_node:
+        return "127.0.0.1"
+    nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    if nodelist:
+        return _resolvable(first_host(nodelist))
+    raise ValueError(
+        f"{placement.world_size} ranks on {placement.num_nodes} nodes, but the host of "
+        "rank 0 is unknown: give --master-addr or set MASTER_ADDR"
     )
 
 
-def expand_tasks_per_node(text: str) -> list[int]:
-    """Tasks on every node from SLURM_STEP_TASKS_PER_NODE: ``2(x3),1`` is [2, 2, 2, 1]."""
-    counts: list[int] = []
-    for item in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
-        if match is None:
-            raise ValueError(f"tasks per node {text!r}: cannot read {item!r}")
-        counts.extend([int(match[1])] * int(match[2] or 1))
-    return counts
+def master_port(placement: Placement, env: Mapping[str, str]) -> int:
+    """MASTER_PORT of the environment, else a free port (one launcher starts every rank), else one
+    that every rank derives alike from the job's id, else torchrun's default."""
+    if text := env.get("MASTER_PORT"):
+        if not text.isdigit() or not 0 < int(text) < 65536:
+            raise ValueError(f"MASTER_PORT={text!r} is not a port number")
+        return int(text)
+    if placement.single_node and not placement.adopted:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return probe.getsockname()[1]
+    job = [f"{name}={env[name]}" for name in _JOB_VARIABLES if env.get(name)]
+    if not job:
+        return DEFAULT_PORT
+    low, high = _PORT_RANGE
+    digest = hashlib.sha256("\n".join(job).encode()).digest()
+    return low + int.from_bytes(digest[:8], "big") % (high - low)

@@ -1,137 +1,91 @@
 """The launchers of a job's nodes compare what they are about to start, before they start it.
 
 Ranks that disagree on their number would wait for each other in torch's rendezvous, for half an
-hour and without naming the reason. The launcher of node 0 opens torch's key-value store at
-MASTER_ADDR:MASTER_PORT, where its rank 0 will; every node puts its report there and reads node 0's
-verdict.
+hour and without naming the reason. Node 0's launcher opens torch's key-value store at
+MASTER_ADDR:MASTER_PORT, where its rank 0 will; every node puts its report there, reads the others'
+and comes to the same verdict.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
-from .shared_errors import SharedError
-
-_POLL_SECONDS = 0.1
-_LATECOMER_SECONDS = 5.0  # nodes that report so long after a difference was found get it, too
+_LATECOMER_SECONDS = 5.0  # how long node 0 keeps the store open for those that still read
 
 
-@dataclass(frozen=True)
-class Report:
-    """One node's part of the job. device: cpu or cuda; program: the command's name."""
-
-    node: int
-    host: str
-    num_nodes: int
-    ranks_per_node: int
-    device: str
-    program: str
+class SharedError(ValueError):
+    """Every rank of the job finds it, in the same words: one of them reports it."""
 
 
-_COMPARED = {
-    "num_nodes": "nodes",
-    "ranks_per_node": "ranks per node",
-    "device": "device",
-    "program": "command",
-}
-
-
-def compare_nodes(own: Report, address: str, port: int, seconds: float) -> None:
+def compare_nodes(own: dict[str, Any], address: str, port: int, seconds: float) -> None:
     """Returns once all nodes have reported the same.
+
+    Args:
+        own: "node" (its number), "host", "nodes", and whatever else must be the same on all.
 
     Raises:
         SharedError: they differ or some did not report within ``seconds``; raised on all nodes.
-        ValueError: node 0 could not be reached, or gave no verdict in time.
+        ValueError: node 0 could not be reached.
     """
-    if own.node == 0:
-        verdict = _collect(own, port, seconds)
-    else:
-        verdict = _report(own, address, port, seconds)
+    verdict = _verdict(own, address, port, seconds)  # in a call of its own: it ends the store
     if verdict:
         raise SharedError(verdict)
 
 
-def _store(address: str, port: int, seconds: float, is_master: bool):
+def _verdict(own: dict[str, Any], address: str, port: int, seconds: float) -> str:
+    """What is wrong with the job, the same on all nodes; "" if nothing is."""
     from torch.distributed import TCPStore  # seconds to import, and one node does without
 
-    return TCPStore(
-        address,
-        port,
-        is_master=is_master,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=seconds),
-    )
-
-
-def _collect(own: Report, port: int, seconds: float) -> str:
-    """Node 0's side: everyone's report, and the verdict to everyone; "" if all is well."""
+    first, wait = own["node"] == 0, timedelta(seconds=seconds)
     try:
-        store = _store("127.0.0.1", port, seconds, is_master=True)
+        host = "127.0.0.1" if first else address
+        store = TCPStore(host, port, is_master=first, wait_for_workers=False, timeout=wait)
+        store.set(f"node {own['node']}", json.dumps(own))
+        if not first:  # node 0 may have begun only now, and has as much time again
+            store.wait(["verdict"], wait + timedelta(seconds=2 * _LATECOMER_SECONDS))
+            verdict = store.get("verdict").decode()
+            store.add("read", 1)
+            return verdict
     except RuntimeError as error:
-        raise ValueError(f"cannot listen at MASTER_PORT {port}: {_reason(error)}") from None
-    end = time.monotonic() + seconds
-    reports, errors, num_reports = {0: own}, [], 0
-    while num_reports < own.num_nodes - 1 and time.monotonic() < end:
-        if num_reports == store.add("reports", 0):
-            time.sleep(_POLL_SECONDS)
-            continue
-        num_reports += 1
-        other = Report(**json.loads(store.get(f"report {num_reports}")))
-        error = _difference(own, other, reports)
-        reports.setdefault(other.node, other)
-        if error:
-            errors.append(error)
-            end = min(end, time.monotonic() + _LATECOMER_SECONDS)
-    missing = [str(node) for node in range(own.num_nodes) if node not in reports]
-    if missing and not errors:
-        errors.append(
-            f"no report from node{'s' * (len(missing) > 1)} {', '.join(missing)} of "
-            f"{own.num_nodes} within {seconds:g} seconds (see the launcher's output there)"
-        )
-    verdict = "; ".join(errors)
+        what = "cannot listen at" if first else f"had no answer within {seconds:g} seconds from"
+        reason = str(error).partition("\n")[0]  # torch's message goes on with a C++ stack
+        raise ValueError(f"node {own['node']} {what} {address}:{port}: {reason}") from None
+    verdict = _collect(store, own["nodes"], seconds)
     store.set("verdict", verdict)
-    # the store ends with this process's reference to it, so the others read first
-    end = time.monotonic() + _LATECOMER_SECONDS
-    while store.add("read", 0) < num_reports and time.monotonic() < end:
-        time.sleep(_POLL_SECONDS)
+    end = time.monotonic() + _LATECOMER_SECONDS  # the store ends with node 0's reference to it
+    while store.add("read", 0) < own["nodes"] - 1 and time.monotonic() < end:
+        time.sleep(0.1)
     return verdict
 
 
-def _difference(own: Report, other: Report, reports: dict[int, Report]) -> str:
-    """What keeps ``other`` from being a node of the job, "" if nothing does."""
-    if other.node in reports:
-        hosts = f"{reports[other.node].host} and {other.host}"
-        return f"{hosts} both say that they are node {other.node}"
-    differences = [
-        f"{text}: {getattr(own, key)} on {own.host} (node 0), "
-        f"{getattr(other, key)} on {other.host} (node {other.node})"
-        for key, text in _COMPARED.items()
-        if getattr(own, key) != getattr(other, key)
+def _collect(store, num_nodes: int, seconds: float) -> str:
+    """What is wrong with the reports of nodes 0 to ``num_nodes``, "" if nothing is."""
+    end = time.monotonic() + seconds
+    while True:
+        there = [node for node in range(num_nodes) if store.check([f"node {node}"])]
+        reports = [json.loads(store.get(f"node {node}")) for node in there]
+        difference = _difference(reports)
+        if difference or len(there) == num_nodes:
+            return difference
+        if time.monotonic() >= end:
+            missing = ", ".join(str(node) for node in range(num_nodes) if node not in there)
+            return (
+                f"no report from node {missing} of {num_nodes} within {seconds:g} seconds "
+                "(see the launcher's output there)"
+            )
+        time.sleep(0.1)
+
+
+def _difference(reports: list[dict[str, Any]]) -> str:
+    """What keeps a node from being one of node 0's job, "" if nothing does."""
+    found = [
+        f"{key}: {reports[0][key]} on {reports[0]['host']} (node 0), "
+        f"{other[key]} on {other['host']} (node {other['node']})"
+        for other in reports
+        for key in other
+        if key not in ("node", "host") and other[key] != reports[0][key]
     ]
-    return "the nodes do not fit together: " + ", and ".join(differences) if differences else ""
-
-
-def _report(own: Report, address: str, port: int, seconds: float) -> str:
-    """The other nodes' side: the verdict of node 0."""
-    try:
-        store = _store(address, port, seconds, is_master=False)
-        number = store.add("reports", 1)
-        store.set(f"report {number}", json.dumps(asdict(own)))
-        # node 0 may have begun only now, and has as much time again
-        store.wait(["verdict"], timedelta(seconds=seconds + 2 * _LATECOMER_SECONDS))
-        verdict = store.get("verdict").decode()
-        store.add("read", 1)
-        return verdict
-    except RuntimeError as error:
-        raise ValueError(
-            f"node {own.node} had no answer from node 0 at {address}:{port} within {seconds:g} "
-            f"seconds: {_reason(error)}"
-        ) from None
-
-
-def _reason(error: RuntimeError) -> str:
-    """The first line of torch's message, which goes on with a C++ stack."""
-    return str(error).partition("\n")[0]
+    return "the nodes do not fit together: " + ", and ".join(found) if found else ""

@@ -1,4 +1,4 @@
-"""The command with which a training job starts again; scripts/slurm/train.sbatch asks for it.
+"""The command of a job that was queued again (scripts/slurm/train.sbatch).
 
 ``python -m fairseq_tutel.launch.restart COMMAND ...`` writes the words of COMMAND, each followed by
 a NUL. Where its last checkpoint exists, the options are left out that choose another start: the
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..exit_codes import EXIT_USAGE
-from .hydra import config_file, flag_value, override_name, with_overrides
+from ..command_line import EXIT_USAGE
+from .hydra import find_config, flag_value, override_name, with_overrides
 
 _SAVE_DIR = "checkpoints"  # fairseq's default
 # What chooses a start, with fairseq's defaults.
@@ -31,16 +31,16 @@ _OVERRIDES = {f"checkpoint.{key}" for key in _START}
 
 def _in_file(words: Sequence[str], key: str) -> Any:
     """What the command's config file states for a key of its section ``checkpoint``, or None."""
-    path = config_file(words)
-    if path is None:
+    _, config = find_config(words)
+    if not config:
         return None
     from omegaconf import OmegaConf  # it is where fairseq is, and the launcher does without
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        return OmegaConf.select(OmegaConf.load(path), f"checkpoint.{key}")
+        return OmegaConf.select(OmegaConf.create(config), f"checkpoint.{key}")
     except OmegaConfBaseException as error:
-        raise ValueError(f"{path}: checkpoint.{key}: {error}; give it in the command") from None
+        raise ValueError(f"checkpoint.{key}: {error}; give it in the command") from None
 
 
 def save_directory(words: Sequence[str]) -> str:
@@ -54,28 +54,22 @@ def save_directory(words: Sequence[str]) -> str:
     return flag_value(words, "--save-dir") or _in_file(words, "save_dir") or _SAVE_DIR
 
 
-def continuing(words: Sequence[str]) -> list[str]:
-    """The command without its options, and with its config file's settings overridden, that choose
-    another start than the last checkpoint."""
+def restarted(words: Sequence[str]) -> list[str]:
+    """The command for a restart: as given, unless it has saved a last checkpoint. Then without its
+    options, and with its config file's settings overridden, that choose another start."""
+    if not any(Path(save_directory(words)).glob("checkpoint_last*.pt")):
+        return list(words)
     kept, skip = [], False
     for word in words:
+        name, equals, _ = word.partition("=")
         if skip:
             skip = False
-            continue
-        name, equals, _ = word.partition("=")
-        if name in _FLAGS:
+        elif name in _FLAGS:
             skip = not equals and not _FLAGS[name].startswith("reset_")
         elif not (equals and override_name(word) in _OVERRIDES):
             kept.append(word)
     stated = [key for key in _START if _in_file(words, key) is not None]
     return with_overrides(kept, [f"checkpoint.{key}={_START[key]}" for key in stated])
-
-
-def restarted(words: Sequence[str]) -> list[str]:
-    """The command for a restart: as given, unless it has saved a last checkpoint."""
-    if any(Path(save_directory(words)).glob("checkpoint_last*.pt")):
-        return continuing(words)
-    return list(words)
 
 
 def main(words: Sequence[str]) -> int:

@@ -1,7 +1,6 @@
 """What is exchanged at once, and its rows in the order of ranks and in the order of experts.
 
-Without overlap there is one chunk. Chunks are neighbours in the send buffer, so that each is sent
-from and received into memory as it lies.
+Without overlap there is one chunk. Chunks are neighbours in the send buffer and sent as they lie.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from typing import NamedTuple
 import torch
 
 from ..distributed import Exchange
-from ..distributed.exchanges import Parts
+from ..distributed.exchanges import Splits, chunk_edges
 from .routing import Routing
-from .row_order import rows_for_exchange
 
 
 @dataclass(frozen=True)
@@ -34,66 +32,42 @@ class ExpertRows:
 
 
 class Chunk(NamedTuple):
-    """Rows that are exchanged at once.
+    """Rows that are exchanged at once."""
 
-    Attributes:
-        span: of the send buffer.
-        parts: None for equal ones.
-        offsets: as of :class:`ExpertRows`.
-        by_expert: what arrived, [n, M] -> rows in the order of the experts; differentiable.
-        by_rank: the inverse, for what the experts return.
-    """
-
-    span: slice
-    parts: Parts | None
-    offsets: torch.Tensor | None
+    span: slice  # of the send buffer
+    splits: Splits | None  # None for equal ones
+    offsets: torch.Tensor | None  # as of ExpertRows
+    # what arrived, [n, M] -> rows in the order of the experts, and the inverse; differentiable
     by_expert: Callable[[torch.Tensor], torch.Tensor]
     by_rank: Callable[[torch.Tensor], torch.Tensor]
 
 
-class Arrangement(NamedTuple):
-    """How the rows of a routing are sent.
-
-    Attributes:
-        dest_row_TK, src_pair_R: for dispatch and combine.
-        chunks: in the order in which they are sent, one at least.
-    """
-
-    dest_row_TK: torch.Tensor
-    src_pair_R: torch.Tensor
-    chunks: list[Chunk]
-
-
-def arrange(routing: Routing, exchange: Exchange, degree: int) -> Arrangement:
+def arrange(
+    routing: Routing, exchange: Exchange, degree: int
+) -> tuple[torch.Tensor, torch.Tensor, list[Chunk]]:
     """Cut the rows into chunks. NOTE: with ragged rows between ranks the host reads the counts.
 
-    Padded rows are cut along the capacity, ragged ones along the rows of every (rank, expert). The
-    sizes of chunks may differ by one row of each: a capacity that is padded to a multiple of the
-    degree would drop other tokens.
+    Padded rows are cut along the capacity, ragged ones along the rows of every (rank, expert); the
+    chunks' sizes may differ by one row of each.
 
-    Args:
-        routing: of this rank's tokens.
-        exchange: between the ranks.
-        degree: number of chunks, if the capacity has as many rows.
+    Returns:
+        ``dest_row_TK`` and ``src_pair_R`` for dispatch and combine; ``degree`` chunks, or as many
+        as the capacity has rows.
     """
     dest_row_TK, src_pair_R = rows_for_exchange(routing, exchange, degree)
     if routing.padded:
-        return Arrangement(dest_row_TK, src_pair_R, _padded(routing, exchange, degree))
-    # of one chunk as ever: an exchange that sends nothing has no parts
-    counts = routing.num_kept_per_expert_E
-    shared = (
-        [exchange.share_counts(counts)] if degree == 1 else exchange.share_chunks(counts, degree)
-    )
-    sizes = [src_pair_R.shape[0] if parts is None else sum(parts.sent_W) for _, parts in shared]
+        return dest_row_TK, src_pair_R, _padded(routing, exchange, degree)
+    shared = exchange.algorithm.share_chunks(routing.num_kept_per_expert_E, degree)
+    sizes = [src_pair_R.shape[0] if splits is None else sum(splits.sent_P) for _, splits in shared]
     chunks = [
-        _ragged(count_WL, parts, span)
-        for (count_WL, parts), span in zip(shared, _spans(sizes), strict=True)
+        _ragged(count_Pe, splits, span)
+        for (count_Pe, splits), span in zip(shared, _spans(sizes), strict=True)
     ]
-    return Arrangement(dest_row_TK, src_pair_R[: sum(sizes)], chunks)
+    return dest_row_TK, src_pair_R[: sum(sizes)], chunks
 
 
 def _padded(routing, exchange, degree):
-    """Equal parts: rank-major [W, e, C] at the wire, expert-major [e, W*C] at the product."""
+    """Equal parts: rank-major [P, e, C] at the wire, expert-major [e, P*C] at the product."""
     ranks, local = exchange.groups.ep_size, exchange.groups.num_local_experts
     edges = [routing.capacity * number // degree for number in range(degree + 1)]
     capacities = [end - begin for begin, end in itertools.pairwise(edges) if end > begin]
@@ -113,38 +87,70 @@ def _padded(routing, exchange, degree):
     return [chunk(*each) for each in zip(capacities, spans, strict=True)]
 
 
-def _ragged(count_WL, parts, span):
-    """Parts of the size that is needed."""
-    offsets = count_WL.sum(0).cumsum(0, dtype=torch.int32)
-    num_rows = span.stop - span.start if parts is None else sum(parts.received_W)
-    order = _expert_major_order(count_WL, num_rows)
-    if order is None:
-        return Chunk(span, parts, offsets, _unchanged, _unchanged)
+def _ragged(count_Pe, splits, span):
+    """Parts of the size that is needed, int [P, e] rows that each rank sends to each expert."""
+    ranks, local = count_Pe.shape
+    offsets = count_Pe.sum(0).cumsum(0, dtype=torch.int32)
+    if ranks == 1 or local == 1:  # both orders are one
+        return Chunk(span, splits, offsets, lambda rows: rows, lambda out: out)
+    num_rows = span.stop - span.start if splits is None else sum(splits.received_P)
+    expert = torch.arange(local, device=count_Pe.device).repeat(ranks)
+    expert_R = expert.repeat_interleave(count_Pe.flatten(), output_size=num_rows)
+    order = expert_R.argsort(stable=True)
     inverse = order.argsort()
-
-    def by_expert(rows):
-        return rows.index_select(0, order)
-
-    def by_rank(out):
-        return out.index_select(0, inverse)
-
-    return Chunk(span, parts, offsets, by_expert, by_rank)
-
-
-def _expert_major_order(count_WL, num_rows):
-    """Permutation from arrival order (rank, expert) to (expert, rank), None if that is the same."""
-    ranks, local = count_WL.shape
-    if ranks == 1 or local == 1:
-        return None
-    expert = torch.arange(local, device=count_WL.device).repeat(ranks)
-    expert_R = expert.repeat_interleave(count_WL.flatten(), output_size=num_rows)
-    return expert_R.argsort(stable=True)
+    return Chunk(
+        span,
+        splits,
+        offsets,
+        lambda rows: rows.index_select(0, order),
+        lambda out: out.index_select(0, inverse),
+    )
 
 
 def _spans(sizes):
-    ends = list(itertools.accumulate(sizes, initial=0))
-    return [slice(begin, end) for begin, end in itertools.pairwise(ends)]
+    edges = itertools.accumulate(sizes, initial=0)
+    return list(itertools.starmap(slice, itertools.pairwise(edges)))
 
 
-def _unchanged(rows):
-    return rows
+def rows_for_exchange(
+    routing: Routing, exchange: Exchange, degree: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The index arrays by which dispatch writes the rows as they will be sent, by chunk and by part
+    in the exchange's order, and by which combine reads what comes back.
+    """
+    if degree == 1 and exchange.algorithm.send_order is None:
+        return routing.dest_row_TK, routing.src_pair_R
+    num_rows_E = routing.num_kept_per_expert_E.to(torch.int64)
+    if routing.padded:
+        num_rows_E = torch.full_like(num_rows_E, routing.capacity)
+    edges_GE = chunk_edges(num_rows_E, degree)  # with the end of the last chunk
+    shift_GE = _begins(edges_GE.diff(dim=0), exchange) - edges_GE[:-1]
+    kept_TK = routing.kept_TK
+    expert_TK = routing.expert_TK.clamp(min=0).long()
+    begin_E = num_rows_E.cumsum(0) - num_rows_E
+    slot_TK = torch.where(kept_TK, routing.dest_row_TK - begin_E[expert_TK], 0)
+    # slot s of n is in the last chunk c with n * c // d <= s
+    chunk_TK = ((slot_TK + 1) * degree - 1) // num_rows_E.clamp(min=1)[expert_TK]
+    row_TK = slot_TK + shift_GE[chunk_TK.clamp(max=degree - 1), expert_TK]
+    dest_row_TK = torch.where(kept_TK, row_TK, -1).to(torch.int32)
+    return dest_row_TK, source_of_rows(dest_row_TK, routing.src_pair_R.shape[0])
+
+
+def _begins(size_GE, exchange):
+    """First row of every (chunk, expert): by chunk, by part, by local expert."""
+    local = exchange.groups.num_local_experts
+    if exchange.algorithm.send_order is None:
+        return (size_GE.flatten().cumsum(0) - size_GE.flatten()).view(size_GE.shape)
+    order_P, part_P = exchange.algorithm.send_order_on(size_GE.device)
+    within = torch.arange(local, device=size_GE.device)
+    order_E = (order_P[:, None] * local + within).flatten()
+    place_E = (part_P[:, None] * local + within).flatten()
+    size = size_GE[:, order_E].flatten()
+    return (size.cumsum(0) - size).view(size_GE.shape)[:, place_E]
+
+
+def source_of_rows(dest_row_TK, num_rows):
+    """int32 [num_rows], the pair in each row, -1 in unused ones; dropped pairs share a row more."""
+    pair = torch.arange(dest_row_TK.numel(), dtype=torch.int32, device=dest_row_TK.device)
+    row = torch.where(dest_row_TK < 0, num_rows, dest_row_TK).flatten().long()
+    return pair.new_full((num_rows + 1,), -1).scatter_(0, row, pair)[:num_rows]

@@ -1,43 +1,39 @@
 """The MoE layer: agree, route, dispatch, experts, combine.
 
-Each step is one object: what the ranks agree on (:class:`~fairseq_tutel.distributed.StepSettings`),
-the router (:mod:`.routers`, chosen by name), the dispatcher, the experts. The options reach all of
-them as one frozen :class:`~fairseq_tutel.config.MoEConfig`.
-The letters of shapes are those of the glossary in ``fairseq_tutel/README.md``.
+The options of a call reach all of them as one frozen value (:mod:`.call`). The letters of shapes
+are those of the glossary in ``fairseq_tutel/README.md``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..config import ExchangeConfig, MoEConfig
 from ..distributed import (
-    Exchange,
+    HELD,
+    ExchangeRecord,
     ExpertParallelGroups,
     StepAgreement,
     StepSettings,
-    TimedExchange,
-    refuse_plain_ddp,
-    shared_groups,
+    held_experts,
+    pop_held_experts,
+    refuse_plain_wrapper,
     sync_step,
 )
-from .autocast import autocast_dtype
-from .balance import balance_over_ranks
+from .arguments import gate_for, groups_for, one_config, own_experts
+from .call import ExchangeChoice, ExchangeChoices, LayerCall
 from .dispatcher import dispatch_and_combine
-from .exchange_choices import ExchangeChoice, ExchangeChoices, refuse_own_experts
-from .experts import ExpertList, Experts
-from .metrics import MoEAux
-from .output_masks import mask_tokens
-from .region_timer import timed
-from .routers import Router, make_router, route_by_module
-from .routing import RouterStep
-from .shared_expert import SharedExpert
-from .wire import WireExchange, row_bytes
+from .experts import ExpertBank, SharedExpert, custom_experts, make_experts
+from .reports import MoEAux, balance_over_ranks, make_aux
+from .routers import route_of
+from .routing import mask_of_tokens, mask_tokens
+from .torch_modes import autocast_dtype
 
 
 class MoELayer(nn.Module):
@@ -54,23 +50,22 @@ class MoELayer(nn.Module):
         num_experts: E, over all ranks. It and ``**routing`` are a shorthand for ``config``.
         hidden_dim: F of the built-in experts, 4*M by default.
         config: all options of routing, in place of ``num_experts`` and ``**routing``.
-        activation: of the built-in experts: gelu, relu, swish, tanh, ...
+        activation: of the ``ffn`` experts and the shared one: gelu, relu, swish, tanh, ...
         gate: a :class:`~fairseq_tutel.moe.routers.Router` in place of the one that
-            ``config.router`` names; or any module [T, M] -> logits [T, E]. Such a module is called
-            like any other, with tokens of the dtype of ``x`` and under the caller's autocast state;
-            half logits are cast to fp32 before anything is computed from them.
-        experts: this rank's expert modules, each [n, M] -> [n, M], in place of the built-in ones;
-            as many as ``groups.num_local_experts``.
+            ``config.router`` names; or any module [T, M] -> logits [T, E], called with tokens of
+            the dtype of ``x`` under the caller's autocast; half logits are cast to fp32 at once.
+        expert_fn: makes one expert, [n, M] -> [n, M]; called for each expert of this rank.
+        experts: this rank's experts themselves; as many as ``groups.num_local_experts``.
+        expert_network: what the built-in experts compute, by name (:mod:`.experts`): ``ffn``, or
+            gated, ``swiglu`` or ``geglu``.
+        expert_options: of that network, by name: ``{"bias": True}`` of the gated ones.
         groups: placement of the experts, from :func:`~fairseq_tutel.distributed.build_groups`; by
-            default over all ranks of torch.distributed (then building the layer is a collective
-            call), or all here.
-        shared_expert_dim: > 0: hidden dimension of an expert that every token goes to as well
-            (:class:`~fairseq_tutel.moe.shared_expert.SharedExpert`); its output is added.
+            default over all ranks of torch.distributed (a collective call).
+        shared_expert_dim: > 0: hidden dimension of an expert that every token goes to as well.
         dropout, activation_dropout: inside the built-in experts.
-        seed: of the built-in experts' initial weights.
-        exchange: how tokens travel between ranks, the same on all of them: an
-            :class:`~fairseq_tutel.config.ExchangeConfig`, or the name of an algorithm.
-        record_exchange_time: fill in the two times of :class:`MoEAux` (slow, and without overlap).
+        seed: of the initial weights of the built-in experts, and of those that ``expert_fn`` makes.
+        exchange: how tokens travel, the same on all ranks; or the name of an algorithm.
+        record_exchange_time: take the times of :attr:`MoEAux.record` (slow, and without overlap).
         skip_exchange: leave out the all-to-alls, for benchmarks; the results are then wrong.
         **routing: fields of :class:`~fairseq_tutel.config.MoEConfig`, such as ``top_k``.
     """
@@ -84,7 +79,10 @@ class MoELayer(nn.Module):
         config: MoEConfig | None = None,
         activation: str = "gelu",
         gate: nn.Module | None = None,
+        expert_fn: Callable[[], nn.Module] | None = None,
         experts: Sequence[nn.Module] | None = None,
+        expert_network: str = "ffn",
+        expert_options: Mapping[str, Any] | None = None,
         groups: ExpertParallelGroups | None = None,
         shared_expert_dim: int = 0,
         dropout: float = 0.0,
@@ -96,35 +94,37 @@ class MoELayer(nn.Module):
         **routing,
     ):
         super().__init__()
-        self.config = _one_config(config, num_experts, routing)
+        names = inspect.signature(MoELayer).parameters
+        self.config = one_config(config, num_experts, routing, names)
         self.model_dim = model_dim
-        self.groups = _groups_for(self.config.num_experts, groups)
-        self._checked_ddp = not self.groups.agrees
-        self.record_exchange_time = record_exchange_time
-        # one after the other where they are timed, or their times would be those of experts
-        self._choices = ExchangeChoices(
-            self.groups, one_at_a_time=record_exchange_time, skip=skip_exchange
-        )
-        self.exchange_config, self.exchange, self._flow = self._choices.prepare(exchange)
-        if gate is not None and not isinstance(gate, nn.Module):
-            raise ValueError(f"gate must be a module, got {gate!r}; router='cosine' chooses a gate")
-        self.gate = gate if gate is not None else make_router(model_dim, self.config)
-        if experts is not None:
-            self.experts: Experts | ExpertList = _custom_experts(experts, self.groups)
-            refuse_own_experts(self.experts, self._flow)
+        self.groups = groups_for(self.config.num_experts, groups)
+        self._checked_wrapper = False
+        self._choices = ExchangeChoices(self.groups, timed=record_exchange_time, skip=skip_exchange)
+        usual = self._choices.prepare(exchange)
+        self.exchange_config, self.exchange, self._parallelism = usual
+        self.gate = gate_for(gate, model_dim, self.config)
+        self._route = route_of(self.gate)  # also where the gate is wrapped later
+        built_in = {"hidden_dim": hidden_dim, "expert_options": expert_options}
+        built_in["expert_network"] = None if expert_network == "ffn" else expert_network
+        own = own_experts(experts, expert_fn, self.groups, seed, built_in)
+        if own is not None:
+            self.experts: ExpertBank = custom_experts(own, self.groups)
         else:
-            self.experts = Experts(
-                self.groups.local_experts,
+            self.experts = make_experts(
+                expert_network,
+                self.groups,
                 model_dim,
                 4 * model_dim if hidden_dim is None else hidden_dim,
                 activation=activation,
                 activation_dropout=activation_dropout,
                 dropout=dropout,
                 seed=seed,
-                # the experts of a simulated rank are compared with no other's
-                draw_on_cpu=not self.groups.simulated,
-                hidden_slice=(self.groups.slice_index, self.groups.num_slices),
-                num_holders=self.groups.num_replicas,
+                options=expert_options,
+            )
+        usual.refuse_own_experts(self.experts)
+        if activation != "gelu" and not (self.experts.uses_activation or shared_expert_dim):
+            raise ValueError(
+                f"activation={activation!r}: expert_network={expert_network!r} has its own"
             )
         self.shared_expert = None
         if shared_expert_dim:
@@ -142,174 +142,108 @@ class MoELayer(nn.Module):
         capacity_factor: float | None = None,
         exchange: ExchangeConfig | str | None = None,
         r: int | None = None,
+        record: ExchangeRecord | None = None,
         return_aux: bool = False,
+        balance_later: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, MoEAux]:
         """Apply the layer.
 
         Args:
-            x: [..., M]; the number of tokens may be zero and may differ between ranks. Under
-                ``torch.autocast`` the experts compute in its dtype, the gate's logits stay fp32.
-            pad_mask: bool [...], True for padding; looked at only with ``use_pad_mask``.
+            x: [..., M], any number of tokens. Under ``torch.autocast`` the experts compute in its
+                dtype, the gate's logits stay fp32.
+            pad_mask: bool [...], True for padding, which goes to no expert.
             step: what :func:`~fairseq_tutel.distributed.sync_step` returned for this forward pass;
-                made here if None (one small all-gather). Whoever gives it also passes all layers'
-                reports to :func:`~fairseq_tutel.moe.balance_over_ranks`.
-            top_k, capacity_factor: for this call only; the same on all ranks. A ``step`` must have
-                been made with them: ``sync_step(T, layer.step_settings(dtype, top_k=...), groups)``
-            exchange: for this call only, in the same way; one that the layer was built with or that
-                was given to :meth:`prepare_exchanges`, with any degree of overlap, wire formats and
-                r.
-            r: that of the exchange (Tutel's ``adaptive_r``), in the same way.
+                made here if None (one small all-gather). Whoever gives it also calls
+                :func:`~fairseq_tutel.moe.balance_over_ranks` for the reports of all layers.
+            top_k, capacity_factor, exchange, r: for this call only; the same on all ranks, and in
+                :meth:`step_settings` of the ``step``. The exchange is the layer's own or a
+                prepared one (:meth:`prepare_exchanges`), with any overlap, wire formats and r.
+            record: of the aux value; one that is given takes recomputed exchanges, too.
             return_aux: also return the aux loss and the counts that metrics are made of.
+            balance_later: whether the caller finishes the report in that way without a ``step``.
 
         Returns:
             y [..., M], or (y, :class:`MoEAux`).
 
         Raises:
             ValueError: wrong width, options out of range, ranks that disagree, a ``step`` that was
-                agreed on with another ``top_k``, ``capacity_factor``, ``exchange`` or ``r``, an
-                exchange that was not prepared, or a plain DistributedDataParallel around.
+                agreed on with other options, an exchange that was not prepared, or a plain
+                DistributedDataParallel or ``fully_shard`` around.
         """
         self._check(x)
-        config = self._config_for_call(top_k, capacity_factor)
-        if exchange is None and step is not None:
-            exchange = step.exchange
-        choice = self._choice_for_call(exchange, r)
-        refuse_own_experts(self.experts, choice.flow)
+        call = self._resolve(step, top_k, capacity_factor, exchange, r)
         given_TM, x_TM = self._tokens(x)
-        pad_mask_T = None if pad_mask is None else pad_mask.reshape(-1)
-
-        router_step = self._agree(x_TM, config, choice, step, x.shape[:-2].numel())
-        if isinstance(self.gate, Router):
-            routing, router_aux = self.gate(x_TM, pad_mask_T, router_step)
-        else:
-            routing, router_aux = route_by_module(self.gate, given_TM, pad_mask_T, router_step)
-        used = self._exchange_for(routing, router_step, x_TM, choice)
-        region = functools.partial(
-            dispatch_and_combine,
-            routing=routing,
-            experts=self.experts,
-            exchange=used,
-            overlap_degree=_overlap_degree(choice),
-            flow=choice.flow,
-        )
-        y_TM = timed(None if step is None else step.timer, region, x_TM, routing)
+        agreed = self._agree(call, x_TM, step)
+        pad_mask_T = mask_of_tokens(pad_mask, x)
+        router_call = call.for_router(agreed.num_tokens, x.shape[:-2].numel())
+        routing, router_aux = self._route(self.gate, given_TM, x_TM, pad_mask_T, router_call)
+        y_TM, record = self._through_experts(x_TM, routing, call, agreed, record)
         if self.shared_expert is not None:
             y_TM = y_TM + self.shared_expert(x_TM)
-        y_TM = mask_tokens(y_TM, config.final_output_masking, self.training)
-
-        wire_sums = None
-        if isinstance(choice.exchange, WireExchange):
-            wire_sums = choice.exchange.errors.take(x.device, gradients=self.training)
-        y = y_TM.view(x.shape)
+        y = mask_tokens(y_TM, call.config.final_output_masking, self.training).view(x.shape)
         if not return_aux:
             return y
-        aux = MoEAux(
-            *router_aux[:3],
-            prob_sum_E=router_aux.prob_sum_E,
-            bias_counts=router_aux.bias_counts,
-            num_null_KN=router_aux.num_null_KN,
-            num_full_K=routing.num_full_K,
-            num_routed_KE=routing.num_routed_KE,
-            num_kept_per_expert_E=routing.num_kept_per_expert_E,
-            num_tokens=x_TM.shape[0],
-            num_slots=routing.num_experts * routing.capacity if routing.padded else 0,
-            **_times(used),
-            wire_sums=wire_sums,
-        )
-        return y, aux if step is not None else balance_over_ranks([aux], config)[0]
+        aux = make_aux(router_aux, routing, len(x_TM), record)
+        if step is None and not balance_later:
+            (aux,) = balance_over_ranks([aux])
+        return y, aux
 
     def step_settings(
-        self,
-        dtype: torch.dtype,
-        *,
-        top_k: int | None = None,
-        capacity_factor: float | None = None,
-        exchange: ExchangeConfig | str | None = None,
-        r: int | None = None,
+        self, dtype: torch.dtype, *, top_k=None, capacity_factor=None, exchange=None, r=None
     ) -> StepSettings:
-        """What ranks must have in common for their exchanges to fit together.
-
-        Args:
-            dtype: of the experts' rows.
-            top_k, capacity_factor, exchange, r: as given to the call that is to be agreed on.
-        """
-        config = self._config_for_call(top_k, capacity_factor)
-        return self._settings(config, self._choice_for_call(exchange, r).config, dtype)
+        """What ranks must have in common for such a call; the dtype is that of experts' rows."""
+        return self._resolve(None, top_k, capacity_factor, exchange, r).settings(dtype)
 
     def prepare_exchanges(self, exchanges: Iterable[ExchangeConfig | str]) -> None:
-        """Build what calls with these exchanges need, such as process groups.
+        """Build process groups for calls with these exchanges: collective, before training.
 
-        A collective call of all ranks, in one order, before training: inside a step a rank that
-        chose alone would wait for the others for ever. What is built stays.
-
-        Raises:
-            ValueError: an unknown name, or ranks that gave different ones.
+        Raises ValueError if ranks give others.
         """
         for exchange in exchanges:
             self._choices.prepare(exchange)
 
-    def _settings(
-        self, config: MoEConfig, exchange: ExchangeConfig, dtype: torch.dtype
-    ) -> StepSettings:
-        return StepSettings(
-            num_experts=config.num_experts,
-            null_experts=config.null_experts,
-            top_k=config.top_k,
-            model_dim=self.model_dim,
-            mode="training" if self.training else "evaluation",
-            capacity_factor=config.capacity_factor,
-            eval_capacity_factor=config.eval_capacity_factor,
-            eval_capacity_token_fraction=config.eval_capacity_token_fraction,
-            exchange=exchange,
-            dtype=dtype,
-        )
-
-    def _choice_for_call(self, exchange, r) -> ExchangeChoice:
-        given = self.exchange_config if exchange is None else ExchangeConfig.of(exchange)
+    def _resolve(self, step, top_k, capacity_factor, exchange, r) -> LayerCall:
+        config = self._config_for_call(top_k, capacity_factor)
+        of_step = None if step is None else step.exchange
+        given = ExchangeConfig.of(exchange or of_step or self.exchange_config)
         if r is not None and r != given.r:
             given = dataclasses.replace(given, r=r)
-        if given is self.exchange_config:
-            return ExchangeChoice(given, self.exchange, self._flow)
-        return self._choices.of(given)
+        choice = ExchangeChoice(given, self.exchange, self._parallelism)
+        if given is not self.exchange_config:
+            choice = self._choices.of(given)
+        choice.refuse_own_experts(self.experts)
+        is_usual = config is self.config and choice.config in (self.exchange_config, of_step)
+        return LayerCall(config, choice, self.training, self.model_dim, is_usual)
 
-    def _agree(self, x_TM, config, choice, step, num_sequences) -> RouterStep:
-        """What all ranks do in this call; communicates unless ``step`` holds it."""
-        exchange = choice.config
+    def _agree(self, call, x_TM, step) -> StepAgreement:
         if step is None:
-            settings = self._settings(config, exchange, x_TM.dtype)
-            step = sync_step(x_TM.shape[0], settings, self.groups)
-        elif step.settings is not None and (
-            config is not self.config or exchange not in (self.exchange_config, step.exchange)
-        ):
-            # ranks would exchange parts of a size that they did not compare; an agreement may be
-            # older than the autocast that decides the dtype, but all else must hold
-            wanted = self._settings(config, exchange, step.settings.dtype)
-            for label, (value, agreed) in wanted.differences(step.settings).items():
-                raise ValueError(
-                    f"this call's options make {label} {value}, but the ranks' agreement for this "
-                    f"step has {agreed}; give the same options to step_settings()"
-                )
-        compact = exchange.wire_compact and choice.exchange.groups.ep_size > 1
-        return RouterStep(config, self.training, step.num_tokens, num_sequences, compact)
+            return sync_step(x_TM.shape[0], call.settings(x_TM.dtype), self.groups)
+        call.check(step)
+        return step
 
-    def _exchange_for(self, routing, step, x_TM, choice) -> Exchange:
-        """The exchange for messages of this call's size, measured if that is asked for."""
-        # at most, and the same on all ranks
-        rows = step.config.top_k * step.num_tokens
-        if routing.padded:
-            rows = routing.num_experts * routing.capacity
-        size = choice.flow.copies * rows * row_bytes(choice.config, x_TM.shape[1], x_TM.dtype)
-        exchange = choice.exchange.for_message(size // _overlap_degree(choice))
-        return TimedExchange(exchange) if self.record_exchange_time else exchange
+    def _through_experts(self, x_TM, routing, call, agreed, record):
+        """Dispatch, experts, combine; and what the exchanges tell beside, or None."""
+        exchange = call.choice.exchange
+        record, timer = record or exchange.new_record(), agreed.timer
+        inside_TM, span = (x_TM, None) if timer is None else timer.begin(x_TM)
+        degree, parallelism = call.overlap_degree, call.choice.parallelism
+        y_TM = dispatch_and_combine(
+            inside_TM, routing, self.experts, exchange, degree, parallelism, record
+        )
+        return y_TM if timer is None else timer.end(y_TM, span), record
 
-    def _check(self, x) -> None:
+    def _check(self, x):
         if x.shape[-1] != self.model_dim:
             raise ValueError(
                 f"the layer was built for model_dim={self.model_dim}, the input has {x.shape[-1]}"
             )
-        if not (self._checked_ddp or torch.compiler.is_compiling()):
-            self._checked_ddp = True
-            refuse_plain_ddp(self.experts)
+        if torch.compiler.is_compiling():
+            return
+        if not self._checked_wrapper:
+            self._checked_wrapper = True
+            refuse_plain_wrapper(self.experts, self.groups)
+        if self.config.load_bias != "none":
+            self.gate.check_updates()
 
     def _tokens(self, x) -> tuple[torch.Tensor, torch.Tensor]:
         """The input as [T, M], as it was given and in the dtype that the experts compute in."""
@@ -331,6 +265,20 @@ class MoELayer(nn.Module):
                 changes["eval_capacity_token_fraction"] = 0.0  # it would win over the factor
         return dataclasses.replace(self.config, **changes) if changes else self.config
 
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.experts_held is not None:
+            destination[prefix + HELD] = self.experts_held
+
+    @property
+    def experts_held(self) -> torch.Tensor | None:
+        """What the state dict has under this name (``distributed.held_experts``)."""
+        return held_experts(self.groups)
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        pop_held_experts(state_dict, prefix, self.groups)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def extra_repr(self) -> str:
         groups = self.groups
         simulated = " (simulated)" if groups.simulated else ""
@@ -338,52 +286,3 @@ class MoELayer(nn.Module):
             f"experts={groups.num_experts} on {groups.world_size} ranks{simulated}, "
             f"top_k={self.config.top_k}"
         )
-
-
-def _one_config(config, num_experts, routing) -> MoEConfig:
-    """The options, from whichever way they were given."""
-    if config is None:
-        if num_experts is None:
-            raise ValueError("an MoE layer needs num_experts, or a config")
-        return MoEConfig(num_experts=num_experts, **routing)
-    if num_experts not in (None, config.num_experts) or routing:
-        given = {"num_experts": num_experts, **routing}
-        raise ValueError(f"config holds all options of routing; given beside it: {given}")
-    return config
-
-
-def _overlap_degree(choice: ExchangeChoice) -> int:
-    """1 where there is nothing to overlap with."""
-    return choice.config.overlap_degree if choice.exchange.groups.ep_size > 1 else 1
-
-
-def _times(exchange) -> dict[str, float]:
-    """Of the two forward exchanges, where they were measured."""
-    if not isinstance(exchange, TimedExchange):
-        return {}
-    return {"exchange_cpu_ms": exchange.cpu_ms, "exchange_cuda_ms": exchange.cuda_ms}
-
-
-def _groups_for(num_experts, groups) -> ExpertParallelGroups:
-    groups = groups if groups is not None else shared_groups(num_experts)
-    if groups.num_experts != num_experts:
-        raise ValueError(
-            f"groups were built for {groups.num_experts} experts, the layer has {num_experts}"
-        )
-    return groups
-
-
-def _custom_experts(experts, groups) -> ExpertList:
-    if not isinstance(experts, Sequence | nn.ModuleList):
-        raise ValueError(f"experts must be a list of modules, got {type(experts).__name__}")
-    if len(experts) != groups.num_local_experts:
-        raise ValueError(
-            f"{len(experts)} expert modules given, but this rank holds "
-            f"{groups.num_local_experts} of {groups.num_experts} experts"
-        )
-    if groups.num_slices > 1:
-        raise ValueError(
-            f"experts={type(experts[0]).__name__}: modules of one's own cannot be cut into the "
-            f"{groups.num_slices} slices of placement='sliced'; use placement='replicated'"
-        )
-    return ExpertList(experts)

@@ -8,79 +8,63 @@ integers that ranks and micro-batches add up, so that it is the same to the bit 
   2408.15664, eq. 3).
 - ``quantile``: with a_t the (K+1)-th largest r of token t, e is chosen where ``b_e > a_t - q_te``;
   the new b_e is the K/E quantile of that over the tokens (arXiv 2607.24653, eq. 13-14), so that
-  each expert would have had its even share, the others' biases as they were.
-
-With ``load_bias_entropy`` (experimental) the bias is multiplied by the token's relative entropy:
-tokens that are certain of their experts keep them, undecided ones go where there is room.
+  each expert would have had its even share, the others' biases as they were. Passes may differ in
+  K: an even share is then that of all their pairs.
 
 Both subtract the mean of b afterwards, which changes no selection. The quantile is read from a
-histogram of the margin ``a_t - r_te``, which is how far b_e is from choosing e: bins are finest
-around 0, where it ends up, and a shift of logits and bias against each other changes no margin.
+histogram of the margin ``a_t - r_te``, with the finest bins around 0, where it ends up.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 
 import torch
 
+from .overflow import bin_counts
+
+logger = logging.getLogger(__name__)
+
 BINS = 256
+_STEPS_UNTIL_WARNING = 16
 _SCALE = 0.01  # of the bins' width around margin 0, times 2 * _EDGE / BINS
-_LEAST_ENTROPY = 0.05  # so that a certain token's need of a bias stays a number
 _EDGE = math.asinh(100 / _SCALE)  # margins beyond +-100 are in the first and last bin
 
 
 def margin_histogram(
     key_TE: torch.Tensor,
     next_best_T: torch.Tensor,
+    top_k: int,
     pad_T: torch.Tensor | None = None,
-    weight_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Histogram of ``a_t - r_te`` per expert, int32 [E, BINS].
+    """Histogram of ``a_t - r_te`` per expert, and the tokens' pairs, int32 [E, BINS + 1].
 
     Args:
         key_TE: fp32 [T, E], r.
         next_best_T: int [T], the expert with the (K+1)-th largest r; any value for padding.
         pad_T: bool [T], tokens that do not count.
-        weight_T: fp32 [T], > 0, what the bias is multiplied by; None: 1.
     """
     num_experts = key_TE.shape[1]
     cutoff_T1 = key_TE.gather(1, next_best_T.clamp(min=0).long()[:, None])
     margin_TE = cutoff_T1 - key_TE
-    if weight_T is not None:
-        margin_TE = margin_TE / weight_T[:, None]
     # -1 to 1; nan (of an overflow, of disabled experts) is no index: it counts in the last bin
     place_TE = (torch.asinh(margin_TE / _SCALE) / _EDGE).nan_to_num(nan=1.0)
     bin_TE = ((place_TE + 1) * (BINS / 2)).clamp(0, BINS - 1).long()
     bin_TE += BINS * torch.arange(num_experts, device=key_TE.device)
     if pad_T is not None:
         bin_TE.masked_fill_(pad_T[:, None], num_experts * BINS)
-    counts = torch.zeros(num_experts * BINS + 1, dtype=torch.int32, device=key_TE.device)
-    # integers: deterministic; and, unlike bincount, needs no synchronisation
-    counts.scatter_add_(0, bin_TE.flatten(), torch.ones_like(bin_TE, dtype=torch.int32).flatten())
-    return counts[:-1].view(num_experts, BINS)
-
-
-def relative_entropy(score_TE: torch.Tensor) -> torch.Tensor:
-    """Entropy of each token's distribution over that of an even one, [T], 0.05 to 1.
-
-    Args:
-        score_TE: fp32 [T, E], of which the softmax is the distribution.
-    """
-    entropy_T = torch.special.entr(score_TE.softmax(1)).sum(1)
-    return (entropy_T / math.log(score_TE.shape[1])).clamp(_LEAST_ENTROPY, 1)
+    counts_EB = bin_counts(bin_TE, num_experts * BINS + 1)[:-1].view(num_experts, BINS)
+    return torch.cat([counts_EB, top_k * counts_EB.sum(1, keepdim=True, dtype=torch.int32)], 1)
 
 
 @torch.no_grad()
-def quantile_bias(bias_E: torch.Tensor, counts_EB: torch.Tensor, top_k: int) -> torch.Tensor:
-    """The new bias from the histogram of an update's margins, fp64 [E].
-
-    Linear between the edges of a bin. Without tokens the bias stays as it is.
-    """
-    counts_EB = counts_EB.to(torch.int64)
+def quantile_bias(bias_E: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The new bias from an update's sum of :func:`margin_histogram`, fp64 [E]."""
+    counts_EB, pairs_E1 = counts.to(torch.int64).split([BINS, 1], dim=1)
     num_experts, bins = counts_EB.shape
     below_EB = counts_EB.cumsum(1)
-    wanted_E1 = below_EB[:, -1:].double() * (top_k / num_experts)
+    wanted_E1 = pairs_E1.double() / num_experts
     bin_E1 = (below_EB < wanted_E1).sum(1, keepdim=True).clamp(max=bins - 1)
     inside_E1 = counts_EB.gather(1, bin_E1)
     before_E1 = below_EB.gather(1, bin_E1) - inside_E1
@@ -96,3 +80,29 @@ def sign_bias(bias_E: torch.Tensor, counts_E: torch.Tensor, rate: float) -> torc
     counts_E = counts_E.double()
     moved_E = bias_E.double() + rate * torch.sign(counts_E.mean() - counts_E)
     return moved_E - moved_E.mean()
+
+
+class UpdateWatch:
+    """Warns once where a model trains and nobody moves its load bias.
+
+    Both show in torch's versions of the tensors; passes without a step do not count.
+    """
+
+    def __init__(self):
+        self._before: tuple[int, int] | None = None
+        self._steps = 0  # of the optimizer, without one of the bias
+
+    def look(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
+        """To be called in every forward pass of training, with any weight of the router."""
+        now = (weight._version, bias._version)
+        (weight_before, bias_before), self._before = self._before or now, now
+        if self._steps == _STEPS_UNTIL_WARNING or weight_before == now[0]:
+            return
+        # once somebody moves it, there is nothing to watch
+        self._steps = self._steps + 1 if bias_before == now[1] else _STEPS_UNTIL_WARNING
+        if self._steps == _STEPS_UNTIL_WARNING and bias_before == now[1]:
+            logger.warning(
+                "the load bias of an MoELayer has not moved in %d training steps: call "
+                "fairseq_tutel.training.update_load_bias(model, [aux, ...]) after each step",
+                self._steps,
+            )

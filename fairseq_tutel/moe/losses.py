@@ -6,49 +6,63 @@ import torch
 
 
 def balance_loss(
-    prob_sum_E: torch.Tensor, chosen_E: torch.Tensor, num_tokens: int, choices: int = 1
+    prob_sum_E: torch.Tensor,
+    chosen_E: torch.Tensor,
+    num_tokens: int | torch.Tensor,
+    choices: int = 1,
 ) -> torch.Tensor:
     """GShard's balance loss, ``E * sum_e mean_t(p_te) * mean_t(first choice is e)``.
 
-    arXiv 2006.16668, section 2.2, scaled by E^2 over its mean so that perfect balance gives 1.
-    Counted before tokens are dropped, without padding; the probabilities and the divisor include
-    padding, as in fairseq's ``moe`` branch.
+    arXiv 2006.16668, section 2.2, scaled so that perfect balance gives 1; before dropping.
 
     Args:
-        prob_sum_E: fp32 [E], sum over tokens of the gate's probabilities; carries the gradient.
+        prob_sum_E: fp32 [E], sum over ``num_tokens`` of the gate's probabilities, with gradient.
         chosen_E: int [E], tokens whose first choice is e; or all choices of e.
-        num_tokens: T of this rank.
         choices: of a token that ``chosen_E`` counts: 1, or K as in ST-MoE (arXiv 2202.08906).
     """
-    scale = prob_sum_E.shape[0] / max(num_tokens, 1) ** 2 / choices
+    scale = prob_sum_E.shape[0] / at_least_1(num_tokens) ** 2 / choices
     # few operations: each costs a launch, here and in the backward pass of every layer
     return torch.dot(prob_sum_E, chosen_E.to(prob_sum_E.dtype)) * scale
 
 
 def sequence_balance_loss(
-    prob_TE: torch.Tensor, expert_TK: torch.Tensor, num_sequences: int
+    prob_TE: torch.Tensor,
+    expert_TK: torch.Tensor,
+    num_sequences: int,
+    live_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Mean over sequences of the balance loss of each (DeepSeek-V3, arXiv 2412.19437, eq. 17-20).
 
     Args:
-        prob_TE: fp32 [T, E] gate distribution, with gradient; the sequences follow each other and
-            are of one length.
+        prob_TE: fp32 [T, E] gate distribution, with gradient; of B sequences of T / B tokens.
         expert_TK: int32 [T, k], the choices that count, -1 for none.
-        num_sequences: B, of T / B tokens.
+        num_sequences: B.
+        live_T: bool [T], tokens to look at; sequences without any do not count. None: all.
     """
     (num_tokens, num_experts), choices = prob_TE.shape, expert_TK.shape[1]
     length = num_tokens // max(num_sequences, 1)
+    if live_T is not None:
+        prob_TE = torch.where(live_T[:, None], prob_TE, 0)
     prob_BE = prob_TE.view(num_sequences, length, num_experts).sum(1)
     bin_BN = expert_TK.view(num_sequences, length * choices).long() + 1  # the first one for none
     chosen_BE = prob_BE.new_zeros((num_sequences, num_experts + 1))
     chosen_BE.scatter_add_(1, bin_BN, torch.ones_like(bin_BN, dtype=prob_BE.dtype))
-    scale = num_experts / max(num_sequences * length**2 * choices, 1)
-    return (prob_BE * chosen_BE[:, 1:]).sum() * scale
+    if live_T is None:
+        scale = num_experts / max(num_sequences * length**2 * choices, 1)
+        return (prob_BE * chosen_BE[:, 1:]).sum() * scale
+    length_B = live_T.view(num_sequences, length).sum(1, dtype=prob_TE.dtype)
+    loss_B = (prob_BE * chosen_BE[:, 1:]).sum(1) / at_least_1(length_B) ** 2
+    return loss_B.sum() * (num_experts / choices) / at_least_1((length_B > 0).sum())
 
 
-def z_loss(lse_T: torch.Tensor) -> torch.Tensor:
+def z_loss(lse_T: torch.Tensor, num_tokens: int | torch.Tensor) -> torch.Tensor:
     """Mean squared log-partition of the logits (ST-MoE, arXiv 2202.08906, eq. 5)."""
-    return lse_T.square().sum() / max(lse_T.shape[0], 1)
+    return lse_T.square().sum() / at_least_1(num_tokens)
+
+
+def at_least_1(count: int | torch.Tensor) -> int | torch.Tensor:
+    """A divisor: the count, or 1 where it is 0."""
+    return count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
 
 
 def load_importance_loss(
@@ -60,15 +74,14 @@ def load_importance_loss(
 ) -> torch.Tensor:
     """Half the sum of the squared coefficients of variation of importance and load.
 
-    Shazeer et al., arXiv 1701.06538, section 4 and appendix A: the importance of an expert is the
-    sum of its gate values; its load is the expected number of tokens that would choose it if the
-    noise were drawn again, each with probability ``Phi((clean logit - threshold) / noise_std)``.
+    Shazeer et al., arXiv 1701.06538, section 4 and appendix A: the sum of an expert's gate values;
+    and its expected tokens, each with probability ``Phi((clean logit - threshold) / noise_std)``.
 
     Args:
         prob_TE: fp32 [T, E] gate distribution, with gradient.
         clean_logits_TE: fp32 [T, E] logits before noise, with gradient.
-        threshold_T: fp32 [T], noisy logit of the K-th choice: what an expert has to exceed.
-        noise_std: standard deviation of the noise that was added, > 0.
+        threshold_T: fp32 [T], noisy logit of the K-th choice, with gradient.
+        noise_std: of the noise that was added, > 0.
         pad_T: bool [T], tokens that do not count.
     """
     chosen_TE = torch.special.ndtr((clean_logits_TE - threshold_T[:, None]) / noise_std)

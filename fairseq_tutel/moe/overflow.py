@@ -1,9 +1,5 @@
 """Who gets the slots of a full expert, and where a pair goes that gets none.
 
-``drop_policy`` orders the pairs of an expert: by position in the batch, all first choices before
-all second ones; by a priority of the token (batch-prioritised routing, or at random), the choices
-as before; or all pairs of all choices by their own gate value.
-
 ``overflow_rerouting`` R: a pair that found its expert full takes the token's next best expert that
 has room (Switch Transformer, arXiv 2101.03961, appendix B: "no token left behind"). R rounds; in
 round r one such pair of each token tries the token's choice K + r. A token's experts stay different
@@ -17,15 +13,12 @@ import torch
 from .. import ops
 
 
-def take_slots(
+def assign_positions(
     expert_TK: torch.Tensor, num_experts: int, priority: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Position of every pair within its expert, and int32 [K, E] pairs by choice and expert.
 
-    Args:
-        expert_TK: int32 [T, K], -1 for pairs that are not routed.
-        num_experts: E.
-        priority: fp32, larger goes first: [T] of tokens, [T, K] of pairs, or None.
+    ``priority``: fp32, larger goes first: [T] of tokens, [T, K] of pairs, or None.
     """
     if priority is None or priority.dim() == 1:
         return ops.assign_slots(expert_TK, num_experts, priority_T=priority)
@@ -38,10 +31,15 @@ def count_pairs(expert_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
     """int32 [K, E], pairs by choice and expert."""
     top_k, bins = expert_TK.shape[1], num_experts + 1  # the first one for pairs not routed
     bin_TK = expert_TK.long() + 1 + bins * torch.arange(top_k, device=expert_TK.device)
-    counts = torch.zeros(top_k * bins, dtype=torch.int32, device=expert_TK.device)
-    # integers: deterministic; and, unlike bincount, needs no synchronisation
-    counts.scatter_add_(0, bin_TK.flatten(), torch.ones_like(bin_TK.flatten(), dtype=torch.int32))
-    return counts.view(top_k, bins)[:, 1:].contiguous()
+    return bin_counts(bin_TK, top_k * bins).view(top_k, bins)[:, 1:].contiguous()
+
+
+def bin_counts(bins: torch.Tensor, size: int) -> torch.Tensor:
+    """int32 [size], how often each number is there. Unlike bincount it does not synchronise."""
+    counts = torch.zeros(size, dtype=torch.int32, device=bins.device)
+    return counts.scatter_add_(
+        0, bins.flatten(), torch.ones_like(bins.flatten(), dtype=torch.int32)
+    )
 
 
 def reroute(
@@ -49,34 +47,27 @@ def reroute(
     position_TK: torch.Tensor,
     gate_TK: torch.Tensor,
     num_routed_KE: torch.Tensor,
-    *,
-    spare_expert_TR: torch.Tensor,
-    spare_gate_TR: torch.Tensor,
+    fallback: tuple[torch.Tensor, torch.Tensor],
     capacity: int,
     priority: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Move pairs whose position is not below the capacity to other experts, where there is room.
 
-    Args:
-        expert_TK, position_TK, num_routed_KE: of :func:`take_slots`.
-        gate_TK: fp32 [T, K], differentiable.
-        spare_expert_TR: int32 [T, R], each token's next best experts; -1 for none.
-        spare_gate_TR: fp32 [T, R], their gate values, differentiable.
-        capacity: C.
-        priority: as of :func:`take_slots`; where it is of pairs, a round goes by its gate values.
+    With a priority of pairs, a round goes by the gate values of its fallbacks.
 
     Returns:
         The first four arguments after the moves; the counts have the right sum over K, no more.
     """
+    fallback_expert_TR, fallback_gate_TR = fallback
     num_experts = num_routed_KE.shape[1]
     tried_E = num_routed_KE.sum(0, dtype=torch.int32)
     full_TK = (expert_TK >= 0) & (position_TK >= capacity)
-    for r in range(spare_expert_TR.shape[1]):
+    for r in range(fallback_expert_TR.shape[1]):
         used_E = tried_E.clamp(max=capacity)
-        wanted_T = torch.where(full_TK.any(1), spare_expert_TR[:, r], -1)
+        wanted_T = torch.where(full_TK.any(1), fallback_expert_TR[:, r], -1)
         by = priority
         if priority is not None and priority.dim() == 2:
-            by = spare_gate_TR.detach()[:, r]
+            by = fallback_gate_TR.detach()[:, r]
         rank_T1, num_wanted_1E = ops.assign_slots(wanted_T[:, None], num_experts, priority_T=by)
         place_T = rank_T1[:, 0] + used_E[wanted_T.clamp(min=0).long()]
         found_T = (wanted_T >= 0) & (place_T < capacity)
@@ -84,7 +75,7 @@ def reroute(
         moved_TK = first_TK & found_T[:, None]
         expert_TK = torch.where(moved_TK, wanted_T[:, None], expert_TK)
         position_TK = torch.where(moved_TK, place_T[:, None], position_TK)
-        gate_TK = torch.where(moved_TK, spare_gate_TR[:, r : r + 1], gate_TK)
+        gate_TK = torch.where(moved_TK, fallback_gate_TR[:, r : r + 1], gate_TK)
         full_TK = full_TK & ~moved_TK
         tried_E = used_E + num_wanted_1E[0]
     num_tried_KE = torch.zeros_like(num_routed_KE)

@@ -14,152 +14,138 @@ per chunk they would be rounded and added as many times.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from .. import ops
-from ..distributed import Exchange
-from ..distributed.exchanges import Flight, Leg, Ticket, send, start
-from ..distributed.lanes import lane_of
+from ..distributed import Direction, Exchange, ExchangeRecord
+from ..distributed.exchanges import Handle, Stream, stream_of
 from .chunks import Chunk, ExpertRows
-from .experts import Experts, Network
+from .experts import ExpertBank, ExpertCall
+from .torch_modes import untraced
 
 
-@torch.compiler.disable  # lanes are threads and streams, which a trace does not see
+@untraced  # streams are threads and streams, which a trace does not see
 def overlapped(
     rows_RM: torch.Tensor,
     chunks: Sequence[Chunk],
-    experts: Callable[[ExpertRows], torch.Tensor],
+    experts: ExpertBank,
     exchange: Exchange,
-    network: Network | None = None,
+    call: ExpertCall | None,
+    record: ExchangeRecord | None,
 ) -> torch.Tensor:
     """Send the rows to the experts and get back what these make of them. Differentiable.
 
     Args:
-        rows_RM: [R, M], the rows of one chunk after the other's.
+        rows_RM: [R, M], the rows of one chunk after the other's; so is what is returned.
         chunks: two or more, the same number on all ranks.
-        experts: any; of plain :class:`~fairseq_tutel.moe.Experts` the weight gradients are computed
-            once, of others chunk by chunk, as autograd does it.
-        exchange: between the ranks that hold the experts.
-        network: of the experts, if it is not theirs as they are here.
-
-    Returns:
-        [R, M], in the order of the rows.
+        experts: banks that do not compute chunks have weight gradients chunk by chunk.
     """
-    lane = lane_of(rows_RM.device)
-    if type(experts) is not Experts or experts.has_hooks:
-        if network is not None:
-            experts = functools.partial(experts, network=network)
-        return _through_any(rows_RM, chunks, experts, exchange, lane)
-    network = experts.network(rows_RM.dtype) if network is None else network
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (rows_RM, *network.params))
-    return _ThroughNetwork.apply(rows_RM, *network.params, network, chunks, exchange, lane, keep)
+    link = _Link(exchange, stream_of(rows_RM.device), record)
+    # wrapped ones are called, so that their wrapper sees it
+    if not (isinstance(experts, ExpertBank) and experts.computes_chunks):
+        return _through_any(rows_RM, chunks, experts, call, link)
+    call = experts.call(rows_RM.dtype) if call is None else call
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (rows_RM, *call.params))
+    run = experts, call._replace(params=()), chunks, link
+    return _ThroughBank.apply(rows_RM, run, keep, *call.params)
 
 
-def _through_any(rows_RM, chunks, experts, exchange, lane):
+class _Link(NamedTuple):
+    exchange: Exchange
+    stream: Stream
+    record: ExchangeRecord | None
+
+    def start(self, rows, direction, chunk, into=None):
+        return self.exchange.start(rows, direction, chunk.splits, self.stream, self.record, into)
+
+
+def _through_any(rows_RM, chunks, experts, call, link):
     """The engine runs nodes of the backward pass latest first: the mirror comes by itself."""
     parts = rows_RM.split([chunk.span.stop - chunk.span.start for chunk in chunks])
     going = [
-        start(exchange, rows, Leg.DISPATCH, chunk.parts, lane)
+        link.start(rows, Direction.DISPATCH, chunk)
         for rows, chunk in zip(parts, chunks, strict=True)
     ]
     coming = []
     for chunk in chunks:
         rows = going.pop(0).wait()
-        with _landed_if_it_fails(going, coming):
-            out = chunk.by_rank(experts(ExpertRows(chunk.by_expert(rows), chunk.offsets)))
-        coming.append(start(exchange, out, Leg.COMBINE, chunk.parts, lane))
-    return torch.cat([ticket.wait() for ticket in coming])
+        with _drained_if_it_fails(going, coming):
+            out = experts(ExpertRows(chunk.by_expert(rows), chunk.offsets), call)
+            out = chunk.by_rank(out)
+        coming.append(link.start(out, Direction.COMBINE, chunk))
+    return torch.cat([handle.wait() for handle in coming])
 
 
 @contextlib.contextmanager
-def _landed_if_it_fails(*under_way: Iterable[Flight | Ticket]):
-    """Around what experts compute: their error waits for the exchanges that are under way.
-
-    Until then these write into memory that the caller would be given anew, and would meet whatever
-    he exchanges next. Ranks have started the same ones. Not around waiting: if an exchange fails,
-    those behind it may wait for ever.
+def _drained_if_it_fails(*under_way: Iterable[Handle]):
+    """Around what experts compute: their error waits for the exchanges that are under way, which
+    write into its memory. Not around waiting: behind a failed exchange others may wait for ever.
     """
     try:
         yield
     except Exception:
         for each in itertools.chain(*under_way):
-            each.land()
+            each.drain()
         raise
 
 
-class _ThroughNetwork(torch.autograd.Function):
-    """The experts' own network; nothing else runs between its steps, forth or back."""
-
+class _ThroughBank(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_RM, w1, b1, w2, b2, network, chunks, exchange, lane, keep):
-        params = (w1, b1, w2, b2)
+    def forward(ctx, rows_RM, run, keep, *params):
+        bank, call, chunks, link = ctx.run = run
+        call = call._replace(params=params)
         out_RM = torch.empty_like(rows_RM)
-        going = [
-            send(exchange, rows_RM[chunk.span], Leg.DISPATCH, chunk.parts, lane) for chunk in chunks
-        ]
+        going = [link.start(rows_RM[chunk.span], Direction.DISPATCH, chunk) for chunk in chunks]
         coming, saved = [], []
         for chunk in chunks:
-            arrived = going.pop(0).arrive()
-            with _landed_if_it_fails(going, coming):
-                out, state = ops.ffn_chunk(
-                    chunk.by_expert(arrived),
-                    *params,
-                    offsets=chunk.offsets,
-                    options=network.options,
-                    keep_hidden=keep,
-                )
+            arrived = going.pop(0).wait()
+            with _drained_if_it_fails(going, coming):
+                out, state = bank.chunk(call, chunk.by_expert(arrived), chunk.offsets, keep)
                 out = chunk.by_rank(out)
             into = out_RM[chunk.span]
-            coming.append(send(exchange, out, Leg.COMBINE, chunk.parts, lane, into))
+            coming.append(link.start(out, Direction.COMBINE, chunk, into))
             saved += state if keep else ()
-        for flight in coming:
-            flight.arrive()
-        ctx.call = network.options, chunks, exchange, lane
+        for handle in coming:
+            handle.wait()
         ctx.save_for_backward(*params, *saved)
         return out_RM
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out_RM):
-        options, chunks, exchange, lane = ctx.call
+        bank, call, chunks, link = ctx.run
+        needs_rows, _, _, *needs = ctx.needs_input_grad
         tensors = ctx.saved_tensors  # once: a recomputed tensor is handed out once
-        params, saved = tensors[:4], tensors[4:]
-        size = len(ops.FFNChunk._fields)
-        states = [ops.FFNChunk(*saved[i : i + size]) for i in range(0, len(saved), size)]
-        needs_rows, needs_params = ctx.needs_input_grad[0], any(ctx.needs_input_grad[1:5])
+        call, saved = call._replace(params=tensors[: len(needs)]), tensors[len(needs) :]
+        size = len(saved) // len(chunks)
+        states = [saved[i : i + size] for i in range(0, len(saved), size)]
         d_out_RM = d_out_RM.contiguous()
         d_rows_RM = torch.empty_like(d_out_RM) if needs_rows else None
         backwards = list(zip(chunks, states, strict=True))[::-1]
         coming = [
-            send(exchange, d_out_RM[chunk.span], Leg.COMBINE_GRADIENT, chunk.parts, lane)
+            link.start(d_out_RM[chunk.span], Direction.COMBINE_GRADIENT, chunk)
             for chunk, _ in backwards
         ]
         going, gradients = [], []
         for chunk, state in backwards:
-            arrived = coming.pop(0).arrive()
-            with _landed_if_it_fails(coming, going):
+            arrived = coming.pop(0).wait()
+            with _drained_if_it_fails(coming, going):
                 d_out = chunk.by_expert(arrived)
-                gradient = ops.ffn_chunk_bwd(
-                    d_out, state, *params, options=options, needs_rows=needs_rows
-                )
-                d_rows = chunk.by_rank(gradient.d_rows) if needs_rows else None
+                d_rows, gradient = bank.chunk_bwd(call, d_out, state, needs_rows)
+                d_rows = chunk.by_rank(d_rows) if needs_rows else None
             gradients.append(gradient)
             if needs_rows:
                 into = d_rows_RM[chunk.span]
-                going.append(send(exchange, d_rows, Leg.DISPATCH_GRADIENT, chunk.parts, lane, into))
-        d_params = (None,) * 4
-        if needs_params:
-            with _landed_if_it_fails(going):
-                d_params = ops.ffn_chunks_bwd_params(
-                    states, gradients[::-1], *params, options=options
-                )
-        for flight in going:
-            flight.arrive()
-        needs = ctx.needs_input_grad[1:5]
+                going.append(link.start(d_rows, Direction.DISPATCH_GRADIENT, chunk, into))
+        d_params = (None,) * len(needs)
+        if any(needs):
+            with _drained_if_it_fails(going):
+                d_params = bank.chunks_bwd_params(call, states, gradients[::-1])
+        for handle in going:
+            handle.wait()
         wanted = (d if needed else None for d, needed in zip(d_params, needs, strict=True))
-        return d_rows_RM, *wanted, None, None, None, None, None
+        return d_rows_RM, None, None, *wanted

@@ -6,20 +6,20 @@ Every function of a layer is also ``torch.ops.fairseq_tutel.<name>``. The file o
 The letters of shapes are those of the glossary in ``fairseq_tutel/README.md``.
 """
 
-from .activation import check_activation
 from .adam import adam16_maxima, adam16_step_, finite_max, quantize_
 from .backend import backend_for, get_backend, set_backend
-from .cumsum import fast_cumsum_sub_one
 from .dispatch import combine, dispatch
-from .expert_chunks import (
+from .expert_ffn import (
+    ACTIVATIONS,
     FFNChunk,
     FFNChunkGradient,
     FFNOptions,
+    check_activation,
+    expert_ffn,
     ffn_chunk,
     ffn_chunk_bwd,
     ffn_chunks_bwd_params,
 )
-from .expert_ffn import expert_ffn
 from .gate_logits import gate_logits
 from .gating import topk_gating
 from .rows import assign_rows
@@ -27,6 +27,7 @@ from .slots import assign_slots
 from .wire import decode_rows, encode_rows, wire_bytes
 
 __all__ = [
+    "ACTIVATIONS",
     "FFNChunk",
     "FFNChunkGradient",
     "FFNOptions",
@@ -41,7 +42,6 @@ __all__ = [
     "dispatch",
     "encode_rows",
     "expert_ffn",
-    "fast_cumsum_sub_one",
     "ffn_chunk",
     "ffn_chunk_bwd",
     "ffn_chunks_bwd_params",

@@ -32,17 +32,12 @@ def _why_no_triton() -> str | None:
 _NO_TRITON = _why_no_triton()
 
 
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
-
-
 def _why_not_triton(device_type: str) -> str | None:
     """Reason why Triton kernels cannot run on the device, None where they can."""
-    if _NO_TRITON is not None:
-        return _NO_TRITON
-    if device_type != "cuda" and not _interpreted():
+    interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+    if _NO_TRITON is None and device_type != "cuda" and not interpreted:
         return f"device {device_type!r} is no GPU and TRITON_INTERPRET is not set"
-    return None
+    return _NO_TRITON
 
 
 def set_backend(name: str) -> None:
@@ -79,15 +74,13 @@ def backend_for(device: torch.device | str) -> str:
     """
     device_type = torch.device(device).type
     name = why = _requested
+    reason = None if name == "torch" else _why_not_triton(device_type)
+    if name == "triton" and reason is not None:
+        raise ValueError(f"backend 'triton' cannot run: {reason}")
     if name == "auto":
-        on_gpu = device_type == "cuda"
-        reason = _why_not_triton(device_type)
-        name = "triton" if on_gpu and reason is None else "torch"
-        why = f"auto: {reason}" if on_gpu and reason is not None else "auto"
-    elif name == "triton":
-        reason = _why_not_triton(device_type)
-        if reason is not None:
-            raise ValueError(f"backend 'triton' cannot run: {reason}")
+        name = "triton" if device_type == "cuda" and reason is None else "torch"
+        if device_type == "cuda" and reason is not None:
+            why = f"auto: {reason}"
     # Traced code must not log; the operators in it ask again when they run, outside of the trace.
     if not torch.compiler.is_compiling() and (name, device_type) not in _logged:
         _logged.add((name, device_type))
@@ -105,15 +98,13 @@ def implementation(function: str, tensor: torch.Tensor) -> Callable:
         ValueError: the backend was set to triton and cannot run on the device, or the tensor is
             fp64, which the kernels do not handle.
     """
-    if backend_for(tensor.device) == "torch":
-        return getattr(torch_backend, function)
-    # imports triton, which a CPU-only install may lack
-    from ..backends import triton as triton_backend
+    if backend_for(tensor.device) == "triton":
+        # imports triton, which a CPU-only install may lack
+        from ..backends import triton as triton_backend
 
-    if not hasattr(triton_backend, function):
-        return getattr(torch_backend, function)
-    if tensor.dtype == torch.float64:
-        if _requested == "triton":
-            raise ValueError("backend 'triton' handles fp32, fp16 and bf16, got torch.float64")
-        return getattr(torch_backend, function)
-    return getattr(triton_backend, function)
+        if hasattr(triton_backend, function):
+            if tensor.dtype != torch.float64:
+                return getattr(triton_backend, function)
+            if _requested == "triton":
+                raise ValueError("backend 'triton' handles fp32, fp16 and bf16, got torch.float64")
+    return getattr(torch_backend, function)

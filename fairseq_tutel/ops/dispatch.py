@@ -4,53 +4,37 @@
 inverse, the pair t * K + k in each row, -1 = unused.
 """
 
-import torch
 from torch import Tensor
 
+from ._operator import check_indices, check_shape, empty_gradients, operator, save_inputs
 from .backend import implementation
 
 
 def _check_maps(dest_row_TK: Tensor, src_pair_R: Tensor) -> None:
-    if dest_row_TK.dim() != 2 or dest_row_TK.dtype != torch.int32:
-        raise ValueError(
-            f"dest_row must be (tokens, top_k) int32, got {tuple(dest_row_TK.shape)} "
-            f"{dest_row_TK.dtype}"
-        )
-    if src_pair_R.dim() != 1 or src_pair_R.dtype != torch.int32:
-        raise ValueError(
-            f"src_pair must be (rows,) int32, got {tuple(src_pair_R.shape)} {src_pair_R.dtype}"
-        )
+    check_indices("dest_row", dest_row_TK, "tokens", "top_k")
+    check_indices("src_pair", src_pair_R, "rows")
 
 
-@torch.library.custom_op("fairseq_tutel::dispatch", mutates_args=())
+@operator("dispatch", lambda x, dest_row, src_pair: x.new_empty((src_pair.shape[0], x.shape[1])))
 def _dispatch(x: Tensor, dest_row: Tensor, src_pair: Tensor) -> Tensor:
     return implementation("dispatch_fwd", x)(x, dest_row, src_pair)
 
 
-@_dispatch.register_fake
-def _(x, dest_row, src_pair):
-    return x.new_empty((src_pair.shape[0], x.shape[1]))
-
-
-@torch.library.custom_op("fairseq_tutel::dispatch_bwd", mutates_args=())
+@operator(
+    "dispatch_bwd", lambda d_rows, dest_row: d_rows.new_empty((dest_row.shape[0], d_rows.shape[1]))
+)
 def _dispatch_bwd(d_rows: Tensor, dest_row: Tensor) -> Tensor:
     return implementation("dispatch_bwd", d_rows)(d_rows, dest_row)
-
-
-@_dispatch_bwd.register_fake
-def _(d_rows, dest_row):
-    return d_rows.new_empty((dest_row.shape[0], d_rows.shape[1]))
-
-
-def _dispatch_setup(ctx, inputs, output):
-    ctx.save_for_backward(inputs[1])
 
 
 def _dispatch_backward(ctx, d_rows):
     return _dispatch_bwd(d_rows, *ctx.saved_tensors), None, None
 
 
-_dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
+_dispatch.register_autograd(
+    _dispatch_backward,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+)
 
 
 def dispatch(x_TM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor) -> Tensor:
@@ -73,17 +57,18 @@ def dispatch(x_TM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor) -> Tensor:
     return _dispatch(x_TM, dest_row_TK, src_pair_R)
 
 
-@torch.library.custom_op("fairseq_tutel::combine", mutates_args=())
+@operator(
+    "combine",
+    lambda rows, dest_row, src_pair, weight: rows.new_empty((dest_row.shape[0], rows.shape[1])),
+)
 def _combine(rows: Tensor, dest_row: Tensor, src_pair: Tensor, weight: Tensor) -> Tensor:
     return implementation("combine_fwd", rows)(rows, dest_row, weight)
 
 
-@_combine.register_fake
-def _(rows, dest_row, src_pair, weight):
-    return rows.new_empty((dest_row.shape[0], rows.shape[1]))
-
-
-@torch.library.custom_op("fairseq_tutel::combine_bwd", mutates_args=())
+@operator(
+    "combine_bwd",
+    lambda dy, rows, dest_row, src_pair, weight, *needs: empty_gradients((rows, weight), needs),
+)
 def _combine_bwd(
     dy: Tensor,
     rows: Tensor,
@@ -98,23 +83,13 @@ def _combine_bwd(
     )
 
 
-@_combine_bwd.register_fake
-def _(dy, rows, dest_row, src_pair, weight, needs_rows, needs_weight):
-    d_rows = rows.new_empty(rows.shape if needs_rows else (0,))
-    return d_rows, weight.new_empty(weight.shape if needs_weight else (0,))
-
-
-def _combine_setup(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
 def _combine_backward(ctx, dy):
     needs_rows, _, _, needs_weight = ctx.needs_input_grad
     d_rows, d_weight = _combine_bwd(dy, *ctx.saved_tensors, needs_rows, needs_weight)
     return d_rows if needs_rows else None, None, None, d_weight if needs_weight else None
 
 
-_combine.register_autograd(_combine_backward, setup_context=_combine_setup)
+_combine.register_autograd(_combine_backward, setup_context=save_inputs)
 
 
 def combine(
@@ -135,11 +110,7 @@ def combine(
         ValueError: a tensor of a wrong shape or dtype.
     """
     _check_maps(dest_row_TK, src_pair_R)
-    if topk_weight_TK.shape != dest_row_TK.shape:
-        raise ValueError(
-            f"topk_weight {tuple(topk_weight_TK.shape)} must have the shape of dest_row "
-            f"{tuple(dest_row_TK.shape)}"
-        )
+    check_shape("topk_weight", topk_weight_TK, dest_row_TK.shape)
     if rows_RM.dim() != 2 or rows_RM.shape[0] != src_pair_R.shape[0]:
         raise ValueError(
             f"rows must be ({src_pair_R.shape[0]}, model_dim), got {tuple(rows_RM.shape)}"

@@ -1,126 +1,125 @@
-"""Operator of the experts' whole feed-forward network."""
+"""Operator of the experts' whole feed-forward network, and the network on rows in chunks.
 
-from typing import Optional
+Chunks have plain functions: they are used by the overlap of exchange and experts, which has an
+autograd function of its own, and computes weight gradients once, over all of them.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .activation import check_activation, dropout_seed
+from ..backends._expert_chain import GATES
+from ..backends.torch import ACTIVATIONS
+from ._operator import check_indices, check_shape, empty_gradients, operator
 from .backend import backend_for, implementation
 
 
-@torch.library.custom_op("fairseq_tutel::expert_ffn", mutates_args=())
-def _expert_ffn(
-    rows: Tensor,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor,
-    offsets: Optional[Tensor],
-    seed: Optional[Tensor],
-    activation: str,
-    activation_dropout_p: float,
-    dropout_p: float,
-    keep_hidden: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return implementation("expert_ffn_fwd", rows)(
-        rows,
-        fc1_weight,
-        fc1_bias,
-        fc2_weight,
-        fc2_bias,
-        activation=activation,
-        offsets=offsets,
-        dropout_p=(activation_dropout_p, dropout_p),
-        seed=seed,
-        keep_hidden=keep_hidden,
-    )
+def check_activation(activation: str, dropout_p: float) -> None:
+    """Raise ValueError for an unknown activation or a dropout probability outside [0, 1)."""
+    if activation not in ACTIVATIONS and activation not in GATES:
+        raise ValueError(
+            f"unknown activation {activation!r}; expected one of {', '.join(ACTIVATIONS)}"
+        )
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+
+
+def dropout_seed(
+    dropout_p: float, seed: Tensor | int | None, device: torch.device
+) -> Tensor | None:
+    """The seed as an int64 scalar tensor, drawn where there is none; None without dropout."""
+    if dropout_p == 0.0:
+        return None
+    if seed is None:
+        return torch.randint(2**31, (), dtype=torch.int64, device=device)
+    if isinstance(seed, int):
+        # filled by a kernel: a copy from host memory would wait for all work of the GPU
+        return torch.full((), seed, dtype=torch.int64, device=device)
+    return seed
 
 
 def _keeps_active(rows: Tensor) -> bool:
-    """Whether the values after the activation are kept too; a CPU recomputes them in the cache."""
-    return rows.device.type != "cpu" or backend_for(rows.device) == "triton"
+    """Whether the values after the activation are kept too, as kernels do; else they are computed
+    again. The meta device stands for a GPU.
+    """
+    on_gpu = rows.device.type == "meta" or backend_for(rows.device) == "triton"
+    return on_gpu and rows.dtype != torch.float64
 
 
-@_expert_ffn.register_fake
-def _(
-    rows,
-    fc1_weight,
-    fc1_bias,
-    fc2_weight,
-    fc2_bias,
-    offsets,
-    seed,
-    activation,
-    activation_dropout_p,
-    dropout_p,
-    keep_hidden,
-):
+def _fake_ffn(*inputs):
+    rows, fc1_weight, _, fc2_weight, _, offsets, *_, keep_hidden = inputs
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
     num_rows = rows.shape[0] if offsets is not None else rows.shape[0] * rows.shape[1]
-    hidden_dim = fc1_weight.shape[1]
-    hidden = rows.new_empty((num_rows if keep_hidden else 0, hidden_dim))
-    active = rows.new_empty((num_rows if keep_hidden and _keeps_active(rows) else 0, hidden_dim))
+    hidden = rows.new_empty((num_rows if keep_hidden else 0, fc1_weight.shape[1]))
+    keeps = keep_hidden and _keeps_active(rows)
+    active = rows.new_empty((num_rows if keeps else 0, fc2_weight.shape[2]))
     return out, hidden, active
 
 
-@torch.library.custom_op("fairseq_tutel::expert_ffn_bwd", mutates_args=())
-def _expert_ffn_bwd(
-    d_out: Tensor,
-    rows: Tensor,
-    hidden: Tensor,
-    active: Tensor,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor,
-    offsets: Optional[Tensor],
-    seed: Optional[Tensor],
-    activation: str,
-    activation_dropout_p: float,
-    dropout_p: float,
-    needs_rows: bool,
-    needs_params: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return implementation("expert_ffn_bwd", rows)(
-        d_out,
-        rows,
-        hidden,
-        active,
-        fc1_weight,
-        fc1_bias,
-        fc2_weight,
-        fc2_bias,
-        activation=activation,
-        offsets=offsets,
-        dropout_p=(activation_dropout_p, dropout_p),
-        seed=seed,
-        needs_rows=needs_rows,
-        needs_params=needs_params,
-    )
+_PARAMS = "Tensor fc1_weight, Tensor? fc1_bias, Tensor fc2_weight, Tensor? fc2_bias"
+_OPTIONS = (
+    "Tensor? offsets, Tensor? seed, str activation, float activation_dropout_p, float dropout_p"
+)
 
 
-@_expert_ffn_bwd.register_fake
-def _(
-    d_out,
-    rows,
-    hidden,
-    active,
-    fc1_weight,
-    fc1_bias,
-    fc2_weight,
-    fc2_bias,
-    offsets,
-    seed,
-    activation,
-    activation_dropout_p,
-    dropout_p,
-    needs_rows,
-    needs_params,
-):
-    params = (fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-    d_params = (x.new_empty(x.shape if needs_params else (0,)) for x in params)
-    return rows.new_empty(rows.shape if needs_rows else (0,)), *d_params
+class FFNOptions(NamedTuple):
+    """As :func:`~fairseq_tutel.ops.expert_ffn` has them.
+
+    Attributes:
+        activation: by name.
+        dropout_p: probabilities after the activation and after fc2.
+        part: number of the hidden units' part that is computed, where other ranks compute others:
+            ranks whose generators are alike draw unlike masks for unlike parts.
+    """
+
+    activation: str
+    dropout_p: tuple[float, float]
+    part: int = 0
+
+    def draw_seed(self, device: torch.device) -> Tensor | None:
+        """A seed of the masks of one call; None without dropout."""
+        seed = dropout_seed(max(self.dropout_p), None, device)
+        # two masks are made of each seed, by it and by its successor
+        return seed if seed is None or not self.part else seed + 2 * self.part
+
+    def given(self, **more: Tensor | None) -> dict[str, object]:
+        """Options of the backends' functions."""
+        return {"activation": self.activation, "dropout_p": self.dropout_p, **more}
+
+
+def _given(offsets, seed, activation, *dropout_p):
+    return FFNOptions(activation, dropout_p).given(offsets=offsets, seed=seed)
+
+
+@operator(
+    "expert_ffn",
+    _fake_ffn,
+    f"(Tensor rows, {_PARAMS}, {_OPTIONS}, bool keep_hidden) -> (Tensor, Tensor, Tensor)",
+)
+def _expert_ffn(*inputs):
+    tensors, options, keep_hidden = inputs[:5], _given(*inputs[5:-1]), inputs[-1]
+    forward = implementation("expert_ffn_fwd", tensors[0])
+    return forward(*tensors, keep_hidden=keep_hidden, **options)
+
+
+def _fake_ffn_bwd(*inputs):
+    rows, params, (needs_rows, needs_params) = inputs[1], inputs[4:8], inputs[-2:]
+    params = [rows.new_empty(0) if x is None else x for x in params]
+    return empty_gradients((rows, *params), (needs_rows, *(4 * [needs_params])))
+
+
+@operator(
+    "expert_ffn_bwd",
+    _fake_ffn_bwd,
+    f"(Tensor d_out, Tensor rows, Tensor hidden, Tensor active, {_PARAMS}, {_OPTIONS}, "
+    "bool needs_rows, bool needs_params) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _expert_ffn_bwd(*inputs):
+    tensors, options, (needs_rows, needs_params) = inputs[:8], _given(*inputs[8:-2]), inputs[-2:]
+    backward = implementation("expert_ffn_bwd", tensors[1])
+    return backward(*tensors, needs_rows=needs_rows, needs_params=needs_params, **options)
 
 
 def _setup(ctx, inputs, output):
@@ -145,33 +144,30 @@ def _backward(ctx, d_out, d_hidden, d_active):
 _expert_ffn.register_autograd(_backward, setup_context=_setup)
 
 
-def _check(rows: Tensor, params: dict[str, Tensor], offsets: Tensor | None) -> None:
-    num_experts, hidden_dim, model_dim = params["fc1_weight"].shape
+def _check(rows: Tensor, params: dict[str, Tensor | None], offsets: Tensor | None, gated: bool):
+    _, model_dim, hidden_dim = params["fc2_weight"].shape
     if rows.dim() != (3 if offsets is None else 2) or rows.shape[-1] != model_dim:
         raise ValueError(
             f"rows must be (experts, rows, {model_dim}), or (rows, {model_dim}) with offsets; got "
             f"{tuple(rows.shape)} with offsets {offsets is not None}"
         )
     experts = rows.shape[0] if offsets is None else offsets.shape[0]
-    shapes = {
-        "fc1_weight": (experts, hidden_dim, model_dim),
-        "fc1_bias": (experts, hidden_dim),
-        "fc2_weight": (experts, model_dim, hidden_dim),
-        "fc2_bias": (experts, model_dim),
-    }
-    for name, shape in shapes.items():
-        if params[name].shape != shape:
-            raise ValueError(f"{name} must be {shape}, got {tuple(params[name].shape)}")
-    if offsets is not None and offsets.dtype != torch.int32:
-        raise ValueError(f"offsets must be int32, got {offsets.dtype}")
+    width = 2 * hidden_dim if gated else hidden_dim
+    shapes = ((width, model_dim), (width,), (model_dim, hidden_dim), (model_dim,))
+    for (name, param), shape in zip(params.items(), shapes, strict=True):
+        if param is None and not gated:
+            raise ValueError(f"{name} must be {(experts, *shape)}, got None")
+        check_shape(name, param, (experts, *shape))
+    if offsets is not None:
+        check_indices("offsets", offsets, "experts")
 
 
 def expert_ffn(
     rows: Tensor,
     fc1_weight: Tensor,
-    fc1_bias: Tensor,
+    fc1_bias: Tensor | None,
     fc2_weight: Tensor,
-    fc2_bias: Tensor,
+    fc2_bias: Tensor | None,
     *,
     activation: str,
     offsets: Tensor | None = None,
@@ -187,9 +183,11 @@ def expert_ffn(
 
     Args:
         rows: (e, N, M), or (R, M) with ``offsets``.
-        fc1_weight, fc1_bias: (e, F, M), (e, F).
-        fc2_weight, fc2_bias: (e, M, F), (e, M).
-        activation: gelu, gelu_accurate / gelu_fast (tanh form), relu, relu_squared, silu / swish,
+        fc1_weight, fc1_bias: (e, F, M), (e, F); of a gated network (e, 2F, M), (e, 2F), the gate's
+            first.
+        fc2_weight, fc2_bias: (e, M, F), (e, M). A gated network may have no biases: None.
+        activation: of a gated network swiglu or geglu, ``silu(gate) * up`` or ``gelu(gate) * up``;
+            else gelu, gelu_accurate / gelu_fast (tanh form), relu, relu_squared, silu / swish,
             tanh or linear, as fairseq names them; ``gelu`` is the exact (erf) one.
         offsets: (e,) int32 end row of each expert; rows past the last come out zero, and their
             gradient is unspecified.
@@ -205,17 +203,100 @@ def expert_ffn(
     """
     for p in (activation_dropout_p, dropout_p):
         check_activation(activation, p)
-    params = {
-        "fc1_weight": fc1_weight,
-        "fc1_bias": fc1_bias,
-        "fc2_weight": fc2_weight,
-        "fc2_bias": fc2_bias,
-    }
-    _check(rows, params, offsets)
-    tensors = (rows, *params.values())
-    seed = dropout_seed(max(activation_dropout_p, dropout_p), seed, rows.device)
-    keep_hidden = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    out, _, _ = _expert_ffn(
-        *tensors, offsets, seed, activation, activation_dropout_p, dropout_p, keep_hidden
+    names = ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+    params = (fc1_weight, fc1_bias, fc2_weight, fc2_bias)
+    _check(rows, dict(zip(names, params, strict=True)), offsets, activation in GATES)
+    probabilities = (activation_dropout_p, dropout_p)
+    seed = dropout_seed(max(probabilities), seed, rows.device)
+    keep_hidden = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (rows, *params)
     )
-    return out
+    return _expert_ffn(rows, *params, offsets, seed, activation, *probabilities, keep_hidden)[0]
+
+
+class FFNChunk(NamedTuple):
+    """What the backward pass needs of a chunk."""
+
+    rows: Tensor  # (e, N, M), or (R, M) with offsets
+    hidden: Tensor  # of the implementation, before the activation
+    active: Tensor  # the same after it
+    offsets: Tensor | None  # (e,) int32 end row of each expert, the last of which ends the rows
+    seed: Tensor | None  # of the dropout masks
+
+
+class FFNChunkGradient(NamedTuple):
+    """Gradients within a chunk."""
+
+    d_rows: Tensor  # like the rows; of shape (0,) if not needed
+    d_out: Tensor  # of the output before its dropout
+    d_hidden: Tensor  # (R, F), of the values before the activation
+    d_fc1_bias: Tensor
+    d_fc2_bias: Tensor
+
+
+def ffn_chunk(
+    rows: Tensor,
+    *params: Tensor | None,
+    offsets: Tensor | None,
+    options: FFNOptions,
+    keep_hidden: bool,
+) -> tuple[Tensor, FFNChunk]:
+    """:func:`~fairseq_tutel.ops.expert_ffn` of a chunk, without autograd.
+
+    Args:
+        params: fc1's weight and bias and fc2's, here and below.
+
+    Returns:
+        the output, like rows; what :func:`ffn_chunk_bwd` needs, if ``keep_hidden``.
+    """
+    seed = options.draw_seed(rows.device)
+    given = options.given(offsets=offsets, seed=seed)
+    forward = implementation("expert_ffn_fwd", rows)
+    out, hidden, active = forward(rows, *params, keep_hidden=keep_hidden, **given)
+    return out, FFNChunk(rows, hidden, active, offsets, seed)
+
+
+def ffn_chunk_bwd(
+    d_out: Tensor,
+    chunk: FFNChunk,
+    *params: Tensor | None,
+    options: FFNOptions,
+    needs_rows: bool = True,
+) -> FFNChunkGradient:
+    """What has to be known before the gradient of the rows can be sent."""
+    given = options.given(offsets=chunk.offsets, seed=chunk.seed)
+    backward = implementation("expert_chunk_bwd", d_out)
+    return FFNChunkGradient(*backward(d_out, chunk.hidden, *params, needs_rows=needs_rows, **given))
+
+
+def ffn_chunks_bwd_params(
+    chunks: Sequence[FFNChunk],
+    gradients: Sequence[FFNChunkGradient],
+    *params: Tensor | None,
+    options: FFNOptions,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of fc1's weight and bias and of fc2's, summed over all rows of all chunks.
+
+    Args:
+        chunks, gradients: in one order.
+    """
+    d_w1, d_w2 = implementation("expert_chunks_bwd_params", chunks[0].rows)(
+        [
+            (grad.d_out, grad.d_hidden, chunk.rows, chunk.hidden, chunk.active)
+            for chunk, grad in zip(chunks, gradients, strict=True)
+        ],
+        [chunk.offsets for chunk in chunks],
+        [chunk.seed for chunk in chunks],
+        *params[:3],
+        **options.given(),
+    )
+    d_b1 = _sum([grad.d_fc1_bias for grad in gradients], params[1])
+    d_b2 = _sum([grad.d_fc2_bias for grad in gradients], params[3])
+    return d_w1, d_b1, d_w2, d_b2
+
+
+def _sum(parts, bias):
+    if bias is None:
+        return None
+    acc = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
+    return torch.stack(parts).sum(0, dtype=acc).to(bias.dtype)

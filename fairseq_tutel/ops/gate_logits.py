@@ -3,36 +3,28 @@
 import torch
 from torch import Tensor
 
+from ._operator import empty_gradients, operator, save_inputs
 from .backend import implementation
 
 
-@torch.library.custom_op("fairseq_tutel::gate_logits", mutates_args=())
-def _gate_logits(x: Tensor, weight: Tensor) -> Tensor:
-    return implementation("gate_logits_fwd", x)(x, weight)
-
-
-@_gate_logits.register_fake
-def _(x, weight):
+def _fake_logits(x, weight):
     dtype = torch.promote_types(x.dtype, torch.float32)
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 
-@torch.library.custom_op("fairseq_tutel::gate_logits_bwd", mutates_args=())
+@operator("gate_logits", _fake_logits)
+def _gate_logits(x: Tensor, weight: Tensor) -> Tensor:
+    return implementation("gate_logits_fwd", x)(x, weight)
+
+
+@operator(
+    "gate_logits_bwd", lambda d_logits, x, weight, *needs: empty_gradients((x, weight), needs)
+)
 def _gate_logits_bwd(
     d_logits: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor, Tensor]:
     gradients = implementation("gate_logits_bwd", x)
     return gradients(d_logits, x, weight, needs_x=needs_x, needs_weight=needs_weight)
-
-
-@_gate_logits_bwd.register_fake
-def _(d_logits, x, weight, needs_x, needs_weight):
-    d_x = x.new_empty(x.shape if needs_x else (0,))
-    return d_x, weight.new_empty(weight.shape if needs_weight else (0,))
-
-
-def _setup(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx, d_logits):
@@ -41,7 +33,7 @@ def _backward(ctx, d_logits):
     return d_x if needs_x else None, d_weight if needs_weight else None
 
 
-_gate_logits.register_autograd(_backward, setup_context=_setup)
+_gate_logits.register_autograd(_backward, setup_context=save_inputs)
 
 
 def gate_logits(x_TM: Tensor, weight_EM: Tensor) -> Tensor:

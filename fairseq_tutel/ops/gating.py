@@ -5,15 +5,19 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from ._operator import check_shape, operator
 from .backend import implementation
 
 
-def _check_top_k(top_k: int, num_experts: int) -> None:
-    if not 1 <= top_k <= num_experts:
-        raise ValueError(f"top_k must be between 1 and {num_experts} experts, got {top_k}")
+def _fake_gating(logits, top_k, noise, pad, key=None):
+    T, E = logits.shape
+    expert_TK = logits.new_empty((T, top_k), dtype=torch.int32)
+    choice_TK = expert_TK.new_empty((0 if pad is None else T, top_k))
+    shapes = ((T, top_k), (E,), (), (T,))
+    return expert_TK, *(logits.new_empty(shape) for shape in shapes), choice_TK
 
 
-@torch.library.custom_op("fairseq_tutel::topk_gating", mutates_args=())
+@operator("topk_gating", _fake_gating)
 def _topk_gating(
     logits: Tensor,
     top_k: int,
@@ -25,22 +29,7 @@ def _topk_gating(
     return gating(logits, top_k, noise_TE=noise, pad_T=pad, key_TE=key)
 
 
-@_topk_gating.register_fake
-def _(logits, top_k, noise, pad, key=None):
-    T, E = logits.shape
-    expert_TK = logits.new_empty((T, top_k), dtype=torch.int32)
-    choice_TK = logits.new_empty((0 if pad is None else T, top_k), dtype=torch.int32)
-    return (
-        expert_TK,
-        logits.new_empty((T, top_k)),
-        logits.new_empty((E,)),
-        logits.new_empty(()),
-        logits.new_empty((T,)),
-        choice_TK,
-    )
-
-
-@torch.library.custom_op("fairseq_tutel::topk_gating_bwd", mutates_args=())
+@operator("topk_gating_bwd", lambda *given: given[3].new_empty(given[3].shape))
 def _topk_gating_bwd(
     d_gate: Optional[Tensor],
     d_prob_sum: Optional[Tensor],
@@ -51,11 +40,6 @@ def _topk_gating_bwd(
 ) -> Tensor:
     gradient = implementation("topk_gating_bwd", logits)
     return gradient(d_gate, d_prob_sum, d_lse, logits, lse, choice)
-
-
-@_topk_gating_bwd.register_fake
-def _(d_gate, d_prob_sum, d_lse, logits, lse, choice):
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
 def _gating_setup(ctx, inputs, output):
@@ -111,17 +95,13 @@ def topk_gating(
     """
     if logits_TE.dim() != 2:
         raise ValueError(f"logits must be (tokens, experts), got {tuple(logits_TE.shape)}")
-    _check_top_k(top_k, logits_TE.shape[1])
-    for name, tensor in (("noise", noise_TE), ("key", key_TE)):
-        if tensor is not None and tensor.shape != logits_TE.shape:
-            raise ValueError(
-                f"{name} {tuple(tensor.shape)} must have the shape of the logits "
-                f"{tuple(logits_TE.shape)}"
-            )
+    if not 1 <= top_k <= logits_TE.shape[1]:
+        raise ValueError(f"top_k must be between 1 and {logits_TE.shape[1]} experts, got {top_k}")
+    check_shape("noise", noise_TE, logits_TE.shape)
+    check_shape("key", key_TE, logits_TE.shape)
+    check_shape("pad", pad_T, logits_TE.shape[:1])
     if noise_TE is not None and key_TE is not None:
         raise ValueError("noise is added to the logits, and a key takes their place: give one")
-    if pad_T is not None and pad_T.shape != logits_TE.shape[:1]:
-        raise ValueError(f"pad {tuple(pad_T.shape)} must be ({logits_TE.shape[0]},)")
     key_TE = None if key_TE is None else key_TE.detach()
     expert, gate, prob_sum, entropy_sum, lse, _ = _topk_gating(
         logits_TE, top_k, noise_TE, pad_T, key_TE

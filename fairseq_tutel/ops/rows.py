@@ -2,13 +2,19 @@
 
 from typing import Optional
 
-import torch
 from torch import Tensor
 
+from ._operator import check_indices, check_shape, operator
 from .backend import implementation
 
 
-@torch.library.custom_op("fairseq_tutel::assign_rows", mutates_args=())
+def _fake_rows(expert, position, gate, num_routed, capacity, padded, normalize):
+    (T, K), E = expert.shape, num_routed.shape[1]
+    src_pair_R = expert.new_empty((E * capacity if padded else T * K,))
+    return expert.new_empty((T, K)), src_pair_R, gate.new_empty((T, K)), expert.new_empty((E,))
+
+
+@operator("assign_rows", _fake_rows)
 def _assign_rows(
     expert: Tensor,
     position: Tensor,
@@ -23,27 +29,10 @@ def _assign_rows(
     )
 
 
-@_assign_rows.register_fake
-def _(expert, position, gate, num_routed, capacity, padded, normalize):
-    num_experts = num_routed.shape[1]
-    num_rows = num_experts * capacity if padded else expert.shape[0] * expert.shape[1]
-    return (
-        expert.new_empty(expert.shape),
-        expert.new_empty((num_rows,)),
-        gate.new_empty(gate.shape),
-        expert.new_empty((num_experts,)),
-    )
-
-
-@torch.library.custom_op("fairseq_tutel::assign_rows_bwd", mutates_args=())
+@operator("assign_rows_bwd", lambda d_weight, gate, dest_row, normalize: gate.new_empty(gate.shape))
 def _assign_rows_bwd(d_weight: Tensor, gate: Tensor, dest_row: Tensor, normalize: bool) -> Tensor:
     gradient = implementation("assign_rows_bwd", gate)
     return gradient(d_weight, gate, dest_row, normalize=normalize)
-
-
-@_assign_rows_bwd.register_fake
-def _(d_weight, gate, dest_row, normalize):
-    return gate.new_empty(gate.shape)
 
 
 def _setup(ctx, inputs, output):
@@ -96,16 +85,9 @@ def assign_rows(
     Raises:
         ValueError: a tensor of a wrong shape or dtype, or padded without a capacity.
     """
-    if expert_TK.dim() != 2 or expert_TK.dtype != torch.int32:
-        raise ValueError(
-            f"expert must be (tokens, top_k) int32, got {tuple(expert_TK.shape)} {expert_TK.dtype}"
-        )
-    for name, tensor in (("position", position_in_expert_TK), ("gate", gate_TK)):
-        if tensor.shape != expert_TK.shape:
-            raise ValueError(
-                f"{name} {tuple(tensor.shape)} must have the shape of expert "
-                f"{tuple(expert_TK.shape)}"
-            )
+    check_indices("expert", expert_TK, "tokens", "top_k")
+    check_shape("position", position_in_expert_TK, expert_TK.shape)
+    check_shape("gate", gate_TK, expert_TK.shape)
     if padded and capacity is None:
         raise ValueError("a padded layout needs a capacity")
     return _assign_rows(

@@ -5,21 +5,21 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from ._operator import check_indices, check_shape, operator
 from .backend import implementation
 
 
-@torch.library.custom_op("fairseq_tutel::assign_slots", mutates_args=())
+def _fake_slots(expert, num_experts, priority):
+    position_in_expert_TK = torch.empty_like(expert, memory_format=torch.contiguous_format)
+    return position_in_expert_TK, expert.new_empty((expert.shape[1], num_experts))
+
+
+@operator("assign_slots", _fake_slots)
 def _assign_slots(
     expert: Tensor, num_experts: int, priority: Optional[Tensor]
 ) -> tuple[Tensor, Tensor]:
     assign = implementation("assign_slots", expert)
     return assign(expert, num_experts, priority_T=priority)
-
-
-@_assign_slots.register_fake
-def _(expert, num_experts, priority):
-    position_in_expert_TK = torch.empty_like(expert, memory_format=torch.contiguous_format)
-    return position_in_expert_TK, expert.new_empty((expert.shape[1], num_experts))
 
 
 def assign_slots(
@@ -42,12 +42,7 @@ def assign_slots(
     Raises:
         ValueError: wrong shape or dtype.
     """
-    if expert_TK.dim() != 2 or expert_TK.dtype != torch.int32:
-        raise ValueError(
-            f"expert must be (tokens, top_k) int32, got {tuple(expert_TK.shape)} {expert_TK.dtype}"
-        )
-    if priority_T is not None:
-        if priority_T.shape != expert_TK.shape[:1]:
-            raise ValueError(f"priority {tuple(priority_T.shape)} must be ({expert_TK.shape[0]},)")
-        priority_T = priority_T.detach()
+    check_indices("expert", expert_TK, "tokens", "top_k")
+    check_shape("priority", priority_T, expert_TK.shape[:1])
+    priority_T = None if priority_T is None else priority_T.detach()
     return _assign_slots(expert_TK, num_experts, priority_T)

@@ -52,12 +52,8 @@ def decode_rows(wire_RD: Tensor, wire_format: str, out_RM: Tensor) -> Tensor:
     """Bytes as rows.
 
     Args:
-        wire_RD: (R, D) uint8, of :func:`encode_rows`.
-        wire_format: that they were encoded with.
-        out_RM: (R, M) of any floating dtype, contiguous; overwritten.
-
-    Returns:
-        ``out_RM``.
+        wire_RD, wire_format: of :func:`encode_rows`.
+        out_RM: (R, M) of any floating dtype, contiguous; overwritten, and returned.
 
     Raises:
         ValueError: unknown format, or bytes that are not of such rows.

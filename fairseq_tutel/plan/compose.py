@@ -1,120 +1,128 @@
-"""A config with its overrides, composed as fairseq-hydra-train composes it: by Hydra, over the
-schema of fairseq, with the defaults of the registered model, task, criterion and optimizer.
+"""The configuration of a run: a config with overrides, or a command that trains.
+
+A config is composed as fairseq-hydra-train composes it: by Hydra, over the schema of fairseq, with
+the defaults of the registered model, task, criterion and optimizer. The flags of fairseq-train are
+read by fairseq's own parser.
 """
 
 from __future__ import annotations
 
-import difflib
+import argparse
+import contextlib
+import io
+import shlex
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from fairseq.dataclass.configs import FairseqConfig
+import hydra
+from fairseq import options as options_of_fairseq
 from fairseq.dataclass.initialize import add_defaults, hydra_init
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.utils import import_user_module
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from ..shipped_configs import with_extension
+from ..command_line import config_directory, with_extension
+from ..integrations.fairseq.models import ARCHITECTURES
 
 try:
     from hydra import compose, initialize_config_dir
 except ImportError:  # Hydra 1.0, of official fairseq 0.12.2
     from hydra.experimental import compose, initialize_config_dir
 
-ARCH = "transformer_lm_gpt_moe"
-# Keys of the command line that are the planner's own.
-PLAN_KEYS = (
-    "gpus",
-    "hardware",
-    "vocabulary",
-    "exchange",
-    "overlap",
-    "wire",
-    "placement",
-    "r",
-    "formulation",
-    "ddp",
-)
+TRAINING = ("fairseq-train", "fairseq-hydra-train")
 
 
 def load_config(directory: Path, name: str, overrides: Sequence[str]) -> DictConfig:
     """The YAML file ``name`` of ``directory`` with Hydra's ``key=value`` overrides.
 
     Raises:
-        ValueError: there is no such file; Hydra refuses an override; or nothing reads its key.
+        ValueError: there is no such file; or Hydra, or the schema of a part, refuses an override.
     """
     if not (directory / with_extension(name)).is_file():
         known = ", ".join(sorted(p.stem for p in directory.glob("*.yaml"))) or "none"
         raise ValueError(f"no config {name!r} in {directory} (there are: {known})")
     name = with_extension(name).removesuffix(".yaml")
-    config = _compose(directory.resolve(), name, overrides)
-    if config.model._name != ARCH:
-        raise ValueError(f"model._name is {config.model._name!r}: the planner supports {ARCH} only")
-    unread = _added_to_schema(config)
+    hydra_init(name)
+    # Hydra 1.1 and newer want this argument, so as not to warn; 1.0 does not have it
+    version = {} if hydra.__version__.startswith("1.0") else {"version_base": "1.1"}
     try:
+        with warnings.catch_warnings():
+            # fairseq relies on what Hydra 1.1 deprecated; Hydra 1.0 prints what its parts warn of
+            warnings.simplefilter("ignore")
+            with initialize_config_dir(str(directory.resolve()), **version):
+                config = compose(config_name=name, overrides=list(overrides))
+        _check_supported("model._name is ", config.model._name)
         add_defaults(config)
-    except OmegaConfBaseException as error:  # a key that the part's dataclass does not have
-        key = str(getattr(error, "key", error))
-        given = [_key(override) for override in overrides]
-        unread.append(next((full for full in given if full.endswith(f".{key}")), key))
-    if unread:
-        hint = _did_you_mean(directory.resolve(), name, unread[0])
-        raise ValueError(f"nothing reads {unread[0]}{hint}")
+    except (HydraException, OmegaConfBaseException) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ValueError(" ".join(lines[:2])) from None
     return config
 
 
-def _added_to_schema(config: DictConfig) -> list[str]:
-    """Keys that + has put into sections whose keys are all fairseq's."""
-    typed = {name: field.type for name, field in FairseqConfig.__dataclass_fields__.items()}
-    return [
-        f"{section}.{key}"
-        for section, values in config.items()
-        if isinstance(values, DictConfig) and hasattr(typed.get(section), "__dataclass_fields__")
-        for key in values
-        if key not in typed[section].__dataclass_fields__
-    ]
+def _check_supported(option: str, arch: str | None) -> None:
+    if arch not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(f"{option}{arch}: the planner supports {known} only")
 
 
-def _compose(directory: Path, name: str, overrides: Sequence[str]) -> DictConfig:
-    hydra_init(name)
-    with warnings.catch_warnings():
-        # fairseq relies on what Hydra 1.1 deprecated; Hydra 1.0 prints what its parts warn of
-        warnings.simplefilter("ignore")
-        try:
-            with initialize_config_dir(str(directory), **_version()):
-                return compose(config_name=name, overrides=list(overrides))
-        except HydraException as error:
-            reason = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-    refused = [_key(override) for override in overrides if _is_named(override, reason)]
-    hint = _did_you_mean(directory, name, refused[0]) if refused else ""
-    raise ValueError(f"{reason}{hint}")
+def load_command(words: Sequence[str]) -> tuple[str, DictConfig]:
+    """The program of a command line, and the config that it trains with.
+
+    Args:
+        words: with whatever starts the program before it, such as a launcher.
+
+    Raises:
+        ValueError: no program that trains, or words that it would refuse.
+    """
+    start = next((i for i, word in enumerate(words) if Path(word).name in TRAINING), None)
+    if start is None:
+        raise ValueError(
+            f"behind -- there is neither {' nor '.join(TRAINING)}: {shlex.join(words)}"
+        )
+    program, given = Path(words[start]).name, list(words[start + 1 :])
+    if program == "fairseq-hydra-train":
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--config-dir", "-cd", type=Path)
+        parser.add_argument("--config-name", "-cn", default="config")
+        options, overrides = parser.parse_known_args(given)
+        file = with_extension(options.config_name)
+        directory = options.config_dir or config_directory(file)
+        return program, load_config(directory, options.config_name, overrides)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            given = _import_user_dir(given)
+            parser = options_of_fairseq.get_training_parser()
+            known, _ = parser.parse_known_args(given)
+            for option, supported in (("arch", ARCHITECTURES), ("optimizer", ["adam"])):
+                if getattr(known, option) is None:
+                    names = ", ".join(supported)
+                    raise ValueError(
+                        f"{program}: the command has no --{option}; the planner supports {names}"
+                    )
+            _check_supported("--arch ", known.arch)
+            config = convert_namespace_to_omegaconf(
+                options_of_fairseq.parse_args_and_arch(parser, input_args=given)
+            )
+    except SystemExit:
+        reason = said.getvalue().strip().rpartition("error: ")[2]
+        raise ValueError(f"{program}: {reason}") from None
+    except OmegaConfBaseException as error:
+        line = str(error).splitlines()[0]
+        if "task." in line:  # fairseq's default is translation
+            line += f": --task {known.task} has no such option; give --task language_modeling"
+        raise ValueError(f"{program}: {line}") from None
+    return program, config
 
 
-def _version() -> dict:
-    """The argument that Hydra 1.1 and newer want, so as not to warn; 1.0 does not have it."""
-    import hydra
-
-    return {} if hydra.__version__.startswith("1.0") else {"version_base": "1.1"}
-
-
-def _is_named(override: str, reason: str) -> bool:
-    """Whether Hydra's words are about this override; Hydra 1.0 quotes it, newer ones its key."""
-    key = _key(override)
-    return any(quoted in reason for quoted in (f"'{key}'", f"'{key.rpartition('.')[2]}'", override))
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
-
-
-def _did_you_mean(directory: Path, name: str, key: str) -> str:
-    """Keys that are written like one that nothing has; "" if there is none, or it is known."""
-    config = _compose(directory, name, [])
-    add_defaults(config)
-    known = [*PLAN_KEYS, *config]
-    for section, values in config.items():
-        if isinstance(values, DictConfig):
-            known += (f"{section}.{option}" for option in values)
-    close = [] if key in known else difflib.get_close_matches(key, known, cutoff=0.75)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+def _import_user_dir(words: list[str]) -> list[str]:
+    """Import that of a command, unless it is this package; the words without it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--user-dir", default=None)
+    known, others = parser.parse_known_args(words)
+    if known.user_dir and Path(known.user_dir).name != __name__.partition(".")[0]:
+        import_user_module(known)
+    return others

@@ -11,42 +11,39 @@ from omegaconf import OmegaConf
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of GPU (or CPU rank) in its nodes; every number has a source in its YAML file.
-
-    Attributes:
-        title: in words.
-        gpus_per_node: GPUs behind one fast interconnect.
-        memory: bytes of one GPU that a process can have.
-        reserved: bytes that are not ours: context, libraries, fragmentation.
-        half_flops, fp32_flops: peak of matrix products, per second.
-        matmul_efficiency: share of that peak that large matrix products reach in training.
-        memory_bandwidth: bytes per second.
-        memory_efficiency: share of it that elementwise kernels reach.
-        node_bandwidth: bytes per second that one GPU sends inside its node.
-        network_bandwidth: bytes per second that one GPU sends out of its node.
-        link_efficiency: share of both that collectives reach.
-        latency: seconds to start a collective.
-        message_overhead: seconds per message to one peer.
-    """
+    """One kind of GPU (or CPU rank) in its nodes; every number has a source in its YAML file."""
 
     title: str
-    gpus_per_node: int
-    memory: float
-    reserved: float
-    half_flops: float
+    gpus_per_node: int  # behind one fast interconnect
+    memory: float  # bytes of one GPU that a process can have
+    reserved: float  # bytes that are not ours: context, libraries, fragmentation
+    half_flops: float  # peak of matrix products, per second
     fp32_flops: float
-    matmul_efficiency: float
-    memory_bandwidth: float
-    memory_efficiency: float
-    node_bandwidth: float
-    network_bandwidth: float
-    link_efficiency: float
-    latency: float
-    message_overhead: float
+    matmul_efficiency: float  # share of that peak that large matrix products reach in training
+    memory_bandwidth: float  # bytes per second
+    memory_efficiency: float  # share of it that elementwise kernels reach
+    node_bandwidth: float  # bytes per second that one GPU sends inside its node
+    network_bandwidth: float  # bytes per second that one GPU sends out of its node
+    link_efficiency: float  # share of both that collectives reach
+    latency: float  # seconds to start a collective
+    message_overhead: float  # seconds per message to one peer
 
     def flops(self, element: int) -> float:
         """Peak of matrix products of numbers of so many bytes, per second."""
         return self.half_flops if element == 2 else self.fp32_flops
+
+    def product_rate(self, element: int) -> float:
+        """FLOPs per second that matrix products of such numbers reach."""
+        return self.flops(element) * self.matmul_efficiency
+
+    @property
+    def stream(self) -> float:
+        """Bytes per second that elementwise kernels reach."""
+        return self.memory_bandwidth * self.memory_efficiency
+
+    def neighbours(self, stride: int) -> int:
+        """Of GPUs so far apart, those of one node."""
+        return max(1, self.gpus_per_node // stride)
 
 
 def load_hardware(directory: Path, name: str) -> Hardware:

@@ -2,48 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Iterable
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
+from fairseq.data import Dictionary
 
-from ..distributed import is_expert
-from ..models import TransformerLMGPTMoE
+from ..distributed import ExpertParallelGroups, is_expert
+from ..integrations.fairseq.models import TransformerLMGPTMoE
+from ..moe.experts import StackedExperts
 from .settings import Settings
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters.
+    """Numbers of parameters."""
 
-    Attributes:
-        embeddings: of embeddings, final norm and output projection.
-        dense_layer: of a layer with a dense FFN (the mean, where widths differ).
-        moe_layer: of an MoE layer without the experts that it routes to: attention, norms, gate,
-            shared expert.
-        dense: of everything but the experts; every GPU holds all of it.
-        expert: of one expert.
-        experts: E, per MoE layer, over all GPUs.
-        local_experts: e, per MoE layer and GPU.
-        slices: S, GPUs that share each expert; 1 where each holds it whole.
-        unsliced: of ``expert``, what each of them holds: the output's bias.
-        moe_layers: number of MoE layers.
-        largest: elements of the largest tensor on a GPU.
-    """
-
-    embeddings: int
-    dense_layer: int
-    moe_layer: int
-    dense: int
-    expert: int
-    experts: int
-    local_experts: int
-    moe_layers: int
-    largest: int
-    slices: int = 1
-    unsliced: int = 0
+    embeddings: int  # of embeddings, final norm and output projection
+    dense_layer: int  # of a layer with a dense FFN (the mean, where widths differ)
+    dense: int  # of everything but the experts; every GPU holds all of it
+    moe_layers: int  # number of MoE layers
+    largest: int  # elements of the largest tensor on a GPU
+    moe_layer: int = 0  # of an MoE layer without the experts that it routes to
+    experts: int = 0  # E, per MoE layer, over all GPUs
+    local_experts: int = 0  # e, per MoE layer and GPU
+    expert: int = 0  # of one expert
+    products: int = 0  # of ``expert``, the elements of its matrices
+    unsliced: int = 0  # of ``expert``, what each GPU that shares it holds: the output's bias
+    hidden: int = 0  # numbers that an expert keeps of a row: inputs and output of its activation
+    slices: int = 1  # S, GPUs that share each expert; 1 where each holds it whole
+    # placement of the experts, of rank 0; None in a dense model
+    groups: ExpertParallelGroups | None = dataclasses.field(default=None, compare=False)
 
     @property
     def local(self) -> int:
@@ -71,9 +63,16 @@ def moe_layer_numbers(settings: Settings) -> range:
     """Numbers, from 1, of the layers with experts."""
     if settings.routing is None:
         return range(0)
-    return range(
-        settings.model.moe_freq, settings.model.decoder_layers + 1, settings.model.moe_freq
-    )
+    every = settings.model.moe_freq
+    return range(every, settings.model.decoder_layers + 1, every)
+
+
+def dense_ffn_widths(settings: Settings) -> list[int]:
+    """Hidden width of every dense FFN; a FLOP-matched model has wide ones in place of experts."""
+    model = settings.model
+    sparse = model.decoder_layers // model.moe_freq if model.moe_freq else 0
+    wide = [] if settings.routing else [model.alternate_decoder_ffn_embed_dim] * sparse
+    return wide + [model.decoder_ffn_embed_dim] * (model.decoder_layers - sparse)
 
 
 def count_parameters(settings: Settings) -> Parameters:
@@ -84,36 +83,42 @@ def count_parameters(settings: Settings) -> Parameters:
     """
     with torch.device("meta"):
         model = build_model(settings)
-    sparse = model.moe_layers
-    layers = [_count(layer.parameters()) for layer in model.decoder.layers]
-    dense, local = _count(model.parameters())
-    moe = [layers[i][0] for i in sparse]
-    others = [own for i, (own, _) in enumerate(layers) if i not in sparse]
-    groups = model.moe_groups
-    local_experts = groups.num_local_experts if groups else 0
-    slices, unsliced = groups.num_slices if groups else 1, settings.model.decoder_embed_dim
-    held = local // (local_experts * len(sparse)) if sparse else unsliced
-    return Parameters(
-        embeddings=dense - sum(own for own, _ in layers),
+    sparse, groups = model.moe_layers, model.moe_groups
+    layers, dense = [_count_dense(layer) for layer in model.decoder.layers], _count_dense(model)
+    others = [own for i, own in enumerate(layers) if i not in sparse]
+    counted = Parameters(
+        embeddings=dense - sum(layers),
         dense_layer=sum(others) // max(len(others), 1),
-        moe_layer=moe[0] if moe else 0,
         dense=dense,
-        expert=(held - unsliced) * slices + unsliced if sparse else 0,
-        experts=groups.num_experts if groups else 0,
-        local_experts=local_experts,
         moe_layers=len(sparse),
         largest=max(param.numel() for param in model.parameters()),
-        slices=slices,
-        unsliced=unsliced if sparse else 0,
+    )
+    if not sparse:
+        return counted
+    number, layer = next(iter(sparse.items()))
+    return dataclasses.replace(
+        counted,
+        moe_layer=layers[number],
+        experts=groups.num_experts,
+        local_experts=groups.num_local_experts,
+        slices=groups.num_slices,
+        groups=groups,
+        **expert_sizes(layer.experts),
     )
 
 
-def possible_flows(settings: Settings) -> list[int]:
-    """Every r of the settings' placement, the least change first."""
-    slices = 1
-    if settings.placement == "sliced":
-        slices = settings.gpus // settings.exchange_peers
-    return [r for r in range(1, slices + 1) if slices % r == 0] + [0]
+def expert_sizes(experts: StackedExperts) -> dict[str, int]:
+    """Sizes of one whole expert, as its network states them."""
+    dim, units = experts.model_dim, experts.hidden_dim
+    numbers, flops = experts.count(dim, units, experts.options)
+    whole = [each for each in experts.layout.values() if each.slice_dim is None]
+    return {
+        "expert": numbers,
+        "unsliced": sum(len(each.names) * math.prod(each.shape(dim, units)) for each in whole),
+        "products": flops // 2,
+        # each matrix has as many hidden numbers of a row at one of its ends
+        "hidden": flops // 2 // dim,
+    }
 
 
 def build_model(settings: Settings) -> TransformerLMGPTMoE:
@@ -122,11 +127,10 @@ def build_model(settings: Settings) -> TransformerLMGPTMoE:
     args.tokens_per_sample = settings.tokens_per_sample
     args.max_target_positions = None  # that of tokens_per_sample
     args.moe_simulate_world_size = settings.gpus if settings.gpus > 1 else 0
-    task = SimpleNamespace(
-        source_dictionary=_Dictionary(settings.vocabulary),
-        target_dictionary=_Dictionary(settings.vocabulary),
-    )
-    logger = logging.getLogger(TransformerLMGPTMoE.__module__)
+    dictionary = Dictionary()
+    dictionary.symbols = [""] * settings.vocabulary  # of which their number counts
+    task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    logger = logging.getLogger(TransformerLMGPTMoE.__module__.rpartition(".")[0])
     level = logger.level
     logger.setLevel(logging.ERROR)  # that a rank is simulated is no news here
     try:
@@ -135,34 +139,5 @@ def build_model(settings: Settings) -> TransformerLMGPTMoE:
         logger.setLevel(level)
 
 
-class _Dictionary:
-    """As much of fairseq's as a model asks for."""
-
-    def __init__(self, size: int):
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def pad(self) -> int:
-        return 1
-
-
-def _count(params: Iterable[torch.nn.Parameter]) -> tuple[int, int]:
-    """(dense, expert) numbers of distinct parameters."""
-    sizes = {id(param): (param.numel(), is_expert(param)) for param in params}.values()
-    local = sum(size for size, expert in sizes if expert)
-    return sum(size for size, _ in sizes) - local, local
-
-
-def dense_ffn_widths(settings: Settings) -> list[int]:
-    """Hidden width of every dense FFN; a FLOP-matched model has wide ones in place of experts."""
-    model = settings.model
-    if model.moe_freq and settings.routing is None:
-        wide = model.decoder_layers // model.moe_freq
-        narrow = model.decoder_layers - wide
-        return [model.alternate_decoder_ffn_embed_dim] * wide + [
-            model.decoder_ffn_embed_dim
-        ] * narrow
-    count = model.decoder_layers - len(moe_layer_numbers(settings))
-    return [model.decoder_ffn_embed_dim] * count
+def _count_dense(module: torch.nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters() if not is_expert(param))

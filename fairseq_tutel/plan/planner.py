@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .exchange import ExchangeTime, exchange_time
+from ..config import EXPERT_PLACEMENTS, OVERLAP_DEGREES
+from ..distributed import possible_r
+from ..distributed.exchanges import exchange_candidates
 from .hardware import Hardware
-from .memory import Memory, count_memory
+from .memory import Memory, count_memory, make_layers
 from .parameters import Parameters, count_parameters
-from .settings import Settings, with_experts
-from .speed import StepTime, predict
-from .work import Work, count_work
+from .settings import Settings
+from .speed import ExchangeTime, StepTime, exchange_time, step_time
+from .work import Traffic, Work, chosen_experts, count_traffic, count_work
 
-GB = 1e9
-LADDER = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-
-
-class ImpossiblePlan(ValueError):
-    """A run that cannot be; the message names the reason and what to change."""
+# a prediction is not worth a more complicated run that it says gains less
+_MARGIN = 0.01
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,11 @@ class Plan:
     settings: Settings
     hardware: Hardware
     parameters: Parameters
+    traffic: Traffic
     memory: Memory
     work: Work
-    time: StepTime
     exchange: ExchangeTime
+    time: StepTime
 
     @property
     def usable_memory(self) -> float:
@@ -51,9 +52,17 @@ class Plan:
     @property
     def flops_utilisation(self) -> float:
         """Model FLOPs per second over the peak of the hardware (MFU), 0..1."""
-        half = self.settings.precision.element == 2
-        peak = self.hardware.half_flops if half else self.hardware.fp32_flops
+        peak = self.hardware.flops(self.settings.precision.element)
         return self.work.model_flops * self.work.tokens / self.time.total / peak
+
+    @property
+    def active_parameters(self) -> float:
+        """Parameters that a token meets: all dense ones, and those of its K experts."""
+        parameters = self.parameters
+        if not self.settings.routing:
+            return parameters.dense
+        experts = parameters.moe_layers * chosen_experts(self.settings)
+        return parameters.dense + experts * parameters.expert
 
 
 def make_plan(settings: Settings, hardware: Hardware, parameters: Parameters | None = None) -> Plan:
@@ -64,131 +73,103 @@ def make_plan(settings: Settings, hardware: Hardware, parameters: Parameters | N
 
     Raises:
         ValueError: r or the placement is none of this number of GPUs and experts.
+        NotImplementedError: the exchange does not predict its time.
     """
     parameters = parameters or count_parameters(settings)
-    memory = count_memory(settings, parameters)
-    work = count_work(settings, parameters)
-    time = predict(settings, parameters, memory, work, hardware)
-    exchange = exchange_time(settings, parameters, work, hardware)
-    return Plan(settings, hardware, parameters, memory, work, time, exchange)
+    traffic = count_traffic(settings, parameters)
+    memory = count_memory(settings, parameters, make_layers(settings, parameters, traffic))
+    work = count_work(settings, parameters, traffic)
+    exchange = exchange_time(settings, parameters, traffic, work, hardware)
+    time = step_time(settings, parameters, traffic, memory, work, exchange, hardware)
+    return Plan(settings, hardware, parameters, traffic, memory, work, exchange, time)
+
+
+def choices(plan: Plan) -> Iterator[Plan]:
+    """The same run with every placement, r, exchange that predicts its time, and overlap degree,
+    the simplest first. Results of all are the same; so wire formats stay as they are."""
+    settings = plan.settings
+    if not settings.routing or settings.gpus == 1:
+        yield plan  # nothing to choose
+        return
+    shared = settings.gpus > settings.routing.num_experts
+    ways = list(itertools.product(exchange_candidates(), OVERLAP_DEGREES))
+    for placement in EXPERT_PLACEMENTS if shared else EXPERT_PLACEMENTS[:1]:
+        try:
+            parameters = count_parameters(settings.with_placement(placement))
+        except ValueError:  # hidden units that do not divide, or groups that hold whole experts
+            continue
+        none, *some = possible_r(parameters.groups)
+        for r, (name, degree) in itertools.product((*some, none), ways):
+            model = {"moe_a2a": name, "moe_overlap_degree": degree}
+            chosen = settings.with_placement(placement, r).replace(model=model)
+            with contextlib.suppress(NotImplementedError):  # a user's own, without ``predict``
+                yield make_plan(chosen, plan.hardware, parameters)
+            if r == 0:  # without exchanges
+                break
+
+
+def best_plan(plan: Plan) -> Plan:
+    """The choice of the shortest update.
+
+    Of what fits, if anything does; the simplest of those within a hundredth of the shortest.
+    """
+    found = list(choices(plan))
+    found = [other for other in found if other.fits] or found
+    least = min(other.time.total for other in found)
+    return next(other for other in found if other.time.total <= least * (1 + _MARGIN))
+
+
+def largest_batch(plan: Plan) -> int:
+    """Most sequences per GPU and forward pass that fit; 0: not one does."""
+
+    def fits(number):
+        settings, parameters = plan.settings.replace(batch_size=number), plan.parameters
+        stack = make_layers(settings, parameters, count_traffic(settings, parameters))
+        return count_memory(settings, parameters, stack).peak <= plan.usable_memory
+
+    low, high = 0, 1
+    while fits(high) and high < 2**24:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def flop_matched(plan: Plan) -> Plan:
+    """A dense model of the same FLOPs per token: FFNs as wide as K experts in the MoE layers."""
+    settings, products = plan.settings, plan.parameters.products
+    width = round(chosen_experts(settings) * products / (2 * settings.model.decoder_embed_dim))
+    model = {
+        "alternate_decoder_ffn_embed_dim": width + settings.model.moe_shared_expert_ffn_dim,
+        "moe_shared_expert_ffn_dim": 0,
+        "moe_expert_parallel_size": 0,
+    }
+    dense = settings.with_placement("replicated", 1).replace(model=model, routing=None)
+    return make_plan(dense, plan.hardware)
 
 
 def check(plan: Plan) -> None:
     """Refuse a plan that cannot run.
 
     Raises:
-        ImpossiblePlan: a part of a node beyond the first, or more memory than a GPU has.
+        ValueError: a part of a node beyond the first, or more memory than a GPU has.
     """
     gpus, per_node = plan.settings.gpus, plan.hardware.gpus_per_node
     if gpus > per_node and gpus % per_node:
-        raise ImpossiblePlan(
+        raise ValueError(
             f"gpus={gpus} does not fill nodes of {per_node} ({plan.hardware.title}): use "
             f"gpus={gpus // per_node * per_node} or gpus={-(-gpus // per_node) * per_node}"
         )
-    if plan.fits:
-        return
-    memory = plan.memory
-    need, have = memory.peak / GB, plan.usable_memory / GB
-    kinds = {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        "fp32 copies": memory.master,
-        "optimizer statistics": memory.optimizer,
-        "activations and dispatch buffers": memory.activations + memory.dispatch,
-        "logits": memory.logits,
-    }
-    largest = sorted(kinds.items(), key=lambda kind: -kind[1])[:3]
-    shares = ", ".join(f"{name} {size / GB:.1f} GB" for name, size in largest)
-    raise ImpossiblePlan(
-        f"does not fit: {need:.1f} GB at the peak ({memory.peak_phase}) on GPUs with {have:.1f} GB "
-        f"to fill; largest are {shares}. {_advice(plan)}"
-    )
-
-
-def _advice(plan: Plan) -> str:
-    """Single changes that bring the peak down, those that suffice first."""
-    found = []
-    for knob, changed in _knobs(plan.settings):
-        peak = count_memory(changed, count_parameters(changed)).peak
-        if peak < plan.memory.peak:
-            found.append((peak > plan.usable_memory, peak, knob))
-    enough = [f"{knob} ({peak / GB:.1f} GB)" for over, peak, knob in sorted(found) if not over]
-    if enough:
-        return f"Each of these alone makes it fit: {'; '.join(enough)}"
-    if not found:
-        return "No single setting lowers it: use a smaller model or GPUs with more memory"
-    helping = "; ".join(f"{knob} ({peak / GB:.1f} GB)" for _, peak, knob in sorted(found)[:4])
-    return f"No single setting suffices; these help: {helping}"
-
-
-def _knobs(settings: Settings) -> Iterator[tuple[str, Settings]]:
-    """Changes of one setting (or of one with its counterpart) that keep the run's meaning."""
-    precision = settings.precision
-    if not settings.model.checkpoint_activations:
-        yield (
-            "model.checkpoint_activations=true",
-            settings.replace(model={"checkpoint_activations": True}),
+    if not plan.fits:
+        largest = sorted(plan.memory.at_peak.items(), key=lambda kind: -kind[1])[:3]
+        raise ValueError(
+            f"does not fit: {mib(plan.memory.peak)} at the peak on GPUs with "
+            f"{mib(plan.usable_memory)} to fill; largest are "
+            + ", ".join(f"{name} {mib(size)}" for name, size in largest)
         )
-    if precision.statistic == 4:
-        yield "optimizer.fp16_adam_stats=true", _with_precision(settings, statistic=2)
-    if precision.element == 4:
-        yield (
-            "common.fp16=true common.memory_efficient_fp16=true",
-            _with_precision(settings, element=2),
-        )
-    if precision.master_copies:
-        yield (
-            f"common.memory_efficient_{precision.name}=true",
-            _with_precision(settings, master_copies=False),
-        )
-    if settings.batch_size > 1:
-        half = settings.batch_size // 2
-        yield (
-            f"dataset.batch_size={half} optimization.update_freq=[{settings.update_freq * 2}]",
-            settings.replace(batch_size=half, update_freq=settings.update_freq * 2),
-        )
-    if settings.routing and settings.routing.num_experts > settings.gpus:
-        experts = settings.routing.num_experts
-        yield f"model.moe_expert_count={settings.gpus}", with_experts(settings, settings.gpus)
-        yield f"gpus={experts}", settings.replace(gpus=experts)
-    if settings.routing and settings.model.moe_expert_parallel_size:
-        size = 2 * settings.exchange_peers
-        while settings.gpus % size == 0 == settings.routing.num_experts % size:
-            yield (
-                f"model.moe_expert_parallel_size={size}",
-                settings.replace(model={"moe_expert_parallel_size": size}),
-            )
-            size *= 2
-    elif settings.routing and settings.routing.num_experts < settings.gpus:
-        holders = settings.gpus // settings.routing.num_experts
-        whole = settings.placement == "replicated" and not settings.is_dense_formulation
-        if whole and settings.model.moe_expert_ffn_dim % holders == 0:
-            yield "placement=sliced", settings.with_flow("sliced", settings.exchange.r)
 
 
-def _with_precision(settings: Settings, **changes) -> Settings:
-    return settings.replace(
-        precision=type(settings.precision)(**{**vars(settings.precision), **changes})
-    )
-
-
-def ladder(settings: Settings, hardware: Hardware, *, experts: int | None) -> list[Plan]:
-    """Plans for 8 to 4096 GPUs.
-
-    Args:
-        experts: of every rung; one per GPU if None.
-
-    Raises:
-        ValueError: experts and GPUs of a rung do not divide, or its routing cannot be.
-    """
-    plans = []
-    for gpus in LADDER:
-        if gpus > hardware.gpus_per_node and gpus % hardware.gpus_per_node:
-            continue
-        try:
-            rung = with_experts(settings.replace(gpus=gpus), experts or gpus)
-        except ValueError as error:
-            own = "" if experts else ", of one expert per GPU (model.moe_expert_count=N: others)"
-            raise ValueError(f"the rung of {gpus} GPUs{own}: {error}") from None
-        plans.append(make_plan(rung, hardware))
-    return plans
+def mib(size: float) -> str:
+    """Bytes in MiB, as nvidia-smi shows them."""
+    return f"{size / 2**20:,.0f} MiB"

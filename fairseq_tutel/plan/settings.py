@@ -12,70 +12,34 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ..config import ExchangeConfig, MoEConfig, exchange_size
-from ..models.exchange_options import exchange_config
-from ..models.options import check_model_options
-from ..models.routing_options import moe_config
-
-FORMULATIONS = ("sparse", "dense")
-DDP_BACKENDS = ("legacy_ddp", "pytorch_ddp", "fully_sharded")
+from ..integrations.fairseq.models import check_model_options
+from ..integrations.fairseq.options.options import exchange_config, moe_config
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of the numbers that training keeps.
+    """Bytes of the numbers that training keeps."""
 
-    Attributes:
-        name: as in fairseq's options.
-        element: bytes of a weight, a gradient and an activation.
-        master_copies: whether fp32 copies of weights and gradients exist beside them.
-        statistic: bytes of each of Adam's two statistics.
-    """
-
-    name: str
-    element: int
-    master_copies: bool
-    statistic: int
+    name: str  # as in fairseq's options
+    element: int  # of a weight, a gradient and an activation
+    master_copies: bool  # whether fp32 copies of weights and gradients exist beside them
+    statistic: int  # of each of Adam's two statistics
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One training run.
+    """One training run."""
 
-    Attributes:
-        name: of the config.
-        model: sizes and switches by fairseq's names, defaults filled in.
-        precision: bytes per number.
-        vocabulary: size of the dictionary, special symbols and padding included.
-        gpus: W, ranks.
-        batch_size: sequences per GPU and forward pass.
-        tokens_per_sample: length of a sequence.
-        update_freq: forward passes per update.
-        ddp_backend: of fairseq.
-        routing: options of the MoE layers, None for a dense model.
-        formulation: sparse, as this plugin computes; dense, as fairseq's moe branch did.
-    """
-
-    name: str
-    model: SimpleNamespace
+    name: str  # of the config, for titles
+    model: SimpleNamespace  # sizes and switches by fairseq's names, defaults filled in
     precision: Precision
-    vocabulary: int
-    gpus: int
-    batch_size: int
+    vocabulary: int  # size of the dictionary, special symbols and padding included
+    gpus: int  # W, ranks
+    batch_size: int  # sequences per GPU and forward pass
     tokens_per_sample: int
-    update_freq: int
+    update_freq: int  # forward passes per update
     ddp_backend: str
-    routing: MoEConfig | None
-    formulation: str = "sparse"
-
-    @property
-    def is_dense_formulation(self) -> bool:
-        """Whether tables of masks and scores exist."""
-        return self.formulation == "dense"
-
-    @property
-    def is_fully_sharded(self) -> bool:
-        """Whether dense parameters are spread over the GPUs; this plugin replicates them."""
-        return self.is_dense_formulation and self.ddp_backend == "fully_sharded"
+    routing: MoEConfig | None  # options of the MoE layers, None for a dense model
 
     @property
     def exchange(self) -> ExchangeConfig:
@@ -87,7 +51,7 @@ class Settings:
         """What each of several GPUs that share an expert holds: ``replicated`` or ``sliced``."""
         return str(self.model.moe_expert_placement)
 
-    def with_flow(self, placement: str | None = None, r: int = 1) -> Settings:
+    def with_placement(self, placement: str | None = None, r: int = 1) -> Settings:
         """The same run with another placement of experts, and r."""
         placement = placement or self.placement
         return self.replace(model={"moe_expert_placement": placement, "moe_parallelism_r": r})
@@ -119,50 +83,43 @@ def read_settings(
 
     Args:
         config: of :func:`~fairseq_tutel.plan.compose.load_config`.
-        name: for titles.
         gpus: W; the config's world size, or one GPU per expert, if None.
         vocabulary: in place of the task's.
 
     Raises:
-        ValueError: the config leaves out what the planner needs, or holds what it cannot count.
+        ValueError: the config leaves out what the planner needs, or holds what it cannot count, or
+            its options contradict each other.
     """
-    model = _section(config, "model")
-    _check_model(model)
+    model, dataset = _section(config, "model"), _section(config, "dataset")
+    distributed = _section(config, "distributed_training")
     check_model_options(model)
     _fill_sizes(model)
-    world = _section(config, "distributed_training").distributed_world_size
-    gpus = gpus or model.moe_simulate_world_size or world or model.moe_expert_count or 1
-    tokens_per_sample = OmegaConf.select(config, "task.tokens_per_sample")
-    if not tokens_per_sample:
+    length = OmegaConf.select(config, "task.tokens_per_sample")
+    if not length:
         raise ValueError("task.tokens_per_sample is not set: activations depend on it")
-    settings = Settings(
+    if not (dataset.batch_size or dataset.max_tokens):
+        raise ValueError("neither dataset.batch_size nor dataset.max_tokens is set")
+    passes = _section(config, "optimization").update_freq
+    world = model.moe_simulate_world_size or distributed.distributed_world_size
+    gpus = gpus or world or model.moe_expert_count or 1
+    routing = None
+    if model.moe_freq and not model.alternate_decoder_ffn_embed_dim > 0:
+        model.moe_expert_count = model.moe_expert_count or gpus  # as the model reads 0
+        exchange_size(model.moe_expert_count, gpus, model.moe_expert_parallel_size)  # raises
+        exchange_config(model)  # raises
+        routing = moe_config(model, model.moe_expert_count)
+    return Settings(
         name=name,
         model=model,
         precision=_precision(config),
         vocabulary=vocabulary or _vocabulary(config),
         gpus=gpus,
-        batch_size=_batch_size(config, tokens_per_sample),
-        tokens_per_sample=tokens_per_sample,
-        update_freq=_update_freq(config),
-        ddp_backend=str(_section(config, "distributed_training").ddp_backend),
-        routing=None,
+        batch_size=int(dataset.batch_size or max(1, int(dataset.max_tokens) // length)),
+        tokens_per_sample=length,
+        update_freq=int(passes if isinstance(passes, int) else passes[-1]),
+        ddp_backend=str(distributed.ddp_backend),
+        routing=routing,
     )
-    return with_experts(settings, model.moe_expert_count)
-
-
-def with_experts(settings: Settings, num_experts: int) -> Settings:
-    """The same run with another number of experts; 0: one per GPU, as the model reads it.
-
-    Raises:
-        ValueError: experts and GPUs do not divide, or the routing options contradict each other.
-    """
-    model = settings.model
-    if not model.moe_freq or model.alternate_decoder_ffn_embed_dim > 0:
-        return settings.replace(routing=None)
-    num_experts = num_experts or settings.gpus
-    exchange_size(num_experts, settings.gpus, model.moe_expert_parallel_size)  # raises
-    routing = moe_config(model, num_experts)
-    return settings.replace(routing=routing, model={"moe_expert_count": num_experts})
 
 
 def _section(config: DictConfig, name: str) -> SimpleNamespace:
@@ -171,22 +128,19 @@ def _section(config: DictConfig, name: str) -> SimpleNamespace:
     return SimpleNamespace(**{"_name": None, **values})
 
 
-def _check_model(model: SimpleNamespace) -> None:
+def _fill_sizes(model: SimpleNamespace) -> None:
     if model.adaptive_softmax_cutoff:
         raise ValueError(
             f"model.adaptive_softmax_cutoff={model.adaptive_softmax_cutoff}: the planner cannot "
             "count the memory of its output"
         )
-
-
-def _fill_sizes(model: SimpleNamespace) -> None:
     model.decoder_input_dim = model.decoder_input_dim or model.decoder_embed_dim
     model.decoder_output_dim = model.decoder_output_dim or model.decoder_embed_dim
     model.moe_expert_ffn_dim = model.moe_expert_ffn_dim or model.decoder_ffn_embed_dim
     model.checkpoint_activations |= bool(model.offload_activations)
-    for name in ("moe_overlap_degree", "moe_parallelism_r"):
+    for name, first in (("moe_a2a", "linear"), ("moe_overlap_degree", 1), ("moe_parallelism_r", 1)):
         if str(getattr(model, name)) == "auto":
-            setattr(model, name, 1)  # where the tuner starts
+            setattr(model, name, first)  # where the tuner starts
     model.moe_tune_file = None
 
 
@@ -207,32 +161,10 @@ def _vocabulary(config: DictConfig) -> int:
         return 4 + sum(1 for _ in lines)
 
 
-def _batch_size(config: DictConfig, tokens_per_sample: int) -> int:
-    dataset = _section(config, "dataset")
-    if dataset.batch_size:
-        return int(dataset.batch_size)
-    if dataset.max_tokens:
-        return max(1, int(dataset.max_tokens) // tokens_per_sample)
-    raise ValueError("neither dataset.batch_size nor dataset.max_tokens is set")
-
-
-def _update_freq(config: DictConfig) -> int:
-    frequency = _section(config, "optimization").update_freq
-    return int(frequency if isinstance(frequency, int) else frequency[-1])
-
-
 def _precision(config: DictConfig) -> Precision:
     common, optimizer = _section(config, "common"), _section(config, "optimizer")
     if optimizer._name != "adam":
         raise ValueError(f"optimizer._name is {optimizer._name!r}: the planner supports adam only")
-    if common.fp16 and common.bf16:
-        raise ValueError("common.fp16 and common.bf16 are both set: choose one")
-    for half in ("fp16", "bf16"):
-        if getattr(common, f"memory_efficient_{half}") and not getattr(common, half):
-            raise ValueError(
-                f"common.memory_efficient_{half}=true does nothing without common.{half}=true "
-                "(fairseq-train sets both, fairseq-hydra-train does not)"
-            )
     half = "fp16" if common.fp16 else "bf16" if common.bf16 else None
     efficient = half is not None and getattr(common, f"memory_efficient_{half}")
     return Precision(

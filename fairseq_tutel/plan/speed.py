@@ -1,86 +1,190 @@
 """The time of one update on some hardware.
 
-The model is plain arithmetic: every part runs at a fixed share of its peak, one after the other;
-only exchanges may overlap, with the experts of their layer (see :mod:`.exchange`). What it leaves
-out: overlap of the gradients' all-reduce (faster), waiting for the slowest rank, uneven experts,
-data loading (slower). Its figures are predictions, not measurements.
+The model is plain arithmetic: every part runs at a fixed share of its peak, one after the other.
+What it leaves out: overlap of the gradients' all-reduce (faster), waiting for the slowest rank,
+uneven experts, data loading (slower). Its figures are predictions, not measurements.
+
+Only exchanges may overlap, with the experts of their layer. With overlap degree d the rows of a
+layer travel in d chunks (arXiv 2206.03382, section 3.2)::
+
+    link      > D0 > D1 > D2 > D3      > C0 > C1 > C2 > C3
+    products        F0   F1   F2   F3
+
+All dispatches are queued at once; a chunk's products start when it is there and the chunk before is
+done, its way back when its products are done and the link is free. The backward pass runs the same
+way with the gradients, and weight gradients, which no exchange waits for, fill the end. A chunk
+costs as an exchange of its size: d chunks send d times the messages and start d times. What travels
+in another number format is read and written once more at either end.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
-from .exchange import exchange_time
-from .flow import gather_time, make_flow, ring_time, scatter_time
-from .formulation import held_parameters, kept_bytes, mask_flops, sharded_bytes, table_time
+import torch
+
+from ..config import EXCHANGES
+from ..distributed.exchanges import Direction, LinearExchange
+from ..moe.wire import row_bytes
 from .hardware import Hardware
 from .memory import Memory
 from .parameters import Parameters
 from .settings import Settings
-from .work import Work
+from .work import Traffic, Work
+
+
+@dataclass(frozen=True)
+class ExchangeTime:
+    """Seconds of all exchanges of one update."""
+
+    exposed: float = 0.0  # that the layers wait for the links
+    carried: float = 0.0  # that the links are busy, hidden or not
+    casts: float = 0.0  # that rows take into the numbers of the wire, and out of them
+
+    @property
+    def hidden(self) -> float:
+        """Share of the links' time that the layers do not wait for, 0..1."""
+        return 1 - self.exposed / self.carried if self.carried else 0.0
+
+
+def exposed(
+    there: float, products: float, back: float, degree: int, meanwhile: float = 0.0
+) -> float:
+    """Seconds that a layer waits for its two exchanges.
+
+    Args:
+        there, back: of one chunk on the link.
+        products: of one chunk's experts.
+        degree: d, chunks; one hides nothing.
+        meanwhile: of work that follows the products and waits for no exchange.
+    """
+    if degree == 1:
+        return there + back
+    link, done = degree * there, 0.0
+    for chunk in range(1, degree + 1):
+        done = max(done, chunk * there) + products
+        link = max(link, done) + back
+    return max(link, done + meanwhile) - degree * products - meanwhile
+
+
+def exchange_time(
+    settings: Settings, parameters: Parameters, traffic: Traffic, work: Work, hardware: Hardware
+) -> ExchangeTime:
+    """Exchanges of one update with the algorithm, degree and wire of the settings.
+
+    Raises:
+        NotImplementedError: the algorithm does not predict its time.
+    """
+    if not work.exchanges:
+        return ExchangeTime()
+    model, choice, b = settings.model, settings.exchange, settings.precision.element
+    dim, degree = model.decoder_embed_dim, choice.overlap_degree
+    products = traffic.rows * 2 * parameters.products / hardware.product_rate(b) / degree
+    directions = (Direction.DISPATCH, Direction.COMBINE, Direction.DISPATCH_GRADIENT)
+    dtype = torch.float16 if b == 2 else torch.float32
+    widths = [row_bytes(choice, dim, dtype, direction) for direction in directions]
+    predict, sent = EXCHANGES.get(choice.algorithm).predict, traffic.sent
+    there, back, gradient = (
+        predict(sent * width / degree, work.exchange_peers, hardware) for width in widths
+    )
+    # written and read at both ends
+    casts = [2 * sent * (dim * b + w) / hardware.stream if w < dim * b else 0.0 for w in widths]
+    forward = exposed(there, products, back, degree)
+    # of the two products of the backward pass an exchange waits for the rows' gradients only
+    backward = exposed(gradient, products, gradient, degree, meanwhile=degree * products)
+    layers = parameters.moe_layers * settings.update_freq
+    passes = 2 if model.checkpoint_activations else 1  # forward passes, with recomputation
+    return ExchangeTime(
+        exposed=layers * (passes * forward + backward),
+        carried=layers * degree * (passes * (there + back) + 2 * gradient),
+        casts=layers * (passes * (casts[0] + casts[1]) + 2 * casts[2]),
+    )
+
+
+def ring_time(size: float, ranks: int, near: int, hardware: Hardware) -> float:
+    """Seconds of an all-gather or reduce-scatter; an all-reduce is one after the other.
+
+    Args:
+        size: bytes of the whole.
+        ranks: GPUs that take part.
+        near: of them that share a node, if there are as many. Between nodes rings use the network
+            ports of all of these at once.
+    """
+    if ranks < 2 or not size:
+        return 0.0
+    bandwidth = hardware.node_bandwidth
+    if ranks > near:
+        bandwidth = min(bandwidth, hardware.network_bandwidth * near)
+    carried = size * (ranks - 1) / ranks / (bandwidth * hardware.link_efficiency)
+    return carried + hardware.latency * math.log2(ranks)
+
+
+def gather_time(traffic: Traffic, element: int, hardware: Hardware) -> float:
+    """Seconds in which one layer's weights are gathered, of ``element`` bytes each."""
+    near = hardware.neighbours(traffic.gather_stride)
+    return ring_time(traffic.gathered * element, traffic.gather_ranks, near, hardware)
+
+
+def scatter_time(traffic: Traffic, element: int, hardware: Hardware) -> float:
+    """Seconds in which the gradients of what was gathered go back.
+
+    As an all-to-all, after which each GPU adds up its part in fp32: between nodes a ring would add
+    on its way and send fewer bytes, but round each time.
+    """
+    near = hardware.neighbours(traffic.gather_stride)
+    links = dataclasses.replace(hardware, gpus_per_node=near)
+    return LinearExchange.predict(traffic.gathered * element, traffic.gather_ranks, links)
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one update, by part.
+    """Seconds of one update, by part."""
 
-    Attributes:
-        matmul: matrix products.
-        elementwise: everything else that passes over activations and logits.
-        optimizer: the update of the weights.
-        all_to_all: that MoE layers wait for their exchanges, casts for the wire included.
-        weights: gathers of experts' weights, and their gradients' way back, of r-flow.
-        all_reduce: gradients of dense and of replicated parameters.
-    """
-
-    matmul: float
-    elementwise: float
-    optimizer: float
-    all_to_all: float
-    weights: float
-    all_reduce: float
+    matmul: float  # matrix products
+    elementwise: float  # everything else that passes over activations and logits
+    optimizer: float  # the update of the weights
+    all_to_all: float  # that MoE layers wait for their exchanges, casts for the wire included
+    weights: float  # gathers of experts' weights, and their gradients' way back, of r-flow
+    all_reduce: float  # gradients of dense and of replicated parameters
 
     @property
     def total(self) -> float:
         """Seconds of an update."""
         return sum(dataclasses.astuple(self))
 
-    @property
-    def all_to_all_share(self) -> float:
-        """Share of the all-to-alls in the update, 0..1."""
-        return self.all_to_all / self.total
 
-
-def predict(
-    settings: Settings, parameters: Parameters, memory: Memory, work: Work, hardware: Hardware
+def step_time(
+    settings: Settings,
+    parameters: Parameters,
+    traffic: Traffic,
+    memory: Memory,
+    work: Work,
+    exchange: ExchangeTime,
+    hardware: Hardware,
 ) -> StepTime:
     """Time of one update.
 
     Elementwise kernels are taken to write what the backward pass keeps, read it, read it again
-    there and write a gradient of its size (4 passes, 2 more for recomputation; the tables of the
-    dense formulation are counted one by one), and the optimizer to be a fused kernel that moves
-    each value it needs once.
+    there and write a gradient of its size (4 passes, 2 more for recomputation), and the optimizer
+    to be a fused kernel that moves each value it needs once.
     """
-    exchange = exchange_time(settings, parameters, work, hardware)
-    stream = hardware.memory_bandwidth * hardware.memory_efficiency
-    passes = 6 if settings.model.checkpoint_activations else 4
-    activations = memory.without_checkpointing - kept_bytes(settings, parameters)
-    kept = activations * passes + 2 * memory.logits
-    # a gather or a reduce-scatter sends half of what an all-reduce does
-    reduced = sharded_bytes(settings, parameters) or 2 * work.reduce_bytes
-    updated = held_parameters(settings, parameters)
+    b, again = settings.precision.element, bool(settings.model.checkpoint_activations)
+    kept = memory.without_checkpointing * (6 if again else 4) + 2 * memory.logits
+    # each layer's weights in every forward pass (again in a recomputation), gradients once
+    gathers = (1 + again) * gather_time(traffic, b, hardware) + scatter_time(traffic, b, hardware)
+    # replicas of an expert are P GPUs apart
+    near = hardware.neighbours(settings.exchange_peers)
+    reduced = ring_time(work.reduce_bytes, settings.gpus, hardware.gpus_per_node, hardware)
+    reduced += ring_time(work.replica_bytes, work.replicas, near, hardware)
     return StepTime(
-        matmul=work.tokens
-        * (work.hardware_flops + parameters.moe_layers * mask_flops(settings))
-        / (hardware.flops(settings.precision.element) * hardware.matmul_efficiency),
-        elementwise=settings.update_freq * kept / stream
-        + table_time(settings, parameters, hardware),
-        optimizer=updated * _optimizer_bytes(settings) / stream,
+        matmul=work.tokens * work.hardware_flops / hardware.product_rate(b),
+        elementwise=settings.update_freq * kept / hardware.stream,
+        optimizer=parameters.per_gpu * _optimizer_bytes(settings) / hardware.stream,
         all_to_all=exchange.exposed + exchange.casts,
-        weights=_gathers(settings, parameters, hardware),
-        all_reduce=2 * ring_time(reduced / 2, settings.gpus, hardware.gpus_per_node, hardware)
-        + _replica_time(work, settings, hardware),
+        weights=settings.update_freq * parameters.moe_layers * gathers,
+        all_reduce=2 * reduced,
     )
 
 
@@ -92,21 +196,3 @@ def _optimizer_bytes(settings: Settings) -> int:
     update = 2 * b + b + 2 * statistics
     maximum = b + statistics if precision.statistic == 2 else 0
     return b + maximum + update + master
-
-
-def _gathers(settings: Settings, parameters: Parameters, hardware: Hardware) -> float:
-    """Each layer's weights in every forward pass (again in a recomputation), gradients once."""
-    if not settings.routing:
-        return 0.0
-    known = make_flow(settings, parameters), settings.precision.element, hardware
-    passes = 2 if settings.model.checkpoint_activations else 1
-    one = passes * gather_time(*known) + scatter_time(*known)
-    return settings.update_freq * parameters.moe_layers * one
-
-
-def _replica_time(work: Work, settings: Settings, hardware: Hardware) -> float:
-    """Replicas of an expert are P GPUs apart: on other nodes if P >= GPUs per node."""
-    if work.replicas < 2:
-        return 0.0
-    near = max(1, hardware.gpus_per_node // settings.exchange_peers)
-    return 2 * ring_time(work.replica_bytes, work.replicas, near, hardware)

@@ -1,57 +1,111 @@
-"""Floating-point operations and bytes on the wire of one update, per GPU."""
+"""What one GPU computes and sends in an update: rows to experts, with r-flow weights to tokens.
+
+:func:`~fairseq_tutel.distributed.expert_parallelism` says who exchanges rows and who gathers
+weights (arXiv 2206.03382, section 3.1), here of a simulated rank. Per GPU and layer, L rows, P
+numbers of an expert, S = W/E GPUs that hold each expert, whole (``replicated``) or a slice of it
+(``sliced``):
+
+    placement, r           exchange with  rows sent  weights gathered from  numbers gathered
+    replicated, r = 1      E              L          none                   0
+    replicated, r = 0      none           0          E                      E P
+    sliced, 1 <= r <= S    rE             rL         S/r, rE GPUs apart     P / r (r = S: 0)
+    sliced, r = 0          none           0          all                    E P
+
+E >= W is as replicated, with W in place of the E GPUs, as are expert groups, with their P. A GPU
+that has all experts gathers nothing. As many gradients go back. Experts compute the same number of
+products for any r: r times the rows through an r-th of the hidden units.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from .flow import make_flow
-from .memory import dispatch_rows
+from ..distributed import expert_parallelism
 from .parameters import Parameters, dense_ffn_widths
 from .settings import Settings
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one GPU computes and sends in one update.
+class Traffic:
+    """Where rows and weights of one layer travel; nowhere in a dense model."""
 
-    Attributes:
-        tokens: per GPU and update.
-        capacity: C, rows per expert and GPU of one forward pass; None without a limit.
-        model_flops: per token, forward and backward, of what the model needs: K experts per token,
-            no recomputation; the numerator of model FLOPs utilisation.
-        hardware_flops: per token, as computed: every row of the capacity, recomputation.
-        exchange_bytes: that one GPU hands to one all-to-all, its own part included.
-        exchange_peers: GPUs that take part in it, itself included; 1 without expert parallelism.
-        exchanges: all-to-alls per update.
-        reduce_bytes: dense gradients, all-reduced once per update.
-        replica_bytes: gradients of expert parameters that several GPUs hold, all-reduced.
-        replicas: GPUs that hold the same experts, or slices of them.
+    rows: int = 0  # R, of the dispatch buffer
+    destinations: int = 1  # GPUs that each row goes to; the layer keeps as many copies
+    exchange_ranks: int = 1  # GPUs that exchange rows, 1 if none
+    gather_ranks: int = 1  # GPUs that share the weights which each of them gathers, 1 if none
+    gather_stride: int = 1  # distance between neighbours among those
+    gathered: int = 0  # numbers that a GPU holds after a gather, its own among them
+
+    @property
+    def sent(self) -> int:
+        """Rows that a GPU hands to an exchange, those that stay included."""
+        return self.rows * self.destinations
+
+
+def count_traffic(settings: Settings, parameters: Parameters) -> Traffic:
+    """That of a run.
+
+    Raises:
+        ValueError: r is none of this number of GPUs and experts.
     """
+    if parameters.groups is None:
+        return Traffic()
+    way = expert_parallelism(parameters.groups, settings.exchange.r)
+    gather_ranks, gathered = way.gather_size, 0
+    if gather_ranks > 1:
+        gathered = math.prod(way.gathered) * parameters.sliceable // parameters.slices
+        if way.r == 0:
+            gathered += parameters.experts * parameters.unsliced
+    ranks = way.exchange_groups.ep_size
+    stride = ranks if way.r else 1
+    rows = dispatch_rows(settings)
+    return Traffic(rows, way.num_destinations, ranks, gather_ranks, stride, gathered)
 
-    tokens: int
-    capacity: int | None
+
+def dispatch_rows(settings: Settings) -> int:
+    """R, rows of the dispatch buffer of one GPU: E C with a fixed capacity, else K T.
+
+    Without a fixed capacity the number of received rows depends on the routing; K T is the mean
+    over the GPUs, of which N null experts, chosen as often as others, take their share N / (E + N).
+    """
+    routing, tokens = settings.routing, settings.tokens
+    capacity = routing.capacity(tokens, training=True)
+    if capacity is None or not routing.is_static(training=True):
+        return -(-routing.top_k * tokens * routing.num_experts // routing.num_outputs)
+    return routing.num_experts * capacity
+
+
+def chosen_experts(settings: Settings) -> float:
+    """Experts that a token meets in a layer: K, but for its share of choices of null experts."""
+    routing = settings.routing
+    return routing.top_k * routing.num_experts / routing.num_outputs
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one GPU computes and sends in one update."""
+
+    tokens: int  # per GPU and update
+    capacity: int | None  # C, rows per expert and GPU of one forward pass; None without a limit
+    # per token, forward and backward, of what the model needs: K experts per token, no
+    # recomputation; the numerator of model FLOPs utilisation
     model_flops: float
-    hardware_flops: float
-    exchange_bytes: int
-    exchange_peers: int
-    exchanges: int
-    reduce_bytes: int
-    replica_bytes: int
-    replicas: int
+    hardware_flops: float  # per token, as computed: every row of the capacity, recomputation
+    exchange_bytes: int  # that one GPU hands to one all-to-all, its own part included
+    exchange_peers: int  # GPUs that take part in it, itself included
+    exchanges: int  # all-to-alls per update
+    reduce_bytes: int  # dense gradients, all-reduced once per update
+    replica_bytes: int  # gradients of expert parameters that several GPUs hold, all-reduced
+    replicas: int  # GPUs that hold the same experts, or slices of them
 
     @property
     def bytes_per_peer(self) -> float:
         """Bytes from one GPU to one other in one all-to-all."""
         return self.exchange_bytes / self.exchange_peers
 
-    @property
-    def exchange_bytes_per_update(self) -> float:
-        """Bytes that leave one GPU in all all-to-alls of an update."""
-        leaving = self.exchange_bytes - self.bytes_per_peer
-        return leaving * self.exchanges
 
-
-def count_work(settings: Settings, parameters: Parameters) -> Work:
+def count_work(settings: Settings, parameters: Parameters, traffic: Traffic) -> Work:
     """Operations and traffic of a run.
 
     A matrix product of n x k by k x m counts 2 n k m. Attention scores count in full, not halved
@@ -65,19 +119,15 @@ def count_work(settings: Settings, parameters: Parameters) -> Work:
     ffn = 4 * dim * sum(dense_ffn_widths(settings))
     output = 2 * model.decoder_output_dim * settings.vocabulary
     chosen = computed = gate = 0.0
-    rows = 0
     if routing:
-        rows = dispatch_rows(settings)
         gate = parameters.moe_layers * 2 * dim * routing.num_outputs
         ffn += parameters.moe_layers * 4 * dim * model.moe_shared_expert_ffn_dim
-        one_expert = parameters.moe_layers * 4 * dim * model.moe_expert_ffn_dim
-        chosen = routing.top_k * routing.num_experts / routing.num_outputs * one_expert
-        computed = rows / settings.tokens * one_expert
+        one_expert = parameters.moe_layers * 2 * parameters.products
+        chosen = chosen_experts(settings) * one_expert
+        computed = traffic.rows / settings.tokens * one_expert
     dense = attention + ffn + gate
-    passes = 4 if model.checkpoint_activations else 3
-    flow = make_flow(settings, parameters)
-    peers = flow.exchange_ranks if routing else 1
-    per_pass = (6 if model.checkpoint_activations else 4) * parameters.moe_layers
+    again = bool(model.checkpoint_activations)
+    peers = traffic.exchange_ranks
     replicas = settings.gpus // settings.exchange_peers if routing else 1
     shared = parameters.unsliced if parameters.slices > 1 else parameters.expert
     shared *= parameters.local_experts * parameters.moe_layers
@@ -86,10 +136,10 @@ def count_work(settings: Settings, parameters: Parameters) -> Work:
         tokens=settings.tokens * settings.update_freq,
         capacity=routing.capacity(settings.tokens, training=True) if routing else None,
         model_flops=3.0 * (dense + chosen + output),
-        hardware_flops=passes * (dense + computed) + 3.0 * output,
-        exchange_bytes=flow.copies * rows * dim * b,
+        hardware_flops=(3 + again) * (dense + computed) + 3.0 * output,
+        exchange_bytes=traffic.sent * dim * b,
         exchange_peers=peers,
-        exchanges=per_pass * settings.update_freq if peers > 1 else 0,
+        exchanges=(4 + 2 * again) * parameters.moe_layers * settings.update_freq * (peers > 1),
         reduce_bytes=parameters.dense * b if settings.gpus > 1 else 0,
         replica_bytes=shared * b if replicas > 1 else 0,
         replicas=replicas,

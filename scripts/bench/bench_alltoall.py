@@ -1,37 +1,46 @@
-"""Bandwidth of the all-to-all by message size and algorithm, in the terms of nccl-tests.
+"""Time and bandwidth of the all-to-all by message size and algorithm, in the terms of nccl-tests.
 
     python -m fairseq_tutel.launch --nproc-per-node 2 -- python scripts/bench/bench_alltoall.py
     sbatch --nodes 64 --gpus-per-node 8 --exclusive scripts/slurm/bench_alltoall.sbatch
+    sudo python scripts/bench/two_nodes.py --message-bytes 50000 -- \\
+        python scripts/bench/bench_alltoall.py --sizes 4K,64K,1M --algorithms linear,2dh
 
 A message is what one rank hands to one all-to-all, its own part included. Algorithm bandwidth is
 message over time; bus bandwidth is that times (W-1)/W, the share that leaves a rank, and can be
-compared between numbers of ranks and with the link's speed. The times are those of the slowest
-rank.
+compared between numbers of ranks and with the link's speed. Algorithms take turns in random order;
+a time is that of the slowest rank.
 """
 
-from __future__ import annotations
-
 import argparse
+import itertools
+import os
+import random
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import figures
+import runner
 import torch
 from measure import percentiles
-from ranks import Ranks, choose_device, connected
-from record import describe_run, device_name, quiet_logs, say, table, write_json
+from ranks import Ranks
+from record import device_name, say, table
+from runner import Report, add_defaults, command_line, expect_known, words
 from torch import Tensor
 
 from fairseq_tutel.config import EXCHANGES, ExchangeConfig
-from fairseq_tutel.distributed import Exchange, build_exchange, build_groups
-from fairseq_tutel.distributed.exchanges import Parts
+from fairseq_tutel.distributed import build_exchange, build_groups
 
 _UNITS = {"K": 10, "M": 20, "G": 30}
 _ELEMENT = 4  # bytes of fp32
 _UNEVEN = " uneven"
+_DEFAULTS = {
+    "iterations": (20, "all-to-alls per measurement"),
+    "repetitions": (5, "measurements per size"),
+    "ranks-per-node": (0, "0: as the machines have it"),
+}
 
 
 def parse_size(text: str) -> int:
@@ -44,25 +53,16 @@ def parse_size(text: str) -> int:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = command_line(__doc__)
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
     add("--backend", choices=["gloo", "nccl"], help="default: nccl on GPUs, gloo on CPUs")
-    add(
-        "--algorithms",
-        type=lambda text: text.split(","),
-        default=algorithms(),
-        metavar="LIST",
-        help=f"of {', '.join(algorithms())} (default: all)",
-    )
-    add("--ranks-per-node", type=int, default=0, help="default: as the machines have it")
-    add("--min-bytes", type=parse_size, default=64 << 10, metavar="SIZE", help="default: 64K")
-    add("--max-bytes", type=parse_size, metavar="SIZE", help="default: 1G on GPUs, 64M on CPUs")
-    add("--factor", type=int, default=4, help="between sizes (default: 4)")
-    add("--iterations", type=int, default=20, help="all-to-alls per measurement (default: 20)")
-    add("--repetitions", type=int, default=5, help="measurements per size (default: 5)")
-    add("--output", type=Path, help="JSON file (default: runs/bench/alltoall-W-BACKEND.json)")
-    add("--figure", type=Path, help="PNG file (default: beside the JSON file)")
+    every = f"of {', '.join(algorithms())} (default: all)"
+    add("--algorithms", default=algorithms(), help=every, **words())
+    usual = "default: 64K to 64M, on GPUs to 1G, times 4"
+    add("--sizes", help=f"bytes per rank ({usual})", **words(parse_size))
+    add_defaults(parser, _DEFAULTS)
+    add("--output", type=Path, help="JSON file (default: runs/bench/alltoall-W-LINK.json)")
     return parser.parse_args(argv)
 
 
@@ -71,34 +71,31 @@ def algorithms() -> list[str]:
     return [f"{name}{kind}" for name in EXCHANGES for kind in ("", _UNEVEN)]
 
 
-def for_size(algorithm: str, built: Exchange, size: int) -> tuple[Exchange, Parts | None]:
-    """What the layer would use for messages of so many bytes, all parts of one size."""
-    exchange = built.for_message(size)
-    if not algorithm.endswith(_UNEVEN):
-        return exchange, None
-    ranks = built.groups.ep_size
-    part = [size // _ELEMENT // ranks] * ranks
-    return exchange, exchange.parts(part, part)
+def link_name(backend: str) -> str:
+    """The bed that two_nodes.py made, in a word for a file name; else the backend."""
+    bed = os.environ.get("TWO_NODES", "")
+    return ("messages" if "--message-bytes" in bed else "bandwidth") if bed else backend
 
 
-def sizes(options: argparse.Namespace, world_size: int, device_type: str) -> list[int]:
-    """Message sizes in bytes, multiples of what W equal parts of fp32 numbers take.
+def interleaved(
+    variants: Mapping[str, Callable[[], Any]], ranks: Ranks, repetitions: int, warmup: int = 2
+) -> dict[str, list[float]]:
+    """Seconds of every repetition of each variant, on the slowest rank; variants take turns.
 
-    Raises:
-        ValueError: there are none.
+    In random order, the same on all ranks: what an exchange leaves in the link's queue hits
+    whichever comes next.
     """
-    largest = options.max_bytes or (1 << 30 if device_type == "cuda" else 64 << 20)
-    if options.min_bytes > largest or options.factor < 2:
-        raise ValueError(
-            f"--min-bytes {options.min_bytes} --max-bytes {largest} --factor {options.factor} "
-            "leave no sizes"
-        )
-    step = world_size * _ELEMENT
-    found, size = [], options.min_bytes
-    while size <= largest:
-        found.append(max(step, size // step * step))
-        size *= options.factor
-    return found
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    names = list(variants)
+    for number in range(-warmup, repetitions):
+        for name in random.Random(number).sample(names, len(names)):
+            ranks.wait()
+            begin = time.perf_counter()
+            variants[name]()
+            ranks.wait_for_device()
+            if number >= 0:
+                seconds[name].append(time.perf_counter() - begin)
+    return {name: ranks.slowest(times) for name, times in seconds.items()}
 
 
 def message(size: int, ranks: Ranks, order: Sequence[int] | None = None) -> Tensor:
@@ -116,58 +113,45 @@ def message(size: int, ranks: Ranks, order: Sequence[int] | None = None) -> Tens
 def check(received: Tensor, ranks: Ranks, algorithm: str) -> None:
     """Raise RuntimeError unless every part came from the right rank."""
     sources = torch.arange(ranks.world_size, device=ranks.device)
-    want = (sources * ranks.world_size + ranks.rank).to(torch.float32)
-    if not torch.equal(
-        received.view(ranks.world_size, -1),
-        want[:, None].expand(-1, received.numel() // ranks.world_size),
-    ):
+    ways = (sources * ranks.world_size + ranks.rank).to(torch.float32)
+    if not torch.equal(received, ways.repeat_interleave(len(received) // ranks.world_size)):
         raise RuntimeError(f"{algorithm}: rank {ranks.rank} received the wrong parts")
 
 
-def time_exchange(exchange, rows, parts, ranks: Ranks, iterations: int) -> float:
-    """Seconds of one all-to-all, mean over ``iterations``."""
-    ranks.barrier()
-    if ranks.device.type == "cuda":
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(iterations):
-        exchange.forth(rows, parts)
-    if ranks.device.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / iterations
-
-
 def measure(options: argparse.Namespace, ranks: Ranks) -> list[dict[str, Any]]:
-    """One row per size and algorithm; repetitions of all algorithms take turns."""
+    """One row per size and algorithm."""
     groups = build_groups(ranks.world_size)
-    built = {
-        name: build_exchange(
-            ExchangeConfig(name.removesuffix(_UNEVEN), options.ranks_per_node), groups
-        )
-        for name in options.algorithms
-    }
     rows = []
-    for size in sizes(options, ranks.world_size, ranks.device.type):
-        cases, seconds = {}, {name: [] for name in built}
-        for name in built:
-            exchange, parts = for_size(name, built[name], size)
-            data = message(size, ranks, exchange.send_order)
-            check(exchange.forth(data, parts), ranks, name)
-            cases[name] = (exchange, data, parts)
-            time_exchange(*cases[name], ranks, 2)
-        for _ in range(options.repetitions):
-            for name, case in cases.items():
-                seconds[name].append(time_exchange(*case, ranks, options.iterations))
-        for name in built:
-            spread = percentiles(ranks.slowest(seconds[name]))
+    for given in options.sizes:
+        step = ranks.world_size * _ELEMENT  # equal parts of fp32 numbers
+        size = max(step, given // step * step)
+        variants, used = {}, {}
+        for name in options.algorithms:
+            config = ExchangeConfig(name.removesuffix(_UNEVEN), options.ranks_per_node)
+            exchange = build_exchange(config, groups)
+            data, splits = message(size, ranks, exchange.algorithm.send_order), None
+            if name.endswith(_UNEVEN):
+                part = torch.full((ranks.world_size,), len(data) // ranks.world_size)
+                ((_, splits),) = exchange.algorithm.share_chunks(part.to(ranks.device), 1)
+            check(exchange.dispatch(data, splits), ranks, name)
+
+            def several(exchange=exchange, data=data, splits=splits):
+                for _ in range(options.iterations):
+                    exchange.dispatch(data, splits)
+
+            variants[name], used[name] = several, exchange.name
+        for name, total in interleaved(variants, ranks, options.repetitions).items():
+            seconds = [spent / options.iterations for spent in total]
+            spread = percentiles(seconds)
             bandwidth = size / spread["p50"]
             rows.append(
                 {
                     "algorithm": name,
-                    "exchange": cases[name][0].name,
+                    "exchange": used[name],
                     "bytes": size,
                     "bytes_per_peer": size // ranks.world_size,
                     "seconds": spread,
+                    "raw_seconds": seconds,
                     "algbw": bandwidth,
                     "busbw": bandwidth * (ranks.world_size - 1) / ranks.world_size,
                 }
@@ -175,87 +159,67 @@ def measure(options: argparse.Namespace, ranks: Ranks) -> list[dict[str, Any]]:
     return rows
 
 
+def size_ratios(rows: Sequence[dict]) -> dict[str, dict[str, float]]:
+    """By size: linear over 2dh, of medians."""
+    found: dict[str, dict[str, float]] = {}
+    rows = [row for row in rows if not row["algorithm"].endswith(_UNEVEN)]
+    for size, same in itertools.groupby(rows, key=lambda row: row["bytes"]):
+        median = {row["exchange"]: statistics.median(row["raw_seconds"]) for row in same}
+        ratios = found[str(size)] = {}
+        if {"linear", "2dh"} <= set(median):
+            ratios["linear/2dh"] = median["linear"] / median["2dh"]
+    return found
+
+
+def about_ranks(result: dict[str, Any]) -> str:
+    """What ran where, for the line above a table."""
+    ranks = f"{result['world_size']} ranks, {result['backend']}, {result['link']}"
+    return f"{result.get('part', result['benchmark'])}: {ranks}, {device_name(result)}"
+
+
 def print_result(result: dict[str, Any]) -> None:
     """The table."""
-    say(
-        f"all-to-all between {result['world_size']} ranks, {result['backend']}, "
-        f"{device_name(result)}"
-    )
-    lines = [
-        [
-            row["algorithm"],
-            f"{row['bytes']:,}",
-            f"{row['bytes_per_peer']:,}",
-            *(f"{1e6 * row['seconds'][key]:,.1f}" for key in ("p20", "p50", "p80")),
-            f"{row['algbw'] / 1e9:.3f}",
-            f"{row['busbw'] / 1e9:.3f}",
-        ]
-        for row in result["results"]
-    ]
-    say(
-        table(
-            [
-                "algorithm",
-                "bytes",
-                "per peer",
-                "p20 us",
-                "p50 us",
-                "p80 us",
-                "algbw GB/s",
-                "busbw GB/s",
-            ],
-            lines,
-        )
-    )
+    say(about_ranks(result))
 
+    def ratio(row):
+        found = result["ratios"].get(str(row["bytes"]), {}).get("linear/2dh")
+        return f"{found:.2f}" if found and row["algorithm"] == "2dh" else ""
 
-def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """Measure, print and write."""
-    if ranks.world_size < 2:
-        raise ValueError(
-            "an all-to-all needs at least 2 ranks: start this with python -m fairseq_tutel.launch "
-            "--nproc-per-node N -- python scripts/bench/bench_alltoall.py"
-        )
-    unknown = [name for name in options.algorithms if name not in algorithms()]
-    if unknown:
-        raise ValueError(f"--algorithms {','.join(unknown)}: choose from {', '.join(algorithms())}")
-    rows = measure(options, ranks)
-    result = {
-        **describe_run("alltoall", ranks.device, ranks.world_size),
-        "backend": ranks.backend,
-        "settings": {
-            "algorithms": options.algorithms,
-            "iterations": options.iterations,
-            "repetitions": options.repetitions,
-            "ranks_per_node": options.ranks_per_node,
-        },
-        "results": rows,
+    shown = {
+        "algorithm": "{algorithm}",
+        "uses": "{exchange}",
+        "bytes": "{bytes:,}",
+        **{f"{p} ms": f"{{ms[{p}]:,.4g}}" for p in ("p20", "p50", "p80")},
+        "algbw GB/s": "{algbw:.3g}",
+        "busbw GB/s": "{busbw:.3g}",
+        "linear/2dh": ratio,
     }
-    if ranks.first:
-        print_result(result)
-        path = options.output or Path(
-            f"runs/bench/alltoall-{ranks.world_size}-{ranks.backend}.json"
-        )
-        write_json(result, path)
-        say(f"written: {path}")
-        picture = options.figure or path.with_suffix(".png")
-        if figures.draw(result, picture):
-            say(f"drawn: {picture}")
-    return result
+    rows = []
+    for row in result["results"]:
+        ms = {key: 1e3 * value for key, value in row["seconds"].items()}
+        speeds = {"algbw": row["algbw"] / 1e9, "busbw": row["busbw"] / 1e9}
+        rows.append({**row, **speeds, "ms": ms})
+    say(table(rows, shown))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 2 for a wrong command line."""
-    options = parse_arguments(argv)
-    quiet_logs()
-    try:
-        device = choose_device("cpu" if options.backend == "gloo" else options.device)
-        with connected(device, options.backend) as ranks:
-            run(options, ranks)
-    except ValueError as error:
-        sys.stderr.write(f"bench_alltoall.py: error: {error}\n")
-        return 2
-    return 0
+def run(options: argparse.Namespace, ranks: Ranks) -> None:
+    """Measure, print and write."""
+    ranks.expect_several()
+    expect_known("--algorithms", options.algorithms, algorithms())
+    if options.sizes is None:
+        most = 30 if ranks.device.type == "cuda" else 26
+        options.sizes = [1 << power for power in range(16, most + 1, 2)]
+    link = link_name(ranks.backend)
+    path = options.output or Path(f"runs/bench/alltoall-{ranks.world_size}-{link}.json")
+    names = ("algorithms", "iterations", "repetitions", "ranks_per_node")
+    settings = {name: getattr(options, name) for name in names}
+    report = Report("alltoall", ranks, path, backend=ranks.backend, link=link, settings=settings)
+    rows = measure(options, ranks)
+    measured = {"results": rows, "ratios": size_ratios(rows)}
+    report.finish(measured, print_result)
+
+
+main = runner.program(parse_arguments, run)
 
 
 if __name__ == "__main__":

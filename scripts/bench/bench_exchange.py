@@ -1,346 +1,236 @@
-"""What the exchange algorithms of the layer are worth between nodes.
+"""What overlap and wire formats of a layer's exchanges are worth between nodes.
 
-    sudo python scripts/bench/two_nodes.py --message-bytes 50000 -- \\
-        python scripts/bench/bench_exchange.py sizes
-    python -m fairseq_tutel.launch --nproc-per-node 8 -- \\
-        python scripts/bench/bench_exchange.py sizes --ranks-per-node 4
+    sudo python scripts/bench/two_nodes.py --ranks 2 -- \\
+        python scripts/bench/bench_exchange.py overlap wire
 
-``sizes``: linear, 2dh and auto by the bytes that one rank hands over. ``overlap``: a layer whose
-exchanges travel in 1, 2, 4 or 8 chunks while its experts compute (see exchange_layers.py).
-``wire``: bytes that the network interface counted, and time, of a layer without experts whose four
-legs travel in one format.
+``overlap``: a layer whose exchanges travel in 1, 2, 4 or 8 chunks while its experts compute. Beside
+the layer, at each degree, the same layer is timed with experts that return their input (its
+exchanges alone, in as many chunks: several in flight fill a link better than one, which is not
+overlap's merit), with copies in place of exchanges (its experts alone), and with both (what is
+neither)::
 
-All variants of a part take turns in one process, a repetition begins with a barrier, its time is
-that of the slowest rank, and medians are compared. On two nodes made by two_nodes.py the figures
-are those of its link; without it everything goes through loopback, where no gain is to be expected.
+    hidden share = (exchanges + experts - layer) / the smaller of exchanges and experts
+
+where "what is neither" is taken off all three. The way of the first chunk and of the last is
+nobody's to hide: what the schedule would hide with these parts is stated beside what was measured,
+by the planner's formula. ``wire``: bytes that the network interface counted, and time, of a layer
+without experts whose rows travel in one format in all four directions.
+
+All variants take turns; a time is that of the slowest rank, of a forward and backward pass.
 """
-
-from __future__ import annotations
 
 import argparse
 import os
-import random
-import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import exchange_layers
-import figures
+import runner
 import torch
-from bench_alltoall import check, message, parse_size
+from bench_alltoall import about_ranks, interleaved, link_name
 from measure import percentiles
-from ranks import Ranks, connected
-from record import OtherLoad, describe_run, device_name, quiet_logs, say, table, write_json
+from ranks import Ranks
+from record import quiet_logs, say, table
+from runner import Report, add_defaults, command_line, words
+from torch import nn
 
-from fairseq_tutel.config import EXCHANGES, WIRES, ExchangeConfig
-from fairseq_tutel.distributed import build_exchange, build_groups
+from fairseq_tutel.config import WIRES, ExchangeConfig
+from fairseq_tutel.moe import MoELayer
 
-_LAYER = ("algorithm", "tokens", "model_dim", "hidden_dim", "experts_per_rank")
-_SIZES = "4K,16K,64K,256K,1M,4M"
+_DEFAULTS = {
+    "algorithm": ("linear", "of the exchange"),
+    "tokens": (2048, "of a rank"),
+    "model-dim": (256, ""),
+    "hidden-dim": (384, ""),
+    "experts-per-rank": (1, ""),
+    "ranks-per-node": (0, "0: as the machines have it"),
+    "repetitions": (15, "of every variant"),
+}
+_SETTINGS = (*(name.replace("-", "_") for name in _DEFAULTS), "degrees", "wires")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0],
-        epilog="\n".join(f"{name}: {part.about}" for name, part in PARTS.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__)
     add = parser.add_argument
-    add("parts", nargs="+", choices=list(PARTS), metavar="PART", help="what to measure")
-    add("--ranks-per-node", type=int, default=0, help="default: as the machines have it")
-    add("--repetitions", type=int, default=15, help="of every variant (default: 15)")
-    add(
-        "--sizes",
-        type=lambda text: [parse_size(word) for word in text.split(",")],
-        default=_SIZES,
-        metavar="LIST",
-        help=f"bytes per rank (default: {_SIZES})",
-    )
-    add(
-        "--algorithms",
-        type=lambda text: text.split(","),
-        default=["linear", "2dh", "auto"],
-        metavar="LIST",
-        help="default: linear,2dh,auto",
-    )
-    add(
-        "--degrees",
-        type=lambda text: [int(word) for word in text.split(",")],
-        default=list(exchange_layers.DEGREES),
-        metavar="LIST",
-        help="of overlap (default: 1,2,4,8)",
-    )
-    add(
-        "--wires",
-        type=lambda text: text.split(","),
-        default=list(WIRES),
-        metavar="LIST",
-        help=f"formats (default: {','.join(WIRES)})",
-    )
-    layer = parser.add_argument_group("layer of overlap and wire")
-    layer.add_argument("--algorithm", default="linear", help="default: linear")
-    layer.add_argument("--tokens", type=int, default=2048, help="of a rank (default: 2048)")
-    layer.add_argument("--model-dim", type=int, default=256, help="default: 256")
-    layer.add_argument("--hidden-dim", type=int, default=384, help="default: 384")
-    layer.add_argument("--experts-per-rank", type=int, default=1, help="default: 1")
-    add(
-        "--output",
-        type=Path,
-        default=Path("runs/bench"),
-        metavar="FOLDER",
-        help="for exchange-PART-RANKS-LINK.json and .png (default: runs/bench)",
-    )
+    add("parts", nargs="+", choices=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}")
+    add("--degrees", default=[1, 2, 4, 8], help="of overlap (default: 1,2,4,8)", **words(int))
+    add("--wires", default=list(WIRES), help=f"formats (default: {','.join(WIRES)})", **words())
+    add_defaults(parser, _DEFAULTS)
+    folder = {"type": Path, "default": Path("runs/bench"), "metavar": "FOLDER"}
+    add("--output", help="of exchange-PART-RANKS-LINK.json (default: runs/bench)", **folder)
+    parser.set_defaults(device="cpu", backend="gloo")
     return parser.parse_args(argv)
 
 
-def interleaved(
-    variants: Mapping[str, Callable[[], Any]], ranks: Ranks, repetitions: int, warmup: int = 2
-) -> dict[str, list[float]]:
-    """Seconds of every repetition of each variant, on the slowest rank; variants take turns.
+class Pass:
+    """A forward and backward pass of a layer of its own."""
 
-    In random order, the same on all ranks: what an exchange leaves in the link's queue hits
-    whichever comes next.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    names = list(variants)
-    for number in range(-warmup, repetitions):
-        for name in random.Random(number).sample(names, len(names)):
-            ranks.barrier()
-            begin = time.perf_counter()
-            variants[name]()
-            if number >= 0:
-                seconds[name].append(time.perf_counter() - begin)
-    return {name: ranks.slowest(times) for name, times in seconds.items()}
-
-
-def measure_sizes(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """One row per size and algorithm, and what auto chose."""
-    groups = build_groups(ranks.world_size)
-    built = {
-        name: build_exchange(ExchangeConfig(name, options.ranks_per_node), groups)
-        for name in options.algorithms
-    }
-    rows = []
-    for given in options.sizes:
-        step = ranks.world_size * 4  # equal parts of fp32 numbers
-        size = max(step, given // step * step)
-        variants, used = {}, {}
-        for name, exchange in built.items():
-            chosen = exchange.for_message(size)
-            data = message(size, ranks, chosen.send_order)
-            check(chosen.forth(data), ranks, name)
-            used[name] = chosen.name
-            variants[name] = lambda chosen=chosen, data=data: chosen.forth(data)
-        for name, seconds in interleaved(variants, ranks, options.repetitions).items():
-            rows.append(
-                {
-                    "algorithm": name,
-                    "exchange": used[name],
-                    "bytes": size,
-                    "seconds": percentiles(seconds),
-                    "raw_seconds": seconds,
-                }
-            )
-    return {"results": rows, "ratios": size_ratios(rows)}
-
-
-def size_ratios(rows: Sequence[dict]) -> dict[str, dict[str, float]]:
-    """By size: linear over 2dh, and what auto chose over the better of the two.
-
-    Of medians of all repetitions of an algorithm, also of those in which auto had chosen it: it
-    then is the same object, so that its own repetitions say how much the others are to be trusted.
-    """
-    found: dict[str, dict[str, float]] = {}
-    for size in sorted({row["bytes"] for row in rows}):
-        times: dict[str, list[float]] = {}
-        for row in rows:
-            if row["bytes"] == size:
-                times.setdefault(row["exchange"], []).extend(row["raw_seconds"])
-        median = {name: statistics.median(values) for name, values in times.items()}
-        ratios = found.setdefault(str(size), {})
-        if not {"linear", "2dh"} <= set(median):
-            continue
-        ratios["linear/2dh"] = median["linear"] / median["2dh"]
-        for row in rows:
-            if (row["algorithm"], row["bytes"]) == ("auto", size):
-                better = min(median["linear"], median["2dh"])
-                ratios["auto/better"] = median[row["exchange"]] / better
-    return found
-
-
-def print_sizes(result: dict[str, Any]) -> None:
-    """The table."""
-    lines = []
-    for row in result["results"]:
-        spread = row["seconds"]
-        ratios = result["ratios"][str(row["bytes"])]
-        last = {"2dh": "linear/2dh", "auto": "auto/better"}.get(row["algorithm"])
-        lines.append(
-            [
-                row["algorithm"],
-                row["exchange"],
-                f"{row['bytes']:,}",
-                *(f"{1e3 * spread[key]:.2f}" for key in ("p20", "p50", "p80")),
-                f"{last} {ratios[last]:.2f}" if last in ratios else "",
-            ]
+    def __init__(self, options, ranks: Ranks, *, experts: bool, sends: bool, **exchange):
+        torch.manual_seed(1)
+        own = None if experts else [nn.Identity() for _ in range(options.experts_per_rank)]
+        self.layer = MoELayer(
+            options.model_dim,
+            options.experts_per_rank * ranks.world_size,
+            options.hidden_dim if experts else None,
+            top_k=2,
+            capacity_factor=1.0,
+            experts=own,
+            exchange=ExchangeConfig(options.algorithm, options.ranks_per_node, **exchange),
+            skip_exchange=not sends,
+            seed=1,
         )
-    say(table(["algorithm", "uses", "bytes", "p20 ms", "p50 ms", "p80 ms", "ratio"], lines))
+        self.x = torch.randn(options.tokens, options.model_dim, requires_grad=True)
+
+    def __call__(self) -> torch.Tensor:
+        """The output; gradients are in the parameters."""
+        self.layer.zero_grad(set_to_none=True)
+        self.x.grad = None
+        y = self.layer(self.x)
+        y.backward(torch.ones_like(y))
+        return y
 
 
 def measure_overlap(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """One row per degree; the layers of all degrees return the same numbers."""
-    options.world_size = ranks.world_size
-    variants = exchange_layers.overlap_variants(options)
+    variants = {
+        "experts": Pass(options, ranks, experts=True, sends=False),
+        "rest": Pass(options, ranks, experts=False, sends=False),
+    }
+    for degree in options.degrees:
+        how = {"sends": True, "overlap_degree": degree}
+        variants[f"layer {degree}"] = Pass(options, ranks, experts=True, **how)
+        variants[f"exchange {degree}"] = Pass(options, ranks, experts=False, **how)
     outputs = [variants[f"layer {degree}"]() for degree in options.degrees]
     for degree, output in zip(options.degrees, outputs, strict=True):
         if not torch.allclose(output, outputs[0], rtol=1e-4, atol=1e-5):
             raise RuntimeError(f"degree {degree} returns other numbers than {options.degrees[0]}")
-    seconds = interleaved(variants, ranks, options.repetitions)
-    median = {name: percentiles(times)["p50"] for name, times in seconds.items()}
-    rows = exchange_layers.overlap_rows(median, options.degrees)
+    seconds, median = _timed(variants, options, ranks)
+    rows = [_overlap_row(median, degree, options.degrees[0]) for degree in options.degrees]
     quiet_logs()  # the planner's formula has imported fairseq, which turns everything on
+    return {"results": rows, **seconds}
+
+
+def _overlap_row(median: dict[str, float], degree: int, first: int) -> dict[str, float]:
+    """Seconds, the speed-up over the first degree, and the hidden share."""
+    rest = median["rest"]
+    layer, exchange = median[f"layer {degree}"], median[f"exchange {degree}"] - rest
+    experts = median["experts"] - rest
+    smaller = min(exchange, experts)
     return {
-        "results": rows,
-        "seconds": {name: percentiles(times) for name, times in seconds.items()},
-        "raw_seconds": seconds,
+        "degree": degree,
+        "layer": layer,
+        "exchange_alone": exchange,
+        "experts_alone": experts,
+        "speedup": median[f"layer {first}"] / layer,
+        "hidden_share": (exchange + experts - (layer - rest)) / smaller,
+        "hidden_by_schedule": (exchange - _exposed(exchange, experts, degree)) / smaller,
     }
 
 
-def print_overlap(result: dict[str, Any]) -> None:
-    """The table."""
-    lines = [
-        [
-            str(row["degree"]),
-            *(f"{1e3 * row[key]:.1f}" for key in ("layer", "exchange_alone", "experts_alone")),
-            f"{row['speedup']:.2f}",
-            f"{row['hidden_share']:.0%}",
-            f"{row['hidden_by_schedule']:.0%}",
-        ]
-        for row in result["results"]
-    ]
-    alone = ["exchange alone ms", "experts alone ms"]
-    say(table(["degree", "layer ms", *alone, "times", "hidden", "by schedule"], lines))
+def _exposed(exchange: float, experts: float, degree: int) -> float:
+    """Seconds of exchanges that the schedule leaves: of their four directions, a quarter each, and
+    of the experts' three products: forward, and for the rows' and the weights' gradients."""
+    from fairseq_tutel.plan.speed import exposed  # imports fairseq, which is slow and talks
+
+    leg, product = exchange / 4 / degree, experts / 3 / degree
+    forward = exposed(leg, product, leg, degree)
+    return forward + exposed(leg, product, leg, degree, meanwhile=degree * product)
+
+
+def link_bytes() -> int:
+    """Bytes that this node has sent on the link (on one machine: through loopback) so far."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    for line in Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            return int(numbers.split()[8])
+    raise RuntimeError(f"no interface {interface} in /proc/self/net/dev")
 
 
 def measure_wire(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """One row per format: time, and bytes that the interface counted."""
-    options.world_size = ranks.world_size
-    variants = exchange_layers.wire_variants(options)
-    sent = {}
-    for wire, step in variants.items():
+    sent, variants = {}, {}
+    for wire in options.wires:
+        formats = {"wire": wire, "wire_back": wire, "wire_grad": wire}
+        step = variants[wire] = Pass(options, ranks, experts=False, sends=True, **formats)
         step()  # connects
         ranks.barrier()
-        before = exchange_layers.link_bytes()
+        before = link_bytes()
         for _ in range(options.repetitions):
             step()
         ranks.barrier()
-        sent[wire] = (exchange_layers.link_bytes() - before) / options.repetitions
-    seconds = interleaved(variants, ranks, options.repetitions)
-    median = {wire: percentiles(times)["p50"] for wire, times in seconds.items()}
-    return {
-        "results": exchange_layers.wire_rows(median, sent, options.wires[0]),
-        "seconds": {wire: percentiles(times) for wire, times in seconds.items()},
-        "raw_seconds": seconds,
-    }
-
-
-def print_wire(result: dict[str, Any]) -> None:
-    """The table."""
-    lines = [
-        [
-            row["wire"],
-            f"{1e3 * row['seconds']:.1f}",
-            f"{row['link_bytes']:,.0f}",
-            f"{row['bytes_share']:.3f}",
-            f"{row['speedup']:.2f}",
-        ]
-        for row in result["results"]
+        sent[wire] = (link_bytes() - before) / options.repetitions
+    seconds, median = _timed(variants, options, ranks)
+    first = options.wires[0]
+    rows = [
+        {
+            "wire": wire,
+            "seconds": median[wire],
+            "link_bytes": sent[wire],
+            "bytes_share": sent[wire] / sent[first],
+            "speedup": median[first] / median[wire],
+        }
+        for wire in options.wires
     ]
-    say(table(["wire", "step ms", "bytes on the link", "share", "times"], lines))
+    return {"results": rows, **seconds}
 
 
-class Part:
-    """One measurement: what it is, how it is made and printed."""
-
-    def __init__(self, about: str, measure: Callable, show: Callable, *settings: str):
-        self.about, self.measure, self.show = about, measure, show
-        self.settings = ("ranks_per_node", "repetitions", *settings)
+def _timed(variants, options, ranks: Ranks) -> tuple[dict[str, Any], dict[str, float]]:
+    """For the result; medians in seconds."""
+    seconds = interleaved(variants, ranks, options.repetitions)
+    spreads = {name: percentiles(times) for name, times in seconds.items()}
+    medians = {name: spread["p50"] for name, spread in spreads.items()}
+    return {"seconds": spreads, "raw_seconds": seconds}, medians
 
 
 PARTS = {
-    "sizes": Part(
-        "linear, 2dh and auto by message size", measure_sizes, print_sizes, "sizes", "algorithms"
+    "overlap": (
+        measure_overlap,
+        {
+            "degree": "{degree}",
+            "layer s": "{layer:.4f}",
+            "exchange alone s": "{exchange_alone:.4f}",
+            "experts alone s": "{experts_alone:.4f}",
+            "times": "{speedup:.2f}",
+            "hidden": "{hidden_share:.0%}",
+            "by schedule": "{hidden_by_schedule:.0%}",
+        },
     ),
-    "overlap": Part(
-        "a layer by overlap degree", measure_overlap, print_overlap, "degrees", *_LAYER
+    "wire": (
+        measure_wire,
+        {
+            "wire": "{wire}",
+            "step s": "{seconds:.4f}",
+            "bytes on the link": "{link_bytes:,.0f}",
+            "share": "{bytes_share:.3f}",
+            "times": "{speedup:.2f}",
+        },
     ),
-    "wire": Part("bytes on the link by wire format", measure_wire, print_wire, "wires", *_LAYER),
 }
 
 
-def link_name() -> str:
-    """The bed that two_nodes.py made, in a word for a file name."""
-    bed = os.environ.get("TWO_NODES", "")
-    if not bed:
-        return "loopback"
-    return "messages" if "--message-bytes" in bed else "bandwidth"
+def show(result: dict[str, Any]) -> None:
+    """The table."""
+    say(about_ranks(result))
+    say(table(result["results"], PARTS[result["part"]][1]))
 
 
-def run(options: argparse.Namespace, ranks: Ranks, name: str) -> dict[str, Any]:
-    """Measure, print and write.
-
-    Raises:
-        ValueError: a single rank, or unknown algorithms.
-    """
-    if ranks.world_size < 2:
-        raise ValueError("an exchange needs at least 2 ranks: see two_nodes.py --help")
-    unknown = [name for name in options.algorithms if name not in EXCHANGES]
-    if unknown:
-        raise ValueError(f"--algorithms {','.join(unknown)}: choose from {', '.join(EXCHANGES)}")
-    others, part, before = OtherLoad(), PARTS[name], time.process_time()
-    measured = part.measure(options, ranks)
-    siblings = ranks.cpu_seconds_of_others(time.process_time() - before)
-    result = {
-        **describe_run("exchange", ranks.device, ranks.world_size),
-        "part": name,
-        "backend": ranks.backend,
-        "link": link_name(),
-        "settings": {key: getattr(options, key) for key in part.settings},
-        "cpu_share_of_others": others.share(siblings),
-        **measured,
-    }
-    if bed := os.environ.get("TWO_NODES"):
-        result["command"] = f"{bed} -- {result['command']}"
-    if ranks.first:
-        say(f"{name}: {ranks.world_size} ranks, {result['link']}, {device_name(result)}")
-        part.show(result)
-        path = options.output / f"exchange-{name}-{ranks.world_size}-{result['link']}.json"
-        write_json(result, path)
-        say(f"written: {path}")
-        picture = path.with_suffix(".png")
-        if figures.draw(result, picture):
-            say(f"drawn: {picture}")
-    return result
+def run(options: argparse.Namespace, ranks: Ranks) -> None:
+    """Measure, print and write one part after the other."""
+    ranks.expect_several()
+    link = link_name("loopback")
+    settings = {key: getattr(options, key) for key in _SETTINGS}
+    for name in options.parts:
+        measure, _ = PARTS[name]
+        path = options.output / f"exchange-{name}-{ranks.world_size}-{link}.json"
+        about = {"part": name, "backend": ranks.backend, "link": link, "settings": settings}
+        report = Report("exchange", ranks, path, **about)
+        report.finish(measure(options, ranks), show)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 2 for a wrong command line."""
-    options = parse_arguments(argv)
-    if isinstance(options.sizes, str):
-        options.sizes = [parse_size(word) for word in options.sizes.split(",")]
-    quiet_logs()
-    try:
-        with connected(torch.device("cpu"), "gloo") as ranks:
-            for name in options.parts:
-                run(options, ranks, name)
-    except ValueError as error:
-        sys.stderr.write(f"bench_exchange.py: error: {error}\n")
-        return 2
-    return 0
+main = runner.program(parse_arguments, run)
 
 
 if __name__ == "__main__":

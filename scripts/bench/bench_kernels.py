@@ -5,38 +5,32 @@
 
 An operator's bandwidth is the bytes that it must at least move (every input and output once) over
 its time; a plain copy of one large buffer, timed in turn with the operators, gives the bandwidth
-that it is compared with. ``fast_cumsum_sub_one`` is also compared with ``torch.cumsum`` minus one.
+that it is compared with. ``assign_slots`` is also compared with ``torch.cumsum`` of masks.
 """
-
-from __future__ import annotations
 
 import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import figures
+import runner
 import torch
-from kernel_cases import TORCH_TWINS, KernelCase, make_kernel_cases
 from layer_cases import why_not_run
 from measure import Case, percentiles, time_cases
-from presets import LAYER_BACKENDS, PRESETS, LayerShape
-from ranks import choose_device
-from record import (
-    Journal,
-    OtherLoad,
-    describe_run,
-    device_name,
-    quiet_logs,
-    say,
-    table,
-    write_json,
-)
+from presets import DTYPES, LAYER_BACKENDS, PRESETS, LayerShape, add_size_options, choose_shape
+from ranks import Ranks
+from record import device_name, goal, say, table
+from runner import Report, command_line, expect_known, words
+from torch import Tensor
 
 from fairseq_tutel import ops
+from fairseq_tutel.ops.backend import implementation
 
+# Operators that torch has too, in the way they are otherwise written.
+TORCH_TWINS = {"assign_slots": "torch.cumsum - 1"}
 # Bytes of the buffer that is copied: far more than any cache.
 _COPY_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}
 _CUMSUM_GOAL = 24.0
@@ -45,63 +39,169 @@ _SHARE_GOAL = 0.80
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = command_line(__doc__, PRESETS)
     add = parser.add_argument
-    add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
     add("--preset", choices=list(PRESETS), help="default: meta-1.1t on a GPU, cpu on a CPU")
-    add("--tiny", action="store_true", help="rehearsal: sizes and repetitions cut down")
-    for name in ("tokens", "model-dim", "hidden-dim", "experts", "top-k"):
-        add(f"--{name}", type=int, help="in place of the preset's")
-    add("--dtype", choices=["float32", "float16", "bfloat16"], help="in place of the preset's")
-    add(
-        "--backends",
-        type=lambda text: text.split(","),
-        metavar="LIST",
-        help="of triton, torch (default: those that the device can run)",
-    )
+    add_size_options(parser)
+    add("--backends", help="of triton, torch (default: those that the device can run)", **words())
     add("--only", metavar="TEXT", help="operators whose name contains this")
     add("--repetitions", type=int, default=0, help="default: 20 on a CPU, 100 on a GPU")
     add("--warmup", type=int, default=5)
     add("--input-sets", type=int, default=3, help="take turns (default: 3)")
-    add("--threads", type=int, help="CPU threads (default: torch's)")
-    add("--seed", type=int, default=1)
     add("--output", type=Path, help="JSON file (default: runs/bench/kernels-PRESET-DEVICE.json)")
-    add("--figure", type=Path, help="PNG file (default: beside the JSON file)")
     options = parser.parse_args(argv)
     if options.tiny:
         options.repetitions, options.warmup = 2, 1
     return options
 
 
-def choose_shape(options, device: torch.device) -> tuple[str, LayerShape]:
-    """(preset name, shape) of a command line."""
-    name = options.preset or ("meta-1.1t" if device.type == "cuda" else "cpu")
-    keys = ("tokens", "model_dim", "hidden_dim", "experts", "top_k", "dtype")
-    given = {key: getattr(options, key) for key in keys if getattr(options, key) is not None}
-    shape = PRESETS[name].shape
-    if options.tiny:
-        name, shape = f"tiny-{name}", shape.tiny()
-    shape = dataclasses.replace(shape, **given)
-    if "experts" in given:
-        shape = dataclasses.replace(shape, simulated_ranks=0)
-    return ("custom" if given else name), shape
+@dataclass(frozen=True)
+class KernelCase:
+    """One operator on input sets that take turns.
 
-
-def choose_backends(options, shape: LayerShape, device: torch.device) -> list[str]:
-    """Backends to run.
-
-    Raises:
-        ValueError: an unknown one, or one that the device cannot run.
+    Attributes:
+        name: of the operator, with ``bwd`` for its gradient.
+        call: input set -> outputs.
+        inputs: one tuple of arguments per set.
+        own: False for torch's own way of doing the same.
+        unread: inputs of the first set -> bytes of them that need not be read.
     """
-    if not options.backends:
-        return [b for b in LAYER_BACKENDS if why_not_run(b, shape, device) is None]
-    for name in options.backends:
-        if name not in LAYER_BACKENDS:
-            raise ValueError(f"--backends {name}: choose from {', '.join(LAYER_BACKENDS)}")
-        reason = why_not_run(name, shape, device)
-        if reason:
-            raise ValueError(f"--backends {name}: {reason}")
-    return options.backends
+
+    name: str
+    call: Callable[..., object]
+    inputs: Sequence[tuple] = field(repr=False)
+    own: bool = True
+    unread: Callable[..., int] = lambda *inputs: 0
+
+    def bytes_moved(self) -> int:
+        """Of inputs and outputs, each once."""
+        inputs = self.inputs[0]
+        return sum(map(_bytes, inputs)) - self.unread(*inputs) + _bytes(self.call(*inputs))
+
+
+def _bytes(value: object) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 0
+
+
+def _unused(rows: Tensor, pair: Tensor) -> int:
+    """Bytes of the rows that no token is in."""
+    return int((pair < 0).sum()) * rows.shape[-1] * rows.element_size()
+
+
+class _Routed(NamedTuple):
+    """Routing of one input set: the maps of the padded layout."""
+
+    expert: Tensor
+    position: Tensor
+    gate: Tensor
+    num_routed: Tensor
+    row: Tensor
+    pair: Tensor
+    weight: Tensor
+
+
+def bias_gelu(h: Tensor, bias: Tensor) -> Tensor:
+    """The kernel between the experts' products, or torch's operators in its place."""
+    if ops.backend_for(h.device) == "triton":
+        return implementation("bias_act_fwd", h)(h, bias, activation="gelu")
+    return torch.nn.functional.gelu(h + bias[:, None])
+
+
+def bias_gelu_bwd(d: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Its gradients."""
+    if ops.backend_for(h.device) == "triton":
+        return implementation("bias_act_bwd", d)(d, h, bias, activation="gelu")
+    d_h = torch.ops.aten.gelu_backward(d, h + bias[:, None])
+    return d_h, d_h.sum(1)
+
+
+def make_kernel_cases(
+    shape: LayerShape, device: torch.device, seed: int, sets: int
+) -> list[KernelCase]:
+    """All operators at the sizes of one layer; the rows that this rank sends.
+
+    Args:
+        sets: input sets; more of them than fit into the cache.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    T, E, K, M = shape.tokens, shape.experts, shape.top_k, shape.model_dim
+    local, C = shape.local_experts(1), shape.capacity
+    N = shape.rows(1) // local
+    layout = {"capacity": C, "padded": True, "normalize": K > 1}
+
+    def draw(*size, dtype=DTYPES[shape.dtype]):
+        options = {"device": device, "dtype": dtype, "generator": generator}
+        return [torch.randn(size, **options) for _ in range(sets)]
+
+    def route(logits):
+        expert, gate, *_ = ops.topk_gating(logits, K)
+        position, num_routed = ops.assign_slots(expert, E)
+        row, pair, weight, _ = ops.assign_rows(expert, position, gate, num_routed, **layout)
+        return _Routed(expert, position, gate, num_routed, row, pair, weight)
+
+    def gating_gradients(logits):
+        expert, gate, prob_sum, _, lse = ops.topk_gating(logits, K)
+        return (*map(torch.randn_like, (gate, prob_sum, lse)), logits, lse, expert)
+
+    logits = draw(T, E, dtype=torch.float32)
+    routed = [route(x) for x in logits]
+    tokens, grads, rows = draw(T, M), draw(T, M), draw(E * C, M)
+    hidden, d_hidden = draw(local, N, shape.hidden_dim), draw(local, N, shape.hidden_dim)
+    (bias, *_) = draw(local, shape.hidden_dim)
+    own = torch.ops.fairseq_tutel
+
+    def on_rows(*before):
+        return [(*x, r.row, r.pair) for *x, r in zip(*before, routed, strict=True)]
+
+    cases = [
+        ("topk_gating", lambda x: own.topk_gating(x, K, None, None), [(x,) for x in logits]),
+        ("topk_gating bwd", own.topk_gating_bwd, [gating_gradients(x) for x in logits]),
+        ("assign_slots", lambda x: ops.assign_slots(x, E), [(r.expert,) for r in routed]),
+        (
+            "assign_rows",
+            lambda *arguments: ops.assign_rows(*arguments, **layout),
+            [(r.expert, r.position, r.gate, r.num_routed) for r in routed],
+        ),
+        ("dispatch", ops.dispatch, on_rows(tokens), lambda x, row, pair: _bytes(row)),
+        (
+            "dispatch bwd",
+            lambda d, row, pair: own.dispatch_bwd(d, row),
+            on_rows(rows),
+            lambda d, row, pair: _bytes(pair) + _unused(d, pair),
+        ),
+        (
+            "combine",
+            ops.combine,
+            [(*x, r.weight) for x, r in zip(on_rows(rows), routed, strict=True)],
+            lambda x, row, pair, weight: _bytes(pair) + _unused(x, pair),
+        ),
+        (
+            "combine bwd",
+            lambda *arguments: own.combine_bwd(*arguments, True, True),
+            [(*x, r.weight) for x, r in zip(on_rows(grads, rows), routed, strict=True)],
+            lambda d, x, row, pair, weight: _bytes(row) + _unused(x, pair),
+        ),
+        (
+            "bias_act gelu",
+            bias_gelu,
+            [(h, bias) for h in hidden],
+        ),
+        (
+            "bias_act gelu bwd",
+            bias_gelu_bwd,
+            [(d, h, bias) for d, h in zip(d_hidden, hidden, strict=True)],
+        ),
+    ]
+    found = []
+    for name, call, inputs, *unread in cases:
+        found.append(KernelCase(name, call, inputs, True, *unread))
+    # fairseq's way of the slots, on the 0/1 masks of all choices
+    masks = [(torch.nn.functional.one_hot(r.expert.t().flatten().long(), E),) for r in routed]
+    twin = TORCH_TWINS["assign_slots"]
+    found.append(KernelCase(twin, lambda x: torch.cumsum(x, dim=0) - 1, masks, own=False))
+    return found
 
 
 def timed(kernel: KernelCase, backend: str) -> Case:
@@ -128,56 +228,10 @@ def copy_case(device: torch.device) -> tuple[Case, int]:
     return Case("copy|torch", forward), 2 * size
 
 
-def measure(
-    kernels: Sequence[KernelCase],
-    backends,
-    options,
-    device,
-    progress: Callable[[Callable[[], dict]], None],
-) -> dict[str, Any]:
-    """Rows of the result, and the copy's.
-
-    Args:
-        progress: gets a function that returns the same of the repetitions so far.
-    """
-    copy, copy_bytes = copy_case(device)
-    runs = [(k, b) for k in kernels for b in (backends if k.own else ["aten"])]
-    cases = [copy, *(timed(k, b) for k, b in runs)]
-    moved = {}
-    for kernel, backend in runs:
-        ops.set_backend(backend if backend in LAYER_BACKENDS else "torch")
-        moved[kernel.name, backend] = kernel.bytes_moved()
-
-    def summarise(times):
-        copy_ms = percentiles(times[copy.name]["forward"])
-        copy_speed = copy_bytes / (1e-3 * copy_ms["p50"])
-        rows = []
-        for (name, backend), size in moved.items():
-            ms = percentiles(times[f"{name}|{backend}"]["forward"])
-            speed = size / (1e-3 * ms["p50"])
-            rows.append(
-                {
-                    "name": name,
-                    "backend": backend,
-                    "ms": ms,
-                    "bytes": size,
-                    "bytes_per_second": speed,
-                    "share_of_copy": speed / copy_speed,
-                }
-            )
-        copy_row = {"ms": copy_ms, "bytes": copy_bytes, "bytes_per_second": copy_speed}
-        return {"copy": copy_row, "results": rows}
-
-    repetitions = options.repetitions or (100 if device.type == "cuda" else 20)
-    return summarise(
-        time_cases(
-            cases,
-            device,
-            repetitions,
-            warmup=options.warmup,
-            progress=lambda times: progress(lambda: summarise(times)),
-        )
-    )
+def speed(times: dict[str, dict], name: str, size: int) -> dict[str, Any]:
+    """Of a case that moves so many bytes."""
+    ms = percentiles(times[name]["forward"])
+    return {"ms": ms, "bytes": size, "bytes_per_second": size / (1e-3 * ms["p50"])}
 
 
 def compare_with_torch(rows: Sequence[dict]) -> dict[str, float]:
@@ -194,31 +248,21 @@ def check_goals(rows: Sequence[dict], faster: dict[str, float], device_type: str
     """What was reached on a GPU by the Triton kernels."""
     if device_type != "cuda":
         return []
+    shares = {row["name"]: row["share_of_copy"] for row in rows if row["backend"] == "triton"}
     goals = [
-        {
-            "goal": f"{row['name']} at {_SHARE_GOAL:.0%} of copy bandwidth",
-            "ratio": row["share_of_copy"],
-            "bound": _SHARE_GOAL,
-            "reached": row["share_of_copy"] >= _SHARE_GOAL,
-        }
-        for row in rows
-        if row["backend"] == "triton" and row["name"] in ("dispatch", "combine")
+        goal(f"{name} at {_SHARE_GOAL:.0%} of copy bandwidth", shares[name], _SHARE_GOAL)
+        for name in ("dispatch", "combine")
+        if name in shares
     ]
-    name = "fast_cumsum_sub_one int64 (triton)"
-    if name in faster:
-        goals.append(
-            {
-                "goal": f"cumsum minus one at least {_CUMSUM_GOAL:g} times torch's",
-                "ratio": faster[name],
-                "bound": _CUMSUM_GOAL,
-                "reached": faster[name] >= _CUMSUM_GOAL,
-            }
-        )
+    times = faster.get("assign_slots (triton)")
+    if times is not None:
+        text = f"assign_slots at least {_CUMSUM_GOAL:g} times torch.cumsum minus one"
+        goals.append(goal(text, times, _CUMSUM_GOAL))
     return goals
 
 
 def print_result(result: dict[str, Any]) -> None:
-    """Table and goals."""
+    """The table."""
     shape = result["settings"]
     say(
         f"operators on {device_name(result)}: {shape['tokens']} tokens, "
@@ -226,88 +270,66 @@ def print_result(result: dict[str, Any]) -> None:
         f"top-{shape['top_k']}, {shape['dtype']}; "
         f"copy: {result['copy']['bytes_per_second'] / 1e9:.1f} GB/s"
     )
-    lines = []
-    for row in result["results"]:
-        ms = row["ms"]
-        lines.append(
-            [
-                row["name"],
-                row["backend"],
-                f"{ms['p20']:.4g}",
-                f"{ms['p50']:.4g}",
-                f"{ms['p80']:.4g}",
-                f"{row['bytes'] / 2**20:.1f}",
-                f"{row['bytes_per_second'] / 1e9:.1f}",
-                f"{row['share_of_copy']:.0%}",
-            ]
-        )
-    say(
-        table(
-            ["operator", "backend", "p20 ms", "p50 ms", "p80 ms", "MiB", "GB/s", "of copy"], lines
-        )
-    )
+    shown = {
+        "operator": "{name}",
+        "backend": "{backend}",
+        **{f"{p} ms": f"{{ms[{p}]:.4g}}" for p in ("p20", "p50", "p80")},
+        "bytes": "{bytes:,}",
+        "of copy": "{share_of_copy:.0%}",
+    }
+    say(table(result["results"], shown))
     for name, factor in result["times_faster_than_torch"].items():
         say(f"{name}: {factor:.2f} times faster than torch.cumsum minus one")
-    for goal in result["goals"]:
-        verdict = "reached" if goal["reached"] else "NOT reached"
-        say(f"goal: {goal['goal']}: {goal['ratio']:.2f}, {verdict}")
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure, print and write."""
-    device = choose_device(options.device)
-    name, shape = choose_shape(options, device)
-    backends = choose_backends(options, shape, device)
+def run(options: argparse.Namespace, ranks: Ranks) -> None:
+    """Measure, print and write.
+
+    Raises:
+        ValueError: an unknown operator or backend, or one that the device cannot run.
+    """
+    device = ranks.device
+    name, shape = choose_shape(options, options.preset, ranks)
+    backends = options.backends or (LAYER_BACKENDS if device.type == "cuda" else ["torch"])
+    expect_known("--backends", backends, LAYER_BACKENDS)
+    for backend in backends:
+        if reason := why_not_run(backend, shape, device):
+            raise ValueError(f"--backends {backend}: {reason}")
     ops.set_backend("torch")
     kernels = make_kernel_cases(shape, device, options.seed, options.input_sets)
     kernels = [k for k in kernels if options.only is None or options.only in k.name]
     if not kernels:
         raise ValueError(f"--only {options.only}: no operator has that in its name")
-    others = OtherLoad()
-    about = {
-        **describe_run("kernels", device),
-        "preset": name,
-        "settings": {**dataclasses.asdict(shape), "capacity": shape.capacity},
-    }
-
-    def whole(measured):
-        faster = compare_with_torch(measured["results"])
-        return {
-            **about,
-            "cpu_share_of_others": others.share(),
-            **measured,
-            "times_faster_than_torch": faster,
-            "goals": check_goals(measured["results"], faster, device.type),
-        }
-
     path = options.output or Path(f"runs/bench/kernels-{name}-{device.type}.json")
-    journal = Journal(path)
-    result = whole(
-        measure(
-            kernels, backends, options, device, lambda so_far: journal.keep(lambda: whole(so_far()))
-        )
-    )
-    print_result(result)
-    write_json(result, path)
-    say(f"written: {path}")
-    picture = options.figure or path.with_suffix(".png")
-    if figures.draw(result, picture):
-        say(f"drawn: {picture}")
-    return result
+    settings = {**dataclasses.asdict(shape), "capacity": shape.capacity}
+    report = Report("kernels", ranks, path, preset=name, settings=settings)
+
+    copy, copy_bytes = copy_case(device)
+    runs = [(kernel, b) for kernel in kernels for b in (backends if kernel.own else ["aten"])]
+    moved = {}
+    for kernel, backend in runs:
+        ops.set_backend(backend if backend in LAYER_BACKENDS else "torch")
+        moved[kernel.name, backend] = kernel.bytes_moved()
+
+    def whole(times):
+        copied = speed(times, copy.name, copy_bytes)
+        rows = []
+        for (kernel, backend), size in moved.items():
+            own = speed(times, f"{kernel}|{backend}", size)
+            share = own["bytes_per_second"] / copied["bytes_per_second"]
+            rows.append({"name": kernel, "backend": backend, **own, "share_of_copy": share})
+        faster = compare_with_torch(rows)
+        goals = check_goals(rows, faster, device.type)
+        return {"copy": copied, "results": rows, "times_faster_than_torch": faster, "goals": goals}
+
+    cases = [copy, *(timed(kernel, backend) for kernel, backend in runs)]
+    progress = lambda times: report.keep(lambda: whole(times))  # noqa: E731
+    repetitions = options.repetitions or (100 if device.type == "cuda" else 20)
+    times = time_cases(cases, device, repetitions, warmup=options.warmup, progress=progress)
+    report.finish(whole(times), print_result)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 2 for a wrong command line."""
-    options = parse_arguments(argv)
-    quiet_logs()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    try:
-        run(options)
-    except ValueError as error:
-        sys.stderr.write(f"bench_kernels.py: error: {error}\n")
-        return 2
-    return 0
+main = runner.program(parse_arguments, run)
 
 
 if __name__ == "__main__":

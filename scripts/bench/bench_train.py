@@ -11,8 +11,6 @@ statistics. On several ranks (third line) the tokens of all ranks count, and the
 slowest.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import sys
@@ -21,118 +19,93 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import figures
+import runner
 import torch
-from measure import available_memory, free_memory
-from ranks import Ranks, choose_device, connected
-from record import Journal, OtherLoad, describe_run, quiet_logs, say, write_json
+from measure import available_memory, free_memory, percentiles
+from ranks import Ranks
+from record import ROOT, device_name, goal, say, table
+from runner import Report, command_line, expect_known, words
 from train_models import (
-    PRESETS,
+    PRESETS,  # fmt: skip
     VARIANTS,
     Run,
     TrainPreset,
     dense_masks,
+    flop_matched,
     load_config,
     random_samples,
     tiny_overrides,
 )
-from train_results import compare, model_flops, peak_flops, print_result, summarise
+
+from fairseq_tutel.plan.hardware import load_hardware
+from fairseq_tutel.plan.parameters import count_parameters
+from fairseq_tutel.plan.settings import read_settings
+from fairseq_tutel.plan.work import count_traffic, count_work
 
 _MAX_OVERFLOWS = 20
+_MFU_GOAL = 0.50
+# Hardware profile by a part of the GPU's name.
+_PROFILES = {"H200": "h200", "H100": "h100", "A100": "a100-80g"}
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    about = "\n".join(f"  {name:15s} {preset.about}" for name, preset in PRESETS.items())
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0],
-        epilog=f"presets:\n{about}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__, PRESETS)
     add = parser.add_argument
-    add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
     add("--preset", choices=list(PRESETS), help="default: meta-1.1t-rank on a GPU, x4 on a CPU")
-    add(
-        "--override",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="of the preset's config, e.g. model.dropout=0.0; may be repeated",
-    )
-    add("--tiny", action="store_true", help="rehearsal: sizes and repetitions cut down")
-    add(
-        "--variants",
-        type=lambda text: text.split(","),
-        metavar="LIST",
-        help=f"of {', '.join(VARIANTS)} (default: the preset's)",
-    )
+    of_config = "of the preset's config, e.g. model.dropout=0.0; may be repeated"
+    add("--override", action="append", default=[], metavar="KEY=VALUE", help=of_config)
+    add("--variants", help=f"of {', '.join(VARIANTS)} (default: the preset's)", **words())
     add("--updates", type=int, default=10, help="measured updates of each variant (default: 10)")
     add("--warmup", type=int, default=2, help="updates before those that count (default: 2)")
-    add(
-        "--one-by-one",
-        action="store_true",
-        help="measure one variant after the other instead of in turn (default for presets whose "
-        "models do not fit together)",
-    )
-    add(
-        "--hardware",
-        help="profile in configs/hardware for the model FLOPs utilisation (default: "
-        "by the GPU's name)",
-    )
-    add("--threads", type=int, help="CPU threads (default: torch's)")
-    add("--seed", type=int, default=1, help="of the tokens (default: 1)")
+    alone = "measure one variant after the other (default where models do not fit together)"
+    add("--one-by-one", action="store_true", help=alone)
     add("--output", type=Path, help="JSON file (default: runs/bench/train-PRESET-DEVICE.json)")
-    add("--figure", type=Path, help="PNG file (default: beside the JSON file)")
     options = parser.parse_args(argv)
     if options.tiny:
         options.updates, options.warmup = 2, 1
     return options
 
 
-class Stopwatch:
-    """Seconds of one update of a run, its device included."""
+def timed_update(run: Run, sample: dict, ranks: Ranks) -> tuple[float, float]:
+    """(seconds, loss) of an update that was made; those with an overflow do not count.
 
-    def __init__(self, ranks: Ranks):
-        self._ranks = ranks
-
-    def _wait(self):
-        self._ranks.barrier()
-        if self._ranks.device.type == "cuda":
-            torch.cuda.synchronize(self._ranks.device)
-
-    def time(self, run: Run, sample: dict) -> tuple[float, float]:
-        """(seconds, loss) of an update that was made; those with an overflow do not count.
-
-        Raises:
-            RuntimeError: the loss scale does not come to rest.
-        """
-        for _ in range(_MAX_OVERFLOWS):
-            self._wait()
-            begin = time.perf_counter()
-            logged = run.update(sample)
-            self._wait()
-            seconds = time.perf_counter() - begin
-            if "loss" in logged:
-                return seconds, float(logged["loss"])
-        raise RuntimeError(f"{_MAX_OVERFLOWS} updates in a row overflowed ({run.variant})")
+    Raises:
+        RuntimeError: the loss scale does not come to rest.
+    """
+    for _ in range(_MAX_OVERFLOWS):
+        ranks.wait()
+        begin = time.perf_counter()
+        logged = run.update(sample)
+        ranks.wait()
+        seconds = time.perf_counter() - begin
+        if "loss" in logged:
+            return seconds, float(logged["loss"])
+    raise RuntimeError(f"{_MAX_OVERFLOWS} updates in a row overflowed ({run.variant})")
 
 
-def measure_together(
-    runs: Sequence[Run], samples, options, watch: Stopwatch
-) -> Iterator[dict[str, dict]]:
+def measure_together(runs: Sequence[Run], samples, options, ranks: Ranks) -> Iterator[dict]:
     """Updates of all runs in turn, each repetition beginning with another run.
 
     Yields:
-        variant -> seconds and losses so far, after each repetition that counts.
+        variant -> seconds, losses, parameters, and the peak memory of a process that holds this
+        variant alone, after each repetition that counts.
     """
-    found = {run.variant: {"seconds": [], "losses": []} for run in runs}
+    found = {
+        run.variant: {"seconds": [], "losses": [], "parameters": run.parameters} for run in runs
+    }
+    if ranks.device.type == "cuda":  # of training, not of building in fp32
+        torch.cuda.reset_peak_memory_stats()
     for number in range(-options.warmup, options.updates):
         first = number % len(runs)
         for run in [*runs[first:], *runs[:first]]:
-            taken, loss = watch.time(run, samples[number % len(samples)])
+            taken, loss = timed_update(run, samples[number % len(samples)], ranks)
+            of = found[run.variant]
+            of["losses"].append(loss)
             if number >= 0:
-                found[run.variant]["seconds"].append(taken)
-            found[run.variant]["losses"].append(loss)
+                of["seconds"].append(taken)
+            if ranks.device.type == "cuda" and len(runs) == 1:
+                of["peak_bytes_of_process"] = torch.cuda.max_memory_allocated()
         if number >= 0:
             yield found
 
@@ -146,11 +119,9 @@ def measure(
         skipped: gets the variants that are found not to fit.
 
     Yields:
-        variant -> seconds and losses of every update, parameters, and the peak memory of the
-        process where it held this variant alone. On several ranks after each group only.
+        as :func:`measure_together`, of all groups so far; on several ranks after each group only.
     """
-    device, watch = ranks.device, Stopwatch(ranks)
-    build_on = device if config.model.moe_simulate_world_size > 1 else None
+    build_on = ranks.device if config.model.moe_simulate_world_size > 1 else None
     measured: dict[str, dict] = {}
     for group in groups:
         runs: list[Run] = []
@@ -158,10 +129,7 @@ def measure(
         try:
             for variant in group:
                 runs.append(Run(variant, config, build_on))
-            if device.type == "cuda":  # of training, not of building in fp32
-                torch.cuda.reset_peak_memory_stats()
-            for found in measure_together(runs, samples, options, watch):
-                _complete(found, runs, device)
+            for found in measure_together(runs, samples, options, ranks):
                 if ranks.world_size == 1:
                     yield {**measured, **found}
         except torch.cuda.OutOfMemoryError:
@@ -174,61 +142,128 @@ def measure(
             run.close()
         runs.clear()
         run = None  # noqa: F841 (the last one's weights)
-        free_memory(device)
+        free_memory(ranks.device)
         measured.update(found)
         yield measured
 
 
-def _complete(found: dict[str, dict], runs: Sequence[Run], device: torch.device) -> None:
-    """Add what is not measured by the clock."""
-    for run in runs:
-        found[run.variant]["parameters"] = run.parameters
-        if device.type == "cuda" and len(runs) == 1:
-            found[run.variant]["peak_bytes_of_process"] = torch.cuda.max_memory_allocated()
-
-
-def choose_variants(options, preset: TrainPreset, config, ranks: Ranks):
-    """Groups of variants that are measured together, and name -> reason of those left out.
-
-    Raises:
-        ValueError: an unknown name.
-    """
-    variants = list(options.variants or preset.variants)
-    unknown = [v for v in variants if v not in VARIANTS]
-    if unknown:
-        raise ValueError(f"--variants {','.join(unknown)}: choose from {', '.join(VARIANTS)}")
+def drop_dense(variants: list[str], config, ranks: Ranks) -> dict[str, str]:
+    """Take ``dense`` out where its masks do not fit on some rank; name -> reason."""
     need, free = dense_masks(config), available_memory(ranks.device)
-    # on every rank or none
-    too_big = bool(ranks.slowest([float(need > free)])[0])
-    skipped = {}
-    if "dense" in variants and too_big:
-        variants.remove("dense")
-        skipped["dense"] = (
-            f"the masks of one layer alone need {need / 1e9:.1f} GB (computed), {free / 1e9:.1f} "
-            "GB are available"
-        )
-    alone = options.one_by_one or preset.one_by_one
-    return ([[v] for v in variants] if alone else [variants]), skipped
+    too_big = bool(ranks.slowest([float(need > free)])[0])  # on every rank or none
+    if not too_big or "dense" not in variants:
+        return {}
+    variants.remove("dense")
+    needs = f"the masks of one layer alone need {need / 1e9:.1f} GB (computed)"
+    return {"dense": f"{needs}, {free / 1e9:.1f} GB are available"}
 
 
-def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+def summarise(measured: dict[str, dict], tokens: int, flops: dict[str, float], peak: float | None):
+    """Results by variant from raw seconds."""
+    results = {}
+    for variant, raw in measured.items():
+        spread = percentiles(raw["seconds"])
+        speed = {key: tokens / value for key, value in spread.items()}
+        results[variant] = {
+            "about": VARIANTS[variant],
+            "parameters": raw["parameters"],
+            "seconds": spread,
+            "tokens_per_second": speed,
+            "model_flops_per_token": flops[variant],
+            "model_flops_utilisation": peak and flops[variant] * speed["p50"] / peak,
+            "peak_bytes_of_process": raw.get("peak_bytes_of_process"),
+            "losses": raw["losses"],
+            "raw_seconds": raw["seconds"],
+        }
+    return results
+
+
+def model_flops(config) -> float:
+    """Operations per token, forward and backward, as the planner counts them."""
+    settings = read_settings(config, "")
+    counted = count_parameters(settings)
+    return count_work(settings, counted, count_traffic(settings, counted)).model_flops
+
+
+def peak_flops(config, device: torch.device) -> float | None:
+    """Of a GPU in the config's precision, from its profile; None for an unknown device."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    name = next((profile for part, profile in _PROFILES.items() if part in gpu), None)
+    if name is None:
+        return None
+    hardware = load_hardware(ROOT / "configs" / "hardware", name)
+    half = config.common.fp16 or config.common.bf16
+    return hardware.half_flops if half else hardware.fp32_flops
+
+
+def compare(results: dict[str, Any], preset: TrainPreset) -> tuple[dict[str, float], list[dict]]:
+    """Ratios of this plugin's median tokens/s to the others', and the goals."""
+    if "moe" not in results:
+        return {}, []
+    speed = {name: run["tokens_per_second"]["p50"] for name, run in results.items()}
+    ratios = {f"moe/{name}": speed["moe"] / speed[name] for name in results if name != "moe"}
+    goals = [
+        goal(f"at least {bound:g} times the tokens/s of: {VARIANTS[n]}", ratios[f"moe/{n}"], bound)
+        for n, bound in preset.goals
+        if n in results
+    ]
+    used = results["moe"]["model_flops_utilisation"]
+    if used is not None:
+        goals.append(goal(f"model FLOPs utilisation of at least {_MFU_GOAL:.0%}", used, _MFU_GOAL))
+    return ratios, goals
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """Table, ratios and goals."""
+    say(f"training on {device_name(result)}, {result['world_size']} rank(s): {result['title']}")
+    if result["settings"]["simulated_ranks"]:
+        say(f"SIMULATED rank of {result['settings']['simulated_ranks']}: each all-to-all is a copy")
+    rows = []
+    for name, run in result["results"].items():
+        peak, used = run["peak_bytes_of_process"], run["model_flops_utilisation"]
+        peak = "-" if peak is None else f"{peak / 2**30:.1f}"
+        used = "-" if used is None else f"{used:.1%}"
+        rows.append({**run, "name": name, "peak": peak, "used": used})
+    shown = {
+        "variant": "{name}",
+        "parameters": "{parameters:,}",
+        "s/update": "{seconds[p50]:.3f}",
+        "tokens/s: p50": "{tokens_per_second[p50]:,.0f}",
+        "p20-p80": "{tokens_per_second[p80]:,.0f}-{tokens_per_second[p20]:,.0f}",
+        "peak GiB": "{peak}",
+        "MFU": "{used}",
+    }
+    say(table(rows, shown))
+    for key, ratio in result["ratios"].items():
+        say(f"tokens/s, {key}: {ratio:.2f}")
+
+
+def run(options: argparse.Namespace, ranks: Ranks) -> None:
     """Measure, print and write."""
     device = ranks.device
     name = options.preset or ("meta-1.1t-rank" if device.type == "cuda" else "x4")
     preset = PRESETS[name]
-    changes = [*(tiny_overrides(preset) if options.tiny else ()), *options.override]
+    tiny = tiny_overrides(preset, ranks.world_size) if options.tiny else ()
+    changes = [*tiny, *options.override]
     config = load_config(preset, changes, ranks)
-    groups, skipped = choose_variants(options, preset, config, ranks)
+    variants = list(options.variants or preset.variants)
+    expect_known("--variants", variants, list(VARIANTS))
+    skipped = drop_dense(variants, config, ranks)
+    alone = options.one_by_one or preset.one_by_one
+    groups = [[v] for v in variants] if alone else [variants]
     samples = random_samples(config, config.task.dict_size + 4, 4, options.seed + ranks.rank)
     tokens = ranks.world_size * config.dataset.batch_size * config.task.tokens_per_sample
-    others = OtherLoad()
-    peak = peak_flops(options.hardware, config, device)
-    flops = model_flops([v for group in groups for v in group], config)
-    result = {
-        **describe_run("train", device, ranks.world_size),
-        "preset": f"tiny-{name}" if options.tiny else "custom" if changes else name,
-        "title": "; ".join([preset.about, *changes]),
-        "settings": {
+    peak = peak_flops(config, device)
+    configs = {v: flop_matched(config) if v == "flop-matched" else config for v in variants}
+    flops = {variant: model_flops(each) for variant, each in configs.items()}
+    shown = f"tiny-{name}" if options.tiny else "custom" if changes else name
+    report = Report(
+        "train",
+        ranks,
+        options.output or Path(f"runs/bench/train-{shown}-{device.type}.json"),
+        preset=shown,
+        title="; ".join([preset.about, *changes]),
+        settings={
             **dataclasses.asdict(preset),
             "overrides": [*preset.overrides, *changes],
             "tokens_per_update": tokens,
@@ -236,55 +271,23 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             "simulated_ranks": config.model.moe_simulate_world_size,
             "interleaved": len(groups) == 1,
         },
-        "not_run": skipped,
-    }
-    as_given = not changes and ranks.world_size == 1
-    journal = Journal(output_path(options, result) if ranks.first else None, seconds=0)
+    )
+    report.seconds_between = 0  # the next update or variant may be one too many
+    goals_hold = not changes and ranks.world_size == 1  # they are of the preset as it is
     for measured in measure(groups, config, samples, options, ranks, skipped):
         results = summarise(measured, tokens, flops, peak and peak * ranks.world_size)
         ratios, goals = compare(results, preset)
-        result |= {
-            "cpu_share_of_others": others.share(),
+        whole = {
+            "not_run": skipped,
             "results": results,
             "ratios": ratios,
-            "goals": goals if as_given else [],  # they hold for the preset as it is
+            "goals": goals if goals_hold else [],
         }
-        journal.keep(result.copy)  # the next update or variant may be one too many
-    if ranks.first:
-        write_json(result, output_path(options, result))
-        finish(result, options)
-    return result
+        report.keep(whole.copy)
+    report.finish(whole, print_result)
 
 
-def output_path(options: argparse.Namespace, result: dict[str, Any]) -> Path:
-    """Of the JSON file."""
-    device = "cuda" if "gpu" in result["hardware"] else "cpu"
-    return options.output or Path(f"runs/bench/train-{result['preset']}-{device}.json")
-
-
-def finish(result: dict[str, Any], options: argparse.Namespace) -> None:
-    """Print and draw."""
-    print_result(result)
-    path = output_path(options, result)
-    say(f"written: {path}")
-    picture = options.figure or path.with_suffix(".png")
-    if figures.draw(result, picture):
-        say(f"drawn: {picture}")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 2 for a wrong command line."""
-    options = parse_arguments(argv)
-    quiet_logs()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    try:
-        with connected(choose_device(options.device)) as ranks:
-            run(options, ranks)
-    except ValueError as error:
-        sys.stderr.write(f"bench_train.py: error: {error}\n")
-        return 2
-    return 0
+main = runner.program(parse_arguments, run)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ Legend: T tokens of this rank, M model dim, E experts, e local experts, C capaci
 ranks.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +22,14 @@ from fairseq_tutel.moe import ExpertRows, MoEAux, MoELayer
 LIVE_MASKS = 3
 
 
+# Routing options that algorithm 1 knows.
+_WRITTEN_FOR = {"second_expert_policy": "all"}
+_WRITTEN_FOR |= dict.fromkeys(
+    ("normalize_before_dropping", "batch_prioritized", "use_pad_mask"), False
+)
+_WRITTEN_FOR |= dict.fromkeys(("gate_noise", "input_jitter", "input_dropout", "z_loss_weight"), 0.0)
+
+
 class DenseMoE(nn.Module):
     """The layer's computation in the dense formulation, with the parameters of a ``MoELayer``.
 
@@ -31,15 +37,13 @@ class DenseMoE(nn.Module):
 
     Args:
         layer: owner of the gate and the experts, which are shared, not copied.
-        expert_loop: compute the local experts one after the other, as fairseq's ``moe`` branch
-            does, instead of with the batched product that the sparse layer uses.
 
     Raises:
         ValueError: the layer has routing options that algorithm 1 does not know, or no fixed
             capacity.
     """
 
-    def __init__(self, layer: MoELayer, expert_loop: bool = False):
+    def __init__(self, layer: MoELayer):
         super().__init__()
         config = layer.config
         if config.capacity_factor <= 0:
@@ -47,20 +51,10 @@ class DenseMoE(nn.Module):
                 f"capacity_factor={config.capacity_factor}: the dense formulation needs a fixed "
                 "capacity, > 0"
             )
-        for name, wanted in (
-            ("second_expert_policy", "all"),
-            ("normalize_before_dropping", False),
-            ("batch_prioritized", False),
-            ("use_pad_mask", False),
-            ("gate_noise", 0.0),
-            ("input_jitter", 0.0),
-            ("input_dropout", 0.0),
-            ("z_loss_weight", 0.0),
-        ):
-            if getattr(config, name) != wanted:
-                raise ValueError(f"{name}={getattr(config, name)!r}: written for {wanted!r} only")
+        for name, known in _WRITTEN_FOR.items():
+            if getattr(config, name) != known:
+                raise ValueError(f"{name}={getattr(config, name)!r}: written for {known!r} only")
         self.layer = layer
-        self.expert_loop = expert_loop
 
     def forward(
         self,
@@ -68,6 +62,7 @@ class DenseMoE(nn.Module):
         *,
         pad_mask=None,
         step=None,
+        record=None,
         capacity_factor: float | None = None,
         return_aux: bool = False,
     ) -> Tensor | tuple[Tensor, MoEAux]:
@@ -94,27 +89,12 @@ class DenseMoE(nn.Module):
         model_dim = x_TM.shape[1]
         # einsum("tec,tm->ecm"), written as the one matrix product that it is
         mask_TR = mask_TEC.to(x_TM.dtype).view(num_tokens, num_experts * capacity)
-        rows = self.layer.exchange.forth(mask_TR.t() @ x_TM)
+        rows = self.layer.exchange.dispatch(mask_TR.t() @ x_TM)
         rows = rows.view(ranks, local, capacity, model_dim).transpose(0, 1)
-        out = self._experts(rows.reshape(local, ranks * capacity, model_dim))
+        out = self.layer.experts(ExpertRows(rows.reshape(local, ranks * capacity, model_dim)))
         out = out.view(local, ranks, capacity, model_dim).transpose(0, 1).reshape(-1, model_dim)
         # einsum("tec,ecm->tm")
-        return combine_TEC.view(num_tokens, -1) @ self.layer.exchange.back(out)
-
-    def _experts(self, rows):
-        experts = self.layer.experts
-        if not self.expert_loop:
-            return experts(ExpertRows(rows))
-        out = []
-        for slot, part in enumerate(rows):
-            hidden = nn.functional.linear(part, experts.fc1_weight[slot], experts.fc1_bias[slot])
-            hidden = _ACTIVATIONS[experts.activation](hidden)
-            weight, bias = experts.fc2_weight[slot], experts.fc2_bias[slot]
-            out.append(nn.functional.linear(hidden, weight, bias))
-        return torch.stack(out)
-
-
-_ACTIVATIONS = {"gelu": nn.functional.gelu, "relu": nn.functional.relu}
+        return combine_TEC.view(num_tokens, -1) @ self.layer.exchange.combine(out)
 
 
 def gating(logits_TE: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,9 +138,7 @@ def gating(logits_TE: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor
 
 
 def memory_need(tokens: int, experts: int, capacity: int, element_size: int) -> int:
-    """Bytes that the dense masks alone need while the backward pass runs.
-
-    A lower bound: routing is computed in fp32, and its products are kept where they are cast.
+    """Bytes that the dense masks alone need while the backward pass runs, a lower bound.
 
     Args:
         element_size: bytes of the layer's dtype.

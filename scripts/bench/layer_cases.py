@@ -1,28 +1,25 @@
 """The cases of the layer benchmark: dense formulation, this layer, experts and products alone."""
 
-from __future__ import annotations
-
+import itertools
 from collections.abc import Sequence
 
 import torch
 from dense_reference import DenseMoE, memory_need
 from measure import Case, available_memory
 from presets import DTYPES, LAYER_BACKENDS, LayerShape
-from torch import Tensor
+from torch import Tensor, nn
 
 from fairseq_tutel import ops
 from fairseq_tutel.distributed import ExpertParallelGroups
-from fairseq_tutel.moe import ExpertRows, MoELayer
+from fairseq_tutel.moe import MoELayer
 
-FORMULATIONS = ("dense", "dense-loop")
 FLOORS = ("experts", "products")
-CASES = (*FORMULATIONS, *LAYER_BACKENDS, *FLOORS)
+CASES = ("dense", *LAYER_BACKENDS, *FLOORS)
 ABOUT = {
     "dense": "dense S x E x C formulation (GShard)",
-    "dense-loop": "dense S x E x C formulation, experts in a loop",
     "triton": "this layer, Triton backend",
     "torch": "this layer, torch backend",
-    "experts": "experts alone: products, bias, activation",
+    "experts": "experts alone: two F.linear and an activation for each",
     "products": "experts' products alone (the floor)",
 }
 # Input sets that take turns; each rank draws its own.
@@ -52,11 +49,7 @@ class _Product(torch.autograd.Function):
 class LayerInputs:
     """One layer and the tensors that all cases of a benchmark share.
 
-    Args:
-        shape: sizes.
-        groups: placement of the experts.
-        device: where everything lives.
-        seed: of weights and inputs; random numbers, not zeros, which some units multiply faster.
+    All of them are random numbers, not zeros, which some units multiply faster.
     """
 
     def __init__(
@@ -65,24 +58,16 @@ class LayerInputs:
         torch.manual_seed(seed)
         dtype = DTYPES[shape.dtype]
         self.shape, self.device = shape, device
+        sizes = (shape.model_dim, shape.experts, shape.hidden_dim)
+        how = {"top_k": shape.top_k, "capacity_factor": shape.capacity_factor}
         with device:  # also the weights of a simulated rank are drawn there
-            layer = MoELayer(
-                shape.model_dim,
-                shape.experts,
-                shape.hidden_dim,
-                top_k=shape.top_k,
-                groups=groups,
-                seed=seed,
-                capacity_factor=shape.capacity_factor,
-            )
+            layer = MoELayer(*sizes, groups=groups, seed=seed, **how)
         self.layer = layer.to(device, dtype).train()
         generator = torch.Generator(device=device).manual_seed(seed + 1 + groups.rank)
 
         def draw(*size: int) -> list[Tensor]:
-            return [
-                torch.randn(size, device=device, dtype=dtype, generator=generator)
-                for _ in range(_INPUTS)
-            ]
+            options = {"device": device, "dtype": dtype, "generator": generator}
+            return [torch.randn(size, **options) for _ in range(_INPUTS)]
 
         tokens = (shape.tokens, shape.model_dim)
         self.x = [x.requires_grad_() for x in draw(*tokens)]
@@ -114,41 +99,63 @@ def make_case(name: str, inputs: LayerInputs, backend: str) -> Case:
 
         return forward
 
-    def on_rows(function):
-        def forward(number):
-            out = function(inputs.rows[number % _INPUTS])
-            return (out,), (inputs.d_rows[number % _INPUTS],)
-
-        return forward
-
-    def products(rows):
-        hidden = _Product.apply(rows, layer.experts.fc1_weight)
-        return _Product.apply(hidden, layer.experts.fc2_weight)
+    def products(number):
+        hidden = _Product.apply(inputs.rows[number % _INPUTS], layer.experts.fc1_weight)
+        out = _Product.apply(hidden, layer.experts.fc2_weight)
+        return (out,), (inputs.d_rows[number % _INPUTS],)
 
     if name in LAYER_BACKENDS:
         forward, backend = on_tokens(layer), name
-    elif name in FORMULATIONS:
-        forward = on_tokens(DenseMoE(layer, expert_loop=name == "dense-loop"))
+    elif name == "dense":
+        forward = on_tokens(DenseMoE(layer))
     elif name == "experts":
-        forward = on_rows(lambda rows: layer.experts(ExpertRows(rows)))
+        return experts_alone(inputs)
     else:
-        forward = on_rows(products)
+        forward = products
     return Case(name, forward, inputs.leaves, lambda: ops.set_backend(backend))
+
+
+def experts_alone(inputs: LayerInputs) -> Case:
+    """The baseline: a loop over the experts, with the layer's own weights and padded rows.
+
+    Rows and weights of every expert are leaves of their own: no gradient is copied into a stack.
+    """
+    experts = inputs.layer.experts
+    parameters = (experts.fc1_weight, experts.fc1_bias, experts.fc2_weight, experts.fc2_bias)
+    weights = list(zip(*(_own_leaves(param) for param in parameters), strict=True))
+    rows = [_own_leaves(rows) for rows in inputs.rows]
+    activation = getattr(nn.functional, experts.activation)
+
+    def forward(number):
+        parts = zip(rows[number % _INPUTS], weights, strict=True)
+        outputs = [one_expert(part, *weight) for part, weight in parts]
+        return outputs, list(inputs.d_rows[number % _INPUTS])
+
+    def one_expert(part, fc1_weight, fc1_bias, fc2_weight, fc2_bias):
+        hidden = activation(nn.functional.linear(part, fc1_weight, fc1_bias))
+        return nn.functional.linear(hidden, fc2_weight, fc2_bias)
+
+    def leaves():
+        return itertools.chain(inputs.leaves(), *rows, *weights)
+
+    return Case("experts", forward, leaves)
+
+
+def _own_leaves(stacked: Tensor) -> list[Tensor]:
+    return [part.detach().requires_grad_() for part in stacked]
 
 
 def why_not_run(name: str, shape: LayerShape, device: torch.device) -> str | None:
     """Reason why a case cannot run here, None where it can."""
     if name == "triton" and device.type != "cuda":
         return "Triton kernels need a GPU; the interpreter's speed says nothing"
-    if name in FORMULATIONS:
+    if name == "dense":
         size = torch.empty(0, dtype=DTYPES[shape.dtype]).element_size()
         need = memory_need(shape.tokens, shape.experts, shape.capacity, size)
         free = available_memory(device)
         if need > free:
-            return (
-                f"its masks alone need {need / 1e9:.1f} GB (computed), "
-                f"{free / 1e9:.1f} GB are available"
-            )
+            needs = f"its masks alone need {need / 1e9:.1f} GB (computed)"
+            return f"{needs}, {free / 1e9:.1f} GB are available"
     return None
 
 

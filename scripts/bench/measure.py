@@ -6,10 +6,9 @@ they empty the cache and let the host run ahead, as it does in training, so that
 two events is the device's, without waiting for launches.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -48,27 +47,22 @@ class Case:
 
 
 class _WallClock:
-    def __init__(self):
-        self._marks: list[float] = []
-
     def begin(self) -> None:
-        self._marks = []
+        self._marks: list = []
 
     def mark(self) -> None:
         self._marks.append(time.perf_counter())
 
     def milliseconds(self) -> list[float]:
-        marks = self._marks
-        return [1e3 * (b - a) for a, b in zip(marks, marks[1:], strict=False)]
+        return [1e3 * (b - a) for a, b in itertools.pairwise(self._marks)]
 
 
-class _DeviceClock:
+class _DeviceClock(_WallClock):
     def __init__(self, device: torch.device):
         self._cover = torch.empty(_COVER_BYTES, dtype=torch.uint8, device=device)
-        self._marks: list[torch.cuda.Event] = []
 
     def begin(self) -> None:
-        self._marks = []
+        super().begin()
         torch.cuda.synchronize()
         for _ in range(_COVER_WRITES):
             self._cover.zero_()
@@ -80,8 +74,7 @@ class _DeviceClock:
 
     def milliseconds(self) -> list[float]:
         torch.cuda.synchronize()
-        marks = self._marks
-        return [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
+        return [a.elapsed_time(b) for a, b in itertools.pairwise(self._marks)]
 
 
 def time_cases(
@@ -104,7 +97,7 @@ def time_cases(
         repetition. A case without gradients has ``forward`` only.
     """
     clock = _DeviceClock(device) if device.type == "cuda" else _WallClock()
-    times: dict[str, dict[str, list[float]]] = {case.name: {} for case in cases}
+    times = {case.name: {} for case in cases}
     for number in range(-warmup, repetitions):
         first = number % len(cases)
         for case in [*cases[first:], *cases[:first]]:
@@ -119,20 +112,16 @@ def time_cases(
                 clock.mark()
             del outputs
             spans = clock.milliseconds()
+            if len(spans) == 2:
+                spans.append(sum(spans))
             if number >= 0:
-                _append(times[case.name], spans)
+                for phase, span in zip(PHASES, spans, strict=False):
+                    times[case.name].setdefault(phase, []).append(span)
         if number >= 0:
             progress(times)
     for case in cases:
         case.begin()
     return times
-
-
-def _append(times, spans):
-    if len(spans) == 2:
-        spans = [*spans, sum(spans)]
-    for phase, span in zip(PHASES, spans, strict=False):
-        times.setdefault(phase, []).append(span)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -158,11 +147,9 @@ def peak_memory(case: Case, device: torch.device) -> int | None:
     case.begin()
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         _run_once(case)
-        torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     before = _reset_peak()
     if before is None:
@@ -206,13 +193,6 @@ def _reset_peak() -> int | None:
         return _status_bytes("VmRSS")
     except (OSError, AttributeError):  # not Linux, or not glibc
         return None
-
-
-def resident_bytes() -> int:
-    """The resident set of this process (Linux), without blocks that are free."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    return _status_bytes("VmRSS")
 
 
 def _status_bytes(name: str) -> int:

@@ -1,7 +1,5 @@
 """One benchmark on one or several ranks, started by ``python -m fairseq_tutel.launch``."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os
@@ -16,12 +14,7 @@ _TIMEOUT = datetime.timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of the job.
-
-    Attributes:
-        device: of this rank.
-        backend: ``gloo`` or ``nccl``; empty for a single process.
-    """
+    """This process among those of the job; ``backend`` is gloo or nccl, empty for a single one."""
 
     device: torch.device
     rank: int = 0
@@ -33,19 +26,28 @@ class Ranks:
         """Whether this rank prints and writes."""
         return self.rank == 0
 
+    def expect_several(self) -> None:
+        """Raise ValueError in a single process, which has nobody to exchange with."""
+        if self.world_size < 2:
+            raise ValueError(
+                "an exchange needs at least 2 ranks: put python -m fairseq_tutel.launch "
+                "--nproc-per-node N -- before this command, or see two_nodes.py --help"
+            )
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:
             dist.barrier()
 
-    def cpu_seconds_of_others(self, own: float) -> float:
-        """Sum over the other ranks of the CPU seconds that each took, of which this one ``own``."""
-        if self.world_size == 1:
-            return 0.0
-        on = self.device if self.backend == "nccl" else "cpu"
-        tensor = torch.tensor([own], dtype=torch.float64, device=on)
-        dist.all_reduce(tensor)
-        return tensor.item() - own
+    def wait_for_device(self) -> None:
+        """Wait for what this rank's GPU has to do."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def wait(self) -> None:
+        """Wait for all ranks and their devices."""
+        self.barrier()
+        self.wait_for_device()
 
     def slowest(self, values: Sequence[float]) -> list[float]:
         """Element by element the largest value of any rank."""

@@ -1,21 +1,17 @@
 """What a result must hold besides its numbers, and how results are written and printed."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import json
 import logging
-import math
 import os
 import platform
 import re
 import shlex
 import subprocess
 import sys
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +50,11 @@ def _command() -> str:
     words = [
         word
         for before, word in zip(sys.argv, sys.argv[1:], strict=False)
-        if not {before, word} & {"--output", "--figure"}
+        if "--output" not in (before, word)
     ]
-    return shlex.join(["python", str(name), *words])
+    command = shlex.join(["python", str(name), *words])
+    bed = os.environ.get("TWO_NODES")  # set by two_nodes.py: how it was called
+    return f"{bed} -- {command}" if bed else command
 
 
 def _commit() -> tuple[str | None, bool | None]:
@@ -121,55 +119,10 @@ def _cpu_name() -> str:
     return match[1] if match else platform.processor()
 
 
-class OtherLoad:
-    """How much of this machine's CPU time others took since this was made."""
-
-    def __init__(self):
-        self._begin = self._times()
-
-    @staticmethod
-    def _times() -> tuple[float, float, float] | None:
-        """Seconds of all CPUs: existing, busy, working for this process; None if unknown."""
-        try:
-            line = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0]
-        except OSError:
-            return None
-        # user nice system idle iowait irq softirq steal; guest time is in user already
-        ticks = [int(word) for word in line.split()[1:9]]
-        scale = os.sysconf("SC_CLK_TCK")
-        own = sum(os.times()[:4])
-        return sum(ticks) / scale, (sum(ticks) - ticks[3] - ticks[4]) / scale, own
-
-    def share(self, siblings: float = 0.0) -> float | None:
-        """Of the time of all CPUs, 0 to 1; a result with a large share is not worth keeping.
-
-        Args:
-            siblings: seconds that other ranks of the measurement took on this machine.
-        """
-        end = self._times()
-        if self._begin is None or end is None:
-            return None
-        total, busy, own = (b - a for a, b in zip(self._begin, end, strict=True))
-        return max(0.0, busy - own - siblings) / total if total > 0 else None
-
-
-class Journal:
-    """Writes a result while it is measured, so that a run that is stopped loses seconds only.
-
-    Args:
-        path: of the JSON file; None writes nothing.
-        seconds: between two writes at least.
-    """
-
-    def __init__(self, path: Path | None, seconds: float = 5.0):
-        self._path, self._seconds = path, seconds
-        self._last = -math.inf
-
-    def keep(self, result: Callable[[], dict[str, Any]]) -> None:
-        """Write what ``result`` returns, marked as not complete, if it is time to."""
-        if self._path is not None and time.monotonic() - self._last >= self._seconds:
-            write_json({**result(), "complete": False}, self._path)
-            self._last = time.monotonic()
+def goal(text: str, ratio: float, bound: float, at_most: bool = False) -> dict[str, Any]:
+    """Whether a ratio reaches its bound from above, or from below."""
+    reached = ratio <= bound if at_most else ratio >= bound
+    return {"goal": text, "ratio": ratio, "bound": bound, "reached": reached}
 
 
 def device_name(result: dict[str, Any]) -> str:
@@ -204,9 +157,18 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns, the first one flush left, the others flush right."""
-    return "\n".join(columns([header, *rows], right=range(1, len(header))))
+def table(rows: Iterable[Mapping], shown: Mapping[str, str | Callable[[Any], str]]) -> str:
+    """Columns, the first one flush left, the others flush right.
+
+    Args:
+        shown: header -> format string for a row's fields (``"{ms[p50]:.2f}"``), or a function of
+            the row.
+    """
+    cells = [
+        [how.format(**row) if isinstance(how, str) else how(row) for how in shown.values()]
+        for row in rows
+    ]
+    return "\n".join(columns([list(shown), *cells], right=range(1, len(shown))))
 
 
 def quiet_logs() -> None:

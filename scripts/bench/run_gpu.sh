@@ -4,7 +4,7 @@
 #
 #   part 1   GPU tests of kernels, operators and layer; layer and operators at meta-1.1t; training of
 #            one simulated rank of the 1.1T model
-#   part 2   the other GPU tests; the layer and training at the other GPU presets; figures
+#   part 2   the other GPU tests; the layer and training at the other GPU presets
 #
 #   bash scripts/bench/run_gpu.sh                       # both parts; results in scripts/bench/results
 #   PART=1 OUT=folder bash scripts/bench/run_gpu.sh     # results in folder/results-1.tar.gz
@@ -121,7 +121,7 @@ bench() {
         --output "$results/$kind-$name-$gpu.json" "${tiny[@]}" "$@"
 }
 
-# No figure on a red test: first what the kernels compute, then how fast. JUnit keeps the counts.
+# No number on a red test: first what the kernels compute, then how fast. JUnit keeps the counts.
 part_1() {
     gpu_tests tests-kernels 150 -m "gpu and not slow" tests/backends tests/ops tests/moe
     bench 75 layer meta-1.1t
@@ -131,14 +131,12 @@ part_1() {
 }
 
 part_2() {
-    gpu_tests tests-others 120 -m gpu tests/backends/triton/test_large.py tests/hosts tests/plan \
+    gpu_tests tests-others 120 -m gpu tests/backends/triton/test_large.py tests/training tests/integrations tests/plan \
         tests/distributed
     bench 100 layer fig14,blog-8gpu,meta-8gpu
     bench 120 train meta-half-rank --updates 5
     bench 30 kernels fig14
     bench 80 layer memory-4096,memory-8192,memory-16384,memory-32768 --repetitions 10
-    step figures 30 "$PYTHON" scripts/bench/plot.py "$results"/*-"$gpu".json \
-        --out "$results/figures-$gpu"
 }
 
 for part in ${PART:-1 2}; do

@@ -2,8 +2,6 @@
 and optimizer, from one config with overrides.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,13 +34,9 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class TrainPreset:
-    """A training run to measure.
+    """A training run to measure: a file of configs/ with ``key=value`` over it.
 
     Attributes:
-        about: in words.
-        config: name of a file in configs/.
-        overrides: ``key=value`` over it.
-        variants: measured by default.
         goals: (variant, bound): this plugin's tokens/s over the variant's.
         simulated: what is simulated, for titles.
         one_by_one: whether its models do not fit into a device together.
@@ -57,96 +51,62 @@ class TrainPreset:
     one_by_one: bool = False
 
 
-def _small(batch: int) -> tuple[str, ...]:
-    """4 layers 256/1024, 8 experts, top-2, 1024 tokens x batch, vocabulary 5000, fp32, no dropout.
-
-    Without dropout, as in the golden runs: with it fairseq's attention is computed step by step on
-    a CPU, and drawing its masks takes a third of the time of every variant.
-    """
-    return (
-        "common.fp16=false",
-        "common.memory_efficient_fp16=false",
-        "optimizer.fp16_adam_stats=false",
-        "task.dict_size=4996",
-        f"dataset.batch_size={batch}",
-        "distributed_training.distributed_world_size=1",
-        "model.decoder_layers=4",
-        "model.decoder_embed_dim=256",
-        "model.decoder_ffn_embed_dim=1024",
-        "model.decoder_attention_heads=4",
-        "model.moe_expert_count=8",
-        "model.checkpoint_activations=false",
-        "model.moe_normalize_expert_grad=world_size",
-        "model.dropout=0.0",
-        "model.attention_dropout=0.0",
-    )
+_FP32 = """common.fp16=false common.memory_efficient_fp16=false optimizer.fp16_adam_stats=false"""
+# Without dropout, as in the golden runs: with it fairseq's attention is computed step by step on a
+# CPU, and drawing its masks takes a third of the time of every variant.
+_SMALL = f"""{_FP32} task.dict_size=4996 distributed_training.distributed_world_size=1
+    model.decoder_layers=4 model.decoder_embed_dim=256 model.decoder_ffn_embed_dim=1024
+    model.decoder_attention_heads=4 model.moe_expert_count=8 model.checkpoint_activations=false
+    model.moe_normalize_expert_grad=world_size model.dropout=0.0 model.attention_dropout=0.0"""
+# Over any of the presets, to rehearse a benchmark on a CPU; a simulated rank is then one of 4.
+_TINY = f"""{_FP32} task.dict_size=60 task.tokens_per_sample=16 dataset.batch_size=2
+    model.decoder_layers=2 model.decoder_embed_dim=16 model.decoder_ffn_embed_dim=32
+    model.decoder_attention_heads=2 model.moe_expert_count=4"""
 
 
-def _simulated(ranks: int) -> tuple[str, ...]:
-    return (
+def _small(batch: int, times_dense: float) -> TrainPreset:
+    about = f"4 layers 256/1024, 8 experts, top-2, 1024 tokens x {batch}, vocabulary 5000, fp32"
+    overrides = (*_SMALL.split(), f"dataset.batch_size={batch}")
+    goals = (("flop-matched", 0.90), ("dense", times_dense))
+    return TrainPreset(f"{about}, no dropout", "meta_1.1t", overrides, goals=goals)
+
+
+def _rank(ranks: int, about: str, *overrides: str, **options) -> TrainPreset:
+    """One simulated rank of the 1.1T model with one expert per rank."""
+    simulated = (
         "distributed_training.distributed_world_size=1",
         f"model.moe_expert_count={ranks}",
         f"model.moe_simulate_world_size={ranks}",
     )
+    name = f"SIMULATED rank of {ranks}"
+    return TrainPreset(about, "meta_1.1t", (*simulated, *overrides), simulated=name, **options)
 
 
 PRESETS = {
-    "x4": TrainPreset(
-        "4 layers 256/1024, 8 experts, top-2, 1024 tokens x 4, vocabulary 5000, fp32, no dropout",
-        "meta_1.1t",
-        _small(4),
-        goals=(("flop-matched", 0.90), ("dense", 1.8)),
+    "x4": _small(4, times_dense=1.8),
+    "x8": _small(8, times_dense=2.5),
+    "meta-1.1t-rank": _rank(
+        512, "one rank of 512 of the 1.1T model, all-to-alls replaced by copies", variants=("moe",)
     ),
-    "x8": TrainPreset(
-        "4 layers 256/1024, 8 experts, top-2, 1024 tokens x 8, vocabulary 5000, fp32, no dropout",
-        "meta_1.1t",
-        _small(8),
-        goals=(("flop-matched", 0.90), ("dense", 2.5)),
-    ),
-    "meta-1.1t-rank": TrainPreset(
-        "one rank of 512 of the 1.1T model, all-to-alls replaced by copies",
-        "meta_1.1t",
-        _simulated(512),
-        variants=("moe",),
-        simulated="SIMULATED rank of 512",
-    ),
-    "meta-8gpu-rank": TrainPreset(
+    "meta-8gpu-rank": _rank(
+        8,
         "one rank of 8 of the same model with 8 experts, all-to-alls replaced by copies",
-        "meta_1.1t",
-        _simulated(8),
         variants=("moe", "dense"),
-        simulated="SIMULATED rank of 8",
         one_by_one=True,
     ),
-    "meta-half-rank": TrainPreset(
+    "meta-half-rank": _rank(
+        8,
         "the same rank of 8 with half of the layers: what the model is compared with fits, too",
-        "meta_1.1t",
-        (*_simulated(8), "model.decoder_layers=16"),
-        simulated="SIMULATED rank of 8",
+        "model.decoder_layers=16",
         one_by_one=True,
     ),
 }
 
 
-# Over any of the presets, to rehearse a benchmark on a CPU; a simulated rank is then one of 4.
-TINY = (
-    "common.fp16=false",
-    "common.memory_efficient_fp16=false",
-    "optimizer.fp16_adam_stats=false",
-    "task.dict_size=60",
-    "task.tokens_per_sample=16",
-    "dataset.batch_size=2",
-    "model.decoder_layers=2",
-    "model.decoder_embed_dim=16",
-    "model.decoder_ffn_embed_dim=32",
-    "model.decoder_attention_heads=2",
-    "model.moe_expert_count=4",
-)
-
-
-def tiny_overrides(preset: TrainPreset) -> tuple[str, ...]:
+def tiny_overrides(preset: TrainPreset, world_size: int = 1) -> tuple[str, ...]:
     """``key=value`` that cut a preset down to milliseconds on a CPU."""
-    return (*TINY, f"model.moe_simulate_world_size={4 if preset.simulated else 0}")
+    simulated = 4 if preset.simulated and world_size == 1 else 0
+    return (*_TINY.split(), f"model.moe_simulate_world_size={simulated}")
 
 
 def load_config(preset: TrainPreset, overrides: Sequence[str], ranks: Ranks) -> DictConfig:
@@ -210,8 +170,6 @@ class Run:
     """One model in training, one update at a time.
 
     Args:
-        variant: key of VARIANTS.
-        config: of :func:`load_config`.
         build_on: device that draws the initial weights, the CPU if None. For billions of them a CPU
             needs minutes; equal ones on several ranks it alone promises.
     """
@@ -253,20 +211,17 @@ def random_samples(config: DictConfig, vocabulary: int, count: int, seed: int) -
     """
     generator = torch.Generator().manual_seed(seed)
     batch, length = config.dataset.batch_size, config.task.tokens_per_sample
-    samples = []
-    for _ in range(count):
+
+    def sample():
         # symbols below 4 are <s>, <pad>, </s> and <unk>
         tokens = torch.randint(4, vocabulary, (batch, length + 1), generator=generator)
-        samples.append(
-            {
-                "id": torch.arange(batch),
-                "nsentences": batch,
-                "ntokens": batch * length,
-                "net_input": {
-                    "src_tokens": tokens[:, :-1].contiguous(),
-                    "src_lengths": torch.full((batch,), length),
-                },
-                "target": tokens[:, 1:].contiguous(),
-            }
-        )
-    return samples
+        lengths = torch.full((batch,), length)
+        return {
+            "id": torch.arange(batch),
+            "nsentences": batch,
+            "ntokens": batch * length,
+            "net_input": {"src_tokens": tokens[:, :-1].contiguous(), "src_lengths": lengths},
+            "target": tokens[:, 1:].contiguous(),
+        }
+
+    return [sample() for _ in range(count)]

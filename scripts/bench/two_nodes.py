@@ -14,9 +14,8 @@ with this one, however it ends. COMMAND finds RANK, WORLD_SIZE, LOCAL_RANK, GLOO
 INIT_METHOD (a file to meet at) and TWO_NODES (this command line) in its environment.
 """
 
-from __future__ import annotations
-
 import argparse
+import contextlib
 import ctypes
 import os
 import shlex
@@ -26,14 +25,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 INTERFACE = "node-link"
 _TOOLS = ("ip", "tc", "unshare", "nsenter")
 _PR_SET_PDEATHSIG = 1
-_BURST, _LATENCY = 256 << 10, "5s"
 # packets as large as gloo writes them, so that a message is one packet or a few
 _MTU = 65000
 _GRACE = 3.0  # seconds for the other ranks once one has failed
@@ -43,96 +39,59 @@ class NoBed(RuntimeError):
     """This process may not, or this machine cannot, make the namespaces; the message says why."""
 
 
-@dataclass(frozen=True)
-class Link:
-    """How the nodes are joined.
+def qdisc(rate: str, message_bytes: int = 0) -> list[str]:
+    """Arguments of ``tc qdisc`` for each direction of the link.
 
-    Attributes:
-        rate: in the notation of tc, such as 400mbit; of each direction.
+    Args:
+        rate: in the notation of tc, such as 400mbit.
         message_bytes: no packet counts as less (tbf's mpu); 0: as it is.
     """
-
-    rate: str = "400mbit"
-    message_bytes: int = 0
-
-    def qdisc(self) -> list[str]:
-        """Arguments of ``tc qdisc``."""
-        words = ["tbf", "rate", self.rate, "burst", str(_BURST), "latency", _LATENCY]
-        return words + (["mpu", str(self.message_bytes)] if self.message_bytes else [])
+    words = ["tbf", "rate", rate, "burst", str(256 << 10), "latency", "5s"]
+    return words + (["mpu", str(message_bytes)] if message_bytes else [])
 
 
-class TwoNodes:
-    """The two namespaces, while a ``with`` block lasts."""
+@contextlib.contextmanager
+def two_nodes(shape: Sequence[str]) -> Iterator[list[list[str]]]:
+    """The two namespaces; for each the words before a command that is to run in it.
 
-    def __init__(self, link: Link):
-        self.link = link
-        self._holders: list[subprocess.Popen] = []
+    Args:
+        shape: of the link, see :func:`qdisc`.
 
-    def __enter__(self) -> TwoNodes:
-        missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
-        if missing:
-            raise NoBed(f"{', '.join(missing)} not found: install iproute2 and util-linux")
-        try:
-            self._build()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End what keeps the namespaces alive; the link goes with them."""
-        for holder in self._holders:
-            holder.kill()
-            holder.wait()
-        self._holders = []
-
-    def inside(self, node: int, words: Sequence[str]) -> list[str]:
-        """The command that runs ``words`` on a node."""
-        pid = str(self._holders[node].pid)
-        return ["nsenter", "--target", pid, "--net", "--uts", "--", *words]
-
-    def _build(self) -> None:
-        self._holders = [_hold(f"two-nodes-{node}") for node in range(2)]
-        a, b = (str(holder.pid) for holder in self._holders)
-        _call(
-            "ip",
-            "link",
-            "add",
-            INTERFACE,
-            "netns",
-            a,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            INTERFACE,
-            "netns",
-            b,
-        )
+    Raises:
+        NoBed: no root, tools or namespaces.
+    """
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing:
+        raise NoBed(f"{', '.join(missing)} not found: install iproute2 and util-linux")
+    holders: list[subprocess.Popen] = []
+    try:
+        for node in range(2):
+            holders.append(_hold(f"two-nodes-{node}"))
+        a, b = (str(holder.pid) for holder in holders)
+        inside = [["nsenter", "--target", pid, "--net", "--uts", "--"] for pid in (a, b)]
+        pair = f"link add {INTERFACE} netns {a} type veth peer name {INTERFACE} netns {b}"
+        _call("ip", *pair.split())
         for node in range(2):
             for words in (
                 ["ip", "addr", "add", f"10.77.0.{node + 1}/24", "dev", INTERFACE],
                 ["ip", "link", "set", "lo", "up"],
                 ["ip", "link", "set", INTERFACE, "mtu", str(_MTU), "up"],
-                ["tc", "qdisc", "add", "dev", INTERFACE, "root", *self.link.qdisc()],
+                ["tc", "qdisc", "add", "dev", INTERFACE, "root", *shape],
             ):
-                _call(*self.inside(node, words))
+                _call(*inside[node], *words)
+        yield inside
+    finally:  # what keeps the namespaces alive; the link goes with them
+        for holder in holders:
+            holder.kill()
+            holder.wait()
 
 
 def _hold(name: str) -> subprocess.Popen:
     """A process in namespaces of its own, ready, that ends with this one."""
     script = f"hostname {name} && echo ready && exec sleep infinity"
-    holder = subprocess.Popen(
-        ["unshare", "--net", "--uts", "--", "sh", "-c", script],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=_end_with_parent,
-    )
+    words = ["unshare", "--net", "--uts", "--", "sh", "-c", script]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    holder = subprocess.Popen(words, text=True, preexec_fn=_end_with_parent, **pipes)
     if holder.stdout.readline() != "ready\n":
         holder.kill()
         reason = holder.communicate()[1].strip() or "no answer"
@@ -155,10 +114,8 @@ def _call(*words: str) -> None:
         raise NoBed(f"{shlex.join(words)}: {done.stderr.strip() or done.returncode}")
 
 
-def rank_environment(
-    rank: int, ranks: int, folder: str | Path, command_line: str
-) -> dict[str, str]:
-    """Variables of one rank; the first half is on node 0."""
+def rank_environment(rank: int, ranks: int, folder: str, command_line: str) -> dict[str, str]:
+    """Variables of one rank."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
@@ -171,21 +128,11 @@ def rank_environment(
     }
 
 
-def run(
-    link: Link,
-    ranks: int,
-    words: Sequence[str],
-    *,
-    env: Mapping[str, str] | None = None,
-    command_line: str = "",
-) -> int:
-    """Run a command on every rank.
+def run(shape: Sequence[str], ranks: int, words: Sequence[str], command_line: str = "") -> int:
+    """Run a command on every rank, half of them on each node.
 
     Args:
-        link: between the nodes.
-        ranks: an even number; half of them on each node.
-        words: the command.
-        env: of the ranks, besides their own variables; this process's if None.
+        shape: of the link, see :func:`qdisc`.
         command_line: for the record.
 
     Returns:
@@ -196,18 +143,13 @@ def run(
     """
     if ranks < 2 or ranks % 2:
         raise ValueError(f"--ranks {ranks}: two nodes need an even number of ranks")
-    base = dict(os.environ if env is None else env)
-    with TwoNodes(link) as nodes, tempfile.TemporaryDirectory(prefix="two-nodes-") as folder:
+    with two_nodes(shape) as inside, tempfile.TemporaryDirectory(prefix="two-nodes-") as folder:
         processes: list[subprocess.Popen] = []
         try:
             for rank in range(ranks):
-                processes.append(
-                    subprocess.Popen(
-                        nodes.inside(rank // (ranks // 2), words),
-                        env={**base, **rank_environment(rank, ranks, folder, command_line)},
-                        preexec_fn=_end_with_parent,
-                    )
-                )
+                command = [*inside[rank // (ranks // 2)], *words]
+                env = {**os.environ, **rank_environment(rank, ranks, folder, command_line)}
+                processes.append(subprocess.Popen(command, env=env, preexec_fn=_end_with_parent))
             return _wait(processes)
         finally:
             _end(processes)
@@ -245,13 +187,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--ranks", type=int, default=8, help="half of them on each node (default: 8)")
     add("--rate", default="400mbit", help="of the link, as tc writes it (default: 400mbit)")
-    add(
-        "--message-bytes",
-        type=int,
-        default=0,
-        metavar="N",
-        help="a packet counts as N bytes at least: a cost per message (default: 0, none)",
-    )
+    cost = "a packet counts as N bytes at least: a cost per message (default: 0, none)"
+    add("--message-bytes", type=int, default=0, metavar="N", help=cost)
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     options.command = options.command[options.command[:1] == ["--"] :]
@@ -269,12 +206,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.message_bytes:
         line += f" --message-bytes {options.message_bytes}"
     try:
-        return run(
-            Link(options.rate, options.message_bytes),
-            options.ranks,
-            options.command,
-            command_line=f"python scripts/bench/two_nodes.py {line}",
-        )
+        shape = qdisc(options.rate, options.message_bytes)
+        line = f"python scripts/bench/two_nodes.py {line}"
+        return run(shape, options.ranks, options.command, line)
     except (NoBed, ValueError) as error:
         sys.stderr.write(f"two_nodes.py: error: {error}\n")
         return 2

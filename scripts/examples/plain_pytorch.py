@@ -14,7 +14,7 @@ import os
 import torch
 from torch import nn
 
-from fairseq_tutel import hosts
+from fairseq_tutel import training
 from fairseq_tutel.moe import MoELayer
 
 DIM, LENGTH, SEQUENCES = 32, 16, 8
@@ -55,23 +55,23 @@ def main():
 
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(DIM, DIM), Block(), nn.Linear(DIM, DIM)).to(device)
-    net = hosts.wrap_data_parallel(model) if world_size > 1 else model
+    net = training.wrap_data_parallel(model) if world_size > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     first = 0
-    if hosts.checkpoint_exists(args.checkpoint):
-        first = hosts.load_checkpoint(args.checkpoint, model, optimizer)["step"]
+    if training.checkpoint_exists(args.checkpoint):
+        first = training.load_checkpoint(args.checkpoint, model, optimizer)["step"]
 
     for step in range(first, args.steps):
         x = batch(step, rank, world_size, device)
-        with hosts.collect_aux(model) as aux:
+        with training.collect_aux(model) as aux:
             loss = (net(x) - x.roll(1, -1)).square().mean()
         (loss + 1e-3 * aux.loss).backward()
-        norm = hosts.clip_grad_norm_(net, 0.05)
+        norm = training.clip_grad_norm_(net, 0.05)
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:
             print(f"step {step + 1} loss {loss.item():.4f} gradient norm {norm.item():.4f}")
-    hosts.save_checkpoint(args.checkpoint, model, optimizer, {"step": args.steps})
+    training.save_checkpoint(args.checkpoint, model, optimizer, {"step": args.steps})
     if world_size > 1:
         torch.distributed.destroy_process_group()
 

@@ -4,35 +4,208 @@ Called by scripts/quickstart.sh, which sees to the environment; see ``--help``.
 """
 
 import argparse
-import json
-import math
 import os
 import re
 import shlex
 import shutil
-import signal
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import commands
-import completions
-import metrics
-import pictures
-import summary
-import tokenizer
-from commands import Folder, Machine
-from corpus import CorpusError, build_corpus
-from shell import CommandFailed, LiveLine, run, say
+import sentencepiece
+import torch
+from corpus import LINE_BREAK, CorpusError, build_corpus
+
+from fairseq_tutel import picture
 
 ROOT = Path(__file__).resolve().parents[2]
-REQUIRED_FALL = 10
+UPDATES = 320  # about 3 minutes in fp32 on two CPU cores
+REQUIRED_FALL = 10  # of the perplexity, in a whole run on Python's library
+VOCABULARY, TOKENS_PER_SAMPLE, SAMPLES_PER_UPDATE = 4000, 128, 16
+GPUS = torch.cuda.device_count()
+RANKS = GPUS or 2
+# 8 experts, or as many more as it takes for every rank to hold equally many
+EXPERTS = -(-max(8, RANKS) // RANKS) * RANKS
+# How functions, comments and paragraphs of the documentation begin in Python's library.
+LIBRARY_PROMPTS = ["def __init__(self, name", "# This function returns", "The arguments of the"]
+
+PREPROCESS = """fairseq-preprocess --only-source --trainpref pieces/train.txt
+    --validpref pieces/valid.txt --testpref pieces/test.txt --destdir data --workers {workers}"""
+# fairseq's default multiple, 8, leaves out the last batch of an epoch of another size.
+PLUGIN = "--user-dir fairseq_tutel --task language_modeling --required-batch-size-multiple 1"
+# Only updates count: a small text has many epochs. The learning rate starts at 0, so that the first
+# update changes no weight: a run that stops there validates the untrained model.
+TRAIN = f"""python -m fairseq_tutel.launch --nproc-per-node {RANKS} -- fairseq-train data
+    {PLUGIN} --arch transformer_lm_gpt_moe
+    --decoder-layers 4 --decoder-attention-heads 4
+    --decoder-embed-dim 256 --decoder-ffn-embed-dim 1024 --dropout 0.0 --attention-dropout 0.0
+    --moe-freq 2 --moe-top-k 2 --moe-second-expert-policy all --moe-expert-count {EXPERTS}
+    --criterion moe_cross_entropy --moe-gate-loss-wt 0.05 --moe-gate-loss-combine-method sum
+    --tokens-per-sample {TOKENS_PER_SAMPLE} --batch-size {max(1, SAMPLES_PER_UPDATE // RANKS)}
+    --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 1.0
+    --lr 0.002 --lr-scheduler cosine --warmup-updates {{warmup}} --warmup-init-lr 0
+    --lr-period-updates {{period}} --max-update {{stop_at}}
+    --validate-interval-updates {{validate_every}} --validate-interval 1000000
+    --save-interval 1000000 --save-dir checkpoints --no-epoch-checkpoints
+    --moe-load-log-interval 5 --log-format simple --log-interval {{log_every}} --num-workers 0
+    --seed 1"""
+EVAL = f"""fairseq-eval-lm data {PLUGIN} --path checkpoints/checkpoint_last.pt --gen-subset {{side}}
+    --tokens-per-sample {TOKENS_PER_SAMPLE} --batch-size {SAMPLES_PER_UPDATE}"""
+INTERACTIVE = f"""fairseq-interactive data {PLUGIN} --path checkpoints/checkpoint_last.pt
+    --input prompts.txt --bpe sentencepiece --sentencepiece-model tokenizer/sentencepiece.model
+    --sampling --sampling-topk 20 --temperature 0.7 --beam 1 --max-len-a 0 --max-len-b 60
+    --min-len 20 --seed 3 --buffer-size 3 --batch-size 3"""
 
 
-class UsageError(Exception):
-    """Options that cannot be followed; its message is the one line to show."""
+class QuickstartError(Exception):
+    """What ends a run, in a line or with the last lines of a log."""
+
+
+def say(text: str = "") -> None:
+    """Print a line at once, also into a pipe."""
+    print(text, flush=True)
+
+
+class Quickstart:
+    """One run: its folder, what it found out, and its steps."""
+
+    def __init__(self, folder: Path, updates: int, texts: list[Path]):
+        self.folder, self.updates, self.texts = folder, updates, texts
+        self.perplexity: dict[str, float] = {}
+
+    def run(self, name: str, command: str, on_line=lambda line: None) -> list[str]:
+        """Lines of a command's output, which goes to ``logs/NAME.log``; all are in commands.sh.
+
+        Raises:
+            QuickstartError: it ended with another exit code than 0.
+        """
+        log, lines = self.folder / "logs" / f"{name}.log", []
+        with (self.folder / "commands.sh").open("a") as file:
+            file.write(f"# {name}\n{' '.join(command.split())}\n")
+        pipes = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+        }
+        text = {"encoding": "utf-8", "errors": "replace"}
+        process = subprocess.Popen(shlex.split(command), cwd=self.folder, **pipes, **text)
+        with process, log.open("a", encoding="utf-8") as file:
+            for line in process.stdout:
+                file.write(line)
+                lines.append(line.rstrip("\n"))
+                on_line(line)
+        if process.returncode:
+            tail = "\n".join(f"  {line[:300]}" for line in lines[-15:])
+            raise QuickstartError(f"{name} failed; the last lines of {log}:\n{tail}")
+        return lines
+
+    def tokenizer(self, corpus: dict[str, list[str]]) -> None:
+        """White space stays as it is (source files), and a line break is a piece of its own."""
+        for name in ("corpus", "tokenizer", "pieces"):
+            (self.folder / name).mkdir()
+        for side, lines in corpus.items():
+            say(f"      {side:<5} {len(lines):>6,} blocks, {sum(map(len, lines)):>9,} characters")
+            text = "".join(f"{line}\n" for line in lines)
+            (self.folder / "corpus" / f"{side}.txt").write_text(text, encoding="utf-8")
+        model = self.folder / "tokenizer" / "sentencepiece.model"
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(self.folder / "corpus" / "train.txt"),
+            model_prefix=str(model.with_suffix("")), model_type="bpe", vocab_size=VOCABULARY,
+            hard_vocab_limit=False, character_coverage=0.9999, normalization_rule_name="identity",
+            remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,
+            user_defined_symbols=[LINE_BREAK], max_sentence_length=100_000, num_threads=2,
+            minloglevel=2,
+        )  # fmt: skip
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+        for side, lines in corpus.items():
+            pieces = "".join(" ".join(p) + "\n" for p in processor.encode(lines, out_type=str))
+            (self.folder / "pieces" / f"{side}.txt").write_text(pieces, encoding="utf-8")
+
+    def preprocess(self) -> None:
+        """Make fairseq's data-bin."""
+        self.run("preprocess", PREPROCESS.format(workers=min(4, os.cpu_count() or 1)))
+
+    def train(self, stop_at: int) -> None:
+        """Up to an update, from the last checkpoint if there is one."""
+        warmup = min(30, self.updates // 4)
+        intervals = {
+            "validate_every": max(1, self.updates // 8), "log_every": max(1, self.updates // 32),
+        }  # fmt: skip
+        command = TRAIN.format(
+            stop_at=stop_at, warmup=warmup, period=self.updates - warmup, **intervals
+        )
+
+        def on_line(line: str) -> None:
+            kind, values = picture.read_metrics(line) or ("", {})
+            if (update := picture.resumed_at(line)) is not None:
+                say(f"      resumed from the checkpoint of update {update}")
+            elif kind == "valid":
+                say(f"      valid perplexity at update {values['num_updates']:.0f}: "
+                    f"{values['ppl']:,.1f}")  # fmt: skip
+            elif kind == "train_inner":
+                names = ("num_updates", "loss", "ppl", "wps", "moe_drop", "lr")
+                say("      " + ", ".join(f"{n}={values[n]:.4g}" for n in names if n in values))
+
+        self.run("train", command, on_line)
+
+    def evaluate(self) -> None:
+        """Perplexity of both held-out sides."""
+        for side in ("valid", "test"):
+            output = "\n".join(self.run("eval-lm", EVAL.format(side=side)))
+            self.perplexity[side] = float(re.findall(r"Perplexity: ([\d.]+)", output)[-1])
+            say(f"      {side} perplexity {self.perplexity[side]:,.1f}")
+
+    def complete(self, blocks: list[str]) -> None:
+        """Prompts of Python's library; of a user's text the beginnings of three held-out blocks."""
+        prompts = LIBRARY_PROMPTS
+        if self.texts:
+            words = [block.replace(LINE_BREAK, " ").split() for block in blocks]
+            words = [each for each in words if len(each) > 12] or words
+            prompts = [" ".join(each[:4]) for each in words[:: max(1, len(words) // 3)][:3]]
+        lines = "".join(f"{prompt}\n" for prompt in prompts)
+        (self.folder / "prompts.txt").write_text(lines, encoding="utf-8")
+        found = (re.match(r"D-(\d+)\t[^\t]*\t(.*)", x) for x in self.run("complete", INTERACTIVE))
+        texts = {int(match[1]): match[2].split(LINE_BREAK) for match in found if match}
+        for number, prompt in enumerate(prompts):
+            say(f"      prompt: {prompt}")
+            say("".join(f"      | {line}\n" for line in texts[number]))
+
+    def report(self) -> float:
+        """Draw the pictures and print the table; how many times the perplexity fell."""
+        log = self.folder / "logs" / "train.log"
+        picture.draw_run(self.folder / "checkpoints", log, self.folder)
+        curves = picture.read_log(log)
+        last = [curves.train[update] for update in sorted(curves.train)]
+        last = last[-max(1, len(last) // 4) :]
+        mean = {name: statistics.mean(line[name] for line in last) for name in last[-1]}
+        start, *_, end = (curves.valid[update]["ppl"] for update in sorted(curves.valid))
+        valid, test = self.perplexity["valid"], self.perplexity["test"]
+        say(f"""
+valid perplexity, untrained      {start:,.1f}
+after {self.updates} updates{"":15}{end:,.1f}   ({start / end:,.0f} times less)
+fairseq-eval-lm, valid and test  {valid:,.1f} and {test:,.1f}   (1 process)
+training                         {mean["wps"]:,.0f} tokens/s on {RANKS} {"GPU" if GPUS else "CPU"} \
+ranks, {EXPERTS} experts in each MoE layer
+experts: rows in use             {mean["moe_util_slot"]:.1f} %
+experts: mean load / largest     {mean["moe_util_load"]:.1f} %
+experts: choices dropped         {mean["moe_drop"]:.1f} %
+to use more of them              --moe-load-bias quantile --moe-overflow-rerouting 4
+                                 (fairseq_tutel/integrations/fairseq/options/README.md)
+everything, with the pictures    {self.folder}""")
+        return start / end
+
+
+def prepare(folder: Path) -> None:
+    """Make an empty folder, in place of an earlier run's."""
+    if folder.exists() and any(folder.iterdir()):
+        if not (folder / "commands.sh").exists():
+            raise QuickstartError(f"{folder} is not empty and no folder of the quickstart")
+        say(f"Removing the earlier run in {folder}.")
+        shutil.rmtree(folder)
+    (folder / "logs").mkdir(parents=True)
+    (folder / "commands.sh").touch()
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -40,295 +213,46 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/quickstart.sh",
         description="Train a small mixture-of-experts language model with fairseq, evaluate it, "
-        "let it write, and draw what happened. Everything goes to runs/quickstart.",
+        "let it write, and draw what happened.",
     )
-    parser.add_argument(
-        "text",
-        nargs="*",
-        type=Path,
-        help="text files (UTF-8), or folders of them; default: sources and documentation of the "
-        "Python library",
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on with a run that was interrupted (default: remove it and start anew)",
-    )
-    parser.add_argument(
-        "--updates",
-        type=int,
-        default=commands.UPDATES,
-        metavar="N",
-        help="updates to train (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=ROOT / "runs" / "quickstart",
-        metavar="FOLDER",
-        help="where the files go (default: runs/quickstart)",
-    )
+    add = parser.add_argument
+    text = "text files (UTF-8), or folders of them; default: the Python library's"
+    add("text", nargs="*", type=Path, help=text)
+    add("--updates", type=int, default=UPDATES, metavar="N", help="default: %(default)s")
+    where = {"type": Path, "default": ROOT / "runs" / "quickstart", "metavar": "FOLDER"}
+    add("--out", help="where the files go (default: runs/quickstart)", **where)
     args = parser.parse_args(argv)
     if args.updates < 8:
         parser.error(f"--updates {args.updates}: at least 8 are needed, to stop and resume halfway")
-    args.text = [path.absolute() for path in args.text]
-    args.out = args.out.absolute()
     return args
-
-
-class Run:
-    """One run of the quickstart: its folder, what is done already, and its steps.
-
-    ``state.json`` in the folder lists the finished steps; it also marks the folder as one that
-    a new run may remove.
-    """
-
-    def __init__(self, args: argparse.Namespace):
-        self.args = args
-        self.machine = Machine.detect()
-        self.text = build_corpus(args.text)  # before an earlier run is removed, as it may fail
-        self.folder = Folder(_shorter(args.out))
-        self.settings = {"text": [str(path) for path in args.text], "updates": args.updates}
-        self.state = {"settings": self.settings, "done": [], "seconds": {}, "facts": {}}
-        self._open_folder()
-
-    @property
-    def _state_file(self) -> Path:
-        return self.folder.root / "state.json"
-
-    def _open_folder(self) -> None:
-        root, resume = self.folder.root, self.args.resume
-        if root.exists() and any(root.iterdir()) and not self._state_file.exists():
-            raise UsageError(f"{root} is not empty and no folder of the quickstart: choose another")
-        if resume and self._state_file.exists():
-            found = json.loads(self._state_file.read_text(encoding="utf-8"))
-            if found["settings"] != self.settings:
-                raise UsageError(
-                    f"--resume: {root} was begun with other options ({found['settings']}); give "
-                    "the same ones, or leave out --resume to start anew"
-                )
-            self.state = found
-            say(f"Going on with the run in {root}; done already: {', '.join(found['done'])}.")
-        elif root.exists():
-            say(f"Removing the earlier run in {root} (--resume would go on with it).")
-            shutil.rmtree(root)
-        elif resume:
-            say(f"Nothing to resume in {root}; starting anew.")
-        (root / "logs").mkdir(parents=True, exist_ok=True)
-        self._save_state()
-
-    def _save_state(self) -> None:
-        text = json.dumps(self.state, indent=2)
-        new = self._state_file.with_suffix(".new")
-        new.write_text(text, encoding="utf-8")
-        new.replace(self._state_file)
-
-    def step(self, name: str, title: str, work: Callable[[], None]) -> None:
-        """Do a step unless it is done, time it, and remember that it is done."""
-        number = len(self.state["done"]) + 1
-        if name in self.state["done"]:
-            return
-        say(f"\n[{number}/{len(STEPS)}] {title}")
-        start = time.monotonic()
-        work()
-        self.state["seconds"][name] = round(time.monotonic() - start, 1)
-        self.state["done"].append(name)
-        self._save_state()
-
-    def _command(self, step: str, command: list[str], **options) -> list[str]:
-        """Run a command of a step and keep it, as a line to copy, in commands.sh."""
-        with (self.folder.root / "commands.sh").open("a", encoding="utf-8") as file:
-            file.write(f"# {step}\n{shlex.join(command)}\n")
-        return run(command, self.folder.log(step), **options)
-
-    # the steps, in their order
-
-    def corpus(self) -> None:
-        self.text.write(self.folder.text)
-        splits = self.text.splits
-        say(f"      from {self.text.source}")
-        for name, split in splits.items():
-            say(f"      {name:<5} {split.documents:>5} documents, {split.chars:>9,} characters")
-        self.state["facts"]["corpus"] = {
-            "source": self.text.source,
-            "characters": {name: split.chars for name, split in splits.items()},
-        }
-
-    def tokenizer(self) -> None:
-        self.folder.tokenizer.parent.mkdir(exist_ok=True)
-        self.folder.pieces.mkdir(exist_ok=True)
-        tokenizer.train(self.folder.text / "train.txt", self.folder.tokenizer)
-        names = [f"{side}.txt" for side in ("train", "valid", "test")]
-        texts = {self.folder.text / name: self.folder.pieces / name for name in names}
-        counts = tokenizer.encode(self.folder.tokenizer, texts)
-        say("      " + ", ".join(f"{name} {count:,} pieces" for name, count in counts.items()))
-        self.state["facts"]["pieces"] = counts
-
-    def preprocess(self) -> None:
-        # a half-finished earlier attempt would make fairseq-preprocess refuse
-        shutil.rmtree(self.folder.data, ignore_errors=True)
-        lines = self._command("preprocess", commands.preprocess(self.folder))
-        types = next(int(m[1]) for m in (re.search(r"(\d+) types", x) for x in lines) if m)
-        say(f"      dictionary of {types:,} pieces")
-
-    def untrained(self) -> None:
-        say("      (the learning rate starts at 0: after update 1 the weights are as they were)")
-        self._train(1)
-
-    def train(self) -> None:
-        self._train(self.args.updates // 2)
-
-    def resume(self) -> None:
-        self._train(self.args.updates)
-
-    def _train(self, stop_at: int) -> None:
-        live = LiveLine()
-
-        def on_line(line: str) -> None:
-            if (update := metrics.resumed_at(line)) is not None:
-                live.close()
-                say(f"      resumed from the checkpoint of update {update}")
-            elif (values := metrics.valid_values(line)) is not None:
-                live.close()
-                update, perplexity = int(values["num_updates"]), values["ppl"]
-                say(f"      valid perplexity at update {update}: {perplexity:,.1f}")
-            elif (text := metrics.progress(line)) is not None:
-                live.update(f"      {text}")
-
-        command = commands.train(self.folder, self.machine, stop_at, self.args.updates)
-        try:
-            self._command("train", command, on_line=on_line)
-        finally:
-            live.close()
-
-    def evaluate(self) -> None:
-        for side in ("valid", "test"):
-            lines = self._command("eval-lm", commands.eval_lm(self.folder, side))
-            found = [m for m in (re.search(r"Perplexity: ([\d.]+)", line) for line in lines) if m]
-            perplexity = float(found[-1][1])
-            say(f"      {side} perplexity {perplexity:,.1f}")
-            self.state["facts"][f"eval_lm_{side}"] = perplexity
-
-    def complete(self) -> None:
-        library = not self.args.text
-        prompts = completions.choose_prompts(self.folder.text / "test.txt", library)
-        file = self.folder.root / "prompts.txt"
-        file.write_text("".join(f"{prompt}\n" for prompt in prompts), encoding="utf-8")
-        command = commands.interactive(self.folder, file, len(prompts))
-        texts = completions.parse(self._command("interactive", command))
-        for prompt, text in zip(prompts, texts, strict=True):
-            say(f"      prompt: {prompt}")
-            say("".join(f"      | {line}\n" for line in text.rstrip().split("\n")))
-        self.state["facts"]["completions"] = texts
-
-    def report(self) -> None:
-        curves = metrics.read_curves(self.folder.log("train"))
-        updates, loads = metrics.read_expert_load(self.folder.expert_load)
-        pictures.draw_loss(curves, self.folder.root / "loss.png")
-        independent = commands.independent_utilisation(self.machine)
-        picture = self.folder.root / "experts.png"
-        pictures.draw_experts(updates, loads, picture, curves.used, independent)
-        self.state["facts"]["utilisation"] = {
-            "late": metrics.late_utilisation(curves),
-            "independent": independent,
-        }
-        self.state["facts"]["curves"] = {
-            "start": curves.valid[min(curves.valid)][1],
-            "end": curves.valid[max(curves.valid)][1],
-            "resumed_at": [update for update in curves.resumed if update > 1],
-            "tokens_per_second": round(statistics.median(w for _, w in curves.train.values())),
-            "moe_layers": len(loads),
-        }
-
-    def summarise(self) -> dict:
-        """Collect and write summary.json."""
-        facts, machine = self.state["facts"], self.machine
-        curves = facts["curves"]
-        result = {
-            "valid_perplexity": {
-                "start": curves["start"],
-                "end": curves["end"],
-                "fall": round(curves["start"] / curves["end"], 1),
-                "eval_lm": facts["eval_lm_valid"],
-            },
-            "test_perplexity": {"eval_lm": facts["eval_lm_test"]},
-            "training": {
-                "updates": self.args.updates,
-                "resumed_at": curves["resumed_at"],
-                "tokens_per_second": curves["tokens_per_second"],
-                "world_size": machine.ranks,
-                "ranks": f"{machine.ranks} {machine.kind.upper()} rank{'s' * (machine.ranks > 1)}",
-            },
-            "model": {
-                "experts": machine.experts,
-                "experts_per_rank": machine.experts // machine.ranks,
-                "moe_layers": curves["moe_layers"],
-            },
-            "utilisation": facts["utilisation"],
-            "corpus": {**facts["corpus"], "pieces": facts["pieces"]},
-            "completions": facts["completions"],
-            "seconds": self.state["seconds"],
-        }
-        file = self.folder.root / "summary.json"
-        file.touch()
-        result["files"] = summary.list_files(self.folder.root)
-        summary.write(result, file)
-        return result
-
-
-STEPS = {
-    "corpus": "Collect the text",
-    "tokenizer": "Train a sentencepiece model",
-    "preprocess": "fairseq-preprocess",
-    "untrained": "Start training; validate the untrained model",
-    "train": "Train the first half, then stop",
-    "resume": "Resume from the checkpoint and train the second half",
-    "evaluate": "fairseq-eval-lm",
-    "complete": "Complete three prompts with fairseq-interactive",
-    "report": "Draw the pictures",
-}
-
-
-def quickstart(argv: list[str]) -> None:
-    """Do all steps and print the table.
-
-    Raises:
-        UsageError, CorpusError, CommandFailed: what went wrong, for the user.
-    """
-    args = parse_arguments(argv)
-    os.chdir(ROOT)  # so that `--user-dir fairseq_tutel` is found
-    quick = Run(args)
-    for name, title in STEPS.items():
-        quick.step(name, title, getattr(quick, name))
-    result = quick.summarise()
-    say(f"\n{summary.table(result)}\nMore in {quick.folder.root / 'summary.json'}")
-    fall = result["valid_perplexity"]["fall"]
-    enough = args.updates >= commands.UPDATES and not args.text
-    if enough and not (math.isfinite(fall) and fall >= REQUIRED_FALL):
-        raise CommandFailed(f"perplexity fell only {fall} times, not {REQUIRED_FALL}")
-
-
-def _shorter(path: Path) -> Path:
-    """Relative to the repository where it is inside: the commands are easier to read then."""
-    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-
-
-def _interrupt(*_) -> None:
-    raise KeyboardInterrupt
 
 
 def main() -> int:
     """The exit code."""
-    # as Ctrl-C: the commands that run are ended, too
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    args = parse_arguments(sys.argv[1:])
     try:
-        quickstart(sys.argv[1:])
-    except (UsageError, CorpusError, CommandFailed) as error:
+        corpus = build_corpus(args.text)  # before an earlier run is removed, as it may fail
+        prepare(args.out)
+        quick = Quickstart(args.out.absolute(), args.updates, args.text)
+        begin = time.monotonic()
+        for title, step, *arguments in (
+            ("Train a sentencepiece model", quick.tokenizer, corpus),
+            ("fairseq-preprocess", quick.preprocess),
+            ("Start training (the first learning rate is 0), validate", quick.train, 1),
+            ("Train the first half, then stop", quick.train, args.updates // 2),
+            ("Resume from the checkpoint and train the second half", quick.train, args.updates),
+            ("fairseq-eval-lm", quick.evaluate),
+            ("Complete three prompts with fairseq-interactive", quick.complete, corpus["test"]),
+        ):
+            say(f"\n[{time.monotonic() - begin:3.0f} s] {title}")
+            step(*arguments)
+        fall = quick.report()
+        if args.updates >= UPDATES and not args.text and not fall >= REQUIRED_FALL:
+            raise QuickstartError(f"perplexity fell only {fall:.1f} times, not {REQUIRED_FALL}")
+    except (CorpusError, QuickstartError) as error:
         say(f"quickstart: error: {error}")
         return 1
     except KeyboardInterrupt:
-        say("\nquickstart: interrupted; --resume goes on from the last finished step")
         return 130
     return 0
 

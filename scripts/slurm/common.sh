@@ -8,7 +8,7 @@
 #                   (default: $REPO/.venv/bin/activate where that exists)
 #   NPROC_PER_NODE  ranks per node (default: auto, one per GPU)
 #   LAUNCH_OPTIONS  more options for python -m fairseq_tutel.launch, e.g. "--bind none" or
-#                   "--nccl-profile ib-adaptive-routing,sl=1"
+#                   "--nccl-profile ib-adaptive-routing"
 
 # The comment at the top of the calling script is its help text.
 usage() {

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Submits the benchmark of the 1.1T configuration at every rung of the ladder, 8 to 512 GPUs: the
-# single layer, the all-to-all, twice: with each rank bound to the cores and memory of its GPU's NUMA
-# node, and unbound; and training end to end, against the dense S x E x C formulation. One expert per
+# single layer, the all-to-all, twice: with each rank bound to the cores of its GPU's NUMA node, and
+# unbound; and training end to end, against the dense S x E x C formulation. One expert per
 # GPU and MoE layer; nothing is saved but the results.
 #
 #   scripts/slurm/submit_ladder.sh [options] [-- SBATCH_OPTION ...]
@@ -32,32 +32,17 @@ gpus="8 16 32 64 128 256 512" gpus_per_node=8 jobs=layer,alltoall,train
 updates=10 results=runs/ladder dry_run=0
 while (($#)); do
     case $1 in
-        --help)
-            usage "$0"
-            exit 0
-            ;;
-        --dry-run)
-            dry_run=1
-            shift
-            continue
-            ;;
-        --)
-            shift
-            break
-            ;;
+        --help) usage "$0"; exit 0 ;;
+        --dry-run) dry_run=1; shift ;;
+        --) shift; break ;;
         --gpus | --gpus-per-node | --jobs | --updates | --results)
             (($# > 1)) || fail "$1 needs a value"
+            option=${1#--}
+            declare "${option//-/_}=$2"
+            shift 2
             ;;
         *) fail "unknown option $1 (see --help; options of sbatch go after --)" ;;
     esac
-    case $1 in
-        --gpus) gpus=$2 ;;
-        --gpus-per-node) gpus_per_node=$2 ;;
-        --jobs) jobs=$2 ;;
-        --updates) updates=$2 ;;
-        --results) results=$2 ;;
-    esac
-    shift 2
 done
 
 is_number "$gpus_per_node" || fail "--gpus-per-node $gpus_per_node is not a positive number"

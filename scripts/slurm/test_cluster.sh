@@ -17,20 +17,12 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 keep=0
-while (($#)); do
-    case $1 in
-        --help)
-            sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
-            exit 0
-            ;;
-        --keep) keep=1 ;;
-        *)
-            echo "unknown option $1 (see --help)" >&2
-            exit 2
-            ;;
-    esac
-    shift
-done
+case ${1:-} in
+    '') ;;
+    --keep) keep=1 ;;
+    --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    *) echo "unknown option $1 (see --help)" >&2; exit 2 ;;
+esac
 
 say() { printf '%4d s  %s\n' "$SECONDS" "$*"; }
 fail() {
@@ -203,6 +195,12 @@ trains() {
 }
 has_saved_since_its_start() { trains "$1" "$2" 1 && (($(saved_at "$1" "$2") > $(loaded_at "$1" "$2"))); }
 
+# ended_well JOB SECONDS WHAT: waits for the job's end; it must have completed.
+ended_well() {
+    wait_until "$2" "$3 ended" has_ended "$1"
+    [ "$(field "$1" JobState)" = COMPLETED ] || fail "$3 is $(field "$1" JobState)"
+}
+
 # --- the tests ------------------------------------------------------------------------------------
 
 # A job that does nothing until the signal that SLURM sends by itself before the time limit, and ends
@@ -242,8 +240,7 @@ submit_hydra_training() {
 
 check_hydra_training() {
     local part
-    wait_until 90 "the Hydra run ended" has_ended "$hydra_job"
-    [ "$(field "$hydra_job" JobState)" = COMPLETED ] || fail "it is $(field "$hydra_job" JobState)"
+    ended_well "$hydra_job" 90 "the Hydra run"
     for part in shared rank-0 rank-1 rank-2 rank-3; do
         [ -s "$relative_directory/checkpoint_last-$part.pt" ] || fail "it saved no part $part"
     done
@@ -266,8 +263,7 @@ check_training() {
     scontrol requeue "$job"
     wait_until 60 "it was requeued the hard way" has_restarted "$job" 2
     before=$(saved_at "$log" 1)
-    wait_until 120 "the job ended" has_ended "$job"
-    [ "$(field "$job" JobState)" = COMPLETED ] || fail "the job is $(field "$job" JobState)"
+    ended_well "$job" 120 "the job"
     resumed=$(loaded_at "$log" 2)
     ((resumed == before)) || fail "saved at update $before, but resumed at $resumed"
     say "it resumed at update $resumed"
@@ -286,34 +282,25 @@ check_training() {
 submit_benchmarks() {
     local options=(--parsable --nodes 2 --cpus-per-task 2 --time 5)
     export NPROC_PER_NODE=2
-    layer_job=$(sbatch "${options[@]}" --output "$work/layer.log" scripts/slurm/bench_layer.sbatch \
+    layer_job=$(sbatch "${options[@]}" --output "$work/bench_layer.log" scripts/slurm/bench_layer.sbatch \
         --preset cpu --tokens 64 --model-dim 16 --hidden-dim 32 --experts 4 --backends torch \
         --repetitions 2 --warmup 1 --output "$work/layer.json")
     alltoall_job=$(sbatch "${options[@]}" --dependency "afterany:$layer_job" \
-        --output "$work/alltoall.log" scripts/slurm/bench_alltoall.sbatch \
-        --min-bytes 4K --max-bytes 64K --iterations 2 --repetitions 2 --output "$work/alltoall.json")
+        --output "$work/bench_alltoall.log" scripts/slurm/bench_alltoall.sbatch \
+        --sizes 4K,16K,64K --iterations 2 --repetitions 2 --output "$work/alltoall.json")
     train_job=$(sbatch "${options[@]}" --dependency "afterany:$alltoall_job" \
         --output "$work/bench_train.log" scripts/slurm/bench_train.sbatch \
-        --preset meta-8gpu-rank --one-by-one --updates 2 --warmup 1 --output "$work/train.json" \
-        --override common.fp16=false --override common.memory_efficient_fp16=false \
-        --override optimizer.fp16_adam_stats=false --override model.decoder_layers=2 \
-        --override model.decoder_embed_dim=32 --override model.decoder_ffn_embed_dim=64 \
-        --override model.decoder_attention_heads=2 --override task.dict_size=96 \
-        --override task.tokens_per_sample=32 --override dataset.batch_size=2)
+        --preset meta-8gpu-rank --one-by-one --tiny --output "$work/train.json")
     unset NPROC_PER_NODE
 }
 
 check_benchmarks() {
-    local name job log
+    local name job
     for name in layer alltoall train; do
         job=${name}_job
-        wait_until 120 "the $name benchmark ended" has_ended "${!job}"
-        [ "$(field "${!job}" JobState)" = COMPLETED ] ||
-            fail "the $name benchmark is $(field "${!job}" JobState)"
+        ended_well "${!job}" 120 "the $name benchmark"
         python -m json.tool "$work/$name.json" /dev/null || fail "it wrote no $name.json"
-        log=$work/$name.log
-        [ "$name" = train ] && log=$work/bench_train.log
-        grep -q 'launch: 4 ranks on 2 nodes' "$log" || fail "$name ran not on 2 x 2 ranks"
+        grep -q 'launch: 4 ranks on 2 nodes' "$work/bench_$name.log" || fail "$name ran not on 2 x 2 ranks"
     done
     python -c 'import json, sys; r = json.load(open(sys.argv[1]))
 sys.exit((r["world_size"], r["settings"]["experts"], sorted(r["results"])) != (4, 4, ["dense", "moe"]))
@@ -321,8 +308,7 @@ sys.exit((r["world_size"], r["settings"]["experts"], sorted(r["results"])) != (4
 }
 
 check_time_limit_job() {
-    wait_until 90 "the job with a time limit ended" has_ended "$limit_job"
-    [ "$(field "$limit_job" JobState)" = COMPLETED ] || fail "it is $(field "$limit_job" JobState)"
+    ended_well "$limit_job" 90 "the job with a time limit"
     [ "$(field "$limit_job" Restarts)" = 1 ] || fail "it was not requeued once"
     say "SLURM's own signal before the time limit had it requeued"
 }

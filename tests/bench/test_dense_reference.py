@@ -1,21 +1,20 @@
 """The dense formulation computes what the sparse layer does, outputs and every gradient."""
 
-import measure
 import pytest
 import torch
-from dense_reference import DenseMoE, gating, memory_need
+from dense_reference import DenseMoE, gating
 from helpers.assertions import assert_close
 
 from fairseq_tutel.distributed import build_groups
 from fairseq_tutel.moe import MoELayer
 
 CASES = [
-    pytest.param(64, 8, 2, 1.0, False, id="top2"),
-    pytest.param(64, 8, 2, 1.0, True, id="top2-expert-loop"),
-    pytest.param(37, 4, 1, 1.0, False, id="top1-odd"),  # T is no multiple of E
-    pytest.param(37, 5, 3, 2.0, False, id="top3-all-kept"),
-    pytest.param(40, 4, 2, 0.5, False, id="half-dropped"),  # first and second choices are dropped
-    pytest.param(9, 3, 3, 1.0, False, id="K=E"),
+    pytest.param(64, 8, 2, 1.0, 0, id="top2"),
+    pytest.param(37, 4, 1, 1.0, 0, id="top1-odd"),  # T is no multiple of E
+    pytest.param(37, 5, 3, 2.0, 0, id="top3-all-kept"),
+    pytest.param(40, 4, 2, 0.5, 0, id="half-dropped"),  # first and second choices are dropped
+    pytest.param(9, 3, 3, 1.0, 0, id="K=E"),
+    pytest.param(48, 8, 2, 1.0, 4, id="simulated"),  # several local experts, rows of all ranks
 ]
 
 
@@ -29,31 +28,21 @@ def run(module, layer, x, dy):
     return {"y": y, "loss": aux.loss, "dx": x.grad, **grads}, aux
 
 
-@pytest.mark.parametrize("tokens, experts, top_k, factor, loop", CASES)
-def test_equals_layer(tokens, experts, top_k, factor, loop):
+@pytest.mark.parametrize("tokens, experts, top_k, factor, ranks", CASES)
+def test_equals_layer(tokens, experts, top_k, factor, ranks):
     torch.manual_seed(1)
-    layer = MoELayer(12, experts, 20, top_k=top_k, capacity_factor=factor).double()
+    groups = build_groups(experts, simulate_world_size=ranks)
+    options = {"top_k": top_k, "capacity_factor": factor, "groups": groups}
+    layer = MoELayer(12, experts, 20, **options).double()
     x, dy = torch.randn(2, tokens, 12, dtype=torch.float64)
     want, want_aux = run(layer, layer, x, dy)
-    got, aux = run(DenseMoE(layer, expert_loop=loop), layer, x, dy)
+    got, aux = run(DenseMoE(layer), layer, x, dy)
     for name in want:
         assert want[name].abs().max() > 0, name
         assert_close(name, got[name], want[name], torch.float64)
     assert aux.load_E.tolist() == want_aux.load_E.tolist()
     if factor < 1:
         assert (want["y"] == 0).all(dim=1).any(), "no token was dropped: the case tests nothing"
-
-
-def test_equals_layer_of_a_simulated_rank():
-    """Several local experts with the rows of all ranks: the order at the wire is the same."""
-    torch.manual_seed(1)
-    groups = build_groups(8, simulate_world_size=4)
-    layer = MoELayer(12, 8, 20, groups=groups).double()
-    x, dy = torch.randn(2, 48, 12, dtype=torch.float64)
-    want, _ = run(layer, layer, x, dy)
-    got, _ = run(DenseMoE(layer), layer, x, dy)
-    for name in want:
-        assert_close(name, got[name], want[name], torch.float64)
 
 
 def test_combine_weights_by_hand():
@@ -81,23 +70,3 @@ def test_combine_weights_by_hand():
 def test_refuses_unknown_options(options, named):
     with pytest.raises(ValueError, match=named):
         DenseMoE(MoELayer(8, 4, 8, **options))
-
-
-def test_memory_need_is_what_a_pass_takes():
-    """The computed need is a lower bound, and no far one: it decides what is run at all."""
-    tokens, experts = 1536, 16
-    layer = MoELayer(16, experts, 16)
-    dense = DenseMoE(layer)
-    x, dy = torch.randn(2, tokens, 16)
-
-    def forward(_):
-        return (dense(x),), (dy,)
-
-    case = measure.Case("dense", forward, lambda: list(layer.parameters()))
-    measure.peak_memory(case, torch.device("cpu"))  # the first pass also fills pools
-    measured = measure.peak_memory(case, torch.device("cpu"))
-    if measured is None:
-        pytest.skip("the peak resident set cannot be reset on this system")
-    capacity = layer.config.capacity(tokens, training=True)
-    need = memory_need(tokens, experts, capacity, 4)
-    assert 0.9 * need < measured < 2.0 * need

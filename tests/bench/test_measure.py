@@ -1,14 +1,11 @@
 """Clock, percentiles and memory of the benchmarks."""
 
-import sys
-import time
-
 import measure
 import pytest
 import record
 import torch
 from measure import Case, peak_memory, percentiles, time_cases
-from record import OtherLoad, describe_run
+from record import describe_run
 
 CPU = torch.device("cpu")
 
@@ -42,31 +39,12 @@ def test_cases_take_turns_and_rotate():
         assert times[name]["both"] == pytest.approx(sums)
 
 
-def test_progress_after_each_repetition():
-    seen = []
-    time_cases(
-        [Case("any", lambda _: ((torch.ones(1),), ()))], CPU, repetitions=3, warmup=2,
-        progress=lambda times: seen.append(len(times["any"]["forward"])),
-    )  # fmt: skip
-    assert seen == [1, 2, 3]
-
-
 def test_a_case_that_finds_no_memory_does_not_fit():
     def forward(_):
         raise torch.cuda.OutOfMemoryError("as CUDA says it")
 
     assert not measure.fits(Case("large", forward), CPU)
     assert measure.fits(Case("small", lambda _: ((torch.ones(1),), ())), CPU)
-
-
-def test_milliseconds():
-    def forward(_):
-        time.sleep(0.02)
-        return (torch.ones(1),), ()
-
-    times = time_cases([Case("sleep", forward)], CPU, repetitions=2, warmup=0)
-    assert list(times["sleep"]) == ["forward"]
-    assert all(20 <= ms < 200 for ms in times["sleep"]["forward"])
 
 
 def test_peak_memory_sees_an_allocation():
@@ -80,35 +58,6 @@ def test_peak_memory_sees_an_allocation():
     if got is None:
         pytest.skip("the peak resident set cannot be reset on this system")
     assert got == pytest.approx(64 << 20, rel=0.1)
-
-
-def test_peak_memory_is_none_where_it_is_unknown(monkeypatch):
-    monkeypatch.setattr(measure, "_reset_peak", lambda: None)
-    assert peak_memory(Case("any", lambda _: ((), ())), CPU) is None
-
-
-def test_share_of_others():
-    """This process's own work is not theirs."""
-    others = OtherLoad()
-    before = time.process_time()
-    while time.process_time() - before < 0.1:
-        pass
-    share = others.share()
-    if share is None:
-        pytest.skip("the system does not tell")
-    assert 0 <= share <= 1
-    alone = OtherLoad()
-    alone._begin = (0.0, 0.0, 0.0)
-    alone._times = lambda: (10.0, 6.0, 4.0)
-    assert alone.share() == pytest.approx(0.2)
-
-
-def test_command_without_the_place_of_its_results(monkeypatch):
-    monkeypatch.setattr(sys, "argv", [str(record.ROOT / "scripts" / "bench" / "bench_layer.py"),
-                                      "--preset", "cpu", "--output", "/tmp/x", "--seed", "2",
-                                      "--figure", "/tmp/y"])  # fmt: skip
-    wanted = "python scripts/bench/bench_layer.py --preset cpu --seed 2"
-    assert describe_run("layer", CPU)["command"] == wanted
 
 
 def test_commit_where_there_is_no_repository(tmp_path, monkeypatch):

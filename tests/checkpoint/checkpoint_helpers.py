@@ -12,7 +12,7 @@ from argparse import Namespace
 
 import torch
 
-from fairseq_tutel.checkpoint import load_for_rank, split_state, write_set
+from fairseq_tutel.checkpoint import AllRanks, load_for_rank, save_set
 
 LAYERS = (1, 3)
 MODEL_DIM, HIDDEN_DIM = 4, 6
@@ -37,7 +37,11 @@ def expert_range(rank: int, world_size: int, num_experts: int) -> list[int]:
 
 
 class Reference:
-    """A whole model with its optimizer, from which each rank's state can be cut."""
+    """A whole model with its optimizer, from which each rank's state can be cut.
+
+    Attributes:
+        model, named: tensors and optimizer state by name, experts by their global number.
+    """
 
     def __init__(self, num_experts: int, seed: int = 0, layers: tuple[int, ...] = LAYERS) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -45,49 +49,42 @@ class Reference:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator)
 
-        self.num_experts, self.seed, self.layers = num_experts, seed, layers
-        self.dense = {"decoder.embed_tokens.weight": random(10, MODEL_DIM)}
-        for layer in self.layers:
+        self.num_experts, self.seed = num_experts, seed
+        self.model = {"decoder.embed_tokens.weight": random(10, MODEL_DIM)}
+        self.named = {}
+        for layer in layers:
             gate = f"decoder.layers.{layer}.moe_layer.gate.wg.weight"
-            self.dense[gate] = random(num_experts, MODEL_DIM)
-            self.dense[f"decoder.layers.{layer}.fc1.weight"] = random(5, 3).half()
-        # stacked over experts, as the layer holds them: per-expert tensors are views of these
-        self.stacked = {
-            (layer, rest): random(num_experts, *shape)
-            for layer in self.layers
-            for rest, shape in EXPERT_SHAPES.items()
-        }
-        self.dense_optimizer = {
-            key: {"step": 7 + seed, "exp_avg": random(*value.shape)}
-            for key, value in self.dense.items()
-        }
-        # fp16 moments with a scale per expert, as fp16 Adam keeps them, and an fp32 tensor
-        self.expert_optimizer = {
-            (layer, rest, expert): {
-                "step": 7 + seed,
-                "exp_avg": random(*shape).half(),
-                "exp_avg_scale": float(random(1)),
-                "exp_avg_sq": random(*shape),
-            }
-            for layer in self.layers
-            for rest, shape in EXPERT_SHAPES.items()
-            for expert in range(num_experts)
-        }
+            self.model[gate] = random(num_experts, MODEL_DIM)
+            self.model[f"decoder.layers.{layer}.fc1.weight"] = random(5, 3).half()
+            for rest, shape in EXPERT_SHAPES.items():
+                stacked = random(num_experts, *shape)  # views of it, as the layer has them
+                for expert in range(num_experts):
+                    self.model[expert_name(layer, expert, rest)] = stacked[expert]
+        for name, tensor in self.model.items():
+            self.named[name] = {"step": 7 + seed, "exp_avg": random(*tensor.shape)}
+            if ".experts." in name:  # as fp16 Adam keeps them, and an fp32 tensor
+                self.named[name]["exp_avg"] = self.named[name]["exp_avg"].half()
+                self.named[name]["exp_avg_scale"] = float(random(1))
+                self.named[name]["exp_avg_sq"] = random(*tensor.shape)
 
     def state(self, experts: list[int], *, with_optimizer: bool = True) -> dict:
         """What a rank with these experts holds in memory."""
-        model = dict(self.dense)
-        named = dict(self.dense_optimizer)
-        for layer in self.layers:
-            for rest in EXPERT_SHAPES:
-                for j, expert in enumerate(experts):
-                    name = expert_name(layer, j, rest)
-                    model[name] = self.stacked[layer, rest][expert]
-                    named[name] = self.expert_optimizer[layer, rest, expert]
+
+        def mine(entries):
+            kept = {}
+            for name, value in entries.items():
+                head, of_expert, tail = name.partition(".experts.")
+                number, _, rest = tail.partition(".")
+                if not of_expert:
+                    kept[name] = value
+                elif int(number) in experts:
+                    kept[f"{head}.experts.{experts.index(int(number))}.{rest}"] = value
+            return kept
+
         state = {
             "args": None,
             "cfg": {"model": {"_name": "transformer_lm_gpt_moe", "seed": self.seed}},
-            "model": model,
+            "model": mine(self.model),
             "criterion": None,
             "optimizer_history": [{"num_updates": 7 + self.seed, "lr_scheduler_state": {}}],
             "task_state": {},
@@ -95,7 +92,7 @@ class Reference:
         }
         if with_optimizer:
             state["last_optimizer_state"] = {
-                "named_state": named,
+                "named_state": mine(self.named),
                 "param_groups": [{"lr": 0.1, "betas": (0.9, 0.98)}],
                 "loss_scale": 128.0,
             }
@@ -112,16 +109,9 @@ class Reference:
         )
 
     def save_rank(self, path: str, rank: int, world_size: int, gather_texts) -> str:
-        shared, rank_state = split_state(self.rank_state(rank, world_size))
-        return write_set(
-            path,
-            rank=rank,
-            world_size=world_size,
-            shared_state=shared if rank == 0 else None,
-            rank_state=rank_state,
-            num_rank_files=min(self.num_experts, world_size),
-            gather_texts=gather_texts,
-        )
+        ranks, files = AllRanks(rank, world_size, gather_texts), min(self.num_experts, world_size)
+        state = self.rank_state(rank, world_size)
+        return save_set(path, state, num_rank_files=files, ranks=ranks)
 
     def check_loadable(self, path: str, world_sizes=(1,), *, with_optimizer: bool = True) -> None:
         """Every rank of every world size gets exactly its part, bit for bit."""

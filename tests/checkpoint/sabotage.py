@@ -17,9 +17,12 @@ class Killed(BaseException):
 
 
 class Saboteur:
-    """Counts the file operations of one simulated rank and interrupts the one numbered `at`."""
+    """Counts the file operations of one simulated rank and interrupts the one numbered `at`.
 
-    def __init__(self, monkeypatch, at: int, interruption: type[BaseException]) -> None:
+    `at="commit"`: right after the commit record is in place.
+    """
+
+    def __init__(self, monkeypatch, at: int | str, interruption: type[BaseException]) -> None:
         self.at, self.interruption = at, interruption
         self.count = 0
         self.committed = False  # the commit record is in place
@@ -48,6 +51,8 @@ class Saboteur:
             result = operation(*args, **kwargs)
             if operation.__name__ == "replace" and str(args[1]).endswith(".commit"):
                 self.committed = True
+                if self.at == "commit":
+                    raise self.interruption("interrupted after the commit")
             return result
 
         return counted

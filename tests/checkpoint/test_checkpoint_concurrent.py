@@ -5,10 +5,16 @@ import time
 
 import pytest
 import torch
-from checkpoint_helpers import Reference, names_in, set_names
+from checkpoint_helpers import Reference, expert_name, names_in, set_names
 from sabotage import Killed, Saboteur, attempt
 
-from fairseq_tutel.checkpoint import CheckpointError, inspect, load_for_rank, merge, recover
+from fairseq_tutel.checkpoint import (
+    CheckpointError,
+    inspect,
+    load_for_rank,
+    merge,
+    recover_directory,
+)
 
 OLD, NEW = (Reference(4, seed=seed) for seed in (1, 2))
 
@@ -43,9 +49,8 @@ def test_reading_while_it_is_replaced_gives_one_whole_set(tmp_path):
                 continue
             seed = state["cfg"]["model"]["seed"]
             reads.append(seed)
-            key = "decoder.layers.3.moe_layer.experts.3.fc1.weight"
-            expected = {1: OLD, 2: NEW}[seed].stacked[3, "fc1.weight"][3]
-            if not torch.equal(state["model"][key], expected):
+            key = expert_name(3, 3, "fc1.weight")
+            if not torch.equal(state["model"][key], {1: OLD, 2: NEW}[seed].model[key]):
                 problems.append(f"mixed set at seed {seed}")
 
     reader = threading.Thread(target=read)
@@ -75,7 +80,7 @@ def test_damaged_or_foreign_record_is_not_obeyed(tmp_path, record):
     (tmp_path / "precious.pt").write_text("keep me")
     for action in (
         lambda: load_for_rank(path, rank=0, world_size=1),
-        lambda: recover(path),
+        lambda: recover_directory(str(tmp_path)),
         lambda: NEW.save_rank(path, 0, 1, None),
     ):
         with pytest.raises(CheckpointError, match="m.pt.commit: (damaged|strange)"):

@@ -11,20 +11,10 @@ import typing
 import pytest
 import torch
 from checkpoint_helpers import assert_same
+from helpers.inputs import RunsCode
 
-from fairseq_tutel.checkpoint import CheckpointError, harmless, load_file
-from fairseq_tutel.checkpoint.checksums import damaged_member
+from fairseq_tutel.checkpoint import CheckpointError, load_file, safe_globals
 from fairseq_tutel.checkpoint.io import save_file
-
-
-class RunsCode:
-    """Unpickling this would create a file: the classic attack on pickles."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.path}",)
 
 
 class SomebodysClass:
@@ -52,10 +42,10 @@ def test_harmless_fairseq_classes_load(tmp_path):
 
 
 def test_names_for_a_torch_that_takes_no_pairs():
-    assert harmless._named(collections.OrderedDict, "collections.OrderedDict") is (
+    assert safe_globals._named(collections.OrderedDict, "collections.OrderedDict") is (
         collections.OrderedDict
     )
-    other = harmless._named(int, "elsewhere.number")
+    other = safe_globals._named(int, "elsewhere.number")
     assert (other.__module__, other.__name__, other("7")) == ("elsewhere", "number", 7)
 
 
@@ -86,21 +76,15 @@ def test_plain_containers_survive_saving(tmp_path):
     assert_same(load_file(path), {"model": {}, "counts": dict(counts), "flags": {True, False}})
 
 
-def test_legacy_format_loads(tmp_path):
-    path, state = str(tmp_path / "x.pt"), {"model": {"w": torch.arange(5.0)}}
-    torch.save(state, path, _use_new_zipfile_serialization=False)
-    assert_same(load_file(path), state)
-
-
 def test_damaged_files_are_named(tmp_path):
     path = str(tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match="x.pt: no such file"):
+    with pytest.raises(CheckpointError, match="x.pt: cannot be read: No such file"):
         load_file(path)
     save_file({"model": {"w": torch.arange(1000.0)}}, path)
     content = (tmp_path / "x.pt").read_bytes()
     for size in (0, 1, 100, len(content) // 2, len(content) - 1):
         (tmp_path / "x.pt").write_bytes(content[:size])
-        with pytest.raises(CheckpointError, match=r"x.pt: is (empty|truncated|not a checkpoint)"):
+        with pytest.raises(CheckpointError, match=r"x.pt: is (truncated|not a checkpoint)"):
             load_file(path)
     (tmp_path / "x.pt").write_bytes(b"some text, not a checkpoint")
     with pytest.raises(CheckpointError, match="x.pt: is not a checkpoint or is damaged"):
@@ -128,24 +112,13 @@ def test_file_replaced_between_torchs_two_openings(tmp_path, monkeypatch):
         load_file(path)
 
 
-def test_checksums_find_a_flipped_bit(tmp_path):
-    path = tmp_path / "x.pt"
-    save_file({"model": {"w": torch.full((1000,), 3.0)}}, str(path))
-    assert damaged_member(str(path)) is None
-    content = bytearray(path.read_bytes())
-    position = content.find(torch.tensor([3.0]).numpy().tobytes() * 100)
-    content[position] ^= 1
-    path.write_bytes(bytes(content))
-    assert "data" in damaged_member(str(path))
-
-
 def test_a_slice_does_not_drag_its_stack_into_the_file(tmp_path):
     stack = torch.randn(64, 1000)
     tied = torch.randn(1000, 3).t()  # not contiguous
     path = str(tmp_path / "x.pt")
     state = {"model": {"w": stack[5], "a": tied, "b": tied, "p": torch.nn.Parameter(stack[6])}}
-    size = save_file(state, path)
-    assert size == os.path.getsize(path) < 4 * (2 * 1000 + 3000) + 5000
+    save_file(state, path)
+    assert os.path.getsize(path) < 4 * (2 * 1000 + 3000) + 5000
     loaded = load_file(path)["model"]
     assert torch.equal(loaded["w"], stack[5]) and torch.equal(loaded["p"], stack[6])
     assert type(loaded["p"]) is torch.Tensor

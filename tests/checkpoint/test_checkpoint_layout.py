@@ -4,16 +4,15 @@ import pytest
 import torch
 from checkpoint_helpers import expert_range
 
-from fairseq_tutel.checkpoint import (
+from fairseq_tutel.checkpoint.layout import (
     CheckpointError,
     CheckpointSet,
-    check_divisible,
     count_rank_files,
+    expert_forms,
     experts_of_rank,
-    slice_experts,
-    split_dense_expert,
+    gate_experts,
+    select_experts,
 )
-from fairseq_tutel.checkpoint.layout import expert_shapes, gate_experts
 
 
 @pytest.mark.parametrize(
@@ -22,8 +21,8 @@ from fairseq_tutel.checkpoint.layout import expert_shapes, gate_experts
 def test_any_member_names_the_set(path):
     cset = CheckpointSet.from_path(path)
     assert cset.path == "d/checkpoint_best.pt"
-    assert cset.shared_path == "d/checkpoint_best-shared.pt"
-    assert cset.rank_path(12) == "d/checkpoint_best-rank-12.pt"
+    assert cset.path_of("shared") == "d/checkpoint_best-shared.pt"
+    assert cset.path_of(12) == "d/checkpoint_best-rank-12.pt"
 
 
 def test_names_of_fairseq_keep_their_dots_and_digits():
@@ -58,21 +57,13 @@ def test_experts_of_rank_in_groups():
     assert held == [[0, 1, 2], [3, 4, 5]] * 2
     assert count_rank_files(6, 4, 2) == 2
     for size in (3, 4):
-        with pytest.raises(CheckpointError, match=f"6 experts .* every {size} of 4 ranks"):
+        with pytest.raises(CheckpointError, match=f"={size} .* must divide the number of ranks, 4"):
             experts_of_rank(0, 4, 6, size)
-
-
-@pytest.mark.parametrize(("num_experts", "world_size"), [(4, 3), (3, 4), (6, 4)])
-def test_experts_that_do_not_divide_are_an_error_with_both_values(num_experts, world_size):
-    with pytest.raises(CheckpointError, match=f"{num_experts} experts .* {world_size} ranks"):
-        check_divisible(num_experts, world_size)
-    with pytest.raises(CheckpointError, match=f"{num_experts} experts .* {world_size} ranks"):
-        experts_of_rank(0, world_size, num_experts)
 
 
 def test_slices_hold_every_expert_once_and_need_no_tensors():
     whole = {f"l.{layer}.experts.{x}.w": (layer, x) for layer in (0, 11) for x in range(6)}
-    parts = [slice_experts(whole, first=0, wanted=range(r * 2, r * 2 + 2)) for r in range(3)]
+    parts = [select_experts(whole, first=0, wanted=range(r * 2, r * 2 + 2)) for r in range(3)]
     assert parts[2] == {
         "l.0.experts.0.w": (0, 4),
         "l.0.experts.1.w": (0, 5),
@@ -81,30 +72,28 @@ def test_slices_hold_every_expert_once_and_need_no_tensors():
     }
     assert sorted(value for part in parts for value in part.values()) == sorted(whole.values())
     # a part that starts at global expert 4 gives the same experts
-    assert slice_experts(parts[2], first=4, wanted=range(5, 6)) == {
+    assert select_experts(parts[2], first=4, wanted=range(5, 6)) == {
         "l.0.experts.0.w": (0, 5),
         "l.11.experts.0.w": (11, 5),
     }
 
 
-def test_split_dense_expert():
-    dense, expert = split_dense_expert(
-        {"a.experts.0.w": 1, "a.gate.wg.weight": 2, "expert_count": 3, "experts.1.w": 4}
-    )
-    assert dense == {"a.gate.wg.weight": 2, "expert_count": 3}
-    assert expert == {"a.experts.0.w": 1, "experts.1.w": 4}
-
-
-def test_expert_shapes_finds_gaps_and_differences():
+def test_expert_forms_finds_gaps_and_differences():
     good = {"experts.0.w": torch.zeros(2), "experts.1.w": torch.zeros(2)}
-    assert expert_shapes(good, "f") == (2, {"experts.*.w": "[2] float32"})
-    assert expert_shapes({}, "f") == (0, {})
-    with pytest.raises(CheckpointError, match=r"f: has experts \[0, 2\] but lacks \[1\]"):
-        expert_shapes({"experts.0.w": torch.zeros(2), "experts.2.w": torch.zeros(2)}, "f")
-    with pytest.raises(CheckpointError, match=r"f: expert 1 .*\[3\] float32 against \[2\] float32"):
-        expert_shapes(good | {"experts.1.w": torch.zeros(3)}, "f")
-    with pytest.raises(CheckpointError, match="experts.*.b: .*against absent"):
-        expert_shapes(good | {"experts.1.b": torch.zeros(3)}, "f")
+    assert expert_forms(good, "f") == (2, {"experts.*.w": "[2] float32"})
+    assert expert_forms({"experts.0.w": {"b": 1, "a": 2}}, "f") == (
+        1,
+        {"experts.*.w": "['a', 'b']"},
+    )
+    assert expert_forms({}, "f") == (0, {})
+    for more, message in (
+        ({"experts.3.w": torch.zeros(2)}, r"f: has experts \[0, 1, 3\] but lacks \[2\]"),
+        ({"experts.1.w": torch.zeros(3)}, r"f: expert 1 .*\[3\] float32 against \[2\] float32"),
+        ({"experts.1.b": torch.zeros(3)}, "experts.*.b: .*against absent"),
+        ({"w": torch.zeros(3)}, "f: 'w' is not of an expert"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            expert_forms(good | more, "f")
 
 
 def test_gate_rows_give_the_number_of_experts():

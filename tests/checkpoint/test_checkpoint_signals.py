@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP in the middle of a save: the old set or the new one, and nothing else."""
+"""SIGKILL, SIGTERM, SIGHUP in the middle of a save: the old set or the new one, and no litter."""
 
 import os
 import subprocess
@@ -18,7 +18,8 @@ HEAD = """
     sys.path.insert(0, {tests!r})
     import torch
     from checkpoint_helpers import Reference, names_in, set_names
-    from fairseq_tutel.checkpoint import check_shared_directory, load_for_rank
+    from fairseq_tutel.checkpoint import AllRanks, check_shared_directory, load_for_rank
+    from fairseq_tutel.checkpoint import recover_directory
 
     os.fsync = lambda descriptor: None
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
@@ -49,13 +50,15 @@ ONE_RANK = """
             setattr(os, name, counting(getattr(os, name)))
         new.save_rank(path, 0, 1, None)
 
-    for signum in (signal.SIGTERM, signal.SIGHUP):
+    for signum in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP):
         seeds = []
         for at in range(1, 100):
             old.save_rank(path, 0, 1, None)
             child = fork.Process(target=save, args=(at, signum), daemon=True)
             child.start()
             child.join()
+            if signum == signal.SIGKILL:
+                recover_directory(folder)
             seeds.append(check(1))
             if child.exitcode == 0:
                 break
@@ -84,7 +87,7 @@ TWO_RANKS = """
 
         if rank == 1:
             torch.save = half_a_file
-        check_shared_directory(folder, rank=rank, world_size=2, gather_texts=gather_texts)
+        check_shared_directory(folder, ranks=AllRanks(rank, 2, gather_texts))
         new.save_rank(path, rank, 2, gather_texts)
 
     for struck in ((0, 1), (1,)):
@@ -128,7 +131,8 @@ def test_nothing_is_left_behind(tmp_path):
 
 
 def test_the_mark_of_a_killed_start_goes_at_the_next(tmp_path):
-    for name in (".one-folder-for-all-ranks-0abc", "checkpoint_last-shared.pt", "other.txt"):
+    mark = ".one-folder-for-all-ranks.pt.0123456789abcdef.tmp"
+    for name in (mark, "checkpoint_last-shared.pt", "other.txt"):
         (tmp_path / name).touch()
     recover_directory(str(tmp_path))
     assert names_in(tmp_path) == {"checkpoint_last-shared.pt", "other.txt"}

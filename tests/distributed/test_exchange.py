@@ -1,37 +1,39 @@
-"""All-to-all and the whole dispatch-combine round trip on 1, 2 and 4 gloo ranks."""
+"""All-to-alls on 1, 2, 4 and 8 gloo ranks: what goes where; names, simulations, times."""
 
-import functools
+import itertools
 import time
 
 import pytest
 import torch
-from helpers.assertions import rms_ratio
 from helpers.distributed import run_ranks
-from helpers.routing import route
+from helpers.exchanges import (
+    InlineStream,
+    Recorded,
+    show_what_is_not_filled,
+    splits_of,
+    with_algorithm,
+)
 
 from fairseq_tutel.config import EXCHANGES, ExchangeConfig
 from fairseq_tutel.distributed import (
     ExpertParallelGroups,
-    LocalCopy,
-    TimedExchange,
     build_exchange,
     build_groups,
+    gather_texts,
     process_world,
     register_exchange,
-    sync_step,
 )
-from fairseq_tutel.moe import MoEConfig, MoELayer, dispatch_and_combine
+from fairseq_tutel.distributed.exchanges import (
+    Direction,
+    Exchange,
+    ExchangeRecord,
+    LocalCopy,
+    Splits,
+)
+from fairseq_tutel.distributed.exchanges.streams import ThreadStream
+from fairseq_tutel.moe import MoELayer
 
-# capacity factor of the padded and of the ragged layouts
-LAYOUTS = {"padded": 1.0, "padded, nothing dropped": 8.0, "ragged": 0.0, "ragged, bounded": -0.5}
-WORLDS = {1: (1, 4), 2: (1, 2, 4), 4: (2, 4, 8)}  # ranks -> experts: fewer, equal, more
-M = 5
 _CODE = torch.tensor([100.0, 10.0, 1.0]).double()  # (rank, to, i) as one number
-
-
-def _tokens(rank):
-    """Different on every rank; rank 1 has none."""
-    return [9, 0, 14, 1][rank]
 
 
 def _numbered(counts, order):
@@ -44,58 +46,48 @@ def _numbered(counts, order):
 def _exchanges(name, ranks_per_node):
     rank, size = process_world()
     exchange = build_exchange(ExchangeConfig(name, ranks_per_node), build_groups(2 * size))
-    assert exchange.name == (name if size > 1 else "none")
-    order = exchange.send_order
+    assert exchange.name == name
+    order = exchange.algorithm.send_order
 
-    # equal parts: rows say where they come from and where they go
-    rows = _numbered([3] * size, order)
-    got = exchange.forth(rows)
-    assert got.tolist() == [[by, rank, i] for by in range(size) for i in range(3)]
-    back = exchange.back(got.detach().requires_grad_())
-    assert torch.equal(back, rows)
-    # the gradient of a row is what its receiver multiplies it by, whichever way it went
-    (got * (got.detach() @ _CODE)[:, None]).sum().backward()
-    assert rows.grad.tolist() == (rows.detach() @ _CODE)[:, None].expand(-1, 3).tolist()
-    sent = got.detach().requires_grad_()
-    (exchange.back(sent) * (rows.detach() @ _CODE)[:, None]).sum().backward()
-    assert sent.grad.tolist() == (got.detach() @ _CODE)[:, None].expand(-1, 3).tolist()
-
-    # rank r sends 2r + to rows to rank `to`, none from 0 to 0; or nothing but from rank 1 to 0
-    for send_table in (
-        [[2 * by + to for to in range(size)] for by in range(size)],
-        [[5 * (by == 1) * (to == 0) for to in range(size)] for by in range(size)],
+    # equal parts; rank r sends 2r + to rows to rank `to`, none from 0 to 0; nothing but from 1 to 0
+    for number, send_table in enumerate(
+        (
+            [[3] * size] * size,
+            [[2 * by + to for to in range(size)] for by in range(size)],
+            [[5 * (by == 1) * (to == 0) for to in range(size)] for by in range(size)],
+        )
     ):
         send, receive = send_table[rank], [line[rank] for line in send_table]
         rows = _numbered(send, order)
-        parts = exchange.parts(send, receive)
-        got = exchange.forth(rows, parts)
+        splits = splits_of(exchange, send) if number else None
+        assert splits is None or list(splits.received_P) == receive
+        got = exchange.dispatch(rows, splits)
         assert got.tolist() == [[by, rank, i] for by in range(size) for i in range(receive[by])]
+        # the gradient of a row is what its receiver multiplies it by, whichever way it went
         (got * (got.detach() @ _CODE)[:, None]).sum().backward()
         assert rows.grad.tolist() == (rows.detach() @ _CODE)[:, None].expand(-1, 3).tolist()
         sent = got.detach().requires_grad_()
-        back = exchange.back(sent, parts)
+        back = exchange.combine(sent, splits)
         assert torch.equal(back, rows)
         (back * (rows.detach() @ _CODE)[:, None]).sum().backward()
         assert sent.grad.tolist() == (got.detach() @ _CODE)[:, None].expand(-1, 3).tolist()
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.uint8):
             narrow = rows.detach().to(dtype)
-            moved = exchange.forth(narrow, parts)
+            moved = exchange.dispatch(narrow, splits)
             assert moved.dtype == dtype and torch.equal(moved, got.to(dtype))
-            assert torch.equal(exchange.back(moved, parts), narrow)
+            assert torch.equal(exchange.combine(moved, splits), narrow)
 
     count = torch.tensor([100 * rank + e for e in range(2 * size)], dtype=torch.int32)
-    table, parts = exchange.share_counts(count)
+    [(table, splits)] = exchange.algorithm.share_chunks(count, 1)
     assert table.tolist() == [[100 * by + 2 * rank, 100 * by + 2 * rank + 1] for by in range(size)]
-    if size == 1:
-        assert parts is None
-    else:
-        assert list(parts.sent_W) == [200 * rank + 4 * to + 1 for to in range(size)]
-        assert list(parts.received_W) == [200 * by + 4 * rank + 1 for by in range(size)]
+    assert (splits is None) == (size == 1)
+    if splits is not None:
+        assert list(splits.sent_P) == [200 * rank + 4 * to + 1 for to in range(size)]
+        assert list(splits.received_P) == [200 * by + 4 * rank + 1 for by in range(size)]
 
 
 # ranks -> ranks per node of the exchanges that tell nodes apart
 NODES = {1: (0,), 2: (0,), 4: (2,), 8: (2, 4)}
-NAMES = [name for name in EXCHANGES if name != "auto"]  # which is one of the others
 
 
 @pytest.mark.parametrize(
@@ -104,7 +96,7 @@ NAMES = [name for name in EXCHANGES if name != "auto"]  # which is one of the ot
         pytest.param(world, local, name, marks=[pytest.mark.slow] * (world == 8))
         for world, nodes in NODES.items()
         for local in nodes
-        for name in NAMES
+        for name in EXCHANGES
         if local or not EXCHANGES.get(name).needs_nodes
     ],
 )
@@ -112,98 +104,32 @@ def test_exchanges_and_their_gradients(world_size, ranks_per_node, name):
     run_ranks(_exchanges, world_size, name, ranks_per_node)
 
 
-def _round_trips():
-    """Experts that give back what they get: the layer is the sum of the weights that were kept."""
-    rank, world_size = process_world()
-    errors = {}
-    for num_experts in WORLDS[world_size]:
-        groups = build_groups(num_experts)
-        for layout, factor in LAYOUTS.items():
-            top_k = min(2, num_experts)
-            config = MoEConfig(
-                num_experts=num_experts,
-                top_k=top_k,
-                capacity_factor=factor,
-                normalize_before_dropping=True,
-                second_expert_policy="all",
-            )
-            torch.manual_seed(rank)
-            x = torch.randn(_tokens(rank), M, dtype=torch.float64, requires_grad=True)
-            logits = torch.randn(len(x), num_experts, dtype=torch.float64)
-            logits[:, 0] += 4  # a favourite, so that some tokens are dropped
-            logits.requires_grad_()
-            step = sync_step(len(x), None, groups)
-            routing, _ = route(logits, config, training=True, num_tokens=step.num_tokens)
-            assert routing.padded == (factor > 0)
-            exchange = build_exchange("linear", groups)
-            y = dispatch_and_combine(x, routing, lambda batch: batch.rows, exchange)
-            target = torch.randn_like(x)
-            (y * target).sum().backward()
-            other_x = x.detach().clone().requires_grad_()
-            other_logits = logits.detach().clone().requires_grad_()
-            routing, _ = route(other_logits, config, training=True, num_tokens=step.num_tokens)
-            want = other_x * routing.topk_weight_TK.sum(1, keepdim=True)
-            (want * target).sum().backward()
-            pairs = {
-                "y": (y, want),
-                "x": (x.grad, other_x.grad),
-                "logits": (logits.grad, other_logits.grad),
-            }
-            dropped = int((routing.dest_row_TK < 0).sum())
-            errors[num_experts, layout] = (
-                {name: rms_ratio(*pair) if len(x) else 0.0 for name, pair in pairs.items()},
-                dropped,
-            )
-    return errors
-
-
-@functools.cache
-def round_trips(world_size):
-    return run_ranks(_round_trips, world_size)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "world_size, num_experts", [(w, e) for w, experts in WORLDS.items() for e in experts]
-)
-def test_round_trip_is_the_weighted_identity(world_size, num_experts, layout):
-    dropped = 0
-    for rank, errors in enumerate(round_trips(world_size)):
-        ratios, drops = errors[num_experts, layout]
-        dropped += drops
-        assert max(ratios.values()) < 1e-12, (rank, ratios)
-    if layout in ("ragged", "padded, nothing dropped"):
-        assert dropped == 0
-    elif num_experts > 2 or layout == "ragged, bounded":
-        assert dropped > 0  # or the case would test nothing new
-
-
 @pytest.mark.parametrize("name", list(EXCHANGES))
 def test_simulated_exchange_copies_as_many_rows(name):
     exchange = build_exchange(name, build_groups(8, simulate_world_size=4))
-    assert not exchange.communicates
+    assert type(exchange.algorithm) is LocalCopy and exchange.name == name
     rows = torch.arange(24.0).view(12, 2).requires_grad_()
-    parts = exchange.parts([3] * 4, [3] * 4)
-    for got in (exchange.forth(rows), exchange.back(rows), exchange.forth(rows, parts)):
+    splits = Splits([3] * 4, [3] * 4)
+    for got in (exchange.dispatch(rows), exchange.combine(rows), exchange.dispatch(rows, splits)):
         assert torch.equal(got, rows) and got.data_ptr() != rows.data_ptr()
         # the gradient travels too, also one that takes no memory of its own
         for dy in (torch.randn(12, 2), torch.ones(()).expand(12, 2)):
             (d_rows,) = torch.autograd.grad(got, rows, dy, retain_graph=True)
             assert torch.equal(d_rows, dy) and d_rows.data_ptr() != dy.data_ptr()
             assert d_rows.is_contiguous()
-    table, parts = exchange.share_counts(torch.arange(8))
+    [(table, splits)] = exchange.algorithm.share_chunks(torch.arange(8), 1)
     assert table.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert parts.sent_W == parts.received_W == [1, 5, 9, 13]
+    assert splits.sent_P == splits.received_P == [1, 5, 9, 13]
 
 
 def test_one_rank_does_not_copy():
     rows = torch.randn(3, 2)
     exchange = build_exchange("linear", ExpertParallelGroups(4))
-    assert exchange.forth(rows) is rows and exchange.back(rows) is rows
+    assert exchange.dispatch(rows) is rows and exchange.combine(rows) is rows
 
 
 def test_unknown_and_taken_names_are_refused():
-    with pytest.raises(ValueError, match="'quick' is unknown; choose one of 2dh, auto, linear"):
+    with pytest.raises(ValueError, match="'quick' is unknown; choose one of 2dh, linear;"):
         MoELayer(8, 2, exchange="quick")
     with pytest.raises(ValueError, match="'linear' is registered already"):
         register_exchange("linear")(LocalCopy)
@@ -213,15 +139,19 @@ def _choose_differently():
     rank, _ = process_world()
     groups = build_groups(2)
     with pytest.raises(ValueError) as caught:
-        MoELayer(8, 2, groups=groups, exchange="pairwise" if rank else "linear")
+        MoELayer(8, 2, groups=groups, exchange="2dh" if rank else "linear")
+    for factor in (1.0, 0.0):  # left out, also on several ranks
+        layer = MoELayer(6, 4, 8, skip_exchange=True, capacity_factor=factor)
+        x = torch.randn(12, 6, requires_grad=True)
+        y = layer(x)
+        y.sum().backward()
+        assert y.shape == x.shape and torch.isfinite(y).all() and torch.isfinite(x.grad).all()
     return str(caught.value)
 
 
-def test_ranks_with_different_exchanges_are_named():
+def test_ranks_with_different_exchanges_are_named_and_exchanges_left_out():
     for message in run_ranks(_choose_differently, 2):
-        assert message == (
-            "MoE ranks disagree on the exchange: linear on ranks [0]; pairwise on ranks [1]"
-        )
+        assert message == ("MoE ranks disagree on algorithm: 2dh on ranks [1]; linear on ranks [0]")
 
 
 def test_the_time_of_an_exchange_is_measured_without_its_gradient():
@@ -229,11 +159,107 @@ def test_the_time_of_an_exchange_is_measured_without_its_gradient():
     rows = torch.randn(4, 2, requires_grad=True)
 
     class Slow(LocalCopy):
-        def move(self, rows, received, leg, parts):
+        def move(self, rows, received, direction, splits):
             time.sleep(slow)
-            super().move(rows, received, leg, parts)
+            super().move(rows, received, direction, splits)
 
-    timed = TimedExchange(Slow(build_exchange("linear", build_groups(4, simulate_world_size=4))))
-    timed.back(timed.forth(rows)).sum().backward()
-    assert torch.equal(rows.grad, torch.ones(4, 2))
-    assert 2 * slow <= timed.cpu_ms / 1000 < 3.5 * slow and timed.cuda_ms == 0
+    slowly = Slow(build_groups(4, simulate_world_size=4), "slow")
+    timed, record = Exchange(slowly, timed=True), ExchangeRecord()
+    there_and_back = timed.combine(timed.dispatch(rows, record=record), record=record)
+    measured = record.cpu_ms
+    assert measured >= 2000 * slow and record.cuda_ms == 0
+    there_and_back.sum().backward()
+    assert torch.equal(rows.grad, torch.ones(4, 2)) and record.cpu_ms == measured
+
+
+# exchanges started now and waited for later: the same bits, in one order on all ranks
+
+W, M = 4, 6
+CHUNKS = (2, 5, 1, 3)  # rows for each rank; what is recorded tells them apart
+
+
+def _through(exchange, chunks, weight, parts, stream):
+    """Exchange, experts and exchange back of several chunks, each started as early as it can be."""
+    out = [
+        exchange.start(x, Direction.DISPATCH, p, stream) for x, p in zip(chunks, parts, strict=True)
+    ]
+    back = []
+    for handle, p in zip(out, parts, strict=True):
+        hidden = (handle.wait() @ weight).tanh()
+        back.append(exchange.start(hidden, Direction.COMBINE, p, stream))
+    return torch.cat([handle.wait() for handle in back])
+
+
+def _compare(name, even):
+    rank, _ = process_world()
+    exchange = build_exchange(ExchangeConfig(name, ranks_per_node=2), build_groups(W))
+    parts, chunks = [], []
+    torch.manual_seed(rank)
+    for size in CHUNKS:
+        table = [[size if even else (size + 2 * by + to) % 4 for to in range(W)] for by in range(W)]
+        sent = table[rank]
+        parts.append(None if even else splits_of(exchange, sent))
+        chunks.append(torch.randn(sum(sent), M).double())
+    weight = torch.randn(M, M).double()
+    target = torch.randn(sum(len(x) for x in chunks), M).double()
+
+    def run(through):
+        xs = [x.clone().requires_grad_() for x in chunks]
+        w = weight.clone().requires_grad_()
+        y = through(xs, w)
+        (y * target).sum().backward()
+        return [y.detach(), *(x.grad for x in xs), w.grad]
+
+    def one_after_the_other(xs, w):
+        return torch.cat(
+            [
+                exchange.combine((exchange.dispatch(x, p) @ w).tanh(), p)
+                for x, p in zip(xs, parts, strict=True)
+            ]
+        )
+
+    *want, want_w = run(one_after_the_other)
+    worker = ThreadStream()
+    for stream in (InlineStream(), worker, worker):
+        recorded = with_algorithm(exchange, Recorded)
+        *got, got_w = run(lambda xs, w: _through(recorded, xs, w, parts, stream))  # noqa: B023
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        torch.testing.assert_close(got_w, want_w, rtol=1e-12, atol=1e-12)  # sums of other order
+        directions = [line.rsplit(" ", 1)[0] for line in recorded.algorithm.log]
+        assert directions == [
+            direction
+            for direction in ("dispatch", "combine", "combine gradient", "dispatch gradient")
+            for _ in CHUNKS
+        ]
+        if even:  # sizes are those of all ranks: the backward pass is the mirror of the forward one
+            log, half = recorded.algorithm.log, 2 * len(CHUNKS)
+            forward, backward = log[:half], log[half:]
+            assert [line.replace(" gradient", "") for line in backward[::-1]] == forward
+            orders = gather_texts("; ".join(log))
+            assert len(set(orders)) == 1
+
+
+def _compare_all():
+    show_what_is_not_filled()
+    for name, even in itertools.product(EXCHANGES, (True, False)):
+        _compare(name, even)
+
+
+def test_chunks_in_flight_are_the_same_bit_for_bit():
+    run_ranks(_compare_all, W)
+
+
+def test_a_handle_is_waited_for_once():
+    exchange = build_exchange("linear", build_groups(W, simulate_world_size=W))
+    handle = exchange.start(torch.randn(W, M), Direction.DISPATCH, None, InlineStream())
+    assert handle.wait().shape == (W, M)
+    with pytest.raises(RuntimeError, match="the dispatch exchange was waited for before"):
+        handle.wait()
+
+
+def test_what_arrived_may_be_changed_in_place():
+    exchange = build_exchange("linear", build_groups(W, simulate_world_size=W))
+    rows = torch.randn(W, M, requires_grad=True)
+    for move in (exchange.dispatch, exchange.combine):
+        (grad,) = torch.autograd.grad(move(rows).mul_(3).sum(), rows)
+        assert torch.equal(grad, torch.full_like(grad, 3))

@@ -2,7 +2,7 @@
 
 The race is lost on purpose: the interpreter's lock is not handed over after the operation until its
 end, so that gloo's worker thread is still waiting to let go of the tensors when the main thread is
-done. Without :mod:`fairseq_tutel.distributed.teardown` every rank dies of SIGABRT here.
+done. Without ``release_at_exit`` of :mod:`fairseq_tutel.distributed.world` ranks die of SIGABRT.
 """
 
 import os
@@ -31,7 +31,7 @@ dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_s
 """
 PROGRAMS = {
     # groups of their own, to which placements and the exchanges refer: whoever holds a group has to
-    # let go of it (teardown.release_at_exit), or its thread is there when the interpreter goes
+    # let go of it (world.release_at_exit), or its thread is there when the interpreter goes
     "groups": (4, """
 import atexit, glob, os
 
@@ -48,14 +48,14 @@ from fairseq_tutel.distributed import build_exchange, build_groups
 groups = [build_groups(2), build_groups(4)]
 exchanges = [build_exchange(ExchangeConfig(name, 2), groups[1]) for name in EXCHANGES]
 for exchange in exchanges:
-    exchange.forth(torch.ones(4, 4))
+    exchange.dispatch(torch.ones(4, 4))
 group = groups[0].ep_group
 """),
     # the default group, to which DistributedDataParallel refers, too; its user ends it or does not
     "layer": (2, """
-from fairseq_tutel import hosts
+from fairseq_tutel import training
 from fairseq_tutel.moe import MoELayer
-net = hosts.wrap_data_parallel(MoELayer(8, 2, 16))
+net = training.wrap_data_parallel(MoELayer(8, 2, 16))
 loss = net(torch.randn(4, 8)).sum()
 loss.backward()
 group = net.module.groups.ep_group

@@ -5,9 +5,8 @@ import torch
 import torch.distributed as dist
 from helpers.distributed import run_ranks
 
-from fairseq_tutel.distributed import build_groups, process_world, shared_groups, sync_step
-from fairseq_tutel.distributed import groups as groups_module
-from fairseq_tutel.distributed.gather import gather_integers
+from fairseq_tutel.distributed import build_groups, gather_integers, process_world, sync_step
+from fairseq_tutel.distributed.placement import groups as groups_module
 
 # W=4: experts -> (exchange size, replicas, experts of each rank, exchange and replica partners)
 PLACEMENT = {
@@ -56,14 +55,14 @@ def _place():
             _compare_with_sliced(groups, build_groups(count, placement="sliced"))
     with pytest.raises(ValueError, match="placement='cut' is unknown; choose one of replicated"):
         build_groups(4, placement="cut")
-    with pytest.raises(ValueError, match="the placement of experts: .*sliced on ranks .3."):
+    with pytest.raises(ValueError, match="disagree on placement: .*sliced on ranks .3."):
         build_groups(2, placement="sliced" if rank == 3 else "replicated")
     return found
 
 
 def _compare_with_sliced(groups, sliced):
     """The ranks of an expert are the same; each has a slice, and agrees with all others."""
-    assert sliced.num_slices == groups.num_replicas and sliced.agrees
+    assert sliced.num_slices == groups.num_replicas and sliced.needs_sync
     assert sliced.slice_index == groups.rank // groups.ep_size
     for name in ("ep_size", "num_replicas", "local_experts", "ep_group", "replica_group"):
         assert getattr(sliced, name) == getattr(groups, name), name
@@ -72,7 +71,7 @@ def _compare_with_sliced(groups, sliced):
 
 
 def test_placement_on_four_ranks():
-    for rank, found in enumerate(run_ranks(_place, 4)):
+    for rank, found in enumerate(run_ranks(_on_four_ranks, 4)):
         for experts, (size, replicas, local, exchange, replica) in PLACEMENT.items():
             want = (size, replicas, local[rank], exchange[rank], replica[rank])
             assert found[experts] == want, (rank, experts)
@@ -92,8 +91,8 @@ def _indivisible():
                 build_groups(experts, expert_parallel_size=size)
 
 
-def test_indivisible_counts_are_refused_before_any_collective():
-    run_ranks(_indivisible, 2)
+def test_indivisible_counts_and_simulations_are_refused_before_any_collective(tmp_path):
+    run_ranks(_on_two_ranks, 2, tmp_path / "store")
 
 
 def test_simulation_plays_rank_0_of_many():
@@ -109,45 +108,34 @@ def test_simulation_plays_rank_0_of_many():
         build_groups(2, expert_parallel_size=1, placement="sliced", simulate_world_size=8)
 
 
-def _simulate():
-    with pytest.raises(ValueError, match="simulation of 8 ranks runs in one process, not in 2"):
-        build_groups(8, simulate_world_size=8)
-
-
-def test_simulation_needs_a_single_process():
-    run_ranks(_simulate, 2)
-
-
 def _different_expert_counts():
     rank, _ = process_world()
     with pytest.raises(ValueError) as caught:
         build_groups(4 if rank else 2)
     with pytest.raises(ValueError) as of_sizes:
         build_groups(4, expert_parallel_size=2 if rank else 0)
-    return str(caught.value), str(of_sizes.value)
+    assert "num_experts: 2 on ranks [0]; 4 on ranks [1, 2, 3]" in str(caught.value)
+    assert "expert_parallel_size: 2 on ranks [1, 2, 3]; 4 on ranks [0]" in str(of_sizes.value)
 
 
-def test_different_expert_counts_are_named():
-    """Groups of different ranks would be waited for until the time limit."""
-    for counts, sizes in run_ranks(_different_expert_counts, 4, timeout=30):
-        assert "2 on ranks [0]" in counts and "4 on ranks [1, 2, 3]" in counts
-        assert "expert_parallel_size: 2 on ranks [1, 2, 3]; 4 on ranks [0]" in sizes
-
-
-def _share(file):
+def _share_and_count(file):
     rank, _ = process_world()
-    first, second, other = shared_groups(4), shared_groups(4), shared_groups(2)
+    with torch.device("meta"):
+        assert build_groups(8, simulate_world_size=4).simulated
+    with pytest.raises(ValueError, match="a simulation of 4 ranks runs in one process, not in 2"):
+        build_groups(8, simulate_world_size=4)
+    first, second, other = build_groups(4), build_groups(4), build_groups(2)
     assert second is first and other is not first
     with pytest.raises(ValueError, match="4 on ranks .1.; 8 on ranks .0."):
-        shared_groups(4 if rank else 8)
+        build_groups(4 if rank else 8)
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    dist.barrier(shared_groups(4).ep_group)  # not the destroyed one
-    return True
+    dist.barrier(build_groups(4).ep_group)  # not the destroyed one
 
 
-def test_layers_of_one_size_share_their_groups(tmp_path):
-    assert run_ranks(_share, 2, tmp_path / "store") == [True, True]
+def _on_two_ranks(file):
+    _indivisible()
+    _share_and_count(file)
 
 
 def _control_groups():
@@ -168,32 +156,19 @@ def _control_groups():
             assert dist.get_process_group_ranks(group) == list(mine)
             assert gather_integers([rank, 7], group) == [[r, 7] for r in mine]
         assert groups_module._control_group([[r] for r in range(4)]) is None
-        groups = build_groups(8)
+        groups = build_groups(16)  # not made before
         assert groups.control_group is groups_module._control_group([range(4)])
         assert sync_step(10 * rank, None, groups).num_tokens == 30
 
 
-def test_small_integers_take_a_group_of_their_own_where_gpus_would_be_waited_for():
-    run_ranks(_control_groups, 4)
-
-
 def _communicators():
     world = dist.group.WORLD
-    first, second = build_groups(8), build_groups(2)
-    assert first.ep_group is world and build_groups(1).replica_group is world
-    assert second.ep_group is not world and build_groups(2).ep_group is second.ep_group
+    assert build_groups(8).ep_group is world and build_groups(1).replica_group is world
+    assert build_groups(2).ep_group not in (world, None)
 
 
-def test_communicators_are_made_once_and_the_world_is_one():
-    run_ranks(_communicators, 4)
-
-
-def _count_on_meta():
-    with torch.device("meta"):
-        assert build_groups(8, simulate_world_size=4).simulated
-    with pytest.raises(ValueError, match="a simulation of 4 ranks runs in one process, not in 2"):
-        build_groups(8, simulate_world_size=4)
-
-
-def test_one_of_several_ranks_may_count_a_model_of_others():
-    run_ranks(_count_on_meta, 2)
+def _on_four_ranks():
+    _different_expert_counts()  # groups of different ranks would be waited for until the limit
+    _communicators()
+    _control_groups()
+    return _place()

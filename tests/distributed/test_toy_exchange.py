@@ -6,22 +6,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.distributed import run_ranks
+from helpers.layers import M, compare_with_linear
 
 from fairseq_tutel.config import EXCHANGES
-from fairseq_tutel.distributed import (
-    build_groups,
-    process_world,
-    register_exchange,
-)
-from fairseq_tutel.distributed.exchanges import Exchange
+from fairseq_tutel.distributed import build_groups, register_exchange
+from fairseq_tutel.distributed.exchanges import ExchangeAlgorithm
 from fairseq_tutel.moe import MoELayer
-from fairseq_tutel.plan import load_config, load_hardware, make_plan, read_settings
+from fairseq_tutel.plan.compose import load_config
+from fairseq_tutel.plan.hardware import load_hardware
+from fairseq_tutel.plan.planner import best_plan, choices, make_plan
+from fairseq_tutel.plan.settings import read_settings
+from fairseq_tutel.tuning import ExchangeTuner
 
-M, EXPERTS = 6, 8
+EXPERTS = 8
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-class BroadcastExchange(Exchange):
+class BroadcastExchange(ExchangeAlgorithm):
     """A broadcast per rank; each takes what is meant for it."""
 
     @classmethod
@@ -29,13 +30,13 @@ class BroadcastExchange(Exchange):
         return {"own": [list(range(num_ranks))]}
 
     @classmethod
-    def predict(cls, num_bytes, num_ranks, links):
-        return num_ranks * num_bytes / links.node_bandwidth
+    def predict(cls, num_bytes, num_ranks, network):
+        return num_ranks * num_bytes / network.node_bandwidth
 
-    def move(self, rows, received, leg, parts):
+    def move(self, rows, received, direction, splits):
         ranks, me = self.groups.ep_size, self.groups.ep_rank
         equal = [rows.shape[0] // ranks] * ranks
-        to, by = (equal, equal) if parts is None else parts.splits(leg.outward)
+        to, by = (equal, equal) if splits is None else splits.sizes(direction.outward)
         table = [torch.empty(ranks, dtype=torch.int64) for _ in range(ranks)]
         dist.all_gather(table, torch.tensor(to), group=self.subgroups["own"])
         arrived = []
@@ -47,29 +48,31 @@ class BroadcastExchange(Exchange):
         torch.cat(arrived, out=received)
 
 
-def _train(name, factor):
-    rank, _ = process_world()
-    torch.manual_seed(7)
-    layer = MoELayer(
-        M, EXPERTS, 8, groups=build_groups(EXPERTS), exchange=name, seed=3, capacity_factor=factor
-    )
-    torch.manual_seed(rank)
-    x = torch.randn(9 + rank, M, requires_grad=True)
-    y, aux = layer(x, return_aux=True)
-    (y.square().sum() + aux.loss).backward()
-    return [y.detach(), x.grad, *(param.grad for param in layer.parameters())]
-
-
 def _compare():
     register_exchange("toy-broadcast")(BroadcastExchange)
-    for factor in (1.0, 0.0):
-        ours, theirs = (_train(name, factor) for name in ("toy-broadcast", "linear"))
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-        assert ours[1].abs().sum() > 0
+    for layout in ("padded", "ragged"):
+        compare_with_linear("toy-broadcast", EXPERTS, layout)
 
 
-def test_a_layer_with_it_equals_the_linear_one_bit_for_bit():
-    run_ranks(_compare, 2)
+def _tune():
+    layer = MoELayer(M, EXPERTS, 8, groups=build_groups(EXPERTS))
+    for names in (["linear"], ["linear", "toy-broadcast"]):  # not "2dh": the ranks are on one node
+        if len(names) == 2:
+            register_exchange("toy-broadcast")(BroadcastExchange)
+        tuner = ExchangeTuner([layer], ["algorithm"], steps=2, max_loss=1.0)
+        assert list(tuner.space.axes[0].values) == names
+        used = set()
+        for _ in range(30):
+            x = torch.randn(9, M, requires_grad=True)
+            step = tuner.agree(9, x.dtype)
+            used.add(step.exchange.algorithm)
+            layer(x, step=step).sum().backward()
+        assert used == set(names)
+    _compare()
+
+
+def test_a_layer_with_it_equals_the_linear_one_bit_for_bit_and_the_tuner_tries_it():
+    run_ranks(_tune, 2)
 
 
 @pytest.fixture
@@ -88,3 +91,9 @@ def test_it_is_a_choice_with_help_and_with_a_predicted_time(registered):
     plan = make_plan(read_settings(config, "meta_1.1t", gpus=512), hardware)
     want = 512 * plan.work.exchange_bytes / hardware.node_bandwidth * plan.work.exchanges
     assert plan.time.all_to_all == pytest.approx(want)
+    tried = [other.settings.exchange.algorithm for other in choices(plan)]
+    assert "toy-broadcast" in tried
+    registered.predict = classmethod(lambda cls, *sizes: 0.0)  # nothing can be faster
+    assert best_plan(plan).settings.exchange.algorithm == "toy-broadcast"
+    del registered.predict  # one that predicts nothing is passed over
+    assert {other.settings.exchange.algorithm for other in choices(plan)} == {"linear", "2dh"}

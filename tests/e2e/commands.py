@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import os
 import pathlib
 import re
-import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 BIN = pathlib.Path(sys.executable).parent
-
-
-def environment(**extra: str) -> dict[str, str]:
-    """One thread per process, and this repository first on the path."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **extra}
+# a language model of two small layers, the second sparse
+_TRAIN = """
+    --user-dir fairseq_tutel --cpu --task language_modeling --arch transformer_lm_gpt_moe
+    --criterion moe_cross_entropy --decoder-layers 2 --decoder-embed-dim 32
+    --decoder-ffn-embed-dim 64 --decoder-attention-heads 4 --moe-expert-count 4 --optimizer adam
+    --required-batch-size-multiple 1 --num-workers 0 --log-format json --log-interval 1
+    --no-epoch-checkpoints
+"""
+# README.moe.md's single-node command on text, at a small size and on a CPU
+_META = """
+    --user-dir fairseq_tutel --cpu --ddp-backend fully_sharded --memory-efficient-fp16
+    --checkpoint-activations --task language_modeling --tokens-per-sample 64
+    --arch transformer_lm_gpt_moe --share-decoder-input-output-embed --decoder-layers 4
+    --decoder-embed-dim 64 --decoder-ffn-embed-dim 128 --decoder-attention-heads 4
+    --moe-expert-count 4 --moe-freq 2 --moe-gating-use-fp32 --moe-second-expert-policy all
+    --moe-normalize-expert-grad sqrt_world_size --moe-eval-capacity-token-fraction -1.0
+    --max-sentences-valid 1 --num-workers-valid 0 --num-workers 0 --criterion moe_cross_entropy
+    --moe-gate-loss-wt 0.01 --moe-gate-loss-combine-method sum --optimizer adam --fp16-adam-stats
+    --clip-norm 0.0 --lr 0.0005 --warmup-updates 10 --dropout 0.1 --attention-dropout 0.1
+    --batch-size 4 --update-freq 1 --disable-validation --required-batch-size-multiple 1
+    --log-format json --log-interval 1
+"""
 
 
 def launched(ranks: int, program: str, *args: str) -> list[str]:
@@ -25,35 +37,11 @@ def launched(ranks: int, program: str, *args: str) -> list[str]:
     return [*launcher, "--bind", "none", "--", str(BIN / program), *args]
 
 
-def run(
-    command: list[str], *, expect: int = 0, timeout: float = 200, text: str = "", **extra: str
-) -> str:
-    """Output (both streams) of a command that must end with the exit code ``expect``."""
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment(**extra),
-        input=text,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
-    assert (done.returncode == 0) == (expect == 0), f"{command}\n{done.stdout[-6000:]}"
-    return done.stdout
-
-
-def forked(programs, ranks: int, program: str, *args: str, expect: int = 0, **extra: str) -> str:
-    """As ``run(launched(...))``, without the launcher and without the seconds of imports."""
+def forked(programs, ranks: int, program: str, *args: str, expect: int = 0, **extra) -> str:
+    """Output of ``launched(...)``, without the launcher and without the seconds of imports."""
     done = programs.run([program, *args], ranks=ranks, timeout=120, **extra)
     assert (done.status == 0) == (expect == 0), f"{args}\n{done.text[-6000:]}"
     return done.text
-
-
-def logged(output: str, tag: str) -> list[dict]:
-    """The records that ``--log-format json`` printed under a tag (train, train_inner, valid)."""
-    records = re.findall(rf"{tag}(?: \||\]\[INFO\] -) (\{{.*\}})", output)
-    return [json.loads(record) for record in records]
 
 
 def perplexity(output: str) -> float:
@@ -61,24 +49,12 @@ def perplexity(output: str) -> float:
     return 2 ** float(re.findall(r"Loss \(base 2\): ([\d.]+)", output)[-1])
 
 
+def train_words(data: pathlib.Path, save_dir: pathlib.Path, *extra: str) -> list[str]:
+    """Arguments of fairseq-train for a small language model."""
+    return [str(data), *_TRAIN.split(), "--save-dir", str(save_dir), *extra]
+
+
 def meta_command(data: pathlib.Path, save_dir: pathlib.Path, *extra: str) -> list[str]:
-    """README.moe.md's single-node command on text, at a small size and on a CPU."""
-    return [
-        *(str(data), "--user-dir", "fairseq_tutel", "--cpu", "--save-dir", str(save_dir)),
-        *("--ddp-backend", "fully_sharded", "--memory-efficient-fp16", "--checkpoint-activations"),
-        *("--task", "language_modeling", "--tokens-per-sample", "64"),
-        *("--arch", "transformer_lm_gpt_moe", "--share-decoder-input-output-embed"),
-        *("--decoder-layers", "4", "--decoder-embed-dim", "64", "--decoder-ffn-embed-dim", "128"),
-        *("--decoder-attention-heads", "4", "--moe-expert-count", "4", "--moe-freq", "2"),
-        *("--moe-gating-use-fp32", "--moe-second-expert-policy", "all"),
-        *("--moe-normalize-expert-grad", "sqrt_world_size"),
-        *("--moe-eval-capacity-token-fraction", "-1.0"),
-        *("--max-sentences-valid", "1", "--num-workers-valid", "0", "--num-workers", "0"),
-        *("--criterion", "moe_cross_entropy", "--moe-gate-loss-wt", "0.01"),
-        *("--moe-gate-loss-combine-method", "sum"),
-        *("--optimizer", "adam", "--fp16-adam-stats", "--adam-betas", "(0.9, 0.98)"),
-        *("--clip-norm", "0.0", "--lr", "0.0005", "--warmup-updates", "10"),
-        *("--dropout", "0.1", "--attention-dropout", "0.1", "--batch-size", "4"),
-        *("--update-freq", "1", "--disable-validation", "--required-batch-size-multiple", "1"),
-        *("--log-format", "json", "--log-interval", "1", *extra),
-    ]
+    """Arguments of fairseq-train as Meta published them."""
+    betas = ("--adam-betas", "(0.9, 0.98)")
+    return [str(data), *_META.split(), *betas, "--save-dir", str(save_dir), *extra]

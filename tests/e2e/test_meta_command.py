@@ -6,11 +6,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
-from commands import ROOT, environment, forked, launched, logged, meta_command, perplexity, run
+from commands import forked, launched, meta_command, perplexity
+from helpers.commands import ROOT, environment, logged, run
 
 from fairseq_tutel.checkpoint import load_for_rank
 
@@ -111,14 +111,12 @@ def test_train_kill_resume_reshard_evaluate_generate(data_bin, programs, tmp_pat
     assert [int(r["num_updates"]) for r in records] == [killed_at + i for i in (1, 2, 3)]
     assert not [name for name in os.listdir(save_dir) if name.endswith((".tmp", ".commit"))]
 
-    reference = evaluate(
-        lambda *words: run(launched(*words)), data_bin, path, 2, "--batch-size", "4"
-    )
+    reference = evaluate(fork, data_bin, path, 2, "--batch-size", "4")
     assert 10 < reference < 1200
-    python = [sys.executable, "-m", "fairseq_tutel.checkpoint"]
+    tool = functools.partial(fork, 1, "-m", "fairseq_tutel.checkpoint")
     for ranks in (4, 1):
         resharded = tmp_path / f"on{ranks}" / "checkpoint_last.pt"
-        run([*python, "reshard", str(path), str(resharded), "--ranks", str(ranks)])
+        tool("reshard", str(path), str(resharded), "--ranks", str(ranks))
         assert evaluate(fork, data_bin, resharded, ranks, "--batch-size", "3") == pytest.approx(
             reference, rel=1e-3
         )
@@ -126,7 +124,7 @@ def test_train_kill_resume_reshard_evaluate_generate(data_bin, programs, tmp_pat
         log = fork(ranks, "fairseq-train", *words)
         assert [int(r["num_updates"]) for r in logged(log, "train_inner")] == [killed_at + 4]
     merged = tmp_path / "model.pt"
-    run([*python, "merge", str(path), str(merged)])
+    tool("merge", str(path), str(merged))
     on_merged = evaluate(fork, data_bin, merged, 1, "--batch-size", "1")
     assert on_merged == pytest.approx(reference, rel=1e-3)
 

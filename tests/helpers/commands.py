@@ -1,7 +1,8 @@
-"""Run fairseq's own commands and read what they log."""
+"""Run commands in processes of their own and read what fairseq logs."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,69 +14,48 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def fairseq_command(
-    name: str, arguments: Sequence[str], folder: Path, *, timeout: float = 150.0
-) -> str:
-    """Run ``fairseq-train`` or another command to its end, in a process of its own.
+def environment(**extra: str) -> dict[str, str]:
+    """One thread per process, and this repository first on the path."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **extra}
+
+
+def run(command: Sequence[str], *, timeout: float = 200.0) -> str:
+    """Output (both streams) of a command that succeeds."""
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout[-6000:]}"
+    return done.stdout
+
+
+def fairseq_command(name: str, arguments: Sequence[str], *, timeout: float = 150.0) -> str:
+    """Output of ``fairseq-train`` or another command that succeeds, in a process of its own.
 
     Where fairseq comes from a folder on PYTHONPATH there are no console scripts; its modules do.
     (Many commands, and several ranks: helpers/programs.py.)
-
-    Args:
-        arguments: after the command's name.
-        folder: for the log.
-        timeout: seconds.
-
-    Returns:
-        What it wrote to stdout and stderr.
-
-    Raises:
-        AssertionError: it failed or did not end; the message holds the end of its log.
     """
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    log = folder / "log.txt"
-    with open(log, "w") as file:
-        process = subprocess.Popen(
-            [*_program(name), *arguments], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-    try:
-        process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        pass  # reported below, with the log
-    finally:
-        process.kill()
-        process.wait()
-    text = log.read_text()
-    assert process.returncode == 0, f"exit code {process.returncode}\n{text[-3000:]}"
-    return text
-
-
-def _program(name: str) -> list[str]:
-    """Console script of this interpreter, or the module that it would call."""
     script = Path(sys.executable).with_name(name)
-    if script.exists():
-        return [str(script)]
     module = name.removeprefix("fairseq-").replace("-", "_")
-    return [sys.executable, "-m", f"fairseq_cli.{module}"]
+    program = [str(script)] if script.exists() else [sys.executable, "-m", f"fairseq_cli.{module}"]
+    return run([*program, *arguments], timeout=timeout)
 
 
 def logged(text: str, what: str) -> list[dict[str, float]]:
-    """Rows of ``--log-format json``, ``what`` = train (end of epoch), train_inner or valid.
+    """Rows of ``--log-format json``, ``what`` = train (end of epoch), train_inner, valid or test.
 
-    Prefixes of names are taken off; values are numbers.
+    Prefixes of names are taken off; what is no number is left out.
     """
     rows = []
-    for line in re.findall(rf"\| {what} \| (\{{.*\}})", text):
-        row = json.loads(line)
-        prefix = "valid_" if what == "valid" else "train_"
-        rows.append({key.removeprefix(prefix): float(v) for key, v in row.items() if _number(v)})
+    for line in re.findall(rf'\b{what}(?: \||\]\[INFO\] -) (\{{".*\}})', text):
+        rows.append({})
+        for key, value in json.loads(line).items():
+            with contextlib.suppress(ValueError, TypeError):  # a word, or null
+                rows[-1][key.removeprefix(f"{what.partition('_')[0]}_")] = float(value)
     return rows
-
-
-def _number(value) -> bool:
-    try:
-        float(value)
-    except ValueError:
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""What operations a piece of code dispatches."""
+"""What operations and functions a piece of code calls."""
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -13,3 +13,15 @@ class Dispatched(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
+
+
+def spied(monkeypatch, module, name):
+    """A list to which every later call of the module's function adds (args, kwargs, result)."""
+    calls, original = [], getattr(module, name)
+
+    def spy(*args, **kwargs):
+        calls.append((args, kwargs, original(*args, **kwargs)))
+        return calls[-1][2]
+
+    monkeypatch.setattr(module, name, spy)
+    return calls

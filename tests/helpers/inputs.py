@@ -1,7 +1,20 @@
 """Inputs that several tests need."""
 
+import os
+from pathlib import Path
+
 import torch
 from torch import Tensor
+
+
+class RunsCode:
+    """Unpickling this would create a file: the classic attack on pickles."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
 
 
 def random_rows(T: int, K: int, E: int, C: int, kind: str) -> tuple[Tensor, Tensor]:
@@ -24,3 +37,27 @@ def random_rows(T: int, K: int, E: int, C: int, kind: str) -> tuple[Tensor, Tens
                 row = free[expert].pop()
                 row_TK[t, k], pair_R[row] = row, t * K + k
     return row_TK, pair_R
+
+
+def expert_rows(shape, ends, dtype, device, halves=1):
+    """(h, bias, dy, offsets) of an activation whose output has this shape.
+
+    ``ends``: None for padded rows, else where each expert's end; what lies behind the last is NaN.
+    ``halves``: 2 where the activation is gated and h twice as wide.
+    """
+    generator = torch.Generator().manual_seed(shape[0])
+    num_experts = shape[0] if ends is None else len(ends)
+    *rows, units = shape
+    h = 2 * torch.randn(*rows, halves * units, generator=generator)
+    dy = 2 * torch.randn(shape, generator=generator)
+    bias = torch.randn(num_experts, halves * units, generator=generator)
+    offsets = None if ends is None else torch.tensor(ends, dtype=torch.int32, device=device)
+    if ends is not None:
+        h[ends[-1] :] = dy[ends[-1] :] = float("nan")
+    return (*(x.to(dtype).to(device) for x in (h, bias, dy)), offsets)
+
+
+def decoded(room, wire: Tensor, wire_format: str, model_dim: int, dtype: torch.dtype) -> Tensor:
+    """What a room (operators or a backend) makes of rows on the wire."""
+    out = torch.empty(len(wire), model_dim, dtype=dtype, device=wire.device)
+    return room.decode_rows(wire, wire_format, out)

@@ -5,6 +5,21 @@ Any device and dtype; slow on purpose. What the tuned backends compute is compar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+ACTIVATIONS = {
+    "gelu": functional.gelu,
+    "gelu_accurate": lambda z: functional.gelu(z, approximate="tanh"),
+    "gelu_fast": lambda z: functional.gelu(z, approximate="tanh"),
+    "linear": lambda z: z,
+    "relu": torch.relu,
+    "relu_squared": lambda z: torch.relu(z).square(),
+    "silu": functional.silu,
+    "swish": functional.silu,
+    "tanh": torch.tanh,
+    "swiglu": lambda z: functional.silu(z.chunk(2, -1)[0]) * z.chunk(2, -1)[1],
+    "geglu": lambda z: functional.gelu(z.chunk(2, -1)[0]) * z.chunk(2, -1)[1],
+}
 
 
 def _pairs(dest_row_TK: Tensor):
@@ -42,6 +57,24 @@ def combine_bwd(
     return d_rows_RM, d_weight_TK
 
 
+def assign_slots(expert_TK: Tensor, num_experts: int, priority_T: Tensor | None):
+    """(slots, counts by choice and expert), as lists: all first choices go before the second."""
+    T, K = expert_TK.shape
+    order = list(range(T))
+    if priority_T is not None:
+        order.sort(key=lambda t: -priority_T[t].item())  # Python's sort is stable
+    slot_TK, seen_E = [[-1] * K for _ in order], [0] * num_experts
+    count_KE = [[0] * num_experts for _ in range(K)]
+    for k in range(K):
+        for t in order:
+            expert = int(expert_TK[t, k])
+            if expert >= 0:
+                slot_TK[t][k] = seen_E[expert]
+                seen_E[expert] += 1
+                count_KE[k][expert] += 1
+    return slot_TK, count_KE
+
+
 def assign_rows(expert_TK, position_TK, gate_TK, num_experts, *, capacity, padded, normalize):
     """(dest_row_TK, src_pair_R, topk_weight_TK, num_kept_per_expert_E); the weight carries the
     gradient of the gate values.
@@ -71,6 +104,29 @@ def assign_rows(expert_TK, position_TK, gate_TK, num_experts, *, capacity, padde
             weights.append(gate_TK[t, k] / divisor)
     weight_TK = torch.stack(weights).view(T, K) if weights else gate_TK.new_zeros(T, K)
     return dest_row_TK, src_pair_R, weight_TK, torch.tensor(num_kept_E, dtype=torch.int32)
+
+
+def bias_act(h: Tensor, bias: Tensor | None, *, activation: str, offsets: Tensor | None) -> Tensor:
+    """activation(h + bias) of each expert's rows, differentiable; rows of nobody zero."""
+    function = ACTIVATIONS[activation]
+    if offsets is None:
+        return function(h if bias is None else h + bias[:, None])
+    ends = [0, *offsets.tolist()]
+    parts = [h[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+    if bias is not None:
+        parts = [part + b for part, b in zip(parts, bias, strict=True)]
+    done = [function(part) for part in parts]
+    return torch.cat([*done, h.new_zeros(len(h) - ends[-1], done[0].shape[1])])
+
+
+def bias_act_bwd(dy: Tensor, h: Tensor, bias: Tensor | None, **options) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`bias_act`, (0,) of no bias."""
+    leaves = [x.clone().requires_grad_() for x in (h, bias) if x is not None]
+    y = bias_act(leaves[0], None if bias is None else leaves[1], **options)
+    used = y.requires_grad
+    grads = torch.autograd.grad(y, leaves, dy, allow_unused=True) if used else [None] * len(leaves)
+    grads = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
+    return (*grads, h.new_empty(0))[:2]
 
 
 def rows_product(rows_RA: Tensor, weight_eAB: Tensor, ends: list[int]) -> Tensor:

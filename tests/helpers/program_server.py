@@ -102,6 +102,8 @@ def _run() -> int:
         return 1
 
 
+if sys.dont_write_bytecode:  # compile what a program imports once, not in every child
+    sys.dont_write_bytecode, sys.pycache_prefix = False, sys.argv[1]
 gc.disable()  # a child would copy every page that a collection touches
 _prepare(_serve())
 _code = _run()

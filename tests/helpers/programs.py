@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from fairseq_tutel.launch.fairseq_commands import parse_command, rank_options, with_options
+from fairseq_tutel.launch.commands import parse_command, rank_options, with_options
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,23 +34,29 @@ class Outcome:
         return self.stdout + self.stderr
 
 
+def environment_outside_jobs() -> dict[str, str]:
+    """This process's, without what tells of ranks, and with this package first on the path."""
+    drop = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    outside = {
+        key: value for key, value in os.environ.items()
+        if key not in drop and not key.startswith(("SLURM_", "OMPI_", "PMI_"))
+    }  # fmt: skip
+    return {**outside, "PYTHONPATH": path}
+
+
 class Programs:
     """Starts the server of :mod:`helpers.program_server`; use it as a context manager."""
 
     def __init__(self, folder: Path):
         self._folder = folder
         self._meetings = count()
-        drop = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        outside = {
-            key: value for key, value in os.environ.items()
-            if key not in drop and not key.startswith(("SLURM_", "OMPI_", "PMI_"))
-        }  # fmt: skip
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self._server = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("program_server.py")], text=True,
+            [sys.executable, Path(__file__).with_name("program_server.py"), folder / "pycache"],
+            text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env={
-                **outside, "PYTHONPATH": path, "OMP_NUM_THREADS": "1",
+                **environment_outside_jobs(), "OMP_NUM_THREADS": "1",
                 "PYTHONWARNINGS": "ignore",  # of Hydra's before a program has begun
             },
         )  # fmt: skip
@@ -72,17 +78,20 @@ class Programs:
         timeout: float = 60.0,
         text: str = "",
         prelude: str = "",
+        launched: bool = True,
         **env: str,
     ) -> Outcome:
         """Run a console script of fairseq's (``fairseq-train``) or ``-m`` and a module.
 
         Args:
-            ranks: on a CPU; if several, with the options and variables that the launcher gives.
+            ranks: on a CPU; if several, with the variables of ranks.
+            launched: with the options, too, that the launcher gives to several ranks.
             text: on standard input.
             prelude: Python that the process runs first.
         """
         processes = []
-        words = [list(argv)] if ranks == 1 else self._words_of_ranks(argv, ranks)
+        several = ranks > 1 and launched
+        words = self._words_of_ranks(argv, ranks) if several else [list(argv)] * ranks
         for rank, words_of_rank in enumerate(words):
             streams = [self._folder / f"{name}-{rank}" for name in ("stdin", "stdout", "stderr")]
             streams[0].write_text(text)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fairseq_tutel.moe import MoEAux, MoEConfig, RouterStep, Routing, route_logits
+from fairseq_tutel.moe import MoEAux, MoEConfig, RouterCall, Routing, route_logits
+from fairseq_tutel.moe.reports import make_aux
 
 
 def route(
@@ -18,14 +19,13 @@ def route(
 ) -> tuple[Routing, MoEAux]:
     """What a layer with these options makes of these logits; ``num_tokens`` is T by default."""
     tokens = len(logits_TE)
-    step = RouterStep(config, training, tokens if num_tokens is None else num_tokens)
-    routing, aux = route_logits(logits_TE, step, pad_T, load_bias_E)
-    counts = (routing.num_routed_KE, routing.num_kept_per_expert_E, tokens)
-    return routing, MoEAux(
-        *aux[:3],
-        *counts,
-        prob_sum_E=aux.prob_sum_E,
-        bias_counts=aux.bias_counts,
-        num_null_KN=aux.num_null_KN,
-        num_full_K=routing.num_full_K,
-    )
+    call = RouterCall(config, training, tokens if num_tokens is None else num_tokens)
+    routing, aux = route_logits(logits_TE, call, pad_T, load_bias_E)
+    return routing, make_aux(aux, routing, tokens)
+
+
+def weight_by_expert(routing: Routing) -> Tensor:
+    """[T, E] combine weights."""
+    weight_TK = routing.topk_weight_TK
+    weight_TE = weight_TK.new_zeros(len(weight_TK), routing.num_experts)
+    return weight_TE.scatter_add(1, routing.expert_TK.clamp(min=0).long(), weight_TK)

@@ -132,8 +132,8 @@ def record_updates(trainer: Trainer) -> list[Update]:
     def reduce_and_record(logging_outputs, sample_size, grad_norm=None):
         sums = {
             key: float(sum(log[key] for log in logging_outputs))
-            for key in logging_outputs[0]
-            if not (torch.is_tensor(logging_outputs[0][key]) and logging_outputs[0][key].dim())
+            for key, value in logging_outputs[0].items()
+            if not isinstance(value, list) and not (torch.is_tensor(value) and value.dim())
         }
         if grad_norm is not None:
             updates.append(Update(sums, float(sample_size), float(grad_norm)))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import fairseq_tutel
-from fairseq_tutel.launch.topology import parse_cpulist
+from fairseq_tutel.launch.binding import parse_cpulist
 
 # Two sockets of 8 cores with 2 threads each, and 8 GPUs: the usual layout of an HGX node, in small.
 # Thread siblings are N and N + 16. GPUs 0, 1, 4, 5 are on socket 0: their order does not tell.
@@ -45,29 +45,37 @@ def make_machine(root: Path, numa=None, gpus=None, threads_apart=16) -> Path:
         device.mkdir(parents=True)
         (device / "numa_node").write_text(f"{node}\n")
         (root / "dev" / f"nvidia{i}").touch()
-        (root / "proc/driver/nvidia/gpus" / pci).mkdir(parents=True)
     (root / "sys/class/net/lo").mkdir(parents=True)
     return root
 
 
-def nvidia_smi(gpus=None, mig="[N/A]"):
-    """A stand-in for running nvidia-smi (and nothing else) that lists `gpus` as it does."""
+def as_torch_lists(gpus=None):
+    """A stand-in for asking torch, which lists `gpus` as far as they are visible."""
     pcis = list(EIGHT_GPUS if gpus is None else gpus)
 
-    def run(command, env):
-        if command[0] != "nvidia-smi":
-            return None
-        # nvidia-smi writes the domain with 8 digits and everything in capitals
-        return "".join(
-            f"{i}, 0000{pci.upper()}, GPU-{i}{i}aa-{i}, {mig}\n" for i, pci in enumerate(pcis)
-        )
+    def ask(env):
+        visible = env.get("CUDA_VISIBLE_DEVICES")
+        chosen = range(len(pcis)) if visible is None else map(int, visible.split(","))
+        return "".join(f"GPU {pcis[i]}\n" for i in chosen)
 
-    return run
+    return ask
 
 
 def value_after(argv, flag):
     """The word after `flag` in a command line."""
     return argv[argv.index(flag) + 1]
+
+
+def executable(path: Path, text: str) -> str:
+    """Writes a program there."""
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def variables(text: str) -> dict[str, str]:
+    """Environment variables as a shell's words, NAME=VALUE."""
+    return dict(word.split("=", 1) for word in text.split())
 
 
 # For scripts run by a test: the launcher's modules without the package's import of fairseq.

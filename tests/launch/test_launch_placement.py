@@ -1,40 +1,25 @@
 """Adoption of the ranks that torchrun, srun and mpirun start, and where the ranks meet."""
 
 import pytest
+from launch_helpers import variables
 
-from fairseq_tutel.launch import rendezvous
+from fairseq_tutel.launch import placement as rendezvous
 from fairseq_tutel.launch.placement import Placement, adopt, start_here
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "n0",
-    "MASTER_PORT": "29500",
-}
+TORCHRUN = variables(
+    "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 GROUP_WORLD_SIZE=2 "
+    "MASTER_ADDR=n0 MASTER_PORT=29500"
+)
 # As SLURM 22.05 sets them for task 3 of `srun -N 2 --ntasks-per-node 2`.
-SRUN = {
-    "SLURM_JOB_ID": "17",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_NTASKS": "4",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_NNODES": "2",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_STEP_NODELIST": "gpu[07-08]",
-}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "5",
-    "OMPI_COMM_WORLD_SIZE": "8",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-}
+SRUN = variables(
+    "SLURM_JOB_ID=17 SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_NTASKS=4 SLURM_LOCALID=1 SLURM_NODEID=1 "
+    "SLURM_NNODES=2 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2 "
+    "SLURM_STEP_NODELIST=gpu[07-08]"
+)
+OPEN_MPI = variables(
+    "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1 "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=4"
+)
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 
 
@@ -46,29 +31,23 @@ def test_nothing_to_adopt():
     assert adopt(batch) is None
 
 
-def test_torchrun():
-    assert adopt(TORCHRUN) == Placement("torchrun", True, 5, 8, 1, 4, 1, 2)
+@pytest.mark.parametrize(
+    "env, want",
+    [
+        (TORCHRUN, Placement("torchrun", True, 5, 8, 1, 4, 1, 2)),
+        (SRUN, Placement("srun", True, 3, 4, 1, 2, 1, 2)),
+        (OPEN_MPI, Placement("mpirun", True, 5, 8, 1, 4, 1, 2)),
+        (HYDRA, Placement("mpirun", True, 5, 8, 1, 4, 1, 2)),
+    ],
+)
+def test_ranks_of_each_starter(env, want):
+    assert adopt(env) == want
 
 
 def test_torch_variables_alone_mean_one_node():
     given = adopt({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
     assert given == Placement("torchrun", True, 1, 2, 1, 2, 0, 1)
     assert given.single_node
-
-
-def test_srun():
-    assert adopt(SRUN) == Placement("srun", True, 3, 4, 1, 2, 1, 2)
-
-
-def test_srun_with_unequal_nodes():
-    env = {**SRUN, "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "3,2"}
-    assert adopt(env).local_world_size == 2
-    assert adopt({**env, "SLURM_NODEID": "0", "SLURM_PROCID": "1"}).local_world_size == 3
-
-
-def test_mpirun():
-    assert adopt(OPEN_MPI) == Placement("mpirun", True, 5, 8, 1, 4, 1, 2)
-    assert adopt(HYDRA) == Placement("mpirun", True, 5, 8, 1, 4, 1, 2)
 
 
 def test_the_innermost_starter_wins():
@@ -82,11 +61,11 @@ def test_the_innermost_starter_wins():
 @pytest.mark.parametrize(
     "env, message",
     [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK, WORLD_SIZE are set but LOCAL_RANK not"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "rank 2 is not below the world size"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 is set, but not all of: WORLD_SIZE, LOCAL_RANK"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "rank 2 is not below world_size 2"),
         ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='x' is not a number"),
-        ({**SRUN, "SLURM_NODEID": "5"}, "SLURM_NODEID=5"),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "no local rank"),
+        ({**SRUN, "SLURM_NODEID": "5"}, "node_rank 5 is not below num_nodes 2"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_RANK=1 is set, but not all of: PMI_SIZE, PMI_LO"),
     ],
 )
 def test_half_set_variables(env, message):
@@ -96,17 +75,12 @@ def test_half_set_variables(env, message):
 
 def test_start_here():
     assert start_here(4, 2, 1) == Placement("launcher", False, 4, 8, 0, 4, 1, 2)
-    for arguments in ((0, 1, 0), (1, 0, 0), (1, 2, 2)):
-        with pytest.raises(ValueError):
-            start_here(*arguments)
+    with pytest.raises(ValueError, match="rank 2 is not below world_size 2"):
+        start_here(1, 2, 2)
 
 
-@pytest.fixture
-def no_scontrol(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_scontrol", lambda *arguments: None)
-
-
-def test_master_address(no_scontrol):
+def test_master_address(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_scontrol", lambda *arguments: "")
     assert rendezvous.master_address(start_here(2, 1, 0), {}) == "127.0.0.1"
     assert rendezvous.master_address(adopt(SRUN), SRUN) == "gpu07"
     assert rendezvous.master_address(adopt(SRUN), {**SRUN, "MASTER_ADDR": "x"}) == "x"
@@ -125,6 +99,21 @@ def _unknown_host(*arguments):
     raise OSError("Name or service not known")
 
 
+@pytest.mark.parametrize(
+    "text, host",
+    [
+        ("node1", "node1"),
+        ("a,b", "a"),
+        ("n[08-10],z", "n08"),
+        ("gpu[001,003-004]-ib,login", "gpu001-ib"),
+        ("r[1-2]n[0,3]", "r1n0"),
+        ("host.domain.org", "host.domain.org"),
+    ],
+)
+def test_first_host_of_slurms_list(text, host):
+    assert rendezvous.first_host(text) == host
+
+
 def test_master_port():
     assert rendezvous.master_port(adopt(SRUN), {"MASTER_PORT": "1234"}) == 1234
     with pytest.raises(ValueError, match="'99999999' is not a port"):
@@ -137,14 +126,3 @@ def test_master_port():
     assert port != rendezvous.master_port(adopt(SRUN), {**SRUN, "SLURM_JOB_ID": "18"})
     assert port != rendezvous.master_port(adopt(SRUN), {**SRUN, "SLURM_STEP_ID": "1"})
     assert rendezvous.master_port(adopt(HYDRA), HYDRA) == rendezvous.DEFAULT_PORT
-
-
-def test_a_taken_port_is_an_error_on_rank_0_alone():
-    with rendezvous.socket.socket() as holder:
-        holder.bind(("", 0))
-        holder.listen()
-        port = holder.getsockname()[1]
-        with pytest.raises(ValueError, match=f"port {port} of rank 0's host is taken"):
-            rendezvous.check_port_free(start_here(2, 1, 0), port)
-        rendezvous.check_port_free(adopt(SRUN), port)
-    rendezvous.check_port_free(start_here(2, 1, 0), port)

@@ -1,4 +1,4 @@
-"""Ranks as real processes: exit codes, signals, output, adoption, and fairseq's own commands."""
+"""Ranks as real processes: exit codes, signals, output, and adoption."""
 
 import os
 import signal
@@ -7,41 +7,40 @@ import sys
 import time
 
 import pytest
-from launch_helpers import LAUNCHER_ALONE
+from helpers.programs import environment_outside_jobs
+from launch_helpers import LAUNCHER_ALONE, executable
 
 LAUNCH = [sys.executable, "-m", "fairseq_tutel.launch"]
-REPOSITORY = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 
 
 def environment(**variables):
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "OMPI_", "PMI_"))}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
-    path = os.pathsep.join([REPOSITORY, env.get("PYTHONPATH", "")])
-    return {**env, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **variables}
+    return {**environment_outside_jobs(), "CUDA_VISIBLE_DEVICES": "", **variables}
 
 
-def launch(*words, timeout=30, env=None, **options):
-    return subprocess.run(
-        LAUNCH + list(words),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=env or environment(),
-        **options,
-    )
+def launch(*words, program=LAUNCH, env=None, **options):
+    options = {"capture_output": True, "text": True, "timeout": 30, **options}
+    return subprocess.run([*program, *words], env=env or environment(), **options)
 
 
-def start(*words, **variables):
+def start(*words, program=LAUNCH, **options):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(
-        LAUNCH + list(words),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(**variables),
+        [*program, *words],
         # a shell's background jobs, and so tests run by one, begin with SIGINT ignored
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **{"env": environment(), **pipes, **options},
     )
+
+
+def script_words(script, ranks=2, *options):
+    """A shell's script on so many ranks."""
+    return ["--nproc-per-node", str(ranks), *options, "--", "bash", "-c", script]
+
+
+def pids_in(*files):
+    """What the ranks have written there, once they have."""
+    wait_for(lambda: all(file.exists() and file.read_text() for file in files))
+    return [int(file.read_text()) for file in files]
 
 
 def wait_for(condition, seconds=15):
@@ -63,7 +62,7 @@ def test_ranks_find_their_place():
     words = "echo $RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS"
     env = environment()
     env.pop("OMP_NUM_THREADS", None)
-    result = launch("--nproc-per-node", "2", "--", "bash", "-c", words, env=env)
+    result = launch(*script_words(words), env=env)
     assert result.returncode == 0, result.stderr
     first, second = sorted(result.stdout.splitlines())
     address, threads = first.split()[3:]
@@ -80,10 +79,16 @@ def test_plain_output_and_standard_input_of_rank_0():
 
 @pytest.mark.parametrize(
     "script, code",
-    [("exit $((RANK * 3))", 3), ("exit 0", 0), ("[ $RANK = 0 ] || kill -9 $$", 128 + 9)],
+    [
+        ("exit $((RANK * 3))", 3),
+        ("exit 0", 0),
+        ("[ $RANK = 0 ] || kill -9 $$", 128 + 9),
+        # a failure after an exit to be requeued counts
+        ("[ $RANK = 0 ] || { sleep 0.5; exit 4; }; exit 85", 4),
+    ],
 )
 def test_exit_code(script, code):
-    assert launch("--nproc-per-node", "2", "--", "bash", "-c", script).returncode == code
+    assert launch(*script_words(script)).returncode == code
 
 
 def test_one_ranks_death_ends_all(tmp_path):
@@ -93,9 +98,7 @@ def test_one_ranks_death_ends_all(tmp_path):
         "trap '' TERM; sleep 300 & echo $$ $! > pids; mv pids child; wait; wait"
     )
     begin = time.monotonic()
-    result = launch(
-        "--nproc-per-node", "2", "--grace-seconds", "0.5", "--", "bash", "-c", script, cwd=tmp_path
-    )
+    result = launch(*script_words(script, 2, "--grace-seconds", "0.5"), cwd=tmp_path)
     assert result.returncode == 7
     assert time.monotonic() - begin < 15
     assert "rank 1 ended with exit code 7; ending the others" in result.stderr
@@ -108,17 +111,14 @@ def test_the_others_may_end_in_good_order(tmp_path):
         "[ $RANK = 1 ] && { until [ -e up ]; do sleep 0.02; done; exit 7; };"
         "trap 'sleep 0.3; touch tidy; exit 0' TERM; touch up; while :; do sleep 0.02; done"
     )
-    result = launch("--nproc-per-node", "2", "--", "bash", "-c", script, cwd=tmp_path)
+    result = launch(*script_words(script), cwd=tmp_path)
     assert result.returncode == 7 and "killing" not in result.stderr
     assert (tmp_path / "tidy").exists()
 
 
 def test_ranks_die_with_a_killed_launcher(tmp_path):
-    process = start(
-        "--nproc-per-node", "2", "--", "bash", "-c", f"echo $$ > {tmp_path}/$RANK; exec sleep 300"
-    )
-    wait_for(lambda: all((tmp_path / r).exists() and (tmp_path / r).read_text() for r in "01"))
-    pids = [(tmp_path / r).read_text().strip() for r in "01"]
+    process = start(*script_words(f"echo $$ > {tmp_path}/$RANK; exec sleep 300"))
+    pids = pids_in(tmp_path / "0", tmp_path / "1")
     process.kill()
     process.communicate(timeout=10)
     wait_for(lambda: not any(is_alive(pid) for pid in pids), 5)
@@ -127,7 +127,7 @@ def test_ranks_die_with_a_killed_launcher(tmp_path):
 def test_what_a_failed_rank_left_behind_is_ended(tmp_path):
     script = f"sleep 300 & echo $! > {tmp_path}/pid; exit 9"
     assert launch("--", "bash", "-c", script).returncode == 9
-    wait_for(lambda: not is_alive((tmp_path / "pid").read_text().strip()), 5)
+    wait_for(lambda: not is_alive(*pids_in(tmp_path / "pid")), 5)
 
 
 def test_output_that_nobody_reads_blocks_no_rank(tmp_path):
@@ -135,7 +135,7 @@ def test_output_that_nobody_reads_blocks_no_rank(tmp_path):
         f"if [ $RANK = 0 ]; then until [ -e {tmp_path}/done ]; do sleep 0.05; done; exit; fi;"
         f"head -c 300000 /dev/zero | tr '\\0' '\\n'; touch {tmp_path}/done"
     )
-    process = start("--nproc-per-node", "2", "--", "bash", "-c", script)
+    process = start(*script_words(script))
     process.stdout.close()
     assert process.wait(timeout=20) == 0
     process.stderr.close()
@@ -143,9 +143,7 @@ def test_output_that_nobody_reads_blocks_no_rank(tmp_path):
 
 def test_an_ignored_hangup_stays_ignored(tmp_path):
     words = [*LAUNCH, "--", "bash", "-c", f"touch {tmp_path}/up; exec sleep 300"]
-    process = subprocess.Popen(
-        ["nohup", *words], stdout=subprocess.DEVNULL, env=environment(), stderr=subprocess.PIPE
-    )
+    process = start(*words, program=["nohup"], stdout=subprocess.DEVNULL)
     wait_for((tmp_path / "up").exists)
     process.send_signal(signal.SIGHUP)
     time.sleep(0.5)
@@ -164,7 +162,7 @@ def test_signals_reach_every_rank(tmp_path, number, code):
         "trap 'echo > term$RANK; exit 5' TERM INT; trap 'echo > usr$RANK; exit 85' USR1;"
         "trap 'echo > usr$RANK; exit 6' USR2; echo > up$RANK; while :; do sleep 0.05; done"
     )
-    process = start("--nproc-per-node", "2", "--", "bash", "-c", f"cd {tmp_path}; {script}")
+    process = start(*script_words(script), cwd=tmp_path)
     wait_for(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists())
     process.send_signal(number)
     _, errors = process.communicate(timeout=15)
@@ -178,9 +176,8 @@ def test_signals_reach_every_rank(tmp_path, number, code):
 def test_a_signal_that_the_ranks_have_had_already(tmp_path):
     """As scancel sends it, to the launcher and its ranks at once; the rank dies first."""
     process = start("--", "bash", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 300")
-    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    (rank,) = pids_in(tmp_path / "pid")
     process.send_signal(signal.SIGSTOP)
-    rank = int((tmp_path / "pid").read_text())
     os.kill(rank, signal.SIGTERM)
     wait_for(lambda: not is_alive(rank))
     process.send_signal(signal.SIGTERM)
@@ -191,21 +188,15 @@ def test_a_signal_that_the_ranks_have_had_already(tmp_path):
 
 def test_ranks_that_leave_to_be_requeued_are_not_ended(tmp_path):
     script = "[ $RANK = 0 ] || { sleep 1; echo > saved; }; exit 85"
-    result = launch("--nproc-per-node", "2", "--", "bash", "-c", script, cwd=tmp_path)
+    result = launch(*script_words(script), cwd=tmp_path)
     assert result.returncode == 85
     assert (tmp_path / "saved").exists() and "ending" not in result.stderr
 
 
-def test_a_failure_after_a_requeue_exit_counts():
-    script = "[ $RANK = 0 ] || { sleep 0.5; exit 4; }; exit 85"
-    assert launch("--nproc-per-node", "2", "--", "bash", "-c", script).returncode == 4
-
-
 _EARLY_REQUEST = """
-import os, signal, sys
+import os, sys
 from fairseq_tutel.launch.binding import RankBinding
 from fairseq_tutel.launch.supervise import RankJob, Supervisor
-early = sys.argv[1]
 rank = '''import os, signal, sys, time
 with open("up", "w") as file:
     file.write(str(os.getpid()))
@@ -214,30 +205,21 @@ time.sleep(1)  # a rank that is still importing
 signal.signal(signal.SIGUSR1, lambda *a: sys.exit(85))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 time.sleep(30)'''
-binding = RankBinding(0, None, None, None, 1)
-job = RankJob(0, [sys.executable, "-c", rank], dict(os.environ), binding)
-sys.exit(Supervisor([job], 5.0, early).run())
+job = RankJob(0, [sys.executable, "-c", rank], dict(os.environ), RankBinding(0, None, None, 1))
+sys.exit(Supervisor([job], 5.0, hold_requests=True).run())
 """
 
 
-def _early_request(folder, early):
-    process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER_ALONE + _EARLY_REQUEST, early],
-        cwd=folder,
-        env=environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+def _early_request(folder):
+    program = [sys.executable, "-c", LAUNCHER_ALONE + _EARLY_REQUEST]
+    process = start(program=program, cwd=folder, stdout=None)
     wait_for((folder / "importing").exists)
     return process, int((folder / "importing").read_text())
 
 
-@pytest.mark.parametrize(
-    "early, to", [("held", "launcher"), ("held", "rank"), ("ignored", "launcher")]
-)
-def test_an_early_save_request_is_not_lost(tmp_path, early, to):
-    process, rank = _early_request(tmp_path, early)
+@pytest.mark.parametrize("to", ["launcher", "rank"])
+def test_an_early_save_request_is_not_lost(tmp_path, to):
+    process, rank = _early_request(tmp_path)
     begin = time.monotonic()
     os.kill(rank if to == "rank" else process.pid, signal.SIGUSR1)
     assert process.wait(timeout=20) == 85
@@ -246,7 +228,7 @@ def test_an_early_save_request_is_not_lost(tmp_path, early, to):
 
 def test_ctrl_c_while_a_rank_is_importing(tmp_path):
     """Python would show where it was; there is nothing to put in order, so SIGTERM ends it."""
-    process, _ = _early_request(tmp_path, "held")
+    process, _ = _early_request(tmp_path)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=15)
     assert process.returncode == 128 + signal.SIGINT
@@ -265,6 +247,7 @@ runpy.run_module("fairseq_tutel.launch", run_name="__main__", alter_sys=True)
 _SAVES_WHEN_ASKED = """
 import signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *a: sys.exit(85))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # as this package does, imported
 time.sleep(25)
 """
 
@@ -280,8 +263,7 @@ time.sleep(25)
 )
 def test_a_launcher_that_is_asked_to_stop_reports_it(tmp_path, number, script, code):
     script = f"{script}\ntouch {tmp_path}/$RANK; while :; do sleep 0.05; done"
-    words = ["--nproc-per-node", "2", "--grace-seconds", "0.5", "--", "bash", "-c", script]
-    process = start(*words)
+    process = start(*script_words(script, 2, "--grace-seconds", "0.5"))
     wait_for(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
     process.send_signal(number)
     _, errors = process.communicate(timeout=15)
@@ -291,27 +273,15 @@ def test_a_launcher_that_is_asked_to_stop_reports_it(tmp_path, number, script, c
 
 
 def test_a_save_request_in_the_launchers_first_moment_is_not_lost(tmp_path):
-    (tmp_path / "fairseq-train").write_text(f"#!{sys.executable}\n{_SAVES_WHEN_ASKED}")
-    (tmp_path / "fairseq-train").chmod(0o755)
-    result = subprocess.run(
-        [sys.executable, "-c", LAUNCHER_ALONE + _FIRST_MOMENT, "--", tmp_path / "fairseq-train"],
-        env=environment(),
-        timeout=30,
-        capture_output=True,
-        text=True,
-    )
+    program = executable(tmp_path / "fairseq-train", f"#!{sys.executable}\n{_SAVES_WHEN_ASKED}")
+    first = [sys.executable, "-c", LAUNCHER_ALONE + _FIRST_MOMENT]
+    result = launch("--", program, program=first)
     assert result.returncode == 85, result.stderr
 
 
 def test_an_adopted_process_becomes_its_rank():
     env = environment(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="h", MASTER_PORT="5")
-    process = subprocess.Popen(
-        [*LAUNCH, "--", "bash", "-c", "echo $$ $RANK $MASTER_ADDR $MASTER_PORT"],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = start("--", "bash", "-c", "echo $$ $RANK $MASTER_ADDR $MASTER_PORT", env=env)
     output, errors = process.communicate(timeout=30)
     assert output == f"{process.pid} 1 h 5\n" and errors == ""
 
@@ -319,11 +289,10 @@ def test_an_adopted_process_becomes_its_rank():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_is_printed_once_before_anything_starts(tmp_path, rank):
     env = environment(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
-    (tmp_path / "fairseq-train").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
-    (tmp_path / "fairseq-train").chmod(0o755)
-    result = launch("--", str(tmp_path / "fairseq-train"), "--moe-expert-count", "3", env=env)
+    program = executable(tmp_path / "fairseq-train", f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    result = launch("--", program, "--moe-expert-count", "3", env=env)
     assert result.returncode == 2 and not (tmp_path / "started").exists()
-    message = "launch: error: --moe-expert-count=3 and a world size of 2: neither divides the other"
+    message = "launch: error: 3 experts cannot be spread over 2 ranks"
     assert (message in result.stderr) if rank == 0 else (result.stderr == "")
 
 
@@ -331,14 +300,13 @@ def test_an_error_is_printed_once_before_anything_starts(tmp_path, rank):
     "words, message",
     [
         (["--nproc-per-node", "0", "--", "true"], "'0' is neither a positive number nor auto"),
-        (["--bind", "7-5", "--", "true"], "--bind 7-5|CPU list '7-5': cannot read '7-5'"),
+        (["--bind", "7-5", "--", "true"], "--bind 7-5: neither auto nor none"),
         ([], "no command given"),
     ],
 )
 def test_bad_options(words, message):
     result = launch(*words)
-    assert result.returncode == 2
-    assert any(part in result.stderr for part in message.split("|"))
+    assert result.returncode == 2 and message in result.stderr
 
 
 def test_the_launcher_imports_neither_torch_nor_fairseq():
@@ -355,44 +323,9 @@ def test_dry_run_starts_nothing(tmp_path):
 
 
 def test_torchruns_ranks_are_adopted():
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "2",
-            "--standalone",
-            "-m",
-            "fairseq_tutel.launch",
-            "--",
-            "bash",
-            "-c",
-            "echo got $RANK of $WORLD_SIZE",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env=environment(),
-    )
+    torchrun = "-m torch.distributed.run --nproc-per-node 2 --standalone -m fairseq_tutel.launch --"
+    script = ["bash", "-c", "echo got $RANK of $WORLD_SIZE"]
+    result = launch(*torchrun.split(), *script, program=[sys.executable], timeout=90)
     assert result.returncode == 0, result.stderr
     assert "2 ranks on 1 node (adopted from torchrun), gloo" in result.stderr
     assert sorted(result.stdout.splitlines()) == ["got 0 of 2", "got 1 of 2"]
-
-
-TINY = """
-    --task dummy_lm --tokens-per-sample 16 --dict-size 96 --dataset-size 16
-    --arch transformer_lm_gpt --decoder-layers 1 --decoder-embed-dim 16 --decoder-ffn-embed-dim 16
-    --decoder-attention-heads 2 --optimizer adam --lr 0.001 --batch-size 2 --max-update 2
-    --log-format simple --log-interval 1 --disable-validation --no-save
-    --required-batch-size-multiple 1 --ddp-backend legacy_ddp
-"""
-
-
-def test_fairseq_train_on_two_cpu_ranks():
-    pytest.importorskip("fairseq")
-    words = ["--nproc-per-node", "2", "--", sys.executable, "-m", "fairseq_cli.train"]
-    result = launch(*words, *TINY.split(), timeout=120, env=environment(OMP_NUM_THREADS="1"))
-    output = result.stdout + result.stderr
-    assert result.returncode == 0, output[-4000:]
-    assert "training on 2 devices" in output and "num_updates=2" in output

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from gating_reference import gating
 from helpers.assertions import rms_ratio
 from helpers.distributed import run_ranks
+from torch.utils.checkpoint import checkpoint
 
-from fairseq_tutel.distributed import process_world
-from fairseq_tutel.moe import MoEConfig, MoELayer
+from fairseq_tutel import training
+from fairseq_tutel.distributed import process_world, sync_step
+from fairseq_tutel.moe import MoELayer
 
 M, E, K = 6, 4, 2
 TOKENS = (5, 0, 9, 6)  # of the four ranks
@@ -36,7 +39,17 @@ def loss_and_gradient(layer, x, share):
     return loss.detach(), layer.gate.wg.weight.grad
 
 
+@pytest.fixture(scope="module")
+def by_rank():
+    """What every rank finds."""
+    return run_ranks(_on_ranks, len(TOKENS))
+
+
 def _on_ranks():
+    return _cases(), _collected_all()
+
+
+def _cases():
     rank, _ = process_world()
     x = tokens().split(TOKENS)[rank]
     share = TOKENS[rank] / sum(TOKENS)
@@ -46,8 +59,8 @@ def _on_ranks():
     }
 
 
-def test_ranks_have_the_loss_and_gradient_of_one_process_with_all_tokens():
-    found = run_ranks(_on_ranks, len(TOKENS))
+def test_ranks_have_the_loss_and_gradient_of_one_process_with_all_tokens(by_rank):
+    found = [cases for cases, _ in by_rank]
     for name, options in CASES.items():
         loss, grad = loss_and_gradient(make(**options), tokens(), 1.0)
         assert sum(one[name][0] for one in found).item() == pytest.approx(loss.item(), rel=1e-12)
@@ -60,63 +73,109 @@ def test_ranks_have_the_loss_and_gradient_of_one_process_with_all_tokens():
         assert abs(sum(parts) - loss) > 1e-4
 
 
-def by_loops(prob, choices):
-    """E * sum_e share of choices * mean probability, over lists."""
-    total = 0.0
-    for e in range(E):
-        share = sum(row.count(e) for row in choices) / (len(choices) * len(choices[0]))
-        total += share * sum(row[e] for row in prob) / len(prob)
-    return E * total
-
-
 @pytest.mark.parametrize("count", ["first", "all"])
 @pytest.mark.parametrize("scope", ["rank", "sequence", "global"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-def test_the_loss_is_that_of_its_definition(scope, count, training):
+def test_loss_and_gradient_are_those_of_the_definition(scope, count, training):
     layer = make(balance_scope=scope, balance_choices=count, top_k=K).train(training)
     x = tokens().view(4, 5, M)
     _, aux = layer(x, return_aux=True)
-    prob = (x @ layer.gate.wg.weight.t()).softmax(-1)
-    chosen = prob.topk(K).indices[..., : 1 if count == "first" else K]
-    rows = zip(prob, chosen, strict=True)
-    if scope != "sequence":
-        rows = [(prob.flatten(0, 1), chosen.flatten(0, 1))]
-    losses = [by_loops(p.tolist(), c.tolist()) for p, c in rows]
-    assert aux.loss.item() == pytest.approx(sum(losses) / len(losses), rel=1e-12)
-    assert aux.prob_sum_E is None  # nothing is left to add
+    assert aux.balance_counts is None  # nothing is left to add
+    weight = layer.gate.wg.weight
+    parts = x if scope == "sequence" else [x.flatten(0, 1)]
+    loss = sum(gating(part @ weight.t(), layer.config, training).loss for part in parts)
+    want, got = loss / len(parts), aux.loss
+    assert got.item() == pytest.approx(want.item(), rel=1e-12)
+    assert rms_ratio(*(torch.autograd.grad(each, weight)[0] for each in (got, want))) < 1e-12
 
 
-def test_the_gradient_of_sequences_is_that_of_their_mean():
+@pytest.mark.parametrize("scope", ["rank", "sequence", "global"])
+def test_the_loss_is_that_of_the_tokens_that_are_there(scope):
+    """Padding and what stands in it change neither loss nor gradient, unless Meta's rule is asked
+    for; both the z-loss and all choices are counted."""
+    options = {"balance_choices": "all", "z_loss_weight": 0.1}
     x = tokens().view(4, 5, M)
-    loss, grad = loss_and_gradient(make(balance_scope="sequence"), x, 1.0)
-    layer = make()
-    for one in x:
-        (layer(one, return_aux=True)[1].loss / 4).backward()
-    assert rms_ratio(layer.gate.wg.weight.grad, grad) < 1e-12
+    pad = torch.arange(5) >= torch.tensor([[5], [3], [2], [0]])
+    lengths = (~pad).sum(1).tolist()
+    parts = [one[:n] for one, n in zip(x, lengths, strict=True) if n]
+    layer = make(**options)
+    if scope == "sequence":
+        loss = 0
+        for part in parts:
+            aux = layer(part, return_aux=True)[1]
+            z_loss = 0.1 * (part @ layer.gate.wg.weight.t()).logsumexp(1).square().mean()
+            loss += (aux.loss - z_loss) / len(parts) + z_loss * len(part) / sum(lengths)
+    else:
+        loss = layer(torch.cat(parts), return_aux=True)[1].loss
+    loss.backward()
+    for scale in (1, 30):
+        padded = make(balance_scope=scope, **options)
+        inside = torch.where(pad[..., None], scale * x + 2, x)
+        _, aux = padded(inside, pad_mask=pad, return_aux=True)
+        assert aux.loss.item() == pytest.approx(loss.item(), rel=1e-12)
+        aux.loss.backward()
+        assert rms_ratio(padded.gate.wg.weight.grad, layer.gate.wg.weight.grad) < 1e-12
+    meta = make(balance_scope=scope, balance_over="all", **options)
+    assert meta(x, pad_mask=pad, return_aux=True)[1].loss.item() != pytest.approx(loss.item())
 
 
-def test_padding_counts_for_no_expert():
-    x, pad = tokens(), torch.arange(sum(TOKENS)) % 3 == 0
-    losses = [
-        make(balance_scope=scope, use_pad_mask=True)(x, pad_mask=pad, return_aux=True)[1].loss
-        for scope in ("rank", "sequence", "global")
-    ]
-    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-12)
-    assert losses[2].item() == pytest.approx(losses[0].item(), rel=1e-12)
+def test_only_a_mask_of_these_tokens_is_a_mask():
+    x, layer = tokens().view(4, 5, M), make()
+    pad = torch.zeros(4, 5).bool()
+    pad[0, 3:] = True
+    _, aux = layer(x, pad_mask=pad, return_aux=True)
+    assert aux.load_E.sum() == K * (20 - 2)  # a mask that is given is meant
+    for wrong in (pad.float(), pad.long(), pad.flatten(), pad.t()):
+        with pytest.raises(ValueError, match=r"pad_mask must be bool \(4, 5\), True for padding"):
+            layer(x, pad_mask=wrong)
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"balance_scope": "world"}, ["balance_scope='world'", "rank, global, sequence"]),
-        ({"balance_choices": "second"}, ["balance_choices='second'", "first, all"]),
-        (
-            {"balance_scope": "global", "load_importance_loss": True, "gate_noise": 1.0},
-            ["load_importance_loss", "balance_scope='global'"],
-        ),
-    ],
-)
-def test_options_that_contradict_each_other_are_refused(options, words):
-    with pytest.raises(ValueError) as error:
-        MoEConfig(num_experts=E, **options)
-    assert all(word in str(error.value) for word in words)
+class _Twice(torch.nn.Module):
+    """Two layers, agreed on once, recomputed or not."""
+
+    def __init__(self, recompute):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(make(balance_scope="global") for _ in range(2))
+        self.recompute = recompute
+
+    def forward(self, x, **options):
+        for layer in self.layers:
+            if self.recompute:
+                x = checkpoint(layer, x, use_reentrant=False, **options)
+            else:
+                x = layer(x, **options)
+        return x
+
+
+def _collected(recompute, with_step):
+    """Loss, and gradient of the first gate, of this rank's tokens."""
+    rank, world_size = process_world()
+    x = tokens().split(TOKENS)[rank] if world_size > 1 else tokens()
+    model, options = _Twice(recompute), {}
+    if with_step:
+        first = model.layers[0]
+        options["step"] = sync_step(len(x), first.step_settings(x.dtype), first.groups)
+    with training.collect_aux(model) as aux:
+        model(x, **options)
+    loss = aux.loss * len(x) / sum(TOKENS)
+    loss.backward()
+    return loss.item(), model.layers[0].gate.wg.weight.grad
+
+
+def _collected_all():
+    return [_collected(recompute, step) for recompute in (0, 1) for step in (0, 1)]
+
+
+def test_collected_losses_are_finished_with_a_step_and_with_recomputation(by_rank):
+    """On one rank they are those of the rank; the ranks' sum is that of one process."""
+    model = _Twice(recompute=False)
+    y, first = model.layers[0](tokens(), return_aux=True)
+    _, second = model.layers[1](y, return_aux=True)
+    want = first.loss + second.loss
+    want.backward()
+    grad = model.layers[0].gate.wg.weight.grad
+    assert want.item() > 1
+    on_ranks = zip(*(collected for _, collected in by_rank), strict=True)
+    for found in (*([one] for one in _collected_all()), *on_ranks):
+        assert sum(loss for loss, _ in found) == pytest.approx(want.item(), rel=1e-12)
+        assert rms_ratio(sum(g for _, g in found), grad) < 1e-12

@@ -8,8 +8,8 @@ import copy
 
 import pytest
 import torch
+from test_backends import run_twin
 
-from fairseq_tutel import ops
 from fairseq_tutel.distributed import build_groups
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.ops import backend as backends
@@ -23,15 +23,6 @@ ON = [
     pytest.param("cpu", "triton", SMALL),
     pytest.param("cuda", "triton", LARGE, marks=pytest.mark.gpu),
 ]
-
-
-@pytest.fixture(autouse=True)
-def restore_backend():
-    before = ops.get_backend()
-    yield
-    ops.set_backend(before)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def clear_tokens(layer, count, dtype, device):
@@ -49,20 +40,11 @@ def rms_ratio(got, want):
     return ((got.detach().double() - want.detach()).norm() / want.detach().norm()).item()
 
 
-def training_step(layer, x, target):
-    x = x.detach().clone().requires_grad_()
-    y, aux = layer(x, return_aux=True)
-    ((y.double() * target.double()).sum() + aux.loss).backward()
-    found = {"y": y.detach(), "dx": x.grad}
-    found.update((f"d {name}", param.grad) for name, param in layer.named_parameters())
-    return found, aux.load_E
-
-
-@pytest.mark.parametrize(("device", "backend", "sizes"), ON)
+@pytest.mark.parametrize(("device", "name", "sizes"), ON)
 @pytest.mark.parametrize("layout", LARGE)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-def test_layer_equals_fp64(dtype, layout, device, backend, sizes):
-    if backend == "triton" and backends._NO_TRITON:
+def test_layer_equals_fp64(dtype, layout, device, name, sizes, backend):
+    if name == "triton" and backends._NO_TRITON:
         pytest.skip(backends._NO_TRITON)
     tokens, model_dim, hidden_dim, experts, ranks = sizes[layout]
     torch.manual_seed(1)
@@ -74,12 +56,12 @@ def test_layer_equals_fp64(dtype, layout, device, backend, sizes):
     exact = copy.deepcopy(layer).double()
     x = clear_tokens(layer, tokens, dtype, device)
     target = torch.randn_like(x)
-    ops.set_backend(backend)
-    got, load = training_step(layer, x, target)
-    ops.set_backend("torch")
-    want, want_load = training_step(exact, x.double(), target)
-    assert torch.equal(load, want_load) and load.sum() == 2 * tokens
+    backend(name)
+    y, aux, grads = run_twin(layer, x, target)
+    backend("torch")
+    want, want_aux, want_grads = run_twin(exact, x.double(), target)
+    assert torch.equal(aux.load_E, want_aux.load_E) and aux.load_E.sum() == 2 * tokens
     unit = torch.finfo(dtype).eps
-    for name, value in got.items():
-        assert value.dtype == dtype
-        assert rms_ratio(value, want[name]) < (2 if name == "y" else 4) * unit, name
+    assert y.dtype == dtype and rms_ratio(y, want) < 2 * unit
+    for key, grad in grads.items():
+        assert grad.dtype == dtype and rms_ratio(grad, want_grads[key]) < 4 * unit, key

@@ -34,10 +34,11 @@ def make(device, dtype=torch.bfloat16, **options):
         torch.set_default_dtype(before)
 
 
-def step(layer, x):
+def step(layer, x, between=lambda: None):
     """(operations of the forward pass, of the backward pass), outermost ones."""
     with Dispatched() as forward:
         y, aux = layer(x, return_aux=True)
+    between()
     gradients = [torch.ones_like(y), torch.ones_like(aux.loss)]
     with Dispatched() as backward:
         torch.autograd.backward([y, aux.loss], gradients)
@@ -49,7 +50,7 @@ def step(layer, x):
     [
         {},
         {"top_k": 1},
-        {"use_pad_mask": True},
+        {"balance_over": "all"},
         {"dropout": 0.1, "activation_dropout": 0.1},
         {"normalize_before_dropping": True, "eval_capacity_factor": 1.0},
         {"capacity_factor": 0.0},
@@ -71,14 +72,14 @@ def test_few_operations_are_dispatched(options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"top_k": 2, "use_pad_mask": True},
+        {"top_k": 2, "balance_over": "all"},
         {"top_k": 1, "dropout": 0.1, "activation_dropout": 0.1},
         {"top_k": 2, "batch_prioritized": True, "second_expert_policy": "random"},
         {"top_k": 3, "gate_noise": 1.0, "input_jitter": 0.01, "input_dropout": 0.1},
         {"top_k": 2, "second_expert_policy": "sampling", "z_loss_weight": 0.1},
         {"top_k": 2, "gate_noise": 1.0, "load_importance_loss": True},
         {"top_k": 2, "router": "cosine"},
-        {"top_k": 2, "load_bias": "quantile", "use_pad_mask": True},
+        {"top_k": 2, "load_bias": "quantile", "balance_over": "all"},
         {"top_k": 2, "load_bias": "sign", "score_function": "sigmoid", "route_scale": 2.0},
         {"top_k": 2, "balance_scope": "sequence", "balance_choices": "all"},
         {"top_k": 2, "overflow_rerouting": 2, "drop_policy": "probability"},
@@ -140,8 +141,15 @@ def inside(monkeypatch):
 def test_the_operators_themselves_launch_little_and_read_nothing(options, inside):
     """All operations and kernels, those inside of the operators counted too."""
     layer, x = make("cpu", **options)
-    launches = []
-    for names in step_inside(layer, x, inside):
+    launches, first = [], []
+
+    def between():
+        first.extend(inside.names)
+        inside.names.clear()
+
+    forward, backward = step(layer, x, between)
+    backward = [n for n in backward if not n.endswith("_bwd")]
+    for names in (forward + first, backward + inside.names):
         assert not HOST_READS & set(names), names
         launches.append([n for n in names if n not in {*VIEWS, *ops.__all__}])
     # ragged rows need a place per expert: sum, minimum and running sum of the counts
@@ -150,23 +158,10 @@ def test_the_operators_themselves_launch_little_and_read_nothing(options, inside
     assert len(launches[1]) <= 28, launches[1]
 
 
-def step_inside(layer, x, recorder):
-    with Dispatched() as around:
-        y, aux = layer(x, return_aux=True)
-    yield around.names + recorder.names
-    recorder.names.clear()
-    gradients = [torch.ones_like(y), torch.ones_like(aux.loss)]
-    with Dispatched() as around:
-        torch.autograd.backward([y, aux.loss], gradients)
-    yield [n for n in around.names if not n.endswith("_bwd")] + recorder.names
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"dropout": 0.2}], ids=["plain", "dropout"])
 def test_a_cuda_graph_replays_the_padded_layer(options):
     """New tokens give what they give without a graph; with dropout, each replay a new mask."""
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
     layer, x = make("cuda", **options)
     other = torch.randn_like(x)
     stream = torch.cuda.Stream()
@@ -195,7 +190,6 @@ def test_a_cuda_graph_replays_the_padded_layer(options):
     want = layer(again)
     want.sum().backward()
     assert torch.equal(first, want)
-    for got, exact in zip(
-        captured, [again.grad, *(p.grad for p in layer.parameters())], strict=True
-    ):
+    exact_grads = [again.grad, *(p.grad for p in layer.parameters())]
+    for got, exact in zip(captured, exact_grads, strict=True):
         torch.testing.assert_close(got, exact, rtol=2e-2, atol=1e-3)

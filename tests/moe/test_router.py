@@ -1,17 +1,20 @@
-"""``route_logits`` against gating with dense masks, and the invariants of its results."""
+"""``route_logits`` against gating token by token, and the invariants of its results."""
 
+import itertools
 import math
 
 import pytest
 import torch
-from gating_reference import gating, train_capacity
+from gating_reference import gating
 from helpers.assertions import assert_close, rms_ratio
-from helpers.routing import route
+from helpers.routing import route, weight_by_expert
 
 from fairseq_tutel.moe import METRIC_NAMES, MoEConfig, make_router
 
 T, E = 13, 5  # neither divides the other; capacity ceil(13/5) = 3 per choice drops tokens
 
+BEFORE = {"normalize_before_dropping": True}
+FIRST_PADDED = {"batch_prioritized": True, "pad": True}
 # name -> routing options, and what else differs
 CASES = {
     "top1": {"top_k": 1},
@@ -32,31 +35,12 @@ CASES = {
     "top2 padding": {"top_k": 2, "pad": True},
     "top2 all padding": {"top_k": 2, "pad": "all"},
     "top2 random": {"top_k": 2, "second_expert_policy": "random"},
-    "top2 random, normalised before": {
-        "top_k": 2,
-        "second_expert_policy": "random",
-        "normalize_before_dropping": True,
-    },
+    "top2 random, normalised before": {"top_k": 2, "second_expert_policy": "random", **BEFORE},
     "top2 sampling": {"top_k": 2, "second_expert_policy": "sampling"},
-    "top2 sampling, everything": {
-        "top_k": 2,
-        "second_expert_policy": "sampling",
-        "normalize_before_dropping": True,
-        "batch_prioritized": True,
-        "pad": True,
-    },
-    "top2 random, everything": {
-        "top_k": 2,
-        "second_expert_policy": "random",
-        "batch_prioritized": True,
-        "pad": True,
-    },
+    "top2 sampling, everything": {"second_expert_policy": "sampling", **BEFORE, **FIRST_PADDED},
+    "top2 random, everything": {"second_expert_policy": "random", **FIRST_PADDED},
     "top4": {"top_k": 4},
-    "top4 random, dropless": {
-        "top_k": 4,
-        "second_expert_policy": "random",
-        "capacity_factor": 0.0,
-    },
+    "top4 random, dropless": {"top_k": 4, "second_expert_policy": "random", "capacity_factor": 0.0},
     "top4 sampling, padding": {"top_k": 4, "second_expert_policy": "sampling", "pad": True},
     "all experts": {"top_k": E},
     "all experts normalised before": {"top_k": E, "normalize_before_dropping": True},
@@ -66,141 +50,125 @@ CASES = {
     "all on one expert": {"top_k": 2, "favourite": 50.0},
     "all on one expert, prioritised": {"top_k": 1, "favourite": 50.0, "batch_prioritized": True},
     "two experts empty": {"top_k": 2, "favourite": -50.0},
+    "z-loss": {"z_loss_weight": 0.3},
+    "z-loss, padding": {"z_loss_weight": 0.3, "pad": True},
+    "z-loss, padding, only live": {"z_loss_weight": 0.3, "pad": True, "balance_over": "unpadded"},
 }
+TWICE, PROBABLE = {"overflow_rerouting": 2}, {"drop_policy": "probability"}
+# of tokens more than half of which prefer one expert
+OVERFLOW = {
+    "top1": {"top_k": 1, "overflow_rerouting": 3},
+    "top2": TWICE,
+    "top2, more rounds than experts": {"overflow_rerouting": 9},
+    "top3, padding": {"top_k": 3, "pad": True, **TWICE},
+    "top2 prioritised": {"batch_prioritized": True, **TWICE},
+    "top2 normalised before": {"overflow_rerouting": 3, **BEFORE},
+    "top2 ragged": {"capacity_factor": -0.8, **TWICE},
+    "top2 sigmoid, load bias": {"score_function": "sigmoid", "load_bias": "quantile", **TWICE},
+    "top2 load bias": {"overflow_rerouting": 1, "load_bias": "quantile"},
+    "top2 by probability": PROBABLE,
+    "top1 by probability": {"top_k": 1, **PROBABLE, **TWICE},
+    "top3 by probability": {"top_k": 3, "pad": True, **PROBABLE, **TWICE},
+    "top2 at random": {"drop_policy": "random"},
+    "top2 at random, rerouted": {"drop_policy": "random", **TWICE},
+    "no capacity": {"capacity_factor": 0.0, "eval_capacity_factor": 0.0, **TWICE},
+}
+FULL = {"tokens": 29, "favourite": 2.0, "capacity_factor": 0.8, "eval_capacity_factor": 0.8}
+CASES |= {f"overflow {name}": {**FULL, **options} for name, options in OVERFLOW.items()}
+NULL = {"tokens": 37, "null_experts": 3}
+for top_k, before, choices, factor in itertools.product(
+    (1, 2, 4), (False, True), ("first", "all"), (1.0, 0.0, -0.5)
+):
+    CASES[f"null top{top_k} {before} {choices} {factor}"] = {
+        "top_k": top_k, "normalize_before_dropping": before, "balance_choices": choices,
+        "capacity_factor": factor, **NULL,
+    }  # fmt: skip
+for options in (
+    {"batch_prioritized": True},
+    {**PROBABLE, **TWICE},
+    {"second_expert_policy": "random"},
+    {"second_expert_policy": "sampling", "overflow_rerouting": 1},
+    {"load_bias": "quantile"},
+    {"load_bias": "sign", "score_function": "sigmoid"},
+    {"balance_scope": "sequence"},
+):
+    CASES[f"null {options}"] = {"top_k": 3, "capacity_factor": 0.6, **NULL, **options}
+for rule, score, top_k in itertools.product(
+    ("none", "sign", "quantile"), ("softmax", "sigmoid"), (1, 2, 4)
+):
+    CASES[f"{score} top{top_k}, load bias {rule}"] = {
+        "top_k": top_k, "load_bias": rule, "score_function": score, "route_scale": 2.5,
+        "capacity_factor": 0.0, "z_loss_weight": 0.5,
+    }  # fmt: skip
 
 
 def set_up(name, seed, dtype=torch.float64):
-    """(config, logits, padding mask) of a case."""
-    options = dict(CASES[name])
-    options.setdefault("second_expert_policy", "all")
+    """(config, logits, padding mask, load bias) of a case."""
+    options = {"second_expert_policy": "all", "balance_over": "all", **CASES[name]}
     generator = torch.Generator().manual_seed(seed)
-    tokens = options.pop("tokens", T)
-    logits = 2 * torch.randn(tokens, E, dtype=dtype, generator=generator)
-    logits[:, 1] += options.get("favourite", 0.0)
-    logits[:, 2] -= max(-options.pop("favourite", 0.0), 0.0)
+    tokens, favourite = options.pop("tokens", T), options.pop("favourite", 0.0)
     pad = options.pop("pad", None)
+    config = MoEConfig(num_experts=E, **options)
+    logits = 2 * torch.randn(tokens, config.num_outputs, dtype=dtype, generator=generator)
+    logits[:, 1] += favourite
+    logits[:, 2] -= max(-favourite, 0.0)
     if pad is not None:
         pad = torch.rand(tokens, generator=generator) < (1.0 if pad == "all" else 0.3)
-        options["use_pad_mask"] = True
-    return MoEConfig(num_experts=E, **options), logits.requires_grad_(), pad
-
-
-def expected_capacity(config, tokens, training):
-    """Capacity by the sentences that define it."""
-    if not training and config.eval_capacity_token_fraction > 0:
-        return math.ceil(config.eval_capacity_token_fraction * tokens)
-    factor = config.capacity_factor if training else config.eval_capacity_factor
-    if factor == 0:
-        return math.inf
-    if factor == 1:
-        return max(1, train_capacity(tokens, E, config.top_k))
-    return max(1, config.top_k * int(abs(factor) * math.ceil(tokens / E)))
-
-
-def draws(config, logits, training, seed):
-    """The noise that ``route_logits`` will draw after ``torch.manual_seed(seed)``, as keywords."""
-    torch.manual_seed(seed)
-    keywords = {}
-    if training and config.top_k > 1:
-        if config.second_expert_policy == "sampling":
-            keywords["gumbel_TE"] = -torch.empty_like(logits).exponential_().log()
-        if config.second_expert_policy == "random":
-            keywords["uniform_TK"] = torch.rand(len(logits), config.top_k, dtype=logits.dtype)
-    torch.manual_seed(seed)
-    return keywords
-
-
-def reference(config, logits, pad, training, seed):
-    return gating(
-        logits,
-        config.top_k,
-        expected_capacity(config, len(logits), training),
-        pad_T=pad,
-        normalize_before=config.normalize_before_dropping,
-        prioritized=config.batch_prioritized,
-        **draws(config, logits, training, seed),
-    )
-
-
-def weight_by_expert(routing):
-    """[T, E] combine weights."""
-    weight_TK = routing.topk_weight_TK
-    weight_TE = weight_TK.new_zeros(len(weight_TK), routing.num_experts)
-    return weight_TE.scatter_add(1, routing.expert_TK.clamp(min=0).long(), weight_TK)
+    bias = torch.randn(config.num_outputs, dtype=dtype, generator=generator)
+    return config, logits.requires_grad_(), pad, bias if config.load_bias != "none" else None
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("name", CASES)
-def test_route_equals_dense_masks(name, training):
+def test_route_equals_gating_token_by_token(name, training):
+    num_full = 0
     for seed in range(3):
-        config, logits, pad = set_up(name, seed)
-        want = reference(config, logits, pad, training, seed)
-        routing, aux = route(logits, config, training, pad_T=pad)
+        config, logits, pad, bias = set_up(name, seed)
+        want = gating(logits, config, training, pad_T=pad, bias_E=bias, seed=seed)
+        torch.manual_seed(seed)
+        routing, aux = route(logits, config, training, pad_T=pad, load_bias_E=bias)
 
-        assert_close("weights", weight_by_expert(routing), want.weight_TE, torch.float64)
-        kept_KTE = torch.zeros_like(want.kept_KTE)
-        k_index, t_index = (routing.kept_TK.t()).nonzero(as_tuple=True)
-        kept_KTE[k_index, t_index, routing.expert_TK.t()[k_index, t_index].long()] = True
-        assert torch.equal(kept_KTE, want.kept_KTE)
+        got = weight_by_expert(routing)
+        assert_close("weights", got, want.weight_TE, torch.float64)
         assert_close("loss", aux.loss, want.loss, torch.float64)
-
         target = torch.randn(len(logits), E, dtype=torch.float64)
-        losses = [
-            (w * target).sum() + 3 * x
-            for w, x in ((want.weight_TE, want.loss), (weight_by_expert(routing), aux.loss))
-        ]
-        want_grad, grad = (torch.autograd.grad(x, logits)[0] for x in losses)
+        pairs = ((want.weight_TE, want.loss), (got, aux.loss))
+        want_grad, grad = (
+            torch.autograd.grad((w * target).sum() + 3 * x, logits)[0] for w, x in pairs
+        )
         assert_close("gradient of logits", grad, want_grad, torch.float64)
-        got = aux.metrics_dict()
-        assert set(got) == set(METRIC_NAMES) == set(want.metrics)
+        check_rows(config, want, routing, aux, training)
+        metrics = aux.metrics_dict()
+        assert set(metrics) == set(METRIC_NAMES) == set(want.metrics)
         for key, value in want.metrics.items():
-            assert got[key] == pytest.approx(value, rel=1e-5, abs=1e-5), key
+            assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-5), key
+        num_full += want.num_full
+    assert num_full or not name.startswith("overflow") or "no capacity" in name
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("name", CASES)
-def test_rows_are_one_to_one_and_within_their_expert(name, training):
-    """Padding, rejected and dropped choices hold no row; all others the row of their location."""
-    config, logits, pad = set_up(name, seed=11)
-    want = reference(config, logits, pad, training, seed=11)
-    capacity = expected_capacity(config, len(logits), training)
-    routing, aux = route(logits, config, training, pad_T=pad)
+def check_rows(config, want, routing, aux, training):
+    """Padding, rejected and dropped choices hold no row; all others the row of their place."""
     assert routing.padded == (training and config.capacity_factor > 0)
-    kept_E = want.kept_KTE.sum((0, 1))
+    kept_E = torch.tensor([e for e, _ in want.place.values()], dtype=torch.long).bincount(
+        minlength=E
+    )
     assert routing.num_kept_per_expert_E.tolist() == kept_E.tolist()
     start_E = kept_E.cumsum(0) - kept_E
     if routing.padded:
-        start_E = capacity * torch.arange(E)
-        assert len(routing.src_pair_R) == E * capacity
-    rows = {}
-    for k, t, expert in want.kept_KTE.nonzero().tolist():
-        rows[int(start_E[expert] + want.location_KT[k, t])] = t * config.top_k + k
-    assert len(rows) == int(kept_E.sum())
+        start_E = want.capacity * torch.arange(E)
+        assert len(routing.src_pair_R) == E * want.capacity
+    rows = {
+        int(start_E[expert]) + position: t * config.top_k + k
+        for (t, k), (expert, position) in want.place.items()
+    }
+    assert len(rows) == int(kept_E.sum()) == int(routing.kept_TK.sum())
     for row, pair in enumerate(routing.src_pair_R.tolist()):
         assert pair == rows.get(row, -1), row
-    for t, k in (routing.dest_row_TK < 0).nonzero().tolist():
-        assert routing.topk_weight_TK[t, k] == 0
     for row, pair in rows.items():
         assert routing.dest_row_TK.flatten()[pair] == row
-    assert int(routing.kept_TK.sum()) == len(rows)
-    routed_E = [int((want.location_KT >= 0)[routing.expert_TK.t() == e].sum()) for e in range(E)]
-    assert aux.load_E.tolist() == routed_E and int(aux.needed_capacity) == max(routed_E)
-
-
-@pytest.mark.parametrize("policy", ["sampling", "random"])
-def test_evaluation_is_deterministic(policy):
-    """The reference draws noise in evaluation too; here it takes the next best and keeps it."""
-    config = MoEConfig(num_experts=E, second_expert_policy=policy, gate_noise=1.0)
-    logits = torch.randn(T, E)
-    routings = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        routings.append(route(logits, config, training=False)[0])
-    assert torch.equal(routings[0].expert_TK, logits.topk(2).indices.to(torch.int32))
-    assert torch.equal(routings[0].dest_row_TK, routings[1].dest_row_TK)
-    assert torch.equal(routings[0].topk_weight_TK, routings[1].topk_weight_TK)
-    trained = route(logits, config, training=True)[0]
-    assert not torch.equal(trained.topk_weight_TK, routings[0].topk_weight_TK)
+    assert not routing.topk_weight_TK[~routing.kept_TK].any()
+    assert aux.load_E.tolist() == want.routed_E
+    assert aux.num_null_KN is None or int(aux.num_null_KN.sum()) == want.num_null > 0
 
 
 def test_sampled_second_expert_follows_the_softmax_of_the_rest():
@@ -212,30 +180,8 @@ def test_sampled_second_expert_follows_the_softmax_of_the_rest():
     assert (routing.expert_TK[:, 0] == 0).all()
     share = torch.bincount(routing.expert_TK[:, 1], minlength=4) / 40_000
     p = row.softmax(0)
-    torch.testing.assert_close(
-        share, torch.cat([p.new_zeros(1), p[1:] / p[1:].sum()]), atol=0.01, rtol=0
-    )
-
-
-@pytest.mark.parametrize("before", [False, True], ids=["raw gate", "normalised gate"])
-def test_random_policy_keeps_the_second_with_twice_its_gate(before):
-    row = torch.tensor([1.0, 0.2, -1.0])
-    config = MoEConfig(
-        num_experts=3,
-        second_expert_policy="random",
-        capacity_factor=0.0,
-        normalize_before_dropping=before,
-    )
-    torch.manual_seed(6)
-    routing, _ = route(row.expand(40_000, 3), config, training=True)
-    p = row.softmax(0)
-    second = p[1] / (p[0] + p[1]) if before else p[1]
-    kept = (routing.expert_TK[:, 1] == 1).float().mean()
-    assert kept.item() == pytest.approx(2 * second.item(), abs=0.01)
-    assert (routing.expert_TK[:, 0] == 0).all()
-    rejected = routing.expert_TK[:, 1] < 0
-    weight = p[0] / (p[0] + p[1]) if before else torch.tensor(1.0)
-    torch.testing.assert_close(routing.topk_weight_TK[rejected][:, 0].mean(), weight)
+    want = torch.cat([p.new_zeros(1), p[1:] / p[1:].sum()])
+    torch.testing.assert_close(share, want, atol=0.01, rtol=0)
 
 
 def test_capacity_comes_from_the_agreed_token_count():
@@ -248,57 +194,33 @@ def test_capacity_comes_from_the_agreed_token_count():
 def test_perfect_balance_costs_one_and_collapse_costs_more():
     eye = 60 * torch.eye(E).repeat(4, 1)
     config = MoEConfig(num_experts=E, top_k=1)
-    assert route(eye, config, training=True)[1].loss.item() == pytest.approx(1.0, rel=1e-6)
-    uniform = torch.zeros(T, E)
-    assert route(uniform, config, training=True)[1].loss.item() == pytest.approx(1.0, rel=1e-6)
-    collapsed = eye[:1].expand(T, E)
-    assert route(collapsed, config, training=True)[1].loss.item() == pytest.approx(E, rel=1e-6)
-
-
-@pytest.mark.parametrize("padding", [False, True])
-def test_z_loss_is_added_with_its_weight(padding):
-    logits = torch.randn(T, E, dtype=torch.float64)
-    pad = torch.arange(T) < 4 if padding else None
-    plain, weighted = (
-        route(
-            logits,
-            MoEConfig(
-                num_experts=E, use_pad_mask=padding, z_loss_weight=w, second_expert_policy="all"
-            ),
-            True,
-            pad_T=pad,
-        )[1].loss
-        for w in (0.0, 0.3)
-    )
-    z = sum(math.log(sum(math.exp(v) for v in row)) ** 2 for row in logits.tolist()) / T
-    assert (weighted - plain).item() == pytest.approx(0.3 * z, rel=1e-12)
+    for logits, cost in ((eye, 1.0), (torch.zeros(T, E), 1.0), (eye[:1].expand(T, E), E)):
+        loss = route(logits, config, training=True)[1].loss
+        assert loss.item() == pytest.approx(cost, rel=1e-6)
 
 
 @pytest.mark.parametrize("padding", [False, True])
 def test_load_importance_loss_equals_a_loop(padding):
     torch.manual_seed(8)
     logits = torch.randn(T, E, dtype=torch.float64, requires_grad=True)
-    pad = torch.arange(T) < 4 if padding else torch.zeros(T, dtype=torch.bool)
-    config = MoEConfig(
-        num_experts=E,
-        top_k=2,
-        gate_noise=1.5,
-        load_importance_loss=True,
-        second_expert_policy="all",
-        use_pad_mask=padding,
-    )
+    pad = torch.arange(T) < 4 if padding else None
+    options = {"gate_noise": 1.5, "load_importance_loss": True, "second_expert_policy": "all"}
+    config = MoEConfig(num_experts=E, top_k=2, **options)
     std = 1.5 / E
     torch.manual_seed(9)
     noisy = logits + std * torch.randn_like(logits)
-    torch.manual_seed(9)
-    loss = route(logits, config, True, pad_T=pad if padding else None)[1].loss
 
+    def with_this_noise(logits):
+        torch.manual_seed(9)
+        return route(logits, config, True, pad_T=pad)[1].loss
+
+    loss = with_this_noise(logits)
     importance, load = [], []
     prob = noisy.softmax(1)
+    tokens = range(4 if padding else 0, T)
     for e in range(E):
-        tokens = [t for t in range(T) if not pad[t]]
         importance.append(sum(prob[t, e] for t in tokens))
-        threshold = [noisy[t].detach().sort(descending=True).values[1] for t in tokens]
+        threshold = [noisy[t].sort(descending=True).values[1] for t in tokens]
         load.append(
             sum(
                 0.5 * (1 + torch.erf((logits[t, e] - h) / std / math.sqrt(2)))
@@ -314,6 +236,7 @@ def test_load_importance_loss_equals_a_loop(padding):
     assert loss.item() == pytest.approx(want.item(), rel=1e-9)
     grads = [torch.autograd.grad(x, logits)[0] for x in (loss, want)]
     assert rms_ratio(*grads) < 1e-9
+    assert torch.autograd.gradcheck(with_this_noise, (logits,))
 
 
 def test_noise_and_load_importance_loss_are_for_training_only():
@@ -365,19 +288,56 @@ def test_cosine_gate_is_a_cosine_over_a_temperature(dtype):
     assert rms_ratio(gate.logits(x), want * 0.5 / 0.01) < (1e-3 if dtype == torch.float16 else 1e-5)
 
 
-def test_logits_for_another_number_of_experts_are_refused():
-    with pytest.raises(ValueError, match="logits for 3 experts, the layer has 5"):
-        route(torch.randn(T, 3), MoEConfig(num_experts=E), training=True)
+@pytest.mark.parametrize(("nulls", "words"), [(0, ""), (3, " and 3 null experts")])
+def test_logits_for_another_number_of_experts_are_refused(nulls, words):
+    with pytest.raises(ValueError, match=f"logits for 2 experts, the layer has 5{words}$"):
+        route(torch.randn(T, 2), MoEConfig(num_experts=E, null_experts=nulls), training=True)
 
 
-def test_gradient_check_in_fp64():
-    """Numerical derivatives of weights and loss, noise fixed, capacity reached."""
-    config = MoEConfig(num_experts=E, top_k=2, z_loss_weight=0.1, second_expert_policy="random")
+def by_logarithms(logits, expert_TK, score_function):
+    """[T, E] weights of these choices (-1: none), in fp64."""
+    score = logits.double()
+    if score_function == "sigmoid":
+        score = torch.nn.functional.logsigmoid(score)
+    rows = []
+    for t, experts in enumerate(expert_TK.tolist()):
+        row, chosen = torch.zeros(E, dtype=torch.float64), [e for e in experts if e >= 0]
+        if chosen:
+            row = row.index_put((torch.tensor(chosen),), score[t, chosen].softmax(0))
+        rows.append(row)
+    return torch.stack(rows)
 
-    def function(logits):
-        torch.manual_seed(4)
-        routing, aux = route(logits, config, training=True)
-        return routing.topk_weight_TK, aux.loss
 
-    logits = torch.randn(T, E, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(function, (logits,))
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("before", [False, True], ids=["", "normalised before"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"score_function": "sigmoid"},
+        {"score_function": "sigmoid", "load_bias": "sign"},
+        {"score_function": "sigmoid", "overflow_rerouting": 2, "capacity_factor": 4.0},
+        {"null_experts": 2},
+    ],
+    ids=str,
+)
+def test_weights_sum_to_one_however_small_the_scores_are(options, before, name, backend):
+    """Down to sigmoids that no fp32 number holds, or beside a null expert far above the others."""
+    backend(name)
+    options = {"capacity_factor": 0.0, "normalize_before_dropping": before, **options}
+    config = MoEConfig(num_experts=E, top_k=3, **options)
+    logits = torch.randn(T, config.num_outputs)
+    if config.null_experts:
+        logits[:, E] += torch.linspace(0, 120, T)
+        logits[-1, E + 1] += 110
+    else:
+        logits -= torch.linspace(0, 120, T)[:, None]
+    logits.requires_grad_()
+    bias = torch.zeros(E) if "load_bias" in options else None
+    routing, _ = route(logits, config, True, load_bias_E=bias)
+    assert bias is not None or torch.equal(routing.expert_TK >= 0, logits.topk(3).indices < E)
+    want_TE = by_logarithms(logits, routing.expert_TK, config.score_function)
+    weight_TE = weight_by_expert(routing)
+    torch.testing.assert_close(weight_TE, want_TE.float(), rtol=1e-5, atol=1e-6)
+    target = torch.randn(T, E)
+    grads = [torch.autograd.grad((w * target).sum(), logits)[0] for w in (weight_TE, want_TE)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)

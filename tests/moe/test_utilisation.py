@@ -1,4 +1,4 @@
-"""Utilisation of the experts: counts by rank, and what an even but independent choice gives."""
+"""Utilisation of the experts: counts by rank."""
 
 import math
 from types import SimpleNamespace
@@ -7,13 +7,7 @@ import pytest
 import torch
 
 from fairseq_tutel.distributed import ExpertParallelGroups
-from fairseq_tutel.moe import (
-    MoELayer,
-    RoutingCounts,
-    independent_utilisation,
-    routing_counts,
-    utilisation,
-)
+from fairseq_tutel.moe import MoELayer, RoutingCounts, routing_counts, utilisation
 
 _SLICED = ExpertParallelGroups(4, 5, 8, 4, 2, simulated=True, placement="sliced")
 
@@ -61,34 +55,3 @@ def test_nothing_routed_is_no_number_that_is_not_one():
         *(torch.zeros(1, n, dtype=torch.int32) for n in (4, 4, 2)), torch.zeros(1)
     )
     assert [each.item() for each in utilisation(zeros)] == [0, 0, 0, 0, 4]
-
-
-def test_independent_choices_scatter_as_computed():
-    """Against tokens that draw their experts at random."""
-    torch.manual_seed(0)
-    tokens, ranks, experts, top_k, capacity = 256, 4, 16, 2, 40
-    passes = []
-    for _ in range(200):
-        expert = torch.rand(ranks, tokens, experts).topk(top_k).indices
-        load = torch.nn.functional.one_hot(expert, experts).sum((1, 2))
-        kept = load.clamp(max=capacity)
-        received = load.sum(0).view(ranks, -1).sum(1)
-        slots = torch.tensor(ranks * experts * capacity)
-        passes.append(utilisation(RoutingCounts(load.sum(0), kept.sum(0), received, slots)))
-    drawn = torch.stack([torch.stack(each) for each in passes]).mean(0)
-    want = independent_utilisation(
-        tokens, num_experts=experts, top_k=top_k, num_ranks=ranks, capacity=capacity
-    )
-    assert want.slot.item() == pytest.approx(drawn[0].item(), abs=0.2)
-    assert want.load.item() == pytest.approx(drawn[1].item(), abs=0.7)
-    assert want.rank.item() == pytest.approx(drawn[2].item(), abs=0.7)
-    assert want.drop.item() == pytest.approx(drawn[3].item(), abs=0.2)
-    assert want.dead.item() == pytest.approx(0, abs=1e-6)
-
-
-@pytest.mark.parametrize("pairs, percent", [(16, 10.0), (64, 4.9), (256, 2.5)])
-def test_drops_of_many_experts_are_those_of_poisson_counts(pairs, percent):
-    used = independent_utilisation(pairs * 512, num_experts=512, top_k=1, capacity=pairs)
-    assert used.drop.item() == pytest.approx(percent, abs=0.1)
-    assert used.slot.item() == pytest.approx(100 - used.drop.item())
-    assert used.drop.item() == pytest.approx(100 * 0.399 / math.sqrt(pairs), rel=0.02)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.dispatched import spied
 from helpers.inputs import random_rows
 from torch.autograd import gradcheck
 
@@ -38,14 +39,9 @@ ROWS = [(7, 2, 4, 3, "spread"), (5, 1, 3, 5, "spread"), (4, 3, 3, 12, "one"),
 
 
 @pytest.mark.parametrize(("T", "K", "E", "C", "kind"), ROWS)
-def test_dispatch(T, K, E, C, kind):
+def test_dispatch_and_combine(T, K, E, C, kind):
     row, pair = random_rows(T, K, E, C, kind)
     assert gradcheck(lambda x: ops.dispatch(x, row, pair), random(T, 5))
-
-
-@pytest.mark.parametrize(("T", "K", "E", "C", "kind"), ROWS)
-def test_combine(T, K, E, C, kind):
-    row, pair = random_rows(T, K, E, C, kind)
     rows, weight = random(E * C, 5), random(T, K)
     assert gradcheck(lambda r, w: ops.combine(r, row, pair, w), (rows, weight))
     assert gradcheck(lambda r: ops.combine(r, row, pair, weight.detach()), rows)
@@ -55,11 +51,7 @@ def test_combine(T, K, E, C, kind):
 @pytest.mark.parametrize("used", ["gate", "prob_sum", "lse"])
 def test_gating_of_which_one_output_is_used(used, monkeypatch):
     """The other gradients are None, not tensors of zeros that a kernel would have to fill."""
-    given = []
-    original = torch_backend.topk_gating_bwd
-    monkeypatch.setattr(
-        torch_backend, "topk_gating_bwd", lambda *a: given.append(a[:3]) or original(*a)
-    )
+    calls = spied(monkeypatch, torch_backend, "topk_gating_bwd")
 
     def differentiable(logits):
         _, gate, prob_sum, _, lse = ops.topk_gating(logits, 2)
@@ -67,7 +59,8 @@ def test_gating_of_which_one_output_is_used(used, monkeypatch):
 
     assert gradcheck(differentiable, random(5, 4))
     index = ("gate", "prob_sum", "lse").index(used)
-    assert all([d is not None for d in ds] == [i == index for i in range(3)] for ds in given)
+    for args, _, _ in calls:
+        assert [d is not None for d in args[:3]] == [i == index for i in range(3)]
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -96,17 +89,37 @@ def test_dispatch_does_not_keep_the_tokens():
 
 def test_only_needed_gradients_are_computed(monkeypatch):
     """A frozen argument costs nothing in the backward."""
-    needs = []
-
-    def record(name, original):
-        def spy(*args, **kwargs):
-            needs.append((name, {k: v for k, v in kwargs.items() if k.startswith("needs")}))
-            return original(*args, **kwargs)
-
-        return spy
-
-    name = "combine_bwd"
-    monkeypatch.setattr(torch_backend, name, record(name, getattr(torch_backend, name)))
+    calls = spied(monkeypatch, torch_backend, "combine_bwd")
     row, pair = random_rows(7, 2, 4, 3, "spread")
     ops.combine(random(12, 5).detach(), row, pair, random(7, 2)).sum().backward()
-    assert needs == [("combine_bwd", {"needs_rows": False, "needs_weight": True})]
+    ((_, kwargs, _),) = calls
+    needs = {k: v for k, v in kwargs.items() if k.startswith("needs")}
+    assert needs == {"needs_rows": False, "needs_weight": True}
+
+
+ROW_PAIR = random_rows(3, 2, 3, 2, "spread")
+TANGENTS = {
+    "gate_logits": lambda x: ops.gate_logits(x, torch.ones(5, 4).double()),
+    "expert_ffn": lambda x: ops.expert_ffn(
+        x[None], *(torch.ones(s).double() for s in ((1, 6, 4), (1, 6), (1, 4, 6), (1, 4))),
+        activation="gelu",
+    ),
+    "dispatch": lambda x: ops.dispatch(x, *ROW_PAIR),
+    "combine": lambda x: ops.combine(x.repeat(2, 1), *ROW_PAIR, x[:, :2]),
+    "topk_gating": lambda x: ops.topk_gating(x, 2)[1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TANGENTS)
+@pytest.mark.parametrize("transform", ["jvp", "jacfwd", "dual"])
+def test_forward_mode_is_refused(name, transform):
+    """The tangent that torch makes of an operator without a formula is zero."""
+    function, x = TANGENTS[name], random(3, 4).detach()
+    with pytest.raises(NotImplementedError, match=f"fairseq_tutel::{name}..*jacobian"):
+        if transform == "jvp":
+            torch.func.jvp(function, (x,), (torch.ones_like(x),))
+        elif transform == "jacfwd":
+            torch.func.jacfwd(function)(x)
+        else:
+            with torch.autograd.forward_ad.dual_level():
+                function(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))

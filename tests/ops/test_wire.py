@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import naive
+from helpers.inputs import decoded
 
 from fairseq_tutel import ops
 from fairseq_tutel.backends import torch as torch_backend
@@ -10,11 +11,6 @@ from fairseq_tutel.backends import torch as torch_backend
 SCALED = ("fp16", "e4m3", "e5m2")
 # relative error of normal values: the widest are off by half a unit of the mantissa
 ERROR = {"bf16": 1.7e-3, "fp16": 2.1e-4, "e4m3": 2.7e-2, "e5m2": 5.4e-2}
-
-
-def decoded(room, wire, wire_format, model_dim, dtype):
-    out = torch.empty(len(wire), model_dim, dtype=dtype, device=wire.device)
-    return room.decode_rows(wire, wire_format, out)
 
 
 def awkward_rows(model_dim):

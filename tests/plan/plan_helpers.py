@@ -1,13 +1,21 @@
 """Models and training steps that the planner's figures are held against."""
 
+import copy
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import yaml
 from omegaconf import OmegaConf
 
-from fairseq_tutel.criterions.moe_cross_entropy import MoECrossEntropyCriterion
-from fairseq_tutel.plan import load_config, read_settings
+from fairseq_tutel.distributed import possible_r
+from fairseq_tutel.integrations.fairseq.criterions.moe_cross_entropy import MoECrossEntropyCriterion
+from fairseq_tutel.plan.compose import load_config
+from fairseq_tutel.plan.memory import count_memory, make_layers
+from fairseq_tutel.plan.parameters import count_parameters
+from fairseq_tutel.plan.settings import read_settings
+from fairseq_tutel.plan.work import count_traffic, count_work
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # meta_1.1t made small, in fp32; dropout masks of the CPU differ from those of a GPU
@@ -19,16 +27,42 @@ SMALL = [
 ]  # fmt: skip
 
 
+@functools.cache
+def _composed(name):
+    return load_config(CONFIGS, name, [])
+
+
 def settings_of(name="meta_1.1t", overrides=(), **options):
-    """Settings of a shipped config."""
-    return read_settings(load_config(CONFIGS, name, overrides), name, **options)
+    """Settings of a shipped config, composed once, and changed."""
+    config = copy.deepcopy(_composed(name))
+    for word in overrides:
+        key, _, value = word.partition("=")
+        OmegaConf.update(config, key, yaml.safe_load(value))
+    return read_settings(config, name, **options)
 
 
 def small(*overrides, gpus=4):
     """Settings of a small model on simulated ranks."""
-    # ++: whether the config file states it or not
-    forced = [f"++{o}" if o.startswith("model.") else o for o in overrides]
-    return settings_of(overrides=[*SMALL, *forced], gpus=gpus)
+    return settings_of(overrides=[*SMALL, *overrides], gpus=gpus)
+
+
+def possible_r_of(settings):
+    """Every r of the settings' placement, the least change first."""
+    none, *some = possible_r(count_parameters(settings).groups)
+    return [*some, none]
+
+
+def memory_of(settings, parameters=None):
+    """Memory of one GPU of a run."""
+    parameters = parameters or count_parameters(settings)
+    stack = make_layers(settings, parameters, count_traffic(settings, parameters))
+    return count_memory(settings, parameters, stack)
+
+
+def work_of(settings, parameters=None):
+    """Operations and traffic of a run."""
+    parameters = parameters or count_parameters(settings)
+    return count_work(settings, parameters, count_traffic(settings, parameters))
 
 
 def training_loss(settings, model):
@@ -46,12 +80,3 @@ def training_loss(settings, model):
         "ntokens": tokens.numel(),
     }
     return lambda: criterion(model, sample)[0]
-
-
-def shipped_configs():
-    """Names of the shipped configs of MoE models."""
-    found = []
-    for path in sorted(CONFIGS.glob("*.yaml")):
-        if OmegaConf.select(OmegaConf.load(path), "model._name") == "transformer_lm_gpt_moe":
-            found.append(path.stem)
-    return found

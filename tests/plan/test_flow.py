@@ -1,18 +1,16 @@
 """r-flow and sliced placement: bytes, time and memory against the table worked out by hand."""
 
 import dataclasses
-import json
+import itertools
 import math
 
 import pytest
-from plan_helpers import CONFIGS, settings_of, small
+from plan_helpers import CONFIGS, memory_of, possible_r_of, settings_of, small, work_of
 
-from fairseq_tutel.plan import count_memory, count_parameters, count_work, load_hardware, make_plan
-from fairseq_tutel.plan.choose import ALGORITHMS, DEGREES, best_plan
-from fairseq_tutel.plan.cli import main
-from fairseq_tutel.plan.flow import make_flow
-from fairseq_tutel.plan.parameters import possible_flows
-from fairseq_tutel.plan.report import as_dict, choice_name
+from fairseq_tutel.config import OVERLAP_DEGREES
+from fairseq_tutel.plan.hardware import load_hardware
+from fairseq_tutel.plan.parameters import count_parameters
+from fairseq_tutel.plan.planner import best_plan, make_plan
 
 A100 = load_hardware(CONFIGS, "a100-80g")
 E, W, M, F = 64, 512, 4096, 16384
@@ -39,11 +37,11 @@ def large():
     ],
 )
 def test_where_tokens_and_weights_travel(large, placement, r, peers, copies, gather, weights):
-    settings = large.with_flow(placement, r)
+    settings = large.with_placement(placement, r)
     plan = make_plan(settings, A100)
-    flow, work, b = make_flow(settings, plan.parameters), plan.work, 2
+    traffic, work, b = plan.traffic, plan.work, 2
     rows = E * work.capacity
-    assert (work.exchange_peers, flow.gather_ranks, flow.gathered) == (peers, gather, weights)
+    assert (work.exchange_peers, traffic.gather_ranks, traffic.gathered) == (peers, gather, weights)
     assert work.exchanges == (6 * LAYERS if r else 0)
     if r:
         assert work.exchange_bytes == copies * rows * M * b
@@ -60,15 +58,15 @@ def test_where_tokens_and_weights_travel(large, placement, r, peers, copies, gat
     sliced = placement == "sliced"
     assert work.replica_bytes == LAYERS * b * (M if sliced else P + M)
     assert plan.parameters.local == LAYERS * ((P // S if sliced else P) + M)
-    assert work.hardware_flops == count_work(large, count_parameters(large)).hardware_flops
+    assert work.hardware_flops == work_of(large).hardware_flops
 
 
 def test_with_an_expert_or_more_per_gpu_only_the_weights_can_travel_instead():
     settings = settings_of(overrides=[*SHORT, "model.moe_expert_count=16"], gpus=8)
-    assert possible_flows(settings) == [1, 0]
-    plans = [make_plan(settings.with_flow(r=r), A100) for r in (1, 0)]
-    flow = make_flow(plans[1].settings, plans[1].parameters)
-    assert flow.gathered == 16 * (P + M) and flow.gather_ranks == 8
+    assert possible_r_of(settings) == [1, 0]
+    plans = [make_plan(settings.with_placement(r=r), A100) for r in (1, 0)]
+    traffic = plans[1].traffic
+    assert traffic.gathered == 16 * (P + M) and traffic.gather_ranks == 8
     assert plans[1].time.all_to_all == 0 < plans[0].time.all_to_all
     assert plans[0].parameters == plans[1].parameters
 
@@ -76,7 +74,7 @@ def test_with_an_expert_or_more_per_gpu_only_the_weights_can_travel_instead():
 def test_a_gpu_with_all_experts_gathers_nothing():
     """On one GPU, and in expert groups of one: r=0 is r=1."""
     for settings in (small(gpus=1), small("model.moe_expert_parallel_size=1", gpus=4)):
-        plans = [make_plan(settings.with_flow(r=r), A100) for r in (1, 0)]
+        plans = [make_plan(settings.with_placement(r=r), A100) for r in (1, 0)]
         assert plans[0].time == plans[1].time and plans[0].memory == plans[1].memory
 
 
@@ -87,13 +85,13 @@ def test_with_equal_links_the_best_r_is_the_root_of_hidden_units_over_rows(large
         A100, node_bandwidth=1e6, network_bandwidth=1e6, latency=0.0, message_overhead=0.0,
         gpus_per_node=1,
     )  # fmt: skip
-    settings = large.with_flow("sliced").replace(model={"checkpoint_activations": False})
+    settings = large.with_placement("sliced").replace(model={"checkpoint_activations": False})
     rows = F // ratio
     settings = settings.replace(batch_size=1, tokens_per_sample=rows // 2)
     parameters = count_parameters(settings)
     travel = {}
-    for r in possible_flows(settings):
-        time = make_plan(settings.with_flow(r=r), links, parameters).time
+    for r in possible_r_of(settings):
+        time = make_plan(settings.with_placement(r=r), links, parameters).time
         travel[r] = time.all_to_all + time.weights
     best = min((r for r in travel if r), key=travel.get)
     assert best == math.isqrt(ratio)
@@ -103,15 +101,15 @@ def test_with_equal_links_the_best_r_is_the_root_of_hidden_units_over_rows(large
 def test_memory(large):
     """Weights, gradients and statistics of experts fall S-fold; what is gathered comes on top."""
     whole, sliced = (
-        make_plan(large.with_flow(placement), A100) for placement in ("replicated", "sliced")
+        make_plan(large.with_placement(placement), A100) for placement in ("replicated", "sliced")
     )
     experts = LAYERS * (P - P // S) * (2 + 2 + 2 * 2)
     assert whole.memory.states - sliced.memory.states == experts
     assert sliced.memory.gathered == 2 * P and whole.memory.gathered == 0
     settings = small("model.moe_expert_count=2", "model.checkpoint_activations=false")
-    settings = settings.with_flow("sliced")
+    settings = settings.with_placement("sliced")
     parameters = count_parameters(settings)
-    held = [count_memory(settings.with_flow(r=r), parameters) for r in (1, 2, 0)]
+    held = [memory_of(settings.with_placement(r=r), parameters) for r in (1, 2, 0)]
     gathered = [2 * 64 * 256 + 256, 0, 2 * (2 * 64 * 256 + 256 + 64)]
     assert [memory.gathered for memory in held] == [4 * size for size in gathered]
     # nothing is recomputed: two MoE layers keep theirs, and r times the rows they received
@@ -125,59 +123,23 @@ def test_the_best_of_all_choices(large):
     """As found by trying them one by one; and another one where that does not fit."""
     wide = large.replace(batch_size=2)
     plan = make_plan(wide, A100)
-    best = best_plan(plan)
-    tried = []
+    best, tried = best_plan(plan), []
     for placement in ("replicated", "sliced"):
-        placed = wide.with_flow(placement)
+        placed = wide.with_placement(placement)
         parameters = count_parameters(placed)
-        for r in possible_flows(placed):
-            for algorithm in ALGORITHMS:
-                for degree in DEGREES:
-                    model = {"moe_a2a": algorithm, "moe_overlap_degree": degree}
-                    settings = placed.with_flow(r=r).replace(model=model)
-                    tried.append(make_plan(settings, A100, parameters))
+        ways = itertools.product(possible_r_of(placed), ("linear", "2dh"), OVERLAP_DEGREES)
+        for r, algorithm, degree in ways:
+            model = {"moe_a2a": algorithm, "moe_overlap_degree": degree}
+            settings = placed.with_placement(r=r).replace(model=model)
+            tried.append(make_plan(settings, A100, parameters))
     assert best.time.total <= 1.01 * min(p.time.total for p in tried) < plan.time.total
     assert best.settings.placement == "sliced" and best.settings.exchange.r > 1
     tight = dataclasses.replace(A100, memory=min(p.memory.peak for p in tried) + A100.reserved)
     cramped = best_plan(make_plan(wide, tight))
     assert cramped.fits and not make_plan(wide, tight).fits
     dense = make_plan(settings_of(overrides=[*SHORT, "model.moe_freq=0"], gpus=8), A100)
-    assert choice_name(best_plan(dense)) == "linear x1"
-
-
-def run(capsys, *words):
-    status = main(["--config-dir", str(CONFIGS), "--config-name", "meta_1.1t", *words])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
-
-
-def test_command_line(capsys, large):
-    words = [*SHORT, "gpus=512", "model.moe_expert_count=64", "dataset.batch_size=2"]
-    status, out, _ = run(capsys, "--best", *words)
-    assert status == 0 and "because" in out
-    chosen = out.split("best of all choices")[1].splitlines()[0].split()
-    status, out, _ = run(capsys, "--json", *words, *chosen)
-    best = best_plan(make_plan(large.replace(batch_size=2), A100))
-    assert status == 0 and json.loads(out) == json.loads(json.dumps(as_dict(best)))
-    assert {"placement=sliced", f"r={best.settings.exchange.r}"} <= set(chosen)
-    status, out, _ = run(capsys, "--ladder", "--best", "model.moe_expert_count=8", *SHORT)
-    lines = out.splitlines()
-    assert status == 0 and "because" in lines[0] and len(lines) == 12
-    # one expert per GPU: there are no slices
-    assert "sliced" not in lines[2]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["r=3", "placement=sliced"], "choose one of 0, 1, 2, 4, 8"),
-        (["r=2"], "--moe-expert-placement replicated has none"),
-        (["r=x"], "r=x"),
-        (["placement=torn"], "placement=torn: choose from replicated, sliced"),
-        (["placement=sliced", "model.decoder_ffn_embed_dim=16388"], "16388"),
-        (["placement=sliced", "formulation=dense"], "formulation=dense has no placement=sliced"),
-    ],
-)
-def test_mistakes(capsys, words, message):
-    status, _, err = run(capsys, "gpus=512", "model.moe_expert_count=64", *SHORT, *words)
-    assert status == 1 and message in err, err
+    assert best_plan(dense) is dense
+    # one node, an expert per GPU: nothing is gained by another algorithm, and there are no slices
+    eight = best_plan(make_plan(settings_of(overrides=["model.moe_expert_count=8"], gpus=8), A100))
+    assert eight.settings.exchange.algorithm == "linear"
+    assert eight.settings.placement == "replicated"

@@ -1,22 +1,23 @@
 """The planner's command line, its refusals, and its predictions against published figures."""
 
-import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import hydra
 import pytest
-from plan_helpers import CONFIGS, settings_of
+from plan_helpers import CONFIGS, SMALL, settings_of
 
 from fairseq_tutel.config import EXCHANGES
-from fairseq_tutel.plan import check, ladder, load_hardware, make_plan
 from fairseq_tutel.plan.cli import main
-from fairseq_tutel.plan.planner import LADDER, ImpossiblePlan
+from fairseq_tutel.plan.hardware import load_hardware
+from fairseq_tutel.plan.planner import flop_matched, largest_batch, make_plan
 
 ROOT = Path(__file__).parents[2]
 A100 = load_hardware(CONFIGS, "a100-80g")
+FEWER = ["gpus=512", "model.decoder_layers=4", "model.moe_expert_count=64"]
 
 
 def run(capsys, *arguments):
@@ -26,38 +27,14 @@ def run(capsys, *arguments):
     return status, captured.out, captured.err
 
 
-def test_the_command_of_the_readme(capsys):
-    status, out, err = run(capsys, "gpus=512")
-    assert (status, err) == (0, "")
+def test_the_command_of_the_readme(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the shipped configs are found from anywhere
+    assert main(["--config-name", "meta_1.1t", "gpus=512"]) == 0
+    out = capsys.readouterr().out
     assert "1.10e+12" in out and "fits" in out and "96 rows" in out and "768.0 KiB" in out
-
-
-def test_ladder_has_one_expert_per_gpu_and_fits(capsys):
-    status, out, _ = run(capsys, "--ladder", "--json")
-    rungs = json.loads(out)
-    assert status == 0 and [rung["gpus"] for rung in rungs] == list(LADDER)
-    assert all(rung["parameters"]["experts"] == rung["gpus"] and rung["fits"] for rung in rungs)
-    rates = [rung["predicted_tokens_per_second"] for rung in rungs]
-    shares = [rung["predicted_all_to_all_share"] for rung in rungs]
-    assert rates == sorted(rates) and shares == sorted(shares)
-    # tokens that leave a GPU hardly change, so neither does the expert computation
-    assert max(r["predicted_seconds"]["matmul"] for r in rungs) < 1.05 * min(
-        r["predicted_seconds"]["matmul"] for r in rungs
-    )
-
-
-def test_ladder_with_a_fixed_number_of_experts(capsys):
-    status, out, _ = run(capsys, "--ladder", "model.moe_expert_count=64", "hardware=h200")
-    lines = [line.split("|") for line in out.splitlines()[2:]]
-    assert status == 0 and {line[2].strip() for line in lines} == {"64"}
-    assert [line[6].strip() for line in lines][0] == "no"  # 8 experts per GPU
-    assert lines[-1][6].strip() == "yes"
-
-
-def test_figure_is_drawn(capsys, tmp_path):
-    path = tmp_path / "new" / "ladder.png"
-    assert run(capsys, "--figure", str(path))[0] == 0
-    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 20_000
+    # what a tuner chooses is planned as where it starts
+    words = ("+model.moe_overlap_degree=auto", "+model.moe_parallelism_r=auto")
+    assert run(capsys, "gpus=512", *words)[1] == out
 
 
 @pytest.mark.parametrize(
@@ -65,88 +42,54 @@ def test_figure_is_drawn(capsys, tmp_path):
     [
         (["gpus=100"], "512 experts cannot be spread over 100 ranks"),
         (["gpus=12", "model.moe_expert_count=12"], "does not fill nodes of 8"),
+        (["gpus=512", "dataset.batch_size=64"], "at the peak on GPUs with 76,294 MiB to fill; lar"),
         (["gpus=0"], "gpus=0"),
+        (["gpu=512"], "did you mean gpus"),
         (["hardware=abacus"], "a100-80g"),
         (["model.decoder_attention_heads=30"], "--decoder-attention-heads 30"),
         (["model.moe_freq=40"], "--moe-freq 40"),
         (["model._name=transformer_lm"], "transformer_lm"),
-        (["+model.base_layers=1"], "BASE layers"),
+        (["+model.base_layers=1"], "--base-layers 1 cannot be combined with MoE layers"),
         (["dataset.batch_size=null"], "dataset.max_tokens"),
-        (["common.bf16=true"], "common.bf16"),
-        (["common.fp16=false"], "does nothing without common.fp16"),
         (["optimizer._name=sgd"], "sgd"),
         (["task._name=language_modeling", "~task.dict_size", "~task.dataset_size"], "vocabulary=N"),
         (["+model.moe_top1_expert=true", "+model.moe_top_k=2"], "--moe-top-k"),
+        (["+model.moe_overlap_degree=3"], "--moe-overlap-degree 3 must be one of"),
+        (["+model.moe_capacity_factor=.inf"], "full_key: moe_capacity_factor"),
+        # what fairseq-hydra-train would refuse
         (["nonsense"], "nonsense"),
-        (["dataset.batch_size"], "missing EQUAL"),
-        (["+model.moe_capacity_factor=.inf"], "capacity_factor"),
-        # what fairseq-hydra-train would refuse, or nothing would read
         (["model.moe_top_k=1"], "To append to your config use +model.moe_top_k=1"),
-        (["model.decoder_layer=2"], "did you mean model.decoder_layers"),
-        (["+model.moe_topk=1"], "nothing reads model.moe_topk; did you mean model.moe_top_k"),
-        (["+model.cheese=1"], "nothing reads model.cheese"),
-        (["+dataset.batchsize=1"], "did you mean dataset.batch_size"),
-        (["dataset.batchsize=1"], "did you mean dataset.batch_size"),
-        (["optimizer.fp16_adam_stat=false"], "did you mean optimizer.fp16_adam_stats"),
-        (["+optimizer.fp16_adam_stat=false"], "did you mean optimizer.fp16_adam_stats"),
+        (["+model.moe_topk=1"], "Key 'moe_topk' not in 'TransformerLMGPTMoEConfig'"),
         (["+checkpoint.keep_last_epochs=1"], "already at 'checkpoint.keep_last_epochs'"),
-        (["gpu=512"], "did you mean gpus"),
-        (["~task.dict_sizes"], "'task.dict_sizes' does not exist"),
+        # experts in slices
+        ([*FEWER, "+model.moe_parallelism_r=2"], "--moe-expert-placement replicated"),
+        (
+            [*FEWER, "+model.moe_expert_placement=sliced", "+model.moe_parallelism_r=3"],
+            "choose one of 0, 1, 2, 4, 8",
+        ),
     ],
 )
 def test_impossible_plans_are_refused_with_the_reason(capsys, arguments, message):
     status, _, err = run(capsys, *arguments)
-    assert status == 1 and message in err, err
+    assert status == 1 and message in err and err.count("\n") == 1, err
 
 
 def test_what_hydra_takes_is_taken(capsys):
     add_or_change = "" if hydra.__version__.startswith("1.0") else "++"  # 1.0 has no ++
     words = ["+model.moe_top_k=1", f"{add_or_change}model.moe_freq=2", "common.empty_cache_freq=1",
-             "checkpoint.keep_last_epochs=1", "~task.dataset_size"]  # fmt: skip
+             "checkpoint.keep_last_epochs=1", "~task.dataset_size", "hydra.run.dir=.",
+             "+criterion.moe_gate_loss_transform=neg_log"]  # fmt: skip
     assert run(capsys, "gpus=512", *words)[::2] == (0, "")
-    words = ["+criterion.moe_gate_loss_transform=neg_log", "hydra.run.dir=."]
-    assert run(capsys, "gpus=512", *words)[::2] == (0, "")
 
 
-def test_what_a_tuner_chooses_is_planned_as_where_it_starts(capsys):
-    words = ("+model.moe_overlap_degree=auto", "+model.moe_parallelism_r=auto")
-    assert run(capsys, "gpus=512", *words) == run(capsys, "gpus=512")
-
-
-def test_a_rung_that_cannot_be_is_named(capsys):
-    words = ("+model.moe_top_k=8", "+model.moe_load_bias=sign")
-    status, _, err = run(capsys, "--ladder", *words)
-    assert status == 1 and "8 GPUs, of one expert per GPU (model.moe_expert_count=N" in err
-
-
-@pytest.mark.parametrize(
-    ("overrides", "knob"),
-    [
-        (["model.checkpoint_activations=false"], "model.checkpoint_activations=true"),
-        (["optimizer.fp16_adam_stats=false"], "optimizer.fp16_adam_stats=true"),
-        (["dataset.batch_size=64"], "dataset.batch_size=32 optimization.update_freq=[2]"),
-        (["model.moe_expert_count=2048"], "gpus=2048"),
-        (
-            ["model.moe_expert_count=64", "+model.moe_expert_parallel_size=8"],
-            "model.moe_expert_parallel_size=64",
-        ),
-        (["model.moe_expert_count=64", "+model.moe_expert_ffn_dim=65536"], "placement=sliced"),
-    ],
-)
-def test_the_advice_makes_it_fit(capsys, overrides, knob):
-    status, _, err = run(capsys, "gpus=512", *overrides)
-    assert status == 1 and "does not fit" in err and "alone makes it fit" in err
-    assert knob in err
-    advised = err.split("alone makes it fit: ")[1].strip()
-    for choice in advised.split("; "):
-        words = choice.rsplit(" (", 1)[0].split()
-        assert run(capsys, "gpus=512", *overrides, *words)[0] == 0, choice
-
-
-def test_where_no_single_change_suffices_the_helpful_ones_are_named():
-    settings = settings_of(overrides=["dataset.batch_size=4096"], gpus=512)
-    with pytest.raises(ImpossiblePlan, match="No single setting suffices; these help: dataset"):
-        check(make_plan(settings, A100))
+def test_best_says_by_which_flags(capsys):
+    status, out, _ = run(capsys, "--best", *FEWER, "dataset.batch_size=2")
+    flags = out.split("best of all choices: ")[1].split(",")[0].split()
+    chosen = {f"+model.{key[2:].replace('-', '_')}={value}"
+              for key, value in zip(flags[::2], flags[1::2], strict=True)}  # fmt: skip
+    assert "+model.moe_expert_placement=sliced" in chosen
+    again = run(capsys, *FEWER, "dataset.batch_size=2", *chosen)[1]
+    assert status == 0 and out.endswith(again)
 
 
 def test_time_of_an_all_to_all():
@@ -155,13 +98,7 @@ def test_time_of_an_all_to_all():
     carried = (384 << 20) * 504 / 512 / (0.75 * 25e9)
     overhead = plan.time.all_to_all / plan.work.exchanges - carried
     assert overhead == pytest.approx(30e-6 + 511 * 3e-6)
-    # rounds one after the other: both networks in turn, a collective's latency each
-    pairwise = make_plan(settings_of(overrides=["+model.moe_a2a=pairwise"], gpus=512), A100)
-    inside = (384 << 20) * 7 / 512 / (0.75 * A100.node_bandwidth)
-    assert pairwise.time.all_to_all / pairwise.work.exchanges == pytest.approx(
-        carried + inside + 511 * (30e-6 + 3e-6)
-    )
-    overrides = ["model.moe_expert_count=1", "+model.moe_top1_expert=true"]
+    overrides = ["model.moe_expert_count=1", "model.moe_top1_expert=true"]
     alone = make_plan(settings_of(overrides=overrides, gpus=1), A100)
     assert alone.time.all_to_all == alone.time.all_reduce == 0 == alone.work.exchanges
 
@@ -187,12 +124,7 @@ def test_predictions_are_near_what_was_published():
     35.0k words/s on 8 A100 (4.1B example) and +131 % on 8 GPUs; 638k on 512 (1.1T, batch 12) and
     +40 % on 512. The profile's efficiencies are assumptions: if they were off, so would this be.
     """
-    small = [
-        "model.decoder_layers=24", "model.decoder_embed_dim=2048", "task.dict_size=49996",
-        "model.decoder_ffn_embed_dim=8192", "model.moe_expert_count=8",
-        "task.tokens_per_sample=2048", "dataset.batch_size=4",
-    ]  # fmt: skip
-    eight = make_plan(settings_of(overrides=small, gpus=8), A100)
+    eight = make_plan(settings_of("meta_4.1b", gpus=8), A100)
     assert eight.tokens_per_second == pytest.approx(35.0e3 * 2.31, rel=0.2)
     large = make_plan(settings_of(overrides=["dataset.batch_size=12"], gpus=512), A100)
     assert large.tokens_per_second == pytest.approx(638e3 * 1.40, rel=0.2)
@@ -202,7 +134,7 @@ def test_predictions_are_near_what_was_published():
 def test_every_number_of_a_profile_has_a_source(name):
     hardware = load_hardware(CONFIGS, name)
     assert 0 < hardware.matmul_efficiency <= 1 and hardware.reserved < hardware.memory
-    assert len(ladder(settings_of(), hardware, experts=None)) >= 7
+    assert make_plan(settings_of(gpus=512), hardware).time.total > 0
 
 
 def test_a_profile_without_a_source_is_refused(tmp_path):
@@ -228,10 +160,89 @@ def test_replicated_experts_cost_an_all_reduce_and_not_a_bigger_exchange():
     assert plans[1].time.all_reduce > 2 * plans[0].time.all_reduce
 
 
-def test_module_runs_from_another_directory(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "fairseq_tutel.plan", "--config-name", "meta_1.1t", "gpus=512"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0 and "1.10e+12" in done.stdout, done.stderr
+COMMAND = """--task language_modeling --arch transformer_lm_gpt_moe --user-dir fairseq_tutel
+    --moe-expert-count 8 --moe-freq 2 --moe-gating-use-fp32 --decoder-layers 4
+    --decoder-embed-dim 64
+    --decoder-ffn-embed-dim 256 --decoder-attention-heads 4 --share-decoder-input-output-embed
+    --criterion moe_cross_entropy --optimizer adam --memory-efficient-fp16 --fp16-adam-stats
+    --tokens-per-sample 64 --batch-size 4 --lr 0.001 --ddp-backend legacy_ddp"""
+
+
+def test_a_command_that_works_becomes_a_plan(capsys, tmp_path):
+    """With whatever starts it; the same as the config that says the same."""
+    (tmp_path / "dict.txt").write_text("".join(f"w{n} 1\n" for n in range(596)))
+    words = ["torchrun", "--nproc-per-node=4", "fairseq-train", str(tmp_path), *COMMAND.split()]
+    assert main(["gpus=4", "--", *words]) == 0
+    ours = capsys.readouterr().out
+    same = [*SMALL[:-3], "model.checkpoint_activations=false", "model.dropout=0.1"]
+    theirs = run(capsys, "gpus=4", *same)[1]
+    assert ours.replace("(fairseq-train)", "(meta_1.1t)") == theirs
+    hydra = ["env", "A=1", "fairseq-hydra-train", "--config-dir", str(CONFIGS)]
+    assert main(["gpus=512", "--", *hydra, "--config-name", "meta_1.1t"]) == 0
+    assert "1.10e+12" in capsys.readouterr().out
+
+
+GPT = "transformer_lm_gpt"
+
+
+@pytest.mark.parametrize(
+    ("key", "words", "message"),
+    [
+        ("gpus=8", "", "fairseq-train: the command has no --arch; the planner supports " + GPT),
+        ("gpus=8", f"x --arch {GPT}_moe", "fairseq-train: the command has no --optimizer"),
+        ("gpus=8", f"x --arch {GPT} --optimizer adam", f"supports {GPT}_moe only"),
+        ("gpus=8", f"x --arch {GPT}_moe --optimizer adam", "; give --task language_modeling"),
+        ("gpu=8", f"x --arch {GPT}", "gpu=8: .* did you mean gpus?"),
+        ("a.b=8", f"x --arch {GPT}", "a.b=8: overrides of a command are options of the command"),
+    ],
+)
+def test_a_command_that_would_not_train_is_refused_in_one_line(capsys, key, words, message):
+    assert main([key, "--", "fairseq-train", *words.split()]) == 1
+    line = capsys.readouterr().err
+    assert line.startswith("error: ") and line.count("\n") == 1 and re.search(message, line), line
+
+
+def test_the_parts_of_memory_sum_to_the_peak_that_is_named(capsys):
+    for words, phase in (
+        ([], "in the backward pass"),
+        (["dataset.batch_size=1"], "while the weights are updated"),
+        (["task.dict_size=800000", "model.moe_expert_count=4096"], "where the loss is computed"),
+    ):
+        _, out, _ = run(capsys, "gpus=4096", *words)
+        lines = out[out.index("memory of a GPU at its peak") :].splitlines()
+        assert phase in lines[0], lines
+        end = next(n for n, line in enumerate(lines) if "together" in line)
+        sizes = [int(line.split()[-2].replace(",", "")) for line in lines[1:end]]
+        whole = int(lines[end].split()[1].replace(",", ""))
+        assert abs(sum(sizes) - whole) <= len(sizes) / 2 + 1
+
+
+def test_what_a_plan_says_besides(capsys):
+    status, out, _ = run(capsys, "gpus=512", "tokens=1e9", "dataset.batch_size=2")
+    assert status == 0 and out.startswith("1.1e+12 parameters (32 layers of 4096, 16 with 512 exp")
+    out = " ".join(out.split())
+    plan = make_plan(settings_of(overrides=["dataset.batch_size=2"], gpus=512), A100)
+    active = plan.parameters.dense + 16 * 2 * plan.parameters.expert
+    days = 1e9 / plan.tokens_per_second / 86400
+    assert f"active per token {active:,}" in out and f"days for 1e+09 tokens {days:.3g}" in out
+    most = largest_batch(plan)
+    peaks = [make_plan(plan.settings.replace(batch_size=n), A100).fits for n in (most, most + 1)]
+    assert peaks == [True, False] and f"{most} sequences per GPU" in out
+    dense = flop_matched(plan)
+    gate = 3 * 16 * 2 * 4096 * 512
+    assert dense.work.model_flops == pytest.approx(plan.work.model_flops - gate, rel=1e-9)
+    assert f"{dense.parameters.total:,}" in out
+
+
+def test_wrong_words_are_answered_before_torch_is_imported():
+    code = """
+import contextlib, sys
+from fairseq_tutel.plan.cli import main
+for words in ([], ["--help"], ["--nosuch"], ["--config-name", "meta_1.1t", "gpus=x"]):
+    with contextlib.suppress(SystemExit):
+        main(words)
+assert not {"torch", "fairseq", "hydra"} & set(sys.modules)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    subprocess.run(command, check=True, timeout=60, env=environment, capture_output=True)

@@ -2,36 +2,43 @@
 
 import pytest
 import torch
-from plan_helpers import settings_of, small, training_loss
+from plan_helpers import memory_of, settings_of, small, training_loss, work_of
 
-from fairseq_tutel.backends.torch import expert_ffn
-from fairseq_tutel.plan import count_memory, count_parameters, count_work
-from fairseq_tutel.plan.memory import dispatch_rows, layers
-from fairseq_tutel.plan.parameters import build_model
+from fairseq_tutel.backends import torch as torch_backend
+from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.plan.memory import make_layers
+from fairseq_tutel.plan.parameters import build_model, count_parameters, expert_sizes
+from fairseq_tutel.plan.work import count_traffic, dispatch_rows
 
 SLICED = ["model.moe_expert_count=2", "model.moe_expert_placement=sliced"]
 
 
 @pytest.fixture(autouse=True)
 def experts_as_on_a_gpu(monkeypatch):
-    """As whole products; a CPU's way through the experts keeps less."""
-    monkeypatch.setattr(expert_ffn, "_by_blocks", lambda rows: False)
+    """Where the values after the activation are kept, too; a CPU computes them again."""
+    forward = torch_backend.expert_ffn_fwd
+
+    def keeping(rows, *params, **options):
+        out, hidden, _ = forward(rows, *params, **options)
+        return out, hidden, hidden.new_empty(len(hidden), params[2].shape[2])
+
+    monkeypatch.setattr(torch_backend, "expert_ffn_fwd", keeping)
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         ["model.moe_expert_count=2"],  # E < W: two replicas of each expert
-        ["model.moe_expert_count=2", "model.moe_expert_placement=sliced"],
-        ["model.moe_expert_count=16", "model.moe_freq=1"],
-        ["model.decoder_layers=5", "model.moe_freq=3", "model.moe_expert_ffn_dim=96"],
-        ["model.share_decoder_input_output_embed=false"],
-        ["model.decoder_learned_pos=true", "model.layernorm_embedding=true"],
-        ["model.no_token_positional_embeddings=true", "model.no_decoder_final_norm=true"],
+        [*SLICED, "model.share_decoder_input_output_embed=false"],
+        ["model.moe_expert_count=16", "model.moe_freq=1", "model.decoder_learned_pos=true",
+         "model.layernorm_embedding=true"],
+        ["model.decoder_layers=5", "model.moe_freq=3", "model.moe_expert_ffn_dim=96",
+         "model.no_token_positional_embeddings=true", "model.no_decoder_final_norm=true"],
         ["model.scale_attn=true", "model.scale_heads=true", "model.scale_resids=true"],
-        ["model.use_stable_embedding=true", "model.moe_router=cosine"],
-        ["model.moe_router=cosine", "+model.moe_cosine_proj_dim=8"],
+        ["model.use_stable_embedding=true", "model.moe_router=cosine",
+         "model.moe_cosine_proj_dim=8"],
         ["model.moe_shared_expert_ffn_dim=96", "model.moe_null_experts=3"],
+        [*SLICED, "model.moe_expert_network=geglu"],
         ["model.decoder_input_dim=32", "model.decoder_output_dim=48",
          "model.share_decoder_input_output_embed=false"],
         ["model.alternate_decoder_ffn_embed_dim=512"],
@@ -41,22 +48,14 @@ def experts_as_on_a_gpu(monkeypatch):
 def test_the_layers_and_the_rest_are_the_whole(overrides):
     settings = small(*overrides)
     parameters = count_parameters(settings)
-    stack = layers(settings, parameters)
+    stack = make_layers(settings, parameters, count_traffic(settings, parameters))
     local = sum(layer.parameters for layer in stack) + parameters.embeddings
     assert local == parameters.per_gpu
 
 
 def test_published_counts():
     """README.moe.md of fairseq's moe branch logs these for its 8-GPU example."""
-    settings = settings_of(
-        overrides=[
-            "model.decoder_layers=24", "model.decoder_embed_dim=2048", "task.dict_size=49996",
-            "model.decoder_ffn_embed_dim=8192", "model.moe_expert_count=8",
-            "task.tokens_per_sample=2048", "dataset.batch_size=4",
-        ],
-        gpus=8,
-    )  # fmt: skip
-    parameters = count_parameters(settings)
+    parameters = count_parameters(settings_of("meta_4.1b", gpus=8))
     assert (parameters.dense, parameters.local) == (908_423_168, 402_776_064)
 
 
@@ -65,19 +64,19 @@ def test_expert_groups():
     alone, grouped = small(gpus=4), small("model.moe_expert_parallel_size=4", gpus=16)
     parameters = count_parameters(grouped)
     assert parameters == count_parameters(alone) and parameters.local_experts == 2
-    work, before = count_work(grouped, parameters), count_work(alone, parameters)
+    work, before = work_of(grouped, parameters), work_of(alone, parameters)
     assert (work.exchange_bytes, work.exchange_peers) == (before.exchange_bytes, 4)
     assert (work.replicas, work.replica_bytes) == (4, parameters.local * 4)
-    with pytest.raises(ValueError, match="expert_parallel_size=4.*placement='sliced'"):
-        count_parameters(grouped.with_flow("sliced"))
-    with pytest.raises(ValueError, match="expert_parallel_size=3 .* 16, .* 8"):
+    with pytest.raises(ValueError, match="expert.parallel.size.4.*placement.*sliced"):
+        count_parameters(grouped.with_placement("sliced"))
+    with pytest.raises(ValueError, match="expert.parallel.size.3 .* 16, .* 8"):
         small("model.moe_expert_parallel_size=3", gpus=16)
 
 
 def test_the_1_1t_model_on_512_gpus():
     settings = settings_of(gpus=512)
     parameters = count_parameters(settings)
-    memory, work = count_memory(settings, parameters), count_work(settings, parameters)
+    memory, work = memory_of(settings, parameters), work_of(settings, parameters)
     assert 1.095e12 < parameters.total < 1.105e12
     assert parameters.expert == 134_238_208 and 6.6e9 < parameters.per_gpu < 6.8e9
     assert 53e9 < memory.states < 54e9
@@ -121,6 +120,7 @@ class SavedBytes:
         (torch.float32, [*SLICED, "model.moe_parallelism_r=2"]),
         (torch.float32, [*SLICED, "model.moe_parallelism_r=0"]),
         (torch.float32, ["model.moe_shared_expert_ffn_dim=512"]),
+        (torch.float32, ["model.moe_expert_network=swiglu"]),
         (torch.bfloat16, ["common.bf16=true", "common.memory_efficient_bf16=true"]),
     ],
 )
@@ -132,7 +132,7 @@ def test_activations_are_what_autograd_saves(dtype, overrides, checkpointing):
     with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
         loss()
     measured = saved.total(without_last_dim=settings.vocabulary)
-    memory = count_memory(settings, count_parameters(settings))
+    memory = memory_of(settings)
     predicted = memory.activations
     if not checkpointing:
         predicted += memory.dispatch
@@ -177,9 +177,11 @@ def peak_of_step(settings):
 )
 def test_peak_equals_a_measured_run(overrides):
     settings = small("dataset.batch_size=16", *overrides)
-    memory = count_memory(settings, count_parameters(settings))
+    memory = memory_of(settings)
     measured = peak_of_step(settings) + memory.weights + memory.optimizer
-    assert memory.peak == pytest.approx(measured, rel=0.06)
+    # torch's operators add the bias in a tensor of its own, where a GPU's kernels need none
+    temporary = dispatch_rows(settings) * settings.model.moe_expert_ffn_dim * 4
+    assert memory.peak < 1.06 * measured and measured - temporary < 1.06 * memory.peak
 
 
 @pytest.mark.gpu
@@ -189,7 +191,7 @@ def test_peak_equals_a_measured_run_on_the_gpu():
         "dataset.batch_size=16", "model.decoder_embed_dim=512", "model.decoder_ffn_embed_dim=2048",
         "common.fp16=true", "common.memory_efficient_fp16=true", "task.tokens_per_sample=256",
     )  # fmt: skip
-    memory = count_memory(settings, count_parameters(settings))
+    memory = memory_of(settings)
     with torch.device("cuda"):
         model = build_without_dropout(settings).half().cuda()
         loss = training_loss(settings, model)
@@ -215,17 +217,31 @@ def test_flops_of_a_model_with_one_token_wide_layers():
     """Counted by hand for one dense and one MoE layer."""
     settings = small("model.decoder_layers=2", "model.checkpoint_activations=false")
     parameters = count_parameters(settings)
-    work = count_work(settings, parameters)
+    work = work_of(settings, parameters)
     attention = 2 * (8 * 64 * 64 + 4 * 64 * 64)
     ffn, experts, gate, output = 4 * 64 * 256, 2 * 4 * 64 * 256, 2 * 64 * 8, 2 * 64 * 600
     assert work.model_flops == 3 * (attention + ffn + experts + gate + output)
     assert work.hardware_flops == work.model_flops  # T divides by E: no row is empty
-    again = count_work(small("model.decoder_layers=2"), parameters)
+    again = work_of(small("model.decoder_layers=2"), parameters)
     assert again.hardware_flops == work.model_flops + (attention + ffn + experts + gate)
     assert (work.exchanges, again.exchanges) == (4, 6)
-    wider = count_work(small("model.decoder_layers=2", "model.moe_capacity_factor=2"), parameters)
+    wider = work_of(small("model.decoder_layers=2", "model.moe_capacity_factor=2"), parameters)
     assert wider.hardware_flops - again.hardware_flops == 4 * experts
-    nulls = count_work(small("model.decoder_layers=2", "model.moe_null_experts=8"), parameters)
+    nulls = work_of(small("model.decoder_layers=2", "model.moe_null_experts=8"), parameters)
     assert nulls.model_flops == work.model_flops + 3 * (2 * 64 * 8 - experts / 2)
     shared = small("model.decoder_layers=2", "model.moe_shared_expert_ffn_dim=96")
-    assert count_work(shared, parameters).model_flops - work.model_flops == 3 * 4 * 64 * 96
+    assert work_of(shared, parameters).model_flops - work.model_flops == 3 * 4 * 64 * 96
+
+
+def test_gated_experts_are_counted_by_their_shapes():
+    """Three matrices of M F; without biases no number of an expert is every holder's."""
+    names = ("expert", "unsliced", "products", "hidden")
+    for network, options, want in (
+        ("swiglu", {}, (3 * 64 * 96, 0, 3 * 64 * 96, 3 * 96)),
+        ("geglu", {"bias": True}, (3 * 64 * 96 + 2 * 96 + 64, 64, 3 * 64 * 96, 3 * 96)),
+        ("ffn", {}, (2 * 64 * 96 + 96 + 64, 64, 2 * 64 * 96, 2 * 96)),
+    ):
+        layer = MoELayer(64, 4, 96, expert_network=network, expert_options=options)
+        assert expert_sizes(layer.experts) == dict(zip(names, want, strict=True))
+        held = sum(param.numel() for param in layer.experts.parameters())
+        assert held == 4 * want[0]

@@ -1,17 +1,16 @@
 """The planner against what others measured: arXiv 2206.03382, and README.moe.md of fairseq's moe
-branch (commit 1ef1612), whose runs it predicts with formulation=dense and ddp=fully_sharded."""
+branch (commit 1ef1612), whose runs it predicts with what that computed otherwise."""
 
 import dataclasses
 
 import pytest
 import torch
+from dense_formulation import mask_flops, masks, plan_as_meta_computed
 from plan_helpers import CONFIGS, settings_of, small
 from torch.utils.flop_counter import FlopCounterMode
 
 from fairseq_tutel.config import EXCHANGES
-from fairseq_tutel.plan import load_hardware, make_plan
-from fairseq_tutel.plan.cli import main
-from fairseq_tutel.plan.formulation import mask_flops, tables
+from fairseq_tutel.plan.hardware import load_hardware
 
 A100 = load_hardware(CONFIGS, "a100-80g")
 META = load_hardware(CONFIGS, "a100-40g")
@@ -36,7 +35,7 @@ def as_meta_ran_it(gpus):
         ],
         gpus=gpus,
     )
-    return settings.replace(formulation="dense", ddp_backend="fully_sharded")
+    return plan_as_meta_computed(settings, META)
 
 
 def test_all_to_all_of_the_papers_table_2():
@@ -57,82 +56,36 @@ def test_all_to_all_of_the_papers_table_2():
 
 @pytest.mark.parametrize("gpus", [8, 64, 128, 512])
 def test_published_speeds_with_one_set_of_efficiencies(gpus):
-    plan = make_plan(as_meta_ran_it(gpus), META)
+    plan = as_meta_ran_it(gpus)
     assert plan.tokens_per_second == pytest.approx(PUBLISHED[gpus][3], rel=0.15)
     assert plan.fits
 
 
 def test_why_the_speed_on_32_gpus_is_not_predicted():
-    """No prediction can be within 15 % at 32 and at 128 GPUs, which compute the same per GPU.
-
-    README.moe.md has 1031 words/s per GPU on 32 and 1492 on 128, with one expert and 12 sequences
-    per GPU on each. Whatever is paid per GPU is the same, what is paid for the network grows with
-    the number of GPUs: per GPU, 128 cannot be predicted to be faster than 32.
-    """
-    of_32, of_128 = (make_plan(as_meta_ran_it(gpus), META) for gpus in (32, 128))
+    """What is paid per GPU is the same on 32 and on 128, what is paid for the network grows: 128
+    cannot be predicted to be faster per GPU, as the published speeds are (1031, 1492 words/s)."""
+    of_32, of_128 = (as_meta_ran_it(gpus) for gpus in (32, 128))
     assert of_32.work.tokens == of_128.work.tokens
     assert of_32.work.hardware_flops == pytest.approx(of_128.work.hardware_flops, rel=0.001)
     assert of_32.tokens_per_second / 32 >= 0.98 * of_128.tokens_per_second / 128
-    assert 1.15 * PUBLISHED[32][3] / 32 < 0.98 * 0.85 * PUBLISHED[128][3] / 128
     assert of_32.tokens_per_second / PUBLISHED[32][3] == pytest.approx(1.38, abs=0.02)
 
 
 def test_published_memory():
     """10.4 GiB allocated at most on 8 GPUs."""
-    assert make_plan(as_meta_ran_it(8), META).memory.peak == pytest.approx(10.4 * 2**30, rel=0.1)
+    assert as_meta_ran_it(8).memory.peak == pytest.approx(10.4 * 2**30, rel=0.1)
 
 
 def test_products_with_the_masks_are_counted_as_they_are_computed():
-    settings = small("model.checkpoint_activations=false").replace(formulation="dense")
+    settings = small("model.checkpoint_activations=false")
     tokens, dim = settings.tokens, settings.model.decoder_embed_dim
     slots = settings.routing.num_experts * settings.routing.capacity(tokens, training=True)
-    assert tables(settings).masks == tokens * slots
+    assert masks(settings) == tokens * slots
     x = torch.randn(tokens, dim, requires_grad=True)
     combine = torch.rand(tokens, slots, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         rows = (combine > 0.9).to(x.dtype).t().mm(x)  # no gradient for a mask of booleans
         combine.mm(rows).sum().backward()
     assert mask_flops(settings) == counter.get_total_flops() / tokens
-    again = small().replace(formulation="dense")  # recomputes the two of the forward pass
-    assert mask_flops(again) == pytest.approx(7 / 5 * mask_flops(settings))
-    assert mask_flops(small()) == 0
-
-
-def test_scores_and_sharding():
-    dense = settings_of("meta_4.1b", gpus=8).replace(formulation="dense")
-    assert tables(dense).scores == 4 * 32 * 2048**2
-    plans = {name: make_plan(dense.replace(ddp_backend=name), META)
-             for name in ("legacy_ddp", "fully_sharded")}  # fmt: skip
-    replicated, sharded = plans["legacy_ddp"], plans["fully_sharded"]
-    spread = replicated.parameters.dense * 7 // 8
-    # fp16 weight, gradient and two statistics
-    assert replicated.memory.states - sharded.memory.states == pytest.approx(8 * spread, rel=1e-6)
-    # two gathers and a reduce-scatter where there was an all-reduce, which is worth two of them
-    assert sharded.time.all_reduce == pytest.approx(1.5 * replicated.time.all_reduce, rel=0.02)
-    assert make_plan(dense, META).tokens_per_second < make_plan(
-        dense.replace(formulation="sparse"), META
-    ).tokens_per_second  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["formulation=sparse", "ddp=fully_sharded"], "this plugin replicates dense parameters"),
-        (["formulation=thick"], "formulation=thick: choose from sparse, dense"),
-        (["ddp=slow_mo"], "ddp=slow_mo"),
-        (["exchange=3dh"], "3dh"),
-    ],
-)
-def test_mistakes(capsys, arguments, message):
-    assert main(["--config-dir", str(CONFIGS), "--config-name", "meta_4.1b", *arguments]) == 1
-    assert message in capsys.readouterr().err
-
-
-def test_command_line(capsys):
-    words = ["hardware=a100-40g", "formulation=dense", "ddp=fully_sharded", "exchange=2dh"]
-    arguments = ["--config-dir", str(CONFIGS), "--config-name", "meta_142b", "gpus=64", *words]
-    assert main(arguments) == 0
-    out = capsys.readouterr().out
-    assert "fully sharded" in out
-    plan = make_plan(as_meta_ran_it(64).replace(model={"moe_a2a": "2dh"}), META)
-    assert f"{plan.tokens_per_second:,.0f}" in out
+    # recomputes the two of the forward pass
+    assert mask_flops(small()) == pytest.approx(7 / 5 * mask_flops(settings))

@@ -15,10 +15,10 @@ PAGE = (ROOT / "scripts" / "quickstart" / "README.md").read_text(encoding="utf-8
 @pytest.mark.slow
 def test_the_commands_train_evaluate_and_write(tmp_path):
     program = "\n".join(re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL))
-    shorter = program.replace("--max-update 200", "--max-update 3")
-    shorter = shorter.replace("pip install sentencepiece\n", "")  # it is there
+    shorter = program.replace("--max-update 200", "--max-update 3").replace("400", "4")
+    shorter = shorter.replace("pip install sentencepiece tensorboardX\n", "")  # it is there
     assert "pip" not in shorter and "--max-update 3" in shorter
-    page = ROOT / "fairseq_tutel" / "models" / "README.md"
+    page = ROOT / "fairseq_tutel/integrations/fairseq/options/README.md"
     lines = page.read_text(encoding="utf-8").splitlines()
     text = [line for line in lines if len(line.split()) > 3]
     (tmp_path / "train.txt").write_text("\n".join(text[:-20]), encoding="utf-8")
@@ -31,7 +31,7 @@ def test_the_commands_train_evaluate_and_write(tmp_path):
     )  # fmt: skip
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-3000:]
-    assert "Perplexity" in output
+    assert "(epoch 1 @ 3 updates)" in output and "Perplexity" in output
     assert re.search(r"^H-0\t", done.stdout, re.MULTILINE), output[-3000:]  # a hypothesis
     written = {path.name for path in (tmp_path / "board").iterdir()}
-    assert written >= {"expert_load", "train", "valid"}
+    assert written >= {"train", "valid"}

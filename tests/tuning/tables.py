@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from fairseq_tutel.tuning import Axis, Space
+from fairseq_tutel.tuning.search.search import Axis, Space
 
 
 def space(slices=1):
@@ -14,7 +14,7 @@ def space(slices=1):
     ]
     if slices > 1:
         divisors = tuple(r for r in range(1, slices + 1) if slices % r == 0)
-        axes.append(Axis("r", divisors, apart=(0,)))
+        axes.append(Axis("r", divisors, standalone=(0,)))
     return Space(axes)
 
 

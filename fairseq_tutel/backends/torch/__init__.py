@@ -5,9 +5,10 @@ products compute on a GPU too. The autograd formulas live in :mod:`fairseq_tutel
 gradient is a plain function (``*_bwd``), as it is there.
 """
 
-from .activation import ACTIVATIONS, bias_act_bwd, bias_act_fwd
+import torch
+
+from .activation import ACTIVATIONS
 from .adam import adam16_maxima, adam16_step_, finite_max, quantize_
-from .cumsum import fast_cumsum_sub_one
 from .dispatch import combine_bwd, combine_fwd, dispatch_bwd, dispatch_fwd
 from .expert_chunks import expert_chunk_bwd, expert_chunks_bwd_params
 from .expert_ffn import expert_ffn_bwd, expert_ffn_fwd
@@ -17,6 +18,11 @@ from .rows import assign_rows_bwd, assign_rows_fwd
 from .slots import assign_slots
 from .wire import decode_rows, encode_rows
 
+# glibc gives each block above a limit back to the system when it is freed, and the next one comes
+# page by page, each cleared: a tenth of a small layer's time. The limit follows the largest block
+# that was freed, up to 32 MiB; so one is.
+torch.empty((32 << 20) - (64 << 10), dtype=torch.uint8, device="cpu")
+
 __all__ = [
     "ACTIVATIONS",
     "adam16_maxima",
@@ -24,8 +30,6 @@ __all__ = [
     "assign_rows_bwd",
     "assign_rows_fwd",
     "assign_slots",
-    "bias_act_bwd",
-    "bias_act_fwd",
     "combine_bwd",
     "combine_fwd",
     "decode_rows",
@@ -36,7 +40,6 @@ __all__ = [
     "expert_chunks_bwd_params",
     "expert_ffn_bwd",
     "expert_ffn_fwd",
-    "fast_cumsum_sub_one",
     "finite_max",
     "gate_logits_bwd",
     "gate_logits_fwd",

@@ -1,41 +1,84 @@
-"""How the experts' work is cut into blocks of rows, and what a block needs."""
+"""The experts' rows in blocks, and what is computed on one."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .activation import ACTIVATIONS
+from .._expert_chain import GATES
+from .activation import ACTIVATIONS, acc_dtype
 
-# Hidden elements per block: 4 MiB of fp32; and rows that keep the products efficient.
+# Hidden elements per block, 4 MiB of fp32, and rows that keep the products efficient.
 _BLOCK_NUMEL = 1 << 20
 _MIN_ROWS = 256
-# An expert is split if the largest one has this many times a thread's equal share of the rows.
-_UNEVEN = 1.25
 
-_aten = torch.ops.aten
-_Block = TypeVar("_Block")
+
+class Block(NamedTuple):
+    """Rows that are computed at once: all of several experts with equally many, or some of one's.
+
+    Attributes:
+        experts: g of them, with n rows each.
+        rows: of a buffer of all rows.
+        first: whether no block before it is of these experts.
+    """
+
+    experts: slice
+    rows: slice
+    first: bool
+
+    def of(self, buffer_RA: Tensor) -> Tensor:
+        """(g, n, A) of a buffer of all rows."""
+        part, count = buffer_RA[self.rows], self.experts.stop - self.experts.start
+        return part.view(count, len(part) // count, buffer_RA.shape[1])
+
+    def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
+        """Add ``a.T @ b`` to the experts' sums, which begin with the first block."""
+        of_experts = total[self.experts]
+        if total.dtype == a.dtype:
+            of_experts.baddbmm_(a.mT, b, beta=0 if self.first else 1)
+        elif self.first:
+            of_experts.copy_(torch.bmm(a.mT, b))
+        else:
+            of_experts.add_(torch.bmm(a.mT, b))
+
+
+def _padded_blocks(experts: int, capacity: int, step: int) -> Iterator[Block]:
+    """As many experts as have ``step`` rows together, or one expert's rows in steps."""
+    if capacity > step:
+        yield from _ragged_blocks([(x + 1) * capacity for x in range(experts)], step)
+        return
+    group = max(1, step // max(1, capacity))
+    for begin in range(0, experts, group):
+        end = min(begin + group, experts)
+        yield Block(slice(begin, end), slice(begin * capacity, end * capacity), True)
+
+
+def _ragged_blocks(ends: Sequence[int], step: int) -> Iterator[Block]:
+    """Each expert's rows in steps, at least one."""
+    for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        for start in range(begin, max(end, begin + 1), step):
+            rows = slice(start, min(start + step, end))
+            yield Block(slice(expert, expert + 1), rows, start == begin)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The rows of each expert in blocks, and the elementwise work on one.
+    """The blocks of all rows, and the elementwise work on one.
 
     Attributes:
-        spans: begin and end of each expert's rows.
-        block_rows: rows of a block, at most.
-        activation: a key of ACTIVATIONS.
+        blocks: in the order of the rows.
+        hidden_dim: F.
+        activation: a key of ACTIVATIONS or GATES.
         dropout_p: after the activation and after fc2.
         seed: of the masks.
         dtype: of the rows and their products.
         acc: dtype of everything but products.
     """
 
-    spans: tuple[tuple[int, int], ...]
-    block_rows: int
+    blocks: tuple[Block, ...]
+    hidden_dim: int
     activation: str
     dropout_p: tuple[float, float]
     seed: int
@@ -46,164 +89,131 @@ class Blocks:
     def of(
         cls,
         rows: Tensor,
-        offsets: Tensor | None,
         hidden_dim: int,
+        *,
         activation: str,
-        dropout_p: tuple[float, float],
-        seed: Tensor | None,
+        offsets: Tensor | None = None,
+        dropout_p: tuple[float, float] = (0.0, 0.0),
+        seed: Tensor | None = None,
     ) -> "Blocks":
-        """Of (e, N, M), or of (R, M) with ``offsets``. NOTE: reads these and the seed here."""
+        """Of (e, N, M), or of (R, M) with ``offsets``; options as of ``expert_ffn_fwd``."""
+        step = max(_MIN_ROWS, _BLOCK_NUMEL // max(1, hidden_dim))
         if offsets is None:
-            ends = [(x + 1) * rows.shape[1] for x in range(rows.shape[0])]
+            blocks = _padded_blocks(rows.shape[0], rows.shape[1], step)
         else:
-            ends = offsets.tolist()
-        half = rows.dtype in (torch.float16, torch.bfloat16)
+            blocks = _ragged_blocks(offsets.tolist(), step)
         return cls(
-            spans=tuple(zip([0, *ends[:-1]], ends, strict=True)),
-            block_rows=max(_MIN_ROWS, _BLOCK_NUMEL // max(1, hidden_dim)),
+            blocks=tuple(blocks),
+            hidden_dim=hidden_dim,
             activation=activation,
             dropout_p=dropout_p,
             seed=0 if seed is None else int(seed),
             dtype=rows.dtype,
-            acc=torch.float32 if half else rows.dtype,
+            acc=acc_dtype(rows.dtype),
         )
 
     @property
     def end(self) -> int:
-        """Rows that are used."""
-        return self.spans[-1][1]
+        """Rows that belong to an expert; those behind are unused."""
+        return self.blocks[-1].rows.stop
 
-    def parts(self, model_dim: int, whole: bool) -> list[tuple[int, list[slice]]]:
-        """(expert, consecutive blocks of its rows) for a thread each, the blocks in order.
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        """``x @ weight.T + bias`` in ``acc``: in ``out``, or from the product there."""
+        if bias is not None and self.dtype == self.acc:
+            return torch.baddbmm(bias[:, None], x, weight.mT, out=out)
+        return self.pre_activation(torch.bmm(x, weight.mT, out=out), bias)
+
+    def pre_activation(self, saved: Tensor, bias: Tensor | None) -> Tensor:
+        """``saved`` of a forward pass, which in half precision is without the bias, in ``acc``."""
+        if self.dtype == self.acc:
+            return saved
+        return saved.to(self.acc) if bias is None else saved.to(self.acc).add_(bias[:, None])
+
+    def activate(self, z: Tensor, keep: Tensor | None) -> Tensor:
+        """dropout(activation(z)), or dropout(activation(gate) * up) of the halves of z."""
+        gate, *up = z.chunk(2, -1) if self.activation in GATES else (z,)
+        a = self._functions[0](gate, gate.new_empty(gate.shape))
+        for factor in (*up, keep):
+            a = a if factor is None else a.mul_(factor)
+        return a
+
+    def activate_bwd(self, d_a: Tensor, z: Tensor) -> Tensor:
+        """Gradient of z without dropout; overwrites that of a."""
+        forward, gradient = self._functions
+        if self.activation not in GATES:
+            return gradient(d_a, z, d_a)
+        gate, up = z.chunk(2, -1)
+        d_z = torch.empty_like(z)
+        d_gate, d_up = d_z.chunk(2, -1)
+        forward(gate, d_up).mul_(d_a)
+        gradient(d_a.mul_(up), gate, d_gate)
+        return d_z
+
+    @property
+    def _functions(self):
+        return ACTIVATIONS[GATES.get(self.activation, self.activation)]
+
+    def masks(self, block: Block, out: Tensor) -> Iterator[Tensor | None]:
+        """For the values after the activation and the output: 0 or 1 / (1 - p), None if p is 0."""
+        generator = None
+        if any(self.dropout_p):
+            generator = torch.Generator(out.device).manual_seed(self.seed + block.rows.start)
+        for width, p in zip((self.hidden_dim, out.shape[-1]), self.dropout_p, strict=True):
+            keep = None
+            if p > 0:
+                keep = out.new_empty((*out.shape[:-1], width), dtype=self.acc)
+                keep.bernoulli_(1.0 - p, generator=generator).div_(1.0 - p)
+            yield keep
+
+    def bias_sums(
+        self, params: Sequence[Tensor | None], wanted: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Zeros to which gradients of fc1's and fc2's bias are added; (0,) where none is wanted."""
+        d_b1, d_b2 = (
+            params[0].new_zeros(b.shape if wanted and b is not None else 0, dtype=self.acc)
+            for b in params[1::2]
+        )
+        return d_b1, d_b2
+
+    def backward(
+        self,
+        d_out_RM: Tensor,
+        saved_RF: Tensor,
+        params: Sequence[Tensor | None],
+        d_rows_RM: Tensor,
+        d_b1: Tensor,
+        d_b2: Tensor,
+    ) -> Iterator[tuple[Block, Tensor, Tensor, Tensor, Tensor | None]]:
+        """All gradients but weights', block by block.
 
         Args:
-            whole: keep the blocks of an expert together, unless threads would wait for an
-                overloaded one.
+            params: fc1's weight and bias, fc2's.
+            d_rows_RM: filled; (0,) where it is not wanted.
+            d_b1, d_b2: of :meth:`bias_sums`, added to.
+
+        Yields:
+            the block; gradients of its output before dropout and of its values before the
+            activation, in the dtype of the rows; these values and the mask of those after it.
         """
-        if not whole:
-            return [(x, [block]) for x, blocks in enumerate(self.by_expert) for block in blocks]
-        return whole_parts(self.by_expert, self.sizes, model_dim)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Rows of each expert."""
-        return [end - begin for begin, end in self.spans]
-
-    @property
-    def by_expert(self) -> list[list[slice]]:
-        """The blocks of each expert."""
-        step = self.block_rows
-        return [
-            [slice(first, min(first + step, end)) for first in range(begin, end, step)]
-            for begin, end in self.spans
-        ]
-
-    def scratch(self, like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """For one block of any expert."""
-        rows = max((end - begin for begin, end in self.spans), default=0)
-        return like.new_empty((min(rows, self.block_rows), width), dtype=dtype)
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, wide: Tensor) -> Tensor:
-        """``x @ weight.T + bias`` in ``acc``: in ``out``, or in ``wide`` from the product there."""
-        if self.dtype == self.acc:
-            return torch.addmm(bias, x, weight.t(), out=out)
-        return wide.copy_(torch.mm(x, weight.t(), out=out)).add_(bias)
-
-    def activate(self, z: Tensor, out: Tensor) -> Tensor:
-        """activation(z) in ``out``, which may be z."""
-        if self.activation == "gelu":
-            return _aten.gelu.out(z, out=out)
-        return ACTIVATIONS[self.activation][0](out.copy_(z))
-
-    def d_activate(self, d_a: Tensor, z: Tensor) -> Tensor:
-        """d_a * activation'(z), in place of d_a; z stays as it is."""
-        if self.activation == "gelu":
-            return _aten.gelu_backward.grad_input(d_a, z, grad_input=d_a)
-        return d_a.copy_(ACTIVATIONS[self.activation][1](d_a, z.clone()))
-
-    def masks(self, block: slice, *likes: Tensor) -> list[Tensor | None]:
-        """For the hidden values and the output of a block: 0 or 1 / (1 - p), None if p is 0."""
-        if not any(self.dropout_p):
-            return [None, None]
-        generator = torch.Generator().manual_seed(self.seed + block.start)
-        found: list[Tensor | None] = []
-        for like, p in zip(likes, self.dropout_p, strict=True):
-            keep = torch.empty_like(like, dtype=self.acc) if p > 0 else None
-            if keep is not None:
-                keep.bernoulli_(1.0 - p, generator=generator).div_(1.0 - p)
-            found.append(keep)
-        return found
+        for block in self.blocks:
+            w1, b1, w2, _ = of_experts(params, block)
+            dy, z = block.of(d_out_RM), self.pre_activation(block.of(saved_RF), b1)
+            keep_a, keep_y = self.masks(block, dy)
+            if keep_y is not None:
+                dy = (dy * keep_y).to(self.dtype)
+            d_a = torch.bmm(dy, w2).to(self.acc)
+            if keep_a is not None:
+                d_a.mul_(keep_a)
+            d_z = self.activate_bwd(d_a, z)
+            for total, part in ((d_b1, d_z), (d_b2, dy)):
+                if total.numel() > 0:
+                    total[block.experts] += part.sum(1, dtype=self.acc)
+            d_h = d_z.to(self.dtype)
+            if d_rows_RM.numel() > 0:
+                torch.bmm(d_h, w1, out=block.of(d_rows_RM))
+            yield block, dy, d_h, z, keep_a
 
 
-def whole_parts(
-    by_expert: Sequence[Sequence[_Block]], sizes: Sequence[int], model_dim: int
-) -> list[tuple[int, Sequence[_Block]]]:
-    """(expert, consecutive blocks of its rows) for a thread each, an expert's together if it is not
-    overloaded.
-
-    Args:
-        by_expert: blocks of each.
-        sizes: rows of each.
-    """
-    share = max(1.0, sum(sizes) / torch.get_num_threads())
-    uneven = max(sizes, default=0) > _UNEVEN * share
-    parts = []
-    for expert, (size, blocks) in enumerate(zip(sizes, by_expert, strict=True)):
-        if not blocks:
-            continue
-        # a part's own weight gradients, 2 M F numbers, are not to exceed its hidden values
-        most = min(math.ceil(size / share), size // (2 * model_dim)) if uneven else 1
-        step = math.ceil(len(blocks) / max(1, most))
-        parts += [(expert, blocks[i : i + step]) for i in range(0, len(blocks), step)]
-    return parts
-
-
-class GradientSums:
-    """Gradients of the experts' parameters, added up block by block, by several threads at once.
-
-    Args:
-        params: fc1_weight, fc1_bias, fc2_weight, fc2_bias; (e, ...) each.
-        parts: of :meth:`Blocks.parts`. A part adds up in its expert's own gradients, or, after an
-            expert's first part, apart, to be added by :meth:`totals` in order.
-        acc: dtype of the sums of biases; those of weights have the weights', unless ``wide``.
-    """
-
-    def __init__(self, params: Sequence[Tensor], parts: list, acc, wide: bool = False):
-        self._params = params
-        self._totals = [
-            p.new_empty(p.shape, dtype=acc if wide else p.dtype)
-            if p.dim() == 3
-            else p.new_zeros(p.shape, dtype=acc)
-            for p in params
-        ]
-        self.of_part: list[list[Tensor]] = []
-        self._later: list[tuple[int, list[Tensor]]] = []
-        seen = set()
-        for expert, _ in parts:
-            sums = [total[expert] for total in self._totals]
-            if expert in seen:
-                # weights are overwritten by the first block, biases are added to
-                sums = [torch.empty_like(s) if s.dim() == 2 else torch.zeros_like(s) for s in sums]
-                self._later.append((expert, sums))
-            self.of_part.append(sums)
-            seen.add(expert)
-        for expert in set(range(len(self._totals[0]))) - seen:
-            for total in self._totals:
-                total[expert] = 0
-
-    def totals(self) -> tuple[Tensor, ...]:
-        """The gradients, after all parts, in the dtypes of the parameters."""
-        for expert, values in self._later:
-            for total, value in zip(self._totals, values, strict=True):
-                total[expert] += value
-        return tuple(t.to(p.dtype) for t, p in zip(self._totals, self._params, strict=True))
-
-
-def accumulate(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total = a @ b for the first block of a part, total += a @ b for the next ones."""
-    if total.dtype != a.dtype:
-        total.copy_(a @ b) if first else total.add_(a @ b)
-    elif first:
-        torch.mm(a, b, out=total)
-    else:
-        total.addmm_(a, b)
+def of_experts(params: Sequence[Tensor | None], block: Block) -> list[Tensor | None]:
+    """Those of the block's experts."""
+    return [None if param is None else param[block.experts] for param in params]

@@ -17,13 +17,12 @@ Error of one store, for the largest magnitude X of the slice (X / s lies in [2**
 - below that, ``exp_avg`` is off by at most 2**-39 X, and ``exp_avg_sq`` is overstated by less than
   2**-38 X.
 
-Each store's error fades as the moving average does, so that after many steps the statistic is
-off by at most sum_i beta**i e_i <= max_i e_i / (1 - beta), where e_i is the error of the store i
-steps ago. Relative to the statistic's largest recent value that is 0.5 % for beta1 = 0.9, 2.5 %
-for beta2 = 0.98 and 49 % for beta2 = 0.999, where an increment below half a unit is lost; an
-update sees half of the second moment's. The overstatement of small ``exp_avg_sq`` adds up to at
-most 2**-38 X / (1 - beta2), like an additional eps of 2**-19 / sqrt(1 - beta2) times the root of
-X. Choose beta2 <= 0.99 with fp16 statistics, as Meta's runs did (0.98).
+Each store's error fades as the moving average does: after many steps the statistic is off by at
+most max_i e_i / (1 - beta), e_i being the error of the store i steps ago. Relative to its largest
+recent value that is 0.5 % for beta1 = 0.9, 2.5 % for beta2 = 0.98 and 49 % for beta2 = 0.999, where
+an increment below half a unit is lost; an update sees half of the second moment's. The
+overstatement of small ``exp_avg_sq`` is like an additional eps of 2**-19 / sqrt(1 - beta2) times
+the root of X. Choose beta2 <= 0.99 with fp16 statistics, as Meta's runs did (0.98).
 
 Non-finite gradients behave as in fp32 Adam: their elements become inf or NaN in the statistics and
 NaN or unchanged in the parameter, all others are computed as if they were not there (the scale is
@@ -45,50 +44,50 @@ HALF_SMALLEST_NORMAL = 2.0**-14
 HALF_SUBNORMAL_STEP = 2.0**-24
 
 
-def scale_of_max(max_S: Tensor) -> Tensor:
+def scale_of_max(max_Q: Tensor) -> Tensor:
     """Power of two s with max / s in [2**14, 2**15); 1 for a maximum of zero.
 
     Args:
-        max_S: [S] fp32, finite, not negative.
+        max_Q: [Q] fp32, finite, not negative.
 
     Returns:
-        [S] fp32. Not below 2**-126, the smallest normal number.
+        [Q] fp32. Not below 2**-126, the smallest normal number.
     """
-    exponent_S = max_S.view(torch.int32) >> 23
-    scale_S = ((exponent_S - TARGET_EXPONENT).clamp(min=1) << 23).view(torch.float32)
-    return torch.where(max_S > 0, scale_S, 1.0)
+    exponent_Q = max_Q.view(torch.int32) >> 23
+    scale_Q = ((exponent_Q - TARGET_EXPONENT).clamp(min=1) << 23).view(torch.float32)
+    return torch.where(max_Q > 0, scale_Q, 1.0)
 
 
-def finite_max(x_SN: Tensor) -> Tensor:
-    """Largest finite magnitude of each row as fp32 [S]; 0 where there is none."""
-    if x_SN.shape[1] == 0:
-        return x_SN.new_zeros(x_SN.shape[0], dtype=torch.float32)
-    magnitude_SN = x_SN.abs()
-    max_S = magnitude_SN.amax(1).float()
-    if not bool(torch.isfinite(max_S).all()):
-        max_S = magnitude_SN.masked_fill_(~torch.isfinite(magnitude_SN), 0.0).amax(1).float()
-    return max_S
+def finite_max(x_QN: Tensor) -> Tensor:
+    """Largest finite magnitude of each row as fp32 [Q]; 0 where there is none."""
+    if x_QN.shape[1] == 0:
+        return x_QN.new_zeros(x_QN.shape[0], dtype=torch.float32)
+    magnitude_QN = x_QN.abs()
+    max_Q = magnitude_QN.amax(1).float()
+    if not bool(torch.isfinite(max_Q).all()):
+        max_Q = magnitude_QN.masked_fill_(~torch.isfinite(magnitude_QN), 0.0).amax(1).float()
+    return max_Q
 
 
 def quantize_(
-    out_SN: Tensor, x_SN: Tensor, *, round_up: bool, max_S: Tensor | None = None
+    out_QN: Tensor, x_QN: Tensor, *, round_up: bool, max_Q: Tensor | None = None
 ) -> Tensor:
-    """Write x into fp16 ``out_SN`` and return its scales [S] fp32 (module docstring).
+    """Write x into fp16 ``out_QN`` and return its scales [Q] fp32 (module docstring).
 
     Args:
-        out_SN: [S, N] fp16, overwritten.
-        x_SN: [S, N] fp32 or fp64. Used as scratch space.
+        out_QN: [Q, N] fp16, overwritten.
+        x_QN: [Q, N] fp32 or fp64. Used as scratch space.
         round_up: round upwards in fp16's subnormal range (for ``exp_avg_sq``, x >= 0).
-        max_S: [S] fp32, the largest finite magnitudes of slices of which x is a part; those of x
+        max_Q: [Q] fp32, the largest finite magnitudes of slices of which x is a part; those of x
             if None.
     """
-    scale_S = scale_of_max(finite_max(x_SN) if max_S is None else max_S)
-    x_SN.mul_(scale_S.reciprocal().unsqueeze(1))
+    scale_Q = scale_of_max(finite_max(x_QN) if max_Q is None else max_Q)
+    x_QN.mul_(scale_Q.reciprocal().unsqueeze(1))
     if round_up:
-        raised_SN = (x_SN * (1 / HALF_SUBNORMAL_STEP)).ceil_().mul_(HALF_SUBNORMAL_STEP)
-        x_SN = torch.where(x_SN < HALF_SMALLEST_NORMAL, raised_SN, x_SN)
-    out_SN.copy_(x_SN)
-    return scale_S
+        raised_QN = (x_QN * (1 / HALF_SUBNORMAL_STEP)).ceil_().mul_(HALF_SUBNORMAL_STEP)
+        x_QN = torch.where(x_QN < HALF_SMALLEST_NORMAL, raised_QN, x_QN)
+    out_QN.copy_(x_QN)
+    return scale_Q
 
 
 def adam16_maxima(
@@ -103,26 +102,10 @@ def adam16_maxima(
     beta2: float,
     grad_multiplier: Tensor,
 ) -> Tensor:
-    """Largest finite magnitudes of the statistics that a step will have, which decide their scales.
-
-    Args:
-        See :func:`adam16_step_`; nothing is changed.
-
-    Returns:
-        [2, S] fp32, of ``exp_avg`` and of ``exp_avg_sq``.
-    """
-    statistics = _new_statistics(
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        exp_avg_scale,
-        exp_avg_sq_scale,
-        beta1,
-        beta2,
-        grad_multiplier,
-        param.dtype,
-    )
-    return torch.stack([finite_max(x_SN) for x_SN in statistics])
+    """As :func:`fairseq_tutel.ops.adam16_maxima`."""
+    state = exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale
+    statistics = _new_statistics(grad, state, beta1, beta2, grad_multiplier, param.dtype)
+    return torch.stack([finite_max(x_QN) for x_QN in statistics])
 
 
 def adam16_step_(
@@ -147,60 +130,36 @@ def adam16_step_(
     m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2, p = p - lr weight_decay p, and
     p = p - lr sqrt(1 - beta2^step) / (1 - beta1^step) * m / (sqrt(v) + eps) (Kingma and Ba, 2015,
     end of section 2; decoupled decay of Loshchilov and Hutter, 2019). The update uses m and v
-    before they are rounded.
-
-    Args:
-        param: any shape, fp32/fp16/bf16/fp64, contiguous; updated in place.
-        grad: shape of param, any floating dtype.
-        exp_avg, exp_avg_sq: shape of param, fp16, contiguous; updated in place.
-        exp_avg_scale, exp_avg_sq_scale: [] (whole tensor) or [e] (per index of dim 0), fp32.
-        step: number of this step, from 1.
-        grad_multiplier: [] fp32 on param's device; the gradient is multiplied by it first.
-        maxima: [2, S] of :func:`adam16_maxima`, taken over all parts of a parameter of which this
-            is one; None: over these tensors.
-
-    Returns:
-        The new (exp_avg_scale, exp_avg_sq_scale), in the shapes they came in.
+    before they are rounded. Arguments and results as of :func:`fairseq_tutel.ops.adam16_step_`.
     """
     slices = max(exp_avg_scale.numel(), 1)
     compute = torch.promote_types(param.dtype, torch.float32)
-
-    avg_SN, sq_SN = _new_statistics(
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        exp_avg_scale,
-        exp_avg_sq_scale,
-        beta1,
-        beta2,
-        grad_multiplier,
-        param.dtype,
-    )
+    state = exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale
+    avg_QN, sq_QN = _new_statistics(grad, state, beta1, beta2, grad_multiplier, param.dtype)
     step_size = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
-    param_SN = param.reshape(slices, -1).to(compute)
+    param_QN = param.reshape(slices, -1).to(compute)
     if weight_decay != 0:
-        param_SN = param_SN.add(param_SN, alpha=-lr * weight_decay)
-    param.copy_(param_SN.addcdiv(avg_SN, sq_SN.sqrt().add_(eps), value=-step_size).view_as(param))
+        param_QN = param_QN.add(param_QN, alpha=-lr * weight_decay)
+    param.copy_(param_QN.addcdiv(avg_QN, sq_QN.sqrt().add_(eps), value=-step_size).view_as(param))
 
-    avg_max_S, sq_max_S = (None, None) if maxima is None else maxima
-    new_avg_scale_S = quantize_(exp_avg.view(slices, -1), avg_SN, round_up=False, max_S=avg_max_S)
-    new_sq_scale_S = quantize_(exp_avg_sq.view(slices, -1), sq_SN, round_up=True, max_S=sq_max_S)
-    return new_avg_scale_S.view_as(exp_avg_scale), new_sq_scale_S.view_as(exp_avg_sq_scale)
+    avg_max_Q, sq_max_Q = (None, None) if maxima is None else maxima
+    new_avg_scale_Q = quantize_(exp_avg.view(slices, -1), avg_QN, round_up=False, max_Q=avg_max_Q)
+    new_sq_scale_Q = quantize_(exp_avg_sq.view(slices, -1), sq_QN, round_up=True, max_Q=sq_max_Q)
+    return new_avg_scale_Q.view_as(exp_avg_scale), new_sq_scale_Q.view_as(exp_avg_sq_scale)
 
 
-def _new_statistics(
-    grad, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, beta1, beta2, grad_multiplier, dtype
-):
-    """New exp_avg and exp_avg_sq [S, N], unrounded, in the dtype of the arithmetic."""
+def _new_statistics(grad, state, beta1, beta2, grad_multiplier, dtype):
+    """New exp_avg and exp_avg_sq [Q, N], unrounded, in the dtype of the arithmetic."""
+    exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale = state
     slices = max(exp_avg_scale.numel(), 1)
     compute = torch.promote_types(dtype, torch.float32)
 
     def rows(x: Tensor) -> Tensor:
         return x.reshape(slices, -1).to(compute)
 
-    grad_SN = rows(grad) * grad_multiplier
-    avg_SN = rows(exp_avg).mul_(exp_avg_scale.reshape(slices, 1))
-    avg_SN.mul_(beta1).add_(grad_SN, alpha=1 - beta1)
-    sq_SN = rows(exp_avg_sq).mul_(exp_avg_sq_scale.reshape(slices, 1))
-    sq_SN.mul_(beta2).addcmul_(grad_SN, grad_SN, value=1 - beta2)
-    return avg_SN, sq_SN
+    grad_QN = rows(grad) * grad_multiplier
+    avg_QN = rows(exp_avg).mul_(exp_avg_scale.reshape(slices, 1))
+    avg_QN.mul_(beta1).add_(grad_QN, alpha=1 - beta1)
+    sq_QN = rows(exp_avg_sq).mul_(exp_avg_sq_scale.reshape(slices, 1))
+    sq_QN.mul_(beta2).addcmul_(grad_QN, grad_QN, value=1 - beta2)
+    return avg_QN, sq_QN

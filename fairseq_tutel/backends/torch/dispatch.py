@@ -2,52 +2,29 @@
 
 ``dest_row_TK`` maps a (token, choice) pair to its row (-1 = dropped) and ``src_pair_R`` is its
 inverse (-1 = unused row). No T x E x C tensor appears: cost and memory are O((T K + R) M).
-
-Rows are worked through in blocks that stay in the cache, so that gathering, scaling and the
-scalar products read and write memory once; on a CPU threads take whole blocks.
 """
-
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._threads import parallel_for, small_on_one_thread
+from .activation import acc_dtype
 
-# Elements per block of rows: 1 MiB of fp32.
-_BLOCK_NUMEL = 1 << 18
-
-
-def _acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+# Numbers that are worked on at once: they stay in a core's cache.
+_CHUNK = 1 << 19
 
 
-def _for_each_block(rows_RM: Tensor, function: Callable[[slice], None]) -> None:
-    """Call the function with blocks of row numbers that together are all rows."""
-    num_rows, dim = rows_RM.shape
-    step = max(1, _BLOCK_NUMEL // max(1, dim)) if rows_RM.device.type == "cpu" else num_rows
-    starts = range(0, num_rows, max(1, step))
-
-    def run(numbers):
-        for number in numbers:
-            function(slice(starts[number], min(starts[number] + step, num_rows)))
-
-    parallel_for(run, len(starts))
+def _token_of_row(src_pair_R: Tensor, top_k: int) -> Tensor:
+    """src_pair // K, (R,) int64, which torch gathers twice as fast by; some token if unused."""
+    return (src_pair_R.clamp(min=0) // top_k).long()
 
 
-def _row_weight(topk_weight_TK: Tensor, src_pair_R: Tensor, dtype: torch.dtype) -> Tensor:
-    """(R, 1) weight of the pair in each row; unused rows get some pair's weight."""
-    weight_R = topk_weight_TK.reshape(-1).index_select(0, src_pair_R.clamp(min=0))
-    return weight_R.to(_acc_dtype(dtype))[:, None]
-
-
-def _zero_unused(rows_RM: Tensor, src_pair_R: Tensor) -> None:
+def _zero_unused(rows_RM: Tensor, src_pair_R: Tensor) -> Tensor:
     unused_R = src_pair_R < 0
     if rows_RM.device.type == "cpu":
-        rows_RM.index_fill_(0, unused_R.nonzero().view(-1), 0)
-    else:  # nonzero would be a device-to-host sync
-        rows_RM.masked_fill_(unused_R[:, None], 0)
+        return rows_RM.index_fill_(0, unused_R.nonzero().view(-1), 0)
+    # nonzero would be a device-to-host sync
+    return rows_RM.masked_fill_(unused_R[:, None], 0)
 
 
 def _pair_values(value_R: Tensor, topk_weight_TK: Tensor, src_pair_R: Tensor) -> Tensor:
@@ -60,66 +37,27 @@ def _pair_values(value_R: Tensor, topk_weight_TK: Tensor, src_pair_R: Tensor) ->
     return value_N[:num_pairs].view(topk_weight_TK.shape)
 
 
-def _gather(x_TM: Tensor, token_R: Tensor, out_RM: Tensor) -> Tensor:
-    """x[token] in fp32 (fp64 for fp64): in ``out_RM`` if that has this dtype, else a new one."""
-    if out_RM.dtype == _acc_dtype(x_TM.dtype):
-        return torch.index_select(x_TM, 0, token_R, out=out_RM)
-    return x_TM.index_select(0, token_R).to(_acc_dtype(x_TM.dtype))
-
-
 def dispatch_fwd(x_TM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor) -> Tensor:
     """rows_RM[r] = x[src_pair[r] // K], zero in unused rows; (R, M) in x's dtype."""
-    return _fill_rows(x_TM, dest_row_TK, src_pair_R, None)
-
-
-def _fill_rows(
-    x_TM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor, topk_weight_TK: Tensor | None
-) -> Tensor:
     if dest_row_TK.numel() == 0:
         return x_TM.new_zeros((src_pair_R.shape[0], x_TM.shape[1]))
-    token_R = src_pair_R.clamp(min=0) // dest_row_TK.shape[1]
-    rows_RM = x_TM.new_empty((src_pair_R.shape[0], x_TM.shape[1]))
-    weight_R1 = (
-        None if topk_weight_TK is None else _row_weight(topk_weight_TK, src_pair_R, x_TM.dtype)
-    )
-
-    def fill(rows):
-        if weight_R1 is None:
-            torch.index_select(x_TM, 0, token_R[rows], out=rows_RM[rows])
-        else:
-            gathered = _gather(x_TM, token_R[rows], rows_RM[rows])
-            torch.mul(gathered, weight_R1[rows], out=rows_RM[rows])
-        _zero_unused(rows_RM[rows], src_pair_R[rows])
-
-    _for_each_block(rows_RM, fill)
-    return rows_RM
+    token_R = _token_of_row(src_pair_R, dest_row_TK.shape[1])
+    return _zero_unused(x_TM.index_select(0, token_R), src_pair_R)
 
 
-@small_on_one_thread
-def _bags(
-    dest_row_TK: Tensor, topk_weight_TK: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(rows, offsets, weights) of an embedding bag per token, without dropped pairs."""
-    valid_TK = dest_row_TK >= 0
-    if bool(valid_TK.all()):
-        return dest_row_TK, None, topk_weight_TK
-    count_T = valid_TK.sum(dim=1, dtype=dest_row_TK.dtype)
-    offset_T = count_T.cumsum(0, dtype=dest_row_TK.dtype) - count_T
-    return (
-        dest_row_TK[valid_TK],
-        offset_T,
-        None if topk_weight_TK is None else topk_weight_TK[valid_TK],
-    )
-
-
-def _bag_sum(rows_RM: Tensor, dest_row_TK: Tensor, topk_weight_TK: Tensor | None) -> Tensor:
+def _bag_sum(rows_RM: Tensor, dest_row_TK: Tensor, weight: Tensor | None) -> Tensor:
     """Weighted gather-sum in one pass by torch's embedding bag; dropped pairs are left out."""
-    row, offset_T, weight = _bags(dest_row_TK, topk_weight_TK)
+    row, offset_T = dest_row_TK, None
+    valid_TK = dest_row_TK >= 0
+    if not bool(valid_TK.all()):
+        count_T = valid_TK.sum(dim=1, dtype=dest_row_TK.dtype)
+        row, offset_T = dest_row_TK[valid_TK], count_T.cumsum(0, dtype=count_T.dtype) - count_T
+        weight = None if weight is None else weight[valid_TK]
     return F.embedding_bag(row, rows_RM, offset_T, mode="sum", per_sample_weights=weight)
 
 
 def _loop_sum(rows_RM: Tensor, dest_row_TK: Tensor, topk_weight_TK: Tensor | None) -> Tensor:
-    acc = _acc_dtype(rows_RM.dtype)
+    acc = acc_dtype(rows_RM.dtype)
     y_TM = rows_RM.new_zeros((dest_row_TK.shape[0], rows_RM.shape[1]), dtype=acc)
     for k in range(dest_row_TK.shape[1]):
         row_T = dest_row_TK[:, k]
@@ -144,34 +82,6 @@ def combine_fwd(rows_RM: Tensor, dest_row_TK: Tensor, topk_weight_TK: Tensor | N
     return _loop_sum(rows_RM, dest_row_TK, topk_weight_TK)
 
 
-def _gather_dot(
-    a_TM: Tensor, b_RM: Tensor, src_pair_R: Tensor, top_k: int, topk_weight_TK: Tensor | None
-) -> tuple[Tensor | None, Tensor]:
-    """Gathers a once: weight * a[token] as (R, M), None without weight, and <a[token], b>.
-
-    Unused rows are zero in the first and hold anything in the second.
-    """
-    acc = _acc_dtype(b_RM.dtype)
-    token_R = src_pair_R.clamp(min=0) // top_k
-    weight_R1 = (
-        None if topk_weight_TK is None else _row_weight(topk_weight_TK, src_pair_R, b_RM.dtype)
-    )
-    scaled_RM = None if topk_weight_TK is None else b_RM.new_empty(b_RM.shape)
-    dot_R = b_RM.new_empty(b_RM.shape[0], dtype=acc)
-
-    def fill(rows):
-        b = b_RM[rows].to(acc)
-        out = torch.empty_like(b) if scaled_RM is None else scaled_RM[rows]
-        gathered = _gather(a_TM, token_R[rows], out)
-        torch.sum(gathered * b, 1, out=dot_R[rows])
-        if scaled_RM is not None:
-            torch.mul(gathered, weight_R1[rows], out=scaled_RM[rows])
-            _zero_unused(scaled_RM[rows], src_pair_R[rows])
-
-    _for_each_block(b_RM, fill)
-    return scaled_RM, dot_R
-
-
 def combine_bwd(
     dy_TM: Tensor,
     rows_RM: Tensor,
@@ -187,20 +97,25 @@ def combine_bwd(
     d_rows[dest_row[t, k]] = weight[t, k] * dy[t]; d_weight[t, k] = <dy[t], rows[dest_row[t, k]]>.
     A gradient that is not needed comes back with shape (0,).
     """
-    if not needs_weight:
-        d_rows_RM = rows_RM.new_empty(0)
-        if needs_rows:
-            d_rows_RM = _fill_rows(dy_TM, dest_row_TK, src_pair_R, topk_weight_TK)
-        return d_rows_RM, topk_weight_TK.new_empty(0)
+    d_rows_RM, d_weight_TK = rows_RM.new_empty(0), topk_weight_TK.new_empty(0)
     if dest_row_TK.numel() == 0:
-        d_rows_RM = rows_RM.new_zeros(rows_RM.shape if needs_rows else 0)
-        return d_rows_RM, topk_weight_TK.new_zeros(topk_weight_TK.shape)
-    d_rows_RM, dot_R = _gather_dot(
-        dy_TM, rows_RM, src_pair_R, dest_row_TK.shape[1], topk_weight_TK if needs_rows else None
-    )
-    if d_rows_RM is None:
-        d_rows_RM = rows_RM.new_empty(0)
-    return d_rows_RM, _pair_values(dot_R, topk_weight_TK, src_pair_R)
+        d_rows_RM = torch.zeros_like(rows_RM) if needs_rows else d_rows_RM
+        return d_rows_RM, torch.zeros_like(topk_weight_TK) if needs_weight else d_weight_TK
+    (num_rows, model_dim), acc = rows_RM.shape, acc_dtype(rows_RM.dtype)
+    token_R = _token_of_row(src_pair_R, dest_row_TK.shape[1])
+    weight_R = topk_weight_TK.reshape(-1).index_select(0, src_pair_R.clamp(min=0)).to(acc)
+    dot_R, dy_RM = torch.empty_like(weight_R), dy_TM.new_empty(rows_RM.shape)
+    step = max(1, _CHUNK // max(1, model_dim))
+    for begin in range(0, num_rows, step):
+        part = slice(begin, begin + step)
+        dy = torch.index_select(dy_TM, 0, token_R[part], out=dy_RM[part])
+        if needs_weight:
+            torch.sum(dy.to(acc) * rows_RM[part], 1, out=dot_R[part])
+        if needs_rows:
+            dy.mul_(weight_R[part, None])  # in fp32, rounded once
+    if needs_weight:
+        d_weight_TK = _pair_values(dot_R, topk_weight_TK, src_pair_R)
+    return _zero_unused(dy_RM, src_pair_R) if needs_rows else d_rows_RM, d_weight_TK
 
 
 def dispatch_bwd(d_rows_RM: Tensor, dest_row_TK: Tensor) -> Tensor:

@@ -1,17 +1,13 @@
-"""The gate's product in fp32: by blocks of tokens on a CPU, on matrix units on a GPU.
+"""The gate's product in fp32, on a GPU on matrix units.
 
-On a CPU the product is a narrow one: torch's threads would meet inside it more often than it is
-worth. On a GPU fp32 products of the gate's gradient would cost a tenth of the experts'. There a
-fp32 operand is split into two halves whose sum it is (16 bits of mantissa in bf16, 22 in fp16) and
-multiplied on matrix units, which add up in fp32.
+There fp32 products of the gate's gradient would cost a tenth of the experts'. An fp32 operand is
+split into two halves whose sum it is (16 bits of mantissa in bf16, 22 in fp16) and multiplied on
+matrix units, which add up in fp32.
 """
 
 import torch
 from torch import Tensor
 
-from ._threads import parallel_for
-
-_BLOCK_TOKENS = 1024
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -20,18 +16,7 @@ def gate_logits_fwd(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
     if _on_matrix_units(x_TM):
         return _logits_from_halves(x_TM, weight_EM)
     acc = torch.promote_types(x_TM.dtype, torch.float32)
-    weight_ME = weight_EM.to(acc).t()
-    logits_TE = x_TM.new_empty((x_TM.shape[0], weight_EM.shape[0]), dtype=acc)
-
-    parts = _blocks(x_TM)
-
-    def run(numbers):
-        for number in numbers:
-            part = parts[number]
-            torch.mm(x_TM[part].to(acc), weight_ME, out=logits_TE[part])
-
-    parallel_for(run, len(parts))
-    return logits_TE
+    return torch.mm(x_TM.to(acc), weight_EM.to(acc).t())
 
 
 def gate_logits_bwd(
@@ -49,34 +34,12 @@ def gate_logits_bwd(
     if _on_matrix_units(x_TM):
         return _gradients_from_halves(d_logits_TE, x_TM, weight_EM, needs_x, needs_weight)
     acc = d_logits_TE.dtype
-    weight = weight_EM.to(acc)
-    d_x_TM = x_TM.new_empty(x_TM.shape if needs_x else 0)
-    parts = _blocks(x_TM)
-    # summed in the order of the blocks, whichever thread computed them
-    sums_BEM = weight.new_empty((len(parts), *weight.shape) if needs_weight else 0)
-
-    def run(numbers):
-        for number in numbers:
-            part = parts[number]
-            d_part = d_logits_TE[part]
-            if needs_x and x_TM.dtype == acc:
-                torch.mm(d_part, weight, out=d_x_TM[part])
-            elif needs_x:
-                wide = weight.new_empty((part.stop - part.start, weight.shape[1]))
-                d_x_TM[part] = torch.mm(d_part, weight, out=wide)
-            if needs_weight:
-                torch.mm(d_part.t(), x_TM[part].to(acc), out=sums_BEM[number])
-
-    parallel_for(run, len(parts))
-    d_weight = sums_BEM.sum(0).to(weight_EM.dtype) if needs_weight else weight_EM.new_empty(0)
-    return d_x_TM, d_weight
-
-
-def _blocks(x_TM: Tensor) -> list[slice]:
-    """Tokens for one product each; one that threads do not share on any device but a CPU."""
-    tokens = x_TM.shape[0]
-    step = _BLOCK_TOKENS if x_TM.device.type == "cpu" else max(tokens, 1)
-    return [slice(start, min(start + step, tokens)) for start in range(0, tokens, step)]
+    d_x_TM, d_weight_EM = x_TM.new_empty(0), weight_EM.new_empty(0)
+    if needs_x:
+        d_x_TM = torch.mm(d_logits_TE, weight_EM.to(acc)).to(x_TM.dtype)
+    if needs_weight:
+        d_weight_EM = torch.mm(d_logits_TE.t(), x_TM.to(acc)).to(weight_EM.dtype)
+    return d_x_TM, d_weight_EM
 
 
 def _on_matrix_units(x_TM: Tensor) -> bool:

@@ -6,30 +6,19 @@ Source: GShard (Lepikhin et al. 2020, arXiv 2006.16668, algorithm 1), for any K.
 import torch
 from torch import Tensor
 
-from ._threads import small_on_one_thread
-
-# Up to this K, repeated argmax is cheaper than sorting every row.
-_MAX_ARGMAX_ROUNDS = 4
-
 
 def _select(score_TE: Tensor, first_T1: Tensor, top_k: int) -> Tensor:
-    """The first choice and the largest other scores, (T, K) int64; overwrites the scores."""
-    if top_k == 1:
-        return first_T1
-    score_TE.scatter_(1, first_T1, float("-inf"))
-    if top_k > _MAX_ARGMAX_ROUNDS:
-        # A stable sort gives ties to the lowest index, which torch.topk does not promise.
-        order_TE = score_TE.sort(dim=1, descending=True, stable=True).indices
-        return torch.cat([first_T1, order_TE[:, : top_k - 1]], dim=1)
+    """The first choice and the largest other scores, (T, K) int64; overwrites the scores.
+
+    Ties go to the lowest index, which torch.topk does not promise; sorting each row takes longer.
+    """
     choices = [first_T1]
     while len(choices) < top_k:
+        score_TE.scatter_(1, choices[-1], float("-inf"))
         choices.append(score_TE.argmax(dim=1, keepdim=True))
-        if len(choices) < top_k:
-            score_TE.scatter_(1, choices[-1], float("-inf"))
     return torch.cat(choices, dim=1)
 
 
-@small_on_one_thread
 def topk_gating_fwd(
     logits_TE: Tensor,
     top_k: int,
@@ -38,20 +27,8 @@ def topk_gating_fwd(
     pad_T: Tensor | None = None,
     key_TE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Softmax, top-k, gate values and the sums that losses and metrics need.
-
-    Args:
-        logits_TE: (T, E) router logits.
-        top_k: number of experts per token, 1 <= top_k <= E.
-        noise_TE: (T, E) added to the logits when choices after the first are selected.
-        pad_T: (T,) bool, True where the token is padding.
-        key_TE: (T, E) by which experts are selected in place of the logits.
-
-    Returns:
-        expert_TK (T, K) int32, -1 in padded rows; gate_TK (T, K) softmax values at the chosen
-        experts; prob_sum_E (E,) sums of the softmax over all rows; entropy_sum () in nats;
-        lse_T (T,) logsumexp of the logits; choice_TK (T, K) int32, the chosen experts of padded
-        rows too (shape (0, K) without ``pad_T``, where expert_TK holds the same).
+    """Arguments and results as in :func:`fairseq_tutel.ops.topk_gating`, and one more: the chosen
+    experts of padded rows too, (T, K) int32, or (0, K) without ``pad_T``.
     """
     # A finite floor keeps experts that the caller disabled with -inf apart from those that
     # _select has taken, and makes a row of them uniform.
@@ -83,7 +60,6 @@ def topk_gating_fwd(
     return masked_TK, gate_TK, prob_sum_E, entropy_sum, lse_T, expert_TK
 
 
-@small_on_one_thread
 def topk_gating_bwd(
     d_gate_TK: Tensor | None,
     d_prob_sum_E: Tensor | None,

@@ -3,10 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._threads import small_on_one_thread
 
-
-@small_on_one_thread
 def assign_rows_fwd(
     expert_TK: Tensor,
     position_in_expert_TK: Tensor,
@@ -36,7 +33,6 @@ def assign_rows_fwd(
     return dest_row_TK, _invert(dest_row_TK, num_rows), weight_TK, num_kept_E
 
 
-@small_on_one_thread
 def assign_rows_bwd(
     d_weight_TK: Tensor, gate_TK: Tensor, dest_row_TK: Tensor, *, normalize: bool
 ) -> Tensor:

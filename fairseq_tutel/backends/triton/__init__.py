@@ -2,15 +2,18 @@
 
 One source serves NVIDIA and AMD GPUs and, with ``TRITON_INTERPRET=1``, the CPU interpreter.
 Each launcher has a twin of the same name and signature in :mod:`fairseq_tutel.backends.torch`;
-gradients are plain functions (``*_bwd``).
+gradients are plain functions (``*_bwd``). All raise ValueError for a wrong shape, dtype or device.
 """
 
 from .activation import bias_act_bwd, bias_act_fwd
 from .adam import adam16_maxima, adam16_step_
-from .cumsum import fast_cumsum_sub_one
 from .dispatch import combine_bwd, combine_fwd, dispatch_bwd, dispatch_fwd
-from .expert_chunks import expert_chunk_bwd, expert_chunks_bwd_params
-from .expert_ffn import expert_ffn_bwd, expert_ffn_fwd
+from .expert_ffn import (
+    expert_chunk_bwd,
+    expert_chunks_bwd_params,
+    expert_ffn_bwd,
+    expert_ffn_fwd,
+)
 from .gating import topk_gating_bwd, topk_gating_fwd
 from .rows import assign_rows_bwd, assign_rows_fwd
 from .slots import assign_slots
@@ -34,7 +37,6 @@ __all__ = [
     "expert_chunks_bwd_params",
     "expert_ffn_bwd",
     "expert_ffn_fwd",
-    "fast_cumsum_sub_one",
     "topk_gating_bwd",
     "topk_gating_fwd",
 ]

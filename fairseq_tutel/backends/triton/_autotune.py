@@ -39,56 +39,37 @@ TUNE_ROWS = 4096
 ACT_TILE_ROWS = 8 if INTERPRET else 64
 
 
-def _pin(configs: list[triton.Config]) -> list[triton.Config]:
-    return configs[:1] if os.environ.get("FAIRSEQ_TUTEL_AUTOTUNE", "1") == "0" else configs
-
-
-def _config(warps: int, **blocks: int) -> triton.Config:
-    return triton.Config(blocks, num_warps=warps)
+def _configs(
+    blocks: tuple[str, ...], interpreted: tuple[int, ...], *free: tuple[int, ...]
+) -> list[triton.Config]:
+    """Configurations with sizes of these blocks, behind their number of warps in ``free``."""
+    if INTERPRET:
+        return [triton.Config(dict(zip(blocks, interpreted, strict=True)))]
+    if os.environ.get("FAIRSEQ_TUTEL_AUTOTUNE", "1") == "0":
+        free = free[:1]
+    return [
+        triton.Config(dict(zip(blocks, sizes, strict=True)), num_warps=warps)
+        for warps, *sizes in free
+    ]
 
 
 def move_configs() -> list[triton.Config]:
     """Tiles (tokens x model dim) of dispatch and combine."""
-    if INTERPRET:
-        return [_config(4, BLOCK_T=4, BLOCK_M=32)]
-    return _pin(
-        [
-            _config(4, BLOCK_T=1, BLOCK_M=2048),
-            _config(4, BLOCK_T=1, BLOCK_M=4096),
-            _config(8, BLOCK_T=1, BLOCK_M=4096),
-            _config(4, BLOCK_T=2, BLOCK_M=1024),
-            _config(8, BLOCK_T=4, BLOCK_M=1024),
-            _config(4, BLOCK_T=4, BLOCK_M=512),
-            _config(4, BLOCK_T=8, BLOCK_M=256),
-            _config(4, BLOCK_T=32, BLOCK_M=64),
-        ]
-    )
+    wide = ((4, 1, 2048), (4, 1, 4096), (8, 1, 4096), (4, 2, 1024), (8, 4, 1024))
+    narrow = ((4, 4, 512), (4, 8, 256), (4, 32, 64))
+    return _configs(("BLOCK_T", "BLOCK_M"), (4, 32), *wide, *narrow)
 
 
 def act_configs() -> list[triton.Config]:
     """Tiles (rows x hidden dim) of bias + activation; BLOCK_N divides ACT_TILE_ROWS."""
-    if INTERPRET:
-        return [_config(4, BLOCK_N=4, BLOCK_F=32)]
-    return _pin(
-        [
-            _config(4, BLOCK_N=2, BLOCK_F=1024),
-            _config(8, BLOCK_N=4, BLOCK_F=1024),
-            _config(4, BLOCK_N=4, BLOCK_F=512),
-            _config(4, BLOCK_N=8, BLOCK_F=256),
-            _config(4, BLOCK_N=16, BLOCK_F=128),
-        ]
-    )
+    tiles = ((4, 2, 1024), (8, 4, 1024), (4, 4, 512), (4, 8, 256), (4, 16, 128))
+    return _configs(("BLOCK_N", "BLOCK_F"), (4, 32), *tiles)
 
 
 def product_configs() -> list[triton.Config]:
     """Tiles (rows x columns x summed dim) of the grouped products; the first fits every GPU."""
-    if INTERPRET:
-        return [_config(4, BLOCK_R=16, BLOCK_C=16, BLOCK_D=16)]
-    tiles = [(64, 64, 32, 4), (128, 128, 32, 8), (128, 64, 64, 4), (64, 128, 64, 4)]
-    return _pin(
-        [_config(warps, BLOCK_R=r, BLOCK_C=c, BLOCK_D=d) for r, c, d, warps in tiles]
-        + [_config(8, BLOCK_R=128, BLOCK_C=256, BLOCK_D=32)]
-    )
+    small = ((4, 64, 64, 32), (8, 128, 128, 32), (4, 128, 64, 64), (4, 64, 128, 64))
+    return _configs(("BLOCK_R", "BLOCK_C", "BLOCK_D"), (16, 16, 16), *small, (8, 128, 256, 32))
 
 
 def prune_wide_tiles(configs: list[triton.Config], named_args: dict, **kwargs) -> list:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._autotune import launch, product_configs
-from ._runtime import FLOAT_DTYPES, INTERPRET, check_tensor, device_guard
+from ._runtime import FLOAT_DTYPES, INT32, INTERPRET, check_tensor, checked, device_guard
 from ._tiles import tile_rows
 
 _HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")  # since torch 2.10
@@ -55,7 +55,7 @@ def _rows_product_kernel(
     -> out [[10], [200], [0]].
     """
     expert, first, last = tile_rows(
-        tl.program_id(1).to(tl.int64), offsets_ptr, num_rows, 0, e, True, BLOCK_R, BLOCK_EXPERTS
+        tl.program_id(1).to(tl.int64), offsets_ptr, num_rows, 0, e, BLOCK_R, BLOCK_EXPERTS
     )
     offs_r = first + tl.arange(0, BLOCK_R)
     offs_b = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -164,42 +164,33 @@ def rows_product(rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor) -> Tensor
     Raises:
         ValueError: wrong shape, dtype or device.
     """
-    R, A = rows_RA.shape
-    e, _, B = weight_eAB.shape
-    device = rows_RA.device
-    check_tensor("rows", rows_RA, (R, A), FLOAT_DTYPES, device)
+    (R, A), (e, _, B), device = rows_RA.shape, weight_eAB.shape, rows_RA.device
+    rows_RA = checked("rows", rows_RA, (R, A), FLOAT_DTYPES, device)
     check_tensor("weight", weight_eAB, (e, A, B), (rows_RA.dtype,), device)
-    check_tensor("offsets", offsets, (e,), (torch.int32,), device)
+    offsets = checked("offsets", offsets, (e,), INT32, device)
     if _grouped_mm_is_fused(rows_RA, A, B):
         return torch.nn.functional.grouped_mm(rows_RA, weight_eAB, offs=offsets)
-    out_RB = torch.empty((R, B), dtype=rows_RA.dtype, device=device)
-    if out_RB.numel() == 0:
-        return out_RB
+    out_RB = rows_RA.new_empty((R, B))
 
     def grid(meta: dict) -> tuple[int, int]:
         # an upper bound: every expert, and the tail, may leave its last tile part empty
         return triton.cdiv(B, meta["BLOCK_C"]), R // meta["BLOCK_R"] + e + 1
 
-    stride_e, stride_a, stride_b = weight_eAB.stride()
-    with device_guard(rows_RA):
-        launch(
-            _rows_product_kernel,
-            grid,
-            R,
-            out_RB,
-            rows_RA.contiguous(),
-            weight_eAB,
-            offsets.contiguous(),
-            R,
-            stride_e=stride_e,
-            stride_a=stride_a,
-            stride_b=stride_b,
-            e=e,
-            A=A,
-            B=B,
-            BLOCK_EXPERTS=triton.next_power_of_2(e + 1),
-            **_precision(rows_RA.dtype),
-        )
+    sizes = {"e": e, "A": A, "B": B, "BLOCK_EXPERTS": triton.next_power_of_2(e + 1)}
+    if out_RB.numel() > 0:
+        strides = weight_eAB.stride()
+        tensors = (out_RB, rows_RA, weight_eAB, offsets)
+        with device_guard(rows_RA):
+            launch(
+                _rows_product_kernel,
+                grid,
+                R,
+                *tensors,
+                R,
+                *strides,
+                **sizes,
+                **_precision(rows_RA.dtype),
+            )
     return out_RB
 
 
@@ -214,31 +205,19 @@ def weight_gradient(d_RA: Tensor, rows_RB: Tensor, offsets: Tensor) -> Tensor:
     Raises:
         ValueError: wrong shape, dtype or device.
     """
-    (R, A), B, e = d_RA.shape, rows_RB.shape[1], offsets.shape[0]
-    device = d_RA.device
-    check_tensor("d", d_RA, (R, A), FLOAT_DTYPES, device)
-    check_tensor("rows", rows_RB, (R, B), (d_RA.dtype,), device)
-    check_tensor("offsets", offsets, (e,), (torch.int32,), device)
+    (R, A), B, e, device = d_RA.shape, rows_RB.shape[1], offsets.shape[0], d_RA.device
+    d_RA = checked("d", d_RA, (R, A), FLOAT_DTYPES, device)
+    rows_RB = checked("rows", rows_RB, (R, B), (d_RA.dtype,), device)
+    offsets = checked("offsets", offsets, (e,), INT32, device)
     if _grouped_mm_is_fused(d_RA, A, B):
-        return torch.nn.functional.grouped_mm(d_RA.contiguous().t(), rows_RB, offs=offsets)
-    out_eAB = torch.empty((e, A, B), dtype=d_RA.dtype, device=device)
-    if out_eAB.numel() == 0:
-        return out_eAB
+        return torch.nn.functional.grouped_mm(d_RA.t(), rows_RB, offs=offsets)
+    out_eAB = d_RA.new_empty((e, A, B))
 
     def grid(meta: dict) -> tuple[int, int, int]:
         return triton.cdiv(B, meta["BLOCK_C"]), triton.cdiv(A, meta["BLOCK_R"]), e
 
-    with device_guard(d_RA):
-        launch(
-            _weight_gradient_kernel,
-            grid,
-            R,
-            out_eAB,
-            d_RA.contiguous(),
-            rows_RB.contiguous(),
-            offsets.contiguous(),
-            A=A,
-            B=B,
-            **_precision(d_RA.dtype),
-        )
+    if out_eAB.numel() > 0:
+        tensors = (out_eAB, d_RA, rows_RB, offsets)
+        with device_guard(d_RA):
+            launch(_weight_gradient_kernel, grid, R, *tensors, A=A, B=B, **_precision(d_RA.dtype))
     return out_eAB

@@ -10,6 +10,8 @@ from torch import Tensor
 INTERPRET = bool(triton.knobs.runtime.interpret)
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FP32 = (torch.float32,)
+INT32 = (torch.int32,)
 
 
 def check_tensor(
@@ -17,7 +19,7 @@ def check_tensor(
     tensor: Tensor,
     shape: tuple[int, ...],
     dtypes: tuple[torch.dtype, ...],
-    device: torch.device | None = None,
+    device: torch.device,
 ) -> None:
     """Raise ValueError unless the tensor has the shape, one of the dtypes, and the device."""
     if tuple(tensor.shape) != shape:
@@ -25,10 +27,18 @@ def check_tensor(
     if tensor.dtype not in dtypes:
         names = ", ".join(str(dtype) for dtype in dtypes)
         raise ValueError(f"{name} must be one of {names}, got {tensor.dtype}")
-    if device is not None and tensor.device != device:
+    if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}, the other arguments on {device}")
     if tensor.device.type == "cpu" and not INTERPRET:
         raise ValueError(f"{name} is on the CPU, where Triton runs only with TRITON_INTERPRET=1")
+
+
+def checked(name: str, tensor: Tensor | None, *wanted) -> Tensor | None:
+    """The tensor as a kernel reads it, contiguous; None stays None. See :func:`check_tensor`."""
+    if tensor is None:
+        return None
+    check_tensor(name, tensor, *wanted)
+    return tensor.contiguous()
 
 
 def device_guard(tensor: Tensor) -> AbstractContextManager:

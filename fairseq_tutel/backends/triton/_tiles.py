@@ -32,7 +32,6 @@ def tile_rows(
     num_rows,
     rows_per_expert,
     e: tl.constexpr,
-    RAGGED: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
 ):
@@ -40,7 +39,7 @@ def tile_rows(
 
     Example: offsets [3, 3, 7], 9 rows, TILE = 2: tile 2 -> (2, 3, 7), tile 4 -> (3, 7, 9).
     """
-    if RAGGED:
+    if offsets_ptr is not None:
         index, start, end, tiles = ragged_tiles(offsets_ptr, num_rows, e, TILE, BLOCK_EXPERTS)
         passed = tl.cumsum(tiles, axis=0) <= pid
         expert = tl.sum(passed.to(tl.int64), axis=0)

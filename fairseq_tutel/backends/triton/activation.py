@@ -1,5 +1,8 @@
 """Bias + activation + dropout of the experts' hidden layer, one kernel each way.
 
+h is W numbers wide: the F that are activated, or of a gated network 2F, the gate's and then those
+that its activation multiplies (up).
+
 The backward recomputes the activation from h (not for linear, whose derivative is 1), writes d_h
 where that is wanted and, per tile of rows, the sums for d_bias; a second kernel adds the tiles of
 each expert in a fixed order (no atomics).
@@ -8,11 +11,14 @@ Dropout draws from Philox (Salmon et al. 2011) by element index, so the mask is 
 Z are tiles of ACT_TILE_ROWS rows. The tail of ragged rows (``_tiles.py``) comes out zero.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._expert_chain import GATES
 from ._activations import FORMULA, activate, activate_bwd
 from ._autotune import (
     ACT_TILE_ROWS,
@@ -22,17 +28,20 @@ from ._autotune import (
     launch,
     prune_wide_tiles,
 )
-from ._runtime import FLOAT_DTYPES, check_tensor, device_guard
+from ._runtime import FLOAT_DTYPES, INT32, check_tensor, checked, device_guard
 from ._tiles import ragged_tiles, tile_rows
 
 _DYNAMIC = ["num_rows", "rows_per_expert"]
-_KEY = ["F", "ACTIVATION", "RAGGED", "DROPOUT_P"]
-_PRUNE = {"early_config_prune": prune_wide_tiles}
+_TUNED = {
+    "configs": act_configs(),
+    "key": ["F", "ACTIVATION", "GATED", "DROPOUT_P"],
+    "prune_configs_by": {"early_config_prune": prune_wide_tiles},
+}
 
 
 @triton.jit
 def _keep_scale(
-    seed,
+    seed_ptr,
     offs_n,
     start,
     F: tl.constexpr,
@@ -46,25 +55,43 @@ def _keep_scale(
     """
     group = start // 4 + tl.arange(0, BLOCK_F // 4)
     counter = offs_n[:, None] * ((F + 3) // 4) + group[None, :]
-    u0, u1, u2, u3 = tl.rand4x(seed, counter)
+    u0, u1, u2, u3 = tl.rand4x(tl.load(seed_ptr), counter)
     uniform = tl.interleave(tl.interleave(u0, u2), tl.interleave(u1, u3))
     return tl.where(uniform >= DROPOUT_P, 1.0 / (1.0 - DROPOUT_P), 0.0)
 
 
-@triton.autotune(act_configs(), key=_KEY, prune_configs_by=_PRUNE)
+@triton.jit
+def _load_bias(bias_ptr, offs, mask):
+    """A piece of an expert's bias in fp32; zeros without biases."""
+    bias = tl.zeros(offs.shape, tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    return bias
+
+
+@triton.jit
+def _load_biased(h_ptr, offs, mask, bias_ptr, bias):
+    """A tile of h + bias in fp32."""
+    z = tl.load(h_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        z += bias[None, :]
+    return z
+
+
+@triton.autotune(**_TUNED)
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _bias_act_fwd_kernel(
     y_ptr,  # (R, F) - output
-    h_ptr,  # (R, F)
-    bias_ptr,  # (e, F) float
-    offsets_ptr,  # (e,) int32 end row of each expert; RAGGED
+    h_ptr,  # (R, W)
+    bias_ptr,  # (e, W) float or None
+    offsets_ptr,  # (e,) int32 end row of each expert; None: rows_per_expert each
     seed_ptr,  # () int64; DROPOUT_P > 0
     num_rows,
     rows_per_expert,
     e: tl.constexpr,
     F: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    RAGGED: tl.constexpr,
+    GATED: tl.constexpr,
     DROPOUT_P: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
@@ -74,54 +101,53 @@ def _bias_act_fwd_kernel(
     """Grid (Z, cdiv(F, BLOCK_F)); a program loads its piece of the bias once.
 
     Example: h [[-3], [1]], e = 2, one row each, bias [[1], [2]], relu -> y [[0], [3]].
+    Gated: h [[0, 5], [99, 5]], bias [[0, 1], [1, 1]], swiglu -> y [[0], [600]].
     """
+    pid = tl.program_id(0).to(tl.int64)
     expert, first, last = tile_rows(
-        tl.program_id(0).to(tl.int64),
-        offsets_ptr,
-        num_rows,
-        rows_per_expert,
-        e,
-        RAGGED,
-        TILE,
-        BLOCK_EXPERTS,
+        pid, offsets_ptr, num_rows, rows_per_expert, e, TILE, BLOCK_EXPERTS
     )
+    W: tl.constexpr = 2 * F if GATED else F
     start = tl.program_id(1).to(tl.int64) * BLOCK_F
     offs_f = start + tl.arange(0, BLOCK_F)
     mask_f = offs_f < F
-    bias = tl.load(bias_ptr + expert * F + offs_f, mask=mask_f & (expert < e), other=0.0)
-    bias = bias.to(tl.float32)
+    bias = _load_bias(bias_ptr, expert * W + offs_f, mask_f & (expert < e))
+    if GATED:
+        up_bias = _load_bias(bias_ptr, expert * W + F + offs_f, mask_f & (expert < e))
     tl.static_assert(TILE % BLOCK_N == 0)
     for step in range(0, TILE, BLOCK_N):
         offs_n = first + step + tl.arange(0, BLOCK_N)
         mask = (offs_n < last)[:, None] & mask_f[None, :]
-        offs = offs_n[:, None] * F + offs_f[None, :]
+        offs_h = offs_n[:, None] * W + offs_f[None, :]
         # Rows of the tail are not read: they may hold anything. They come out zero, since
         # every activation maps 0 to 0.
-        h = tl.load(h_ptr + offs, mask=mask & (expert < e), other=0.0).to(tl.float32)
-        y = activate(h + bias[None, :], ACTIVATION)
+        read = mask & (expert < e)
+        y = activate(_load_biased(h_ptr, offs_h, read, bias_ptr, bias), ACTIVATION)
+        if GATED:
+            y *= _load_biased(h_ptr + F, offs_h, read, bias_ptr, up_bias)
         if DROPOUT_P > 0:
-            y *= _keep_scale(tl.load(seed_ptr), offs_n, start, F, DROPOUT_P, BLOCK_N, BLOCK_F)
-        tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
+            y *= _keep_scale(seed_ptr, offs_n, start, F, DROPOUT_P, BLOCK_N, BLOCK_F)
+        offs_y = offs_n[:, None] * F + offs_f[None, :]
+        tl.store(y_ptr + offs_y, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.autotune(act_configs(), key=[*_KEY, "HAS_DH"], prune_configs_by=_PRUNE)
+@triton.autotune(**_TUNED)
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _bias_act_bwd_dh_kernel(
-    d_h_ptr,  # (R, F) - output; HAS_DH
-    partial_ptr,  # (Z, F) fp32 - output: sums of d_h over the rows of each tile
+    d_h_ptr,  # (R, W) - output, or None
+    partial_ptr,  # (Z, W) fp32 - output, or None: sums of d_h over the rows of each tile
     dy_ptr,  # (R, F)
-    h_ptr,  # (R, F); not read for ACTIVATION linear
-    bias_ptr,  # (e, F) float
-    offsets_ptr,  # (e,) int32 end row of each expert; RAGGED
+    h_ptr,  # (R, W); None for ACTIVATION linear
+    bias_ptr,  # (e, W) float or None
+    offsets_ptr,  # (e,) int32 end row of each expert; None: rows_per_expert each
     seed_ptr,  # () int64; DROPOUT_P > 0
     num_rows,
     rows_per_expert,
     e: tl.constexpr,
     F: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    RAGGED: tl.constexpr,
+    GATED: tl.constexpr,
     DROPOUT_P: tl.constexpr,
-    HAS_DH: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -130,155 +156,172 @@ def _bias_act_bwd_dh_kernel(
     """Grid (Z, cdiv(F, BLOCK_F)).
 
     Example: h [[-3], [1]], e = 1, bias [[1]], relu, dy [[5], [7]] -> d_h [[0], [7]],
-    partial [[7]] in one tile.
+    partial [[7]] in one tile. Gated: h [[0, 4], [100, 4]], bias [[0, 1]], swiglu, dy [[2], [2]]
+    -> d_h [[5, 0], [10, 200]], partial [[15, 200]].
     """
     pid = tl.program_id(0).to(tl.int64)
     expert, first, last = tile_rows(
-        pid, offsets_ptr, num_rows, rows_per_expert, e, RAGGED, TILE, BLOCK_EXPERTS
+        pid, offsets_ptr, num_rows, rows_per_expert, e, TILE, BLOCK_EXPERTS
     )
+    W: tl.constexpr = 2 * F if GATED else F
     start = tl.program_id(1).to(tl.int64) * BLOCK_F
     offs_f = start + tl.arange(0, BLOCK_F)
     mask_f = offs_f < F
-    if ACTIVATION != "linear":
-        bias = tl.load(bias_ptr + expert * F + offs_f, mask=mask_f & (expert < e), other=0.0)
-        bias = bias.to(tl.float32)
+    if h_ptr is not None:
+        bias = _load_bias(bias_ptr, expert * W + offs_f, mask_f & (expert < e))
     total = tl.zeros([BLOCK_F], tl.float32)
+    if GATED:
+        up_bias = _load_bias(bias_ptr, expert * W + F + offs_f, mask_f & (expert < e))
+        up_total = tl.zeros([BLOCK_F], tl.float32)
     tl.static_assert(TILE % BLOCK_N == 0)
     for step in range(0, TILE, BLOCK_N):
         offs_n = first + step + tl.arange(0, BLOCK_N)
         mask = (offs_n < last)[:, None] & mask_f[None, :]
-        offs = offs_n[:, None] * F + offs_f[None, :]
+        offs_h = offs_n[:, None] * W + offs_f[None, :]
+        offs_y = offs_n[:, None] * F + offs_f[None, :]
         read = mask & (expert < e)
-        d_h = tl.load(dy_ptr + offs, mask=read, other=0.0).to(tl.float32)
+        d_h = tl.load(dy_ptr + offs_y, mask=read, other=0.0).to(tl.float32)
         if DROPOUT_P > 0:
-            d_h *= _keep_scale(tl.load(seed_ptr), offs_n, start, F, DROPOUT_P, BLOCK_N, BLOCK_F)
-        if ACTIVATION != "linear":
-            h = tl.load(h_ptr + offs, mask=read, other=0.0).to(tl.float32)
-            d_h *= activate_bwd(h + bias[None, :], ACTIVATION)
+            d_h *= _keep_scale(seed_ptr, offs_n, start, F, DROPOUT_P, BLOCK_N, BLOCK_F)
+        if h_ptr is not None:
+            z = _load_biased(h_ptr, offs_h, read, bias_ptr, bias)
+            if GATED:
+                d_up = d_h * activate(z, ACTIVATION)
+                up_total += tl.sum(d_up, axis=0)
+                if d_h_ptr is not None:
+                    tl.store(d_h_ptr + F + offs_h, d_up.to(d_h_ptr.dtype.element_ty), mask=mask)
+                d_h *= _load_biased(h_ptr + F, offs_h, read, bias_ptr, up_bias)
+            d_h *= activate_bwd(z, ACTIVATION)
         total += tl.sum(d_h, axis=0)
-        if HAS_DH:
-            tl.store(d_h_ptr + offs, d_h.to(d_h_ptr.dtype.element_ty), mask=mask)
-    tl.store(partial_ptr + pid * F + offs_f, total, mask=mask_f)
+        if d_h_ptr is not None:
+            tl.store(d_h_ptr + offs_h, d_h.to(d_h_ptr.dtype.element_ty), mask=mask)
+    if partial_ptr is not None:
+        tl.store(partial_ptr + pid * W + offs_f, total, mask=mask_f)
+        if GATED:
+            tl.store(partial_ptr + pid * W + F + offs_f, up_total, mask=mask_f)
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _bias_act_bwd_db_kernel(
-    d_bias_ptr,  # (e, F) - output
-    partial_ptr,  # (Z, F) fp32 - sums over the rows of each tile
-    offsets_ptr,  # (e,) int32 end row of each expert; RAGGED
+    d_bias_ptr,  # (e, W) - output
+    partial_ptr,  # (Z, W) fp32 - sums over the rows of each tile
+    offsets_ptr,  # (e,) int32 end row of each expert; None: rows_per_expert each
     num_rows,
     rows_per_expert,
     e: tl.constexpr,
-    F: tl.constexpr,
-    RAGGED: tl.constexpr,
+    W: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_Z: tl.constexpr,
-    BLOCK_F: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):
-    """Grid (e, cdiv(F, BLOCK_F)); adds up the tiles of each expert.
+    """Grid (e, cdiv(W, BLOCK_W)); adds up the tiles of each expert.
 
     Example: e = 2, rows_per_expert = 3, TILE = 2, partial [[1], [2], [3], [4]]
     -> d_bias [[3], [7]].
     """
     expert = tl.program_id(0).to(tl.int64)
-    if RAGGED:
+    if offsets_ptr is not None:
         index, _, _, tiles = ragged_tiles(offsets_ptr, num_rows, e, TILE, BLOCK_EXPERTS)
         first = tl.sum(tl.where(index < expert, tiles, 0), axis=0)
         count = tl.sum(tl.where(index == expert, tiles, 0), axis=0)
     else:
         count = tl.cdiv(rows_per_expert, TILE).to(tl.int64)
         first = expert * count
-    offs_f = tl.program_id(1).to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
-    mask_f = offs_f < F
-    acc = tl.zeros([BLOCK_F], tl.float32)
+    offs_w = tl.program_id(1).to(tl.int64) * BLOCK_W + tl.arange(0, BLOCK_W)
+    mask_w = offs_w < W
+    acc = tl.zeros([BLOCK_W], tl.float32)
     for start in range(0, count, BLOCK_Z):
         offs_z = start + tl.arange(0, BLOCK_Z).to(tl.int64)
-        mask = (offs_z < count)[:, None] & mask_f[None, :]
-        offs = (first + offs_z)[:, None] * F + offs_f[None, :]
+        mask = (offs_z < count)[:, None] & mask_w[None, :]
+        offs = (first + offs_z)[:, None] * W + offs_w[None, :]
         acc += tl.sum(tl.load(partial_ptr + offs, mask=mask, other=0.0), axis=0)
-    tl.store(d_bias_ptr + expert * F + offs_f, acc.to(d_bias_ptr.dtype.element_ty), mask=mask_f)
+    tl.store(d_bias_ptr + expert * W + offs_w, acc.to(d_bias_ptr.dtype.element_ty), mask=mask_w)
 
 
-def _check(
-    h: Tensor,
-    bias: Tensor,
-    offsets: Tensor | None,
-    dropout_p: float,
-    seed: Tensor | None,
-    name: str = "h",
-) -> None:
-    num_experts = h.shape[0] if offsets is None else offsets.shape[0]
-    check_tensor(name, h, tuple(h.shape), FLOAT_DTYPES, h.device)
-    check_tensor("bias", bias, (num_experts, h.shape[-1]), FLOAT_DTYPES, h.device)
-    if offsets is not None:
-        check_tensor("offsets", offsets, (num_experts,), (torch.int32,), h.device)
+def _checked_options(rows, width, bias, offsets, dropout_p, seed):
+    """Bias, offsets and seed; the number of tiles, and the kernels' sizes.
+
+    Args:
+        rows: what has the leading dimensions of h.
+        width: W.
+    """
+    num_experts = rows.shape[0] if offsets is None else offsets.shape[0]
+    bias = checked("bias", bias, (num_experts, width), FLOAT_DTYPES, rows.device)
+    offsets = checked("offsets", offsets, (num_experts,), INT32, rows.device)
     if dropout_p > 0:
         if seed is None:
             raise ValueError("dropout needs a seed")
-        check_tensor("seed", seed, (), (torch.int64,), h.device)
-
-
-def _sizes(h: Tensor, offsets: Tensor | None) -> tuple[int, dict]:
-    """Number of tiles and the size arguments of the kernels."""
-    num_experts = h.shape[0] if offsets is None else offsets.shape[0]
-    num_rows = h.numel() // max(1, h.shape[-1])
-    rows_per_expert = 0 if offsets is not None else h.shape[1]
+        check_tensor("seed", seed, (), (torch.int64,), rows.device)
+    num_rows, rows_per_expert = math.prod(rows.shape[:-1]), 0
     if offsets is None:
+        rows_per_expert = rows.shape[1]
         num_tiles = num_experts * triton.cdiv(rows_per_expert, ACT_TILE_ROWS)
     else:  # an upper bound: every expert, and the tail, may leave its last tile part empty
         num_tiles = num_rows // ACT_TILE_ROWS + num_experts + 1
-    return num_tiles, {
+    sizes = {
         "num_rows": num_rows,
         "rows_per_expert": rows_per_expert,
         "e": num_experts,
-        "F": h.shape[-1],
-        "RAGGED": offsets is not None,
         "TILE": ACT_TILE_ROWS,
         "BLOCK_EXPERTS": triton.next_power_of_2(num_experts + 1),
     }
+    return (bias, offsets, seed), num_tiles, sizes
+
+
+def _launch(kernel, tensors, num_tiles, sizes, F, activation, dropout_p) -> None:
+    launch(
+        kernel,
+        lambda meta: (num_tiles, triton.cdiv(F, meta["BLOCK_F"])),
+        sizes["num_rows"],
+        *tensors,
+        **sizes,
+        F=F,
+        ACTIVATION=FORMULA[GATES.get(activation, activation)],
+        GATED=activation in GATES,
+        DROPOUT_P=dropout_p,
+    )
 
 
 def bias_act_fwd(
     h: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     *,
     activation: str,
     offsets: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
 ) -> Tensor:
-    """:func:`fairseq_tutel.backends.torch.bias_act_fwd` in Triton; fp32, fp16 or bf16.
+    """dropout(activation(h + bias)), or dropout(activation(gate) * up) of a gated network, in fp32.
+
+    Args:
+        h: (e, N, F), or (R, F) with ``offsets``, fp32, fp16 or bf16, the result's dtype; gated
+            (..., 2F): gate and up are the halves of h + bias.
+        bias: (e, F), gated (e, 2F); or None.
+        offsets: (e,) int32 end row of each expert; rows past the last come out zero.
+        seed: int64 scalar tensor; needed when dropout_p > 0.
 
     Raises:
         ValueError: wrong shape, dtype or device.
     """
-    _check(h, bias, offsets, dropout_p, seed)
-    y = torch.empty(h.shape, dtype=h.dtype, device=h.device)
-    if h.numel() == 0:
-        return y
-    num_tiles, sizes = _sizes(h, offsets)
-    with device_guard(h):
-        launch(
-            _bias_act_fwd_kernel,
-            lambda meta: (num_tiles, triton.cdiv(sizes["F"], meta["BLOCK_F"])),
-            sizes["num_rows"],
-            y,
-            h.contiguous(),
-            bias.contiguous(),
-            None if offsets is None else offsets.contiguous(),
-            seed,
-            **sizes,
-            ACTIVATION=FORMULA[activation],
-            DROPOUT_P=dropout_p,
-        )
+    *rows, width = h.shape
+    F = width // 2 if activation in GATES else width
+    if activation in GATES and width % 2:
+        raise ValueError(f"h must have a gate and a value for each unit, got {tuple(h.shape)}")
+    h = checked("h", h, (*rows, width), FLOAT_DTYPES, h.device)
+    options, num_tiles, sizes = _checked_options(h, width, bias, offsets, dropout_p, seed)
+    y = h.new_empty((*rows, F))
+    if y.numel() > 0:
+        with device_guard(h):
+            tensors = (y, h, *options)
+            _launch(_bias_act_fwd_kernel, tensors, num_tiles, sizes, F, activation, dropout_p)
     return y
 
 
 def bias_act_bwd(
     dy: Tensor,
     h: Tensor | None,
-    bias: Tensor,
+    bias: Tensor | None,
     *,
     activation: str,
     offsets: Tensor | None = None,
@@ -286,48 +329,42 @@ def bias_act_bwd(
     seed: Tensor | None = None,
     needs_h: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.bias_act_bwd` in Triton; fp32, fp16 or bf16.
+    """Gradients of :func:`bias_act_fwd`: d_h like h, and d_bias in the dtype of h, (0,) of no bias.
 
-    Deterministic for one choice of tiles; d_bias is summed in their order (see ``_autotune``).
+    ``h`` is not read for ``linear``; without ``needs_h`` d_h has shape (0,). Deterministic for one
+    choice of tiles; d_bias is summed in their order (see ``_autotune``).
 
     Raises:
         ValueError: wrong shape, dtype or device; no h where the activation needs it.
     """
-    _check(dy, bias, offsets, dropout_p, seed, name="dy")
-    formula = FORMULA[activation]
-    if formula != "linear":
-        if h is None:
-            raise ValueError(f"the gradient of {activation} needs h")
-        check_tensor("h", h, tuple(dy.shape), FLOAT_DTYPES, dy.device)
-    d_h = torch.empty(dy.shape if needs_h else 0, dtype=dy.dtype, device=dy.device)
+    *rows, F = dy.shape
+    W = 2 * F if activation in GATES else F
+    dy = checked("dy", dy, (*rows, F), FLOAT_DTYPES, dy.device)
+    if activation == "linear":
+        h = None
+    elif h is None:
+        raise ValueError(f"the gradient of {activation} needs h")
+    h = checked("h", h, (*rows, W), FLOAT_DTYPES, dy.device)
+    (bias, *rest), num_tiles, sizes = _checked_options(dy, W, bias, offsets, dropout_p, seed)
+    d_h = dy.new_empty((*rows, W) if needs_h else 0)
+    if bias is None:
+        d_bias, partial_ZW = dy.new_empty(0), None
+    else:
+        d_bias = torch.empty_like(bias)
+        partial_ZW = dy.new_empty((num_tiles, W), dtype=torch.float32)
     if dy.numel() == 0:
-        return d_h, torch.zeros_like(bias, memory_format=torch.contiguous_format)
-    d_bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
-    num_tiles, sizes = _sizes(dy, offsets)
-    partial_ZF = torch.empty((num_tiles, sizes["F"]), dtype=torch.float32, device=dy.device)
+        return d_h, d_bias.zero_()
     with device_guard(dy):
-        launch(
-            _bias_act_bwd_dh_kernel,
-            lambda meta: (num_tiles, triton.cdiv(sizes["F"], meta["BLOCK_F"])),
-            sizes["num_rows"],
-            d_h if needs_h else None,
-            partial_ZF,
-            dy.contiguous(),
-            None if formula == "linear" else h.contiguous(),
-            bias.contiguous(),
-            None if offsets is None else offsets.contiguous(),
-            seed,
-            **sizes,
-            ACTIVATION=formula,
-            DROPOUT_P=dropout_p,
-            HAS_DH=needs_h,
-        )
-        _bias_act_bwd_db_kernel[(sizes["e"], triton.cdiv(sizes["F"], SCAN_BLOCK_COLS))](
-            d_bias,
-            partial_ZF,
-            None if offsets is None else offsets.contiguous(),
-            **sizes,
-            BLOCK_Z=SCAN_BLOCK_ROWS,
-            BLOCK_F=SCAN_BLOCK_COLS,
-        )
+        tensors = (d_h if needs_h else None, partial_ZW, dy, h, bias, *rest)
+        _launch(_bias_act_bwd_dh_kernel, tensors, num_tiles, sizes, F, activation, dropout_p)
+        if bias is not None:
+            _bias_act_bwd_db_kernel[(sizes["e"], triton.cdiv(W, SCAN_BLOCK_COLS))](
+                d_bias,
+                partial_ZW,
+                rest[0],
+                **sizes,
+                W=W,
+                BLOCK_Z=SCAN_BLOCK_ROWS,
+                BLOCK_W=SCAN_BLOCK_COLS,
+            )
     return d_h, d_bias

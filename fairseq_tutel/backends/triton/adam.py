@@ -17,6 +17,7 @@ N are the elements of a slice, P the programs.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,21 +25,30 @@ import triton.language as tl
 from torch import Tensor
 
 from ._autotune import ADAM_BLOCK, ADAM_BLOCKS, ADAM_PROGRAMS
-from ._runtime import FLOAT_DTYPES, check_tensor, device_guard
+from ._runtime import FLOAT_DTYPES, FP32, check_tensor, checked, device_guard
 
 
 @triton.jit
-def _new_statistics(
-    grad, avg, sq, avg_scale, sq_scale, grad_multiplier, beta1, beta2, grad_weight, square_weight
-):
+def _load_scales(avg_scale_ptr, sq_scale_ptr, grad_multiplier_ptr, pid_s):
+    """What the stored statistics of a slice, and the gradient, are multiplied by."""
+    avg_scale, sq_scale = tl.load(avg_scale_ptr + pid_s), tl.load(sq_scale_ptr + pid_s)
+    return avg_scale, sq_scale, tl.load(grad_multiplier_ptr)
+
+
+@triton.jit
+def _new_statistics(grad_ptr, avg_ptr, sq_ptr, offs, mask, scales, betas):
     """New exp_avg and exp_avg_sq, fp32, of one block.
 
-    The weights are 1 - beta, rounded once: taken from an fp32 beta2 of 0.999 here, they would be
-    off by 1e-5.
+    Betas are beta1, beta2 and 1 minus each, rounded once: taken from an fp32 beta2 of 0.999 here,
+    they would be off by 1e-5.
     """
-    g = grad.to(tl.float32) * grad_multiplier
-    new_avg = avg.to(tl.float32) * avg_scale * beta1 + g * grad_weight
-    new_sq = sq.to(tl.float32) * sq_scale * beta2 + g * g * square_weight
+    avg_scale, sq_scale, grad_multiplier = scales
+    beta1, beta2, grad_weight, square_weight = betas
+    g = tl.load(grad_ptr + offs, mask=mask, other=0.0).to(tl.float32) * grad_multiplier
+    avg = tl.load(avg_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    sq = tl.load(sq_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    new_avg = avg * avg_scale * beta1 + g * grad_weight
+    new_sq = sq * sq_scale * beta2 + g * g * square_weight
     return new_avg, new_sq
 
 
@@ -63,12 +73,12 @@ def _scale_of_bits(bits):
 
 @triton.jit
 def _adam16_max_kernel(
-    max_bits_ptr,  # (2, S, P) int32 - output: maxima of exp_avg and of exp_avg_sq
-    grad_ptr,  # (S, N) float
-    avg_ptr,  # (S, N) fp16 - exp_avg
-    sq_ptr,  # (S, N) fp16 - exp_avg_sq
-    avg_scale_ptr,  # (S,) fp32
-    sq_scale_ptr,  # (S,) fp32
+    max_bits_ptr,  # (2, Q, programs) int32 - output: maxima of exp_avg and of exp_avg_sq
+    grad_ptr,  # (Q, N) float
+    avg_ptr,  # (Q, N) fp16 - exp_avg
+    sq_ptr,  # (Q, N) fp16 - exp_avg_sq
+    avg_scale_ptr,  # (Q,) fp32
+    sq_scale_ptr,  # (Q,) fp32
     grad_multiplier_ptr,  # () fp32
     num_elements,  # N, of a parameter: the same at each step
     beta1,
@@ -77,7 +87,7 @@ def _adam16_max_kernel(
     square_weight,  # 1 - beta2
     BLOCK: tl.constexpr,
 ):
-    """Grid (P, S); program p of a slice takes the blocks p, p + P, p + 2 P, ...
+    """Grid (n, Q); program p of a part takes the blocks p, p + n, p + 2 n, ...
 
     Example: grad [[1, -2]], both statistics 0, beta1 = beta2 = 1/2, P = 1
     -> the bits of 1.0 and of 2.0.
@@ -85,27 +95,15 @@ def _adam16_max_kernel(
     pid_p = tl.program_id(0).to(tl.int64)
     pid_s = tl.program_id(1).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
-    avg_scale = tl.load(avg_scale_ptr + pid_s)
-    sq_scale = tl.load(sq_scale_ptr + pid_s)
-    multiplier = tl.load(grad_multiplier_ptr)
+    scales = _load_scales(avg_scale_ptr, sq_scale_ptr, grad_multiplier_ptr, pid_s)
+    betas = (beta1, beta2, grad_weight, square_weight)
     avg_max = tl.zeros([BLOCK], tl.int32)
     sq_max = tl.zeros([BLOCK], tl.int32)
     for start in range(pid_p * BLOCK, num_elements, programs * BLOCK):
         offs = start + tl.arange(0, BLOCK)
         mask = offs < num_elements
         offs += pid_s * num_elements
-        avg, sq = _new_statistics(
-            tl.load(grad_ptr + offs, mask=mask, other=0.0),
-            tl.load(avg_ptr + offs, mask=mask, other=0.0),
-            tl.load(sq_ptr + offs, mask=mask, other=0.0),
-            avg_scale,
-            sq_scale,
-            multiplier,
-            beta1,
-            beta2,
-            grad_weight,
-            square_weight,
-        )
+        avg, sq = _new_statistics(grad_ptr, avg_ptr, sq_ptr, offs, mask, scales, betas)
         avg_max = tl.maximum(avg_max, _finite_bits(avg))
         sq_max = tl.maximum(sq_max, _finite_bits(sq))
     slot = pid_s * programs + pid_p
@@ -115,15 +113,15 @@ def _adam16_max_kernel(
 
 @triton.jit
 def _adam16_step_kernel(
-    new_avg_scale_ptr,  # (S,) fp32 - output
-    new_sq_scale_ptr,  # (S,) fp32 - output
-    param_ptr,  # (S, N) float - updated in place
-    avg_ptr,  # (S, N) fp16 - exp_avg, updated in place
-    sq_ptr,  # (S, N) fp16 - exp_avg_sq, updated in place
-    grad_ptr,  # (S, N) float
-    avg_scale_ptr,  # (S,) fp32 - scales the statistics were stored with
-    sq_scale_ptr,  # (S,) fp32
-    max_bits_ptr,  # (2, S, P) int32 - maxima of the new statistics
+    new_avg_scale_ptr,  # (Q,) fp32 - output
+    new_sq_scale_ptr,  # (Q,) fp32 - output
+    param_ptr,  # (Q, N) float - updated in place
+    grad_ptr,  # (Q, N) float
+    avg_ptr,  # (Q, N) fp16 - exp_avg, updated in place
+    sq_ptr,  # (Q, N) fp16 - exp_avg_sq, updated in place
+    avg_scale_ptr,  # (Q,) fp32 - scales the statistics were stored with
+    sq_scale_ptr,  # (Q,) fp32
+    max_bits_ptr,  # (2, Q, programs) int32 - maxima of the new statistics
     grad_multiplier_ptr,  # () fp32
     num_elements,  # N, of a parameter: the same at each step
     num_programs,  # P of the maxima
@@ -138,7 +136,7 @@ def _adam16_step_kernel(
     BLOCK_P: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Grid (cdiv(N, BLOCK * BLOCKS), S).
+    """Grid (cdiv(N, BLOCK * BLOCKS), Q).
 
     Example: param [[1]], grad [[2]], both statistics 0, beta1 = beta2 = 1/2, step_size 1, no decay,
     eps 0 -> exp_avg 1 and exp_avg_sq 2, param [[1 - 1 / sqrt(2)]]; stored as 2^14 with the scales
@@ -153,25 +151,13 @@ def _adam16_step_kernel(
     sq_bits = tl.load(maxima_ptr + tl.num_programs(1).to(tl.int64) * num_programs, mask_p, other=0)
     new_avg_scale, avg_inverse = _scale_of_bits(tl.max(avg_bits, axis=0))
     new_sq_scale, sq_inverse = _scale_of_bits(tl.max(sq_bits, axis=0))
-    avg_scale = tl.load(avg_scale_ptr + pid_s)
-    sq_scale = tl.load(sq_scale_ptr + pid_s)
-    multiplier = tl.load(grad_multiplier_ptr)
+    scales = _load_scales(avg_scale_ptr, sq_scale_ptr, grad_multiplier_ptr, pid_s)
+    betas = (beta1, beta2, grad_weight, square_weight)
     for block in range(0, BLOCKS):
         offs = (pid_n * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
         mask = offs < num_elements
         offs += pid_s * num_elements
-        avg, sq = _new_statistics(
-            tl.load(grad_ptr + offs, mask=mask, other=0.0),
-            tl.load(avg_ptr + offs, mask=mask, other=0.0),
-            tl.load(sq_ptr + offs, mask=mask, other=0.0),
-            avg_scale,
-            sq_scale,
-            multiplier,
-            beta1,
-            beta2,
-            grad_weight,
-            square_weight,
-        )
+        avg, sq = _new_statistics(grad_ptr, avg_ptr, sq_ptr, offs, mask, scales, betas)
         param = tl.load(param_ptr + offs, mask=mask, other=0.0).to(tl.float32)
         param -= decay * param
         param -= step_size * tl.div_rn(avg, tl.sqrt_rn(sq) + eps)
@@ -189,57 +175,55 @@ def _adam16_step_kernel(
         tl.store(new_sq_scale_ptr + pid_s, new_sq_scale)
 
 
-def _check(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scales: dict[str, Tensor]
-) -> None:
-    shape, device = tuple(param.shape), param.device
-    check_tensor("param", param, shape, FLOAT_DTYPES, device)
-    check_tensor("grad", grad, shape, (*FLOAT_DTYPES, torch.float64), device)
-    for name, x in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        check_tensor(name, x, shape, (torch.float16,), device)
-    for name, x in (("param", param), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        if not x.is_contiguous():
-            raise ValueError(f"{name} of shape {shape} must be contiguous: it is updated in place")
-    for name, scale in scales.items():
-        whole = scale.dim() == 0
-        check_tensor(name, scale, () if whole else shape[:1], (torch.float32,), device)
+class _State(NamedTuple):
+    param: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    exp_avg_scale: Tensor
+    exp_avg_sq_scale: Tensor
+
+    def checked(self) -> _State:
+        """The same with a contiguous gradient.
+
+        Raises:
+            ValueError: wrong shapes, dtypes or devices.
+        """
+        shape, device = tuple(self.param.shape), self.param.device
+        check_tensor("param", self.param, shape, FLOAT_DTYPES, device)
+        grad = checked("grad", self.grad, shape, (*FLOAT_DTYPES, torch.float64), device)
+        for name in ("exp_avg", "exp_avg_sq"):
+            check_tensor(name, getattr(self, name), shape, (torch.float16,), device)
+            scale = getattr(self, f"{name}_scale")
+            check_tensor(f"{name}_scale", scale, shape[:1] if scale.dim() else (), FP32, device)
+        for name in ("param", "exp_avg", "exp_avg_sq"):
+            if not getattr(self, name).is_contiguous():
+                raise ValueError(
+                    f"{name} of shape {shape} must be contiguous: it is updated in place"
+                )
+        return self._replace(grad=grad)
+
+    @property
+    def num_slices(self) -> int:
+        """Q."""
+        return max(self.exp_avg_scale.numel(), 1)
+
+    @property
+    def num_elements(self) -> int:
+        """N."""
+        return self.param.numel() // self.num_slices
 
 
-def adam16_maxima(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    exp_avg_scale: Tensor,
-    exp_avg_sq_scale: Tensor,
-    *,
-    beta1: float,
-    beta2: float,
-    grad_multiplier: Tensor,
-) -> Tensor:
-    """``adam16_maxima`` of ``backends.torch`` (same arguments and results).
-
-    Raises:
-        ValueError: see :func:`adam16_step_`.
-    """
-    scales = {"exp_avg_scale": exp_avg_scale, "exp_avg_sq_scale": exp_avg_sq_scale}
-    _check(param, grad, exp_avg, exp_avg_sq, scales)
-    if param.numel() == 0:
-        return torch.zeros((2, max(exp_avg_scale.numel(), 1)), device=param.device)
-    max_bits = _max_bits(
-        grad.contiguous(), exp_avg, exp_avg_sq, scales, beta1, beta2, grad_multiplier
-    )
-    return max_bits.amax(-1).view(torch.float32)
+def adam16_maxima(*tensors: Tensor, beta1: float, beta2: float, grad_multiplier: Tensor) -> Tensor:
+    """``adam16_maxima`` of ``backends.torch`` (same arguments and results)."""
+    state = _State(*tensors).checked()
+    if state.param.numel() == 0:
+        return torch.zeros((2, state.num_slices), device=state.param.device)
+    return _max_bits(state, beta1, beta2, grad_multiplier).amax(-1).view(torch.float32)
 
 
 def adam16_step_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    exp_avg_scale: Tensor,
-    exp_avg_sq_scale: Tensor,
-    *,
+    *tensors: Tensor,
     lr: float,
     beta1: float,
     beta2: float,
@@ -249,74 +233,57 @@ def adam16_step_(
     grad_multiplier: Tensor,
     maxima: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``adam16_step_`` of ``backends.torch`` (same arguments, results and errors of rounding).
-
-    Raises:
-        ValueError: wrong shape, dtype or device; a parameter or statistic that is not contiguous.
-    """
-    scales = {"exp_avg_scale": exp_avg_scale, "exp_avg_sq_scale": exp_avg_sq_scale}
-    _check(param, grad, exp_avg, exp_avg_sq, scales)
-    num_slices = max(exp_avg_scale.numel(), 1)
-    num_elements = param.numel() // num_slices
-    if param.numel() == 0:
-        return torch.ones_like(exp_avg_scale), torch.ones_like(exp_avg_sq_scale)
-    new_avg_scale = torch.empty_like(exp_avg_scale)
-    new_sq_scale = torch.empty_like(exp_avg_sq_scale)
-    grad = grad.contiguous()
+    """``adam16_step_`` of ``backends.torch`` (same arguments, results and errors of rounding)."""
+    state = _State(*tensors).checked()
+    scales = state[-2:]
+    if state.param.numel() == 0:
+        return torch.ones_like(scales[0]), torch.ones_like(scales[1])
+    new_scales = torch.empty_like(scales[0]), torch.empty_like(scales[1])
     if maxima is None:
-        max_bits = _max_bits(grad, exp_avg, exp_avg_sq, scales, beta1, beta2, grad_multiplier)
+        max_bits = _max_bits(state, beta1, beta2, grad_multiplier)
     else:
-        check_tensor("maxima", maxima, (2, num_slices), (torch.float32,), param.device)
-        max_bits = maxima.contiguous().view(torch.int32).unsqueeze(-1)
+        shape = (2, state.num_slices)
+        maxima = checked("maxima", maxima, shape, FP32, state.param.device)
+        max_bits = maxima.view(torch.int32).unsqueeze(-1)
     num_programs = max_bits.shape[-1]
-    step_size = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
-    weights = (beta1, beta2, 1 - beta1, 1 - beta2)
-    with device_guard(param):
-        _adam16_step_kernel[(triton.cdiv(num_elements, ADAM_BLOCK * ADAM_BLOCKS), num_slices)](
-            new_avg_scale,
-            new_sq_scale,
-            param,
-            exp_avg,
-            exp_avg_sq,
-            grad,
-            exp_avg_scale,
-            exp_avg_sq_scale,
+    blocks = triton.cdiv(state.num_elements, ADAM_BLOCK * ADAM_BLOCKS)
+    with device_guard(state.param):
+        _adam16_step_kernel[(blocks, state.num_slices)](
+            *new_scales,
+            *state,
             max_bits,
             grad_multiplier,
-            num_elements,
+            state.num_elements,
             num_programs,
-            step_size,
+            lr * math.sqrt(1 - beta2**step) / (1 - beta1**step),
             lr * weight_decay,
-            *weights,
+            *_betas(beta1, beta2),
             eps,
             BLOCK=ADAM_BLOCK,
             BLOCK_P=triton.next_power_of_2(num_programs),
             BLOCKS=ADAM_BLOCKS,
             num_warps=8,
         )
-    return new_avg_scale, new_sq_scale
+    return new_scales
 
 
-def _max_bits(grad, exp_avg, exp_avg_sq, scales, beta1, beta2, grad_multiplier):
-    """Bits of the maxima of the new statistics, [2, S, P] int32, of the shares of P programs."""
-    num_slices = max(scales["exp_avg_scale"].numel(), 1)
-    num_elements = exp_avg.numel() // num_slices
-    num_programs = min(triton.cdiv(num_elements, ADAM_BLOCK), max(1, ADAM_PROGRAMS // num_slices))
-    shape = (2, num_slices, num_programs)
-    max_bits = torch.empty(shape, dtype=torch.int32, device=exp_avg.device)
-    with device_guard(exp_avg):
-        _adam16_max_kernel[(num_programs, num_slices)](
+def _betas(beta1: float, beta2: float) -> tuple[float, ...]:
+    return beta1, beta2, 1 - beta1, 1 - beta2
+
+
+def _max_bits(state: _State, beta1: float, beta2: float, grad_multiplier: Tensor) -> Tensor:
+    """Bits of the maxima of the new statistics, [2, Q, n] int32, of the shares of n programs."""
+    slices, elements = state.num_slices, state.num_elements
+    num_programs = min(triton.cdiv(elements, ADAM_BLOCK), max(1, ADAM_PROGRAMS // slices))
+    shape = (2, slices, num_programs)
+    max_bits = torch.empty(shape, dtype=torch.int32, device=state.param.device)
+    with device_guard(state.param):
+        _adam16_max_kernel[(num_programs, slices)](
             max_bits,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            *scales.values(),
+            *state[1:],
             grad_multiplier,
-            num_elements,
-            beta1,
-            beta2,
-            1 - beta1,
-            1 - beta2,
+            elements,
+            *_betas(beta1, beta2),
             BLOCK=ADAM_BLOCK,
             num_warps=8,
         )

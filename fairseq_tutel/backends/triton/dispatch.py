@@ -9,36 +9,78 @@ programs of the same launch, which find them in the inverse map. Loads and store
 own dtype, sums are fp32.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ._autotune import ROWS_PER_PROGRAM, launch, move_configs, prune_wide_tiles
-from ._pairs import MAX_UNROLL, add_dot, load_pair, load_rows, store_rows
-from ._runtime import FLOAT_DTYPES, check_tensor, device_guard
+from ._runtime import FLOAT_DTYPES, INT32, checked, device_guard
 
 _DYNAMIC = ["num_tokens", "num_rows"]
-_PRUNE = {"early_config_prune": prune_wide_tiles}
+_TUNED = {
+    "configs": move_configs(),
+    "key": ["M", "TOP_K"],
+    "prune_configs_by": {"early_config_prune": prune_wide_tiles},
+}
+# Up to this top-k a token's rows are written out one after the other, so that the loads of all are
+# under way at once; their indices and weights are then loaded before the loop over M.
+_MAX_UNROLL = tl.constexpr(4)
 
 
-@triton.autotune(move_configs(), key=["M", "TOP_K", "HAS_ROWS", "HAS_DOT"], prune_configs_by=_PRUNE)
+@triton.jit
+def _load_pair(dest_row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K: tl.constexpr):
+    """Row (int64, -1 = dropped) and fp32 weight of choice k of a tile of tokens.
+
+    The weight of a dropped pair may be anything, NaN included; it counts as 0.
+    """
+    offs = offs_t * TOP_K + k
+    row = tl.load(dest_row_ptr + offs, mask=mask_t, other=-1)
+    weight = tl.full(row.shape, 1.0, tl.float32)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + offs, mask=row >= 0, other=0.0).to(tl.float32)
+    return row.to(tl.int64), weight
+
+
+@triton.jit
+def _load_rows(rows_ptr, row, offs_m, M: tl.constexpr):
+    """A tile of rows (tokens x columns), 0 for dropped pairs."""
+    mask = (row >= 0)[:, None] & (offs_m < M)[None, :]
+    return tl.load(rows_ptr + row[:, None] * M + offs_m[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_rows(rows_ptr, x, row, weight_ptr, weight, offs_m, M: tl.constexpr):
+    """weight * x, without weights x, into a tile of rows; nothing for dropped pairs."""
+    value = x
+    if weight_ptr is not None:
+        value = x.to(tl.float32) * weight[:, None]
+    mask = (row >= 0)[:, None] & (offs_m < M)[None, :]
+    offs = row[:, None] * M + offs_m[None, :]
+    tl.store(rows_ptr + offs, value.to(rows_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_dot(dot, a, b, k):
+    """Adds <a, b> of a tile of tokens to column k of their sums."""
+    part = tl.sum(a.to(tl.float32) * b.to(tl.float32), axis=1)
+    offs_k = tl.arange(0, dot.shape[1])
+    return dot + tl.where(offs_k[None, :] == k, part[:, None], 0.0)
+
+
+@triton.autotune(**_TUNED)
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _token_to_rows_kernel(
-    rows_ptr,  # (R, M) - output: weight * x in the row of each pair, zero in unused rows
-    dot_ptr,  # (T, K) fp32 - output: <x[t], other[row]>, 0 for dropped pairs; HAS_DOT
+    rows_ptr,  # (R, M) - output, or None: weight * x in the row of each pair, 0 in unused rows
+    dot_ptr,  # (T, K) fp32 - output, or None: <x[t], other[row]>, 0 for dropped pairs
     x_ptr,  # (T, M)
-    other_ptr,  # (R, M) - second factor of the scalar product; HAS_DOT
-    weight_ptr,  # (T, K) float; HAS_WEIGHT
+    other_ptr,  # (R, M) - second factor of the scalar product, or None
+    weight_ptr,  # (T, K) fp32 or another float, or None
     dest_row_ptr,  # (T, K) int32, -1 = dropped
     src_pair_ptr,  # (R,) int32 - inverse of dest_row, -1 = unused
     num_tokens,
     num_rows,
     M: tl.constexpr,
     TOP_K: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    HAS_DOT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ROWS_PER_PROGRAM: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -56,42 +98,38 @@ def _token_to_rows_kernel(
         mask_t = offs_t < num_tokens
         offs_k = tl.arange(0, BLOCK_K)
         dot = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
-        if TOP_K <= MAX_UNROLL:
+        if TOP_K <= _MAX_UNROLL:
             pairs = ()
             for k in tl.static_range(TOP_K):
-                pairs += (
-                    load_pair(dest_row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K, HAS_WEIGHT),
-                )
+                pairs += (_load_pair(dest_row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K),)
         for start in range(0, M, BLOCK_M):
             offs_m = start + tl.arange(0, BLOCK_M)
             mask_x = mask_t[:, None] & (offs_m < M)[None, :]
             x = tl.load(x_ptr + offs_t[:, None] * M + offs_m[None, :], mask=mask_x, other=0.0)
-            if TOP_K <= MAX_UNROLL:
+            if TOP_K <= _MAX_UNROLL:
                 others = ()
-                if HAS_DOT:
+                if dot_ptr is not None:
                     for k in tl.static_range(TOP_K):
-                        others += (load_rows(other_ptr, pairs[k][0], offs_m, M),)
-                if HAS_ROWS:
+                        others += (_load_rows(other_ptr, pairs[k][0], offs_m, M),)
+                if rows_ptr is not None:
                     for k in tl.static_range(TOP_K):
                         row, weight = pairs[k]
-                        store_rows(rows_ptr, x, row, weight, offs_m, M, HAS_WEIGHT)
-                if HAS_DOT:
+                        _store_rows(rows_ptr, x, row, weight_ptr, weight, offs_m, M)
+                if dot_ptr is not None:
                     for k in tl.static_range(TOP_K):
-                        dot = add_dot(dot, x, others[k], k)
+                        dot = _add_dot(dot, x, others[k], k)
             else:
                 for k in range(TOP_K):
-                    row, weight = load_pair(
-                        dest_row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K, HAS_WEIGHT
-                    )
-                    if HAS_DOT:
-                        dot = add_dot(dot, x, load_rows(other_ptr, row, offs_m, M), k)
-                    if HAS_ROWS:
-                        store_rows(rows_ptr, x, row, weight, offs_m, M, HAS_WEIGHT)
-        if HAS_DOT:
+                    row, weight = _load_pair(dest_row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K)
+                    if dot_ptr is not None:
+                        dot = _add_dot(dot, x, _load_rows(other_ptr, row, offs_m, M), k)
+                    if rows_ptr is not None:
+                        _store_rows(rows_ptr, x, row, weight_ptr, weight, offs_m, M)
+        if dot_ptr is not None:
             offs = offs_t[:, None] * TOP_K + offs_k[None, :]
             mask = mask_t[:, None] & (offs_k < TOP_K)[None, :]
             tl.store(dot_ptr + offs, dot.to(dot_ptr.dtype.element_ty), mask=mask)
-    elif HAS_ROWS:
+    elif rows_ptr is not None:
         tl.static_assert(ROWS_PER_PROGRAM % BLOCK_T == 0)
         zero = tl.zeros([BLOCK_T, BLOCK_M], rows_ptr.dtype.element_ty)
         first = (pid - num_token_blocks) * ROWS_PER_PROGRAM
@@ -106,17 +144,16 @@ def _token_to_rows_kernel(
                     tl.store(rows_ptr + offs_r[:, None] * M + offs_m[None, :], zero, mask=mask)
 
 
-@triton.autotune(move_configs(), key=["M", "TOP_K", "HAS_WEIGHT"], prune_configs_by=_PRUNE)
+@triton.autotune(**_TUNED)
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _rows_to_token_kernel(
     y_ptr,  # (T, M) - output: sum over the pairs of weight * rows
     rows_ptr,  # (R, M)
-    weight_ptr,  # (T, K) float; HAS_WEIGHT
+    weight_ptr,  # (T, K) fp32 or another float, or None
     dest_row_ptr,  # (T, K) int32, -1 = dropped
     num_tokens,
     M: tl.constexpr,
     TOP_K: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
@@ -127,153 +164,116 @@ def _rows_to_token_kernel(
     """
     offs_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     mask_t = offs_t < num_tokens
-    if TOP_K <= MAX_UNROLL:
+    if TOP_K <= _MAX_UNROLL:
         pairs = ()
         for k in tl.static_range(TOP_K):
-            pairs += (load_pair(dest_row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K, HAS_WEIGHT),)
+            pairs += (_load_pair(dest_row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K),)
     for start in range(0, M, BLOCK_M):
         offs_m = start + tl.arange(0, BLOCK_M)
         mask_y = mask_t[:, None] & (offs_m < M)[None, :]
         offs_y = offs_t[:, None] * M + offs_m[None, :]
         acc = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
-        if TOP_K <= MAX_UNROLL:
+        if TOP_K <= _MAX_UNROLL:
             values = ()
             for k in tl.static_range(TOP_K):
-                values += (load_rows(rows_ptr, pairs[k][0], offs_m, M),)
+                values += (_load_rows(rows_ptr, pairs[k][0], offs_m, M),)
             for k in tl.static_range(TOP_K):
                 acc += values[k].to(tl.float32) * pairs[k][1][:, None]
         else:
             for k in range(TOP_K):
-                row, weight = load_pair(
-                    dest_row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K, HAS_WEIGHT
-                )
-                acc += load_rows(rows_ptr, row, offs_m, M).to(tl.float32) * weight[:, None]
+                row, weight = _load_pair(dest_row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K)
+                acc += _load_rows(rows_ptr, row, offs_m, M).to(tl.float32) * weight[:, None]
         tl.store(y_ptr + offs_y, acc.to(y_ptr.dtype.element_ty), mask=mask_y)
 
 
-def _check(
-    dest_row_TK: Tensor,
-    src_pair_R: Tensor | None,
-    like: Tensor,
-    topk_weight_TK: Tensor | None = None,
-    **tensors: tuple[Tensor, int],
-) -> None:
-    """Maps and weights by their shapes, tensors (name=(tensor, rows)) by their width, too."""
+def _checked_maps(dest_row_TK, src_pair_R, topk_weight_TK, M, device) -> tuple[Tensor | None, ...]:
+    """Weights and both maps."""
     T, K = dest_row_TK.shape
-    M, device = like.shape[1], like.device
     if M == 0 or K == 0:
         raise ValueError(f"model dim and top-k must be at least 1, got {M} and {K}")
-    check_tensor("dest_row", dest_row_TK, (T, K), (torch.int32,), device)
+    weight_TK = checked("topk_weight", topk_weight_TK, (T, K), FLOAT_DTYPES, device)
+    dest_row_TK = checked("dest_row", dest_row_TK, (T, K), INT32, device)
     if src_pair_R is not None:
-        check_tensor("src_pair", src_pair_R, (src_pair_R.numel(),), (torch.int32,), device)
-    for name, (tensor, rows) in tensors.items():
-        check_tensor(name, tensor, (rows, M), FLOAT_DTYPES, device)
-    if topk_weight_TK is not None:
-        check_tensor("topk_weight", topk_weight_TK, (T, K), FLOAT_DTYPES, device)
+        src_pair_R = checked("src_pair", src_pair_R, (src_pair_R.numel(),), INT32, device)
+    return weight_TK, dest_row_TK, src_pair_R
 
 
 def _token_to_rows(
     x_TM: Tensor,
-    dest_row_TK: Tensor,
-    src_pair_R: Tensor,
-    topk_weight_TK: Tensor | None,
+    maps: tuple[Tensor | None, ...],
     *,
     rows_RM: Tensor | None,
     other_RM: Tensor | None = None,
     dot_TK: Tensor | None = None,
 ) -> None:
-    T, M = x_TM.shape
-    K, R = dest_row_TK.shape[1], src_pair_R.shape[0]
-    has_rows = rows_RM is not None
-    if T == 0 and (R == 0 or not has_rows):
+    (T, K), R = maps[1].shape, maps[2].shape[0]
+    if T == 0 and (R == 0 or rows_RM is None):
         return
 
     def grid(meta: dict) -> tuple[int]:
-        row_blocks = triton.cdiv(R, ROWS_PER_PROGRAM) if has_rows else 0
+        row_blocks = 0 if rows_RM is None else triton.cdiv(R, ROWS_PER_PROGRAM)
         return (triton.cdiv(T, meta["BLOCK_T"]) + row_blocks,)
 
     with device_guard(x_TM):
         launch(
             _token_to_rows_kernel,
             grid,
-            dest_row_TK.numel(),
+            T * K,
             rows_RM,
             dot_TK,
-            x_TM.contiguous(),
+            x_TM,
             other_RM,
-            None if topk_weight_TK is None else topk_weight_TK.contiguous(),
-            dest_row_TK.contiguous(),
-            src_pair_R.contiguous(),
+            *maps,
             T,
             R,
-            M=M,
+            M=x_TM.shape[1],
             TOP_K=K,
-            HAS_WEIGHT=topk_weight_TK is not None,
-            HAS_ROWS=has_rows,
-            HAS_DOT=dot_TK is not None,
             BLOCK_K=triton.next_power_of_2(K),
             ROWS_PER_PROGRAM=ROWS_PER_PROGRAM,
         )
 
 
-def _rows_to_token(rows_RM: Tensor, dest_row_TK: Tensor, topk_weight_TK: Tensor | None) -> Tensor:
-    T, K = dest_row_TK.shape
-    M = rows_RM.shape[1]
-    y_TM = torch.empty((T, M), dtype=rows_RM.dtype, device=rows_RM.device)
-    if T == 0:
-        return y_TM
-
-    def grid(meta: dict) -> tuple[int]:
-        return (triton.cdiv(T, meta["BLOCK_T"]),)
-
-    with device_guard(rows_RM):
-        launch(
-            _rows_to_token_kernel,
-            grid,
-            dest_row_TK.numel(),
-            y_TM,
-            rows_RM.contiguous(),
-            None if topk_weight_TK is None else topk_weight_TK.contiguous(),
-            dest_row_TK.contiguous(),
-            T,
-            M=M,
-            TOP_K=K,
-            HAS_WEIGHT=topk_weight_TK is not None,
-        )
+def _rows_to_token(
+    name: str, rows_RM: Tensor, dest_row_TK: Tensor, topk_weight_TK: Tensor | None
+) -> Tensor:
+    (R, M), (T, K) = rows_RM.shape, dest_row_TK.shape
+    maps = _checked_maps(dest_row_TK, None, topk_weight_TK, M, rows_RM.device)
+    rows_RM = checked(name, rows_RM, (R, M), FLOAT_DTYPES, rows_RM.device)
+    y_TM = rows_RM.new_empty((T, M))
+    if T > 0:
+        with device_guard(rows_RM):
+            launch(
+                _rows_to_token_kernel,
+                lambda meta: (triton.cdiv(T, meta["BLOCK_T"]),),
+                T * K,
+                y_TM,
+                rows_RM,
+                *maps[:2],
+                T,
+                M=M,
+                TOP_K=K,
+            )
     return y_TM
 
 
 def dispatch_fwd(x_TM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor) -> Tensor:
-    """:func:`fairseq_tutel.backends.torch.dispatch_fwd` in Triton; fp32, fp16 or bf16.
-
-    Raises:
-        ValueError: wrong shape, dtype or device.
-    """
-    T, R = dest_row_TK.shape[0], src_pair_R.numel()
-    _check(dest_row_TK, src_pair_R, x_TM, tokens=(x_TM, T))
-    rows_RM = x_TM.new_empty((R, x_TM.shape[1]))
-    _token_to_rows(x_TM, dest_row_TK, src_pair_R, None, rows_RM=rows_RM)
+    """:func:`fairseq_tutel.backends.torch.dispatch_fwd` in Triton; fp32, fp16 or bf16."""
+    T, M, device = dest_row_TK.shape[0], x_TM.shape[1], x_TM.device
+    maps = _checked_maps(dest_row_TK, src_pair_R, None, M, device)
+    x_TM = checked("tokens", x_TM, (T, M), FLOAT_DTYPES, device)
+    rows_RM = x_TM.new_empty((src_pair_R.numel(), M))
+    _token_to_rows(x_TM, maps, rows_RM=rows_RM)
     return rows_RM
 
 
 def dispatch_bwd(d_rows_RM: Tensor, dest_row_TK: Tensor) -> Tensor:
-    """:func:`fairseq_tutel.backends.torch.dispatch_bwd` in Triton; fp32, fp16 or bf16.
-
-    Raises:
-        ValueError: wrong shape, dtype or device.
-    """
-    _check(dest_row_TK, None, d_rows_RM, d_rows=(d_rows_RM, d_rows_RM.shape[0]))
-    return _rows_to_token(d_rows_RM, dest_row_TK, None)
+    """:func:`fairseq_tutel.backends.torch.dispatch_bwd` in Triton; fp32, fp16 or bf16."""
+    return _rows_to_token("d_rows", d_rows_RM, dest_row_TK, None)
 
 
 def combine_fwd(rows_RM: Tensor, dest_row_TK: Tensor, topk_weight_TK: Tensor) -> Tensor:
-    """:func:`fairseq_tutel.backends.torch.combine_fwd` in Triton; fp32, fp16 or bf16.
-
-    Raises:
-        ValueError: wrong shape, dtype or device.
-    """
-    _check(dest_row_TK, None, rows_RM, topk_weight_TK, rows=(rows_RM, rows_RM.shape[0]))
-    return _rows_to_token(rows_RM, dest_row_TK, topk_weight_TK)
+    """:func:`fairseq_tutel.backends.torch.combine_fwd` in Triton; fp32, fp16 or bf16."""
+    return _rows_to_token("rows", rows_RM, dest_row_TK, topk_weight_TK)
 
 
 def combine_bwd(
@@ -289,23 +289,20 @@ def combine_bwd(
     """:func:`fairseq_tutel.backends.torch.combine_bwd` in Triton; both gradients in one kernel.
 
     Deterministic for one choice of tiles; d_weight is summed in their order (see ``_autotune``).
-
-    Raises:
-        ValueError: wrong shape, dtype or device.
     """
     T, R = dest_row_TK.shape[0], src_pair_R.numel()
-    _check(dest_row_TK, src_pair_R, rows_RM, topk_weight_TK, dy=(dy_TM, T), rows=(rows_RM, R))
-    device = rows_RM.device
-    d_rows_RM = torch.empty(rows_RM.shape if needs_rows else 0, dtype=rows_RM.dtype, device=device)
+    M, device = rows_RM.shape[1], rows_RM.device
+    maps = _checked_maps(dest_row_TK, src_pair_R, topk_weight_TK, M, device)
+    dy_TM = checked("dy", dy_TM, (T, M), FLOAT_DTYPES, device)
+    rows_RM = checked("rows", rows_RM, (R, M), FLOAT_DTYPES, device)
+    d_rows_RM = rows_RM.new_empty(rows_RM.shape if needs_rows else 0)
     d_weight_TK = topk_weight_TK.new_empty(topk_weight_TK.shape if needs_weight else 0)
     if needs_rows or needs_weight:
         _token_to_rows(
             dy_TM,
-            dest_row_TK,
-            src_pair_R,
-            topk_weight_TK,
+            maps,
             rows_RM=d_rows_RM if needs_rows else None,
-            other_RM=rows_RM.contiguous(),
+            other_RM=rows_RM if needs_weight else None,
             dot_TK=d_weight_TK if needs_weight else None,
         )
     return d_rows_RM, d_weight_TK

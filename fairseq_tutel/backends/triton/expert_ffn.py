@@ -1,24 +1,17 @@
-"""The experts' feed-forward network on a GPU: whole products and one kernel between them.
+"""The experts' feed-forward network on a GPU, whole or in chunks: products, a kernel in between.
 
-Products of padded rows are torch's, those of ragged rows are in ``_grouped.py``.
+Products of padded rows are torch's, those of ragged rows are in ``_grouped.py``. The functions are
+those of :mod:`fairseq_tutel.backends.torch`; the hidden values before and after the activation are
+kept for the backward pass, which recomputes nothing.
 """
 
-from torch import Tensor
-
-from .._expert_chain import Functions, chain_bwd, chain_fwd
+from .._expert_chain import ExpertChain
 from ._grouped import rows_product, weight_gradient
 from .activation import bias_act_bwd, bias_act_fwd
 
-FUNCTIONS = Functions(bias_act_fwd, bias_act_bwd, rows_product, weight_gradient)
+_CHAIN = ExpertChain(bias_act_fwd, bias_act_bwd, rows_product, weight_gradient)
 
-
-def expert_ffn_fwd(rows: Tensor, *params: Tensor, **options) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.expert_ffn_fwd` on a GPU; keeps both hidden values."""
-    return chain_fwd(FUNCTIONS, rows, *params, **options)
-
-
-def expert_ffn_bwd(
-    d_out: Tensor, rows: Tensor, hidden_RF: Tensor, active_RF: Tensor, *params: Tensor, **options
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.expert_ffn_bwd` on a GPU."""
-    return chain_bwd(FUNCTIONS, d_out, rows, hidden_RF, active_RF, *params, **options)
+expert_ffn_fwd = _CHAIN.forward
+expert_ffn_bwd = _CHAIN.backward
+expert_chunk_bwd = _CHAIN.rows_backward
+expert_chunks_bwd_params = _CHAIN.chunks_backward_params

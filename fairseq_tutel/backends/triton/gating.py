@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._autotune import GATING_PROGRAMS, GATING_TILE, SCAN_BLOCK_COLS
-from ._runtime import check_tensor, device_guard
+from ._runtime import FP32, INT32, checked, device_guard
 
 _DYNAMIC = ["num_tokens", "num_blocks", "num_partials"]
 # The smallest finite fp32 number, to which logits are clamped as by the twin.
@@ -19,21 +19,18 @@ _FLOOR = tl.constexpr(torch.finfo(torch.float32).min)
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _topk_gating_fwd_kernel(
     expert_ptr,  # (T, K) int32 - output: chosen experts, -1 in padded rows
-    choice_ptr,  # (T, K) int32 - output: chosen experts of all rows; only with HAS_PAD
+    choice_ptr,  # (T, K) int32 - output: chosen experts of all rows, with pad_ptr
     gate_ptr,  # (T, K) fp32 - output: softmax at the chosen experts
     lse_ptr,  # (T,) fp32 - output: logsumexp of the logits
     partial_ptr,  # (P, E + 1) fp32 - output: this program's sums of p, and of the entropy
     logits_ptr,  # (T, E) fp32
-    noise_ptr,  # (T, E) fp32 - added when choices after the first are selected; HAS_NOISE
-    pad_ptr,  # (T,) bool - True for padding; HAS_PAD
-    key_ptr,  # (T, E) fp32 - selects the experts in place of the logits; HAS_KEY
+    noise_ptr,  # (T, E) fp32 - or None; added when choices after the first are selected
+    pad_ptr,  # (T,) bool - True for padding; or None
+    key_ptr,  # (T, E) fp32 - or None; selects the experts in place of the logits
     num_tokens,
     num_blocks,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
-    HAS_NOISE: tl.constexpr,
-    HAS_PAD: tl.constexpr,
-    HAS_KEY: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -67,20 +64,20 @@ def _topk_gating_fwd_kernel(
         surprise = tl.where(mask & (prob != 0.0), prob * (lse[:, None] - logits), 0.0)
         entropy += tl.sum(surprise, axis=1)
 
-        if HAS_PAD:
+        if pad_ptr is not None:
             pad = tl.load(pad_ptr + offs_t, mask=mask_t, other=0) != 0
         score = logits
-        if HAS_KEY:
+        if key_ptr is not None:
             score = tl.load(key_ptr + offs, mask=mask, other=0.0)
             score = tl.where(score < _FLOOR, _FLOOR, score)
-        if HAS_NOISE:
+        if noise_ptr is not None:
             score += tl.load(noise_ptr + offs, mask=mask, other=0.0)
         # NaN counts as the largest, as in torch, so that no lane past the last expert is elected.
         score = tl.where(score == score, score, float("inf"))
         score = tl.where(mask_e[None, :], score, float("-inf"))
         key = tl.where(prob == prob, prob, float("inf"))
         key = tl.where(mask_e[None, :], key, -1.0)
-        if HAS_KEY:
+        if key_ptr is not None:
             key = score
         for k in range(TOP_K):
             choice = tl.argmax(key, axis=1)
@@ -90,7 +87,7 @@ def _topk_gating_fwd_kernel(
             key = score
             offs_k = offs_t * TOP_K + k
             tl.store(gate_ptr + offs_k, gate, mask=mask_t)
-            if HAS_PAD:
+            if pad_ptr is not None:
                 tl.store(choice_ptr + offs_k, choice, mask=mask_t)
                 choice = tl.where(pad, -1, choice)
             tl.store(expert_ptr + offs_k, choice, mask=mask_t)
@@ -126,18 +123,15 @@ def _topk_gating_sums_kernel(
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _topk_gating_bwd_kernel(
     d_logits_ptr,  # (T, E) fp32 - output
-    d_gate_ptr,  # (T, K) fp32; HAS_GATE
-    d_prob_sum_ptr,  # (E,) fp32; HAS_PROB_SUM
-    d_lse_ptr,  # (T,) fp32; HAS_LSE
+    d_gate_ptr,  # (T, K) fp32, or None
+    d_prob_sum_ptr,  # (E,) fp32, or None
+    d_lse_ptr,  # (T,) fp32, or None
     logits_ptr,  # (T, E) fp32
     lse_ptr,  # (T,) fp32
     choice_ptr,  # (T, K) int32 - chosen experts, of padded rows too
     num_tokens,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    HAS_PROB_SUM: tl.constexpr,
-    HAS_LSE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -155,15 +149,15 @@ def _topk_gating_bwd_kernel(
     lse = tl.load(lse_ptr + offs_t, mask=mask_t, other=0.0)
     prob = tl.exp(logits - lse[:, None])
     grad = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-    if HAS_PROB_SUM:
+    if d_prob_sum_ptr is not None:
         grad += tl.load(d_prob_sum_ptr + offs_e, mask=mask_e, other=0.0)[None, :]
-    if HAS_GATE:
+    if d_gate_ptr is not None:
         for k in range(TOP_K):
             choice = tl.load(choice_ptr + offs_t * TOP_K + k, mask=mask_t, other=-1)
             d_gate = tl.load(d_gate_ptr + offs_t * TOP_K + k, mask=mask_t, other=0.0)
             grad += tl.where(offs_e[None, :] == choice[:, None], d_gate[:, None], 0.0)
     inner = tl.sum(prob * grad, axis=1)
-    if HAS_LSE:
+    if d_lse_ptr is not None:
         inner -= tl.load(d_lse_ptr + offs_t, mask=mask_t, other=0.0)
     d_logits = prob * (grad - inner[:, None])
     tl.store(d_logits_ptr + offs, d_logits, mask=mask)
@@ -183,66 +177,39 @@ def topk_gating_fwd(
     pad_T: Tensor | None = None,
     key_TE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.topk_gating_fwd` in Triton; all floats in fp32.
-
-    Raises:
-        ValueError: wrong shape, dtype or device.
-    """
-    T, E = logits_TE.shape
-    device = logits_TE.device
-    check_tensor("logits", logits_TE, (T, E), (torch.float32,), device)
-    if noise_TE is not None:
-        check_tensor("noise", noise_TE, (T, E), (torch.float32,), device)
-        noise_TE = noise_TE.contiguous()
-    if key_TE is not None:
-        check_tensor("key", key_TE, (T, E), (torch.float32,), device)
-        key_TE = key_TE.contiguous()
-    if pad_T is not None:
-        check_tensor("pad", pad_T, (T,), (torch.bool,), device)
-        pad_T = pad_T.contiguous()
-    logits_TE = logits_TE.contiguous()
+    """:func:`fairseq_tutel.backends.torch.topk_gating_fwd` in Triton; all floats in fp32."""
+    (T, E), device = logits_TE.shape, logits_TE.device
+    logits_TE = checked("logits", logits_TE, (T, E), FP32, device)
+    noise_TE = checked("noise", noise_TE, (T, E), FP32, device)
+    key_TE = checked("key", key_TE, (T, E), FP32, device)
+    pad_T = checked("pad", pad_T, (T,), (torch.bool,), device)
     expert_TK = torch.empty((T, top_k), dtype=torch.int32, device=device)
     choice_TK = expert_TK.new_empty((0 if pad_T is None else T, top_k))
-    gate_TK = logits_TE.new_empty((T, top_k))
-    lse_T = logits_TE.new_empty(T)
-    if T == 0:
-        prob_sum_E, entropy_sum = logits_TE.new_zeros(E), logits_TE.new_zeros(())
-        return expert_TK, gate_TK, prob_sum_E, entropy_sum, lse_T, choice_TK
+    gate_TK, lse_T = logits_TE.new_empty((T, top_k)), logits_TE.new_empty(T)
     prob_sum_E, entropy_sum = logits_TE.new_empty(E), logits_TE.new_empty(())
     block_t, block_e = _tile(E)
     num_blocks = triton.cdiv(T, block_t)
     num_programs = min(num_blocks, GATING_PROGRAMS)
-    partial_PE = logits_TE.new_empty((num_programs, E + 1))
-    with device_guard(logits_TE):
-        _topk_gating_fwd_kernel[(num_programs,)](
-            expert_TK,
-            choice_TK,
-            gate_TK,
-            lse_T,
-            partial_PE,
-            logits_TE,
-            noise_TE,
-            pad_T,
-            key_TE,
-            T,
-            num_blocks,
-            E=E,
-            TOP_K=top_k,
-            HAS_NOISE=noise_TE is not None,
-            HAS_PAD=pad_T is not None,
-            HAS_KEY=key_TE is not None,
-            BLOCK_T=block_t,
-            BLOCK_E=block_e,
-        )
-        _topk_gating_sums_kernel[(triton.cdiv(E + 1, SCAN_BLOCK_COLS),)](
-            prob_sum_E,
-            entropy_sum,
-            partial_PE,
-            num_programs,
-            E=E,
-            BLOCK_P=64,
-            BLOCK_E=SCAN_BLOCK_COLS,
-        )
+    if T == 0:
+        prob_sum_E.zero_()
+        entropy_sum.zero_()
+    else:
+        partial_PE = logits_TE.new_empty((num_programs, E + 1))
+        outputs = (expert_TK, choice_TK, gate_TK, lse_T, partial_PE)
+        inputs = (logits_TE, noise_TE, pad_T, key_TE, T, num_blocks)
+        with device_guard(logits_TE):
+            _topk_gating_fwd_kernel[(num_programs,)](
+                *outputs, *inputs, E=E, TOP_K=top_k, BLOCK_T=block_t, BLOCK_E=block_e
+            )
+            _topk_gating_sums_kernel[(triton.cdiv(E + 1, SCAN_BLOCK_COLS),)](
+                prob_sum_E,
+                entropy_sum,
+                partial_PE,
+                num_programs,
+                E=E,
+                BLOCK_P=64,
+                BLOCK_E=SCAN_BLOCK_COLS,
+            )
     return expert_TK, gate_TK, prob_sum_E, entropy_sum, lse_T, choice_TK
 
 
@@ -254,44 +221,21 @@ def topk_gating_bwd(
     lse_T: Tensor,
     choice_TK: Tensor,
 ) -> Tensor:
-    """:func:`fairseq_tutel.backends.torch.topk_gating_bwd` in Triton, all in fp32.
-
-    Raises:
-        ValueError: wrong shape, dtype or device.
-    """
-    T, E = logits_TE.shape
-    top_k = choice_TK.shape[1]
-    device = logits_TE.device
-    for name, tensor, shape in (
-        ("logits", logits_TE, (T, E)),
-        ("d_gate", d_gate_TK, (T, top_k)),
-        ("d_prob_sum", d_prob_sum_E, (E,)),
-        ("d_lse", d_lse_T, (T,)),
-        ("lse", lse_T, (T,)),
-    ):
-        if tensor is not None:
-            check_tensor(name, tensor, shape, (torch.float32,), device)
-    check_tensor("choice", choice_TK, (T, top_k), (torch.int32,), device)
-    d_logits_TE = torch.empty((T, E), dtype=torch.float32, device=device)
-    if T == 0:
-        return d_logits_TE
-    block_t, block_e = _tile(E)
-    with device_guard(logits_TE):
-        _topk_gating_bwd_kernel[(triton.cdiv(T, block_t),)](
-            d_logits_TE,
-            None if d_gate_TK is None else d_gate_TK.contiguous(),
-            None if d_prob_sum_E is None else d_prob_sum_E.contiguous(),
-            None if d_lse_T is None else d_lse_T.contiguous(),
-            logits_TE.contiguous(),
-            lse_T.contiguous(),
-            choice_TK.contiguous(),
-            T,
-            E=E,
-            TOP_K=top_k,
-            HAS_GATE=d_gate_TK is not None,
-            HAS_PROB_SUM=d_prob_sum_E is not None,
-            HAS_LSE=d_lse_T is not None,
-            BLOCK_T=block_t,
-            BLOCK_E=block_e,
-        )
+    """:func:`fairseq_tutel.backends.torch.topk_gating_bwd` in Triton, all in fp32."""
+    (T, E), K, device = logits_TE.shape, choice_TK.shape[1], logits_TE.device
+    tensors = (
+        checked("d_gate", d_gate_TK, (T, K), FP32, device),
+        checked("d_prob_sum", d_prob_sum_E, (E,), FP32, device),
+        checked("d_lse", d_lse_T, (T,), FP32, device),
+        checked("logits", logits_TE, (T, E), FP32, device),
+        checked("lse", lse_T, (T,), FP32, device),
+        checked("choice", choice_TK, (T, K), INT32, device),
+    )
+    d_logits_TE = logits_TE.new_empty((T, E))
+    if T > 0:
+        block_t, block_e = _tile(E)
+        with device_guard(logits_TE):
+            _topk_gating_bwd_kernel[(triton.cdiv(T, block_t),)](
+                d_logits_TE, *tensors, T, E=E, TOP_K=K, BLOCK_T=block_t, BLOCK_E=block_e
+            )
     return d_logits_TE

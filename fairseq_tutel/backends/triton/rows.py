@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._autotune import FLAT_BLOCK
-from ._runtime import check_tensor, device_guard
+from ._runtime import FP32, INT32, checked, device_guard
 
 _DYNAMIC = ["num_tokens", "num_rows", "num_token_blocks", "capacity"]
 _EPSILON = tl.constexpr(torch.finfo(torch.float32).eps)
@@ -26,11 +26,10 @@ def _assign_rows_fwd_kernel(
     num_tokens,
     num_rows,
     num_token_blocks,
-    capacity,
+    capacity,  # T without one
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     PADDED: tl.constexpr,
-    HAS_CAPACITY: tl.constexpr,
     NORMALIZE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -52,9 +51,7 @@ def _assign_rows_fwd_kernel(
         offs = offs_t[:, None] * TOP_K + offs_k[None, :]
         position = tl.load(position_ptr + offs, mask=mask, other=-1)
         expert = tl.load(expert_ptr + offs, mask=mask, other=-1).to(tl.int64)
-        kept = position >= 0
-        if HAS_CAPACITY:
-            kept = kept & (position < capacity)
+        kept = (position >= 0) & (position < capacity)
         if PADDED:
             first = expert * capacity
         else:
@@ -134,83 +131,64 @@ def assign_rows_fwd(
     padded: bool,
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.assign_rows_fwd` in Triton; gates in fp32.
-
-    Raises:
-        ValueError: wrong shape, dtype or device.
-    """
+    """:func:`fairseq_tutel.backends.torch.assign_rows_fwd` in Triton; gates in fp32."""
     (T, K), E, device = expert_TK.shape, num_routed_KE.shape[1], expert_TK.device
-    check_tensor("expert", expert_TK, (T, K), (torch.int32,), device)
-    check_tensor("position_in_expert", position_in_expert_TK, (T, K), (torch.int32,), device)
-    check_tensor("gate", gate_TK, (T, K), (torch.float32,), device)
-    check_tensor("num_routed", num_routed_KE, (K, E), (torch.int32,), device)
+    inputs = (
+        checked("expert", expert_TK, (T, K), INT32, device),
+        checked("position_in_expert", position_in_expert_TK, (T, K), INT32, device),
+        checked("gate", gate_TK, (T, K), FP32, device),
+        checked("num_routed", num_routed_KE, (K, E), INT32, device),
+    )
     num_rows = E * capacity if padded else T * K
     dest_row_TK = torch.empty((T, K), dtype=torch.int32, device=device)
-    src_pair_R = torch.empty(num_rows, dtype=torch.int32, device=device)
-    weight_TK = torch.empty((T, K), dtype=torch.float32, device=device)
+    src_pair_R, weight_TK = dest_row_TK.new_empty(num_rows), gate_TK.new_empty((T, K))
     end_E = None
     if padded and num_rows > 0:
-        num_kept_E = torch.empty(E, dtype=torch.int32, device=device)
+        num_kept_E = dest_row_TK.new_empty(E)
     else:
         num_kept_E = num_routed_KE.sum(0, dtype=torch.int32)
         if capacity is not None:
             num_kept_E.clamp_(max=capacity)
         end_E = num_kept_E.cumsum(0, dtype=torch.int32)
+    outputs = (dest_row_TK, src_pair_R, weight_TK, num_kept_E)
     tile = _tile(K)
     num_token_blocks = triton.cdiv(T, tile["BLOCK_T"])
     grid = (num_token_blocks + triton.cdiv(num_rows, FLAT_BLOCK),)
     if grid[0] > 0:
         with device_guard(expert_TK):
             _assign_rows_fwd_kernel[grid](
-                dest_row_TK,
-                src_pair_R,
-                weight_TK,
-                num_kept_E,
-                expert_TK.contiguous(),
-                position_in_expert_TK.contiguous(),
-                gate_TK.contiguous(),
-                num_routed_KE.contiguous(),
+                *outputs,
+                *inputs,
                 end_E,
                 T,
                 num_rows,
                 num_token_blocks,
-                0 if capacity is None else capacity,
+                T if capacity is None else capacity,
                 E=E,
                 TOP_K=K,
                 PADDED=padded,
-                HAS_CAPACITY=capacity is not None,
                 NORMALIZE=normalize,
                 BLOCK_R=FLAT_BLOCK,
                 **tile,
             )
-    return dest_row_TK, src_pair_R, weight_TK, num_kept_E
+    return outputs
 
 
 def assign_rows_bwd(
     d_weight_TK: Tensor, gate_TK: Tensor, dest_row_TK: Tensor, *, normalize: bool
 ) -> Tensor:
-    """:func:`fairseq_tutel.backends.torch.assign_rows_bwd` in Triton, all in fp32.
-
-    Raises:
-        ValueError: wrong shape, dtype or device.
-    """
+    """:func:`fairseq_tutel.backends.torch.assign_rows_bwd` in Triton, all in fp32."""
     (T, K), device = gate_TK.shape, gate_TK.device
-    check_tensor("d_weight", d_weight_TK, (T, K), (torch.float32,), device)
-    check_tensor("gate", gate_TK, (T, K), (torch.float32,), device)
-    check_tensor("dest_row", dest_row_TK, (T, K), (torch.int32,), device)
-    d_gate_TK = torch.empty((T, K), dtype=torch.float32, device=device)
-    if T == 0:
-        return d_gate_TK
-    tile = _tile(K)
-    with device_guard(gate_TK):
-        _assign_rows_bwd_kernel[(triton.cdiv(T, tile["BLOCK_T"]),)](
-            d_gate_TK,
-            d_weight_TK.contiguous(),
-            gate_TK.contiguous(),
-            dest_row_TK.contiguous(),
-            T,
-            TOP_K=K,
-            NORMALIZE=normalize,
-            **tile,
-        )
+    tensors = (
+        checked("d_weight", d_weight_TK, (T, K), FP32, device),
+        checked("gate", gate_TK, (T, K), FP32, device),
+        checked("dest_row", dest_row_TK, (T, K), INT32, device),
+    )
+    d_gate_TK = gate_TK.new_empty((T, K))
+    if T > 0:
+        tile = _tile(K)
+        with device_guard(gate_TK):
+            _assign_rows_bwd_kernel[(triton.cdiv(T, tile["BLOCK_T"]),)](
+                d_gate_TK, *tensors, T, TOP_K=K, NORMALIZE=normalize, **tile
+            )
     return d_gate_TK

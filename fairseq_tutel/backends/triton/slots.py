@@ -12,9 +12,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ._autotune import SCAN_BLOCK_COLS, SCAN_BLOCK_ROWS, SLOT_BLOCK
-from ._runtime import check_tensor, device_guard
+from ._runtime import INT32, check_tensor, checked, device_guard
 
 _DYNAMIC = ["num_tokens", "num_blocks"]
+
+
+@triton.jit
+def _load_choices(expert_ptr, order_ptr, position, mask, k, TOP_K: tl.constexpr):
+    """Index of the pair (token, k) at each position, and its expert."""
+    token = position
+    if order_ptr is not None:
+        token = tl.load(order_ptr + position, mask=mask, other=0)
+    pair = token * TOP_K + k
+    return pair, tl.load(expert_ptr + pair, mask=mask, other=-1)
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
@@ -22,12 +32,11 @@ def _rank_in_block_kernel(
     rank_ptr,  # (T, K) int32 - output: pairs of the same expert earlier in the block
     hist_ptr,  # (K, B, E) int32 - output: pairs of each expert in each block
     expert_ptr,  # (T, K) int32, -1 = not routed
-    order_ptr,  # (T,) int64 - token at each position; HAS_ORDER
+    order_ptr,  # (T,) int64 - token at each position, or None
     num_tokens,
     num_blocks,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -41,14 +50,11 @@ def _rank_in_block_kernel(
     lane = tl.arange(0, BLOCK)
     position = block * BLOCK + lane
     mask = position < num_tokens
-    token = position
-    if HAS_ORDER:
-        token = tl.load(order_ptr + position, mask=mask, other=0)
-    expert = tl.load(expert_ptr + token * TOP_K + k, mask=mask, other=-1)
+    pair, expert = _load_choices(expert_ptr, order_ptr, position, mask, k, TOP_K)
     same = expert[:, None] == expert[None, :]
     earlier = lane[None, :] < lane[:, None]
     rank = tl.sum((same & earlier).to(tl.int32), axis=1)
-    tl.store(rank_ptr + token * TOP_K + k, rank, mask=mask)
+    tl.store(rank_ptr + pair, rank, mask=mask)
     # Pairs that are not routed go to one bin more than there are experts.
     hist = tl.histogram(tl.where(expert < 0, E, expert), BLOCK_E)
     offs_e = tl.arange(0, BLOCK_E)
@@ -94,12 +100,11 @@ def _add_offset_kernel(
     slot_ptr,  # (T, K) int32 - input: rank in the block; output: slot, -1 = not routed
     hist_ptr,  # (K, B, E) int32 - pairs of the expert before each block
     expert_ptr,  # (T, K) int32, -1 = not routed
-    order_ptr,  # (T,) int64 - token at each position; HAS_ORDER
+    order_ptr,  # (T,) int64 - token at each position, or None
     num_tokens,
     num_blocks,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Grid (B, K) as :func:`_rank_in_block_kernel`.
@@ -110,77 +115,39 @@ def _add_offset_kernel(
     k = tl.program_id(1).to(tl.int64)
     position = block * BLOCK + tl.arange(0, BLOCK)
     mask = position < num_tokens
-    token = position
-    if HAS_ORDER:
-        token = tl.load(order_ptr + position, mask=mask, other=0)
-    expert = tl.load(expert_ptr + token * TOP_K + k, mask=mask, other=-1)
+    pair, expert = _load_choices(expert_ptr, order_ptr, position, mask, k, TOP_K)
     routed = mask & (expert >= 0)
     offset = tl.load(
         hist_ptr + (k * num_blocks + block) * E + expert.to(tl.int64), mask=routed, other=0
     )
-    rank = tl.load(slot_ptr + token * TOP_K + k, mask=mask, other=0)
-    tl.store(slot_ptr + token * TOP_K + k, tl.where(routed, offset + rank, -1), mask=mask)
-
-
-def scan_blocks(hist_KBE: Tensor) -> Tensor:
-    """Turns the histograms into offsets in place and returns num_routed_KE."""
-    K, B, E = hist_KBE.shape
-    num_routed_KE = hist_KBE.new_empty((K, E))
-    _scan_blocks_kernel[(triton.cdiv(E, SCAN_BLOCK_COLS),)](
-        hist_KBE, num_routed_KE, B, E=E, TOP_K=K, BLOCK_B=SCAN_BLOCK_ROWS, BLOCK_E=SCAN_BLOCK_COLS
-    )
-    return num_routed_KE
+    rank = tl.load(slot_ptr + pair, mask=mask, other=0)
+    tl.store(slot_ptr + pair, tl.where(routed, offset + rank, -1), mask=mask)
 
 
 def assign_slots(
     expert_TK: Tensor, num_experts: int, *, priority_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.assign_slots` in Triton; torch sorts the priorities.
-
-    Raises:
-        ValueError: wrong shape, dtype or device.
-    """
-    T, K = expert_TK.shape
-    device = expert_TK.device
-    check_tensor("expert", expert_TK, (T, K), (torch.int32,), device)
-    if priority_T is not None:
-        check_tensor("priority", priority_T, (T,), (priority_T.dtype,), device)
-    position_in_expert_TK = torch.empty((T, K), dtype=torch.int32, device=device)
-    if T == 0:
-        return position_in_expert_TK, torch.zeros(
-            (K, num_experts), dtype=torch.int32, device=device
-        )
-    expert_TK = expert_TK.contiguous()
+    """:func:`fairseq_tutel.backends.torch.assign_slots` in Triton; torch sorts the priorities."""
+    (T, K), E, device = expert_TK.shape, num_experts, expert_TK.device
+    expert_TK = checked("expert", expert_TK, (T, K), INT32, device)
     order_T = None
     if priority_T is not None:
+        check_tensor("priority", priority_T, (T,), (priority_T.dtype,), device)
         order_T = priority_T.argsort(descending=True, stable=True)
+    slot_TK = torch.empty((T, K), dtype=torch.int32, device=device)
+    if T == 0:
+        return slot_TK, slot_TK.new_zeros((K, E))
+    num_routed_KE = slot_TK.new_empty((K, E))
     num_blocks = triton.cdiv(T, SLOT_BLOCK)
-    hist_KBE = torch.empty((K, num_blocks, num_experts), dtype=torch.int32, device=device)
+    hist_KBE = slot_TK.new_empty((K, num_blocks, E))
+    pairs = (slot_TK, hist_KBE, expert_TK, order_T, T, num_blocks)
+    sizes = {"E": E, "TOP_K": K}
+    columns = {"BLOCK_B": SCAN_BLOCK_ROWS, "BLOCK_E": SCAN_BLOCK_COLS}
+    grid, scan_grid = (num_blocks, K), (triton.cdiv(E, SCAN_BLOCK_COLS),)
     with device_guard(expert_TK):
-        _rank_in_block_kernel[(num_blocks, K)](
-            position_in_expert_TK,
-            hist_KBE,
-            expert_TK,
-            order_T,
-            T,
-            num_blocks,
-            E=num_experts,
-            TOP_K=K,
-            HAS_ORDER=order_T is not None,
-            BLOCK=SLOT_BLOCK,
-            BLOCK_E=triton.next_power_of_2(num_experts + 1),
+        _rank_in_block_kernel[grid](
+            *pairs, **sizes, BLOCK=SLOT_BLOCK, BLOCK_E=triton.next_power_of_2(E + 1)
         )
-        num_routed_KE = scan_blocks(hist_KBE)
-        _add_offset_kernel[(num_blocks, K)](
-            position_in_expert_TK,
-            hist_KBE,
-            expert_TK,
-            order_T,
-            T,
-            num_blocks,
-            E=num_experts,
-            TOP_K=K,
-            HAS_ORDER=order_T is not None,
-            BLOCK=SLOT_BLOCK,
-        )
-    return position_in_expert_TK, num_routed_KE
+        _scan_blocks_kernel[scan_grid](hist_KBE, num_routed_KE, num_blocks, **sizes, **columns)
+        _add_offset_kernel[grid](*pairs, **sizes, BLOCK=SLOT_BLOCK)
+    return slot_TK, num_routed_KE

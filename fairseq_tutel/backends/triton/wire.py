@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._wire_formats import BLOCK, CARRY_ABOVE_7_4, NOT_FINITE, WIRE_FORMATS, num_blocks
+from .._wire_formats import BLOCK, CARRY_ABOVE_7_4, NOT_FINITE, WIRE_FORMATS, WireFormat, num_blocks
 from ._autotune import WIRE_ROWS
-from ._runtime import FLOAT_DTYPES, check_tensor, device_guard
+from ._runtime import FLOAT_DTYPES, check_tensor, checked, device_guard
 
 _DYNAMIC = ["num_rows"]
 _CARRY = tl.constexpr(CARRY_ABOVE_7_4)
@@ -59,8 +59,8 @@ def _scale_of_byte(byte):
 
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _encode_rows_kernel(
-    value_ptr,  # (R, stride_value) uint8, fp16 or bf16 - output, the bytes of the rows
-    scale_ptr,  # the same as uint8, from the first scale on - output; not bf16
+    value_ptr,  # (R, stride_value) of some dtype - output, the bytes of the rows
+    scale_ptr,  # (R, stride_scale) uint8 - output, the same from the first scale on; not bf16
     partial_ptr,  # (P, 2) fp32 - output: sums of squared errors and of squares
     rows_ptr,  # (R, M) float
     num_rows,
@@ -130,8 +130,8 @@ def _encode_rows_kernel(
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _decode_rows_kernel(
     rows_ptr,  # (R, M) float - output
-    value_ptr,  # (R, stride_value) uint8 or fp16, the bytes of the rows
-    scale_ptr,  # the same as uint8, from the first scale on
+    value_ptr,  # (R, stride_value) of some dtype - the bytes of the rows
+    scale_ptr,  # (R, stride_scale) uint8 - the same from the first scale on
     num_rows,
     stride_value,
     stride_scale,
@@ -168,79 +168,56 @@ def _decode_rows_kernel(
 
 
 def encode_rows(rows_RM: Tensor, wire_format: str) -> tuple[Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.encode_rows` in Triton; measures the error of all rows.
-
-    Raises:
-        ValueError: wrong shape, dtype or device.
-    """
+    """:func:`fairseq_tutel.backends.torch.encode_rows` in Triton; measures all rows' errors."""
     (R, M), device = rows_RM.shape, rows_RM.device
-    check_tensor("rows", rows_RM, (R, M), FLOAT_DTYPES, device)
+    rows_RM = checked("rows", rows_RM, (R, M), FLOAT_DTYPES, device)
     chosen = WIRE_FORMATS[wire_format]
     wire_RD = torch.empty((R, chosen.num_bytes(M)), dtype=torch.uint8, device=device)
     if rows_RM.numel() == 0:
         return wire_RD, torch.zeros(2, dtype=torch.float32, device=device)
     num_programs = triton.cdiv(R, WIRE_ROWS)
     partial_P2 = torch.empty((num_programs, 2), dtype=torch.float32, device=device)
-    value, scale = _views(wire_RD, wire_format, M)
+    value, scale, sizes = _written_as(wire_RD, chosen, M)
     with device_guard(rows_RM):
         _encode_rows_kernel[(num_programs,)](
             value,
             scale,
             partial_P2,
-            rows_RM.contiguous(),
+            rows_RM,
             R,
-            value.stride(0),
-            scale.stride(0),
-            M=M,
+            **sizes,
             B=num_blocks(M),
             NUM_SCALES=wire_RD.shape[1] - M * chosen.dtype.itemsize,
             SCALED=chosen.exponent is not None,
             EXPONENT=chosen.exponent or 0,
-            MANTISSA=chosen.mantissa,
-            BIAS=chosen.bias,
-            BLOCK=BLOCK,
-            BLOCK_N=WIRE_ROWS,
         )
     return wire_RD, partial_P2.sum(0)
 
 
 def decode_rows(wire_RD: Tensor, wire_format: str, out_RM: Tensor) -> Tensor:
-    """:func:`fairseq_tutel.backends.torch.decode_rows` in Triton.
-
-    Raises:
-        ValueError: wrong shape, dtype or device.
-    """
+    """:func:`fairseq_tutel.backends.torch.decode_rows` in Triton."""
     (R, M), device = out_RM.shape, out_RM.device
     chosen = WIRE_FORMATS[wire_format]
     check_tensor("out", out_RM, (R, M), FLOAT_DTYPES, device)
-    check_tensor("wire", wire_RD, (R, chosen.num_bytes(M)), (torch.uint8,), device)
+    wire_RD = checked("wire", wire_RD, (R, chosen.num_bytes(M)), (torch.uint8,), device)
     if not out_RM.is_contiguous():
         raise ValueError(f"out of shape {(R, M)} must be contiguous: it is written in place")
     if out_RM.numel() == 0:
         return out_RM
     if chosen.exponent is None:
-        return out_RM.copy_(wire_RD.contiguous().view(chosen.dtype))
-    value, scale = _views(wire_RD.contiguous(), wire_format, M)
+        return out_RM.copy_(wire_RD.view(chosen.dtype))
+    value, scale, sizes = _written_as(wire_RD, chosen, M)
     with device_guard(wire_RD):
         _decode_rows_kernel[(triton.cdiv(R, WIRE_ROWS),)](
-            out_RM,
-            value,
-            scale,
-            R,
-            value.stride(0),
-            scale.stride(0),
-            M=M,
-            MANTISSA=chosen.mantissa,
-            BIAS=chosen.bias,
-            CLAMP=out_RM.dtype == torch.float16,
-            BLOCK=BLOCK,
-            BLOCK_N=WIRE_ROWS,
+            out_RM, value, scale, R, **sizes, CLAMP=out_RM.dtype == torch.float16
         )
     return out_RM
 
 
-def _views(wire_RD, wire_format, model_dim):
-    """The bytes as values, and from the first scale on."""
-    chosen = WIRE_FORMATS[wire_format]
-    dtype = torch.uint8 if chosen.mantissa else chosen.dtype
-    return wire_RD.view(dtype), wire_RD[:, model_dim * chosen.dtype.itemsize :]
+def _written_as(wire_RD: Tensor, chosen: WireFormat, M: int) -> tuple[Tensor, Tensor, dict]:
+    """The bytes as values, those from the first scale on, and the sizes of both kernels."""
+    value = wire_RD.view(torch.uint8 if chosen.mantissa else chosen.dtype)
+    scale = wire_RD[:, M * chosen.dtype.itemsize :]
+    sizes = {"stride_value": value.stride(0), "stride_scale": scale.stride(0), "M": M}
+    sizes |= {"MANTISSA": chosen.mantissa, "BIAS": chosen.bias}
+    return value, scale, {**sizes, "BLOCK": BLOCK, "BLOCK_N": WIRE_ROWS}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from ...config import ROUTERS, MoEConfig
-from ...registry import Options, option
-from .base import Router, TopKRouter, route_by_module
+from ...config import ROUTERS, MoEConfig, Options, above, at_least, option
+from .base import Router, TopKRouter, route_of
 from .cosine import CosineRouter
+from .from_logits import route_logits
 from .linear import LinearRouter
-from .steps import route_logits
 
 register_router = ROUTERS.register
 
@@ -23,9 +22,11 @@ __all__ = [
     "Options",
     "Router",
     "TopKRouter",
+    "above",
+    "at_least",
     "make_router",
     "option",
     "register_router",
-    "route_by_module",
     "route_logits",
+    "route_of",
 ]

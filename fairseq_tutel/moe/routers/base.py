@@ -7,7 +7,7 @@ are its own), its options, and a name::
 
     from torch import nn
 
-    from fairseq_tutel.moe.routers import Options, TopKRouter, option, register_router
+    from fairseq_tutel.moe.routers import Options, TopKRouter, above, option, register_router
 
     @register_router("mine")
     class MyRouter(TopKRouter):
@@ -15,7 +15,7 @@ are its own), its options, and a name::
 
         @dataclass(frozen=True)
         class Options(Options):
-            scale: float = option(1.0, "what the logits are multiplied by", above=0.0)
+            scale: float = option(1.0, "what the logits are multiplied by", above(0))
 
         def __init__(self, model_dim, config):
             super().__init__(model_dim, config)
@@ -33,18 +33,18 @@ it once the file has been imported.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from ...config import MoEConfig
-from ...registry import Options
-from ..autocast import without_autocast
-from ..load_bias import quantile_bias, sign_bias
-from ..metrics import RouterAux
-from ..routing import RouterStep, Routing
-from .steps import jitter_tokens, route_logits
+from ...config import MoEConfig, Options
+from ..load_bias import UpdateWatch, quantile_bias, sign_bias
+from ..reports import RouterAux
+from ..routing import RouterCall, Routing
+from ..torch_modes import without_autocast
+from .from_logits import jitter_tokens, route_logits
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +52,9 @@ logger = logging.getLogger(__name__)
 class Router(nn.Module):
     """Base class of routers; a layer holds its router as ``gate``, Meta's name for it.
 
-    Parameters and buffers are the same on all ranks: a checkpoint keeps them in its shared file.
-    Persistent buffers, such as a bias that follows the load, keep their dtype when a model is made
-    half, and their initial value where a checkpoint was saved without them. One of them is
-    ``load_bias``, fp32 [E + N] (N null experts), with that option; a router hands it to
-    :func:`route_logits`.
-
-    Args:
-        model_dim: M.
-        config: options of the layer; ``config.router_options`` is of this class's ``Options``.
+    Parameters and buffers are the same on all ranks. Buffers keep their dtype when a model is made
+    half, and their initial value where a checkpoint lacks them. One is ``load_bias``, fp32 [E + N]
+    (N null experts), with that option; a router hands it to :func:`route_logits`.
     """
 
     Options: ClassVar[type[Options]] = Options
@@ -72,34 +66,34 @@ class Router(nn.Module):
         self.options = config.router_options
         biased = config.load_bias != "none"
         self.register_buffer("load_bias", torch.zeros(config.num_outputs) if biased else None)
+        self._watch = UpdateWatch()
 
     def forward(
-        self, x_TM: torch.Tensor, pad_mask_T: torch.Tensor | None, step: RouterStep
+        self, x_TM: torch.Tensor, pad_mask_T: torch.Tensor | None, call: RouterCall
     ) -> tuple[Routing, RouterAux]:
-        """Route tokens.
+        """Route the tokens [T, M] that experts will see; T may be 0 and differ between ranks.
 
         Args:
-            x_TM: [T, M], what the experts will see; T may be 0 and may differ between ranks.
-            pad_mask_T: bool [T], True for padding, or None; a router decides by
-                ``step.config.use_pad_mask`` whether to look at it.
-            step: what holds for this call. Its options, not ``self.config``, count: top_k and the
-                capacity may be given for one call.
+            pad_mask_T: bool [T], True for padding, which chooses no expert; None: none is.
+            call: its options, not ``self.config``, count.
         """
         raise NotImplementedError
 
     @torch.no_grad()
     def update_load_bias(self, counts: torch.Tensor) -> None:
-        """Move the bias on the selection after an update, see :mod:`..load_bias`.
-
-        Args:
-            counts: ``bias_counts`` of the update's forward passes, summed over them and all ranks.
+        """Move the bias on the selection (:mod:`..load_bias`) by an update's ``bias_counts``,
+        summed over its forward passes and all ranks.
         """
-        config = self.config
-        if config.load_bias == "sign":
-            moved_E = sign_bias(self.load_bias, counts, config.load_bias_rate)
+        if self.config.load_bias == "sign":
+            self.load_bias.copy_(sign_bias(self.load_bias, counts, self.config.load_bias_rate))
         else:
-            moved_E = quantile_bias(self.load_bias, counts, config.top_k)
-        self.load_bias.copy_(moved_E)
+            self.load_bias.copy_(quantile_bias(self.load_bias, counts))
+
+    def check_updates(self) -> None:
+        """Warn, once, where training goes on and :meth:`update_load_bias` is not called."""
+        weight = next(self.parameters(), None)
+        if weight is not None and self.load_bias is not None and self.training:
+            self._watch.look(weight, self.load_bias)
 
     def _apply(self, fn, recurse=True):
         before = {name: b for name, b in self.named_buffers() if b.is_floating_point()}
@@ -136,25 +130,32 @@ class TopKRouter(Router):
     """A router of which only the logits are its own: softmax, the K best, Meta's balance loss."""
 
     def logits(self, x_TM: torch.Tensor) -> torch.Tensor:
-        """[T, M] -> fp32 [T, E + N] (fp64 stays fp64); runs with autocast switched off.
-
-        N null experts (``config.null_experts``, none by default) follow the E others.
+        """[T, M] -> fp32 [T, E + N] (fp64 stays fp64), N null experts after the E others; runs
+        with autocast switched off.
         """
         raise NotImplementedError
 
     def forward(
-        self, x_TM: torch.Tensor, pad_mask_T: torch.Tensor | None, step: RouterStep
+        self, x_TM: torch.Tensor, pad_mask_T: torch.Tensor | None, call: RouterCall
     ) -> tuple[Routing, RouterAux]:
-        """See :meth:`Router.forward`."""
         with without_autocast(x_TM.device):
-            logits_TE = self.logits(jitter_tokens(x_TM, step))
-            return route_logits(logits_TE, step, pad_mask_T, self.load_bias)
+            logits_TE = self.logits(jitter_tokens(x_TM, call))
+            return route_logits(logits_TE, call, pad_mask_T, self.load_bias)
 
 
-def route_by_module(
-    gate: nn.Module, x_TM: torch.Tensor, pad_mask_T: torch.Tensor | None, step: RouterStep
-) -> tuple[Routing, RouterAux]:
-    """Route by any module that maps [T, M] to logits [T, E], run under the caller's autocast."""
-    logits_TE = gate(jitter_tokens(x_TM, step))
-    with without_autocast(x_TM.device):
-        return route_logits(logits_TE, step, pad_mask_T)
+def route_of(gate: nn.Module) -> Callable[..., tuple[Routing, RouterAux]]:
+    """How a gate routes: ``route(gate, given_TM, x_TM, pad_mask_T, call)``.
+
+    ``given_TM`` are the tokens as the layer got them, ``x_TM`` as the experts will.
+    """
+    return _by_router if isinstance(gate, Router) else _by_module
+
+
+def _by_router(gate, given_TM, x_TM, pad_mask_T, call):
+    return gate(x_TM, pad_mask_T, call)
+
+
+def _by_module(gate, given_TM, x_TM, pad_mask_T, call):
+    logits_TE = gate(jitter_tokens(given_TM, call))  # under the caller's autocast
+    with without_autocast(given_TM.device):
+        return route_logits(logits_TE, call, pad_mask_T)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...config import ROUTERS, MoEConfig
-from ...registry import Options, option
+from ...config import ROUTERS, MoEConfig, Options, at_least, option
 from .base import TopKRouter
 
 _MIN_TEMPERATURE = 0.01
@@ -20,22 +19,15 @@ _MIN_TEMPERATURE = 0.01
 
 @ROUTERS.register("cosine")
 class CosineRouter(TopKRouter):
-    """cosines to learned directions over a learned temperature (X-MoE).
-
-    Args:
-        model_dim: M.
-        config: options of the layer.
-    """
+    """cosines to learned directions over a learned temperature (X-MoE)."""
 
     @dataclass(frozen=True)
     class Options(Options):
-        """Options of the cosine router."""
-
         proj_dim: int = option(
-            256, "dimensions of the space of the cosines, at most those of the model", at_least=1
+            256, "dimensions of the space of the cosines, at most those of the model", at_least(1)
         )
         init_temperature: float = option(
-            0.5, "temperature at the start of training", at_least=_MIN_TEMPERATURE
+            0.5, "temperature at the start of training", at_least(_MIN_TEMPERATURE)
         )
 
     def __init__(self, model_dim: int, config: MoEConfig):
@@ -47,9 +39,8 @@ class CosineRouter(TopKRouter):
         self.max_log_scale = math.log(1.0 / _MIN_TEMPERATURE)
 
     def logits(self, x_TM: torch.Tensor) -> torch.Tensor:
-        """[T, M] -> fp32 [T, E + N] (fp64 stays fp64)."""
         dtype = torch.promote_types(x_TM.dtype, torch.float32)
-        point_TP = nn.functional.normalize(x_TM.to(dtype) @ self.proj.weight.to(dtype).t(), dim=1)
-        dirs_EP = nn.functional.normalize(self.expert_dirs.to(dtype), dim=1)
+        point_TA = nn.functional.normalize(x_TM.to(dtype) @ self.proj.weight.to(dtype).t(), dim=1)
+        dirs_EA = nn.functional.normalize(self.expert_dirs.to(dtype), dim=1)
         scale = self.log_scale.to(dtype).clamp(max=self.max_log_scale).exp()
-        return (point_TP @ dirs_EP.t()) * scale
+        return (point_TA @ dirs_EA.t()) * scale

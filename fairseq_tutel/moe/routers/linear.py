@@ -19,10 +19,6 @@ class LinearRouter(TopKRouter):
 
     Its weight has the name that fairseq's checkpoints use. Without ``config.gating_fp32`` the
     logits of half tokens are rounded to the tokens' dtype first.
-
-    Args:
-        model_dim: M.
-        config: options of the layer.
     """
 
     def __init__(self, model_dim: int, config: MoEConfig):
@@ -30,7 +26,6 @@ class LinearRouter(TopKRouter):
         self.wg = nn.Linear(model_dim, config.num_outputs, bias=False)
 
     def logits(self, x_TM: torch.Tensor) -> torch.Tensor:
-        """[T, M] in the model's dtype -> fp32 [T, E + N] (fp64 stays fp64)."""
         if x_TM.dtype in (torch.float16, torch.bfloat16) and not self.config.gating_fp32:
             return nn.functional.linear(x_TM, self.wg.weight.to(x_TM.dtype)).float()
         return ops.gate_logits(x_TM, self.wg.weight)

@@ -21,7 +21,7 @@ from fairseq_tutel.backends.triton import _autotune as tiles
 from fairseq_tutel.backends.triton import (
     _grouped,
     activation,
-    cumsum,
+    adam,
     dispatch,
     gating,
     rows,
@@ -29,6 +29,7 @@ from fairseq_tutel.backends.triton import (
     wire,
 )
 
+ADAM = (adam._adam16_max_kernel, adam._adam16_step_kernel)  # always in both halves
 FLOAT = {"fp16": "*fp16", "bf16": "*bf16", "fp32": "*fp32"}
 
 
@@ -37,39 +38,36 @@ def _variants():
     block_t, block_e = gating._tile(70)
     gate = {"E": 70, "TOP_K": 2, "BLOCK_T": block_t, "BLOCK_E": block_e}
     sums = {"E": 70, "BLOCK_P": 64, "BLOCK_E": tiles.SCAN_BLOCK_COLS}
-    plain = {"HAS_NOISE": False, "HAS_PAD": False, "HAS_KEY": False}
-    for given in ({"HAS_NOISE": True, "HAS_PAD": True}, {"HAS_KEY": True}, {}):
-        yield gating._topk_gating_fwd_kernel, "fp32", {**gate, **plain, **given}
+    plain = dict.fromkeys(("noise_ptr", "pad_ptr", "key_ptr"))
+    for left_out in (("key_ptr",), ("noise_ptr", "pad_ptr"), plain):
+        yield gating._topk_gating_fwd_kernel, "fp32", {**gate, **dict.fromkeys(left_out)}
     one = {"E": 1, "TOP_K": 1, **plain}  # the narrowest tiles
     yield gating._topk_gating_fwd_kernel, "fp32", {**one, "BLOCK_T": 32, "BLOCK_E": 1}
     yield gating._topk_gating_sums_kernel, "fp32", sums
-    given = {"HAS_GATE": True, "HAS_PROB_SUM": True, "HAS_LSE": True}
-    yield gating._topk_gating_bwd_kernel, "fp32", {**gate, **given}
+    yield gating._topk_gating_bwd_kernel, "fp32", gate
 
-    slot = {"E": 70, "TOP_K": 2, "HAS_ORDER": True, "BLOCK": tiles.SLOT_BLOCK}
-    columns = {"E": 70, "BLOCK_E": tiles.SCAN_BLOCK_COLS}
-    scan = {**columns, "TOP_K": 2, "BLOCK_B": tiles.SCAN_BLOCK_ROWS}
-    tile = {**columns, "BLOCK_T": 2 * tiles.SCAN_BLOCK_ROWS}
+    slot = {"E": 70, "TOP_K": 2, "BLOCK": tiles.SLOT_BLOCK}
+    columns = {"BLOCK_E": tiles.SCAN_BLOCK_COLS, "BLOCK_B": tiles.SCAN_BLOCK_ROWS}
     yield slots._rank_in_block_kernel, "fp32", {**slot, "BLOCK_E": 128}
     yield slots._rank_in_block_kernel, "fp32", {**slot, "E": 1, "TOP_K": 1, "BLOCK_E": 2}
-    yield slots._scan_blocks_kernel, "fp32", scan
+    yield slots._scan_blocks_kernel, "fp32", {"E": 70, "TOP_K": 2, **columns}
     yield slots._add_offset_kernel, "fp32", slot
-    yield cumsum._column_sums_kernel, "fp32", tile
-    yield cumsum._cumsum_sub_one_kernel, "fp32", {**tile, "HAS_BEFORE": True}
 
     pairs = {"E": 70, "TOP_K": 2, "NORMALIZE": True, **rows._tile(2), "BLOCK_R": tiles.FLAT_BLOCK}
     for padded in (True, False):
-        layout = {"PADDED": padded, "HAS_CAPACITY": padded}
-        yield rows._assign_rows_fwd_kernel, "fp32", {**pairs, **layout}
+        yield rows._assign_rows_fwd_kernel, "fp32", {**pairs, "PADDED": padded}
     yield rows._assign_rows_bwd_kernel, "fp32", {"TOP_K": 2, "NORMALIZE": True, **rows._tile(2)}
 
-    both = {"HAS_ROWS": True, "ROWS_PER_PROGRAM": tiles.ROWS_PER_PROGRAM}
     for dtype, weighted, top_k in (
         ("bf16", True, 2), ("fp16", True, 2), ("fp32", False, 2),
         ("bf16", True, 6),  # more choices than are unrolled
     ):  # fmt: skip
-        move = {"M": 4096, "TOP_K": top_k, "HAS_WEIGHT": weighted}
-        dot = {"HAS_DOT": weighted, "BLOCK_K": triton.next_power_of_2(top_k)}
+        move = {"M": 4096, "TOP_K": top_k, **({} if weighted else {"weight_ptr": None})}
+        dot = {} if weighted else {"dot_ptr": None, "other_ptr": None}
+        both = {
+            "BLOCK_K": triton.next_power_of_2(top_k),
+            "ROWS_PER_PROGRAM": tiles.ROWS_PER_PROGRAM,
+        }
         yield dispatch._token_to_rows_kernel, dtype, {**move, **dot, **both}
         yield dispatch._rows_to_token_kernel, dtype, move
 
@@ -81,19 +79,27 @@ def _variants():
         yield _grouped._weight_gradient_kernel, dtype, product
 
     act = {"e": 3, "F": 4096, "TILE": tiles.ACT_TILE_ROWS, "BLOCK_EXPERTS": 4}
-    cases = [("bf16", "gelu", True, 0.0), ("fp16", "gelu_tanh", False, 0.1)]
-    cases += [("fp32", name, False, 0.0) for name in ("relu", "silu", "tanh")]
-    for dtype, name, ragged, dropout_p in cases:
-        mode = {"RAGGED": ragged, "ACTIVATION": name, "DROPOUT_P": dropout_p}
-        yield activation._bias_act_fwd_kernel, dtype, {**act, **mode}
-        yield activation._bias_act_bwd_dh_kernel, dtype, {**act, **mode, "HAS_DH": True}
-    sums = {**act, "RAGGED": False, "ACTIVATION": "linear", "DROPOUT_P": 0.0, "HAS_DH": False}
+    padded, unbiased = {"offsets_ptr": None}, {"bias_ptr": None}
+    for dtype, name, dropout_p, given in (
+        ("bf16", "gelu", 0.0, {}),
+        ("fp16", "gelu_tanh", 0.1, padded),
+        *(("fp32", name, 0.0, padded) for name in ("relu", "silu", "tanh")),
+        ("bf16", "gelu", 0.0, {"GATED": True}),
+        ("bf16", "silu", 0.0, {"GATED": True, **unbiased}),
+        ("fp32", "silu", 0.0, {"GATED": True, **padded}),
+    ):
+        mode = {**act, "ACTIVATION": name, "GATED": False, "DROPOUT_P": dropout_p, **given}
+        partial = {"partial_ptr": None} if "bias_ptr" in given else {}
+        yield activation._bias_act_fwd_kernel, dtype, mode
+        yield activation._bias_act_bwd_dh_kernel, dtype, {**mode, **partial}
+    sums = {**act, **padded, "ACTIVATION": "linear", "GATED": False, "DROPOUT_P": 0.0}
     yield activation._bias_act_bwd_dh_kernel, "bf16", {**sums, "h_ptr": None, "d_h_ptr": None}
-    for ragged in (False, True):
-        blocks = {"BLOCK_Z": tiles.SCAN_BLOCK_ROWS, "BLOCK_F": tiles.SCAN_BLOCK_COLS}
-        yield activation._bias_act_bwd_db_kernel, "bf16", {**act, "RAGGED": ragged, **blocks}
+    blocks = {"BLOCK_Z": tiles.SCAN_BLOCK_ROWS, "BLOCK_W": tiles.SCAN_BLOCK_COLS}
+    sums = {"e": 3, "W": 4096, "TILE": tiles.ACT_TILE_ROWS, "BLOCK_EXPERTS": 4, **blocks}
+    for layout in ({}, padded):
+        yield activation._bias_act_bwd_db_kernel, "bf16", {**sums, **layout}
 
-    for name, stored in (("bf16", "bf16"), ("fp16", "fp16"), ("e4m3", "u8"), ("e5m2", "u8")):
+    for name, stored in (("bf16", "*bf16"), ("fp16", "*fp16"), ("e4m3", "*u8"), ("e5m2", "*u8")):
         chosen = WIRE_FORMATS[name]
         sizes = {"M": 4000, "BLOCK": 128, "BLOCK_N": tiles.WIRE_ROWS}
         sizes |= {"MANTISSA": chosen.mantissa, "BIAS": chosen.bias, "value_ptr": stored}
@@ -103,17 +109,37 @@ def _variants():
         if name != "bf16":
             yield wire._decode_rows_kernel, "fp16", {**sizes, "CLAMP": True}
 
+    adam_blocks = {"BLOCK": tiles.ADAM_BLOCK}
+    step_blocks = {"BLOCK_P": tiles.ADAM_PROGRAMS, "BLOCKS": tiles.ADAM_BLOCKS}
+    for dtype in ("fp16", "bf16"):
+        yield adam._adam16_max_kernel, dtype, adam_blocks
+        yield adam._adam16_step_kernel, dtype, {**adam_blocks, **step_blocks}
 
-_POINTERS = {
-    "expert_ptr": "*i32", "choice_ptr": "*i32", "row_ptr": "*i32", "pair_ptr": "*i32",
-    "dest_row_ptr": "*i32", "src_pair_ptr": "*i32", "position_ptr": "*i32", "end_ptr": "*i32",
-    "num_routed_ptr": "*i32", "num_kept_ptr": "*i32",
-    "rank_ptr": "*i32", "slot_ptr": "*i32", "hist_ptr": "*i32", "count_ptr": "*i32",
-    "sum_ptr": "*i32", "out_ptr": "*i32", "before_ptr": "*i32", "offsets_ptr": "*i32",
-    "scale_ptr": "*u8",
-    "mask_ptr": "*i64", "order_ptr": "*i64", "seed_ptr": "*i64", "pad_ptr": "*i1",
-}  # fmt: skip
-_FP32 = {"weight_ptr", "dot_ptr", "partial_ptr"}
+
+_NAMES = {"int32": "*i32", "int64": "*i64", "uint8": "*u8", "bool": "*i1"} | FLOAT
+_SCALARS = {"num_elements": "i64"} | dict.fromkeys(
+    ("beta1", "beta2", "grad_weight", "square_weight", "step_size", "decay", "eps"), "fp32"
+)
+
+
+def _signature(function, dtype, constants):
+    """Types of the arguments; those of pointers stand in their comments, else they are ``dtype``'s.
+
+    A constant that is the name of a type, of a pointer, is that.
+    """
+    signature = {}
+    for name in function.arg_names:
+        given = constants.get(name)
+        if isinstance(given, str) and given.startswith("*"):
+            signature[name] = given
+        elif name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            stated = re.search(rf"\b{name},  # \(.*?\)(?: (\w+))?", function.src)[1]
+            signature[name] = _NAMES.get(stated, FLOAT[dtype])
+        else:
+            signature[name] = _SCALARS.get(name, "i32")
+    return signature
 
 
 def _compile(kernel, dtype, constants, target, tile=0):
@@ -121,18 +147,8 @@ def _compile(kernel, dtype, constants, target, tile=0):
     if not isinstance(kernel, triton.JITFunction):  # an autotuned kernel wraps the compiled one
         function, config = kernel.fn, kernel.configs[tile]
         constants, options = {**constants, **config.kwargs}, {"num_warps": config.num_warps}
-    signature = {}
-    constants = dict(constants)
-    stored = constants.pop("value_ptr", None)  # a dtype of its own
-    for name in function.arg_names:
-        if name == "value_ptr":
-            signature[name] = f"*{stored}"
-        elif name in constants:
-            signature[name] = "constexpr"
-        elif name.endswith("_ptr"):
-            signature[name] = "*fp32" if name in _FP32 else _POINTERS.get(name, FLOAT[dtype])
-        else:
-            signature[name] = "i32"
+    signature = _signature(function, dtype, constants)
+    constants = {name: value for name, value in constants.items() if signature[name] == "constexpr"}
     # allocations are aligned to 16 bytes at least, and the launch specializes on that
     aligned = {
         (i,): [["tt.divisibility", 16]]
@@ -175,14 +191,6 @@ def wide_accesses(ptx: str) -> int:
     return len(re.findall(r"(?:ld|st)\.global\.v4\.b32|(?:ld|st)\.global\.v2\.b64", ptx))
 
 
-def _check_tiles() -> None:
-    """Tiles of the autotuned kernels must divide what a program works on."""
-    for config in tiles.move_configs():
-        assert tiles.ROWS_PER_PROGRAM % config.kwargs["BLOCK_T"] == 0, config
-    for config in tiles.act_configs():
-        assert tiles.ACT_TILE_ROWS % config.kwargs["BLOCK_N"] == 0, config
-
-
 def _chosen(variants):
     """(kernel, dtype, constants, index of the tile)."""
     done = set()
@@ -191,7 +199,7 @@ def _chosen(variants):
             if not isinstance(kernel, triton.JITFunction) and dtype == "bf16":
                 for tile in range(1, len(kernel.configs)):
                     yield kernel, dtype, constants, tile
-        elif variants == "all" or kernel not in done:
+        elif variants == "all" or kernel not in done or kernel in ADAM:
             yield kernel, dtype, constants, 0
         done.add(kernel)
 
@@ -212,6 +220,5 @@ def compile_all(backend: str, arch: str, variants: str) -> None:
 
 
 if __name__ == "__main__":
-    _check_tiles()
     for argument in sys.argv[1:]:
         compile_all(*argument.split(":"))

@@ -36,11 +36,7 @@ def _poison(tensor):
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
     """Fresh memory is NaN (or a large integer), so that an element nobody writes shows."""
-    for owner, name in (
-        (torch, "empty"),
-        (torch, "empty_like"),
-        (torch.Tensor, "new_empty"),
-    ):
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         original = getattr(owner, name)
         monkeypatch.setattr(
             owner, name, lambda *args, _original=original, **kw: _poison(_original(*args, **kw))

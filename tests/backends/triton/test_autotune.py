@@ -1,11 +1,8 @@
 """The lists of tiles: pruning, pinning, and what the interpreter gets."""
 
-import json
-
 import triton
 
 from fairseq_tutel.backends.triton import _autotune as tiles
-from fairseq_tutel.backends.triton._runtime import INTERPRET
 
 
 def test_tiles_wider_than_the_row_are_pruned():
@@ -16,22 +13,6 @@ def test_tiles_wider_than_the_row_are_pruned():
     configs = [triton.Config({"BLOCK_N": 1, "BLOCK_F": block}) for block in (1024, 128)]
     kept = tiles.prune_wide_tiles(configs, {"F": 200}, ACTIVATION="gelu")
     assert [config.kwargs["BLOCK_F"] for config in kept] == [128]
-
-
-def test_interpreter_gets_one_config():
-    if INTERPRET:
-        assert len(tiles.move_configs()) == len(tiles.act_configs()) == 1
-
-
-def test_what_was_tuned_can_be_kept_for_the_next_process(monkeypatch):
-    """run_gpu.sh sets the variable; Triton then writes every config as JSON and reads it back."""
-    monkeypatch.setenv("TRITON_CACHE_AUTOTUNING", "1")
-    assert triton.knobs.autotuning.cache is True
-    for make in (tiles.move_configs, tiles.act_configs, tiles.product_configs):
-        for config in make():
-            assert config.pre_hook is None
-            again = triton.Config(**json.loads(json.dumps(config.__dict__)))
-            assert again == config and again.all_kwargs() == config.all_kwargs()
 
 
 class _Kernel:

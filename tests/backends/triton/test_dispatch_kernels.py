@@ -1,4 +1,4 @@
-"""Dispatch and combine: kernels against loops in fp64, outputs and gradients."""
+"""Dispatch and combine: kernels and torch against loops in fp64, outputs and gradients."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from helpers import naive
 from helpers.assertions import assert_close
 from helpers.inputs import random_rows
 
+from fairseq_tutel.backends import torch as torch_backend
 from fairseq_tutel.backends import triton as kernels
 
 CASES = [
@@ -20,6 +21,7 @@ CASES = [
     pytest.param(5, 2, 3, 0, 17, "dropped", id="R0"),  # no rows
 ]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ROOMS = pytest.mark.parametrize("room", [torch_backend, kernels], ids=["torch", "triton"])
 
 
 def make(T, K, E, C, M, kind, dtype, device):
@@ -34,37 +36,34 @@ def make(T, K, E, C, M, kind, dtype, device):
     return [t.to(device) for t in (row, pair, x, dy, rows, d_rows, weight)]
 
 
-def double(*tensors):
-    return [None if t is None else t.double() for t in tensors]
-
-
+@ROOMS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("T", "K", "E", "C", "M", "kind"), CASES)
-def test_dispatch(T, K, E, C, M, kind, dtype, device):
+def test_dispatch(T, K, E, C, M, kind, dtype, room, device):
     row, pair, x, _, _, d_rows, _ = make(T, K, E, C, M, kind, dtype, device)
-    rows = kernels.dispatch_fwd(x, row, pair)
+    rows = room.dispatch_fwd(x, row, pair)
     assert rows.dtype == dtype
     assert torch.equal(rows, naive.dispatch(x, row, pair))
 
-    d_x = kernels.dispatch_bwd(d_rows, row)
+    d_x = room.dispatch_bwd(d_rows, row)
     assert d_x.dtype == dtype
     ones = torch.ones(row.shape, device=device)
     assert_close("d_x", d_x, naive.combine(d_rows.double(), row, ones), dtype)
 
 
+@ROOMS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("T", "K", "E", "C", "M", "kind"), CASES)
-def test_combine(T, K, E, C, M, kind, dtype, device):
+def test_combine(T, K, E, C, M, kind, dtype, room, device):
     row, pair, _, dy, rows, _, weight = make(T, K, E, C, M, kind, dtype, device)
     weight[row < 0] = float("nan")  # the weight of a dropped pair must not matter either
-    clean = weight.nan_to_num()
-    dy64, rows64, weight64 = double(dy, rows, clean)
+    dy64, rows64, weight64 = dy.double(), rows.double(), weight.nan_to_num().double()
 
-    y = kernels.combine_fwd(rows, row, weight)
+    y = room.combine_fwd(rows, row, weight)
     assert y.dtype == dtype
     assert_close("y", y, naive.combine(rows64, row, weight64), dtype)
 
-    d_rows, d_weight = kernels.combine_bwd(dy, rows, row, pair, weight)
+    d_rows, d_weight = room.combine_bwd(dy, rows, row, pair, weight)
     want_rows, want_weight = naive.combine_bwd(dy64, rows64, row, weight64)
     assert d_rows.dtype == dtype and d_weight.dtype == torch.float32
     assert (d_rows[pair < 0] == 0).all()
@@ -80,35 +79,3 @@ def test_only_needed_gradients_are_computed(device):
     only_weight = kernels.combine_bwd(dy, rows, row, pair, weight, needs_rows=False)
     assert torch.equal(only_rows[0], both[0]) and only_rows[1].shape == (0,)
     assert torch.equal(only_weight[1], both[1]) and only_weight[0].shape == (0,)
-
-
-def test_strided_inputs(device):
-    row, pair, x, _, rows, _, weight = make(9, 2, 3, 7, 24, "spread", torch.float32, device)
-    strided = row.t().contiguous().t()
-    want = kernels.dispatch_fwd(x, row, pair)
-    assert torch.equal(kernels.dispatch_fwd(x.t().contiguous().t(), strided, pair), want)
-    want = kernels.combine_fwd(rows, row, weight)
-    got = kernels.combine_fwd(rows.t().contiguous().t(), strided, weight.t().contiguous().t())
-    assert torch.equal(got, want)
-    # the gradient of a sum is an expanded scalar
-    ones = torch.ones((), device=device).expand(9, 24)
-    want = kernels.combine_bwd(ones.contiguous(), rows, row, pair, weight)
-    got = kernels.combine_bwd(ones, rows, row, pair, weight)
-    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-
-
-def test_dispatch_then_combine_is_the_identity(device):
-    row, pair, x, *_ = make(21, 1, 4, 21, 45, "spread", torch.float16, device)
-    rows = kernels.dispatch_fwd(x, row, pair)
-    one = torch.ones(21, 1, device=device)
-    assert torch.equal(kernels.combine_fwd(rows, row, one), x)
-
-
-def test_wrong_arguments_are_named(device):
-    row, pair, x, _, rows, _, weight = make(4, 2, 2, 4, 8, "spread", torch.float32, device)
-    with pytest.raises(ValueError, match=r"tokens must be one of.*got torch.float64"):
-        kernels.dispatch_fwd(x.double(), row, pair)
-    with pytest.raises(ValueError, match=r"rows must have shape \(8, 8\), got \(7, 8\)"):
-        kernels.combine_bwd(x, rows[:7], row, pair, weight)
-    with pytest.raises(ValueError, match="at least 1, got 0 and 2"):
-        kernels.dispatch_fwd(x[:, :0], row, pair)

@@ -54,21 +54,3 @@ def test_assign_rows(T, E, K, capacity, padded, normalize, device):
         assert_close("weight", weight, want[2], torch.float32)
         got = room.assign_rows_bwd(d_weight.to(on), args[2], dest_row, normalize=normalize)
         assert_close("d_gate", got, want_grad, torch.float32)
-
-
-def test_strided_inputs(device):
-    args = [x.to(device) for x in inputs(21, 5, 2)]
-    options = {"capacity": 6, "padded": True, "normalize": True}
-    want = kernels.assign_rows_fwd(*args, **options)
-    got = kernels.assign_rows_fwd(*(x.t().contiguous().t() for x in args), **options)
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_wrong_arguments_are_named(device):
-    expert, position, gate, num_routed = (x.to(device) for x in inputs(6, 3, 2))
-    options = {"capacity": 2, "padded": True, "normalize": True}
-    with pytest.raises(ValueError, match="gate must be one of.*got torch.float64"):
-        kernels.assign_rows_fwd(expert, position, gate.double(), num_routed, **options)
-    with pytest.raises(ValueError, match=r"num_routed must have shape \(2, 3\), got \(1, 3\)"):
-        kernels.assign_rows_fwd(expert, position, gate, num_routed[:1], **options)

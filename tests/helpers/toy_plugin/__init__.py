@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fairseq_tutel.config.options import FRACTION
 from fairseq_tutel.moe import Router, RouterAux, build_routing, register_router
 from fairseq_tutel.moe.losses import balance_loss
 from fairseq_tutel.moe.routers import Options, option
@@ -21,7 +22,7 @@ class ToyRouter(Router):
     class Options(Options):
         """Options of the toy router."""
 
-        rate: float = option(0.125, "how far the bias moves in one step", at_least=0.0, at_most=1.0)
+        rate: float = option(0.125, "how far the bias moves in one call", FRACTION)
         score: str = option("sigmoid", "of an expert", choices=("sigmoid", "tanh"))
 
     def __init__(self, model_dim, config):
@@ -29,13 +30,13 @@ class ToyRouter(Router):
         self.wg = nn.Linear(model_dim, config.num_experts, bias=False)
         self.register_buffer("load_bias", torch.zeros(config.num_experts, dtype=torch.float32))
 
-    def forward(self, x_TM, pad_mask_T, step):
+    def forward(self, x_TM, pad_mask_T, call):
         """Sigmoid or tanh, the K best with the bias, a balance loss."""
         score_TE = getattr(self.wg(x_TM).float(), self.options.score)()
-        expert_TK = (score_TE + self.load_bias).topk(step.config.top_k).indices
-        routing = build_routing(expert_TK.to(torch.int32), score_TE.gather(1, expert_TK), step)
+        expert_TK = (score_TE + self.load_bias).topk(call.config.top_k).indices
+        routing = build_routing(expert_TK.to(torch.int32), score_TE.gather(1, expert_TK), call)
         load_E = routing.num_routed_KE.sum(0).float()
-        if step.training:
+        if call.training:
             self.load_bias += self.options.rate * (load_E.mean() - load_E).sign()
         loss = balance_loss(score_TE.sum(0), routing.num_routed_KE[0], len(x_TM))
         return routing, RouterAux(loss, torch.zeros_like(loss).detach(), routing.num_routed_KE)

@@ -1,0 +1,363 @@
+"""An open checkpoint of any kind, checked: what loading, resharding and inspecting all read.
+
+``read_set(path)`` gives a :class:`SetReader`: ``shared`` is the state without experts,
+``experts(range)`` the tensors and the optimizer state of some of them. What a transformation of
+checkpoints reads with it, it writes with :func:`.store.write_set`, which takes the same two.
+
+Nothing here writes: a job may evaluate a checkpoint while another one trains and saves to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from .all_ranks import AllRanks, GatherTexts
+from .commit import visible_files
+from .io import Checksums, identity, load_file
+from .layout import (
+    MERGED,
+    SHARED,
+    CheckpointError,
+    CheckpointSet,
+    Role,
+    check_same,
+    expert_forms,
+    experts_of_rank,
+    gate_experts,
+    select_experts,
+    split_dense_expert,
+)
+from .state import (
+    METADATA,
+    MODEL,
+    NAMED_STATE,
+    OPTIMIZER,
+    SetMetadata,
+    check_complete,
+    check_file,
+    is_of_fairseq,
+    join_state,
+    null_experts,
+    optimizer_is_named,
+    split_state,
+)
+
+logger = logging.getLogger(__name__)
+
+
+_ATTEMPTS = 30  # how often to read while another job keeps replacing the files
+
+
+def load_for_rank(
+    path: str,
+    *,
+    rank: int,
+    world_size: int,
+    expert_parallel_size: int = 0,
+    with_optimizer: bool = True,
+    gather_texts: GatherTexts | None = None,
+) -> dict[str, Any]:
+    """The state that rank ``rank`` of ``world_size`` needs, from whatever ``path`` names.
+
+    Reads sets saved by any number of ranks, merged files, dense checkpoints without experts, and
+    the files that Meta published. Only the needed rank files are opened, and memory-mapped. A save
+    that was interrupted after its commit is read as complete.
+
+    Args:
+        path: X.pt, X-shared.pt, X-rank-N.pt, or a merged file.
+        rank, world_size: where the experts will live; W = 1 loads all of them.
+        expert_parallel_size: P, ranks that hold all experts between them; 0: min(E, W).
+        with_optimizer: also assemble ``last_optimizer_state``.
+        gather_texts: if given, all ranks call this together and an error on one is raised on all.
+
+    Returns:
+        The state of ``state.py`` with this rank's experts numbered from 0 (without optimizer state
+        if that is not stored, not wanted or not ours), and ``moe_checkpoint``, the metadata of the
+        source (None for Meta's files).
+
+    Raises:
+        CheckpointError: names the file that is missing, truncated or foreign, or E and W if the
+            experts cannot be placed.
+    """
+
+    def read() -> dict[str, Any]:
+        reader = SetReader(path)
+        wanted = range(0)
+        if reader.num_experts:
+            try:
+                wanted = experts_of_rank(rank, world_size, reader.num_experts, expert_parallel_size)
+            except CheckpointError as error:
+                raise CheckpointError(f"{reader.cset.path}: {error}") from error
+        state = reader.state_of(wanted, with_optimizer=with_optimizer)
+        return {**state, METADATA: reader.metadata and asdict(reader.metadata)}
+
+    if gather_texts is None:
+        return _read_stable(path, read)
+    loaded: dict[str, Any] = {}
+
+    def read_and_tell() -> str:
+        loaded.update(_read_stable(path, read))
+        return (loaded[METADATA] or {}).get("save_id", "")
+
+    ranks = AllRanks(rank, world_size, gather_texts)
+    save_ids = ranks.run_on_all_ranks(f"loading {path}", read_and_tell)
+    if len(set(save_ids)) > 1:
+        raise CheckpointError(
+            f"{path}: ranks read different saves {save_ids}; it was replaced meanwhile, try again"
+        )
+    return loaded
+
+
+def _read_stable(path: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Read; if the files changed meanwhile (another job saved), read the new ones instead."""
+
+    def fingerprint() -> dict[str, Any]:
+        files = visible_files(CheckpointSet.from_path(path)).values()
+        return {file: identity(file) for file in files}
+
+    for _ in range(_ATTEMPTS):
+        before = fingerprint()
+        try:
+            return read()
+        except CheckpointError:
+            if fingerprint() == before:
+                raise
+            logger.info("%s was replaced while it was read; reading it again", path)
+    return read()
+
+
+def read_set(path: str) -> SetReader:
+    """Open whatever ``path`` names: a set of any number of ranks, or a merged or dense file."""
+    return SetReader(path)
+
+
+class SetReader:
+    """What :func:`read_set` returns.
+
+    The shared content is in memory (its tensors mapped), rank files opened one at a time.
+
+    Attributes:
+        cset: where it is.
+        kind: "set" or "merged".
+        shared: content of the shared file (of a merged file: its dense part), not yet checked for
+            damage; :meth:`shared_state` is.
+        metadata: None if another program wrote it.
+        num_experts: E, 0 for a dense model.
+        num_rank_files: P, 1 for a merged file.
+        has_optimizer: whether there is optimizer state in our form.
+
+    Raises:
+        CheckpointError: names the file that is missing, truncated or foreign.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.cset, self.files, self.kind = locate(path)
+        self._open: tuple[int, dict[str, Any], Checksums] | None = None
+        self._forms: dict[str, Mapping[str, str]] = {}  # of experts: in MODEL, in OPTIMIZER
+        self.main_path = self.files[MERGED if self.kind == MERGED else SHARED]
+        state, self._checksums = load_state(self.main_path)
+        self.metadata = SetMetadata.of_state(state, self.main_path)
+        # ours are complete, or were spoilt; what others made may be good for another use
+        if self.metadata is not None and is_of_fairseq(state):
+            check_complete(state, self.main_path)
+        self.has_optimizer = optimizer_is_named(state.get(OPTIMIZER))
+        if not self.has_optimizer and state.pop(OPTIMIZER, None) is not None:
+            logger.warning(
+                "%s: its optimizer state is not keyed by parameter name; loading without it",
+                self.main_path,
+            )
+        if self.kind == MERGED:
+            self._read_merged(state)
+        else:
+            self._read_shared(state)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run that saved it, in whose steps its position in the data is counted."""
+        return self.metadata.world_size if self.metadata else self.num_rank_files
+
+    def shared_state(self, *, with_optimizer: bool = True) -> dict[str, Any]:
+        """A copy of ``shared``, checked for damage."""
+        left_out = {METADATA} if with_optimizer else {METADATA, OPTIMIZER}
+        shared = {key: value for key, value in self.shared.items() if key not in left_out}
+        self._checksums.check(shared)
+        return shared
+
+    def experts(
+        self, wanted: range, *, with_optimizer: bool = True
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Tensors and optimizer state of the experts with these global numbers, not damaged.
+
+        Returns:
+            (tensors by parameter name, state by parameter name and name of the state), with experts
+            numbered from 0; no state if there is none or it is not wanted.
+        """
+        model: dict[str, Any] = {}
+        named_state: dict[str, Any] = {}
+        if not wanted:
+            return model, named_state
+        per_file = self.num_experts // self.num_rank_files
+        for number in range(wanted.start // per_file, (wanted.stop - 1) // per_file + 1):
+            content, checksums = self.rank_file(number)
+            parts = [(content[MODEL], model)]
+            if self.has_optimizer and with_optimizer:
+                parts.append((content[OPTIMIZER][NAMED_STATE], named_state))
+            for stored, taken in parts:
+                new = select_experts(stored, first=number * per_file, wanted=wanted)
+                checksums.check(new)
+                taken.update(new)
+        return model, named_state
+
+    def state_of(self, wanted: range, *, with_optimizer: bool = True) -> dict[str, Any]:
+        """Dense parameters and some experts as one state, checked for damage."""
+        shared = self.shared_state(with_optimizer=with_optimizer)
+        return join_state(shared, *self.experts(wanted, with_optimizer=with_optimizer))
+
+    def rank_file(self, number: int) -> tuple[dict[str, Any], Checksums]:
+        """Content of one rank file, checked to be of this set; the last one stays open."""
+        if self._open is None or self._open[0] != number:
+            self._open = None  # let go of the previous file before mapping the next
+            path = self.files[number]
+            content, checksums = load_state(path)
+            self._check_membership(path, number, SetMetadata.of_state(content, path))
+            self._check_experts(content, path)
+            self._open = (number, content, checksums)
+        return self._open[1:]
+
+    def _read_merged(self, state: dict[str, Any]) -> None:
+        path = self.main_path
+        self.shared, content = split_state(state)
+        self.num_experts, self.num_rank_files = expert_forms(content[MODEL], path)[0], 1
+        gates = gate_experts(self.shared[MODEL], content[MODEL], null_experts(state))
+        expected = self.metadata.num_experts if self.metadata else gates
+        if expected not in (None, self.num_experts):
+            raise CheckpointError(
+                f"{path}: holds {self.num_experts} experts but was written for {expected}; if it "
+                "was saved by one rank of several, only a set of all ranks' files has them all"
+            )
+        if self.num_experts:
+            self._check_experts(content, path)
+        self._open = (0, content, self._checksums)
+
+    def _read_shared(self, state: dict[str, Any]) -> None:
+        self.shared = state
+        misplaced = split_dense_expert(state[MODEL])[1]
+        if misplaced:
+            raise CheckpointError(
+                f"{self.main_path}: a shared file cannot hold {next(iter(misplaced))!r}"
+            )
+        found = self.metadata
+        experts, count = (found.num_experts, found.num_rank_files) if found else self._count()
+        if found and (found.rank is not None or not 1 <= count <= experts or experts % count):
+            raise CheckpointError(
+                f"{self.main_path}: foreign file: it is marked as rank file {found.rank} of "
+                f"{count} with {experts} experts, not as a shared file"
+            )
+        self.num_experts, self.num_rank_files = experts, count
+        missing = [self.cset.name_of(rank) for rank in range(count) if rank not in self.files]
+        if missing:
+            raise CheckpointError(
+                f"{self.cset.path}: {len(missing)} of {count} rank files missing: "
+                f"{', '.join(missing)}; copy them beside {self.cset.name_of(SHARED)}"
+            )
+
+    def _count(self) -> tuple[int, int]:
+        """E and the number of files to read, of a set without our metadata (Meta's)."""
+        ranks = sorted(role for role in self.files if isinstance(role, int))
+        if not ranks:
+            raise CheckpointError(f"{self.cset.path_of(0)}: missing: no rank file beside the set")
+        first, present = self.files[ranks[0]], ranks[-1] + 1
+        model = split_dense_expert(load_state(first)[0][MODEL])[1]
+        local = expert_forms(model, first)[0]
+        if local == 0:
+            raise CheckpointError(f"{first}: holds no expert")
+        gates = gate_experts(self.shared[MODEL], model, null_experts(self.shared))
+        experts = gates or present * local
+        # there may be more files: where experts are fewer than ranks, Meta's runs wrote replicas
+        return experts, max(experts // local, 1)
+
+    def _check_experts(self, content: dict[str, Any], path: str) -> None:
+        """A rank file has the experts of its place, alike in all files.
+
+        Each must have the optimizer state that all others have: of a parameter that is not trained,
+        none.
+        """
+        per_file = self.num_experts // self.num_rank_files
+        parts = [(MODEL, path, content[MODEL], {per_file})]
+        if self.has_optimizer:
+            if not optimizer_is_named(content.get(OPTIMIZER)):
+                raise CheckpointError(f"{path}: lacks the optimizer state that the shared file has")
+            named_state = content[OPTIMIZER][NAMED_STATE]
+            parts.append((OPTIMIZER, f"{path}: optimizer state", named_state, {0, per_file}))
+        for part, where, entries, counts in parts:
+            count, forms = expert_forms(entries, where)
+            if count not in counts:
+                raise CheckpointError(f"{where}: holds {count} experts, expected {per_file}")
+            check_same(forms, self._forms.setdefault(part, forms), where, "another file of the set")
+
+    def _check_membership(self, path: str, number: int, metadata: SetMetadata | None) -> None:
+        """A rank file must come from the same save, for the same place."""
+        save_ids = [found.save_id if found else None for found in (metadata, self.metadata)]
+        if save_ids[0] != save_ids[1]:
+            mine, shared = (f"save {i}" if i else f"a save without {METADATA!r}" for i in save_ids)
+            raise CheckpointError(
+                f"{path}: stale or foreign: it is of {mine}, but {self.cset.name_of(SHARED)} is of "
+                f"{shared}"
+            )
+        place = (number, self.num_rank_files)
+        if metadata is not None and (metadata.rank, metadata.num_rank_files) != place:
+            raise CheckpointError(
+                f"{path}: foreign file: it was saved as rank file {metadata.rank} of "
+                f"{metadata.num_rank_files}, not as {number} of {self.num_rank_files}"
+            )
+
+
+def locate(path: str) -> tuple[CheckpointSet, dict[Role, str], str]:
+    """The set that ``path`` belongs to, its files as a reader must see them, "set" or "merged".
+
+    Raises:
+        CheckpointError: nothing of that name, a set without its shared file, or both a set and a
+            merged file and ``path`` names both.
+    """
+    cset = CheckpointSet.from_path(path)
+    files = visible_files(cset)
+    members = sorted(cset.name_of(role) for role in files if role != MERGED)
+    if MERGED not in files and not members:
+        raise CheckpointError(
+            f"{path}: no such checkpoint: neither {cset.name_of(MERGED)} nor "
+            f"{cset.name_of(SHARED)} is in {cset.directory or '.'}"
+        )
+    if not members:
+        return cset, files, MERGED
+    if MERGED in files and os.path.basename(path) == cset.name_of(MERGED):
+        raise CheckpointError(
+            f"{path}: ambiguous: there is a merged file of that name and a set ({members[0]}, "
+            f"...); name {cset.name_of(SHARED)} to read the set, or move one of them away"
+        )
+    if SHARED not in files:
+        raise CheckpointError(f"{cset.path_of(SHARED)}: missing, but its rank files are there")
+    return cset, files, "set"
+
+
+def find_checkpoint(path: str) -> tuple[str, str] | None:
+    """("set", its shared file) or ("merged", the file), for a program that reads single files.
+
+    None if there is nothing; errors as of :func:`locate`. In the middle of a commit the name may be
+    a temporary one; :func:`.commit.final_path` gives the other.
+    """
+    if not path.endswith(".pt") or not visible_files(CheckpointSet.from_path(path)):
+        return None
+    _, files, kind = locate(path)
+    return kind, files[MERGED if kind == MERGED else SHARED]
+
+
+def load_state(path: str) -> tuple[dict[str, Any], Checksums]:
+    """Open a file of a checkpoint, of which all entries have the kinds that readers rely on."""
+    checksums = Checksums(path)
+    state = load_file(path)
+    check_file(state, path)
+    return state, checksums

@@ -1,0 +1,51 @@
+"""What this package's own commands share (standard library only): errors, tables, exit codes, and
+where the shipped Hydra configs and hardware profiles are."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+# A training process that was asked (SIGUSR1) to make room has saved a checkpoint and wants to be
+# queued again: the launcher passes the code through to scripts/slurm/train.sbatch. 85 is free of
+# the shell's codes (126-165) and of those in sysexits.h (64-78).
+EXIT_REQUEUE = 85
+# A user's error, found before any rank was started (argparse uses the same code).
+EXIT_USAGE = 2
+
+# in a checkout a link to the repository's folder; an installed package holds the files themselves
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+
+class CommandLine(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line: without the usage, which --help shows."""
+
+    def error(self, message: str) -> NoReturn:
+        """See argparse; exit code 2."""
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (--help shows the options)\n")
+
+
+def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """Rows of cells as lines of aligned columns; those numbered in ``right`` are flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def config_directory(file: str) -> Path:
+    """``configs`` of the working directory where it holds the file (a copy that the user changed),
+    else the shipped folder; ``file`` is relative to it, such as ``hardware/h100.yaml``."""
+    here = Path("configs")
+    return here if (here / file).is_file() else CONFIGS
+
+
+def with_extension(name: str) -> str:
+    """``NAME.yaml`` of a config's name, with or without its extension."""
+    return name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"

@@ -1,0 +1,1 @@
+"""What each rank holds of the experts: groups, slices, flows of weights."""

@@ -1,0 +1,240 @@
+"""How tokens and weights meet: either may travel to the other, in any proportion (r).
+
+Tutel's switchable parallelism (Hwang et al., arXiv 2206.03382, section 3.1). With experts in S
+slices (E < W, rank s*E + j has slice s of expert j) one placement serves every r, so that a switch
+moves nothing:
+
+    r = 0        tokens stay where they are, and every rank gathers all weights
+    1 <= r <= S  a divisor of S. Tokens go to r ranks, of which each computes F/r hidden units of
+                 their expert, for which it gathers the S/r slices; the r results are added where
+                 the tokens are
+    r = S        nothing is gathered
+
+With s = p*r + q a rank exchanges tokens with the ranks [p*r*E, (p+1)*r*E), and has part q of the
+hidden units, which ranks of equal q and j have together. That is the placement of r*E experts on W
+ranks (:mod:`.groups`): a *part* takes the place of an expert there, and what exchanges rows knows
+nothing of r. Where experts are whole (S = 1), r = 0 gathers those of the exchange group.
+
+A larger r sends more rows and gathers fewer weights: with R rows of a rank and F hidden units about
+sqrt(F/R) is best where both travel equally fast, and r = 0 if R > E*F.
+
+Gathered weights live until the backward pass, as activations do; recomputation gathers them anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from ..world import all_gather_tensor, once_per_world, release_at_exit
+from .groups import ExpertParallelGroups, create_group
+
+
+@dataclass(frozen=True)
+class ExpertParallelism:
+    """One way for tokens and weights to meet; see the module docstring.
+
+    Attributes:
+        r, groups: of the placement of experts.
+        exchange_groups: placement of the parts, between whose ranks tokens are exchanged; with
+            r = 0 of all experts on one rank.
+        gather_group: the ranks whose weights are gathered; None where there is one, or simulated.
+        gathered: (slices, experts) that these ranks have, slice-major; (1, e): nothing is gathered.
+    """
+
+    r: int
+    groups: ExpertParallelGroups
+    exchange_groups: ExpertParallelGroups
+    gather_group: Any | None
+    gathered: tuple[int, int]
+
+    def __post_init__(self):
+        release_at_exit(self, "gather_group")
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether tokens travel to whole experts, and no weights."""
+        return self.r == 1 and self.groups.placement == "replicated"
+
+    @property
+    def gather_size(self) -> int:
+        """Ranks whose weights are gathered."""
+        return math.prod(self.gathered) // self.groups.num_local_experts
+
+    @property
+    def num_destinations(self) -> int:
+        """Ranks that each token of an expert goes to."""
+        return max(self.r, 1)
+
+    @property
+    def has_output_bias(self) -> bool:
+        """Whether this rank adds fc2's bias: one of the parts of an expert does."""
+        return self.part == 0
+
+    @property
+    def part(self) -> int:
+        """q, of the ``num_destinations`` parts into which an expert is cut."""
+        return self.exchange_groups.ep_rank // self.groups.num_experts
+
+
+def possible_r(groups: ExpertParallelGroups) -> list[int]:
+    """0, and the divisors of the number of slices."""
+    slices = groups.num_slices
+    return [0, *(r for r in range(1, slices + 1) if slices % r == 0)]
+
+
+def expert_parallelism(groups: ExpertParallelGroups, r: int) -> ExpertParallelism:
+    """The parallelism r of a placement. Collective when first made; all ranks make the same.
+
+    Raises:
+        ValueError: not a possible r.
+    """
+    possible = possible_r(groups)
+    if r not in possible:
+        held = f"in {groups.num_slices} slices" if groups.num_slices > 1 else "whole"
+        raise ValueError(
+            f"r={r} (--moe-parallelism-r) does not fit {groups.num_experts} experts on "
+            f"{groups.world_size} ranks with placement={groups.placement!r}, which are {held}: "
+            f"choose one of {', '.join(map(str, possible))}"
+        )
+    return once_per_world(("expert parallelism", groups, r), lambda: _make(groups, r))
+
+
+def _make(groups: ExpertParallelGroups, r: int) -> ExpertParallelism:
+    slices, local = groups.num_slices, groups.num_local_experts
+    if r == 0:
+        alone = ExpertParallelGroups(
+            groups.num_experts,
+            rank=groups.rank,
+            world_size=groups.world_size,
+            num_replicas=groups.world_size,
+            simulated=groups.simulated,
+        )
+        gathered = (slices, groups.num_experts)
+        sliced = slices > 1 and not groups.simulated
+        group = dist.group.WORLD if sliced else groups.ep_group
+        return ExpertParallelism(r, groups, alone, group, gathered)
+    if slices == 1:
+        return ExpertParallelism(r, groups, groups, None, (1, local))
+    parts = dataclasses.replace(
+        groups,
+        num_experts=r * groups.num_experts,
+        ep_size=r * groups.num_experts,
+        num_replicas=slices // r,
+        ep_group=None,
+        replica_group=None,
+        control_group=None,
+        placement="replicated",
+    )
+    if not groups.simulated:
+        holders = [range(i, groups.world_size, parts.ep_size) for i in range(parts.ep_size)]
+        parts = dataclasses.replace(
+            parts, ep_group=create_group(parts.blocks), replica_group=create_group(holders)
+        )
+    return ExpertParallelism(r, groups, parts, parts.replica_group, (slices // r, 1))
+
+
+def gather_weights(
+    params: Sequence[torch.Tensor], dims: Sequence[int | None], parallelism: ExpertParallelism
+) -> tuple[torch.Tensor, ...]:
+    """The weights with which this rank computes in a parallelism. Differentiable; collective.
+
+    The gradient of each holder's weights is the sum over the ranks that gathered them, in fp32
+    (fp64). What is not cut is added to the outputs once: on other holders its gradient is zero.
+
+    Args:
+        params: [n, ...], each of the tensors of n/e kinds of e experts.
+        dims: that along which one expert's tensor is cut into slices, None where it is not.
+        parallelism: of the placement in which they are held.
+
+    Returns:
+        the same with the experts and hidden units of all that were gathered.
+    """
+    gathered = _Gather.apply(parallelism, dims, *params)
+    if parallelism.gather_size == 1:
+        return gathered
+    return tuple(
+        _joined(param, dim, parallelism.gathered[0])
+        if dim is not None or not parallelism.r
+        else param
+        for param, dim in zip(gathered, dims, strict=True)
+    )
+
+
+def _joined(param: torch.Tensor, dim: int | None, slices: int) -> torch.Tensor:
+    """What ranks hold, [ranks, n, ...] -> [experts, ..., F', ...]; the ranks are slice-major."""
+    param = param.view(slices, -1, *param.shape[2:])
+    return param[0] if dim is None else param.movedim(0, 1 + dim).flatten(1 + dim, 2 + dim)
+
+
+class _Gather(torch.autograd.Function):
+    """All weights in one node, so that the collectives have one order on all ranks.
+
+    Copies of an output's bias that are not added, too: hosts may reduce a gradient as it arrives.
+    """
+
+    @staticmethod
+    def forward(ctx, parallelism, dims, *params):
+        ctx.parallelism, ctx.dims = parallelism, dims
+        found = []
+        for param, dim in zip(params, dims, strict=True):
+            if dim is not None or parallelism.r == 0:
+                found.append(_all_gather(param, parallelism))
+            else:
+                added = parallelism.has_output_bias
+                found.append(param.clone() if added else torch.zeros_like(param))
+        return tuple(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        parallelism, found = ctx.parallelism, []
+        for grad, dim, needed in zip(grads, ctx.dims, ctx.needs_input_grad[2:], strict=True):
+            if not needed:
+                grad = None
+            elif dim is not None or parallelism.r == 0:
+                grad = _reduce_scatter(grad, parallelism)
+            elif not parallelism.has_output_bias:
+                grad = torch.zeros_like(grad)
+            found.append(grad)
+        return None, None, *found
+
+
+def _all_gather(param: torch.Tensor, parallelism: ExpertParallelism) -> torch.Tensor:
+    """[n, ...] of n ranks, or the parameter as it is."""
+    ranks = parallelism.gather_size
+    if ranks == 1:
+        return param.view_as(param)
+    if parallelism.groups.simulated:
+        return param.detach().expand(ranks, *param.shape).clone()
+    gathered = param.new_empty((ranks, *param.shape))
+    all_gather_tensor(
+        gathered.flatten(), param.detach().contiguous().flatten(), parallelism.gather_group
+    )
+    return gathered
+
+
+def _reduce_scatter(grad: torch.Tensor, parallelism: ExpertParallelism) -> torch.Tensor:
+    """This rank's part [...] of the sum over n ranks of [n, ...].
+
+    All-to-all and a sum in fp32: a reduce-scatter would round half precision at each addition.
+    """
+    ranks = parallelism.gather_size
+    if ranks == 1:
+        return grad
+    parts = grad.contiguous()
+    if not parallelism.groups.simulated:
+        received = torch.empty(parts.shape, dtype=parts.dtype, device=parts.device)
+        dist.all_to_all_single(
+            received.flatten(1), parts.flatten(1), group=parallelism.gather_group
+        )
+        parts = received
+    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    return parts.sum(0, dtype=wide).to(grad.dtype)

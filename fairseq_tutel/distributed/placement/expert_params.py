@@ -1,0 +1,99 @@
+"""Which parameters are experts, and the collectives of their gradients."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from .groups import ExpertParallelGroups
+
+
+def mark_expert(param: torch.nn.Parameter, copies: int | None = None) -> torch.nn.Parameter:
+    """Mark a parameter as an expert's, as fairseq looks for it; ``copies`` of :func:`copies_of`."""
+    param.expert = True
+    if copies is not None:
+        param.copies = copies
+    return param
+
+
+def copies_of(param: torch.Tensor, groups: ExpertParallelGroups) -> int:
+    """Ranks that hold this very parameter of an expert, 1 of a slice; norms go by it."""
+    return getattr(param, "copies", groups.num_replicas)
+
+
+def is_expert(param: torch.Tensor) -> bool:
+    """Whether :func:`mark_expert` marked it."""
+    return getattr(param, "expert", False)
+
+
+def refuse_plain_wrapper(experts: torch.nn.Module, groups: ExpertParallelGroups) -> None:
+    """Refuse a forward pass inside a DistributedDataParallel or ``fully_shard`` without exceptions.
+
+    It has overwritten the ranks' different experts with rank 0's, and would average their
+    gradients. ``fully_shard`` is refused in one process, too: the program is meant for several.
+    """
+    mine = next(experts.parameters(), None)
+    if mine is None:
+        return
+    # private, but the only traces that wrappers leave for the modules inside; else unchecked
+    active = getattr(DistributedDataParallel, "_get_active_ddp_module", lambda: None)()
+    if active is not None and groups.needs_sync:
+        for name, param in active.module.named_parameters():
+            if param is mine and name not in active.parameters_to_ignore:
+                _refuse("DistributedDataParallel", name)
+    if is_expert(mine):  # fully_shard puts parameters of its own in the place of those it shards
+        return
+    states = sys.modules.get("torch.distributed._composable_state")
+    for root in list(getattr(states, "_module_state_mapping", ())):
+        for name, param in root.named_parameters():
+            if param is mine:
+                how = ", and give fully_shard ignored_params=set(expert_parameters(model))"
+                _refuse("fully_shard", name, how)
+
+
+def _refuse(wrapper: str, name: str, how: str = "") -> NoReturn:
+    raise ValueError(
+        f"{wrapper} would make the experts of all ranks one ({name} is among its parameters): use "
+        "fairseq_tutel.training.wrap_data_parallel(model), or call prepare_data_parallel(model) on "
+        f"the module before it is wrapped{how}"
+    )
+
+
+def sum_over_replicas_(tensor: torch.Tensor, groups: ExpertParallelGroups) -> torch.Tensor:
+    """Add up, in place, over the ranks that hold the same experts. Collective with replicas."""
+    if groups.num_replicas > 1 and not groups.simulated:
+        dist.all_reduce(tensor, group=groups.replica_group)
+    return tensor
+
+
+def max_over_replicas_(tensor: torch.Tensor, groups: ExpertParallelGroups) -> torch.Tensor:
+    """Elementwise maximum, in place, over the same ranks. Collective with replicas."""
+    if groups.num_replicas > 1 and not groups.simulated:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=groups.replica_group)
+    return tensor
+
+
+def sum_tensor_over_ranks_(tensor: torch.Tensor) -> torch.Tensor:
+    """Add up, in place, over all ranks of the default group. Collective."""
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def gather_from_experts(
+    tensor: torch.Tensor, groups: ExpertParallelGroups
+) -> list[torch.Tensor] | None:
+    """Each rank's tensor, of one shape and dtype, on the exchange group's first rank; else None.
+
+    Collective.
+    """
+    if not groups.communicates:
+        return [tensor]
+    parts = None
+    if groups.ep_rank == 0:
+        parts = [torch.empty_like(tensor) for _ in range(groups.ep_size)]
+    dist.gather(tensor, parts, dst=groups.rank - groups.ep_rank, group=groups.ep_group)
+    return parts

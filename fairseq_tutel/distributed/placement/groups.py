@@ -1,0 +1,220 @@
+"""Which ranks hold which experts, as one immutable value.
+
+E experts on W ranks, which form blocks of P neighbours (``ep_size``). Each block holds every
+expert once, ``e = E/P`` on each of its ranks; tokens travel inside a block, and the W/P ranks with
+the same position in their blocks are replicas of the same experts, whose gradients are averaged. P
+is as large as can be, min(E, W), unless it is chosen: as many as share a node, and tokens stay
+there.
+
+    E=8, W=4: rank 0: experts 0-1, rank 1: 2-3, ...          one exchange group {0,1,2,3}
+    E=2, W=4: ranks 0,2: expert 0; ranks 1,3: expert 1       exchange {0,1} {2,3},
+                                                             replicas {0,2} {1,3}
+    E=8, W=4, P=2: ranks 0,2: experts 0-3; 1,3: 4-7          the same
+
+*Sliced* instead of *replicated*, each of the S = W/E ranks of one expert holds another slice of its
+hidden units, F/S of F, so that weights, gradients and optimizer state take 1/S of the memory: rank
+s*E + j has slice s of expert j (:mod:`.slices`). The gradients of a slice are of all tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...config import EXPERT_PLACEMENTS, exchange_size
+from ..world import (
+    compare_settings,
+    control_device,
+    gather_integers,
+    once_per_world,
+    process_world,
+    release_at_exit,
+)
+
+_MAX_GLOO_RANKS = 512
+
+
+@dataclass(frozen=True)
+class ExpertParallelGroups:
+    """Placement of the experts of one layer size, with the process groups that serve it.
+
+    Attributes:
+        num_experts: E.
+        rank, world_size: of this process; in a simulation the simulated ones.
+        ep_size: P, ranks that exchange tokens with each other.
+        num_replicas: ranks that hold the same experts (or slices of them), W/P.
+        ep_group, replica_group: process groups, None where the size is 1 or simulated.
+        control_group: the ranks that agree on steps, over the CPU where that is possible, so that a
+            GPU need not be waited for. None: ``ep_group``, with slices the default group.
+        simulated: one process is one rank of ``world_size``; exchanges are local copies.
+        placement: each rank of an expert holds all of it (``replicated``) or a slice (``sliced``).
+    """
+
+    num_experts: int
+    rank: int = 0
+    world_size: int = 1
+    ep_size: int = 1
+    num_replicas: int = 1
+    ep_group: Any | None = None
+    replica_group: Any | None = None
+    control_group: Any | None = None
+    simulated: bool = False
+    placement: str = "replicated"
+
+    def __post_init__(self):
+        if self.placement not in EXPERT_PLACEMENTS:
+            raise ValueError(
+                f"placement={self.placement!r} is unknown; choose one of "
+                f"{', '.join(EXPERT_PLACEMENTS)}"
+            )
+        release_at_exit(self, "ep_group", "replica_group", "control_group")
+
+    @property
+    def num_local_experts(self) -> int:
+        """e, experts whose weights live on this rank."""
+        return self.num_experts // self.ep_size
+
+    @property
+    def num_slices(self) -> int:
+        """S, slices into which each expert is cut; 1 where experts are whole."""
+        return self.num_replicas if self.placement == "sliced" else 1
+
+    @property
+    def slice_index(self) -> int:
+        """s, the slice of its experts that this rank holds, of ``num_slices``."""
+        return self.rank // self.ep_size if self.num_slices > 1 else 0
+
+    @property
+    def ep_rank(self) -> int:
+        """Position of this rank in its exchange group."""
+        return self.rank % self.ep_size
+
+    @property
+    def local_experts(self) -> range:
+        """Global indices of the experts on this rank."""
+        first = self.ep_rank * self.num_local_experts
+        return range(first, first + self.num_local_experts)
+
+    @property
+    def blocks(self) -> list[range]:
+        """Global ranks of every exchange group."""
+        return [range(i, i + self.ep_size) for i in range(0, self.world_size, self.ep_size)]
+
+    @property
+    def communicates(self) -> bool:
+        """Whether tokens leave this process."""
+        return self.ep_size > 1 and not self.simulated
+
+    @property
+    def needs_sync(self) -> bool:
+        """Whether a forward pass takes other ranks, and so an agreement with them."""
+        return max(self.ep_size, self.num_slices) > 1 and not self.simulated
+
+
+def build_groups(
+    num_experts: int,
+    *,
+    expert_parallel_size: int = 0,
+    simulate_world_size: int = 0,
+    placement: str = "replicated",
+) -> ExpertParallelGroups:
+    """Make the groups for E experts on the ranks of the default process group.
+
+    All layers of the same E, P and placement share them. Collective; the arguments are compared
+    before groups are created, because ranks that wait for different partners would hang.
+
+    Args:
+        num_experts: E.
+        expert_parallel_size: P, neighbours that exchange tokens and hold all experts between them;
+            a divisor of E and W. 0: min(E, W).
+        simulate_world_size: if > 1, play rank 0 of that many ranks in a single process.
+        placement: ``replicated`` or ``sliced``, which differ where E < W.
+
+    Raises:
+        ValueError: E, W and P do not divide, an unknown placement, P chosen where experts are in
+            slices, ranks that differ, or a simulation in more than one process.
+    """
+    rank, world_size = process_world()
+    simulated = simulate_world_size > 1
+    if simulated:
+        # on the meta device a model is only counted, as a benchmark's rank may do
+        if world_size > 1 and torch.get_default_device().type != "meta":
+            raise ValueError(
+                f"a simulation of {simulate_world_size} ranks runs in one process, not in "
+                f"{world_size}"
+            )
+        rank, world_size = 0, simulate_world_size
+    ep_size = exchange_size(num_experts, world_size, expert_parallel_size)
+    groups = ExpertParallelGroups(
+        num_experts,
+        rank=rank,
+        world_size=world_size,
+        ep_size=ep_size,
+        num_replicas=world_size // ep_size,
+        simulated=simulated,
+        placement=placement,
+    )
+    if placement == "sliced" and ep_size != min(num_experts, world_size):
+        raise ValueError(
+            f"expert_parallel_size={expert_parallel_size} (--moe-expert-parallel-size) makes "
+            "groups of ranks that hold whole experts, and placement='sliced' cuts them: give one"
+        )
+    if simulated or world_size == 1:
+        return groups
+    compare_settings(
+        {"num_experts": num_experts, "placement": placement, "expert_parallel_size": ep_size}
+    )
+    return once_per_world(("groups", groups), lambda: _with_process_groups(groups))
+
+
+def _with_process_groups(groups):
+    world_size, ep_size = groups.world_size, groups.ep_size
+    replicas = [range(i, world_size, ep_size) for i in range(ep_size)]
+    agreeing = groups.blocks if groups.num_slices == 1 else [range(world_size)]
+    return dataclasses.replace(
+        groups,
+        ep_group=create_group(groups.blocks),
+        replica_group=create_group(replicas),
+        control_group=_control_group(agreeing),
+    )
+
+
+def _control_group(blocks: Sequence[Sequence[int]]) -> Any | None:
+    """A gloo group beside one that communicates from GPUs alone; None where there is no need.
+
+    Only where GLOO_SOCKET_IFNAME names the network on every rank (the launcher sets it on a single
+    node): the host's own name may resolve to an address that no other rank reaches. Every rank
+    connects to every other, which takes too long for thousands.
+    """
+    if len(blocks[0]) == 1 or control_device() == "cpu":
+        return None
+    able = dist.is_gloo_available() and "GLOO_SOCKET_IFNAME" in os.environ
+    if len(blocks[0]) > _MAX_GLOO_RANKS or not all(x for (x,) in gather_integers([int(able)])):
+        return None
+    return create_group(blocks, backend="gloo")
+
+
+def create_group(partition: Sequence[Sequence[int]], backend: str | None = None) -> Any | None:
+    """The process group of this rank's part of a partition of all ranks. Collective.
+
+    A communicator costs GPU memory and time to connect, so each is made once, and that of the whole
+    world is the default one. None where the parts are single ranks.
+    """
+    parts = tuple(tuple(part) for part in partition)
+    if len(parts[0]) == 1:
+        return None
+    if len(parts) == 1 and backend is None:
+        return dist.group.WORLD
+
+    def create():
+        # all ranks create the group of every part, in one order
+        groups = {ranks: dist.new_group(list(ranks), backend=backend) for ranks in parts}
+        return next(group for ranks, group in groups.items() if process_world()[0] in ranks)
+
+    return once_per_world(("process group", parts, backend), create)

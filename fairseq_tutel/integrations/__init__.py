@@ -1,0 +1,1 @@
+"""Other libraries that train with this package's layer, one folder each."""

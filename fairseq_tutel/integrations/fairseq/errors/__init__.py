@@ -1,0 +1,1 @@
+"""Errors, warnings and help in fairseq's programs."""

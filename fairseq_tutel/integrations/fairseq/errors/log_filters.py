@@ -1,0 +1,64 @@
+"""What fairseq's programs print, and no user of this package can do anything about.
+
+Without these filters README's command prints 30 lines of warnings about Hydra and torch and
+12 log lines for fairseq's authors, and each rank again, an evaluation program 7 KB of config, and
+each line of a training log 580 characters. They are set in fairseq's own programs only, and not
+with ``FAIRSEQ_TUTEL_WARNINGS=1``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import warnings
+
+VARIABLE = "FAIRSEQ_TUTEL_WARNINGS"
+
+# beginnings of messages: fairseq calls Hydra, torch.amp and DDP by their names of 2020, pins memory
+# on a CPU, too, and gives attention a mask of bools beside one of floats
+_WARNINGS = (
+    r"\s*hydra\.experimental\.",
+    r"\s*The version_base parameter",
+    r"\s*The strict flag in the compose API",
+    r"\s*'config' is validated against",
+    r"\s*In 'config': Usage of deprecated",
+    r"'pin_memory' argument is set",
+    r"`torch\.cuda\.amp\.\w+\(args",
+    r"`broadcast_buffers` is deprecated",
+    r"Support for mismatched (src_)?key_padding_mask",
+)
+# logger -> whole lines; layers without a bias seem to fairseq to share their None
+_LINES = {
+    "fairseq.tasks.fairseq_task": r"(can_reuse_epoch_itr|reuse_dataloader|rebuild_batches) = \w+",
+    "fairseq.trainer": r"detected shared parameter: \S+\.bias <- \S+\.bias",
+    # the whole config, which belongs to a training run
+    **{f"fairseq_cli.{name}": r"\{.*\}|Namespace\(.*" for name in
+       ("eval_lm", "interactive", "generate", "validate")},
+}  # fmt: skip
+# metrics that lines of --log-format simple within an epoch leave out; those of validations and of
+# whole epochs have them, and so have json, TensorBoard and wandb (WATCHING.md)
+_DETAILS = re.compile(
+    r", (expert\d_balance_(top|bottom)|unused_expert\d_count|overflow_expert2|moe_util_(slot|rank)"
+    r"|moe_wire_error_\w+)=[^,]*"
+)
+
+
+def install() -> None:
+    """Add the filters, unless the user wants to see everything."""
+    if os.environ.get(VARIABLE, "0") not in ("", "0"):
+        return
+    for message in _WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    for name, line in _LINES.items():
+        logging.getLogger(name).addFilter(
+            lambda record, line=line: not re.fullmatch(line, record.getMessage(), re.DOTALL)
+        )
+    logging.getLogger("fairseq.logging.progress_bar").addFilter(_without_details)
+    logging.getLogger("hydra").setLevel(logging.INFO)  # where it is used as a library
+
+
+def _without_details(record: logging.LogRecord) -> bool:
+    if record.name == "train_inner" and not record.args:
+        record.msg = _DETAILS.sub("", record.msg)
+    return True

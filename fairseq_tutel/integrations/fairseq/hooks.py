@@ -1,0 +1,239 @@
+"""The one place that changes fairseq, and what of Python and logging comes with it: ``TABLE``.
+
+No file of fairseq is edited. Where it has a seam (registration, subclasses, options), the seam is
+used; where it has none, an attribute is replaced, once, by a function that asks first whether
+experts are involved and calls the original if not, so that dense models behave as before.
+``install`` can be called any number of times. ``tests/integrations/fairseq/test_hooks.py`` holds
+the table against what really differs in a process before and after.
+"""
+
+import functools
+import inspect
+import os
+import pkgutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fairseq import checkpoint_utils, utils
+from fairseq.trainer import Trainer
+
+from ...checkpoint import find_checkpoint, safe_globals_only
+from . import optim
+from .errors import excepthook, log_filters
+from .options.command_line import with_evaluation_flags
+from .programs import blocks, evaluation, program, ranks
+from .trainer import requeue
+from .trainer.sets import save_set, start_of_run
+from .trainer.trainer import MoETrainer, has_experts
+
+
+class Replacement(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        where: the attribute that is replaced, dotted.
+        why: what the original does with experts, and why no seam serves.
+        make: original -> replacement; None where ``install`` of :mod:`.errors.excepthook` does it.
+    """
+
+    where: str
+    why: str
+    make: Callable[[Any], Any] | None = None
+
+
+def install() -> None:
+    """Put the replacements into place."""
+    if getattr(checkpoint_utils, "_fairseq_tutel", False):
+        return
+    checkpoint_utils._fairseq_tutel = True
+    for where, _, make in TABLE:
+        path, _, name = where.rpartition(".")
+        if path.startswith("fairseq_cli."):
+            _replace_in_program(path, name, make)
+        elif make is not None:
+            owner = pkgutil.resolve_name(path)
+            setattr(owner, name, make(getattr(owner, name)))
+    _memoize_user_dir()
+    excepthook.install()
+    if program() is not None:
+        log_filters.install()
+
+
+def _by(function: Callable) -> Callable[[Any], Any]:
+    """``make`` of a function that takes the original, and then the original's arguments."""
+
+    def make(original):
+        @functools.wraps(original)  # processes that are spawned find it by the original's name
+        def replacement(*args, **kwargs):
+            return function(original, *args, **kwargs)
+
+        return replacement
+
+    return make
+
+
+def _new_trainer(original, cls, cfg, task, model, *args, **kwargs):
+    """Python calls __init__ of the class that is returned, since it is a subclass."""
+    return original(MoETrainer if cls is Trainer and has_experts(model) else cls)
+
+
+def _save_checkpoint(original, cfg, trainer, epoch_itr, val_loss):
+    if not isinstance(trainer, MoETrainer):
+        return original(cfg, trainer, epoch_itr, val_loss)
+    # fairseq keeps the best metric as an attribute of whatever has this name
+    keeper = checkpoint_utils.save_checkpoint
+    if val_loss is not None:
+        best = max if cfg.maximize_best_checkpoint_metric else min
+        keeper.best = best(val_loss, getattr(keeper, "best", val_loss))
+    if cfg.no_save:
+        return None
+    return save_set(cfg, trainer, epoch_itr, val_loss, getattr(keeper, "best", None))
+
+
+def _load_checkpoint(original, cfg, trainer, **passthrough_args):
+    if not isinstance(trainer, MoETrainer):
+        return original(cfg, trainer, **passthrough_args)
+    with start_of_run(cfg):
+        return original(cfg, trainer, **passthrough_args)
+
+
+def _load_to_cpu(original, path, arg_overrides=None, load_on_all_ranks=False):
+    if evaluation.is_moe_checkpoint(path):
+        return evaluation.load_state(path, arg_overrides)
+    with safe_globals_only():
+        return original(path, arg_overrides, load_on_all_ranks)
+
+
+def _file_of_set(original, filename, suffix, shard_idx, num_shards):
+    if filename is None:
+        raise ValueError("--path is missing; give the checkpoint to evaluate")
+    found = find_checkpoint(filename) if num_shards == 1 else None
+    if found is None or found[1] == filename:
+        return original(filename, suffix, shard_idx, num_shards)
+    return found[1]
+
+
+def _load_model_ensemble_and_task(original, *args, **kwargs):
+    models, cfg, task = original(*args, **kwargs)
+    if any(has_experts(model) for model in models):
+        blocks.evaluate_every_block(task)
+        evaluation.prepare_generation(models, task)
+    return models, cfg, task
+
+
+def _call_main(original, cfg, main, **kwargs):
+    name = Path(inspect.unwrap(main).__code__.co_filename).stem
+    if _runs_experts(name, cfg):
+        if name != "interactive":
+            ranks.join_started_ranks(cfg)
+        if name == "validate":
+            ranks.refuse_several(cfg)
+        main = ranks.meet_in_time(cfg, main)
+    return original(cfg, main, **kwargs)
+
+
+def _runs_experts(name: str, cfg) -> bool:
+    """Whether a fairseq program is about to run a model with experts."""
+    if name == "train":
+        return getattr(cfg.model, "moe_freq", 0) > 0
+    path = cfg.common_eval.path if name in ("eval_lm", "validate", "interactive") else None
+    return path is not None and evaluation.is_moe_checkpoint(path)
+
+
+def _memoize_user_dir() -> None:
+    """Let ``--user-dir`` and ``user_dir=`` name the package that is imported already.
+
+    fairseq compares paths as they are written; this package's folder may be reached by several.
+    """
+    package = Path(__file__).resolve().parents[2]
+    folders = (Path(__file__).absolute().parents[3], Path.cwd(), Path(utils.__file__).parent / "..")
+    written = {str(package), *(str(folder / package.name) for folder in folders)}
+    memo = getattr(utils.import_user_module, "memo", set())
+    memo |= {path for path in written if os.path.exists(path) and os.path.samefile(path, package)}
+    utils.import_user_module.memo = memo
+
+
+def _replace_in_program(module_name: str, name: str, make: Callable[[Any], Any]) -> None:
+    """Where a program is running: imported by its console script, or run as a file or module.
+
+    Programs are not imported for this, since that sets up logging; they import the user dir late
+    enough to be there.
+    """
+    file = module_name.replace(".", os.sep) + ".py"
+    for module in {sys.modules.get(module_name), sys.modules.get("__main__")} - {None}:
+        function = getattr(module, name, None)
+        code = getattr(function, "__code__", None)
+        if code is not None and code.co_filename.endswith(file):
+            # also where the program's other functions look: in a spawned process another dict
+            function.__globals__[name] = module.__dict__[name] = make(function)
+
+
+TABLE = (
+    Replacement(
+        "fairseq.trainer.Trainer.__new__",
+        "is named by fairseq_cli.train; a model with experts gets a MoETrainer",
+        _by(_new_trainer),
+    ),
+    Replacement(
+        "fairseq.checkpoint_utils.save_checkpoint",
+        "copies and removes single files; with experts a checkpoint is a set",
+        _by(_save_checkpoint),
+    ),
+    Replacement(
+        "fairseq.checkpoint_utils.load_checkpoint",
+        "looks for one file to distinguish a restart from a first launch",
+        _by(_load_checkpoint),
+    ),
+    Replacement(
+        "fairseq.checkpoint_utils.load_checkpoint_to_cpu",
+        "reads one file, and any; the name of a set leads to its parts, and a file that could run "
+        "code when it is read is refused, of dense models too",
+        _by(_load_to_cpu),
+    ),
+    Replacement(
+        "fairseq.checkpoint_utils.get_maybe_sharded_checkpoint_filename",
+        "asks for one file before it is read",
+        _by(_file_of_set),
+    ),
+    Replacement(
+        "fairseq.checkpoint_utils.load_model_ensemble_and_task",
+        "returns the task that makes an evaluation program's batches, which leave out what does "
+        "not fit; with experts they leave nothing out (programs/blocks.py), and words of a prompt "
+        "that become <unk> are told (programs/evaluation.py)",
+        _by(_load_model_ensemble_and_task),
+    ),
+    Replacement(
+        "fairseq.options.CommonEvalConfig",
+        "has no --is-moe, which published commands pass, to no effect (options/command_line.py)",
+        with_evaluation_flags,
+    ),
+    Replacement(
+        "fairseq.distributed.utils.call_main",
+        "does not connect processes that torchrun started where it sees one device or none, and "
+        "fairseq-validate would hang on several ranks (programs/ranks.py)",
+        _by(_call_main),
+    ),
+    Replacement(
+        "fairseq.optim.adam.FairseqAdam.__init__",
+        "raises for --fp16-adam-stats without apex; no second adam can be registered (optim.py)",
+        _by(optim.init_adam),
+    ),
+    Replacement(
+        "fairseq_cli.train.validate_and_save",
+        "is where a run that was asked to stop (SIGUSR1) has done all that was due",
+        _by(requeue.validate_and_save),
+    ),
+    Replacement(
+        "fairseq_cli.eval_lm.eval_lm",
+        "assumes that ranks do not need each other; it is made to keep them in step",
+        _by(evaluation.eval_lm),
+    ),
+    # by errors/excepthook.py, in fairseq's programs
+    Replacement("argparse.ArgumentParser.error", "prints up to 199 lines of usage; there one"),
+    Replacement("sys.excepthook", "prints a traceback per rank for a user's error; one line there"),
+)
+# Beside the table, in fairseq's programs: handlers of SIGINT (excepthook.py) and SIGUSR1
+# (requeue.py), filters of known lines (log_filters.py). ARCH_CONFIG_REGISTRY gets functions of the
+# models' own (models/).

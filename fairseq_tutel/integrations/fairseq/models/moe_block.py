@@ -1,0 +1,153 @@
+"""MoE blocks in fairseq's transformers: any stock layer with an MoE layer for its FFN.
+
+A stock layer computes attention, then ``fc2(activation(fc1(x)))``, dropout, the residual connection
+and norms. None of that is repeated here: the stock ``forward`` runs on a view of the layer
+(:class:`_View`) in which ``fc1`` is the MoE layer and what follows lets its output through. So a
+block is what the stock layer is, of an encoder or a decoder, with any order of norms::
+
+    class MoETransformerDecoderLayer(MoEBlock, TransformerDecoderLayerBase):
+        pad_mask_argument = "self_attn_padding_mask"
+
+Stock models loop over layers whose result has no place for an aux value. Their loop is left as it
+is: while it runs, a :class:`ForwardScope` carries what the ranks agreed on to the blocks and
+collects what they report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from fairseq.models.transformer import TransformerConfig
+from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
+
+from ....distributed import ExchangeRecord, StepAgreement
+from ....moe import MoEAux, MoELayer
+
+
+class ForwardScope:
+    """Lives for one forward pass of a model: agreement in, reports of the MoE layers out."""
+
+    def __init__(self):
+        self.step: StepAgreement | None = None
+        self.reports: list[MoEAux] = []
+
+    @contextlib.contextmanager
+    def open(self, step: StepAgreement) -> Iterator[list[MoEAux]]:
+        """Set the agreement, yield the list that blocks append to."""
+        self.step, self.reports = step, []
+        try:
+            yield self.reports
+        finally:
+            self.step, self.reports = None, []
+
+
+class MoEBlock:
+    """Mixin of a stock transformer layer, to be named before it.
+
+    With activation checkpointing the whole computation is recomputed in the backward pass; the aux
+    value is one of its outputs, so it keeps its gradient.
+
+    Args:
+        cfg: fairseq's TransformerConfig.
+        moe_layer: takes the place of fc1, activation and fc2. Dropout is applied inside the
+            experts.
+        scope: of the model.
+        stock: further arguments of the stock layer.
+
+    Attributes:
+        pad_mask_argument: argument of the stock ``forward`` that marks padding.
+    """
+
+    pad_mask_argument: str
+
+    def __init__(
+        self, cfg: TransformerConfig, moe_layer: MoELayer, scope: ForwardScope, **stock: Any
+    ):
+        super().__init__(cfg, **stock)
+        self.moe_layer = moe_layer
+        self._scope = scope
+        self._run = self._compute
+        if cfg.checkpoint_activations:
+            block = SimpleNamespace(forward=self._compute)
+            self._run = checkpoint_wrapper(block, offload_to_cpu=cfg.offload_activations).forward
+
+    def build_fc1(self, *args: Any) -> None:
+        """No dense FFN."""
+
+    build_fc2 = build_fc1
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Signature and result of the stock layer; x [seq, batch, M]."""
+        outputs = self._run(self._scope.step, ExchangeRecord(), x, *args, **kwargs)
+        split = len(outputs) - len(MoEAux._fields)
+        self._scope.reports.append(MoEAux(*outputs[split:]))
+        return outputs[0] if split == 1 else outputs[:split]
+
+    def _compute(
+        self, step: StepAgreement, record: ExchangeRecord, *args: Any, **kwargs: Any
+    ) -> tuple:
+        """What the stock layer returns, and the members of the aux value.
+
+        A recomputation adds to the same record: gradients are exchanged by what it computes.
+        """
+        stock = super().forward.__func__
+        given = inspect.signature(stock).bind(self, *args, **kwargs).arguments
+        masked = self.moe_layer.config.use_pad_mask
+        reports = []
+
+        def routed(x: torch.Tensor) -> _Routed:
+            # batch first: capacity goes to the tokens of the first sentence first, as in Meta's
+            y, aux = self.moe_layer(
+                x.transpose(0, 1),
+                pad_mask=given.get(self.pad_mask_argument) if masked else None,
+                step=step,
+                record=record,
+                # a token's continuation must not depend on other sentences and beams of its batch
+                capacity_factor=None if given.get("incremental_state") is None else 0.0,
+                return_aux=True,
+            )
+            reports.append(aux)
+            return _Routed(y.transpose(0, 1))
+
+        result = stock(_View(self, routed), *args, **kwargs)
+        return (*(result if isinstance(result, tuple) else (result,)), *reports[0])
+
+
+class _Routed(NamedTuple):
+    """The experts' output on its way through what a stock layer does after its FFN."""
+
+    x: torch.Tensor
+
+
+class _View:
+    """A block as the ``forward`` of its stock class sees it."""
+
+    def __init__(self, block: MoEBlock, routed):
+        self._block = block
+        self.fc1 = routed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._block, name)
+
+    def fc2(self, x: Any) -> Any:
+        return x
+
+    activation_fn = activation_dropout_module = fc2
+
+    def dropout_module(self, x: Any) -> Any:
+        return x if isinstance(x, _Routed) else self._block.dropout_module(x)
+
+    def residual_connection(self, x: Any, residual: torch.Tensor) -> torch.Tensor:
+        return self._block.residual_connection(x.x if isinstance(x, _Routed) else x, residual)
+
+
+class MoETransformerDecoderLayer(MoEBlock, TransformerDecoderLayerBase):
+    """Block of a decoder."""
+
+    pad_mask_argument = "self_attn_padding_mask"

@@ -1,0 +1,179 @@
+"""What the MoE layers of a fairseq model have in common: options, placement, tuner, agreement,
+reports."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .... import ops
+from ....config import EXPERTS, MoEConfig
+from ....distributed import (
+    ExpertParallelGroups,
+    StepAgreement,
+    build_groups,
+    process_world,
+    sync_step,
+)
+from ....moe import MoEAux, MoELayer, balance_over_ranks, routing_counts
+from ....tuning import ExchangeTuner
+from ..options.options import exchange_config, moe_config, tuned_fields
+
+logger = logging.getLogger(__name__)
+
+
+class Experts(NamedTuple):
+    """Where the experts of a model are, and how tokens choose them."""
+
+    groups: ExpertParallelGroups
+    routing: MoEConfig
+
+
+def place_experts(args: Any) -> Experts:
+    """From a model's options; a collective call where torch.distributed is initialised.
+
+    Raises:
+        ValueError: an expert count that does not fit the number of ranks, or impossible options.
+    """
+    world_size = max(process_world()[1], args.moe_simulate_world_size)
+    num_experts = args.moe_expert_count or world_size
+    if num_experts == 1 and not args.moe_expert_count:
+        logger.warning(
+            "1 expert per MoE layer (by default as many as ranks): equivalent to a dense model; "
+            "--moe-expert-count states their number"
+        )
+    routing = moe_config(args, num_experts)
+    groups = build_groups(
+        num_experts,
+        expert_parallel_size=args.moe_expert_parallel_size,
+        simulate_world_size=args.moe_simulate_world_size,
+        placement=str(args.moe_expert_placement),
+    )
+    if groups.simulated:
+        logger.warning(
+            "SIMULATION: this process is one rank of %d; all-to-alls are local copies and the "
+            "losses mean nothing",
+            groups.world_size,
+        )
+    ops.set_backend(str(args.moe_backend))
+    return Experts(groups, routing)
+
+
+def build_moe_layer(args: Any, cfg: Any, side: Any, experts: Experts) -> MoELayer:
+    """An MoE layer with a model's options.
+
+    Args:
+        args: the model's options.
+        cfg: fairseq's TransformerConfig of them.
+        side: its part about the encoder or the decoder.
+    """
+    network = str(args.moe_expert_network)
+    # of gated experts the activation of the model's other layers says nothing
+    reads = EXPERTS.get(network).uses_activation or args.moe_shared_expert_ffn_dim
+    return MoELayer(
+        side.embed_dim,
+        hidden_dim=args.moe_expert_ffn_dim or side.ffn_embed_dim,
+        config=experts.routing,
+        activation=str(cfg.activation_fn) if reads else "gelu",
+        expert_network=network,
+        expert_options=EXPERTS.options_of_flags(network, args),
+        groups=experts.groups,
+        shared_expert_dim=args.moe_shared_expert_ffn_dim,
+        dropout=cfg.dropout,
+        activation_dropout=cfg.activation_dropout or cfg.relu_dropout or 0.0,
+        exchange=exchange_config(args),
+        record_exchange_time=args.record_a2a_perf_stats,
+        skip_exchange=args.dummy_a2a,
+    )
+
+
+def make_tuner(args: Any, layers: Sequence[MoELayer]) -> ExchangeTuner | None:
+    """The tuner of a model's layers, None where nothing is to be chosen. Collective.
+
+    Raises:
+        ValueError: the file of ``--moe-tune-file`` cannot be read, or is not for this run.
+    """
+    fields, path = tuned_fields(args), args.moe_tune_file
+    if not fields or not layers or (path is None and not layers[0].groups.needs_sync):
+        return None
+    how = {"steps": args.moe_tune_steps, "max_loss": args.moe_tune_max_loss}
+    if path is None:
+        return ExchangeTuner(layers, fields, **how)
+    try:
+        pinned = Path(path).read_text(encoding="utf-8")
+        return ExchangeTuner(layers, fields, **how, pinned=pinned)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--moe-tune-file {path!r}: {error}") from None
+
+
+def agree(
+    layers: Sequence[MoELayer],
+    num_tokens: int,
+    dtype: torch.dtype,
+    tuner: ExchangeTuner | None,
+    generating: bool,
+) -> StepAgreement:
+    """Exchange token counts with the other ranks, once per forward pass for all layers.
+
+    Args:
+        num_tokens: of this rank.
+        dtype: of the tokens.
+        tuner: chooses the exchange in training.
+        generating: whether the pass computes one more token of each sentence.
+
+    Raises:
+        ValueError: generation with experts that are spread over ranks; or ranks disagree.
+    """
+    if not layers or not layers[0].groups.needs_sync:
+        return StepAgreement(num_tokens)
+    groups = layers[0].groups
+    if generating:
+        raise ValueError(
+            "generation runs without expert parallelism, but the experts of this model are spread "
+            f"over {groups.ep_size * groups.num_slices} ranks: start generation without "
+            "torch.distributed (--distributed-world-size 1); a process then loads all experts"
+        )
+    if tuner is not None:
+        return tuner.agree(num_tokens, dtype)
+    return sync_step(num_tokens, layers[0].step_settings(dtype), groups)
+
+
+def reports_to_extra(
+    reports: list[MoEAux], layers: Sequence[MoELayer], step: StepAgreement
+) -> dict[str, Any]:
+    """What a model returns beside its output, for the criterion.
+
+    Returns:
+        ``moe``: a :class:`MoEAux` per MoE layer; ``moe_counts``: this rank's
+        :class:`~fairseq_tutel.moe.RoutingCounts` of them; ``moe_bias_counts``: what moves their
+        load biases, in training if they have them.
+    """
+    if not reports:
+        return {"moe": []}
+    reports = balance_over_ranks(reports)
+    exchange = step.exchange or layers[0].exchange_config
+    extra = {"moe": reports, "moe_counts": routing_counts(reports, layers[0].groups, exchange.r)}
+    if all(aux.bias_counts is not None for aux in reports):
+        extra["moe_bias_counts"] = torch.stack([aux.bias_counts for aux in reports])
+    return extra
+
+
+class Layers(nn.ModuleList):
+    """Printed with every kind of layer once: MoE layers stand between dense ones, so that torch,
+    which puts equal neighbours into one, would print all (some 400 lines for 24 layers)."""
+
+    def __repr__(self) -> str:
+        numbers: dict[str, list[int]] = {}
+        for number, layer in enumerate(self):
+            numbers.setdefault(repr(layer), []).append(number)
+        lines = [
+            f"({', '.join(map(str, which))}): {f'{len(which)} x ' if len(which) > 1 else ''}{text}"
+            for text, which in numbers.items()
+        ]
+        inside = "\n".join(lines).replace("\n", "\n  ")
+        return f"ModuleList(\n  {inside}\n)"

@@ -1,0 +1,242 @@
+"""``--arch transformer_lm_gpt_moe``: fairseq's GPT-style language model with MoE layers."""
+
+# no postponed annotations here: fairseq reads the types of dataclass fields
+import copy
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from fairseq import hub_utils, utils
+from fairseq.dataclass import ChoiceEnum
+from fairseq.models.transformer import Embedding, TransformerDecoder
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
+from torch import nn
+
+from .... import register
+from ....config.options import at_least, option
+from ....moe import MoELayer
+from ..options.options import MoEOptions, check_moe_options
+from .architectures import Architecture, moe_architecture
+from .moe_block import ForwardScope, MoETransformerDecoderLayer
+from .moe_stack import (
+    Experts,
+    Layers,
+    agree,
+    build_moe_layer,
+    make_tuner,
+    place_experts,
+    reports_to_extra,
+)
+
+
+@dataclass
+class TransformerLMGPTMoEConfig(MoEOptions, TransformerLanguageModelConfig):
+    """Sizes of ``transformer_lm_gpt`` with an MoE layer in every other block."""
+
+    # defaults of fairseq's functions for this arch, other than those of its dataclass
+    activation_fn: ChoiceEnum(utils.get_available_activation_fns()) = "gelu"
+    attention_dropout: float = 0.1
+    decoder_embed_dim: int = 768
+    decoder_output_dim: Optional[int] = None  # as decoder_embed_dim
+    decoder_input_dim: Optional[int] = None
+    decoder_ffn_embed_dim: int = 3072
+    decoder_layers: int = 12
+    decoder_attention_heads: int = 12
+
+    alternate_decoder_ffn_embed_dim: int = option(
+        0,
+        "> 0: dense layers of this FFN width instead of MoE layers (a FLOP-matched baseline)",
+        at_least(0),
+        group="size",
+    )
+    use_stable_embedding: bool = option(
+        False,
+        "layer-normalise the token embeddings (arXiv 2110.02861, section 2.3)",
+        group="size",
+    )
+
+
+def check_model_options(args: Any) -> None:
+    """Refuse what this model cannot do, with the option's name and value.
+
+    Raises:
+        ValueError: see above.
+    """
+    check_moe_options(args, TransformerLMGPTMoEConfig)
+    if args.moe_freq > args.decoder_layers:
+        raise ValueError(
+            f"--moe-freq {args.moe_freq} makes no MoE layer among {args.decoder_layers} layers; "
+            "use --arch transformer_lm_gpt, or --moe-freq 0, for a dense model"
+        )
+    heads, dim = args.decoder_attention_heads, args.decoder_embed_dim
+    if heads < 1 or dim % heads:
+        raise ValueError(
+            f"--decoder-embed-dim {dim} is not a multiple of --decoder-attention-heads {heads}"
+        )
+
+
+class StableEmbedding(nn.Embedding):
+    """Token embedding, Xavier-initialised and layer-normalised in fp32 (arXiv 2110.02861)."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int):
+        super().__init__(num_embeddings, embedding_dim, padding_idx)
+        nn.init.xavier_uniform_(self.weight)
+        nn.init.constant_(self.weight[padding_idx], 0)
+        self.norm = nn.LayerNorm(embedding_dim)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[...] int64 -> [..., M]."""
+        norm, x = self.norm, super().forward(tokens).float()
+        weight, bias = norm.weight.float(), norm.bias.float()
+        x = nn.functional.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
+        return x.to(self.weight.dtype)
+
+
+class MoETransformerDecoder(TransformerDecoder):
+    """Decoder of a language model whose every ``moe_freq``-th layer is an MoE layer.
+
+    Args:
+        args: the model's config.
+        experts: None makes every layer dense.
+    """
+
+    def __init__(self, args, dictionary, embed_tokens, experts: Optional[Experts]):
+        self.experts = experts
+        self._scope = ForwardScope()
+        self._layer_numbers = itertools.count(1)
+        super().__init__(args, dictionary, embed_tokens, no_encoder_attn=True)
+        layers = list(self.moe_layers.values())
+        # None: each layer uses the exchange that it was built with
+        self.exchange_tuner = make_tuner(args, layers)
+        if type(self.layers) is nn.ModuleList:  # a dense model may have layer drop
+            self.layers = Layers(self.layers)
+
+    def build_decoder_layer(self, cfg, no_encoder_attn=False):
+        """Called by the stock constructor once per layer, from the bottom up."""
+        args, number = self.args, next(self._layer_numbers)
+        if not args.moe_freq or number % args.moe_freq:
+            return super().build_decoder_layer(cfg, no_encoder_attn)
+        if self.experts is None:
+            dense = copy.deepcopy(cfg)
+            dense.decoder.ffn_embed_dim = args.alternate_decoder_ffn_embed_dim
+            return super().build_decoder_layer(dense, no_encoder_attn)
+        layer = build_moe_layer(args, cfg, cfg.decoder, self.experts)
+        return MoETransformerDecoderLayer(cfg, layer, self._scope, no_encoder_attn=True)
+
+    @functools.cached_property
+    def moe_layers(self) -> dict[int, MoELayer]:
+        """MoE layers by the 0-based number of the decoder layer that holds them."""
+        return {
+            i: layer.moe_layer
+            for i, layer in enumerate(self.layers)
+            if isinstance(layer, MoETransformerDecoderLayer)
+        }
+
+    def extract_features(
+        self, prev_output_tokens, encoder_out=None, incremental_state=None, **options
+    ):
+        """As the stock method; its second result has what :func:`reports_to_extra` returns, too."""
+        layers, generating = list(self.moe_layers.values()), incremental_state is not None
+        dtype = self.embed_tokens.weight.dtype
+        step = agree(layers, prev_output_tokens.numel(), dtype, self.exchange_tuner, generating)
+        with self._scope.open(step) as reports:
+            x, extra = super().extract_features(
+                prev_output_tokens, encoder_out, incremental_state, **options
+            )
+        extra |= {"moe": reports} if generating else reports_to_extra(reports, layers, step)
+        return x, extra
+
+
+def _gpt(layers: int, dim: int, heads: int, experts: int) -> dict:
+    return {
+        "decoder_layers": layers,
+        "decoder_embed_dim": dim,
+        "decoder_ffn_embed_dim": 4 * dim,
+        "decoder_attention_heads": heads,
+        "moe_expert_count": experts,
+        "share_decoder_input_output_embed": True,
+    }
+
+
+_SIZES = {
+    # README.moe.md of fairseq's moe branch
+    "4_1b": _gpt(24, 2048, 32, 8),
+    "142b": _gpt(32, 4096, 32, 64),
+    # Artetxe et al., Efficient Large Scale Language Modeling with Mixtures of Experts (arXiv
+    # 2112.10684), table 1
+    "15b": _gpt(12, 768, 12, 512),
+    "52b": _gpt(24, 1024, 16, 512),
+    "207b": _gpt(24, 2048, 32, 512),
+    "1_1t": _gpt(32, 4096, 32, 512),
+}
+_ROW = Architecture(
+    name="transformer_lm_gpt_moe",
+    config=TransformerLMGPTMoEConfig,
+    check=check_model_options,
+    replaces="transformer_lm",
+)
+
+
+@moe_architecture(_ROW, _SIZES)
+class TransformerLMGPTMoE(TransformerLanguageModel):
+    """Language model of ``transformer_lm_gpt`` whose every second FFN (by default) is sparse."""
+
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """As fairseq's, which prints the whole config; registers the package with fairseq first, so
+        that sets of files load."""
+        register()
+        loaded = hub_utils.from_pretrained(*args, **kwargs)
+        return hub_utils.GeneratorHubInterface(loaded["args"], loaded["task"], loaded["models"])
+
+    @classmethod
+    def build_model(cls, args, task):
+        """Build the model; a collective call where torch.distributed is initialised.
+
+        Raises:
+            ValueError: an option that MoE layers cannot honour, or an expert count that does not
+                fit the number of ranks.
+        """
+        check_model_options(args)
+        _fill_sizes(args)
+        sparse = args.moe_freq and args.alternate_decoder_ffn_embed_dim <= 0
+        experts = place_experts(args) if sparse else None
+        embed_tokens = cls.build_embedding(args, task.source_dictionary, args.decoder_input_dim)
+        return cls(MoETransformerDecoder(args, task.target_dictionary, embed_tokens, experts))
+
+    @classmethod
+    def build_embedding(cls, args, dictionary, embed_dim, path=None):
+        """Token embedding."""
+        make = StableEmbedding if getattr(args, "use_stable_embedding", False) else Embedding
+        return make(len(dictionary), embed_dim, dictionary.pad())
+
+    @property
+    def moe_layers(self) -> dict[int, MoELayer]:
+        """MoE layers by decoder layer number (0-based)."""
+        return self.decoder.moe_layers
+
+    @property
+    def exchange_tuner(self):
+        """:class:`~fairseq_tutel.tuning.ExchangeTuner` of the layers; None: nothing is tuned."""
+        return self.decoder.exchange_tuner
+
+    @property
+    def moe_groups(self):
+        """Placement of the experts, None without MoE layers."""
+        return self.decoder.experts and self.decoder.experts.groups
+
+
+def _fill_sizes(args) -> None:
+    """Sizes that follow from others, as in fairseq's functions for this arch."""
+    args.decoder_normalize_before = True  # training is not stable without it (fairseq's own words)
+    for name in ("decoder_input_dim", "decoder_output_dim"):
+        if getattr(args, name) is None:
+            setattr(args, name, args.decoder_embed_dim)
+    if getattr(args, "decoder_layers_to_keep", None):  # of dense models
+        args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
+    if args.max_target_positions is None:
+        args.max_target_positions = args.tokens_per_sample
+    if args.offload_activations:
+        args.checkpoint_activations = True

@@ -1,0 +1,126 @@
+"""What fairseq's command lines may have beside the options, and rules for parsed arguments.
+
+Commands that were written for Meta's branches ``moe`` and ``nllb`` run as they are: a flag that has
+no meaning here is accepted, with one line that says why it has no effect (``ACCEPTED``), and one
+that would change the result is refused, with what to do instead (``REFUSED``). Architectures add
+these for training (:func:`add_meta_flags`), hooks.py those of the evaluation programs. A flag that
+the parser has already is left out.
+"""
+
+# no postponed annotations here: fairseq reads the types of dataclass fields
+import argparse
+import dataclasses
+import importlib.util
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from ....config.options import option
+
+logger = logging.getLogger(__name__)
+
+_SEEN = "_meta_flags"  # of the namespace, until the rules report them
+_CMR = "conditional routing between experts and a dense FFN is not built for this model"
+_ONE_STACK = "a language model has one stack of layers: give --moe-freq"
+_BY_FILES = "models with experts are recognised by their files"
+
+# flag, with a word for its value if it takes one -> why it has no effect
+ACCEPTED = {
+    "--use-tutel-moe": "every MoE layer has operators of its own; Tutel is not needed",
+    "--init-model-on-gpu": "models are initialised on the CPU, then moved",
+    "--pass-tokens-transformer-layer": "it is for metrics by language; none are logged",
+    "--train-with-epoch-remainder-batch": "the last batch of an epoch is trained on with "
+    "--required-batch-size-multiple 1, and else where its size is a multiple of that",
+    "--replication-count N": "a checkpoint has every expert once, whatever the number of ranks",
+    "--log-nvidia-smi": "the log has the memory of the GPU, as fairseq's does",
+}
+# of the evaluation programs
+ACCEPTED_IN_EVALUATION = {"--is-moe": _BY_FILES, "--moe-generation": _BY_FILES}
+# -> what to do instead
+REFUSED = {
+    "--encoder-moe-freq N": _ONE_STACK,
+    "--decoder-moe-freq N": _ONE_STACK,
+    "--alternate-ffn-embed-dim N": "give --alternate-decoder-ffn-embed-dim",
+    "--moe-eval-capacity-max-seqlen": "a capacity of evaluation follows the tokens of the batch: "
+    "leave it out, and nothing is dropped, or give --moe-eval-capacity-factor",
+    "--moe-local-drop P": "leaving out all-to-alls at random is not built; --moe-eom and --moe-fom "
+    "regularise",
+    "--moe-cmr": _CMR,
+    "--cmr-gate-drop P": _CMR,
+    "--cmr-log-lang-gates": _CMR,
+    "--no-best-checkpoints": "give --keep-best-checkpoints to bound their number",
+    "--no-save-optimizer-state-on-training-finished": "give --no-save-optimizer-state, or leave it "
+    "out",
+    "--symlink-best-and-last-checkpoints": "every name is a set of files of its own",
+    "--s3-upload-path PATH": "nothing is uploaded: copy the folder of --save-dir",
+    "--block-wise": "give --fp16-adam-stats, whose statistics have a scale per block",
+}
+
+
+class _MetaFlag(argparse.Action):
+    """Ends the program, or is remembered for :func:`apply_rules`."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        if self.const in REFUSED:
+            flag = self.option_strings[0]
+            parser.error(f"{flag} of Meta's branches: {REFUSED[self.const]}")
+        vars(namespace).setdefault(_SEEN, set()).add(self.const)
+
+
+def add_meta_flags(parser: Any) -> None:
+    """Add the flags for training to a parser, or to a group of it, without help texts."""
+    for entry in (*ACCEPTED, *REFUSED):
+        flag, *value = entry.split()
+        if flag not in parser._option_string_actions:
+            parser.add_argument(
+                flag,
+                action=_MetaFlag,
+                nargs=len(value),
+                const=entry,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )
+
+
+def with_evaluation_flags(config: type) -> type:
+    """fairseq's dataclass of an evaluation program's options, with Meta's flags for these."""
+    fields = [
+        (flag.lstrip("-").replace("-", "_"), bool, option(False, f"accepted, but: {reason}"))
+        for flag, reason in ACCEPTED_IN_EVALUATION.items()
+    ]
+    return dataclasses.make_dataclass(config.__name__, fields, bases=(config,))
+
+
+def apply_rules(args: argparse.Namespace, config: type, check: Callable[[Any], None]) -> None:
+    """Fix up parsed arguments; fairseq calls the function of an arch with all of them.
+
+    - ``--ddp-backend fully_sharded`` of the published commands becomes ``legacy_ddp``: experts are
+      spread over the ranks in any case, and the dense parameters are replicated.
+    - Meta's flags without a meaning are reported, and leave the namespace.
+    - ``--bf16`` makes stock fairseq look for a TPU; without torch_xla it means GPUs or CPUs.
+    - options that contradict each other end the program here, before anything is built.
+
+    Args:
+        config: dataclass of the model's options.
+        check: raises ValueError for options that the model cannot honour.
+    """
+    lines = [
+        f"{entry.split()[0]} of Meta's branches has no effect: {ACCEPTED[entry]}"
+        for entry in sorted(vars(args).pop(_SEEN, ()))
+    ]
+    if getattr(args, "ddp_backend", None) == "fully_sharded":
+        args.ddp_backend = "legacy_ddp"
+        lines.append(
+            "--ddp-backend fully_sharded: experts are spread over the ranks in any case; the dense "
+            "parameters are replicated (legacy_ddp)"
+        )
+    if getattr(args, "distributed_rank", 0) == 0:
+        for line in lines:
+            logger.warning(line)
+    if getattr(args, "bf16", False) and importlib.util.find_spec("torch_xla") is None:
+        args.tpu = False
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    try:
+        check(argparse.Namespace(**{**defaults, **vars(args)}))
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None

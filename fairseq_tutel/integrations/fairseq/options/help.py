@@ -1,0 +1,119 @@
+"""Help texts of the options that this package adds to fairseq, for ``python -m fairseq_tutel``.
+
+``fairseq-train --help`` ends before it looks at the options of an architecture or a criterion. The
+same texts are the table of the page (README.md of this folder).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+import textwrap
+from collections.abc import Iterator
+
+from ....config import ExchangeConfig, MoEConfig
+from ....config.options import SAME, flag_name
+from ..criterions.moe_cross_entropy import MoECrossEntropyCriterionConfig
+from ..models import ARCHITECTURES
+from .command_line import ACCEPTED, ACCEPTED_IN_EVALUATION, REFUSED
+
+# the options that matter most
+_FIRST = ("moe_expert_count", "moe_freq", "moe_top_k", "moe_capacity_factor", "moe_gate_loss_wt")
+_TITLES = {
+    "first": "Begin with these",
+    "size": "Size: layers and experts",
+    "routing": "Routing: experts of a token, and what is dropped",
+    "balance": "Balance: that experts get equally many tokens",
+    "communication": "Communication between ranks",
+    "debugging": "Running, measuring and debugging",
+}
+_DEFAULT = re.compile(r"(.*?)(?: \(default: (.*)\))?")
+_WORDS = {"None": "none", "False": "off"}
+RECIPE = """\
+  --moe-top-k 2 --moe-second-expert-policy all --moe-capacity-factor 1.0
+  --moe-load-bias quantile --moe-overflow-rerouting 4 --moe-gate-loss-wt 0.001
+"""
+_USAGE = """\
+usage: fairseq-train DATA --user-dir fairseq_tutel --arch {names}
+         --criterion moe_cross_entropy [option ...]
+
+Beside the options of fairseq's own models and of its trainer (fairseq-train --help):
+"""
+_OTHERS = """
+balanced experts, in one recipe (the next best experts, a bias that follows the load, another try
+where an expert is full, and a balance loss that may then be small):
+{recipe}
+Other defaults than those of MoELayer in Python are Meta's:
+{other_defaults}
+
+other commands, each with --help:
+  python -m fairseq_tutel.launch       start the ranks, or adopt those of SLURM, torchrun or MPI
+  python -m fairseq_tutel.plan         parameters, memory and speed of a configuration, on paper
+  python -m fairseq_tutel.checkpoint   inspect, merge and reshard checkpoints
+  python -m fairseq_tutel.picture      loss, expert load and exchange choices of a run
+"""
+
+
+def own_options() -> dict[str, list[dataclasses.Field]]:
+    """Title of a group -> fields of its options: of all architectures, and of the criterion."""
+    configs = [*(row.config for row in ARCHITECTURES.values()), MoECrossEntropyCriterionConfig]
+    # options of fairseq's own dataclasses are in no group
+    own = {
+        field.name: field
+        for config in configs
+        for field in dataclasses.fields(config)
+        if field.metadata.get("group")
+    }
+    groups = {"first": [own.pop(name) for name in _FIRST]}
+    for name in _TITLES:
+        groups.setdefault(name, [f for f in own.values() if f.metadata["group"] == name])
+    return {_TITLES[name]: fields for name, fields in groups.items()}
+
+
+def _rows(fields: list[dataclasses.Field]) -> Iterator[tuple[str, str, str]]:
+    """(flag with its choices, default, meaning) of each option."""
+    for field in fields:
+        flag = f"--{field.name.replace('_', '-')}"
+        if isinstance(field.type, enum.EnumMeta):
+            flag += f" {{{','.join(choice.value for choice in field.type)}}}"
+        text, stated = _DEFAULT.fullmatch(field.metadata["help"]).groups()
+        yield flag, stated or _WORDS.get(str(field.default), str(field.default)), text
+
+
+def _other_defaults() -> Iterator[str]:
+    for config in (MoEConfig, ExchangeConfig):
+        for field in dataclasses.fields(config):
+            given = field.metadata["flag_default"]
+            if given not in (SAME, None):
+                flag = "--" + flag_name(field).replace("_", "-")
+                yield f"  {flag} {given} (MoELayer: {field.name}={field.default!r})"
+
+
+def plain_text() -> str:
+    """The options, for a terminal."""
+    parts = [_USAGE.format(names="|".join(ARCHITECTURES))]
+    for title, fields in own_options().items():
+        parts.append(title)
+        for flag, default, text in _rows(fields):
+            text = textwrap.fill(text, 90, break_on_hyphens=False)
+            parts += [f"  {flag} (default: {default})", textwrap.indent(text, " " * 8)]
+        parts.append("")
+    others = "\n".join(_other_defaults())
+    return "\n".join(parts) + _OTHERS.format(recipe=RECIPE, other_defaults=others)
+
+
+def markdown() -> str:
+    """The options, and the flags of Meta's branches without a meaning, as tables of a page."""
+    lines = []
+    for title, fields in own_options().items():
+        lines += [f"**{title}**", "", "| option | default | meaning |", "|---|---|---|"]
+        lines += [f"| `{flag}` | {default} | {text} |" for flag, default, text in _rows(fields)]
+        lines.append("")
+    lines += ["**Flags of Meta's branches without a meaning here**", ""]
+    lines += ["| flag | | why, or what instead |", "|---|---|---|"]
+    accepted = ACCEPTED | ACCEPTED_IN_EVALUATION
+    for flag, reason in (accepted | REFUSED).items():
+        what = "accepted" if flag in accepted else "refused"
+        lines.append(f"| `{flag}` | {what} | {reason} |")
+    return "\n".join([*lines, ""])

@@ -1,0 +1,27 @@
+"""What fairseq's programs need with experts, and which of them this process runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+_PACKAGE = "fairseq_cli"
+
+
+def program() -> str | None:
+    """Name of the console script (``fairseq-train``), also where it was started in another way:
+    as a module, as a file, or by ``python -c "from fairseq_cli.train import ..."``."""
+    script = os.path.basename(sys.argv[0])
+    if script.startswith("fairseq-"):
+        return script
+    file = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")
+    if file.parent.name == _PACKAGE:
+        return _script(file.stem)
+    # fairseq-hydra-train imports fairseq-train's module, and has begun to be imported first
+    loaded = [name for name in sys.modules if name.startswith(f"{_PACKAGE}.")]
+    return _script(loaded[0].rpartition(".")[2]) if script == "-c" and loaded else None
+
+
+def _script(module: str) -> str:
+    return "fairseq-" + module.replace("_", "-")

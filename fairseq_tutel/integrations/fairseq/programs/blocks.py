@@ -1,0 +1,61 @@
+"""Every block of the data is evaluated, or an error names the option in the way.
+
+Stock fairseq leaves some out and reports the perplexity of the rest. ``fairseq-eval-lm`` cuts the
+text into blocks of 1,024 tokens by default, and those of more tokens than the model has
+positions are skipped, with a line in the log: all but the last. And the last batch is dropped where
+its size is not a multiple of ``--required-batch-size-multiple``, 8 by default, in validation during
+training, in ``fairseq-validate`` and in ``fairseq-generate``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+
+def evaluate_every_block(task) -> None:
+    """Make the batches of an evaluation program hold everything; the task is that program's own.
+
+    The task's ``eval_lm_dataloader``, by which stock skips what is too long, refuses it instead;
+    other programs skip with ``--skip-invalid-size-inputs-valid-test``.
+    """
+    kind = type(task)
+
+    def batches_of_any_size(*args, **kwargs):
+        kwargs["required_batch_size_multiple"] = 1
+        return kind.get_batch_iterator(task, *args, **kwargs)
+
+    def batches_for_eval_lm(*args, **kwargs):
+        with refusing_long_blocks(task):
+            return kind.eval_lm_dataloader(task, *args, **kwargs)
+
+    task.get_batch_iterator = batches_of_any_size
+    task.eval_lm_dataloader = batches_for_eval_lm
+
+
+@contextlib.contextmanager
+def refusing_long_blocks(task) -> Iterator[None]:
+    """Within, batches of the task are an error where a block does not fit into the model.
+
+    Raises:
+        ValueError: with their number and the option to give.
+    """
+
+    def refuse(indices, dataset, max_positions: Any = None, ignore_invalid_inputs: bool = False):
+        kept, long = dataset.filter_indices_by_size(indices, max_positions)
+        if not len(long):
+            return kept
+        mode = getattr(getattr(task, "args", None), "sample_break_mode", None) or "none"
+        whole = "" if mode == "none" else " and --sample-break-mode none, which cuts sentences"
+        raise ValueError(
+            f"{len(long):,} of {len(indices):,} blocks are longer than the {max_positions} "
+            f"positions of the model (up to {max(dataset.size(i) for i in long)} tokens) and would "
+            f"be left out: give --tokens-per-sample {max_positions} or less{whole}"
+        )
+
+    task.filter_indices_by_size = refuse
+    try:
+        yield
+    finally:
+        del task.filter_indices_by_size

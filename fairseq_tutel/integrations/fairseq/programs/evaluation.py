@@ -1,0 +1,222 @@
+"""Loading for, and running of, fairseq's evaluation programs with sharded experts."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import logging
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from fairseq import checkpoint_utils, utils
+from fairseq.dataclass.utils import omegaconf_no_object_check, overwrite_args_by_name
+from omegaconf import DictConfig, OmegaConf
+
+from ....checkpoint import check_complete, final_path, find_checkpoint, load_file, load_for_rank
+from ....distributed import any_rank, process_world, sum_over_ranks
+from ..criterions.moe_cross_entropy import MoECrossEntropyCriterionConfig
+from ..models import ARCHITECTURES, name_with_experts
+from . import program
+
+logger = logging.getLogger(__name__)
+
+# what fairseq's moe branch documents for its hub interface and nothing here needs
+_WITHOUT_EFFECT = {"moe_disable_padding"}
+# numbers in a model's largest matrix, from which several threads gain on a step of generation
+_LARGE = 2**22
+
+
+def is_moe_checkpoint(path: str) -> bool:
+    """Whether ``path`` names a sharded set or a file with expert parameters.
+
+    Raises:
+        CheckpointError: a file that may not or cannot be read, whatever is in it: fairseq's own
+            loader would run its code where ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1``, and does not
+            name a damaged file.
+    """
+    path = final_path(path)
+    kind, file = find_checkpoint(path) or ("merged", path)
+    if kind == "set":
+        return True
+    if not os.path.exists(file):
+        return False  # fairseq reports it, or fetches it from somewhere else
+    model = load_file(file).get("model") or ()  # memory-mapped: reads no weights
+    return any(".experts." in str(name) for name in model)
+
+
+def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
+    """What ``load_checkpoint_to_cpu`` returns, with this rank's share of the experts.
+
+    Checkpoints of Meta's branches name a dense architecture and MoE options; they get the name of
+    the one with experts.
+
+    Raises:
+        ValueError: an override of an MoE option that there is not (fairseq ignores it), or no
+            overrides by name.
+    """
+    options = {
+        *(name for row in ARCHITECTURES.values() for name in row.config.__dataclass_fields__),
+        *MoECrossEntropyCriterionConfig.__dataclass_fields__,
+    }
+    _check_overrides(arg_overrides, options)
+    # how the training run's ranks shared the experts says nothing about these
+    arg_overrides = {
+        "moe_expert_parallel_size": 0,
+        "moe_expert_placement": "replicated",
+        "moe_parallelism_r": 1,
+        "moe_tune_file": None,
+        **(arg_overrides or {}),
+    }
+    rank, world_size = process_world()
+    state = load_for_rank(
+        final_path(path),
+        rank=rank,
+        world_size=world_size,
+        expert_parallel_size=arg_overrides["moe_expert_parallel_size"],
+        with_optimizer=False,
+    )
+    check_complete(state, path)
+    args = state.get("args")
+    if args is not None:
+        for name, value in arg_overrides.items():
+            setattr(args, name, value)
+        if getattr(args, "moe_freq", 0) > 0:
+            args.arch = name_with_experts(args.arch)
+    if state.get("cfg") is not None:
+        state["cfg"] = _as_config(state["cfg"])
+        model = state["cfg"].model
+        for name in set(arg_overrides) & options - set(model):
+            # fairseq overwrites what is there, and older checkpoints lack newer options
+            model[name] = None
+        overwrite_args_by_name(state["cfg"], arg_overrides)
+        if model.get("moe_freq", 0) > 0:
+            model._name = name_with_experts(model._name)
+    return checkpoint_utils._upgrade_state_dict(state)
+
+
+def _check_overrides(overrides: Any, options: set[str]) -> None:
+    if overrides is not None and not isinstance(overrides, dict):
+        raise ValueError(
+            f"--model-overrides {overrides}: give options and values, as in {{'moe_top_k': 1}}"
+        )
+    of_moe = {name for name in options if name.startswith("moe_")} | _WITHOUT_EFFECT
+    for name in overrides or ():
+        if name.startswith("moe_") and name not in of_moe:
+            close = difflib.get_close_matches(name, of_moe, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"override {name}: there is no such option{hint}")
+
+
+def _as_config(saved: dict[str, Any]) -> DictConfig:
+    """A checkpoint's config, which may hold objects, as fairseq's own loader makes it."""
+    if "flags" in inspect.signature(OmegaConf.create).parameters:
+        return OmegaConf.create(saved, flags={"allow_objects": True})
+    with omegaconf_no_object_check():  # omegaconf 2.0, which fairseq 0.12.2 requires
+        return OmegaConf.create(saved)
+
+
+def eval_lm(original, models, source_dictionary, batch_iterator, **options):
+    """In place of fairseq's ``eval_lm`` function, for a model whose experts are spread over ranks.
+
+    Each rank scores its share of the data, and the scores are added over the ranks, whether or not
+    these exchange tokens; stock reports those of rank 0 alone. Ranks run out of batches at
+    different times. Where they exchange tokens, their experts are needed until the last: before
+    each batch the ranks agree on whether any still has one, and a rank that has none joins in with
+    a single token.
+
+    Raises:
+        ValueError: no token was scored (fairseq calls the perplexity of nothing 1).
+    """
+    groups = [m.moe_groups for m in models if getattr(m, "moe_groups", None) is not None]
+    if not groups:
+        return original(models, source_dictionary, batch_iterator, **options)
+    rank, world_size = process_world()
+    scored: list[int] = []
+    batches = _counted(batch_iterator, scored, source_dictionary, options)
+    if any(each.needs_sync for each in groups):
+        batches = _in_step(batches, models, source_dictionary.eos())
+    local = original(models, source_dictionary, batches, **options)
+    device = next(models[0].parameters()).device
+    score, tokens = sum_over_ranks([float(local["loss"]) * sum(scored), sum(scored)], device)
+    if not tokens:
+        raise ValueError("no token was evaluated: the subset is empty")
+    if world_size == 1:
+        return local
+    if rank == 0:
+        logger.info("All %d ranks together evaluated %s tokens", world_size, f"{tokens:,.0f}")
+    loss = score / tokens
+    return {"loss": loss, "perplexity": 2**loss}
+
+
+def _counted(batches: Iterable, scored: list[int], source_dictionary, options):
+    """Batches; notes how many tokens of each ``eval_lm`` divides by (it returns averages only)."""
+    pad = (options.get("target_dictionary") or source_dictionary).pad()
+    unscored = int(options.get("remove_bos_token", False))
+    continued = torch.tensor([])
+    if options.get("post_process") in ("subword_nmt", "@@ "):
+        mark = options["post_process"].rstrip()
+        words = range(len(source_dictionary))
+        continued = torch.tensor([i for i in words if source_dictionary[i].endswith(mark)])
+    for batch in batches:
+        if "net_input" not in batch:
+            continue
+        starts = batch.get("start_indices", [0] * len(batch["target"]))
+        for row, start in zip(batch["target"], starts, strict=True):
+            tokens = utils.strip_pad(row[int(start) :], pad)[unscored:]
+            scored.append(len(tokens) - int(torch.isin(tokens[:-1], continued.to(tokens)).sum()))
+        yield batch
+
+
+def _in_step(batches: Iterable, models, filler: int):
+    device = next(models[0].parameters()).device
+    for batch in batches:
+        any_rank(True, device)
+        yield batch
+    token = torch.full((1, 1), filler, dtype=torch.int64, device=device)
+    while any_rank(False, device):
+        for model in models:
+            model(src_tokens=token, src_lengths=token.new_ones(1))
+
+
+def prepare_generation(models, task) -> None:
+    """No prompt lost without a word, and no more threads than help; of models with experts, and the
+    task, that a program or ``from_pretrained`` has loaded."""
+    dictionary = task.source_dictionary
+    if dictionary is not None:
+        dictionary.encode_line = functools.partial(_encode_line, dictionary)
+    if program() in ("fairseq-generate", "fairseq-interactive"):
+        _limit_threads(models)
+
+
+def _encode_line(dictionary, line, *args, **kwargs):
+    """``dictionary.encode_line``; warns of the first text with unknown words."""
+    ids = type(dictionary).encode_line(dictionary, line, *args, **kwargs)
+    words = line.split() if isinstance(line, str) else []
+    unknown = [word for word in words if dictionary.index(word) == dictionary.unk()]
+    if unknown:
+        del dictionary.encode_line  # once
+        logger.warning(
+            "%d of the %d words of the text are not in the dictionary and become <unk> (%s): text "
+            "needs just what its data was made with: --bpe sentencepiece --sentencepiece-model "
+            "FILE (from_pretrained: bpe=, sentencepiece_model=)",
+            len(unknown),
+            len(words),
+            ", ".join(map(repr, unknown[:5])),
+        )
+    return ids
+
+
+def _limit_threads(models) -> None:
+    """One thread for small models, where the user has not said otherwise.
+
+    A step of generation is a few tokens: threads wait for each other longer than they work, 13 to
+    30 times as long where other programs run on the cores (2 cores, model dimension 32).
+    """
+    params = [param for model in models for param in model.parameters()]
+    largest = max(param.shape[-2:].numel() for param in params)
+    if "OMP_NUM_THREADS" not in os.environ and largest < _LARGE and torch.get_num_threads() > 1:
+        logger.info("generation by one thread of the CPU (OMP_NUM_THREADS sets another number)")
+        torch.set_num_threads(1)

@@ -1,0 +1,129 @@
+"""One job of the processes that torchrun started, where fairseq would leave each alone.
+
+fairseq's ``infer_init_method`` returns before it reads WORLD_SIZE where its own
+``--distributed-world-size`` is 1: the default of its evaluation programs, and of training without a
+GPU or with one visible GPU per process. Two such processes would train two models, write the same
+checkpoint and report success, or score everything twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+import sys
+import threading
+from collections.abc import Mapping
+
+import torch
+
+from ....command_line.starters import started
+from ....distributed import process_world
+from . import program
+
+# seconds that a rank waits for the others to connect; torch's own limit is 30 minutes (gloo)
+_TIMEOUT, _SECONDS = "FAIRSEQ_TUTEL_START_TIMEOUT", 300.0
+_TORCH = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+
+
+def join_started_ranks(cfg, env: Mapping[str, str] = os.environ) -> None:
+    """Fill in what fairseq's ``infer_init_method`` would have to, from torchrun's variables.
+
+    Nothing is changed where an init method is given, as by ``python -m fairseq_tutel.launch``, or
+    where torchrun started one process or none.
+
+    Raises:
+        ValueError: ``--distributed-world-size`` is another number, or the processes were started
+            by something whose variables fairseq would not look at.
+    """
+    distributed, place = cfg.distributed_training, started(env)
+    if distributed.distributed_init_method is not None or place.world_size == 1:
+        return
+    if not all(env.get(name) for name in _TORCH):
+        if distributed.distributed_world_size == 1:
+            refuse_separate_ranks(env)
+        return  # fairseq reads SLURM's variables
+    # an option of 1 and of all visible GPUs cannot be distinguished from the default
+    devices = torch.cuda.device_count()
+    given = distributed.distributed_world_size
+    if given not in (1, devices, place.world_size):
+        raise ValueError(
+            f"--distributed-world-size {given}, but {place.by} started {place.world_size} processes"
+        )
+    distributed.distributed_init_method = "env://"
+    distributed.distributed_world_size = place.world_size
+    distributed.distributed_rank = place.rank
+    distributed.distributed_no_spawn = True
+    if cfg.common.cpu or not devices:
+        distributed.device_id = 0
+        if distributed.distributed_backend == "nccl":  # the default, for GPUs only
+            distributed.distributed_backend = "gloo"
+    else:
+        distributed.device_id = int(env.get("LOCAL_RANK", place.rank)) % devices
+
+
+def refuse_several(cfg) -> None:
+    """Stop fairseq-validate on several ranks, where it would wait for ever: it passes over empty
+    batches and adds up through CUDA.
+
+    Raises:
+        ValueError: see above.
+    """
+    world_size = cfg.distributed_training.distributed_world_size
+    if world_size > 1:
+        raise ValueError(
+            f"fairseq-validate runs a model with experts on one process, not on {world_size}; "
+            "fairseq-eval-lm runs on any number"
+        )
+
+
+def refuse_separate_ranks(env: Mapping[str, str] = os.environ) -> None:
+    """Stop a process that would run a model with experts alone, though it was started as one of
+    several; what no option on its command line can repair, as with Hydra, whose programs import
+    the user dir too late.
+
+    Raises:
+        ValueError: see above; the message holds the command that works.
+    """
+    place, (_, connected) = started(env), process_world()
+    if place.world_size == 1 or connected > 1:
+        return
+    words = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
+    python = "" if place.by == "torchrun" else "python "
+    raise ValueError(
+        f"{place.by} started {place.world_size} processes, which fairseq would run as "
+        f"{place.world_size} jobs of one; as one job: {place.by} [its options] {python}"
+        f"-m fairseq_tutel.launch -- {words}"
+    )
+
+
+def meet_in_time(cfg, main):
+    """``main``, which begins when all ranks are connected; until then a rank waits only so long.
+
+    Whoever starts processes without the launcher or torchrun may not end them where one has failed
+    before it connected.
+    """
+    distributed = cfg.distributed_training
+    if distributed.distributed_init_method is None or not distributed.distributed_no_spawn:
+        return main
+    seconds = float(os.environ.get(_TIMEOUT) or _SECONDS)
+    timer = threading.Timer(seconds, _end_without_others, (distributed.distributed_rank, seconds))
+    timer.daemon = True
+    timer.start()
+
+    @functools.wraps(main)
+    def main_of_connected_ranks(*args, **kwargs):
+        timer.cancel()
+        return main(*args, **kwargs)
+
+    return main_of_connected_ranks
+
+
+def _end_without_others(rank: int, seconds: float) -> None:
+    """In a thread of its own: the main one waits inside torch."""
+    sys.stderr.write(
+        f"{program()}: error (rank {rank}): the other ranks have not connected within "
+        f"{seconds:g} seconds: has one of them failed? ({_TIMEOUT}=SECONDS waits longer)\n"
+    )
+    sys.stderr.flush()
+    os._exit(1)

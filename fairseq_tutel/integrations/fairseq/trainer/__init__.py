@@ -1,0 +1,1 @@
+"""fairseq's trainer for models with experts, its checkpoints and logs."""

@@ -1,0 +1,203 @@
+"""Saving and restoring a training run with experts on several ranks.
+
+A checkpoint is a set of files in the layout of fairseq's ``moe`` branch, written as one thing
+(:mod:`fairseq_tutel.checkpoint`); when, and under which names: :mod:`.sets`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+
+from fairseq import checkpoint_utils, utils
+from fairseq.logging import meters, metrics
+
+from ....checkpoint import check_complete, final_path
+from ....distributed import process_world
+from ....training import (
+    StateNames,
+    checkpoint_exists,
+    load_state,
+    load_weights,
+    save_state,
+)
+from .sets import progress
+
+logger = logging.getLogger(__name__)
+
+_SUFFIX = "-shared"
+
+
+class CheckpointMixin:
+    """The part of :class:`~.trainer.MoETrainer` that handles files."""
+
+    @property
+    def checkpoint_suffix(self) -> str:
+        """The file that stands for a set wherever fairseq looks for one file."""
+        return _SUFFIX
+
+    @property
+    def should_save_checkpoint_on_current_rank(self) -> bool:
+        """Every rank holds experts."""
+        return True
+
+    def _state_names(self) -> StateNames:
+        halves = getattr(self.optimizer, "fp16_params", ())
+        copies = getattr(self.optimizer, "fp32_params", ())
+        return StateNames(
+            self.optimizer.params,
+            {"": self._model, "criterion.": self._criterion},
+            zip(halves, copies, strict=True),  # mixed precision: in the order of their originals
+            otherwise="use --reset-optimizer",
+        )
+
+    def state_dict(self):
+        """fairseq's state of this rank, the optimizer's by parameter name."""
+        self.consolidate_optimizer()  # prepares what the stock method reads
+        state = super().state_dict()
+        if state.get("last_optimizer_state") is not None:
+            names = self._state_names()
+            state["last_optimizer_state"] = names.to_named(state["last_optimizer_state"])
+        return state
+
+    def save_checkpoint(self, filename, extra_state):
+        """Write a set under ``filename`` (X.pt). Collective.
+
+        fairseq's trainer saves crash.pt where an exception goes by. Non-finite gradients are seen
+        by all ranks at once; any other exception is this rank's alone, and is not saved.
+        """
+        if self._model.moe_groups.simulated:
+            logger.warning("not saving %s: a simulated rank holds a part of the experts", filename)
+            return None
+        rank, world_size = process_world()
+        alone = not isinstance(sys.exc_info()[1], (FloatingPointError, type(None)))
+        if world_size > 1 and alone:
+            logger.error("not saving %s: rank %d failed, others may not take part", filename, rank)
+            return None
+        path = filename.replace(f"{_SUFFIX}.pt", ".pt")
+        logger.info("Saving checkpoint set %s", os.path.abspath(path))
+        state = self.state_dict()
+        state["extra_state"] = {**state["extra_state"], **extra_state}
+        save_state(path, state, self._model.moe_groups)
+        self.exchange_log.save()
+        return os.path.abspath(path)
+
+    def save_last(self, epoch_itr) -> str:
+        """Write checkpoint_last.pt between two updates, whatever the options. Collective."""
+        best = getattr(checkpoint_utils.save_checkpoint, "best", None)
+        path = os.path.join(self.cfg.checkpoint.save_dir, "checkpoint_last.pt")
+        self.save_checkpoint(path, progress(self, epoch_itr, None, best))
+        return path
+
+    def load_checkpoint(
+        self,
+        filename,
+        reset_optimizer=False,
+        reset_lr_scheduler=False,
+        optimizer_overrides=None,
+        reset_meters=False,
+    ):
+        """Restore from a set (or merged file) saved by any number of ranks.
+
+        Returns:
+            fairseq's extra state, None if there is nothing to restore, and in a simulation.
+
+        Raises:
+            FileNotFoundError: the checkpoint that the user named does not exist.
+            ValueError: it does not fit this run, or some ranks do not see it.
+        """
+        path = final_path(filename).replace(f"{_SUFFIX}.pt", ".pt")
+        if self._model.moe_groups.simulated:
+            logger.info("not looking for %s: a simulated rank starts afresh", path)
+            return None
+        if not checkpoint_exists(path):
+            if self.cfg.checkpoint.restore_file != "checkpoint_last.pt":
+                raise FileNotFoundError(
+                    f"--restore-file {self.cfg.checkpoint.restore_file}: neither {path} nor "
+                    f"{filename} exists"
+                )
+            logger.info("No existing checkpoint found %s", path)
+            return None
+        state = load_state(
+            path,
+            self._model.moe_groups,
+            with_optimizer=not reset_optimizer,
+            otherwise="give --moe-expert-count {}",
+        )
+        check_complete(state, path)
+        history = state["optimizer_history"]
+        self._load_weights(state, path)
+        optimizer_state = state.get("last_optimizer_state")
+        if optimizer_state is not None and not reset_optimizer:
+            self._load_optimizer(
+                optimizer_state, history[-1], reset_lr_scheduler, optimizer_overrides
+            )
+            logs = {"moe_expert_load": self.expert_load, "moe_tuner": self.exchange_log}
+            for name, log in logs.items():
+                part, rewrite = state["extra_state"].get(name), not self.cfg.checkpoint.no_save
+                log.resume(part, self.get_num_updates(), rewrite=rewrite)
+        elif not reset_optimizer:
+            logger.warning("%s holds no optimizer state: the optimizer starts afresh", path)
+        self._optim_history = history
+        extra_state = state["extra_state"]
+        # One step of W ranks consumes W batches of a fixed order. Where the numbers of ranks do not
+        # divide, the rest is seen again rather than skipped.
+        _, world_size = process_world()
+        saved_by = (state["moe_checkpoint"] or {}).get("world_size") or world_size
+        position = extra_state["train_iterator"]
+        if saved_by != world_size:
+            done = position["iterations_in_epoch"] * saved_by
+            position["iterations_in_epoch"] = done // world_size
+        self._load_progress(extra_state, reset_meters)
+        logger.info(
+            "Loaded checkpoint %s (epoch %d @ %d updates)",
+            *(path, position["epoch"], self.get_num_updates()),
+        )
+        return extra_state
+
+    def _load_weights(self, state, path):
+        if "num_updates" in state["optimizer_history"][-1]:
+            self.model.set_num_updates(state["optimizer_history"][-1]["num_updates"])
+        # popped, to free the memory before the optimizer's state is read
+        load_weights(self.model, state.pop("model"), path, model_cfg=self.cfg.model)
+        if utils.has_parameters(self.get_criterion()):
+            load_weights(self.get_criterion(), state["criterion"], path)
+
+    def _load_optimizer(self, optimizer_state, last, reset_lr_scheduler, overrides):
+        self._build_optimizer()  # anew: it may have copied the parameters
+        criterion, optimizer = type(self.get_criterion()).__name__, type(self.optimizer).__name__
+        precisions = "--optimizer, --fp16, --bf16, --memory-efficient-fp16 or -bf16 choose it"
+        for what, stored, mine, chosen_by in (
+            ("criterion", last["criterion_name"], criterion, "--criterion chooses it"),
+            ("optimizer", last["optimizer_name"], optimizer, precisions),
+        ):
+            if stored != mine:
+                raise ValueError(
+                    f"the checkpoint was trained with {what} {stored}, this run uses {mine} "
+                    f"({chosen_by}): go on with that one, or use --reset-optimizer"
+                )
+        if not reset_lr_scheduler:
+            self.lr_scheduler.load_state_dict(last["lr_scheduler_state"])
+        names = self._state_names()
+        self.optimizer.load_state_dict(
+            names.from_named(optimizer_state, self.optimizer.state_dict()), overrides
+        )
+        names.restore_masters(optimizer_state)
+        self.set_num_updates(last["num_updates"])
+
+    def _load_progress(self, extra_state, reset_meters):
+        position = extra_state["train_iterator"]
+        if "previous_training_time" in extra_state:
+            self._previous_training_time = extra_state["previous_training_time"]
+            self._start_time = time.time()
+        self.lr_step(position["epoch"])
+        if position.get("version", 1) >= 2 and position["iterations_in_epoch"] == 0:
+            reset_meters = True  # a new epoch begins
+        if "metrics" in extra_state and not reset_meters:
+            metrics.load_state_dict(extra_state["metrics"])
+            # the start times of a former process mean nothing
+            for meter in metrics.get_meters("default"):
+                if isinstance(meter, meters.TimeMeter):
+                    meter.reset()

@@ -1,0 +1,104 @@
+"""What fairseq's wrappers and optimizers must know of experts.
+
+Both of fairseq's data-parallel wrappers are used as they are. ``legacy_ddp`` skips parameters
+marked as experts by itself; ``pytorch_ddp`` gets them as parameters to ignore, in the initial
+broadcast too. After either has reduced the dense gradients, expert gradients follow one rule
+(:mod:`fairseq_tutel.training`). Optimizers are held to slices of experts.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from fairseq.distributed import LegacyDistributedDataParallel, ModuleProxyWrapper
+from fairseq.optim import FairseqOptimizer
+from fairseq.optim.fused_adam import FusedAdamV1
+from torch.nn.parallel import DistributedDataParallel
+
+from ....distributed import ExpertParallelGroups, copies_of, is_expert, max_over_replicas_
+from ....training import leave_experts_out, reduce_expert_grads
+from ....training.adam16 import Adam16
+
+LEGACY_BACKENDS = ("legacy_ddp", "no_c10d")
+PYTORCH_BACKENDS = ("pytorch_ddp", "c10d")
+
+
+class MoEDistributedModel(ModuleProxyWrapper):
+    """Wrap a model for training on several ranks.
+
+    Args:
+        dist_cfg: fairseq's ``distributed_training`` config.
+        model: has ``moe_groups``.
+        process_group: of all data-parallel ranks.
+        device: where the model goes.
+        normalization: ``--moe-normalize-expert-grad``.
+    """
+
+    def __init__(self, dist_cfg, model, process_group, device: torch.device, normalization: str):
+        model = model.to(device)
+        if dist_cfg.ddp_backend in LEGACY_BACKENDS:
+            wrapped = LegacyDistributedDataParallel(model, process_group)
+        else:  # of PYTORCH_BACKENDS; the trainer has refused all others
+            wrapped = _pytorch_ddp(dist_cfg, model, process_group, device)
+        super().__init__(wrapped)
+        self._normalization = normalization
+
+    def all_reduce_grads(self) -> None:
+        """Called by fairseq's trainer once per update, after the last backward pass."""
+        if isinstance(self.module, LegacyDistributedDataParallel):
+            self.module.all_reduce_grads()
+        model = self.module.module
+        reduce_expert_grads(model.parameters(), model.moe_groups, self._normalization)
+
+
+def _pytorch_ddp(dist_cfg, model, process_group, device):
+    leave_experts_out(model)
+    names = ("broadcast_buffers", "bucket_cap_mb", "find_unused_parameters")
+    options = {name: getattr(dist_cfg, name) for name in (*names, "gradient_as_bucket_view")}
+    if device.type == "cuda":  # DDP wants None on a CPU
+        options |= {"device_ids": [dist_cfg.device_id], "output_device": dist_cfg.device_id}
+    return DistributedDataParallel(model, process_group=process_group, **options)
+
+
+def fit_to_slices(optimizer: FairseqOptimizer, name: str, groups: ExpertParallelGroups) -> None:
+    """Make an optimizer step slices of experts as it would step the whole ones.
+
+    Args:
+        optimizer: as the trainer has built it, over half weights or not.
+        name: ``--optimizer``, for errors.
+        groups: placement of the experts; nothing is done where they are not in slices.
+
+    Raises:
+        ValueError: an optimizer that needs all weights of a tensor for the update of one, or for
+            what it keeps of one.
+    """
+    if groups.num_slices == 1:
+        return
+    # fairseq's word for optimizers that treat each weight by itself; torch's Adagrad does
+    inner = optimizer.optimizer
+    if not (optimizer.supports_flat_params or isinstance(inner, torch.optim.Adagrad)):
+        raise ValueError(
+            f"--optimizer {name} needs all weights of an expert for the update of each, and with "
+            f"--moe-expert-placement sliced every rank has 1/{groups.num_slices} of them: use "
+            "--moe-expert-placement replicated, or an optimizer such as adam, nag or sgd"
+        )
+    if isinstance(inner, FusedAdamV1) and inner.use_fp16_stats:
+        raise ValueError(
+            "--fp16-adam-stats with apex's fused Adam has a scale per rank, and with "
+            "--moe-expert-placement sliced several ranks have parts of one statistic: drop "
+            "--fp16-adam-stats, or do without apex, which this package does not need for it"
+        )
+    halves = getattr(optimizer, "fp16_params", ())
+    for half, copy in zip(halves, getattr(optimizer, "fp32_params", ()), strict=True):
+        if is_expert(half):
+            copy.copies = copies_of(half, groups)  # fairseq takes `expert` over, and no more
+    if isinstance(inner, Adam16):
+        share_scales(inner, groups)
+
+
+def share_scales(optimizer: Adam16, groups: ExpertParallelGroups) -> None:
+    """Have the fp16 statistics of slices the scales of the whole experts."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    cut = [p for p in params if is_expert(p) and copies_of(p, groups) < groups.num_replicas]
+    optimizer.share_scales(cut, functools.partial(max_over_replicas_, groups=groups))

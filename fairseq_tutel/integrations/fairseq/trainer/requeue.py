@@ -1,0 +1,82 @@
+"""Stop in good order on SIGUSR1: finish the update, save, exit with a code for "requeue".
+
+Batch systems announce the end of a job's time by a signal (``#SBATCH --signal=USR1@300``). The exit
+code asks whoever started the job to queue it again; the run then resumes where it stopped. What is
+due after an update (validation, checkpoints, the end of an epoch or of the run) comes first, so
+that an interrupted run does what an uninterrupted one does: a run whose last update it was ends as
+always.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import signal
+import threading
+
+from ....command_line import EXIT_REQUEUE
+
+logger = logging.getLogger(__name__)
+
+
+class RequeueRequest:
+    """Remembers SIGUSR1; the process goes on until the request is read.
+
+    One that the launcher has held back while the process was starting arrives now
+    (launch/supervise.py).
+
+    Attributes:
+        at_next_epoch: decided by all ranks: leave when the next epoch begins.
+        watched: whether a program looks after each update; else the trainer does, at once.
+    """
+
+    def __init__(self):
+        self._seen = False
+        self._num_asked = None
+        self.at_next_epoch = self.watched = False
+        # handlers can be set in the main thread only; elsewhere the signal keeps its default
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGUSR1, self._remember)
+            # Python takes its handlers down before the process is gone: it would die of a late one
+            atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+
+    def _remember(self, signum, frame):
+        self._seen = True
+
+    @property
+    def vote(self) -> float:
+        """1 where this rank was asked, else 0: summed with the statistics of every update, since
+        the signal may not reach all ranks."""
+        return float(self._seen)
+
+    def count_votes(self, total) -> None:
+        """Take the sum of the votes of all ranks (a number or tensor), the same on each."""
+        self._num_asked = total
+
+    def made_on_any_rank(self) -> bool:
+        """Whether any rank was asked, before the statistics of the last update were summed."""
+        return self._seen if self._num_asked is None else bool(self._num_asked > 0)
+
+
+def leave(path: str) -> None:
+    """End the process after its state was saved under ``path``."""
+    logger.info("SIGUSR1: saved %s, leaving with exit code %d", path, EXIT_REQUEUE)
+    raise SystemExit(EXIT_REQUEUE)
+
+
+def validate_and_save(original, cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch):
+    """In place of ``fairseq_cli.train.validate_and_save``, called after each update: then leaves.
+
+    Not where the run ends anyway; at the end of an epoch the trainer leaves as the next one begins,
+    since fairseq has still to do what it does between two epochs.
+    """
+    valid_losses, should_stop = original(cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch)
+    request = getattr(trainer, "requeue", None)  # of an MoETrainer
+    if request is not None:
+        request.watched = True
+        if not should_stop and request.made_on_any_rank():
+            if not end_of_epoch:
+                leave(trainer.save_last(epoch_itr))
+            request.at_next_epoch = True
+    return valid_losses, should_stop

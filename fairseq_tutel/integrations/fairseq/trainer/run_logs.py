@@ -1,0 +1,168 @@
+"""Files of a run beside its checkpoints, of one JSON object per line with its update.
+
+``expert_load.jsonl`` (``--moe-load-log-interval``) has, of the updates since the line before, the
+pairs that were routed to each expert (``layers``), the rows that each rank received (``ranks``),
+and the :class:`~fairseq_tutel.moe.Utilisation` of their sums. ``exchange.jsonl`` has a line for
+each trial and decision of the tuner, with the update before which it ended and its times in
+microseconds, and ``about``, its key in words; ``exchange.json``, written with every checkpoint, is
+what ``--moe-tune-file`` reads.
+
+A run that resumes drops the lines of later updates, which it makes again: a file is that of a run
+that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from fairseq.logging import metrics
+
+from ....moe import RoutingCounts, Utilisation, utilisation
+from ....tuning import ExchangeTuner, describe_key, describe_tuning
+
+logger = logging.getLogger(__name__)
+
+
+class ExpertLoadLog:
+    """The file ``expert_load.jsonl`` of one run.
+
+    Args:
+        folder: the save dir.
+        layers: numbers of the MoE layers.
+        interval: updates per line; 0: no file.
+        writes: whether this rank writes (all of them count).
+    """
+
+    def __init__(self, folder: str, layers: Sequence[int], interval: int, writes: bool):
+        self._path = os.path.join(folder, "expert_load.jsonl")
+        self._layers, self._interval, self._writes = list(map(str, layers)), interval, writes
+        self._sum: dict[str, torch.Tensor] = {}
+
+    def add(self, update: int, passes: RoutingCounts) -> None:
+        """Count the forward passes of one update, of all ranks: [U, L, ...]."""
+        if self._interval <= 0:
+            return
+        counts = {name: each.sum(0).to(torch.int64) for name, each in passes._asdict().items()}
+        for name, before in self._sum.items():
+            if before.shape == counts[name].shape:  # ranks of another number may have begun it
+                counts[name] += before.to(counts[name].device)
+        self._sum = counts if update % self._interval else {}
+        if not self._sum and self._writes:
+            self._write(update, RoutingCounts(**{k: each.cpu() for k, each in counts.items()}))
+
+    def _write(self, update: int, counts: RoutingCounts) -> None:
+        used = [
+            dict(zip(Utilisation._fields, (round(x, 2) for x in values), strict=True))
+            for values in torch.stack(utilisation(counts), 1).tolist()
+        ]
+        line: dict[str, Any] = {"update": update}
+        for name, by_layer in (
+            ("layers", counts.load.tolist()),
+            ("ranks", counts.received.tolist()),
+            ("utilisation", used),
+        ):
+            line[name] = dict(zip(self._layers, by_layer, strict=True))
+        _append(self._path, line)
+
+    def state(self) -> dict[str, list] | None:
+        """The sums since the last line, for a checkpoint."""
+        return {name: each.tolist() for name, each in self._sum.items()} or None
+
+    def resume(self, state: dict | list | None, update: int, *, rewrite: bool = True) -> None:
+        """Go on from a checkpoint that was saved after ``update``.
+
+        Args:
+            state: of :meth:`state`; that of older checkpoints, a list, is not used.
+            rewrite: whether to drop lines of later updates; the file may be another run's.
+        """
+        known = state if isinstance(state, dict) else {}
+        self._sum = {name: torch.tensor(each) for name, each in known.items()}
+        if self._interval and self._writes and rewrite:
+            _drop_after(self._path, update)
+
+
+class ExchangeLog:
+    """What the tuner of one run does, as log lines and files.
+
+    Args:
+        tuner: None: nothing is tuned, and nothing is written.
+        folder: the save dir.
+        writes: whether this rank writes.
+    """
+
+    def __init__(self, tuner: ExchangeTuner | None, folder: str, writes: bool):
+        self._tuner, self._writes = tuner, writes
+        self._lines = os.path.join(folder, "exchange.jsonl")
+        self._file = os.path.join(folder, "exchange.json")
+
+    def after(self, update: int) -> None:
+        """Write down what happened up to an update."""
+        if self._tuner is None:
+            return
+        for event in self._tuner.take_events():
+            if not self._writes:
+                continue
+            if event["what"] == "decision":
+                logger.info(describe_tuning(event))
+            _append(self._lines, {"update": update, **event, "about": describe_key(event["key"])})
+        if self._tuner.milliseconds is not None:
+            metrics.log_scalar("moe_exchange_ms", self._tuner.milliseconds, weight=1, round=3)
+
+    def state(self) -> dict | None:
+        """For a checkpoint."""
+        return None if self._tuner is None else self._tuner.state()
+
+    def resume(self, state: dict | None, update: int, *, rewrite: bool = True) -> None:
+        """As :meth:`ExpertLoadLog.resume`."""
+        if self._tuner is None:
+            return
+        self._tuner.resume(state)
+        if self._writes and rewrite:
+            _drop_after(self._lines, update)
+
+    def save(self) -> None:
+        """Write the file that a run can be pinned to."""
+        if self._tuner is None or self._tuner.is_pinned or not self._writes:
+            return
+        _replace(self._file, self._tuner.file() + "\n")
+
+
+def _append(path: str, line: dict) -> None:
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _drop_after(path: str, update: int) -> None:
+    """Drop the lines of later updates, and one that was cut short by a crash."""
+    if not os.path.exists(path):
+        return
+    with open(path, encoding="utf-8") as file:
+        lines = file.readlines()
+    kept = [line for line in lines if _update_of(line) <= update]
+    if len(kept) < len(lines):
+        _replace(path, "".join(kept))
+
+
+def _update_of(line: str) -> float:
+    try:
+        return json.loads(line)["update"]
+    except (ValueError, KeyError):
+        return float("inf")
+
+
+def _replace(path: str, text: str) -> None:
+    """Write a file in one step: readers see what was there before, or all of it.
+
+    Two runs with one folder do not write into each other's temporary file.
+    """
+    temporary = f"{path}.{uuid.uuid4().hex}.tmp"
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(temporary, path)

@@ -1,0 +1,169 @@
+"""Which sets a run starts from, writes and removes: fairseq's options for single files, for sets.
+
+Stock asks whether ``checkpoint_last`` exists to distinguish a restart from a first launch, which
+``--finetune-from-model`` and ``--continue-once`` apply to. A set exists where that one file may
+not: in a save that was committed and then interrupted, or in a merged file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from operator import ge, le
+
+import numpy as np
+from fairseq.data import data_utils
+from omegaconf import open_dict
+
+from ....checkpoint import (
+    check_shared_directory,
+    copy_set,
+    find_checkpoint,
+    find_sets,
+    recover_directory,
+    remove_set,
+    set_exists,
+)
+from ....distributed import gather_texts, process_world
+from ....training import all_ranks
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def start_of_run(checkpoint_cfg) -> Iterator[None]:
+    """Make ready for stock ``load_checkpoint`` with fairseq's ``checkpoint`` config. Collective.
+
+    Within, the options for a first launch are gone where there is a set to go on from, and
+    ``--finetune-from-model`` may name a set like every other option.
+
+    Raises:
+        CheckpointError: the ranks do not share the save dir.
+    """
+    if not checkpoint_cfg.no_save:  # else it may be another run's folder
+        if process_world()[1] > 1:
+            check_shared_directory(checkpoint_cfg.save_dir, ranks=all_ranks())
+        recover_directory(checkpoint_cfg.save_dir, ranks=all_ranks())
+    source, values = checkpoint_cfg.get("finetune_from_model"), {}
+    last = os.path.join(checkpoint_cfg.save_dir, "checkpoint_last.pt")
+    if checkpoint_cfg.restore_file == "checkpoint_last.pt" and set_exists(last):
+        values = {"finetune_from_model": None, "continue_once": None}
+    elif source is not None and (found := find_checkpoint(source)) is not None:
+        values = {"finetune_from_model": found[1]}
+    with changed(checkpoint_cfg, values):
+        yield
+
+
+@contextlib.contextmanager
+def changed(section, values):
+    """Within, entries of a section of fairseq's config have other values."""
+    values = {key: value for key, value in values.items() if value != section.get(key)}
+    before = {key: section.get(key) for key in values}
+    with open_dict(section):
+        section.update(values)
+    try:
+        yield
+    finally:
+        with open_dict(section):
+            section.update(before)
+
+
+def save_set(cfg, trainer, epoch_itr, val_loss, best_so_far):
+    """fairseq's ``checkpoint_utils.save_checkpoint`` for sets; every rank calls it.
+
+    Args:
+        best_so_far: best metric including ``val_loss``, None if there is none.
+
+    Returns:
+        Path of the first set that was written, None if none was due.
+    """
+    begin = time.perf_counter()
+    names = _of_first_rank(_due_names(cfg, trainer, epoch_itr, val_loss, best_so_far))
+    if not names:
+        return None
+    extra_state = progress(trainer, epoch_itr, val_loss, best_so_far)
+    first, *others = (os.path.join(cfg.save_dir, name) for name in names)
+    trainer.save_checkpoint(first, extra_state)
+    for path in others:
+        copy_set(first, path, ranks=all_ranks())
+    logger.info(
+        "Saved checkpoint %s (epoch %d @ %d updates, score %s) (writing took %.1f seconds)",
+        *(first, epoch_itr.epoch, trainer.get_num_updates(), val_loss),
+        time.perf_counter() - begin,
+    )
+    for path in _of_first_rank(_superfluous(cfg, epoch_itr)):
+        remove_set(path, ranks=all_ranks())
+    return first
+
+
+def _of_first_rank(names: list[str]) -> list[str]:
+    return json.loads(gather_texts(json.dumps(names))[0])
+
+
+def _due_names(cfg, trainer, epoch_itr, val_loss, best_so_far) -> list[str]:
+    """Names of the sets that fairseq's options ask for now; all are copies of one."""
+    epoch, updates = epoch_itr.epoch, trainer.get_num_updates()
+    end_of_epoch = epoch_itr.end_of_epoch()
+    names = []
+    if end_of_epoch and not cfg.no_epoch_checkpoints and epoch % cfg.save_interval == 0:
+        names.append(f"checkpoint{epoch}.pt")
+    every = cfg.save_interval_updates
+    if not end_of_epoch and every > 0 and updates % every == 0:
+        names.append(f"checkpoint_{epoch}_{updates}.pt")
+    if val_loss is not None:
+        if val_loss == best_so_far:
+            names.append("checkpoint_best.pt")
+        if cfg.keep_best_checkpoints > 0 and _among_best(cfg, val_loss):
+            with data_utils.numpy_seed(epoch, updates, val_loss):
+                tie_breaker = np.random.randint(0, cfg.keep_best_checkpoints)
+            names.append(
+                f"checkpoint.best_{cfg.best_checkpoint_metric}_{val_loss:.3f}{tie_breaker}.pt"
+            )
+    if not cfg.no_last_checkpoints:
+        names.append("checkpoint_last.pt")
+    return names
+
+
+def _best_pattern(cfg) -> str:
+    return rf"checkpoint\.best_{cfg.best_checkpoint_metric}_(-?\d+\.?\d*)\.pt"
+
+
+def _among_best(cfg, val_loss) -> bool:
+    kept = find_sets(cfg.save_dir, _best_pattern(cfg)).values()
+    better, worst = (ge, min) if cfg.maximize_best_checkpoint_metric else (le, max)
+    return len(kept) < cfg.keep_best_checkpoints or better(val_loss, worst(kept))
+
+
+def _superfluous(cfg, epoch_itr) -> list[str]:
+    """Sets that the ``--keep-*`` options no longer want."""
+    old: list[str] = []
+    if not epoch_itr.end_of_epoch() and cfg.keep_interval_updates > 0:
+        saved = find_sets(cfg.save_dir, r"checkpoint_\d+_(\d+)\.pt")
+        step = cfg.keep_interval_updates_pattern
+        paths = [path for path, update in saved.items() if step == -1 or update % step != 0]
+        old += paths[cfg.keep_interval_updates :]
+    if cfg.keep_last_epochs > 0:
+        old += list(find_sets(cfg.save_dir, r"checkpoint(\d+)\.pt"))[cfg.keep_last_epochs :]
+    if cfg.keep_best_checkpoints > 0:
+        best_first = list(find_sets(cfg.save_dir, _best_pattern(cfg)))
+        if not cfg.maximize_best_checkpoint_metric:
+            best_first.reverse()
+        old += best_first[cfg.keep_best_checkpoints :]
+    return old
+
+
+def progress(trainer, epoch_itr, val_loss, best_so_far) -> dict:
+    """Where the run is: fairseq's extra state."""
+    extra_state = {"train_iterator": epoch_itr.state_dict(), "val_loss": val_loss}
+    if hasattr(trainer.task, "get_checkpoint_dict"):
+        extra_state.update(trainer.task.get_checkpoint_dict())
+    parts = {
+        "best": best_so_far,
+        "moe_expert_load": trainer.expert_load.state(),
+        "moe_tuner": trainer.exchange_log.state(),
+    }
+    return extra_state | {name: part for name, part in parts.items() if part is not None}

@@ -1,0 +1,272 @@
+"""fairseq's Trainer for a model with experts.
+
+What a stock Trainer gets wrong for experts, and only that, is overridden: how the model is wrapped,
+the gradient norm (stock leaves experts out, so that one rank's inf is seen on that rank only),
+checkpoints (stock saves rank 0's experts only), batches of validation data, loss-scale overflow on
+a CPU, what counts where a rank has fewer batches for an update than others, and what happens where
+one rank of several runs out of memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+from fairseq.logging import metrics
+from fairseq.trainer import Trainer
+from omegaconf import open_dict
+
+from ....distributed import copies_of, is_expert
+from ....training import expert_grad_sq_norm, update_load_biases
+from ..criterions import MoECrossEntropyCriterion
+from ..criterions.moe_cross_entropy import join_passes, logged_passes
+from ..programs import blocks
+from ..programs.ranks import refuse_separate_ranks
+from .checkpointing import CheckpointMixin
+from .parallel import LEGACY_BACKENDS, PYTORCH_BACKENDS, MoEDistributedModel, fit_to_slices
+from .requeue import RequeueRequest, leave
+from .run_logs import ExchangeLog, ExpertLoadLog
+from .sets import changed
+
+logger = logging.getLogger(__name__)
+
+
+class _OverflowOnCpu(RuntimeError):
+    """Carries fairseq's OverflowError past a handler of train_step that needs CUDA."""
+
+
+def has_experts(model) -> bool:
+    """Whether a fairseq model has MoE layers."""
+    return bool(getattr(model, "moe_layers", None))
+
+
+class MoETrainer(CheckpointMixin, Trainer):
+    """See the module docstring; ``install`` of :mod:`.hooks` puts it in place."""
+
+    def __init__(self, cfg, task, model, criterion, quantizer=None):
+        _prepare_config(cfg, model)
+        super().__init__(cfg, task, model, criterion, quantizer)
+        self._load_bias = _has_load_bias(model, criterion)
+        logger.info(_parameters(model))
+        self.expert_load = ExpertLoadLog(
+            cfg.checkpoint.save_dir,
+            list(model.moe_layers),
+            cfg.model.moe_load_log_interval,
+            writes=self.is_data_parallel_master,
+        )
+        self.exchange_log = ExchangeLog(
+            getattr(model, "exchange_tuner", None),  # a model of one's own may have none
+            cfg.checkpoint.save_dir,
+            writes=self.is_data_parallel_master,
+        )
+        self.requeue = RequeueRequest()
+        self._epoch_itr = None
+        self._num_fillers = 0
+
+    @property
+    def model(self):
+        """The model, wrapped for data parallelism where there are several ranks."""
+        if not self.use_distributed_wrapper:
+            return self._model
+        if self._wrapped_model is None:
+            self._wrapped_model = MoEDistributedModel(
+                self.cfg.distributed_training,
+                self._model,
+                self.data_parallel_process_group,
+                self.device,
+                str(self.cfg.model.moe_normalize_expert_grad),
+            )
+        return self._wrapped_model
+
+    def _build_optimizer(self):
+        super()._build_optimizer()
+        fit_to_slices(self._optimizer, self.cfg.optimizer._name, self._model.moe_groups)
+
+    def clip_grad_norm(self, clip_norm):
+        """Clip by the norm over the dense gradients and those of all experts on all ranks."""
+
+        def add_experts(dense_norm):
+            experts = expert_grad_sq_norm(self.optimizer.params, self._model.moe_groups)
+            return (dense_norm.float().square() + experts.to(dense_norm.device)).sqrt()
+
+        try:
+            return self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=add_experts)
+        except OverflowError as error:
+            if self.cuda:
+                raise
+            raise _OverflowOnCpu(str(error)) from error
+
+    def begin_epoch(self, epoch):
+        """As stock; a run that was asked to leave in the last epoch's last update leaves now."""
+        super().begin_epoch(epoch)
+        if self.requeue.at_next_epoch:
+            leave(self.save_last(self._epoch_itr))
+
+    def train_step(self, samples, raise_oom=False):
+        """One update; skips it where the loss scale overflowed."""
+        log_output = self._train_step(samples, raise_oom)
+        # a program without a hook after its updates, such as one with another training loop
+        if not self.requeue.watched and self.requeue.made_on_any_rank():
+            leave(self.save_last(self._epoch_itr))
+        return log_output
+
+    def _train_step(self, samples, raise_oom):
+        # At the end of an epoch, empty batches fill up a rank's share of an update; each costs a
+        # forward pass on a dummy. Stock counts such a rank's real batches only if the last one is
+        # real, and then counts the dummies too. Here they go first and do not count.
+        fillers = [sample for sample in samples if not sample]
+        real = [sample for sample in samples if sample]
+        self._num_fillers = len(fillers) if real else 0
+        samples = [*fillers, *real]
+        try:
+            return super().train_step(samples, raise_oom or self._others_wait)
+        except _OverflowOnCpu as error:
+            # what the stock handler does, which makes a CUDA tensor on the way
+            logger.info("NOTE: gradient overflow detected, ignoring gradient, %s", error)
+            self.zero_grad()
+            metrics.log_scalar(
+                "loss_scale", self.optimizer.scaler.loss_scale, priority=700, round=4, weight=0
+            )
+            metrics.log_stop_time("train_wall")
+            return None
+
+    def valid_step(self, sample, raise_oom=False):
+        """As stock; among several ranks one that runs out of memory does not try again."""
+        return super().valid_step(sample, raise_oom or self._others_wait)
+
+    @property
+    def _others_wait(self) -> bool:
+        """Whether a rank that leaves out or repeats a batch meets others in the wrong exchange.
+
+        Stock does both where memory runs out: the job would hang, so it ends with the error.
+        """
+        return self.data_parallel_world_size > 1
+
+    def get_train_iterator(self, *args, **kwargs):
+        """As stock; the position in the data is part of a checkpoint that is not the caller's."""
+        self._epoch_itr = super().get_train_iterator(*args, **kwargs)
+        return self._epoch_itr
+
+    def get_valid_iterator(self, subset, disable_iterator_cache=False):
+        """As stock, with ``--num-workers-valid`` processes, and of the whole subset."""
+        dataset = self.cfg.dataset
+        skips = dataset.skip_invalid_size_inputs_valid_test
+        refusing = contextlib.nullcontext() if skips else blocks.refusing_long_blocks(self.task)
+        for_validation = {
+            "num_workers": self.cfg.model.num_workers_valid,
+            "required_batch_size_multiple": 1,  # stock drops a last batch of another size
+        }
+        with refusing, changed(dataset, for_validation):
+            return super().get_valid_iterator(subset, disable_iterator_cache)
+
+    def _aggregate_logging_outputs(self, logging_outputs, *extra_stats_to_sum, ignore=False):
+        fillers, self._num_fillers = self._num_fillers, 0
+        if fillers:
+            sample_size, *others = extra_stats_to_sum
+            sample_size -= sum(log["sample_size"] for log in logging_outputs[:fillers])
+            extra_stats_to_sum = (sample_size, *others)
+        logging_outputs = logging_outputs[fillers:]
+        join_passes(logging_outputs, fillers)
+        # whether to leave is decided by all ranks, in the one reduction that there is anyway
+        logging_outputs, (*extra_stats_to_sum, votes) = super()._aggregate_logging_outputs(
+            logging_outputs, *extra_stats_to_sum, self.requeue.vote, ignore=ignore
+        )
+        self.requeue.count_votes(votes)
+        return logging_outputs, tuple(extra_stats_to_sum)
+
+    def _reduce_and_log_stats(self, logging_outputs, sample_size, grad_norm=None):
+        if grad_norm is not None:  # of an update that was made, not skipped
+            update, passes = self.get_num_updates(), logged_passes(logging_outputs or ())
+            if passes is not None:
+                self.expert_load.add(update, passes)
+                if self._load_bias:
+                    self._move_load_biases(logging_outputs)
+            self.exchange_log.after(update)
+        return super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)
+
+    def _move_load_biases(self, logging_outputs):
+        if any("moe_bias_counts" not in log for log in logging_outputs):
+            raise ValueError(
+                "--moe-load-bias needs a router that reports bias_counts, as route_logits() does; "
+                f"{self.cfg.model.moe_router!r} does not"
+            )
+        counts = sum(log["moe_bias_counts"] for log in logging_outputs)
+        update_load_biases(self._model.moe_layers.values(), counts)
+
+
+def _prepare_config(cfg, model) -> None:
+    """Check what only the whole config shows, and write down what was decided from it.
+
+    Raises:
+        ValueError: settings that cannot train a model with experts.
+    """
+    dist_cfg, common = cfg.distributed_training, cfg.common
+    if dist_cfg.ddp_backend not in (*LEGACY_BACKENDS, *PYTORCH_BACKENDS):
+        raise ValueError(
+            f"--ddp-backend {dist_cfg.ddp_backend} cannot train a model with experts (they are "
+            "spread over the ranks already): use legacy_ddp or pytorch_ddp"
+        )
+    refuse_separate_ranks()
+    if common.fp16 and common.bf16:
+        raise ValueError("common.fp16 and common.bf16 exclude each other: give one")
+    for flag, on in (
+        ("--amp", common.amp),
+        ("--tpu", common.tpu),
+        ("--use-bmuf", cfg.optimization.use_bmuf),
+        ("--zero-sharding os", dist_cfg.zero_sharding == "os"),
+        ("--store-ema", cfg.ema.store_ema),
+        ("--pipeline-model-parallel", dist_cfg.pipeline_model_parallel),
+        ("--model-parallel-size", common.model_parallel_size > 1),
+    ):
+        if on:
+            raise ValueError(f"{flag} is not supported with MoE layers")
+    mixed_fp16 = common.fp16 and not common.memory_efficient_fp16
+    with open_dict(cfg):
+        if mixed_fp16 and not common.fp16_no_flatten_grads:
+            # in a flattened gradient experts and dense parameters cannot be distinguished
+            logger.info("--fp16 with MoE layers: gradients are not flattened")
+            common.fp16_no_flatten_grads = True
+        if model.moe_groups.simulated:
+            cfg.checkpoint.no_save = True  # the weights of one rank out of many are no checkpoint
+        # a checkpoint must state its number of experts, also where the default decided
+        cfg.model.moe_expert_count = model.moe_groups.num_experts
+
+
+def _has_load_bias(model, criterion) -> bool:
+    """Whether the experts' load moves a bias of the model's layers; warns without a gate loss.
+
+    Raises:
+        ValueError: the criterion does not hand on what moves the bias.
+    """
+    rules = {layer.config.load_bias for layer in model.moe_layers.values()} - {"none"}
+    name = type(criterion).__name__
+    if rules and not isinstance(criterion, MoECrossEntropyCriterion):
+        raise ValueError(
+            f"--moe-load-bias {rules.pop()} needs --criterion moe_cross_entropy, which hands on "
+            f"what moves the bias; {name} does not"
+        )
+    # fairseq's own criterions read one output of the model; a user's own may read the others
+    if type(criterion).__module__.startswith("fairseq.criterions."):
+        logger.warning(
+            "%s leaves out the gate loss, so that nothing keeps the experts in balance, and their "
+            "metrics and load (--moe-load-log-interval); --criterion moe_cross_entropy has them",
+            name,
+        )
+    return bool(rules)
+
+
+def _parameters(model) -> str:
+    """How many there are on all ranks together, and how many a token uses; shared ones once."""
+    groups, params = model.moe_groups, list(model.parameters())
+    dense = sum(param.numel() for param in params if not is_expert(param))
+    experts = sum(
+        param.numel() * groups.world_size // copies_of(param, groups)
+        for param in params
+        if is_expert(param)
+    )
+    top_k = next(iter(model.moe_layers.values())).config.top_k
+    active = dense + experts * top_k // groups.num_experts
+    return (
+        f"parameters of all ranks: {dense + experts:,} (dense {dense:,}, experts {experts:,}); "
+        f"active per token: {active:,} ({top_k} of {groups.num_experts} experts)"
+    )

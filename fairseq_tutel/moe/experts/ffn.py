@@ -1,0 +1,104 @@
+"""Feed-forward networks as in fairseq's ``moe`` branch: a rank's bank, and one for all tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ... import ops
+from ...config import EXPERTS
+from .base import ExpertCall
+from .stacked import Stacked, StackedExperts
+
+
+@EXPERTS.register("ffn")
+class Experts(StackedExperts):
+    """fc2(dropout(activation(fc1(x)))), each with a bias, and dropout after it."""
+
+    layout = {
+        "fc1_weight": Stacked("FM", "fc1.weight"),
+        "fc1_bias": Stacked("F", "fc1.bias"),
+        "fc2_weight": Stacked("MF", "fc2.weight"),
+        "fc2_bias": Stacked("M", "fc2.bias"),
+    }
+
+    def compute(self, call, rows, offsets):
+        options = self._options(call)
+        return ops.expert_ffn(
+            rows,
+            *self._tensors(call),
+            activation=options.activation,
+            offsets=offsets,
+            activation_dropout_p=options.dropout_p[0],
+            dropout_p=options.dropout_p[1],
+            seed=options.draw_seed(rows.device),
+        )
+
+    def chunk(self, call, rows, offsets, keep):
+        options, tensors = self._options(call), self._tensors(call)
+        return ops.ffn_chunk(rows, *tensors, offsets=offsets, options=options, keep_hidden=keep)
+
+    def chunk_bwd(self, call, d_out, state, needs_rows):
+        options, tensors = self._options(call), self._tensors(call)
+        gradient = ops.ffn_chunk_bwd(
+            d_out, ops.FFNChunk(*state), *tensors, options=options, needs_rows=needs_rows
+        )
+        return gradient.d_rows, gradient
+
+    def chunks_bwd_params(self, call, states, gradients):
+        chunks = [ops.FFNChunk(*state) for state in states]
+        found = ops.ffn_chunks_bwd_params(
+            chunks, gradients, *self._tensors(call), options=self._options(call)
+        )
+        return self._gradients(call, found)
+
+    def _options(self, call: ExpertCall) -> ops.FFNOptions:
+        return ops.FFNOptions(self.activation, call.dropout, call.part)
+
+    def _tensors(self, call: ExpertCall) -> tuple[torch.Tensor | None, ...]:
+        """fc1's weight and bias and fc2's, as the operators take them."""
+        return call.params
+
+    def _gradients(self, call, found) -> tuple[torch.Tensor, ...]:
+        return found
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation}"
+
+
+class SharedExpert(nn.Module):
+    """``fc2(dropout(activation(fc1(x))))`` with dropout after it, of all tokens.
+
+    DeepSeekMoE, arXiv 2401.06066, section 3.2. Its parameters are the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        hidden_dim: int,
+        activation: str,
+        activation_dropout: float,
+        dropout: float,
+    ):
+        super().__init__()
+        if not isinstance(hidden_dim, int) or hidden_dim < 1:
+            raise ValueError(f"shared_expert_dim={hidden_dim!r} must be a whole number, 0 for none")
+        self.activation, self.dropouts = activation, (activation_dropout, dropout)
+        for p in self.dropouts:
+            ops.check_activation(activation, p)
+        self.fc1 = nn.Linear(model_dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, model_dim)
+
+    def forward(self, x_TM: torch.Tensor) -> torch.Tensor:
+        params = (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
+        dropouts = self.dropouts if self.training else (0.0, 0.0)
+        return ops.expert_ffn(
+            x_TM[None],
+            *(param.to(x_TM.dtype)[None] for param in params),  # another dtype under autocast
+            activation=self.activation,
+            activation_dropout_p=dropouts[0],
+            dropout_p=dropouts[1],
+        )[0]
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}"

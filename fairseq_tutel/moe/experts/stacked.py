@@ -1,0 +1,280 @@
+"""Banks whose weights are stacked: one tensor holds those of all local experts.
+
+So e experts cost one batched (or grouped) matrix product. In state dicts every expert has tensors
+of its own, ``{j}.fc1.weight`` with j the local index.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ... import ops
+from ...config import EXPERTS, Options
+from ...distributed import (
+    ExpertParallelism,
+    declare_slices,
+    gather_weights,
+    mark_expert,
+    slice_size,
+    take_slice,
+    whole_shape,
+)
+from ..chunks import ExpertRows
+from ..torch_modes import untraced
+from .base import ExpertBank, ExpertCall
+
+# A trace does not see collectives.
+_gather_weights = untraced(gather_weights)
+
+
+class Stacked:
+    """A parameter that holds tensors of all local experts.
+
+    Args:
+        dims: of one expert's tensor, ``FM``, ``MF``, ``F`` or ``M``; slices are cut along F, and a
+            tensor without F is added to the output.
+        names: LAYER.KIND of one expert's tensors in it; n of them are neighbours, [e*n, ...].
+    """
+
+    def __init__(self, dims: str, *names: str):
+        self.dims = dims
+        self.names = names
+        self.slice_dim = dims.index("F") if "F" in dims else None
+
+    def shape(self, model_dim: int, hidden_dim: int) -> tuple[int, ...]:
+        return tuple({"M": model_dim, "F": hidden_dim}[letter] for letter in self.dims)
+
+
+class StackedExperts(ExpertBank):
+    """Base class of banks whose parameters are stacked; a subclass says which, and computes.
+
+    An expert's initial weights depend on its global index and ``seed`` only, whatever the number of
+    ranks: uniform within 1/sqrt(last dimension of the layer's weight) of zero, as of nn.Linear.
+
+    Args:
+        expert_ids: global indices of the local experts.
+        activation: a name that :func:`fairseq_tutel.ops.expert_ffn` takes, where there is a choice.
+        activation_dropout, dropout: probabilities after the activation, and of the output.
+        seed: drawn from torch's global generator if None.
+        draw_on_cpu: whether every device starts from the same weights, drawn on the CPU; else each
+            draws its own, which for billions of weights takes seconds instead of minutes.
+        hidden_slice: (s, S): of an expert's F hidden units only the F/S of slice s live here.
+        num_holders: ranks that hold these experts, or slices of them.
+        options: of the network, by name.
+    """
+
+    # stacked parameters by name, in the order of a call's params
+    layout: ClassVar[dict[str, Stacked]]
+    can_be_gathered = True
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        for stacked in cls.__dict__.get("layout", {}).values():
+            declare_slices(dict.fromkeys(stacked.names, stacked.slice_dim))
+
+    def __init__(
+        self,
+        expert_ids: Sequence[int],
+        model_dim: int,
+        hidden_dim: int,
+        activation: str = "gelu",
+        activation_dropout: float = 0.0,
+        dropout: float = 0.0,
+        seed: int | None = None,
+        draw_on_cpu: bool = True,
+        hidden_slice: tuple[int, int] = (0, 1),
+        num_holders: int = 1,
+        options: Options | Mapping[str, Any] | None = None,
+    ):
+        super().__init__()
+        for p in (activation_dropout, dropout):
+            ops.check_activation(activation, p)
+        self.options = self.read_options(options)
+        self.layout = self.layout_for(self.options)
+        self.expert_ids = tuple(expert_ids)
+        self.activation = activation
+        self.activation_dropout = activation_dropout
+        self.dropout = dropout
+        self.draw_on_cpu = draw_on_cpu
+        self.model_dim = model_dim
+        self.hidden_dim = hidden_dim
+        self.hidden_slice = hidden_slice
+        self.num_holders = num_holders
+        units = slice_size(hidden_dim, hidden_slice[1])
+        for name, stacked in self.layout.items():
+            count = len(self.expert_ids) * len(stacked.names)
+            values = torch.empty((count, *stacked.shape(model_dim, units)))
+            self.register_parameter(name, nn.Parameter(values))
+        self.mark()
+        if seed is None:
+            seed = int(torch.randint(2**31, (), device="cpu"))
+        self.reset_parameters(seed)
+
+    @classmethod
+    def read_options(cls, given: Options | Mapping[str, Any] | None) -> Options:
+        names = [name for name in EXPERTS if EXPERTS.get(name) is cls]
+        return EXPERTS.options(names[0], given) if names else cls.Options(**(given or {}))
+
+    @classmethod
+    def layout_for(cls, options: Options) -> dict[str, Stacked]:
+        return cls.layout
+
+    @classmethod
+    def count(
+        cls, model_dim: int, hidden_dim: int, options: Options | Mapping[str, Any] | None = None
+    ) -> tuple[int, int]:
+        """Parameters of one expert, and FLOPs of its forward pass per row (two per product)."""
+        layout = cls.layout_for(cls.read_options(options)).values()
+        sizes = [(each, math.prod(each.shape(model_dim, hidden_dim))) for each in layout]
+        numbers = sum(len(each.names) * size for each, size in sizes)
+        return numbers, 2 * sum(len(e.names) * size for e, size in sizes if len(e.dims) == 2)
+
+    def mark(self) -> None:
+        for name, stacked in self.layout.items():
+            slices = 1 if stacked.slice_dim is None else self.hidden_slice[1]
+            mark_expert(getattr(self, name), self.num_holders // slices)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int) -> None:
+        first = next(self.parameters())
+        if first.is_meta:
+            return
+        device = torch.device("cpu") if self.draw_on_cpu else first.device
+        for slot, expert in enumerate(self.expert_ids):
+            generator = torch.Generator(device).manual_seed(seed + expert)
+            fan_in: dict[str, int] = {}
+            for name, stacked in self.layout.items():
+                shape = stacked.shape(self.model_dim, self.hidden_dim)
+                for number, single in enumerate(stacked.names):
+                    bound = 1 / math.sqrt(fan_in.setdefault(single.split(".")[0], shape[-1]))
+                    values = torch.empty(shape, device=device)
+                    values.uniform_(-bound, bound, generator=generator)
+                    mine = take_slice(values, single, *self.hidden_slice)
+                    getattr(self, name)[slot * len(stacked.names) + number].copy_(mine)
+
+    def forward(self, batch: ExpertRows, call: ExpertCall | None = None) -> torch.Tensor:
+        call = self.call(batch.rows.dtype) if call is None else call
+        return self.compute(call, batch.rows, batch.offsets)
+
+    def compute(
+        self, call: ExpertCall, rows: torch.Tensor, offsets: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The network of all experts of a call, on :class:`ExpertRows`; differentiable. Rows past
+        the last expert's may be anything.
+        """
+        raise NotImplementedError
+
+    def call(self, dtype: torch.dtype, parallelism: ExpertParallelism | None = None) -> ExpertCall:
+        # in slices, dropout of the output is left to the tokens' rank: it must not depend on r
+        dropout = (self.activation_dropout, self.dropout) if self.training else (0.0, 0.0)
+        params = tuple(getattr(self, name).to(dtype) for name in self.layout)
+        if parallelism is None or parallelism.is_replicated:
+            return ExpertCall(params, dropout)
+        dims = [stacked.slice_dim for stacked in self.layout.values()]
+        params = _gather_weights(params, dims, parallelism)
+        if parallelism.groups.placement == "sliced":
+            return ExpertCall(params, (dropout[0], 0.0), dropout[1], parallelism.part)
+        return ExpertCall(params, dropout, part=parallelism.part)
+
+    @staticmethod
+    def product(
+        rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``rows @ weight.T`` of each expert: [e, N, A], or [R, A] with ``offsets``, times
+        [e, B, A] -> [e, N, B] or [R, B]. NOTE: the host reads the counts of ragged rows.
+        """
+        if offsets is None:
+            return torch.bmm(rows, weight.transpose(1, 2))
+        ends = [0, *offsets.tolist()]
+        spans = zip(ends, ends[1:], weight, strict=False)
+        tail = rows.new_zeros((len(rows) - ends[-1], weight.shape[1]))
+        return torch.cat([*(rows[begin:end] @ each.t() for begin, end, each in spans), tail])
+
+    @property
+    def computes_chunks(self) -> bool:
+        """Only in place of a call that nobody sees or replaces: a profiler, fairseq's search for a
+        NaN or its checkpoint_wrapper, which sets ``forward``, a subclass with its own.
+        """
+        kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+        mine = type(self)
+        seen = "forward" in vars(self) or any(
+            getattr(self, f"_{kind}") or getattr(torch.nn.modules.module, f"_global_{kind}")
+            for kind in kinds
+        )
+        replaced = mine.forward is not StackedExperts.forward or mine.chunk is ExpertBank.chunk
+        return not (seen or replaced)
+
+    def single_names(self) -> dict[str, list[str]]:
+        slots = range(len(self.expert_ids))
+        return {
+            name: [f"{slot}.{single}" for slot in slots for single in stacked.names]
+            for name, stacked in self.layout.items()
+        }
+
+    def _singles(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, singles in self.single_names().items():
+            yield from zip(singles, getattr(self, name), strict=True)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        for single, part in self._singles():
+            destination[prefix + single] = part if keep_vars else _by_itself(part.detach())
+
+    def __getattr__(self, name):
+        """``experts.0.fc1.weight``: programs that walk along the names of a state dict find it."""
+        if not name.isdigit():
+            return super().__getattr__(name)
+        layers: dict[str, SimpleNamespace] = {}
+        for single, part in self._singles():
+            slot, layer, kind = single.split(".")
+            if slot == name:
+                setattr(layers.setdefault(layer, SimpleNamespace()), kind, part)
+        return SimpleNamespace(**layers)
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ):
+        wanted = set()
+        for single, part in self._singles():
+            key = prefix + single
+            wanted.add(key)
+            value = state_dict.get(key)
+            if value is None:
+                missing_keys.append(key)
+                continue
+            # of an expert of which a slice lives here: that slice, or all of it
+            if value.shape == whole_shape(part.shape, single, self.hidden_slice[1]):
+                value = take_slice(value, single, *self.hidden_slice)
+            if value.shape == part.shape:
+                part.detach().copy_(value)
+            else:
+                error_msgs.append(
+                    f"size mismatch for {key}: {tuple(value.shape)} in the checkpoint, "
+                    f"{tuple(part.shape)} in the model"
+                )
+        if strict:
+            unexpected_keys.extend(
+                key for key in state_dict if key.startswith(prefix) and key not in wanted
+            )
+
+    def extra_repr(self) -> str:
+        index, slices = self.hidden_slice
+        part = f" (slice {index} of {slices})" if slices > 1 else ""
+        return (
+            f"local={len(self.expert_ids)}, ids={self.expert_ids[0]}..{self.expert_ids[-1]}, "
+            f"model_dim={self.model_dim}, hidden_dim={self.hidden_dim}{part}"
+        )
+
+
+def _by_itself(part: torch.Tensor) -> torch.Tensor:
+    """The same memory as a storage of its own: safetensors does not save a part of another."""
+    if type(part) is not torch.Tensor or part.is_meta or not part.is_contiguous():
+        return part
+    begin = part.storage_offset() * part.element_size()
+    storage = part.untyped_storage()[begin : begin + part.nbytes]
+    return part.new_empty(0).set_(storage, 0, part.shape, part.stride())

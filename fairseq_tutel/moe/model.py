@@ -1,0 +1,44 @@
+"""The MoE layers of a model, whatever it is wrapped in."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..distributed import process_world
+from .layer import MoELayer
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel and ``torch.compile``."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod
+        else:
+            return model
+
+
+def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
+    """The MoE layers of a model by name ("" for the model itself), in the order of its modules.
+
+    Raises:
+        ValueError: there is none, or one was built for another number of ranks, as before
+            ``torch.distributed.init_process_group``.
+    """
+    layers = {
+        name: module
+        for name, module in unwrap(model).named_modules()
+        if isinstance(module, MoELayer)
+    }
+    if not layers:
+        raise ValueError(f"{type(unwrap(model)).__name__} has no MoELayer")
+    _, world_size = process_world()
+    for layer in layers.values():
+        if layer.groups.world_size != world_size and not layer.groups.simulated:
+            raise ValueError(
+                f"an MoELayer was built for {layer.groups.world_size} ranks, and there are "
+                f"{world_size}: build the model after torch.distributed.init_process_group"
+            )
+    return layers

@@ -1,0 +1,280 @@
+"""The steps that routers share, each a function of tensors and the call's options.
+
+Numerics follow fairseq's ``moe`` branch (top1gate.py, top2gate.py) for K = 1 and 2; larger K
+extends its top-2 rules. Other than there,
+
+- fp32 gating does not round a half-precision product first: its logits leave in fp32;
+- padding and rejected second choices get no row and no weight; there they overwrite the first token
+  of an expert;
+- evaluation is deterministic: ``sampling`` and ``random`` take and keep the next best expert.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ... import ops
+from .. import losses
+from ..load_bias import margin_histogram
+from ..overflow import count_pairs
+from ..reports import RouterAux
+from ..routing import RouterCall, Routing, build_routing, share_of_gates
+
+
+class Scores(NamedTuple):
+    """What tokens choose by, [T, E + N] of fp32 at least, with gradient."""
+
+    logits_TE: torch.Tensor  # before the noise of training
+    noisy_TE: torch.Tensor
+    score_TE: torch.Tensor  # of which the softmax is the distribution over the experts
+    pad_T: torch.Tensor | None  # bool [T], tokens that choose nothing; None: all do
+
+
+class Selection(NamedTuple):
+    """The experts of each token, and what losses and metrics need of all probabilities."""
+
+    expert_TK: torch.Tensor  # int32, best first; -1 for padding
+    gate_TK: torch.Tensor  # fp32 scores of these experts; differentiable
+    prob_sum_E: torch.Tensor  # fp32, sum of the probabilities over all T tokens; differentiable
+    entropy_sum: torch.Tensor  # fp32 scalar, sum over tokens of the entropy in nats
+    lse_T: torch.Tensor  # fp32, logsumexp of the logits; differentiable
+    fallback: tuple[torch.Tensor, torch.Tensor] | None = None  # [T, R], next best ones and scores
+
+
+class Counted(NamedTuple):
+    """The tokens that losses are means of."""
+
+    live_T: torch.Tensor | None  # bool, which these are; None: all
+    num_tokens: int | torch.Tensor  # on the host or as a scalar of the probabilities' dtype
+    prob_sum_E: torch.Tensor  # fp32 [E + N], sum of their probabilities; differentiable
+    pairs_E: torch.Tensor  # int [E + N], how often they chose each, in the choices that count
+    choices: int  # of a token that pairs_E counts
+
+
+def route_logits(
+    logits_TE: torch.Tensor,
+    call: RouterCall,
+    pad_mask_T: torch.Tensor | None = None,
+    load_bias_E: torch.Tensor | None = None,
+) -> tuple[Routing, RouterAux]:
+    """From logits to a routing and its losses, by scores and the K best.
+
+    Args:
+        logits_TE: [T, E], with N null experts [T, E + N]; with gradient. Half ones become fp32.
+        pad_mask_T: bool [T], True for padding; None: none is.
+        load_bias_E: fp32 [E], the router's ``load_bias``; None without that option.
+
+    Raises:
+        ValueError: logits for another number of experts, or a load bias is asked for and not given.
+    """
+    config = call.config
+    if logits_TE.shape[1] != config.num_outputs:
+        nulls = f" and {config.null_experts} null experts" if config.null_experts else ""
+        raise ValueError(
+            f"the gate gave logits for {logits_TE.shape[1]} experts, the layer has "
+            f"{config.num_experts}{nulls}"
+        )
+    if config.load_bias != "none" and load_bias_E is None:
+        raise ValueError(
+            f"load_bias={config.load_bias!r} needs a router that passes its load_bias to "
+            "route_logits(), as a TopKRouter does; a plain module as gate has none"
+        )
+    scores = _scores(logits_TE, call, pad_mask_T)
+    chosen, bias_counts = select_top_k(scores, call, load_bias_E)
+    of_experts, num_null_KN = _without_null_experts(chosen, call)
+    routing = _assign_rows(of_experts, call, scores.score_TE)
+    num_chosen_KE = balanced_KE = routing.num_routed_KE
+    if _policy(call, "random"):
+        num_chosen_KE = count_pairs(of_experts.expert_TK, config.num_experts)
+    if num_null_KN is not None:
+        # of experts those before rejection: choices of null experts are not rejected
+        balanced_KE = torch.cat([num_chosen_KE, num_null_KN], 1)
+    if call.training and config.load_bias == "sign":
+        bias_counts = balanced_KE.sum(0, dtype=torch.int32)
+    counted = _count_tokens(scores, chosen, balanced_KE, call)
+    return routing, RouterAux(
+        _router_loss(scores, chosen, counted, call),
+        chosen.entropy_sum.detach(),
+        num_chosen_KE,
+        *_for_all_ranks(counted, call),
+        bias_counts=bias_counts,
+        num_null_KN=num_null_KN,
+    )
+
+
+def jitter_tokens(x_TM: torch.Tensor, call: RouterCall) -> torch.Tensor:
+    """Multiply by uniform(1-j, 1+j) in training (Switch Transformer, section 2.2)."""
+    jitter = call.config.input_jitter
+    if not call.training or jitter == 0:
+        return x_TM
+    return x_TM * torch.empty_like(x_TM).uniform_(1 - jitter, 1 + jitter)
+
+
+def _scores(logits_TE, call, pad_mask_T) -> Scores:
+    logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    std = _noise_std(call)
+    noisy_TE = logits_TE + std * torch.randn_like(logits_TE) if std > 0 else logits_TE
+    score_TE = noisy_TE
+    if call.config.score_function == "sigmoid":
+        # its softmax is sigmoid(z) divided by its sum over the experts
+        score_TE = torch.nn.functional.logsigmoid(noisy_TE)
+    return Scores(logits_TE, noisy_TE, score_TE, pad_mask_T)
+
+
+def _noise_std(call) -> float:
+    return call.config.gate_noise / call.config.num_experts if call.training else 0.0
+
+
+def select_top_k(
+    scores: Scores, call: RouterCall, load_bias_E: torch.Tensor | None
+) -> tuple[Selection, torch.Tensor | None]:
+    """The K best experts, and the counts for ``load_bias="quantile"`` in training, or None.
+
+    ``sampling`` adds Gumbel noise for choices after the first; ``load_bias_E``, fp32 [E], is added
+    to the logits or sigmoids for the selection alone.
+    """
+    config, score_TE = call.config, scores.score_TE
+    gumbel_TE = key_TE = bias_counts = None
+    counted = call.training and config.load_bias == "quantile"
+    num_fallbacks = config.overflow_rerouting if call.capacity is not None else 0
+    num_choices = min(config.top_k + max(num_fallbacks, counted), config.num_outputs)
+    if _policy(call, "sampling"):
+        gumbel_TE = -torch.empty_like(score_TE).exponential_().log()
+    sigmoid = config.score_function == "sigmoid"
+    if load_bias_E is not None:
+        key_TE = score_TE.detach()
+        key_TE = (key_TE.exp() if sigmoid else key_TE) + load_bias_E
+    found = Selection(
+        *ops.topk_gating(
+            score_TE, num_choices, noise_TE=gumbel_TE, pad_T=scores.pad_T, key_TE=key_TE
+        )
+    )
+    if sigmoid:
+        found = found._replace(gate_TK=found.gate_TK * found.lse_T.exp()[:, None])
+    if counted:
+        next_T = found.expert_TK[:, config.top_k]
+        bias_counts = margin_histogram(key_TE, next_T, config.top_k, scores.pad_T)
+    return _split(found, config.top_k, num_fallbacks), bias_counts
+
+
+def _split(found: Selection, top_k: int, num_fallbacks: int) -> Selection:
+    expert_TC, gate_TC = found.expert_TK, found.gate_TK
+    if expert_TC.shape[1] == top_k:
+        return found
+    others = slice(top_k, top_k + num_fallbacks)
+    return found._replace(
+        expert_TK=expert_TC[:, :top_k].contiguous(),
+        gate_TK=gate_TC[:, :top_k],
+        fallback=(expert_TC[:, others], gate_TC[:, others]) if num_fallbacks else None,
+    )
+
+
+def _without_null_experts(chosen, call) -> tuple[Selection, torch.Tensor | None]:
+    """The choices that are routed, and int32 [K, N] pairs by choice and null expert, or None."""
+    num_experts, num_null = call.config.num_experts, call.config.null_experts
+    if not num_null:
+        return chosen, None
+    expert_TK, fallback = chosen.expert_TK, chosen.fallback
+    if fallback is not None:
+        fallback = torch.where(fallback[0] < num_experts, fallback[0], -1), fallback[1]
+    of_experts = torch.where(expert_TK < num_experts, expert_TK, -1)
+    num_null_KN = count_pairs((expert_TK - num_experts).clamp(min=-1), num_null)
+    return chosen._replace(expert_TK=of_experts, fallback=fallback), num_null_KN
+
+
+def _assign_rows(chosen: Selection, call: RouterCall, score_TE: torch.Tensor) -> Routing:
+    config = call.config
+    meta = config.score_function == "softmax" and not config.null_experts
+    log_gate_TE = None if meta else score_TE
+    expert_TK, gate_TK, fallback = chosen.expert_TK, chosen.gate_TK, chosen.fallback
+    priority = None
+    if config.batch_prioritized:
+        priority = gate_TK.detach()[:, 0]
+    elif config.drop_policy == "probability":
+        priority = gate_TK.detach()
+    elif config.drop_policy == "random" and call.training:
+        priority = torch.rand_like(gate_TK[:, 0])
+    if config.normalize_before_dropping and config.top_k > 1:
+        if log_gate_TE is None:
+            total_T1 = gate_TK.sum(1, keepdim=True).clamp(min=torch.finfo(gate_TK.dtype).eps)
+            gate_TK = gate_TK / total_T1
+            if fallback is not None:
+                fallback = fallback[0], fallback[1] / total_T1
+        else:
+            gate_TK, total_T1 = share_of_gates(log_gate_TE, expert_TK, expert_TK >= 0)
+            if fallback is not None:
+                log_TR = log_gate_TE.gather(1, fallback[0].clamp(min=0).long())
+                fallback = fallback[0], (log_TR - total_T1).exp()
+    if _policy(call, "random"):
+        expert_TK = _reject_at_random(expert_TK, gate_TK.detach())
+    return build_routing(
+        expert_TK, gate_TK, call, priority=priority, fallback=fallback, log_gate_TE=log_gate_TE
+    )
+
+
+def _reject_at_random(expert_TK, gate_TK):
+    """Drop choice j > 1 unless ``K * gate_j`` exceeds a uniform draw; first choices stay."""
+    keep_TK = gate_TK.shape[1] * gate_TK > torch.rand_like(gate_TK)
+    keep_TK[:, 0] = True
+    return torch.where(keep_TK, expert_TK, -1)
+
+
+def _count_tokens(scores, chosen, balanced_KE, call) -> Counted:
+    """The tokens that losses are means of, by ``balance_over``, and what these chose."""
+    choices = call.config.balance_choices_counted
+    pairs_E = balanced_KE[:choices].sum(0) if choices > 1 else balanced_KE[0]
+    if scores.pad_T is None or call.config.balance_over == "all":
+        return Counted(None, len(scores.score_TE), chosen.prob_sum_E, pairs_E, choices)
+    live_T = ~scores.pad_T
+    prob_TE = torch.where(live_T[:, None], scores.score_TE.softmax(1), 0)
+    num_live = live_T.sum(dtype=prob_TE.dtype)  # quotients of integers would be fp32
+    return Counted(live_T, num_live, prob_TE.sum(0), pairs_E, choices)
+
+
+def _for_all_ranks(counted, call) -> tuple[torch.Tensor, torch.Tensor] | tuple[()]:
+    """``mean_prob_E`` and ``balance_counts`` of :class:`RouterAux`, where they are needed."""
+    if not call.training or call.config.balance_scope != "global":
+        return ()
+    pairs_E = counted.pairs_E.to(torch.int64)
+    all_pairs = (pairs_E.new_ones(1) * counted.choices * counted.num_tokens).to(torch.int64)
+    mean_prob_E = counted.prob_sum_E / losses.at_least_1(counted.num_tokens)
+    return mean_prob_E, torch.cat([pairs_E, all_pairs])
+
+
+def _router_loss(scores, chosen, counted, call) -> torch.Tensor:
+    """The balance loss that the options ask for, with the weighted z-loss; fp32 scalar.
+
+    Without the balance loss where that needs the counts of all ranks.
+    """
+    config, noisy_TE = call.config, scores.noisy_TE
+    if config.load_importance_loss and call.training:
+        prob_TE = torch.exp(noisy_TE - chosen.lse_T[:, None])
+        # its gradient, too: other logits of the token than the expert's own move the threshold
+        last_T = chosen.expert_TK[:, -1:].clamp(min=0).long()
+        threshold_T = noisy_TE.gather(1, last_T)[:, 0]
+        loss = losses.load_importance_loss(
+            prob_TE, scores.logits_TE, threshold_T, _noise_std(call), scores.pad_T
+        )
+    elif config.balance_scope == "sequence":
+        prob_TE = torch.exp(scores.score_TE - chosen.lse_T[:, None])
+        expert_TK = chosen.expert_TK[:, : counted.choices]
+        loss = losses.sequence_balance_loss(prob_TE, expert_TK, call.num_sequences, counted.live_T)
+    elif config.balance_scope == "global" and call.training:
+        loss = chosen.prob_sum_E.new_zeros(())
+    else:
+        loss = losses.balance_loss(
+            counted.prob_sum_E, counted.pairs_E, counted.num_tokens, counted.choices
+        )
+    if config.z_loss_weight > 0:
+        lse_T = chosen.lse_T if scores.score_TE is noisy_TE else noisy_TE.logsumexp(1)
+        if counted.live_T is not None:
+            lse_T = torch.where(counted.live_T, lse_T, 0)
+        loss = loss + config.z_loss_weight * losses.z_loss(lse_T, counted.num_tokens)
+    return loss
+
+
+def _policy(call, name):
+    config = call.config
+    return call.training and config.top_k > 1 and config.second_expert_policy == name

@@ -1,0 +1,38 @@
+"""torch.autocast on any device, those included that have none (meta), and what is not traced."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that the caller's autocast asks for on this device; None without one."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """Context in which operations on this device keep the dtypes of their arguments."""
+    if autocast_dtype(device) is None:
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def untraced(function: Callable) -> Callable:
+    """``torch.compiler.disable``, which imports the tracer, put off until the first call."""
+    disabled: list[Callable] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **options)
+
+    return call

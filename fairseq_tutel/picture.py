@@ -1,0 +1,250 @@
+"""Pictures of a training run: ``python -m fairseq_tutel.picture SAVE_DIR [--log FILE]``.
+
+``loss.png`` is drawn from fairseq's log (``--log-file``, or what the terminal showed; simple, json
+and tqdm formats): the cross-entropy without the gate loss, and where a run was resumed.
+``experts.png``, from ``expert_load.jsonl`` (``--moe-load-log-interval N``): the
+load of every expert and how much of the experts is in use. ``exchange.png``, from
+``exchange.jsonl`` (``--moe-overlap-degree auto``, say): what the tuner tried and chose. A run that
+wrote only some of these gets only those pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import re
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .command_line import CommandLine
+
+_BLUE, _RED, _GREY = "#4878a8", "#c44e52", "#777777"
+_COLORS = (_BLUE, _RED, "#55a868", "#8172b2", "#ccb974", "#64b5cd", _GREY, "#937860")
+_NUMBER = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf)"
+# a terminal shows a logger's name before these, the file of --log-file does not
+_JSON = re.compile(r"(\{.*\})\s*$")
+_TRAIN_INNER = re.compile(r"epoch \d+:\s+\d+ / \d+ (.*)")
+_VALID = re.compile(r"epoch \d+ \| valid on .*? subset \| (.*)")
+_TRAIN = re.compile(r"epoch \d+ \| (.*)")
+_BEGIN = "num. shared model params"  # of every start of fairseq-train
+_RESUMED = re.compile(r"Loaded checkpoint .* \(epoch \d+ @ (\d+) updates\)")
+
+
+@dataclass
+class Curves:
+    """Metrics by update and name; ``loss`` is the cross-entropy in bits per token."""
+
+    # of an update that was made twice, after a resume, the last line counts
+    train: dict[int, dict[str, float]] = field(default_factory=dict)
+    valid: dict[int, dict[str, float]] = field(default_factory=dict)
+    resumed: list[int] = field(default_factory=list)  # updates after which a checkpoint was loaded
+
+
+def read_metrics(line: str) -> tuple[str, dict[str, float]] | None:
+    """(train_inner, train or valid; metrics by name) of a line of fairseq's log; None of others."""
+    if found := _JSON.search(line):
+        try:
+            pairs = json.loads(found[1]).items()
+        except ValueError:
+            return None
+        sides = {name.partition("_")[0] for name, _ in pairs} & {"train", "valid"}
+        kind = "valid" if "valid" in sides else "train" if "train" in sides else "train_inner"
+    else:
+        patterns = {"train_inner": _TRAIN_INNER, "valid": _VALID, "train": _TRAIN}
+        matches = {kind: pattern.search(line) for kind, pattern in patterns.items()}
+        kind = next((kind for kind, match in matches.items() if match), None)
+        if kind is None:
+            return None
+        pairs = re.findall(rf"(\w+)[= ]({_NUMBER})(?=,| \||$)", matches[kind][1])
+    values = {}
+    for name, value in pairs:
+        with contextlib.suppress(ValueError):  # the name of a subset, say
+            values[re.sub(r"^(train|valid)_", "", name)] = float(value)
+    if "num_updates" not in values or "loss" not in values:
+        return None
+    return kind, {**values, "loss": values.get("inner_loss", values["loss"])}
+
+
+def resumed_at(line: str) -> int | None:
+    """The update of the checkpoint whose loading this line reports."""
+    found = _RESUMED.search(line)
+    return int(found[1]) if found else None
+
+
+def read_log(log: Path) -> Curves:
+    """The curves of a training log."""
+    curves, epochs, last, began = Curves(), {}, 0, False
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+        if (found := read_metrics(line)) is not None:
+            kind, values = found
+            if began and last:  # a file of --log-file does not say from which update
+                curves.resumed.append(min(last, int(values["num_updates"])))
+            last, began = int(values["num_updates"]), False
+            of = {"train_inner": curves.train, "train": epochs, "valid": curves.valid}[kind]
+            of[last] = values
+        elif (update := resumed_at(line)) is not None:
+            began = False
+            curves.resumed += [update] * (update > 0)
+        elif _BEGIN in line:
+            began = True
+    curves.train = curves.train or epochs  # without lines within an epoch: its means
+    return curves
+
+
+def read_lines(file: Path) -> Iterator[dict]:
+    """Objects of a file of JSON lines, if it is there; one that a crash cut short is left out."""
+    for text in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        with contextlib.suppress(ValueError):
+            yield json.loads(text)
+
+
+def _figure(panels: int, height: float = 2.4):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 1.4 + height * panels), layout="constrained")
+    grid = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
+    for axes in grid:
+        axes.grid(alpha=0.3)
+    return figure, grid
+
+
+def draw_loss(curves: Curves, picture: Path) -> None:
+    """Cross-entropy over updates, with the perplexity on the right."""
+    figure, (axes,) = _figure(1, 3.2)
+    for label, rows, style in (("train", curves.train, "-"), ("valid", curves.valid, "o-")):
+        losses = [rows[update]["loss"] for update in sorted(rows)]
+        color = _BLUE if label == "train" else _RED
+        axes.plot(sorted(rows), losses, style, color=color, markersize=4, label=label)
+    for number, update in enumerate(curves.resumed):
+        label = None if number else "resumed from a checkpoint"
+        axes.axvline(update, color=_GREY, linestyle="--", linewidth=1, label=label)
+    axes.set(xlabel="update", ylabel="loss (bits per token)")
+    axes.set_title("Loss in training and validation (cross-entropy, without the gate loss)")
+    axes.legend()
+    bottom, top = axes.get_ylim()
+    right = axes.twinx()
+    right.set(ylim=(2**bottom, 2**top), yscale="log", ylabel="perplexity")
+    figure.savefig(picture, dpi=150)
+
+
+def draw_experts(lines: Sequence[dict], picture: Path) -> None:
+    """A heat map per MoE layer of each expert's load over updates; below, the utilisation."""
+    records = {line["update"]: line for line in lines}  # the last of an update made twice
+    updates = sorted(records)
+    layers = sorted(records[updates[-1]]["layers"], key=int)
+    used = [update for update in updates if "utilisation" in records[update]]
+    figure, grid = _figure(len(layers) + bool(used))
+    for axes, layer in zip(grid, layers, strict=False):
+        loads = [records[update]["layers"][layer] for update in updates]
+        shares = [[load * len(row) / max(1, sum(row)) for load in row] for row in loads]
+        edges = [-0.5 + number for number in range(len(loads[0]) + 1)]
+        by_expert = list(zip(*shares, strict=True))
+        mesh = axes.pcolormesh([0, *updates], edges, by_expert, cmap="RdBu_r", vmin=0, vmax=2)
+        axes.grid(False)
+        axes.set(title=f"MoE layer {layer} (the first is 0)", ylabel="expert")
+        axes.invert_yaxis()
+    bar = figure.colorbar(mesh, ax=list(grid[: len(layers)]), extend="max", ticks=[0, 1, 2])
+    bar.set_label("load relative to an even share")
+    names = {"slot": "rows in use", "load": "mean load / largest", "drop": "choices dropped"}
+    for (name, label), color in zip(names.items(), (_BLUE, _RED, _GREY), strict=True):
+        known = [u for u in used if all(name in v for v in records[u]["utilisation"].values())]
+        if known:
+            of_layers = [[v[name] for v in records[u]["utilisation"].values()] for u in known]
+            grid[-1].plot(known, list(map(statistics.mean, of_layers)), color=color, label=label)
+            grid[-1].set(title="Utilisation, mean over layers", ylabel="%", ylim=(0, 102))
+            grid[-1].legend(fontsize="small")
+    grid[-1].set_xlabel("update")
+    figure.savefig(picture, dpi=150)
+
+
+def choice_name(choice: dict) -> str:
+    """Of an exchange choice: ``2dh d=4`` (degree of overlap), ``linear r=2``."""
+    short = {"overlap_degree": "d=", "r": "r="}
+    return " ".join(f"{short.get(name, '')}{value}" for name, value in choice.items())
+
+
+def draw_exchange(lines: Sequence[dict], picture: Path) -> None:
+    """Milliseconds of the tuner's trials (dots) and choices (lines) over updates, per key."""
+    from matplotlib.lines import Line2D
+
+    keys = list(dict.fromkeys(line["key"] for line in lines))
+    names = list(dict.fromkeys(choice_name(line["choice"]) for line in lines))
+    colors = {each: _COLORS[number % len(_COLORS)] for number, each in enumerate(names)}
+    end = max(line["update"] for line in lines)
+    figure, grid = _figure(len(keys), 2.2)
+    for axes, key in zip(grid, keys, strict=True):
+        mine = [line for line in lines if line["key"] == key]
+        decisions = [line for line in mine if line["what"] == "decision"]
+        for line in (line for line in mine if line["what"] == "trial"):
+            milliseconds = statistics.median(line["samples"]) / 1000
+            color = colors[choice_name(line["choice"])]
+            axes.plot(line["update"], milliseconds, "o", color=color)
+        ends = [*(line["update"] for line in decisions), end][1:]
+        for line, until in zip(decisions, ends, strict=False):
+            span = line["update"], max(until, line["update"] + 1)
+            axes.hlines(line["us"] / 1000, *span, colors[choice_name(line["choice"])])
+        # of versions before "about" there is the key alone
+        axes.set_title(mine[-1].get("about", key), fontsize="medium")
+        axes.set(ylabel="ms per step", ylim=(0, None))
+    grid[-1].set_xlabel("update (dots: trials; lines: the choice in use)")
+    handles = [Line2D([], [], marker="o", color=colors[each], label=each) for each in names]
+    figure.legend(handles=handles, loc="outside right upper", fontsize="small")
+    figure.savefig(picture, dpi=150)
+
+
+def draw_run(folder: Path, log: Path | None, out: Path) -> tuple[list[Path], list[str]]:
+    """Draw what a run left; (the pictures, why others are missing)."""
+    curves, no_curves = Curves(), f"{log} has no lines of fairseq's metrics"
+    if log is not None:
+        curves = read_log(log)
+    else:
+        no_curves = f"{folder} has no .log file; name it with --log FILE (of --log-file FILE)"
+    found = curves if curves.train or curves.valid else None
+    jobs: list[tuple] = [("loss.png", draw_loss, found, no_curves)]
+    for name, draw, file, flag in (
+        ("experts.png", draw_experts, "expert_load.jsonl", "--moe-load-log-interval N"),
+        ("exchange.png", draw_exchange, "exchange.jsonl", "--moe-overlap-degree auto"),
+    ):
+        why = f"{folder / file} is not there or has no lines; a run writes it with {flag}"
+        jobs.append((name, draw, list(read_lines(folder / file)), why))
+    out.mkdir(parents=True, exist_ok=True)
+    for name, draw, data, _ in jobs:
+        if data:
+            draw(data, out / name)
+    pictures = [out / name for name, _, data, _ in jobs if data]
+    return pictures, [f"no {name}: {why}" for name, _, data, why in jobs if not data]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 1 where nothing can be drawn, 2 for a wrong command line."""
+    parser = CommandLine(
+        prog="python -m fairseq_tutel.picture",
+        description=(__doc__ or "").partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("save_dir", type=Path, metavar="SAVE_DIR", help="fairseq's --save-dir")
+    newest = "fairseq's log of the run (default: the newest .log file in SAVE_DIR)"
+    parser.add_argument("--log", type=Path, metavar="FILE", help=newest)
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: SAVE_DIR")
+    options = parser.parse_args(argv)
+    if not options.save_dir.is_dir():
+        parser.error(f"{options.save_dir} is no folder")
+    if options.log is not None and not options.log.is_file():
+        parser.error(f"--log {options.log}: there is no such file")
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.exit(1, f"{parser.prog}: error: matplotlib is missing: pip install matplotlib\n")
+    logs = sorted(options.save_dir.glob("*.log"), key=lambda path: path.stat().st_mtime)
+    log = options.log or (logs[-1] if logs else None)
+    pictures, missing = draw_run(options.save_dir, log, options.out or options.save_dir)
+    sys.stdout.write("".join(f"{path}\n" for path in pictures))
+    sys.stderr.write("".join(f"{line}\n" for line in missing))
+    return 0 if pictures else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""All experts in one state dict, for hosts that export, push or compare a whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ...checkpoint import split_key
+from ...distributed import (
+    ExpertParallelGroups,
+    SliceGather,
+    full_tensor,
+    gather_from_experts,
+    process_world,
+    shard_like,
+    slice_dim,
+    without_held_experts,
+)
+from ...moe.model import unwrap
+from .save_load import load_weights, placements_by_prefix
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict that one process with all experts would have, on rank 0's CPU. Collective.
+
+    One tensor at a time is gathered, as ``fully_shard`` ed ones are.
+
+    Args:
+        model: wrapped or not; names are those of the model inside.
+
+    Returns:
+        Tensors by name, experts by their global number; {} on the other ranks.
+    """
+    model = unwrap(model)
+    placements = placements_by_prefix(model)
+    rank, _ = process_world()
+    full = {}
+    for key, value in without_held_experts(model.state_dict()).items():
+        prefix, slot, rest = split_key(key) or ("", 0, "")
+        groups = placements.get(prefix)
+        if groups is None:
+            parts, names = [full_tensor(value)], [key]
+        else:
+            parts, local = _gather(value, key, groups), groups.num_local_experts
+            names = [f"{prefix}{n * local + slot}{rest}" for n in range(groups.ep_size)]
+        if rank == 0:
+            moved = [part.detach().to("cpu", copy=True) for part in parts]
+            full.update(zip(names, moved, strict=True))
+    return full
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Load a state dict with all experts; each rank takes its own.
+
+    Args:
+        model: wrapped or not.
+        state: of :func:`full_state_dict`, or of one process; the same on every rank. Of experts in
+            slices each rank takes its own.
+
+    Raises:
+        ValueError: names or shapes do not fit.
+    """
+    model = unwrap(model)
+    placements = placements_by_prefix(model)
+    mine, wanted = {}, set()
+    for key, value in without_held_experts(model.state_dict()).items():
+        prefix, slot, rest = split_key(key) or ("", 0, "")
+        groups = placements.get(prefix)
+        name = key if groups is None else f"{prefix}{groups.local_experts[slot]}{rest}"
+        wanted.add(name)
+        if name not in state:
+            raise ValueError(f"the state dict lacks {name}")
+        mine[key] = shard_like(state[name], value)
+    for name in state:
+        prefix, number, _ = split_key(name) or ("", 0, "")
+        known = placements[prefix].num_experts if prefix in placements else 0
+        if name not in wanted and number >= known:
+            raise ValueError(f"the state dict has {name}, which this model has not")
+    load_weights(model, mine, "the state dict")
+
+
+def _gather(value: torch.Tensor, key: str, groups: ExpertParallelGroups):
+    """What :func:`gather_from_experts` returns, of whole experts; nothing beside the first block.
+
+    Collective.
+    """
+    if groups.num_slices > 1:
+        if slice_dim(key) is not None:
+            value = (SliceGather({key: value}, groups, value.device).run() or {}).get(key)
+        if groups.slice_index > 0:
+            return None
+    return gather_from_experts(value.contiguous(), groups)

@@ -1,0 +1,230 @@
+"""Optimizer state by parameter name, one entry per expert, and back.
+
+torch numbers parameters, and the numbers change with the number of ranks. Here the state of a
+stacked expert parameter is taken apart into one state per expert, under the name of its weight in a
+checkpoint, so that each expert's moments follow it to any rank. A slice of an expert has a slice of
+the state, which :func:`.transforms.join_slices` makes whole in files, and which is cut out again.
+
+Where an optimizer steps fp32 copies of half weights (fairseq's ``--fp16`` and ``--bf16``), they are
+part of its state here: copies made anew from the half weights would lose what was rounded off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...distributed import shard_like, slice_dim, take_slice, whole_shape
+from ...moe.experts import ExpertBank
+
+# entry of a parameter's state: the fp32 copy that a mixed-precision optimizer steps
+_MASTER = "fp32_weight"
+
+
+class StateNames:
+    """Names of the parameters of an optimizer in the optimizer's own order.
+
+    Args:
+        params: the optimizer's parameters, in the order of its ``state_dict()``.
+        modules: prefix -> module; all parameters are in one of them. A model has the prefix "".
+        copies: (parameter of a module, the copy of it that the optimizer steps in its place).
+        otherwise: what a user can do about state that does not fit, for errors.
+
+    Raises:
+        ValueError: the optimizer holds a parameter that is in none of the modules.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor],
+        modules: Mapping[str, nn.Module],
+        copies: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
+        otherwise: str = "load the weights alone, without the optimizer",
+    ):
+        names: dict[int, str] = {}
+        self._otherwise = otherwise
+        self._single: dict[str, list[str]] = {}
+        self._slices: dict[str, tuple[int, int]] = {}
+        for prefix, module in modules.items():
+            for name, param in module.named_parameters():
+                names[id(param)] = prefix + name
+            for path, child in module.named_modules():
+                if isinstance(child, ExpertBank):
+                    path = f"{prefix}{path}." if path else prefix
+                    for stacked, single in child.single_names().items():
+                        self._single[path + stacked] = [path + name for name in single]
+                        self._slices[path + stacked] = child.hidden_slice
+        self._masters: dict[str, torch.Tensor] = {}
+        for original, copy in copies:
+            names[id(copy)] = names[id(original)]
+            self._masters[names[id(original)]] = copy.detach()
+        self._params: dict[str, torch.Tensor] = {}
+        for param in params:
+            if id(param) not in names:
+                raise ValueError(
+                    f"the optimizer holds a parameter of shape {tuple(param.shape)} that is in "
+                    "none of the modules that are saved, so its state has no name in a checkpoint"
+                )
+            self._params[names[id(param)]] = param
+
+    @classmethod
+    def of_optimizer(cls, optimizer: torch.optim.Optimizer, model: nn.Module) -> StateNames:
+        """Of any torch optimizer over parameters of a model."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return cls(params, {"": model})
+
+    def to_named(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """torch's form -> ``named_state``, ``param_groups`` and ``loss_scale``.
+
+        A parameter that has no state yet, as one that is frozen, has an empty one, unless none has.
+        """
+        order = list(self._params)
+        states = {order[index]: state for index, state in state_dict["state"].items()}
+        for name in order if states else ():
+            states.setdefault(name, {})
+        for name, master in self._masters.items():
+            states[name] = {**states.get(name, {}), _MASTER: master}
+        named: dict[str, dict[str, Any]] = {}
+        for name, state in states.items():
+            single = self._single.get(name)
+            if single is None:
+                named[name] = state
+                continue
+            for slot, expert_name in enumerate(single):
+                named[expert_name] = {
+                    key: _take(value, slot, len(single), self._params[name].shape)
+                    for key, value in state.items()
+                }
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        for group in groups:
+            del group["params"]
+        loss_scale = state_dict.get("loss_scale")
+        return {"named_state": named, "param_groups": groups, "loss_scale": loss_scale}
+
+    def from_named(self, stored: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
+        """Back to torch's form, for ``optimizer.load_state_dict``.
+
+        Args:
+            stored: result of :meth:`to_named`, possibly with other experts.
+            current: the optimizer's own ``state_dict()``, for the numbering of its groups.
+
+        Raises:
+            ValueError: state is missing or does not fit, or the number of groups differs.
+        """
+        groups = stored["param_groups"]
+        if len(groups) != len(current["param_groups"]):
+            raise ValueError(
+                f"the checkpoint's optimizer has {len(groups)} parameter groups, this one has "
+                f"{len(current['param_groups'])}; {self._otherwise}"
+            )
+        named = stored["named_state"]
+        states = {i: self._state(n, named) for i, n in enumerate(self._params if named else ())}
+        result = {
+            "state": {index: state for index, state in states.items() if state},
+            "param_groups": [
+                {**theirs, "params": mine["params"]}
+                for theirs, mine in zip(groups, current["param_groups"], strict=True)
+            ],
+        }
+        if stored.get("loss_scale") is not None:
+            result["loss_scale"] = stored["loss_scale"]
+        return result
+
+    @torch.no_grad()
+    def restore_masters(self, stored: dict[str, Any]) -> None:
+        """Set the fp32 copies to what :meth:`to_named` stored, where there are and were any."""
+        for name, master in self._masters.items():
+            parts = [(part or {}).get(_MASTER) for part in self._parts(name, stored["named_state"])]
+            if all(part is not None for part in parts):
+                master.copy_(self._entry(name, parts))
+
+    def _parts(self, name: str, named: Mapping[str, Any]) -> list[dict[str, Any] | None]:
+        """The stored state of one parameter, or of each of its experts."""
+        return [named.get(key) for key in self._single.get(name, [name])]
+
+    def _state(self, name: str, named: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of one parameter, but for its fp32 copy."""
+        parts = self._parts(name, named)
+        if any(part is None for part in parts) or len({bool(part) for part in parts}) > 1:
+            raise ValueError(f"the checkpoint has no optimizer state for {name}; {self._otherwise}")
+        keys = [key for key in parts[0] if key != _MASTER]
+        return {key: self._entry(name, [part[key] for part in parts]) for key in keys}
+
+    def _entry(self, name: str, values: list):
+        """One entry of it, from those of its experts if it is theirs."""
+        param = self._params[name]
+        if name not in self._single:
+            return shard_like(values[0], param) if torch.is_tensor(values[0]) else values[0]
+        try:
+            return _join([self._slice(name, value) for value in values], param.shape)
+        except ValueError as error:
+            raise ValueError(f"the optimizer state of {name} {error}; {self._otherwise}") from None
+
+    def _slice(self, name: str, value):
+        """This rank's slice of an entry in the state of a whole expert."""
+        index, count = self._slices[name]
+        single, shape = self._single[name][0], self._params[name].shape[1:]
+        if count == 1 or slice_dim(single) is None:
+            return value
+        if torch.is_tensor(value):
+            if value.shape == whole_shape(shape, single, count):
+                return take_slice(value, single, index, count)
+            if value.shape == shape or value.numel() == 1:  # of to_named(), not of a file; a scale
+                return value
+        elif not isinstance(value, dict):
+            return value
+        raise ValueError(
+            f"mixes the hidden units of an expert, of which this rank has slice {index} of {count}"
+        )
+
+
+# a state entry that one number describes for all experts of a rank, with how many those are
+_MIXED = "over_experts"
+
+
+def _take(value, slot: int, count: int, shape: torch.Size):
+    """One expert's share of an entry in the state of a stacked parameter.
+
+    A slice of a moment or of its means over some dimensions (adafactor); of a vector with one
+    number per expert, kept as a vector of length 1; or a copy of what is common to all. A tensor
+    that has no dimension for the experts mixes those of one rank, and is marked so.
+    """
+    if isinstance(value, Sequence | Mapping) and not isinstance(value, str):
+        return {_MIXED: count, "value": value}
+    if not torch.is_tensor(value) or value.dim() == 0:
+        return value
+    if value.shape == (count,):
+        return value[slot : slot + 1]
+    if value.shape[0] == count and _is_reduction(value.shape[1:], shape[1:]):
+        return value[slot]
+    return {_MIXED: count, "value": value}
+
+
+def _join(values: list, shape: torch.Size):
+    """Inverse of :func:`_take`."""
+    first = values[0]
+    if isinstance(first, dict):
+        if first[_MIXED] != len(values):
+            raise ValueError(
+                f"mixes the {first[_MIXED]} experts of a rank (as adafactor's does for biases), "
+                f"and a rank now holds {len(values)}: resume on as many ranks as saved it"
+            )
+        return first["value"]
+    if not torch.is_tensor(first) or first.dim() == 0:
+        return first
+    if first.shape == (1,) != shape[1:]:
+        return torch.cat(values)
+    if not _is_reduction(first.shape, shape[1:]):
+        raise ValueError(f"has shape {tuple(first.shape)}, which is not of one expert")
+    return torch.stack(values)
+
+
+def _is_reduction(part: torch.Size, whole: torch.Size) -> bool:
+    """Whether a shape is another one without some of its dimensions (or 1 there), but not all."""
+    if len(part) == len(whole) > 1:
+        return all(size in (1, full) for size, full in zip(part, whole, strict=True))
+    rest = iter(whole)
+    return len(part) > 0 and all(size in rest for size in part)

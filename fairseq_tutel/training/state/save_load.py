@@ -1,0 +1,237 @@
+"""Checkpoints of a run on several ranks, whose experts any number of ranks takes up again.
+
+A checkpoint ``X.pt`` is a set of files in the layout of fairseq's ``moe`` branch, ``X-shared.pt``
+and ``X-rank-N.pt``, written as one thing (:mod:`fairseq_tutel.checkpoint`, whose command line
+inspects, merges and reshards these sets too). Ranks share one file system.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...checkpoint import load_for_rank, save_set, set_exists, split_key
+from ...distributed import ExpertParallelGroups, gather_texts, process_world, shard_like
+from ...moe.model import moe_layers, unwrap
+from . import all_ranks
+from .optimizer_state import StateNames
+from .transforms import SAVE_TRANSFORMS, SaveTransform
+
+# torch's words for a tensor of another shape
+_SIZES = re.compile(
+    r"size mismatch for (\S+): copying a param with shape torch\.Size\((.*?)\) from checkpoint, "
+    r"the shape in current model is torch\.Size\((.*?)\)\.?"
+)
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> str:
+    """Write a set: weights, optimizer state and what else a run goes on from. Collective.
+
+    Afterwards it is the new set, or an error on all ranks and what was there before.
+
+    Args:
+        path: X.pt; the directory is made.
+        model: wrapped or not; all its MoE layers have one number of experts.
+        optimizer: any torch optimizer over parameters of the model.
+        extra: step, state of a scheduler or scaler, ...: numbers, texts, tensors and containers of
+            them. ``load_checkpoint`` returns that of rank 0.
+
+    Returns:
+        The absolute path X.pt.
+
+    Raises:
+        ValueError: it cannot be saved; names what is in the way.
+    """
+    groups = _placement(model)
+    model = unwrap(model)
+    weights = model.state_dict()
+    _check_names(model, weights)
+    state: dict[str, Any] = {"model": weights, "extra": dict(extra or {})}
+    if optimizer is not None:
+        names = StateNames.of_optimizer(optimizer, model)
+        state["last_optimizer_state"] = names.to_named(optimizer.state_dict())
+    return save_state(os.fspath(path), state, groups)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:
+    """Restore what :func:`save_checkpoint` wrote on any number of ranks, in place. Collective.
+
+    Also reads the weights of a merged file, and of sets that fairseq saved.
+
+    Args:
+        path: X.pt.
+        model: of the same sizes, wrapped or not; on its device.
+        optimizer: of the same kind, over the same parameters; None loads the weights alone.
+
+    Returns:
+        ``extra`` of rank 0.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: it is damaged, does not fit, has no optimizer state, or some ranks do not see
+            it.
+    """
+    path = os.fspath(path)
+    groups = _placement(model)
+    model = unwrap(model)
+    if not checkpoint_exists(path):
+        raise FileNotFoundError(f"{path}: no such checkpoint")
+    state = load_state(path, groups, with_optimizer=optimizer is not None)
+    own = model.state_dict()
+    weights = {
+        key: shard_like(value, own[key]) if key in own else value
+        for key, value in state.pop("model").items()
+    }
+    load_weights(model, weights, path)
+    if optimizer is not None:
+        stored = state.get("last_optimizer_state")
+        if stored is None:
+            raise ValueError(f"{path} holds no optimizer state: load the weights alone")
+        names = StateNames.of_optimizer(optimizer, model)
+        optimizer.load_state_dict(names.from_named(stored, optimizer.state_dict()))
+    return state.get("extra") or {}
+
+
+def save_state(
+    path: str,
+    state: Mapping[str, Any],
+    groups: ExpertParallelGroups,
+    transforms: Iterable[SaveTransform] = SAVE_TRANSFORMS,
+) -> str:
+    """Write one rank's state as its part of a set. Collective.
+
+    Args:
+        state: ``model`` keyed by parameter names, experts numbered from 0;
+            ``last_optimizer_state`` from :meth:`StateNames.to_named`; anything else is kept in
+            every file. Dense entries are those of rank 0.
+        groups: placement of the experts.
+        transforms: what makes of it the state in files (:mod:`.transforms`), in this order.
+
+    Returns:
+        The absolute path.
+    """
+    if groups.simulated:
+        raise ValueError(f"not saving {path}: a simulated rank holds a part of the experts")
+    for transform in transforms:
+        state = transform(state, groups, f"saving {path}")
+    save_set(path, state, num_rank_files=groups.ep_size, ranks=all_ranks())
+    return os.path.abspath(path)
+
+
+def load_state(
+    path: str,
+    groups: ExpertParallelGroups,
+    *,
+    with_optimizer: bool = True,
+    otherwise: str = "build the model with num_experts={}",
+) -> dict[str, Any]:
+    """What :func:`save_state` would have been given by this rank, with whole experts. Collective.
+
+    Args:
+        groups: placement of the model's experts.
+        otherwise: what a user can do about another number of experts, for the error.
+
+    Returns:
+        See :func:`fairseq_tutel.checkpoint.load_for_rank`.
+
+    Raises:
+        ValueError: it is damaged, or has another number of experts.
+    """
+    rank, world_size = process_world()
+    is_chosen = groups.ep_size != min(groups.num_experts, groups.world_size)
+    state = load_for_rank(
+        path,
+        rank=rank,
+        world_size=world_size,
+        expert_parallel_size=groups.ep_size if is_chosen else 0,
+        with_optimizer=with_optimizer,
+        gather_texts=gather_texts,
+    )
+    saved = (state["moe_checkpoint"] or {}).get("num_experts")
+    if saved not in (None, groups.num_experts):
+        raise ValueError(
+            f"{path} has {saved} experts in each MoE layer, this model has {groups.num_experts}: "
+            f"{otherwise.format(saved)}"
+        )
+    return state
+
+
+def checkpoint_exists(path: str | os.PathLike[str]) -> bool:
+    """Whether the checkpoint exists, for all ranks or none. Collective.
+
+    On disks of their own some ranks would start afresh while the others wait for them to load.
+
+    Raises:
+        ValueError: some ranks see it and others do not.
+    """
+    seen = gather_texts("seen" if set_exists(os.fspath(path)) else None)
+    missing = [rank for rank, text in enumerate(seen) if text is None]
+    if 0 < len(missing) < len(seen):
+        raise ValueError(
+            f"{path}: ranks {missing} of {len(seen)} do not see this checkpoint; all ranks must "
+            "use one shared file system"
+        )
+    return not missing
+
+
+def load_weights(module: nn.Module, weights: Mapping[str, Any], source: str, **options) -> None:
+    """``load_state_dict``, whose error is one line that names where the weights come from."""
+    try:
+        module.load_state_dict(weights, strict=True, **options)
+    except RuntimeError as error:
+        rows = str(error).split("\n")
+        first, *others = [" ".join(row.split()) for row in rows[1:] or rows]  # [0] names the class
+        shown = _SIZES.sub(r"\1 is \2 in the checkpoint, \3 in the model", first)[:200]
+        raise ValueError(
+            f"{source} does not fit this model; check that the architectures match: {shown}"
+            + (f"; and {len(others)} more" if others else "")
+        ) from None
+
+
+def placements_by_prefix(model: nn.Module) -> dict[str, ExpertParallelGroups]:
+    """Where the experts are whose names begin so, of each MoE layer of a model."""
+    return {
+        f"{path}.experts." if path else "experts.": layer.groups
+        for path, layer in moe_layers(model).items()
+    }
+
+
+def _placement(model: nn.Module) -> ExpertParallelGroups:
+    """The placement that all MoE layers of a model have in common."""
+    (name, first), *others = moe_layers(model).items()
+    for other, layer in others:
+        for what in ("num_experts", "ep_size", "num_slices"):
+            mine, theirs = getattr(first.groups, what), getattr(layer.groups, what)
+            if mine != theirs:
+                raise ValueError(
+                    f"the MoE layers of a checkpoint have one {what}, but {name or 'the model'} "
+                    f"has {mine} and {other} has {theirs}"
+                )
+    return first.groups
+
+
+def _check_names(model: nn.Module, names: Iterable[str]) -> None:
+    """Raises ValueError where a name would be taken for that of another parameter in a set."""
+    prefixes = tuple(placements_by_prefix(model))
+    for name in names:
+        parsed = split_key(name)
+        is_taken = parsed is not None or name.startswith(prefixes)
+        if is_taken and not (parsed and parsed[0] in prefixes):
+            raise ValueError(
+                f"{name}: in a checkpoint, 'experts.NUMBER.' in a name stands for an expert of an "
+                "MoELayer and for nothing else; give the module another name"
+            )

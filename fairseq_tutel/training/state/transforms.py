@@ -1,0 +1,146 @@
+"""From the state of a rank to the state in files: a list of transforms, each a step of a save.
+
+Files know neither of slices nor of shards, so that any placement on any number of ranks loads them;
+what is spread over ranks is gathered here, and nowhere else. All ranks call all transforms, in the
+order of the list. A set that a run with sliced experts writes is bit for bit the one that a
+replicated run would have written. Loading needs no other rank: banks of experts and
+:class:`~.optimizer_state.StateNames` take their slice of a whole, mapped expert.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ...checkpoint import CheckpointError, split_key
+from ...checkpoint.state import MODEL, NAMED_STATE, OPTIMIZER, map_state
+from ...distributed import (
+    ExpertParallelGroups,
+    SliceGather,
+    full_tensor,
+    is_sharded,
+    process_world,
+    slice_dim,
+    without_held_experts,
+)
+from . import all_ranks
+
+State = Mapping[str, Any]
+# (state, as save_state() takes it; placement of the experts; what is done, for errors) -> state.
+# Only rank 0's dense entries and the experts of ranks with slice 0 are written.
+SaveTransform = Callable[[State, ExpertParallelGroups, str], State]
+
+
+def drop_held_experts(state: State, groups: ExpertParallelGroups, what: str) -> State:
+    """Without the marks that say which experts a rank's state dict holds; files say it."""
+    return {**state, MODEL: without_held_experts(state[MODEL])}
+
+
+def gather_sharded(state: State, groups: ExpertParallelGroups, what: str) -> State:
+    """Whole tensors on rank 0's CPU for those that ``fully_shard`` has spread over the ranks."""
+    rank, _ = process_world()
+
+    def whole(name: str, key: str | None, value: Any) -> Any:
+        if not (torch.is_tensor(value) and is_sharded(value)):
+            return value
+        full = full_tensor(value)  # collective
+        return full.cpu() if rank == 0 else value
+
+    return map_state(state, whole)
+
+
+def join_slices(state: State, groups: ExpertParallelGroups, what: str) -> State:
+    """Whole experts for slices, on the CPU of the ranks with slice 0; others get their state back.
+
+    Raises:
+        CheckpointError: on all ranks, before anything is communicated: state that mixes the hidden
+            units of an expert, ranks of one expert that differ in what they should have in common,
+            or no memory for a whole expert on one of them.
+    """
+    if groups.num_slices == 1:
+        return state
+    gathers: list[SliceGather] = []
+
+    def prepare() -> str:
+        entries = list(_expert_entries(state))
+        gathers.append(SliceGather({e.path: e.value for e in entries if e.is_cut}, groups))
+        return json.dumps(_signature(entries))
+
+    signatures = [json.loads(text) for text in all_ranks().run_on_all_ranks(what, prepare)]
+    _refuse_differences(signatures, groups, what)
+    wholes = gathers[0].run()
+    if wholes is None:
+        return state
+    return map_state(state, lambda name, key, value: wholes.get(_path(name, key), value))
+
+
+SAVE_TRANSFORMS: tuple[SaveTransform, ...] = (drop_held_experts, gather_sharded, join_slices)
+
+
+class _Entry(NamedTuple):
+    """A value of an expert: of a parameter, or of its optimizer's state."""
+
+    path: str
+    value: Any
+    is_cut: bool
+
+
+def _path(name: str, key: str | None) -> str:
+    """Unique, with the parameter's name at its end, as SliceGather takes it."""
+    return name if key is None else f"{key}:{name}"
+
+
+def _expert_entries(state: State) -> Iterator[_Entry]:
+    """What is in slices, and the optimizer's numbers for it, in one order on all ranks."""
+    cut = {
+        name: param
+        for name, param in state[MODEL].items()
+        if split_key(name) is not None and slice_dim(name) is not None
+    }
+    for name, param in cut.items():
+        yield _Entry(name, param, True)
+    named = (state.get(OPTIMIZER) or {}).get(NAMED_STATE, {})
+    for name, param in cut.items():
+        for key, value in named.get(name, {}).items():
+            is_tensor = torch.is_tensor(value)
+            # the statistics' scale has the shape of the parameter where a slice has a single unit
+            is_cut = is_tensor and value.shape == param.shape and not key.endswith("_scale")
+            is_number = (
+                value.numel() == 1 if is_tensor else not isinstance(value, dict | list | tuple)
+            )
+            if not is_cut and not is_number:
+                raise CheckpointError(
+                    f"the optimizer's {key} of {name} mixes the hidden units of an expert, which "
+                    "are spread over ranks: use the placement replicated, or an optimizer that "
+                    "treats each weight by itself, as Adam and SGD do"
+                )
+            yield _Entry(_path(name, key), value, is_cut)
+
+
+def _signature(entries: list[_Entry]) -> list[str]:
+    """What all ranks must have in common, and what those of one expert must."""
+    forms, numbers = [], []
+    for path, value, is_cut in entries:
+        if torch.is_tensor(value):
+            forms.append(f"{path} {list(value.shape)} {value.dtype}")
+        if not is_cut:
+            numbers.append(f"{path} {value.tolist() if torch.is_tensor(value) else value!r}")
+    return [hashlib.sha256("\n".join(texts).encode()).hexdigest() for texts in (forms, numbers)]
+
+
+def _refuse_differences(signatures, groups: ExpertParallelGroups, what: str) -> None:
+    if len({forms for forms, _ in signatures}) > 1:
+        raise CheckpointError(
+            f"{what}: the ranks differ in the names, shapes or dtypes of what they hold of experts"
+        )
+    for expert in range(groups.ep_size):
+        holders = range(expert, len(signatures), groups.ep_size)
+        if len({signatures[rank][1] for rank in holders}) > 1:
+            raise CheckpointError(
+                f"{what}: ranks {list(holders)} have slices of one expert, but differ in its "
+                "optimizer's step or scales: they did not make the same updates"
+            )

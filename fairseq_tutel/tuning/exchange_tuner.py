@@ -1,0 +1,215 @@
+"""While training: which exchange is fastest, tried and measured in the steps themselves.
+
+    tuner = tuning.ExchangeTuner(layers)             # all ranks; "algorithm" and "overlap_degree"
+    for x, f in batches:
+        step = tuner.agree(len(x), x.dtype, capacity_factor=f)   # for all layers of the pass
+        for layer in layers:
+            x = layer(x, step=step, capacity_factor=f)
+        loss(x).backward()
+
+The agreement of a step, one small all-gather as ever, carries what the ranks measured; each runs
+the same state machine (:mod:`fairseq_tutel.tuning.search`) on the same integers. Evaluation takes
+the layers' own exchange: its losses should not depend on times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..distributed import StepAgreement, gather_texts, refuse_differences, sync_step_of_all
+from ..moe import MoELayer
+from .candidates import build_choices, check_layers_match, signature
+from .search.search import Space
+from .search.store import dump, load, read_pinned
+from .search.tuner import WINDOW, Key, Tuner, nearest
+from .timer import RegionTimer
+
+logger = logging.getLogger(__name__)
+
+
+class ExchangeTuner:
+    """Chooses the exchange of every training step of layers that match.
+
+    Building it is collective, as is every :meth:`agree`: all ranks make as many forward passes.
+
+    Args:
+        layers: of one width, number of experts and exchange; they are measured together.
+        tuned: fields of :class:`~fairseq_tutel.config.ExchangeConfig` to choose, of ``TUNABLE``.
+        steps: of a trial, the first of which is not measured.
+        max_loss: part of the run's time that trials may cost before no further one begins.
+        pinned: text of :meth:`file`, whose choices are taken; nothing is measured, and so no
+            rounding depends on times.
+
+    Attributes:
+        space: what can be chosen.
+        signature: what times depend on: ranks, nodes, device, versions.
+
+    Raises:
+        ValueError: layers that differ, an unknown field, or a file that does not fit.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[MoELayer],
+        tuned: Sequence[str] = ("algorithm", "overlap_degree"),
+        *,
+        steps: int = 5,
+        max_loss: float = 0.02,
+        pinned: str | None = None,
+    ):
+        self._layer = layer = check_layers_match(layers)
+        self._base = layer.exchange_config
+        self.space = Space(build_choices(layers, tuned, all_r=pinned is not None))
+        self.signature = signature(layer)
+        # what the layers do by themselves, where that is a choice
+        own = [(axis, getattr(self._base, axis.name)) for axis in self.space.axes]
+        start = {axis.name: v if v in axis.all_values else axis.values[0] for axis, v in own}
+        self._tuner = Tuner(self.space, steps=steps, max_loss=max_loss, start=start)
+        self._others: list[dict] = []  # what is known of other machines
+        self._pinned = None if pinned is None else self._read_pinned(pinned)
+        self._warned: set[str] = set()  # kinds of keys that the file does not have
+        # made once each: a step that is not tried or measured shall cost nothing
+        self._exchange = functools.cache(
+            lambda *choice: dataclasses.replace(self._base, **dict(choice))
+        )
+        self._routing = functools.cache(
+            lambda **options: dataclasses.replace(layer.config, **options)
+        )
+        self._num_parameters = sum(param.numel() for param in layer.experts.parameters())
+        self._timers: dict[int, RegionTimer] = {}
+        self._began: int | None = None
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._pinned is not None
+
+    def agree(
+        self,
+        num_tokens: int,
+        dtype: torch.dtype,
+        *,
+        top_k: int | None = None,
+        capacity_factor: float | None = None,
+    ) -> StepAgreement:
+        """The agreement of one forward pass, with the exchange that its layers use.
+
+        ``num_tokens``: of this rank; ``dtype``: of the experts' rows; others: of the layers' calls.
+        """
+        layer = self._layer
+        settings = layer.step_settings(dtype, top_k=top_k, capacity_factor=capacity_factor)
+        if not layer.groups.needs_sync:
+            return StepAgreement(num_tokens, settings)
+        payload = [num_tokens, *self._payload()]
+        step, table = sync_step_of_all(num_tokens, settings, layer.groups, payload)
+        self._tuner.record([line[1:] for line in table])
+        if not layer.training:
+            self._began = None  # of the time of a run, evaluation is no part
+            return step
+        # of all ranks, not only of those that exchange tokens: a choice is that of all
+        capacity = self._capacity(max(line[0] for line in table), settings)
+        sizes = f"M{layer.model_dim} E{layer.groups.num_experts} K{settings.top_k}"
+        kind = f"train/{str(dtype).removeprefix('torch.')}/{sizes} P{self._num_parameters}"
+        choice, number, measured = self._choose(Key(kind, capacity // WINDOW))
+        timer = None
+        if measured:
+            timer = self._timers[number] = RegionTimer()
+        exchange = self._exchange(*choice.items())
+        settings = dataclasses.replace(settings, exchange=exchange)
+        return dataclasses.replace(step, settings=settings, exchange=exchange, timer=timer)
+
+    def take_events(self) -> list[dict[str, Any]]:
+        """Trials and decisions since they were last taken; the same on all ranks."""
+        return self._tuner.take_events()
+
+    @property
+    def milliseconds(self) -> float | None:
+        """Of all layers in the last step that was measured, of the fastest rank."""
+        last = self._tuner.last_sample
+        return None if last is None else last / 1000
+
+    def file(self) -> str:
+        """JSON text with all that is known, for ``pinned``."""
+        return dump(self._tuner, self.signature, self._others)
+
+    def state(self) -> dict[str, Any]:
+        return {"file": self.file()}
+
+    def resume(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from a checkpoint, all ranks from the same one; ValueError if it is none."""
+        if state is not None and not self.is_pinned:
+            self._others = load(state["file"], self._tuner, self.signature)
+
+    def _payload(self) -> list[int]:
+        now = time.perf_counter_ns()
+        elapsed = 0 if self._began is None else (now - self._began) // 1000
+        self._began = now
+        self._timers = {n: self._timers[n] for n in self._tuner.awaited if n in self._timers}
+        known = {number: timer.microseconds for number, timer in self._timers.items()}
+        measured = {number: us for number, us in known.items() if us is not None}
+        return self._tuner.payload(elapsed, measured)
+
+    def _capacity(self, num_tokens, settings) -> int:
+        """Rows of an expert and rank, on the average where their number is not fixed."""
+        top_k, factor = settings.top_k, settings.capacity_factor
+        config = self._routing(top_k=top_k, capacity_factor=factor)
+        if config.is_static(training=True) and not self._base.wire_compact:
+            return config.capacity(num_tokens, training=True)
+        return top_k * num_tokens // settings.num_experts
+
+    def _choose(self, key) -> tuple[dict[str, Any], int, bool]:
+        """(choice, step, measured)"""
+        if self._pinned is None:
+            step = self._tuner.begin(key)
+            return step.choice, step.step, step.measured
+        found = nearest(self._pinned, key)
+        if found is None and key.kind not in self._warned:
+            self._warned.add(key.kind)
+            kinds = "; ".join(sorted({_describe_kind(other.kind) for other in self._pinned}))
+            logger.warning(
+                f"the file of exchange choices has none for {_describe_kind(key.kind)} (it has: "
+                f"{kinds}): the layers keep their own exchange"
+            )
+        return {} if found is None else self._pinned[found], -1, False
+
+    def _read_pinned(self, text) -> dict[Key, dict[str, Any]]:
+        checksum = hashlib.sha256(text.encode()).hexdigest()[:16]
+        refuse_differences("the file of exchange choices", gather_texts(checksum))
+        same = {name: self.signature[name] for name in ("ranks", "ranks_per_node")}
+        return read_pinned(text, self.space, same)
+
+
+def describe_tuning(event: Mapping[str, Any]) -> str:
+    """One line for a log, of a decision."""
+    choice = " ".join(f"{name}={value}" for name, value in event["choice"].items())
+    now, before = (f"{event[name] / 1000:.2f} ms" for name in ("us", "baseline_us"))
+    return (
+        f"exchange for {describe_key(event['key'])}: {choice}, {now} vs {before} at first, "
+        f"{event['trials']} trials"
+    )
+
+
+def describe_key(text: str) -> str:
+    """The ``key`` of an event in words."""
+    kind, bucket = Key.parse(text)
+    return f"{_describe_kind(kind)}, capacity {WINDOW * bucket} to {WINDOW * (bucket + 1) - 1}"
+
+
+def _describe_kind(kind: str) -> str:
+    """``train/float32/M8 E4 K2`` -> "float32, model dim 8, 4 experts, top-2"."""
+    sizes = {
+        "M": "model dim {}",
+        "E": "{} experts",
+        "K": "top-{}",
+        "P": "{} expert parameters per layer and rank",
+    }
+    *_, dtype, words = kind.split("/")
+    named = [sizes.get(word[0], word).format(word[1:]) for word in words.split()]
+    return ", ".join([dtype, *named])

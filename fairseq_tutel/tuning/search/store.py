@@ -1,0 +1,135 @@
+"""A tuner's state as JSON text: in checkpoints, and as a file that a run can be pinned to.
+
+Format 1::
+
+    {"format": 1, "signature": {...}, "step": 900, "run_us": 1, "lost_us": 0,
+     "keys": {"train/float32/M512 F2048 E8/1":
+         {"choice": {"algorithm": "2dh", "overlap_degree": 4}, "us": 3100, "baseline_us": 4400,
+          "trials": 9, "closed": true, "opened": 0}},
+     "open": {"train/float32/M512 F2048 E8/2":
+         {"start": {...}, "history": [[{...}, [3100, 3090]], [{...}, null]], "samples": [3050]}},
+     "others": [{"signature": {...}, "keys": {...}}]}
+
+What was found under another signature (machines, versions) is kept for the runs that it is of.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from .search import Search, Space
+from .tuner import Entry, Key, Tuner
+
+_FORMAT = 1
+_ENTRY = {"choice", "us", "baseline_us", "trials", "closed", "opened"}
+
+
+def dump(tuner: Tuner, signature: Mapping[str, Any], others: list | tuple = ()) -> str:
+    """All of a tuner but the samples that are on their way; ``others`` as :func:`load` has them."""
+    values, keys, under_way = tuner.space.values, {}, {}
+    for key, entry in tuner.entries.items():
+        keys[str(key)] = {
+            "choice": values(entry.current),
+            "us": entry.time,
+            "baseline_us": entry.baseline,
+            "trials": entry.trials,
+            "closed": entry.search is None,
+            "opened": entry.opened,
+        }
+        if entry.search is not None:
+            under_way[str(key)] = {
+                "start": values(entry.search.start),
+                "history": [[values(choice), samples] for choice, samples in entry.search.history],
+                "samples": entry.samples,
+            }
+    state = {
+        "format": _FORMAT,
+        "signature": dict(signature),
+        "step": tuner.step,
+        "run_us": tuner.run_time,
+        "lost_us": tuner.lost_time,
+        "keys": keys,
+        "open": under_way,
+        "others": list(others),
+    }
+    return json.dumps(state, indent=1)
+
+
+def load(text: str, tuner: Tuner, signature: Mapping[str, Any]) -> list[dict]:
+    """Fill a new tuner from :func:`dump`'s text (else ValueError); return others' for the next."""
+    others = []
+    for known in _parse(text):
+        if known["signature"] != signature:
+            others.append({"signature": known["signature"], "keys": known["keys"]})
+            continue
+        tuner.step = known.get("step", 0)
+        tuner.run_time, tuner.lost_time = known.get("run_us", 0), known.get("lost_us", 0)
+        for name, saved in known["keys"].items():
+            entry = _entry(saved, known.get("open", {}).get(name), tuner.space)
+            if entry is not None:
+                tuner.entries[Key.parse(name)] = entry
+    tuner.restart_checksum()
+    return others
+
+
+def _entry(saved: Mapping, search: Mapping | None, space: Space) -> Entry | None:
+    """None where this run cannot use it: it may choose among less, or more."""
+    times = saved["us"], saved["baseline_us"], saved["trials"], saved["opened"]
+    try:
+        entry = Entry(space.choice(saved["choice"]), None, *times)
+        if saved["closed"]:
+            return entry
+        if search is None:
+            return None
+        history = [(space.choice(values), samples) for values, samples in search["history"]]
+        entry.search = Search(space, space.choice(search["start"]), history)
+    except ValueError:
+        return None
+    entry.samples = list(search["samples"])  # its next step is a first one again
+    return entry
+
+
+def read_pinned(text: str, space: Space, signature: Mapping[str, Any]) -> dict[Key, dict[str, Any]]:
+    """The decided choices of a file, for a run that measures nothing.
+
+    Raises:
+        ValueError: not such a text, another signature, no choice, or one that this run cannot make.
+    """
+    made = _parse(text)[0]
+    for name, value in signature.items():
+        if made["signature"].get(name) != value:
+            raise ValueError(
+                f"it was made with {name} = {made['signature'].get(name)}, and this run has {value}"
+            )
+    found = {
+        Key.parse(name): space.values(space.choice(known["choice"]))
+        for name, known in made["keys"].items()
+        if known["closed"]
+    }
+    if not found:
+        raise ValueError("it has no decided key")
+    return found
+
+
+def _parse(text: str) -> list[dict]:
+    """What is known under each signature, that of the file's run first; refuses what no dump is."""
+    try:
+        state = json.loads(text)
+        version = state["format"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError("not a file of exchange choices") from None
+    if version != _FORMAT:
+        raise ValueError(f"format {version!r} of exchange choices; this version reads {_FORMAT}")
+    found = [state, *state.get("others", ())]
+    for known in found:
+        keys = known.get("keys") if isinstance(known, dict) else None
+        if not isinstance(keys, dict) or not isinstance(known.get("signature"), dict):
+            raise ValueError("not a file of exchange choices: signature or keys are missing")
+        for name, entry in keys.items():
+            whole = isinstance(entry, dict) and entry.keys() >= _ENTRY
+            whole = whole and isinstance(entry["choice"], dict)
+            if not (whole and name.rpartition("/")[2].isdigit()):
+                raise ValueError(f"a damaged file of exchange choices: {name!r}: {entry!r}")
+    return found

@@ -1,0 +1,83 @@
+"""How long the layers of one step take from dispatch to combine, forward and backward.
+
+Nothing waits for the measurement: on a GPU times come from events of its stream, read when they are
+there. The backward pass goes from a hook on the output to one on the input. Recomputation counts.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+import torch
+
+from ..moe.torch_modes import untraced
+
+
+class RegionTimer:
+    """Times of one step of training."""
+
+    def __init__(self):
+        self._spans: list[tuple] = []
+        # whose backward pass has not ended; a graph that is dropped before it has none to come, as
+        # recomputation without reentrant autograd makes one
+        self._open: weakref.WeakSet[_Backward] = weakref.WeakSet()
+
+    @untraced  # a trace does not see the clock
+    def begin(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Begin a region: its input, and what :meth:`end` needs. Differentiable."""
+        begin, backward = _mark(x.device), None
+        if torch.is_grad_enabled() and x.requires_grad:
+            backward = _Backward(self)
+            x = x.view_as(x)
+            x.register_hook(backward.end)
+        return x, (begin, backward)
+
+    @untraced
+    def end(self, y: torch.Tensor, span: Any) -> torch.Tensor:
+        """End it: its output, made of what :meth:`begin` returned."""
+        begin, backward = span
+        if backward is not None:
+            # a function here would make y a view, which could not be changed in place
+            y.register_hook(backward.start)
+            self._open.add(backward)
+        self._spans.append((begin, _mark(y.device)))
+        return y
+
+    @property
+    def microseconds(self) -> int | None:
+        """Of all layers together; None as long as it is not known."""
+        ends = [end for _, end in self._spans]
+        if not ends or self._open or not all(isinstance(end, int) or end.query() for end in ends):
+            return None
+        return max(1, round(sum(_between(*span) for span in self._spans)))
+
+
+class _Backward:
+    """The backward pass of one region."""
+
+    def __init__(self, timer: RegionTimer):
+        self.timer = timer
+        self.begin = None
+
+    def start(self, grad):
+        self.begin = _mark(grad.device)
+
+    def end(self, grad):
+        if self.begin is not None:
+            self.timer._spans.append((self.begin, _mark(grad.device)))
+            self.timer._open.discard(self)
+
+
+def _mark(device):
+    if device.type != "cuda":
+        return time.perf_counter_ns()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _between(begin, end):
+    """Microseconds."""
+    return (end - begin) / 1000 if isinstance(begin, int) else 1000 * begin.elapsed_time(end)

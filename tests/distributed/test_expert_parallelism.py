@@ -1,0 +1,222 @@
+"""Tokens to experts, or weights to tokens (r): what one process computes, whatever the parallelism.
+
+Outputs and gradients of any r are compared with a loop over tokens in test_fuzz.py.
+"""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.assertions import rms_ratio
+from helpers.distributed import run_ranks
+from helpers.layers import HIDDEN, M, make_layer, run, tokens_of
+from helpers.slices import join_slices
+from torch import nn
+
+from fairseq_tutel import ops, training
+from fairseq_tutel.config import ExchangeConfig
+from fairseq_tutel.distributed import (
+    ExpertParallelGroups,
+    build_groups,
+    expert_parallelism,
+    possible_r,
+    process_world,
+    sync_step,
+    without_held_experts,
+)
+from fairseq_tutel.moe import MoELayer, dispatcher
+
+EXPERTS = (1, 2, 4, 8)
+EQUAL = (6,) * 8
+
+
+def over_copies(found, groups):
+    """Sums over the ranks that have a copy of the same, of which each saw a part of the tokens."""
+    dist.all_reduce(found["gate.wg.weight"])
+    for name, grad in found.items():
+        copied = groups.num_slices == 1 or name == "experts.fc2_bias"
+        if name.startswith("experts.") and copied and groups.num_replicas > 1:
+            dist.all_reduce(grad, group=groups.replica_group)
+    return found
+
+
+def compare(got, want, case, units=1e-12):
+    assert set(got) == set(want)
+    for name, value in want.items():
+        scale = max(1.0, float(value.abs().max())) if value.numel() else 1.0
+        torch.testing.assert_close(
+            got[name],
+            value,
+            rtol=0,
+            atol=units * scale,
+            msg=lambda m: f"{case}, {name}: {m}",  # noqa: B023
+        )
+
+
+def _refuse_what_does_not_fit():
+    rank, world_size = process_world()
+    groups = build_groups(2, placement="sliced")
+    layer = make_layer(groups)
+    x, _, rows = tokens_of(EQUAL)
+    with pytest.raises(ValueError, match=r"disagree on r: 0 on ranks \[1\]; 1 on ranks \[0, 2"):
+        layer(x[rows], r=0 if rank == 1 else 1)
+    with pytest.raises(
+        ValueError, match=r"r=3 .* does not fit 2 experts on .* choose one of 0, 1, 2"
+    ):
+        layer(x[rows], r=3)
+    with pytest.raises(ValueError, match=r"r=2 .* whole: choose one of 0, 1$"):
+        make_layer(build_groups(world_size), exchange=ExchangeConfig(r=2))
+    step = sync_step(6, layer.step_settings(x.dtype, r=2), groups)
+    with pytest.raises(ValueError, match="this call's options make r 0, but .* for this step has"):
+        layer(x[rows], step=step, r=0)
+    layer(x[rows], step=step, r=2)
+    own = [nn.Linear(M, M)]
+    with pytest.raises(ValueError, match="experts=Linear: modules of one's own cannot be cut into"):
+        make_layer(groups, experts=own)
+    with pytest.raises(ValueError, match="r=0, .* weights of modules of one's own .Linear. cannot"):
+        make_layer(build_groups(world_size), experts=own)(x[rows].double(), r=0)
+    with pytest.raises(ValueError, match="8 hidden units .* cut into 3") as caught:
+        MoELayer(M, 2, HIDDEN, groups=dataclasses.replace(groups, num_replicas=3))
+    assert "\n" not in str(caught.value)
+
+
+def _dropout_and_dtypes():
+    """Masks of dropout after fc2 are those of the tokens, at any r; half precision and wires."""
+    _, world_size = process_world()
+    x, target, rows = tokens_of()
+    for experts in (2, world_size):
+        groups, outputs = build_groups(experts, placement="sliced"), []
+        for layout in ("padded", "ragged"):
+            layer = make_layer(groups, layout, dropout=0.5)
+            for r, degree in itertools.product(possible_r(groups), (1, 4)):
+                torch.manual_seed(dist.get_rank())
+                config = ExchangeConfig(overlap_degree=degree, r=r)
+                outputs.append(run(layer, x[rows], target[rows], exchange=config))
+                torch.manual_seed(dist.get_rank())  # the same masks again, recomputed
+                recomputed = run(layer, x[rows], target[rows], False, exchange=config)
+                compare(recomputed, outputs[-1], (experts, layout, r, degree, "recomputed"))
+        whole = run(layer.eval(), x[rows], target[rows])
+        for found in outputs:
+            for name in ("y", "x"):
+                torch.testing.assert_close(found[name], outputs[0][name], rtol=0, atol=1e-12)
+        assert not len(whole["y"]) or rms_ratio(outputs[0]["y"], whole["y"]) > 0.1
+    for dtype, wire in itertools.product((torch.bfloat16, torch.float32), ("same", "bf16")):
+        groups = build_groups(2, placement="sliced")
+        given, aims = x[rows].to(dtype), target[rows].to(dtype)
+        want = over_copies(run(make_layer(groups), x[rows], target[rows]), groups)
+        limit = 3e-2 if torch.bfloat16 == dtype or wire == "bf16" else 1e-5
+        layer = make_layer(groups, dtype=torch.float32, exchange=ExchangeConfig(wire=wire))
+        for r in possible_r(groups):
+            with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+                got = over_copies(run(layer, given.float(), aims, r=r), groups)
+            for name in ("y", "experts.fc1_weight", "experts.fc2_weight"):
+                case = (dtype, wire, r, name)
+                assert not want[name].any() or rms_ratio(got[name], want[name]) < limit, case
+
+
+def _train():
+    """20 updates, another r at each, against one process with all tokens; the norms, too."""
+    rank, world_size = process_world()
+    for experts in EXPERTS:
+        groups = build_groups(experts, placement="sliced")
+        x, target, rows = tokens_of(EQUAL)
+        options = {"null_experts": int(experts == 2)}
+        layer = make_layer(groups, **options)
+        alone = make_layer(ExpertParallelGroups(experts), **options)
+        training.prepare_data_parallel(layer)
+        choices, norms = possible_r(groups), []
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (layer, alone)]
+        for number in range(20):
+            r = choices[number % len(choices)]
+            y = layer(x[rows] + 0.1 * number, r=r)
+            # the mean over ranks of their losses, as data parallelism has it
+            (y - target[rows]).square().sum().mul(world_size).backward()
+            dist.all_reduce(layer.gate.wg.weight.grad)
+            layer.gate.wg.weight.grad /= world_size
+            (alone(x + 0.1 * number) - target).square().sum().backward()
+            # measured only: fp32, whose rounding would be in the weights
+            norm = nn.utils.get_total_norm([p.grad for p in alone.parameters()])
+            norms.append([training.clip_grad_norm_(layer, float("inf")).item(), norm.item()])
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.testing.assert_close(*torch.tensor(norms).t(), rtol=1e-6, atol=0)
+        want = alone.state_dict()
+        for name, value in without_held_experts(layer.state_dict()).items():
+            if not name.startswith("experts."):
+                torch.testing.assert_close(value, want[name], rtol=0, atol=1e-10)
+                continue
+            slot, end = name.removeprefix("experts.").split(".", 1)
+            held = [value]
+            if groups.num_replicas > 1:
+                held = [torch.empty_like(value) for _ in range(groups.num_replicas)]
+                dist.all_gather(held, value.contiguous(), group=groups.replica_group)
+            expert = groups.local_experts[int(slot)]
+            torch.testing.assert_close(
+                join_slices(held, end), want[f"experts.{expert}.{end}"], rtol=0, atol=1e-10
+            )
+            assert end != "fc2.bias" or all(torch.equal(one, value) for one in held)
+
+
+def _all():
+    _refuse_what_does_not_fit()
+    _dropout_and_dtypes()
+    _train()
+
+
+def test_every_r_gives_what_one_process_computes():
+    run_ranks(_all, 4, timeout=250)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_training_is_the_same_on_other_numbers_of_ranks(world_size):
+    run_ranks(_train, world_size, timeout=300)
+
+
+def test_simulated_ranks_copy_what_they_would_send_and_gather():
+    for experts in (2, 8):
+        groups = build_groups(experts, simulate_world_size=8, placement="sliced")
+        layer = make_layer(groups)
+        x = torch.randn(12, M, dtype=torch.float64)
+        for r in possible_r(groups):
+            parallelism = expert_parallelism(groups, r)
+            assert parallelism.gather_size == (8 if r == 0 else groups.num_slices // r)
+            found = run(layer, x, x, r=r)
+            assert found["y"].shape == x.shape
+            assert all(torch.isfinite(value).all() for value in found.values())
+            call = layer.experts.call(x.dtype, parallelism)
+            held = experts if r == 0 else 1
+            assert call.params[0].shape == (held, HIDDEN // (r or 1), M)
+            assert call.params[2].shape == (held, M, HIDDEN // (r or 1))
+
+
+def test_dropout_is_that_of_the_pair_of_each_row():
+    """Rows of two tokens with two choices, of two parts each; some are empty."""
+    pair_of_row = [7, 0, -1, 2, 5, 4]  # t * 4 + part * 2 + choice
+    rows, keep = torch.randn(6, M), torch.rand(4, M) < 0.5
+    got = dispatcher._drop(
+        rows, torch.tensor(pair_of_row, dtype=torch.int32), keep, copies=2, top_k=2, dropout=0.5
+    )
+    for row, pair in enumerate(pair_of_row):
+        if pair >= 0:
+            choice = 2 * (pair // 4) + pair % 2
+            assert torch.equal(got[row], torch.where(keep[choice], 2 * rows[row], 0.0))
+
+
+def test_parts_of_an_expert_draw_unlike_masks():
+    seeds = []
+    for part in range(3):
+        torch.manual_seed(0)
+        seed = ops.FFNOptions("relu", (0.5, 0.0), part).draw_seed(torch.device("cpu"))
+        seeds += [int(seed), int(seed) + 1]  # of both masks
+    assert len(set(seeds)) == 6
+
+
+def test_one_process_has_no_ranks_to_gather_from():
+    x, target, _ = tokens_of(EQUAL)
+    layer = make_layer(build_groups(4, placement="sliced"))
+    whole = run(layer, x[:6], target[:6])
+    compare(run(layer, x[:6], target[:6], r=0), whole, "r=0", units=1e-15)

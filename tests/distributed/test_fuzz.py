@@ -1,0 +1,325 @@
+"""Random layers on several ranks against a loop over tokens in fp64 that knows no routing, no rank.
+
+A case is a seed: placement, groups, r, algorithm, degree, capacity, top-k, uneven and empty ranks.
+``FUZZ_SEEDS=7,8 python -m pytest tests/distributed/test_fuzz.py`` runs those alone; a failure names
+its seed.
+"""
+
+import dataclasses
+import os
+import random
+from collections import defaultdict
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.distributed import run_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fairseq_tutel.config import ExchangeConfig
+from fairseq_tutel.distributed import build_groups, process_world
+from fairseq_tutel.moe import MoELayer
+
+SEEDS = range(250)
+ENDS = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
+CUT = {"fc1.weight": 0, "fc1.bias": 0, "fc2.weight": 1}  # which dimension has the hidden units
+
+
+@dataclass(frozen=True)
+class Case:
+    seed: int
+    ranks: int
+    experts: int
+    placement: str
+    group_size: int  # ranks that exchange tokens where experts are whole
+    r: int
+    algorithm: str
+    degree: int
+    compact: bool
+    top_k: int
+    factor: float
+    training: bool
+    normalize_before_dropping: bool
+    batch_prioritized: bool
+    recompute: bool | None  # None: no; else whether reentrant
+    balance: bool  # whether the balance loss, computed in fp32, is part of the loss
+    activation: str
+    model_dim: int
+    hidden_dim: int
+    own: bool  # whether the experts are modules of the user's own
+    tokens: tuple[int, ...]
+
+    @property
+    def slices(self):
+        return self.ranks // self.group_size if self.placement == "sliced" else 1
+
+    @property
+    def local_experts(self):
+        return self.experts // self.group_size
+
+    def place(self, rank):
+        """Global numbers of a rank's experts, and which of their slices it has."""
+        first = rank % self.group_size * self.local_experts
+        return range(first, first + self.local_experts), rank // self.group_size % self.slices
+
+
+def case_of(seed, ranks=4):
+    rng = random.Random(seed)
+    experts = rng.choice([1, 2, 4, 4, 6, 8, 12, 64])
+    fitting = [p for p in (1, 2, 4, 8) if experts % p == 0 and ranks % p == 0]
+    placement, group_size = rng.choice(["replicated", "sliced"]), rng.choice(fitting)
+    if placement == "sliced":
+        experts = rng.choice([1, 2, 2, 4, 8])
+        group_size = min(experts, ranks)
+    slices = ranks // group_size if placement == "sliced" else 1
+    r = rng.choice([r for r in range(slices + 1) if r == 0 or slices % r == 0])
+    most = rng.choice([0, 3, 9, 20])
+    tokens = [rng.choice([0, most, rng.randint(0, most)]) for _ in range(ranks)]
+    return Case(
+        seed=seed,
+        ranks=ranks,
+        experts=experts,
+        placement=placement,
+        group_size=group_size,
+        r=r,
+        algorithm=rng.choice(["linear", "2dh"]),
+        degree=rng.choice([1, 1, 2, 4, 8]),
+        compact=rng.random() < 0.2,
+        top_k=rng.randint(1, min(3, experts)),
+        factor=rng.choice([0.0, 0.5, 1.0, 2.0, -0.25, -1.0]),
+        training=rng.random() < 0.8,
+        normalize_before_dropping=rng.random() < 0.3,
+        batch_prioritized=rng.random() < 0.3,
+        recompute=(recompute := rng.choice([None, None, False, True])),
+        balance=recompute is None and rng.random() < 0.4,
+        activation=rng.choice(["gelu", "relu"]),
+        model_dim=rng.choice([3, 8]),
+        hidden_dim=rng.choice([8, 24]),
+        own=placement == "replicated" and r == 1 and rng.random() < 0.4,
+        tokens=tuple(tokens),
+    )
+
+
+def tensors_of(case):
+    """Tokens and targets of each rank, the gate's weight, and {(expert, end): tensor}; fp64."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    m, f = case.model_dim, case.hidden_dim
+    shapes = dict(zip(ENDS, ((f, m), (f,), (m, f), (m,)), strict=True))
+    weights = {(e, end): draw(*shapes[end]) for e in range(case.experts) for end in ENDS}
+    xs, targets = ([draw(count, m) for count in case.tokens] for _ in range(2))
+    return xs, targets, draw(case.experts, m), weights
+
+
+def cut(tensor, case, end, index):
+    """What the holder of a slice has of an expert's tensor."""
+    return tensor if end not in CUT else tensor.chunk(case.slices, CUT[end])[index]
+
+
+# the oracle
+
+
+def expert_of(x_M, weights, expert, case):
+    w1, b1, w2, b2 = (weights[expert, end] for end in ENDS)
+    return w2 @ getattr(F, case.activation)(w1 @ x_M + b1) + b2
+
+
+def kept_of(gates, chosen, case, agreed):
+    """{(token, choice)} of one rank that find room with their experts."""
+    limit = max(1, case.top_k * int(abs(case.factor) * -(-agreed // case.experts)))
+    order = list(range(len(gates)))
+    if case.batch_prioritized:
+        order.sort(key=lambda t: -max(gates[t]))
+    used, kept = defaultdict(int), set()
+    for k in range(case.top_k):
+        for t in order:
+            if case.factor == 0 or used[chosen[t][k]] < limit:
+                used[chosen[t][k]] += 1
+                kept.add((t, k))
+    return kept
+
+
+def oracle(case):
+    """(by rank y, d_x, balance loss and rows kept by expert; d_gate; d_weights)"""
+    xs, targets, gate, weights = tensors_of(case)
+    leaves = [*xs, gate, *weights.values()]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    total, ys, losses, counts = 0.0 * gate.sum(), [], [], []
+    for rank, (x_TM, target_TM) in enumerate(zip(xs, targets, strict=True)):
+        block = rank // case.group_size * case.group_size
+        of_group = slice(block, block + case.group_size) if case.slices == 1 else slice(None)
+        probs = [(gate @ x_M).softmax(0) for x_M in x_TM]
+        gates = [p.tolist() for p in probs]
+        chosen = [sorted(range(case.experts), key=lambda e: -g[e])[: case.top_k] for g in gates]  # noqa: B023
+        kept, y = kept_of(gates, chosen, case, max(case.tokens[of_group])), []
+        for t, x_M in enumerate(x_TM):
+            choices = [k for k in range(case.top_k) if (t, k) in kept]
+            share = range(case.top_k) if case.normalize_before_dropping else choices
+            divisor = sum(probs[t][chosen[t][k]] for k in share) if case.top_k > 1 else 1.0
+            y.append(torch.zeros_like(x_M))
+            for k in choices:
+                weight = probs[t][chosen[t][k]] / divisor
+                y[t] = y[t] + weight * expert_of(x_M, weights, chosen[t][k], case)
+            total = total + y[t] @ target_TM[t]
+        first = [sum(c[0] == e for c in chosen) / max(1, len(x_TM)) for e in range(case.experts)]
+        mean = sum(probs) / len(probs) if probs else torch.zeros(case.experts).double()
+        losses.append(case.experts * (mean * torch.tensor(first).double()).sum())
+        if case.balance:
+            total = total + losses[-1]
+        ys.append(torch.stack(y) if y else x_TM)
+        counts.append([sum(chosen[t][k] == e for t, k in kept) for e in range(case.experts)])
+    grads = torch.autograd.grad(total, leaves, allow_unused=True)
+    grads = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
+    d_weights = dict(zip(weights, grads[case.ranks + 1 :], strict=True))
+    return (
+        list(zip(ys, grads[: case.ranks], losses, counts, strict=True)),
+        grads[case.ranks],
+        d_weights,
+    )
+
+
+# the layer
+
+
+class OwnExpert(nn.Module):
+    """As a user may write one."""
+
+    def __init__(self, case):
+        super().__init__()
+        self.fc1 = nn.Linear(case.model_dim, case.hidden_dim)
+        self.fc2 = nn.Linear(case.hidden_dim, case.model_dim)
+        self.act = getattr(F, case.activation)
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+
+def layer_of(case):
+    rank, _ = process_world()
+    own = {"experts": [OwnExpert(case) for _ in range(case.local_experts)]} if case.own else {
+        "hidden_dim": case.hidden_dim, "activation": case.activation,
+    }  # fmt: skip
+    chosen = case.group_size if case.placement == "replicated" else 0
+    layer = MoELayer(
+        case.model_dim,
+        case.experts,
+        groups=build_groups(case.experts, expert_parallel_size=chosen, placement=case.placement),
+        exchange=ExchangeConfig(
+            case.algorithm,
+            ranks_per_node=2 if case.algorithm == "2dh" else 0,
+            overlap_degree=case.degree,
+            r=case.r,
+            wire_compact=case.compact,
+        ),
+        top_k=case.top_k,
+        capacity_factor=case.factor,
+        eval_capacity_factor=case.factor,
+        normalize_before_dropping=case.normalize_before_dropping,
+        batch_prioritized=case.batch_prioritized,
+        **own,
+    )
+    _, _, gate, weights = tensors_of(case)
+    experts, index = case.place(rank)
+    state = {
+        f"experts.{slot}.{end}": cut(weights[e, end], case, end, index)
+        for slot, e in enumerate(experts)
+        for end in ENDS
+    }
+    layer.double().load_state_dict({"gate.wg.weight": gate, **state})
+    return layer.train(case.training)
+
+
+def run(case):
+    """y, d_x, balance loss, rows kept by expert, d_gate and {(expert, end): d_weight} of a rank."""
+    rank, _ = process_world()
+    layer, (xs, targets, _, _) = layer_of(case), tensors_of(case)
+    x = xs[rank].requires_grad_()
+    if case.recompute is None:
+        y, aux = layer(x, return_aux=True)
+        loss, count = aux.loss, aux.num_kept_per_expert_E.tolist()
+        ((y * targets[rank]).sum() + case.balance * loss).backward()
+    else:
+        y, loss, count = checkpoint(layer, x, use_reentrant=case.recompute), None, None
+        (y * targets[rank]).sum().backward()
+    experts, _ = case.place(rank)
+    grads = {}
+    for name, param in layer.experts.named_parameters():
+        singles, found = [name], [param.grad]
+        if not case.own:
+            singles, found = layer.experts.single_names()[name], param.grad
+        for single, grad in zip(singles, found, strict=True):
+            slot, end = single.split(".", 1)
+            grads[experts[int(slot)], end] = grad
+    return y.detach(), x.grad, loss, count, layer.gate.wg.weight.grad, grads
+
+
+def _run_all(seeds):
+    _, ranks = process_world()
+    found = []
+    for seed in seeds:
+        try:
+            found.append(run(case_of(seed, ranks)))
+        except Exception as error:
+            raise AssertionError(f"FUZZ_SEEDS={seed}, {case_of(seed, ranks)}") from error
+    return found
+
+
+def compare(name, got, want, case, fp32=False):
+    scale = max(1.0, float(want.abs().max())) if want.numel() else 1.0
+    units = 1e-6 if fp32 else 1e-11
+    torch.testing.assert_close(
+        got, want, rtol=0, atol=units * scale,
+        msg=lambda text: f"{name}: {text}\nFUZZ_SEEDS={case.seed}, {case}",
+    )  # fmt: skip
+
+
+def check(case, by_rank):
+    want_by_rank, d_gate, d_weights = oracle(case)
+    sums = {key: torch.zeros_like(grad) for key, grad in d_weights.items()}
+    for rank, (y, d_x, loss, count, _, grads) in enumerate(by_rank):
+        want_y, want_d_x, want_loss, want_count = want_by_rank[rank]
+        compare(f"y of rank {rank}", y, want_y.detach(), case)
+        compare(f"the gradient of x of rank {rank}", d_x, want_d_x, case, case.balance)
+        if loss is not None:
+            compare(f"the loss of rank {rank}", loss.double(), want_loss.detach(), case, True)
+            assert count == want_count, f"FUZZ_SEEDS={case.seed}, {case}"
+        for (expert, end), grad in grads.items():
+            cut(sums[expert, end], case, end, case.place(rank)[1]).add_(grad)
+    compare("the gate's gradient", sum(each[4] for each in by_rank), d_gate, case, case.balance)
+    for key, grad in d_weights.items():
+        compare(f"the gradient of {key}", sums[key], grad, case)
+
+
+@pytest.mark.parametrize(
+    "ranks", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
+def test_the_layer_is_the_loop_over_tokens(ranks):
+    given = os.environ.get("FUZZ_SEEDS")
+    seeds = [int(seed) for seed in given.split(",")] if given else list(SEEDS)
+    results = run_ranks(_run_all, ranks, seeds, timeout=250)
+    failures = []
+    for number, seed in enumerate(seeds):
+        try:
+            check(case_of(seed, ranks), [rank[number] for rank in results])
+        except AssertionError as error:
+            failures.append(str(error))
+    if failures:
+        pytest.fail(f"{len(failures)} of {len(seeds)} cases\n" + "\n\n".join(failures[:5]))
+
+
+def test_the_cases_reach_what_they_are_meant_to():
+    """Each value of each axis, with and without empty ranks and ranks that are all empty."""
+    cases = [case_of(seed) for seed in SEEDS]
+    for field in dataclasses.fields(Case):
+        if field.name not in ("seed", "ranks", "tokens"):
+            assert len({getattr(case, field.name) for case in cases}) > 1, field.name
+    assert {(c.slices, c.r) for c in cases if c.placement == "sliced"} >= {
+        (4, 0), (4, 1), (4, 2), (4, 4), (2, 0), (2, 1), (2, 2), (1, 0), (1, 1),
+    }  # fmt: skip
+    assert any(not any(case.tokens) for case in cases) and any(0 not in c.tokens for c in cases)

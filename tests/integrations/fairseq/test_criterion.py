@@ -1,0 +1,300 @@
+"""``moe_cross_entropy``: arithmetic and what is logged, with made-up logits and gate losses."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq.logging import metrics
+from torch import nn
+
+from fairseq_tutel.config import MoEConfig
+from fairseq_tutel.distributed import Direction, ExchangeRecord
+from fairseq_tutel.integrations.fairseq.criterions import MoECrossEntropyCriterion
+from fairseq_tutel.integrations.fairseq.criterions.moe_cross_entropy import join_passes
+from fairseq_tutel.moe import (
+    METRIC_NAMES,
+    UTILISATION_NAMES,
+    WIRE_ERROR_NAMES,
+    WIRE_LAYERS_NAMES,
+    MoEAux,
+    RoutingCounts,
+    routing_metrics,
+    utilisation,
+)
+
+VOCABULARY, PAD = 6, 1
+TARGET = torch.tensor([[2, 3, 4], [5, PAD, PAD]])  # 4 tokens in 2 sentences
+TOKENS, SENTENCES = 4, 2
+
+
+def counts(seed):
+    """What a layer with 6 experts reports of 10 tokens beside its loss; some were dropped."""
+    torch.manual_seed(seed)
+    first, second = (torch.randint(6, (10,)).bincount(minlength=6) for _ in range(2))
+    routed = torch.stack([first, second])
+    routed[1, second.argmax()] -= 1
+    kept = routed.sum(0)
+    kept[first.argmax()] = first.max() - 1  # drops a first choice, and all second ones
+    chosen = torch.stack([first, second])
+    as_int = (x.to(torch.int32) for x in (chosen, routed, kept))
+    record = ExchangeRecord()
+    record.cpu_ms, record.cuda_ms = float(seed), 2.0 * seed
+    return (torch.rand(()) * 10, *as_int, 10, record)
+
+
+class FakeModel(nn.Module):
+    """Given logits, and reports of MoE layers with given losses."""
+
+    def __init__(self, gate_losses):
+        super().__init__()
+        torch.manual_seed(0)
+        self.logits = nn.Parameter(torch.randn(2, 3, VOCABULARY, dtype=torch.float64))
+        self.gate_losses = nn.Parameter(torch.tensor(gate_losses, dtype=torch.float32))
+        self.counts = [counts(seed) for seed in range(len(gate_losses))]
+        self.routing = None
+
+    def forward(self, **net_input):
+        rows = zip(self.gate_losses, self.counts, strict=True)
+        reports = [MoEAux(loss, *row) for loss, row in rows]
+        extra = {"moe": reports} if reports else {}
+        if self.routing is not None:
+            extra["moe_counts"] = self.routing
+        return self.logits, extra
+
+    def get_normalized_probs(self, net_output, log_probs, sample=None):
+        return net_output[0].log_softmax(-1)
+
+    def get_targets(self, sample, net_output):
+        return sample["target"]
+
+
+def criterion(weight=0.5, combine="average", transform="none", sentence_avg=False):
+    task = SimpleNamespace(target_dictionary=SimpleNamespace(pad=lambda: PAD))
+    return MoECrossEntropyCriterion(task, sentence_avg, weight, combine, transform)
+
+
+def sample():
+    return {"net_input": {}, "target": TARGET, "ntokens": TOKENS}
+
+
+def cross_entropy(model):
+    """In nats, summed over the four real tokens."""
+    total = 0.0
+    for row, targets in zip(model.logits.tolist(), TARGET.tolist(), strict=True):
+        for logits, target in zip(row, targets, strict=True):
+            if target != PAD:
+                total += math.log(sum(math.exp(v) for v in logits)) - logits[target]
+    return total
+
+
+def logged(outputs):
+    """What reduce_metrics hands to fairseq's aggregator, by name."""
+    with metrics.aggregate(new_root=True) as aggregator:
+        MoECrossEntropyCriterion.reduce_metrics(outputs)
+    return {
+        key: float(meter.avg) if hasattr(meter, "avg") else meter.fn(aggregator)
+        for key, meter in aggregator.items()
+    }
+
+
+@pytest.mark.parametrize("combine, total", [("sum", 4.0), ("average", 2.0)])
+@pytest.mark.parametrize("transform", ["none", "neg_log"])
+@pytest.mark.parametrize("sentence_avg", [False, True])
+def test_loss_is_cross_entropy_plus_weighted_gate_loss(combine, total, transform, sentence_avg):
+    model, gate_loss = FakeModel([1.5, 2.5]), total if transform == "none" else -math.log(total)
+    loss, sample_size, output = criterion(0.5, combine, transform, sentence_avg)(model, sample())
+    size = SENTENCES if sentence_avg else TOKENS
+    inner = cross_entropy(model)
+    assert sample_size == size
+    assert loss.item() == pytest.approx(inner + 0.5 * size * gate_loss, rel=1e-6)
+    assert output["inner_loss"].item() == pytest.approx(inner)
+    assert output["moe_loss"].item() == pytest.approx(size * gate_loss, rel=1e-6)
+    assert (output["ntokens"], output["nsentences"], output["sample_size"]) == (4, 2, size)
+
+    loss.backward()
+    layers = 1.0 if combine == "sum" else 0.5
+    slope = -layers / total if transform == "neg_log" else layers
+    assert model.gate_losses.grad.tolist() == pytest.approx([0.5 * size * slope] * 2)
+
+    values = logged([output])
+    assert values["moe_gate_loss"] == pytest.approx(gate_loss, rel=1e-6)  # without the weight
+    assert values["loss"] == pytest.approx(loss.item() / size / math.log(2), rel=1e-6)
+    assert values["inner_loss"] == pytest.approx(inner / size / math.log(2), rel=1e-6)
+    assert ("nll_loss" in values) == sentence_avg
+    per_token = inner / TOKENS / math.log(2)
+    assert values["ppl"] == pytest.approx(2**per_token, abs=0.01)
+    if sentence_avg:
+        assert values["nll_loss"] == pytest.approx(per_token, rel=1e-6)
+
+
+def test_metrics_are_means_over_layers_then_batches():
+    outputs, want = [], dict.fromkeys(METRIC_NAMES, 0.0)
+    for seed in range(3):
+        model = FakeModel([1.0, 2.0])
+        model.counts = [counts(10 + seed), counts(20 + seed)]
+        for aux in model()[1]["moe"]:
+            for name, value in aux.metrics_dict().items():
+                want[name] += value / 6
+        outputs.append(criterion()(model, sample())[2])
+    values = logged(outputs)
+    for name, value in want.items():
+        assert values[name] == pytest.approx(value, rel=1e-5), name
+    assert values["overflow_expert1"] > 0 and values["overflow_expert2"] > 0
+    assert len(METRIC_NAMES) == 11
+
+
+def test_errors_on_the_wire_are_means_over_the_layers_that_have_one():
+    """Those of gradients, which records have when the backward pass is over, included."""
+    dispatch, gradient = Direction.DISPATCH, Direction.DISPATCH_GRADIENT
+    model = FakeModel([1.0, 2.0])
+    output = criterion()(model, sample())[2]
+    assert not set(WIRE_ERROR_NAMES) & set(logged([output]))
+    records = [counts_of_layer[-1] for counts_of_layer in model.counts]
+    output = criterion()(model, sample())[2]
+    records[0].add_square_sums(dispatch, torch.tensor([0.04, 4.0]))
+    records[0].add_square_sums(gradient, torch.tensor([0.01, 1.0]))
+    records[1].add_square_sums(dispatch, torch.tensor([0.09, 1.0]))
+    logs = [output]
+    join_passes(logs)
+    assert all(torch.is_tensor(logs[0][name]) for name in WIRE_ERROR_NAMES + WIRE_LAYERS_NAMES)
+    values = logged(logs)
+    assert values["moe_wire_error_dispatch"] == pytest.approx(0.2)
+    assert values["moe_wire_error_dispatch_gradient"] == pytest.approx(0.1)
+    assert "moe_wire_error_combine" not in values
+    evaluated = criterion()(model.eval(), sample())[2]
+    assert logged([evaluated])["moe_wire_error_dispatch"] == pytest.approx(0.2)
+
+
+def test_share_of_null_experts():
+    """20 choices of a layer; one without such experts logs nothing of them."""
+    model = FakeModel([1.0, 1.0])
+    plain = criterion()(model, sample())[2]
+    assert "moe_null" not in plain and "moe_null" not in logged([plain])
+    with_nulls = ({"num_null_KN": torch.tensor([[3], [2]])}, {"num_null_KN": torch.zeros(2, 1)})
+    reports = model()[1]["moe"]
+    reports = [aux._replace(**nulls) for aux, nulls in zip(reports, with_nulls, strict=True)]
+    model.forward = lambda **net_input: (model.logits, {"moe": reports})
+    output = criterion()(model, sample())[2]
+    assert logged([output, output])["moe_null"] == pytest.approx(100 * 5 / (20 + 5) / 2, abs=0.01)
+
+
+def test_an_update_is_read_back_in_one_piece(monkeypatch):
+    """What is logged are numbers: fairseq rounds every tensor that it finds by reading it."""
+    model = FakeModel([1.0, 2.0])
+    model.routing = routing_of_a_pass(*(2 * part for part in ONE[0][:3]), 12)
+    outputs = [criterion()(model, sample())[2] for _ in range(3)]
+    # as stock's sum over ranks leaves it: every value a tensor
+    summed = {k: v for k, v in outputs[0].items() if k != "moe_exchange_records"}
+    outputs.append({k: torch.as_tensor(v, dtype=torch.float64) for k, v in summed.items()})
+    reads = []
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda *a, f=original: reads.append(f.__name__) or f(*a)
+        )
+    with metrics.aggregate(new_root=True) as aggregator:
+        MoECrossEntropyCriterion.reduce_metrics(outputs)
+        values = aggregator.get_smoothed_values()
+    assert reads == ["tolist"]
+    assert len(values) >= 4 + len(METRIC_NAMES) + len(UTILISATION_NAMES)
+
+
+def test_layers_of_different_shape_are_computed_one_by_one():
+    """As those of an encoder and a decoder."""
+    one, two = (MoEAux(torch.tensor(1.0), *counts(seed)) for seed in (1, 2))
+    reports = [one, two._replace(num_tokens=5), two]
+    together = routing_metrics(reports)
+    for i, aux in enumerate(reports):
+        assert together[:, i].tolist() == pytest.approx(list(aux.metrics_dict().values()))
+
+
+def test_batches_of_different_size_are_weighted_by_their_tokens():
+    base = {"inner_loss": 0.0, "batch_count": 1}
+    small = {**base, "sample_size": 1, "loss": math.log(2) * 8, "moe_loss": 5.0, "ntokens": 1}
+    large = {**base, "sample_size": 3, "loss": 0.0, "moe_loss": 3.0, "ntokens": 3}
+    values = logged([small, large])
+    assert values["loss"] == pytest.approx(2.0) and values["moe_gate_loss"] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("extra", [{}, None])
+def test_dense_models_have_no_gate_loss(extra):
+    """fairseq's lstm_lm returns None beside its output in training."""
+    model = FakeModel([])
+    model.forward = lambda **inputs: (model.logits, extra)
+    loss, _, output = criterion(weight=7.0)(model, sample())
+    assert loss.item() == pytest.approx(cross_entropy(model))
+    assert output["moe_loss"] == 0 and not set(METRIC_NAMES) & set(output)
+    assert logged([output])["moe_gate_loss"] == 0
+
+
+def test_unreduced_loss_keeps_its_shape():
+    model = FakeModel([2.0])
+    loss, _, _ = criterion(weight=0.0)(model, sample(), reduce=False)
+    assert loss.shape == (TARGET.numel(),)
+    assert loss.sum().item() == pytest.approx(cross_entropy(model))
+
+
+def routing_of_a_pass(load_LE, kept_LE, received_LW, slots):
+    as_int = (torch.tensor(x, dtype=torch.int32) for x in (load_LE, kept_LE, received_LW))
+    return RoutingCounts(*as_int, torch.tensor([slots] * len(load_LE), dtype=torch.int32))
+
+
+# forward passes of one layer, 4 experts on 2 ranks, of two ranks: load, kept, received and slots
+ONE = [
+    ([[5, 1, 2, 0]], [[3, 1, 2, 0]], [[4, 2]], 12),
+    ([[2, 2, 2, 2]], [[2, 2, 2, 2]], [[4, 4]], 12),
+    ([[8, 0, 0, 0]], [[3, 0, 0, 0]], [[3, 0]], 12),
+]
+OTHER = [([[1, 1, 3, 3]], [[1, 1, 3, 3]], [[2, 6]], 12), ([[1] * 4], [[1] * 4], [[2, 2]], 12)]
+
+
+def test_utilisation_is_that_of_passes_of_all_ranks():
+    model, ranks = FakeModel([2.0]), []
+    assert not set(UTILISATION_NAMES) & set(logged([criterion()(model, sample())[2]]))
+    for passes, fillers in ((ONE, 0), (OTHER, 1)):  # the other rank has no first batch
+        logs = []
+        for counts_of_pass in passes:
+            model.routing = routing_of_a_pass(*counts_of_pass)
+            logs.append(criterion()(model, sample())[2])
+        alone = logged(logs)
+        join_passes(logs, fillers)
+        assert all(not {"moe_load", "moe_slots"} & set(log) for log in logs[1:])
+        ranks.append(logs[0])
+    assert alone["moe_drop"] == 0 and alone["moe_dead"] == 0
+    both = {key: ranks[0][key] + ranks[1][key] for key in ranks[0]}  # as stock's all-reduce
+    values = logged([both])
+    passes = [[ONE[0]], [ONE[1], OTHER[0]], [ONE[2], OTHER[1]]]
+    of_ranks = [[routing_of_a_pass(*counts_of_rank) for counts_of_rank in one] for one in passes]
+    used = [utilisation(RoutingCounts(*map(sum, zip(*one, strict=True)))) for one in of_ranks]
+    want = torch.tensor([[float(value) for value in one] for one in used]).mean(0)
+    assert [values[name] for name in UTILISATION_NAMES] == pytest.approx(want.tolist(), rel=1e-5)
+
+
+def test_what_an_option_leaves_at_0_is_not_logged():
+    """Drops of a dropless layer, whose rows are as many as are needed; second choices of top-1."""
+    model = FakeModel([2.0])
+    model.routing = routing_of_a_pass(*ONE[0][:3], 0)
+    assert {"moe_drop", "overflow_expert1"} <= set(logged([criterion()(model, sample())[2]]))
+    model.moe_layers = {"1": SimpleNamespace(config=MoEConfig(num_experts=6, capacity_factor=0))}
+    values = logged([criterion()(model, sample())[2]])
+    dropping = {"moe_util_slot", "moe_drop", "overflow_expert1", "overflow_expert2"}
+    clocks = {"all_to_all_cpu_time_ms", "all_to_all_cuda_time_ms"}
+    assert not (dropping | clocks) & set(values)  # the first layer's clocks say 0
+    assert set(METRIC_NAMES) - dropping - clocks <= set(values)
+    assert values["moe_util_load"] == pytest.approx(100 * 2 / 5)
+    entropy, chosen, routed, kept, *rest = counts(1)
+    top1 = MoEAux(torch.tensor(2.0), entropy, chosen[:1], routed[:1], kept, *rest)
+    model.forward = lambda **net_input: (model.logits, {"moe": [top1]})
+    values = logged([criterion()(model, sample())[2]])
+    second = {name for name in METRIC_NAMES if "2" in name}
+    assert not (second | {"overflow_expert1"}) & set(values)
+    assert {"expert1_balance_top", *clocks} <= set(values)
+
+
+def test_outputs_can_be_summed_over_ranks():
+    """Stock sums them by one all-reduce instead of pickling them."""
+    assert MoECrossEntropyCriterion.logging_outputs_can_be_summed()
+    logs = [criterion()(FakeModel([1.0]), sample())[2]]
+    join_passes(logs)
+    assert all(torch.is_tensor(v) or isinstance(v, (int, float)) for v in logs[0].values())

@@ -1,0 +1,55 @@
+"""The table of replacements against what really changes in a process of fairseq's."""
+
+import json
+import subprocess
+import sys
+
+from helpers.commands import ROOT
+
+from fairseq_tutel.integrations.fairseq.hooks import TABLE
+
+# every attribute of every module of fairseq's, and of their classes, before and after
+PROGRAM = """
+import argparse, inspect, json, sys
+sys.argv = ["fairseq-train"]
+import fairseq_cli.train, fairseq_cli.eval_lm, fairseq_cli.validate, fairseq_cli.generate
+import fairseq.optim.fused_adam, fairseq.hub_utils, fairseq.trainer
+
+def attributes():
+    found = {"sys.excepthook": sys.excepthook}
+    found["argparse.ArgumentParser.error"] = argparse.ArgumentParser.error
+    found["fairseq.trainer.Trainer.__new__"] = fairseq.trainer.Trainer.__new__  # inherited before
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] not in ("fairseq", "fairseq_cli") or module.__name__ != name:
+            continue
+        for key, value in list(vars(module).items()):
+            found[f"{name}.{key}"] = value
+            if inspect.isclass(value) and value.__module__ == name:
+                for member, code in list(vars(value).items()):
+                    found[f"{name}.{key}.{member}"] = code
+    return found
+
+before = attributes()
+import fairseq_tutel
+fairseq_tutel.register()
+after = attributes()
+changed = [k for k in before if k in after and after[k] is not before[k]]
+new = [k for k in after if k not in before and not k.split(".")[-1].startswith("__")]
+print(json.dumps([changed, new]))
+"""
+
+
+def test_the_table_names_all_that_is_replaced():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    changed, _ = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(changed) == sorted(row.where for row in TABLE), changed
+
+
+def test_every_row_has_its_reason():
+    assert all(len(row.why) > 20 for row in TABLE)
+    for room in ("integrations/fairseq/options", "integrations/fairseq"):
+        text = (ROOT / "fairseq_tutel" / room / "README.md").read_text(encoding="utf-8")
+        assert f"{len(TABLE)} attributes" in text

@@ -1,0 +1,327 @@
+"""The decoder around the MoE layers, compared with fairseq's dense one wherever they must agree."""
+
+import itertools
+
+import pytest
+import torch
+from fairseq import tasks, utils
+from fairseq.models.transformer import TransformerConfig
+from fairseq.models.transformer_lm import TransformerLanguageModel
+from fairseq.modules.transformer_layer import (
+    TransformerDecoderLayerBase,
+    TransformerEncoderLayerBase,
+)
+from helpers.assertions import assert_close, rms_ratio
+from helpers.distributed import run_ranks
+from helpers.training import LENGTH, make_batch, make_config
+
+from fairseq_tutel.config import EXCHANGES
+from fairseq_tutel.distributed import StepAgreement, process_world
+from fairseq_tutel.integrations.fairseq.models.moe_block import (
+    ForwardScope,
+    MoEBlock,
+    MoETransformerDecoderLayer,
+)
+from fairseq_tutel.integrations.fairseq.models.transformer_lm_gpt_moe import StableEmbedding
+from fairseq_tutel.moe import MoEAux, MoELayer, reports
+
+# one expert that gets every token with weight 1: the layer is a dense FFN
+ONE_EXPERT = ("--moe-expert-count", "1", "--moe-top-k", "1", "--moe-capacity-factor", "0")
+
+
+def build(*words, moe=True):
+    cfg = make_config(*words, moe=moe)
+    utils.set_torch_seed(cfg.common.seed)
+    return tasks.setup_task(cfg.task).build_model(cfg.model)
+
+
+def forward(model, batch=None):
+    return model(**(make_batch(1) if batch is None else batch)["net_input"])
+
+
+def move_and_copy(sparse, stock):
+    """The dense one gets the weights of the one with one expert."""
+    with torch.no_grad():
+        for param in sparse.parameters():  # norms start at 1 and 0, where a bug may not show
+            param.add_(0.1 * torch.randn_like(param))
+    stock.load_state_dict(
+        {
+            name.replace("moe_layer.experts.0.", ""): value
+            for name, value in sparse.state_dict().items()
+            if "gate" not in name
+        }
+    )
+
+
+@pytest.mark.parametrize("freq, layers, sparse", [(2, 4, [1, 3]), (1, 3, [0, 1, 2]), (3, 4, [2])])
+def test_every_freq_th_layer_is_sparse(freq, layers, sparse):
+    words = ("--moe-freq", str(freq), "--decoder-layers", str(layers), "--moe-expert-count", "4")
+    model = build(*words)
+    assert list(model.moe_layers) == sparse
+    names = set(model.state_dict())
+    for i in range(layers):
+        assert (f"decoder.layers.{i}.moe_layer.gate.wg.weight" in names) == (i in sparse)
+        assert (f"decoder.layers.{i}.fc1.weight" in names) == (i not in sparse)
+    # printed as one block of text per kind of layer, with the numbers of those that are of it
+    printed = str(model.decoder.layers)
+    assert printed.count("(moe_layer): MoELayer(") == 1
+    assert printed.count("(fc1): Linear(") == (len(sparse) < layers)
+    assert f"({', '.join(map(str, sparse))}): " in printed
+    _, extra = forward(model)
+    assert len(extra["moe"]) == len(sparse) and all(isinstance(a, MoEAux) for a in extra["moe"])
+
+
+def test_state_dict_differs_from_the_dense_one_in_the_ffn_only():
+    dense = set(build(moe=False).state_dict())
+    sparse = set(build("--moe-expert-count", "2").state_dict())
+    ffn, layer = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"), "decoder.layers.1"
+    assert dense - sparse == {f"{layer}.{name}" for name in ffn}
+    assert sparse - dense == {f"{layer}.moe_layer.gate.wg.weight"} | {
+        f"{layer}.moe_layer.experts.{j}.{name}" for j in (0, 1) for name in ffn
+    }
+
+
+def test_without_sparse_layers_it_is_the_stock_model_to_the_bit():
+    model, stock = build("--moe-freq", "0"), build(moe=False)
+    assert type(stock) is TransformerLanguageModel and not model.moe_layers
+    stock.load_state_dict(model.state_dict())
+    assert model.moe_groups is None
+    assert torch.equal(forward(model)[0], forward(stock)[0])
+
+
+def test_widths_of_experts_and_of_the_dense_layers_in_their_place():
+    model = build("--alternate-decoder-ffn-embed-dim", "40")
+    assert not model.moe_layers and forward(model)[1]["moe"] == []
+    assert [layer.fc1.weight.shape for layer in model.decoder.layers] == [(24, 16), (40, 16)]
+    state = build("--moe-expert-count", "2", "--moe-expert-ffn-dim", "12").state_dict()
+    assert state["decoder.layers.1.moe_layer.experts.1.fc1.weight"].shape == (12, 16)
+    assert state["decoder.layers.0.fc1.weight"].shape == (24, 16)
+
+
+@pytest.mark.parametrize(
+    "options", ["", "--moe-freq 1 --activation-fn relu", "--checkpoint-activations"]
+)
+def test_one_expert_is_the_dense_model(options):
+    """Output and every gradient: residuals, norms and positions are those of the stock."""
+    words = f"{options} --decoder-layers 3"
+    sparse = build(*words.split(), *ONE_EXPERT)
+    stock = build(*words.replace("--moe-freq 1", "").split(), moe=False)
+    move_and_copy(sparse, stock)
+    batch = make_batch(1, lengths=[8, 5])
+    target = torch.randn(2, 8, 32)
+    outputs = []
+    for model in (sparse, stock):
+        out, _ = forward(model, batch)
+        (out * target).sum().backward()
+        outputs.append(out)
+    assert_close("output", *outputs, torch.float32)
+    want = {name: param.grad for name, param in stock.named_parameters()}
+    for name, param in sparse.named_parameters():
+        if "gate" in name:
+            assert param.grad.abs().max() < 1e-5
+        elif not name.endswith("k_proj.bias"):
+            stock_name = name.replace("moe_layer.experts.fc1_", "fc1.")
+            stock_name = stock_name.replace("moe_layer.experts.fc2_", "fc2.")
+            grad = param.grad[0] if ".experts." in name else param.grad
+            assert rms_ratio(grad, want[stock_name]) < 1e-5, name
+
+
+class MoEEncoderLayer(MoEBlock, TransformerEncoderLayerBase):
+    """A block of an encoder: all that one takes."""
+
+    pad_mask_argument = "encoder_padding_mask"
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["pre-norm", "post-norm"])
+@pytest.mark.parametrize("kind", ["decoder", "scale_attn", "scale_heads", "scale_resids",
+                                  "encoder_attn", "encoder"])  # fmt: skip
+def test_one_expert_is_the_dense_layer(kind, before):
+    """Also with what stock layers can do and the arch's command line does not reach."""
+    cfg = TransformerConfig(activation_fn="gelu", dropout=0.0)
+    for side in (cfg.encoder, cfg.decoder):
+        side.embed_dim, side.ffn_embed_dim, side.attention_heads = 16, 24, 2
+        side.normalize_before = before
+    if kind.startswith("scale"):
+        setattr(cfg, kind, True)
+    scope = ForwardScope()
+    layer = MoELayer(16, 1, 24, top_k=1, capacity_factor=0.0)
+    x = torch.randn(LENGTH, 3, 16)
+    mask = torch.full((LENGTH, LENGTH), float("-inf")).triu(1)
+    pads = torch.arange(LENGTH) >= torch.tensor([[LENGTH], [5], [3]])
+    if kind == "encoder":
+        sparse, stock = MoEEncoderLayer(cfg, layer, scope), TransformerEncoderLayerBase(cfg)
+        inputs = {"encoder_padding_mask": pads}
+    else:
+        alone = kind != "encoder_attn"
+        sparse = MoETransformerDecoderLayer(cfg, layer, scope, no_encoder_attn=alone)
+        stock = TransformerDecoderLayerBase(cfg, no_encoder_attn=alone)
+        inputs = {"self_attn_mask": mask}
+        if not alone:
+            inputs |= {"encoder_out": torch.randn(LENGTH, 3, 16), "encoder_padding_mask": pads}
+    move_and_copy(sparse, stock)
+    with scope.open(StepAgreement(3 * LENGTH)) as reports:
+        out = sparse(x, **inputs)
+        assert len(reports) == 1
+    want = stock(x, **inputs)
+    assert type(out) is type(want)
+    if kind != "encoder":
+        out, want = out[0], want[0]
+    assert_close("output", out, want, torch.float32)
+
+
+def test_padding_is_not_routed_if_asked():
+    batch = make_batch(1, lengths=[8, 2])
+    loads = []
+    for words in ((), ("--use-moe-pad-mask",)):
+        model = build("--moe-expert-count", "4", "--moe-capacity-factor", "0", *words)
+        out, extra = forward(model, batch)
+        loads.append(int(extra["moe"][0].load_E.sum()))
+    assert loads == [2 * 16, 2 * 10]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--moe-router linear",
+        "--moe-router cosine --moe-null-experts 2",
+        "--moe-shared-expert-ffn-dim 8 --moe-eom 0.2 --moe-fom 0.2 --moe-null-experts 2",
+    ],
+)
+def test_incremental_decoding_equals_the_whole_sentence(words):
+    """Generation feeds one token at a time; nothing is dropped in evaluation."""
+    model = build("--moe-expert-count", "4", *words.split()).eval()
+    tokens = make_batch(2, sentences=3)["net_input"]["src_tokens"]
+    whole, _ = model(tokens)
+    state, steps = {}, []
+    for t in range(LENGTH):
+        out, extra = model.decoder(tokens[:, : t + 1], incremental_state=state)
+        assert out.shape[1] == 1 and len(extra["moe"]) == 1
+        steps.append(out)
+    assert rms_ratio(torch.cat(steps, 1), whole) < 1e-5
+
+
+def test_stable_embedding_is_normalised_in_fp32():
+    model = build("--moe-expert-count", "2", "--use-stable-embedding")
+    embed = model.decoder.embed_tokens
+    assert isinstance(embed, StableEmbedding)
+    tokens = torch.tensor([[5, 6]])
+    vectors = embed.weight[tokens].double()
+    mean, var = vectors.mean(-1, keepdim=True), vectors.var(-1, unbiased=False, keepdim=True)
+    want = (vectors - mean) / (var + 1e-5).sqrt()
+    assert rms_ratio(embed(tokens), want) < 1e-6
+    assert embed.half()(tokens).dtype == torch.float16
+    assert rms_ratio(embed(tokens), want) < 2e-3
+
+
+def test_a_network_of_experts_is_chosen_by_name():
+    words = ("--moe-expert-count", "2", "--moe-expert-network", "swiglu", "--activation-fn", "relu")
+    model = build(*words, "--moe-swiglu-bias")
+    names = {n.split("experts.1.")[1] for n in model.state_dict() if ".experts.1." in n}
+    assert names == {f"{p}.{k}" for p in ("fc_gate", "fc1", "fc2") for k in ("weight", "bias")}
+    assert not any(n.endswith("fc_gate.bias") for n in build(*words).state_dict())
+    assert torch.isfinite(forward(model)[0]).all()
+
+
+def _on_two_ranks(cfg):
+    rank, _ = process_world()
+    task = tasks.setup_task(cfg.task)
+    model = task.build_model(cfg.model)
+    assert model.moe_groups.num_experts == 2  # the default: one per rank
+    assert list(model.moe_groups.local_experts) == [rank]
+    tokens = make_batch(0)["net_input"]["src_tokens"]
+    with pytest.raises(ValueError, match="generation runs without expert parallelism.*2 ranks"):
+        model.decoder(tokens, incremental_state={})
+    # evaluation with other sizes on the other rank equals that without it
+    model.eval()
+    out, _ = model(tokens[:, : 3 + 4 * rank])
+    cfg.model.moe_expert_count = 3
+    with pytest.raises(ValueError, match="3 experts cannot be spread over 2 ranks"):
+        task.build_model(cfg.model)
+    return out.shape[1]
+
+
+def test_model_on_two_ranks():
+    assert run_ranks(_on_two_ranks, 2, make_config()) == [3, 7]
+
+
+def _with_every_exchange():
+    rank, _ = process_world()
+    results = {}
+    for name, degree in itertools.product(EXCHANGES, ("1", "4")):
+        words = f"--moe-a2a {name} --moe-ranks-per-node 2 --moe-overlap-degree {degree}"
+        model = build("--moe-expert-count", "8", *words.split(), "--checkpoint-activations")
+        assert [layer.exchange.name for layer in model.moe_layers.values()] == [name]
+        for training in (True, False):
+            torch.manual_seed(rank)
+            model.train(training).zero_grad()
+            logits, extra = forward(model, make_batch(rank, lengths=[6, 2 + rank]))
+            (logits.square().sum() + sum(aux.loss for aux in extra["moe"])).backward()
+            grads = [param.grad.clone() for param in model.parameters()]
+            results.setdefault((training, degree), {})[name] = [logits.detach(), *grads]
+    for (training, degree), by_name in results.items():
+        for name, got in by_name.items():
+            pairs = zip(got, by_name["linear"], strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), (name, degree)
+        for a, b in zip(by_name["linear"], results[training, "1"]["linear"], strict=True):
+            # sums of other orders
+            limit = 1e-5 * max(1.0, float(b.abs().max()))
+            torch.testing.assert_close(a, b, rtol=0, atol=limit)
+    return len(by_name)
+
+
+def test_model_on_two_nodes_of_two_ranks_with_every_exchange():
+    """And every degree of overlap; recomputed layers exchange again, in the same order."""
+    assert run_ranks(_with_every_exchange, 4) == [len(list(EXCHANGES))] * 4
+
+
+def test_simulation_of_many_ranks_in_one_process(caplog):
+    with caplog.at_level("WARNING", logger="fairseq_tutel.integrations.fairseq"):
+        model = build("--moe-simulate-world-size", "8", "--moe-expert-count", "16")
+    assert "SIMULATION: this process is one rank of 8" in caplog.text
+    assert list(model.moe_groups.local_experts) == [0, 1]
+    out, extra = forward(model.train())
+    (out.float().square().mean() + extra["moe"][0].loss).backward()
+    assert torch.isfinite(out).all()
+    assert model.moe_layers[1].experts.fc1_weight.shape[0] == 2
+    assert model.moe_layers[1].experts.fc1_weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"base_layers": 1}, "--base-layers 1 cannot be combined with MoE layers"),
+        ({"scale_fc": True}, "--scale-fc"),
+        ({"character_embeddings": True}, "--character-embeddings"),
+        ({"adaptive_input": True}, "--adaptive-input"),
+        ({"adaptive_softmax_cutoff": "50"}, "--adaptive-softmax-cutoff"),
+        ({"moe_freq": 5}, "--moe-freq 5 makes no MoE layer among 2 layers"),
+        ({"moe_top_k": 3, "moe_expert_count": 2}, "--moe-top-k 3 must lie between"),
+    ],
+)
+def test_configs_that_never_saw_the_command_line_are_checked_too(given, message):
+    """Hydra builds the model from a config."""
+    cfg = make_config()
+    cfg.model.update(given)
+    with pytest.raises(ValueError, match=message):
+        tasks.setup_task(cfg.task).build_model(cfg.model)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+def test_one_reduction_balances_all_layers_over_all_ranks(recompute, monkeypatch):
+    """On one rank the counts of all ranks are its own."""
+    words = ["--moe-expert-count", "4", "--moe-freq", "1"]
+    if recompute:
+        words.append("--checkpoint-activations")
+    reductions, losses, grads = [], [], []
+    monkeypatch.setattr(reports, "process_world", lambda: (0, 2))
+    monkeypatch.setattr(reports, "sum_tensor_over_ranks_", lambda x: reductions.append(x.shape))
+    for scope in ("rank", "global"):
+        model = build(*words, "--moe-gate-loss-scope", scope)
+        _, extra = forward(model)
+        loss = torch.stack([aux.loss for aux in extra["moe"]]).sum()
+        loss.backward()
+        losses.append(loss.item())
+        grads.append(model.decoder.layers[0].moe_layer.gate.wg.weight.grad)
+    assert reductions == [(2 * 5,)]  # layers x (experts, tokens)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert rms_ratio(grads[1], grads[0]) < 1e-5

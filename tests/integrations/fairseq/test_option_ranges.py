@@ -1,0 +1,78 @@
+"""Every number on a command line or in a Hydra config against the one table of ranges."""
+
+import math
+import re
+from argparse import Namespace
+
+import pytest
+from fairseq.models import ARCH_CONFIG_REGISTRY
+from helpers.training import make_config
+from omegaconf.errors import ValidationError
+
+from fairseq_tutel.config import ROUTERS
+from fairseq_tutel.integrations.fairseq.criterions.moe_cross_entropy import (
+    MoECrossEntropyCriterion,
+    MoECrossEntropyCriterionConfig,
+)
+from fairseq_tutel.integrations.fairseq.models import TransformerLMGPTMoE, TransformerLMGPTMoEConfig
+from fairseq_tutel.integrations.fairseq.options import help
+
+
+def ranges_of(options):
+    """The ranges that the fields of a dataclass state, by the name of the field."""
+    stated = {
+        name: field.metadata.get("range") for name, field in options.__dataclass_fields__.items()
+    }
+    return {name: allowed for name, allowed in stated.items() if allowed is not None}
+
+
+MODEL = ranges_of(TransformerLMGPTMoEConfig)
+CRITERION = ranges_of(MoECrossEntropyCriterionConfig)
+
+
+def bad_numbers(allowed):
+    """Not finite, and beyond each end of a range."""
+    ends = [allowed.low - 1, allowed.high + 1]
+    ends += [allowed.low] * allowed.low_open + [allowed.high] * allowed.high_open
+    return [math.nan, math.inf, -math.inf, *(int(end) for end in ends if math.isfinite(end))]
+
+
+@pytest.fixture(scope="module")
+def cfg():
+    return make_config("--moe-expert-count", "4")
+
+
+def refused(name, value):
+    """Match for the one line about an option and its value, spelled as on a command line."""
+    return f"^(error: )?{re.escape('--' + name.replace('_', '-'))} .*{value}.* must be "
+
+
+@pytest.mark.parametrize("name", MODEL)
+def test_the_models_options(cfg, name):
+    default = cfg.model[name]
+    for value in bad_numbers(MODEL[name]):
+        with pytest.raises(SystemExit, match=refused(name, value)):
+            ARCH_CONFIG_REGISTRY["transformer_lm_gpt_moe"](Namespace(**{name: value}))
+        try:
+            cfg.model[name] = value
+        except ValidationError:
+            continue  # not even Hydra takes it, as nan for a whole number
+        with pytest.raises(ValueError, match=refused(name, value)):
+            TransformerLMGPTMoE.build_model(cfg.model, None)
+        cfg.model[name] = default
+
+
+@pytest.mark.parametrize("name", CRITERION)
+def test_the_criterions_options(name):
+    for value in bad_numbers(CRITERION[name]):
+        with pytest.raises(ValueError, match=refused(name, value)):
+            MoECrossEntropyCriterion(None, False, **{name: value})
+
+
+def test_every_number_of_our_own_has_a_range_that_holds_its_default():
+    for field in (field for group in help.own_options().values() for field in group):
+        if field.name in ROUTERS.all_flags() or not re.search(r"\b(int|float)\b", str(field.type)):
+            continue  # a registry checks the options of what is registered
+        allowed = field.metadata["range"]
+        assert allowed is not None, f"{field.name} states no range"
+        assert field.default is None or field.default in allowed, field.name

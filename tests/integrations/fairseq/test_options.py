@@ -1,0 +1,330 @@
+"""The command line: names, defaults and conflicts of the options, and the named sizes."""
+
+import dataclasses
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fairseq import checkpoint_utils, options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models.transformer_lm import TransformerLanguageModelConfig
+
+import fairseq_tutel
+from fairseq_tutel.__main__ import main
+from fairseq_tutel.config import MoEConfig
+from fairseq_tutel.integrations.fairseq.criterions.moe_cross_entropy import (
+    MoECrossEntropyCriterionConfig,
+)
+from fairseq_tutel.integrations.fairseq.models import TransformerLMGPTMoEConfig, check_model_options
+from fairseq_tutel.integrations.fairseq.options import help
+from fairseq_tutel.integrations.fairseq.options.options import moe_config
+
+ARCH = "transformer_lm_gpt_moe"
+CRITERION = "moe_cross_entropy"
+# option -> (words, field, value then, default); those of fairseq's branch "moe" first
+OPTIONS = {
+    "--moe-freq": (["3"], 3, 2),  # the branch's default is 0: dense
+    "--moe-expert-count": (["64"], 64, 0),
+    "--moe-gating-use-fp32": ([], True, None),
+    "--moe-second-expert-policy": (["random"], "random", "sampling"),
+    "--moe-normalize-gate-prob-before-dropping": ([], True, False),
+    "--moe-expert-ffn-dim": (["96"], 96, None),
+    "--moe-top1-expert": ([], True, False),
+    "--moe-eval-capacity-token-fraction": (["0.25"], 0.25, None),
+    "--moe-normalize-expert-grad": (["sqrt_world_size"], "sqrt_world_size", "world_size"),
+    "--use-moe-pad-mask": ([], True, False),
+    "--moe-batch-prioritized-routing": ([], True, False),
+    "--record-a2a-perf-stats": ([], True, False),
+    "--dummy-a2a": ([], True, False),
+    "--alternate-decoder-ffn-embed-dim": (["512"], 512, 0),
+    "--min-params-to-wrap": (["7"], 7, 10**8),
+    "--use-stable-embedding": ([], True, False),
+    "--num-workers-valid": (["3"], 3, 0),
+    # new ones
+    "--moe-top-k": (["4"], 4, None),
+    "--moe-capacity-factor": (["-1.5"], -1.5, None),
+    "--moe-eval-capacity-factor": (["2.0"], 2.0, None),
+    "--moe-gating-use-model-dtype": ([], True, False),
+    "--moe-router": (["cosine"], "cosine", "linear"),
+    "--moe-cosine-proj-dim": (["64"], 64, 256),
+    "--moe-cosine-init-temperature": (["0.25"], 0.25, 0.5),
+    "--moe-gate-noise": (["0.5"], 0.5, 0.0),
+    "--moe-input-jitter": (["0.01"], 0.01, 0.0),
+    "--moe-input-dropout": (["0.1"], 0.1, 0.0),
+    "--moe-z-loss-wt": (["0.001"], 0.001, 0.0),
+    "--moe-gate-loss-scope": (["global"], "global", "rank"),
+    "--moe-gate-loss-choices": (["all"], "all", "first"),
+    "--moe-gate-loss-over": (["unpadded"], "unpadded", "all"),
+    "--moe-load-bias": (["quantile", "--moe-top-k", "1"], "quantile", "none"),
+    "--moe-load-bias-rate": (["0.01"], 0.01, 0.001),
+    "--moe-overflow-rerouting": (["4"], 4, 0),
+    "--moe-drop-policy": (["random"], "random", "position"),
+    "--moe-score-function": (["sigmoid"], "sigmoid", "softmax"),
+    "--moe-route-scale": (["2.5"], 2.5, 1.0),
+    "--moe-overlap-degree": (["auto"], "auto", "1"),
+    "--moe-tune-steps": (["9"], 9, 5),
+    "--moe-tune-max-loss": (["0.1"], 0.1, 0.02),
+    "--moe-tune-file": (["plans.json", "--moe-overlap-degree", "auto"], "plans.json", None),
+    "--moe-expert-placement": (["sliced"], "sliced", "replicated"),
+    "--moe-parallelism-r": (["0"], "0", "1"),
+    "--moe-backend": (["torch"], "torch", "auto"),
+    "--moe-expert-network": (["swiglu"], "swiglu", "ffn"),
+    "--moe-swiglu-bias": ([], True, False),
+    "--moe-geglu-bias": (["--moe-expert-network", "geglu"], True, False),
+    "--moe-wire": (["fp8"], "fp8", "same"),
+    "--moe-wire-back": (["fp16"], "fp16", "auto"),
+    "--moe-wire-grad": (["bf16"], "bf16", "auto"),
+    "--moe-wire-compact": ([], True, False),
+    "--moe-simulate-world-size": (["8"], 8, 0),
+    "--moe-load-log-interval": (["10"], 10, 0),
+    # of the criterion
+    "--moe-gate-loss-wt": (["0.01"], 0.01, 1.0),
+    "--moe-gate-loss-combine-method": (["sum"], "sum", "average"),
+    "--moe-gate-loss-transform": (["neg_log"], "neg_log", "none"),
+    "--sentence-avg": ([], True, False),
+}
+# fairseq's README.moe.md, "4.1B" on one node, but for the arch; and the same with 32 layers
+README = """
+    --ddp-backend fully_sharded --memory-efficient-fp16 --checkpoint-activations
+    --task dummy_lm --tokens-per-sample 1024 --dict-size 51200
+    --share-decoder-input-output-embed
+    --decoder-layers 24 --decoder-embed-dim 2048 --decoder-ffn-embed-dim 8192
+    --decoder-attention-heads 32
+    --moe-expert-count 8 --moe-freq 2 --moe-gating-use-fp32 --moe-second-expert-policy all
+    --moe-normalize-expert-grad sqrt_world_size --moe-eval-capacity-token-fraction -1.0
+    --max-sentences-valid 1 --num-workers-valid 0
+    --criterion moe_cross_entropy --moe-gate-loss-wt 0.01 --moe-gate-loss-combine-method sum
+    --optimizer adam --fp16-adam-stats --adam-betas (0.9,0.98) --clip-norm 0.0
+    --lr 0.0005 --warmup-updates 750 --lr-scheduler inverse_sqrt
+    --dropout 0.1 --attention-dropout 0.1 --batch-size 4 --update-freq 1 --max-update 250
+    --disable-validation --log-format json --log-interval 10
+"""
+
+
+def parse(*words, arch=ARCH):
+    parser = options.get_training_parser()
+    base = ["--task", "dummy_lm", "--arch", arch, "--criterion", CRITERION]
+    return options.parse_args_and_arch(parser, input_args=[*base, *words])
+
+
+def config(*words, **kwargs):
+    return convert_namespace_to_omegaconf(parse(*words, **kwargs))
+
+
+@pytest.fixture(scope="module")
+def default():
+    return config()
+
+
+# these exclude one of the others
+ALONE = {
+    "--moe-top1-expert",
+    "--moe-eval-capacity-token-fraction",
+    "--moe-gating-use-fp32",
+    "--moe-load-bias",
+    "--moe-drop-policy",
+    "--moe-overlap-degree",
+    "--moe-tune-file",
+    "--moe-geglu-bias",
+}
+
+
+@pytest.fixture(scope="module")
+def together():
+    """All options on one command line, but for ALONE."""
+    given = [(o, *words) for o, (words, *_) in OPTIONS.items() if o not in ALONE]
+    return config(*(word for words in given for word in words))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_is_accepted_and_has_its_default(option, default, together):
+    words, value, default_value = OPTIONS[option]
+    given = config(option, *words) if option in ALONE else together
+    name = option.removeprefix("--").replace("-", "_")
+    section = "model" if name in default.model else "criterion"
+    assert (default[section][name], given[section][name]) == (default_value, value)
+
+
+def test_default_sizes_are_those_of_transformer_lm_gpt(default):
+    model = default.model
+    sizes = [model[f"decoder_{n}"] for n in ("embed_dim", "ffn_embed_dim", "layers")]
+    assert sizes == [768, 3072, 12] and model.decoder_attention_heads == 12
+    assert model.dropout == model.attention_dropout == 0.1 and str(model.activation_fn) == "gelu"
+
+
+def test_every_option_stands_in_one_group_with_a_help_text():
+    fields = [field for group in help.own_options().values() for field in group]
+    own = set(TransformerLMGPTMoEConfig.__dataclass_fields__)
+    own |= set(MoECrossEntropyCriterionConfig.__dataclass_fields__)
+    own -= set(TransformerLanguageModelConfig.__dataclass_fields__) | {"sentence_avg"}
+    assert sorted(field.name for field in fields) == sorted(own)
+    assert all(field.metadata["help"] for field in fields)
+
+
+def test_the_help_begins_with_what_matters_and_the_page_has_its_tables(capsys):
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    first = re.findall(r"^  (--[\w-]+)", text.partition("\nSize")[0], re.MULTILINE)
+    assert first == ["--moe-expert-count", "--moe-freq", "--moe-top-k", "--moe-capacity-factor",
+                     "--moe-gate-loss-wt"]  # fmt: skip
+    assert "(default: sampling; MoELayer's: all)" in " ".join(text.split())
+    assert "--moe-second-expert-policy sampling (MoELayer: second_expert_policy='all')" in text
+    # in a process of its own: other tests have registered names of their own in this one
+    words = [sys.executable, "-m", "fairseq_tutel", "table"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=True)
+    page = Path(help.__file__).with_name("README.md").read_text(encoding="utf-8")
+    assert done.stdout in page, "python -m fairseq_tutel table prints what is to stand"
+    assert help.RECIPE.split() == page.partition("--criterion moe_cross_entropy ")[2].split()[:12]
+
+
+def test_the_recipe_for_balanced_experts_is_one():
+    routing = moe_config(config(*help.RECIPE.split()).model, 8)
+    assert (routing.load_bias, routing.overflow_rerouting) == ("quantile", 4)
+
+
+def test_the_docstring_of_the_layers_options_has_their_help_texts():
+    text = " ".join(MoEConfig.__doc__.split())
+    for field in dataclasses.fields(MoEConfig):
+        assert f"{field.name}: {field.metadata['help']}" in text
+    assert "The command line's default is sampling." in text
+
+
+def test_published_command_parses():
+    cfg = config(*README.split())
+    assert cfg.distributed_training.ddp_backend == "legacy_ddp"  # of fully_sharded
+    assert cfg.model._name == ARCH and cfg.model.moe_expert_count == 8
+    assert cfg.common.memory_efficient_fp16 and cfg.model.checkpoint_activations
+    assert cfg.optimizer.fp16_adam_stats and cfg.criterion.moe_gate_loss_wt == 0.01
+    assert cfg.dataset.batch_size_valid == 1
+    routing = moe_config(cfg.model, 8)
+    assert (routing.top_k, routing.capacity_factor, routing.second_expert_policy) == (2, 1.0, "all")
+    assert routing.eval_capacity_factor == 1.0  # fraction -1: the training formula
+    assert routing.gating_fp32
+
+
+def test_without_options_evaluation_drops_nothing_and_the_gate_is_fp32(default):
+    routing = moe_config(default.model, 8)
+    assert routing.capacity(100, training=False) is None
+    assert routing.gating_fp32 and routing.second_expert_policy == "sampling"
+    assert not moe_config(config("--moe-gating-use-model-dtype").model, 8).gating_fp32
+
+
+@pytest.mark.parametrize(
+    "words, want",
+    [
+        ("", {"top_k": 2, "capacity_factor": 1.0, "eval_capacity_factor": 0.0}),
+        ("--moe-top1-expert", {"top_k": 1}),
+        ("--moe-top1-expert --moe-top-k 1", {"top_k": 1}),
+        ("--moe-top-k 4 --moe-capacity-factor 0", {"top_k": 4, "capacity_factor": 0.0}),
+        ("--moe-eval-capacity-factor -2", {"eval_capacity_factor": -2.0}),
+        ("--moe-eval-capacity-token-fraction 0.25", {"eval_capacity_token_fraction": 0.25}),
+        # the 2021 meaning of <= 0: the training formula
+        (
+            "--moe-eval-capacity-token-fraction -1",
+            {"eval_capacity_token_fraction": 0.0, "eval_capacity_factor": 1.0},
+        ),
+        (
+            "--moe-eval-capacity-token-fraction 0 --moe-capacity-factor 1.5",
+            {"eval_capacity_token_fraction": 0.0, "eval_capacity_factor": 1.5},
+        ),
+    ],
+)
+def test_two_vocabularies_for_capacity(words, want):
+    routing = moe_config(config(*words.split()).model, 8)
+    assert {name: getattr(routing, name) for name in want} == want
+
+
+# words -> what the line holds
+CONFLICTS = {
+    "--moe-top1-expert --moe-top-k 2": "--moe-top1-expert | --moe-top-k 2",
+    "--moe-eval-capacity-token-fraction 0.25 --moe-eval-capacity-factor 1":
+    "--moe-eval-capacity-token-fraction 0.25 | --moe-eval-capacity-factor 1.0",
+    "--moe-gating-use-fp32 --moe-gating-use-model-dtype":
+    "--moe-gating-use-fp32 | --moe-gating-use-model-dtype",
+    "--moe-expert-count 2 --moe-top-k 4": "--moe-top-k 4 must | number of experts, 2",
+    "--moe-load-bias quantile":
+    "--moe-load-bias quantile needs --moe-second-expert-policy all, not 'sampling'",
+    "--moe-batch-prioritized-routing --moe-drop-policy random":
+    "--moe-batch-prioritized-routing and --moe-drop-policy random both say",
+    "--moe-expert-placement sliced --moe-expert-parallel-size 2":
+    "--moe-expert-placement sliced | --moe-expert-parallel-size 2",
+    "--moe-parallelism-r 2": "--moe-parallelism-r 2 | --moe-expert-placement replicated",
+    "--moe-freq 7 --decoder-layers 4": "--moe-freq 7 | 4 layers",
+    "--moe-freq -1": "--moe-freq -1",
+    "--moe-expert-count -8": "--moe-expert-count -8",
+    "--moe-capacity-factor nan": "--moe-capacity-factor nan must be a finite number",
+    "--moe-input-jitter 1.5": "--moe-input-jitter 1.5 must be at least 0 and below 1",
+    "--moe-load-importance-loss": "needs a --moe-gate-noise > 0 | --moe-gate-noise 0.0",
+    "--moe-overlap-degree 3": "--moe-overlap-degree 3 must be one of 1, 2, 4, 8, or auto",
+    "--moe-parallelism-r x": "--moe-parallelism-r x must be a whole number, or auto",
+    "--moe-parallelism-r -1": "--moe-parallelism-r -1 must be at least 0, or auto",
+    "--moe-parallelism-r auto --dummy-a2a":
+    "--moe-parallelism-r auto cannot be combined with --dummy-a2a",
+    "--moe-overlap-degree auto --record-a2a-perf-stats":
+    "--moe-overlap-degree auto cannot | --record-a2a-perf-stats",
+    "--moe-a2a auto --dummy-a2a": "--moe-a2a auto cannot be combined with --dummy-a2a",
+    "--moe-overlap-degree auto --moe-simulate-world-size 8":
+    "cannot be combined with --moe-simulate-world-size 8",
+    "--moe-tune-file plans.json": "--moe-tune-file plans.json: nothing is tuned",
+    "--moe-swiglu-bias": "--moe-swiglu-bias True is an option of another expert_network",
+    "--base-layers 1": "--base-layers 1 cannot",
+    "--scale-fc": "--scale-fc",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", CONFLICTS)
+def test_conflicts_end_the_program_before_anything_is_built(words):
+    with pytest.raises(SystemExit) as caught:
+        parse(*words.split())
+    assert str(caught.value).startswith("error: ")
+    for fragment in CONFLICTS[words].split(" | "):
+        assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "option, value", [("--decoder-layerdrop", "0.1"), ("--decoder-layers-to-keep", "0,1")]
+)
+def test_what_moves_layers_is_refused_with_experts(option, value):
+    with pytest.raises(SystemExit, match=f"{option}.* with MoE layers"):
+        config(option, value)
+    check_model_options(config(option, value, "--moe-freq", "0").model)
+
+
+# name -> (layers, M, heads, experts, parameters in billions)
+NAMED = {
+    "4_1b": (24, 2048, 32, 8, 4.1),
+    "142b": (32, 4096, 32, 64, 142),
+    "15b": (12, 768, 12, 512, 15),
+    "52b": (24, 1024, 16, 512, 52),
+    "207b": (24, 2048, 32, 512, 207),
+    "1_1t": (32, 4096, 32, 512, 1104),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_arch_has_its_documented_size(name):
+    layers, dim, heads, experts, billions = NAMED[name]
+    model = config(arch=f"{ARCH}_{name}").model
+    sizes = (model.decoder_layers, model.decoder_embed_dim, model.decoder_ffn_embed_dim)
+    assert sizes == (layers, dim, 4 * dim)
+    assert (model.decoder_attention_heads, model.moe_expert_count) == (heads, experts)
+    assert model.moe_freq == 2 and model.share_decoder_input_output_embed
+    # weights and biases, with a vocabulary of 51200
+    ffn, attention = 8 * dim**2 + 5 * dim, 4 * (dim**2 + dim) + 4 * dim
+    of_experts = layers // 2 * experts * (ffn + dim)  # and their row of the gate
+    total = 51200 * dim + layers * attention + layers // 2 * ffn + of_experts
+    assert total / 1e9 == pytest.approx(billions, rel=0.03)
+
+
+def test_options_win_over_a_named_arch():
+    model = config("--decoder-layers", "6", "--moe-expert-count", "16", arch=f"{ARCH}_15b").model
+    assert (model.decoder_layers, model.moe_expert_count, model.decoder_embed_dim) == (6, 16, 768)
+
+
+def test_registration_is_idempotent():
+    before = checkpoint_utils.save_checkpoint
+    importlib.reload(fairseq_tutel.integrations.fairseq)
+    assert checkpoint_utils.save_checkpoint is before

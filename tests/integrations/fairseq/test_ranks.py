@@ -1,0 +1,139 @@
+"""Processes that torchrun, mpirun or srun started become one job, or none."""
+
+import socket
+
+import pytest
+import torch
+from helpers.training import make_config, make_trainer
+
+from fairseq_tutel.command_line.starters import Started, started
+from fairseq_tutel.integrations.fairseq import hooks
+from fairseq_tutel.integrations.fairseq.programs import ranks
+
+TORCHRUN = {
+    "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "1",
+    "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+}  # fmt: skip
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3"}
+SRUN = {
+    "SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "8",
+}  # fmt: skip
+
+
+@pytest.fixture
+def cfg():
+    config = make_config()
+    config.distributed_training.distributed_world_size = 1
+    return config
+
+
+@pytest.mark.parametrize(
+    "env, place",
+    [
+        (TORCHRUN, Started("torchrun", 1, 2)),
+        (MPIRUN, Started("mpirun", 1, 3)),
+        (SRUN, Started("srun", 1, 4)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Started("mpiexec", 0, 2)),
+        ({**SRUN, **TORCHRUN}, Started("torchrun", 1, 2)),
+        # alone: nothing, one process, or the batch script of a job with several tasks
+        ({}, Started("", 0, 1)),
+        ({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, Started("", 0, 1)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, Started("", 0, 1)),
+    ],
+)
+def test_who_started_this_process(env, place):
+    assert started(env) == place
+
+
+@pytest.mark.parametrize(
+    "devices, cpu, device_id, backend",
+    [(0, False, 0, "gloo"), (8, True, 0, "gloo"), (1, False, 0, "nccl"), (8, False, 1, "nccl")],
+)
+def test_processes_of_torchrun_become_one_job(monkeypatch, cfg, devices, cpu, device_id, backend):
+    """Without a GPU, with --cpu, with one visible GPU per process, with all GPUs visible."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    cfg.common.cpu, distributed = cpu, cfg.distributed_training
+    ranks.join_started_ranks(cfg, TORCHRUN)
+    assert distributed.distributed_init_method == "env://" and distributed.distributed_no_spawn
+    assert (distributed.distributed_rank, distributed.distributed_world_size) == (1, 2)
+    assert (distributed.device_id, distributed.distributed_backend) == (device_id, backend)
+
+
+@pytest.mark.parametrize(
+    "env, method",
+    [({}, None), ({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, None), (TORCHRUN, "tcp://else:1")],
+)
+def test_a_process_alone_stays_alone_and_an_init_method_wins(cfg, env, method):
+    cfg.distributed_training.distributed_init_method = method
+    before = dict(cfg.distributed_training)
+    ranks.join_started_ranks(cfg, env)
+    assert dict(cfg.distributed_training) == before
+
+
+def test_a_rank_whose_others_have_died_ends_in_time(programs):
+    """As where processes were started by hand, and one found no data."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = f"""
+        fairseq-train --task dummy_lm --cpu --no-save --optimizer adam --user-dir fairseq_tutel
+        --arch transformer_lm_gpt_moe --distributed-world-size 2 --distributed-no-spawn
+        --distributed-backend gloo --distributed-init-method tcp://127.0.0.1:{port}
+    """
+    for rank in ("0", "1"):
+        command = [*words.split(), "--distributed-rank", rank]
+        done = programs.run(command, FAIRSEQ_TUTEL_START_TIMEOUT="1")
+        assert done.status == 1
+        assert f"error (rank {rank}): the other ranks have not connected within 1 s" in done.stderr
+
+
+def test_what_cannot_be_one_job_is_refused_with_the_command_that_works(monkeypatch, cfg):
+    monkeypatch.setattr(ranks.sys, "argv", ["/bin/fairseq-train", "DATA", "--lr", "a b"])
+    cfg.distributed_training.distributed_world_size = 3
+    with pytest.raises(ValueError, match="--distributed-world-size 3, but torchrun started 2"):
+        ranks.join_started_ranks(cfg, TORCHRUN)
+    cfg.distributed_training.distributed_world_size = 1
+    launcher = "-m fairseq_tutel.launch -- fairseq-train DATA --lr 'a b'"
+    for env, words in (
+        (SRUN, f"srun started 4 processes.*: srun \\[its options\\] python {launcher}$"),
+        (MPIRUN, f"mpirun started 3 processes.*: mpirun \\[its options\\] python {launcher}$"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ranks.join_started_ranks(cfg, env)
+    # fairseq itself knows SLURM's variables where it sees several devices
+    cfg.distributed_training.distributed_world_size = 4
+    ranks.join_started_ranks(cfg, SRUN)
+
+
+def test_a_trainer_that_would_be_one_of_two_is_refused(monkeypatch):
+    """The last line of defence: Hydra's programs import the user dir too late to join."""
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    cfg = make_config()
+    with pytest.raises(ValueError, match="torchrun \\[its options\\] -m fairseq_tutel.launch --"):
+        make_trainer(cfg)
+    make_trainer(make_config(moe=False))  # a dense model does what it always did
+
+
+def test_programs_that_join_are_those_that_run_experts_on_several_ranks(monkeypatch):
+    joined = []
+    monkeypatch.setattr(hooks.evaluation, "is_moe_checkpoint", lambda path: path == "moe.pt")
+    monkeypatch.setattr(hooks.ranks, "join_started_ranks", joined.append)
+
+    def joins(program, cfg):
+        joined.clear()
+        names = {}
+        exec(compile("def main(cfg): pass", f"/fairseq_cli/{program}.py", "exec"), names)
+        hooks._call_main(lambda cfg, main: main(cfg), cfg, names["main"])
+        return bool(joined)
+
+    assert joins("train", make_config())
+    assert not joins("train", make_config(moe=False))
+    cfg = make_config()
+    cfg.distributed_training.distributed_world_size = 1
+    for program, path, expected in (
+        ("eval_lm", "moe.pt", True), ("validate", "moe.pt", True), ("eval_lm", "dense.pt", False),
+        ("eval_lm", None, False), ("interactive", "moe.pt", False),
+    ):  # fmt: skip
+        cfg.common_eval.path = path
+        assert joins(program, cfg) is expected, (program, path)

@@ -1,0 +1,166 @@
+"""A run that SIGUSR1 ends and that is started again does what an uninterrupted one does."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers.commands import ROOT, logged
+from helpers.distributed import run_ranks
+from helpers.training import make_batch, make_config, make_trainer
+
+from fairseq_tutel.command_line import EXIT_REQUEUE
+from fairseq_tutel.distributed import process_world
+
+# what makes fairseq-train send itself SIGUSR1 in the middle of an update
+_SIGNAL_IN = """
+import os, signal
+import fairseq_cli.train
+from fairseq_tutel.integrations.fairseq.trainer.trainer import MoETrainer
+train_step = MoETrainer.train_step
+
+def with_signal(self, *args, **kwargs):
+    if self.get_num_updates() == {update} - 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    return train_step(self, *args, **kwargs)
+
+MoETrainer.train_step = with_signal
+"""
+UPDATES_PER_EPOCH, MAX_UPDATE = 6, 15  # 16 blocks, 3 to a batch
+# With --update-epoch-batch-itr, since stock fairseq otherwise forms batches once, from a seed plus
+# the number of the first epoch: a run that resumes in the second one has other batches from there.
+_WORDS = f"""
+    {ROOT}/tests/golden/data_world1 --user-dir {ROOT}/fairseq_tutel
+    --batch-size 3 --task language_modeling --tokens-per-sample 8 --sample-break-mode none
+    --arch transformer_lm_gpt_moe --criterion moe_cross_entropy --moe-expert-count 4
+    --decoder-layers 2 --decoder-embed-dim 16 --decoder-ffn-embed-dim 32
+    --decoder-attention-heads 2 --moe-load-log-interval 4 --optimizer adam --lr 0.002 --cpu
+    --required-batch-size-multiple 1 --max-update {MAX_UPDATE} --log-format json --log-interval 1
+    --validate-interval-updates 5 --save-interval-updates 5 --num-workers 0
+    --update-epoch-batch-itr True
+"""
+
+
+def _train(programs, folder, signal_in=0):
+    prelude = _SIGNAL_IN.format(update=signal_in) if signal_in else ""
+    command = ["fairseq-train", *_WORDS.split(), "--save-dir", str(folder)]
+    done = programs.run(command, timeout=120, prelude=prelude)
+    assert done.status in (0, EXIT_REQUEUE), done.text
+    return done.status, done.text
+
+
+def _outcome(folder, logs):
+    """What must not depend on interruptions."""
+    last = torch.load(folder / "checkpoint_last-shared.pt", weights_only=False)
+    validated = [row for text in logs for row in logged(text, "valid")]
+    return {
+        "files": sorted(p.name for p in folder.glob("*.pt")),
+        "updates": last["optimizer_history"][-1]["num_updates"],
+        "validated": [(row["num_updates"], row["loss"]) for row in validated],
+        "loads": (folder / "expert_load.jsonl").read_text(),
+        "best": last["extra_state"]["best"],
+    }, last["model"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, programs):
+    """Its outcome and its weights."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    code, log = _train(programs, folder)
+    assert code == 0
+    outcome, weights = _outcome(folder, [log])
+    assert f"checkpoint_2_{UPDATES_PER_EPOCH + 4}-shared.pt" in outcome["files"]
+    return outcome, weights
+
+
+@pytest.mark.parametrize(
+    "update, when",
+    [(8, "nothing is due"), (5, "a save is due"), (UPDATES_PER_EPOCH, "an epoch ends"),
+     (MAX_UPDATE, "the run ends")],
+)  # fmt: skip
+def test_requeued_run_is_like_an_uninterrupted_one(update, when, uninterrupted, programs, tmp_path):
+    want, weights = uninterrupted
+    code, log = _train(programs, tmp_path, signal_in=update)
+    logs = [log]
+    assert code == (0 if update == MAX_UPDATE else EXIT_REQUEUE), log
+    if code:
+        assert re.search(r"SIGUSR1: saved .*checkpoint_last.pt", log)
+        saved = torch.load(tmp_path / "checkpoint_last-shared.pt", weights_only=False)
+        assert saved["optimizer_history"][-1]["num_updates"] == update
+        code, log = _train(programs, tmp_path)
+        assert code == 0
+        logs.append(log)
+    got, end = _outcome(tmp_path, logs)
+    assert got == want
+    # fairseq 0.12.2 has a buffer of whatever the memory held
+    keys = [key for key in weights if not key.endswith("embed_positions._float_tensor")]
+    assert all(torch.equal(end[key], weights[key]) for key in keys)
+    updates = [json.loads(line)["update"] for line in got["loads"].splitlines()]
+    assert updates == [4, 8, 12]
+
+
+def test_the_signal_is_heard_where_the_program_is_run_as_a_module(tmp_path):
+    words = _WORDS.replace(f"--max-update {MAX_UPDATE}", "--max-update 100000").split()
+    command = [sys.executable, "-m", "fairseq_cli.train", *words, "--save-dir", str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        try:
+            lines = []
+            for line in process.stdout:
+                lines.append(line)
+                if '"num_updates": "7"' in line:
+                    process.send_signal(signal.SIGUSR1)
+            assert process.wait(60) == EXIT_REQUEUE, "".join(lines[-30:])
+        finally:
+            process.kill()
+    assert (tmp_path / "checkpoint_last-shared.pt").exists()
+
+
+_HELD = """
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+def test_a_signal_that_the_launcher_has_held_back(programs, tmp_path):
+    command = ["fairseq-train", *_WORDS.split(), "--save-dir", str(tmp_path)]
+    done = programs.run(command, prelude=_HELD)
+    assert done.status == EXIT_REQUEUE, done
+    assert re.search(r"SIGUSR1: saved .*checkpoint_last.pt", done.stdout)
+    saved = torch.load(tmp_path / "checkpoint_last-shared.pt", weights_only=False)
+    assert saved["optimizer_history"][-1]["num_updates"] == 1
+
+
+def _leave_together():
+    """One update per round on each of two ranks; SIGUSR1 comes to the second before the third."""
+    rank, _ = process_world()
+    trainer = make_trainer(make_config("--moe-expert-count", "2"))
+    trainer.requeue.watched = True
+    reduced, counts = torch.distributed.all_reduce, []
+
+    def counting(*args, **kwargs):
+        counts[-1] += 1
+        return reduced(*args, **kwargs)
+
+    asked = []
+    torch.distributed.all_reduce = counting
+    for update in range(4):
+        if (rank, update) == (1, 2):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        counts.append(0)
+        trainer.train_step([make_batch(update + rank)])
+        within = counts[-1]
+        asked.append(trainer.requeue.made_on_any_rank())
+        assert counts[-1] == within  # the question costs no message of its own
+    return asked
+
+
+def test_ranks_learn_of_a_signal_with_the_statistics_of_the_update():
+    assert run_ranks(_leave_together, 2) == [[False, False, True, True]] * 2

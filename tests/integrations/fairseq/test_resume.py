@@ -1,0 +1,185 @@
+"""Save with W ranks, go on with W' ranks, as if nothing had happened."""
+
+import functools
+
+import pytest
+from helpers.assertions import rms_ratio
+from helpers.distributed import run_ranks
+from helpers.training import make_config, make_trainer, named, own_batches, record_updates
+
+from fairseq_tutel.distributed import process_world
+
+HALF, BATCHES = 3, 4  # updates before and after, micro-batches per update over all ranks
+CASES = {
+    "E=4 adam": "--moe-expert-count 4",
+    "E=2 top1 pytorch_ddp": "--moe-expert-count 2 --moe-top1-expert --ddp-backend pytorch_ddp",
+    "E=6 in groups": "--moe-expert-count 6 --moe-shared-expert-ffn-dim 12 --moe-null-experts 2",
+    "E=4 fp16": "--moe-expert-count 4 --fp16 --fp16-init-scale 16",
+    "E=4 bf16": "--moe-expert-count 4 --bf16",
+    "E=4 memory-efficient-fp16": "--moe-expert-count 4 --memory-efficient-fp16",
+    "E=4 warm-up, momentum": "--moe-expert-count 4 --optimizer nag --lr 0.1 "
+                             "--lr-scheduler inverse_sqrt --warmup-updates 8",
+}  # fmt: skip
+MOVES = [(1, 1), (2, 2), (4, 4), (1, 2), (2, 1), (2, 4), (4, 2), (4, 1)]
+POSITION = {"version": 2, "epoch": 1, "iterations_in_epoch": 12, "shuffle": False}
+
+
+@functools.cache
+def configs():
+    return {name: make_config(*options.split()) for name, options in CASES.items()}
+
+
+def _place(name, cfg, saved_by=None):
+    """Half of the ranks hold all experts; other groups where as many ranks as saved go on."""
+    if "in groups" in name:
+        world_size = process_world()[1]
+        sizes = {1: 1, 2: 2, 4: 1} if saved_by == world_size else {1: 1, 2: 1, 4: 2}
+        cfg.model.moe_expert_parallel_size = sizes[world_size]
+
+
+def _path(folder, name, world_size):
+    return f"{folder}/{name.replace(' ', '_')}-{world_size}.pt"
+
+
+def _losses(records):
+    return [r.sums["loss"] / r.sample_size for r in records]
+
+
+def _save(trainer, path):
+    """With marks in the states whose effect on a loss is too small to be seen."""
+    trainer.lr_scheduler.best = 0.375
+    if getattr(trainer.optimizer, "scaler", None) is not None:
+        trainer.optimizer.scaler.loss_scale = 2.0
+    trainer.save_checkpoint(path, {"train_iterator": dict(POSITION), "val_loss": 1.25})
+
+
+def _train_and_save(cfgs, folder):
+    """Losses of all updates and the weights at the end; a set is saved in the middle."""
+    found = {}
+    for name, cfg in cfgs.items():
+        _place(name, cfg)
+        trainer = make_trainer(cfg)
+        records = record_updates(trainer)
+        for update in range(2 * HALF):
+            if update == HALF:
+                _save(trainer, _path(folder, name, process_world()[1]))
+            trainer.train_step(own_batches(update, BATCHES))
+        found[name] = (_losses(records), named(trainer))
+    return found
+
+
+def _resume(cfgs, folder, saved_by):
+    found = {}
+    for name, cfg in cfgs.items():
+        cfg.common.seed = 77  # other initial weights: everything must come from the checkpoint
+        cfg.checkpoint.save_dir = folder
+        _place(name, cfg, saved_by)
+        trainer = make_trainer(cfg)
+        trainer.cfg.common.seed = 3
+        extra = trainer.load_checkpoint(_path(folder, name, saved_by))
+        assert trainer.get_num_updates() == HALF and extra["val_loss"] == 1.25
+        if "best" in trainer.lr_scheduler.state_dict():
+            assert trainer.lr_scheduler.best == 0.375
+        if getattr(trainer.optimizer, "scaler", None) is not None:
+            assert trainer.optimizer.scaler.loss_scale == 2.0
+        records = record_updates(trainer)
+        for update in range(HALF, 2 * HALF):
+            trainer.train_step(own_batches(update, BATCHES))
+        found[name] = (_losses(records), named(trainer), extra["train_iterator"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("resume"))
+
+
+@pytest.fixture(scope="module")
+def through(folder):
+    """Results of the runs that were not interrupted, by number of ranks; sets lie in ``folder``."""
+
+    @functools.cache
+    def run(world_size):
+        return run_ranks(_train_and_save, world_size, configs(), folder, timeout=120)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def resumed(folder, through):
+    @functools.cache
+    def run(saved_by, world_size):
+        through(saved_by)
+        return run_ranks(_resume, world_size, configs(), folder, saved_by, timeout=120)
+
+    return run
+
+
+@pytest.mark.parametrize("saved_by, world_size", MOVES)
+@pytest.mark.parametrize("name", CASES)
+def test_goes_on_as_if_nothing_had_happened(name, saved_by, world_size, through, resumed):
+    half = "16" in name
+    same = saved_by == world_size
+    weights = {}  # of all ranks: of what is in groups, they may hold other experts
+    for found in through(world_size):
+        weights |= found[name][1]
+    for (want, _), (losses, end, position) in zip(
+        (found[name] for found in through(world_size)),
+        (found[name] for found in resumed(saved_by, world_size)),
+        strict=True,
+    ):
+        # training had an effect (on 0.12.2, from other weights, nag's first steps go up)
+        assert want[HALF] != pytest.approx(want[0], rel=1e-4)
+        # at another number of ranks, half gradients are summed in another order
+        other = not same and half
+        assert losses == pytest.approx(want[HALF:], rel=5e-3 if other else 1e-5)
+        for key, value in end.items():
+            if not key.endswith("k_proj.bias"):
+                assert rms_ratio(value, weights[key]) < (5e-2 if other else 1e-4), key
+        # one step of W ranks consumed W batches
+        assert position["iterations_in_epoch"] == 12 * saved_by // world_size
+
+
+def _reset(cfg, folder, names):
+    """What --reset-* leaves out, and weights that do not fit."""
+    cfg.checkpoint.save_dir = folder
+    trainer = make_trainer(cfg)
+    path = _path(folder, names[0], 1)
+    trainer.load_checkpoint(path, reset_optimizer=True, reset_lr_scheduler=True)
+    assert trainer.get_num_updates() == 0
+    assert not trainer.optimizer.optimizer.state  # nothing has been restored
+    with pytest.raises(ValueError, match="FairseqNAG.*FairseqAdam|nag.*adam|reset-optimizer"):
+        trainer.load_checkpoint(_path(folder, names[1], 1))
+    with pytest.raises(ValueError, match="does not fit this model"):
+        other = make_config("--moe-expert-count", "4", "--decoder-embed-dim", "24")
+        other.checkpoint.save_dir = folder
+        make_trainer(other).load_checkpoint(path)
+    with pytest.raises(ValueError, match="has 4 experts .* has 8: give --moe-expert-count 4"):
+        other = make_config("--moe-expert-count", "8")
+        other.checkpoint.save_dir = folder
+        make_trainer(other).load_checkpoint(path)
+    with pytest.raises(FileNotFoundError, match="nowhere.pt"):
+        trainer.cfg.checkpoint.restore_file = "nowhere.pt"
+        trainer.load_checkpoint(f"{folder}/nowhere.pt")
+    trainer.cfg.checkpoint.restore_file = "checkpoint_last.pt"
+    assert trainer.load_checkpoint(f"{folder}/checkpoint_last.pt") is None
+
+
+def test_resets_and_what_does_not_fit(folder, through):
+    through(1)
+    names = ("E=4 adam", "E=4 warm-up, momentum")
+    run_ranks(_reset, 1, configs()[names[0]], folder, names)
+
+
+def _load_from_own_disk(cfg, folder):
+    rank, _ = process_world()
+    cfg.checkpoint.save_dir = folder
+    trainer = make_trainer(cfg)
+    trainer.save_checkpoint(f"{folder}/checkpoint_last.pt", {"train_iterator": dict(POSITION)})
+    with pytest.raises(ValueError, match=r"ranks \[1\] of 2 do not see .* shared file system"):
+        trainer.load_checkpoint(f"{folder}{'/elsewhere' * rank}/checkpoint_last-shared.pt")
+
+
+def test_a_checkpoint_that_some_ranks_do_not_see_is_an_error(tmp_path):
+    """As on disks of their own: they would start afresh while the others wait for them."""
+    run_ranks(_load_from_own_disk, 2, make_config("--moe-expert-count", "4"), str(tmp_path))

@@ -1,0 +1,141 @@
+"""Where runs start from, and that those who only read leave the files of a run alone."""
+
+import logging
+import os
+
+import pytest
+import torch
+from fairseq import checkpoint_utils, utils
+from helpers.commands import ROOT
+from helpers.training import make_config, make_trainer, named, own_batches
+
+from fairseq_tutel.checkpoint import merge, remove_set
+from fairseq_tutel.integrations.fairseq.programs import evaluation
+
+POSITION = {"version": 2, "epoch": 1, "iterations_in_epoch": 0, "shuffle": False}
+
+
+class Killed(BaseException):
+    """Ends a save where it stands."""
+
+
+def _trained(folder, updates=2):
+    cfg = make_config("--moe-expert-count", "4", "--save-dir", str(folder))
+    trainer = make_trainer(cfg)
+    for update in range(updates):
+        trainer.train_step(own_batches(update, 1))
+    return trainer
+
+
+def _save(trainer, path):
+    trainer.save_checkpoint(str(path), {"train_iterator": dict(POSITION), "val_loss": 1.0})
+
+
+def _interrupted_save(trainer, path, monkeypatch):
+    """A first save that is committed, and none of its files has its name yet."""
+    replace = os.replace
+
+    def stop_after_commit(source, target):
+        replace(source, target)
+        if str(target).endswith(".commit"):
+            raise Killed
+
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "replace", stop_after_commit)
+        with pytest.raises(Killed):
+            _save(trainer, path)
+    assert not list(path.parent.glob("*.pt"))
+
+
+def _start(folder, *options):
+    """The trainer of a run that starts as fairseq-train does, and its checkpoint options."""
+    cfg = make_config("--moe-expert-count", "4", "--save-dir", str(folder), *options)
+    trainer = make_trainer(cfg)
+    trainer.get_train_iterator = lambda epoch, load_dataset, **kwargs: _Iterator()
+    checkpoint_utils.load_checkpoint(trainer.cfg.checkpoint, trainer)
+    return trainer
+
+
+class _Iterator:
+    epoch = 1
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize("state", ["complete", "interrupted"])
+def test_finetuning_starts_from_a_set_by_its_name(state, tmp_path, monkeypatch):
+    run, path = _trained(tmp_path), tmp_path / "pretrained" / "model.pt"
+    path.parent.mkdir()
+    if state == "interrupted":
+        _interrupted_save(run, path, monkeypatch)
+    else:
+        _save(run, path)
+    weights = named(run)
+    trainer = _start(tmp_path / "run", "--finetune-from-model", str(path))
+    assert trainer.get_num_updates() == 0
+    assert all(torch.equal(value, weights[key]) for key, value in named(trainer).items())
+    assert trainer.cfg.checkpoint.finetune_from_model == str(path)  # as the user gave it
+    with pytest.raises(ValueError, match="nowhere.pt does not exist"):
+        _start(tmp_path / "run", "--finetune-from-model", str(tmp_path / "nowhere.pt"))
+
+
+@pytest.mark.parametrize("option", ["--finetune-from-model", "--continue-once"])
+@pytest.mark.parametrize("state", ["complete", "interrupted", "merged"])
+def test_a_run_that_has_saved_goes_on(option, state, tmp_path, monkeypatch):
+    """Whatever its last set looks like; these options are for its first launch."""
+    run = _trained(tmp_path / "run", 3)
+    last = tmp_path / "run" / "checkpoint_last.pt"
+    if state == "interrupted":
+        last.parent.mkdir()
+        _interrupted_save(run, last, monkeypatch)
+    else:
+        _save(run, last)
+    if state == "merged":
+        merge(str(last), str(tmp_path / "merged.pt"))
+        remove_set(str(last))
+        os.rename(tmp_path / "merged.pt", last)
+    trainer = _start(tmp_path / "run", option, str(tmp_path / "pretrained" / "model.pt"))
+    assert trainer.get_num_updates() == (0 if state == "merged" else 3)  # merged: weights only
+    weights = named(run)
+    assert all(torch.equal(value, weights[key]) for key, value in named(trainer).items())
+
+
+def test_readers_change_nothing(tmp_path, monkeypatch):
+    """Evaluation may look at a set that another job is saving."""
+    path = tmp_path / "checkpoint_last.pt"
+    trainer = _trained(tmp_path)
+    _interrupted_save(trainer, path, monkeypatch)
+    before = sorted(os.listdir(tmp_path))
+    monkeypatch.setattr(os, "replace", lambda *args: pytest.fail("a reader renames"))
+    monkeypatch.setattr(os, "unlink", lambda *args: pytest.fail("a reader removes"))
+    assert evaluation.is_moe_checkpoint(str(path))
+    file = checkpoint_utils.get_maybe_sharded_checkpoint_filename(str(path), "", 0, 1)
+    assert os.path.exists(file)  # fairseq looks
+    state = checkpoint_utils.load_checkpoint_to_cpu(file)
+    weights = trainer.get_model().state_dict()
+    assert set(weights) <= set(state["model"]) | {"decoder.version"}
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_the_user_dir_may_be_imported_already(monkeypatch):
+    """By a script, or by a notebook that goes on with fairseq's own functions."""
+    monkeypatch.chdir(ROOT)
+    for written in ("fairseq_tutel", str(ROOT / "fairseq_tutel")):
+        utils.import_user_module(type("Options", (), {"user_dir": written}))
+
+
+def test_a_run_that_saves_nothing_leaves_the_folder_alone(tmp_path, monkeypatch):
+    """It may be that of a run that is saving."""
+    _interrupted_save(_trained(tmp_path, 2), tmp_path / "checkpoint_last.pt", monkeypatch)
+    before = sorted(os.listdir(tmp_path))
+    assert _start(tmp_path, "--no-save").get_num_updates() == 2
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_simulated_rank_starts_afresh(tmp_path, monkeypatch):
+    """It holds a share of the experts; a real run may have saved under the same name."""
+    # it labels every line that the process logs from then on
+    monkeypatch.setattr(logging, "setLogRecordFactory", lambda factory: None)
+    _save(_trained(tmp_path, 2), tmp_path / "checkpoint_last.pt")
+    assert _start(tmp_path, "--moe-simulate-world-size", "4").get_num_updates() == 0

@@ -1,0 +1,135 @@
+"""What the trainer refuses or records, and that models without experts are left alone."""
+
+import json
+
+import pytest
+from fairseq.trainer import Trainer
+from helpers.commands import ROOT, logged
+from helpers.distributed import run_ranks
+from helpers.training import make_batch, make_config, make_trainer, own_batches
+from omegaconf import OmegaConf
+
+from fairseq_tutel.integrations.fairseq.trainer.trainer import MoETrainer
+
+GOLDEN = ROOT / "tests" / "golden"
+
+
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("common.amp", True, "--amp is not supported"),
+        ("common.tpu", True, "--tpu is not supported"),
+        ("optimization.use_bmuf", True, "--use-bmuf is not supported"),
+        ("ema.store_ema", True, "--store-ema is not supported"),
+        ("distributed_training.zero_sharding", "os", "--zero-sharding os is not supported"),
+        ("distributed_training.ddp_backend", "fully_sharded", "fully_sharded .* use legacy_ddp or"),
+        ("distributed_training.ddp_backend", "slowmo", "slowmo .* use legacy_ddp or pytorch_ddp"),
+    ],
+)
+def test_what_cannot_train_experts_is_refused(key, value, message):
+    cfg = make_config("--moe-expert-count", "2")
+    OmegaConf.update(cfg, key, value)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(cfg)
+
+
+@pytest.mark.parametrize("warns", [True, False])
+def test_a_criterion_without_the_gate_loss_is_warned_of(warns, caplog):
+    cfg = make_config("--moe-expert-count", "2")
+    if warns:
+        cfg.criterion = {"_name": "cross_entropy", "sentence_avg": False}
+    caplog.set_level("WARNING", logger="fairseq_tutel.integrations.fairseq.trainer.trainer")
+    make_trainer(cfg)
+    assert ("leaves out the gate loss" in caplog.text) == warns
+
+
+@pytest.mark.parametrize("words, warns", [((), True), (("--moe-expert-count", "1"), False)])
+def test_one_expert_by_default_is_warned_of(words, warns, caplog):
+    caplog.set_level("WARNING", logger="fairseq_tutel.integrations.fairseq")
+    make_trainer(make_config("--moe-top-k", "1", *words))
+    assert ("1 expert per MoE layer" in caplog.text) == warns
+
+
+def test_the_config_says_what_was_decided():
+    """In a checkpoint too: the number of experts that the number of ranks gave, flat gradients."""
+    trainer = make_trainer(make_config("--moe-top-k", "1", "--fp16"))
+    assert trainer.cfg.model.moe_expert_count == 1
+    assert trainer.cfg.common.fp16_no_flatten_grads
+    assert len(trainer.optimizer.fp32_params) == len(list(trainer.get_model().parameters()))
+
+
+def test_models_without_experts_get_the_stock_trainer():
+    for cfg in (make_config(moe=False), make_config("--moe-freq", "0")):
+        assert type(make_trainer(cfg)) is Trainer
+    assert type(make_trainer(make_config("--moe-expert-count", "2"))) is MoETrainer
+
+
+@pytest.mark.slow
+def test_dense_training_is_the_same_with_the_plugin(tmp_path, programs):
+    """fairseq's own model with fairseq-train: every logged value, with and without --user-dir."""
+    logs = []
+    for name, extra in (("without", ()), ("with", ("--user-dir", str(ROOT / "fairseq_tutel")))):
+        folder = tmp_path / name
+        words = f"""
+            {GOLDEN / "data_world1"} --task language_modeling --tokens-per-sample 128
+            --sample-break-mode none --arch transformer_lm_gpt --decoder-layers 2
+            --decoder-embed-dim 32 --decoder-ffn-embed-dim 64 --decoder-attention-heads 4
+            --optimizer adam --lr 0.002 --clip-norm 1.0 --seed 7 --batch-size 1 --cpu
+            --required-batch-size-multiple 1 --max-update 5 --log-format json
+            --save-dir {folder} --no-epoch-checkpoints
+        """
+        done = programs.run(["fairseq-train", *words.split(), *extra], timeout=150)
+        assert done.status == 0, done.text[-3000:]
+        assert (folder / "checkpoint_last.pt").exists()  # one file, as always
+        rows = logged(done.text, "train") + logged(done.text, "valid")
+        assert len(rows) == 10
+        timings = ("wps", "ups", "wall", "train_wall")
+        logs.append([{k: v for k, v in row.items() if k not in timings} for row in rows])
+    assert logs[0] == logs[1]
+
+
+def _loads(cfg, folder):
+    """The same totals, from the updates themselves."""
+    cfg.checkpoint.save_dir = folder
+    trainer = make_trainer(cfg)
+    for update in range(5):
+        trainer.train_step(own_batches(update, 4))
+        trainer.valid_step(make_batch(50 + update))  # does not count
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_expert_loads_are_written_every_few_updates(world_size, tmp_path):
+    words = "--moe-expert-count 4 --moe-load-log-interval 2 --moe-freq 1 --decoder-layers 3"
+    run_ranks(_loads, world_size, make_config(*words.split()), str(tmp_path))
+    rows = [json.loads(line) for line in (tmp_path / "expert_load.jsonl").read_text().splitlines()]
+    assert [row["update"] for row in rows] == [2, 4]
+    for row in rows:
+        assert list(row["layers"]) == ["0", "1", "2"]
+        for load in row["layers"].values():
+            # 2 updates of 4 batches of 4 sentences of 8 tokens, 2 experts each
+            assert len(load) == 4 and sum(load) == 2 * 4 * 4 * 8 * 2
+        for name, used in row["utilisation"].items():
+            load, received = row["layers"][name], row["ranks"][name]
+            assert len(received) == world_size
+            assert used["load"] == pytest.approx(100 * sum(load) / 4 / max(load), abs=0.01)
+            assert used["drop"] == pytest.approx(100 * (1 - sum(received) / sum(load)), abs=0.01)
+            assert used["slot"] <= 100 and used["dead"] == load.count(0)
+
+
+def test_workers_for_validation_data_are_their_own_option():
+    cfg = make_config("--moe-expert-count", "2", "--num-workers", "5", "--num-workers-valid", "3")
+    trainer = make_trainer(cfg)
+    seen = []
+
+    def get_batch_iterator(num_workers, **kwargs):
+        seen.append(num_workers)
+        raise StopIteration
+
+    trainer.task.load_dataset("valid")
+    trainer.task.get_batch_iterator = get_batch_iterator
+    with pytest.raises(StopIteration):
+        trainer.get_valid_iterator("valid")
+    trainer.task.load_dataset("train")
+    with pytest.raises(StopIteration):
+        trainer.get_train_iterator(1, load_dataset=False)
+    assert seen == [3, 5]

@@ -1,0 +1,334 @@
+"""Single updates: checkpointed activations, the norm over all experts, half precision, overflow."""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.assertions import rms_ratio
+from helpers.distributed import RanksFailed, run_ranks
+from helpers.training import (
+    gradients,
+    make_batch,
+    make_config,
+    make_trainer,
+    named,
+    own_batches,
+    record_updates,
+)
+
+from fairseq_tutel.distributed import is_expert, process_world
+from fairseq_tutel.integrations.fairseq.trainer.trainer import MoETrainer
+
+BACKENDS = ("legacy_ddp", "pytorch_ddp")
+WORLDS = [(1, 4), (2, 1), (2, 2), (2, 4), (4, 2), (4, 4)]  # ranks, experts
+
+
+def _each(function, cfgs, *args):
+    return {words: function(cfg, *args) for words, cfg in cfgs.items()}
+
+
+def on_ranks(world_size, function, options, *args):
+    """By rank: ``function`` of every config, by its words; the ranks start once."""
+    cfgs = {words: make_config("--moe-expert-count", "4", *words.split()) for words in options}
+    return run_ranks(_each, world_size, function, cfgs, *args, timeout=120)
+
+
+# ---- checkpointed activations
+
+
+def _one_update(cfg):
+    trainer = make_trainer(cfg)
+    assert isinstance(trainer, MoETrainer)
+    updates = record_updates(trainer)
+    trainer.train_step(own_batches(0, 2))
+    return updates[0], gradients(trainer)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_checkpointed_activations_give_the_same_gradients(world_size):
+    """Bit for bit, with dropout too: it is replayed. The aux loss is most of the loss here."""
+    loss = "--moe-gate-loss-wt 50"
+    dropout = f"{loss} --dropout 0.2 --activation-dropout 0.1"
+    pairs = [(loss, f"{loss} --checkpoint-activations"), (loss, f"{loss} --offload-activations"),
+             (dropout, f"{dropout} --checkpoint-activations")]  # fmt: skip
+    options = {words for pair in pairs for words in pair}
+    for found in on_ranks(world_size, _one_update, sorted(options)):
+        for plain, checkpointed in pairs:
+            (update, grads), (other_update, other_grads) = found[plain], found[checkpointed]
+            assert update.sums == other_update.sums and update.grad_norm == other_update.grad_norm
+            assert all(torch.equal(grad, other_grads[name]) for name, grad in grads.items())
+
+
+# ---- gradient norm, clipping, normalisation of expert gradients
+
+
+def _norms(cfg):
+    """(norm that the trainer reports, norm by hand of what it leaves), clipped and not."""
+    found = []
+    for clip in (0.0, 0.05, 1e9):
+        cfg.optimization.clip_norm = clip
+        trainer = make_trainer(cfg)
+        updates = record_updates(trainer)
+        trainer.train_step(own_batches(0, 4))
+        groups = trainer.get_model().moe_groups
+        dense, experts = torch.zeros(2, dtype=torch.float64)
+        for param in trainer.get_model().parameters():
+            (experts if is_expert(param) else dense).add_(param.grad.double().square().sum())
+        if groups.world_size > 1:
+            dist.all_reduce(experts)  # every expert is on num_replicas ranks
+        found.append((updates[0].grad_norm, float(dense + experts / groups.num_replicas) ** 0.5))
+    return found
+
+
+def _gradients(cfg, normalization):
+    cfg.model.moe_normalize_expert_grad = normalization
+    trainer = make_trainer(cfg)
+    trainer.train_step(own_batches(0, 4))
+    return gradients(trainer)
+
+
+def _by_experts(cfgs):
+    return {
+        experts: (_norms(cfg), *(_gradients(cfg, how) for how in ("world_size", "sqrt_world_size")))
+        for experts, cfg in cfgs.items()
+    }
+
+
+@functools.cache
+def by_experts(world_size, backend):
+    words = ("--moe-top-k", "1", "--ddp-backend", backend)
+    numbers = [experts for world, experts in WORLDS if world == world_size]
+    cfgs = {n: make_config("--moe-expert-count", str(n), *words) for n in numbers}
+    return run_ranks(_by_experts, world_size, cfgs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world_size, experts", WORLDS)
+def test_gradient_norm_is_over_all_experts(world_size, experts, backend):
+    for found in by_experts(world_size, backend):
+        (norm, by_hand), (clipped, after_clip), (free, after_free) = found[experts][0]
+        assert norm == pytest.approx(by_hand, rel=1e-5)
+        assert clipped == pytest.approx(norm, rel=1e-6) and free == pytest.approx(norm, rel=1e-6)
+        assert after_clip == pytest.approx(0.05, rel=1e-4)
+        assert after_free == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world_size, experts", WORLDS)
+def test_sqrt_world_size_makes_expert_gradients_larger(world_size, experts, backend):
+    """By the root of the number of ranks that exchange tokens; dense gradients stay."""
+    factor = math.sqrt(min(world_size, experts))
+    for found in by_experts(world_size, backend):
+        _, grads, root_grads = found[experts]
+        for name, grad in grads.items():
+            want = grad * factor if ".experts." in name else grad
+            assert rms_ratio(root_grads[name], want) < 1e-5 or name.endswith("k_proj.bias"), name
+
+
+# ---- half precision
+
+HALF = ("--fp16", "--memory-efficient-fp16", "--bf16", "--memory-efficient-bf16")
+
+
+def _train(cfg, updates):
+    trainer = make_trainer(cfg)
+    records = record_updates(trainer)
+    for update in range(updates):
+        trainer.train_step(own_batches(update, 2))
+    dtypes = {p.dtype for p in trainer.get_model().parameters()}
+    return [r.sums["loss"] / r.sample_size for r in records], dtypes
+
+
+def test_half_precision_trains_on_two_ranks():
+    options = [f"{flag} --ddp-backend {backend}" for flag in HALF for backend in BACKENDS]
+    ranks = on_ranks(2, _train, ["", *options], 12)
+    exact = ranks[0][""][0]
+    for words in options:
+        (losses, dtypes), (other, _) = (found[words] for found in ranks)
+        assert dtypes == {torch.bfloat16 if "bf16" in words else torch.float16}, words
+        assert losses == other and losses[-1] < 0.9 * losses[0], words
+        assert losses == pytest.approx(exact, rel=0.05 if "bf16" in words else 0.01), words
+
+
+def _overflow(cfg, names):
+    """An inf in the gradient of one parameter on rank 1, in the second of three updates."""
+    rank, _ = process_world()
+    found = {}
+    for name in names:
+        trainer = make_trainer(cfg)
+        param = dict(trainer.get_model().named_parameters())[name]
+        updates, scales, counts, weights = record_updates(trainer), [], [], []
+        for update in range(3):
+            hook = None
+            if rank == 1 and update == 1:
+                hook = param.register_hook(lambda grad: grad * math.inf)
+            weights.append(named(trainer))
+            output = trainer.train_step(own_batches(update, 2))
+            if hook is not None:
+                hook.remove()
+            assert (output is None) == (update == 1)
+            scales.append(trainer.optimizer.scaler.loss_scale)
+            counts.append(trainer.get_num_updates())
+        found[name] = (
+            scales,
+            counts,
+            len(updates),
+            all(torch.equal(weights[1][key], weights[2][key]) for key in weights[1]),
+            all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1]),
+        )
+    return found
+
+
+def test_overflow_of_one_rank_skips_the_update_on_all():
+    """An expert's gradient is nowhere else; a dense one is averaged."""
+    names = ("decoder.layers.1.moe_layer.experts.fc2_weight", "decoder.layers.0.fc1.weight")
+    scale = "--fp16-init-scale 8 --fp16-scale-tolerance 0 --ddp-backend"
+    flags = ("--fp16", "--memory-efficient-fp16")
+    options = [f"{flag} {scale} {backend}" for flag in flags for backend in BACKENDS]
+    for by_words in on_ranks(2, _overflow, options, names):
+        for found in by_words.values():
+            for name in names:
+                scales, counts, recorded, skipped, kept = found[name]
+                assert scales == [8.0, 4.0, 4.0], name
+                assert counts == [1, 1, 2] and recorded == 2
+                assert skipped and not kept
+
+
+def _inf_in_fp32(cfg, folder):
+    rank, _ = process_world()
+    cfg.checkpoint.save_dir = folder
+    trainer = make_trainer(cfg)
+    param = trainer.get_model().moe_layers[1].experts.fc1_bias
+    if rank == 1:
+        param.register_hook(lambda grad: grad * math.nan)
+    with pytest.raises(FloatingPointError, match="Nan/Inf"):
+        trainer.train_step(own_batches(0, 2))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_of_one_rank_in_fp32_stops_all(backend, tmp_path):
+    cfg = make_config("--moe-expert-count", "4", "--ddp-backend", backend)
+    run_ranks(_inf_in_fp32, 2, cfg, str(tmp_path))
+    written = sorted(path.name for path in tmp_path.iterdir())
+    assert written == ["crash-rank-0.pt", "crash-rank-1.pt", "crash-shared.pt"]
+
+
+# ---- one rank runs out of memory
+
+
+def _out_of_memory(cfg, step):
+    rank, _ = process_world()
+    trainer = make_trainer(cfg)
+    if rank == 1:
+        original = getattr(trainer.task, step)
+
+        def fail_once(*args, **kwargs):
+            setattr(trainer.task, step, original)
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+        setattr(trainer.task, step, fail_once)
+    batches = own_batches(0, 2)
+    getattr(trainer, step)(batches if step == "train_step" else batches[0])
+
+
+@pytest.mark.parametrize("experts", [1, 4])
+@pytest.mark.parametrize("step", ["train_step", "valid_step"])
+def test_a_rank_without_memory_ends_the_job(step, experts):
+    """Stock leaves the batch out, or tries again, while the others wait: the job hangs."""
+    cfg = make_config("--moe-expert-count", str(experts), "--moe-top-k", "1")
+    with pytest.raises(RanksFailed, match="RuntimeError: CUDA out of memory"):
+        run_ranks(_out_of_memory, 2, cfg, step, timeout=30.0)
+
+
+# ---- batches that differ between the ranks
+
+UNEVEN = {
+    "one rank has none": [make_batch(1), None],
+    "the other rank has none": [None, make_batch(1)],
+    "fewer sentences": [make_batch(1, sentences=1), make_batch(2, sentences=5)],
+    "other lengths": [make_batch(1, lengths=[3, 2]), make_batch(2, lengths=[8, 8, 5])],
+    "nobody has any in the second half": [[make_batch(1), None], [make_batch(2), None]],
+    "one of two": [[make_batch(1), make_batch(2)], [make_batch(3), None]],
+}
+
+
+def _uneven(cfg):
+    """Rank r trains on its entry; a single rank trains on all that are there."""
+    rank, world_size = process_world()
+    found = {}
+    for name, by_rank in UNEVEN.items():
+        by_rank = [batches if isinstance(batches, list) else [batches] for batches in by_rank]
+        batches = by_rank[rank]
+        if world_size == 1:
+            batches = [batch for each in by_rank for batch in each if batch is not None]
+        trainer = make_trainer(cfg)
+        updates = record_updates(trainer)
+        trainer.train_step([{} if batch is None else batch for batch in batches])
+        trainer.train_step(own_batches(1, 2))  # the ranks are still in step
+        found[name] = (updates, gradients(trainer))
+    return found
+
+
+DROPLESS = "--moe-capacity-factor 0 --ddp-backend"
+UNEVEN_OPTIONS = (
+    f"{DROPLESS} legacy_ddp",
+    f"{DROPLESS} pytorch_ddp --use-moe-pad-mask",
+    f"{DROPLESS} legacy_ddp --checkpoint-activations",
+)
+
+
+@functools.cache
+def uneven(world_size):
+    return on_ranks(world_size, _uneven, UNEVEN_OPTIONS)
+
+
+@pytest.mark.parametrize("options", UNEVEN_OPTIONS)
+@pytest.mark.parametrize("name", UNEVEN)
+def test_uneven_batches_change_nothing_for_the_tokens_there_are(name, options):
+    ((want, grads),) = (found[options][name] for found in uneven(1))
+    for got, got_grads in (found[options][name] for found in uneven(2)):
+        for mine, one in zip(got, want, strict=True):
+            assert mine.sample_size == one.sample_size
+            assert mine.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
+            assert mine.sums["loss"] == pytest.approx(one.sums["loss"], rel=1e-5)
+            assert mine.sums["batch_count"] == one.sums["batch_count"]
+        for key, grad in got_grads.items():
+            if not key.endswith("k_proj.bias"):
+                assert rms_ratio(grad, grads[key]) < 1e-4, key
+
+
+def _validate(cfg):
+    """Validation of five batches of all kinds: two, then one rank has none left."""
+    rank, world_size = process_world()
+    batches = [
+        make_batch(i, lengths=lengths)
+        for i, lengths in enumerate(([8] * 4, [5, 3], [8, 1], [2], [7, 7, 7]))
+    ]
+    share = batches[rank::world_size]
+    share += [{}] * (math.ceil(len(batches) / world_size) - len(share))
+    trainer = make_trainer(cfg)
+    total, original = {}, trainer._reduce_and_log_stats
+
+    def reduce_and_sum(logs, *rest):
+        for key in ("loss", "inner_loss", "moe_loss", "ntokens", "batch_count"):
+            total[key] = total.get(key, 0.0) + float(sum(log[key] for log in logs))
+        return original(logs, *rest)
+
+    trainer._reduce_and_log_stats = reduce_and_sum
+    for batch in share:
+        with torch.no_grad():
+            trainer.valid_step(batch)
+    return total
+
+
+def test_validation_does_not_depend_on_the_ranks():
+    options = ["", "--fp16", "--moe-eval-capacity-token-fraction 1.0"]
+    (want,) = on_ranks(1, _validate, options)
+    for world_size in (2, 4):
+        for got in on_ranks(world_size, _validate, options):
+            for words in options:
+                assert want[words]["ntokens"] == 32 + 8 + 9 + 2 + 21
+                near = 2e-3 if "fp16" in words else 1e-6
+                assert got[words] == pytest.approx(want[words], rel=near), words

@@ -1,0 +1,45 @@
+"""The page about a run's log against what a run logs."""
+
+import re
+
+from helpers.commands import ROOT, logged
+
+from fairseq_tutel.integrations.fairseq.errors import log_filters
+
+PAGE = ROOT / "fairseq_tutel/integrations/fairseq/WATCHING.md"
+FAIRSEQS = {
+    "epoch", "wps", "ups", "wpb", "bsz", "num_updates", "lr", "gnorm", "clip", "train_wall", "wall",
+    "gb_free",
+}  # fmt: skip
+# of a tuner, of a loss per sentence, of a GPU's clock
+NOT_IN_THIS_RUN = {"moe_exchange_ms", "nll_loss", "all_to_all_cuda_time_ms"}
+RUN = """
+    --user-dir fairseq_tutel --arch transformer_lm_gpt_moe --criterion moe_cross_entropy --no-save
+    --task dummy_lm --dict-size 28 --dataset-size 16 --tokens-per-sample 8 --batch-size 4 --cpu
+    --decoder-layers 2 --decoder-embed-dim 16 --decoder-ffn-embed-dim 16 --moe-expert-count 4
+    --decoder-attention-heads 2 --optimizer adam --lr 0.01 --max-update 2 --log-format json
+    --moe-null-experts 2 --moe-wire bf16 --record-a2a-perf-stats --log-interval 1
+    --moe-second-expert-policy all --disable-validation
+"""
+
+
+def test_the_page_names_every_metric_and_no_other(programs):
+    rows = re.findall(r"^\| `(\w+)`(?: \*)? \|(.*)\|(.*)\|(.*)\|$", PAGE.read_text(), re.MULTILINE)
+    names = [name for name, *_ in rows]
+    assert len(set(names)) == len(names) > 20 and all(all(map(str.strip, row)) for row in rows)
+    marked = set(re.findall(r"^\| `(\w+)` \*", PAGE.read_text(), re.MULTILINE))
+    assert marked == {name for name in names if log_filters._DETAILS.fullmatch(f", {name}=1")}
+    done = programs.run(["fairseq-train", *RUN.split()], ranks=2)
+    assert done.status == 0, done.text[-3000:]
+    (run,) = logged(done.text, "train")
+    assert set(run) - FAIRSEQS == set(names) - NOT_IN_THIS_RUN
+
+
+def test_the_log_counts_the_experts_of_all_ranks(programs):
+    """One layer of 4 experts: one has 2 * 16 * 16 weights and 32 biases."""
+    counts = []
+    for ranks in (1, 2):
+        done = programs.run(["fairseq-train", *RUN.split()], ranks=ranks)
+        counts += re.findall(r"parameters of all ranks: (.*) active per token: (.*)", done.stdout)
+    assert counts[0] == counts[1] and "experts 2,176)" in counts[0][0]
+    assert "(2 of 4 experts)" in counts[0][1]

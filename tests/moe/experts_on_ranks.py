@@ -1,0 +1,74 @@
+"""Experts on four ranks against the same layer with all experts and all tokens."""
+
+import torch
+
+from fairseq_tutel import training
+from fairseq_tutel.config import ExchangeConfig
+from fairseq_tutel.distributed import (
+    ExpertParallelGroups,
+    build_groups,
+    process_world,
+    without_held_experts,
+)
+
+
+def gradients(experts):
+    """Of each expert's parameters, under their names in a state dict."""
+    names = experts.single_names()
+    return {
+        single: part
+        for name, param in experts.named_parameters()
+        for single, part in zip(names[name], param.grad, strict=True)
+    }
+
+
+def check_on_ranks(make, model_dim, cases, folder):
+    """Each (experts, placement, r, degree) gives what one process does, and comes back from a set.
+
+    make: a layer of so many experts in fp64, ``make(experts, groups, seed=..., exchange=...)``.
+    """
+    rank, world_size = process_world()
+    x = torch.randn(24, model_dim, generator=torch.Generator().manual_seed(1)).double()
+    mine = slice(rank * 24 // world_size, (rank + 1) * 24 // world_size)
+    for experts, placement, r, degree in cases:
+        case = f"{experts} {placement} {r} {degree}"
+        alone, whole_x = make(experts, ExpertParallelGroups(experts)), x.clone().requires_grad_()
+        whole_y = alone(whole_x)
+        (whole_y * whole_y.detach()).sum().backward()
+        want = gradients(alone.experts)
+
+        groups = build_groups(experts, placement=placement)
+        exchange = ExchangeConfig("linear", overlap_degree=degree, r=r)
+        layer, given = make(experts, groups, exchange=exchange), x[mine].clone().requires_grad_()
+        y = layer(given)
+        torch.testing.assert_close(y, whole_y[mine], msg=lambda text, case=case: f"{case}: {text}")
+        (y * y.detach()).sum().backward()
+        torch.testing.assert_close(given.grad, whole_x.grad[mine])
+        for single, part in gradients(layer.experts).items():
+            slot, kind = single.split(".", 1)
+            exact = want[f"{groups.local_experts[int(slot)]}.{kind}"]
+            dims = [d for d in range(part.dim()) if part.shape[d] != exact.shape[d]]
+            assert len(dims) <= (groups.num_slices > 1)
+            if dims:
+                width = part.shape[dims[0]]
+                exact = exact.narrow(dims[0], groups.slice_index * width, width)
+            elif groups.num_slices > 1:  # copies, as of any replica
+                torch.distributed.all_reduce(part, group=groups.replica_group)
+            torch.testing.assert_close(part, exact, msg=f"{case} {single}")
+
+        whole = make(experts, ExpertParallelGroups(experts), seed=9)
+        whole.load_state_dict(training.full_state_dict(layer) or whole.state_dict())
+        assert rank or torch.equal(whole(x), whole_y)
+        # of experts alone: nothing here averages the gate's gradients
+        layer.gate.requires_grad_(False)
+        optimizer = torch.optim.Adam(layer.experts.parameters())
+        optimizer.step()
+        training.save_checkpoint(f"{folder}/x.pt", layer, optimizer)
+        other = make(experts, groups, seed=9, exchange=exchange)
+        fresh = torch.optim.Adam(other.experts.parameters())
+        training.load_checkpoint(f"{folder}/x.pt", other, fresh)
+        loaded = other.state_dict()
+        for name, value in without_held_experts(layer.state_dict()).items():
+            assert torch.equal(loaded[name], value), name
+        for old, new in zip(optimizer.state.values(), fresh.state.values(), strict=True):
+            assert torch.equal(old["exp_avg"], new["exp_avg"])

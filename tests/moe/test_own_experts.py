@@ -1,0 +1,120 @@
+"""A network of experts that one file registers: in a layer, on ranks, in sets, and in fairseq."""
+
+import textwrap
+from dataclasses import dataclass
+
+import pytest
+import torch
+from experts_on_ranks import check_on_ranks
+from helpers.distributed import run_ranks
+from torch.nn import functional
+
+from fairseq_tutel.config import EXPERTS, at_least
+from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.moe.experts import (
+    Options,
+    Stacked,
+    StackedExperts,
+    base,
+    option,
+    register_experts,
+)
+
+M, F, TOKENS = 6, 8, 16
+
+
+class ToyExperts(StackedExperts):
+    """down(leaky(up(x))), with a bias that is added to the output"""
+
+    @dataclass(frozen=True)
+    class Options(Options):
+        slope: float = option(0.1, "of the activation left of 0", at_least(0))
+
+    layout = {
+        "up": Stacked("FM", "toy_up.weight"),
+        "down": Stacked("MF", "toy_down.weight"),
+        "shift": Stacked("M", "toy_down.bias"),
+    }
+
+    def compute(self, call, rows, offsets):
+        up, down, shift = call.params
+        hidden = functional.leaky_relu(self.product(rows, up, offsets), self.options.slope)
+        out = self.product(hidden, down, offsets)
+        if offsets is None:
+            return out + shift[:, None]
+        expert = torch.searchsorted(offsets.long(), torch.arange(len(rows)), right=True)
+        return out + shift[expert.clamp(max=len(shift) - 1)]
+
+
+def make(experts, groups=None, seed=3, **options):
+    """In a process of its own: the name and its flags stay where it is registered."""
+    register_experts("toy")(ToyExperts)
+    torch.manual_seed(0)
+    return MoELayer(
+        M, experts, F, expert_network="toy", expert_options={"slope": 0.3}, groups=groups,
+        seed=seed, second_expert_policy="all", **{"capacity_factor": 0.0, **options},
+    ).double()  # fmt: skip
+
+
+def by_hand(layer, x):
+    state = layer.state_dict()
+    weight, chosen = (x @ state["gate.wg.weight"].t()).softmax(-1).topk(2, -1)
+    weight = weight / weight.sum(-1, keepdim=True)
+    y = torch.zeros_like(x)
+    for j in range(layer.groups.num_experts):
+        up, down, shift = (
+            state[f"experts.{j}.toy_{name}"] for name in ("up.weight", "down.weight", "down.bias")
+        )
+        out = functional.leaky_relu(x @ up.t(), 0.3) @ down.t() + shift
+        y += (weight * (chosen == j)).sum(-1, keepdim=True) * out
+    return y
+
+
+def in_a_layer():
+    for factor in (0.0, 4.0):  # ragged, padded
+        layer, x = make(4, capacity_factor=factor), torch.randn(TOKENS, M).double()
+        torch.testing.assert_close(layer(x), by_hand(layer, x))
+    assert "toy" in EXPERTS and ToyExperts.count(M, F) == (2 * M * F + M, 4 * M * F)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer.float()(x.float()).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="slope=-1.0 must be at least 0"):
+        MoELayer(M, 4, F, expert_network="toy", expert_options={"slope": -1.0})
+
+
+def test_in_a_layer():
+    run_ranks(in_a_layer, 1, timeout=60)
+
+
+def on_ranks(folder):
+    cases = [(4, "replicated", 1, 2), (4, "replicated", 0, 1), (2, "sliced", 1, 2)]
+    check_on_ranks(make, M, [*cases, (2, "sliced", 2, 1)], folder)
+
+
+def test_on_ranks(tmp_path):
+    """Overlapped, gathered, sliced and saved without a line about any of it."""
+    run_ranks(on_ranks, 4, str(tmp_path), timeout=150)
+
+
+def in_fairseq():
+    """In a process of its own: the names that it adds stay."""
+    from helpers.training import make_batch, make_config, make_trainer
+
+    text = base.__doc__.split("::\n", 1)[1].split("\nThat is all")[0]
+    exec(textwrap.dedent(text), {"__name__": "mine"})
+    four, slope = ("--moe-expert-count", "4"), ("--moe-mine-slope", "0.5")
+    trainer = make_trainer(make_config(*four, "--moe-expert-network", "mine", *slope))
+    layer = trainer.get_model().moe_layers[1]
+    assert layer.experts.options.slope == 0.5
+    before = layer.experts.up_weight.detach().clone()
+    trainer.train_step([make_batch(1)])
+    assert not torch.equal(layer.experts.up_weight, before)
+
+    cfg = make_config(*four, "--moe-expert-network", "swiglu", "--moe-swiglu-bias")
+    assert make_trainer(cfg).get_model().moe_layers[1].experts.fc2_bias is not None
+    with pytest.raises(SystemExit, match="--moe-mine-slope 0.5 is an option of another"):
+        make_config(*four, *slope)
+
+
+def test_the_documented_example_in_fairseq():
+    pytest.importorskip("fairseq")
+    run_ranks(in_fairseq, 1)

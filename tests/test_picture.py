@@ -1,0 +1,113 @@
+"""Pictures of a run: fairseq's log lines in three formats, and the files that a run writes."""
+
+import json
+
+import pytest
+
+from fairseq_tutel import picture
+
+STAMP = "2026-01-02 03:04:05 | INFO | "
+TRAIN = (
+    "train_inner | epoch 002:     20 / 621 loss=9.166, moe_gate_loss=2.28883, inner_loss=9.1, "
+    "ppl=548.75, moe_util_slot=88.31, moe_drop=11.69, wps=14612.6, "
+    "num_updates={}, lr=6e-05, gnorm=1.2, loss_scale=nan, wall=71"
+)
+VALID = (
+    "valid | epoch 002 | valid on 'valid' subset | loss 8.02 | inner_loss 8.0 | ppl {} | "
+    "wps 9000 | num_updates {} | best_loss 8.02"
+)
+RESUMED = (
+    "fairseq.trainer | Loaded checkpoint runs/q/checkpoints/checkpoint_last.pt "
+    "(epoch 1 @ 20 updates)"
+)
+LOADS = [
+    {"update": 10, "layers": {"3": [1, 3], "11": [1, 3]}},
+    {"update": 5, "layers": {"3": [4, 0], "11": [4, 0]}, "utilisation": {"3": {"slot": 50.0}}},
+]
+CHOICE = {"algorithm": "2dh", "overlap_degree": 4}
+EXCHANGES = [
+    {"update": 3, "what": "trial", "key": "a", "choice": CHOICE, "samples": [4000, 5000]},
+    {"update": 4, "what": "decision", "key": "a", "choice": CHOICE, "us": 4500},
+    {
+        "update": 9,
+        "what": "trial",
+        "key": "b",
+        "choice": {**CHOICE, "r": 2},
+        "samples": [9],
+        "about": "float32, top-2",
+    },
+]
+
+
+def write(file, lines, tail=""):
+    file.write_text("".join(f"{line}\n" for line in lines) + tail, "utf-8")
+    return file
+
+
+def test_curves_take_the_loss_without_the_gate_loss_and_the_last_of_repeated_updates(tmp_path):
+    lines = [
+        STAMP + TRAIN.format(10).replace("inner_loss=9.1", "inner_loss=9.9"),
+        STAMP + TRAIN.format(10),
+        STAMP + VALID.format(512, 10),
+        STAMP + "train | epoch 001 | loss 7 | num_updates 10",
+        STAMP + "fairseq_cli.train | end of epoch 1 | ppl 3 | num_updates 11",
+        STAMP + RESUMED,
+        STAMP + VALID.format(256, 10),
+        "[rank 1] warning | loss=1, num_updates=12",
+    ]
+    curves = picture.read_log(write(tmp_path / "train.log", lines))
+    assert {update: row["loss"] for update, row in curves.train.items()} == {10: 9.1}
+    assert curves.train[10]["wps"] == 14612.6 and curves.train[10]["moe_drop"] == 11.69
+    assert {u: (row["loss"], row["ppl"]) for u, row in curves.valid.items()} == {10: (8.0, 256.0)}
+    assert curves.resumed == [20]
+
+
+def test_the_file_of_fairseqs_own_log(tmp_path):
+    """--log-file has the messages alone, and no word of a checkpoint that is loaded."""
+    start = "num. shared model params: 1,000 (num. trained: 1,000)"
+    lines = [line.partition(" | ")[2] for line in (TRAIN.format(5), VALID.format(256, 5))]
+    more = json.dumps({"epoch": 2, "update": 1.5, "loss": "7.0", "num_updates": "9"})
+    values = {"epoch": 2, "valid_loss": "6", "valid_ppl": "64", "valid_num_updates": "9"}
+    valid = f"[2026-01-02 03:04:05,678][valid][INFO] - {json.dumps(values)}"  # Hydra's
+    curves = picture.read_log(write(tmp_path / "log", [start, *lines, start, more, valid]))
+    assert {update: row["loss"] for update, row in curves.train.items()} == {5: 9.1, 9: 7.0}
+    assert {update: row["loss"] for update, row in curves.valid.items()} == {5: 8.0, 9: 6.0}
+    assert curves.resumed == [5]
+
+
+def test_pictures_of_all_that_a_run_left(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    figures, make = [], picture._figure
+    monkeypatch.setattr(
+        picture, "_figure", lambda *args: figures.append((made := make(*args))[0]) or made
+    )
+    log = [STAMP + TRAIN.format(5), STAMP + TRAIN.format(10), STAMP + VALID.format(256, 10)]
+    write(tmp_path / "train.log", log)
+    write(tmp_path / "expert_load.jsonl", map(json.dumps, LOADS))
+    write(tmp_path / "exchange.jsonl", map(json.dumps, EXCHANGES), '{"update": 1')  # cut short
+    assert picture.main([str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "" and len(shown.out.splitlines()) == 3
+    for name in ("loss.png", "experts.png", "exchange.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    titles = [axes.get_title() for axes in figures[-1].axes]
+    assert titles == ["a", "float32, top-2"]
+    assert picture.choice_name(EXCHANGES[-1]["choice"]) == "2dh d=4 r=2"
+
+
+def test_what_is_missing_is_named(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    assert picture.main([str(tmp_path)]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "no loss.png", "no experts.png", "no exchange.png",
+    ]  # fmt: skip
+    assert "--log FILE" in lines[0] and "--moe-load-log-interval" in lines[1]
+    for words in ([str(tmp_path / "none")], [str(tmp_path), "--log", "none"]):
+        with pytest.raises(SystemExit, match="2"):
+            picture.main(words)
+    monkeypatch.setattr(picture.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="1"):
+        picture.main([str(tmp_path)])
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 3 and error[-1].endswith("pip install matplotlib")

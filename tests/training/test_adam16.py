@@ -1,0 +1,319 @@
+"""The torch twin and the optimizer: against Adam in fp64, and their state in checkpoints."""
+
+import copy
+import math
+
+import pytest
+import torch
+from fairseq import utils as fairseq_utils
+from fairseq.optim.adam import Adam as FairseqAdam32
+
+from fairseq_tutel.backends.torch.adam import quantize_, scale_of_max
+from fairseq_tutel.training.adam16 import Adam16, dequantize_state, quantize_state
+
+BETAS = (0.9, 0.98)
+
+
+def gradients(shape, steps, *, seed=0, spread=2.0):
+    """Noisy gradients whose elements differ in size by powers of e**spread."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.exp(spread * torch.randn(shape, generator=generator, dtype=torch.float64))
+    for _ in range(steps):
+        yield size * (0.3 + torch.randn(shape, generator=generator, dtype=torch.float64))
+
+
+def rms_ratio(a, b):
+    return ((a.double() - b.double()).square().mean() / b.double().square().mean()).sqrt().item()
+
+
+def store_error(values, largest, *, upwards):
+    """Documented error of storing ``values`` once (backends/torch/adam.py), elementwise."""
+    small = values.abs() < 2.0**-28 * largest
+    absolute = largest * (2.0**-38 if upwards else 2.0**-39)
+    return torch.where(small, absolute, values.abs() * 2.0**-11)
+
+
+def test_statistics_stay_within_the_documented_bound_of_fp64_adam():
+    param = torch.nn.Parameter(torch.randn(4000))
+    exact = dict.fromkeys(("exp_avg", "exp_avg_sq"), 0.0)
+    optimizer = Adam16([param], lr=1e-3, betas=BETAS, weight_decay=0.1)
+    bounds = {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+    # e**(6 * 3.5 * 2) covers more than fp16's range: small second moments become subnormal
+    for grad in gradients(param.shape, 200, spread=6.0):
+        param.grad = grad.float()
+        optimizer.step()
+        state = dequantize_state(optimizer.state[param])
+        for power, (name, beta) in enumerate(zip(exact, BETAS, strict=True), start=1):
+            exact[name] = beta * exact[name] + (1 - beta) * grad.float().double() ** power
+            values, true = state[name].double(), exact[name]
+            stored = store_error(values, values.abs().max(), upwards=name == "exp_avg_sq")
+            bounds[name] = beta * bounds[name] + stored
+            error = (values - true).abs()
+            assert bool((error <= 1.001 * bounds[name] + 1e-5 * true.abs()).all()), name
+            # the bound would be no proof if the error were never near it
+            assert (error / bounds[name]).max() > 0.05
+
+
+def test_first_step_equals_fairseqs_adam_to_fp32_rounding():
+    ours = torch.nn.Parameter(torch.randn(300))
+    theirs = torch.nn.Parameter(ours.detach().clone())
+    options = {"lr": 0.01, "betas": BETAS, "eps": 1e-3, "weight_decay": 0.1}
+    ours.grad = torch.randn(300)
+    theirs.grad = ours.grad.clone()
+    Adam16([ours], **options).step()
+    FairseqAdam32([theirs], **options).step()
+    assert rms_ratio(ours.detach(), theirs.detach()) < 1e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_parameters_are_updated_as_fairseqs_adam_updates_them(dtype):
+    ours = torch.nn.Parameter(torch.randn(1000).to(dtype))
+    theirs = torch.nn.Parameter(ours.detach().clone())
+    options = {"lr": 0.01, "betas": BETAS, "weight_decay": 0.1}
+    pair = Adam16([ours], **options), FairseqAdam32([theirs], **options)
+    for grad in gradients(ours.shape, 5):
+        ours.grad, theirs.grad = grad.to(dtype), grad.to(dtype)
+        for optimizer in pair:
+            optimizer.step()
+    difference = (ours - theirs).abs() > torch.finfo(dtype).eps * theirs.abs()
+    assert ours.dtype == dtype
+    # 5e-4 of an update of 0.01 rarely changes the rounding of a weight of size 1
+    assert difference.float().mean() < 0.02
+    assert pair[0].state[ours]["exp_avg"].dtype == torch.float16
+
+
+@pytest.mark.parametrize("scale", [8.0, torch.tensor(8.0), torch.tensor([8.0])])
+def test_scale_divides_gradients(scale, monkeypatch):
+    # on a GPU these two copy from pageable memory, which waits
+    monkeypatch.setattr(torch, "tensor", None)
+    monkeypatch.setattr(torch, "as_tensor", None)
+    params = [torch.nn.Parameter(torch.ones(64)) for _ in range(2)]
+    optimizers = [Adam16([param], lr=0.1) for param in params]
+    grad = torch.randn(64)
+    params[0].grad, params[1].grad = grad.clone(), grad * 8
+    optimizers[0].step()
+    optimizers[1].step(scale=scale)
+    assert torch.equal(params[0], params[1])
+    assert torch.equal(params[1].grad, grad * 8)
+
+
+@pytest.mark.parametrize("scale", [2.0**-60, 1.0, 3.7, 2.0**60])
+def test_rounding_error_of_one_store(scale):
+    values = scale * torch.logspace(-14, 0, 4001, dtype=torch.float64).float()
+    out = torch.empty(1, 4001, dtype=torch.float16)
+    for round_up in (False, True):
+        used = quantize_(out, values.clone().view(1, -1), round_up=round_up)
+        assert 2.0**14 <= values.max() / used < 2.0**15 and math.log2(used.item()) % 1 == 0
+        restored = out[0].double() * used.double()
+        error = (restored - values.double()).abs()
+        allowed = store_error(values.double(), values.max().double(), upwards=round_up)
+        assert bool((error <= allowed).all())
+        if round_up:
+            subnormal = values.double() < 2.0**-29 * values.max()
+            assert subnormal.sum() > 1000
+            assert bool((restored >= values.double())[subnormal].all())
+
+
+def test_scale_of_zero_subnormal_and_largest_maximum():
+    largest = torch.finfo(torch.float32).max
+    scale = scale_of_max(torch.tensor([0.0, 1e-44, 1.0, 1.9999999, 2.0, largest]))
+    expected = [1.0, 2.0**-126, 2.0**-14, 2.0**-14, 2.0**-13, 2.0**113]
+    assert scale.tolist() == expected
+
+
+def test_small_second_moments_never_enlarge_an_update():
+    """Rounded to nearest, the elements of size 1e-7 and less would have exp_avg_sq = 0."""
+    param = torch.nn.Parameter(torch.zeros(80))
+    optimizer = Adam16([param], lr=1.0, betas=BETAS, eps=1e-30)
+    grad = torch.logspace(-16, 0, 80)
+    for _ in range(100):
+        before = param.detach().clone()
+        param.grad = grad.clone()
+        optimizer.step()
+        assert bool(((before - param).abs() <= 1.02).all())
+    state = dequantize_state(optimizer.state[param])
+    assert bool((state["exp_avg_sq"] > 0).all())
+    assert bool((state["exp_avg_sq"] >= 0.97 * grad**2 * (1 - BETAS[1] ** 100)).all())
+
+
+def test_nonfinite_gradients_spoil_their_own_elements_only():
+    params = [torch.nn.Parameter(torch.ones(6)) for _ in range(2)]
+    grad = torch.tensor([1.0, float("inf"), 2.0, float("nan"), 1e30, 3.0])
+    params[0].grad = grad
+    params[1].grad = torch.tensor([1.0, 0.0, 2.0, 0.0, 0.0, 3.0])
+    optimizers = [Adam16([param], lr=0.1) for param in params]
+    for optimizer in optimizers:
+        optimizer.step()
+    clean = torch.tensor([0, 2, 5])
+    assert torch.equal(params[0][clean], params[1][clean])
+    assert params[0].isnan().tolist() == [False, True, False, True, False, False]
+    # 1e30 squared overflows fp32: as in fp32 Adam, the element then stands still
+    assert params[0][4] == 1.0
+    assert torch.equal(
+        optimizers[0].state[params[0]]["exp_avg_sq"][clean],
+        optimizers[1].state[params[1]]["exp_avg_sq"][clean],
+    )
+
+
+def expert_parameter(shape):
+    param = torch.nn.Parameter(torch.randn(shape))
+    param.expert = True
+    return param
+
+
+def test_state_of_stacked_experts_equals_that_of_each_expert_alone():
+    stacked = expert_parameter((3, 8, 5))
+    alone = [torch.nn.Parameter(expert.clone()) for expert in stacked.detach()]
+    optimizers = Adam16([stacked], lr=0.01), Adam16(alone, lr=0.01)
+    loudness = torch.tensor([1e-4, 1.0, 1e3]).view(3, 1, 1)
+    for grad in gradients(stacked.shape, 6):
+        stacked.grad = grad.float() * loudness
+        for expert, expert_grad in zip(alone, stacked.grad, strict=True):
+            expert.grad = expert_grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    state = optimizers[0].state[stacked]
+    assert state["exp_avg_scale"].shape == (3,) and state["exp_avg_sq_scale"].shape == (3,)
+    assert state["exp_avg_scale"].unique().numel() == 3
+    for index, expert in enumerate(alone):
+        assert torch.equal(stacked[index], expert)
+        for name in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
+            assert torch.equal(state[name][index], optimizers[1].state[expert][name]), name
+        assert optimizers[1].state[expert]["exp_avg_scale"].shape == ()
+
+
+def test_parts_of_fp32_statistics_take_the_scales_of_the_whole():
+    """As ranks do that hold half of an expert each; steps of parts: test_sliced_state.py."""
+    state = {"step": 5, "exp_avg": torch.randn(1, 16, 32), "exp_avg_sq": torch.rand(1, 16, 32)}
+    state["exp_avg"][:, 8:] *= 1e4  # of another magnitude in one half
+    maxima = []
+    wanted = quantize_state(
+        state, expert_parameter((1, 16, 32)), lambda tensor: maxima.append(tensor.clone())
+    )
+    for number in range(2):
+        known = iter(maxima)
+        half = {k: v.chunk(2, 1)[number] if torch.is_tensor(v) else v for k, v in state.items()}
+        found = quantize_state(
+            half, expert_parameter((1, 8, 32)), lambda t, k=known: t.copy_(next(k))
+        )
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(found[name], wanted[name].chunk(2, 1)[number]), name
+            assert torch.equal(found[f"{name}_scale"], wanted[f"{name}_scale"]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("through_fp32", [False, True])
+@pytest.mark.parametrize("expert", [False, True])
+def test_state_dict_round_trip_is_exact_and_training_goes_on(dtype, expert, through_fp32, tmp_path):
+    """Also through fairseq's trainer, which saves every half tensor as fp32."""
+    param = torch.nn.Parameter(torch.randn(4, 30).to(dtype))
+    if expert:
+        param.expert = True
+    optimizer = Adam16([param], lr=0.01)
+    grads = [grad.to(dtype) for grad in gradients(param.shape, 6)]
+    for grad in grads[:3]:
+        param.grad = grad
+        optimizer.step()
+    saved = {"optimizer": optimizer.state_dict(), "param": param.data}
+    if through_fp32:
+        saved["optimizer"] = fairseq_utils.move_to_cpu(saved["optimizer"])
+        assert saved["optimizer"]["state"][0]["exp_avg"].dtype == torch.float32
+    torch.save(saved, tmp_path / "x.pt")
+
+    saved = torch.load(tmp_path / "x.pt", weights_only=True)
+    other = torch.nn.Parameter(saved["param"])
+    if expert:
+        other.expert = True
+    restored = Adam16([other], lr=0.5)
+    restored.load_state_dict(saved["optimizer"])
+    before = copy.deepcopy(saved["optimizer"]["state"][0])
+    for key, value in optimizer.state[param].items():
+        new = restored.state[other][key]
+        same = torch.equal(value, new) if torch.is_tensor(value) else value == new
+        assert same and type(value) is type(new), key
+        assert not torch.is_tensor(value) or value.dtype == new.dtype, key
+    for grad in grads[3:]:
+        param.grad, other.grad = grad, grad.clone()
+        optimizer.step()
+        restored.step()
+    assert torch.equal(param, other)
+    for name in ("exp_avg", "exp_avg_sq"):  # no memory is shared with the checkpoint
+        assert torch.equal(saved["optimizer"]["state"][0][name], before[name])
+
+
+@pytest.mark.parametrize("expert", [False, True])
+def test_conversion_from_and_to_fp32_adam(expert):
+    theirs = torch.nn.Parameter(torch.randn(3, 50))
+    adam32 = FairseqAdam32([theirs], lr=0.01, betas=BETAS)
+    for grad in gradients(theirs.shape, 4):
+        theirs.grad = grad.float()
+        adam32.step()
+    param = torch.nn.Parameter(theirs.detach().clone())
+    if expert:
+        param.expert = True
+    ours = Adam16([param], lr=0.01, betas=BETAS)
+    ours.load_state_dict(adam32.state_dict())
+    state = ours.state[param]
+    assert state["step"] == 4 and state["exp_avg"].dtype == torch.float16
+    assert state["exp_avg_scale"].shape == ((3,) if expert else ())
+    back = dequantize_state(state)
+    for name in ("exp_avg", "exp_avg_sq"):
+        true = adam32.state[theirs][name]
+        assert back[name].dtype == torch.float32
+        largest = true.abs().amax(1, keepdim=True) if expert else true.abs().amax()
+        allowed = store_error(true, largest, upwards=name == "exp_avg_sq")
+        assert bool(((back[name] - true).abs() <= allowed).all())
+    assert not any(key.endswith("_scale") for key in back)
+    # fp16 -> fp32 -> fp16 loses nothing
+    again = quantize_state(back, param)
+    assert all(torch.equal(again[key], state[key]) for key in ("exp_avg", "exp_avg_scale"))
+
+
+def test_state_of_apexs_optimizer_with_number_scales_is_kept_bit_for_bit():
+    param = expert_parameter((2, 6))
+    apex = {
+        "step": 7,
+        "exp_avg": torch.randn(2, 6).half(),
+        "exp_avg_sq": torch.rand(2, 6).half(),
+        "exp_avg_scale": 0.003,
+        "exp_avg_sq_scale": torch.tensor(1e-8 + 3e-7),
+    }
+    state = quantize_state(apex, param)
+    assert torch.equal(state["exp_avg"], apex["exp_avg"]) and state["step"] == 7
+    assert state["exp_avg_scale"].tolist() == pytest.approx([0.003, 0.003])
+    param.grad = torch.randn(2, 6)
+    optimizer = Adam16([param], lr=0.1)
+    optimizer.state[param].update(state)
+    optimizer.step()
+    moved = dequantize_state(optimizer.state[param])["exp_avg"]
+    expected = 0.9 * 0.003 * apex["exp_avg"].float() + 0.1 * param.grad
+    assert rms_ratio(moved, expected) < 2.0**-11
+
+
+def test_errors_name_the_values():
+    param = torch.nn.Parameter(torch.randn(4))
+    with pytest.raises(ValueError, match="1.5"):
+        Adam16([param], betas=(0.9, 1.5))
+    with pytest.raises(ValueError, match="-1"):
+        Adam16([param], lr=-1)
+    state = {"step": 1, "exp_avg": torch.zeros(5), "exp_avg_sq": torch.zeros(5)}
+    with pytest.raises(ValueError, match=r"\(5,\).*\(4,\)"):
+        quantize_state(state, param)
+    state = {f"exp_avg{end}": torch.zeros(4).half() for end in ("", "_sq")}
+    state |= {f"exp_avg{end}_scale": torch.ones(3) for end in ("", "_sq")}
+    with pytest.raises(ValueError, match=r"\(3,\)"):
+        quantize_state(state, param)
+    param.grad = torch.randn(4).to_sparse()
+    with pytest.raises(ValueError, match="sparse"):
+        Adam16([param]).step()
+
+
+def test_parameters_without_contiguous_memory_or_without_elements():
+    param = torch.nn.Parameter(torch.randn(6, 4).t())
+    same = torch.nn.Parameter(param.detach().contiguous())
+    empty = torch.nn.Parameter(torch.zeros(0, 3))
+    param.grad, empty.grad = torch.randn(6, 4).t(), torch.zeros(0, 3)
+    same.grad = param.grad.contiguous()
+    Adam16([param, empty], lr=0.1).step()
+    Adam16([same], lr=0.1).step()
+    assert torch.equal(param, same) and not param.is_contiguous()

@@ -1,0 +1,191 @@
+"""What data parallelism around experts refuses, freezes and skips; training: test_toy_host.py."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.distributed import RanksFailed, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fairseq_tutel.distributed import ExpertParallelGroups, process_world
+from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.training import (
+    clip_grad_norm_,
+    expert_parameters,
+    grad_scaler,
+    prepare_data_parallel,
+    wrap_data_parallel,
+)
+
+DIM, PER_RANK, STEPS, MAX_NORM = 8, 6, 5, 0.1
+
+
+class Model(nn.Module):
+    def __init__(self, num_experts):
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+        self.moe = MoELayer(DIM, num_experts, 2 * DIM, capacity_factor=0.0, seed=3)
+
+    def forward(self, x):
+        # without the aux loss, which is not linear in the tokens of a rank
+        return x + self.moe(self.inner(x))
+
+
+def shard(module, **options):
+    from torch.distributed.fsdp import fully_shard  # torch 2.6
+
+    return fully_shard(module, mesh=init_device_mesh("cpu", (process_world()[1],)), **options)
+
+
+def freeze_some():
+    """One step with half of the experts' parameters frozen: they stay, the others learn."""
+    torch.manual_seed(0)
+    model = Model(2)
+    experts = model.moe.experts
+    experts.fc1_weight.requires_grad_(False)
+    experts.fc1_bias.requires_grad_(False)
+    net = wrap_data_parallel(model)
+    net(torch.randn(PER_RANK, DIM)).square().mean().backward()
+    return {name: param.grad is not None for name, param in experts.named_parameters()}
+
+
+def test_frozen_experts():
+    for has_grad in run_ranks(freeze_some, 2):
+        assert has_grad == {
+            "fc1_weight": False, "fc1_bias": False, "fc2_weight": True, "fc2_bias": True
+        }  # fmt: skip
+
+
+def wrap_wrongly():
+    """Plain DistributedDataParallel, and a layer that was built for other ranks."""
+    net = nn.parallel.DistributedDataParallel(Model(2))
+    with pytest.raises(ValueError, match="moe.experts.*wrap_data_parallel"):
+        net(torch.randn(PER_RANK, DIM))
+    net = wrap_data_parallel(Model(2))
+    net(torch.randn(PER_RANK, DIM)).sum().backward()
+    model = Model(2)
+    model.moe.groups = ExpertParallelGroups(2)  # as if built before init_process_group
+    with pytest.raises(ValueError, match="built for 1 ranks, and there are 2: build the model aft"):
+        wrap_data_parallel(model)
+
+
+def test_wrong_wrapping_is_refused():
+    run_ranks(wrap_wrongly, 2)
+
+
+def shard_wrongly():
+    """fully_shard around experts, at every level of a model and after it was prepared."""
+    if process_world()[1] == 1:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    x = torch.randn(PER_RANK, DIM)
+    for prepared in (False, True):
+        for level in ("", "moe", "moe.experts"):
+            model = Model(4)
+            if prepared:
+                prepare_data_parallel(model)
+            shard(model.get_submodule(level))
+            with pytest.raises(ValueError, match="fully_shard would.*fc1_weight is.*ignored"):
+                model(x)
+    own = MoELayer(DIM, 2, gate=None, experts=[nn.Linear(DIM, DIM)] * (2 // process_world()[1]))
+    with pytest.raises(ValueError, match=r"experts.0.weight is among its"):
+        shard(own)(x)
+    model = Model(4)
+    shard(model.inner)
+    for net in (model, shard(model, ignored_params=set(expert_parameters(model)))):
+        net(x).sum().backward()
+
+
+def test_plain_fully_shard_is_refused():
+    for ranks in (1, 2):
+        run_ranks(shard_wrongly, ranks)
+
+
+def local_clip():
+    """torch's own clip with the check, and without it."""
+    found = []
+    for check_replicas in (True, False):
+        torch.manual_seed(0)
+        model = Model(2)
+        prepare_data_parallel(model, check_replicas=check_replicas)
+        net = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        torch.manual_seed(process_world()[0])
+        try:
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                net(torch.randn(PER_RANK, DIM)).square().mean().backward()
+                nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
+                optimizer.step()
+            found.append(model.inner.weight.detach())
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_clip_of_one_rank_alone_is_refused():
+    results = run_ranks(local_clip, 2)
+    for message, _ in results:
+        assert "dense gradients differ" in message and "training.clip_grad_norm_" in message
+    assert not torch.equal(results[0][1], results[1][1])  # what is refused
+
+
+def overflow(own):
+    """Scales and dense weights of five steps; rank 1's expert overflows in the second."""
+    rank, _ = process_world()
+    torch.manual_seed(0)
+    model = Model(2)
+    net = wrap_data_parallel(model)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    options = {"init_scale": 8.0, "growth_interval": 2}
+    scaler = grad_scaler("cpu", **options) if own else torch.amp.GradScaler("cpu", **options)
+    torch.manual_seed(rank)
+    scales, weights, norms = [], [], []
+    for step in range(5):
+        optimizer.zero_grad()
+        scaler.scale(net(torch.randn(PER_RANK, DIM)).square().mean()).backward()
+        if step == 1 and rank == 1:
+            model.moe.experts.fc2_bias.grad[0, 0] = math.inf
+        scaler.unscale_(optimizer)
+        norms.append(clip_grad_norm_(net, MAX_NORM).item())
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        weights.append(model.inner.weight.detach().clone())
+    return scales, weights, norms
+
+
+def test_an_overflow_of_one_rank_makes_all_skip():
+    (scales, weights, norms), other = run_ranks(overflow, 2, True)
+    assert scales == other[0] == [8.0, 4.0, 4.0, 8.0, 8.0]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, other[1], strict=True))
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
+    assert norms == pytest.approx(other[2], nan_ok=True) and not math.isfinite(norms[1])
+    assert all(math.isfinite(norm) for norm in norms[:1] + norms[2:])
+
+
+def test_an_overflow_that_one_rank_alone_sees_is_refused():
+    with pytest.raises(RanksFailed, match="optimizer steps since the last .*training.grad_scaler"):
+        run_ranks(overflow, 2, False, timeout=30)
+
+
+def one_expert():
+    """Ranks that exchange nothing may make different numbers of forward passes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(DIM, DIM), MoELayer(DIM, 1, 2 * DIM, top_k=1))
+    net = wrap_data_parallel(model)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        for _ in range(1 + process_world()[0]):
+            model(torch.randn(PER_RANK, DIM))
+        net(torch.randn(PER_RANK, DIM)).square().mean().backward()
+        clip_grad_norm_(net, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach() for param in model.parameters()]
+
+
+def test_replicas_of_one_expert_stay_equal():
+    for mine, theirs in zip(*run_ranks(one_expert, 2), strict=True):
+        assert torch.equal(mine, theirs)

@@ -1,0 +1,136 @@
+"""Every optimizer of torch: its state is taken apart by expert and joined for other ranks."""
+
+import pytest
+import torch
+from torch import nn
+
+from fairseq_tutel import training
+from fairseq_tutel.checkpoint.layout import select_experts, split_dense_expert
+from fairseq_tutel.distributed import build_groups
+from fairseq_tutel.moe import Experts
+from fairseq_tutel.training import StateNames
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "sgd without momentum": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True, momentum=0.9),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, numbers):
+        super().__init__()
+        self.dense = nn.Linear(3, 2)
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.experts = Experts(numbers, 3, 5, seed=1)
+
+
+def step(model, optimizer, number):
+    """With gradients that depend on the expert alone."""
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            generator = torch.Generator().manual_seed(100 * number + len(name))
+            grad = torch.randn((4, *param.shape[1:]), generator=generator)
+            experts = model.experts.expert_ids if name.startswith("experts.") else ()
+            param.grad = (
+                torch.stack([grad[i] for i in experts]) if experts else torch.ones_like(param)
+            )
+    optimizer.step()
+
+
+def trained(numbers, make, steps):
+    torch.manual_seed(0)
+    model = Model(numbers)
+    optimizer = make(model.parameters())
+    for number in range(steps):
+        step(model, optimizer, number)
+    return model, optimizer, StateNames.of_optimizer(optimizer, model)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_follows_experts(name):
+    """Two ranks of two experts -> one of four -> two again; each goes on as if always there."""
+    make = OPTIMIZERS[name]
+    whole, optimizer, _ = trained(range(4), make, 3)
+    joined = {}
+    for rank in range(2):
+        model, part, names = trained(range(2 * rank, 2 * rank + 2), make, 2)
+        named = names.to_named(part.state_dict())
+        dense, experts = split_dense_expert(named["named_state"])
+        shifted = select_experts(experts, first=2 * rank, wanted=range(4))
+        joined |= dense | {key: value for key, value in shifted.items()}
+    stored = {**named, "named_state": joined}
+    both, both_optimizer, names = trained(range(4), make, 2)  # its weights; state is overwritten
+    both_optimizer.state.clear()
+    both_optimizer.load_state_dict(names.from_named(stored, both_optimizer.state_dict()))
+    step(both, both_optimizer, 2)
+    for key, value in whole.state_dict().items():
+        torch.testing.assert_close(both.state_dict()[key], value, msg=key)
+    again = names.to_named(both_optimizer.state_dict())["named_state"]
+    wanted = trained(range(4), make, 3)[2].to_named(optimizer.state_dict())["named_state"]
+    assert again.keys() == wanted.keys()
+
+
+def test_state_that_mixes_experts_stays_with_them():
+    """torch's Adafactor keeps, for biases, means over the experts of a rank."""
+
+    def make(params):
+        return torch.optim.Adafactor(params, lr=0.1)
+
+    whole, _, _ = trained(range(4), make, 3)
+    model, optimizer, names = trained(range(4), make, 2)
+    named = names.to_named(optimizer.state_dict())
+    optimizer.state.clear()
+    optimizer.load_state_dict(names.from_named(named, optimizer.state_dict()))
+    step(model, optimizer, 2)
+    for key, value in whole.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], value, msg=key)
+    _, fewer, names = trained(range(2), make, 2)
+    with pytest.raises(ValueError, match="_bias mixes the 4 experts .* holds 2: .*weights alone"):
+        names.from_named(named, fewer.state_dict())
+
+
+def test_state_of_some_experts_only_is_refused():
+    _, optimizer, names = trained(range(4), OPTIMIZERS["adam"], 2)
+    named = names.to_named(optimizer.state_dict())
+    assert named["named_state"]["frozen"] == {}
+    named["named_state"]["experts.2.fc1.bias"] = {}
+    with pytest.raises(ValueError, match="no optimizer state for experts.fc1_bias"):
+        names.from_named(named, optimizer.state_dict())
+
+
+def test_a_state_is_saved_through_transforms(tmp_path):
+    """One's own, last, sees whole tensors and changes what is written."""
+    model, optimizer, names = trained(range(4), OPTIMIZERS["adamw"], 1)
+    place = build_groups(4)
+    seen = []
+
+    def halve_moments(state, groups, what):
+        seen.append((groups.num_experts, what))
+        optimizer = state["last_optimizer_state"]
+        named = {
+            name: {k: v / 2 if k == "exp_avg" else v for k, v in values.items()}
+            for name, values in optimizer["named_state"].items()
+        }
+        return {**state, "last_optimizer_state": {**optimizer, "named_state": named}}
+
+    path, named = str(tmp_path / "m.pt"), names.to_named(optimizer.state_dict())
+    state = {"model": model.state_dict(), "last_optimizer_state": named}
+    transforms = [*training.SAVE_TRANSFORMS, halve_moments]
+    training.save_state(path, state, place, transforms)
+    assert seen == [(4, f"saving {path}")]
+    stored = training.load_state(path, place)["last_optimizer_state"]["named_state"]
+    for name, values in named["named_state"].items():
+        if not values:  # frozen
+            continue
+        assert torch.equal(stored[name]["exp_avg"], values["exp_avg"] / 2), name
+        assert torch.equal(stored[name]["exp_avg_sq"], values["exp_avg_sq"]), name

@@ -1,0 +1,281 @@
+"""State of experts in slices: in files it is that of whole experts, bit for bit.
+
+The reference is one process with all experts. Gradients depend on the expert and the step alone.
+"""
+
+import errno
+import os
+import signal
+
+import pytest
+import torch
+from helpers.distributed import RanksFailed, run_ranks
+from torch import nn
+
+from fairseq_tutel import training
+from fairseq_tutel.checkpoint import CheckpointError, load_for_rank, recover_directory
+from fairseq_tutel.distributed import (
+    SliceGather,
+    build_groups,
+    process_world,
+    take_slice,
+    without_held_experts,
+)
+from fairseq_tutel.distributed.placement import slices
+from fairseq_tutel.integrations.fairseq.trainer.parallel import share_scales
+from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.training.adam16 import Adam16
+
+DIM, HIDDEN, STEPS = 16, 128, 3
+OPTIMIZERS = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.02, weight_decay=0.1),
+    "adam16": lambda params: Adam16(params, lr=0.02, betas=(0.9, 0.98), weight_decay=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+CASES = [(2, "adamw"), (2, "adam16"), (1, "adam16"), (1, "momentum")]
+
+
+class Model(nn.Module):
+    def __init__(self, num_experts, placement, seed=1):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.inner = nn.Linear(DIM, DIM)
+        groups = build_groups(num_experts, placement=placement)
+        self.moe = MoELayer(DIM, num_experts, HIDDEN, seed=seed, top_k=1, groups=groups)
+
+
+def make(num_experts, optimizer, placement="replicated", seed=1, device="cpu"):
+    model = Model(num_experts, placement, seed).to(device)
+    optimizer = OPTIMIZERS[optimizer](model.parameters())
+    if isinstance(optimizer, Adam16):
+        share_scales(optimizer, model.moe.groups)
+    return model, optimizer
+
+
+def train(model, optimizer):
+    """A few steps, the weights of an expert with gradients of very different sizes."""
+    experts = model.moe.experts
+    for step in range(STEPS):
+        for number, (_, param) in enumerate(model.inner.named_parameters()):
+            generator = torch.Generator().manual_seed(100 * step + number)
+            param.grad = torch.randn(param.shape, generator=generator)
+        for number, (name, param) in enumerate(experts.named_parameters()):
+            single = name.replace("_", ".")
+            shape = {"fc1.weight": (HIDDEN, DIM), "fc1.bias": (HIDDEN,),
+                     "fc2.weight": (DIM, HIDDEN), "fc2.bias": (DIM,)}[single]  # fmt: skip
+            grads = []
+            for expert in experts.expert_ids:
+                generator = torch.Generator().manual_seed(1000 * step + 10 * expert + number)
+                grad = torch.randn(shape, generator=generator)
+                grad *= torch.exp(3 * torch.randn(shape, generator=generator))
+                grads.append(take_slice(grad, single, *experts.hidden_slice))
+            param.grad = torch.stack(grads)
+        optimizer.step()
+
+
+def content(path):
+    """All experts' weights and all optimizer state of a set, flat."""
+    state = load_for_rank(path, rank=0, world_size=1)
+    found = {f"model {name}": value for name, value in state["model"].items()}
+    for name, values in state["last_optimizer_state"]["named_state"].items():
+        found |= {f"{key} {name}": value for key, value in values.items()}
+    return found
+
+
+def assert_same(path, reference):
+    want, got = content(reference), content(path)
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        if not torch.is_tensor(value):
+            assert got[name] == value, (path, name)
+            continue
+        assert got[name].dtype == value.dtype and torch.equal(got[name], value), (path, name)
+
+
+def path_of(folder, case, how):
+    return os.path.join(folder, f"{case[0]}-{case[1]}-{how}.pt")
+
+
+def through(folder, cases, sources, trained, device):
+    """Sets by case: what each placement saves after it has loaded each source.
+
+    Args:
+        sources: of the sets to be loaded, the end of their name.
+        trained: also save what sliced training from the start gives.
+    """
+    rank, world_size = process_world()
+    written = {}
+    for case in cases:
+        for placement in ("sliced", "replicated"):
+            for source in sources:
+                # all must come from the file
+                model, optimizer = make(*case, placement, seed=7, device=device)
+                training.load_checkpoint(path_of(folder, case, source), model, optimizer)
+                path = path_of(folder, case, f"{world_size}-{placement}-from-{source}")
+                training.save_checkpoint(path, model, optimizer)
+                written.setdefault(case, []).append(path)
+        if trained:
+            model, optimizer = make(*case, "sliced")
+            train(model, optimizer)
+            path = path_of(folder, case, f"{world_size}-sliced")
+            training.save_checkpoint(path, model, optimizer)
+            written[case].append(path)
+    return written if rank == 0 else {}
+
+
+def check_whole_state_and_refusals(folder):
+    """Of two sliced experts on four ranks."""
+    rank, _ = process_world()
+    case = (2, "adam16")
+    model, optimizer = make(*case, "sliced")
+    slice_shape = model.moe.experts.fc2_weight.shape
+    assert slice_shape == (1, DIM, HIDDEN // 2)
+    whole = training.full_state_dict(model)
+    assert bool(whole) == (rank == 0)
+    shared = [whole]
+    torch.distributed.broadcast_object_list(shared)
+    wanted = without_held_experts(Model(2, "replicated").moe.state_dict())  # of the same seed
+    for name, value in wanted.items():
+        number = model.moe.groups.ep_rank
+        name = name.replace("experts.0.", f"experts.{number}.")
+        assert torch.equal(shared[0][f"moe.{name}"], value), name
+    other = Model(2, "sliced", seed=5)
+    training.load_full_state_dict(other, shared[0])
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+
+    both = nn.ModuleDict({"a": model, "b": Model(2, "replicated")})
+    with pytest.raises(ValueError, match="one num_slices, but a.moe has 2 and b.moe has 1"):
+        training.save_checkpoint(path_of(folder, case, "both"), both)
+
+    train(model, optimizer)
+    path = path_of(folder, case, "refused")
+    training.save_checkpoint(path, model, optimizer)
+    for break_it, message in (
+        (_no_memory, "failed on 1 of 4 ranks: rank 3: MemoryError: no memory"),
+        (_other_scale, r"ranks \[1, 3\] have slices of one expert, but differ in its"),
+        (_mixed, "exp_avg of .*moe.experts.0.fc1.weight mixes the hidden units .*replicated"),
+        (_no_disk, "failed on 1 of 4 ranks: rank 1: OSError: .*no space"),
+    ):
+        undo = break_it(optimizer, model.moe.experts.fc1_weight, rank)
+        with pytest.raises(CheckpointError, match=message):  # on every rank
+            training.save_checkpoint(path, model, optimizer)
+        undo()
+        assert_same(path, path_of(folder, case, "1"))  # the older set is still there
+    training.save_checkpoint(path, model, optimizer)
+
+
+def _replace(owner, name, value):
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, before)
+
+
+def _no_memory(optimizer, param, rank):
+    def fail(self, *args):
+        raise MemoryError("no memory")
+
+    return _replace(SliceGather, "__init__", fail if rank == 3 else SliceGather.__init__)
+
+
+def _no_disk(optimizer, param, rank):
+    def fail(descriptor):
+        raise OSError(errno.ENOSPC, "no space")
+
+    return _replace(os, "fsync", fail if rank == 1 else os.fsync)
+
+
+def _other_scale(optimizer, param, rank):
+    scale = optimizer.state[param]["exp_avg_scale"]
+    scale *= 2 if rank == 3 else 1
+    return lambda: scale.div_(2 if rank == 3 else 1)
+
+
+def _mixed(optimizer, param, rank):
+    state = optimizer.state[param]
+    before = state["exp_avg"]
+    state["exp_avg"] = before.sum(-1)  # as adafactor's
+    return lambda: state.update(exp_avg=before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """With what one process trained, which all others must equal."""
+    folder = str(tmp_path_factory.mktemp("sliced"))
+    for case in CASES:
+        model, optimizer = make(*case)
+        train(model, optimizer)
+        training.save_checkpoint(path_of(folder, case, "1"), model, optimizer)
+    return folder
+
+
+def run_all(folder, cases, sources, trained, refusals, device="cpu"):
+    slices._PIECE_BYTES = 1000  # several pieces per tensor, the last one smaller
+    written = through(folder, cases, sources, trained, device)
+    if refusals:
+        check_whole_state_and_refusals(folder)
+    return written
+
+
+@pytest.mark.parametrize("widest", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_sliced_and_replicated_write_the_same_bits_at_any_number_of_ranks(folder, widest):
+    """One process -> the most ranks -> two -> one, each way between the placements."""
+    cases = CASES if widest == 4 else CASES[::2]
+    written = run_ranks(run_all, widest, folder, cases, ["1"], True, widest == 4, timeout=120)[0]
+    sources = [f"{widest}-sliced", f"{widest}-replicated-from-1"]
+    fewer = run_ranks(run_all, 2, folder, cases, sources, widest == 4, False, timeout=120)[0]
+    for case in cases:
+        assert len(written[case]) == 3 and len(fewer[case]) == 4 + (widest == 4)
+        for path in (*written[case], *fewer[case]):
+            assert_same(path, path_of(folder, case, "1"))
+        model, optimizer = make(*case, seed=7)
+        training.load_checkpoint(fewer[case][0], model, optimizer)
+        again = path_of(folder, case, "1-again")
+        training.save_checkpoint(again, model, optimizer)
+        assert_same(again, path_of(folder, case, "1"))
+
+
+@pytest.mark.gpu
+def test_slices_on_a_gpu_are_joined_as_on_a_cpu(folder):
+    """Two ranks share it."""
+    written = run_ranks(run_all, 2, folder, CASES[2:], ["1"], False, False, "cuda", timeout=120)[0]
+    for case in CASES[2:]:
+        for path in written[case]:
+            assert_same(path, path_of(folder, case, "1"))
+
+
+def killed_while_it_joins(path):
+    """Rank 1 dies after some tensors have been joined."""
+    rank, _ = process_world()
+    model, optimizer = make(1, "adamw", "sliced", seed=5)
+    pieces = SliceGather._pieces
+
+    def die(self):
+        for number, piece in enumerate(pieces(self)):
+            if number == 2 and self._buffers is not None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield piece
+
+    run = SliceGather.run
+
+    def run_and_die(self):
+        if rank == 1:
+            SliceGather._pieces = die
+        return run(self)
+
+    SliceGather.run = run_and_die
+    training.save_checkpoint(path, model, optimizer)
+
+
+def test_a_rank_that_is_killed_while_slices_are_joined_leaves_the_older_set(folder, tmp_path):
+    path = str(tmp_path / "checkpoint_last.pt")
+    case = (1, "momentum")
+    model, optimizer = make(*case)
+    training.load_checkpoint(path_of(folder, case, "1"), model, optimizer)
+    training.save_checkpoint(path, model, optimizer)
+    with pytest.raises(RanksFailed, match="exit code -9"):
+        run_ranks(killed_while_it_joins, 2, path, timeout=40)
+    assert_same(path, path_of(folder, case, "1"))
+    recover_directory(str(tmp_path))
+    names = ("checkpoint_last-rank-0.pt", "checkpoint_last-shared.pt")
+    assert sorted(os.listdir(tmp_path)) == sorted(names)
