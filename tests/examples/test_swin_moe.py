@@ -1,0 +1,139 @@
+"""The example SwinV2-MoE: sizes, attention, training on ranks, and what is resumed."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.distributed import run_ranks
+
+from fairseq_tutel.distributed import process_world
+
+FOLDER = Path(__file__).parents[2] / "scripts/examples/swin_moe"
+
+
+def example(name):
+    """A module of the example."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        return __import__(name)
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+@pytest.mark.parametrize("preset, experts, millions", [
+    ("small", 0, 65.8), ("small", 8, 173.3), ("base", 0, 109.3), ("base", 32, 955.5),
+])  # fmt: skip
+def test_numbers_of_parameters_are_the_published_ones(preset, experts, millions):
+    model = example("model")
+    with torch.device("meta"):
+        built = model.SwinMoE(replace(model.PRESETS[preset], num_experts=experts))
+    count = sum(param.numel() for param in built.parameters())
+    assert count / 1e6 == pytest.approx(millions, abs=0.05)
+
+
+def naive_attention(attn, x):
+    """Windows, shift and position bias patch by patch: a patch sees those of its window of the
+    rolled image that were within a window of it before the roll."""
+    side, w, shift = x.shape[0], attn.window, attn.shift
+    q, k, v = attn.qkv(x).view(side, side, 3, attn.heads, -1).unbind(2)
+    out = torch.zeros_like(v)
+
+    def moved(place):
+        return (place - shift) % side
+
+    def spaced(step):
+        step = torch.tensor(8.0 * step / max(w - 1, 1))
+        return step.sign() * (step.abs() + 1).log2() / 3
+
+    for i in range(side):
+        for j in range(side):
+            seen = [
+                (a, b) for a in range(side) for b in range(side)
+                if moved(a) // w == moved(i) // w and moved(b) // w == moved(j) // w
+                and abs(a - i) < w and abs(b - j) < w
+            ]  # fmt: skip
+            steps = torch.tensor(
+                [[spaced(moved(i) - moved(a)), spaced(moved(j) - moved(b))] for a, b in seen]
+            )
+            bias = attn.cpb_mlp(steps)
+            keys, values = (torch.stack([t[a, b] for a, b in seen]) for t in (k, v))
+            scores = (q[i, j] * keys).sum(-1) / q.shape[-1] ** 0.5 + bias
+            out[i, j] = (scores.softmax(0)[..., None] * values).sum(0)
+    return attn.proj(out.flatten(2))
+
+
+@pytest.mark.parametrize("shift", [0, 2])
+def test_attention_is_that_of_every_patch_by_itself(shift):
+    torch.manual_seed(0)
+    attn = example("model").WindowAttention(8, 2, 4, shift, 8)
+    x = torch.randn(2, 8, 8, 8)
+    with torch.no_grad():
+        wanted = torch.stack([naive_attention(attn, one) for one in x])
+        torch.testing.assert_close(attn(x), wanted, rtol=1e-4, atol=1e-5)
+
+
+def updates(options, first, last, folder=None):
+    """Losses of updates of a run without noise, over all ranks; saved at the end in ``folder``."""
+    train = example("train")
+    rank, world_size = process_world()
+    words = ["--no-augment", "--clip-norm", "0.5", "--epochs", "1", *options]
+    run = train.Run(train.parse(words), rank, world_size, torch.device("cpu"))
+    if first:
+        train.training.load_checkpoint(f"{folder}/checkpoint_last.pt", run.model, run.optimizer)
+    losses = []
+    for number in range(first, last):
+        loss = torch.tensor(run.step(number, torch.arange(8) + 8 * number))
+        if world_size > 1:
+            torch.distributed.all_reduce(loss)
+        losses.append(loss.item() / world_size)
+    if folder:
+        train.training.save_checkpoint(f"{folder}/checkpoint_last.pt", run.model, run.optimizer)
+    return losses
+
+
+def test_ranks_train_as_one_and_go_on_from_each_other(tmp_path):
+    plain = ["gate_noise=0.0", "load_importance_loss=False", "capacity_factor=0.0",
+             "batch_prioritized=False", "balance_scope=global"]  # fmt: skip
+    options = [word for each in plain for word in ("--option", each)]
+    sys.modules.pop("train", None)
+    drop = {"drop_path": 0.0}
+    model = example("model")
+    model.PRESETS["tiny"] = replace(model.PRESETS["tiny"], **drop)
+    alone = updates(options, 0, 6)
+    on_two = run_ranks(steps_on_ranks, 2, options, 0, 3, str(tmp_path))[0]
+    on_four = run_ranks(steps_on_ranks, 4, options, 3, 5, str(tmp_path))[0]
+    again = updates(options, 5, 6, str(tmp_path))
+    assert [*on_two, *on_four, *again] == pytest.approx(alone, rel=1e-5)
+    assert alone[-1] < alone[0]
+
+
+def steps_on_ranks(options, first, last, folder):
+    model = example("model")
+    model.PRESETS["tiny"] = replace(model.PRESETS["tiny"], drop_path=0.0)
+    return updates(options, first, last, folder)
+
+
+def test_a_folder_of_images_trains_and_is_resumed(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for split in ("train", "val"):
+        for label, shade in (("dark", 40), ("light", 200)):
+            folder = tmp_path / "images" / split / label
+            folder.mkdir(parents=True)
+            for number in range(4):
+                image.new("RGB", (40, 30), (shade + number,) * 3).save(folder / f"{number}.png")
+    command = [sys.executable, str(FOLDER / "train.py"), "--data", str(tmp_path / "images"),
+               "--batch-size", "4", "--save-dir", str(tmp_path / "run")]  # fmt: skip
+    first = subprocess.run([*command, "--epochs", "2"], capture_output=True, text=True, timeout=200)
+    assert first.returncode == 0 and "8 images of 2 classes, 8 held out" in first.stdout
+    more = subprocess.run([*command, "--epochs", "3"], capture_output=True, text=True, timeout=200)
+    assert re.findall("^resumed after epoch 2|^epoch 3/3", more.stdout, re.M) == [
+        "resumed after epoch 2", "epoch 3/3",
+    ]  # fmt: skip
+    wrong = subprocess.run(
+        [*command[:3], str(tmp_path)], capture_output=True, text=True, timeout=200
+    )
+    assert wrong.returncode == 2 and len(wrong.stderr.splitlines()) == 1
