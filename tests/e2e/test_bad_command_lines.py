@@ -80,7 +80,7 @@ OURS = [
     (
         f"{TRAIN} --restore-file {SET} {RESETS}",
         "does not fit this model; check that the architectures match",
-        "in the checkpoint",
+        "self_attn.v_proj.weight",
     ),
     # the launcher
     (f"{LAUNCH} --bind sideways -- true", "--bind sideways", "auto nor none"),

@@ -80,6 +80,7 @@ def test_a_run_goes_from_slices_to_whole_experts_and_back(programs, tmp_path):
         assert joined[name].shape == value.shape and rms_ratio(joined[name], value) < 5e-3, name
     # for evaluation, on any number of ranks, slices and r of the training run mean nothing
     words = f"{_DATA} --user-dir fairseq_tutel --cpu --batch-size 4 --gen-subset valid".split()
+    words += ["--tokens-per-sample", "4"]
     words += ["--path", str(folder / "checkpoint_last.pt")]
     assert perplexity(forked(programs, 1, "fairseq-eval-lm", *words)) == pytest.approx(
         196.5, rel=0.05

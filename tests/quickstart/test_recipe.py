@@ -21,7 +21,7 @@ def test_the_commands_train_evaluate_and_write(tmp_path):
     page = ROOT / "fairseq_tutel/integrations/fairseq/options/README.md"
     lines = page.read_text(encoding="utf-8").splitlines()
     text = [line for line in lines if len(line.split()) > 3]
-    (tmp_path / "train.txt").write_text("\n".join(text[:-20]), encoding="utf-8")
+    (tmp_path / "train.txt").write_text("\n".join(2 * text[:-20]), encoding="utf-8")
     (tmp_path / "valid.txt").write_text("\n".join(text[-20:]), encoding="utf-8")
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     done = subprocess.run(
