@@ -14,11 +14,7 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(items):
-    """Tests marked gpu are skipped, and counted as such, where there is none.
-
-    Where a test that was collected uses fairseq, the package registers, as for a --user-dir,
-    whichever was imported first; the others do without the seconds of that import.
-    """
+    """Skip tests marked gpu where there is none; register if a collected test imports fairseq."""
     if "fairseq.utils" in sys.modules:
         fairseq_tutel.register()
     if torch.cuda.is_available():

@@ -48,11 +48,7 @@ def test_only_fixed_capacity_in_training_is_static():
         (MoEConfig, {"load_importance_loss": True}, "gate_noise=0.0"),
         (ExchangeConfig, {"algorithm": "quick"}, "'quick' is unknown; choose one of 2dh, linear;"),
         (ExchangeConfig, {"ranks_per_node": -1}, "ranks_per_node=-1 must be at least 0"),
-        (
-            ExchangeConfig,
-            {"overlap_degree": 3},
-            "=3 is unknown; choose one of 1, 2, 4, 8",
-        ),
+        (ExchangeConfig, {"overlap_degree": 3}, "=3 is unknown; choose one of 1, 2, 4, 8"),
         (ExchangeConfig, {"ranks_per_node": 2.5}, "ranks_per_node=2.5 must be a whole number"),
         (ExchangeConfig, {"wire": "fp4"}, "wire='fp4' is unknown; choose one of same, bf16, fp16"),
         (ExchangeConfig, {"wire_back": "none"}, "wire_back='none' is unknown; choose one of auto,"),

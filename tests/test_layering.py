@@ -55,10 +55,7 @@ def room_of(file):
 
 
 def imported_modules(file, tree):
-    """(line, absolute module name) of everything a file imports or names as an attribute of torch.
-
-    ``from a import b`` counts as a.b: b may be a module.
-    """
+    """(line, absolute name) of what a file imports or has of torch; ``from a import b`` is a.b."""
     package = ["fairseq_tutel", *Path(file).parts[:-1]]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -46,8 +46,7 @@ def test_equals_layer(tokens, experts, top_k, factor, ranks):
 
 
 def test_combine_weights_by_hand():
-    """Expert 0 is everybody's first choice and holds one token; the other one goes to its second
-    expert alone, with weight 1 (gates are normalised over what was kept)."""
+    """Expert 0, both tokens' first choice, holds one; the other has its second expert alone."""
     p = torch.tensor([[0.6, 0.3, 0.1], [0.7, 0.1, 0.2]])
     combine, loss, load = gating(p.log(), top_k=2, capacity=1)
     want = torch.zeros(2, 3, 1)

@@ -1,8 +1,7 @@
 """A finished job ends with 0, also right after a collective.
 
-The race is lost on purpose: the interpreter's lock is not handed over after the operation until its
-end, so that gloo's worker thread is still waiting to let go of the tensors when the main thread is
-done. Without ``release_at_exit`` of :mod:`fairseq_tutel.distributed.world` ranks die of SIGABRT.
+The race is lost on purpose: the interpreter's lock is kept until the end, while gloo's thread waits
+to let go of tensors. Without ``release_at_exit`` (distributed/world.py) ranks die of SIGABRT.
 """
 
 import os

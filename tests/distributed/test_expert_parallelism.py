@@ -1,7 +1,4 @@
-"""Tokens to experts, or weights to tokens (r): what one process computes, whatever the parallelism.
-
-Outputs and gradients of any r are compared with a loop over tokens in test_fuzz.py.
-"""
+"""Tokens to experts, or weights to tokens (r), are one process's; with a loop: test_fuzz.py."""
 
 import dataclasses
 import itertools

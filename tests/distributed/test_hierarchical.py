@@ -1,7 +1,4 @@
-"""The hierarchical exchange in a layer, bit for bit the linear one; nodes; its predicted time.
-
-What rows it moves where, in all directions, is tested with the other exchanges.
-"""
+"""The hierarchical exchange in a layer, bit for bit the linear one; nodes; its predicted time."""
 
 import itertools
 import logging

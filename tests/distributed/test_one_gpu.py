@@ -1,7 +1,6 @@
 """Two ranks that share a device, connected by gloo: every rank exchanges in the same order.
 
-On a GPU the backward pass runs in a thread of its own and gloo copies through host memory, so that
-an exchange which one rank starts earlier than the other meets the wrong partner.
+On a GPU, where the backward pass has its own thread, an early exchange meets the wrong partner.
 """
 
 import pytest

@@ -1,7 +1,4 @@
-"""Exchange and experts in chunks that overlap: rounding, order, modes, schedule, errors.
-
-That each degree computes what a loop over tokens does is held by test_fuzz.py.
-"""
+"""Exchange and experts in chunks that overlap: rounding, order, modes. Values: test_fuzz.py"""
 
 import itertools
 import time
@@ -23,12 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import ops
 from fairseq_tutel.config import ExchangeConfig
-from fairseq_tutel.distributed import (
-    ExchangeRecord,
-    build_groups,
-    gather_texts,
-    process_world,
-)
+from fairseq_tutel.distributed import ExchangeRecord, build_groups, gather_texts, process_world
 from fairseq_tutel.distributed.exchanges import Direction
 from fairseq_tutel.moe import MoELayer, overlap
 

@@ -39,7 +39,6 @@ def fairseq_command(name: str, arguments: Sequence[str], *, timeout: float = 150
     """Output of ``fairseq-train`` or another command that succeeds, in a process of its own.
 
     Where fairseq comes from a folder on PYTHONPATH there are no console scripts; its modules do.
-    (Many commands, and several ranks: helpers/programs.py.)
     """
     script = Path(sys.executable).with_name(name)
     module = name.removeprefix("fairseq-").replace("-", "_")
@@ -48,10 +47,7 @@ def fairseq_command(name: str, arguments: Sequence[str], *, timeout: float = 150
 
 
 def logged(text: str, what: str) -> list[dict[str, float]]:
-    """Rows of ``--log-format json``, ``what`` = train (end of epoch), train_inner, valid or test.
-
-    Prefixes of names are taken off; what is no number is left out.
-    """
+    """Numbers of ``--log-format json``, by plain name; ``what``: train, train_inner, valid, test."""
     rows = []
     for line in re.findall(rf'\b{what}(?: \||\]\[INFO\] -) (\{{".*\}})', text):
         rows.append({})

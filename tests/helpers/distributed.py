@@ -1,10 +1,8 @@
 """Run a function on several ranks connected by gloo; the call always ends.
 
-Ranks are forked from one clean process that has imported everything once (multiprocessing's
-``forkserver``), so that starting four of them costs tenths of a second. They meet through a file,
-so that no port can be taken. A rank that raises ends the call soon, one that hangs ends it at the
-time limit; either way the error shows every rank's traceback, for a hanging rank the place where it
-hangs.
+Ranks are forked from one process that has imported everything once, which takes tenths of a second,
+and meet through a file, so that no port can be taken. A rank that raises or hangs ends the call;
+the error shows where each rank was.
 """
 
 from __future__ import annotations
@@ -36,16 +34,10 @@ class RanksFailed(AssertionError):
 
 
 def run_ranks(function: Callable, world_size: int, *args, timeout: float = 60.0) -> list[Any]:
-    """Call ``function(*args)`` on every rank of a gloo group and return the results by rank.
-
-    Args:
-        function: defined at the top level of a module; its rank is ``process_world()[0]``. With one
-            rank, no process group exists.
-        args: as pickled for every rank.
-        timeout: seconds for the whole call.
+    """Results by rank of ``function(*args)``, pickled for each; alone, a rank has no process group.
 
     Raises:
-        RanksFailed: see the module docstring.
+        RanksFailed: also after ``timeout`` seconds.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)

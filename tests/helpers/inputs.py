@@ -18,10 +18,9 @@ class RunsCode:
 
 
 def random_rows(T: int, K: int, E: int, C: int, kind: str) -> tuple[Tensor, Tensor]:
-    """(row_TK, pair_R) of T tokens routed to K of E experts with C rows each, R = E * C.
+    """(row_TK, pair_R) of T tokens routed to K of E experts with C rows each; others are dropped.
 
-    ``kind``: ``spread`` = random experts, ``one`` = all tokens on expert 1 (K rows each),
-    ``dropped`` = nothing routed. Pairs beyond an expert's C rows are dropped. Built by a loop.
+    ``kind``: ``spread`` = random experts, ``one`` = all on expert 1, ``dropped`` = nothing routed.
     """
     generator = torch.Generator().manual_seed(T * 31 + K)
     free = {x: [x * C + int(s) for s in torch.randperm(C, generator=generator)] for x in range(E)}
@@ -40,10 +39,9 @@ def random_rows(T: int, K: int, E: int, C: int, kind: str) -> tuple[Tensor, Tens
 
 
 def expert_rows(shape, ends, dtype, device, halves=1):
-    """(h, bias, dy, offsets) of an activation whose output has this shape.
+    """(h, bias, dy, offsets) of an activation whose output has this shape; gated has two halves.
 
     ``ends``: None for padded rows, else where each expert's end; what lies behind the last is NaN.
-    ``halves``: 2 where the activation is gated and h twice as wide.
     """
     generator = torch.Generator().manual_seed(shape[0])
     num_experts = shape[0] if ends is None else len(ends)

@@ -45,10 +45,7 @@ def tokens_of(sizes=UNEVEN, dtype=torch.float64):
 
 
 def run(layer, x, target, recompute=None, **options):
-    """y and the gradients of x and of all parameters, by name.
-
-    ``recompute``: None: activations are kept; else whether checkpointing is reentrant.
-    """
+    """y, gradients of x and of parameters; ``recompute``: None, or whether it is reentrant."""
     x = x.clone().requires_grad_()
     layer.zero_grad()
     call = functools.partial(layer, **options)

@@ -1,7 +1,4 @@
-"""Operators as loops over tokens that follow their definitions word by word.
-
-Any device and dtype; slow on purpose. What the tuned backends compute is compared with these.
-"""
+"""Operators as loops over tokens that follow their definitions word by word; slow on purpose."""
 
 import torch
 from torch import Tensor
@@ -76,9 +73,7 @@ def assign_slots(expert_TK: Tensor, num_experts: int, priority_T: Tensor | None)
 
 
 def assign_rows(expert_TK, position_TK, gate_TK, num_experts, *, capacity, padded, normalize):
-    """(dest_row_TK, src_pair_R, topk_weight_TK, num_kept_per_expert_E); the weight carries the
-    gradient of the gate values.
-    """
+    """(dest_row_TK, src_pair_R, topk_weight_TK, num_kept_per_expert_E); weights have a gradient."""
     T, K = expert_TK.shape
     num_kept_E = [0] * num_experts
     for expert, position in zip(expert_TK.flatten(), position_TK.flatten(), strict=True):
@@ -152,10 +147,7 @@ def weight_gradient(d_RA: Tensor, rows_RB: Tensor, ends: list[int]) -> Tensor:
 def wire_values(mantissa: int, bias: int, infinities: bool) -> list[float]:
     """The non-negative finite numbers of an 8-bit format, by their byte.
 
-    Args:
-        mantissa: bits of it.
-        bias: of the exponent.
-        infinities: the largest exponent is theirs and NaN's (e5m2); else 0x7F alone is NaN (e4m3).
+    ``infinities``: the largest exponent is theirs and NaN's (e5m2); else 0x7F alone is NaN (e4m3).
     """
     values = []
     for byte in range(0x80 - ((1 << mantissa) if infinities else 1)):

@@ -1,9 +1,7 @@
-"""Runs command lines in forked processes, each of which ends as a real interpreter would, at once.
+"""Runs command lines in forked processes, for :class:`helpers.programs.Programs`.
 
-Started by :class:`helpers.programs.Programs`; reads one JSON list of processes per line, runs them
-at once and answers with the list of their exit statuses. It has imported what fairseq's programs
-import and nothing of this package, which a program imports itself: by ``--user-dir``, or as
-``python -m fairseq_tutel.X``.
+Reads one JSON list of processes per line, runs them at once and answers with their exit statuses.
+It has imported what fairseq's programs import, but nothing of this package: that is theirs.
 """
 
 import gc

@@ -1,7 +1,4 @@
-"""Many command lines in little time: forked from one process that has made the imports.
-
-A start of a fairseq program is four seconds of imports on one core, which tell a test nothing.
-"""
+"""Many command lines, forked from one process that has made the four seconds of imports."""
 
 from __future__ import annotations
 
@@ -83,11 +80,8 @@ class Programs:
     ) -> Outcome:
         """Run a console script of fairseq's (``fairseq-train``) or ``-m`` and a module.
 
-        Args:
-            ranks: on a CPU; if several, with the variables of ranks.
-            launched: with the options, too, that the launcher gives to several ranks.
-            text: on standard input.
-            prelude: Python that the process runs first.
+        Several ranks get a rank's variables, and if ``launched`` the launcher's options; ``text``
+        is standard input, ``prelude`` is Python that runs first.
         """
         processes = []
         several = ranks > 1 and launched

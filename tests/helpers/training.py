@@ -33,10 +33,9 @@ ARCH = {
 
 
 def make_config(*given: str, moe: bool = True) -> DictConfig:
-    """fairseq's config for the tiny model; options given here override those of TINY.
+    """fairseq's config for the tiny model, or (``moe=False``) for its own dense one.
 
-    ``moe=False`` is fairseq's own dense model of the same sizes. Takes a fifth of a second: tests
-    with many cases make configs once and send them to the ranks.
+    It takes a fifth of a second: tests with many cases make configs once and send them to ranks.
     """
     parser = options.get_training_parser()
     args = options.parse_args_and_arch(parser, input_args=[*TINY.split(), *ARCH[moe], *given])
@@ -60,10 +59,7 @@ def make_trainer(cfg: DictConfig) -> Trainer:
 
 
 def make_batch(seed: int, sentences: int = 4, lengths: Sequence[int] | None = None) -> dict:
-    """Random tokens as fairseq's language modelling task batches them; shorter ones are padded.
-
-    A few tokens are frequent, so that some experts overflow.
-    """
+    """Random tokens as fairseq batches them, padded; some are frequent, so experts overflow."""
     generator = torch.Generator().manual_seed(1000 + seed)
     lengths = [LENGTH] * sentences if lengths is None else lengths
     width = max(lengths)
@@ -83,20 +79,14 @@ def make_batch(seed: int, sentences: int = 4, lengths: Sequence[int] | None = No
 
 
 def own_batches(update: int, total: int) -> list[dict]:
-    """This rank's share of the ``total`` batches of an update: as many per rank, in rank order.
-
-    Micro-batch i of rank r is number r * (total / W) + i, so that one rank has them all.
-    """
+    """This rank's share of the ``total`` batches of an update: as many per rank, in rank order."""
     rank, world_size = process_world()
     share = total // world_size
     return [make_batch(100 * update + rank * share + i) for i in range(share)]
 
 
 def named(trainer: Trainer, values: Iterable[tuple[str, Tensor]] | None = None) -> dict:
-    """Own copies of all weights (or of other values per parameter) by name, experts by number.
-
-    Stacked expert parameters come out as one entry per expert of this rank, with global indices.
-    """
+    """Copies of all weights (or other values per parameter) by name, stacked experts one by one."""
     model = trainer.get_model()
     found = {}
     for name, value in model.named_parameters() if values is None else values:

@@ -23,10 +23,7 @@ def gradients(experts):
 
 
 def check_on_ranks(make, model_dim, cases, folder):
-    """Each (experts, placement, r, degree) gives what one process does, and comes back from a set.
-
-    make: a layer of so many experts in fp64, ``make(experts, groups, seed=..., exchange=...)``.
-    """
+    """Each (experts, placement, r, degree) is as in one process, and comes back from a set."""
     rank, world_size = process_world()
     x = torch.randn(24, model_dim, generator=torch.Generator().manual_seed(1)).double()
     mine = slice(rank * 24 // world_size, (rank + 1) * 24 // world_size)

@@ -1,7 +1,6 @@
-"""Gating once more, from its description: one token, one choice after the other.
+"""Gating once more, from its description alone: one token, one choice after the other.
 
-Written without a look at :mod:`fairseq_tutel`; slow and obvious. For softmax scores, K <= 2 and no
-other options it is that of fairseq's ``moe`` branch; further choices continue the pattern.
+For softmax scores, K <= 2 and no other options it is that of fairseq's ``moe`` branch.
 """
 
 from __future__ import annotations
@@ -47,11 +46,9 @@ def gating(
     bias_E: Tensor | None = None,
     seed: int | None = None,
 ) -> Gating:
-    """Route T tokens to E experts; logits of null experts are behind those.
+    """Route T tokens to E experts, and null experts behind those; ``bias_E`` is on the selection.
 
-    Args:
-        bias_E: on the selection.
-        seed: of what the policies draw; the generator is left where it was then.
+    ``seed``: of what the policies draw; the generator is left where it was then.
     """
     (tokens, outputs), experts, top_k = logits_TE.shape, config.num_experts, config.top_k
     sigmoid = config.score_function == "sigmoid"

@@ -101,10 +101,7 @@ DTYPES = pytest.mark.parametrize(
 
 
 def twins(dtype, autocast, device, **options):
-    """(layer on the device, its twin in fp64 on the CPU); the weights are numbers of ``dtype``.
-
-    Their widths are multiples of 16 bytes in every dtype, as torch's grouped product wants them.
-    """
+    """(layer on the device, its fp64 twin on the CPU); widths fit torch's grouped product."""
     torch.manual_seed(1)
     exact = MoELayer(32, 6, 48, **options)
     with torch.no_grad():

@@ -91,8 +91,7 @@ def test_loss_and_gradient_are_those_of_the_definition(scope, count, training):
 
 @pytest.mark.parametrize("scope", ["rank", "sequence", "global"])
 def test_the_loss_is_that_of_the_tokens_that_are_there(scope):
-    """Padding and what stands in it change neither loss nor gradient, unless Meta's rule is asked
-    for; both the z-loss and all choices are counted."""
+    """Padding and its content change neither loss nor gradient, but by Meta's rule."""
     options = {"balance_choices": "all", "z_loss_weight": 0.1}
     x = tokens().view(4, 5, M)
     pad = torch.arange(5) >= torch.tensor([[5], [3], [2], [0]])

@@ -124,8 +124,7 @@ def make_layer(network, bias=True, experts=E, **options):
 
 
 def layer_by_hand(layer, state, x):
-    """Mixtral's block (Hugging Face, modeling_mixtral.py), in fp64: softmax over all experts, the
-    best two, their weights over their sum; w2(silu(w1 x) * w3 x)."""
+    """Mixtral's block in fp64: softmax, the best two over their sum; w2(silu(w1 x) * w3 x)."""
     state = {name: value.double() for name, value in state.items()}
     probs = (x @ state["gate.wg.weight"].t()).softmax(-1)
     weight, chosen = probs.topk(2, -1)

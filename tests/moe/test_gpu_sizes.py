@@ -1,7 +1,6 @@
 """The layer at the sizes of real models on a GPU, tuned tiles included; rehearsed small on a CPU.
 
-The reference is the torch backend in fp64 on the same device. Half precision decides nothing here:
-tokens whose choices are close in fp64 are not used.
+The reference is torch in fp64; tokens whose choices rounding would decide are not used.
 """
 
 import copy

@@ -166,8 +166,7 @@ def test_ranks_and_passes_and_recomputation_leave_the_same_bits():
 
 @pytest.mark.parametrize("of_calls", [(1,), (4,), (1, 3)], ids=str)
 def test_the_quantile_is_that_of_the_calls_choices(of_calls):
-    """Experts have their even share where calls route to another number than the layer was built
-    for, also where micro-batches of an update differ."""
+    """Experts have even shares where calls, also of one update, route to other numbers."""
     torch.manual_seed(0)
     layer = MoELayer(8, 16, 8, top_k=2, load_bias="quantile", capacity_factor=0)
     x = torch.randn(4096, 8) + torch.arange(8) / 4

@@ -1,7 +1,4 @@
-"""State of experts in slices: in files it is that of whole experts, bit for bit.
-
-The reference is one process with all experts. Gradients depend on the expert and the step alone.
-"""
+"""State of experts in slices: files hold what one process with whole experts saves, bit for bit."""
 
 import errno
 import os
@@ -97,11 +94,9 @@ def path_of(folder, case, how):
 
 
 def through(folder, cases, sources, trained, device):
-    """Sets by case: what each placement saves after it has loaded each source.
+    """Sets by case: what each placement saves after loading each source (the end of a set's name).
 
-    Args:
-        sources: of the sets to be loaded, the end of their name.
-        trained: also save what sliced training from the start gives.
+    ``trained``: also what sliced training from the start gives.
     """
     rank, world_size = process_world()
     written = {}

@@ -1,7 +1,6 @@
 """A host that is defined here: it trains, saves and resumes with the public functions of hosts.
 
-Whatever the number of ranks, a step is over the same four micro-batches, so that aux losses and
-capacities are equal and the reference is one process with torch's own functions.
+A step has the same four micro-batches on any ranks: the reference is one process of torch's own.
 """
 
 import copy

@@ -19,11 +19,8 @@ def space(slices=1):
 
 
 def table(choices, seed):
-    """Microseconds of every choice.
-
-    T(d) = max(2 Ta, Ta + (Ta + Tf)/d, Tf + 2 Ta/d) and an overhead per chunk; messages r times as
-    large, weights gathered from S/r ranks; r = 0 gathers all weights and sends no token.
-    """
+    """Microseconds by choice: T(d) = max(2 Ta, Ta + (Ta + Tf)/d, Tf + 2 Ta/d), an overhead per chunk,
+    messages r times as large, weights from S/r ranks; r = 0 gathers all weights, sends no token."""
     rng = random.Random(seed)
     exchange, experts = rng.uniform(200, 20000), rng.uniform(200, 20000)
     hierarchical, overhead = rng.uniform(0.4, 2.5), rng.uniform(0, 400)

@@ -15,10 +15,7 @@ from fairseq_tutel.tuning.timer import RegionTimer
 
 M = 8
 # microseconds by capacity factor: 4096 tokens of 2 ranks, 4 experts: capacities 1024 and 4096
-TIMES = {
-    1.0: {1: 4000, 2: 3000, 4: 2000, 8: 2500},
-    4.0: {1: 9000, 2: 12000, 4: 16000, 8: 20000},
-}
+TIMES = {1.0: {1: 4000, 2: 3000, 4: 2000, 8: 2500}, 4.0: {1: 9000, 2: 12000, 4: 16000, 8: 20000}}
 TOKENS = 2048
 
 

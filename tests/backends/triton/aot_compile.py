@@ -2,10 +2,9 @@
 
     python aot_compile.py cuda:80:one cuda:90:all hip:gfx942:all ...
 
-``all`` compiles every variant, ``one`` the first of each kernel, both with the first tile of its
-list; ``tiles`` compiles the bf16 variants of the autotuned kernels with every other tile. Prints
-one JSON line per target and variant: kernel, tile, size of the binary in bytes, the 32-bit products
-that addresses depend on, and on NVIDIA the number of 128-bit accesses and of branches.
+``all`` compiles every variant, ``one`` the first of each kernel, both with its first tile;
+``tiles`` compiles the bf16 variants of autotuned kernels with every other tile. Prints one JSON
+line per target and variant.
 """
 
 import json
@@ -159,11 +158,9 @@ def _compile(kernel, dtype, constants, target, tile=0):
 
 
 def narrow_products(ttir: str) -> list[str]:
-    """The 32-bit products that some address depends on.
+    """The 32-bit products that some address depends on: they overflow from 2^31 elements on.
 
-    Such a product overflows once a tensor has 2^31 elements, also if it is widened afterwards.
-    The walk goes backwards from each pointer addition through the definitions of its offset and
-    stops at values that are loaded or carried by a loop.
+    From each pointer addition back to values that are loaded or carried by a loop.
     """
     defs = {}
     for line in ttir.splitlines():

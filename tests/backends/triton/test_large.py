@@ -1,7 +1,4 @@
-"""Tensors of more than 2^31 elements on a GPU: the last rows must be right.
-
-Without a GPU, test_compile.py proves that every address is computed in 64 bits.
-"""
+"""Tensors of more than 2^31 elements on a GPU: the last rows must be right."""
 
 import pytest
 import torch

@@ -13,10 +13,7 @@ from fairseq_tutel.moe.routers import Options, option
 
 @register_router("toy")
 class ToyRouter(Router):
-    """sigmoid scores, chosen with a bias against the load.
-
-    The bias decides who is chosen and is in no weight (the idea of arXiv 2408.15664).
-    """
+    """sigmoid scores, chosen with a bias against the load (the idea of arXiv 2408.15664)."""
 
     @dataclass(frozen=True)
     class Options(Options):
