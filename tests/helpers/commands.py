@@ -47,7 +47,7 @@ def fairseq_command(name: str, arguments: Sequence[str], *, timeout: float = 150
 
 
 def logged(text: str, what: str) -> list[dict[str, float]]:
-    """Numbers of ``--log-format json``, by plain name; ``what``: train, train_inner, valid, test."""
+    """Numbers of ``--log-format json`` by plain name; ``what``: train, train_inner, valid, test."""
     rows = []
     for line in re.findall(rf'\b{what}(?: \||\]\[INFO\] -) (\{{".*\}})', text):
         rows.append({})

@@ -19,7 +19,7 @@ def space(slices=1):
 
 
 def table(choices, seed):
-    """Microseconds by choice: T(d) = max(2 Ta, Ta + (Ta + Tf)/d, Tf + 2 Ta/d), an overhead per chunk,
+    """Microseconds: T(d) = max(2 Ta, Ta + (Ta + Tf)/d, Tf + 2 Ta/d), an overhead per chunk,
     messages r times as large, weights from S/r ranks; r = 0 gathers all weights, sends no token."""
     rng = random.Random(seed)
     exchange, experts = rng.uniform(200, 20000), rng.uniform(200, 20000)
