@@ -24,20 +24,12 @@ CARRY_ABOVE_7_4 = 0x1FFFFF
 
 @dataclass(frozen=True)
 class WireFormat:
-    """A format of the values of rows.
-
-    Attributes:
-        dtype: of an encoded value.
-        exponent: of the largest magnitude, 7/4 times 2^exponent, which fp8's is exactly; None: the
-            format has no scales.
-        mantissa, bias: of the 8-bit formats, explicit bits of the mantissa and bias of the
-            exponent; 0 for the others.
-    """
+    """A format of the values of rows."""
 
     dtype: torch.dtype
-    exponent: int | None
-    mantissa: int = 0
-    bias: int = 0
+    exponent: int | None  # largest magnitude: 7/4 times 2^exponent, exactly in fp8; None: no scales
+    mantissa: int = 0  # of the 8-bit formats: its explicit bits
+    bias: int = 0  # of the 8-bit formats: that of the exponent
 
     def num_bytes(self, model_dim: int) -> int:
         """Of a row of M values."""

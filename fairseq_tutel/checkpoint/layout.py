@@ -44,10 +44,8 @@ class CheckpointSet:
 
     @classmethod
     def from_path(cls, path: str | os.PathLike[str]) -> CheckpointSet:
-        """The set that X.pt, X-shared.pt or X-rank-N.pt belongs to.
-
-        Raises:
-            CheckpointError: the name does not end in .pt.
+        """The set that X.pt, X-shared.pt or X-rank-N.pt belongs to; raises CheckpointError for
+        other names.
         """
         directory, name = os.path.split(os.fspath(path))
         file = _FILE.fullmatch(name)
@@ -85,9 +83,7 @@ class CheckpointSet:
 
 def count_rank_files(num_experts: int, world_size: int, expert_parallel_size: int = 0) -> int:
     """How many rank files a set has: P if it is chosen, else min(E, W); replicas are written once.
-
-    Raises:
-        CheckpointError: E, W and P do not divide.
+    Raises CheckpointError if E, W and P do not divide.
     """
     try:
         size = exchange_size(num_experts, world_size, expert_parallel_size)

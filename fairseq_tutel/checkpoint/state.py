@@ -126,11 +126,8 @@ def is_of_fairseq(state: Mapping[str, Any]) -> bool:
 def map_state(
     state: Mapping[str, Any], change: Callable[[str, str | None, Any], Any]
 ) -> dict[str, Any]:
-    """A state whose tensors are changed one by one.
-
-    Args:
-        change: (name of a parameter, None or the name of an entry in its optimizer state, value) ->
-            value.
+    """A state whose tensors are changed one by one, each by ``change(name of the parameter, name of
+    an entry of its optimizer state or None, value)``.
     """
     changed = {**state, MODEL: {name: change(name, None, v) for name, v in state[MODEL].items()}}
     optimizer = state.get(OPTIMIZER)

@@ -215,10 +215,8 @@ def _summary(
 
 
 def prepare_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
-    """The ranks of this node. Checks everything before a rank or a process group exists.
-
-    Raises:
-        ValueError: naming the options, variables or hardware that cannot work together.
+    """The ranks of this node, checked before a rank or a process group exists: ValueError names the
+    options, variables or hardware that cannot work together.
     """
     gpus = visible_gpus(env, options.root)
     cpu = use_cpu(command, len(gpus))

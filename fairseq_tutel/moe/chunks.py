@@ -19,15 +19,10 @@ from .routing import Routing
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """The rows of all local experts.
+    """The rows of all local experts."""
 
-    Attributes:
-        rows: [e, N, M] with N rows per expert, unused ones zero (padded), or [R, M] (ragged).
-        offsets: int32 [e], end of each expert's rows in a ragged buffer (rows after the last are
-            unused); None: padded.
-    """
-
-    rows: torch.Tensor
+    rows: torch.Tensor  # [e, N, M], N per expert, unused ones zero (padded), or [R, M] (ragged)
+    # int32 [e], end of each expert's rows in a ragged buffer, the rest is unused; None: padded
     offsets: torch.Tensor | None = None
 
 

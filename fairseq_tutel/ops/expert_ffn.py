@@ -65,17 +65,12 @@ _OPTIONS = (
 
 
 class FFNOptions(NamedTuple):
-    """As :func:`~fairseq_tutel.ops.expert_ffn` has them.
-
-    Attributes:
-        activation: by name.
-        dropout_p: probabilities after the activation and after fc2.
-        part: number of the hidden units' part that is computed, where other ranks compute others:
-            ranks whose generators are alike draw unlike masks for unlike parts.
-    """
+    """As :func:`~fairseq_tutel.ops.expert_ffn` has them."""
 
     activation: str
-    dropout_p: tuple[float, float]
+    dropout_p: tuple[float, float]  # after the activation and after fc2
+    # number of the hidden units' part that is computed, where other ranks compute others: ranks
+    # whose generators are alike draw unlike masks for unlike parts
     part: int = 0
 
     def draw_seed(self, device: torch.device) -> Tensor | None:

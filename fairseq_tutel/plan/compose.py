@@ -36,10 +36,8 @@ TRAINING = ("fairseq-train", "fairseq-hydra-train")
 
 
 def load_config(directory: Path, name: str, overrides: Sequence[str]) -> DictConfig:
-    """The YAML file ``name`` of ``directory`` with Hydra's ``key=value`` overrides.
-
-    Raises:
-        ValueError: there is no such file; or Hydra, or the schema of a part, refuses an override.
+    """The YAML file ``name`` of ``directory`` with Hydra's ``key=value`` overrides. Raises
+    ValueError where there is no such file, or Hydra, or the schema of a part, refuses an override.
     """
     if not (directory / with_extension(name)).is_file():
         known = ", ".join(sorted(p.stem for p in directory.glob("*.yaml"))) or "none"
@@ -69,13 +67,8 @@ def _check_supported(option: str, arch: str | None) -> None:
 
 
 def load_command(words: Sequence[str]) -> tuple[str, DictConfig]:
-    """The program of a command line, and the config that it trains with.
-
-    Args:
-        words: with whatever starts the program before it, such as a launcher.
-
-    Raises:
-        ValueError: no program that trains, or words that it would refuse.
+    """The program of a command line, whatever starts it, and the config that it trains with. Raises
+    ValueError where no program trains, or it would refuse the words.
     """
     start = next((i for i, word in enumerate(words) if Path(word).name in TRAINING), None)
     if start is None:

@@ -47,10 +47,8 @@ class Hardware:
 
 
 def load_hardware(directory: Path, name: str) -> Hardware:
-    """Read ``hardware/NAME.yaml`` beside the configs.
-
-    Raises:
-        ValueError: no such file, a number missing, unknown, not positive or without a source.
+    """Read ``hardware/NAME.yaml`` beside the configs; raises ValueError where there is no such
+    file, or a number is missing, unknown, not positive or without a source.
     """
     path = directory / "hardware" / f"{name.removesuffix('.yaml')}.yaml"
     if not path.is_file():

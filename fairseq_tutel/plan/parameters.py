@@ -76,10 +76,8 @@ def dense_ffn_widths(settings: Settings) -> list[int]:
 
 
 def count_parameters(settings: Settings) -> Parameters:
-    """Count the parameters of one rank's model, which is built on the meta device.
-
-    Raises:
-        ValueError: the settings' r or placement is none of this number of GPUs and experts.
+    """Count the parameters of one rank's model, which is built on the meta device. Raises
+    ValueError if the settings' r or placement is none of this number of GPUs and experts.
     """
     with torch.device("meta"):
         model = build_model(settings)

@@ -66,14 +66,11 @@ class Plan:
 
 
 def make_plan(settings: Settings, hardware: Hardware, parameters: Parameters | None = None) -> Plan:
-    """Count and predict; does not ask whether the run fits.
+    """Count and predict; does not ask whether the run fits. ``parameters``: those of the settings,
+    if they are known.
 
-    Args:
-        parameters: as :func:`count_parameters` counts them for these settings, if they are known.
-
-    Raises:
-        ValueError: r or the placement is none of this number of GPUs and experts.
-        NotImplementedError: the exchange does not predict its time.
+    Raises ValueError if r or the placement is none of this number of GPUs and experts,
+    NotImplementedError if the exchange does not predict its time.
     """
     parameters = parameters or count_parameters(settings)
     traffic = count_traffic(settings, parameters)
@@ -109,9 +106,8 @@ def choices(plan: Plan) -> Iterator[Plan]:
 
 
 def best_plan(plan: Plan) -> Plan:
-    """The choice of the shortest update.
-
-    Of what fits, if anything does; the simplest of those within a hundredth of the shortest.
+    """The choice of the shortest update, of what fits, if anything does; the simplest of those
+    within a hundredth of the shortest.
     """
     found = list(choices(plan))
     found = [other for other in found if other.fits] or found
@@ -150,11 +146,7 @@ def flop_matched(plan: Plan) -> Plan:
 
 
 def check(plan: Plan) -> None:
-    """Refuse a plan that cannot run.
-
-    Raises:
-        ValueError: a part of a node beyond the first, or more memory than a GPU has.
-    """
+    """Raise ValueError for a part of a node beyond the first, or more memory than a GPU has."""
     gpus, per_node = plan.settings.gpus, plan.hardware.gpus_per_node
     if gpus > per_node and gpus % per_node:
         raise ValueError(

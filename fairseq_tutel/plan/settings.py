@@ -79,16 +79,11 @@ class Settings:
 def read_settings(
     config: DictConfig, name: str, *, gpus: int | None = None, vocabulary: int | None = None
 ) -> Settings:
-    """Settings of a config for a number of GPUs.
+    """Settings of a config of :mod:`.compose`. ``gpus``: W; if None the config's world size, or one
+    GPU per expert. ``vocabulary``: in place of the task's.
 
-    Args:
-        config: of :func:`~fairseq_tutel.plan.compose.load_config`.
-        gpus: W; the config's world size, or one GPU per expert, if None.
-        vocabulary: in place of the task's.
-
-    Raises:
-        ValueError: the config leaves out what the planner needs, or holds what it cannot count, or
-            its options contradict each other.
+    Raises ValueError where the config leaves out what the planner needs, holds what it cannot
+    count, or contradicts itself.
     """
     model, dataset = _section(config, "model"), _section(config, "dataset")
     distributed = _section(config, "distributed_training")

@@ -72,10 +72,8 @@ def exposed(
 def exchange_time(
     settings: Settings, parameters: Parameters, traffic: Traffic, work: Work, hardware: Hardware
 ) -> ExchangeTime:
-    """Exchanges of one update with the algorithm, degree and wire of the settings.
-
-    Raises:
-        NotImplementedError: the algorithm does not predict its time.
+    """Exchanges of one update with the algorithm, degree and wire of the settings. Raises
+    NotImplementedError if the algorithm does not predict its time.
     """
     if not work.exchanges:
         return ExchangeTime()

@@ -44,11 +44,7 @@ class Traffic:
 
 
 def count_traffic(settings: Settings, parameters: Parameters) -> Traffic:
-    """That of a run.
-
-    Raises:
-        ValueError: r is none of this number of GPUs and experts.
-    """
+    """That of a run; raises ValueError if r is none of this number of GPUs and experts."""
     if parameters.groups is None:
         return Traffic()
     way = expert_parallelism(parameters.groups, settings.exchange.r)

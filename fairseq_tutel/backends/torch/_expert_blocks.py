@@ -16,17 +16,11 @@ _MIN_ROWS = 256
 
 
 class Block(NamedTuple):
-    """Rows that are computed at once: all of several experts with equally many, or some of one's.
+    """Rows computed at once: all of several experts with equally many, or some of one's."""
 
-    Attributes:
-        experts: g of them, with n rows each.
-        rows: of a buffer of all rows.
-        first: whether no block before it is of these experts.
-    """
-
-    experts: slice
-    rows: slice
-    first: bool
+    experts: slice  # g of them, with n rows each
+    rows: slice  # of a buffer of all rows
+    first: bool  # whether no block before it is of these experts
 
     def of(self, buffer_RA: Tensor) -> Tensor:
         """(g, n, A) of a buffer of all rows."""
@@ -65,25 +59,15 @@ def _ragged_blocks(ends: Sequence[int], step: int) -> Iterator[Block]:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of all rows, and the elementwise work on one.
-
-    Attributes:
-        blocks: in the order of the rows.
-        hidden_dim: F.
-        activation: a key of ACTIVATIONS or GATES.
-        dropout_p: after the activation and after fc2.
-        seed: of the masks.
-        dtype: of the rows and their products.
-        acc: dtype of everything but products.
-    """
+    """The blocks of all rows, in their order, and the elementwise work on one."""
 
     blocks: tuple[Block, ...]
     hidden_dim: int
-    activation: str
-    dropout_p: tuple[float, float]
+    activation: str  # a key of ACTIVATIONS or GATES
+    dropout_p: tuple[float, float]  # after the activation and after fc2
     seed: int
-    dtype: torch.dtype
-    acc: torch.dtype
+    dtype: torch.dtype  # of the rows and their products
+    acc: torch.dtype  # of everything else
 
     @classmethod
     def of(

@@ -45,13 +45,8 @@ HALF_SUBNORMAL_STEP = 2.0**-24
 
 
 def scale_of_max(max_Q: Tensor) -> Tensor:
-    """Power of two s with max / s in [2**14, 2**15); 1 for a maximum of zero.
-
-    Args:
-        max_Q: [Q] fp32, finite, not negative.
-
-    Returns:
-        [Q] fp32. Not below 2**-126, the smallest normal number.
+    """Power of two s, fp32 [Q], with max / s in [2**14, 2**15), not below 2**-126; 1 for a maximum
+    of zero. ``max_Q``: fp32 [Q], finite, not negative.
     """
     exponent_Q = max_Q.view(torch.int32) >> 23
     scale_Q = ((exponent_Q - TARGET_EXPONENT).clamp(min=1) << 23).view(torch.float32)

@@ -40,16 +40,11 @@ class Codec(Protocol):
 
 @dataclass
 class ExchangeRecord:
-    """What the exchanges of one call of a layer tell besides the rows; the caller makes one.
+    """What the exchanges of one call of a layer tell besides the rows; the caller makes one."""
 
-    Attributes:
-        cpu_ms, cuda_ms: of a timed dispatch and combine: wall time, and between events of a GPU.
-        square_sums: by direction fp32 [2], sums of :meth:`Codec.encode`; of gradients after the
-            backward pass.
-    """
-
-    cpu_ms: float = 0.0
-    cuda_ms: float = 0.0
+    cpu_ms: float = 0.0  # of a timed dispatch and combine: wall time,
+    cuda_ms: float = 0.0  # and between events of a GPU
+    # fp32 [2], sums of :meth:`Codec.encode`; of gradients after the backward pass
     square_sums: dict[Direction, torch.Tensor] = field(default_factory=dict)
 
     def add_square_sums(self, direction: Direction, sums: torch.Tensor) -> None:

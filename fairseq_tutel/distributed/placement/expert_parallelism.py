@@ -39,21 +39,14 @@ from .groups import ExpertParallelGroups, create_group
 
 @dataclass(frozen=True)
 class ExpertParallelism:
-    """One way for tokens and weights to meet; see the module docstring.
-
-    Attributes:
-        r, groups: of the placement of experts.
-        exchange_groups: placement of the parts, between whose ranks tokens are exchanged; with
-            r = 0 of all experts on one rank.
-        gather_group: the ranks whose weights are gathered; None where there is one, or simulated.
-        gathered: (slices, experts) that these ranks have, slice-major; (1, e): nothing is gathered.
-    """
+    """One way for tokens and weights to meet; see the module docstring."""
 
     r: int
-    groups: ExpertParallelGroups
+    groups: ExpertParallelGroups  # of the placement of experts
+    # of the parts, between whose ranks tokens travel; with r = 0 of all experts on one rank
     exchange_groups: ExpertParallelGroups
-    gather_group: Any | None
-    gathered: tuple[int, int]
+    gather_group: Any | None  # whose weights are gathered; None where it is one rank, or simulated
+    gathered: tuple[int, int]  # (slices, experts) of these ranks, slice-major; (1, e): nothing is
 
     def __post_init__(self):
         release_at_exit(self, "gather_group")

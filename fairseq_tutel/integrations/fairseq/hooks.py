@@ -30,16 +30,11 @@ from .trainer.trainer import MoETrainer, has_experts
 
 
 class Replacement(NamedTuple):
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        where: the attribute that is replaced, dotted.
-        why: what the original does with experts, and why no seam serves.
-        make: original -> replacement; None where ``install`` of :mod:`.errors.excepthook` does it.
-    """
-
-    where: str
-    why: str
+    where: str  # the attribute that is replaced, dotted
+    why: str  # what the original does with experts, and why no seam serves
+    # original -> replacement; None where `install` of .errors.excepthook does it
     make: Callable[[Any], Any] | None = None
 
 

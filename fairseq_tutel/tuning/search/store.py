@@ -92,10 +92,8 @@ def _entry(saved: Mapping, search: Mapping | None, space: Space) -> Entry | None
 
 
 def read_pinned(text: str, space: Space, signature: Mapping[str, Any]) -> dict[Key, dict[str, Any]]:
-    """The decided choices of a file, for a run that measures nothing.
-
-    Raises:
-        ValueError: not such a text, another signature, no choice, or one that this run cannot make.
+    """The decided choices of a file, for a run that measures nothing. Raises ValueError for another
+    text or signature, no choice, or one that this run cannot make.
     """
     made = _parse(text)[0]
     for name, value in signature.items():

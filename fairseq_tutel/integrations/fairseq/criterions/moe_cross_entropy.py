@@ -216,11 +216,10 @@ def layer_mean_metrics(reports: list[MoEAux]) -> dict[str, torch.Tensor]:
 
 
 def join_passes(logs: Sequence[dict[str, Any]], fillers: int = 0) -> None:
-    """Move the counts of all logs into the first one, one row per pass: [U, L, ...].
+    """Move the counts of all logs of one rank, in the order of its passes, into the first one, one
+    row per pass: [U, L, ...].
 
-    Args:
-        logs: of one rank, in the order of its passes; changed in place.
-        fillers: passes before them that do not count; other ranks may have had batches then.
+    ``fillers``: passes before them that do not count; other ranks may have had batches then.
     """
     _finish_wire_errors(logs)
     if not logs or _KEYS[0] not in logs[0]:
@@ -238,10 +237,8 @@ def _finish_wire_errors(logs: Sequence[dict[str, Any]]) -> None:
 
 
 def logged_passes(logs: Sequence[dict[str, Any]]) -> RoutingCounts | None:
-    """The counts of all passes, [U, L, ...]; None without MoE layers.
-
-    Args:
-        logs: each with the counts of one pass, or joined ones; of all ranks.
+    """The counts of all passes of all ranks, [U, L, ...], from logs with one or with joined ones;
+    None without MoE layers.
     """
     found = [RoutingCounts(*(log[key] for key in _KEYS)) for log in logs if _KEYS[0] in log]
     if not found:

@@ -20,19 +20,13 @@ from ..options.fields import follow_registries
 
 @dataclass(frozen=True)
 class Architecture:
-    """A row.
+    """A row."""
 
-    Attributes:
-        name: of ``--arch`` and of ``model._name``.
-        config: dataclass of the model's options.
-        check: raises ValueError for options that the model cannot honour.
-        replaces: beginning of the names that Meta's branches have for it in checkpoints; there
-            the options alone make a dense architecture one with experts.
-    """
-
-    name: str
-    config: type
-    check: Callable[[Any], None]
+    name: str  # of `--arch` and of `model._name`
+    config: type  # dataclass of the model's options
+    check: Callable[[Any], None]  # raises ValueError for options that the model cannot honour
+    # beginning of the names that Meta's branches have for it in checkpoints; there the options
+    # alone make a dense architecture one with experts
     replaces: str
 
 
@@ -42,9 +36,7 @@ ARCHITECTURES: dict[str, Architecture] = {}
 def moe_architecture(row: Architecture, sizes: Mapping[str, Mapping[str, Any]] | None = None):
     """Decorator of a model class: register it with fairseq, and in the table.
 
-    Args:
-        row: describes it.
-        sizes: ending of a name -> other defaults; each is an ``--arch NAME_ending`` of its own.
+    ``sizes``: ending of a name -> other defaults; each is an ``--arch NAME_ending`` of its own.
     """
 
     def register(model: type) -> type:

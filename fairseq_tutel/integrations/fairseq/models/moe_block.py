@@ -50,18 +50,10 @@ class ForwardScope:
 class MoEBlock:
     """Mixin of a stock transformer layer, to be named before it.
 
-    With activation checkpointing the whole computation is recomputed in the backward pass; the aux
-    value is one of its outputs, so it keeps its gradient.
-
-    Args:
-        cfg: fairseq's TransformerConfig.
-        moe_layer: takes the place of fc1, activation and fc2. Dropout is applied inside the
-            experts.
-        scope: of the model.
-        stock: further arguments of the stock layer.
-
-    Attributes:
-        pad_mask_argument: argument of the stock ``forward`` that marks padding.
+    ``moe_layer`` takes the place of fc1, activation and fc2, with dropout inside the experts;
+    ``pad_mask_argument`` is the argument of the stock ``forward`` that marks padding. With
+    activation checkpointing the whole computation is recomputed in the backward pass; the aux value
+    is one of its outputs, so it keeps its gradient.
     """
 
     pad_mask_argument: str

@@ -35,10 +35,8 @@ class Experts(NamedTuple):
 
 
 def place_experts(args: Any) -> Experts:
-    """From a model's options; a collective call where torch.distributed is initialised.
-
-    Raises:
-        ValueError: an expert count that does not fit the number of ranks, or impossible options.
+    """From a model's options; a collective call where torch.distributed is initialised. Raises
+    ValueError for a number of experts that does not fit that of ranks, or impossible options.
     """
     world_size = max(process_world()[1], args.moe_simulate_world_size)
     num_experts = args.moe_expert_count or world_size
@@ -65,12 +63,8 @@ def place_experts(args: Any) -> Experts:
 
 
 def build_moe_layer(args: Any, cfg: Any, side: Any, experts: Experts) -> MoELayer:
-    """An MoE layer with a model's options.
-
-    Args:
-        args: the model's options.
-        cfg: fairseq's TransformerConfig of them.
-        side: its part about the encoder or the decoder.
+    """An MoE layer with the options of a model, ``args``, and of fairseq's TransformerConfig of
+    them; ``side`` is its part about the encoder or the decoder.
     """
     network = str(args.moe_expert_network)
     # of gated experts the activation of the model's other layers says nothing
@@ -93,10 +87,8 @@ def build_moe_layer(args: Any, cfg: Any, side: Any, experts: Experts) -> MoELaye
 
 
 def make_tuner(args: Any, layers: Sequence[MoELayer]) -> ExchangeTuner | None:
-    """The tuner of a model's layers, None where nothing is to be chosen. Collective.
-
-    Raises:
-        ValueError: the file of ``--moe-tune-file`` cannot be read, or is not for this run.
+    """The tuner of a model's layers, None where nothing is to be chosen. Collective. Raises
+    ValueError where the file of ``--moe-tune-file`` cannot be read, or is not for this run.
     """
     fields, path = tuned_fields(args), args.moe_tune_file
     if not fields or not layers or (path is None and not layers[0].groups.needs_sync):
@@ -120,14 +112,8 @@ def agree(
 ) -> StepAgreement:
     """Exchange token counts with the other ranks, once per forward pass for all layers.
 
-    Args:
-        num_tokens: of this rank.
-        dtype: of the tokens.
-        tuner: chooses the exchange in training.
-        generating: whether the pass computes one more token of each sentence.
-
-    Raises:
-        ValueError: generation with experts that are spread over ranks; or ranks disagree.
+    ``tuner`` chooses the exchange in training; ``generating``: whether the pass computes one more
+    token of each sentence, which is a ValueError with experts that are spread over ranks.
     """
     if not layers or not layers[0].groups.needs_sync:
         return StepAgreement(num_tokens)

@@ -59,11 +59,7 @@ class TransformerLMGPTMoEConfig(MoEOptions, TransformerLanguageModelConfig):
 
 
 def check_model_options(args: Any) -> None:
-    """Refuse what this model cannot do, with the option's name and value.
-
-    Raises:
-        ValueError: see above.
-    """
+    """Raise ValueError, with the option's name and value, for what this model cannot do."""
     check_moe_options(args, TransformerLMGPTMoEConfig)
     if args.moe_freq > args.decoder_layers:
         raise ValueError(
@@ -95,11 +91,8 @@ class StableEmbedding(nn.Embedding):
 
 
 class MoETransformerDecoder(TransformerDecoder):
-    """Decoder of a language model whose every ``moe_freq``-th layer is an MoE layer.
-
-    Args:
-        args: the model's config.
-        experts: None makes every layer dense.
+    """Decoder of a language model whose every ``moe_freq``-th layer is an MoE layer; all are dense
+    without ``experts``.
     """
 
     def __init__(self, args, dictionary, embed_tokens, experts: Optional[Experts]):

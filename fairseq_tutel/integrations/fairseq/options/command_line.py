@@ -98,11 +98,8 @@ def apply_rules(args: argparse.Namespace, config: type, check: Callable[[Any], N
       spread over the ranks in any case, and the dense parameters are replicated.
     - Meta's flags without a meaning are reported, and leave the namespace.
     - ``--bf16`` makes stock fairseq look for a TPU; without torch_xla it means GPUs or CPUs.
-    - options that contradict each other end the program here, before anything is built.
-
-    Args:
-        config: dataclass of the model's options.
-        check: raises ValueError for options that the model cannot honour.
+    - options that contradict each other, for which ``check`` raises ValueError, end the program
+      here, before anything is built.
     """
     lines = [
         f"{entry.split()[0]} of Meta's branches has no effect: {ACCEPTED[entry]}"

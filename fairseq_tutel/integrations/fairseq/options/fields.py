@@ -29,9 +29,7 @@ def schema_of(config: type, group: str) -> type:
     """A dataclass with a field for each option of a frozen config that a command line can give.
 
     Options without a default of their own are left out: sizes, which models state, and objects.
-
-    Args:
-        group: of the help, for options that do not say theirs.
+    ``group``: of the help, for options that do not say theirs.
     """
     fields = [_flag(field, group) for field in _given(config)]
     return dataclasses.make_dataclass(f"{config.__name__}Schema", fields)
@@ -101,11 +99,8 @@ def _unless_auto(flag: str, text: str, field: dataclasses.Field) -> Any:
 
 
 def follow_registries(config: type, model: str) -> None:
-    """Keep the dataclass of a model up to date with what is registered, now and later.
-
-    Args:
-        config: has a field for each of ``REGISTERED``; changed in place.
-        model: name under which fairseq's Hydra store has the dataclass.
+    """Keep the dataclass of a model, which has a field for each of ``REGISTERED``, up to date with
+    what is registered, now and later; ``model`` is its name in fairseq's Hydra store.
     """
 
     def update():

@@ -152,14 +152,10 @@ _UNSUPPORTED = (
 
 
 def check_moe_options(args: Any, config: type) -> None:
-    """Refuse what no model with MoE layers can do, with the option's name and value.
+    """Raise ValueError, with the option's name and value, for what no model with MoE layers can do.
 
-    Args:
-        args: the model's options, or a namespace of parsed arguments.
-        config: their dataclass, whose ranges are checked.
-
-    Raises:
-        ValueError: see above.
+    ``args``: the model's options, or a namespace of parsed arguments; ``config``: their dataclass,
+    whose ranges are checked.
     """
     check_ranges(args, config)
     for name in _UNSUPPORTED:
@@ -173,11 +169,7 @@ def check_moe_options(args: Any, config: type) -> None:
 
 
 def moe_config(args: Any, num_experts: int) -> MoEConfig:
-    """How tokens are routed.
-
-    Raises:
-        ValueError: an impossible value, or two options that contradict each other.
-    """
+    """How tokens are routed; raises ValueError for what is impossible or contradicts."""
     values = values_of(MoEConfig, args)
     _resolve_capacity(values, args.moe_top1_expert)
     if num_experts == 1:
@@ -216,11 +208,7 @@ def _resolve_capacity(values: dict[str, Any], top1_expert: bool) -> None:
 
 
 def exchange_config(args: Any) -> ExchangeConfig:
-    """How tokens travel between ranks.
-
-    Raises:
-        ValueError: a value that there is not, or options that contradict each other.
-    """
+    """How tokens travel between ranks; raises ValueError for what is impossible or contradicts."""
     values = values_of(ExchangeConfig, args)
     placement, r = str(args.moe_expert_placement), values["r"]
     if placement == "sliced" and args.moe_expert_parallel_size:
@@ -238,10 +226,8 @@ def exchange_config(args: Any) -> ExchangeConfig:
 
 
 def tuned_fields(args: Any) -> list[str]:
-    """Fields of :class:`~fairseq_tutel.config.ExchangeConfig` that the tuner chooses.
-
-    Raises:
-        ValueError: what cannot be combined with it; each is named.
+    """Fields of :class:`~fairseq_tutel.config.ExchangeConfig` that the tuner chooses. Raises
+    ValueError for options that cannot be combined with it, each by name.
     """
     tuned = [field for field, flag in _TUNED.items() if str(getattr(args, flag)) == "auto"]
     if not tuned:

@@ -36,10 +36,8 @@ def evaluate_every_block(task) -> None:
 
 @contextlib.contextmanager
 def refusing_long_blocks(task) -> Iterator[None]:
-    """Within, batches of the task are an error where a block does not fit into the model.
-
-    Raises:
-        ValueError: with their number and the option to give.
+    """Within, a batch of the task with a block that does not fit into the model is a ValueError,
+    which names the option to give.
     """
 
     def refuse(indices, dataset, max_positions: Any = None, ignore_invalid_inputs: bool = False):

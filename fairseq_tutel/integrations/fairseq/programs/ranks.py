@@ -63,11 +63,8 @@ def join_started_ranks(cfg, env: Mapping[str, str] = os.environ) -> None:
 
 
 def refuse_several(cfg) -> None:
-    """Stop fairseq-validate on several ranks, where it would wait for ever: it passes over empty
-    batches and adds up through CUDA.
-
-    Raises:
-        ValueError: see above.
+    """Stop fairseq-validate on several ranks by a ValueError: it would wait for ever, as it passes
+    over empty batches and adds up through CUDA.
     """
     world_size = cfg.distributed_training.distributed_world_size
     if world_size > 1:
@@ -79,11 +76,10 @@ def refuse_several(cfg) -> None:
 
 def refuse_separate_ranks(env: Mapping[str, str] = os.environ) -> None:
     """Stop a process that would run a model with experts alone, though it was started as one of
-    several; what no option on its command line can repair, as with Hydra, whose programs import
-    the user dir too late.
+    several, by a ValueError with the command that works.
 
-    Raises:
-        ValueError: see above; the message holds the command that works.
+    No option on its command line can repair it, as with Hydra, whose programs import the user dir
+    too late.
     """
     place, (_, connected) = started(env), process_world()
     if place.world_size == 1 or connected > 1:
