@@ -112,9 +112,8 @@ def changing(cset: CheckpointSet) -> Iterator[str]:
 def commit(cset: CheckpointSet, operation: str, roles: Collection[Role]) -> None:
     """Steps 2 to 4: make the set consist of ``roles``, which all have temporary files.
 
-    Raises:
-        CheckpointError: a temporary file is missing, or the file system failed: before the record
-            is in place, and the old set is untouched, or after it, as the message states.
+    Raises CheckpointError where one is missing, or the file system failed: before the record is in
+    place, and the old set is untouched, or after it, as the message states.
     """
     names = sorted(map(cset.name_of, roles))
     renames = {_temporary_name(name, operation): name for name in names}
@@ -181,9 +180,7 @@ def cleaning_up(clean: Callable[[bool], None]) -> Iterator[None]:
 
     SIGTERM and SIGHUP end a Python process where it stands. Within the block they clean up first,
     then end it in the same way. A program that ignores or handles them goes on as it does.
-
-    Args:
-        clean: takes whether a signal ends the process; may interrupt the block, must not raise.
+    ``clean`` takes whether a signal ends the process, may interrupt the block, and must not raise.
     """
 
     def clean_and_end(signum, frame):

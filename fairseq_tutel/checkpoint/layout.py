@@ -135,16 +135,11 @@ def select_experts(entries: Mapping[str, Value], *, first: int, wanted: range) -
 
 
 def expert_forms(entries: Mapping[str, Any], where: str) -> tuple[int, dict[str, str]]:
-    """Number of experts in ``entries``, and the form of each entry, which all have in common.
+    """Number of experts in the entries of a file (``where``), and the form that each has in common
+    for all of them: {key with "*" for the number: shape and dtype of a tensor, or names in a
+    state}.
 
-    Args:
-        where: names the file in errors.
-
-    Returns:
-        (E, {key with "*" for the number: shape and dtype of a tensor, or names in a state}).
-
-    Raises:
-        CheckpointError: a dense entry, numbers that are not 0..E-1, or experts that differ.
+    Raises CheckpointError for a dense entry, numbers that are not 0..E-1, or experts that differ.
     """
     experts: dict[int, dict[str, str]] = {}
     for key, value in entries.items():
@@ -173,12 +168,9 @@ def check_same(
 def gate_experts(
     dense: Mapping[str, Any], expert_keys: Iterable[str], null_experts: int = 0
 ) -> int | None:
-    """E by the rows of the gates, whose weights [E + N, M] are named like the experts' layer.
-
-    None if the layers have no such gate. Raises CheckpointError if the layers differ.
-
-    Args:
-        null_experts: N, outputs of a gate that lead to no expert.
+    """E by the rows of the gates, whose weights [E + N, M] are named like the experts' layer, N of
+    them (``null_experts``) outputs that lead to no expert. None if the layers have no such gate.
+    Raises CheckpointError if the layers differ.
     """
     gates = {_of_expert(key, "gates")[0].removesuffix("experts.") for key in expert_keys}
     gates = {f"{prefix}gate.wg.weight" for prefix in gates}

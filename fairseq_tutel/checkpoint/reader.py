@@ -319,9 +319,8 @@ class SetReader:
 def locate(path: str) -> tuple[CheckpointSet, dict[Role, str], str]:
     """The set that ``path`` belongs to, its files as a reader must see them, "set" or "merged".
 
-    Raises:
-        CheckpointError: nothing of that name, a set without its shared file, or both a set and a
-            merged file and ``path`` names both.
+    Raises CheckpointError for nothing of that name, a set without its shared file, and a set and a
+    merged file that both have the name.
     """
     cset = CheckpointSet.from_path(path)
     files = visible_files(cset)

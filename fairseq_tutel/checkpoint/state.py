@@ -144,9 +144,7 @@ def split_state(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split what one rank holds into the content of the shared file and of its rank file.
 
     Both keep the common entries (cfg, counters, meters), as Meta's files do. Nothing is copied.
-
-    Raises:
-        CheckpointError: ``state`` is not in the form described above.
+    Raises CheckpointError for a state that is not in the form described above.
     """
     if not isinstance(state, Mapping) or not isinstance(state.get(MODEL), Mapping):
         raise CheckpointError(f"a state must be a dict with the parameters under {MODEL!r}")
@@ -171,9 +169,8 @@ def split_state(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 def join_state(
     shared: Mapping[str, Any], model: Mapping[str, Any], named_state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The inverse of ``split_state`` for tensors and optimizer state of experts of any origin.
-
-    The state is left out if ``shared`` has none.
+    """The inverse of ``split_state`` for tensors and optimizer state of experts of any origin; the
+    state is left out if ``shared`` has none.
     """
     joined = {**shared, MODEL: {**shared[MODEL], **model}}
     optimizer = shared.get(OPTIMIZER)

@@ -194,11 +194,8 @@ def reshard(src: str, dst: str, num_ranks: int, *, force: bool = False) -> str:
 def merge(src: str, dst: str, *, with_optimizer: bool = False, force: bool = False) -> str:
     """Write a copy of a checkpoint as one file, experts numbered globally; for sharing.
 
-    As :func:`reshard`, but for
-
-    Args:
-        with_optimizer: keep the optimizer state, about twice the size of the fp32 weights; an error
-            where there is none.
+    As :func:`reshard`; ``with_optimizer`` keeps the optimizer state, about twice the size of the
+    fp32 weights, and is an error where there is none.
     """
     source = read_set(src)
     if with_optimizer and not source.has_optimizer:

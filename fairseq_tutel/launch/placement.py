@@ -27,10 +27,8 @@ _JOB_VARIABLES = (
 
 @dataclass(frozen=True)
 class Placement:
-    """Where this process stands in the job.
-
-    With ``adopted`` it is one rank itself. Otherwise it is to start ``local_world_size`` ranks, the
-    first of which is ``rank`` and has local rank 0.
+    """Where this process stands in the job: one rank if it is ``adopted``, else the starter of
+    ``local_world_size`` ranks, the first of which is ``rank`` and has local rank 0.
     """
 
     source: str

@@ -21,14 +21,11 @@ class SharedError(ValueError):
 
 
 def compare_nodes(own: dict[str, Any], address: str, port: int, seconds: float) -> None:
-    """Returns once all nodes have reported the same.
+    """Returns once all nodes have reported the same: "node" (its number), "host", "nodes" and
+    whatever else must be.
 
-    Args:
-        own: "node" (its number), "host", "nodes", and whatever else must be the same on all.
-
-    Raises:
-        SharedError: they differ or some did not report within ``seconds``; raised on all nodes.
-        ValueError: node 0 could not be reached.
+    Raises SharedError on all nodes where they differ or some did not report within ``seconds``,
+    ValueError where node 0 could not be reached.
     """
     verdict = _verdict(own, address, port, seconds)  # in a call of its own: it ends the store
     if verdict:

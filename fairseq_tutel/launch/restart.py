@@ -44,9 +44,8 @@ def _in_file(words: Sequence[str], key: str) -> Any:
 
 
 def save_directory(words: Sequence[str]) -> str:
-    """Where the command keeps its checkpoints.
-
-    Raises ValueError where its config file states it in a way that only Hydra can read.
+    """Where the command keeps its checkpoints; raises ValueError where only Hydra can read what its
+    config file states.
     """
     given = [w.partition("=")[2] for w in words if override_name(w) == "checkpoint.save_dir"]
     if given:

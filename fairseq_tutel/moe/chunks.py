@@ -43,11 +43,8 @@ def arrange(
     """Cut the rows into chunks. NOTE: with ragged rows between ranks the host reads the counts.
 
     Padded rows are cut along the capacity, ragged ones along the rows of every (rank, expert); the
-    chunks' sizes may differ by one row of each.
-
-    Returns:
-        ``dest_row_TK`` and ``src_pair_R`` for dispatch and combine; ``degree`` chunks, or as many
-        as the capacity has rows.
+    chunks' sizes may differ by one row of each. Returns ``dest_row_TK`` and ``src_pair_R`` for
+    dispatch and combine, and ``degree`` chunks, or as many as the capacity has rows.
     """
     dest_row_TK, src_pair_R = rows_for_exchange(routing, exchange, degree)
     if routing.padded:

@@ -28,16 +28,12 @@ def dispatch_and_combine(
     parallelism: ExpertParallelism,
     record: ExchangeRecord | None,
 ) -> torch.Tensor:
-    """Send each token to its experts, apply them, and add the weighted results.
+    """Send each token of [T, M] to its experts, apply them, and add the weighted results, [T, M];
+    zero for a token none of whose choices was kept.
 
-    Args:
-        x_TM: [T, M], the tokens of ``routing``.
-        exchange: between the ranks that hold the experts, or parts of them (of ``parallelism``).
-        overlap_degree: chunks in which rows travel, so that one is computed while others do.
-        record: takes what the exchanges tell besides the rows.
-
-    Returns:
-        [T, M]; zero for a token none of whose choices was kept.
+    ``exchange``: between the ranks that hold the experts, or parts of them (of ``parallelism``);
+    ``overlap_degree``: chunks in which rows travel, so that one is computed while others do;
+    ``record``: takes what the exchanges tell besides the rows.
     """
     call = keep_pairs_M = None
     # wrapped ones, as torch.compile and checkpoint wrappers do it, have what is inside

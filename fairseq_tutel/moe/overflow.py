@@ -53,10 +53,8 @@ def reroute(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Move pairs whose position is not below the capacity to other experts, where there is room.
 
-    With a priority of pairs, a round goes by the gate values of its fallbacks.
-
-    Returns:
-        The first four arguments after the moves; the counts have the right sum over K, no more.
+    With a priority of pairs, a round goes by the gate values of its fallbacks. Returns the first
+    four arguments after the moves; the counts have the right sum over K, no more.
     """
     fallback_expert_TR, fallback_gate_TR = fallback
     num_experts = num_routed_KE.shape[1]

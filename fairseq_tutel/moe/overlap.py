@@ -37,12 +37,10 @@ def overlapped(
     call: ExpertCall | None,
     record: ExchangeRecord | None,
 ) -> torch.Tensor:
-    """Send the rows to the experts and get back what these make of them. Differentiable.
+    """Send the rows [R, M] to the experts and get back what these make of them. Differentiable.
 
-    Args:
-        rows_RM: [R, M], the rows of one chunk after the other's; so is what is returned.
-        chunks: two or more, the same number on all ranks.
-        experts: banks that do not compute chunks have weight gradients chunk by chunk.
+    Rows lie one chunk after the other, before and after; all ranks have the same number of chunks,
+    two or more. Banks that do not compute chunks have weight gradients chunk by chunk.
     """
     link = _Link(exchange, stream_of(rows_RM.device), record)
     # wrapped ones are called, so that their wrapper sees it

@@ -40,11 +40,8 @@ class Operator:
 def operator(
     name: str, fake: Callable, schema: str | None = None
 ) -> Callable[[Callable], Operator]:
-    """Decorator: makes a function an :class:`Operator`.
-
-    Args:
-        fake: makes results without values.
-        schema: in torch's notation; that of the function's annotations if None.
+    """Decorator: makes a function an :class:`Operator`. ``fake`` makes results without values;
+    ``schema``: in torch's notation, that of the function's annotations if None.
     """
     return lambda function: Operator(name, function, fake, schema)
 

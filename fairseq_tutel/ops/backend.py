@@ -89,14 +89,11 @@ def backend_for(device: torch.device | str) -> str:
 
 
 def implementation(function: str, tensor: torch.Tensor) -> Callable:
-    """The backend's function of this name for the tensor's device and dtype.
+    """The backend's function of this name for the tensor's device and dtype; that of the torch
+    backend where torch's own library computes best on a GPU too, so that there is no kernel.
 
-    What torch's own library computes best on a GPU too has no kernel: then it is the function of
-    the torch backend.
-
-    Raises:
-        ValueError: the backend was set to triton and cannot run on the device, or the tensor is
-            fp64, which the kernels do not handle.
+    Raises ValueError if the backend was set to triton and cannot run on the device, or the tensor
+    is fp64, which the kernels do not handle.
     """
     if backend_for(tensor.device) == "triton":
         # imports triton, which a CPU-only install may lack

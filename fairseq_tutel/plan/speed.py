@@ -52,13 +52,10 @@ class ExchangeTime:
 def exposed(
     there: float, products: float, back: float, degree: int, meanwhile: float = 0.0
 ) -> float:
-    """Seconds that a layer waits for its two exchanges.
+    """Seconds that a layer waits for its two exchanges in ``degree`` chunks; one hides nothing.
 
-    Args:
-        there, back: of one chunk on the link.
-        products: of one chunk's experts.
-        degree: d, chunks; one hides nothing.
-        meanwhile: of work that follows the products and waits for no exchange.
+    ``there``, ``back``: of one chunk on the link; ``products``: of one chunk's experts;
+    ``meanwhile``: of work that follows the products and waits for no exchange.
     """
     if degree == 1:
         return there + back
@@ -102,13 +99,11 @@ def exchange_time(
 
 
 def ring_time(size: float, ranks: int, near: int, hardware: Hardware) -> float:
-    """Seconds of an all-gather or reduce-scatter; an all-reduce is one after the other.
+    """Seconds of an all-gather or reduce-scatter, ``size`` bytes in all; an all-reduce is one after
+    the other.
 
-    Args:
-        size: bytes of the whole.
-        ranks: GPUs that take part.
-        near: of them that share a node, if there are as many. Between nodes rings use the network
-            ports of all of these at once.
+    ``near`` of the ranks share a node, if there are as many. Between nodes rings use the network
+    ports of all of these at once.
     """
     if ranks < 2 or not size:
         return 0.0

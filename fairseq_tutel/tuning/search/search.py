@@ -99,14 +99,10 @@ def deviation(samples: Samples) -> int:
 class Search:
     """One search, as far as it has come; made again from its history it is where it was.
 
-    Attributes:
-        start: tried first; the others have to beat it.
-        candidate: the choice to try now; None at the end.
-        best: the winner so far; ``start`` before anything was tried.
-        history: (choice, samples) of every trial in order; samples are None where it cannot be run.
-
-    Raises:
-        ValueError: a history that no such search has.
+    ``start`` is tried first; the others have to beat it. ``candidate``: the choice to try now, None
+    at the end; ``best``: the winner so far, ``start`` before anything was tried; ``history``:
+    (choice, samples) of every trial in order, samples None where it cannot be run. Raises
+    ValueError for a history that no such search has.
     """
 
     def __init__(

@@ -77,10 +77,9 @@ class Entry:
 class Tuner:
     """One run's choices, by key.
 
-    Args:
-        steps: of a trial; the first one is not measured (it may connect and allocate).
-        max_loss: part of the run's time that trials may have cost before no further one begins.
-        start: where a search begins if no other key of its kind has a choice; else the simplest.
+    The first of a trial's ``steps`` is not measured (it may connect and allocate); ``max_loss``:
+    part of the run's time that trials may have cost before no further one begins; ``start``: where
+    a search begins if no other key of its kind has a choice; else the simplest.
     """
 
     def __init__(

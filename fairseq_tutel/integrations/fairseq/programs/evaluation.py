@@ -32,10 +32,9 @@ _LARGE = 2**22
 def is_moe_checkpoint(path: str) -> bool:
     """Whether ``path`` names a sharded set or a file with expert parameters.
 
-    Raises:
-        CheckpointError: a file that may not or cannot be read, whatever is in it: fairseq's own
-            loader would run its code where ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1``, and does not
-            name a damaged file.
+    Raises CheckpointError for a file that may not or cannot be read, whatever is in it: fairseq's
+    own loader would run its code where ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1``, and does not name a
+    damaged file.
     """
     path = final_path(path)
     kind, file = find_checkpoint(path) or ("merged", path)
@@ -51,11 +50,8 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
     """What ``load_checkpoint_to_cpu`` returns, with this rank's share of the experts.
 
     Checkpoints of Meta's branches name a dense architecture and MoE options; they get the name of
-    the one with experts.
-
-    Raises:
-        ValueError: an override of an MoE option that there is not (fairseq ignores it), or no
-            overrides by name.
+    the one with experts. Raises ValueError for an override of an MoE option that there is not,
+    which fairseq ignores, and where overrides have no names.
     """
     options = {
         *(name for row in ARCHITECTURES.values() for name in row.config.__dataclass_fields__),

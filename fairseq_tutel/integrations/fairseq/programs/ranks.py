@@ -30,11 +30,8 @@ def join_started_ranks(cfg, env: Mapping[str, str] = os.environ) -> None:
     """Fill in what fairseq's ``infer_init_method`` would have to, from torchrun's variables.
 
     Nothing is changed where an init method is given, as by ``python -m fairseq_tutel.launch``, or
-    where torchrun started one process or none.
-
-    Raises:
-        ValueError: ``--distributed-world-size`` is another number, or the processes were started
-            by something whose variables fairseq would not look at.
+    where torchrun started one process or none. Raises ValueError where ``--distributed-world-size``
+    is another number, or fairseq would not look at the variables of what started the processes.
     """
     distributed, place = cfg.distributed_training, started(env)
     if distributed.distributed_init_method is not None or place.world_size == 1:

@@ -99,14 +99,11 @@ class CheckpointMixin:
         optimizer_overrides=None,
         reset_meters=False,
     ):
-        """Restore from a set (or merged file) saved by any number of ranks.
+        """Restore from a set (or merged file) saved by any number of ranks: fairseq's extra state,
+        None if there is nothing to restore, and in a simulation.
 
-        Returns:
-            fairseq's extra state, None if there is nothing to restore, and in a simulation.
-
-        Raises:
-            FileNotFoundError: the checkpoint that the user named does not exist.
-            ValueError: it does not fit this run, or some ranks do not see it.
+        Raises FileNotFoundError for one that the user named and does not exist, ValueError for one
+        that does not fit this run or that some ranks do not see.
         """
         path = final_path(filename).replace(f"{_SUFFIX}.pt", ".pt")
         if self._model.moe_groups.simulated:

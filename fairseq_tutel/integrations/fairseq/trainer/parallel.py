@@ -25,14 +25,8 @@ PYTORCH_BACKENDS = ("pytorch_ddp", "c10d")
 
 
 class MoEDistributedModel(ModuleProxyWrapper):
-    """Wrap a model for training on several ranks.
-
-    Args:
-        dist_cfg: fairseq's ``distributed_training`` config.
-        model: has ``moe_groups``.
-        process_group: of all data-parallel ranks.
-        device: where the model goes.
-        normalization: ``--moe-normalize-expert-grad``.
+    """Wrap a model, which has ``moe_groups``, for training on several ranks. ``normalization``:
+    that of ``--moe-normalize-expert-grad``.
     """
 
     def __init__(self, dist_cfg, model, process_group, device: torch.device, normalization: str):
@@ -62,16 +56,12 @@ def _pytorch_ddp(dist_cfg, model, process_group, device):
 
 
 def fit_to_slices(optimizer: FairseqOptimizer, name: str, groups: ExpertParallelGroups) -> None:
-    """Make an optimizer step slices of experts as it would step the whole ones.
+    """Make an optimizer step slices of experts, if they are in slices, as it would step the whole
+    ones.
 
-    Args:
-        optimizer: as the trainer has built it, over half weights or not.
-        name: ``--optimizer``, for errors.
-        groups: placement of the experts; nothing is done where they are not in slices.
-
-    Raises:
-        ValueError: an optimizer that needs all weights of a tensor for the update of one, or for
-            what it keeps of one.
+    ``optimizer``: as the trainer has built it, over half weights or not; ``name``: ``--optimizer``.
+    Raises ValueError for one that needs all weights of a tensor for the update of one, or for what
+    it keeps of one.
     """
     if groups.num_slices == 1:
         return

@@ -23,11 +23,8 @@ class RequeueRequest:
     """Remembers SIGUSR1; the process goes on until the request is read.
 
     One that the launcher has held back while the process was starting arrives now
-    (launch/supervise.py).
-
-    Attributes:
-        at_next_epoch: decided by all ranks: leave when the next epoch begins.
-        watched: whether a program looks after each update; else the trainer does, at once.
+    (launch/supervise.py). ``at_next_epoch``: all ranks decided to leave when the next epoch begins;
+    ``watched``: a program looks after each update, else the trainer does, at once.
     """
 
     def __init__(self):

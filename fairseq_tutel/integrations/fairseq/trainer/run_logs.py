@@ -30,13 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 class ExpertLoadLog:
-    """The file ``expert_load.jsonl`` of one run.
-
-    Args:
-        folder: the save dir.
-        layers: numbers of the MoE layers.
-        interval: updates per line; 0: no file.
-        writes: whether this rank writes (all of them count).
+    """The file ``expert_load.jsonl`` of one run, with a line every ``interval`` updates (0: no
+    file) about the MoE layers of these numbers. All ranks count, one ``writes``.
     """
 
     def __init__(self, folder: str, layers: Sequence[int], interval: int, writes: bool):
@@ -75,11 +70,9 @@ class ExpertLoadLog:
         return {name: each.tolist() for name, each in self._sum.items()} or None
 
     def resume(self, state: dict | list | None, update: int, *, rewrite: bool = True) -> None:
-        """Go on from a checkpoint that was saved after ``update``.
-
-        Args:
-            state: of :meth:`state`; that of older checkpoints, a list, is not used.
-            rewrite: whether to drop lines of later updates; the file may be another run's.
+        """Go on from the :meth:`state` in a checkpoint that was saved after ``update``; older ones
+        have a list, which is not used. ``rewrite``: whether to drop lines of later updates; the
+        file may be another run's.
         """
         known = state if isinstance(state, dict) else {}
         self._sum = {name: torch.tensor(each) for name, each in known.items()}
@@ -88,12 +81,8 @@ class ExpertLoadLog:
 
 
 class ExchangeLog:
-    """What the tuner of one run does, as log lines and files.
-
-    Args:
-        tuner: None: nothing is tuned, and nothing is written.
-        folder: the save dir.
-        writes: whether this rank writes.
+    """What the tuner of one run does, as log lines and files, which one rank ``writes``; without a
+    tuner nothing.
     """
 
     def __init__(self, tuner: ExchangeTuner | None, folder: str, writes: bool):

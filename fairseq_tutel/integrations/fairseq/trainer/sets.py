@@ -39,10 +39,8 @@ def start_of_run(checkpoint_cfg) -> Iterator[None]:
     """Make ready for stock ``load_checkpoint`` with fairseq's ``checkpoint`` config. Collective.
 
     Within, the options for a first launch are gone where there is a set to go on from, and
-    ``--finetune-from-model`` may name a set like every other option.
-
-    Raises:
-        CheckpointError: the ranks do not share the save dir.
+    ``--finetune-from-model`` may name a set like every other option. Raises CheckpointError where
+    the ranks do not share the save dir.
     """
     if not checkpoint_cfg.no_save:  # else it may be another run's folder
         if process_world()[1] > 1:
@@ -73,13 +71,9 @@ def changed(section, values):
 
 
 def save_set(cfg, trainer, epoch_itr, val_loss, best_so_far):
-    """fairseq's ``checkpoint_utils.save_checkpoint`` for sets; every rank calls it.
-
-    Args:
-        best_so_far: best metric including ``val_loss``, None if there is none.
-
-    Returns:
-        Path of the first set that was written, None if none was due.
+    """fairseq's ``checkpoint_utils.save_checkpoint`` for sets; every rank calls it. Returns the
+    path of the first set that was written, None if none was due. ``best_so_far``: best metric
+    including ``val_loss``, None if there is none.
     """
     begin = time.perf_counter()
     names = _of_first_rank(_due_names(cfg, trainer, epoch_itr, val_loss, best_so_far))

@@ -195,10 +195,8 @@ class MoETrainer(CheckpointMixin, Trainer):
 
 
 def _prepare_config(cfg, model) -> None:
-    """Check what only the whole config shows, and write down what was decided from it.
-
-    Raises:
-        ValueError: settings that cannot train a model with experts.
+    """Write down what was decided from the whole config; raises ValueError for settings in it that
+    cannot train a model with experts.
     """
     dist_cfg, common = cfg.distributed_training, cfg.common
     if dist_cfg.ddp_backend not in (*LEGACY_BACKENDS, *PYTORCH_BACKENDS):
@@ -234,9 +232,7 @@ def _prepare_config(cfg, model) -> None:
 
 def _has_load_bias(model, criterion) -> bool:
     """Whether the experts' load moves a bias of the model's layers; warns without a gate loss.
-
-    Raises:
-        ValueError: the criterion does not hand on what moves the bias.
+    Raises ValueError where the criterion does not hand on what moves the bias.
     """
     rules = {layer.config.load_bias for layer in model.moe_layers.values()} - {"none"}
     name = type(criterion).__name__
