@@ -93,10 +93,8 @@ class ExchangeConfig:
 def exchange_size(num_experts: int, world_size: int, expert_parallel_size: int = 0) -> int:
     """P, ranks that exchange tokens with each other and hold every expert once between them.
 
-    ``expert_parallel_size``: P if it is chosen; 0: as many as can be, min(E, W).
-
-    Raises:
-        ValueError: E and W do not divide; or P is not a divisor of both.
+    ``expert_parallel_size``: P if it is chosen; 0: as many as can be, min(E, W). Raises ValueError
+    where E and W do not divide, or P is not a divisor of both.
     """
     size = expert_parallel_size
     if not size:

@@ -80,10 +80,8 @@ class Registry:
         return (inspect.getdoc(self.get(name)) or "").split("\n")[0].rstrip(".")
 
     def options(self, name: str, given: Options | Mapping[str, Any] | None = None) -> Options:
-        """The options of an implementation, given by name or as one object; None: defaults.
-
-        Raises:
-            ValueError: an unknown name, option or value, or options of another implementation.
+        """The options of an implementation, given by name or as one object; None: defaults. Raises
+        ValueError for an unknown name, option or value, and options of another implementation.
         """
         wanted = self.get(name).Options
         if type(given) is wanted:
@@ -109,10 +107,8 @@ class Registry:
         return {flag: field for name in self for flag, field in self.flags(name).items()}
 
     def options_of_flags(self, name: str, values: Any) -> Options:
-        """:meth:`options` from a host's config, which has an attribute for every flag.
-
-        Raises:
-            ValueError: also where an option of another implementation is set.
+        """:meth:`options` from a host's config, which has an attribute for every flag. Raises
+        ValueError also where an option of another implementation is set.
         """
         mine = self.flags(name)
         for flag, field in self.all_flags().items():

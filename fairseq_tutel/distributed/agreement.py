@@ -91,12 +91,8 @@ def sync_step(
 def sync_step_of_all(
     num_tokens: int, settings: StepSettings, groups: ExpertParallelGroups, words: Sequence[int]
 ) -> tuple[StepAgreement, list[list[int]]]:
-    """:func:`sync_step` among all ranks, whether they exchange tokens or not.
-
-    Args:
-        words: as many integers on every rank, which travel along.
-
-    Returns the agreement, on the tokens of the exchange group, and the words of every rank.
+    """:func:`sync_step` among all ranks, whether they exchange tokens or not: the agreement, on the
+    tokens of the exchange group, and the ``words`` of every rank, as many integers on each.
     """
     everyone = groups.ep_size == groups.world_size or groups.num_slices > 1
     group = groups.control_group if everyone else None  # None: the default group

@@ -82,10 +82,8 @@ def gather_texts(text: str | None, group: dist.ProcessGroup | None = None) -> li
 
 
 def refuse_differences(name: str, values: Sequence[Hashable], first_rank: int = 0) -> None:
-    """Compare one setting of ranks ``first_rank``, ``first_rank + 1``, ...
-
-    Raises:
-        ValueError: they differ; the message lists the ranks by value.
+    """Compare one setting of ranks ``first_rank``, ``first_rank + 1``, ...; raises ValueError that
+    lists the ranks by value where they differ.
     """
     ranks_by_value: dict[Hashable, list[int]] = {}
     for rank, value in enumerate(values, start=first_rank):
@@ -100,11 +98,8 @@ def compare_settings(
     group: dist.ProcessGroup | None = None,
     first_rank: int = 0,
 ) -> None:
-    """Refuse the first setting that differs, by :func:`refuse_differences`. Collective.
-
-    Args:
-        settings: by name, the same names on all ranks.
-        first_rank: of the group, in the world.
+    """Refuse the first setting that differs, by :func:`refuse_differences`. Collective. All ranks
+    have the same names; ``first_rank``: the world's number of the group's first rank.
     """
     texts = gather_texts(json.dumps(list(settings.values())), group)
     by_name = zip(*(json.loads(text) for text in texts), strict=True)
@@ -118,9 +113,8 @@ def checksum(text: str) -> int:
 
 
 def ranks_per_node() -> int:
-    """m if every machine holds m consecutive ranks, the same number on each; else 0.
-
-    A collective call of all ranks when first made.
+    """m if every machine holds m consecutive ranks, the same number on each; else 0. Collective
+    among all ranks when first made.
     """
     if process_world()[1] == 1:
         return 1

@@ -40,10 +40,8 @@ def margin_histogram(
 ) -> torch.Tensor:
     """Histogram of ``a_t - r_te`` per expert, and the tokens' pairs, int32 [E, BINS + 1].
 
-    Args:
-        key_TE: fp32 [T, E], r.
-        next_best_T: int [T], the expert with the (K+1)-th largest r; any value for padding.
-        pad_T: bool [T], tokens that do not count.
+    ``key_TE`` is r, fp32; ``next_best_T``: the expert with the (K+1)-th largest r, any value for
+    padding, which ``pad_T`` marks and which does not count.
     """
     num_experts = key_TE.shape[1]
     cutoff_T1 = key_TE.gather(1, next_best_T.clamp(min=0).long()[:, None])

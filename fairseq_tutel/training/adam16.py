@@ -106,9 +106,7 @@ class Adam16(torch.optim.Optimizer):
     Arithmetic is fp32 for fp32, fp16 and bf16 parameters alike, so it serves
     ``--memory-efficient-fp16``, ``--memory-efficient-bf16`` and, over fp32 copies, ``--fp16``. eps
     is added to the root of the second moment before its bias correction, the decay is decoupled.
-
-    Raises:
-        ValueError: lr, eps or weight_decay below 0, or a beta outside [0, 1).
+    Raises ValueError for lr, eps or weight_decay below 0, or a beta outside [0, 1).
     """
 
     # fairseq's MemoryEfficientFP16Optimizer would overwrite the loaded state with the raw one.
@@ -139,27 +137,18 @@ class Adam16(torch.optim.Optimizer):
     def share_scales(self, params: Iterable[Tensor], reduce_max_: ReduceMax) -> None:
         """Take the scales of some parameters over ranks, each of which has a part of them.
 
-        The parts' statistics, joined, are then bit for bit those of the whole parameter. Steps
-        and the loading of fp32 statistics become collective.
-
-        Args:
-            reduce_max_: maximum over the ranks with the other parts; called once per step, also
-                where a parameter has no gradient.
+        The parts' statistics, joined, are then bit for bit those of the whole parameter. Steps and
+        the loading of fp32 statistics become collective. ``reduce_max_``: maximum over the ranks
+        with the other parts; called once per step, also where a parameter has no gradient.
         """
         self._parts = frozenset(id(param) for param in params)
         self._reduce_max_ = reduce_max_ if self._parts else None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, scale: float | Tensor = 1.0) -> Any:
-        """One step on every parameter that has a gradient.
-
-        Args:
-            closure: evaluates the model again and returns the loss.
-            scale: gradients are divided by it first (loss scale, clipping); a number or a tensor
-                of one element.
-
-        Raises:
-            ValueError: a gradient is sparse.
+        """One step on every parameter that has a gradient, which is divided by ``scale`` first
+        (loss scale, clipping), a number or a tensor of one element. ``closure`` evaluates the model
+        again and returns the loss. Raises ValueError for a sparse gradient.
         """
         loss = None
         if closure is not None:

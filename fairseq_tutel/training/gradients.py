@@ -42,14 +42,12 @@ from ..moe.model import moe_layers, unwrap
 def average_expert_grad(
     grad: torch.Tensor, groups: ExpertParallelGroups, copies: int | None = None
 ) -> torch.Tensor:
-    """What DistributedDataParallel does to dense gradients, for one gradient of an expert.
+    """What DistributedDataParallel does to dense gradients, for one gradient of an expert, the sum
+    over the tokens that this rank's experts received: the sum over all ranks divided by their
+    number.
 
-    Args:
-        grad: sum over the tokens that this rank's experts received.
-        copies: of the parameter; by default as many as the ranks that hold its expert.
-
-    Returns:
-        The sum over all ranks divided by their number. Collective with copies.
+    ``copies``: of the parameter, by default as many as the ranks that hold its expert; with them
+    the call is collective.
     """
     if groups.world_size == 1 or groups.simulated:
         return grad

@@ -168,16 +168,11 @@ class Blocks:
         d_b1: Tensor,
         d_b2: Tensor,
     ) -> Iterator[tuple[Block, Tensor, Tensor, Tensor, Tensor | None]]:
-        """All gradients but weights', block by block.
+        """All gradients but weights', block by block; those of rows, unless that has shape (0,),
+        are written, those of biases (:meth:`bias_sums`) added to.
 
-        Args:
-            params: fc1's weight and bias, fc2's.
-            d_rows_RM: filled; (0,) where it is not wanted.
-            d_b1, d_b2: of :meth:`bias_sums`, added to.
-
-        Yields:
-            the block; gradients of its output before dropout and of its values before the
-            activation, in the dtype of the rows; these values and the mask of those after it.
+        Yields the block; gradients of its output before dropout and of its values before the
+        activation, in the dtype of the rows; these values and the mask of those after it.
         """
         for block in self.blocks:
             w1, b1, w2, _ = of_experts(params, block)

@@ -20,17 +20,9 @@ def expert_chunk_bwd(
     needs_rows: bool = True,
     **options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of ``expert_ffn_fwd`` but those of weights.
-
-    Args:
-        d_out: like the output.
-        saved: second value of the forward pass.
-        needs_rows: whether the gradient of the rows is wanted; else it has shape (0,).
-        params, options: of ``expert_ffn_fwd``.
-
-    Returns:
-        gradients of the rows, of the output before its dropout, of the values before the activation
-        (R, F), of fc1's bias and of fc2's (e, F), (e, M), (0,) of None.
+    """The gradients of ``expert_ffn_fwd``, which returned ``saved``, but those of weights: of the
+    rows, shape (0,) unless they are needed; of the output before its dropout; of the values before
+    the activation, (R, F); of fc1's bias and of fc2's, (e, F) and (e, M), (0,) of None.
     """
     _, model_dim, hidden_dim = params[2].shape
     to = Blocks.of(d_out, hidden_dim, **options)
@@ -58,10 +50,8 @@ def expert_chunks_bwd_params(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of fc1's weight and of fc2's, summed over the rows of all chunks.
 
-    Args:
-        chunks: of each its gradients of the output before its dropout and of the values before the
-            activation, its rows, and second and third value of its forward pass.
-        offsets, seeds: of each.
+    ``chunks``: of each its gradients of the output before its dropout and of the values before the
+    activation, its rows, and second and third value of its forward pass.
     """
     # in fp32, or sums in half precision would be rounded once per chunk
     acc = acc_dtype(fc1_weight.dtype)

@@ -18,20 +18,13 @@ def expert_ffn_fwd(
     """``dropout(fc2(dropout(activation(fc1(rows)))))`` of every expert on its own rows.
 
     Products are rounded to the dtype of the rows, everything else is computed in fp32 (fp64).
+    Shapes are those of :func:`fairseq_tutel.ops.expert_ffn`. ``params``: fc1's weight and bias,
+    fc2's; ``options``: ``activation``, ``offsets``, ``dropout_p`` after the activation and after
+    fc2, and ``seed``, an int64 scalar tensor, needed with dropout. NOTE: on a GPU the host waits
+    for offsets and seed.
 
-    Args:
-        rows: (e, N, M), or (R, M) with ``offsets``.
-        params: fc1's weight (e, F, M) and bias (e, F), of gated networks (e, 2F, M) and (e, 2F);
-            fc2's weight (e, M, F) and bias (e, M). Biases may be None.
-        keep_hidden: whether a backward pass follows.
-        options: ``activation``, a key of :data:`~fairseq_tutel.backends.torch.ACTIVATIONS` or of
-            ``GATES``; ``offsets``, (e,) int32 end row of each expert, or None (rows past the last
-            come out zero); ``dropout_p``, after the activation and after fc2; ``seed``, int64
-            scalar tensor, needed with dropout. NOTE: on a GPU the host waits for the last two.
-
-    Returns:
-        the output, like rows; what the backward pass needs of the hidden values, (R, F), or (0, F)
-        without ``keep_hidden``; (0, F): kernels return the values after the activation here.
+    Returns the output; what the backward pass needs of the hidden values, (R, F), or (0, F) without
+    ``keep_hidden``; (0, F): kernels return the values after the activation here.
     """
     fc1_weight, _, fc2_weight, _ = params
     _, model_dim, hidden_dim = fc2_weight.shape
@@ -62,11 +55,8 @@ def expert_ffn_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of :func:`expert_ffn_fwd`: of the rows, fc1's weight and bias, fc2's.
 
-    Args:
-        d_out: like the output.
-        saved, active: second and third value of the forward pass.
-        needs_rows, needs_params: a gradient that is not needed comes back with shape (0,), as does
-            that of a bias that is not there.
+    ``saved``, ``active``: second and third value of the forward pass. A gradient that is not needed
+    comes back with shape (0,), as does that of a bias that is not there.
     """
     _, model_dim, hidden_dim = params[2].shape
     to = Blocks.of(rows, hidden_dim, **options)

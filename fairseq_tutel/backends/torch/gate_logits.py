@@ -78,16 +78,9 @@ def _gradients_from_halves(d_logits_TE, x_TM, weight_EM, needs_x, needs_weight):
 
 
 def split_halves(wide: Tensor, dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor | None]:
-    """An fp32 matrix as the sum of two matrices of a half dtype, side by side in one tensor.
-
-    Args:
-        wide: fp32 (A, B).
-        dtype: fp16 or bf16.
-        dim: 0 for one below the other, (2A, B); 1 for one beside the other, (A, 2B).
-
-    Returns:
-        the halves, and the shift: their sum is ``2^shift * wide`` (None in bf16, whose range is
-        that of fp32).
+    """An fp32 matrix (A, B) as the sum of two of a half dtype, one below the other, (2A, B), for
+    ``dim`` 0, or side by side, (A, 2B), for 1; and the shift: their sum is ``2^shift * wide`` (None
+    in bf16, whose range is that of fp32).
     """
     shift = None
     if dtype == torch.float16:

@@ -151,18 +151,9 @@ def _precision(dtype: torch.dtype) -> dict:
 
 
 def rows_product(rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor) -> Tensor:
-    """``rows[begin_x : end_x] @ weight[x]`` for every expert x.
-
-    Args:
-        rows_RA: (R, A).
-        weight_eAB: (e, A, B), of any strides.
-        offsets: (e,) int32 end row of each expert, ascending.
-
-    Returns:
-        (R, B); what is past the last end is unspecified.
-
-    Raises:
-        ValueError: wrong shape, dtype or device.
+    """``rows[begin_x : end_x] @ weight[x]`` for every expert x, (R, B); what is past the last end
+    is unspecified. The weight may have any strides; ``offsets``: (e,) int32 end row of each expert,
+    ascending. Raises ValueError for a wrong shape, dtype or device.
     """
     (R, A), (e, _, B), device = rows_RA.shape, weight_eAB.shape, rows_RA.device
     rows_RA = checked("rows", rows_RA, (R, A), FLOAT_DTYPES, device)
@@ -195,15 +186,8 @@ def rows_product(rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor) -> Tensor
 
 
 def weight_gradient(d_RA: Tensor, rows_RB: Tensor, offsets: Tensor) -> Tensor:
-    """``d[begin_x : end_x].T @ rows[begin_x : end_x]`` for every expert x, (e, A, B).
-
-    Args:
-        d_RA: (R, A).
-        rows_RB: (R, B).
-        offsets: (e,) int32 end row of each expert, ascending.
-
-    Raises:
-        ValueError: wrong shape, dtype or device.
+    """``d[begin_x : end_x].T @ rows[begin_x : end_x]`` for every expert x, (e, A, B); ``offsets``
+    and errors as of :func:`rows_product`.
     """
     (R, A), B, e, device = d_RA.shape, rows_RB.shape[1], offsets.shape[0], d_RA.device
     d_RA = checked("d", d_RA, (R, A), FLOAT_DTYPES, device)

@@ -184,10 +184,8 @@ class _State(NamedTuple):
     exp_avg_sq_scale: Tensor
 
     def checked(self) -> _State:
-        """The same with a contiguous gradient.
-
-        Raises:
-            ValueError: wrong shapes, dtypes or devices.
+        """The same with a contiguous gradient; raises ValueError for wrong shapes, dtypes or
+        devices.
         """
         shape, device = tuple(self.param.shape), self.param.device
         check_tensor("param", self.param, shape, FLOAT_DTYPES, device)

@@ -29,15 +29,10 @@ def build_algorithms(
 ) -> dict[int, ExchangeAlgorithm]:
     """Make the algorithms of a placement of experts, which its layers share, by each possible r.
 
-    Collective where ``groups.needs_sync``. A simulation gets an algorithm that copies.
-
-    Args:
-        config: the choice, or the name of a registered exchange. Where that does not fit the
-            nodes, the linear one is taken, with one log line.
-
-    Raises:
-        ValueError: unknown name, an r that does not fit the placement, ranks that chose
-            differently, or nodes that the ranks do not fill.
+    Collective where ``groups.needs_sync``. A simulation gets an algorithm that copies. Where the
+    chosen one (``config``, or the name of a registered exchange) does not fit the nodes, the linear
+    one is taken, with one log line. Raises ValueError for an unknown name, an r that does not fit
+    the placement, ranks that chose differently, and nodes that the ranks do not fill.
     """
     config = ExchangeConfig.of(config)
     expert_parallelism(groups, config.r)  # refuses an impossible one

@@ -84,10 +84,8 @@ def possible_r(groups: ExpertParallelGroups) -> list[int]:
 
 
 def expert_parallelism(groups: ExpertParallelGroups, r: int) -> ExpertParallelism:
-    """The parallelism r of a placement. Collective when first made; all ranks make the same.
-
-    Raises:
-        ValueError: not a possible r.
+    """The parallelism r of a placement; raises ValueError if it is not a possible one. Collective
+    when first made; all ranks make the same.
     """
     possible = possible_r(groups)
     if r not in possible:

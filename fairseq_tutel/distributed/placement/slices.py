@@ -20,10 +20,8 @@ _ALIGNMENT = 16  # of the pieces in a buffer, whatever their dtype
 
 
 def declare_slices(dims: Mapping[str, int | None]) -> None:
-    """Say how tensors are cut, by the last two words of their names (``fc1.weight``).
-
-    Raises:
-        ValueError: another network's tensor of this name is cut otherwise.
+    """Say how tensors are cut, by the last two words of their names (``fc1.weight``). Raises
+    ValueError where another network's tensor of this name is cut otherwise.
     """
     for end, dim in dims.items():
         if end.count(".") != 1:
@@ -38,11 +36,8 @@ def declare_slices(dims: Mapping[str, int | None]) -> None:
 def slice_dim(name: str) -> int | None:
     """The dimension along which one expert's tensor is cut; None where every holder has all of it.
 
-    Args:
-        name: in a state dict, with any prefix; copies and moments are cut like their parameters.
-
-    Raises:
-        ValueError: not a tensor of a network that was declared.
+    ``name``: in a state dict, with any prefix; copies and moments are cut like their parameters.
+    Raises ValueError for what is no tensor of a network that was declared.
     """
     end = ".".join(name.split(".")[-2:])
     if end not in _SLICE_DIMS:
@@ -52,9 +47,7 @@ def slice_dim(name: str) -> int | None:
 
 def take_slice(whole: torch.Tensor, name: str, index: int, count: int) -> torch.Tensor:
     """Slice ``index`` of ``count`` of one expert's tensor ([F, M], [F], [M, F] or [M]); a view.
-
-    Raises:
-        ValueError: the hidden units cannot be cut so.
+    Raises ValueError where the hidden units cannot be cut so.
     """
     dim = slice_dim(name)
     if dim is None or count == 1:

@@ -56,10 +56,9 @@ def gather_sharded(state: State, groups: ExpertParallelGroups, what: str) -> Sta
 def join_slices(state: State, groups: ExpertParallelGroups, what: str) -> State:
     """Whole experts for slices, on the CPU of the ranks with slice 0; others get their state back.
 
-    Raises:
-        CheckpointError: on all ranks, before anything is communicated: state that mixes the hidden
-            units of an expert, ranks of one expert that differ in what they should have in common,
-            or no memory for a whole expert on one of them.
+    Raises CheckpointError on all ranks, before anything is communicated, for state that mixes the
+    hidden units of an expert, ranks of one expert that differ in what they should have in common,
+    or no memory for a whole expert on one of them.
     """
     if groups.num_slices == 1:
         return state

@@ -132,12 +132,9 @@ def agree(
 def reports_to_extra(
     reports: list[MoEAux], layers: Sequence[MoELayer], step: StepAgreement
 ) -> dict[str, Any]:
-    """What a model returns beside its output, for the criterion.
-
-    Returns:
-        ``moe``: a :class:`MoEAux` per MoE layer; ``moe_counts``: this rank's
-        :class:`~fairseq_tutel.moe.RoutingCounts` of them; ``moe_bias_counts``: what moves their
-        load biases, in training if they have them.
+    """What a model returns beside its output, for the criterion: ``moe``, a :class:`MoEAux` per MoE
+    layer; ``moe_counts``, this rank's :class:`~fairseq_tutel.moe.RoutingCounts` of them;
+    ``moe_bias_counts``, what moves their load biases, in training if they have them.
     """
     if not reports:
         return {"moe": []}

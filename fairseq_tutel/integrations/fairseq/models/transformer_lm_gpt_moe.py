@@ -186,11 +186,9 @@ class TransformerLMGPTMoE(TransformerLanguageModel):
 
     @classmethod
     def build_model(cls, args, task):
-        """Build the model; a collective call where torch.distributed is initialised.
-
-        Raises:
-            ValueError: an option that MoE layers cannot honour, or an expert count that does not
-                fit the number of ranks.
+        """Build the model; a collective call where torch.distributed is initialised. Raises
+        ValueError for an option that MoE layers cannot honour, or an expert count that does not fit
+        the number of ranks.
         """
         check_model_options(args)
         _fill_sizes(args)

@@ -38,10 +38,8 @@ def schema_of(config: type, group: str) -> type:
 def values_of(config: type, args: Any) -> dict[str, Any]:
     """Arguments of a frozen config from a model's config, or a namespace of parsed arguments.
 
-    Options that were not given and have no default on the command line are left out.
-
-    Raises:
-        ValueError: a text that is neither a number nor ``auto`` where one of the two is needed.
+    Options that were not given and have no default on the command line are left out. Raises
+    ValueError for a text that is neither a number nor ``auto`` where one of the two is needed.
     """
     values = {}
     for field in _given(config):

@@ -121,10 +121,8 @@ def eval_lm(original, models, source_dictionary, batch_iterator, **options):
     these exchange tokens; stock reports those of rank 0 alone. Ranks run out of batches at
     different times. Where they exchange tokens, their experts are needed until the last: before
     each batch the ranks agree on whether any still has one, and a rank that has none joins in with
-    a single token.
-
-    Raises:
-        ValueError: no token was scored (fairseq calls the perplexity of nothing 1).
+    a single token. Raises ValueError where no token was scored (fairseq calls the perplexity of
+    nothing 1).
     """
     groups = [m.moe_groups for m in models if getattr(m, "moe_groups", None) is not None]
     if not groups:
