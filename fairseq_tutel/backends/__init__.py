@@ -5,3 +5,6 @@ same name in both and in :mod:`fairseq_tutel.ops`; the triton room lacks what to
 compute best on a GPU too. The letters of shapes are those of the glossary in
 ``fairseq_tutel/README.md``.
 """
+
+# name of a gated network's activation -> that of its gate
+GATES = {"swiglu": "silu", "geglu": "gelu"}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends._expert_chain import GATES
+from ..backends import GATES
 from ..backends.torch import ACTIVATIONS
 from ._operator import check_indices, check_shape, empty_gradients, operator
 from .backend import backend_for, implementation

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._expert_chain import GATES
+from .. import GATES
 from .activation import ACTIVATIONS, acc_dtype
 
 # Hidden elements per block, 4 MiB of fp32, and rows that keep the products efficient.

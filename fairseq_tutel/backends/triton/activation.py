@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._expert_chain import GATES
+from .. import GATES
 from ._activations import FORMULA, activate, activate_bwd
 from ._autotune import (
     ACT_TILE_ROWS,

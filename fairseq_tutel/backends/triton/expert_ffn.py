@@ -2,16 +2,167 @@
 
 Products of padded rows are torch's, those of ragged rows are in ``_grouped.py``. The functions are
 those of :mod:`fairseq_tutel.backends.torch`; the hidden values before and after the activation are
-kept for the backward pass, which recomputes nothing.
+kept for the backward pass, which recomputes nothing. Products are written so that a gradient has
+the layout of what it belongs to: a transposed one would be copied as it is added to the
+parameter's.
 """
 
-from .._expert_chain import ExpertChain
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
 from ._grouped import rows_product, weight_gradient
 from .activation import bias_act_bwd, bias_act_fwd
 
-_CHAIN = ExpertChain(bias_act_fwd, bias_act_bwd, rows_product, weight_gradient)
+# the five gradients of a backward pass, in the order of its docstring
+_Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
-expert_ffn_fwd = _CHAIN.forward
-expert_ffn_bwd = _CHAIN.backward
-expert_chunk_bwd = _CHAIN.rows_backward
-expert_chunks_bwd_params = _CHAIN.chunks_backward_params
+
+def expert_ffn_fwd(
+    rows: Tensor, *params: Tensor | None, keep_hidden: bool = True, **options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, and the hidden values before and after the activation, (R, F) each, or (0, F)
+    without ``keep_hidden``.
+    """
+    fc1_weight, fc1_bias, fc2_weight, fc2_bias = params
+    middle, last = _elementwise(**options)
+    offsets = middle["offsets"]
+    hidden = _product(rows, fc1_weight.transpose(1, 2), offsets)
+    active = bias_act_fwd(hidden, fc1_bias, **middle)
+    if not keep_hidden:
+        hidden = hidden.new_empty((0, hidden.shape[-1]))
+    out = _product(active, fc2_weight.transpose(1, 2), offsets)
+    if fc2_bias is not None or _changes(last):
+        out = bias_act_fwd(out, _bias(fc2_bias, fc2_weight), **last)
+    if not keep_hidden:
+        active = active.new_empty((0, active.shape[-1]))
+    return out, hidden.view(-1, hidden.shape[-1]), active.view(-1, active.shape[-1])
+
+
+def expert_ffn_bwd(
+    d_out: Tensor,
+    rows: Tensor,
+    hidden_RF: Tensor,
+    active_RF: Tensor,
+    *params: Tensor | None,
+    needs_params: bool = True,
+    **options,
+) -> _Gradients:
+    """Gradients of the rows, of fc1's weight and bias and of fc2's."""
+    d_rows, d_out, d_hidden, d_b1, d_b2 = expert_chunk_bwd(
+        d_out, hidden_RF, *params, needs_params=needs_params, **options
+    )
+    if not needs_params:
+        return d_rows, *(rows.new_empty(0) for _ in range(4))
+    offsets = options.get("offsets")
+    active = active_RF.view(*d_hidden.shape[:-1], active_RF.shape[-1])
+    d_w2 = _weight_gradient(d_out, active, offsets)
+    d_w1 = _weight_gradient(d_hidden, rows, offsets)
+    return d_rows, d_w1, d_b1, d_w2, d_b2
+
+
+def expert_chunk_bwd(
+    d_out: Tensor,
+    hidden_RF: Tensor,
+    *params: Tensor | None,
+    needs_rows: bool = True,
+    needs_params: bool = True,
+    **options,
+) -> _Gradients:
+    """All gradients but those of weights: of the rows, of the output before its dropout, of the
+    values before the activation, of fc1's bias and of fc2's.
+    """
+    fc1_weight, fc1_bias, fc2_weight, fc2_bias = params
+    middle, last = _elementwise(**options)
+    offsets = middle["offsets"]
+    hidden = hidden_RF.view(*d_out.shape[:-1], fc1_weight.shape[1])
+    # without dropout and unused rows the gradient passes fc2's bias as it is
+    changes = _changes(last)
+    d_b2 = d_out.new_empty(0)
+    if changes or (needs_params and fc2_bias is not None):
+        bias = _bias(fc2_bias, fc2_weight)
+        d_linear, d_b2 = bias_act_bwd(d_out, None, bias, needs_h=changes, **last)
+        d_out = d_linear if changes else d_out
+    d_hidden = _product(d_out, fc2_weight, offsets)
+    # not in place, which would save R x F numbers: a kernel that is tuned runs several times on
+    # what it is given, so that the tuner would have to keep a copy of just that size
+    d_hidden, d_b1 = bias_act_bwd(d_hidden, hidden, fc1_bias, **middle)
+    d_rows = _product(d_hidden, fc1_weight, offsets) if needs_rows else d_out.new_empty(0)
+    return d_rows, d_out, d_hidden, d_b1, d_b2
+
+
+def expert_chunks_bwd_params(
+    chunks: Sequence[tuple[Tensor, ...]], offsets: Sequence[Tensor | None], *_, **__
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the weights; the other arguments serve backends that recompute.
+
+    The rows of each expert are copied together: the copies cost a few percent of the products, and
+    keep sums in the accumulators of one product.
+    """
+    d_outs, d_hiddens, rows, _, actives = zip(*chunks, strict=True)
+    shapes = [d.shape[:-1] for d in d_hiddens]
+    actives = [x.view(*s, x.shape[-1]) for x, s in zip(actives, shapes, strict=True)]
+    order = ends = None
+    if offsets[0] is not None:
+        ends_De = torch.stack(offsets)
+        count_De = ends_De.diff(dim=1, prepend=torch.zeros_like(ends_De[:, :1]))
+        ends = count_De.sum(0).cumsum(0, dtype=torch.int32)
+        order = _expert_order(count_De, sum(len(x) for x in rows))
+
+    def joined(parts):
+        whole = torch.cat(parts, 1 if ends is None else 0)
+        return whole if order is None else whole.index_select(0, order)
+
+    d_w2 = _weight_gradient(joined(d_outs), joined(actives), ends)
+    d_w1 = _weight_gradient(joined(d_hiddens), joined(rows), ends)
+    return d_w1, d_w2
+
+
+def _product(rows: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
+    if offsets is None:
+        return torch.bmm(rows, weight)
+    return rows_product(rows, weight, offsets)
+
+
+def _weight_gradient(d: Tensor, rows: Tensor, offsets: Tensor | None) -> Tensor:
+    if offsets is None:
+        return torch.bmm(d.transpose(1, 2), rows)
+    return weight_gradient(d, rows, offsets)
+
+
+def _elementwise(
+    *,
+    activation: str,
+    offsets: Tensor | None = None,
+    dropout_p: tuple[float, float] = (0.0, 0.0),
+    seed: Tensor | None = None,
+) -> tuple[dict, dict]:
+    """Options of the activation, and of what follows the second product.
+
+    Each has a seed: of one both masks would be made of the same numbers.
+    """
+    p, last_p = dropout_p
+    last_seed = seed + 1 if last_p > 0 else None
+    return (
+        {"activation": activation, "offsets": offsets, "dropout_p": p, "seed": seed},
+        {"activation": "linear", "offsets": offsets, "dropout_p": last_p, "seed": last_seed},
+    )
+
+
+def _changes(last: dict) -> bool:
+    """Whether anything but a bias follows the second product: dropout, or zeros in unused rows."""
+    return last["dropout_p"] > 0 or last["offsets"] is not None
+
+
+def _bias(bias: Tensor | None, weight: Tensor) -> Tensor:
+    return weight.new_zeros(weight.shape[:2]) if bias is None else bias
+
+
+def _expert_order(count_De: Tensor, num_rows: int) -> Tensor | None:
+    """Where the rows of each expert are, if those of chunks follow each other."""
+    chunks, experts = count_De.shape
+    if experts == 1:
+        return None
+    expert = torch.arange(experts, device=count_De.device).repeat(chunks)
+    return expert.repeat_interleave(count_De.flatten(), output_size=num_rows).argsort(stable=True)
