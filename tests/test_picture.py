@@ -28,15 +28,9 @@ CHOICE = {"algorithm": "2dh", "overlap_degree": 4}
 EXCHANGES = [
     {"update": 3, "what": "trial", "key": "a", "choice": CHOICE, "samples": [4000, 5000]},
     {"update": 4, "what": "decision", "key": "a", "choice": CHOICE, "us": 4500},
-    {
-        "update": 9,
-        "what": "trial",
-        "key": "b",
-        "choice": {**CHOICE, "r": 2},
-        "samples": [9],
-        "about": "float32, top-2",
-    },
-]
+    {"update": 9, "what": "trial", "key": "b", "choice": {**CHOICE, "r": 2}, "samples": [9],
+     "about": "float32, top-2"},
+]  # fmt: skip
 
 
 def write(file, lines, tail=""):

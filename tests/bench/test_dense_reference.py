@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dense_reference import DenseMoE, gating
+from dense_reference import DenseMoE
 from helpers.assertions import assert_close
 
 from fairseq_tutel.distributed import build_groups
@@ -43,19 +43,6 @@ def test_equals_layer(tokens, experts, top_k, factor, ranks):
     assert aux.load_E.tolist() == want_aux.load_E.tolist()
     if factor < 1:
         assert (want["y"] == 0).all(dim=1).any(), "no token was dropped: the case tests nothing"
-
-
-def test_combine_weights_by_hand():
-    """Expert 0, both tokens' first choice, holds one; the other has its second expert alone."""
-    p = torch.tensor([[0.6, 0.3, 0.1], [0.7, 0.1, 0.2]])
-    combine, loss, load = gating(p.log(), top_k=2, capacity=1)
-    want = torch.zeros(2, 3, 1)
-    want[0, 0, 0], want[0, 1, 0] = 0.6 / 0.9, 0.3 / 0.9
-    want[1, 2, 0] = 1.0
-    torch.testing.assert_close(combine, want)
-    assert load.tolist() == [2, 1, 1]
-    # 3 experts * mean probability of expert 0 * share of first choices on it
-    assert loss.item() == pytest.approx(3 * 0.65 * 1.0)
 
 
 @pytest.mark.parametrize(

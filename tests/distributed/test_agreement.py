@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.distributed import run_ranks
+from helpers.distributed import on_ranks, run_ranks
 
 from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.distributed import (
@@ -84,7 +84,8 @@ CALLS = {
 }
 
 
-def _disagree_in_one_call():
+@on_ranks(2)
+def test_options_of_one_call_and_settings_of_a_subclass_are_compared():
     rank, _ = process_world()
     layer = MoELayer(8, 2, 8, groups=build_groups(2))
     x = torch.randn(6, 8)
@@ -101,10 +102,6 @@ def _disagree_in_one_call():
     layer.prepare_exchanges(["2dh", "linear"])
     assert torch.equal(layer(x, exchange="2dh"), layer(x))
     _disagree_on_a_new_setting()
-
-
-def test_options_of_one_call_and_settings_of_a_subclass_are_compared():
-    run_ranks(_disagree_in_one_call, 2)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from helpers.distributed import run_ranks
+from helpers.distributed import on_ranks, run_ranks
 from helpers.exchanges import (
     InlineStream,
     Recorded,
@@ -137,21 +137,25 @@ def test_unknown_and_taken_names_are_refused():
 
 def _choose_differently():
     rank, _ = process_world()
-    groups = build_groups(2)
-    with pytest.raises(ValueError) as caught:
-        MoELayer(8, 2, groups=groups, exchange="2dh" if rank else "linear")
+    groups, messages = build_groups(2), []
+    for choices in (["linear", "2dh"], [ExchangeConfig(wire=wire) for wire in ("same", "fp8")]):
+        with pytest.raises(ValueError) as caught:
+            MoELayer(8, 2, 8, groups=groups, exchange=choices[rank])
+        messages.append(str(caught.value))
     for factor in (1.0, 0.0):  # left out, also on several ranks
         layer = MoELayer(6, 4, 8, skip_exchange=True, capacity_factor=factor)
         x = torch.randn(12, 6, requires_grad=True)
         y = layer(x)
         y.sum().backward()
         assert y.shape == x.shape and torch.isfinite(y).all() and torch.isfinite(x.grad).all()
-    return str(caught.value)
+    return messages
 
 
 def test_ranks_with_different_exchanges_are_named_and_exchanges_left_out():
-    for message in run_ranks(_choose_differently, 2):
-        assert message == ("MoE ranks disagree on algorithm: 2dh on ranks [1]; linear on ranks [0]")
+    for of_algorithms, of_wires in run_ranks(_choose_differently, 2):
+        words = "MoE ranks disagree on algorithm: 2dh on ranks [1]; linear on ranks [0]"
+        assert of_algorithms == words
+        assert of_wires == "MoE ranks disagree on wire: fp8 on ranks [1]; same on ranks [0]"
 
 
 def test_the_time_of_an_exchange_is_measured_without_its_gradient():
@@ -239,14 +243,11 @@ def _compare(name, even):
             assert len(set(orders)) == 1
 
 
-def _compare_all():
+@on_ranks(W)
+def test_chunks_in_flight_are_the_same_bit_for_bit():
     show_what_is_not_filled()
     for name, even in itertools.product(EXCHANGES, (True, False)):
         _compare(name, even)
-
-
-def test_chunks_in_flight_are_the_same_bit_for_bit():
-    run_ranks(_compare_all, W)
 
 
 def test_a_handle_is_waited_for_once():

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.assertions import rms_ratio
-from helpers.distributed import run_ranks
+from helpers.distributed import on_ranks, run_ranks
 from helpers.layers import HIDDEN, M, make_layer, run, tokens_of
 from helpers.slices import join_slices
 from torch import nn
@@ -157,14 +157,11 @@ def _train():
             assert end != "fc2.bias" or all(torch.equal(one, value) for one in held)
 
 
-def _all():
+@on_ranks(4, timeout=250)
+def test_every_r_gives_what_one_process_computes():
     _refuse_what_does_not_fit()
     _dropout_and_dtypes()
     _train()
-
-
-def test_every_r_gives_what_one_process_computes():
-    run_ranks(_all, 4, timeout=250)
 
 
 @pytest.mark.slow

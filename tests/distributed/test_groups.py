@@ -3,32 +3,23 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.distributed import run_ranks
+from helpers.distributed import on_ranks, run_ranks
 
 from fairseq_tutel.distributed import build_groups, gather_integers, process_world, sync_step
 from fairseq_tutel.distributed.placement import groups as groups_module
 
+# partners of each of four ranks
+ALONE, ALL = [[0], [1], [2], [3]], [[0, 1, 2, 3]] * 4
+NEXT, ACROSS = [[0, 1], [0, 1], [2, 3], [2, 3]], [[0, 2], [1, 3], [0, 2], [1, 3]]
 # W=4: experts -> (exchange size, replicas, experts of each rank, exchange and replica partners)
 PLACEMENT = {
-    1: (1, 4, [[0], [0], [0], [0]], [[0], [1], [2], [3]], [[0, 1, 2, 3]] * 4),
-    2: (
-        2,
-        2,
-        [[0], [1], [0], [1]],
-        [[0, 1], [0, 1], [2, 3], [2, 3]],
-        [[0, 2], [1, 3], [0, 2], [1, 3]],
-    ),
-    4: (4, 1, [[0], [1], [2], [3]], [[0, 1, 2, 3]] * 4, [[0], [1], [2], [3]]),
-    8: (4, 1, [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 1, 2, 3]] * 4, [[0], [1], [2], [3]]),
+    1: (1, 4, [[0], [0], [0], [0]], ALONE, ALL),
+    2: (2, 2, [[0], [1], [0], [1]], NEXT, ACROSS),
+    4: (4, 1, [[0], [1], [2], [3]], ALL, ALONE),
+    8: (4, 1, [[0, 1], [2, 3], [4, 5], [6, 7]], ALL, ALONE),
     # (E, S), chosen
-    (6, 2): (
-        2,
-        2,
-        [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5]],
-        [[0, 1], [0, 1], [2, 3], [2, 3]],
-        [[0, 2], [1, 3], [0, 2], [1, 3]],
-    ),
-    (3, 1): (1, 4, [[0, 1, 2]] * 4, [[0], [1], [2], [3]], [[0, 1, 2, 3]] * 4),
+    (6, 2): (2, 2, [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5]], NEXT, ACROSS),
+    (3, 1): (1, 4, [[0, 1, 2]] * 4, ALONE, ALL),
 }
 
 
@@ -44,12 +35,8 @@ def _place():
         ]
         assert groups.num_local_experts == len(groups.local_experts)
         assert groups.communicates == (groups.ep_size > 1)
-        found[experts] = (
-            groups.ep_size,
-            groups.num_replicas,
-            list(groups.local_experts),
-            *partners,
-        )
+        local = list(groups.local_experts)
+        found[experts] = (groups.ep_size, groups.num_replicas, local, *partners)
         assert (groups.num_slices, groups.slice_index) == (1, 0)
         if not chosen:
             _compare_with_sliced(groups, build_groups(count, placement="sliced"))
@@ -91,10 +78,6 @@ def _indivisible():
                 build_groups(experts, expert_parallel_size=size)
 
 
-def test_indivisible_counts_and_simulations_are_refused_before_any_collective(tmp_path):
-    run_ranks(_on_two_ranks, 2, tmp_path / "store")
-
-
 def test_simulation_plays_rank_0_of_many():
     for experts, size, replicas in ((16, 8, 1), (8, 8, 1), (2, 2, 4)):
         groups = build_groups(experts, simulate_world_size=8)
@@ -133,9 +116,10 @@ def _share_and_count(file):
     dist.barrier(build_groups(4).ep_group)  # not the destroyed one
 
 
-def _on_two_ranks(file):
+@on_ranks(2)
+def test_indivisible_counts_and_simulations_are_refused_before_any_collective(tmp_path):
     _indivisible()
-    _share_and_count(file)
+    _share_and_count(tmp_path / "store")
 
 
 def _control_groups():

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from helpers.distributed import run_ranks
+from helpers.distributed import on_ranks, run_ranks
 from helpers.layers import compare_with_linear, make_layer, run, tokens_of
 
 from fairseq_tutel.config import EXCHANGES, ExchangeConfig
@@ -56,7 +56,8 @@ def test_nodes_of_equal_size_with_neighbouring_ranks(machines, local):
     assert even_nodes(machines) == local
 
 
-def _fall_back():
+@on_ranks(4)
+def test_where_it_does_not_fit():
     rank, world_size = process_world()
     assert ranks_per_node() == world_size  # one machine
     lines = []
@@ -79,10 +80,6 @@ def _fall_back():
     with pytest.raises(ValueError) as caught:
         build_exchange(ExchangeConfig("2dh", 2 if rank else 4), groups)
     assert "ranks_per_node: 2 on ranks [1, 2, 3]; 4 on ranks [0]" in str(caught.value)
-
-
-def test_where_it_does_not_fit():
-    run_ranks(_fall_back, 4)
 
 
 def test_this_machine_is_one_number():

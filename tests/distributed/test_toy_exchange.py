@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.distributed import run_ranks
+from helpers.distributed import on_ranks
 from helpers.layers import M, compare_with_linear
 
 from fairseq_tutel.config import EXCHANGES
@@ -48,13 +48,8 @@ class BroadcastExchange(ExchangeAlgorithm):
         torch.cat(arrived, out=received)
 
 
-def _compare():
-    register_exchange("toy-broadcast")(BroadcastExchange)
-    for layout in ("padded", "ragged"):
-        compare_with_linear("toy-broadcast", EXPERTS, layout)
-
-
-def _tune():
+@on_ranks(2)
+def test_a_layer_with_it_equals_the_linear_one_bit_for_bit_and_the_tuner_tries_it():
     layer = MoELayer(M, EXPERTS, 8, groups=build_groups(EXPERTS))
     for names in (["linear"], ["linear", "toy-broadcast"]):  # not "2dh": the ranks are on one node
         if len(names) == 2:
@@ -68,11 +63,8 @@ def _tune():
             used.add(step.exchange.algorithm)
             layer(x, step=step).sum().backward()
         assert used == set(names)
-    _compare()
-
-
-def test_a_layer_with_it_equals_the_linear_one_bit_for_bit_and_the_tuner_tries_it():
-    run_ranks(_tune, 2)
+    for layout in ("padded", "ragged"):
+        compare_with_linear("toy-broadcast", EXPERTS, layout)
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import functools
+import importlib
 import multiprocessing
 import os
 import pathlib
@@ -66,6 +68,24 @@ def run_ranks(function: Callable, world_size: int, *args, timeout: float = 60.0)
         return [
             torch.load(folder / f"result-{rank}", weights_only=False) for rank in range(world_size)
         ]
+
+
+def on_ranks(world_size: int, timeout: float = 60.0):
+    """Of the test that this decorates, every rank runs the body, with the test's arguments."""
+
+    def decorate(body):
+        @functools.wraps(body)
+        def test(**arguments):
+            call = body.__module__, body.__name__, arguments
+            run_ranks(_run_body, world_size, *call, timeout=timeout)
+
+        return test
+
+    return decorate
+
+
+def _run_body(module, name, arguments):
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
 def _join(processes, deadline):

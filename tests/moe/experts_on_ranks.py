@@ -22,6 +22,18 @@ def gradients(experts):
     }
 
 
+def by_hand(layer, x, expert):
+    """In fp64: softmax over all experts, the best two over their sum; ``expert(x, its state)``."""
+    state = {name: value.double() for name, value in layer.state_dict().items()}
+    weight, chosen = (x @ state["gate.wg.weight"].t()).softmax(-1).topk(2, -1)
+    weight, y = weight / weight.sum(-1, keepdim=True), torch.zeros_like(x)
+    for j in range(layer.groups.num_experts):
+        start = f"experts.{j}."
+        own = {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
+        y += (weight * (chosen == j)).sum(-1, keepdim=True) * expert(x, own)
+    return y
+
+
 def check_on_ranks(make, model_dim, cases, folder):
     """Each (experts, placement, r, degree) is as in one process, and comes back from a set."""
     rank, world_size = process_world()

@@ -113,22 +113,6 @@ def test_layer_equals_a_loop(name, training, dtype):
     assert set(routed.metrics) == set(METRIC_NAMES)
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.0, -0.5], ids=["padded", "ragged", "dynamic"])
-def test_gradient_check_in_fp64(factor):
-    """Numerical derivatives of output and aux loss for x and every weight."""
-    layer = make_layer(capacity_factor=factor)
-    x = torch.randn(5, M, dtype=torch.float64, requires_grad=True)
-    names, params = zip(*layer.named_parameters(), strict=True)
-
-    def function(x, *values):
-        y, aux = torch.func.functional_call(
-            layer, dict(zip(names, values, strict=True)), x, {"return_aux": True}
-        )
-        return y, aux.loss
-
-    assert torch.autograd.gradcheck(function, (x, *params), fast_mode=True)
-
-
 def test_dropout_is_inside_the_experts_and_off_in_evaluation():
     layer = make_layer(torch.float32, dropout=0.5, activation_dropout=0.3, capacity_factor=0.0)
     plain = make_layer(torch.float32, capacity_factor=0.0)

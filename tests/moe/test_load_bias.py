@@ -51,18 +51,13 @@ def test_a_bias_of_zero_changes_no_bit(rule):
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def histogram_of(logits, bias, config, pad=None):
-    step = RouterCall(config, True, len(logits))
-    chosen, counts = select_top_k(Scores(logits, logits, logits, pad), step, bias)
-    assert chosen.expert_TK.shape == (len(logits), config.top_k)
-    return chosen.expert_TK, counts
-
-
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_the_new_bias_is_the_quantile_of_what_tokens_need(top_k):
     logits, bias = inputs(tokens=5000)
     config = MoEConfig(E, top_k=top_k, load_bias="quantile")
-    _, counts = histogram_of(logits, bias, config)
+    call = RouterCall(config, True, len(logits))
+    chosen, counts = select_top_k(Scores(logits, logits, logits, None), call, bias)
+    assert chosen.expert_TK.shape == (len(logits), top_k)
     # a bias above it would choose e
     needed = (logits + bias).topk(top_k + 1).values[:, -1:] - logits
     want = torch.quantile(needed.detach(), top_k / E, dim=0)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from experts_on_ranks import check_on_ranks
-from helpers.distributed import run_ranks
+from experts_on_ranks import by_hand, check_on_ranks
+from helpers.distributed import on_ranks, run_ranks
 from torch.nn import functional
 
 from fairseq_tutel.config import EXPERTS, at_least
@@ -56,24 +56,16 @@ def make(experts, groups=None, seed=3, **options):
     ).double()  # fmt: skip
 
 
-def by_hand(layer, x):
-    state = layer.state_dict()
-    weight, chosen = (x @ state["gate.wg.weight"].t()).softmax(-1).topk(2, -1)
-    weight = weight / weight.sum(-1, keepdim=True)
-    y = torch.zeros_like(x)
-    for j in range(layer.groups.num_experts):
-        up, down, shift = (
-            state[f"experts.{j}.toy_{name}"] for name in ("up.weight", "down.weight", "down.bias")
-        )
-        out = functional.leaky_relu(x @ up.t(), 0.3) @ down.t() + shift
-        y += (weight * (chosen == j)).sum(-1, keepdim=True) * out
-    return y
+def formula(x, state):
+    hidden = functional.leaky_relu(x @ state["toy_up.weight"].t(), 0.3)
+    return hidden @ state["toy_down.weight"].t() + state["toy_down.bias"]
 
 
-def in_a_layer():
+@on_ranks(1)
+def test_in_a_layer():
     for factor in (0.0, 4.0):  # ragged, padded
         layer, x = make(4, capacity_factor=factor), torch.randn(TOKENS, M).double()
-        torch.testing.assert_close(layer(x), by_hand(layer, x))
+        torch.testing.assert_close(layer(x), by_hand(layer, x, formula))
     assert "toy" in EXPERTS and ToyExperts.count(M, F) == (2 * M * F + M, 4 * M * F)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer.float()(x.float()).dtype == torch.bfloat16
@@ -81,18 +73,11 @@ def in_a_layer():
         MoELayer(M, 4, F, expert_network="toy", expert_options={"slope": -1.0})
 
 
-def test_in_a_layer():
-    run_ranks(in_a_layer, 1, timeout=60)
-
-
-def on_ranks(folder):
-    cases = [(4, "replicated", 1, 2), (4, "replicated", 0, 1), (2, "sliced", 1, 2)]
-    check_on_ranks(make, M, [*cases, (2, "sliced", 2, 1)], folder)
-
-
+@on_ranks(4, timeout=150)
 def test_on_ranks(tmp_path):
     """Overlapped, gathered, sliced and saved without a line about any of it."""
-    run_ranks(on_ranks, 4, str(tmp_path), timeout=150)
+    cases = [(4, "replicated", 1, 2), (4, "replicated", 0, 1), (2, "sliced", 1, 2)]
+    check_on_ranks(make, M, [*cases, (2, "sliced", 2, 1)], tmp_path)
 
 
 def in_fairseq():

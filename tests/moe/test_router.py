@@ -184,21 +184,6 @@ def test_sampled_second_expert_follows_the_softmax_of_the_rest():
     torch.testing.assert_close(share, want, atol=0.01, rtol=0)
 
 
-def test_capacity_comes_from_the_agreed_token_count():
-    """A rank with few tokens lays its rows out for the rank with the most."""
-    config = MoEConfig(num_experts=E, top_k=2)
-    routing, _ = route(torch.randn(3, E), config, training=True, num_tokens=20)
-    assert routing.capacity == 2 * 4 and len(routing.src_pair_R) == E * 8
-
-
-def test_perfect_balance_costs_one_and_collapse_costs_more():
-    eye = 60 * torch.eye(E).repeat(4, 1)
-    config = MoEConfig(num_experts=E, top_k=1)
-    for logits, cost in ((eye, 1.0), (torch.zeros(T, E), 1.0), (eye[:1].expand(T, E), E)):
-        loss = route(logits, config, training=True)[1].loss
-        assert loss.item() == pytest.approx(cost, rel=1e-6)
-
-
 @pytest.mark.parametrize("padding", [False, True])
 def test_load_importance_loss_equals_a_loop(padding):
     torch.manual_seed(8)

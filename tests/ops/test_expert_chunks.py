@@ -13,13 +13,15 @@ CHUNKS = {"padded": [[5, 5, 5], [4, 4, 4]], "ragged": [[2, 0, 3], [1, 4, 0], [0,
 NAMES = ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 
 
-def make(layout, dtype):
+def make(layout, dtype, halves=1, biased=True):
     generator = torch.Generator().manual_seed(5)
 
     def randn(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    params = [randn(E, F, M), randn(E, F), randn(E, M, F), randn(E, M)]
+    width = halves * F
+    params = [randn(E, width, M), randn(E, width), randn(E, M, F), randn(E, M)]
+    params = [x if biased or x.dim() == 3 else None for x in params]
     chunks = []
     for counts in CHUNKS[layout]:
         shape = (E, counts[0], M) if layout == "padded" else (sum(counts), M)
@@ -45,39 +47,41 @@ def in_chunks(params, chunks, options):
 
 
 def as_one(params, chunks, options, seeds):
-    params = [x.clone().requires_grad_() for x in params]
+    params = [None if x is None else x.clone().requires_grad_() for x in params]
+    masks = dict(zip(("activation_dropout_p", "dropout_p"), options.dropout_p, strict=True))
     outs, d_rows = [], []
     for (rows, d_out, ends), seed in zip(chunks, seeds, strict=True):
         rows = rows.clone().requires_grad_()
-        out = ops.expert_ffn(
-            rows,
-            *params,
-            activation=options.activation,
-            offsets=ends,
-            activation_dropout_p=options.dropout_p[0],
-            dropout_p=options.dropout_p[1],
-            seed=seed,
-        )
+        given = {"activation": options.activation, "offsets": ends, "seed": seed, **masks}
+        out = ops.expert_ffn(rows, *params, **given)
         out.backward(d_out)
         outs.append(out.detach())
         d_rows.append(rows.grad)
-    return outs, d_rows, [x.grad for x in params]
+    return outs, d_rows, [None if x is None else x.grad for x in params]
 
 
-@pytest.mark.parametrize("activation, dropout_p", [("gelu", (0.0, 0.0)), ("tanh", (0.3, 0.2))])
+@pytest.mark.parametrize(
+    "activation, dropped, biased",
+    [("gelu", False, True), ("tanh", True, True)]
+    + [("swiglu", dropped, biased) for dropped in (False, True) for biased in (False, True)],
+)
 @pytest.mark.parametrize("layout", CHUNKS)
-def test_gradients_are_those_of_the_whole(layout, activation, dropout_p, way):  # noqa: F811
+def test_gradients_are_those_of_the_whole(layout, activation, dropped, biased, way):  # noqa: F811
     dtype = torch.float32 if backend.get_backend() == "triton" else torch.float64
-    params, chunks = make(layout, dtype)
-    options = ops.FFNOptions(activation, dropout_p)
+    params, chunks = make(layout, dtype, 1 + (activation == "swiglu"), biased)
+    options = ops.FFNOptions(activation, (0.3, 0.2) if dropped else (0.0, 0.0))
     outs, d_rows, d_params, seeds = in_chunks(params, chunks, options)
     assert len({None if seed is None else int(seed) for seed in seeds}) == (
-        len(chunks) if any(dropout_p) else 1
+        len(chunks) if dropped else 1
     )
     want_outs, want_d_rows, want_d_params = as_one(params, chunks, options, seeds)
-    for a, b in zip([*outs, *d_rows], [*want_outs, *want_d_rows], strict=True):
+    assert all(map(torch.equal, outs, want_outs))
+    for a, b in zip(d_rows, want_d_rows, strict=True):
         assert_close("rows", a, b, dtype)
+    assert [a is None for a in d_params] == [b is None for b in params]
     for name, a, b in zip(NAMES, d_params, want_d_params, strict=True):
+        if b is None:
+            continue
         assert_close(name, a, b, dtype)
         assert a.is_contiguous() and a.dtype == dtype
 

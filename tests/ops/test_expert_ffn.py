@@ -5,6 +5,7 @@ import torch
 from helpers.assertions import assert_close
 from helpers.dispatched import spied
 from torch.autograd import gradcheck
+from torch.nn import functional
 
 from fairseq_tutel import ops
 from fairseq_tutel.backends import torch as torch_backend
@@ -16,6 +17,7 @@ from fairseq_tutel.ops import backend
 E, N, M, F = 3, 5, 4, 6
 OFFSETS = {"padded": None, "ragged": [4, 4, 9], "full": [2, 9, 12], "empty": [0, 0, 0]}
 INTERPRETED = not torch.cuda.is_available()
+GATED = ("swiglu", "geglu")
 NAMES = ("rows", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 
 
@@ -46,20 +48,22 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(backend, "_requested", "triton")
 
 
-def tensors(layout, dtype=torch.float64, requires_grad=True):
+def tensors(layout, dtype=torch.float64, requires_grad=True, halves=1, biased=True):
     generator = torch.Generator().manual_seed(5)
     rows = (E, N, M) if OFFSETS[layout] is None else (12, M)
-    shapes = [rows, (E, F, M), (E, F), (E, M, F), (E, M)]
+    shapes = [rows, (E, halves * F, M), (E, halves * F), (E, M, F), (E, M)]
     made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     offsets = OFFSETS[layout]
     if offsets is not None:  # every second number of another tensor: not contiguous
         offsets = torch.tensor(offsets, dtype=torch.int32).repeat_interleave(2)[::2]
-    return [x.to(dtype).requires_grad_(requires_grad) for x in made], offsets
+    made = [x.to(dtype).requires_grad_(requires_grad) for x in made]
+    return (made if biased else [*made[:2], None, made[3], None]), offsets
 
 
 def row_by_row(args, offsets, activation):
     """Each row through the network of its expert; rows of nobody are zero."""
-    function = {"gelu": torch.nn.functional.gelu, "relu": torch.relu, "tanh": torch.tanh}
+    function = {"relu": torch.relu, "tanh": torch.tanh, "swiglu": functional.silu}
+    function = function.get(activation, functional.gelu)
     rows, w1, b1, w2, b2 = args
     flat = rows.reshape(-1, M)
     ends = [N * (x + 1) for x in range(E)] if offsets is None else offsets.tolist()
@@ -70,49 +74,50 @@ def row_by_row(args, offsets, activation):
             out.append(torch.zeros_like(row))
             continue
         x = owners[0]
-        out.append(w2[x] @ function[activation](w1[x] @ row + b1[x]) + b2[x])
+        z = w1[x] @ row if b1 is None else w1[x] @ row + b1[x]
+        hidden = function(z[:F]) * (z[F:] if activation in GATED else 1)
+        out.append(w2[x] @ hidden if b2 is None else w2[x] @ hidden + b2[x])
     return torch.stack(out).view(rows.shape)
 
 
-def assert_equals_the_loop(layout, activation, dtype):
-    """Outputs and gradients, the loop's in fp64; nothing differs where there are no gradients."""
-    args, offsets = tensors(layout, dtype)
-    wide = [x.detach().double().requires_grad_() for x in args]
+LOOPED = [
+    *((layout, "gelu", torch.float64, True) for layout in OFFSETS),
+    *(("ragged", activation, torch.float64, True) for activation in ("relu", "tanh")),
+    *((layout, "gelu", half, True) for layout in ("padded", "ragged")
+      for half in (torch.float32, torch.float16, torch.bfloat16)),
+    *((layout, activation, torch.float64, biased) for layout in ("padded", "ragged", "empty")
+      for activation in GATED for biased in (False, True)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "activation", "dtype", "biased"), LOOPED, ids=str)
+def test_equals_a_loop_over_rows(layout, activation, dtype, biased, way):
+    """Products in the rows' dtype, bias and activation in fp32 at least; the loop in fp64."""
+    if way == "triton" and dtype == torch.float64:
+        dtype = torch.float32
+    if way == "triton" and dtype == torch.bfloat16 and INTERPRETED:
+        pytest.skip("the interpreter truncates to bf16")
+    args, offsets = tensors(layout, dtype, halves=1 + (activation in GATED), biased=biased)
+    names = [name for name, x in zip(NAMES, args, strict=True) if x is not None]
+    wide = [None if x is None else x.detach().double().requires_grad_() for x in args]
+    leaves, wide_leaves = ([x for x in each if x is not None] for each in (args, wide))
     d_out = torch.randn(args[0].shape, dtype=torch.float64).to(dtype)
     want = row_by_row(wide, offsets, activation)
-    want_grads = [None] * len(args)
+    want_grads = [None] * len(leaves)
     if want.requires_grad:  # some row belongs to somebody
-        want_grads = torch.autograd.grad(want, wide, d_out.double(), allow_unused=True)
+        want_grads = torch.autograd.grad(want, wide_leaves, d_out.double(), allow_unused=True)
     got = ops.expert_ffn(*args, activation=activation, offsets=offsets)
-    got_grads = torch.autograd.grad(got, args, d_out)
+    got_grads = torch.autograd.grad(got, leaves, d_out)
     with torch.no_grad():
         assert torch.equal(ops.expert_ffn(*args, activation=activation, offsets=offsets), got)
     assert got.dtype == dtype
     assert_close("out", got, want, dtype)
-    for name, a, b in zip(NAMES, got_grads, want_grads, strict=True):
+    for name, a, b in zip(names, got_grads, want_grads, strict=True):
         used = slice(None) if offsets is None or name != "rows" else slice(int(offsets[-1]))
         b = torch.zeros_like(a) if b is None else b
         assert a.dtype == dtype
         assert_close(name, a[used], b[used], dtype)
         assert a.stride() == b.contiguous().stride(), name
-
-
-LOOPED = [
-    *((layout, "gelu", torch.float64) for layout in OFFSETS),
-    *(("ragged", activation, torch.float64) for activation in ("relu", "tanh")),
-    *((layout, "gelu", half) for layout in ("padded", "ragged")
-      for half in (torch.float32, torch.float16, torch.bfloat16)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("layout", "activation", "dtype"), LOOPED, ids=str)
-def test_equals_a_loop_over_rows(layout, activation, dtype, way):
-    """Products in the rows' dtype, bias and activation in fp32 at least."""
-    if way == "triton" and dtype == torch.float64:
-        dtype = torch.float32
-    if way == "triton" and dtype == torch.bfloat16 and INTERPRETED:
-        pytest.skip("the interpreter truncates to bf16")
-    assert_equals_the_loop(layout, activation, dtype)
 
 
 def test_any_number_of_threads(blocks):

@@ -7,8 +7,10 @@ import pytest
 import torch
 from fairseq import utils as fairseq_utils
 from fairseq.optim.adam import Adam as FairseqAdam32
+from helpers.assertions import rms_ratio
 
 from fairseq_tutel.backends.torch.adam import quantize_, scale_of_max
+from fairseq_tutel.distributed import mark_expert
 from fairseq_tutel.training.adam16 import Adam16, dequantize_state, quantize_state
 
 BETAS = (0.9, 0.98)
@@ -20,10 +22,6 @@ def gradients(shape, steps, *, seed=0, spread=2.0):
     size = torch.exp(spread * torch.randn(shape, generator=generator, dtype=torch.float64))
     for _ in range(steps):
         yield size * (0.3 + torch.randn(shape, generator=generator, dtype=torch.float64))
-
-
-def rms_ratio(a, b):
-    return ((a.double() - b.double()).square().mean() / b.double().square().mean()).sqrt().item()
 
 
 def store_error(values, largest, *, upwards):
@@ -54,23 +52,25 @@ def test_statistics_stay_within_the_documented_bound_of_fp64_adam():
             assert (error / bounds[name]).max() > 0.05
 
 
+def twins(value, **options):
+    """Ours and fairseq's parameter, and their optimizers."""
+    params = [torch.nn.Parameter(value.clone()) for _ in range(2)]
+    options = {"lr": 0.01, "betas": BETAS, "weight_decay": 0.1, **options}
+    return *params, Adam16(params[:1], **options), FairseqAdam32(params[1:], **options)
+
+
 def test_first_step_equals_fairseqs_adam_to_fp32_rounding():
-    ours = torch.nn.Parameter(torch.randn(300))
-    theirs = torch.nn.Parameter(ours.detach().clone())
-    options = {"lr": 0.01, "betas": BETAS, "eps": 1e-3, "weight_decay": 0.1}
+    ours, theirs, *pair = twins(torch.randn(300), eps=1e-3)
     ours.grad = torch.randn(300)
     theirs.grad = ours.grad.clone()
-    Adam16([ours], **options).step()
-    FairseqAdam32([theirs], **options).step()
+    for optimizer in pair:
+        optimizer.step()
     assert rms_ratio(ours.detach(), theirs.detach()) < 1e-7
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_parameters_are_updated_as_fairseqs_adam_updates_them(dtype):
-    ours = torch.nn.Parameter(torch.randn(1000).to(dtype))
-    theirs = torch.nn.Parameter(ours.detach().clone())
-    options = {"lr": 0.01, "betas": BETAS, "weight_decay": 0.1}
-    pair = Adam16([ours], **options), FairseqAdam32([theirs], **options)
+    ours, theirs, *pair = twins(torch.randn(1000).to(dtype))
     for grad in gradients(ours.shape, 5):
         ours.grad, theirs.grad = grad.to(dtype), grad.to(dtype)
         for optimizer in pair:
@@ -155,14 +155,13 @@ def test_nonfinite_gradients_spoil_their_own_elements_only():
     )
 
 
-def expert_parameter(shape):
-    param = torch.nn.Parameter(torch.randn(shape))
-    param.expert = True
-    return param
+def parameter(value, expert=True):
+    param = torch.nn.Parameter(value)
+    return mark_expert(param) if expert else param
 
 
 def test_state_of_stacked_experts_equals_that_of_each_expert_alone():
-    stacked = expert_parameter((3, 8, 5))
+    stacked = parameter(torch.randn(3, 8, 5))
     alone = [torch.nn.Parameter(expert.clone()) for expert in stacked.detach()]
     optimizers = Adam16([stacked], lr=0.01), Adam16(alone, lr=0.01)
     loudness = torch.tensor([1e-4, 1.0, 1e3]).view(3, 1, 1)
@@ -187,15 +186,12 @@ def test_parts_of_fp32_statistics_take_the_scales_of_the_whole():
     state = {"step": 5, "exp_avg": torch.randn(1, 16, 32), "exp_avg_sq": torch.rand(1, 16, 32)}
     state["exp_avg"][:, 8:] *= 1e4  # of another magnitude in one half
     maxima = []
-    wanted = quantize_state(
-        state, expert_parameter((1, 16, 32)), lambda tensor: maxima.append(tensor.clone())
-    )
+    whole, half = (parameter(torch.randn(1, units, 32)) for units in (16, 8))
+    wanted = quantize_state(state, whole, lambda tensor: maxima.append(tensor.clone()))
     for number in range(2):
         known = iter(maxima)
-        half = {k: v.chunk(2, 1)[number] if torch.is_tensor(v) else v for k, v in state.items()}
-        found = quantize_state(
-            half, expert_parameter((1, 8, 32)), lambda t, k=known: t.copy_(next(k))
-        )
+        part = {k: v.chunk(2, 1)[number] if torch.is_tensor(v) else v for k, v in state.items()}
+        found = quantize_state(part, half, lambda t, k=known: t.copy_(next(k)))
         for name in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(found[name], wanted[name].chunk(2, 1)[number]), name
             assert torch.equal(found[f"{name}_scale"], wanted[f"{name}_scale"]), name
@@ -206,9 +202,7 @@ def test_parts_of_fp32_statistics_take_the_scales_of_the_whole():
 @pytest.mark.parametrize("expert", [False, True])
 def test_state_dict_round_trip_is_exact_and_training_goes_on(dtype, expert, through_fp32, tmp_path):
     """Also through fairseq's trainer, which saves every half tensor as fp32."""
-    param = torch.nn.Parameter(torch.randn(4, 30).to(dtype))
-    if expert:
-        param.expert = True
+    param = parameter(torch.randn(4, 30).to(dtype), expert)
     optimizer = Adam16([param], lr=0.01)
     grads = [grad.to(dtype) for grad in gradients(param.shape, 6)]
     for grad in grads[:3]:
@@ -221,9 +215,7 @@ def test_state_dict_round_trip_is_exact_and_training_goes_on(dtype, expert, thro
     torch.save(saved, tmp_path / "x.pt")
 
     saved = torch.load(tmp_path / "x.pt", weights_only=True)
-    other = torch.nn.Parameter(saved["param"])
-    if expert:
-        other.expert = True
+    other = parameter(saved["param"], expert)
     restored = Adam16([other], lr=0.5)
     restored.load_state_dict(saved["optimizer"])
     before = copy.deepcopy(saved["optimizer"]["state"][0])
@@ -248,9 +240,7 @@ def test_conversion_from_and_to_fp32_adam(expert):
     for grad in gradients(theirs.shape, 4):
         theirs.grad = grad.float()
         adam32.step()
-    param = torch.nn.Parameter(theirs.detach().clone())
-    if expert:
-        param.expert = True
+    param = parameter(theirs.detach().clone(), expert)
     ours = Adam16([param], lr=0.01, betas=BETAS)
     ours.load_state_dict(adam32.state_dict())
     state = ours.state[param]
@@ -270,7 +260,7 @@ def test_conversion_from_and_to_fp32_adam(expert):
 
 
 def test_state_of_apexs_optimizer_with_number_scales_is_kept_bit_for_bit():
-    param = expert_parameter((2, 6))
+    param = parameter(torch.randn(2, 6))
     apex = {
         "step": 7,
         "exp_avg": torch.randn(2, 6).half(),

@@ -1,15 +1,12 @@
 """scripts/examples/plain_pytorch.py, as its first lines say to start it."""
 
-import os
-import pathlib
 import re
-import subprocess
 import sys
 
 import pytest
+from helpers import commands
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "scripts" / "examples" / "plain_pytorch.py"
+EXAMPLE = commands.ROOT / "scripts" / "examples" / "plain_pytorch.py"
 
 
 def run(ranks, steps, checkpoint):
@@ -17,24 +14,17 @@ def run(ranks, steps, checkpoint):
     start = [sys.executable]
     if ranks > 1:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*start, str(EXAMPLE), "--steps", str(steps), str(checkpoint)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    found = re.findall(r"step (\d+) loss \S+ gradient norm (\S+)", done.stdout)
+    text = commands.run([*start, str(EXAMPLE), "--steps", str(steps), str(checkpoint)])
+    found = re.findall(r"step (\d+) loss \S+ gradient norm (\S+)", text)
     return {int(step): float(norm) for step, norm in found}
 
 
 def test_trains_saves_and_resumes_at_other_numbers_of_ranks(tmp_path):
     text = EXAMPLE.read_text()
-    commands = re.findall(r"(?:--nproc-per-node (\d+) )?\S+plain_pytorch.py --steps (\d+)", text)
-    assert commands == [("2", "20"), ("4", "40"), ("", "60")]
+    starts = re.findall(r"(?:--nproc-per-node (\d+) )?\S+plain_pytorch.py --steps (\d+)", text)
+    assert starts == [("2", "20"), ("4", "40"), ("", "60")]
     norms = {}
-    for ranks, steps in commands:
+    for ranks, steps in starts:
         part = run(int(ranks or 1), int(steps), tmp_path / "run" / "checkpoint_last.pt")
         assert list(part) == list(range(int(steps) - 19, int(steps) + 1))
         norms |= part

@@ -1,7 +1,8 @@
 """The layer, a loop of one's own and its files work where POSIX's own names are missing."""
 
-import subprocess
 import sys
+
+from helpers.commands import run
 
 _PROGRAM = """
 import os, signal, sys
@@ -31,6 +32,4 @@ assert training.load_checkpoint(path, MoELayer(8, 2)) == {"step": 3}
 
 
 def test_without_the_names_of_posix(tmp_path):
-    command = [sys.executable, "-c", _PROGRAM, str(tmp_path / "run" / "checkpoint_last.pt")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run([sys.executable, "-c", _PROGRAM, str(tmp_path / "run" / "checkpoint_last.pt")])
