@@ -1,8 +1,4 @@
-"""States, simulated ranks and comparisons for the checkpoint tests.
-
-The expected content of every rank is written out here with plain loops, independently of
-`fairseq_tutel.checkpoint.layout`.
-"""
+"""States, simulated ranks and comparisons, by plain loops, independent of `checkpoint.layout`."""
 
 from __future__ import annotations
 
@@ -101,12 +97,9 @@ class Reference:
     def rank_state(self, rank: int, world_size: int, **kwargs: bool) -> dict:
         return self.state(expert_range(rank, world_size, self.num_experts), **kwargs)
 
-    def save(self, path: str, world_size: int, **kwargs: bool) -> None:
+    def save(self, path: str, world_size: int) -> None:
         """Write the whole set as `world_size` ranks would."""
-        run_ranks(
-            world_size,
-            lambda rank, gather_texts: self.save_rank(path, rank, world_size, gather_texts),
-        )
+        run_ranks(world_size, lambda rank, gather: self.save_rank(path, rank, world_size, gather))
 
     def save_rank(self, path: str, rank: int, world_size: int, gather_texts) -> str:
         ranks, files = AllRanks(rank, world_size, gather_texts), min(self.num_experts, world_size)
@@ -146,8 +139,7 @@ def assert_same(actual, expected, where: str = "state") -> None:
 def run_ranks(world_size: int, work) -> list:
     """Call work(rank, gather_texts) on threads that stand for ranks; returns results or exceptions.
 
-    If a rank leaves by an exception while others still gather, they get BrokenBarrierError, as a
-    job that dies with one of its processes.
+    Where a rank is killed while others still gather, they get BrokenBarrierError.
     """
     barrier = threading.Barrier(world_size)
     texts: list = [None] * world_size

@@ -17,10 +17,7 @@ class Killed(BaseException):
 
 
 class Saboteur:
-    """Counts the file operations of one simulated rank and interrupts the one numbered `at`.
-
-    `at="commit"`: right after the commit record is in place.
-    """
+    """Interrupts one simulated rank at its file operation number `at`, or after the "commit"."""
 
     def __init__(self, monkeypatch, at: int | str, interruption: type[BaseException]) -> None:
         self.at, self.interruption = at, interruption

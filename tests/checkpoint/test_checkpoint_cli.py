@@ -2,17 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from checkpoint_helpers import Reference, names_in, set_names
 
 from fairseq_tutel.checkpoint import inspect
 from fairseq_tutel.checkpoint.__main__ import main
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -22,13 +17,11 @@ def saved(tmp_path):
     return path
 
 
-def test_as_a_command(saved, tmp_path):
-    """The real process, once: exit codes and streams."""
-    command = [sys.executable, "-m", "fairseq_tutel.checkpoint"]
-    options = {"cwd": REPOSITORY, "capture_output": True, "text": True, "timeout": 120}
+def test_as_a_command(saved, tmp_path, programs):
+    """A process, once: exit codes and streams."""
     out = str(tmp_path / "one.pt")
-    done = subprocess.run([*command, "merge", saved, out], **options)
-    assert (done.returncode, done.stdout) == (0, f"{out}\n"), done.stderr
+    done = programs.run(["-m", "fairseq_tutel.checkpoint", "merge", saved, out])
+    assert (done.status, done.stdout) == (0, f"{out}\n"), done.stderr
     assert "[1/1] writing one.pt" in done.stderr
     Reference(4).check_loadable(out, with_optimizer=False)
 

@@ -1,8 +1,5 @@
-"""A save interrupted anywhere leaves the complete old set or the complete new one.
-
-File operations are counted, and the n-th fails or kills, for every n. The rule checked is exact:
-before the commit record is renamed into place the old set must be there, afterwards the new one.
-"""
+"""A save that fails or is killed at its n-th file operation, for every n: before the commit record
+is renamed into place the complete old set must be there, afterwards the complete new one."""
 
 import os
 
@@ -34,9 +31,7 @@ def check_after(path: str, committed: bool) -> None:
     assert not [name for name in names_in(os.path.dirname(path)) if not name.endswith(".pt")]
 
 
-def interrupt_everywhere(
-    monkeypatch, interruption, prepare, change, check, *, may_survive: int = 0
-) -> None:
+def interrupt_everywhere(monkeypatch, interruption, prepare, change, check, may_survive=0):
     """Run prepare() and change(saboteur) for n = 1, 2, ... until change() gets through.
 
     may_survive: how many failures before the commit need not stop the change.
@@ -63,6 +58,11 @@ def interrupt_everywhere(
     check(saboteur)
 
 
+def saves_alone(path):
+    """A change for ``interrupt_everywhere``: one rank saves."""
+    return lambda saboteur: attempt(saboteur, lambda: NEW.save_rank(path, 0, 1, None))
+
+
 # what was there before and must go: more rank files than the new set has; a merged file
 @pytest.mark.parametrize("before", [4, "merged"])
 @pytest.mark.parametrize("interruption", [OSError, Killed])
@@ -78,9 +78,6 @@ def test_save_on_one_rank(tmp_path, monkeypatch, before, interruption):
         else:
             OLD.save(path, before)
 
-    def change(saboteur):
-        return attempt(saboteur, lambda: NEW.save_rank(path, 0, 1, None))
-
     def check(saboteur):
         check_after(path, saboteur.committed)
         files = set_names("checkpoint_last", 1 if saboteur.committed else 4)
@@ -88,7 +85,7 @@ def test_save_on_one_rank(tmp_path, monkeypatch, before, interruption):
             files = {"checkpoint_last.pt"}
         assert names_in(tmp_path) == files
 
-    interrupt_everywhere(monkeypatch, interruption, prepare, change, check)
+    interrupt_everywhere(monkeypatch, interruption, prepare, saves_alone(path), check)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -142,15 +139,12 @@ def test_copy(tmp_path, monkeypatch, interruption):
         check_after(best, saboteur.committed)
         NEW.check_loadable(last)
 
-    interrupt_everywhere(
-        monkeypatch,
-        interruption,
-        prepare,
-        lambda saboteur: attempt(saboteur, lambda: copy_set(last, best)),
-        check,
-        # a hard link that fails is replaced by a copy, for each of the 3 files
-        may_survive=3 if interruption is OSError else 0,
-    )
+    def change(saboteur):
+        return attempt(saboteur, lambda: copy_set(last, best))
+
+    # a hard link that fails is replaced by a copy, for each of the 3 files
+    survives = 3 if interruption is OSError else 0
+    interrupt_everywhere(monkeypatch, interruption, prepare, change, check, survives)
 
 
 @pytest.mark.parametrize("interruption", [OSError, Killed])
@@ -158,24 +152,19 @@ def test_remove(tmp_path, monkeypatch, interruption):
     path = str(tmp_path / "checkpoint_1_100.pt")
 
     def check(saboteur):
-        assert set_exists(path) != saboteur.committed
-        assert [*find_sets(str(tmp_path), r"checkpoint_\d+_(\d+)\.pt")] == (
-            [] if saboteur.committed else [path]
-        )
-        if not saboteur.committed:
+        gone = saboteur.committed
+        assert set_exists(path) != gone
+        found = [*find_sets(str(tmp_path), r"checkpoint_\d+_(\d+)\.pt")]
+        assert found == ([] if gone else [path])
+        if not gone:
             OLD.check_loadable(path)
         recover_directory(str(tmp_path))
-        assert names_in(tmp_path) == (
-            set() if saboteur.committed else set_names("checkpoint_1_100", 2)
-        )
+        assert names_in(tmp_path) == (set() if gone else set_names("checkpoint_1_100", 2))
 
-    interrupt_everywhere(
-        monkeypatch,
-        interruption,
-        lambda: OLD.save(path, 2),
-        lambda s: attempt(s, lambda: remove_set(path)),
-        check,
-    )
+    def change(saboteur):
+        return attempt(saboteur, lambda: remove_set(path))
+
+    interrupt_everywhere(monkeypatch, interruption, lambda: OLD.save(path, 2), change, check)
 
 
 def test_new_content_is_on_the_disk_before_the_commit(tmp_path, monkeypatch):
@@ -202,19 +191,20 @@ def test_new_content_is_on_the_disk_before_the_commit(tmp_path, monkeypatch):
     assert {("fsync", "m-shared"), ("fsync", "m-rank-0"), directory} <= set(events[:commit])
     assert events[commit - 1] == ("fsync", "m"), "the record's content comes before its name"
     assert events[commit + 1] == directory, "the record's name comes before the renames"
-    assert {e for e in events[commit + 2 :] if e[0] == "replace"} == {
-        ("replace", "m-shared.pt"),
-        ("replace", "m-rank-0.pt"),
-    }
+    renamed = {name for kind, name in events[commit + 2 :] if kind == "replace"}
+    assert renamed == {"m-shared.pt", "m-rank-0.pt"}
+
+
+def killed_after_the_commit(monkeypatch, path):
+    with monkeypatch.context() as patches:
+        assert isinstance(saves_alone(path)(Saboteur(patches, "commit", Killed)), Killed)
 
 
 def test_recovery_may_itself_be_killed(tmp_path, monkeypatch):
     path = str(tmp_path / "m.pt")
     for at in range(1, 100):
         OLD.save(path, 4)
-        with monkeypatch.context() as patches:
-            first = Saboteur(patches, "commit", Killed)
-            assert isinstance(attempt(first, lambda: NEW.save_rank(path, 0, 1, None)), Killed)
+        killed_after_the_commit(monkeypatch, path)
         assert "m.pt.commit" in names_in(tmp_path)
         with monkeypatch.context() as patches:
             second = Saboteur(patches, at, Killed)
@@ -229,9 +219,7 @@ def test_recovery_may_itself_be_killed(tmp_path, monkeypatch):
 def test_first_save_interrupted_after_its_commit_exists(tmp_path, monkeypatch):
     """No file has its final name yet, but the set is complete: it is listed, loaded, copied."""
     path = str(tmp_path / "checkpoint_1_5.pt")
-    with monkeypatch.context() as patches:
-        killer = Saboteur(patches, "commit", Killed)
-        assert isinstance(attempt(killer, lambda: NEW.save_rank(path, 0, 1, None)), Killed)
+    killed_after_the_commit(monkeypatch, path)
     assert not [name for name in names_in(tmp_path) if name.endswith(".pt")]
     assert set_exists(path) and inspect(path)["unfinished_save"]
     assert [*find_sets(str(tmp_path), r"checkpoint_\d+_(\d+)\.pt")] == [path]

@@ -21,7 +21,7 @@ class SomebodysClass:
     pass
 
 
-def test_harmless_fairseq_classes_load(tmp_path):
+def test_harmless_fairseq_classes_load(path):
     omegaconf = pytest.importorskip("omegaconf")
     numpy = pytest.importorskip("numpy")
     config = omegaconf.OmegaConf.create({"lr": [0.1], "model": {"x": None, "n": 3, "s": "a"}})
@@ -32,13 +32,17 @@ def test_harmless_fairseq_classes_load(tmp_path):
         "kind": typing.Any,
         "loss": numpy.float64(2.5),
     }
-    path = str(tmp_path / "x.pt")
     torch.save(state, path)
     loaded = load_file(path)
     assert loaded["cfg"] == config and loaded["cfg"].model.n == 3
     assert loaded["kind"] is typing.Any
     assert_same(loaded["args"], state["args"])
     assert loaded["history"] == state["history"] and loaded["loss"] == 2.5
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "x.pt")
 
 
 def test_names_for_a_torch_that_takes_no_pairs():
@@ -50,8 +54,8 @@ def test_names_for_a_torch_that_takes_no_pairs():
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-def test_arbitrary_pickles_are_refused_and_not_run(tmp_path, legacy):
-    path, evidence = str(tmp_path / "x.pt"), tmp_path / "ran"
+def test_arbitrary_pickles_are_refused_and_not_run(path, tmp_path, legacy):
+    evidence = tmp_path / "ran"
     attack = {"model": {}, "x": RunsCode(evidence)}
     torch.save(attack, path, _use_new_zipfile_serialization=not legacy)
     with pytest.raises(CheckpointError, match=r"x.pt: holds .*system.*refusing to load"):
@@ -64,20 +68,18 @@ def test_arbitrary_pickles_are_refused_and_not_run(tmp_path, legacy):
     assert not evidence.exists()
 
 
-def test_saving_what_could_not_be_loaded_is_refused(tmp_path):
+def test_saving_what_could_not_be_loaded_is_refused(path):
     with pytest.raises(CheckpointError, match="SomebodysClass"):
-        save_file({"model": {}, "x": SomebodysClass()}, str(tmp_path / "x.pt"))
+        save_file({"model": {}, "x": SomebodysClass()}, path)
 
 
-def test_plain_containers_survive_saving(tmp_path):
-    path = str(tmp_path / "x.pt")
+def test_plain_containers_survive_saving(path):
     counts = collections.defaultdict(list, a=[(1, 2.0), None])
     save_file({"model": {}, "counts": counts, "flags": {True, False}}, path)
     assert_same(load_file(path), {"model": {}, "counts": dict(counts), "flags": {True, False}})
 
 
-def test_damaged_files_are_named(tmp_path):
-    path = str(tmp_path / "x.pt")
+def test_damaged_files_are_named(path, tmp_path):
     with pytest.raises(CheckpointError, match="x.pt: cannot be read: No such file"):
         load_file(path)
     save_file({"model": {"w": torch.arange(1000.0)}}, path)
@@ -96,9 +98,9 @@ def test_damaged_files_are_named(tmp_path):
         load_file(str(tmp_path))
 
 
-def test_file_replaced_between_torchs_two_openings(tmp_path, monkeypatch):
+def test_file_replaced_between_torchs_two_openings(path, tmp_path, monkeypatch):
     """torch.load reads the pickle, then opens the file again to map it: never mix two files."""
-    path, load = str(tmp_path / "x.pt"), torch.load
+    load = torch.load
     save_file({"model": {"w": torch.ones(100)}}, path)
 
     def load_while_replaced(*args, **kwargs):
@@ -112,10 +114,9 @@ def test_file_replaced_between_torchs_two_openings(tmp_path, monkeypatch):
         load_file(path)
 
 
-def test_a_slice_does_not_drag_its_stack_into_the_file(tmp_path):
+def test_a_slice_does_not_drag_its_stack_into_the_file(path):
     stack = torch.randn(64, 1000)
     tied = torch.randn(1000, 3).t()  # not contiguous
-    path = str(tmp_path / "x.pt")
     state = {"model": {"w": stack[5], "a": tied, "b": tied, "p": torch.nn.Parameter(stack[6])}}
     save_file(state, path)
     assert os.path.getsize(path) < 4 * (2 * 1000 + 3000) + 5000
@@ -125,17 +126,15 @@ def test_a_slice_does_not_drag_its_stack_into_the_file(tmp_path):
     assert torch.equal(loaded["a"], tied) and loaded["a"].data_ptr() == loaded["b"].data_ptr()
 
 
-def test_loaded_tensors_may_be_changed_without_changing_the_file(tmp_path):
-    path = str(tmp_path / "x.pt")
+def test_loaded_tensors_may_be_changed_without_changing_the_file(path):
     save_file({"model": {"w": torch.ones(3000)}}, path)
     load_file(path)["model"]["w"].zero_()
     assert torch.equal(load_file(path)["model"]["w"], torch.ones(3000))
 
 
 @pytest.mark.parametrize("size", [100_000, 1_000_000], ids=["by its last bytes", "by far"])
-def test_a_full_disk_is_told_with_the_name_of_the_file(size, tmp_path):
+def test_a_full_disk_is_told_with_the_name_of_the_file(size, path):
     """As a limit on the size of files; torch's writer has words of its own for what follows."""
-    path = str(tmp_path / "x.pt")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:

@@ -65,26 +65,20 @@ def test_slices_hold_every_expert_once_and_need_no_tensors():
     whole = {f"l.{layer}.experts.{x}.w": (layer, x) for layer in (0, 11) for x in range(6)}
     parts = [select_experts(whole, first=0, wanted=range(r * 2, r * 2 + 2)) for r in range(3)]
     assert parts[2] == {
-        "l.0.experts.0.w": (0, 4),
-        "l.0.experts.1.w": (0, 5),
-        "l.11.experts.0.w": (11, 4),
-        "l.11.experts.1.w": (11, 5),
-    }
+        "l.0.experts.0.w": (0, 4), "l.0.experts.1.w": (0, 5),
+        "l.11.experts.0.w": (11, 4), "l.11.experts.1.w": (11, 5),
+    }  # fmt: skip
     assert sorted(value for part in parts for value in part.values()) == sorted(whole.values())
     # a part that starts at global expert 4 gives the same experts
-    assert select_experts(parts[2], first=4, wanted=range(5, 6)) == {
-        "l.0.experts.0.w": (0, 5),
-        "l.11.experts.0.w": (11, 5),
-    }
+    fifth = {"l.0.experts.0.w": (0, 5), "l.11.experts.0.w": (11, 5)}
+    assert select_experts(parts[2], first=4, wanted=range(5, 6)) == fifth
 
 
 def test_expert_forms_finds_gaps_and_differences():
     good = {"experts.0.w": torch.zeros(2), "experts.1.w": torch.zeros(2)}
     assert expert_forms(good, "f") == (2, {"experts.*.w": "[2] float32"})
-    assert expert_forms({"experts.0.w": {"b": 1, "a": 2}}, "f") == (
-        1,
-        {"experts.*.w": "['a', 'b']"},
-    )
+    named = {"experts.0.w": {"b": 1, "a": 2}}
+    assert expert_forms(named, "f") == (1, {"experts.*.w": "['a', 'b']"})
     assert expert_forms({}, "f") == (0, {})
     for more, message in (
         ({"experts.3.w": torch.zeros(2)}, r"f: has experts \[0, 1, 3\] but lacks \[2\]"),

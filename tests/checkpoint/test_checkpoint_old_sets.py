@@ -30,9 +30,8 @@ def make(kind):
     torch.manual_seed(1)
     experts = EXPERTS[kind]
     groups = build_groups(experts, placement=kind) if process_world()[1] > 1 else None
-    moe = MoELayer(
-        DIM, experts, 8, top_k=min(2, experts), capacity_factor=0.0, groups=groups, seed=2
-    )
+    options = {"top_k": min(2, experts), "capacity_factor": 0.0, "groups": groups, "seed": 2}
+    moe = MoELayer(DIM, experts, 8, **options)
     model = nn.Sequential(nn.Linear(DIM, DIM), moe)
     net = training.wrap_data_parallel(model) if process_world()[1] > 1 else model
     optimizer = Adam16 if kind == "replicated" else torch.optim.AdamW
@@ -84,16 +83,13 @@ def test_resumes(kind, ranks):
 def test_reshards_and_merges(kind, tmp_path):
     source = str(DATA / f"{kind}.pt")
     assert inspect(source, verify=True)["consistent"]
-    for rewritten in (
-        reshard(source, str(tmp_path / "wide.pt"), 4),
-        merge(source, str(tmp_path / "one.pt"), with_optimizer=True),
-    ):
+    merged = merge(source, str(tmp_path / "one.pt"), with_optimizer=True)
+    for rewritten in (reshard(source, str(tmp_path / "wide.pt"), 4), merged):
         check([resume(rewritten, kind)], kind)
 
 
 def check(results, kind):
     expected = json.loads((DATA / "expected.json").read_text())[kind]
     assert results[0][0] == expected["sha256"]
-    assert [
-        sum(losses) / len(results) for losses in zip(*(r[1] for r in results), strict=True)
-    ] == (pytest.approx(expected["losses"], rel=1e-5))
+    means = [sum(each) / len(results) for each in zip(*(r[1] for r in results), strict=True)]
+    assert means == pytest.approx(expected["losses"], rel=1e-5)

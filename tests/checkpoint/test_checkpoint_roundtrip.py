@@ -1,6 +1,7 @@
 """Saved at any number of ranks, loaded, resharded and merged at any other: the same bits."""
 
 import os
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,6 +24,13 @@ from fairseq_tutel.checkpoint import (
 from fairseq_tutel.checkpoint.state import split_state
 
 WORLD_SIZES = (1, 2, 4)
+
+
+def load_on_two_ranks(*paths):
+    """What rank r of two gets from ``paths[r]``, or the error that it gets."""
+    return run_ranks(
+        2, lambda r, gather: load_for_rank(paths[r], rank=r, world_size=2, gather_texts=gather)
+    )
 
 
 @pytest.mark.parametrize("num_experts", [2, 4, 8])
@@ -113,11 +121,7 @@ def test_load_together_reads_what_each_rank_needs_only(tmp_path):
     (tmp_path / "m-rank-3.pt").write_bytes(b"broken, but only rank 1 of 2 needs it")
     alone = load_for_rank(path, rank=0, world_size=2)
     assert_same(alone["model"], reference.rank_state(0, 2)["model"])
-    results = run_ranks(
-        2,
-        lambda rank, gather: load_for_rank(path, rank=rank, world_size=2, gather_texts=gather),
-    )
-    for error in results:  # with gather_texts, rank 0 fails too instead of waiting later
+    for error in load_on_two_ranks(path, path):  # rank 0 fails too, instead of waiting later
         assert isinstance(error, CheckpointError) and "rank 1: " in str(error)
         assert "m-rank-3.pt" in str(error) and "1 of 2 ranks" in str(error)
 
@@ -127,12 +131,7 @@ def test_ranks_that_read_different_saves_are_an_error(tmp_path):
     paths = [str(tmp_path / f"{name}.pt") for name in "ab"]
     for path in paths:
         Reference(4).save(path, 2)
-    for error in run_ranks(
-        2,
-        lambda rank, gather: load_for_rank(
-            paths[rank], rank=rank, world_size=2, gather_texts=gather
-        ),
-    ):
+    for error in load_on_two_ranks(*paths):
         assert isinstance(error, CheckpointError) and "ranks read different saves" in str(error)
 
 
@@ -141,10 +140,7 @@ def test_copy_is_independent_of_the_original(tmp_path):
     old, new = Reference(4, seed=1), Reference(4, seed=2)
     new.save(best, 4)  # what was there before, with more ranks
     old.save(last, 2)
-    run_ranks(
-        2,
-        lambda rank, gather: copy_set(last, best, ranks=AllRanks(rank, 2, gather)),
-    )
+    run_ranks(2, lambda rank, gather: copy_set(last, best, ranks=AllRanks(rank, 2, gather)))
     copy_set(last, best)  # again: both names are now links to one file, which rename() ignores
     expected = set_names("checkpoint_last", 2) | set_names("checkpoint_best", 2)
     assert names_in(tmp_path) == expected
@@ -155,17 +151,12 @@ def test_copy_is_independent_of_the_original(tmp_path):
     merge(last, str(tmp_path / "m.pt"), with_optimizer=True)
     copy_set(str(tmp_path / "m.pt"), best)
     new.check_loadable(best)
-    assert names_in(tmp_path) == expected - set_names("checkpoint_best", 2) | {
-        "m.pt",
-        "checkpoint_best.pt",
-    }
+    merged = {"m.pt", "checkpoint_best.pt"}
+    assert names_in(tmp_path) == expected - set_names("checkpoint_best", 2) | merged
 
 
 def test_copy_without_hard_links(tmp_path, monkeypatch):
-    def no_links(*args, **kwargs):
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(95, "Operation not supported")))
     reference = Reference(2)
     reference.save(str(tmp_path / "a.pt"), 2)
     copy_set(str(tmp_path / "a.pt"), str(tmp_path / "deep" / "b.pt"))
@@ -208,16 +199,13 @@ def test_find_and_remove_treat_a_set_as_one_thing(tmp_path):
     reference.save(str(tmp_path / "checkpoint_last.pt"), 2)
     torch.save({"model": {}}, tmp_path / "checkpoint_2_50.pt")
     found = find_sets(str(tmp_path), r"checkpoint_\d+_(\d+)\.pt")
-    assert list(found.items()) == [
-        (str(tmp_path / f"checkpoint_{epoch}_{update}.pt"), float(update))
-        for epoch, update in ((1, 100), (2, 50), (1, 20), (1, 3))
-    ]
+    names = [str(tmp_path / f"checkpoint_{place}.pt") for place in ("1_100", "2_50", "1_20", "1_3")]
+    assert list(found.items()) == list(zip(names, (100.0, 50.0, 20.0, 3.0), strict=True))
     for path in list(found)[1:]:
         remove_set(path)
         assert not set_exists(path)
     assert names_in(tmp_path) == set_names("checkpoint_1_100", 2) | set_names("checkpoint_last", 2)
     remove_set(str(tmp_path / "never_there.pt"))
     # a name that is a prefix of another must not take it along
-    assert [*find_sets(str(tmp_path), r"checkpoint_last\.pt")] == [
-        str(tmp_path / "checkpoint_last.pt")
-    ]
+    (last,) = find_sets(str(tmp_path), r"checkpoint_last\.pt")
+    assert last == str(tmp_path / "checkpoint_last.pt")

@@ -1,17 +1,16 @@
 """SIGKILL, SIGTERM, SIGHUP in the middle of a save: the old set or the new one, and no litter."""
 
 import os
-import subprocess
+import re
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 from checkpoint_helpers import names_in
+from helpers.commands import run
 
 from fairseq_tutel.checkpoint import recover_directory
-
-REPOSITORY = Path(__file__).parents[2]
 
 HEAD = """
     import multiprocessing, os, signal, sys, time
@@ -115,19 +114,9 @@ TWO_RANKS = """
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_nothing_is_left_behind(tmp_path):
     script = "".join(map(textwrap.dedent, (HEAD, ONE_RANK, TWO_RANKS)))
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            script.format(tests=str(Path(__file__).parent), folder=str(tmp_path)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.stdout.split("\n")[:2] == ["one rank: done", "two ranks: done"], done.stderr
+    script = script.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    output = run([sys.executable, "-c", script], timeout=120)
+    assert re.findall("^.*: done$", output, re.MULTILINE) == ["one rank: done", "two ranks: done"]
 
 
 def test_the_mark_of_a_killed_start_goes_at_the_next(tmp_path):

@@ -77,10 +77,8 @@ def plan_as_meta_computed(settings, hardware):
     b, gpus = settings.precision.element, settings.gpus
     held = dataclasses.replace(whole, dense=-(-whole.dense // gpus),
                                embeddings=-(-whole.embeddings // gpus))  # fmt: skip
-    stack = [
-        dataclasses.replace(each, parameters=each.parameters // gpus)
-        for each in _layers(settings, plan)
-    ]
+    layers = _layers(settings, plan)
+    stack = [dataclasses.replace(each, parameters=each.parameters // gpus) for each in layers]
     memory = count_memory(settings, held, stack)
     # the largest piece of the dense parameters, gathered, and its gradient
     piece = 2 * b * max(whole.embeddings, whole.dense_layer, whole.moe_layer)

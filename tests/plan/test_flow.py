@@ -81,10 +81,8 @@ def test_a_gpu_with_all_experts_gathers_nothing():
 @pytest.mark.parametrize("ratio", [1, 4, 16])
 def test_with_equal_links_the_best_r_is_the_root_of_hidden_units_over_rows(large, ratio):
     """4rRM + 4MF/r bytes are fewest there; weights travel to the tokens if R > EF."""
-    links = dataclasses.replace(
-        A100, node_bandwidth=1e6, network_bandwidth=1e6, latency=0.0, message_overhead=0.0,
-        gpus_per_node=1,
-    )  # fmt: skip
+    same = {"node_bandwidth": 1e6, "network_bandwidth": 1e6, "gpus_per_node": 1}
+    links = dataclasses.replace(A100, latency=0.0, message_overhead=0.0, **same)
     settings = large.with_placement("sliced").replace(model={"checkpoint_activations": False})
     rows = F // ratio
     settings = settings.replace(batch_size=1, tokens_per_sample=rows // 2)

@@ -1,13 +1,11 @@
 """The planner's command line, its refusals, and its predictions against published figures."""
 
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import hydra
 import pytest
+from helpers import commands
 from plan_helpers import CONFIGS, SMALL, settings_of
 
 from fairseq_tutel.config import EXCHANGES
@@ -15,9 +13,9 @@ from fairseq_tutel.plan.cli import main
 from fairseq_tutel.plan.hardware import load_hardware
 from fairseq_tutel.plan.planner import flop_matched, largest_batch, make_plan
 
-ROOT = Path(__file__).parents[2]
 A100 = load_hardware(CONFIGS, "a100-80g")
-FEWER = ["gpus=512", "model.decoder_layers=4", "model.moe_expert_count=64"]
+FEWER = "gpus=512 model.decoder_layers=4 model.moe_expert_count=64"
+SLICED = "+model.moe_expert_placement=sliced"
 
 
 def run(capsys, *arguments):
@@ -40,37 +38,34 @@ def test_the_command_of_the_readme(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gpus=100"], "512 experts cannot be spread over 100 ranks"),
-        (["gpus=12", "model.moe_expert_count=12"], "does not fill nodes of 8"),
-        (["gpus=512", "dataset.batch_size=64"], "at the peak on GPUs with 76,294 MiB to fill; lar"),
-        (["gpus=0"], "gpus=0"),
-        (["gpu=512"], "did you mean gpus"),
-        (["hardware=abacus"], "a100-80g"),
-        (["model.decoder_attention_heads=30"], "--decoder-attention-heads 30"),
-        (["model.moe_freq=40"], "--moe-freq 40"),
-        (["model._name=transformer_lm"], "transformer_lm"),
-        (["+model.base_layers=1"], "--base-layers 1 cannot be combined with MoE layers"),
-        (["dataset.batch_size=null"], "dataset.max_tokens"),
-        (["optimizer._name=sgd"], "sgd"),
-        (["task._name=language_modeling", "~task.dict_size", "~task.dataset_size"], "vocabulary=N"),
-        (["+model.moe_top1_expert=true", "+model.moe_top_k=2"], "--moe-top-k"),
-        (["+model.moe_overlap_degree=3"], "--moe-overlap-degree 3 must be one of"),
-        (["+model.moe_capacity_factor=.inf"], "full_key: moe_capacity_factor"),
+        ("gpus=100", "512 experts cannot be spread over 100 ranks"),
+        ("gpus=12 model.moe_expert_count=12", "does not fill nodes of 8"),
+        ("gpus=512 dataset.batch_size=64", "at the peak on GPUs with 76,294 MiB to fill; lar"),
+        ("gpus=0", "gpus=0"),
+        ("gpu=512", "did you mean gpus"),
+        ("hardware=abacus", "a100-80g"),
+        ("model.decoder_attention_heads=30", "--decoder-attention-heads 30"),
+        ("model.moe_freq=40", "--moe-freq 40"),
+        ("model._name=transformer_lm", "transformer_lm"),
+        ("+model.base_layers=1", "--base-layers 1 cannot be combined with MoE layers"),
+        ("dataset.batch_size=null", "dataset.max_tokens"),
+        ("optimizer._name=sgd", "sgd"),
+        ("task._name=language_modeling ~task.dict_size ~task.dataset_size", "vocabulary=N"),
+        ("+model.moe_top1_expert=true +model.moe_top_k=2", "--moe-top-k"),
+        ("+model.moe_overlap_degree=3", "--moe-overlap-degree 3 must be one of"),
+        ("+model.moe_capacity_factor=.inf", "full_key: moe_capacity_factor"),
         # what fairseq-hydra-train would refuse
-        (["nonsense"], "nonsense"),
-        (["model.moe_top_k=1"], "To append to your config use +model.moe_top_k=1"),
-        (["+model.moe_topk=1"], "Key 'moe_topk' not in 'TransformerLMGPTMoEConfig'"),
-        (["+checkpoint.keep_last_epochs=1"], "already at 'checkpoint.keep_last_epochs'"),
+        ("nonsense", "nonsense"),
+        ("model.moe_top_k=1", "To append to your config use +model.moe_top_k=1"),
+        ("+model.moe_topk=1", "Key 'moe_topk' not in 'TransformerLMGPTMoEConfig'"),
+        ("+checkpoint.keep_last_epochs=1", "already at 'checkpoint.keep_last_epochs'"),
         # experts in slices
-        ([*FEWER, "+model.moe_parallelism_r=2"], "--moe-expert-placement replicated"),
-        (
-            [*FEWER, "+model.moe_expert_placement=sliced", "+model.moe_parallelism_r=3"],
-            "choose one of 0, 1, 2, 4, 8",
-        ),
+        (f"{FEWER} +model.moe_parallelism_r=2", "--moe-expert-placement replicated"),
+        (f"{FEWER} {SLICED} +model.moe_parallelism_r=3", "choose one of 0, 1, 2, 4, 8"),
     ],
 )
 def test_impossible_plans_are_refused_with_the_reason(capsys, arguments, message):
-    status, _, err = run(capsys, *arguments)
+    status, _, err = run(capsys, *arguments.split())
     assert status == 1 and message in err and err.count("\n") == 1, err
 
 
@@ -83,12 +78,13 @@ def test_what_hydra_takes_is_taken(capsys):
 
 
 def test_best_says_by_which_flags(capsys):
-    status, out, _ = run(capsys, "--best", *FEWER, "dataset.batch_size=2")
+    words = [*FEWER.split(), "dataset.batch_size=2"]
+    status, out, _ = run(capsys, "--best", *words)
     flags = out.split("best of all choices: ")[1].split(",")[0].split()
     chosen = {f"+model.{key[2:].replace('-', '_')}={value}"
               for key, value in zip(flags[::2], flags[1::2], strict=True)}  # fmt: skip
-    assert "+model.moe_expert_placement=sliced" in chosen
-    again = run(capsys, *FEWER, "dataset.batch_size=2", *chosen)[1]
+    assert SLICED in chosen
+    again = run(capsys, *words, *chosen)[1]
     assert status == 0 and out.endswith(again)
 
 
@@ -162,8 +158,8 @@ def test_replicated_experts_cost_an_all_reduce_and_not_a_bigger_exchange():
 
 COMMAND = """--task language_modeling --arch transformer_lm_gpt_moe --user-dir fairseq_tutel
     --moe-expert-count 8 --moe-freq 2 --moe-gating-use-fp32 --decoder-layers 4
-    --decoder-embed-dim 64
-    --decoder-ffn-embed-dim 256 --decoder-attention-heads 4 --share-decoder-input-output-embed
+    --decoder-embed-dim 64 --decoder-ffn-embed-dim 256 --decoder-attention-heads 4
+    --share-decoder-input-output-embed
     --criterion moe_cross_entropy --optimizer adam --memory-efficient-fp16 --fp16-adam-stats
     --tokens-per-sample 64 --batch-size 4 --lr 0.001 --ddp-backend legacy_ddp"""
 
@@ -243,6 +239,4 @@ for words in ([], ["--help"], ["--nosuch"], ["--config-name", "meta_1.1t", "gpus
         main(words)
 assert not {"torch", "fairseq", "hydra"} & set(sys.modules)
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code]
-    subprocess.run(command, check=True, timeout=60, env=environment, capture_output=True)
+    commands.run([sys.executable, "-c", code], timeout=60)

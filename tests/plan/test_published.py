@@ -26,25 +26,16 @@ PUBLISHED = {
 
 def as_meta_ran_it(gpus):
     name, batch_size, update_freq, _ = PUBLISHED[gpus]
-    settings = settings_of(
-        name,
-        overrides=[
-            f"model.moe_expert_count={gpus}",
-            f"dataset.batch_size={batch_size}",
-            f"optimization.update_freq=[{update_freq}]",
-        ],
-        gpus=gpus,
-    )
-    return plan_as_meta_computed(settings, META)
+    words = [f"model.moe_expert_count={gpus}", f"dataset.batch_size={batch_size}",
+             f"optimization.update_freq=[{update_freq}]"]  # fmt: skip
+    return plan_as_meta_computed(settings_of(name, overrides=words, gpus=gpus), META)
 
 
 def test_all_to_all_of_the_papers_table_2():
     """64K tokens per GPU, D = 4096, top-2, fp32: 189.1, 323.8 and 491.3 ms were measured.
 
     The formula counts bytes and messages; links at 90 % are the one thing assumed. At 256 GPUs it
-    is a quarter too low: there the network is congested (the paper's section 2.3 says that linear
-    all-to-all does not scale, its 2DH is the answer), and a formula of one port per GPU knows
-    nothing of what 256 GPUs do to the switches. It is not tuned to that.
+    is a quarter too low: it knows nothing of congested switches (the paper's section 2.3).
     """
     links = dataclasses.replace(A100, link_efficiency=0.9)
     size = 2 * 65536 * 4096 * 4
@@ -59,6 +50,8 @@ def test_published_speeds_with_one_set_of_efficiencies(gpus):
     plan = as_meta_ran_it(gpus)
     assert plan.tokens_per_second == pytest.approx(PUBLISHED[gpus][3], rel=0.15)
     assert plan.fits
+    if gpus == 8:  # at most 10.4 GiB were allocated
+        assert plan.memory.peak == pytest.approx(10.4 * 2**30, rel=0.1)
 
 
 def test_why_the_speed_on_32_gpus_is_not_predicted():
@@ -69,11 +62,6 @@ def test_why_the_speed_on_32_gpus_is_not_predicted():
     assert of_32.work.hardware_flops == pytest.approx(of_128.work.hardware_flops, rel=0.001)
     assert of_32.tokens_per_second / 32 >= 0.98 * of_128.tokens_per_second / 128
     assert of_32.tokens_per_second / PUBLISHED[32][3] == pytest.approx(1.38, abs=0.02)
-
-
-def test_published_memory():
-    """10.4 GiB allocated at most on 8 GPUs."""
-    assert as_meta_ran_it(8).memory.peak == pytest.approx(10.4 * 2**30, rel=0.1)
 
 
 def test_products_with_the_masks_are_counted_as_they_are_computed():
