@@ -9,6 +9,7 @@ two events is the device's, without waiting for launches.
 import ctypes
 import gc
 import itertools
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -129,6 +130,22 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     tensor = torch.tensor(values, dtype=torch.float64)
     p20, p50, p80 = tensor.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
     return {"min": min(values), "p20": p20, "p50": p50, "p80": p80}
+
+
+def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
+    """(low, median, high): the interval holds the true median with a probability of ``level``.
+
+    By order statistics (the sign test turned round), for any distribution: of n values the k-th
+    smallest and largest, with the largest k at which a fair coin shows fewer than k heads in n
+    throws with a probability of at most (1 - level) / 2. Of fewer than 6 values it is their range.
+    """
+    ordered, n = sorted(values), len(values)
+    k, below = 0, 0.5**n
+    while below <= (1 - level) / 2:
+        k += 1
+        below += math.comb(n, k) * 0.5**n
+    k = max(k, 1)
+    return ordered[k - 1], percentiles(values)["p50"], ordered[n - k]
 
 
 MEMORY_METHOD = {

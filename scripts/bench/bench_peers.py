@@ -1,0 +1,220 @@
+"""One MoE layer beside those of Tutel, Meta and Hugging Face, in one run.
+
+    python scripts/bench/bench_peers.py --tutel DIR --meta DIR --transformers DIR
+
+A folder is where somebody's code was built (results/README.md says how); those that are left out
+are not run. All cases of a shape take turns, forward and backward, fp32. Printed is the median of
+this layer's time over the peer's in the same turn, with a 95 % interval; this layer is "not slower"
+where the interval ends below 1.02.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib.metadata
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import runner
+import torch
+from layer_cases import LayerInputs, make_case
+from measure import Case, free_memory, median_interval, percentiles, time_cases
+from peers import Peer, meta_layer, mixtral_block, random_gradients, tutel_layer
+from presets import LayerShape
+from ranks import Ranks
+from record import device_name, say, table
+from runner import Report, add_defaults, command_line, expect_known, words
+
+from fairseq_tutel.distributed import build_groups
+
+_NOT_SLOWER = 1.02
+# name -> tokens, M, F, E, K
+SHAPES = {
+    name: LayerShape(*sizes, top_k=top_k)
+    for name, (*sizes, top_k) in {
+        "base": (4096, 256, 1024, 8, 2),
+        "large": (4096, 512, 2048, 8, 2),
+        "many": (4096, 256, 1024, 64, 2),
+        "few-tokens": (1024, 512, 2048, 16, 2),
+        "top1": (2048, 256, 1024, 8, 1),
+        "top1-many": (4096, 256, 1024, 128, 1),
+        "top4": (2048, 256, 1024, 32, 4),
+        "top8": (2048, 256, 512, 64, 8),
+        "long": (16384, 256, 1024, 8, 2),
+        "wide": (256, 1024, 4096, 4, 2),
+        "one-expert": (4096, 256, 1024, 1, 1),
+        "narrow": (8192, 128, 512, 8, 2),
+    }.items()
+}
+# of each peer the case of this layer that does the same: with a capacity, or without dropping
+PEERS = {
+    "experts": "padded",
+    "meta+tutel": "padded",
+    "meta": "padded",
+    "tutel": "padded",
+    "tutel dropless": "dropless",
+    "mixtral": "dropless",
+}
+OURS = ("padded", "dropless")
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = command_line(__doc__)
+    add = parser.add_argument
+    add("--tutel", type=Path, metavar="DIR", help="repository of Tutel, built in place")
+    add("--meta", type=Path, metavar="DIR", help="fairseq/modules/moe of fairseq's branch moe")
+    add("--transformers", type=Path, metavar="DIR", help="folder that transformers is in")
+    add("--shapes", help=f"of {', '.join(SHAPES)} (default: all)", **words())
+    add("--tiny", action="store_true", help="rehearsal: 64 times fewer numbers")
+    add_defaults(parser, {"repetitions": (21, "of each case"), "seed": (1, "of weights and data")})
+    add("--output", type=Path, help="JSON file (default: runs/bench/peers-THREADS.json)")
+    options = parser.parse_args(argv)
+    for folder in (options.tutel, options.meta, options.transformers):
+        if folder is not None and not folder.is_dir():
+            parser.error(f"{folder} is not a folder")
+    return options
+
+
+def peers_of(
+    shape: LayerShape, options: argparse.Namespace
+) -> tuple[dict[str, Peer], dict[str, str]]:
+    """The layers that there are, and name -> reason of the others."""
+    tutel, meta = options.tutel, options.meta
+    builders: dict[str, tuple[Any, Callable[[], Peer]]] = {
+        "meta+tutel": (tutel and meta, lambda: meta_layer(meta, shape, tutel)),
+        "meta": (meta, lambda: meta_layer(meta, shape, None)),
+        "tutel": (tutel, lambda: tutel_layer(tutel, shape, shape.capacity_factor)),
+        "tutel dropless": (tutel, lambda: tutel_layer(tutel, shape, 0.0)),
+        "mixtral": (options.transformers, lambda: mixtral_block(options.transformers, shape)),
+    }
+    built, missing = {}, {}
+    for name, (there, build) in builders.items():
+        if not there:
+            missing[name] = "no folder was given"
+            continue
+        try:
+            built[name] = build()
+        except ValueError as error:
+            missing[name] = str(error)
+    return built, missing
+
+
+def cases_of(shape: LayerShape, peers: dict[str, Peer], seed: int) -> list[Case]:
+    """This layer with a capacity and without, its experts alone, and the peers."""
+    device, groups = torch.device("cpu"), build_groups(shape.experts)
+    inputs = LayerInputs(shape, groups, device, seed)
+    dropless = LayerInputs(dataclasses.replace(shape, capacity_factor=0.0), groups, device, seed)
+    cases = [
+        dataclasses.replace(make_case("torch", inputs, "torch"), name="padded"),
+        dataclasses.replace(make_case("torch", dropless, "torch"), name="dropless"),
+        make_case("experts", inputs, "torch"),
+    ]
+
+    def forward(peer: Peer, number: int):
+        x, dy = (tensors[number % len(tensors)] for tensors in (inputs.x, inputs.dy))
+        outputs = peer.run(x)
+        return outputs, random_gradients(outputs, dy)
+
+    for name, peer in peers.items():
+        leaves = [*peer.module.parameters(), *inputs.x]
+        run = functools.partial(forward, peer)
+        cases.append(Case(name, run, lambda leaves=leaves: leaves))
+    return cases
+
+
+def compare(times: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, Any]]:
+    """Peer -> median and interval of this layer's time over the peer's, and the verdict."""
+    found = {}
+    for name, ours in PEERS.items():
+        if name in times:
+            pairs = zip(times[ours]["both"], times[name]["both"], strict=True)
+            low, middle, high = median_interval([mine / theirs for mine, theirs in pairs])
+            verdict = high < _NOT_SLOWER
+            found[name] = {"ratio": middle, "interval": [low, high], "not_slower": verdict}
+    return found
+
+
+def measure(shape: LayerShape, options: argparse.Namespace) -> dict[str, Any]:
+    """One row of the table."""
+    torch.manual_seed(options.seed)
+    peers, missing = peers_of(shape, options)
+    times = time_cases(
+        cases_of(shape, peers, options.seed), torch.device("cpu"), options.repetitions
+    )
+    both = {name: of["both"] for name, of in times.items()}
+    return {
+        "shape": dataclasses.asdict(shape),
+        "ms": {name: percentiles(values) for name, values in both.items()},
+        "against": compare(times),
+        "not_run": missing,
+        "raw_ms": both,
+    }
+
+
+def versions(options: argparse.Namespace) -> dict[str, str]:
+    """Commit or version of each peer."""
+    found = {}
+    for name in ("tutel", "meta"):
+        if folder := getattr(options, name):
+            command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            found[name] = done.stdout.strip() or "unknown"
+    if options.transformers:
+        path = [str(options.transformers)]
+        packages = importlib.metadata.distributions(path=path, name="transformers")
+        found["transformers"] = next((each.version for each in packages), "unknown")
+    return found
+
+
+def show(result: dict[str, Any]) -> None:
+    """Times, and ratios with their intervals."""
+    say(f"MoE layer, forward + backward, ms, on {device_name(result)}")
+
+    def cell(name):
+        def text(row):
+            if name not in row["ms"]:
+                return "-"
+            time = f"{row['ms'][name]['p50']:.1f}"
+            if name in OURS:
+                return time
+            of = row["against"][name]
+            slower = "" if of["not_slower"] else " !"
+            low, high = of["interval"]
+            return f"{time}: {of['ratio']:.2f} ({low:.2f}-{high:.2f}){slower}"
+
+        return text
+
+    size = "{shape[tokens]}, {shape[model_dim]}/{shape[hidden_dim]}, {shape[experts]}, "
+    shown = {"tokens, M/F, E, K": size + "{shape[top_k]}"}
+    say(table(result["results"].values(), shown | {name: cell(name) for name in (*OURS, *PEERS)}))
+    say("ms: this layer / that one (95 % interval of the median); !: not shown to be not slower")
+
+
+def run(options: argparse.Namespace, ranks: Ranks) -> None:
+    """Measure, print and write."""
+    names = options.shapes or list(SHAPES)
+    expect_known("--shapes", names, list(SHAPES))
+    path = options.output or Path(f"runs/bench/peers-{torch.get_num_threads()}.json")
+    about = {"peers": versions(options), "repetitions": options.repetitions, "rule": _NOT_SLOWER}
+    report = Report("peers", ranks, path, **about)
+    results: dict[str, Any] = {}
+    for name in names:
+        shape = SHAPES[name]
+        if options.tiny:
+            small = {"tokens": 256, "model_dim": 16, "hidden_dim": 48}
+            shape = dataclasses.replace(shape, **small)
+        results[name] = measure(shape, options)
+        free_memory(torch.device("cpu"))
+        report.keep(lambda: {"results": results})
+    report.finish({"results": results}, show)
+
+
+main = runner.program(parse_arguments, run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
