@@ -74,6 +74,11 @@ BIAS = {"load_bias": "sign"}
             {"drop_policy": "random", "batch_prioritized": True},
             ["batch_prioritized", "drop_policy='random'"],
         ),
+        (
+            MoEConfig,
+            {"unnormalized_weights": True, "normalize_before_dropping": True},
+            ["normalize_before_dropping and unnormalized_weights contradict"],
+        ),
         (MoEConfig, {"null_experts": 2, **LOADS}, ["load_importance_loss", "null_experts=2"]),
         (ExchangeConfig, {"algorithm": "quick"}, ["'quick' is unknown; choose one of 2dh, linear"]),
         (ExchangeConfig, {"ranks_per_node": -1}, ["ranks_per_node=-1 must be at least 0"]),

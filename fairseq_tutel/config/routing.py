@@ -62,6 +62,11 @@ class MoEConfig:
         "are dropped",
         flag="--moe-normalize-gate-prob-before-dropping",
     )
+    unnormalized_weights: bool = option(
+        False,
+        "weight the outputs of a token's K experts by its gate values as they are, which is what "
+        "K = 1 does in any case, in place of their shares of their sum (OLMoE, arXiv 2409.02060)",
+    )
     batch_prioritized: bool = option(
         False,
         "give capacity to the tokens with the highest gate values first (arXiv 2106.05974)",
@@ -201,6 +206,11 @@ class MoEConfig:
             raise OptionError(
                 f"`batch_prioritized` and `drop_policy={self.drop_policy!r}` both say which tokens "
                 "a full expert drops: give one of them"
+            )
+        if self.unnormalized_weights and self.normalize_before_dropping:
+            raise OptionError(
+                "`normalize_before_dropping` and `unnormalized_weights` contradict each other: "
+                "give one of them"
             )
 
     def _check_load_importance_loss(self) -> None:

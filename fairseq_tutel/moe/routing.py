@@ -90,8 +90,9 @@ def build_routing(
     alone is the order. A pair that finds its expert full may take a fallback (:mod:`.overflow`).
 
     For K > 1 the K gate values are divided by their sum: with ``normalize_before_dropping`` over
-    all K, otherwise over the pairs that were kept. For K = 1 the weight is the gate value itself
-    (Switch Transformer, arXiv 2101.03961, eq. 2). Dropped pairs have weight zero.
+    all K, otherwise over the pairs that were kept. For K = 1 (Switch Transformer, arXiv 2101.03961,
+    eq. 2), and with ``unnormalized_weights``, the weight is the gate value itself. Dropped pairs
+    have weight zero.
 
     Args:
         expert_TK: int32 [T, K], -1 for pairs that must not be routed.
@@ -113,7 +114,8 @@ def build_routing(
         expert_TK, position_TK, gate_TK, num_tried_KE = reroute(
             expert_TK, position_TK, gate_TK, num_routed_KE, fallback, capacity, priority
         )
-    normalize = expert_TK.shape[1] > 1 and not config.normalize_before_dropping
+    as_they_are = config.unnormalized_weights or config.normalize_before_dropping
+    normalize = expert_TK.shape[1] > 1 and not as_they_are
     dest_row_TK, src_pair_R, weight_TK, num_kept_per_expert_E = ops.assign_rows(
         expert_TK,
         position_TK,

@@ -25,7 +25,8 @@ LIVE_MASKS = 3
 # Routing options that algorithm 1 knows.
 _WRITTEN_FOR = {"second_expert_policy": "all"}
 _WRITTEN_FOR |= dict.fromkeys(
-    ("normalize_before_dropping", "batch_prioritized", "use_pad_mask"), False
+    ("normalize_before_dropping", "unnormalized_weights", "batch_prioritized", "use_pad_mask"),
+    False,
 )
 _WRITTEN_FOR |= dict.fromkeys(("gate_noise", "input_jitter", "input_dropout", "z_loss_weight"), 0.0)
 

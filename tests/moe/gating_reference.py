@@ -124,7 +124,7 @@ def gating(
     if kept:
         t, e = torch.tensor(kept).unbind(1)
         weight = score_TE[t, e]
-        if top_k > 1:
+        if top_k > 1 and not config.unnormalized_weights:
             weight = weight / (total(kept) if divisor_T is None else divisor_T)[t]
         weight_TE = weight_TE.index_put((t, e), config.route_scale * weight)
     return Gating(

@@ -18,6 +18,7 @@ CASES = {
     "bounded, prioritised, normalised before": dict(
         capacity_factor=-0.5, batch_prioritized=True, normalize_before_dropping=True
     ),
+    "unnormalised top-3": dict(top_k=3, capacity_factor=0.5, unnormalized_weights=True),
     "sampling and padding": dict(second_expert_policy="sampling", use_pad_mask=True),
     "random": dict(second_expert_policy="random"),
     "z-loss, relu": dict(z_loss_weight=0.1, activation="relu"),

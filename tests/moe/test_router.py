@@ -14,6 +14,7 @@ from fairseq_tutel.moe import METRIC_NAMES, MoEConfig, make_router
 T, E = 13, 5  # neither divides the other; capacity ceil(13/5) = 3 per choice drops tokens
 
 BEFORE = {"normalize_before_dropping": True}
+AS_THEY_ARE = {"unnormalized_weights": True}
 FIRST_PADDED = {"batch_prioritized": True, "pad": True}
 # name -> routing options, and what else differs
 CASES = {
@@ -44,6 +45,11 @@ CASES = {
     "top4 sampling, padding": {"top_k": 4, "second_expert_policy": "sampling", "pad": True},
     "all experts": {"top_k": E},
     "all experts normalised before": {"top_k": E, "normalize_before_dropping": True},
+    "top2 unnormalised": {"top_k": 2, **AS_THEY_ARE},
+    "top4 unnormalised, dropless": {"top_k": 4, "capacity_factor": 0.0, **AS_THEY_ARE},
+    "top2 unnormalised, random": {"second_expert_policy": "random", **AS_THEY_ARE},
+    "top2 unnormalised sigmoids": {"score_function": "sigmoid", **AS_THEY_ARE},
+    "top1 unnormalised": {"top_k": 1, **AS_THEY_ARE},
     "no tokens": {"top_k": 2, "tokens": 0},
     "no tokens, dropless": {"top_k": 1, "tokens": 0, "capacity_factor": 0.0},
     "one token": {"top_k": 2, "tokens": 1},
@@ -66,6 +72,7 @@ OVERFLOW = {
     "top2 ragged": {"capacity_factor": -0.8, **TWICE},
     "top2 sigmoid, load bias": {"score_function": "sigmoid", "load_bias": "quantile", **TWICE},
     "top2 load bias": {"overflow_rerouting": 1, "load_bias": "quantile"},
+    "top2 unnormalised": {**AS_THEY_ARE, **TWICE},
     "top2 by probability": PROBABLE,
     "top1 by probability": {"top_k": 1, **PROBABLE, **TWICE},
     "top3 by probability": {"top_k": 3, "pad": True, **PROBABLE, **TWICE},
@@ -88,6 +95,7 @@ for options in (
     {**PROBABLE, **TWICE},
     {"second_expert_policy": "random"},
     {"second_expert_policy": "sampling", "overflow_rerouting": 1},
+    AS_THEY_ARE,
     {"load_bias": "quantile"},
     {"load_bias": "sign", "score_function": "sigmoid"},
     {"balance_scope": "sequence"},

@@ -63,6 +63,7 @@ OPTIONS = {
     "--moe-overflow-rerouting": (["4"], 4, 0),
     "--moe-drop-policy": (["random"], "random", "position"),
     "--moe-score-function": (["sigmoid"], "sigmoid", "softmax"),
+    "--moe-unnormalized-weights": ([], True, False),
     "--moe-route-scale": (["2.5"], 2.5, 1.0),
     "--moe-overlap-degree": (["auto"], "auto", "1"),
     "--moe-tune-steps": (["9"], 9, 5),
@@ -129,6 +130,7 @@ ALONE = {
     "--moe-overlap-degree",
     "--moe-tune-file",
     "--moe-geglu-bias",
+    "--moe-unnormalized-weights",
 }
 
 
@@ -247,6 +249,8 @@ CONFLICTS = {
     "--moe-expert-count 2 --moe-top-k 4": "--moe-top-k 4 must | number of experts, 2",
     "--moe-load-bias quantile":
     "--moe-load-bias quantile needs --moe-second-expert-policy all, not 'sampling'",
+    "--moe-unnormalized-weights --moe-normalize-gate-prob-before-dropping":
+    "--moe-normalize-gate-prob-before-dropping and --moe-unnormalized-weights contradict",
     "--moe-batch-prioritized-routing --moe-drop-policy random":
     "--moe-batch-prioritized-routing and --moe-drop-policy random both say",
     "--moe-expert-placement sliced --moe-expert-parallel-size 2":
