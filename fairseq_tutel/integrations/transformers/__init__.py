@@ -1,0 +1,39 @@
+"""Mixture-of-experts models of Hugging Face's transformers with this package's layer, and back.
+
+::
+
+    from fairseq_tutel import training
+    from fairseq_tutel.integrations.transformers import (
+        original_state_dict, replace_moe, restore_moe,
+    )
+
+    model = MixtralForCausalLM.from_pretrained(...)
+    blocks = replace_moe(model)  # after init_process_group: each rank keeps its share of experts
+    with training.collect_aux(model) as aux:
+        loss = model(input_ids, labels=input_ids).loss
+    (loss + 0.01 * aux.loss).backward()
+
+    state = original_state_dict(model, blocks)  # all ranks call it, rank 0 has the result
+    if rank == 0:
+        model.save_pretrained(folder, state_dict=state)
+    restore_moe(model, blocks)  # or: the model is again what it was, on every rank
+
+A sparse block holds a router with ``weight`` [E, M] and experts ``gate_up_proj`` [E, 2F, M] and
+``down_proj`` [E, M, F] (transformers 5; since then all experts of a block are one tensor). In its
+place comes a :class:`~fairseq_tutel.moe.MoELayer` with gated experts of the same weights. The
+router stays: it is inside the layer's, and gives it the logits, so that what transformers records
+of it (``output_router_logits=True``, and the loss that a model makes of that) is what it was.
+
+No row is dropped unless a capacity is asked for. Everything else of the layer is an argument of
+:func:`replace_moe`: placement (slices), exchange, overlap, balancing. transformers is not imported.
+
+    blocks.py   which blocks can be replaced, and how they route
+    replace.py  there
+    restore.py  and back
+"""
+
+from .blocks import SPARSE_BLOCKS
+from .replace import replace_moe
+from .restore import original_state_dict, restore_moe
+
+__all__ = ["SPARSE_BLOCKS", "original_state_dict", "replace_moe", "restore_moe"]

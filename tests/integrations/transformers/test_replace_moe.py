@@ -1,0 +1,364 @@
+"""Mixtral, Qwen3-MoE and OLMoE with MoE layers: the same numbers, on ranks, and back to the bit."""
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.distributed import run_ranks
+from torch import nn
+
+from fairseq_tutel import training
+from fairseq_tutel.config import ExchangeConfig
+from fairseq_tutel.distributed import build_groups, process_world
+from fairseq_tutel.integrations.transformers import (
+    SPARSE_BLOCKS,
+    original_state_dict,
+    replace_moe,
+    restore_moe,
+)
+from fairseq_tutel.moe import MoELayer
+
+transformers = pytest.importorskip("transformers", minversion="5")
+pytestmark = pytest.mark.extras
+
+SIZES = {
+    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32, "bos_token_id": 1,
+    "eos_token_id": 49, "pad_token_id": 0, "num_experts_per_tok": 2,
+}  # fmt: skip
+FOUR = {"num_experts": 4}
+MIXTRAL = {"intermediate_size": 24, "num_local_experts": 4}
+QWEN = {"intermediate_size": 40, "moe_intermediate_size": 24, "mlp_only_layers": [1], **FOUR}
+OLMOE = {"intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
+MODELS = {
+    "mixtral": ("Mixtral", MIXTRAL),
+    "mixtral, gelu": ("Mixtral", {**MIXTRAL, "hidden_act": "gelu"}),
+    "mixtral, tied": ("Mixtral", {**MIXTRAL, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Moe", {**QWEN, "norm_topk_prob": False}),
+    "qwen3, normalised": ("Qwen3Moe", {**QWEN, "norm_topk_prob": True}),
+    "olmoe": ("Olmoe", OLMOE),
+    "olmoe, normalised": ("Olmoe", {**OLMOE, "norm_topk_prob": True}),
+    "olmoe, top-1": ("Olmoe", {**OLMOE, "num_experts_per_tok": 1}),
+    "olmoe, two experts": ("Olmoe", {**OLMOE, "num_experts": 2, "num_experts_per_tok": 2}),
+}
+
+
+def make(name, **more):
+    """A model with weights far enough from zero that routing and experts show in its logits."""
+    kind, options = MODELS.get(name, (name, {}))
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **options, **more})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() > 1:
+                param.normal_(0, 0.3)
+    return model.eval()
+
+
+def tokens(rows=4, seed=1):
+    return torch.randint(2, 49, (rows, 9), generator=torch.Generator().manual_seed(seed))
+
+
+def state_of(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(got, want):
+    """To the bit."""
+    assert got.keys() == want.keys()
+    assert [name for name in want if not torch.equal(got[name], want[name])] == []
+
+
+@pytest.mark.parametrize("training_mode", [False, True], ids=["evaluation", "training"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_losses_and_gradients_are_what_they_were(name, training_mode):
+    model = make(name).train(training_mode)
+    ids = tokens()
+
+    def outcome():
+        model.zero_grad()
+        found = model(ids, labels=ids, output_router_logits=True)
+        found.loss.backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if ".mlp." not in n}
+        gate = model.model.layers[0].mlp.gate
+        grads["gate"] = getattr(gate, "wg", gate).weight.grad
+        return found, {n: grad.clone() for n, grad in grads.items()}
+
+    want, want_grads = outcome()
+    sparse = [n for n, m in model.named_modules() if type(m).__name__ in SPARSE_BLOCKS]
+    blocks = replace_moe(model)
+    assert list(blocks) == sparse and len(sparse) == (2 if "qwen3" in name else 3)
+    assert all(isinstance(model.get_submodule(each), MoELayer) for each in sparse)
+    assert all(param.is_meta for param in blocks[sparse[0]].experts.parameters())
+    got, grads = outcome()
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(got.logits, want.logits, **close)
+    torch.testing.assert_close(got.loss, want.loss, **close)
+    # the loss that transformers makes of what it recorded of the routers
+    assert len(got.router_logits) == len(sparse)
+    torch.testing.assert_close(got.router_logits, want.router_logits, **close)
+    torch.testing.assert_close(got.aux_loss, want.aux_loss, **close)
+    assert grads["gate"].abs().max() > 1e-4
+    for each, grad in want_grads.items():
+        torch.testing.assert_close(grads[each], grad, rtol=1e-4, atol=1e-5, msg=each)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3", "olmoe"])
+def test_generation_is_what_it_was(name):
+    model = make(name)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    want = model.generate(tokens(2), **options)
+    replace_moe(model)
+    assert torch.equal(model.generate(tokens(2), **options), want)
+    assert len(want[0]) > 9 and want[:, 9:].unique().numel() > 2
+
+
+@pytest.mark.parametrize("name", ["mixtral", "mixtral, tied", "qwen3", "olmoe"])
+def test_save_pretrained_writes_what_the_original_class_loads(name, tmp_path):
+    model = make(name, dtype=torch.bfloat16 if name == "olmoe" else torch.float32)
+    kind, want = type(model), state_of(model)
+    model.save_pretrained(tmp_path / "before")
+    blocks = replace_moe(model)
+    model.save_pretrained(tmp_path / "replaced", state_dict=original_state_dict(model, blocks))
+    restore_moe(model, blocks)
+    assert_same(model.state_dict(), want)
+    model.save_pretrained(tmp_path / "restored")
+    files = [sorted(p.name for p in (tmp_path / f).iterdir()) for f in ("before", "replaced")]
+    assert files[0] == files[1]
+    for folder in ("before", "replaced", "restored"):
+        loaded, report = kind.from_pretrained(tmp_path / folder, output_loading_info=True)
+        assert not any(report[each] for each in ("missing_keys", "unexpected_keys"))
+        assert_same(loaded.state_dict(), want)
+        size = (tmp_path / folder / "model.safetensors").stat().st_size
+        assert size == (tmp_path / "before" / "model.safetensors").stat().st_size
+    again = replace_moe(model)  # and once more
+    assert list(again) == list(blocks)
+
+
+def test_frozen_half_and_mode_stay():
+    model = make("olmoe").bfloat16().eval()
+    layer = model.model.layers[0]
+    layer.mlp.experts.requires_grad_(False)
+    want = model(tokens()).logits
+    blocks = replace_moe(model)
+    assert not layer.mlp.training and not layer.mlp.experts.fc1_weight.requires_grad
+    assert layer.mlp.experts.fc1_weight.dtype is torch.bfloat16
+    assert model.model.layers[1].mlp.experts.fc1_weight.requires_grad
+    got = model(tokens()).logits
+    # a token that routes otherwise would be off by far more than the rounding of its experts
+    assert (got - want).float().norm() < 0.02 * want.float().norm()
+    model.train()
+    restore_moe(model, blocks)
+    assert layer.mlp.training and not layer.mlp.experts.down_proj.requires_grad
+
+
+BLOCKS = {
+    "FlexOlmo": ("flex_olmo", {"norm_topk_prob": True, **FOUR}),
+    "MiniMax": ("minimax", {"num_local_experts": 4}),
+    "Mixtral": ("mixtral", {"num_local_experts": 4}),
+    "Olmoe": ("olmoe", FOUR),
+    "Qwen3Moe": ("qwen3_moe", {"moe_intermediate_size": 24, **FOUR}),
+    "Qwen3VLMoeText": ("qwen3_vl_moe", {"moe_intermediate_size": 24, **FOUR}),
+}
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_every_block_of_the_table(kind):
+    folder, options = BLOCKS[kind]
+    module = pytest.importorskip(f"transformers.models.{folder}.modeling_{folder}")
+    config = getattr(module, f"{kind}Config", None) or getattr(
+        __import__(f"transformers.models.{folder}.configuration_{folder}", fromlist=["x"]),
+        f"{kind}Config",
+    )
+    sizes = {"hidden_size": 24, "intermediate_size": 24, "num_experts_per_tok": 2}
+    block = getattr(module, f"{kind}SparseMoeBlock")(config(**{**sizes, **options}))
+    for param in block.parameters():
+        nn.init.normal_(param, std=0.3)
+    x = torch.randn(2, 9, 24)
+    model = nn.ModuleDict({"mlp": block.eval()})
+    want = block(x)
+    replace_moe(model)
+    torch.testing.assert_close(model["mlp"](x), want, rtol=1e-5, atol=1e-5)
+
+
+def test_the_table_is_tried_whole():
+    assert {f"{kind}SparseMoeBlock" for kind in BLOCKS} == set(SPARSE_BLOCKS)
+
+
+# on ranks
+
+EXCHANGES = {
+    "plain": {},
+    "overlapped": {"exchange": ExchangeConfig(overlap_degree=2)},
+    "sliced": {"placement": "sliced"},
+    "sliced, r=0": {"placement": "sliced", "exchange": ExchangeConfig(r=0)},
+}
+
+
+def train_on_ranks(name, way, folder):
+    """What one rank saw: (largest difference of logits, losses of the steps, difference after
+    restoring), and rank 0's state dict of the original class."""
+    rank, world_size = process_world()
+    model, ids = make(name), tokens().chunk(world_size)[rank]
+    with torch.no_grad():
+        before = model(ids).logits
+    options = {"balance_scope": "global", **EXCHANGES[way]}
+    num_experts = model.model.layers[0].mlp.gate.num_experts
+    groups = build_groups(num_experts, placement=options.pop("placement", "replicated"))
+    blocks = replace_moe(model, groups=groups, **options)
+    layer = model.model.layers[0].mlp
+    assert layer.experts.fc1_weight.numel() * world_size == 2 * num_experts * 24 * 32
+    with torch.no_grad():
+        difference = (model(ids).logits - before).abs().max().item()
+    model.train()
+    net = training.wrap_data_parallel(model) if world_size > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        with training.collect_aux(model) as aux:
+            loss = net(ids, labels=ids).loss
+        (loss + 0.01 * aux.loss).backward()
+        training.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    training.save_checkpoint(f"{folder}/{world_size}.pt", model, optimizer)
+    state = original_state_dict(net, blocks)
+    assert bool(state) == (rank == 0)
+    if rank == 0:
+        model.save_pretrained(f"{folder}/{world_size}", state_dict=dict(state))
+    model.eval()
+    with torch.no_grad():
+        trained = model(ids).logits
+        restore_moe(net, blocks)
+        restored = (model(ids).logits - trained).abs().max().item()
+    if rank == 0:
+        assert_same(model.state_dict(), state)
+    return difference, losses, restored, state
+
+
+@pytest.mark.parametrize("name, way, world_size", [
+    ("mixtral", "plain", 2), ("qwen3", "overlapped", 2), ("olmoe", "plain", 2),
+    ("olmoe, two experts", "sliced", 4), ("olmoe, two experts", "sliced, r=0", 4),
+])  # fmt: skip
+def test_ranks_are_one_model_and_train_as_one(name, way, world_size, tmp_path):
+    ranks = run_ranks(train_on_ranks, world_size, name, way, str(tmp_path), timeout=150)
+    differences, losses, restored, states = zip(*ranks, strict=True)
+    assert max(differences) < 1e-5 and max(restored) < 1e-5
+    alone = train_on_ranks(name, "plain", str(tmp_path))
+    means = [sum(step) / world_size for step in zip(*losses, strict=True)]
+    assert means == pytest.approx(alone[1], rel=1e-4)
+    assert all(later < earlier for earlier, later in zip(means, means[1:], strict=False))
+    for key, value in alone[3].items():
+        torch.testing.assert_close(states[0][key], value, rtol=1e-3, atol=1e-4, msg=key)
+    loaded = type(make(name)).from_pretrained(f"{tmp_path}/{world_size}")
+    assert_same(loaded.state_dict(), states[0])
+    # the set of all ranks, in one process
+    model = make(name)
+    blocks = replace_moe(model)
+    training.load_checkpoint(f"{tmp_path}/{world_size}.pt", model)
+    assert_same(original_state_dict(model, blocks), states[0])
+
+
+# what is refused
+
+
+def shared():
+    return make("Qwen2Moe", num_experts=4, moe_intermediate_size=24, decoder_sparse_step=1,
+                shared_expert_intermediate_size=24)  # fmt: skip
+
+
+def grouped():
+    config = transformers.DeepseekV3Config(
+        hidden_size=24, n_routed_experts=4, n_group=2, topk_group=1, moe_intermediate_size=24,
+        num_experts_per_tok=2,
+    )  # fmt: skip
+    module = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    block = module.DeepseekV3MoE(config)
+    del block.shared_experts
+    return nn.ModuleDict({"mlp": block})
+
+
+def quantised():
+    model = make("mixtral")
+    model.hf_quantizer = type("Quantizer", (), {})()
+    model.hf_quantizer.quantization_config = type("Config", (), {"quant_method": "fp8"})()
+    return model
+
+
+def on_meta():
+    with torch.device("meta"):
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **MIXTRAL))
+
+
+def twice():
+    model = make("mixtral")
+    replace_moe(model)
+    return model
+
+
+FIRST = r"model\.layers\.0\.mlp"
+REFUSED = {
+    "shared": (shared, {}, rf"{FIRST} \(Qwen2MoeSparse.* all tokens .*\(shared_expert, shared_"),
+    "grouped": (grouped, {}, r"mlp \(DeepseekV3MoE\) cannot be replaced: .* groups of experts"),
+    "quantised": (quantised, {}, r"MixtralForCausalLM is quantised \(fp8\)"),
+    "meta": (on_meta, {}, rf"{FIRST}\.gate.weight is on the meta device"),
+    "twice": (twice, {}, "MixtralForCausalLM has no sparse blocks inside; known are FlexOlmo"),
+    "dense": (lambda: make("Llama", intermediate_size=20), {}, "no sparse blocks inside; known"),
+    "activation": (lambda: make("mixtral", hidden_act="relu"), {}, f"{FIRST}: no built-in experts"),
+    "jitter": (lambda: make("mixtral", router_jitter_noise=0.1), {}, f"{FIRST}: jitter_noise=0.1"),
+    "top-1": (
+        lambda: make("mixtral", num_experts_per_tok=1), {}, f"{FIRST}: the weight of a token's one",
+    ),
+    "decided": (lambda: make("mixtral"), {"top_k": 1, "hidden_dim": 5}, "decide hidden_dim, top_k"),
+    "contradiction": (
+        lambda: make("olmoe"), {"normalize_before_dropping": True}, "contradict each other",
+    ),
+    "load": (lambda: make("mixtral"), {"capacity_factor": "full"}, "capacity_factor='full' must"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("build, options, words", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_replaced_is_refused_by_name(build, options, words):
+    model = build()
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=words):
+        replace_moe(model, **options)
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_misspelt_options_and_allowed_jitter():
+    with pytest.raises(TypeError, match="overlap_degre=.*did you mean"):
+        replace_moe(make("mixtral"), overlap_degre=2)
+    model = make("mixtral", router_jitter_noise=0.1)
+    replace_moe(model, input_jitter=0.1)
+    assert model.model.layers[0].mlp.config.input_jitter == 0.1
+
+
+def test_a_load_bias_has_no_way_back():
+    model = make("mixtral").train()
+    dense = copy.deepcopy(model)
+    blocks = replace_moe(model, load_bias="quantile")
+    with training.collect_aux(model) as aux:
+        model(tokens())
+    training.update_load_bias(model, [aux])
+    for back in (restore_moe, original_state_dict):
+        with pytest.raises(ValueError, match=rf"{FIRST} chooses experts by a load bias"):
+            back(model, blocks)
+    for layer in model.model.layers:
+        layer.mlp.gate.load_bias.zero_()
+    assert_same(original_state_dict(model, blocks), dense.state_dict())
+    with pytest.raises(ValueError, match=rf"{FIRST} is not a layer of replace_moe"):
+        restore_moe(dense, blocks)
+
+
+def test_the_pages_program_runs(tmp_path, monkeypatch):
+    page = Path(__file__).parents[3] / "fairseq_tutel" / "moe" / "README.md"
+    programs = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (program,) = [each for each in programs if "replace_moe" in each]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program, str(page), "exec"), {})
+    assert (tmp_path / "trained" / "model.safetensors").exists()
