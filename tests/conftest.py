@@ -1,6 +1,7 @@
 """Settings that must precede every import: without a GPU, Triton kernels run interpreted."""
 
 import os
+import socket
 import sys
 
 import pytest
@@ -22,6 +23,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.fixture
+def port():
+    """One that is free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

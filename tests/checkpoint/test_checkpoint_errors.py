@@ -175,10 +175,13 @@ def _put(state, where, value):
     state[where[-1]] = value
 
 
-def test_superfluous_rank_file_is_reported_but_does_not_disturb(saved):
+def test_superfluous_rank_files_do_not_disturb_and_ambiguous_names_do(saved):
     shutil.copy(member(saved, "rank-3"), member(saved, "rank-4"))
     Reference(4).check_loadable(saved)
     assert "m-rank-4.pt: superfluous" in inspect(saved)["problems"][0]
+    torch.save(Reference(4, seed=5).state(list(range(4))), saved)
+    check_error(saved, "ambiguous", "m-shared.pt")
+    Reference(4).check_loadable(member(saved, "shared"))
 
 
 def test_merged_file_that_lacks_experts(tmp_path):
@@ -186,12 +189,6 @@ def test_merged_file_that_lacks_experts(tmp_path):
     state = Reference(4).rank_state(0, 2, with_optimizer=False)
     torch.save(state, tmp_path / "m.pt")
     check_error(str(tmp_path / "m.pt"), "m.pt: holds 2 experts but was written for 4")
-
-
-def test_ambiguous_name(saved):
-    torch.save(Reference(4, seed=5).state(list(range(4))), saved)
-    check_error(saved, "ambiguous", "m-shared.pt")
-    Reference(4).check_loadable(member(saved, "shared"))
 
 
 @pytest.mark.parametrize("world_size", [3, 6])

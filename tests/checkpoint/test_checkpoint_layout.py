@@ -15,14 +15,15 @@ from fairseq_tutel.checkpoint.layout import (
 )
 
 
-@pytest.mark.parametrize(
-    "path", ["d/checkpoint_best.pt", "d/checkpoint_best-shared.pt", "d/checkpoint_best-rank-12.pt"]
-)
-def test_any_member_names_the_set(path):
-    cset = CheckpointSet.from_path(path)
-    assert cset.path == "d/checkpoint_best.pt"
-    assert cset.path_of("shared") == "d/checkpoint_best-shared.pt"
-    assert cset.path_of(12) == "d/checkpoint_best-rank-12.pt"
+def test_any_member_names_the_set_and_other_names_are_refused():
+    for member in ("", "-shared", "-rank-12"):
+        cset = CheckpointSet.from_path(f"d/checkpoint_best{member}.pt")
+        assert cset.path == "d/checkpoint_best.pt"
+        assert cset.path_of("shared") == "d/checkpoint_best-shared.pt"
+        assert cset.path_of(12) == "d/checkpoint_best-rank-12.pt"
+    for path in ("d/model.bin", "d/.pt", "d/"):
+        with pytest.raises(CheckpointError, match="expected NAME.pt"):
+            CheckpointSet.from_path(path)
 
 
 def test_names_of_fairseq_keep_their_dots_and_digits():
@@ -34,12 +35,6 @@ def test_names_of_fairseq_keep_their_dots_and_digits():
     assert cset.role_of("checkpoint.best_loss_4.1230.pt") == "merged"
     assert cset.role_of("checkpoint.best_loss_4.12301-shared.pt") is None
     assert cset.role_of("checkpoint.best_loss_4.1230-rank-0.pt.0123456789abcdef.tmp") is None
-
-
-@pytest.mark.parametrize("path", ["d/model.bin", "d/.pt", "d/"])
-def test_other_names_are_refused(path):
-    with pytest.raises(CheckpointError, match="expected NAME.pt"):
-        CheckpointSet.from_path(path)
 
 
 @pytest.mark.parametrize("num_experts", [1, 2, 4, 8])

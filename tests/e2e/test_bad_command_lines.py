@@ -1,10 +1,7 @@
 """An error in a command is one line that names what is wrong and what to do.
 
-Exactly: the exit code is positive, and standard error is one line (beside log lines up to INFO and
-Hydra's own "Error executing job with overrides: ..."; warnings are not looked at, and fairseq
-logs to standard output): no traceback, no usage. The line begins with the program's name or
-``error:``, holds the fragments that stand beside the command below (the offending value, and what
-helps), and is at most 2000 characters long.
+Standard error has no other line, beside log lines up to INFO and Hydra's own "Error executing job
+with overrides: ..."; warnings are not looked at, and fairseq logs to standard output.
 """
 
 import os
@@ -22,12 +19,9 @@ DATA = "tests/golden/data_world1"
 SET = "tests/golden/top2_world1/final/checkpoint_last.pt"
 _SIZE = "--decoder-layers 2 --decoder-embed-dim 16 --decoder-ffn-embed-dim 32"
 _MODEL = f"--user-dir fairseq_tutel {_SIZE} --decoder-attention-heads 2 --arch"
-_RUN = (
-    "--optimizer adam --lr 0.002 --max-update 1 --num-workers 0 --required-batch-size-multiple 1"
-    " --cpu"
-)
+_RUN = "--optimizer adam --lr 0.002 --max-update 1 --cpu --required-batch-size-multiple 1"
 MOE = f"{_MODEL} transformer_lm_gpt_moe {_RUN} --criterion moe_cross_entropy --moe-expert-count 4"
-LM = "--task language_modeling --tokens-per-sample 8 --sample-break-mode none"
+LM = "--task language_modeling --tokens-per-sample 8 --sample-break-mode none --num-workers 0"
 TRAIN = f"fairseq-train {DATA} {MOE} {LM} --no-save --batch-size 3"
 EVAL = "--user-dir fairseq_tutel --task language_modeling --cpu"
 SCORE = f"fairseq-eval-lm {DATA} {EVAL} --path {SET} --batch-size 2"
@@ -44,54 +38,38 @@ OURS = [
     (f"{TRAIN} --moe-expert-cuont 4", "--moe-expert-cuont", "did you mean --moe-expert-count?"),
     (f"{TRAIN} --arch transformer_lm_gpt_mo", "_gpt_mo'", "did you mean transformer_lm_gpt_moe"),
     (f"{TRAIN} --criterion moe_cross", "'moe_cross'", "did you mean moe_cross_entropy"),
-    (
-        f"{TRAIN.replace('moe_cross_entropy', 'cross_entropy')} --moe-gate-loss-wt 0.1",
-        "--moe-gate-loss-wt belongs to --criterion moe_cross_entropy",
-    ),
-    (
-        TRAIN.replace("transformer_lm_gpt_moe", "transformer_lm_gpt"),
-        "--moe-expert-count belongs to --arch transformer_lm_gpt_moe",
-    ),
+    (f"{TRAIN.replace('moe_cross_entropy', 'cross_entropy')} --moe-gate-loss-wt 0.1",
+     "--moe-gate-loss-wt belongs to --criterion moe_cross_entropy"),
+    (TRAIN.replace("transformer_lm_gpt_moe", "transformer_lm_gpt"),
+     "--moe-expert-count belongs to --arch transformer_lm_gpt_moe"),
     (f"{TRAIN} --moe-top-k 9", "--moe-top-k 9", "between 1 and the number of experts, 4"),
     (f"{TRAIN} --decoder-attention-heads 3", "16 is not a multiple", "--decoder-attention-heads 3"),
     (f"{TRAIN} --amp", "--amp is not supported"),
     (f"{TRAIN} --moe-freq 9", "--moe-freq 9 makes no MoE layer among 2 layers"),
-    (
-        f"{TRAIN} --moe-gate-noise nan --moe-load-log-interval -1",
-        "--moe-gate-noise nan must be a finite number; --moe-load-log-interval -1 must be at least",
-    ),
+    (f"{TRAIN} --moe-gate-noise nan --moe-load-log-interval -1",
+     "--moe-gate-noise nan must be a finite number; --moe-load-log-interval -1 must be at least"),
     (f"{HYDRA} common.fp16=true common.bf16=true", "common.fp16 and common.bf16", "give one"),
-    (
-        f"{SCORE} --model-overrides \"{{{{'moe_second_expert_policy': 'no'}}}}\"",
-        "moe_second_expert_policy",
-        "'no'",
-        "sampling, all, random",
-    ),
-    (
-        f"{SCORE} --model-overrides \"{{{{'moe_eval_capacty_factor': 1}}}}\"",
-        "moe_eval_capacty_factor: there is no such option; did you mean moe_eval_cap",
-    ),
+    (f"{SCORE} --model-overrides \"{{{{'moe_second_expert_policy': 'no'}}}}\"",
+     "moe_second_expert_policy", "'no'", "sampling, all, random"),
+    (f"{SCORE} --model-overrides \"{{{{'moe_eval_capacty_factor': 1}}}}\"",
+     "moe_eval_capacty_factor: there is no such option; did you mean moe_eval_cap"),
     (f"{SCORE} --model-overrides [1]", "--model-overrides [1]", "{{'moe_top_k': 1}}"),
     # sets
     (f"{TRAIN} --restore-file /no/x.pt", "--restore-file /no/x.pt", "/no/x-shared.pt"),
     (f"fairseq-eval-lm {DATA} {EVAL}", "--path is missing"),
     (f"fairseq-eval-lm {DATA} {EVAL} --path {{tmp}}", "{tmp}", "Is a directory"),
     (f"fairseq-eval-lm {DATA} {EVAL} --path README.md", "README.md", "is not a checkpoint"),
-    (
-        f"{TRAIN} --restore-file {SET} {RESETS}",
-        "does not fit this model; check that the architectures match",
-        "self_attn.v_proj.weight",
-    ),
+    (f"{TRAIN} --restore-file {SET} {RESETS}", "self_attn.v_proj.weight",
+     "does not fit this model; check that the architectures match"),
     # the launcher
     (f"{LAUNCH} --bind sideways -- true", "--bind sideways", "auto nor none"),
     (f"{LAUNCH} --cpu fairseq-train {DATA}", "--cpu", "-- COMMAND"),
     (f"{LAUNCH} --output nosuch -- true", "--output", "'nosuch'", "'plain'"),
+    (LAUNCH, "no command given"),
+    (f"{LAUNCH} --nproc-per-node 0 -- true", "'0' is neither a positive number nor auto"),
     (f"{LAUNCH} --nproc-per-node 3 -- {TRAIN}", "4 experts cannot be spread over 3 ranks"),
-    (
-        f"{LAUNCH} -- fairseq-hydra-train --config-dir configs --config-name nosuch",
-        "--config-name nosuch",
-        "tiny_cpu",
-    ),
+    (f"{LAUNCH} -- fairseq-hydra-train --config-dir configs --config-name nosuch",
+     "--config-name nosuch", "tiny_cpu"),
     (f"{LAUNCH} -- {HYDRA.replace('dir configs', 'dir /no')}", "--config-dir /no"),
     # the planner and the checkpoint tools
     (f"{PLAN} --config-name nosuch", "'nosuch'", "meta_1.1t"),
@@ -103,7 +81,7 @@ OURS = [
     (f"{CHECKPOINT} nosuch", "'nosuch'", "'inspect'"),
     (f"{CHECKPOINT} inspect /no/x.pt", "/no/x.pt", "x-shared.pt"),
     (f"{CHECKPOINT} reshard {SET} {{tmp}}/out.pt --ranks 3", "4 experts", "3 ranks", "divide"),
-]
+]  # fmt: skip
 # where what fairseq says, or the operating system, is the user's error
 FAIRSEQS = [
     (f"fairseq-train {DATA} {MOE} --batch-size 3 --no-save", "'task.tokens_per_sample' not found"),

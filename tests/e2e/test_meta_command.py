@@ -1,5 +1,4 @@
-"""The published command from start to end: trained, killed while saving, resumed, resharded,
-evaluated, asked for text."""
+"""The published command: trained, killed while saving, resumed, resharded, evaluated, asked."""
 
 import functools
 import json
@@ -17,15 +16,10 @@ from fairseq_tutel.checkpoint import load_for_rank
 
 def evaluate(start, data_bin, path, ranks, *extra):
     """start: runs a program of fairseq's on some ranks."""
-    output = start(
-        ranks,
-        "fairseq-eval-lm",
-        str(data_bin),
-        *("--user-dir", "fairseq_tutel", "--path", str(path), "--gen-subset", "test", "--cpu"),
-        *("--is-moe", "--tokens-per-sample", "64", "--required-batch-size-multiple", "1"),
-        *("--model-overrides", "{'moe_eval_capacity_token_fraction': None}", *extra),
-    )
-    return perplexity(output)
+    words = f"""{data_bin} --user-dir fairseq_tutel --path {path} --gen-subset test --cpu --is-moe
+        --tokens-per-sample 64 --required-batch-size-multiple 1 --model-overrides""".split()
+    overrides = "{'moe_eval_capacity_token_fraction': None}"
+    return perplexity(start(ranks, "fairseq-eval-lm", *words, overrides, *extra))
 
 
 def kill_while_saving(command, save_dir):
@@ -35,14 +29,9 @@ def kill_while_saving(command, save_dir):
         Names of the temporary files that were left behind.
     """
     slow = os.pathsep.join([str(ROOT / "tests/e2e/slow_rename"), str(ROOT)])
-    job = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment(PYTHONPATH=slow),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    how = {"cwd": ROOT, "env": environment(PYTHONPATH=slow), "start_new_session": True}
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    job = subprocess.Popen(command, **how, **silent)
     try:
         deadline = time.monotonic() + 150
         while time.monotonic() < deadline and job.poll() is None:
@@ -85,10 +74,8 @@ def test_train_kill_resume_reshard_evaluate_generate(data_bin, programs, tmp_pat
     save_dir = tmp_path / "run"
     tuned = ("--moe-overlap-degree", "auto", "--moe-tune-steps", "2", "--moe-tune-max-loss", "1")
     always = ("--max-update", "40", "--save-interval-updates", "1", "--keep-interval-updates", "1")
-    always += tuned
-    leftovers = kill_while_saving(
-        launched(2, "fairseq-train", *meta_command(data_bin, save_dir, *always)), save_dir
-    )
+    words = meta_command(data_bin, save_dir, *always, *tuned)
+    leftovers = kill_while_saving(launched(2, "fairseq-train", *words), save_dir)
     assert leftovers, "the job was killed after the save, not in it"
 
     # what is there is one complete set of one update, whichever
@@ -98,13 +85,8 @@ def test_train_kill_resume_reshard_evaluate_generate(data_bin, programs, tmp_pat
     assert len(updates) == 1
     killed_at = updates.pop()
 
-    log = run(
-        launched(
-            2,
-            "fairseq-train",
-            *meta_command(data_bin, save_dir, "--max-update", str(killed_at + 3), *tuned),
-        )
-    )
+    words = meta_command(data_bin, save_dir, "--max-update", str(killed_at + 3), *tuned)
+    log = run(launched(2, "fairseq-train", *words))
     assert_tuned_without_a_gap(states[0], load_for_rank(str(path), rank=0, world_size=2), save_dir)
     assert f"@ {killed_at} updates" in log
     records = logged(log, "train_inner")

@@ -4,14 +4,12 @@ What programs report as perplexity is held against a loop over the text that use
 """
 
 import math
-import shutil
 
 import pytest
 import torch
 from commands import forked, perplexity, train_words
 from fairseq.data import Dictionary
 from helpers.commands import ROOT, logged
-from helpers.inputs import RunsCode
 
 from fairseq_tutel.integrations.fairseq.models import TransformerLMGPTMoE
 
@@ -126,26 +124,10 @@ def test_validation_is_of_every_block(data_bin, trained, reference, programs):
     assert "runs a model with experts on one process, not on 2" in output
 
 
-def test_a_file_that_runs_code_is_refused_in_one_line(data_bin, trained, programs, tmp_path):
-    """Where torch was set to read anything, as many do for fairseq since torch 2.6."""
-    for file in trained[0].parent.glob("checkpoint_last-*.pt"):
-        shutil.copy(file, tmp_path)
-    file = tmp_path / "checkpoint_last-rank-1.pt"
-    torch.save({"model": {}, "x": RunsCode(tmp_path / "ran")}, file)
-    command = [*options(data_bin, tmp_path / "checkpoint_last.pt"), "--gen-subset", "test"]
-    unsafe = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
-    output = forked(programs, 1, "fairseq-eval-lm", *command, expect=1, **unsafe)
-    refusals = [line for line in output.splitlines() if "refusing to load" in line]
-    assert len(refusals) == 1 and f"{file}: holds posix.system" in refusals[0]
-    assert "Traceback" not in output and "weights_only" not in output
-    assert not (tmp_path / "ran").exists()
-
-
 def test_generate_with_beam_and_sampling(data_bin, trained, programs):
-    command = [*options(data_bin, trained[0]), "--gen-subset", "test", "--is-moe"]
-    command += ["--task", "language_modeling", "--sample-break-mode", "eos"]
-    command += ["--tokens-per-sample", "64", "--batch-size", "8", "--prefix-size", "3"]
-    command += ["--required-batch-size-multiple", "1"]
+    words = """--gen-subset test --is-moe --task language_modeling --sample-break-mode eos
+        --tokens-per-sample 64 --batch-size 8 --prefix-size 3 --required-batch-size-multiple 1"""
+    command = [*options(data_bin, trained[0]), *words.split()]
     for how in (["--beam", "2"], ["--sampling", "--beam", "1"]):
         output = forked(programs, 1, "fairseq-generate", *command, *how, "--max-len-b", "10")
         hypotheses = [line for line in output.splitlines() if line.startswith("H-")]

@@ -20,17 +20,10 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **extra}
 
 
-def run(command: Sequence[str], *, timeout: float = 200.0) -> str:
+def run(command: Sequence[str], *, cwd: Path = ROOT, timeout: float = 200.0) -> str:
     """Output (both streams) of a command that succeeds."""
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": cwd}
+    done = subprocess.run(command, env=environment(), timeout=timeout, **how)
     assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout[-6000:]}"
     return done.stdout
 

@@ -42,6 +42,23 @@ def environment_outside_jobs() -> dict[str, str]:
     return {**outside, "PYTHONPATH": path}
 
 
+def requeued_in(update: int) -> str:
+    """A prelude that makes fairseq-train send itself SIGUSR1 in the middle of an update."""
+    return f"""
+import os, signal
+import fairseq_cli.train
+from fairseq_tutel.integrations.fairseq.trainer.trainer import MoETrainer
+train_step = MoETrainer.train_step
+
+def with_signal(self, *args, **kwargs):
+    if self.get_num_updates() == {update} - 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    return train_step(self, *args, **kwargs)
+
+MoETrainer.train_step = with_signal
+"""
+
+
 class Programs:
     """Starts the server of :mod:`helpers.program_server`; use it as a context manager."""
 

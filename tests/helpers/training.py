@@ -78,6 +78,12 @@ def make_batch(seed: int, sentences: int = 4, lengths: Sequence[int] | None = No
     }
 
 
+def save(trainer: Trainer, path, steps: int = 3, **extra) -> None:
+    """A set in the middle of the first epoch, after so many steps through the data."""
+    position = {"version": 2, "epoch": 1, "iterations_in_epoch": steps, "shuffle": False}
+    trainer.save_checkpoint(str(path), {"train_iterator": position, "val_loss": None, **extra})
+
+
 def own_batches(update: int, total: int) -> list[dict]:
     """This rank's share of the ``total`` batches of an update: as many per rank, in rank order."""
     rank, world_size = process_world()

@@ -9,15 +9,9 @@ from fairseq_tutel.launch.binding import parse_cpulist
 # Thread siblings are N and N + 16. GPUs 0, 1, 4, 5 are on socket 0: their order does not tell.
 TWO_SOCKETS = {0: "0-7,16-23", 1: "8-15,24-31"}
 EIGHT_GPUS = {
-    "0000:07:00.0": 0,
-    "0000:0b:00.0": 0,
-    "0000:48:00.0": 1,
-    "0000:4c:00.0": 1,
-    "0000:88:00.0": 0,
-    "0000:8b:00.0": 0,
-    "0000:c8:00.0": 1,
-    "0000:cb:00.0": 1,
-}
+    "0000:07:00.0": 0, "0000:0b:00.0": 0, "0000:48:00.0": 1, "0000:4c:00.0": 1,
+    "0000:88:00.0": 0, "0000:8b:00.0": 0, "0000:c8:00.0": 1, "0000:cb:00.0": 1,
+}  # fmt: skip
 
 
 def make_machine(root: Path, numa=None, gpus=None, threads_apart=16) -> Path:
@@ -27,25 +21,22 @@ def make_machine(root: Path, numa=None, gpus=None, threads_apart=16) -> Path:
     """
     numa = TWO_SOCKETS if numa is None else numa
     gpus = EIGHT_GPUS if gpus is None else gpus
-    every = set()
+    files, every = {}, set()
     for node, cpulist in numa.items():
-        folder = root / f"sys/devices/system/node/node{node}"
-        folder.mkdir(parents=True)
-        (folder / "cpulist").write_text(cpulist + "\n")
+        files[f"sys/devices/system/node/node{node}/cpulist"] = cpulist
         every |= set(parse_cpulist(cpulist))
     for cpu in every:
-        folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        folder.mkdir(parents=True)
         low = cpu % threads_apart if threads_apart else cpu
         siblings = f"{low},{low + threads_apart}" if threads_apart else str(cpu)
-        (folder / "thread_siblings_list").write_text(siblings + "\n")
-    (root / "dev").mkdir()
+        files[f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"] = siblings
     for i, (pci, node) in enumerate(gpus.items()):
-        device = root / "sys/bus/pci/devices" / pci
-        device.mkdir(parents=True)
-        (device / "numa_node").write_text(f"{node}\n")
-        (root / "dev" / f"nvidia{i}").touch()
+        files[f"sys/bus/pci/devices/{pci}/numa_node"] = str(node)
+        files[f"dev/nvidia{i}"] = ""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
     (root / "sys/class/net/lo").mkdir(parents=True)
+    (root / "dev").mkdir(exist_ok=True)
     return root
 
 

@@ -25,16 +25,14 @@ def machine(tmp_path):
     return Topology.read(make_machine(tmp_path))
 
 
-def test_topology(machine):
+def test_topology(machine, tmp_path):
     assert {node: set(cpus) for node, cpus in machine.numa_cpus.items()} == SOCKETS
     assert machine.cores([3, 19, 4]) == [[3, 19], [4]]
     assert [machine.node_of(gpu) for gpu in GPUS] == list(EIGHT_GPUS.values())
     assert machine.node_of(Gpu(0, "0000:ff:00.0")) is None
-
-
-def test_topology_of_one_node_takes_minus_one_for_it_and_without_sys_the_fallback(tmp_path):
-    assert Topology.read(tmp_path, fallback_cpus=[3, 1]).numa_cpus == {0: (1, 3)}
-    topology = Topology.read(make_machine(tmp_path, {0: "0-3"}, {"0000:01:00.0": -1}, 0))
+    # without /sys the fallback; one node takes minus one for itself
+    assert Topology.read(tmp_path / "bare", fallback_cpus=[3, 1]).numa_cpus == {0: (1, 3)}
+    topology = Topology.read(make_machine(tmp_path / "one", {0: "0-3"}, {"0000:01:00.0": -1}, 0))
     assert topology.node_of(Gpu(0, "0000:01:00.0")) == 0
 
 
@@ -49,7 +47,7 @@ def test_each_rank_gets_its_share_of_its_gpus_socket(machine):
     assert sorted(cpu for b in plan for cpu in b.cpus) == list(range(32))
 
 
-def test_a_cpuset_is_respected(machine):
+def test_a_cpuset_is_respected_and_shared_by_more_ranks_than_cores(machine):
     allowed = {2, 3, 18, 19, 12, 13}  # two full cores on socket 0, two without siblings on socket 1
     plan = auto_bindings(machine, allowed, [GPUS[0], GPUS[2]])
     assert plan[0].cpus == (2, 3, 18, 19) and plan[0].threads == 2
@@ -58,9 +56,6 @@ def test_a_cpuset_is_respected(machine):
     assert plan[0].cpus == tuple(range(8))
     assert "no allowed core in NUMA node 1" in plan[1].note
     assert set(plan[1].cpus) <= set(range(8))
-
-
-def test_more_ranks_than_cores_share_them(machine):
     plan = auto_bindings(machine, {0, 16, 1}, GPUS[:2] + GPUS[4:6])
     assert all(b.cpus == (0, 1, 16) and b.threads == 1 for b in plan)
 
@@ -75,13 +70,10 @@ def test_cpu_ranks_split_the_cores_node_by_node(machine, ranks):
     assert sum(not any(set(b.cpus) <= cpus for cpus in SOCKETS.values()) for b in plan) == ranks % 2
 
 
-def test_unknown_gpu_address(machine):
+def test_unknown_gpu_address_and_the_table(machine):
     plan = auto_bindings(machine, range(32), [Gpu(0, None), Gpu(1, None)])
     assert [b.note for b in plan] == ["NUMA node of the GPU unknown"] * 2
     assert set(plan[0].cpus) == SOCKETS[0] and set(plan[1].cpus) == SOCKETS[1]
-
-
-def test_table(machine):
     lines = format_table(auto_bindings(machine, range(32), GPUS[:2]), "n1").splitlines()
     assert lines[0] == "binding of the ranks on n1:"
     assert lines[2].split() == ["0", "0", "0000:07:00.0", "0-3,16-19", "4"]
@@ -101,10 +93,8 @@ def test_apply_binds_or_reports_what_the_machine_refuses(capsys):
 
 
 def test_cpulist():
-    for text, cpus in (
-        ("0-3,8\n", [0, 1, 2, 3, 8]), ("5", [5]), ("", []), ("2,0-1", [0, 1, 2])
-    ):  # fmt: skip
-        assert parse_cpulist(text) == cpus
+    read = {"0-3,8\n": [0, 1, 2, 3, 8], "5": [5], "": [], "2,0-1": [0, 1, 2]}
+    assert {text: parse_cpulist(text) for text in read} == read
     assert format_cpulist([9, 0, 1, 2, 7]) == "0-2,7,9"
     for text in ("3-1", "a", "1-"):
         with pytest.raises(ValueError, match="cannot read"):

@@ -13,11 +13,8 @@ from fairseq_tutel.launch.commands import (
     with_options,
 )
 
-STAY_HERE = [
-    "hydra.run.dir=.",
-    "hydra.output_subdir=null",
-    "hydra.job_logging.handlers.file.filename=/dev/null",
-]
+STAY_HERE = ["hydra.run.dir=.", "hydra.output_subdir=null",
+             "hydra.job_logging.handlers.file.filename=/dev/null"]  # fmt: skip
 
 
 @pytest.fixture
@@ -66,16 +63,13 @@ def test_recognition(command_of, text, name, program_words):
     assert list(command.program[1:]) + list(command.arguments) == text.split()[1:]
 
 
-def test_a_script_path_runs_under_this_interpreter(tmp_path):
+def test_script_paths_and_unknown_and_missing_commands(tmp_path):
     script = tmp_path / "fairseq_cli" / "train.py"
     script.parent.mkdir()
     script.touch()
     command = parse_command([str(script), "data"], "")
     assert command.name == "fairseq-train"
-    assert command.program == (sys.executable, str(script))
-
-
-def test_unknown_and_missing_commands():
+    assert command.program == (sys.executable, str(script))  # this interpreter
     with pytest.raises(ValueError, match="cannot find the command 'no-such-tool'"):
         parse_command(["no-such-tool"], "")
     with pytest.raises(ValueError, match="no command given"):
@@ -110,6 +104,11 @@ def test_hydra_overrides_join_the_users_block(command_of):
         f"{where}.distributed_no_spawn=true {where}.distributed_backend=gloo common.cpu=true "
         f"{' '.join(STAY_HERE)} --config-name n"
     )
+    # without overrides, and with a flag's value like one
+    words = words_of(command_of("fairseq-hydra-train --job a=b"))
+    assert words[:2] == ["--job", "a=b"] and len(words) > 2
+    words = words_of(command_of("fairseq-hydra-train x=1 --job a=b"))
+    assert words[0] == "x=1" and words[-2:] == ["--job", "a=b"]
 
 
 def test_hydra_stays_in_its_directory_unless_the_user_chose_one(command_of, tmp_path):
@@ -134,71 +133,46 @@ def test_hydra_stays_in_its_directory_unless_the_user_chose_one(command_of, tmp_
     assert added("hydra.output_subdir=log") == [STAY_HERE[0], STAY_HERE[2]]
 
 
-def test_hydra_without_overrides_and_with_a_flags_value_like_one(command_of):
-    words = words_of(command_of("fairseq-hydra-train --job a=b"))
-    assert words[:2] == ["--job", "a=b"] and len(words) > 2
-    words = words_of(command_of("fairseq-hydra-train x=1 --job a=b"))
-    assert words[0] == "x=1" and words[-2:] == ["--job", "a=b"]
-
-
-def test_generate_shards_the_data_without_a_process_group(command_of):
+def test_generate_shards_the_data_and_interactive_is_one_process(command_of):
+    """Without a process group."""
     given = options(command_of("fairseq-generate data --path m.pt"))
     assert given == {"distributed_world_size": "2", "distributed_rank": "1", "cpu": None}
     to_a_file = command_of("fairseq-generate data --path m.pt --results-path out")
     with pytest.raises(ValueError, match="--results-path out is one file, .* 2 ranks"):
         options(to_a_file)
     assert options(to_a_file, 0, 1, 0)["distributed_world_size"] == "1"
-
-
-def test_interactive_is_one_process(command_of):
     command = command_of("fairseq-interactive data")
-    assert options(command, 0, 1, 0) == {
-        "distributed_world_size": "1", "cpu": None, "distributed_backend": "gloo"
-    }  # fmt: skip
+    given = {"distributed_world_size": "1", "cpu": None, "distributed_backend": "gloo"}
+    assert options(command, 0, 1, 0) == given
     with pytest.raises(ValueError, match="fairseq-interactive .* 2 ranks"):
         options(command)
 
 
-def test_scripts_are_left_alone(command_of):
+def test_scripts_are_left_alone_and_the_users_options_win(command_of):
     command = command_of("mytool --distributed-world-size 7")
     assert options(command) == {}
     assert with_options(command, {})[1:] == ["--distributed-world-size", "7"]
-
-
-def test_the_users_options_win(command_of):
-    command = command_of(
-        "fairseq-train d --distributed-backend=gloo --distributed-init-method tcp://h:1 --cpu "
-        "--distributed-world-size 2"
-    )
-    given = options(command, cpu=True)
+    own = "--distributed-backend=gloo --distributed-init-method tcp://h:1 --cpu"
+    given = options(command_of(f"fairseq-train d {own} --distributed-world-size 2"), cpu=True)
     assert set(given) == {"device_id", "distributed_rank", "distributed_no_spawn"}
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        (
-            "train --distributed-world-size 4",
-            r"--distributed-world-size=4 contradicts the number of ranks started \(2\)",
-        ),
-        (
-            "train --distributed-rank=0",
-            r"--distributed-rank=0 contradicts the rank of this process \(1\)",
-        ),
+        ("train --distributed-world-size 4",
+         r"--distributed-world-size=4 contradicts the number of ranks started \(2\)"),
+        ("train --distributed-rank=0",
+         r"--distributed-rank=0 contradicts the rank of this process \(1\)"),
         ("train --device-id 0", "--device-id=0 contradicts the GPU of this rank"),
         ("train --local_rank 0", "--device-id=0 contradicts the GPU of this rank"),
-        (
-            "hydra-train distributed_training.distributed_world_size=4",
-            "distributed_training.distributed_world_size=4 contradicts",
-        ),
-        (
-            "hydra-train ++distributed_training.distributed_no_spawn=false",
-            "distributed_no_spawn=false contradicts",
-        ),
+        ("hydra-train {}.distributed_world_size=4", "{}.distributed_world_size=4 contradicts"),
+        ("hydra-train ++{}.distributed_no_spawn=false", "distributed_no_spawn=false contradicts"),
         ("generate --distributed-world-size 3", "=3 contradicts"),
     ],
-)
+)  # fmt: skip
 def test_contradictions_name_both_sides(command_of, text, message):
+    text, message = (x.format("distributed_training") for x in (text, message))
     with pytest.raises(ValueError, match=message):
         options(command_of(f"fairseq-{text}"), cpu="GPU" not in message)
 
@@ -291,9 +265,8 @@ def test_fairseqs_parsers_have_every_added_option(command_of):
         assert parsed.cpu is True and parsed.distributed_world_size == ranks[1]
         if command.kind == "grouped":
             assert parsed.distributed_init_method == "env://"
-            assert parsed.distributed_no_spawn is True
+            assert parsed.distributed_no_spawn is True and parsed.distributed_backend == "gloo"
             assert (parsed.distributed_rank, parsed.device_id) == (3, 1)
-            assert parsed.distributed_backend == "gloo"
 
 
 def test_fairseqs_configuration_and_hydras_parser_have_every_override(command_of):

@@ -1,5 +1,7 @@
 """Adoption of the ranks that torchrun, srun and mpirun start, and where the ranks meet."""
 
+from unittest.mock import Mock
+
 import pytest
 from launch_helpers import variables
 
@@ -23,12 +25,8 @@ OPEN_MPI = variables(
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 
 
-def test_nothing_to_adopt():
-    assert adopt({}) is None
-    assert adopt({"LOCAL_RANK": "0", "PATH": "/bin"}) is None
-    # an sbatch script: SLURM_PROCID without a step
-    batch = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
-    assert adopt(batch) is None
+# an sbatch script: SLURM_PROCID without a step
+BATCH = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
 
 
 @pytest.mark.parametrize(
@@ -38,16 +36,18 @@ def test_nothing_to_adopt():
         (SRUN, Placement("srun", True, 3, 4, 1, 2, 1, 2)),
         (OPEN_MPI, Placement("mpirun", True, 5, 8, 1, 4, 1, 2)),
         (HYDRA, Placement("mpirun", True, 5, 8, 1, 4, 1, 2)),
+        # torch's variables alone mean one node
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
+         Placement("torchrun", True, 1, 2, 1, 2, 0, 1)),
+        ({}, None),
+        ({"LOCAL_RANK": "0", "PATH": "/bin"}, None),
+        (BATCH, None),
     ],
-)
+)  # fmt: skip
 def test_ranks_of_each_starter(env, want):
-    assert adopt(env) == want
-
-
-def test_torch_variables_alone_mean_one_node():
-    given = adopt({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
-    assert given == Placement("torchrun", True, 1, 2, 1, 2, 0, 1)
-    assert given.single_node
+    placement = adopt(env)
+    assert placement == want
+    assert want is None or placement.single_node == (want.num_nodes == 1)
 
 
 def test_the_innermost_starter_wins():
@@ -73,13 +73,10 @@ def test_half_set_variables(env, message):
         adopt(env)
 
 
-def test_start_here():
+def test_start_here_and_the_master_address(monkeypatch):
     assert start_here(4, 2, 1) == Placement("launcher", False, 4, 8, 0, 4, 1, 2)
     with pytest.raises(ValueError, match="rank 2 is not below world_size 2"):
         start_here(1, 2, 2)
-
-
-def test_master_address(monkeypatch):
     monkeypatch.setattr(rendezvous, "_scontrol", lambda *arguments: "")
     assert rendezvous.master_address(start_here(2, 1, 0), {}) == "127.0.0.1"
     assert rendezvous.master_address(adopt(SRUN), SRUN) == "gpu07"
@@ -91,27 +88,17 @@ def test_master_address(monkeypatch):
 def test_scontrol_resolves_hosts_that_no_resolver_does(monkeypatch):
     answers = {("show", "node", "gpu07"): "NodeName=gpu07 NodeAddr=127.0.0.1 Port=6818\n"}
     monkeypatch.setattr(rendezvous, "_scontrol", lambda *arguments: answers[arguments])
-    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", _unknown_host)
+    unknown = Mock(side_effect=OSError("Name or service not known"))
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", unknown)
     assert rendezvous.master_address(adopt(SRUN), SRUN) == "127.0.0.1"
 
 
-def _unknown_host(*arguments):
-    raise OSError("Name or service not known")
-
-
-@pytest.mark.parametrize(
-    "text, host",
-    [
-        ("node1", "node1"),
-        ("a,b", "a"),
-        ("n[08-10],z", "n08"),
-        ("gpu[001,003-004]-ib,login", "gpu001-ib"),
-        ("r[1-2]n[0,3]", "r1n0"),
-        ("host.domain.org", "host.domain.org"),
-    ],
-)
-def test_first_host_of_slurms_list(text, host):
-    assert rendezvous.first_host(text) == host
+def test_first_host_of_slurms_list():
+    hosts = {
+        "node1": "node1", "a,b": "a", "n[08-10],z": "n08", "r[1-2]n[0,3]": "r1n0",
+        "gpu[001,003-004]-ib,login": "gpu001-ib", "host.domain.org": "host.domain.org",
+    }  # fmt: skip
+    assert {text: rendezvous.first_host(text) for text in hosts} == hosts
 
 
 def test_master_port():

@@ -53,9 +53,6 @@ def test_nodes_that_differ_all_hear_the_same(port):
 def test_missing_nodes_are_named(port):
     found = outcomes(port, [node(0), node(1)], seconds=1.5)
     assert all("no report from node 2 of 3 within 1.5 seconds" in str(error) for error in found)
-
-
-def test_a_missing_node_0(port):
     (error,) = outcomes(port, [node(1)], seconds=0.5)
     assert f"node 1 had no answer within 0.5 seconds from 127.0.0.1:{port}" in str(error)
     assert not isinstance(error, SharedError)
@@ -63,10 +60,8 @@ def test_a_missing_node_0(port):
 
 def launchers(tmp_path, port, per_node):
     words = f"--nnodes 2 --master-addr 127.0.0.1 --master-port {port} --node-rank".split()
-    script = f"touch {tmp_path}/rank$RANK"
-    started = [
-        start(*words, str(i), *script_words(script, count)) for i, count in enumerate(per_node)
-    ]
+    scripts = [script_words(f"touch {tmp_path}/rank$RANK", count) for count in per_node]
+    started = [start(*words, str(i), *script) for i, script in enumerate(scripts)]
     return [(process, *process.communicate(timeout=60)) for process in started]
 
 
@@ -79,12 +74,8 @@ def test_launchers_of_two_nodes(tmp_path, port):
 
 
 def test_an_error_of_one_node_alone_names_it(tmp_path):
-    env = environment(
-        **variables(
-            "SLURM_PROCID=1 SLURM_STEP_ID=0 SLURM_JOB_ID=17 SLURM_NODEID=1 MASTER_ADDR=h "
-            "SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2"
-        )
-    )
+    step = "SLURM_PROCID=1 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2"
+    env = environment(**variables(f"{step} SLURM_JOB_ID=17 SLURM_NODEID=1 MASTER_ADDR=h"))
     executable(tmp_path / "scancel", f'#!/bin/sh\necho "$@" > {tmp_path}/words\n')
     env["PATH"] = f"{tmp_path}{os.pathsep}{env['PATH']}"
     result = launch("--", "not-installed-here", env=env)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from helpers.programs import environment_outside_jobs
@@ -52,8 +53,7 @@ def wait_for(condition, seconds=15):
 
 def is_alive(pid):
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
@@ -296,30 +296,14 @@ def test_an_error_is_printed_once_before_anything_starts(tmp_path, rank):
     assert (message in result.stderr) if rank == 0 else (result.stderr == "")
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--nproc-per-node", "0", "--", "true"], "'0' is neither a positive number nor auto"),
-        (["--bind", "7-5", "--", "true"], "--bind 7-5: neither auto nor none"),
-        ([], "no command given"),
-    ],
-)
-def test_bad_options(words, message):
-    result = launch(*words)
-    assert result.returncode == 2 and message in result.stderr
-
-
-def test_the_launcher_imports_neither_torch_nor_fairseq():
-    result = launch("--dry-run", "--", "true", env=environment(PYTHONPROFILEIMPORTTIME="1"))
+def test_dry_run_starts_nothing_and_imports_neither_torch_nor_fairseq(tmp_path):
+    words = ["--nproc-per-node", "2", "--dry-run", "--", "touch", str(tmp_path / "x")]
+    result = launch(*words, env=environment(PYTHONPROFILEIMPORTTIME="1"))
+    assert result.returncode == 0 and not (tmp_path / "x").exists()
+    assert result.stdout.count(f"touch {tmp_path}/x") == 2 and "RANK=1 " in result.stdout
     imported = {line.split("|")[-1].strip() for line in result.stderr.splitlines()}
     assert "fairseq_tutel.launch.cli" in imported
     assert not imported & {"torch", "fairseq", "numpy"}
-
-
-def test_dry_run_starts_nothing(tmp_path):
-    result = launch("--nproc-per-node", "2", "--dry-run", "--", "touch", str(tmp_path / "x"))
-    assert result.returncode == 0 and not (tmp_path / "x").exists()
-    assert result.stdout.count(f"touch {tmp_path}/x") == 2 and "RANK=1 " in result.stdout
 
 
 def test_torchruns_ranks_are_adopted():

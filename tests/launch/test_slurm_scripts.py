@@ -8,13 +8,16 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
+from helpers.programs import ROOT as REPOSITORY
+from launch_helpers import executable, variables
+from test_launch_processes import wait_for
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from fairseq_tutel.launch import EXIT_REQUEUE
+
 SCRIPTS = REPOSITORY / "scripts" / "slurm"
+OUTSIDE = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
 
 
 @pytest.fixture
@@ -22,36 +25,27 @@ def slurm(tmp_path):
     """Environment of a batch script of job 17 on 2 nodes; calls go to the file named after them."""
     tools = tmp_path / "bin"
     tools.mkdir()
-    for name, action in (
-        # srun's exit code is in the file `code`; with the file `hold` it waits for SIGUSR1
-        (
-            "srun",
-            'trap "echo usr1 >> $T/signals; exit 85" USR1\n'
-            "while [ -e $T/hold ]; do touch $T/up; sleep 0.02; done\nexit $(cat $T/code)",
-        ),
-        ("scontrol", "exit 0"),
-        ("sbatch", "exit 0"),
-    ):
-        script = f'#!/bin/bash\nT={tmp_path}\nprintf "%s\\n" "$@" > $T/{name}.words\n{action}\n'
-        (tools / name).write_text(script)
-        (tools / name).chmod(0o755)
+    # srun's exit code is in the file `code`; with the file `hold` it waits for SIGUSR1
+    srun = (
+        'trap "echo usr1 >> $T/signals; exit 85" USR1\n'
+        "while [ -e $T/hold ]; do touch $T/up; sleep 0.02; done\nexit $(cat $T/code)"
+    )
+    for name, action in (("srun", srun), ("scontrol", "exit 0"), ("sbatch", "exit 0")):
+        notes = f'T={tmp_path}\nprintf "%s\\n" "$@" > $T/{name}.words'
+        executable(tools / name, f"#!/bin/bash\n{notes}\n{action}\n")
     (tmp_path / "code").write_text("0")
-    env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
-    return {
-        **env,
-        "PATH": f"{tools}:{os.path.dirname(sys.executable)}:{env['PATH']}",
-        "SLURM_JOB_ID": "17",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_JOB_NODELIST": "n[1-2]",
-        "SLURM_CPUS_ON_NODE": "96",
-        "SLURM_JOB_NAME": "trial",
-        "SLURM_SUBMIT_DIR": str(REPOSITORY),
-    }
+    job = variables(
+        "SLURM_JOB_ID=17 SLURM_JOB_NUM_NODES=2 SLURM_JOB_NODELIST=n[1-2] SLURM_CPUS_ON_NODE=96 "
+        f"SLURM_JOB_NAME=trial SLURM_SUBMIT_DIR={REPOSITORY}"
+    )
+    path = f"{tools}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    return {**OUTSIDE, "PATH": path, **job}
 
 
-def run(script, *words, env, cwd=REPOSITORY):
+def run(script, *words, env):
     command = ["bash", str(SCRIPTS / script), *words]
-    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=30)
+    how = {"cwd": REPOSITORY, "capture_output": True, "text": True, "timeout": 30}
+    return subprocess.run(command, env=env, **how)
 
 
 def words_of(tmp_path, name):
@@ -76,6 +70,7 @@ def test_train_passes_the_exit_code_through(tmp_path, slurm, code):
 
 
 def test_train_requeues_on_code_85_and_gives_up_in_the_end(tmp_path, slurm):
+    assert f"EXIT_REQUEUE={EXIT_REQUEUE} " in (SCRIPTS / "train.sbatch").read_text()
     (tmp_path / "code").write_text("85")
     result = run("train.sbatch", "fairseq-train", "d", env=slurm)
     assert result.returncode == 0, result.stderr
@@ -87,20 +82,12 @@ def test_train_requeues_on_code_85_and_gives_up_in_the_end(tmp_path, slurm):
     assert words_of(tmp_path, "scontrol") is None
 
 
-def test_exit_code_is_the_launchers():
-    from fairseq_tutel.launch import EXIT_REQUEUE
-
-    assert f"EXIT_REQUEUE={EXIT_REQUEUE} " in (SCRIPTS / "train.sbatch").read_text()
-
-
 def test_signal_is_passed_on_and_leads_to_a_requeue(tmp_path, slurm):
     (tmp_path / "hold").touch()
     command = ["bash", str(SCRIPTS / "train.sbatch"), "fairseq-train"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, env=slurm, cwd=REPOSITORY, **pipes)
-    end = time.monotonic() + 15
-    while not (tmp_path / "up").exists() and time.monotonic() < end:
-        time.sleep(0.02)
+    wait_for((tmp_path / "up").exists)
     process.send_signal(signal.SIGUSR1)
     process.communicate(timeout=15)
     assert process.returncode == 0
@@ -118,8 +105,7 @@ def test_a_signal_before_there_are_ranks_is_kept_for_them(tmp_path, slurm):
 
 
 def test_a_signal_that_a_starting_launcher_may_lose_is_repeated(tmp_path, slurm):
-    (tmp_path / "bin" / "sleep").write_text("#!/bin/sh\nexec /bin/sleep 0.05\n")
-    (tmp_path / "bin" / "sleep").chmod(0o755)
+    executable(tmp_path / "bin" / "sleep", "#!/bin/sh\nexec /bin/sleep 0.05\n")
     hears_the_third = "n=0; trap 'n=$((n + 1)); echo usr1 >> $T/signals; ((n < 3)) || exit 85' USR1"
     (tmp_path / "bin" / "srun").write_text(
         f"#!/bin/bash\nT={tmp_path}\n{hears_the_third}\nwhile :; do sleep 1; done\n"
@@ -220,12 +206,11 @@ def test_outside_a_checkout(tmp_path, slurm):
     "script", ["train.sbatch", "bench_layer.sbatch", "bench_alltoall.sbatch", "bench_train.sbatch"]
 )
 def test_help(script):
-    env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
-    result = run(script, "--help", env=env)
+    result = run(script, "--help", env=OUTSIDE)
     assert result.returncode == 0
     assert f"scripts/slurm/{script}" in result.stdout and "NPROC_PER_NODE" in result.stdout
     assert "#SBATCH" not in result.stdout and "#!" not in result.stdout
-    result = run(script, env=env)
+    result = run(script, env=OUTSIDE)
     assert result.returncode == 2 and "not in a SLURM job" in result.stderr
 
 

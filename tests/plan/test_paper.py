@@ -1,10 +1,8 @@
 """Adaptive parallelism of Tutel's paper (arXiv 2206.03382), bracketed by the planner, not fitted.
 
 Figure 12: 64 A100, 16 experts, D = 2048, either 4096 tokens per GPU and H = 2048 or 1024 and 32768,
-capacity factor 1 to 8. Assumed: top-2; fp32 at 71 TFLOP/s, which is what table 2's 371.8 ms for the
-experts' products are; nothing overlaps. What is compared is one layer, forward and backward: the
-experts' products, the exchanges and the gathers of weights, by the formulas of a100-80g, with
-gradients scattered by rings, as NCCL does it for Tutel.
+capacity factor 1 to 8. Assumed: top-2; fp32 at 71 TFLOP/s, as table 2's 371.8 ms of products are;
+no overlap; gradients scattered by rings, as NCCL does. One layer, both passes, is compared.
 """
 
 import dataclasses

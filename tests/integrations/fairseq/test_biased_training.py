@@ -4,7 +4,7 @@ import pytest
 import torch
 from fairseq.criterions.cross_entropy import CrossEntropyCriterionConfig
 from helpers.distributed import run_ranks
-from helpers.training import make_batch, make_config, make_trainer, own_batches
+from helpers.training import make_batch, make_config, make_trainer, own_batches, save
 from omegaconf import open_dict
 
 from fairseq_tutel.distributed import process_world
@@ -17,7 +17,6 @@ CASES = {
     "--moe-gate-loss-scope global --moe-batch-prioritized-routing",
 }
 UPDATES, BATCHES = 3, 4
-POSITION = {"version": 2, "epoch": 1, "iterations_in_epoch": 12, "shuffle": False}
 
 
 def bias_of(trainer):
@@ -35,8 +34,7 @@ def _train(cfgs, path):
             found[name].append(bias_of(trainer).clone())
         trainer.valid_step(make_batch(99))
         assert torch.equal(bias_of(trainer), found[name][-1])
-        extra = {"train_iterator": dict(POSITION), "val_loss": 1.0}
-        trainer.save_checkpoint(f"{path}/{number}-{process_world()[1]}.pt", extra)
+        save(trainer, f"{path}/{number}-{process_world()[1]}.pt", 12)
     return found
 
 

@@ -1,5 +1,7 @@
 """No block of the data is left out without a word, and no word of a prompt."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers.commands import ROOT
@@ -9,16 +11,11 @@ from fairseq_tutel.integrations.fairseq.models import TransformerLMGPTMoE
 from fairseq_tutel.integrations.fairseq.programs import evaluation
 
 
-class Dictionary:
-    def pad(self):
-        return 1
-
-
 def test_the_perplexity_of_nothing_is_an_error():
     model = torch.nn.Linear(1, 1)
     model.moe_groups = ExpertParallelGroups(2)
     with pytest.raises(ValueError, match="no token was evaluated: the subset is empty"):
-        evaluation.eval_lm(lambda *args: {"loss": 0.0}, [model], Dictionary(), [])
+        evaluation.eval_lm(lambda *args: {"loss": 0.0}, [model], SimpleNamespace(pad=lambda: 1), [])
 
 
 def test_a_prompt_of_words_that_the_dictionary_lacks_is_told_once(caplog):

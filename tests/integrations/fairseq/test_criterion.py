@@ -126,6 +126,9 @@ def test_loss_is_cross_entropy_plus_weighted_gate_loss(combine, total, transform
     assert values["ppl"] == pytest.approx(2**per_token, abs=0.01)
     if sentence_avg:
         assert values["nll_loss"] == pytest.approx(per_token, rel=1e-6)
+    unreduced, *_ = criterion(0.0, combine, transform)(model, sample(), reduce=False)
+    assert unreduced.shape == (TARGET.numel(),)
+    assert unreduced.sum().item() == pytest.approx(inner)
 
 
 def test_metrics_are_means_over_layers_then_batches():
@@ -228,13 +231,6 @@ def test_dense_models_have_no_gate_loss(extra):
     assert logged([output])["moe_gate_loss"] == 0
 
 
-def test_unreduced_loss_keeps_its_shape():
-    model = FakeModel([2.0])
-    loss, _, _ = criterion(weight=0.0)(model, sample(), reduce=False)
-    assert loss.shape == (TARGET.numel(),)
-    assert loss.sum().item() == pytest.approx(cross_entropy(model))
-
-
 def routing_of_a_pass(load_LE, kept_LE, received_LW, slots):
     as_int = (torch.tensor(x, dtype=torch.int32) for x in (load_LE, kept_LE, received_LW))
     return RoutingCounts(*as_int, torch.tensor([slots] * len(load_LE), dtype=torch.int32))
@@ -250,6 +246,8 @@ OTHER = [([[1, 1, 3, 3]], [[1, 1, 3, 3]], [[2, 6]], 12), ([[1] * 4], [[1] * 4], 
 
 
 def test_utilisation_is_that_of_passes_of_all_ranks():
+    """Stock sums the outputs by one all-reduce, instead of pickling them."""
+    assert MoECrossEntropyCriterion.logging_outputs_can_be_summed()
     model, ranks = FakeModel([2.0]), []
     assert not set(UTILISATION_NAMES) & set(logged([criterion()(model, sample())[2]]))
     for passes, fillers in ((ONE, 0), (OTHER, 1)):  # the other rank has no first batch
@@ -260,6 +258,7 @@ def test_utilisation_is_that_of_passes_of_all_ranks():
         alone = logged(logs)
         join_passes(logs, fillers)
         assert all(not {"moe_load", "moe_slots"} & set(log) for log in logs[1:])
+        assert all(torch.is_tensor(v) or isinstance(v, (int, float)) for v in logs[0].values())
         ranks.append(logs[0])
     assert alone["moe_drop"] == 0 and alone["moe_dead"] == 0
     both = {key: ranks[0][key] + ranks[1][key] for key in ranks[0]}  # as stock's all-reduce
@@ -290,11 +289,3 @@ def test_what_an_option_leaves_at_0_is_not_logged():
     second = {name for name in METRIC_NAMES if "2" in name}
     assert not (second | {"overflow_expert1"}) & set(values)
     assert {"expert1_balance_top", *clocks} <= set(values)
-
-
-def test_outputs_can_be_summed_over_ranks():
-    """Stock sums them by one all-reduce instead of pickling them."""
-    assert MoECrossEntropyCriterion.logging_outputs_can_be_summed()
-    logs = [criterion()(FakeModel([1.0]), sample())[2]]
-    join_passes(logs)
-    assert all(torch.is_tensor(v) or isinstance(v, (int, float)) for v in logs[0].values())

@@ -37,14 +37,9 @@ CASES = {
         for e in (2, 4, 8)
         for options in ("", PYTORCH)
     },
-    **{
-        f"E={e} K=2 checkpoint-activations {name}": f"--checkpoint-activations {options}"
-        for e, name, options in (
-            (2, "pytorch_ddp", PYTORCH),
-            (4, "dropless", DROPLESS),
-            (8, "pytorch_ddp", PYTORCH),
-        )
-    },
+    "E=2 K=2 checkpoint-activations pytorch_ddp": f"--checkpoint-activations {PYTORCH}",
+    "E=4 K=2 checkpoint-activations dropless": f"--checkpoint-activations {DROPLESS}",
+    "E=8 K=2 checkpoint-activations pytorch_ddp": f"--checkpoint-activations {PYTORCH}",
     "E=4 top1-expert, z-loss, average": "--moe-top1-expert --moe-z-loss-wt 0.01 "
     "--moe-gate-loss-combine-method average",
     "E=4 prioritised, normalised before, dynamic": "--moe-batch-prioritized-routing "

@@ -103,18 +103,6 @@ def test_the_error_that_hydra_1_0_fails_to_print(monkeypatch, capsys):
     assert [kind for kind, *_ in passed_on] == [ValueError]
 
 
-def _fails_in_hook(monkeypatch):
-    """torch's hook, in which the signal arrives that came while the rank waited for the other."""
-
-    def _distributed_excepthook(*error):
-        signal.raise_signal(signal.SIGINT)
-        tell(*error)
-
-    tell = sys.excepthook
-    monkeypatch.setattr(sys, "excepthook", _distributed_excepthook)
-    return RuntimeError("Connection closed by peer")
-
-
 @pytest.mark.parametrize("rank, line", [("0", "fairseq-train: interrupted\n"), ("1", "")])
 @pytest.mark.parametrize("how", ["in Python", "while another rank's end is reported"])
 def test_ctrl_c_is_reported_once_in_one_line(how, rank, line, process, monkeypatch, capsys):
@@ -128,7 +116,14 @@ def test_ctrl_c_is_reported_once_in_one_line(how, rank, line, process, monkeypat
             signal.raise_signal(signal.SIGINT)
         error = caught.value
     else:
-        error = _fails_in_hook(monkeypatch)
+        tell, error = sys.excepthook, RuntimeError("Connection closed by peer")
+
+        def _distributed_excepthook(*error):
+            """torch's; in it the signal arrives that came while the rank waited for the other."""
+            signal.raise_signal(signal.SIGINT)
+            tell(*error)
+
+        monkeypatch.setattr(sys, "excepthook", _distributed_excepthook)
     sys.excepthook(type(error), error, error.__traceback__)
     assert capsys.readouterr().err == line
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from fairseq.optim.adam import Adam, FairseqAdam
 from fairseq.optim.fp16_optimizer import MemoryEfficientFP16Optimizer
+from helpers.training import make_config
 from omegaconf import OmegaConf
 
 from fairseq_tutel.training.adam16 import Adam16
@@ -38,19 +39,9 @@ def test_tpu_is_left_to_fairseq_where_there_may_be_one(monkeypatch):
         FairseqAdam(config(tpu=True), params)
 
 
-def memory_efficient(param, **overrides):
-    cfg = OmegaConf.create(
-        {
-            "optimizer": {"_name": "adam", **OmegaConf.to_container(config(**overrides))},
-            "common": {
-                "fp16_scale_window": None, "model_parallel_size": 1, "bf16": False,
-                "fp16_init_scale": 4, "fp16_scale_tolerance": 0.0, "threshold_loss_scale": None,
-                "min_loss_scale": 1e-4,
-            },
-            "optimization": {"update_freq": [1]},
-            "distributed_training": {"distributed_world_size": 1},
-        }
-    )  # fmt: skip
+def memory_efficient(param, stats):
+    words = "--memory-efficient-fp16 --fp16 --fp16-init-scale 4 --adam-betas (0.9,0.98)"
+    cfg = make_config(*words.split(), *["--fp16-adam-stats"] * stats)
     return MemoryEfficientFP16Optimizer.build_optimizer(cfg, [param])
 
 
@@ -68,13 +59,13 @@ def train(optimizer, param, steps):
 def test_memory_efficient_fp16_resumes_with_either_kind_of_state(from_stats, to_stats):
     """The wrapper's own copying of optimizer state must not undo a conversion."""
     first = torch.nn.Parameter(torch.zeros(40).half())
-    optimizer = memory_efficient(first, fp16_adam_stats=from_stats)
+    optimizer = memory_efficient(first, from_stats)
     train(optimizer, first, 10)
     saved, weights = copy.deepcopy(optimizer.state_dict()), first.detach().clone()
     train(optimizer, first, 10)
 
     second = torch.nn.Parameter(weights.clone())
-    resumed = memory_efficient(second, fp16_adam_stats=to_stats)
+    resumed = memory_efficient(second, to_stats)
     resumed.load_state_dict(saved, {"lr": 0.01})
     state = resumed.optimizer.state[second]
     assert state["step"] == 10

@@ -1,13 +1,9 @@
 """Runs of Meta's own implementation, repeated with the real fairseq-train command.
 
 tests/golden holds the initial weights, data, arguments, metrics and final weights of four runs of
-fairseq's branch ``moe`` on one and two ranks (CPU, fp32).
-
-With a GPU, the run on one rank is repeated there too, on the Triton kernels. (nccl puts one rank on
-a GPU, and a run on two ranks has other batches than one on one rank.) Its products are fp32 with
-TF32 off, but they add up in another order, by about 1e-6 of relative difference per product, which
-moves the last digit that is logged more often, and which Adam amplifies in weights whose gradients
-are small. A routing decision does not change by that little: it would show in the metrics.
+fairseq's branch ``moe`` on one and two ranks (CPU, fp32). On a GPU the run on one rank is repeated
+with the Triton kernels, whose sums have another order: about 1e-6 of a product, which Adam
+amplifies where gradients are small. A routing decision would show in the metrics.
 """
 
 import json

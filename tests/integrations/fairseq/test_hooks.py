@@ -1,10 +1,9 @@
 """The table of replacements against what really changes in a process of fairseq's."""
 
 import json
-import subprocess
 import sys
 
-from helpers.commands import ROOT
+from helpers.commands import ROOT, run
 
 from fairseq_tutel.integrations.fairseq.hooks import TABLE
 
@@ -40,11 +39,7 @@ print(json.dumps([changed, new]))
 
 
 def test_the_table_names_all_that_is_replaced():
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    changed, _ = json.loads(done.stdout.splitlines()[-1])
+    changed, _ = json.loads(run([sys.executable, "-c", PROGRAM]).splitlines()[-1])
     assert sorted(changed) == sorted(row.where for row in TABLE), changed
 
 

@@ -289,8 +289,6 @@ def test_simulation_of_many_ranks_in_one_process(caplog):
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"base_layers": 1}, "--base-layers 1 cannot be combined with MoE layers"),
-        ({"scale_fc": True}, "--scale-fc"),
         ({"character_embeddings": True}, "--character-embeddings"),
         ({"adaptive_input": True}, "--adaptive-input"),
         ({"adaptive_softmax_cutoff": "50"}, "--adaptive-softmax-cutoff"),

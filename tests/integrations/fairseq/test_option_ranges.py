@@ -20,10 +20,8 @@ from fairseq_tutel.integrations.fairseq.options import help
 
 def ranges_of(options):
     """The ranges that the fields of a dataclass state, by the name of the field."""
-    stated = {
-        name: field.metadata.get("range") for name, field in options.__dataclass_fields__.items()
-    }
-    return {name: allowed for name, allowed in stated.items() if allowed is not None}
+    stated = ((f.name, f.metadata.get("range")) for f in options.__dataclass_fields__.values())
+    return {name: allowed for name, allowed in stated if allowed is not None}
 
 
 MODEL = ranges_of(TransformerLMGPTMoEConfig)

@@ -6,13 +6,11 @@ import torch
 from fairseq.dataclass import FairseqDataclass
 from fairseq.models import FairseqDecoder, FairseqLanguageModel, register_model
 from helpers.distributed import run_ranks
-from helpers.training import LENGTH, make_config, make_trainer, named, own_batches
+from helpers.training import LENGTH, make_config, make_trainer, named, own_batches, save
 from omegaconf import OmegaConf, open_dict
 
 from fairseq_tutel.distributed import build_groups
 from fairseq_tutel.moe import MoELayer
-
-POSITION = {"version": 2, "epoch": 1, "iterations_in_epoch": 3, "shuffle": False}
 
 
 @dataclass
@@ -79,7 +77,7 @@ def _trained(path, saves):
     for update in range(3):
         trainer.train_step(own_batches(update, 4))
     if saves:
-        trainer.save_checkpoint(path, {"train_iterator": POSITION, "val_loss": None})
+        save(trainer, path)
         return named(trainer)
     weights = named(trainer)
     trainer.load_checkpoint(path)

@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -10,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from fairseq import options, utils
+from helpers.commands import run
 from helpers.distributed import run_ranks
-from helpers.training import make_batch, make_config, make_trainer
+from helpers.training import make_batch, make_config, make_trainer, save
 
 from fairseq_tutel.command_line import CONFIGS
 from fairseq_tutel.config import ROUTERS
@@ -55,10 +55,7 @@ assert TransformerLMGPTMoEConfig(moe_toy_rate=0.75).moe_toy_rate == 0.75
 
 
 def test_alone_and_registered_before_fairseq_is_imported():
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE], cwd=HELPERS, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run([sys.executable, "-c", ALONE], cwd=HELPERS)
 
 
 def _documented_example(folder):
@@ -105,8 +102,7 @@ def _in_fairseq(folder):
     assert bias.abs().max() >= 0.25
 
     path = f"{folder}/x.pt"
-    position = {"version": 2, "epoch": 1, "iterations_in_epoch": 3, "shuffle": False}
-    trainer.save_checkpoint(path, {"train_iterator": position, "val_loss": None})
+    save(trainer, path)
     shared = torch.load(f"{folder}/x-shared.pt", weights_only=False)
     assert torch.equal(shared["model"][KEY], bias)
     resumed = make_trainer(cfg)
@@ -131,9 +127,7 @@ def _in_fairseq(folder):
         except SystemExit as error:
             refusals[words] = str(error)
     parser = options.get_training_parser()
-    options.parse_args_and_arch(
-        parser, input_args=["--task", "dummy_lm", "--arch", "transformer_lm_gpt_moe"]
-    )
+    options.parse_args_and_arch(parser, ["--task", "dummy_lm", "--arch", "transformer_lm_gpt_moe"])
     words = ("+model.moe_router=toy", "+model.moe_toy_rate=0.5")
     plans = [read_settings(load_config(CONFIGS, "tiny_cpu", w), "x") for w in ((), words)]
     assert plans[1].routing.router_options.rate == 0.5

@@ -1,7 +1,5 @@
 """Processes that torchrun, mpirun or srun started become one job, or none."""
 
-import socket
-
 import pytest
 import torch
 from helpers.training import make_config, make_trainer
@@ -70,11 +68,8 @@ def test_a_process_alone_stays_alone_and_an_init_method_wins(cfg, env, method):
     assert dict(cfg.distributed_training) == before
 
 
-def test_a_rank_whose_others_have_died_ends_in_time(programs):
+def test_a_rank_whose_others_have_died_ends_in_time(programs, port):
     """As where processes were started by hand, and one found no data."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     words = f"""
         fairseq-train --task dummy_lm --cpu --no-save --optimizer adam --user-dir fairseq_tutel
         --arch transformer_lm_gpt_moe --distributed-world-size 2 --distributed-no-spawn
@@ -109,9 +104,10 @@ def test_a_trainer_that_would_be_one_of_two_is_refused(monkeypatch):
     """The last line of defence: Hydra's programs import the user dir too late to join."""
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    cfg = make_config()
-    with pytest.raises(ValueError, match="torchrun \\[its options\\] -m fairseq_tutel.launch --"):
-        make_trainer(cfg)
+    monkeypatch.setattr(ranks.sys, "argv", ["/bin/fairseq-hydra-train", "task.data=d"])
+    works = "torchrun \\[its options\\] -m fairseq_tutel.launch -- fairseq-hydra-train task.data=d$"
+    with pytest.raises(ValueError, match=works):
+        make_trainer(make_config())
     make_trainer(make_config(moe=False))  # a dense model does what it always did
 
 

@@ -9,27 +9,14 @@ import sys
 
 import pytest
 import torch
-from helpers.commands import ROOT, logged
+from helpers.commands import ROOT, environment, logged
 from helpers.distributed import run_ranks
+from helpers.programs import requeued_in
 from helpers.training import make_batch, make_config, make_trainer
 
 from fairseq_tutel.command_line import EXIT_REQUEUE
 from fairseq_tutel.distributed import process_world
 
-# what makes fairseq-train send itself SIGUSR1 in the middle of an update
-_SIGNAL_IN = """
-import os, signal
-import fairseq_cli.train
-from fairseq_tutel.integrations.fairseq.trainer.trainer import MoETrainer
-train_step = MoETrainer.train_step
-
-def with_signal(self, *args, **kwargs):
-    if self.get_num_updates() == {update} - 1:
-        os.kill(os.getpid(), signal.SIGUSR1)
-    return train_step(self, *args, **kwargs)
-
-MoETrainer.train_step = with_signal
-"""
 UPDATES_PER_EPOCH, MAX_UPDATE = 6, 15  # 16 blocks, 3 to a batch
 # With --update-epoch-batch-itr, since stock fairseq otherwise forms batches once, from a seed plus
 # the number of the first epoch: a run that resumes in the second one has other batches from there.
@@ -46,7 +33,7 @@ _WORDS = f"""
 
 
 def _train(programs, folder, signal_in=0):
-    prelude = _SIGNAL_IN.format(update=signal_in) if signal_in else ""
+    prelude = requeued_in(signal_in) if signal_in else ""
     command = ["fairseq-train", *_WORDS.split(), "--save-dir", str(folder)]
     done = programs.run(command, timeout=120, prelude=prelude)
     assert done.status in (0, EXIT_REQUEUE), done.text
@@ -106,15 +93,13 @@ def test_requeued_run_is_like_an_uninterrupted_one(update, when, uninterrupted, 
 def test_the_signal_is_heard_where_the_program_is_run_as_a_module(tmp_path):
     words = _WORDS.replace(f"--max-update {MAX_UPDATE}", "--max-update 100000").split()
     command = [sys.executable, "-m", "fairseq_cli.train", *words, "--save-dir", str(tmp_path)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
+    how = {"cwd": ROOT, "env": environment(), "text": True, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, **how) as process:
         try:
             lines = []
             for line in process.stdout:
                 lines.append(line)
-                if '"num_updates": "7"' in line:
+                if '"num_updates": "2"' in line:
                     process.send_signal(signal.SIGUSR1)
             assert process.wait(60) == EXIT_REQUEUE, "".join(lines[-30:])
         finally:

@@ -5,7 +5,7 @@ import functools
 import pytest
 from helpers.assertions import rms_ratio
 from helpers.distributed import run_ranks
-from helpers.training import make_config, make_trainer, named, own_batches, record_updates
+from helpers.training import make_config, make_trainer, named, own_batches, record_updates, save
 
 from fairseq_tutel.distributed import process_world
 
@@ -21,7 +21,6 @@ CASES = {
                              "--lr-scheduler inverse_sqrt --warmup-updates 8",
 }  # fmt: skip
 MOVES = [(1, 1), (2, 2), (4, 4), (1, 2), (2, 1), (2, 4), (4, 2), (4, 1)]
-POSITION = {"version": 2, "epoch": 1, "iterations_in_epoch": 12, "shuffle": False}
 
 
 @functools.cache
@@ -50,7 +49,7 @@ def _save(trainer, path):
     trainer.lr_scheduler.best = 0.375
     if getattr(trainer.optimizer, "scaler", None) is not None:
         trainer.optimizer.scaler.loss_scale = 2.0
-    trainer.save_checkpoint(path, {"train_iterator": dict(POSITION), "val_loss": 1.25})
+    save(trainer, path, 12, val_loss=1.25)
 
 
 def _train_and_save(cfgs, folder):
@@ -150,14 +149,12 @@ def _reset(cfg, folder, names):
     assert not trainer.optimizer.optimizer.state  # nothing has been restored
     with pytest.raises(ValueError, match="FairseqNAG.*FairseqAdam|nag.*adam|reset-optimizer"):
         trainer.load_checkpoint(_path(folder, names[1], 1))
-    with pytest.raises(ValueError, match="does not fit this model"):
-        other = make_config("--moe-expert-count", "4", "--decoder-embed-dim", "24")
-        other.checkpoint.save_dir = folder
-        make_trainer(other).load_checkpoint(path)
-    with pytest.raises(ValueError, match="has 4 experts .* has 8: give --moe-expert-count 4"):
-        other = make_config("--moe-expert-count", "8")
-        other.checkpoint.save_dir = folder
-        make_trainer(other).load_checkpoint(path)
+    for words, message in (
+        ("--moe-expert-count 4 --decoder-embed-dim 24", "does not fit this model"),
+        ("--moe-expert-count 8", "has 4 experts .* has 8: give --moe-expert-count 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_trainer(make_config(*words.split(), "--save-dir", folder)).load_checkpoint(path)
     with pytest.raises(FileNotFoundError, match="nowhere.pt"):
         trainer.cfg.checkpoint.restore_file = "nowhere.pt"
         trainer.load_checkpoint(f"{folder}/nowhere.pt")
@@ -175,7 +172,7 @@ def _load_from_own_disk(cfg, folder):
     rank, _ = process_world()
     cfg.checkpoint.save_dir = folder
     trainer = make_trainer(cfg)
-    trainer.save_checkpoint(f"{folder}/checkpoint_last.pt", {"train_iterator": dict(POSITION)})
+    save(trainer, f"{folder}/checkpoint_last.pt")
     with pytest.raises(ValueError, match=r"ranks \[1\] of 2 do not see .* shared file system"):
         trainer.load_checkpoint(f"{folder}{'/elsewhere' * rank}/checkpoint_last-shared.pt")
 

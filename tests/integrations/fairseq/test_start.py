@@ -7,12 +7,10 @@ import pytest
 import torch
 from fairseq import checkpoint_utils, utils
 from helpers.commands import ROOT
-from helpers.training import make_config, make_trainer, named, own_batches
+from helpers.training import make_config, make_trainer, named, own_batches, save
 
 from fairseq_tutel.checkpoint import merge, remove_set
 from fairseq_tutel.integrations.fairseq.programs import evaluation
-
-POSITION = {"version": 2, "epoch": 1, "iterations_in_epoch": 0, "shuffle": False}
 
 
 class Killed(BaseException):
@@ -27,10 +25,6 @@ def _trained(folder, updates=2):
     return trainer
 
 
-def _save(trainer, path):
-    trainer.save_checkpoint(str(path), {"train_iterator": dict(POSITION), "val_loss": 1.0})
-
-
 def _interrupted_save(trainer, path, monkeypatch):
     """A first save that is committed, and none of its files has its name yet."""
     replace = os.replace
@@ -43,7 +37,7 @@ def _interrupted_save(trainer, path, monkeypatch):
     with monkeypatch.context() as patches:
         patches.setattr(os, "replace", stop_after_commit)
         with pytest.raises(Killed):
-            _save(trainer, path)
+            save(trainer, path, 0)
     assert not list(path.parent.glob("*.pt"))
 
 
@@ -70,7 +64,7 @@ def test_finetuning_starts_from_a_set_by_its_name(state, tmp_path, monkeypatch):
     if state == "interrupted":
         _interrupted_save(run, path, monkeypatch)
     else:
-        _save(run, path)
+        save(run, path, 0)
     weights = named(run)
     trainer = _start(tmp_path / "run", "--finetune-from-model", str(path))
     assert trainer.get_num_updates() == 0
@@ -90,7 +84,7 @@ def test_a_run_that_has_saved_goes_on(option, state, tmp_path, monkeypatch):
         last.parent.mkdir()
         _interrupted_save(run, last, monkeypatch)
     else:
-        _save(run, last)
+        save(run, last, 0)
     if state == "merged":
         merge(str(last), str(tmp_path / "merged.pt"))
         remove_set(str(last))
@@ -137,5 +131,5 @@ def test_a_simulated_rank_starts_afresh(tmp_path, monkeypatch):
     """It holds a share of the experts; a real run may have saved under the same name."""
     # it labels every line that the process logs from then on
     monkeypatch.setattr(logging, "setLogRecordFactory", lambda factory: None)
-    _save(_trained(tmp_path, 2), tmp_path / "checkpoint_last.pt")
+    save(_trained(tmp_path, 2), tmp_path / "checkpoint_last.pt", 0)
     assert _start(tmp_path, "--moe-simulate-world-size", "4").get_num_updates() == 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fairseq.logging import metrics
 from helpers.distributed import run_ranks
-from helpers.training import make_config, make_trainer, named, own_batches
+from helpers.training import make_config, make_trainer, named, own_batches, save
 
 from fairseq_tutel.distributed import build_groups, gather_texts, process_world
 from fairseq_tutel.integrations.fairseq.models.moe_stack import make_tuner
@@ -70,9 +70,8 @@ def _tune(cfg, folder):
     used, again, path = [], [], f"{folder}/checkpoint_last.pt"
     trainer = _watched(make_trainer(cfg), used)
     _train(trainer, 0, SAVED_AT)
-    position = {"version": 2, "epoch": 1, "iterations_in_epoch": SAVED_AT, "shuffle": False}
-    state = {"train_iterator": position, "moe_tuner": trainer.exchange_log.state()}
-    trainer.save_checkpoint(path, state)
+    state = trainer.exchange_log.state()
+    save(trainer, path, SAVED_AT, moe_tuner=state)
     torch.distributed.barrier()
     assert json.loads(Path(folder, "exchange.json").read_text())["open"]  # in mid-search
     values = _train(trainer, SAVED_AT, END)
@@ -89,7 +88,7 @@ def _tune(cfg, folder):
     assert _trials(used) == _trials([*used[:begin], *again])
     torch.distributed.barrier()
     assert _lines(folder) == lines
-    resumed.save_checkpoint(path, state)
+    save(resumed, path, SAVED_AT, moe_tuner=state)
     torch.distributed.barrier()
     pinned = _pinned(cfg, folder, used[-1])
     _unlike_groups()

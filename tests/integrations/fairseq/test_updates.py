@@ -1,4 +1,5 @@
-"""Single updates: checkpointed activations, the norm over all experts, half precision, overflow."""
+"""Single updates: checkpointed activations, the norm over all experts, half precision, overflow,
+a rank without memory, batches that differ between the ranks."""
 
 import functools
 import math
@@ -35,9 +36,6 @@ def on_ranks(world_size, function, options, *args):
     return run_ranks(_each, world_size, function, cfgs, *args, timeout=120)
 
 
-# ---- checkpointed activations
-
-
 def _one_update(cfg):
     trainer = make_trainer(cfg)
     assert isinstance(trainer, MoETrainer)
@@ -59,9 +57,6 @@ def test_checkpointed_activations_give_the_same_gradients(world_size):
             (update, grads), (other_update, other_grads) = found[plain], found[checkpointed]
             assert update.sums == other_update.sums and update.grad_norm == other_update.grad_norm
             assert all(torch.equal(grad, other_grads[name]) for name, grad in grads.items())
-
-
-# ---- gradient norm, clipping, normalisation of expert gradients
 
 
 def _norms(cfg):
@@ -127,8 +122,6 @@ def test_sqrt_world_size_makes_expert_gradients_larger(world_size, experts, back
             assert rms_ratio(root_grads[name], want) < 1e-5 or name.endswith("k_proj.bias"), name
 
 
-# ---- half precision
-
 HALF = ("--fp16", "--memory-efficient-fp16", "--bf16", "--memory-efficient-bf16")
 
 
@@ -171,13 +164,11 @@ def _overflow(cfg, names):
             assert (output is None) == (update == 1)
             scales.append(trainer.optimizer.scaler.loss_scale)
             counts.append(trainer.get_num_updates())
-        found[name] = (
-            scales,
-            counts,
-            len(updates),
-            all(torch.equal(weights[1][key], weights[2][key]) for key in weights[1]),
-            all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1]),
+        kept, skipped = (
+            all(torch.equal(weights[i][key], weights[i + 1][key]) for key in weights[i])
+            for i in (0, 1)
         )
+        found[name] = scales, counts, len(updates), skipped, kept
     return found
 
 
@@ -215,9 +206,6 @@ def test_nan_of_one_rank_in_fp32_stops_all(backend, tmp_path):
     assert written == ["crash-rank-0.pt", "crash-rank-1.pt", "crash-shared.pt"]
 
 
-# ---- one rank runs out of memory
-
-
 def _out_of_memory(cfg, step):
     rank, _ = process_world()
     trainer = make_trainer(cfg)
@@ -241,8 +229,6 @@ def test_a_rank_without_memory_ends_the_job(step, experts):
     with pytest.raises(RanksFailed, match="RuntimeError: CUDA out of memory"):
         run_ranks(_out_of_memory, 2, cfg, step, timeout=30.0)
 
-
-# ---- batches that differ between the ranks
 
 UNEVEN = {
     "one rank has none": [make_batch(1), None],
@@ -279,9 +265,7 @@ UNEVEN_OPTIONS = (
 )
 
 
-@functools.cache
-def uneven(world_size):
-    return on_ranks(world_size, _uneven, UNEVEN_OPTIONS)
+uneven = functools.cache(lambda world_size: on_ranks(world_size, _uneven, UNEVEN_OPTIONS))
 
 
 @pytest.mark.parametrize("options", UNEVEN_OPTIONS)
@@ -302,10 +286,8 @@ def test_uneven_batches_change_nothing_for_the_tokens_there_are(name, options):
 def _validate(cfg):
     """Validation of five batches of all kinds: two, then one rank has none left."""
     rank, world_size = process_world()
-    batches = [
-        make_batch(i, lengths=lengths)
-        for i, lengths in enumerate(([8] * 4, [5, 3], [8, 1], [2], [7, 7, 7]))
-    ]
+    kinds = ([8] * 4, [5, 3], [8, 1], [2], [7, 7, 7])
+    batches = [make_batch(i, lengths=lengths) for i, lengths in enumerate(kinds)]
     share = batches[rank::world_size]
     share += [{}] * (math.ceil(len(batches) / world_size) - len(share))
     trainer = make_trainer(cfg)

@@ -23,23 +23,19 @@ RUN = """
 """
 
 
-def test_the_page_names_every_metric_and_no_other(programs):
+def test_the_page_names_every_metric_and_no_other_and_all_experts_are_counted(programs):
     rows = re.findall(r"^\| `(\w+)`(?: \*)? \|(.*)\|(.*)\|(.*)\|$", PAGE.read_text(), re.MULTILINE)
     names = [name for name, *_ in rows]
     assert len(set(names)) == len(names) > 20 and all(all(map(str.strip, row)) for row in rows)
     marked = set(re.findall(r"^\| `(\w+)` \*", PAGE.read_text(), re.MULTILINE))
     assert marked == {name for name in names if log_filters._DETAILS.fullmatch(f", {name}=1")}
-    done = programs.run(["fairseq-train", *RUN.split()], ranks=2)
-    assert done.status == 0, done.text[-3000:]
-    (run,) = logged(done.text, "train")
-    assert set(run) - FAIRSEQS == set(names) - NOT_IN_THIS_RUN
-
-
-def test_the_log_counts_the_experts_of_all_ranks(programs):
-    """One layer of 4 experts: one has 2 * 16 * 16 weights and 32 biases."""
     counts = []
     for ranks in (1, 2):
         done = programs.run(["fairseq-train", *RUN.split()], ranks=ranks)
+        assert done.status == 0, done.text[-3000:]
         counts += re.findall(r"parameters of all ranks: (.*) active per token: (.*)", done.stdout)
+    (run,) = logged(done.text, "train")
+    assert set(run) - FAIRSEQS == set(names) - NOT_IN_THIS_RUN
+    # one layer of 4 experts: one has 2 * 16 * 16 weights and 32 biases
     assert counts[0] == counts[1] and "experts 2,176)" in counts[0][0]
     assert "(2 of 4 experts)" in counts[0][1]
