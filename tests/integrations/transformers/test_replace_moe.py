@@ -155,6 +155,34 @@ def test_frozen_half_and_mode_stay():
     assert layer.mlp.training and not layer.mlp.experts.down_proj.requires_grad
 
 
+def test_gradient_checkpointing():
+    """The layers run twice, and report once."""
+    ids, found = tokens(), []
+    for checkpointed in (False, True):
+        model = make("olmoe").train()
+        replace_moe(model)
+        if checkpointed:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        with training.collect_aux(model) as aux:
+            loss = model(ids, labels=ids).loss
+        assert len(aux.layers) == 3
+        (loss + aux.loss).backward()
+        found.append({name: param.grad for name, param in model.named_parameters()})
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_autocast():
+    model = make("qwen3").train()
+    want = model(tokens()).logits
+    replace_moe(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = model(tokens()).logits
+    got.float().square().mean().backward()
+    assert (got - want).norm() < 0.1 * want.norm()
+    assert all(p.grad is not None and p.grad.dtype is p.dtype for p in model.parameters())
+
+
 BLOCKS = {
     "FlexOlmo": ("flex_olmo", {"norm_topk_prob": True, **FOUR}),
     "MiniMax": ("minimax", {"num_local_experts": 4}),
@@ -193,6 +221,7 @@ def test_the_table_is_tried_whole():
 EXCHANGES = {
     "plain": {},
     "overlapped": {"exchange": ExchangeConfig(overlap_degree=2)},
+    "2dh": {"exchange": ExchangeConfig("2dh", ranks_per_node=2)},
     "sliced": {"placement": "sliced"},
     "sliced, r=0": {"placement": "sliced", "exchange": ExchangeConfig(r=0)},
 }
@@ -241,7 +270,7 @@ def train_on_ranks(name, way, folder):
 
 
 @pytest.mark.parametrize("name, way, world_size", [
-    ("mixtral", "plain", 2), ("qwen3", "overlapped", 2), ("olmoe", "plain", 2),
+    ("mixtral", "plain", 2), ("qwen3", "overlapped", 2), ("olmoe", "2dh", 4),
     ("olmoe, two experts", "sliced", 4), ("olmoe, two experts", "sliced, r=0", 4),
 ])  # fmt: skip
 def test_ranks_are_one_model_and_train_as_one(name, way, world_size, tmp_path):
@@ -261,6 +290,26 @@ def test_ranks_are_one_model_and_train_as_one(name, way, world_size, tmp_path):
     blocks = replace_moe(model)
     training.load_checkpoint(f"{tmp_path}/{world_size}.pt", model)
     assert_same(original_state_dict(model, blocks), states[0])
+
+
+def generate_on_ranks():
+    """Ranks with other prompts, which end after other numbers of steps."""
+    rank, world_size = process_world()
+    model = make("mixtral", eos_token_id=list(range(30, 50)))
+    if world_size > 1:
+        replace_moe(model)
+    ends = {"max_new_tokens": 15, "do_sample": False, "synced_gpus": world_size > 1}
+    prompts = [tokens(2, seed)[:, : 4 + seed] for seed in (2, 3)]
+    mine = prompts[rank : rank + 1] if world_size > 1 else prompts
+    return [model.generate(prompt, **ends) for prompt in mine]
+
+
+def test_ranks_generate_what_one_does():
+    want = generate_on_ranks()
+    got = [found for (found,) in run_ranks(generate_on_ranks, 2, timeout=100)]
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    steps = [len(found[0]) - 4 - seed for found, seed in zip(want, (2, 3), strict=True)]
+    assert steps[0] != steps[1], steps
 
 
 # what is refused
