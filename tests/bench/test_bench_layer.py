@@ -97,21 +97,6 @@ def test_a_wrong_result_stops_the_benchmark(tmp_path, monkeypatch):
         bench(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--backends", "cuda"], "--backends cuda"),
-        (["--tokens", "0"], "--tokens 0"),
-        (["--experts", "6", "--simulate-ranks", "4"], "6 experts"),
-        (["--top-k", "5"], "top_k=5"),
-    ],
-)
-def test_errors(tmp_path, capsys, arguments, message):
-    output = ["--output", str(tmp_path / "x.json")]
-    assert bench_layer.main([*TINY, *output, *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_run_that_is_stopped_keeps_its_repetitions(tmp_path, monkeypatch):
     def stopped(*args, progress, **kwargs):
         calls = []

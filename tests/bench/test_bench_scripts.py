@@ -7,6 +7,7 @@ import bench_adaptive
 import bench_alltoall
 import bench_exchange
 import bench_kernels
+import bench_layer
 import bench_train
 import pytest
 import torch
@@ -126,6 +127,10 @@ def test_alltoall(tmp_path):
 @pytest.mark.parametrize(
     "benchmark, arguments, message",
     [
+        (bench_layer, ["--device", "cpu", "--backends", "cuda"], "--backends cuda"),
+        (bench_layer, ["--device", "cpu", "--tokens", "0"], "--tokens 0"),
+        (bench_layer, ["--device", "cpu", "--experts", "6", "--simulate-ranks", "4"], "6 experts"),
+        (bench_layer, ["--device", "cpu", "--experts", "4", "--top-k", "5"], "top_k=5"),
         (bench_kernels, ["--device", "cpu", "--backends", "triton"], "need a GPU"),
         (bench_train, ["--device", "cpu", "--variants", "moe,tutel"], "tutel"),
         (bench_alltoall, ["--device", "cpu"], "at least 2 ranks"),

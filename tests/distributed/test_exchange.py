@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from helpers.distributed import on_ranks, run_ranks
+from helpers.distributed import on_ranks
 from helpers.exchanges import (
     InlineStream,
     Recorded,
@@ -43,20 +43,34 @@ def _numbered(counts, order):
     return torch.tensor(rows).double().view(-1, 3).requires_grad_()
 
 
-def _exchanges(name, ranks_per_node):
-    rank, size = process_world()
+# ranks -> ranks per node of the exchanges that tell nodes apart
+NODES = {1: (0,), 2: (0,), 4: (2,), 8: (2, 4)}
+
+
+@pytest.mark.parametrize(
+    "world_size, ranks_per_node, name",
+    [
+        pytest.param(world, local, name, marks=[pytest.mark.slow] * (world == 8))
+        for world, nodes in NODES.items()
+        for local in nodes
+        for name in EXCHANGES
+        if local or not EXCHANGES.get(name).needs_nodes
+    ],
+)
+@on_ranks()
+def test_exchanges_and_their_gradients(world_size, ranks_per_node, name):
+    rank, size = process_world()[0], world_size
     exchange = build_exchange(ExchangeConfig(name, ranks_per_node), build_groups(2 * size))
     assert exchange.name == name
     order = exchange.algorithm.send_order
 
     # equal parts; rank r sends 2r + to rows to rank `to`, none from 0 to 0; nothing but from 1 to 0
-    for number, send_table in enumerate(
-        (
-            [[3] * size] * size,
-            [[2 * by + to for to in range(size)] for by in range(size)],
-            [[5 * (by == 1) * (to == 0) for to in range(size)] for by in range(size)],
-        )
-    ):
+    tables = (
+        [[3] * size] * size,
+        [[2 * by + to for to in range(size)] for by in range(size)],
+        [[5 * (by == 1) * (to == 0) for to in range(size)] for by in range(size)],
+    )
+    for number, send_table in enumerate(tables):
         send, receive = send_table[rank], [line[rank] for line in send_table]
         rows = _numbered(send, order)
         splits = splits_of(exchange, send) if number else None
@@ -84,24 +98,6 @@ def _exchanges(name, ranks_per_node):
     if splits is not None:
         assert list(splits.sent_P) == [200 * rank + 4 * to + 1 for to in range(size)]
         assert list(splits.received_P) == [200 * by + 4 * rank + 1 for by in range(size)]
-
-
-# ranks -> ranks per node of the exchanges that tell nodes apart
-NODES = {1: (0,), 2: (0,), 4: (2,), 8: (2, 4)}
-
-
-@pytest.mark.parametrize(
-    "world_size, ranks_per_node, name",
-    [
-        pytest.param(world, local, name, marks=[pytest.mark.slow] * (world == 8))
-        for world, nodes in NODES.items()
-        for local in nodes
-        for name in EXCHANGES
-        if local or not EXCHANGES.get(name).needs_nodes
-    ],
-)
-def test_exchanges_and_their_gradients(world_size, ranks_per_node, name):
-    run_ranks(_exchanges, world_size, name, ranks_per_node)
 
 
 @pytest.mark.parametrize("name", list(EXCHANGES))
@@ -135,27 +131,22 @@ def test_unknown_and_taken_names_are_refused():
         register_exchange("linear")(LocalCopy)
 
 
-def _choose_differently():
+@on_ranks(2)
+def test_ranks_with_different_exchanges_are_named_and_exchanges_left_out():
     rank, _ = process_world()
-    groups, messages = build_groups(2), []
-    for choices in (["linear", "2dh"], [ExchangeConfig(wire=wire) for wire in ("same", "fp8")]):
-        with pytest.raises(ValueError) as caught:
-            MoELayer(8, 2, 8, groups=groups, exchange=choices[rank])
-        messages.append(str(caught.value))
+    wires = [ExchangeConfig(wire=wire) for wire in ("same", "fp8")]
+    for choices, words in (
+        (["linear", "2dh"], r"algorithm: 2dh on ranks \[1\]; linear on ranks \[0\]$"),
+        (wires, r"wire: fp8 on ranks \[1\]; same on ranks \[0\]$"),
+    ):
+        with pytest.raises(ValueError, match=f"^MoE ranks disagree on {words}"):
+            MoELayer(8, 2, 8, groups=build_groups(2), exchange=choices[rank])
     for factor in (1.0, 0.0):  # left out, also on several ranks
         layer = MoELayer(6, 4, 8, skip_exchange=True, capacity_factor=factor)
         x = torch.randn(12, 6, requires_grad=True)
         y = layer(x)
         y.sum().backward()
         assert y.shape == x.shape and torch.isfinite(y).all() and torch.isfinite(x.grad).all()
-    return messages
-
-
-def test_ranks_with_different_exchanges_are_named_and_exchanges_left_out():
-    for of_algorithms, of_wires in run_ranks(_choose_differently, 2):
-        words = "MoE ranks disagree on algorithm: 2dh on ranks [1]; linear on ranks [0]"
-        assert of_algorithms == words
-        assert of_wires == "MoE ranks disagree on wire: fp8 on ranks [1]; same on ranks [0]"
 
 
 def test_the_time_of_an_exchange_is_measured_without_its_gradient():
@@ -184,11 +175,9 @@ CHUNKS = (2, 5, 1, 3)  # rows for each rank; what is recorded tells them apart
 
 def _through(exchange, chunks, weight, parts, stream):
     """Exchange, experts and exchange back of several chunks, each started as early as it can be."""
-    out = [
-        exchange.start(x, Direction.DISPATCH, p, stream) for x, p in zip(chunks, parts, strict=True)
-    ]
-    back = []
-    for handle, p in zip(out, parts, strict=True):
+    pairs, back = zip(chunks, parts, strict=True), []
+    out = [(exchange.start(x, Direction.DISPATCH, p, stream), p) for x, p in pairs]
+    for handle, p in out:
         hidden = (handle.wait() @ weight).tanh()
         back.append(exchange.start(hidden, Direction.COMBINE, p, stream))
     return torch.cat([handle.wait() for handle in back])
@@ -215,12 +204,8 @@ def _compare(name, even):
         return [y.detach(), *(x.grad for x in xs), w.grad]
 
     def one_after_the_other(xs, w):
-        return torch.cat(
-            [
-                exchange.combine((exchange.dispatch(x, p) @ w).tanh(), p)
-                for x, p in zip(xs, parts, strict=True)
-            ]
-        )
+        hidden = [(exchange.dispatch(x, p) @ w).tanh() for x, p in zip(xs, parts, strict=True)]
+        return torch.cat([exchange.combine(h, p) for h, p in zip(hidden, parts, strict=True)])
 
     *want, want_w = run(one_after_the_other)
     worker = ThreadStream()
@@ -230,17 +215,13 @@ def _compare(name, even):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         torch.testing.assert_close(got_w, want_w, rtol=1e-12, atol=1e-12)  # sums of other order
         directions = [line.rsplit(" ", 1)[0] for line in recorded.algorithm.log]
-        assert directions == [
-            direction
-            for direction in ("dispatch", "combine", "combine gradient", "dispatch gradient")
-            for _ in CHUNKS
-        ]
+        order = ("dispatch", "combine", "combine gradient", "dispatch gradient")
+        assert directions == [direction for direction in order for _ in CHUNKS]
         if even:  # sizes are those of all ranks: the backward pass is the mirror of the forward one
             log, half = recorded.algorithm.log, 2 * len(CHUNKS)
             forward, backward = log[:half], log[half:]
             assert [line.replace(" gradient", "") for line in backward[::-1]] == forward
-            orders = gather_texts("; ".join(log))
-            assert len(set(orders)) == 1
+            assert len(set(gather_texts("; ".join(log)))) == 1
 
 
 @on_ranks(W)

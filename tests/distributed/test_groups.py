@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.distributed import on_ranks, run_ranks
+from helpers.distributed import on_ranks
 
 from fairseq_tutel.distributed import build_groups, gather_integers, process_world, sync_step
 from fairseq_tutel.distributed.placement import groups as groups_module
@@ -23,10 +23,13 @@ PLACEMENT = {
 }
 
 
-def _place():
+@on_ranks(4)
+def test_placement_on_four_ranks():
+    _different_expert_counts()  # groups of different ranks would be waited for until the limit
+    _communicators()
+    _control_groups()
     rank, _ = process_world()
-    found = {}
-    for experts in PLACEMENT:
+    for experts, (size, replicas, local, exchange, replica) in PLACEMENT.items():
         count, chosen = experts if isinstance(experts, tuple) else (experts, 0)
         groups = build_groups(count, expert_parallel_size=chosen)
         partners = [
@@ -35,8 +38,9 @@ def _place():
         ]
         assert groups.num_local_experts == len(groups.local_experts)
         assert groups.communicates == (groups.ep_size > 1)
-        local = list(groups.local_experts)
-        found[experts] = (groups.ep_size, groups.num_replicas, local, *partners)
+        assert (groups.ep_size, groups.num_replicas) == (size, replicas)
+        assert list(groups.local_experts) == local[rank], experts
+        assert partners == [exchange[rank], replica[rank]], experts
         assert (groups.num_slices, groups.slice_index) == (1, 0)
         if not chosen:
             _compare_with_sliced(groups, build_groups(count, placement="sliced"))
@@ -44,7 +48,6 @@ def _place():
         build_groups(4, placement="cut")
     with pytest.raises(ValueError, match="disagree on placement: .*sliced on ranks .3."):
         build_groups(2, placement="sliced" if rank == 3 else "replicated")
-    return found
 
 
 def _compare_with_sliced(groups, sliced):
@@ -55,13 +58,6 @@ def _compare_with_sliced(groups, sliced):
         assert getattr(sliced, name) == getattr(groups, name), name
     step = sync_step(10 + groups.rank, None, sliced)
     assert step.num_tokens == 9 + groups.world_size
-
-
-def test_placement_on_four_ranks():
-    for rank, found in enumerate(run_ranks(_on_four_ranks, 4)):
-        for experts, (size, replicas, local, exchange, replica) in PLACEMENT.items():
-            want = (size, replicas, local[rank], exchange[rank], replica[rank])
-            assert found[experts] == want, (rank, experts)
 
 
 def _indivisible():
@@ -149,10 +145,3 @@ def _communicators():
     world = dist.group.WORLD
     assert build_groups(8).ep_group is world and build_groups(1).replica_group is world
     assert build_groups(2).ep_group not in (world, None)
-
-
-def _on_four_ranks():
-    _different_expert_counts()  # groups of different ranks would be waited for until the limit
-    _communicators()
-    _control_groups()
-    return _place()

@@ -70,12 +70,13 @@ def run_ranks(function: Callable, world_size: int, *args, timeout: float = 60.0)
         ]
 
 
-def on_ranks(world_size: int, timeout: float = 60.0):
-    """Of the test that this decorates, every rank runs the body, with the test's arguments."""
+def on_ranks(ranks: int | None = None, timeout: float = 60.0):
+    """Every rank runs the body of this test; as many as its argument ``world_size`` by default."""
 
     def decorate(body):
         @functools.wraps(body)
         def test(**arguments):
+            world_size = ranks or arguments["world_size"]
             call = body.__module__, body.__name__, arguments
             run_ranks(_run_body, world_size, *call, timeout=timeout)
 

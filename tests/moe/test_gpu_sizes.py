@@ -18,7 +18,6 @@ LARGE = {"padded": (5000, 4096, 16384, 512, 512), "dropless": (5000, 4096, 16384
 SMALL = {"padded": (50, 32, 64, 8, 8), "dropless": (20, 16, 32, 4, 0)}
 FACTOR = {"padded": 1.25, "dropless": 0.0}
 ON = [
-    pytest.param("cpu", "torch", SMALL),
     pytest.param("cpu", "triton", SMALL),
     pytest.param("cuda", "triton", LARGE, marks=pytest.mark.gpu),
 ]

@@ -21,12 +21,13 @@ HOST_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "
               "masked_select"}  # fmt: skip
 
 
-def make(device, dtype=torch.bfloat16, **options):
+def make(device, dtype=torch.bfloat16, dim=64, **options):
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return MoELayer(64, 8, 128, seed=1, **options), torch.randn(32, 64, requires_grad=True)
+            layer = MoELayer(dim, 8, 2 * dim, seed=1, **options)
+            return layer, torch.randn(32, dim, requires_grad=True)
     finally:
         torch.set_default_dtype(before)
 
@@ -134,7 +135,7 @@ def inside(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"capacity_factor": 0.0}], ids=["padded", "dropless"])
 def test_the_operators_themselves_launch_little_and_read_nothing(options, inside):
     """All operations and kernels, those inside of the operators counted too."""
-    layer, x = make("cpu", **options)
+    layer, x = make("cpu", dim=16, **options)
     launches, first = [], []
 
     def between():

@@ -140,10 +140,9 @@ def test_route_equals_gating_token_by_token(name, training):
         assert_close("weights", got, want.weight_TE, torch.float64)
         assert_close("loss", aux.loss, want.loss, torch.float64)
         target = torch.randn(len(logits), E, dtype=torch.float64)
-        pairs = ((want.weight_TE, want.loss), (got, aux.loss))
-        want_grad, grad = (
-            torch.autograd.grad((w * target).sum() + 3 * x, logits)[0] for w, x in pairs
-        )
+        wanted = (want.weight_TE * target).sum() + 3 * want.loss
+        total = (got * target).sum() + 3 * aux.loss
+        want_grad, grad = (torch.autograd.grad(x, logits)[0] for x in (wanted, total))
         assert_close("gradient of logits", grad, want_grad, torch.float64)
         check_rows(config, want, routing, aux, training)
         metrics = aux.metrics_dict()
@@ -157,9 +156,8 @@ def test_route_equals_gating_token_by_token(name, training):
 def check_rows(config, want, routing, aux, training):
     """Padding, rejected and dropped choices hold no row; all others the row of their place."""
     assert routing.padded == (training and config.capacity_factor > 0)
-    kept_E = torch.tensor([e for e, _ in want.place.values()], dtype=torch.long).bincount(
-        minlength=E
-    )
+    kept = torch.tensor([e for e, _ in want.place.values()], dtype=torch.long)
+    kept_E = kept.bincount(minlength=E)
     assert routing.num_kept_per_expert_E.tolist() == kept_E.tolist()
     start_E = kept_E.cumsum(0) - kept_E
     if routing.padded:
@@ -214,12 +212,8 @@ def test_load_importance_loss_equals_a_loop(padding):
     for e in range(E):
         importance.append(sum(prob[t, e] for t in tokens))
         threshold = [noisy[t].sort(descending=True).values[1] for t in tokens]
-        load.append(
-            sum(
-                0.5 * (1 + torch.erf((logits[t, e] - h) / std / math.sqrt(2)))
-                for t, h in zip(tokens, threshold, strict=True)
-            )
-        )
+        z = [(logits[t, e] - h) / std for t, h in zip(tokens, threshold, strict=True)]
+        load.append(sum(0.5 * (1 + torch.erf(each / math.sqrt(2))) for each in z))
 
     def squared_variation(values):
         mean = sum(values) / E

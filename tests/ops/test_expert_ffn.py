@@ -21,23 +21,12 @@ GATED = ("swiglu", "geglu")
 NAMES = ("rows", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 
 
-def many_blocks(monkeypatch):
-    monkeypatch.setattr(_expert_blocks, "_BLOCK_NUMEL", 1)
-    monkeypatch.setattr(_expert_blocks, "_MIN_ROWS", 2)
-
-
-@pytest.fixture(params=["one-block", "many-blocks"])
-def blocks(request, monkeypatch):
-    """The rows of an expert in one block, as in small layers, or in several."""
-    if request.param == "many-blocks":
-        many_blocks(monkeypatch)
-
-
 @pytest.fixture(params=["one-block", "many-blocks", "triton"])
 def way(request, monkeypatch):
-    """Block by block, or as on a GPU."""
+    """The rows of an expert in one block, as in small layers, in several, or as on a GPU."""
     if request.param == "many-blocks":
-        many_blocks(monkeypatch)
+        monkeypatch.setattr(_expert_blocks, "_BLOCK_NUMEL", 1)
+        monkeypatch.setattr(_expert_blocks, "_MIN_ROWS", 2)
     elif request.param == "triton":
         as_on_a_gpu(monkeypatch)
     return request.param
@@ -120,7 +109,8 @@ def test_equals_a_loop_over_rows(layout, activation, dtype, biased, way):
         assert a.stride() == b.contiguous().stride(), name
 
 
-def test_any_number_of_threads(blocks):
+@pytest.mark.parametrize("way", ["one-block", "many-blocks"], indirect=True)
+def test_any_number_of_threads(way):
     """The same masks on each, and another number in the backward pass; the same bits again."""
     args, _ = tensors("padded")
     d_out = torch.randn(args[0].shape, dtype=torch.float64)

@@ -9,15 +9,9 @@ from helpers.distributed import RanksFailed, on_ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from fairseq_tutel import training
 from fairseq_tutel.distributed import ExpertParallelGroups, process_world
 from fairseq_tutel.moe import MoELayer
-from fairseq_tutel.training import (
-    clip_grad_norm_,
-    expert_parameters,
-    grad_scaler,
-    prepare_data_parallel,
-    wrap_data_parallel,
-)
 
 DIM, PER_RANK, STEPS, MAX_NORM = 8, 6, 5, 0.1
 
@@ -47,7 +41,7 @@ def test_frozen_experts():
     experts = model.moe.experts
     experts.fc1_weight.requires_grad_(False)
     experts.fc1_bias.requires_grad_(False)
-    net = wrap_data_parallel(model)
+    net = training.wrap_data_parallel(model)
     net(torch.randn(PER_RANK, DIM)).square().mean().backward()
     has_grad = {name for name, param in experts.named_parameters() if param.grad is not None}
     assert has_grad == {"fc2_weight", "fc2_bias"}
@@ -59,39 +53,36 @@ def test_wrong_wrapping_is_refused():
     net = nn.parallel.DistributedDataParallel(Model(2))
     with pytest.raises(ValueError, match="moe.experts.*wrap_data_parallel"):
         net(torch.randn(PER_RANK, DIM))
-    net = wrap_data_parallel(Model(2))
+    net = training.wrap_data_parallel(Model(2))
     net(torch.randn(PER_RANK, DIM)).sum().backward()
     model = Model(2)
     model.moe.groups = ExpertParallelGroups(2)  # as if built before init_process_group
     with pytest.raises(ValueError, match="built for 1 ranks, and there are 2: build the model aft"):
-        wrap_data_parallel(model)
+        training.wrap_data_parallel(model)
 
 
-def shard_wrongly():
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_plain_fully_shard_is_refused(world_size):
     """fully_shard around experts, at every level of a model and after it was prepared."""
-    if process_world()[1] == 1:
+    if world_size == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     x = torch.randn(PER_RANK, DIM)
     for prepared in (False, True):
         for level in ("", "moe", "moe.experts"):
             model = Model(4)
             if prepared:
-                prepare_data_parallel(model)
+                training.prepare_data_parallel(model)
             shard(model.get_submodule(level))
             with pytest.raises(ValueError, match="fully_shard would.*fc1_weight is.*ignored"):
                 model(x)
-    own = MoELayer(DIM, 2, gate=None, experts=[nn.Linear(DIM, DIM)] * (2 // process_world()[1]))
+    own = MoELayer(DIM, 2, gate=None, experts=[nn.Linear(DIM, DIM)] * (2 // world_size))
     with pytest.raises(ValueError, match=r"experts.0.weight is among its"):
         shard(own)(x)
     model = Model(4)
     shard(model.inner)
-    for net in (model, shard(model, ignored_params=set(expert_parameters(model)))):
+    for net in (model, shard(model, ignored_params=set(training.expert_parameters(model)))):
         net(x).sum().backward()
-
-
-def test_plain_fully_shard_is_refused():
-    for ranks in (1, 2):
-        run_ranks(shard_wrongly, ranks)
 
 
 def local_clip():
@@ -100,7 +91,7 @@ def local_clip():
     for check_replicas in (True, False):
         torch.manual_seed(0)
         model = Model(2)
-        prepare_data_parallel(model, check_replicas=check_replicas)
+        training.prepare_data_parallel(model, check_replicas=check_replicas)
         net = nn.parallel.DistributedDataParallel(model)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         torch.manual_seed(process_world()[0])
@@ -128,10 +119,10 @@ def overflow(own):
     rank, _ = process_world()
     torch.manual_seed(0)
     model = Model(2)
-    net = wrap_data_parallel(model)
+    net = training.wrap_data_parallel(model)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    options = {"init_scale": 8.0, "growth_interval": 2}
-    scaler = grad_scaler("cpu", **options) if own else torch.amp.GradScaler("cpu", **options)
+    make = training.grad_scaler if own else torch.amp.GradScaler
+    scaler = make("cpu", init_scale=8.0, growth_interval=2)
     torch.manual_seed(rank)
     scales, weights, norms = [], [], []
     for step in range(5):
@@ -140,7 +131,7 @@ def overflow(own):
         if step == 1 and rank == 1:
             model.moe.experts.fc2_bias.grad[0, 0] = math.inf
         scaler.unscale_(optimizer)
-        norms.append(clip_grad_norm_(net, MAX_NORM).item())
+        norms.append(training.clip_grad_norm_(net, MAX_NORM).item())
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
@@ -162,22 +153,21 @@ def test_an_overflow_that_one_rank_alone_sees_is_refused():
         run_ranks(overflow, 2, False, timeout=30)
 
 
-def one_expert():
+@on_ranks(2)
+def test_replicas_of_one_expert_stay_equal():
     """Ranks that exchange nothing may make different numbers of forward passes."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(DIM, DIM), MoELayer(DIM, 1, 2 * DIM, top_k=1))
-    net = wrap_data_parallel(model)
+    net = training.wrap_data_parallel(model)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(3):
         for _ in range(1 + process_world()[0]):
             model(torch.randn(PER_RANK, DIM))
         net(torch.randn(PER_RANK, DIM)).square().mean().backward()
-        clip_grad_norm_(net, MAX_NORM)
+        training.clip_grad_norm_(net, MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-    return [param.detach() for param in model.parameters()]
-
-
-def test_replicas_of_one_expert_stay_equal():
-    for mine, theirs in zip(*run_ranks(one_expert, 2), strict=True):
-        assert torch.equal(mine, theirs)
+    for param in model.parameters():
+        theirs = param.detach().clone()
+        dist.broadcast(theirs, 0)
+        assert torch.equal(param, theirs)

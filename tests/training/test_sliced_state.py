@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+from unittest import mock
 
 import pytest
 import torch
@@ -146,51 +147,24 @@ def check_whole_state_and_refusals(folder):
     train(model, optimizer)
     path = path_of(folder, case, "refused")
     training.save_checkpoint(path, model, optimizer)
-    for break_it, message in (
-        (_no_memory, "failed on 1 of 4 ranks: rank 3: MemoryError: no memory"),
-        (_other_scale, r"ranks \[1, 3\] have slices of one expert, but differ in its"),
-        (_mixed, "exp_avg of .*moe.experts.0.fc1.weight mixes the hidden units .*replicated"),
-        (_no_disk, "failed on 1 of 4 ranks: rank 1: OSError: .*no space"),
-    ):
-        undo = break_it(optimizer, model.moe.experts.fc1_weight, rank)
-        with pytest.raises(CheckpointError, match=message):  # on every rank
-            training.save_checkpoint(path, model, optimizer)
-        undo()
+    state, failed = optimizer.state[model.moe.experts.fc1_weight], "failed on 1 of 4 ranks: rank"
+    no_memory = mock.Mock(side_effect=MemoryError("no memory"))
+    no_disk = mock.Mock(side_effect=OSError(errno.ENOSPC, "no space"))
+    scale, mixed = 2 * state["exp_avg_scale"], state["exp_avg"].sum(-1)  # as adafactor's
+    for ranks, change, message in (
+        ([3], (SliceGather, "__init__", no_memory), f"{failed} 3: MemoryError: no memory"),
+        ([3], (state, "exp_avg_scale", scale), r"ranks \[1, 3\] have slices .*, but differ in its"),
+        (range(4), (state, "exp_avg", mixed), "exp_avg of .*experts.0.fc1.weight mixes the hidden "
+         "units .*replicated"),
+        ([1], (os, "fsync", no_disk), f"{failed} 1: OSError: .*no space"),
+    ):  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            if rank in ranks:
+                (patch.setitem if change[0] is state else patch.setattr)(*change)
+            with pytest.raises(CheckpointError, match=message):  # on every rank
+                training.save_checkpoint(path, model, optimizer)
         assert_same(path, path_of(folder, case, "1"))  # the older set is still there
     training.save_checkpoint(path, model, optimizer)
-
-
-def _replace(owner, name, value):
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    return lambda: setattr(owner, name, before)
-
-
-def _no_memory(optimizer, param, rank):
-    def fail(self, *args):
-        raise MemoryError("no memory")
-
-    return _replace(SliceGather, "__init__", fail if rank == 3 else SliceGather.__init__)
-
-
-def _no_disk(optimizer, param, rank):
-    def fail(descriptor):
-        raise OSError(errno.ENOSPC, "no space")
-
-    return _replace(os, "fsync", fail if rank == 1 else os.fsync)
-
-
-def _other_scale(optimizer, param, rank):
-    scale = optimizer.state[param]["exp_avg_scale"]
-    scale *= 2 if rank == 3 else 1
-    return lambda: scale.div_(2 if rank == 3 else 1)
-
-
-def _mixed(optimizer, param, rank):
-    state = optimizer.state[param]
-    before = state["exp_avg"]
-    state["exp_avg"] = before.sum(-1)  # as adafactor's
-    return lambda: state.update(exp_avg=before)
 
 
 @pytest.fixture(scope="module")

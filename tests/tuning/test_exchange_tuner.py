@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from helpers.distributed import run_ranks
+from helpers.distributed import on_ranks
 
 from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.distributed import StepAgreement, build_groups, gather_texts, process_world
@@ -48,7 +48,8 @@ def run(tuner, num_steps, factor):
     return used
 
 
-def _converge():
+@on_ranks(2, timeout=120)
+def test_ranks_find_the_optimum_of_a_table_and_go_on_from_it():
     exchange_tuner.RegionTimer = FakeTimer
     layers = make_layers()
     tuner = ExchangeTuner(layers, ["overlap_degree"], max_loss=1.0)
@@ -150,10 +151,6 @@ def _with_real_times():
     assert degrees > {1}
     trials = [event for event in tuner.take_events() if event["what"] == "trial"]
     assert trials and all(0 < us < 10**7 for event in trials for us in event["samples"])
-
-
-def test_ranks_find_the_optimum_of_a_table_and_go_on_from_it():
-    run_ranks(_converge, 2, timeout=120)
 
 
 def test_one_rank_has_nothing_to_tune():

@@ -45,21 +45,18 @@ def assert_moments_equal(new, ref):
 
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+DTYPES = [(FP32, FP32), (FP16, FP16), (BF16, BF16), (FP32, FP16)]
+SHAPES = [
+    ((3, 50, 41), ()),  # several blocks, the last one partly filled
+    ((3, 50, 41), (3,)),  # a slice is no multiple of the block
+    ((2, 2048), (2,)),  # a slice is one block
+    ((1,), ()),
+    ((), ()),
+]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "grad_dtype"), [(FP32, FP32), (FP16, FP16), (BF16, BF16), (FP32, FP16)]
-)
-@pytest.mark.parametrize(
-    ("shape", "scale_shape"),
-    [
-        ((3, 50, 41), ()),  # several blocks, the last one partly filled
-        ((3, 50, 41), (3,)),  # a slice is no multiple of the block
-        ((2, 2048), (2,)),  # a slice is one block
-        ((1,), ()),
-        ((), ()),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+@pytest.mark.parametrize(("shape", "scale_shape"), SHAPES)
 def test_kernel_equals_twin(shape, scale_shape, dtype, grad_dtype, device):
     state = random_state(shape, scale_shape, dtype, grad_dtype, device)
     (param, avg, sq, *scales), (param_ref, avg_ref, sq_ref, *scales_ref) = step_both(state)
