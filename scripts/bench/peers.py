@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 # tokens of one sequence, where a layer takes batches
 _SEQUENCE = 128
+# of a dense mask, beyond which a layer with such masks is not run: seconds, and 1 GiB each
+_MASK_NUMEL = 2**28
 _META = "meta_moe"  # packages that Meta's folder is imported as: with Tutel's dispatcher or without
 
 
@@ -71,14 +73,14 @@ def tutel_layer(folder: Path, shape: LayerShape, capacity_factor: float) -> Peer
 
 
 def mixtral_block(folder: Path, shape: LayerShape) -> Peer:
-    """Hugging Face's Mixtral block, gated; its F is 2/3 of the shape's, which has as many FLOPs."""
+    """Hugging Face's Mixtral block, gated; its F is 2/3 of the shape's, for as many FLOPs."""
     audio = types.ModuleType("torchaudio")  # where one is installed that does not fit torch
     audio.__spec__ = importlib.machinery.ModuleSpec("torchaudio", None)
     with importable(folder, torchaudio=audio):
         mixtral = importlib.import_module("transformers.models.mixtral.modeling_mixtral")
     config = mixtral.MixtralConfig(
         hidden_size=shape.model_dim,
-        intermediate_size=2 * shape.hidden_dim // 3,
+        intermediate_size=8 * round(shape.hidden_dim / 12),  # grouped products want multiples
         num_local_experts=shape.experts,
         num_experts_per_tok=shape.top_k,
     )
@@ -111,6 +113,9 @@ def meta_layer(folder: Path, shape: LayerShape, tutel: Path | None) -> Peer:
     """
     if shape.top_k > 2:
         raise ValueError(f"it has no gate of {shape.top_k} experts per token")
+    mask = shape.tokens * shape.experts * shape.capacity
+    if not tutel and mask > _MASK_NUMEL:
+        raise ValueError(f"each of its masks has {mask:,} numbers")
     name = f"{_META}_{'tutel' if tutel else 'einsum'}"
     fairseq, utils = types.ModuleType("fairseq"), types.ModuleType("fairseq.distributed_utils")
     fairseq.distributed_utils = utils

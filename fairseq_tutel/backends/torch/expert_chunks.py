@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ._expert_blocks import Blocks, of_experts
+from ._memory import empty
 from .activation import acc_dtype
 
 
@@ -28,8 +29,8 @@ def expert_chunk_bwd(
     to = Blocks.of(d_out, hidden_dim, **options)
     given_RM = d_out.reshape(-1, model_dim)
     d_out_RM = torch.empty_like(given_RM) if to.dropout_p[1] > 0 else given_RM
-    d_rows_RM = d_out.new_empty(given_RM.shape if needs_rows else 0)
-    d_hidden_RF = torch.empty_like(saved)
+    d_rows_RM = empty(d_out, given_RM.shape if needs_rows else (0,))
+    d_hidden_RF = empty(saved, saved.shape)
     d_b1, d_b2 = to.bias_sums(params)
     for block, dy, d_h, *_ in to.backward(given_RM, saved, params, d_rows_RM, d_b1, d_b2):
         if d_out_RM is not given_RM:
@@ -55,7 +56,7 @@ def expert_chunks_bwd_params(
     """
     # in fp32, or sums in half precision would be rounded once per chunk
     acc = acc_dtype(fc1_weight.dtype)
-    d_w1, d_w2 = (w.new_empty(w.shape, dtype=acc) for w in (fc1_weight, fc2_weight))
+    d_w1, d_w2 = (empty(w, w.shape, acc) for w in (fc1_weight, fc2_weight))
     for number, (chunk, ends, seed) in enumerate(zip(chunks, offsets, seeds, strict=True)):
         to = Blocks.of(chunk[2], fc2_weight.shape[2], offsets=ends, seed=seed, **options)
         d_out, d_hidden, rows, saved, _ = (x.reshape(-1, x.shape[-1]) for x in chunk)
