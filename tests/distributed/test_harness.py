@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from helpers.distributed import RanksFailed, run_ranks
+from helpers.distributed import RanksFailed, on_ranks, run_ranks
 
 from fairseq_tutel.distributed import process_world
 
@@ -13,6 +13,7 @@ def _rank_and_argument(value):
     return process_world(), value
 
 
+@on_ranks(2)
 def _fail_on_rank_1():
     if dist.get_rank() == 1:
         raise KeyError("raised by rank 1")
@@ -33,7 +34,7 @@ def test_results_come_back_in_rank_order(world_size):
 def test_error_of_any_rank_is_shown():
     began = time.monotonic()
     with pytest.raises(RanksFailed, match="(?s)rank 1: .*KeyError: 'raised by rank 1'") as caught:
-        run_ranks(_fail_on_rank_1, 2, timeout=60)
+        _fail_on_rank_1()
     assert time.monotonic() - began < 30
     assert "in _fail_on_rank_1" in str(caught.value)
 
