@@ -33,11 +33,7 @@ def expert_range(rank: int, world_size: int, num_experts: int) -> list[int]:
 
 
 class Reference:
-    """A whole model with its optimizer, from which each rank's state can be cut.
-
-    Attributes:
-        model, named: tensors and optimizer state by name, experts by their global number.
-    """
+    """A whole model and its optimizer (``named``), from which each rank's state can be cut."""
 
     def __init__(self, num_experts: int, seed: int = 0, layers: tuple[int, ...] = LAYERS) -> None:
         generator = torch.Generator().manual_seed(seed)

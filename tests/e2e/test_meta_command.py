@@ -23,11 +23,7 @@ def evaluate(start, data_bin, path, ranks, *extra):
 
 
 def kill_while_saving(command, save_dir):
-    """Start training that saves at every update; SIGKILL all of it between two renames of one save.
-
-    Returns:
-        Names of the temporary files that were left behind.
-    """
+    """SIGKILL all of a training run between two renames of one save; names of what it leaves."""
     slow = os.pathsep.join([str(ROOT / "tests/e2e/slow_rename"), str(ROOT)])
     how = {"cwd": ROOT, "env": environment(PYTHONPATH=slow), "start_new_session": True}
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

@@ -1,7 +1,5 @@
 """Other real commands on one trained model: fairseq-eval-lm, -generate, -validate, the hub; Hydra.
-
-What programs report as perplexity is held against a loop over the text that uses none of them.
-"""
+Their perplexity is held against a loop over the text that uses none of them."""
 
 import math
 

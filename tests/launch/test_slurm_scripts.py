@@ -1,7 +1,4 @@
-"""The batch scripts, with stand-ins for srun, scontrol and sbatch that write down their calls.
-
-scripts/slurm/test_cluster.sh runs the same scripts on a real SLURM.
-"""
+"""The batch scripts, with stand-ins for srun, scontrol, sbatch (the real ones: test_cluster.sh)."""
 
 import os
 import shlex

@@ -1,8 +1,5 @@
-"""Training on 2 and 4 ranks equals training on one: losses, gradients and weights of 10 updates.
-
-One rank that accumulates the gradients of as many micro-batches as W ranks have between them sees
-the same tokens in the same batches: aux losses, capacities and dropped tokens are equal too.
-"""
+"""Training on 2 and 4 ranks equals training on one, which accumulates the gradients of the same
+micro-batches: losses (aux too), capacities, drops, gradients and weights of 10 updates."""
 
 import functools
 
