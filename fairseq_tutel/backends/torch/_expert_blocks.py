@@ -30,12 +30,13 @@ class Block(NamedTuple):
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
         """Add ``a.T @ b`` to the experts' sums, which begin with the first block."""
         of_experts = total[self.experts]
-        if total.dtype == a.dtype:
-            of_experts.baddbmm_(a.mT, b, beta=0 if self.first else 1)
-        elif self.first:
-            of_experts.copy_(torch.bmm(a.mT, b))
+        if total.dtype != a.dtype:
+            product = torch.bmm(a.mT, b)
+            of_experts.copy_(product) if self.first else of_experts.add_(product)
+        elif self.first:  # baddbmm_ would read what it overwrites, also with a beta of 0
+            torch.bmm(a.mT, b, out=of_experts)
         else:
-            of_experts.add_(torch.bmm(a.mT, b))
+            of_experts.baddbmm_(a.mT, b)
 
 
 def _padded_blocks(experts: int, capacity: int, step: int) -> Iterator[Block]:
