@@ -60,6 +60,10 @@ setup(
         ],
         "triton": ["triton>=3.6"],
         "quickstart": ["sentencepiece>=0.2", "matplotlib>=3.8"],
+        # timm requires some torchvision, and each torchvision exactly one torch: left to itself,
+        # pip takes the newest of both. This one keeps the torch that the tests were run with; what
+        # to do beside another: scripts/examples/swin_moe/README.md.
+        "vision": ["timm>=1.0.20,<1.1", "torchvision==0.28.0"],
         # what fairseq's --tensorboard-logdir writes with (or tensorboard itself)
         "tensorboard": ["tensorboardX>=2.6"],
         "test": ["pytest>=8", "pytest-timeout>=2.3"],

@@ -181,6 +181,9 @@ setup_extras() {
     echo "$packages" >"$(setup_packages "$VENV")/all_of_venv.pth"
     setup_step "safetensors, transformers" \
         setup_pip -c "$ROOT/scripts/constraints-extras.txt" safetensors transformers
+    # what they require besides torch is there by now
+    setup_step "timm, torchvision" \
+        setup_pip -c "$ROOT/scripts/constraints-extras.txt" --no-deps timm torchvision
     echo "$wanted" >"$stamp"
     echo
 }

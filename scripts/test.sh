@@ -5,8 +5,8 @@
 #   bash scripts/test.sh tests/ops -k gating   # some of it
 #   bash scripts/test.sh --extras              # the second stage: beside other libraries
 #
-# The second stage has an environment of its own, .venv-extras (safetensors, transformers), and runs
-# the tests that are marked `extras`; they are skipped in the first. Three tests at a time
+# The second stage has an environment of its own, .venv-extras (safetensors, transformers, timm), and
+# runs the tests that are marked `extras`; they are skipped in the first. Three tests at a time
 # (TEST_WORKERS=N: N), of which some only wait; with -n 0 they run in the pytest process itself.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -56,6 +56,16 @@ def test_there_is_no_torchaudio_that_cannot_be_imported():
         importlib.import_module("torchaudio")
 
 
+def test_the_extra_for_images_has_the_pinned_versions():
+    extras = pins("constraints-extras.txt")
+    setup = (ROOT / "setup.py").read_text()
+    floor, torchvision = re.search(
+        r'"vision": \["timm>=([\d.]+),<1\.1", "torchvision==([\d.]+)"\]', setup
+    ).groups()
+    numbers = [tuple(map(int, each.split("."))) for each in (floor, extras["timm"], "1.1")]
+    assert numbers == sorted(numbers) and torchvision == extras["torchvision"]
+
+
 def test_what_was_run_is_what_is_pinned():
     """The page's table names the versions that the environments are made with."""
     fixed, official = pins("constraints.txt"), pins("constraints-official.txt")

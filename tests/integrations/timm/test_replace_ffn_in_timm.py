@@ -1,0 +1,163 @@
+"""``replace_ffn`` on models of timm: the same outputs, a loss that falls, what is refused."""
+
+import copy
+import importlib.metadata
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.distributed import run_ranks
+from helpers.vision import import_timm
+from torch import nn
+
+from fairseq_tutel import training
+from fairseq_tutel.distributed import process_world
+from fairseq_tutel.moe import MoELayer, every_other, replace_ffn
+
+pytestmark = pytest.mark.extras
+
+ROOT = Path(__file__).parents[3]
+SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 32}
+PLAIN = {**SIZES, "depth": 4, "num_heads": 4}
+CONV = {"depths": (1, 1, 2, 2), "dims": (8, 8, 16, 16), "ls_init_value": 1.0}
+# name, options, blocks by name
+MODELS = {
+    "vit": ("vit_tiny_patch16_224", PLAIN, r"\.mlp$"),
+    "deit": ("deit_tiny_distilled_patch16_224", PLAIN, r"\.mlp$"),
+    "beit": ("beit_base_patch16_224", PLAIN, r"\.mlp$"),
+    "swinv2": (
+        "swinv2_tiny_window8_256",
+        {**SIZES, "depths": (2, 4), "num_heads": (2, 4), "window_size": 2, "drop_path_rate": 0.0},
+        r"layers\.1\.blocks\.\d+\.mlp$",
+    ),
+    "mixer": ("MlpMixer", {**SIZES, "num_blocks": 4}, r"\.mlp_channels$"),
+    "convnext": ("convnext_tiny", CONV, r"stages\.[23]\.blocks\.\d+\.mlp$"),
+}
+REFUSED = {
+    "1x1 convolutions": ("convnext_tiny", {**CONV, "conv_mlp": True}, "fc1 is a convolution"),
+    "norm over tokens": ("convnextv2_tiny", {}, r"GlobalResponseNormMlp\) is no \[\.\.\., M\]"),
+    "depthwise convolution": ("pvt_v2_b0", {}, "dwconv is a convolution"),
+}
+
+
+def make(name):
+    """A model with 5 classes, whose blocks show in its output, and its blocks by name."""
+    timm = import_timm()
+    kind, options, match = MODELS[name]
+    torch.manual_seed(0)
+    if name == "mixer":  # its entry has a fixed patch
+        model = timm.models.mlp_mixer.MlpMixer(num_classes=5, **options)
+    else:
+        model = timm.create_model(kind, num_classes=5, **options)
+    with torch.no_grad():
+        for key, param in model.named_parameters():
+            if param.dim() == 2:
+                param.normal_(0, 0.15)
+            elif "gamma" in key or re.search(r"norm\d*\.weight$", key):
+                param.fill_(1.0)  # SwinV2's start at 0, BEiT's at 0.1
+    return model, match
+
+
+def batch(name, rows=slice(None)):
+    generator = torch.Generator().manual_seed(1)
+    size = 64 if name == "convnext" else 16
+    images = torch.rand(4, 3, size, size, generator=generator)
+    return images[rows], torch.tensor([0, 1, 2, 3])[rows]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_that_start_as_the_block_change_nothing(name):
+    model, match = make(name)
+    model.eval()
+    dense, (images, _) = copy.deepcopy(model), batch(name)
+    blocks = every_other(model, match)
+    assert list(replace_ffn(model, blocks, 4, copy_weights=True)) == blocks and len(blocks) == 2
+    assert {type(model.get_submodule(each).experts).__name__ for each in blocks} == {"Experts"}
+    with torch.no_grad():
+        wanted = dense(images)
+        torch.testing.assert_close(model(images), wanted, rtol=1e-5, atol=1e-5)
+        for each in blocks:
+            for param in model.get_submodule(each).experts.parameters():
+                param.zero_()
+        assert (model(images) - wanted).abs().max() > 1e-3  # blocks do show
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_sees_several_tokens_is_refused_by_name(name):
+    kind, options, problem = REFUSED[name]
+    model = import_timm().create_model(kind, num_classes=5, **options)
+    before = list(model.state_dict())
+    with pytest.raises(ValueError, match=rf"^stages\.[\w.]*\.mlp.*{problem}"):
+        replace_ffn(model, r"\.mlp$", 4)
+    assert list(model.state_dict()) == before
+
+
+def train_on_ranks(name):
+    """Losses of four steps."""
+    rank, world_size = process_world()
+    model, match = make(name)
+    replace_ffn(
+        model, every_other(model, match), 4, copy_weights=True, capacity_factor=0.0,
+        balance_scope="global",
+    )  # fmt: skip
+    model.train()
+    share = 4 // world_size
+    images, labels = batch(name, slice(rank * share, (rank + 1) * share))
+    net = training.wrap_data_parallel(model) if world_size > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        with training.collect_aux(model) as aux:
+            loss = nn.functional.cross_entropy(net(images), labels)
+        (loss + 0.01 * aux.loss).backward()
+        training.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_each():
+    return {name: train_on_ranks(name) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks():
+    import_timm()
+    return run_ranks(train_each, 2, timeout=200)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_train_as_one_and_the_loss_falls(name, on_two_ranks):
+    alone = train_on_ranks(name)
+    means = [sum(pair) / 2 for pair in zip(*(ranks[name] for ranks in on_two_ranks), strict=True)]
+    assert means == pytest.approx(alone, rel=1e-4)
+    for losses in (alone, means):
+        assert all(later < earlier for earlier, later in zip(losses, losses[1:], strict=False))
+
+
+def test_the_pages_program_makes_swinv2_moe_of_timms_swinv2():
+    import_timm()
+    page = ROOT / "scripts/examples/swin_moe/README.md"
+    programs = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (program,) = [each for each in programs if "import timm" in each]
+    names = {}
+    exec(compile(program, str(page), "exec"), names)
+    model = names["model"]
+    layers = {name for name, module in model.named_modules() if isinstance(module, MoELayer)}
+    third = {f"layers.2.blocks.{number}.mlp" for number in range(1, 18, 2)}
+    assert layers == third | {"layers.3.blocks.1.mlp"}  # as the published models
+    assert names["loss"].isfinite()
+    for name in layers:  # the norm after it starts at 0: nothing comes back through that yet
+        assert model.get_submodule(name.replace("mlp", "norm2")).weight.grad.abs().sum() > 0
+        assert model.get_submodule(name).gate.wg.weight.grad.abs().sum() > 0
+
+
+def test_torchvision_is_that_of_the_pinned_torch():
+    """The extra [vision] and these tests take no other torch than the one that is there."""
+    import_timm()
+    pin = re.search(r"^torch==(.*)$", (ROOT / "scripts/constraints.txt").read_text(), re.M)[1]
+    wanted = [each for each in importlib.metadata.requires("torchvision") if "torch" in each]
+    assert [re.sub("[() ]", "", each) for each in wanted] == [f"torch=={pin}"]
+    assert torch.__version__.partition("+")[0] == pin
