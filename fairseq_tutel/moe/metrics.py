@@ -58,8 +58,10 @@ def routing_metrics(reports: Sequence[MoEAux]) -> torch.Tensor:
     fullest, or emptiest, fifth of the experts; experts that are nobody's; the mean entropy of the
     gate's distribution in nats; times of the forward exchanges, 0 unless taken.
 
-    Overflow is 0 where nothing is routed (nan there), and for top-1 layers. Padding is on no expert
-    (there histograms count it). Histograms count choices that ``random`` rejected.
+    Overflow is 0 where nothing is routed (nan there), and for top-1 layers. Padding is on no
+    expert, except with ``balance_over="all"``: there, as in Meta's code, histograms count it, and
+    zero tokens fill up each rank's to the longest one's. Histograms count choices that ``random``
+    rejected.
     """
     kinds = {(aux.num_tokens, aux.num_routed_KE.shape) for aux in reports}
     if len(kinds) > 1:  # as of encoder and decoder: no common tensor

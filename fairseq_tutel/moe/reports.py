@@ -30,6 +30,7 @@ class RouterAux(NamedTuple):
         bias_counts: int32 [E] or [E, bins + 1], what the router's ``update_load_bias`` takes, in
             training with ``load_bias``; or None.
         num_null_KN: int32 [K, N], pairs by choice and null expert; None without such.
+        num_fillers: tokens that ``entropy_sum`` and ``num_chosen_KE`` count beside this rank's.
     """
 
     loss: torch.Tensor
@@ -39,6 +40,7 @@ class RouterAux(NamedTuple):
     balance_counts: torch.Tensor | None = None
     bias_counts: torch.Tensor | None = None
     num_null_KN: torch.Tensor | None = None
+    num_fillers: int = 0
 
 
 class MoEAux(NamedTuple):
@@ -49,7 +51,7 @@ class MoEAux(NamedTuple):
     num_chosen_KE: torch.Tensor
     num_routed_KE: torch.Tensor  # int32, choices of this rank's tokens, before dropping
     num_kept_per_expert_E: torch.Tensor  # int32 rows of each from this rank, after dropping
-    num_tokens: int  # T of this rank
+    num_tokens: int  # T of this rank, with those of ``num_fillers``
     # what the exchanges told: their times, if they were taken, and the sums of wire_errors(), those
     # of gradients after the backward pass; or None
     record: ExchangeRecord | None = None
@@ -81,8 +83,10 @@ def make_aux(
     router_aux: RouterAux, routing: Routing, num_tokens: int, record: ExchangeRecord | None = None
 ) -> MoEAux:
     """The report of a call."""
+    of_router = router_aux._asdict()
+    num_tokens += of_router.pop("num_fillers")
     return MoEAux(
-        **router_aux._asdict(),
+        **of_router,
         num_full_K=routing.num_full_K,
         num_routed_KE=routing.num_routed_KE,
         num_kept_per_expert_E=routing.num_kept_per_expert_E,

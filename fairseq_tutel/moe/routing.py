@@ -33,6 +33,13 @@ class RouterCall:
         """C; None where nothing is dropped."""
         return self.config.capacity(self.num_tokens, self.training)
 
+    def num_fillers(self, num_tokens: int) -> int:
+        """Zero tokens by which Meta's code fills up this rank's to the largest number of any rank:
+        with ``balance_over="all"`` they count in the balance loss of a rank, and in metrics.
+        """
+        counted = self.config.balance_over == "all"
+        return max(self.num_tokens - num_tokens, 0) if counted else 0
+
     @property
     def padded(self) -> bool:
         """Whether rows are laid out by the capacity, see the module docstring."""

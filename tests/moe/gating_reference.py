@@ -72,6 +72,9 @@ def gating(
         return sums_T.clamp(min=torch.finfo(sums_T.dtype).eps)
 
     chosen = [[(t, order[t][k]) for t in live] for k in range(top_k)]
+    # Meta's histograms count padding
+    counted = range(tokens) if config.balance_over == "all" and outputs == experts else live
+    shown = [[(t, order[t][k]) for t in counted] for k in range(top_k)]
     gate_TE, divisor_T = score_TE, None
     if top_k > 1 and config.normalize_before_dropping:
         of_all = [[(t, order[t][k]) for t in range(tokens)] for k in range(top_k)]
@@ -135,7 +138,7 @@ def gating(
         sum(full_K),
         capacity,
         _loss(logits_TE, prob_TE, chosen, live, config),
-        _metrics(prob_TE.detach(), chosen, num_routed_K, full_K, experts),
+        _metrics(prob_TE.detach(), shown, num_routed_K, full_K, experts),
     )
 
 

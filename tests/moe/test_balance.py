@@ -8,7 +8,7 @@ from helpers.distributed import run_ranks
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import training
-from fairseq_tutel.distributed import process_world, sync_step
+from fairseq_tutel.distributed import StepAgreement, process_world, sync_step
 from fairseq_tutel.moe import MoELayer
 
 M, E, K = 6, 4, 2
@@ -116,6 +116,25 @@ def test_the_loss_is_that_of_the_tokens_that_are_there(scope):
         assert rms_ratio(padded.gate.wg.weight.grad, layer.gate.wg.weight.grad) < 1e-12
     meta = make(balance_scope=scope, balance_over="all", **options)
     assert meta(x, pad_mask=pad, return_aux=True)[1].loss.item() != pytest.approx(loss.item())
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_over_all_a_rank_counts_as_many_tokens_as_the_longest(top_k, training):
+    """Meta's code appends zeros, which it masks, to the tokens of the other ranks."""
+    x = tokens().view(20, M)
+    pad = torch.arange(20) % 7 == 3
+    options = {"top_k": top_k, "balance_over": "all", "eval_capacity_factor": 1.0}
+    layer = make(**options).train(training)
+    step = StepAgreement(26)
+    _, aux = layer(x, pad_mask=pad, step=step, return_aux=True)
+    longer = torch.cat([x, x.new_zeros(6, M)]), torch.cat([pad, torch.ones(6).bool()])
+    _, filled = layer(longer[0], pad_mask=longer[1], step=step, return_aux=True)
+    assert aux.loss.item() == pytest.approx(filled.loss.item(), rel=1e-12)
+    assert aux.metrics_dict() == pytest.approx(filled.metrics_dict(), rel=1e-6)
+    assert aux.num_tokens == 26 and aux.load_E.sum() == top_k * int((~pad).sum())
+    _, alone = layer(x, pad_mask=pad, return_aux=True)
+    assert alone.loss.item() != pytest.approx(filled.loss.item(), rel=1e-3)
 
 
 def test_only_a_mask_of_these_tokens_is_a_mask():

@@ -11,6 +11,7 @@ extends its top-2 rules. Other than there,
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,8 @@ class Selection(NamedTuple):
     entropy_sum: torch.Tensor  # fp32 scalar, sum over tokens of the entropy in nats
     lse_T: torch.Tensor  # fp32, logsumexp of the logits; differentiable
     fallback: tuple[torch.Tensor, torch.Tensor] | None = None  # [T, R], next best ones and scores
+    # int32 [T, K], what padding would choose, too; where ``balance_over="all"`` and there is some
+    all_TK: torch.Tensor | None = None
 
 
 class Counted(NamedTuple):
@@ -81,6 +84,7 @@ def route_logits(
             f"load_bias={config.load_bias!r} needs a router that passes its load_bias to "
             "route_logits(), as a TopKRouter does; a plain module as gate has none"
         )
+    num_fillers = call.num_fillers(len(logits_TE))
     scores = _scores(logits_TE, call, pad_mask_T)
     chosen, bias_counts = select_top_k(scores, call, load_bias_E)
     of_experts, num_null_KN = _without_null_experts(chosen, call)
@@ -91,17 +95,33 @@ def route_logits(
     if num_null_KN is not None:
         # of experts those before rejection: choices of null experts are not rejected
         balanced_KE = torch.cat([num_chosen_KE, num_null_KN], 1)
+    elif config.balance_over == "all":
+        num_chosen_KE = _with_padding(num_chosen_KE, chosen, num_fillers)
+    entropy_sum = chosen.entropy_sum.detach()
+    if num_fillers:
+        entropy_sum = entropy_sum + num_fillers * math.log(config.num_outputs)
     if call.training and config.load_bias == "sign":
         bias_counts = balanced_KE.sum(0, dtype=torch.int32)
     counted = _count_tokens(scores, chosen, balanced_KE, call)
     return routing, RouterAux(
         _router_loss(scores, chosen, counted, call),
-        chosen.entropy_sum.detach(),
+        entropy_sum,
         num_chosen_KE,
         *_for_all_ranks(counted, call),
         bias_counts=bias_counts,
         num_null_KN=num_null_KN,
+        num_fillers=num_fillers,
     )
+
+
+def _with_padding(num_chosen_KE, chosen, num_fillers):
+    """Choices by expert of all tokens that there are, with those of padding and of fillers."""
+    if chosen.all_TK is not None:
+        num_chosen_KE = count_pairs(chosen.all_TK, num_chosen_KE.shape[1])
+    if num_fillers:  # equal logits: the first experts
+        num_chosen_KE = num_chosen_KE.clone()
+        num_chosen_KE.diagonal().add_(num_fillers)
+    return num_chosen_KE
 
 
 def jitter_tokens(x_TM: torch.Tensor, call: RouterCall) -> torch.Tensor:
@@ -146,11 +166,16 @@ def select_top_k(
     if load_bias_E is not None:
         key_TE = score_TE.detach()
         key_TE = (key_TE.exp() if sigmoid else key_TE) + load_bias_E
+    pad_T = scores.pad_T
+    count_padding = pad_T is not None and config.balance_over == "all"
+    mask_T = None if count_padding else pad_T
     found = Selection(
-        *ops.topk_gating(
-            score_TE, num_choices, noise_TE=gumbel_TE, pad_T=scores.pad_T, key_TE=key_TE
-        )
+        *ops.topk_gating(score_TE, num_choices, noise_TE=gumbel_TE, pad_T=mask_T, key_TE=key_TE)
     )
+    if count_padding:
+        all_TK = found.expert_TK[:, : config.top_k]
+        masked_TK = found.expert_TK.masked_fill(pad_T[:, None], -1)
+        found = found._replace(expert_TK=masked_TK, all_TK=all_TK)
     if sigmoid:
         found = found._replace(gate_TK=found.gate_TK * found.lse_T.exp()[:, None])
     if counted:
@@ -264,9 +289,11 @@ def _router_loss(scores, chosen, counted, call) -> torch.Tensor:
     elif config.balance_scope == "global" and call.training:
         loss = chosen.prob_sum_E.new_zeros(())
     else:
-        loss = losses.balance_loss(
-            counted.prob_sum_E, counted.pairs_E, counted.num_tokens, counted.choices
-        )
+        prob_sum_E, num_tokens = counted.prob_sum_E, counted.num_tokens
+        if num_fillers := call.num_fillers(len(noisy_TE)):  # uniform probabilities
+            prob_sum_E = prob_sum_E + num_fillers / config.num_outputs
+            num_tokens = num_tokens + num_fillers
+        loss = losses.balance_loss(prob_sum_E, counted.pairs_E, num_tokens, counted.choices)
     if config.z_loss_weight > 0:
         lse_T = chosen.lse_T if scores.score_TE is noisy_TE else noisy_TE.logsumexp(1)
         if counted.live_T is not None:
