@@ -5,8 +5,9 @@ from .agreement import (
     StepSettings,
     any_rank,
     sum_over_ranks,
+    sync_stacks,
+    sync_stacks_of_all,
     sync_step,
-    sync_step_of_all,
 )
 from .exchanges import (
     Direction,

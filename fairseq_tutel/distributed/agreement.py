@@ -79,20 +79,33 @@ def sync_step(
     Raises:
         ValueError: some value differs; the message lists the ranks by value.
     """
+    return sync_stacks([num_tokens], [settings], groups)[0]
+
+
+def sync_stacks(
+    counts: Sequence[int], settings: Sequence[StepSettings | None], groups: ExpertParallelGroups
+) -> list[StepAgreement]:
+    """:func:`sync_step` of a model with several stacks of layers, such as an encoder and a decoder:
+    a count of tokens, settings and an agreement for each, in one exchange.
+    """
     if not groups.needs_sync:
-        return StepAgreement(num_tokens, settings)
+        return list(map(StepAgreement, counts, settings))
     # None: the default group
     group = groups.control_group or (groups.ep_group if groups.num_slices == 1 else None)
     first_rank = groups.rank - groups.ep_rank if groups.num_slices == 1 else 0
-    step, _ = _sync(num_tokens, settings, (), group, first_rank)
-    return step
+    steps, _ = _sync(counts, settings, (), group, first_rank)
+    return steps
 
 
-def sync_step_of_all(
-    num_tokens: int, settings: StepSettings, groups: ExpertParallelGroups, words: Sequence[int]
-) -> tuple[StepAgreement, list[list[int]]]:
-    """:func:`sync_step` among all ranks, whether they exchange tokens or not: the agreement, on the
-    tokens of the exchange group, and the ``words`` of every rank, as many integers on each.
+def sync_stacks_of_all(
+    counts: Sequence[int],
+    settings: Sequence[StepSettings],
+    groups: ExpertParallelGroups,
+    words: Sequence[int],
+) -> tuple[list[StepAgreement], list[list[int]]]:
+    """:func:`sync_stacks` among all ranks, whether they exchange tokens or not: the agreements, on
+    the tokens of the exchange group, and counts and ``words`` of every rank, as many integers on
+    each.
     """
     everyone = groups.ep_size == groups.world_size or groups.num_slices > 1
     group = groups.control_group if everyone else None  # None: the default group
@@ -100,18 +113,33 @@ def sync_step_of_all(
     if groups.num_slices == 1:
         first = groups.rank - groups.ep_rank
         block = slice(first, first + groups.ep_size)
-    return _sync(num_tokens, settings, words, group, 0, block)
+    return _sync(counts, settings, words, group, 0, block)
 
 
-def _sync(num_tokens, settings, words, group, first_rank, block=slice(None)):
-    """(agreement on the tokens of a block of the group's ranks, words of all its ranks)."""
-    values = {} if settings is None else flat_settings(settings)
+def _sync(counts, settings, words, group, first_rank, block=slice(None)):
+    """(agreements on the tokens of a block of the group's ranks, [*counts, *words] of all its
+    ranks)."""
+    values = _all_settings(settings)
     # a float may be whole on one rank only
     same = checksum(repr([v if isinstance(v, str) else float(v) for v in values.values()]))
-    table = gather_integers([num_tokens, same, *words], group)
-    if any(row[1] != same for row in table):
+    table = gather_integers([same, *counts, *words], group)
+    if any(row[0] != same for row in table):
         compare_settings(values, group, first_rank)
-    return StepAgreement(max(row[0] for row in table[block]), settings), [row[2:] for row in table]
+    table = [row[1:] for row in table]
+    largest = [max(row[i] for row in table[block]) for i in range(len(counts))]
+    return list(map(StepAgreement, largest, settings)), table
+
+
+def _all_settings(settings: Sequence[StepSettings | None]) -> dict[str, float | str]:
+    """What ranks compare: those of the first stack by name, and others' that may differ from its
+    own: the stacks of one model have its options in common, but for their widths.
+    """
+    first, *others = settings
+    values = {} if first is None else flat_settings(first)
+    for number, other in enumerate(others, 2):
+        if other is not None:
+            values[f"model_dim of stack {number}"] = other.model_dim
+    return values
 
 
 def flat_settings(settings: Any) -> dict[str, float | str]:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ..distributed import StepAgreement, gather_texts, refuse_differences, sync_step_of_all
+from ..distributed import StepAgreement, gather_texts, refuse_differences, sync_stacks_of_all
 from ..moe import MoELayer
 from .candidates import build_choices, check_layers_match, signature
 from .search.search import Space
@@ -103,27 +103,44 @@ class ExchangeTuner:
 
         ``num_tokens``: of this rank; ``dtype``: of the experts' rows; others: of the layers' calls.
         """
+        options = {"top_k": top_k, "capacity_factor": capacity_factor}
+        return self.agree_stacks([num_tokens], dtype, **options)[0]
+
+    def agree_stacks(
+        self,
+        counts: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        top_k: int | None = None,
+        capacity_factor: float | None = None,
+    ) -> list[StepAgreement]:
+        """:meth:`agree` of a pass through several stacks of the layers, such as an encoder and a
+        decoder, with a count of tokens and an agreement each. They use one exchange, chosen for the
+        largest number of tokens.
+        """
         layer = self._layer
         settings = layer.step_settings(dtype, top_k=top_k, capacity_factor=capacity_factor)
+        each = [settings] * len(counts)
         if not layer.groups.needs_sync:
-            return StepAgreement(num_tokens, settings)
-        payload = [num_tokens, *self._payload()]
-        step, table = sync_step_of_all(num_tokens, settings, layer.groups, payload)
-        self._tuner.record([line[1:] for line in table])
+            return list(map(StepAgreement, counts, each))
+        steps, table = sync_stacks_of_all(counts, each, layer.groups, self._payload())
+        self._tuner.record([line[len(counts) :] for line in table])
         if not layer.training:
             self._began = None  # of the time of a run, evaluation is no part
-            return step
+            return steps
         # of all ranks, not only of those that exchange tokens: a choice is that of all
-        capacity = self._capacity(max(line[0] for line in table), settings)
+        largest = max(count for line in table for count in line[: len(counts)])
         sizes = f"M{layer.model_dim} E{layer.groups.num_experts} K{settings.top_k}"
         kind = f"train/{str(dtype).removeprefix('torch.')}/{sizes} P{self._num_parameters}"
-        choice, number, measured = self._choose(Key(kind, capacity // WINDOW))
+        bucket = self._capacity(largest, settings) // WINDOW
+        choice, number, measured = self._choose(Key(kind, bucket))
         timer = None
         if measured:
             timer = self._timers[number] = RegionTimer()
         exchange = self._exchange(*choice.items())
         settings = dataclasses.replace(settings, exchange=exchange)
-        return dataclasses.replace(step, settings=settings, exchange=exchange, timer=timer)
+        changed = {"settings": settings, "exchange": exchange, "timer": timer}
+        return [dataclasses.replace(step, **changed) for step in steps]
 
     def take_events(self) -> list[dict[str, Any]]:
         """Trials and decisions since they were last taken; the same on all ranks."""

@@ -1,5 +1,6 @@
 """Ranks that disagree raise an error at once; small agreements between all ranks."""
 
+import dataclasses
 import time
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from fairseq_tutel.distributed import (
     gather_texts,
     process_world,
     sum_over_ranks,
+    sync_stacks,
     sync_step,
 )
 from fairseq_tutel.moe import MoELayer
@@ -94,6 +96,7 @@ def test_options_of_one_call_and_settings_of_a_subclass_are_compared():
     layer.prepare_exchanges(["2dh", "linear"])
     assert torch.equal(layer(x, exchange="2dh"), layer(x))
     _disagree_on_a_new_setting()
+    _two_stacks()
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -145,6 +148,21 @@ def _disagree_on_a_new_setting():
     for name, values in (("num_experts", (2, 3)), ("capacity_factor", (1, 1.5))):
         with pytest.raises(ValueError, match=f"{name}: {values[0]} on ranks .0.; {values[1]}"):
             sync_step(3, StepSettings(**{**settings, name: values[rank]}), groups)
+
+
+def _two_stacks():
+    """Counts of each in one exchange; widths that differ between the ranks are told apart."""
+    rank, _ = process_world()
+    groups = build_groups(2)
+    narrow, wide = (
+        MoELayer(dim, 2, 8, groups=groups).step_settings(torch.float32) for dim in (8, 12)
+    )
+    steps = sync_stacks([3 + rank, 9 - 2 * rank], [narrow, wide], groups)
+    assert [step.num_tokens for step in steps] == [4, 9]
+    assert [step.settings.model_dim for step in steps] == [8, 12]
+    other = dataclasses.replace(wide, model_dim=12 + 4 * rank)
+    with pytest.raises(ValueError, match="model_dim of stack 2: 12 on ranks .0.; 16 on ranks .1."):
+        sync_stacks([3, 3], [narrow, other], groups)
 
 
 def _disagree_in_one_block():
