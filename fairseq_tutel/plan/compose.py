@@ -19,6 +19,7 @@ import hydra
 from fairseq import options as options_of_fairseq
 from fairseq.dataclass.initialize import add_defaults, hydra_init
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from fairseq.utils import import_user_module
 from hydra.errors import HydraException
 from omegaconf import DictConfig
@@ -33,6 +34,12 @@ except ImportError:  # Hydra 1.0, of official fairseq 0.12.2
     from hydra.experimental import compose, initialize_config_dir
 
 TRAINING = ("fairseq-train", "fairseq-hydra-train")
+# of one stack of layers
+SUPPORTED = [
+    name
+    for name, row in ARCHITECTURES.items()
+    if issubclass(row.config, TransformerLanguageModelConfig)
+]
 
 
 def load_config(directory: Path, name: str, overrides: Sequence[str]) -> DictConfig:
@@ -61,8 +68,8 @@ def load_config(directory: Path, name: str, overrides: Sequence[str]) -> DictCon
 
 
 def _check_supported(option: str, arch: str | None) -> None:
-    if arch not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+    if arch not in SUPPORTED:
+        known = ", ".join(SUPPORTED)
         raise ValueError(f"{option}{arch}: the planner supports {known} only")
 
 
@@ -90,7 +97,7 @@ def load_command(words: Sequence[str]) -> tuple[str, DictConfig]:
             given = _import_user_dir(given)
             parser = options_of_fairseq.get_training_parser()
             known, _ = parser.parse_known_args(given)
-            for option, supported in (("arch", ARCHITECTURES), ("optimizer", ["adam"])):
+            for option, supported in (("arch", SUPPORTED), ("optimizer", ["adam"])):
                 if getattr(known, option) is None:
                     names = ", ".join(supported)
                     raise ValueError(

@@ -42,8 +42,11 @@ def make_config(*given: str, moe: bool = True) -> DictConfig:
     return convert_namespace_to_omegaconf(args)
 
 
-def make_trainer(cfg: DictConfig) -> Trainer:
-    """What fairseq-train builds before its loop. Collective where there are several ranks."""
+def make_trainer(cfg: DictConfig, batch: dict | None = None) -> Trainer:
+    """What fairseq-train builds before its loop. Collective where there are several ranks.
+
+    ``batch``: the dummy one, of other data than :func:`make_batch` makes.
+    """
     for name in ("fairseq", "fairseq_tutel"):
         logging.getLogger(name).setLevel(logging.ERROR)
     cfg = copy.deepcopy(cfg)
@@ -54,7 +57,7 @@ def make_trainer(cfg: DictConfig) -> Trainer:
     model, criterion = task.build_model(cfg.model), task.build_criterion(cfg.criterion)
     trainer = Trainer(cfg, task, model, criterion)
     trainer.begin_epoch(1)
-    trainer.reset_dummy_batch(make_batch(0))
+    trainer.reset_dummy_batch(batch or make_batch(0))
     return trainer
 
 

@@ -23,6 +23,7 @@ from ...checkpoint import find_checkpoint, safe_globals_only
 from . import optim
 from .errors import excepthook, log_filters
 from .options.command_line import with_evaluation_flags
+from .options.options import moe_frequencies
 from .programs import blocks, evaluation, program, ranks
 from .trainer import requeue
 from .trainer.sets import save_set, start_of_run
@@ -132,7 +133,7 @@ def _call_main(original, cfg, main, **kwargs):
 def _runs_experts(name: str, cfg) -> bool:
     """Whether a fairseq program is about to run a model with experts."""
     if name == "train":
-        return getattr(cfg.model, "moe_freq", 0) > 0
+        return any(moe_frequencies(cfg.model))
     path = cfg.common_eval.path if name in ("eval_lm", "validate", "interactive") else None
     return path is not None and evaluation.is_moe_checkpoint(path)
 

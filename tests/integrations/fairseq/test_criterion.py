@@ -11,7 +11,7 @@ from torch import nn
 from fairseq_tutel.config import MoEConfig
 from fairseq_tutel.distributed import Direction, ExchangeRecord
 from fairseq_tutel.integrations.fairseq.criterions import MoECrossEntropyCriterion
-from fairseq_tutel.integrations.fairseq.criterions.moe_cross_entropy import join_passes
+from fairseq_tutel.integrations.fairseq.criterions.moe_criterion import join_passes
 from fairseq_tutel.moe import (
     METRIC_NAMES,
     UTILISATION_NAMES,

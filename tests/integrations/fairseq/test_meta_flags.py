@@ -45,6 +45,10 @@ def test_evaluation_programs_accept_theirs():
     assert args.is_moe is args.moe_generation is True
 
 
+# refused for a language model, and meant by the encoder-decoder
+OF_TWO_STACKS = ("encoder_moe_freq", "decoder_moe_freq", "alternate_ffn_embed_dim")
+
+
 def test_no_flag_is_fairseqs_or_ours():
     """It would hide an option that means something."""
     dataclasses = [field.type for field in FairseqConfig.__dataclass_fields__.values()]
@@ -52,4 +56,8 @@ def test_no_flag_is_fairseqs_or_ours():
     dataclasses += tasks.TASK_DATACLASS_REGISTRY.values()
     known = {name for each in dataclasses for name in getattr(each, "__dataclass_fields__", ())}
     flags = ACCEPTED | ACCEPTED_IN_EVALUATION | REFUSED
-    assert not {entry.split()[0].lstrip("-").replace("-", "_") for entry in flags} & known
+    names = {entry.split()[0].lstrip("-").replace("-", "_") for entry in flags}
+    assert names & known == set(OF_TWO_STACKS)
+    for name in OF_TWO_STACKS:
+        words = ("--arch", "transformer_moe", f"--{name.replace('_', '-')}", "2")
+        assert getattr(parse(*words), name) == 2

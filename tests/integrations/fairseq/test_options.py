@@ -7,16 +7,21 @@ from pathlib import Path
 
 import pytest
 from fairseq import checkpoint_utils, options
+from fairseq.criterions.label_smoothed_cross_entropy import (
+    LabelSmoothedCrossEntropyCriterionConfig,
+)
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 
 import fairseq_tutel
 from fairseq_tutel.__main__ import main
 from fairseq_tutel.config import MoEConfig
-from fairseq_tutel.integrations.fairseq.criterions.moe_cross_entropy import (
-    MoECrossEntropyCriterionConfig,
+from fairseq_tutel.integrations.fairseq.criterions import CRITERIONS
+from fairseq_tutel.integrations.fairseq.models import (
+    ARCHITECTURES,
+    check_model_options,
 )
-from fairseq_tutel.integrations.fairseq.models import TransformerLMGPTMoEConfig, check_model_options
+from fairseq_tutel.integrations.fairseq.models.transformer_fields import FlatTransformerConfig
 from fairseq_tutel.integrations.fairseq.options import help
 from fairseq_tutel.integrations.fairseq.options.options import moe_config
 
@@ -151,9 +156,12 @@ def test_default_sizes_are_those_of_transformer_lm_gpt(default):
 
 def test_every_option_stands_in_one_group_with_a_help_text():
     fields = [field for group in help.own_options().values() for field in group]
-    own = set(TransformerLMGPTMoEConfig.__dataclass_fields__)
-    own |= set(MoECrossEntropyCriterionConfig.__dataclass_fields__)
-    own -= set(TransformerLanguageModelConfig.__dataclass_fields__) | {"sentence_avg"}
+    stock = (TransformerLanguageModelConfig, FlatTransformerConfig)
+    stock += (LabelSmoothedCrossEntropyCriterionConfig,)
+    configs = (*(row.config for row in ARCHITECTURES.values()), *CRITERIONS.values())
+    names = ({name for config in these for name in config.__dataclass_fields__}
+             for these in (configs, stock))  # fmt: skip
+    own = next(names) - next(names)
     assert sorted(field.name for field in fields) == sorted(own)
     assert all(field.metadata["help"] for field in fields)
 

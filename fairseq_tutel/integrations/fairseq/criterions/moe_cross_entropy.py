@@ -3,64 +3,33 @@
 ``loss = CE_sum + weight * sample_size * G`` with G the sum or mean of the layers' losses, or its
 negative logarithm. Logged per token (or sentence) in base 2 like fairseq's other criterions, but G
 as it is.
-
-fairseq adds up logging outputs, by one all-reduce over the ranks. Utilisation is that of a forward
-pass of all ranks, so the passes of an update are kept apart: before that sum, a rank's logging
-outputs are joined into one whose counts have one row per pass (:func:`join_passes`).
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
-import torch
 from fairseq import utils
 from fairseq.criterions import register_criterion
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion, CrossEntropyCriterionConfig
 from fairseq.dataclass import ChoiceEnum
 from fairseq.logging import metrics
 
-from ....config.options import at_least, check_ranges, option
-from ....moe import (
-    METRIC_NAMES,
-    UTILISATION_NAMES,
-    WIRE_ERROR_NAMES,
-    WIRE_LAYERS_NAMES,
-    MoEAux,
-    RoutingCounts,
-    routing_metrics,
-    utilisation,
-    wire_errors,
-)
-
-# counts of the routing in a logging output
-_KEYS = tuple(f"moe_{name}" for name in RoutingCounts._fields)
-_MAY_DROP, _SECOND = "moe_may_drop", "moe_second"  # batches with a capacity, a second choice
-_RECORDS = "moe_exchange_records"  # of the layers, until the backward pass is over
-_NULL = "moe_null"  # percentage of the choices that are null experts, where there are such
+from ....config.options import option
+from .moe_criterion import GateLossOptions, MoECriterion, log_moe_metrics, log_scalar
 
 
 @dataclass
-class MoECrossEntropyCriterionConfig(CrossEntropyCriterionConfig):
+class MoECrossEntropyCriterionConfig(GateLossOptions, CrossEntropyCriterionConfig):
     """Options of fairseq's ``moe`` branch."""
 
-    moe_gate_loss_wt: float = option(
-        1.0, "weight of the gate (load balance) loss", at_least(0), group="balance"
-    )
-    moe_gate_loss_combine_method: ChoiceEnum(["sum", "average"]) = option(
-        "average", "how the losses of the MoE layers are combined", group="balance"
-    )
     moe_gate_loss_transform: ChoiceEnum(["none", "neg_log"]) = option(
         "none", "transformation of the combined gate loss", group="balance"
     )
 
 
 @register_criterion("moe_cross_entropy", dataclass=MoECrossEntropyCriterionConfig)
-class MoECrossEntropyCriterion(CrossEntropyCriterion):
-    """Cross entropy of a language model with MoE layers; dense models get a gate loss of 0."""
+class MoECrossEntropyCriterion(MoECriterion, CrossEntropyCriterion):
+    """Cross entropy of a model with MoE layers."""
 
     def __init__(
         self,
@@ -71,189 +40,23 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
         moe_gate_loss_transform="none",
     ):
         super().__init__(task, sentence_avg)
-        check_ranges(
-            SimpleNamespace(moe_gate_loss_wt=moe_gate_loss_wt),
-            MoECrossEntropyCriterionConfig,
-        )
-        self.gate_loss_weight = moe_gate_loss_wt
-        self.combine_method = str(moe_gate_loss_combine_method)
-        self.transform = str(moe_gate_loss_transform)
+        self.set_gate_loss(moe_gate_loss_wt, moe_gate_loss_combine_method, moe_gate_loss_transform)
 
     def forward(self, model, sample, reduce=True):
         """Return (loss, sample size, logging output) of one batch, see the module docstring."""
         net_output = model(**sample["net_input"])
         inner_loss, _ = self.compute_loss(model, net_output, sample, reduce=reduce)
-        sample_size = sample["target"].size(0) if self.sentence_avg else sample["ntokens"]
-        # some models return a tensor or None beside their output
-        extra = net_output[1] if isinstance(net_output[1], dict) else {}
-        reports = extra.get("moe", [])
-        gate_loss = self.gate_loss(reports, like=inner_loss)
-        # broadcasts over the tokens where the inner loss is not reduced
-        loss = inner_loss + self.gate_loss_weight * sample_size * gate_loss
-        logging_output = {
-            "loss": loss.data,
-            "inner_loss": inner_loss.data,
-            "moe_loss": gate_loss.data * sample_size,
-            "ntokens": sample["ntokens"],
-            "nsentences": sample["target"].size(0),
-            "sample_size": sample_size,
-            "batch_count": 1,
-            **layer_mean_metrics(reports),
-            _MAY_DROP: int(_has_capacity(model)),
-            _SECOND: int(any(len(aux.num_routed_KE) > 1 for aux in reports)),
-        }
-        records = [aux.record for aux in reports if aux.record is not None]
-        if model.training:  # of gradients they know after the backward pass
-            logging_output[_RECORDS] = records
-        else:
-            logging_output.update(wire_errors(records))
-        if "moe_counts" in extra:
-            logging_output.update(zip(_KEYS, extra["moe_counts"], strict=True))
-        if "moe_bias_counts" in extra:
-            logging_output["moe_bias_counts"] = extra["moe_bias_counts"]
-        return loss, sample_size, logging_output
-
-    def gate_loss(self, reports: list[MoEAux], like: torch.Tensor) -> torch.Tensor:
-        """G of a batch, fp32 scalar with gradient."""
-        if not reports:
-            return like.new_zeros((), dtype=torch.float32)
-        losses = torch.stack([aux.loss for aux in reports])
-        total = losses.sum() if self.combine_method == "sum" else losses.mean()
-        return -total.log() if self.transform == "neg_log" else total
+        loss, sample_size, output = self.add_gate_loss(inner_loss, model, net_output, sample)
+        return loss, sample_size, {**output, "inner_loss": inner_loss.data}
 
     @staticmethod
     def reduce_metrics(logging_outputs) -> None:
-        """Log the metrics of all ranks and batches of an update.
-
-        NOTE: one synchronisation with the device; logged tensors would be read one by one.
-        """
-        _finish_wire_errors(logging_outputs)
-        passes = logged_passes(logging_outputs)
-        used = {} if passes is None else _utilisation_to_log(passes)
-        total = _host_totals([*logging_outputs, used])
-        size, batches = max(total["sample_size"], 1), max(total["batch_count"], 1)
+        """Log the metrics of all ranks and batches of an update."""
+        total = log_moe_metrics(logging_outputs)
         inner_loss = total["inner_loss"] / math.log(2)
-
-        def log(name, value, weight, digits=3):
-            metrics.log_scalar(name, value, weight, round=digits)
-
-        log("loss", total["loss"] / size / math.log(2), total["sample_size"])
-        log("moe_gate_loss", total["moe_loss"] / size, total["sample_size"], 8)
-        unmoved = _unmoved(total)
-        for name in METRIC_NAMES:
-            if name not in unmoved:
-                log(name, total[name] / batches, total["batch_count"])
-        if _NULL in total:
-            log(_NULL, total[_NULL] / batches, total["batch_count"], 2)
-        for name in used:
-            if name in UTILISATION_NAMES and name not in unmoved:
-                log(name, total[name], len(passes.slots), 2)
-        for name, layers_name in zip(WIRE_ERROR_NAMES, WIRE_LAYERS_NAMES, strict=True):
-            if layers := total[layers_name]:  # where something was encoded
-                log(name, total[name] / layers, layers, 6)
-        log("inner_loss", inner_loss / size, total["sample_size"])
+        log_scalar("inner_loss", inner_loss / max(total["sample_size"], 1), total["sample_size"])
         perplexity_of = "inner_loss"
         if total["sample_size"] != total["ntokens"]:
-            log("nll_loss", inner_loss / max(total["ntokens"], 1), total["ntokens"])
+            log_scalar("nll_loss", inner_loss / max(total["ntokens"], 1), total["ntokens"])
             perplexity_of = "nll_loss"
         metrics.log_derived("ppl", lambda m: utils.get_perplexity(m[perplexity_of].avg))
-
-
-def _has_capacity(model) -> bool:
-    """Of a model whose layers cannot be asked it is taken to be so."""
-    layers = getattr(model, "moe_layers", None)
-    configs = [layer.config for layer in layers.values()] if layers else []
-    return not configs or any(config.capacity(1, model.training) is not None for config in configs)
-
-
-def _unmoved(total: dict[str, float]) -> set[str]:
-    """Metrics that an option leaves at 0 (or 100), which are not logged.
-
-    Without a capacity nothing is dropped; a top-1 router has no second choice, and its overflow is
-    0 as in fairseq's moe branch; clocks run with ``--record-a2a-perf-stats`` only; one rank
-    receives all rows. A metric that happens to be 0 in a batch is logged: it counts in means.
-    """
-    unmoved = {name for name in METRIC_NAMES if name.startswith("all_to_all") and not total[name]}
-    if not total[_MAY_DROP]:
-        unmoved |= {"overflow_expert1", "overflow_expert2", "moe_drop"}
-    if not total[_SECOND]:
-        unmoved |= {name for name in METRIC_NAMES if "2" in name or "overflow" in name}
-    if not total["padded_rows"]:
-        unmoved.add("moe_util_slot")
-    if total["ranks"] == 1:
-        unmoved.add("moe_util_rank")
-    return unmoved
-
-
-def _host_totals(logs: Sequence[dict]) -> defaultdict[str, float]:
-    """Sums of the scalars of logging outputs, by name.
-
-    All tensors are read back to the host in one piece; their sums are fp64.
-    """
-    totals: defaultdict[str, float] = defaultdict(float)
-    tensors = []
-    for name, value in (entry for log in logs for entry in log.items()):
-        if not torch.is_tensor(value):
-            totals[name] += value
-        elif value.dim() == 0:
-            tensors.append((name, value))
-    if tensors:
-        values = torch.stack([value.double() for _, value in tensors]).tolist()
-        for (name, _), value in zip(tensors, values, strict=True):
-            totals[name] += value
-    return totals
-
-
-def layer_mean_metrics(reports: list[MoEAux]) -> dict[str, torch.Tensor]:
-    """Mean over the MoE layers of every metric; empty without MoE layers."""
-    if not reports:
-        return {}
-    means = routing_metrics(reports).mean(1)
-    found = dict(zip(METRIC_NAMES, means.unbind(), strict=True))
-    if reports[0].num_null_KN is not None:
-        found[_NULL] = torch.stack([aux.null_share for aux in reports]).mean()
-    return found
-
-
-def join_passes(logs: Sequence[dict[str, Any]], fillers: int = 0) -> None:
-    """Move the counts of all logs of one rank, in the order of its passes, into the first one, one
-    row per pass: [U, L, ...].
-
-    ``fillers``: passes before them that do not count; other ranks may have had batches then.
-    """
-    _finish_wire_errors(logs)
-    if not logs or _KEYS[0] not in logs[0]:
-        return
-    for key in _KEYS:
-        rows = [log.pop(key) for log in logs]
-        empty = [torch.zeros_like(rows[0])] * fillers
-        logs[0][key] = torch.stack([*empty, *rows])
-
-
-def _finish_wire_errors(logs: Sequence[dict[str, Any]]) -> None:
-    """Errors on the wire in place of the records that say them."""
-    for log in logs:
-        log.update(wire_errors(log.pop(_RECORDS, ())))
-
-
-def logged_passes(logs: Sequence[dict[str, Any]]) -> RoutingCounts | None:
-    """The counts of all passes of all ranks, [U, L, ...], from logs with one or with joined ones;
-    None without MoE layers.
-    """
-    found = [RoutingCounts(*(log[key] for key in _KEYS)) for log in logs if _KEYS[0] in log]
-    if not found:
-        return None
-    dims = RoutingCounts(load=2, kept=2, received=2, slots=1)  # of one pass
-    return RoutingCounts(
-        *(
-            torch.cat([part.reshape(-1, *part.shape[-dim:]) for part in parts])
-            for parts, dim in zip(zip(*found, strict=True), dims, strict=True)
-        )
-    )
-
-
-def _utilisation_to_log(passes: RoutingCounts) -> dict[str, torch.Tensor | int]:
-    """Mean over passes and layers of every metric; ``padded_rows`` and the number of ``ranks``."""
-    means = torch.stack(utilisation(passes)).flatten(1).mean(1)
-    names = dict(zip(UTILISATION_NAMES, means, strict=True))
-    return {**names, "padded_rows": passes.slots.sum(), "ranks": passes.received.shape[-1]}

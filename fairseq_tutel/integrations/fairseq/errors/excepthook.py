@@ -32,7 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ....command_line import EXIT_USAGE
 from ....distributed import process_world
-from ..criterions.moe_cross_entropy import MoECrossEntropyCriterionConfig
+from ..criterions import CRITERIONS
 from ..models import ARCHITECTURES
 from ..options.fields import REGISTERED
 from ..programs import program
@@ -141,10 +141,10 @@ def _refuse_arguments(parser: argparse.ArgumentParser, message: str) -> NoReturn
 def _meant(parser: argparse.ArgumentParser, unknown: list[str]) -> str:
     """Whose the first unknown option is that this package has, or which were meant."""
     configs = {f"--arch {row.name}": row.config for row in ARCHITECTURES.values()}
-    configs["--criterion moe_cross_entropy"] = MoECrossEntropyCriterionConfig
+    configs |= {f"--criterion {name}": config for name, config in CRITERIONS.items()}
     owners = {
         "--" + name.replace("_", "-"): choice
-        for choice, config in configs.items()
+        for choice, config in reversed(configs.items())
         for name in config.__dataclass_fields__
     }
     for flag in unknown:

@@ -6,12 +6,15 @@ from .transformer_lm_gpt_moe import (
     TransformerLMGPTMoEConfig,
     check_model_options,
 )
+from .transformer_moe import TransformerMoE, TransformerMoEConfig
 
 __all__ = [
     "ARCHITECTURES",
     "Architecture",
     "TransformerLMGPTMoE",
     "TransformerLMGPTMoEConfig",
+    "TransformerMoE",
+    "TransformerMoEConfig",
     "check_model_options",
     "moe_architecture",
     "name_with_experts",

@@ -24,27 +24,37 @@ from typing import Any, NamedTuple
 import torch
 from fairseq.models.transformer import TransformerConfig
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
-from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
+from fairseq.modules.transformer_layer import (
+    TransformerDecoderLayerBase,
+    TransformerEncoderLayerBase,
+)
 
 from ....distributed import ExchangeRecord, StepAgreement
 from ....moe import MoEAux, MoELayer
 
 
 class ForwardScope:
-    """Lives for one forward pass of a model: agreement in, reports of the MoE layers out."""
+    """Lives for one forward pass of a stack of layers: agreement in, reports of its MoE layers out.
+
+    Attributes:
+        step: what the ranks agreed on; None where no pass is going on.
+        drops_nothing: whether the pass has no capacity, whatever the options say.
+        reports: of the MoE layers that have been computed.
+    """
 
     def __init__(self):
         self.step: StepAgreement | None = None
+        self.drops_nothing = False
         self.reports: list[MoEAux] = []
 
     @contextlib.contextmanager
-    def open(self, step: StepAgreement) -> Iterator[list[MoEAux]]:
-        """Set the agreement, yield the list that blocks append to."""
-        self.step, self.reports = step, []
+    def open(self, step: StepAgreement, drops_nothing: bool = False) -> Iterator[list[MoEAux]]:
+        """Begin a pass, yield the list that blocks append to."""
+        self.step, self.drops_nothing, self.reports = step, drops_nothing, []
         try:
             yield self.reports
         finally:
-            self.step, self.reports = None, []
+            self.step, self.drops_nothing, self.reports = None, False, []
 
 
 class MoEBlock:
@@ -76,13 +86,20 @@ class MoEBlock:
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Signature and result of the stock layer; x [seq, batch, M]."""
-        outputs = self._run(self._scope.step, ExchangeRecord(), x, *args, **kwargs)
+        scope = self._scope
+        capacity_factor = 0.0 if scope.drops_nothing else None
+        outputs = self._run(scope.step, capacity_factor, ExchangeRecord(), x, *args, **kwargs)
         split = len(outputs) - len(MoEAux._fields)
         self._scope.reports.append(MoEAux(*outputs[split:]))
         return outputs[0] if split == 1 else outputs[:split]
 
     def _compute(
-        self, step: StepAgreement, record: ExchangeRecord, *args: Any, **kwargs: Any
+        self,
+        step: StepAgreement,
+        capacity_factor: float | None,
+        record: ExchangeRecord,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple:
         """What the stock layer returns, and the members of the aux value.
 
@@ -100,8 +117,7 @@ class MoEBlock:
                 pad_mask=given.get(self.pad_mask_argument) if masked else None,
                 step=step,
                 record=record,
-                # a token's continuation must not depend on other sentences and beams of its batch
-                capacity_factor=None if given.get("incremental_state") is None else 0.0,
+                capacity_factor=capacity_factor,
                 return_aux=True,
             )
             reports.append(aux)
@@ -143,3 +159,9 @@ class MoETransformerDecoderLayer(MoEBlock, TransformerDecoderLayerBase):
     """Block of a decoder."""
 
     pad_mask_argument = "self_attn_padding_mask"
+
+
+class MoETransformerEncoderLayer(MoEBlock, TransformerEncoderLayerBase):
+    """Block of an encoder."""
+
+    pad_mask_argument = "encoder_padding_mask"

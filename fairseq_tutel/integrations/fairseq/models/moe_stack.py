@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from fairseq import hub_utils
 
-from .... import ops
+from .... import ops, register
 from ....config import EXPERTS, MoEConfig
 from ....distributed import (
     ExpertParallelGroups,
     StepAgreement,
     build_groups,
     process_world,
-    sync_step,
+    sync_stacks,
 )
 from ....moe import MoEAux, MoELayer, balance_over_ranks, routing_counts
 from ....tuning import ExchangeTuner
@@ -104,29 +104,38 @@ def make_tuner(args: Any, layers: Sequence[MoELayer]) -> ExchangeTuner | None:
 
 
 def agree(
-    layers: Sequence[MoELayer],
-    num_tokens: int,
+    stacks: Sequence[Sequence[MoELayer]],
+    counts: Sequence[int],
     dtype: torch.dtype,
     tuner: ExchangeTuner | None,
     generating: bool,
-) -> StepAgreement:
+) -> list[StepAgreement]:
     """Exchange token counts with the other ranks, once per forward pass for all layers.
 
-    ``tuner`` chooses the exchange in training; ``generating``: whether the pass computes one more
-    token of each sentence, which is a ValueError with experts that are spread over ranks.
+    ``stacks``: MoE layers of each stack (a language model has one, an encoder-decoder two), of
+    which ``counts`` has the tokens; ``tuner`` chooses the exchange in training; ``generating``:
+    whether the pass computes one more token of each sentence, or only the encoder, which is a
+    ValueError with experts that are spread over ranks.
     """
-    if not layers or not layers[0].groups.needs_sync:
-        return StepAgreement(num_tokens)
-    groups = layers[0].groups
+    sparse = [i for i, layers in enumerate(stacks) if layers]
+    steps = list(map(StepAgreement, counts))
+    if not sparse or not (groups := stacks[sparse[0]][0].groups).needs_sync:
+        return steps
     if generating:
         raise ValueError(
             "generation runs without expert parallelism, but the experts of this model are spread "
             f"over {groups.ep_size * groups.num_slices} ranks: start generation without "
             "torch.distributed (--distributed-world-size 1); a process then loads all experts"
         )
+    counts = [counts[i] for i in sparse]
     if tuner is not None:
-        return tuner.agree(num_tokens, dtype)
-    return sync_step(num_tokens, layers[0].step_settings(dtype), groups)
+        agreed = tuner.agree_stacks(counts, dtype)
+    else:
+        settings = [stacks[i][0].step_settings(dtype) for i in sparse]
+        agreed = sync_stacks(counts, settings, groups)
+    for i, step in zip(sparse, agreed, strict=True):
+        steps[i] = step
+    return steps
 
 
 def reports_to_extra(
@@ -146,17 +155,9 @@ def reports_to_extra(
     return extra
 
 
-class Layers(nn.ModuleList):
-    """Printed with every kind of layer once: MoE layers stand between dense ones, so that torch,
-    which puts equal neighbours into one, would print all (some 400 lines for 24 layers)."""
-
-    def __repr__(self) -> str:
-        numbers: dict[str, list[int]] = {}
-        for number, layer in enumerate(self):
-            numbers.setdefault(repr(layer), []).append(number)
-        lines = [
-            f"({', '.join(map(str, which))}): {f'{len(which)} x ' if len(which) > 1 else ''}{text}"
-            for text, which in numbers.items()
-        ]
-        inside = "\n".join(lines).replace("\n", "\n  ")
-        return f"ModuleList(\n  {inside}\n)"
+def pretrained(cls, *args: Any, **options: Any) -> hub_utils.GeneratorHubInterface:
+    """``from_pretrained`` of a model: as fairseq's, which prints the whole config; registers the
+    package with fairseq first, so that sets of files load."""
+    register()
+    loaded = hub_utils.from_pretrained(*args, **options)
+    return hub_utils.GeneratorHubInterface(loaded["args"], loaded["task"], loaded["models"])

@@ -1,34 +1,22 @@
 """``--arch transformer_lm_gpt_moe``: fairseq's GPT-style language model with MoE layers."""
 
 # no postponed annotations here: fairseq reads the types of dataclass fields
-import copy
-import functools
-import itertools
 from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
-from fairseq import hub_utils, utils
+from fairseq import utils
 from fairseq.dataclass import ChoiceEnum
-from fairseq.models.transformer import Embedding, TransformerDecoder
+from fairseq.models.transformer import Embedding, TransformerConfig
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from torch import nn
 
-from .... import register
 from ....config.options import at_least, option
 from ....moe import MoELayer
 from ..options.options import MoEOptions, check_moe_options
 from .architectures import Architecture, moe_architecture
-from .moe_block import ForwardScope, MoETransformerDecoderLayer
-from .moe_stack import (
-    Experts,
-    Layers,
-    agree,
-    build_moe_layer,
-    make_tuner,
-    place_experts,
-    reports_to_extra,
-)
+from .moe_stack import make_tuner, place_experts, pretrained
+from .transformer_stacks import MoETransformerDecoder, Sparsity
 
 
 @dataclass
@@ -90,58 +78,6 @@ class StableEmbedding(nn.Embedding):
         return x.to(self.weight.dtype)
 
 
-class MoETransformerDecoder(TransformerDecoder):
-    """Decoder of a language model whose every ``moe_freq``-th layer is an MoE layer; all are dense
-    without ``experts``.
-    """
-
-    def __init__(self, args, dictionary, embed_tokens, experts: Optional[Experts]):
-        self.experts = experts
-        self._scope = ForwardScope()
-        self._layer_numbers = itertools.count(1)
-        super().__init__(args, dictionary, embed_tokens, no_encoder_attn=True)
-        layers = list(self.moe_layers.values())
-        # None: each layer uses the exchange that it was built with
-        self.exchange_tuner = make_tuner(args, layers)
-        if type(self.layers) is nn.ModuleList:  # a dense model may have layer drop
-            self.layers = Layers(self.layers)
-
-    def build_decoder_layer(self, cfg, no_encoder_attn=False):
-        """Called by the stock constructor once per layer, from the bottom up."""
-        args, number = self.args, next(self._layer_numbers)
-        if not args.moe_freq or number % args.moe_freq:
-            return super().build_decoder_layer(cfg, no_encoder_attn)
-        if self.experts is None:
-            dense = copy.deepcopy(cfg)
-            dense.decoder.ffn_embed_dim = args.alternate_decoder_ffn_embed_dim
-            return super().build_decoder_layer(dense, no_encoder_attn)
-        layer = build_moe_layer(args, cfg, cfg.decoder, self.experts)
-        return MoETransformerDecoderLayer(cfg, layer, self._scope, no_encoder_attn=True)
-
-    @functools.cached_property
-    def moe_layers(self) -> dict[int, MoELayer]:
-        """MoE layers by the 0-based number of the decoder layer that holds them."""
-        return {
-            i: layer.moe_layer
-            for i, layer in enumerate(self.layers)
-            if isinstance(layer, MoETransformerDecoderLayer)
-        }
-
-    def extract_features(
-        self, prev_output_tokens, encoder_out=None, incremental_state=None, **options
-    ):
-        """As the stock method; its second result has what :func:`reports_to_extra` returns, too."""
-        layers, generating = list(self.moe_layers.values()), incremental_state is not None
-        dtype = self.embed_tokens.weight.dtype
-        step = agree(layers, prev_output_tokens.numel(), dtype, self.exchange_tuner, generating)
-        with self._scope.open(step) as reports:
-            x, extra = super().extract_features(
-                prev_output_tokens, encoder_out, incremental_state, **options
-            )
-        extra |= {"moe": reports} if generating else reports_to_extra(reports, layers, step)
-        return x, extra
-
-
 def _gpt(layers: int, dim: int, heads: int, experts: int) -> dict:
     return {
         "decoder_layers": layers,
@@ -176,13 +112,7 @@ _ROW = Architecture(
 class TransformerLMGPTMoE(TransformerLanguageModel):
     """Language model of ``transformer_lm_gpt`` whose every second FFN (by default) is sparse."""
 
-    @classmethod
-    def from_pretrained(cls, *args, **kwargs):
-        """As fairseq's, which prints the whole config; registers the package with fairseq first, so
-        that sets of files load."""
-        register()
-        loaded = hub_utils.from_pretrained(*args, **kwargs)
-        return hub_utils.GeneratorHubInterface(loaded["args"], loaded["task"], loaded["models"])
+    from_pretrained = classmethod(pretrained)
 
     @classmethod
     def build_model(cls, args, task):
@@ -192,10 +122,18 @@ class TransformerLMGPTMoE(TransformerLanguageModel):
         """
         check_model_options(args)
         _fill_sizes(args)
-        sparse = args.moe_freq and args.alternate_decoder_ffn_embed_dim <= 0
-        experts = place_experts(args) if sparse else None
+        width = args.alternate_decoder_ffn_embed_dim
+        experts = place_experts(args) if args.moe_freq and width <= 0 else None
         embed_tokens = cls.build_embedding(args, task.source_dictionary, args.decoder_input_dim)
-        return cls(MoETransformerDecoder(args, task.target_dictionary, embed_tokens, experts))
+        decoder = MoETransformerDecoder(
+            Sparsity(args, args.moe_freq, experts, width),
+            TransformerConfig.from_namespace(args),
+            task.target_dictionary,
+            embed_tokens,
+            no_encoder_attn=True,
+        )
+        decoder.exchange_tuner = make_tuner(args, list(decoder.moe_layers.values()))
+        return cls(decoder)
 
     @classmethod
     def build_embedding(cls, args, dictionary, embed_dim, path=None):

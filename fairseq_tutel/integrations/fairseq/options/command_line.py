@@ -48,6 +48,9 @@ REFUSED = {
     "--moe-cmr": _CMR,
     "--cmr-gate-drop P": _CMR,
     "--cmr-log-lang-gates": _CMR,
+    "--cmr-gate-loss-wt W": _CMR,
+    "--cmr-gate-loss-p P": _CMR,
+    "--moe-cmr-xgpu": _CMR,
     "--no-best-checkpoints": "give --keep-best-checkpoints to bound their number",
     "--no-save-optimizer-state-on-training-finished": "give --no-save-optimizer-state, or leave it "
     "out",

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from ....config import ExchangeConfig, MoEConfig
 from ....config.options import SAME, flag_name
-from ..criterions.moe_cross_entropy import MoECrossEntropyCriterionConfig
+from ..criterions import CRITERIONS
 from ..models import ARCHITECTURES
 from .command_line import ACCEPTED, ACCEPTED_IN_EVALUATION, REFUSED
 
@@ -56,15 +56,14 @@ other commands, each with --help:
 
 
 def own_options() -> dict[str, list[dataclasses.Field]]:
-    """Title of a group -> fields of its options: of all architectures, and of the criterion."""
-    configs = [*(row.config for row in ARCHITECTURES.values()), MoECrossEntropyCriterionConfig]
+    """Title of a group -> fields of its options: of all architectures and criterions, of which the
+    first that has an option says its default."""
+    configs = [*(row.config for row in ARCHITECTURES.values()), *CRITERIONS.values()]
     # options of fairseq's own dataclasses are in no group
-    own = {
-        field.name: field
-        for config in configs
-        for field in dataclasses.fields(config)
-        if field.metadata.get("group")
-    }
+    own: dict[str, dataclasses.Field] = {}
+    for field in (field for config in configs for field in dataclasses.fields(config)):
+        if field.metadata.get("group"):
+            own.setdefault(field.name, field)
     groups = {"first": [own.pop(name) for name in _FIRST]}
     for name in _TITLES:
         groups.setdefault(name, [f for f in own.values() if f.metadata["group"] == name])

@@ -146,9 +146,24 @@ _UNSUPPORTED = (
     "character_embeddings",
     "adaptive_input",
     "adaptive_softmax_cutoff",
-    "decoder_layerdrop",  # would drop different layers on different ranks
+    "encoder_layerdrop",  # would drop different layers on different ranks
+    "decoder_layerdrop",
+    "encoder_layers_to_keep",
     "decoder_layers_to_keep",
 )
+
+
+def moe_frequencies(args: Any) -> tuple[int, int]:
+    """Which layers of the encoder, and of the decoder, have experts: each so many-th; 0: none.
+
+    The larger of a side's own option and ``--moe-freq``, as in Meta's branch ``moe``. ``args``: the
+    options of any model, or of a checkpoint, which may lack some; a language model has a decoder.
+    """
+    sides = [getattr(args, f"{side}_moe_freq", None) or 0 for side in ("encoder", "decoder")]
+    both = getattr(args, "moe_freq", 0)
+    if both is None:  # not given, where a side's may be
+        both = 0 if any(sides) else 2
+    return max(sides[0], both), max(sides[1], both)
 
 
 def check_moe_options(args: Any, config: type) -> None:
@@ -158,8 +173,9 @@ def check_moe_options(args: Any, config: type) -> None:
     whose ranges are checked.
     """
     check_ranges(args, config)
+    sparse = any(moe_frequencies(args))
     for name in _UNSUPPORTED:
-        if args.moe_freq and getattr(args, name, None):
+        if sparse and getattr(args, name, None):
             flag = as_flag(name, getattr(args, name))
             raise ValueError(f"{flag} cannot be combined with MoE layers")
     EXPERTS.options_of_flags(str(args.moe_expert_network), args)

@@ -41,6 +41,9 @@ def refusing_long_blocks(task) -> Iterator[None]:
     """
 
     def refuse(indices, dataset, max_positions: Any = None, ignore_invalid_inputs: bool = False):
+        if isinstance(max_positions, (tuple, list, dict)):  # of pairs of sentences: stock refuses
+            size = max_positions, ignore_invalid_inputs
+            return type(task).filter_indices_by_size(task, indices, dataset, *size)
         kept, long = dataset.filter_indices_by_size(indices, max_positions)
         if not len(long):
             return kept

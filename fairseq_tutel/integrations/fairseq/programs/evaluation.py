@@ -7,6 +7,8 @@ import functools
 import inspect
 import logging
 import os
+import re
+from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,8 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from ....checkpoint import check_complete, final_path, find_checkpoint, load_file, load_for_rank
 from ....distributed import any_rank, process_world, sum_over_ranks
-from ..criterions.moe_cross_entropy import MoECrossEntropyCriterionConfig
+from ..criterions import CRITERIONS
 from ..models import ARCHITECTURES, name_with_experts
+from ..options.options import moe_frequencies
 from . import program
 
 logger = logging.getLogger(__name__)
@@ -55,7 +58,7 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
     """
     options = {
         *(name for row in ARCHITECTURES.values() for name in row.config.__dataclass_fields__),
-        *MoECrossEntropyCriterionConfig.__dataclass_fields__,
+        *(name for config in CRITERIONS.values() for name in config.__dataclass_fields__),
     }
     _check_overrides(arg_overrides, options)
     # how the training run's ranks shared the experts says nothing about these
@@ -79,7 +82,7 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
     if args is not None:
         for name, value in arg_overrides.items():
             setattr(args, name, value)
-        if getattr(args, "moe_freq", 0) > 0:
+        if any(moe_frequencies(args)):
             args.arch = name_with_experts(args.arch)
     if state.get("cfg") is not None:
         state["cfg"] = _as_config(state["cfg"])
@@ -88,9 +91,21 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
             # fairseq overwrites what is there, and older checkpoints lack newer options
             model[name] = None
         overwrite_args_by_name(state["cfg"], arg_overrides)
-        if model.get("moe_freq", 0) > 0:
-            model._name = name_with_experts(model._name)
+        if any(moe_frequencies(model)):
+            named, model._name = model._name, name_with_experts(model._name)
+            if named != model._name and "encoder_moe_freq" in model:
+                _read_frequencies(model, state["model"])
     return checkpoint_utils._upgrade_state_dict(state)
+
+
+def _read_frequencies(model: DictConfig, names: Iterable[str]) -> None:
+    """Which layers have experts, out of a checkpoint's names of parameters: Meta's branch ``nllb``
+    stores the options of a side, but does not follow them."""
+    for side in ("encoder", "decoder"):
+        found = re.compile(rf"{side}\.layers\.(\d+)\.moe_layer\.")
+        numbers = [int(match[1]) for name in names if (match := found.match(name))]
+        model[f"{side}_moe_freq"] = min(numbers) + 1 if numbers else 0
+    model.moe_freq = 0
 
 
 def _check_overrides(overrides: Any, options: set[str]) -> None:
@@ -107,7 +122,9 @@ def _check_overrides(overrides: Any, options: set[str]) -> None:
 
 
 def _as_config(saved: dict[str, Any]) -> DictConfig:
-    """A checkpoint's config, which may hold objects, as fairseq's own loader makes it."""
+    """A checkpoint's config, which may hold objects, as fairseq's own loader makes it; a part that
+    is a namespace, as the model of Meta's translation models, becomes a dict."""
+    saved = {name: vars(v) if isinstance(v, Namespace) else v for name, v in saved.items()}
     if "flags" in inspect.signature(OmegaConf.create).parameters:
         return OmegaConf.create(saved, flags={"allow_objects": True})
     with omegaconf_no_object_check():  # omegaconf 2.0, which fairseq 0.12.2 requires

@@ -18,8 +18,8 @@ from omegaconf import open_dict
 
 from ....distributed import copies_of, is_expert
 from ....training import expert_grad_sq_norm, update_load_biases
-from ..criterions import MoECrossEntropyCriterion
-from ..criterions.moe_cross_entropy import join_passes, logged_passes
+from ..criterions import CRITERIONS, MoECriterion
+from ..criterions.moe_criterion import join_passes, logged_passes
 from ..programs import blocks
 from ..programs.ranks import refuse_separate_ranks
 from .checkpointing import CheckpointMixin
@@ -236,10 +236,10 @@ def _has_load_bias(model, criterion) -> bool:
     """
     rules = {layer.config.load_bias for layer in model.moe_layers.values()} - {"none"}
     name = type(criterion).__name__
-    if rules and not isinstance(criterion, MoECrossEntropyCriterion):
+    if rules and not isinstance(criterion, MoECriterion):
         raise ValueError(
-            f"--moe-load-bias {rules.pop()} needs --criterion moe_cross_entropy, which hands on "
-            f"what moves the bias; {name} does not"
+            f"--moe-load-bias {rules.pop()} needs --criterion {' or '.join(CRITERIONS)}, which "
+            f"hand on what moves the bias; {name} does not"
         )
     # fairseq's own criterions read one output of the model; a user's own may read the others
     if type(criterion).__module__.startswith("fairseq.criterions."):

@@ -1,0 +1,236 @@
+"""What criterions have in common for models with MoE layers: the gate loss, and metrics.
+
+A criterion adds ``weight * sample_size * G`` to its own loss, with G the sum or mean of the layers'
+losses (:class:`MoECriterion`), and logs how tokens were routed.
+
+fairseq adds up logging outputs, by one all-reduce over the ranks. Utilisation is that of a forward
+pass of all ranks, so the passes of an update are kept apart: before that sum, a rank's logging
+outputs are joined into one whose counts have one row per pass (:func:`join_passes`).
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from fairseq.dataclass import ChoiceEnum
+from fairseq.logging import metrics
+
+from ....config.options import at_least, check_ranges, option
+from ....moe import (
+    METRIC_NAMES,
+    UTILISATION_NAMES,
+    WIRE_ERROR_NAMES,
+    WIRE_LAYERS_NAMES,
+    MoEAux,
+    RoutingCounts,
+    routing_metrics,
+    utilisation,
+    wire_errors,
+)
+
+# counts of the routing in a logging output
+_KEYS = tuple(f"moe_{name}" for name in RoutingCounts._fields)
+_MAY_DROP, _SECOND = "moe_may_drop", "moe_second"  # batches with a capacity, a second choice
+_RECORDS = "moe_exchange_records"  # of the layers, until the backward pass is over
+_NULL = "moe_null"  # percentage of the choices that are null experts, where there are such
+
+
+@dataclass
+class GateLossOptions:
+    """Options of fairseq's ``moe`` branch; a base of a criterion's dataclass."""
+
+    moe_gate_loss_wt: float = option(
+        1.0, "weight of the gate (load balance) loss", at_least(0), group="balance"
+    )
+    moe_gate_loss_combine_method: ChoiceEnum(["sum", "average"]) = option(
+        "average", "how the losses of the MoE layers are combined", group="balance"
+    )
+
+
+class MoECriterion:
+    """Mixin of a stock criterion, to be named before it; dense models get a gate loss of 0."""
+
+    def set_gate_loss(self, weight: float, combine_method: str, transform: str = "none") -> None:
+        """Options of the gate loss; raises ValueError for a weight out of range."""
+        check_ranges(SimpleNamespace(moe_gate_loss_wt=weight), GateLossOptions)
+        self.gate_loss_weight = weight
+        self.combine_method, self.transform = str(combine_method), str(transform)
+
+    def gate_loss(self, reports: list[MoEAux], like: torch.Tensor) -> torch.Tensor:
+        """G of a batch, fp32 scalar with gradient."""
+        if not reports:
+            return like.new_zeros((), dtype=torch.float32)
+        losses = torch.stack([aux.loss for aux in reports])
+        total = losses.sum() if self.combine_method == "sum" else losses.mean()
+        return -total.log() if self.transform == "neg_log" else total
+
+    def add_gate_loss(
+        self, loss: torch.Tensor, model, net_output, sample: dict[str, Any]
+    ) -> tuple[torch.Tensor, int, dict[str, Any]]:
+        """(loss with the gate loss, sample size, logging output) of a batch whose own loss is
+        ``loss``, a scalar or not reduced."""
+        sample_size = sample["target"].size(0) if self.sentence_avg else sample["ntokens"]
+        # some models return a tensor or None beside their output
+        extra = net_output[1] if isinstance(net_output[1], dict) else {}
+        reports = extra.get("moe", [])
+        gate_loss = self.gate_loss(reports, like=loss)
+        # broadcasts over the tokens where the loss is not reduced
+        loss = loss + self.gate_loss_weight * sample_size * gate_loss
+        logging_output = {
+            "loss": loss.data,
+            "moe_loss": gate_loss.data * sample_size,
+            "ntokens": sample["ntokens"],
+            "nsentences": sample["target"].size(0),
+            "sample_size": sample_size,
+            "batch_count": 1,
+            **layer_mean_metrics(reports),
+            _MAY_DROP: int(_has_capacity(model)),
+            _SECOND: int(any(len(aux.num_routed_KE) > 1 for aux in reports)),
+        }
+        records = [aux.record for aux in reports if aux.record is not None]
+        if model.training:  # of gradients they know after the backward pass
+            logging_output[_RECORDS] = records
+        else:
+            logging_output.update(wire_errors(records))
+        if "moe_counts" in extra:
+            logging_output.update(zip(_KEYS, extra["moe_counts"], strict=True))
+        if "moe_bias_counts" in extra:
+            logging_output["moe_bias_counts"] = extra["moe_bias_counts"]
+        return loss, sample_size, logging_output
+
+
+def log_moe_metrics(logging_outputs) -> dict[str, float]:
+    """Log loss, gate loss and routing of all ranks and batches of an update; the sums of all
+    scalars, by name, of which a criterion logs what is its own.
+
+    NOTE: one synchronisation with the device; logged tensors would be read one by one.
+    """
+    _finish_wire_errors(logging_outputs)
+    passes = logged_passes(logging_outputs)
+    used = {} if passes is None else _utilisation_to_log(passes)
+    total = _host_totals([*logging_outputs, used])
+    size, batches = max(total["sample_size"], 1), max(total["batch_count"], 1)
+    log_scalar("loss", total["loss"] / size / math.log(2), total["sample_size"])
+    log_scalar("moe_gate_loss", total["moe_loss"] / size, total["sample_size"], 8)
+    unmoved = _unmoved(total)
+    for name in METRIC_NAMES:
+        if name not in unmoved:
+            log_scalar(name, total[name] / batches, total["batch_count"])
+    if _NULL in total:
+        log_scalar(_NULL, total[_NULL] / batches, total["batch_count"], 2)
+    for name in used:
+        if name in UTILISATION_NAMES and name not in unmoved:
+            log_scalar(name, total[name], len(passes.slots), 2)
+    for name, layers_name in zip(WIRE_ERROR_NAMES, WIRE_LAYERS_NAMES, strict=True):
+        if layers := total[layers_name]:  # where something was encoded
+            log_scalar(name, total[name] / layers, layers, 6)
+    return total
+
+
+def log_scalar(name: str, value: float, weight: float, digits: int = 3) -> None:
+    """A metric, a mean with this weight, rounded in the log."""
+    metrics.log_scalar(name, value, weight, round=digits)
+
+
+def _has_capacity(model) -> bool:
+    """Of a model whose layers cannot be asked it is taken to be so."""
+    layers = getattr(model, "moe_layers", None)
+    configs = [layer.config for layer in layers.values()] if layers else []
+    return not configs or any(config.capacity(1, model.training) is not None for config in configs)
+
+
+def _unmoved(total: dict[str, float]) -> set[str]:
+    """Metrics that an option leaves at 0 (or 100), which are not logged.
+
+    Without a capacity nothing is dropped; a top-1 router has no second choice, and its overflow is
+    0 as in fairseq's moe branch; clocks run with ``--record-a2a-perf-stats`` only; one rank
+    receives all rows. A metric that happens to be 0 in a batch is logged: it counts in means.
+    """
+    unmoved = {name for name in METRIC_NAMES if name.startswith("all_to_all") and not total[name]}
+    if not total[_MAY_DROP]:
+        unmoved |= {"overflow_expert1", "overflow_expert2", "moe_drop"}
+    if not total[_SECOND]:
+        unmoved |= {name for name in METRIC_NAMES if "2" in name or "overflow" in name}
+    if not total["padded_rows"]:
+        unmoved.add("moe_util_slot")
+    if total["ranks"] == 1:
+        unmoved.add("moe_util_rank")
+    return unmoved
+
+
+def _host_totals(logs: Sequence[dict]) -> defaultdict[str, float]:
+    """Sums of the scalars of logging outputs, by name.
+
+    All tensors are read back to the host in one piece; their sums are fp64.
+    """
+    totals: defaultdict[str, float] = defaultdict(float)
+    tensors = []
+    for name, value in (entry for log in logs for entry in log.items()):
+        if not torch.is_tensor(value):
+            totals[name] += value
+        elif value.dim() == 0:
+            tensors.append((name, value))
+    if tensors:
+        values = torch.stack([value.double() for _, value in tensors]).tolist()
+        for (name, _), value in zip(tensors, values, strict=True):
+            totals[name] += value
+    return totals
+
+
+def layer_mean_metrics(reports: list[MoEAux]) -> dict[str, torch.Tensor]:
+    """Mean over the MoE layers of every metric; empty without MoE layers."""
+    if not reports:
+        return {}
+    means = routing_metrics(reports).mean(1)
+    found = dict(zip(METRIC_NAMES, means.unbind(), strict=True))
+    if reports[0].num_null_KN is not None:
+        found[_NULL] = torch.stack([aux.null_share for aux in reports]).mean()
+    return found
+
+
+def join_passes(logs: Sequence[dict[str, Any]], fillers: int = 0) -> None:
+    """Move the counts of all logs of one rank, in the order of its passes, into the first one, one
+    row per pass: [U, L, ...].
+
+    ``fillers``: passes before them that do not count; other ranks may have had batches then.
+    """
+    _finish_wire_errors(logs)
+    if not logs or _KEYS[0] not in logs[0]:
+        return
+    for key in _KEYS:
+        rows = [log.pop(key) for log in logs]
+        empty = [torch.zeros_like(rows[0])] * fillers
+        logs[0][key] = torch.stack([*empty, *rows])
+
+
+def _finish_wire_errors(logs: Sequence[dict[str, Any]]) -> None:
+    """Errors on the wire in place of the records that say them."""
+    for log in logs:
+        log.update(wire_errors(log.pop(_RECORDS, ())))
+
+
+def logged_passes(logs: Sequence[dict[str, Any]]) -> RoutingCounts | None:
+    """The counts of all passes of all ranks, [U, L, ...], from logs with one or with joined ones;
+    None without MoE layers.
+    """
+    found = [RoutingCounts(*(log[key] for key in _KEYS)) for log in logs if _KEYS[0] in log]
+    if not found:
+        return None
+    dims = RoutingCounts(load=2, kept=2, received=2, slots=1)  # of one pass
+    return RoutingCounts(
+        *(
+            torch.cat([part.reshape(-1, *part.shape[-dim:]) for part in parts])
+            for parts, dim in zip(zip(*found, strict=True), dims, strict=True)
+        )
+    )
+
+
+def _utilisation_to_log(passes: RoutingCounts) -> dict[str, torch.Tensor | int]:
+    """Mean over passes and layers of every metric; ``padded_rows`` and the number of ``ranks``."""
+    means = torch.stack(utilisation(passes)).flatten(1).mean(1)
+    names = dict(zip(UTILISATION_NAMES, means, strict=True))
+    return {**names, "padded_rows": passes.slots.sum(), "ranks": passes.received.shape[-1]}

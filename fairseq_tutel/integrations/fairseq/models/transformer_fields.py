@@ -1,0 +1,53 @@
+"""fairseq's options of an encoder-decoder transformer as one flat dataclass.
+
+Stock fairseq has them nested (``model.encoder.embed_dim``), for its command line alone; the names
+of the flat ones are those of its flags (``model.encoder_embed_dim``), in a Hydra config, too.
+"""
+
+# no postponed annotations here: fairseq reads the types of dataclass fields
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Optional
+
+from fairseq.dataclass import FairseqDataclass
+from fairseq.models.transformer import TransformerConfig
+
+# as the encoder's where they are not given
+_AS_ENCODER = ("decoder_embed_dim", "decoder_ffn_embed_dim")
+_AS_DECODER = ("decoder_input_dim", "decoder_output_dim")  # as its embed_dim
+# stock reads lists out of texts: "0,2,4"
+_LISTS = ("encoder_layers_to_keep", "decoder_layers_to_keep", "adaptive_softmax_cutoff")
+
+
+def _fields(config: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field]]:
+    for field in dataclasses.fields(config):
+        name, kind, default = prefix + field.name, field.type, field.default
+        if field.name.startswith("_"):
+            continue  # fairseq's own, in each dataclass
+        if isinstance(default, type) and dataclasses.is_dataclass(default):
+            yield from _fields(default, f"{name}_")
+            continue
+        if name in _AS_ENCODER or name in _AS_DECODER:
+            kind, default = Optional[int], None
+        elif name in _LISTS:
+            kind = Optional[str]
+        yield name, kind, dataclasses.field(default=default, metadata=dict(field.metadata))
+
+
+FlatTransformerConfig = dataclasses.make_dataclass(
+    "FlatTransformerConfig", _fields(TransformerConfig), bases=(FairseqDataclass,)
+)
+
+
+def fill_sizes(args: Any) -> None:
+    """Sizes that follow from others, as in fairseq's functions for its arches."""
+    for name in _AS_ENCODER:
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(args, name.replace("decoder", "encoder", 1)))
+    for name in _AS_DECODER:
+        if getattr(args, name) is None:
+            setattr(args, name, args.decoder_embed_dim)
+    if args.share_all_embeddings:
+        args.share_decoder_input_output_embed = True
+    if args.offload_activations:
+        args.checkpoint_activations = True

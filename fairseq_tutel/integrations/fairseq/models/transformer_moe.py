@@ -1,0 +1,172 @@
+"""``--arch transformer_moe``: fairseq's encoder-decoder transformer with MoE layers.
+
+Both stacks are stock ones, and so are their dense layers, attention and embeddings; parameters have
+the names of Meta's branches ``moe`` and ``nllb``, whose checkpoints load.
+"""
+
+# no postponed annotations here: fairseq reads the types of dataclass fields
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from fairseq.models import BaseFairseqModel
+from fairseq.models.transformer import TransformerConfig, TransformerModelBase
+
+from ....config.options import at_least, option
+from ....moe import MoELayer
+from ..options.options import MoEOptions, check_moe_options, moe_frequencies
+from .architectures import Architecture, moe_architecture
+from .moe_stack import agree, make_tuner, place_experts, pretrained, reports_to_extra
+from .transformer_fields import FlatTransformerConfig, fill_sizes
+from .transformer_stacks import MoETransformerDecoder, MoETransformerEncoder, Sparsity
+
+_SIDE = "the same of the {} alone; the larger of the two counts"
+_WIDTH = "> 0: dense layers of this FFN width instead of the {}'s MoE layers"
+
+
+@dataclass
+class TransformerMoEConfig(MoEOptions, FlatTransformerConfig):
+    """Options of fairseq's ``transformer``, with MoE layers in both stacks."""
+
+    moe_freq: Optional[int] = option(
+        None,
+        "layer i (from 1) of encoder and decoder is an MoE layer if i is a multiple of this "
+        "(default: 2, or 0, none, where a side's own option is given)",
+        at_least(0),
+        group="size",
+    )
+    encoder_moe_freq: int = option(0, _SIDE.format("encoder"), at_least(0), group="size")
+    decoder_moe_freq: int = option(0, _SIDE.format("decoder"), at_least(0), group="size")
+    alternate_ffn_embed_dim: int = option(0, _WIDTH.format("encoder"), at_least(0), group="size")
+    alternate_decoder_ffn_embed_dim: int = option(
+        0, _WIDTH.format("decoder"), at_least(0), group="size"
+    )
+
+
+def check_model_options(args: Any) -> None:
+    """Raise ValueError, with the option's name and value, for what this model cannot do."""
+    check_moe_options(args, TransformerMoEConfig)
+    encoder_freq, decoder_freq = moe_frequencies(args)
+    for side, freq in (("encoder", encoder_freq), ("decoder", decoder_freq)):
+        layers = getattr(args, f"{side}_layers")
+        if freq > layers:
+            raise ValueError(
+                f"every {freq}th of {layers} {side} layers is none: give --{side}-moe-freq (or "
+                "--moe-freq) at most their number; 0 makes a dense stack"
+            )
+        dim = getattr(args, f"{side}_embed_dim") or args.encoder_embed_dim
+        heads = getattr(args, f"{side}_attention_heads")
+        if heads < 1 or dim % heads:
+            raise ValueError(
+                f"--{side}-embed-dim {dim} is not a multiple of --{side}-attention-heads {heads}"
+            )
+
+
+def _sizes(dim: int, ffn: int, heads: int, **others: Any) -> dict:
+    """Of both stacks."""
+    found = {"embed_dim": dim, "ffn_embed_dim": ffn, "attention_heads": heads}
+    return {f"{side}_{k}": v for side in ("encoder", "decoder") for k, v in found.items()} | others
+
+
+_24_LAYERS = {
+    "encoder_layers": 24,
+    "decoder_layers": 24,
+    "encoder_normalize_before": True,
+    "decoder_normalize_before": True,
+    "share_all_embeddings": True,
+    "max_source_positions": 512,
+    "max_target_positions": 512,
+}
+_SIZES = {
+    # stock transformer_wmt_en_de and transformer_wmt_en_de_big (arXiv 1706.03762, table 3)
+    "base": _sizes(512, 2048, 8),
+    "big": _sizes(1024, 4096, 16, dropout=0.3, attention_dropout=0.1),
+    # NLLB, arXiv 2207.04672: its ablations, and the model of 54.5 billion parameters
+    "24_24": _sizes(1024, 8192, 16, moe_freq=2, moe_expert_count=64, **_24_LAYERS),
+    "nllb_54b": _sizes(2048, 8192, 16, moe_freq=4, moe_expert_count=128, **_24_LAYERS),
+}
+_ROW = Architecture(
+    name="transformer_moe",
+    config=TransformerMoEConfig,
+    check=check_model_options,
+    replaces="transformer",
+)
+
+
+@moe_architecture(_ROW, _SIZES)
+class TransformerMoE(TransformerModelBase):
+    """Encoder-decoder whose every second FFN of both stacks (by default) is sparse."""
+
+    from_pretrained = classmethod(pretrained)
+    # flags of the flat dataclass; the stock model has those of a nested one
+    add_args = classmethod(BaseFairseqModel.add_args.__func__)
+    exchange_tuner = None  # None: each layer uses the exchange that it was built with
+
+    @classmethod
+    def build_model(cls, args, task):
+        """Build the model; a collective call where torch.distributed is initialised. Raises
+        ValueError for an option that MoE layers cannot honour, or an expert count that does not fit
+        the number of ranks.
+        """
+        check_model_options(args)
+        fill_sizes(args)
+        cfg = TransformerConfig.from_namespace(args)
+        widths = args.alternate_ffn_embed_dim, args.alternate_decoder_ffn_embed_dim
+        sides = list(zip(moe_frequencies(args), widths, strict=True))
+        sparse = any(freq and width <= 0 for freq, width in sides)
+        experts = place_experts(args) if sparse else None
+        # the stock method hands cfg to what builds the stacks
+        cfg.sparsity = [
+            Sparsity(args, freq, experts if width <= 0 else None, width) for freq, width in sides
+        ]
+        model = super().build_model(cfg, task)
+        del cfg.sparsity
+        model.exchange_tuner = make_tuner(args, list(model.moe_layers.values()))
+        return model
+
+    @classmethod
+    def build_encoder(cls, cfg, src_dict, embed_tokens):
+        return MoETransformerEncoder(cfg.sparsity[0], cfg, src_dict, embed_tokens)
+
+    @classmethod
+    def build_decoder(cls, cfg, tgt_dict, embed_tokens):
+        return MoETransformerDecoder(
+            cfg.sparsity[1], cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention
+        )
+
+    def forward(self, src_tokens, src_lengths, prev_output_tokens, **options):
+        """As the stock method; its second result has what ``reports_to_extra`` returns, too.
+
+        The ranks agree once, for both stacks. A model that was prepared for inference, as in
+        fairseq-generate, drops nothing.
+        """
+        stacks = (self.encoder, self.decoder)
+        steps = agree(
+            [list(stack.moe_layers.values()) for stack in stacks],
+            [src_tokens.numel(), prev_output_tokens.numel()],
+            self.decoder.embed_tokens.weight.dtype,
+            self.exchange_tuner,
+            generating=False,
+        )
+        whole = self._is_generation_fast
+        with (
+            self.encoder.scope.open(steps[0], whole) as of_encoder,
+            self.decoder.scope.open(steps[1], whole) as of_decoder,
+        ):
+            x, extra = super().forward(src_tokens, src_lengths, prev_output_tokens, **options)
+        layers = list(self.moe_layers.values())
+        reports = [*of_encoder, *of_decoder]
+        return x, {**(extra or {}), **reports_to_extra(reports, layers, steps[0])}
+
+    @property
+    def moe_layers(self) -> dict[str, MoELayer]:
+        """MoE layers by the stack and the 0-based number of the layer in it: ``encoder.1``."""
+        return {
+            f"{stack.side}.{number}": layer
+            for stack in (self.encoder, self.decoder)
+            for number, layer in stack.moe_layers.items()
+        }
+
+    @property
+    def moe_groups(self):
+        """Placement of the experts, None without MoE layers."""
+        return next((layer.groups for layer in self.moe_layers.values()), None)

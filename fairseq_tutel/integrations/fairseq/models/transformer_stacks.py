@@ -1,0 +1,150 @@
+"""fairseq's transformer encoder and decoder with MoE layers in place of some of their layers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fairseq.models.transformer import (
+    TransformerConfig,
+    TransformerDecoderBase,
+    TransformerEncoderBase,
+)
+from torch import nn
+
+from ....distributed import StepAgreement
+from ....moe import MoELayer
+from ....tuning import ExchangeTuner
+from .moe_block import ForwardScope, MoETransformerDecoderLayer, MoETransformerEncoderLayer
+from .moe_stack import Experts, agree, build_moe_layer, reports_to_extra
+
+
+class Sparsity(NamedTuple):
+    """Which layers of a stack are sparse, and what these are."""
+
+    args: Any  # the model's options
+    freq: int  # layer i (from 1) is, if it is a multiple of this; 0: none
+    experts: Experts | None  # None: there are dense layers in their place,
+    dense_width: int = 0  # with FFNs of this width
+
+
+class MoEStack:
+    """Mixin of a stock encoder or decoder, to be named before it, whose constructor takes the
+    :class:`Sparsity` before the stock arguments. All other layers are stock ones.
+
+    A model that runs several stacks in one pass opens the :attr:`scope` of each; a stack whose
+    scope is not open agrees with the other ranks by itself, which with experts that are spread over
+    ranks it does not do while generating.
+    """
+
+    side: str  # the stack's part of TransformerConfig
+    block: type  # its layer with experts
+    # None: each layer uses the exchange that it was built with
+    exchange_tuner: ExchangeTuner | None = None
+
+    def __init__(self, sparsity: Sparsity, cfg: TransformerConfig, *stock: Any, **options: Any):
+        self._sparsity = sparsity
+        self._layer_numbers = itertools.count(1)
+        self.scope = ForwardScope()
+        super().__init__(cfg, *stock, **options)
+        if type(self.layers) is nn.ModuleList:  # a dense model may have layer drop
+            self.layers = Layers(self.layers)
+
+    def _build_layer(self, cfg: TransformerConfig, stock: Callable[..., nn.Module], **options: Any):
+        """Called by the stock constructor once per layer, from the bottom up."""
+        args, freq, experts, dense_width = self._sparsity
+        number = next(self._layer_numbers)
+        if not freq or number % freq:
+            return stock(cfg, **options)
+        if experts is None:
+            wide, side = copy.copy(cfg), copy.copy(getattr(cfg, self.side))
+            side.ffn_embed_dim = dense_width
+            setattr(wide, self.side, side)
+            return stock(wide, **options)
+        layer = build_moe_layer(args, cfg, getattr(cfg, self.side), experts)
+        return self.block(cfg, layer, self.scope, **options)
+
+    @functools.cached_property
+    def moe_layers(self) -> dict[int, MoELayer]:
+        """MoE layers by the 0-based number of the stack's layer that holds them."""
+        return {
+            i: layer.moe_layer
+            for i, layer in enumerate(self.layers)
+            if isinstance(layer, self.block)
+        }
+
+    @property
+    def experts(self) -> Experts | None:
+        return self._sparsity.experts
+
+    def agree_alone(self, num_tokens: int, generating: bool) -> StepAgreement:
+        """Of a pass through this stack only."""
+        layers, dtype = list(self.moe_layers.values()), self.embed_tokens.weight.dtype
+        return agree([layers], [num_tokens], dtype, self.exchange_tuner, generating)[0]
+
+
+class MoETransformerEncoder(MoEStack, TransformerEncoderBase):
+    """Encoder; the stock method computes it."""
+
+    side, block = "encoder", MoETransformerEncoderLayer
+
+    def build_encoder_layer(self, cfg):
+        return self._build_layer(cfg, super().build_encoder_layer)
+
+    def forward(self, src_tokens, *args, **options):
+        """As the stock method. By itself it is computed in generation, where it drops nothing: a
+        sentence's translation must not depend on the others of its batch.
+        """
+        if self.scope.step is not None:
+            return super().forward(src_tokens, *args, **options)
+        step = self.agree_alone(src_tokens.numel(), generating=True)
+        with self.scope.open(step, drops_nothing=True):
+            return super().forward(src_tokens, *args, **options)
+
+
+class MoETransformerDecoder(MoEStack, TransformerDecoderBase):
+    """Decoder, of a language model or behind an encoder."""
+
+    side, block = "decoder", MoETransformerDecoderLayer
+
+    def build_decoder_layer(self, cfg, no_encoder_attn=False):
+        return self._build_layer(cfg, super().build_decoder_layer, no_encoder_attn=no_encoder_attn)
+
+    def extract_features(
+        self, prev_output_tokens, encoder_out=None, incremental_state=None, **options
+    ):
+        """As the stock method; its second result has what :func:`reports_to_extra` returns, too,
+        unless the model has opened the scope.
+        """
+        run = functools.partial(
+            super().extract_features, prev_output_tokens, encoder_out, incremental_state, **options
+        )
+        if self.scope.step is not None:
+            return run()
+        generating = incremental_state is not None
+        step = self.agree_alone(prev_output_tokens.numel(), generating)
+        # a token's continuation must not depend on other sentences and beams of its batch
+        with self.scope.open(step, drops_nothing=generating) as reports:
+            x, extra = run()
+        layers = list(self.moe_layers.values())
+        extra |= {"moe": reports} if generating else reports_to_extra(reports, layers, step)
+        return x, extra
+
+
+class Layers(nn.ModuleList):
+    """Printed with every kind of layer once: MoE layers stand between dense ones, so that torch,
+    which puts equal neighbours into one, would print all (some 400 lines for 24 layers)."""
+
+    def __repr__(self) -> str:
+        numbers: dict[str, list[int]] = {}
+        for number, layer in enumerate(self):
+            numbers.setdefault(repr(layer), []).append(number)
+        lines = [
+            f"({', '.join(map(str, which))}): {f'{len(which)} x ' if len(which) > 1 else ''}{text}"
+            for text, which in numbers.items()
+        ]
+        inside = "\n".join(lines).replace("\n", "\n  ")
+        return f"ModuleList(\n  {inside}\n)"

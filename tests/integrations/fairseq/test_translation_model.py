@@ -1,0 +1,243 @@
+"""The encoder-decoder with MoE layers, and fairseq's dense one around loops over experts."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq import options, tasks, utils
+from fairseq.data import Dictionary
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models.transformer import TransformerModel
+from helpers.distributed import run_ranks
+from helpers.translation import PAD, make_pairs, pair_config
+from torch import nn
+
+from fairseq_tutel.distributed import agreement, process_world
+from fairseq_tutel.integrations.fairseq.models import (
+    TransformerMoE,
+    TransformerMoEConfig,
+    name_with_experts,
+)
+from fairseq_tutel.integrations.fairseq.models.transformer_moe import check_model_options
+
+FOUR = ("--moe-expert-count", "4")
+DROPLESS = (*FOUR, "--moe-capacity-factor", "0")
+
+
+def build(*words, moe=True):
+    cfg = pair_config(*words, moe=moe)
+    utils.set_torch_seed(cfg.common.seed)
+    return tasks.setup_task(cfg.task).build_model(cfg.model)
+
+
+def forward(model, batch=None):
+    return model(**(batch or make_pairs(1))["net_input"])
+
+
+@pytest.mark.parametrize(
+    "words, sparse",
+    [
+        ("", "encoder.1 encoder.3 decoder.1"),
+        ("--moe-freq 1", "encoder.0 encoder.1 encoder.2 encoder.3 decoder.0 decoder.1 decoder.2"),
+        ("--encoder-moe-freq 2", "encoder.1 encoder.3"),
+        ("--decoder-moe-freq 3", "decoder.2"),
+        ("--moe-freq 1 --encoder-moe-freq 4 --decoder-moe-freq 2", "encoder.3 decoder.1"),
+        ("--alternate-decoder-ffn-embed-dim 40", "encoder.1 encoder.3"),
+        ("--alternate-ffn-embed-dim 40", "decoder.1"),
+    ],
+)
+def test_layers_are_sparse_by_the_larger_frequency(words, sparse):
+    model = build("--encoder-layers", "4", "--decoder-layers", "3", *FOUR, *words.split())
+    assert list(model.moe_layers) == sparse.split()
+    names = set(model.state_dict())
+    for side, number in (("encoder", 4), ("decoder", 3)):
+        for i in range(number):
+            expected = f"{side}.{i}" in model.moe_layers
+            assert (f"{side}.layers.{i}.moe_layer.experts.3.fc2.bias" in names) == expected
+            assert (f"{side}.layers.{i}.fc1.weight" in names) != expected
+    _, extra = forward(model)
+    assert len(extra["moe"]) == len(extra["moe_counts"].load) == len(model.moe_layers)
+    widths = [len(model.state_dict().get(f"decoder.layers.{i}.fc1.bias", "")) for i in range(3)]
+    assert (40 in widths) == words.startswith("--alternate-decoder")
+
+
+class LoopOverExperts(nn.Module):
+    """Definition of a top-2 layer that drops nothing, out of a model's parameters by name."""
+
+    def __init__(self, state, prefix):
+        super().__init__()
+        self.gate = state[f"{prefix}.gate.wg.weight"]
+        self.experts = [
+            [state[f"{prefix}.experts.{e}.{name}"] for name in
+             ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")]
+            for e in range(4)
+        ]  # fmt: skip
+
+    def forward(self, x):
+        y = torch.zeros_like(x)
+        for index in torch.cartesian_prod(*map(torch.arange, x.shape[:-1])):
+            token = x[tuple(index)]
+            best = (self.gate @ token).topk(2)
+            shares = best.values.softmax(0)
+            for share, expert in zip(shares, best.indices, strict=True):
+                w1, b1, w2, b2 = self.experts[expert]
+                y[tuple(index)] += share * (w2 @ (w1 @ token + b1).relu() + b2)
+        return y
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--encoder-normalize-before --decoder-normalize-before --moe-freq 1",
+        "--encoder-moe-freq 1 --layernorm-embedding",
+        "--checkpoint-activations",
+    ],
+)
+def test_forward_is_the_stock_model_around_a_loop_over_experts(words):
+    """In fp64; padding, attention between the stacks, norms and residuals are the stock model's."""
+    model = build(*DROPLESS, *words.split()).double()
+    stock_words = words.replace("--moe-freq 1", "").replace("--encoder-moe-freq 1", "")
+    stock = build(*stock_words.split(), moe=False).double()
+    assert type(stock) is TransformerModel
+    for param in model.parameters():  # norms start at 1 and 0, where a bug may not show
+        param.data += 0.1 * torch.randn_like(param)
+    state = model.state_dict()
+    stock.load_state_dict(state, strict=False)
+    for name in model.moe_layers:
+        side, number = name.split(".")
+        layer = getattr(stock, side).layers[int(number)]
+        layer = getattr(layer, "module", layer)
+        layer.fc1 = LoopOverExperts(state, f"{side}.layers.{number}.moe_layer")
+        layer.fc2 = nn.Identity()
+        layer.activation_fn = nn.Identity()
+    with torch.no_grad():
+        torch.testing.assert_close(forward(model)[0], forward(stock)[0], rtol=1e-10, atol=1e-10)
+
+
+def test_without_sparse_layers_it_is_the_stock_model_to_the_bit():
+    model, stock = build("--moe-freq", "0"), build(moe=False)
+    stock.load_state_dict(model.state_dict())
+    assert model.moe_groups is None and not model.moe_layers
+    assert torch.equal(forward(model)[0], forward(stock)[0])
+    assert forward(model)[1]["moe"] == []
+
+
+@pytest.mark.parametrize(
+    "ours, stock",
+    [
+        ("transformer_moe", "transformer"),
+        ("transformer_moe_base", "transformer_wmt_en_de"),
+        ("transformer_moe_big", "transformer_wmt_en_de_big"),
+    ],
+)
+def test_sizes_are_stock_ones(ours, stock):
+    def configured(arch, *words):
+        parser = options.get_training_parser()
+        given = ["--task", "dummy_mt", "--arch", arch, *words]
+        args = options.parse_args_and_arch(parser, input_args=given)
+        return convert_namespace_to_omegaconf(args).model
+
+    mine, theirs = configured(ours), configured(stock)
+    for name in ("encoder_embed_dim", "encoder_ffn_embed_dim", "encoder_layers", "dropout",
+                 "encoder_attention_heads", "decoder_layers", "decoder_attention_heads",
+                 "attention_dropout", "encoder_normalize_before"):  # fmt: skip
+        assert mine[name] == getattr(theirs, name), name
+    assert mine.decoder_embed_dim in (None, theirs.decoder_embed_dim)
+
+
+def test_options_reach_the_layers_of_both_stacks():
+    words = "--moe-eom 0.2 --moe-fom 0.1 --moe-router cosine --moe-top-k 3 --moe-wire fp16"
+    words += " --moe-expert-ffn-dim 12 --moe-expert-network swiglu --moe-shared-expert-ffn-dim 6"
+    layers = build(*FOUR, *words.split()).moe_layers
+    assert list(layers) == ["encoder.1", "decoder.1"]
+    for layer in layers.values():
+        config = layer.config
+        assert (config.expert_output_masking, config.final_output_masking) == (0.2, 0.1)
+        assert (config.router, config.top_k, layer.exchange_config.wire) == ("cosine", 3, "fp16")
+        assert layer.experts.hidden_dim == 12 and layer.shared_expert.fc1.out_features == 6
+
+
+def test_nllb_200_has_its_published_number_of_parameters():
+    """arXiv 2207.04672: 54.5 billion; its dictionary has 256,206 symbols."""
+    parser = options.get_training_parser()
+    words = ["--task", "dummy_mt", "--arch", "transformer_moe_nllb_54b", "--dict-size", "256202"]
+    cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, input_args=words))
+    dictionary = Dictionary()
+    dictionary.symbols = [""] * 256206
+    task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    with torch.device("meta"):
+        model = TransformerMoE.build_model(cfg.model, task)
+    total = sum(param.numel() for param in model.parameters())
+    assert total == pytest.approx(54.5e9, rel=1e-3)
+    numbers = [f"{side}.{i}" for side in ("encoder", "decoder") for i in range(3, 24, 4)]
+    assert list(model.moe_layers) == numbers and model.moe_groups.num_experts == 128
+
+
+def test_padding_takes_no_capacity_with_the_mask():
+    """And is routed without it, as in Meta's code."""
+    batch = make_pairs(1, source=(9, 3, 4), target=(2, 9, 5))
+    words = (*FOUR, "--moe-freq", "1", "--moe-gate-loss-over", "unpadded")
+    live = {"encoder": 9 + 3 + 4, "decoder": 2 + 9 + 5}
+    for given, counts in (((), {"encoder": 27, "decoder": 27}), (("--use-moe-pad-mask",), live)):
+        _, extra = forward(build(*words, *given), batch)
+        routed = [int(aux.num_routed_KE[0].sum()) for aux in extra["moe"]]
+        assert routed == [counts["encoder"]] * 2 + [counts["decoder"]] * 2
+    # what stands in padding, or behind a sentence, changes no loss
+    model, other = build(*words, "--use-moe-pad-mask"), copy.deepcopy(batch)
+    longer = torch.full((3, 4), PAD)
+    other["net_input"]["src_tokens"] = torch.cat([longer, other["net_input"]["src_tokens"]], 1)
+    losses = [
+        [aux.loss.item() for aux in forward(model, each)[1]["moe"][:2]] for each in (batch, other)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def _passes(words):
+    """Exchanges of integers per forward pass, and what the layers were told."""
+    model, calls = build(*words), []
+    original = agreement.gather_integers
+    agreement.gather_integers = lambda values, group=None: (
+        calls.append(list(values)) or original(values, group)
+    )
+    rank = process_world()[0]
+    batch = make_pairs(rank, source=(3 + 4 * rank, 3), target=(12 - 4 * rank, 4))
+    _, extra = forward(model, batch)
+    return len(calls), [aux.num_slots for aux in extra["moe"]]
+
+
+def test_ranks_agree_once_for_both_stacks():
+    found = run_ranks(_passes, 2, FOUR)
+    # E * K * ceil(T / E) of the longest: 14 source tokens on rank 1, 24 target tokens on rank 0
+    assert found == [(1, [4 * 2 * 4, 4 * 2 * 6])] * 2
+
+
+def test_one_side_alone_agrees_too():
+    assert run_ranks(_passes, 2, (*FOUR, "--decoder-moe-freq", "2")) == [(1, [4 * 2 * 6])] * 2
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"moe_freq": 7}, "every 7th of 6 encoder layers is none: give --encoder-moe-freq"),
+        ({"decoder_moe_freq": 8}, "every 8th of 6 decoder layers is none"),
+        ({"moe_freq": -1}, "--moe-freq -1 must be at least 0"),
+        ({"encoder_layerdrop": 0.2}, "--encoder-layerdrop 0.2 cannot be combined with MoE layers"),
+        ({"decoder_layers_to_keep": "0,1"}, "--decoder-layers-to-keep 0,1 cannot be combined"),
+        ({"quant_noise_pq": 0.1}, "--quant-noise-pq 0.1 cannot be combined"),
+        ({"decoder_attention_heads": 7}, "--decoder-embed-dim 512 is not a multiple of --decoder-"),
+        ({"moe_top1_expert": True, "moe_top_k": 2}, "contradict each other"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(given, message):
+    with pytest.raises(ValueError) as error:
+        check_model_options(TransformerMoEConfig(**given))
+    assert message in str(error.value)
+
+
+def test_checkpoints_of_metas_branches_find_their_architecture():
+    assert name_with_experts("transformer") == "transformer_moe"
+    assert name_with_experts("transformer_24_24") == "transformer_moe"
+    assert name_with_experts("transformer_lm_gpt2_bigger") == "transformer_lm_gpt_moe"
+    assert name_with_experts("transformer_moe") == "transformer_moe"
