@@ -1,0 +1,83 @@
+"""Runs of Meta's own code in tests/golden: their arguments, and what a repetition must equal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from helpers.assertions import rms_ratio
+from helpers.commands import ROOT, logged
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+UPDATES = 20
+# by a run's options: with one expert per token, and in validation without a capacity
+LEFT_AT_0 = (
+    "overflow_expert1", "overflow_expert2", "expert2_balance_top", "expert2_balance_bottom",
+    "unused_expert2_count",
+)  # fmt: skip
+# of options that the runs do not have: always 0 there
+OF_LANGUAGES = ("cmr_", "median_prefix_count_")
+# one unit of the last digit that is logged
+UNIT = {"moe_gate_loss": 1e-5, "ppl": 1e-2}
+
+
+def arguments(run: str, arch: str, backend: str, save_dir: Path) -> list[str]:
+    """The run's own arguments, with what its notes say about how it was started."""
+    data, *words = (GOLDEN / run / "args.txt").read_text().split()
+    for option, value in (("--arch", arch), ("--ddp-backend", backend)):
+        words[words.index(option) + 1] = value
+    return [
+        str(GOLDEN / data), *words, "--user-dir", str(ROOT / "fairseq_tutel"),
+        "--required-batch-size-multiple", "1", "--lr", "0.002", "--max-update", str(UPDATES),
+        "--restore-file", str(GOLDEN / run / "init" / "checkpoint_last.pt"), "--reset-optimizer",
+        "--reset-dataloader", "--reset-meters", "--reset-lr-scheduler", "--no-epoch-checkpoints",
+        # an epoch is one update
+        "--save-interval", str(UPDATES), "--validate-interval", str(UPDATES),
+        "--save-dir", str(save_dir),
+    ]  # fmt: skip
+
+
+def weights(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a set; an expert's key says which rank's file holds it."""
+    found = {}
+    for part in ("shared", *(f"rank-{rank}" for rank in range(ranks))):
+        state = torch.load(folder / f"checkpoint_last-{part}.pt", weights_only=False)["model"]
+        found.update({f"{part}: {key}": value for key, value in state.items()})
+    return found
+
+
+def assert_same_metrics(got: dict, want: dict, units: float) -> None:
+    """Every metric of the reference, to the digits that it logged; what is not logged is 0."""
+    for name in set(want) - {"epoch"}:
+        unit = UNIT.get(name, 1e-3)
+        assert name in got or name in LEFT_AT_0 or name.startswith(OF_LANGUAGES), name
+        assert abs(got.get(name, 0) - want[name]) <= units * unit, (want["epoch"], name)
+
+
+def assert_same_run(
+    run: str, ranks: int, log: str, save_dir: Path, units: float, weight_error: float
+) -> set[str]:
+    """Metrics of every update and of the validation after the last, and the weights at the end,
+    whose names are returned."""
+    golden = json.loads((GOLDEN / run / "log.json").read_text())
+    updates = logged(log, "train")
+    assert len(updates) == len(golden["train"]) == UPDATES
+    for got, want in zip(updates, golden["train"], strict=True):
+        assert_same_metrics(got, want, units)
+    (valid,) = logged(log, "valid")
+    assert_same_metrics(valid, golden["valid_after_last_update"], units)
+
+    want, got = weights(GOLDEN / run / "final", ranks), weights(save_dir, ranks)
+    start = weights(GOLDEN / run / "init", ranks)
+    # a buffer without content, which fairseq 0.12.2 saves, as Meta's branches, and main does not
+    names, saved = ({key for key in keys if not key.endswith("embed_positions._float_tensor")}
+                    for keys in (want, got))  # fmt: skip
+    assert names == saved
+    # its true gradient is zero; Adam amplifies what rounding leaves of it
+    trained = {key for key in names if not key.endswith("k_proj.bias")}
+    for key in trained:
+        assert rms_ratio(got[key], want[key]) < weight_error, key
+    moved = sum(rms_ratio(start[key], want[key]) > 1e-3 for key in trained)
+    assert moved > 0.95 * len(trained)
+    return names
