@@ -4,24 +4,14 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from helpers.distributed import run_ranks
+from helpers.examples import SWIN_MOE as FOLDER
+from helpers.examples import example
 
 from fairseq_tutel.distributed import process_world
-
-FOLDER = Path(__file__).parents[2] / "scripts/examples/swin_moe"
-
-
-def example(name):
-    """A module of the example."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return __import__(name)
-    finally:
-        sys.path.remove(str(FOLDER))
 
 
 @pytest.mark.parametrize("preset, experts, millions", [

@@ -257,11 +257,15 @@ def test_fp32_gating_never_rounds_logits_to_half(dtype):
     assert rounded.logits(x).dtype == torch.float32 and rms_ratio(rounded.logits(x), want) > 1e-5
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-def test_cosine_gate_is_a_cosine_over_a_temperature(dtype):
-    gate = make_router(32, MoEConfig(num_experts=E, router="cosine")).to(dtype)
-    x = torch.randn(9, 32, dtype=dtype)
+def test_cosine_gate_is_a_cosine_over_a_temperature(dtype, bias):
+    options = {"bias": bias}
+    gate = make_router(32, MoEConfig(num_experts=E, router="cosine", router_options=options))
+    gate, x = gate.to(dtype), torch.randn(9, 32, dtype=dtype)
     point = x.double() @ gate.proj.weight.double().t()
+    if bias:
+        point = point + gate.proj.bias.double()
     want = torch.empty(9, E, dtype=torch.float64)
     for t in range(9):
         for e in range(E):

@@ -29,10 +29,12 @@ class CosineRouter(TopKRouter):
         init_temperature: float = option(
             0.5, "temperature at the start of training", at_least(_MIN_TEMPERATURE)
         )
+        bias: bool = option(False, "give the projection into that space a bias, as Tutel does")
 
     def __init__(self, model_dim: int, config: MoEConfig):
         super().__init__(model_dim, config)
-        self.proj = nn.Linear(model_dim, min(self.options.proj_dim, model_dim), bias=False)
+        proj_dim = min(self.options.proj_dim, model_dim)
+        self.proj = nn.Linear(model_dim, proj_dim, bias=self.options.bias)
         self.expert_dirs = nn.Parameter(torch.empty(config.num_outputs, self.proj.out_features))
         nn.init.normal_(self.expert_dirs, std=0.01)
         self.log_scale = nn.Parameter(torch.tensor([math.log(1.0 / self.options.init_temperature)]))
@@ -40,7 +42,10 @@ class CosineRouter(TopKRouter):
 
     def logits(self, x_TM: torch.Tensor) -> torch.Tensor:
         dtype = torch.promote_types(x_TM.dtype, torch.float32)
-        point_TA = nn.functional.normalize(x_TM.to(dtype) @ self.proj.weight.to(dtype).t(), dim=1)
+        point_TA = x_TM.to(dtype) @ self.proj.weight.to(dtype).t()
+        if self.proj.bias is not None:
+            point_TA = point_TA + self.proj.bias.to(dtype)
+        point_TA = nn.functional.normalize(point_TA, dim=1)
         dirs_EA = nn.functional.normalize(self.expert_dirs.to(dtype), dim=1)
         scale = self.log_scale.to(dtype).clamp(max=self.max_log_scale).exp()
         return (point_TA @ dirs_EA.t()) * scale

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed import all_reduce, destroy_process_group, init_process_group
 
 from fairseq_tutel import moe, training
+from fairseq_tutel.checkpoint import load_file
 
 AUX_WEIGHT = 0.01  # of the sum over layers, as in the published code
 
@@ -53,13 +54,20 @@ def parse(argv=None) -> argparse.Namespace:
     add("--recompute", action="store_true", help="blocks in the backward pass, to save memory")
     add("--seed", type=int, default=1, help="of weights, batches and augmentation")
     add("--no-augment", action="store_true", help="images are not shifted")
+    add("--init", metavar="FILE", help="weights and sizes to start from, of convert.py")
     add("--save-dir", type=Path, help="checkpoint_last.pt is saved here, and gone on from")
     return parser.parse_args(argv)
 
 
-def make_config(options, classes: int) -> SwinConfig:
-    """The preset with what the command line says."""
-    config = replace(PRESETS[options.preset], classes=classes, recompute=options.recompute)
+def make_config(options) -> tuple[SwinConfig, dict[str, Tensor]]:
+    """(the preset, or the sizes of ``--init``, with what the command line says; its weights)."""
+    config, weights = PRESETS[options.preset], {}
+    if options.init:
+        file = load_file(options.init)
+        if not file.keys() >= {"config", "model"}:
+            raise ValueError(f"--init {options.init}: convert.py did not write it")
+        config, weights = SwinConfig(**file["config"]), file["model"]
+    config = replace(config, recompute=options.recompute, moe=dict(config.moe))
     if options.num_experts is not None:
         config = replace(config, num_experts=options.num_experts)
     for word in options.option:
@@ -67,7 +75,15 @@ def make_config(options, classes: int) -> SwinConfig:
         with contextlib.suppress(ValueError, SyntaxError):  # else it is a word, such as quantile
             value = ast.literal_eval(value)
         config.moe[name] = value
-    return config
+    return config, weights
+
+
+def start_from(weights: dict[str, Tensor], model: SwinMoE) -> None:
+    """Load weights of ``--init``; the head stays as it is where the classes are others."""
+    if len(weights["head.weight"]) != model.config.classes:
+        head = {f"head.{name}": param for name, param in model.head.named_parameters()}
+        weights = {**weights, **head}
+    training.load_full_state_dict(model, weights)
 
 
 def learning_rate(options, step: int, steps_per_epoch: int) -> float:
@@ -84,11 +100,14 @@ class Run:
 
     def __init__(self, options, rank: int, world_size: int, device: torch.device):
         self.options, self.rank, self.world_size, self.device = options, rank, world_size, device
-        size = PRESETS[options.preset].image
-        self.images, self.held_out = data.load(options.data, size)
+        config, weights = make_config(options)
+        self.images, self.held_out = data.load(options.data, config.image)
+        self.config = replace(config, classes=len(self.images.names))
         torch.manual_seed(options.seed)
-        self.config = make_config(options, len(self.images.names))
-        self.model = SwinMoE(self.config).to(device)
+        self.model = SwinMoE(self.config)
+        if weights:
+            start_from(weights, self.model)
+        self.model.to(device)
         self.net = training.wrap_data_parallel(self.model) if world_size > 1 else self.model
         groups = self.model.decay_groups(options.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=options.lr)

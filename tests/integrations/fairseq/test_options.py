@@ -54,6 +54,7 @@ OPTIONS = {
     "--moe-router": (["cosine"], "cosine", "linear"),
     "--moe-cosine-proj-dim": (["64"], 64, 256),
     "--moe-cosine-init-temperature": (["0.25"], 0.25, 0.5),
+    "--moe-cosine-bias": ([], True, False),
     "--moe-gate-noise": (["0.5"], 0.5, 0.0),
     "--moe-input-jitter": (["0.01"], 0.01, 0.0),
     "--moe-input-dropout": (["0.1"], 0.1, 0.0),
