@@ -4,8 +4,8 @@ micro-batches: losses (aux too), capacities, drops, gradients and weights of 10 
 import functools
 
 import pytest
-from helpers.assertions import rms_ratio
 from helpers.distributed import run_ranks
+from helpers.equivalence import assert_trained_like_one
 from helpers.training import (
     gradients,
     make_config,
@@ -15,7 +15,7 @@ from helpers.training import (
     record_updates,
 )
 
-from fairseq_tutel.distributed import process_world, take_slice
+from fairseq_tutel.distributed import process_world
 
 UPDATES = 10
 PYTORCH = "--ddp-backend pytorch_ddp"
@@ -93,41 +93,13 @@ def trained(world_size):
     return run_ranks(_train, world_size, configs(), timeout=280)
 
 
-def assert_equal_tensors(what, got, want, ratio, slices=(0, 1)):
-    assert got, what
-    for name, value in got.items():
-        expected = want[name]
-        if ".experts." in name:
-            kind = name.rsplit(".", 1)[1].split("[")[0].replace("_", ".")
-            expected = take_slice(expected, kind, *slices)
-        # rounding is all there is in its gradient, and Adam amplifies that
-        if not name.endswith("k_proj.bias"):
-            assert value.shape == expected.shape, name
-            assert rms_ratio(value, expected) < ratio, f"{what} of {name}"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_train_like_one(name, world_size):
-    ((updates, grads, weights),) = (found[name] for found in trained(1))
-    seen = set()
-    experts = configs()[name].model.moe_expert_count
-    for rank, found in enumerate(trained(world_size)):
-        got_updates, got_grads, got_weights = found[name]
-        slices = (0, 1)
-        if "in slices" in name and experts < world_size:
-            slices = (rank // experts, world_size // experts)
-        for got, want in zip(got_updates, updates, strict=True):
-            assert got.sample_size == want.sample_size
-            assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-4)
-            for key, value in want.sums.items():
-                assert got.sums[key] == pytest.approx(value, rel=1e-4, abs=1e-4), key
-        for got, want in zip(got_grads, grads, strict=True):
-            assert_equal_tensors("gradient", got, want, 1e-4, slices)
-        assert_equal_tensors("weight", got_weights, weights, 1e-4, slices)
-        seen |= set(got_weights)
-    assert seen == set(weights)  # every expert is somewhere
+    ((one,), ranks) = ([found[name] for found in trained(size)] for size in (1, world_size))
+    sliced = configs()[name].model.moe_expert_count if "in slices" in name else 0
+    assert_trained_like_one(one, ranks, sliced)
 
 
 @pytest.mark.slow
