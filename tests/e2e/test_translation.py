@@ -1,0 +1,136 @@
+"""Translation by the real commands: the published flags of NLLB's models, Hydra, other ranks."""
+
+import re
+
+import pytest
+from commands import forked
+from helpers.commands import logged
+from helpers.golden import GOLDEN
+
+DATA = GOLDEN / "data_translation_world1"
+# NLLB-200's flags (the branch's sweep), with small sizes and a dictionary of made-up words; the
+# arch has another name, and --user-dir stands before them
+_NLLB = """
+    --user-dir fairseq_tutel --arch transformer_moe_24_24 --task translation_multi_simple_epoch
+    --langs de,en --lang-pairs de-en --sampling-method temperature --sampling-temperature 1
+    --encoder-langtok src --decoder-langtok
+    --encoder-layers 4 --decoder-layers 4 --encoder-embed-dim 32 --decoder-embed-dim 32
+    --encoder-ffn-embed-dim 64 --decoder-ffn-embed-dim 64 --encoder-attention-heads 4
+    --decoder-attention-heads 4 --encoder-normalize-before --decoder-normalize-before
+    --share-all-embeddings --max-source-positions 512 --max-target-positions 512
+    --moe-expert-count 4 --moe-gating-use-fp32 --moe-second-expert-policy all --use-moe-pad-mask
+    --moe-normalize-expert-grad sqrt_world_size --moe-eval-capacity-token-fraction 1.0
+    --criterion moe_label_smoothed_cross_entropy --label-smoothing 0.1
+    --moe-gate-loss-combine-method sum --max-tokens 600 --max-tokens-valid 1024 --update-freq 1
+    --ddp-backend fully_sharded --min-params-to-wrap 100000000 --memory-efficient-fp16
+    --optimizer adam --adam-eps 1e-6 --fp16-adam-stats --clip-norm 0.0 --weight-decay 0.0
+    --lr-scheduler inverse_sqrt --warmup-init-lr 1e-7 --attention-dropout 0.1 --relu-dropout 0.0
+    --pass-tokens-transformer-layer --init-model-on-gpu --train-with-epoch-remainder-batch
+    --cpu --seed 2 --log-format json --log-interval 1 --required-batch-size-multiple 1
+    --no-epoch-checkpoints --num-workers 0
+"""
+# the three columns: ablations, the model of 54.5B parameters, fine-tuning it
+COLUMNS = {
+    "ablation": "--moe-freq 2 --moe-eom 0.1 --moe-gate-loss-wt 0.01 --dropout 0.0 --lr 0.004 "
+    "--warmup-updates 8000",
+    "54B": "--moe-freq 4 --moe-eom 0.2 --moe-gate-loss-wt 0.01 --dropout 0.3 --lr 0.002 "
+    "--warmup-updates 8000",
+    "fine-tuning": "--moe-freq 4 --moe-eom 0.2 --moe-gate-loss-wt 0.0 --dropout 0.3 --lr 5e-5 "
+    "--warmup-updates 10 --replication-count 2 --reset-optimizer --reset-lr-scheduler "
+    "--reset-dataloader --reset-meters",
+}
+
+
+def words(column, save_dir, updates):
+    betas = ["--adam-betas", "(0.9, 0.98)", "--max-update", str(updates)]
+    return [
+        str(DATA),
+        *_NLLB.split(),
+        *COLUMNS[column].split(),
+        *betas,
+        "--save-dir",
+        str(save_dir),
+    ]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, programs):
+    """(folder, log) of a run on 2 ranks with the flags of the 54.5B model."""
+    folder = tmp_path_factory.mktemp("nllb")
+    return folder, forked(programs, 2, "fairseq-train", *words("54B", folder, 2))
+
+
+def test_published_flags_train_and_continue_on_another_number_of_ranks(trained, programs, tmp_path):
+    folder, log = trained
+    assert [row["num_updates"] for row in logged(log, "train_inner")] == [1, 2]
+    assert log.count("--pass-tokens-transformer-layer of Meta's branches has no effect") == 1
+    (valid, _) = logged(log, "valid")
+    assert valid["moe_gate_loss"] > 1
+    assert (folder / "checkpoint_last-rank-1.pt").exists()
+    more = [
+        *words("fine-tuning", tmp_path, 2),
+        "--restore-file",
+        str(folder / "checkpoint_last.pt"),
+    ]
+    log = forked(programs, 1, "fairseq-train", *more)
+    assert [row["num_updates"] for row in logged(log, "train_inner")] == [1, 2]
+    assert "no existing checkpoint" not in log.lower()
+
+
+def test_ablation_flags_train(programs, tmp_path):
+    log = forked(programs, 1, "fairseq-train", *words("ablation", tmp_path, 1), "--no-save")
+    (row,) = logged(log, "train_inner")
+    assert row["moe_gate_loss"] > 3  # of four layers, each at least 1 but for padding
+
+
+def test_generates_and_validates_what_was_trained(trained, programs):
+    folder, log = trained
+    common = [
+        str(DATA), "--user-dir", "fairseq_tutel", "--path", f"{folder}/checkpoint_last.pt",
+        "--task", "translation_multi_simple_epoch", "--langs", "de,en", "--lang-pairs", "de-en",
+        "--encoder-langtok", "src", "--decoder-langtok", "--cpu",
+    ]  # fmt: skip
+    given = ["-s", "de", "-t", "en", "--gen-subset", "test", "--beam", "2", "--max-len-b", "8"]
+    hypotheses = []
+    for batch in ("1", "8"):
+        output = forked(programs, 1, "fairseq-generate", *common, *given, "--batch-size", batch)
+        hypotheses.append(sorted(re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", output, re.MULTILINE)))
+    alone, together = hypotheses
+    assert len(alone) == 10
+    for one, other in zip(alone, together, strict=True):
+        assert (one[0], one[2]) == (other[0], other[2])
+        assert float(one[1]) == pytest.approx(float(other[1]), abs=1e-5)
+    validated = forked(programs, 1, "fairseq-validate", *common, "--valid-subset", "valid",
+                       "--max-tokens", "1024", "--log-format", "json")  # fmt: skip
+    (row,) = logged(validated, "valid")
+    in_training = logged(log, "valid")[-1]
+    assert row["nll_loss"] == pytest.approx(in_training["nll_loss"], abs=2e-2)  # fp16 there
+
+
+_HYDRA = """
+common: {{cpu: true, seed: 3, user_dir: fairseq_tutel, log_format: json, log_interval: 1}}
+task: {{_name: translation, data: {data}, source_lang: de, target_lang: en}}
+model: {{_name: transformer_moe, encoder_layers: 2, decoder_layers: 2, encoder_embed_dim: 32,
+         encoder_ffn_embed_dim: 64, encoder_attention_heads: 4, decoder_attention_heads: 4,
+         share_all_embeddings: true, encoder_moe_freq: 1, moe_expert_count: 4,
+         use_moe_pad_mask: true, moe_second_expert_policy: all, moe_capacity_factor: 0,
+         dropout: 0.0}}
+criterion: {{_name: moe_label_smoothed_cross_entropy, label_smoothing: 0.1, moe_gate_loss_wt: 0.01}}
+optimizer: {{_name: adam, adam_betas: "(0.9,0.98)"}}
+lr_scheduler: fixed
+optimization: {{max_update: 3, lr: [0.01]}}
+dataset: {{max_tokens: 600, required_batch_size_multiple: 1, num_workers: 0}}
+distributed_training: {{ddp_backend: legacy_ddp}}
+checkpoint: {{no_save: true}}
+"""
+
+
+def test_hydra(programs, tmp_path):
+    (tmp_path / "translation.yaml").write_text("# @package _group_\n" + _HYDRA.format(data=DATA))
+    log = forked(
+        programs, 1, "fairseq-hydra-train", "--config-dir", str(tmp_path), "--config-name",
+        "translation", f"hydra.run.dir={tmp_path}/run", "hydra.output_subdir=null",
+    )  # fmt: skip
+    losses = [row["loss"] for row in logged(log, "train_inner")]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    assert "experts 4" in log or "of 4 experts" in log
