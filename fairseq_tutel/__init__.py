@@ -3,7 +3,7 @@
 :mod:`fairseq_tutel.moe`, the layer alone, needs torch only and imports nothing of fairseq.
 fairseq's programs import a user dir by themselves, and the package then registers its model, its
 criterion and the few hooks with fairseq. A program that uses fairseq as a library calls
-:func:`register`, or ``TransformerLMGPTMoE.from_pretrained``, which does.
+:func:`register`, or imports what it needs of ``fairseq_tutel.integrations.fairseq``.
 """
 
 import sys
@@ -17,9 +17,7 @@ def register() -> None:
     Raises:
         ImportError: fairseq is not installed.
     """
-    from .integrations import fairseq
-
-    fairseq.register()
+    from .integrations import fairseq  # noqa: F401
 
 
 if "fairseq.utils" in sys.modules:  # the module by which fairseq imports a --user-dir

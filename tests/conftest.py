@@ -1,5 +1,6 @@
 """Settings that must precede every import: without a GPU, Triton kernels run interpreted."""
 
+import logging
 import os
 import socket
 import sys
@@ -23,6 +24,16 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.fixture(autouse=True)
+def log_levels():
+    """What a test sets for its trainer ends with the test."""
+    loggers = [logging.getLogger(name) for name in ("fairseq", "fairseq_tutel")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture

@@ -19,16 +19,11 @@ assert not {"fairseq", "fairseq_cli", "hydra"} & {name.split(".")[0] for name in
 assert (factory, hook) == (logging.getLogRecordFactory(), sys.excepthook)
 from fairseq_tutel.integrations.fairseq.models import TransformerLMGPTMoE
 from fairseq.trainer import Trainer
-assert Trainer.__new__ is object.__new__, "registered by an import of the model alone"
-try:
-    TransformerLMGPTMoE.from_pretrained("no", "such.pt")
-except Exception:
-    pass
-assert Trainer.__new__ is not object.__new__, "not registered by from_pretrained"
+assert Trainer.__new__ is not object.__new__, "not registered by an import of the model"
 """
 
 
-def test_the_layer_imports_nothing_of_fairseq_and_from_pretrained_registers():
+def test_the_layer_imports_nothing_of_fairseq_and_the_model_registers():
     """One process of its own: here, the tests themselves have registered already."""
     pytest.importorskip("fairseq")
     run([sys.executable, "-c", PROGRAM])

@@ -11,19 +11,17 @@ from .chunks import ExpertRows
 from .experts import ExpertBank, Experts, register_experts
 from .layer import MoELayer
 from .metrics import (
-    METRIC_NAMES,
     UTILISATION_NAMES,
     WIRE_ERROR_NAMES,
     WIRE_LAYERS_NAMES,
     RoutingCounts,
     Utilisation,
     routing_counts,
-    routing_metrics,
     utilisation,
     wire_errors,
 )
 from .replace import every_other, replace_ffn
-from .reports import MoEAux, RouterAux, balance_over_ranks
+from .reports import METRIC_NAMES, MoEAux, RouterAux, balance_over_ranks, routing_metrics
 from .routers import Router, TopKRouter, make_router, register_router, route_logits
 from .routing import RouterCall, Routing, build_routing
 

@@ -6,14 +6,31 @@ Routing makes the counts anyway. Metrics are computed from them where somebody w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from ..distributed import ExchangeRecord, process_world, sum_tensor_over_ranks_
-from .metrics import METRIC_NAMES, routing_metrics
 from .routing import Routing
+
+# "top" and "bottom" experts are this share of all, at least one
+_BALANCE_SHARE = 0.2
+METRIC_NAMES = (
+    "overflow_expert1",
+    "overflow_expert2",
+    "entropy_gating",
+    "expert1_balance_top",
+    "expert1_balance_bottom",
+    "unused_expert1_count",
+    "expert2_balance_top",
+    "expert2_balance_bottom",
+    "unused_expert2_count",
+    "all_to_all_cpu_time_ms",
+    "all_to_all_cuda_time_ms",
+)
 
 
 class RouterAux(NamedTuple):
@@ -94,6 +111,66 @@ def make_aux(
         num_slots=routing.num_experts * routing.capacity if routing.padded else 0,
         record=record,
     )
+
+
+@torch.no_grad()
+def routing_metrics(reports: Sequence[MoEAux]) -> torch.Tensor:
+    """The metrics of fairseq's ``moe`` branch, fp32 [11, layers], rows by METRIC_NAMES.
+
+    As its top2gate.py has them: percentages of the tokens of one rank; of the routed first or
+    second choices those that were dropped; tokens whose first or second choice is one of the
+    fullest, or emptiest, fifth of the experts; experts that are nobody's; the mean entropy of the
+    gate's distribution in nats; times of the forward exchanges, 0 unless taken.
+
+    Overflow is 0 where nothing is routed (nan there), and for top-1 layers. Padding is on no
+    expert, except with ``balance_over="all"``: there, as in Meta's code, histograms count it, and
+    zero tokens fill up each rank's to the longest one's. Histograms count choices that ``random``
+    rejected.
+    """
+    kinds = {(aux.num_tokens, aux.num_routed_KE.shape) for aux in reports}
+    if len(kinds) > 1:  # as of encoder and decoder: no common tensor
+        return torch.cat([routing_metrics([aux]) for aux in reports], 1)
+    num_tokens = max(reports[0].num_tokens, 1)
+    # L: layers
+    entropy_L = torch.stack([aux.entropy_sum for aux in reports]).float() / num_tokens
+    chosen_LKE = torch.stack([aux.num_chosen_KE[:2] for aux in reports])
+    ranked_LKE = (100.0 * chosen_LKE.float() / num_tokens).sort(dim=2, descending=True).values
+    count = max(math.ceil(chosen_LKE.shape[2] * _BALANCE_SHARE), 1)
+    top_LK, bottom_LK = ranked_LKE[..., :count].sum(2), ranked_LKE[..., -count:].sum(2)
+    shares = torch.stack([top_LK, bottom_LK, (chosen_LKE == 0).sum(2, dtype=top_LK.dtype)])
+    of_two = pad(shares, (0, 2 - shares.shape[2])).permute(2, 0, 1).flatten(0, 1)
+    overflow_LK = _overflow(reports)[:, :2]
+    records = [aux.record or ExchangeRecord() for aux in reports]
+    times = [[record.cpu_ms for record in records], [record.cuda_ms for record in records]]
+    # to a GPU, only if there is something to copy
+    times_2L = entropy_L.new_tensor(times) if any(map(any, times)) else of_two.new_zeros(2, 1)
+    return torch.cat(
+        [
+            pad(overflow_LK, (0, 2 - overflow_LK.shape[1])).t(),
+            entropy_L[None],
+            of_two,
+            times_2L.expand(2, len(reports)),
+        ]
+    )
+
+
+def _overflow(reports: Sequence[MoEAux]) -> torch.Tensor:
+    """fp32 [L, K], percentage of the routed choices that were dropped; [L, 0] for top-1.
+
+    All first choices take their rows before any second one, or the layers say what was dropped.
+    Re-routed pairs count as dropped: they found their expert full.
+    """
+    routed_LKE = torch.stack([aux.num_routed_KE for aux in reports])
+    if routed_LKE.shape[1] == 1:
+        return routed_LKE.new_empty((len(reports), 0), dtype=torch.float32)
+    if reports[0].num_full_K is not None:
+        lost_LK = torch.stack([aux.num_full_K for aux in reports])
+    else:
+        kept_LE = torch.stack([aux.num_kept_per_expert_E for aux in reports])
+        # of the choices up to each one, those that found no row
+        lost_LK = (routed_LKE.cumsum(1) - kept_LE[:, None]).clamp(min=0).sum(2)
+        lost_LK = lost_LK.diff(dim=1, prepend=torch.zeros_like(lost_LK[:, :1]))
+    return 100.0 * lost_LK / routed_LKE.sum(2).clamp(min=1)
 
 
 def balance_over_ranks(reports: Iterable[MoEAux]) -> list[MoEAux]:

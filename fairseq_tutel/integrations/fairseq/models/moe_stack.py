@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from fairseq import hub_utils
 
-from .... import ops, register
+from .... import ops
 from ....config import EXPERTS, MoEConfig
 from ....distributed import (
     ExpertParallelGroups,
@@ -156,8 +156,6 @@ def reports_to_extra(
 
 
 def pretrained(cls, *args: Any, **options: Any) -> hub_utils.GeneratorHubInterface:
-    """``from_pretrained`` of a model: as fairseq's, which prints the whole config; registers the
-    package with fairseq first, so that sets of files load."""
-    register()
+    """``from_pretrained`` of a model: as fairseq's, which prints the whole config."""
     loaded = hub_utils.from_pretrained(*args, **options)
     return hub_utils.GeneratorHubInterface(loaded["args"], loaded["task"], loaded["models"])
