@@ -121,9 +121,19 @@ bench() {
         --output "$results/$kind-$name-$gpu.json" "${tiny[@]}" "$@"
 }
 
+# What the roofline predicts for this GPU, to hold what follows against.
+predicted() {
+    local known
+    known=$(grep -oE 'h[12]00|a100' <<<"$gpu" | sed 's/a100/a100-80g/' || true)
+    step "predicted-$1" 60 "$PYTHON" scripts/bench/predict.py --preset "$1" ${known:+--hardware "$known"} \
+        --output "$results/predicted-${1%%,*}-$gpu.json"
+    [[ predicted-$1 != ${ONLY:-*} ]] || sed 's/^/    /' "$scratch/output" >>"$summary"
+}
+
 # No number on a red test: first what the kernels compute, then how fast. JUnit keeps the counts.
 part_1() {
     gpu_tests tests-kernels 150 -m "gpu and not slow" tests/backends tests/ops tests/moe
+    predicted meta-1.1t
     bench 75 layer meta-1.1t
     bench 60 kernels meta-1.1t
     # the plugin first; what it is compared with fits into more than 80 GB only, if at all
@@ -133,6 +143,7 @@ part_1() {
 part_2() {
     gpu_tests tests-others 120 -m gpu tests/backends/triton/test_large.py tests/training tests/integrations tests/plan \
         tests/distributed
+    predicted fig14,blog-8gpu,meta-8gpu
     bench 100 layer fig14,blog-8gpu,meta-8gpu
     bench 120 train meta-half-rank --updates 5
     bench 30 kernels fig14

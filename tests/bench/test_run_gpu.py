@@ -13,7 +13,8 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 # one of each kind; the other steps differ in sizes
-STEPS = ["tests-kernels", "train-meta-1.1t-rank", "layer-fig14,blog-8gpu,meta-8gpu"]
+SHAPES = "fig14,blog-8gpu,meta-8gpu"
+STEPS = ["tests-kernels", "train-meta-1.1t-rank", f"predicted-{SHAPES}", f"layer-{SHAPES}"]
 
 
 def run_gpu(**environment):
@@ -38,6 +39,8 @@ def test_rehearsal(tmp_path):
     results = {path.stem: json.loads(path.read_text())
                for path in (tmp_path / "results").glob("*.json")}  # fmt: skip
     train = results.pop("train-meta-1.1t-rank-cpu")
+    predicted = results.pop("predicted-fig14-cpu")["results"]["blog-8gpu"]["predicted"]
+    assert set(predicted) == {"a100-80g", "h100", "h200"}  # of all, where the GPU is none of them
     assert set(train["results"]) == {"moe", "dense", "flop-matched"}
     assert set(results) == {
         f"layer-tiny-{name}-cpu" for name in ("fig14", "blog-8gpu", "meta-8gpu")

@@ -9,7 +9,10 @@ line per target and variant.
 
 import json
 import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -188,6 +191,18 @@ def wide_accesses(ptx: str) -> int:
     return len(re.findall(r"(?:ld|st)\.global\.v4\.b32|(?:ld|st)\.global\.v2\.b64", ptx))
 
 
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack and of local memory, where spills go."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)
+    return {{"REG": "registers"}.get(name, name.lower()): int(count) for name, count in found}
+
+
 def _chosen(variants):
     """(kernel, dtype, constants, index of the tile)."""
     done = set()
@@ -212,7 +227,8 @@ def compile_all(backend: str, arch: str, variants: str) -> None:
         if cuda:
             result["wide"] = wide_accesses(binary.asm["ptx"])
             result["branches"] = len(re.findall(r"\bbra\b", binary.asm["ptx"]))
-        result["shared"] = binary.metadata.shared
+            result |= resources(code)
+        result["shared"], result["warps"] = binary.metadata.shared, binary.metadata.num_warps
         print(json.dumps(result))
 
 
