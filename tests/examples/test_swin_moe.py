@@ -11,6 +11,7 @@ from helpers.distributed import run_ranks
 from helpers.examples import SWIN_MOE as FOLDER
 from helpers.examples import example
 
+from fairseq_tutel import training
 from fairseq_tutel.distributed import process_world
 
 
@@ -127,3 +128,49 @@ def test_a_folder_of_images_trains_and_is_resumed(tmp_path):
         [*command[:3], str(tmp_path)], capture_output=True, text=True, timeout=200
     )
     assert wrong.returncode == 2 and len(wrong.stderr.splitlines()) == 1
+
+
+def test_recomputed_blocks_give_the_same_gradients():
+    model = example("model")
+    torch.manual_seed(0)
+    plain = dict(model.MOE, gate_noise=0.0, load_importance_loss=False)
+    config = replace(model.PRESETS["tiny"], drop_path=0.0, moe=plain)
+    net, images = model.SwinMoE(config), torch.randn(4, 1, 32, 32)
+    found = []
+    for recompute in (False, True):
+        net.config = replace(config, recompute=recompute)
+        net.zero_grad()
+        calls = []
+        norm = net.layers[0].blocks[0].norm1
+        hook = norm.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        with training.collect_aux(net) as aux:
+            loss = net(images).square().mean()
+        total = loss + 0.01 * aux.loss
+        total.backward()
+        hook.remove()
+        grads = {name: p.grad for name, p in net.named_parameters() if p.requires_grad}
+        found.append((total, grads, len(calls)))
+    (kept, grads, once), (again, others, twice) = found
+    assert (once, twice) == (1, 2)
+    torch.testing.assert_close(again, kept)
+    torch.testing.assert_close(others, grads)
+
+
+def test_memory_of_a_step_is_measured():
+    memory, model = example("memory"), example("model")
+    config = replace(model.PRESETS["tiny"], drop_path=0.0)
+    (peak, kept, gradients), (least, inputs, same) = (
+        memory.measure(replace(config, recompute=recompute), 16) for recompute in (False, True)
+    )
+    net = model.SwinMoE(config)
+    assert gradients == same == sum(4 * p.numel() for p in net.parameters() if p.requires_grad)
+    assert peak >= kept > 4 * inputs and peak > least
+    live = memory.LiveBytes()
+    with live:
+        first, second = torch.ones(10), torch.ones(20)
+        del first
+        view = second[2:]
+        del second
+        assert (live.live, live.peak) == (80, 120)
+        del view
+    assert live.live == 0
