@@ -132,9 +132,10 @@ class MoEConfig:
     balance_over: str = option(
         "unpadded",
         "tokens of which balance loss and z-loss are means where padding is masked: those that are "
-        "'unpadded'; or 'all', as Meta's, where padding and what stands in it change the loss, and "
-        "tokens of zeros fill up each rank's to as many as the longest one has",
-        choices=("unpadded", "all"),
+        "'unpadded'; or 'all', as Meta's, where padding and what stands in it change the loss; "
+        "'longest': all, and zeros that fill up each rank's tokens to as many as the longest one "
+        "has, as Meta's with --max-tokens (the default of transformer_moe)",
+        choices=("unpadded", "all", "longest"),
         flag="--moe-gate-loss-over",
         flag_default="all",
         group="balance",

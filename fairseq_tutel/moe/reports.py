@@ -123,9 +123,9 @@ def routing_metrics(reports: Sequence[MoEAux]) -> torch.Tensor:
     gate's distribution in nats; times of the forward exchanges, 0 unless taken.
 
     Overflow is 0 where nothing is routed (nan there), and for top-1 layers. Padding is on no
-    expert, except with ``balance_over="all"``: there, as in Meta's code, histograms count it, and
-    zero tokens fill up each rank's to the longest one's. Histograms count choices that ``random``
-    rejected.
+    expert, except where ``balance_over`` is not "unpadded": there, as in Meta's code, histograms
+    count it, and with "longest" the zeros by which that fills up ranks. Histograms count choices
+    that ``random`` rejected.
     """
     kinds = {(aux.num_tokens, aux.num_routed_KE.shape) for aux in reports}
     if len(kinds) > 1:  # as of encoder and decoder: no common tensor

@@ -35,9 +35,9 @@ class RouterCall:
 
     def num_fillers(self, num_tokens: int) -> int:
         """Zero tokens by which Meta's code fills up this rank's to the largest number of any rank:
-        with ``balance_over="all"`` they count in the balance loss of a rank, and in metrics.
+        with ``balance_over="longest"`` they count in the balance loss of a rank, and in metrics.
         """
-        counted = self.config.balance_over == "all"
+        counted = self.config.balance_over == "longest"
         return max(self.num_tokens - num_tokens, 0) if counted else 0
 
     @property

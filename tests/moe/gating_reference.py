@@ -73,7 +73,8 @@ def gating(
 
     chosen = [[(t, order[t][k]) for t in live] for k in range(top_k)]
     # Meta's histograms count padding
-    counted = range(tokens) if config.balance_over == "all" and outputs == experts else live
+    with_padding = config.balance_over != "unpadded" and outputs == experts
+    counted = range(tokens) if with_padding else live
     shown = [[(t, order[t][k]) for t in counted] for k in range(top_k)]
     gate_TE, divisor_T = score_TE, None
     if top_k > 1 and config.normalize_before_dropping:

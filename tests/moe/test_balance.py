@@ -120,11 +120,11 @@ def test_the_loss_is_that_of_the_tokens_that_are_there(scope):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_over_all_a_rank_counts_as_many_tokens_as_the_longest(top_k, training):
+def test_over_the_longest_a_rank_counts_as_many_tokens_as_the_longest(top_k, training):
     """Meta's code appends zeros, which it masks, to the tokens of the other ranks."""
     x = tokens().view(20, M)
     pad = torch.arange(20) % 7 == 3
-    options = {"top_k": top_k, "balance_over": "all", "eval_capacity_factor": 1.0}
+    options = {"top_k": top_k, "balance_over": "longest", "eval_capacity_factor": 1.0}
     layer = make(**options).train(training)
     step = StepAgreement(26)
     _, aux = layer(x, pad_mask=pad, step=step, return_aux=True)

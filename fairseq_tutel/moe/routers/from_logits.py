@@ -42,7 +42,7 @@ class Selection(NamedTuple):
     entropy_sum: torch.Tensor  # fp32 scalar, sum over tokens of the entropy in nats
     lse_T: torch.Tensor  # fp32, logsumexp of the logits; differentiable
     fallback: tuple[torch.Tensor, torch.Tensor] | None = None  # [T, R], next best ones and scores
-    # int32 [T, K], what padding would choose, too; where ``balance_over="all"`` and there is some
+    # int32 [T, K], what padding would choose, too; None: there is none, or it does not count
     all_TK: torch.Tensor | None = None
 
 
@@ -95,7 +95,7 @@ def route_logits(
     if num_null_KN is not None:
         # of experts those before rejection: choices of null experts are not rejected
         balanced_KE = torch.cat([num_chosen_KE, num_null_KN], 1)
-    elif config.balance_over == "all":
+    elif config.balance_over != "unpadded":
         num_chosen_KE = _with_padding(num_chosen_KE, chosen, num_fillers)
     entropy_sum = chosen.entropy_sum.detach()
     if num_fillers:
@@ -167,7 +167,7 @@ def select_top_k(
         key_TE = score_TE.detach()
         key_TE = (key_TE.exp() if sigmoid else key_TE) + load_bias_E
     pad_T = scores.pad_T
-    count_padding = pad_T is not None and config.balance_over == "all"
+    count_padding = pad_T is not None and config.balance_over != "unpadded"
     mask_T = None if count_padding else pad_T
     found = Selection(
         *ops.topk_gating(score_TE, num_choices, noise_TE=gumbel_TE, pad_T=mask_T, key_TE=key_TE)
@@ -250,7 +250,7 @@ def _count_tokens(scores, chosen, balanced_KE, call) -> Counted:
     """The tokens that losses are means of, by ``balance_over``, and what these chose."""
     choices = call.config.balance_choices_counted
     pairs_E = balanced_KE[:choices].sum(0) if choices > 1 else balanced_KE[0]
-    if scores.pad_T is None or call.config.balance_over == "all":
+    if scores.pad_T is None or call.config.balance_over != "unpadded":
         return Counted(None, len(scores.score_TE), chosen.prob_sum_E, pairs_E, choices)
     live_T = ~scores.pad_T
     prob_TE = torch.where(live_T[:, None], scores.score_TE.softmax(1), 0)

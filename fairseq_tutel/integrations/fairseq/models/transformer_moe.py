@@ -8,6 +8,7 @@ the names of Meta's branches ``moe`` and ``nllb``, whose checkpoints load.
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from fairseq.dataclass import ChoiceEnum
 from fairseq.models import BaseFairseqModel
 from fairseq.models.transformer import TransformerConfig, TransformerModelBase
 
@@ -36,6 +37,11 @@ class TransformerMoEConfig(MoEOptions, FlatTransformerConfig):
     )
     encoder_moe_freq: int = option(0, _SIDE.format("encoder"), at_least(0), group="size")
     decoder_moe_freq: int = option(0, _SIDE.format("decoder"), at_least(0), group="size")
+    moe_gate_loss_over: ChoiceEnum(("unpadded", "all", "longest")) = option(
+        "longest",
+        MoEOptions.__dataclass_fields__["moe_gate_loss_over"].metadata["help"],
+        group="balance",
+    )
     alternate_ffn_embed_dim: int = option(0, _WIDTH.format("encoder"), at_least(0), group="size")
     alternate_decoder_ffn_embed_dim: int = option(
         0, _WIDTH.format("decoder"), at_least(0), group="size"
