@@ -43,16 +43,16 @@ class _TableTimer(RegionTimer):
 def _watched(trainer, used):
     """Each step's timer knows its exchange."""
     tuner = trainer.get_model().exchange_tuner
-    agree = tuner.agree
+    agree = tuner.agree_stacks
 
     def noted(*args, **kwargs):
-        step = agree(*args, **kwargs)
+        (step,) = agree(*args, **kwargs)  # a language model has one stack
         used.append(step.exchange)
         if step.timer is not None:
             step.timer.exchange = step.exchange
-        return step
+        return [step]
 
-    tuner.agree = noted
+    tuner.agree_stacks = noted
     return trainer
 
 
