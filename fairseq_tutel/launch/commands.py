@@ -16,6 +16,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,27 @@ def check_experts(command: Command, world_size: int) -> None:
         freq, experts, size = (command.number(key, in_file=True) for key in keys)
         if freq != 0:
             exchange_size(experts or world_size, world_size, size or 0)
+
+
+def check_user_dir(command: Command) -> None:
+    """Raises ValueError where fairseq would not find the command's user dir, or needs one."""
+    if command.kind in ("script", "hydra"):
+        return
+    user_dir, arch = command.given.get("user_dir"), command.given.get("arch", "")
+    if user_dir is None:
+        if "_moe" in arch:  # no arch of fairseq's own
+            raise ValueError(f"--arch {arch} is not fairseq's own: add --user-dir fairseq_tutel")
+        return
+    fairseq = find_spec("fairseq")  # which is not imported for this
+    beside = [Path(folder) for folder in fairseq.submodule_search_locations] if fairseq else []
+    folders = [Path(), *beside, *(folder.parent for folder in beside)]
+    # an interpreter of the ranks' own, too, may have a package of that name
+    if not any((folder / user_dir).exists() for folder in folders) and not _is_package(user_dir):
+        raise ValueError(f"--user-dir {user_dir}: there is no such folder, here or beside fairseq")
+
+
+def _is_package(name: str) -> bool:
+    return name.isidentifier() and find_spec(name) is not None
 
 
 def rank_options(

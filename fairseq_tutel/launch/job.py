@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from .binding import RankBinding, choose_bindings, format_table
-from .commands import TRAINING, Command, check_experts, rank_options, use_cpu, with_options
+from .commands import (
+    TRAINING,
+    Command,
+    check_experts,
+    check_user_dir,
+    rank_options,
+    use_cpu,
+    with_options,
+)
 from .devices import Gpu, has_gpu_files, visible_gpus
 from .hydra import QUIET_START
 from .placement import Placement, adopt, master_address, master_port, start_here
@@ -218,6 +226,7 @@ def prepare_job(options: Options, command: Command, env: Mapping[str, str]) -> J
     """The ranks of this node, checked before a rank or a process group exists: ValueError names the
     options, variables or hardware that cannot work together.
     """
+    check_user_dir(command)
     gpus = visible_gpus(env, options.root)
     cpu = use_cpu(command, len(gpus))
     placement = place(options, command, env, 0 if cpu else len(gpus))

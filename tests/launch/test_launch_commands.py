@@ -7,6 +7,7 @@ import pytest
 
 from fairseq_tutel.launch.commands import (
     check_experts,
+    check_user_dir,
     parse_command,
     rank_options,
     use_cpu,
@@ -231,6 +232,26 @@ def test_experts_that_do_not_fit_the_ranks(command_of, tmp_path, text, world_siz
     command = command_of(f"fairseq-{text.replace('{file}', file)}")
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         check_experts(command, world_size)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fairseq-train DATA --user-dir fairseq_tutl", "--user-dir fairseq_tutl: .*no such folder"),
+        ("fairseq-train DATA --user-dir ./plugin", "--user-dir ./plugin: .*no such folder"),
+        ("fairseq-train DATA --arch transformer_lm_gpt_moe", "add --user-dir fairseq_tutel"),
+        ("fairseq-train DATA --user-dir mine --arch transformer_lm_gpt_moe", ""),
+        ("fairseq-train DATA --user-dir fairseq_tutel --arch transformer_moe_base", ""),
+        ("fairseq-train DATA --arch transformer_lm_gpt", ""),
+        ("fairseq-train DATA --user-dir examples/none", "no such folder"),
+        ("mytool --user-dir fairseq_tutl", ""),
+    ],
+)
+def test_user_dirs_that_fairseq_would_not_find(command_of, tmp_path, monkeypatch, text, message):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        check_user_dir(command_of(text))
 
 
 def test_configs_that_are_not_there(command_of, tmp_path):
