@@ -37,7 +37,9 @@ class MoEConfig:
         flag_default=None,
     )
     eval_capacity_factor: float = option(
-        0.0, "evaluation capacity, the same meaning; 0 drops nothing", flag_default=None
+        0.0,
+        "evaluation capacity, with the meaning of `capacity_factor`; 0 drops nothing",
+        flag_default=None,
     )
     eval_capacity_token_fraction: float = option(
         0.0,

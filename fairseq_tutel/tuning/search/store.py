@@ -107,7 +107,7 @@ def read_pinned(text: str, space: Space, signature: Mapping[str, Any]) -> dict[K
         if known["closed"]
     }
     if not found:
-        raise ValueError("it has no decided key")
+        raise ValueError("it has no decided key: the run that wrote it ended before a search did")
     return found
 
 

@@ -20,7 +20,7 @@ from .moe_stack import agree, make_tuner, place_experts, pretrained, reports_to_
 from .transformer_fields import FlatTransformerConfig, fill_sizes
 from .transformer_stacks import MoETransformerDecoder, MoETransformerEncoder, Sparsity
 
-_SIDE = "the same of the {} alone; the larger of the two counts"
+_SIDE = "--moe-freq of the {} alone (transformer_moe); the larger of the two counts"
 _WIDTH = "> 0: dense layers of this FFN width instead of the {}'s MoE layers"
 
 

@@ -210,9 +210,9 @@ def _encode_line(dictionary, line, *args, **kwargs):
     if unknown:
         del dictionary.encode_line  # once
         logger.warning(
-            "%d of the %d words of the text are not in the dictionary and become <unk> (%s): text "
-            "needs just what its data was made with: --bpe sentencepiece --sentencepiece-model "
-            "FILE (from_pretrained: bpe=, sentencepiece_model=)",
+            "%d of the %d words of the text are not in the dictionary and become <unk> (%s); where "
+            "the data was made of sentencepieces, the text needs --bpe sentencepiece "
+            "--sentencepiece-model FILE, too (from_pretrained: bpe=, sentencepiece_model=)",
             len(unknown),
             len(words),
             ", ".join(map(repr, unknown[:5])),
