@@ -79,8 +79,9 @@ class MoEBlock:
             block = SimpleNamespace(forward=self._compute)
             self._run = checkpoint_wrapper(block, offload_to_cpu=cfg.offload_activations).forward
 
-    def build_fc1(self, *args: Any) -> None:
-        """No dense FFN."""
+    def build_fc1(self, *args: Any) -> SimpleNamespace:
+        """No dense FFN; fairseq 0.12.2 reads the shapes of its weights."""
+        return SimpleNamespace(weight=torch.empty(0), bias=torch.empty(0))
 
     build_fc2 = build_fc1
 
@@ -162,6 +163,19 @@ class MoETransformerDecoderLayer(MoEBlock, TransformerDecoderLayerBase):
 
 
 class MoETransformerEncoderLayer(MoEBlock, TransformerEncoderLayerBase):
-    """Block of an encoder."""
+    """Block of an encoder.
+
+    That of fairseq 0.12.2 keeps its weights a second time, for a fast path through torch's own
+    encoder layer, and copies them there as it loads; here there is no such path.
+    """
 
     pad_mask_argument = "encoder_padding_mask"
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        for part in ("in_proj", "out_proj", "fc1", "fc2"):
+            for kind in ("weight", "bias"):
+                self._parameters.pop(f"{part}_{kind}", None)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        torch.nn.Module._load_from_state_dict(self, *args)
