@@ -20,7 +20,7 @@ versions = [f"{name} {found[name]}" for name in names if name in found]
 print(f"Python {platform.python_version()}", *versions, sep=", ", flush=True)
 END
 exec python -m pytest -n "${TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder \
-    tests/integrations/fairseq/test_{golden,resume,requeue,start,errors,translation_model}.py tests/e2e/test_programs.py \
+    tests/integrations/fairseq/test_{golden,resume,requeue,start,errors}.py tests/e2e/test_programs.py \
     tests/launch/test_{launch_commands,launch_processes,hydra_directory}.py \
     tests/plan/test_{meta_config,plan_cli}.py tests/integrations/fairseq/test_model.py tests/training/test_adam16.py \
     tests/checkpoint/test_checkpoint_{golden,io}.py tests/test_versions.py "$@"

@@ -24,8 +24,8 @@ def _fields(config: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclas
         name, kind, default = prefix + field.name, field.type, field.default
         if field.name.startswith("_"):
             continue  # fairseq's own, in each dataclass
-        if isinstance(default, type) and dataclasses.is_dataclass(default):
-            yield from _fields(default, f"{name}_")
+        if dataclasses.is_dataclass(kind):
+            yield from _fields(kind, f"{name}_")
             continue
         if name in _AS_ENCODER or name in _AS_DECODER:
             kind, default = Optional[int], None
