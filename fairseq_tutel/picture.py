@@ -17,6 +17,7 @@ import json
 import re
 import statistics
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,7 +190,8 @@ def draw_exchange(lines: Sequence[dict], picture: Path) -> None:
             span = line["update"], max(until, line["update"] + 1)
             axes.hlines(line["us"] / 1000, *span, colors[choice_name(line["choice"])])
         # of versions before "about" there is the key alone
-        axes.set_title(mine[-1].get("about", key), fontsize="medium")
+        title = textwrap.fill(mine[-1].get("about", key), 60)  # the legend is beside it
+        axes.set_title(title, fontsize="medium")
         axes.set(ylabel="ms per step", ylim=(0, None))
     grid[-1].set_xlabel("update (dots: trials; lines: the choice in use)")
     handles = [Line2D([], [], marker="o", color=colors[each], label=each) for each in names]

@@ -89,6 +89,22 @@ def test_pictures_of_all_that_a_run_left(tmp_path, capsys, monkeypatch):
     assert picture.choice_name(EXCHANGES[-1]["choice"]) == "2dh d=4 r=2"
 
 
+def test_the_words_of_a_key_fit_beside_the_legend(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    figures, make = [], picture._figure
+    monkeypatch.setattr(
+        picture, "_figure", lambda *args: figures.append((made := make(*args))[0]) or made
+    )
+    about = (
+        "float32, model dim 4096, 512 experts, top-2, 134238208 expert parameters per layer and "
+        "rank, capacity 256 to 383"
+    )
+    picture.draw_exchange([{**EXCHANGES[0], "about": about}], tmp_path / "exchange.png")
+    (figure,) = figures
+    title = figure.axes[0].get_title()
+    assert title.split() == about.split() and max(map(len, title.splitlines())) <= 60
+
+
 def test_what_is_missing_is_named(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     assert picture.main([str(tmp_path)]) == 1
