@@ -181,9 +181,10 @@ setup_extras() {
     echo "$packages" >"$(setup_packages "$VENV")/all_of_venv.pth"
     setup_step "safetensors, transformers" \
         setup_pip -c "$ROOT/scripts/constraints-extras.txt" safetensors transformers
-    # what they require besides torch is there by now
-    setup_step "timm, torchvision" \
-        setup_pip -c "$ROOT/scripts/constraints-extras.txt" --no-deps timm torchvision
+    # what they require besides torch is there by now; in a folder of their own, since transformers
+    # imports a torchvision that it finds, also one that does not fit the torch
+    setup_step "timm, torchvision" setup_pip -c "$ROOT/scripts/constraints-extras.txt" --no-deps \
+        --target "$VENV/vision" timm torchvision
     echo "$wanted" >"$stamp"
     echo
 }

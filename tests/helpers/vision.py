@@ -1,6 +1,8 @@
 """timm, also where torchvision is of another index than torch."""
 
 import importlib.util
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,9 @@ def import_timm():
     with ``operator torchvision::nms does not exist``. No model of timm calls these operators: their
     names are enough. A user installs the torchvision that belongs to the torch instead.
     """
+    folder = str(Path(sys.prefix) / "vision")  # scripts/setup_env.sh
+    if folder not in sys.path:
+        sys.path.append(folder)
     for module in ("torchvision", "timm"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"no {module}")
