@@ -301,7 +301,10 @@ def check(case, by_rank):
 )
 def test_the_layer_is_the_loop_over_tokens(ranks):
     given = os.environ.get("FUZZ_SEEDS")
-    seeds = [int(seed) for seed in given.split(",")] if given else list(SEEDS)
+    # with 8 ranks on 2 cores every second one: a case costs as much as three with 2
+    seeds = list(SEEDS[:: 2 if ranks == 8 else 1])
+    if given:
+        seeds = [int(seed) for seed in given.split(",")]
     results = run_ranks(_run_all, ranks, seeds, timeout=250)
     failures = []
     for number, seed in enumerate(seeds):
