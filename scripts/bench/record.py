@@ -44,7 +44,9 @@ def describe_run(benchmark: str, device: torch.device, world_size: int = 1) -> d
 
 
 def _command() -> str:
-    """As it can be called from the repository root; where it wrote its results does not matter."""
+    """As it can be called from the repository root; where it wrote its results does not matter, nor
+    where on the machine folders that it was given are: of an absolute path the name is kept.
+    """
     script = Path(sys.argv[0]).resolve()
     name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
     words = [
@@ -52,6 +54,7 @@ def _command() -> str:
         for before, word in zip(sys.argv, sys.argv[1:], strict=False)
         if "--output" not in (before, word)
     ]
+    words = [Path(word).name if os.path.isabs(word) else word for word in words]
     command = shlex.join(["python", str(name), *words])
     bed = os.environ.get("TWO_NODES")  # set by two_nodes.py: how it was called
     return f"{bed} -- {command}" if bed else command

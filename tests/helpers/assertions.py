@@ -21,3 +21,9 @@ def assert_close(name: str, got: Tensor, want: Tensor, dtype: torch.dtype) -> No
         return
     ratio = rms_ratio(got, want)
     assert ratio <= RATIO[dtype], f"{name}: RMS error ratio {ratio:.3g} over {RATIO[dtype]:.3g}"
+
+
+def assert_same_state(got, want):
+    """Two state dicts have the same names and, to the bit, the same values."""
+    assert got.keys() == want.keys()
+    assert [name for name in want if not torch.equal(got[name], want[name])] == []

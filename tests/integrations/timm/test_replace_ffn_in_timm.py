@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.distributed import run_ranks
+from helpers.replaced import train_replaced
 from helpers.vision import import_timm
 from torch import nn
 
-from fairseq_tutel import training
-from fairseq_tutel.distributed import process_world
 from fairseq_tutel.moe import MoELayer, every_other, replace_ffn
 
 pytestmark = pytest.mark.extras
@@ -95,27 +94,13 @@ def test_what_sees_several_tokens_is_refused_by_name(name):
 
 def train_on_ranks(name):
     """Losses of four steps."""
-    rank, world_size = process_world()
     model, match = make(name)
-    replace_ffn(
-        model, every_other(model, match), 4, copy_weights=True, capacity_factor=0.0,
-        balance_scope="global",
-    )  # fmt: skip
-    model.train()
-    share = 4 // world_size
-    images, labels = batch(name, slice(rank * share, (rank + 1) * share))
-    net = training.wrap_data_parallel(model) if world_size > 1 else model
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    losses = []
-    for _ in range(4):
-        optimizer.zero_grad()
-        with training.collect_aux(model) as aux:
-            loss = nn.functional.cross_entropy(net(images), labels)
-        (loss + 0.01 * aux.loss).backward()
-        training.clip_grad_norm_(model, 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+
+    def loss_of(net, rows):
+        images, labels = batch(name, rows)
+        return nn.functional.cross_entropy(net(images), labels)
+
+    return train_replaced(model, match, loss_of)
 
 
 def train_each():

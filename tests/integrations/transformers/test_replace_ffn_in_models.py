@@ -5,9 +5,8 @@ import copy
 import pytest
 import torch
 from helpers.distributed import run_ranks
+from helpers.replaced import train_replaced
 
-from fairseq_tutel import training
-from fairseq_tutel.distributed import process_world
 from fairseq_tutel.moe import every_other, replace_ffn
 
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -83,27 +82,8 @@ def test_experts_that_start_as_the_block_change_nothing(name):
 
 def train_on_ranks(name):
     """Losses of four steps."""
-    rank, world_size = process_world()
     model, match, _ = make(name)
-    replace_ffn(
-        model, every_other(model, match), 4, copy_weights=True, capacity_factor=0.0,
-        balance_scope="global",
-    )  # fmt: skip
-    model.train()
-    share = 4 // world_size
-    batch = batch_of(name, slice(rank * share, (rank + 1) * share))
-    net = training.wrap_data_parallel(model) if world_size > 1 else model
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    losses = []
-    for _ in range(4):
-        optimizer.zero_grad()
-        with training.collect_aux(model) as aux:
-            loss = net(**batch).loss
-        (loss + 0.01 * aux.loss).backward()
-        training.clip_grad_norm_(model, 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return train_replaced(model, match, lambda net, rows: net(**batch_of(name, rows)).loss)
 
 
 def train_each():

@@ -1,12 +1,13 @@
 """Mixtral, Qwen3-MoE and OLMoE with MoE layers: the same numbers, on ranks, and back to the bit."""
 
-import copy
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.assertions import assert_same_state
 from helpers.distributed import run_ranks
+from helpers.sparse_models import FOUR, MODELS, make, tokens
 from torch import nn
 
 from fairseq_tutel import training
@@ -20,56 +21,11 @@ from fairseq_tutel.integrations.transformers import (
 )
 from fairseq_tutel.moe import MoELayer
 
-transformers = pytest.importorskip("transformers", minversion="5")
 pytestmark = pytest.mark.extras
-
-SIZES = {
-    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32, "bos_token_id": 1,
-    "eos_token_id": 49, "pad_token_id": 0, "num_experts_per_tok": 2,
-}  # fmt: skip
-FOUR = {"num_experts": 4}
-MIXTRAL = {"intermediate_size": 24, "num_local_experts": 4}
-QWEN = {"intermediate_size": 40, "moe_intermediate_size": 24, "mlp_only_layers": [1], **FOUR}
-OLMOE = {"intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
-MODELS = {
-    "mixtral": ("Mixtral", MIXTRAL),
-    "mixtral, gelu": ("Mixtral", {**MIXTRAL, "hidden_act": "gelu"}),
-    "mixtral, tied": ("Mixtral", {**MIXTRAL, "tie_word_embeddings": True}),
-    "qwen3": ("Qwen3Moe", {**QWEN, "norm_topk_prob": False}),
-    "qwen3, normalised": ("Qwen3Moe", {**QWEN, "norm_topk_prob": True}),
-    "olmoe": ("Olmoe", OLMOE),
-    "olmoe, normalised": ("Olmoe", {**OLMOE, "norm_topk_prob": True}),
-    "olmoe, top-1": ("Olmoe", {**OLMOE, "num_experts_per_tok": 1}),
-    "olmoe, two experts": ("Olmoe", {**OLMOE, "num_experts": 2, "num_experts_per_tok": 2}),
-}
-
-
-def make(name, **more):
-    """A model with weights far enough from zero that routing and experts show in its logits."""
-    kind, options = MODELS.get(name, (name, {}))
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **options, **more})
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    with torch.no_grad():
-        for param in model.parameters():
-            if param.dim() > 1:
-                param.normal_(0, 0.3)
-    return model.eval()
-
-
-def tokens(rows=4, seed=1):
-    return torch.randint(2, 49, (rows, 9), generator=torch.Generator().manual_seed(seed))
 
 
 def state_of(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def assert_same(got, want):
-    """To the bit."""
-    assert got.keys() == want.keys()
-    assert [name for name in want if not torch.equal(got[name], want[name])] == []
 
 
 @pytest.mark.parametrize("training_mode", [False, True], ids=["evaluation", "training"])
@@ -124,14 +80,14 @@ def test_save_pretrained_writes_what_the_original_class_loads(name, tmp_path):
     blocks = replace_moe(model)
     model.save_pretrained(tmp_path / "replaced", state_dict=original_state_dict(model, blocks))
     restore_moe(model, blocks)
-    assert_same(model.state_dict(), want)
+    assert_same_state(model.state_dict(), want)
     model.save_pretrained(tmp_path / "restored")
     files = [sorted(p.name for p in (tmp_path / f).iterdir()) for f in ("before", "replaced")]
     assert files[0] == files[1]
     for folder in ("before", "replaced", "restored"):
         loaded, report = kind.from_pretrained(tmp_path / folder, output_loading_info=True)
         assert not any(report[each] for each in ("missing_keys", "unexpected_keys"))
-        assert_same(loaded.state_dict(), want)
+        assert_same_state(loaded.state_dict(), want)
         size = (tmp_path / folder / "model.safetensors").stat().st_size
         assert size == (tmp_path / "before" / "model.safetensors").stat().st_size
     again = replace_moe(model)  # and once more
@@ -265,7 +221,7 @@ def train_on_ranks(name, way, folder):
         restore_moe(net, blocks)
         restored = (model(ids).logits - trained).abs().max().item()
     if rank == 0:
-        assert_same(model.state_dict(), state)
+        assert_same_state(model.state_dict(), state)
     return difference, losses, restored, state
 
 
@@ -284,12 +240,12 @@ def test_ranks_are_one_model_and_train_as_one(name, way, world_size, tmp_path):
     for key, value in alone[3].items():
         torch.testing.assert_close(states[0][key], value, rtol=1e-3, atol=1e-4, msg=key)
     loaded = type(make(name)).from_pretrained(f"{tmp_path}/{world_size}")
-    assert_same(loaded.state_dict(), states[0])
+    assert_same_state(loaded.state_dict(), states[0])
     # the set of all ranks, in one process
     model = make(name)
     blocks = replace_moe(model)
     training.load_checkpoint(f"{tmp_path}/{world_size}.pt", model)
-    assert_same(original_state_dict(model, blocks), states[0])
+    assert_same_state(original_state_dict(model, blocks), states[0])
 
 
 def generate_on_ranks():
@@ -313,95 +269,6 @@ def test_ranks_generate_what_one_does():
 
 
 # what is refused
-
-
-def shared():
-    return make("Qwen2Moe", num_experts=4, moe_intermediate_size=24, decoder_sparse_step=1,
-                shared_expert_intermediate_size=24)  # fmt: skip
-
-
-def grouped():
-    config = transformers.DeepseekV3Config(
-        hidden_size=24, n_routed_experts=4, n_group=2, topk_group=1, moe_intermediate_size=24,
-        num_experts_per_tok=2,
-    )  # fmt: skip
-    module = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
-    block = module.DeepseekV3MoE(config)
-    del block.shared_experts
-    return nn.ModuleDict({"mlp": block})
-
-
-def quantised():
-    model = make("mixtral")
-    model.hf_quantizer = type("Quantizer", (), {})()
-    model.hf_quantizer.quantization_config = type("Config", (), {"quant_method": "fp8"})()
-    return model
-
-
-def on_meta():
-    with torch.device("meta"):
-        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **MIXTRAL))
-
-
-def twice():
-    model = make("mixtral")
-    replace_moe(model)
-    return model
-
-
-FIRST = r"model\.layers\.0\.mlp"
-REFUSED = {
-    "shared": (shared, {}, rf"{FIRST} \(Qwen2MoeSparse.* all tokens .*\(shared_expert, shared_"),
-    "grouped": (grouped, {}, r"mlp \(DeepseekV3MoE\) cannot be replaced: .* groups of experts"),
-    "quantised": (quantised, {}, r"MixtralForCausalLM is quantised \(fp8\)"),
-    "meta": (on_meta, {}, rf"{FIRST}\.gate.weight is on the meta device"),
-    "twice": (twice, {}, "MixtralForCausalLM has no sparse blocks inside; known are FlexOlmo"),
-    "dense": (lambda: make("Llama", intermediate_size=20), {}, "no sparse blocks inside; known"),
-    "activation": (lambda: make("mixtral", hidden_act="relu"), {}, f"{FIRST}: no built-in experts"),
-    "jitter": (lambda: make("mixtral", router_jitter_noise=0.1), {}, f"{FIRST}: jitter_noise=0.1"),
-    "top-1": (
-        lambda: make("mixtral", num_experts_per_tok=1), {}, f"{FIRST}: the weight of a token's one",
-    ),
-    "decided": (lambda: make("mixtral"), {"top_k": 1, "hidden_dim": 5}, "decide hidden_dim, top_k"),
-    "contradiction": (
-        lambda: make("olmoe"), {"normalize_before_dropping": True}, "contradict each other",
-    ),
-    "load": (lambda: make("mixtral"), {"capacity_factor": "full"}, "capacity_factor='full' must"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("build, options, words", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_replaced_is_refused_by_name(build, options, words):
-    model = build()
-    before = [type(module) for module in model.modules()]
-    with pytest.raises(ValueError, match=words):
-        replace_moe(model, **options)
-    assert [type(module) for module in model.modules()] == before
-
-
-def test_misspelt_options_and_allowed_jitter():
-    with pytest.raises(TypeError, match="overlap_degre=.*did you mean"):
-        replace_moe(make("mixtral"), overlap_degre=2)
-    model = make("mixtral", router_jitter_noise=0.1)
-    replace_moe(model, input_jitter=0.1)
-    assert model.model.layers[0].mlp.config.input_jitter == 0.1
-
-
-def test_a_load_bias_has_no_way_back():
-    model = make("mixtral").train()
-    dense = copy.deepcopy(model)
-    blocks = replace_moe(model, load_bias="quantile")
-    with training.collect_aux(model) as aux:
-        model(tokens())
-    training.update_load_bias(model, [aux])
-    for back in (restore_moe, original_state_dict):
-        with pytest.raises(ValueError, match=rf"{FIRST} chooses experts by a load bias"):
-            back(model, blocks)
-    for layer in model.model.layers:
-        layer.mlp.gate.load_bias.zero_()
-    assert_same(original_state_dict(model, blocks), dense.state_dict())
-    with pytest.raises(ValueError, match=rf"{FIRST} is not a layer of replace_moe"):
-        restore_moe(dense, blocks)
 
 
 def test_the_pages_program_runs(tmp_path, monkeypatch):
