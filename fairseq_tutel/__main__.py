@@ -9,7 +9,7 @@ import importlib.util
 import sys
 
 from . import register
-from .command_line import CONFIGS
+from .command_line import CONFIGS, run_and_exit
 
 USAGE = """\
 usage: python -m fairseq_tutel            the options that this package adds to fairseq
@@ -38,4 +38,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..command_line import EXIT_USAGE, CommandLine, columns
+from ..command_line import EXIT_USAGE, CommandLine, columns, run_and_exit
 from ..config.options import at_least, in_range
 from .inspection import inspect
 from .layout import CheckpointError
@@ -83,7 +83,8 @@ def format_report(report: dict[str, Any]) -> str:
         ("kind", _kind_text(report)),
         ("written by", known["written_by"]),
         ("save id", known["save_id"]),
-        ("update, epoch", f"{known['num_updates']}, {known['epoch']}"),
+        ("updates done", str(known["num_updates"])),
+        ("goes on in epoch", str(known["epoch"])),
         ("experts", str(known["num_experts"])),
         ("MoE layers", _layers_text(report["moe_layers"])),
         ("parameters", f"{report['params_total']:,}"),
@@ -126,4 +127,4 @@ def _mib(size: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

@@ -4,7 +4,9 @@ where the shipped Hydra configs and hardware profiles are."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Container, Sequence
+import os
+import sys
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,6 +27,18 @@ class CommandLine(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """See argparse; exit code 2."""
         self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (--help shows the options)\n")
+
+
+def run_and_exit(main: Callable[[], int]) -> NoReturn:
+    """Exit with what ``main`` returns; quietly, where the reader of its output has ended (head)."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # the interpreter flushes once more on its way out
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)
 
 
 def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:

@@ -1,8 +1,7 @@
 """``python -m fairseq_tutel.plan``."""
 
-import sys
-
+from ..command_line import run_and_exit
 from .cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

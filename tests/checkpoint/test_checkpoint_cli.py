@@ -31,10 +31,11 @@ def test_inspect_table(saved, capsys):
     table = capsys.readouterr().out
     for words in (
         "set of 2 rank files, saved by 2 ranks",
-        "MoE layers       2 (decoder.layers.1, decoder.layers.3)",
-        "optimizer state  by name",
-        "consistent       yes",
-        "update, epoch    7, 3",
+        "MoE layers        2 (decoder.layers.1, decoder.layers.3)",
+        "optimizer state   by name",
+        "consistent        yes",
+        "updates done      7",
+        "goes on in epoch  3",
         "m-rank-1.pt",
     ):
         assert words in table
@@ -58,7 +59,7 @@ def test_inspect_of_a_broken_set_lists_every_problem(saved, capsys, tmp_path):
         os.truncate(tmp_path / f"m-rank-{rank}.pt", 1000 + rank)
     assert main(["inspect", saved]) == 1
     table = capsys.readouterr().out
-    assert "consistent       NO" in table
+    assert "consistent        NO" in table
     for rank in (0, 1):
         assert f"m-rank-{rank}.pt: is truncated at {1000 + rank} bytes" in table
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from fairseq import options
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from helpers.training import VOCABULARY
+from helpers.training import VOCABULARY, convert
 from omegaconf import DictConfig
 
 from fairseq_tutel.distributed import process_world
@@ -32,7 +31,7 @@ def pair_config(*given: str, moe: bool = True) -> DictConfig:
     """fairseq's config for the tiny encoder-decoder, or (``moe=False``) for its own dense one."""
     parser = options.get_training_parser()
     words = [*TINY.split(), *(SPARSE if moe else STOCK).split(), *given]
-    return convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, input_args=words))
+    return convert(options.parse_args_and_arch(parser, input_args=words))
 
 
 def make_pairs(
