@@ -1,20 +1,22 @@
 #!/usr/bin/env bash
 # Sets up .venv if need be, checks the code's style, and runs the tests. Arguments go to pytest:
 #
-#   bash scripts/test.sh                       # everything that .venv is enough for
-#   bash scripts/test.sh tests/ops -k gating   # some of it
-#   bash scripts/test.sh --extras              # the second stage: beside other libraries
+#   bash scripts/test.sh                       # all of the package
+#   bash scripts/test.sh tests/ops -k gating   # some, also of those below
+#   bash scripts/test.sh --scripts             # benchmarks, examples and quickstart as programs
+#   bash scripts/test.sh --extras              # beside other libraries
 #
-# The second stage has an environment of its own, .venv-extras (safetensors, transformers, timm), and
-# runs the tests that are marked `extras`; they are skipped in the first. Three tests at a time
+# Those beside other libraries are marked `extras` and have an environment of their own, .venv-extras
+# (safetensors, transformers, timm); elsewhere they are skipped. Three tests at a time
 # (TEST_WORKERS=N: N), of which some only wait; with -n 0 they run in the pytest process itself.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-stage=()
-if [ "${1:-}" = --extras ]; then
-    shift
-    EXTRAS=1 stage=(-m extras)
-fi
+case "${1:-}" in
+--extras) shift && EXTRAS=1 stage=(-m extras) ;;
+--scripts) shift && stage=(-m scripts) ;;
+"") stage=(-m "not scripts") ;;
+*) stage=() ;;
+esac
 source scripts/setup_env.sh
 
 # One thread per process: multi-rank tests start several, and small shapes gain nothing from more.

@@ -100,6 +100,7 @@ def test_training_leaves_out_what_does_not_fit(training, tmp_path, monkeypatch):
     assert not result["settings"]["interleaved"]
 
 
+@pytest.mark.scripts
 def test_training_on_two_ranks(tmp_path):
     """A preset of one simulated rank becomes one of real ranks, also as a rehearsal."""
     path = tmp_path / "train.json"

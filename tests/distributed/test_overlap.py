@@ -25,7 +25,7 @@ from fairseq_tutel.distributed.exchanges import Direction
 from fairseq_tutel.moe import MoELayer, overlap
 
 # ranks -> (experts, ranks per node): E < W, E = W, E > W
-PLACES = {4: [(2, 2), (4, 2), (8, 2)], 8: [(4, 2), (8, 4), (16, 2)]}
+PLACES = {4: [(2, 2), (4, 2), (8, 2)], 8: [(4, 2), (16, 2)]}
 # of a result in this dtype to that of degree 1, in units of its rounding: products of other shapes
 # add up in another order
 UNITS = {torch.float32: 20, torch.bfloat16: 1.5, torch.float16: 1.5}
@@ -33,7 +33,9 @@ UNITS = {torch.float32: 20, torch.bfloat16: 1.5, torch.float16: 1.5}
 
 def _compare_in_other_dtypes():
     _, world_size = process_world()
-    for (experts, local), layout, dtype in itertools.product(PLACES[world_size], LAYOUTS, UNITS):
+    # rounding does not depend on the number of ranks: one dtype is enough for the larger one
+    dtypes = UNITS if world_size == 4 else (torch.bfloat16,)
+    for (experts, local), layout, dtype in itertools.product(PLACES[world_size], LAYOUTS, dtypes):
         (x, target, rows), groups = tokens_of(dtype=dtype), build_groups(experts)
         want = None
         # degree 1 first; the hierarchical exchange is bit-equal, see above and its own test
