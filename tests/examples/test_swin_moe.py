@@ -175,3 +175,15 @@ def test_memory_of_a_step_is_measured():
         assert (live.live, live.peak) == (80, 120)
         del view
     assert live.live == 0
+
+
+def test_glyphs_of_the_held_out_family_are_not_seen():
+    pytest.importorskip("matplotlib")
+    data = example("data")
+    train, held_out = data._glyphs(16, per_font=1)
+    counts = [part.labels.bincount().tolist() for part in (train, held_out)]
+    assert counts == [[12 + 4] * 62, [5] * 62]  # DejaVu and STIX; Computer Modern
+    for part in (train, held_out):
+        assert (part.items > 0).float().mean((1, 2, 3)).min() > 0.005, "an empty image"
+        # a font that lacks letters draws the same box for all
+        assert len(part.items.flatten(1).unique(dim=0)) == len(part)

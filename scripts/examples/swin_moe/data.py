@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
+import re
 import string
-from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -12,6 +13,13 @@ from torch import Tensor
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif"}
 CHARACTERS = string.ascii_letters + string.digits
+# Families of fonts that matplotlib brings; its other files lack letters or draw them as symbols.
+FAMILIES = {
+    "DejaVu": r"DejaVu(Sans|SansMono|Serif)(-\w+)?\.ttf",
+    "STIX": r"STIXGeneral\w*\.ttf",
+    "Computer Modern": r"cm(b|r|ss|ti|tt)10\.ttf",
+}
+HELD_OUT = "Computer Modern"
 
 
 class Images:
@@ -108,37 +116,39 @@ def _digits(size: int, held_out: float) -> tuple[Images, Images]:
     return train, test
 
 
+@functools.cache  # drawing takes seconds
 def _glyphs(size: int, per_font: int = 6) -> tuple[Images, Images]:
-    """Letters and digits of the fonts that matplotlib brings; families are held out as a whole."""
-    import matplotlib
-    from PIL import Image, ImageDraw, ImageFont
+    """Letters and digits of the fonts that matplotlib brings; one family is held out.
 
-    families = defaultdict(list)
-    for path in sorted(Path(matplotlib.get_data_path(), "fonts", "ttf").glob("*.ttf")):
-        try:
-            font = ImageFont.truetype(str(path), size)
-            if font.getmask("A").getbbox() and "Sym" not in path.name and "cmsy" not in path.name:
-                families[path.name[:6]].append(path)
-        except OSError:
-            continue
-    held = {name for number, name in enumerate(sorted(families)) if number % 4 == 1}
+    Fonts of a family look alike: a split by file would hold out what was seen.
+    """
+    import matplotlib
+
+    found = sorted(Path(matplotlib.get_data_path(), "fonts", "ttf").iterdir())
     draw, splits = random.Random(0), ([], [])
-    for name, paths in families.items():
-        for path in paths:
+    for family, pattern in FAMILIES.items():
+        for path in (path for path in found if re.fullmatch(pattern, path.name)):
             for label, character in enumerate(CHARACTERS):
                 for _ in range(per_font):
-                    font = ImageFont.truetype(str(path), int(size * draw.uniform(0.6, 0.85)))
-                    canvas = Image.new("L", (size, size), 0)
-                    left, top, right, bottom = font.getbbox(character)
-                    x = (size - right - left) / 2 + draw.uniform(-2, 2)
-                    y = (size - bottom - top) / 2 + draw.uniform(-2, 2)
-                    ImageDraw.Draw(canvas).text((x, y), character, 255, font)
-                    canvas = canvas.rotate(draw.uniform(-12, 12))
-                    values = torch.frombuffer(bytearray(canvas.tobytes()), dtype=torch.uint8)
-                    splits[name in held].append((values.view(1, size, size), label))
-    found = []
+                    values = _glyph(path, character, size, draw)
+                    splits[family == HELD_OUT].append((values, label))
+    parts = []
     for split in splits:
         x = torch.stack([values for values, _ in split]).float().div(127.5).sub(1)
         labels = torch.tensor([label for _, label in split])
-        found.append(Images(x, labels, list(CHARACTERS), size))
-    return found[0], found[1]
+        parts.append(Images(x, labels, list(CHARACTERS), size))
+    return parts[0], parts[1]
+
+
+def _glyph(path: Path, character: str, size: int, draw: random.Random) -> Tensor:
+    """uint8 [1, size, size]: a character of random size, place and slant."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    font = ImageFont.truetype(str(path), int(size * draw.uniform(0.6, 0.85)))
+    canvas = Image.new("L", (size, size), 0)
+    left, top, right, bottom = font.getbbox(character)
+    x = (size - right - left) / 2 + draw.uniform(-2, 2)
+    y = (size - bottom - top) / 2 + draw.uniform(-2, 2)
+    ImageDraw.Draw(canvas).text((x, y), character, 255, font)
+    canvas = canvas.rotate(draw.uniform(-12, 12))
+    return torch.frombuffer(bytearray(canvas.tobytes()), dtype=torch.uint8).view(1, size, size)

@@ -21,17 +21,17 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import data
 import torch
 from model import PRESETS, SwinConfig, SwinMoE
 from torch import Tensor, nn
 from torch.distributed import all_reduce, destroy_process_group, init_process_group
+from torch.nn.parallel import DistributedDataParallel
 
 from fairseq_tutel import moe, training
 from fairseq_tutel.checkpoint import load_file
-
-AUX_WEIGHT = 0.01  # of the sum over layers, as in the published code
 
 
 def parse(argv=None) -> argparse.Namespace:
@@ -49,6 +49,7 @@ def parse(argv=None) -> argparse.Namespace:
     add("--lr", type=float, default=3e-3, help="largest learning rate")
     add("--weight-decay", type=float, default=0.05, help="of matrices")
     add("--clip-norm", type=float, default=3.0, help="of the gradient")
+    add("--aux-weight", type=float, default=0.01, help="of the balance losses' sum over layers")
     add("--label-smoothing", type=float, default=0.1, help="of the loss")
     add("--amp", default="none", choices=("none", "bf16", "fp16"), help="autocast to this dtype")
     add("--recompute", action="store_true", help="blocks in the backward pass, to save memory")
@@ -108,12 +109,13 @@ class Run:
         if weights:
             start_from(weights, self.model)
         self.model.to(device)
-        self.net = training.wrap_data_parallel(self.model) if world_size > 1 else self.model
+        self.layers = [m for m in self.model.modules() if isinstance(m, moe.MoELayer)]
+        wrap = training.wrap_data_parallel if self.layers else DistributedDataParallel
+        self.net = wrap(self.model) if world_size > 1 else self.model
         groups = self.model.decay_groups(options.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=options.lr)
         self.scaler = training.grad_scaler() if options.amp == "fp16" else None
         self.steps = max(len(self.images) // options.batch_size, 1)
-        self.layers = [m for m in self.model.modules() if isinstance(m, moe.MoELayer)]
         self.use: moe.Utilisation | None = None
 
     def say(self, text: str) -> None:
@@ -143,7 +145,7 @@ class Run:
             logits = self.net(x.to(self.device))
         smoothing = {"label_smoothing": self.options.label_smoothing}
         loss = nn.functional.cross_entropy(logits.float(), y.to(self.device), **smoothing)
-        total = loss + AUX_WEIGHT * aux.loss if aux is not None else loss
+        total = loss + self.options.aux_weight * aux.loss if aux is not None else loss
         self.update(total)
         if aux is not None and self.layers[0].config.load_bias != "none":
             training.update_load_bias(self.model, [aux])
@@ -155,7 +157,10 @@ class Run:
         (loss if scaler is None else scaler.scale(loss)).backward()
         if scaler is not None:
             scaler.unscale_(self.optimizer)
-        training.clip_grad_norm_(self.net, norm)
+        if self.layers:
+            training.clip_grad_norm_(self.net, norm)
+        else:
+            nn.utils.clip_grad_norm_(self.net.parameters(), norm)
         if scaler is None:
             self.optimizer.step()
         else:
@@ -192,11 +197,29 @@ class Run:
         """Of the checkpoint."""
         return str(self.options.save_dir / "checkpoint_last.pt")
 
+    def save(self, state: dict[str, Any]) -> None:
+        """A checkpoint; of a dense model, which no rank holds a part of, by torch alone."""
+        if self.layers:
+            training.save_checkpoint(self.path(), self.model, self.optimizer, state)
+        elif self.rank == 0:
+            self.options.save_dir.mkdir(parents=True, exist_ok=True)
+            parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+            torch.save({**parts, "extra": state}, self.path())
+
+    def load(self) -> dict[str, Any]:
+        """Go on from what :meth:`save` wrote; its ``state``."""
+        if self.layers:
+            return training.load_checkpoint(self.path(), self.model, self.optimizer)
+        file = load_file(self.path())
+        self.model.load_state_dict(file["model"])
+        self.optimizer.load_state_dict(file["optimizer"])
+        return file["extra"]
+
     def train(self) -> float:
         """All epochs that are left; the held-out accuracy of the last."""
         options, first, accuracy = self.options, 0, 0.0
         if options.save_dir and training.checkpoint_exists(self.path()):
-            state = training.load_checkpoint(self.path(), self.model, self.optimizer)
+            state = self.load()
             first, accuracy = state["epoch"], state["accuracy"]
             if self.scaler is not None and "scaler" in state:
                 self.scaler.load_state_dict(state["scaler"])
@@ -218,7 +241,7 @@ class Run:
                 state = {"epoch": epoch + 1, "accuracy": accuracy}
                 if self.scaler is not None:
                     state["scaler"] = self.scaler.state_dict()
-                training.save_checkpoint(self.path(), self.model, self.optimizer, state)
+                self.save(state)
         return accuracy
 
 
