@@ -1,35 +1,51 @@
-"""Large buffers on pages of 2 MiB, where Linux has them for who asks.
+"""Large buffers that are used again once nobody refers to them.
 
-An allocation of 32 MiB and more goes back to the system when it is freed (glibc), so that each step
-would touch its gradients' pages of 4 KiB anew: 268 MB of them cost 7 to 18 % of a layer on one
-thread (4096 tokens, 256/1024, 128 experts, and three like shapes).
+glibc gives an allocation of 32 MiB and more back to the system when it is freed. The gradients of
+large weights would therefore be on new pages in every step, which the kernel finds and clears.
 """
 
-import ctypes
-import functools
 import mmap
+import sys
+import threading
 
 import torch
 from torch import Tensor
 
 _LARGE = 32 << 20
+# private to the process: what a forked one writes is its own
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+
+
+def _references(buffers: list[mmap.mmap]) -> list[int]:
+    return [sys.getrefcount(buffer) for buffer in buffers]
+
+
+_lock = threading.Lock()  # a backward pass may run on a thread of its own
+_buffers: list[mmap.mmap] = []
+_IDLE = _references([mmap.mmap(-1, mmap.PAGESIZE)])[0]  # without a tensor
 
 
 def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-    """``like.new_empty``."""
-    tensor = like.new_empty(shape, dtype=dtype)
-    if tensor.nbytes >= _LARGE and tensor.device.type == "cpu" and (advise := _madvise()):
-        begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = tensor.data_ptr() + tensor.nbytes - begin
-        advise(begin, length, mmap.MADV_HUGEPAGE)  # where it is refused, pages stay as they are
-    return tensor
+    """``like.new_empty``; a large one on the CPU lies in a buffer that is kept for the next.
+
+    As many buffers are kept as were in use at once; idle ones go when none of them fits.
+    """
+    dtype = like.dtype if dtype is None else dtype
+    size = torch.Size(shape).numel() * dtype.itemsize
+    if size < _LARGE or like.device.type != "cpu" or not _PRIVATE:
+        return like.new_empty(shape, dtype=dtype)
+    with _lock:
+        buffer = _idle_buffer(size)
+        return torch.frombuffer(buffer, dtype=dtype, count=size // dtype.itemsize).view(shape)
 
 
-@functools.cache
-def _madvise():
-    """The system call; None where it is not Linux's."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    call = ctypes.CDLL(None).madvise
-    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return call
+def _idle_buffer(size: int) -> mmap.mmap:
+    used = [count > _IDLE for count in _references(_buffers)]
+    for buffer, in_use in zip(_buffers, used, strict=True):
+        if not in_use and size <= len(buffer) <= 1.25 * size:  # rows differ from step to step
+            return buffer
+    _buffers[:] = [buffer for buffer, in_use in zip(_buffers, used, strict=True) if in_use]
+    _buffers.append(mmap.mmap(-1, size, **_PRIVATE))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        _buffers[-1].madvise(mmap.MADV_HUGEPAGE)
+    return _buffers[-1]

@@ -1,27 +1,91 @@
-"""Large buffers of the torch backend are on huge pages, where the system has them."""
+"""Large buffers of the torch backend: on huge pages where the system has them, and used again."""
 
+import os
 import resource
 from pathlib import Path
 
 import pytest
 import torch
 
+from fairseq_tutel import ops
+from fairseq_tutel.backends.torch import _memory
 from fairseq_tutel.backends.torch._memory import empty
 
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+LIKE, NUMEL = torch.zeros(1), 16 << 20  # 64 MiB
+
+
+def kept():
+    return [len(buffer) for buffer in _memory._buffers]
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    _memory._buffers.clear()
+    yield
+    _memory._buffers.clear()
+
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 @pytest.mark.skipif(
     not _SETTING.exists() or "[never]" in _SETTING.read_text(), reason="the system has none"
 )
 def test_a_large_buffer_is_touched_in_few_faults():
-    def faults():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-    like, size = torch.zeros(1), 64 << 20
     before = faults()
-    buffer = empty(like, (size // 4,)).fill_(1.0)
-    assert faults() - before < size // 4096 // 8
-    assert buffer.shape == (size // 4,) and bool((buffer == 1.0).all())
-    small = empty(like, (3, 0), torch.float64)
-    assert small.shape == (3, 0) and small.dtype == torch.float64
+    buffer = empty(LIKE, (NUMEL,)).fill_(1.0)
+    assert faults() - before < 4 * NUMEL // 4096 // 8
+    assert buffer.shape == (NUMEL,) and bool((buffer == 1.0).all())
+    small = empty(LIKE, (3, 0), torch.float64)
+    assert small.shape == (3, 0) and small.dtype == torch.float64 and len(kept()) == 1
+
+
+def test_a_buffer_is_used_again_once_no_tensor_lies_in_it():
+    first = empty(LIKE, (4, NUMEL // 4))
+    where, view = first.data_ptr(), first[1].detach()
+    del first
+    second = empty(LIKE, (NUMEL,))
+    assert second.data_ptr() != where  # the view lies there still
+    view.fill_(1.0), second.fill_(2.0)
+    assert bool((view == 1.0).all())
+    del view
+    fewer = empty(LIKE, (NUMEL // 16 * 15,), torch.float32)
+    assert fewer.data_ptr() == where and fewer.shape == (NUMEL // 16 * 15,)
+    del fewer
+    half = empty(LIKE, (NUMEL,), torch.float16)  # idle buffers of other sizes are given back
+    assert half.dtype == torch.float16 and kept() == [4 * NUMEL, 2 * NUMEL]
+
+
+def test_a_gradient_is_in_use_until_it_is_cleared():
+    """16 experts of 512/1024: each weight has 32 MiB. A step touches no new page for gradients."""
+    torch.manual_seed(0)
+    shapes = (16, 1024, 512), (16, 1024), (16, 512, 1024), (16, 512)
+    params = [torch.randn(shape).requires_grad_() for shape in shapes]
+    weights, rows = params[::2], torch.randn(16, 2, 512)
+    places, values = [], []
+    for _ in range(3):
+        ops.expert_ffn(rows, *params, activation="relu").square().sum().backward()
+        places.append([weight.grad.data_ptr() for weight in weights])
+        values.append([weight.grad.clone() for weight in weights])
+        for weight in weights:
+            weight.grad = None
+    assert places[0] == places[1] == places[2] and len(set(places[0])) == 2
+    assert all(torch.equal(a, b) for step in values for a, b in zip(step, values[0], strict=True))
+    # accumulated, the first gradient must stay
+    for _ in range(2):
+        ops.expert_ffn(rows, *params, activation="relu").square().sum().backward()
+    for weight, once in zip(weights, values[0], strict=True):
+        torch.testing.assert_close(weight.grad, 2 * once)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_process_writes_for_itself():
+    mine = empty(LIKE, (NUMEL,)).fill_(1.0)
+    child = os.fork()
+    if child == 0:
+        mine[0] = 2.0
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert mine[0] == 1.0
