@@ -8,6 +8,7 @@ from .agreement import (
     sync_stacks,
     sync_stacks_of_all,
     sync_step,
+    sync_step_and_word,
 )
 from .exchanges import (
     Direction,

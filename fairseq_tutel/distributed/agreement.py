@@ -90,11 +90,25 @@ def sync_stacks(
     """
     if not groups.needs_sync:
         return list(map(StepAgreement, counts, settings))
-    # None: the default group
-    group = groups.control_group or (groups.ep_group if groups.num_slices == 1 else None)
-    first_rank = groups.rank - groups.ep_rank if groups.num_slices == 1 else 0
-    steps, _ = _sync(counts, settings, (), group, first_rank)
+    steps, _ = _sync(counts, settings, (), *_group_of_exchanges(groups))
     return steps
+
+
+def sync_step_and_word(
+    num_tokens: int, settings: StepSettings, groups: ExpertParallelGroups, word: int
+) -> tuple[StepAgreement, dict[int, int]]:
+    """:func:`sync_step` of ranks that also tell each other a word, by rank of the job."""
+    group, first_rank = _group_of_exchanges(groups)
+    (step,), table = _sync([num_tokens], [settings], [word], group, first_rank)
+    return step, {first_rank + number: row[-1] for number, row in enumerate(table)}
+
+
+def _group_of_exchanges(groups: ExpertParallelGroups) -> tuple[Any, int]:
+    """Of ranks that exchange tokens, with slices all: the process group (None: the default one),
+    and its first rank."""
+    if groups.num_slices > 1:
+        return groups.control_group, 0
+    return groups.control_group or groups.ep_group, groups.rank - groups.ep_rank
 
 
 def sync_stacks_of_all(

@@ -30,6 +30,7 @@ from .arguments import gate_for, groups_for, one_config, own_experts
 from .call import ExchangeChoice, ExchangeChoices, LayerCall
 from .dispatcher import dispatch_and_combine
 from .experts import ExpertBank, SharedExpert, custom_experts, make_experts
+from .few_tokens import through_few
 from .reports import MoEAux, balance_over_ranks, make_aux
 from .routers import route_of
 from .routing import mask_of_tokens, mask_tokens
@@ -99,6 +100,7 @@ class MoELayer(nn.Module):
         self.model_dim = model_dim
         self.groups = groups_for(self.config.num_experts, groups)
         self._checked_wrapper = False
+        self._configs: dict[tuple, tuple[MoEConfig, MoEConfig]] = {}  # of calls with other options
         self._choices = ExchangeChoices(self.groups, timed=record_exchange_time, skip=skip_exchange)
         usual = self._choices.prepare(exchange)
         self.exchange_config, self.exchange, self._parallelism = usual
@@ -159,7 +161,8 @@ class MoELayer(nn.Module):
                 :meth:`step_settings` of the ``step``. The exchange is the layer's own or a
                 prepared one (:meth:`prepare_exchanges`), with any overlap, wire formats and r.
             record: of the aux value; one that is given takes recomputed exchanges, too.
-            return_aux: also return the aux loss and the counts that metrics are made of.
+            return_aux: also return the aux loss and the counts that metrics are made of. Without,
+                they are not computed; a few tokens then take a shorter way (:mod:`.few_tokens`).
             balance_later: whether the caller finishes the report in that way without a ``step``.
 
         Returns:
@@ -174,10 +177,13 @@ class MoELayer(nn.Module):
         call = self._resolve(step, top_k, capacity_factor, exchange, r)
         given_TM, x_TM = self._tokens(x)
         agreed = self._agree(call, x_TM, step)
-        pad_mask_T = mask_of_tokens(pad_mask, x)
-        router_call = call.for_router(agreed.num_tokens, x.shape[:-2].numel())
-        routing, router_aux = self._route(self.gate, given_TM, x_TM, pad_mask_T, router_call)
-        y_TM, record = self._through_experts(x_TM, routing, call, agreed, record)
+        pad_mask_T, y_TM = mask_of_tokens(pad_mask, x), None
+        if not return_aux and agreed.timer is None:
+            y_TM = through_few(self.gate, self.experts, x_TM, pad_mask_T, call)
+        if y_TM is None:
+            router_call = call.for_router(agreed.num_tokens, x.shape[:-2].numel(), return_aux)
+            routing, router_aux = self._route(self.gate, given_TM, x_TM, pad_mask_T, router_call)
+            y_TM, record = self._through_experts(x_TM, routing, call, agreed, record)
         if self.shared_expert is not None:
             y_TM = y_TM + self.shared_expert(x_TM)
         y = mask_tokens(y_TM, call.config.final_output_masking, self.training).view(x.shape)
@@ -217,7 +223,8 @@ class MoELayer(nn.Module):
 
     def _agree(self, call, x_TM, step) -> StepAgreement:
         if step is None:
-            return sync_step(x_TM.shape[0], call.settings(x_TM.dtype), self.groups)
+            compared = call.settings(x_TM.dtype) if self.groups.needs_sync else None
+            return sync_step(x_TM.shape[0], compared, self.groups)
         call.check(step)
         return step
 
@@ -254,6 +261,15 @@ class MoELayer(nn.Module):
         return given_TM, given_TM if dtype is None else given_TM.to(dtype)
 
     def _config_for_call(self, top_k, capacity_factor) -> MoEConfig:
+        if top_k is None and capacity_factor is None:
+            return self.config
+        asked = (top_k, capacity_factor, self.training)
+        known = self._configs.get(asked)
+        if known is None or known[0] is not self.config:  # to check options takes a while
+            known = self._configs[asked] = (self.config, self._changed_config(*asked[:2]))
+        return known[1]
+
+    def _changed_config(self, top_k, capacity_factor) -> MoEConfig:
         changes = {}
         if top_k is not None:
             changes["top_k"] = top_k
@@ -263,7 +279,7 @@ class MoELayer(nn.Module):
             else:
                 changes["eval_capacity_factor"] = capacity_factor
                 changes["eval_capacity_token_fraction"] = 0.0  # it would win over the factor
-        return dataclasses.replace(self.config, **changes) if changes else self.config
+        return dataclasses.replace(self.config, **changes)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -27,6 +27,7 @@ class RouterCall:
     num_tokens: int  # T that all ranks agreed on, the largest of theirs
     num_sequences: int = 1  # of this rank's tokens, of one length and one after the other
     compact: bool = False  # whether rows are laid out by need, also where the capacity is fixed
+    reports: bool = True  # whether losses and counts are read; without, a router may return None
 
     @property
     def capacity(self) -> int | None:

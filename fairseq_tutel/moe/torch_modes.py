@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -23,6 +24,17 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
     if autocast_dtype(device) is None:
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+def is_observed(module: nn.Module) -> bool:
+    """Whether somebody sees or replaces calls of the module: a profiler, fairseq's search for a NaN
+    or its checkpoint_wrapper, which sets ``forward``.
+    """
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    return "forward" in vars(module) or any(
+        getattr(module, f"_{kind}") or getattr(nn.modules.module, f"_global_{kind}")
+        for kind in kinds
+    )
 
 
 def untraced(function: Callable) -> Callable:

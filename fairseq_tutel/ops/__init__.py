@@ -20,6 +20,7 @@ from .expert_ffn import (
     ffn_chunk_bwd,
     ffn_chunks_bwd_params,
 )
+from .few_tokens import FewRows, arrange_few, choose_few, expert_ffn_few, takes_few
 from .gate_logits import gate_logits
 from .gating import topk_gating
 from .rows import assign_rows
@@ -31,17 +32,21 @@ __all__ = [
     "FFNChunk",
     "FFNChunkGradient",
     "FFNOptions",
+    "FewRows",
     "adam16_maxima",
     "adam16_step_",
+    "arrange_few",
     "assign_rows",
     "assign_slots",
     "backend_for",
     "check_activation",
+    "choose_few",
     "combine",
     "decode_rows",
     "dispatch",
     "encode_rows",
     "expert_ffn",
+    "expert_ffn_few",
     "ffn_chunk",
     "ffn_chunk_bwd",
     "ffn_chunks_bwd_params",
@@ -50,6 +55,7 @@ __all__ = [
     "get_backend",
     "quantize_",
     "set_backend",
+    "takes_few",
     "topk_gating",
     "wire_bytes",
 ]

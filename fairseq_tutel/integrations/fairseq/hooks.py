@@ -24,7 +24,7 @@ from . import optim
 from .errors import excepthook, log_filters
 from .options.command_line import with_evaluation_flags
 from .options.options import moe_frequencies
-from .programs import blocks, evaluation, program, ranks
+from .programs import blocks, evaluation, generation, program, ranks
 from .trainer import requeue
 from .trainer.sets import save_set, start_of_run
 from .trainer.trainer import MoETrainer, has_experts
@@ -115,7 +115,7 @@ def _load_model_ensemble_and_task(original, *args, **kwargs):
     models, cfg, task = original(*args, **kwargs)
     if any(has_experts(model) for model in models):
         blocks.evaluate_every_block(task)
-        evaluation.prepare_generation(models, task)
+        generation.prepare_generation(models, task)
     return models, cfg, task
 
 
@@ -197,7 +197,7 @@ TABLE = (
         "fairseq.checkpoint_utils.load_model_ensemble_and_task",
         "returns the task that makes an evaluation program's batches, which leave out what does "
         "not fit; with experts they leave nothing out (programs/blocks.py), and words of a prompt "
-        "that become <unk> are told (programs/evaluation.py)",
+        "that become <unk> are told (programs/generation.py)",
         _by(_load_model_ensemble_and_task),
     ),
     Replacement(
@@ -225,6 +225,11 @@ TABLE = (
         "fairseq_cli.eval_lm.eval_lm",
         "assumes that ranks do not need each other; it is made to keep them in step",
         _by(evaluation.eval_lm),
+    ),
+    Replacement(
+        "fairseq_cli.generate.main",
+        "connects no processes; those that share experts become one job (programs/generation.py)",
+        _by(generation.generate),
     ),
     # by errors/excepthook.py, in fairseq's programs
     Replacement("argparse.ArgumentParser.error", "prints up to 199 lines of usage; there one"),

@@ -7,6 +7,7 @@ from torch import nn
 
 from ... import ops
 from ...config import EXPERTS
+from ..torch_modes import is_observed
 from .base import ExpertCall
 from .stacked import Stacked, StackedExperts
 
@@ -33,6 +34,17 @@ class Experts(StackedExperts):
             dropout_p=options.dropout_p[1],
             seed=options.draw_seed(rows.device),
         )
+
+    @property
+    def computes_used(self):
+        mine = type(self)
+        usual = mine.forward is StackedExperts.forward and mine.compute is Experts.compute
+        return usual and not is_observed(self)
+
+    def used(self, rows_RM, spans):
+        call = self.call(rows_RM.dtype)
+        activation = self._options(call).activation
+        return ops.expert_ffn_few(rows_RM, spans, *self._tensors(call), activation=activation)
 
     def chunk(self, call, rows, offsets, keep):
         options, tensors = self._options(call), self._tensors(call)

@@ -26,7 +26,7 @@ from ...distributed import (
     whole_shape,
 )
 from ..chunks import ExpertRows
-from ..torch_modes import untraced
+from ..torch_modes import is_observed, untraced
 from .base import ExpertBank, ExpertCall
 
 # A trace does not see collectives.
@@ -198,17 +198,10 @@ class StackedExperts(ExpertBank):
 
     @property
     def computes_chunks(self) -> bool:
-        """Only in place of a call that nobody sees or replaces: a profiler, fairseq's search for a
-        NaN or its checkpoint_wrapper, which sets ``forward``, a subclass with its own.
-        """
-        kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+        """Only in place of a call that nobody sees or replaces, as a subclass with its own."""
         mine = type(self)
-        seen = "forward" in vars(self) or any(
-            getattr(self, f"_{kind}") or getattr(torch.nn.modules.module, f"_global_{kind}")
-            for kind in kinds
-        )
         replaced = mine.forward is not StackedExperts.forward or mine.chunk is ExpertBank.chunk
-        return not (seen or replaced)
+        return not (replaced or is_observed(self))
 
     def single_names(self) -> dict[str, list[str]]:
         slots = range(len(self.expert_ids))

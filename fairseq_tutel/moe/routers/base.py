@@ -70,12 +70,13 @@ class Router(nn.Module):
 
     def forward(
         self, x_TM: torch.Tensor, pad_mask_T: torch.Tensor | None, call: RouterCall
-    ) -> tuple[Routing, RouterAux]:
+    ) -> tuple[Routing, RouterAux | None]:
         """Route the tokens [T, M] that experts will see; T may be 0 and differ between ranks.
 
         Args:
             pad_mask_T: bool [T], True for padding, which chooses no expert; None: none is.
-            call: its options, not ``self.config``, count.
+            call: its options, not ``self.config``, count; auxiliary values may be None where its
+                ``reports`` is False.
         """
         raise NotImplementedError
 
@@ -137,13 +138,13 @@ class TopKRouter(Router):
 
     def forward(
         self, x_TM: torch.Tensor, pad_mask_T: torch.Tensor | None, call: RouterCall
-    ) -> tuple[Routing, RouterAux]:
+    ) -> tuple[Routing, RouterAux | None]:
         with without_autocast(x_TM.device):
             logits_TE = self.logits(jitter_tokens(x_TM, call))
             return route_logits(logits_TE, call, pad_mask_T, self.load_bias)
 
 
-def route_of(gate: nn.Module) -> Callable[..., tuple[Routing, RouterAux]]:
+def route_of(gate: nn.Module) -> Callable[..., tuple[Routing, RouterAux | None]]:
     """How a gate routes: ``route(gate, given_TM, x_TM, pad_mask_T, call)``.
 
     ``given_TM`` are the tokens as the layer got them, ``x_TM`` as the experts will.

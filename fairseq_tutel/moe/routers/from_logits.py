@@ -61,8 +61,9 @@ def route_logits(
     call: RouterCall,
     pad_mask_T: torch.Tensor | None = None,
     load_bias_E: torch.Tensor | None = None,
-) -> tuple[Routing, RouterAux]:
-    """From logits to a routing and its losses, by scores and the K best.
+) -> tuple[Routing, RouterAux | None]:
+    """From logits to a routing and its losses (None where nobody reads them), by scores and the K
+    best.
 
     Args:
         logits_TE: [T, E], with N null experts [T, E + N]; with gradient. Half ones become fp32.
@@ -89,6 +90,8 @@ def route_logits(
     chosen, bias_counts = select_top_k(scores, call, load_bias_E)
     of_experts, num_null_KN = _without_null_experts(chosen, call)
     routing = _assign_rows(of_experts, call, scores.score_TE)
+    if not call.reports:
+        return routing, None
     num_chosen_KE = balanced_KE = routing.num_routed_KE
     if _policy(call, "random"):
         num_chosen_KE = count_pairs(of_experts.expert_TK, config.num_experts)

@@ -8,7 +8,7 @@ from helpers.commands import ROOT
 
 from fairseq_tutel.distributed import ExpertParallelGroups
 from fairseq_tutel.integrations.fairseq.models import TransformerLMGPTMoE
-from fairseq_tutel.integrations.fairseq.programs import evaluation
+from fairseq_tutel.integrations.fairseq.programs import evaluation, generation
 
 
 def test_the_perplexity_of_nothing_is_an_error():
@@ -39,9 +39,9 @@ def test_a_small_model_generates_on_one_thread_unless_the_user_says_otherwise(mo
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     small, large = torch.nn.Linear(16, 16), torch.nn.Linear(2048, 2048, device="meta")
-    evaluation._limit_threads([small])
+    generation._limit_threads([small])
     assert chosen == [1]
-    evaluation._limit_threads([small, large])
+    generation._limit_threads([small, large])
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    evaluation._limit_threads([small])
+    generation._limit_threads([small])
     assert chosen == [1]

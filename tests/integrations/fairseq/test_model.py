@@ -195,7 +195,7 @@ def test_incremental_decoding_equals_the_whole_sentence(words):
     state, steps = {}, []
     for t in range(LENGTH):
         out, extra = model.decoder(tokens[:, : t + 1], incremental_state=state)
-        assert out.shape[1] == 1 and len(extra["moe"]) == 1
+        assert out.shape[1] == 1 and extra["moe"] == []  # nobody reads a report
         steps.append(out)
     assert rms_ratio(torch.cat(steps, 1), whole) < 1e-5
 
@@ -229,7 +229,7 @@ def _on_two_ranks(cfg):
     assert model.moe_groups.num_experts == 2  # the default: one per rank
     assert list(model.moe_groups.local_experts) == [rank]
     tokens = make_batch(0)["net_input"]["src_tokens"]
-    with pytest.raises(ValueError, match="generation runs without expert parallelism.*2 ranks"):
+    with pytest.raises(ValueError, match="experts of this model are spread over 2 ranks"):
         model.decoder(tokens, incremental_state={})
     # evaluation with other sizes on the other rank equals that without it
     model.eval()

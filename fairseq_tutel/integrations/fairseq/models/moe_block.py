@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -39,22 +39,27 @@ class ForwardScope:
     Attributes:
         step: what the ranks agreed on; None where no pass is going on.
         drops_nothing: whether the pass has no capacity, whatever the options say.
+        is_reported: whether somebody reads the reports; without, layers make none.
         reports: of the MoE layers that have been computed.
     """
 
     def __init__(self):
         self.step: StepAgreement | None = None
-        self.drops_nothing = False
+        self.drops_nothing, self.is_reported = False, True
         self.reports: list[MoEAux] = []
 
     @contextlib.contextmanager
-    def open(self, step: StepAgreement, drops_nothing: bool = False) -> Iterator[list[MoEAux]]:
+    def open(
+        self, step: StepAgreement, drops_nothing: bool = False, is_reported: bool = True
+    ) -> Iterator[list[MoEAux]]:
         """Begin a pass, yield the list that blocks append to."""
-        self.step, self.drops_nothing, self.reports = step, drops_nothing, []
+        self.step, self.reports = step, []
+        self.drops_nothing, self.is_reported = drops_nothing, is_reported
         try:
             yield self.reports
         finally:
-            self.step, self.drops_nothing, self.reports = None, False, []
+            self.step, self.reports = None, []
+            self.drops_nothing, self.is_reported = False, True
 
 
 class MoEBlock:
@@ -89,6 +94,14 @@ class MoEBlock:
         """Signature and result of the stock layer; x [seq, batch, M]."""
         scope = self._scope
         capacity_factor = 0.0 if scope.drops_nothing else None
+        if not scope.is_reported:
+            return self._stock(
+                lambda x, pad_mask: self.moe_layer(
+                    x, pad_mask=pad_mask, step=scope.step, capacity_factor=capacity_factor
+                ),
+                *(x, *args),
+                **kwargs,
+            )
         outputs = self._run(scope.step, capacity_factor, ExchangeRecord(), x, *args, **kwargs)
         split = len(outputs) - len(MoEAux._fields)
         self._scope.reports.append(MoEAux(*outputs[split:]))
@@ -106,26 +119,36 @@ class MoEBlock:
 
         A recomputation adds to the same record: gradients are exchanged by what it computes.
         """
-        stock = super().forward.__func__
-        given = inspect.signature(stock).bind(self, *args, **kwargs).arguments
-        masked = self.moe_layer.config.use_pad_mask
         reports = []
 
-        def routed(x: torch.Tensor) -> _Routed:
-            # batch first: capacity goes to the tokens of the first sentence first, as in Meta's
+        def reported(x: torch.Tensor, pad_mask: torch.Tensor | None) -> torch.Tensor:
             y, aux = self.moe_layer(
-                x.transpose(0, 1),
-                pad_mask=given.get(self.pad_mask_argument) if masked else None,
+                x,
+                pad_mask=pad_mask,
                 step=step,
                 record=record,
                 capacity_factor=capacity_factor,
                 return_aux=True,
             )
             reports.append(aux)
-            return _Routed(y.transpose(0, 1))
+            return y
 
-        result = stock(_View(self, routed), *args, **kwargs)
+        result = self._stock(reported, *args, **kwargs)
         return (*(result if isinstance(result, tuple) else (result,)), *reports[0])
+
+    def _stock(self, routed: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        """What the stock layer returns with ``routed(x, pad_mask)``, batch first, as its FFN."""
+        stock = super().forward.__func__
+        pad_mask = None
+        if self.moe_layer.config.use_pad_mask:
+            given = inspect.signature(stock).bind(self, *args, **kwargs).arguments
+            pad_mask = given.get(self.pad_mask_argument)
+
+        def ffn(x: torch.Tensor) -> _Routed:
+            # batch first: capacity goes to the tokens of the first sentence first, as in Meta's
+            return _Routed(routed(x.transpose(0, 1), pad_mask).transpose(0, 1))
+
+        return stock(_View(self, ffn), *args, **kwargs)
 
 
 class _Routed(NamedTuple):

@@ -23,6 +23,7 @@ from ....distributed import (
 from ....moe import MoEAux, MoELayer, balance_over_ranks, routing_counts
 from ....tuning import ExchangeTuner
 from ..options.options import exchange_config, moe_config, tuned_fields
+from .shared_decoding import decode_together
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +124,11 @@ def agree(
         return steps
     if generating:
         raise ValueError(
-            "generation runs without expert parallelism, but the experts of this model are spread "
-            f"over {groups.ep_size * groups.num_slices} ranks: start generation without "
-            "torch.distributed (--distributed-world-size 1); a process then loads all experts"
+            "the experts of this model are spread over "
+            f"{groups.ep_size * groups.num_slices} ranks, which generate together by "
+            "fairseq-generate or by generate() and sample() of from_pretrained, from language "
+            "models; all else starts without torch.distributed (--distributed-world-size 1), and "
+            "each process then loads all experts"
         )
     counts = [counts[i] for i in sparse]
     if tuner is not None:
@@ -155,7 +158,20 @@ def reports_to_extra(
     return extra
 
 
-def pretrained(cls, *args: Any, **options: Any) -> hub_utils.GeneratorHubInterface:
+class HubInterface(hub_utils.GeneratorHubInterface):
+    """fairseq's, whose ranks generate together where they share experts: each gives sentences of
+    its own, or none, and all of them call.
+    """
+
+    def generate(self, tokenized_sentences, *args: Any, **options: Any):
+        """As the stock method."""
+        with decode_together(self.models):
+            if not len(tokenized_sentences):  # stock fails
+                return []
+            return super().generate(tokenized_sentences, *args, **options)
+
+
+def pretrained(cls, *args: Any, **options: Any) -> HubInterface:
     """``from_pretrained`` of a model: as fairseq's, which prints the whole config."""
     loaded = hub_utils.from_pretrained(*args, **options)
-    return hub_utils.GeneratorHubInterface(loaded["args"], loaded["task"], loaded["models"])
+    return HubInterface(loaded["args"], loaded["task"], loaded["models"])

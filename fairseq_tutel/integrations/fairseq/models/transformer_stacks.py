@@ -20,6 +20,7 @@ from ....moe import MoELayer
 from ....tuning import ExchangeTuner
 from .moe_block import ForwardScope, MoETransformerDecoderLayer, MoETransformerEncoderLayer
 from .moe_stack import Experts, agree, build_moe_layer, reports_to_extra
+from .shared_decoding import SharedDecoding
 
 
 class Sparsity(NamedTuple):
@@ -42,6 +43,8 @@ class MoEStack:
 
     side: str  # the stack's part of TransformerConfig
     block: type  # its layer with experts
+    is_evaluated = False  # whether a program reads outputs alone: eval-lm, no criterion
+    shared_decoding: SharedDecoding | None = None  # while ranks generate together
     # None: each layer uses the exchange that it was built with
     exchange_tuner: ExchangeTuner | None = None
 
@@ -82,6 +85,8 @@ class MoEStack:
 
     def agree_alone(self, num_tokens: int, generating: bool) -> StepAgreement:
         """Of a pass through this stack only."""
+        if self.shared_decoding is not None:
+            return self.shared_decoding.agree(self, num_tokens, generating)
         layers, dtype = list(self.moe_layers.values()), self.embed_tokens.weight.dtype
         return agree([layers], [num_tokens], dtype, self.exchange_tuner, generating)[0]
 
@@ -101,7 +106,7 @@ class MoETransformerEncoder(MoEStack, TransformerEncoderBase):
         if self.scope.step is not None:
             return super().forward(src_tokens, *args, **options)
         step = self.agree_alone(src_tokens.numel(), generating=True)
-        with self.scope.open(step, drops_nothing=True):
+        with self.scope.open(step, drops_nothing=True, is_reported=False):
             return super().forward(src_tokens, *args, **options)
 
 
@@ -117,7 +122,8 @@ class MoETransformerDecoder(MoEStack, TransformerDecoderBase):
         self, prev_output_tokens, encoder_out=None, incremental_state=None, **options
     ):
         """As the stock method; its second result has what :func:`reports_to_extra` returns, too,
-        unless the model has opened the scope.
+        unless the model has opened the scope, or nobody reads it: in generation, and where
+        :attr:`is_evaluated`.
         """
         run = functools.partial(
             super().extract_features, prev_output_tokens, encoder_out, incremental_state, **options
@@ -127,11 +133,11 @@ class MoETransformerDecoder(MoEStack, TransformerDecoderBase):
         generating = incremental_state is not None
         step = self.agree_alone(prev_output_tokens.numel(), generating)
         # a token's continuation must not depend on other sentences and beams of its batch
-        with self.scope.open(step, drops_nothing=generating) as reports:
+        unread = generating or self.is_evaluated
+        with self.scope.open(step, generating, not unread) as reports:
             x, extra = run()
         layers = list(self.moe_layers.values())
-        extra |= {"moe": reports} if generating else reports_to_extra(reports, layers, step)
-        return x, extra
+        return x, extra | reports_to_extra(reports, layers, step)
 
 
 class Layers(nn.ModuleList):

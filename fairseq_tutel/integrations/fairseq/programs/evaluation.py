@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 import logging
 import os
@@ -20,16 +19,13 @@ from omegaconf import DictConfig, OmegaConf
 from ....checkpoint import check_complete, final_path, find_checkpoint, load_file, load_for_rank
 from ....distributed import any_rank, process_world, sum_over_ranks
 from ..criterions import CRITERIONS
-from ..models import ARCHITECTURES, name_with_experts
+from ..models import ARCHITECTURES, MoETransformerDecoder, name_with_experts
 from ..options.options import moe_frequencies
-from . import program
 
 logger = logging.getLogger(__name__)
 
 # what fairseq's moe branch documents for its hub interface and nothing here needs
 _WITHOUT_EFFECT = {"moe_disable_padding"}
-# numbers in a model's largest matrix, from which several threads gain on a step of generation
-_LARGE = 2**22
 
 
 def is_moe_checkpoint(path: str) -> bool:
@@ -144,6 +140,9 @@ def eval_lm(original, models, source_dictionary, batch_iterator, **options):
     groups = [m.moe_groups for m in models if getattr(m, "moe_groups", None) is not None]
     if not groups:
         return original(models, source_dictionary, batch_iterator, **options)
+    for decoder in (getattr(model, "decoder", None) for model in models):
+        if isinstance(decoder, MoETransformerDecoder):
+            decoder.is_evaluated = True
     rank, world_size = process_world()
     scored: list[int] = []
     batches = _counted(batch_iterator, scored, source_dictionary, options)
@@ -190,44 +189,3 @@ def _in_step(batches: Iterable, models, filler: int):
     while any_rank(False, device):
         for model in models:
             model(src_tokens=token, src_lengths=token.new_ones(1))
-
-
-def prepare_generation(models, task) -> None:
-    """No prompt lost without a word, and no more threads than help; of models with experts, and the
-    task, that a program or ``from_pretrained`` has loaded."""
-    dictionary = task.source_dictionary
-    if dictionary is not None:
-        dictionary.encode_line = functools.partial(_encode_line, dictionary)
-    if program() in ("fairseq-generate", "fairseq-interactive"):
-        _limit_threads(models)
-
-
-def _encode_line(dictionary, line, *args, **kwargs):
-    """``dictionary.encode_line``; warns of the first text with unknown words."""
-    ids = type(dictionary).encode_line(dictionary, line, *args, **kwargs)
-    words = line.split() if isinstance(line, str) else []
-    unknown = [word for word in words if dictionary.index(word) == dictionary.unk()]
-    if unknown:
-        del dictionary.encode_line  # once
-        logger.warning(
-            "%d of the %d words of the text are not in the dictionary and become <unk> (%s); where "
-            "the data was made of sentencepieces, the text needs --bpe sentencepiece "
-            "--sentencepiece-model FILE, too (from_pretrained: bpe=, sentencepiece_model=)",
-            len(unknown),
-            len(words),
-            ", ".join(map(repr, unknown[:5])),
-        )
-    return ids
-
-
-def _limit_threads(models) -> None:
-    """One thread for small models, where the user has not said otherwise.
-
-    A step of generation is a few tokens: threads wait for each other longer than they work, 13 to
-    30 times as long where other programs run on the cores (2 cores, model dimension 32).
-    """
-    params = [param for model in models for param in model.parameters()]
-    largest = max(param.shape[-2:].numel() for param in params)
-    if "OMP_NUM_THREADS" not in os.environ and largest < _LARGE and torch.get_num_threads() > 1:
-        logger.info("generation by one thread of the CPU (OMP_NUM_THREADS sets another number)")
-        torch.set_num_threads(1)

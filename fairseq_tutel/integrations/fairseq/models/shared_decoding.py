@@ -1,0 +1,114 @@
+"""Ranks that share the experts of a language model generate, each from sentences of its own.
+
+A pass through a decoder begins with one small exchange: how many tokens each rank brings, and
+whether it still has any to come. A rank that has none left joins in the layers with none::
+
+    rank 0   agree  layers  search    agree  layers  search    agree: nobody is busy
+    rank 1   agree  layers  search    agree  layers (0 tokens)  agree
+
+so that the ranks of a job end together, whatever their numbers of sentences, words and beams. A
+rank that fails between two passes tells the others, which then end at once; where it fails within
+one, its process ends and takes its connections with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....distributed import StepAgreement, sync_step_and_word
+
+_IDLE, _BUSY, _FAILED = range(3)
+
+
+class SharedDecoding:
+    """What keeps the ranks in step while they generate from some models (an ensemble)."""
+
+    def __init__(self, models: Iterable[nn.Module]):
+        stacks = [model.decoder for model in models if is_spread(model)]
+        self._stacks: list[Any] = stacks
+        self._over = False
+
+    def __enter__(self) -> SharedDecoding:
+        for stack in self._stacks:
+            stack.shared_decoding = self
+        self._over = False
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        try:
+            if kind is None:
+                self._finish()
+            else:
+                self.tell_failure()
+        finally:
+            for stack in self._stacks:
+                stack.shared_decoding = None
+
+    def agree(self, stack: Any, num_tokens: int, generating: bool) -> StepAgreement:
+        """Begin a pass of this rank's tokens through a decoder. Collective.
+
+        Raises ValueError where it is no step of generation, RuntimeError where a rank has failed.
+        """
+        if not generating:
+            raise ValueError(
+                "sentences are scored by fairseq-eval-lm where the experts of a model are spread "
+                "over ranks; here they are generated"
+            )
+        return self._sync(stack, num_tokens, _BUSY)[0]
+
+    def tell_failure(self) -> None:
+        """Tell the other ranks that this one has failed, if they wait for the next pass."""
+        within = any(stack.scope.step is not None for stack in self._stacks)
+        if not (within or self._over) and self._stacks:
+            with contextlib.suppress(RuntimeError):  # of one that is gone already
+                self._sync(self._stacks[0], 0, _FAILED)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Join the passes of the others until none has any to come."""
+        while True:
+            for stack in self._stacks:
+                step, is_busy = self._sync(stack, 0, _IDLE)
+                if not is_busy:
+                    return
+                none = stack.embed_tokens.weight.new_empty(0)
+                for layer in stack.moe_layers.values():
+                    layer(none.view(0, layer.model_dim), step=step, capacity_factor=0.0)
+
+    def _sync(self, stack, num_tokens, word) -> tuple[StepAgreement, bool]:
+        """(what the ranks agreed on, whether any has tokens)"""
+        first = next(iter(stack.moe_layers.values()))
+        dtype = stack.embed_tokens.weight.dtype
+        settings = first.step_settings(dtype, capacity_factor=0.0)
+        step, words = sync_step_and_word(num_tokens, settings, first.groups, word)
+        failed = [rank for rank, each in words.items() if each == _FAILED]
+        self._over = bool(failed) or set(words.values()) == {_IDLE}
+        if failed:
+            raise RuntimeError(f"rank {failed[0]} failed while all generated together; see there")
+        return step, _BUSY in words.values()
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether a language model's experts are spread over ranks."""
+    groups = getattr(model, "moe_groups", None)
+    if groups is None or not groups.needs_sync or not hasattr(model, "decoder"):
+        return False
+    return not hasattr(model, "encoder")  # whose layers others would have to join in, too
+
+
+@contextlib.contextmanager
+def decode_together(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Within, ranks that share experts generate in step; collective at its end. No more than a
+    pass-through where they share none, or where this is within another.
+    """
+    spread = [model for model in models if is_spread(model)]
+    if not spread or spread[0].decoder.shared_decoding is not None:
+        yield
+        return
+    with SharedDecoding(spread):
+        yield
