@@ -12,6 +12,7 @@ from helpers.commands import ROOT, logged
 from fairseq_tutel.integrations.fairseq.models import TransformerLMGPTMoE
 
 BLOCK = 64
+SAMPLING = ["--sampling", "--beam", "1"]
 TINY = ["--config-dir", "configs", "--config-name", "tiny_cpu"]
 
 
@@ -122,12 +123,20 @@ def test_validation_is_of_every_block(data_bin, trained, reference, programs):
     assert "runs a model with experts on one process, not on 2" in output
 
 
-def test_generate_with_beam_and_sampling(data_bin, trained, programs):
+def test_generate_with_beam_and_sampling(data_bin, trained, programs, tmp_path):
+    """And on two ranks that hold half of the experts each, what one process makes."""
     words = """--gen-subset test --is-moe --task language_modeling --sample-break-mode eos
         --tokens-per-sample 64 --batch-size 8 --prefix-size 3 --required-batch-size-multiple 1"""
     command = [*options(data_bin, trained[0]), *words.split()]
-    for how in (["--beam", "2"], ["--sampling", "--beam", "1"]):
-        output = forked(programs, 1, "fairseq-generate", *command, *how, "--max-len-b", "10")
+    found = []
+    spread = ["--model-overrides", "{'moe_expert_parallel_size': 2}"]
+    # in place of torchrun's address and port
+    spread += ["--distributed-init-method", f"file://{tmp_path}/meeting"]
+    spread += ["--distributed-no-spawn", "--distributed-backend", "gloo"]
+    for ranks, how in ((1, ["--beam", "2"]), (2, ["--beam", "2", *spread]), (1, SAMPLING)):
+        output = forked(programs, ranks, "fairseq-generate", *command, *how, "--max-len-b", "10")
+        output = output.replace("[rank 1] ", "")
+        found.append(_hypotheses(output))
         hypotheses = [line for line in output.splitlines() if line.startswith("H-")]
         assert len(hypotheses) == 60
         # a prefix of the reference is kept
@@ -139,6 +148,13 @@ def test_generate_with_beam_and_sampling(data_bin, trained, programs):
         for line in hypotheses:
             number, _, text = line.split("\t")
             assert text.split()[:2] == target[number[2:]]
+    assert found[1] == found[0] != found[2]
+
+
+def _hypotheses(output):
+    """Words and score, to the digits that rounding leaves, by sentence."""
+    lines = [line.split("\t") for line in output.splitlines() if line.startswith("H-")]
+    return {number: (text, round(float(score), 3)) for number, score, text in lines}
 
 
 def test_from_pretrained(data_bin, trained):
