@@ -64,6 +64,8 @@ setup(
         # pip takes the newest of both. This one keeps the torch that the tests were run with; what
         # to do beside another: scripts/examples/swin_moe/README.md.
         "vision": ["timm>=1.0.20,<1.1", "torchvision==0.28.0"],
+        # what loads an export for transformers (fairseq_tutel/export); neither requires a torch
+        "export": ["transformers>=5.2,<6", "safetensors>=0.4.3"],
         # what fairseq's --tensorboard-logdir writes with (or tensorboard itself)
         "tensorboard": ["tensorboardX>=2.6"],
         "test": ["pytest>=8", "pytest-timeout>=2.3"],

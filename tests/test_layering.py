@@ -31,7 +31,7 @@ OWNERS = {package: set(rooms) for (package,), rooms in table("Packages that only
 STANDARD_LIBRARY_ONLY = ("config/", "command_line/", "tuning/search/")
 # only these talk to a person through stdout and stderr
 COMMAND_LINES = {
-    "__main__.py", "checkpoint/__main__.py", "launch/cli.py", "plan/cli.py",
+    "__main__.py", "checkpoint/__main__.py", "export/__main__.py", "launch/cli.py", "plan/cli.py",
     "integrations/fairseq/errors/excepthook.py",
 }  # fmt: skip
 

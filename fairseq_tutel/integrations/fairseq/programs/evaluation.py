@@ -52,11 +52,7 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
     the one with experts. Raises ValueError for an override of an MoE option that there is not,
     which fairseq ignores, and where overrides have no names.
     """
-    options = {
-        *(name for row in ARCHITECTURES.values() for name in row.config.__dataclass_fields__),
-        *(name for config in CRITERIONS.values() for name in config.__dataclass_fields__),
-    }
-    _check_overrides(arg_overrides, options)
+    _check_overrides(arg_overrides, _options())
     # how the training run's ranks shared the experts says nothing about these
     arg_overrides = {
         "moe_expert_parallel_size": 0,
@@ -73,6 +69,16 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
         expert_parallel_size=arg_overrides["moe_expert_parallel_size"],
         with_optimizer=False,
     )
+    return with_options_of_today(state, path, arg_overrides)
+
+
+def with_options_of_today(
+    state: dict[str, Any], path: str, arg_overrides: dict | None = None
+) -> dict[str, Any]:
+    """A checkpoint's state with its ``cfg`` as this version of fairseq and this package read it,
+    and options overwritten. Raises CheckpointError for a state that is incomplete.
+    """
+    arg_overrides = arg_overrides or {}
     check_complete(state, path)
     args = state.get("args")
     if args is not None:
@@ -83,7 +89,7 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
     if state.get("cfg") is not None:
         state["cfg"] = _as_config(state["cfg"])
         model = state["cfg"].model
-        for name in set(arg_overrides) & options - set(model):
+        for name in set(arg_overrides) & _options() - set(model):
             # fairseq overwrites what is there, and older checkpoints lack newer options
             model[name] = None
         overwrite_args_by_name(state["cfg"], arg_overrides)
@@ -92,6 +98,14 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
             if named != model._name and "encoder_moe_freq" in model:
                 _read_frequencies(model, state["model"])
     return checkpoint_utils._upgrade_state_dict(state)
+
+
+def _options() -> set[str]:
+    """Of all models and criteria here."""
+    return {
+        *(name for row in ARCHITECTURES.values() for name in row.config.__dataclass_fields__),
+        *(name for config in CRITERIONS.values() for name in config.__dataclass_fields__),
+    }
 
 
 def _read_frequencies(model: DictConfig, names: Iterable[str]) -> None:

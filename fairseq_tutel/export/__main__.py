@@ -1,0 +1,109 @@
+"""Command line of the exports: huggingface, aot."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..command_line import EXIT_USAGE, CommandLine
+from ..config.options import above, at_least, in_range
+
+_CHECKPOINT = "NAME.pt of a set (NAME-shared.pt, NAME-rank-N.pt) or one file; it is only read"
+_EPILOG = """\
+examples:
+  python -m fairseq_tutel.export huggingface checkpoints/checkpoint_best.pt my-model \\
+    --data DATA --sentencepiece-model spm.model
+  python -m fairseq_tutel.export aot checkpoints/checkpoint_best.pt model.pt2
+
+The exit status is 2, with the reason in one line on standard error, where something cannot be
+exported. Both evaluate as fairseq generates: without a capacity, nothing is dropped.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of ``python -m fairseq_tutel.export``."""
+    parser = CommandLine(
+        prog="python -m fairseq_tutel.export",
+        description="A language model with experts for other programs: transformers, and C++.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    hub = commands.add_parser(
+        "huggingface",
+        help="a folder that transformers loads (trust_remote_code=True): model, code, tokenizer",
+    )
+    hub.add_argument("checkpoint", metavar="CHECKPOINT", help=_CHECKPOINT)
+    hub.add_argument("folder", metavar="FOLDER", type=Path, help="new, or empty")
+    hub.add_argument(
+        "--data",
+        type=Path,
+        help="folder of dict.txt, or that file (default: the data that the checkpoint names)",
+    )
+    hub.add_argument(
+        "--sentencepiece-model", type=Path, metavar="FILE", help="if text was cut by sentencepiece"
+    )
+    for name, file in (("encoder-json", "encoder.json"), ("vocab-bpe", "vocab.bpe")):
+        text = f"{file}, if text was cut into GPT-2's byte pairs (needs both)"
+        hub.add_argument(f"--gpt2-{name}", type=Path, metavar="FILE", help=text)
+    hub.add_argument(
+        "--max-file-gb",
+        type=in_range(float, above(0)),
+        default=5.0,
+        metavar="N",
+        help="largest file of weights, in 10^9 bytes (default: %(default)s)",
+    )
+    ahead = commands.add_parser(
+        "aot", help="an AOTInductor package, which a C++ program runs without Python"
+    )
+    ahead.add_argument("checkpoint", metavar="CHECKPOINT", help=_CHECKPOINT)
+    ahead.add_argument("package", metavar="NAME.pt2", type=Path, help="must not exist")
+    ahead.add_argument(
+        "--layer",
+        type=in_range(int, at_least(0)),
+        metavar="N",
+        help="only the experts, with their router, of this layer of the decoder (from 0)",
+    )
+    ahead.add_argument(
+        "--device",
+        default="cpu",
+        choices=("cpu", "cuda"),
+        help="what the package is for, which must be here (default: %(default)s)",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    try:
+        print(_huggingface(args) if args.command == "huggingface" else _aot(args))
+        return 0
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def _huggingface(args) -> Path:
+    from .huggingface import export_huggingface
+    from .tokenizer import TokenizerFiles
+
+    names = ("sentencepiece_model", "gpt2_encoder_json", "gpt2_vocab_bpe")
+    files = TokenizerFiles(args.data, **{name: getattr(args, name) for name in names})
+    return export_huggingface(
+        args.checkpoint, args.folder, files, max_bytes=int(args.max_file_gb * 1e9)
+    )
+
+
+def _aot(args) -> Path:
+    from .aot import export_aot
+
+    return export_aot(args.checkpoint, args.package, layer=args.layer, device=args.device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

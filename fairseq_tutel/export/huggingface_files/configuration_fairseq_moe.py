@@ -1,0 +1,60 @@
+"""Sizes and options of a mixture-of-experts language model that was trained with fairseq."""
+
+from dataclasses import field
+
+from transformers import PreTrainedConfig
+
+
+class FairseqMoEConfig(PreTrainedConfig):
+    """As other configs of transformers; what is special:
+
+    Args:
+        ffn_dim: hidden width of layers without experts.
+        moe_layers: numbers, from 0, of the layers with experts.
+        num_experts, num_experts_per_tok, moe_ffn_dim: E, K and the hidden width of an expert.
+        expert_network: "ffn" is ``down(act(up(x)))``, "swiglu" and "geglu" are
+            ``down(act(gate(x)) * up(x))``.
+        expert_bias: whether the experts' projections have biases (an "ffn" always has).
+        shared_expert_dim: hidden width of an expert of all tokens, 0 for none.
+        score_function: "softmax" or "sigmoid" of the router's logits.
+        norm_topk_prob: divide the K scores of a token by their sum.
+        router_load_bias: whether a bias is added to the scores for the choice alone.
+        router_fp32: compute the router's logits in fp32 from weights of any dtype.
+        routed_scale, moe_output_scale: factors of an expert's weight and of a layer's output.
+        position_embedding: "sinusoidal", "learned" or "none".
+        scale_embedding: multiply token embeddings by the square root of ``hidden_size``.
+        final_layer_norm: whether a norm follows the last layer.
+    """
+
+    model_type = "fairseq_moe"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    vocab_size: int = 0
+    hidden_size: int = 64
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 2
+    ffn_dim: int = 256
+    activation_function: str = "gelu"
+    moe_layers: list = field(default_factory=lambda: [1])
+    num_experts: int = 2
+    num_experts_per_tok: int = 1
+    moe_ffn_dim: int = 256
+    expert_network: str = "ffn"
+    expert_bias: bool = True
+    shared_expert_dim: int = 0
+    score_function: str = "softmax"
+    norm_topk_prob: bool = True
+    router_load_bias: bool = False
+    router_fp32: bool = True
+    routed_scale: float = 1.0
+    moe_output_scale: float = 1.0
+    max_position_embeddings: int = 1024
+    position_embedding: str = "sinusoidal"
+    scale_embedding: bool = True
+    final_layer_norm: bool = True
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    bos_token_id: int = 0
+    pad_token_id: int = 1
+    eos_token_id: int = 2
+    tie_word_embeddings: bool = True

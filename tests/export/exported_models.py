@@ -1,0 +1,71 @@
+"""Tiny models of fairseq with every option that an export has a place for, saved as sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from helpers.training import VOCABULARY, make_config, make_trainer, save
+
+EXPERTS = "--moe-expert-count 4 "
+CASES = {
+    "top-2, tied": "--share-decoder-input-output-embed",
+    "top-1, untied, two experts": "--moe-expert-count 2 --moe-top-k 1",
+    "top-3, all layers sparse, relu": "--moe-top-k 3 --moe-freq 1 --activation-fn relu",
+    "swiglu, shared expert, learned positions":
+        "--moe-expert-network swiglu --moe-shared-expert-ffn-dim 12 --decoder-learned-pos "
+        "--moe-expert-ffn-dim 20 --share-decoder-input-output-embed",
+    "geglu with biases, sigmoid, load bias":
+        "--moe-expert-network geglu --moe-geglu-bias --moe-score-function sigmoid "
+        "--moe-load-bias sign --moe-route-scale 1.5 --no-scale-embedding --no-decoder-final-norm",
+    "softmax, load bias, no positions":
+        "--moe-load-bias quantile --no-token-positional-embeddings --activation-fn gelu_accurate",
+    "masks, weights as they are": "--moe-eom 0.2 --moe-fom 0.1 --moe-unnormalized-weights",
+}  # fmt: skip
+
+
+class Saved(NamedTuple):
+    """A set, the folder of its dictionary, and the model in evaluation."""
+
+    path: Path
+    data: Path
+    model: torch.nn.Module
+
+
+def make(folder: Path, options: str = "", *, scale: float = 3.0) -> Saved:
+    """A model of random weights, larger ones where experts are chosen, so that choices show."""
+    trainer = make_trainer(make_config(*(EXPERTS + options).split()))
+    model = trainer.get_model()
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            if "moe_layer" in name:
+                value.mul_(scale)
+            if name.endswith("bias"):
+                value.add_(0.1 * torch.randn_like(value))
+    path = folder / "checkpoint_last.pt"
+    save(trainer, path)
+    return Saved(path, write_dictionary(folder), model.eval())
+
+
+def write_dictionary(folder: Path, symbols=None) -> Path:
+    """dict.txt for such a model; its folder."""
+    symbols = [f"w{number}" for number in range(VOCABULARY - 4)] if symbols is None else symbols
+    lines = [f"{symbol} 1\n" for symbol in symbols]
+    (folder / "dict.txt").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+def sentences(rows: int = 3, length: int = 8) -> torch.Tensor:
+    """Numbers of words behind </s>."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(4, VOCABULARY, (rows, length), generator=generator)
+    tokens[:, 0] = 2
+    return tokens
+
+
+@torch.no_grad()
+def logits_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """fairseq's."""
+    return model(src_tokens=tokens, src_lengths=None)[0]

@@ -1,0 +1,211 @@
+"""The command line of exports: one file after the other, and errors in one line."""
+
+import ast
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from exported_models import make, write_dictionary
+from helpers.golden import GOLDEN
+
+from fairseq_tutel.export import __main__ as command_line
+from fairseq_tutel.export.source import ModelSource
+from fairseq_tutel.export.tensor_files import TensorFiles
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("set"), "--share-decoder-input-output-embed")
+
+
+def run(capsys, *words):
+    status = command_line.main([str(word) for word in words])
+    return status, *capsys.readouterr()
+
+
+def read_safetensors(path):
+    """By the format's own description: header size, header, numbers."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header.pop("__metadata__")
+    ends = sorted(entry["data_offsets"] for entry in header.values())
+    assert ends[0][0] == 0 and ends[-1][1] == len(data) - 8 - size
+    assert all(one[1] == other[0] for one, other in zip(ends, ends[1:], strict=False))
+    found = {}
+    for name, entry in header.items():
+        begin, end = (8 + size + place for place in entry["data_offsets"])
+        assert entry["dtype"] == "F32"
+        found[name] = torch.frombuffer(bytearray(data[begin:end]), dtype=torch.float32)
+        found[name] = found[name].view(entry["shape"])
+    return found
+
+
+def imports(path):
+    """Modules that a file imports, wherever in it; those beside it left out."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module
+
+
+def test_weights_are_those_of_the_model_to_the_bit(saved, tmp_path, capsys):
+    folder = tmp_path / "new" / "folder"
+    assert run(capsys, "huggingface", saved.path, folder, "--data", saved.data)[:2] == (
+        0,
+        f"{folder}\n",
+    )
+    found, model = read_safetensors(folder / "model.safetensors"), saved.model
+    experts = model.moe_layers[1].experts
+    assert torch.equal(found["model.layers.1.moe.ffn_experts.up_proj"], experts.fc1_weight)
+    assert torch.equal(found["model.layers.1.moe.ffn_experts.down_proj_bias"], experts.fc2_bias)
+    assert torch.equal(found["model.embed_tokens.weight"], model.decoder.embed_tokens.weight)
+    assert torch.equal(found["model.layers.0.ffn.fc1.bias"], model.decoder.layers[0].fc1.bias)
+    numbers = sum(param.numel() for param in model.parameters())
+    assert sum(tensor.numel() for tensor in found.values()) == numbers
+    config = json.loads((folder / "config.json").read_text())
+    assert config["moe_layers"] == [1] and config["num_experts"] == 4
+    imported = {name.split(".")[0] for path in folder.glob("*.py") for name in imports(path)}
+    assert imported == {
+        "dataclasses", "math", "os", "shutil", "sentencepiece", "tokenizers", "torch",
+        "transformers",
+    }  # fmt: skip
+
+
+def test_files_of_weights_have_a_largest_size(saved, tmp_path, capsys):
+    words = "--data", saved.data, "--max-file-gb", 5e-6
+    assert run(capsys, "huggingface", saved.path, tmp_path / "m", *words)[0] == 0
+    files = sorted((tmp_path / "m").glob("*.safetensors"))
+    index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
+    assert len(files) > 3 and set(index["weight_map"].values()) == {file.name for file in files}
+    whole = {name for file in files for name in read_safetensors(file)}
+    assert whole == set(index["weight_map"])
+    assert index["metadata"]["total_size"] == sum(
+        tensor.nbytes for file in files for tensor in read_safetensors(file).values()
+    )
+
+
+def mapped_file(values):
+    """Of the memory that a tensor's numbers are in; "" for memory of no file."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *_, file = line.split(maxsplit=5)
+        begin, end = (int(each, 16) for each in span.split("-"))
+        if begin <= values.data_ptr() < end:
+            return file
+    raise AssertionError("memory that is not mapped")
+
+
+def test_weights_go_from_file_to_file_an_expert_at_a_time(saved, tmp_path, monkeypatch, capsys):
+    """What is written is mapped from the checkpoint's files, and never more than one expert."""
+    seen, write = [], TensorFiles.write
+
+    def watched(files, name, start, values):
+        assert mapped_file(values).endswith(".pt"), name
+        seen.append((name, values.numel()))
+        write(files, name, start, values)
+
+    monkeypatch.setattr(TensorFiles, "write", watched)
+    run(capsys, "huggingface", saved.path, tmp_path / "m", "--data", saved.data)
+    shapes = ModelSource(saved.path).shapes
+    of_experts = [(name, count) for name, count in seen if ".ffn_experts." in name]
+    assert len(of_experts) == 4 * 4  # tensors, experts
+    assert all(4 * count == torch.Size(shapes[name]).numel() for name, count in of_experts)
+
+
+def test_help_names_both_commands(capsys):
+    with pytest.raises(SystemExit):
+        command_line.main(["--help"])
+    text = capsys.readouterr().out
+    assert "huggingface" in text and "aot" in text and "drop" in text
+
+
+REFUSED = {
+    "cosine router": {"moe_router": "cosine"},
+    "--moe-null-experts 1": {"moe_null_experts": 1},
+    "--layernorm-embedding": {"layernorm_embedding": True},
+    "--scale-heads": {"scale_heads": True},
+    "--use-stable-embedding": {"use_stable_embedding": True},
+    "--decoder-output-dim 8": {"decoder_output_dim": 8},
+    "no experts": {"_name": "transformer_lm_gpt"},
+    "transformer_lm_gpt_moe.w9 has no place": {},
+    "model.embed_positions.weight should have": {"decoder_learned_pos": True},
+}
+
+
+def with_options(saved, folder, options):
+    """The set with other options in its files, or with a weight that no model has."""
+    for file in saved.path.parent.glob("*.pt"):
+        state = torch.load(file, weights_only=False)
+        if file.name.endswith("-shared.pt"):
+            state["cfg"]["model"].update(options)
+            if not options:
+                state["model"]["transformer_lm_gpt_moe.w9"] = torch.zeros(1)
+        if options.get("_name"):
+            state["model"] = {k: v for k, v in state["model"].items() if ".experts." not in k}
+            state["cfg"]["model"]["moe_freq"] = 0
+            state.pop("moe_checkpoint")
+            if "-rank-" in file.name:
+                continue
+        torch.save(state, folder / file.name.replace("-shared" if options.get("_name") else "", ""))
+    return folder / saved.path.name
+
+
+@pytest.mark.parametrize("named, options", REFUSED.items(), ids=REFUSED)
+def test_what_cannot_be_exported_is_refused_by_name(named, options, saved, tmp_path, capsys):
+    path = with_options(saved, tmp_path, options)
+    status, out, error = run(capsys, "huggingface", path, tmp_path / "m", "--data", saved.data)
+    assert status == 2 and not out and named in error and error.count("\n") == 1, error
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_translation_model_is_refused(tmp_path, capsys):
+    path = GOLDEN / "translation_top2_world1" / "final" / "checkpoint_last.pt"
+    error = run(capsys, "huggingface", path, tmp_path / "m")[2]
+    assert "architecture transformer_moe cannot be exported" in error and error.count("\n") == 1
+
+
+def test_bad_input_is_one_line(saved, tmp_path, capsys):
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "file").touch()
+    small = tmp_path / "small"
+    small.mkdir()
+    write_dictionary(small, ["only", "three", "words"])
+    lacking = tmp_path / "set"
+    lacking.mkdir()
+    golden = GOLDEN / "top2_world2" / "final"
+    (lacking / "x-shared.pt").symlink_to(golden / "checkpoint_last-shared.pt")
+    data = ("--data", saved.data)
+    gpt2 = ("--gpt2-encoder-json", "e.json")
+    for named, words in (
+        ("not an empty folder", (saved.path, full, *data)),
+        ("has 7 symbols, and the model 32", (saved.path, tmp_path / "m", "--data", small)),
+        ("dict.txt by --data", (saved.path, tmp_path / "m")),
+        ("no such file", (saved.path, tmp_path / "m", *data, "--sentencepiece-model", "x")),
+        ("both encoder.json and vocab.bpe", (saved.path, tmp_path / "m", *data, *gpt2)),
+        ("no rank file beside the set", (lacking / "x.pt", tmp_path / "m", *data)),
+        ("no such checkpoint", (tmp_path / "none.pt", tmp_path / "m", *data)),
+    ):
+        status, _, error = run(capsys, "huggingface", *words)
+        assert status == 2 and named in error and error.count("\n") == 1, (named, error)
+    assert not (tmp_path / "m").exists()
+    assert not list(tmp_path.glob(".m.*"))
+    for named, words in (
+        ("ends in .pt2", (saved.path, tmp_path / "model.so")),
+        ("exists", (saved.path, saved.path.parent / "model.pt2")),
+        ("layer 0 has no experts; those that have: 1", (saved.path, "x.pt2", "--layer", 0)),
+    ):
+        (saved.path.parent / "model.pt2").touch()
+        status, _, error = run(capsys, "aot", *words)
+        assert status == 2 and named in error and error.count("\n") == 1, (named, error)
+
+
+def test_a_capacity_in_evaluation_is_left_out_and_said(saved, tmp_path, capsys, caplog):
+    path = with_options(saved, tmp_path, {"moe_eval_capacity_token_fraction": 0.25})
+    with caplog.at_level(logging.WARNING, "fairseq_tutel"):
+        words = ("huggingface", path, tmp_path / "m", "--data", saved.data)
+        assert run(capsys, *words)[0] == 0
+    assert "drops nothing" in caplog.text

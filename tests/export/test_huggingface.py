@@ -1,0 +1,297 @@
+"""Exported models in transformers: fairseq's logits, hypotheses and tokenization."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+from exported_models import CASES, VOCABULARY, logits_of, make, sentences, write_dictionary
+from helpers.golden import GOLDEN
+
+from fairseq_tutel.export import TokenizerFiles, export_huggingface
+
+pytestmark = pytest.mark.extras
+
+
+def load(folder, **options):
+    transformers = pytest.importorskip("transformers", minversion="5")
+    how = {"trust_remote_code": True, "dtype": "auto", **options}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+
+
+def load_tokenizer(folder):
+    transformers = pytest.importorskip("transformers", minversion="5")
+    return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+
+
+@torch.no_grad()
+def logits_there(model, tokens, **options):
+    return model(tokens, **options).logits
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_logits_are_those_of_fairseq_by_every_implementation(options, tmp_path):
+    saved, tokens = make(tmp_path, options), sentences()
+    export_huggingface(saved.path, tmp_path / "m", TokenizerFiles(saved.data), max_bytes=5000)
+    model, want = load(tmp_path / "m"), logits_of(saved.model, tokens)
+    assert want.std() > 0.1
+    for experts in ("eager", "batched_mm", "grouped_mm"):
+        model.set_experts_implementation(experts)
+        for attention in ("eager", "sdpa"):
+            model.set_attn_implementation(attention)
+            got = logits_there(model, tokens)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_half_weights_stay_half(tmp_path):
+    saved = make(tmp_path, "--moe-load-bias sign")
+    for file in tmp_path.glob("*.pt"):
+        state = torch.load(file, weights_only=False)
+        state["model"] = {
+            key: value if "load_bias" in key else value.bfloat16()
+            for key, value in state["model"].items()
+        }
+        torch.save(state, file)
+    export_huggingface(saved.path, tmp_path / "m", TokenizerFiles(saved.data))
+    model = load(tmp_path / "m")
+    dtypes = {name: value.dtype for name, value in model.state_dict().items()}
+    assert dtypes.pop("model.layers.1.moe.router.load_bias") == torch.float32
+    assert set(dtypes.values()) == {torch.bfloat16}
+    got, want = logits_there(model, sentences()), logits_of(saved.model, sentences())
+    torch.testing.assert_close(got.float(), want, rtol=0.1, atol=0.1)
+
+
+def test_files_of_metas_own_code_are_exported(tmp_path):
+    """A set without metadata of this package, whose options name a dense architecture."""
+    from fairseq import checkpoint_utils
+
+    path = GOLDEN / "top2_world2" / "final" / "checkpoint_last.pt"
+    data = GOLDEN / "data_world2"
+    export_huggingface(path, tmp_path / "m", TokenizerFiles(data))
+    overrides = {"data": str(data), "moe_eval_capacity_token_fraction": None}
+    (reference,), *_ = checkpoint_utils.load_model_ensemble_and_task([str(path)], overrides)
+    tokens = torch.randint(4, 256, (3, 40), generator=torch.Generator().manual_seed(1))
+    want = logits_of(reference.eval(), tokens)
+    got = logits_there(load(tmp_path / "m"), tokens)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    return make(folder, "--tokens-per-sample 40 --share-decoder-input-output-embed", scale=6.0)
+
+
+@pytest.fixture(scope="module")
+def exported(saved):
+    return export_huggingface(saved.path, saved.data / "m", TokenizerFiles(saved.data))
+
+
+@pytest.fixture(scope="module")
+def model(exported):
+    return load(exported)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(exported):
+    return load_tokenizer(exported)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Words of the dictionary."""
+    return ["", "w5", "w3 w4 w1 w22 w0", "w9 w8 w7"]
+
+
+def interactive(programs, saved, prompts, *words):
+    """Hypotheses of every prompt, best first: (score in nats, words)."""
+    command = [
+        "fairseq-interactive", str(saved.data), "--task", "language_modeling",
+        "--user-dir", "fairseq_tutel", "--path", str(saved.path), "--cpu", "--max-len-a", "0",
+        "--buffer-size", "9", *words,
+    ]  # fmt: skip
+    done = programs.run(command, text="".join(f"{prompt}\n" for prompt in prompts))
+    assert done.status == 0, done.text[-2000:]
+    found = [[] for _ in prompts]
+    for number, score, text in re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", done.stdout, re.MULTILINE):
+        found[int(number)].append((float(score) * math.log(2), text))
+    return found
+
+
+def continued(model, tokenizer, prompt, length, **options):
+    """Texts and scores of ``generate`` for a prompt, ended as fairseq ends them: at a length of so
+    many symbols the only choice is ``</s>``, with the score that it has."""
+    tokens = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    everything = list(range(len(tokenizer.symbols)))
+    found = model.generate(
+        tokens,
+        max_length=length + 2,
+        prefix_allowed_tokens_fn=lambda _, ids: everything if len(ids) <= length else [2],
+        return_dict_in_generate=True,
+        output_scores=True,
+        **options,
+    )
+    texts = []
+    for numbers in found.sequences.tolist():
+        numbers = numbers[1 : numbers.index(2, 1)]  # up to </s>; fairseq does not print <s>
+        texts.append(" ".join(tokenizer.symbols[number] for number in numbers if number))
+    return texts, found
+
+
+def score_of(model, tokens):
+    """Logarithm of the probability of the tokens behind the first, which is given."""
+    logits = logits_there(model, tokens)[0, :-1].log_softmax(-1)
+    return logits.gather(-1, tokens[0, 1:, None]).sum().item()
+
+
+def test_greedy_search_is_that_of_fairseq_interactive(model, tokenizer, saved, prompts, programs):
+    want = interactive(programs, saved, prompts, "--beam", "1", "--max-len-b", "16")
+    for prompt, ((_, text),) in zip(prompts, want, strict=True):
+        (got,), _ = continued(model, tokenizer, prompt, 16, do_sample=False)
+        assert got == text and text.startswith(prompt)
+    assert len({len(text.split()) for ((_, text),) in want}) > 1
+
+
+def test_beam_search_is_that_of_fairseq_interactive(model, tokenizer, saved, prompts, programs):
+    """All hypotheses and their scores, in their order."""
+    words = ("--beam", "4", "--nbest", "4", "--max-len-b", "14", "--unnormalized")
+    want = interactive(programs, saved, prompts, *words)
+    for prompt, hypotheses in zip(prompts, want, strict=True):
+        texts, found = continued(
+            model, tokenizer, prompt, 14, do_sample=False, num_beams=4, num_return_sequences=4,
+            early_stopping=True, length_penalty=0.0,
+        )  # fmt: skip
+        # fairseq's scores have those of the prompt's words in them
+        given = score_of(model, tokenizer(prompt, return_tensors="pt")["input_ids"])
+        assert texts == [text for _, text in hypotheses]
+        scores = [score for score, _ in hypotheses]
+        assert (found.sequences_scores + given).tolist() == pytest.approx(scores, abs=2e-4)
+        assert len(set(texts)) == 4
+
+
+def test_without_a_prompt_scores_are_divided_by_the_length_alike(model, tokenizer, saved, programs):
+    words = ("--beam", "4", "--nbest", "4", "--max-len-b", "14")
+    (want,) = interactive(programs, saved, [""], *words)
+    texts, found = continued(
+        model, tokenizer, "", 14, do_sample=False, num_beams=4, num_return_sequences=4,
+        early_stopping=True,
+    )  # fmt: skip
+    assert texts == [text for _, text in want]
+    assert found.sequences_scores.tolist() == pytest.approx([s for s, _ in want], abs=2e-5)
+
+
+def test_left_padding_changes_nothing(model, tokenizer, prompts):
+    batch = tokenizer(prompts, padding=True, return_tensors="pt")
+    assert batch["input_ids"][0, 0] == tokenizer.pad_token_id
+    together = logits_there(model, **{"tokens": batch["input_ids"]} | {
+        "attention_mask": batch["attention_mask"]
+    })  # fmt: skip
+    options = {"max_new_tokens": 6, "do_sample": False}
+    continued_together = model.generate(**batch, **options)
+    for row, prompt in enumerate(prompts):
+        one = tokenizer(prompt, return_tensors="pt")
+        alone = logits_there(model, one["input_ids"])[0]
+        torch.testing.assert_close(together[row, -len(alone) :], alone, rtol=1e-5, atol=1e-5)
+        got = continued_together[row, -6:]
+        assert got.tolist() == model.generate(**one, **options)[0, -6:].tolist()
+
+
+def test_caches_agree(model, tokenizer, prompts):
+    batch = tokenizer(prompts, padding=True, return_tensors="pt")
+    options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+    options |= {"output_logits": True}
+    want = model.generate(**batch, use_cache=False, **options)
+    for cache in ("dynamic", "static"):
+        got = model.generate(**batch, cache_implementation=cache, **options)
+        assert torch.equal(got.sequences, want.sequences)
+        for ours, theirs in zip(got.logits, want.logits, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_it_is_saved_and_loaded_again(model, tokenizer, tmp_path):
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    tokens = sentences()
+    assert torch.equal(logits_there(load(tmp_path), tokens), logits_there(model, tokens))
+    text = " ".join(tokenizer.symbols[4:9])
+    assert load_tokenizer(tmp_path)(text)["input_ids"] == tokenizer(text)["input_ids"]
+
+
+TEXTS = ["a cat sat on the mat.", "  two  words ", "naïve – 你好!", "zzz qqq"]
+
+
+def assert_tokens(folder, tokenizer, cut, joined):
+    """Those of fairseq's dictionary and of ``cut``, and text again by ``joined``."""
+    from fairseq.data import Dictionary
+
+    dictionary = Dictionary.load(str(folder / "dict.txt"))
+    unknown = 0
+    for text in TEXTS:
+        symbols = cut(text.strip())
+        want = dictionary.encode_line(symbols, add_if_not_exist=False).tolist()
+        got = tokenizer(text.strip())["input_ids"]
+        assert got == [2, *want[:-1]], text
+        unknown += 3 in want
+        if 3 not in want:
+            assert tokenizer.decode(got, skip_special_tokens=True) == joined(symbols)
+    assert 0 < unknown < len(TEXTS)
+
+
+def test_sentencepieces_are_those_of_fairseq(tmp_path):
+    import sentencepiece
+    from fairseq.data.encoders.sentencepiece_bpe import SentencepieceBPE, SentencepieceConfig
+
+    (tmp_path / "text").write_text("a cat sat on the mat. two words\n" * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "spm"), model_type="bpe",
+        vocab_size=VOCABULARY - 1, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    reference = SentencepieceBPE(
+        SentencepieceConfig(sentencepiece_model=str(tmp_path / "spm.model"))
+    )
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spm.model"))
+    symbols = [pieces.id_to_piece(number) for number in range(3, pieces.get_piece_size())]
+    symbols += [f"madeupword{number:04}" for number in range(VOCABULARY - 4 - len(symbols))]
+    path = make(tmp_path).path
+    write_dictionary(tmp_path, symbols)
+    files = TokenizerFiles(tmp_path, sentencepiece_model=tmp_path / "spm.model")
+    export_huggingface(path, tmp_path / "m", files)
+    assert_tokens(tmp_path, load_tokenizer(tmp_path / "m"), reference.encode, reference.decode)
+
+
+def test_byte_pairs_are_those_of_fairseq(tmp_path):
+    from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode, get_encoder
+
+    merges = ["a t", "c at", "Ġ s", "Ġs at", "Ġ t", "h e", "Ġt he", "o n", "Ġ on", "Ġ m", "Ġm at"]
+    tokens = [*bytes_to_unicode().values(), *(merge.replace(" ", "") for merge in merges)]
+    encoder = {token: number for number, token in enumerate(tokens)}
+    (tmp_path / "encoder.json").write_text(json.dumps(encoder))
+    text = "".join(f"{line}\n" for line in ("#version: 0.2", *merges))
+    (tmp_path / "vocab.bpe").write_text(text, encoding="utf-8")
+    names = ("encoder.json", "vocab.bpe")
+    reference = get_encoder(*(str(tmp_path / name) for name in names))
+
+    def cut(text):
+        return " ".join(map(str, reference.encode(text)))
+
+    symbols = list(dict.fromkeys(" ".join(map(cut, TEXTS[:2])).split()))
+    symbols += [f"madeupword{number:04}" for number in range(VOCABULARY - 4 - len(symbols))]
+    path = make(tmp_path).path
+    write_dictionary(tmp_path, symbols)
+    files = TokenizerFiles(tmp_path, None, *(tmp_path / name for name in names))
+    export_huggingface(path, tmp_path / "m", files)
+    tokenizer = load_tokenizer(tmp_path / "m")
+    assert_tokens(tmp_path, tokenizer, cut, lambda text: reference.decode(map(int, text.split())))
+
+
+def test_words_are_those_of_fairseq(exported, tokenizer):
+    from fairseq.data import Dictionary
+
+    dictionary = Dictionary.load(str(exported / "dict.txt"))
+    assert tokenizer.symbols == dictionary.symbols
+    for text in (" ".join(dictionary.symbols[4:30:3]), "w3 nothing w5\tw6"):
+        want = dictionary.encode_line(text, add_if_not_exist=False).tolist()
+        got = tokenizer(text)["input_ids"]
+        assert got == [2, *want[:-1]]
+    assert tokenizer.decode([2, 6, 5]) == f"</s> {dictionary[6]} {dictionary[5]}"

@@ -1,0 +1,78 @@
+"""Models and layers in core operators: the numbers of fairseq's models and of the layer."""
+
+import pytest
+import torch
+from exported_models import CASES, logits_of, make, sentences
+from torch import nn
+
+from fairseq_tutel.export import ExportError, ModelSource, layer_twin
+from fairseq_tutel.export.twin import InferenceModel
+from fairseq_tutel.moe import MoELayer
+
+
+def twin_of(path):
+    source = ModelSource(path)
+    twin = InferenceModel(source.description)
+    twin.load_state_dict(source.tensors(), assign=True)
+    return twin.eval()
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_logits_are_those_of_fairseq(options, tmp_path):
+    saved, tokens = make(tmp_path, options), sentences()
+    tokens[1, 5:] = 1  # padding behind
+    with torch.no_grad():
+        got = twin_of(saved.path)(tokens)
+    is_token = tokens != 1
+    want = logits_of(saved.model, tokens)
+    torch.testing.assert_close(got[is_token], want[is_token], rtol=1e-5, atol=1e-5)
+
+
+def test_padding_before_a_text_changes_nothing(tmp_path):
+    twin = twin_of(make(tmp_path).path)
+    tokens = sentences(1)
+    padded = torch.cat([torch.ones(1, 3, dtype=torch.int64), tokens], 1)
+    with torch.no_grad():
+        torch.testing.assert_close(twin(padded)[:, 3:], twin(tokens), rtol=1e-5, atol=1e-6)
+
+
+LAYERS = {
+    "top-2": {},
+    "top-1": {"top_k": 1},
+    "swiglu": {"expert_network": "swiglu"},
+    "geglu with biases": {"expert_network": "geglu", "expert_options": {"bias": True}},
+    "relu, shared expert": {"activation": "relu", "shared_expert_dim": 6},
+    "sigmoid, scaled": {"score_function": "sigmoid", "route_scale": 2.0, "top_k": 3},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_a_layer_computes_the_same(options, dtype):
+    torch.manual_seed(0)
+    layer = MoELayer(16, 5, 24, seed=1, **options).eval().to(dtype)
+    x = torch.randn(3, 7, 16, dtype=dtype)
+    with torch.no_grad():
+        want, got = layer(x), layer_twin(layer)(x)
+    # half numbers: sums of K in another precision
+    close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.03, "atol": 0.03}
+    torch.testing.assert_close(got, want, **close)
+    assert want.abs().max() > 0.05
+
+
+class OwnGate(nn.Linear):
+    pass
+
+
+REFUSED = {
+    "cosine router": ({"router": "cosine"}, "cosine router"),
+    "null experts": ({"null_experts": 2}, "--moe-null-experts 2"),
+    "own gate": ({"gate": OwnGate(16, 4, bias=False)}, "gate of your own (OwnGate)"),
+    "own experts": ({"expert_fn": lambda: nn.Linear(16, 16)}, "experts of your own"),
+}
+
+
+@pytest.mark.parametrize("options, named", REFUSED.values(), ids=REFUSED)
+def test_a_layer_that_has_no_twin_is_refused_by_name(options, named):
+    with pytest.raises(ExportError, match=named.replace("(", r"\(").replace(")", r"\)")):
+        layer_twin(MoELayer(16, 4, **options))
