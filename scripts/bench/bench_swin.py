@@ -39,7 +39,7 @@ from measure import (
 from presets import DTYPES
 from ranks import Ranks
 from record import device_name, say, table
-from runner import Report, command_line, expect_known, words
+from runner import Report, add_clock, check_clock, command_line, expect_known, words
 from swin_work import PASSES, example, expected_ratio, forward_macs, mask_macs, sparse_layers
 from torch import nn
 
@@ -84,6 +84,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--images", help="per rank, in place of the preset's", **words(int))
     add("--modes", default=list(PASSES), help=f"of {', '.join(PASSES)} (default: all)", **words())
     add("--repetitions", type=int, default=0, help="default: 6 on a CPU, 20 on a GPU")
+    add_clock(parser)
     add("--output", type=Path, help="JSON file (default: runs/bench/swin-PRESET-DEVICE.json)")
     return parser.parse_args(argv)
 
@@ -267,7 +268,8 @@ def measure(
 
     repetitions = 2 if options.tiny else options.repetitions or (20 if device.type == "cuda" else 6)
     # each case ran once already, for its memory
-    times = time_cases(cases, device, repetitions, warmup=0, progress=lambda t: keep(whole(t)))
+    how = {"warmup": 0, "processor_time": options.processor_time}
+    times = time_cases(cases, device, repetitions, **how, progress=lambda t: keep(whole(t)))
     free_memory(device)
     return whole(times)
 
@@ -308,6 +310,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
     expect_known("--modes", options.modes, list(PASSES))
     if ranks.world_size > 1:
         raise ValueError(f"bench_swin.py measures one rank, not {ranks.world_size}")
+    check_clock(options, ranks)
     device = ranks.device
     name = options.preset or ("small-32" if device.type == "cuda" else "small")
     preset = PRESETS[name]
@@ -323,6 +326,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
         "swin", ranks, options.output or Path(f"runs/bench/swin-{name}-{device.type}.json"),
         preset=f"tiny-{name}" if options.tiny else name, about=preset.about, parameters=parameters,
         settings=dataclasses.asdict(models.config), dtype=preset.dtype,
+        clock="processor" if options.processor_time else "wall",
         memory_method=MEMORY_METHOD[device.type],
     )  # fmt: skip
     done: list[dict[str, Any]] = []

@@ -58,6 +58,13 @@ class _WallClock:
         return [1e3 * (b - a) for a, b in itertools.pairwise(self._marks)]
 
 
+class _ProcessorClock(_WallClock):
+    """The processor's time for this process: what others on the machine take does not count."""
+
+    def mark(self) -> None:
+        self._marks.append(time.process_time())
+
+
 class _DeviceClock(_WallClock):
     def __init__(self, device: torch.device):
         self._cover = torch.empty(_COVER_BYTES, dtype=torch.uint8, device=device)
@@ -86,18 +93,23 @@ def time_cases(
     warmup: int = 3,
     barrier: Callable[[], None] = lambda: None,
     progress: Callable[[dict], None] = lambda times: None,
+    processor_time: bool = False,
 ) -> dict[str, dict[str, list[float]]]:
     """Milliseconds of every repetition, by case and phase.
 
     Args:
         barrier: called before each measurement, to start ranks together.
         progress: gets what is known after each repetition, all cases being measured equally often.
+        processor_time: on a CPU the time of all threads on processors, not the wall clock's. Of one
+            thread it is what the wall clock would say on an idle machine, waiting apart.
 
     Returns:
         name -> phase -> ``repetitions`` values; ``both`` is forward plus backward of one
         repetition. A case without gradients has ``forward`` only.
     """
-    clock = _DeviceClock(device) if device.type == "cuda" else _WallClock()
+    clock = _ProcessorClock() if processor_time else _WallClock()
+    if device.type == "cuda":
+        clock = _DeviceClock(device)
     times = {case.name: {} for case in cases}
     for number in range(-warmup, repetitions):
         first = number % len(cases)

@@ -54,6 +54,22 @@ def add_defaults(parser: argparse.ArgumentParser, defaults: Mapping[str, tuple[A
         parser.add_argument(f"--{name}", type=type(default), default=default, help=about)
 
 
+def add_clock(parser: argparse.ArgumentParser) -> None:
+    """The option ``--processor-time``, which :func:`check_clock` checks."""
+    text = "of one thread, on a busy machine: processor time in place of the wall clock's"
+    parser.add_argument("--processor-time", action="store_true", help=text)
+
+
+def check_clock(options: argparse.Namespace, ranks: Ranks) -> None:
+    """Raise ValueError where ``--processor-time`` would say nothing of the time that passes."""
+    threads = torch.get_num_threads()
+    if options.processor_time and (threads, ranks.world_size, ranks.device.type) != (1, 1, "cpu"):
+        raise ValueError(
+            f"--processor-time: for one thread of one rank on a CPU, not {threads} of each of "
+            f"{ranks.world_size} on {ranks.device.type}"
+        )
+
+
 class Report:
     """A result from the start of the measurement to its file.
 

@@ -8,7 +8,8 @@ digits and on glyphs of matplotlib's fonts with a family of fonts held out, thre
 experts are balanced by the published losses, by a load bias in their place, or by nothing.
 Utilisation (fairseq_tutel/moe/metrics.py has the formulas) is that of the last quarter of the
 training steps. Last, the models of the first seed take turns in steps of training; the time of one
-over another's is the median over the turns with a 95 % interval.
+over another's is the median over the turns with a 95 % interval. With ``--save-dir`` a study
+that was stopped goes on from its output file.
 
     python -m fairseq_tutel.launch --nproc-per-node 2 --bind none -- python \\
         scripts/bench/study_swin.py --threads 1 --step-times runs/swin-study
@@ -19,6 +20,9 @@ the ranks without a capacity, where a step waits for the busiest rank, and times
 
 import argparse
 import contextlib
+import itertools
+import json
+import shutil
 import statistics
 import sys
 import time
@@ -32,7 +36,7 @@ from bench_swin import pair_ratio
 from measure import Case, percentiles, time_cases
 from ranks import Ranks
 from record import device_name, say, table
-from runner import Report, add_defaults, command_line, expect_known, words
+from runner import Report, add_clock, add_defaults, check_clock, command_line, expect_known, words
 from swin_work import example, forward_macs, sparse_layers
 from torch.distributed import all_reduce
 
@@ -83,6 +87,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--epochs", type=int, help="in place of those of the data set")
     add("--save-dir", type=Path, help="the first seed's models are saved here, for --step-times")
     add("--step-times", type=Path, metavar="DIR", help="time steps of models saved there, no more")
+    add_clock(parser)
     add("--output", type=Path, help="JSON file (default: runs/bench/swin-study.json)")
     return parser.parse_args(argv)
 
@@ -127,7 +132,9 @@ def train_one(data: str, method: str, seed: int, options, ranks: Ranks) -> tuple
     begin, cpu = time.perf_counter(), time.process_time()
     words = command(data, method, seed, options)
     run = Run(words, ranks)
-    run.options.save_dir = saved_in(options.save_dir, data, method) if seed == 1 else None
+    if seed == 1 and options.save_dir:
+        run.options.save_dir = saved_in(options.save_dir, data, method)
+        shutil.rmtree(run.options.save_dir, ignore_errors=True)  # of a training that was stopped
     run.say = lambda text: None
     accuracy = run.train()
     found = {
@@ -195,9 +202,11 @@ def time_steps(runs: dict[str, Run], options, ranks: Ranks) -> dict[str, Any]:
     cases = [Case(name, step(run)) for name, run in runs.items()]
     for run in runs.values():
         run.counts.clear()
-    times = time_cases(cases, ranks.device, options.repetitions, barrier=ranks.barrier)
+    how = {"barrier": ranks.barrier, "processor_time": options.processor_time}
+    times = time_cases(cases, ranks.device, options.repetitions, **how)
     times = {name: {"step": ranks.slowest(of["forward"])} for name, of in times.items()}
     return {
+        "clock": "processor" if options.processor_time else "wall",
         "images": options.batch_size,
         "ms": {name: percentiles(of["step"]) for name, of in times.items()},
         "over": {
@@ -240,33 +249,45 @@ def study(options: argparse.Namespace, ranks: Ranks) -> None:
     """Train everything, then time steps of the first seed's models of the last data set."""
     if ranks.world_size > 1:
         raise ValueError("the study trains on one rank; several are for --step-times")
-    if options.save_dir and options.save_dir.exists() and any(options.save_dir.iterdir()):
-        raise ValueError(f"--save-dir {options.save_dir}: not empty; trainings would go on from it")
-    report = Report("swin-study", ranks, options.output or Path("runs/bench/swin-study.json"))
-    runs: list[dict[str, Any]] = []
+    path, folder = options.output or Path("runs/bench/swin-study.json"), options.save_dir
+    runs = unfinished(path) if folder else []
+    if folder and not runs and folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"--save-dir {folder}: not empty, and {path} is no unfinished study")
+    report = Report("swin-study", ranks, path)
     kept: dict[str, Run] = {}
 
     def whole():
         models = {name: model_of(run) for name, run in kept.items()}
         return {"models": models, "table": summarise(runs), "runs": runs}
 
-    for data in options.data:
-        for seed in range(1, options.seeds + 1):
-            for method in options.methods:
-                run, found = train_one(data, method, seed, options, ranks)
-                runs.append(found)
-                say(f"{data}, seed {seed}, {method}: {found['accuracy']:.2f} %, "
-                    f"{found['cpu_seconds']:.0f} s of CPU")  # fmt: skip
-                if seed == 1:
-                    kept[method] = run
-                report.keep(whole)
+    todo = itertools.product(options.data, range(1, options.seeds + 1), options.methods)
+    for data, seed, method in todo:
+        if (data, seed, method) in {(run["data"], run["seed"], run["method"]) for run in runs}:
+            if seed == 1:
+                kept[method] = Run(command(data, method, seed, options), ranks)
+                kept[method].options.save_dir = saved_in(folder, data, method)
+                kept[method].load()
+            continue
+        run, found = train_one(data, method, seed, options, ranks)
+        runs.append(found)
+        say(f"{data}, seed {seed}, {method}: {found['accuracy']:.2f} %, "
+            f"{found['cpu_seconds']:.0f} s of CPU")  # fmt: skip
+        if seed == 1:
+            kept[method] = run
+        report.keep(whole)
     steps = time_steps(kept, options, ranks)
     report.finish({**whole(), "step": steps}, show)
 
 
-def saved_in(folder: Path | None, data: str, method: str) -> Path | None:
+def unfinished(path: Path) -> list[dict[str, Any]]:
+    """The trainings of a study that was stopped, as :class:`~runner.Report` left them."""
+    result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return result["runs"] if result.get("complete") is False else []
+
+
+def saved_in(folder: Path, data: str, method: str) -> Path:
     """The folder of a model."""
-    return folder and folder / f"{data}-{method.replace(' ', '-')}"
+    return folder / f"{data}-{method.replace(' ', '-')}"
 
 
 def step_times(options: argparse.Namespace, ranks: Ranks) -> None:
@@ -300,6 +321,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
     """One of the two."""
     expect_known("--data", options.data, list(DATA))
     expect_known("--methods", options.methods, list(METHODS))
+    check_clock(options, ranks)
     (step_times if options.step_times else study)(options, ranks)
 
 

@@ -105,6 +105,7 @@ def test_masks_without_room_are_left_out(monkeypatch, tmp_path):
 @pytest.mark.parametrize("arguments, message", [
     (["--images", "0"], "--images 0: at least 1"),
     (["--modes", "generation"], "--modes generation"),
+    (["--processor-time", "--threads", "2"], "--processor-time: for one thread of one rank"),
 ])  # fmt: skip
 def test_refusals(capsys, arguments, message):
     assert bench_swin.main(["--device", "cpu", "--tiny", *arguments]) == 2

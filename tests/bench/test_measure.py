@@ -1,5 +1,7 @@
 """Clock, percentiles and memory of the benchmarks."""
 
+import time
+
 import measure
 import pytest
 import record
@@ -37,6 +39,13 @@ def test_cases_take_turns_and_rotate():
         }  # fmt: skip
         sums = [f + b for f, b in zip(times[name]["forward"], times[name]["backward"], strict=True)]
         assert times[name]["both"] == pytest.approx(sums)
+
+
+def test_time_of_the_processor_is_not_that_of_waiting():
+    case = Case("waits", lambda _: (time.sleep(0.05), ()))
+    wall = time_cases([case], CPU, 1, warmup=0)["waits"]["forward"]
+    busy = time_cases([case], CPU, 1, warmup=0, processor_time=True)["waits"]["forward"]
+    assert wall[0] >= 50 and busy[0] < 25
 
 
 def test_a_case_that_finds_no_memory_does_not_fit():

@@ -48,6 +48,15 @@ def test_a_study_and_its_steps(few_digits, tmp_path, capsys):
     assert losses["use"] != biased["use"]
     assert list(result["step"]["over"]) == PAIRS
 
+    (tmp_path / "study.json").write_text(  # as it was after three of six trainings
+        json.dumps({"complete": False, "runs": result["runs"][:3]}), encoding="utf-8"
+    )
+    more = run(tmp_path / "study.json", *arguments)
+    alike = [
+        [{**one, "seconds": 0, "cpu_seconds": 0} for one in of["runs"]] for of in (result, more)
+    ]
+    assert alike[0] == alike[1] and "complete" not in more
+
     again = runs["load bias", 2]
     capsys.readouterr()
     assert example("train").main(again["command"][1:]) == 0  # as the file says, by the example
