@@ -70,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(reshard(args.path, args.out, args.ranks, force=args.force))
         return 0
+    except BrokenPipeError:  # no error of a checkpoint
+        raise
     except (CheckpointError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_USAGE

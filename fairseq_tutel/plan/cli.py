@@ -86,7 +86,8 @@ def _run(options, own: dict[str, Any], overrides: list[str], command: list[str])
     from .report import describe, describe_best
     from .settings import read_settings
 
-    logging.getLogger().setLevel(logging.WARNING)  # fairseq's import makes it talk
+    for name in (None, "fairseq"):  # fairseq's import makes both talk
+        logging.getLogger(name).setLevel(logging.WARNING)
     profile = own.get("hardware", "a100-80g")
     directory, file = options.config_dir, f"hardware/{with_extension(profile)}"
     if directory is None or not (directory / file).is_file():
