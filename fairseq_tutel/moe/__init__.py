@@ -8,7 +8,7 @@ Data flows one way::
 
 from ..config import ExchangeConfig, MoEConfig
 from .chunks import ExpertRows
-from .experts import ExpertBank, Experts, register_experts
+from .experts import ExpertBank, Experts, hold_experts, register_experts
 from .layer import MoELayer
 from .metrics import (
     UTILISATION_NAMES,
@@ -47,6 +47,7 @@ __all__ = [
     "balance_over_ranks",
     "build_routing",
     "every_other",
+    "hold_experts",
     "make_router",
     "register_experts",
     "register_router",

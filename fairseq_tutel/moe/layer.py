@@ -65,6 +65,9 @@ class MoELayer(nn.Module):
         shared_expert_dim: > 0: hidden dimension of an expert that every token goes to as well.
         dropout, activation_dropout: inside the built-in experts.
         seed: of the initial weights of the built-in experts, and of those that ``expert_fn`` makes.
+        expert_storage: how the built-in experts are held: ``stacked``, to be trained; or, for
+            evaluation alone, without memory until a state dict is loaded: ``mapped``, its tensors
+            as they are, such as pages of a file, ``bf16`` or ``int8`` (:mod:`.experts.inference`).
         exchange: how tokens travel, the same on all ranks; or the name of an algorithm.
         record_exchange_time: take the times of :attr:`MoEAux.record` (slow, and without overlap).
         skip_exchange: leave out the all-to-alls, for benchmarks; the results are then wrong.
@@ -89,6 +92,7 @@ class MoELayer(nn.Module):
         dropout: float = 0.0,
         activation_dropout: float = 0.0,
         seed: int | None = None,
+        expert_storage: str = "stacked",
         exchange: ExchangeConfig | str = "linear",
         record_exchange_time: bool = False,
         skip_exchange: bool = False,
@@ -108,6 +112,7 @@ class MoELayer(nn.Module):
         self._route = route_of(self.gate)  # also where the gate is wrapped later
         built_in = {"hidden_dim": hidden_dim, "expert_options": expert_options}
         built_in["expert_network"] = None if expert_network == "ffn" else expert_network
+        built_in["expert_storage"] = None if expert_storage == "stacked" else expert_storage
         own = own_experts(experts, expert_fn, self.groups, seed, built_in)
         if own is not None:
             self.experts: ExpertBank = custom_experts(own, self.groups)
@@ -121,6 +126,7 @@ class MoELayer(nn.Module):
                 activation_dropout=activation_dropout,
                 dropout=dropout,
                 seed=seed,
+                storage=expert_storage,
                 options=expert_options,
             )
         usual.refuse_own_experts(self.experts)

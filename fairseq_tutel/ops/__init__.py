@@ -20,7 +20,14 @@ from .expert_ffn import (
     ffn_chunk_bwd,
     ffn_chunks_bwd_params,
 )
-from .few_tokens import FewRows, arrange_few, choose_few, expert_ffn_few, takes_few
+from .few_tokens import (
+    FewRows,
+    arrange_few,
+    choose_few,
+    expert_ffn_few,
+    expert_ffn_int8,
+    takes_few,
+)
 from .gate_logits import gate_logits
 from .gating import topk_gating
 from .rows import assign_rows
@@ -47,6 +54,7 @@ __all__ = [
     "encode_rows",
     "expert_ffn",
     "expert_ffn_few",
+    "expert_ffn_int8",
     "ffn_chunk",
     "ffn_chunk_bwd",
     "ffn_chunks_bwd_params",

@@ -8,7 +8,13 @@ them all.
 import torch
 from torch import Tensor
 
-from ..backends.torch import FewRows, arrange_few, choose_few, expert_ffn_few
+from ..backends.torch import (
+    FewRows,
+    arrange_few,
+    choose_few,
+    expert_ffn_few,
+    expert_ffn_int8,
+)
 from .backend import backend_for
 
 # pairs up to which sorting them one by one takes less than a hundredth of the experts' products
@@ -29,4 +35,12 @@ def is_eager_on_cpu(x: Tensor) -> bool:
     return plain and not torch.compiler.is_compiling()
 
 
-__all__ = ["FewRows", "arrange_few", "choose_few", "expert_ffn_few", "takes_few"]
+__all__ = [
+    "FewRows",
+    "arrange_few",
+    "choose_few",
+    "expert_ffn_few",
+    "expert_ffn_int8",
+    "is_eager_on_cpu",
+    "takes_few",
+]

@@ -86,3 +86,25 @@ def expert_ffn_few(
     out_RM = torch.empty_like(rows_RM)
     run_blocks(to, rows_RM, params, out_RM)
     return out_RM
+
+
+def expert_ffn_int8(
+    rows_NM: Tensor,
+    w1: Tensor,
+    scale1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    scale2: Tensor,
+    b2: Tensor | None,
+    *,
+    activation: str,
+) -> Tensor:
+    """One expert whose weights are int8 (F, M) and (M, F) times a bf16 scale of each row, of bf16
+    rows; products add up in fp32 and are rounded to bf16, all else is in fp32: fp32 (N, M).
+    """
+    to = Blocks((), w2.shape[1], activation, (0.0, 0.0), 0, torch.bfloat16, torch.float32)
+    z = torch._weight_int8pack_mm(rows_NM.contiguous(), w1, scale1).float()
+    z = z if b1 is None else z.add_(b1)
+    a = to.activate(z, None).to(torch.bfloat16)
+    y = torch._weight_int8pack_mm(a, w2, scale2).float()
+    return y if b2 is None else y.add_(b2)

@@ -5,11 +5,14 @@ One file each; see base.py.
 
 from __future__ import annotations
 
+import torch
+
 from ...config import EXPERTS, Options, option
 from ...distributed import ExpertParallelGroups
 from .base import ExpertBank, ExpertCall
 from .ffn import Experts, SharedExpert
 from .gated import GeGLUExperts, SwiGLUExperts
+from .inference import STORAGES, InferenceExperts, hold_experts
 from .modules import ExpertList, custom_experts
 from .stacked import Stacked, StackedExperts
 
@@ -17,9 +20,21 @@ register_experts = EXPERTS.register
 
 
 def make_experts(
-    network: str, groups: ExpertParallelGroups, model_dim: int, hidden_dim: int, **given
+    network: str,
+    groups: ExpertParallelGroups,
+    model_dim: int,
+    hidden_dim: int,
+    storage: str = "stacked",
+    **given,
 ) -> ExpertBank:
-    """The bank of a rank's experts; ``given`` are other arguments of :class:`StackedExperts`."""
+    """The bank of a rank's experts; ``given`` are other arguments of :class:`StackedExperts`. For
+    another ``storage`` no memory is taken until a state dict is loaded.
+    """
+    if storage != "stacked":
+        with torch.device("meta"):
+            return hold_experts(
+                make_experts(network, groups, model_dim, hidden_dim, **given), storage
+            )
     return EXPERTS.get(network)(
         groups.local_experts,
         model_dim,
@@ -37,6 +52,8 @@ __all__ = [
     "ExpertCall",
     "ExpertList",
     "Experts",
+    "InferenceExperts",
+    "STORAGES",
     "GeGLUExperts",
     "Options",
     "SharedExpert",
@@ -44,6 +61,7 @@ __all__ = [
     "StackedExperts",
     "SwiGLUExperts",
     "custom_experts",
+    "hold_experts",
     "make_experts",
     "option",
     "register_experts",

@@ -42,9 +42,30 @@ class Experts(StackedExperts):
         return usual and not is_observed(self)
 
     def used(self, rows_RM, spans):
-        call = self.call(rows_RM.dtype)
+        return self.compute_used(self.call(rows_RM.dtype), rows_RM, spans)
+
+    def compute_used(self, call, rows_RM, spans):
+        if type(self).compute is not Experts.compute:  # another network's, made of this one
+            return super().compute_used(call, rows_RM, spans)
         activation = self._options(call).activation
         return ops.expert_ffn_few(rows_RM, spans, *self._tensors(call), activation=activation)
+
+    @property
+    def has_int8_product(self):
+        return type(self).compute is Experts.compute
+
+    def compute_int8(self, held, rows_NM):
+        """fp32 [N, M] of one expert's bf16 rows; ``held`` are its params, weights as pairs of int8
+        and scale."""
+        parts = dict(zip(self.layout, held, strict=True))
+        w1, w2 = ((v.flatten(0, 1) for v in parts[f"fc{i}_weight"]) for i in (1, 2))
+        b1, b2 = (parts.get(f"fc{i}_bias") for i in (1, 2))
+        return ops.expert_ffn_int8(
+            rows_NM,
+            *(*w1, None if b1 is None else b1.flatten()),
+            *(*w2, None if b2 is None else b2.flatten()),
+            activation=self._options(ExpertCall(())).activation,
+        )
 
     def chunk(self, call, rows, offsets, keep):
         options, tensors = self._options(call), self._tensors(call)

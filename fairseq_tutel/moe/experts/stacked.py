@@ -6,6 +6,7 @@ of its own, ``{j}.fc1.weight`` with j the local index.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -169,6 +170,32 @@ class StackedExperts(ExpertBank):
         the last expert's may be anything.
         """
         raise NotImplementedError
+
+    def compute_used(
+        self, call: ExpertCall, rows_RM: torch.Tensor, spans: Sequence[tuple[int, int, int]]
+    ) -> torch.Tensor:
+        """:meth:`compute` without dropout, of the experts that have rows, as in :meth:`used`."""
+        out_RM = torch.empty_like(rows_RM)
+        for expert, begin, end in spans:
+            params = (
+                param[expert * len(stacked.names) :][: len(stacked.names)]
+                for param, stacked in zip(call.params, self.layout.values(), strict=True)
+            )
+            one, rows = ExpertCall(tuple(params)), rows_RM[None, begin:end]
+            out_RM[begin:end] = self.compute(one, rows, None)[0]
+        return out_RM
+
+    # whether there is compute_int8(weights, rows), on weights of one byte and rows in bf16
+    has_int8_product = False
+
+    def without_weights(self) -> StackedExperts:
+        """A bank of the same experts on the meta device."""
+        bank = copy.copy(self)
+        bank._parameters = {
+            name: nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
+            for name, param in self._parameters.items()
+        }
+        return bank
 
     def call(self, dtype: torch.dtype, parallelism: ExpertParallelism | None = None) -> ExpertCall:
         # in slices, dropout of the output is left to the tokens' rank: it must not depend on r

@@ -22,7 +22,7 @@ from ....distributed import (
 )
 from ....moe import MoEAux, MoELayer, balance_over_ranks, routing_counts
 from ....tuning import ExchangeTuner
-from ..options.options import exchange_config, moe_config, tuned_fields
+from ..options.options import exchange_config, expert_storage, moe_config, tuned_fields
 from .shared_decoding import decode_together
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ def build_moe_layer(args: Any, cfg: Any, side: Any, experts: Experts) -> MoELaye
         shared_expert_dim=args.moe_shared_expert_ffn_dim,
         dropout=cfg.dropout,
         activation_dropout=cfg.activation_dropout or cfg.relu_dropout or 0.0,
+        expert_storage=expert_storage(args),
         exchange=exchange_config(args),
         record_exchange_time=args.record_a2a_perf_stats,
         skip_exchange=args.dummy_a2a,

@@ -23,6 +23,8 @@ from ....config import (
 from ....config.options import FRACTION, as_flag, at_least, check_ranges, option, with_flags
 from .fields import schema_of, values_of
 
+EXPERT_DTYPES = ("same", "bf16", "int8")
+
 
 @dataclass
 class MoEOptions(schema_of(ExchangeConfig, "communication"), schema_of(MoEConfig, "routing")):
@@ -127,6 +129,18 @@ class MoEOptions(schema_of(ExchangeConfig, "communication"), schema_of(MoEConfig
         "operators of the MoE layers: Triton kernels on GPUs and torch elsewhere, or one",
         group="debugging",
     )
+    moe_expert_dtype: ChoiceEnum(EXPERT_DTYPES) = option(
+        "same",
+        "in evaluation, by --model-overrides: weights of the experts in fewer bytes; int8 has a "
+        "scale for every output, and is for CPUs",
+        group="debugging",
+    )
+    moe_map_experts: bool = option(
+        False,
+        "in evaluation, by --model-overrides: leave experts in the checkpoint's files, where they "
+        "are read when a token goes to them, once for all processes of a node",
+        group="debugging",
+    )
     moe_load_log_interval: int = option(
         0,
         "> 0: append load and utilisation of the experts to SAVE_DIR/expert_load.jsonl every so "
@@ -181,6 +195,7 @@ def check_moe_options(args: Any, config: type) -> None:
     EXPERTS.options_of_flags(str(args.moe_expert_network), args)
     moe_config(args, args.moe_expert_count or 2**31)
     exchange_config(args)
+    expert_storage(args)
     tuned_fields(args)
 
 
@@ -239,6 +254,37 @@ def exchange_config(args: Any) -> ExchangeConfig:
             "sliced, or an r of 0 or 1"
         )
     return ExchangeConfig(**values)
+
+
+def expert_storage(args: Any) -> str:
+    """``expert_storage`` of the layers; raises ValueError for what contradicts."""
+    # a model of one's own may lack them
+    dtype = str(getattr(args, "moe_expert_dtype", "same"))
+    mapped = getattr(args, "moe_map_experts", False)
+    if dtype != "same" and mapped:
+        raise ValueError(
+            f"--moe-expert-dtype {dtype} converts the experts, and --moe-map-experts leaves them "
+            "in their files: give one of them"
+        )
+    storage = "mapped" if mapped else "stacked" if dtype == "same" else dtype
+    if storage != "stacked" and str(args.moe_expert_placement) == "sliced":
+        raise ValueError(
+            f"experts that are held as {storage} are whole, and --moe-expert-placement sliced cuts "
+            "them: give one of them"
+        )
+    return storage
+
+
+def refuse_in_training(args: Any) -> None:
+    """Raise ValueError for what holds in evaluation alone."""
+    if expert_storage(args) != "stacked":
+        given = "--moe-map-experts"
+        if not args.moe_map_experts:
+            given = as_flag("moe_expert_dtype", args.moe_expert_dtype)
+        raise ValueError(
+            f"{given} is for evaluation: train without it, and give it to --model-overrides or "
+            "from_pretrained"
+        )
 
 
 def tuned_fields(args: Any) -> list[str]:

@@ -20,7 +20,7 @@ from ....checkpoint import check_complete, final_path, find_checkpoint, load_fil
 from ....distributed import any_rank, process_world, sum_over_ranks
 from ..criterions import CRITERIONS
 from ..models import ARCHITECTURES, MoETransformerDecoder, name_with_experts
-from ..options.options import moe_frequencies
+from ..options.options import EXPERT_DTYPES, moe_frequencies
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
         "moe_expert_placement": "replicated",
         "moe_parallelism_r": 1,
         "moe_tune_file": None,
+        "moe_expert_dtype": "same",
+        "moe_map_experts": False,
         **(arg_overrides or {}),
     }
     rank, world_size = process_world()
@@ -68,6 +70,7 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
         world_size=world_size,
         expert_parallel_size=arg_overrides["moe_expert_parallel_size"],
         with_optimizer=False,
+        check_experts=not arg_overrides.get("moe_map_experts"),
     )
     return with_options_of_today(state, path, arg_overrides)
 
@@ -129,6 +132,10 @@ def _check_overrides(overrides: Any, options: set[str]) -> None:
             close = difflib.get_close_matches(name, of_moe, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ValueError(f"override {name}: there is no such option{hint}")
+    dtype = (overrides or {}).get("moe_expert_dtype", "same")
+    if dtype not in EXPERT_DTYPES:
+        known = ", ".join(EXPERT_DTYPES)
+        raise ValueError(f"override moe_expert_dtype={dtype!r}: expected one of {known}")
 
 
 def _as_config(saved: dict[str, Any]) -> DictConfig:

@@ -20,6 +20,7 @@ from ....distributed import copies_of, is_expert
 from ....training import expert_grad_sq_norm, update_load_biases
 from ..criterions import CRITERIONS, MoECriterion
 from ..criterions.moe_criterion import join_passes, logged_passes
+from ..options.options import refuse_in_training
 from ..programs import blocks
 from ..programs.ranks import refuse_separate_ranks
 from .checkpointing import CheckpointMixin
@@ -44,6 +45,7 @@ class MoETrainer(CheckpointMixin, Trainer):
     """See the module docstring; ``install`` of :mod:`.hooks` puts it in place."""
 
     def __init__(self, cfg, task, model, criterion, quantizer=None):
+        refuse_in_training(cfg.model)
         _prepare_config(cfg, model)
         super().__init__(cfg, task, model, criterion, quantizer)
         self._load_bias = _has_load_bias(model, criterion)

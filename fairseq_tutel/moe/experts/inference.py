@@ -1,0 +1,221 @@
+"""Experts of a model that is only evaluated: fewer bytes, or none until a token goes to them.
+
+``mapped``: an expert's tensors are those of the state dict, not copied. Of a checkpoint that is
+memory-mapped they are pages of its file, which the processes of a node share, which are read when a
+token first goes to the expert, and given up when memory is short. On another device than the CPU
+the weights of the experts that are used are copied there for a call.
+
+``bf16``: half of the bytes of fp32. ``int8``: a quarter, each row of a weight (an output) with a
+scale of its own, the largest value being 127; biases stay as they are. An int8 product is worth it
+while memory is what takes the time: above :data:`_INT8_ROWS` rows an expert is computed in bf16.
+
+The gate, attention and embeddings stay what they are, and so does the dtype of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..chunks import ExpertRows
+from ..torch_modes import is_observed, without_autocast
+from .base import ExpertBank, ExpertCall
+from .stacked import StackedExperts
+
+STORAGES = ("stacked", "mapped", "bf16", "int8")
+# rows of an expert up to which weights of one byte take less time than those of two
+_INT8_ROWS = 16
+
+
+class Int8(NamedTuple):
+    """A weight as ``value * scale``, [n, A, B] int8 and [n, A] bf16."""
+
+    value: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> Int8:
+        """Rounded to nearest, symmetric around 0; a row of zeros stays one."""
+        largest = weight.float().abs().amax(-1)
+        scale = (largest.clamp(min=torch.finfo(torch.float32).tiny) / 127).to(torch.bfloat16)
+        scaled = weight.float() / scale.float()[..., None]
+        return cls(scaled.round_().clamp_(-127, 127).to(torch.int8), scale)
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight that it stands for."""
+        return self.value.to(dtype) * self.scale[..., None].to(dtype)
+
+
+class InferenceExperts(ExpertBank):
+    """A bank that has no parameters; its tensors come from a state dict.
+
+    Args:
+        network: what the experts compute; its parameters, on the meta device, are never used.
+        storage: one of STORAGES but the first, see the module docstring.
+    """
+
+    def __init__(self, network: StackedExperts, storage: str):
+        super().__init__()
+        if storage not in STORAGES[1:]:
+            raise ValueError(f"expert_storage={storage!r}: expected one of {', '.join(STORAGES)}")
+        self._network = (network,)  # no child: a model would move and save its parameters
+        self.storage = storage
+        self.uses_activation = network.uses_activation
+        self.expert_ids = network.expert_ids
+        self._held: list[dict[str, tuple[torch.Tensor, ...] | torch.Tensor | Int8]] = [
+            {} for _ in network.expert_ids
+        ]
+
+    @property
+    def network(self) -> StackedExperts:
+        """What the experts compute."""
+        return self._network[0]
+
+    def forward(self, batch: ExpertRows, call: ExpertCall | None = None) -> torch.Tensor:
+        """NOTE: the host reads the counts of ragged rows."""
+        rows_RM = batch.rows.reshape(-1, batch.rows.shape[-1])
+        if batch.offsets is None:
+            size = batch.rows.shape[1]
+            ends = [size * (number + 1) for number in range(batch.rows.shape[0])]
+        else:
+            ends = batch.offsets.tolist()
+        spans = [
+            (expert, begin, end)
+            for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
+            if end > begin
+        ]
+        with without_autocast(rows_RM.device):
+            out_RM = self.used(rows_RM, spans)
+        out_RM[ends[-1] :] = 0
+        return out_RM.view(batch.rows.shape)
+
+    @property
+    def computes_used(self) -> bool:
+        return not is_observed(self)
+
+    def used(self, rows_RM: torch.Tensor, spans: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        if self.training or (torch.is_grad_enabled() and rows_RM.requires_grad):
+            raise ValueError(
+                f"experts that are held as {self.storage!r} have no gradients: they are for "
+                "evaluation (eval() and torch.no_grad()), not for training"
+            )
+        out_RM = torch.empty_like(rows_RM)
+        for expert, begin, end in spans:
+            out_RM[begin:end] = self._one(expert, rows_RM[begin:end])
+        return out_RM
+
+    def _one(self, expert: int, rows_NM: torch.Tensor) -> torch.Tensor:
+        held = self._held[expert]
+        if not held:
+            raise ValueError(
+                f"the experts, held as {self.storage!r}, have no weights until a state dict is "
+                "loaded"
+            )
+        whole, network = [(0, 0, len(rows_NM))], self.network
+        if self.storage == "mapped":
+            params = (_one_stack(values).to(rows_NM) for values in held.values())
+            return network.compute_used(ExpertCall(tuple(params)), rows_NM, whole)
+        half_NM = rows_NM.to(torch.bfloat16)
+        if self.storage == "int8" and len(rows_NM) <= _INT8_ROWS and network.has_int8_product:
+            return network.compute_int8(tuple(held.values()), half_NM).to(rows_NM.dtype)
+        params = tuple(value.to(torch.bfloat16) for value in held.values())
+        return network.compute_used(ExpertCall(params), half_NM, whole).to(rows_NM.dtype)
+
+    def hold(self, slot: int, name: str, values: Sequence[torch.Tensor]) -> None:
+        """Take the tensors of a stacked parameter of one local expert."""
+        values = tuple(value.detach() for value in values)
+        held: tuple[torch.Tensor, ...] | torch.Tensor | Int8 = values
+        if self.storage != "mapped":
+            stack = torch.stack(values)
+            is_weight = len(self.network.layout[name].dims) == 2
+            if self.storage == "bf16":
+                held = stack.to(torch.bfloat16)
+            else:
+                held = Int8.of(stack) if is_weight else stack
+        self._held[slot][name] = held
+
+    def _apply(self, fn, recurse=True):
+        device = fn(torch.empty(0)).device
+        if self.storage == "int8" and device.type != "cpu":
+            raise ValueError(f"experts in int8 are for CPUs, which have its product, not {device}")
+        if self.storage == "bf16":  # others stay where they are
+            if device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
+                raise ValueError(f"experts in bf16: {device} has no such products")
+            self._held = [{k: v.to(device) for k, v in held.items()} for held in self._held]
+        return super()._apply(fn, recurse)
+
+    def _names(self, slot: int):
+        for name, stacked in self.network.layout.items():
+            yield name, [f"{slot}.{single}" for single in stacked.names]
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        for slot, held in enumerate(self._held):
+            for name, singles in self._names(slot):
+                if name in held:
+                    value = held[name]
+                    parts = value.to(torch.bfloat16) if isinstance(value, Int8) else value
+                    destination.update(zip((prefix + s for s in singles), parts, strict=True))
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ):
+        wanted = set()
+        for slot in range(len(self.expert_ids)):
+            for name, singles in self._names(slot):
+                keys = [prefix + single for single in singles]
+                wanted.update(keys)
+                missing_keys.extend(key for key in keys if key not in state_dict)
+                values = {key: state_dict[key] for key in keys if key in state_dict}
+                shape = getattr(self.network, name).shape[1:]
+                wrong = [key for key, value in values.items() if value.shape != shape]
+                error_msgs.extend(
+                    f"size mismatch for {key}: {tuple(values[key].shape)} in the checkpoint, "
+                    f"{tuple(shape)} in the model"
+                    for key in wrong
+                )
+                if len(values) == len(keys) and not wrong:
+                    self.hold(slot, name, list(values.values()))
+        if strict:
+            unexpected_keys.extend(
+                key for key in state_dict if key.startswith(prefix) and key not in wanted
+            )
+
+    def num_bytes(self) -> int:
+        """Of the weights that are held; of mapped ones, in files."""
+        tensors = [
+            tensor
+            for held in self._held
+            for value in held.values()
+            for tensor in (value if isinstance(value, tuple) else (value,))
+        ]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def extra_repr(self) -> str:
+        return f"{self.storage}, {self.network.extra_repr()}"
+
+
+def _one_stack(values: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """[n, ...]; of a single tensor without a copy."""
+    return values[0][None] if len(values) == 1 else torch.stack(values)
+
+
+def hold_experts(bank: ExpertBank, storage: str) -> InferenceExperts:
+    """The experts of a stacked bank, for evaluation alone, held otherwise: weights are taken over
+    (``mapped``: as they are) and the bank's own may be let go. ValueError for another bank.
+    """
+    if not isinstance(bank, StackedExperts) or bank.hidden_slice[1] > 1:
+        what = f"in {bank.hidden_slice[1]} slices" if isinstance(bank, StackedExperts) else "own"
+        raise ValueError(
+            f"expert_storage={storage!r} is for whole experts of a built-in network, not for "
+            f"{type(bank).__name__} ({what})"
+        )
+    held = InferenceExperts(bank, storage)
+    if not next(bank.parameters()).is_meta:
+        for name, stacked in bank.layout.items():
+            count = len(stacked.names)
+            for slot, values in enumerate(getattr(bank, name).split(count)):
+                held.hold(slot, name, values.unbind())
+        held._network = (bank.without_weights(),)
+    return held.train(bank.training)

@@ -1,0 +1,124 @@
+"""Experts that are held for evaluation alone: in a file, in bf16, in int8."""
+
+import pytest
+import torch
+from helpers.assertions import rms_ratio
+
+from fairseq_tutel.moe import MoELayer, hold_experts
+
+DIM, EXPERTS = 32, 4
+
+
+def make(storage="stacked", **options):
+    return MoELayer(DIM, EXPERTS, 48, top_k=2, seed=2, expert_storage=storage, **options).eval()
+
+
+def loaded(storage, **options):
+    """(a layer, one with its weights held otherwise)"""
+    torch.manual_seed(1)
+    layer = make(**options)
+    with torch.no_grad():  # outputs of unlike size, and one of zeros
+        layer.experts.fc2_weight.mul_(torch.logspace(-3, 1, DIM)[:, None])
+        layer.experts.fc2_weight[1, 3] = 0
+    held = make(storage, **options)
+    held.load_state_dict(layer.state_dict())
+    return layer, held
+
+
+def as_int8(weight):
+    """The weights that int8 with a scale per row stands for, one number after the other."""
+    out = torch.zeros_like(weight)
+    for row, values in enumerate(weight):
+        scale = float((values.abs().max() / 127).bfloat16()) or 1.0
+        for column, value in enumerate(values.tolist()):
+            out[row, column] = scale * max(-127, min(127, round(value / scale)))
+    return out
+
+
+NETWORKS = [{}, {"activation": "relu"}, {"expert_network": "swiglu"},
+            {"expert_network": "geglu", "expert_options": {"bias": True}}]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", NETWORKS, ids=str)
+@pytest.mark.parametrize("tokens", [1, 7, 200])
+@torch.no_grad()
+def test_mapped_experts_are_the_state_dict_and_compute_the_same_bits(options, tokens):
+    layer, held = loaded("mapped", **options)
+    x = torch.randn(tokens, DIM)
+    assert torch.equal(held(x), layer(x))
+    assert torch.equal(held(x, return_aux=True)[0], layer(x))
+    state = layer.state_dict()
+    again = make("mapped", **options)
+    again.load_state_dict(state)
+    weight = state["experts.2.fc1.weight"]
+    weight += 1  # of the state dict, which the layer has not copied
+    assert torch.equal(again(x), layer(x))  # whose memory the state dict has
+    assert again.state_dict()["experts.2.fc1.weight"].data_ptr() == weight.data_ptr()
+
+
+@pytest.mark.parametrize("options", NETWORKS, ids=str)
+@pytest.mark.parametrize("tokens", [1, 7, 200])
+@pytest.mark.parametrize("storage, most", [("bf16", 8e-3), ("int8", 1e-2)])
+@torch.no_grad()
+def test_fewer_bytes(storage, most, options, tokens):
+    """Against the layer in fp64 with the weights that are held; all else is rounding to bf16."""
+    layer, held = loaded(storage, **options)
+    wide = make(**options).double()
+    state = {name: value.double() for name, value in layer.state_dict().items()}
+    for name, value in state.items():
+        if ".fc" in name and name.endswith("weight"):
+            value.copy_(as_int8(value) if storage == "int8" else value.bfloat16())
+    wide.load_state_dict(state)
+    x = torch.randn(tokens, DIM)
+    exact = wide(x.double())
+    for y in (held(x), held(x, return_aux=True)[0]):
+        assert y.dtype == torch.float32
+        # of each output by itself: small ones must not hide behind large ones
+        error = (y - exact).square().mean(0).sqrt() / exact.square().mean(0).sqrt()
+        assert error.median() < most and rms_ratio(y, exact) < most
+    assert rms_ratio(held(x), layer(x)) < 3 * most
+    assert not list(held.experts.parameters())
+    weights = sum(p.numel() for n, p in layer.experts.named_parameters() if "weight" in n)
+    assert held.experts.num_bytes() < weights * {"bf16": 2.2, "int8": 1.5}[storage]
+
+
+@torch.no_grad()
+def test_a_layer_that_was_trained_is_held_in_place():
+    layer, x = make(), torch.randn(5, DIM)
+    y = layer(x)
+    layer.experts = hold_experts(layer.experts, "mapped")
+    assert torch.equal(layer(x), y) and not list(layer.experts.parameters())
+
+
+def test_what_cannot_be_is_one_error():
+    _, held = loaded("int8")
+    x = torch.randn(3, DIM)
+    with pytest.raises(ValueError, match="held as 'int8' have no gradients: they are for eval"):
+        held.train()(x)
+    with pytest.raises(ValueError, match="have no gradients"):
+        held.eval()(x.requires_grad_())
+    with pytest.raises(ValueError, match="int8 are for CPUs, which have its product, not meta"):
+        held.to("meta")
+    with torch.no_grad(), pytest.raises(ValueError, match="no weights until a state dict"):
+        make("mapped")(x)
+    with pytest.raises(ValueError, match="expert_storage='fp8': expected one of"):
+        make("fp8")
+    with pytest.raises(ValueError, match="expert_storage='int8'"):
+        make("int8", expert_fn=lambda: torch.nn.Linear(DIM, DIM))
+    state = make().state_dict()
+    state["experts.1.fc1.weight"] = torch.zeros(2, 2)
+    del state["experts.0.fc2.bias"]
+    with pytest.raises(RuntimeError, match=r"(?s)Missing.*0.fc2.bias.*size mismatch.*1.fc1.weight"):
+        make("bf16").load_state_dict(state)
+
+
+@torch.no_grad()
+def test_moves_and_casts_leave_what_is_held():
+    layer, held = loaded("bf16")
+    x = torch.randn(5, DIM).half()
+    before = held.experts.num_bytes()
+    y = held.half()(x)
+    assert y.dtype == torch.float16 and held.experts.num_bytes() == before
+    assert rms_ratio(y, layer(x.float())) < 2e-2
+    with torch.autocast("cpu", torch.bfloat16):
+        assert rms_ratio(loaded("int8")[1](x.float()), layer(x.float())) < 4e-2
