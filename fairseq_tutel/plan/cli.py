@@ -15,12 +15,14 @@ from typing import Any
 
 from ..command_line import CONFIGS, CommandLine, config_directory, with_extension
 
-_KEYS = {"gpus": int, "hardware": str, "vocabulary": int, "tokens": float}
+_KEYS = {"gpus": int, "hardware": str, "vocabulary": int, "sentence": int, "tokens": float}
 _EPILOG = """\
 key=value:
   gpus=N              ranks (default: the world size of config or command)
   hardware=NAME       a profile in CONFIG_DIR/hardware, or a shipped one (default: a100-80g)
   vocabulary=N        size of the dictionary where the data is not here
+  sentence=N          tokens of a sentence to translate, and of its translation (default: the
+                      most that the run takes)
   tokens=N            of a training, whose days are said (default: 300e9)
   anything else       an override of the config, as for fairseq-hydra-train: +model.x=1 adds
                       what the file does not state, ~task.x takes out what it does
@@ -99,7 +101,7 @@ def _run(options, own: dict[str, Any], overrides: list[str], command: list[str])
         name = options.config_name
         directory = options.config_dir or config_directory(with_extension(name))
         config = load_config(directory, name, overrides)
-    sizes = {key: own.get(key) for key in ("gpus", "vocabulary")}
+    sizes = {key: own.get(key) for key in ("gpus", "vocabulary", "sentence")}
     plan = make_plan(read_settings(config, name, **sizes), hardware)
     best = best_plan(plan) if options.best else None
     tokens = own.get("tokens", 300e9)

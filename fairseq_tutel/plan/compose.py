@@ -19,7 +19,7 @@ import hydra
 from fairseq import options as options_of_fairseq
 from fairseq.dataclass.initialize import add_defaults, hydra_init
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq.models.transformer_lm import TransformerLanguageModelConfig
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 from fairseq.utils import import_user_module
 from hydra.errors import HydraException
 from omegaconf import DictConfig
@@ -34,12 +34,7 @@ except ImportError:  # Hydra 1.0, of official fairseq 0.12.2
     from hydra.experimental import compose, initialize_config_dir
 
 TRAINING = ("fairseq-train", "fairseq-hydra-train")
-# of one stack of layers
-SUPPORTED = [
-    name
-    for name, row in ARCHITECTURES.items()
-    if issubclass(row.config, TransformerLanguageModelConfig)
-]
+SUPPORTED = list(ARCHITECTURES)
 
 
 def load_config(directory: Path, name: str, overrides: Sequence[str]) -> DictConfig:
@@ -68,7 +63,7 @@ def load_config(directory: Path, name: str, overrides: Sequence[str]) -> DictCon
 
 
 def _check_supported(option: str, arch: str | None) -> None:
-    if arch not in SUPPORTED:
+    if ARCH_MODEL_NAME_REGISTRY.get(arch) not in SUPPORTED:
         known = ", ".join(SUPPORTED)
         raise ValueError(f"{option}{arch}: the planner supports {known} only")
 

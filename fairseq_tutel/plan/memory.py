@@ -7,10 +7,14 @@ keeps no table of scores):
     attention      M of: norm's input, its output, q, k, v, result, result in sentence order,
                    next norm's input, next norm's output (dense) or its sentence-ordered copy
                    (MoE); a dropout mask of 1 byte; log-sum-exp of the scores, 4 bytes per head
+    to a source    M of: q, k, v, result in sentence order, next norm's input and output; a dropout
+                   mask; tables of the scores (fairseq computes this one step by step): softmax in
+                   fp32, the same cast to b if that is less, with dropout its result and mask
     dense FFN      input of the activation, 4 F for gelu (fairseq computes it in fp32); its output,
                    b F; a dropout mask of 1 byte
     gate           logits, 4 E
     shared expert  input and output of the activation, 2 b F
+    conditional    a dense FFN, and the two outputs that are mixed, 2 b M
     experts        per row of the dispatch buffer: rows received, b M; input and output of the
                    activation, 2 b F (3 b F where one is gated); output, b M. With r-flow there are
                    r times as many of both
@@ -25,8 +29,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .parameters import Parameters, dense_ffn_widths, moe_layer_numbers
-from .settings import Settings
+from .parameters import Parameters, StackParameters
+from .settings import Settings, Stack
 from .work import Traffic
 
 # Elements of legacy_ddp's all-reduce buffer (fairseq's LegacyDistributedDataParallel).
@@ -85,65 +89,87 @@ class Layer:
 
 def make_layers(settings: Settings, parameters: Parameters, traffic: Traffic) -> list[Layer]:
     """The layers from the bottom up."""
+    stacks = zip(settings.stacks, parameters.stacks, traffic.gathered, strict=True)
+    return [layer for each in stacks for layer in _layers_of_stack(settings, traffic, *each)]
+
+
+def _layers_of_stack(
+    settings: Settings, traffic: Traffic, stack: Stack, counted: StackParameters, gathered: int
+) -> list[Layer]:
     model, b = settings.model, settings.precision.element
     checkpoint = None
     if model.checkpoint_activations:
         on_gpu = not model.offload_activations
-        checkpoint = settings.tokens * b * model.decoder_embed_dim * on_gpu
-    dense = Layer(parameters.dense_layer, *_dense_bytes(settings), checkpoint=checkpoint)
-    numbers = moe_layer_numbers(settings)
-    if not numbers:
-        return [dense] * model.decoder_layers
-    here = parameters.moe_layer + parameters.local // parameters.moe_layers
-    sizes = _moe_bytes(settings, parameters, traffic)
-    moe = Layer(here, *sizes, gathered=traffic.gathered * b, checkpoint=checkpoint)
-    return [moe if n in numbers else dense for n in range(1, model.decoder_layers + 1)]
+        checkpoint = settings.tokens * b * stack.dim * on_gpu
+    dense = Layer(counted.dense_layer, *_dense_bytes(settings, stack), checkpoint=checkpoint)
+    if not stack.sparse:
+        return [dense] * stack.layers
+    here = counted.moe_layer + counted.local
+    sizes = _moe_bytes(settings, stack, counted, traffic)
+    moe = Layer(here, *sizes, gathered=gathered * b, checkpoint=checkpoint)
+    return [moe if n in stack.sparse else dense for n in range(1, stack.layers + 1)]
 
 
-def _attention_bytes(settings: Settings) -> int:
+def _attention_bytes(settings: Settings, stack: Stack) -> int:
     model, b = settings.model, settings.precision.element
-    dim, mask = model.decoder_embed_dim, int(model.dropout > 0)
-    return settings.tokens * ((9 * b + mask) * dim + 4 * model.decoder_attention_heads)
+    mask = int(model.dropout > 0)
+    per_token = (9 * b + mask) * stack.dim + 4 * stack.heads
+    if stack.attentions > 1:
+        table = 4 + (b if b < 4 else 0) + (b + 1 if model.attention_dropout > 0 else 0)
+        scores = stack.heads * settings.tokens_per_sample
+        per_token += (6 * b + mask) * stack.dim + scores * table
+    return settings.tokens * per_token
 
 
-def _dense_bytes(settings: Settings) -> tuple[int, int, int]:
+def _dense_bytes(settings: Settings, stack: Stack) -> tuple[int, int, int]:
     """(activations, dispatch buffers, gradients of activations) of a dense layer."""
+    ffn, gradients = _ffn_bytes(settings, stack, max(stack.dense_widths, default=0))
+    return _attention_bytes(settings, stack) + ffn, 0, gradients
+
+
+def _ffn_bytes(settings: Settings, stack: Stack, hidden: int) -> tuple[int, int]:
+    """(activations, gradients of activations) of a stock FFN."""
     model, tokens, b = settings.model, settings.tokens, settings.precision.element
-    hidden = max(dense_ffn_widths(settings), default=0)
     saved_input, gradients = {
         # fairseq's gelu: fp32 input, and in its backward pass fp32 gradients of both sides
         "gelu": (4, 6 if b == 2 else 4),
         # its output is the input that fc2 saves
         "relu": (0, 2 * b),
     }.get(str(model.activation_fn), (b, b))
-    mask = int(model.dropout > 0) * model.decoder_embed_dim
-    ffn = tokens * (hidden * (saved_input + b) + mask)
-    return _attention_bytes(settings) + ffn, 0, tokens * hidden * gradients
+    mask = int(model.dropout > 0) * stack.dim
+    return tokens * (hidden * (saved_input + b) + mask), tokens * hidden * gradients
 
 
 def _moe_bytes(
-    settings: Settings, parameters: Parameters, traffic: Traffic
+    settings: Settings, stack: Stack, counted: StackParameters, traffic: Traffic
 ) -> tuple[int, int, int]:
     """(activations, dispatch buffers, gradients of activations) of an MoE layer.
 
     In the backward pass of the experts' activation its inputs, its output and the gradients of all
     are alive; two row buffers are left, as many as were saved.
     """
-    model, b = settings.model, settings.precision.element
-    hidden = traffic.rows * b * parameters.hidden
+    b = settings.precision.element
+    hidden = traffic.rows * b * counted.hidden
     gate = settings.tokens * 4 * settings.routing.num_outputs
-    shared = settings.tokens * 2 * b * model.moe_shared_expert_ffn_dim
-    buffer = traffic.sent * b * model.decoder_embed_dim
+    shared = settings.tokens * 2 * b * settings.model.moe_shared_expert_ffn_dim
+    buffer = traffic.sent * b * stack.dim
     widest = max(buffer, hidden, shared)
-    return _attention_bytes(settings) + gate + hidden + shared, 2 * buffer, widest
+    kept = _attention_bytes(settings, stack) + gate + hidden + shared
+    if stack.conditional:
+        dense, gradients = _ffn_bytes(settings, stack, stack.conditional)
+        kept += dense + 2 * settings.tokens * b * stack.dim
+        widest = max(widest, gradients)
+    return kept, 2 * buffer, widest
 
 
 def count_memory(settings: Settings, parameters: Parameters, stack: list[Layer]) -> Memory:
     """Memory of one GPU of a run whose layers keep what the stack says."""
     model, precision, tokens = settings.model, settings.precision, settings.tokens
     b, per_gpu = precision.element, parameters.per_gpu
-    # input of the output projection and of the norm before it
+    # input of the output projection and of the norm before it; of an encoder, of its last norm, and
+    # its output
     ends = tokens * b * (model.decoder_embed_dim + model.decoder_output_dim)
+    ends += tokens * b * 2 * sum(each.dim for each in settings.stacks if each.side == "encoder")
     held = kept = sum(layer.kept for layer in stack) + ends
     dispatch = max(layer.dispatch for layer in stack)
     if not model.checkpoint_activations:

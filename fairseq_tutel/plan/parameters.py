@@ -10,43 +10,56 @@ from types import SimpleNamespace
 
 import torch
 from fairseq.data import Dictionary
+from fairseq.models import ARCH_MODEL_REGISTRY, BaseFairseqModel
 
 from ..distributed import ExpertParallelGroups, is_expert
-from ..integrations.fairseq.models import TransformerLMGPTMoE
+from ..integrations.fairseq.models.transformer_stacks import MoEStack
 from ..moe.experts import StackedExperts
-from .settings import Settings
+from .settings import Settings, is_encoder_decoder
+
+
+@dataclass(frozen=True)
+class StackParameters:
+    """Numbers of parameters of a stack of layers."""
+
+    dense_layer: int  # of a layer with a dense FFN (the mean, where widths differ)
+    moe_layers: int = 0  # number of MoE layers
+    moe_layer: int = 0  # of an MoE layer without the experts that it routes to
+    local: int = 0  # of the experts of an MoE layer on one GPU
+    expert: int = 0  # of one expert
+    products: int = 0  # of ``expert``, the elements of its matrices
+    unsliced: int = 0  # of ``expert``, what each GPU that shares it holds: the output's bias
+    hidden: int = 0  # numbers that an expert keeps of a row: inputs and output of its activation
+
+    @property
+    def sliceable(self) -> int:
+        """Numbers of an expert that belong to a hidden unit."""
+        return self.expert - self.unsliced
 
 
 @dataclass(frozen=True)
 class Parameters:
     """Numbers of parameters."""
 
-    embeddings: int  # of embeddings, final norm and output projection
-    dense_layer: int  # of a layer with a dense FFN (the mean, where widths differ)
+    embeddings: int  # of embeddings, final norms and output projection
     dense: int  # of everything but the experts; every GPU holds all of it
-    moe_layers: int  # number of MoE layers
     largest: int  # elements of the largest tensor on a GPU
-    moe_layer: int = 0  # of an MoE layer without the experts that it routes to
+    stacks: tuple[StackParameters, ...]  # as Settings.stacks
     experts: int = 0  # E, per MoE layer, over all GPUs
     local_experts: int = 0  # e, per MoE layer and GPU
-    expert: int = 0  # of one expert
-    products: int = 0  # of ``expert``, the elements of its matrices
-    unsliced: int = 0  # of ``expert``, what each GPU that shares it holds: the output's bias
-    hidden: int = 0  # numbers that an expert keeps of a row: inputs and output of its activation
     slices: int = 1  # S, GPUs that share each expert; 1 where each holds it whole
     # placement of the experts, of rank 0; None in a dense model
     groups: ExpertParallelGroups | None = dataclasses.field(default=None, compare=False)
 
     @property
-    def local(self) -> int:
-        """Expert parameters on one GPU."""
-        held = self.sliceable // self.slices + self.unsliced
-        return held * self.local_experts * self.moe_layers
+    def moe_layers(self) -> int:
+        """Number of MoE layers."""
+        return sum(stack.moe_layers for stack in self.stacks)
 
     @property
-    def sliceable(self) -> int:
-        """Numbers of an expert that belong to a hidden unit."""
-        return self.expert - self.unsliced
+    def local(self) -> int:
+        """Expert parameters on one GPU."""
+        return sum(stack.local * stack.moe_layers for stack in self.stacks)
 
     @property
     def per_gpu(self) -> int:
@@ -56,23 +69,8 @@ class Parameters:
     @property
     def total(self) -> int:
         """Distinct parameters of the model."""
-        return self.dense + self.expert * self.experts * self.moe_layers
-
-
-def moe_layer_numbers(settings: Settings) -> range:
-    """Numbers, from 1, of the layers with experts."""
-    if settings.routing is None:
-        return range(0)
-    every = settings.model.moe_freq
-    return range(every, settings.model.decoder_layers + 1, every)
-
-
-def dense_ffn_widths(settings: Settings) -> list[int]:
-    """Hidden width of every dense FFN; a FLOP-matched model has wide ones in place of experts."""
-    model = settings.model
-    sparse = model.decoder_layers // model.moe_freq if model.moe_freq else 0
-    wide = [] if settings.routing else [model.alternate_decoder_ffn_embed_dim] * sparse
-    return wide + [model.decoder_ffn_embed_dim] * (model.decoder_layers - sparse)
+        each = sum(stack.expert * stack.moe_layers for stack in self.stacks)
+        return self.dense + self.experts * each
 
 
 def count_parameters(settings: Settings) -> Parameters:
@@ -81,28 +79,41 @@ def count_parameters(settings: Settings) -> Parameters:
     """
     with torch.device("meta"):
         model = build_model(settings)
-    sparse, groups = model.moe_layers, model.moe_groups
-    layers, dense = [_count_dense(layer) for layer in model.decoder.layers], _count_dense(model)
-    others = [own for i, own in enumerate(layers) if i not in sparse]
+    groups, dense = model.moe_groups, _count_dense(model)
+    sides = [getattr(model, stack.side) for stack in settings.stacks]
+    layers = sum(_count_dense(side.layers) for side in sides)
     counted = Parameters(
-        embeddings=dense - sum(layers),
-        dense_layer=sum(others) // max(len(others), 1),
+        embeddings=dense - layers,
         dense=dense,
-        moe_layers=len(sparse),
         largest=max(param.numel() for param in model.parameters()),
+        stacks=tuple(_count_stack(side, groups) for side in sides),
     )
-    if not sparse:
+    if groups is None:
         return counted
-    number, layer = next(iter(sparse.items()))
     return dataclasses.replace(
         counted,
-        moe_layer=layers[number],
         experts=groups.num_experts,
         local_experts=groups.num_local_experts,
         slices=groups.num_slices,
         groups=groups,
+    )
+
+
+def _count_stack(stack: MoEStack, groups: ExpertParallelGroups | None) -> StackParameters:
+    layers, sparse = [_count_dense(layer) for layer in stack.layers], stack.moe_layers
+    others = [own for i, own in enumerate(layers) if i not in sparse]
+    counted = StackParameters(dense_layer=sum(others) // max(len(others), 1))
+    if not sparse:
+        return counted
+    number, layer = next(iter(sparse.items()))
+    counted = dataclasses.replace(
+        counted,
+        moe_layers=len(sparse),
+        moe_layer=layers[number],
         **expert_sizes(layer.experts),
     )
+    held = counted.sliceable // groups.num_slices + counted.unsliced
+    return dataclasses.replace(counted, local=held * groups.num_local_experts)
 
 
 def expert_sizes(experts: StackedExperts) -> dict[str, int]:
@@ -119,20 +130,22 @@ def expert_sizes(experts: StackedExperts) -> dict[str, int]:
     }
 
 
-def build_model(settings: Settings) -> TransformerLMGPTMoE:
+def build_model(settings: Settings) -> BaseFairseqModel:
     """The model of one rank of ``settings.gpus`` on torch's default device."""
     args = SimpleNamespace(**vars(settings.model))
-    args.tokens_per_sample = settings.tokens_per_sample
-    args.max_target_positions = None  # that of tokens_per_sample
+    if not is_encoder_decoder(args):
+        args.tokens_per_sample = settings.tokens_per_sample
+        args.max_target_positions = None  # that of tokens_per_sample
     args.moe_simulate_world_size = settings.gpus if settings.gpus > 1 else 0
     dictionary = Dictionary()
     dictionary.symbols = [""] * settings.vocabulary  # of which their number counts
     task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
-    logger = logging.getLogger(TransformerLMGPTMoE.__module__.rpartition(".")[0])
+    model = ARCH_MODEL_REGISTRY[args._name]
+    logger = logging.getLogger(MoEStack.__module__.rpartition(".")[0])
     level = logger.level
     logger.setLevel(logging.ERROR)  # that a rank is simulated is no news here
     try:
-        return TransformerLMGPTMoE.build_model(args, task)
+        return model.build_model(args, task)
     finally:
         logger.setLevel(level)
 

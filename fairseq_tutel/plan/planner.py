@@ -61,8 +61,8 @@ class Plan:
         parameters = self.parameters
         if not self.settings.routing:
             return parameters.dense
-        experts = parameters.moe_layers * chosen_experts(self.settings)
-        return parameters.dense + experts * parameters.expert
+        met = sum(stack.moe_layers * stack.expert for stack in parameters.stacks)
+        return parameters.dense + chosen_experts(self.settings) * met
 
 
 def make_plan(settings: Settings, hardware: Hardware, parameters: Parameters | None = None) -> Plan:
@@ -134,13 +134,13 @@ def largest_batch(plan: Plan) -> int:
 
 def flop_matched(plan: Plan) -> Plan:
     """A dense model of the same FLOPs per token: FFNs as wide as K experts in the MoE layers."""
-    settings, products = plan.settings, plan.parameters.products
-    width = round(chosen_experts(settings) * products / (2 * settings.model.decoder_embed_dim))
-    model = {
-        "alternate_decoder_ffn_embed_dim": width + settings.model.moe_shared_expert_ffn_dim,
-        "moe_shared_expert_ffn_dim": 0,
-        "moe_expert_parallel_size": 0,
-    }
+    settings = plan.settings
+    model = {"moe_shared_expert_ffn_dim": 0, "moe_expert_parallel_size": 0, "moe_cmr": False}
+    for stack, counted in zip(settings.stacks, plan.parameters.stacks, strict=True):
+        if counted.moe_layers:
+            beside = settings.model.moe_shared_expert_ffn_dim + stack.conditional
+            width = round(chosen_experts(settings) * counted.products / (2 * stack.dim))
+            model[stack.wide_option] = width + beside
     dense = settings.with_placement("replicated", 1).replace(model=model, routing=None)
     return make_plan(dense, plan.hardware)
 

@@ -25,11 +25,15 @@ def describe(plan: Plan, tokens: float = 300e9) -> str:
 
 def _header(plan: Plan) -> list[str]:
     """What is planned, by its own sizes, whatever it was made from."""
-    settings, model, routing = plan.settings, plan.settings.model, plan.settings.routing
-    layers = f"{model.decoder_layers} layers of {model.decoder_embed_dim}"
+    settings, routing = plan.settings, plan.settings.routing
+    stacks = settings.stacks
+    layers = " + ".join(
+        f"{s.layers} {f'{s.side} ' if len(stacks) > 1 else ''}layers of {s.dim}" for s in stacks
+    )
     if routing:
+        widths = dict.fromkeys(stack.expert_dim for stack in stacks if stack.sparse)
         layers += f", {plan.parameters.moe_layers} with {routing.num_experts} experts of "
-        layers += f"{model.moe_expert_ffn_dim}, top-{routing.top_k}"
+        layers += f"{' and '.join(map(str, widths))}, top-{routing.top_k}"
     return [
         f"{plan.parameters.total:.3g} parameters ({layers}) on {settings.gpus} ranks, "
         f"{plan.hardware.title}",
@@ -46,8 +50,11 @@ def _parameter_rows(plan: Plan) -> list[tuple[str, str]]:
         ("  dense", f"{parameters.dense:,}"),
     ]
     if settings.routing:
-        experts = f"{parameters.moe_layers} layers x {parameters.experts} x {parameters.expert:,}"
-        rows += [("  experts", experts), ("  active per token", f"{plan.active_parameters:,.0f}")]
+        experts = dict.fromkeys(s.expert for s in parameters.stacks if s.moe_layers)
+        for size in experts:
+            layers = sum(s.moe_layers for s in parameters.stacks if s.expert == size)
+            rows.append(("  experts", f"{layers} layers x {parameters.experts} x {size:,}"))
+        rows.append(("  active per token", f"{plan.active_parameters:,.0f}"))
     return [*rows, ("  per GPU", f"{parameters.per_gpu:,}")]
 
 
@@ -97,10 +104,11 @@ def _time_rows(plan: Plan) -> list[tuple[str, str]]:
 def _dense_rows(plan: Plan, tokens: float) -> list[tuple[str, str]]:
     """A dense model of the same FLOPs beside it."""
     dense = flop_matched(plan)
-    width = dense.settings.model.alternate_decoder_ffn_embed_dim
+    options = {s.wide_option: getattr(dense.settings.model, s.wide_option)
+               for s in plan.settings.stacks if s.sparse}  # fmt: skip
     speed = plan.tokens_per_second / dense.tokens_per_second
     return [
-        ("FLOP-matched dense model", f"alternate_decoder_ffn_embed_dim={width}"),
+        ("FLOP-matched dense model", ", ".join(f"{key}={width}" for key, width in options.items())),
         ("  parameters", f"{dense.parameters.total:,} ({dense.parameters.total:.2e})"),
         ("  memory of a GPU", mib(dense.memory.peak)),
         ("  predicted tokens/s", f"{dense.tokens_per_second:,.0f} (with experts {speed:.1%})"),

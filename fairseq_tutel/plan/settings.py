@@ -9,11 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 from omegaconf import DictConfig, OmegaConf
 
 from ..config import ExchangeConfig, MoEConfig, exchange_size
-from ..integrations.fairseq.models import check_model_options
-from ..integrations.fairseq.options.options import exchange_config, moe_config
+from ..integrations.fairseq.models import ARCHITECTURES
+from ..integrations.fairseq.models.transformer_fields import fill_sizes
+from ..integrations.fairseq.options.options import exchange_config, moe_config, moe_frequencies
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,26 @@ class Precision:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """A stack of layers: of a language model, or one of the two of an encoder-decoder."""
+
+    side: str  # "encoder" or "decoder", as its options begin
+    layers: int
+    dim: int
+    heads: int
+    attentions: int  # of a layer: to its own tokens; of a decoder to the encoder's, too
+    expert_dim: int  # hidden units of an expert of the options
+    conditional: int  # of the dense FFN beside the experts in conditional routing, else 0
+    sparse: range  # numbers, from 1, of the layers with experts
+    dense_widths: tuple[int, ...]  # hidden width of every dense FFN
+
+    @property
+    def wide_option(self) -> str:
+        """The model's option of dense FFNs in place of experts."""
+        return _WIDE[self.side]
+
+
+@dataclass(frozen=True)
 class Settings:
     """One training run."""
 
@@ -36,7 +58,7 @@ class Settings:
     vocabulary: int  # size of the dictionary, special symbols and padding included
     gpus: int  # W, ranks
     batch_size: int  # sequences per GPU and forward pass
-    tokens_per_sample: int
+    tokens_per_sample: int  # of a sentence, source and target alike, in an encoder-decoder
     update_freq: int  # forward passes per update
     ddp_backend: str
     routing: MoEConfig | None  # options of the MoE layers, None for a dense model
@@ -45,6 +67,11 @@ class Settings:
     def exchange(self) -> ExchangeConfig:
         """How rows travel between GPUs, as the model's options say it."""
         return exchange_config(self.model)
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """The model's stacks of layers, in the order in which they are computed."""
+        return stacks_of(self.model)
 
     @property
     def placement(self) -> str:
@@ -66,7 +93,7 @@ class Settings:
 
     @property
     def tokens(self) -> int:
-        """T, tokens per GPU and forward pass."""
+        """T, tokens per GPU and forward pass; of an encoder-decoder, of each of its stacks."""
         return self.batch_size * self.tokens_per_sample
 
     def replace(self, **changes: Any) -> Settings:
@@ -77,28 +104,33 @@ class Settings:
 
 
 def read_settings(
-    config: DictConfig, name: str, *, gpus: int | None = None, vocabulary: int | None = None
+    config: DictConfig,
+    name: str,
+    *,
+    gpus: int | None = None,
+    vocabulary: int | None = None,
+    sentence: int | None = None,
 ) -> Settings:
     """Settings of a config of :mod:`.compose`. ``gpus``: W; if None the config's world size, or one
-    GPU per expert. ``vocabulary``: in place of the task's.
+    GPU per expert. ``vocabulary``: in place of the task's. ``sentence``: tokens of a sentence of
+    an encoder-decoder; if None the most that it takes.
 
     Raises ValueError where the config leaves out what the planner needs, holds what it cannot
     count, or contradicts itself.
     """
     model, dataset = _section(config, "model"), _section(config, "dataset")
     distributed = _section(config, "distributed_training")
-    check_model_options(model)
+    name_of_model = ARCH_MODEL_NAME_REGISTRY[model._name]
+    ARCHITECTURES[name_of_model].check(model)
     _fill_sizes(model)
-    length = OmegaConf.select(config, "task.tokens_per_sample")
-    if not length:
-        raise ValueError("task.tokens_per_sample is not set: activations depend on it")
     if not (dataset.batch_size or dataset.max_tokens):
         raise ValueError("neither dataset.batch_size nor dataset.max_tokens is set")
+    length = _tokens_per_sample(config, model, dataset, sentence)
     passes = _section(config, "optimization").update_freq
     world = model.moe_simulate_world_size or distributed.distributed_world_size
     gpus = gpus or world or model.moe_expert_count or 1
     routing = None
-    if model.moe_freq and not model.alternate_decoder_ffn_embed_dim > 0:
+    if any(stack.sparse for stack in stacks_of(model)):
         model.moe_expert_count = model.moe_expert_count or gpus  # as the model reads 0
         exchange_size(model.moe_expert_count, gpus, model.moe_expert_parallel_size)  # raises
         exchange_config(model)  # raises
@@ -107,7 +139,7 @@ def read_settings(
         name=name,
         model=model,
         precision=_precision(config),
-        vocabulary=vocabulary or _vocabulary(config),
+        vocabulary=vocabulary or _vocabulary(config, is_encoder_decoder(model)),
         gpus=gpus,
         batch_size=int(dataset.batch_size or max(1, int(dataset.max_tokens) // length)),
         tokens_per_sample=length,
@@ -115,6 +147,56 @@ def read_settings(
         ddp_backend=str(distributed.ddp_backend),
         routing=routing,
     )
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    """Whether a model of these options has two stacks."""
+    return hasattr(model, "encoder_layers")
+
+
+_WIDE = {"encoder": "alternate_ffn_embed_dim", "decoder": "alternate_decoder_ffn_embed_dim"}
+
+
+def stacks_of(model: Any) -> tuple[Stack, ...]:
+    """The stacks of layers that a model of these options has."""
+    both = is_encoder_decoder(model)
+    return tuple(_stack(model, side, both) for side in ("encoder",) * both + ("decoder",))
+
+
+def _stack(model: Any, side: str, both: bool) -> Stack:
+    layers, width = getattr(model, f"{side}_layers"), getattr(model, f"{side}_ffn_embed_dim")
+    freq, wide = moe_frequencies(model)[side == "decoder"], getattr(model, _WIDE[side])
+    replaced = range(freq, layers + 1, freq) if freq else range(0)
+    wider = [wide] * len(replaced) if wide > 0 else []
+    return Stack(
+        side=side,
+        layers=layers,
+        dim=getattr(model, f"{side}_embed_dim"),
+        heads=getattr(model, f"{side}_attention_heads"),
+        attentions=2 if both and side == "decoder" else 1,
+        expert_dim=model.moe_expert_ffn_dim or width,
+        conditional=width if getattr(model, "moe_cmr", False) else 0,
+        sparse=range(0) if wider else replaced,
+        dense_widths=(*wider, *[width] * (layers - len(replaced))),
+    )
+
+
+def _tokens_per_sample(
+    config: DictConfig, model: SimpleNamespace, dataset: SimpleNamespace, sentence: int | None
+) -> int:
+    if not is_encoder_decoder(model):
+        if sentence:
+            raise ValueError("sentence=N is of encoder-decoders; this is a language model")
+        length = OmegaConf.select(config, "task.tokens_per_sample")
+        if not length:
+            raise ValueError("task.tokens_per_sample is not set: activations depend on it")
+        return length
+    most = min(model.max_source_positions, model.max_target_positions)
+    if dataset.max_tokens:
+        most = min(most, int(dataset.max_tokens))
+    if sentence and sentence > most:
+        raise ValueError(f"sentence={sentence}: the run takes sentences of at most {most} tokens")
+    return sentence or most
 
 
 def _section(config: DictConfig, name: str) -> SimpleNamespace:
@@ -129,9 +211,10 @@ def _fill_sizes(model: SimpleNamespace) -> None:
             f"model.adaptive_softmax_cutoff={model.adaptive_softmax_cutoff}: the planner cannot "
             "count the memory of its output"
         )
+    if is_encoder_decoder(model):
+        fill_sizes(model)
     model.decoder_input_dim = model.decoder_input_dim or model.decoder_embed_dim
     model.decoder_output_dim = model.decoder_output_dim or model.decoder_embed_dim
-    model.moe_expert_ffn_dim = model.moe_expert_ffn_dim or model.decoder_ffn_embed_dim
     model.checkpoint_activations |= bool(model.offload_activations)
     for name, first in (("moe_a2a", "linear"), ("moe_overlap_degree", 1), ("moe_parallelism_r", 1)):
         if str(getattr(model, name)) == "auto":
@@ -139,19 +222,39 @@ def _fill_sizes(model: SimpleNamespace) -> None:
     model.moe_tune_file = None
 
 
-def _vocabulary(config: DictConfig) -> int:
-    """Symbols of the dictionary: dummy_lm's, or those of the data-bin's dict.txt."""
-    if OmegaConf.select(config, "task._name") == "dummy_lm":
-        words = OmegaConf.select(config, "task.dict_size")
+def _vocabulary(config: DictConfig, translates: bool) -> int:
+    """Symbols of the dictionary: a dummy task's, or those of the data-bin's dict.txt, of both
+    languages in a translation.
+    """
+    task = config.task
+    if isinstance(task, DictConfig):
+        task = OmegaConf.to_container(task, resolve=True, throw_on_missing=False)
+    else:  # of tasks whose options are none of a dataclass
+        task = vars(task)
+    if str(task.get("_name")).startswith("dummy_"):
+        words = task.get("dict_size")
         words = 49996 if words is None else words
         return -(-(words + 4) // 8) * 8  # <s> <pad> </s> <unk>, padded to a multiple of 8
-    data = OmegaConf.select(config, "task.data", throw_on_missing=False)
-    dictionary = Path(str(data).split(":")[0]) / "dict.txt"
-    if not data or not dictionary.is_file():
+    # other tasks add symbols of their own
+    languages = [task.get("source_lang"), task.get("target_lang")]
+    both = translates and task.get("_name") == "translation" and all(languages)
+    names = [f"dict.{language}.txt" for language in languages] if both else ["dict.txt"]
+    data = task.get("data")
+    files = [Path(str(data).split(":")[0]) / name for name in names]
+    if translates and not both:
+        raise ValueError("the size of a translation's dictionary is unknown: give vocabulary=N")
+    if not data or not all(file.is_file() for file in files):
         raise ValueError(
-            f"the size of the dictionary is unknown: task.data={data} has no dict.txt here; "
-            "give vocabulary=N"
+            f"the size of the dictionary is unknown: task.data={data} has no "
+            f"{' and '.join(names)} here; give vocabulary=N"
         )
+    sizes = [_count_symbols(file) for file in files]
+    if len(set(sizes)) > 1:
+        raise ValueError(f"dictionaries of {sizes[0]} and {sizes[1]} symbols: give vocabulary=N")
+    return sizes[0]
+
+
+def _count_symbols(dictionary: Path) -> int:
     with dictionary.open(encoding="utf-8") as lines:
         return 4 + sum(1 for _ in lines)
 

@@ -30,7 +30,7 @@ from ..distributed.exchanges import Direction, LinearExchange
 from ..moe.wire import row_bytes
 from .hardware import Hardware
 from .memory import Memory
-from .parameters import Parameters
+from .parameters import Parameters, StackParameters
 from .settings import Settings
 from .work import Traffic, Work
 
@@ -74,22 +74,38 @@ def exchange_time(
     """
     if not work.exchanges:
         return ExchangeTime()
+    parts = [
+        _exchange_time(settings, stack.dim, counted, traffic, work.exchange_peers, hardware)
+        for stack, counted in zip(settings.stacks, parameters.stacks, strict=True)
+        if counted.moe_layers
+    ]
+    columns = zip(*map(dataclasses.astuple, parts), strict=True)
+    return ExchangeTime(*map(sum, columns))
+
+
+def _exchange_time(
+    settings: Settings,
+    dim: int,
+    counted: StackParameters,
+    traffic: Traffic,
+    peers: int,
+    hardware: Hardware,
+) -> ExchangeTime:
+    """Of the layers of one stack."""
     model, choice, b = settings.model, settings.exchange, settings.precision.element
-    dim, degree = model.decoder_embed_dim, choice.overlap_degree
-    products = traffic.rows * 2 * parameters.products / hardware.product_rate(b) / degree
+    degree = choice.overlap_degree
+    products = traffic.rows * 2 * counted.products / hardware.product_rate(b) / degree
     directions = (Direction.DISPATCH, Direction.COMBINE, Direction.DISPATCH_GRADIENT)
     dtype = torch.float16 if b == 2 else torch.float32
     widths = [row_bytes(choice, dim, dtype, direction) for direction in directions]
     predict, sent = EXCHANGES.get(choice.algorithm).predict, traffic.sent
-    there, back, gradient = (
-        predict(sent * width / degree, work.exchange_peers, hardware) for width in widths
-    )
+    there, back, gradient = (predict(sent * width / degree, peers, hardware) for width in widths)
     # written and read at both ends
     casts = [2 * sent * (dim * b + w) / hardware.stream if w < dim * b else 0.0 for w in widths]
     forward = exposed(there, products, back, degree)
     # of the two products of the backward pass an exchange waits for the rows' gradients only
     backward = exposed(gradient, products, gradient, degree, meanwhile=degree * products)
-    layers = parameters.moe_layers * settings.update_freq
+    layers = counted.moe_layers * settings.update_freq
     passes = 2 if model.checkpoint_activations else 1  # forward passes, with recomputation
     return ExchangeTime(
         exposed=layers * (passes * forward + backward),
@@ -114,21 +130,21 @@ def ring_time(size: float, ranks: int, near: int, hardware: Hardware) -> float:
     return carried + hardware.latency * math.log2(ranks)
 
 
-def gather_time(traffic: Traffic, element: int, hardware: Hardware) -> float:
-    """Seconds in which one layer's weights are gathered, of ``element`` bytes each."""
+def gather_time(size: float, traffic: Traffic, hardware: Hardware) -> float:
+    """Seconds in which one layer's weights are gathered, ``size`` bytes."""
     near = hardware.neighbours(traffic.gather_stride)
-    return ring_time(traffic.gathered * element, traffic.gather_ranks, near, hardware)
+    return ring_time(size, traffic.gather_ranks, near, hardware)
 
 
-def scatter_time(traffic: Traffic, element: int, hardware: Hardware) -> float:
-    """Seconds in which the gradients of what was gathered go back.
+def scatter_time(size: float, traffic: Traffic, hardware: Hardware) -> float:
+    """Seconds in which the gradients of what was gathered go back, ``size`` bytes.
 
     As an all-to-all, after which each GPU adds up its part in fp32: between nodes a ring would add
     on its way and send fewer bytes, but round each time.
     """
     near = hardware.neighbours(traffic.gather_stride)
     links = dataclasses.replace(hardware, gpus_per_node=near)
-    return LinearExchange.predict(traffic.gathered * element, traffic.gather_ranks, links)
+    return LinearExchange.predict(size, traffic.gather_ranks, links)
 
 
 @dataclass(frozen=True)
@@ -166,7 +182,11 @@ def step_time(
     b, again = settings.precision.element, bool(settings.model.checkpoint_activations)
     kept = memory.without_checkpointing * (6 if again else 4) + 2 * memory.logits
     # each layer's weights in every forward pass (again in a recomputation), gradients once
-    gathers = (1 + again) * gather_time(traffic, b, hardware) + scatter_time(traffic, b, hardware)
+    gathers = 0.0
+    for numbers, counted in zip(traffic.gathered, parameters.stacks, strict=True):
+        there = (1 + again) * gather_time(numbers * b, traffic, hardware)
+        back = scatter_time(numbers * b, traffic, hardware)
+        gathers += counted.moe_layers * (there + back)
     # replicas of an expert are P GPUs apart
     near = hardware.neighbours(settings.exchange_peers)
     reduced = ring_time(work.reduce_bytes, settings.gpus, hardware.gpus_per_node, hardware)
@@ -176,7 +196,7 @@ def step_time(
         elementwise=settings.update_freq * kept / hardware.stream,
         optimizer=parameters.per_gpu * _optimizer_bytes(settings) / hardware.stream,
         all_to_all=exchange.exposed + exchange.casts,
-        weights=settings.update_freq * parameters.moe_layers * gathers,
+        weights=settings.update_freq * gathers,
         all_reduce=2 * reduced,
     )
 

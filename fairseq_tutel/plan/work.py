@@ -22,20 +22,21 @@ import math
 from dataclasses import dataclass
 
 from ..distributed import expert_parallelism
-from .parameters import Parameters, dense_ffn_widths
-from .settings import Settings
+from .parameters import Parameters, StackParameters
+from .settings import Settings, Stack
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Where rows and weights of one layer travel; nowhere in a dense model."""
+    """Where rows and weights of one MoE layer travel; nowhere in a dense model."""
 
     rows: int = 0  # R, of the dispatch buffer
     destinations: int = 1  # GPUs that each row goes to; the layer keeps as many copies
     exchange_ranks: int = 1  # GPUs that exchange rows, 1 if none
     gather_ranks: int = 1  # GPUs that share the weights which each of them gathers, 1 if none
     gather_stride: int = 1  # distance between neighbours among those
-    gathered: int = 0  # numbers that a GPU holds after a gather, its own among them
+    # numbers of each stack's layers that a GPU holds after a gather, its own among them
+    gathered: tuple[int, ...] = ()
 
     @property
     def sent(self) -> int:
@@ -46,17 +47,21 @@ class Traffic:
 def count_traffic(settings: Settings, parameters: Parameters) -> Traffic:
     """That of a run; raises ValueError if r is none of this number of GPUs and experts."""
     if parameters.groups is None:
-        return Traffic()
+        return Traffic(gathered=(0,) * len(parameters.stacks))
     way = expert_parallelism(parameters.groups, settings.exchange.r)
-    gather_ranks, gathered = way.gather_size, 0
-    if gather_ranks > 1:
-        gathered = math.prod(way.gathered) * parameters.sliceable // parameters.slices
-        if way.r == 0:
-            gathered += parameters.experts * parameters.unsliced
+    gather_ranks = way.gather_size
+
+    def gathered(stack: StackParameters) -> int:
+        if gather_ranks == 1 or not stack.moe_layers:
+            return 0
+        numbers = math.prod(way.gathered) * stack.sliceable // parameters.slices
+        return numbers + (parameters.experts * stack.unsliced if way.r == 0 else 0)
+
     ranks = way.exchange_groups.ep_size
     stride = ranks if way.r else 1
     rows = dispatch_rows(settings)
-    return Traffic(rows, way.num_destinations, ranks, gather_ranks, stride, gathered)
+    held = tuple(map(gathered, parameters.stacks))
+    return Traffic(rows, way.num_destinations, ranks, gather_ranks, stride, held)
 
 
 def dispatch_rows(settings: Settings) -> int:
@@ -88,7 +93,8 @@ class Work:
     # recomputation; the numerator of model FLOPs utilisation
     model_flops: float
     hardware_flops: float  # per token, as computed: every row of the capacity, recomputation
-    exchange_bytes: int  # that one GPU hands to one all-to-all, its own part included
+    # that one GPU hands to one all-to-all, its own part included; the larger of two stacks
+    exchange_bytes: int
     exchange_peers: int  # GPUs that take part in it, itself included
     exchanges: int  # all-to-alls per update
     reduce_bytes: int  # dense gradients, all-reduced once per update
@@ -101,39 +107,55 @@ class Work:
         return self.exchange_bytes / self.exchange_peers
 
 
+def _dense_flops(settings: Settings, stack: Stack) -> float:
+    """Of one token's forward pass through a stack, without the experts that it is routed to."""
+    dim, sparse = stack.dim, len(stack.sparse)
+    # keys and values of another stack's tokens, one per token, may have another width
+    other = settings.stacks[0].dim if stack.attentions > 1 else 0
+    flops = 8 * dim * dim + 4 * settings.tokens_per_sample * dim
+    if other:
+        flops += 4 * dim * dim + 4 * other * dim + 4 * settings.tokens_per_sample * dim
+    flops = stack.layers * flops + 4 * dim * sum(stack.dense_widths)
+    if sparse:
+        flops += sparse * 2 * dim * settings.routing.num_outputs
+        flops += sparse * 4 * dim * (settings.model.moe_shared_expert_ffn_dim + stack.conditional)
+    return flops
+
+
 def count_work(settings: Settings, parameters: Parameters, traffic: Traffic) -> Work:
     """Operations and traffic of a run.
 
     A matrix product of n x k by k x m counts 2 n k m. Attention scores count in full, not halved
     for the causal mask, as is usual (PaLM, arXiv 2204.02311, appendix B) and as fairseq computes
     them. A backward pass costs twice the forward pass. Recomputation repeats the layers, with their
-    all-to-alls, not the output projection.
+    all-to-alls, not the output projection. A token of an encoder-decoder is one of the target, with
+    one of the source.
     """
     model, routing = settings.model, settings.routing
-    dim, layers = model.decoder_embed_dim, model.decoder_layers
-    attention = layers * (8 * dim * dim + 4 * settings.tokens_per_sample * dim)
-    ffn = 4 * dim * sum(dense_ffn_widths(settings))
     output = 2 * model.decoder_output_dim * settings.vocabulary
-    chosen = computed = gate = 0.0
-    if routing:
-        gate = parameters.moe_layers * 2 * dim * routing.num_outputs
-        ffn += parameters.moe_layers * 4 * dim * model.moe_shared_expert_ffn_dim
-        one_expert = parameters.moe_layers * 2 * parameters.products
-        chosen = chosen_experts(settings) * one_expert
-        computed = traffic.rows / settings.tokens * one_expert
-    dense = attention + ffn + gate
+    dense = chosen = computed = 0.0
+    for stack, counted in zip(settings.stacks, parameters.stacks, strict=True):
+        dense += _dense_flops(settings, stack)
+        if counted.moe_layers:
+            one_expert = counted.moe_layers * 2 * counted.products
+            chosen += chosen_experts(settings) * one_expert
+            computed += traffic.rows / settings.tokens * one_expert
     again = bool(model.checkpoint_activations)
     peers = traffic.exchange_ranks
     replicas = settings.gpus // settings.exchange_peers if routing else 1
-    shared = parameters.unsliced if parameters.slices > 1 else parameters.expert
-    shared *= parameters.local_experts * parameters.moe_layers
+    shared = sum(
+        each.moe_layers * (each.unsliced if parameters.slices > 1 else each.expert)
+        for each in parameters.stacks
+    )
+    shared *= parameters.local_experts
+    widest = max((stack.dim for stack in settings.stacks if stack.sparse), default=0)
     b = settings.precision.element
     return Work(
         tokens=settings.tokens * settings.update_freq,
         capacity=routing.capacity(settings.tokens, training=True) if routing else None,
         model_flops=3.0 * (dense + chosen + output),
         hardware_flops=(3 + again) * (dense + computed) + 3.0 * output,
-        exchange_bytes=traffic.sent * dim * b,
+        exchange_bytes=traffic.sent * widest * b,
         exchange_peers=peers,
         exchanges=(4 + 2 * again) * parameters.moe_layers * settings.update_freq * (peers > 1),
         reduce_bytes=parameters.dense * b if settings.gpus > 1 else 0,

@@ -20,7 +20,6 @@ Bytes per element of the tables, b that of an element, reads and writes alike:
 import dataclasses
 
 from fairseq_tutel.plan.memory import count_memory, make_layers
-from fairseq_tutel.plan.parameters import moe_layer_numbers
 from fairseq_tutel.plan.planner import make_plan
 from fairseq_tutel.plan.speed import ring_time
 
@@ -63,7 +62,7 @@ def _layers(settings, plan):
     for number, layer in enumerate(stack, start=1):
         kept = scores(settings) * (2 * b + 1)
         gradients = max(layer.gradients, scores(settings) * 2 * b)
-        if number in moe_layer_numbers(settings):
+        if number in settings.stacks[0].sparse:
             kept += masks(settings) * 2 * b
             gradients = max(gradients, masks(settings) * (b + 4))
         activations = layer.activations + kept
@@ -81,7 +80,7 @@ def plan_as_meta_computed(settings, hardware):
     stack = [dataclasses.replace(each, parameters=each.parameters // gpus) for each in layers]
     memory = count_memory(settings, held, stack)
     # the largest piece of the dense parameters, gathered, and its gradient
-    piece = 2 * b * max(whole.embeddings, whole.dense_layer, whole.moe_layer)
+    piece = 2 * b * max(whole.embeddings, whole.stacks[0].dense_layer, whole.stacks[0].moe_layer)
     size = 3 * settings.update_freq * b * whole.dense
     replaced = 2 * ring_time(plan.work.reduce_bytes, gpus, hardware.gpus_per_node, hardware)
     reduced = 2 * ring_time(size / 2, gpus, hardware.gpus_per_node, hardware)

@@ -186,7 +186,7 @@ GPT = "transformer_lm_gpt"
     [
         ("gpus=8", "", "fairseq-train: the command has no --arch; the planner supports " + GPT),
         ("gpus=8", f"x --arch {GPT}_moe", "fairseq-train: the command has no --optimizer"),
-        ("gpus=8", f"x --arch {GPT} --optimizer adam", f"supports {GPT}_moe only"),
+        ("gpus=8", f"x --arch {GPT} --optimizer adam", f"supports {GPT}_moe, transformer_moe only"),
         ("gpus=8", f"x --arch {GPT}_moe --optimizer adam", "; give --task language_modeling"),
         ("gpu=8", f"x --arch {GPT}", "gpu=8: .* did you mean gpus?"),
         ("a.b=8", f"x --arch {GPT}", "a.b=8: overrides of a command are options of the command"),
@@ -218,7 +218,7 @@ def test_what_a_plan_says_besides(capsys):
     assert status == 0 and out.startswith("1.1e+12 parameters (32 layers of 4096, 16 with 512 exp")
     out = " ".join(out.split())
     plan = make_plan(settings_of(overrides=["dataset.batch_size=2"], gpus=512), A100)
-    active = plan.parameters.dense + 16 * 2 * plan.parameters.expert
+    active = plan.parameters.dense + 16 * 2 * plan.parameters.stacks[0].expert
     days = 1e9 / plan.tokens_per_second / 86400
     assert f"active per token {active:,}" in out and f"days for 1e+09 tokens {days:.3g}" in out
     most = largest_batch(plan)

@@ -61,7 +61,7 @@ def test_published_counts():
     parameters = count_parameters(settings)
     memory, work = memory_of(settings, parameters), work_of(settings, parameters)
     assert 1.095e12 < parameters.total < 1.105e12
-    assert parameters.expert == 134_238_208 and 6.6e9 < parameters.per_gpu < 6.8e9
+    assert parameters.stacks[0].expert == 134_238_208 and 6.6e9 < parameters.per_gpu < 6.8e9
     assert 53e9 < memory.states < 54e9 and memory.peak < 80e9
     assert (work.capacity, work.exchange_bytes, work.bytes_per_peer) == (96, 384 << 20, 768 << 10)
     assert work.exchanges == 6 * 16
@@ -175,7 +175,7 @@ def test_peak_equals_a_measured_run(overrides):
     memory = memory_of(settings)
     measured = peak_of_step(settings) + memory.weights + memory.optimizer
     # torch's operators add the bias in a tensor of its own, where a GPU's kernels need none
-    temporary = dispatch_rows(settings) * settings.model.moe_expert_ffn_dim * 4
+    temporary = dispatch_rows(settings) * settings.stacks[0].expert_dim * 4
     assert memory.peak < 1.06 * measured and measured - temporary < 1.06 * memory.peak
 
 

@@ -1,0 +1,156 @@
+"""Plans of encoder-decoders: NLLB-200's numbers, and what autograd keeps of two stacks."""
+
+import pytest
+import torch
+from plan_helpers import CONFIGS
+from test_plan_counts import SavedBytes, experts_as_on_a_gpu  # noqa: F401
+
+from fairseq_tutel.integrations.fairseq.criterions import MoELabelSmoothedCrossEntropyCriterion
+from fairseq_tutel.plan.cli import main
+from fairseq_tutel.plan.compose import load_command
+from fairseq_tutel.plan.hardware import load_hardware
+from fairseq_tutel.plan.memory import make_layers
+from fairseq_tutel.plan.parameters import build_model
+from fairseq_tutel.plan.planner import flop_matched, make_plan
+from fairseq_tutel.plan.settings import read_settings
+
+A100 = load_hardware(CONFIGS, "a100-80g")
+# of NLLB-200's published command (arXiv 2207.04672; branch nllb, sweep_mmt.py)
+NLLB = """fairseq-train data-bin --user-dir fairseq_tutel --arch transformer_moe_nllb_54b
+    --task translation_multi_simple_epoch --langs de,en --lang-pairs de-en --encoder-langtok src
+    --decoder-langtok --criterion moe_label_smoothed_cross_entropy --optimizer adam --fp16
+    --memory-efficient-fp16 --fp16-adam-stats --max-tokens 4096 --moe-eom 0.2 --use-moe-pad-mask
+    --checkpoint-activations --ddp-backend fully_sharded"""
+SENTENCES, LENGTH = 4, 32
+
+
+def small(*words, gpus=1, **options):
+    """Settings of a small encoder-decoder, as the command line of a plan makes them."""
+    base = f"""fairseq-train --task dummy_mt --dict-size 596 --arch transformer_moe
+        --encoder-layers 4 --decoder-layers 4 --encoder-embed-dim 64 --encoder-ffn-embed-dim 256
+        --encoder-attention-heads 4 --decoder-attention-heads 4 --moe-expert-count 8 --dropout 0
+        --encoder-normalize-before --decoder-normalize-before --share-all-embeddings
+        --criterion moe_label_smoothed_cross_entropy --optimizer adam
+        --batch-size {SENTENCES}""".split()
+    name, config = load_command([*base, *words])
+    return read_settings(config, name, gpus=gpus, **{"sentence": LENGTH, **options})
+
+
+@pytest.mark.parametrize("gpus", [8, 256])
+def test_nllb_200_as_published(gpus, capsys):
+    assert main([f"gpus={gpus}", "vocabulary=256206", "--", *NLLB.split()]) == 0
+    out = capsys.readouterr().out
+    assert "54,500,569,088 (5.45e+10)" in out and "12 layers x 128 x 33,564,672" in out
+    assert "24 encoder layers of 2048 + 24 decoder layers of 2048" in out and "fits" in out
+    plan = make_plan(
+        read_settings(load_command(NLLB.split())[1], "nllb", gpus=gpus, vocabulary=256206), A100
+    )
+    assert plan.parameters.total == pytest.approx(54.5e9, rel=1e-3)
+    assert plan.parameters.local_experts == max(1, 128 // gpus)
+    held = plan.parameters.dense + 12 * plan.parameters.local_experts * 33_564_672
+    assert plan.parameters.per_gpu == held and plan.memory.weights == 2 * held
+    # 8 sentences of 512 tokens: top-2 of 128 experts, 4096 rows of 2048 halves and a capacity of 64
+    assert (plan.work.capacity, plan.work.exchange_bytes) == (64, 2 * 4096 * 2048 * 2)
+    assert plan.work.replicas == max(1, gpus // 128)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--moe-expert-count 2 --moe-expert-placement sliced --decoder-moe-freq 1",
+        "--encoder-layers 5 --encoder-moe-freq 2 --moe-expert-ffn-dim 96",
+        "--alternate-ffn-embed-dim 40 --decoder-ffn-embed-dim 96",
+        "--moe-freq 0",
+        "--moe-cmr --moe-shared-expert-ffn-dim 24",
+    ],
+)
+def test_the_layers_and_the_rest_are_the_whole(words):
+    settings = small(*words.split(), gpus=4)
+    plan = make_plan(settings, A100)
+    stack = make_layers(settings, plan.parameters, plan.traffic)
+    local = sum(layer.parameters for layer in stack) + plan.parameters.embeddings
+    assert local == plan.parameters.per_gpu
+    assert len(stack) == sum(each.layers for each in settings.stacks)
+    if settings.routing:
+        dense = flop_matched(plan)
+        work = plan.work.model_flops - dense.work.model_flops
+        gates = 3 * sum(
+            2 * s.dim * settings.routing.num_experts * len(s.sparse) for s in settings.stacks
+        )
+        assert work == pytest.approx(gates, rel=1e-9)
+
+
+def pairs_loss(settings, model):
+    """The criterion's loss of a batch whose sentences are all as long as the plan's."""
+    dictionary = model.decoder.dictionary
+    task = type("Task", (), {"target_dictionary": dictionary, "source_dictionary": dictionary})
+    criterion = MoELabelSmoothedCrossEntropyCriterion(task, sentence_avg=False)
+    tokens = torch.randint(4, settings.vocabulary, (settings.batch_size, LENGTH))
+    sample = {
+        "net_input": {
+            "src_tokens": tokens,
+            "src_lengths": torch.full((len(tokens),), LENGTH),
+            "prev_output_tokens": tokens.roll(1, 1),
+        },
+        "target": tokens,
+        "ntokens": tokens.numel(),
+    }
+    return criterion(model, sample)[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--checkpoint-activations",
+        "--attention-dropout 0 --moe-freq 1",
+        "--moe-freq 0",
+        "--encoder-moe-freq 1 --moe-freq 0 --decoder-ffn-embed-dim 128",
+        "--moe-cmr",
+    ],
+)
+def test_activations_are_what_autograd_saves(words):
+    settings = small(*words.split())
+    model = build_model(settings)
+    saved = SavedBytes(model.parameters())
+    with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
+        pairs_loss(settings, model)
+    measured = saved.total(without_last_dim=settings.vocabulary)
+    memory = make_plan(settings, A100).memory
+    predicted = memory.activations
+    if not settings.model.checkpoint_activations:
+        predicted += memory.dispatch
+        # the CPU's attention of a stack to itself writes its result in sentence order
+        layers = sum(each.layers for each in settings.stacks)
+        predicted -= layers * settings.tokens * 4 * settings.model.decoder_embed_dim
+    assert predicted <= measured <= 1.1 * predicted
+
+
+def test_what_is_missing_is_said_in_a_line(capsys):
+    assert main(["gpus=8", "--", *NLLB.split()]) == 1
+    assert "size of a translation's dictionary is unknown: give vocabulary=N" in (
+        capsys.readouterr().err
+    )
+    assert main(["gpus=8", "vocabulary=9", "sentence=999", "--", *NLLB.split()]) == 1
+    assert "sentence=999: the run takes sentences of at most 512" in capsys.readouterr().err
+    assert main(["gpus=8", "sentence=9", "--config-name", "meta_1.1t"]) == 1
+    assert "sentence=N is of encoder-decoders" in capsys.readouterr().err
+
+
+def test_a_sentence_counts_in_attention_alone():
+    long, short = (make_plan(small(sentence=n), A100).work.model_flops for n in (32, 16))
+    # of 4 encoder layers, and of 4 decoder layers twice
+    assert long - short == 3 * 12 * 4 * 16 * 64
+
+
+def test_a_data_bin_tells_its_dictionarys_size(tmp_path):
+    for side in ("de", "en"):
+        (tmp_path / f"dict.{side}.txt").write_text("a 1\nb 1\n", encoding="utf-8")
+    words = ["--task", "translation", str(tmp_path), "-s", "de", "-t", "en"]
+    name, config = load_command(
+        ["fairseq-train", *words, "--arch", "transformer_moe", "--moe-expert-count", "4",
+         "--optimizer", "adam", "--max-tokens", "600"]
+    )  # fmt: skip
+    settings = read_settings(config, name)
+    assert (settings.vocabulary, settings.tokens_per_sample, settings.batch_size) == (6, 600, 1)
