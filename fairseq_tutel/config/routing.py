@@ -185,6 +185,13 @@ class MoEConfig:
         _PROBABILITY,
         flag="--moe-fom",
     )
+    local_drop: float = option(
+        0.0,
+        "probability by which training leaves out both exchanges of a layer, per step: its tokens "
+        "are then computed by their own rank's experts (gating dropout, arXiv 2205.14336)",
+        _PROBABILITY,
+        flag="--moe-local-drop",
+    )
     null_experts: int = option(
         0,
         "experts beside the others that compute nothing: a token that chooses one has an expert "

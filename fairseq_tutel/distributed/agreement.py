@@ -38,6 +38,7 @@ class StepSettings:
     eval_capacity_token_fraction: float
     exchange: ExchangeConfig
     dtype: torch.dtype
+    local_drop: float = 0.0
 
     def differences(self, other: StepSettings) -> dict[str, tuple[Any, Any]]:
         """Name -> (own value, the other's) where they differ."""
@@ -63,6 +64,7 @@ class StepAgreement:
     settings: StepSettings | None = None  # what was compared; None: made by hand, taken on trust
     exchange: ExchangeConfig | None = None  # what layers use in place of their own
     timer: Timer | None = None  # of what they do from dispatch to combine
+    draw: int | None = None  # the first rank's, for what ranks draw alike; None: nothing is drawn
 
 
 def sync_step(
@@ -136,12 +138,20 @@ def _sync(counts, settings, words, group, first_rank, block=slice(None)):
     values = _all_settings(settings)
     # a float may be whole on one rank only
     same = checksum(repr([v if isinstance(v, str) else float(v) for v in values.values()]))
-    table = gather_integers([same, *counts, *words], group)
+    draws = any(each.local_drop > 0 and each.mode == "training" for each in settings if each)
+    # in any case a number: ranks that disagree send as many as others
+    own = int(torch.randint(2**62, ())) if draws else 0
+    table = gather_integers([same, own, *counts, *words], group)
     if any(row[0] != same for row in table):
         compare_settings(values, group, first_rank)
-    table = [row[1:] for row in table]
+    draw = table[block][0][1] if draws else None
+    table = [row[2:] for row in table]
     largest = [max(row[i] for row in table[block]) for i in range(len(counts))]
-    return list(map(StepAgreement, largest, settings)), table
+    steps = [
+        StepAgreement(tokens, each, draw=draw)
+        for tokens, each in zip(largest, settings, strict=True)
+    ]
+    return steps, table
 
 
 def _all_settings(settings: Sequence[StepSettings | None]) -> dict[str, float | str]:

@@ -116,6 +116,7 @@ class LayerCall:
             eval_capacity_token_fraction=config.eval_capacity_token_fraction,
             exchange=self.choice.config,
             dtype=dtype,
+            local_drop=config.local_drop,
         )
 
     def check(self, step: StepAgreement) -> None:
@@ -133,7 +134,7 @@ class LayerCall:
             )
 
     def for_router(self, num_tokens: int, num_sequences: int, reports: bool) -> RouterCall:
-        compact = self.choice.config.wire_compact and self._communicates
+        compact = self.choice.config.wire_compact and self.communicates
         return RouterCall(self.config, self.training, num_tokens, num_sequences, compact, reports)
 
     @property
@@ -142,7 +143,7 @@ class LayerCall:
         experts are here, no expert is ever full, and the choice is the softmax's K best.
         """
         config = self.config
-        here = not self._communicates and self.choice.parallelism.is_replicated
+        here = not self.communicates and self.choice.parallelism.is_replicated
         plain = config.score_function == "softmax" and config.load_bias == "none"
         in_order = not config.batch_prioritized and config.drop_policy != "probability"
         drops_nothing = not self.training and config.capacity(1, self.training) is None
@@ -151,8 +152,9 @@ class LayerCall:
     @property
     def overlap_degree(self) -> int:
         """Chunks in which rows travel; 1 where there is nothing to overlap with."""
-        return self.choice.config.overlap_degree if self._communicates else 1
+        return self.choice.config.overlap_degree if self.communicates else 1
 
     @property
-    def _communicates(self):
+    def communicates(self) -> bool:
+        """Whether there are other ranks to send rows to."""
         return self.choice.exchange.groups.ep_size > 1

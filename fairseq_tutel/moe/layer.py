@@ -31,6 +31,7 @@ from .call import ExchangeChoice, ExchangeChoices, LayerCall
 from .dispatcher import dispatch_and_combine
 from .experts import ExpertBank, SharedExpert, custom_experts, make_experts
 from .few_tokens import through_few
+from .local_drop import stays_local, without_exchange
 from .reports import MoEAux, balance_over_ranks, make_aux
 from .routers import route_of
 from .routing import mask_of_tokens, mask_tokens
@@ -72,7 +73,13 @@ class MoELayer(nn.Module):
         record_exchange_time: take the times of :attr:`MoEAux.record` (slow, and without overlap).
         skip_exchange: leave out the all-to-alls, for benchmarks; the results are then wrong.
         **routing: fields of :class:`~fairseq_tutel.config.MoEConfig`, such as ``top_k``.
+
+    Attributes:
+        index: which of a model's layers it is, set by the model: with ``local_drop`` layers of
+            different numbers draw independently.
     """
+
+    index = 0
 
     def __init__(
         self,
@@ -130,6 +137,11 @@ class MoELayer(nn.Module):
                 options=expert_options,
             )
         usual.refuse_own_experts(self.experts)
+        if self.config.local_drop and self.groups.num_slices > 1:
+            raise ValueError(
+                f"local_drop={self.config.local_drop} leaves tokens on their rank, which has parts "
+                f"of experts alone (placement={self.groups.placement!r}): give one of them"
+            )
         if activation != "gelu" and not (self.experts.uses_activation or shared_expert_dim):
             raise ValueError(
                 f"activation={activation!r}: expert_network={expert_network!r} has its own"
@@ -236,10 +248,12 @@ class MoELayer(nn.Module):
 
     def _through_experts(self, x_TM, routing, call, agreed, record):
         """Dispatch, experts, combine; and what the exchanges tell beside, or None."""
-        exchange = call.choice.exchange
+        exchange, degree = call.choice.exchange, call.overlap_degree
+        if stays_local(call, agreed, self.index):
+            exchange, degree = without_exchange(call), 1
         record, timer = record or exchange.new_record(), agreed.timer
         inside_TM, span = (x_TM, None) if timer is None else timer.begin(x_TM)
-        degree, parallelism = call.overlap_degree, call.choice.parallelism
+        parallelism = call.choice.parallelism
         y_TM = dispatch_and_combine(
             inside_TM, routing, self.experts, exchange, degree, parallelism, record
         )

@@ -78,6 +78,9 @@ class MoEAux(NamedTuple):
     bias_counts: torch.Tensor | None = None
     num_full_K: torch.Tensor | None = None  # see Routing
     num_null_KN: torch.Tensor | None = None
+    # fp32 [2], of a block that mixes the layer's output with a dense one's: the sum over its tokens
+    # of the layer's share, with gradient, and how many there are; or None
+    share_of_layer: torch.Tensor | None = None
 
     @property
     def load_E(self) -> torch.Tensor:

@@ -46,7 +46,8 @@ def test_evaluation_programs_accept_theirs():
 
 
 # refused for a language model, and meant by the encoder-decoder
-OF_TWO_STACKS = ("encoder_moe_freq", "decoder_moe_freq", "alternate_ffn_embed_dim")
+OF_TWO_STACKS = {"encoder_moe_freq": 2, "decoder_moe_freq": 2, "alternate_ffn_embed_dim": 2,
+                 "moe_cmr": True, "cmr_gate_drop": 0.5}  # fmt: skip
 
 
 def test_no_flag_is_fairseqs_or_ours():
@@ -58,6 +59,6 @@ def test_no_flag_is_fairseqs_or_ours():
     flags = ACCEPTED | ACCEPTED_IN_EVALUATION | REFUSED
     names = {entry.split()[0].lstrip("-").replace("-", "_") for entry in flags}
     assert names & known == set(OF_TWO_STACKS)
-    for name in OF_TWO_STACKS:
-        words = ("--arch", "transformer_moe", f"--{name.replace('_', '-')}", "2")
-        assert getattr(parse(*words), name) == 2
+    for name, value in OF_TWO_STACKS.items():
+        words = [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        assert getattr(parse("--arch", "transformer_moe", *words), name) == value

@@ -55,6 +55,7 @@ OPTIONS = {
     "--moe-cosine-proj-dim": (["64"], 64, 256),
     "--moe-cosine-init-temperature": (["0.25"], 0.25, 0.5),
     "--moe-cosine-bias": ([], True, False),
+    "--moe-local-drop": (["0.2"], 0.2, 0.0),
     "--moe-gate-noise": (["0.5"], 0.5, 0.0),
     "--moe-input-jitter": (["0.01"], 0.01, 0.0),
     "--moe-input-dropout": (["0.1"], 0.1, 0.0),
@@ -128,7 +129,7 @@ def default():
 ALONE = {
     "--moe-top1-expert", "--moe-eval-capacity-token-fraction", "--moe-gating-use-fp32",
     "--moe-load-bias", "--moe-drop-policy", "--moe-overlap-degree", "--moe-tune-file",
-    "--moe-geglu-bias", "--moe-unnormalized-weights",
+    "--moe-geglu-bias", "--moe-unnormalized-weights", "--moe-local-drop",
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.transformer import TransformerModel
 from helpers.distributed import run_ranks
-from helpers.translation import PAD, make_pairs, pair_config
+from helpers.translation import PAD, LoopOverExperts, make_pairs, pair_config
 from torch import nn
 
 from fairseq_tutel.distributed import agreement, process_world
@@ -60,30 +60,6 @@ def test_layers_are_sparse_by_the_larger_frequency(words, sparse):
     assert len(extra["moe"]) == len(extra["moe_counts"].load) == len(model.moe_layers)
     widths = [len(model.state_dict().get(f"decoder.layers.{i}.fc1.bias", "")) for i in range(3)]
     assert (40 in widths) == words.startswith("--alternate-decoder")
-
-
-class LoopOverExperts(nn.Module):
-    """Definition of a top-2 layer that drops nothing, out of a model's parameters by name."""
-
-    def __init__(self, state, prefix):
-        super().__init__()
-        self.gate = state[f"{prefix}.gate.wg.weight"]
-        self.experts = [
-            [state[f"{prefix}.experts.{e}.{name}"] for name in
-             ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")]
-            for e in range(4)
-        ]  # fmt: skip
-
-    def forward(self, x):
-        y = torch.zeros_like(x)
-        for index in torch.cartesian_prod(*map(torch.arange, x.shape[:-1])):
-            token = x[tuple(index)]
-            best = (self.gate @ token).topk(2)
-            shares = best.values.softmax(0)
-            for share, expert in zip(shares, best.indices, strict=True):
-                w1, b1, w2, b2 = self.experts[expert]
-                y[tuple(index)] += share * (w2 @ (w1 @ token + b1).relu() + b2)
-        return y
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,9 @@ from ....moe import (
     utilisation,
     wire_errors,
 )
+from .conditional_routing import Budget, BudgetOptions
 
+_CMR = "cmr_gate_loss"  # where routing is conditional
 # counts of the routing in a logging output
 _KEYS = tuple(f"moe_{name}" for name in RoutingCounts._fields)
 _MAY_DROP, _SECOND = "moe_may_drop", "moe_second"  # batches with a capacity, a second choice
@@ -40,8 +42,8 @@ _NULL = "moe_null"  # percentage of the choices that are null experts, where the
 
 
 @dataclass
-class GateLossOptions:
-    """Options of fairseq's ``moe`` branch; a base of a criterion's dataclass."""
+class GateLossOptions(BudgetOptions):
+    """Options of fairseq's ``moe`` and ``nllb`` branches; a base of a criterion's dataclass."""
 
     moe_gate_loss_wt: float = option(
         1.0, "weight of the gate (load balance) loss", at_least(0), group="balance"
@@ -52,7 +54,13 @@ class GateLossOptions:
 
 
 class MoECriterion:
-    """Mixin of a stock criterion, to be named before it; dense models get a gate loss of 0."""
+    """Mixin of a stock criterion, to be named before it; dense models get a gate loss of 0.
+
+    Attributes:
+        budget: of conditional routing; it has no weight unless the criterion sets one.
+    """
+
+    budget = Budget()
 
     def set_gate_loss(self, weight: float, combine_method: str, transform: str = "none") -> None:
         """Options of the gate loss; raises ValueError for a weight out of range."""
@@ -80,6 +88,9 @@ class MoECriterion:
         gate_loss = self.gate_loss(reports, like=loss)
         # broadcasts over the tokens where the loss is not reduced
         loss = loss + self.gate_loss_weight * sample_size * gate_loss
+        distance = self.budget(reports, sample_size)
+        if distance is not None:
+            loss = loss + self.budget.weight * distance
         logging_output = {
             "loss": loss.data,
             "moe_loss": gate_loss.data * sample_size,
@@ -91,6 +102,8 @@ class MoECriterion:
             _MAY_DROP: int(_has_capacity(model)),
             _SECOND: int(any(len(aux.num_routed_KE) > 1 for aux in reports)),
         }
+        if distance is not None:
+            logging_output[_CMR] = distance.data
         records = [aux.record for aux in reports if aux.record is not None]
         if model.training:  # of gradients they know after the backward pass
             logging_output[_RECORDS] = records
@@ -116,6 +129,8 @@ def log_moe_metrics(logging_outputs) -> dict[str, float]:
     size, batches = max(total["sample_size"], 1), max(total["batch_count"], 1)
     log_scalar("loss", total["loss"] / size / math.log(2), total["sample_size"])
     log_scalar("moe_gate_loss", total["moe_loss"] / size, total["sample_size"], 8)
+    if _CMR in total:
+        log_scalar(_CMR, total[_CMR] / size, total["sample_size"], 8)
     unmoved = _unmoved(total)
     for name in METRIC_NAMES:
         if name not in unmoved:

@@ -15,6 +15,7 @@ from fairseq.dataclass import ChoiceEnum
 from fairseq.logging import metrics
 
 from ....config.options import option
+from .conditional_routing import Budget
 from .moe_criterion import GateLossOptions, MoECriterion, log_moe_metrics, log_scalar
 
 
@@ -38,9 +39,13 @@ class MoECrossEntropyCriterion(MoECriterion, CrossEntropyCriterion):
         moe_gate_loss_wt=1.0,
         moe_gate_loss_combine_method="average",
         moe_gate_loss_transform="none",
+        cmr_gate_loss_wt=0.0,
+        cmr_gate_loss_p=1.0,
+        moe_cmr_xgpu=False,
     ):
         super().__init__(task, sentence_avg)
         self.set_gate_loss(moe_gate_loss_wt, moe_gate_loss_combine_method, moe_gate_loss_transform)
+        self.budget = Budget(cmr_gate_loss_wt, cmr_gate_loss_p, moe_cmr_xgpu)
 
     def forward(self, model, sample, reduce=True):
         """Return (loss, sample size, logging output) of one batch, see the module docstring."""

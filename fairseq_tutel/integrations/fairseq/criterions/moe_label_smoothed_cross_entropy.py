@@ -1,7 +1,8 @@
 """``--criterion moe_label_smoothed_cross_entropy``: of fairseq's ``nllb`` branch, for translation.
 
-``loss = (1 - eps) * NLL_sum + eps / V * S + weight * sample_size * G``. S is the sum of -log p over
-all V symbols and all targets that are no padding, G the sum or mean of the MoE layers' losses.
+``loss = (1 - eps) * NLL_sum + eps / V * S + weight * sample_size * G``, with conditional routing
+``+ cmr_weight * sample_size * C`` (:mod:`.conditional_routing`). S is the sum of -log p over all V
+symbols and all targets that are no padding, G the sum or mean of the MoE layers' losses.
 Stock fairseq's ``label_smoothed_cross_entropy`` spreads eps over the V - 1 other symbols.
 """
 
@@ -17,6 +18,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from fairseq.logging import metrics
 
 from ....config.options import at_least, option
+from .conditional_routing import Budget
 from .moe_criterion import GateLossOptions, MoECriterion, log_moe_metrics, log_scalar
 
 
@@ -46,9 +48,13 @@ class MoELabelSmoothedCrossEntropyCriterion(MoECriterion, LabelSmoothedCrossEntr
         report_accuracy=False,
         moe_gate_loss_wt=0.0,
         moe_gate_loss_combine_method="average",
+        cmr_gate_loss_wt=0.0,
+        cmr_gate_loss_p=1.0,
+        moe_cmr_xgpu=False,
     ):
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
         self.set_gate_loss(moe_gate_loss_wt, moe_gate_loss_combine_method)
+        self.budget = Budget(cmr_gate_loss_wt, cmr_gate_loss_p, moe_cmr_xgpu)
 
     def forward(self, model, sample, reduce=True):
         """Return (loss, sample size, logging output) of one batch, see the module docstring."""

@@ -31,6 +31,7 @@ from fairseq.modules.transformer_layer import (
 
 from ....distributed import ExchangeRecord, StepAgreement
 from ....moe import MoEAux, MoELayer
+from .conditional_routing import ConditionalRouting
 
 
 class ForwardScope:
@@ -68,40 +69,58 @@ class MoEBlock:
     ``moe_layer`` takes the place of fc1, activation and fc2, with dropout inside the experts;
     ``pad_mask_argument`` is the argument of the stock ``forward`` that marks padding. With
     activation checkpointing the whole computation is recomputed in the backward pass; the aux value
-    is one of its outputs, so it keeps its gradient.
+    is one of its outputs, so it keeps its gradient. With ``conditional`` the stock FFN stays, and
+    that says how much of its output, and how much of the MoE layer's, a token gets.
     """
 
     pad_mask_argument: str
 
     def __init__(
-        self, cfg: TransformerConfig, moe_layer: MoELayer, scope: ForwardScope, **stock: Any
+        self,
+        cfg: TransformerConfig,
+        moe_layer: MoELayer,
+        scope: ForwardScope,
+        conditional: ConditionalRouting | None = None,
+        **stock: Any,
     ):
+        self._keeps_ffn = conditional is not None
         super().__init__(cfg, **stock)
         self.moe_layer = moe_layer
+        self.cmr_layer = conditional
         self._scope = scope
         self._run = self._compute
         if cfg.checkpoint_activations:
             block = SimpleNamespace(forward=self._compute)
             self._run = checkpoint_wrapper(block, offload_to_cpu=cfg.offload_activations).forward
 
-    def build_fc1(self, *args: Any) -> SimpleNamespace:
-        """No dense FFN; fairseq 0.12.2 reads the shapes of its weights."""
-        return SimpleNamespace(weight=torch.empty(0), bias=torch.empty(0))
+    def build_fc1(self, *args: Any) -> Any:
+        """None but in conditional routing; fairseq 0.12.2 reads the shapes of its weights."""
+        return super().build_fc1(*args) if self._keeps_ffn else _no_weights()
 
-    build_fc2 = build_fc1
+    def build_fc2(self, *args: Any) -> Any:
+        """As :meth:`build_fc1`."""
+        return super().build_fc2(*args) if self._keeps_ffn else _no_weights()
+
+    def _mixed(
+        self, x: torch.Tensor, y: torch.Tensor, pad_mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The block's output for that of its MoE layer, and what is reported of the mixture."""
+        if self.cmr_layer is None:
+            return y, None
+        hidden = self.activation_dropout_module(self.activation_fn(self.fc1(x)))
+        return self.cmr_layer(x, self.dropout_module(self.fc2(hidden)), y, pad_mask)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Signature and result of the stock layer; x [seq, batch, M]."""
         scope = self._scope
         capacity_factor = 0.0 if scope.drops_nothing else None
         if not scope.is_reported:
-            return self._stock(
-                lambda x, pad_mask: self.moe_layer(
-                    x, pad_mask=pad_mask, step=scope.step, capacity_factor=capacity_factor
-                ),
-                *(x, *args),
-                **kwargs,
-            )
+            how = {"step": scope.step, "capacity_factor": capacity_factor}
+
+            def silent(x: torch.Tensor, pad_mask: torch.Tensor | None) -> torch.Tensor:
+                return self._mixed(x, self.moe_layer(x, pad_mask=pad_mask, **how), pad_mask)[0]
+
+            return self._stock(silent, x, *args, **kwargs)
         outputs = self._run(scope.step, capacity_factor, ExchangeRecord(), x, *args, **kwargs)
         split = len(outputs) - len(MoEAux._fields)
         self._scope.reports.append(MoEAux(*outputs[split:]))
@@ -130,7 +149,8 @@ class MoEBlock:
                 capacity_factor=capacity_factor,
                 return_aux=True,
             )
-            reports.append(aux)
+            y, share = self._mixed(x, y, pad_mask)
+            reports.append(aux._replace(share_of_layer=share))
             return y
 
         result = self._stock(reported, *args, **kwargs)
@@ -149,6 +169,10 @@ class MoEBlock:
             return _Routed(routed(x.transpose(0, 1), pad_mask).transpose(0, 1))
 
         return stock(_View(self, ffn), *args, **kwargs)
+
+
+def _no_weights() -> SimpleNamespace:
+    return SimpleNamespace(weight=torch.empty(0), bias=torch.empty(0))
 
 
 class _Routed(NamedTuple):

@@ -88,6 +88,12 @@ def build_moe_layer(args: Any, cfg: Any, side: Any, experts: Experts) -> MoELaye
     )
 
 
+def number_layers(layers: Sequence[MoELayer]) -> None:
+    """Let each know which of a model's it is."""
+    for index, layer in enumerate(layers):
+        layer.index = index
+
+
 def make_tuner(args: Any, layers: Sequence[MoELayer]) -> ExchangeTuner | None:
     """The tuner of a model's layers, None where nothing is to be chosen. Collective. Raises
     ValueError where the file of ``--moe-tune-file`` cannot be read, or is not for this run.

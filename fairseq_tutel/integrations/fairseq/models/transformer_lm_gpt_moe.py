@@ -15,7 +15,7 @@ from ....config.options import at_least, option
 from ....moe import MoELayer
 from ..options.options import MoEOptions, check_moe_options
 from .architectures import Architecture, moe_architecture
-from .moe_stack import make_tuner, place_experts, pretrained
+from .moe_stack import make_tuner, number_layers, place_experts, pretrained
 from .transformer_stacks import MoETransformerDecoder, Sparsity
 
 
@@ -132,7 +132,9 @@ class TransformerLMGPTMoE(TransformerLanguageModel):
             embed_tokens,
             no_encoder_attn=True,
         )
-        decoder.exchange_tuner = make_tuner(args, list(decoder.moe_layers.values()))
+        layers = list(decoder.moe_layers.values())
+        number_layers(layers)
+        decoder.exchange_tuner = make_tuner(args, layers)
         return cls(decoder)
 
     @classmethod

@@ -16,7 +16,15 @@ from ....config.options import at_least, option
 from ....moe import MoELayer
 from ..options.options import MoEOptions, check_moe_options, moe_frequencies
 from .architectures import Architecture, moe_architecture
-from .moe_stack import agree, make_tuner, place_experts, pretrained, reports_to_extra
+from .conditional_routing import ConditionalRoutingOptions
+from .moe_stack import (
+    agree,
+    make_tuner,
+    number_layers,
+    place_experts,
+    pretrained,
+    reports_to_extra,
+)
 from .transformer_fields import FlatTransformerConfig, fill_sizes
 from .transformer_stacks import MoETransformerDecoder, MoETransformerEncoder, Sparsity
 
@@ -25,7 +33,7 @@ _WIDTH = "> 0: dense layers of this FFN width instead of the {}'s MoE layers"
 
 
 @dataclass
-class TransformerMoEConfig(MoEOptions, FlatTransformerConfig):
+class TransformerMoEConfig(ConditionalRoutingOptions, MoEOptions, FlatTransformerConfig):
     """Options of fairseq's ``transformer``, with MoE layers in both stacks."""
 
     moe_freq: Optional[int] = option(
@@ -126,7 +134,9 @@ class TransformerMoE(TransformerModelBase):
         ]
         model = super().build_model(cfg, task)
         del cfg.sparsity
-        model.exchange_tuner = make_tuner(args, list(model.moe_layers.values()))
+        layers = list(model.moe_layers.values())
+        number_layers(layers)
+        model.exchange_tuner = make_tuner(args, layers)
         return model
 
     @classmethod

@@ -18,6 +18,7 @@ from torch import nn
 from ....distributed import StepAgreement
 from ....moe import MoELayer
 from ....tuning import ExchangeTuner
+from .conditional_routing import conditional_routing
 from .moe_block import ForwardScope, MoETransformerDecoderLayer, MoETransformerEncoderLayer
 from .moe_stack import Experts, agree, build_moe_layer, reports_to_extra
 from .shared_decoding import SharedDecoding
@@ -67,8 +68,10 @@ class MoEStack:
             side.ffn_embed_dim = dense_width
             setattr(wide, self.side, side)
             return stock(wide, **options)
-        layer = build_moe_layer(args, cfg, getattr(cfg, self.side), experts)
-        return self.block(cfg, layer, self.scope, **options)
+        side = getattr(cfg, self.side)
+        layer = build_moe_layer(args, cfg, side, experts)
+        conditional = conditional_routing(args, side.embed_dim)
+        return self.block(cfg, layer, self.scope, conditional, **options)
 
     @functools.cached_property
     def moe_layers(self) -> dict[int, MoELayer]:

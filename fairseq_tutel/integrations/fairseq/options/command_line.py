@@ -20,7 +20,7 @@ from ....config.options import option
 logger = logging.getLogger(__name__)
 
 _SEEN = "_meta_flags"  # of the namespace, until the rules report them
-_CMR = "conditional routing between experts and a dense FFN is not built for this model"
+_CMR = "conditional routing is of the encoder-decoder, --arch transformer_moe"
 _ONE_STACK = "a language model has one stack of layers: give --moe-freq"
 _BY_FILES = "models with experts are recognised by their files"
 
@@ -29,6 +29,7 @@ ACCEPTED = {
     "--use-tutel-moe": "every MoE layer has operators of its own; Tutel is not needed",
     "--init-model-on-gpu": "models are initialised on the CPU, then moved",
     "--pass-tokens-transformer-layer": "it is for metrics by language; none are logged",
+    "--cmr-log-lang-gates": "no metrics by language are logged",
     "--train-with-epoch-remainder-batch": "the last batch of an epoch is trained on with "
     "--required-batch-size-multiple 1, and else where its size is a multiple of that",
     "--replication-count N": "a checkpoint has every expert once, whatever the number of ranks",
@@ -43,14 +44,8 @@ REFUSED = {
     "--alternate-ffn-embed-dim N": "give --alternate-decoder-ffn-embed-dim",
     "--moe-eval-capacity-max-seqlen": "a capacity of evaluation follows the tokens of the batch: "
     "leave it out, and nothing is dropped, or give --moe-eval-capacity-factor",
-    "--moe-local-drop P": "leaving out all-to-alls at random is not built; --moe-eom and --moe-fom "
-    "regularise",
     "--moe-cmr": _CMR,
     "--cmr-gate-drop P": _CMR,
-    "--cmr-log-lang-gates": _CMR,
-    "--cmr-gate-loss-wt W": _CMR,
-    "--cmr-gate-loss-p P": _CMR,
-    "--moe-cmr-xgpu": _CMR,
     "--no-best-checkpoints": "give --keep-best-checkpoints to bound their number",
     "--no-save-optimizer-state-on-training-finished": "give --no-save-optimizer-state, or leave it "
     "out",

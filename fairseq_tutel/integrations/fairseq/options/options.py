@@ -193,7 +193,12 @@ def check_moe_options(args: Any, config: type) -> None:
             flag = as_flag(name, getattr(args, name))
             raise ValueError(f"{flag} cannot be combined with MoE layers")
     EXPERTS.options_of_flags(str(args.moe_expert_network), args)
-    moe_config(args, args.moe_expert_count or 2**31)
+    local_drop = moe_config(args, args.moe_expert_count or 2**31).local_drop
+    if local_drop and str(args.moe_expert_placement) == "sliced":
+        raise ValueError(
+            f"--moe-local-drop {local_drop} leaves tokens on their rank, and "
+            "--moe-expert-placement sliced has parts of experts there: give one of them"
+        )
     exchange_config(args)
     expert_storage(args)
     tuned_fields(args)

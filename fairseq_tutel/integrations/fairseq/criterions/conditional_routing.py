@@ -1,0 +1,65 @@
+"""The budget of conditional routing: how far a model is from giving its experts a share p.
+
+C = | sum of the gates / number of tokens - p | over all layers of a forward pass, as in fairseq's
+branch ``nllb``. By itself each rank has a C of its own tokens; with ``--moe-cmr-xgpu`` it is that
+of all ranks' tokens, and the gradient is that of one process with all of them (the branch's follows
+only the rank's own loss, W times less on W ranks).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Optional
+
+import torch
+
+from ....config.options import FRACTION, at_least, check_ranges, option
+from ....distributed import process_world, sum_tensor_over_ranks_
+from ....moe import MoEAux
+
+
+@dataclass
+class BudgetOptions:
+    """A base of a criterion's dataclass; names of the branch."""
+
+    cmr_gate_loss_wt: float = option(
+        0.0,
+        "weight of the distance between --cmr-gate-loss-p and the experts' mean share in "
+        "conditional routing (--moe-cmr)",
+        at_least(0),
+        group="balance",
+    )
+    cmr_gate_loss_p: float = option(
+        1.0, "share of the experts in conditional routing, 0..1", FRACTION, group="balance"
+    )
+    moe_cmr_xgpu: bool = option(
+        False, "the mean of that share is one over all ranks, not of each", group="balance"
+    )
+
+
+class Budget:
+    """The term of the loss. Raises ValueError for options out of range."""
+
+    def __init__(self, weight: float = 0.0, share: float = 1.0, over_ranks: bool = False):
+        given = SimpleNamespace(cmr_gate_loss_wt=weight, cmr_gate_loss_p=share)
+        check_ranges(given, BudgetOptions)
+        self.weight, self.share, self.over_ranks = weight, share, over_ranks
+
+    def __call__(self, reports: Sequence[MoEAux], sample_size: float) -> Optional[torch.Tensor]:
+        """n C of a batch of sample size n, fp32 scalar; None where it has no weight, or no layer is
+        conditional. Collective with ``over_ranks``.
+        """
+        shares = [aux.share_of_layer for aux in reports if aux.share_of_layer is not None]
+        if not shares or not self.weight:
+            return None
+        used, tokens = torch.stack(shares).sum(0)
+        if not self.over_ranks or process_world()[1] == 1:
+            return sample_size * (used / tokens.clamp(min=1e-5) - self.share).abs()
+        total = torch.stack([used.detach(), tokens, tokens.new_tensor(float(sample_size))])
+        sum_tensor_over_ranks_(total)
+        all_used, all_tokens, all_samples = total
+        # the value is of this rank's samples; the gradient counts those of all
+        distance = (all_used / all_tokens.clamp(min=1e-5) - self.share).abs()
+        towards = torch.sign(all_used / all_tokens.clamp(min=1e-5) - self.share)
+        own = all_samples * towards * used / all_tokens.clamp(min=1e-5)
+        return sample_size * distance + own - own.detach()

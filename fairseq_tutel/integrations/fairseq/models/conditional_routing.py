@@ -1,0 +1,77 @@
+"""Conditional MoE routing (CMR): a token gets a share of its experts and the rest of a dense FFN.
+
+NLLB (arXiv 2207.04672, section 6.2.2; arXiv 2212.07571), with the options and the names of
+parameters of fairseq's branch ``nllb``. A gate with one output, g = dropout(sigmoid(w x + b)),
+mixes per token: y = (1 - g) FFN(x) + g MoE(x). All tokens are routed and take capacity: nothing is
+saved. The criterion's ``--cmr-gate-loss-wt`` pulls the mean of g towards ``--cmr-gate-loss-p``.
+"""
+
+# no postponed annotations here: fairseq reads the types of dataclass fields
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch import nn
+
+from ....config.options import Range, option
+
+
+@dataclass
+class ConditionalRoutingOptions:
+    """A base of a model's dataclass."""
+
+    moe_cmr: bool = option(
+        False,
+        "conditional MoE routing (arXiv 2212.07571): beside the experts a dense FFN, and a gate "
+        "that mixes both; see --cmr-gate-loss-wt",
+        group="routing",
+    )
+    cmr_gate_drop: float = option(
+        0.0,
+        "dropout of that gate: dropped tokens have the dense FFN alone, and the gate of others is "
+        "scaled up, beyond 1",
+        Range(0, 1, high_open=True),
+        group="routing",
+    )
+
+
+class ConditionalRouting(nn.Module):
+    """The gate, and the mixture; parameters are ``gate.wg.weight`` [1, M] and ``gate.wg.bias``."""
+
+    def __init__(self, dim: int, drop: float):
+        super().__init__()
+        self.gate = nn.ModuleDict({"wg": nn.Linear(dim, 1)})
+        self.drop = drop
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        dense: torch.Tensor,
+        sparse: torch.Tensor,
+        pad_mask: Optional[torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mix two outputs for x.
+
+        Args:
+            x, dense, sparse: [batch, seq, M].
+            pad_mask: bool [batch, seq], True for padding, which has the dense output and does not
+                count; or None.
+
+        Returns:
+            (y [batch, seq, M], ``MoEAux.share_of_layer``).
+        """
+        share = nn.functional.dropout(self.gate["wg"](x).sigmoid(), self.drop, self.training)
+        tokens = share.new_full((), share.numel(), dtype=torch.float32)
+        if pad_mask is not None:
+            padded = pad_mask[..., None]
+            share = share.masked_fill(padded, 0)
+            tokens = tokens - padded.sum()
+        y = (1 - share) * dense + share * sparse
+        return y, torch.stack([share.float().sum(), tokens])
+
+
+def conditional_routing(args: Any, dim: int) -> Optional[ConditionalRouting]:
+    """That of a layer of M = ``dim``, None where the model's options, ``args``, have none."""
+    if not getattr(args, "moe_cmr", False):
+        return None
+    return ConditionalRouting(dim, args.cmr_gate_drop)
