@@ -108,7 +108,8 @@ def _kind_text(report: dict[str, Any]) -> str:
     if report["num_rank_files"] is None:
         return "one merged file" if report["kind"] == "merged" else "set"
     saved = f", saved by {report['world_size']} ranks" if report["world_size"] else ""
-    return f"set of {report['num_rank_files']} rank files{saved}"
+    again = f" and {report['replicas']} that repeat them" if report["replicas"] else ""
+    return f"set of {report['num_rank_files']} rank files{again}{saved}"
 
 
 def _layers_text(layers: list[str]) -> str:

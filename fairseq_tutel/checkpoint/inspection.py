@@ -27,7 +27,8 @@ def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
 
     Returns:
         A dict of plain values: path, kind ("set" or "merged"), written_by, save_id, world_size,
-        num_rank_files, num_experts, moe_layers, params_dense, params_expert and params_total
+        num_rank_files, replicas (rank files of Meta's runs that hold other files' experts again),
+        num_experts, moe_layers, params_dense, params_expert and params_total
         (numbers of elements, as the trainer counts them; experts of all ranks, each once), dtypes
         {name: elements}, num_updates, epoch, optimizer_state ("by name", "foreign" or "none"),
         size_on_disk (bytes), files (a list of dicts: name, size, rank, experts, params, save_id),
@@ -66,6 +67,8 @@ def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
             for number in range(reader.num_rank_files):
                 tried(reader.rank_file, number)
             problems += _superfluous(reader)
+            for number in _replicas(reader):
+                tried(_check_replica, reader, contents, number, verify)
     metadata = reader.metadata if reader else None
     return {
         "path": cset.path,
@@ -74,6 +77,7 @@ def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
         "save_id": metadata and metadata.save_id,
         "world_size": metadata and metadata.world_size,
         "num_rank_files": reader.num_rank_files if reader and reader.kind != MERGED else None,
+        "replicas": len(_replicas(reader)) if reader else 0,
         "num_experts": reader and reader.num_experts,
         **_describe_content(contents, reader),
         "size_on_disk": sum(row["size"] for row in rows),
@@ -92,6 +96,38 @@ def _superfluous(reader: SetReader) -> list[str]:
         f"{reader.cset.path_of(role)}: superfluous: the set has {count} rank files"
         for role in sorted(extra if reader.metadata else ())
     ]
+
+
+def _replicas(reader: SetReader) -> list[int]:
+    """Numbers of the rank files that repeat others: where experts are fewer than ranks (their
+    replication count), each rank of Meta's runs wrote one."""
+    if reader.metadata is not None or reader.kind == MERGED:
+        return []
+    return sorted(r for r in reader.files if isinstance(r, int) and r >= reader.num_rank_files)
+
+
+def _check_replica(
+    reader: SetReader, contents: dict[Role, dict[str, Any]], number: int, values: bool
+) -> None:
+    """Raises CheckpointError where it has not the parameters, or ``values``, of what it repeats."""
+    of = number % reader.num_rank_files
+    if of not in contents:  # it stands for a file that is gone
+        return
+    mine, first = (contents[role].get(MODEL) or {} for role in (number, of))
+    names = sorted(set(mine) ^ set(first))
+    names += [
+        name for name in mine if name in first and not _alike(mine[name], first[name], values)
+    ]
+    if names:
+        raise CheckpointError(
+            f"{reader.cset.path_of(number)}: a replica that differs from "
+            f"{reader.cset.name_of(of)} in {names[0]}"
+        )
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor, values: bool) -> bool:
+    same = one.shape == other.shape and one.dtype == other.dtype
+    return same and (not values or torch.equal(one, other))
 
 
 def _describe_file(role: Role, path: str, content: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ MERGED = "merged"
 SHARED = "shared"
 
 _EXPERT_KEY = re.compile(r"((?:.*\.)?experts\.)(\d+)(\..*)")
+_ALIAS = ".cmr_layer.moe_layer."
 _FILE = re.compile(r"(?P<stem>.+?)(?P<member>-shared|-rank-(?P<rank>\d+))?\.pt")
 
 
@@ -107,6 +108,12 @@ def split_key(key: str) -> tuple[str, int, str] | None:
     """(prefix up to and with "experts.", expert number, rest), or None for a dense parameter."""
     match = _EXPERT_KEY.fullmatch(key)
     return (match[1], int(match[2]), match[3]) if match else None
+
+
+def without_aliases(entries: Mapping[str, Value]) -> dict[str, Value]:
+    """Entries without those that the branch ``nllb`` stores a second time, under the name of the
+    module that conditional routing wraps around an MoE layer."""
+    return {key: value for key, value in entries.items() if _ALIAS not in key}
 
 
 def split_dense_expert(entries: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:

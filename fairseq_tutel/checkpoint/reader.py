@@ -30,6 +30,7 @@ from .layout import (
     gate_experts,
     select_experts,
     split_dense_expert,
+    without_aliases,
 )
 from .state import (
     METADATA,
@@ -264,6 +265,9 @@ class SetReader:
                 f"{count} with {experts} experts, not as a shared file"
             )
         self.num_experts, self.num_rank_files = experts, count
+        if found is None:  # any copy of a file serves
+            for role in sorted(role for role in self.files if isinstance(role, int)):
+                self.files.setdefault(role % count, self.files[role])
         missing = [self.cset.name_of(rank) for rank in range(count) if rank not in self.files]
         if missing:
             raise CheckpointError(
@@ -365,4 +369,6 @@ def load_state(path: str) -> tuple[dict[str, Any], Checksums]:
     checksums = Checksums(path)
     state = load_file(path)
     check_file(state, path)
+    if METADATA not in state:
+        state = {**state, MODEL: without_aliases(state[MODEL])}
     return state, checksums
