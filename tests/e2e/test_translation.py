@@ -100,11 +100,52 @@ def test_generates_and_validates_what_was_trained(trained, programs):
     for one, other in zip(alone, together, strict=True):
         assert (one[0], one[2]) == (other[0], other[2])
         assert float(one[1]) == pytest.approx(float(other[1]), abs=1e-5)
-    validated = forked(programs, 1, "fairseq-validate", *common, "--valid-subset", "valid",
-                       "--max-tokens", "1024", "--log-format", "json")  # fmt: skip
-    (row,) = logged(validated, "valid")
+    # three batches on two ranks
+    rows = []
+    for ranks in (1, 2):
+        validated = forked(programs, ranks, "fairseq-validate", *common, "--valid-subset", "valid",
+                           "--batch-size", "4", "--log-format", "json")  # fmt: skip
+        rows += logged(validated, "valid")
     in_training = logged(log, "valid")[-1]
-    assert row["nll_loss"] == pytest.approx(in_training["nll_loss"], abs=2e-2)  # fp16 there
+    for row in rows:
+        assert row["nll_loss"] == pytest.approx(in_training["nll_loss"], abs=2e-2)  # fp16 there
+        assert row["nll_loss"] == pytest.approx(rows[0]["nll_loss"], abs=1e-3)
+
+
+def test_two_checkpoints_are_an_ensemble_and_sacrebleu_scores(trained, programs):
+    """A model beside itself says what it says alone."""
+    folder, _ = trained
+    path = f"{folder}/checkpoint_last.pt"
+    words = f"""{DATA} --task translation_multi_simple_epoch --langs de,en --lang-pairs de-en
+        --encoder-langtok src --decoder-langtok --cpu -s de -t en --gen-subset test
+        --batch-size 8 --max-len-b 8 --scoring sacrebleu --user-dir fairseq_tutel"""
+    found = []
+    for given in (path, f"{path}:{path}"):
+        output = forked(programs, 1, "fairseq-generate", *words.split(), "--path", given)
+        assert "BLEU = " in output
+        found.append(dict(re.findall(r"^H-(\d+)\t(.*)$", output, re.MULTILINE)))
+    assert found[0].keys() == found[1].keys() and len(found[0]) == 10
+    for number, line in found[0].items():
+        score, text = line.split("\t")
+        other = found[1][number].split("\t")
+        assert other[1] == text and float(other[0]) == pytest.approx(float(score), abs=1e-5)
+
+
+def test_interactive_says_what_generate_says(trained, programs, tmp_path):
+    folder, _ = trained
+    common = [str(DATA), "--user-dir", "fairseq_tutel", "--path", f"{folder}/checkpoint_last.pt",
+              "--task", "translation_multi_simple_epoch", "--langs", "de,en", "--lang-pairs",
+              "de-en", "--encoder-langtok", "src", "--decoder-langtok", "--cpu", "-s", "de", "-t",
+              "en", "--beam", "4", "--max-len-b", "8"]  # fmt: skip
+    output = forked(programs, 1, "fairseq-generate", *common, "--gen-subset", "test")
+    sources = dict(re.findall(r"^S-(\d+)\t(?:__de__ )?(.*)$", output, re.MULTILINE))
+    want = dict(re.findall(r"^H-(\d+)\t\S+\t(.*)$", output, re.MULTILINE))
+    numbers = sorted(sources, key=int)[:3]
+    text = tmp_path / "sources.txt"
+    text.write_text("".join(f"{sources[n]}\n" for n in numbers), encoding="utf-8")
+    output = forked(programs, 1, "fairseq-interactive", *common, "--input", str(text))
+    got = dict(re.findall(r"^H-(\d+)\t\S+\t(.*)$", output, re.MULTILINE))
+    assert [got[str(i)] for i in range(3)] == [want[n] for n in numbers]
 
 
 _HYDRA = """

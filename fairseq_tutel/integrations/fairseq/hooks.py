@@ -24,7 +24,7 @@ from . import optim
 from .errors import excepthook, log_filters
 from .options.command_line import with_evaluation_flags
 from .options.options import moe_frequencies
-from .programs import blocks, evaluation, generation, program, ranks
+from .programs import blocks, evaluation, generation, program, ranks, validation
 from .trainer import requeue
 from .trainer.sets import save_set, start_of_run
 from .trainer.trainer import MoETrainer, has_experts
@@ -115,6 +115,7 @@ def _load_model_ensemble_and_task(original, *args, **kwargs):
     models, cfg, task = original(*args, **kwargs)
     if any(has_experts(model) for model in models):
         blocks.evaluate_every_block(task)
+        validation.share_validation(task)
         generation.prepare_generation(models, task)
     return models, cfg, task
 
@@ -124,8 +125,6 @@ def _call_main(original, cfg, main, **kwargs):
     if _runs_experts(name, cfg):
         if name != "interactive":
             ranks.join_started_ranks(cfg)
-        if name == "validate":
-            ranks.refuse_several(cfg)
         main = ranks.meet_in_time(cfg, main)
     return original(cfg, main, **kwargs)
 
@@ -207,9 +206,15 @@ TABLE = (
     ),
     Replacement(
         "fairseq.distributed.utils.call_main",
-        "does not connect processes that torchrun started where it sees one device or none, and "
-        "fairseq-validate would hang on several ranks (programs/ranks.py)",
+        "does not connect processes that torchrun started where it sees one device or none "
+        "(programs/ranks.py)",
         _by(_call_main),
+    ),
+    Replacement(
+        "fairseq.distributed.utils.all_gather_list",
+        "needs a GPU, and fails beyond 16 KiB; fairseq-validate collects its logging outputs by it "
+        "(programs/validation.py)",
+        _by(validation.all_gather_list),
     ),
     Replacement(
         "fairseq.optim.adam.FairseqAdam.__init__",

@@ -59,18 +59,6 @@ def join_started_ranks(cfg, env: Mapping[str, str] = os.environ) -> None:
         distributed.device_id = int(env.get("LOCAL_RANK", place.rank)) % devices
 
 
-def refuse_several(cfg) -> None:
-    """Stop fairseq-validate on several ranks by a ValueError: it would wait for ever, as it passes
-    over empty batches and adds up through CUDA.
-    """
-    world_size = cfg.distributed_training.distributed_world_size
-    if world_size > 1:
-        raise ValueError(
-            f"fairseq-validate runs a model with experts on one process, not on {world_size}; "
-            "fairseq-eval-lm runs on any number"
-        )
-
-
 def refuse_separate_ranks(env: Mapping[str, str] = os.environ) -> None:
     """Stop a process that would run a model with experts alone, though it was started as one of
     several, by a ValueError with the command that works.
