@@ -40,6 +40,7 @@ class TrainPreset:
         goals: (variant, bound): this plugin's tokens/s over the variant's.
         simulated: what is simulated, for titles.
         one_by_one: whether its models do not fit into a device together.
+        own_model: whether the overrides state the whole model, in place of the config's.
     """
 
     about: str
@@ -49,6 +50,7 @@ class TrainPreset:
     goals: tuple[tuple[str, float], ...] = ()
     simulated: str = ""
     one_by_one: bool = False
+    own_model: bool = False
 
 
 _FP32 = """common.fp16=false common.memory_efficient_fp16=false optimizer.fp16_adam_stats=false"""
@@ -58,10 +60,24 @@ _SMALL = f"""{_FP32} task.dict_size=4996 distributed_training.distributed_world_
     model.decoder_layers=4 model.decoder_embed_dim=256 model.decoder_ffn_embed_dim=1024
     model.decoder_attention_heads=4 model.moe_expert_count=8 model.checkpoint_activations=false
     model.moe_normalize_expert_grad=world_size model.dropout=0.0 model.attention_dropout=0.0"""
+_STACKS = " ".join(
+    f"model.{side}_{size}"
+    for side in ("encoder", "decoder")
+    for size in ("layers=6", "embed_dim=512", "ffn_embed_dim=2048", "attention_heads=8",
+                 "normalize_before=true")
+)  # fmt: skip
+_TRANSLATION = f"""{_FP32} model._name=transformer_moe {_STACKS} model.share_all_embeddings=true
+    model.max_source_positions=128 model.max_target_positions=128 task.tokens_per_sample=128
+    dataset.batch_size=32 task.dict_size=4996 distributed_training.distributed_world_size=1
+    model.moe_freq=2 model.moe_expert_count=8 model.moe_second_expert_policy=all
+    model.dropout=0.0 model.attention_dropout=0.0"""
 # Over any of the presets, to rehearse a benchmark on a CPU; a simulated rank is then one of 4.
 _TINY = f"""{_FP32} task.dict_size=60 task.tokens_per_sample=16 dataset.batch_size=2
     model.decoder_layers=2 model.decoder_embed_dim=16 model.decoder_ffn_embed_dim=32
     model.decoder_attention_heads=2 model.moe_expert_count=4"""
+_TINY_ENCODER = """model.encoder_layers=2 model.encoder_embed_dim=16
+    model.encoder_ffn_embed_dim=32 model.encoder_attention_heads=2 model.max_source_positions=16
+    model.max_target_positions=16"""
 
 
 def _small(batch: int, times_dense: float) -> TrainPreset:
@@ -85,6 +101,14 @@ def _rank(ranks: int, about: str, *overrides: str, **options) -> TrainPreset:
 PRESETS = {
     "x4": _small(4, times_dense=1.8),
     "x8": _small(8, times_dense=2.5),
+    "translation": TrainPreset(
+        "encoder-decoder, 6 + 6 layers 512/2048, 8 experts, top-2, in every second layer of both "
+        "stacks, 128 + 128 tokens x 32, vocabulary 5000, fp32, no dropout",
+        "meta_1.1t",
+        tuple(_TRANSLATION.split()),
+        goals=(("flop-matched", 0.90), ("dense", 1.8)),
+        own_model=True,
+    ),
     "meta-1.1t-rank": _rank(
         512, "one rank of 512 of the 1.1T model, all-to-alls replaced by copies", variants=("moe",)
     ),
@@ -106,7 +130,8 @@ PRESETS = {
 def tiny_overrides(preset: TrainPreset, world_size: int = 1) -> tuple[str, ...]:
     """``key=value`` that cut a preset down to milliseconds on a CPU."""
     simulated = 4 if preset.simulated and world_size == 1 else 0
-    return (*_TINY.split(), f"model.moe_simulate_world_size={simulated}")
+    encoder = _TINY_ENCODER.split() if preset.own_model else ()
+    return (*_TINY.split(), *encoder, f"model.moe_simulate_world_size={simulated}")
 
 
 def load_config(preset: TrainPreset, overrides: Sequence[str], ranks: Ranks) -> DictConfig:
@@ -118,6 +143,8 @@ def load_config(preset: TrainPreset, overrides: Sequence[str], ranks: Ranks) -> 
     given = OmegaConf.load(ROOT / "configs" / f"{preset.config}.yaml")
     for key in ("defaults", "hydra"):  # for Hydra itself
         given.pop(key, None)
+    if preset.own_model:
+        given.pop("model")
     on_gpu, world_size = ranks.device.type == "cuda", ranks.world_size
     changes = [*preset.overrides, f"common.cpu={str(not on_gpu).lower()}", "common.user_dir=null"]
     if world_size > 1:
@@ -145,8 +172,10 @@ def flop_matched(config: DictConfig) -> DictConfig:
     """The config with dense layers, K times as wide, in place of the MoE layers."""
     config = config.copy()
     top_k = 1 if config.model.moe_top1_expert else config.model.moe_top_k or 2
-    width = config.model.moe_expert_ffn_dim or config.model.decoder_ffn_embed_dim
-    config.model.alternate_decoder_ffn_embed_dim = top_k * width
+    for side, option in (("encoder", "alternate_ffn"), ("decoder", "alternate_decoder_ffn")):
+        width = config.model.moe_expert_ffn_dim or config.model.get(f"{side}_ffn_embed_dim")
+        if f"{option}_embed_dim" in config.model:
+            config.model[f"{option}_embed_dim"] = top_k * width
     config.model.moe_simulate_world_size = 0
     return config
 
@@ -204,7 +233,7 @@ class Run:
 
 
 def random_samples(config: DictConfig, vocabulary: int, count: int, seed: int) -> list[dict]:
-    """Batches of a language model with random tokens.
+    """Batches of a language model, or of pairs of sentences, with random tokens.
 
     dummy_lm's own batches repeat one sequence, whose tokens all choose the same experts at the same
     positions.
@@ -216,11 +245,18 @@ def random_samples(config: DictConfig, vocabulary: int, count: int, seed: int) -
         # symbols below 4 are <s>, <pad>, </s> and <unk>
         tokens = torch.randint(4, vocabulary, (batch, length + 1), generator=generator)
         lengths = torch.full((batch,), length)
+        # an encoder-decoder reads as many others
+        inputs = {"src_tokens": tokens[:, :-1].contiguous(), "src_lengths": lengths}
+        if "encoder_layers" in config.model:
+            inputs["prev_output_tokens"] = inputs["src_tokens"]
+            inputs["src_tokens"] = torch.randint(
+                4, vocabulary, (batch, length), generator=generator
+            )
         return {
             "id": torch.arange(batch),
             "nsentences": batch,
             "ntokens": batch * length,
-            "net_input": {"src_tokens": tokens[:, :-1].contiguous(), "src_lengths": lengths},
+            "net_input": inputs,
             "target": tokens[:, 1:].contiguous(),
         }
 
