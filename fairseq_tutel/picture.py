@@ -133,11 +133,17 @@ def draw_loss(curves: Curves, picture: Path) -> None:
     figure.savefig(picture, dpi=150)
 
 
+def _order_of_layer(name: str) -> tuple[bool, int]:
+    """Of a layer's number, or of an encoder-decoder's, ``encoder.3``: the encoder first."""
+    side, _, number = name.rpartition(".")
+    return side == "decoder", int(number)
+
+
 def draw_experts(lines: Sequence[dict], picture: Path) -> None:
     """A heat map per MoE layer of each expert's load over updates; below, the utilisation."""
     records = {line["update"]: line for line in lines}  # the last of an update made twice
     updates = sorted(records)
-    layers = sorted(records[updates[-1]]["layers"], key=int)
+    layers = sorted(records[updates[-1]]["layers"], key=_order_of_layer)
     used = [update for update in updates if "utilisation" in records[update]]
     figure, grid = _figure(len(layers) + bool(used))
     for axes, layer in zip(grid, layers, strict=False):

@@ -6,28 +6,22 @@ Called by scripts/quickstart.sh, which sees to the environment; see ``--help``.
 import argparse
 import os
 import re
-import shlex
-import shutil
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import sentencepiece
-import torch
 from corpus import LINE_BREAK, CorpusError, build_corpus
+from steps import EXPERTS, GPUS, RANKS, ROOT, Commands, QuickstartError, prepare, say
+from translation import UPDATES as TRANSLATION_UPDATES
+from translation import translation
 
 from fairseq_tutel import picture
 
-ROOT = Path(__file__).resolve().parents[2]
 UPDATES = 320  # about 3 minutes in fp32 on two CPU cores
 REQUIRED_FALL = 10  # of the perplexity, in a whole run on Python's library
 VOCABULARY, TOKENS_PER_SAMPLE, SAMPLES_PER_UPDATE = 4000, 128, 16
-GPUS = torch.cuda.device_count()
-RANKS = GPUS or 2
-# 8 experts, or as many more as it takes for every rank to hold equally many
-EXPERTS = -(-max(8, RANKS) // RANKS) * RANKS
 # How functions, comments and paragraphs of the documentation begin in Python's library.
 LIBRARY_PROMPTS = ["def __init__(self, name", "# This function returns", "The arguments of the"]
 
@@ -59,47 +53,13 @@ INTERACTIVE = f"""fairseq-interactive data {PLUGIN} --path checkpoints/checkpoin
     --min-len 20 --seed 3 --buffer-size 3 --batch-size 3"""
 
 
-class QuickstartError(Exception):
-    """What ends a run, in a line or with the last lines of a log."""
-
-
-def say(text: str = "") -> None:
-    """Print a line at once, also into a pipe."""
-    print(text, flush=True)
-
-
-class Quickstart:
+class Quickstart(Commands):
     """One run: its folder, what it found out, and its steps."""
 
     def __init__(self, folder: Path, updates: int, texts: list[Path]):
-        self.folder, self.updates, self.texts = folder, updates, texts
+        super().__init__(folder)
+        self.updates, self.texts = updates, texts
         self.perplexity: dict[str, float] = {}
-
-    def run(self, name: str, command: str, on_line=lambda line: None) -> list[str]:
-        """Lines of a command's output, which goes to ``logs/NAME.log``; all are in commands.sh.
-
-        Raises:
-            QuickstartError: it ended with another exit code than 0.
-        """
-        log, lines = self.folder / "logs" / f"{name}.log", []
-        with (self.folder / "commands.sh").open("a") as file:
-            file.write(f"# {name}\n{' '.join(command.split())}\n")
-        pipes = {
-            "stdin": subprocess.DEVNULL,
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.STDOUT,
-        }
-        text = {"encoding": "utf-8", "errors": "replace"}
-        process = subprocess.Popen(shlex.split(command), cwd=self.folder, **pipes, **text)
-        with process, log.open("a", encoding="utf-8") as file:
-            for line in process.stdout:
-                file.write(line)
-                lines.append(line.rstrip("\n"))
-                on_line(line)
-        if process.returncode:
-            tail = "\n".join(f"  {line[:300]}" for line in lines[-15:])
-            raise QuickstartError(f"{name} failed; the last lines of {log}:\n{tail}")
-        return lines
 
     def tokenizer(self, corpus: dict[str, list[str]]) -> None:
         """White space stays as it is (source files), and a line break is a piece of its own."""
@@ -197,19 +157,8 @@ everything, with the pictures    {self.folder}""")
         return start / end
 
 
-def prepare(folder: Path) -> None:
-    """Make an empty folder, in place of an earlier run's."""
-    if folder.exists() and any(folder.iterdir()):
-        if not (folder / "commands.sh").exists():
-            raise QuickstartError(f"{folder} is not empty and no folder of the quickstart")
-        say(f"Removing the earlier run in {folder}.")
-        shutil.rmtree(folder)
-    (folder / "logs").mkdir(parents=True)
-    (folder / "commands.sh").touch()
-
-
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Options of the quickstart."""
+    """Options of the quickstarts."""
     parser = argparse.ArgumentParser(
         prog="scripts/quickstart.sh",
         description="Train a small mixture-of-experts language model with fairseq, evaluate it, "
@@ -218,10 +167,19 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     text = "text files (UTF-8), or folders of them; default: the Python library's"
     add("text", nargs="*", type=Path, help=text)
-    add("--updates", type=int, default=UPDATES, metavar="N", help="default: %(default)s")
-    where = {"type": Path, "default": ROOT / "runs" / "quickstart", "metavar": "FOLDER"}
-    add("--out", help="where the files go (default: runs/quickstart)", **where)
+    translate = (
+        "train a translation model, on numbers in words of several languages, or on parallel "
+    )
+    translate += "files: NAME.de and NAME.en, say, of one sentence per line"
+    add("--translation", action="store_true", help=translate)
+    about = f"default: {UPDATES}, or {TRANSLATION_UPDATES} of a translation model"
+    add("--updates", type=int, metavar="N", help=about)
+    where = "where the files go (default: runs/quickstart, or runs/quickstart-translation)"
+    add("--out", type=Path, metavar="FOLDER", help=where)
     args = parser.parse_args(argv)
+    args.updates = args.updates or (TRANSLATION_UPDATES if args.translation else UPDATES)
+    name = "quickstart-translation" if args.translation else "quickstart"
+    args.out = args.out or ROOT / "runs" / name
     if args.updates < 8:
         parser.error(f"--updates {args.updates}: at least 8 are needed, to stop and resume halfway")
     return args
@@ -231,6 +189,9 @@ def main() -> int:
     """The exit code."""
     args = parse_arguments(sys.argv[1:])
     try:
+        if args.translation:
+            translation(args.text, args.out, args.updates)
+            return 0
         corpus = build_corpus(args.text)  # before an earlier run is removed, as it may fail
         prepare(args.out)
         quick = Quickstart(args.out.absolute(), args.updates, args.text)

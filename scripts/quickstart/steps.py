@@ -1,0 +1,67 @@
+"""What the quickstarts have in common: a folder, commands that are kept with their logs, errors."""
+
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+GPUS = torch.cuda.device_count()
+RANKS = GPUS or 2
+# 8 experts, or as many more as it takes for every rank to hold equally many
+EXPERTS = -(-max(8, RANKS) // RANKS) * RANKS
+
+
+class QuickstartError(Exception):
+    """What ends a run, in a line or with the last lines of a log."""
+
+
+def say(text: str = "") -> None:
+    """Print a line at once, also into a pipe."""
+    print(text, flush=True)
+
+
+class Commands:
+    """Runs commands in a folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def run(self, name: str, command: str, on_line=lambda line: None) -> list[str]:
+        """Lines of a command's output, which goes to ``logs/NAME.log``; all are in commands.sh.
+
+        Raises:
+            QuickstartError: it ended with another exit code than 0.
+        """
+        log, lines = self.folder / "logs" / f"{name}.log", []
+        with (self.folder / "commands.sh").open("a") as file:
+            file.write(f"# {name}\n{' '.join(command.split())}\n")
+        pipes = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+        }
+        text = {"encoding": "utf-8", "errors": "replace"}
+        process = subprocess.Popen(shlex.split(command), cwd=self.folder, **pipes, **text)
+        with process, log.open("a", encoding="utf-8") as file:
+            for line in process.stdout:
+                file.write(line)
+                lines.append(line.rstrip("\n"))
+                on_line(line)
+        if process.returncode:
+            tail = "\n".join(f"  {line[:300]}" for line in lines[-15:])
+            raise QuickstartError(f"{name} failed; the last lines of {log}:\n{tail}")
+        return lines
+
+
+def prepare(folder: Path) -> None:
+    """Make an empty folder, in place of an earlier run's."""
+    if folder.exists() and any(folder.iterdir()):
+        if not (folder / "commands.sh").exists():
+            raise QuickstartError(f"{folder} is not empty and no folder of the quickstart")
+        say(f"Removing the earlier run in {folder}.")
+        shutil.rmtree(folder)
+    (folder / "logs").mkdir(parents=True)
+    (folder / "commands.sh").touch()

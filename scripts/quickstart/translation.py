@@ -1,0 +1,203 @@
+"""From pairs of sentences to a multilingual translation model with experts, on this machine."""
+
+import os
+import re
+import time
+from pathlib import Path
+
+import sentencepiece
+from expert_use import draw_use, expert_use
+from parallel import SIDES, Pairs, build_pairs
+from sacrebleu import corpus_bleu
+from steps import EXPERTS, GPUS, RANKS, Commands, QuickstartError, prepare, say
+
+from fairseq_tutel import picture
+
+UPDATES = 800  # about 3 minutes in fp32 on two CPU cores
+REQUIRED = 90  # percent of held-out numbers that come out right, word for word
+VOCABULARY = {True: 400, False: 8000}  # of numbers; of other text
+MAX_TOKENS = 4096  # of an update, over all ranks
+
+DICTIONARY = "dict.txt"
+PREPROCESS = """fairseq-preprocess --source-lang {source} --target-lang {target}
+    --srcdict dict.txt --tgtdict dict.txt --trainpref pieces/{pair}.train
+    --validpref pieces/{pair}.valid --testpref pieces/{pair}.test --destdir data
+    --workers {workers}"""
+# languages of sentences and translations as tokens, as NLLB has them
+LANGUAGES = """--task translation_multi_simple_epoch --langs {langs} --lang-pairs {pairs}
+    --encoder-langtok src --decoder-langtok --user-dir fairseq_tutel"""
+TRAIN = f"""python -m fairseq_tutel.launch --nproc-per-node {RANKS} -- fairseq-train data
+    {LANGUAGES} --sampling-method temperature --sampling-temperature 1
+    --arch transformer_moe --encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 256
+    --encoder-ffn-embed-dim 512 --encoder-attention-heads 4 --decoder-attention-heads 4
+    --encoder-normalize-before --decoder-normalize-before --share-all-embeddings
+    --max-source-positions 256 --max-target-positions 256 --dropout 0.0
+    --moe-freq 2 --moe-expert-count {EXPERTS} --moe-second-expert-policy all --use-moe-pad-mask
+    --criterion moe_label_smoothed_cross_entropy --label-smoothing 0.1 --moe-gate-loss-wt 0.01
+    --moe-gate-loss-combine-method sum --max-tokens {MAX_TOKENS // RANKS}
+    --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 1.0
+    --lr 0.002 --lr-scheduler cosine --warmup-updates {{warmup}} --warmup-init-lr 0
+    --lr-period-updates {{period}} --max-update {{stop_at}} --required-batch-size-multiple 1
+    --validate-interval-updates {{validate_every}} --validate-interval 1000000
+    --save-interval 1000000 --save-dir checkpoints --no-epoch-checkpoints
+    --moe-load-log-interval 10 --log-format simple --log-interval {{log_every}} --num-workers 0
+    --seed 1"""
+GENERATE = f"""fairseq-generate data {LANGUAGES} --path checkpoints/checkpoint_last.pt
+    --source-lang {{source}} --target-lang {{target}} --gen-subset test --beam 4
+    --max-len-a 2 --max-len-b 20 --batch-size 100 --bpe sentencepiece
+    --sentencepiece-model tokenizer/sentencepiece.model --scoring sacrebleu --num-workers 0"""
+
+
+class Translation(Commands):
+    """One run: its folder, its data, what it found out, and its steps."""
+
+    def __init__(self, folder: Path, updates: int, corpus: dict[tuple[str, str], Pairs], own: bool):
+        super().__init__(folder)
+        self.updates, self.corpus, self.own = updates, corpus, own
+        self.languages = list(dict.fromkeys(name for pair in corpus for name in pair))
+        self.directions = [d for pair in corpus for d in (pair, pair[::-1])]
+        # (sentence, translation by the model, translation of the data), by direction
+        self.translated: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
+
+    def _multilingual(self, command: str, **values) -> str:
+        """A command of the task, which wants all languages and directions in one order."""
+        pairs = ",".join(map("-".join, self.directions))
+        return command.format(langs=",".join(self.languages), pairs=pairs, **values)
+
+    def tokenizer(self) -> None:
+        """One sentencepiece model of all languages, and fairseq's dictionary of its pieces."""
+        for name in ("corpus", "tokenizer", "pieces"):
+            (self.folder / name).mkdir()
+        for (one, other), sides in self.corpus.items():
+            counts = ", ".join(f"{len(sides[side]):,} {side}" for side in SIDES)
+            say(f"      {one}-{other}  {counts}")
+            for side in SIDES:
+                for number, language in enumerate((one, other)):
+                    lines = "".join(f"{pair[number]}\n" for pair in sides[side])
+                    self._text("corpus", one, other, side, language).write_text(lines, "utf-8")
+        train = [
+            str(self._text("corpus", *pair, "train", language))
+            for pair in self.corpus
+            for language in pair
+        ]
+        model = self.folder / "tokenizer" / "sentencepiece.model"
+        sentencepiece.SentencePieceTrainer.train(
+            input=train, model_prefix=str(model.with_suffix("")), model_type="bpe",
+            vocab_size=VOCABULARY[not self.own], hard_vocab_limit=False, character_coverage=0.9999,
+            num_threads=2, minloglevel=2,
+        )  # fmt: skip
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+        for pair, sides in self.corpus.items():
+            for side in SIDES:
+                for number, language in enumerate(pair):
+                    lines = [each[number] for each in sides[side]]
+                    pieces = processor.encode(lines, out_type=str)
+                    text = "".join(" ".join(each) + "\n" for each in pieces)
+                    self._text("pieces", *pair, side, language).write_text(text, "utf-8")
+        names = [processor.id_to_piece(i) for i in range(3, processor.get_piece_size())]
+        text = "".join(f"{name} 1\n" for name in names)
+        (self.folder / DICTIONARY).write_text(text, encoding="utf-8")
+
+    def _text(self, kind: str, one: str, other: str, side: str, language: str) -> Path:
+        return self.folder / kind / f"{one}-{other}.{side}.{language}"
+
+    def preprocess(self) -> None:
+        """fairseq's data-bin, one command per pair of languages; a pair serves both directions."""
+        for source, target in self.corpus:
+            pair, workers = f"{source}-{target}", min(2, os.cpu_count() or 1)
+            names = {"source": source, "target": target, "pair": pair, "workers": workers}
+            self.run("preprocess", PREPROCESS.format(**names))
+
+    def train(self, stop_at: int) -> None:
+        """Up to an update, from the last checkpoint if there is one."""
+        warmup = min(100, self.updates // 4)
+        command = self._multilingual(
+            TRAIN, stop_at=stop_at, warmup=warmup, period=self.updates - warmup,
+            validate_every=max(1, self.updates // 4), log_every=max(1, self.updates // 20),
+        )  # fmt: skip
+
+        def on_line(line: str) -> None:
+            kind, values = picture.read_metrics(line) or ("", {})
+            if (update := picture.resumed_at(line)) is not None:
+                say(f"      resumed from the checkpoint of update {update}")
+            elif kind == "valid" and "nll_loss" in values:
+                name = re.search(r"valid on '(.*?)' subset", line)
+                say(f"      {name[1] if name else 'valid'} at update {values['num_updates']:.0f}: "
+                    f"perplexity {values['ppl']:,.2f}")  # fmt: skip
+            elif kind == "train_inner":
+                names = ("num_updates", "nll_loss", "ppl", "wps", "moe_drop", "lr")
+                say("      " + ", ".join(f"{n}={values[n]:.4g}" for n in names if n in values))
+
+        self.run("train", command, on_line)
+
+    def generate(self) -> None:
+        """Translate what was held out, in every direction."""
+        for source, target in self.directions:
+            command = self._multilingual(GENERATE, source=source, target=target)
+            lines = self.run(f"generate-{source}-{target}", command)
+            rows: dict[str, dict[int, str]] = {"S": {}, "D": {}, "T": {}}
+            for line in lines:
+                if found := re.match(r"([SDT])-(\d+)\t(?:-?[\d.]+\t)?(.*)", line):
+                    rows[found[1]][int(found[2])] = found[3]
+            token = re.compile(r"^__\w+__ ")
+            self.translated[source, target] = [
+                tuple(token.sub("", rows[kind][i]) for kind in "SDT") for i in sorted(rows["D"])
+            ]
+
+    def picture(self) -> None:
+        """Which experts each language uses, in every MoE layer."""
+        checkpoint = self.folder / "checkpoints" / "checkpoint_last.pt"
+        samples = {pair: [p for p in self.corpus[pair]["test"]] for pair in self.corpus}
+        model = self.folder / "tokenizer" / "sentencepiece.model"
+        draw_use(expert_use(checkpoint, samples, model), self.folder / "languages.png")
+        picture.draw_run(
+            self.folder / "checkpoints", self.folder / "logs" / "train.log", self.folder
+        )
+
+    def report(self) -> float:
+        """Print the table and three translations; the percentage that is right, word for word."""
+        say("\ndirection   exact    BLEU   (held-out sentences; BLEU by sacrebleu)")
+        for direction, rows in self.translated.items():
+            say(f"{'-'.join(direction):<10} {_exact(rows):5.1f} %  {_bleu(rows):6.1f}")
+        rows_of_all = [row for each in self.translated.values() for row in each]
+        say(f"{'all':<10} {_exact(rows_of_all):5.1f} %  {_bleu(rows_of_all):6.1f}")
+        say("\nthree translations")
+        for number in range(3):
+            direction = self.directions[number * 3 % len(self.directions)]  # to and from the first
+            rows = self.translated[direction]
+            source, ours, wanted = rows[(number + 1) * len(rows) // 4]
+            verdict = "right" if ours == wanted else f"in the data: {wanted}"
+            say(f"  {'-'.join(direction)}  {source}\n      -> {ours}  ({verdict})")
+        return _exact(rows_of_all)
+
+
+def _exact(rows: list[tuple[str, str, str]]) -> float:
+    return 100 * sum(ours == wanted for _, ours, wanted in rows) / max(1, len(rows))
+
+
+def _bleu(rows: list[tuple[str, str, str]]) -> float:
+    return corpus_bleu([row[1] for row in rows], [[row[2] for row in rows]]).score
+
+
+def translation(paths: list[Path], out: Path, updates: int) -> None:
+    """The whole quickstart. Raises CorpusError for its data, QuickstartError for a step that fails,
+    or for numbers that were not learnt."""
+    corpus = build_pairs(paths)  # before an earlier run is removed, as it may fail
+    prepare(out)
+    quick = Translation(out.absolute(), updates, corpus, own=bool(paths))
+    begin = time.monotonic()
+    for title, step, *arguments in (
+        ("Train a sentencepiece model", quick.tokenizer),
+        ("fairseq-preprocess", quick.preprocess),
+        ("Train the first half, then stop", quick.train, updates // 2),
+        ("Resume from the checkpoint and train the second half", quick.train, updates),
+        ("Translate held-out sentences with fairseq-generate", quick.generate),
+        ("Draw which experts each language uses", quick.picture),
+    ):
+        say(f"\n[{time.monotonic() - begin:3.0f} s] {title}")
+        step(*arguments)
+    exact = quick.report()
+    say(f"\n{EXPERTS} experts in each MoE layer, on {RANKS} {'GPU' if GPUS else 'CPU'} ranks")
+    say(f"{time.monotonic() - begin:.0f} s; everything, with the pictures: {quick.folder}")
+    if updates >= UPDATES and not paths and not exact >= REQUIRED:
+        raise QuickstartError(f"only {exact:.1f} % of the numbers came out right, not {REQUIRED} %")
