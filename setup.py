@@ -59,7 +59,7 @@ setup(
             "omegaconf>=2.0.6,<2.1",
         ],
         "triton": ["triton>=3.6"],
-        "quickstart": ["sentencepiece>=0.2", "matplotlib>=3.8"],
+        "quickstart": ["sentencepiece>=0.2", "matplotlib>=3.8", "num2words>=0.5.13"],
         # timm requires some torchvision, and each torchvision exactly one torch: left to itself,
         # pip takes the newest of both. This one keeps the torch that the tests were run with; what
         # to do beside another: scripts/examples/swin_moe/README.md.

@@ -119,9 +119,9 @@ setup_install() {
     # which fairseq-fixed requires, for speech alone: it is of another torch and fails when imported
     [ "$FAIRSEQ" = official ] || setup_step "without torchaudio" \
         "$VENV/bin/python" -m pip uninstall --yes torchaudio
-    setup_step "triton, sentencepiece, matplotlib, pytest, ruff" \
-        setup_pip triton sentencepiece matplotlib tensorboardX pytest pytest-timeout pytest-xdist \
-        ruff
+    setup_step "triton, sentencepiece, matplotlib, num2words, pytest, ruff" \
+        setup_pip triton sentencepiece matplotlib num2words tensorboardX pytest pytest-timeout \
+        pytest-xdist ruff
     setup_step "this package" setup_this_package
 }
 

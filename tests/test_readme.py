@@ -93,7 +93,7 @@ def test_every_fairseq_train_command_is_one(monkeypatch):
             arguments = words[words.index("fairseq-train") + 1 :]
             monkeypatch.chdir(ROOT)
             args = options.parse_args_and_arch(options.get_training_parser(), arguments)
-            assert args.arch.startswith("transformer_lm_gpt_moe"), line
+            assert args.arch.startswith(("transformer_lm_gpt_moe", "transformer_moe")), line
             seen += 1
     assert seen >= 4
 

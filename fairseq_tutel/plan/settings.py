@@ -226,20 +226,21 @@ def _vocabulary(config: DictConfig, translates: bool) -> int:
     """Symbols of the dictionary: a dummy task's, or those of the data-bin's dict.txt, of both
     languages in a translation.
     """
-    task = config.task
-    if isinstance(task, DictConfig):
-        task = OmegaConf.to_container(task, resolve=True, throw_on_missing=False)
-    else:  # of tasks whose options are none of a dataclass
-        task = vars(task)
-    if str(task.get("_name")).startswith("dummy_"):
-        words = task.get("dict_size")
+
+    def of_task(name: str) -> Any:
+        if isinstance(config.task, DictConfig):
+            return OmegaConf.select(config, f"task.{name}", throw_on_missing=False)
+        return getattr(config.task, name, None)  # of tasks without a dataclass of options
+
+    if str(of_task("_name")).startswith("dummy_"):
+        words = of_task("dict_size")
         words = 49996 if words is None else words
         return -(-(words + 4) // 8) * 8  # <s> <pad> </s> <unk>, padded to a multiple of 8
     # other tasks add symbols of their own
-    languages = [task.get("source_lang"), task.get("target_lang")]
-    both = translates and task.get("_name") == "translation" and all(languages)
+    languages = [of_task("source_lang"), of_task("target_lang")]
+    both = translates and of_task("_name") == "translation" and all(languages)
     names = [f"dict.{language}.txt" for language in languages] if both else ["dict.txt"]
-    data = task.get("data")
+    data = of_task("data")
     files = [Path(str(data).split(":")[0]) / name for name in names]
     if translates and not both:
         raise ValueError("the size of a translation's dictionary is unknown: give vocabulary=N")
