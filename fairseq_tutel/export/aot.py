@@ -133,7 +133,8 @@ def _checked(path: str | Path, device: str) -> Path:
 def _compile_layer(module: InferenceMoE, path: Path, device: str) -> Path:
     moe = module.router.moe
     x = torch.zeros(4, moe.model_dim, dtype=module.router.weight.dtype, device=device)
-    facts = {"kind": "layer", "model_dim": str(moe.model_dim)}
+    dtype = str(x.dtype).removeprefix("torch.")
+    facts = {"kind": "layer", "model_dim": str(moe.model_dim), "dtype": dtype}
     tokens = torch.export.Dim("tokens", max=_MAX_TOKENS)
     return _compile(module.to(device), x, {0: tokens}, path, facts)
 

@@ -60,6 +60,24 @@ def test_a_layer_computes_the_same(options, dtype):
     assert want.abs().max() > 0.05
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_compiled_has_core_operators_alone_and_any_number_of_tokens(dtype):
+    torch.manual_seed(0)
+    twin = layer_twin(MoELayer(16, 3, 24, seed=1, shared_expert_dim=6).eval().to(dtype))
+    x = torch.randn(9, 16, dtype=dtype)
+    with torch.no_grad():
+        dims = ({0: torch.export.Dim("tokens", max=100)},)
+        program = torch.export.export(twin, (x,), dynamic_shapes=dims)
+        calls = [node.target for node in program.graph.nodes if node.op == "call_function"]
+        operators = [str(call) for call in calls if isinstance(call, torch._ops.OpOverload)]
+        assert len(operators) > 20 and all(name.startswith("aten.") for name in operators)
+        # one product per projection, not one per expert
+        grouped = [name for name in operators if "grouped_mm" in name]
+        assert len(grouped) == (2 if dtype == torch.bfloat16 else 0)
+        for count in (1, 2, 9):
+            torch.testing.assert_close(program.module()(x[:count]), twin(x[:count]))
+
+
 class OwnGate(nn.Linear):
     pass
 

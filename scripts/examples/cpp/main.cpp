@@ -2,7 +2,7 @@
 //
 //   run model.pt2 NUMBERS TOKEN...         continue a text by so many tokens, always the likeliest
 //   run model.pt2 0 TOKEN... > logits.bin  logits of the text's tokens, fp32 [L, V]
-//   run layer.pt2 < rows.bin > out.bin     rows of a layer, [T, M] each, of its dtype
+//   run layer.pt2 < rows.bin > out.bin     rows of a layer, fp32 [T, M] each
 //
 // Tokens are numbers of the model's dictionary: 2 is </s>, which stands before every text, and the
 // first line of dict.txt is 4.
@@ -36,11 +36,17 @@ void write(const at::Tensor& values) {
   std::fwrite(rows.data_ptr(), 1, rows.nbytes(), stdout);
 }
 
-void run_layer(AOTIModelPackageLoader& package, std::int64_t model_dim) {
+at::ScalarType dtype_of(const std::string& name) {
+  if (name == "bfloat16") return at::kBFloat16;
+  return name == "float16" ? at::kHalf : at::kFloat;
+}
+
+void run_layer(AOTIModelPackageLoader& package, std::int64_t model_dim, at::ScalarType dtype) {
   std::vector<char> bytes{std::istreambuf_iterator<char>(std::cin), {}};
   const auto row = model_dim * static_cast<std::int64_t>(sizeof(float));
   const auto count = static_cast<std::int64_t>(bytes.size()) / row;
-  write(run(package, at::from_blob(bytes.data(), {count, model_dim}, at::kFloat)));
+  const auto rows = at::from_blob(bytes.data(), {count, model_dim}, at::kFloat);
+  write(run(package, rows.to(dtype)).to(at::kFloat));
 }
 
 void run_model(AOTIModelPackageLoader& package, int more, std::vector<std::int64_t> tokens) {
@@ -71,7 +77,7 @@ int main(int argc, char** argv) try {
   AOTIModelPackageLoader package(argv[1]);
   auto facts = package.get_metadata();
   if (facts["kind"] == "layer") {
-    run_layer(package, std::stoll(facts["model_dim"]));
+    run_layer(package, std::stoll(facts["model_dim"]), dtype_of(facts["dtype"]));
     return 0;
   }
   if (argc < 4) {
