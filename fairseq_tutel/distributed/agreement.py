@@ -9,6 +9,7 @@ minutes by default).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -135,15 +136,13 @@ def sync_stacks_of_all(
 def _sync(counts, settings, words, group, first_rank, block=slice(None)):
     """(agreements on the tokens of a block of the group's ranks, [*counts, *words] of all its
     ranks)."""
-    values = _all_settings(settings)
-    # a float may be whole on one rank only
-    same = checksum(repr([v if isinstance(v, str) else float(v) for v in values.values()]))
+    same = _checksum(tuple(settings))
     draws = any(each.local_drop > 0 and each.mode == "training" for each in settings if each)
     # in any case a number: ranks that disagree send as many as others
     own = int(torch.randint(2**62, ())) if draws else 0
     table = gather_integers([same, own, *counts, *words], group)
     if any(row[0] != same for row in table):
-        compare_settings(values, group, first_rank)
+        compare_settings(_all_settings(settings), group, first_rank)
     draw = table[block][0][1] if draws else None
     table = [row[2:] for row in table]
     largest = [max(row[i] for row in table[block]) for i in range(len(counts))]
@@ -152,6 +151,13 @@ def _sync(counts, settings, words, group, first_rank, block=slice(None)):
         for tokens, each in zip(largest, settings, strict=True)
     ]
     return steps, table
+
+
+@functools.lru_cache(maxsize=64)  # they are the same in most steps
+def _checksum(settings: tuple[StepSettings | None, ...]) -> int:
+    values = _all_settings(settings).values()
+    # a float may be whole on one rank only
+    return checksum(repr([v if isinstance(v, str) else float(v) for v in values]))
 
 
 def _all_settings(settings: Sequence[StepSettings | None]) -> dict[str, float | str]:

@@ -8,6 +8,8 @@ dynamic workload of Tutel's paper (arXiv 2206.03382, section 2.3). First every f
 a barrier and lasts as long as on the slowest rank. Then the tuner chooses while the phases go by;
 after each of its steps the same step is taken once with the choice that was best in hindsight, on a
 layer of its own, so that both see the same machine. What the tuner loses by trying is in its sum.
+With --decided-steps follow steps of a factor for which the tuner has decided, in turn with the same
+choice without a tuner: what it costs then.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from typing import Any
 import runner
 import torch
 from bench_alltoall import about_ranks, interleaved, link_name
+from measure import median_interval
 from ranks import Ranks
 from record import say, table
 from runner import Report, add_defaults, command_line, words
@@ -43,6 +46,7 @@ _DEFAULTS = {
     "hidden-dim": (384, ""),
     "ranks-per-node": (0, "0: as the machines have it"),
     "max-loss": (0.1, "of time that trials may cost"),
+    "decided-steps": (0, "with a tuner that has decided, and as many without it"),
 }
 _SETTINGS = ("phases", "placement", *(name.replace("-", "_") for name in _DEFAULTS))
 
@@ -138,14 +142,27 @@ def measure_tuned(
 
     def tuned_step(factor):
         step = tuner.agree(len(work.x), work.x.dtype, capacity_factor=factor)
-        chosen.append(name_of(step.exchange))
+        chosen.append(step.exchange)
         work.step(factor, step=step)
 
     for factor in itertools.chain(*([factor] * options.steps for factor in options.phases)):
         mine.append(timed(ranks, functools.partial(tuned_step, factor)))
         fixed = functools.partial(reference.step, factor, exchange=best[factor])
         beside.append(timed(ranks, fixed))
-    return {"tuner": ranks.slowest(mine), "best": ranks.slowest(beside), "choices": chosen}
+    found = {"tuner": ranks.slowest(mine), "best": ranks.slowest(beside)}
+    found["choices"] = [name_of(choice) for choice in chosen]
+    decided = chosen[-1]
+    variants = {
+        "tuner": functools.partial(tuned_step, factor),
+        "alone": functools.partial(reference.step, factor, exchange=decided),
+    }
+    turns: dict[str, list[float]] = {name: [] for name in variants}
+    for number in range(options.decided_steps):
+        for name in sorted(variants, reverse=number % 2 == 0):  # who is first changes
+            turns[name].append(timed(ranks, variants[name]))
+    found["decided"] = {name: ranks.slowest(times) for name, times in turns.items()}
+    found["tried again"] = sum(choice != decided for choice in chosen[len(mine) :])
+    return found
 
 
 def by_phase(tuned: dict[str, list], phases: Sequence[float], steps: int) -> list[dict[str, Any]]:
@@ -182,6 +199,8 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     in_hindsight = {factor: choices[name] for factor, name in best.items()}
     tuned = measure_tuned(reference, in_hindsight, options, ranks)
     total = {key: sum(tuned[key]) for key in ("tuner", "best")}
+    decided = zip(*tuned["decided"].values(), strict=True)
+    pairs = [mine / alone for mine, alone in decided]
     totals = {
         name: options.steps * sum(map(times.get, options.phases)) for name, times in fixed.items()
     }
@@ -196,6 +215,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             "worst/tuner": max(totals.values()) / total["tuner"],
             "best fixed/tuner": min(totals.values()) / total["tuner"],
         },
+        "decided/alone": median_interval(pairs) if pairs else None,
         "tuned": {**tuned, "choices": runs_of(tuned["choices"])},
     }
     return report.finish(whole, show)
@@ -225,6 +245,9 @@ def show(result: dict[str, Any]) -> None:
     say(table(result["phases"], shown))
     for name, ratio in result["ratios"].items():
         say(f"{name}: {ratio:.3f}")
+    if result["decided/alone"]:
+        low, middle, high = result["decided/alone"]
+        say(f"a decided tuner/its choice alone: {middle:.4f} ({low:.4f} to {high:.4f})")
 
 
 main = runner.program(parse_arguments, run)

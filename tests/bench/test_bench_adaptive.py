@@ -12,6 +12,7 @@ from ranks import Ranks
 TINY = [
     "--placement", "replicated", "--experts", "2", "--tokens", "16", "--model-dim", "8",
     "--hidden-dim", "16", "--phases", "1,2", "--steps", "5", "--samples", "1",
+    "--decided-steps", "6",
 ]  # fmt: skip
 
 
@@ -44,6 +45,10 @@ def test_a_tiny_run(tmp_path, capsys):
     for name, times in result["fixed"].items():
         assert result["fixed_totals"][name] == pytest.approx(5 * (times[1.0] + times[2.0]))
     assert [row["capacity_factor"] for row in result["phases"]] == [1.0, 2.0]
+    decided = result["tuned"]["decided"]
+    assert {name: len(times) for name, times in decided.items()} == {"tuner": 6, "alone": 6}
+    low, middle, high = result["decided/alone"]
+    assert 0 < low <= middle <= high
     bench_adaptive.show(result)
     assert "tuner/best" in capsys.readouterr().out
     assert json.loads((tmp_path / "adaptive-2-loopback.json").read_text()).keys() == result.keys()
