@@ -39,7 +39,7 @@ _LINES = {
 # metrics that lines of --log-format simple within an epoch leave out; those of validations and of
 # whole epochs have them, and so have json, TensorBoard and wandb (WATCHING.md)
 _DETAILS = re.compile(
-    r", (expert\d_balance_(top|bottom)|unused_expert\d_count|overflow_expert2|moe_util_(slot|rank)"
+    r", (expert\d_balance_(top|bottom)|unused_expert\d_count|overflow_expert2|moe_util_rank"
     r"|moe_wire_error_\w+)=[^,]*"
 )
 
