@@ -4,12 +4,12 @@
 
 The example's model (scripts/examples/swin_moe, preset tiny: 6 blocks, 2 of them with 4 experts,
 top-1, capacity factor 1.25) and the dense model of as many operations per token, on scikit-learn's
-digits and on glyphs of matplotlib's fonts with a family of fonts held out, three seeds each. The
+digits and on those of matplotlib's fonts with a family of fonts held out, three seeds each. The
 experts are balanced by the published losses, by a load bias in their place, or by nothing.
 Utilisation (fairseq_tutel/moe/metrics.py has the formulas) is that of the last quarter of the
 training steps. Last, the models of the first seed take turns in steps of training; the time of one
-over another's is the median over the turns with a 95 % interval. With ``--save-dir`` a study
-that was stopped goes on from its output file.
+over another's is the median over the turns with a 95 % interval. With ``--save-dir`` a study that
+was stopped goes on from its output file.
 
     python -m fairseq_tutel.launch --nproc-per-node 2 --bind none -- python \\
         scripts/bench/study_swin.py --threads 1 --step-times runs/swin-study
@@ -63,8 +63,8 @@ DROPLESS = [
     for option in ("capacity_factor=0.0", "eval_capacity_factor=0.0", "batch_prioritized=False")
     for word in ("--option", option)
 ]
-# epochs that fit half a minute on one core, and of them those of warm-up
-DATA = {"digits": (10, 2.0), "glyphs": (3, 0.5)}
+# the example's name, epochs that fit half a minute on one core, and of them those of warm-up
+DATA = {"digits": ("digits", 10, 2.0), "glyphs": ("glyphs:0123456789", 18, 3.0)}
 USE = ("slot", "load", "drop", "dead")
 
 
@@ -119,10 +119,10 @@ class Run(train.Run):
 
 def command(data: str, method: str, seed: int, options: argparse.Namespace) -> list[str]:
     """Words of the example's command line."""
-    epochs, warmup = DATA[data]
+    images, epochs, warmup = DATA[data]
     epochs = epochs if options.epochs is None else options.epochs
     return [
-        "--data", data, "--batch-size", str(options.batch_size), "--seed", str(seed),
+        "--data", images, "--batch-size", str(options.batch_size), "--seed", str(seed),
         "--epochs", str(epochs), "--warmup", str(warmup), *METHODS[method],
     ]  # fmt: skip
 

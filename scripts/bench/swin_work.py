@@ -8,7 +8,9 @@ the experts compute (about f T). Of a block, forward::
 
 Of the dense formulation's masks each product adds T R C, of a layer: two in a forward pass
 (dispatch, combine) and three in the backward pass (two of combine, one of dispatch, whose mask has
-no gradient). R grows with T, so that this grows with the square of B.
+no gradient). R grows with T, so that this grows with the square of B. In evaluation this layer
+computes only the rows that hold a token, T at most: there the formula leaves a part of the ratio
+out.
 """
 
 import sys

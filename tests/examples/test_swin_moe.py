@@ -187,3 +187,7 @@ def test_glyphs_of_the_held_out_family_are_not_seen():
         assert (part.items > 0).float().mean((1, 2, 3)).min() > 0.005, "an empty image"
         # a font that lacks letters draws the same box for all
         assert len(part.items.flatten(1).unique(dim=0)) == len(part)
+    some = data.load("glyphs:07", 16)[1]
+    assert (some.names, some.labels.bincount().tolist()) == (["0", "7"], [30, 30])
+    with pytest.raises(ValueError, match="glyphs:é: after the colon"):
+        data.load("glyphs:é", 16)

@@ -71,13 +71,18 @@ def _shift(x: Tensor, most: int) -> Tensor:
 def load(name: str, size: int, held_out: float = 0.2) -> tuple[Images, Images]:
     """(training, held-out) images of ``digits``, ``glyphs``, or a folder with train/ and val/.
 
+    ``glyphs:CHARACTERS`` are those of these letters and digits only.
+
     Raises:
-        ValueError: no such folder, or no images in it.
+        ValueError: no such folder or glyphs, or no images in it.
     """
     if name == "digits":
         return _digits(size, held_out)
-    if name == "glyphs":
-        return _glyphs(size)
+    kind, _, characters = name.partition(":")
+    if kind == "glyphs":
+        if not set(characters) <= set(CHARACTERS):
+            raise ValueError(f"--data {name}: after the colon, letters and digits of ASCII")
+        return _glyphs(size, characters or CHARACTERS)
     root = Path(name)
     if not (root / "train").is_dir() or not (root / "val").is_dir():
         raise ValueError(
@@ -117,7 +122,7 @@ def _digits(size: int, held_out: float) -> tuple[Images, Images]:
 
 
 @functools.cache  # drawing takes seconds
-def _glyphs(size: int, per_font: int = 6) -> tuple[Images, Images]:
+def _glyphs(size: int, characters: str = CHARACTERS, per_font: int = 6) -> tuple[Images, Images]:
     """Letters and digits of the fonts that matplotlib brings; one family is held out.
 
     Fonts of a family look alike: a split by file would hold out what was seen.
@@ -128,7 +133,7 @@ def _glyphs(size: int, per_font: int = 6) -> tuple[Images, Images]:
     draw, splits = random.Random(0), ([], [])
     for family, pattern in FAMILIES.items():
         for path in (path for path in found if re.fullmatch(pattern, path.name)):
-            for label, character in enumerate(CHARACTERS):
+            for label, character in enumerate(characters):
                 for _ in range(per_font):
                     values = _glyph(path, character, size, draw)
                     splits[family == HELD_OUT].append((values, label))
@@ -136,7 +141,7 @@ def _glyphs(size: int, per_font: int = 6) -> tuple[Images, Images]:
     for split in splits:
         x = torch.stack([values for values, _ in split]).float().div(127.5).sub(1)
         labels = torch.tensor([label for _, label in split])
-        parts.append(Images(x, labels, list(CHARACTERS), size))
+        parts.append(Images(x, labels, list(characters), size))
     return parts[0], parts[1]
 
 
