@@ -13,10 +13,10 @@ from steps import EXPERTS, GPUS, RANKS, Commands, QuickstartError, prepare, say
 
 from fairseq_tutel import picture
 
-UPDATES = 800  # about 3 minutes in fp32 on two CPU cores
+UPDATES = 1600  # about 3 minutes in fp32 on two CPU cores
 REQUIRED = 90  # percent of held-out numbers that come out right, word for word
 VOCABULARY = {True: 400, False: 8000}  # of numbers; of other text
-MAX_TOKENS = 4096  # of an update, over all ranks
+MAX_TOKENS = 1536  # of an update, over all ranks
 
 DICTIONARY = "dict.txt"
 PREPROCESS = """fairseq-preprocess --source-lang {source} --target-lang {target}
@@ -28,7 +28,7 @@ LANGUAGES = """--task translation_multi_simple_epoch --langs {langs} --lang-pair
     --encoder-langtok src --decoder-langtok --user-dir fairseq_tutel"""
 TRAIN = f"""python -m fairseq_tutel.launch --nproc-per-node {RANKS} -- fairseq-train data
     {LANGUAGES} --sampling-method temperature --sampling-temperature 1
-    --arch transformer_moe --encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 256
+    --arch transformer_moe --encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 128
     --encoder-ffn-embed-dim 512 --encoder-attention-heads 4 --decoder-attention-heads 4
     --encoder-normalize-before --decoder-normalize-before --share-all-embeddings
     --max-source-positions 256 --max-target-positions 256 --dropout 0.0

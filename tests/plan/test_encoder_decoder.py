@@ -38,14 +38,15 @@ def small(*words, gpus=1, **options):
 
 @pytest.mark.parametrize("gpus", [8, 256])
 def test_nllb_200_as_published(gpus, capsys):
-    assert main([f"gpus={gpus}", "vocabulary=256206", "--", *NLLB.split()]) == 0
-    out = capsys.readouterr().out
-    assert "54,500,569,088 (5.45e+10)" in out and "12 layers x 128 x 33,564,672" in out
-    assert "24 encoder layers of 2048 + 24 decoder layers of 2048" in out and "fits" in out
+    if gpus == 8:
+        assert main(["gpus=8", "vocabulary=256206", "--", *NLLB.split()]) == 0
+        out = capsys.readouterr().out
+        assert "54,500,569,088 (5.45e+10)" in out and "12 layers x 128 x 33,564,672" in out
+        assert "24 encoder layers of 2048 + 24 decoder layers of 2048" in out
     plan = make_plan(
         read_settings(load_command(NLLB.split())[1], "nllb", gpus=gpus, vocabulary=256206), A100
     )
-    assert plan.parameters.total == pytest.approx(54.5e9, rel=1e-3)
+    assert plan.fits and plan.parameters.total == pytest.approx(54.5e9, rel=1e-3)
     assert plan.parameters.local_experts == max(1, 128 // gpus)
     held = plan.parameters.dense + 12 * plan.parameters.local_experts * 33_564_672
     assert plan.parameters.per_gpu == held and plan.memory.weights == 2 * held

@@ -21,17 +21,13 @@ RUNS = {
     "translation_top2_world2_sides": 2,
     "translation_top1_world2": 2,
 }
-CASES = [
-    *((run, "legacy_ddp", "") for run in RUNS),
-    ("translation_top2_world2_sides", "pytorch_ddp", "--moe-a2a 2dh --moe-overlap-degree 2"),
-]
 WEIGHTS = [*((run, "final") for run in RUNS), ("translation_top2_world2", "trained")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run, backend, exchange", CASES)
-def test_golden_run(run, backend, exchange, tmp_path, programs):
-    words = [*arguments(run, "transformer_moe", backend, tmp_path), *exchange.split()]
+@pytest.mark.parametrize("run", RUNS)
+def test_golden_run(run, tmp_path, programs):
+    words = arguments(run, "transformer_moe", "legacy_ddp", tmp_path)
     # fairseq starts a rank on every GPU that it sees, even with --cpu
     options = {"ranks": RUNS[run], "timeout": 150.0, "CUDA_VISIBLE_DEVICES": ""}
     done = programs.run(["fairseq-train", *words], **options)
