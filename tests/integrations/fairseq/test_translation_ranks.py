@@ -21,7 +21,8 @@ UPDATES = 3
 DROPLESS = "--moe-capacity-factor 0"
 CASES = {
     "E=4 drops, masked": "--use-moe-pad-mask --moe-freq 1",
-    "E=4 dropless, update-freq 2": f"{DROPLESS} --checkpoint-activations --ddp-backend pytorch_ddp",
+    "E=4 dropless, update-freq 2": f"{DROPLESS} --checkpoint-activations --ddp-backend pytorch_ddp "
+    "--moe-cmr --cmr-gate-loss-wt 0.1 --cmr-gate-loss-p 0.8",
     "E=4 in groups": "--moe-overflow-rerouting 1 --moe-capacity-factor 0.6 --moe-wire-compact",
     "E=2 in slices": f"{DROPLESS} --encoder-moe-freq 1 --moe-expert-placement sliced",
     "E=8 2dh, overlap": "--moe-a2a 2dh --moe-overlap-degree 2 "
