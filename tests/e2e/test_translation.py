@@ -148,19 +148,6 @@ def test_interactive_says_what_generate_says(trained, programs, tmp_path):
     assert [got[str(i)] for i in range(3)] == [want[n] for n in numbers]
 
 
-_TINY = f"""{DATA} --user-dir fairseq_tutel --arch transformer_moe --encoder-layers 2
-    --decoder-layers 2 --encoder-embed-dim 32 --encoder-ffn-embed-dim 64 --moe-expert-count 4
-    --encoder-attention-heads 4 --decoder-attention-heads 4 --max-tokens 600 --max-update 1
-    --criterion moe_label_smoothed_cross_entropy --optimizer adam --lr 0.01 --no-save --cpu
-    --required-batch-size-multiple 1 --num-workers 0 --log-format json --log-interval 1"""
-
-
-def test_a_task_that_wants_models_of_its_own_says_so(programs):
-    several = "--task multilingual_translation --lang-pairs de-en"
-    log = forked(programs, 1, "fairseq-train", *_TINY.split(), *several.split(), expect=1)
-    assert "MultilingualTranslationTask requires a FairseqMultiModel architecture" in log
-
-
 _HYDRA = """
 common: {{cpu: true, seed: 3, user_dir: fairseq_tutel, log_format: json, log_interval: 1}}
 task: {{_name: translation, data: {data}, source_lang: de, target_lang: en}}

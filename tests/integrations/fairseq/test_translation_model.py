@@ -20,6 +20,7 @@ from fairseq_tutel.integrations.fairseq.models import (
     name_with_experts,
 )
 from fairseq_tutel.integrations.fairseq.models.transformer_moe import check_model_options
+from fairseq_tutel.integrations.fairseq.options.command_line import REFUSED_TASKS
 
 FOUR = ("--moe-expert-count", "4")
 DROPLESS = (*FOUR, "--moe-capacity-factor", "0")
@@ -210,6 +211,15 @@ def test_what_it_cannot_do_is_refused_by_name(given, message):
     with pytest.raises(ValueError) as error:
         check_model_options(TransformerMoEConfig(**given))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("task", REFUSED_TASKS)
+def test_a_task_that_cannot_train_it_is_refused_by_name(task):
+    words = ["--arch", "transformer_moe", "--task", task, "data", "--langs", "de,en"]
+    words = words[:-2] + ["--lang-pairs", "de-en"] if task.startswith("multi") else words
+    with pytest.raises(SystemExit) as error:
+        options.parse_args_and_arch(options.get_training_parser(), input_args=words)
+    assert str(error.value).startswith(f"error: --task {task} is not for --arch transformer_moe: ")
 
 
 def test_checkpoints_of_metas_branches_find_their_architecture():

@@ -53,6 +53,13 @@ REFUSED = {
     "--s3-upload-path PATH": "nothing is uploaded: copy the folder of --save-dir",
     "--block-wise": "give --fp16-adam-stats, whose statistics have a scale per block",
 }
+# tasks of pairs of sentences that cannot train such a model
+REFUSED_TASKS = {
+    "multilingual_translation": "it trains fairseq's own multilingual models; give "
+    "translation_multi_simple_epoch",
+    "translation_from_pretrained_bart": "it fails as it loads its data, with any model; give "
+    "translation, with --restore-file of the pretrained model",
+}
 
 
 class _MetaFlag(argparse.Action):
@@ -96,9 +103,14 @@ def apply_rules(args: argparse.Namespace, config: type, check: Callable[[Any], N
       spread over the ranks in any case, and the dense parameters are replicated.
     - Meta's flags without a meaning are reported, and leave the namespace.
     - ``--bf16`` makes stock fairseq look for a TPU; without torch_xla it means GPUs or CPUs.
-    - options that contradict each other, for which ``check`` raises ValueError, end the program
-      here, before anything is built.
+    - tasks that cannot train such a model (``REFUSED_TASKS``), and options that contradict each
+      other, for which ``check`` raises ValueError, end the program here, before anything is built.
     """
+    task = getattr(args, "task", None)
+    if task in REFUSED_TASKS:
+        raise SystemExit(
+            f"error: --task {task} is not for --arch {args.arch}: {REFUSED_TASKS[task]}"
+        )
     lines = [
         f"{entry.split()[0]} of Meta's branches has no effect: {ACCEPTED[entry]}"
         for entry in sorted(vars(args).pop(_SEEN, ()))
