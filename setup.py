@@ -65,7 +65,7 @@ setup(
         # to do beside another: scripts/examples/swin_moe/README.md.
         "vision": ["timm>=1.0.20,<1.1", "torchvision==0.28.0"],
         # what loads an export for transformers (fairseq_tutel/export); neither requires a torch
-        "export": ["transformers>=5.2,<6", "safetensors>=0.4.3"],
+        "export": ["transformers>=5.23,<6", "safetensors>=0.8"],
         # what fairseq's --tensorboard-logdir writes with (or tensorboard itself)
         "tensorboard": ["tensorboardX>=2.6"],
         "test": ["pytest>=8", "pytest-timeout>=2.3"],

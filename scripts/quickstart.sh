@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Trains a small mixture-of-experts language model with fairseq and this plugin, on the CPU or on
 # all GPUs: tokenizer, fairseq-preprocess, training with a stop and a resume, fairseq-eval-lm, three
-# completed prompts, pictures and a table; about 5 minutes on 2 CPU cores. Results: runs/quickstart.
+# completed prompts, an export for transformers, pictures and a table; about 5 minutes on 2 CPU
+# cores. Results: runs/quickstart.
 #
 #   bash scripts/quickstart.sh                     # on the text that comes with Python
 #   bash scripts/quickstart.sh book.txt notes/     # on your own text: UTF-8 files, folders of them

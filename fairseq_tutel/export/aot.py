@@ -100,7 +100,10 @@ def _describe(layer: MoELayer) -> MoEDescription:
         raise ExportError(f"a gate of your own ({type(layer.gate).__name__}) cannot be exported")
     networks = [name for name in EXPERTS if type(experts) is EXPERTS.get(name)]
     if not networks:
-        raise ExportError(f"experts of your own ({type(experts).__name__}) cannot be exported")
+        raise ExportError(
+            f"experts that are no built-in stacked ones ({type(experts).__name__}) cannot be "
+            "exported"
+        )
     if shared is not None and experts.uses_activation and shared.activation != experts.activation:
         raise ExportError("a shared expert with another activation cannot be exported")
     return describe_moe(

@@ -4,8 +4,10 @@ Called by scripts/quickstart.sh, which sees to the environment; see ``--help``.
 """
 
 import argparse
+import importlib.util
 import os
 import re
+import shlex
 import statistics
 import sys
 import time
@@ -51,6 +53,12 @@ INTERACTIVE = f"""fairseq-interactive data {PLUGIN} --path checkpoints/checkpoin
     --input prompts.txt --bpe sentencepiece --sentencepiece-model tokenizer/sentencepiece.model
     --sampling --sampling-topk 20 --temperature 0.7 --beam 1 --max-len-a 0 --max-len-b 60
     --min-len 20 --seed 3 --buffer-size 3 --batch-size 3"""
+
+EXPORT = """python -m fairseq_tutel.export huggingface checkpoints/checkpoint_last.pt transformers
+    --data data --sentencepiece-model tokenizer/sentencepiece.model"""
+COMPARE = f"""python {shlex.quote(str(Path(__file__).with_name("compare_export.py")))}
+    checkpoints/checkpoint_last.pt transformers prompts.txt
+    --data data --sentencepiece-model tokenizer/sentencepiece.model"""
 
 
 class Quickstart(Commands):
@@ -132,6 +140,16 @@ class Quickstart(Commands):
             say(f"      prompt: {prompt}")
             say("".join(f"      | {line}\n" for line in texts[number]))
 
+    def export(self) -> None:
+        """For transformers; loaded again and compared where that is installed."""
+        self.run("export", EXPORT)
+        say(f"      {self.folder / 'transformers'}: model, code and tokenizer")
+        if importlib.util.find_spec("transformers") is None:
+            say("      not loaded again: transformers is not installed")
+            return
+        *_, compared = self.run("compare", COMPARE)
+        say(f"      {compared}")
+
     def report(self) -> float:
         """Draw the pictures and print the table; how many times the perplexity fell."""
         log = self.folder / "logs" / "train.log"
@@ -204,6 +222,7 @@ def main() -> int:
             ("Resume from the checkpoint and train the second half", quick.train, args.updates),
             ("fairseq-eval-lm", quick.evaluate),
             ("Complete three prompts with fairseq-interactive", quick.complete, corpus["test"]),
+            ("Export for transformers", quick.export),
         ):
             say(f"\n[{time.monotonic() - begin:3.0f} s] {title}")
             step(*arguments)

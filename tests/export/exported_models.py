@@ -46,7 +46,18 @@ def make(folder: Path, options: str = "", *, scale: float = 3.0) -> Saved:
                 value.add_(0.1 * torch.randn_like(value))
     path = folder / "checkpoint_last.pt"
     save(trainer, path)
+    _name_data(folder)
     return Saved(path, write_dictionary(folder), model.eval())
+
+
+def _name_data(folder: Path) -> None:
+    """As if it had been trained on a data-bin there; the task was a dummy."""
+    file = folder / "checkpoint_last-shared.pt"
+    state = torch.load(file, weights_only=False)
+    task = state["cfg"]["task"]
+    kept = {key: task[key] for key in ("tokens_per_sample", "add_bos_token")}
+    state["cfg"]["task"] = {"_name": "language_modeling", "data": str(folder), **kept}
+    torch.save(state, file)
 
 
 def write_dictionary(folder: Path, symbols=None) -> Path:

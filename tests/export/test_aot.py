@@ -16,8 +16,7 @@ from fairseq_tutel.moe import MoELayer
 
 EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "cpp"
 
-# of the second stage for its time: nothing but torch and a compiler is needed
-pytestmark = [pytest.mark.extras, pytest.mark.slow]
+pytestmark = [pytest.mark.scripts, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

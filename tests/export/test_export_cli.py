@@ -54,10 +54,9 @@ def imports(path):
 
 def test_weights_are_those_of_the_model_to_the_bit(saved, tmp_path, capsys):
     folder = tmp_path / "new" / "folder"
-    assert run(capsys, "huggingface", saved.path, folder, "--data", saved.data)[:2] == (
-        0,
-        f"{folder}\n",
-    )
+    # with the dictionary of the data that the checkpoint names
+    assert run(capsys, "huggingface", saved.path, folder)[:2] == (0, f"{folder}\n")
+    assert (folder / "dict.txt").read_bytes() == (saved.data / "dict.txt").read_bytes()
     found, model = read_safetensors(folder / "model.safetensors"), saved.model
     experts = model.moe_layers[1].experts
     assert torch.equal(found["model.layers.1.moe.ffn_experts.up_proj"], experts.fc1_weight)
@@ -183,7 +182,7 @@ def test_bad_input_is_one_line(saved, tmp_path, capsys):
     for named, words in (
         ("not an empty folder", (saved.path, full, *data)),
         ("has 7 symbols, and the model 32", (saved.path, tmp_path / "m", "--data", small)),
-        ("dict.txt by --data", (saved.path, tmp_path / "m")),
+        ("dict.txt by --data", (saved.path, tmp_path / "m", "--data", tmp_path)),
         ("no such file", (saved.path, tmp_path / "m", *data, "--sentencepiece-model", "x")),
         ("both encoder.json and vocab.bpe", (saved.path, tmp_path / "m", *data, *gpt2)),
         ("no rank file beside the set", (lacking / "x.pt", tmp_path / "m", *data)),

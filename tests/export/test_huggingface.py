@@ -3,6 +3,9 @@
 import json
 import math
 import re
+import shutil
+from importlib import import_module, metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,17 +14,22 @@ from helpers.golden import GOLDEN
 
 from fairseq_tutel.export import TokenizerFiles, export_huggingface
 
+transformers = pytest.importorskip("transformers", minversion="5")
+
 pytestmark = pytest.mark.extras
 
 
+LONG = "--tokens-per-sample 40 --max-target-positions 40"
+# programs of the quickstart are files, not a package
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "quickstart"
+
+
 def load(folder, **options):
-    transformers = pytest.importorskip("transformers", minversion="5")
     how = {"trust_remote_code": True, "dtype": "auto", **options}
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval()
 
 
 def load_tokenizer(folder):
-    transformers = pytest.importorskip("transformers", minversion="5")
     return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 
 
@@ -80,7 +88,7 @@ def test_files_of_metas_own_code_are_exported(tmp_path):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    return make(folder, "--tokens-per-sample 40 --share-decoder-input-output-embed", scale=6.0)
+    return make(folder, f"{LONG} --share-decoder-input-output-embed", scale=6.0)
 
 
 @pytest.fixture(scope="module")
@@ -253,11 +261,27 @@ def test_sentencepieces_are_those_of_fairseq(tmp_path):
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spm.model"))
     symbols = [pieces.id_to_piece(number) for number in range(3, pieces.get_piece_size())]
     symbols += [f"madeupword{number:04}" for number in range(VOCABULARY - 4 - len(symbols))]
-    path = make(tmp_path).path
+    path = make(tmp_path, LONG).path
     write_dictionary(tmp_path, symbols)
     files = TokenizerFiles(tmp_path, sentencepiece_model=tmp_path / "spm.model")
     export_huggingface(path, tmp_path / "m", files)
     assert_tokens(tmp_path, load_tokenizer(tmp_path / "m"), reference.encode, reference.decode)
+
+
+def test_the_quickstart_compares_what_it_exported(saved, exported, tmp_path, monkeypatch):
+    """And notices a weight that differs."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    compare = import_module("compare_export")
+    texts = ["", "w3 w4 w1", "w9"]
+    (tmp_path / "texts").write_text("".join(f"{text}\n" for text in texts))
+    words = [saved.path, exported, tmp_path / "texts", "--data", saved.data]
+    assert compare.main(list(map(str, words))) == 0
+    worse = shutil.copytree(exported, tmp_path / "worse")
+    with (worse / "model.safetensors").open("r+b") as file:
+        file.seek(-200, 2)
+        file.write(bytes([60]) * 40)
+    words[1] = worse
+    assert compare.main(list(map(str, words))) == 1
 
 
 def test_byte_pairs_are_those_of_fairseq(tmp_path):
@@ -295,3 +319,21 @@ def test_words_are_those_of_fairseq(exported, tokenizer):
         got = tokenizer(text)["input_ids"]
         assert got == [2, *want[:-1]]
     assert tokenizer.decode([2, 6, 5]) == f"</s> {dictionary[6]} {dictionary[5]}"
+
+
+def test_the_extra_brings_no_torch():
+    """Whatever is required of what it names, and the tested versions are among its own."""
+    from packaging.requirements import Requirement
+
+    setup = (Path(__file__).parents[2] / "setup.py").read_text(encoding="utf-8")
+    (listed,) = re.findall(r'^ +"export": (\[.*\]),$', setup, re.MULTILINE)
+    waiting, seen = [Requirement(text) for text in json.loads(listed)], {}
+    assert {each.name for each in waiting} == {"transformers", "safetensors"}
+    assert all(metadata.version(each.name) in each.specifier for each in waiting)
+    while waiting:
+        each = waiting.pop()
+        if each.name in seen or (each.marker and not each.marker.evaluate({"extra": ""})):
+            continue
+        seen[each.name] = each
+        waiting += map(Requirement, metadata.requires(each.name) or ())
+    assert "tokenizers" in seen and "torch" not in seen
