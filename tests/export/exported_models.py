@@ -33,9 +33,14 @@ class Saved(NamedTuple):
     model: torch.nn.Module
 
 
-def make(folder: Path, options: str = "", *, scale: float = 3.0) -> Saved:
+def make(
+    folder: Path, options: str = "", *, scale: float = 3.0, positions: int | None = None
+) -> Saved:
     """A model of random weights, larger ones where experts are chosen, so that choices show."""
-    trainer = make_trainer(make_config(*(EXPERTS + options).split()))
+    config = make_config(*(EXPERTS + options).split())
+    if positions:
+        config.model.max_target_positions = positions
+    trainer = make_trainer(config)
     model = trainer.get_model()
     torch.manual_seed(5)
     with torch.no_grad():

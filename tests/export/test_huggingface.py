@@ -19,7 +19,6 @@ transformers = pytest.importorskip("transformers", minversion="5")
 pytestmark = pytest.mark.extras
 
 
-LONG = "--tokens-per-sample 40 --max-target-positions 40"
 # programs of the quickstart are files, not a package
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "quickstart"
 
@@ -88,7 +87,7 @@ def test_files_of_metas_own_code_are_exported(tmp_path):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    return make(folder, f"{LONG} --share-decoder-input-output-embed", scale=6.0)
+    return make(folder, "--share-decoder-input-output-embed", scale=6.0, positions=40)
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +260,7 @@ def test_sentencepieces_are_those_of_fairseq(tmp_path):
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spm.model"))
     symbols = [pieces.id_to_piece(number) for number in range(3, pieces.get_piece_size())]
     symbols += [f"madeupword{number:04}" for number in range(VOCABULARY - 4 - len(symbols))]
-    path = make(tmp_path, LONG).path
+    path = make(tmp_path, positions=40).path
     write_dictionary(tmp_path, symbols)
     files = TokenizerFiles(tmp_path, sentencepiece_model=tmp_path / "spm.model")
     export_huggingface(path, tmp_path / "m", files)

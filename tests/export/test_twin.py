@@ -86,7 +86,10 @@ REFUSED = {
     "cosine router": ({"router": "cosine"}, "cosine router"),
     "null experts": ({"null_experts": 2}, "--moe-null-experts 2"),
     "own gate": ({"gate": OwnGate(16, 4, bias=False)}, "gate of your own (OwnGate)"),
-    "own experts": ({"expert_fn": lambda: nn.Linear(16, 16)}, "no built-in stacked ones (ExpertList)"),
+    "own experts": (
+        {"expert_fn": lambda: nn.Linear(16, 16)},
+        "no built-in stacked ones (ExpertList)",
+    ),
 }
 
 
