@@ -2,6 +2,7 @@
 
     python scripts/bench/bench_layer.py --preset cpu
     python scripts/bench/bench_layer.py --device cuda --preset meta-1.1t
+    python scripts/bench/bench_layer.py --mode eval --preset cpu-large --tutel DIR --meta DIR
     python scripts/bench/bench_layer.py --tokens 8192 --model-dim 512 --hidden-dim 2048 --experts 16
 
 On several ranks, with a real all-to-all: python -m fairseq_tutel.launch -- python
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import eval_layer
 import runner
 from layer_cases import ABOUT, CASES, FLOORS, LayerInputs, check_agreement, make_case, why_not_run
 from measure import (
@@ -52,7 +54,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     one_by_one = "one after the other (default: meta-1.1t on a GPU, cpu on a CPU)"
     several = {"dest": "presets", "type": _preset_names, "metavar": "NAME[,NAME...]"}
     add("--preset", default=[None], help=one_by_one, **several)
+    add("--mode", choices=["train", "eval"], default="train", help="default: train")
     add_size_options(parser)
+    eval_layer.add_options(parser)
     add("--backends", help=f"of {', '.join(CASES)} (default: all that can run)", **words())
     add("--repetitions", type=int, default=0, help="default: 20 on a CPU, 50 on a GPU")
     add("--warmup", type=int, default=3, help="repetitions before those that count (default: 3)")
@@ -221,6 +225,9 @@ def run(options: argparse.Namespace, preset: str | None, ranks: Ranks) -> None:
 def run_presets(options: argparse.Namespace, ranks: Ranks) -> int:
     """Exit code 1 where one of several presets failed."""
     several, failed = len(options.presets) > 1, False
+    if options.mode == "eval":
+        eval_layer.run(options, ranks)
+        return 0
     if several and options.output and "{preset}" not in options.output:
         raise ValueError(f"--output {options.output}: several presets need {{preset}} in it")
     for preset in options.presets:

@@ -6,6 +6,7 @@ Nothing of theirs is in this repository. Each function returns the layer as a fu
 
 import importlib
 import importlib.machinery
+import math
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -102,18 +103,26 @@ class _FFN(nn.Sequential):
         super().__init__(fc1, nn.GELU(), fc2)
 
 
-def meta_layer(folder: Path, shape: LayerShape, tutel: Path | None) -> Peer:
+def meta_layer(
+    folder: Path, shape: LayerShape, tutel: Path | None, eval_fraction: float | None = None
+) -> Peer:
     """The layer of fairseq's branch moe, with Tutel's dispatcher or with its own masks.
 
     Args:
         folder: ``fairseq/modules/moe`` of the branch; only its layer and gates are imported.
+        eval_fraction: for evaluation: rows of an expert, as a fraction of the tokens, its
+            ``moe_eval_capacity_token_fraction`` (0.25 by default; not above 0: as in training).
 
     Raises:
         ValueError: it has gates of one and of two experts per token only.
     """
     if shape.top_k > 2:
         raise ValueError(f"it has no gate of {shape.top_k} experts per token")
-    mask = shape.tokens * shape.experts * shape.capacity
+    fraction = 0.25 if eval_fraction is None else eval_fraction
+    capacity = shape.capacity
+    if eval_fraction is not None and fraction > 0:
+        capacity = math.ceil(fraction * shape.tokens)
+    mask = shape.tokens * shape.experts * capacity
     if not tutel and mask > _MASK_NUMEL:
         raise ValueError(f"each of its masks has {mask:,} numbers")
     name = f"{_META}_{'tutel' if tutel else 'einsum'}"
@@ -131,16 +140,20 @@ def meta_layer(folder: Path, shape: LayerShape, tutel: Path | None) -> Peer:
         moe_layer = importlib.import_module(f"{name}.moe_layer")
         top1, top2 = (importlib.import_module(f"{name}.top{k}gate") for k in (1, 2))
     if shape.top_k == 1:
-        gate = top1.Top1Gate(shape.model_dim, shape.experts, True, 0.25)
+        gate = top1.Top1Gate(shape.model_dim, shape.experts, True, fraction)
     else:
-        gate = top2.Top2Gate(shape.model_dim, shape.experts, True, "all", False, 0.25, False)
-    batch = shape.tokens // _SEQUENCE
+        gate = top2.Top2Gate(shape.model_dim, shape.experts, True, "all", False, fraction, False)
+    batch = 1 if eval_fraction is not None else shape.tokens // _SEQUENCE
     args = types.SimpleNamespace(moe_expert_count=shape.experts, dummy_a2a=True, batch_size=batch)
+    args.batch_size_valid = batch
     experts = nn.ModuleList(_FFN(shape.model_dim, shape.hidden_dim) for _ in range(shape.experts))
     layer = moe_layer.MOELayer(gate, experts, args)
+    if eval_fraction is not None:
+        layer.prepare_for_inference_()  # it fills up no batch
+        layer.eval()
 
     def run(x):
-        y, loss = layer(x.view(batch, _SEQUENCE, -1))
+        y, loss = layer(x.view(batch, -1, shape.model_dim))
         return y.view(x.shape), loss
 
     return Peer(run, layer)
