@@ -26,7 +26,7 @@ from measure import Case, median_interval, percentiles, time_cases
 from presets import LayerShape
 from ranks import Ranks
 from record import device_name, say, table
-from runner import Report, add_defaults, command_line, expect_known, words
+from runner import Report, add_clock, add_defaults, check_clock, command_line, expect_known, words
 from torch import nn
 
 import fairseq_tutel
@@ -66,6 +66,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_defaults(parser, sizes)
     add_defaults(parser, {"steps": (24, "tokens that are generated"), "seed": (1, "of weights")})
     add_defaults(parser, {"repetitions": (7, "of each case")})
+    add_clock(parser)
     add("--output", type=Path, help="JSON file (default: runs/bench/generate-EXPERTS.json)")
     return parser.parse_args(argv)
 
@@ -134,7 +135,8 @@ def measure(options: argparse.Namespace, names: Sequence[str], batch: int, beam:
         return forward
 
     cases = [Case(name, case(model)) for name, model in models.items()]
-    times = time_cases(cases, torch.device("cpu"), options.repetitions, warmup=1)
+    how = {"warmup": 1, "processor_time": options.processor_time}
+    times = time_cases(cases, torch.device("cpu"), options.repetitions, **how)
     per_step = {
         name: [ms / (options.steps + 1) for ms in of["forward"]] for name, of in times.items()
     }
@@ -202,12 +204,14 @@ def show(result: dict[str, Any]) -> None:
 
 def run(options: argparse.Namespace, ranks: Ranks) -> None:
     """Measure, print and write."""
+    check_clock(options, ranks)
     fairseq_tutel.register()
     names = list(options.cases or CASES)
     expect_known("--cases", names, CASES)
     path = options.output or Path(f"runs/bench/generate-{options.experts}.json")
+    clock = "processor" if options.processor_time else "wall"
     settings = {key: value for key, value in vars(options).items() if isinstance(value, int)}
-    report = Report("generate", ranks, path, about=ABOUT, settings=settings)
+    report = Report("generate", ranks, path, about=ABOUT, settings=settings, clock=clock)
     results: dict[str, Any] = {}
     for cell in options.grid:
         batch, _, beam = cell.partition("x")

@@ -11,7 +11,7 @@ from measure import Case, median_interval, percentiles, time_cases
 from presets import LayerShape, choose_shape
 from ranks import Ranks
 from record import device_name, say, table
-from runner import Report, words
+from runner import Report, add_clock, check_clock, words
 
 from fairseq_tutel import ops
 
@@ -20,6 +20,7 @@ TOKENS = (1, 4, 16, 64, 256, 1024)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options that evaluation alone has."""
+    add_clock(parser)
     add = parser.add_argument_group("--mode eval").add_argument
     counts = ",".join(map(str, TOKENS))
     add("--eval-tokens", help=f"numbers of tokens (default: {counts})", **words(int))
@@ -31,11 +32,14 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
     """Measure, print and write."""
     if ranks.world_size > 1:
         raise ValueError("--mode eval measures one rank")
+    check_clock(options, ranks)
     name, shape = choose_shape(options, options.presets[0], ranks)
     shape = dataclasses.replace(shape, simulated_ranks=0, dtype="float32")
     counts = options.eval_tokens or ((4, 16) if options.tiny else TOKENS)
     path = Path(options.output or f"runs/bench/layer-eval-{name}-{ranks.device.type}.json")
-    report = Report("layer-eval", ranks, path, about=ABOUT, settings=dataclasses.asdict(shape))
+    about = {"about": ABOUT, "settings": dataclasses.asdict(shape)}
+    about["clock"] = "processor" if options.processor_time else "wall"
+    report = Report("layer-eval", ranks, path, **about)
     results: dict[str, Any] = {}
     layer = make_layer(shape)
     for tokens in counts:
@@ -62,7 +66,8 @@ def measure(shape: LayerShape, layer: torch.nn.Module, options) -> dict[str, Any
     cases = [Case(name, case(run)) for name, run in made.items()]
     # calls of a millisecond: more of them
     repetitions = options.repetitions or (100 if shape.tokens <= 64 else 20)
-    times = time_cases(cases, torch.device("cpu"), repetitions, warmup=options.warmup)
+    how = {"warmup": options.warmup, "processor_time": options.processor_time}
+    times = time_cases(cases, torch.device("cpu"), repetitions, **how)
     of = {name: values["forward"] for name, values in times.items()}
     return {
         "ms": {name: percentiles(values) for name, values in of.items()},

@@ -4,7 +4,8 @@
 #
 #   part 1   GPU tests of kernels, operators and layer; layer and operators at meta-1.1t; training of
 #            one simulated rank of the 1.1T model
-#   part 2   the other GPU tests; the layer and training at the other GPU presets; SwinV2-MoE
+#   part 2   the other GPU tests; the layer and training at the other GPU presets; steps of
+#            generation in a CUDA graph; SwinV2-MoE
 #
 #   bash scripts/bench/run_gpu.sh                       # both parts; results in scripts/bench/results
 #   PART=1 OUT=folder bash scripts/bench/run_gpu.sh     # results in folder/results-1.tar.gz
@@ -147,6 +148,7 @@ part_2() {
     bench 100 layer fig14,blog-8gpu,meta-8gpu
     bench 120 train meta-half-rank --updates 5
     bench 30 kernels fig14
+    bench 60 decode decode
     bench 70 swin small-32
     bench 80 layer memory-4096,memory-8192,memory-16384,memory-32768 --repetitions 10
     bench 70 swin base-32 --repetitions 10

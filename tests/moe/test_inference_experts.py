@@ -9,8 +9,10 @@ from fairseq_tutel.moe import MoELayer, hold_experts
 DIM, EXPERTS = 32, 4
 
 
-def make(storage="stacked", **options):
-    return MoELayer(DIM, EXPERTS, 48, top_k=2, seed=2, expert_storage=storage, **options).eval()
+def make(storage="stacked", hidden_dim=64, **options):
+    return MoELayer(
+        DIM, EXPERTS, hidden_dim, top_k=2, seed=2, expert_storage=storage, **options
+    ).eval()
 
 
 def loaded(storage, **options):
@@ -35,7 +37,7 @@ def as_int8(weight):
     return out
 
 
-NETWORKS = [{}, {"activation": "relu"}, {"expert_network": "swiglu"},
+NETWORKS = [{}, {"hidden_dim": 24}, {"activation": "relu"}, {"expert_network": "swiglu"},
             {"expert_network": "geglu", "expert_options": {"bias": True}}]  # fmt: skip
 
 

@@ -11,6 +11,8 @@ from ..torch_modes import is_observed
 from .base import ExpertCall
 from .stacked import Stacked, StackedExperts
 
+_INT8_MULTIPLE = 32
+
 
 @EXPERTS.register("ffn")
 class Experts(StackedExperts):
@@ -52,7 +54,9 @@ class Experts(StackedExperts):
 
     @property
     def has_int8_product(self):
-        return type(self).compute is Experts.compute
+        # torch's kernel reads past the end of rows of another width
+        whole = all(dim % _INT8_MULTIPLE == 0 for dim in (self.model_dim, self.hidden_dim))
+        return whole and type(self).compute is Experts.compute
 
     def compute_int8(self, held, rows_NM):
         """fp32 [N, M] of one expert's bf16 rows; ``held`` are its params, weights as pairs of int8
