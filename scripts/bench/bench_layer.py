@@ -57,7 +57,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--mode", choices=["train", "eval"], default="train", help="default: train")
     add_size_options(parser)
     eval_layer.add_options(parser)
-    add("--backends", help=f"of {', '.join(CASES)} (default: all that can run)", **words())
+    others = "in evaluation those of eval_cases.py"
+    add("--backends", help=f"of {', '.join(CASES)}; {others} (default: all)", **words())
     add("--repetitions", type=int, default=0, help="default: 20 on a CPU, 50 on a GPU")
     add("--warmup", type=int, default=3, help="repetitions before those that count (default: 3)")
     stands = "{preset} in it stands for the preset's name"

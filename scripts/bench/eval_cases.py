@@ -19,11 +19,12 @@ from peers import meta_layer, tutel_layer
 from presets import LayerShape
 from torch import Tensor, nn
 
-from fairseq_tutel.moe import MoELayer, hold_experts
+from fairseq_tutel.moe import MoELayer
 
 META_FRACTION = 0.25  # its default for evaluation
 ABOUT = {
     "layer": "this layer: nothing is dropped, no row is padded",
+    "products": "products of the chosen experts alone: two F.linear for each",
     "bf16": "this layer, experts in bf16",
     "int8": "this layer, experts in int8",
     "dense": "dense S x E x C formulation (GShard), 0.25 T rows per expert",
@@ -63,6 +64,25 @@ def dense_at_fraction(layer: MoELayer, fraction: float) -> Layer:
     return run
 
 
+def products_alone(layer: MoELayer) -> Layer:
+    """The floor: what is chosen is found out in the first call on each set of tokens."""
+    known: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    up, down = layer.experts.fc1_weight, layer.experts.fc2_weight
+
+    def run(x_TM):
+        if x_TM.data_ptr() not in known:
+            chosen_TK = layer.gate.logits(x_TM).topk(layer.config.top_k).indices
+            known[x_TM.data_ptr()] = [
+                (x_TM[(chosen_TK == expert).any(1)], up[expert], down[expert])
+                for expert in chosen_TK.unique().tolist()
+            ]
+        for rows_NM, first, second in known[x_TM.data_ptr()]:
+            y_NM = nn.functional.linear(nn.functional.linear(rows_NM, first), second)
+        return y_NM
+
+    return run
+
+
 def expected_ratio(name: str, shape: LayerShape) -> float | None:
     """Operations of a case over this layer's, by the formula; None where there is none."""
     tokens, wide = shape.tokens, 1 + shape.tokens / shape.hidden_dim
@@ -86,6 +106,9 @@ def layers_of(
     device = next(layer.parameters()).device
     found: dict[str, Layer] = {"layer": layer}
     missing: dict[str, str] = {}
+    found["products"] = products_alone(layer)
+    if stored:  # older versions, which may be measured, too, have none
+        from fairseq_tutel.moe import hold_experts
     for storage in stored:
         other = make_layer(shape)
         other.experts = hold_experts(layer.experts, storage)

@@ -11,7 +11,7 @@ from measure import Case, median_interval, percentiles, time_cases
 from presets import LayerShape, choose_shape
 from ranks import Ranks
 from record import device_name, say, table
-from runner import Report, add_clock, check_clock, words
+from runner import Report, add_clock, check_clock, expect_known, words
 
 from fairseq_tutel import ops
 
@@ -53,7 +53,12 @@ def measure(shape: LayerShape, layer: torch.nn.Module, options) -> dict[str, Any
     torch.manual_seed(options.seed)
     ops.set_backend("torch")
     stored = ("bf16", "int8") if shape.tokens <= 64 else ("bf16",)
+    if options.backends:
+        expect_known("--backends", options.backends, list(ABOUT))
+        stored = tuple(name for name in stored if name in options.backends)
     made, missing = layers_of(shape, layer, tutel=options.tutel, meta=options.meta, stored=stored)
+    wanted = {"layer", *(options.backends or made)}
+    made = {name: run for name, run in made.items() if name in wanted}
     x = random_tokens(shape, options.seed)
 
     def case(run):
@@ -96,7 +101,7 @@ def show(result: dict[str, Any]) -> None:
         def text(row):
             if name not in row["ms"]:
                 return "-"
-            if name == "layer":
+            if name in ("layer", "products"):
                 return f"{row['ms'][name]['p50']:.3f}"
             of, wanted = row["over_layer"][name], row["expected"][name]
             by = "" if wanted is None else f", by formula {wanted:.2f}"
@@ -104,6 +109,7 @@ def show(result: dict[str, Any]) -> None:
 
         return text
 
-    columns = {name if name != "layer" else "layer ms": cell(name) for name in names}
+    titles = {"layer": "layer ms", "products": "products ms"}
+    columns = {titles.get(name, name): cell(name) for name in names}
     say(table(rows, {"tokens": "{tokens}"} | columns))
     say("others: times this layer's, median of turns (95 % interval)")
