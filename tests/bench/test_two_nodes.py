@@ -66,7 +66,8 @@ def test_exchanges_between_two_nodes(tmp_path):
 
 def _check_overlap(result):
     median = {name: seconds["p50"] for name, seconds in result["seconds"].items()}
-    assert set(median) == {"rest", "experts", "layer 1", "exchange 1", "layer 2", "exchange 2"}
+    of_degrees = {f"{name} {n}" for name in ("layer", "exchange", "together") for n in (1, 2)}
+    assert set(median) == {"rest", "experts", *of_degrees}
     assert [row["degree"] for row in result["results"]] == [1, 2]
     for row in result["results"]:
         layer, exchange = median[f"layer {row['degree']}"], median[f"exchange {row['degree']}"]
@@ -74,6 +75,9 @@ def _check_overlap(result):
         both = exchange + median["experts"] - median["rest"]
         smaller = min(exchange, median["experts"]) - median["rest"]
         assert row["hidden_share"] * smaller == pytest.approx(both - layer, rel=0.01, abs=1e-4)
+        # beside each other are two whole passes: what is neither is in both
+        saved = exchange + median["experts"] - median[f"together {row['degree']}"]
+        assert row["hidden_together"] * smaller == pytest.approx(saved, rel=0.01, abs=1e-4)
         assert row["speedup"] == pytest.approx(median["layer 1"] / layer, rel=1e-3)
     assert result["results"][0]["hidden_by_schedule"] == 0
 
