@@ -144,7 +144,8 @@ def train_one(data: str, method: str, seed: int, options, ranks: Ranks) -> tuple
         "command": ["train.py", *words],
         "accuracy": 100 * accuracy,
         "use": run.late_use() if run.counts else None,
-        "held_out_use": run.use and {n: getattr(run.use, n).double().mean().item() for n in USE},
+        # without slot: evaluation has no padded rows
+        "held_out_use": run.use and {n: getattr(run.use, n).mean().item() for n in USE[1:]},
         "seconds": time.perf_counter() - begin,
         "cpu_seconds": time.process_time() - cpu,
     }
