@@ -84,7 +84,8 @@ class Translation(Commands):
         model = self.folder / "tokenizer" / "sentencepiece.model"
         sentencepiece.SentencePieceTrainer.train(
             input=train, model_prefix=str(model.with_suffix("")), model_type="bpe",
-            vocab_size=VOCABULARY[not self.own], hard_vocab_limit=False, character_coverage=0.9999 if self.own else 1.0,
+            vocab_size=VOCABULARY[not self.own], hard_vocab_limit=False,
+            character_coverage=0.9999 if self.own else 1.0,
             num_threads=2, minloglevel=2,
         )  # fmt: skip
         processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
