@@ -157,10 +157,16 @@ def model_of(run: Run) -> dict[str, Any]:
     images = run.options.batch_size
     macs = forward_macs(run.config, images) / images
     layers = list(sparse_layers(run.config, images))
-    empty = sum(8 * (s.experts * s.capacity - s.tokens) * s.model_dim**2 for s in layers)
+    if run.config.moe["capacity_factor"] > 0:
+        empty = sum(8 * (s.experts * s.capacity - s.tokens) * s.model_dim**2 for s in layers)
+        macs_of_tokens = macs - empty / images
+    else:  # no row is empty; forward_macs knows a capacity only
+        computed = sum(8 * s.experts * s.capacity * s.model_dim**2 for s in layers)
+        needed = sum(8 * s.tokens * s.model_dim**2 for s in layers)
+        macs = macs_of_tokens = macs + (needed - computed) / images
     return {
         "parameters": sum(p.numel() for p in run.model.parameters()),
-        "macs_per_image": macs - empty / images,
+        "macs_per_image": macs_of_tokens,
         "macs_per_image_with_empty_rows": macs,
     }
 

@@ -80,6 +80,10 @@ def test_models_of_equal_work(few_digits):
     assert sparse["macs_per_image"] - dense["macs_per_image"] == gates
     empty = sparse["macs_per_image_with_empty_rows"] - sparse["macs_per_image"]
     assert empty == 2 * 0.25 * 16 * 8 * 64**2
+    dropless = study_swin.Run([*words["losses"], *study_swin.DROPLESS], ranks)
+    assert set(study_swin.model_of(dropless).values()) == {
+        sparse["parameters"], sparse["macs_per_image"],
+    }  # fmt: skip
 
 
 def test_refusals(few_digits, capsys, tmp_path):
