@@ -34,6 +34,7 @@ import fairseq_tutel
 _TASK = "--task dummy_lm --tokens-per-sample 512 --cpu --batch-size 4"
 _MOE = "--arch transformer_lm_gpt_moe --criterion moe_cross_entropy --moe-second-expert-policy all"
 _DENSE = "--arch transformer_lm_gpt_moe --criterion moe_cross_entropy"
+_COUNTED = ("layer", "bf16", "int8", "flop-matched")  # others' weights are no parameters of a model
 CASES = tuple(name for name in ABOUT if name != "products")
 
 
@@ -158,28 +159,17 @@ def measure(options: argparse.Namespace, names: Sequence[str], batch: int, beam:
             )
             for name, values in per_step.items()
         },
-        "parameter_bytes": {name: _bytes(model) for name, model in models.items()},
+        "parameter_bytes": {
+            name: _bytes(model) for name, model in models.items() if name in _COUNTED
+        },
         "not_run": missing,
         "raw_ms_per_step": per_step,
     }
 
 
 def _bytes(model) -> int:
-    held = sum(module.num_bytes() for module in _modules(model) if hasattr(module, "num_bytes"))
-    return held + sum(param.nbytes for module in _modules(model) for param in _own(module))
-
-
-def _modules(model):
-    """Of the model and of the layers that stand in its place."""
-    for module in model.modules():
-        yield module
-        run = getattr(module, "_run", None)
-        if isinstance(module, InPlaceOfLayer) and isinstance(run, nn.Module):
-            yield from run.modules()
-
-
-def _own(module):
-    return module.parameters(recurse=False)
+    held = sum(each.num_bytes() for each in model.modules() if hasattr(each, "num_bytes"))
+    return held + sum(param.nbytes for param in model.parameters())
 
 
 def show(result: dict[str, Any]) -> None:
