@@ -1,6 +1,7 @@
 """The example SwinV2-MoE: sizes, attention, training on ranks, and what is resumed."""
 
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -96,9 +97,12 @@ def test_ranks_train_as_one_and_go_on_from_each_other(tmp_path):
     model.PRESETS["tiny"] = replace(model.PRESETS["tiny"], **drop)
     alone = updates(options, 0, 6)
     on_two = run_ranks(steps_on_ranks, 2, options, 0, 3, str(tmp_path))[0]
+    shutil.copytree(tmp_path, tmp_path / "of_two")
+    on_one = updates(options, 3, 4, str(tmp_path / "of_two"))
     on_four = run_ranks(steps_on_ranks, 4, options, 3, 5, str(tmp_path))[0]
     again = updates(options, 5, 6, str(tmp_path))
     assert [*on_two, *on_four, *again] == pytest.approx(alone, rel=1e-5)
+    assert on_one == pytest.approx(alone[3:4], rel=1e-5)
     assert alone[-1] < alone[0]
 
 
