@@ -16,7 +16,7 @@ from fairseq_tutel.integrations.fairseq.models import TransformerLMGPTMoE
 FOLDER, DATA = ROOT / "tests/golden/top2_world2/final", ROOT / "tests/golden/data_world2"
 PROMPTS = [[5, 6], [7], [9, 10, 11, 4], [5, 20, 8], [30], [12, 13], [6, 6, 6, 6, 7]]
 # prompts of each rank, the number of passes differs
-SHARES = [(PROMPTS[:4], PROMPTS[4:]), (PROMPTS[:1], PROMPTS[1:]), (PROMPTS, []), ([], PROMPTS)]
+SHARES = [(PROMPTS[:1], PROMPTS[1:]), (PROMPTS, []), ([], PROMPTS)]
 BEAMS = (1, 5)
 
 
