@@ -151,8 +151,10 @@ class Supervisor:
     def _wait(self, watched: set[signal.Signals]) -> None:
         """Handles one signal, or the time-out of the clock."""
         received = signal.sigtimedwait(watched, 0.5)
-        if received is not None and received.si_signo != signal.SIGCHLD:
-            self._on_signal(signal.Signals(received.si_signo))
+        # Python returns numbers of no signal where the process was stopped until the time was over
+        number = None if received is None else received.si_signo
+        if number in watched and number != signal.SIGCHLD:
+            self._on_signal(signal.Signals(number))
         for rank, process in list(self._running.items()):
             ended = _peek(process)
             if ended is None:

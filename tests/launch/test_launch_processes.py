@@ -141,6 +141,20 @@ def test_output_that_nobody_reads_blocks_no_rank(tmp_path):
     process.stderr.close()
 
 
+def test_a_launcher_that_was_stopped_goes_on(tmp_path):
+    """As a shell's Ctrl-Z and fg do, or a batch system that suspends a job."""
+    files = [tmp_path / "0", tmp_path / "1"]
+    job = start(*script_words(f"echo $$ > {tmp_path}/$RANK; sleep 3"))
+    pids_in(*files)
+    for _ in range(2):
+        os.kill(job.pid, signal.SIGSTOP)
+        time.sleep(0.7)  # longer than one wait for a signal
+        os.kill(job.pid, signal.SIGCONT)
+        time.sleep(0.1)
+    _, errors = job.communicate(timeout=30)
+    assert job.returncode == 0 and "Traceback" not in errors, errors
+
+
 def test_an_ignored_hangup_stays_ignored(tmp_path):
     words = [*LAUNCH, "--", "bash", "-c", f"touch {tmp_path}/up; exec sleep 300"]
     process = start(*words, program=["nohup"], stdout=subprocess.DEVNULL)
