@@ -180,7 +180,8 @@ class MoELayer(nn.Module):
                 prepared one (:meth:`prepare_exchanges`), with any overlap, wire formats and r.
             record: of the aux value; one that is given takes recomputed exchanges, too.
             return_aux: also return the aux loss and the counts that metrics are made of. Without,
-                they are not computed; a few tokens then take a shorter way (:mod:`.few_tokens`).
+                in evaluation under ``torch.no_grad``, they are not computed; a few tokens then take
+                a shorter way (:mod:`.few_tokens`).
             balance_later: whether the caller finishes the report in that way without a ``step``.
 
         Returns:
@@ -199,7 +200,9 @@ class MoELayer(nn.Module):
         if not return_aux and agreed.timer is None:
             y_TM = through_few(self.gate, self.experts, x_TM, pad_mask_T, call)
         if y_TM is None:
-            router_call = call.for_router(agreed.num_tokens, x.shape[:-2].numel(), return_aux)
+            # a recomputation, which is not asked, must do what the call before it did
+            reports = return_aux or self.training or torch.is_grad_enabled()
+            router_call = call.for_router(agreed.num_tokens, x.shape[:-2].numel(), reports)
             routing, router_aux = self._route(self.gate, given_TM, x_TM, pad_mask_T, router_call)
             y_TM, record = self._through_experts(x_TM, routing, call, agreed, record)
         if self.shared_expert is not None:

@@ -19,8 +19,15 @@ def import_timm():
     names are enough. A user installs the torchvision that belongs to the torch instead.
     """
     folder = str(Path(sys.prefix) / "vision")  # scripts/setup_env.sh
-    if folder not in sys.path:
-        sys.path.append(folder)
+    sys.path.append(folder)
+    try:
+        return _import_timm()
+    finally:
+        # ranks of other tests inherit the path, where transformers would find this torchvision
+        sys.path.remove(folder)
+
+
+def _import_timm():
     for module in ("torchvision", "timm"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"no {module}")
