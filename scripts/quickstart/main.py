@@ -5,6 +5,7 @@ Called by scripts/quickstart.sh, which sees to the environment; see ``--help``.
 
 import argparse
 import importlib.util
+import logging
 import os
 import re
 import shlex
@@ -205,6 +206,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 def main() -> int:
     """The exit code."""
+    # importing fairseq lets every logger say everything, and matplotlib has 500 lines about fonts
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
     args = parse_arguments(sys.argv[1:])
     try:
         if args.translation:
