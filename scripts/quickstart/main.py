@@ -16,7 +16,7 @@ from pathlib import Path
 
 import sentencepiece
 from corpus import LINE_BREAK, CorpusError, build_corpus
-from steps import EXPERTS, GPUS, RANKS, ROOT, Commands, QuickstartError, prepare, say
+from steps import EXPERTS, GPUS, RANKS, ROOT, Commands, QuickstartError, prepare, say, show_progress
 from translation import UPDATES as TRANSLATION_UPDATES
 from translation import translation
 
@@ -106,18 +106,7 @@ class Quickstart(Commands):
             stop_at=stop_at, warmup=warmup, period=self.updates - warmup, **intervals
         )
 
-        def on_line(line: str) -> None:
-            kind, values = picture.read_metrics(line) or ("", {})
-            if (update := picture.resumed_at(line)) is not None:
-                say(f"      resumed from the checkpoint of update {update}")
-            elif kind == "valid":
-                say(f"      valid perplexity at update {values['num_updates']:.0f}: "
-                    f"{values['ppl']:,.1f}")  # fmt: skip
-            elif kind == "train_inner":
-                names = ("num_updates", "loss", "ppl", "wps", "moe_drop", "lr")
-                say("      " + ", ".join(f"{n}={values[n]:.4g}" for n in names if n in values))
-
-        self.run("train", command, on_line)
+        self.run("train", command, show_progress)
 
     def evaluate(self) -> None:
         """Perplexity of both held-out sides."""
@@ -206,8 +195,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 def main() -> int:
     """The exit code."""
-    # importing fairseq lets every logger say everything, and matplotlib has 500 lines about fonts
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)
+    logging.disable(logging.INFO)  # importing fairseq lets every logger say everything
     args = parse_arguments(sys.argv[1:])
     try:
         if args.translation:

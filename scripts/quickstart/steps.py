@@ -1,11 +1,14 @@
 """What the quickstarts have in common: a folder, commands that are kept with their logs, errors."""
 
+import re
 import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import torch
+
+from fairseq_tutel import picture
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = torch.cuda.device_count()
@@ -54,6 +57,20 @@ class Commands:
             tail = "\n".join(f"  {line[:300]}" for line in lines[-15:])
             raise QuickstartError(f"{name} failed; the last lines of {log}:\n{tail}")
         return lines
+
+
+def show_progress(line: str, loss: str = "loss") -> None:
+    """Say what a line of a training log tells: resumed, validated, so many updates."""
+    kind, values = picture.read_metrics(line) or ("", {})
+    if (update := picture.resumed_at(line)) is not None:
+        say(f"      resumed from the checkpoint of update {update}")
+    elif kind == "valid" and loss in values:
+        name = re.search(r"valid on '(.*?)' subset", line)
+        say(f"      {name[1] if name else 'valid'} perplexity at update "
+            f"{values['num_updates']:.0f}: {values['ppl']:,.1f}")  # fmt: skip
+    elif kind == "train_inner":
+        names = ("num_updates", loss, "ppl", "wps", "moe_drop", "lr")
+        say("      " + ", ".join(f"{n}={values[n]:.4g}" for n in names if n in values))
 
 
 def prepare(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """From pairs of sentences to a multilingual translation model with experts, on this machine."""
 
-import logging
+import functools
 import os
 import re
 import time
@@ -10,7 +10,7 @@ import sentencepiece
 from expert_use import draw_use, expert_use
 from parallel import SIDES, Pairs, build_pairs
 from sacrebleu import corpus_bleu
-from steps import EXPERTS, GPUS, RANKS, Commands, QuickstartError, prepare, say
+from steps import EXPERTS, GPUS, RANKS, Commands, QuickstartError, prepare, say, show_progress
 
 from fairseq_tutel import picture
 
@@ -118,19 +118,7 @@ class Translation(Commands):
             validate_every=max(1, self.updates // 4), log_every=max(1, self.updates // 20),
         )  # fmt: skip
 
-        def on_line(line: str) -> None:
-            kind, values = picture.read_metrics(line) or ("", {})
-            if (update := picture.resumed_at(line)) is not None:
-                say(f"      resumed from the checkpoint of update {update}")
-            elif kind == "valid" and "nll_loss" in values:
-                name = re.search(r"valid on '(.*?)' subset", line)
-                say(f"      {name[1] if name else 'valid'} at update {values['num_updates']:.0f}: "
-                    f"perplexity {values['ppl']:,.2f}")  # fmt: skip
-            elif kind == "train_inner":
-                names = ("num_updates", "nll_loss", "ppl", "wps", "moe_drop", "lr")
-                say("      " + ", ".join(f"{n}={values[n]:.4g}" for n in names if n in values))
-
-        self.run("train", command, on_line)
+        self.run("train", command, functools.partial(show_progress, loss="nll_loss"))
 
     def generate(self) -> None:
         """Translate what was held out, in every direction."""
@@ -148,7 +136,6 @@ class Translation(Commands):
 
     def picture(self) -> None:
         """Which experts each language uses, in every MoE layer."""
-        logging.disable(logging.INFO)  # fairseq's import makes others talk
         checkpoint = self.folder / "checkpoints" / "checkpoint_last.pt"
         samples = {pair: [p for p in self.corpus[pair]["test"]] for pair in self.corpus}
         model = self.folder / "tokenizer" / "sentencepiece.model"

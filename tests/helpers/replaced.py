@@ -26,11 +26,19 @@ def train_replaced(
     share = 4 // world_size
     net = training.wrap_data_parallel(model) if world_size > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    rows = slice(rank * share, (rank + 1) * share)
+    return take_steps(model, optimizer, lambda: loss_of(net, rows))
+
+
+def take_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[], torch.Tensor]
+) -> list[float]:
+    """Losses of four steps with balance losses and a clipped norm."""
     losses = []
     for _ in range(4):
         optimizer.zero_grad()
         with training.collect_aux(model) as aux:
-            loss = loss_of(net, slice(rank * share, (rank + 1) * share))
+            loss = loss_of()
         (loss + 0.01 * aux.loss).backward()
         training.clip_grad_norm_(model, 1.0)
         optimizer.step()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.assertions import assert_same_state
 from helpers.distributed import run_ranks
+from helpers.replaced import take_steps
 from helpers.sparse_models import FOUR, MODELS, make, tokens
 from torch import nn
 
@@ -201,15 +202,7 @@ def train_on_ranks(name, way, folder):
     model.train()
     net = training.wrap_data_parallel(model) if world_size > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    losses = []
-    for _ in range(4):
-        optimizer.zero_grad()
-        with training.collect_aux(model) as aux:
-            loss = net(ids, labels=ids).loss
-        (loss + 0.01 * aux.loss).backward()
-        training.clip_grad_norm_(model, 1.0)
-        optimizer.step()
-        losses.append(loss.item())
+    losses = take_steps(model, optimizer, lambda: net(ids, labels=ids).loss)
     training.save_checkpoint(f"{folder}/{world_size}.pt", model, optimizer)
     state = original_state_dict(net, blocks)
     assert bool(state) == (rank == 0)
