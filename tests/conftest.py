@@ -28,12 +28,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def log_levels():
-    """What a test sets for its trainer ends with the test."""
-    loggers = [logging.getLogger(name) for name in ("fairseq", "fairseq_tutel")]
-    levels = [logger.level for logger in loggers]
-    yield
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
+    """What other tests, or fixtures of their modules, set for a trainer does not reach this one."""
+    for name in ("fairseq", "fairseq_tutel"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
 
 
 @pytest.fixture
