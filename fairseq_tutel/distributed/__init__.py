@@ -44,9 +44,11 @@ from .placement.held_experts import (
 from .placement.sharded import (
     full_tensor,
     is_sharded,
+    local_part,
     shard_like,
     sharded_grad_scaler,
     sharded_norm,
+    slice_as_dtensor,
 )
 from .placement.slices import (
     SliceGather,

@@ -9,7 +9,9 @@ other. Every function is collective: all ranks call it, in the same order.
 
     prepare     ``wrap_data_parallel``, or ``prepare_data_parallel`` where something else wraps
     each step   ``collect_aux``, ``clip_grad_norm_``, ``grad_scaler``, ``update_load_bias``
-    state       ``save_checkpoint``, ``load_checkpoint``; ``full_state_dict`` and its ``load_``
+    state       ``save_checkpoint``, ``load_checkpoint``; ``full_state_dict`` and its ``load_``;
+                ``DistributedState`` for ``torch.distributed.checkpoint``
+    optimizers  any; ``matrix_parameters`` for those that treat a matrix as a whole
 
 A plain loop is in ``scripts/examples/plain_pytorch.py``.
 
@@ -27,7 +29,9 @@ from .data_parallel import (
     wrap_data_parallel,
 )
 from .gradients import clip_grad_norm_, expert_grad_sq_norm, grad_scaler, reduce_expert_grads
+from .matrices import ExpertMatrix, matrix_parameters
 from .state import all_ranks
+from .state.distributed_state import DistributedState
 from .state.full_state import full_state_dict, load_full_state_dict
 from .state.optimizer_state import StateNames
 from .state.save_load import (
@@ -42,6 +46,8 @@ from .state.transforms import SAVE_TRANSFORMS, SaveTransform
 
 __all__ = [
     "AuxLosses",
+    "DistributedState",
+    "ExpertMatrix",
     "SAVE_TRANSFORMS",
     "SaveTransform",
     "StateNames",
@@ -58,6 +64,7 @@ __all__ = [
     "load_full_state_dict",
     "load_state",
     "load_weights",
+    "matrix_parameters",
     "prepare_data_parallel",
     "reduce_expert_grads",
     "save_checkpoint",

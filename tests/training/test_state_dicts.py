@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.assertions import assert_same_state
 from helpers.distributed import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -61,6 +62,11 @@ def check_ranks(folder):
     model = build(seed=1)
     full = training.full_state_dict(model)
     assert not any("held" in name for name in full)
+    if rank == 0:  # every rank would take the first ones, and nobody would see it
+        with pytest.raises(
+            ValueError, match=r"more experts than the experts 0\.\.1 of 4 .*load_full"
+        ):
+            model.load_state_dict(full, strict=False)
     training.save_checkpoint(os.path.join(folder, "set.pt"), model)
     for part in ("shared", "rank-0", "rank-1"):
         saved = torch.load(os.path.join(folder, f"set-{part}.pt"), weights_only=False)["model"]
@@ -122,3 +128,21 @@ def test_safetensors(tmp_path):
     assert safetensors.load_model(other, str(tmp_path / "x.safetensors")) == (set(), [])
     x = torch.randn(5, DIM)
     assert torch.equal(model(x), other(x))
+    run_ranks(safetensors_on_ranks, 2, str(tmp_path / "ranks.safetensors"))
+
+
+def safetensors_on_ranks(path):
+    """One file of all experts, by way of the full state; none of one rank's alone."""
+    import safetensors.torch
+
+    rank, _ = process_world()
+    model, other = build(seed=1), build(seed=2)
+    for save in (safetensors.torch.save_model, lambda m, p: safetensors.torch.save(m.state_dict())):
+        with pytest.raises(ValueError, match=r"experts \d\.\.\d of 4 alone.*full_state_dict"):
+            save(model, path)
+    full = training.full_state_dict(model)
+    if rank == 0:
+        safetensors.torch.save_file(full, path)
+    torch.distributed.barrier()
+    training.load_full_state_dict(other, safetensors.torch.load_file(path))
+    assert_same_state(other.state_dict(), model.state_dict())

@@ -16,12 +16,21 @@ from .groups import ExpertParallelGroups
 HELD = "experts_held"
 _INSTEAD = (
     "fairseq_tutel.training.full_state_dict(model) has the experts of all ranks, "
-    "load_full_state_dict gives each rank its own, and save_checkpoint writes a set"
+    "load_full_state_dict gives each rank its own, save_checkpoint writes a set, and "
+    "DistributedState is for torch.distributed.checkpoint"
 )
 
 
 class _Held(torch.Tensor):
-    """Saved as a plain tensor; torch.distributed.checkpoint asks it what to write."""
+    """Pickled as a plain tensor, for files of one rank. torch.distributed.checkpoint asks it what
+    to write, and safetensors where its bytes are: by those, hosts write one file for all ranks.
+    """
+
+    def data_ptr(self):
+        raise ValueError(
+            f"a file of this state dict would hold {_text(self.tolist())} alone, as where rank 0 "
+            f"saves for all (safetensors, save_pretrained, save_state): {_INSTEAD}"
+        )
 
     def __create_write_items__(self, name: str, value: Any):
         raise ValueError(
@@ -49,8 +58,19 @@ def held_experts(groups: ExpertParallelGroups) -> torch.Tensor | None:
 def pop_held_experts(
     state: MutableMapping[str, torch.Tensor], prefix: str, groups: ExpertParallelGroups
 ) -> None:
-    """Remove :func:`held_experts` from a layer's state dict; ValueError if this rank has others."""
+    """Remove :func:`held_experts` from a layer's state dict; ValueError if this rank has others.
+
+    Also for all experts of a spread layer, of which every rank would take the first ones where a
+    program loads with ``strict=False``.
+    """
     held = state.pop(prefix + HELD, None)
+    if held is None and groups.communicates:
+        beyond = f"{prefix}experts.{groups.num_local_experts}."
+        if any(key.startswith(beyond) for key in state):
+            raise ValueError(
+                f"{prefix}experts: the state dict has more experts than the {_text(_held(groups))} "
+                f"of this rank: {_INSTEAD}"
+            )
     if held is not None and held.tolist() != _held(groups):
         raise ValueError(
             f"{prefix}{HELD}: the state dict has {_text(held.tolist())}, but this rank holds "

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from .groups import ExpertParallelGroups
+from .slices import slice_dim
+
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor."""
@@ -25,6 +28,23 @@ def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+
+
+def slice_as_dtensor(part: torch.Tensor, name: str, groups: ExpertParallelGroups) -> torch.Tensor:
+    """This rank's slice of an expert's tensor as a DTensor over the ranks that hold the others.
+
+    ``part``: is cut as :func:`~.slices.slice_dim` says of ``name``. The memory is the same.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = DeviceMesh.from_group(groups.replica_group, part.device.type)
+    return DTensor.from_local(part, mesh, [Shard(slice_dim(name))], run_check=False)
+
+
+def local_part(value):
+    """This rank's part of a DTensor; anything else as it is."""
+    return value.to_local() if torch.is_tensor(value) and is_sharded(value) else value
 
 
 def sharded_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -11,7 +11,7 @@ part of its state here: copies made anew from the half weights would lose what w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,57 @@ from torch import nn
 
 from ...distributed import shard_like, slice_dim, take_slice, whole_shape
 from ...moe.experts import ExpertBank
+from ..matrices import ExpertMatrix
+
+# one or several, each of which steps some parameters of a model
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 # entry of a parameter's state: the fp32 copy that a mixed-precision optimizer steps
 _MASTER = "fp32_weight"
+
+
+def named_state(optimizers: Optimizers, model: nn.Module) -> dict[str, Any]:
+    """What :meth:`StateNames.to_named` makes of the state of all of them; groups in their order.
+
+    Raises:
+        ValueError: an optimizer holds a parameter that is not in the model, or two hold one.
+    """
+    named: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    held: set[str] = set()
+    for optimizer in as_list(optimizers):
+        names = StateNames.of_optimizer(optimizer, model)
+        if both := held.intersection(names):
+            raise ValueError(f"two optimizers hold {min(both)}: a checkpoint has one state of each")
+        held.update(names)
+        part = names.to_named(optimizer.state_dict())
+        named |= part["named_state"]
+        groups += part["param_groups"]
+    return {"named_state": named, "param_groups": groups, "loss_scale": None}
+
+
+def load_named_state(optimizers: Optimizers, model: nn.Module, stored: Mapping[str, Any]) -> None:
+    """Load what :func:`named_state` made of as many optimizers over the same parameters.
+
+    Raises:
+        ValueError: state is missing or does not fit, or the number of groups differs.
+    """
+    optimizers, groups = as_list(optimizers), list(stored["param_groups"])
+    for optimizer in optimizers:
+        names = StateNames.of_optimizer(optimizer, model)
+        count = len(groups) if optimizer is optimizers[-1] else len(optimizer.param_groups)
+        mine = {name: stored["named_state"].get(name) for name in names}
+        part = {
+            "named_state": {n: s for n, s in mine.items() if s is not None},
+            "param_groups": groups[:count],
+        }
+        del groups[:count]
+        optimizer.load_state_dict(names.from_named(part, optimizer.state_dict()))
+
+
+def as_list(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
+    """One or several optimizers, as several."""
+    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
 
 
 class StateNames:
@@ -63,6 +111,8 @@ class StateNames:
             self._masters[names[id(original)]] = copy.detach()
         self._params: dict[str, torch.Tensor] = {}
         for param in params:
+            if isinstance(param, ExpertMatrix) and id(param.stack) in names:
+                names[id(param)] = self._single[names[id(param.stack)]][param.index]
             if id(param) not in names:
                 raise ValueError(
                     f"the optimizer holds a parameter of shape {tuple(param.shape)} that is in "
@@ -75,6 +125,11 @@ class StateNames:
         """Of any torch optimizer over parameters of a model."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         return cls(params, {"": model})
+
+    def __iter__(self) -> Iterator[str]:
+        """Names in a checkpoint."""
+        for name in self._params:
+            yield from self._single.get(name, [name])
 
     def to_named(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """torch's form -> ``named_state``, ``param_groups`` and ``loss_scale``.

@@ -12,14 +12,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from ...checkpoint import load_for_rank, save_set, set_exists, split_key
+from ...checkpoint.state import MODEL, OPTIMIZER
 from ...distributed import ExpertParallelGroups, gather_texts, process_world, shard_like
 from ...moe.model import moe_layers, unwrap
 from . import all_ranks
-from .optimizer_state import StateNames
+from .optimizer_state import Optimizers, load_named_state, named_state
 from .transforms import SAVE_TRANSFORMS, SaveTransform
 
 # torch's words for a tensor of another shape
@@ -32,7 +32,7 @@ _SIZES = re.compile(
 def save_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> str:
     """Write a set: weights, optimizer state and what else a run goes on from. Collective.
@@ -42,7 +42,7 @@ def save_checkpoint(
     Args:
         path: X.pt; the directory is made.
         model: wrapped or not; all its MoE layers have one number of experts.
-        optimizer: any torch optimizer over parameters of the model.
+        optimizer: any torch optimizer over parameters of the model, or several in a list.
         extra: step, state of a scheduler or scaler, ...: numbers, texts, tensors and containers of
             them. ``load_checkpoint`` returns that of rank 0.
 
@@ -52,21 +52,15 @@ def save_checkpoint(
     Raises:
         ValueError: it cannot be saved; names what is in the way.
     """
-    groups = _placement(model)
-    model = unwrap(model)
-    weights = model.state_dict()
-    _check_names(model, weights)
-    state: dict[str, Any] = {"model": weights, "extra": dict(extra or {})}
-    if optimizer is not None:
-        names = StateNames.of_optimizer(optimizer, model)
-        state["last_optimizer_state"] = names.to_named(optimizer.state_dict())
-    return save_state(os.fspath(path), state, groups)
+    groups = placement_of(model)
+    state = state_of_rank(model, optimizer)
+    return save_state(os.fspath(path), {**state, "extra": dict(extra or {})}, groups)
 
 
 def load_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
 ) -> dict[str, Any]:
     """Restore what :func:`save_checkpoint` wrote on any number of ranks, in place. Collective.
 
@@ -75,7 +69,8 @@ def load_checkpoint(
     Args:
         path: X.pt.
         model: of the same sizes, wrapped or not; on its device.
-        optimizer: of the same kind, over the same parameters; None loads the weights alone.
+        optimizer: of the same kind, over the same parameters (or several, as many in the same
+            order); None loads the weights alone.
 
     Returns:
         ``extra`` of rank 0.
@@ -86,7 +81,7 @@ def load_checkpoint(
             it.
     """
     path = os.fspath(path)
-    groups = _placement(model)
+    groups = placement_of(model)
     model = unwrap(model)
     if not checkpoint_exists(path):
         raise FileNotFoundError(f"{path}: no such checkpoint")
@@ -94,16 +89,30 @@ def load_checkpoint(
     own = model.state_dict()
     weights = {
         key: shard_like(value, own[key]) if key in own else value
-        for key, value in state.pop("model").items()
+        for key, value in state.pop(MODEL).items()
     }
     load_weights(model, weights, path)
     if optimizer is not None:
-        stored = state.get("last_optimizer_state")
+        stored = state.get(OPTIMIZER)
         if stored is None:
             raise ValueError(f"{path} holds no optimizer state: load the weights alone")
-        names = StateNames.of_optimizer(optimizer, model)
-        optimizer.load_state_dict(names.from_named(stored, optimizer.state_dict()))
+        load_named_state(optimizer, model, stored)
     return state.get("extra") or {}
+
+
+def state_of_rank(model: nn.Module, optimizer: Optimizers | None = None) -> dict[str, Any]:
+    """What :func:`save_state` takes, of a model and optimizers over its parameters.
+
+    Raises:
+        ValueError: a name would be taken for that of an expert, or see :func:`named_state`.
+    """
+    model = unwrap(model)
+    weights = model.state_dict()
+    _check_names(model, weights)
+    state: dict[str, Any] = {MODEL: weights}
+    if optimizer is not None:
+        state[OPTIMIZER] = named_state(optimizer, model)
+    return state
 
 
 def save_state(
@@ -210,7 +219,7 @@ def placements_by_prefix(model: nn.Module) -> dict[str, ExpertParallelGroups]:
     }
 
 
-def _placement(model: nn.Module) -> ExpertParallelGroups:
+def placement_of(model: nn.Module) -> ExpertParallelGroups:
     """The placement that all MoE layers of a model have in common."""
     (name, first), *others = moe_layers(model).items()
     for other, layer in others:

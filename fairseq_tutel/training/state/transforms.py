@@ -24,6 +24,7 @@ from ...distributed import (
     full_tensor,
     is_sharded,
     process_world,
+    slice_as_dtensor,
     slice_dim,
     without_held_experts,
 )
@@ -75,6 +76,21 @@ def join_slices(state: State, groups: ExpertParallelGroups, what: str) -> State:
     if wholes is None:
         return state
     return map_state(state, lambda name, key, value: wholes.get(_path(name, key), value))
+
+
+def spread_slices(state: State, groups: ExpertParallelGroups, what: str) -> State:
+    """DTensors over the ranks of an expert for slices of it, where nothing needs to be gathered.
+
+    Raises CheckpointError for state that mixes the hidden units of an expert.
+    """
+    if groups.num_slices == 1:
+        return state
+    cut = {
+        entry.path: slice_as_dtensor(entry.value, entry.path, groups)
+        for entry in _expert_entries(state)
+        if entry.is_cut
+    }
+    return map_state(state, lambda name, key, value: cut.get(_path(name, key), value))
 
 
 SAVE_TRANSFORMS: tuple[SaveTransform, ...] = (drop_held_experts, gather_sharded, join_slices)
