@@ -1,4 +1,4 @@
-"""Command line of the checkpoint tools: inspect, merge, reshard."""
+"""Command line of the checkpoint tools: inspect, merge, reshard, upcycle, grow, shrink."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from ..command_line import EXIT_USAGE, CommandLine, columns, run_and_exit
 from ..config.options import at_least, in_range
+from .growth.commands import add_commands, run_growth
 from .inspection import inspect
 from .layout import CheckpointError
 from .store import merge, reshard
@@ -23,7 +24,8 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of ``python -m fairseq_tutel.checkpoint``."""
     parser = CommandLine(
         prog="python -m fairseq_tutel.checkpoint",
-        description="Look into, merge and reshard expert-sharded checkpoints. "
+        description="Look into, merge and reshard expert-sharded checkpoints, and change how many "
+        "experts they have. "
         "The source is only ever read. Exit codes: 0 done, 1 the inspected set is inconsistent, "
         "2 an error, printed in one line.",
     )
@@ -45,9 +47,10 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="number of ranks W; it must divide the number of experts E, or E must divide it",
     )
-    for command in (show, join, place):
+    growth = add_commands(commands)
+    for command in (show, join, place, *growth):
         command.add_argument("path", metavar="PATH", help=_PATH_HELP)
-    for command in (join, place):
+    for command in (join, place, *growth):
         command.add_argument(
             "out", metavar="OUT", help="the new NAME.pt; its folder is made if missing"
         )
@@ -67,8 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "merge":
             options = {"with_optimizer": args.with_optimizer, "force": args.force}
             print(merge(args.path, args.out, **options))
-        else:
+        elif args.command == "reshard":
             print(reshard(args.path, args.out, args.ranks, force=args.force))
+        else:
+            print("\n".join(run_growth(args)))
         return 0
     except BrokenPipeError:  # no error of a checkpoint
         raise
@@ -88,6 +93,7 @@ def format_report(report: dict[str, Any]) -> str:
         ("updates done", str(known["num_updates"])),
         ("goes on in epoch", str(known["epoch"])),
         ("experts", str(known["num_experts"])),
+        *(("growth", entry) for entry in report["growth"]),
         ("MoE layers", _layers_text(report["moe_layers"])),
         ("parameters", f"{report['params_total']:,}"),
         ("  dense", f"{report['params_dense']:,}"),

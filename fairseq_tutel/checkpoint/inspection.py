@@ -10,13 +10,19 @@ from typing import Any
 import torch
 
 from .commit import read_record, visible_files
+from .growth.history import history_of
 from .io import verify_file
 from .layout import MERGED, SHARED, CheckpointError, CheckpointSet, Role, split_key
 from .reader import SetReader, load_state
-from .state import METADATA, MODEL, OPTIMIZER, check_complete, is_of_fairseq, optimizer_is_named
-
-# fairseq's models mark their version by tensors of one element, which are no parameters
-_MARKS = {"version", "_float_tensor"}
+from .state import (
+    METADATA,
+    MODEL,
+    OPTIMIZER,
+    check_complete,
+    is_of_fairseq,
+    optimizer_is_named,
+    parameters,
+)
 
 
 def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
@@ -31,7 +37,8 @@ def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
         num_experts, moe_layers, params_dense, params_expert and params_total
         (numbers of elements, as the trainer counts them; experts of all ranks, each once), dtypes
         {name: elements}, num_updates, epoch, optimizer_state ("by name", "foreign" or "none"),
-        size_on_disk (bytes), files (a list of dicts: name, size, rank, experts, params, save_id),
+        growth (texts, what added or removed experts, the latest last), size_on_disk (bytes),
+        files (a list of dicts: name, size, rank, experts, params, save_id),
         unfinished_save, problems (texts) and consistent. Values that cannot be known are None.
 
     Raises:
@@ -80,6 +87,7 @@ def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
         "replicas": len(_replicas(reader)) if reader else 0,
         "num_experts": reader and reader.num_experts,
         **_describe_content(contents, reader),
+        "growth": [*map(str, reader and tried(history_of, reader.shared) or ())],
         "size_on_disk": sum(row["size"] for row in rows),
         "files": rows,
         "unfinished_save": read_record(cset) is not None,
@@ -137,7 +145,7 @@ def _describe_file(role: Role, path: str, content: dict[str, Any]) -> dict[str, 
         "size": os.path.getsize(path),
         "rank": role if isinstance(role, int) else None,
         "experts": len({parsed[1] for key in model if (parsed := split_key(key))}),
-        "params": sum(tensor.numel() for tensor in _parameters(model).values()),
+        "params": sum(tensor.numel() for tensor in parameters(model).values()),
         "save_id": metadata.get("save_id") if isinstance(metadata, dict) else None,
     }
 
@@ -154,7 +162,7 @@ def _describe_content(
     expert: Counter[str] = Counter()
     layers: dict[str, None] = {}  # in the order of the model
     for role in counted:
-        for key, tensor in _parameters(contents[role].get(MODEL) or {}).items():
+        for key, tensor in parameters(contents[role].get(MODEL) or {}).items():
             parsed = split_key(key)
             dtype = str(tensor.dtype).removeprefix("torch.")
             (dense if parsed is None else expert)[dtype] += tensor.numel()
@@ -179,13 +187,3 @@ def _optimizer_kind(optimizer: Any) -> str:
     if optimizer is None:
         return "none"
     return "by name" if optimizer_is_named(optimizer) else "foreign"
-
-
-def _parameters(model: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Each tensor that the trainer counts, once: tied weights have two names and one storage."""
-    distinct: dict[tuple, tuple[str, torch.Tensor]] = {}
-    for key, tensor in model.items():
-        if isinstance(tensor, torch.Tensor) and key.rpartition(".")[2] not in _MARKS:
-            identity = (tensor.data_ptr(), tensor.shape, tensor.stride())
-            distinct.setdefault(identity if tensor.numel() else (key,), (key, tensor))
-    return dict(distinct.values())

@@ -44,6 +44,7 @@ from .state import (
     join_state,
     null_experts,
     optimizer_is_named,
+    options_of,
     split_state,
 )
 
@@ -134,9 +135,13 @@ def _read_stable(path: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any
     return read()
 
 
-def read_set(path: str) -> SetReader:
-    """Open whatever ``path`` names: a set of any number of ranks, or a merged or dense file."""
-    return SetReader(path)
+def read_set(path: str, *, foreign_optimizer: bool = False) -> SetReader:
+    """Open whatever ``path`` names: a set of any number of ranks, or a merged or dense file.
+
+    ``foreign_optimizer``: whether the caller reads :attr:`SetReader.foreign_optimizer`; without,
+    there is a warning that it is left out.
+    """
+    return SetReader(path, foreign_optimizer=foreign_optimizer)
 
 
 class SetReader:
@@ -153,13 +158,15 @@ class SetReader:
         num_experts: E, 0 for a dense model.
         num_rank_files: P, 1 for a merged file.
         has_optimizer: whether there is optimizer state in our form.
+        foreign_optimizer: such state in another form, stock fairseq's by number; or None. Whoever
+            reads it says so when opening the set, and checks it for damage (:meth:`check`).
         checks_experts: whether experts are checked for damage, which reads them.
 
     Raises:
         CheckpointError: names the file that is missing, truncated or foreign.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, foreign_optimizer: bool = False) -> None:
         self.cset, self.files, self.kind = locate(path)
         self.checks_experts = True
         self._open: tuple[int, dict[str, Any], Checksums] | None = None
@@ -171,7 +178,8 @@ class SetReader:
         if self.metadata is not None and is_of_fairseq(state):
             check_complete(state, self.main_path)
         self.has_optimizer = optimizer_is_named(state.get(OPTIMIZER))
-        if not self.has_optimizer and state.pop(OPTIMIZER, None) is not None:
+        self.foreign_optimizer = None if self.has_optimizer else state.pop(OPTIMIZER, None)
+        if self.foreign_optimizer is not None and not foreign_optimizer:
             logger.warning(
                 "%s: its optimizer state is not keyed by parameter name; loading without it",
                 self.main_path,
@@ -184,6 +192,9 @@ class SetReader:
     @property
     def world_size(self) -> int:
         """Ranks of the run that saved it, in whose steps its position in the data is counted."""
+        if self.metadata is None and not self.num_experts:  # stock fairseq's
+            stated = options_of(self.shared, "distributed_training")
+            return stated.get("distributed_world_size") or 1
         return self.metadata.world_size if self.metadata else self.num_rank_files
 
     def shared_state(self, *, with_optimizer: bool = True) -> dict[str, Any]:
@@ -192,6 +203,10 @@ class SetReader:
         shared = {key: value for key, value in self.shared.items() if key not in left_out}
         self._checksums.check(shared)
         return shared
+
+    def check(self, entries: Any) -> None:
+        """Raises CheckpointError for tensors of the shared or merged file that are damaged."""
+        self._checksums.check(entries)
 
     def experts(
         self, wanted: range, *, with_optimizer: bool = True

@@ -2,7 +2,8 @@
 
 A state is fairseq's dict: ``args``, ``cfg`` (a plain dict), ``model``, ``criterion``,
 ``optimizer_history``, ``task_state``, ``extra_state`` and, unless left out,
-``last_optimizer_state``; we add ``moe_checkpoint``.
+``last_optimizer_state``; we add ``moe_checkpoint``, and ``moe_growth`` where experts were added or
+removed (:mod:`.growth`).
 
 ``model`` is keyed by Meta's parameter names, one entry per expert. So is the optimizer's state:
 
@@ -32,6 +33,9 @@ METADATA = "moe_checkpoint"
 MODEL = "model"
 OPTIMIZER = "last_optimizer_state"
 NAMED_STATE = "named_state"
+GROWTH = "moe_growth"
+# fairseq's models mark their version by tensors of one element, which are no parameters
+_MARKS = {"version", "_float_tensor"}
 _OF_FAIRSEQ = ("args", "cfg", "criterion", "optimizer_history", "task_state", "extra_state")
 
 
@@ -109,18 +113,51 @@ def check_complete(state: Mapping[str, Any], where: str) -> None:
         )
 
 
-def null_experts(state: Mapping[str, Any]) -> int:
-    """N, outputs of the gates that lead to no expert, by the options that fairseq stores."""
+def options_of(state: Mapping[str, Any], section: str = "model") -> Mapping[str, Any]:
+    """A section of the options that fairseq stores; of checkpoints with ``args`` all of them."""
     config = state.get("cfg")
-    options = config.get("model") if isinstance(config, Mapping) else state.get("args")
+    options = config.get(section) if isinstance(config, Mapping) else state.get("args")
     if not isinstance(options, Mapping):
         options = getattr(options, "__dict__", {})  # a Namespace
-    return int(options.get("moe_null_experts") or 0)
+    return options
+
+
+def with_options(
+    state: Mapping[str, Any], changes: Mapping[str, Any], section: str = "model"
+) -> dict[str, Any]:
+    """A state with other options in that section; a copy of what fairseq stores them in. One whose
+    new value is None is left out. Without options nothing is changed.
+    """
+    config = state.get("cfg")
+    stored = config.get(section) if isinstance(config, Mapping) else state.get("args")
+    if stored is None:
+        return dict(state)
+    changed = {**options_of(state, section), **changes}
+    kept = {name: value for name, value in changed.items() if changes.get(name, 0) is not None}
+    options = kept if isinstance(stored, Mapping) else type(stored)(**kept)
+    if isinstance(config, Mapping):
+        return {**state, "cfg": {**config, section: options}}
+    return {**state, "args": options}
+
+
+def null_experts(state: Mapping[str, Any]) -> int:
+    """N, outputs of the gates that lead to no expert, by the options that fairseq stores."""
+    return int(options_of(state).get("moe_null_experts") or 0)
 
 
 def is_of_fairseq(state: Mapping[str, Any]) -> bool:
     """Whether a state holds more than any host stores: parameters and optimizer state."""
     return any(key in state for key in _OF_FAIRSEQ)
+
+
+def parameters(model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Each tensor that the trainer counts, once: tied weights have two names and one storage."""
+    distinct: dict[tuple, tuple[str, torch.Tensor]] = {}
+    for key, tensor in model.items():
+        if isinstance(tensor, torch.Tensor) and key.rpartition(".")[2] not in _MARKS:
+            identity = (tensor.data_ptr(), tensor.shape, tensor.stride())
+            distinct.setdefault(identity if tensor.numel() else (key,), (key, tensor))
+    return dict(distinct.values())
 
 
 def map_state(

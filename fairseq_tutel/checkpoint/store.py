@@ -120,6 +120,7 @@ def write_set(
     num_ranks: int | None,
     source: SetReader | None = None,
     force: bool = False,
+    in_place: bool = False,
 ) -> str:
     """Write a checkpoint of any origin from one process, one file at a time.
 
@@ -132,8 +133,9 @@ def write_set(
         experts: called once for each file, with the experts that it holds, in their order.
         num_experts: E.
         num_ranks: W, with one file per rank, or per expert if those are fewer; None: a merged file.
-        source: where it comes from, which is never replaced; position and counters are of its run.
+        source: where it comes from, which is not replaced; position and counters are of its run.
         force: replace what ``path`` names.
+        in_place: replace it, also where it is ``source``, in one step.
 
     Returns:
         The canonical path.
@@ -143,9 +145,10 @@ def write_set(
             whatever ``experts`` raises.
     """
     target = CheckpointSet.from_path(path)
-    if source and os.path.realpath(source.cset.path) == os.path.realpath(target.path):
+    is_source = source and os.path.realpath(source.cset.path) == os.path.realpath(target.path)
+    if is_source and not in_place:
         raise CheckpointError(f"{path}: is the source itself, which is never modified")
-    if set_exists(path) and not force:
+    if set_exists(path) and not (force or in_place):
         raise CheckpointError(f"{path}: exists; use --force to replace it")
     files: dict[Role, range] = {MERGED: range(num_experts)}
     if num_ranks is not None:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..distributed import ExpertParallelGroups, build_groups
+from .copies import experts_of_ffn
 from .layer import MoELayer
 
 Match = str | Callable[[str, nn.Module], bool] | Collection[str]
@@ -221,9 +222,8 @@ def _make_layer(
             model_dim, num_experts, **common, **{**(network.options if network else {}), **moe}
         )
     if network is not None and copy_weights:
-        tensors = network.tensors.items()
         slots = range(groups.num_local_experts)
-        layer.experts.load_state_dict({f"{slot}.{k}": v for slot in slots for k, v in tensors})
+        layer.experts.load_state_dict(experts_of_ffn(network.tensors, slots))
     return layer.to(first.device, first.dtype).train(block.training)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -90,7 +90,11 @@ def _listen(found, name, layer):
     ]
 
 
-def update_load_bias(model: nn.Module, passes: Sequence[AuxLosses]) -> None:
+def update_load_bias(
+    model: nn.Module,
+    passes: Sequence[AuxLosses],
+    held_back: Mapping[str, torch.Tensor] | None = None,
+) -> None:
     """Move the load biases of a model's MoE layers after a step of the optimizer. Collective.
 
     The bias on the selection of experts follows their load, on all ranks alike. Not to be called
@@ -99,6 +103,9 @@ def update_load_bias(model: nn.Module, passes: Sequence[AuxLosses]) -> None:
     Args:
         model: wrapped or not; its layers have ``load_bias="sign"`` or ``"quantile"``.
         passes: of every forward pass since the step before, what :func:`collect_aux` found.
+        held_back: by the name of a layer and a dot, what
+            :func:`fairseq_tutel.checkpoint.growth.held_back` returns for a set that ``checkpoint
+            grow --exact`` made.
 
     Raises:
         ValueError: a pass without counts for every layer, as in evaluation.
@@ -121,10 +128,15 @@ def update_load_bias(model: nn.Module, passes: Sequence[AuxLosses]) -> None:
         sum_tensor_over_ranks_(total)
     parts = total.split([shape.numel() for shape in shapes])
     counts_L = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-    update_load_biases(layers.values(), counts_L)
+    held_L = [(held_back or {}).get(f"{name}.") for name in layers]
+    update_load_biases(layers.values(), counts_L, held_L)
 
 
-def update_load_biases(layers: Iterable[MoELayer], counts_L: Iterable[torch.Tensor]) -> None:
-    """The same from counts that are summed already, one for each layer."""
-    for layer, counts in zip(layers, counts_L, strict=True):
-        layer.gate.update_load_bias(counts)
+def update_load_biases(
+    layers: Iterable[MoELayer],
+    counts_L: Iterable[torch.Tensor],
+    held_L: Iterable[torch.Tensor | None],
+) -> None:
+    """The same from counts that are summed already, and held biases, one for each layer."""
+    for layer, counts, held_E in zip(layers, counts_L, held_L, strict=True):
+        layer.gate.update_load_bias(counts, held_E)

@@ -7,7 +7,10 @@ import io
 import os
 import threading
 
+import pytest
 import torch
+
+from fairseq_tutel.checkpoint import CheckpointError
 
 OPERATIONS = ("replace", "fsync", "unlink", "link")
 
@@ -73,3 +76,30 @@ def attempt(saboteur, action):
     except BaseException as error:
         return error
     return None
+
+
+def interrupt_everywhere(monkeypatch, interruption, prepare, change, check, may_survive=0):
+    """Run prepare() and change(saboteur) for n = 1, 2, ... until change() gets through.
+
+    may_survive: how many failures before the commit need not stop the change.
+    """
+    outcomes = []
+    for at in range(1, 200):
+        prepare()
+        with monkeypatch.context() as patches:
+            saboteur = Saboteur(patches, at, interruption)
+            error = change(saboteur)
+        if not saboteur.struck:
+            assert error is None
+            break
+        if interruption is OSError and error is not None:
+            assert isinstance(error, CheckpointError), error
+        check(saboteur)
+        outcomes.append(saboteur.committed)
+    else:
+        pytest.fail("the change never got through")
+    # both sides of the commit were met, in this order, or the test would prove nothing
+    survived = outcomes.index(False)
+    assert survived <= may_survive
+    assert outcomes[survived:] == sorted(outcomes[survived:]) and True in outcomes[survived:]
+    check(saboteur)

@@ -5,10 +5,9 @@ import os
 
 import pytest
 from checkpoint_helpers import Reference, names_in, run_ranks, set_names
-from sabotage import Killed, Saboteur, attempt
+from sabotage import Killed, Saboteur, attempt, interrupt_everywhere
 
 from fairseq_tutel.checkpoint import (
-    CheckpointError,
     copy_set,
     find_sets,
     inspect,
@@ -29,33 +28,6 @@ def check_after(path: str, committed: bool) -> None:
     recover_directory(os.path.dirname(path))
     expected.check_loadable(path, (2,))
     assert not [name for name in names_in(os.path.dirname(path)) if not name.endswith(".pt")]
-
-
-def interrupt_everywhere(monkeypatch, interruption, prepare, change, check, may_survive=0):
-    """Run prepare() and change(saboteur) for n = 1, 2, ... until change() gets through.
-
-    may_survive: how many failures before the commit need not stop the change.
-    """
-    outcomes = []
-    for at in range(1, 200):
-        prepare()
-        with monkeypatch.context() as patches:
-            saboteur = Saboteur(patches, at, interruption)
-            error = change(saboteur)
-        if not saboteur.struck:
-            assert error is None
-            break
-        if interruption is OSError and error is not None:
-            assert isinstance(error, CheckpointError), error
-        check(saboteur)
-        outcomes.append(saboteur.committed)
-    else:
-        pytest.fail("the change never got through")
-    # both sides of the commit were met, in this order, or the test would prove nothing
-    survived = outcomes.index(False)
-    assert survived <= may_survive
-    assert outcomes[survived:] == sorted(outcomes[survived:]) and True in outcomes[survived:]
-    check(saboteur)
 
 
 def saves_alone(path):

@@ -81,14 +81,27 @@ class Router(nn.Module):
         raise NotImplementedError
 
     @torch.no_grad()
-    def update_load_bias(self, counts: torch.Tensor) -> None:
+    def update_load_bias(
+        self, counts: torch.Tensor, held_back_E: torch.Tensor | None = None
+    ) -> None:
         """Move the bias on the selection (:mod:`..load_bias`) by an update's ``bias_counts``,
         summed over its forward passes and all ranks.
+
+        ``held_back_E``: fp32 [E + N], the bias that experts get which a growth holds back; nan of
+        the others, among which alone the load is then balanced.
         """
+        moves_E = slice(None)
+        if held_back_E is not None:
+            held_back_E = held_back_E.to(self.load_bias.device)
+            moves_E = held_back_E.isnan()
+        bias_E, counts = self.load_bias[moves_E], counts[moves_E]
         if self.config.load_bias == "sign":
-            self.load_bias.copy_(sign_bias(self.load_bias, counts, self.config.load_bias_rate))
+            moved_E = sign_bias(bias_E, counts, self.config.load_bias_rate)
         else:
-            self.load_bias.copy_(quantile_bias(self.load_bias, counts))
+            moved_E = quantile_bias(bias_E, counts)
+        if held_back_E is not None:
+            self.load_bias.copy_(held_back_E)
+        self.load_bias[moves_E] = moved_E.to(self.load_bias.dtype)
 
     def check_updates(self) -> None:
         """Warn, once, where training goes on and :meth:`update_load_bias` is not called."""

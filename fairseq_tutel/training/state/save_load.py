@@ -146,7 +146,7 @@ def load_state(
     groups: ExpertParallelGroups,
     *,
     with_optimizer: bool = True,
-    otherwise: str = "build the model with num_experts={}",
+    otherwise: str = "build the model with num_experts={saved}",
 ) -> dict[str, Any]:
     """What :func:`save_state` would have been given by this rank, with whole experts. Collective.
 
@@ -170,13 +170,25 @@ def load_state(
         with_optimizer=with_optimizer,
         gather_texts=gather_texts,
     )
-    saved = (state["moe_checkpoint"] or {}).get("num_experts")
-    if saved not in (None, groups.num_experts):
+    saved, wanted = (state["moe_checkpoint"] or {}).get("num_experts"), groups.num_experts
+    if not any(split_key(name) for name in state["model"]):
         raise ValueError(
-            f"{path} has {saved} experts in each MoE layer, this model has {groups.num_experts}: "
-            f"{otherwise.format(saved)}"
+            f"{path} is dense, this model has {wanted} experts in each MoE layer: make a set of "
+            f"it by {_command('upcycle', path, wanted)}"
+        )
+    if saved not in (None, wanted):
+        change = "grow" if wanted > saved else "shrink"
+        raise ValueError(
+            f"{path} has {saved} experts in each MoE layer, this model has {wanted}: "
+            f"{otherwise.format(saved=saved)}, or make a set of {wanted} by "
+            f"{_command(change, path, wanted)}"
         )
     return state
+
+
+def _command(name: str, path: str, num_experts: int) -> str:
+    tool = "python -m fairseq_tutel.checkpoint"
+    return f"{tool} {name} {path} OUT.pt --num-experts {num_experts}"
 
 
 def checkpoint_exists(path: str | os.PathLike[str]) -> bool:
