@@ -14,6 +14,10 @@ from typing import NoReturn
 # queued again: the launcher passes the code through to scripts/slurm/train.sbatch. 85 is free of
 # the shell's codes (126-165) and of those in sysexits.h (64-78).
 EXIT_REQUEUE = 85
+# One that has saved a checkpoint with more experts (--moe-grow-at), upon which the launcher starts
+# the ranks again; RESTARTS is set for ranks of a launcher that does.
+EXIT_GROWN = 86
+RESTARTS = "FAIRSEQ_TUTEL_RESTARTS"
 # A user's error, found before any rank was started (argparse uses the same code).
 EXIT_USAGE = 2
 

@@ -5,6 +5,7 @@ Command line, Hydra configs, stand-alone layer and planner all build a :class:`M
 """
 
 from .exchange import EXPERT_PLACEMENTS, OVERLAP_DEGREES, WIRES, ExchangeConfig, exchange_size
+from .growth import GrowAt
 from .options import OptionError, above, at_least, option
 from .registry import EXCHANGES, EXPERTS, ROUTERS, Options
 from .routing import EXPERT_GRAD_NORMALIZATIONS, MoEConfig

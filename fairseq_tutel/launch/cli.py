@@ -13,13 +13,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from ..command_line import EXIT_REQUEUE, EXIT_USAGE, CommandLine
+from ..command_line import EXIT_GROWN, EXIT_REQUEUE, EXIT_USAGE, RESTARTS, CommandLine
 from ..command_line.starters import STARTERS, is_first_rank
 from ..config.options import at_least, in_range
 from .binding import apply_binding
 from .commands import parse_command
 from .job import NCCL_PROFILES, Job, Options, prepare_job
 from .preflight import SharedError, compare_nodes
+from .restart import restarted
 from .supervise import Supervisor, prepare_for_requests
 
 _DESCRIPTION = """\
@@ -35,7 +36,8 @@ and names both. Variables that are already set win, too.
 Ranks on the CPU get THP_MEM_ALLOC_ENABLE=1: torch then asks for huge pages for big tensors. Every
 rank finds how it was bound in FAIRSEQ_TUTEL_BIND, and the NCCL profile's name in
 FAIRSEQ_TUTEL_NCCL_PROFILE. The exit code is that of the rank that failed first
-({EXIT_REQUEUE}: the ranks saved a checkpoint on SIGUSR1 and want to be queued again).
+({EXIT_REQUEUE}: the ranks saved a checkpoint on SIGUSR1 and want to be queued again). Ranks that
+saved a set with more experts (--moe-grow-at) are started again at once, from their last checkpoint.
 """
 
 
@@ -119,6 +121,7 @@ def _print_commands(job: Job, env: Mapping[str, str]) -> None:
 def _exec_rank(job: Job) -> None:
     """Turns this process into its rank, so that no launcher stands between it and its signals."""
     rank = job.ranks[0]
+    rank.env.pop(RESTARTS, None)
     apply_binding(rank.binding)
     prepare_for_requests(job.holds_requests)
     sys.stderr.flush()
@@ -153,24 +156,39 @@ def _end_step(env: Mapping[str, str]) -> None:
         subprocess.run(words, timeout=30, check=False)
 
 
-def _run(job: Job, env: Mapping[str, str], grace: float) -> int:
-    spans_nodes = job.placement.source == "srun" and job.placement.world_size > len(job.ranks)
-    if job.placement.adopted and not spans_nodes:
+def _run(job: Job, env: Mapping[str, str], options: Options, words: Sequence[str]) -> int:
+    """Runs the ranks of ``words``, again and again where they leave with more experts."""
+    if job.placement.adopted and not job.is_of_a_step:
         _exec_rank(job)
-    supervisor = Supervisor(job.ranks, grace, job.holds_requests)
-    status = supervisor.run()
-    if spans_nodes and status not in (0, EXIT_REQUEUE) and supervisor.stopped_by is None:
+    requested = False
+    while True:
+        for rank in job.ranks:
+            rank.env[RESTARTS] = "1"
+        supervisor = Supervisor(job.ranks, options.grace_seconds, job.holds_requests, requested)
+        status, requested = supervisor.run(), supervisor.requested
+        if status != EXIT_GROWN or supervisor.stopped_by is not None:
+            break
+        _say("the set has more experts: starting the ranks again")
+        job = prepare_job(options, parse_command(restarted(words), env.get("PATH")), env)
+    left = status in (0, EXIT_REQUEUE)
+    if job.is_of_a_step and not left and supervisor.stopped_by is None:
         _end_step(env)
     return status
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"launch: {text}\n")
+    sys.stderr.flush()
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code; 2 for an error in the options or their combination."""
     args = vars(build_parser().parse_args(argv))
     env, words = dict(os.environ), args.pop("command")
+    words = words[words[:1] == ["--"] :]
     options = Options(**args)
     try:
-        command = parse_command(words[words[:1] == ["--"] :], env.get("PATH"))
+        command = parse_command(words, env.get("PATH"))
         job = prepare_job(options, command, env)
         _print_summary(job)
         if options.dry_run:
@@ -182,4 +200,4 @@ def main(argv: Sequence[str]) -> int:
             compare_nodes(job.report, address, port, options.agree_seconds)
     except ValueError as error:
         return _report_error(error, env, options)
-    return _run(job, env, options.grace_seconds)
+    return _run(job, env, options, words)

@@ -79,6 +79,11 @@ class Job:
         }
 
     @property
+    def is_of_a_step(self) -> bool:
+        """Whether other nodes' launchers have the job's other ranks, started by one srun."""
+        return self.placement.source == "srun" and self.placement.world_size > len(self.ranks)
+
+    @property
     def holds_requests(self) -> bool:
         """Whether SIGUSR1 waits until a rank has imported this package."""
         return self.command.name in TRAINING

@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from ..command_line import EXIT_REQUEUE
+from ..command_line import EXIT_GROWN, EXIT_REQUEUE
 from .binding import RankBinding, apply_binding
 
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 _WATCHED = {*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# The ranks leave together, after they have saved; see command_line.
+_AGREED = (EXIT_REQUEUE, EXIT_GROWN)
 _FAILED = 1  # Python's exit code after an exception
 
 
@@ -74,9 +76,18 @@ def _kill_group(process: subprocess.Popen) -> None:
 
 
 class Supervisor:
-    """Runs ``jobs`` to their end, with ``grace`` seconds between SIGTERM and SIGKILL."""
+    """Runs ``jobs`` to their end, with ``grace`` seconds between SIGTERM and SIGKILL.
 
-    def __init__(self, jobs: Sequence[RankJob], grace: float, hold_requests: bool = False):
+    ``requested``: whether there was a SIGUSR1, which the ranks get as they start if it is given.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[RankJob],
+        grace: float,
+        hold_requests: bool = False,
+        requested: bool = False,
+    ):
         self._jobs = jobs
         self._grace = grace
         self._hold_requests = hold_requests
@@ -85,6 +96,7 @@ class Supervisor:
         self._status: int | None = None
         self._kill_at: float | None = None
         self.stopped_by: signal.Signals | None = None
+        self.requested = requested
 
     def run(self) -> int:
         """The exit status: 0, or that of the rank that failed first.
@@ -101,12 +113,15 @@ class Supervisor:
             for job in self._jobs:
                 self._running[job.rank] = self._start(job, old_mask)
             self._start_readers()
+            if self.requested:
+                self._send(signal.SIGUSR1)
             while self._running:
                 self._wait(watched)
         finally:
             self._kill_all()
-            while signal.sigtimedwait(watched, 0) is not None:
-                continue  # a signal to the ranks that came too late must not end the launcher
+            while (late := signal.sigtimedwait(watched, 0)) is not None:
+                # a signal to the ranks that came too late must not end the launcher
+                self.requested |= late.si_signo == signal.SIGUSR1
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         for reader in self._readers:
             reader.join(timeout=5)
@@ -171,6 +186,7 @@ class Supervisor:
 
     def _on_signal(self, number: signal.Signals) -> None:
         if number not in _ENDING:
+            self.requested |= number == signal.SIGUSR1
             self._send(number)
         elif self.stopped_by is not None:  # a second Ctrl-C: at once
             self._kill_all()
@@ -182,9 +198,9 @@ class Supervisor:
             self._kill_at = time.monotonic() + self._grace
 
     def _on_exit(self, rank: int, status: int) -> None:
-        if status == 0 or not (self._status is None or self._status == EXIT_REQUEUE):
+        if status == 0 or not (self._status is None or self._status in _AGREED):
             return
-        if status == EXIT_REQUEUE:
+        if status in _AGREED:
             # The ranks have agreed to leave; give the others the time to do so on their own.
             self._status = status
             self._kill_at = self._kill_at or time.monotonic() + 2 * self._grace

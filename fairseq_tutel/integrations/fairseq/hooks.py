@@ -26,6 +26,7 @@ from .options.command_line import with_evaluation_flags
 from .options.options import moe_frequencies
 from .programs import blocks, evaluation, generation, program, ranks, validation
 from .trainer import requeue
+from .trainer.growth import follow_set
 from .trainer.sets import save_set, start_of_run
 from .trainer.trainer import MoETrainer, has_experts
 
@@ -123,6 +124,8 @@ def _load_model_ensemble_and_task(original, *args, **kwargs):
 def _call_main(original, cfg, main, **kwargs):
     name = Path(inspect.unwrap(main).__code__.co_filename).stem
     if _runs_experts(name, cfg):
+        if name == "train":
+            follow_set(cfg)
         if name != "interactive":
             ranks.join_started_ranks(cfg)
         main = ranks.meet_in_time(cfg, main)

@@ -17,6 +17,7 @@ from ....config import (
     EXPERTS,
     ROUTERS,
     ExchangeConfig,
+    GrowAt,
     MoEConfig,
     OptionError,
 )
@@ -39,6 +40,19 @@ class MoEOptions(schema_of(ExchangeConfig, "communication"), schema_of(MoEConfig
     moe_expert_count: int = option(
         0,
         "experts per MoE layer over all ranks (default: the world size, one expert per rank)",
+        at_least(0),
+        group="size",
+    )
+    moe_grow_at: Optional[str] = option(
+        None,
+        "UPDATE:E: after that update the run goes on with E experts, copies of those it has; under "
+        "the launcher, which starts the ranks again",
+        group="size",
+    )
+    moe_growth_updates: int = option(
+        0,
+        "> 0: --moe-grow-at keeps the function, and the new experts come in over so many updates; "
+        "needs a load bias",
         at_least(0),
         group="size",
     )
@@ -202,6 +216,7 @@ def check_moe_options(args: Any, config: type) -> None:
     exchange_config(args)
     expert_storage(args)
     tuned_fields(args)
+    GrowAt.of(args.moe_grow_at)
 
 
 def moe_config(args: Any, num_experts: int) -> MoEConfig:

@@ -60,7 +60,7 @@ class CheckpointMixin:
         if state.get("last_optimizer_state") is not None:
             names = self._state_names()
             state["last_optimizer_state"] = names.to_named(state["last_optimizer_state"])
-        return state
+        return {**state, **self.growth.state()}
 
     def save_checkpoint(self, filename, extra_state):
         """Write a set under ``filename`` (X.pt). Collective.
@@ -121,7 +121,7 @@ class CheckpointMixin:
             path,
             self._model.moe_groups,
             with_optimizer=not reset_optimizer,
-            otherwise="give --moe-expert-count {}",
+            otherwise="give --moe-expert-count {saved}",
         )
         check_complete(state, path)
         history = state["optimizer_history"]
@@ -137,6 +137,7 @@ class CheckpointMixin:
                 log.resume(part, self.get_num_updates(), rewrite=rewrite)
         elif not reset_optimizer:
             logger.warning("%s holds no optimizer state: the optimizer starts afresh", path)
+        self.growth.resume(state, self.get_num_updates())
         self._optim_history = history
         extra_state = state["extra_state"]
         # One step of W ranks consumes W batches of a fixed order. Where the numbers of ranks do not

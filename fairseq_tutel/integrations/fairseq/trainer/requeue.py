@@ -14,7 +14,7 @@ import logging
 import signal
 import threading
 
-from ....command_line import EXIT_REQUEUE
+from ....command_line import EXIT_GROWN, EXIT_REQUEUE
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +56,12 @@ class RequeueRequest:
         return self._seen if self._num_asked is None else bool(self._num_asked > 0)
 
 
-def leave(path: str) -> None:
-    """End the process after its state was saved under ``path``."""
-    logger.info("SIGUSR1: saved %s, leaving with exit code %d", path, EXIT_REQUEUE)
-    raise SystemExit(EXIT_REQUEUE)
+def leave(path: str, grown: bool = False) -> None:
+    """End the process after its state was saved under ``path``; ``grown``: with more experts, to go
+    on at once."""
+    why, code = ("--moe-grow-at", EXIT_GROWN) if grown else ("SIGUSR1", EXIT_REQUEUE)
+    logger.info("%s: saved %s, leaving with exit code %d", why, path, code)
+    raise SystemExit(code)
 
 
 def validate_and_save(original, cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch):
@@ -72,8 +74,8 @@ def validate_and_save(original, cfg, trainer, task, epoch_itr, valid_subsets, en
     request = getattr(trainer, "requeue", None)  # of an MoETrainer
     if request is not None:
         request.watched = True
-        if not should_stop and request.made_on_any_rank():
+        if not should_stop and trainer.must_leave:
             if not end_of_epoch:
-                leave(trainer.save_last(epoch_itr))
+                trainer.leave()
             request.at_next_epoch = True
     return valid_losses, should_stop

@@ -24,6 +24,7 @@ from ..options.options import refuse_in_training
 from ..programs import blocks
 from ..programs.ranks import refuse_separate_ranks
 from .checkpointing import CheckpointMixin
+from .growth import RunGrowth
 from .parallel import LEGACY_BACKENDS, PYTORCH_BACKENDS, MoEDistributedModel, fit_to_slices
 from .requeue import RequeueRequest, leave
 from .run_logs import ExchangeLog, ExpertLoadLog
@@ -62,6 +63,7 @@ class MoETrainer(CheckpointMixin, Trainer):
             writes=self.is_data_parallel_master,
         )
         self.requeue = RequeueRequest()
+        self.growth = RunGrowth(cfg, model)
         self._epoch_itr = None
         self._num_fillers = 0
 
@@ -101,16 +103,30 @@ class MoETrainer(CheckpointMixin, Trainer):
     def begin_epoch(self, epoch):
         """As stock; a run that was asked to leave in the last epoch's last update leaves now."""
         super().begin_epoch(epoch)
-        if self.requeue.at_next_epoch:
-            leave(self.save_last(self._epoch_itr))
+        # also one that was killed before it had grown
+        if self.requeue.at_next_epoch or self.growth.is_due(self.get_num_updates()):
+            self.leave()
 
     def train_step(self, samples, raise_oom=False):
         """One update; skips it where the loss scale overflowed."""
         log_output = self._train_step(samples, raise_oom)
         # a program without a hook after its updates, such as one with another training loop
-        if not self.requeue.watched and self.requeue.made_on_any_rank():
-            leave(self.save_last(self._epoch_itr))
+        if not self.requeue.watched and self.must_leave:
+            self.leave()
         return log_output
+
+    @property
+    def must_leave(self) -> bool:
+        """Whether the run ends after this update, to be started again; the same on all ranks."""
+        return self.requeue.made_on_any_rank() or self.growth.is_due(self.get_num_updates())
+
+    def leave(self):
+        """Save the last checkpoint, grown if that is due, and end the process. Collective."""
+        path = self.save_last(self._epoch_itr)
+        grows = self.growth.is_due(self.get_num_updates())
+        if grows:
+            self.growth.grow(path)
+        leave(path, grown=grows and not self.requeue.made_on_any_rank())
 
     def _train_step(self, samples, raise_oom):
         # At the end of an epoch, empty batches fill up a rank's share of an update; each costs a
@@ -193,7 +209,8 @@ class MoETrainer(CheckpointMixin, Trainer):
                 f"{self.cfg.model.moe_router!r} does not"
             )
         counts = sum(log["moe_bias_counts"] for log in logging_outputs)
-        update_load_biases(self._model.moe_layers.values(), counts)
+        held = self.growth.held_back(self.get_num_updates())
+        update_load_biases(self._model.moe_layers.values(), counts, held)
 
 
 def _prepare_config(cfg, model) -> None:

@@ -1,0 +1,194 @@
+"""Experts that a run gets while it runs, ``--moe-grow-at``, and the history of those in its sets.
+
+At its update the run saves its last checkpoint as it always would, rank 0 writes the grown set in
+its place in one step (:mod:`fairseq_tutel.checkpoint.growth`), and all ranks leave with a code upon
+which the launcher starts them again. What starts from a grown set builds its model for it
+(:func:`follow_set`), whatever else the unchanged command says. A run that was killed before the new
+set was there finds the old one, and grows as it starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from omegaconf import open_dict
+
+from ....checkpoint import read_set, set_exists
+from ....checkpoint.growth import Growth, grow, held_back
+from ....checkpoint.growth.history import history_of
+from ....checkpoint.state import GROWTH
+from ....command_line import RESTARTS
+from ....config import GrowAt, exchange_size
+from ....distributed import ExpertParallelGroups, is_expert, possible_r, slice_size
+from ....moe.model import moe_layers
+from ....training import all_ranks
+
+logger = logging.getLogger(__name__)
+
+
+class RunGrowth:
+    """What a run knows of growth.
+
+    Attributes:
+        grow_at: when it grows, None: never.
+        history: of the set that it started from, for the sets that it saves.
+
+    Raises:
+        ValueError: the experts to come do not fit the ranks, or their memory, or nobody starts the
+            ranks again.
+    """
+
+    def __init__(self, cfg: Any, model: torch.nn.Module):
+        self.grow_at = GrowAt.of(getattr(cfg.model, "moe_grow_at", None))
+        self.ramp = getattr(cfg.model, "moe_growth_updates", 0)
+        self.history: list[Growth] = []
+        self._model = model
+        if self.grow_at is not None:
+            _check(cfg, model, self.grow_at)
+
+    def is_due(self, update: int) -> bool:
+        """Whether the run grows now, after an update."""
+        if self.grow_at is None or update < self.grow_at.update:
+            return False
+        return self._model.moe_groups.num_experts < self.grow_at.num_experts
+
+    def grow(self, path: str) -> None:
+        """Write the grown set in place of the saved one. Collective."""
+        wanted = self.grow_at.num_experts
+        logger.info("--moe-grow-at %s: growing %s to %d experts", self.grow_at, path, wanted)
+
+        def work() -> None:
+            grow(path, path, wanted, ramp=self.ramp, in_place=True)
+
+        all_ranks().run_on_first(f"growing {path}", work)
+
+    def state(self) -> dict[str, Any]:
+        """Entries for a checkpoint."""
+        return {GROWTH: [entry.stored() for entry in self.history]} if self.history else {}
+
+    def resume(self, state: Mapping[str, Any], update: int) -> None:
+        """Go on from a checkpoint's state, after so many updates; where they are counted anew, so
+        is the ramp of experts that are held back."""
+        self.history = [
+            entry if entry.update <= update else entry.counted_from(update)
+            for entry in history_of(state)
+        ]
+
+    def held_back(self, update: int) -> list[torch.Tensor | None]:
+        """For each layer, in the model's order, what ``update_load_bias`` takes."""
+        layers = moe_layers(self._model)
+        first = next(iter(layers.values()))
+        held = held_back(self.history, update, first.config.num_outputs) or {}
+        by_layer = {id(layer): held.get(f"{name}.") for name, layer in layers.items()}
+        return [by_layer[id(layer)] for layer in self._model.moe_layers.values()]
+
+
+def follow_set(cfg: Any) -> None:
+    """Let a run with ``--moe-grow-at`` build its model for the set that it goes on from.
+
+    Before there is a model, or a process group.
+    """
+    grow_at = GrowAt.of(getattr(cfg.model, "moe_grow_at", None))
+    if grow_at is None:
+        return
+    path = cfg.checkpoint.restore_file
+    if path == "checkpoint_last.pt":
+        path = os.path.join(cfg.checkpoint.save_dir, path)
+    if not set_exists(path):
+        return
+    held, given = read_set(path).num_experts, cfg.model.moe_expert_count
+    if held != grow_at.num_experts or given == held:
+        return
+    with open_dict(cfg):
+        cfg.model.moe_expert_count = held
+    if cfg.distributed_training.distributed_rank == 0:
+        logger.info(
+            "%s has %d experts (--moe-grow-at %s): going on with them, not with %s",
+            *(path, held, grow_at, f"--moe-expert-count {given}" if given else "one per rank"),
+        )
+
+
+def _check(cfg: Any, model: torch.nn.Module, grow_at: GrowAt) -> None:
+    flag = f"--moe-grow-at {grow_at}"
+    groups = model.moe_groups
+    if cfg.checkpoint.no_save or groups.simulated:
+        raise ValueError(f"{flag} goes on from a checkpoint, and nothing is saved here")
+    if os.environ.get(RESTARTS) != "1":
+        raise ValueError(
+            f"{flag} needs somebody who starts the ranks again: python -m fairseq_tutel.launch -- "
+            "fairseq-train ... (not below torchrun or mpirun); or stop the run and use "
+            "python -m fairseq_tutel.checkpoint grow"
+        )
+    if grow_at.num_experts < groups.num_experts:
+        raise ValueError(
+            f"{flag} is to make more experts, and there are {groups.num_experts} already"
+        )
+    try:
+        grown = _grown_groups(cfg, model, grow_at.num_experts)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
+    _check_load_bias(cfg, model, flag)
+    _check_memory(cfg, model, grown, flag)
+
+
+def _grown_groups(cfg: Any, model: torch.nn.Module, num_experts: int) -> ExpertParallelGroups:
+    """The placement to come; raises ValueError where there is none."""
+    groups = model.moe_groups
+    chosen = cfg.model.moe_expert_parallel_size
+    size = exchange_size(num_experts, groups.world_size, chosen)
+    grown = ExpertParallelGroups(
+        num_experts,
+        rank=groups.rank,
+        world_size=groups.world_size,
+        ep_size=size,
+        num_replicas=groups.world_size // size,
+        placement=groups.placement,
+    )
+    r, possible = str(cfg.model.moe_parallelism_r), possible_r(grown)
+    if r != "auto" and int(r) not in possible:
+        raise ValueError(
+            f"--moe-parallelism-r {r} does not fit {num_experts} experts on {groups.world_size} "
+            f"ranks: choose one of {', '.join(map(str, possible))}"
+        )
+    for layer in model.moe_layers.values():
+        slice_size(getattr(layer.experts, "hidden_dim", grown.num_slices), grown.num_slices)
+    return grown
+
+
+def _check_load_bias(cfg: Any, model: torch.nn.Module, flag: str) -> None:
+    if not cfg.model.moe_growth_updates:
+        return
+    if any(layer.config.load_bias == "none" for layer in model.moe_layers.values()):
+        raise ValueError(
+            f"{flag} --moe-growth-updates {cfg.model.moe_growth_updates} holds new experts back by "
+            "the load bias: give --moe-load-bias quantile"
+        )
+
+
+def _check_memory(cfg: Any, model: torch.nn.Module, grown: ExpertParallelGroups, flag: str) -> None:
+    """Raise ValueError where weights, gradients and optimizer state alone are too many bytes."""
+    groups, params = model.moe_groups, list(model.parameters())
+    per_rank = grown.num_local_experts / grown.num_slices
+    more = per_rank / (groups.num_local_experts / groups.num_slices)
+    numbers = sum(param.numel() * (more if is_expert(param) else 1) for param in params)
+    common = cfg.common
+    half = common.fp16 or common.bf16
+    efficient = common.memory_efficient_fp16 or common.memory_efficient_bf16
+    # weight and gradient, their fp32 copies, two statistics
+    size = 4 if half else 8
+    size += 8 if half and not efficient else 0
+    size += 4 if cfg.optimizer.get("fp16_adam_stats") else 8
+    if torch.cuda.is_available() and not common.cpu:
+        there = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    else:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if numbers * size > there:
+        raise ValueError(
+            f"{flag}: weights, gradients and optimizer state of a rank would take "
+            f"{numbers * size / 2**30:.1f} GiB, and it has {there / 2**30:.1f}: more ranks, or "
+            "fewer experts"
+        )
