@@ -41,6 +41,12 @@ from .placement.held_experts import (
     pop_held_experts,
     without_held_experts,
 )
+from .placement.owners import (
+    as_bytes,
+    broadcast_from_owners_,
+    send_to_first,
+    share_out,
+)
 from .placement.sharded import (
     full_tensor,
     is_sharded,

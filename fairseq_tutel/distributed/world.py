@@ -56,6 +56,12 @@ def control_device(group: dist.ProcessGroup | None = None) -> str:
     return "cuda" if dist.get_backend(group) in ("nccl", "cuda:nccl") else "cpu"
 
 
+def data_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """The device whose tensors a group is there for: the GPU where it has a backend for GPUs."""
+    on_gpu = "nccl" in dist.get_backend_config(group) and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
 def gather_integers(
     values: Sequence[int], group: dist.ProcessGroup | None = None
 ) -> list[list[int]]:

@@ -181,7 +181,7 @@ def count_memory(settings: Settings, parameters: Parameters, stack: list[Layer])
     states = {
         "weights": weights,
         "fp32 copies": 8 * per_gpu if precision.master_copies else 0,
-        "optimizer statistics": 2 * precision.statistic * per_gpu,
+        "optimizer statistics": 2 * precision.statistic * stepped_parameters(settings, parameters),
     }
     # Gradients are freed before each update and come back during its first backward pass.
     accumulated = gradients if settings.update_freq > 1 else 0
@@ -203,6 +203,11 @@ def count_memory(settings: Settings, parameters: Parameters, stack: list[Layer])
         at_peak={**states, **phases[peak_phase]},
         without_checkpointing=sum(layer.activations + layer.dispatch for layer in stack) + ends,
     )
+
+
+def stepped_parameters(settings: Settings, parameters: Parameters) -> int:
+    """Parameters that the optimizer of a GPU has statistics of, of the GPU that has most."""
+    return parameters.local + (parameters.owned if settings.zero_sharding else parameters.dense)
 
 
 def _total(kinds: dict[str, int]) -> int:

@@ -12,7 +12,7 @@ import torch
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY, BaseFairseqModel
 
-from ..distributed import ExpertParallelGroups, is_expert
+from ..distributed import ExpertParallelGroups, is_expert, share_out
 from ..integrations.fairseq.models.transformer_stacks import MoEStack
 from ..moe.experts import StackedExperts
 from .settings import Settings, is_encoder_decoder
@@ -44,6 +44,9 @@ class Parameters:
     embeddings: int  # of embeddings, final norms and output projection
     dense: int  # of everything but the experts; every GPU holds all of it
     largest: int  # elements of the largest tensor on a GPU
+    # of ``dense``, what the GPU that owns most of it has state of in --zero-sharding; this one
+    # depends on the number of all GPUs
+    owned: int = dataclasses.field(compare=False)
     stacks: tuple[StackParameters, ...]  # as Settings.stacks
     experts: int = 0  # E, per MoE layer, over all GPUs
     local_experts: int = 0  # e, per MoE layer and GPU
@@ -86,6 +89,7 @@ def count_parameters(settings: Settings) -> Parameters:
         embeddings=dense - layers,
         dense=dense,
         largest=max(param.numel() for param in model.parameters()),
+        owned=_most_owned(model, settings.gpus),
         stacks=tuple(_count_stack(side, groups) for side in sides),
     )
     if groups is None:
@@ -97,6 +101,14 @@ def count_parameters(settings: Settings) -> Parameters:
         slices=groups.num_slices,
         groups=groups,
     )
+
+
+def _most_owned(model: torch.nn.Module, gpus: int) -> int:
+    sizes = [param.numel() for param in model.parameters() if not is_expert(param)]
+    loads = [0] * gpus
+    for size, owner in zip(sizes, share_out(sizes, gpus), strict=True):
+        loads[owner] += size
+    return max(loads)
 
 
 def _count_stack(stack: MoEStack, groups: ExpertParallelGroups | None) -> StackParameters:

@@ -86,7 +86,7 @@ def _work_rows(plan: Plan) -> list[tuple[str, str]]:
 def _time_rows(plan: Plan) -> list[tuple[str, str]]:
     rows = [("predicted update", f"{plan.time.total:.3f} s")]
     for part, seconds in dataclasses.asdict(plan.time).items():
-        if seconds or part != "weights":  # which only r-flow has
+        if seconds or part not in ("weights", "broadcast"):  # of r-flow; of --zero-sharding
             label = f"  {part.replace('_', '-')}"
             rows.append((label, f"{seconds:.3f} s ({seconds / plan.time.total:.1%})"))
     if plan.work.exchanges:

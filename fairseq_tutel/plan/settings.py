@@ -61,6 +61,7 @@ class Settings:
     tokens_per_sample: int  # of a sentence, source and target alike, in an encoder-decoder
     update_freq: int  # forward passes per update
     ddp_backend: str
+    zero_sharding: bool  # whether each dense parameter's statistics are on one GPU
     routing: MoEConfig | None  # options of the MoE layers, None for a dense model
 
     @property
@@ -145,6 +146,7 @@ def read_settings(
         tokens_per_sample=length,
         update_freq=int(passes if isinstance(passes, int) else passes[-1]),
         ddp_backend=str(distributed.ddp_backend),
+        zero_sharding=str(distributed.zero_sharding) == "os",
         routing=routing,
     )
 

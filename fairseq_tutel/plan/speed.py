@@ -29,7 +29,7 @@ from ..config import EXCHANGES
 from ..distributed.exchanges import Direction, LinearExchange
 from ..moe.wire import row_bytes
 from .hardware import Hardware
-from .memory import Memory
+from .memory import Memory, stepped_parameters
 from .parameters import Parameters, StackParameters
 from .settings import Settings
 from .work import Traffic, Work
@@ -157,6 +157,7 @@ class StepTime:
     all_to_all: float  # that MoE layers wait for their exchanges, casts for the wire included
     weights: float  # gathers of experts' weights, and their gradients' way back, of r-flow
     all_reduce: float  # gradients of dense and of replicated parameters
+    broadcast: float  # dense parameters, from the GPUs that have their statistics
 
     @property
     def total(self) -> float:
@@ -191,21 +192,29 @@ def step_time(
     near = hardware.neighbours(settings.exchange_peers)
     reduced = ring_time(work.reduce_bytes, settings.gpus, hardware.gpus_per_node, hardware)
     reduced += ring_time(work.replica_bytes, work.replicas, near, hardware)
+    everywhere, stepped = _optimizer_bytes(settings)
+    moved = parameters.per_gpu * everywhere + stepped_parameters(settings, parameters) * stepped
+    # after the step, of fp32 copies where there are any, each by the ring of its owner
+    shared = parameters.dense * (4 if settings.precision.master_copies else b)
+    broadcast = ring_time(shared, settings.gpus, hardware.gpus_per_node, hardware)
     return StepTime(
         matmul=work.tokens * work.hardware_flops / hardware.product_rate(b),
         elementwise=settings.update_freq * kept / hardware.stream,
-        optimizer=parameters.per_gpu * _optimizer_bytes(settings) / hardware.stream,
+        optimizer=moved / hardware.stream,
         all_to_all=exchange.exposed + exchange.casts,
         weights=settings.update_freq * gathers,
         all_reduce=2 * reduced,
+        broadcast=broadcast if settings.zero_sharding else 0.0,
     )
 
 
-def _optimizer_bytes(settings: Settings) -> int:
-    """Bytes moved per parameter: norm of the gradient, maximum of the statistics, update."""
+def _optimizer_bytes(settings: Settings) -> tuple[int, int]:
+    """Bytes moved per parameter: by the norm of the gradient and fp32 copies, of all parameters;
+    by the maximum of the statistics and the update, of those that this GPU steps.
+    """
     precision = settings.precision
     b, statistics = precision.element, 2 * precision.statistic
     master = 4 + 4 + 4 + b if precision.master_copies else 0  # copies written and read again
     update = 2 * b + b + 2 * statistics
     maximum = b + statistics if precision.statistic == 2 else 0
-    return b + maximum + update + master
+    return b + master, maximum + update

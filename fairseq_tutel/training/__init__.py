@@ -7,7 +7,8 @@ is all that treats them as such, for any ``nn.Module`` with
 ``torch.distributed.init_process_group``. fairseq's trainer stands on it like any
 other. Every function is collective: all ranks call it, in the same order.
 
-    prepare     ``wrap_data_parallel``, or ``prepare_data_parallel`` where something else wraps
+    prepare     ``wrap_data_parallel``, or ``prepare_data_parallel`` where something else wraps;
+                ``shard_optimizer``
     each step   ``collect_aux``, ``clip_grad_norm_``, ``grad_scaler``, ``update_load_bias``
     state       ``save_checkpoint``, ``load_checkpoint``; ``full_state_dict`` and its ``load_``;
                 ``DistributedState`` for ``torch.distributed.checkpoint``
@@ -17,7 +18,8 @@ A plain loop is in ``scripts/examples/plain_pytorch.py``.
 
 A program of other parts uses theirs: ``reduce_expert_grads`` where gradients are reduced once per
 update, ``expert_grad_sq_norm`` where it computes the dense norm itself, ``StateNames`` for the
-state of an optimizer that holds copies of parameters, ``save_state`` and ``load_state`` where a
+state of an optimizer that holds copies of parameters, ``whole_optimizer_state`` and
+``own_optimizer_state`` for one that is sharded, ``save_state`` and ``load_state`` where a
 checkpoint is a dict of its own.
 """
 
@@ -42,6 +44,11 @@ from .state.save_load import (
     save_checkpoint,
     save_state,
 )
+from .state.sharded_optimizer import (
+    own_optimizer_state,
+    shard_optimizer,
+    whole_optimizer_state,
+)
 from .state.transforms import SAVE_TRANSFORMS, SaveTransform
 
 __all__ = [
@@ -65,11 +72,14 @@ __all__ = [
     "load_state",
     "load_weights",
     "matrix_parameters",
+    "own_optimizer_state",
     "prepare_data_parallel",
     "reduce_expert_grads",
     "save_checkpoint",
     "save_state",
+    "shard_optimizer",
     "update_load_bias",
     "update_load_biases",
+    "whole_optimizer_state",
     "wrap_data_parallel",
 ]

@@ -1,5 +1,7 @@
 """Comparison by RMS error ratio, which is 1 for zeros in place of a result of any size."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,17 @@ def assert_close(name: str, got: Tensor, want: Tensor, dtype: torch.dtype) -> No
     assert ratio <= RATIO[dtype], f"{name}: RMS error ratio {ratio:.3g} over {RATIO[dtype]:.3g}"
 
 
-def assert_same_state(got, want):
-    """Two state dicts have the same names and, to the bit, the same values."""
-    assert got.keys() == want.keys()
-    assert [name for name in want if not torch.equal(got[name], want[name])] == []
+def assert_same_state(got, want, where=""):
+    """Two state dicts, or trees of dicts and lists, have the same names and, to the bit, the same
+    values."""
+    if isinstance(want, Mapping):
+        assert got.keys() == want.keys(), where
+        for key in want:
+            assert_same_state(got[key], want[key], f"{where}/{key}")
+    elif isinstance(want, list | tuple):
+        for number, pair in enumerate(zip(got, want, strict=True)):
+            assert_same_state(*pair, f"{where}/{number}")
+    elif torch.is_tensor(want):
+        assert got.dtype == want.dtype and torch.equal(got, want), where
+    else:
+        assert got == want, where

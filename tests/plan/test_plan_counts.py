@@ -67,6 +67,27 @@ def test_published_counts():
     assert work.exchanges == 6 * 16
 
 
+def test_what_sharded_statistics_free():
+    """On 512 GPUs each has those of its experts and of one dense tensor; the embedding is one."""
+    plan, twice = "distributed_training.zero_sharding=os", "model.moe_expert_count=1024"
+    before, after = settings_of(gpus=512), settings_of(overrides=[plan], gpus=512)
+    parameters = count_parameters(after)
+    assert parameters.owned == 51200 * 4096 == parameters.largest
+    memory, peak = memory_of(after, parameters), memory_of(before, parameters).peak
+    assert peak == pytest.approx(62.5e9, rel=2e-3) and memory.peak == pytest.approx(
+        45.2e9, rel=2e-3
+    )
+    assert memory.optimizer == 4 * (parameters.local + parameters.owned)
+    # on the other GPUs, which own a matrix of a layer
+    assert memory.peak - 4 * (parameters.owned - 4096 * 16384) == pytest.approx(44.6e9, rel=2e-3)
+    # as many experts again fit where one each did
+    assert memory_of(settings_of(overrides=[plan, twice], gpus=512)).peak < 76e9
+    assert memory_of(settings_of(overrides=[twice], gpus=512)).peak > 80e9
+    # all ranks own something of a small model: parts are as equal as whole tensors can be
+    small_one = count_parameters(small("model.moe_expert_count=4", gpus=2))
+    assert 0.5 * small_one.dense <= small_one.owned < 0.52 * small_one.dense
+
+
 def test_expert_groups():
     """A group of 4 GPUs holds what 4 GPUs alone would; its replicas' gradients are all-reduced."""
     alone, grouped = small(gpus=4), small("model.moe_expert_parallel_size=4", gpus=16)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from ..world import data_device
 from .groups import ExpertParallelGroups
 
 _SLICE_DIMS: dict[str, int | None] = {}
@@ -112,7 +113,7 @@ class SliceGather:
         width = -(-max(sizes, default=0) // _ALIGNMENT) * _ALIGNMENT
         count = 1 + (groups.num_slices if self._wholes is not None else 0)
         self._buffers = torch.empty(
-            (count, width), dtype=torch.uint8, device=_data_device(groups.replica_group)
+            (count, width), dtype=torch.uint8, device=data_device(groups.replica_group)
         )
 
     def run(self) -> dict[str, torch.Tensor] | None:
@@ -148,9 +149,3 @@ def _bytes(tensor: torch.Tensor) -> int:
 def _as(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The beginning of a buffer of bytes as a tensor of another one's dtype and shape."""
     return buffer[: _bytes(like)].view(like.dtype).view(like.shape)
-
-
-def _data_device(group: dist.ProcessGroup | None) -> torch.device:
-    """The device whose tensors a group is there for: the GPU where it has a backend for GPUs."""
-    on_gpu = "nccl" in dist.get_backend_config(group) and torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

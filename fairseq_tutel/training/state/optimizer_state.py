@@ -20,6 +20,7 @@ from torch import nn
 from ...distributed import shard_like, slice_dim, take_slice, whole_shape
 from ...moe.experts import ExpertBank
 from ..matrices import ExpertMatrix
+from .sharded_optimizer import own_optimizer_state, whole_optimizer_state
 
 # one or several, each of which steps some parameters of a model
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -28,8 +29,13 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 _MASTER = "fp32_weight"
 
 
-def named_state(optimizers: Optimizers, model: nn.Module) -> dict[str, Any]:
+def named_state(
+    optimizers: Optimizers, model: nn.Module, what: str | None = None
+) -> dict[str, Any]:
     """What :meth:`StateNames.to_named` makes of the state of all of them; groups in their order.
+
+    ``what`` is done, for errors, where rank 0 needs the state of all dense parameters; without it
+    a rank has what it owns of a sharded optimizer's.
 
     Raises:
         ValueError: an optimizer holds a parameter that is not in the model, or two hold one.
@@ -42,7 +48,10 @@ def named_state(optimizers: Optimizers, model: nn.Module) -> dict[str, Any]:
         if both := held.intersection(names):
             raise ValueError(f"two optimizers hold {min(both)}: a checkpoint has one state of each")
         held.update(names)
-        part = names.to_named(optimizer.state_dict())
+        state = optimizer.state_dict()
+        part = names.to_named(
+            state if what is None else whole_optimizer_state(optimizer, state, what)
+        )
         named |= part["named_state"]
         groups += part["param_groups"]
     return {"named_state": named, "param_groups": groups, "loss_scale": None}
@@ -64,7 +73,8 @@ def load_named_state(optimizers: Optimizers, model: nn.Module, stored: Mapping[s
             "param_groups": groups[:count],
         }
         del groups[:count]
-        optimizer.load_state_dict(names.from_named(part, optimizer.state_dict()))
+        whole = names.from_named(part, optimizer.state_dict())
+        optimizer.load_state_dict(own_optimizer_state(optimizer, whole))
 
 
 def as_list(optimizers: Optimizers) -> list[torch.optim.Optimizer]:

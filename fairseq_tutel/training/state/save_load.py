@@ -53,7 +53,7 @@ def save_checkpoint(
         ValueError: it cannot be saved; names what is in the way.
     """
     groups = placement_of(model)
-    state = state_of_rank(model, optimizer)
+    state = state_of_rank(model, optimizer, f"saving {path}")
     return save_state(os.fspath(path), {**state, "extra": dict(extra or {})}, groups)
 
 
@@ -100,8 +100,11 @@ def load_checkpoint(
     return state.get("extra") or {}
 
 
-def state_of_rank(model: nn.Module, optimizer: Optimizers | None = None) -> dict[str, Any]:
-    """What :func:`save_state` takes, of a model and optimizers over its parameters.
+def state_of_rank(
+    model: nn.Module, optimizer: Optimizers | None = None, what: str | None = None
+) -> dict[str, Any]:
+    """What :func:`save_state` takes, of a model and optimizers over its parameters; ``what`` as of
+    :func:`named_state`.
 
     Raises:
         ValueError: a name would be taken for that of an expert, or see :func:`named_state`.
@@ -111,7 +114,7 @@ def state_of_rank(model: nn.Module, optimizer: Optimizers | None = None) -> dict
     _check_names(model, weights)
     state: dict[str, Any] = {MODEL: weights}
     if optimizer is not None:
-        state[OPTIMIZER] = named_state(optimizer, model)
+        state[OPTIMIZER] = named_state(optimizer, model, what)
     return state
 
 

@@ -21,7 +21,6 @@ GOLDEN = ROOT / "tests" / "golden"
         ("common.tpu", True, "--tpu is not supported"),
         ("optimization.use_bmuf", True, "--use-bmuf is not supported"),
         ("ema.store_ema", True, "--store-ema is not supported"),
-        ("distributed_training.zero_sharding", "os", "--zero-sharding os is not supported"),
         ("distributed_training.ddp_backend", "fully_sharded", "fully_sharded .* use legacy_ddp or"),
         ("distributed_training.ddp_backend", "slowmo", "slowmo .* use legacy_ddp or pytorch_ddp"),
     ],

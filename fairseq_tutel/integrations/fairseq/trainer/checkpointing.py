@@ -21,7 +21,9 @@ from ....training import (
     checkpoint_exists,
     load_state,
     load_weights,
+    own_optimizer_state,
     save_state,
+    whole_optimizer_state,
 )
 from .sets import progress
 
@@ -54,12 +56,14 @@ class CheckpointMixin:
         )
 
     def state_dict(self):
-        """fairseq's state of this rank, the optimizer's by parameter name."""
+        """fairseq's state of this rank, the optimizer's by parameter name. Collective."""
         self.consolidate_optimizer()  # prepares what the stock method reads
         state = super().state_dict()
         if state.get("last_optimizer_state") is not None:
-            names = self._state_names()
-            state["last_optimizer_state"] = names.to_named(state["last_optimizer_state"])
+            whole = whole_optimizer_state(
+                self.optimizer.optimizer, state["last_optimizer_state"], "saving the optimizer"
+            )
+            state["last_optimizer_state"] = self._state_names().to_named(whole)
         return {**state, **self.growth.state()}
 
     def save_checkpoint(self, filename, extra_state):
@@ -179,9 +183,9 @@ class CheckpointMixin:
         if not reset_lr_scheduler:
             self.lr_scheduler.load_state_dict(last["lr_scheduler_state"])
         names = self._state_names()
-        self.optimizer.load_state_dict(
-            names.from_named(optimizer_state, self.optimizer.state_dict()), overrides
-        )
+        whole = names.from_named(optimizer_state, self.optimizer.state_dict())
+        own = own_optimizer_state(self.optimizer.optimizer, whole)
+        self.optimizer.load_state_dict(own, overrides)
         names.restore_masters(optimizer_state)
         self.set_num_updates(last["num_updates"])
 

@@ -3,7 +3,8 @@
 Both of fairseq's data-parallel wrappers are used as they are. ``legacy_ddp`` skips parameters
 marked as experts by itself; ``pytorch_ddp`` gets them as parameters to ignore, in the initial
 broadcast too. After either has reduced the dense gradients, expert gradients follow one rule
-(:mod:`fairseq_tutel.training`). Optimizers are held to slices of experts.
+(:mod:`fairseq_tutel.training`). Optimizers are held to slices of experts, and sharded
+(``--zero-sharding os``).
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import functools
 import torch
 from fairseq.distributed import LegacyDistributedDataParallel, ModuleProxyWrapper
 from fairseq.optim import FairseqOptimizer
+from fairseq.optim.composite import CompositeOptimizer
 from fairseq.optim.fused_adam import FusedAdamV1
 from torch.nn.parallel import DistributedDataParallel
 
 from ....distributed import ExpertParallelGroups, copies_of, is_expert, max_over_replicas_
-from ....training import leave_experts_out, reduce_expert_grads
+from ....training import leave_experts_out, reduce_expert_grads, shard_optimizer
 from ....training.adam16 import Adam16
 
 LEGACY_BACKENDS = ("legacy_ddp", "no_c10d")
@@ -65,9 +67,8 @@ def fit_to_slices(optimizer: FairseqOptimizer, name: str, groups: ExpertParallel
     """
     if groups.num_slices == 1:
         return
-    # fairseq's word for optimizers that treat each weight by itself; torch's Adagrad does
     inner = optimizer.optimizer
-    if not (optimizer.supports_flat_params or isinstance(inner, torch.optim.Adagrad)):
+    if not _steps_each_weight(optimizer):
         raise ValueError(
             f"--optimizer {name} needs all weights of an expert for the update of each, and with "
             f"--moe-expert-placement sliced every rank has 1/{groups.num_slices} of them: use "
@@ -85,6 +86,23 @@ def fit_to_slices(optimizer: FairseqOptimizer, name: str, groups: ExpertParallel
             copy.copies = copies_of(half, groups)  # fairseq takes `expert` over, and no more
     if isinstance(inner, Adam16):
         share_scales(inner, groups)
+
+
+def _steps_each_weight(optimizer: FairseqOptimizer) -> bool:
+    """Whether it treats each weight by itself, in fairseq's word for it; torch's Adagrad does."""
+    return optimizer.supports_flat_params or isinstance(optimizer.optimizer, torch.optim.Adagrad)
+
+
+def shard_states(optimizer: FairseqOptimizer, name: str) -> None:
+    """``--zero-sharding os``: state of dense parameters on one rank each, of an optimizer as the
+    trainer has built it. Raises ValueError for one that looks at several tensors at a time.
+    """
+    if isinstance(optimizer.optimizer, CompositeOptimizer) or not _steps_each_weight(optimizer):
+        raise ValueError(
+            f"--zero-sharding os gives each rank the optimizer state of some parameters, which "
+            f"--optimizer {name} does not step one by one: use adam, nag or sgd, or drop it"
+        )
+    shard_optimizer(optimizer.optimizer)
 
 
 def share_scales(optimizer: Adam16, groups: ExpertParallelGroups) -> None:

@@ -25,7 +25,13 @@ from ..programs import blocks
 from ..programs.ranks import refuse_separate_ranks
 from .checkpointing import CheckpointMixin
 from .growth import RunGrowth
-from .parallel import LEGACY_BACKENDS, PYTORCH_BACKENDS, MoEDistributedModel, fit_to_slices
+from .parallel import (
+    LEGACY_BACKENDS,
+    PYTORCH_BACKENDS,
+    MoEDistributedModel,
+    fit_to_slices,
+    shard_states,
+)
 from .requeue import RequeueRequest, leave
 from .run_logs import ExchangeLog, ExpertLoadLog
 from .sets import changed
@@ -83,8 +89,12 @@ class MoETrainer(CheckpointMixin, Trainer):
         return self._wrapped_model
 
     def _build_optimizer(self):
-        super()._build_optimizer()
-        fit_to_slices(self._optimizer, self.cfg.optimizer._name, self._model.moe_groups)
+        dist_cfg, name = self.cfg.distributed_training, self.cfg.optimizer._name
+        with changed(dist_cfg, {"zero_sharding": "none"}):  # stock's is fairscale's
+            super()._build_optimizer()
+        fit_to_slices(self._optimizer, name, self._model.moe_groups)
+        if dist_cfg.zero_sharding == "os":
+            shard_states(self._optimizer, name)
 
     def clip_grad_norm(self, clip_norm):
         """Clip by the norm over the dense gradients and those of all experts on all ranks."""
@@ -230,7 +240,6 @@ def _prepare_config(cfg, model) -> None:
         ("--amp", common.amp),
         ("--tpu", common.tpu),
         ("--use-bmuf", cfg.optimization.use_bmuf),
-        ("--zero-sharding os", dist_cfg.zero_sharding == "os"),
         ("--store-ema", cfg.ema.store_ema),
         ("--pipeline-model-parallel", dist_cfg.pipeline_model_parallel),
         ("--model-parallel-size", common.model_parallel_size > 1),

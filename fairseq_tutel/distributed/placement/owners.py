@@ -1,0 +1,94 @@
+"""Tensors that one rank has for all: which rank, and how the others get them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..world import data_device
+
+_JOINED = 1 << 20  # bytes below which tensors travel together
+_PIECE = 1 << 25  # bytes of one message on the way to the first rank
+
+
+def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The owner of each tensor, by their numbers of elements: the largest first, each to the rank
+    that has least so far. The same everywhere.
+    """
+    loads = [(0, rank) for rank in range(ranks)]
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        load, owner = loads[0]
+        owners[index] = owner
+        heapq.heapreplace(loads, (load + sizes[index], owner))
+    return owners
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's bytes, [n] uint8; a view."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def broadcast_from_owners_(owned: Mapping[int, Sequence[torch.Tensor]]) -> None:
+    """Overwrite tensors with those of their owners (rank -> tensors), in place. Collective; all
+    ranks have the same ones in the same order.
+
+    Large tensors travel as they are, one owner's small ones as one message.
+    """
+    waiting, joined = [], []
+    for owner, tensors in owned.items():
+        small: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            if tensor.is_contiguous() and tensor.nbytes >= _JOINED:
+                waiting.append(dist.broadcast(as_bytes(tensor), src=owner, async_op=True))
+            else:
+                small.setdefault(tensor.device, []).append(tensor)
+        for parts in small.values():
+            together = torch.cat([as_bytes(part.detach().contiguous()) for part in parts])
+            waiting.append(dist.broadcast(together, src=owner, async_op=True))
+            joined.append((together, parts))
+    for work in waiting:
+        work.wait()
+    for together, parts in joined:
+        for part, received in zip(parts, together.split([p.nbytes for p in parts]), strict=True):
+            part.detach().copy_(received.clone().view(part.dtype).view(part.shape))
+
+
+def send_to_first(owner: int, sizes: Sequence[int], parts: Sequence[torch.Tensor]) -> None:
+    """Copy an owner's tensors to the first rank, a piece at a time. Collective.
+
+    By broadcasts: a connection between each two ranks would be one more for every owner.
+
+    Args:
+        owner: a rank other than 0.
+        sizes: bytes of each tensor, the same on all ranks.
+        parts: as :func:`as_bytes`, of the tensors on the owner, of what they are copied to on rank
+            0; unused elsewhere.
+    """
+    rank, total = dist.get_rank(), sum(sizes)
+    buffer = torch.empty(min(total, _PIECE), dtype=torch.uint8, device=data_device())
+    for start in range(0, total, _PIECE):
+        piece = buffer[: total - start]
+        overlaps = list(_overlaps(sizes, start, start + len(piece)))
+        if rank == owner:
+            for index, of_part, of_piece in overlaps:
+                piece[of_piece].copy_(parts[index][of_part])
+        dist.broadcast(piece, src=owner)
+        if rank == 0:
+            for index, of_part, of_piece in overlaps:
+                parts[index][of_part].copy_(piece[of_piece])
+
+
+def _overlaps(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
+    """(number of a part, its bytes, those of the piece) of what the piece [start, stop) of all
+    parts one after the other has of each.
+    """
+    begin = 0
+    for index, size in enumerate(sizes):
+        first, last = max(start, begin), min(stop, begin + size)
+        if first < last:
+            yield index, slice(first - begin, last - begin), slice(first - start, last - start)
+        begin += size
