@@ -83,6 +83,7 @@ def check_file(state: Mapping[str, Any], where: str) -> None:
     for what, fits in (
         (MODEL, isinstance(state.get(MODEL), dict)),
         ("optimizer_history", _are_dicts(history)),
+        (GROWTH, _are_dicts(state.get(GROWTH))),
         ("extra_state", extra is None or isinstance(extra, dict)),
         ("train_iterator", position is None or isinstance(position, dict)),
         ("param_groups", _are_dicts(optimizer.get("param_groups"))),

@@ -21,7 +21,8 @@ class GrowAt:
         match = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", str(text))
         if match is None:
             raise ValueError(
-                f"--moe-grow-at {text}: expected UPDATE:EXPERTS, two positive numbers, as in 300:8"
+                f"--moe-grow-at {text}: expected UPDATE:EXPERTS, two positive numbers, as in 300:8 "
+                "(in quotes where it is in a YAML file)"
             )
         return cls(int(match[1]), int(match[2]))
 

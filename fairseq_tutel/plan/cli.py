@@ -84,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options, own: dict[str, Any], overrides: list[str], command: list[str]) -> None:
     from .compose import load_command, load_config
     from .hardware import load_hardware
-    from .planner import best_plan, check, make_plan
-    from .report import describe, describe_best
+    from .planner import best_plan, check, grown_plan, make_plan
+    from .report import describe, describe_best, describe_grown
     from .settings import read_settings
 
     for name in (None, "fairseq"):  # fairseq's import makes both talk
@@ -103,12 +103,15 @@ def _run(options, own: dict[str, Any], overrides: list[str], command: list[str])
         config = load_config(directory, name, overrides)
     sizes = {key: own.get(key) for key in ("gpus", "vocabulary", "sentence")}
     plan = make_plan(read_settings(config, name, **sizes), hardware)
-    best = best_plan(plan) if options.best else None
+    best, grown = best_plan(plan) if options.best else None, grown_plan(plan)
     tokens = own.get("tokens", 300e9)
     print(describe(plan, tokens))
     if best:
         print(describe_best(plan, best, tokens))
     check(best or plan)
+    if grown:
+        print(describe_grown(plan, grown))
+        check(grown)
 
 
 def _split(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

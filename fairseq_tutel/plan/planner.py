@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..config import EXPERT_PLACEMENTS, OVERLAP_DEGREES
+from ..config import EXPERT_PLACEMENTS, OVERLAP_DEGREES, GrowAt
 from ..distributed import possible_r
 from ..distributed.exchanges import exchange_candidates
 from .hardware import Hardware
@@ -143,6 +144,25 @@ def flop_matched(plan: Plan) -> Plan:
             model[stack.wide_option] = width + beside
     dense = settings.with_placement("replicated", 1).replace(model=model, routing=None)
     return make_plan(dense, plan.hardware)
+
+
+def grown_plan(plan: Plan) -> Plan | None:
+    """The run after ``--moe-grow-at``; None where it does not grow. Raises ValueError for experts
+    that do not fit the ranks, or are not more.
+    """
+    settings = plan.settings
+    grow_at = GrowAt.of(settings.model.moe_grow_at)
+    if grow_at is None or not settings.routing:
+        return None
+    before, after = settings.routing.num_experts, grow_at.num_experts
+    if after <= before:
+        raise ValueError(f"--moe-grow-at {grow_at} makes no more of {before} experts")
+    routing = dataclasses.replace(settings.routing, num_experts=after)
+    grown = settings.replace(model={"moe_expert_count": after}, routing=routing)
+    try:
+        return make_plan(grown, plan.hardware)
+    except ValueError as error:
+        raise ValueError(f"--moe-grow-at {grow_at}: {error}") from None
 
 
 def check(plan: Plan) -> None:

@@ -129,3 +129,19 @@ def describe_best(plan: Plan, best: Plan, tokens: float = 300e9) -> str:
     flags += f" --moe-parallelism-r {choice.r}"
     gain = plan.time.total / best.time.total
     return f"best of all choices: {flags}, {gain:.2f} times as fast\n{describe(best, tokens)}"
+
+
+def describe_grown(plan: Plan, grown: Plan) -> str:
+    """What changes where a run gets more experts."""
+    rows = [("", "before", "after")]
+    for label, of in (
+        ("experts", lambda p: f"{p.parameters.experts}"),
+        ("parameters", lambda p: f"{p.parameters.total:,}"),
+        ("  per GPU", lambda p: f"{p.parameters.per_gpu:,}"),
+        ("memory of a GPU", lambda p: mib(p.memory.peak)),
+        ("largest batch that fits", lambda p: f"{largest_batch(p)}"),
+        ("predicted tokens/s", lambda p: f"{p.tokens_per_second:,.0f}"),
+    ):
+        rows.append((label, of(plan), of(grown)))
+    title = f"after --moe-grow-at {plan.settings.model.moe_grow_at}"
+    return "\n".join([title, *(f"  {line}" for line in columns(rows, right=(1, 2)))])

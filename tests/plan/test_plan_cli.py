@@ -35,6 +35,23 @@ def test_the_command_of_the_readme(capsys, tmp_path, monkeypatch):
     assert run(capsys, "gpus=512", *words)[1] == out
 
 
+def test_what_the_grown_model_needs(capsys):
+    """Both columns are those of runs that always had as many experts."""
+    status, out, _ = run(capsys, *FEWER.split(), "+model.moe_grow_at=300:512")
+    assert status == 0
+    grown = out[out.index("after --moe-grow-at 300:512") :]
+    plans = []
+    for experts in (64, 512):
+        words = ["model.decoder_layers=4", f"model.moe_expert_count={experts}"]
+        plans.append(make_plan(settings_of(overrides=words, gpus=512), A100))
+    for words in (
+        r"experts +64 +512",
+        r"parameters +{:,} +{:,}".format(*(plan.parameters.total for plan in plans)),
+        r"largest batch that fits +{} +{}".format(*map(largest_batch, plans)),
+    ):
+        assert re.search(words, grown), grown
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -56,6 +73,9 @@ def test_the_command_of_the_readme(capsys, tmp_path, monkeypatch):
         ("+model.moe_capacity_factor=.inf", "full_key: moe_capacity_factor"),
         # what fairseq-hydra-train would refuse
         ("nonsense", "nonsense"),
+        ("+model.moe_grow_at=300", "--moe-grow-at 300: expected UPDATE:EXPERTS"),
+        ("+model.moe_grow_at=300:512", "--moe-grow-at 300:512 makes no more of 512 experts"),
+        ("+model.moe_grow_at=300:700", "300:700: 700 experts cannot be spread over 512 ranks"),
         ("model.moe_top_k=1", "To append to your config use +model.moe_top_k=1"),
         ("+model.moe_topk=1", "Key 'moe_topk' not in 'TransformerLMGPTMoEConfig'"),
         ("+checkpoint.keep_last_epochs=1", "already at 'checkpoint.keep_last_epochs'"),

@@ -130,6 +130,8 @@ def _check(source: SetReader, src: str, num_experts: int) -> None:
 
 def _check_exact(source: SetReader, src: str) -> None:
     options = options_of(source.shared)
+    if not options:
+        logger.warning("%s does not say K: with K = 1 the start is not exact", src)
     top_k = 1 if options.get("moe_top1_expert") else options.get("moe_top_k") or 2
     softmax = str(options.get("moe_score_function") or "softmax") == "softmax"
     if softmax and (top_k == 1 or options.get("moe_unnormalized_weights")):

@@ -40,8 +40,9 @@ class Growth:
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> Growth:
         """Of what :meth:`stored` made; raises CheckpointError for anything else."""
-        names = {each.name for each in fields(cls)}
-        if not isinstance(stored, Mapping) or set(stored) != names:
+        kinds = dict.fromkeys((each.name for each in fields(cls)), int)
+        kinds |= {"what": str, "how": str, "held": dict}
+        if {name: type(value) for name, value in stored.items()} != kinds:
             raise CheckpointError(f"{GROWTH!r} has an entry that is none: {stored!r}")
         return cls(**stored)
 

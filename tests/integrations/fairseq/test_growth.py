@@ -1,6 +1,8 @@
 """Growth of checkpoints against stock fairseq's own dense models, in fp64."""
 
 import copy
+import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +10,11 @@ from fairseq.modules import gelu
 from helpers.training import make_batch, make_config, make_trainer, save
 from helpers.translation import make_pairs, pair_config
 
-from fairseq_tutel.checkpoint import CheckpointError, load_file, read_set
-from fairseq_tutel.checkpoint.growth import Upcycling, to_dense, upcycle
+from fairseq_tutel.checkpoint import CheckpointError, inspect, load_file, read_set, reshard
+from fairseq_tutel.checkpoint.growth import Upcycling, grow, shrink, to_dense, upcycle
+from fairseq_tutel.config import MoEConfig
+from fairseq_tutel.distributed import ExpertParallelGroups, mark_expert
+from fairseq_tutel.integrations.fairseq.trainer.growth import RunGrowth
 
 FOUR_LAYERS = ["--decoder-layers", "4"]
 EXACT = {"rtol": 0, "atol": 1e-12}  # of logits, in fp64
@@ -168,7 +173,125 @@ def test_what_would_not_start_as_the_dense_model_is_refused(dense, tmp_path):
         trainer.load_checkpoint(dense.path)
 
 
-def _there_and_back(dense, folder):
-    """Names of the sets from the dense model to fewer experts and to a dense model again."""
-    names = ["up", "grown", "resharded", "fewer", "back"]
-    return dense.path, *(str(folder / f"{name}.pt") for name in names)
+BIASED = ["--moe-load-bias", "quantile", *FOUR_LAYERS]
+
+
+def _bias(trainer):
+    return [layer.gate.load_bias.clone() for layer in trainer.get_model().moe_layers.values()]
+
+
+def test_held_back_copies_keep_the_function_and_come_in(tmp_path):
+    path, sample = str(tmp_path / "m.pt"), make_batch(1)
+    trainer = make_trainer(make_config("--moe-expert-count", "4", *BIASED), sample)
+    for update in range(3):
+        trainer.train_step([make_batch(update)])
+    save(trainer, path)
+    want, before = _logits(trainer, sample), _bias(trainer)
+    flags = ["--moe-expert-count", "8", *BIASED]
+    plain = _loaded(grow(path, str(tmp_path / "plain.pt"), 8), *flags)
+    assert (_logits(plain, sample) - want).abs().max() > 1e-6
+    exact = _loaded(grow(path, str(tmp_path / "exact.pt"), 8, ramp=4), *flags)
+    torch.testing.assert_close(_logits(exact, sample), want, **EXACT)
+    assert [bias[::2].tolist() for bias in _bias(exact)] == [bias.tolist() for bias in before]
+
+    middle = str(tmp_path / "middle.pt")
+    for update in range(1, 6):
+        exact.train_step([make_batch(10 + update)])
+        for bias in _bias(exact):
+            old, new = bias[::2], bias[1::2]
+            if update < 5:  # the others are balanced among themselves
+                ramp = -(1000 ** (1 - update / 4) - 1)
+                torch.testing.assert_close(new, torch.full((4,), ramp), rtol=1e-5, atol=1e-6)
+                assert abs(float(old.mean())) < 1e-6 and old.abs().max() > 0
+            else:
+                assert new.abs().max() > 0 and abs(float(bias.mean())) < 1e-6
+        if update == 2:
+            save(exact, middle)
+        if update == 3:
+            again = _loaded(middle, *flags)  # the history says how far it was
+            again.train_step([make_batch(10 + update)])
+            for one, other in zip(_bias(again), _bias(exact), strict=True):
+                assert torch.equal(one, other)
+    assert inspect(middle)["growth"] == [
+        "4 -> 8 (grow after 3 updates: copies of each in turn, held back over 4 updates)"
+    ]
+
+
+def test_a_golden_size_goes_from_dense_to_experts_and_back(tmp_path):
+    """What a step does not change keeps every bit: 4 layers of Meta's golden runs' size."""
+    words = "--decoder-embed-dim 32 --decoder-ffn-embed-dim 64 --decoder-attention-heads 4"
+    config = make_config(*FOUR_LAYERS, *words.split(), moe=False)
+    dense = Dense(tmp_path, config, make_batch(1))
+    names = ("up", "grown", "placed", "fewer", "back")
+    up, grown, placed, fewer, back = (str(tmp_path / f"{name}.pt") for name in names)
+    upcycle(dense.path, up, Upcycling(4, copy_optimizer=True), ranks=2)
+    grow(up, grown, 8)
+    reshard(grown, placed, 4)
+    load = tmp_path / "expert_load.jsonl"
+    of_layer = [9, 1, 9, 1, 9, 1, 9, 1]  # the originals' and the copies' turns
+    load.write_text(json.dumps({"update": 3, "layers": {"1": of_layer, "3": of_layer}}) + "\n")
+    shrink(placed, fewer, 4)
+    first, last = (read_set(each).state_of(range(4)) for each in (up, fewer))
+    for part in (lambda s: s["model"], lambda s: s["last_optimizer_state"]["named_state"]):
+        assert part(first).keys() == part(last).keys()
+        for name, value in part(first).items():
+            entries = value if isinstance(value, dict) else {"": value}
+            others = part(last)[name] if isinstance(value, dict) else {"": part(last)[name]}
+            for key, each in entries.items():
+                assert torch.equal(torch.as_tensor(each), torch.as_tensor(others[key])), name
+    to_dense(fewer, back, "one", load=str(_load_of_four(tmp_path)))
+    stored, stock = load_file(back)["model"], load_file(dense.path)["model"]
+    assert stored.keys() == stock.keys()
+    assert all(torch.equal(stored[name], stock[name]) for name in stock)
+    trainer = make_trainer(config, dense.sample)
+    assert trainer.load_checkpoint(back)
+    torch.testing.assert_close(_logits(trainer, dense.sample), dense.logits, rtol=0, atol=0)
+    kinds = [text.split(" (")[0] for text in inspect(back)["growth"]]
+    assert kinds == ["dense -> 4", "4 -> 8", "8 -> 4", "4 -> dense"]
+
+
+def _load_of_four(folder):
+    path = folder / "four.jsonl"
+    path.write_text(json.dumps({"layers": {"1": [1, 2, 9, 3], "3": [9, 1, 1, 1]}}) + "\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes", "message"),
+    [
+        ("", {}, "needs somebody who starts the ranks again: python -m fairseq_tutel.launch"),
+        ("", {"RESTARTS": "1", "num_experts": 16}, "more experts, and there are 16 already"),
+        ("", {"RESTARTS": "1", "world_size": 3, "ep_size": 3}, "8 experts cannot be spread over 3"),
+        (
+            "--moe-expert-parallel-size 3",
+            {"RESTARTS": "1", "world_size": 6, "ep_size": 3},
+            "must divide the number of ranks, 6, and that of experts, 8",
+        ),
+        (
+            "--moe-expert-placement sliced --moe-parallelism-r 4",
+            {"RESTARTS": "1", "num_experts": 2, "world_size": 16, "ep_size": 2},
+            "--moe-parallelism-r 4 does not fit 8 experts on 16 ranks: choose one of 0, 1, 2",
+        ),
+        ("--moe-growth-updates 9", {"RESTARTS": "1"}, "give --moe-load-bias quantile"),
+        ("--fp16", {"RESTARTS": "1", "parameters": 10**12}, "of a rank would take 29802"),
+    ],
+)
+def test_growth_that_cannot_be_is_refused_before_the_first_update(
+    flags, sizes, message, monkeypatch
+):
+    """Placements of more ranks than a test has: what is checked needs no others."""
+    monkeypatch.setenv("FAIRSEQ_TUTEL_RESTARTS", sizes.pop("RESTARTS", ""))
+    cfg = make_config("--moe-grow-at", "300:8", "--moe-expert-count", "4", *flags.split())
+    cfg.checkpoint.no_save = False
+    placement = "sliced" if "sliced" in flags else "replicated"
+    count = sizes.pop("parameters", 0)
+    param = torch.nn.Parameter(torch.empty(count, device="meta"))
+    mark_expert(param)
+    groups = ExpertParallelGroups(**{"num_experts": 4, **sizes}, placement=placement)
+    layer = SimpleNamespace(config=MoEConfig(4), experts=SimpleNamespace(hidden_dim=24))
+    model = SimpleNamespace(
+        moe_groups=groups, moe_layers={1: layer}, parameters=lambda: iter([param])
+    )
+    with pytest.raises(ValueError, match=f"--moe-grow-at 300:8.*{message}"):
+        RunGrowth(cfg, model)
+    assert RunGrowth(make_config("--moe-expert-count", "4"), model).grow_at is None

@@ -117,6 +117,10 @@ def _check(cfg: Any, model: torch.nn.Module, grow_at: GrowAt) -> None:
     groups = model.moe_groups
     if cfg.checkpoint.no_save or groups.simulated:
         raise ValueError(f"{flag} goes on from a checkpoint, and nothing is saved here")
+    if cfg.model.moe_tune_file is not None:
+        raise ValueError(
+            f"{flag} changes the sizes that the choices of --moe-tune-file are for: leave out one"
+        )
     if os.environ.get(RESTARTS) != "1":
         raise ValueError(
             f"{flag} needs somebody who starts the ranks again: python -m fairseq_tutel.launch -- "

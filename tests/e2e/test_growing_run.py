@@ -1,0 +1,131 @@
+"""A job that gets more experts while it runs, killed while it does, and commands on its sets."""
+
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers.commands import ROOT, environment, logged
+
+from fairseq_tutel.checkpoint import inspect
+
+pytestmark = pytest.mark.scripts
+
+_DATA = f"{ROOT}/tests/golden/data_world2"
+_WORDS = f"""
+    {_DATA} --cpu --task language_modeling --tokens-per-sample 8 --sample-break-mode none
+    --batch-size 2 --arch transformer_lm_gpt_moe --moe-expert-count 2 --moe-grow-at 3:4
+    --criterion moe_cross_entropy --moe-second-expert-policy all --moe-capacity-factor 0
+    --decoder-layers 2 --decoder-embed-dim 16 --decoder-ffn-embed-dim 32 --dropout 0
+    --decoder-attention-heads 2 --optimizer adam --lr 0.002 --num-workers 0
+    --attention-dropout 0 --required-batch-size-multiple 1 --max-update 8 --log-format json
+    --log-interval 1 --disable-validation --no-epoch-checkpoints
+"""
+# a user dir that kills the process that grows: with its files half written, or committed
+_KILLER = """
+import os, signal
+import fairseq_tutel
+from fairseq_tutel.checkpoint import commit, store
+from fairseq_tutel.integrations.fairseq.trainer import growth
+
+fairseq_tutel.register()
+grow, replace, save_file = growth.grow, os.replace, store.save_file
+
+def killed_while_writing(state, path):
+    save_file(state, path)
+    if "rank-0" in path:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def killed_while_renaming(source, target):
+    replace(source, target)
+    if target.endswith("shared.pt"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def sabotaged(*args, **kwargs):
+    if os.environ.get("KILL") == "writing":
+        store.save_file = killed_while_writing
+    if os.environ.get("KILL") == "renaming":
+        os.replace = killed_while_renaming
+    return grow(*args, **kwargs)
+
+growth.grow = sabotaged
+"""
+
+
+def _start(folder, user_dir, kill=""):
+    """The same command, whatever happened before."""
+    command = [sys.executable, "-m", "fairseq_tutel.launch", "--nproc-per-node", "2", "--bind"]
+    command += ["none", "--", "fairseq-train", *_WORDS.split(), "--user-dir", str(user_dir)]
+    return subprocess.run(
+        [*command, "--save-dir", str(folder)],
+        cwd=ROOT, env={**environment(), "KILL": kill}, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, timeout=240,
+    )  # fmt: skip
+
+
+def _state(folder):
+    files = sorted(folder.glob("checkpoint_last-*.pt"))
+    return {file.name: torch.load(file, weights_only=False) for file in files}
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory):
+    """A run that grew undisturbed, and its log."""
+    folder = tmp_path_factory.mktemp("grown")
+    done = _start(folder, ROOT / "fairseq_tutel")
+    assert done.returncode == 0, done.stdout[-3000:]
+    return folder, done.stdout
+
+
+def test_a_run_grows_by_a_flag_and_is_killed_meanwhile(grown, tmp_path):
+    whole, text = grown
+    assert "launch: the set has more experts: starting the ranks again" in text
+    line = "has 4 experts (--moe-grow-at 3:4): going on with them, not with --moe-expert-count 2"
+    assert text.count(line) == 1
+    updates = [int(row["num_updates"]) for row in logged(text, "train_inner")]
+    assert updates == list(range(1, 9))
+
+    killer, path = tmp_path / "killer", tmp_path / "run" / "checkpoint_last.pt"
+    killer.mkdir()
+    (killer / "__init__.py").write_text(_KILLER)
+    for kill, experts in (("writing", 2), ("renaming", 4)):
+        done = _start(path.parent, killer, kill)
+        assert done.returncode == 128 + signal.SIGKILL, done.stdout[-3000:]
+        report = inspect(str(path), verify=True)
+        assert (report["num_experts"], report["num_updates"]) == (experts, 3)
+        assert report["consistent"] and report["unfinished_save"] == (kill == "renaming")
+    done = _start(path.parent, killer)
+    assert done.returncode == 0 and done.stdout.count(line) == 1, done.stdout[-3000:]
+    updates = [int(row["num_updates"]) for row in logged(done.stdout, "train_inner")]
+    assert updates == list(range(4, 9))
+    mine, theirs = _state(path.parent), _state(whole)
+    assert mine.keys() == theirs.keys() and len(mine) == 3
+    for name, state in theirs.items():
+        for key, value in state["model"].items():
+            assert torch.equal(mine[name]["model"][key], value), (name, key)
+
+
+def test_what_shrinking_costs_is_measured(grown, tmp_path):
+    """By the command, against fairseq-eval-lm on both files; the dense one without the plugin."""
+    folder, _ = grown
+    path, out = folder / "checkpoint_last.pt", tmp_path / "dense.pt"
+    tool = [sys.executable, "-m", "fairseq_tutel.checkpoint", "shrink", str(path), str(out)]
+    how = {"cwd": ROOT, "env": environment(), "text": True, "timeout": 240}
+    done = subprocess.run([*tool, "--dense", "--data", _DATA], capture_output=True, **how)
+    assert done.returncode == 0, done.stderr
+    found = re.fullmatch(
+        rf"{out}\nvalid loss \(base 2\): ([\d.]+) before, ([\d.]+) after\n", done.stdout
+    )
+    losses = []
+    for file, plugin in ((path, ["--user-dir", "fairseq_tutel"]), (out, [])):
+        words = [_DATA, *plugin, "--path", str(file), "--gen-subset", "valid", "--cpu"]
+        command = [sys.executable, "-m", "fairseq_cli.eval_lm", *words, "--tokens-per-sample", "8"]
+        text = subprocess.run(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, **how)
+        losses += re.findall(r"Loss \(base 2\): ([\d.]+)", text.stdout)
+    assert list(found.groups()) == losses and losses[0] != losses[1]
+    nowhere = subprocess.run([*tool, "--num-experts", "2", "--data", "nowhere", "--force"],
+                             capture_output=True, **how)  # fmt: skip
+    assert nowhere.returncode == 2 and "fairseq-eval-lm nowhere: " in nowhere.stderr
+    assert inspect(str(out))["num_experts"] == 0  # the file of before, not a half one
