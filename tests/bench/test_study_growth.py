@@ -50,8 +50,19 @@ def test_commands_are_fairseqs(name, tmp_path):
 
 
 def test_as_dense_keeps_what_is_not_of_experts():
-    words = "--lr 1 --moe-freq 2 --arch transformer_lm_gpt_moe --seed 3 --moe-top-k 2".split()
-    assert as_dense(words) == "--lr 1 --arch transformer_lm_gpt --seed 3".split()
+    words = [
+        "--lr",
+        "1",
+        "--moe-freq",
+        "2",
+        "--arch",
+        "transformer_lm_gpt_moe",
+        "--seed",
+        "3",
+        "--moe-top-k",
+        "2",
+    ]
+    assert as_dense(words) == ["--lr", "1", "--arch", "transformer_lm_gpt", "--seed", "3"]
 
 
 def test_the_table_and_the_figure(tmp_path):
