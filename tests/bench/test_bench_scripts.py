@@ -143,3 +143,13 @@ def test_refusals(capsys, monkeypatch, benchmark, arguments, message):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert benchmark.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.scripts
+def test_sharded_statistics(tmp_path):
+    launch("zero", "--tiny", "--output", str(tmp_path / "zero.json"))
+    result = json.loads((tmp_path / "zero.json").read_text(encoding="utf-8"))
+    replicated, sharded = (result["results"][n]["bytes"] for n in ("replicated", "sharded"))
+    assert result["same_losses"] and replicated["experts"] == sharded["experts"]
+    (whole, other), parts = replicated["dense"], sharded["dense"]
+    assert whole == other == sum(parts) and max(parts) < 0.6 * whole
