@@ -5,7 +5,16 @@ import functools
 import pytest
 from helpers.assertions import rms_ratio
 from helpers.distributed import run_ranks
-from helpers.training import make_config, make_trainer, named, own_batches, record_updates, save
+from helpers.training import (
+    make_batch,
+    make_config,
+    make_trainer,
+    named,
+    own_batches,
+    record_updates,
+    save,
+)
+from helpers.translation import make_pairs, own_pairs, pair_config
 
 from fairseq_tutel.distributed import process_world
 
@@ -19,13 +28,29 @@ CASES = {
     "E=4 memory-efficient-fp16": "--moe-expert-count 4 --memory-efficient-fp16",
     "E=4 warm-up, momentum": "--moe-expert-count 4 --optimizer nag --lr 0.1 "
                              "--lr-scheduler inverse_sqrt --warmup-updates 8",
+    "translation, E=4": "--moe-expert-count 4 --moe-freq 1 --moe-cmr --use-moe-pad-mask",
 }  # fmt: skip
 MOVES = [(1, 1), (2, 2), (4, 4), (1, 2), (2, 1), (2, 4), (4, 2), (4, 1)]
 
 
 @functools.cache
 def configs():
-    return {name: make_config(*options.split()) for name, options in CASES.items()}
+    return {
+        name: (pair_config if _translates(name) else make_config)(*options.split())
+        for name, options in CASES.items()
+    }
+
+
+def _translates(name):
+    return name.startswith("translation")
+
+
+def _make_trainer(name, cfg):
+    return make_trainer(cfg, (make_pairs if _translates(name) else make_batch)(0))
+
+
+def _own_batches(name, update):
+    return (own_pairs if _translates(name) else own_batches)(update, BATCHES)
 
 
 def _place(name, cfg, saved_by=None):
@@ -57,12 +82,12 @@ def _train_and_save(cfgs, folder):
     found = {}
     for name, cfg in cfgs.items():
         _place(name, cfg)
-        trainer = make_trainer(cfg)
+        trainer = _make_trainer(name, cfg)
         records = record_updates(trainer)
         for update in range(2 * HALF):
             if update == HALF:
                 _save(trainer, _path(folder, name, process_world()[1]))
-            trainer.train_step(own_batches(update, BATCHES))
+            trainer.train_step(_own_batches(name, update))
         found[name] = (_losses(records), named(trainer))
     return found
 
@@ -73,7 +98,7 @@ def _resume(cfgs, folder, saved_by):
         cfg.common.seed = 77  # other initial weights: everything must come from the checkpoint
         cfg.checkpoint.save_dir = folder
         _place(name, cfg, saved_by)
-        trainer = make_trainer(cfg)
+        trainer = _make_trainer(name, cfg)
         trainer.cfg.common.seed = 3
         extra = trainer.load_checkpoint(_path(folder, name, saved_by))
         assert trainer.get_num_updates() == HALF and extra["val_loss"] == 1.25
@@ -83,7 +108,7 @@ def _resume(cfgs, folder, saved_by):
             assert trainer.optimizer.scaler.loss_scale == 2.0
         records = record_updates(trainer)
         for update in range(HALF, 2 * HALF):
-            trainer.train_step(own_batches(update, BATCHES))
+            trainer.train_step(_own_batches(name, update))
         found[name] = (_losses(records), named(trainer), extra["train_iterator"])
     return found
 
