@@ -1,6 +1,8 @@
 """``moe_expert_dtype`` and ``moe_map_experts`` of a checkpoint that is evaluated."""
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,6 +49,31 @@ def test_perplexity_and_bytes():
         # no weight but experts' is touched
         own = dict(model.named_parameters())
         assert all(torch.equal(param, own[name]) for name, param in held.named_parameters())
+
+
+def file_pages(folder):
+    """kB by kind of this process's mappings of the folder's files."""
+    found, ours = {"Rss": 0, "Anonymous": 0, "Private_Dirty": 0}, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        name, _, rest = line.partition(":")
+        if "-" in name.split()[0]:  # the first line of a mapping: addresses ... path
+            ours = str(folder) in line
+        elif ours and name in found:
+            found[name] += int(rest.split()[0])
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_mapped_experts_are_the_page_cache_s_own_pages():
+    """Which all processes of a node share: none is copied when it is used."""
+    _, model = load(moe_map_experts=True)
+    perplexity(model)
+    numbers = sum(
+        p.numel() for layer in model.moe_layers.values() for p in layer.experts.parameters()
+    )
+    found = file_pages(FOLDER)
+    assert found["Rss"] * 1024 >= 4 * numbers
+    assert found["Anonymous"] == found["Private_Dirty"] == 0
 
 
 def test_mapped_experts_are_not_read_at_the_start(monkeypatch):
