@@ -99,12 +99,11 @@ class Quickstart(Commands):
     def train(self, stop_at: int) -> None:
         """Up to an update, from the last checkpoint if there is one."""
         warmup = min(30, self.updates // 4)
+        period = self.updates - warmup + 1  # with one less the schedule would begin again
         intervals = {
             "validate_every": max(1, self.updates // 8), "log_every": max(1, self.updates // 32),
         }  # fmt: skip
-        command = TRAIN.format(
-            stop_at=stop_at, warmup=warmup, period=self.updates - warmup, **intervals
-        )
+        command = TRAIN.format(stop_at=stop_at, warmup=warmup, period=period, **intervals)
 
         self.run("train", command, show_progress)
 

@@ -113,8 +113,9 @@ class Translation(Commands):
     def train(self, stop_at: int) -> None:
         """Up to an update, from the last checkpoint if there is one."""
         warmup = min(100, self.updates // 4)
+        period = self.updates - warmup + 1  # with one less the schedule would begin again
         command = self._multilingual(
-            TRAIN, stop_at=stop_at, warmup=warmup, period=self.updates - warmup,
+            TRAIN, stop_at=stop_at, warmup=warmup, period=period,
             validate_every=max(1, self.updates // 4), log_every=max(1, self.updates // 20),
         )  # fmt: skip
 
