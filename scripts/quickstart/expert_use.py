@@ -1,5 +1,6 @@
 """Which experts a language uses: the load of every expert by language, counted and drawn."""
 
+import warnings
 from pathlib import Path
 
 import sentencepiece
@@ -40,11 +41,13 @@ def expert_use(checkpoint: Path, samples: dict[tuple[str, str], list], tokenizer
             sentences = [encoded(row[0], source, False) for row in rows]
             translations = [encoded(row[1], target, True) for row in rows]
             collate = data_utils.collate_tokens
-            _, extra = model(
-                collate(sentences, dictionary.pad(), left_pad=True),
-                torch.tensor(list(map(len, sentences))),
-                collate(translations, dictionary.pad()),
-            )
+            with warnings.catch_warnings():  # about the masks of fairseq's attention
+                warnings.filterwarnings("ignore", "Support for mismatched key_padding_mask")
+                _, extra = model(
+                    collate(sentences, dictionary.pad(), left_pad=True),
+                    torch.tensor(list(map(len, sentences))),
+                    collate(translations, dictionary.pad()),
+                )
             for layer, aux in zip(model.moe_layers, extra["moe"], strict=True):
                 language = source if layer.startswith("encoder") else target
                 before = loads.get((layer, language), 0)

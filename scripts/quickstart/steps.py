@@ -67,7 +67,7 @@ def show_progress(line: str, loss: str = "loss") -> None:
     elif kind == "valid" and loss in values:
         name = re.search(r"valid on '(.*?)' subset", line)
         say(f"      {name[1] if name else 'valid'} perplexity at update "
-            f"{values['num_updates']:.0f}: {values['ppl']:,.1f}")  # fmt: skip
+            f"{values['num_updates']:.0f}: {values['ppl']:,.4g}")  # fmt: skip
     elif kind == "train_inner":
         names = ("num_updates", loss, "ppl", "wps", "moe_drop", "lr")
         say("      " + ", ".join(f"{n}={values[n]:.4g}" for n in names if n in values))

@@ -147,11 +147,11 @@ class Translation(Commands):
 
     def report(self) -> float:
         """Print the table and three translations; the percentage that is right, word for word."""
-        say("\ndirection   exact    BLEU   (held-out sentences; BLEU by sacrebleu)")
+        say("\ndirection   exact    BLEU   (held-out sentences; sacrebleu, - without four words)")
         for direction, rows in self.translated.items():
-            say(f"{'-'.join(direction):<10} {_exact(rows):5.1f} %  {_bleu(rows):6.1f}")
+            say(f"{'-'.join(direction):<10} {_exact(rows):5.1f} %  {_bleu(rows)}")
         rows_of_all = [row for each in self.translated.values() for row in each]
-        say(f"{'all':<10} {_exact(rows_of_all):5.1f} %  {_bleu(rows_of_all):6.1f}")
+        say(f"{'all':<10} {_exact(rows_of_all):5.1f} %  {_bleu(rows_of_all)}")
         say("\nthree translations")
         for number in range(3):
             direction = self.directions[(0, 3, 4)[number] % len(self.directions)]
@@ -166,8 +166,9 @@ def _exact(rows: list[tuple[str, str, str]]) -> float:
     return 100 * sum(ours == wanted for _, ours, wanted in rows) / max(1, len(rows))
 
 
-def _bleu(rows: list[tuple[str, str, str]]) -> float:
-    return corpus_bleu([row[1] for row in rows], [[row[2] for row in rows]]).score
+def _bleu(rows: list[tuple[str, str, str]]) -> str:
+    bleu = corpus_bleu([row[1] for row in rows], [[row[2] for row in rows]])
+    return f"{bleu.score:6.1f}" if bleu.totals[3] else "     -"  # a German number is one word
 
 
 def translation(paths: list[Path], out: Path, updates: int) -> None:
