@@ -74,13 +74,13 @@ def backend_for(device: torch.device | str) -> str:
     """
     device_type = torch.device(device).type
     name = why = _requested
+    if name == "auto" and device_type != "cuda":
+        name = "torch"
     reason = None if name == "torch" else _why_not_triton(device_type)
     if name == "triton" and reason is not None:
         raise ValueError(f"backend 'triton' cannot run: {reason}")
     if name == "auto":
-        name = "triton" if device_type == "cuda" and reason is None else "torch"
-        if device_type == "cuda" and reason is not None:
-            why = f"auto: {reason}"
+        name, why = ("triton", why) if reason is None else ("torch", f"auto: {reason}")
     # Traced code must not log; the operators in it ask again when they run, outside of the trace.
     if not torch.compiler.is_compiling() and (name, device_type) not in _logged:
         _logged.add((name, device_type))

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..backends import GATES
 from ..backends.torch import ACTIVATIONS
 from ._operator import check_indices, check_shape, empty_gradients, operator
-from .backend import backend_for, implementation
+from .backend import implementation
 
 
 def check_activation(activation: str, dropout_p: float) -> None:
@@ -40,22 +40,12 @@ def dropout_seed(
     return seed
 
 
-def _keeps_active(rows: Tensor) -> bool:
-    """Whether the values after the activation are kept too, as kernels do; else they are computed
-    again. The meta device stands for a GPU.
-    """
-    on_gpu = rows.device.type == "meta" or backend_for(rows.device) == "triton"
-    return on_gpu and rows.dtype != torch.float64
-
-
 def _fake_ffn(*inputs):
     rows, fc1_weight, _, fc2_weight, _, offsets, *_, keep_hidden = inputs
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
     num_rows = rows.shape[0] if offsets is not None else rows.shape[0] * rows.shape[1]
-    hidden = rows.new_empty((num_rows if keep_hidden else 0, fc1_weight.shape[1]))
-    keeps = keep_hidden and _keeps_active(rows)
-    active = rows.new_empty((num_rows if keeps else 0, fc2_weight.shape[2]))
-    return out, hidden, active
+    kept = num_rows if keep_hidden else 0
+    return out, *(rows.new_empty((kept, n)) for n in (fc1_weight.shape[1], fc2_weight.shape[2]))
 
 
 _PARAMS = "Tensor fc1_weight, Tensor? fc1_bias, Tensor fc2_weight, Tensor? fc2_bias"
@@ -172,9 +162,9 @@ def expert_ffn(
 ) -> Tensor:
     """``dropout(fc2(dropout(activation(fc1(rows)))))`` of every expert on its own rows.
 
-    For the backward pass a CPU keeps one buffer of R x F numbers, a GPU two; none is kept without
-    gradients. All tensor arguments but ``offsets`` and ``seed`` are differentiable, and gradients
-    have the memory layout of what they belong to.
+    For the backward pass two buffers of R x F numbers are kept, none without gradients. All tensor
+    arguments but ``offsets`` and ``seed`` are differentiable, and gradients have the memory layout
+    of what they belong to.
 
     Args:
         rows: (e, N, M), or (R, M) with ``offsets``.
@@ -268,7 +258,6 @@ def ffn_chunks_bwd_params(
     chunks: Sequence[FFNChunk],
     gradients: Sequence[FFNChunkGradient],
     *params: Tensor | None,
-    options: FFNOptions,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of fc1's weight and bias and of fc2's, summed over all rows of all chunks.
 
@@ -277,13 +266,10 @@ def ffn_chunks_bwd_params(
     """
     d_w1, d_w2 = implementation("expert_chunks_bwd_params", chunks[0].rows)(
         [
-            (grad.d_out, grad.d_hidden, chunk.rows, chunk.hidden, chunk.active)
+            (grad.d_out, grad.d_hidden, chunk.rows, chunk.active)
             for chunk, grad in zip(chunks, gradients, strict=True)
         ],
         [chunk.offsets for chunk in chunks],
-        [chunk.seed for chunk in chunks],
-        *params[:3],
-        **options.given(),
     )
     d_b1 = _sum([grad.d_fc1_bias for grad in gradients], params[1])
     d_b2 = _sum([grad.d_fc2_bias for grad in gradients], params[3])

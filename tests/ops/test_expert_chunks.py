@@ -41,7 +41,7 @@ def in_chunks(params, chunks, options):
         ops.ffn_chunk_bwd(d_out, state, *params, options=options)
         for (_, d_out, _), state in zip(chunks, states, strict=True)
     ]
-    d_params = ops.ffn_chunks_bwd_params(states, gradients, *params, options=options)
+    d_params = ops.ffn_chunks_bwd_params(states, gradients, *params)
     d_rows = [gradient.d_rows for gradient in gradients]
     return [out for out, _ in done], d_rows, d_params, [state.seed for state in states]
 

@@ -61,6 +61,14 @@ def _ragged_blocks(ends: Sequence[int], step: int) -> Iterator[Block]:
             yield Block(slice(expert, expert + 1), slice(start, stop), start == begin)
 
 
+def blocks_of(rows: Tensor, hidden_dim: int, offsets: Tensor | None) -> tuple[Block, ...]:
+    """Of (e, N, M), or of (R, M) with ``offsets``."""
+    step = max(_MIN_ROWS, _BLOCK_NUMEL // max(1, hidden_dim))
+    if offsets is None:
+        return tuple(_padded_blocks(rows.shape[0], rows.shape[1], step))
+    return tuple(_ragged_blocks(offsets.tolist(), step))
+
+
 @dataclass(frozen=True)
 class Blocks:
     """The blocks of all rows, in their order, and the elementwise work on one."""
@@ -85,13 +93,8 @@ class Blocks:
         seed: Tensor | None = None,
     ) -> "Blocks":
         """Of (e, N, M), or of (R, M) with ``offsets``; options as of ``expert_ffn_fwd``."""
-        step = max(_MIN_ROWS, _BLOCK_NUMEL // max(1, hidden_dim))
-        if offsets is None:
-            blocks = _padded_blocks(rows.shape[0], rows.shape[1], step)
-        else:
-            blocks = _ragged_blocks(offsets.tolist(), step)
         return cls(
-            blocks=tuple(blocks),
+            blocks=blocks_of(rows, hidden_dim, offsets),
             hidden_dim=hidden_dim,
             activation=activation,
             dropout_p=dropout_p,
@@ -117,13 +120,17 @@ class Blocks:
             return saved
         return saved.to(self.acc) if bias is None else saved.to(self.acc).add_(bias[:, None])
 
-    def activate(self, z: Tensor, keep: Tensor | None) -> Tensor:
-        """dropout(activation(z)), or dropout(activation(gate) * up) of the halves of z."""
+    def activate(self, z: Tensor, keep: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """dropout(activation(z)), or dropout(activation(gate) * up) of the halves of z, in the
+        dtype of the rows: in ``out``, or in a buffer of its own."""
         gate, *up = z.chunk(2, -1) if self.activation in GATES else (z,)
-        a = self._functions[0](gate, gate.new_empty(gate.shape))
+        in_out = out is not None and self.dtype == self.acc
+        a = self._functions[0](gate, out if in_out else gate.new_empty(gate.shape))
         for factor in (*up, keep):
             a = a if factor is None else a.mul_(factor)
-        return a
+        if out is None or in_out:
+            return a.to(self.dtype)
+        return out.copy_(a)
 
     def activate_bwd(self, d_a: Tensor, z: Tensor) -> Tensor:
         """Gradient of z without dropout; overwrites that of a."""
@@ -171,12 +178,12 @@ class Blocks:
         d_rows_RM: Tensor,
         d_b1: Tensor,
         d_b2: Tensor,
-    ) -> Iterator[tuple[Block, Tensor, Tensor, Tensor, Tensor | None]]:
+    ) -> Iterator[tuple[Block, Tensor, Tensor]]:
         """All gradients but weights', block by block; those of rows, unless that has shape (0,),
         are written, those of biases (:meth:`bias_sums`) added to.
 
         Yields the block; gradients of its output before dropout and of its values before the
-        activation, in the dtype of the rows; these values and the mask of those after it.
+        activation, in the dtype of the rows.
         """
         for block in self.blocks:
             w1, b1, w2, _ = of_experts(params, block)
@@ -194,7 +201,7 @@ class Blocks:
             d_h = d_z.to(self.dtype)
             if d_rows_RM.numel() > 0:
                 torch.bmm(d_h, w1, out=block.of(d_rows_RM))
-            yield block, dy, d_h, z, keep_a
+            yield block, dy, d_h
 
 
 def of_experts(params: Sequence[Tensor | None], block: Block) -> list[Tensor | None]:

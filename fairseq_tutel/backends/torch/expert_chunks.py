@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._expert_blocks import Blocks, of_experts
+from ._expert_blocks import Blocks, blocks_of
 from ._memory import empty
 from .activation import acc_dtype
 
@@ -32,7 +32,7 @@ def expert_chunk_bwd(
     d_rows_RM = empty(d_out, given_RM.shape if needs_rows else (0,))
     d_hidden_RF = empty(saved, saved.shape)
     d_b1, d_b2 = to.bias_sums(params)
-    for block, dy, d_h, *_ in to.backward(given_RM, saved, params, d_rows_RM, d_b1, d_b2):
+    for block, dy, d_h in to.backward(given_RM, saved, params, d_rows_RM, d_b1, d_b2):
         if d_out_RM is not given_RM:
             block.of(d_out_RM).copy_(dy)
         block.of(d_hidden_RF).copy_(d_h)
@@ -41,30 +41,23 @@ def expert_chunk_bwd(
 
 
 def expert_chunks_bwd_params(
-    chunks: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]],
-    offsets: Sequence[Tensor | None],
-    seeds: Sequence[Tensor | None],
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    **options,
+    chunks: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], offsets: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor]:
     """Gradients of fc1's weight and of fc2's, summed over the rows of all chunks.
 
     ``chunks``: of each its gradients of the output before its dropout and of the values before the
-    activation, its rows, and second and third value of its forward pass.
+    activation, its rows, and the third value of its forward pass.
     """
+    d_out, d_hidden, rows, active = chunks[0]
+    experts = len(rows) if offsets[0] is None else len(offsets[0])
     # in fp32, or sums in half precision would be rounded once per chunk
-    acc = acc_dtype(fc1_weight.dtype)
-    d_w1, d_w2 = (empty(w, w.shape, acc) for w in (fc1_weight, fc2_weight))
-    for number, (chunk, ends, seed) in enumerate(zip(chunks, offsets, seeds, strict=True)):
-        to = Blocks.of(chunk[2], fc2_weight.shape[2], offsets=ends, seed=seed, **options)
-        d_out, d_hidden, rows, saved, _ = (x.reshape(-1, x.shape[-1]) for x in chunk)
-        for block in to.blocks:
+    acc = acc_dtype(rows.dtype)
+    shapes = ((d_hidden.shape[-1], rows.shape[-1]), (d_out.shape[-1], active.shape[-1]))
+    d_w1, d_w2 = (empty(rows, (experts, *shape), acc) for shape in shapes)
+    for number, (chunk, ends) in enumerate(zip(chunks, offsets, strict=True)):
+        d_out, d_hidden, rows, active = (x.reshape(-1, x.shape[-1]) for x in chunk)
+        for block in blocks_of(chunk[2], active.shape[-1], ends):
             block = block._replace(first=block.first and number == 0)
-            (b1,) = of_experts([fc1_bias], block)
-            dy, z = block.of(d_out), to.pre_activation(block.of(saved), b1)
-            keep_a, _ = to.masks(block, dy)
-            block.add_product(d_w2, dy, to.activate(z, keep_a).to(to.dtype))
+            block.add_product(d_w2, block.of(d_out), block.of(active))
             block.add_product(d_w1, block.of(d_hidden), block.of(rows))
-    return d_w1.to(fc1_weight.dtype), d_w2.to(fc2_weight.dtype)
+    return d_w1.to(rows.dtype), d_w2.to(rows.dtype)

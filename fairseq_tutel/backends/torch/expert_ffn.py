@@ -1,10 +1,10 @@
 """The experts' whole feed-forward network in plain torch: a block of rows at a time.
 
-Of the four buffers of R x F numbers of the step by step computation only the values before the
-activation remain: the backward pass recomputes the activation from them, and all else is as large
-as a block. Blocks run one after the other on torch's own threads, so the same rows give the same
-bits on the same number of threads. Where an expert has few rows a block is all rows of several
-experts: one batched product is 5 % faster than theirs one by one (256 rows, 256/1024, 1 thread).
+Of the four buffers of R x F numbers of the step by step computation the values before and after the
+activation remain, as with the kernels; all else is as large as a block. Blocks run one after the
+other on torch's own threads, so the same rows give the same bits on the same number of threads.
+Where an expert has few rows a block is all rows of several experts: one batched product is 5 %
+faster than theirs one by one (256 rows, 256/1024, 1 thread).
 """
 
 from collections.abc import Sequence
@@ -26,18 +26,20 @@ def expert_ffn_fwd(
     fc2, and ``seed``, an int64 scalar tensor, needed with dropout. NOTE: on a GPU the host waits
     for offsets and seed.
 
-    Returns the output; what the backward pass needs of the hidden values, (R, F), or (0, F) without
-    ``keep_hidden``; (0, F): kernels return the values after the activation here.
+    Returns the output; what the backward pass needs of the values before the activation, (R, F), or
+    (0, F) without ``keep_hidden``; the values after activation and dropout, which fc2 is given, in
+    the same shape (of a gated network half as wide).
     """
     fc1_weight, _, fc2_weight, _ = params
     _, model_dim, hidden_dim = fc2_weight.shape
     to = Blocks.of(rows, hidden_dim, **options)
     rows_RM = rows.reshape(-1, model_dim)
     out_RM = empty(rows, rows_RM.shape)  # contiguous, as the operator promises
-    saved_RF = empty(rows, (len(rows_RM) if keep_hidden else 0, fc1_weight.shape[1]))
-    run_blocks(to, rows_RM, params, out_RM, saved_RF if keep_hidden else None)
+    kept = len(rows_RM) if keep_hidden else 0
+    saved_RF, active_RF = (empty(rows, (kept, n)) for n in (fc1_weight.shape[1], hidden_dim))
+    run_blocks(to, rows_RM, params, out_RM, (saved_RF, active_RF) if keep_hidden else None)
     out_RM[to.end :] = 0
-    return out_RM.view(rows.shape), saved_RF, saved_RF.new_empty((0, hidden_dim))
+    return out_RM.view(rows.shape), saved_RF, active_RF
 
 
 def run_blocks(
@@ -45,17 +47,16 @@ def run_blocks(
     rows_RM: Tensor,
     params: Sequence[Tensor | None],
     out_RM: Tensor,
-    saved_RF: Tensor | None = None,
+    kept: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Fill the blocks' rows of the output, and what is saved for the backward pass if wanted."""
+    """Fill the blocks' rows of the output, and what is kept for the backward pass if wanted."""
     for block in to.blocks:
         w1, b1, w2, b2 = of_experts(params, block)
         y = block.of(out_RM)
-        z = to.linear(
-            block.of(rows_RM), w1, b1, out=None if saved_RF is None else block.of(saved_RF)
-        )
+        saved, active = (None, None) if kept is None else map(block.of, kept)
+        z = to.linear(block.of(rows_RM), w1, b1, out=saved)
         keep_a, keep_y = to.masks(block, y)
-        biased = to.linear(to.activate(z, keep_a).to(to.dtype), w2, b2, out=y)
+        biased = to.linear(to.activate(z, keep_a, out=active), w2, b2, out=y)
         y.copy_(biased if keep_y is None else biased.mul_(keep_y))
 
 
@@ -80,9 +81,9 @@ def expert_ffn_bwd(
     d_rows_RM = empty(rows, rows_RM.shape if needs_rows else (0,))
     d_b1, d_b2 = to.bias_sums(params, needs_params)
     d_w1, d_w2 = (empty(w, w.shape if needs_params else (0,)) for w in params[::2])
-    for block, dy, d_h, z, keep_a in to.backward(d_out_RM, saved, params, d_rows_RM, d_b1, d_b2):
+    for block, dy, d_h in to.backward(d_out_RM, saved, params, d_rows_RM, d_b1, d_b2):
         if needs_params:
-            block.add_product(d_w2, dy, to.activate(z, keep_a).to(to.dtype))
+            block.add_product(d_w2, dy, block.of(active))
             block.add_product(d_w1, d_h, block.of(rows_RM))
     d_rows_RM[to.end :] = 0
     d_rows = d_rows_RM.view(rows.shape if needs_rows else 0)

@@ -93,14 +93,14 @@ def expert_chunk_bwd(
 
 
 def expert_chunks_bwd_params(
-    chunks: Sequence[tuple[Tensor, ...]], offsets: Sequence[Tensor | None], *_, **__
+    chunks: Sequence[tuple[Tensor, ...]], offsets: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the weights; the other arguments serve backends that recompute.
+    """Gradients of the weights.
 
     The rows of each expert are copied together: the copies cost a few percent of the products, and
     keep sums in the accumulators of one product.
     """
-    d_outs, d_hiddens, rows, _, actives = zip(*chunks, strict=True)
+    d_outs, d_hiddens, rows, actives = zip(*chunks, strict=True)
     shapes = [d.shape[:-1] for d in d_hiddens]
     actives = [x.view(*s, x.shape[-1]) for x, s in zip(actives, shapes, strict=True)]
     order = ends = None

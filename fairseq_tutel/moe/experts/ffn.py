@@ -84,9 +84,7 @@ class Experts(StackedExperts):
 
     def chunks_bwd_params(self, call, states, gradients):
         chunks = [ops.FFNChunk(*state) for state in states]
-        found = ops.ffn_chunks_bwd_params(
-            chunks, gradients, *self._tensors(call), options=self._options(call)
-        )
+        found = ops.ffn_chunks_bwd_params(chunks, gradients, *self._tensors(call))
         return self._gradients(call, found)
 
     def _options(self, call: ExpertCall) -> ops.FFNOptions:
