@@ -66,6 +66,15 @@ setup(
         "vision": ["timm>=1.0.20,<1.1", "torchvision==0.28.0"],
         # what loads an export for transformers (fairseq_tutel/export); neither requires a torch
         "export": ["transformers>=5.23,<6", "safetensors>=0.8"],
+        # programs that train models of others, run with the recipes of scripts/examples/hosts; each
+        # takes the torch that is installed
+        "hosts": [
+            "accelerate>=1.15,<2",
+            "lightning-fabric>=2.6.6,<3",
+            "pytorch-lightning>=2.6.6,<3",
+            "safetensors>=0.8",
+            "transformers>=5.23,<6",
+        ],
         # what fairseq's --tensorboard-logdir writes with (or tensorboard itself)
         "tensorboard": ["tensorboardX>=2.6"],
         "test": ["pytest>=8", "pytest-timeout>=2.3"],

@@ -181,6 +181,9 @@ setup_extras() {
     echo "$packages" >"$(setup_packages "$VENV")/all_of_venv.pth"
     setup_step "safetensors, transformers" \
         setup_pip -c "$ROOT/scripts/constraints-extras.txt" safetensors transformers
+    # alone: each requires some torch, and Lightning what it downloads with
+    setup_step "accelerate, lightning" setup_pip -c "$ROOT/scripts/constraints-extras.txt" --no-deps \
+        accelerate psutil lightning-fabric lightning-utilities pytorch-lightning torchmetrics
     # what they require besides torch is there by now; in a folder of their own, since transformers
     # imports a torchvision that it finds, also one that does not fit the torch
     setup_step "timm, torchvision" setup_pip -c "$ROOT/scripts/constraints-extras.txt" --no-deps \

@@ -3,6 +3,7 @@ code calls nothing that the oldest omegaconf lacks; `scripts/test_hosts.sh`, whi
 official fairseq, is too large for every change."""
 
 import ast
+import importlib.metadata
 import importlib.util
 import re
 from pathlib import Path
@@ -64,6 +65,30 @@ def test_the_extra_for_images_has_the_pinned_versions():
     ).groups()
     numbers = [tuple(map(int, each.split("."))) for each in (floor, extras["timm"], "1.1")]
     assert numbers == sorted(numbers) and torchvision == extras["torchvision"]
+
+
+def test_the_extra_for_hosts_has_the_pinned_versions():
+    extras = pins("constraints-extras.txt")
+    setup = (ROOT / "setup.py").read_text()
+    listed = re.search(r'"hosts": \[(.*?)\]', setup, re.DOTALL)[1]
+    ranges = re.findall(r'"([\w-]+)>=([\d.]+)(?:,<(\d+))?"', listed)
+    assert len(ranges) == listed.count('"') // 2 == 5
+    for name, floor, below in ranges:
+        numbers = [tuple(map(int, each.split("."))) for each in (floor, extras[name], below or "9")]
+        assert numbers == sorted(numbers), name
+
+
+@pytest.mark.extras
+def test_no_host_pulls_another_torch():
+    from packaging.requirements import Requirement
+
+    for name in pins("constraints-extras.txt"):
+        if name in ("timm", "torchvision"):  # in a folder of their own
+            continue
+        for text in importlib.metadata.requires(name) or ():
+            required = Requirement(text)
+            if required.name == "torch" and required.marker is None:
+                assert required.specifier.contains(pins("constraints.txt")["torch"]), name
 
 
 def test_what_was_run_is_what_is_pinned():

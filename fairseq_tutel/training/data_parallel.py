@@ -38,10 +38,10 @@ def prepare_data_parallel(model: nn.Module, *, check_replicas: bool = True) -> N
     """What :func:`wrap_data_parallel` does, without the wrapper: for hosts that wrap by themselves.
 
     A DistributedDataParallel that is put around the model later leaves experts alone. Call it once
-    on the very module that will be wrapped (with Lightning, the LightningModule; before
-    ``torch.compile``), on its device. torch's ``fully_shard`` has an argument for it:
-    ``fully_shard(model, ignored_params=set(expert_parameters(model)))``. Again on a model that was
-    prepared: does only what is new, such as experts that are frozen no longer.
+    on the very module that will be wrapped (with Lightning, the LightningModule; of a compiled
+    model, what ``torch.compile`` returned), on its device. torch's ``fully_shard`` has an argument
+    for it: ``fully_shard(model, ignored_params=set(expert_parameters(model)))``. Again on a model
+    that was prepared: does only what is new, such as experts that are frozen no longer.
 
     Args:
         check_replicas: now and then compare the ranks' dense gradients as an optimizer uses them,

@@ -66,11 +66,29 @@ class ReplicaCheck:
         if self._passes & (self._passes - 1) == 0 or self._passes % _PERIOD == 0:
             self._due, self._steps, self._norm = True, 0, 0.0
 
-    def before_step(self, optimizer, args, kwargs) -> None:
-        """Note the dense gradients that this rank's optimizer is about to use."""
-        model = self._model() if self._due else None
-        if model is None:
-            return
+    def before_step(self, optimizer, args, kwargs):
+        """Note the dense gradients that this rank's optimizer is about to use.
+
+        Of a step with a closure, as Lightning makes them, those that the closure leaves.
+        """
+        if not self._due or self._model() is None:
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._note(optimizer)
+            return None
+
+        def noted():
+            result = closure()
+            self._note(optimizer)
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": noted}
+        return (args[0], noted, *args[2:]), kwargs
+
+    def _note(self, optimizer) -> None:
+        model = self._model()
         left_out = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
         dense = {
             param

@@ -1,15 +1,16 @@
-"""The modules of scripts/examples/swin_moe."""
+"""Modules of the folders of scripts/examples."""
 
 import sys
 from pathlib import Path
 
-SWIN_MOE = Path(__file__).parents[2] / "scripts/examples/swin_moe"
+EXAMPLES = Path(__file__).parents[2] / "scripts/examples"
+SWIN_MOE = EXAMPLES / "swin_moe"
 
 
-def example(name):
-    """A module of the example."""
-    sys.path.insert(0, str(SWIN_MOE))
+def example(name, folder=SWIN_MOE):
+    """A module of an example."""
+    sys.path.insert(0, str(folder))
     try:
         return __import__(name)
     finally:
-        sys.path.remove(str(SWIN_MOE))
+        sys.path.remove(str(folder))

@@ -114,13 +114,16 @@ def test_a_clip_of_one_rank_alone_is_refused():
     assert not torch.equal(results[0][1], results[1][1])  # what is refused
 
 
-def overflow(own):
-    """Scales and dense weights of five steps; rank 1's expert overflows in the second."""
+def overflow(own, fused=False):
+    """Scales and dense weights of five steps; rank 1's expert overflows in the second.
+
+    ``fused``: an optimizer that skips by itself, whose gradients nobody has unscaled.
+    """
     rank, _ = process_world()
     torch.manual_seed(0)
     model = Model(2)
     net = training.wrap_data_parallel(model)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=fused)
     make = training.grad_scaler if own else torch.amp.GradScaler
     scaler = make("cpu", init_scale=8.0, growth_interval=2)
     torch.manual_seed(rank)
@@ -130,8 +133,9 @@ def overflow(own):
         scaler.scale(net(torch.randn(PER_RANK, DIM)).square().mean()).backward()
         if step == 1 and rank == 1:
             model.moe.experts.fc2_bias.grad[0, 0] = math.inf
-        scaler.unscale_(optimizer)
-        norms.append(training.clip_grad_norm_(net, MAX_NORM).item())
+        if not fused:
+            scaler.unscale_(optimizer)
+            norms.append(training.clip_grad_norm_(net, MAX_NORM).item())
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
@@ -140,12 +144,23 @@ def overflow(own):
 
 
 def test_an_overflow_of_one_rank_makes_all_skip():
-    (scales, weights, norms), other = run_ranks(overflow, 2, True)
+    (plain, fused), others = run_ranks(overflow_twice, 2)
+    check_skipped(plain, others[0])
+    check_skipped(fused, others[1])
+    norms = plain[2]
+    assert norms == pytest.approx(others[0][2], nan_ok=True) and not math.isfinite(norms[1])
+    assert all(math.isfinite(norm) for norm in norms[:1] + norms[2:])
+
+
+def overflow_twice():
+    return overflow(True), overflow(True, fused=True)
+
+
+def check_skipped(mine, other):
+    scales, weights, _ = mine
     assert scales == other[0] == [8.0, 4.0, 4.0, 8.0, 8.0]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, other[1], strict=True))
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
-    assert norms == pytest.approx(other[2], nan_ok=True) and not math.isfinite(norms[1])
-    assert all(math.isfinite(norm) for norm in norms[:1] + norms[2:])
 
 
 def test_an_overflow_that_one_rank_alone_sees_is_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,36 @@ def sharded_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def sharded_grad_scaler(device: str, **options) -> torch.amp.GradScaler:
-    """torch's GradScaler that sums its overflow flags over all ranks; not for FSDP only."""
+    """torch's GradScaler that sums its overflow flags over all ranks; not for FSDP only.
+
+    It takes gradients of DTensors beside plain ones, which no operator mixes. A fused optimizer
+    skips a step by the flag itself: it gets one of torch's own shape, 0 or 1, of all ranks.
+    """
+    from torch.amp.grad_scaler import OptState
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-    return ShardedGradScaler(device, process_group=dist.group.WORLD, **options)
+    class Scaler(ShardedGradScaler):
+        def unscale_(self, optimizer):
+            super().unscale_(optimizer)
+            for flag in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                flag.clamp_(max=1.0)  # a sum over ranks
+
+        def step(self, optimizer, *args, **kwargs):
+            state = self._per_optimizer_states[id(optimizer)]
+            if self._enabled and state["stage"] is OptState.READY:
+                self.unscale_(optimizer)  # torch would have a fused one look at this rank alone
+            return super().step(optimizer, *args, **kwargs)
+
+        def _unscale_grads_(self, optimizer, inv_scale, found_inf, *rest):
+            groups = [
+                {"params": [_with_local_grad(param) for param in group["params"]]}
+                for group in optimizer.param_groups
+            ]
+            local = SimpleNamespace(param_groups=groups)
+            return super()._unscale_grads_(local, inv_scale, found_inf.squeeze(), *rest)
+
+    return Scaler(device, process_group=dist.group.WORLD, **options)
+
+
+def _with_local_grad(param):
+    return SimpleNamespace(grad=local_part(param.grad)) if is_sharded(param) else param
