@@ -17,7 +17,10 @@ def register() -> None:
     Raises:
         ImportError: fairseq is not installed.
     """
-    from .integrations import fairseq  # noqa: F401
+    from .integrations.fairseq.trainer.memory import count_memory_by
+    from .plan.planner import memory_at_peak
+
+    count_memory_by(memory_at_peak)
 
 
 if "fairseq.utils" in sys.modules:  # the module by which fairseq imports a --user-dir

@@ -276,6 +276,18 @@ class MoEConfig:
             return None
         return max(1, self.top_k * int(abs(factor) * math.ceil(num_tokens / self.num_outputs)))
 
+    def dispatch_rows(self, num_tokens: int) -> int:
+        """R, rows of a rank's dispatch buffer in training: E C with a fixed capacity, else K T.
+
+        Without a fixed capacity the number of received rows depends on the routing; K T is the mean
+        over the ranks, of which N null experts, chosen as often as others, take their share
+        N / (E + N).
+        """
+        capacity = self.capacity(num_tokens, training=True)
+        if capacity is None or not self.is_static(training=True):
+            return -(-self.top_k * num_tokens * self.num_experts // self.num_outputs)
+        return self.num_experts * capacity
+
     def is_static(self, training: bool) -> bool:
         """Whether buffers are sized by the capacity alone, so that no size depends on the data.
 

@@ -32,6 +32,7 @@ from .dispatcher import dispatch_and_combine
 from .experts import ExpertBank, SharedExpert, custom_experts, make_experts
 from .few_tokens import through_few
 from .local_drop import stays_local, without_exchange
+from .memory import StepMemory, free_memory, routed_bytes
 from .reports import MoEAux, balance_over_ranks, make_aux
 from .routers import route_of
 from .routing import mask_of_tokens, mask_tokens
@@ -220,6 +221,38 @@ class MoELayer(nn.Module):
     ) -> StepSettings:
         """What ranks must have in common for such a call; the dtype is that of experts' rows."""
         return self._resolve(None, top_k, capacity_factor, exchange, r).settings(dtype)
+
+    def memory_of_step(self, num_tokens: int, dtype: torch.dtype | None = None) -> StepMemory:
+        """What a training step through this layer needs on its device, beside what is free there.
+
+        Args:
+            num_tokens: T of this rank, with padding; of the largest rank where they differ.
+            dtype: of the rows; that of the weights if None.
+
+        Returns:
+            Bytes by kind. Without a fixed capacity the rows are the mean over the ranks.
+        """
+        config, params = self.config, list(self.parameters())
+        element = (dtype or params[0].dtype).itemsize
+        routed = routed_bytes(
+            tokens=num_tokens,
+            outputs=config.num_outputs,
+            rows=config.dispatch_rows(num_tokens),
+            destinations=self._parallelism.num_destinations,
+            model_dim=self.model_dim,
+            hidden=self.experts.kept_per_row(self.model_dim),
+            shared_dim=self.shared_expert.fc1.out_features if self.shared_expert else 0,
+            element=element,
+        )
+        kinds = {
+            "weights": sum(param.nbytes for param in params),
+            "gradients": sum(param.nbytes for param in params if param.requires_grad),
+            "rows sent and received": 2 * routed.buffer,
+            "inside the experts": routed.hidden + routed.shared,
+            "logits of the gate": routed.gate,
+            "working set of the backward pass": routed.working,
+        }
+        return StepMemory(kinds, free_memory(params[0].device), held=("weights",))
 
     def prepare_exchanges(self, exchanges: Iterable[ExchangeConfig | str]) -> None:
         """Build process groups for calls with these exchanges: collective, before training.

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..moe.memory import routed_bytes
 from .parameters import Parameters, StackParameters
 from .settings import Settings, Stack
 from .work import Traffic
@@ -149,17 +150,23 @@ def _moe_bytes(
     are alive; two row buffers are left, as many as were saved.
     """
     b = settings.precision.element
-    hidden = traffic.rows * b * counted.hidden
-    gate = settings.tokens * 4 * settings.routing.num_outputs
-    shared = settings.tokens * 2 * b * settings.model.moe_shared_expert_ffn_dim
-    buffer = traffic.sent * b * stack.dim
-    widest = max(buffer, hidden, shared)
-    kept = _attention_bytes(settings, stack) + gate + hidden + shared
+    routed = routed_bytes(
+        tokens=settings.tokens,
+        outputs=settings.routing.num_outputs,
+        rows=traffic.rows,
+        destinations=traffic.destinations,
+        model_dim=stack.dim,
+        hidden=counted.hidden,
+        shared_dim=settings.model.moe_shared_expert_ffn_dim,
+        element=b,
+    )
+    kept = _attention_bytes(settings, stack) + routed.gate + routed.hidden + routed.shared
+    widest = routed.working
     if stack.conditional:
         dense, gradients = _ffn_bytes(settings, stack, stack.conditional)
         kept += dense + 2 * settings.tokens * b * stack.dim
         widest = max(widest, gradients)
-    return kept, 2 * buffer, widest
+    return kept, 2 * routed.buffer, widest
 
 
 def count_memory(settings: Settings, parameters: Parameters, stack: list[Layer]) -> Memory:

@@ -137,8 +137,7 @@ def expert_sizes(experts: StackedExperts) -> dict[str, int]:
         "expert": numbers,
         "unsliced": sum(len(each.names) * math.prod(each.shape(dim, units)) for each in whole),
         "products": flops // 2,
-        # each matrix has as many hidden numbers of a row at one of its ends
-        "hidden": flops // 2 // dim,
+        "hidden": experts.kept_per_row(dim),
     }
 
 

@@ -8,13 +8,16 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+from omegaconf import DictConfig
+
 from ..config import EXPERT_PLACEMENTS, OVERLAP_DEGREES, GrowAt
 from ..distributed import possible_r
 from ..distributed.exchanges import exchange_candidates
 from .hardware import Hardware
 from .memory import Memory, count_memory, make_layers
 from .parameters import Parameters, count_parameters
-from .settings import Settings
+from .settings import Settings, read_settings
 from .speed import ExchangeTime, StepTime, exchange_time, step_time
 from .work import Traffic, Work, chosen_experts, count_traffic, count_work
 
@@ -80,6 +83,19 @@ def make_plan(settings: Settings, hardware: Hardware, parameters: Parameters | N
     exchange = exchange_time(settings, parameters, traffic, work, hardware)
     time = step_time(settings, parameters, traffic, memory, work, exchange, hardware)
     return Plan(settings, hardware, parameters, traffic, memory, work, exchange, time)
+
+
+def memory_at_peak(config: DictConfig, ranks: int, vocabulary: int) -> dict[str, int]:
+    """Bytes by kind that a rank of a run needs at the peak of a step. The random numbers of the
+    process stay as they are.
+
+    Raises ValueError where the planner cannot count the run.
+    """
+    settings = read_settings(config, "", gpus=ranks, vocabulary=vocabulary)
+    with torch.random.fork_rng(devices=[]):
+        parameters = count_parameters(settings)
+    layers = make_layers(settings, parameters, count_traffic(settings, parameters))
+    return count_memory(settings, parameters, layers).at_peak
 
 
 def choices(plan: Plan) -> Iterator[Plan]:

@@ -59,22 +59,9 @@ def count_traffic(settings: Settings, parameters: Parameters) -> Traffic:
 
     ranks = way.exchange_groups.ep_size
     stride = ranks if way.r else 1
-    rows = dispatch_rows(settings)
+    rows = settings.routing.dispatch_rows(settings.tokens)
     held = tuple(map(gathered, parameters.stacks))
     return Traffic(rows, way.num_destinations, ranks, gather_ranks, stride, held)
-
-
-def dispatch_rows(settings: Settings) -> int:
-    """R, rows of the dispatch buffer of one GPU: E C with a fixed capacity, else K T.
-
-    Without a fixed capacity the number of received rows depends on the routing; K T is the mean
-    over the GPUs, of which N null experts, chosen as often as others, take their share N / (E + N).
-    """
-    routing, tokens = settings.routing, settings.tokens
-    capacity = routing.capacity(tokens, training=True)
-    if capacity is None or not routing.is_static(training=True):
-        return -(-routing.top_k * tokens * routing.num_experts // routing.num_outputs)
-    return routing.num_experts * capacity
 
 
 def chosen_experts(settings: Settings) -> float:

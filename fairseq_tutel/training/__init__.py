@@ -32,6 +32,7 @@ from .data_parallel import (
 )
 from .gradients import clip_grad_norm_, expert_grad_sq_norm, grad_scaler, reduce_expert_grads
 from .matrices import ExpertMatrix, matrix_parameters
+from .memory import explain_out_of_memory
 from .state import all_ranks
 from .state.distributed_state import DistributedState
 from .state.full_state import full_state_dict, load_full_state_dict
@@ -64,6 +65,7 @@ __all__ = [
     "collect_aux",
     "expert_grad_sq_norm",
     "expert_parameters",
+    "explain_out_of_memory",
     "full_state_dict",
     "grad_scaler",
     "leave_experts_out",

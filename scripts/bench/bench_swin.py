@@ -28,7 +28,6 @@ from dense_reference import DenseMoE, memory_need
 from measure import (
     MEMORY_METHOD,
     Case,
-    available_memory,
     fits,
     free_memory,
     median_interval,
@@ -42,6 +41,8 @@ from record import device_name, say, table
 from runner import Report, add_clock, check_clock, command_line, expect_known, words
 from swin_work import PASSES, example, expected_ratio, forward_macs, mask_macs, sparse_layers
 from torch import nn
+
+from fairseq_tutel.moe.memory import free_memory as available_memory
 
 _INPUTS = 2  # sets of images that take turns
 _AUX_WEIGHT = 0.01

@@ -21,7 +21,7 @@ from typing import Any
 
 import runner
 import torch
-from measure import available_memory, free_memory, percentiles
+from measure import free_memory, percentiles
 from ranks import Ranks
 from record import ROOT, device_name, goal, say, table
 from runner import Report, command_line, expect_known, words
@@ -37,6 +37,7 @@ from train_models import (
     tiny_overrides,
 )
 
+from fairseq_tutel.moe.memory import free_memory as available_memory
 from fairseq_tutel.plan.hardware import load_hardware
 from fairseq_tutel.plan.parameters import count_parameters
 from fairseq_tutel.plan.settings import read_settings

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 
 import torch
 from dense_reference import DenseMoE, memory_need
-from measure import Case, available_memory
+from measure import Case
 from presets import DTYPES, LAYER_BACKENDS, LayerShape
 from torch import Tensor, nn
 
 from fairseq_tutel import ops
 from fairseq_tutel.distributed import ExpertParallelGroups
 from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.moe.memory import free_memory as available_memory
 
 FLOORS = ("experts", "products")
 CASES = ("dense", *LAYER_BACKENDS, *FLOORS)

@@ -227,11 +227,3 @@ def _reset_peak() -> int | None:
 def _status_bytes(name: str) -> int:
     text = Path("/proc/self/status").read_text(encoding="ascii")
     return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", text)[1])
-
-
-def available_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on the device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    text = Path("/proc/meminfo").read_text(encoding="ascii")
-    return 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", text)[1])

@@ -94,6 +94,12 @@ class ExpertBank(nn.Module):
         """
         return None
 
+    def kept_per_row(self, model_dim: int) -> int:
+        """Numbers of a row that a whole expert keeps for its backward pass, in and out of its
+        activations: each matrix has as many at one of its ends. 0 where it is unknown.
+        """
+        return 0
+
     def single_names(self) -> dict[str, list[str]]:
         """Stacked parameter -> its parts in state dicts, ``{j}.LAYER.KIND`` of local expert j."""
         return {}

@@ -20,6 +20,10 @@ class ExpertList(nn.ModuleList, ExpertBank):
         super().__init__(experts)
         self.mark()
 
+    def kept_per_row(self, model_dim: int) -> int:
+        matrices = [param.numel() for param in self.parameters() if param.dim() == 2]
+        return sum(matrices) // len(self) // model_dim
+
     def forward(self, batch: ExpertRows, call: ExpertCall | None = None) -> torch.Tensor:
         """NOTE: the host reads the counts of ragged rows."""
         if batch.offsets is None:

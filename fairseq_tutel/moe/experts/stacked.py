@@ -136,6 +136,9 @@ class StackedExperts(ExpertBank):
         numbers = sum(len(each.names) * size for each, size in sizes)
         return numbers, 2 * sum(len(e.names) * size for e, size in sizes if len(e.dims) == 2)
 
+    def kept_per_row(self, model_dim: int) -> int:
+        return self.count(model_dim, self.hidden_dim, self.options)[1] // 2 // model_dim
+
     def mark(self) -> None:
         for name, stacked in self.layout.items():
             slices = 1 if stacked.slice_dim is None else self.hidden_slice[1]

@@ -3,7 +3,7 @@
 Printed in one line are
 
 - a ValueError or OSError that a ``raise`` statement of this package raised: a wrong option, file or
-  number of ranks, with what is wrong and what to do in its text;
+  number of ranks, with what is wrong and what to do in its text; and where memory ran out;
 - the same, or a plain Exception, from a ``raise`` or ``assert`` of fairseq's that has a text, with
   its place in fairseq;
 - a file that cannot be opened or written, and a config that Hydra or OmegaConf refuses;
@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import NoReturn
 
 import fairseq
+import torch
 from omegaconf.errors import OmegaConfBaseException
 
 from ....command_line import EXIT_USAGE
@@ -85,7 +86,11 @@ def explain(error: BaseException, trace: TracebackType | None) -> str | None:
 
 
 def _is_of_a_user(error: BaseException | None) -> bool:
-    """Not one that passes another kind of error on, as where a save fails for its own reason."""
+    """Not one that passes another kind of error on, as where a save fails for its own reason; but
+    one that explains that memory ran out.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
     if error is None or isinstance(error, OmegaConfBaseException):
         return True
     known = type(error) is Exception or isinstance(error, (ValueError, OSError, AssertionError))

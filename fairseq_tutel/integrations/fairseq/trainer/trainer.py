@@ -25,6 +25,7 @@ from ..programs import blocks
 from ..programs.ranks import refuse_separate_ranks
 from .checkpointing import CheckpointMixin
 from .growth import RunGrowth
+from .memory import MemoryMixin
 from .parallel import (
     LEGACY_BACKENDS,
     PYTORCH_BACKENDS,
@@ -48,7 +49,7 @@ def has_experts(model) -> bool:
     return bool(getattr(model, "moe_layers", None))
 
 
-class MoETrainer(CheckpointMixin, Trainer):
+class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
     """See the module docstring; ``install`` of :mod:`.hooks` puts it in place."""
 
     def __init__(self, cfg, task, model, criterion, quantizer=None):
@@ -147,7 +148,8 @@ class MoETrainer(CheckpointMixin, Trainer):
         self._num_fillers = len(fillers) if real else 0
         samples = [*fillers, *real]
         try:
-            return super().train_step(samples, raise_oom or self._others_wait)
+            with self._explaining_memory():
+                return super().train_step(samples, raise_oom or self._others_wait)
         except _OverflowOnCpu as error:
             # what the stock handler does, which makes a CUDA tensor on the way
             logger.info("NOTE: gradient overflow detected, ignoring gradient, %s", error)

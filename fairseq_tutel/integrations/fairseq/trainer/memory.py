@@ -1,0 +1,107 @@
+"""Memory of a run: told before it trains, and where it ran out.
+
+When training begins, rank 0's log says what a step needs at its peak, by kind, and what is free
+(``MoETrainer.memory_of_step``). An error that memory ran out names the largest consumers and the
+options that help and are not on yet, in one line.
+
+What a step needs is the planner's count, which stands on this package and not below it: the
+package's ``register`` hands it over (:func:`count_memory_by`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from ....moe.memory import StepMemory, free_memory
+from ....training.memory import is_out_of_memory, memory_held, out_of_memory
+
+logger = logging.getLogger(__name__)
+
+# (fairseq's config, ranks, symbols of the dictionary) -> bytes by kind at the peak of a step, or
+# ValueError where it cannot be counted
+CountMemory = Callable[[Any, int, int], Mapping[str, int]]
+_counters: list[CountMemory] = []
+# kinds that exist before the first step; what a step allocates and nothing measures on a CPU
+_BEFORE = ("weights", "fp32 copies")
+_PASSING = ("activations", "logits", "working set of a layer", "buffers")
+
+
+def count_memory_by(counter: CountMemory) -> None:
+    """Give the function that counts what a step of a run needs."""
+    _counters[:] = [counter]
+
+
+class MemoryMixin:
+    """The part of :class:`~.trainer.MoETrainer` that speaks of memory."""
+
+    def memory_of_step(self) -> StepMemory | None:
+        """What a training step of this rank needs at its peak, of full batches; None where the
+        planner cannot count it (a model, task or optimizer that it does not know).
+        """
+        symbols = len(self.task.target_dictionary or self.task.source_dictionary or ())
+        model = self.cfg.model
+        ranks = self.data_parallel_world_size
+        if OmegaConf.is_config(model) and model.get("moe_simulate_world_size", 0) > 1:
+            ranks = model.moe_simulate_world_size
+        try:
+            kinds = _counters[0](self.cfg, ranks, symbols)
+        except (IndexError, KeyError, TypeError, AttributeError, ValueError) as error:
+            logger.debug("the memory of a step is not counted: %s", error)
+            return None
+        return StepMemory(kinds, free_memory(self.device), held=_BEFORE)
+
+    def begin_epoch(self, epoch):
+        """As stock; before the first one the log says what a step needs."""
+        super().begin_epoch(epoch)
+        if self._memory_told or not (
+            self.is_data_parallel_master and logger.isEnabledFor(logging.INFO)
+        ):
+            return
+        self._memory_told = True
+        need = self.memory_of_step()
+        if need is not None:
+            level = logging.INFO if need.fits else logging.WARNING
+            logger.log(level, "memory, on paper: %s", need)
+            if not need.fits:
+                logger.warning("what helps: %s", "; ".join(self._what_helps()))
+
+    _memory_told = False
+
+    @contextlib.contextmanager
+    def _explaining_memory(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise out_of_memory(error, self._consumers(), self._what_helps()) from error
+
+    def _log_oom(self, exc):
+        """As stock, which goes on after it where there is one rank; with the line of the error."""
+        super()._log_oom(exc)
+        logger.warning("%s", out_of_memory(exc, self._consumers(), self._what_helps()))
+
+    def _consumers(self) -> Mapping[str, int]:
+        """What is held, measured; on a CPU what a step takes beside it, on paper."""
+        inner = None if self._optimizer is None else self._optimizer.optimizer
+        kinds = memory_held(self._model.parameters(), inner)
+        if not self.cuda and (need := self.memory_of_step()) is not None:
+            kinds |= {name: need.kinds[name] for name in _PASSING if need.kinds.get(name)}
+        return kinds
+
+    def _what_helps(self) -> list[str]:
+        """Options that are not on yet."""
+        model, sharding = self.cfg.model, self.cfg.distributed_training.zero_sharding
+        sliced = str(getattr(model, "moe_expert_placement", "")) == "sliced"
+        is_on = {
+            "--checkpoint-activations": getattr(model, "checkpoint_activations", False),
+            "--moe-expert-placement sliced (fewer experts than ranks)": sliced,
+            "--zero-sharding os (several ranks)": sharding == "os",
+        }
+        found = [option for option, on in is_on.items() if not on]
+        return found or ["fewer --max-tokens or --batch-size, with --update-freq; more ranks"]

@@ -1,0 +1,63 @@
+"""What a run says of memory: before it trains, and where memory ran out."""
+
+import sys
+
+import pytest
+import torch
+from helpers.training import make_batch, make_config, make_trainer
+
+from fairseq_tutel.integrations.fairseq.errors.excepthook import explain
+from fairseq_tutel.integrations.fairseq.trainer import memory
+from fairseq_tutel.plan.planner import memory_at_peak
+
+LOGGER = "fairseq_tutel.integrations.fairseq.trainer.memory"
+
+
+def test_the_planners_count_is_told_once_and_changes_no_random_number(caplog, monkeypatch):
+    trainer = make_trainer(make_config("--moe-expert-count", "4"))
+    before = torch.get_rng_state()
+    need = trainer.memory_of_step()
+    assert torch.equal(torch.get_rng_state(), before)
+    params = sum(param.numel() for param in trainer.get_model().parameters())
+    assert need.kinds["weights"] == 4 * params
+    assert need.kinds["optimizer statistics"] == 8 * params
+    assert need.kinds == memory_at_peak(trainer.cfg, 1, len(trainer.task.target_dictionary))
+    assert need.needed == sum(need.kinds.values()) - need.kinds["weights"] and need.fits
+    with caplog.at_level("INFO", logger=LOGGER):
+        for epoch in (1, 2):
+            trainer.begin_epoch(epoch)
+    (line,) = [record for record in caplog.records if record.name == LOGGER]
+    assert line.levelname == "INFO" and "memory, on paper: a step needs " in line.getMessage()
+
+    caplog.clear()
+    monkeypatch.setattr(memory, "free_memory", lambda device: 1000)
+    trainer._memory_told = False
+    with caplog.at_level("INFO", logger=LOGGER):
+        trainer.begin_epoch(3)
+    assert "does NOT fit" in caplog.text and "--checkpoint-activations; --moe-exp" in caplog.text
+
+
+def test_a_run_that_the_planner_does_not_know_says_nothing():
+    trainer = make_trainer(make_config("--moe-expert-count", "4", "--optimizer", "nag"))
+    assert trainer.memory_of_step() is None
+
+
+@pytest.mark.parametrize("options, helps", [
+    ((), "--checkpoint-activations; --moe-expert-placement sliced .*; --zero-sharding os"),
+    (("--checkpoint-activations", "--zero-sharding", "os"), "what helps: --moe-expert-placement"),
+])  # fmt: skip
+def test_an_error_is_one_line_with_consumers_and_options(options, helps):
+    trainer = make_trainer(make_config("--moe-expert-count", "4", *options))
+    trainer.train_step([make_batch(0)])
+    trainer.get_model().decoder.layers[1].register_forward_hook(lambda *_: torch.empty(2**55))
+    with pytest.raises(torch.OutOfMemoryError, match=helps):
+        trainer.train_step([make_batch(1)])
+    try:
+        trainer.train_step([make_batch(1)])
+    except torch.OutOfMemoryError:
+        _, error, trace = sys.exc_info()
+    line = explain(error, trace)
+    assert line.startswith(
+        "out of memory (it tried to allocate 134,217,728.0 GiB): the largest are "
+    )
+    assert "optimizer state" in line and "\n" not in line

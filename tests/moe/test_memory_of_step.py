@@ -1,0 +1,79 @@
+"""Memory of a step on paper against what autograd saves; in words, beside what is free."""
+
+import pytest
+import torch
+
+from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.moe import memory as memory_module
+from fairseq_tutel.moe.memory import StepMemory, free_memory
+
+DIM, TOKENS = 32, 1024
+
+
+class Own(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Linear(DIM, 96), torch.nn.ReLU(), torch.nn.Linear(96, DIM))
+
+
+CASES = {
+    "padded": {"hidden_dim": 128, "capacity_factor": 1.0},
+    "twice the capacity": {"hidden_dim": 128, "capacity_factor": 2.0},
+    "dropless": {"hidden_dim": 128, "capacity_factor": 0.0},
+    "gated": {"hidden_dim": 128, "expert_network": "swiglu", "capacity_factor": 1.0},
+    "shared": {"hidden_dim": 64, "shared_expert_dim": 128, "capacity_factor": 1.0},
+    "null experts": {"hidden_dim": 128, "capacity_factor": 1.0, "null_experts": 4},
+}
+
+
+def saved_bytes(layer, x):
+    """Of distinct storages that autograd keeps, but for parameters and the input."""
+    known = {t.untyped_storage()._cdata for t in (*layer.parameters(), x)}
+    sizes, alive = {}, []
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            sizes[storage._cdata] = storage.nbytes()
+            alive.append(tensor.detach())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x, return_aux=True)
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_kept_is_what_autograd_saves(name):
+    layer = MoELayer(DIM, 4, top_k=2, seed=1, **CASES[name]).to("meta")  # which stands for a GPU
+    need = layer.memory_of_step(TOKENS)
+    kept = ("rows sent and received", "inside the experts", "logits of the gate")
+    predicted = sum(need.kinds[kind] for kind in kept)
+    measured = saved_bytes(layer, torch.randn(TOKENS, DIM, device="meta", requires_grad=True))
+    # tables of the routing are not counted; nor, with null experts, that they are chosen unevenly
+    assert 0.98 * predicted <= measured <= 1.2 * predicted
+    assert need.kinds["weights"] == sum(4 * p.numel() for p in layer.parameters())
+    assert need.needed == sum(need.kinds.values()) - need.kinds["weights"]
+
+
+def test_half_rows_and_experts_of_ones_own():
+    built_in, own = MoELayer(DIM, 4, 96, seed=1), MoELayer(DIM, 4, expert_fn=Own, seed=1)
+    assert own.memory_of_step(64).kinds == built_in.memory_of_step(64).kinds
+    whole, half = (built_in.memory_of_step(64, dtype).kinds for dtype in (None, torch.float16))
+    assert half["inside the experts"] * 2 == whole["inside the experts"]
+    assert half["logits of the gate"] == whole["logits of the gate"] == 64 * 4 * 4
+
+
+def test_in_words_beside_what_is_free(monkeypatch):
+    kinds = {"weights": 3 << 30, "rows": 1 << 30, "gate": 5 << 20, "none": 0}
+    need = StepMemory(kinds, 2 << 30, held=("weights",))
+    assert str(need) == (
+        "a step needs 1.0 GiB of 2.0 GiB that are free "
+        "(weights 3.0 GiB, rows 1.0 GiB, gate 5.0 MiB)"
+    )
+    assert "does NOT fit: it needs 1.0 GiB of 0.5 GiB" in str(
+        StepMemory(kinds, 1 << 29, ["weights"])
+    )
+    assert StepMemory(kinds, None).fits and "free" not in str(StepMemory(kinds, None))
+    assert 0 < free_memory("cpu") < 1 << 50 and free_memory("meta") is None
+    monkeypatch.setattr(memory_module, "_MEMORY_FILE", memory_module.Path("/nowhere"))
+    assert free_memory("cpu") is None
