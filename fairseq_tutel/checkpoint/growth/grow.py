@@ -85,7 +85,7 @@ def grow(
         held = {layer: _numbers(is_copy(experts)) for layer, experts in recipe.items()}
         shared = _hold_back(grown, shared, held)
     entry = Growth(
-        "grow", f"copies by {by} load" if by == "load" else "copies of each in turn",
+        "grow", "copies of the most loaded" if by == "load" else "copies of each in turn",
         source.num_experts, num_experts, updates_done(shared), ramp, held,
     )  # fmt: skip
     shared = with_options(for_other_experts(shared), {"moe_expert_count": num_experts})
