@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import json
+import math
 import re
 import statistics
 import sys
@@ -149,8 +151,9 @@ def draw_experts(lines: Sequence[dict], picture: Path) -> None:
     for axes, layer in zip(grid, layers, strict=False):
         loads = [records[update]["layers"][layer] for update in updates]
         shares = [[load * len(row) / max(1, sum(row)) for load in row] for row in loads]
-        edges = [-0.5 + number for number in range(len(loads[0]) + 1)]
-        by_expert = list(zip(*shares, strict=True))
+        most = max(map(len, loads))  # a run may have got more experts
+        edges = [-0.5 + number for number in range(most + 1)]
+        by_expert = list(itertools.zip_longest(*shares, fillvalue=math.nan))
         mesh = axes.pcolormesh([0, *updates], edges, by_expert, cmap="RdBu_r", vmin=0, vmax=2)
         axes.grid(False)
         axes.set(title=f"MoE layer {layer} (the first is 0)", ylabel="expert")

@@ -22,6 +22,7 @@ RESUMED = (
 )
 LOADS = [
     {"update": 10, "layers": {"3": [1, 3], "11": [1, 3]}},
+    {"update": 15, "layers": {"3": [1, 3, 2], "11": [2, 2, 0]}},  # the run got an expert more
     {"update": 5, "layers": {"3": [4, 0], "11": [4, 0]}, "utilisation": {"3": {"slot": 50.0}}},
 ]
 CHOICE = {"algorithm": "2dh", "overlap_degree": 4}
@@ -84,6 +85,10 @@ def test_pictures_of_all_that_a_run_left(tmp_path, capsys, monkeypatch):
     assert shown.err == "" and len(shown.out.splitlines()) == 3
     for name in ("loss.png", "experts.png", "exchange.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    of_layer = figures[-2].axes[0].collections[0].get_array().reshape(3, 3)
+    shares = [[2, 0.5, 0.5], [0, 1.5, 1.5], [float("nan"), float("nan"), 1]]  # by expert
+    for row, want in zip(of_layer.filled(float("nan")).tolist(), shares, strict=True):
+        assert row == pytest.approx(want, nan_ok=True)
     titles = [axes.get_title() for axes in figures[-1].axes]
     assert titles == ["a", "float32, top-2"]
     assert picture.choice_name(EXCHANGES[-1]["choice"]) == "2dh d=4 r=2"

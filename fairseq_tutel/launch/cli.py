@@ -123,7 +123,7 @@ def _exec_rank(job: Job) -> None:
     rank = job.ranks[0]
     rank.env.pop(RESTARTS, None)
     apply_binding(rank.binding)
-    prepare_for_requests(job.holds_requests)
+    prepare_for_requests(job.trains)
     sys.stderr.flush()
     os.execvpe(rank.argv[0], rank.argv, rank.env)
 
@@ -162,11 +162,11 @@ def _run(job: Job, env: Mapping[str, str], options: Options, words: Sequence[str
         _exec_rank(job)
     requested = False
     while True:
-        for rank in job.ranks:
+        for rank in job.ranks if job.trains else ():
             rank.env[RESTARTS] = "1"
-        supervisor = Supervisor(job.ranks, options.grace_seconds, job.holds_requests, requested)
+        supervisor = Supervisor(job.ranks, options.grace_seconds, job.trains, requested)
         status, requested = supervisor.run(), supervisor.requested
-        if status != EXIT_GROWN or supervisor.stopped_by is not None:
+        if status != EXIT_GROWN or not job.trains or supervisor.stopped_by is not None:
             break
         _say("the set has more experts: starting the ranks again")
         job = prepare_job(options, parse_command(restarted(words), env.get("PATH")), env)

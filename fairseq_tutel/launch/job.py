@@ -84,8 +84,9 @@ class Job:
         return self.placement.source == "srun" and self.placement.world_size > len(self.ranks)
 
     @property
-    def holds_requests(self) -> bool:
-        """Whether SIGUSR1 waits until a rank has imported this package."""
+    def trains(self) -> bool:
+        """Whether SIGUSR1 waits until a rank has imported this package, and a rank may leave to be
+        started again."""
         return self.command.name in TRAINING
 
 

@@ -33,7 +33,7 @@ from typing import Any
 import runner
 from plot import BLUE, GREEN, GREY, ORANGE, finish
 from ranks import Ranks
-from record import ROOT, say, table
+from record import ROOT, quiet_logs, say, table
 from runner import Report, add_defaults, command_line, expect_known, words
 
 from fairseq_tutel import picture
@@ -221,7 +221,8 @@ class Study:
             given += ["--moe-expert-count", str(variant.experts), "--moe-capacity-factor", "0"]
         else:
             given = as_dense(given)
-        given += ["--save-interval-updates", str(self.half)]
+        # torch's own wrapper, as stock fairseq calls it, refuses a dense model on several CPU ranks
+        given += ["--save-interval-updates", str(self.half), "--ddp-backend", "legacy_ddp"]
         return shlex.join([*given, *variant.flags.split()])
 
 
@@ -319,6 +320,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
     except QuickstartError as error:
         raise ValueError(str(error)) from None
     result = report.finish({"table": summarise(runs), "runs": runs}, show)
+    quiet_logs()  # importing fairseq lets every logger say everything
     draw(result, options.output.with_suffix(".png"))
 
 

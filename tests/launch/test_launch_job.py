@@ -189,4 +189,4 @@ def test_a_request_to_save_waits_for_ranks_that_will_take_it(node):
         ("python -m fairseq_cli.eval_lm d", False),
         ("python script.py", False),
     ):
-        assert plan(node, words, nproc_per_node=1).holds_requests == holds, words
+        assert plan(node, words, nproc_per_node=1).trains == holds, words
