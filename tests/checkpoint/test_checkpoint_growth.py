@@ -87,7 +87,7 @@ def test_grown_experts_are_copies(saved, tmp_path, num_experts, by, originals):
     report = inspect(out)
     assert report["consistent"] and report["num_experts"] == num_experts
     assert report["growth"] == [f"4 -> {num_experts} (grow after 7 updates: " + (
-        "copies by load load)" if by == "load" else "copies of each in turn)"
+        "copies of the most loaded)" if by == "load" else "copies of each in turn)"
     )]  # fmt: skip
 
 
