@@ -11,9 +11,9 @@ from torch import nn
 
 from ...checkpoint import split_key
 from ...checkpoint.state import MODEL, NAMED_STATE, OPTIMIZER
-from ...distributed import local_part
+from ...distributed import any_rank, local_part
 from ...moe.model import unwrap
-from .optimizer_state import Optimizers, as_list, load_named_state
+from .optimizer_state import Optimizers, StateNames, as_list, load_named_state
 from .save_load import load_weights, placement_of, placements_by_prefix, state_of_rank
 from .transforms import drop_held_experts, spread_slices
 
@@ -49,7 +49,7 @@ class DistributedState:
             _make_state(optimizer)
         groups = placement_of(self._model)
         state = state_of_rank(self._model, self._optimizer)
-        for transform in (drop_held_experts, spread_slices):
+        for transform in (drop_held_experts, spread_slices, _without_empty_states):
             state = transform(state, groups, "torch.distributed.checkpoint")
         return _rename(state, lambda number: groups.local_experts[number])
 
@@ -66,12 +66,13 @@ class DistributedState:
         load_weights(model, weights, "torch.distributed.checkpoint")
         if self._optimizer is not None:
             stored = state[OPTIMIZER]
-            named = {
-                name: {key: local_part(value) for key, value in values.items()}
-                if name.startswith(prefixes)
-                else values
-                for name, values in stored[NAMED_STATE].items()
-            }
+            optimizers = as_list(self._optimizer)
+            names = [n for each in optimizers for n in StateNames.of_optimizer(each, model)]
+            named: dict[str, Any] = {name: {} for name in names}
+            for name, values in stored[NAMED_STATE].items():
+                if name.startswith(prefixes):
+                    values = {key: local_part(value) for key, value in values.items()}
+                named[name] = values
             load_named_state(self._optimizer, model, {**stored, NAMED_STATE: named})
 
 
@@ -92,14 +93,23 @@ def _rename(state: Mapping[str, Any], number_of: Callable[[int], int]) -> dict[s
     return changed
 
 
+def _without_empty_states(state, groups, what):
+    """Those of parameters that are frozen, or another rank's of a sharded optimizer."""
+    if OPTIMIZER not in state:
+        return state
+    named = {name: values for name, values in state[OPTIMIZER][NAMED_STATE].items() if values}
+    return {**state, OPTIMIZER: {**state[OPTIMIZER], NAMED_STATE: named}}
+
+
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
     """Entries for what a checkpoint holds, which torch's optimizers make in their first step.
 
-    It is a step by nothing: gradients of zero, learning rates of zero.
+    It is a step by nothing: gradients of zero, learning rates of zero. Of a sharded optimizer some
+    ranks may have no state, and steps are collective.
     """
-    if optimizer.state:
-        return
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if not params or any_rank(bool(optimizer.state), params[0].device):
+        return
     grads = [None if param.grad is None else param.grad.clone() for param in params]
     rates = [group["lr"] for group in optimizer.param_groups]
     try:
