@@ -52,6 +52,7 @@ from .placement.sharded import (
     is_sharded,
     local_part,
     shard_like,
+    shard_modules,
     sharded_grad_scaler,
     sharded_norm,
     slice_as_dtensor,

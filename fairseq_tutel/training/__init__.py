@@ -8,7 +8,7 @@ is all that treats them as such, for any ``nn.Module`` with
 other. Every function is collective: all ranks call it, in the same order.
 
     prepare     ``wrap_data_parallel``, or ``prepare_data_parallel`` where something else wraps;
-                ``shard_optimizer``
+                ``shard_dense``; ``shard_optimizer``
     each step   ``collect_aux``, ``clip_grad_norm_``, ``grad_scaler``, ``update_load_bias``
     state       ``save_checkpoint``, ``load_checkpoint``; ``full_state_dict`` and its ``load_``;
                 ``DistributedState`` for ``torch.distributed.checkpoint``
@@ -33,6 +33,7 @@ from .data_parallel import (
 from .gradients import clip_grad_norm_, expert_grad_sq_norm, grad_scaler, reduce_expert_grads
 from .matrices import ExpertMatrix, matrix_parameters
 from .memory import explain_out_of_memory
+from .shard_dense import shard_dense
 from .state import all_ranks
 from .state.distributed_state import DistributedState
 from .state.full_state import full_state_dict, load_full_state_dict
@@ -79,6 +80,7 @@ __all__ = [
     "reduce_expert_grads",
     "save_checkpoint",
     "save_state",
+    "shard_dense",
     "shard_optimizer",
     "update_load_bias",
     "update_load_biases",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
+from ..world import data_device
 from .groups import ExpertParallelGroups
 from .slices import slice_dim
 
@@ -15,6 +16,21 @@ from .slices import slice_dim
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor."""
     return type(tensor).__name__ == "DTensor" and hasattr(tensor, "full_tensor")
+
+
+def shard_modules(
+    modules: Iterable[torch.nn.Module], ignored: set[torch.nn.Parameter], mesh=None, **options
+) -> None:
+    """``fully_shard`` of each of the modules, in this order, over a mesh of all ranks by default.
+    Collective.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if mesh is None:
+        mesh = init_device_mesh(data_device().type, (dist.get_world_size(),))
+    for module in modules:
+        fully_shard(module, mesh=mesh, ignored_params=ignored, **options)
 
 
 def full_tensor(value):
