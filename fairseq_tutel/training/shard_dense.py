@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from ..distributed import broadcast_from_owners_, process_world, shard_modules
+from ..distributed import broadcast_from_owners_, is_sharded, process_world, shard_modules
 from ..moe import MoELayer
 from .data_parallel import expert_parameters, prepare_data_parallel
 
@@ -45,7 +45,7 @@ def shard_dense(
         The model, whose dense parameters are DTensors now.
 
     Raises:
-        ValueError: a block is not in the model, or see
+        ValueError: a block is not in the model, the model is sharded already, or see
             :func:`~.data_parallel.prepare_data_parallel`.
     """
     blocks = list(_blocks_of(model) if blocks is None else blocks)
@@ -53,6 +53,8 @@ def shard_dense(
     for block in blocks:
         if block not in inside:
             raise ValueError(f"blocks: a {type(block).__name__} is not a module of the model")
+    if any(is_sharded(param) for param in model.parameters()):
+        raise ValueError("the model is sharded already: shard_dense is called once, on a plain one")
     prepare_data_parallel(model)
     if process_world()[1] == 1:
         return model
