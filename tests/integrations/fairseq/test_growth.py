@@ -2,6 +2,7 @@
 
 import copy
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,8 @@ from helpers.translation import make_pairs, pair_config
 from fairseq_tutel.checkpoint import CheckpointError, inspect, load_file, read_set, reshard
 from fairseq_tutel.checkpoint.growth import Upcycling, grow, shrink, to_dense, upcycle
 from fairseq_tutel.config import MoEConfig
-from fairseq_tutel.distributed import ExpertParallelGroups, mark_expert
+from fairseq_tutel.distributed import ExpertParallelGroups
+from fairseq_tutel.integrations.fairseq.trainer import memory
 from fairseq_tutel.integrations.fairseq.trainer.growth import RunGrowth
 
 FOUR_LAYERS = ["--decoder-layers", "4"]
@@ -273,7 +275,6 @@ def _load_of_four(folder):
             "--moe-parallelism-r 4 does not fit 8 experts on 16 ranks: choose one of 0, 1, 2",
         ),
         ("--moe-growth-updates 9", {"RESTARTS": "1"}, "give --moe-load-bias quantile"),
-        ("--fp16", {"RESTARTS": "1", "parameters": 10**12}, "of a rank would take 37252.9 GiB"),
     ],
 )
 def test_growth_that_cannot_be_is_refused_before_the_first_update(
@@ -284,14 +285,24 @@ def test_growth_that_cannot_be_is_refused_before_the_first_update(
     cfg = make_config("--moe-grow-at", "300:8", "--moe-expert-count", "4", *flags.split())
     cfg.checkpoint.no_save = False
     placement = "sliced" if "sliced" in flags else "replicated"
-    count = sizes.pop("parameters", 0)
-    param = torch.nn.Parameter(torch.empty(count, device="meta"))
-    mark_expert(param)
     groups = ExpertParallelGroups(**{"num_experts": 4, **sizes}, placement=placement)
     layer = SimpleNamespace(config=MoEConfig(4), experts=SimpleNamespace(hidden_dim=24))
-    model = SimpleNamespace(
-        moe_groups=groups, moe_layers={1: layer}, parameters=lambda: iter([param])
-    )
+    model = SimpleNamespace(moe_groups=groups, moe_layers={1: layer})
     with pytest.raises(ValueError, match=f"--moe-grow-at 300:8.*{message}"):
         RunGrowth(cfg, model)
     assert RunGrowth(make_config("--moe-expert-count", "4"), model).grow_at is None
+
+
+def test_the_memory_of_the_model_to_come_is_checked_before_the_first_update(monkeypatch):
+    monkeypatch.setenv("FAIRSEQ_TUTEL_RESTARTS", "1")
+    eight = make_trainer(make_config("--moe-expert-count", "8")).memory_of_step()
+    cfg = make_config("--moe-grow-at", "300:8", "--moe-expert-count", "4")
+    cfg.checkpoint.no_save = False
+    trainer = make_trainer(cfg)
+    assert trainer.memory_of_step(8).kinds == eight.kinds != trainer.memory_of_step().kinds
+    needed, mine = sum(eight.kinds.values()), 4 * sum(p.numel() for p in trainer.model.parameters())
+    for free in (needed - mine, needed - mine - 1):
+        monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
+        fits = free == needed - mine
+        with nullcontext() if fits else pytest.raises(ValueError, match="300:8.* does NOT fit"):
+            make_trainer(cfg)

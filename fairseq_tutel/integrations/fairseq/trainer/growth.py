@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from ....checkpoint.growth.history import history_of
 from ....checkpoint.state import GROWTH
 from ....command_line import RESTARTS
 from ....config import GrowAt, exchange_size
-from ....distributed import ExpertParallelGroups, is_expert, possible_r, slice_size
+from ....distributed import ExpertParallelGroups, possible_r, slice_size
+from ....moe.memory import StepMemory
 from ....moe.model import moe_layers
 from ....training import all_ranks
 
@@ -38,15 +39,14 @@ class RunGrowth:
         history: of the set that it started from, for the sets that it saves.
 
     Raises:
-        ValueError: the experts to come do not fit the ranks, or their memory, or nobody starts the
-            ranks again.
+        ValueError: the experts to come do not fit the ranks, or nobody starts the ranks again.
     """
 
     def __init__(self, cfg: Any, model: torch.nn.Module):
         self.grow_at = GrowAt.of(getattr(cfg.model, "moe_grow_at", None))
         self.ramp = getattr(cfg.model, "moe_growth_updates", 0)
         self.history: list[Growth] = []
-        self._model = model
+        self._model, self._memory_checked = model, False
         if self.grow_at is not None:
             _check(cfg, model, self.grow_at)
 
@@ -55,6 +55,19 @@ class RunGrowth:
         if self.grow_at is None or update < self.grow_at.update:
             return False
         return self._model.moe_groups.num_experts < self.grow_at.num_experts
+
+    def check_memory(self, memory_of_step: Callable[[int], StepMemory | None]) -> None:
+        """Before the first update: raises ValueError where a step of the model to come does not fit
+        the device's memory, by what ``MoETrainer.memory_of_step`` says of so many experts.
+        """
+        if self._memory_checked or self.grow_at is None:
+            return
+        self._memory_checked = True
+        need = memory_of_step(self.grow_at.num_experts)
+        if need is None:
+            logger.warning("--moe-grow-at %s: its memory was not checked", self.grow_at)
+        elif not need.fits:
+            raise ValueError(f"--moe-grow-at {self.grow_at}: {need}; more ranks, or fewer experts")
 
     def grow(self, path: str) -> None:
         """Write the grown set in place of the saved one. Collective."""
@@ -132,15 +145,14 @@ def _check(cfg: Any, model: torch.nn.Module, grow_at: GrowAt) -> None:
             f"{flag} is to make more experts, and there are {groups.num_experts} already"
         )
     try:
-        grown = _grown_groups(cfg, model, grow_at.num_experts)
+        _check_placement(cfg, model, grow_at.num_experts)
     except ValueError as error:
         raise ValueError(f"{flag}: {error}") from None
     _check_load_bias(cfg, model, flag)
-    _check_memory(cfg, model, grown, flag)
 
 
-def _grown_groups(cfg: Any, model: torch.nn.Module, num_experts: int) -> ExpertParallelGroups:
-    """The placement to come; raises ValueError where there is none."""
+def _check_placement(cfg: Any, model: torch.nn.Module, num_experts: int) -> None:
+    """Raise ValueError where so many experts cannot be placed as the options say."""
     groups = model.moe_groups
     chosen = cfg.model.moe_expert_parallel_size
     size = exchange_size(num_experts, groups.world_size, chosen)
@@ -160,7 +172,6 @@ def _grown_groups(cfg: Any, model: torch.nn.Module, num_experts: int) -> ExpertP
         )
     for layer in model.moe_layers.values():
         slice_size(getattr(layer.experts, "hidden_dim", grown.num_slices), grown.num_slices)
-    return grown
 
 
 def _check_load_bias(cfg: Any, model: torch.nn.Module, flag: str) -> None:
@@ -170,29 +181,4 @@ def _check_load_bias(cfg: Any, model: torch.nn.Module, flag: str) -> None:
         raise ValueError(
             f"{flag} --moe-growth-updates {cfg.model.moe_growth_updates} holds new experts back by "
             "the load bias: give --moe-load-bias quantile"
-        )
-
-
-def _check_memory(cfg: Any, model: torch.nn.Module, grown: ExpertParallelGroups, flag: str) -> None:
-    """Raise ValueError where weights, gradients and optimizer state alone are too many bytes."""
-    groups, params = model.moe_groups, list(model.parameters())
-    per_rank = grown.num_local_experts / grown.num_slices
-    more = per_rank / (groups.num_local_experts / groups.num_slices)
-    numbers = sum(param.numel() * (more if is_expert(param) else 1) for param in params)
-    common = cfg.common
-    half = common.fp16 or common.bf16
-    efficient = common.memory_efficient_fp16 or common.memory_efficient_bf16
-    # weight and gradient, their fp32 copies, two statistics
-    size = 4 if half else 8
-    size += 8 if half and not efficient else 0
-    size += 4 if cfg.optimizer.get("fp16_adam_stats") else 8
-    if torch.cuda.is_available() and not common.cpu:
-        there = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    else:
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if numbers * size > there:
-        raise ValueError(
-            f"{flag}: weights, gradients and optimizer state of a rank would take "
-            f"{numbers * size / 2**30:.1f} GiB, and it has {there / 2**30:.1f}: more ranks, or "
-            "fewer experts"
         )

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from ....moe.memory import StepMemory, free_memory
 from ....training.memory import is_out_of_memory, memory_held, out_of_memory
+from .sets import changed
 
 logger = logging.getLogger(__name__)
 
@@ -39,21 +40,30 @@ def count_memory_by(counter: CountMemory) -> None:
 class MemoryMixin:
     """The part of :class:`~.trainer.MoETrainer` that speaks of memory."""
 
-    def memory_of_step(self) -> StepMemory | None:
+    def memory_of_step(self, num_experts: int | None = None) -> StepMemory | None:
         """What a training step of this rank needs at its peak, of full batches; None where the
         planner cannot count it (a model, task or optimizer that it does not know).
+
+        ``num_experts``: what a run with as many would need, weights and all.
         """
         symbols = len(self.task.target_dictionary or self.task.source_dictionary or ())
         model = self.cfg.model
         ranks = self.data_parallel_world_size
         if OmegaConf.is_config(model) and model.get("moe_simulate_world_size", 0) > 1:
             ranks = model.moe_simulate_world_size
+        other = {} if num_experts is None else {"moe_expert_count": num_experts}
         try:
-            kinds = _counters[0](self.cfg, ranks, symbols)
+            with changed(model, other) if other else contextlib.nullcontext():
+                kinds = _counters[0](self.cfg, ranks, symbols)
         except (IndexError, KeyError, TypeError, AttributeError, ValueError) as error:
             logger.debug("the memory of a step is not counted: %s", error)
             return None
-        return StepMemory(kinds, free_memory(self.device), held=_BEFORE)
+        free = free_memory(self.device)
+        if num_experts is None:
+            return StepMemory(kinds, free, held=_BEFORE)
+        # in place of the model that there is
+        mine = sum(memory_held(self._model.parameters()).values())
+        return StepMemory(kinds, None if free is None else free + mine)
 
     def begin_epoch(self, epoch):
         """As stock; before the first one the log says what a step needs."""

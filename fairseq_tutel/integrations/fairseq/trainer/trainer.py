@@ -114,6 +114,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
     def begin_epoch(self, epoch):
         """As stock; a run that was asked to leave in the last epoch's last update leaves now."""
         super().begin_epoch(epoch)
+        self.growth.check_memory(self.memory_of_step)
         # also one that was killed before it had grown
         if self.requeue.at_next_epoch or self.growth.is_due(self.get_num_updates()):
             self.leave()
