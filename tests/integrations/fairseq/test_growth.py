@@ -73,6 +73,7 @@ def _flags(how):
         Upcycling(4, top_k=2, granularity=2),
         Upcycling(8, top_k=4, granularity=2),
         Upcycling(8, top_k=4, granularity=4),
+        Upcycling(16, top_k=8, granularity=4),
         Upcycling(4, top_k=1, shared=True, drop_ratio=0.5),
     ],
     ids=lambda how: (
