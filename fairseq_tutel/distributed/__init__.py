@@ -18,6 +18,7 @@ from .exchanges import (
     build_exchange,
     register_exchange,
 )
+from .placement.copies import experts_of_ffn
 from .placement.expert_parallelism import (
     ExpertParallelism,
     expert_parallelism,

@@ -80,16 +80,6 @@ def sign_bias(bias_E: torch.Tensor, counts_E: torch.Tensor, rate: float) -> torc
     return moved_E - moved_E.mean()
 
 
-def held_back_by(left: float) -> float:
-    """The bias of an expert that a growth holds back, with so much left of its ramp, 1 to 0:
-    ``-(1000^left - 1)``, so that most of the ramp is where logits differ.
-    """
-    return 1.0 - 1000.0**left
-
-
-HELD_BACK = held_back_by(1.0)
-
-
 class UpdateWatch:
     """Warns once where a model trains and nobody moves its load bias.
 

@@ -27,8 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..distributed import ExpertParallelGroups, build_groups
-from .copies import experts_of_ffn
+from ..distributed import ExpertParallelGroups, build_groups, experts_of_ffn
 from .layer import MoELayer
 
 Match = str | Callable[[str, nn.Module], bool] | Collection[str]

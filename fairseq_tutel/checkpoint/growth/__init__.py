@@ -7,7 +7,8 @@ there was, or the new set. Data flows one way::
     SetReader ── recipe: which expert of what ── Recombined: shared state, experts ── write_set
 
 - :mod:`.upcycle`: FFNs of a dense model -> experts, by the function that ``replace_ffn`` makes them
-  with (:mod:`fairseq_tutel.moe.copies`); the optimizer's state by :mod:`.dense_optimizer`.
+  with (:func:`fairseq_tutel.distributed.experts_of_ffn`); the optimizer's state by
+  :mod:`.dense_optimizer`.
 - :mod:`.grow`: more experts, copies of what there is; :mod:`.shrink`: fewer, or a dense model.
 - :mod:`.recipes` decides, from the experts' load and the router's rows, of which experts a new one
   is made; :mod:`.recombine` makes it, tensors and optimizer state alike, and reads no options.

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...moe.load_bias import HELD_BACK
 from ..layout import CheckpointError, count_rank_files
 from ..reader import SetReader, read_set
 from ..state import GROWTH, MODEL, NAMED_STATE, OPTIMIZER, options_of, with_options
 from ..store import write_set
-from .history import Growth, refuse_while_held, updates_done, with_entry
+from .history import Growth, held_back_by, refuse_while_held, updates_done, with_entry
 from .recipes import copies, even_load, is_copy, load_file_beside, read_load
 from .recombine import Recombined, layers_of
 
@@ -167,7 +166,7 @@ def _hold_back(
     for layer, numbers in held.items():
         name = f"{layer}gate.{_LOAD_BIAS}"
         bias: Tensor = model.get(name, torch.zeros(grown.num_outputs))
-        model[name] = bias.index_fill(0, torch.tensor(numbers), HELD_BACK)
+        model[name] = bias.index_fill(0, torch.tensor(numbers), held_back_by(1.0))
     changes = {"moe_second_expert_policy": "all"}
     if str(options_of(shared).get("moe_load_bias") or "none") == "none":
         changes["moe_load_bias"] = "quantile"

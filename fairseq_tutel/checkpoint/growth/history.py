@@ -7,8 +7,8 @@
 
 After ``grow --exact`` (``ramp`` N > 0) the selection of a held expert gets a bias that keeps it out
 of the K best, and that comes in over N updates: ``-(1000^left - 1)`` with ``left`` going from 1 to
-0 (:func:`fairseq_tutel.moe.load_bias.held_back_by`). Logits a thousand apart are no logits of a
-softmax that trains; the ramp is exponential since it is not known how far apart they are.
+0 (:func:`held_back_by`). Logits a thousand apart are no logits of a softmax that trains; the ramp
+is exponential since it is not known how far apart they are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...moe.load_bias import held_back_by
 from ..layout import CheckpointError
 from ..state import GROWTH
 
@@ -109,3 +108,10 @@ def held_back(history: Sequence[Growth], update: int, num_outputs: int) -> dict[
         found[layer] = torch.full((num_outputs,), torch.nan)
         found[layer][list(numbers)] = held_back_by(last.left(update))
     return found
+
+
+def held_back_by(left: float) -> float:
+    """The bias of a held expert with so much left of its ramp, 1 to 0: ``-(1000^left - 1)``, so
+    that most of the ramp is where logits differ.
+    """
+    return 1.0 - 1000.0**left

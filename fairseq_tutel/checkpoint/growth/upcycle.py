@@ -3,8 +3,8 @@
 The FFN of every F-th layer becomes E experts, and the router starts near zero. With K > 1 choices a
 token's weights sum to one, so that equal experts give what the FFN gave, as long as none of its
 choices is dropped; with one choice the weight is the gate's probability. Experts of 1/G of the
-width: :mod:`fairseq_tutel.moe.copies`. With the FFN as a shared expert beside experts that start
-silent, the start is exact whatever is chosen or dropped.
+width: :func:`fairseq_tutel.distributed.experts_of_ffn`. With the FFN as a shared expert beside
+experts that start silent, the start is exact whatever is chosen or dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...moe.copies import experts_of_ffn
+from ...distributed import experts_of_ffn
 from ..layout import CheckpointError
 from ..reader import SetReader, read_set
 from ..state import GROWTH, MODEL, NAMED_STATE, OPTIMIZER, options_of, with_options

@@ -1,8 +1,9 @@
 """Experts that are made of a feed-forward network: its copies, or slices of it.
 
-Tensors in, tensors out; :func:`.replace.replace_ffn` and :mod:`fairseq_tutel.checkpoint.growth`
-both make their experts here. The names are those of one expert in state dicts (``fc1.weight``, ...,
-``fc_gate.weight`` of gated ones), of which ``fc2`` leads back to the model's width.
+Tensors in, tensors out; :func:`fairseq_tutel.moe.replace_ffn` and
+:mod:`fairseq_tutel.checkpoint.growth`, both above this room, make their experts here. The names are
+those of one expert in state dicts (``fc1.weight``, ..., ``fc_gate.weight`` of gated ones), of which
+``fc2`` leads back to the model's width.
 
 With granularity G an expert is 1/G of the network: expert ``r*G + g`` has slice g of the hidden
 units of replica r. A token that goes to all G slices of a replica, with equal weights W/G that sum
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from ..distributed import slice_dim, take_slice
+from .slices import slice_dim, take_slice
 
 _OUTPUT = "fc2."
 
