@@ -36,7 +36,9 @@ from .memory import StepMemory, free_memory, routed_bytes
 from .reports import MoEAux, balance_over_ranks, make_aux
 from .routers import route_of
 from .routing import mask_of_tokens, mask_tokens
-from .torch_modes import autocast_dtype
+from .torch_modes import autocast_dtype, untraced
+
+_sync_untraced = untraced(sync_step)  # a trace sees neither collectives nor hashes
 
 
 class MoELayer(nn.Module):
@@ -277,8 +279,9 @@ class MoELayer(nn.Module):
 
     def _agree(self, call, x_TM, step) -> StepAgreement:
         if step is None:
-            compared = call.settings(x_TM.dtype) if self.groups.needs_sync else None
-            return sync_step(x_TM.shape[0], compared, self.groups)
+            if not self.groups.needs_sync:
+                return sync_step(x_TM.shape[0], None, self.groups)
+            return _sync_untraced(x_TM.shape[0], call.settings(x_TM.dtype), self.groups)
         call.check(step)
         return step
 

@@ -41,7 +41,11 @@ EXPERTS, STEPS, OVERFLOW = 2, 5, 1
 @pytest.fixture(scope="module", autouse=True)
 def imported_once():
     """In the process that ranks are forked from, if it has not started yet."""
-    names = ["transformers.trainer", *(name for name, _ in HOSTS.values())]
+    names = [
+        "transformers.trainer",
+        "torch._inductor.compile_fx",
+        *(name for name, _ in HOSTS.values()),
+    ]
     distributed._PRELOAD += [n for n in names if importlib.util.find_spec(n.split(".")[0])]
 
 
