@@ -103,9 +103,9 @@ def update_load_bias(
     Args:
         model: wrapped or not; its layers have ``load_bias="sign"`` or ``"quantile"``.
         passes: of every forward pass since the step before, what :func:`collect_aux` found.
-        held_back: by the name of a layer and a dot, what
-            :func:`fairseq_tutel.checkpoint.growth.held_back` returns for a set that ``checkpoint
-            grow --exact`` made.
+        held_back: biases of experts that follow a schedule, by the name of the layer and a dot:
+            what :func:`fairseq_tutel.checkpoint.growth.held_back` returns for a set that
+            ``checkpoint grow --exact`` made.
 
     Raises:
         ValueError: a pass without counts for every layer, as in evaluation.
@@ -128,7 +128,7 @@ def update_load_bias(
         sum_tensor_over_ranks_(total)
     parts = total.split([shape.numel() for shape in shapes])
     counts_L = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-    held_L = [(held_back or {}).get(f"{name}.") for name in layers]
+    held_L = [(held_back or {}).get(f"{name}." if name else "") for name in layers]
     update_load_biases(layers.values(), counts_L, held_L)
 
 

@@ -21,8 +21,17 @@ and which is not, and why: GROWTH.md beside this folder.
 """
 
 from .grow import grow
-from .history import Growth, held_back
+from .history import Growth, held_back, history_of
 from .shrink import shrink, to_dense
 from .upcycle import Upcycling, upcycle
 
-__all__ = ["Growth", "Upcycling", "grow", "held_back", "shrink", "to_dense", "upcycle"]
+__all__ = [
+    "Growth",
+    "Upcycling",
+    "grow",
+    "held_back",
+    "history_of",
+    "shrink",
+    "to_dense",
+    "upcycle",
+]

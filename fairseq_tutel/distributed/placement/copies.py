@@ -8,8 +8,7 @@ those of one expert in state dicts (``fc1.weight``, ..., ``fc_gate.weight`` of g
 With granularity G an expert is 1/G of the network: expert ``r*G + g`` has slice g of the hidden
 units of replica r. A token that goes to all G slices of a replica, with equal weights W/G that sum
 to its weight W, gets ``sum_g W/G * (A_g h_g + b)`` of them, so that only the weight of fc2 is
-multiplied by G, and its bias is not (arXiv 2410.07524, section 3.2, scales fc1, too, which is exact
-for ReLU alone).
+multiplied by G, and its bias is not. Both weights times sqrt(G) would be right for ReLU alone.
 """
 
 from __future__ import annotations

@@ -260,38 +260,43 @@ def _load_of_four(folder):
 
 
 @pytest.mark.parametrize(
-    ("flags", "sizes", "message"),
+    ("options", "sizes", "message"),
     [
-        ("", {}, "needs somebody who starts the ranks again: python -m fairseq_tutel.launch"),
-        ("", {"RESTARTS": "1", "num_experts": 16}, "more experts, and there are 16 already"),
-        ("", {"RESTARTS": "1", "world_size": 3, "ep_size": 3}, "8 experts cannot be spread over 3"),
+        ({}, {"num_experts": 16}, "more experts, and there are 16 already"),
+        ({}, {"world_size": 3, "ep_size": 3}, "8 experts cannot be spread over 3"),
         (
-            "--moe-expert-parallel-size 3",
-            {"RESTARTS": "1", "world_size": 6, "ep_size": 3},
+            {"moe_expert_parallel_size": 3},
+            {"world_size": 6, "ep_size": 3},
             "must divide the number of ranks, 6, and that of experts, 8",
         ),
         (
-            "--moe-expert-placement sliced --moe-parallelism-r 4",
-            {"RESTARTS": "1", "num_experts": 2, "world_size": 16, "ep_size": 2},
+            {"moe_parallelism_r": "4"},
+            {"num_experts": 2, "world_size": 16, "ep_size": 2, "placement": "sliced"},
             "--moe-parallelism-r 4 does not fit 8 experts on 16 ranks: choose one of 0, 1, 2",
         ),
-        ("--moe-growth-updates 9", {"RESTARTS": "1"}, "give --moe-load-bias quantile"),
+        ({}, {"num_experts": 1, "world_size": 40, "placement": "sliced"}, "cannot be cut into 5"),
+        ({"moe_growth_updates": 9}, {}, "give --moe-load-bias quantile"),
+        ({"moe_tune_file": "x.json"}, {}, "choices of --moe-tune-file are for"),
     ],
 )
 def test_growth_that_cannot_be_is_refused_before_the_first_update(
-    flags, sizes, message, monkeypatch
+    options, sizes, message, monkeypatch
 ):
     """Placements of more ranks than a test has: what is checked needs no others."""
-    monkeypatch.setenv("FAIRSEQ_TUTEL_RESTARTS", sizes.pop("RESTARTS", ""))
-    cfg = make_config("--moe-grow-at", "300:8", "--moe-expert-count", "4", *flags.split())
+    cfg = make_config("--moe-grow-at", "300:8", "--moe-expert-count", "4")
     cfg.checkpoint.no_save = False
-    placement = "sliced" if "sliced" in flags else "replicated"
-    groups = ExpertParallelGroups(**{"num_experts": 4, **sizes}, placement=placement)
+    for name, value in options.items():
+        cfg.model[name] = value
     layer = SimpleNamespace(config=MoEConfig(4), experts=SimpleNamespace(hidden_dim=24))
+    groups = ExpertParallelGroups(**{"num_experts": 4, **sizes})
     model = SimpleNamespace(moe_groups=groups, moe_layers={1: layer})
-    with pytest.raises(ValueError, match=f"--moe-grow-at 300:8.*{message}"):
-        RunGrowth(cfg, model)
-    assert RunGrowth(make_config("--moe-expert-count", "4"), model).grow_at is None
+    launched = "needs somebody who starts the ranks again: python -m fairseq_tutel.launch"
+    for environment, words in (("", launched), ("1", message)):
+        monkeypatch.setenv("FAIRSEQ_TUTEL_RESTARTS", environment)
+        if not environment and "moe_tune_file" in options:
+            continue
+        with pytest.raises(ValueError, match=f"--moe-grow-at 300:8.*{words}"):
+            RunGrowth(cfg, model)
 
 
 def test_the_memory_of_the_model_to_come_is_checked_before_the_first_update(monkeypatch):
