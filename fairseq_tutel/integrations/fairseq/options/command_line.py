@@ -100,7 +100,8 @@ def apply_rules(args: argparse.Namespace, config: type, check: Callable[[Any], N
     """Fix up parsed arguments; fairseq calls the function of an arch with all of them.
 
     - ``--ddp-backend fully_sharded`` of the published commands becomes ``legacy_ddp``: experts are
-      spread over the ranks in any case, and the dense parameters are replicated.
+      spread over the ranks in any case, and the dense parameters are replicated. ``MEMORY.md`` says
+      what stands in the way of shards of them in fairseq's trainer.
     - Meta's flags without a meaning are reported, and leave the namespace.
     - ``--bf16`` makes stock fairseq look for a TPU; without torch_xla it means GPUs or CPUs.
     - tasks that cannot train such a model (``REFUSED_TASKS``), and options that contradict each
@@ -117,9 +118,12 @@ def apply_rules(args: argparse.Namespace, config: type, check: Callable[[Any], N
     ]
     if getattr(args, "ddp_backend", None) == "fully_sharded":
         args.ddp_backend = "legacy_ddp"
+        spread = "with --zero-sharding os their optimizer statistics are not, with the same results"
+        if getattr(args, "zero_sharding", "none") == "os":
+            spread = "their optimizer statistics are not (--zero-sharding os)"
         lines.append(
             "--ddp-backend fully_sharded: experts are spread over the ranks in any case; the dense "
-            "parameters are replicated (legacy_ddp)"
+            f"parameters are replicated (legacy_ddp), {spread}"
         )
     if getattr(args, "distributed_rank", 0) == 0:
         for line in lines:
