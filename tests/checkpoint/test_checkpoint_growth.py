@@ -19,6 +19,11 @@ from fairseq_tutel.checkpoint import (
 )
 from fairseq_tutel.checkpoint.__main__ import main
 from fairseq_tutel.checkpoint.growth import grow, shrink
+from fairseq_tutel.checkpoint.growth.dense_optimizer import (
+    expert_state,
+    fresh_state,
+    named_optimizer,
+)
 from fairseq_tutel.checkpoint.growth.recipes import copies, is_copy, merged_pairs
 
 LOADS = {1: [10, 50, 30, 10], 3: [40, 40, 10, 30]}
@@ -216,3 +221,49 @@ def test_a_set_that_grows_in_place_is_the_old_one_or_the_new_one(
         assert names_in(tmp_path) == recovered | {"other"}
 
     interrupt_everywhere(monkeypatch, interruption, prepare, change, check)
+
+
+def test_statistics_with_scales_and_tied_weights_that_are_stored_twice():
+    """A checkpoint of half weights has no storage in common; Adam's fp16 statistics have scales."""
+    embedding, fc = torch.randn(3, 2), torch.randn(2, 2)
+    model = {
+        "decoder.version": torch.tensor([3.0]),
+        "decoder.embed_tokens.weight": embedding,
+        "decoder.layers.0.fc1.weight": fc,
+        "decoder.output_projection.weight": embedding.clone(),
+    }
+    states = {
+        number: {
+            "step": 5,
+            "exp_avg": torch.randn_like(param).half(),
+            "exp_avg_scale": torch.tensor(0.25),
+            "exp_avg_sq": torch.rand_like(param).half(),
+            "exp_avg_sq_scale": torch.tensor(0.5),
+        }
+        for number, param in enumerate((embedding, fc))
+    }
+    stored = {"state": states, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+    named = named_optimizer(stored, model, "m.pt")
+    assert named["param_groups"] == [{"lr": 0.1}] and named["loss_scale"] is None
+    names = ["decoder.embed_tokens.weight", "decoder.layers.0.fc1.weight"]
+    assert_same(named["named_state"], dict(zip(names, states.values(), strict=True)))
+    state = expert_state(states[1], num_experts=8, top_k=2, gradient=3.0)
+    assert torch.equal(state["exp_avg"], states[1]["exp_avg"]) and state["step"] == 5
+    assert state["exp_avg_scale"] == 0.25 * 3 / 8 and state["exp_avg_sq_scale"] == 0.5 * 9 / 16
+    fresh = fresh_state(states[1], torch.zeros(8, 2))
+    assert fresh["step"] == 0 and fresh["exp_avg"].shape == (8, 2) and fresh["exp_avg_scale"] == 1
+    for change, words in (
+        ({"state": {0: {"square_avg": fc}, 1: {}}}, "'square_avg' of .* is no state of Adam"),
+        (
+            {"state": {0: {"exp_avg": fc}, 1: {}}},
+            r"exp_avg of .* is \[2, 2\], the parameter \[3, 2",
+        ),
+        ({"param_groups": [{"params": [0, 1, 2]}]}, "has 3 parameters, the model 2"),
+        ({"param_groups": [{}, {}]}, "not of one group"),
+        (
+            {"param_groups": [{"params": [0]}], "state": {0: {"exp_avg": torch.zeros(11)}}},
+            "exp_avg has 11 numbers, the model 10",
+        ),
+    ):
+        with pytest.raises(CheckpointError, match=words + ".*--optimizer drop"):
+            named_optimizer({**stored, **change}, model, "m.pt")

@@ -24,7 +24,9 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     )
     _add_upcycling(up)
     more = commands.add_parser("grow", help="write a set with more experts, copies of its own")
-    more.add_argument("--num-experts", type=_POSITIVE, required=True, metavar="E2")
+    more.add_argument(
+        "--num-experts", type=_POSITIVE, required=True, metavar="E2", help="of the new set"
+    )
     _add_load(more, "uniform", ("uniform", "load"), "what is copied first")
     more.add_argument(
         "--exact",
@@ -50,7 +52,7 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     more.add_argument("--seed", type=int, default=1, help="of the noise (default: 1)")
     fewer = commands.add_parser("shrink", help="write a set with fewer experts, or a dense model")
     target = fewer.add_mutually_exclusive_group(required=True)
-    target.add_argument("--num-experts", type=_POSITIVE, metavar="E2")
+    target.add_argument("--num-experts", type=_POSITIVE, metavar="E2", help="of the new set")
     target.add_argument(
         "--dense",
         nargs="?",
@@ -85,7 +87,7 @@ def _add_load(parser: argparse.ArgumentParser, default: str, choices: Any, what:
 
 def _add_upcycling(parser: argparse.ArgumentParser) -> None:
     add, natural = parser.add_argument, in_range(int, at_least(0))
-    add("--num-experts", type=_POSITIVE, required=True, metavar="E")
+    add("--num-experts", type=_POSITIVE, required=True, metavar="E", help="of each sparse layer")
     add(
         "--moe-freq", type=natural, metavar="F", help="every F-th layer becomes sparse (default: 2)"
     )

@@ -2,7 +2,7 @@
 
 ``moe_growth`` is a list of dicts, the latest last::
 
-    {"what": "upcycle" | "grow" | "shrink" | "dense", "how": a text, "before": E, "after": E2,
+    {"what": "upcycle" | "grow" | "shrink", "how": a text, "before": E, "after": E2, or 0: dense,
      "update": updates done then, "ramp": N, "held": {layer: [numbers of the new experts]}}
 
 After ``grow --exact`` (``ramp`` N > 0) the selection of a held expert gets a bias that keeps it out

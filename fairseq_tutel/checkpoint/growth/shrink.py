@@ -169,8 +169,7 @@ def _finished(
     source: SetReader, shared: Mapping[str, Any], how: str, num_experts: int, options: dict
 ) -> dict[str, Any]:
     """The state with its options, and an entry in its history."""
-    what = "shrink" if num_experts else "dense"
-    entry = Growth(what, how, source.num_experts, num_experts, updates_done(shared))
+    entry = Growth("shrink", how, source.num_experts, num_experts, updates_done(shared))
     state = with_options(for_other_experts(shared), options)
     return {**state, GROWTH: with_entry(state, entry)}
 

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq import checkpoint_utils
+from fairseq.models.transformer import TransformerModel
 from fairseq.modules import gelu
 from helpers.training import make_batch, make_config, make_trainer, save
 from helpers.translation import make_pairs, pair_config
@@ -15,6 +17,7 @@ from fairseq_tutel.checkpoint import CheckpointError, inspect, load_file, read_s
 from fairseq_tutel.checkpoint.growth import Upcycling, grow, shrink, to_dense, upcycle
 from fairseq_tutel.config import MoEConfig
 from fairseq_tutel.distributed import ExpertParallelGroups
+from fairseq_tutel.integrations.fairseq.models import TransformerMoE
 from fairseq_tutel.integrations.fairseq.trainer import memory
 from fairseq_tutel.integrations.fairseq.trainer.growth import RunGrowth
 
@@ -24,12 +27,13 @@ FC1 = "decoder.layers.1.fc1.weight"
 MOE = "decoder.layers.1.moe_layer."
 
 
-def _logits(trainer, sample):
-    model = copy.deepcopy(trainer.get_model()).double()
+def _logits(model, sample, training=True):
+    """Of a model, or that of a trainer; the configs have no dropout."""
+    model = copy.deepcopy(getattr(model, "get_model", lambda: model)()).double()
     for module in model.modules():
         if getattr(module, "activation_fn", None) is gelu:  # which computes in fp32
             module.activation_fn = torch.nn.functional.gelu
-    model.train()  # the configs have no dropout; nothing may be dropped in training, either
+    model.train(training)
     with torch.no_grad():
         return model(**sample["net_input"])[0]
 
@@ -98,9 +102,10 @@ def test_an_upcycled_encoder_decoder_starts_as_the_dense_one(tmp_path):
     torch.testing.assert_close(_logits(trainer, dense.sample), dense.logits, **EXACT)
     assert trainer.get_num_updates() == 3
     back = to_dense(path, str(tmp_path / "back.pt"))
-    stock = make_trainer(pair_config(moe=False), dense.sample)
-    assert stock.load_checkpoint(back)
-    torch.testing.assert_close(_logits(stock, dense.sample), dense.logits, **EXACT)
+    for file, kind in ((path, TransformerMoE), (back, TransformerModel)):  # as programs load them
+        (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([file])
+        assert type(model) is kind
+        torch.testing.assert_close(_logits(model, dense.sample, False), dense.logits, **EXACT)
 
 
 def _moments(trainer):
