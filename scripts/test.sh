@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh                       # all of the package
 #   bash scripts/test.sh tests/ops -k gating   # some, also of those below
-#   bash scripts/test.sh --scripts             # benchmarks, examples and quickstart as programs
+#   bash scripts/test.sh --long                # whole programs, also of scripts/; the fuzz
 #   bash scripts/test.sh --extras              # beside other libraries
 #
 # Those beside other libraries are marked `extras` and have an environment of their own, .venv-extras
@@ -13,8 +13,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in
 --extras) shift && EXTRAS=1 stage=(-m extras) ;;
---scripts) shift && stage=(-m scripts) ;;
-"") stage=(-m "not scripts") ;;
+--long) shift && stage=(-m long) ;;
+"") stage=(-m "not long") ;;
 *) stage=() ;;
 esac
 source scripts/setup_env.sh

@@ -31,7 +31,7 @@ def _measure(folder):
     )
 
 
-@pytest.mark.scripts
+@pytest.mark.long
 def test_a_tiny_run(tmp_path, capsys):
     result, other = run_ranks(_measure, 2, tmp_path)
     assert result["tuned"] == other["tuned"]  # ranks share their times

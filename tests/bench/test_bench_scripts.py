@@ -100,7 +100,7 @@ def test_training_leaves_out_what_does_not_fit(training, tmp_path, monkeypatch):
     assert not result["settings"]["interleaved"]
 
 
-@pytest.mark.scripts
+@pytest.mark.long
 def test_training_on_two_ranks(tmp_path):
     """A preset of one simulated rank becomes one of real ranks, also as a rehearsal."""
     path = tmp_path / "train.json"
@@ -145,7 +145,7 @@ def test_refusals(capsys, monkeypatch, benchmark, arguments, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.scripts
+@pytest.mark.long
 def test_sharded_statistics(tmp_path):
     launch("zero", "--tiny", "--output", str(tmp_path / "zero.json"))
     result = json.loads((tmp_path / "zero.json").read_text(encoding="utf-8"))

@@ -57,7 +57,7 @@ def test_ratios_of_the_published_model():
     assert expected_ratio(config, 64, "inference") == pytest.approx(2.62, abs=0.01)
 
 
-@pytest.mark.scripts
+@pytest.mark.long
 @pytest.mark.parametrize("preset", ["small", "small-32"])  # fp32; bf16 of autocast
 def test_a_rehearsal(preset, tmp_path):
     path = tmp_path / "swin.json"

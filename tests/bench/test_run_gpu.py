@@ -26,7 +26,7 @@ def run_gpu(**environment):
 
 
 @pytest.mark.slow
-@pytest.mark.scripts
+@pytest.mark.long
 @pytest.mark.timeout(600)  # half a minute of work, but in processes that all import torch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_rehearsal(tmp_path):

@@ -29,7 +29,7 @@ def run(path, *arguments):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.scripts
+@pytest.mark.long
 def test_a_study_and_its_steps(few_digits, tmp_path, capsys):
     arguments = ["--seeds", "2", "--epochs", "1", "--save-dir", str(tmp_path / "kept")]
     result = run(tmp_path / "study.json", *arguments)

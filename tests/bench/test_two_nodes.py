@@ -30,7 +30,7 @@ WHY_NOT = _why_no_namespaces()
 needs_namespaces = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
-@pytest.mark.scripts
+@pytest.mark.long
 @needs_namespaces
 def test_exchanges_between_two_nodes(tmp_path):
     run(

@@ -22,6 +22,8 @@ from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.distributed import build_groups, process_world
 from fairseq_tutel.moe import MoELayer
 
+pytestmark = pytest.mark.long
+
 # by ranks; on 2 cores a case on 8 of them costs as much as three on 2
 SEEDS = {2: range(0, 240, 2), 4: range(1, 280, 2), 8: range(0, 240, 4)}
 ENDS = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")

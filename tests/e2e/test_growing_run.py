@@ -11,7 +11,7 @@ from helpers.commands import ROOT, environment, logged
 
 from fairseq_tutel.checkpoint import inspect
 
-pytestmark = pytest.mark.scripts
+pytestmark = pytest.mark.long
 
 _DATA = f"{ROOT}/tests/golden/data_world2"
 _WORDS = f"""

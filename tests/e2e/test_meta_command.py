@@ -13,6 +13,8 @@ from helpers.commands import ROOT, environment, logged, run
 
 from fairseq_tutel.checkpoint import load_for_rank
 
+pytestmark = pytest.mark.long
+
 
 def evaluate(start, data_bin, path, ranks, *extra):
     """start: runs a program of fairseq's on some ranks."""

@@ -11,6 +11,8 @@ from helpers.commands import ROOT, logged
 
 from fairseq_tutel.integrations.fairseq.models import TransformerLMGPTMoE
 
+pytestmark = pytest.mark.long
+
 BLOCK = 64
 SAMPLING = ["--sampling", "--beam", "1"]
 TINY = ["--config-dir", "configs", "--config-name", "tiny_cpu"]

@@ -9,6 +9,8 @@ from helpers.programs import requeued_in
 
 from fairseq_tutel.command_line import EXIT_REQUEUE
 
+pytestmark = pytest.mark.long
+
 _DATA = f"{ROOT}/tests/golden/data_world1"
 # an update is over four blocks, and does not depend on who has them
 _WORDS = f"""

@@ -2,8 +2,11 @@
 
 import re
 
+import pytest
 from commands import BIN, forked, train_words
 from helpers.commands import run
+
+pytestmark = pytest.mark.long
 
 
 def test_torchrun_makes_one_job_of_its_processes(data_bin, programs, tmp_path, port):

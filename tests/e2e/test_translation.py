@@ -7,6 +7,8 @@ from commands import forked
 from helpers.commands import logged
 from helpers.golden import GOLDEN
 
+pytestmark = pytest.mark.long
+
 DATA = GOLDEN / "data_translation_world1"
 # NLLB-200's flags (the branch's sweep), with small sizes and a dictionary of made-up words; the
 # arch has another name, and --user-dir stands before them

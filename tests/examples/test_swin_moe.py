@@ -112,7 +112,7 @@ def steps_on_ranks(options, first, last, folder):
     return updates(options, first, last, folder)
 
 
-@pytest.mark.scripts
+@pytest.mark.long
 def test_a_folder_of_images_trains_and_is_resumed(tmp_path):
     image = pytest.importorskip("PIL.Image")
     for split in ("train", "val"):

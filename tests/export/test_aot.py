@@ -16,7 +16,7 @@ from fairseq_tutel.moe import MoELayer
 
 EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "cpp"
 
-pytestmark = [pytest.mark.scripts, pytest.mark.slow]
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

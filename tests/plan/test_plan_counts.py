@@ -185,23 +185,26 @@ def peak_of_step(settings):
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("overrides", "saved_by_torch"),
     [
-        ["model.checkpoint_activations=false"],
-        ["model.checkpoint_activations=true"],
+        (["model.checkpoint_activations=false"], 0),
+        # A layer's backward pass is the peak: torch's operators write the gradient before the
+        # activation over that after it, kernels have a buffer for each.
+        (["model.checkpoint_activations=true"], 1),
         # the loss is the peak
-        ["model.checkpoint_activations=true", "task.dict_size=3996"],
-        ["task.dict_size=3996", "optimization.update_freq=[2]"],
-        [*SLICED, "model.moe_parallelism_r=1", "model.checkpoint_activations=false"],
+        (["model.checkpoint_activations=true", "task.dict_size=3996"], 0),
+        (["task.dict_size=3996", "optimization.update_freq=[2]"], 0),
+        ([*SLICED, "model.moe_parallelism_r=1", "model.checkpoint_activations=false"], 0),
     ],
 )
-def test_peak_equals_a_measured_run(overrides):
+def test_peak_equals_a_measured_run(overrides, saved_by_torch):
     settings = small("dataset.batch_size=16", *overrides)
     memory = memory_of(settings)
     measured = peak_of_step(settings) + memory.weights + memory.optimizer
     # torch's operators add the bias in a tensor of its own, where a GPU's kernels need none
     temporary = dispatch_rows(settings) * settings.stacks[0].expert_dim * 4
-    assert memory.peak < 1.06 * measured and measured - temporary < 1.06 * memory.peak
+    assert memory.peak - saved_by_torch * temporary < 1.06 * measured
+    assert measured - temporary < 1.06 * memory.peak
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ PAGE = (ROOT / "scripts" / "quickstart" / "README.md").read_text(encoding="utf-8
 
 
 @pytest.mark.slow
-@pytest.mark.scripts
+@pytest.mark.long
 def test_the_commands_train_evaluate_and_write(tmp_path):
     program = "\n".join(re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL))
     shorter = program.replace("--max-update 200", "--max-update 3").replace("400", "4")

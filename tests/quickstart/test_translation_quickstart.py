@@ -15,7 +15,7 @@ WORDS = {
 }
 
 
-@pytest.mark.scripts
+@pytest.mark.long
 def test_own_files_are_learnt_translated_and_drawn(tmp_path):
     """Sentences of three words each, translated word by word."""
     files = []

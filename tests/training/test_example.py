@@ -19,7 +19,7 @@ def run(ranks, steps, checkpoint):
     return {int(step): float(norm) for step, norm in found}
 
 
-@pytest.mark.scripts
+@pytest.mark.long
 def test_trains_saves_and_resumes_at_other_numbers_of_ranks(tmp_path):
     text = EXAMPLE.read_text()
     starts = re.findall(r"(?:--nproc-per-node (\d+) )?\S+plain_pytorch.py --steps (\d+)", text)

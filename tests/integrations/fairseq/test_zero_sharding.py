@@ -22,6 +22,8 @@ from fairseq_tutel.checkpoint import CheckpointError
 from fairseq_tutel.distributed import is_expert, process_world
 from fairseq_tutel.training.state import sharded_optimizer
 
+pytestmark = pytest.mark.long
+
 HALF, BATCHES = 10, 4  # updates before and after the save, micro-batches of all ranks per update
 SCALE = "--fp16-init-scale 8 --fp16-scale-tolerance 0"
 # two experts, so that on 4 ranks each is on two of them; on 2 ranks --update-freq is 2
