@@ -93,11 +93,12 @@ class RunGrowth:
 
     def held_back(self, update: int) -> list[torch.Tensor | None]:
         """For each layer, in the model's order, what ``update_load_bias`` takes."""
-        layers = moe_layers(self._model)
-        first = next(iter(layers.values()))
-        held = held_back(self.history, update, first.config.num_outputs) or {}
-        by_layer = {id(layer): held.get(f"{name}.") for name, layer in layers.items()}
-        return [by_layer[id(layer)] for layer in self._model.moe_layers.values()]
+        layers = list(self._model.moe_layers.values())
+        held = held_back(self.history, update, layers[0].config.num_outputs)
+        if held is None:  # as in almost every update of almost every run
+            return [None] * len(layers)
+        names = {id(layer): f"{name}." for name, layer in moe_layers(self._model).items()}
+        return [held.get(names[id(layer)]) for layer in layers]
 
 
 def follow_set(cfg: Any) -> None:
