@@ -17,7 +17,7 @@ WORDS = {
 
 @pytest.mark.long
 def test_own_files_are_learnt_translated_and_drawn(tmp_path):
-    """Sentences of three words each, translated word by word."""
+    """Sentences of three words each, translated word by word: too few for BLEU."""
     files = []
     for language, names in WORDS.items():
         files.append(tmp_path / f"digits.{language}")
@@ -34,7 +34,7 @@ def test_own_files_are_learnt_translated_and_drawn(tmp_path):
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-3000:]
     assert "resumed from the checkpoint of update 30" in output
-    rows = re.findall(r"^(de-en|en-de|all) +([\d.]+) % +([\d.]+)$", done.stdout, re.MULTILINE)
+    rows = re.findall(r"^(de-en|en-de|all) +([\d.]+) % +(-)$", done.stdout, re.MULTILINE)
     assert [row[0] for row in rows] == ["de-en", "en-de", "all"]
     assert len(re.findall(r"^      -> ", done.stdout, re.MULTILINE)) == 3
     names = {"languages.png", "experts.png", "loss.png", "commands.sh", "checkpoints"}
