@@ -70,6 +70,7 @@ setup(
         # takes the torch that is installed
         "hosts": [
             "accelerate>=1.15,<2",
+            "deepspeed>=0.19.8,<0.20",
             "lightning-fabric>=2.6.6,<3",
             "pytorch-lightning>=2.6.6,<3",
             "safetensors>=0.8",

@@ -184,6 +184,9 @@ setup_extras() {
     # alone: each requires some torch, and Lightning what it downloads with
     setup_step "accelerate, lightning" setup_pip -c "$ROOT/scripts/constraints-extras.txt" --no-deps \
         accelerate psutil lightning-fabric lightning-utilities pytorch-lightning torchmetrics
+    # from source; its operators are compiled when they are used
+    DS_BUILD_OPS=0 DS_ACCELERATOR=cpu setup_step "deepspeed" setup_pip --no-build-isolation --no-deps \
+        -c "$ROOT/scripts/constraints-extras.txt" deepspeed einops hjson msgpack py-cpuinfo
     # what they require besides torch is there by now; in a folder of their own, since transformers
     # imports a torchvision that it finds, also one that does not fit the torch
     setup_step "timm, torchvision" setup_pip -c "$ROOT/scripts/constraints-extras.txt" --no-deps \

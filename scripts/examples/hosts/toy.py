@@ -86,6 +86,13 @@ OPTIONS = {
 }  # fmt: skip
 
 
+# DeepSpeed's options; a batch's size is of no consequence where it is given no data
+DEEPSPEED = {
+    "zero_optimization": {"stage": 1}, "gradient_clipping": MAX_NORM,
+    "gradient_accumulation_steps": ACCUMULATE, "train_micro_batch_size_per_gpu": 1,
+}  # fmt: skip
+
+
 def samples(steps):
     """A dataset of transformers for so many steps of all ranks."""
     shape = steps * ACCUMULATE * SEQUENCES, LENGTH
