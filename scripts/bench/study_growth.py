@@ -120,7 +120,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--variants",
         default=list(VARIANTS),
-        help=f"of {', '.join(VARIANTS)}, with those they begin as (default: all)",
+        help=f"of {', '.join(VARIANTS)} (default: all)",
         **words(),
     )
     add_defaults(parser, {
@@ -163,20 +163,27 @@ class Study:
         self.half = options.updates // 2
 
     def run(self, name: str) -> dict[str, Any]:
-        """A variant's curve and commands; the one it begins as is run before."""
-        kept = self.folder / name / "run.json"
+        """A variant's curve and commands; the one it begins as is run before.
+
+        One that is not asked for, and that others begin as, ends with the first half.
+        """
+        whole = self.options.updates
+        last = whole if name in self.options.variants else self.half
+        found = [self.folder / name / f"run-{update}.json" for update in {last, whole}]
+        kept = next(filter(Path.exists, found), self.folder / name / f"run-{last}.json")
         if not kept.exists():
             variant = VARIANTS[name]
             source = self.run(variant.source) if variant.source else None
             shutil.rmtree(self.folder / name, ignore_errors=True)  # of one that was stopped
             prepare(self.folder / name)
-            found = self._train(name, variant, source)
-            kept.write_text(json.dumps(found), encoding="utf-8")
+            kept.write_text(json.dumps(self._train(name, variant, source, last)), encoding="utf-8")
         return json.loads(kept.read_text(encoding="utf-8"))
 
-    def _train(self, name: str, variant: Variant, source: dict[str, Any] | None) -> dict[str, Any]:
+    def _train(
+        self, name: str, variant: Variant, source: dict[str, Any] | None, last: int
+    ) -> dict[str, Any]:
         commands, curve, done = Commands(self.folder / name), Curve(), []
-        text = self._command(variant)
+        text = self._command(variant, last)
         if source is not None:
             change = "python -m fairseq_tutel.checkpoint " + variant.change.format(
                 source=shlex.quote(self._halfway(variant.source)),
@@ -204,13 +211,13 @@ class Study:
             raise QuickstartError(f"{self.folder / name}: no checkpoint of update {self.half}")
         return str(saved[0]).replace("-shared.pt", ".pt")
 
-    def _command(self, variant: Variant) -> str:
+    def _command(self, variant: Variant, last: int) -> str:
         options, updates = self.options, self.options.updates
         if variant.anew:
-            updates -= self.half
+            updates, last = updates - self.half, last - self.half
         warmup = min(30, updates // 4)
         text = quickstart().TRAIN.format(
-            stop_at=updates, warmup=warmup, period=updates - warmup,
+            stop_at=last, warmup=warmup, period=updates - warmup,
             validate_every=max(1, options.updates // options.validations),
             log_every=max(1, options.updates // options.validations),
         )  # fmt: skip

@@ -48,7 +48,7 @@ class Commands:
         }
         text = {"encoding": "utf-8", "errors": "replace"}
         process = subprocess.Popen(shlex.split(command), cwd=self.folder, **pipes, **text)
-        with process, log.open("a", encoding="utf-8") as file:
+        with process, log.open("a", buffering=1, encoding="utf-8") as file:
             for line in process.stdout:
                 file.write(line)
                 lines.append(line.rstrip("\n"))

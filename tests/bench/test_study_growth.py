@@ -38,7 +38,7 @@ def test_the_clock_stands_still_while_the_loss_is_validated(monkeypatch):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_commands_are_fairseqs(name, tmp_path):
     settings = SimpleNamespace(folder=tmp_path, updates=600, validations=24)
-    words = shlex.split(Study(settings, tmp_path / "data", 5)._command(VARIANTS[name]))
+    words = shlex.split(Study(settings, tmp_path / "data", 5)._command(VARIANTS[name], 600))
     given = words[words.index("fairseq-train") + 1 :]
     args = options.parse_args_and_arch(options.get_training_parser(), input_args=given)
     variant = VARIANTS[name]
@@ -47,6 +47,27 @@ def test_commands_are_fairseqs(name, tmp_path):
     assert args.arch == "transformer_lm_gpt" + ("_moe" if variant.experts else "")
     assert getattr(args, "moe_expert_count", 0) == variant.experts
     assert getattr(args, "moe_capacity_factor", None) == (0 if variant.experts else None)
+
+
+def test_what_others_begin_as_ends_with_the_half_unless_it_is_asked_for(tmp_path, monkeypatch):
+    trained = []
+
+    def train(self, name, variant, source, last):
+        trained.append((name, last, source and source["curve"]))
+        return {"variant": name, "curve": [last]}
+
+    monkeypatch.setattr(Study, "_train", train)
+    settings = SimpleNamespace(folder=tmp_path, updates=600, validations=24, variants=["grown"])
+    study = Study(settings, tmp_path / "data", 1)
+    study.run("grown"), study.run("grown")
+    assert trained == [("few", 300, None), ("grown", 600, [300])]
+    settings.variants = ["few", "grown-exact"]
+    assert study.run("few")["curve"] == [600] and study.run("grown-exact")["curve"] == [600]
+    assert trained[2:] == [("few", 600, None), ("grown-exact", 600, [600])]
+    short, whole = (study._command(VARIANTS["few"], last).split() for last in (300, 600))
+    assert [pair for pair in zip(short, whole, strict=True) if pair[0] != pair[1]] == [
+        ("300", "600")
+    ]
 
 
 def test_as_dense_keeps_what_is_not_of_experts():
