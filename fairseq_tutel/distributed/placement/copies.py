@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from .slices import slice_dim, take_slice
+from .slices import slice_size
 
 _OUTPUT = "fc2."
 
@@ -54,9 +54,10 @@ def experts_of_ffn(
         generator = torch.Generator().manual_seed(seed + number)
         drawn: Tensor | None = None
         for name, whole in ffn.items():
-            part, dim = whole.detach(), slice_dim(name)
-            if granularity > 1:
-                part = take_slice(part, name, number % granularity, granularity)
+            part, dim = whole.detach(), _hidden_dim(name)
+            if granularity > 1 and dim is not None:
+                size = slice_size(part.shape[dim], granularity)
+                part = part.narrow(dim, number % granularity * size, size)
             is_output = name.startswith(_OUTPUT)
             if is_output and silent:
                 part = torch.zeros_like(part)
@@ -69,6 +70,17 @@ def experts_of_ffn(
                 part = _drawn_anew(part, dim, drawn, generator)
             experts[f"{number}.{name}"] = part
     return experts
+
+
+def _hidden_dim(name: str) -> int | None:
+    """Dimension F of a tensor of the network; None of the bias of fc2.
+
+    What networks of experts declare of theirs (:mod:`.slices`) is not known to a program that
+    reads files, and has no model.
+    """
+    if not name.startswith(_OUTPUT):
+        return 0
+    return 1 if name == f"{_OUTPUT}weight" else None
 
 
 def _drawn_anew(part: Tensor, dim: int, units: Tensor, generator: torch.Generator) -> Tensor:
