@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -13,8 +15,8 @@ from fairseq.modules import gelu
 from helpers.training import make_batch, make_config, make_trainer, save
 from helpers.translation import make_pairs, pair_config
 
-from fairseq_tutel.checkpoint import CheckpointError, inspect, load_file, read_set, reshard
-from fairseq_tutel.checkpoint.growth import Upcycling, grow, shrink, to_dense, upcycle
+from fairseq_tutel.checkpoint import CheckpointError, inspect, load_file, read_set
+from fairseq_tutel.checkpoint.growth import Upcycling, grow, to_dense, upcycle
 from fairseq_tutel.config import MoEConfig
 from fairseq_tutel.distributed import ExpertParallelGroups
 from fairseq_tutel.integrations.fairseq.models import TransformerMoE
@@ -225,20 +227,33 @@ def test_held_back_copies_keep_the_function_and_come_in(tmp_path):
     ]
 
 
+def run_commands(*commands):
+    """``python -m fairseq_tutel.checkpoint`` with each of these, one after another."""
+    program = "import sys; from fairseq_tutel.checkpoint.__main__ import main\n"
+    program += f"sys.exit(any(main(words) for words in {commands!r}))"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 def test_a_golden_size_goes_from_dense_to_experts_and_back(tmp_path):
-    """What a step does not change keeps every bit: 4 layers of Meta's golden runs' size."""
+    """What a step does not change keeps every bit: 4 layers of Meta's golden runs' size.
+
+    The commands run in a process of their own, which has no model.
+    """
     words = "--decoder-embed-dim 32 --decoder-ffn-embed-dim 64 --decoder-attention-heads 4"
     config = make_config(*FOUR_LAYERS, *words.split(), moe=False)
     dense = Dense(tmp_path, config, make_batch(1))
     names = ("up", "grown", "placed", "fewer", "back")
     up, grown, placed, fewer, back = (str(tmp_path / f"{name}.pt") for name in names)
-    upcycle(dense.path, up, Upcycling(4, copy_optimizer=True), ranks=2)
-    grow(up, grown, 8)
-    reshard(grown, placed, 4)
     load = tmp_path / "expert_load.jsonl"
     of_layer = [9, 1, 9, 1, 9, 1, 9, 1]  # the originals' and the copies' turns
     load.write_text(json.dumps({"update": 3, "layers": {"1": of_layer, "3": of_layer}}) + "\n")
-    shrink(placed, fewer, 4)
+    run_commands(
+        ["upcycle", dense.path, up, "--num-experts", "4", "--optimizer", "copy", "--ranks", "2"],
+        ["grow", up, grown, "--num-experts", "8"],
+        ["reshard", grown, placed, "--ranks", "4"],
+        ["shrink", placed, fewer, "--num-experts", "4"],
+        ["shrink", fewer, back, "--dense", "one", "--load", str(_load_of_four(tmp_path))],
+    )
     first, last = (read_set(each).state_of(range(4)) for each in (up, fewer))
     for part in (lambda s: s["model"], lambda s: s["last_optimizer_state"]["named_state"]):
         assert part(first).keys() == part(last).keys()
@@ -247,7 +262,6 @@ def test_a_golden_size_goes_from_dense_to_experts_and_back(tmp_path):
             others = part(last)[name] if isinstance(value, dict) else {"": part(last)[name]}
             for key, each in entries.items():
                 assert torch.equal(torch.as_tensor(each), torch.as_tensor(others[key])), name
-    to_dense(fewer, back, "one", load=str(_load_of_four(tmp_path)))
     stored, stock = load_file(back)["model"], load_file(dense.path)["model"]
     assert stored.keys() == stock.keys()
     assert all(torch.equal(stored[name], stock[name]) for name in stock)
