@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..command_line import EXIT_GROWN, EXIT_REQUEUE, EXIT_USAGE, RESTARTS, CommandLine
 from ..command_line.starters import STARTERS, is_first_rank
@@ -96,7 +96,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--grace-seconds", type=in_range(float, natural), default=15.0, metavar="S", help=grace)
     agree = (
         "the launchers of several nodes compare their ranks at MASTER_ADDR:MASTER_PORT before they "
-        "start them, and wait that long for each other; 0: do not compare (default: 300)"
+        "start them, and wait that long for each other; 0: only before a second start, as after "
+        "--moe-grow-at (default: 300)"
     )
     add("--agree-seconds", type=in_range(int, natural), default=300, metavar="S", help=agree)
     dry = "print the ranks' commands and the binding, and start nothing"
@@ -160,7 +161,7 @@ def _run(job: Job, env: Mapping[str, str], options: Options, words: Sequence[str
     """Runs the ranks of ``words``, again and again where they leave with more experts."""
     if job.placement.adopted and not job.is_of_a_step:
         _exec_rank(job)
-    requested = False
+    requested, starts = False, 0
     while True:
         for rank in job.ranks if job.trains else ():
             rank.env[RESTARTS] = "1"
@@ -170,10 +171,20 @@ def _run(job: Job, env: Mapping[str, str], options: Options, words: Sequence[str
             break
         _say("the set has more experts: starting the ranks again")
         job = prepare_job(options, parse_command(restarted(words), env.get("PATH")), env)
+        starts += 1
+        _compare(job, job.report_again, options.agree_seconds or Options.agree_seconds, starts)
     left = status in (0, EXIT_REQUEUE)
     if job.is_of_a_step and not left and supervisor.stopped_by is None:
         _end_step(env)
     return status
+
+
+def _compare(job: Job, report: Mapping[str, Any] | None, seconds: float, starts: int = 0) -> None:
+    """Wait for the launchers of the job's other ranks; raises ValueError where they do not fit."""
+    if report is not None and seconds:
+        shared = job.ranks[0].env
+        address, port = shared["MASTER_ADDR"], int(shared["MASTER_PORT"])
+        compare_nodes(report, address, port, seconds, starts)
 
 
 def _say(text: str) -> None:
@@ -194,10 +205,7 @@ def main(argv: Sequence[str]) -> int:
         if options.dry_run:
             _print_commands(job, env)
             return 0
-        if job.report is not None and options.agree_seconds:
-            shared = job.ranks[0].env
-            address, port = shared["MASTER_ADDR"], int(shared["MASTER_PORT"])
-            compare_nodes(job.report, address, port, options.agree_seconds)
+        _compare(job, job.report, options.agree_seconds)
+        return _run(job, env, options, words)
     except ValueError as error:
         return _report_error(error, env, options)
-    return _run(job, env, options, words)

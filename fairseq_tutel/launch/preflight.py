@@ -9,10 +9,13 @@ and comes to the same verdict.
 from __future__ import annotations
 
 import json
+import os
 import time
 from datetime import timedelta
 from typing import Any
 
+_OTHER_STORE_SECONDS = 1.0  # how long a store may take to turn out to be node 0's
+_SHORTEST_WAIT = 0.1
 _LATECOMER_SECONDS = 5.0  # how long node 0 keeps the store open for those that still read
 
 
@@ -20,26 +23,35 @@ class SharedError(ValueError):
     """Every rank of the job finds it, in the same words: one of them reports it."""
 
 
-def compare_nodes(own: dict[str, Any], address: str, port: int, seconds: float) -> None:
+def compare_nodes(
+    own: dict[str, Any], address: str, port: int, seconds: float, start: int = 0
+) -> None:
     """Returns once all nodes have reported the same: "node" (its number), "host", "nodes" and
-    whatever else must be.
+    whatever else must be. ``start``: how often these nodes have started ranks before; as they start
+    them again, rank 0 of the last time may still be there, with a store of its own.
 
     Raises SharedError on all nodes where they differ or some did not report within ``seconds``,
     ValueError where node 0 could not be reached.
     """
-    verdict = _verdict(own, address, port, seconds)  # in a call of its own: it ends the store
+    # in a call of its own: it ends the store
+    verdict = _verdict(own, address, port, seconds, start)
     if verdict:
         raise SharedError(verdict)
 
 
-def _verdict(own: dict[str, Any], address: str, port: int, seconds: float) -> str:
+def _verdict(own: dict[str, Any], address: str, port: int, seconds: float, start: int) -> str:
     """What is wrong with the job, the same on all nodes; "" if nothing is."""
+    # what becomes of a store that is not node 0's is no warning; of this process only
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed import TCPStore  # seconds to import, and one node does without
 
     first, wait = own["node"] == 0, timedelta(seconds=seconds)
     try:
-        host = "127.0.0.1" if first else address
-        store = TCPStore(host, port, is_master=first, wait_for_workers=False, timeout=wait)
+        if first:
+            store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+            store.set(f"start {start}", "")
+        else:
+            store = _store_of_start(start, address, port, seconds)
         store.set(f"node {own['node']}", json.dumps(own))
         if not first:  # node 0 may have begun only now, and has as much time again
             store.wait(["verdict"], wait + timedelta(seconds=2 * _LATECOMER_SECONDS))
@@ -56,6 +68,23 @@ def _verdict(own: dict[str, Any], address: str, port: int, seconds: float) -> st
     while store.add("read", 0) < own["nodes"] - 1 and time.monotonic() < end:
         time.sleep(0.1)
     return verdict
+
+
+def _store_of_start(start: int, address: str, port: int, seconds: float):
+    """Node 0's, however many others listened there before. Raises RuntimeError as torch does."""
+    from torch.distributed import TCPStore
+
+    end = time.monotonic() + seconds
+    while True:
+        left = timedelta(seconds=max(end - time.monotonic(), _SHORTEST_WAIT))
+        try:
+            store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=left)
+            store.wait([f"start {start}"], min(left, timedelta(seconds=_OTHER_STORE_SECONDS)))
+            return store
+        except RuntimeError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(0.1)
 
 
 def _collect(store, num_nodes: int, seconds: float) -> str:

@@ -122,11 +122,13 @@ class Supervisor:
             while (late := signal.sigtimedwait(watched, 0)) is not None:
                 # a signal to the ranks that came too late must not end the launcher
                 self.requested |= late.si_signo == signal.SIGUSR1
+                if late.si_signo in _ENDING and self._status == EXIT_GROWN:  # nor let it go on
+                    self.stopped_by = self.stopped_by or signal.Signals(late.si_signo)
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         for reader in self._readers:
             reader.join(timeout=5)
         status = self._status or 0
-        if self.stopped_by is not None and (status == _FAILED or status > 128):
+        if self.stopped_by is not None and (status in (_FAILED, EXIT_GROWN) or status > 128):
             return 128 + self.stopped_by
         return status
 

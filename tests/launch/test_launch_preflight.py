@@ -2,12 +2,14 @@
 
 import os
 import socket
+import sys
 import threading
 import time
 
 from launch_helpers import executable, variables
 from test_launch_processes import environment, launch, script_words, start
 
+from fairseq_tutel.command_line import EXIT_GROWN
 from fairseq_tutel.launch.preflight import SharedError, compare_nodes
 
 
@@ -71,6 +73,33 @@ def test_launchers_of_two_nodes(tmp_path, port):
     good = launchers(tmp_path, port, [2, 2])
     assert [done[0].returncode for done in good] == [0, 0], good
     assert len(list(tmp_path.iterdir())) == 4
+
+
+# Rank 0's first process stays for a second after rank 1's has left, with a store that listens.
+_GROWING = f"""#!{sys.executable} -S
+import os, pathlib, socket, sys, time
+here, rank, port = pathlib.Path(sys.argv[1]), os.environ["RANK"], int(os.environ["MASTER_PORT"])
+if (here / f"{{rank}} grown").exists():
+    sys.exit(not (here / "0 gone").exists())
+(here / f"{{rank}} grown").touch()
+if rank == "0":
+    with socket.create_server(("127.0.0.1", port)):
+        time.sleep(2)
+    (here / "0 gone").touch()
+sys.exit({EXIT_GROWN})
+"""
+
+
+def test_no_node_starts_again_before_rank_0_has_left(tmp_path, port):
+    """Else its ranks would wait, for ever, for what is in the store of rank 0's first process."""
+    program = executable(tmp_path / "fairseq-train", _GROWING)
+    words = f"--nproc-per-node 1 --nnodes 2 --master-addr 127.0.0.1 --master-port {port}".split()
+    command = ["--", program, str(tmp_path)]
+    first, second = (start(*words, "--node-rank", str(node), *command) for node in (0, 1))
+    for process in (first, second):
+        _, text = process.communicate(timeout=60)
+        assert process.returncode == 0, text
+        assert text.count("the set has more experts: starting the ranks again") == 1
 
 
 def test_an_error_of_one_node_alone_names_it(tmp_path):
