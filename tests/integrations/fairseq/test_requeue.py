@@ -6,6 +6,8 @@ import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from helpers.distributed import run_ranks
 from helpers.programs import requeued_in
 from helpers.training import make_batch, make_config, make_trainer
 
-from fairseq_tutel.command_line import EXIT_REQUEUE
+from fairseq_tutel.command_line import EXIT_GROWN, EXIT_REQUEUE
 from fairseq_tutel.distributed import process_world
 
 UPDATES_PER_EPOCH, MAX_UPDATE = 6, 15  # 16 blocks, 3 to a batch
@@ -124,28 +126,41 @@ def test_a_signal_that_the_launcher_has_held_back(programs, tmp_path):
 
 
 def _leave_together():
-    """One update per round on each of two ranks; SIGUSR1 comes to the second before the third."""
+    """One update per round on each of two ranks; SIGUSR1 comes to the second before the third, as
+    both are about to leave with more experts."""
     rank, _ = process_world()
     trainer = make_trainer(make_config("--moe-expert-count", "2"))
-    trainer.requeue.watched = True
+    trainer.requeue.watched, trainer.save_last = True, str
     reduced, counts = torch.distributed.all_reduce, []
 
     def counting(*args, **kwargs):
         counts[-1] += 1
         return reduced(*args, **kwargs)
 
-    asked = []
+    asked, codes = [], []
     torch.distributed.all_reduce = counting
     for update in range(4):
-        if (rank, update) == (1, 2):
-            os.kill(os.getpid(), signal.SIGUSR1)
+        if update == 2:
+            codes += [_code_of_growing(trainer)]
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            codes += [_code_of_growing(trainer)]
         counts.append(0)
         trainer.train_step([make_batch(update + rank)])
         within = counts[-1]
         asked.append(trainer.requeue.made_on_any_rank())
         assert counts[-1] == within  # the question costs no message of its own
-    return asked
+    return asked, codes
+
+
+def _code_of_growing(trainer):
+    growth = SimpleNamespace(is_due=lambda update: True, grow=lambda path: None)
+    with mock.patch.object(trainer, "growth", growth), pytest.raises(SystemExit) as left:
+        trainer.leave()
+    return left.value.code
 
 
 def test_ranks_learn_of_a_signal_with_the_statistics_of_the_update():
-    assert run_ranks(_leave_together, 2) == [[False, False, True, True]] * 2
+    """And, where they leave with more experts, of one that came since."""
+    want = [False, False, True, True], [EXIT_GROWN, EXIT_REQUEUE]
+    assert run_ranks(_leave_together, 2) == [want] * 2

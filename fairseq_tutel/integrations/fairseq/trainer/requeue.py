@@ -15,6 +15,7 @@ import signal
 import threading
 
 from ....command_line import EXIT_GROWN, EXIT_REQUEUE
+from ....distributed import gather_texts
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,10 @@ class RequeueRequest:
     def made_on_any_rank(self) -> bool:
         """Whether any rank was asked, before the statistics of the last update were summed."""
         return self._seen if self._num_asked is None else bool(self._num_asked > 0)
+
+    def made_meanwhile(self) -> bool:
+        """Whether any rank was asked until now, also after the last update. Collective."""
+        return any(gather_texts("1" if self._seen else None))
 
 
 def leave(path: str, grown: bool = False) -> None:

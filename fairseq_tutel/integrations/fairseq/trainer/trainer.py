@@ -138,7 +138,8 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         grows = self.growth.is_due(self.get_num_updates())
         if grows:
             self.growth.grow(path)
-        leave(path, grown=grows and not self.requeue.made_on_any_rank())
+        # asked while the set was written, or before
+        leave(path, grown=grows and not self.requeue.made_meanwhile())
 
     def _train_step(self, samples, raise_oom):
         # At the end of an epoch, empty batches fill up a rank's share of an update; each costs a
