@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,8 +209,7 @@ class _Upcycled:
 
     def flags(self) -> list[str]:
         """Of the command that trains on; 0 drops nothing, as exactness wants."""
-        both = any(".encoder" in f".{prefix}" for prefix in self._ffns)
-        arch = "transformer_moe" if both else "transformer_lm_gpt_moe"
+        arch = "transformer_lm_gpt_moe" if _is_lm(self._dense[MODEL]) else "transformer_moe"
         words = ["--arch", arch]
         for name, value in {**self.options(), "moe_capacity_factor": 0}.items():
             words += [f"--{name.replace('_', '-')}", str(value)]
@@ -308,12 +307,16 @@ def _check_options(shared: Mapping[str, Any], src: str) -> None:
         if options.get(name):
             flag = f"--{name.replace('_', '-')}"
             raise CheckpointError(f"{src}: {flag} {options[name]} cannot be combined with experts")
-    is_lm = not any(_side(name) == "encoder" for name in shared[MODEL])
-    if is_lm and options.get("decoder_normalize_before") is False:
+    if _is_lm(shared[MODEL]) and options.get("decoder_normalize_before") is False:
         raise CheckpointError(
             f"{src}: norms come after the blocks (no --decoder-normalize-before), and language "
             "models with experts have them before"
         )
+
+
+def _is_lm(names: Iterable[str]) -> bool:
+    """Whether a model has no encoder, by the names of its parameters."""
+    return not any(_side(name) == "encoder" for name in names)
 
 
 def _side(name: str) -> str | None:

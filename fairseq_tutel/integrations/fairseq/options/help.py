@@ -50,7 +50,8 @@ Other defaults than those of MoELayer in Python are Meta's:
 other commands, each with --help:
   python -m fairseq_tutel.launch       start the ranks, or adopt those of SLURM, torchrun or MPI
   python -m fairseq_tutel.plan         parameters, memory and speed of a configuration, on paper
-  python -m fairseq_tutel.checkpoint   inspect, merge and reshard checkpoints
+  python -m fairseq_tutel.checkpoint   inspect, merge and reshard checkpoints; more or fewer experts
+  python -m fairseq_tutel.export       models for transformers, and for C++ without Python
   python -m fairseq_tutel.picture      loss, expert load and exchange choices of a run
 """
 
