@@ -104,7 +104,9 @@ def to_dense(
     """
     source = _open(src)
     layers = layers_of(source)
-    loads = _loads(source, src, load, needed=how == "one")
+    loads = even_load(source.num_experts, layers)
+    if how != "shared":
+        loads = _loads(source, src, load, needed=how == "one")
     experts = range(source.num_experts)
     recipe: Recipe = {layer: [weighted(experts, loads[layer])] for layer in layers}
     if how == "one":

@@ -96,7 +96,7 @@ def test_an_upcycled_language_model_starts_as_the_dense_one(dense, tmp_path, how
     assert trainer.get_num_updates() == 0  # without the optimizer's state the schedule begins anew
 
 
-def test_an_upcycled_encoder_decoder_starts_as_the_dense_one(tmp_path):
+def test_an_upcycled_encoder_decoder_starts_as_the_dense_one(tmp_path, caplog):
     dense = Dense(tmp_path, pair_config(moe=False), make_pairs(1))
     how = Upcycling(4, top_k=2, copy_optimizer=True)
     path = upcycle(dense.path, str(tmp_path / "up.pt"), how, ranks=2)
@@ -108,6 +108,17 @@ def test_an_upcycled_encoder_decoder_starts_as_the_dense_one(tmp_path):
         (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([file])
         assert type(model) is kind
         torch.testing.assert_close(_logits(model, dense.sample, False), dense.logits, **EXACT)
+
+    how = Upcycling(4, freq=0, decoder_freq=2, shared=True)
+    with caplog.at_level("INFO", "fairseq_tutel"):
+        side = upcycle(dense.path, str(tmp_path / "side.pt"), how)
+    assert "train on with: --arch transformer_moe " in caplog.text  # not a language model
+    caplog.clear()
+    kept = load_file(to_dense(side, str(tmp_path / "kept.pt"), "shared"))["model"]
+    assert "load" not in caplog.text  # of the experts, which are not asked
+    stock = load_file(dense.path)["model"]
+    assert kept.keys() == stock.keys()
+    assert all(torch.equal(kept[name], stock[name]) for name in stock)
 
 
 def _moments(trainer):

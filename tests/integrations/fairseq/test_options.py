@@ -171,6 +171,9 @@ def test_every_option_stands_in_one_group_with_a_help_text():
 def test_the_help_begins_with_what_matters_and_the_page_has_its_tables(capsys, programs):
     assert main([]) == 0
     text = capsys.readouterr().out
+    programs_of = Path(fairseq_tutel.__file__).parent.glob("*/__main__.py")
+    named = re.findall(r"^  python -m fairseq_tutel\.(\w+)  ", text, re.MULTILINE)
+    assert {path.parent.name for path in programs_of} | {"picture"} == set(named)
     first = re.findall(r"^  (--[\w-]+)", text.partition("\nSize")[0], re.MULTILINE)
     assert first == ["--moe-expert-count", "--moe-freq", "--moe-top-k", "--moe-capacity-factor",
                      "--moe-gate-loss-wt"]  # fmt: skip

@@ -6,6 +6,7 @@ A checkpoint is a set of files in the layout of fairseq's ``moe`` branch, writte
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -15,6 +16,7 @@ from fairseq import checkpoint_utils, utils
 from fairseq.logging import meters, metrics
 
 from ....checkpoint import check_complete, final_path
+from ....checkpoint.state import options_of
 from ....distributed import process_world
 from ....training import (
     StateNames,
@@ -30,6 +32,13 @@ from .sets import progress
 logger = logging.getLogger(__name__)
 
 _SUFFIX = "-shared"
+# options of a model that decide which parameters it has, and of which sizes
+_OF_PARAMETERS = (
+    *(f"{side}_{size}" for side in ("encoder", "decoder")
+      for size in ("layers", "embed_dim", "ffn_embed_dim", "moe_freq")),
+    *("moe_freq", "moe_expert_ffn_dim", "moe_shared_expert_ffn_dim", "moe_expert_network"),
+    *("moe_router", "moe_load_bias", "moe_null_experts", "moe_cmr"),
+)  # fmt: skip
 
 
 class CheckpointMixin:
@@ -129,7 +138,8 @@ class CheckpointMixin:
         )
         check_complete(state, path)
         history = state["optimizer_history"]
-        self._load_weights(state, path)
+        with self._naming_options(state):
+            self._load_weights(state, path)
         optimizer_state = state.get("last_optimizer_state")
         if optimizer_state is not None and not reset_optimizer:
             self._load_optimizer(
@@ -158,6 +168,22 @@ class CheckpointMixin:
             *(path, position["epoch"], self.get_num_updates()),
         )
         return extra_state
+
+    @contextlib.contextmanager
+    def _naming_options(self, state):
+        """Within, where weights do not fit, the error says which options the set was made with."""
+        try:
+            yield
+        except ValueError as error:
+            stored, mine = options_of(state), self.cfg.model
+            wanted = [
+                f"--{name.replace('_', '-')}" + f" {stored[name]}" * (stored[name] is not True)
+                for name in _OF_PARAMETERS
+                if stored.get(name) is not None and stored[name] != getattr(mine, name, None)
+            ]
+            raise ValueError(
+                f"{error}; the checkpoint was made with {' '.join(wanted)}" if wanted else error
+            ) from None
 
     def _load_weights(self, state, path):
         if "num_updates" in state["optimizer_history"][-1]:
