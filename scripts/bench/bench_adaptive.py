@@ -9,13 +9,16 @@ a barrier and lasts as long as on the slowest rank. Then the tuner chooses while
 after each of its steps the same step is taken once with the choice that was best in hindsight, on a
 layer of its own, so that both see the same machine. What the tuner loses by trying is in its sum.
 With --decided-steps follow steps of a factor for which the tuner has decided, in turn with the same
-choice without a tuner: what it costs then.
+choice without a tuner: what it costs then. Whole steps differ by more than that from turn to turn,
+so what a tuner adds is measured by itself, too, in the processor's time of the slowest rank: its
+agreements, and the marks around a region, which one of five steps has.
 """
 
 import argparse
 import dataclasses
 import functools
 import itertools
+import operator
 import statistics
 import sys
 import time
@@ -32,10 +35,12 @@ from record import say, table
 from runner import Report, add_defaults, command_line, words
 
 from fairseq_tutel.config import ExchangeConfig
-from fairseq_tutel.distributed import build_groups
+from fairseq_tutel.distributed import StepAgreement, build_groups, sync_step
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.tuning import ExchangeTuner
 from fairseq_tutel.tuning.candidates import TUNABLE, build_choices
+from fairseq_tutel.tuning.search.tuner import MEASURED_EVERY
+from fairseq_tutel.tuning.timer import RegionTimer
 
 _DEFAULTS = {
     "steps": (120, "of a phase"),
@@ -88,6 +93,15 @@ class Workload:
         self.x.grad = None
         y = self.x + self.layer(self.x, capacity_factor=factor, **how)
         y.square().mean().backward()
+
+    def agree(
+        self, num_tokens: int, dtype: torch.dtype, *, capacity_factor: float, exchange
+    ) -> StepAgreement:
+        """That of a step without a tuner, on an exchange."""
+        how = {"capacity_factor": capacity_factor, "exchange": exchange}
+        settings = self.layer.step_settings(dtype, **how)
+        step = sync_step(num_tokens, settings, self.layer.groups)
+        return dataclasses.replace(step, exchange=exchange)
 
 
 def fixed_choices(layer: MoELayer) -> dict[str, ExchangeConfig]:
@@ -151,18 +165,76 @@ def measure_tuned(
         beside.append(timed(ranks, fixed))
     found = {"tuner": ranks.slowest(mine), "best": ranks.slowest(beside)}
     found["choices"] = [name_of(choice) for choice in chosen]
-    decided = chosen[-1]
-    variants = {
-        "tuner": functools.partial(tuned_step, factor),
-        "alone": functools.partial(reference.step, factor, exchange=decided),
-    }
-    turns: dict[str, list[float]] = {name: [] for name in variants}
+    alone = functools.partial(reference.agree, exchange=chosen[-1])
+    agreeing = {"tuner": (work, tuner.agree), "alone": (reference, alone)}
+    return found | measure_decided(agreeing, options, ranks)
+
+
+def measure_decided(
+    agreeing: dict[str, tuple[Workload, Callable[..., StepAgreement]]], options, ranks: Ranks
+) -> dict[str, Any]:
+    """Seconds of steps at the last factor, and of the processor in their agreements; steps in which
+    the tuner tried something again.
+    """
+    seconds, agreements, chosen = ({name: [] for name in agreeing} for _ in range(3))
+
+    def step(name):
+        work, agree = agreeing[name]
+        begin = time.thread_time()
+        agreed = agree(len(work.x), work.x.dtype, capacity_factor=options.phases[-1])
+        agreements[name].append(time.thread_time() - begin)
+        chosen[name].append(agreed.exchange)
+        work.step(options.phases[-1], step=agreed)
+
     for number in range(options.decided_steps):
-        for name in sorted(variants, reverse=number % 2 == 0):  # who is first changes
-            turns[name].append(timed(ranks, variants[name]))
-    found["decided"] = {name: ranks.slowest(times) for name, times in turns.items()}
-    found["tried again"] = sum(choice != decided for choice in chosen[len(mine) :])
+        for name in sorted(agreeing, reverse=number % 2 == 0):  # who is first changes
+            seconds[name].append(timed(ranks, functools.partial(step, name)))
+    return {
+        "decided": {name: ranks.slowest(times) for name, times in seconds.items()},
+        "agreements": {name: ranks.slowest(times) for name, times in agreements.items()},
+        "regions": {
+            name: ranks.slowest(times)
+            for name, times in time_regions(options.decided_steps).items()
+        },
+        "tried again": sum(map(operator.ne, *chosen.values())),
+    }
+
+
+def time_regions(turns: int) -> dict[str, list[float]]:
+    """Seconds of the processor for a region with nothing in it, with a timer and without."""
+    found: dict[str, list[float]] = {"tuner": [], "alone": []}
+    x = torch.ones(1, requires_grad=True)
+    for name, times in itertools.chain.from_iterable([found.items()] * turns):
+        timer = RegionTimer() if name == "tuner" else None
+        begin = time.thread_time()
+        inside, span = (x, None) if timer is None else timer.begin(x)
+        y = inside * 1
+        (y if timer is None else timer.end(y, span)).backward()
+        times.append(time.thread_time() - begin)
     return found
+
+
+def cost_of_deciding(tuned: dict[str, Any]) -> dict[str, tuple[float, float, float]] | None:
+    """Of a tuner that has decided, with intervals: a step over the same without it, and what it
+    adds to one, in microseconds of the processor and as a part of the step.
+    """
+    if not tuned["decided"]["tuner"]:
+        return None
+
+    def added(name):
+        pairs = zip(tuned[name]["tuner"], tuned[name]["alone"], strict=True)
+        return median_interval([1e6 * (mine - alone) for mine, alone in pairs])
+
+    steps = tuned["decided"]
+    agreement, region = added("agreements"), added("regions")
+    total = [a + r / MEASURED_EVERY for a, r in zip(agreement, region, strict=True)]
+    step = 1e6 * statistics.median(steps["alone"])
+    return {
+        "steps": median_interval([a / b for a, b in zip(*steps.values(), strict=True)]),
+        "agreement_us": agreement,
+        "region_us": region,
+        "part": tuple(each / step for each in total),
+    }
 
 
 def by_phase(tuned: dict[str, list], phases: Sequence[float], steps: int) -> list[dict[str, Any]]:
@@ -199,8 +271,6 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     in_hindsight = {factor: choices[name] for factor, name in best.items()}
     tuned = measure_tuned(reference, in_hindsight, options, ranks)
     total = {key: sum(tuned[key]) for key in ("tuner", "best")}
-    decided = zip(*tuned["decided"].values(), strict=True)
-    pairs = [mine / alone for mine, alone in decided]
     totals = {
         name: options.steps * sum(map(times.get, options.phases)) for name, times in fixed.items()
     }
@@ -215,7 +285,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             "worst/tuner": max(totals.values()) / total["tuner"],
             "best fixed/tuner": min(totals.values()) / total["tuner"],
         },
-        "decided/alone": median_interval(pairs) if pairs else None,
+        "deciding": cost_of_deciding(tuned),
         "tuned": {**tuned, "choices": runs_of(tuned["choices"])},
     }
     return report.finish(whole, show)
@@ -245,9 +315,13 @@ def show(result: dict[str, Any]) -> None:
     say(table(result["phases"], shown))
     for name, ratio in result["ratios"].items():
         say(f"{name}: {ratio:.3f}")
-    if result["decided/alone"]:
-        low, middle, high = result["decided/alone"]
-        say(f"a decided tuner/its choice alone: {middle:.4f} ({low:.4f} to {high:.4f})")
+    if deciding := result["deciding"]:
+        intervals = {name: f"{m:.4g} ({low:.4g} to {high:.4g})"
+                     for name, (low, m, high) in deciding.items()}  # fmt: skip
+        say(f"a decided tuner/its choice alone: {intervals['steps']}")
+        say(f"it adds to the processor's time of a step: {intervals['agreement_us']} us, and "
+            f"{intervals['region_us']} us every {MEASURED_EVERY} steps")  # fmt: skip
+        say(f"as a part of the step: {intervals['part']}")
 
 
 main = runner.program(parse_arguments, run)

@@ -24,6 +24,19 @@ def test_sums():
     assert [(row["ratio"], row["choice"]) for row in rows] == [(1.5, "b"), (1.75, "a")]
 
 
+def test_what_a_decided_tuner_adds():
+    seconds = {"tuner": [1.0, 1.0, 1.1], "alone": [1.0, 1.0, 1.0]}
+    agreements = {"tuner": [0.003, 0.003, 0.004], "alone": [0.001, 0.001, 0.001]}
+    regions = {"tuner": [0.006, 0.007, 0.006], "alone": [0.001, 0.001, 0.001]}
+    found = bench_adaptive.cost_of_deciding(
+        {"decided": seconds, "agreements": agreements, "regions": regions}
+    )
+    assert found["steps"] == pytest.approx((1, 1, 1.1))
+    assert found["agreement_us"] == pytest.approx((2000, 2000, 3000))
+    assert found["region_us"] == pytest.approx((5000, 5000, 6000))
+    assert found["part"] == pytest.approx((0.003, 0.003, 0.0042))  # a fifth of the regions'
+
+
 def _measure(folder):
     options = bench_adaptive.parse_arguments([*TINY, "--output", str(folder)])
     return bench_adaptive.run(
@@ -47,8 +60,9 @@ def test_a_tiny_run(tmp_path, capsys):
     assert [row["capacity_factor"] for row in result["phases"]] == [1.0, 2.0]
     decided = result["tuned"]["decided"]
     assert {name: len(times) for name, times in decided.items()} == {"tuner": 6, "alone": 6}
-    low, middle, high = result["decided/alone"]
-    assert 0 < low <= middle <= high
+    deciding = result["deciding"]
+    assert all(low <= middle <= high for low, middle, high in deciding.values())
+    assert deciding["steps"][0] > 0 and deciding["region_us"][1] > 0
     bench_adaptive.show(result)
     assert "tuner/best" in capsys.readouterr().out
     assert json.loads((tmp_path / "adaptive-2-loopback.json").read_text()).keys() == result.keys()

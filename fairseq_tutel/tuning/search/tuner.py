@@ -20,7 +20,7 @@ SLOTS = 4
 MISSING = -1
 # The rest of a trial is not run where its first samples are so many times slower than the best.
 _ABORT_RATIOS = (1.5, 1.2)
-_EVERY = 5  # steps after which that of a decided key is measured, for the log
+MEASURED_EVERY = 5  # steps after which that of a decided key is measured, for the log
 
 
 class Key(NamedTuple):
@@ -169,7 +169,7 @@ class Tuner:
     def _next(self, key, entry):
         """(choice, whether to measure it)."""
         if entry.search is None:
-            return entry.choice, self.step % _EVERY == 0
+            return entry.choice, self.step % MEASURED_EVERY == 0
         over_budget = self.lost_time > self.max_loss * self.run_time
         if over_budget and entry.search.history and not entry.num_steps:
             return entry.current, False
