@@ -3,18 +3,20 @@
     python scripts/bench/plot.py [FOLDER]
 
 overview.png: a golden run beside Meta's, and one layer's time. swin.png: SwinV2-MoE against the
-dense formulation by images, and what its experts do for small models.
+dense formulation by images, and what its experts do for small models. growth.png: what growth gains
+in a training (study_growth.py).
 """
 
 import json
 import sys
 from pathlib import Path
 
+import study_growth
 from record import ROOT, quiet_logs, say
+from style import BLUE, GREEN, GREY, ORANGE, finish
 
 RESULTS = ROOT / "scripts" / "bench" / "results"
 FIGURES = RESULTS / "figures"
-GREY, BLUE, GREEN, ORANGE = "#b0b7c3", "#1d4ed8", "#2f5d50", "#c2570c"
 BARS = {
     "dense": ("dense S x E x C\nformulation", GREY),
     "torch": ("this layer", BLUE),
@@ -55,16 +57,6 @@ def draw(path: Path) -> None:
     bars.set_title(f"One MoE layer, both passes ({faster:.1f} times faster)")
     bars.set_ylabel(f"ms, {sizes['tokens']} tokens, {sizes['experts']} experts, CPU")
     finish(figure, path)
-
-
-def finish(figure, path: Path) -> None:
-    """The same lines for every figure; written."""
-    for axis in figure.axes:
-        axis.grid(alpha=0.4)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
 
 
 def draw_swin(path: Path) -> None:
@@ -123,6 +115,11 @@ def draw_swin(path: Path) -> None:
     finish(figure, path)
 
 
+def draw_growth(path: Path) -> None:
+    """Validation loss of the study's models."""
+    study_growth.draw(read(RESULTS / "growth.json"), path)
+
+
 def _rows(pattern: str, key: str) -> list[dict]:
     """Of all results whose file is named so."""
     return [row for path in sorted(RESULTS.glob(pattern)) for row in read(path)[key]]
@@ -136,7 +133,7 @@ def _load(run: dict) -> float | None:
     return run["use"] and run["use"]["load"]
 
 
-DRAWN = {"overview.png": draw, "swin.png": draw_swin}
+DRAWN = {"overview.png": draw, "swin.png": draw_swin, "growth.png": draw_growth}
 
 
 if __name__ == "__main__":

@@ -12,13 +12,15 @@ ranks, in U updates of which the first half may be another model's:
 - grown: 4 experts, and 8 from half the updates on, copies by turns; or held back by a load bias,
   which the first half was trained without, and which stays on.
 
-Loss is the validation set's, in bits per token, without the balance loss; seconds are those of
-training, without validation, start and the commands of growth. A study that was stopped goes on
-where it was. Draws the figure beside the JSON file.
+Loss is the validation set's, in bits per token, without the balance loss. Seconds are those of
+training, without validation, start and the commands of growth: of each half its updates times the
+median pace between two validations, of all seeds, since hours are seldom undisturbed. A study that
+was stopped goes on where it was. Draws the figure beside the JSON file.
 """
 
 import argparse
 import importlib.util
+import itertools
 import json
 import shlex
 import shutil
@@ -31,10 +33,10 @@ from pathlib import Path
 from typing import Any
 
 import runner
-from plot import BLUE, GREEN, GREY, ORANGE, finish
 from ranks import Ranks
 from record import ROOT, quiet_logs, say, table
 from runner import Report, add_defaults, command_line, expect_known, words
+from style import BLUE, GREEN, GREY, ORANGE, finish
 
 from fairseq_tutel import picture
 
@@ -244,17 +246,29 @@ def as_dense(given: Sequence[str]) -> list[str]:
     return kept
 
 
-def summarise(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By variant: the last loss and the seconds until then, of all seeds."""
+def seconds_until(
+    updates: Sequence[int], runs: list[dict[str, Any]], name: str, half: int
+) -> list[float]:
+    """Of training until each of some updates, by the median pace of each half."""
+    paces: tuple[list[float], list[float]] = [], []
+    for curve in (run["curve"] for run in runs if run["variant"] == name):
+        for before, after in itertools.pairwise(curve):
+            paces[before[0] >= half].append((after[1] - before[1]) / (after[0] - before[0]))
+    first, second = map(statistics.median, paces)
+    return [first * min(update, half) + second * max(0, update - half) for update in updates]
+
+
+def summarise(runs: list[dict[str, Any]], half: int) -> list[dict[str, Any]]:
+    """By variant: the last loss of all seeds, and the seconds until then."""
     rows = []
     for name in dict.fromkeys(run["variant"] for run in runs):
         last = [run["curve"][-1] for run in runs if run["variant"] == name]
-        losses, seconds = [point[2] for point in last], [point[1] for point in last]
+        losses = [point[2] for point in last]
         rows.append({
             "variant": name,
             "updates": last[0][0],
             "loss": {"mean": statistics.mean(losses), "range": [min(losses), max(losses)]},
-            "seconds": statistics.mean(seconds),
+            "seconds": seconds_until([last[0][0]], runs, name, half)[0],
             "seeds": len(last),
         })  # fmt: skip
     return rows
@@ -282,7 +296,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(10, 3.8), dpi=120, layout="constrained")
     over_updates, over_time = figure.subplots(1, 2, sharey=True)
-    shown = [row["variant"] for row in result["table"]]
+    shown, half = [row["variant"] for row in result["table"]], result["settings"]["updates"] // 2
     for name in shown:
         curves = [run["curve"] for run in result["runs"] if run["variant"] == name]
         points = list(zip(*curves, strict=False))  # by validation, of every seed
@@ -290,14 +304,14 @@ def draw(result: dict[str, Any], path: Path) -> None:
         mean = [statistics.mean(each) for each in losses]
         variant = VARIANTS[name]
         style = {"color": variant.color, "lw": 1.4, "label": variant.label}
-        for axes, place in ((over_updates, 0), (over_time, 1)):
-            x = [statistics.mean(point[place] for point in of_seeds) for of_seeds in points]
+        updates = [of_seeds[0][0] for of_seeds in points]
+        seconds = seconds_until(updates, result["runs"], name, half)
+        for axes, x in ((over_updates, updates), (over_time, seconds)):
             axes.plot(x, mean, **style)
             axes.fill_between(
                 x, list(map(min, losses)), list(map(max, losses)), color=variant.color, alpha=0.15,
                 lw=0,
             )  # fmt: skip
-    half = result["settings"]["updates"] / 2
     over_updates.axvline(half, color="#555555", lw=0.8, ls=":")
     over_updates.set(xlabel="update", ylabel="validation loss, bits per token")
     over_time.set(xlabel="seconds of training")
@@ -314,6 +328,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
     if ranks.world_size > 1 or options.updates < 4 or options.updates % 2:
         raise ValueError("one process, which starts others, and an even number of updates from 4")
     settings = {"updates": options.updates, "seeds": options.seeds}
+    half = options.updates // 2
     report, runs = Report("growth-study", ranks, options.output, settings=settings), []
     try:
         data = make_data(options.folder.absolute() / "text", options.updates)
@@ -323,10 +338,10 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
                 runs.append(study.run(name))
                 update, seconds, loss = runs[-1]["curve"][-1]
                 say(f"seed {seed}, {name}: {loss:.3f} bits after {update} updates, {seconds:.0f} s")
-                report.keep(lambda: {"table": summarise(runs), "runs": runs})
+                report.keep(lambda: {"table": summarise(runs, half), "runs": runs})
     except QuickstartError as error:
         raise ValueError(str(error)) from None
-    result = report.finish({"table": summarise(runs), "runs": runs}, show)
+    result = report.finish({"table": summarise(runs, half), "runs": runs}, show)
     quiet_logs()  # importing fairseq lets every logger say everything
     draw(result, options.output.with_suffix(".png"))
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import study_growth
 from fairseq import options
-from study_growth import VARIANTS, Curve, Study, as_dense, draw, summarise
+from study_growth import VARIANTS, Curve, Study, as_dense, draw, seconds_until, summarise
 
 VALID = "| INFO | valid | epoch 001 | valid on 'valid' subset | loss {} | ppl 9 | num_updates {}"
 
@@ -87,14 +87,24 @@ def test_as_dense_keeps_what_is_not_of_experts():
 
 
 def test_the_table_and_the_figure(tmp_path):
+    losses = {1: [10, 9, 8.5, 8.2, 8.1, 8.0], 2: [10, 9, 8.5, 8.2, 8.1, 8.2]}
+    seconds = {
+        1: [1, 2, 3, 5, 7, 9],
+        2: [1, 2, 99, 101, 103, 105],
+    }  # 2 s per update, disturbed once
+    points = {
+        seed: [*zip(range(1, 7), seconds[seed], losses[seed], strict=True)] for seed in (1, 2)
+    }
     runs = [
-        {"variant": name, "seed": seed, "curve": [[2, 1.0, 9.0], [4, 2.0, 8.0 + seed / 10]]}
+        {"variant": name, "seed": seed, "curve": points[seed]}
         for name in ("dense", "upcycled")
         for seed in (1, 2)
     ]
-    table = summarise(runs)
+    table = summarise(runs, 3)
     assert [row["variant"] for row in table] == ["dense", "upcycled"]
-    assert table[0]["loss"] == {"mean": pytest.approx(8.15), "range": [8.1, 8.2]}
-    result = {"table": table, "runs": runs, "settings": {"updates": 4}}
+    assert table[0]["loss"] == {"mean": pytest.approx(8.1), "range": [8.0, 8.2]}
+    assert table[0]["seconds"] == 3 * 1 + 3 * 2
+    assert seconds_until([1, 3, 5], runs, "upcycled", 3) == [1, 3, 7]
+    result = {"table": table, "runs": runs, "settings": {"updates": 6}}
     draw(result, tmp_path / "growth.png")
     assert (tmp_path / "growth.png").stat().st_size > 10_000
