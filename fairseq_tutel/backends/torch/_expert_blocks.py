@@ -17,28 +17,44 @@ _BLOCK_NUMEL = 1 << 21
 _MIN_ROWS = 256
 
 
-class Block(NamedTuple):
-    """Rows computed at once: all of several experts with equally many, or some of one's."""
+class Part(NamedTuple):
+    """Rows of a block whose products are taken at once: all of several experts with equally many,
+    or some of one's."""
 
     experts: slice  # g of them, with n rows each
+    rows: slice  # of the block's
+    first: bool  # whether no part before it is of these experts
+
+    def of(self, rows_NA: Tensor) -> Tensor:
+        """(g, n, A) of the block's rows."""
+        part, count = rows_NA[self.rows], self.experts.stop - self.experts.start
+        return part.view(count, len(part) // count, rows_NA.shape[1])
+
+
+class Block(NamedTuple):
+    """Rows of neighbouring experts, on which all but products is computed at once."""
+
     rows: slice  # of a buffer of all rows
-    first: bool  # whether no block before it is of these experts
+    parts: tuple[Part, ...]
 
-    def of(self, buffer_RA: Tensor) -> Tensor:
-        """(g, n, A) of a buffer of all rows."""
-        part, count = buffer_RA[self.rows], self.experts.stop - self.experts.start
-        return part.view(count, len(part) // count, buffer_RA.shape[1])
+    def product(self, rows_NA: Tensor, weights: Tensor, out_NB: Tensor) -> Tensor:
+        """Each row times its expert's weight, of (e, A, B), into ``out_NB``."""
+        for part in self.parts:
+            torch.bmm(part.of(rows_NA), weights[part.experts], out=part.of(out_NB))
+        return out_NB
 
-    def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
-        """Add ``a.T @ b`` to the experts' sums, which begin with the first block."""
-        of_experts = total[self.experts]
-        if total.dtype != a.dtype:
-            product = torch.bmm(a.mT, b)
-            of_experts.copy_(product) if self.first else of_experts.add_(product)
-        elif self.first:  # baddbmm_ would read what it overwrites, also with a beta of 0
-            torch.bmm(a.mT, b, out=of_experts)
-        else:
-            of_experts.baddbmm_(a.mT, b)
+    def add_products(self, total: Tensor, a_NA: Tensor, b_NB: Tensor, begin: bool = True) -> None:
+        """Add ``a.T @ b`` to the experts' sums, (e, A, B), which begin with their first part."""
+        for part in self.parts:
+            of_experts, a, b = total[part.experts], part.of(a_NA), part.of(b_NB)
+            first = begin and part.first
+            if total.dtype != a.dtype:
+                product = torch.bmm(a.mT, b)
+                of_experts.copy_(product) if first else of_experts.add_(product)
+            elif first:  # baddbmm_ would read what it overwrites, also with a beta of 0
+                torch.bmm(a.mT, b, out=of_experts)
+            else:
+                of_experts.baddbmm_(a.mT, b)
 
 
 def _padded_blocks(experts: int, capacity: int, step: int) -> Iterator[Block]:
@@ -49,16 +65,25 @@ def _padded_blocks(experts: int, capacity: int, step: int) -> Iterator[Block]:
     group = max(1, step // max(1, capacity))
     for begin in range(0, experts, group):
         end = min(begin + group, experts)
-        yield Block(slice(begin, end), slice(begin * capacity, end * capacity), True)
+        part = Part(slice(begin, end), slice(0, (end - begin) * capacity), True)
+        yield Block(slice(begin * capacity, end * capacity), (part,))
 
 
 def _ragged_blocks(ends: Sequence[int], step: int) -> Iterator[Block]:
-    """Each expert's rows in equal parts of about ``step``, at least one: no small rest."""
-    for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        parts = max(1, round((end - begin) / step))
-        marks = [begin + (end - begin) * part // parts for part in range(parts + 1)]
+    """Each expert's rows in equal parts of about ``step``, at least one: no small rest. As many
+    parts in a block as have ``step`` rows together."""
+    parts: list[Part] = []
+    begin = 0  # of the block
+    for expert, (first, last) in enumerate(zip([0, *ends], ends, strict=False)):
+        pieces = max(1, round((last - first) / step))
+        marks = [first + (last - first) * piece // pieces for piece in range(pieces + 1)]
         for start, stop in itertools.pairwise(marks):
-            yield Block(slice(expert, expert + 1), slice(start, stop), start == begin)
+            if parts and stop - begin > step:
+                yield Block(slice(begin, start), tuple(parts))
+                parts, begin = [], start
+            rows = slice(start - begin, stop - begin)
+            parts.append(Part(slice(expert, expert + 1), rows, start == first))
+    yield Block(slice(begin, ends[-1]), tuple(parts))
 
 
 def blocks_of(rows: Tensor, hidden_dim: int, offsets: Tensor | None) -> tuple[Block, ...]:
@@ -108,17 +133,26 @@ class Blocks:
         """Rows that belong to an expert; those behind are unused."""
         return self.blocks[-1].rows.stop
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        """``x @ weight.T + bias`` in ``acc``: in ``out``, or from the product there."""
-        if bias is not None and self.dtype == self.acc:
-            return torch.baddbmm(bias[:, None], x, weight.mT, out=out)
-        return self.pre_activation(torch.bmm(x, weight.mT, out=out), bias)
+    def linear(
+        self, block: Block, x_NA: Tensor, weight: Tensor, bias: Tensor | None, out_NB: Tensor
+    ) -> Tensor:
+        """``x @ weight.T + bias`` of each row's expert in ``acc``: in ``out_NB``, or from the
+        product there."""
+        if bias is None or self.dtype != self.acc:
+            return self.pre_activation(block, block.product(x_NA, weight.mT, out_NB), bias)
+        for part in block.parts:
+            b, w = bias[part.experts, None], weight[part.experts].mT
+            torch.baddbmm(b, part.of(x_NA), w, out=part.of(out_NB))
+        return out_NB
 
-    def pre_activation(self, saved: Tensor, bias: Tensor | None) -> Tensor:
-        """``saved`` of a forward pass, which in half precision is without the bias, in ``acc``."""
+    def pre_activation(self, block: Block, saved_NF: Tensor, bias: Tensor | None) -> Tensor:
+        """Of what a forward pass saved, which in half precision is without the bias, in ``acc``."""
         if self.dtype == self.acc:
-            return saved
-        return saved.to(self.acc) if bias is None else saved.to(self.acc).add_(bias[:, None])
+            return saved_NF
+        wide_NF = saved_NF.to(self.acc)
+        for part in block.parts if bias is not None else ():
+            part.of(wide_NF).add_(bias[part.experts, None])
+        return wide_NF
 
     def activate(self, z: Tensor, keep: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """dropout(activation(z)), or dropout(activation(gate) * up) of the halves of z, in the
@@ -185,25 +219,20 @@ class Blocks:
         Yields the block; gradients of its output before dropout and of its values before the
         activation, in the dtype of the rows.
         """
+        w1, b1, w2, _ = params
         for block in self.blocks:
-            w1, b1, w2, _ = of_experts(params, block)
-            dy, z = block.of(d_out_RM), self.pre_activation(block.of(saved_RF), b1)
+            dy, z = d_out_RM[block.rows], self.pre_activation(block, saved_RF[block.rows], b1)
             keep_a, keep_y = self.masks(block, dy)
             if keep_y is not None:
                 dy = (dy * keep_y).to(self.dtype)
-            d_a = torch.bmm(dy, w2).to(self.acc)
+            d_a = block.product(dy, w2, dy.new_empty(len(dy), self.hidden_dim)).to(self.acc)
             if keep_a is not None:
                 d_a.mul_(keep_a)
             d_z = self.activate_bwd(d_a, z)
-            for total, part in ((d_b1, d_z), (d_b2, dy)):
-                if total.numel() > 0:
-                    total[block.experts] += part.sum(1, dtype=self.acc)
+            for total, grad in ((d_b1, d_z), (d_b2, dy)):
+                for part in block.parts if total.numel() > 0 else ():
+                    total[part.experts] += part.of(grad).sum(1, dtype=self.acc)
             d_h = d_z.to(self.dtype)
             if d_rows_RM.numel() > 0:
-                torch.bmm(d_h, w1, out=block.of(d_rows_RM))
+                block.product(d_h, w1, d_rows_RM[block.rows])
             yield block, dy, d_h
-
-
-def of_experts(params: Sequence[Tensor | None], block: Block) -> list[Tensor | None]:
-    """Those of the block's experts."""
-    return [None if param is None else param[block.experts] for param in params]

@@ -34,8 +34,8 @@ def expert_chunk_bwd(
     d_b1, d_b2 = to.bias_sums(params)
     for block, dy, d_h in to.backward(given_RM, saved, params, d_rows_RM, d_b1, d_b2):
         if d_out_RM is not given_RM:
-            block.of(d_out_RM).copy_(dy)
-        block.of(d_hidden_RF).copy_(d_h)
+            d_out_RM[block.rows] = dy
+        d_hidden_RF[block.rows] = d_h
     d_rows = d_rows_RM.view(d_out.shape if needs_rows else 0)
     return d_rows, d_out_RM.view(d_out.shape), d_hidden_RF, d_b1, d_b2
 
@@ -57,7 +57,9 @@ def expert_chunks_bwd_params(
     for number, (chunk, ends) in enumerate(zip(chunks, offsets, strict=True)):
         d_out, d_hidden, rows, active = (x.reshape(-1, x.shape[-1]) for x in chunk)
         for block in blocks_of(chunk[2], active.shape[-1], ends):
-            block = block._replace(first=block.first and number == 0)
-            block.add_product(d_w2, block.of(d_out), block.of(active))
-            block.add_product(d_w1, block.of(d_hidden), block.of(rows))
+            d_out_N, active_N, d_hidden_N, rows_N = (
+                each[block.rows] for each in (d_out, active, d_hidden, rows)
+            )
+            block.add_products(d_w2, d_out_N, active_N, begin=number == 0)
+            block.add_products(d_w1, d_hidden_N, rows_N, begin=number == 0)
     return d_w1.to(rows.dtype), d_w2.to(rows.dtype)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ._expert_blocks import Blocks, of_experts
+from ._expert_blocks import Blocks
 from ._memory import empty
 
 
@@ -50,13 +50,15 @@ def run_blocks(
     kept: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Fill the blocks' rows of the output, and what is kept for the backward pass if wanted."""
+    w1, b1, w2, b2 = params
     for block in to.blocks:
-        w1, b1, w2, b2 = of_experts(params, block)
-        y = block.of(out_RM)
-        saved, active = (None, None) if kept is None else map(block.of, kept)
-        z = to.linear(block.of(rows_RM), w1, b1, out=saved)
+        x, y = rows_RM[block.rows], out_RM[block.rows]
+        saved, active = (None, None) if kept is None else (each[block.rows] for each in kept)
+        z = to.linear(
+            block, x, w1, b1, x.new_empty(len(x), w1.shape[1]) if saved is None else saved
+        )
         keep_a, keep_y = to.masks(block, y)
-        biased = to.linear(to.activate(z, keep_a, out=active), w2, b2, out=y)
+        biased = to.linear(block, to.activate(z, keep_a, out=active), w2, b2, y)
         y.copy_(biased if keep_y is None else biased.mul_(keep_y))
 
 
@@ -83,8 +85,8 @@ def expert_ffn_bwd(
     d_w1, d_w2 = (empty(w, w.shape if needs_params else (0,)) for w in params[::2])
     for block, dy, d_h in to.backward(d_out_RM, saved, params, d_rows_RM, d_b1, d_b2):
         if needs_params:
-            block.add_product(d_w2, dy, block.of(active))
-            block.add_product(d_w1, d_h, block.of(rows_RM))
+            block.add_products(d_w2, dy, active[block.rows])
+            block.add_products(d_w1, d_h, rows_RM[block.rows])
     d_rows_RM[to.end :] = 0
     d_rows = d_rows_RM.view(rows.shape if needs_rows else 0)
     return d_rows, d_w1, d_b1.to(rows.dtype), d_w2, d_b2.to(rows.dtype)
