@@ -11,6 +11,8 @@ import pytest
 from helpers.programs import environment_outside_jobs
 from launch_helpers import LAUNCHER_ALONE, executable
 
+from fairseq_tutel.command_line import EXIT_GROWN
+
 LAUNCH = [sys.executable, "-m", "fairseq_tutel.launch"]
 
 
@@ -273,6 +275,7 @@ time.sleep(25)
         (signal.SIGINT, "trap 'exit 1' INT", 128 + signal.SIGINT),
         (signal.SIGTERM, "", 128 + signal.SIGTERM),
         (signal.SIGTERM, "trap '' TERM", 128 + signal.SIGTERM),  # killed in the end
+        (signal.SIGTERM, f"trap 'exit {EXIT_GROWN}' TERM", 128 + signal.SIGTERM),
     ],
 )
 def test_a_launcher_that_is_asked_to_stop_reports_it(tmp_path, number, script, code):
