@@ -69,21 +69,23 @@ class Job:
         one_each = placement.source == "srun" and placement.world_size == placement.num_nodes
         if placement.num_nodes == 1 or (placement.adopted and not one_each):
             return None
-        return self._report()
+        return self._report(placement.node_rank, placement.num_nodes)
 
     @property
     def report_again(self) -> dict[str, Any] | None:
         """What this launcher reports before it starts ranks again: the same, also where srun has
         started several launchers on a node. None where there is no other launcher."""
-        return self._report() if self.placement.world_size > len(self.ranks) else None
-
-    def _report(self) -> dict[str, Any]:
         placement, own = self.placement, len(self.ranks)
+        if placement.world_size == own:
+            return None
+        return self._report(placement.rank // own, placement.world_size // own)
+
+    def _report(self, node: int, nodes: int) -> dict[str, Any]:
         return {
-            "node": placement.rank // own,
+            "node": node,
             "host": socket.gethostname(),
-            "nodes": placement.world_size // own,
-            "ranks per node": placement.local_world_size,
+            "nodes": nodes,
+            "ranks per node": self.placement.local_world_size,
             "device": "cpu" if self.cpu else "cuda",
             "command": self.command.name or Path(self.command.program[0]).name,
         }
