@@ -16,13 +16,17 @@ def _tanh_bwd(dy: Tensor, z: Tensor, out: Tensor) -> Tensor:
 # and dy of the second; the names are those of fairseq's activations
 _Function = Callable[[Tensor, Tensor], Tensor]
 _Gradient = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Half of a gated network's values is not contiguous. Torch computes gelu of such by a slower
+# function with other last bits, so that the numbers would depend on how many rows there are.
 _GELU: tuple[_Function, _Gradient] = (
-    lambda z, out: _aten.gelu.out(z, out=out),
-    lambda dy, z, out: _aten.gelu_backward.grad_input(dy, z, grad_input=out),
+    lambda z, out: _aten.gelu.out(z.contiguous(), out=out),
+    lambda dy, z, out: _aten.gelu_backward.grad_input(dy, z.contiguous(), grad_input=out),
 )
 _GELU_TANH: tuple[_Function, _Gradient] = (
-    lambda z, out: _aten.gelu.out(z, approximate="tanh", out=out),
-    lambda dy, z, out: _aten.gelu_backward.grad_input(dy, z, approximate="tanh", grad_input=out),
+    lambda z, out: _aten.gelu.out(z.contiguous(), approximate="tanh", out=out),
+    lambda dy, z, out: _aten.gelu_backward.grad_input(
+        dy, z.contiguous(), approximate="tanh", grad_input=out
+    ),
 )
 _SILU: tuple[_Function, _Gradient] = (
     lambda z, out: _aten.silu.out(z, out=out),
