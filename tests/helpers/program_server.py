@@ -1,6 +1,7 @@
 """Runs command lines in forked processes, for :class:`helpers.programs.Programs`.
 
-Reads one JSON list of processes per line, runs them at once and answers with their exit statuses.
+Reads one JSON list of processes per line, runs them at once and answers with their exit statuses,
+into a pipe of its own (the number of its file is the second argument).
 It has imported what fairseq's programs import, but nothing of this package: that is theirs.
 """
 
@@ -61,6 +62,7 @@ def _prepare(process: dict) -> None:
 
 def _serve() -> dict:
     """Answers requests; returns a process to run, in the child that is to be it."""
+    answers = os.fdopen(int(sys.argv[2]), "w")
     for line in sys.stdin:
         request = json.loads(line)
         pids = []
@@ -68,8 +70,8 @@ def _serve() -> dict:
             pids.append(os.fork())
             if pids[-1] == 0:
                 return process
-        sys.stdout.write(f"{json.dumps(_wait(pids, request['timeout']))}\n")
-        sys.stdout.flush()
+        answers.write(f"{json.dumps(_wait(pids, request['timeout']))}\n")
+        answers.flush()
     sys.exit(0)
 
 

@@ -65,15 +65,20 @@ class Programs:
     def __init__(self, folder: Path):
         self._folder = folder
         self._meetings = count()
+        # of its own: libraries that are imported may write to standard output
+        answers, written = os.pipe()
+        self._answers = os.fdopen(answers)
+        server = Path(__file__).with_name("program_server.py")
         self._server = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("program_server.py"), folder / "pycache"],
+            [sys.executable, server, folder / "pycache", str(written)],
             text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=(written,),
             env={
                 **environment_outside_jobs(), "OMP_NUM_THREADS": "1",
                 "PYTHONWARNINGS": "ignore",  # of Hydra's before a program has begun
             },
         )  # fmt: skip
+        os.close(written)
 
     def __enter__(self) -> Programs:
         return self
@@ -81,7 +86,7 @@ class Programs:
     def __exit__(self, *exception) -> None:
         self._server.stdin.close()
         self._server.wait(10)
-        self._server.stdout.close()
+        self._answers.close()
 
     def run(
         self,
@@ -119,7 +124,7 @@ class Programs:
         request = json.dumps({"processes": processes, "timeout": timeout})
         self._server.stdin.write(f"{request}\n")
         self._server.stdin.flush()
-        statuses = json.loads(self._server.stdout.readline())
+        statuses = json.loads(self._answers.readline())
         return Outcome(
             next((status for status in statuses if status), 0),
             *("".join(self._shown(name, rank) for rank in range(ranks))
