@@ -163,7 +163,8 @@ def _run(job: Job, env: Mapping[str, str], options: Options, words: Sequence[str
         _exec_rank(job)
     requested, starts = False, 0
     while True:
-        for rank in job.ranks if job.trains else ():
+        # a model of Hydra's is built with the experts of its config, whatever the set has by now
+        for rank in job.ranks if job.trains and job.command.kind != "hydra" else ():
             rank.env[RESTARTS] = "1"
         supervisor = Supervisor(job.ranks, options.grace_seconds, job.trains, requested)
         status, requested = supervisor.run(), supervisor.requested

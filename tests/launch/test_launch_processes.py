@@ -330,3 +330,11 @@ def test_torchruns_ranks_are_adopted():
     assert result.returncode == 0, result.stderr
     assert "2 ranks on 1 node (adopted from torchrun), gloo" in result.stderr
     assert sorted(result.stdout.splitlines()) == ["got 0 of 2", "got 1 of 2"]
+
+
+@pytest.mark.parametrize(("program", "said"), [("fairseq-train", "1"), ("fairseq-hydra-train", "")])
+def test_ranks_know_whether_they_would_be_started_again(tmp_path, program, said):
+    script = executable(tmp_path / program, "#!/bin/sh\necho said=$FAIRSEQ_TUTEL_RESTARTS.\n")
+    words = [*LAUNCH, "--nproc-per-node", "1", "--bind", "none", "--", script]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment())
+    assert f"said={said}." in done.stdout, done.stderr

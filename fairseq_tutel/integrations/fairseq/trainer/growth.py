@@ -138,8 +138,8 @@ def _check(cfg: Any, model: torch.nn.Module, grow_at: GrowAt) -> None:
     if os.environ.get(RESTARTS) != "1":
         raise ValueError(
             f"{flag} needs somebody who starts the ranks again: python -m fairseq_tutel.launch -- "
-            "fairseq-train ... (not below torchrun or mpirun); or stop the run and use "
-            "python -m fairseq_tutel.checkpoint grow"
+            "fairseq-train ... (not fairseq-hydra-train, torchrun, mpirun); or stop the run and "
+            "use python -m fairseq_tutel.checkpoint grow"
         )
     if grow_at.num_experts < groups.num_experts:
         raise ValueError(
