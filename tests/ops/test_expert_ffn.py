@@ -1,5 +1,7 @@
 """The expert network against a loop over rows, block by block and as whole products."""
 
+from functools import partial
+
 import pytest
 import torch
 from helpers.assertions import assert_close
@@ -18,6 +20,16 @@ E, N, M, F = 3, 5, 4, 6
 OFFSETS = {"padded": None, "ragged": [4, 4, 9], "full": [2, 9, 12], "empty": [0, 0, 0]}
 INTERPRETED = not torch.cuda.is_available()
 GATED = ("swiglu", "geglu")
+FORMULAS = {
+    "gelu": functional.gelu,
+    "gelu_accurate": partial(functional.gelu, approximate="tanh"),
+    "relu_squared": lambda z: torch.relu(z) ** 2,
+    "silu": functional.silu,
+    "relu": torch.relu,
+    "tanh": torch.tanh,
+    "swiglu": functional.silu,
+    "geglu": functional.gelu,
+}
 NAMES = ("rows", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 
 
@@ -51,8 +63,7 @@ def tensors(layout, dtype=torch.float64, requires_grad=True, halves=1, biased=Tr
 
 def row_by_row(args, offsets, activation):
     """Each row through the network of its expert; rows of nobody are zero."""
-    function = {"relu": torch.relu, "tanh": torch.tanh, "swiglu": functional.silu}
-    function = function.get(activation, functional.gelu)
+    function = FORMULAS[activation]
     rows, w1, b1, w2, b2 = args
     flat = rows.reshape(-1, M)
     ends = [N * (x + 1) for x in range(E)] if offsets is None else offsets.tolist()
@@ -71,11 +82,14 @@ def row_by_row(args, offsets, activation):
 
 LOOPED = [
     *((layout, "gelu", torch.float64, True) for layout in OFFSETS),
-    *(("ragged", activation, torch.float64, True) for activation in ("relu", "tanh")),
+    # in fp32 torch has other functions than in fp64
+    *((layout, activation, torch.float32, True) for layout in ("padded", "ragged")
+      for activation in FORMULAS if activation != "gelu"),
     *((layout, "gelu", half, True) for layout in ("padded", "ragged")
       for half in (torch.float32, torch.float16, torch.bfloat16)),
-    *((layout, activation, torch.float64, biased) for layout in ("padded", "ragged", "empty")
-      for activation in GATED for biased in (False, True)),
+    *(("ragged", activation, torch.bfloat16, True) for activation in GATED),
+    *((layout, activation, torch.float64, False) for layout in ("padded", "ragged", "empty")
+      for activation in GATED),
 ]  # fmt: skip
 
 
