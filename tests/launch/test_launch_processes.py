@@ -202,6 +202,20 @@ def test_a_signal_that_the_ranks_have_had_already(tmp_path):
     assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in errors
 
 
+def test_a_stop_that_comes_once_the_ranks_have_left_to_grow_is_not_lost(tmp_path):
+    """Linux hands over SIGUSR1 first, at which the launcher sees that its last rank has left."""
+    script = f"echo $$ > {tmp_path}/pid; until [ -e {tmp_path}/go ]; do sleep 0.05; done"
+    process = start("--", "bash", "-c", f"{script}; exit {EXIT_GROWN}")
+    (rank,) = pids_in(tmp_path / "pid")
+    process.send_signal(signal.SIGSTOP)
+    (tmp_path / "go").touch()
+    wait_for(lambda: not is_alive(rank))
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGCONT):
+        process.send_signal(number)
+    _, errors = process.communicate(timeout=15)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+
+
 def test_ranks_that_leave_to_be_requeued_are_not_ended(tmp_path):
     script = "[ $RANK = 0 ] || { sleep 1; echo > saved; }; exit 85"
     result = launch(*script_words(script), cwd=tmp_path)
