@@ -145,11 +145,8 @@ def write_set(
             whatever ``experts`` raises.
     """
     target = CheckpointSet.from_path(path)
-    is_source = source and os.path.realpath(source.cset.path) == os.path.realpath(target.path)
-    if is_source and not in_place:
-        raise CheckpointError(f"{path}: is the source itself, which is never modified")
-    if set_exists(path) and not (force or in_place):
-        raise CheckpointError(f"{path}: exists; use --force to replace it")
+    if not in_place:
+        refuse_target(path, source and source.cset.path, force)
     files: dict[Role, range] = {MERGED: range(num_experts)}
     if num_ranks is not None:
         count = count_rank_files(num_experts, num_ranks)
@@ -167,6 +164,15 @@ def write_set(
             del state  # before the next one is read
         commit(target, operation, files)
     return target.path
+
+
+def refuse_target(path: str, source: str | None, force: bool) -> None:
+    """Raise CheckpointError where :func:`write_set` would not write there."""
+    names = [CheckpointSet.from_path(each).path for each in (path, source) if each]
+    if source and len({os.path.realpath(name) for name in names}) == 1:
+        raise CheckpointError(f"{path}: is the source itself, which is never modified")
+    if set_exists(path) and not force:
+        raise CheckpointError(f"{path}: exists; use --force to replace it")
 
 
 def reshard(src: str, dst: str, num_ranks: int, *, force: bool = False) -> str:

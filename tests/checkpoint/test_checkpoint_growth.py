@@ -164,7 +164,8 @@ def test_choices_without_files():
         ("grow m.pt m.pt --num-experts 8 --force", "is the source itself"),
         ("shrink m.pt x.pt --num-experts 4", "has 4 experts, of which a token chooses"),
         ("shrink m.pt x.pt --dense shared", "has no shared expert .* --dense one or"),
-        ("shrink m.pt x.pt --dense --ranks 2", "--ranks 2: a dense model is one file"),
+        ("shrink m.pt m.pt --dense --data nowhere", "is the source itself"),
+        ("shrink m.pt x.pt --dense --ranks 2 --data nowhere", "--ranks 2: a dense model"),
         ("upcycle m.pt x.pt --num-experts 8", "has experts; `grow` makes more of them"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 from ...config import EXPERT_GRAD_NORMALIZATIONS
 from ...config.options import FRACTION, Range, at_least, in_range
 from ..layout import CheckpointError
+from ..store import refuse_target
 from .grow import grow
 from .shrink import DENSE, HOW, shrink, to_dense
 from .upcycle import Upcycling, upcycle
@@ -145,10 +146,13 @@ def run_growth(args: argparse.Namespace) -> list[str]:
         ramp = args.moe_growth_updates if args.exact else 0
         how = {"by": args.by, "load": args.load, "noise": args.noise, "seed": args.seed}
         return [grow(args.path, args.out, args.num_experts, ramp=ramp, **how, **common)]
-    before = args.data and validation_loss(args.path, args.data, args.gen_subset)
+    if args.dense and args.ranks:
+        raise CheckpointError(f"--ranks {args.ranks}: a dense model is one file")
+    before = None
+    if args.data:
+        refuse_target(args.out, args.path, args.force)  # now, not after minutes of evaluation
+        before = validation_loss(args.path, args.data, args.gen_subset)
     if args.dense:
-        if args.ranks:
-            raise CheckpointError(f"--ranks {args.ranks}: a dense model is one file")
         written = to_dense(args.path, args.out, args.dense, load=args.load, force=args.force)
     else:
         how = {"how": args.by, "load": args.load}
