@@ -22,13 +22,21 @@ import runner
 import torch
 from layer_cases import LayerInputs, make_case
 from measure import Case, free_memory, median_interval, percentiles, time_cases
-from peers import Peer, meta_layer, mixtral_block, random_gradients, tutel_layer
+from peers import (
+    Peer,
+    gated_width,
+    meta_layer,
+    mixtral_block,
+    random_gradients,
+    tutel_layer,
+)
 from presets import LayerShape
 from ranks import Ranks
 from record import device_name, say, table
 from runner import Report, add_defaults, command_line, expect_known, words
 
 from fairseq_tutel.distributed import build_groups
+from fairseq_tutel.moe import MoELayer
 
 _NOT_SLOWER = 1.02
 # name -> tokens, M, F, E, K
@@ -49,16 +57,17 @@ SHAPES = {
         "narrow": (8192, 128, 512, 8, 2),
     }.items()
 }
-# of each peer the case of this layer that does the same: with a capacity, or without dropping
+# of each peer the case of this layer that does the same: with a capacity, without dropping, or with
+# gated experts besides
 PEERS = {
     "experts": "padded",
     "meta+tutel": "padded",
     "meta": "padded",
     "tutel": "padded",
     "tutel dropless": "dropless",
-    "mixtral": "dropless",
+    "mixtral": "gated",
 }
-OURS = ("padded", "dropless")
+OURS = ("padded", "dropless", "gated")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -103,8 +112,25 @@ def peers_of(
     return built, missing
 
 
+def gated_layer(shape: LayerShape, seed: int) -> Peer:
+    """This layer as ``integrations.transformers.replace_moe`` puts it in a Mixtral block's place:
+    gated experts without biases, no capacity, no balance loss."""
+    layer = MoELayer(
+        shape.model_dim,
+        shape.experts,
+        gated_width(shape),
+        top_k=shape.top_k,
+        capacity_factor=0.0,
+        second_expert_policy="all",
+        expert_network="swiglu",
+        expert_options={"bias": False},
+        seed=seed,
+    )
+    return Peer(lambda x: (layer(x),), layer)
+
+
 def cases_of(shape: LayerShape, peers: dict[str, Peer], seed: int) -> list[Case]:
-    """This layer with a capacity and without, its experts alone, and the peers."""
+    """This layer in its three cases, its experts alone, and the peers."""
     device, groups = torch.device("cpu"), build_groups(shape.experts)
     inputs = LayerInputs(shape, groups, device, seed)
     dropless = LayerInputs(dataclasses.replace(shape, capacity_factor=0.0), groups, device, seed)
@@ -113,6 +139,8 @@ def cases_of(shape: LayerShape, peers: dict[str, Peer], seed: int) -> list[Case]
         dataclasses.replace(make_case("torch", dropless, "torch"), name="dropless"),
         make_case("experts", inputs, "torch"),
     ]
+
+    peers = {"gated": gated_layer(shape, seed), **peers} if "mixtral" in peers else peers
 
     def forward(peer: Peer, number: int):
         x, dy = (tensors[number % len(tensors)] for tensors in (inputs.x, inputs.dy))

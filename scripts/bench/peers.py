@@ -73,15 +73,20 @@ def tutel_layer(folder: Path, shape: LayerShape, capacity_factor: float) -> Peer
     return Peer(run, layer)
 
 
+def gated_width(shape: LayerShape) -> int:
+    """F of a gated network with as many FLOPs: 2/3 of the shape's, as grouped products want it."""
+    return 8 * round(shape.hidden_dim / 12)
+
+
 def mixtral_block(folder: Path, shape: LayerShape) -> Peer:
-    """Hugging Face's Mixtral block, gated; its F is 2/3 of the shape's, for as many FLOPs."""
+    """Hugging Face's Mixtral block: gated experts without biases, no capacity, no balance loss."""
     audio = types.ModuleType("torchaudio")  # where one is installed that does not fit torch
     audio.__spec__ = importlib.machinery.ModuleSpec("torchaudio", None)
     with importable(folder, torchaudio=audio):
         mixtral = importlib.import_module("transformers.models.mixtral.modeling_mixtral")
     config = mixtral.MixtralConfig(
         hidden_size=shape.model_dim,
-        intermediate_size=8 * round(shape.hidden_dim / 12),  # grouped products want multiples
+        intermediate_size=gated_width(shape),
         num_local_experts=shape.experts,
         num_experts_per_tok=shape.top_k,
     )

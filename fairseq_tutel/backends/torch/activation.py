@@ -1,7 +1,6 @@
 """The activations of the experts' hidden layer in plain torch."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,30 +12,18 @@ def _tanh_bwd(dy: Tensor, z: Tensor, out: Tensor) -> Tensor:
     return _aten.tanh_backward.grad_input(dy, z.tanh(), grad_input=out)
 
 
-def _gelu(z: Tensor, out: Tensor, approximate: str = "none") -> Tensor:
-    # Half of a gated network's values is not contiguous. Torch computes gelu of such by a slower
-    # function with other last bits, so that the numbers would depend on how many rows there are;
-    # and where only ``out`` is such a half, torch 2.13 leaves it as it was.
-    if out.is_contiguous():
-        return _aten.gelu.out(z.contiguous(), approximate=approximate, out=out)
-    return out.copy_(_aten.gelu(z.contiguous(), approximate=approximate))
-
-
-def _gelu_bwd(dy: Tensor, z: Tensor, out: Tensor, approximate: str = "none") -> Tensor:
-    z, dy = z.contiguous(), dy.contiguous()
-    if out.is_contiguous():
-        return _aten.gelu_backward.grad_input(dy, z, approximate=approximate, grad_input=out)
-    return out.copy_(_aten.gelu_backward(dy, z, approximate=approximate))
-
-
 # name -> (activation of z, gradient from dy and z), both into ``out``, which may be z of the first
-# and dy of the second; the names are those of fairseq's activations
+# and dy of the second; the names are those of fairseq's activations. ``out`` has to be contiguous:
+# torch 2.13 leaves another as it was where gelu's z is contiguous.
 _Function = Callable[[Tensor, Tensor], Tensor]
 _Gradient = Callable[[Tensor, Tensor, Tensor], Tensor]
-_GELU: tuple[_Function, _Gradient] = (_gelu, _gelu_bwd)
+_GELU: tuple[_Function, _Gradient] = (
+    lambda z, out: _aten.gelu.out(z, out=out),
+    lambda dy, z, out: _aten.gelu_backward.grad_input(dy, z, grad_input=out),
+)
 _GELU_TANH: tuple[_Function, _Gradient] = (
-    partial(_gelu, approximate="tanh"),
-    partial(_gelu_bwd, approximate="tanh"),
+    lambda z, out: _aten.gelu.out(z, approximate="tanh", out=out),
+    lambda dy, z, out: _aten.gelu_backward.grad_input(dy, z, approximate="tanh", grad_input=out),
 )
 _SILU: tuple[_Function, _Gradient] = (
     lambda z, out: _aten.silu.out(z, out=out),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._expert_blocks import Blocks, blocks_of
+from ._expert_blocks import Blocks, blocks_of, by_plane, planes
 from ._memory import empty
 from .activation import acc_dtype
 
@@ -35,7 +35,7 @@ def expert_chunk_bwd(
     for block, dy, d_h in to.backward(given_RM, saved, params, d_rows_RM, d_b1, d_b2):
         if d_out_RM is not given_RM:
             d_out_RM[block.rows] = dy
-        d_hidden_RF[block.rows] = d_h
+        planes(d_hidden_RF[block.rows], hidden_dim).copy_(d_h)
     d_rows = d_rows_RM.view(d_out.shape if needs_rows else 0)
     return d_rows, d_out_RM.view(d_out.shape), d_hidden_RF, d_b1, d_b2
 
@@ -49,17 +49,20 @@ def expert_chunks_bwd_params(
     activation, its rows, and the third value of its forward pass.
     """
     d_out, d_hidden, rows, active = chunks[0]
+    hidden_dim = active.shape[-1]
     experts = len(rows) if offsets[0] is None else len(offsets[0])
     # in fp32, or sums in half precision would be rounded once per chunk
     acc = acc_dtype(rows.dtype)
-    shapes = ((d_hidden.shape[-1], rows.shape[-1]), (d_out.shape[-1], active.shape[-1]))
+    shapes = ((d_hidden.shape[-1], rows.shape[-1]), (d_out.shape[-1], hidden_dim))
     d_w1, d_w2 = (empty(rows, (experts, *shape), acc) for shape in shapes)
     for number, (chunk, ends) in enumerate(zip(chunks, offsets, strict=True)):
         d_out, d_hidden, rows, active = (x.reshape(-1, x.shape[-1]) for x in chunk)
-        for block in blocks_of(chunk[2], active.shape[-1], ends):
+        for block in blocks_of(chunk[2], hidden_dim, ends):
             d_out_N, active_N, d_hidden_N, rows_N = (
                 each[block.rows] for each in (d_out, active, d_hidden, rows)
             )
             block.add_products(d_w2, d_out_N, active_N, begin=number == 0)
-            block.add_products(d_w1, d_hidden_N, rows_N, begin=number == 0)
+            halves = planes(d_hidden_N, hidden_dim)
+            for total, grad in zip(by_plane(d_w1, hidden_dim), halves, strict=True):
+                block.add_products(total, grad, rows_N, begin=number == 0)
     return d_w1.to(rows.dtype), d_w2.to(rows.dtype)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ._expert_blocks import Blocks
+from ._expert_blocks import Blocks, by_plane
 from ._memory import empty
 
 
@@ -27,8 +27,8 @@ def expert_ffn_fwd(
     for offsets and seed.
 
     Returns the output; what the backward pass needs of the values before the activation, (R, F), or
-    (0, F) without ``keep_hidden``; the values after activation and dropout, which fc2 is given, in
-    the same shape (of a gated network half as wide).
+    (0, F) without ``keep_hidden`` (of a gated network (R, 2 F), in an order of this file's own);
+    the values after activation and dropout, which fc2 is given, in the shape (R, F) or (0, F).
     """
     fc1_weight, _, fc2_weight, _ = params
     _, model_dim, hidden_dim = fc2_weight.shape
@@ -54,9 +54,7 @@ def run_blocks(
     for block in to.blocks:
         x, y = rows_RM[block.rows], out_RM[block.rows]
         saved, active = (None, None) if kept is None else (each[block.rows] for each in kept)
-        z = to.linear(
-            block, x, w1, b1, x.new_empty(len(x), w1.shape[1]) if saved is None else saved
-        )
+        z = to.fc1(block, x, w1, b1, x.new_empty(len(x), w1.shape[1]) if saved is None else saved)
         keep_a, keep_y = to.masks(block, y)
         biased = to.linear(block, to.activate(z, keep_a, out=active), w2, b2, y)
         y.copy_(biased if keep_y is None else biased.mul_(keep_y))
@@ -86,7 +84,8 @@ def expert_ffn_bwd(
     for block, dy, d_h in to.backward(d_out_RM, saved, params, d_rows_RM, d_b1, d_b2):
         if needs_params:
             block.add_products(d_w2, dy, active[block.rows])
-            block.add_products(d_w1, d_h, rows_RM[block.rows])
+            for total, grad in zip(by_plane(d_w1, hidden_dim), d_h, strict=True):
+                block.add_products(total, grad, rows_RM[block.rows])
     d_rows_RM[to.end :] = 0
     d_rows = d_rows_RM.view(rows.shape if needs_rows else 0)
     return d_rows, d_w1, d_b1.to(rows.dtype), d_w2, d_b2.to(rows.dtype)
