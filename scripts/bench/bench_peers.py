@@ -3,15 +3,16 @@
     python scripts/bench/bench_peers.py --tutel DIR --meta DIR --transformers DIR
 
 A folder is where somebody's code was built (results/README.md says how); those that are left out
-are not run. All cases of a shape take turns, forward and backward, fp32. Printed is the median of
-this layer's time over the peer's in the same turn, with a 95 % interval; this layer is "not slower"
-where the interval ends below 1.02.
+are not run. This layer and a peer take turns, forward and backward, fp32, each beginning every
+second turn; the next peer follows. Printed is the median of this layer's time over the peer's in
+the same turn, with a 95 % interval; this layer is "not slower" where the interval ends below 1.02.
 """
 
 import argparse
 import dataclasses
 import functools
 import importlib.metadata
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -129,57 +130,61 @@ def gated_layer(shape: LayerShape, seed: int) -> Peer:
     return Peer(lambda x: (layer(x),), layer)
 
 
-def cases_of(shape: LayerShape, peers: dict[str, Peer], seed: int) -> list[Case]:
-    """This layer in its three cases, its experts alone, and the peers."""
+def cases_of(
+    shape: LayerShape, peers: dict[str, Peer], seed: int
+) -> tuple[dict[str, Case], dict[str, Case]]:
+    """This layer in its three ways; and what it is compared with: its experts alone, the peers."""
     device, groups = torch.device("cpu"), build_groups(shape.experts)
     inputs = LayerInputs(shape, groups, device, seed)
     dropless = LayerInputs(dataclasses.replace(shape, capacity_factor=0.0), groups, device, seed)
-    cases = [
-        dataclasses.replace(make_case("torch", inputs, "torch"), name="padded"),
-        dataclasses.replace(make_case("torch", dropless, "torch"), name="dropless"),
-        make_case("experts", inputs, "torch"),
-    ]
-
-    peers = {"gated": gated_layer(shape, seed), **peers} if "mixtral" in peers else peers
 
     def forward(peer: Peer, number: int):
         x, dy = (tensors[number % len(tensors)] for tensors in (inputs.x, inputs.dy))
         outputs = peer.run(x)
         return outputs, random_gradients(outputs, dy)
 
-    for name, peer in peers.items():
+    def case(name: str, peer: Peer) -> Case:
         leaves = [*peer.module.parameters(), *inputs.x]
-        run = functools.partial(forward, peer)
-        cases.append(Case(name, run, lambda leaves=leaves: leaves))
-    return cases
+        return Case(name, functools.partial(forward, peer), lambda: leaves)
+
+    ours = {
+        "padded": make_case("torch", inputs, "torch"),
+        "dropless": make_case("torch", dropless, "torch"),
+        "gated": case("gated", gated_layer(shape, seed)),
+    }
+    theirs = {"experts": make_case("experts", inputs, "torch")}
+    return ours, theirs | {name: case(name, peer) for name, peer in peers.items()}
 
 
-def compare(times: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, Any]]:
-    """Peer -> median and interval of this layer's time over the peer's, and the verdict."""
-    found = {}
-    for name, ours in PEERS.items():
-        if name in times:
-            pairs = zip(times[ours]["both"], times[name]["both"], strict=True)
-            low, middle, high = median_interval([mine / theirs for mine, theirs in pairs])
-            verdict = high < _NOT_SLOWER
-            found[name] = {"ratio": middle, "interval": [low, high], "not_slower": verdict}
-    return found
+def compare(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """Median and interval of this layer's times over a peer's, and the verdict."""
+    ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
+    low, middle, high = median_interval(ratios)
+    return {"ratio": middle, "interval": [low, high], "not_slower": high < _NOT_SLOWER}
 
 
 def measure(shape: LayerShape, options: argparse.Namespace) -> dict[str, Any]:
     """One row of the table."""
     torch.manual_seed(options.seed)
     peers, missing = peers_of(shape, options)
-    times = time_cases(
-        cases_of(shape, peers, options.seed), torch.device("cpu"), options.repetitions
-    )
-    both = {name: of["both"] for name, of in times.items()}
+    ours, theirs = cases_of(shape, peers, options.seed)
+    raw, against = {}, {}
+    for name, case in theirs.items():
+        way = PEERS[name]
+        pair = [dataclasses.replace(ours[way], name=way), case]
+        times = time_cases(pair, torch.device("cpu"), options.repetitions)
+        raw[name] = {each: of["both"] for each, of in times.items()}
+        against[name] = compare(raw[name][way], raw[name][name])
+    ms = {name: percentiles(times[name]) for name, times in raw.items()}
+    for way in OURS:
+        if runs := [times[way] for times in raw.values() if way in times]:
+            ms[way] = percentiles([*itertools.chain(*runs)])
     return {
         "shape": dataclasses.asdict(shape),
-        "ms": {name: percentiles(values) for name, values in both.items()},
-        "against": compare(times),
+        "ms": ms,
+        "against": against,
         "not_run": missing,
-        "raw_ms": both,
+        "raw_ms": raw,
     }
 
 

@@ -30,7 +30,8 @@ def test_what_is_there_is_compared(tmp_path):
     assert row["not_run"] == dict.fromkeys(("meta", "meta+tutel", "mixtral"), "no folder was given")
     assert set(row["against"]) == {"experts", "tutel", "tutel dropless"}
     low, high = row["against"]["tutel"]["interval"]
-    pairs = zip(row["raw_ms"]["padded"], row["raw_ms"]["tutel"], strict=True)
+    raw = row["raw_ms"]["tutel"]
+    pairs = zip(raw["padded"], raw["tutel"], strict=True)
     assert low > 1  # a Linear is faster than any layer with experts
     assert abs(low / min(mine / theirs for mine, theirs in pairs) - 1) < 1e-3  # of 7: the range
     assert row["against"]["tutel"]["not_slower"] is (high < 1.02)
