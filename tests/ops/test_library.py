@@ -4,9 +4,11 @@ import pytest
 import torch
 from helpers.dispatched import spied
 from helpers.inputs import random_rows
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_tutel import ops
 from fairseq_tutel.backends import torch as torch_backend
+from fairseq_tutel.ops import _operator
 
 
 def calls(requires_grad):
@@ -146,3 +148,42 @@ def test_results_are_not_copied(monkeypatch):
             made = spied(monkeypatch, torch_backend, f"{name}_fwd")
             result = getattr(torch.ops.fairseq_tutel, name)(*args)
             assert result.data_ptr() == made[0][2].data_ptr(), name
+
+
+class Seen(TorchDispatchMode):
+    """Names of this package's operators that torch's dispatcher runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fairseq_tutel":
+            self.names.add(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+FORWARD = {"topk_gating", "assign_slots", "assign_rows", "dispatch", "expert_ffn", "combine"}
+ALL = FORWARD | {f"{name}_bwd" for name in FORWARD - {"assign_slots"}}
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])
+def test_who_watches_sees_operators_and_the_numbers_are_the_same_without(ragged, monkeypatch):
+    want = run(layer, parameters(), ragged)
+    with Seen() as seen:
+        watched = run(layer, parameters(), ragged)
+    assert seen.names == ALL
+    with torch.profiler.profile() as profile:
+        profiled = run(layer, parameters(), ragged)
+    assert {f"fairseq_tutel::{name}" for name in ALL} <= {e.name for e in profile.events()}
+    monkeypatch.setattr(_operator, "_OBSERVERS", None)  # a torch that cannot tell
+    for other in (watched, profiled, run(layer, parameters(), ragged)):
+        assert all(torch.equal(a, b) for a, b in zip(other, want, strict=True))
+
+
+def test_a_second_derivative_is_refused():
+    x, (row, pair) = torch.randn(7, 5, requires_grad=True), random_rows(7, 2, 4, 3, "spread")
+    rows = ops.dispatch(x, row, pair)
+    (grad,) = torch.autograd.grad((rows**2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="dispatch_bwd.* no autograd formula"):
+        grad.sum().backward()
