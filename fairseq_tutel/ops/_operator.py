@@ -1,5 +1,6 @@
 """How an operator is registered, and the checks and gradients that operators share."""
 
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -15,6 +16,7 @@ class Operator:
 
     Where nobody could see the operator its functions are called directly: a layer's forward and
     backward pass have 13 operators, of which torch spends 0.7 ms in its dispatcher's Python code.
+    (An ExecutionTraceObserver without a profiler is not asked: torch has no way to.)
     """
 
     def __init__(self, name: str, function: Callable, fake: Callable, schema: str | None):
@@ -62,14 +64,21 @@ def _make_observers() -> list[Callable[[], bool]] | None:
     """Whether somebody traces, transforms or profiles operators; torch tells in these functions of
     its own. None where this torch lacks one of them, so that everything counts as observed."""
     try:
+        modes, functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+        included = torch._C._dispatch_tls_is_dispatch_key_included
+        # of is_grads_batched and functional.jacobian(vectorize=True), and of make_fx
+        keys = [torch._C._dispatch_key_parse(name) for name in ("VmapMode", "PreDispatch")]
+        forward_ad._current_level >= 0  # noqa: B015
         return [
             torch.jit.is_tracing,
             torch._C._are_functorch_transforms_active,
             torch.autograd._profiler_enabled,
-            lambda modes=torch._C._len_torch_dispatch_stack: modes() > 0,
+            lambda: modes() > 0,
+            lambda: functions() > 0,
             lambda: forward_ad._current_level >= 0,
+            *(functools.partial(included, key) for key in keys),
         ]
-    except AttributeError:
+    except (AttributeError, RuntimeError):
         return None
 
 

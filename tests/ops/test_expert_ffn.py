@@ -87,9 +87,10 @@ LOOPED = [
       for activation in FORMULAS if activation != "gelu"),
     *((layout, "gelu", half, True) for layout in ("padded", "ragged")
       for half in (torch.float32, torch.float16, torch.bfloat16)),
-    *(("ragged", activation, torch.bfloat16, True) for activation in GATED),
-    *((layout, activation, torch.float64, False) for layout in ("padded", "ragged", "empty")
-      for activation in GATED),
+    *(("ragged", activation, half, True) for activation in GATED
+      for half in (torch.float16, torch.bfloat16)),
+    *((layout, activation, torch.float64, biased) for layout in ("padded", "ragged", "empty")
+      for activation in GATED for biased in (False, True)),
 ]  # fmt: skip
 
 
@@ -141,6 +142,19 @@ def test_any_number_of_threads(way):
     for got in results[1:]:
         for name, a, b in zip(("out", *NAMES), got, results[0], strict=True):
             assert_close(name, a, b, torch.float64)
+
+
+def test_a_gradient_of_gated_rows_is_rounded_once():
+    """Of both halves together: each alone is too large for fp16."""
+    numbers = ([[[1.0]]], [[[10.0], [-5.0]]], [[0.0, 15.0]], [[[1.0]]], [[0.0]])
+    args = [torch.tensor(each).half().requires_grad_() for each in numbers]
+    out = ops.expert_ffn(*args, activation="swiglu")
+    out.backward(torch.full_like(out, 1000))
+    wide = [torch.tensor(each).double().requires_grad_() for each in numbers]
+    rows, w1, b1, w2, b2 = wide
+    gate, up = (rows @ w1.mT + b1[:, None]).chunk(2, -1)
+    ((functional.silu(gate) * up) @ w2.mT + b2).backward(torch.full((1, 1, 1), 1000.0).double())
+    torch.testing.assert_close(args[0].grad.double(), rows.grad, rtol=2e-3, atol=0)
 
 
 @pytest.mark.parametrize("activation", sorted(torch_backend.ACTIVATIONS))

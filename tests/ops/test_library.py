@@ -1,9 +1,12 @@
 """The torch.library side: schemas, fake implementations, torch.compile, no copies, no aliases."""
 
+import importlib
+
 import pytest
 import torch
 from helpers.dispatched import spied
 from helpers.inputs import random_rows
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_tutel import ops
@@ -179,6 +182,44 @@ def test_who_watches_sees_operators_and_the_numbers_are_the_same_without(ragged,
     monkeypatch.setattr(_operator, "_OBSERVERS", None)  # a torch that cannot tell
     for other in (watched, profiled, run(layer, parameters(), ragged)):
         assert all(torch.equal(a, b) for a, b in zip(other, want, strict=True))
+
+
+def test_who_watches_nothing_calls_the_functions_alone(monkeypatch):
+    def never(*args):
+        raise AssertionError("the dispatcher was called")
+
+    x, (row, pair) = torch.randn(7, 5, requires_grad=True), random_rows(7, 2, 4, 3, "spread")
+    library = importlib.import_module("fairseq_tutel.ops.dispatch")
+    for each in (library._dispatch, library._dispatch_bwd):
+        monkeypatch.setattr(each, "_definition", never)
+    ops.dispatch(x, row, pair).sum().backward()
+    with pytest.raises(AssertionError, match="was called"), Seen():
+        ops.dispatch(x, row, pair)
+
+
+def test_tracers_and_transforms_get_operators():
+    x, (row, pair) = torch.randn(7, 5), random_rows(7, 2, 4, 3, "spread")
+
+    def rows(x):
+        return ops.dispatch(x, row, pair)
+
+    assert "fairseq_tutel::dispatch" in str(torch.jit.trace(rows, x, check_trace=False).graph)
+    graph = make_fx(rows, pre_dispatch=True)(x).graph
+    assert [str(n.target) for n in graph.nodes if n.op == "call_function"] == [
+        "fairseq_tutel.dispatch.default"
+    ]
+    with pytest.raises(RuntimeError, match="to use .* with functorch transforms"):  # torch's own
+        torch.func.vjp(rows, x)
+
+
+def test_the_jacobian_of_a_layer_is_vectorized():
+    """Batched gradients of the kind that torch had before functorch."""
+
+    def y(x):
+        return layer(x, *parameters()[1:], 2, 5, False)[0]
+
+    jacobian, x = torch.autograd.functional.jacobian, parameters()[0].detach()
+    assert torch.equal(jacobian(y, x, vectorize=True), jacobian(y, x))
 
 
 def test_a_second_derivative_is_refused():

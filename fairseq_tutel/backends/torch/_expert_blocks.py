@@ -98,12 +98,18 @@ def planes(wide_NF: Tensor, hidden_dim: int) -> Tensor:
     """(p, n, F) of a block's values before the activation, which lie in (n, p F): those of a gated
     network's gate, then those that are gated. Elementwise functions of torch take half the time
     where each plane is contiguous (silu and its gradient, 2048 x 680, 1 thread)."""
-    return wide_NF.view(wide_NF.shape[1] // hidden_dim, len(wide_NF), hidden_dim)
+    return wide_NF.view(_planes(wide_NF, hidden_dim), len(wide_NF), hidden_dim)
 
 
 def by_plane(param: Tensor | None, hidden_dim: int) -> tuple[Tensor | None, ...]:
     """fc1's weight, bias or their gradients, (e, p F, ...), as p of (e, F, ...); None as one."""
-    return (None,) if param is None else param.unflatten(1, (-1, hidden_dim)).unbind(1)
+    if param is None:
+        return (None,)
+    return param.unflatten(1, (_planes(param, hidden_dim), hidden_dim)).unbind(1)
+
+
+def _planes(wide: Tensor, hidden_dim: int) -> int:
+    return wide.shape[1] // hidden_dim if hidden_dim else 1
 
 
 def blocks_of(rows: Tensor, hidden_dim: int, offsets: Tensor | None) -> tuple[Block, ...]:
@@ -278,7 +284,12 @@ class Blocks:
                 block.add_rows(d_b2, dy)
             d_h = d_z.to(self.dtype)
             if d_rows_RM.numel() > 0:
-                weights = by_plane(w1, self.hidden_dim)
-                for number, (grad, weight) in enumerate(zip(d_h, weights, strict=True)):
-                    block.product(grad, weight, d_rows_RM[block.rows], add=number > 0)
+                self._rows_bwd(block, d_h, w1, d_rows_RM[block.rows])
             yield block, dy, d_h
+
+    def _rows_bwd(self, block, d_h, w1, d_rows_NM):
+        if self.dtype != self.acc:  # one product, rounded once
+            block.product(d_h.transpose(0, 1).flatten(1), w1, d_rows_NM)
+            return
+        for number, pair in enumerate(zip(d_h, by_plane(w1, self.hidden_dim), strict=True)):
+            block.product(*pair, d_rows_NM, add=number > 0)

@@ -13,8 +13,8 @@ def _tanh_bwd(dy: Tensor, z: Tensor, out: Tensor) -> Tensor:
 
 
 # name -> (activation of z, gradient from dy and z), both into ``out``, which may be z of the first
-# and dy of the second; the names are those of fairseq's activations. ``out`` has to be contiguous:
-# torch 2.13 leaves another as it was where gelu's z is contiguous.
+# and dy of the second; the names are those of fairseq's activations. Both have to be contiguous: of
+# another z gelu is slower and has other last bits, and another ``out`` torch 2.13 leaves as it was.
 _Function = Callable[[Tensor, Tensor], Tensor]
 _Gradient = Callable[[Tensor, Tensor, Tensor], Tensor]
 _GELU: tuple[_Function, _Gradient] = (

@@ -105,6 +105,6 @@ def expert_ffn_int8(
     to = Blocks((), w2.shape[1], activation, (0.0, 0.0), 0, torch.bfloat16, torch.float32)
     z = torch._weight_int8pack_mm(rows_NM.contiguous(), w1, scale1).float()
     z = z if b1 is None else z.add_(b1)
-    active = to.activate(by_plane(z, w2.shape[1]))
+    active = to.activate([plane.contiguous() for plane in by_plane(z, w2.shape[1])])
     y = torch._weight_int8pack_mm(active, w2, scale2).float()
     return y if b2 is None else y.add_(b2)
