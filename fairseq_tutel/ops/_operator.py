@@ -31,8 +31,15 @@ class Operator:
     def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
         """As of torch's operators; ``setup_context(ctx, inputs, output)``."""
         self._definition.register_autograd(backward, setup_context=setup_context)
-        passes = {"forward": self._function, "setup_context": setup_context, "backward": backward}
-        members = {name: staticmethod(each) for name, each in passes.items()}
+        function = self._function
+
+        # in one, since torch looks up the signature in every call of a forward without a context
+        def forward(ctx, *args):
+            output = function(*args)
+            setup_context(ctx, args, output)
+            return output
+
+        members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         self._autograd = type(self._name, (torch.autograd.Function,), members)
 
     def __call__(self, *args):
