@@ -6,6 +6,10 @@ A folder is where somebody's code was built (results/README.md says how); those 
 are not run. This layer and a peer take turns, forward and backward, fp32, each beginning every
 second turn; the next peer follows. Printed is the median of this layer's time over the peer's in
 the same turn, with a 95 % interval; this layer is "not slower" where the interval ends below 1.02.
+
+Two threads of one process may take 53 ms for what takes those of the next 80: with ``--processes``
+everything is measured in that many, one after the other, each with weights and data of its own, and
+the intervals are of their medians.
 """
 
 import argparse
@@ -13,9 +17,11 @@ import dataclasses
 import functools
 import importlib.metadata
 import itertools
+import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +60,7 @@ SHAPES = {
         "top8": (2048, 256, 512, 64, 8),
         "long": (16384, 256, 1024, 8, 2),
         "wide": (256, 1024, 4096, 4, 2),
+        "short": (256, 256, 1024, 8, 2),
         "one-expert": (4096, 256, 1024, 1, 1),
         "narrow": (8192, 128, 512, 8, 2),
     }.items()
@@ -80,13 +87,22 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--transformers", type=Path, metavar="DIR", help="folder that transformers is in")
     add("--shapes", help=f"of {', '.join(SHAPES)} (default: all)", **words())
     add("--tiny", action="store_true", help="rehearsal: 64 times fewer numbers")
-    add_defaults(parser, {"repetitions": (21, "of each case"), "seed": (1, "of weights and data")})
+    add_defaults(parser, {"repetitions": (21, "of each case, in each process")})
+    add_defaults(parser, {"processes": (1, "that measure"), "seed": (1, "of weights and data")})
     add("--output", type=Path, help="JSON file (default: runs/bench/peers-THREADS.json)")
     options = parser.parse_args(argv)
     for folder in (options.tutel, options.meta, options.transformers):
         if folder is not None and not folder.is_dir():
             parser.error(f"{folder} is not a folder")
+    if min(options.processes, options.repetitions) < 1:
+        parser.error("--processes and --repetitions must be 1 at least")
     return options
+
+
+def shape_of(name: str, options: argparse.Namespace) -> LayerShape:
+    """Of SHAPES, or of a rehearsal."""
+    small = {"tokens": 256, "model_dim": 16, "hidden_dim": 48} if options.tiny else {}
+    return dataclasses.replace(SHAPES[name], **small)
 
 
 def peers_of(
@@ -156,36 +172,76 @@ def cases_of(
     return ours, theirs | {name: case(name, peer) for name, peer in peers.items()}
 
 
-def compare(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
-    """Median and interval of this layer's times over a peer's, and the verdict."""
-    ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
-    low, middle, high = median_interval(ratios)
-    return {"ratio": middle, "interval": [low, high], "not_slower": high < _NOT_SLOWER}
-
-
 def measure(shape: LayerShape, options: argparse.Namespace) -> dict[str, Any]:
-    """One row of the table."""
+    """Milliseconds of this layer and of each peer, pair by pair."""
     torch.manual_seed(options.seed)
     peers, missing = peers_of(shape, options)
     ours, theirs = cases_of(shape, peers, options.seed)
-    raw, against = {}, {}
+    raw = {}
     for name, case in theirs.items():
         way = PEERS[name]
         pair = [dataclasses.replace(ours[way], name=way), case]
         times = time_cases(pair, torch.device("cpu"), options.repetitions)
         raw[name] = {each: of["both"] for each, of in times.items()}
-        against[name] = compare(raw[name][way], raw[name][name])
-    ms = {name: percentiles(times[name]) for name, times in raw.items()}
-    for way in OURS:
-        if runs := [times[way] for times in raw.values() if way in times]:
-            ms[way] = percentiles([*itertools.chain(*runs)])
+    return {"not_run": missing, "raw_ms": raw}
+
+
+def measure_all(options: argparse.Namespace, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Shape -> what is measured so far in a process, after every shape."""
+    measured = {}
+    for name in names:
+        measured[name] = measure(shape_of(name, options), options)
+        free_memory(torch.device("cpu"))
+        yield measured
+
+
+def measure_in_processes(
+    options: argparse.Namespace, names: Sequence[str]
+) -> Iterator[list[dict[str, Any]]]:
+    """Shape -> what was measured, of every process so far, after each of them."""
+    measured = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(options.processes):
+            path = Path(folder) / f"{number}.json"
+            one = ["--processes", "1", "--seed", str(options.seed + number), "--output", str(path)]
+            given = ["--threads", str(torch.get_num_threads()), "--shapes", ",".join(names)]
+            given += ["--repetitions", str(options.repetitions), *["--tiny"][: options.tiny]]
+            for peer in ("tutel", "meta", "transformers"):
+                if folder_of_peer := getattr(options, peer):
+                    given += [f"--{peer}", str(folder_of_peer)]
+            command = [sys.executable, str(Path(__file__).resolve()), *given, *one]
+            subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+            say(f"process {number + 1} of {options.processes} has measured")
+            result = json.loads(path.read_text(encoding="utf-8"))["results"]
+            measured.append({name: of | {"raw_ms": of["raw_ms"][0]} for name, of in result.items()})
+            yield measured
+
+
+def row_of(shape: LayerShape, measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One row of the table, of what each process measured."""
+    raw = [each["raw_ms"] for each in measured]
+    ms = {}
+    for name in (*OURS, *raw[0]):
+        runs = [times[name] for of in raw for times in of.values() if name in times]
+        if runs:
+            ms[name] = percentiles([*itertools.chain(*runs)])
     return {
         "shape": dataclasses.asdict(shape),
         "ms": ms,
-        "against": against,
-        "not_run": missing,
+        "against": {name: compare(PEERS[name], name, raw) for name in raw[0]},
+        "not_run": measured[0]["not_run"],
         "raw_ms": raw,
     }
+
+
+def compare(way: str, peer: str, raw: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Median and interval of this layer's times over a peer's, and the verdict."""
+    ratios = [
+        [a / b for a, b in zip(times[peer][way], times[peer][peer], strict=True)] for times in raw
+    ]
+    of_processes = [percentiles(pairs)["p50"] for pairs in ratios]
+    low, middle, high = median_interval(of_processes if len(raw) > 1 else ratios[0])
+    return {"ratio": middle, "interval": [low, high], "not_slower": high < _NOT_SLOWER}
 
 
 def versions(options: argparse.Namespace) -> dict[str, str]:
@@ -232,16 +288,15 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
     names = options.shapes or list(SHAPES)
     expect_known("--shapes", names, list(SHAPES))
     path = options.output or Path(f"runs/bench/peers-{torch.get_num_threads()}.json")
-    about = {"peers": versions(options), "repetitions": options.repetitions, "rule": _NOT_SLOWER}
+    about = {"peers": versions(options), "rule": _NOT_SLOWER}
+    about |= {"processes": options.processes, "repetitions": options.repetitions}
     report = Report("peers", ranks, path, **about)
     results: dict[str, Any] = {}
-    for name in names:
-        shape = SHAPES[name]
-        if options.tiny:
-            small = {"tokens": 256, "model_dim": 16, "hidden_dim": 48}
-            shape = dataclasses.replace(shape, **small)
-        results[name] = measure(shape, options)
-        free_memory(torch.device("cpu"))
+    in_one = ([measured] for measured in measure_all(options, names))
+    for measured in measure_in_processes(options, names) if options.processes > 1 else in_one:
+        for name in measured[0]:
+            of_name = [each[name] for each in measured]
+            results[name] = row_of(shape_of(name, options), of_name)
         report.keep(lambda: {"results": results})
     report.finish({"results": results}, show)
 

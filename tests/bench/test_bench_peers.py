@@ -1,8 +1,10 @@
 """bench_peers: layers of others are imported from folders; those that are missing are left out."""
 
 import json
+import statistics
 
 import bench_peers
+import pytest
 from measure import median_interval
 
 # what bench_peers uses of Tutel's interface
@@ -30,11 +32,27 @@ def test_what_is_there_is_compared(tmp_path):
     assert row["not_run"] == dict.fromkeys(("meta", "meta+tutel", "mixtral"), "no folder was given")
     assert set(row["against"]) == {"experts", "tutel", "tutel dropless"}
     low, high = row["against"]["tutel"]["interval"]
-    raw = row["raw_ms"]["tutel"]
+    raw = row["raw_ms"][0]["tutel"]
     pairs = zip(raw["padded"], raw["tutel"], strict=True)
     assert low > 1  # a Linear is faster than any layer with experts
     assert abs(low / min(mine / theirs for mine, theirs in pairs) - 1) < 1e-3  # of 7: the range
     assert row["against"]["tutel"]["not_slower"] is (high < 1.02)
+
+
+def test_processes_are_what_is_compared(tmp_path):
+    path = tmp_path / "peers.json"
+    arguments = ["--tiny", "--shapes", "base", "--repetitions", "3", "--output", str(path)]
+    assert bench_peers.main([*arguments, "--processes", "2", "--seed", "5"]) == 0
+    result = json.loads(path.read_text(encoding="utf-8"))
+    row = result["results"]["base"]
+    medians = []
+    for process in row["raw_ms"]:
+        times = process["experts"]
+        pairs = zip(times["padded"], times["experts"], strict=True)
+        medians.append(statistics.median(mine / theirs for mine, theirs in pairs))
+    assert len(medians) == result["processes"] == 2
+    assert row["against"]["experts"]["interval"] == pytest.approx(sorted(medians), rel=1e-3)
+    assert row["against"]["experts"]["ratio"] == pytest.approx(sum(medians) / 2, rel=1e-3)
 
 
 def test_interval_of_a_median():
