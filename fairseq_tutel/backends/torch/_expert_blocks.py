@@ -17,52 +17,67 @@ _BLOCK_NUMEL = 1 << 21
 _MIN_ROWS = 256
 
 
-class Part(NamedTuple):
-    """Rows of a block whose products are taken at once: all of several experts with equally many,
-    or some of one's."""
-
-    experts: slice  # g of them, with n rows each
-    rows: slice  # of the block's
-    first: bool  # whether no part before it is of these experts
-
-    def of(self, rows_NA: Tensor) -> Tensor:
-        """(g, n, A) of the block's rows."""
-        part, count = rows_NA[self.rows], self.experts.stop - self.experts.start
-        return part.view(count, len(part) // count, rows_NA.shape[1])
-
-
 class Block(NamedTuple):
     """Rows of neighbouring experts, on which all but products is computed at once."""
 
     rows: slice  # of a buffer of all rows
-    parts: tuple[Part, ...]
+    experts: Sequence[int]
+    sizes: Sequence[int] | None  # rows of each; None: as many of all, whose products are one
+    begins: bool = True  # whether no block before it has rows of its first expert
+
+    def split(self, rows_NA: Tensor) -> Sequence[Tensor]:
+        """The block's rows, (1, n, A) of each expert; all of them, (g, n, A), in a batch."""
+        if self.sizes is not None:
+            return rows_NA[None].split(self.sizes, 1)
+        count = len(self.experts)
+        return (rows_NA.view(count, len(rows_NA) // count, rows_NA.shape[1]),)
+
+    def each(self, params: Tensor) -> Sequence[Tensor]:
+        """The experts' part of (e, ...) beside each of :meth:`split`."""
+        if self.sizes is not None:
+            return [params[expert : expert + 1] for expert in self.experts]
+        return (params[self.experts[0] : self.experts[-1] + 1],)
 
     def product(
         self, rows_NA: Tensor, weights: Tensor, out_NB: Tensor, add: bool = False
     ) -> Tensor:
         """Each row times its expert's weight, of (e, A, B): into ``out_NB``, or added to it."""
-        for part in self.parts:
-            rows, of_experts, out = part.of(rows_NA), weights[part.experts], part.of(out_NB)
-            out.baddbmm_(rows, of_experts) if add else torch.bmm(rows, of_experts, out=out)
+        pairs = zip(self.split(rows_NA), self.each(weights), self.split(out_NB), strict=True)
+        for rows, weight, out in pairs:
+            out.baddbmm_(rows, weight) if add else torch.bmm(rows, weight, out=out)
+        return out_NB
+
+    def affine(self, rows_NA: Tensor, weights: Tensor, biases: Tensor, out_NB: Tensor) -> Tensor:
+        """:meth:`product` plus the expert's bias, of (e, B)."""
+        rows_out = zip(self.split(rows_NA), self.split(out_NB), strict=True)
+        params = zip(self.each(biases[:, None]), self.each(weights), strict=True)
+        for (rows, out), (bias, weight) in zip(rows_out, params, strict=True):
+            torch.baddbmm(bias, rows, weight, out=out)
         return out_NB
 
     def add_products(self, total: Tensor, a_NA: Tensor, b_NB: Tensor, begin: bool = True) -> None:
-        """Add ``a.T @ b`` to the experts' sums, (e, A, B), which begin with their first part."""
-        for part in self.parts:
-            of_experts, a, b = total[part.experts], part.of(a_NA), part.of(b_NB)
-            first = begin and part.first
+        """Add ``a.T @ b`` to the experts' sums, (e, A, B), which begin with their first rows."""
+        parts = zip(self.each(total), self.split(a_NA), self.split(b_NB), strict=True)
+        for number, (sums, a, b) in enumerate(parts):
+            first = begin and (self.begins or number > 0)
             if total.dtype != a.dtype:
                 product = torch.bmm(a.mT, b)
-                of_experts.copy_(product) if first else of_experts.add_(product)
+                sums.copy_(product) if first else sums.add_(product)
             elif first:  # baddbmm_ would read what it overwrites, also with a beta of 0
-                torch.bmm(a.mT, b, out=of_experts)
+                torch.bmm(a.mT, b, out=sums)
             else:
-                of_experts.baddbmm_(a.mT, b)
+                sums.baddbmm_(a.mT, b)
 
     def add_rows(self, total: Tensor, rows_NA: Tensor) -> None:
         """Add each expert's rows to its sum, (e, A)."""
-        for part in self.parts:
-            total[part.experts] += part.of(rows_NA).sum(1, dtype=total.dtype)
+        for sums, rows in zip(self.each(total), self.split(rows_NA), strict=True):
+            sums += rows.sum(1, dtype=total.dtype)
+
+    def add_each(self, rows_NA: Tensor, biases: Tensor) -> Tensor:
+        """Add its expert's bias, of (e, A), to each row."""
+        for rows, bias in zip(self.split(rows_NA), self.each(biases[:, None]), strict=True):
+            rows += bias
+        return rows_NA
 
 
 def _padded_blocks(experts: int, capacity: int, step: int) -> Iterator[Block]:
@@ -73,25 +88,25 @@ def _padded_blocks(experts: int, capacity: int, step: int) -> Iterator[Block]:
     group = max(1, step // max(1, capacity))
     for begin in range(0, experts, group):
         end = min(begin + group, experts)
-        part = Part(slice(begin, end), slice(0, (end - begin) * capacity), True)
-        yield Block(slice(begin * capacity, end * capacity), (part,))
+        yield Block(slice(begin * capacity, end * capacity), range(begin, end), None)
 
 
 def _ragged_blocks(ends: Sequence[int], step: int) -> Iterator[Block]:
     """Each expert's rows in equal parts of about ``step``, at least one: no small rest. As many
-    parts in a block as have ``step`` rows together."""
-    parts: list[Part] = []
-    begin = 0  # of the block
+    experts in a block as have ``step`` rows together."""
+    experts: list[int] = []
+    sizes: list[int] = []
+    begin, begins = 0, True  # of the block
     for expert, (first, last) in enumerate(zip([0, *ends], ends, strict=False)):
         pieces = max(1, round((last - first) / step))
         marks = [first + (last - first) * piece // pieces for piece in range(pieces + 1)]
         for start, stop in itertools.pairwise(marks):
-            if parts and stop - begin > step:
-                yield Block(slice(begin, start), tuple(parts))
-                parts, begin = [], start
-            rows = slice(start - begin, stop - begin)
-            parts.append(Part(slice(expert, expert + 1), rows, start == first))
-    yield Block(slice(begin, ends[-1]), tuple(parts))
+            if experts and stop - begin > step:
+                yield Block(slice(begin, start), experts, sizes, begins)
+                experts, sizes, begin, begins = [], [], start, start == first
+            experts.append(expert)
+            sizes.append(stop - start)
+    yield Block(slice(begin, ends[-1]), experts, sizes, begins)
 
 
 def planes(wide_NF: Tensor, hidden_dim: int) -> Tensor:
@@ -174,10 +189,7 @@ class Blocks:
         product there."""
         if bias is None or self.dtype != self.acc:
             return self._widened(block, block.product(x_NA, weight.mT, out_NB), bias)
-        for part in block.parts:
-            b, w = bias[part.experts, None], weight[part.experts].mT
-            torch.baddbmm(b, part.of(x_NA), w, out=part.of(out_NB))
-        return out_NB
+        return block.affine(x_NA, weight.mT, bias, out_NB)
 
     def pre_activation(
         self, block: Block, saved_NF: Tensor, weight: Tensor, bias: Tensor | None
@@ -197,9 +209,7 @@ class Blocks:
         if self.dtype == self.acc:
             return product_NB
         wide_NB = product_NB.to(self.acc)
-        for part in block.parts if bias is not None else ():
-            part.of(wide_NB).add_(bias[part.experts, None])
-        return wide_NB
+        return wide_NB if bias is None else block.add_each(wide_NB, bias)
 
     def activate(
         self, z: Sequence[Tensor], keep: Tensor | None = None, out: Tensor | None = None

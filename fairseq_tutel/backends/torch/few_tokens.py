@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._expert_blocks import Block, Blocks, Part, by_plane
+from ._expert_blocks import Block, Blocks, by_plane
 from .activation import acc_dtype
 from .dispatch import combine_fwd
 from .expert_ffn import run_blocks
@@ -80,9 +80,9 @@ def expert_ffn_few(
 ) -> Tensor:
     """``expert_ffn_fwd`` of the used experts alone; arguments and result as there, (R, M)."""
     hidden_dim = params[2].shape[2]
-    parts = tuple(Part(slice(e, e + 1), slice(begin, end), True) for e, begin, end in spans)
-    acc, blocks = acc_dtype(rows_RM.dtype), (Block(slice(0, len(rows_RM)), parts),)
-    to = Blocks(blocks, hidden_dim, activation, (0.0, 0.0), 0, rows_RM.dtype, acc)
+    experts, sizes = [e for e, _, _ in spans], [end - begin for _, begin, end in spans]
+    acc, block = acc_dtype(rows_RM.dtype), Block(slice(0, len(rows_RM)), experts, sizes)
+    to = Blocks((block,), hidden_dim, activation, (0.0, 0.0), 0, rows_RM.dtype, acc)
     out_RM = torch.empty_like(rows_RM)
     run_blocks(to, rows_RM, params, out_RM)
     return out_RM
