@@ -96,6 +96,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"{folder} is not a folder")
     if min(options.processes, options.repetitions) < 1:
         parser.error("--processes and --repetitions must be 1 at least")
+    if 1 < options.processes < 6 and not options.tiny:
+        parser.error(f"{options.processes} medians have no 95 % interval: give 6 --processes")
     return options
 
 
@@ -210,7 +212,9 @@ def measure_in_processes(
                 if folder_of_peer := getattr(options, peer):
                     given += [f"--{peer}", str(folder_of_peer)]
             command = [sys.executable, str(Path(__file__).resolve()), *given, *one]
-            subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+            status = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
+            if status:
+                raise ValueError(f"process {number + 1} ended with {status}: {' '.join(command)}")
             say(f"process {number + 1} of {options.processes} has measured")
             result = json.loads(path.read_text(encoding="utf-8"))["results"]
             measured.append({name: of | {"raw_ms": of["raw_ms"][0]} for name, of in result.items()})

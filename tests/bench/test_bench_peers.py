@@ -5,6 +5,8 @@ import statistics
 
 import bench_peers
 import pytest
+import torch
+from helpers.dispatched import spied
 from measure import median_interval
 
 # what bench_peers uses of Tutel's interface
@@ -39,8 +41,9 @@ def test_what_is_there_is_compared(tmp_path):
     assert row["against"]["tutel"]["not_slower"] is (high < 1.02)
 
 
-def test_processes_are_what_is_compared(tmp_path):
+def test_processes_are_what_is_compared(tmp_path, monkeypatch):
     path = tmp_path / "peers.json"
+    calls = spied(monkeypatch, bench_peers.subprocess, "run")
     arguments = ["--tiny", "--shapes", "base", "--repetitions", "3", "--output", str(path)]
     assert bench_peers.main([*arguments, "--processes", "2", "--seed", "5"]) == 0
     result = json.loads(path.read_text(encoding="utf-8"))
@@ -53,6 +56,20 @@ def test_processes_are_what_is_compared(tmp_path):
     assert len(medians) == result["processes"] == 2
     assert row["against"]["experts"]["interval"] == pytest.approx(sorted(medians), rel=1e-3)
     assert row["against"]["experts"]["ratio"] == pytest.approx(sum(medians) / 2, rel=1e-3)
+    commands = [args[0] for args, _, _ in calls if "--seed" in args[0]]  # not those of git
+    for seed, command in enumerate(commands, start=5):
+        given = bench_peers.parse_arguments(command[2:])
+        assert (given.seed, given.processes, given.threads) == (seed, 1, torch.get_num_threads())
+    assert len(commands) == 2
+
+
+def test_a_process_that_fails_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(bench_peers, "__file__", "nowhere.py")
+    assert bench_peers.main(["--tiny", "--processes", "2"]) == 2
+    assert "process 1 ended with 2: " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench_peers.main(["--processes", "5"])
+    assert "give 6 --processes" in capsys.readouterr().err
 
 
 def test_interval_of_a_median():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers.assertions import rms_ratio
 
+from fairseq_tutel.backends.torch import expert_ffn_int8
 from fairseq_tutel.moe import MoELayer, hold_experts
 
 DIM, EXPERTS = 32, 4
@@ -82,6 +83,20 @@ def test_fewer_bytes(storage, most, options, tokens):
     assert not list(held.experts.parameters())
     weights = sum(p.numel() for n, p in layer.experts.named_parameters() if "weight" in n)
     assert held.experts.num_bytes() < weights * {"bf16": 2.2, "int8": 1.5}[storage]
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu", "geglu"])
+@torch.no_grad()
+def test_int8_rows_are_the_same_bits_alone_and_together(activation):
+    hidden_dim, rows = 64, torch.randn(40, DIM).bfloat16()
+    width = hidden_dim * (1 if activation == "gelu" else 2)
+    w1, w2 = (torch.randint(-127, 128, shape, dtype=torch.int8)
+              for shape in ((width, DIM), (DIM, hidden_dim)))  # fmt: skip
+    s1, s2 = (torch.rand(n).div(64).bfloat16() for n in (width, DIM))
+    params = w1, s1, torch.randn(width), w2, s2, torch.randn(DIM)
+    together = expert_ffn_int8(rows, *params, activation=activation)
+    alone = [expert_ffn_int8(row[None], *params, activation=activation) for row in rows]
+    assert torch.equal(together, torch.cat(alone))
 
 
 @torch.no_grad()

@@ -166,6 +166,23 @@ def test_gradcheck_with_dropout(layout, activation):
     assert gradcheck(lambda *x: ops.expert_ffn(*x, **options), args)
 
 
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("layout", ["padded", "ragged"])
+def test_experts_without_hidden_units_are_their_bias(layout, activation):
+    args, offsets = tensors(layout, requires_grad=False)
+    args = [args[0], args[1][:, :0], args[2][:, :0], args[3][:, :, :0], args[4]]
+    leaves = [x.clone().requires_grad_() for x in args]
+    out = ops.expert_ffn(*leaves, activation=activation, offsets=offsets)
+    ends = [N * (x + 1) for x in range(E)] if offsets is None else offsets.tolist()
+    counts = torch.tensor([0, *ends]).diff()
+    want = torch.zeros_like(out).view(-1, M)
+    want[: ends[-1]] = args[4].repeat_interleave(counts, 0)
+    assert torch.equal(out.detach().view(-1, M), want)
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert [g.shape for g in grads] == [x.shape for x in args] and not grads[0].any()
+    assert torch.equal(grads[4], counts[:, None].expand(E, M).double())
+
+
 def test_unused_rows_may_hold_anything():
     args, offsets = tensors("ragged", requires_grad=False)
     args[0][9:] = float("nan")

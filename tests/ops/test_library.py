@@ -1,12 +1,15 @@
 """The torch.library side: schemas, fake implementations, torch.compile, no copies, no aliases."""
 
 import importlib
+from contextlib import nullcontext
+from typing import ClassVar
 
 import pytest
 import torch
 from helpers.dispatched import spied
 from helpers.inputs import random_rows
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_tutel import ops
@@ -195,6 +198,36 @@ def test_who_watches_nothing_calls_the_functions_alone(monkeypatch):
     ops.dispatch(x, row, pair).sum().backward()
     with pytest.raises(AssertionError, match="was called"), Seen():
         ops.dispatch(x, row, pair)
+
+
+class Marked(torch.Tensor):
+    """A tensor whose functions are seen by its class."""
+
+    names: ClassVar[set[str]] = set()
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.names.add(getattr(func, "__name__", str(func)))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class SeenByFunction(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        Marked.names.add(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("way", ["subclass", "mode"])
+def test_functions_of_torch_that_are_replaced_are_operators(way):
+    x, (row, pair) = torch.randn(7, 5), random_rows(7, 2, 4, 3, "spread")
+    Marked.names.clear()
+    want = ops.dispatch(x, row, pair)
+    assert not any("dispatch" in name for name in Marked.names)
+    given = x.as_subclass(Marked) if way == "subclass" else x
+    with SeenByFunction() if way == "mode" else nullcontext():
+        got = ops.dispatch(given, row, pair)
+    assert any("dispatch" in name for name in Marked.names), Marked.names
+    assert torch.equal(got.as_subclass(torch.Tensor), want)
 
 
 def test_tracers_and_transforms_get_operators():

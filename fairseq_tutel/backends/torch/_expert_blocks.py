@@ -18,17 +18,19 @@ _MIN_ROWS = 256
 
 
 class Block(NamedTuple):
-    """Rows of neighbouring experts, on which all but products is computed at once."""
+    """Rows of several experts, on which all but products is computed at once."""
 
     rows: slice  # of a buffer of all rows
     experts: Sequence[int]
-    sizes: Sequence[int] | None  # rows of each; None: as many of all, whose products are one
+    # rows of each expert; None: neighbours with equally many, for one batched product
+    sizes: Sequence[int] | None
     begins: bool = True  # whether no block before it has rows of its first expert
 
     def split(self, rows_NA: Tensor) -> Sequence[Tensor]:
         """The block's rows, (1, n, A) of each expert; all of them, (g, n, A), in a batch."""
         if self.sizes is not None:
-            return rows_NA[None].split(self.sizes, 1)
+            # not of (1, N, A): bf16's products copy a transposed matrix of another batch's stride
+            return [rows[None] for rows in rows_NA.split(self.sizes)]
         count = len(self.experts)
         return (rows_NA.view(count, len(rows_NA) // count, rows_NA.shape[1]),)
 
@@ -93,7 +95,7 @@ def _padded_blocks(experts: int, capacity: int, step: int) -> Iterator[Block]:
 
 def _ragged_blocks(ends: Sequence[int], step: int) -> Iterator[Block]:
     """Each expert's rows in equal parts of about ``step``, at least one: no small rest. As many
-    experts in a block as have ``step`` rows together."""
+    experts in a block as have ``step`` rows together: never two parts of one, which have more."""
     experts: list[int] = []
     sizes: list[int] = []
     begin, begins = 0, True  # of the block
