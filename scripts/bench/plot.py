@@ -7,8 +7,8 @@ dense formulation by images, and what its experts do for small models. growth.pn
 in a training (study_growth.py).
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import study_growth
@@ -138,7 +138,10 @@ DRAWN = {"overview.png": draw, "swin.png": draw_swin, "growth.png": draw_growth}
 
 if __name__ == "__main__":
     quiet_logs()
-    folder = Path(*sys.argv[1:]) if sys.argv[1:] else FIGURES
+    parser = argparse.ArgumentParser(description="The figures of README, from results in files.")
+    text = "for the pictures (default: README's)"
+    parser.add_argument("folder", nargs="?", type=Path, default=FIGURES, help=text)
+    options = parser.parse_args()
     for name, drawing in DRAWN.items():
-        drawing(folder / name)
-        say(f"drawn: {folder / name}")
+        drawing(options.folder / name)
+        say(f"drawn: {options.folder / name}")
