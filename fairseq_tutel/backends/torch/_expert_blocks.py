@@ -51,9 +51,9 @@ class Block(NamedTuple):
 
     def affine(self, rows_NA: Tensor, weights: Tensor, biases: Tensor, out_NB: Tensor) -> Tensor:
         """:meth:`product` plus the expert's bias, of (e, B)."""
-        rows_out = zip(self.split(rows_NA), self.split(out_NB), strict=True)
-        params = zip(self.each(biases[:, None]), self.each(weights), strict=True)
-        for (rows, out), (bias, weight) in zip(rows_out, params, strict=True):
+        sides, params = (rows_NA, out_NB), (biases[:, None], weights)
+        parts = *map(self.split, sides), *map(self.each, params)
+        for rows, out, bias, weight in zip(*parts, strict=True):
             torch.baddbmm(bias, rows, weight, out=out)
         return out_NB
 
