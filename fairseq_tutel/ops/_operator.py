@@ -1,6 +1,5 @@
 """How an operator is registered, and the checks and gradients that operators share."""
 
-import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -68,37 +67,47 @@ def _requires_grad(value) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _make_observers() -> list[Callable[[], bool]] | None:
+def _make_observer() -> Callable[[], bool]:
     """Whether somebody traces, transforms or profiles operators; torch tells in these functions of
-    its own. None where this torch lacks one of them, so that everything counts as observed."""
+    its own. Where this torch lacks one of them, everything counts as observed."""
     try:
         modes, functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
         included = torch._C._dispatch_tls_is_dispatch_key_included
         # of is_grads_batched and functional.jacobian(vectorize=True), and of make_fx
-        keys = [torch._C._dispatch_key_parse(name) for name in ("VmapMode", "PreDispatch")]
-        forward_ad._current_level >= 0  # noqa: B015
-        return [
-            torch.jit.is_tracing,
-            torch._C._are_functorch_transforms_active,
-            torch.autograd._profiler_enabled,
-            lambda: modes() > 0,
-            lambda: functions() > 0,
-            lambda: forward_ad._current_level >= 0,
-            *(functools.partial(included, key) for key in keys),
-        ]
+        batched, traced = map(torch._C._dispatch_key_parse, ("VmapMode", "PreDispatch"))
+        is_tracing, transforms = torch.jit.is_tracing, torch._C._are_functorch_transforms_active
+        profiles = torch.autograd._profiler_enabled
+
+        # one function without a loop: it is called for every operator
+        def observes() -> bool:
+            return (
+                is_tracing()
+                or transforms()
+                or profiles()
+                or modes() > 0
+                or functions() > 0
+                or forward_ad._current_level >= 0
+                or included(batched)
+                or included(traced)
+            )
+
+        observes()
     except (AttributeError, RuntimeError):
-        return None
+        return lambda: True
+    return observes
 
 
-_OBSERVERS = _make_observers()
+_somebody_observes = _make_observer()
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _is_observed(args) -> bool:
-    if _OBSERVERS is None or any(observes() for observes in _OBSERVERS):
+    if _somebody_observes():
         return True
-    tensors = (value for value in args if isinstance(value, Tensor))
-    return any(type(value) not in _PLAIN or value.is_meta for value in tensors)
+    for value in args:
+        if isinstance(value, Tensor) and (type(value) not in _PLAIN or value.is_meta):
+            return True
+    return False
 
 
 def operator(

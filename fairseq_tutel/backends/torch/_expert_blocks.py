@@ -1,6 +1,5 @@
 """The experts' rows in blocks, and what is computed on one."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,53 +26,60 @@ class Block(NamedTuple):
     begins: bool = True  # whether no block before it has rows of its first expert
 
     def split(self, rows_NA: Tensor) -> Sequence[Tensor]:
-        """The block's rows, (1, n, A) of each expert; all of them, (g, n, A), in a batch."""
+        """The block's rows, (n, A) of each expert; all of them, (g, n, A), in a batch."""
         if self.sizes is not None:
-            # not of (1, N, A): bf16's products copy a transposed matrix of another batch's stride
-            return [rows[None] for rows in rows_NA.split(self.sizes)]
+            return rows_NA.split_with_sizes(self.sizes)  # split() is in Python
         count = len(self.experts)
         return (rows_NA.view(count, len(rows_NA) // count, rows_NA.shape[1]),)
 
     def each(self, params: Tensor) -> Sequence[Tensor]:
         """The experts' part of (e, ...) beside each of :meth:`split`."""
-        if self.sizes is not None:
-            return [params[expert : expert + 1] for expert in self.experts]
-        return (params[self.experts[0] : self.experts[-1] + 1],)
+        if self.sizes is None:
+            return (params[self.experts[0] : self.experts[-1] + 1],)
+        # all in one call, unless they are many more than these
+        every = params if 4 * len(self.experts) < len(params) else params.unbind()
+        return [every[expert] for expert in self.experts]
 
-    def product(
-        self, rows_NA: Tensor, weights: Tensor, out_NB: Tensor, add: bool = False
-    ) -> Tensor:
-        """Each row times its expert's weight, of (e, A, B): into ``out_NB``, or added to it."""
-        pairs = zip(self.split(rows_NA), self.each(weights), self.split(out_NB), strict=True)
-        for rows, weight, out in pairs:
-            out.baddbmm_(rows, weight) if add else torch.bmm(rows, weight, out=out)
+    @property
+    def _products(self):
+        """A product of each part, and one that is added to something."""
+        return (torch.bmm, torch.baddbmm) if self.sizes is None else (torch.mm, torch.addmm)
+
+    def product(self, rows_NA: Tensor, weights: Tensor, out_NB: Tensor) -> Tensor:
+        """Each row times its expert's weight, of (e, A, B), into ``out_NB``."""
+        mm, _ = self._products
+        parts = zip(self.split(rows_NA), self.each(weights), self.split(out_NB), strict=True)
+        for rows, weight, out in parts:
+            mm(rows, weight, out=out)
         return out_NB
 
     def affine(self, rows_NA: Tensor, weights: Tensor, biases: Tensor, out_NB: Tensor) -> Tensor:
         """:meth:`product` plus the expert's bias, of (e, B)."""
+        _, addmm = self._products
         sides, params = (rows_NA, out_NB), (biases[:, None], weights)
         parts = *map(self.split, sides), *map(self.each, params)
         for rows, out, bias, weight in zip(*parts, strict=True):
-            torch.baddbmm(bias, rows, weight, out=out)
+            addmm(bias, rows, weight, out=out)
         return out_NB
 
     def add_products(self, total: Tensor, a_NA: Tensor, b_NB: Tensor, begin: bool = True) -> None:
         """Add ``a.T @ b`` to the experts' sums, (e, A, B), which begin with their first rows."""
+        mm, addmm = self._products
         parts = zip(self.each(total), self.split(a_NA), self.split(b_NB), strict=True)
         for number, (sums, a, b) in enumerate(parts):
             first = begin and (self.begins or number > 0)
             if total.dtype != a.dtype:
-                product = torch.bmm(a.mT, b)
+                product = mm(a.mT, b)
                 sums.copy_(product) if first else sums.add_(product)
-            elif first:  # baddbmm_ would read what it overwrites, also with a beta of 0
-                torch.bmm(a.mT, b, out=sums)
+            elif first:  # the other would read what it overwrites, also with a beta of 0
+                mm(a.mT, b, out=sums)
             else:
-                sums.baddbmm_(a.mT, b)
+                addmm(sums, a.mT, b, out=sums)
 
     def add_rows(self, total: Tensor, rows_NA: Tensor) -> None:
         """Add each expert's rows to its sum, (e, A)."""
         for sums, rows in zip(self.each(total), self.split(rows_NA), strict=True):
-            sums += rows.sum(1, dtype=total.dtype)
+            sums += rows.sum(-2, dtype=total.dtype)
 
     def add_each(self, rows_NA: Tensor, biases: Tensor) -> Tensor:
         """Add its expert's bias, of (e, A), to each row."""
@@ -101,8 +107,9 @@ def _ragged_blocks(ends: Sequence[int], step: int) -> Iterator[Block]:
     begin, begins = 0, True  # of the block
     for expert, (first, last) in enumerate(zip([0, *ends], ends, strict=False)):
         pieces = max(1, round((last - first) / step))
-        marks = [first + (last - first) * piece // pieces for piece in range(pieces + 1)]
-        for start, stop in itertools.pairwise(marks):
+        for piece in range(pieces):
+            start = first + (last - first) * piece // pieces
+            stop = first + (last - first) * (piece + 1) // pieces
             if experts and stop - begin > step:
                 yield Block(slice(begin, start), experts, sizes, begins)
                 experts, sizes, begin, begins = [], [], start, start == first
@@ -171,10 +178,12 @@ class Blocks:
             acc=acc_dtype(rows.dtype),
         )
 
-    @property
-    def end(self) -> int:
-        """Rows that belong to an expert; those behind are unused."""
-        return self.blocks[-1].rows.stop
+    def without_unused(self, rows_RA: Tensor) -> Tensor:
+        """The rows with zeros in those behind the last expert's."""
+        end = self.blocks[-1].rows.stop
+        if end < len(rows_RA):
+            rows_RA[end:] = 0
+        return rows_RA
 
     def fc1(
         self, block: Block, x_NM: Tensor, weight: Tensor, bias: Tensor | None, out_NF: Tensor
@@ -228,14 +237,17 @@ class Blocks:
         return out.copy_(a)
 
     def activate_bwd(self, d_a: Tensor, z: Sequence[Tensor]) -> Tensor:
-        """Gradient of z without dropout, (p, n, F); overwrites that of a."""
+        """Gradient of z without dropout, (n, p F) side by side: one product each for the gradient
+        of the rows and of the weight; overwrites that of a."""
         forward, gradient = self._functions
         gate, *up = z
         if not up:
-            return gradient(d_a, gate, d_a)[None]
-        d_z = d_a.new_empty((2, *d_a.shape))
-        forward(gate, d_z[1]).mul_(d_a)
-        gradient(d_a.mul_(up[0]), gate, d_z[0])
+            return gradient(d_a, gate, d_a)
+        d_z = d_a.new_empty((len(d_a), 2 * self.hidden_dim))
+        d_gate, d_up = d_z.chunk(2, 1)
+        activated = forward(gate, torch.empty_like(gate))
+        torch.mul(activated, d_a, out=d_up)
+        d_gate.copy_(gradient(d_a.mul_(up[0]), gate, activated))
         return d_z
 
     @property
@@ -276,8 +288,8 @@ class Blocks:
         """All gradients but weights', block by block; those of rows, unless that has shape (0,),
         are written, those of biases (:meth:`bias_sums`) added to.
 
-        Yields the block; gradients of its output before dropout and, by plane, of its values before
-        the activation, (p, n, F), in the dtype of the rows.
+        Yields the block; gradients of its output before dropout and of its values before the
+        activation, (n, p F), in the dtype of the rows.
         """
         w1, b1, w2, _ = params
         for block in self.blocks:
@@ -290,18 +302,10 @@ class Blocks:
                 d_a.mul_(keep_a)
             d_z = self.activate_bwd(d_a, z)
             if d_b1.numel() > 0:
-                for total, grad in zip(by_plane(d_b1, self.hidden_dim), d_z, strict=True):
-                    block.add_rows(total, grad)
+                block.add_rows(d_b1, d_z)
             if d_b2.numel() > 0:
                 block.add_rows(d_b2, dy)
             d_h = d_z.to(self.dtype)
             if d_rows_RM.numel() > 0:
-                self._rows_bwd(block, d_h, w1, d_rows_RM[block.rows])
+                block.product(d_h, w1, d_rows_RM[block.rows])
             yield block, dy, d_h
-
-    def _rows_bwd(self, block, d_h, w1, d_rows_NM):
-        if self.dtype != self.acc:  # one product, rounded once
-            block.product(d_h.transpose(0, 1).flatten(1), w1, d_rows_NM)
-            return
-        for number, pair in enumerate(zip(d_h, by_plane(w1, self.hidden_dim), strict=True)):
-            block.product(*pair, d_rows_NM, add=number > 0)

@@ -14,42 +14,34 @@ from .activation import acc_dtype
 _CHUNK = 1 << 19
 
 
-def _token_of_row(src_pair_R: Tensor, top_k: int) -> Tensor:
-    """src_pair // K, (R,) int64, which torch gathers twice as fast by; some token if unused."""
-    return (src_pair_R.clamp(min=0) // top_k).long()
+def _pair_and_token(src_pair_R: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The pair of each row and its token, (R,) int64, which torch gathers twice as fast by; some of
+    an unused row."""
+    pair_R = src_pair_R.clamp(min=0).long()
+    return pair_R, pair_R // top_k
 
 
 def _zero_unused(rows_RM: Tensor, src_pair_R: Tensor) -> Tensor:
-    unused_R = src_pair_R < 0
-    if rows_RM.device.type == "cpu":
-        return rows_RM.index_fill_(0, unused_R.nonzero().view(-1), 0)
-    # nonzero would be a device-to-host sync
-    return rows_RM.masked_fill_(unused_R[:, None], 0)
-
-
-def _pair_values(value_R: Tensor, topk_weight_TK: Tensor, src_pair_R: Tensor) -> Tensor:
-    """(T, K) value of each pair's row in the dtype of the weights, 0 for dropped pairs."""
-    num_pairs = topk_weight_TK.numel()
-    # Unused rows land in one extra entry that is cut off.
-    value_N = topk_weight_TK.new_zeros(num_pairs + 1)
-    index_R = src_pair_R.long().masked_fill_(src_pair_R < 0, num_pairs)
-    value_N.scatter_(0, index_R, value_R.to(topk_weight_TK.dtype))
-    return value_N[:num_pairs].view(topk_weight_TK.shape)
+    if rows_RM.device.type != "cpu":  # nonzero would be a device-to-host sync
+        return rows_RM.masked_fill_((src_pair_R < 0)[:, None], 0)
+    if len(src_pair_R) == 0 or src_pair_R.amin() >= 0:
+        return rows_RM
+    return rows_RM.index_fill_(0, (src_pair_R < 0).nonzero().view(-1), 0)
 
 
 def dispatch_fwd(x_TM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor) -> Tensor:
     """rows_RM[r] = x[src_pair[r] // K], zero in unused rows; (R, M) in x's dtype."""
     if dest_row_TK.numel() == 0:
         return x_TM.new_zeros((src_pair_R.shape[0], x_TM.shape[1]))
-    token_R = _token_of_row(src_pair_R, dest_row_TK.shape[1])
+    _, token_R = _pair_and_token(src_pair_R, dest_row_TK.shape[1])
     return _zero_unused(x_TM.index_select(0, token_R), src_pair_R)
 
 
 def _bag_sum(rows_RM: Tensor, dest_row_TK: Tensor, weight: Tensor | None) -> Tensor:
     """Weighted gather-sum in one pass by torch's embedding bag; dropped pairs are left out."""
     row, offset_T = dest_row_TK, None
-    valid_TK = dest_row_TK >= 0
-    if not bool(valid_TK.all()):
+    if dest_row_TK.amin() < 0:
+        valid_TK = dest_row_TK >= 0
         count_T = valid_TK.sum(dim=1, dtype=dest_row_TK.dtype)
         row, offset_T = dest_row_TK[valid_TK], count_T.cumsum(0, dtype=count_T.dtype) - count_T
         weight = None if weight is None else weight[valid_TK]
@@ -102,19 +94,20 @@ def combine_bwd(
         d_rows_RM = torch.zeros_like(rows_RM) if needs_rows else d_rows_RM
         return d_rows_RM, torch.zeros_like(topk_weight_TK) if needs_weight else d_weight_TK
     (num_rows, model_dim), acc = rows_RM.shape, acc_dtype(rows_RM.dtype)
-    token_R = _token_of_row(src_pair_R, dest_row_TK.shape[1])
-    weight_R = topk_weight_TK.reshape(-1).index_select(0, src_pair_R.clamp(min=0)).to(acc)
-    dot_R, dy_RM = torch.empty_like(weight_R), dy_TM.new_empty(rows_RM.shape)
+    pair_R, token_R = _pair_and_token(src_pair_R, dest_row_TK.shape[1])
+    weight_R = topk_weight_TK.reshape(-1).index_select(0, pair_R).to(acc)
+    # the entry behind those of the rows is that of dropped pairs
+    dot_R, dy_RM = weight_R.new_zeros(num_rows + 1), dy_TM.new_empty(rows_RM.shape)
     step = max(1, _CHUNK // max(1, model_dim))
     for begin in range(0, num_rows, step):
-        part = slice(begin, begin + step)
+        part = slice(begin, min(begin + step, num_rows))
         dy = torch.index_select(dy_TM, 0, token_R[part], out=dy_RM[part])
         if needs_weight:
             torch.sum(dy.to(acc) * rows_RM[part], 1, out=dot_R[part])
         if needs_rows:
             dy.mul_(weight_R[part, None])  # in fp32, rounded once
     if needs_weight:
-        d_weight_TK = _pair_values(dot_R, topk_weight_TK, src_pair_R)
+        d_weight_TK = dot_R[dest_row_TK.long()].to(topk_weight_TK.dtype)
     return _zero_unused(dy_RM, src_pair_R) if needs_rows else d_rows_RM, d_weight_TK
 
 

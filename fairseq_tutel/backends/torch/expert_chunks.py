@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._expert_blocks import Blocks, blocks_of, by_plane, planes
+from ._expert_blocks import Blocks, blocks_of
 from ._memory import empty
 from .activation import acc_dtype
 
@@ -35,7 +35,7 @@ def expert_chunk_bwd(
     for block, dy, d_h in to.backward(given_RM, saved, params, d_rows_RM, d_b1, d_b2):
         if d_out_RM is not given_RM:
             d_out_RM[block.rows] = dy
-        planes(d_hidden_RF[block.rows], hidden_dim).copy_(d_h)
+        d_hidden_RF[block.rows] = d_h
     d_rows = d_rows_RM.view(d_out.shape if needs_rows else 0)
     return d_rows, d_out_RM.view(d_out.shape), d_hidden_RF, d_b1, d_b2
 
@@ -62,7 +62,5 @@ def expert_chunks_bwd_params(
                 each[block.rows] for each in (d_out, active, d_hidden, rows)
             )
             block.add_products(d_w2, d_out_N, active_N, begin=number == 0)
-            halves = planes(d_hidden_N, hidden_dim)
-            for total, grad in zip(by_plane(d_w1, hidden_dim), halves, strict=True):
-                block.add_products(total, grad, rows_N, begin=number == 0)
+            block.add_products(d_w1, d_hidden_N, rows_N, begin=number == 0)
     return d_w1.to(rows.dtype), d_w2.to(rows.dtype)

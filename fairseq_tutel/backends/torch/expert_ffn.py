@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ._expert_blocks import Blocks, by_plane
+from ._expert_blocks import Blocks
 from ._memory import empty
 
 
@@ -38,8 +38,7 @@ def expert_ffn_fwd(
     kept = len(rows_RM) if keep_hidden else 0
     saved_RF, active_RF = (empty(rows, (kept, n)) for n in (fc1_weight.shape[1], hidden_dim))
     run_blocks(to, rows_RM, params, out_RM, (saved_RF, active_RF) if keep_hidden else None)
-    out_RM[to.end :] = 0
-    return out_RM.view(rows.shape), saved_RF, active_RF
+    return to.without_unused(out_RM).view(rows.shape), saved_RF, active_RF
 
 
 def run_blocks(
@@ -57,7 +56,10 @@ def run_blocks(
         z = to.fc1(block, x, w1, b1, x.new_empty(len(x), w1.shape[1]) if saved is None else saved)
         keep_a, keep_y = to.masks(block, y)
         biased = to.linear(block, to.activate(z, keep_a, out=active), w2, b2, y)
-        y.copy_(biased if keep_y is None else biased.mul_(keep_y))
+        if keep_y is not None:
+            biased.mul_(keep_y)
+        if biased is not y:
+            y.copy_(biased)
 
 
 def expert_ffn_bwd(
@@ -84,8 +86,6 @@ def expert_ffn_bwd(
     for block, dy, d_h in to.backward(d_out_RM, saved, params, d_rows_RM, d_b1, d_b2):
         if needs_params:
             block.add_products(d_w2, dy, active[block.rows])
-            for total, grad in zip(by_plane(d_w1, hidden_dim), d_h, strict=True):
-                block.add_products(total, grad, rows_RM[block.rows])
-    d_rows_RM[to.end :] = 0
-    d_rows = d_rows_RM.view(rows.shape if needs_rows else 0)
+            block.add_products(d_w1, d_h, rows_RM[block.rows])
+    d_rows = to.without_unused(d_rows_RM).view(rows.shape if needs_rows else 0)
     return d_rows, d_w1, d_b1.to(rows.dtype), d_w2, d_b2.to(rows.dtype)

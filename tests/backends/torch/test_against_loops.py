@@ -1,5 +1,6 @@
 """The torch twins against loops over tokens that follow the definitions word by word."""
 
+import itertools
 import math
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 
 from fairseq_tutel import ops
 from fairseq_tutel.backends import torch as torch_backend
+from fairseq_tutel.backends.torch import rows as torch_rows
+from fairseq_tutel.backends.torch import slots as torch_slots
 
 GATING = [(17, 5, 1), (17, 5, 2), (17, 5, 4), (9, 6, 6), (3, 40, 7), (1, 1, 1)]
 
@@ -77,6 +80,41 @@ def fairseq_activation(name):
     from fairseq import utils
 
     return utils.get_activation_fn(name.replace("gelu_fast", "gelu_accurate"))
+
+
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["numpy", "torch"])
+@pytest.mark.parametrize("E", [1, 5, 127, 128, 200])  # numpy sorts numbers of 8 and of 16 bits
+def test_slots_and_rows(E, on_cpu):
+    """Both of a CPU and those of any device, with pairs that are not routed, in both layouts."""
+    T, K, capacity = 61, 3, 2
+    generator = torch.Generator().manual_seed(E)
+    expert = torch.randint(-1, E, (T, K), generator=generator, dtype=torch.int32)
+    expert[0] = E - 1
+    count, slot = [[0] * E for _ in range(K)], [[-1] * K for _ in range(T)]
+    for k in range(K):
+        for t in range(T):
+            e = int(expert[t, k])
+            if e >= 0:
+                slot[t][k] = sum(each[e] for each in count)
+                count[k][e] += 1
+    slots = torch_slots._slots_on_cpu if on_cpu else torch_slots._slots
+    got_slot, got_count = slots(expert.t(), E)
+    assert got_slot.t().tolist() == slot and got_count.tolist() == count
+    assert got_slot.dtype == got_count.dtype == torch.int32
+    rows = torch_rows._rows_on_cpu if on_cpu else torch_rows._rows
+    for limit, padded in ((None, False), (capacity, False), (capacity, True)):
+        kept = [min(sum(each), limit or T * K) for each in zip(*count, strict=True)]
+        num_rows = E * capacity if padded else T * K
+        pairs, dest = [-1] * num_rows, [[-1] * K for _ in range(T)]
+        for t, k in itertools.product(range(T), range(K)):
+            e = int(expert[t, k])
+            if e >= 0 and slot[t][k] < kept[e]:
+                dest[t][k] = (e * capacity if padded else sum(kept[:e])) + slot[t][k]
+                pairs[dest[t][k]] = t * K + k
+        got = rows(expert, got_slot.t(), got_count, limit, padded)
+        is_kept = (torch.tensor(dest) >= 0).tolist()
+        assert [each.tolist() for each in got] == [dest, pairs, kept, is_kept]
+        assert [each.dtype for each in got] == [*[torch.int32] * 3, torch.bool]
 
 
 @pytest.mark.parametrize("activation", sorted(torch_backend.ACTIVATIONS))
