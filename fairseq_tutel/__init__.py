@@ -1,6 +1,6 @@
 """Tutel-style mixture of experts as a plugin for stock fairseq (``--user-dir fairseq_tutel``).
 
-:mod:`fairseq_tutel.moe`, the layer alone, needs torch only and imports nothing of fairseq.
+:mod:`fairseq_tutel.moe`, the layer alone, needs torch and numpy and imports nothing of fairseq.
 fairseq's programs import a user dir by themselves, and the package then registers its model, its
 criterion and the few hooks with fairseq. A program that uses fairseq as a library calls
 :func:`register`, or imports what it needs of ``fairseq_tutel.integrations.fairseq``.

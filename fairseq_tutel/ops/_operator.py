@@ -77,6 +77,8 @@ def _make_observer() -> Callable[[], bool]:
         batched, traced = map(torch._C._dispatch_key_parse, ("VmapMode", "PreDispatch"))
         is_tracing, transforms = torch.jit.is_tracing, torch._C._are_functorch_transforms_active
         profiles = torch.autograd._profiler_enabled
+        # what a call may not reach fails here, not in the first one that does
+        included(batched), forward_ad._current_level  # noqa: B018
 
         # one function without a loop: it is called for every operator
         def observes() -> bool:
@@ -91,7 +93,6 @@ def _make_observer() -> Callable[[], bool]:
                 or included(traced)
             )
 
-        observes()
     except (AttributeError, RuntimeError):
         return lambda: True
     return observes

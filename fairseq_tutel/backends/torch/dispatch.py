@@ -107,7 +107,8 @@ def combine_bwd(
         if needs_rows:
             dy.mul_(weight_R[part, None])  # in fp32, rounded once
     if needs_weight:
-        d_weight_TK = dot_R[dest_row_TK.long()].to(topk_weight_TK.dtype)
+        dot_N = dot_R[dest_row_TK.reshape(-1).long()]
+        d_weight_TK = dot_N.to(topk_weight_TK.dtype).view(dest_row_TK.shape)
     return _zero_unused(dy_RM, src_pair_R) if needs_rows else d_rows_RM, d_weight_TK
 
 

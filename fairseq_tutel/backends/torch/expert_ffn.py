@@ -2,7 +2,9 @@
 
 Of the four buffers of R x F numbers of the step by step computation the values before and after the
 activation remain, as with the kernels; all else is as large as a block. Blocks run one after the
-other on torch's own threads, so the same rows give the same bits on the same number of threads.
+other on torch's own threads, so the same rows give the same bits on the same number of threads; so
+do evaluation and training where a row of hidden values is a multiple of 64 bytes (or there is one
+block): torch's products of few numbers depend on where a buffer begins.
 Where an expert has few rows a block is all rows of several experts: one batched product is 5 %
 faster than theirs one by one (256 rows, 256/1024, 1 thread).
 """

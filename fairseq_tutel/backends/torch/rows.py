@@ -47,11 +47,12 @@ def _rows(expert_TK, position_TK, num_routed_KE, capacity, padded):
 
 
 def _rows_on_cpu(expert_TK, position_TK, num_routed_KE, capacity, padded):
-    expert_TK, position_TK = expert_TK.numpy(), position_TK.numpy()
+    expert_TK, position_TK = (each.contiguous().numpy() for each in (expert_TK, position_TK))
     num_kept_E = num_routed_KE.numpy().sum(0, dtype=np.int32)
     kept_TK = position_TK >= 0
     if capacity is not None:
-        num_kept_E = np.minimum(num_kept_E, capacity, dtype=np.int32)
+        # a larger one drops nothing either, and may not be an int32
+        num_kept_E = num_kept_E.clip(max=np.int32(min(capacity, expert_TK.size)))
         kept_TK &= position_TK < capacity
     if padded:
         first_row_E = np.arange(len(num_kept_E), dtype=np.int32) * np.int32(capacity)

@@ -1,7 +1,7 @@
 """Slots of tokens in their experts, in plain torch; on a CPU in numpy.
 
-That sorts numbers of 16 bits by their digits and begins an operation in a tenth of the time: a
-fourth of torch's for 256 tokens, a sixth for 2048 of eight choices.
+That sorts numbers of 16 bits by their digits, and begins an operation in less time than torch does.
+X below: bins of pairs, the first for those that are not routed, then one for each expert.
 """
 
 import numpy as np
@@ -11,16 +11,16 @@ from torch import Tensor
 
 def _slots_on_cpu(expert_KT: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     number_KT = np.ascontiguousarray(expert_KT.numpy())
-    choices, bins = len(number_KT), num_experts + 1  # bin 0: pairs that are not routed
+    choices, bins = len(number_KT), num_experts + 1
     bin_KT = number_KT + np.arange(1, choices * bins, bins)[:, None]
-    count_KB = np.bincount(bin_KT.ravel(), minlength=choices * bins).reshape(choices, bins)
-    total_B = count_KB.sum(0)
+    count_KX = np.bincount(bin_KT.ravel(), minlength=choices * bins).reshape(choices, bins)
+    total_X = count_KX.sum(0)
     order_N = number_KT.ravel().astype(np.min_scalar_type(-bins)).argsort(kind="stable")
     slot_N = np.empty(order_N.size, np.int32)
-    begin_N = (total_B.cumsum() - total_B).astype(np.int32).repeat(total_B)
+    begin_N = (total_X.cumsum() - total_X).astype(np.int32).repeat(total_X)
     slot_N[order_N] = np.arange(order_N.size, dtype=np.int32) - begin_N
-    slot_N[order_N[: total_B[0]]] = -1
-    num_routed_KE = count_KB[:, 1:].astype(np.int32)
+    slot_N[order_N[: total_X[0]]] = -1
+    num_routed_KE = count_KX[:, 1:].astype(np.int32)
     return torch.from_numpy(slot_N).view(expert_KT.shape), torch.from_numpy(num_routed_KE)
 
 
@@ -28,14 +28,14 @@ def _slots(expert_KT: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     choices, bins = len(expert_KT), num_experts + 1
     first_bin_K1 = torch.arange(1, choices * bins, bins, device=expert_KT.device)[:, None]
     bin_N = (expert_KT + first_bin_K1).reshape(-1)
-    count_KB = torch.bincount(bin_N, minlength=choices * bins).view(choices, bins)
+    count_KX = torch.bincount(bin_N, minlength=choices * bins).view(choices, bins)
     sorted_N, order_N = expert_KT.reshape(-1).sort(stable=True)
-    total_B = count_KB.sum(0)
-    begin_B = total_B.cumsum(0) - total_B
-    rank_N = torch.arange(sorted_N.numel(), device=sorted_N.device) - begin_B[sorted_N.long() + 1]
+    total_X = count_KX.sum(0)
+    begin_X = total_X.cumsum(0) - total_X
+    rank_N = torch.arange(sorted_N.numel(), device=sorted_N.device) - begin_X[sorted_N.long() + 1]
     slot_N = torch.empty_like(sorted_N)
     slot_N[order_N] = rank_N.to(torch.int32).masked_fill_(sorted_N < 0, -1)
-    return slot_N.view(expert_KT.shape), count_KB[:, 1:].to(torch.int32)
+    return slot_N.view(expert_KT.shape), count_KX[:, 1:].to(torch.int32)
 
 
 def assign_slots(

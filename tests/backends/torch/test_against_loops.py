@@ -83,13 +83,14 @@ def fairseq_activation(name):
 
 
 @pytest.mark.parametrize("on_cpu", [True, False], ids=["numpy", "torch"])
-@pytest.mark.parametrize("E", [1, 5, 127, 128, 200])  # numpy sorts numbers of 8 and of 16 bits
-def test_slots_and_rows(E, on_cpu):
+@pytest.mark.parametrize("T", [0, 61])
+@pytest.mark.parametrize("E", [1, 5, 127, 128, 32767, 32768])  # sorted as 8, 16 and 32 bits
+def test_slots_and_rows(E, T, on_cpu):
     """Both of a CPU and those of any device, with pairs that are not routed, in both layouts."""
-    T, K, capacity = 61, 3, 2
+    K = 3
     generator = torch.Generator().manual_seed(E)
     expert = torch.randint(-1, E, (T, K), generator=generator, dtype=torch.int32)
-    expert[0] = E - 1
+    expert[:2] = E - 1
     count, slot = [[0] * E for _ in range(K)], [[-1] * K for _ in range(T)]
     for k in range(K):
         for t in range(T):
@@ -102,18 +103,24 @@ def test_slots_and_rows(E, on_cpu):
     assert got_slot.t().tolist() == slot and got_count.tolist() == count
     assert got_slot.dtype == got_count.dtype == torch.int32
     rows = torch_rows._rows_on_cpu if on_cpu else torch_rows._rows
-    for limit, padded in ((None, False), (capacity, False), (capacity, True)):
-        kept = [min(sum(each), limit or T * K) for each in zip(*count, strict=True)]
-        num_rows = E * capacity if padded else T * K
+    layouts = ((None, False), (2, False), (0, False), (2**32, False), (2, True), (0, True))
+    for limit, padded in layouts:
+        if limit == 2**32 and not on_cpu:
+            continue  # torch refuses it
+        loads = [sum(each) for each in zip(*count, strict=True)]
+        kept = loads if limit is None else [min(load, limit) for load in loads]
+        begins = list(itertools.accumulate(kept, initial=0))
+        num_rows = E * limit if padded else T * K
         pairs, dest = [-1] * num_rows, [[-1] * K for _ in range(T)]
         for t, k in itertools.product(range(T), range(K)):
             e = int(expert[t, k])
             if e >= 0 and slot[t][k] < kept[e]:
-                dest[t][k] = (e * capacity if padded else sum(kept[:e])) + slot[t][k]
+                dest[t][k] = (e * limit if padded else begins[e]) + slot[t][k]
                 pairs[dest[t][k]] = t * K + k
-        got = rows(expert, got_slot.t(), got_count, limit, padded)
-        is_kept = (torch.tensor(dest) >= 0).tolist()
+        got = rows(expert, got_slot.t(), got_count.t().contiguous().t(), limit, padded)
+        is_kept = [[row >= 0 for row in rows_K] for rows_K in dest]
         assert [each.tolist() for each in got] == [dest, pairs, kept, is_kept]
+        assert got[0].is_contiguous()
         assert [each.dtype for each in got] == [*[torch.int32] * 3, torch.bool]
 
 
