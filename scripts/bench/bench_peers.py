@@ -7,7 +7,7 @@ are not run. This layer and a peer take turns, forward and backward, fp32, each 
 second turn; the next peer follows. Printed is the median of this layer's time over the peer's in
 the same turn, with a 95 % interval; this layer is "not slower" where the interval ends below 1.02.
 
-Two threads of one process may take 46 ms for what takes those of the next 67: with ``--processes``
+Two threads of one process may take 51 ms for what takes those of the next 72: with ``--processes``
 everything is measured in that many, one after the other, each with weights and data of its own, and
 the intervals are of their medians.
 """

@@ -71,7 +71,7 @@ class Block(NamedTuple):
             if total.dtype != a.dtype:
                 product = mm(a.mT, b)
                 sums.copy_(product) if first else sums.add_(product)
-            elif first:  # the other would read what it overwrites, also with a beta of 0
+            elif first:  # addmm would read what it overwrites, also with a beta of 0
                 mm(a.mT, b, out=sums)
             else:
                 addmm(sums, a.mT, b, out=sums)
@@ -126,7 +126,7 @@ def planes(wide_NF: Tensor, hidden_dim: int) -> Tensor:
 
 
 def by_plane(param: Tensor | None, hidden_dim: int) -> tuple[Tensor | None, ...]:
-    """fc1's weight, bias or their gradients, (e, p F, ...), as p of (e, F, ...); None as one."""
+    """fc1's weight or bias, (e, p F, ...), as p of (e, F, ...); None as one."""
     if param is None:
         return (None,)
     return param.unflatten(1, (_planes(param, hidden_dim), hidden_dim)).unbind(1)

@@ -1,6 +1,5 @@
-"""Rows and weights of (token, choice) pairs in plain torch; rows on a CPU in numpy (slots.py)."""
+"""Rows and weights of (token, choice) pairs in plain torch."""
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,56 +15,22 @@ def assign_rows_fwd(
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Arguments and results as in :func:`fairseq_tutel.ops.assign_rows`."""
-    rows = _rows_on_cpu if gate_TK.device.type == "cpu" else _rows
-    dest_row_TK, src_pair_R, num_kept_E, kept_TK = rows(
-        expert_TK, position_in_expert_TK, num_routed_KE, capacity, padded
-    )
-    weight_TK = gate_TK * kept_TK
-    if normalize:
-        weight_TK /= _at_least_epsilon(weight_TK.sum(1, keepdim=True))
-    return dest_row_TK, src_pair_R, weight_TK, num_kept_E
-
-
-def _rows(expert_TK, position_TK, num_routed_KE, capacity, padded):
+    num_experts = num_routed_KE.shape[1]
     num_kept_E = num_routed_KE.sum(0, dtype=torch.int32)
-    kept_TK = position_TK >= 0
+    kept_TK = position_in_expert_TK >= 0
     if capacity is not None:
         num_kept_E.clamp_(max=capacity)
-        kept_TK &= position_TK < capacity
+        kept_TK &= position_in_expert_TK < capacity
     if padded:
-        row_TK, num_rows = expert_TK * capacity, len(num_kept_E) * capacity
+        row_TK, num_rows = expert_TK * capacity, num_experts * capacity
     else:
         first_row_E = num_kept_E.cumsum(0, dtype=torch.int32) - num_kept_E
         row_TK, num_rows = first_row_E[expert_TK.clamp(min=0).long()], expert_TK.numel()
-    dest_row_TK = row_TK.add_(position_TK).masked_fill_(~kept_TK, -1)
-    row_N = dest_row_TK.reshape(-1).long()
-    # Dropped pairs land in one extra row that is cut off.
-    src_pair_R = dest_row_TK.new_full((num_rows + 1,), -1)
-    pair_N = torch.arange(row_N.numel(), dtype=dest_row_TK.dtype, device=row_N.device)
-    src_pair_R.scatter_(0, row_N.masked_fill_(row_N < 0, num_rows), pair_N)
-    return dest_row_TK, src_pair_R[:num_rows], num_kept_E, kept_TK
-
-
-def _rows_on_cpu(expert_TK, position_TK, num_routed_KE, capacity, padded):
-    expert_TK, position_TK = (each.contiguous().numpy() for each in (expert_TK, position_TK))
-    num_kept_E = num_routed_KE.numpy().sum(0, dtype=np.int32)
-    kept_TK = position_TK >= 0
-    if capacity is not None:
-        # a larger one drops nothing either, and may not be an int32
-        num_kept_E = num_kept_E.clip(max=np.int32(min(capacity, expert_TK.size)))
-        kept_TK &= position_TK < capacity
-    if padded:
-        first_row_E = np.arange(len(num_kept_E), dtype=np.int32) * np.int32(capacity)
-        num_rows = len(num_kept_E) * capacity
-    else:
-        first_row_E = num_kept_E.cumsum(dtype=np.int32) - num_kept_E
-        num_rows = expert_TK.size
-    dest_row_TK = np.where(kept_TK, first_row_E[expert_TK] + position_TK, np.int32(-1))
-    # -1 is the last row here: an extra one that is cut off
-    src_pair_R = np.full(num_rows + 1, -1, np.int32)
-    src_pair_R[dest_row_TK.ravel()] = np.arange(dest_row_TK.size, dtype=np.int32)
-    found = dest_row_TK, src_pair_R[:num_rows], num_kept_E, kept_TK
-    return tuple(map(torch.from_numpy, found))
+    dest_row_TK = row_TK.add_(position_in_expert_TK).masked_fill_(~kept_TK, -1)
+    weight_TK = gate_TK * kept_TK
+    if normalize:
+        weight_TK /= _at_least_epsilon(weight_TK.sum(1, keepdim=True))
+    return dest_row_TK, _invert(dest_row_TK, num_rows), weight_TK, num_kept_E
 
 
 def assign_rows_bwd(
@@ -90,3 +55,13 @@ def assign_rows_bwd(
 
 def _at_least_epsilon(total: Tensor) -> Tensor:
     return total.clamp(min=torch.finfo(total.dtype).eps)
+
+
+def _invert(dest_row_TK: Tensor, num_rows: int) -> Tensor:
+    """Flat pair index t * K + k that occupies each row, -1 where unused."""
+    row_N = dest_row_TK.reshape(-1).long()
+    # Dropped pairs land in one extra row that is cut off.
+    src_pair_R = dest_row_TK.new_full((num_rows + 1,), -1)
+    pair_N = torch.arange(row_N.numel(), dtype=dest_row_TK.dtype, device=row_N.device)
+    src_pair_R.scatter_(0, row_N.masked_fill_(row_N < 0, num_rows), pair_N)
+    return src_pair_R[:num_rows]

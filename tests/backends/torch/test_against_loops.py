@@ -8,7 +8,6 @@ import torch
 
 from fairseq_tutel import ops
 from fairseq_tutel.backends import torch as torch_backend
-from fairseq_tutel.backends.torch import rows as torch_rows
 from fairseq_tutel.backends.torch import slots as torch_slots
 
 GATING = [(17, 5, 1), (17, 5, 2), (17, 5, 4), (9, 6, 6), (3, 40, 7), (1, 1, 1)]
@@ -86,7 +85,7 @@ def fairseq_activation(name):
 @pytest.mark.parametrize("T", [0, 61])
 @pytest.mark.parametrize("E", [1, 5, 127, 128, 32767, 32768])  # sorted as 8, 16 and 32 bits
 def test_slots_and_rows(E, T, on_cpu):
-    """Both of a CPU and those of any device, with pairs that are not routed, in both layouts."""
+    """Slots of a CPU and those of any device, rows in both layouts; some pairs are not routed."""
     K = 3
     generator = torch.Generator().manual_seed(E)
     expert = torch.randint(-1, E, (T, K), generator=generator, dtype=torch.int32)
@@ -102,11 +101,8 @@ def test_slots_and_rows(E, T, on_cpu):
     got_slot, got_count = slots(expert.t(), E)
     assert got_slot.t().tolist() == slot and got_count.tolist() == count
     assert got_slot.dtype == got_count.dtype == torch.int32
-    rows = torch_rows._rows_on_cpu if on_cpu else torch_rows._rows
-    layouts = ((None, False), (2, False), (0, False), (2**32, False), (2, True), (0, True))
-    for limit, padded in layouts:
-        if limit == 2**32 and not on_cpu:
-            continue  # torch refuses it
+    gate = torch.rand(T, K, generator=generator)
+    for limit, padded in ((None, False), (2, False), (0, False), (2, True), (0, True)):
         loads = [sum(each) for each in zip(*count, strict=True)]
         kept = loads if limit is None else [min(load, limit) for load in loads]
         begins = list(itertools.accumulate(kept, initial=0))
@@ -117,11 +113,10 @@ def test_slots_and_rows(E, T, on_cpu):
             if e >= 0 and slot[t][k] < kept[e]:
                 dest[t][k] = (e * limit if padded else begins[e]) + slot[t][k]
                 pairs[dest[t][k]] = t * K + k
-        got = rows(expert, got_slot.t(), got_count.t().contiguous().t(), limit, padded)
-        is_kept = [[row >= 0 for row in rows_K] for rows_K in dest]
-        assert [each.tolist() for each in got] == [dest, pairs, kept, is_kept]
-        assert got[0].is_contiguous()
-        assert [each.dtype for each in got] == [*[torch.int32] * 3, torch.bool]
+        given = got_slot.t(), gate, got_count
+        got = ops.assign_rows(expert, *given, capacity=limit, padded=padded, normalize=False)
+        weight = torch.where(torch.tensor(dest).view(T, K) >= 0, gate, 0)
+        assert [each.tolist() for each in got] == [dest, pairs, weight.tolist(), kept]
 
 
 @pytest.mark.parametrize("activation", sorted(torch_backend.ACTIVATIONS))
