@@ -22,7 +22,7 @@ class Operator:
     def __init__(self, name: str, function: Callable, fake: Callable, schema: str | None):
         self._name = f"fairseq_tutel::{name}"
         self._function = function
-        self._autograd: type[torch.autograd.Function] | None = None
+        self._apply: Callable | None = None  # with gradients
         self._definition = torch.library.custom_op(
             self._name, function, mutates_args=(), schema=schema
         )
@@ -40,16 +40,27 @@ class Operator:
             return output
 
         members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        self._autograd = type(self._name, (torch.autograd.Function,), members)
+        kind = type(self._name, (torch.autograd.Function,), members)
+        # without a search in the arguments for what a transform left behind, see __call__
+        self._apply = super(torch.autograd.Function, kind).apply
 
     def __call__(self, *args):
         if torch.compiler.is_compiling():
             return self._definition(*args)
-        if not _is_observed(args):
-            if not (torch.is_grad_enabled() and any(map(_requires_grad, args))):
-                return self._function(*args)
-            if self._autograd is not None:
-                return self._autograd.apply(*args)
+        if not _somebody_observes():
+            differentiable = False
+            for value in args:
+                if type(value) in _PLAIN:
+                    if value.is_meta or _is_wrapped(value):
+                        break
+                    differentiable = differentiable or value.requires_grad
+                elif isinstance(value, Tensor):
+                    break
+            else:
+                if not (differentiable and torch.is_grad_enabled()):
+                    return self._function(*args)
+                if self._apply is not None:
+                    return self._apply(*args)
         self._refuse_tangents(args)
         return self._definition(*args)
 
@@ -63,10 +74,6 @@ class Operator:
                 )
 
 
-def _requires_grad(value) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
-
-
 def _make_observer() -> Callable[[], bool]:
     """Whether somebody traces, transforms or profiles operators; torch tells in these functions of
     its own. Where this torch lacks one of them, everything counts as observed."""
@@ -75,7 +82,7 @@ def _make_observer() -> Callable[[], bool]:
         included = torch._C._dispatch_tls_is_dispatch_key_included
         # of is_grads_batched and functional.jacobian(vectorize=True), and of make_fx
         batched, traced = map(torch._C._dispatch_key_parse, ("VmapMode", "PreDispatch"))
-        is_tracing, transforms = torch.jit.is_tracing, torch._C._are_functorch_transforms_active
+        is_tracing, transforms = torch._C._is_tracing, torch._C._are_functorch_transforms_active
         profiles = torch.autograd._profiler_enabled
         # what a call may not reach fails here, not in the first one that does
         included(batched), forward_ad._current_level  # noqa: B018
@@ -99,16 +106,9 @@ def _make_observer() -> Callable[[], bool]:
 
 
 _somebody_observes = _make_observer()
+# of a transform that is over, when a tensor was kept that its function saw
+_is_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda value: False)
 _PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def _is_observed(args) -> bool:
-    if _somebody_observes():
-        return True
-    for value in args:
-        if isinstance(value, Tensor) and (type(value) not in _PLAIN or value.is_meta):
-            return True
-    return False
 
 
 def operator(

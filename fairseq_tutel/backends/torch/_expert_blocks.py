@@ -26,9 +26,10 @@ class Block(NamedTuple):
     begins: bool = True  # whether no block before it has rows of its first expert
 
     def split(self, rows_NA: Tensor) -> Sequence[Tensor]:
-        """The block's rows, (n, A) of each expert; all of them, (g, n, A), in a batch."""
+        """The block's rows, (n, A) of each expert, or (p, n, A) of (p, N, A); all of them,
+        (g, n, A), in a batch."""
         if self.sizes is not None:
-            return rows_NA.split_with_sizes(self.sizes)  # split() is in Python
+            return rows_NA.split_with_sizes(self.sizes, -2)  # split() is in Python
         count = len(self.experts)
         return (rows_NA.view(count, len(rows_NA) // count, rows_NA.shape[1]),)
 
@@ -40,23 +41,24 @@ class Block(NamedTuple):
         every = params if 4 * len(self.experts) < len(params) else params.unbind()
         return [every[expert] for expert in self.experts]
 
-    @property
-    def _products(self):
+    def _products(self, rows_NA):
         """A product of each part, and one that is added to something."""
-        return (torch.bmm, torch.baddbmm) if self.sizes is None else (torch.mm, torch.addmm)
+        batched = self.sizes is None or rows_NA.dim() == 3
+        return (torch.bmm, torch.baddbmm) if batched else (torch.mm, torch.addmm)
 
     def product(self, rows_NA: Tensor, weights: Tensor, out_NB: Tensor) -> Tensor:
-        """Each row times its expert's weight, of (e, A, B), into ``out_NB``."""
-        mm, _ = self._products
+        """Each row times its expert's weight, of (e, A, B), into ``out_NB``; or rows of p planes
+        times (e, p, A, B), where experts are not in a batch."""
+        mm, _ = self._products(rows_NA)
         parts = zip(self.split(rows_NA), self.each(weights), self.split(out_NB), strict=True)
         for rows, weight, out in parts:
             mm(rows, weight, out=out)
         return out_NB
 
     def affine(self, rows_NA: Tensor, weights: Tensor, biases: Tensor, out_NB: Tensor) -> Tensor:
-        """:meth:`product` plus the expert's bias, of (e, B)."""
-        _, addmm = self._products
-        sides, params = (rows_NA, out_NB), (biases[:, None], weights)
+        """:meth:`product` plus the expert's bias, of (e, B) or (e, p, B)."""
+        _, addmm = self._products(rows_NA)
+        sides, params = (rows_NA, out_NB), (biases.unsqueeze(-2), weights)
         parts = *map(self.split, sides), *map(self.each, params)
         for rows, out, bias, weight in zip(*parts, strict=True):
             addmm(bias, rows, weight, out=out)
@@ -64,7 +66,7 @@ class Block(NamedTuple):
 
     def add_products(self, total: Tensor, a_NA: Tensor, b_NB: Tensor, begin: bool = True) -> None:
         """Add ``a.T @ b`` to the experts' sums, (e, A, B), which begin with their first rows."""
-        mm, addmm = self._products
+        mm, addmm = self._products(a_NA)
         parts = zip(self.each(total), self.split(a_NA), self.split(b_NB), strict=True)
         for number, (sums, a, b) in enumerate(parts):
             first = begin and (self.begins or number > 0)
@@ -83,7 +85,7 @@ class Block(NamedTuple):
 
     def add_each(self, rows_NA: Tensor, biases: Tensor) -> Tensor:
         """Add its expert's bias, of (e, A), to each row."""
-        for rows, bias in zip(self.split(rows_NA), self.each(biases[:, None]), strict=True):
+        for rows, bias in zip(self.split(rows_NA), self.each(biases.unsqueeze(-2)), strict=True):
             rows += bias
         return rows_NA
 
@@ -125,11 +127,16 @@ def planes(wide_NF: Tensor, hidden_dim: int) -> Tensor:
     return wide_NF.view(_planes(wide_NF, hidden_dim), len(wide_NF), hidden_dim)
 
 
-def by_plane(param: Tensor | None, hidden_dim: int) -> tuple[Tensor | None, ...]:
-    """fc1's weight or bias, (e, p F, ...), as p of (e, F, ...); None as one."""
+def in_planes(param: Tensor | None, hidden_dim: int) -> Tensor | None:
+    """fc1's weight or bias, (e, p F, ...), as (e, p, F, ...)."""
     if param is None:
-        return (None,)
-    return param.unflatten(1, (_planes(param, hidden_dim), hidden_dim)).unbind(1)
+        return None
+    return param.view(len(param), _planes(param, hidden_dim), hidden_dim, *param.shape[2:])
+
+
+def by_plane(param: Tensor | None, hidden_dim: int) -> tuple[Tensor | None, ...]:
+    """fc1's weight or bias as p of (e, F, ...); None as one."""
+    return (None,) if param is None else in_planes(param, hidden_dim).unbind(1)
 
 
 def _planes(wide: Tensor, hidden_dim: int) -> int:
@@ -190,7 +197,12 @@ class Blocks:
     ) -> tuple[Tensor, ...]:
         """The values before the activation by plane in ``acc``; ``out_NF`` holds what
         :meth:`pre_activation` takes."""
-        of_planes = zip(planes(out_NF, self.hidden_dim), *self._by_plane(weight, bias), strict=True)
+        out = planes(out_NF, self.hidden_dim)
+        if len(out) > 1 and block.sizes is not None:  # one product for all planes of an expert
+            x = x_NM.expand(len(out), *x_NM.shape)
+            params = (in_planes(param, self.hidden_dim) for param in (weight, bias))
+            return self.linear(block, x, *params, out).unbind()
+        of_planes = zip(out, *self._by_plane(weight, bias), strict=True)
         return tuple(self.linear(block, x_NM, w, b, out) for out, w, b in of_planes)
 
     def linear(
