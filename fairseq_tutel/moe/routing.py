@@ -113,26 +113,32 @@ def build_routing(
             at least, as in fairseq's ``moe`` branch.
     """
     config, capacity = call.config, call.capacity
-    position_TK, num_routed_KE = assign_positions(expert_TK, config.num_experts, priority)
-    num_full_K = None
-    if capacity is not None and priority is not None and priority.dim() == 2:
-        num_full_K = (position_TK >= capacity).sum(0, dtype=torch.int32)
-    num_tried_KE = num_routed_KE
-    if capacity is not None and fallback is not None:
-        expert_TK, position_TK, gate_TK, num_tried_KE = reroute(
-            expert_TK, position_TK, gate_TK, num_routed_KE, fallback, capacity, priority
-        )
+    num_experts, slots, num_full_K = config.num_experts, None, None
+    by_pair = priority is not None and priority.dim() == 2
+    reroutes = capacity is not None and fallback is not None
+    if by_pair or reroutes:
+        slots = position_TK, num_routed_KE = assign_positions(expert_TK, num_experts, priority)
+        if by_pair and capacity is not None:
+            num_full_K = (position_TK >= capacity).sum(0, dtype=torch.int32)
+        if reroutes:
+            expert_TK, position_TK, gate_TK, num_tried_KE = reroute(
+                expert_TK, position_TK, gate_TK, num_routed_KE, fallback, capacity, priority
+            )
+            slots = position_TK, num_tried_KE
     as_they_are = config.unnormalized_weights or config.normalize_before_dropping
     normalize = expert_TK.shape[1] > 1 and not as_they_are
-    dest_row_TK, src_pair_R, weight_TK, num_kept_per_expert_E = ops.assign_rows(
+    dest_row_TK, src_pair_R, weight_TK, num_kept_per_expert_E, num_given_KE = ops.assign_rows(
         expert_TK,
-        position_TK,
         gate_TK,
-        num_tried_KE,
+        num_experts,
         capacity=capacity,
         padded=call.padded,
         normalize=normalize and log_gate_TE is None,
+        priority_T=priority if slots is None else None,
+        slots=slots,
     )
+    if slots is None:
+        num_routed_KE = num_given_KE
     if normalize and log_gate_TE is not None:
         weight_TK, _ = share_of_gates(log_gate_TE, expert_TK, dest_row_TK >= 0)
     if config.route_scale != 1:

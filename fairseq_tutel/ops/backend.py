@@ -16,7 +16,6 @@ BACKENDS = ("auto", "triton", "torch")
 
 _requested = "auto"
 _logged: set[tuple[str, str]] = set()
-_settled: set[str] = set()  # kinds of device that run torch until another backend is chosen
 
 
 def _why_no_triton() -> str | None:
@@ -51,7 +50,6 @@ def set_backend(name: str) -> None:
         ValueError: unknown name, or triton asked for where it cannot run.
     """
     global _requested
-    _settled.clear()
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}; expected one of {', '.join(BACKENDS)}")
     if name == "triton":
@@ -87,8 +85,6 @@ def backend_for(device: torch.device | str) -> str:
     if not torch.compiler.is_compiling() and (name, device_type) not in _logged:
         _logged.add((name, device_type))
         logger.info("MoE operators on %s: %s backend (%s)", device_type, name, why)
-        if name == "torch" and (device_type != "cuda" or _requested == "torch"):
-            _settled.add(device_type)
     return name
 
 
@@ -99,8 +95,9 @@ def implementation(function: str, tensor: torch.Tensor) -> Callable:
     Raises ValueError if the backend was set to triton and cannot run on the device, or the tensor
     is fp64, which the kernels do not handle.
     """
-    kind = tensor.device.type
-    if kind not in _settled and backend_for(kind) == "triton":
+    # a CPU computes in torch unless told otherwise, which is not asked again for every operator
+    known = tensor.is_cpu and _requested != "triton" and ("torch", "cpu") in _logged
+    if not known and backend_for(tensor.device) == "triton":
         # imports triton, which a CPU-only install may lack
         from ..backends import triton as triton_backend
 

@@ -8,25 +8,33 @@ from ._operator import check_indices, check_shape, operator
 from .backend import implementation
 
 
-def _fake_rows(expert, position, gate, num_routed, capacity, padded, normalize):
-    (T, K), E = expert.shape, num_routed.shape[1]
+def _fake_rows(
+    expert, gate, num_experts, capacity, padded, normalize, priority, position, num_routed
+):
+    (T, K), E = expert.shape, num_experts
     src_pair_R = expert.new_empty((E * capacity if padded else T * K,))
-    return expert.new_empty((T, K)), src_pair_R, gate.new_empty((T, K)), expert.new_empty((E,))
+    counts = expert.new_empty((E,)), expert.new_empty((K if num_routed is None else 0, E))
+    return expert.new_empty((T, K)), src_pair_R, gate.new_empty((T, K)), *counts
 
 
 @operator("assign_rows", _fake_rows)
 def _assign_rows(
     expert: Tensor,
-    position: Tensor,
     gate: Tensor,
-    num_routed: Tensor,
+    num_experts: int,
     capacity: Optional[int],
     padded: bool,
     normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return implementation("assign_rows_fwd", gate)(
-        expert, position, gate, num_routed, capacity=capacity, padded=padded, normalize=normalize
-    )
+    priority: Optional[Tensor],
+    position: Optional[Tensor],
+    num_routed: Optional[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    layout = {"capacity": capacity, "padded": padded, "normalize": normalize}
+    if num_routed is None:
+        assign = implementation("assign_rows_fwd", gate)
+        return assign(expert, gate, num_experts, priority_T=priority, **layout)
+    rows = implementation("rows_of_slots", gate)(expert, position, gate, num_routed, **layout)
+    return *rows, num_routed.new_empty((0, num_experts))  # no operator returns what it was given
 
 
 @operator("assign_rows_bwd", lambda d_weight, gate, dest_row, normalize: gate.new_empty(gate.shape))
@@ -36,18 +44,18 @@ def _assign_rows_bwd(d_weight: Tensor, gate: Tensor, dest_row: Tensor, normalize
 
 
 def _setup(ctx, inputs, output):
-    dest_row, src_pair, _, num_kept = output
-    ctx.mark_non_differentiable(dest_row, src_pair, num_kept)
+    dest_row, src_pair, _, num_kept, num_routed = output
+    ctx.mark_non_differentiable(dest_row, src_pair, num_kept, num_routed)
     ctx.set_materialize_grads(False)
-    ctx.normalize = inputs[-1]
-    ctx.save_for_backward(inputs[2], dest_row)
+    ctx.normalize = inputs[5]
+    ctx.save_for_backward(inputs[1], dest_row)
 
 
-def _backward(ctx, d_dest_row, d_src_pair, d_weight, d_num_kept):
+def _backward(ctx, d_dest_row, d_src_pair, d_weight, d_num_kept, d_num_routed):
     if d_weight is None:
-        return (None,) * 7
+        return (None,) * 9
     d_gate = _assign_rows_bwd(d_weight, *ctx.saved_tensors, ctx.normalize)
-    return None, None, d_gate, None, None, None, None
+    return None, d_gate, *(None,) * 7
 
 
 _assign_rows.register_autograd(_backward, setup_context=_setup)
@@ -55,25 +63,30 @@ _assign_rows.register_autograd(_backward, setup_context=_setup)
 
 def assign_rows(
     expert_TK: Tensor,
-    position_in_expert_TK: Tensor,
     gate_TK: Tensor,
-    num_routed_KE: Tensor,
+    num_experts: int,
     *,
     capacity: int | None,
     padded: bool,
     normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    priority_T: Tensor | None = None,
+    slots: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Rows of the pairs within capacity, in both directions, and their weights.
+
+    Pairs have slots in the order of :func:`assign_slots`, or those that are given.
 
     Args:
         expert_TK: (T, K) int32, -1 = not routed.
-        position_in_expert_TK: (T, K) int32, -1 = not routed (:func:`assign_slots`).
         gate_TK: (T, K) fp32; differentiable.
-        num_routed_KE: (K, E) int32, pairs per choice and expert.
+        num_experts: E.
         capacity: most rows per expert, or None.
         padded: expert e owns the rows from e * capacity on; else its rows follow those of the
             expert before it.
         normalize: divide a token's weights by their sum over the kept pairs, at least epsilon.
+        priority_T: (T,) float, or None, as of :func:`assign_slots`. Not with slots.
+        slots: its results: (T, K) int32 positions in experts, -1 = not routed, and (K, E) int32
+            pairs per choice and expert, of which only the sum over choices counts.
 
     Returns:
         dest_row_TK: (T, K) int32, -1 = not kept.
@@ -81,15 +94,27 @@ def assign_rows(
             padded, else T * K.
         topk_weight_TK: (T, K) fp32, 0 = not kept; carries the gradient.
         num_kept_per_expert_E: (E,) int32.
+        num_routed_KE: (K, E) int32, pairs per choice and expert, as given.
 
     Raises:
-        ValueError: a tensor of a wrong shape or dtype, or padded without a capacity.
+        ValueError: a tensor of a wrong shape or dtype, padded without a capacity, or both a
+            priority and slots.
     """
     check_indices("expert", expert_TK, "tokens", "top_k")
-    check_shape("position", position_in_expert_TK, expert_TK.shape)
     check_shape("gate", gate_TK, expert_TK.shape)
+    check_shape("priority", priority_T, expert_TK.shape[:1])
     if padded and capacity is None:
         raise ValueError("a padded layout needs a capacity")
-    return _assign_rows(
-        expert_TK, position_in_expert_TK, gate_TK, num_routed_KE, capacity, padded, normalize
+    position_TK = num_given_KE = None
+    if slots is not None:
+        if priority_T is not None:
+            raise ValueError("a priority is for assign_slots, where slots come from: give one")
+        position_TK, num_given_KE = slots
+        check_shape("position", position_TK, expert_TK.shape)
+        check_shape("num_routed", num_given_KE, (expert_TK.shape[1], num_experts))
+    priority_T = None if priority_T is None else priority_T.detach()
+    layout = capacity, padded, normalize
+    *rows, num_routed_KE = _assign_rows(
+        expert_TK, gate_TK, num_experts, *layout, priority_T, position_TK, num_given_KE
     )
+    return *rows, num_routed_KE if slots is None else num_given_KE

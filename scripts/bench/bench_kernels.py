@@ -137,8 +137,8 @@ def make_kernel_cases(
 
     def route(logits):
         expert, gate, *_ = ops.topk_gating(logits, K)
-        position, num_routed = ops.assign_slots(expert, E)
-        row, pair, weight, _ = ops.assign_rows(expert, position, gate, num_routed, **layout)
+        slots = position, num_routed = ops.assign_slots(expert, E)
+        row, pair, weight, *_ = ops.assign_rows(expert, gate, E, slots=slots, **layout)
         return _Routed(expert, position, gate, num_routed, row, pair, weight)
 
     def gating_gradients(logits):
@@ -161,8 +161,8 @@ def make_kernel_cases(
         ("assign_slots", lambda x: ops.assign_slots(x, E), [(r.expert,) for r in routed]),
         (
             "assign_rows",
-            lambda *arguments: ops.assign_rows(*arguments, **layout),
-            [(r.expert, r.position, r.gate, r.num_routed) for r in routed],
+            lambda expert, gate, *slots: ops.assign_rows(expert, gate, E, slots=slots, **layout),
+            [(r.expert, r.gate, r.position, r.num_routed) for r in routed],
         ),
         ("dispatch", ops.dispatch, on_rows(tokens), lambda x, row, pair: _bytes(row)),
         (

@@ -63,17 +63,18 @@ def test_gating_of_which_one_output_is_used(used, monkeypatch):
         assert [d is not None for d in args[:3]] == [i == index for i in range(3)]
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["in-order", "slots"])
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("capacity", [None, 2, 7])
-def test_assign_rows(capacity, normalize):
+def test_assign_rows(capacity, normalize, given):
     expert = torch.tensor([[0, 1], [0, 2], [0, -1], [3, 0], [-1, -1]], dtype=torch.int32)
-    position, num_routed = ops.assign_slots(expert, 4)
+    slots = ops.assign_slots(expert, 4) if given else None
     gate = torch.rand(5, 2, dtype=torch.float64).add_(0.1).requires_grad_()
 
     def weights(gate):
         return ops.assign_rows(
-            expert, position, gate, num_routed, capacity=capacity, padded=capacity is not None,
-            normalize=normalize,
+            expert, gate, 4, capacity=capacity, padded=capacity is not None, normalize=normalize,
+            slots=slots,
         )[2]  # fmt: skip
 
     assert gradcheck(weights, gate)

@@ -33,8 +33,9 @@ def calls(requires_grad):
         ("topk_gating", (logits, 2, None, pad, noise)),
         ("assign_slots", (expert, 4, None)),
         ("assign_slots", (expert, 4, torch.rand(7))),
-        ("assign_rows", (expert, position, weight, num_routed, 3, True, True)),
-        ("assign_rows", (expert, position, weight, num_routed, None, False, False)),
+        ("assign_rows", (expert, weight, 4, 3, True, True, None, None, None)),
+        ("assign_rows", (expert, weight, 4, None, False, False, torch.rand(7), None, None)),
+        ("assign_rows", (expert, weight, 4, 3, False, True, None, position, num_routed)),
         ("dispatch", (x, row, pair)),
         ("combine", (rows, row, pair, weight)),
     ]
@@ -86,11 +87,9 @@ def layer(x, wg, w1, b1, w2, b2, top_k, capacity, ragged):
     """A small MoE layer out of the operators alone, as the moe package chains them."""
     E, T = wg.shape[1], x.shape[0]
     expert, gate, prob_sum, entropy, lse = ops.topk_gating((x @ wg).float(), top_k)
-    position, count = ops.assign_slots(expert, E)
-    row, pair, weight, kept = ops.assign_rows(
-        expert, position, gate, count, capacity=None if ragged else capacity, padded=not ragged,
-        normalize=True,
-    )  # fmt: skip
+    row, pair, weight, kept, count = ops.assign_rows(
+        expert, gate, E, capacity=None if ragged else capacity, padded=not ragged, normalize=True
+    )
     rows = ops.dispatch(x, row, pair)
     ends = kept.cumsum(0).int() if ragged else None
     by_expert = rows if ragged else rows.view(E, capacity, -1)
@@ -169,8 +168,8 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-FORWARD = {"topk_gating", "assign_slots", "assign_rows", "dispatch", "expert_ffn", "combine"}
-ALL = FORWARD | {f"{name}_bwd" for name in FORWARD - {"assign_slots"}}
+FORWARD = {"topk_gating", "assign_rows", "dispatch", "expert_ffn", "combine"}
+ALL = FORWARD | {f"{name}_bwd" for name in FORWARD}
 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])

@@ -3,8 +3,31 @@
 import torch
 from torch import Tensor
 
+from .slots import assign_slots, rows_on_cpu
+
 
 def assign_rows_fwd(
+    expert_TK: Tensor,
+    gate_TK: Tensor,
+    num_experts: int,
+    *,
+    priority_T: Tensor | None = None,
+    normalize: bool,
+    **layout,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Arguments and results as in :func:`fairseq_tutel.ops.assign_rows` without ``slots``."""
+    if expert_TK.device.type != "cpu":
+        position_TK, num_routed_KE = assign_slots(expert_TK, num_experts, priority_T=priority_T)
+        options = layout | {"normalize": normalize}
+        return *rows_of_slots(expert_TK, position_TK, gate_TK, num_routed_KE, **options), num_routed_KE
+    dest_row_TK, src_pair_R, num_kept_E, num_routed_KE = rows_on_cpu(
+        expert_TK, num_experts, priority_T, **layout
+    )
+    weight_TK = _weights(gate_TK, dest_row_TK >= 0, normalize)
+    return dest_row_TK, src_pair_R, weight_TK, num_kept_E, num_routed_KE
+
+
+def rows_of_slots(
     expert_TK: Tensor,
     position_in_expert_TK: Tensor,
     gate_TK: Tensor,
@@ -14,7 +37,7 @@ def assign_rows_fwd(
     padded: bool,
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Arguments and results as in :func:`fairseq_tutel.ops.assign_rows`."""
+    """The same from slots, but for the last result."""
     num_experts = num_routed_KE.shape[1]
     num_kept_E = num_routed_KE.sum(0, dtype=torch.int32)
     kept_TK = position_in_expert_TK >= 0
@@ -27,10 +50,15 @@ def assign_rows_fwd(
         first_row_E = num_kept_E.cumsum(0, dtype=torch.int32) - num_kept_E
         row_TK, num_rows = first_row_E[expert_TK.clamp(min=0).long()], expert_TK.numel()
     dest_row_TK = row_TK.add_(position_in_expert_TK).masked_fill_(~kept_TK, -1)
+    weight_TK = _weights(gate_TK, kept_TK, normalize)
+    return dest_row_TK, _invert(dest_row_TK, num_rows), weight_TK, num_kept_E
+
+
+def _weights(gate_TK: Tensor, kept_TK: Tensor, normalize: bool) -> Tensor:
     weight_TK = gate_TK * kept_TK
     if normalize:
         weight_TK /= _at_least_epsilon(weight_TK.sum(1, keepdim=True))
-    return dest_row_TK, _invert(dest_row_TK, num_rows), weight_TK, num_kept_E
+    return weight_TK
 
 
 def assign_rows_bwd(

@@ -98,8 +98,8 @@ def test_slots_and_rows(E, T, on_cpu):
                 slot[t][k] = sum(each[e] for each in count)
                 count[k][e] += 1
     slots = torch_slots._slots_on_cpu if on_cpu else torch_slots._slots
-    got_slot, got_count = slots(expert.t(), E)
-    assert got_slot.t().tolist() == slot and got_count.tolist() == count
+    given = got_slot, got_count = slots(expert, E, None)
+    assert got_slot.tolist() == slot and got_count.tolist() == count
     assert got_slot.dtype == got_count.dtype == torch.int32
     gate = torch.rand(T, K, generator=generator)
     for limit, padded in ((None, False), (2, False), (0, False), (2, True), (0, True)):
@@ -113,10 +113,12 @@ def test_slots_and_rows(E, T, on_cpu):
             if e >= 0 and slot[t][k] < kept[e]:
                 dest[t][k] = (e * limit if padded else begins[e]) + slot[t][k]
                 pairs[dest[t][k]] = t * K + k
-        given = got_slot.t(), gate, got_count
-        got = ops.assign_rows(expert, *given, capacity=limit, padded=padded, normalize=False)
         weight = torch.where(torch.tensor(dest).view(T, K) >= 0, gate, 0)
-        assert [each.tolist() for each in got] == [dest, pairs, weight.tolist(), kept]
+        want = [dest, pairs, weight.tolist(), kept, count]
+        options = {"capacity": limit, "padded": padded, "normalize": False}
+        got = ops.assign_rows(expert, gate, E, slots=None if on_cpu else given, **options)
+        assert [each.tolist() for each in got] == want
+        assert {each.dtype for each in (*got[:2], *got[3:])} == {torch.int32}
 
 
 @pytest.mark.parametrize("activation", sorted(torch_backend.ACTIVATIONS))
