@@ -80,9 +80,13 @@ class MoELayer(nn.Module):
     Attributes:
         index: which of a model's layers it is, set by the model: with ``local_drop`` layers of
             different numbers draw independently.
+        reports_unasked: whether a call in training makes the report that it does not return. Set by
+            :func:`~fairseq_tutel.training.collect_aux`: its hooks ask for one, and what activation
+            checkpointing computes again has no hooks, but must do the same.
     """
 
     index = 0
+    reports_unasked = False
 
     def __init__(
         self,
@@ -182,9 +186,9 @@ class MoELayer(nn.Module):
                 :meth:`step_settings` of the ``step``. The exchange is the layer's own or a
                 prepared one (:meth:`prepare_exchanges`), with any overlap, wire formats and r.
             record: of the aux value; one that is given takes recomputed exchanges, too.
-            return_aux: also return the aux loss and the counts that metrics are made of. Without,
-                in evaluation under ``torch.no_grad``, they are not computed; a few tokens then take
-                a shorter way (:mod:`.few_tokens`).
+            return_aux: also return the aux loss and the counts that metrics are made of, which are
+                not computed otherwise. Without, in evaluation under ``torch.no_grad``, a few tokens
+                take a shorter way (:mod:`.few_tokens`).
             balance_later: whether the caller finishes the report in that way without a ``step``.
 
         Returns:
@@ -203,8 +207,8 @@ class MoELayer(nn.Module):
         if not return_aux and agreed.timer is None:
             y_TM = through_few(self.gate, self.experts, x_TM, pad_mask_T, call)
         if y_TM is None:
-            # a recomputation, which is not asked, must do what the call before it did
-            reports = return_aux or self.training or torch.is_grad_enabled()
+            in_training = self.training or torch.is_grad_enabled()
+            reports = return_aux or (self.reports_unasked and in_training)
             router_call = call.for_router(agreed.num_tokens, x.shape[:-2].numel(), reports)
             routing, router_aux = self._route(self.gate, given_TM, x_TM, pad_mask_T, router_call)
             y_TM, record = self._through_experts(x_TM, routing, call, agreed, record)

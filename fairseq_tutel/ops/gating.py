@@ -9,11 +9,11 @@ from ._operator import check_shape, operator
 from .backend import implementation
 
 
-def _fake_gating(logits, top_k, noise, pad, key=None):
+def _fake_gating(logits, top_k, noise, pad, key=None, sums=True):
     T, E = logits.shape
     expert_TK = logits.new_empty((T, top_k), dtype=torch.int32)
     choice_TK = expert_TK.new_empty((0 if pad is None else T, top_k))
-    shapes = ((T, top_k), (E,), (), (T,))
+    shapes = ((T, top_k), *(((E,), ()) if sums else ((0,), (0,))), (T,))
     return expert_TK, *(logits.new_empty(shape) for shape in shapes), choice_TK
 
 
@@ -24,9 +24,10 @@ def _topk_gating(
     noise: Optional[Tensor],
     pad: Optional[Tensor],
     key: Optional[Tensor] = None,
+    sums: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     gating = implementation("topk_gating_fwd", logits)
-    return gating(logits, top_k, noise_TE=noise, pad_T=pad, key_TE=key)
+    return gating(logits, top_k, noise_TE=noise, pad_T=pad, key_TE=key, sums=sums)
 
 
 @operator("topk_gating_bwd", lambda *given: given[3].new_empty(given[3].shape))
@@ -43,7 +44,7 @@ def _topk_gating_bwd(
 
 
 def _gating_setup(ctx, inputs, output):
-    logits, _, _, pad, _ = inputs
+    logits, _, _, pad, *_ = inputs
     expert, _, _, _, lse, choice = output
     ctx.mark_non_differentiable(expert, output[3], choice)
     # or the gradient of each unused output would be a tensor of zeros, filled by a kernel
@@ -53,10 +54,10 @@ def _gating_setup(ctx, inputs, output):
 
 def _gating_backward(ctx, d_expert, d_gate, d_prob_sum, d_entropy, d_lse, d_choice):
     if d_gate is None and d_prob_sum is None and d_lse is None:
-        return (None,) * 5
+        return (None,) * 6
     logits, lse, choice = ctx.saved_tensors
     d_logits = _topk_gating_bwd(d_gate, d_prob_sum, d_lse, logits, lse, choice)
-    return d_logits, None, None, None, None
+    return d_logits, *(None,) * 5
 
 
 _topk_gating.register_autograd(_gating_backward, setup_context=_gating_setup)
@@ -69,6 +70,7 @@ def topk_gating(
     noise_TE: Tensor | None = None,
     pad_T: Tensor | None = None,
     key_TE: Tensor | None = None,
+    sums: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Softmax, top-k and the sums that the losses and metrics need, in one pass.
 
@@ -82,6 +84,7 @@ def topk_gating(
         pad_T: (T,) bool, True for padding, or None.
         key_TE: (T, E) in the dtype of the logits: the experts are those with the largest keys, in
             place of the above, and all else is of the logits; carries no gradient. Not with noise.
+        sums: whether the two sums are wanted; they have shape (0,) otherwise.
 
     Returns:
         expert_TK: (T, K) int32, -1 in padded rows.
@@ -104,6 +107,6 @@ def topk_gating(
         raise ValueError("noise is added to the logits, and a key takes their place: give one")
     key_TE = None if key_TE is None else key_TE.detach()
     expert, gate, prob_sum, entropy_sum, lse, _ = _topk_gating(
-        logits_TE, top_k, noise_TE, pad_T, key_TE
+        logits_TE, top_k, noise_TE, pad_T, key_TE, sums
     )
     return expert, gate, prob_sum, entropy_sum, lse

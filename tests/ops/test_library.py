@@ -31,6 +31,7 @@ def calls(requires_grad):
         ("topk_gating", (logits, 2, None, None)),
         ("topk_gating", (logits, 2, noise, pad)),
         ("topk_gating", (logits, 2, None, pad, noise)),
+        ("topk_gating", (logits, 2, None, None, None, False)),
         ("assign_slots", (expert, 4, None)),
         ("assign_slots", (expert, 4, torch.rand(7))),
         ("assign_rows", (expert, weight, 4, 3, True, True, None, None, None)),

@@ -26,6 +26,7 @@ def topk_gating_fwd(
     noise_TE: Tensor | None = None,
     pad_T: Tensor | None = None,
     key_TE: Tensor | None = None,
+    sums: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Arguments and results as in :func:`fairseq_tutel.ops.topk_gating`, and one more: the chosen
     experts of padded rows too, (T, K) int32, or (0, K) without ``pad_T``.
@@ -39,9 +40,11 @@ def topk_gating_fwd(
     total_T1 = prob_TE.sum(dim=1, keepdim=True)
     prob_TE /= total_T1
     lse_T1 = top_T1 + total_T1.log()
-    # A probability of 0 contributes 0, also where the difference overflows; NaN shows.
-    entropy_sum = (lse_T1 - score_TE).mul_(prob_TE).masked_fill_(prob_TE == 0, 0).sum()
-    prob_sum_E = prob_TE.sum(dim=0)
+    prob_sum_E = entropy_sum = prob_TE.new_empty(0)
+    if sums:
+        # A probability of 0 contributes 0, also where the difference overflows; NaN shows.
+        entropy_sum = (lse_T1 - score_TE).mul_(prob_TE).masked_fill_(prob_TE == 0, 0).sum()
+        prob_sum_E = prob_TE.sum(dim=0)
     if noise_TE is not None:
         score_TE += noise_TE
     if key_TE is None:

@@ -176,6 +176,7 @@ def topk_gating_fwd(
     noise_TE: Tensor | None = None,
     pad_T: Tensor | None = None,
     key_TE: Tensor | None = None,
+    sums: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """:func:`fairseq_tutel.backends.torch.topk_gating_fwd` in Triton; all floats in fp32."""
     (T, E), device = logits_TE.shape, logits_TE.device
@@ -186,7 +187,7 @@ def topk_gating_fwd(
     expert_TK = torch.empty((T, top_k), dtype=torch.int32, device=device)
     choice_TK = expert_TK.new_empty((0 if pad_T is None else T, top_k))
     gate_TK, lse_T = logits_TE.new_empty((T, top_k)), logits_TE.new_empty(T)
-    prob_sum_E, entropy_sum = logits_TE.new_empty(E), logits_TE.new_empty(())
+    prob_sum_E, entropy_sum = (logits_TE.new_empty(s if sums else 0) for s in (E, ()))
     block_t, block_e = _tile(E)
     num_blocks = triton.cdiv(T, block_t)
     num_programs = min(num_blocks, GATING_PROGRAMS)
@@ -201,15 +202,16 @@ def topk_gating_fwd(
             _topk_gating_fwd_kernel[(num_programs,)](
                 *outputs, *inputs, E=E, TOP_K=top_k, BLOCK_T=block_t, BLOCK_E=block_e
             )
-            _topk_gating_sums_kernel[(triton.cdiv(E + 1, SCAN_BLOCK_COLS),)](
-                prob_sum_E,
-                entropy_sum,
-                partial_PE,
-                num_programs,
-                E=E,
-                BLOCK_P=64,
-                BLOCK_E=SCAN_BLOCK_COLS,
-            )
+            if sums:
+                _topk_gating_sums_kernel[(triton.cdiv(E + 1, SCAN_BLOCK_COLS),)](
+                    prob_sum_E,
+                    entropy_sum,
+                    partial_PE,
+                    num_programs,
+                    E=E,
+                    BLOCK_P=64,
+                    BLOCK_E=SCAN_BLOCK_COLS,
+                )
     return expert_TK, gate_TK, prob_sum_E, entropy_sum, lse_T, choice_TK
 
 

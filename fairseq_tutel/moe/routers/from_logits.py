@@ -38,6 +38,7 @@ class Selection(NamedTuple):
 
     expert_TK: torch.Tensor  # int32, best first; -1 for padding
     gate_TK: torch.Tensor  # fp32 scores of these experts; differentiable
+    # of reports, without which their shape is (0,)
     prob_sum_E: torch.Tensor  # fp32, sum of the probabilities over all T tokens; differentiable
     entropy_sum: torch.Tensor  # fp32 scalar, sum over tokens of the entropy in nats
     lse_T: torch.Tensor  # fp32, logsumexp of the logits; differentiable
@@ -172,9 +173,8 @@ def select_top_k(
     pad_T = scores.pad_T
     count_padding = pad_T is not None and config.balance_over != "unpadded"
     mask_T = None if count_padding else pad_T
-    found = Selection(
-        *ops.topk_gating(score_TE, num_choices, noise_TE=gumbel_TE, pad_T=mask_T, key_TE=key_TE)
-    )
+    inputs = {"noise_TE": gumbel_TE, "pad_T": mask_T, "key_TE": key_TE}
+    found = Selection(*ops.topk_gating(score_TE, num_choices, **inputs, sums=call.reports))
     if count_padding:
         all_TK = found.expert_TK[:, : config.top_k]
         masked_TK = found.expert_TK.masked_fill(pad_T[:, None], -1)
