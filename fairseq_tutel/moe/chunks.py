@@ -82,7 +82,8 @@ def _padded(routing, exchange, degree):
 def _ragged(count_Pe, splits, span):
     """Parts of the size that is needed, int [P, e] rows that each rank sends to each expert."""
     ranks, local = count_Pe.shape
-    offsets = count_Pe.sum(0).cumsum(0, dtype=torch.int32)
+    count_e = count_Pe[0] if ranks == 1 else count_Pe.sum(0)
+    offsets = count_e.cumsum(0, dtype=torch.int32)
     if ranks == 1 or local == 1:  # both orders are one
         return Chunk(span, splits, offsets, lambda rows: rows, lambda out: out)
     num_rows = span.stop - span.start if splits is None else sum(splits.received_P)

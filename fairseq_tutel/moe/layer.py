@@ -214,7 +214,8 @@ class MoELayer(nn.Module):
             y_TM, record = self._through_experts(x_TM, routing, call, agreed, record)
         if self.shared_expert is not None:
             y_TM = y_TM + self.shared_expert(x_TM)
-        y = mask_tokens(y_TM, call.config.final_output_masking, self.training).view(x.shape)
+        y = mask_tokens(y_TM, call.config.final_output_masking, self.training)
+        y = y if x.dim() == 2 else y.view(x.shape)
         if not return_aux:
             return y
         aux = make_aux(router_aux, routing, len(x_TM), record)
@@ -284,7 +285,7 @@ class MoELayer(nn.Module):
     def _agree(self, call, x_TM, step) -> StepAgreement:
         if step is None:
             if not self.groups.needs_sync:
-                return sync_step(x_TM.shape[0], None, self.groups)
+                return StepAgreement(x_TM.shape[0])
             return _sync_untraced(x_TM.shape[0], call.settings(x_TM.dtype), self.groups)
         call.check(step)
         return step
@@ -317,7 +318,7 @@ class MoELayer(nn.Module):
 
     def _tokens(self, x) -> tuple[torch.Tensor, torch.Tensor]:
         """The input as [T, M], as it was given and in the dtype that the experts compute in."""
-        given_TM = x.reshape(-1, self.model_dim)
+        given_TM = x if x.dim() == 2 else x.reshape(-1, self.model_dim)
         if self.training and self.config.input_dropout > 0:
             given_TM = nn.functional.dropout(given_TM, self.config.input_dropout)
         dtype = autocast_dtype(x.device)

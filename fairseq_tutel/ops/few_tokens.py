@@ -23,7 +23,7 @@ MOST_PAIRS = 256
 
 def takes_few(x_TM: Tensor, top_k: int) -> bool:
     """Whether these functions are for so many tokens, on this device and backend."""
-    few = len(x_TM) * top_k <= MOST_PAIRS
+    few = x_TM.shape[0] * top_k <= MOST_PAIRS
     return few and is_eager_on_cpu(x_TM) and backend_for(x_TM.device) == "torch"
 
 

@@ -138,8 +138,11 @@ def make_kernel_cases(
     def route(logits):
         expert, gate, *_ = ops.topk_gating(logits, K)
         slots = position, num_routed = ops.assign_slots(expert, E)
-        row, pair, weight, *_ = ops.assign_rows(expert, gate, E, slots=slots, **layout)
+        row, pair, weight, _ = rows_of(expert, gate, *slots)
         return _Routed(expert, position, gate, num_routed, row, pair, weight)
+
+    def rows_of(expert, gate, *slots):  # the last result is of the slots
+        return ops.assign_rows(expert, gate, E, slots=slots, **layout)[:4]
 
     def gating_gradients(logits):
         expert, gate, prob_sum, _, lse = ops.topk_gating(logits, K)
@@ -159,11 +162,7 @@ def make_kernel_cases(
         ("topk_gating", lambda x: own.topk_gating(x, K, None, None), [(x,) for x in logits]),
         ("topk_gating bwd", own.topk_gating_bwd, [gating_gradients(x) for x in logits]),
         ("assign_slots", lambda x: ops.assign_slots(x, E), [(r.expert,) for r in routed]),
-        (
-            "assign_rows",
-            lambda expert, gate, *slots: ops.assign_rows(expert, gate, E, slots=slots, **layout),
-            [(r.expert, r.gate, r.position, r.num_routed) for r in routed],
-        ),
+        ("assign_rows", rows_of, [(r.expert, r.gate, r.position, r.num_routed) for r in routed]),
         ("dispatch", ops.dispatch, on_rows(tokens), lambda x, row, pair: _bytes(row)),
         (
             "dispatch bwd",

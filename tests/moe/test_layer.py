@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fairseq_tutel.distributed import ExpertParallelGroups, is_expert
-from fairseq_tutel.moe import METRIC_NAMES, MoELayer
+from fairseq_tutel.moe import METRIC_NAMES, MoELayer, losses
+from fairseq_tutel.training import collect_aux
 
 M, HIDDEN, E = 6, 10, 4
 NAMES = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
@@ -361,3 +362,23 @@ def test_experts_notice_who_wants_to_see_their_calls():
     assert layer.experts.computes_chunks
     layer.experts.forward = layer.experts.forward  # as checkpoint_wrapper of fairseq replaces it
     assert not layer.experts.computes_chunks
+
+
+def test_losses_and_counts_are_made_where_a_call_asks(monkeypatch):
+    """Output and gradients are the same without."""
+    made = []
+    loss_of = losses.balance_loss
+    monkeypatch.setattr(losses, "balance_loss", lambda *args: made.append(1) or loss_of(*args))
+    layer, x = make_layer(top_k=2), torch.randn(14, M, dtype=torch.float64)
+    ys, grads = [], []
+    for asked in (False, True):
+        y = layer(x, return_aux=asked)
+        y = y[0] if asked else y
+        assert len(made) == asked
+        ys.append(y)
+        grads.append(torch.autograd.grad(y.sum(), list(layer.parameters())))
+    assert torch.equal(*ys) and all(map(torch.equal, *grads))
+    with collect_aux(layer) as found:
+        layer(x)
+    layer(x)  # as a recomputation does
+    assert len(found.layers) == 1 and len(made) == 3

@@ -245,6 +245,13 @@ def test_tracers_and_transforms_get_operators():
         torch.func.vjp(rows, x)
 
 
+def test_what_a_transform_left_behind_keeps_its_gradient():
+    left, weight = [], torch.randn(7, 5, requires_grad=True)
+    torch.func.grad(lambda x: left.append(x * weight) or x.sum())(torch.randn(7, 5))
+    ops.dispatch(left[0], *random_rows(7, 2, 4, 3, "spread")).sum().backward()
+    assert weight.grad.any()
+
+
 def test_the_jacobian_of_a_layer_is_vectorized():
     """Batched gradients of the kind that torch had before functorch."""
 

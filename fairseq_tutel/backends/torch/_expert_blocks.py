@@ -31,14 +31,14 @@ class Block(NamedTuple):
         if self.sizes is not None:
             return rows_NA.split_with_sizes(self.sizes, -2)  # split() is in Python
         count = len(self.experts)
-        return (rows_NA.view(count, len(rows_NA) // count, rows_NA.shape[1]),)
+        return (rows_NA.view(count, rows_NA.shape[0] // count, rows_NA.shape[1]),)
 
     def each(self, params: Tensor) -> Sequence[Tensor]:
         """The experts' part of (e, ...) beside each of :meth:`split`."""
         if self.sizes is None:
             return (params[self.experts[0] : self.experts[-1] + 1],)
         # all in one call, unless they are many more than these
-        every = params if 4 * len(self.experts) < len(params) else params.unbind()
+        every = params if 4 * len(self.experts) < params.shape[0] else params.unbind()
         return [every[expert] for expert in self.experts]
 
     def _products(self, rows_NA):
@@ -124,14 +124,15 @@ def planes(wide_NF: Tensor, hidden_dim: int) -> Tensor:
     """(p, n, F) of a block's values before the activation, which lie in (n, p F): those of a gated
     network's gate, then those that are gated. Elementwise functions of torch take half the time
     where each plane is contiguous (silu and its gradient, 2048 x 680, 1 thread)."""
-    return wide_NF.view(_planes(wide_NF, hidden_dim), len(wide_NF), hidden_dim)
+    return wide_NF.view(_planes(wide_NF, hidden_dim), wide_NF.shape[0], hidden_dim)
 
 
 def in_planes(param: Tensor | None, hidden_dim: int) -> Tensor | None:
     """fc1's weight or bias, (e, p F, ...), as (e, p, F, ...)."""
     if param is None:
         return None
-    return param.view(len(param), _planes(param, hidden_dim), hidden_dim, *param.shape[2:])
+    experts, _, *inputs = param.shape
+    return param.view(experts, _planes(param, hidden_dim), hidden_dim, *inputs)
 
 
 def by_plane(param: Tensor | None, hidden_dim: int) -> tuple[Tensor | None, ...]:
@@ -188,7 +189,7 @@ class Blocks:
     def without_unused(self, rows_RA: Tensor) -> Tensor:
         """The rows with zeros in those behind the last expert's."""
         end = self.blocks[-1].rows.stop
-        if end < len(rows_RA):
+        if end < rows_RA.shape[0]:
             rows_RA[end:] = 0
         return rows_RA
 
@@ -198,8 +199,8 @@ class Blocks:
         """The values before the activation by plane in ``acc``; ``out_NF`` holds what
         :meth:`pre_activation` takes."""
         out = planes(out_NF, self.hidden_dim)
-        if len(out) > 1 and block.sizes is not None:  # one product for all planes of an expert
-            x = x_NM.expand(len(out), *x_NM.shape)
+        if out.shape[0] > 1 and block.sizes is not None:  # one product for all planes of an expert
+            x = x_NM.expand(out.shape[0], *x_NM.shape)
             params = (in_planes(param, self.hidden_dim) for param in (weight, bias))
             return self.linear(block, x, *params, out).unbind()
         of_planes = zip(out, *self._by_plane(weight, bias), strict=True)
@@ -255,7 +256,7 @@ class Blocks:
         gate, *up = z
         if not up:
             return gradient(d_a, gate, d_a)
-        d_z = d_a.new_empty((len(d_a), 2 * self.hidden_dim))
+        d_z = d_a.new_empty((d_a.shape[0], 2 * self.hidden_dim))
         d_gate, d_up = d_z.chunk(2, 1)
         activated = forward(gate, torch.empty_like(gate))
         torch.mul(activated, d_a, out=d_up)
@@ -309,7 +310,7 @@ class Blocks:
             keep_a, keep_y = self.masks(block, dy)
             if keep_y is not None:
                 dy = (dy * keep_y).to(self.dtype)
-            d_a = block.product(dy, w2, dy.new_empty(len(dy), self.hidden_dim)).to(self.acc)
+            d_a = block.product(dy, w2, dy.new_empty((dy.shape[0], self.hidden_dim))).to(self.acc)
             if keep_a is not None:
                 d_a.mul_(keep_a)
             d_z = self.activate_bwd(d_a, z)

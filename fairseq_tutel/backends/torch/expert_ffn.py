@@ -37,7 +37,7 @@ def expert_ffn_fwd(
     to = Blocks.of(rows, hidden_dim, **options)
     rows_RM = rows.reshape(-1, model_dim)
     out_RM = empty(rows, rows_RM.shape)  # contiguous, as the operator promises
-    kept = len(rows_RM) if keep_hidden else 0
+    kept = rows_RM.shape[0] if keep_hidden else 0
     saved_RF, active_RF = (empty(rows, (kept, n)) for n in (fc1_weight.shape[1], hidden_dim))
     run_blocks(to, rows_RM, params, out_RM, (saved_RF, active_RF) if keep_hidden else None)
     return to.without_unused(out_RM).view(rows.shape), saved_RF, active_RF

@@ -40,7 +40,7 @@ def topk_gating_fwd(
     total_T1 = prob_TE.sum(dim=1, keepdim=True)
     prob_TE /= total_T1
     lse_T1 = top_T1 + total_T1.log()
-    prob_sum_E = entropy_sum = prob_TE.new_empty(0)
+    prob_sum_E, entropy_sum = prob_TE.new_empty(0), prob_TE.new_empty(0)
     if sums:
         # A probability of 0 contributes 0, also where the difference overflows; NaN shows.
         entropy_sum = (lse_T1 - score_TE).mul_(prob_TE).masked_fill_(prob_TE == 0, 0).sum()

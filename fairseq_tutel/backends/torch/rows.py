@@ -19,7 +19,8 @@ def assign_rows_fwd(
     if expert_TK.device.type != "cpu":
         position_TK, num_routed_KE = assign_slots(expert_TK, num_experts, priority_T=priority_T)
         options = layout | {"normalize": normalize}
-        return *rows_of_slots(expert_TK, position_TK, gate_TK, num_routed_KE, **options), num_routed_KE
+        rows = rows_of_slots(expert_TK, position_TK, gate_TK, num_routed_KE, **options)
+        return *rows, num_routed_KE
     dest_row_TK, src_pair_R, num_kept_E, num_routed_KE = rows_on_cpu(
         expert_TK, num_experts, priority_T, **layout
     )
@@ -70,15 +71,14 @@ def assign_rows_bwd(
     epsilon the divisor is a constant.
     """
     kept_TK = dest_row_TK >= 0
-    d_gate_TK = d_weight_TK * kept_TK
-    if normalize:
-        weight_TK = gate_TK * kept_TK
-        total_T1 = weight_TK.sum(1, keepdim=True)
-        divisor_T1 = _at_least_epsilon(total_T1)
-        inner_T1 = (d_gate_TK * weight_TK).sum(1, keepdim=True) / divisor_T1
-        inner_T1.masked_fill_(total_T1 < divisor_T1, 0)
-        d_gate_TK = d_gate_TK.sub_(inner_T1).div_(divisor_T1).mul_(kept_TK)
-    return d_gate_TK
+    if not normalize:
+        return d_weight_TK * kept_TK
+    gate_TK = gate_TK * kept_TK
+    total_T1 = gate_TK.sum(1, keepdim=True)
+    divisor_T1 = _at_least_epsilon(total_T1)
+    inner_T1 = (d_weight_TK * gate_TK).sum(1, keepdim=True) / divisor_T1
+    inner_T1.masked_fill_(total_T1 < divisor_T1, 0)
+    return (d_weight_TK - inner_T1).div_(divisor_T1).mul_(kept_TK)
 
 
 def _at_least_epsilon(total: Tensor) -> Tensor:

@@ -41,7 +41,8 @@ def _sorted(expert_TK: Tensor, num_experts: int, priority_T: Tensor | None) -> _
 
 def _numbered(size: int, at: np.ndarray, numbers: np.ndarray) -> Tensor:
     """(size,) int32: the numbers at these places, -1 elsewhere."""
-    found = np.full(size, -1, np.int32)
+    found = np.empty(size, np.int32)
+    found.fill(-1)
     found[at] = numbers
     return torch.from_numpy(found)
 
@@ -85,9 +86,7 @@ def _slots_on_cpu(
     return slot_TK, torch.from_numpy(pairs.num_KE)
 
 
-def _slots(
-    expert_TK: Tensor, num_experts: int, priority_T: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _slots(expert_TK: Tensor, num_experts: int, priority_T: Tensor | None) -> tuple[Tensor, Tensor]:
     expert_KT = expert_TK.t()
     if priority_T is not None:
         order_T = priority_T.argsort(descending=True, stable=True)

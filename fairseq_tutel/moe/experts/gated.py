@@ -47,7 +47,8 @@ class _GatedExperts(Experts):
         found = dict(zip(self.layout, call.params, strict=True))
         for name in ("fc1_weight", "fc1_bias"):
             if name in found:
-                found[name] = found[name].unflatten(0, (-1, 2)).flatten(1, 2)
+                halves, hidden_dim, *inputs = found[name].shape
+                found[name] = found[name].reshape(halves // 2, 2 * hidden_dim, *inputs)
         return tuple(found.get(name) for name in _GatedExperts.layout)
 
     def _gradients(self, call, found):

@@ -86,7 +86,7 @@ def route_logits(
             f"load_bias={config.load_bias!r} needs a router that passes its load_bias to "
             "route_logits(), as a TopKRouter does; a plain module as gate has none"
         )
-    num_fillers = call.num_fillers(len(logits_TE))
+    num_fillers = call.num_fillers(logits_TE.shape[0])
     scores = _scores(logits_TE, call, pad_mask_T)
     chosen, bias_counts = select_top_k(scores, call, load_bias_E)
     of_experts, num_null_KN = _without_null_experts(chosen, call)

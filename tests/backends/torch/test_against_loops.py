@@ -50,6 +50,9 @@ def test_topk_gating(T, E, K, extras):
     assert got[0].tolist() == want[0]
     for a, b in zip(got[1:], want[1:], strict=True):
         torch.testing.assert_close(a, torch.tensor(b, dtype=torch.float64), rtol=1e-12, atol=0)
+    less = ops.topk_gating(logits, K, noise_TE=noise, pad_T=pad, key_TE=key, sums=False)
+    assert [each.shape for each in less[2:4]] == [(0,), (0,)]
+    assert all(torch.equal(less[i], got[i]) for i in (0, 1, 4))
 
 
 def test_gating_edges():

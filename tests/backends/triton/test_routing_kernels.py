@@ -42,6 +42,10 @@ def test_topk_gating(T, E, K, kind, with_pad, device):
         else:
             assert a.dtype == torch.float32
             assert_close(name, a, b, torch.float32)
+    less = kernels.topk_gating_fwd(logits, K, sums=False)
+    assert [each.shape for each in less[2:4]] == [(0,), (0,)]
+    if kind == "plain":
+        assert torch.equal(less[1], got[1]) and torch.equal(less[4], got[4])
 
 
 @pytest.mark.parametrize("with_pad", [False, True], ids=["nopad", "pad"])
