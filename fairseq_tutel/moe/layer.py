@@ -80,13 +80,13 @@ class MoELayer(nn.Module):
     Attributes:
         index: which of a model's layers it is, set by the model: with ``local_drop`` layers of
             different numbers draw independently.
-        reports_unasked: whether a call in training makes the report that it does not return. Set by
-            :func:`~fairseq_tutel.training.collect_aux`: its hooks ask for one, and what activation
-            checkpointing computes again has no hooks, but must do the same.
+        reports_unasked: whether losses and counts are computed in training by calls that do not
+            return them, too. What asks for them by hooks needs it: activation checkpointing
+            computes again without hooks, and must do the same. False saves small layers time.
     """
 
     index = 0
-    reports_unasked = False
+    reports_unasked = True
 
     def __init__(
         self,
@@ -186,9 +186,9 @@ class MoELayer(nn.Module):
                 :meth:`step_settings` of the ``step``. The exchange is the layer's own or a
                 prepared one (:meth:`prepare_exchanges`), with any overlap, wire formats and r.
             record: of the aux value; one that is given takes recomputed exchanges, too.
-            return_aux: also return the aux loss and the counts that metrics are made of, which are
-                not computed otherwise. Without, in evaluation under ``torch.no_grad``, a few tokens
-                take a shorter way (:mod:`.few_tokens`).
+            return_aux: also return the aux loss and the counts that metrics are made of. Without,
+                they are not computed in evaluation under ``torch.no_grad``, where a few tokens take
+                a shorter way (:mod:`.few_tokens`), nor with ``reports_unasked=False``.
             balance_later: whether the caller finishes the report in that way without a ``step``.
 
         Returns:

@@ -127,7 +127,7 @@ def build_routing(
             slots = position_TK, num_tried_KE
     as_they_are = config.unnormalized_weights or config.normalize_before_dropping
     normalize = expert_TK.shape[1] > 1 and not as_they_are
-    dest_row_TK, src_pair_R, weight_TK, num_kept_per_expert_E, num_given_KE = ops.assign_rows(
+    dest_row_TK, src_pair_R, weight_TK, num_kept_per_expert_E, num_sorted_KE = ops.assign_rows(
         expert_TK,
         gate_TK,
         num_experts,
@@ -138,7 +138,7 @@ def build_routing(
         slots=slots,
     )
     if slots is None:
-        num_routed_KE = num_given_KE
+        num_routed_KE = num_sorted_KE
     if normalize and log_gate_TE is not None:
         weight_TK, _ = share_of_gates(log_gate_TE, expert_TK, dest_row_TK >= 0)
     if config.route_scale != 1:

@@ -14,9 +14,9 @@ class Operator:
     be wrong without a word. A call raises NotImplementedError if an argument carries a tangent.
 
     Where nobody could see the operator its functions are called directly: a layer's forward and
-    backward pass have 13 operators, of which torch spends 0.7 ms in its dispatcher's Python code.
-    (An ExecutionTraceObserver without a profiler is not asked: torch has no way to.) A call gives
-    all arguments, also those with a default in the schema.
+    backward pass have 12 operators, and torch spends 0.05 ms on each in its dispatcher's Python
+    code. (An ExecutionTraceObserver without a profiler is not asked: torch has no way to.) A call
+    gives all arguments, also those with a default in the schema.
     """
 
     def __init__(self, name: str, function: Callable, fake: Callable, schema: str | None):
@@ -41,7 +41,7 @@ class Operator:
 
         members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         kind = type(self._name, (torch.autograd.Function,), members)
-        # without a search in the arguments for what a transform left behind, see __call__
+        # torch.autograd.Function.apply looks for what transforms left behind; __call__ has looked
         self._apply = super(torch.autograd.Function, kind).apply
 
     def __call__(self, *args):
@@ -106,8 +106,8 @@ def _make_observer() -> Callable[[], bool]:
 
 
 _somebody_observes = _make_observer()
-# of a transform that is over, when a tensor was kept that its function saw
-_is_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda value: False)
+# Whether a tensor is one that a function under torch.func saw, kept after the transform was over
+_is_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda value: True)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 BACKENDS = ("auto", "triton", "torch")
 
 _requested = "auto"
-_logged: set[tuple[str, str]] = set()
+_logged: set[tuple[str, str]] = set()  # backends and kinds of device that have been chosen
 
 
 def _why_no_triton() -> str | None:

@@ -4,6 +4,7 @@ from typing import Optional
 
 from torch import Tensor
 
+from ..backends import torch as torch_backend
 from ._operator import check_indices, check_shape, operator
 from .backend import implementation
 
@@ -30,11 +31,16 @@ def _assign_rows(
     num_routed: Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     layout = {"capacity": capacity, "padded": padded, "normalize": normalize}
-    if num_routed is None:
-        assign = implementation("assign_rows_fwd", gate)
-        return assign(expert, gate, num_experts, priority_T=priority, **layout)
-    rows = implementation("rows_of_slots", gate)(expert, position, gate, num_routed, **layout)
-    return *rows, num_routed.new_empty((0, num_experts))  # no operator returns what it was given
+    assign_rows = implementation("assign_rows_fwd", gate)
+    if num_routed is not None:
+        nothing = num_routed.new_empty((0, num_experts))  # no operator returns what it was given
+        return *assign_rows(expert, position, gate, num_routed, **layout), nothing
+    assign_slots = implementation("assign_slots", expert)
+    if expert.is_cpu and assign_slots is torch_backend.assign_slots:
+        in_order = torch_backend.rows_in_order
+        return in_order(expert, gate, num_experts, priority_T=priority, **layout)
+    position, num_routed = assign_slots(expert, num_experts, priority_T=priority)
+    return *assign_rows(expert, position, gate, num_routed, **layout), num_routed
 
 
 @operator("assign_rows_bwd", lambda d_weight, gate, dest_row, normalize: gate.new_empty(gate.shape))
@@ -86,7 +92,7 @@ def assign_rows(
         normalize: divide a token's weights by their sum over the kept pairs, at least epsilon.
         priority_T: (T,) float, or None, as of :func:`assign_slots`. Not with slots.
         slots: its results: (T, K) int32 positions in experts, -1 = not routed, and (K, E) int32
-            pairs per choice and expert, of which only the sum over choices counts.
+            pairs per choice and expert, of which only the sum over choices matters.
 
     Returns:
         dest_row_TK: (T, K) int32, -1 = not kept.
@@ -94,7 +100,7 @@ def assign_rows(
             padded, else T * K.
         topk_weight_TK: (T, K) fp32, 0 = not kept; carries the gradient.
         num_kept_per_expert_E: (E,) int32.
-        num_routed_KE: (K, E) int32, pairs per choice and expert, as given.
+        num_routed_KE: (K, E) int32, pairs per choice and expert; that of ``slots`` where given.
 
     Raises:
         ValueError: a tensor of a wrong shape or dtype, padded without a capacity, or both a
@@ -108,7 +114,7 @@ def assign_rows(
     position_TK = num_given_KE = None
     if slots is not None:
         if priority_T is not None:
-            raise ValueError("a priority is for assign_slots, where slots come from: give one")
+            raise ValueError("slots have their order already: give a priority to assign_slots")
         position_TK, num_given_KE = slots
         check_shape("position", position_TK, expert_TK.shape)
         check_shape("num_routed", num_given_KE, (expert_TK.shape[1], num_experts))

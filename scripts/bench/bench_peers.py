@@ -146,6 +146,7 @@ def gated_layer(shape: LayerShape, seed: int) -> Peer:
         expert_options={"bias": False},
         seed=seed,
     )
+    layer.reports_unasked = False
     return Peer(lambda x: (layer(x),), layer)
 
 

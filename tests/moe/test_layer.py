@@ -364,13 +364,15 @@ def test_experts_notice_who_wants_to_see_their_calls():
     assert not layer.experts.computes_chunks
 
 
-def test_losses_and_counts_are_made_where_a_call_asks(monkeypatch):
+def test_losses_and_counts_are_left_out_where_nobody_reads_them(monkeypatch):
     """Output and gradients are the same without."""
     made = []
     loss_of = losses.balance_loss
     monkeypatch.setattr(losses, "balance_loss", lambda *args: made.append(1) or loss_of(*args))
     layer, x = make_layer(top_k=2), torch.randn(14, M, dtype=torch.float64)
-    ys, grads = [], []
+    layer(x)
+    assert made.pop()
+    layer.reports_unasked, ys, grads = False, [], []
     for asked in (False, True):
         y = layer(x, return_aux=asked)
         y = y[0] if asked else y

@@ -141,6 +141,20 @@ def test_evaluation_has_the_bits_of_training(layout, activation, dtype, way):
         assert torch.equal(ops.expert_ffn(*args, activation=activation, offsets=offsets), trained)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_gated_products_that_other_libraries_take(dtype):
+    """Sizes at which torch hands halves to oneDNN: both halves of an expert are one product."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(100, 64), (3, 192, 64), (3, 192), (3, 64, 96), (3, 64)]
+    args = [torch.randn(shape, generator=generator).to(dtype) / 8 for shape in shapes]
+    got = ops.expert_ffn(*args, activation="swiglu", offsets=torch.tensor([70, 70, 98]).int())
+    rows, w1, b1, w2, b2 = (tensor.double() for tensor in args)
+    for expert, begin, end in ((0, 0, 70), (2, 70, 98)):
+        gate, up = (rows[begin:end] @ w1[expert].t() + b1[expert]).chunk(2, 1)
+        want = functional.silu(gate) * up @ w2[expert].t() + b2[expert]
+        assert_close(f"expert {expert}", got[begin:end], want, dtype)
+
+
 @pytest.mark.parametrize("way", ["one-block", "many-blocks"], indirect=True)
 def test_any_number_of_threads(way):
     """The same masks on each, and another number in the backward pass; the same bits again."""

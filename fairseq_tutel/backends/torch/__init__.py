@@ -15,7 +15,7 @@ from .expert_ffn import expert_ffn_bwd, expert_ffn_fwd
 from .few_tokens import FewRows, arrange_few, choose_few, expert_ffn_few, expert_ffn_int8
 from .gate_logits import gate_logits_bwd, gate_logits_fwd
 from .gating import topk_gating_bwd, topk_gating_fwd
-from .rows import assign_rows_bwd, assign_rows_fwd, rows_of_slots
+from .rows import assign_rows_bwd, assign_rows_fwd, rows_in_order
 from .slots import assign_slots
 from .wire import decode_rows, encode_rows
 
@@ -50,7 +50,7 @@ __all__ = [
     "gate_logits_bwd",
     "gate_logits_fwd",
     "quantize_",
-    "rows_of_slots",
+    "rows_in_order",
     "topk_gating_bwd",
     "topk_gating_fwd",
 ]

@@ -43,8 +43,7 @@ def _bag_sum(rows_RM: Tensor, dest_row_TK: Tensor, weight: Tensor | None) -> Ten
     if row_N.amin() >= 0:
         offset_T = torch.arange(0, row_N.numel(), dest_row_TK.shape[1], dtype=dtype)
     else:
-        valid_TK = dest_row_TK >= 0
-        valid_N, count_T = valid_TK.view(-1), valid_TK.sum(dim=1, dtype=dtype)
+        valid_N, count_T = row_N >= 0, (dest_row_TK >= 0).sum(dim=1, dtype=dtype)
         row_N, offset_T = row_N[valid_N], count_T.cumsum(0, dtype=dtype) - count_T
         weight = None if weight is None else weight[valid_N]
     # torch.nn.functional has one that calls this one after tests in Python, of 30 us

@@ -3,24 +3,20 @@
 import torch
 from torch import Tensor
 
-from .slots import assign_slots, rows_on_cpu
+from .slots import rows_on_cpu
 
 
-def assign_rows_fwd(
+def rows_in_order(
     expert_TK: Tensor,
     gate_TK: Tensor,
     num_experts: int,
     *,
-    priority_T: Tensor | None = None,
+    priority_T: Tensor | None,
     normalize: bool,
     **layout,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Arguments and results as in :func:`fairseq_tutel.ops.assign_rows` without ``slots``."""
-    if expert_TK.device.type != "cpu":
-        position_TK, num_routed_KE = assign_slots(expert_TK, num_experts, priority_T=priority_T)
-        options = layout | {"normalize": normalize}
-        rows = rows_of_slots(expert_TK, position_TK, gate_TK, num_routed_KE, **options)
-        return *rows, num_routed_KE
+    """On a CPU what ``assign_slots`` and :func:`assign_rows_fwd` compute one after the other; with
+    the counts of the first as the last result."""
     dest_row_TK, src_pair_R, num_kept_E, num_routed_KE = rows_on_cpu(
         expert_TK, num_experts, priority_T, **layout
     )
@@ -28,7 +24,7 @@ def assign_rows_fwd(
     return dest_row_TK, src_pair_R, weight_TK, num_kept_E, num_routed_KE
 
 
-def rows_of_slots(
+def assign_rows_fwd(
     expert_TK: Tensor,
     position_in_expert_TK: Tensor,
     gate_TK: Tensor,
@@ -38,7 +34,7 @@ def rows_of_slots(
     padded: bool,
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same from slots, but for the last result."""
+    """Arguments and results as in :func:`fairseq_tutel.ops.assign_rows`."""
     num_experts = num_routed_KE.shape[1]
     num_kept_E = num_routed_KE.sum(0, dtype=torch.int32)
     kept_TK = position_in_expert_TK >= 0

@@ -1,6 +1,6 @@
-"""Slots of tokens in their experts, and the rows that follow from them, on a CPU in numpy.
+"""Slots of tokens in their experts; on a CPU in numpy, which also finds the rows that follow.
 
-That sorts numbers of 16 bits by their digits, and begins an operation in less time than torch does.
+It sorts numbers of 16 bits by their digits, and begins an operation in less time than torch does.
 X below: bins of pairs, the first for those that are not routed, then one for each expert.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class _Sorted(NamedTuple):
-    """The routed pairs by expert; those of an expert as slots are given."""
+    """The routed pairs by expert; those of an expert in the order of their slots."""
 
     pair_N: np.ndarray  # t * K + k
     num_E: np.ndarray

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ._autotune import FLAT_BLOCK
 from ._runtime import FP32, INT32, checked, device_guard
-from .slots import assign_slots
 
 _DYNAMIC = ["num_tokens", "num_rows", "num_token_blocks", "capacity"]
 _EPSILON = tl.constexpr(torch.finfo(torch.float32).eps)
@@ -124,19 +123,6 @@ def _tile(top_k: int) -> dict[str, int]:
 
 def assign_rows_fwd(
     expert_TK: Tensor,
-    gate_TK: Tensor,
-    num_experts: int,
-    *,
-    priority_T: Tensor | None = None,
-    **layout,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.assign_rows_fwd` in Triton; gates in fp32."""
-    position_TK, num_routed_KE = assign_slots(expert_TK, num_experts, priority_T=priority_T)
-    return *rows_of_slots(expert_TK, position_TK, gate_TK, num_routed_KE, **layout), num_routed_KE
-
-
-def rows_of_slots(
-    expert_TK: Tensor,
     position_in_expert_TK: Tensor,
     gate_TK: Tensor,
     num_routed_KE: Tensor,
@@ -145,7 +131,7 @@ def rows_of_slots(
     padded: bool,
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.rows_of_slots` in Triton; gates in fp32."""
+    """:func:`fairseq_tutel.backends.torch.assign_rows_fwd` in Triton; gates in fp32."""
     (T, K), E, device = expert_TK.shape, num_routed_KE.shape[1], expert_TK.device
     inputs = (
         checked("expert", expert_TK, (T, K), INT32, device),

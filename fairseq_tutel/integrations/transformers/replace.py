@@ -100,6 +100,7 @@ def _make_layer(
             seed=0,
             **others,
         )
+    layer.reports_unasked = False  # transformers computes its losses from the router's logits
     layer.experts.to(gate_up.dtype).to_empty(device=gate_up.device)
     layer.experts.mark()  # which are other parameters now
     weights = {}

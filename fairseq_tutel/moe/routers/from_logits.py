@@ -38,9 +38,9 @@ class Selection(NamedTuple):
 
     expert_TK: torch.Tensor  # int32, best first; -1 for padding
     gate_TK: torch.Tensor  # fp32 scores of these experts; differentiable
-    # of reports, without which their shape is (0,)
-    prob_sum_E: torch.Tensor  # fp32, sum of the probabilities over all T tokens; differentiable
-    entropy_sum: torch.Tensor  # fp32 scalar, sum over tokens of the entropy in nats
+    # fp32, sum of the probabilities over all T tokens; differentiable; (0,) without reports
+    prob_sum_E: torch.Tensor
+    entropy_sum: torch.Tensor  # fp32 scalar, sum over tokens of the entropy in nats; likewise
     lse_T: torch.Tensor  # fp32, logsumexp of the logits; differentiable
     fallback: tuple[torch.Tensor, torch.Tensor] | None = None  # [T, R], next best ones and scores
     # int32 [T, K], what padding would choose, too; None: there is none, or it does not count

@@ -88,20 +88,23 @@ def fairseq_activation(name):
 @pytest.mark.parametrize("T", [0, 61])
 @pytest.mark.parametrize("E", [1, 5, 127, 128, 32767, 32768])  # sorted as 8, 16 and 32 bits
 def test_slots_and_rows(E, T, on_cpu):
-    """Slots of a CPU and those of any device, rows in both layouts; some pairs are not routed."""
+    """Slots of a CPU and those of any device, rows in both layouts; some pairs are not routed, and
+    with an odd E tokens have priorities, some of them equal."""
     K = 3
     generator = torch.Generator().manual_seed(E)
-    expert = torch.randint(-1, E, (T, K), generator=generator, dtype=torch.int32)
+    expert = torch.randint(-1, E, (K, T), generator=generator, dtype=torch.int32).t()
     expert[:2] = E - 1
+    priority = torch.randint(9, (T,), generator=generator).float() if E % 2 else None
+    order = range(T) if priority is None else sorted(range(T), key=lambda t: -priority[t].item())
     count, slot = [[0] * E for _ in range(K)], [[-1] * K for _ in range(T)]
     for k in range(K):
-        for t in range(T):
+        for t in order:
             e = int(expert[t, k])
             if e >= 0:
                 slot[t][k] = sum(each[e] for each in count)
                 count[k][e] += 1
     slots = torch_slots._slots_on_cpu if on_cpu else torch_slots._slots
-    given = got_slot, got_count = slots(expert, E, None)
+    given = got_slot, got_count = slots(expert, E, priority)
     assert got_slot.tolist() == slot and got_count.tolist() == count
     assert got_slot.dtype == got_count.dtype == torch.int32
     gate = torch.rand(T, K, generator=generator)
@@ -119,7 +122,8 @@ def test_slots_and_rows(E, T, on_cpu):
         weight = torch.where(torch.tensor(dest).view(T, K) >= 0, gate, 0)
         want = [dest, pairs, weight.tolist(), kept, count]
         options = {"capacity": limit, "padded": padded, "normalize": False}
-        got = ops.assign_rows(expert, gate, E, slots=None if on_cpu else given, **options)
+        by = {"priority_T": priority} if on_cpu else {"slots": given}
+        got = ops.assign_rows(expert, gate, E, **by, **options)
         assert [each.tolist() for each in got] == want
         assert {each.dtype for each in (*got[:2], *got[3:])} == {torch.int32}
 
@@ -135,6 +139,15 @@ def test_activations_are_fairseqs(activation):
     torch.testing.assert_close(gradient(dy, z.detach(), dy), d_want)  # in place
 
 
+def test_tokens_of_a_map_with_other_strides():
+    """As of a router that puts its choices side by side."""
+    row = torch.stack([torch.tensor([0, -1, 2]), torch.tensor([1, 3, -1])]).int().t()
+    rows, weight = torch.randn(4, 5), torch.rand(3, 2)
+    pair = torch.tensor([0, 1, 4, 3], dtype=torch.int32)
+    want = torch.stack([weight[0] @ rows[:2], weight[1, 1] * rows[3], weight[2, 0] * rows[2]])
+    torch.testing.assert_close(ops.combine(rows, row, pair, weight), want)
+
+
 def test_errors_name_the_values():
     row = torch.zeros(4, 2, dtype=torch.int32)
     pair = torch.zeros(8, dtype=torch.int32)
@@ -147,6 +160,19 @@ def test_errors_name_the_values():
         ("pad", lambda: ops.topk_gating(x, 1, pad_T=torch.zeros(3, dtype=torch.bool))),
         ("int32", lambda: ops.assign_slots(row.long(), 3)),
         ("priority", lambda: ops.assign_slots(row, 3, priority_T=torch.zeros(5))),
+        (
+            "slots have their order",
+            lambda: ops.assign_rows(
+                row,
+                x[:, :2],
+                3,
+                capacity=None,
+                padded=False,
+                normalize=False,
+                priority_T=x[:, 0],
+                slots=(row, row[:2, :1].expand(2, 3)),
+            ),
+        ),
         ("x must be", lambda: ops.dispatch(x[:3], row, pair)),
         ("topk_weight", lambda: ops.combine(torch.zeros(8, 3), row, pair, torch.zeros(4, 3))),
         ("src_pair must be", lambda: ops.dispatch(x, row, pair.long())),
