@@ -102,9 +102,9 @@ def load_command(words: Sequence[str]) -> tuple[str, DictConfig]:
             config = convert_namespace_to_omegaconf(
                 options_of_fairseq.parse_args_and_arch(parser, input_args=given)
             )
-    except SystemExit:
-        reason = said.getvalue().strip().rpartition("error: ")[2]
-        raise ValueError(f"{program}: {reason}") from None
+    except SystemExit as exit:  # argparse prints its reason; checks of options exit with theirs
+        reason = exit.code if isinstance(exit.code, str) else said.getvalue()
+        raise ValueError(f"{program}: {reason.strip().rpartition('error: ')[2]}") from None
     except OmegaConfBaseException as error:
         line = str(error).splitlines()[0]
         if "task." in line:  # fairseq's default is translation

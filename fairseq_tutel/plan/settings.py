@@ -126,8 +126,10 @@ def read_settings(
     _fill_sizes(model)
     if not (dataset.batch_size or dataset.max_tokens):
         raise ValueError("neither dataset.batch_size nor dataset.max_tokens is set")
-    length = _tokens_per_sample(config, model, dataset, sentence)
     passes = _section(config, "optimization").update_freq
+    passes = passes if isinstance(passes, int) else passes[-1]
+    _check_positive(model, dataset, passes)
+    length = _tokens_per_sample(config, model, dataset, sentence)
     world = model.moe_simulate_world_size or distributed.distributed_world_size
     gpus = gpus or world or model.moe_expert_count or 1
     routing = None
@@ -144,11 +146,27 @@ def read_settings(
         gpus=gpus,
         batch_size=int(dataset.batch_size or max(1, int(dataset.max_tokens) // length)),
         tokens_per_sample=length,
-        update_freq=int(passes if isinstance(passes, int) else passes[-1]),
+        update_freq=int(passes),
         ddp_backend=str(distributed.ddp_backend),
         zero_sharding=str(distributed.zero_sharding) == "os",
         routing=routing,
     )
+
+
+def _check_positive(model: SimpleNamespace, dataset: SimpleNamespace, passes: float) -> None:
+    """Raise ValueError for a size below 1, naming the option."""
+    sides = ("encoder", "decoder") if is_encoder_decoder(model) else ("decoder",)
+    for side in sides:
+        for size in ("layers", "embed_dim", "ffn_embed_dim", "attention_heads"):
+            _check_size(f"{side}_{size}", getattr(model, f"{side}_{size}"))
+    for name in ("batch_size", "max_tokens"):
+        _check_size(name, getattr(dataset, name) or 1)  # None and 0: no limit
+    _check_size("update_freq", passes)
+
+
+def _check_size(name: str, value: float) -> None:
+    if value < 1:
+        raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
 
 
 def is_encoder_decoder(model: Any) -> bool:
@@ -192,6 +210,7 @@ def _tokens_per_sample(
         length = OmegaConf.select(config, "task.tokens_per_sample")
         if not length:
             raise ValueError("task.tokens_per_sample is not set: activations depend on it")
+        _check_size("tokens_per_sample", length)
         return length
     most = min(model.max_source_positions, model.max_target_positions)
     if dataset.max_tokens:

@@ -218,6 +218,32 @@ def test_a_command_that_would_not_train_is_refused_in_one_line(capsys, key, word
     assert line.startswith("error: ") and line.count("\n") == 1 and re.search(message, line), line
 
 
+SIZES = """x --task language_modeling --tokens-per-sample 8 --batch-size 2 --optimizer adam
+    --arch transformer_lm_gpt_moe --moe-expert-count 4 --decoder-layers 2 --decoder-embed-dim 16
+    --decoder-ffn-embed-dim 32 --decoder-attention-heads 2"""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--moe-top-k 9", "--moe-top-k 9 "),
+        ("--decoder-attention-heads 3", "--decoder-attention-heads 3"),
+        ("--moe-freq -1", "--moe-freq -1"),
+        ("--update-freq 0", "--update-freq 0 must be at least 1"),
+        ("--decoder-embed-dim 0", "--decoder-embed-dim 0 must be at least 1"),
+        ("--decoder-ffn-embed-dim 0", "--decoder-ffn-embed-dim 0 must be at least 1"),
+        ("--batch-size -4", "--batch-size -4 must be at least 1"),
+        ("--max-tokens -1", "--max-tokens -1 must be at least 1"),
+        ("--tokens-per-sample -5", "--tokens-per-sample -5 must be at least 1"),
+    ],
+)
+def test_sizes_that_cannot_be_are_named_in_one_line(capsys, words, message):
+    command = ["fairseq-train", *SIZES.split(), *words.split()]
+    assert main(["gpus=2", "vocabulary=100", "--", *command]) == 1
+    line = capsys.readouterr().err
+    assert line.startswith("error: ") and line.count("\n") == 1 and message in line, line
+
+
 def test_the_parts_of_memory_sum_to_the_peak_that_is_named(capsys):
     for words, phase in (
         ([], "in the backward pass"),
