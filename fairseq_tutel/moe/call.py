@@ -133,9 +133,10 @@ class LayerCall:
                 f"step has {agreed}; give the same options to step_settings()"
             )
 
-    def for_router(self, num_tokens: int, num_sequences: int, reports: bool) -> RouterCall:
+    def for_router(self, num_tokens: int, num_sequences: int, **reports: bool) -> RouterCall:
+        """Return the router's part of the call; ``reports`` are fields of :class:`RouterCall`."""
         compact = self.choice.config.wire_compact and self.communicates
-        return RouterCall(self.config, self.training, num_tokens, num_sequences, compact, reports)
+        return RouterCall(self.config, self.training, num_tokens, num_sequences, compact, **reports)
 
     @property
     def takes_few(self) -> bool:

@@ -75,18 +75,12 @@ class MoELayer(nn.Module):
         exchange: how tokens travel, the same on all ranks; or the name of an algorithm.
         record_exchange_time: take the times of :attr:`MoEAux.record` (slow, and without overlap).
         skip_exchange: leave out the all-to-alls, for benchmarks; the results are then wrong.
+        compute_aux: compute losses and counts in training even if ``return_aux=False`` (default
+            True). False saves time in small layers.
+        layer_index: number of the layer in its model, from 0 (default 0). Layers of different
+            numbers draw ``local_drop`` independently.
         **routing: fields of :class:`~fairseq_tutel.config.MoEConfig`, such as ``top_k``.
-
-    Attributes:
-        index: which of a model's layers it is, set by the model: with ``local_drop`` layers of
-            different numbers draw independently.
-        reports_unasked: whether losses and counts are computed in training by calls that do not
-            return them, too. What asks for them by hooks needs it: activation checkpointing
-            computes again without hooks, and must do the same. False saves small layers time.
     """
-
-    index = 0
-    reports_unasked = True
 
     def __init__(
         self,
@@ -110,12 +104,14 @@ class MoELayer(nn.Module):
         exchange: ExchangeConfig | str = "linear",
         record_exchange_time: bool = False,
         skip_exchange: bool = False,
+        compute_aux: bool = True,
+        layer_index: int = 0,
         **routing,
     ):
         super().__init__()
         names = inspect.signature(MoELayer).parameters
         self.config = one_config(config, num_experts, routing, names)
-        self.model_dim = model_dim
+        self.model_dim, self.layer_index, self.compute_aux = model_dim, layer_index, compute_aux
         self.groups = groups_for(self.config.num_experts, groups)
         self._checked_wrapper = False
         self._configs: dict[tuple, tuple[MoEConfig, MoEConfig]] = {}  # of calls with other options
@@ -188,7 +184,7 @@ class MoELayer(nn.Module):
             record: of the aux value; one that is given takes recomputed exchanges, too.
             return_aux: also return the aux loss and the counts that metrics are made of. Without,
                 they are not computed in evaluation under ``torch.no_grad``, where a few tokens take
-                a shorter way (:mod:`.few_tokens`), nor with ``reports_unasked=False``.
+                a shorter way (:mod:`.few_tokens`), nor with ``compute_aux=False``.
             balance_later: whether the caller finishes the report in that way without a ``step``.
 
         Returns:
@@ -207,9 +203,9 @@ class MoELayer(nn.Module):
         if not return_aux and agreed.timer is None:
             y_TM = through_few(self.gate, self.experts, x_TM, pad_mask_T, call)
         if y_TM is None:
-            in_training = self.training or torch.is_grad_enabled()
-            reports = return_aux or (self.reports_unasked and in_training)
-            router_call = call.for_router(agreed.num_tokens, x.shape[:-2].numel(), reports)
+            again = self.compute_aux and (self.training or torch.is_grad_enabled())
+            reports = {"reports": return_aux or again, "reports_again": again}
+            router_call = call.for_router(agreed.num_tokens, x.shape[:-2].numel(), **reports)
             routing, router_aux = self._route(self.gate, given_TM, x_TM, pad_mask_T, router_call)
             y_TM, record = self._through_experts(x_TM, routing, call, agreed, record)
         if self.shared_expert is not None:
@@ -293,7 +289,7 @@ class MoELayer(nn.Module):
     def _through_experts(self, x_TM, routing, call, agreed, record):
         """Dispatch, experts, combine; and what the exchanges tell beside, or None."""
         exchange, degree = call.choice.exchange, call.overlap_degree
-        if stays_local(call, agreed, self.index):
+        if stays_local(call, agreed, self.layer_index):
             exchange, degree = without_exchange(call), 1
         record, timer = record or exchange.new_record(), agreed.timer
         inside_TM, span = (x_TM, None) if timer is None else timer.begin(x_TM)

@@ -28,6 +28,8 @@ class RouterCall:
     num_sequences: int = 1  # of this rank's tokens, of one length and one after the other
     compact: bool = False  # whether rows are laid out by need, also where the capacity is fixed
     reports: bool = True  # whether losses and counts are read; without, a router may return None
+    # whether a recomputation of this call (activation checkpointing) reads them, too
+    reports_again: bool = True
 
     @property
     def capacity(self) -> int | None:

@@ -26,6 +26,14 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
     return torch.autocast(device.type, enabled=False)
 
 
+def outside_checkpoints() -> AbstractContextManager:
+    """Context whose saved tensors stay in memory: activation checkpointing does not count them.
+
+    A recomputation may then leave out what the context computes.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+
+
 def is_observed(module: nn.Module) -> bool:
     """Whether somebody sees or replaces calls of the module: a profiler, fairseq's search for a NaN
     or its checkpoint_wrapper, which sets ``forward``.

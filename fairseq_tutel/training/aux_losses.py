@@ -74,11 +74,9 @@ def collect_aux(model: nn.Module) -> Iterator[AuxLosses]:
 def _listen(found, name, layer):
     asked = []  # whether the caller wants the second result too; a stack, for nested calls
 
-    layer.reports_unasked = True
-
     def ask(module, args, kwargs):
         asked.append(kwargs.get("return_aux", False))
-        # finished outside: a recomputation, which is not asked, must do what this call does
+        # finished outside: a recomputation does not run this hook and must do what this call does
         return args, {"balance_later": not asked[-1], **kwargs, "return_aux": True}
 
     def take(module, args, kwargs, result):

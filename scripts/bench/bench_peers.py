@@ -144,9 +144,9 @@ def gated_layer(shape: LayerShape, seed: int) -> Peer:
         second_expert_policy="all",
         expert_network="swiglu",
         expert_options={"bias": False},
+        compute_aux=False,
         seed=seed,
     )
-    layer.reports_unasked = False
     return Peer(lambda x: (layer(x),), layer)
 
 

@@ -9,6 +9,7 @@ from gating_reference import gating
 from helpers.assertions import assert_close, rms_ratio
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel.distributed import ExpertParallelGroups, is_expert
 from fairseq_tutel.moe import METRIC_NAMES, MoELayer, losses
@@ -365,14 +366,14 @@ def test_experts_notice_who_wants_to_see_their_calls():
 
 
 def test_losses_and_counts_are_left_out_where_nobody_reads_them(monkeypatch):
-    """Output and gradients are the same without."""
+    """Output and gradients are the same without; collecting them leaves the layer as it was."""
     made = []
     loss_of = losses.balance_loss
     monkeypatch.setattr(losses, "balance_loss", lambda *args: made.append(1) or loss_of(*args))
     layer, x = make_layer(top_k=2), torch.randn(14, M, dtype=torch.float64)
     layer(x)
     assert made.pop()
-    layer.reports_unasked, ys, grads = False, [], []
+    layer, ys, grads = make_layer(top_k=2, compute_aux=False), [], []
     for asked in (False, True):
         y = layer(x, return_aux=asked)
         y = y[0] if asked else y
@@ -382,5 +383,24 @@ def test_losses_and_counts_are_left_out_where_nobody_reads_them(monkeypatch):
     assert torch.equal(*ys) and all(map(torch.equal, *grads))
     with collect_aux(layer) as found:
         layer(x)
-    layer(x)  # as a recomputation does
-    assert len(found.layers) == 1 and len(made) == 3
+    layer(x)
+    assert len(found.layers) == 1 and len(made) == 2
+
+
+@pytest.mark.parametrize("compute_aux", [True, False])
+@pytest.mark.parametrize("options", [{}, {"second_expert_policy": "sampling", "z_loss_weight": 1}])
+def test_collected_losses_have_their_gradients_under_activation_checkpointing(compute_aux, options):
+    """A recomputation runs no hooks: with ``compute_aux=False`` it computes no losses."""
+    layer = make_layer(top_k=2, compute_aux=compute_aux, **options)
+    x = torch.randn(14, M, dtype=torch.float64, requires_grad=True)
+    grads = []
+    for call in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
+        torch.manual_seed(1)
+        with collect_aux(layer) as found:
+            y = call(x)
+        loss = y.square().sum() + 10 * found.loss
+        grads.append(torch.autograd.grad(loss, [x, *layer.parameters()]))
+    for name, recomputed, alone in zip(
+        ["x", *dict(layer.named_parameters())], *grads[::-1], strict=True
+    ):
+        assert_close(name, recomputed, alone, torch.float64)

@@ -55,7 +55,7 @@ def _steps(weights, options):
         y = layer(tokens(rank, number), step=step)
         y.square().sum().backward()
         grads = [p.grad for name, p in layer.named_parameters() if "experts" in name]
-        stayed = stays_local(layer._resolve(step, None, None, None, None), step, layer.index)
+        stayed = stays_local(layer._resolve(step, None, None, None, None), step, layer.layer_index)
         found.append((stayed, y.detach(), torch.cat([g.flatten() for g in grads])))
     layer.eval()
     step = sync_step(T, layer.step_settings(torch.float64), layer.groups)

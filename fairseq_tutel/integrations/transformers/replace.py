@@ -51,7 +51,7 @@ def replace_moe(
             :func:`~fairseq_tutel.distributed.build_groups`; by default each rank its share of them.
         **moe: of each :class:`~fairseq_tutel.moe.MoELayer`: ``exchange``, ``load_bias``,
             ``capacity_factor`` (0, nothing is dropped, unless it is given) and the like. What the
-            block decides is refused.
+            block decides is refused. ``compute_aux`` is False unless it is given.
 
     Returns:
         name -> the block that was there, without its experts' weights: what ``restore_moe`` and
@@ -98,9 +98,9 @@ def _make_layer(
             expert_network=block.network,
             groups=groups,
             seed=0,
-            **others,
+            # transformers computes its losses from the router's logits
+            **{"compute_aux": False, **others},
         )
-    layer.reports_unasked = False  # transformers computes its losses from the router's logits
     layer.experts.to(gate_up.dtype).to_empty(device=gate_up.device)
     layer.experts.mark()  # which are other parameters now
     weights = {}

@@ -12,6 +12,7 @@ extends its top-2 rules. Other than there,
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from ..load_bias import margin_histogram
 from ..overflow import count_pairs
 from ..reports import RouterAux
 from ..routing import RouterCall, Routing, build_routing, share_of_gates
+from ..torch_modes import outside_checkpoints
 
 
 class Scores(NamedTuple):
@@ -86,13 +88,20 @@ def route_logits(
             f"load_bias={config.load_bias!r} needs a router that passes its load_bias to "
             "route_logits(), as a TopKRouter does; a plain module as gate has none"
         )
-    num_fillers = call.num_fillers(logits_TE.shape[0])
     scores = _scores(logits_TE, call, pad_mask_T)
     chosen, bias_counts = select_top_k(scores, call, load_bias_E)
     of_experts, num_null_KN = _without_null_experts(chosen, call)
     routing = _assign_rows(of_experts, call, scores.score_TE)
     if not call.reports:
         return routing, None
+    with nullcontext() if call.reports_again else outside_checkpoints():
+        found = _report(scores, chosen, of_experts, routing, call, num_null_KN, bias_counts)
+    return routing, found
+
+
+def _report(scores, chosen, of_experts, routing, call, num_null_KN, bias_counts) -> RouterAux:
+    """Return losses and counts. ``of_experts`` is ``chosen`` without choices of null experts."""
+    config, num_fillers = call.config, call.num_fillers(len(scores.score_TE))
     num_chosen_KE = balanced_KE = routing.num_routed_KE
     if _policy(call, "random"):
         num_chosen_KE = count_pairs(of_experts.expert_TK, config.num_experts)
@@ -107,7 +116,7 @@ def route_logits(
     if call.training and config.load_bias == "sign":
         bias_counts = balanced_KE.sum(0, dtype=torch.int32)
     counted = _count_tokens(scores, chosen, balanced_KE, call)
-    return routing, RouterAux(
+    return RouterAux(
         _router_loss(scores, chosen, counted, call),
         entropy_sum,
         num_chosen_KE,

@@ -63,9 +63,11 @@ def place_experts(args: Any) -> Experts:
     return Experts(groups, routing)
 
 
-def build_moe_layer(args: Any, cfg: Any, side: Any, experts: Experts) -> MoELayer:
-    """An MoE layer with the options of a model, ``args``, and of fairseq's TransformerConfig of
-    them; ``side`` is its part about the encoder or the decoder.
+def build_moe_layer(args: Any, cfg: Any, side: Any, experts: Experts, index: int) -> MoELayer:
+    """Build the MoE layer of number ``index``, counted from 0 over all stacks of a model.
+
+    ``args`` are the model's options, ``cfg`` is fairseq's TransformerConfig of them, and ``side``
+    its part about the encoder or the decoder.
     """
     network = str(args.moe_expert_network)
     # of gated experts the activation of the model's other layers says nothing
@@ -85,13 +87,8 @@ def build_moe_layer(args: Any, cfg: Any, side: Any, experts: Experts) -> MoELaye
         exchange=exchange_config(args),
         record_exchange_time=args.record_a2a_perf_stats,
         skip_exchange=args.dummy_a2a,
+        layer_index=index,
     )
-
-
-def number_layers(layers: Sequence[MoELayer]) -> None:
-    """Let each know which of a model's it is."""
-    for index, layer in enumerate(layers):
-        layer.index = index
 
 
 def make_tuner(args: Any, layers: Sequence[MoELayer]) -> ExchangeTuner | None:

@@ -1,6 +1,7 @@
 """``--arch transformer_lm_gpt_moe``: fairseq's GPT-style language model with MoE layers."""
 
 # no postponed annotations here: fairseq reads the types of dataclass fields
+import itertools
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -15,7 +16,7 @@ from ....config.options import at_least, option
 from ....moe import MoELayer
 from ..options.options import MoEOptions, check_moe_options
 from .architectures import Architecture, moe_architecture
-from .moe_stack import make_tuner, number_layers, place_experts, pretrained
+from .moe_stack import make_tuner, place_experts, pretrained
 from .transformer_stacks import MoETransformerDecoder, Sparsity
 
 
@@ -126,14 +127,13 @@ class TransformerLMGPTMoE(TransformerLanguageModel):
         experts = place_experts(args) if args.moe_freq and width <= 0 else None
         embed_tokens = cls.build_embedding(args, task.source_dictionary, args.decoder_input_dim)
         decoder = MoETransformerDecoder(
-            Sparsity(args, args.moe_freq, experts, width),
+            Sparsity(args, args.moe_freq, experts, itertools.count(), width),
             TransformerConfig.from_namespace(args),
             task.target_dictionary,
             embed_tokens,
             no_encoder_attn=True,
         )
         layers = list(decoder.moe_layers.values())
-        number_layers(layers)
         decoder.exchange_tuner = make_tuner(args, layers)
         return cls(decoder)
 

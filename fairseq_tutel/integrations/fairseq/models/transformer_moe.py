@@ -5,6 +5,7 @@ the names of Meta's branches ``moe`` and ``nllb``, whose checkpoints load.
 """
 
 # no postponed annotations here: fairseq reads the types of dataclass fields
+import itertools
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -20,7 +21,6 @@ from .conditional_routing import ConditionalRoutingOptions
 from .moe_stack import (
     agree,
     make_tuner,
-    number_layers,
     place_experts,
     pretrained,
     reports_to_extra,
@@ -129,13 +129,14 @@ class TransformerMoE(TransformerModelBase):
         sparse = any(freq and width <= 0 for freq, width in sides)
         experts = place_experts(args) if sparse else None
         # the stock method hands cfg to what builds the stacks
+        indices = itertools.count()  # the encoder is built first
         cfg.sparsity = [
-            Sparsity(args, freq, experts if width <= 0 else None, width) for freq, width in sides
+            Sparsity(args, freq, experts if width <= 0 else None, indices, width)
+            for freq, width in sides
         ]
         model = super().build_model(cfg, task)
         del cfg.sparsity
         layers = list(model.moe_layers.values())
-        number_layers(layers)
         model.exchange_tuner = make_tuner(args, layers)
         return model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from fairseq.models.transformer import (
@@ -29,8 +29,9 @@ class Sparsity(NamedTuple):
 
     args: Any  # the model's options
     freq: int  # layer i (from 1) is, if it is a multiple of this; 0: none
-    experts: Experts | None  # None: there are dense layers in their place,
-    dense_width: int = 0  # with FFNs of this width
+    experts: Experts | None  # None: dense layers take the place of sparse ones
+    indices: Iterator[int]  # numbers the MoE layers over all stacks of a model
+    dense_width: int = 0  # hidden dimension of the FFNs of these dense layers
 
 
 class MoEStack:
@@ -59,7 +60,7 @@ class MoEStack:
 
     def _build_layer(self, cfg: TransformerConfig, stock: Callable[..., nn.Module], **options: Any):
         """Called by the stock constructor once per layer, from the bottom up."""
-        args, freq, experts, dense_width = self._sparsity
+        args, freq, experts, indices, dense_width = self._sparsity
         number = next(self._layer_numbers)
         if not freq or number % freq:
             return stock(cfg, **options)
@@ -69,7 +70,7 @@ class MoEStack:
             setattr(wide, self.side, side)
             return stock(wide, **options)
         side = getattr(cfg, self.side)
-        layer = build_moe_layer(args, cfg, side, experts)
+        layer = build_moe_layer(args, cfg, side, experts, next(indices))
         conditional = conditional_routing(args, side.embed_dim)
         return self.block(cfg, layer, self.scope, conditional, **options)
 
