@@ -89,7 +89,8 @@ def build_parser() -> argparse.ArgumentParser:
     profile = "NCCL's variables by name; the launcher's page says what for (default: none)"
     add("--nccl-profile", default="none", choices=NCCL_PROFILES, help=profile)
     lines = (
-        "prefix: lines of ranks above 0 begin with [rank N]; plain: as they are (default: prefix)"
+        "prefix: lines of ranks above 0 begin with [rank N], except what fairseq-generate writes "
+        "to standard output; plain: no prefix (default: prefix)"
     )
     add("--output", default="prefix", choices=["prefix", "plain"], help=lines)
     grace = "time between SIGTERM and SIGKILL for the other ranks when one has failed (default: 15)"

@@ -279,8 +279,10 @@ def prepare_job(options: Options, command: Command, env: Mapping[str, str]) -> J
             "OMP_NUM_THREADS": str(bound.threads),
             "FAIRSEQ_TUTEL_BIND": bound.describe(),
         }
-        prefix = f"[rank {rank}] " if options.output == "prefix" and rank > 0 else None
-        return RankJob(rank, with_options(command, added), rank_env, bound, prefix)
+        prefix = f"[rank {rank}] " if options.output == "prefix" and rank > 0 else ""
+        # fairseq-generate prints its results: programs look for lines that begin with H-
+        prefixes = ("" if command.kind == "sharded" else prefix, prefix)
+        return RankJob(rank, with_options(command, added), rank_env, bound, prefixes)
 
     mine = [b for b in bindings if not placement.adopted or b.local_rank == placement.local_rank]
     summary = _summary(placement, cpu, shared, bindings)

@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
 
 from ..command_line import EXIT_GROWN, EXIT_REQUEUE
 from .binding import RankBinding, apply_binding
+from .output import LineCopier
 
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 _WATCHED = {*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
@@ -32,7 +31,7 @@ class RankJob:
     argv: list[str]
     env: dict[str, str]
     binding: RankBinding
-    prefix: str | None = None  # put before every line of its output; None: left as it is
+    prefixes: tuple[str, str] = ("", "")  # of each line of standard output and standard error
 
 
 def prepare_for_requests(hold: bool) -> None:
@@ -48,19 +47,6 @@ def _is_importing(process: subprocess.Popen) -> bool:
     with open(f"/proc/{process.pid}/status") as status:
         bits = next((line.split()[1] for line in status if line.startswith("SigBlk:")), "0")
     return bool(int(bits, 16) >> (signal.SIGUSR1 - 1) & 1)
-
-
-def _copy_lines(source: BinaryIO, target: BinaryIO, prefix: bytes, lock: threading.Lock) -> None:
-    readers = True
-    for line in source:
-        if not readers:
-            continue  # the rank would block for ever on a full pipe that is not emptied
-        with lock:
-            try:
-                target.write(prefix + line)
-                target.flush()
-            except OSError:  # as with `| head`: nobody reads the launcher's output any longer
-                readers = False
 
 
 def _peek(process: subprocess.Popen) -> int | None:
@@ -92,7 +78,7 @@ class Supervisor:
         self._grace = grace
         self._hold_requests = hold_requests
         self._running: dict[int, subprocess.Popen] = {}
-        self._readers: list[threading.Thread] = []
+        self._copier = LineCopier()
         self._status: int | None = None
         self._kill_at: float | None = None
         self.stopped_by: signal.Signals | None = None
@@ -112,7 +98,7 @@ class Supervisor:
             # All processes before any thread: preexec_fn must run in a single-threaded process.
             for job in self._jobs:
                 self._running[job.rank] = self._start(job, old_mask)
-            self._start_readers()
+            self._copier.start()
             if self.requested:
                 self._send(signal.SIGUSR1)
             while self._running:
@@ -125,8 +111,7 @@ class Supervisor:
                 if late.si_signo in _ENDING and self._status == EXIT_GROWN:  # nor let it go on
                     self.stopped_by = self.stopped_by or signal.Signals(late.si_signo)
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
-        for reader in self._readers:
-            reader.join(timeout=5)
+        self._copier.finish()
         status = self._status or 0
         if self.stopped_by is not None and (status in (_FAILED, EXIT_GROWN) or status > 128):
             return 128 + self.stopped_by
@@ -144,26 +129,28 @@ class Supervisor:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask | {signal.SIGUSR1})
             prepare_for_requests(self._hold_requests)
 
-        piped = subprocess.PIPE if job.prefix is not None else None
-        return subprocess.Popen(
+        first = job.rank == self._jobs[0].rank
+        # rank 0 keeps a terminal, where lines come whole and a progress bar may be drawn
+        piped = [
+            len(self._jobs) > 1 and not (first and target.isatty())
+            for target in (sys.stdout, sys.stderr)
+        ]
+        stdout, stderr = (subprocess.PIPE if each else None for each in piped)
+        process = subprocess.Popen(
             job.argv,
             env=job.env,
             preexec_fn=in_child,
             start_new_session=True,
-            stdin=None if job.rank == self._jobs[0].rank else subprocess.DEVNULL,
-            stdout=piped,
-            stderr=piped,
+            stdin=None if first else subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            bufsize=0,
         )
-
-    def _start_readers(self) -> None:
-        lock = threading.Lock()
-        for job in (job for job in self._jobs if job.prefix is not None):
-            process, how = self._running[job.rank], (job.prefix.encode(), lock)
-            for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                arguments = (source, target.buffer, *how)
-                reader = threading.Thread(target=_copy_lines, args=arguments, daemon=True)
-                reader.start()
-                self._readers.append(reader)
+        streams = zip((process.stdout, process.stderr), (sys.stdout, sys.stderr), strict=True)
+        for (source, target), prefix in zip(streams, job.prefixes, strict=True):
+            if source is not None:
+                self._copier.add(source, target.buffer, prefix, until_refused=first)
+        return process
 
     def _wait(self, watched: set[signal.Signals]) -> None:
         """Handles one signal, or the time-out of the clock."""

@@ -79,6 +79,43 @@ def test_plain_output_and_standard_input_of_rank_0():
     assert (result.returncode, result.stdout) == (0, "a line\n")
 
 
+# Writes like Python to a pipe: blocks of a buffer, which end anywhere.
+_BLOCKS = f"""#!{sys.executable} -S
+import os
+rank = os.environ["RANK"]
+for line in range(2000):
+    print(f"H-{{rank}}-{{line}}", "x" * (line % 97))
+print("the last line without an end", end="")
+"""
+
+
+@pytest.mark.parametrize("output", ["prefix", "plain"])
+def test_lines_of_several_ranks_on_one_pipe_come_whole(tmp_path, output):
+    program = executable(tmp_path / "fairseq-generate", _BLOCKS)
+    result = launch("--nproc-per-node", "2", "--output", output, "--", program)
+    assert result.returncode == 0, result.stderr
+    wanted = [f"H-{rank}-{line} {'x' * (line % 97)}" for rank in (0, 1) for line in range(2000)]
+    found = result.stdout.splitlines()
+    assert found.count("the last line without an end") == 2
+    assert sorted(line for line in found if line.startswith("H-")) == sorted(wanted)
+
+
+def test_lines_for_a_slow_reader_are_not_lost_when_the_ranks_have_ended():
+    process = start(*script_words("yes 0123456789 | head -n 20000"), stderr=subprocess.DEVNULL)
+    time.sleep(1.5)  # the ranks have written what the pipes hold
+    assert process.stdout.read().count("0123456789\n") == 40000
+    assert process.wait(timeout=10) == 0
+
+
+def test_rank_0_ends_when_nobody_reads_its_output():
+    """As in ``| head``, and as without the launcher."""
+    process = start(*script_words("[ $RANK = 1 ] || yes"))
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=10) == 128 + signal.SIGPIPE
+    process.stderr.close()
+
+
 @pytest.mark.parametrize(
     "script, code",
     [
