@@ -26,6 +26,7 @@ from .placement.expert_parallelism import (
     possible_r,
 )
 from .placement.expert_params import (
+    broadcast_over_replicas_,
     copies_of,
     gather_from_experts,
     is_expert,

@@ -7,7 +7,7 @@ import functools
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed import copies_of
+from ..distributed import broadcast_over_replicas_, copies_of
 from ..moe import MoELayer
 from ..moe.experts import ExpertBank
 from ..moe.model import moe_layers
@@ -59,6 +59,7 @@ def prepare_data_parallel(model: nn.Module, *, check_replicas: bool = True) -> N
         for module in layer.experts.modules():
             if isinstance(module, ExpertBank):
                 module.mark()  # a copied module has lost its marks
+        _equal_replicas(layer)
         for param in layer.experts.parameters():
             # a frozen one takes no hook
             if param.requires_grad and not getattr(param, "averages_grad", False):
@@ -71,6 +72,16 @@ def prepare_data_parallel(model: nn.Module, *, check_replicas: bool = True) -> N
     # ranks that exchange tokens make their forward passes together; others need not
     if check_replicas and any(layer.groups.needs_sync for layer in layers):
         ReplicaCheck.watch(model)
+
+
+def _equal_replicas(layer: MoELayer) -> None:
+    """Give the ranks that hold copies of a parameter or buffer of an expert the same values.
+
+    Slices of an expert differ between these ranks; what belongs to no slice (fc2's bias) is copied.
+    """
+    params = [p for p in layer.experts.parameters() if copies_of(p, layer.groups) > 1]
+    buffers = [] if layer.groups.num_slices > 1 else list(layer.experts.buffers())
+    broadcast_over_replicas_([*params, *buffers], layer.groups)
 
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:

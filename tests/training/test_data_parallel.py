@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fairseq_tutel import training
-from fairseq_tutel.distributed import ExpertParallelGroups, process_world
-from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.distributed import ExpertParallelGroups, build_groups, process_world
+from fairseq_tutel.moe import MoELayer, replace_ffn
 
 DIM, PER_RANK, STEPS, MAX_NORM = 8, 6, 5, 0.1
 
@@ -186,3 +186,52 @@ def test_replicas_of_one_expert_stay_equal():
         theirs = param.detach().clone()
         dist.broadcast(theirs, 0)
         assert torch.equal(param, theirs)
+
+
+class Counting(nn.Linear):
+    """An expert of one's own with a buffer."""
+
+    def __init__(self):
+        super().__init__(DIM, DIM)
+        self.register_buffer("counts", torch.randn(3).to(torch.bfloat16))
+
+
+def seeded_by_rank(kind):
+    """A model with two experts that each rank has drawn by itself."""
+    torch.manual_seed(process_world()[0])
+    options = {"top_k": 1, "capacity_factor": 0.0}
+    if kind == "replaced":
+        mlp = nn.Sequential(nn.Linear(DIM, 16), nn.GELU(), nn.Linear(16, DIM))
+        model = nn.Sequential(nn.Linear(DIM, DIM), mlp)
+        replace_ffn(model, "^1$", 2, copy_weights=True, **options)
+        return model
+    if kind == "sliced":
+        options["groups"] = build_groups(2, placement="sliced")
+    elif kind == "expert_fn":
+        options["expert_fn"] = Counting
+    elif kind == "experts":
+        options["experts"] = [Counting() for _ in build_groups(2).local_experts]
+    layer = MoELayer(DIM, 2, None if kind.startswith("expert") else 16, **options)
+    layer.experts.requires_grad_(kind != "frozen")
+    return nn.Sequential(nn.Linear(DIM, DIM), layer)
+
+
+@pytest.mark.parametrize("prepare", ["prepare_data_parallel", "shard_dense"])
+@on_ranks(4)
+def test_ranks_seeded_differently_hold_equal_replicas(prepare):
+    """Ranks 0 and 2 hold one expert, 1 and 3 the other; the first of each keeps its values."""
+    rank = process_world()[0]
+    for kind in ("stacked", "frozen", "expert_fn", "experts", "replaced", "sliced"):
+        model = seeded_by_rank(kind)
+        experts = model[1].experts
+        names = dict([*experts.named_parameters(), *experts.named_buffers()])
+        drawn = {name: tensor.detach().clone() for name, tensor in names.items()}
+        getattr(training, prepare)(model)
+        for name, tensor in names.items():
+            found, before = ([torch.empty_like(tensor) for _ in range(4)] for _ in range(2))
+            dist.all_gather(found, tensor.detach())
+            dist.all_gather(before, drawn[name])
+            kept = kind == "sliced" and name != "fc2_bias"
+            assert torch.equal(tensor, before[rank if kept else rank % 2]), (kind, name)
+            is_zero = not drawn[name].any()
+            assert is_zero or torch.equal(found[0], found[2]) == (not kept), (kind, name)

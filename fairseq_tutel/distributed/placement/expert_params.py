@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ..world import data_device
 from .groups import ExpertParallelGroups
+from .owners import as_bytes
 
 
 def mark_expert(param: torch.nn.Parameter, copies: int | None = None) -> torch.nn.Parameter:
@@ -75,6 +78,26 @@ def max_over_replicas_(tensor: torch.Tensor, groups: ExpertParallelGroups) -> to
     if groups.num_replicas > 1 and not groups.simulated:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=groups.replica_group)
     return tensor
+
+
+def broadcast_over_replicas_(tensors: Iterable[torch.Tensor], groups: ExpertParallelGroups) -> None:
+    """Overwrite tensors, in place, with those of the first rank that holds the same experts.
+
+    Collective with replicas. ``tensors``: of any dtype and device, the same on these ranks and in
+    the same order. Tensors on the meta device are skipped.
+    """
+    if groups.num_replicas == 1 or groups.simulated:
+        return
+    # a host may move the model to its GPU later, and NCCL takes tensors of GPUs alone
+    device = data_device(groups.replica_group)
+    first = groups.rank % groups.ep_size
+    for tensor in tensors:
+        if tensor.is_meta:
+            continue
+        sent = tensor.detach().to(device).contiguous()
+        dist.broadcast(as_bytes(sent), src=first, group=groups.replica_group)
+        if sent.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(sent)
 
 
 def sum_tensor_over_ranks_(tensor: torch.Tensor) -> torch.Tensor:
