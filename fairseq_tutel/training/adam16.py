@@ -207,6 +207,8 @@ class Adam16(torch.optim.Optimizer):
                 beta2=group["betas"][1],
                 grad_multiplier=multipliers[param.device],
             )
+        if not found:
+            return {}
         parts = list(found.values())
         flat = torch.cat([part.to(parts[0].device).flatten() for part in parts])
         self._reduce_max_(flat)

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers.assertions import assert_same_state
+from helpers.assertions import assert_same_state, rms_ratio
 from helpers.distributed import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fairseq_tutel import training
 from fairseq_tutel.distributed import build_groups, process_world
 from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.training.adam16 import Adam16
 
 DIM, EXPERTS = 4, 2
 
@@ -141,3 +142,91 @@ def test_other_numbers_of_ranks_read_what_sets_hold(folder):
         assert_same_state(plain, alone["sliced"])
         dcp_to_torch_save(path / "sliced" / "dcp", path / "one.pt")
         assert_same_state(torch.load(path / "one.pt")["run"]["model"], alone["sliced"])
+
+
+def muon(model):
+    matrices, others = training.matrix_parameters(model)
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.02)]
+
+
+OPTIMIZERS = {
+    "AdamW": lambda model: [torch.optim.AdamW(model.parameters(), lr=0.02)],
+    "Adam16": lambda model: [Adam16(model.parameters(), lr=0.02)],
+    "Muon": muon,
+    "NAdam": lambda model: [torch.optim.NAdam(model.parameters(), lr=0.02)],
+    "Rprop": lambda model: [torch.optim.Rprop(model.parameters(), lr=0.02)],
+    "SGD": lambda model: [
+        torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, dampening=0.5)
+    ],
+    "SGD without state": lambda model: [torch.optim.SGD(model.parameters(), lr=0.02)],
+}
+
+
+def three_steps(model, optimizers):
+    for step in range(3):
+        x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(step))
+        model(x).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return training.full_state_dict(model)
+
+
+def assert_near(found, wanted):
+    """A step more or less changes AdamW's weights by 0.026."""
+    for name, value in wanted.items():
+        assert rms_ratio(found[name], value) < 1e-4, name
+
+
+def entries(state):
+    """(parameter, entry) of all optimizer state."""
+    named = state.state_dict()["last_optimizer_state"]["named_state"]
+    return {(name, key) for name, values in named.items() for key in values}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_save_before_the_first_step_makes_none(kind, tmp_path):
+    """Training goes on as without it, from the live optimizer and from a stepped one that loads."""
+    if kind == "Muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch 2.9")
+    model = Model("stacked")
+    wanted = three_steps(model, OPTIMIZERS[kind](model))
+    model = Model("stacked")
+    optimizers = OPTIMIZERS[kind](model)
+    for optimizer in optimizers:
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # counts steps
+        optimizer.register_step_post_hook(lambda *_: pytest.fail("a step"))
+    state = training.DistributedState(model, optimizers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one process
+        dcp.save({"run": state}, checkpoint_id=tmp_path)
+    for optimizer in optimizers:
+        assert not optimizer.state and not getattr(optimizer, "_opt_called", False)
+        optimizer._optimizer_step_post_hooks.clear()
+    saved = entries(state)
+    assert_near(three_steps(model, optimizers), wanted)
+    assert entries(state) == saved
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load({"run": state}, checkpoint_id=tmp_path)
+    assert not any(optimizer.state for optimizer in optimizers)
+    assert_near(three_steps(model, optimizers), wanted)
+
+
+def save_first(folder):
+    """Three steps from what a sharded optimizer saved before its first step, and without."""
+    model, optimizer = make("stacked")
+    state = {"run": training.DistributedState(model, optimizer)}
+    dcp.save(state, checkpoint_id=f"{folder}/first")
+    assert not optimizer.state
+    wanted = three_steps(model, [optimizer])
+    dcp.load(state, checkpoint_id=f"{folder}/first")
+    assert not optimizer.state
+    assert_near(three_steps(model, [optimizer]), wanted)
+    never_saved = make("stacked")
+    assert_near(three_steps(never_saved[0], [never_saved[1]]), wanted)
+
+
+def test_ranks_with_a_sharded_optimizer_save_before_the_first_step(tmp_path):
+    run_ranks(save_first, 2, str(tmp_path))

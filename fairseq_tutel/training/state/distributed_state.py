@@ -3,6 +3,8 @@ background, and in files that its tools read."""
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +17,7 @@ from ...distributed import any_rank, local_part
 from ...moe.model import unwrap
 from .optimizer_state import Optimizers, StateNames, as_list, load_named_state
 from .save_load import load_weights, placement_of, placements_by_prefix, state_of_rank
+from .sharded_optimizer import own_optimizer_state
 from .transforms import drop_held_experts, spread_slices
 
 
@@ -44,11 +47,12 @@ class DistributedState:
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """``model`` and, with an optimizer, ``last_optimizer_state``; dcp calls it."""
-        for optimizer in as_list(self._optimizer or []):
-            _make_state(optimizer)
+        """Return ``model`` and, with an optimizer, ``last_optimizer_state``; dcp calls it.
+
+        An optimizer that has not stepped is left as it is; its part of the result is zeros.
+        """
         groups = placement_of(self._model)
-        state = state_of_rank(self._model, self._optimizer)
+        state = state_of_rank(self._model, self._optimizer, fresh=_fresh_state)
         for transform in (drop_held_experts, spread_slices, _without_empty_states):
             state = transform(state, groups, "torch.distributed.checkpoint")
         return _rename(state, lambda number: groups.local_experts[number])
@@ -74,6 +78,8 @@ class DistributedState:
                     values = {key: local_part(value) for key, value in values.items()}
                 named[name] = values
             load_named_state(self._optimizer, model, {**stored, NAMED_STATE: named})
+            for optimizer in optimizers:
+                _forget_fresh_state(optimizer)
 
 
 def _rename(state: Mapping[str, Any], number_of: Callable[[int], int]) -> dict[str, Any]:
@@ -101,25 +107,57 @@ def _without_empty_states(state, groups, what):
     return {**state, OPTIMIZER: {**state[OPTIMIZER], NAMED_STATE: named}}
 
 
-def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Entries for what a checkpoint holds, which torch's optimizers make in their first step.
+def _fresh_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]] | None:
+    """Zeros in the form of the state that a first step makes; None if any rank has made that step.
 
-    It is a step by nothing: gradients of zero, learning rates of zero. Of a sharded optimizer some
-    ranks may have no state, and steps are collective.
+    ``torch.distributed.checkpoint`` loads into the tensors of :meth:`DistributedState.state_dict`,
+    so an optimizer that has not stepped needs some. Copies of the parameters, one at a time, make a
+    step by zero gradients in a copy of the optimizer: parameters, counters, hooks and schedulers do
+    not notice. :func:`_forget_fresh_state` recognises what was saved in this form.
+
+    Returns:
+        state by the parameter's number in ``optimizer.state_dict()``; {} for parameters without
+        gradients and for those that other ranks own. Collective.
     """
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if not params or any_rank(bool(optimizer.state), params[0].device):
-        return
-    grads = [None if param.grad is None else param.grad.clone() for param in params]
-    rates = [group["lr"] for group in optimizer.param_groups]
-    try:
-        for param in params:
-            param.grad = torch.zeros_like(param)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = torch.zeros_like(rate) if torch.is_tensor(rate) else 0.0
-        optimizer.step()
-    finally:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+    params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    trained = [param for param, _ in params if param.requires_grad]
+    if not trained or any_rank(bool(optimizer.state), trained[0].device):
+        return None
+    every = {"state": dict.fromkeys(range(len(params)))}
+    own = own_optimizer_state(optimizer, every)["state"]
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner  # of a host's wrapper, whose step would be the real one
+    trial = copy.copy(optimizer)  # without hooks
+    for name, value in vars(optimizer).items():
+        if name != "step":  # a scheduler's, which counts
+            vars(trial).setdefault(name, value)
+    fresh: dict[int, dict[str, Any]] = {}
+    for number, (param, group) in enumerate(params):
+        fresh[number] = {}
+        if param.requires_grad and number in own:
+            trial.state = defaultdict(dict)
+            twin = nn.Parameter(torch.zeros_like(param))
+            vars(twin).update(vars(param))
+            twin.grad = torch.zeros_like(param)
+            trial.param_groups = [{**group, "params": [twin]}]
+            trial.step()
+            fresh[number] = {key: _zero(value) for key, value in trial.state[twin].items()}
+    return fresh
+
+
+def _zero(value: Any) -> Any:
+    if torch.is_tensor(value):
+        return torch.zeros_like(value)
+    return type(value)(0) if isinstance(value, bool | int | float) else value
+
+
+def _forget_fresh_state(optimizer: torch.optim.Optimizer) -> None:
+    """Remove state that is zero throughout, as :func:`_fresh_state` makes it.
+
+    A first step then makes its own, which for some optimizers does not start from zeros (Rprop's
+    step sizes, the momentum of SGD with dampening).
+    """
+    for param, state in list(optimizer.state.items()):
+        parts = (local_part(value) for value in state.values())
+        if not any(value.any() if torch.is_tensor(value) else value for value in parts):
+            del optimizer.state[param]

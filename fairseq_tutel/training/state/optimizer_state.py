@@ -11,7 +11,7 @@ part of its state here: copies made anew from the half weights would lose what w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,17 +25,24 @@ from .sharded_optimizer import own_optimizer_state, whole_optimizer_state
 # one or several, each of which steps some parameters of a model
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
+FreshState = Callable[[torch.optim.Optimizer], dict[int, dict[str, Any]] | None]
+
 # entry of a parameter's state: the fp32 copy that a mixed-precision optimizer steps
 _MASTER = "fp32_weight"
 
 
 def named_state(
-    optimizers: Optimizers, model: nn.Module, what: str | None = None
+    optimizers: Optimizers,
+    model: nn.Module,
+    what: str | None = None,
+    fresh: FreshState | None = None,
 ) -> dict[str, Any]:
-    """What :meth:`StateNames.to_named` makes of the state of all of them; groups in their order.
+    """Join the results of :meth:`StateNames.to_named` of all optimizers; groups in their order.
 
-    ``what`` is done, for errors, where rank 0 needs the state of all dense parameters; without it
-    a rank has what it owns of a sharded optimizer's.
+    Args:
+        what: names the operation in errors. With it rank 0 gathers the state of all dense
+            parameters; without it each rank has only its own part of a sharded optimizer's state.
+        fresh: called for each optimizer; the state to use in place of the optimizer's, or None.
 
     Raises:
         ValueError: an optimizer holds a parameter that is not in the model, or two hold one.
@@ -49,6 +56,8 @@ def named_state(
             raise ValueError(f"two optimizers hold {min(both)}: a checkpoint has one state of each")
         held.update(names)
         state = optimizer.state_dict()
+        if fresh is not None and (made := fresh(optimizer)) is not None:
+            state = {**state, "state": made}
         part = names.to_named(
             state if what is None else whole_optimizer_state(optimizer, state, what)
         )

@@ -19,7 +19,7 @@ from ...checkpoint.state import MODEL, OPTIMIZER
 from ...distributed import ExpertParallelGroups, gather_texts, process_world, shard_like
 from ...moe.model import moe_layers, unwrap
 from . import all_ranks
-from .optimizer_state import Optimizers, load_named_state, named_state
+from .optimizer_state import FreshState, Optimizers, load_named_state, named_state
 from .transforms import SAVE_TRANSFORMS, SaveTransform
 
 # torch's words for a tensor of another shape
@@ -101,10 +101,14 @@ def load_checkpoint(
 
 
 def state_of_rank(
-    model: nn.Module, optimizer: Optimizers | None = None, what: str | None = None
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    what: str | None = None,
+    fresh: FreshState | None = None,
 ) -> dict[str, Any]:
-    """What :func:`save_state` takes, of a model and optimizers over its parameters; ``what`` as of
-    :func:`named_state`.
+    """Return what :func:`save_state` takes, for a model and optimizers over its parameters.
+
+    ``what`` and ``fresh`` go to :func:`named_state`.
 
     Raises:
         ValueError: a name would be taken for that of an expert, or see :func:`named_state`.
@@ -114,7 +118,7 @@ def state_of_rank(
     _check_names(model, weights)
     state: dict[str, Any] = {MODEL: weights}
     if optimizer is not None:
-        state[OPTIMIZER] = named_state(optimizer, model, what)
+        state[OPTIMIZER] = named_state(optimizer, model, what, fresh)
     return state
 
 
