@@ -6,7 +6,6 @@ imported that is not needed to train: neither transformers nor safetensors.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -18,7 +17,7 @@ from .description import ModelDescription
 from .errors import ExportError
 from .source import ModelSource
 from .tensor_files import TensorFiles
-from .tokenizer import TokenizerFiles
+from .tokenizer import TokenizerFiles, write_json
 
 FILES = Path(__file__).parent / "huggingface_files"
 _MODULES = {
@@ -56,18 +55,19 @@ def export_huggingface(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ExportError(f"{folder}: exists and is not an empty folder")
     source = ModelSource(checkpoint)
-    files = (tokenizer or TokenizerFiles()).located(source.options.data)
-    files.check(source.description.vocab_size)
+    model = source.description
+    tokenizer = tokenizer or TokenizerFiles()
+    symbols = tokenizer.symbols(source.options.data, model.vocab_size)
     with _appearing(folder) as new:
         with TensorFiles(new, source.shapes, source.dtypes, max_bytes) as tensors:
             for name, start, values in source.pieces():
                 tensors.write(name, start, values)
         dtype = str(source.dtypes["model.embed_tokens.weight"]).removeprefix("torch.")
-        _write_json(new / "config.json", _config(source.description, dtype))
-        _write_json(new / "generation_config.json", _generation(source.description))
-        for name in ("configuration", "modeling", "tokenization"):
+        write_json(new / "config.json", _config(model, dtype))
+        write_json(new / "generation_config.json", _generation(model))
+        for name in ("configuration", "modeling"):
             shutil.copyfile(FILES / f"{name}_fairseq_moe.py", new / f"{name}_fairseq_moe.py")
-        files.write(new, source.description)
+        tokenizer.write(new, symbols, symbols[model.prompt], model.max_positions)
     return folder
 
 
@@ -116,10 +116,6 @@ def _generation(model: ModelDescription) -> dict:
         "pad_token_id": 1,
         "suppress_tokens": [1],
     }
-
-
-def _write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager

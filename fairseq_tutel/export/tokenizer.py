@@ -1,4 +1,9 @@
-"""The files of a tokenizer: fairseq's dictionary, and what cuts text into its symbols."""
+"""Tokenizer files of an exported folder: fairseq's dictionary, and what cuts text into its symbols.
+
+Text in words needs no code: ``tokenizer.json`` holds the dictionary, and transformers' own class
+loads it. Text in sentencepieces or byte pairs needs the small class in ``huggingface_files``: a
+piece that the dictionary lacks is unknown, which a ``tokenizer.json`` cannot express.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +13,23 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from .description import ModelDescription
 from .errors import ExportError
 
-_NAMES = {
-    "dictionary": "dict.txt",
-    "sentencepiece_model": "sentencepiece.model",
-    "gpt2_encoder_json": "encoder.json",
-    "gpt2_vocab_bpe": "vocab.bpe",
-}
-_SPECIAL = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
+_CODE = Path(__file__).parent / "huggingface_files" / "tokenization_fairseq_moe.py"
+_OVERWRITE = "#fairseq:overwrite"
+# Python's white space, by which fairseq splits words; \s lacks the last four
+_SPACES = r"[\s\x1c-\x1f]+"
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Options of the same names as fairseq-interactive's; without the last three, text is words.
+    """Options with the names of fairseq-interactive's. Without the last three, text is words.
 
     Attributes:
-        dictionary: dict.txt, or the folder with it; None: in the data that the model names.
-        sentencepiece_model: of ``--bpe sentencepiece``.
-        gpt2_encoder_json, gpt2_vocab_bpe: both, of ``--bpe gpt2``.
+        dictionary: dict.txt or the folder that holds it; None: in the data that the model names.
+        sentencepiece_model: file of ``--bpe sentencepiece``.
+        gpt2_encoder_json, gpt2_vocab_bpe: files of ``--bpe gpt2``, both or none.
     """
 
     dictionary: Path | None = None
@@ -36,51 +38,117 @@ class TokenizerFiles:
     gpt2_vocab_bpe: Path | None = None
 
     def __post_init__(self):
-        for name in _NAMES:
-            value = getattr(self, name)
-            object.__setattr__(self, name, None if value is None else Path(value))
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            object.__setattr__(self, field.name, None if value is None else Path(value))
         if (self.gpt2_encoder_json is None) != (self.gpt2_vocab_bpe is None):
             raise ExportError("GPT-2's byte pairs need both encoder.json and vocab.bpe")
         if self.sentencepiece_model and self.gpt2_encoder_json:
-            raise ExportError("text is cut by sentencepiece or by GPT-2's byte pairs: give one")
+            raise ExportError("give a sentencepiece model or GPT-2's byte pairs, not both")
 
-    def located(self, data: Path | None) -> TokenizerFiles:
-        """With the dictionary's place; ``data`` is the folder that the model names."""
-        place = self.dictionary or data
-        if place is None:
+    def symbols(self, data: Path | None, vocab_size: int) -> list[str]:
+        """Check that all files are there, and read the dictionary, by default the one in ``data``.
+
+        Raises:
+            ExportError: a file is missing, or the dictionary is not the model's.
+        """
+        path = self.dictionary or data
+        if path is None:
             raise ExportError("the checkpoint names no data: give the folder of dict.txt by --data")
-        if place.is_dir():
-            place = place / "dict.txt"
-        return dataclasses.replace(self, dictionary=place)
-
-    def check(self, vocab_size: int) -> None:
-        """Raise ExportError for a file that is not there, or a dictionary of another model."""
-        for name in _NAMES:
-            path = getattr(self, name)
-            if path is not None and not path.is_file():
-                hint = "; give the folder of dict.txt by --data" if name == "dictionary" else ""
-                raise ExportError(f"{path}: no such file{hint}")
-        with self.dictionary.open(encoding="utf-8") as file:
-            symbols = len(_SPECIAL) + sum(1 for _ in file)
-        if symbols != vocab_size:
+        path = path / "dict.txt" if path.is_dir() else path
+        if not path.is_file():
+            raise ExportError(f"{path}: no such file; give the folder of dict.txt by --data")
+        for file in self._pieces().values():
+            if not file.is_file():
+                raise ExportError(f"{file}: no such file")
+        symbols = [
+            *SPECIAL,
+            *map(_symbol, path.read_text(encoding="utf-8").rstrip("\n").split("\n")),
+        ]
+        if len(symbols) != vocab_size:
             raise ExportError(
-                f"{self.dictionary}: has {symbols} symbols, and the model {vocab_size}; give the "
-                "folder of the dictionary that it was trained with by --data"
+                f"{path}: has {len(symbols)} symbols, and the model {vocab_size}; give the folder "
+                "of the dictionary that it was trained with by --data"
             )
+        return symbols
 
-    def write(self, folder: Path, model: ModelDescription) -> None:
-        """Copy the files, and say how they are used."""
-        for name, target in _NAMES.items():
-            if (path := getattr(self, name)) is not None:
-                shutil.copyfile(path, folder / target)
+    def write(self, folder: Path, symbols: list[str], prompt: str, max_length: int) -> None:
+        """Write the tokenizer; ``prompt`` is the symbol that stands before every text."""
+        names = ("bos_token", "pad_token", "eos_token", "unk_token")
         config = {
-            "tokenizer_class": "FairseqMoETokenizer",
-            "auto_map": {"AutoTokenizer": ["tokenization_fairseq_moe.FairseqMoETokenizer", None]},
-            "prompt_token": "<s>" if model.prompt == 0 else "</s>",
-            "model_max_length": model.max_positions,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_input_names": ["input_ids", "attention_mask"],
+            "model_max_length": max_length,
             "padding_side": "left",
             "clean_up_tokenization_spaces": False,
-            **_SPECIAL,
+            **dict(zip(names, SPECIAL, strict=True)),
         }
-        path = folder / "tokenizer_config.json"
-        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if pieces := self._pieces():
+            config |= {
+                "tokenizer_class": "FairseqMoETokenizer",
+                "auto_map": {"AutoTokenizer": [f"{_CODE.stem}.FairseqMoETokenizer", None]},
+                "prompt_token": prompt,
+            }
+            for name, path in pieces.items():
+                shutil.copyfile(path, folder / name)
+            shutil.copyfile(_CODE, folder / _CODE.name)
+            write_json(folder / "vocab.json", symbols)
+        else:
+            write_json(folder / "tokenizer.json", _tokenizer_of_words(symbols, prompt))
+        write_json(folder / "tokenizer_config.json", config)
+
+    def _pieces(self) -> dict[str, Path]:
+        files = {
+            "sentencepiece.model": self.sentencepiece_model,
+            "encoder.json": self.gpt2_encoder_json,
+            "vocab.bpe": self.gpt2_vocab_bpe,
+        }
+        return {name: path for name, path in files.items() if path is not None}
+
+
+def write_json(path: Path, content: dict | list) -> None:
+    """Write one JSON file of an exported folder."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _symbol(line: str) -> str:
+    """Symbol of a line of dict.txt, which reads ``SYMBOL COUNT [#fairseq:overwrite]``."""
+    return line.rstrip().removesuffix(f" {_OVERWRITE}").rpartition(" ")[0]
+
+
+def _tokenizer_of_words(symbols: list[str], prompt: str) -> dict:
+    """Content of tokenizer.json: words are symbols or unknown, behind the prompt's symbol."""
+    numbers: dict[str, int] = {}
+    for number, symbol in enumerate(symbols):
+        if symbol in numbers:  # the later one counts; the earlier keeps its number
+            numbers[f"{symbol} {number}"] = numbers[symbol]
+        numbers[symbol] = number
+    first = {"SpecialToken": {"id": prompt, "type_id": 0}}
+    text, pair = ({"Sequence": {"id": each, "type_id": 0}} for each in "AB")
+    token = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": number, "content": symbol, **token, "special": True}
+            for number, symbol in enumerate(SPECIAL)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": _SPACES},
+            "behavior": "Removed",
+            "invert": False,
+        },
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [first, text],
+            "pair": [first, text, pair],
+            "special_tokens": {
+                prompt: {"id": prompt, "ids": [SPECIAL.index(prompt)], "tokens": [prompt]}
+            },
+        },
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": numbers, "unk_token": "<unk>"},
+    }

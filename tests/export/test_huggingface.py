@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from importlib import import_module, metadata
 from pathlib import Path
 
@@ -49,6 +50,16 @@ def test_logits_are_those_of_fairseq_by_every_implementation(options, tmp_path):
             model.set_attn_implementation(attention)
             got = logits_there(model, tokens)
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", ["", "--moe-expert-network swiglu"])
+def test_sizes_that_grouped_products_refuse_work_by_default(options, tmp_path):
+    saved = make(tmp_path, f"--moe-expert-ffn-dim 7 {options}")
+    export_huggingface(saved.path, tmp_path / "m", TokenizerFiles(saved.data))
+    want = logits_of(saved.model, sentences())
+    for dtype, close in ((torch.float32, 1e-5), (torch.bfloat16, 0.1)):
+        got = logits_there(load(tmp_path / "m", dtype=dtype), sentences())
+        torch.testing.assert_close(got.float(), want, rtol=close, atol=close)
 
 
 def test_half_weights_stay_half(tmp_path):
@@ -130,7 +141,7 @@ def continued(model, tokenizer, prompt, length, **options):
     """Texts and scores of ``generate`` for a prompt, ended as fairseq ends them: at a length of so
     many symbols the only choice is ``</s>``, with the score that it has."""
     tokens = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    everything = list(range(len(tokenizer.symbols)))
+    everything = list(range(len(tokenizer)))
     found = model.generate(
         tokens,
         max_length=length + 2,
@@ -142,7 +153,7 @@ def continued(model, tokenizer, prompt, length, **options):
     texts = []
     for numbers in found.sequences.tolist():
         numbers = numbers[1 : numbers.index(2, 1)]  # up to </s>; fairseq does not print <s>
-        texts.append(" ".join(tokenizer.symbols[number] for number in numbers if number))
+        texts.append(" ".join(tokenizer.convert_ids_to_tokens([n for n in numbers if n])))
     return texts, found
 
 
@@ -221,8 +232,23 @@ def test_it_is_saved_and_loaded_again(model, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     tokens = sentences()
     assert torch.equal(logits_there(load(tmp_path), tokens), logits_there(model, tokens))
-    text = " ".join(tokenizer.symbols[4:9])
-    assert load_tokenizer(tmp_path)(text)["input_ids"] == tokenizer(text)["input_ids"]
+    text = " ".join(tokenizer.convert_ids_to_tokens(range(4, 9)))
+    want = {"input_ids": [2, 4, 5, 6, 7, 8], "attention_mask": [1] * 6}
+    assert load_tokenizer(tmp_path)(text) == tokenizer(text) == want
+
+
+def without_sentencepiece(monkeypatch):
+    """Make this process one in which sentencepiece is not installed."""
+
+    class Blocked:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] == "sentencepiece":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    for name in list(sys.modules):  # also what was loaded of folders
+        if name.partition(".")[0] in ("sentencepiece", "transformers_modules"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Blocked(), *sys.meta_path])
 
 
 TEXTS = ["a cat sat on the mat.", "  two  words ", "naïve – 你好!", "zzz qqq"]
@@ -245,7 +271,7 @@ def assert_tokens(folder, tokenizer, cut, joined):
     assert 0 < unknown < len(TEXTS)
 
 
-def test_sentencepieces_are_those_of_fairseq(tmp_path):
+def test_sentencepieces_are_those_of_fairseq(tmp_path, monkeypatch):
     import sentencepiece
     from fairseq.data.encoders.sentencepiece_bpe import SentencepieceBPE, SentencepieceConfig
 
@@ -264,7 +290,16 @@ def test_sentencepieces_are_those_of_fairseq(tmp_path):
     write_dictionary(tmp_path, symbols)
     files = TokenizerFiles(tmp_path, sentencepiece_model=tmp_path / "spm.model")
     export_huggingface(path, tmp_path / "m", files)
-    assert_tokens(tmp_path, load_tokenizer(tmp_path / "m"), reference.encode, reference.decode)
+    tokenizer = load_tokenizer(tmp_path / "m")
+    assert_tokens(tmp_path, tokenizer, reference.encode, reference.decode)
+    tokenizer.save_pretrained(tmp_path / "again")
+    tokenizer = load_tokenizer(tmp_path / "again")
+    assert_tokens(tmp_path, tokenizer, reference.encode, reference.decode)
+    pair = tokenizer("a cat", "on the mat</s>")["input_ids"]
+    assert pair == [*tokenizer("a cat")["input_ids"], *tokenizer("on the mat")["input_ids"][1:], 2]
+    without_sentencepiece(monkeypatch)
+    with pytest.raises(ImportError, match="pip install sentencepiece"):
+        load_tokenizer(tmp_path / "m")
 
 
 def test_the_quickstart_compares_what_it_exported(saved, exported, tmp_path, monkeypatch):
@@ -283,7 +318,7 @@ def test_the_quickstart_compares_what_it_exported(saved, exported, tmp_path, mon
     assert compare.main(list(map(str, words))) == 1
 
 
-def test_byte_pairs_are_those_of_fairseq(tmp_path):
+def test_byte_pairs_are_those_of_fairseq(tmp_path, monkeypatch):
     from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode, get_encoder
 
     merges = ["a t", "c at", "Ġ s", "Ġs at", "Ġ t", "h e", "Ġt he", "o n", "Ġ on", "Ġ m", "Ġm at"]
@@ -304,20 +339,47 @@ def test_byte_pairs_are_those_of_fairseq(tmp_path):
     write_dictionary(tmp_path, symbols)
     files = TokenizerFiles(tmp_path, None, *(tmp_path / name for name in names))
     export_huggingface(path, tmp_path / "m", files)
+    without_sentencepiece(monkeypatch)
     tokenizer = load_tokenizer(tmp_path / "m")
     assert_tokens(tmp_path, tokenizer, cut, lambda text: reference.decode(map(int, text.split())))
 
 
-def test_words_are_those_of_fairseq(exported, tokenizer):
+def test_words_are_those_of_fairseq(exported, saved, monkeypatch):
+    """Every kind of white space separates them; sentencepiece is not needed."""
     from fairseq.data import Dictionary
 
-    dictionary = Dictionary.load(str(exported / "dict.txt"))
-    assert tokenizer.symbols == dictionary.symbols
-    for text in (" ".join(dictionary.symbols[4:30:3]), "w3 nothing w5\tw6"):
+    without_sentencepiece(monkeypatch)
+    tokenizer = load_tokenizer(exported)
+    dictionary = Dictionary.load(str(saved.data / "dict.txt"))
+    assert tokenizer.convert_ids_to_tokens(range(len(dictionary))) == dictionary.symbols
+    spaces = [chr(code) for code in range(sys.maxunicode + 1) if chr(code).isspace()]
+    assert len(spaces) > 20
+    for text in (
+        " ".join(dictionary.symbols[4:30:3]),
+        "w3 nothing w5\tw6",
+        "".join(f"w1{space}w7" for space in spaces),
+        "w1\u200bw2 w3\x00 \ufeffw4 w5",
+    ):
         want = dictionary.encode_line(text, add_if_not_exist=False).tolist()
-        got = tokenizer(text)["input_ids"]
-        assert got == [2, *want[:-1]]
+        assert tokenizer(text)["input_ids"] == [2, *want[:-1]]
+        assert load_tokenizer(exported).encode(text, add_special_tokens=False) == want[:-1]
     assert tokenizer.decode([2, 6, 5]) == f"</s> {dictionary[6]} {dictionary[5]}"
+
+
+def test_a_symbol_that_is_listed_twice_has_its_later_number(tmp_path):
+    from fairseq.data import Dictionary
+
+    path = make(tmp_path, "--add-bos-token").path
+    symbols = [f"w{number}" for number in range(VOCABULARY - 5)]
+    write_dictionary(tmp_path, symbols)
+    with (tmp_path / "dict.txt").open("a") as file:
+        file.write("w3 1 #fairseq:overwrite\n")
+    export_huggingface(path, tmp_path / "m", TokenizerFiles(tmp_path))
+    tokenizer = load_tokenizer(tmp_path / "m")
+    want = Dictionary.load(str(tmp_path / "dict.txt")).encode_line("w2 w3", add_if_not_exist=False)
+    assert want[:-1].tolist() == [6, VOCABULARY - 1]
+    assert tokenizer("w2 w3")["input_ids"] == [0, 6, VOCABULARY - 1]  # behind <s>
+    assert len(tokenizer) == VOCABULARY
 
 
 def test_the_extra_brings_no_torch():

@@ -273,6 +273,13 @@ class FairseqMoEPreTrainedModel(PreTrainedModel):
     # the bias moves by steps that a half-precision number loses
     _keep_in_fp32_modules_strict = ["load_bias"]
 
+    def get_correct_experts_implementation(self, requested_experts):
+        # grouped products need rows in multiples of 16 bytes: 8 numbers of any dtype
+        sizes = self.config.hidden_size, self.config.moe_ffn_dim
+        if requested_experts is None and any(size % 8 for size in sizes):
+            requested_experts = "eager"
+        return super().get_correct_experts_implementation(requested_experts)
+
     @torch.no_grad()
     def _init_weights(self, module):
         super()._init_weights(module)
