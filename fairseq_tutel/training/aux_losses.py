@@ -1,41 +1,116 @@
-"""What the MoE layers of a model report beside their outputs, without the model handing it on."""
+"""Reports of a model's MoE layers (losses, counts, metrics), if the model does not return them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
+from ..config import ExchangeConfig
 from ..distributed import process_world, sum_tensor_over_ranks_
-from ..moe import MoEAux, MoELayer, balance_over_ranks
+from ..moe import (
+    METRIC_NAMES,
+    UTILISATION_NAMES,
+    MoEAux,
+    MoELayer,
+    RoutingCounts,
+    balance_over_ranks,
+    routing_counts,
+    routing_metrics,
+    utilisation,
+)
 from ..moe.model import moe_layers
+
+COMBINE_METHODS = ("sum", "average")
 
 
 class AuxLosses:
-    """What the MoE layers of a model returned beside their outputs in one forward pass.
+    """Reports of a model's MoE layers in one forward pass; :func:`collect_aux` makes one.
+
+    All results are empty, and the loss is 0, if the model has no MoE layer.
 
     Attributes:
         layers: (name of the layer, its :class:`~fairseq_tutel.moe.MoEAux`), in the order of calls.
+        combine: ``"sum"`` or ``"average"``; see :attr:`loss`.
     """
 
-    def __init__(self):
+    def __init__(self, model: nn.Module, combine: str = "sum"):
+        if combine not in COMBINE_METHODS:
+            raise ValueError(f"combine={combine!r}: choose one of {', '.join(COMBINE_METHODS)}")
         self.layers: list[tuple[str, MoEAux]] = []
+        self.combine = combine
+        self._modules = moe_layers(model)
+        self._like = next(model.parameters(), torch.zeros(()))
+        self._r: list[int] = []  # of each call
 
     @property
     def loss(self) -> torch.Tensor:
-        """The sum of the layers' aux losses, to be weighted and added to the task's loss.
+        """The layers' aux losses in one fp32 scalar with gradient, to be weighted by the caller.
 
-        Inside :func:`collect_aux` and with ``balance_scope="global"`` collective.
+        It is their sum; ``collect_aux(model, combine="average")`` makes it their mean, which is
+        fairseq's default. Collective inside :func:`collect_aux` with ``balance_scope="global"``.
 
         Raises:
-            RuntimeError: no layer was called.
+            RuntimeError: the model has MoE layers, but none was called.
         """
+        if not self._modules:
+            return torch.zeros((), device=self._like.device)
         if not self.layers:
             raise RuntimeError("no MoELayer was called inside collect_aux")
         self.finish()
-        return torch.stack([aux.loss for _, aux in self.layers]).sum()
+        losses = torch.stack([aux.loss for _, aux in self.layers])
+        return losses.sum() if self.combine == "sum" else losses.mean()
+
+    @property
+    def by_name(self) -> dict[str, MoEAux]:
+        """Each layer's report; the last one if the layer was called several times."""
+        return dict(self.layers)
+
+    @property
+    def load(self) -> dict[str, torch.Tensor]:
+        """int64 [E] by layer: choices of each expert by this rank's tokens, before dropping."""
+        found: dict[str, torch.Tensor] = {}
+        for name, aux in self.layers:
+            load_E = aux.load_E.long()
+            found[name] = found[name] + load_E if name in found else load_E
+        return found
+
+    def metrics_dict(self) -> dict[str, float]:
+        """Return fairseq's routing metrics by name: means over the layers, for this rank's tokens.
+
+        :func:`~fairseq_tutel.moe.routing_metrics` describes them. Waits for the device.
+        """
+        if not self.layers:
+            return {}
+        means = routing_metrics([aux for _, aux in self.layers]).mean(1)
+        return dict(zip(METRIC_NAMES, means.tolist(), strict=True))
+
+    @torch.no_grad()
+    def utilisation(self) -> dict[str, float]:
+        """Return how evenly all ranks' tokens use the experts: means over the layers. Collective.
+
+        ``moe_util_slot``, ``moe_util_load``, ``moe_util_rank`` and ``moe_drop`` are percentages,
+        ``moe_dead`` is a number of experts; :mod:`fairseq_tutel.moe.metrics` has their formulas.
+        Waits for the device.
+        """
+        if not self.layers:
+            return {}
+        counts_L = [
+            routing_counts([aux], self._modules[name].groups, r)
+            for (name, aux), r in zip(self.layers, self._r, strict=True)
+        ]
+        counts = [count for counts in counts_L for count in counts]
+        total = torch.cat([count.flatten() for count in counts]).long()
+        if process_world()[1] > 1:
+            sum_tensor_over_ranks_(total)
+        parts = total.split([count.numel() for count in counts])
+        sums = iter([part.view(count.shape) for part, count in zip(parts, counts, strict=True)])
+        found = [torch.cat(utilisation(RoutingCounts(*(next(sums) for _ in c)))) for c in counts_L]
+        means = torch.stack(found).mean(0)
+        return dict(zip(UTILISATION_NAMES, means.tolist(), strict=True))
 
     def finish(self) -> None:
         """Add the balance losses that need the counts of all ranks; :func:`collect_aux` does it."""
@@ -43,23 +118,46 @@ class AuxLosses:
         finished = balance_over_ranks(aux for _, aux in self.layers)
         self.layers = list(zip(names, finished, strict=True))
 
+    def add(self, name: str, aux: MoEAux, call: Mapping[str, Any]) -> None:
+        """Take the report of one call of a layer; ``call`` has the call's arguments."""
+        self.layers.append((name, aux))
+        self._r.append(_r_of(self._modules[name], call))
+
 
 @contextmanager
-def collect_aux(model: nn.Module) -> Iterator[AuxLosses]:
-    """Collect what the model's MoE layers return besides their output.
+def collect_aux(model: nn.Module, combine: str = "sum") -> Iterator[AuxLosses]:
+    """Collect the aux losses and counts of a model's MoE layers in a forward pass.
 
-    Within, the layers are asked for it, and whoever calls them gets what they would without. What
-    activation checkpointing computes again in the backward pass, outside, does not count twice::
+    Callers of the layers get what they would get without. Use it if the model does not return the
+    layers' reports:
 
-        with collect_aux(model) as aux:
-            y = model(x)
-        loss = task_loss(y) + 0.01 * aux.loss
+    >>> import torch
+    >>> from fairseq_tutel.moe import MoELayer
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), MoELayer(8, num_experts=4))
+    >>> x = torch.randn(20, 8)
+    >>> with collect_aux(model) as aux:
+    ...     loss = model(x).square().mean()
+    >>> (loss + 0.01 * aux.loss).backward()
+    >>> list(aux.by_name), int(aux.load["1"].sum())  # 20 tokens, 2 experts each
+    (['1'], 40)
+    >>> sorted(aux.utilisation())
+    ['moe_dead', 'moe_drop', 'moe_util_load', 'moe_util_rank', 'moe_util_slot']
 
-    ``torch.utils.checkpoint`` with ``use_reentrant=True`` runs the layers without gradients first;
-    their aux losses then have none. Modules that ``torch.compile`` has compiled ask no hooks.
-    Collective at its end with ``balance_scope="global"``: one reduction for all layers.
+    Args:
+        model: with or without MoE layers, wrapped or not. Without layers the loss is 0.
+        combine: ``"sum"`` (default) or ``"average"`` of the layers' losses; fairseq's default is
+            ``average``.
+
+    Yields:
+        :class:`AuxLosses`.
+
+    Activation checkpointing recomputes layers after the block, so their losses do not count twice.
+    With ``use_reentrant=True`` the collected losses have no gradient, because torch runs the layers
+    without gradients first. Layers inside a module that ``torch.compile`` compiled do not report.
+    With ``balance_scope="global"`` the end of the block is collective: one reduction.
     """
-    found = AuxLosses()
+    found = AuxLosses(model, combine)
     handles = []
     for name, layer in moe_layers(model).items():
         handles += _listen(found, name, layer)
@@ -81,7 +179,7 @@ def _listen(found, name, layer):
 
     def take(module, args, kwargs, result):
         y, aux = result
-        found.layers.append((name, aux))
+        found.add(name, aux, kwargs)
         return result if asked.pop() else y
 
     return [
@@ -90,27 +188,47 @@ def _listen(found, name, layer):
     ]
 
 
+def _r_of(layer: MoELayer, call: Mapping[str, Any]) -> int:
+    """Return the parallelism r of a call with these arguments."""
+    if call.get("r") is not None:
+        return call["r"]
+    of_step = getattr(call.get("step"), "exchange", None)
+    return ExchangeConfig.of(call.get("exchange") or of_step or layer.exchange_config).r
+
+
 def update_load_bias(
     model: nn.Module,
     passes: Sequence[AuxLosses],
     held_back: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Move the load biases of a model's MoE layers after a step of the optimizer. Collective.
+    """Move the load biases of a model's MoE layers after an optimizer step. Collective.
 
-    The bias on the selection of experts follows their load, on all ranks alike. Not to be called
-    for a step that was skipped, as by a GradScaler after an overflow.
+    The bias on the selection of experts follows their load, equally on all ranks. Do not call it
+    for a step that was skipped, for example by a GradScaler after an overflow.
+
+    >>> import torch
+    >>> from fairseq_tutel.moe import MoELayer
+    >>> layer = MoELayer(8, num_experts=4, load_bias="quantile")
+    >>> with collect_aux(layer) as aux:
+    ...     loss = layer(torch.randn(20, 8)).square().mean()
+    >>> loss.backward()  # ..., optimizer.step()
+    >>> update_load_bias(layer, [aux])
 
     Args:
-        model: wrapped or not; its layers have ``load_bias="sign"`` or ``"quantile"``.
-        passes: of every forward pass since the step before, what :func:`collect_aux` found.
-        held_back: biases of experts that follow a schedule, by the name of the layer and a dot:
-            what :func:`fairseq_tutel.checkpoint.growth.held_back` returns for a set that
+        model: wrapped or not; its layers have ``load_bias="sign"`` or ``"quantile"``. A model
+            without MoE layers is left as it is.
+        passes: the results of :func:`collect_aux` for all forward passes of the step.
+        held_back: fixed biases by layer name and a dot (default None: no bias is fixed). Use the
+            result of :func:`fairseq_tutel.checkpoint.growth.held_back` for a set that
             ``checkpoint grow --exact`` made.
 
     Raises:
-        ValueError: a pass without counts for every layer, as in evaluation.
+        ValueError: there is no pass, or a pass lacks counts of a layer, for example because it ran
+            in evaluation.
     """
     layers = moe_layers(model)
+    if not layers:
+        return
     if not passes:
         raise ValueError("update_load_bias needs the reports of at least one forward pass")
     total = 0
@@ -137,6 +255,12 @@ def update_load_biases(
     counts_L: Iterable[torch.Tensor],
     held_L: Iterable[torch.Tensor | None],
 ) -> None:
-    """The same from counts that are summed already, and held biases, one for each layer."""
+    """Move the load biases by counts that are summed over ranks and passes.
+
+    Args:
+        layers: the layers to change.
+        counts_L: each layer's counts, as its ``gate.update_load_bias`` takes them.
+        held_L: each layer's fixed biases [E], or None.
+    """
     for layer, counts, held_E in zip(layers, counts_L, held_L, strict=True):
         layer.gate.update_load_bias(counts, held_E)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ...checkpoint import load_for_rank, save_set, set_exists, split_key
+from ...checkpoint import load_for_rank, save_set, set_exists, split_key, write_set
 from ...checkpoint.state import MODEL, OPTIMIZER
 from ...distributed import ExpertParallelGroups, gather_texts, process_world, shard_like
 from ...moe.model import moe_layers, unwrap
@@ -144,8 +144,18 @@ def save_state(
         raise ValueError(f"not saving {path}: a simulated rank holds a part of the experts")
     for transform in transforms:
         state = transform(state, groups, f"saving {path}")
-    save_set(path, state, num_rank_files=groups.ep_size, ranks=all_ranks())
+    if groups.num_experts:
+        save_set(path, state, num_rank_files=groups.ep_size, ranks=all_ranks())
+    else:
+        all_ranks().run_on_first(f"saving {path}", lambda: _save_dense(path, state))
     return os.path.abspath(path)
+
+
+def _save_dense(path: str, state: Mapping[str, Any]) -> None:
+    def no_experts(numbers: range):
+        return {}, {}
+
+    write_set(path, state, no_experts, num_experts=0, num_ranks=None, in_place=True)
 
 
 def load_state(
@@ -168,7 +178,7 @@ def load_state(
         ValueError: it is damaged, or has another number of experts.
     """
     rank, world_size = process_world()
-    is_chosen = groups.ep_size != min(groups.num_experts, groups.world_size)
+    is_chosen = groups.num_experts and groups.ep_size != min(groups.num_experts, groups.world_size)
     state = load_for_rank(
         path,
         rank=rank,
@@ -178,12 +188,18 @@ def load_state(
         gather_texts=gather_texts,
     )
     saved, wanted = (state["moe_checkpoint"] or {}).get("num_experts"), groups.num_experts
-    if not any(split_key(name) for name in state["model"]):
+    is_dense = not any(split_key(name) for name in state["model"])
+    if not (wanted or is_dense):
+        raise ValueError(
+            f"{path} has experts, and this model has no MoELayer: build the model with the layers "
+            "that were saved"
+        )
+    if wanted and is_dense:
         raise ValueError(
             f"{path} is dense, this model has {wanted} experts in each MoE layer: make a set of "
             f"it by {_command('upcycle', path, wanted)}"
         )
-    if saved not in (None, wanted):
+    if wanted and saved not in (None, wanted):
         change = "grow" if wanted > saved else "shrink"
         raise ValueError(
             f"{path} has {saved} experts in each MoE layer, this model has {wanted}: "
@@ -239,8 +255,12 @@ def placements_by_prefix(model: nn.Module) -> dict[str, ExpertParallelGroups]:
 
 
 def placement_of(model: nn.Module) -> ExpertParallelGroups:
-    """The placement that all MoE layers of a model have in common."""
-    (name, first), *others = moe_layers(model).items()
+    """Return the placement that all MoE layers of a model share; 0 experts if it has no layer."""
+    layers = moe_layers(model)
+    if not layers:
+        rank, world_size = process_world()
+        return ExpertParallelGroups(0, rank, world_size, num_replicas=world_size)
+    (name, first), *others = layers.items()
     for other, layer in others:
         for what in ("num_experts", "ep_size", "num_slices"):
             mine, theirs = getattr(first.groups, what), getattr(layer.groups, what)
