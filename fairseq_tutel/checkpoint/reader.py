@@ -135,13 +135,9 @@ def _read_stable(path: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any
     return read()
 
 
-def read_set(path: str, *, foreign_optimizer: bool = False) -> SetReader:
-    """Open whatever ``path`` names: a set of any number of ranks, or a merged or dense file.
-
-    ``foreign_optimizer``: whether the caller reads :attr:`SetReader.foreign_optimizer`; without,
-    there is a warning that it is left out.
-    """
-    return SetReader(path, foreign_optimizer=foreign_optimizer)
+def read_set(path: str) -> SetReader:
+    """Open a set of any number of ranks, or a merged or dense file."""
+    return SetReader(path)
 
 
 class SetReader:
@@ -158,15 +154,13 @@ class SetReader:
         num_experts: E, 0 for a dense model.
         num_rank_files: P, 1 for a merged file.
         has_optimizer: whether there is optimizer state in our form.
-        foreign_optimizer: such state in another form, stock fairseq's by number; or None. Whoever
-            reads it says so when opening the set, and checks it for damage (:meth:`check`).
         checks_experts: whether experts are checked for damage, which reads them.
 
     Raises:
         CheckpointError: names the file that is missing, truncated or foreign.
     """
 
-    def __init__(self, path: str, *, foreign_optimizer: bool = False) -> None:
+    def __init__(self, path: str) -> None:
         self.cset, self.files, self.kind = locate(path)
         self.checks_experts = True
         self._open: tuple[int, dict[str, Any], Checksums] | None = None
@@ -178,8 +172,7 @@ class SetReader:
         if self.metadata is not None and is_of_fairseq(state):
             check_complete(state, self.main_path)
         self.has_optimizer = optimizer_is_named(state.get(OPTIMIZER))
-        self.foreign_optimizer = None if self.has_optimizer else state.pop(OPTIMIZER, None)
-        if self.foreign_optimizer is not None and not foreign_optimizer:
+        if not self.has_optimizer and state.pop(OPTIMIZER, None) is not None:
             logger.warning(
                 "%s: its optimizer state is not keyed by parameter name; loading without it",
                 self.main_path,
@@ -203,10 +196,6 @@ class SetReader:
         shared = {key: value for key, value in self.shared.items() if key not in left_out}
         self._checksums.check(shared)
         return shared
-
-    def check(self, entries: Any) -> None:
-        """Raises CheckpointError for tensors of the shared or merged file that are damaged."""
-        self._checksums.check(entries)
 
     def experts(
         self, wanted: range, *, with_optimizer: bool = True

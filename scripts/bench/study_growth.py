@@ -7,8 +7,8 @@ ranks, in U updates of which the first half may be another model's:
 
 - dense: stock fairseq's transformer_lm_gpt.
 - experts from scratch: 8 experts, top-2.
-- upcycled: the dense model of half the updates, then 8 experts, with its optimizer's state, on its
-  schedule; or with a fresh optimizer and a schedule of its own for the second half.
+- upcycled: the dense model of half the updates, then 8 experts, with a fresh optimizer and a
+  schedule of its own for the second half.
 - grown: 4 experts, and 8 from half the updates on, copies by turns; or held back by a load bias,
   which the first half was trained without, and which stays on.
 
@@ -67,12 +67,7 @@ VARIANTS = {
     "dense": Variant("dense", GREY, experts=0),
     "scratch": Variant("8 experts", BLUE),
     "few": Variant("4 experts", "#93c5fd", experts=4),
-    "upcycled": Variant(
-        "dense, then 8 experts", GREEN, source="dense", change=f"{UPCYCLE} --optimizer copy"
-    ),
-    "upcycled-fresh": Variant(
-        "the same, fresh optimizer", "#86b5a4", source="dense", change=UPCYCLE, anew=True
-    ),
+    "upcycled": Variant("dense, then 8 experts", GREEN, source="dense", change=UPCYCLE, anew=True),
     "grown": Variant("4, then 8 experts", ORANGE, source="few", change=GROW),
     "grown-exact": Variant(
         "the same, held back (load bias)",

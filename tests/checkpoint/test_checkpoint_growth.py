@@ -12,19 +12,15 @@ from fairseq_tutel.checkpoint import (
     AllRanks,
     CheckpointError,
     inspect,
+    load_file,
     read_set,
     recover_directory,
     remove_set,
     reshard,
 )
 from fairseq_tutel.checkpoint.__main__ import main
-from fairseq_tutel.checkpoint.growth import grow, shrink
-from fairseq_tutel.checkpoint.growth.dense_optimizer import (
-    expert_state,
-    fresh_state,
-    named_optimizer,
-)
-from fairseq_tutel.checkpoint.growth.recipes import copies, is_copy, merged_pairs
+from fairseq_tutel.checkpoint.growth import grow, shrink, to_dense
+from fairseq_tutel.checkpoint.growth.selection import copies, repeated
 
 LOADS = {1: [10, 50, 30, 10], 3: [40, 40, 10, 30]}
 
@@ -84,7 +80,7 @@ def test_grown_experts_are_copies(saved, tmp_path, num_experts, by, originals):
     for layer in LAYERS:
         rows, want = model[gate_name(layer)], Reference(4).model[gate_name(layer)]
         new = [n > 0 and originals[layer][n - 1] == e for n, e in enumerate(originals[layer])]
-        assert new == is_copy([((e, 1.0),) for e in originals[layer]])
+        assert repeated(originals[layer]) == [n for n, copy in enumerate(new) if copy]
         old = torch.tensor(new).logical_not()
         assert torch.equal(rows[old], want)
         moved = rows[~old] - want[torch.tensor(originals[layer])[~old]]
@@ -115,44 +111,41 @@ def test_grown_resharded_and_shrunk_is_what_it_was(saved, tmp_path):
     assert [text.split(" (")[0] for text in inspect(back)["growth"]] == ["4 -> 8", "8 -> 4"]
 
 
-def test_pairs_are_merged_by_their_router_rows_and_load(tmp_path):
-    path = str(tmp_path / "m.pt")
-    reference = Reference(4)
-    for layer in LAYERS:
-        rows = reference.model[gate_name(layer)]
-        rows[2] = 3 * rows[0] + 0.001
-    for name, state in reference.named.items():
-        if "exp_avg_scale" in state:
-            state["exp_avg_scale"] = 0.5 if ".experts.0." in name else 2.0
-    reference.save(path, 1)
-    (tmp_path / "expert_load.jsonl").write_text(
-        json.dumps({"layers": {str(layer): [30, 1, 10, 1] for layer in LAYERS}}) + "\n"
-    )
-    state = read_set(shrink(path, str(tmp_path / "x.pt"), 3, how="merge")).state_of(range(3))
-    named = state["last_optimizer_state"]["named_state"]
-    for layer in LAYERS:
-        for rest in ("fc1.weight", "fc2.bias"):
-            names = [expert_name(layer, number, rest) for number in range(4)]
-            first, third = (reference.model[names[number]] for number in (0, 2))
-            want = 0.75 * first.double() + 0.25 * third.double()
-            torch.testing.assert_close(state["model"][names[0]].double(), want, rtol=1e-6, atol=0)
-            assert torch.equal(state["model"][names[2]], reference.model[names[3]])
-            merged, parts = named[names[0]], [reference.named[names[n]] for n in (0, 2)]
-            want = sum(
-                w * p["exp_avg"].double() * p["exp_avg_scale"]
-                for w, p in zip((0.75, 0.25), parts, strict=True)
-            )
-            got = merged["exp_avg"].double() * merged["exp_avg_scale"]
-            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
-            assert merged["step"] == 7 and merged["exp_avg"].dtype == torch.float16
+@pytest.mark.parametrize("how", ["one", "mean"])
+def test_a_dense_ffn_is_the_most_loaded_expert_or_the_mean_by_load(saved, tmp_path, how):
+    model = load_file(to_dense(saved, str(tmp_path / "dense.pt"), how))["model"]
+    reference = Reference(4).model
+    for layer, load in LOADS.items():
+        for rest in ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"):
+            experts = [reference[expert_name(layer, number, rest)] for number in range(4)]
+            want = experts[load.index(max(load))]
+            if how == "mean":
+                want = sum(n * each.double() for n, each in zip(load, experts, strict=True))
+                want = (want / sum(load)).float()
+            got = model[f"decoder.layers.{layer}.{rest}"]
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
 
 
-def test_choices_without_files():
-    assert copies([1, 1, 1], 5) == [((e, 1.0),) for e in (0, 0, 1, 1, 2)]
-    rows = torch.tensor([[1.0, 0], [0, 1.0], [1.0, 0.1], [0.1, 1.0]])
-    merged = merged_pairs([1.0, 3.0, 1.0, 1.0], rows, 2)
-    assert merged == [((0, 0.5), (2, 0.5)), ((1, 0.75), (3, 0.25))]
-    assert merged_pairs([0.0, 0.0, 0.0, 0.0], rows, 3)[0] == ((0, 0.5), (2, 0.5))
+def test_an_even_load_copies_every_expert_once_before_any_twice():
+    assert copies([1, 1, 1], 5) == [0, 0, 1, 1, 2]
+
+
+def test_the_flags_to_train_on_with_are_printed(saved, tmp_path, caplog):
+    """Those that differ from the command that trained the source."""
+    caplog.set_level("INFO", "fairseq_tutel")
+    for change, words in (
+        (lambda out: grow(saved, out, 8), "--moe-expert-count 8"),
+        (
+            lambda out: grow(saved, out, 8, ramp=10),
+            "--moe-expert-count 8 --moe-second-expert-policy all --moe-load-bias quantile",
+        ),
+        (lambda out: shrink(saved, out, 2), "--moe-expert-count 2"),
+    ):
+        caplog.clear()
+        change(str(tmp_path / f"{words.count(' ')}-{words[-1]}.pt"))
+        assert [r.getMessage() for r in caplog.records if "train on with" in r.getMessage()] == [
+            f"train on with: {words}"
+        ]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +177,7 @@ def test_a_set_whose_experts_are_held_back_does_not_grow_further(saved, tmp_path
     bias = read_set(held).shared_state()["model"]["decoder.layers.1.moe_layer.gate.load_bias"]
     assert bias.tolist() == [0, -999] * 4
     for change in (grow, shrink):
-        with pytest.raises(CheckpointError, match="7 updates .* under way, until update 107"):
+        with pytest.raises(CheckpointError, match="7 updates .* under way until update 107"):
             change(held, str(tmp_path / "x.pt"), 12 if change is grow else 4)
 
 
@@ -222,49 +215,3 @@ def test_a_set_that_grows_in_place_is_the_old_one_or_the_new_one(
         assert names_in(tmp_path) == recovered | {"other"}
 
     interrupt_everywhere(monkeypatch, interruption, prepare, change, check)
-
-
-def test_statistics_with_scales_and_tied_weights_that_are_stored_twice():
-    """A checkpoint of half weights has no storage in common; Adam's fp16 statistics have scales."""
-    embedding, fc = torch.randn(3, 2), torch.randn(2, 2)
-    model = {
-        "decoder.version": torch.tensor([3.0]),
-        "decoder.embed_tokens.weight": embedding,
-        "decoder.layers.0.fc1.weight": fc,
-        "decoder.output_projection.weight": embedding.clone(),
-    }
-    states = {
-        number: {
-            "step": 5,
-            "exp_avg": torch.randn_like(param).half(),
-            "exp_avg_scale": torch.tensor(0.25),
-            "exp_avg_sq": torch.rand_like(param).half(),
-            "exp_avg_sq_scale": torch.tensor(0.5),
-        }
-        for number, param in enumerate((embedding, fc))
-    }
-    stored = {"state": states, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
-    named = named_optimizer(stored, model, "m.pt")
-    assert named["param_groups"] == [{"lr": 0.1}] and named["loss_scale"] is None
-    names = ["decoder.embed_tokens.weight", "decoder.layers.0.fc1.weight"]
-    assert_same(named["named_state"], dict(zip(names, states.values(), strict=True)))
-    state = expert_state(states[1], num_experts=8, top_k=2, gradient=3.0)
-    assert torch.equal(state["exp_avg"], states[1]["exp_avg"]) and state["step"] == 5
-    assert state["exp_avg_scale"] == 0.25 * 3 / 8 and state["exp_avg_sq_scale"] == 0.5 * 9 / 16
-    fresh = fresh_state(states[1], torch.zeros(8, 2))
-    assert fresh["step"] == 0 and fresh["exp_avg"].shape == (8, 2) and fresh["exp_avg_scale"] == 1
-    for change, words in (
-        ({"state": {0: {"square_avg": fc}, 1: {}}}, "'square_avg' of .* is no state of Adam"),
-        (
-            {"state": {0: {"exp_avg": fc}, 1: {}}},
-            r"exp_avg of .* is \[2, 2\], the parameter \[3, 2",
-        ),
-        ({"param_groups": [{"params": [0, 1, 2]}]}, "has 3 parameters, the model 2"),
-        ({"param_groups": [{}, {}]}, "not of one group"),
-        (
-            {"param_groups": [{"params": [0]}], "state": {0: {"exp_avg": torch.zeros(11)}}},
-            "exp_avg has 11 numbers, the model 10",
-        ),
-    ):
-        with pytest.raises(CheckpointError, match=words + ".*--optimizer drop"):
-            named_optimizer({**stored, **change}, model, "m.pt")

@@ -1,23 +1,21 @@
-"""Growth: from a dense model to experts, from few experts to more, and back.
+"""Change the number of experts of a checkpoint: from a dense model to experts, to more, to fewer.
 
-Each command is a pure transformation of the files of one checkpoint into those of another, which is
-written as one thing (:func:`..store.write_set`): the source is only read, and a crash leaves what
-there was, or the new set. Data flows one way::
+Each command reads one checkpoint and writes another. The source is only read, and the new set is
+written in one step (:func:`..store.write_set`), so that a crash leaves the old files or the new
+set::
 
-    SetReader ── recipe: which expert of what ── Recombined: shared state, experts ── write_set
+    SetReader ── transform: shared state and experts of the new set ── Change.write
 
-- :mod:`.upcycle`: FFNs of a dense model -> experts, by the function that ``replace_ffn`` makes them
-  with (:func:`fairseq_tutel.distributed.experts_of_ffn`); the optimizer's state by
-  :mod:`.dense_optimizer`.
-- :mod:`.grow`: more experts, copies of what there is; :mod:`.shrink`: fewer, or a dense model.
-- :mod:`.recipes` decides, from the experts' load and the router's rows, of which experts a new one
-  is made; :mod:`.recombine` makes it, tensors and optimizer state alike, and reads no options.
-- :mod:`.history`: what was done to a set, stored in it as ``moe_growth``; how far experts that a
-  growth holds back have come in.
+- :mod:`.upcycle`: make experts of the FFNs of a dense model.
+- :mod:`.grow`: copy experts. :mod:`.shrink`: drop experts, or write a dense model.
+- :mod:`.selection`: build a set whose experts are chosen from another set.
+- :mod:`.load`: read the load of the experts from the log of the run.
+- :mod:`.change`: write a transformed set; print the flags to train on with.
+- :mod:`.history`: record each change in the set (``moe_growth``); bias of held back experts.
 
-Whoever has a program of their own calls :func:`upcycle`, :func:`grow`, :func:`shrink` and
-:func:`to_dense`; ``python -m fairseq_tutel.checkpoint`` (:mod:`.commands`) is one. Which is exact
-and which is not, and why: GROWTH.md beside this folder.
+Programs call :func:`upcycle`, :func:`grow`, :func:`shrink` and :func:`to_dense`;
+``python -m fairseq_tutel.checkpoint`` (:mod:`.commands`) is one. GROWTH.md beside this folder says
+which changes keep the function, and why.
 """
 
 from .grow import grow

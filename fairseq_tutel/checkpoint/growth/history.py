@@ -1,14 +1,14 @@
-"""What growth did to a set, stored in it, and how far new experts have come in.
+"""History of a set's growth, stored in it, and the bias of experts that are held back.
 
 ``moe_growth`` is a list of dicts, the latest last::
 
-    {"what": "upcycle" | "grow" | "shrink", "how": a text, "before": E, "after": E2, or 0: dense,
+    {"what": "upcycle" | "grow" | "shrink", "how": text, "before": E or 0, "after": E2 or 0,
      "update": updates done then, "ramp": N, "held": {layer: [numbers of the new experts]}}
 
-After ``grow --exact`` (``ramp`` N > 0) the selection of a held expert gets a bias that keeps it out
-of the K best, and that comes in over N updates: ``-(1000^left - 1)`` with ``left`` going from 1 to
-0 (:func:`held_back_by`). Logits a thousand apart are no logits of a softmax that trains; the ramp
-is exponential since it is not known how far apart they are.
+E is 0 for a dense model. After ``grow --exact`` (N > 0) the load bias of each new expert starts so
+low that the expert is never among the K best. It rises to 0 over N updates as
+``-(1000^left - 1)``, with ``left`` from 1 to 0 (:func:`held_back_by`). The logits of a trained
+softmax are never a thousand apart; the ramp is exponential because their spread is unknown.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from ..state import GROWTH
 
 @dataclass(frozen=True)
 class Growth:
-    """An entry of the history."""
+    """One entry of the history."""
 
     what: str
     how: str
-    before: int  # E, 0 of a dense model
+    before: int  # E; 0: dense
     after: int
     update: int
-    ramp: int = 0  # updates over which held experts come in; 0: none is held
+    ramp: int = 0  # updates over which held back experts come in; 0: none
     held: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> Growth:
-        """Of what :meth:`stored` made; raises CheckpointError for anything else."""
+        """Read what :meth:`stored` returned; raise CheckpointError for anything else."""
         kinds = dict.fromkeys((each.name for each in fields(cls)), int)
         kinds |= {"what": str, "how": str, "held": dict}
         if {name: type(value) for name, value in stored.items()} != kinds:
-            raise CheckpointError(f"{GROWTH!r} has an entry that is none: {stored!r}")
+            raise CheckpointError(f"{GROWTH!r} has an invalid entry: {stored!r}")
         return cls(**stored)
 
     def stored(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return plain values for a checkpoint."""
         return {**asdict(self), "held": {name: list(held) for name, held in self.held.items()}}
 
     def counted_from(self, update: int) -> Growth:
-        """The same in a run that counts its updates anew."""
+        """Return the entry for a run that counts its updates anew."""
         return replace(self, update=update)
 
     def left(self, update: int) -> float:
-        """How much of the ramp is left after an update, 1 to 0."""
+        """Return the share of the ramp that is left after an update, 1 to 0."""
         if not self.ramp:
             return 0.0
         return min(max(1 - (update - self.update) / self.ramp, 0.0), 1.0)
@@ -66,39 +66,44 @@ class Growth:
 
 
 def history_of(state: Mapping[str, Any]) -> list[Growth]:
-    """What was done to a set, by its shared state."""
+    """Return the history in a set's shared state."""
     return [Growth.of(entry) for entry in state.get(GROWTH) or ()]
 
 
 def updates_done(state: Mapping[str, Any]) -> int:
-    """Updates of the run that saved a set; 0 where that is not stored."""
+    """Return the number of updates of the run that saved a set; 0 if unknown."""
     history = state.get("optimizer_history") or [{}]
     return int(history[-1].get("num_updates") or 0)
 
 
 def refuse_while_held(state: Mapping[str, Any], path: str) -> None:
-    """Raises CheckpointError where the experts of an earlier growth have not come in yet: their
-    numbers would change under way.
-    """
+    """Raise CheckpointError while experts are held back: the history names them by number."""
     done = updates_done(state)
     for entry in history_of(state):
         if entry.left(done) > 0:
             raise CheckpointError(
-                f"{path}: after {done} updates its last growth is under way, until update "
-                f"{entry.update + entry.ramp}: train on until then"
+                f"{path}: after {done} updates its last growth is under way until update "
+                f"{entry.update + entry.ramp}: train until then first"
             )
 
 
 def with_entry(state: Mapping[str, Any], entry: Growth) -> list[dict[str, Any]]:
-    """The history with one more entry; the ramps before it are over."""
+    """Return the history with one more entry; earlier ramps are over."""
     earlier = [{**each.stored(), "ramp": 0, "held": {}} for each in history_of(state)]
     return [*earlier, entry.stored()]
 
 
 def held_back(history: Sequence[Growth], update: int, num_outputs: int) -> dict[str, Tensor] | None:
-    """By layer, fp32 [E + N]: the bias of each held expert after an update, nan of the others.
+    """Return the biases of held back experts after an update.
 
-    None where no expert is held, nor came in with this very update.
+    Args:
+        history: of the set, see :func:`history_of`.
+        update: number of updates done.
+        num_outputs: E + N, experts and null experts.
+
+    Returns:
+        Layer -> fp32 [E + N], nan for experts that are not held back. None if no expert is held
+        back and none came in with this update.
     """
     last = history[-1] if history else None
     if last is None or not last.ramp or update > last.update + last.ramp:
@@ -111,7 +116,5 @@ def held_back(history: Sequence[Growth], update: int, num_outputs: int) -> dict[
 
 
 def held_back_by(left: float) -> float:
-    """The bias of a held expert with so much left of its ramp, 1 to 0: ``-(1000^left - 1)``, so
-    that most of the ramp is where logits differ.
-    """
+    """Return the bias of a held back expert, with ``left`` of its ramp from 1 to 0."""
     return 1.0 - 1000.0**left

@@ -1,8 +1,7 @@
-"""Fewer experts, or none: the way back. What is left out or averaged is gone, so that the function
-changes; a program that compares the loss before and after is in :mod:`.validation`.
+"""Fewer experts, or a dense model. What is dropped or averaged is lost, so the function changes.
 
-A dense model has one FFN for the experts of each layer: one expert, the mean of all, or the shared
-expert. It is exact where the experts never parted, as after :mod:`.upcycle`.
+In a dense model one FFN replaces the experts of a layer: one expert, the mean of all, or the shared
+expert. The function is kept if the experts are still equal, as right after :mod:`.upcycle`.
 """
 
 from __future__ import annotations
@@ -12,27 +11,19 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from ..layout import CheckpointError, split_key
-from ..reader import SetReader, read_set
-from ..state import GROWTH, METADATA, MODEL, OPTIMIZER, options_of, with_options
-from ..store import write_set
-from .grow import for_other_experts, ranks_of
-from .history import Growth, refuse_while_held, updates_done, with_entry
-from .recipes import (
-    Recipe,
-    even_load,
-    load_file_beside,
-    merged_pairs,
-    most_loaded,
-    read_load,
-    weighted,
-)
-from .recombine import Recombined, layers_of
+from ..reader import SetReader
+from ..state import METADATA, MODEL, OPTIMIZER, options_of, with_options
+from .change import Change, open_sparse, ranks_of
+from .history import Growth, updates_done
+from .load import Load, even_load, read_load
+from .selection import Selection, layers_of, most_loaded
 from .upcycle import CRITERIONS
 
 logger = logging.getLogger(__name__)
 
-HOW = ("drop", "merge")
 DENSE = ("one", "mean", "shared")
 
 
@@ -41,201 +32,181 @@ def shrink(
     dst: str,
     num_experts: int,
     *,
-    how: str = "drop",
     load: str | None = None,
     ranks: int | None = None,
     force: bool = False,
 ) -> str:
-    """Write a set with fewer experts.
+    """Write a set with the most loaded experts of each layer; they keep every bit.
 
     Args:
-        src, dst, load, ranks, force: as of :func:`.grow.grow`.
+        src, dst, load, ranks, force: see :func:`.grow.grow`.
         num_experts: E2 < E.
-        how: ``drop`` keeps the most loaded of each layer, to the bit; ``merge`` makes one of
-            the two whose router rows are the most alike, weighted by their load, and so on.
 
     Returns:
         The canonical path.
 
     Raises:
-        CheckpointError: as of :func:`.grow.grow`; K is larger than E2.
+        CheckpointError: as of :func:`.grow.grow`; or K is larger than E2.
     """
-    source = _open(src)
+    source = open_sparse(src)
     top_k = options_of(source.shared).get("moe_top_k") or 1
-    if not 0 < num_experts < source.num_experts or num_experts < top_k:
+    if not top_k <= num_experts < source.num_experts:
         raise CheckpointError(
             f"{src}: has {source.num_experts} experts, of which a token chooses {top_k}; "
-            f"--num-experts {num_experts} must be fewer, and not fewer than that"
+            f"--num-experts {num_experts} must be fewer than the first, and not fewer than the "
+            "second number"
         )
-    ranks = ranks_of(source, num_experts, ranks)
-    layers = layers_of(source)
-    loads = _loads(source, src, load, needed=how == "drop")
-    recipe: Recipe = {layer: most_loaded(loads[layer], num_experts) for layer in layers}
-    if how == "merge":
-        rows = _router_rows(source, layers, src)
-        recipe = {layer: merged_pairs(loads[layer], rows[layer], num_experts) for layer in layers}
-    fewer = Recombined(source, recipe)
-    words = {"drop": "the least loaded dropped", "merge": "pairs merged by their router rows"}
-    shared = _finished(
-        source, fewer.shared_state(), words[how], num_experts, {"moe_expert_count": num_experts}
+    loads = read_load(src, load, source.num_experts, layers_of(source))
+    choice = {layer: most_loaded(each, num_experts) for layer, each in loads.items()}
+    chosen = Selection(source, choice)
+    shared = chosen.shared_state()
+    entry = Growth(
+        "shrink", "the least loaded dropped", source.num_experts, num_experts, updates_done(shared)
     )
-    return write_set(
-        dst, shared, fewer.experts,
-        num_experts=num_experts, num_ranks=ranks, source=source, force=force,
-    )  # fmt: skip
+    change = Change(source, shared, chosen.experts, entry, {"moe_expert_count": num_experts})
+    return change.write(dst, ranks_of(source, ranks), force=force)
 
 
 def to_dense(
     src: str, dst: str, how: str = "mean", *, load: str | None = None, force: bool = False
 ) -> str:
-    """Write a dense model of stock fairseq, one file without optimizer state.
+    """Write a dense model for stock fairseq, one file without optimizer state.
 
     Args:
-        src, dst, load, force: as of :func:`.grow.grow`.
-        how: what becomes the FFN of a layer: ``one``: its most loaded expert; ``mean``: the mean
-            of all, weighted by their load; ``shared``: the shared expert.
+        src, dst, load, force: see :func:`.grow.grow`.
+        how: the FFN of a layer: ``one``: its most loaded expert; ``mean``: the mean of all experts,
+            weighted by load; ``shared``: the shared expert.
 
     Returns:
         The canonical path.
 
     Raises:
-        CheckpointError: as of :func:`.grow.grow`; experts are gated, or of another width than the
-            model's FFNs, which have one width; a shared expert is there or is not.
+        CheckpointError: as of :func:`.grow.grow`; experts are gated, or not as wide as the dense
+            FFNs; or ``how`` does not fit a model with, or without, shared experts.
     """
-    source = _open(src)
+    source = open_sparse(src)
     layers = layers_of(source)
-    loads = even_load(source.num_experts, layers)
-    if how != "shared":
-        loads = _loads(source, src, load, needed=how == "one")
-    experts = range(source.num_experts)
-    recipe: Recipe = {layer: [weighted(experts, loads[layer])] for layer in layers}
-    if how == "one":
-        recipe = {layer: most_loaded(loads[layer], 1) for layer in layers}
-    ffns = Recombined(source, recipe)
     shared = source.shared_state(with_optimizer=False)
-    model = {name: value for name, value in shared[MODEL].items() if not _of_layer(name, layers)}
-    of_experts = {name: value for name, value in shared[MODEL].items() if "shared_expert." in name}
-    if bool(of_experts) != (how == "shared"):
-        there = "a shared expert" if of_experts else "no shared expert"
-        right = "shared" if of_experts else "one or --dense mean"
+    shared_experts = {n: each for n, each in shared[MODEL].items() if "shared_expert." in n}
+    if bool(shared_experts) != (how == "shared"):
+        there = "a shared expert" if shared_experts else "no shared expert"
+        right = "shared" if shared_experts else "one or --dense mean"
         raise CheckpointError(f"{src}: has {there} beside the experts; give --dense {right}")
-    if how != "shared":
-        of_experts = ffns.experts(range(1))[0]
-    for name, value in of_experts.items():
-        model[_dense_name(name)] = value
+    ffns, words = shared_experts, "the shared expert"
+    if how == "one":
+        loads = read_load(src, load, source.num_experts, layers)
+        choice = {layer: most_loaded(each, 1) for layer, each in loads.items()}
+        ffns, words = Selection(source, choice).experts(range(1))[0], "the most loaded expert"
+    if how == "mean":
+        ffns, words = _mean_experts(source, _known_load(source, src, load)), "mean of the experts"
+    model = {n: each for n, each in shared[MODEL].items() if not n.startswith(tuple(layers))}
+    model |= {_dense_name(name): value for name, value in ffns.items()}
     _check_ffns(model, src)
-    options = _dense_options(shared, model, src)
-    words = {"one": "the most loaded expert", "mean": "mean of the experts"}
-    state = _finished(source, shared, words.get(how, "the shared expert"), 0, options)
-    state = _as_stock({**state, MODEL: model})
-    return write_set(
-        dst, state, lambda wanted: ({}, {}),
-        num_experts=0, num_ranks=None, source=source, force=force,
-    )  # fmt: skip
+    state = _as_stock({**shared, MODEL: model}, src)
+    entry = Growth("shrink", words, source.num_experts, 0, updates_done(shared))
+    return Change(source, state, lambda wanted: ({}, {}), entry, {}).write(dst, None, force=force)
 
 
-def _open(src: str) -> SetReader:
-    source = read_set(src)
-    if not source.num_experts:
-        raise CheckpointError(f"{src}: is dense already")
-    refuse_while_held(source.shared, src)
-    return source
-
-
-def _loads(source: SetReader, src: str, load: str | None, needed: bool) -> dict[str, list[float]]:
+def _known_load(source: SetReader, src: str, load: str | None) -> Load:
+    """Read the load; if no file is named and none is beside the set, take an even one."""
     layers = layers_of(source)
     try:
-        return read_load(load or load_file_beside(src), source.num_experts, layers)
+        return read_load(src, load, source.num_experts, layers)
     except CheckpointError as error:
-        if needed or load is not None:
+        if load is not None:
             raise
-        logger.warning("%s; all experts count alike", error)
+        logger.warning("%s; all experts count equally", error)
         return even_load(source.num_experts, layers)
 
 
-def _router_rows(source: SetReader, layers: list[str], src: str) -> dict[str, Any]:
-    as_they_are = Recombined(source, {layer: [()] * source.num_experts for layer in layers})
-    found = {}
-    for layer in layers:
-        rows = [v for _, v in as_they_are.rows(source.shared[MODEL], layer) if v.dim() > 1]
-        if len(rows) != 1:
-            raise CheckpointError(
-                f"{src}: the router of {layer.rstrip('.')} has no rows to compare: --by drop"
-            )
-        found[layer] = rows[0][: source.num_experts]
-    source.check(found)
-    return found
-
-
-def _finished(
-    source: SetReader, shared: Mapping[str, Any], how: str, num_experts: int, options: dict
-) -> dict[str, Any]:
-    """The state with its options, and an entry in its history."""
-    entry = Growth("shrink", how, source.num_experts, num_experts, updates_done(shared))
-    state = with_options(for_other_experts(shared), options)
-    return {**state, GROWTH: with_entry(state, entry)}
-
-
-def _of_layer(name: str, layers: list[str]) -> bool:
-    return any(name.startswith(layer) for layer in layers)
+def _mean_experts(source: SetReader, load: Load) -> dict[str, Tensor]:
+    """Return one expert per layer, the mean weighted by load; in fp64, rounded once."""
+    sums: dict[str, Tensor] = {}
+    dtypes = {}
+    for number in range(source.num_experts):  # in the order of the files: one is open at a time
+        tensors = source.experts(range(number, number + 1), with_optimizer=False)[0]
+        for name, value in tensors.items():
+            loads = load[split_key(name)[0].removesuffix("experts.")]
+            weight = loads[number] / sum(loads) if sum(loads) else 1 / len(loads)
+            sums[name] = sums.get(name, 0) + weight * value.double()
+            dtypes[name] = value.dtype
+    return {name: total.to(dtypes[name]) for name, total in sums.items()}
 
 
 def _dense_name(name: str) -> str:
-    """``X.moe_layer.experts.0.fc1.weight``, or of the shared expert -> ``X.fc1.weight``."""
+    """Map the name of an expert's or shared expert's parameter to that of an FFN.
+
+    ``X.moe_layer.experts.0.fc1.weight`` -> ``X.fc1.weight``
+    """
     parsed = split_key(name)
     prefix, rest = (parsed[0], parsed[2][1:]) if parsed else name.split("shared_expert.")
     return prefix.removesuffix("experts.").removesuffix("moe_layer.") + rest
+
+
+def _widths(model: Mapping[str, Any], side: str) -> dict[int, str]:
+    """Return hidden width -> name for the FFNs of encoder or decoder."""
+    return {
+        value.shape[0]: name
+        for name, value in model.items()
+        if f"{side}.layers." in name and name.endswith(".fc1.weight")
+    }
 
 
 def _check_ffns(model: Mapping[str, Any], src: str) -> None:
     if gated := [name for name in model if ".fc_gate." in name]:
         raise CheckpointError(f"{src}: {gated[0]}: stock fairseq has no gated FFN")
     for side in ("encoder", "decoder"):
-        widths = {
-            value.shape[0]: name
-            for name, value in model.items()
-            if f"{side}.layers." in name and name.endswith(".fc1.weight")
-        }
+        widths = _widths(model, side)
         if len(widths) > 1:
             raise CheckpointError(
                 f"{src}: FFNs of {' and '.join(map(str, sorted(widths)))} hidden units "
-                f"({', '.join(widths.values())}), and a dense model has one width: experts must "
-                "have that of the dense layers"
+                f"({', '.join(widths.values())}), but a dense model has one width: experts must "
+                "be as wide as the dense layers"
             )
 
 
-def _dense_options(shared: Mapping[str, Any], model: Mapping[str, Any], src: str) -> dict:
-    """Changes to the options of the model: none of experts, and the dense model's name."""
-    options = options_of(shared)
+def _as_stock(state: dict[str, Any], src: str) -> dict[str, Any]:
+    """Return the state as stock fairseq writes it: its criterion, its model and options."""
+    names = {ours: stock for stock, ours in CRITERIONS.items()}
+    history = state.get("optimizer_history") or ()
+    of_stock = [
+        {
+            **each,
+            "criterion_name": names.get(each.get("criterion_name"), each.get("criterion_name")),
+        }
+        for each in history
+    ]
+    state = {key: value for key, value in state.items() if key not in (OPTIMIZER, METADATA)}
+    state["optimizer_history"] = of_stock
+    criterion = options_of(state, "criterion")
+    if isinstance(state.get("cfg"), Mapping) and str(criterion.get("_name")).startswith("moe_"):
+        changes = {name: None for name in criterion if "moe_" in name}
+        changes["_name"] = criterion["_name"].removeprefix("moe_")
+        state = with_options(state, changes, "criterion")
+    state = with_options(state, _stock_options(options_of(state), state[MODEL], src))
+    options = options_of(state)
+    if "encoder_layers" in options and isinstance(state.get("cfg"), Mapping):
+        state["cfg"] = {**state["cfg"], "model": Namespace(**options)}  # as a transformer's is
+    return state
+
+
+def _stock_options(options: Mapping[str, Any], model: Mapping[str, Any], src: str) -> dict:
+    """Return changes to the model's options: stock's name, no experts, and every size."""
     for name in ("moe_cmr", "use_stable_embedding"):
         if options.get(name):
             flag = f"--{name.replace('_', '-')}"
             raise CheckpointError(f"{src}: stock fairseq has no model with {flag}")
     changes: dict[str, Any] = {name: None for name in options if "moe_" in name}
-    for side in ("encoder", "decoder"):
-        for name, value in model.items():
-            if f"{side}.layers." in name and name.endswith(".fc1.weight"):
-                changes[f"{side}_ffn_embed_dim"] = value.shape[0]
     for name in ("_name", "arch"):
         if options.get(name):
             changes[name] = str(options[name]).partition("_moe")[0]
+    for side in ("encoder", "decoder"):
+        changes |= {f"{side}_ffn_embed_dim": width for width in _widths(model, side)}
+    if "encoder_layers" in options:  # stock does not fill in sizes of a stored transformer
+        dim = options.get("decoder_embed_dim") or options["encoder_embed_dim"]
+        changes["decoder_embed_dim"] = dim
+        for name in ("decoder_input_dim", "decoder_output_dim"):
+            changes[name] = options.get(name) or dim
+        if options.get("share_all_embeddings"):
+            changes["share_decoder_input_output_embed"] = True
     return changes
-
-
-def _as_stock(state: dict[str, Any]) -> dict[str, Any]:
-    """As stock fairseq writes it: its criterion, and a transformer's options as a namespace."""
-    names = {mine: stock for stock, mine in CRITERIONS.items()}
-    state["optimizer_history"] = [
-        {**entry, "criterion_name": names.get(entry.get("criterion_name"))
-         or entry.get("criterion_name")}
-        for entry in state.get("optimizer_history") or ()
-    ]  # fmt: skip
-    criterion = options_of(state, "criterion").get("_name")
-    if isinstance(state.get("cfg"), Mapping) and str(criterion).startswith("moe_"):
-        kept = {name: None for name in options_of(state, "criterion") if "moe_" in name}
-        kept["_name"] = criterion.removeprefix("moe_")
-        state = with_options(state, kept, "criterion")
-    options = options_of(state)
-    if "encoder_layers" in options and isinstance(state.get("cfg"), Mapping):
-        state["cfg"] = {**state["cfg"], "model": Namespace(**options)}
-    return {key: value for key, value in state.items() if key not in (OPTIMIZER, METADATA)}

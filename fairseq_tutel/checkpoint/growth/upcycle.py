@@ -1,10 +1,12 @@
-"""A dense model of stock fairseq becomes one with experts: sparse upcycling (arXiv 2212.05055).
+"""Sparse upcycling (arXiv 2212.05055): a dense model of stock fairseq becomes one with experts.
 
-The FFN of every F-th layer becomes E experts, and the router starts near zero. With K > 1 choices a
-token's weights sum to one, so that equal experts give what the FFN gave, as long as none of its
-choices is dropped; with one choice the weight is the gate's probability. Experts of 1/G of the
-width: :func:`fairseq_tutel.distributed.experts_of_ffn`. With the FFN as a shared expert beside
-experts that start silent, the start is exact whatever is chosen or dropped.
+The FFN of every F-th layer becomes E experts, and the router starts near zero. With K > 1 the K
+weights of a token sum to one, so that equal experts give what the FFN gave, unless a choice is
+dropped. With K = 1 the weight is the gate's probability, so the function changes. With the FFN as a
+shared expert and silent experts beside it the function is always kept. Experts of 1/G of the width:
+:func:`fairseq_tutel.distributed.experts_of_ffn`.
+
+The optimizer state is left out, and the schedule begins anew.
 """
 
 from __future__ import annotations
@@ -20,44 +22,43 @@ from torch import Tensor
 
 from ...distributed import experts_of_ffn
 from ..layout import CheckpointError
-from ..reader import SetReader, read_set
-from ..state import GROWTH, MODEL, NAMED_STATE, OPTIMIZER, options_of, with_options
-from ..store import write_set
-from .dense_optimizer import expert_state, fresh_state, gradient_factor, named_optimizer
-from .grow import ranks_of
-from .history import Growth, updates_done, with_entry
+from ..reader import read_set
+from ..state import MODEL, options_of
+from .change import Change
+from .history import Growth, updates_done
 
 logger = logging.getLogger(__name__)
 
 _FFN = re.compile(r"((?:.*\.)?(encoder|decoder)\.layers\.(\d+)\.)(fc[12]\.(?:weight|bias))")
-# fairseq 0.12.2 keeps the weights of an encoder's layers a second time, which sparse ones do not
+# fairseq 0.12.2 stores the weights of an encoder layer twice; sparse layers have no second copy
 _SECOND = re.compile(r"(?:in_proj|out_proj|fc[12])_(?:weight|bias)")
-# fairseq's classes -> those that add the gate loss
+# fairseq's criterion classes -> those that add the gate loss
 CRITERIONS = {
     "CrossEntropyCriterion": "MoECrossEntropyCriterion",
     "LabelSmoothedCrossEntropyCriterion": "MoELabelSmoothedCrossEntropyCriterion",
 }
-# options of fairseq's models by which a layer is more than an FFN, or its norm elsewhere
+# options by which a layer has more than an FFN, or its norm elsewhere
 _REFUSED = ("scale_fc", "scale_resids", "base_layers", "quant_noise_pq", "adaptive_input")
 
 
 @dataclass(frozen=True)
 class Upcycling:
-    """How a dense model becomes one with experts.
+    """Options of :func:`upcycle`.
 
     Attributes:
         num_experts: E, a multiple of the granularity.
-        freq: every so many-th layer of encoder and decoder (from 1) becomes sparse; 0: none.
-        encoder_freq, decoder_freq: of one side; the larger counts.
+        freq: every F-th layer of encoder and decoder (counted from 1) becomes sparse; 0: none.
+        encoder_freq, decoder_freq: F for one side; the larger of this and ``freq`` counts.
         top_k: K.
-        granularity: G, parts that each replica of an FFN is cut into.
-        shared: the FFN stays as a shared expert, and the experts add nothing at first.
-        drop_ratio: share of each expert's hidden units that are drawn anew (arXiv 2502.19261).
-        router_std: deviation of the router's weights.
-        seed: of these.
-        copy_optimizer: take over the optimizer's state (:mod:`.dense_optimizer`).
-        expert_grad: ``--moe-normalize-expert-grad`` of the run to come.
-        inexact: whether the model may start as another function.
+        granularity: G, slices that each replica of an FFN is cut into.
+        shared: keep the FFN as a shared expert; the other experts start silent.
+        drop_ratio: share of each expert's hidden units that is drawn anew (arXiv 2502.19261).
+        router_std: standard deviation of the router's weights.
+        seed: seed of all draws.
+        inexact: allow a model that does not start as the dense one.
+
+    Raises:
+        CheckpointError: K, E and G do not fit, or the function changes without ``inexact``.
     """
 
     num_experts: int
@@ -70,8 +71,6 @@ class Upcycling:
     drop_ratio: float = 0.0
     router_std: float = 0.02
     seed: int = 1
-    copy_optimizer: bool = False
-    expert_grad: str = "world_size"
     inexact: bool = False
 
     def __post_init__(self):
@@ -84,19 +83,15 @@ class Upcycling:
                 f"--num-experts {self.num_experts} is no multiple of --granularity "
                 f"{self.granularity}: each replica of an FFN has as many experts"
             )
-        if self.copy_optimizer and (self.granularity > 1 or self.drop_ratio):
-            raise CheckpointError(
-                "--optimizer copy is for whole copies: leave out --granularity and --drop-ratio"
-            )
         if reason := self.changes_function():
             if not self.inexact:
                 raise CheckpointError(
-                    f"{reason}; --allow-inexact starts so, --shared-expert exactly"
+                    f"{reason}; --allow-inexact accepts that, --shared-expert avoids it"
                 )
             logger.warning("%s", reason)
 
     def changes_function(self) -> str:
-        """Why the model does not start as the dense one, "" if it does."""
+        """Return why the model does not start as the dense one, or ""."""
         if self.shared:
             return ""
         if self.top_k == 1:
@@ -107,16 +102,23 @@ class Upcycling:
         if self.top_k % self.granularity:
             return (
                 f"--granularity {self.granularity} does not divide --top-k {self.top_k}, so that a "
-                "token does not go to all parts of a replica"
+                "token does not go to all slices of a replica"
             )
         if self.drop_ratio:
             return f"--drop-ratio {self.drop_ratio:g} draws hidden units anew"
         return ""
 
     def is_sparse(self, side: str, layer: int) -> bool:
-        """Of a layer, from 0."""
+        """Return whether a layer, counted from 0, becomes sparse."""
         freq = max(self.freq, self.encoder_freq if side == "encoder" else self.decoder_freq)
         return freq > 0 and (layer + 1) % freq == 0
+
+    def __str__(self) -> str:
+        words = [f"top-{self.top_k}"]
+        words += [f"granularity {self.granularity}"] * (self.granularity > 1)
+        words += ["shared expert"] * self.shared
+        words += [f"drop ratio {self.drop_ratio:g}"] * (self.drop_ratio > 0)
+        return ", ".join(words)
 
 
 def upcycle(
@@ -125,9 +127,9 @@ def upcycle(
     """Write a set with experts from a dense checkpoint of stock fairseq.
 
     Args:
-        src: the dense model's file, X.pt; a language model or a transformer.
+        src: file of the dense model, X.pt; a language model or a transformer.
         dst: X.pt of the set.
-        how: see there.
+        how: the options.
         ranks: W of the set; None: one.
         force: replace what ``dst`` names.
 
@@ -136,172 +138,119 @@ def upcycle(
 
     Raises:
         CheckpointError: ``src`` has experts, no layer to make sparse, or options that experts
-            cannot be combined with; its optimizer state is not Adam's; or as of
-            :func:`..store.write_set`.
+            cannot be combined with; or as of :func:`..store.write_set`.
     """
-    source = read_set(src, foreign_optimizer=True)
-    upcycled = _Upcycled(source, how, src, ranks or 1)
-    ranks = ranks_of(source, how.num_experts, ranks or 1)
-    written = write_set(
-        dst, upcycled.shared_state(), upcycled.experts,
-        num_experts=how.num_experts, num_ranks=ranks, source=source, force=force,
-    )  # fmt: skip
-    logger.info("train on with: %s", " ".join(upcycled.flags()))
-    return written
+    source = read_set(src)
+    if source.num_experts:
+        raise CheckpointError(f"{src}: has experts; `grow` makes more of them")
+    _check_options(source.shared, src)
+    dense = source.shared_state(with_optimizer=False)
+    ffns = _find_ffns(dense[MODEL], how, src)
+    options = _options(ffns, how)
+    # without the state of the optimizer the trainer counts its updates from 0
+    history = [_with_gate_loss(each) for each in dense.get("optimizer_history") or ()]
+    history[-1:] = [{**each, "num_updates": 0} for each in history[-1:]]
+    state = {**dense, MODEL: _shared_model(dense[MODEL], ffns, how), "optimizer_history": history}
+    words = f"{how}, of a dense model after {updates_done(dense)} updates"
+    entry = Growth("upcycle", words, 0, how.num_experts, 0)
+    arch = "transformer_lm_gpt_moe" if _is_lm(dense[MODEL]) else "transformer_moe"
+    flags = {"arch": arch, **options, "moe_capacity_factor": 0}  # 0 drops nothing
+
+    def experts(wanted: range) -> tuple[dict[str, Any], dict[str, Any]]:
+        return _experts(ffns, how, wanted), {}
+
+    return Change(source, state, experts, entry, options, flags).write(dst, ranks or 1, force=force)
 
 
-class _Upcycled:
-    """What ``write_set`` takes, of a dense model."""
+# names of the layers that become sparse, ``decoder.layers.1.`` -> tensors of their FFNs
+_Ffns = dict[str, dict[str, Tensor]]
 
-    def __init__(self, source: SetReader, how: Upcycling, src: str, world_size: int):
-        self.how, self._src = how, src
-        if source.num_experts:
-            raise CheckpointError(f"{src}: has experts; `grow` makes more of them")
-        _check_options(source.shared, src)
-        self._dense = source.shared_state()
-        self._ffns = self._find_ffns()
-        self._gradient = gradient_factor(how.expert_grad, world_size)
-        self._optimizer = None
-        if how.copy_optimizer:
-            self._optimizer = self._read_optimizer(source)
 
-    def _find_ffns(self) -> dict[str, dict[str, Tensor]]:
-        """By the layer's prefix, the tensors of the FFNs that become experts."""
-        found: dict[str, dict[str, Tensor]] = {}
-        for name, value in self._dense[MODEL].items():
-            match = _FFN.fullmatch(name)
-            if match and self.how.is_sparse(match[2], int(match[3])):
-                found.setdefault(match[1], {})[match[4]] = value
-        if not found:
-            raise CheckpointError(
-                f"{self._src}: none of its layers becomes sparse with --moe-freq {self.how.freq}"
-            )
-        widths = {ffn["fc1.weight"].shape[0] for ffn in found.values()}
-        wrong = [width for width in widths if width % self.how.granularity]
-        if len(widths) > 1 and (self.how.granularity > 1 or self.how.shared) or wrong:
-            raise CheckpointError(
-                f"{self._src}: FFNs of {', '.join(map(str, sorted(widths)))} hidden units cannot "
-                f"be cut alike into {self.how.granularity} parts, or kept as shared experts"
-            )
-        return found
+def _find_ffns(model: Mapping[str, Any], how: Upcycling, src: str) -> _Ffns:
+    found: _Ffns = {}
+    for name, value in model.items():
+        match = _FFN.fullmatch(name)
+        if match and how.is_sparse(match[2], int(match[3])):
+            found.setdefault(match[1], {})[match[4]] = value
+    if not found:
+        raise CheckpointError(
+            f"{src}: none of its layers becomes sparse with --moe-freq {how.freq}"
+        )
+    widths = {ffn["fc1.weight"].shape[0] for ffn in found.values()}
+    wrong = [width for width in widths if width % how.granularity]
+    if len(widths) > 1 and (how.granularity > 1 or how.shared) or wrong:
+        raise CheckpointError(
+            f"{src}: FFNs of {', '.join(map(str, sorted(widths)))} hidden units cannot be cut "
+            f"alike into {how.granularity} slices, or kept as shared experts"
+        )
+    return found
 
-    def _read_optimizer(self, source: SetReader) -> dict[str, Any]:
-        stored = source.foreign_optimizer
-        if stored is None:
-            raise CheckpointError(
-                f"{self._src}: has no optimizer state; leave out --optimizer copy"
-            )
-        source.check(stored)
-        return named_optimizer(stored, self._dense[MODEL], self._src)
 
-    def options(self) -> dict[str, Any]:
-        """Of the model, by fairseq's names."""
-        how, width = self.how, next(iter(self._ffns.values()))["fc1.weight"].shape[0]
-        options: dict[str, Any] = {"moe_expert_count": how.num_experts, "moe_top_k": how.top_k}
-        sides = {"encoder_moe_freq": how.encoder_freq, "decoder_moe_freq": how.decoder_freq}
-        options |= {"moe_freq": how.freq, **{k: freq for k, freq in sides.items() if freq}}
-        options["moe_second_expert_policy"] = "all"
-        if how.granularity > 1:
-            options["moe_expert_ffn_dim"] = width // how.granularity
+def _options(ffns: _Ffns, how: Upcycling) -> dict[str, Any]:
+    """Return the options of the model, by fairseq's names."""
+    width = next(iter(ffns.values()))["fc1.weight"].shape[0]
+    options: dict[str, Any] = {"moe_expert_count": how.num_experts, "moe_top_k": how.top_k}
+    sides = {"encoder_moe_freq": how.encoder_freq, "decoder_moe_freq": how.decoder_freq}
+    options |= {"moe_freq": how.freq, **{name: freq for name, freq in sides.items() if freq}}
+    options["moe_second_expert_policy"] = "all"
+    if how.granularity > 1:
+        options["moe_expert_ffn_dim"] = width // how.granularity
+    if how.shared:
+        options["moe_shared_expert_ffn_dim"] = width
+    return options
+
+
+def _shared_model(model: Mapping[str, Any], ffns: _Ffns, how: Upcycling) -> dict[str, Any]:
+    """Return the model's tensors without experts, with routers and shared experts."""
+    shared = {name: value for name, value in model.items() if not _is_replaced(name, ffns)}
+    generator = torch.Generator().manual_seed(how.seed)
+    replicas = how.num_experts // how.granularity
+    for prefix, ffn in ffns.items():
+        like = ffn["fc1.weight"]
+        rows = torch.randn(replicas, like.shape[1], generator=generator) * how.router_std
+        # slices of a replica have one row, so that they are chosen together
+        rows = rows.repeat_interleave(how.granularity, dim=0).to(like.dtype)
+        shared[f"{prefix}moe_layer.gate.wg.weight"] = rows
         if how.shared:
-            options["moe_shared_expert_ffn_dim"] = width
-        return options
-
-    def flags(self) -> list[str]:
-        """Of the command that trains on; 0 drops nothing, as exactness wants."""
-        arch = "transformer_lm_gpt_moe" if _is_lm(self._dense[MODEL]) else "transformer_moe"
-        words = ["--arch", arch]
-        for name, value in {**self.options(), "moe_capacity_factor": 0}.items():
-            words += [f"--{name.replace('_', '-')}", str(value)]
-        return words
-
-    def shared_state(self) -> dict[str, Any]:
-        model = self._without_ffns(self._dense[MODEL])
-        generator = torch.Generator().manual_seed(self.how.seed)
-        replicas, parts = self.how.num_experts // self.how.granularity, self.how.granularity
-        named = None
-        if self._optimizer is not None:
-            named = self._without_ffns(self._optimizer[NAMED_STATE])
-        for prefix, ffn in self._ffns.items():
-            like = ffn["fc1.weight"]
-            rows = torch.randn(replicas, like.shape[1], generator=generator) * self.how.router_std
-            gate = f"{prefix}moe_layer.gate.wg.weight"
-            # parts of a replica have one row, so that they are chosen together
-            model[gate] = rows.repeat_interleave(parts, dim=0).to(like.dtype)
-            if named is not None:
-                state = self._optimizer[NAMED_STATE][f"{prefix}fc1.weight"]
-                named[gate] = fresh_state(state, model[gate])
-            if self.how.shared:
-                for name, value in ffn.items():
-                    shared = f"{prefix}moe_layer.shared_expert.{name}"
-                    model[shared] = value
-                    if named is not None:
-                        named[shared] = self._optimizer[NAMED_STATE][f"{prefix}{name}"]
-        state = with_options({**self._dense, MODEL: model}, self.options())
-        if named is not None:
-            state[OPTIMIZER] = {**self._optimizer, NAMED_STATE: named}
-        state["optimizer_history"] = _of_moe_criterion(state.get("optimizer_history"))
-        state[GROWTH] = with_entry(state, self._entry())
-        return state
-
-    def experts(self, wanted: range) -> tuple[dict[str, Any], dict[str, Any]]:
-        model: dict[str, Any] = {}
-        named: dict[str, Any] = {}
-        how = self.how
-        for index, (prefix, ffn) in enumerate(self._ffns.items()):
-            made = experts_of_ffn(
-                ffn,
-                wanted,
-                granularity=how.granularity,
-                silent=how.shared,
-                drop_ratio=how.drop_ratio,
-                seed=how.seed + index * how.num_experts,
-            )
-            for name, value in made.items():
-                number, _, rest = name.partition(".")
-                key = f"{prefix}moe_layer.experts.{int(number) - wanted.start}.{rest}"
-                model[key] = value.clone()  # experts are no tied weights, which a file has once
-                if self._optimizer is not None:
-                    named[key] = self._state_of_expert(f"{prefix}{rest}", value)
-        return model, named
-
-    def _state_of_expert(self, name: str, value: Tensor) -> dict[str, Any]:
-        state = self._optimizer[NAMED_STATE][name]
-        if self.how.shared:  # the dense network's is the shared expert's
-            return fresh_state(state, value)
-        return expert_state(state, self.how.num_experts, self.how.top_k, self._gradient)
-
-    def _without_ffns(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        def is_replaced(name: str) -> bool:
-            prefix, rest = next(
-                ((p, name[len(p) :]) for p in self._ffns if name.startswith(p)), ("", "")
-            )
-            return bool(prefix) and bool(_SECOND.fullmatch(rest) or rest in self._ffns[prefix])
-
-        return {name: value for name, value in entries.items() if not is_replaced(name)}
-
-    def _entry(self) -> Growth:
-        how = self.how
-        words = [f"top-{how.top_k}"]
-        words += [f"granularity {how.granularity}"] * (how.granularity > 1)
-        words += ["shared expert"] * how.shared
-        words += [f"drop ratio {how.drop_ratio:g}"] * (how.drop_ratio > 0)
-        words += ["optimizer copied"] * how.copy_optimizer
-        done = updates_done(self._dense)
-        return Growth("upcycle", ", ".join(words), 0, how.num_experts, done)
+            shared |= {f"{prefix}moe_layer.shared_expert.{name}": v for name, v in ffn.items()}
+    return shared
 
 
-def _of_moe_criterion(history: Any) -> Any:
-    """fairseq's history with the criterion that adds the gate loss to what was trained with."""
-    return [
-        {**entry, "criterion_name": CRITERIONS.get(name, name)}
-        for entry in history or ()
-        for name in [entry.get("criterion_name")]
-    ]
+def _is_replaced(name: str, ffns: _Ffns) -> bool:
+    for prefix, ffn in ffns.items():
+        if name.startswith(prefix):
+            rest = name[len(prefix) :]
+            return rest in ffn or bool(_SECOND.fullmatch(rest))
+    return False
+
+
+def _experts(ffns: _Ffns, how: Upcycling, wanted: range) -> dict[str, Tensor]:
+    """Return the tensors of some experts of all layers, renumbered from 0."""
+    model: dict[str, Tensor] = {}
+    for index, (prefix, ffn) in enumerate(ffns.items()):
+        made = experts_of_ffn(
+            ffn,
+            wanted,
+            granularity=how.granularity,
+            silent=how.shared,
+            drop_ratio=how.drop_ratio,
+            seed=how.seed + index * how.num_experts,
+        )
+        for name, value in made.items():
+            number, _, rest = name.partition(".")
+            key = f"{prefix}moe_layer.experts.{int(number) - wanted.start}.{rest}"
+            model[key] = value.clone()  # a file stores tensors that share memory once
+    return model
+
+
+def _with_gate_loss(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Name the criterion that adds the gate loss to the one that was trained with."""
+    name = entry.get("criterion_name")
+    return {**entry, "criterion_name": CRITERIONS.get(name, name)}
 
 
 def _check_options(shared: Mapping[str, Any], src: str) -> None:
-    """Raises CheckpointError for a model that none with experts can continue."""
+    """Raise CheckpointError for a model that none with experts can continue."""
     options = options_of(shared)
     for name in _REFUSED:
         if options.get(name):
@@ -315,10 +264,5 @@ def _check_options(shared: Mapping[str, Any], src: str) -> None:
 
 
 def _is_lm(names: Iterable[str]) -> bool:
-    """Whether a model has no encoder, by the names of its parameters."""
-    return not any(_side(name) == "encoder" for name in names)
-
-
-def _side(name: str) -> str | None:
-    match = _FFN.fullmatch(name)
-    return match and match[2]
+    """Return whether a model has no encoder, by the names of its parameters."""
+    return not any((found := _FFN.fullmatch(name)) and found[2] == "encoder" for name in names)

@@ -1,4 +1,4 @@
-"""The validation loss of a checkpoint, by ``fairseq-eval-lm`` as a process of its own."""
+"""Validation loss of a checkpoint, measured by ``fairseq-eval-lm`` in another process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def validation_loss(path: str, data: str, subset: str = "valid") -> float:
-    """Loss in bits per token of a language model, as ``fairseq-eval-lm`` reports it.
+    """Return the loss of a language model in bits per token, as ``fairseq-eval-lm`` reports it.
 
-    Blocks are those of training. Raises CheckpointError where the model translates, or the program
-    fails, with its last line.
+    Blocks are as long as in training.
+
+    Raises:
+        CheckpointError: the model translates, or the program fails; with its last line.
     """
-    shared = read_set(path, foreign_optimizer=True).shared
+    shared = read_set(path).shared
     if "encoder_layers" in options_of(shared):
         raise CheckpointError(
             f"{path}: --data is for language models, which fairseq-eval-lm evaluates; compare "

@@ -98,11 +98,10 @@ def test_an_upcycled_language_model_starts_as_the_dense_one(dense, tmp_path, how
 
 def test_an_upcycled_encoder_decoder_starts_as_the_dense_one(tmp_path, caplog):
     dense = Dense(tmp_path, pair_config(moe=False), make_pairs(1))
-    how = Upcycling(4, top_k=2, copy_optimizer=True)
+    how = Upcycling(4, top_k=2)
     path = upcycle(dense.path, str(tmp_path / "up.pt"), how, ranks=2)
     trainer = _loaded(path, *_flags(how), config=pair_config, sample=dense.sample)
     torch.testing.assert_close(_logits(trainer, dense.sample), dense.logits, **EXACT)
-    assert trainer.get_num_updates() == 3
     back = to_dense(path, str(tmp_path / "back.pt"))
     for file, kind in ((path, TransformerMoE), (back, TransformerModel)):  # as programs load them
         (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([file])
@@ -121,48 +120,33 @@ def test_an_upcycled_encoder_decoder_starts_as_the_dense_one(tmp_path, caplog):
     assert all(torch.equal(kept[name], stock[name]) for name in stock)
 
 
-def _moments(trainer):
-    """Stock Adam's state by name; the order is that of the model's parameters."""
-    states = trainer.optimizer.state_dict()["state"].values()
-    names = [name for name, _ in trainer.get_model().named_parameters()]
-    return dict(zip(names, states, strict=True))
+def test_inspect_and_the_trainer_agree_on_updates(dense, tmp_path):
+    """Before and after upcycle, whose schedule begins anew, and after further training."""
+    assert inspect(dense.path)["num_updates"] == dense.trainer.get_num_updates() == 3
+    path = upcycle(dense.path, str(tmp_path / "up.pt"), Upcycling(4))
+    trainer = _loaded(path, *FOUR_LAYERS, *_flags(Upcycling(4)))
+    assert inspect(path)["num_updates"] == trainer.get_num_updates() == 0
+    trainer.train_step([dense.sample])
+    later = str(tmp_path / "later.pt")
+    save(trainer, later)
+    assert inspect(later)["num_updates"] == trainer.get_num_updates() == 1
+    entry = "dense -> 4 (upcycle after 0 updates: top-2, of a dense model after 3 updates)"
+    assert inspect(path)["growth"] == inspect(later)["growth"] == [entry]
 
 
-def test_the_optimizer_goes_on_with_its_state_scaled_for_experts(dense, tmp_path):
-    how = Upcycling(8, top_k=2, copy_optimizer=True)
-    path = upcycle(dense.path, str(tmp_path / "up.pt"), how, ranks=4)
-    source, want = read_set(path), _moments(dense.trainer)
-    named = source.state_of(range(8))["last_optimizer_state"]["named_state"]
-    for number in range(8):
-        got = named[f"{MOE}experts.{number}.fc1.weight"]
-        assert torch.equal(got["exp_avg"], want[FC1]["exp_avg"] / 8)
-        assert torch.equal(got["exp_avg_sq"], want[FC1]["exp_avg_sq"] / (8 * 2))
-        assert got["step"] == 3
-    gate = named[f"{MOE}gate.wg.weight"]
-    assert gate["step"] == 0 and not gate["exp_avg"].any() and not gate["exp_avg_sq"].any()
-    for name, state in want.items():
-        if ".1.fc" not in name and ".3.fc" not in name:
-            assert torch.equal(named[name]["exp_avg_sq"], state["exp_avg_sq"]), name
-    trainer = _loaded(path, *FOUR_LAYERS, *_flags(how))
-    assert trainer.get_num_updates() == 3
-    loss = trainer.train_step([dense.sample])["loss"]
-    assert loss < 7 and trainer.get_num_updates() == 4
-
-    # stock --fp16 keeps the statistics of all parameters in one vector, in the model's order
-    state = torch.load(dense.path, weights_only=False)
-    flat = {
-        key: torch.cat([each[key].flatten() for each in want.values()])
-        for key in ("exp_avg", "exp_avg_sq")
-    }
-    groups = [{**state["last_optimizer_state"]["param_groups"][0], "params": [0]}]
-    stored = {"state": {0: {"step": 3, **flat}}, "param_groups": groups, "loss_scale": 4.0}
-    torch.save({**state, "last_optimizer_state": stored}, tmp_path / "flat.pt")
-    other = upcycle(str(tmp_path / "flat.pt"), str(tmp_path / "up16.pt"), how)
-    again = read_set(other).state_of(range(8))["last_optimizer_state"]
-    assert again["loss_scale"] == 4.0 and again["named_state"].keys() == named.keys()
-    for name, each in again["named_state"].items():
-        assert each["step"] == named[name]["step"]
-        assert all(torch.equal(each[k], named[name][k]) for k in flat), name
+def test_a_trained_translation_model_becomes_one_of_stock_fairseq(tmp_path):
+    """Its options leave sizes out, which stock fairseq does not fill in."""
+    sample, path = make_pairs(1), str(tmp_path / "m.pt")
+    trainer = make_trainer(pair_config("--moe-expert-count", "2"), sample)
+    trainer.train_step([sample])
+    save(trainer, path)
+    out = to_dense(path, str(tmp_path / "dense.pt"))
+    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([out])
+    assert type(model) is TransformerModel
+    built = make_trainer(pair_config(moe=False), sample).get_model()  # by stock's own parser
+    built.load_state_dict(load_file(out)["model"])
+    want = _logits(built, sample, False)
+    torch.testing.assert_close(_logits(model, sample, False), want, **EXACT)
 
 
 def test_what_would_not_start_as_the_dense_model_is_refused(dense, tmp_path):
@@ -259,20 +243,15 @@ def test_a_golden_size_goes_from_dense_to_experts_and_back(tmp_path):
     of_layer = [9, 1, 9, 1, 9, 1, 9, 1]  # the originals' and the copies' turns
     load.write_text(json.dumps({"update": 3, "layers": {"1": of_layer, "3": of_layer}}) + "\n")
     run_commands(
-        ["upcycle", dense.path, up, "--num-experts", "4", "--optimizer", "copy", "--ranks", "2"],
+        ["upcycle", dense.path, up, "--num-experts", "4", "--ranks", "2"],
         ["grow", up, grown, "--num-experts", "8"],
         ["reshard", grown, placed, "--ranks", "4"],
         ["shrink", placed, fewer, "--num-experts", "4"],
         ["shrink", fewer, back, "--dense", "one", "--load", str(_load_of_four(tmp_path))],
     )
     first, last = (read_set(each).state_of(range(4)) for each in (up, fewer))
-    for part in (lambda s: s["model"], lambda s: s["last_optimizer_state"]["named_state"]):
-        assert part(first).keys() == part(last).keys()
-        for name, value in part(first).items():
-            entries = value if isinstance(value, dict) else {"": value}
-            others = part(last)[name] if isinstance(value, dict) else {"": part(last)[name]}
-            for key, each in entries.items():
-                assert torch.equal(torch.as_tensor(each), torch.as_tensor(others[key])), name
+    assert first["model"].keys() == last["model"].keys()
+    assert all(torch.equal(last["model"][name], each) for name, each in first["model"].items())
     stored, stock = load_file(back)["model"], load_file(dense.path)["model"]
     assert stored.keys() == stock.keys()
     assert all(torch.equal(stored[name], stock[name]) for name in stock)
@@ -292,7 +271,7 @@ def _load_of_four(folder):
 @pytest.mark.parametrize(
     ("options", "sizes", "message"),
     [
-        ({}, {"num_experts": 16}, "more experts, and there are 16 already"),
+        ({}, {"num_experts": 16}, "must make more experts, but there are 16"),
         ({}, {"world_size": 3, "ep_size": 3}, "8 experts cannot be spread over 3"),
         (
             {"moe_expert_parallel_size": 3},
@@ -306,6 +285,7 @@ def _load_of_four(folder):
         ),
         ({}, {"num_experts": 1, "world_size": 40, "placement": "sliced"}, "cannot be cut into 5"),
         ({"moe_growth_updates": 9}, {}, "give --moe-load-bias quantile"),
+        ({"moe_growth_updates": 9, "moe_top1_expert": True}, {}, "leave out --moe-growth-updates"),
         ({"moe_tune_file": "x.json"}, {}, "choices of --moe-tune-file are for"),
     ],
 )

@@ -1,10 +1,10 @@
-"""Experts that a run gets while it runs, ``--moe-grow-at``, and the history of those in its sets.
+"""``--moe-grow-at``: a run gets more experts, and keeps the history of its set.
 
-At its update the run saves its last checkpoint as it always would, rank 0 writes the grown set in
-its place in one step (:mod:`fairseq_tutel.checkpoint.growth`), and all ranks leave with a code upon
-which the launcher starts them again. What starts from a grown set builds its model for it
-(:func:`follow_set`), whatever else the unchanged command says. A run that was killed before the new
-set was there finds the old one, and grows as it starts.
+After the update the run saves its last checkpoint, rank 0 writes the grown set in its place in one
+step (:mod:`fairseq_tutel.checkpoint.growth`), and all ranks leave with an exit code upon which the
+launcher starts them again. The command stays the same: :func:`follow_set` builds the model for the
+set that is found. If the run is killed before the grown set exists, it starts from the old one and
+grows at once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from omegaconf import open_dict
 
 from ....checkpoint import read_set, set_exists
 from ....checkpoint.growth import Growth, grow, held_back
+from ....checkpoint.growth.grow import why_inexact
 from ....checkpoint.growth.history import history_of
-from ....checkpoint.state import GROWTH
+from ....checkpoint.state import GROWTH, options_of
 from ....command_line import RESTARTS
 from ....config import GrowAt, exchange_size
 from ....distributed import ExpertParallelGroups, possible_r, slice_size
@@ -32,14 +33,15 @@ logger = logging.getLogger(__name__)
 
 
 class RunGrowth:
-    """What a run knows of growth.
+    """Growth of one run.
 
     Attributes:
-        grow_at: when it grows, None: never.
-        history: of the set that it started from, for the sets that it saves.
+        grow_at: when the run grows; None: never.
+        history: of the set that the run started from, for the sets that it saves.
 
     Raises:
-        ValueError: the experts to come do not fit the ranks, or nobody starts the ranks again.
+        ValueError: the new experts do not fit the ranks or the options, or nobody starts the ranks
+            again.
     """
 
     def __init__(self, cfg: Any, model: torch.nn.Module):
@@ -51,14 +53,19 @@ class RunGrowth:
             _check(cfg, model, self.grow_at)
 
     def is_due(self, update: int) -> bool:
-        """Whether the run grows now, after an update."""
+        """Return whether the run grows now, after this update."""
         if self.grow_at is None or update < self.grow_at.update:
             return False
         return self._model.moe_groups.num_experts < self.grow_at.num_experts
 
     def check_memory(self, memory_of_step: Callable[[int], StepMemory | None]) -> None:
-        """Before the first update: raises ValueError where a step of the model to come does not fit
-        the device's memory, by what ``MoETrainer.memory_of_step`` says of so many experts.
+        """Check before the first update that a step of the grown model fits into memory.
+
+        Args:
+            memory_of_step: number of experts -> memory; ``MoETrainer.memory_of_step``.
+
+        Raises:
+            ValueError: the step does not fit.
         """
         if self._memory_checked or self.grow_at is None:
             return
@@ -80,19 +87,21 @@ class RunGrowth:
         all_ranks().run_on_first(f"growing {path}", work)
 
     def state(self) -> dict[str, Any]:
-        """Entries for a checkpoint."""
+        """Return entries for a checkpoint."""
         return {GROWTH: [entry.stored() for entry in self.history]} if self.history else {}
 
     def resume(self, state: Mapping[str, Any], update: int) -> None:
-        """Go on from a checkpoint's state, after so many updates; where they are counted anew, so
-        is the ramp of experts that are held back."""
+        """Take the history of a checkpoint after ``update`` updates.
+
+        A ramp starts again if the run counts its updates anew.
+        """
         self.history = [
             entry if entry.update <= update else entry.counted_from(update)
             for entry in history_of(state)
         ]
 
     def held_back(self, update: int) -> list[torch.Tensor | None]:
-        """For each layer, in the model's order, what ``update_load_bias`` takes."""
+        """Return for each layer, in the model's order, what ``update_load_bias`` takes."""
         layers = list(self._model.moe_layers.values())
         held = held_back(self.history, update, layers[0].config.num_outputs)
         if held is None:  # as in almost every update of almost every run
@@ -104,7 +113,7 @@ class RunGrowth:
 def follow_set(cfg: Any) -> None:
     """Let a run with ``--moe-grow-at`` build its model for the set that it goes on from.
 
-    Before there is a model, or a process group.
+    Called before there is a model or a process group.
     """
     grow_at = GrowAt.of(getattr(cfg.model, "moe_grow_at", None))
     if grow_at is None:
@@ -127,10 +136,10 @@ def follow_set(cfg: Any) -> None:
 
 
 def _check(cfg: Any, model: torch.nn.Module, grow_at: GrowAt) -> None:
-    flag = f"--moe-grow-at {grow_at}"
-    groups = model.moe_groups
+    """Raise ValueError if the run cannot grow as the options say."""
+    flag, groups = f"--moe-grow-at {grow_at}", model.moe_groups
     if cfg.checkpoint.no_save or groups.simulated:
-        raise ValueError(f"{flag} goes on from a checkpoint, and nothing is saved here")
+        raise ValueError(f"{flag} goes on from a checkpoint, but this run saves none")
     if cfg.model.moe_tune_file is not None:
         raise ValueError(
             f"{flag} changes the sizes that the choices of --moe-tune-file are for: leave out one"
@@ -142,18 +151,23 @@ def _check(cfg: Any, model: torch.nn.Module, grow_at: GrowAt) -> None:
             "use python -m fairseq_tutel.checkpoint grow"
         )
     if grow_at.num_experts < groups.num_experts:
-        raise ValueError(
-            f"{flag} is to make more experts, and there are {groups.num_experts} already"
-        )
+        raise ValueError(f"{flag} must make more experts, but there are {groups.num_experts}")
     try:
         _check_placement(cfg, model, grow_at.num_experts)
     except ValueError as error:
         raise ValueError(f"{flag}: {error}") from None
-    _check_load_bias(cfg, model, flag)
+    if cfg.model.moe_growth_updates:
+        flag += f" --moe-growth-updates {cfg.model.moe_growth_updates}"
+        if reason := why_inexact(options_of({"cfg": {"model": cfg.model}})):
+            raise ValueError(f"{flag}: {reason}: leave out --moe-growth-updates, or use K > 1")
+        if any(layer.config.load_bias == "none" for layer in model.moe_layers.values()):
+            raise ValueError(
+                f"{flag} holds new experts back by the load bias: give --moe-load-bias quantile"
+            )
 
 
 def _check_placement(cfg: Any, model: torch.nn.Module, num_experts: int) -> None:
-    """Raise ValueError where so many experts cannot be placed as the options say."""
+    """Raise ValueError if that many experts cannot be placed as the options say."""
     groups = model.moe_groups
     chosen = cfg.model.moe_expert_parallel_size
     size = exchange_size(num_experts, groups.world_size, chosen)
@@ -173,13 +187,3 @@ def _check_placement(cfg: Any, model: torch.nn.Module, num_experts: int) -> None
         )
     for layer in model.moe_layers.values():
         slice_size(getattr(layer.experts, "hidden_dim", grown.num_slices), grown.num_slices)
-
-
-def _check_load_bias(cfg: Any, model: torch.nn.Module, flag: str) -> None:
-    if not cfg.model.moe_growth_updates:
-        return
-    if any(layer.config.load_bias == "none" for layer in model.moe_layers.values()):
-        raise ValueError(
-            f"{flag} --moe-growth-updates {cfg.model.moe_growth_updates} holds new experts back by "
-            "the load bias: give --moe-load-bias quantile"
-        )
