@@ -1,4 +1,4 @@
-"""Settings that must precede every import: without a GPU, Triton kernels run interpreted."""
+"""Settings that must precede every import: without a GPU, Triton interprets kernels."""
 
 import logging
 import os
@@ -7,23 +7,29 @@ import sys
 
 import pytest
 import torch
+from helpers import fake_gpu
 
 import fairseq_tutel
+from fairseq_tutel.ops import backend
 
+HAS_GPU = fake_gpu.install()
 # Triton reads this when it is imported; set later, parts of its language fail.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items):
-    """Skip tests marked gpu where there is none; register if a collected test imports fairseq."""
+    """Skip what cannot run here; register if a collected test imports fairseq."""
     if "fairseq.utils" in sys.modules:
         fairseq_tutel.register()
-    if torch.cuda.is_available():
-        return
+    reasons = {
+        "gpu": None if HAS_GPU else "no GPU",
+        "interpreted": backend._why_not_triton("cpu"),
+    }
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="no GPU"))
+        for marker, reason in reasons.items():
+            if reason is not None and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import fake_gpu
+
 # Seconds that the other ranks get to fail too, once one has failed.
 GRACE = 3.0
 # torch imports the last when the first custom operator runs: a second of work for each rank
@@ -128,6 +130,7 @@ def _story(folder, rank, process):
 
 def _rank_main(function, args, rank, world_size, folder, timeout):
     torch.set_num_threads(1)
+    fake_gpu.install()
     folder = pathlib.Path(folder)
     with open(folder / f"stacks-{rank}", "w") as stacks:
         faulthandler.register(signal.SIGUSR2, file=stacks)

@@ -29,7 +29,7 @@ def test_custom_gate_runs_under_the_callers_autocast(dtype):
     assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
 
 
-@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["torch", pytest.param("triton", marks=pytest.mark.interpreted)])
 def test_custom_gate_in_a_half_model(name, backend):
     """Its logits are bf16; the softmax and the losses of these numbers are fp32."""
     backend(name)

@@ -66,6 +66,7 @@ def example(device, **options):
     return layer, x, pad_mask
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("name", CASES)
 def test_triton_equals_torch(name):
     layer, x, pad_mask = example("cpu", **CASES[name])
@@ -88,8 +89,11 @@ def test_triton_on_a_gpu_equals_torch_on_a_cpu(name):
     assert_tensors_close({k: v.cpu() for k, v in got.items()}, expected, 1e-4)
 
 
-# the triton cases on a CPU are interpreted
-ON = [("cpu", "torch"), ("cpu", "triton"), pytest.param("cuda", "triton", marks=pytest.mark.gpu)]
+ON = [
+    ("cpu", "torch"),
+    pytest.param("cpu", "triton", marks=pytest.mark.interpreted),
+    pytest.param("cuda", "triton", marks=pytest.mark.gpu),
+]
 FACTORS = pytest.mark.parametrize("factor", [1.0, 0.0], ids=["padded", "dropless"])
 DTYPES = pytest.mark.parametrize(
     ("dtype", "autocast"),
@@ -184,7 +188,7 @@ def test_compiles_without_a_graph_break(name, training):
 
 
 @pytest.mark.filterwarnings("error:Dynamo detected")
-@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["torch", pytest.param("triton", marks=pytest.mark.interpreted)])
 def test_compiles_in_a_process_that_has_not_run_it_yet(name, monkeypatch, caplog):
     """The choice of backend, not logged yet, is made inside of the traced code."""
     monkeypatch.setattr(backend_module, "_logged", set())

@@ -66,6 +66,7 @@ def test_few_operations_are_dispatched(options):
     assert "clone" not in backward
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
 @pytest.mark.parametrize(
     "options",
@@ -85,9 +86,8 @@ def test_few_operations_are_dispatched(options):
     ],
     ids=lambda options: "-".join(options),
 )
-def test_nothing_is_read_by_the_host(options, autocast):
+def test_nothing_is_read_by_the_host(options, autocast, device):
     """A fake tensor has a shape and no values: reading one is an error."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     with FakeTensorMode():
         layer, x = make(device, torch.float32 if autocast else torch.bfloat16, **options)
         pad_mask = torch.zeros(32, dtype=torch.bool, device=device)
@@ -102,7 +102,6 @@ def test_nothing_is_read_by_the_host(options, autocast):
 @pytest.fixture
 def inside(monkeypatch):
     """Records what the Triton backend's functions do; as on a GPU, with interpreted kernels."""
-    pytest.importorskip("triton.knobs")
     from triton.runtime.interpreter import GridExecutor
 
     recorder = Dispatched()
@@ -131,7 +130,7 @@ def inside(monkeypatch):
     return recorder
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="counts interpreted launches")
+@pytest.mark.interpreted
 @pytest.mark.parametrize("options", [{}, {"capacity_factor": 0.0}], ids=["padded", "dropless"])
 def test_the_operators_themselves_launch_little_and_read_nothing(options, inside):
     """All operations and kernels, those inside of the operators counted too."""

@@ -299,7 +299,7 @@ def by_logarithms(logits, expert_TK, score_function):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["torch", pytest.param("triton", marks=pytest.mark.interpreted)])
 @pytest.mark.parametrize("before", [False, True], ids=["", "normalised before"])
 @pytest.mark.parametrize(
     "options",

@@ -18,7 +18,6 @@ from fairseq_tutel.ops import backend
 
 E, N, M, F = 3, 5, 4, 6
 OFFSETS = {"padded": None, "ragged": [4, 4, 9], "full": [2, 9, 12], "empty": [0, 0, 0]}
-INTERPRETED = not torch.cuda.is_available()
 GATED = ("swiglu", "geglu")
 FORMULAS = {
     "gelu": functional.gelu,
@@ -33,20 +32,17 @@ FORMULAS = {
 NAMES = ("rows", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 
 
-@pytest.fixture(params=["one-block", "many-blocks", "triton"])
+@pytest.fixture(
+    params=["one-block", "many-blocks", pytest.param("triton", marks=pytest.mark.interpreted)]
+)
 def way(request, monkeypatch):
     """The rows of an expert in one block, as in small layers, in several, or as on a GPU."""
     if request.param == "many-blocks":
         monkeypatch.setattr(_expert_blocks, "_BLOCK_NUMEL", 1)
         monkeypatch.setattr(_expert_blocks, "_MIN_ROWS", 2)
     elif request.param == "triton":
-        as_on_a_gpu(monkeypatch)
+        monkeypatch.setattr(backend, "_requested", "triton")
     return request.param
-
-
-def as_on_a_gpu(monkeypatch):
-    pytest.importorskip("triton.knobs")
-    monkeypatch.setattr(backend, "_requested", "triton")
 
 
 def tensors(layout, dtype=torch.float64, requires_grad=True, halves=1, biased=True, width=F):
@@ -99,7 +95,7 @@ def test_equals_a_loop_over_rows(layout, activation, dtype, biased, way):
     """Products in the rows' dtype, bias and activation in fp32 at least; the loop in fp64."""
     if way == "triton" and dtype == torch.float64:
         dtype = torch.float32
-    if way == "triton" and dtype == torch.bfloat16 and INTERPRETED:
+    if way == "triton" and dtype == torch.bfloat16:
         pytest.skip("the interpreter truncates to bf16")
     args, offsets = tensors(layout, dtype, halves=1 + (activation in GATED), biased=biased)
     torch.manual_seed(6)  # of d_out: sums of few rows may cancel, which no tolerance covers
@@ -286,10 +282,11 @@ def test_errors(changes, message):
         ops.expert_ffn(**call)
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("way", ["triton"], indirect=True)
 @pytest.mark.parametrize("layout", ["padded", "ragged"])
-def test_the_two_masks_of_a_gpu_differ_and_both_gradients_use_them(layout, monkeypatch):
+def test_the_two_masks_of_a_gpu_differ_and_both_gradients_use_them(layout, way):
     """With fc2 as the identity, what one mask drops the other must not drop too."""
-    as_on_a_gpu(monkeypatch)
     size, rows = 32, 64
     eye, zero = torch.eye(size).expand(1, -1, -1), torch.zeros(1, size)
     x = torch.ones(1, rows, size) if layout == "padded" else torch.ones(rows, size)

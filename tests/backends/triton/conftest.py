@@ -12,18 +12,15 @@ collect_ignore_glob = ["*.py"] if backend._NO_TRITON else []
 POISON_INT = 0x5A5A5A5A
 
 
-@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.interpreted),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
 def device(request):
     """CPU in Triton's interpreter, and the GPU where there is one."""
-    from fairseq_tutel.backends.triton._runtime import INTERPRET
-
-    if request.param == "interpreter":
-        if not INTERPRET:
-            pytest.skip("Triton compiles for the GPU in this process")
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    return torch.device("cuda")
+    return torch.device(request.param)
 
 
 def _poison(tensor):

@@ -43,6 +43,7 @@ def test_equals_a_product_per_expert(ends, dtype, device):
     assert_close("gradient", got, want, dtype)
 
 
+@pytest.mark.interpreted
 @pytest.mark.skipif(not kernels._HAS_GROUPED_MM, reason="a torch without grouped_mm")
 def test_torchs_grouped_product_takes_what_it_is_given(monkeypatch):
     """Where it is one kernel; its CPU implementation checks shapes, layouts and results."""
