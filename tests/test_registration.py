@@ -51,11 +51,16 @@ def test_an_unknown_word_is_refused(capsys):
     assert "confgs" in capsys.readouterr().err
 
 
-def test_the_package_that_pip_installs_holds_the_configs(tmp_path):
+def test_the_package_that_pip_installs_holds_configs_and_the_mark_of_types(tmp_path):
     """A wheel is a zip file; building it without isolation takes seconds and no network."""
     build = ["wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path), str(ROOT)]
     run([sys.executable, "-m", "pip", *build])
     (wheel,) = tmp_path.glob("fairseq_tutel-*.whl")
     listed = zipfile.ZipFile(wheel).namelist()
-    for name in ("configs/meta_1.1t.yaml", "configs/hardware/h100.yaml", "moe/layer.py"):
+    for name in (
+        "py.typed",
+        "configs/meta_1.1t.yaml",
+        "configs/hardware/h100.yaml",
+        "moe/layer.py",
+    ):
         assert f"fairseq_tutel/{name}" in listed, name

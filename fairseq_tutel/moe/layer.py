@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -37,6 +37,11 @@ from .reports import MoEAux, balance_over_ranks, make_aux
 from .routers import route_of
 from .routing import mask_of_tokens, mask_tokens
 from .torch_modes import autocast_dtype, untraced
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .typed_options import RoutingOptions
 
 _sync_untraced = untraced(sync_step)  # a trace sees neither collectives nor hashes
 
@@ -106,7 +111,7 @@ class MoELayer(nn.Module):
         skip_exchange: bool = False,
         compute_aux: bool = True,
         layer_index: int = 0,
-        **routing,
+        **routing: Unpack[RoutingOptions],
     ):
         super().__init__()
         names = inspect.signature(MoELayer).parameters

@@ -1,0 +1,75 @@
+"""Types of keyword arguments, so that editors complete them and type checkers know them.
+
+Nothing reads them at run time. ``tests/moe/test_typed_options.py`` compares them with the fields of
+:class:`~fairseq_tutel.config.MoEConfig` and the arguments of
+:class:`~fairseq_tutel.moe.MoELayer`, which explain each option.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
+
+    from torch import nn
+
+    from ..config import ExchangeConfig, MoEConfig, Options
+
+
+class RoutingOptions(TypedDict, total=False):
+    """Fields of :class:`~fairseq_tutel.config.MoEConfig` but ``num_experts``."""
+
+    top_k: int
+    capacity_factor: float
+    eval_capacity_factor: float
+    eval_capacity_token_fraction: float
+    second_expert_policy: str
+    normalize_before_dropping: bool
+    unnormalized_weights: bool
+    batch_prioritized: bool
+    use_pad_mask: bool
+    gating_fp32: bool
+    router: str
+    gate_noise: float
+    input_jitter: float
+    input_dropout: float
+    z_loss_weight: float
+    load_importance_loss: bool
+    balance_scope: str
+    balance_choices: str
+    balance_over: str
+    load_bias: str
+    load_bias_rate: float
+    score_function: str
+    drop_policy: str
+    overflow_rerouting: int
+    route_scale: float
+    expert_output_masking: float
+    final_output_masking: float
+    local_drop: float
+    null_experts: int
+    router_options: Options | Mapping[str, Any] | None
+
+
+class LayerOptions(RoutingOptions, total=False):
+    """Arguments of :class:`~fairseq_tutel.moe.MoELayer` that ``replace_ffn`` hands on to it."""
+
+    hidden_dim: int | None
+    config: MoEConfig | None
+    activation: str
+    gate: nn.Module | None
+    expert_fn: Callable[[], nn.Module] | None
+    experts: Sequence[nn.Module] | None
+    expert_network: str
+    expert_options: Mapping[str, Any] | None
+    shared_expert_dim: int
+    dropout: float
+    activation_dropout: float
+    expert_storage: str
+    exchange: ExchangeConfig | str
+    record_exchange_time: bool
+    skip_exchange: bool
+    compute_aux: bool
+    layer_index: int
