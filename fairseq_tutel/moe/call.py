@@ -139,18 +139,6 @@ class LayerCall:
         return RouterCall(self.config, self.training, num_tokens, num_sequences, compact, **reports)
 
     @property
-    def takes_few(self) -> bool:
-        """Whether a few tokens may take the shortest way (:mod:`.few_tokens`): in evaluation, all
-        experts are here, no expert is ever full, and the choice is the softmax's K best.
-        """
-        config = self.config
-        here = not self.communicates and self.choice.parallelism.is_replicated
-        plain = config.score_function == "softmax" and config.load_bias == "none"
-        in_order = not config.batch_prioritized and config.drop_policy != "probability"
-        drops_nothing = not self.training and config.capacity(1, self.training) is None
-        return here and plain and in_order and drops_nothing and not config.null_experts
-
-    @property
     def overlap_degree(self) -> int:
         """Chunks in which rows travel; 1 where there is nothing to overlap with."""
         return self.choice.config.overlap_degree if self.communicates else 1

@@ -30,7 +30,6 @@ from .arguments import gate_for, groups_for, one_config, own_experts
 from .call import ExchangeChoice, ExchangeChoices, LayerCall
 from .dispatcher import dispatch_and_combine
 from .experts import ExpertBank, SharedExpert, custom_experts, make_experts
-from .few_tokens import through_few
 from .local_drop import stays_local, without_exchange
 from .memory import StepMemory, free_memory, routed_bytes
 from .reports import MoEAux, balance_over_ranks, make_aux
@@ -188,8 +187,8 @@ class MoELayer(nn.Module):
                 prepared one (:meth:`prepare_exchanges`), with any overlap, wire formats and r.
             record: of the aux value; one that is given takes recomputed exchanges, too.
             return_aux: also return the aux loss and the counts that metrics are made of. Without,
-                they are not computed in evaluation under ``torch.no_grad``, where a few tokens take
-                a shorter way (:mod:`.few_tokens`), nor with ``compute_aux=False``.
+                they are not computed in evaluation under ``torch.no_grad``, nor with
+                ``compute_aux=False``.
             balance_later: whether the caller finishes the report in that way without a ``step``.
 
         Returns:
@@ -204,15 +203,12 @@ class MoELayer(nn.Module):
         call = self._resolve(step, top_k, capacity_factor, exchange, r)
         given_TM, x_TM = self._tokens(x)
         agreed = self._agree(call, x_TM, step)
-        pad_mask_T, y_TM = mask_of_tokens(pad_mask, x), None
-        if not return_aux and agreed.timer is None:
-            y_TM = through_few(self.gate, self.experts, x_TM, pad_mask_T, call)
-        if y_TM is None:
-            again = self.compute_aux and (self.training or torch.is_grad_enabled())
-            reports = {"reports": return_aux or again, "reports_again": again}
-            router_call = call.for_router(agreed.num_tokens, x.shape[:-2].numel(), **reports)
-            routing, router_aux = self._route(self.gate, given_TM, x_TM, pad_mask_T, router_call)
-            y_TM, record = self._through_experts(x_TM, routing, call, agreed, record)
+        pad_mask_T = mask_of_tokens(pad_mask, x)
+        again = self.compute_aux and (self.training or torch.is_grad_enabled())
+        reports = {"reports": return_aux or again, "reports_again": again}
+        router_call = call.for_router(agreed.num_tokens, x.shape[:-2].numel(), **reports)
+        routing, router_aux = self._route(self.gate, given_TM, x_TM, pad_mask_T, router_call)
+        y_TM, record = self._through_experts(x_TM, routing, call, agreed, record)
         if self.shared_expert is not None:
             y_TM = y_TM + self.shared_expert(x_TM)
         y = mask_tokens(y_TM, call.config.final_output_masking, self.training)

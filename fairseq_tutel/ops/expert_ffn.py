@@ -26,6 +26,20 @@ def check_activation(activation: str, dropout_p: float) -> None:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
 
 
+def activate(z_NF: Tensor, activation: str) -> Tensor:
+    """Return the hidden values of rows from those before the activation; not differentiable.
+
+    Args:
+        z_NF: (N, F), or (N, 2F) of a gated network, the gate's first.
+        activation: as of :func:`expert_ffn`.
+    """
+    function, _ = ACTIVATIONS[GATES.get(activation, activation)]
+    gate_NF, *up_NF = z_NF.chunk(2 if activation in GATES else 1, 1)
+    gate_NF = gate_NF.contiguous()
+    active_NF = function(gate_NF, torch.empty_like(gate_NF))
+    return active_NF.mul_(up_NF[0]) if up_NF else active_NF
+
+
 def dropout_seed(
     dropout_p: float, seed: Tensor | int | None, device: torch.device
 ) -> Tensor | None:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from helpers.assertions import rms_ratio
 
-from fairseq_tutel.backends.torch import expert_ffn_int8
 from fairseq_tutel.moe import MoELayer, hold_experts
+from fairseq_tutel.moe.experts.int8 import expert_ffn_int8
 
 DIM, EXPERTS = 32, 4
 

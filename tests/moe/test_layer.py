@@ -404,3 +404,19 @@ def test_collected_losses_have_their_gradients_under_activation_checkpointing(co
         ["x", *dict(layer.named_parameters())], *grads[::-1], strict=True
     ):
         assert_close(name, recomputed, alone, torch.float64)
+
+
+@pytest.mark.parametrize("how", ["jit.trace", "functionalize", "vmap"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@torch.no_grad()
+def test_small_evaluations_route_in_traces_and_transforms(how):
+    """Nothing that the example's values decide is in a trace."""
+    layer = make_layer(top_k=2, capacity_factor=0.0).eval()
+    example, x = torch.randn(2, 6, M, dtype=torch.float64).unbind()
+    if how == "jit.trace":
+        call = torch.jit.trace(layer, example)
+    elif how == "functionalize":
+        call = torch.func.functionalize(layer)
+    else:
+        call = lambda x: torch.func.vmap(layer)(x.view(3, 2, M)).view_as(x)  # noqa: E731
+    assert_close(how, call(x), layer(x), torch.float64)

@@ -114,7 +114,7 @@ def test_an_operator_has_the_same_file_in_every_room():
     parts = {"activation.py", "expert_chunks.py"}
     assert files("backends/torch") - parts == operators
     # a product of torch's needs no kernel, nor what is for a CPU alone
-    assert files("backends/triton") - parts == operators - {"gate_logits.py", "few_tokens.py"}
+    assert files("backends/triton") - parts == operators - {"gate_logits.py"}
 
 
 def test_every_function_of_a_kernel_has_a_twin():

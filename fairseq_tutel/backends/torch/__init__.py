@@ -12,7 +12,6 @@ from .adam import adam16_maxima, adam16_step_, finite_max, quantize_
 from .dispatch import combine_bwd, combine_fwd, dispatch_bwd, dispatch_fwd
 from .expert_chunks import expert_chunk_bwd, expert_chunks_bwd_params
 from .expert_ffn import expert_ffn_bwd, expert_ffn_fwd
-from .few_tokens import FewRows, arrange_few, choose_few, expert_ffn_few, expert_ffn_int8
 from .gate_logits import gate_logits_bwd, gate_logits_fwd
 from .gating import topk_gating_bwd, topk_gating_fwd
 from .rows import assign_rows_bwd, assign_rows_fwd, rows_in_order
@@ -26,14 +25,11 @@ torch.empty((32 << 20) - (64 << 10), dtype=torch.uint8, device="cpu")
 
 __all__ = [
     "ACTIVATIONS",
-    "FewRows",
     "adam16_maxima",
     "adam16_step_",
-    "arrange_few",
     "assign_rows_bwd",
     "assign_rows_fwd",
     "assign_slots",
-    "choose_few",
     "combine_bwd",
     "combine_fwd",
     "decode_rows",
@@ -43,9 +39,7 @@ __all__ = [
     "expert_chunk_bwd",
     "expert_chunks_bwd_params",
     "expert_ffn_bwd",
-    "expert_ffn_few",
     "expert_ffn_fwd",
-    "expert_ffn_int8",
     "finite_max",
     "gate_logits_bwd",
     "gate_logits_fwd",

@@ -105,17 +105,6 @@ class ExpertBank(nn.Module):
         return {}
 
     @property
-    def computes_used(self) -> bool:
-        """Whether :meth:`used` takes the place of :meth:`forward` for a few tokens."""
-        return False
-
-    def used(self, rows_RM: torch.Tensor, spans: Sequence[tuple[int, int, int]]) -> torch.Tensor:
-        """:meth:`forward` without autograd and dropout on the rows of those experts that have any:
-        (local expert, its first row, the end of its rows), one after the other.
-        """
-        raise NotImplementedError
-
-    @property
     def computes_chunks(self) -> bool:
         """Whether ``chunk*`` take the place of :meth:`forward` for rows in chunks."""
         return False

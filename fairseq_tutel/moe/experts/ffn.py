@@ -7,11 +7,9 @@ from torch import nn
 
 from ... import ops
 from ...config import EXPERTS
-from ..torch_modes import is_observed
 from .base import ExpertCall
+from .int8 import INT8_MULTIPLE, expert_ffn_int8
 from .stacked import Stacked, StackedExperts
-
-_INT8_MULTIPLE = 32
 
 
 @EXPERTS.register("ffn")
@@ -38,24 +36,8 @@ class Experts(StackedExperts):
         )
 
     @property
-    def computes_used(self):
-        mine = type(self)
-        usual = mine.forward is StackedExperts.forward and mine.compute is Experts.compute
-        return usual and not is_observed(self)
-
-    def used(self, rows_RM, spans):
-        return self.compute_used(self.call(rows_RM.dtype), rows_RM, spans)
-
-    def compute_used(self, call, rows_RM, spans):
-        if type(self).compute is not Experts.compute:  # another network's, made of this one
-            return super().compute_used(call, rows_RM, spans)
-        activation = self._options(call).activation
-        return ops.expert_ffn_few(rows_RM, spans, *self._tensors(call), activation=activation)
-
-    @property
     def has_int8_product(self):
-        # torch's kernel reads past the end of rows of another width
-        whole = all(dim % _INT8_MULTIPLE == 0 for dim in (self.model_dim, self.hidden_dim))
+        whole = all(dim % INT8_MULTIPLE == 0 for dim in (self.model_dim, self.hidden_dim))
         return whole and type(self).compute is Experts.compute
 
     def compute_int8(self, held, rows_NM):
@@ -64,7 +46,7 @@ class Experts(StackedExperts):
         parts = dict(zip(self.layout, held, strict=True))
         w1, w2 = ((v.flatten(0, 1) for v in parts[f"fc{i}_weight"]) for i in (1, 2))
         b1, b2 = (parts.get(f"fc{i}_bias") for i in (1, 2))
-        return ops.expert_ffn_int8(
+        return expert_ffn_int8(
             rows_NM,
             *(*w1, None if b1 is None else b1.flatten()),
             *(*w2, None if b2 is None else b2.flatten()),

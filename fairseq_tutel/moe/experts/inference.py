@@ -15,37 +15,18 @@ The gate, attention and embeddings stay what they are, and so does the dtype of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from ..chunks import ExpertRows
-from ..torch_modes import is_observed, without_autocast
+from ..torch_modes import without_autocast
 from .base import ExpertBank, ExpertCall
+from .int8 import Int8
 from .stacked import StackedExperts
 
 STORAGES = ("stacked", "mapped", "bf16", "int8")
 # rows of an expert up to which weights of one byte take less time than those of two
 _INT8_ROWS = 16
-
-
-class Int8(NamedTuple):
-    """A weight as ``value * scale``, [n, A, B] int8 and [n, A] bf16."""
-
-    value: torch.Tensor
-    scale: torch.Tensor
-
-    @classmethod
-    def of(cls, weight: torch.Tensor) -> Int8:
-        """Rounded to nearest, symmetric around 0; a row of zeros stays one."""
-        largest = weight.float().abs().amax(-1)
-        scale = (largest.clamp(min=torch.finfo(torch.float32).tiny) / 127).to(torch.bfloat16)
-        scaled = weight.float() / scale.float()[..., None]
-        return cls(scaled.round_().clamp_(-127, 127).to(torch.int8), scale)
-
-    def to(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight that it stands for."""
-        return self.value.to(dtype) * self.scale[..., None].to(dtype)
 
 
 class InferenceExperts(ExpertBank):
@@ -87,15 +68,12 @@ class InferenceExperts(ExpertBank):
             if end > begin
         ]
         with without_autocast(rows_RM.device):
-            out_RM = self.used(rows_RM, spans)
+            out_RM = self._used(rows_RM, spans)
         out_RM[ends[-1] :] = 0
         return out_RM.view(batch.rows.shape)
 
-    @property
-    def computes_used(self) -> bool:
-        return not is_observed(self)
-
-    def used(self, rows_RM: torch.Tensor, spans: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+    def _used(self, rows_RM, spans):
+        """Compute the rows of the experts that have any."""
         if self.training or (torch.is_grad_enabled() and rows_RM.requires_grad):
             raise ValueError(
                 f"experts that are held as {self.storage!r} have no gradients: they are for "
@@ -113,15 +91,15 @@ class InferenceExperts(ExpertBank):
                 f"the experts, held as {self.storage!r}, have no weights until a state dict is "
                 "loaded"
             )
-        whole, network = [(0, 0, len(rows_NM))], self.network
+        network = self.network
         if self.storage == "mapped":
             params = (_one_stack(values).to(rows_NM) for values in held.values())
-            return network.compute_used(ExpertCall(tuple(params)), rows_NM, whole)
+            return _compute(network, params, rows_NM)
         half_NM = rows_NM.to(torch.bfloat16)
         if self.storage == "int8" and len(rows_NM) <= _INT8_ROWS and network.has_int8_product:
             return network.compute_int8(tuple(held.values()), half_NM).to(rows_NM.dtype)
-        params = tuple(value.to(torch.bfloat16) for value in held.values())
-        return network.compute_used(ExpertCall(params), half_NM, whole).to(rows_NM.dtype)
+        params = (value.to(torch.bfloat16) for value in held.values())
+        return _compute(network, params, half_NM).to(rows_NM.dtype)
 
     def hold(self, slot: int, name: str, values: Sequence[torch.Tensor]) -> None:
         """Take the tensors of a stacked parameter of one local expert."""
@@ -194,6 +172,10 @@ class InferenceExperts(ExpertBank):
 
     def extra_repr(self) -> str:
         return f"{self.storage}, {self.network.extra_repr()}"
+
+
+def _compute(network, params, rows_NM):
+    return network.compute(ExpertCall(tuple(params)), rows_NM[None], None)[0]
 
 
 def _one_stack(values: tuple[torch.Tensor, ...]) -> torch.Tensor:

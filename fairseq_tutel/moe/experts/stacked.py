@@ -174,20 +174,6 @@ class StackedExperts(ExpertBank):
         """
         raise NotImplementedError
 
-    def compute_used(
-        self, call: ExpertCall, rows_RM: torch.Tensor, spans: Sequence[tuple[int, int, int]]
-    ) -> torch.Tensor:
-        """:meth:`compute` without dropout, of the experts that have rows, as in :meth:`used`."""
-        out_RM = torch.empty_like(rows_RM)
-        for expert, begin, end in spans:
-            params = (
-                param[expert * len(stacked.names) :][: len(stacked.names)]
-                for param, stacked in zip(call.params, self.layout.values(), strict=True)
-            )
-            one, rows = ExpertCall(tuple(params)), rows_RM[None, begin:end]
-            out_RM[begin:end] = self.compute(one, rows, None)[0]
-        return out_RM
-
     # whether there is compute_int8(weights, rows), on weights of one byte and rows in bf16
     has_int8_product = False
 
