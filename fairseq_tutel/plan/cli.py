@@ -1,6 +1,6 @@
 """Command line of the planner.
 
-Words are read, and refused, before torch and fairseq are imported, which takes seconds.
+Arguments are checked before torch and fairseq are imported, which takes seconds.
 """
 
 from __future__ import annotations
@@ -20,29 +20,28 @@ _EPILOG = """\
 key=value:
   gpus=N              ranks (default: the world size of config or command)
   hardware=NAME       a profile in CONFIG_DIR/hardware, or a shipped one (default: a100-80g)
-  vocabulary=N        size of the dictionary where the data is not here
-  sentence=N          tokens of a sentence to translate, and of its translation (default: the
-                      most that the run takes)
-  tokens=N            of a training, whose days are said (default: 300e9)
-  anything else       an override of the config, as for fairseq-hydra-train: +model.x=1 adds
-                      what the file does not state, ~task.x takes out what it does
+  vocabulary=N        size of the dictionary if the data is not here
+  sentence=N          tokens per source and target sentence (default: the most that the run takes)
+  tokens=N            tokens of the training, for its duration in days (default: 300e9)
+  anything else       an override of the config, as for fairseq-hydra-train: +model.x=1 adds a key,
+                      ~task.x removes one
 
-What is planned is a config, or a command that trains, with whatever starts it:
+Plan a config, or a training command with any launcher in front:
   python -m fairseq_tutel.plan --config-name meta_1.1t gpus=512
   python -m fairseq_tutel.plan gpus=8 -- fairseq-train data-bin --arch transformer_lm_gpt_moe ...
   python -m fairseq_tutel.plan --config-name meta_1.1t gpus=512 hardware=h200 +model.moe_a2a=2dh
   python -m fairseq_tutel.plan --config-name meta_1.1t gpus=512 model.moe_expert_count=64 --best
 
-The exit status is 1, with the reason on standard error, where a run cannot be.
+The exit status is 1, with the reason on standard error, if the run is impossible.
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options of ``python -m fairseq_tutel.plan``."""
+    """Build the parser of ``python -m fairseq_tutel.plan``."""
     options = CommandLine(
         prog="python -m fairseq_tutel.plan",
         usage="%(prog)s [options] [key=value ...] (--config-name NAME | -- COMMAND)",
-        description="Parameters, memory, traffic and predicted speed of a training run, on paper.",
+        description="Parameters, memory, traffic and predicted speed of a training run.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -63,13 +62,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the planner; returns the exit status."""
+    """Run the planner; return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     cut = words.index("--") if "--" in words else len(words)
     command, own_parser = words[cut + 1 :], parser()
     options = own_parser.parse_intermixed_args(words[:cut])  # keys before and behind options
     if (options.config_name is None) == (not command):
-        own_parser.error("give either --config-name NAME, or a command that trains behind --")
+        own_parser.error("give either --config-name NAME, or a training command behind --")
     try:
         own, overrides = _split(options.override)
         if command and overrides:
@@ -88,7 +87,7 @@ def _run(options, own: dict[str, Any], overrides: list[str], command: list[str])
     from .report import describe, describe_best, describe_grown
     from .settings import read_settings
 
-    for name in (None, "fairseq"):  # fairseq's import makes both talk
+    for name in (None, "fairseq"):  # fairseq's import turns both up
         logging.getLogger(name).setLevel(logging.WARNING)
     profile = own.get("hardware", "a100-80g")
     directory, file = options.config_dir, f"hardware/{with_extension(profile)}"
@@ -115,7 +114,7 @@ def _run(options, own: dict[str, Any], overrides: list[str], command: list[str])
 
 
 def _split(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The planner's own keys, and the overrides of the config."""
+    """Split the words into the planner's own keys and overrides of the config."""
     own, overrides = {}, []
     for word in words:
         key, _, text = word.partition("=")

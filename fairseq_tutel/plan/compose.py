@@ -1,8 +1,8 @@
-"""The configuration of a run: a config with overrides, or a command that trains.
+"""The configuration of a run, from a config with overrides or from a training command.
 
-A config is composed as fairseq-hydra-train composes it: by Hydra, over the schema of fairseq, with
-the defaults of the registered model, task, criterion and optimizer. The flags of fairseq-train are
-read by fairseq's own parser.
+Hydra composes a config as in fairseq-hydra-train: over fairseq's schema, with the defaults of the
+registered model, task, criterion and optimizer. fairseq's own parser reads the flags of
+fairseq-train.
 """
 
 from __future__ import annotations
@@ -38,19 +38,21 @@ SUPPORTED = list(ARCHITECTURES)
 
 
 def load_config(directory: Path, name: str, overrides: Sequence[str]) -> DictConfig:
-    """The YAML file ``name`` of ``directory`` with Hydra's ``key=value`` overrides. Raises
-    ValueError where there is no such file, or Hydra, or the schema of a part, refuses an override.
+    """Compose the YAML file ``name`` of ``directory`` with Hydra's ``key=value`` overrides.
+
+    Raises:
+        ValueError: there is no such file, or Hydra or a schema refuses an override.
     """
     if not (directory / with_extension(name)).is_file():
         known = ", ".join(sorted(p.stem for p in directory.glob("*.yaml"))) or "none"
         raise ValueError(f"no config {name!r} in {directory} (there are: {known})")
     name = with_extension(name).removesuffix(".yaml")
     hydra_init(name)
-    # Hydra 1.1 and newer want this argument, so as not to warn; 1.0 does not have it
+    # Hydra 1.1 and newer warn without this argument; 1.0 does not have it
     version = {} if hydra.__version__.startswith("1.0") else {"version_base": "1.1"}
     try:
         with warnings.catch_warnings():
-            # fairseq relies on what Hydra 1.1 deprecated; Hydra 1.0 prints what its parts warn of
+            # fairseq uses what Hydra 1.1 deprecated; Hydra 1.0 prints warnings of its parts
             warnings.simplefilter("ignore")
             with initialize_config_dir(str(directory.resolve()), **version):
                 config = compose(config_name=name, overrides=list(overrides))
@@ -69,8 +71,13 @@ def _check_supported(option: str, arch: str | None) -> None:
 
 
 def load_command(words: Sequence[str]) -> tuple[str, DictConfig]:
-    """The program of a command line, whatever starts it, and the config that it trains with. Raises
-    ValueError where no program trains, or it would refuse the words.
+    """Read a training command, with any launcher in front of it.
+
+    Returns:
+        The name of the program and the config that it trains with.
+
+    Raises:
+        ValueError: no program in the command trains, or the program would refuse its arguments.
     """
     start = next((i for i, word in enumerate(words) if Path(word).name in TRAINING), None)
     if start is None:
@@ -114,7 +121,7 @@ def load_command(words: Sequence[str]) -> tuple[str, DictConfig]:
 
 
 def _import_user_dir(words: list[str]) -> list[str]:
-    """Import that of a command, unless it is this package; the words without it."""
+    """Import the user dir of a command, unless it is this package; return the other words."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--user-dir", default=None)
     known, others = parser.parse_known_args(words)

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of GPU (or CPU rank) in its nodes; every number has a source in its YAML file."""
+    """One kind of GPU (or CPU rank) in its nodes; the YAML file has a source for every number."""
 
     title: str
     gpus_per_node: int  # behind one fast interconnect
@@ -29,11 +29,11 @@ class Hardware:
     message_overhead: float  # seconds per message to one peer
 
     def flops(self, element: int) -> float:
-        """Peak of matrix products of numbers of so many bytes, per second."""
+        """Return the peak of matrix products, per second, for numbers of ``element`` bytes."""
         return self.half_flops if element == 2 else self.fp32_flops
 
     def product_rate(self, element: int) -> float:
-        """FLOPs per second that matrix products of such numbers reach."""
+        """Return FLOPs per second that matrix products of such numbers reach."""
         return self.flops(element) * self.matmul_efficiency
 
     @property
@@ -42,13 +42,17 @@ class Hardware:
         return self.memory_bandwidth * self.memory_efficiency
 
     def neighbours(self, stride: int) -> int:
-        """Of GPUs so far apart, those of one node."""
+        """Return how many of the GPUs ``stride`` apart are in one node."""
         return max(1, self.gpus_per_node // stride)
 
 
 def load_hardware(directory: Path, name: str) -> Hardware:
-    """Read ``hardware/NAME.yaml`` beside the configs; raises ValueError where there is no such
-    file, or a number is missing, unknown, not positive or without a source.
+    """Read ``hardware/NAME.yaml`` beside the configs.
+
+    Raises:
+        ValueError: there is no such file, or a number is missing, unknown, not positive or without
+        a
+            source.
     """
     path = directory / "hardware" / f"{name.removesuffix('.yaml')}.yaml"
     if not path.is_file():

@@ -1,8 +1,8 @@
 """Memory of one GPU, by kind, as formulas over what autograd keeps.
 
-Kept per token of a layer, element size b (the tensors that the layers of fairseq and of this
-package save for the backward pass on a GPU, attention through the memory-efficient kernel, which
-keeps no table of scores):
+A layer keeps these bytes per token, with element size b. They are what the layers of fairseq and of
+this package save for the backward pass on a GPU, with the memory-efficient attention kernel, which
+keeps no table of scores:
 
     attention      M of: norm's input, its output, q, k, v, result, result in sentence order,
                    next norm's input, next norm's output (dense) or its sentence-ordered copy
@@ -16,12 +16,12 @@ keeps no table of scores):
     shared expert  input and output of the activation, 2 b F
     conditional    a dense FFN, and the two outputs that are mixed, 2 b M
     experts        per row of the dispatch buffer: rows received, b M; input and output of the
-                   activation, 2 b F (3 b F where one is gated); output, b M. With r-flow there are
-                   r times as many of both
-    weights        that r-flow has gathered for the layer, b each
+                   activation, 2 b F (3 b F if gated); output, b M. With adaptive parallelism r
+                   times as many of both
+    weights        gathered for the layer by adaptive parallelism, b each
 
 With ``checkpoint_activations`` a layer keeps its input only, b M per token, and one layer at a
-time is computed again.
+time is recomputed.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class Memory:
     optimizer: int  # Adam's statistics
     states: int  # weights, gradients, fp32 copies and statistics
     activations: int  # kept for the backward pass, with gathered weights, without ``dispatch``
-    dispatch: int  # rows of model width sent to and received from experts, kept or at work
+    dispatch: int  # rows sent to and received from experts, kept or in use
     logits: int  # logits, log-probabilities and their gradients at the turning point
-    gathered: int  # one layer's expert weights, as r-flow gathers them; part of ``activations``
+    gathered: int  # gathered expert weights of one layer; part of ``activations``
     peak_phase: str  # when most is alive: at the "loss", in the "backward" pass, in the "update"
-    at_peak: dict[str, int]  # by kind, what is alive then
+    at_peak: dict[str, int]  # bytes alive at the peak, by kind
     without_checkpointing: int  # activations and dispatch buffers if nothing were recomputed
 
     @property
     def peak(self) -> int:
-        """The most that is alive at one time."""
+        """Most bytes that are alive at one time."""
         return sum(self.at_peak.values())
 
 
@@ -65,10 +65,10 @@ class Layer:
 
     parameters: int  # number of its parameters here
     activations: int  # saved for the backward pass when nothing is recomputed
-    dispatch: int  # buffers of rows, the same
-    gradients: int  # of activations, that its backward pass has at once
-    gathered: int = 0  # weights that r-flow has gathered for it
-    # of its input, all that is kept if it is computed again; 0 if that is kept on the host
+    dispatch: int  # buffers of rows saved for it
+    gradients: int  # of activations, alive at once in its backward pass
+    gathered: int = 0  # gathered expert weights
+    # bytes of its input if the layer is recomputed; 0 if the input is kept on the host
     checkpoint: int | None = None
 
     @property
@@ -80,16 +80,16 @@ class Layer:
 
     @property
     def working(self) -> int:
-        """Bytes that its backward pass needs beside ``kept``."""
+        """Bytes that its backward pass needs besides ``kept``."""
         if self.checkpoint is None:
             return self.gradients + self.gathered
-        # the input that is kept is also the first tensor that the recomputation saves
+        # the kept input is also the first tensor that the recomputation saves
         again = self.activations + self.dispatch + 2 * self.gathered - self.checkpoint
         return self.gradients + again
 
 
 def make_layers(settings: Settings, parameters: Parameters, traffic: Traffic) -> list[Layer]:
-    """The layers from the bottom up."""
+    """Return the layers from the bottom up."""
     stacks = zip(settings.stacks, parameters.stacks, traffic.gathered, strict=True)
     return [layer for each in stacks for layer in _layers_of_stack(settings, traffic, *each)]
 
@@ -123,13 +123,13 @@ def _attention_bytes(settings: Settings, stack: Stack) -> int:
 
 
 def _dense_bytes(settings: Settings, stack: Stack) -> tuple[int, int, int]:
-    """(activations, dispatch buffers, gradients of activations) of a dense layer."""
+    """Return (activations, dispatch buffers, gradients of activations) of a dense layer."""
     ffn, gradients = _ffn_bytes(settings, stack, max(stack.dense_widths, default=0))
     return _attention_bytes(settings, stack) + ffn, 0, gradients
 
 
 def _ffn_bytes(settings: Settings, stack: Stack, hidden: int) -> tuple[int, int]:
-    """(activations, gradients of activations) of a stock FFN."""
+    """Return (activations, gradients of activations) of a stock FFN."""
     model, tokens, b = settings.model, settings.tokens, settings.precision.element
     saved_input, gradients = {
         # fairseq's gelu: fp32 input, and in its backward pass fp32 gradients of both sides
@@ -144,10 +144,10 @@ def _ffn_bytes(settings: Settings, stack: Stack, hidden: int) -> tuple[int, int]
 def _moe_bytes(
     settings: Settings, stack: Stack, counted: StackParameters, traffic: Traffic
 ) -> tuple[int, int, int]:
-    """(activations, dispatch buffers, gradients of activations) of an MoE layer.
+    """Return (activations, dispatch buffers, gradients of activations) of an MoE layer.
 
-    In the backward pass of the experts' activation its inputs, its output and the gradients of all
-    are alive; two row buffers are left, as many as were saved.
+    The backward pass of the experts' activation has its inputs, its output and their gradients at
+    once, and as many row buffers as were saved: two.
     """
     b = settings.precision.element
     routed = routed_bytes(
@@ -170,11 +170,11 @@ def _moe_bytes(
 
 
 def count_memory(settings: Settings, parameters: Parameters, stack: list[Layer]) -> Memory:
-    """Memory of one GPU of a run whose layers keep what the stack says."""
+    """Count the memory of one GPU from what its layers keep."""
     model, precision, tokens = settings.model, settings.precision, settings.tokens
     b, per_gpu = precision.element, parameters.per_gpu
-    # input of the output projection and of the norm before it; of an encoder, of its last norm, and
-    # its output
+    # inputs of the output projection and of the norm before it; for an encoder, input and output of
+    # its last norm
     ends = tokens * b * (model.decoder_embed_dim + model.decoder_output_dim)
     ends += tokens * b * 2 * sum(each.dim for each in settings.stacks if each.side == "encoder")
     held = kept = sum(layer.kept for layer in stack) + ends
@@ -213,7 +213,7 @@ def count_memory(settings: Settings, parameters: Parameters, stack: list[Layer])
 
 
 def stepped_parameters(settings: Settings, parameters: Parameters) -> int:
-    """Parameters that the optimizer of a GPU has statistics of, of the GPU that has most."""
+    """Return how many parameters have optimizer statistics on the GPU that has most."""
     return parameters.local + (parameters.owned if settings.zero_sharding else parameters.dense)
 
 
@@ -224,9 +224,9 @@ def _total(kinds: dict[str, int]) -> int:
 def _backward(
     settings: Settings, parameters: Parameters, stack: list[Layer]
 ) -> Iterator[dict[str, int]]:
-    """What is alive in the backward pass of each layer, by kind, from the top down.
+    """Yield what is alive in the backward pass of each layer, by kind, from the top down.
 
-    Layers above have given their gradients and freed what they kept.
+    Layers above have produced their gradients and freed what they kept.
     """
     b = settings.precision.element
     gradients = parameters.embeddings
@@ -243,10 +243,14 @@ def _backward(
 
 
 def _update_buffers(settings: Settings, parameters: Parameters) -> int:
-    """The all-reduce's buffer of dense gradients and the optimizer's temporaries; or, if larger,
-    the token embedding's gradient, last of all, before it is added to that of the output."""
+    """Return bytes of buffers while the weights are updated.
+
+    These are the all-reduce buffer of dense gradients and the temporaries of the optimizer; or, if
+    that is larger, the gradient of the token embedding before it is added to that of the output
+    projection.
+    """
     precision, b = settings.precision, settings.precision.element
-    communication = b * parameters.dense  # in buckets of them all
+    communication = b * parameters.dense  # in buckets
     if settings.gpus == 1:
         communication = 0
     elif settings.ddp_backend in ("legacy_ddp", "no_c10d", "fully_sharded"):

@@ -20,15 +20,15 @@ from .settings import Settings, is_encoder_decoder
 
 @dataclass(frozen=True)
 class StackParameters:
-    """Numbers of parameters of a stack of layers."""
+    """Parameter counts of one stack of layers."""
 
-    dense_layer: int  # of a layer with a dense FFN (the mean, where widths differ)
+    dense_layer: int  # of a layer with a dense FFN (the mean if widths differ)
     moe_layers: int = 0  # number of MoE layers
     moe_layer: int = 0  # of an MoE layer without the experts that it routes to
     local: int = 0  # of the experts of an MoE layer on one GPU
     expert: int = 0  # of one expert
     products: int = 0  # of ``expert``, the elements of its matrices
-    unsliced: int = 0  # of ``expert``, what each GPU that shares it holds: the output's bias
+    unsliced: int = 0  # of ``expert``, on each GPU that shares it: the output's bias
     hidden: int = 0  # numbers that an expert keeps of a row: inputs and output of its activation
 
     @property
@@ -39,18 +39,18 @@ class StackParameters:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters."""
+    """Parameter counts of the model."""
 
     embeddings: int  # of embeddings, final norms and output projection
-    dense: int  # of everything but the experts; every GPU holds all of it
+    dense: int  # of everything but the experts, on every GPU
     largest: int  # elements of the largest tensor on a GPU
-    # of ``dense``, what the GPU that owns most of it has state of in --zero-sharding; this one
-    # depends on the number of all GPUs
+    # of ``dense``, on the GPU with most optimizer state in --zero-sharding; depends on the number
+    # of all GPUs
     owned: int = dataclasses.field(compare=False)
     stacks: tuple[StackParameters, ...]  # as Settings.stacks
     experts: int = 0  # E, per MoE layer, over all GPUs
     local_experts: int = 0  # e, per MoE layer and GPU
-    slices: int = 1  # S, GPUs that share each expert; 1 where each holds it whole
+    slices: int = 1  # S, GPUs that share each expert; 1 if each holds it whole
     # placement of the experts, of rank 0; None in a dense model
     groups: ExpertParallelGroups | None = dataclasses.field(default=None, compare=False)
 
@@ -77,8 +77,10 @@ class Parameters:
 
 
 def count_parameters(settings: Settings) -> Parameters:
-    """Count the parameters of one rank's model, which is built on the meta device. Raises
-    ValueError if the settings' r or placement is none of this number of GPUs and experts.
+    """Count the parameters of one rank's model, built on the meta device.
+
+    Raises:
+        ValueError: r or the placement does not fit the number of GPUs and experts.
     """
     with torch.device("meta"):
         model = build_model(settings)
@@ -129,7 +131,7 @@ def _count_stack(stack: MoEStack, groups: ExpertParallelGroups | None) -> StackP
 
 
 def expert_sizes(experts: StackedExperts) -> dict[str, int]:
-    """Sizes of one whole expert, as its network states them."""
+    """Return the sizes of one whole expert, as its network states them."""
     dim, units = experts.model_dim, experts.hidden_dim
     numbers, flops = experts.count(dim, units, experts.options)
     whole = [each for each in experts.layout.values() if each.slice_dim is None]
@@ -142,19 +144,19 @@ def expert_sizes(experts: StackedExperts) -> dict[str, int]:
 
 
 def build_model(settings: Settings) -> BaseFairseqModel:
-    """The model of one rank of ``settings.gpus`` on torch's default device."""
+    """Build the model of one rank of ``settings.gpus`` on torch's default device."""
     args = SimpleNamespace(**vars(settings.model))
     if not is_encoder_decoder(args):
         args.tokens_per_sample = settings.tokens_per_sample
         args.max_target_positions = None  # that of tokens_per_sample
     args.moe_simulate_world_size = settings.gpus if settings.gpus > 1 else 0
     dictionary = Dictionary()
-    dictionary.symbols = [""] * settings.vocabulary  # of which their number counts
+    dictionary.symbols = [""] * settings.vocabulary  # only their number counts
     task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
     model = ARCH_MODEL_REGISTRY[args._name]
     logger = logging.getLogger(MoEStack.__module__.rpartition(".")[0])
     level = logger.level
-    logger.setLevel(logging.ERROR)  # that a rank is simulated is no news here
+    logger.setLevel(logging.ERROR)  # the message about simulated ranks is no news here
     try:
         return model.build_model(args, task)
     finally:

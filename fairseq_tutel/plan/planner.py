@@ -1,4 +1,4 @@
-"""A plan: counts, memory, work and time of a run on some hardware, or the reason it cannot be."""
+"""Plans: counts, memory, work and time of a run, or the reason why it cannot run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .settings import Settings, read_settings
 from .speed import ExchangeTime, StepTime, exchange_time, step_time
 from .work import Traffic, Work, chosen_experts, count_traffic, count_work
 
-# a prediction is not worth a more complicated run that it says gains less
+# gain from which a more complicated choice pays
 _MARGIN = 0.01
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is known about a run before it starts."""
+    """All counts and predictions of a run."""
 
     settings: Settings
     hardware: Hardware
@@ -45,12 +45,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak fits."""
+        """Whether the peak fits into a GPU."""
         return self.memory.peak <= self.usable_memory
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs."""
+        """Tokens per second of all GPUs."""
         return self.work.tokens * self.settings.gpus / self.time.total
 
     @property
@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def active_parameters(self) -> float:
-        """Parameters that a token meets: all dense ones, and those of its K experts."""
+        """Parameters that a token uses: all dense ones and those of its K experts."""
         parameters = self.parameters
         if not self.settings.routing:
             return parameters.dense
@@ -70,11 +70,16 @@ class Plan:
 
 
 def make_plan(settings: Settings, hardware: Hardware, parameters: Parameters | None = None) -> Plan:
-    """Count and predict; does not ask whether the run fits. ``parameters``: those of the settings,
-    if they are known.
+    """Count and predict; do not check whether the run fits.
 
-    Raises ValueError if r or the placement is none of this number of GPUs and experts,
-    NotImplementedError if the exchange does not predict its time.
+    Args:
+        settings: of the run.
+        hardware: the profile.
+        parameters: counts for the settings, if they are known.
+
+    Raises:
+        ValueError: r or the placement does not fit the number of GPUs and experts.
+        NotImplementedError: the exchange does not predict its time.
     """
     parameters = parameters or count_parameters(settings)
     traffic = count_traffic(settings, parameters)
@@ -86,10 +91,12 @@ def make_plan(settings: Settings, hardware: Hardware, parameters: Parameters | N
 
 
 def memory_at_peak(config: DictConfig, ranks: int, vocabulary: int) -> dict[str, int]:
-    """Bytes by kind that a rank of a run needs at the peak of a step. The random numbers of the
-    process stay as they are.
+    """Return bytes by kind that a rank needs at the peak of a step.
 
-    Raises ValueError where the planner cannot count the run.
+    The random state of the process does not change.
+
+    Raises:
+        ValueError: the planner cannot count the run.
     """
     settings = read_settings(config, "", gpus=ranks, vocabulary=vocabulary)
     with torch.random.fork_rng(devices=[]):
@@ -99,8 +106,11 @@ def memory_at_peak(config: DictConfig, ranks: int, vocabulary: int) -> dict[str,
 
 
 def choices(plan: Plan) -> Iterator[Plan]:
-    """The same run with every placement, r, exchange that predicts its time, and overlap degree,
-    the simplest first. Results of all are the same; so wire formats stay as they are."""
+    """Yield the run with every placement, r, overlap degree, and exchange that predicts its time.
+
+    The simplest choice comes first. All choices compute the same; therefore wire formats do not
+    vary.
+    """
     settings = plan.settings
     if not settings.routing or settings.gpus == 1:
         yield plan  # nothing to choose
@@ -110,21 +120,22 @@ def choices(plan: Plan) -> Iterator[Plan]:
     for placement in EXPERT_PLACEMENTS if shared else EXPERT_PLACEMENTS[:1]:
         try:
             parameters = count_parameters(settings.with_placement(placement))
-        except ValueError:  # hidden units that do not divide, or groups that hold whole experts
+        except ValueError:  # the hidden units do not divide, or groups hold whole experts
             continue
         none, *some = possible_r(parameters.groups)
         for r, (name, degree) in itertools.product((*some, none), ways):
             model = {"moe_a2a": name, "moe_overlap_degree": degree}
             chosen = settings.with_placement(placement, r).replace(model=model)
-            with contextlib.suppress(NotImplementedError):  # a user's own, without ``predict``
+            with contextlib.suppress(NotImplementedError):  # a user's exchange without ``predict``
                 yield make_plan(chosen, plan.hardware, parameters)
             if r == 0:  # without exchanges
                 break
 
 
 def best_plan(plan: Plan) -> Plan:
-    """The choice of the shortest update, of what fits, if anything does; the simplest of those
-    within a hundredth of the shortest.
+    """Return the choice with the shortest update among those that fit, or among all if none fits.
+
+    Of the choices within 1 % of the shortest update the simplest is returned.
     """
     found = list(choices(plan))
     found = [other for other in found if other.fits] or found
@@ -133,7 +144,7 @@ def best_plan(plan: Plan) -> Plan:
 
 
 def largest_batch(plan: Plan) -> int:
-    """Most sequences per GPU and forward pass that fit; 0: not one does."""
+    """Return how many sequences per GPU and forward pass fit; 0 if not one fits."""
 
     def fits(number):
         settings, parameters = plan.settings.replace(batch_size=number), plan.parameters
@@ -150,7 +161,7 @@ def largest_batch(plan: Plan) -> int:
 
 
 def flop_matched(plan: Plan) -> Plan:
-    """A dense model of the same FLOPs per token: FFNs as wide as K experts in the MoE layers."""
+    """Plan a dense model of equal FLOPs per token: FFNs as wide as K experts in the MoE layers."""
     settings = plan.settings
     model = {"moe_shared_expert_ffn_dim": 0, "moe_expert_parallel_size": 0, "moe_cmr": False}
     for stack, counted in zip(settings.stacks, plan.parameters.stacks, strict=True):
@@ -163,8 +174,10 @@ def flop_matched(plan: Plan) -> Plan:
 
 
 def grown_plan(plan: Plan) -> Plan | None:
-    """The run after ``--moe-grow-at``; None where it does not grow. Raises ValueError for experts
-    that do not fit the ranks, or are not more.
+    """Plan the run after ``--moe-grow-at``; return None without that option.
+
+    Raises:
+        ValueError: the experts do not fit the ranks, or are not more than before.
     """
     settings = plan.settings
     grow_at = GrowAt.of(settings.model.moe_grow_at)
@@ -182,7 +195,7 @@ def grown_plan(plan: Plan) -> Plan | None:
 
 
 def check(plan: Plan) -> None:
-    """Raise ValueError for a part of a node beyond the first, or more memory than a GPU has."""
+    """Raise ValueError if a node would be filled in part, or a GPU has too little memory."""
     gpus, per_node = plan.settings.gpus, plan.hardware.gpus_per_node
     if gpus > per_node and gpus % per_node:
         raise ValueError(
@@ -199,5 +212,5 @@ def check(plan: Plan) -> None:
 
 
 def mib(size: float) -> str:
-    """Bytes in MiB, as nvidia-smi shows them."""
+    """Format bytes as MiB, as nvidia-smi does."""
     return f"{size / 2**20:,.0f} MiB"

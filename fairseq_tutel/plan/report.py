@@ -15,7 +15,7 @@ _PHASES = {
 
 
 def describe(plan: Plan, tokens: float = 300e9) -> str:
-    """A plan as lines of text, with the days of a training of so many tokens."""
+    """Return a plan as lines of text, with the days of a training of ``tokens`` tokens."""
     rows = [*_parameter_rows(plan), *_memory_rows(plan), *_work_rows(plan), *_time_rows(plan)]
     rows.append((f"days for {tokens:.3g} tokens", f"{_days(plan, tokens):.3g}"))
     if plan.settings.routing:
@@ -24,7 +24,7 @@ def describe(plan: Plan, tokens: float = 300e9) -> str:
 
 
 def _header(plan: Plan) -> list[str]:
-    """What is planned, by its own sizes, whatever it was made from."""
+    """Return two lines with the sizes of the planned run."""
     settings, routing = plan.settings, plan.settings.routing
     stacks = settings.stacks
     layers = " + ".join(
@@ -86,7 +86,10 @@ def _work_rows(plan: Plan) -> list[tuple[str, str]]:
 def _time_rows(plan: Plan) -> list[tuple[str, str]]:
     rows = [("predicted update", f"{plan.time.total:.3f} s")]
     for part, seconds in dataclasses.asdict(plan.time).items():
-        if seconds or part not in ("weights", "broadcast"):  # of r-flow; of --zero-sharding
+        if seconds or part not in (
+            "weights",
+            "broadcast",
+        ):  # of adaptive parallelism; of --zero-sharding
             label = f"  {part.replace('_', '-')}"
             rows.append((label, f"{seconds:.3f} s ({seconds / plan.time.total:.1%})"))
     if plan.work.exchanges:
@@ -102,7 +105,7 @@ def _time_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _dense_rows(plan: Plan, tokens: float) -> list[tuple[str, str]]:
-    """A dense model of the same FLOPs beside it."""
+    """Return rows for the dense model of equal FLOPs."""
     dense = flop_matched(plan)
     options = {s.wide_option: getattr(dense.settings.model, s.wide_option)
                for s in plan.settings.stacks if s.sparse}  # fmt: skip
@@ -121,7 +124,7 @@ def _days(plan: Plan, tokens: float) -> float:
 
 
 def describe_best(plan: Plan, best: Plan, tokens: float = 300e9) -> str:
-    """What is the best of all choices, and its plan."""
+    """Return the flags of the best choice, and its plan."""
     settings, choice = best.settings, best.settings.exchange
     flags = f"--moe-a2a {choice.algorithm} --moe-overlap-degree {choice.overlap_degree}"
     if settings.routing and settings.gpus > settings.routing.num_experts:
@@ -132,7 +135,7 @@ def describe_best(plan: Plan, best: Plan, tokens: float = 300e9) -> str:
 
 
 def describe_grown(plan: Plan, grown: Plan) -> str:
-    """What changes where a run gets more experts."""
+    """Return a table of what changes when a run gets more experts."""
     rows = [("", "before", "after")]
     for label, of in (
         ("experts", lambda p: f"{p.parameters.experts}"),

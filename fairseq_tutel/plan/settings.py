@@ -1,4 +1,4 @@
-"""What the planner needs of a run, read from its composed configuration."""
+"""Settings of a run that the planner needs, read from its composed configuration."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Stack:
-    """A stack of layers: of a language model, or one of the two of an encoder-decoder."""
+    """One stack of layers: a language model, an encoder or a decoder."""
 
     side: str  # "encoder" or "decoder", as its options begin
     layers: int
@@ -38,13 +38,13 @@ class Stack:
     heads: int
     attentions: int  # of a layer: to its own tokens; of a decoder to the encoder's, too
     expert_dim: int  # hidden units of an expert of the options
-    conditional: int  # of the dense FFN beside the experts in conditional routing, else 0
+    conditional: int  # width of the dense FFN beside the experts in conditional routing, or 0
     sparse: range  # numbers, from 1, of the layers with experts
     dense_widths: tuple[int, ...]  # hidden width of every dense FFN
 
     @property
     def wide_option(self) -> str:
-        """The model's option of dense FFNs in place of experts."""
+        """Option of the model for dense FFNs in place of experts."""
         return _WIDE[self.side]
 
 
@@ -61,12 +61,12 @@ class Settings:
     tokens_per_sample: int  # of a sentence, source and target alike, in an encoder-decoder
     update_freq: int  # forward passes per update
     ddp_backend: str
-    zero_sharding: bool  # whether each dense parameter's statistics are on one GPU
+    zero_sharding: bool  # each dense parameter's statistics are on one GPU
     routing: MoEConfig | None  # options of the MoE layers, None for a dense model
 
     @property
     def exchange(self) -> ExchangeConfig:
-        """How rows travel between GPUs, as the model's options say it."""
+        """Exchange options of the model."""
         return exchange_config(self.model)
 
     @property
@@ -76,11 +76,11 @@ class Settings:
 
     @property
     def placement(self) -> str:
-        """What each of several GPUs that share an expert holds: ``replicated`` or ``sliced``."""
+        """``replicated`` or ``sliced``: what each of the GPUs that share an expert holds."""
         return str(self.model.moe_expert_placement)
 
     def with_placement(self, placement: str | None = None, r: int = 1) -> Settings:
-        """The same run with another placement of experts, and r."""
+        """Return the run with another placement of experts and another r."""
         placement = placement or self.placement
         return self.replace(model={"moe_expert_placement": placement, "moe_parallelism_r": r})
 
@@ -94,11 +94,13 @@ class Settings:
 
     @property
     def tokens(self) -> int:
-        """T, tokens per GPU and forward pass; of an encoder-decoder, of each of its stacks."""
+        """T, tokens per GPU and forward pass; of each stack in an encoder-decoder."""
         return self.batch_size * self.tokens_per_sample
 
     def replace(self, **changes: Any) -> Settings:
-        """A copy with other fields; ``model`` may be a mapping of the model's keys to change."""
+        """Return a copy with other fields; ``model`` may be a mapping of the model's keys to
+        change.
+        """
         if isinstance(changes.get("model"), Mapping):
             changes["model"] = SimpleNamespace(**{**vars(self.model), **changes["model"]})
         return dataclasses.replace(self, **changes)
@@ -112,12 +114,19 @@ def read_settings(
     vocabulary: int | None = None,
     sentence: int | None = None,
 ) -> Settings:
-    """Settings of a config of :mod:`.compose`. ``gpus``: W; if None the config's world size, or one
-    GPU per expert. ``vocabulary``: in place of the task's. ``sentence``: tokens of a sentence of
-    an encoder-decoder; if None the most that it takes.
+    """Read the settings from a config of :mod:`.compose`.
 
-    Raises ValueError where the config leaves out what the planner needs, holds what it cannot
-    count, or contradicts itself.
+    Args:
+        config: the composed config.
+        name: of the config, for titles.
+        gpus: W; None: the config's world size, or one GPU per expert.
+        vocabulary: size of the dictionary; None: that of the task.
+        sentence: tokens per sentence of an encoder-decoder; None: as many as it takes.
+
+    Raises:
+        ValueError: the config leaves out what the planner needs, contradicts itself, or has what
+        the
+            planner cannot count.
     """
     model, dataset = _section(config, "model"), _section(config, "dataset")
     distributed = _section(config, "distributed_training")
@@ -170,7 +179,7 @@ def _check_size(name: str, value: float) -> None:
 
 
 def is_encoder_decoder(model: Any) -> bool:
-    """Whether a model of these options has two stacks."""
+    """Return whether a model with these options has two stacks."""
     return hasattr(model, "encoder_layers")
 
 
@@ -178,7 +187,7 @@ _WIDE = {"encoder": "alternate_ffn_embed_dim", "decoder": "alternate_decoder_ffn
 
 
 def stacks_of(model: Any) -> tuple[Stack, ...]:
-    """The stacks of layers that a model of these options has."""
+    """Return the stacks of layers of a model with these options."""
     both = is_encoder_decoder(model)
     return tuple(_stack(model, side, both) for side in ("encoder",) * both + ("decoder",))
 
@@ -206,7 +215,7 @@ def _tokens_per_sample(
 ) -> int:
     if not is_encoder_decoder(model):
         if sentence:
-            raise ValueError("sentence=N is of encoder-decoders; this is a language model")
+            raise ValueError("sentence=N is for encoder-decoders; this is a language model")
         length = OmegaConf.select(config, "task.tokens_per_sample")
         if not length:
             raise ValueError("task.tokens_per_sample is not set: activations depend on it")
@@ -221,7 +230,7 @@ def _tokens_per_sample(
 
 
 def _section(config: DictConfig, name: str) -> SimpleNamespace:
-    """A section as plain values, interpolations resolved."""
+    """Return a section as plain values, with interpolations resolved."""
     values = OmegaConf.to_container(config[name], resolve=True, enum_to_str=True)
     return SimpleNamespace(**{"_name": None, **values})
 
@@ -239,13 +248,14 @@ def _fill_sizes(model: SimpleNamespace) -> None:
     model.checkpoint_activations |= bool(model.offload_activations)
     for name, first in (("moe_a2a", "linear"), ("moe_overlap_degree", 1), ("moe_parallelism_r", 1)):
         if str(getattr(model, name)) == "auto":
-            setattr(model, name, first)  # where the tuner starts
+            setattr(model, name, first)  # the tuner starts there
     model.moe_tune_file = None
 
 
 def _vocabulary(config: DictConfig, translates: bool) -> int:
-    """Symbols of the dictionary: a dummy task's, or those of the data-bin's dict.txt, of both
-    languages in a translation.
+    """Return the size of the dictionary: a dummy task's, or that of the data-bin's dict.txt.
+
+    A translation has the dictionaries of both languages.
     """
 
     def of_task(name: str) -> Any:
@@ -257,7 +267,7 @@ def _vocabulary(config: DictConfig, translates: bool) -> int:
         words = of_task("dict_size")
         words = 49996 if words is None else words
         return -(-(words + 4) // 8) * 8  # <s> <pad> </s> <unk>, padded to a multiple of 8
-    # other tasks add symbols of their own
+    # other tasks add their own symbols
     languages = [of_task("source_lang"), of_task("target_lang")]
     both = translates and of_task("_name") == "translation" and all(languages)
     names = [f"dict.{language}.txt" for language in languages] if both else ["dict.txt"]

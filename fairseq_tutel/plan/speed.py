@@ -1,20 +1,20 @@
-"""The time of one update on some hardware.
+"""Time of one update on some hardware.
 
-The model is plain arithmetic: every part runs at a fixed share of its peak, one after the other.
-What it leaves out: overlap of the gradients' all-reduce (faster), waiting for the slowest rank,
-uneven experts, data loading (slower). Its figures are predictions, not measurements.
+Every part runs at a fixed share of its peak, one after the other. Left out are: overlap of the
+gradients' all-reduce (faster), and waiting for the slowest rank, uneven experts and data loading
+(slower). The figures are predictions, not measurements.
 
-Only exchanges may overlap, with the experts of their layer. With overlap degree d the rows of a
-layer travel in d chunks (arXiv 2206.03382, section 3.2)::
+Only exchanges overlap, with the experts of their layer. With overlap degree d the rows of a layer
+travel in d chunks (arXiv 2206.03382, section 3.2)::
 
     link      > D0 > D1 > D2 > D3      > C0 > C1 > C2 > C3
     products        F0   F1   F2   F3
 
-All dispatches are queued at once; a chunk's products start when it is there and the chunk before is
-done, its way back when its products are done and the link is free. The backward pass runs the same
-way with the gradients, and weight gradients, which no exchange waits for, fill the end. A chunk
-costs as an exchange of its size: d chunks send d times the messages and start d times. What travels
-in another number format is read and written once more at either end.
+All dispatches are queued at once. The products of a chunk start when it has arrived and the chunk
+before is done. Its way back starts when its products are done and the link is free. The backward
+pass does the same with the gradients; weight gradients, which no exchange waits for, come last. A
+chunk costs as much as an exchange of its size, so d chunks send d times the messages. Another wire
+format costs one more pass over the rows at either end.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from .work import Traffic, Work
 class ExchangeTime:
     """Seconds of all exchanges of one update."""
 
-    exposed: float = 0.0  # that the layers wait for the links
-    carried: float = 0.0  # that the links are busy, hidden or not
-    casts: float = 0.0  # that rows take into the numbers of the wire, and out of them
+    exposed: float = 0.0  # while the layers wait for the links
+    carried: float = 0.0  # while the links are busy, hidden or not
+    casts: float = 0.0  # for casts to the wire format and back
 
     @property
     def hidden(self) -> float:
@@ -52,10 +52,13 @@ class ExchangeTime:
 def exposed(
     there: float, products: float, back: float, degree: int, meanwhile: float = 0.0
 ) -> float:
-    """Seconds that a layer waits for its two exchanges in ``degree`` chunks; one hides nothing.
+    """Return seconds that a layer waits for its two exchanges.
 
-    ``there``, ``back``: of one chunk on the link; ``products``: of one chunk's experts;
-    ``meanwhile``: of work that follows the products and waits for no exchange.
+    Args:
+        there, back: of one chunk on the link.
+        products: of one chunk's experts.
+        degree: number of chunks; 1 hides nothing.
+        meanwhile: of work that follows the products and waits for no exchange.
     """
     if degree == 1:
         return there + back
@@ -69,8 +72,10 @@ def exposed(
 def exchange_time(
     settings: Settings, parameters: Parameters, traffic: Traffic, work: Work, hardware: Hardware
 ) -> ExchangeTime:
-    """Exchanges of one update with the algorithm, degree and wire of the settings. Raises
-    NotImplementedError if the algorithm does not predict its time.
+    """Predict the exchanges of one update with the algorithm, degree and wire of the settings.
+
+    Raises:
+        NotImplementedError: the algorithm does not predict its time.
     """
     if not work.exchanges:
         return ExchangeTime()
@@ -91,7 +96,7 @@ def _exchange_time(
     peers: int,
     hardware: Hardware,
 ) -> ExchangeTime:
-    """Of the layers of one stack."""
+    """Predict the exchanges of the layers of one stack."""
     model, choice, b = settings.model, settings.exchange, settings.precision.element
     degree = choice.overlap_degree
     products = traffic.rows * 2 * counted.products / hardware.product_rate(b) / degree
@@ -115,11 +120,16 @@ def _exchange_time(
 
 
 def ring_time(size: float, ranks: int, near: int, hardware: Hardware) -> float:
-    """Seconds of an all-gather or reduce-scatter, ``size`` bytes in all; an all-reduce is one after
-    the other.
+    """Return seconds of an all-gather or reduce-scatter; an all-reduce is both, one after the
+    other.
 
-    ``near`` of the ranks share a node, if there are as many. Between nodes rings use the network
-    ports of all of these at once.
+    Between nodes, rings use the network ports of all their ranks in a node at once.
+
+    Args:
+        size: bytes in all.
+        ranks: number of ranks.
+        near: how many of the ranks can share a node.
+        hardware: the profile.
     """
     if ranks < 2 or not size:
         return 0.0
@@ -131,16 +141,16 @@ def ring_time(size: float, ranks: int, near: int, hardware: Hardware) -> float:
 
 
 def gather_time(size: float, traffic: Traffic, hardware: Hardware) -> float:
-    """Seconds in which one layer's weights are gathered, ``size`` bytes."""
+    """Return seconds of the all-gather of one layer's weights, ``size`` bytes."""
     near = hardware.neighbours(traffic.gather_stride)
     return ring_time(size, traffic.gather_ranks, near, hardware)
 
 
 def scatter_time(size: float, traffic: Traffic, hardware: Hardware) -> float:
-    """Seconds in which the gradients of what was gathered go back, ``size`` bytes.
+    """Return seconds in which the gradients of gathered weights go back, ``size`` bytes.
 
-    As an all-to-all, after which each GPU adds up its part in fp32: between nodes a ring would add
-    on its way and send fewer bytes, but round each time.
+    An all-to-all, after which each GPU sums its part in fp32. A ring would send fewer bytes between
+    nodes, but round at each step.
     """
     near = hardware.neighbours(traffic.gather_stride)
     links = dataclasses.replace(hardware, gpus_per_node=near)
@@ -152,10 +162,10 @@ class StepTime:
     """Seconds of one update, by part."""
 
     matmul: float  # matrix products
-    elementwise: float  # everything else that passes over activations and logits
+    elementwise: float  # other kernels over activations and logits
     optimizer: float  # the update of the weights
-    all_to_all: float  # that MoE layers wait for their exchanges, casts for the wire included
-    weights: float  # gathers of experts' weights, and their gradients' way back, of r-flow
+    all_to_all: float  # MoE layers wait for their exchanges; with casts to the wire format
+    weights: float  # gathers of experts' weights, and their gradients' way back
     all_reduce: float  # gradients of dense and of replicated parameters
     broadcast: float  # dense parameters, from the GPUs that have their statistics
 
@@ -174,11 +184,11 @@ def step_time(
     exchange: ExchangeTime,
     hardware: Hardware,
 ) -> StepTime:
-    """Time of one update.
+    """Predict the time of one update.
 
-    Elementwise kernels are taken to write what the backward pass keeps, read it, read it again
-    there and write a gradient of its size (4 passes, 2 more for recomputation), and the optimizer
-    to be a fused kernel that moves each value it needs once.
+    Elementwise kernels write what the backward pass keeps, read it, read it again there and write a
+    gradient of its size: 4 passes, 2 more with recomputation. The optimizer is a fused kernel that
+    moves each value once.
     """
     b, again = settings.precision.element, bool(settings.model.checkpoint_activations)
     kept = memory.without_checkpointing * (6 if again else 4) + 2 * memory.logits
@@ -209,8 +219,10 @@ def step_time(
 
 
 def _optimizer_bytes(settings: Settings) -> tuple[int, int]:
-    """Bytes moved per parameter: by the norm of the gradient and fp32 copies, of all parameters;
-    by the maximum of the statistics and the update, of those that this GPU steps.
+    """Return bytes moved per parameter, for all parameters and for those that this GPU steps.
+
+    The first are moved by the gradient norm and the fp32 copies, the second by the maximum of the
+    statistics and by the update.
     """
     precision = settings.precision
     b, statistics = precision.element, 2 * precision.statistic

@@ -1,9 +1,9 @@
-"""What one GPU computes and sends in an update: rows to experts, with r-flow weights to tokens.
+"""Operations and traffic of one GPU in an update: rows to experts, and gathered weights to tokens.
 
 :func:`~fairseq_tutel.distributed.expert_parallelism` says who exchanges rows and who gathers
-weights (arXiv 2206.03382, section 3.1), here of a simulated rank. Per GPU and layer, L rows, P
-numbers of an expert, S = W/E GPUs that hold each expert, whole (``replicated``) or a slice of it
-(``sliced``):
+weights (adaptive parallelism, arXiv 2206.03382, section 3.1), here for a simulated rank. Per GPU
+and layer, with L rows, P numbers of an expert, and S = W/E GPUs that hold each expert, whole
+(``replicated``) or a slice of it (``sliced``):
 
     placement, r           exchange with  rows sent  weights gathered from  numbers gathered
     replicated, r = 1      E              L          none                   0
@@ -11,9 +11,9 @@ numbers of an expert, S = W/E GPUs that hold each expert, whole (``replicated``)
     sliced, 1 <= r <= S    rE             rL         S/r, rE GPUs apart     P / r (r = S: 0)
     sliced, r = 0          none           0          all                    E P
 
-E >= W is as replicated, with W in place of the E GPUs, as are expert groups, with their P. A GPU
-that has all experts gathers nothing. As many gradients go back. Experts compute the same number of
-products for any r: r times the rows through an r-th of the hidden units.
+E >= W counts as replicated, with W in place of E GPUs. So do expert groups, with their P ranks. A
+GPU that has all experts gathers nothing. As many gradients go back. The number of products is the
+same for any r: r times the rows through 1/r of the hidden units.
 """
 
 from __future__ import annotations
@@ -28,24 +28,28 @@ from .settings import Settings, Stack
 
 @dataclass(frozen=True)
 class Traffic:
-    """Where rows and weights of one MoE layer travel; nowhere in a dense model."""
+    """Rows and weights of one MoE layer that travel; zero in a dense model."""
 
     rows: int = 0  # R, of the dispatch buffer
     destinations: int = 1  # GPUs that each row goes to; the layer keeps as many copies
     exchange_ranks: int = 1  # GPUs that exchange rows, 1 if none
-    gather_ranks: int = 1  # GPUs that share the weights which each of them gathers, 1 if none
+    gather_ranks: int = 1  # GPUs whose weights each of them gathers, 1 if none
     gather_stride: int = 1  # distance between neighbours among those
-    # numbers of each stack's layers that a GPU holds after a gather, its own among them
+    # numbers of each stack's layers that a GPU holds after a gather, including its own
     gathered: tuple[int, ...] = ()
 
     @property
     def sent(self) -> int:
-        """Rows that a GPU hands to an exchange, those that stay included."""
+        """Rows that a GPU passes to an exchange, including those that stay."""
         return self.rows * self.destinations
 
 
 def count_traffic(settings: Settings, parameters: Parameters) -> Traffic:
-    """That of a run; raises ValueError if r is none of this number of GPUs and experts."""
+    """Count the traffic of a run.
+
+    Raises:
+        ValueError: r does not fit the number of GPUs and experts.
+    """
     if parameters.groups is None:
         return Traffic(gathered=(0,) * len(parameters.stacks))
     way = expert_parallelism(parameters.groups, settings.exchange.r)
@@ -65,22 +69,22 @@ def count_traffic(settings: Settings, parameters: Parameters) -> Traffic:
 
 
 def chosen_experts(settings: Settings) -> float:
-    """Experts that a token meets in a layer: K, but for its share of choices of null experts."""
+    """Return how many experts a token uses per layer: K, less the share of null experts."""
     routing = settings.routing
     return routing.top_k * routing.num_experts / routing.num_outputs
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one GPU computes and sends in one update."""
+    """Operations and bytes of one GPU in one update."""
 
     tokens: int  # per GPU and update
     capacity: int | None  # C, rows per expert and GPU of one forward pass; None without a limit
-    # per token, forward and backward, of what the model needs: K experts per token, no
-    # recomputation; the numerator of model FLOPs utilisation
+    # per token, forward and backward, K experts per token, no recomputation: the numerator
+    # of model FLOPs utilisation
     model_flops: float
     hardware_flops: float  # per token, as computed: every row of the capacity, recomputation
-    # that one GPU hands to one all-to-all, its own part included; the larger of two stacks
+    # of one GPU in one all-to-all, including its own part; the larger of two stacks
     exchange_bytes: int
     exchange_peers: int  # GPUs that take part in it, itself included
     exchanges: int  # all-to-alls per update
@@ -95,9 +99,9 @@ class Work:
 
 
 def _dense_flops(settings: Settings, stack: Stack) -> float:
-    """Of one token's forward pass through a stack, without the experts that it is routed to."""
+    """Return FLOPs of one token's forward pass through a stack, without its routed experts."""
     dim, sparse = stack.dim, len(stack.sparse)
-    # keys and values of another stack's tokens, one per token, may have another width
+    # keys and values of the other stack's tokens may have another width
     other = settings.stacks[0].dim if stack.attentions > 1 else 0
     flops = 8 * dim * dim + 4 * settings.tokens_per_sample * dim
     if other:
@@ -110,12 +114,12 @@ def _dense_flops(settings: Settings, stack: Stack) -> float:
 
 
 def count_work(settings: Settings, parameters: Parameters, traffic: Traffic) -> Work:
-    """Operations and traffic of a run.
+    """Count operations and traffic of a run.
 
     A matrix product of n x k by k x m counts 2 n k m. Attention scores count in full, not halved
     for the causal mask, as is usual (PaLM, arXiv 2204.02311, appendix B) and as fairseq computes
-    them. A backward pass costs twice the forward pass. Recomputation repeats the layers, with their
-    all-to-alls, not the output projection. A token of an encoder-decoder is one of the target, with
+    them. A backward pass costs twice the forward pass. Recomputation repeats the layers and their
+    all-to-alls, not the output projection. In an encoder-decoder a token is one of the target and
     one of the source.
     """
     model, routing = settings.model, settings.routing

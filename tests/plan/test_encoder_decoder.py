@@ -136,7 +136,7 @@ def test_what_is_missing_is_said_in_a_line(capsys):
     assert main(["gpus=8", "vocabulary=9", "sentence=999", "--", *NLLB.split()]) == 1
     assert "sentence=999: the run takes sentences of at most 512" in capsys.readouterr().err
     assert main(["gpus=8", "sentence=9", "--config-name", "meta_1.1t"]) == 1
-    assert "sentence=N is of encoder-decoders" in capsys.readouterr().err
+    assert "sentence=N is for encoder-decoders" in capsys.readouterr().err
 
 
 def test_a_sentence_counts_in_attention_alone():

@@ -1,4 +1,4 @@
-"""r-flow and sliced placement: bytes, time and memory against the table worked out by hand."""
+"""Adaptive parallelism, slices: bytes, time and memory against a table worked out by hand."""
 
 import dataclasses
 import itertools
