@@ -1,4 +1,4 @@
-"""Which exchange is used: candidates, the tuner, and its search."""
+"""Choose the all-to-all algorithm at run time: candidates, timing, search."""
 
 from .exchange_tuner import ExchangeTuner, describe_key, describe_tuning
 

@@ -1,11 +1,9 @@
-"""What the tuner of a run may choose, and what its times depend on."""
+"""Candidates of the tuner, and the machine that their times belong to."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,16 +19,26 @@ from ..distributed import (
 )
 from ..distributed.exchanges import exchange_candidates
 from ..moe import MoELayer
+from ..moe.memory import free_memory
 from .search.search import Axis
 
 TUNABLE = ("algorithm", "overlap_degree", "r")
+_UNKNOWN_MEMORY = 1 << 40  # no limit where the system does not say
 
 
 def build_choices(layers: Sequence[MoELayer], tuned: Sequence[str], all_r=False) -> list[Axis]:
-    """Build everything that can be chosen, an axis for each thing ``tuned``. Collective.
+    """Build the axes of the search, one for each field in ``tuned``. Collective.
 
-    An algorithm that fits the nodes with some r only stays: with another r, ``linear`` is in its
-    place, whose time is a tie. ``all_r``: also those whose weights do not fit in memory.
+    An algorithm stays if it fits the nodes with some r. With another r ``linear`` takes its place,
+    and the times are equal.
+
+    Args:
+        layers: that are tuned together.
+        tuned: fields of the exchange options.
+        all_r: include r whose gathered weights do not fit in memory.
+
+    Raises:
+        ValueError: a field cannot be tuned.
     """
     base, groups = layers[0].exchange_config, layers[0].groups
     for name in tuned:
@@ -59,11 +67,18 @@ def build_choices(layers: Sequence[MoELayer], tuned: Sequence[str], all_r=False)
 
 
 def _r_in_memory(layers) -> list[int]:
-    """The layers' own r, and those whose gathered weights take half of the least free memory, at
-    most. Collective."""
+    """Return the layers' own r, and each r whose gathered weights fit in half of the free memory.
+
+    The least free memory of all ranks counts. Collective.
+    """
     groups, own = layers[0].groups, layers[0].exchange_config.r
-    free = _free_memory(next(layers[0].parameters()).device)
-    if process_world()[1] > 1:
+    device, world_size = next(layers[0].parameters()).device, process_world()[1]
+    free = free_memory(device)
+    if free is None:
+        free = _UNKNOWN_MEMORY
+    if device.type != "cuda":  # unequal nodes: as if all ranks were on one
+        free //= ranks_per_node() or world_size
+    if world_size > 1:
         free = min(line[0] for line in gather_integers([free]))
     held = sum(param.nbytes for layer in layers for param in layer.experts.parameters())
 
@@ -74,19 +89,12 @@ def _r_in_memory(layers) -> list[int]:
     return [r for r in possible_r(groups) if r == own or fits(r)]
 
 
-def _free_memory(device: torch.device) -> int:
-    """Bytes that this rank could take of its GPU, or of what the machine has left."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    meminfo = Path("/proc/meminfo")
-    found = meminfo.exists() and re.search(r"MemAvailable: +(\d+)", meminfo.read_text("ascii"))
-    # another kind of system does not say; ranks on unequal nodes are taken to be on one
-    return 1024 * (int(found[1]) if found else 1 << 40) // (ranks_per_node() or process_world()[1])
-
-
 def check_layers_match(layers: Sequence[MoELayer]) -> MoELayer:
-    """One of the layers; ValueError if there is none, or they are not alike."""
+    """Return one of the layers.
+
+    Raises:
+        ValueError: there is no layer, or the layers differ.
+    """
     if not layers:
         raise ValueError("there is no MoELayer to tune")
     first = layers[0]
@@ -99,7 +107,7 @@ def check_layers_match(layers: Sequence[MoELayer]) -> MoELayer:
 
 
 def signature(layer: MoELayer) -> dict[str, Any]:
-    """What times depend on. Collective when first made."""
+    """Return what times depend on. Collective on the first call."""
     device = next(layer.parameters()).device
     on_gpu = device.type == "cuda"
     return {

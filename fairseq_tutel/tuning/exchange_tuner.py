@@ -1,4 +1,4 @@
-"""While training: which exchange is fastest, tried and measured in the steps themselves.
+"""Find the fastest exchange while training: try and measure in the steps themselves.
 
     tuner = tuning.ExchangeTuner(layers)             # all ranks; "algorithm" and "overlap_degree"
     for x, f in batches:
@@ -7,9 +7,9 @@
             x = layer(x, step=step, capacity_factor=f)
         loss(x).backward()
 
-The agreement of a step, one small all-gather as ever, carries what the ranks measured; each runs
-the same state machine (:mod:`fairseq_tutel.tuning.search`) on the same integers. Evaluation takes
-the layers' own exchange: its losses should not depend on times.
+The agreement of a step is one small all-gather. It also carries the ranks' measurements, so that
+every rank runs the same state machine (:mod:`fairseq_tutel.tuning.search`) on the same integers.
+Evaluation uses the layers' own exchange, because its losses must not depend on times.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ logger = logging.getLogger(__name__)
 
 
 class ExchangeTuner:
-    """Chooses the exchange of every training step of layers that match.
+    """Chooser of the exchange for every training step of matching layers.
 
-    Building it is collective, as is every :meth:`agree`: all ranks make as many forward passes.
+    Construction and every :meth:`agree` are collective: all ranks make equally many forward passes.
 
     Args:
         layers: of one width, number of experts and exchange; they are measured together.
-        tuned: fields of :class:`~fairseq_tutel.config.ExchangeConfig` to choose, of ``TUNABLE``.
-        steps: of a trial, the first of which is not measured.
-        max_loss: part of the run's time that trials may cost before no further one begins.
-        pinned: text of :meth:`file`, whose choices are taken; nothing is measured, and so no
-            rounding depends on times.
+        tuned: fields of :class:`~fairseq_tutel.config.ExchangeConfig` to choose, from ``TUNABLE``.
+        steps: steps of a trial; the first is not measured.
+        max_loss: share of the run's time that trials may cost before no further one starts.
+        pinned: text of :meth:`file`. Its choices are used and nothing is measured, so no rounding
+            depends on times.
 
     Attributes:
         space: what can be chosen.
         signature: what times depend on: ranks, nodes, device, versions.
 
     Raises:
-        ValueError: layers that differ, an unknown field, or a file that does not fit.
+        ValueError: the layers differ, a field is unknown, or the file does not fit.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class ExchangeTuner:
         self._base = layer.exchange_config
         self.space = Space(build_choices(layers, tuned, all_r=pinned is not None))
         self.signature = signature(layer)
-        # what the layers do by themselves, where that is a choice
+        # start with the layers' own exchange, if it can be chosen
         own = [(axis, getattr(self._base, axis.name)) for axis in self.space.axes]
         start = {axis.name: v if v in axis.all_values else axis.values[0] for axis, v in own}
         self._tuner = Tuner(self.space, steps=steps, max_loss=max_loss, start=start)
-        self._others: list[dict] = []  # what is known of other machines
+        self._others: list[dict] = []  # results of other machines
         self._pinned = None if pinned is None else self._read_pinned(pinned)
-        self._warned: set[str] = set()  # kinds of keys that the file does not have
-        # made once each: a step that is not tried or measured shall cost nothing
+        self._warned: set[str] = set()  # kinds of keys that are missing in the file
+        # cached, so that a step without trial or measurement costs nothing
         self._exchange = functools.cache(
             lambda *choice: dataclasses.replace(self._base, **dict(choice))
         )
@@ -99,9 +99,12 @@ class ExchangeTuner:
         top_k: int | None = None,
         capacity_factor: float | None = None,
     ) -> StepAgreement:
-        """The agreement of one forward pass, with the exchange that its layers use.
+        """Agree on one forward pass, including the exchange that its layers use.
 
-        ``num_tokens``: of this rank; ``dtype``: of the experts' rows; others: of the layers' calls.
+        Args:
+            num_tokens: tokens of this rank.
+            dtype: of the experts' rows.
+            top_k, capacity_factor: of the layers' calls.
         """
         options = {"top_k": top_k, "capacity_factor": capacity_factor}
         return self.agree_stacks([num_tokens], dtype, **options)[0]
@@ -114,9 +117,16 @@ class ExchangeTuner:
         top_k: int | None = None,
         capacity_factor: float | None = None,
     ) -> list[StepAgreement]:
-        """:meth:`agree` of a pass through several stacks of the layers, such as an encoder and a
-        decoder, with a count of tokens and an agreement each. They use one exchange, chosen for the
-        largest number of tokens.
+        """Agree on a pass through several stacks of the layers, such as an encoder and a decoder.
+
+        All stacks use one exchange, chosen for the largest number of tokens.
+
+        Args:
+            counts: tokens of this rank for each stack.
+            dtype, top_k, capacity_factor: see :meth:`agree`.
+
+        Returns:
+            One agreement for each stack.
         """
         layer = self._layer
         settings = layer.step_settings(dtype, top_k=top_k, capacity_factor=capacity_factor)
@@ -126,9 +136,9 @@ class ExchangeTuner:
         steps, table = sync_stacks_of_all(counts, each, layer.groups, self._payload())
         self._tuner.record([line[len(counts) :] for line in table])
         if not layer.training:
-            self._began = None  # of the time of a run, evaluation is no part
+            self._began = None  # evaluation does not count as time of the run
             return steps
-        # of all ranks, not only of those that exchange tokens: a choice is that of all
+        # of all ranks, not only of those that exchange tokens: all use one choice
         largest = max(count for line in table for count in line[: len(counts)])
         sizes = f"M{layer.model_dim} E{layer.groups.num_experts} K{settings.top_k}"
         kind = f"train/{str(dtype).removeprefix('torch.')}/{sizes} P{self._num_parameters}"
@@ -143,24 +153,24 @@ class ExchangeTuner:
         return [dataclasses.replace(step, **changed) for step in steps]
 
     def take_events(self) -> list[dict[str, Any]]:
-        """Trials and decisions since they were last taken; the same on all ranks."""
+        """Return trials and decisions since the last call; the same on all ranks."""
         return self._tuner.take_events()
 
     @property
     def milliseconds(self) -> float | None:
-        """Of all layers in the last step that was measured, of the fastest rank."""
+        """Time of all layers in the last measured step, on the fastest rank."""
         last = self._tuner.last_sample
         return None if last is None else last / 1000
 
     def file(self) -> str:
-        """JSON text with all that is known, for ``pinned``."""
+        """Return JSON text with all results, for ``pinned``."""
         return dump(self._tuner, self.signature, self._others)
 
     def state(self) -> dict[str, Any]:
         return {"file": self.file()}
 
     def resume(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from a checkpoint, all ranks from the same one; ValueError if it is none."""
+        """Go on from a checkpoint, the same one on all ranks; raise ValueError if it is invalid."""
         if state is not None and not self.is_pinned:
             self._others = load(state["file"], self._tuner, self.signature)
 
@@ -174,7 +184,7 @@ class ExchangeTuner:
         return self._tuner.payload(elapsed, measured)
 
     def _capacity(self, num_tokens, settings) -> int:
-        """Rows of an expert and rank, on the average where their number is not fixed."""
+        """Return rows of an expert and rank; the mean if their number is not fixed."""
         top_k, factor = settings.top_k, settings.capacity_factor
         config = self._routing(top_k=top_k, capacity_factor=factor)
         if config.is_static(training=True) and not self._base.wire_compact:
@@ -182,7 +192,7 @@ class ExchangeTuner:
         return top_k * num_tokens // settings.num_experts
 
     def _choose(self, key) -> tuple[dict[str, Any], int, bool]:
-        """(choice, step, measured)"""
+        """Return (choice, step, measured)."""
         if self._pinned is None:
             step = self._tuner.begin(key)
             return step.choice, step.step, step.measured
@@ -204,7 +214,7 @@ class ExchangeTuner:
 
 
 def describe_tuning(event: Mapping[str, Any]) -> str:
-    """One line for a log, of a decision."""
+    """Describe a decision in one line for a log."""
     choice = " ".join(f"{name}={value}" for name, value in event["choice"].items())
     now, before = (f"{event[name] / 1000:.2f} ms" for name in ("us", "baseline_us"))
     return (
@@ -214,7 +224,7 @@ def describe_tuning(event: Mapping[str, Any]) -> str:
 
 
 def describe_key(text: str) -> str:
-    """The ``key`` of an event in words."""
+    """Describe the ``key`` of an event in words."""
     kind, bucket = Key.parse(text)
     return f"{_describe_kind(kind)}, capacity {WINDOW * bucket} to {WINDOW * (bucket + 1) - 1}"
 

@@ -1,7 +1,8 @@
-"""How long the layers of one step take from dispatch to combine, forward and backward.
+"""Time from dispatch to combine of all layers in one step, forward and backward.
 
-Nothing waits for the measurement: on a GPU times come from events of its stream, read when they are
-there. The backward pass goes from a hook on the output to one on the input. Recomputation counts.
+Nothing waits for the measurement. On a GPU, times come from events of its stream, read once they
+are complete. A backward pass is timed from a hook on the output to one on the input. Recomputation
+counts.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ class RegionTimer:
 
     def __init__(self):
         self._spans: list[tuple] = []
-        # whose backward pass has not ended; a graph that is dropped before it has none to come, as
-        # recomputation without reentrant autograd makes one
+        # regions whose backward pass has not ended. Weak, because recomputation without reentrant
+        # autograd drops a graph that never has a backward pass
         self._open: weakref.WeakSet[_Backward] = weakref.WeakSet()
 
-    @untraced  # a trace does not see the clock
+    @untraced  # a trace cannot read the clock
     def begin(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Begin a region: its input, and what :meth:`end` needs. Differentiable."""
+        """Begin a region. Differentiable.
+
+        Returns:
+            Its input, and what :meth:`end` needs.
+        """
         begin, backward = _mark(x.device), None
         if torch.is_grad_enabled() and x.requires_grad:
             backward = _Backward(self)
@@ -36,10 +41,10 @@ class RegionTimer:
 
     @untraced
     def end(self, y: torch.Tensor, span: Any) -> torch.Tensor:
-        """End it: its output, made of what :meth:`begin` returned."""
+        """End a region; return its output, computed from what :meth:`begin` returned."""
         begin, backward = span
         if backward is not None:
-            # a function here would make y a view, which could not be changed in place
+            # an autograd function would make y a view, which could not be changed in place
             y.register_hook(backward.start)
             self._open.add(backward)
         self._spans.append((begin, _mark(y.device)))
@@ -47,7 +52,7 @@ class RegionTimer:
 
     @property
     def microseconds(self) -> int | None:
-        """Of all layers together; None as long as it is not known."""
+        """Time of all layers together; None while it is unknown."""
         ends = [end for _, end in self._spans]
         if not ends or self._open or not all(isinstance(end, int) or end.query() for end in ends):
             return None
@@ -79,5 +84,5 @@ def _mark(device):
 
 
 def _between(begin, end):
-    """Microseconds."""
+    """Return microseconds between two marks."""
     return (end - begin) / 1000 if isinstance(begin, int) else 1000 * begin.elapsed_time(end)

@@ -108,7 +108,7 @@ def test_a_search_goes_on_from_its_history():
             assert again.candidate == choice
             again.put(samples)
         assert again.candidate is None and again.best == whole.best
-    with pytest.raises(ValueError, match="tries .* next, and not"):
+    with pytest.raises(ValueError, match="tries .* next, not"):
         Search(choices, whole.start, history=[(whole.history[1][0], [1])])
 
 

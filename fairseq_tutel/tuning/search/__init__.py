@@ -1,5 +1,5 @@
-"""Which exchange is fastest, found out while training: a state machine on integers.
+"""Search for the fastest exchange while training: a state machine on integers.
 
-No torch, no clock, no communication: whoever uses this gives it times and tables, and gets choices
-(see :mod:`fairseq_tutel.tuning.exchange_tuner`).
+It has no torch, no clock and no communication. The caller passes times and tables in, and gets
+choices (see :mod:`fairseq_tutel.tuning.exchange_tuner`).
 """

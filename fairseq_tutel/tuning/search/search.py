@@ -1,8 +1,9 @@
-"""What can be chosen, and which choice to try next, given the times of those that were tried.
+"""The space of choices, and a search that says which one to try next.
 
-Coordinate descent, axis by axis, then the neighbours of the winner again (the axes interact: Tutel,
-arXiv 2206.03382, section 2.3), then a rematch where times are too close for their noise: at most 13
-of 2 algorithms, 4 degrees of overlap and 5 parallelisms, 14 where a search begins at r = 0.
+Coordinate descent, axis by axis; then the neighbours of the winner again, since the axes interact
+(Tutel, arXiv 2206.03382, section 2.3); then a rematch of choices whose times are too close for
+their noise. For 2 algorithms, 4 overlap degrees and 5 values of r this takes at most 13 trials, or
+14 if the search begins at r = 0.
 """
 
 from __future__ import annotations
@@ -13,26 +14,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Of a time: choices that differ by less are a tie, which the simpler one wins.
+# Times that differ by a smaller share are a tie; the simpler choice wins.
 TIE = 0.03
-# Of the rematch: rounds, choices in each, and how many standard errors are clear.
+# The rematch: rounds, choices in each, and standard errors that are a clear difference.
 _ROUNDS, _CONTENDERS, _CLEAR = 8, 4, 2.6
-_TRIALS = 12  # before the rematch: neighbours are tried up to this number
+_TRIALS = 12  # before the rematch; neighbours are tried up to this number
 
 Samples = Sequence[int]  # microseconds
-# Of every axis the number of a value, in the order of the axes: all ranks compute with integers.
+# Number of the value on each axis, in their order; all ranks compute with integers.
 Choice = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One thing that can be chosen."""
+    """One field that can be chosen."""
 
     name: str  # field of ExchangeConfig
-    values: tuple[Any, ...]  # from the simplest on
-    # whether the time has one minimum along the values; else each is tried
+    values: tuple[Any, ...]  # the simplest first
+    # the time has one minimum along the values; otherwise each is tried
     ordered: bool = True
-    # values outside that order, tried last, where all other axes have no effect
+    # values outside that order, tried last, for which other axes have no effect
     standalone: tuple[Any, ...] = ()
 
     @property
@@ -41,7 +42,7 @@ class Axis:
 
 
 class Space:
-    """Every choice that there is; axes in the order in which they are searched."""
+    """All choices; the axes are searched in their order."""
 
     def __init__(self, axes: Sequence[Axis]):
         self.axes = tuple(axes)
@@ -51,7 +52,7 @@ class Space:
         return {axis.name: axis.all_values[n] for axis, n in zip(self.axes, choice, strict=True)}
 
     def choice(self, values: Mapping[str, Any]) -> Choice:
-        """The inverse of :meth:`values`; ValueError if an axis is missing or has no such value."""
+        """Invert :meth:`values`; raise ValueError if an axis is missing or has no such value."""
         for axis in self.axes:
             if values.get(axis.name) not in axis.all_values:
                 listing = ", ".join(map(str, axis.all_values))
@@ -62,11 +63,11 @@ class Space:
         return any(n >= len(axis.values) for axis, n in zip(self.axes, choice, strict=True))
 
     def complexity(self, choice: Choice) -> tuple:
-        """The smaller, the simpler; no two choices have the same."""
+        """Return a sort key: the smaller, the simpler. It is unique."""
         return sum(choice), choice
 
     def neighbours(self, choice: Choice) -> Iterator[Choice]:
-        """Choices one step away; of axes without order any; standalone ones, which have none."""
+        """Yield choices one step away, any value of unordered axes, and the standalone ones."""
         if self.is_standalone(choice):
             return
         for index, axis in enumerate(self.axes):
@@ -86,23 +87,31 @@ class Space:
 
 
 def median(samples: Samples) -> int:
-    """An integer, the same on all ranks: the mean of two is rounded down."""
+    """Return an integer, the same on all ranks: the mean of two is rounded down."""
     ordered, half = sorted(samples), len(samples) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) // 2
 
 
 def deviation(samples: Samples) -> int:
-    """Median absolute deviation from the median."""
+    """Return the median absolute deviation from the median."""
     return median([abs(sample - median(samples)) for sample in samples])
 
 
 class Search:
-    """One search, as far as it has come; made again from its history it is where it was.
+    """One search; a search made from a history is where the history ended.
 
-    ``start`` is tried first; the others have to beat it. ``candidate``: the choice to try now, None
-    at the end; ``best``: the winner so far, ``start`` before anything was tried; ``history``:
-    (choice, samples) of every trial in order, samples None where it cannot be run. Raises
-    ValueError for a history that no such search has.
+    Args:
+        space: what can be chosen.
+        start: tried first; the others have to beat it.
+        history: (choice, samples) of every trial in order; samples are None if it cannot run.
+
+    Attributes:
+        candidate: the choice to try now; None at the end.
+        best: the winner so far; ``start`` before the first trial.
+        history: all trials.
+
+    Raises:
+        ValueError: the history does not fit this search.
     """
 
     def __init__(
@@ -116,11 +125,11 @@ class Search:
         self.candidate: Choice | None = next(self._run)
         for choice, samples in history:
             if choice != self.candidate:
-                raise ValueError(f"this search tries {self.candidate} next, and not {choice}")
+                raise ValueError(f"this search tries {self.candidate} next, not {choice}")
             self.put(samples)
 
     def put(self, samples: Samples | None) -> None:
-        """Samples of the candidate, one at least, or None if it cannot be run."""
+        """Take samples of the candidate, at least one, or None if it cannot run."""
         choice, samples = self.candidate, None if samples is None else list(samples)
         self.history.append((choice, samples))
         if samples is not None:
@@ -129,10 +138,10 @@ class Search:
         self.candidate = next(self._run, None)
 
     def time(self, choice: Choice) -> int | None:
-        """Median of all samples of a choice, None if there are none."""
+        """Return the median of all samples of a choice; None without samples."""
         return median(self._samples[choice]) if choice in self._samples else None
 
-    # Coroutines: they yield a choice and go on when its samples are there.
+    # Coroutines: they yield a choice and resume when it has samples.
 
     def _try(self, choice: Choice) -> Iterator[Choice]:
         if all(choice != before for before, _ in self.history):
@@ -154,7 +163,7 @@ class Search:
         yield from self._rematch()
 
     def _walk(self, index):
-        """Up from the best while it gets faster; down if it never did."""
+        """Go up from the best while times improve; go down if they never did."""
         origin = self._inside
         for direction in (1, -1):
             before, number = origin, origin[index] + direction
@@ -168,7 +177,7 @@ class Search:
                 return
 
     def _descend(self):
-        """To the neighbours of the best, and on from there if one of them is better."""
+        """Try the neighbours of the best, and repeat if one of them is better."""
         origin = None
         while origin != self.best and len(self.history) < _TRIALS:
             origin = self.best
@@ -177,7 +186,9 @@ class Search:
                     yield from self._try(choice)
 
     def _rematch(self):
-        """Whoever may be the fastest, until that is clear; the start anew."""
+        """Repeat the choices that may be the fastest until one is clearly so; measure the start
+        anew.
+        """
         if self.best not in self._samples:
             return
         if self.best != self.start:  # its times may be those of the first steps of a process
@@ -198,7 +209,9 @@ class Search:
 
     @property
     def _inside(self) -> Choice:
-        """The best without a standalone value: where the descent along the axes is."""
+        """The best choice without a standalone value, from which the descent along the axes goes
+        on.
+        """
         first = self.space.simplest if self.space.is_standalone(self.start) else self.start
         tried = [choice for choice in self._samples if not self.space.is_standalone(choice)]
         return min(tried, key=self._rank, default=first)
@@ -207,11 +220,13 @@ class Search:
         return self.time(choice), self.space.complexity(choice)
 
     def _doubt(self, choice: Choice, other: Choice) -> float:
-        """Microseconds by which the times of two choices have to differ to be clearly different."""
-        # of most choices: the deviation of a sample relative to its median
+        """Return microseconds by which the times of two choices must differ to be clearly
+        different.
+        """
+        # relative deviation of the samples of most choices
         found = [deviation(s) / max(1, median(s)) for s in self._samples.values() if len(s) > 2]
         noise = statistics.median_low(found) if found else 0.0
-        # of normally distributed samples: sigma is 1.48 deviations, the median's error 1.25 means'
+        # for normal samples sigma is 1.48 deviations, and a median's error 1.25 times a mean's
         errors = [
             1.48 * 1.25 * noise * self.time(each) / math.sqrt(len(self._samples[each]))
             for each in (choice, other)
@@ -219,7 +234,7 @@ class Search:
         return _CLEAR * math.hypot(*errors)
 
     def _close(self) -> list[Choice]:
-        """Choices of which it matters, and is unclear, whether they are the fastest."""
+        """Return the choices that may be the fastest, if that matters."""
         ordered = sorted(self._samples, key=lambda choice: (self.time(choice), choice))
         first = ordered[0]
 
@@ -230,7 +245,7 @@ class Search:
         return [choice for choice in ordered if unclear(choice)][:_CONTENDERS]
 
     def _may_be_faster(self, choice: Choice, other: Choice) -> bool:
-        """Whether it is faster, or not clearly slower; what cannot be run is not."""
+        """Return whether a choice is faster or not clearly slower; False if it cannot run."""
         mine, others = self.time(choice), self.time(other)
         if mine is None or others is None:
             return mine is not None

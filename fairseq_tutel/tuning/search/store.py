@@ -1,4 +1,4 @@
-"""A tuner's state as JSON text: in checkpoints, and as a file that a run can be pinned to.
+"""State of a tuner as JSON text, for checkpoints and for ``--moe-tune-file``.
 
 Format 1::
 
@@ -10,7 +10,7 @@ Format 1::
          {"start": {...}, "history": [[{...}, [3100, 3090]], [{...}, null]], "samples": [3050]}},
      "others": [{"signature": {...}, "keys": {...}}]}
 
-What was found under another signature (machines, versions) is kept for the runs that it is of.
+Results under another signature (machines, versions) are kept for runs with that signature.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _ENTRY = {"choice", "us", "baseline_us", "trials", "closed", "opened"}
 
 
 def dump(tuner: Tuner, signature: Mapping[str, Any], others: list | tuple = ()) -> str:
-    """All of a tuner but the samples that are on their way; ``others`` as :func:`load` has them."""
+    """Return the state of a tuner as text, without samples that are still awaited.
+
+    ``others``: results under other signatures, from :func:`load`.
+    """
     values, keys, under_way = tuner.space.values, {}, {}
     for key, entry in tuner.entries.items():
         keys[str(key)] = {
@@ -58,7 +61,14 @@ def dump(tuner: Tuner, signature: Mapping[str, Any], others: list | tuple = ()) 
 
 
 def load(text: str, tuner: Tuner, signature: Mapping[str, Any]) -> list[dict]:
-    """Fill a new tuner from :func:`dump`'s text (else ValueError); return others' for the next."""
+    """Fill a new tuner from :func:`dump`'s text.
+
+    Returns:
+        Results under other signatures, for the next :func:`dump`.
+
+    Raises:
+        ValueError: the text is invalid.
+    """
     others = []
     for known in _parse(text):
         if known["signature"] != signature:
@@ -75,7 +85,7 @@ def load(text: str, tuner: Tuner, signature: Mapping[str, Any]) -> list[dict]:
 
 
 def _entry(saved: Mapping, search: Mapping | None, space: Space) -> Entry | None:
-    """None where this run cannot use it: it may choose among less, or more."""
+    """Build an entry; return None if this run chooses among other values."""
     times = saved["us"], saved["baseline_us"], saved["trials"], saved["opened"]
     try:
         entry = Entry(space.choice(saved["choice"]), None, *times)
@@ -92,8 +102,12 @@ def _entry(saved: Mapping, search: Mapping | None, space: Space) -> Entry | None
 
 
 def read_pinned(text: str, space: Space, signature: Mapping[str, Any]) -> dict[Key, dict[str, Any]]:
-    """The decided choices of a file, for a run that measures nothing. Raises ValueError for another
-    text or signature, no choice, or one that this run cannot make.
+    """Return the decided choices of a file, for a run that measures nothing.
+
+    Raises:
+        ValueError: the text is invalid, has another signature or no decision, or has a choice that
+        this
+            run does not have.
     """
     made = _parse(text)[0]
     for name, value in signature.items():
@@ -112,7 +126,11 @@ def read_pinned(text: str, space: Space, signature: Mapping[str, Any]) -> dict[K
 
 
 def _parse(text: str) -> list[dict]:
-    """What is known under each signature, that of the file's run first; refuses what no dump is."""
+    """Return the results under each signature, those of the run that wrote the file first.
+
+    Raises:
+        ValueError: the text is not one of :func:`dump`.
+    """
     try:
         state = json.loads(text)
         version = state["format"]

@@ -1,8 +1,8 @@
-"""Tries choices while training goes on and keeps the fastest one; a state machine without a clock.
+"""A state machine that tries choices while training goes on and keeps the fastest one.
 
-In each step every rank does ``payload`` (its integers, which are gathered), ``record`` (those of
-all ranks) and ``begin`` (the step's choice), and so decides the same. That capacities have choices
-is Tutel's (Hwang et al., arXiv 2206.03382, section 3.3).
+In each step every rank calls ``payload`` (its integers, which are gathered), ``record`` (those of
+all ranks) and ``begin`` (the choice of the step). All ranks therefore decide the same. Choices by
+capacity come from Tutel (Hwang et al., arXiv 2206.03382, section 3.3).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 from .search import Choice, Search, Space, median
 
 WINDOW = 128  # capacities of a bucket
-# Steps whose samples are waited for: a GPU is rarely further behind the host.
+# Steps whose samples are awaited: a GPU is rarely further behind the host.
 SLOTS = 4
 MISSING = -1
-# The rest of a trial is not run where its first samples are so many times slower than the best.
+# A trial ends early if its first samples are so many times slower than the best.
 _ABORT_RATIOS = (1.5, 1.2)
-MEASURED_EVERY = 5  # steps after which that of a decided key is measured, for the log
+MEASURED_EVERY = 5  # steps between measurements of a decided key, for the log
 
 
 class Key(NamedTuple):
-    """What decides how long a choice takes; each key has a choice of its own."""
+    """What the time of a choice depends on; each key has its own choice."""
 
     kind: str  # phase, dtype and sizes
     bucket: int  # capacity // WINDOW
@@ -34,52 +34,55 @@ class Key(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Key:
-        """The inverse of ``str``."""
+        """Parse the text of ``str``."""
         kind, _, bucket = text.rpartition("/")
         return cls(kind, int(bucket))
 
 
 def nearest(keys: Iterable[Key], key: Key) -> Key | None:
-    """The key of the same kind with the nearest capacity; None: there is none of this kind."""
+    """Return the key of the same kind with the nearest capacity; None if there is none."""
     alike = [other for other in keys if other.kind == key.kind]
     return min(alike, key=lambda o: (abs(o.bucket - key.bucket), o.bucket), default=None)
 
 
 class StepChoice(NamedTuple):
-    """What a step does."""
+    """Choice of one step."""
 
     step: int  # its number
     choice: dict[str, Any]  # by the names of the axes
-    measured: bool  # whether a sample of it is wanted
+    measured: bool  # a sample is wanted
 
 
 @dataclass
 class Entry:
-    """What is known of a key."""
+    """State of one key."""
 
-    choice: Choice  # of the decision; before it the one that the search began with
-    search: Search | None  # under way; None where the key is decided
+    choice: Choice  # decided; before that, the start of the search
+    search: Search | None  # None if the key is decided
     time: int = 0
     baseline: int = 0
     trials: int = 0
     opened: int = 0  # step at which the search began
-    # of the trial that is under way; samples that come late are known by its number
+    # of the current trial; late samples are recognised by its number
     samples: list[int] = field(default_factory=list)
     num_steps: int = 0
     trial: int = 0
 
     @property
     def current(self) -> Choice:
-        """What is best as far as is known."""
+        """Best choice so far."""
         return self.choice if self.search is None else self.search.best
 
 
 class Tuner:
-    """One run's choices, by key.
+    """Choices of one run, by key.
 
-    The first of a trial's ``steps`` is not measured (it may connect and allocate); ``max_loss``:
-    part of the run's time that trials may have cost before no further one begins; ``start``: where
-    a search begins if no other key of its kind has a choice; else the simplest.
+    Args:
+        space: what can be chosen.
+        steps: steps of a trial; the first is not measured, because it may connect and allocate.
+        max_loss: share of the run's time that trials may cost before no further one starts.
+        start: values where a search begins if no other key of its kind has a choice; None: the
+            simplest.
     """
 
     def __init__(
@@ -97,29 +100,34 @@ class Tuner:
         self.step = 0  # number of the next one
         self.run_time = self.lost_time = 0  # microseconds of the run, and what trials cost of them
         self.last_sample: int | None = None  # microseconds
-        # (step, key, trial) whose sample some rank did not have yet
+        # (step, key, trial) whose sample some rank lacks
         self._awaited: list[tuple[int, Key, int]] = []
         self._events: list[dict[str, Any]] = []
-        self._checksum = 0  # of all decisions: the same on all ranks
+        self._checksum = 0  # of all decisions; the same on all ranks
 
     @property
     def awaited(self) -> list[int]:
-        """Steps of which samples are wanted."""
+        """Steps whose samples are awaited."""
         return [step for step, _, _ in self._awaited]
 
     def payload(self, elapsed: int, measured: Mapping[int, int]) -> list[int]:
-        """This rank's line of the table; as many integers on every rank and in every step.
+        """Return this rank's line of the table, equally long on every rank and in every step.
 
-        ``elapsed``: microseconds since the last step began; ``measured``: those known, by step.
+        Args:
+            elapsed: microseconds since the last step began.
+            measured: step -> microseconds, for the samples that are known.
         """
         samples = [measured.get(step, MISSING) for step in self.awaited]
         return [self._checksum, elapsed, *samples, *[MISSING] * (SLOTS - len(samples))]
 
     def record(self, table: Sequence[Sequence[int]]) -> None:
-        """Take note of what all ranks measured; what a rank does not have yet is waited for.
+        """Take the samples of all ranks; wait for those that some rank does not have yet.
 
-        A sample is the smallest of all ranks' times: a rank that arrives last in an exchange waits
-        least, so that their skew cancels. ValueError where the ranks' states differ.
+        A sample is the smallest time of all ranks: the rank that arrives last in an exchange waits
+        least, so skew cancels.
+
+        Raises:
+            ValueError: the states of the ranks differ.
         """
         checksums, elapsed, *slots = zip(*table, strict=True)
         if len(set(checksums)) > 1:
@@ -133,41 +141,41 @@ class Tuner:
         for (_, key, trial), times in pairs:
             if MISSING not in times:
                 self.last_sample, entry = min(times), self.entries[key]
-                # else of a trial that is over
+                # otherwise the trial is over
                 if entry.search is not None and trial == entry.trial:
                     self._note(key, entry, min(times))
 
     def begin(self, key: Key) -> StepChoice:
-        """What the next step does."""
-        if key not in self.entries:  # it begins where the nearest one that is decided ended
+        """Return the choice of the next step."""
+        if key not in self.entries:  # begin with the choice of the nearest decided key
             other = nearest((k for k, e in self.entries.items() if e.search is None), key)
             start = self.entries[other].choice if other else self._start
             self.entries[key] = Entry(start, Search(self.space, start), opened=self.step)
         entry = self.entries[key]
         choice, measured = self._next(key, entry)
         begun = StepChoice(self.step, self.space.values(choice), measured)
-        if measured:  # the oldest one is given up where there is no room
+        if measured:  # the oldest one is dropped if there is no room
             self._awaited = [*self._awaited, (self.step, key, entry.trial)][-SLOTS:]
         self.step += 1
         return begun
 
     def take_events(self) -> list[dict[str, Any]]:
-        """What happened since they were last taken, as the lines of ``exchange.jsonl`` have it.
+        """Return events since the last call, as lines of ``exchange.jsonl``.
 
-        ``what``, ``key`` and ``choice``: of a ``trial`` (``samples``, microseconds), of one that
-        cannot be measured (``unfit``), or of a ``decision`` (median microseconds ``us`` of it and
-        ``baseline_us`` of the start, and how many ``trials`` it took).
+        Each has ``what``, ``key`` and ``choice``. A ``trial`` has ``samples`` in microseconds;
+        ``unfit`` is a trial that could not be measured; a ``decision`` has the median microseconds
+        ``us`` of its choice and ``baseline_us`` of the start, and the number of ``trials``.
         """
         events, self._events = self._events, []
         return events
 
     def restart_checksum(self) -> None:
-        """After a state was loaded: compare ranks by what they have."""
+        """Compute the checksum from a loaded state, so that ranks compare what they have."""
         known = sorted((str(key), e.current, e.trial) for key, e in self.entries.items())
         self._checksum = zlib.crc32(repr((self.step, known)).encode())
 
     def _next(self, key, entry):
-        """(choice, whether to measure it)."""
+        """Return (choice, whether to measure it)."""
         if entry.search is None:
             return entry.choice, self.step % MEASURED_EVERY == 0
         over_budget = self.lost_time > self.max_loss * self.run_time
