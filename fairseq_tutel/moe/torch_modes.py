@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that the caller's autocast asks for on this device; None without one."""
@@ -34,15 +36,17 @@ def outside_checkpoints() -> AbstractContextManager:
     return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
 
 
+def hooks_of(module: nn.Module) -> list[dict]:
+    """Return the module's hooks on calls, by kind: forward, forward pre, backward, backward pre."""
+    return [getattr(module, f"_{kind}") for kind in _HOOKS]
+
+
 def is_observed(module: nn.Module) -> bool:
     """Whether somebody sees or replaces calls of the module: a profiler, fairseq's search for a NaN
     or its checkpoint_wrapper, which sets ``forward``.
     """
-    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-    return "forward" in vars(module) or any(
-        getattr(module, f"_{kind}") or getattr(nn.modules.module, f"_global_{kind}")
-        for kind in kinds
-    )
+    everywhere = (getattr(nn.modules.module, f"_global_{kind}") for kind in _HOOKS)
+    return "forward" in vars(module) or any(hooks_of(module)) or any(everywhere)
 
 
 def untraced(function: Callable) -> Callable:

@@ -1,0 +1,174 @@
+"""Turn feed-forward blocks of a model into MoE layers.
+
+    places.py     find the blocks, and put the layers in
+    probes.py     run a copy of a block: its width, and whether it treats tokens one by one
+    recognize.py  find the built-in network that computes what a block does
+
+A block is known by what it computes, not by its class. Random weights are drawn into a copy, the
+copy is run in evaluation and in training, and its outputs and gradients are compared with those of
+the built-in experts. If a built-in network gives the same numbers, the experts are that network,
+and all of them are one grouped product. Otherwise every expert is a copy of the block, and the
+copies run one after the other.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...distributed import ExpertParallelGroups, build_groups, experts_of_ffn
+from ..layer import MoELayer
+from .places import Match, Place, find_places, matching
+from .probes import check_block, check_copies, check_tokens, fit_width, make_probe
+from .recognize import Network, recognize
+
+# Arguments of MoELayer that the block decides unless the caller gives them.
+_NETWORK = ("hidden_dim", "activation", "expert_network", "expert_options")
+
+
+def replace_ffn(
+    model: nn.Module,
+    match: Match,
+    num_experts: int,
+    *,
+    copy_weights: bool = False,
+    groups: ExpertParallelGroups | None = None,
+    seed: int | None = None,
+    **moe: Any,
+) -> dict[str, nn.Module]:
+    """Replace feed-forward blocks of a model by MoE layers, in place.
+
+    Call it before you build the optimizer and before you wrap the model for data parallelism. If
+    one block is refused, the model stays as it was::
+
+        import torch
+        from fairseq_tutel import training
+        from fairseq_tutel.moe import every_other, replace_ffn
+
+        layer = torch.nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
+        model = torch.nn.TransformerEncoder(layer, 4)
+        blocks = every_other(model, r"layers\\.\\d+$")  # layers.1 and layers.3
+        replace_ffn(model, blocks, num_experts=8, top_k=2, capacity_factor=0.0, copy_weights=True)
+        with training.collect_aux(model) as aux:  # the load balancing losses
+            y = model(torch.randn(2, 16, 64))
+        (y.square().mean() + 0.01 * aux.loss).backward()
+
+    A block is a module that maps each token to one of the same width, [..., M] -> [..., M]. It may
+    also be a whole layer of torch's or fairseq's transformer: then ``linear1`` (``fc1``) becomes
+    the MoE layer, and activation, dropout and ``linear2`` (``fc2``) become identities. The MoE
+    layer takes the block's dtype, device, training mode and dropout.
+
+    Args:
+        model (nn.Module): the model that holds the blocks.
+        match (str, function or list of str): which blocks: a regular expression that is searched
+            in dotted names, a function of (name, module), or names. Of nested modules the
+            outermost is replaced.
+        num_experts (int): E, the experts of a layer over all ranks.
+        copy_weights (bool): start every expert as the block, and keep ``requires_grad`` (default
+            False: draw new weights, all trained). The first output of the model is unchanged if
+            ``top_k`` > 1 and no pair is dropped (``capacity_factor=0``); with ``top_k=1`` it is
+            weighted by the gate's probability. Biases that the block lacks stay zero. All ranks
+            need the same weights.
+        groups (ExpertParallelGroups): placement of the experts on ranks (default: spread over all
+            ranks; then the call is collective).
+        seed (int): seed of new weights (default: drawn from torch's generator).
+        **moe: further arguments of :class:`MoELayer`, such as ``top_k`` and ``capacity_factor``
+            (default: MoELayer's). ``hidden_dim``, ``activation``, ``expert_network`` and
+            ``expert_options`` (default: the block's) make the experts another network; they are
+            refused with ``copy_weights``. So are ``dropout`` and ``activation_dropout`` (default:
+            the block's) for experts that are copies.
+
+    Returns:
+        dict: name of each MoE layer -> the module that was there.
+
+    Raises:
+        ValueError: nothing matches, or a block cannot be replaced. The message names the block: it
+            mixes tokens, changes the width, has convolutions, hooks, tied weights, weights of
+            several dtypes, on several devices, quantized or on the meta device.
+    """
+    given = [name for name in _NETWORK if name in moe]
+    if copy_weights and given:
+        raise ValueError(f"copy_weights takes the block as it is: leave out {', '.join(given)}")
+    with torch.inference_mode(False):  # or the new parameters could not be trained
+        places = find_places(model, match)
+        groups = build_groups(num_experts) if groups is None else groups
+        common = {"num_experts": num_experts, "groups": groups, "seed": seed}
+        layers = [_make_layer(place, copy_weights, common, moe) for place in places]
+    for place, layer in zip(places, layers, strict=True):
+        place.put(model, layer)
+    return {place.name: place.block for place in places}
+
+
+def every_other(model: nn.Module, match: Match, start: int = 1) -> list[str]:
+    """Return the names of every second matching block, for ``match`` of :func:`replace_ffn`.
+
+    Args:
+        model (nn.Module): the model that holds the blocks.
+        match (str, function or list of str): as in :func:`replace_ffn`.
+        start (int): index of the first name (default 1: the second block, as in GShard and
+            SwinV2-MoE).
+    """
+    return [name for name, _ in matching(model, match)][start::2]
+
+
+def _make_layer(
+    place: Place, copy_weights: bool, common: dict[str, Any], moe: dict[str, Any]
+) -> MoELayer:
+    """Return the MoE layer that replaces a block."""
+    block, name = place.block, place.name
+    check_block(name, block)
+    probe = make_probe(name, block)
+    x = fit_width(name, probe)
+    place.check_parts(x)
+    network = recognize(block, probe, x)
+    if network is None:
+        check_tokens(name, probe, x)
+    if network is None and not any(each in moe for each in _NETWORK):
+        if unused := [each for each in ("dropout", "activation_dropout") if each in moe]:
+            raise ValueError(
+                f"{name}: leave out {' and '.join(unused)}: no built-in experts compute what "
+                f"{type(block).__name__} does, and copies of it have its own dropout"
+            )
+        check_copies(name, probe, x)
+        layer = MoELayer(x.shape[-1], expert_fn=_copier(block, copy_weights), **common, **moe)
+    else:
+        options = {**network.options, **moe} if network else moe
+        layer = MoELayer(x.shape[-1], **common, **options)
+    if network is not None and copy_weights:
+        _load(layer, network)
+    first = next(block.parameters())
+    return layer.to(first.device, first.dtype).train(block.training)
+
+
+def _load(layer: MoELayer, network: Network) -> None:
+    """Start every expert as the block, with the block's ``requires_grad``."""
+    slots = range(layer.groups.num_local_experts)
+    layer.experts.load_state_dict(experts_of_ffn(network.tensors, slots))
+    for name, stacked in layer.experts.layout.items():
+        trained = any(single in network.trained for single in stacked.names)
+        getattr(layer.experts, name).requires_grad_(trained)
+
+
+def _copier(block: nn.Module, copy_weights: bool) -> Callable[[], nn.Module]:
+    """Return a function that makes one expert of a block that no built-in network computes.
+
+    Without ``copy_weights`` each tensor is drawn anew with its own mean and deviation.
+    """
+
+    @torch.no_grad()
+    def make() -> nn.Module:
+        expert = copy.deepcopy(block)
+        for param in () if copy_weights else expert.parameters():
+            param.requires_grad_()
+            if param.numel() > 1 and (deviation := float(param.float().std())) > 0:
+                param.normal_(float(param.float().mean()), deviation)
+        return expert
+
+    return make
+
+
+__all__ = ["every_other", "replace_ffn"]

@@ -1,0 +1,170 @@
+"""Find the blocks that are replaced, and put MoE layers in their places."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from ..layer import MoELayer
+from .probes import call_seeded, make_probe, same
+
+Match = str | Callable[[str, nn.Module], bool] | Collection[str]
+
+# Layers whose feed-forward network is no module of its own: torch's and fairseq's transformers.
+_PARTS_OF_LAYERS = (
+    ("linear1", "activation", "dropout", "linear2"),
+    ("fc1", "activation_fn", "activation_dropout_module", "fc2"),
+)
+# How such a layer may be called: an encoder's, an encoder's with a padding mask, a decoder's.
+_CALLS = (
+    lambda layer, x: layer(x),
+    lambda layer, x: layer(x, None),
+    lambda layer, x: layer(x, x),
+)
+
+
+class FeedForward(nn.Module):
+    """The parts of a layer from its first to its second linear layer, as one module."""
+
+    def __init__(self, first: nn.Module, activation: Callable, dropout: nn.Module, second):
+        super().__init__()
+        self.first, self.dropout, self.second = first, dropout, second
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.dropout(self.activation(self.first(x))))
+
+
+class Place(NamedTuple):
+    """Place of one block in the model.
+
+    Attributes:
+        name: name of the module that becomes the MoE layer.
+        block: the feed-forward block that the MoE layer replaces.
+        parent: the module that holds it.
+        emptied: names of the parent's other parts of the block, which become identities.
+    """
+
+    name: str
+    block: nn.Module
+    parent: nn.Module
+    emptied: tuple[str, ...] = ()
+
+    def check_parts(self, x: Tensor) -> None:
+        """Check that a layer computes nothing else between its two linear layers.
+
+        Run a copy of the layer before and after its parts move into one module.
+
+        Raises:
+            ValueError: the outputs differ, or the layer cannot be called.
+        """
+        if not self.emptied:
+            return
+        name, _, first = self.name.rpartition(".")
+        before = make_probe(name, self.parent)
+        after = copy.deepcopy(before)
+        _put_parts(after, (first, *self.emptied), _join_parts(after, (first, *self.emptied)))
+        kind = type(self.parent).__name__
+        names = ", ".join((first, *self.emptied))
+        for training in (False, True):
+            wanted, found = (_call_layer(each.train(training), x) for each in (before, after))
+            if isinstance(wanted, Exception):
+                raise ValueError(
+                    f"{name}: {kind} cannot be called as layer(x), layer(x, None) or layer(x, "
+                    f"memory), so that its parts cannot be checked ({wanted}): give its "
+                    "feed-forward network a module of its own, and match that"
+                )
+            if isinstance(found, Exception) or not same(found, wanted):
+                reason = f" ({found})" if isinstance(found, Exception) else ""
+                raise ValueError(
+                    f"{name}: {kind} computes something else between {names}, such as a norm "
+                    f"(--scale-fc of fairseq){reason}: an MoE layer cannot replace them"
+                )
+
+    def put(self, model: nn.Module, layer: nn.Module) -> None:
+        """Replace the block by the MoE layer."""
+        _put_parts(self.parent, (self.name.rpartition(".")[2], *self.emptied), layer)
+        for module in model.modules():
+            if isinstance(module, nn.TransformerEncoder) and layer in module.modules():
+                module.use_nested_tensor = False  # only torch's fused layers take nested tensors
+
+
+def find_places(model: nn.Module, match: Match) -> list[Place]:
+    """Return the places of all blocks that match; raise ValueError for a block that cannot be."""
+    return [_place_of(model, name, block) for name, block in matching(model, match)]
+
+
+def matching(model: nn.Module, match: Match) -> list[tuple[str, nn.Module]]:
+    """Return (name, module) of the outermost modules that match, in the order of the model."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if isinstance(match, str):
+        names = [name for name in modules if re.search(match, name)]
+    elif callable(match):
+        names = [name for name, module in modules.items() if match(name, module)]
+    else:
+        names = list(match)
+        if missing := [name for name in names if name not in modules]:
+            raise ValueError(f"{type(model).__name__} has no modules {missing}")
+    names = [name for name in names if name]
+    if not names:
+        linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+        raise ValueError(
+            f"nothing in {type(model).__name__} matches {match!r}; linear layers in it: "
+            + ", ".join([*linear[:8], *["..."] * (len(linear) > 8)])
+        )
+    outermost = [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
+    return [(name, modules[name]) for name in outermost]
+
+
+def _place_of(model: nn.Module, name: str, block: nn.Module) -> Place:
+    place = Place(name, block, model.get_submodule(name.rpartition(".")[0]))
+    for names in _PARTS_OF_LAYERS:
+        if all(hasattr(block, each) for each in names) and len(list(block.children())) > 4:
+            place = Place(f"{name}.{names[0]}", _join_parts(block, names), block, names[1:])
+    _refuse_shared(model, name, place.block)
+    return place
+
+
+def _refuse_shared(model: nn.Module, name: str, block: nn.Module) -> None:
+    mine = {id(param) for param in block.parameters()}
+    inside = {id(module) for module in block.modules()}
+    for other, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and id(module) in inside:
+            raise ValueError(f"{name}: {other} is a convolution; experts see one token at a time")
+        if isinstance(module, MoELayer) and id(module) in inside:
+            raise ValueError(f"{name} has experts already ({other})")
+        within = other == name or other.startswith(f"{name}.")
+        for each, param in module.named_parameters(recurse=False):
+            if id(param) in mine and not within:
+                raise ValueError(f"{name} shares weights with {other}.{each}: they are tied")
+
+
+def _join_parts(layer: nn.Module, names: tuple[str, ...]) -> FeedForward:
+    return FeedForward(*(getattr(layer, each) for each in names)).train(layer.training)
+
+
+def _put_parts(layer: nn.Module, names: tuple[str, ...], first: nn.Module) -> None:
+    if isinstance(layer, nn.TransformerEncoderLayer):
+        layer.activation_relu_or_gelu = 0  # torch's fused evaluation reads weights itself
+    setattr(layer, names[0], first)
+    for each in names[1:]:
+        setattr(layer, each, nn.Identity())
+
+
+def _call_layer(layer: nn.Module, x: Tensor) -> list[Tensor] | Exception:
+    """Return the output of a layer by the first way of calling it that works, or the error."""
+    first = None
+    for call in _CALLS:
+        try:
+            y, *drawn = call_seeded(lambda x, call=call: call(layer, x), x)
+        except Exception as error:
+            first = first or error
+            continue
+        y = y[0] if isinstance(y, tuple) else y
+        if isinstance(y, Tensor):
+            return [y, *drawn]
+    return first or TypeError("it returns no tensor")

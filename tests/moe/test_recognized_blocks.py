@@ -1,0 +1,386 @@
+"""What ``replace_ffn`` makes of blocks that are easily mistaken for others."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations, prune
+
+from fairseq_tutel.moe import replace_ffn
+from fairseq_tutel.moe.replace.recognize import ACTIVATIONS, GATED
+from fairseq_tutel.ops import expert_ffn
+
+M, F = 8, 12
+COPIED = {"copy_weights": True, "top_k": 2, "capacity_factor": 0.0}
+
+
+class Block(nn.Module):
+    """A block of three linear layers whose forward is a function of itself, x and training."""
+
+    def __init__(self, forward, bias=True):
+        super().__init__()
+        self.down, self.up, self.gate = (
+            nn.Linear(*sizes, bias=bias) for sizes in ((F, M), (M, F), (M, F))
+        )
+        self.compute = forward
+
+    def forward(self, x):
+        return self.compute(self, x, self.training)
+
+
+def two(forward, **options):
+    """A block without a gate."""
+    block = Block(forward, **options)
+    del block.gate
+    return block
+
+
+def replaced(block, **options):
+    """The MoE layer that replaces a block."""
+    torch.manual_seed(1)
+    model = nn.Sequential(block)
+    replace_ffn(model, "0", 4, **{**COPIED, **options})
+    return model[0]
+
+
+def kind_of(layer):
+    return type(layer.experts).__name__
+
+
+def assert_like(layer, block, mode=False):
+    """The layer's outputs and gradients of x are the block's."""
+    x = 3 * torch.randn(50, M, generator=torch.Generator().manual_seed(2))
+    found = []
+    for each in (layer, block):
+        each.train(mode)
+        leaf = x.clone().requires_grad_()
+        y = each(leaf)
+        (y * torch.sin(torch.arange(M))).sum().backward()
+        found.append((y.detach(), leaf.grad))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_formulas_are_those_of_the_operator():
+    rows, w1, w2 = 3 * torch.randn(1, 9, M), torch.randn(1, F, M), torch.randn(1, M, F)
+    gate, zeros = torch.randn(1, F, M), (torch.zeros(1, F), torch.zeros(1, M))
+    for name, formula in ACTIVATIONS.items():
+        want = formula(rows @ w1.mT) @ w2.mT
+        found = expert_ffn(rows, w1, zeros[0], w2, zeros[1], activation=name)
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+    for name, formula in GATED.items():
+        want = (formula(rows @ gate.mT) * (rows @ w1.mT)) @ w2.mT
+        found = expert_ffn(rows, torch.cat([gate, w1], 1), None, w2, None, activation=name)
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+
+
+ZEROS = {
+    "relu_squared": lambda s, x, _: s.down(torch.relu(s.up(x)).square()),
+    "tanh": lambda s, x, _: s.down(torch.tanh(s.up(x))),
+    "relu": lambda s, x, _: s.down(torch.relu(s.up(x))),
+}
+
+
+@pytest.mark.parametrize("activation", ZEROS)
+def test_a_last_layer_of_zeros_does_not_hide_the_activation(activation):
+    block = two(ZEROS[activation])
+    nn.init.zeros_(block.down.weight)
+    layer = replaced(block)
+    assert layer.experts.activation == activation
+    nn.init.ones_(block.down.weight)
+    nn.init.ones_(layer.experts.fc2_weight)
+    assert_like(layer, block)
+
+
+@pytest.mark.parametrize("first", ["up", "gate"])
+def test_a_last_layer_of_zeros_does_not_swap_gate_and_up(first):
+    second = {"up": "gate", "gate": "up"}[first]
+    block = Block(
+        lambda s, x, _: s.down(functional.silu(getattr(s, first)(x)) * getattr(s, second)(x))
+    )
+    nn.init.zeros_(block.down.weight)
+    layer = replaced(block)
+    assert kind_of(layer) == "SwiGLUExperts"
+    nn.init.ones_(block.down.weight)
+    nn.init.ones_(layer.experts.fc2_weight)
+    assert_like(layer, block)
+
+
+BLOCKS = {
+    # recognized, with the probabilities after the activation and after the last layer
+    "functional dropout": (
+        lambda s, x, t: s.down(functional.dropout(torch.relu(s.up(x)), 0.5, t)), (0.5, 0.0),
+    ),
+    "torch.dropout": (
+        lambda s, x, t: torch.dropout(s.down(torch.dropout(torch.relu(s.up(x)), 0.3, t)), 0.2, t),
+        (0.3, 0.2),
+    ),
+    "one probability": (
+        lambda s, x, t: functional.dropout(s.down(torch.tanh(s.up(x))), 0.4, t), (0.0, 0.4),
+    ),
+    # copies
+    "dropout of the input": (
+        lambda s, x, t: s.down(torch.relu(s.up(functional.dropout(x, 0.5, t)))), None,
+    ),
+    "dropout before the activation": (
+        lambda s, x, t: s.down(torch.tanh(functional.dropout(s.up(x), 0.5, t))), None,
+    ),
+    "two dropouts": (
+        lambda s, x, t: functional.dropout(
+            functional.dropout(s.down(torch.relu(s.up(x))), 0.5, t), 0.5, t
+        ),
+        None,
+    ),
+    "dropout in evaluation": (
+        lambda s, x, _: functional.dropout(s.down(torch.relu(s.up(x))), 0.5), None,
+    ),
+    "noise": (lambda s, x, t: s.down(torch.relu(s.up(x))) + t * torch.randn_like(x), None),
+    "unused noise": (lambda s, x, t: (s.down(torch.relu(s.up(x))), torch.rand(1))[0], None),
+    "detach": (lambda s, x, _: s.down(torch.relu(s.up(x)).detach()), None),
+    "gradients halved": (lambda s, x, _: s.down(s.up(x).relu() / 2 + s.up(x).relu().detach() / 2),
+                         None),
+    "no gradients": (lambda s, x, _: torch.no_grad()(lambda: s.down(s.up(x).relu()))(), None),
+    "relu6": (lambda s, x, _: s.down(functional.relu6(s.up(x))), None),
+    "clamp at 20": (lambda s, x, _: s.down(torch.relu(s.up(x)).clamp(max=20)), None),
+    "leaky": (lambda s, x, _: s.down(functional.leaky_relu(s.up(x), 1e-3)), None),
+    "a tied last layer": (
+        lambda s, x, _: s.down(torch.relu(s.up(x))) + functional.linear(s.up(x), s.up.weight.t()),
+        None,
+    ),
+    "in place": (lambda s, x, _: s.down(torch.relu_(s.up(x.mul_(2)))), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("forward, dropout", BLOCKS.values(), ids=BLOCKS)
+def test_what_differs_in_training_becomes_copies(forward, dropout):
+    layer = replaced(two(forward))
+    if dropout is None:
+        assert kind_of(layer) == "ExpertList"
+    else:
+        experts = layer.experts
+        assert kind_of(layer) == "Experts"
+        assert (experts.activation_dropout, experts.dropout) == dropout
+
+
+def test_copies_keep_a_detached_gradient():
+    block = two(BLOCKS["detach"][0])
+    layer, x = replaced(block), torch.randn(9, M, requires_grad=True)
+    layer(x, return_aux=True)[0].sum().backward()
+    assert all(expert.up.weight.grad is None for expert in layer.experts)
+    assert any(expert.down.weight.grad is not None for expert in layer.experts)
+
+
+def drop_path(s, x, t):
+    keep = x.new_empty((len(x), *[1] * (x.dim() - 1))).bernoulli_(0.9) if t else 1
+    return s.down(torch.relu(s.up(x))) * keep
+
+
+def mixing(shift):
+    def forward(s, x, t):
+        y = torch.zeros_like(x) if x.dim() < 3 else x.roll(1, 1)
+        return s.down(torch.relu(s.up(x))) + shift(y, t)
+
+    return forward
+
+
+def unpacks(s, x, _):
+    batch, tokens, width = x.shape
+    return s.down(functional.mish(s.up(x))).view(batch, tokens, width)
+
+
+ROWS = r"an expert gets rows \[n, M\], but in {}"
+REFUSED = {
+    "DropPath": (lambda: two(drop_path), ROWS.format(r"training .* \(DropPath\)")),
+    "unpacks": (lambda: two(unpacks), ROWS.format("evaluation .*: ValueError: not enough values")),
+    "squeezes": (
+        lambda: two(lambda s, x, _: s.down(functional.mish(s.up(x))).squeeze()),
+        ROWS.format("evaluation"),
+    ),
+    "positions": (
+        lambda: two(
+            lambda s, x, _: s.down(functional.mish(s.up(x))) + torch.arange(x.shape[-2])[:, None]
+        ),
+        ROWS.format("evaluation .* the results differ"),
+    ),
+    "token before": (lambda: two(mixing(lambda y, t: y)), "on other tokens in evaluation"),
+    "only in training": (lambda: two(mixing(lambda y, t: y * t)), "on other tokens in training"),
+    "detached": (lambda: two(mixing(lambda y, t: y.detach())), "on other tokens in evaluation"),
+    "zeros hide it": (
+        lambda: two(lambda s, x, _: s.down(torch.relu(s.up(x - x.mean(-2, keepdim=True))))),
+        "on other tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("make, words", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_an_expert_is_refused(make, words):
+    block = make()
+    nn.init.zeros_(block.down.weight)
+    with pytest.raises(ValueError, match=words):
+        replaced(block)
+
+
+def test_a_block_that_unpacks_its_shape_may_be_a_built_in_network():
+    def forward(s, x, _):
+        batch, tokens, width = x.shape
+        return s.down(torch.relu(s.up(x))).view(batch, tokens, width)
+
+    assert kind_of(replaced(two(forward))) == "Experts"
+
+
+def plain(**options):
+    return two(ZEROS["relu"], **options)
+
+
+@pytest.mark.parametrize("frozen", [("up", "down"), ("up",), ("down",)])
+def test_frozen_weights_stay_frozen(frozen):
+    block = plain()
+    for name in frozen:
+        getattr(block, name).requires_grad_(False)
+    experts = replaced(block).experts
+    assert [p.requires_grad for p in experts.parameters()] == [
+        name not in frozen for name in ("up", "up", "down", "down")
+    ]
+    assert all(p.requires_grad for p in replaced(block, copy_weights=False).parameters())
+
+
+def test_gate_and_up_of_which_one_is_frozen_are_not_merged():
+    block = Block(lambda s, x, _: s.down(functional.silu(s.gate(x)) * s.up(x)))
+    block.gate.requires_grad_(False)
+    layer = replaced(block)
+    assert kind_of(layer) == "ExpertList" and not layer.experts[0].gate.weight.requires_grad
+    assert layer.experts[0].up.weight.requires_grad
+    block.up.requires_grad_(False)
+    assert kind_of(replaced(block)) == "SwiGLUExperts"
+
+
+def test_biases_that_the_block_lacks_stay_zero():
+    experts = replaced(plain(bias=False)).experts
+    for bias in (experts.fc1_bias, experts.fc2_bias):
+        assert not bias.any() and not bias.requires_grad
+    assert experts.fc1_weight.requires_grad
+
+
+def hooked(register):
+    block = plain()
+    register(block)
+    return block
+
+
+HOOKS = {
+    "forward": lambda block: block.up.register_forward_hook(lambda *_: None),
+    "own": lambda block: block.register_forward_pre_hook(lambda *_: None),
+    "backward": lambda block: block.down.register_full_backward_hook(lambda *_: None),
+    "weight": lambda block: block.up.weight.register_hook(lambda grad: 2 * grad),
+    "pruned": lambda block: prune.l1_unstructured(block.up, "weight", 0.5),
+}
+
+
+@pytest.mark.parametrize("register", HOOKS.values(), ids=HOOKS)
+def test_hooks_are_refused_and_do_not_fire(register):
+    with pytest.raises(ValueError, match=r"^0(\.\w+)*: experts do not take over hooks"):
+        replaced(hooked(register))
+
+
+def test_parametrized_layers_become_copies():
+    block = plain()
+    parametrizations.weight_norm(block.up)
+    want = copy.deepcopy(block)
+    layer = replaced(block)
+    assert kind_of(layer) == "ExpertList"
+    assert_like(layer, want)
+
+
+def test_weights_of_two_dtypes_are_refused():
+    block = plain()
+    block.down.bfloat16()
+    with pytest.raises(
+        ValueError, match=r"0 has .* \(up.weight is torch.float32 on cpu, down.weight is"
+    ):
+        replaced(block)
+
+
+def test_a_forward_that_holds_the_original_is_refused():
+    block = plain()
+    original = block.forward
+    block.forward = lambda x: 2 * original(x)
+    with pytest.raises(ValueError, match="a copy does not use its own weights"):
+        replaced(block)
+
+
+@pytest.mark.parametrize("mish", [False, True])
+def test_in_any_context_of_the_caller(mish):
+    def make():
+        return two((lambda s, x, _: s.down(functional.mish(s.up(x)))) if mish else ZEROS["relu"])
+
+    with torch.autocast("cpu", torch.bfloat16):
+        layer = replaced(make())
+    kind = "ExpertList" if mish else "Experts"
+    assert kind_of(layer) == kind and {p.dtype for p in layer.parameters()} == {torch.float32}
+    for context in (torch.no_grad, torch.inference_mode):
+        block = make()
+        with context():
+            layer = replaced(block)
+        assert kind_of(layer) == kind
+        assert_like(layer, block)
+
+
+def test_the_callers_random_numbers_are_left_alone():
+    model, state = nn.Sequential(two(drop_path)), torch.get_rng_state()
+    with pytest.raises(ValueError, match="DropPath"):
+        replace_ffn(model, "0", 4)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_dropout_given_for_copies_is_refused():
+    with pytest.raises(ValueError, match=r"0: leave out dropout: no built-in experts compute"):
+        replaced(two(BLOCKS["leaky"][0]), dropout=0.1)
+    assert replaced(plain(), dropout=0.1).experts.dropout == 0.1
+
+
+# layers whose feed-forward network is no module of its own
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_torchs_encoder_with_a_padding_mask():
+    """In evaluation its fused layers take nested tensors, which no other module does."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    mask = torch.tensor([[False] * 4, [False] * 2 + [True] * 2])
+    x = torch.randn(2, 4, 16)
+    for blocks in (r"layers\.\d+$", r"layers\.[13]$"):
+        encoder = nn.TransformerEncoder(layer, 4).eval()
+        with torch.no_grad():
+            want = encoder(x, src_key_padding_mask=mask)
+            replace_ffn(encoder, blocks, 4, **COPIED)
+            found = encoder(x, src_key_padding_mask=mask)
+        torch.testing.assert_close(found[~mask], want[~mask], rtol=1e-4, atol=1e-4)
+
+
+class Layer(nn.TransformerEncoderLayer):
+    """With something between its linear layers."""
+
+    def __init__(self, between):
+        super().__init__(M, 2, F, batch_first=True)
+        self.between = between
+
+    def _ff_block(self, x):
+        hidden = self.between(self.activation(self.linear1(x)))
+        return self.dropout2(self.linear2(self.dropout(hidden)))
+
+
+@pytest.mark.parametrize("between, words", [
+    (nn.LayerNorm(F), r"0: Layer computes something else .*--scale-fc of fairseq"),
+    (nn.Dropout(0.5), r"0: Layer computes something else between linear1, activation"),
+    (nn.Identity(), ""),
+])  # fmt: skip
+def test_a_layer_that_computes_more_between_its_parts_is_refused(between, words):
+    model = nn.Sequential(Layer(between))
+    if not words:
+        assert list(replace_ffn(model, "0$", 4, **COPIED)) == ["0.linear1"]
+        return
+    with pytest.raises(ValueError, match=words):
+        replace_ffn(model, "0$", 4, **COPIED)
+    assert isinstance(model[0].linear1, nn.Linear)
