@@ -97,10 +97,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--grace-seconds", type=in_range(float, natural), default=15.0, metavar="S", help=grace)
     agree = (
         "the launchers of several nodes compare their ranks at MASTER_ADDR:MASTER_PORT before they "
-        "start them, and wait that long for each other; 0: only before a second start, as after "
-        "--moe-grow-at (default: 300)"
+        "start them, and wait that long for each other; 0: compare only before a second start, as "
+        "after --moe-grow-at (default: 300, and 60 before a second start)"
     )
-    add("--agree-seconds", type=in_range(int, natural), default=300, metavar="S", help=agree)
+    add("--agree-seconds", type=in_range(int, natural), metavar="S", help=agree)
     dry = "print the ranks' commands and the binding, and start nothing"
     add("--dry-run", action="store_true", help=dry)
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -174,15 +174,19 @@ def _run(job: Job, env: Mapping[str, str], options: Options, words: Sequence[str
         _say("the set has more experts: starting the ranks again")
         job = prepare_job(options, parse_command(restarted(words), env.get("PATH")), env)
         starts += 1
-        _compare(job, job.report_again, options.agree_seconds or Options.agree_seconds, starts)
+        _compare(job, job.report_again, options, starts)
     left = status in (0, EXIT_REQUEUE)
     if job.is_of_a_step and not left and supervisor.stopped_by is None:
         _end_step(env)
     return status
 
 
-def _compare(job: Job, report: Mapping[str, Any] | None, seconds: float, starts: int = 0) -> None:
-    """Wait for the launchers of the job's other ranks; raises ValueError where they do not fit."""
+def _compare(
+    job: Job, report: Mapping[str, Any] | None, options: Options, starts: int = 0
+) -> None:
+    """Wait for the launchers of the job's other ranks; raise ValueError if they do not fit or do
+    not report in time."""
+    seconds = options.seconds_to_agree(starts)
     if report is not None and seconds:
         shared = job.ranks[0].env
         address, port = shared["MASTER_ADDR"], int(shared["MASTER_PORT"])
@@ -207,7 +211,7 @@ def main(argv: Sequence[str]) -> int:
         if options.dry_run:
             _print_commands(job, env)
             return 0
-        _compare(job, job.report, options.agree_seconds)
+        _compare(job, job.report, options)
         return _run(job, env, options, words)
     except ValueError as error:
         return _report_error(error, env, options)

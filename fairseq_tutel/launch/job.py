@@ -24,6 +24,8 @@ from .placement import Placement, adopt, master_address, master_port, start_here
 from .preflight import SharedError
 from .supervise import RankJob
 
+_FIRST_SECONDS, _AGAIN_SECONDS = 300, 60
+
 # NCCL settings by name; the README says what for. A variable the user has set is never changed.
 NCCL_PROFILES: dict[str, dict[str, str]] = {
     "none": {},
@@ -45,9 +47,19 @@ class Options:
     nccl_profile: str = "none"
     output: str = "prefix"
     grace_seconds: float = 15.0
-    agree_seconds: int = 300
+    agree_seconds: int | None = None
     dry_run: bool = False
     root: str = "/"  # of /sys, /dev and /proc; another one in tests
+
+    def seconds_to_agree(self, starts: int) -> int:
+        """Return how long to wait for the other nodes' launchers; 0: do not compare.
+
+        starts: how often this launcher has started its ranks before. Nodes may be given to a job
+        one by one, but before a second start all launchers have just been there.
+        """
+        usual = _AGAIN_SECONDS if starts else _FIRST_SECONDS
+        given = self.agree_seconds
+        return usual if given is None or (starts and given == 0) else given
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ import threading
 import time
 
 from launch_helpers import executable, variables
-from test_launch_processes import environment, launch, script_words, start
+from test_launch_processes import environment, launch, script_words, start, wait_for
 
 from fairseq_tutel.command_line import EXIT_GROWN
+from fairseq_tutel.launch.job import Options
 from fairseq_tutel.launch.preflight import SharedError, compare_nodes
 
 
@@ -100,6 +101,31 @@ def test_no_node_starts_again_before_rank_0_has_left(tmp_path, port):
         _, text = process.communicate(timeout=60)
         assert process.returncode == 0, text
         assert text.count("the set has more experts: starting the ranks again") == 1
+
+
+def test_a_node_whose_launcher_is_killed_as_the_run_grows_does_not_keep_the_first_waiting(
+    tmp_path, port
+):
+    leaves = f"[ -e {tmp_path}/$RANK ] && exec sleep 60; touch {tmp_path}/$RANK; sleep $RANK"
+    program = executable(tmp_path / "fairseq-train", f"#!/bin/bash\n{leaves}; exit {EXIT_GROWN}\n")
+    words = f"--nproc-per-node 1 --nnodes 2 --master-addr 127.0.0.1 --master-port {port}".split()
+    words += ["--agree-seconds", "2"]
+    first, second = (start(*words, "--node-rank", str(node), "--", program) for node in (0, 1))
+    wait_for((tmp_path / "1").exists)
+    second.kill()
+    _, text = first.communicate(timeout=30)
+    assert first.returncode == 2, text
+    assert "no report from node 1 of 2 within 2 seconds" in text
+    second.communicate()
+
+
+def test_launchers_that_have_just_been_there_are_not_waited_for_as_long():
+    assert Options().seconds_to_agree(starts=0) == 300
+    assert Options().seconds_to_agree(starts=1) <= 60
+    for given in (0, 20, 900):
+        again = Options(agree_seconds=given).seconds_to_agree(starts=1)
+        assert Options(agree_seconds=given).seconds_to_agree(starts=0) == given
+        assert again == (given or Options().seconds_to_agree(starts=1))
 
 
 def test_an_error_of_one_node_alone_names_it(tmp_path):
