@@ -18,6 +18,9 @@ EXIT_REQUEUE = 85
 # the ranks again; RESTARTS is set for ranks of a launcher that does.
 EXIT_GROWN = 86
 RESTARTS = "FAIRSEQ_TUTEL_RESTARTS"
+# A folder in which the ranks of a launcher note the errors that they print: all ranks find most of
+# a user's errors, and the first prints each. A rank makes the folder, the launcher removes it.
+REPORTED = "FAIRSEQ_TUTEL_REPORTED"
 # A user's error, found before any rank was started (argparse uses the same code).
 EXIT_USAGE = 2
 
@@ -55,6 +58,19 @@ def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[s
         ).rstrip()
         for row in rows
     ]
+
+
+def flag_value(words: Sequence[str], *flags: str) -> str | None:
+    """Return the last value of any of ``flags`` in a command, ``--flag value`` or ``--flag=value``;
+    None if there is none."""
+    value = None
+    for i, word in enumerate(words):
+        name, equals, text = word.partition("=")
+        if name in flags and equals:
+            value = text
+        elif word in flags and i + 1 < len(words):
+            value = words[i + 1]
+    return value
 
 
 def config_directory(file: str) -> Path:

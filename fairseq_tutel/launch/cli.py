@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from ..command_line import EXIT_GROWN, EXIT_REQUEUE, EXIT_USAGE, RESTARTS, CommandLine
+from ..command_line import EXIT_GROWN, EXIT_REQUEUE, EXIT_USAGE, REPORTED, RESTARTS, CommandLine
 from ..command_line.starters import STARTERS, is_first_rank
 from ..config.options import at_least, in_range
 from .binding import apply_binding
@@ -123,7 +126,8 @@ def _print_commands(job: Job, env: Mapping[str, str]) -> None:
 def _exec_rank(job: Job) -> None:
     """Turns this process into its rank, so that no launcher stands between it and its signals."""
     rank = job.ranks[0]
-    rank.env.pop(RESTARTS, None)
+    for variable in (RESTARTS, REPORTED):
+        rank.env.pop(variable, None)
     apply_binding(rank.binding)
     prepare_for_requests(job.trains)
     sys.stderr.flush()
@@ -163,12 +167,16 @@ def _run(job: Job, env: Mapping[str, str], options: Options, words: Sequence[str
     if job.placement.adopted and not job.is_of_a_step:
         _exec_rank(job)
     requested, starts = False, 0
+    reported = Path(tempfile.gettempdir(), f"fairseq_tutel_{secrets.token_hex(8)}")
     while True:
         # a model of Hydra's is built with the experts of its config, whatever the set has by now
         for rank in job.ranks if job.trains and job.command.kind != "hydra" else ():
             rank.env[RESTARTS] = "1"
+        for rank in job.ranks if len(job.ranks) > 1 else ():
+            rank.env[REPORTED] = str(reported)
         supervisor = Supervisor(job.ranks, options.grace_seconds, job.trains, requested)
         status, requested = supervisor.run(), supervisor.requested
+        shutil.rmtree(reported, ignore_errors=True)
         if status != EXIT_GROWN or not job.trains or supervisor.stopped_by is not None:
             break
         _say("the set has more experts: starting the ranks again")
@@ -181,9 +189,7 @@ def _run(job: Job, env: Mapping[str, str], options: Options, words: Sequence[str
     return status
 
 
-def _compare(
-    job: Job, report: Mapping[str, Any] | None, options: Options, starts: int = 0
-) -> None:
+def _compare(job: Job, report: Mapping[str, Any] | None, options: Options, starts: int = 0) -> None:
     """Wait for the launchers of the job's other ranks; raise ValueError if they do not fit or do
     not report in time."""
     seconds = options.seconds_to_agree(starts)

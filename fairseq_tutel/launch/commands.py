@@ -195,6 +195,11 @@ def check_user_dir(command: Command) -> None:
     if user_dir is None:
         if "_moe" in arch:  # no arch of fairseq's own
             raise ValueError(f"--arch {arch} is not fairseq's own: add --user-dir fairseq_tutel")
+        for path in command.given.get("path", "").split(os.pathsep):
+            if path.endswith(".pt") and os.path.exists(f"{path[:-3]}-shared.pt"):
+                raise ValueError(
+                    f"--path {path} is a checkpoint with experts: add --user-dir fairseq_tutel"
+                )
         return
     fairseq = find_spec("fairseq")  # which is not imported for this
     beside = [Path(folder) for folder in fairseq.submodule_search_locations] if fairseq else []

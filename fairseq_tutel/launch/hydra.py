@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command_line import CONFIGS, config_directory, with_extension
+from ..command_line import CONFIGS, config_directory, flag_value, with_extension
 
 # Where the command itself runs, as fairseq's own config.yaml has it, and no files of Hydra's.
 # Hydra's default is a new folder for every process, named after the second it started in: no rank
@@ -26,18 +26,6 @@ _WARNERS = ("fairseq_cli.hydra_train", "hydra.main", "hydra._internal.hydra", "s
 QUIET_START = ",".join(f"ignore::UserWarning:{name}" for name in _WARNERS)
 _FAIRSEQS = "config"  # the config in fairseq's own folder, where Hydra looks, too
 _OVERRIDE = re.compile(r"^[+~]*[A-Za-z_][\w.@/]*=")
-
-
-def flag_value(words: Sequence[str], *flags: str) -> str | None:
-    """The last value of any of ``flags`` among a command's words, as ``--flag value`` or ``=``."""
-    value = None
-    for i, word in enumerate(words):
-        name, equals, text = word.partition("=")
-        if name in flags and equals:
-            value = text
-        elif word in flags and i + 1 < len(words):
-            value = words[i + 1]
-    return value
 
 
 def override_name(word: str) -> str:

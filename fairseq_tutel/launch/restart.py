@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command_line import EXIT_USAGE
-from .hydra import find_config, flag_value, override_name, with_overrides
+from ..command_line import EXIT_USAGE, flag_value
+from .hydra import find_config, override_name, with_overrides
 
 _SAVE_DIR = "checkpoints"  # fairseq's default
 # What chooses a start, with fairseq's defaults.

@@ -70,6 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (options.config_name is None) == (not command):
         own_parser.error("give either --config-name NAME, or a training command behind --")
     try:
+        if behind := [word for word in command if word.partition("=")[0] in _KEYS and "=" in word]:
+            raise ValueError(
+                f"{behind[0]} is an option of the planner and stands behind --: put it before --, "
+                f"as in {own_parser.prog} {' '.join(behind)} -- {command[0]} ..."
+            )
         own, overrides = _split(options.override)
         if command and overrides:
             raise ValueError(f"{overrides[0]}: overrides of a command are options of the command")

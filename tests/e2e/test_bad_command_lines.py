@@ -42,6 +42,11 @@ OURS = [
      "--moe-gate-loss-wt belongs to --criterion moe_cross_entropy"),
     (TRAIN.replace("transformer_lm_gpt_moe", "transformer_lm_gpt"),
      "--moe-expert-count belongs to --arch transformer_lm_gpt_moe"),
+    (TRAIN.replace("--task language_modeling", ""), "--tokens-per-sample belongs to --task "
+     "language_modeling; the task is translation, the default"),
+    (TRAIN.replace("language_modeling", "translation"), "language_modeling; the task is translation ("),
+    (f"fairseq-train {DATA} {MOE} --batch-size 3 --no-save",
+     "--task translation is not for --arch transformer_lm_gpt_moe", "--task language_modeling"),
     (f"{TRAIN} --moe-top-k 9", "--moe-top-k 9", "between 1 and the number of experts, 4"),
     (f"{TRAIN} --decoder-attention-heads 3", "16 is not a multiple", "--decoder-attention-heads 3"),
     (f"{TRAIN} --amp", "--amp is not supported"),
@@ -57,6 +62,9 @@ OURS = [
     # sets
     (f"{TRAIN} --restore-file /no/x.pt", "--restore-file /no/x.pt", "/no/x-shared.pt"),
     (f"fairseq-eval-lm {DATA} {EVAL}", "--path is missing"),
+    (f"fairseq-eval-lm {DATA} {EVAL} --path {SET.replace('last', 'lost')}",
+     "checkpoint_lost.pt; tests/golden/top2_world1/final holds checkpoint_last.pt"),
+    (f"fairseq-eval-lm {DATA} {EVAL} --path /no/x.pt", "/no/x.pt; there is no folder /no"),
     (f"fairseq-eval-lm {DATA} {EVAL} --path {{tmp}}", "{tmp}", "Is a directory"),
     (f"fairseq-eval-lm {DATA} {EVAL} --path README.md", "README.md", "is not a checkpoint"),
     (f"{TRAIN} --restore-file {SET} {RESETS}", "self_attn.v_proj.weight",
@@ -67,6 +75,8 @@ OURS = [
     (f"{LAUNCH} --output nosuch -- true", "--output", "'nosuch'", "'plain'"),
     (LAUNCH, "no command given"),
     (f"{LAUNCH} --nproc-per-node 0 -- true", "'0' is neither a positive number nor auto"),
+    (f"{LAUNCH} -- fairseq-eval-lm {DATA} --path {SET}", f"--path {SET} is a checkpoint with experts",
+     "add --user-dir fairseq_tutel"),
     (f"{LAUNCH} --nproc-per-node 3 -- {TRAIN}", "4 experts cannot be spread over 3 ranks"),
     (f"{LAUNCH} -- fairseq-hydra-train --config-dir configs --config-name nosuch",
      "--config-name nosuch", "tiny_cpu"),
@@ -77,6 +87,8 @@ OURS = [
     (f"{PLANNED} --optimizer adam --arch transformer_lm_gpt_moe --nosuch", "--nosuch"),
     (f"{PLANNED} --optimizer adam --arch transformer_lm {LM}", "transformer_lm"),
     (f"{PLANNED} --arch transformer_lm_gpt_moe {LM}", "--optimizer"),
+    (f"{PLANNED} --arch transformer_lm_gpt_moe hardware=cpu", "put it before --, as in python -m "
+     "fairseq_tutel.plan hardware=cpu -- fairseq-train"),
     (f"{PLAN} gpus=8 -- fairseq-eval-lm {{tmp}}", "fairseq-train", "fairseq-eval-lm"),
     (f"{CHECKPOINT} nosuch", "'nosuch'", "'inspect'"),
     (f"{CHECKPOINT} inspect /no/x.pt", "/no/x.pt", "x-shared.pt"),
@@ -84,7 +96,6 @@ OURS = [
 ]  # fmt: skip
 # where what fairseq says, or the operating system, is the user's error
 FAIRSEQS = [
-    (f"fairseq-train {DATA} {MOE} --batch-size 3 --no-save", "'task.tokens_per_sample' not found"),
     (f"fairseq-train /no/data {MOE} {LM} --batch-size 3 --no-save", "/no/data/dict.txt: No such"),
     (f"{TRAIN} --train-subset nosuch", "nosuch", DATA),
     (f"{TRAIN} --save-dir {{tmp}}/file/save", "{tmp}/file/save: Not a directory"),
@@ -148,6 +159,14 @@ def test_a_full_disk_is_told_in_one_line_by_each_rank(programs, tmp_path):
     assert done.status > 0 and len(errors) == 2 and "Traceback" not in done.text, done.stderr
     assert all("File too large" in line and f"{tmp_path}/save/" in line for line in errors)
     assert os.listdir(tmp_path / "save") == []
+
+
+@pytest.mark.parametrize("wrong", ["--moe-expert-cuont 4", "--finetune-from-model /no/x.pt"])
+def test_what_all_ranks_find_is_told_once(wrong, programs, tmp_path):
+    """The launcher names the folder by which its ranks know of each other."""
+    folder = {"FAIRSEQ_TUTEL_REPORTED": str(tmp_path / "reported"), "CUDA_VISIBLE_DEVICES": ""}
+    done = programs.run(_words(f"{TRAIN} {wrong}", tmp_path), ranks=2, **folder)
+    assert done.status > 0 and done.stderr.count("fairseq-train: error") == 1, done.stderr
 
 
 def test_the_traceback_can_be_had(programs, tmp_path):

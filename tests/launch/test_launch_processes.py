@@ -79,6 +79,13 @@ def test_plain_output_and_standard_input_of_rank_0():
     assert (result.returncode, result.stdout) == (0, "a line\n")
 
 
+def test_the_folder_of_reported_errors_is_the_launchers_own_and_removed(tmp_path):
+    script = f"mkdir -p $FAIRSEQ_TUTEL_REPORTED; echo $FAIRSEQ_TUTEL_REPORTED > {tmp_path}/$RANK"
+    assert launch(*script_words(script)).returncode == 0
+    folder = (tmp_path / "0").read_text().strip()
+    assert folder == (tmp_path / "1").read_text().strip() and not Path(folder).exists()
+
+
 # Writes like Python to a pipe: blocks of a buffer, which end anywhere.
 _BLOCKS = f"""#!{sys.executable} -S
 import os

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fairseq import checkpoint_utils, utils
+from fairseq.file_io import PathManager
 from fairseq.trainer import Trainer
 
 from ...checkpoint import find_checkpoint, safe_globals_only
@@ -107,9 +108,14 @@ def _file_of_set(original, filename, suffix, shard_idx, num_shards):
     if filename is None:
         raise ValueError("--path is missing; give the checkpoint to evaluate")
     found = find_checkpoint(filename) if num_shards == 1 else None
-    if found is None or found[1] == filename:
-        return original(filename, suffix, shard_idx, num_shards)
-    return found[1]
+    if found is not None and found[1] != filename:
+        return found[1]
+    file = original(filename, suffix, shard_idx, num_shards)
+    if not PathManager.exists(file):
+        raise FileNotFoundError(
+            f"Model file not found: {file}{evaluation.checkpoints_beside(file)}"
+        )
+    return file
 
 
 def _load_model_ensemble_and_task(original, *args, **kwargs):

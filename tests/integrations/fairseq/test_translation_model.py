@@ -43,6 +43,9 @@ def forward(model, batch=None):
         ("--moe-freq 1", "encoder.0 encoder.1 encoder.2 encoder.3 decoder.0 decoder.1 decoder.2"),
         ("--encoder-moe-freq 2", "encoder.1 encoder.3"),
         ("--decoder-moe-freq 3", "decoder.2"),
+        # Meta's way to a dense stack
+        ("--moe-freq 2 --decoder-moe-freq 1000", "encoder.1 encoder.3"),
+        ("--encoder-moe-freq 1000 --decoder-moe-freq 3", "decoder.2"),
         ("--moe-freq 1 --encoder-moe-freq 4 --decoder-moe-freq 2", "encoder.3 decoder.1"),
         ("--alternate-decoder-ffn-embed-dim 40", "encoder.1 encoder.3"),
         ("--alternate-ffn-embed-dim 40", "decoder.1"),
@@ -197,8 +200,8 @@ def test_one_side_alone_agrees_too():
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"moe_freq": 7}, "every 7th of 6 encoder layers is none: give --encoder-moe-freq"),
-        ({"decoder_moe_freq": 8}, "every 8th of 6 decoder layers is none"),
+        ({"moe_freq": 7}, "every 7th of 6 encoder layers is none and every 7th of 6 decoder "),
+        ({"decoder_moe_freq": 8}, "every 8th of 6 decoder layers is none: give --moe-freq, --enc"),
         ({"moe_freq": -1}, "--moe-freq -1 must be at least 0"),
         ({"encoder_layerdrop": 0.2}, "--encoder-layerdrop 0.2 cannot be combined with MoE layers"),
         ({"decoder_layers_to_keep": "0,1"}, "--decoder-layers-to-keep 0,1 cannot be combined"),

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import hashlib
 import os
 import re
 import signal
@@ -29,9 +30,10 @@ from typing import NoReturn
 
 import fairseq
 import torch
+from fairseq.tasks import TASK_DATACLASS_REGISTRY
 from omegaconf.errors import OmegaConfBaseException
 
-from ....command_line import EXIT_USAGE
+from ....command_line import EXIT_USAGE, REPORTED, flag_value
 from ....distributed import process_world
 from ..criterions import CRITERIONS
 from ..models import ARCHITECTURES
@@ -43,6 +45,7 @@ _FAIRSEQ = str(Path(fairseq.__file__).resolve().parents[1])
 _VARIABLE = "FAIRSEQ_TUTEL_TRACEBACK"
 # functions that print an error: the one below, and torch's, which calls it
 _HOOKS = ("excepthook", "_distributed_excepthook")
+_COMMON_TASKS = ("language_modeling", "translation")
 _interrupted = False
 
 
@@ -112,7 +115,8 @@ def _hook(before):
                 sys.stderr.write(f"{program()}: interrupted\n")
         elif (text := explain(error, trace)) is not None:
             where = f" (rank {rank})" if world_size > 1 else ""
-            sys.stderr.write(f"{program()}: error{where}: {text} [{_VARIABLE}=1 shows where]\n")
+            if _is_first_to_report(text):
+                sys.stderr.write(f"{program()}: error{where}: {text} [{_VARIABLE}=1 shows where]\n")
         else:
             before(kind, error, trace)
 
@@ -140,7 +144,40 @@ def _refuse_arguments(parser: argparse.ArgumentParser, message: str) -> NoReturn
     elif message.startswith("unrecognized arguments: "):
         message += _meant(parser, re.findall(r"(?<!\S)--[\w-]+", message))
     lists = "--help lists fairseq's options, python -m fairseq_tutel this package's"
-    parser.exit(EXIT_USAGE, f"{parser.prog}: error: {message} ({lists})\n")
+    text = f"{parser.prog}: error: {message} ({lists})\n"
+    parser.exit(EXIT_USAGE, text if _is_first_to_report(text) else None)
+
+
+def _is_first_to_report(text: str) -> bool:
+    """Return whether no other rank of this launcher has printed the same error."""
+    folder = os.environ.get(REPORTED)
+    if not folder:
+        return True
+    try:
+        os.makedirs(folder, exist_ok=True)
+        name = hashlib.sha256(text.encode()).hexdigest()
+        os.close(os.open(os.path.join(folder, name), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except OSError:  # no room, or a folder that is this node's alone
+        return True
+    return True
+
+
+def _task_with(flag: str) -> str | None:
+    """Return the task that has an option; the most common one if several have it."""
+    name = flag[2:].replace("-", "_")
+    tasks = [
+        task
+        for task, config in TASK_DATACLASS_REGISTRY.items()
+        if name in getattr(config, "__dataclass_fields__", ())
+    ]
+    return next((task for task in (*_COMMON_TASKS, *tasks) if task in tasks), None)
+
+
+def _chosen_task(parser: argparse.ArgumentParser) -> str:
+    given = flag_value(sys.argv[1:], "--task")
+    return given or f"{parser.get_default('task')}, the default"
 
 
 def _meant(parser: argparse.ArgumentParser, unknown: list[str]) -> str:
@@ -150,11 +187,14 @@ def _meant(parser: argparse.ArgumentParser, unknown: list[str]) -> str:
     owners = {
         "--" + name.replace("_", "-"): choice
         for choice, config in reversed(configs.items())
-        for name in config.__dataclass_fields__
+        for name, field in config.__dataclass_fields__.items()
+        if not str(field.default).startswith("${")  # of the task
     }
     for flag in unknown:
         if flag in owners:
             return f"; {flag} belongs to {owners[flag]}, which the command does not have"
+        if task := _task_with(flag):
+            return f"; {flag} belongs to --task {task}; the task is {_chosen_task(parser)}"
     near = [
         f"for {flag}, did you mean {close[0]}?"
         for flag in unknown

@@ -15,7 +15,7 @@ from fairseq.models.transformer import TransformerConfig, TransformerModelBase
 
 from ....config.options import at_least, option
 from ....moe import MoELayer
-from ..options.options import MoEOptions, check_moe_options, moe_frequencies
+from ..options.options import MoEOptions, asked_frequencies, check_moe_options, moe_frequencies
 from .architectures import Architecture, moe_architecture
 from .conditional_routing import ConditionalRoutingOptions
 from .moe_stack import (
@@ -59,14 +59,18 @@ class TransformerMoEConfig(ConditionalRoutingOptions, MoEOptions, FlatTransforme
 def check_model_options(args: Any) -> None:
     """Raise ValueError, with the option's name and value, for what this model cannot do."""
     check_moe_options(args, TransformerMoEConfig)
-    encoder_freq, decoder_freq = moe_frequencies(args)
-    for side, freq in (("encoder", encoder_freq), ("decoder", decoder_freq)):
-        layers = getattr(args, f"{side}_layers")
-        if freq > layers:
-            raise ValueError(
-                f"every {freq}th of {layers} {side} layers is none: give --{side}-moe-freq (or "
-                "--moe-freq) at most their number; 0 makes a dense stack"
-            )
+    asked = asked_frequencies(args)
+    if any(asked) and not any(moe_frequencies(args)):
+        none = [
+            f"every {freq}th of {getattr(args, f'{side}_layers')} {side} layers is none"
+            for side, freq in zip(("encoder", "decoder"), asked, strict=True)
+            if freq
+        ]
+        raise ValueError(
+            f"{' and '.join(none)}: give --moe-freq, --encoder-moe-freq or --decoder-moe-freq at "
+            "most as many as there are layers, or --arch transformer for a dense model"
+        )
+    for side in ("encoder", "decoder"):
         dim = getattr(args, f"{side}_embed_dim") or args.encoder_embed_dim
         heads = getattr(args, f"{side}_attention_heads")
         if heads < 1 or dim % heads:

@@ -108,10 +108,12 @@ def apply_rules(args: argparse.Namespace, config: type, check: Callable[[Any], N
       other, for which ``check`` raises ValueError, end the program here, before anything is built.
     """
     task = getattr(args, "task", None)
-    if task in REFUSED_TASKS:
-        raise SystemExit(
-            f"error: --task {task} is not for --arch {args.arch}: {REFUSED_TASKS[task]}"
-        )
+    refused = REFUSED_TASKS.get(task)
+    if task == "translation" and "encoder_layers" not in config.__dataclass_fields__:
+        refused = "that is a language model; give --task language_modeling (translation is the "
+        refused += "default)"
+    if refused:
+        raise SystemExit(f"error: --task {task} is not for --arch {args.arch}: {refused}")
     lines = [
         f"{entry.split()[0]} of Meta's branches has no effect: {ACCEPTED[entry]}"
         for entry in sorted(vars(args).pop(_SEEN, ()))

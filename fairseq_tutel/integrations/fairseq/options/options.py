@@ -182,11 +182,22 @@ _UNSUPPORTED = (
 
 
 def moe_frequencies(args: Any) -> tuple[int, int]:
-    """Which layers of the encoder, and of the decoder, have experts: each so many-th; 0: none.
+    """Return N of encoder and decoder whose every N-th layer has experts; 0: no layer.
 
-    The larger of a side's own option and ``--moe-freq``, as in Meta's branch ``moe``. ``args``: the
-    options of any model, or of a checkpoint, which may lack some; a language model has a decoder.
+    N is the larger of the side's own option and ``--moe-freq``, as in Meta's branch ``moe``. More
+    than the side has layers is 0. ``args``: the options of any model, or of a checkpoint, which may
+    lack some; a language model has a decoder.
     """
+    found = asked_frequencies(args)
+    layers = [getattr(args, f"{side}_layers", None) for side in ("encoder", "decoder")]
+    return tuple(
+        0 if count is not None and freq > count else freq
+        for freq, count in zip(found, layers, strict=True)
+    )
+
+
+def asked_frequencies(args: Any) -> tuple[int, int]:
+    """Return :func:`moe_frequencies` without a look at the number of layers."""
     sides = [getattr(args, f"{side}_moe_freq", None) or 0 for side in ("encoder", "decoder")]
     both = getattr(args, "moe_freq", 0)
     if both is None:  # not given, where a side's may be

@@ -9,6 +9,7 @@ import os
 import re
 from argparse import Namespace
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 # what fairseq's moe branch documents for its hub interface and nothing here needs
 _WITHOUT_EFFECT = {"moe_disable_padding"}
+_LISTED = 10  # most checkpoints that an error lists
 
 
 def is_moe_checkpoint(path: str) -> bool:
@@ -43,6 +45,20 @@ def is_moe_checkpoint(path: str) -> bool:
         return False  # fairseq reports it, or fetches it from somewhere else
     model = load_file(file).get("model") or ()  # memory-mapped: reads no weights
     return any(".experts." in str(name) for name in model)
+
+
+def checkpoints_beside(path: str) -> str:
+    """Return what an error adds about a checkpoint that does not exist: those in its folder."""
+    folder = Path(path).parent
+    if "://" in path:
+        return ""
+    if not folder.is_dir():
+        return f"; there is no folder {folder}"
+    names = sorted({re.sub(r"-(shared|rank-\d+)\.pt$", ".pt", p.name) for p in folder.glob("*.pt")})
+    if not names:
+        return f"; {folder} holds no checkpoint"
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"; {folder} holds {', '.join(names[:_LISTED])}{more}"
 
 
 def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:

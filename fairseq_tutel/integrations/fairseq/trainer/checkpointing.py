@@ -28,6 +28,7 @@ from ....training import (
     whole_optimizer_state,
 )
 from .sets import progress
+from .update_size import other_update_size
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +163,8 @@ class CheckpointMixin:
         if saved_by != world_size:
             done = position["iterations_in_epoch"] * saved_by
             position["iterations_in_epoch"] = done // world_size
+            if line := other_update_size(state, self.cfg, saved_by, world_size):
+                logger.warning(line)
         self._load_progress(extra_state, reset_meters)
         logger.info(
             "Loaded checkpoint %s (epoch %d @ %d updates)",
