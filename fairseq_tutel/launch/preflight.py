@@ -88,8 +88,8 @@ def _store_of_start(start: int, address: str, port: int, seconds: float):
 
 
 def _collect(store, num_nodes: int, seconds: float) -> tuple[str, int]:
-    """Return what is wrong with the reports of ``num_nodes`` nodes ("": nothing), and how many nodes
-    have reported."""
+    """Return what is wrong with the reports of ``num_nodes`` nodes ("": nothing), and how many of
+    them have reported."""
     end = time.monotonic() + seconds
     while True:
         there = [node for node in range(num_nodes) if store.check([f"node {node}"])]

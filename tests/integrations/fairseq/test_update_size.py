@@ -29,7 +29,8 @@ def _in_update(words, ranks):
     [
         ("--batch-size 4", 8, "--batch-size 4", 2, "--update-freq 4"),
         ("--batch-size 4", 2, "--batch-size 4", 8, "--batch-size 1"),
-        ("--batch-size 4 --update-freq 4", 2, "--batch-size 4 --update-freq 4", 8, "--update-freq 1"),
+        ("--batch-size 4 --update-freq 4", 2, "--batch-size 4 --update-freq 4", 8,
+         "--update-freq 1"),
         ("--max-tokens 1024", 8, "--max-tokens 512", 4, "--update-freq 4"),
         ("--max-tokens 1024", 2, "--max-tokens 1024", 4, "--max-tokens 512"),
     ],

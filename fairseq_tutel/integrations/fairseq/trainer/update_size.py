@@ -43,7 +43,7 @@ def other_update_size(
 
 
 def _passes(update_freq: Any) -> int | None:
-    """Return the number of batches per update, of the last epoch for which the option states one."""
+    """Return the batches per update, those of the last epoch that the option states."""
     if isinstance(update_freq, Iterable) and not isinstance(update_freq, str):
         return next(iter(reversed(list(update_freq))), None)
     return update_freq if isinstance(update_freq, int) else None
