@@ -1,7 +1,7 @@
-"""Saving and restoring a training run with experts on several ranks.
+"""Save and restore a training run with experts on several ranks.
 
-A checkpoint is a set of files in the layout of fairseq's ``moe`` branch, written as one thing
-(:mod:`fairseq_tutel.checkpoint`); when, and under which names: :mod:`.sets`.
+A checkpoint is a set of files in the layout of fairseq's ``moe`` branch, written in one step
+(:mod:`fairseq_tutel.checkpoint`). :mod:`.sets` says when, and under which names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .update_size import other_update_size
 logger = logging.getLogger(__name__)
 
 _SUFFIX = "-shared"
-# options of a model that decide which parameters it has, and of which sizes
+# options that decide which parameters a model has, and their sizes
 _OF_PARAMETERS = (
     *(f"{side}_{size}" for side in ("encoder", "decoder")
       for size in ("layers", "embed_dim", "ffn_embed_dim", "moe_freq")),
@@ -43,16 +43,16 @@ _OF_PARAMETERS = (
 
 
 class CheckpointMixin:
-    """The part of :class:`~.trainer.MoETrainer` that handles files."""
+    """Checkpoint methods of :class:`~.trainer.MoETrainer`."""
 
     @property
     def checkpoint_suffix(self) -> str:
-        """The file that stands for a set wherever fairseq looks for one file."""
+        """Suffix of the file that stands for a set where fairseq looks for one file."""
         return _SUFFIX
 
     @property
     def should_save_checkpoint_on_current_rank(self) -> bool:
-        """Every rank holds experts."""
+        """True: every rank holds experts."""
         return True
 
     def _state_names(self) -> StateNames:
@@ -61,12 +61,12 @@ class CheckpointMixin:
         return StateNames(
             self.optimizer.params,
             {"": self._model, "criterion.": self._criterion},
-            zip(halves, copies, strict=True),  # mixed precision: in the order of their originals
+            zip(halves, copies, strict=True),  # mixed precision: in the order of the originals
             otherwise="use --reset-optimizer",
         )
 
     def state_dict(self):
-        """fairseq's state of this rank, the optimizer's by parameter name. Collective."""
+        """Return fairseq's state of this rank; the optimizer's is by parameter name. Collective."""
         self.consolidate_optimizer()  # prepares what the stock method reads
         state = super().state_dict()
         if state.get("last_optimizer_state") is not None:
@@ -79,8 +79,8 @@ class CheckpointMixin:
     def save_checkpoint(self, filename, extra_state):
         """Write a set under ``filename`` (X.pt). Collective.
 
-        fairseq's trainer saves crash.pt where an exception goes by. Non-finite gradients are seen
-        by all ranks at once; any other exception is this rank's alone, and is not saved.
+        fairseq's trainer saves crash.pt after an exception. All ranks see non-finite gradients at
+        once. Any other exception is this rank's alone, and the state is not saved.
         """
         if self._model.moe_groups.simulated:
             logger.warning("not saving %s: a simulated rank holds a part of the experts", filename)
@@ -113,11 +113,14 @@ class CheckpointMixin:
         optimizer_overrides=None,
         reset_meters=False,
     ):
-        """Restore from a set (or merged file) saved by any number of ranks: fairseq's extra state,
-        None if there is nothing to restore, and in a simulation.
+        """Restore from a set or merged file, saved by any number of ranks.
 
-        Raises FileNotFoundError for one that the user named and does not exist, ValueError for one
-        that does not fit this run or that some ranks do not see.
+        Returns:
+            fairseq's extra state; None if there is nothing to restore, and in a simulation.
+
+        Raises:
+            FileNotFoundError: the user named a checkpoint that does not exist.
+            ValueError: the checkpoint does not fit this run, or some ranks do not see it.
         """
         path = final_path(filename).replace(f"{_SUFFIX}.pt", ".pt")
         if self._model.moe_groups.simulated:
@@ -155,7 +158,7 @@ class CheckpointMixin:
         self.growth.resume(state, self.get_num_updates())
         self._optim_history = history
         extra_state = state["extra_state"]
-        # One step of W ranks consumes W batches of a fixed order. Where the numbers of ranks do not
+        # One step of W ranks consumes W batches of a fixed order. If the numbers of ranks do not
         # divide, the rest is seen again rather than skipped.
         _, world_size = process_world()
         saved_by = (state["moe_checkpoint"] or {}).get("world_size") or world_size
@@ -174,7 +177,7 @@ class CheckpointMixin:
 
     @contextlib.contextmanager
     def _naming_options(self, state):
-        """Within, where weights do not fit, the error says which options the set was made with."""
+        """Add to an error about weights that do not fit the options that the set was made with."""
         try:
             yield
         except ValueError as error:
@@ -191,7 +194,7 @@ class CheckpointMixin:
     def _load_weights(self, state, path):
         if "num_updates" in state["optimizer_history"][-1]:
             self.model.set_num_updates(state["optimizer_history"][-1]["num_updates"])
-        # popped, to free the memory before the optimizer's state is read
+        # popped to free the memory before the optimizer's state is read
         load_weights(self.model, state.pop("model"), path, model_cfg=self.cfg.model)
         if utils.has_parameters(self.get_criterion()):
             load_weights(self.get_criterion(), state["criterion"], path)
@@ -228,7 +231,7 @@ class CheckpointMixin:
             reset_meters = True  # a new epoch begins
         if "metrics" in extra_state and not reset_meters:
             metrics.load_state_dict(extra_state["metrics"])
-            # the start times of a former process mean nothing
+            # start times of a former process mean nothing
             for meter in metrics.get_meters("default"):
                 if isinstance(meter, meters.TimeMeter):
                     meter.reset()

@@ -1,11 +1,11 @@
-"""Memory of a run: told before it trains, and where it ran out.
+"""Memory estimate of a run before it trains, and a clear error when memory runs out.
 
-When training begins, rank 0's log says what a step needs at its peak, by kind, and what is free
-(``MoETrainer.memory_of_step``). An error that memory ran out names the largest consumers and the
+When training begins, the log of rank 0 says what a step needs at its peak, by kind, and what is
+free (``MoETrainer.memory_of_step``). An out-of-memory error names the largest consumers, and the
 options that help and are not on yet, in one line.
 
-What a step needs is the planner's count, which stands on this package and not below it: the
-package's ``register`` hands it over (:func:`count_memory_by`).
+The planner counts the need. It imports this package, so ``register`` passes its function in
+(:func:`count_memory_by`).
 """
 
 from __future__ import annotations
@@ -23,28 +23,31 @@ from .sets import changed
 
 logger = logging.getLogger(__name__)
 
-# (fairseq's config, ranks, symbols of the dictionary) -> bytes by kind at the peak of a step, or
-# ValueError where it cannot be counted
+# (fairseq's config, ranks, symbols of the dictionary) -> bytes by kind at the peak of a step;
+# raises ValueError if it cannot count
 CountMemory = Callable[[Any, int, int], Mapping[str, int]]
 _counters: list[CountMemory] = []
-# kinds that exist before the first step; what a step allocates and nothing measures on a CPU
+# kinds that exist before the first step; kinds that a step allocates and a CPU cannot measure
 _BEFORE = ("weights", "fp32 copies")
 _PASSING = ("activations", "logits", "working set of a layer", "buffers")
 
 
 def count_memory_by(counter: CountMemory) -> None:
-    """Give the function that counts what a step of a run needs."""
+    """Set the function that counts what a step of a run needs."""
     _counters[:] = [counter]
 
 
 class MemoryMixin:
-    """The part of :class:`~.trainer.MoETrainer` that speaks of memory."""
+    """Memory methods of :class:`~.trainer.MoETrainer`."""
 
     def memory_of_step(self, num_experts: int | None = None) -> StepMemory | None:
-        """What a training step of this rank needs at its peak, of full batches; None where the
-        planner cannot count it (a model, task or optimizer that it does not know).
+        """Estimate what a training step of this rank needs at its peak, with full batches.
 
-        ``num_experts``: what a run with as many would need, weights and all.
+        Args:
+            num_experts: estimate for this number of experts instead, weights included.
+
+        Returns:
+            None if the planner does not know the model, task or optimizer.
         """
         symbols = len(self.task.target_dictionary or self.task.source_dictionary or ())
         model = self.cfg.model
@@ -61,26 +64,26 @@ class MemoryMixin:
         free = free_memory(self.device)
         if num_experts is None:
             return StepMemory(kinds, free, held=_BEFORE)
-        # in place of the model that there is
+        # in place of the present model
         mine = sum(memory_held(self._model.parameters()).values())
         return StepMemory(kinds, None if free is None else free + mine)
 
     def begin_epoch(self, epoch):
-        """As stock; before the first one the log says what a step needs."""
+        """Begin an epoch; before the first one log what a step needs."""
         super().begin_epoch(epoch)
-        if self._memory_told or not (
+        if self._memory_logged or not (
             self.is_data_parallel_master and logger.isEnabledFor(logging.INFO)
         ):
             return
-        self._memory_told = True
+        self._memory_logged = True
         need = self.memory_of_step()
         if need is not None:
             level = logging.INFO if need.fits else logging.WARNING
-            logger.log(level, "memory, on paper: %s", need)
+            logger.log(level, "memory estimate: %s", need)
             if not need.fits:
                 logger.warning("what helps: %s", "; ".join(self._what_helps()))
 
-    _memory_told = False
+    _memory_logged = False
 
     @contextlib.contextmanager
     def _explaining_memory(self) -> Iterator[None]:
@@ -92,12 +95,12 @@ class MemoryMixin:
             raise out_of_memory(error, self._consumers(), self._what_helps()) from error
 
     def _log_oom(self, exc):
-        """As stock, which goes on after it where there is one rank; with the line of the error."""
+        """Log as stock does, which continues on a single rank, and add the line of the error."""
         super()._log_oom(exc)
         logger.warning("%s", out_of_memory(exc, self._consumers(), self._what_helps()))
 
     def _consumers(self) -> Mapping[str, int]:
-        """What is held, measured; on a CPU what a step takes beside it, on paper."""
+        """Return what is held, measured; on a CPU also the estimate of what a step takes."""
         inner = None if self._optimizer is None else self._optimizer.optimizer
         kinds = memory_held(self._model.parameters(), inner)
         if not self.cuda and (need := self.memory_of_step()) is not None:
@@ -105,7 +108,7 @@ class MemoryMixin:
         return kinds
 
     def _what_helps(self) -> list[str]:
-        """Options that are not on yet."""
+        """Return options that reduce memory and are not on yet."""
         model, sharding = self.cfg.model, self.cfg.distributed_training.zero_sharding
         sliced = str(getattr(model, "moe_expert_placement", "")) == "sliced"
         is_on = {

@@ -1,10 +1,9 @@
-"""What fairseq's wrappers and optimizers must know of experts.
+"""Experts in fairseq's data-parallel wrappers and optimizers.
 
-Both of fairseq's data-parallel wrappers are used as they are. ``legacy_ddp`` skips parameters
-marked as experts by itself; ``pytorch_ddp`` gets them as parameters to ignore, in the initial
-broadcast too. After either has reduced the dense gradients, expert gradients follow one rule
-(:mod:`fairseq_tutel.training`). Optimizers are held to slices of experts, and sharded
-(``--zero-sharding os``).
+Both wrappers are used as they are. ``legacy_ddp`` skips parameters that are marked as experts.
+``pytorch_ddp`` gets them as parameters to ignore, in the initial broadcast too. After either has
+reduced the dense gradients, expert gradients follow one rule (:mod:`fairseq_tutel.training`).
+Optimizers must fit slices of experts, and can be sharded (``--zero-sharding os``).
 """
 
 from __future__ import annotations
@@ -27,8 +26,14 @@ PYTORCH_BACKENDS = ("pytorch_ddp", "c10d")
 
 
 class MoEDistributedModel(ModuleProxyWrapper):
-    """Wrap a model, which has ``moe_groups``, for training on several ranks. ``normalization``:
-    that of ``--moe-normalize-expert-grad``.
+    """Wrapper of a model for training on several ranks.
+
+    Args:
+        dist_cfg: fairseq's ``distributed_training`` config.
+        model: has ``moe_groups``.
+        process_group: of all ranks.
+        device: of this rank.
+        normalization: ``--moe-normalize-expert-grad``.
     """
 
     def __init__(self, dist_cfg, model, process_group, device: torch.device, normalization: str):
@@ -41,7 +46,9 @@ class MoEDistributedModel(ModuleProxyWrapper):
         self._normalization = normalization
 
     def all_reduce_grads(self) -> None:
-        """Called by fairseq's trainer once per update, after the last backward pass."""
+        """Reduce gradients; fairseq's trainer calls this once per update, after the last backward
+        pass.
+        """
         if isinstance(self.module, LegacyDistributedDataParallel):
             self.module.all_reduce_grads()
         model = self.module.module
@@ -58,12 +65,16 @@ def _pytorch_ddp(dist_cfg, model, process_group, device):
 
 
 def fit_to_slices(optimizer: FairseqOptimizer, name: str, groups: ExpertParallelGroups) -> None:
-    """Make an optimizer step slices of experts, if they are in slices, as it would step the whole
-    ones.
+    """Make an optimizer step slices of experts as it would step whole experts.
 
-    ``optimizer``: as the trainer has built it, over half weights or not; ``name``: ``--optimizer``.
-    Raises ValueError for one that needs all weights of a tensor for the update of one, or for what
-    it keeps of one.
+    Args:
+        optimizer: as the trainer has built it, over half weights or not.
+        name: ``--optimizer``.
+        groups: placement of the experts.
+
+    Raises:
+        ValueError: the optimizer needs all weights of a tensor for the update of one, or for a
+            statistic.
     """
     if groups.num_slices == 1:
         return
@@ -89,13 +100,15 @@ def fit_to_slices(optimizer: FairseqOptimizer, name: str, groups: ExpertParallel
 
 
 def _steps_each_weight(optimizer: FairseqOptimizer) -> bool:
-    """Whether it treats each weight by itself, in fairseq's word for it; torch's Adagrad does."""
+    """Return whether an optimizer treats each weight separately; torch's Adagrad does."""
     return optimizer.supports_flat_params or isinstance(optimizer.optimizer, torch.optim.Adagrad)
 
 
 def shard_states(optimizer: FairseqOptimizer, name: str) -> None:
-    """``--zero-sharding os``: state of dense parameters on one rank each, of an optimizer as the
-    trainer has built it. Raises ValueError for one that looks at several tensors at a time.
+    """Keep the state of each dense parameter on one rank (``--zero-sharding os``).
+
+    Raises:
+        ValueError: the optimizer looks at several tensors at a time.
     """
     if isinstance(optimizer.optimizer, CompositeOptimizer) or not _steps_each_weight(optimizer):
         raise ValueError(
@@ -106,7 +119,7 @@ def shard_states(optimizer: FairseqOptimizer, name: str) -> None:
 
 
 def share_scales(optimizer: Adam16, groups: ExpertParallelGroups) -> None:
-    """Have the fp16 statistics of slices the scales of the whole experts."""
+    """Give the fp16 statistics of slices the scales of the whole experts."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     cut = [p for p in params if is_expert(p) and copies_of(p, groups) < groups.num_replicas]
     optimizer.share_scales(cut, functools.partial(max_over_replicas_, groups=groups))

@@ -1,10 +1,9 @@
-"""Stop in good order on SIGUSR1: finish the update, save, exit with a code for "requeue".
+"""Stop on SIGUSR1: finish the update, save, exit with a code that asks for "requeue".
 
 Batch systems announce the end of a job's time by a signal (``#SBATCH --signal=USR1@300``). The exit
-code asks whoever started the job to queue it again; the run then resumes where it stopped. What is
-due after an update (validation, checkpoints, the end of an epoch or of the run) comes first, so
-that an interrupted run does what an uninterrupted one does: a run whose last update it was ends as
-always.
+code asks whoever started the job to queue it again; the run resumes where it stopped. Validation,
+checkpoints and the end of an epoch or run that are due after the update come first, so that an
+interrupted run does what an uninterrupted one does. A run whose last update it was ends as always.
 """
 
 from __future__ import annotations
@@ -21,21 +20,24 @@ logger = logging.getLogger(__name__)
 
 
 class RequeueRequest:
-    """Remembers SIGUSR1; the process goes on until the request is read.
+    """Record of SIGUSR1; the process goes on until the request is read.
 
-    One that the launcher has held back while the process was starting arrives now
-    (launch/supervise.py). ``at_next_epoch``: all ranks decided to leave when the next epoch begins;
-    ``watched``: a program looks after each update, else the trainer does, at once.
+    A signal that the launcher has held back while the process was starting arrives now
+    (launch/supervise.py).
+
+    Attributes:
+        at_next_epoch: all ranks decided to leave when the next epoch begins.
+        watched: a program checks after each update; otherwise the trainer does.
     """
 
     def __init__(self):
         self._seen = False
         self._num_asked = None
         self.at_next_epoch = self.watched = False
-        # handlers can be set in the main thread only; elsewhere the signal keeps its default
+        # only the main thread can set handlers; elsewhere the signal keeps its default
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGUSR1, self._remember)
-            # Python takes its handlers down before the process is gone: it would die of a late one
+            # Python removes its handlers before the process ends; a late signal would kill it
             atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 
@@ -44,8 +46,11 @@ class RequeueRequest:
 
     @property
     def vote(self) -> float:
-        """1 where this rank was asked, else 0: summed with the statistics of every update, since
-        the signal may not reach all ranks."""
+        """1 if this rank was asked, else 0.
+
+        Votes are summed with the statistics of every update, since the signal may not reach all
+        ranks.
+        """
         return float(self._seen)
 
     def count_votes(self, total) -> None:
@@ -53,27 +58,32 @@ class RequeueRequest:
         self._num_asked = total
 
     def made_on_any_rank(self) -> bool:
-        """Whether any rank was asked, before the statistics of the last update were summed."""
+        """Return whether any rank was asked before the last update's statistics were summed."""
         return self._seen if self._num_asked is None else bool(self._num_asked > 0)
 
     def made_meanwhile(self) -> bool:
-        """Whether any rank was asked until now, also after the last update. Collective."""
+        """Return whether any rank was asked until now, even after the last update. Collective."""
         return any(gather_texts("1" if self._seen else None))
 
 
 def leave(path: str, grown: bool = False) -> None:
-    """End the process after its state was saved under ``path``; ``grown``: with more experts, to go
-    on at once."""
+    """End the process after its state was saved.
+
+    Args:
+        path: of the checkpoint.
+        grown: it has more experts, and the run goes on at once.
+    """
     why, code = ("--moe-grow-at", EXIT_GROWN) if grown else ("SIGUSR1", EXIT_REQUEUE)
     logger.info("%s: saved %s, leaving with exit code %d", why, path, code)
     raise SystemExit(code)
 
 
 def validate_and_save(original, cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch):
-    """In place of ``fairseq_cli.train.validate_and_save``, called after each update: then leaves.
+    """Run ``fairseq_cli.train.validate_and_save``, which follows each update, then leave if asked
+    to.
 
-    Not where the run ends anyway; at the end of an epoch the trainer leaves as the next one begins,
-    since fairseq has still to do what it does between two epochs.
+    A run that ends anyway does not leave. At the end of an epoch the trainer leaves when the next
+    epoch begins, because fairseq has work to do between two epochs.
     """
     valid_losses, should_stop = original(cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch)
     request = getattr(trainer, "requeue", None)  # of an MoETrainer

@@ -1,14 +1,13 @@
-"""Files of a run beside its checkpoints, of one JSON object per line with its update.
+"""Log files of a run beside its checkpoints: one JSON object per line, with its update.
 
-``expert_load.jsonl`` (``--moe-load-log-interval``) has, of the updates since the line before, the
-pairs that were routed to each expert (``layers``), the rows that each rank received (``ranks``),
-and the :class:`~fairseq_tutel.moe.Utilisation` of their sums. ``exchange.jsonl`` has a line for
-each trial and decision of the tuner, with the update before which it ended and its times in
-microseconds, and ``about``, its key in words; ``exchange.json``, written with every checkpoint, is
-what ``--moe-tune-file`` reads.
+``expert_load.jsonl`` (``--moe-load-log-interval``) sums the updates since the line before: pairs
+that were routed to each expert (``layers``), rows that each rank received (``ranks``), and their
+:class:`~fairseq_tutel.moe.Utilisation`. ``exchange.jsonl`` has a line for each trial and decision
+of the tuner: the update before which it ended, its times in microseconds, and ``about``, its key in
+words. ``exchange.json``, written with every checkpoint, is what ``--moe-tune-file`` reads.
 
-A run that resumes drops the lines of later updates, which it makes again: a file is that of a run
-that was never interrupted.
+A run that resumes drops the lines of later updates, which it makes again. The files then equal
+those of a run that was never interrupted.
 """
 
 from __future__ import annotations
@@ -30,8 +29,13 @@ logger = logging.getLogger(__name__)
 
 
 class ExpertLoadLog:
-    """The file ``expert_load.jsonl`` of one run, with a line every ``interval`` updates (0: no
-    file) about the MoE layers of these numbers. All ranks count, one ``writes``.
+    """The file ``expert_load.jsonl`` of one run.
+
+    Args:
+        folder: of the file.
+        layers: numbers of the MoE layers.
+        interval: updates per line; 0: no file.
+        writes: whether this rank writes; all ranks count.
     """
 
     def __init__(self, folder: str, layers: Sequence[int], interval: int, writes: bool):
@@ -66,13 +70,16 @@ class ExpertLoadLog:
         _append(self._path, line)
 
     def state(self) -> dict[str, list] | None:
-        """The sums since the last line, for a checkpoint."""
+        """Return the sums since the last line, for a checkpoint."""
         return {name: each.tolist() for name, each in self._sum.items()} or None
 
     def resume(self, state: dict | list | None, update: int, *, rewrite: bool = True) -> None:
-        """Go on from the :meth:`state` in a checkpoint that was saved after ``update``; older ones
-        have a list, which is not used. ``rewrite``: whether to drop lines of later updates; the
-        file may be another run's.
+        """Go on from a checkpoint.
+
+        Args:
+            state: what :meth:`state` returned; older checkpoints have a list, which is ignored.
+            update: after which the checkpoint was saved.
+            rewrite: drop lines of later updates; False if the file may be another run's.
         """
         known = state if isinstance(state, dict) else {}
         self._sum = {name: torch.tensor(each) for name, each in known.items()}
@@ -81,8 +88,12 @@ class ExpertLoadLog:
 
 
 class ExchangeLog:
-    """What the tuner of one run does, as log lines and files, which one rank ``writes``; without a
-    tuner nothing.
+    """Log lines and files of the tuner of one run.
+
+    Args:
+        tuner: None: nothing is logged.
+        folder: of the files.
+        writes: whether this rank writes.
     """
 
     def __init__(self, tuner: ExchangeTuner | None, folder: str, writes: bool):
@@ -91,7 +102,7 @@ class ExchangeLog:
         self._file = os.path.join(folder, "exchange.json")
 
     def after(self, update: int) -> None:
-        """Write down what happened up to an update."""
+        """Write what happened up to an update."""
         if self._tuner is None:
             return
         for event in self._tuner.take_events():
@@ -104,11 +115,11 @@ class ExchangeLog:
             metrics.log_scalar("moe_exchange_ms", self._tuner.milliseconds, weight=1, round=3)
 
     def state(self) -> dict | None:
-        """For a checkpoint."""
+        """Return the state of the tuner, for a checkpoint."""
         return None if self._tuner is None else self._tuner.state()
 
     def resume(self, state: dict | None, update: int, *, rewrite: bool = True) -> None:
-        """As :meth:`ExpertLoadLog.resume`."""
+        """Go on from a checkpoint; see :meth:`ExpertLoadLog.resume`."""
         if self._tuner is None:
             return
         self._tuner.resume(state)
@@ -129,7 +140,7 @@ def _append(path: str, line: dict) -> None:
 
 
 def _drop_after(path: str, update: int) -> None:
-    """Drop the lines of later updates, and one that was cut short by a crash."""
+    """Drop the lines of later updates, and a line that a crash cut short."""
     if not os.path.exists(path):
         return
     with open(path, encoding="utf-8") as file:
@@ -147,7 +158,7 @@ def _update_of(line: str) -> float:
 
 
 def _replace(path: str, text: str) -> None:
-    """Write a file in one step: readers see what was there before, or all of it.
+    """Write a file in one step, so that readers see the old or the new content.
 
     Two runs with one folder do not write into each other's temporary file.
     """

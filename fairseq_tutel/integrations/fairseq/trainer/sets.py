@@ -1,8 +1,8 @@
-"""Which sets a run starts from, writes and removes: fairseq's options for single files, for sets.
+"""Sets that a run starts from, writes and removes, by fairseq's options for single files.
 
-Stock asks whether ``checkpoint_last`` exists to distinguish a restart from a first launch, which
-``--finetune-from-model`` and ``--continue-once`` apply to. A set exists where that one file may
-not: in a save that was committed and then interrupted, or in a merged file.
+Stock looks for ``checkpoint_last`` to tell a restart from a first launch, to which
+``--finetune-from-model`` and ``--continue-once`` apply. A set can exist without that file: after an
+interrupted save that was committed, or as a merged file.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def start_of_run(checkpoint_cfg) -> Iterator[None]:
-    """Make ready for stock ``load_checkpoint`` with fairseq's ``checkpoint`` config. Collective.
+    """Prepare for stock ``load_checkpoint`` with fairseq's ``checkpoint`` config. Collective.
 
-    Within, the options for a first launch are gone where there is a set to go on from, and
-    ``--finetune-from-model`` may name a set like every other option. Raises CheckpointError where
-    the ranks do not share the save dir.
+    Within the context, options for a first launch are gone if there is a set to go on from, and
+    ``--finetune-from-model`` may name a set.
+
+    Raises:
+        CheckpointError: the ranks do not share the save dir.
     """
-    if not checkpoint_cfg.no_save:  # else it may be another run's folder
+    if not checkpoint_cfg.no_save:  # otherwise the folder may be another run's
         if process_world()[1] > 1:
             check_shared_directory(checkpoint_cfg.save_dir, ranks=all_ranks())
         recover_directory(checkpoint_cfg.save_dir, ranks=all_ranks())
@@ -58,7 +60,7 @@ def start_of_run(checkpoint_cfg) -> Iterator[None]:
 
 @contextlib.contextmanager
 def changed(section, values):
-    """Within, entries of a section of fairseq's config have other values."""
+    """Change entries of a section of fairseq's config within the context."""
     values = {key: value for key, value in values.items() if value != section.get(key)}
     before = {key: section.get(key) for key in values}
     with open_dict(section):
@@ -71,9 +73,17 @@ def changed(section, values):
 
 
 def save_set(cfg, trainer, epoch_itr, val_loss, best_so_far):
-    """fairseq's ``checkpoint_utils.save_checkpoint`` for sets; every rank calls it. Returns the
-    path of the first set that was written, None if none was due. ``best_so_far``: best metric
-    including ``val_loss``, None if there is none.
+    """Save the sets that are due, as fairseq's ``save_checkpoint`` does for files. Collective.
+
+    Args:
+        cfg: fairseq's ``checkpoint`` config.
+        trainer: the trainer.
+        epoch_itr: fairseq's iterator.
+        val_loss: validation metric of now; None: not validated.
+        best_so_far: best metric including ``val_loss``; None if there is none.
+
+    Returns:
+        Path of the first set that was written; None if none was due.
     """
     begin = time.perf_counter()
     names = _of_first_rank(_due_names(cfg, trainer, epoch_itr, val_loss, best_so_far))
@@ -99,7 +109,7 @@ def _of_first_rank(names: list[str]) -> list[str]:
 
 
 def _due_names(cfg, trainer, epoch_itr, val_loss, best_so_far) -> list[str]:
-    """Names of the sets that fairseq's options ask for now; all are copies of one."""
+    """Return names of the sets that fairseq's options ask for now; all are copies of one."""
     epoch, updates = epoch_itr.epoch, trainer.get_num_updates()
     end_of_epoch = epoch_itr.end_of_epoch()
     names = []
@@ -133,7 +143,7 @@ def _among_best(cfg, val_loss) -> bool:
 
 
 def _superfluous(cfg, epoch_itr) -> list[str]:
-    """Sets that the ``--keep-*`` options no longer want."""
+    """Return sets that the ``--keep-*`` options no longer want."""
     old: list[str] = []
     if not epoch_itr.end_of_epoch() and cfg.keep_interval_updates > 0:
         saved = find_sets(cfg.save_dir, r"checkpoint_\d+_(\d+)\.pt")
@@ -151,7 +161,7 @@ def _superfluous(cfg, epoch_itr) -> list[str]:
 
 
 def progress(trainer, epoch_itr, val_loss, best_so_far) -> dict:
-    """Where the run is: fairseq's extra state."""
+    """Return fairseq's extra state: where the run is."""
     extra_state = {"train_iterator": epoch_itr.state_dict(), "val_loss": val_loss}
     if hasattr(trainer.task, "get_checkpoint_dict"):
         extra_state.update(trainer.task.get_checkpoint_dict())

@@ -1,10 +1,14 @@
 """fairseq's Trainer for a model with experts.
 
-What a stock Trainer gets wrong for experts, and only that, is overridden: how the model is wrapped,
-the gradient norm (stock leaves experts out, so that one rank's inf is seen on that rank only),
-checkpoints (stock saves rank 0's experts only), batches of validation data, loss-scale overflow on
-a CPU, what counts where a rank has fewer batches for an update than others, and what happens where
-one rank of several runs out of memory.
+It overrides what a stock Trainer gets wrong for experts:
+
+- the wrapper for data parallelism;
+- the gradient norm: stock leaves experts out, so that only one rank sees its inf;
+- checkpoints: stock saves the experts of rank 0 only;
+- batches of validation data;
+- a loss scale that overflows on a CPU;
+- which batches count if a rank has fewer of them for an update than others;
+- what happens if one of several ranks runs out of memory.
 """
 
 from __future__ import annotations
@@ -41,16 +45,16 @@ logger = logging.getLogger(__name__)
 
 
 class _OverflowOnCpu(RuntimeError):
-    """Carries fairseq's OverflowError past a handler of train_step that needs CUDA."""
+    """Carrier of fairseq's OverflowError past a handler in train_step that needs CUDA."""
 
 
 def has_experts(model) -> bool:
-    """Whether a fairseq model has MoE layers."""
+    """Return whether a fairseq model has MoE layers."""
     return bool(getattr(model, "moe_layers", None))
 
 
 class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
-    """See the module docstring; ``install`` of :mod:`.hooks` puts it in place."""
+    """Trainer for models with experts; :mod:`..hooks` puts it in place of fairseq's."""
 
     def __init__(self, cfg, task, model, criterion, quantizer=None):
         refuse_in_training(cfg.model)
@@ -65,7 +69,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
             writes=self.is_data_parallel_master,
         )
         self.exchange_log = ExchangeLog(
-            getattr(model, "exchange_tuner", None),  # a model of one's own may have none
+            getattr(model, "exchange_tuner", None),  # a user's model may have none
             cfg.checkpoint.save_dir,
             writes=self.is_data_parallel_master,
         )
@@ -76,7 +80,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
 
     @property
     def model(self):
-        """The model, wrapped for data parallelism where there are several ranks."""
+        """The model, wrapped for data parallelism if there are several ranks."""
         if not self.use_distributed_wrapper:
             return self._model
         if self._wrapped_model is None:
@@ -112,17 +116,17 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
             raise _OverflowOnCpu(str(error)) from error
 
     def begin_epoch(self, epoch):
-        """As stock; a run that was asked to leave in the last epoch's last update leaves now."""
+        """Begin an epoch, or leave if that was asked for in the last update of the epoch before."""
         super().begin_epoch(epoch)
         self.growth.check_memory(self.memory_of_step)
-        # also one that was killed before it had grown
+        # growth is also due for a run that was killed before it had grown
         if self.requeue.at_next_epoch or self.growth.is_due(self.get_num_updates()):
             self.leave()
 
     def train_step(self, samples, raise_oom=False):
-        """One update; skips it where the loss scale overflowed."""
+        """Make one update, or skip it if the loss scale overflows."""
         log_output = self._train_step(samples, raise_oom)
-        # a program without a hook after its updates, such as one with another training loop
+        # for programs without a hook after updates, such as other training loops
         if not self.requeue.watched and self.must_leave:
             self.leave()
         return log_output
@@ -138,13 +142,13 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         grows = self.growth.is_due(self.get_num_updates())
         if grows:
             self.growth.grow(path)
-        # asked while the set was written, or before
+        # a request may have come while the set was written
         leave(path, grown=grows and not self.requeue.made_meanwhile())
 
     def _train_step(self, samples, raise_oom):
         # At the end of an epoch, empty batches fill up a rank's share of an update; each costs a
-        # forward pass on a dummy. Stock counts such a rank's real batches only if the last one is
-        # real, and then counts the dummies too. Here they go first and do not count.
+        # forward pass on a dummy. Stock counts the rank's real batches only if the last one is
+        # real, and then counts the dummies too. Here the dummies go first and do not count.
         fillers = [sample for sample in samples if not sample]
         real = [sample for sample in samples if sample]
         self._num_fillers = len(fillers) if real else 0
@@ -153,7 +157,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
             with self._explaining_memory():
                 return super().train_step(samples, raise_oom or self._others_wait)
         except _OverflowOnCpu as error:
-            # what the stock handler does, which makes a CUDA tensor on the way
+            # as the stock handler, which would make a CUDA tensor
             logger.info("NOTE: gradient overflow detected, ignoring gradient, %s", error)
             self.zero_grad()
             metrics.log_scalar(
@@ -163,24 +167,27 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
             return None
 
     def valid_step(self, sample, raise_oom=False):
-        """As stock; among several ranks one that runs out of memory does not try again."""
+        """Validate one batch; among several ranks a rank that runs out of memory does not try
+        again.
+        """
         return super().valid_step(sample, raise_oom or self._others_wait)
 
     @property
     def _others_wait(self) -> bool:
-        """Whether a rank that leaves out or repeats a batch meets others in the wrong exchange.
+        """Whether ranks that leave out or repeat a batch would meet others in the wrong exchange.
 
-        Stock does both where memory runs out: the job would hang, so it ends with the error.
+        Stock does both if memory runs out. Among several ranks the job would hang; instead it ends
+        with the error.
         """
         return self.data_parallel_world_size > 1
 
     def get_train_iterator(self, *args, **kwargs):
-        """As stock; the position in the data is part of a checkpoint that is not the caller's."""
+        """Return stock's iterator, and keep it: checkpoints need its position in the data."""
         self._epoch_itr = super().get_train_iterator(*args, **kwargs)
         return self._epoch_itr
 
     def get_valid_iterator(self, subset, disable_iterator_cache=False):
-        """As stock, with ``--num-workers-valid`` processes, and of the whole subset."""
+        """Return an iterator over the whole subset, with ``--num-workers-valid`` processes."""
         dataset = self.cfg.dataset
         skips = dataset.skip_invalid_size_inputs_valid_test
         refusing = contextlib.nullcontext() if skips else blocks.refusing_long_blocks(self.task)
@@ -199,7 +206,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
             extra_stats_to_sum = (sample_size, *others)
         logging_outputs = logging_outputs[fillers:]
         join_passes(logging_outputs, fillers)
-        # whether to leave is decided by all ranks, in the one reduction that there is anyway
+        # all ranks decide whether to leave, in the reduction that is needed anyway
         logging_outputs, (*extra_stats_to_sum, votes) = super()._aggregate_logging_outputs(
             logging_outputs, *extra_stats_to_sum, self.requeue.vote, ignore=ignore
         )
@@ -207,7 +214,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         return logging_outputs, tuple(extra_stats_to_sum)
 
     def _reduce_and_log_stats(self, logging_outputs, sample_size, grad_norm=None):
-        if grad_norm is not None:  # of an update that was made, not skipped
+        if grad_norm is not None:  # the update was made, not skipped
             update, passes = self.get_num_updates(), logged_passes(logging_outputs or ())
             if passes is not None:
                 self.expert_load.add(update, passes)
@@ -228,8 +235,10 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
 
 
 def _prepare_config(cfg, model) -> None:
-    """Write down what was decided from the whole config; raises ValueError for settings in it that
-    cannot train a model with experts.
+    """Store what follows from the whole config.
+
+    Raises:
+        ValueError: the config has settings that cannot train a model with experts.
     """
     dist_cfg, common = cfg.distributed_training, cfg.common
     if dist_cfg.ddp_backend not in (*LEGACY_BACKENDS, *PYTORCH_BACKENDS):
@@ -253,18 +262,20 @@ def _prepare_config(cfg, model) -> None:
     mixed_fp16 = common.fp16 and not common.memory_efficient_fp16
     with open_dict(cfg):
         if mixed_fp16 and not common.fp16_no_flatten_grads:
-            # in a flattened gradient experts and dense parameters cannot be distinguished
+            # a flattened gradient mixes experts and dense parameters
             logger.info("--fp16 with MoE layers: gradients are not flattened")
             common.fp16_no_flatten_grads = True
         if model.moe_groups.simulated:
             cfg.checkpoint.no_save = True  # the weights of one rank out of many are no checkpoint
-        # a checkpoint must state its number of experts, also where the default decided
+        # a checkpoint must state its number of experts, even if it is the default
         cfg.model.moe_expert_count = model.moe_groups.num_experts
 
 
 def _has_load_bias(model, criterion) -> bool:
-    """Whether the experts' load moves a bias of the model's layers; warns without a gate loss.
-    Raises ValueError where the criterion does not hand on what moves the bias.
+    """Return whether a load bias is moved by the experts' load; warn if there is no gate loss.
+
+    Raises:
+        ValueError: the criterion does not hand on what moves the bias.
     """
     rules = {layer.config.load_bias for layer in model.moe_layers.values()} - {"none"}
     name = type(criterion).__name__
@@ -273,7 +284,7 @@ def _has_load_bias(model, criterion) -> bool:
             f"--moe-load-bias {rules.pop()} needs --criterion {' or '.join(CRITERIONS)}, which "
             f"hand on what moves the bias; {name} does not"
         )
-    # fairseq's own criterions read one output of the model; a user's own may read the others
+    # fairseq's criterions read one output of the model; a user's may read the others
     if type(criterion).__module__.startswith("fairseq.criterions."):
         logger.warning(
             "%s leaves out the gate loss, so that nothing keeps the experts in balance, and their "
@@ -284,7 +295,7 @@ def _has_load_bias(model, criterion) -> bool:
 
 
 def _parameters(model) -> str:
-    """How many there are on all ranks together, and how many a token uses; shared ones once."""
+    """Describe the parameters of all ranks, and those that a token uses; shared ones count once."""
     groups, params = model.moe_groups, list(model.parameters())
     dense = sum(param.numel() for param in params if not is_expert(param))
     experts = sum(

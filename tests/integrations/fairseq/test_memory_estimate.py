@@ -1,4 +1,4 @@
-"""What a run says of memory: before it trains, and where memory ran out."""
+"""Memory estimate before training, and the error when memory runs out."""
 
 import sys
 
@@ -13,7 +13,7 @@ from fairseq_tutel.plan.planner import memory_at_peak
 LOGGER = "fairseq_tutel.integrations.fairseq.trainer.memory"
 
 
-def test_the_planners_count_is_told_once_and_changes_no_random_number(caplog, monkeypatch):
+def test_the_planners_count_is_logged_once_and_changes_no_random_number(caplog, monkeypatch):
     trainer = make_trainer(make_config("--moe-expert-count", "4"))
     before = torch.get_rng_state()
     need = trainer.memory_of_step()
@@ -27,11 +27,11 @@ def test_the_planners_count_is_told_once_and_changes_no_random_number(caplog, mo
         for epoch in (1, 2):
             trainer.begin_epoch(epoch)
     (line,) = [record for record in caplog.records if record.name == LOGGER]
-    assert line.levelname == "INFO" and "memory, on paper: a step needs " in line.getMessage()
+    assert line.levelname == "INFO" and "memory estimate: a step needs " in line.getMessage()
 
     caplog.clear()
     monkeypatch.setattr(memory, "free_memory", lambda device: 1000)
-    trainer._memory_told = False
+    trainer._memory_logged = False
     with caplog.at_level("INFO", logger=LOGGER):
         trainer.begin_epoch(3)
     assert "does NOT fit" in caplog.text and "--checkpoint-activations; --moe-exp" in caplog.text
