@@ -25,15 +25,32 @@ router stays: it is inside the layer's, and gives it the logits, so that what tr
 of it (``output_router_logits=True``, and the loss that a model makes of that) is what it was.
 
 No row is dropped unless a capacity is asked for. Everything else of the layer is an argument of
-:func:`replace_moe`: placement (slices), exchange, overlap, balancing. transformers is not imported.
+:func:`replace_moe`: placement (slices), exchange, overlap, balancing.
+
+``MoETrainer(model, args, aux_weight=0.01, ...)`` is transformers' Trainer for models with MoE
+layers. Only it imports transformers, when it is first asked for.
 
     blocks.py   which blocks can be replaced, and how they route
     replace.py  there
     restore.py  and back
+    trainer.py  MoETrainer
 """
+
+from typing import TYPE_CHECKING
 
 from .blocks import SPARSE_BLOCKS
 from .replace import replace_moe
 from .restore import original_state_dict, restore_moe
 
-__all__ = ["SPARSE_BLOCKS", "original_state_dict", "replace_moe", "restore_moe"]
+if TYPE_CHECKING:
+    from .trainer import MoETrainer
+
+__all__ = ["SPARSE_BLOCKS", "MoETrainer", "original_state_dict", "replace_moe", "restore_moe"]
+
+
+def __getattr__(name: str):
+    if name == "MoETrainer":  # imports transformers
+        from .trainer import MoETrainer
+
+        return MoETrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

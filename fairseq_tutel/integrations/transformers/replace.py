@@ -109,5 +109,6 @@ def _make_layer(
         weights |= {f"{slot}.fc_gate.weight": gate, f"{slot}.fc1.weight": up}
         weights[f"{slot}.fc2.weight"] = down[expert]
     layer.experts.load_state_dict(weights)
-    layer.experts.requires_grad_(experts.gate_up_proj.requires_grad)
+    layer.experts.fc1_weight.requires_grad_(experts.gate_up_proj.requires_grad)
+    layer.experts.fc2_weight.requires_grad_(experts.down_proj.requires_grad)
     return layer.train(block.module.training)

@@ -33,7 +33,8 @@ def restore_moe(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         block.experts.to(gate_up.dtype).to_empty(device=gate_up.device)
         block.experts.gate_up_proj.copy_(gate_up.flatten(1, 2))
         block.experts.down_proj.copy_(down)
-        block.experts.requires_grad_(layer.experts.fc1_weight.requires_grad)
+        block.experts.gate_up_proj.requires_grad_(layer.experts.fc1_weight.requires_grad)
+        block.experts.down_proj.requires_grad_(layer.experts.fc2_weight.requires_grad)
         block.gate = layer.gate.wg
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, block.train(layer.training))

@@ -112,6 +112,20 @@ def test_frozen_half_and_mode_stay():
     assert layer.mlp.training and not layer.mlp.experts.down_proj.requires_grad
 
 
+@pytest.mark.parametrize("frozen", ["gate_up_proj", "down_proj"])
+def test_each_of_two_matrices_stays_frozen_there_and_back(frozen):
+    model = make("olmoe")
+    experts = model.model.layers[0].mlp.experts
+    getattr(experts, frozen).requires_grad_(False)
+    want = [experts.gate_up_proj.requires_grad, experts.down_proj.requires_grad]
+    blocks = replace_moe(model)
+    layer = model.model.layers[0].mlp
+    assert [layer.experts.fc1_weight.requires_grad, layer.experts.fc2_weight.requires_grad] == want
+    restore_moe(model, blocks)
+    experts = model.model.layers[0].mlp.experts
+    assert [experts.gate_up_proj.requires_grad, experts.down_proj.requires_grad] == want
+
+
 def test_gradient_checkpointing():
     """The layers run twice, and report once."""
     ids, found = tokens(), []

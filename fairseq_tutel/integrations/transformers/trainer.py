@@ -1,0 +1,178 @@
+"""transformers' Trainer for models with MoE layers."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+from packaging.specifiers import SpecifierSet
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+from ... import training
+from ...moe.model import moe_layers
+from .restore import original_state_dict
+
+TESTED = ">=5.23,<6"  # versions of transformers
+_FILE = "run.pt"  # weights and optimizer state of all ranks, in each checkpoint-N
+
+
+class MoETrainer(Trainer):
+    """transformers' Trainer for a model with MoE layers, on any number of ranks.
+
+    Differences to Trainer: the load balancing losses are added to the loss in training;
+    gradients are clipped by the norm over all ranks' experts; ``save_model`` writes the experts of
+    all ranks; a checkpoint resumes on any number of ranks; load biases move after each step. Build
+    the model after the ranks are connected (reading ``args.world_size`` connects them)::
+
+        args = TrainingArguments("run", per_device_train_batch_size=8)
+        print(f"{args.world_size} ranks")
+        model = LlamaForCausalLM(config)
+        replace_ffn(model, every_other(model, r"\\.mlp$"), num_experts=8)
+        trainer = MoETrainer(model, args, train_dataset=dataset, aux_weight=0.01)
+        trainer.train()
+
+    For another trainer that derives from Trainer: ``class Mine(MoETrainer, SFTTrainer): pass``.
+
+    Args:
+        *args, **kwargs: arguments of Trainer.
+        aux_weight (float): factor of the sum of the layers' load balancing losses (default 0.01).
+        blocks (dict): result of :func:`replace_moe` (default None). With it ``save_model`` writes
+            the names of transformers, which ``from_pretrained`` loads.
+
+    Raises:
+        ImportError: this version of transformers has other private methods than the tested ones.
+        ValueError: DeepSpeed, FSDP, ``nn.DataParallel``, or ``load_best_model_at_end`` together
+            with ``save_only_model``.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        aux_weight: float = 0.01,
+        blocks: Mapping[str, nn.Module] | None = None,
+        **kwargs: Any,
+    ):
+        _check_version()
+        super().__init__(*args, **kwargs)
+        self.aux_weight, self.blocks = aux_weight, blocks
+        self._check_arguments()
+        training.prepare_data_parallel(self.model)
+        if self.accelerator.scaler is not None:  # one rank's overflow: all ranks skip the step
+            self.accelerator.scaler = training.grad_scaler(self.args.device.type)
+        layers = moe_layers(self.model).values()
+        if any(layer.config.load_bias != "none" for layer in layers):
+            self.add_callback(_MoveLoadBias(self))
+        self._passes: list[training.AuxLosses] | None = None
+
+    def _check_arguments(self) -> None:
+        engine = {"DeepSpeed": self.is_deepspeed_enabled, "FSDP": self.is_fsdp_enabled}
+        for name, used in engine.items():
+            if used:
+                raise ValueError(f"MoETrainer does not work with {name}: leave it out")
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"{self.args.n_gpu} GPUs in one process: start one process per GPU with torchrun"
+            )
+        if self.args.load_best_model_at_end and self.args.save_only_model:
+            raise ValueError(
+                "load_best_model_at_end needs whole checkpoints: save_only_model=False"
+            )
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Return the loss, in training with the load balancing losses."""
+        if not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        with training.collect_aux(model) as aux:
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if self._passes is not None:
+            self._passes.append(aux)
+        weight = self.aux_weight
+        if self._is_scaled(num_items_in_batch):
+            weight /= self.current_gradient_accumulation_steps
+        loss = loss + weight * aux.loss
+        return (loss, outputs) if return_outputs else loss
+
+    def _is_scaled(self, num_items_in_batch) -> bool:
+        """Return whether nobody divides the loss by the number of micro-batches, as in Trainer."""
+        if self.loss_is_scaled_for_ga is not None:
+            return self.loss_is_scaled_for_ga
+        by_model = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        return by_model or self.compute_loss_func is not None
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        """Write the model with the experts of all ranks. All ranks call it."""
+        if self.blocks is None:
+            state = training.full_state_dict(self.model)
+        else:
+            state = original_state_dict(self.model, self.blocks)
+        self._save(output_dir, state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    # Private methods of Trainer. `_check_version` compares their arguments.
+
+    def _clip_grad_norm(self, model):
+        return self._global_norm(model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        return self._global_norm(model, float("inf")) if grad_norm is None else grad_norm
+
+    def _global_norm(self, model, max_norm):
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.unscale_(self.optimizer.optimizer)
+        return training.clip_grad_norm_(model, max_norm)
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        extra = {"schedule": self.lr_scheduler.state_dict()}
+        training.save_checkpoint(f"{output_dir}/{_FILE}", self.model, self.optimizer, extra)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        """Do nothing: the weights are loaded with the optimizer's state."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        if checkpoint is not None:
+            extra = training.load_checkpoint(f"{checkpoint}/{_FILE}", self.model, self.optimizer)
+            self.lr_scheduler.load_state_dict(extra["schedule"])
+
+    def _load_best_model(self):
+        training.load_checkpoint(f"{self.state.best_model_checkpoint}/{_FILE}", self.model)
+
+
+class _MoveLoadBias(TrainerCallback):
+    """Callback that moves the load biases after each step of the optimizer."""
+
+    def __init__(self, trainer: MoETrainer):
+        self.trainer = trainer
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.trainer._passes = []
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        if not self.trainer.accelerator.optimizer_step_was_skipped:
+            training.update_load_bias(self.trainer.model, self.trainer._passes)
+        self.trainer._passes = None
+
+
+def _check_version() -> None:
+    """Warn about a version that was not tested; raise ImportError if its methods are others."""
+    found = f"MoETrainer was tested with transformers {TESTED}, this is {transformers.__version__}"
+    for name in _PRIVATE:
+        theirs, ours = (getattr(each, name, None) for each in (Trainer, MoETrainer))
+        if theirs is None or _arguments(theirs) != _arguments(ours):
+            raise ImportError(f"{found}: Trainer.{name} is another; install a tested version")
+    if not SpecifierSet(TESTED).contains(transformers.__version__, prereleases=True):
+        warnings.warn(found, stacklevel=3)
+
+
+def _arguments(method: Any) -> list[str]:
+    return list(inspect.signature(method).parameters)
+
+
+_PRIVATE = (
+    "_clip_grad_norm", "_get_grad_norm", "_load_best_model", "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler", "_save_optimizer_and_scheduler",
+)  # fmt: skip

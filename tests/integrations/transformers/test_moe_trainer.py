@@ -1,0 +1,107 @@
+"""``MoETrainer`` beside a loop in plain torch; what it saves, and what it refuses.
+
+Training on several ranks, clipping and resuming: tests/examples/test_hosts.py.
+"""
+
+import pytest
+import torch
+from helpers.assertions import assert_same_state
+from helpers.sparse_models import make, tokens
+
+from fairseq_tutel import training
+from fairseq_tutel.integrations.transformers import replace_moe
+
+transformers = pytest.importorskip("transformers", minversion="5")
+trainer = pytest.importorskip("fairseq_tutel.integrations.transformers.trainer")
+pytestmark = pytest.mark.extras
+
+STEPS, MICRO, RATE = 2, 2, 1e-2
+OPTIONS = {
+    "max_steps": STEPS, "save_steps": STEPS, "gradient_accumulation_steps": MICRO,
+    "per_device_train_batch_size": 2, "learning_rate": RATE, "lr_scheduler_type": "constant",
+    "train_sampling_strategy": "sequential", "report_to": "none", "disable_tqdm": True,
+    "use_cpu": True,
+}  # fmt: skip
+
+
+def samples():
+    return [{"input_ids": row, "labels": row} for row in tokens(2 * STEPS * MICRO)]
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 0.0], ids=["clipped", "not clipped"])
+def test_trains_as_a_plain_loop_and_saves_what_the_original_class_loads(max_norm, tmp_path):
+    model, plain = (make("mixtral").train() for _ in range(2))
+    moe = {"load_bias": "none"}
+    blocks = replace_moe(model, **moe)
+    replace_moe(plain, **moe)
+    args = transformers.TrainingArguments(str(tmp_path), max_grad_norm=max_norm, **OPTIONS)
+    options = {"train_dataset": samples(), "aux_weight": 0.5, "blocks": blocks}
+    trainer.MoETrainer(model, args, **options).train()
+
+    optimizer = torch.optim.AdamW(plain.parameters(), RATE, weight_decay=0)
+    for rows in tokens(2 * STEPS * MICRO).unflatten(0, (STEPS, MICRO, 2)):
+        for ids in rows:
+            with training.collect_aux(plain) as aux:
+                loss = plain(ids, labels=ids).loss
+            ((loss + 0.5 * aux.loss) / MICRO).backward()
+        if max_norm:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    loaded = type(plain).from_pretrained(tmp_path / f"checkpoint-{STEPS}")
+    replace_moe(loaded, **moe)
+    assert_same_state(loaded.state_dict(), model.state_dict())
+
+
+def test_load_biases_move_and_evaluation_has_no_aux_loss(tmp_path):
+    model = make("mixtral").train()
+    replace_moe(model, load_bias="sign")
+    args = transformers.TrainingArguments(str(tmp_path), save_strategy="no", **OPTIONS)
+    host = trainer.MoETrainer(model, args, train_dataset=samples(), eval_dataset=samples())
+    host.train()
+    bias = model.model.layers[0].mlp.gate.load_bias
+    assert bias.any()
+    found, batch = host.evaluate()["eval_loss"], tokens(2 * STEPS * MICRO)
+    with torch.no_grad():
+        want = torch.stack([model(x, labels=x).loss for x in batch.split(8)]).mean()
+    assert found == pytest.approx(want.item(), rel=1e-4)
+
+
+def test_the_best_model_comes_from_the_set_of_all_ranks(tmp_path):
+    model = make("mixtral").train()
+    replace_moe(model)
+    options = {**OPTIONS, "max_steps": 3, "save_steps": 1, "eval_steps": 1, "learning_rate": 1.0}
+    args = transformers.TrainingArguments(
+        str(tmp_path), eval_strategy="steps", load_best_model_at_end=True,
+        metric_for_best_model="loss", **options,
+    )  # fmt: skip
+    host = trainer.MoETrainer(model, args, train_dataset=samples() * 2, eval_dataset=samples())
+    host.train()
+    best = make("mixtral")
+    replace_moe(best)
+    training.load_checkpoint(f"{host.state.best_model_checkpoint}/run.pt", best)
+    assert not host.state.best_model_checkpoint.endswith("-3")
+    assert_same_state(model.state_dict(), best.state_dict())
+
+
+def test_another_version_is_named(monkeypatch, tmp_path):
+    model = make("mixtral")
+    replace_moe(model)
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    monkeypatch.setattr(transformers, "__version__", "6.1.0")
+    with pytest.warns(UserWarning, match=r"tested with transformers >=5.23,<6, this is 6.1.0"):
+        trainer.MoETrainer(model, args)
+    monkeypatch.setattr(trainer.Trainer, "_clip_grad_norm", lambda self: None)
+    with pytest.raises(ImportError, match=r">=5.23,<6, this is 6.1.0: Trainer._clip_grad_norm"):
+        trainer.MoETrainer(model, args)
+
+
+def test_options_that_lose_experts_are_refused(tmp_path):
+    model = make("mixtral")
+    replace_moe(model)
+    options = {**OPTIONS, "eval_strategy": "steps", "eval_steps": STEPS, "save_only_model": True}
+    args = transformers.TrainingArguments(str(tmp_path), load_best_model_at_end=True, **options)
+    with pytest.raises(ValueError, match="needs whole checkpoints: save_only_model=False"):
+        trainer.MoETrainer(model, args, eval_dataset=samples())
