@@ -30,8 +30,8 @@ ARCH = "transformer_lm_gpt_moe"
 # 2**-11 / (1 - 0.98): what an update may be off by, relatively, if every rounding went the same way
 # (backends/torch/adam.py)
 DOCUMENTED = 2.0**-11 / (1 - 0.9) + 0.5 * 2.0**-11 / (1 - 0.98)
-# device -> (units by which a metric may differ, relative RMS error of a weight)
-TOLERANCE = {"cpu": (1.01, 1e-4), "cuda": (2.01, 1e-3)}
+# device -> (units by which a metric may differ, relative error of the weights)
+TOLERANCE = {"cpu": (1.01, 5e-4), "cuda": (2.01, 5e-3)}
 
 
 @pytest.mark.slow
