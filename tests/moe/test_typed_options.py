@@ -30,6 +30,7 @@ def test_options_of_a_replaced_block_are_the_arguments_of_the_layer():
         if each.kind is not each.VAR_KEYWORD
     }
     own = inspect.signature(replace_ffn).parameters
+    assert own["moe"].annotation == "Unpack[LayerOptions]"
     for name in ("model_dim", "num_experts", "groups", "seed"):
         assert name == "model_dim" or name in own
         del arguments[name]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,6 +25,11 @@ from ..layer import MoELayer
 from .places import Match, Place, find_places, matching
 from .probes import check_block, check_copies, check_tokens, fit_width, make_probe
 from .recognize import Network, recognize
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..typed_options import LayerOptions
 
 # Arguments of MoELayer that the block decides unless the caller gives them.
 _NETWORK = ("hidden_dim", "activation", "expert_network", "expert_options")
@@ -38,7 +43,7 @@ def replace_ffn(
     copy_weights: bool = False,
     groups: ExpertParallelGroups | None = None,
     seed: int | None = None,
-    **moe: Any,
+    **moe: Unpack[LayerOptions],
 ) -> dict[str, nn.Module]:
     """Replace feed-forward blocks of a model by MoE layers, in place.
 
