@@ -71,16 +71,26 @@ class StepAgreement:
 def sync_step(
     num_tokens: int, settings: StepSettings | None, groups: ExpertParallelGroups
 ) -> StepAgreement:
-    """Exchange token counts and compare settings in the exchange group; with slices, of all.
+    """Exchange token counts and compare settings before a forward pass. Collective.
 
-    NOTE: this reads a few integers back to the host, one synchronisation per forward pass.
+    The exchange group takes part; with slices, all ranks. The host reads a few integers, which is
+    one synchronisation per forward pass. Give the result to all layers: ``layer(x, step=step)``.
+
+    >>> from fairseq_tutel.distributed import build_groups
+    >>> sync_step(16, None, build_groups(4)).num_tokens  # the largest of any rank
+    16
 
     Args:
-        num_tokens: tokens of this rank, 0 included.
-        settings: to be the same on all ranks; None (then on all ranks) compares nothing.
+        num_tokens (int): tokens of this rank; may be 0.
+        settings (StepSettings): values that must agree, see ``MoELayer.step_settings``. None, which
+            all ranks then give, compares nothing.
+        groups (ExpertParallelGroups): placement of the experts.
+
+    Returns:
+        StepAgreement: the agreed values.
 
     Raises:
-        ValueError: some value differs; the message lists the ranks by value.
+        ValueError: a value differs; the message lists the ranks by value.
     """
     return sync_stacks([num_tokens], [settings], groups)[0]
 

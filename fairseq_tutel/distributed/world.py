@@ -31,7 +31,11 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def process_world() -> tuple[int, int]:
-    """(rank, world size) of this process; (0, 1) where no process group exists."""
+    """Return (rank, world size) of this process; not collective.
+
+    >>> process_world()  # without a process group
+    (0, 1)
+    """
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
@@ -73,7 +77,11 @@ def gather_integers(
 
 
 def gather_texts(text: str | None, group: dist.ProcessGroup | None = None) -> list[str | None]:
-    """One short text (or None) of every rank of a group, in rank order. Collective."""
+    """Gather one short text (or None) of every rank of a group, in rank order. Collective.
+
+    >>> gather_texts("ready")
+    ['ready']
+    """
     if process_world()[1] == 1:
         return [text]
     data = b"" if text is None else b"+" + text.encode()

@@ -1,26 +1,24 @@
-"""What a program that trains needs from this package, whichever program it is.
+"""Data parallelism, clipping and checkpoints for any PyTorch loop with experts on several ranks.
 
-A host owns the loop, the optimizer and the files; the layer owns its experts, which are spread over
-the ranks and are therefore exceptions to everything that data parallelism takes for granted. Here
-is all that treats them as such, for any ``nn.Module`` with
-:class:`~fairseq_tutel.moe.MoELayer` s in it, built after
-``torch.distributed.init_process_group``. fairseq's trainer stands on it like any
-other. Every function is collective: all ranks call it, in the same order.
+A host is the program that trains: it owns the loop, the optimizer and the files. Experts are spread
+over its ranks, so wrappers, gradient norms and state dicts must treat them apart. The functions
+below do it for any ``nn.Module``, with :class:`~fairseq_tutel.moe.MoELayer` s in it or without.
+Build the model after ``torch.distributed.init_process_group``. All ranks call a function, in the
+same order, unless its docstring says otherwise.
 
-    prepare     ``wrap_data_parallel``, or ``prepare_data_parallel`` where something else wraps;
+    prepare     ``wrap_data_parallel``; ``prepare_data_parallel`` if the host wraps;
                 ``shard_dense``; ``shard_optimizer``
     each step   ``collect_aux``, ``clip_grad_norm_``, ``grad_scaler``, ``update_load_bias``
     state       ``save_checkpoint``, ``load_checkpoint``; ``full_state_dict`` and its ``load_``;
                 ``DistributedState`` for ``torch.distributed.checkpoint``
-    optimizers  any; ``matrix_parameters`` for those that treat a matrix as a whole
+    optimizers  any; ``matrix_parameters`` for those that step a matrix as a whole
 
-A plain loop is in ``scripts/examples/plain_pytorch.py``.
+``scripts/examples/plain_pytorch.py`` is a complete loop.
 
-A program of other parts uses theirs: ``reduce_expert_grads`` where gradients are reduced once per
-update, ``expert_grad_sq_norm`` where it computes the dense norm itself, ``StateNames`` for the
-state of an optimizer that holds copies of parameters, ``whole_optimizer_state`` and
-``own_optimizer_state`` for one that is sharded, ``save_state`` and ``load_state`` where a
-checkpoint is a dict of its own.
+Hosts with own reductions or files use the parts: ``reduce_expert_grads`` reduces once per update;
+``expert_grad_sq_norm`` is the experts' part of a gradient norm; ``StateNames`` names the state of
+an optimizer that steps copies of parameters; ``whole_optimizer_state`` and ``own_optimizer_state``
+serve a sharded optimizer; ``save_state`` and ``load_state`` take a dict of the host's own.
 """
 
 from .aux_losses import AuxLosses, collect_aux, update_load_bias, update_load_biases

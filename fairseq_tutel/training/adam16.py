@@ -1,4 +1,4 @@
-"""Adam whose moving averages are kept in fp16 with power-of-two scales.
+"""Adam with moving averages in fp16 and power-of-two scales.
 
 State of a parameter (names and values of fairseq's ``FusedAdamV1`` with ``use_fp16_stats``)::
 
@@ -37,11 +37,11 @@ def scale_shape(param: Tensor) -> torch.Size:
 def quantize_state(
     state: dict[str, Any], param: Tensor, reduce_max_: ReduceMax | None = None
 ) -> dict[str, Any]:
-    """State of one parameter as ``Adam16`` keeps it.
+    """Return the state of one parameter in the form of ``Adam16``.
 
-    Takes a state of ``Adam16`` or ``FusedAdamV1``, whose fp16 values are kept bit for bit, or of
-    fp32 Adam, without scales, which is rounded once; ``reduce_max_`` is then called for each
-    statistic, see :meth:`Adam16.share_scales`.
+    fp16 values of ``Adam16`` and ``FusedAdamV1`` keep their bits. The state of fp32 Adam, which has
+    no scales, is rounded once; ``reduce_max_`` is then called for each statistic, see
+    :meth:`Adam16.share_scales`.
 
     Raises:
         ValueError: the shape of a statistic or a scale does not fit the parameter.
@@ -88,7 +88,7 @@ def _fitting_scale(scale: float | Tensor, param: Tensor, name: str) -> Tensor:
 
 
 def dequantize_state(state: dict[str, Any]) -> dict[str, Any]:
-    """State of one parameter with fp32 statistics and no scales, as fp32 Adam expects it.
+    """Return the state of one parameter for fp32 Adam: fp32 statistics, no scales.
 
     A state without scales is returned as it is.
     """

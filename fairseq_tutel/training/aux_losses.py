@@ -145,12 +145,15 @@ def collect_aux(model: nn.Module, combine: str = "sum") -> Iterator[AuxLosses]:
     ['moe_dead', 'moe_drop', 'moe_util_load', 'moe_util_rank', 'moe_util_slot']
 
     Args:
-        model: with or without MoE layers, wrapped or not. Without layers the loss is 0.
-        combine: ``"sum"`` (default) or ``"average"`` of the layers' losses; fairseq's default is
+        model (nn.Module): the model, wrapped or not. Without MoE layers the loss is 0.
+        combine (str): ``sum`` (default) or ``average`` of the layers' losses; fairseq's default is
             ``average``.
 
     Yields:
-        :class:`AuxLosses`.
+        AuxLosses: the reports, complete at the end of the block.
+
+    Raises:
+        ValueError: ``combine`` is unknown.
 
     Activation checkpointing recomputes layers after the block, so their losses do not count twice.
     With ``use_reentrant=True`` the collected losses have no gradient, because torch runs the layers
@@ -215,10 +218,11 @@ def update_load_bias(
     >>> update_load_bias(layer, [aux])
 
     Args:
-        model: wrapped or not; its layers have ``load_bias="sign"`` or ``"quantile"``. A model
-            without MoE layers is left as it is.
-        passes: the results of :func:`collect_aux` for all forward passes of the step.
-        held_back: fixed biases by layer name and a dot (default None: no bias is fixed). Use the
+        model (nn.Module): the model, wrapped or not. Its layers have ``load_bias="sign"`` or
+            ``"quantile"``. A model without MoE layers is left as it is.
+        passes (list of AuxLosses): results of :func:`collect_aux` for all forward passes of the
+            step.
+        held_back (dict): fixed biases [E] by layer name and a dot (default None: none). Use the
             result of :func:`fairseq_tutel.checkpoint.growth.held_back` for a set that
             ``checkpoint grow --exact`` made.
 
@@ -255,12 +259,12 @@ def update_load_biases(
     counts_L: Iterable[torch.Tensor],
     held_L: Iterable[torch.Tensor | None],
 ) -> None:
-    """Move the load biases by counts that are summed over ranks and passes.
+    """Move the load biases by counts that are summed over ranks and passes; not collective.
 
     Args:
-        layers: the layers to change.
-        counts_L: each layer's counts, as its ``gate.update_load_bias`` takes them.
-        held_L: each layer's fixed biases [E], or None.
+        layers (iterable of MoELayer): the layers to change.
+        counts_L (iterable of Tensor): each layer's counts, as ``gate.update_load_bias`` takes them.
+        held_L (iterable): each layer's fixed biases [E], or None.
     """
     for layer, counts, held_E in zip(layers, counts_L, held_L, strict=True):
         layer.gate.update_load_bias(counts, held_E)

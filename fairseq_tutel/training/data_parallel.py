@@ -1,4 +1,4 @@
-"""Data parallelism around a model with experts: replicas of all else, and experts of one's own."""
+"""Data parallelism for models with experts: dense parameters are replicated, experts are not."""
 
 from __future__ import annotations
 
@@ -16,43 +16,63 @@ from .replicas import ReplicaCheck
 
 
 def wrap_data_parallel(model: nn.Module, **options) -> DistributedDataParallel:
-    """DistributedDataParallel for a model with :class:`~fairseq_tutel.moe.MoELayer` s.
+    """Wrap a model in a DistributedDataParallel that leaves experts alone. Collective.
 
-    Dense parameters are broadcast and their gradients averaged, as always. Each expert lives on its
-    own rank (or replicas): its gradient, which already holds what all ranks sent to it, is divided
-    by the number of ranks as it arrives, so that every gradient is that of the mean of the ranks'
-    losses.
+    Every gradient is the gradient of the mean of the ranks' losses. Dense parameters are broadcast
+    from rank 0 and their gradients averaged. An expert's gradient already holds the sum over all
+    ranks that sent it tokens, so it is divided by the number of ranks as it arrives. Ranks that
+    hold the same expert start with the values of the first of them.
+
+    >>> import torch
+    >>> import torch.distributed as dist
+    >>> from fairseq_tutel.moe import MoELayer
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> net = wrap_data_parallel(torch.nn.Sequential(MoELayer(8, num_experts=4)))
+    >>> net(torch.randn(16, 8)).shape
+    torch.Size([16, 8])
+    >>> dist.destroy_process_group()
 
     Args:
-        model: on its device; frozen parameters are frozen already, on all ranks alike.
-        options: of DistributedDataParallel (device_ids on GPUs, ...).
+        model (nn.Module): the model on its device, with or without MoE layers. Freeze parameters
+            before, equally on all ranks.
+        **options: arguments of DistributedDataParallel, such as ``device_ids`` (default: torch's).
+
+    Returns:
+        DistributedDataParallel: the wrapped model.
 
     Raises:
-        ValueError: see :func:`prepare_data_parallel`.
+        ValueError: as :func:`prepare_data_parallel`.
     """
     prepare_data_parallel(model)
     return DistributedDataParallel(model, **options)
 
 
 def prepare_data_parallel(model: nn.Module, *, check_replicas: bool = True) -> None:
-    """What :func:`wrap_data_parallel` does, without the wrapper: for hosts that wrap by themselves.
+    """Prepare a model for a host that wraps it later. Collective.
 
-    A DistributedDataParallel that is put around the model later leaves experts alone. Call it once
-    on the very module that will be wrapped (with Lightning, the LightningModule; of a compiled
-    model, what ``torch.compile`` returned), on its device. torch's ``fully_shard`` has an argument
-    for it: ``fully_shard(model, ignored_params=set(expert_parameters(model)))``. Again on a model
-    that was prepared: does only what is new, such as experts that are frozen no longer.
+    A DistributedDataParallel around the model then leaves experts alone. Call it on the module that
+    the host wraps: the LightningModule, or the module that ``torch.compile`` returned. torch's
+    ``fully_shard`` also needs ``ignored_params=set(expert_parameters(model))``. Call it again
+    after you unfreeze experts or replace a layer; what is prepared stays so. Ranks that hold the
+    same expert start with the values of the first of them.
+
+    >>> import torch
+    >>> from fairseq_tutel.moe import MoELayer
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), MoELayer(8, num_experts=4))
+    >>> prepare_data_parallel(model)
+    >>> len(expert_parameters(model))  # fc1 and fc2, each with a weight and a bias
+    4
 
     Args:
-        check_replicas: now and then compare the ranks' dense gradients as an optimizer uses them,
-            and how many steps it made: a clip or an overflow check that looks at one rank alone
-            lets the ranks' models drift apart, which nothing else shows. Turn it off where dense
-            gradients are meant to differ (local SGD).
+        model (nn.Module): the model on its device, with or without MoE layers.
+        check_replicas (bool): compare the ranks' dense gradients and numbers of steps now and then
+            (default True). A clip or overflow check of one rank alone makes the ranks' models
+            drift apart without an error. Turn it off if dense gradients may differ (local SGD).
 
     Raises:
-        ValueError: the model has no MoE layer, or one was built for another number of ranks, as
-            before ``torch.distributed.init_process_group``. During training, from the model's
-            forward pass: the check found a difference.
+        ValueError: a layer was built for another number of ranks, for example before
+            ``torch.distributed.init_process_group``. During training, the model's forward pass
+            raises it if the ranks' dense gradients differ.
     """
     layers = moe_layers(model).values()
     for layer in layers:
@@ -85,12 +105,22 @@ def _equal_replicas(layer: MoELayer) -> None:
 
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of this rank's experts, in all layers."""
+    """Return the parameters of this rank's experts in all layers; not collective.
+
+    Args:
+        model (nn.Module): the model, wrapped or not. Without MoE layers the list is empty.
+    """
     return [param for layer in moe_layers(model).values() for param in layer.experts.parameters()]
 
 
 def leave_experts_out(model: nn.Module) -> None:
-    """Make a DistributedDataParallel around the model ignore experts, in its broadcasts too."""
+    """Make a later DistributedDataParallel ignore experts; not collective.
+
+    For hosts that call :func:`reduce_expert_grads` in place of :func:`prepare_data_parallel`.
+
+    Args:
+        model (nn.Module): the module that will be wrapped.
+    """
     names = list(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for path, module in model.named_modules():
         if isinstance(module, MoELayer):

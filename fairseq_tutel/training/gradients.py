@@ -1,17 +1,17 @@
 """One gradient rule, one norm and one overflow check for dense parameters and experts.
 
-g_r is the gradient of rank r's summed loss. Dense gradients are averaged over the W ranks, so every
-gradient should leave this step as ``sum_r g_r / W`` (fairseq later multiplies by W / sample_size).
+g_r is the gradient of rank r's summed loss. Data parallelism averages dense gradients over the W
+ranks, so every gradient should be ``sum_r g_r / W``. (fairseq multiplies by W / sample_size later.)
 
-An expert's gradient already holds the sum over all ranks that sent it tokens (the all-to-all's
-backward adds them), so it is divided, never averaged: by W with normalisation ``world_size``, by
-sqrt(W) with ``sqrt_world_size`` (fairseq's README.moe.md). A replica holds the sum over its block
-only: replicas are averaged first and the divisor is the size of a block, which for ``world_size``
-is again the sum over all ranks / W. With E < W experts, blocks of E ranks are as large as can be
-and ``sqrt_world_size`` divides by sqrt(E); smaller blocks, if they are chosen, change no gradient.
+The all-to-all's backward pass already adds an expert's gradient over all ranks that sent it tokens.
+So it is divided, not averaged: by W with normalisation ``world_size``, by sqrt(W) with
+``sqrt_world_size`` (fairseq's README.moe.md). A replica has the sum over its block of ranks only.
+Replicas are averaged first, and the divisor is the size of a block; for ``world_size`` the result
+is again the sum over all ranks / W. With E < W experts, the largest blocks have E ranks and
+``sqrt_world_size`` divides by sqrt(E). Smaller blocks change no gradient.
 
-The gradient of a slice is the sum over all W ranks at once; what all holders of slices have (fc2's
-bias) is summed like a replica's. What decides is the number of copies of a parameter
+The gradient of a slice is the sum over all W ranks at once. Parameters that every holder of a slice
+has (fc2's bias) are summed like replicas. The number of copies of a parameter decides
 (:func:`~fairseq_tutel.distributed.copies_of`).
 """
 
@@ -42,12 +42,14 @@ from ..moe.model import moe_layers, unwrap
 def average_expert_grad(
     grad: torch.Tensor, groups: ExpertParallelGroups, copies: int | None = None
 ) -> torch.Tensor:
-    """What DistributedDataParallel does to dense gradients, for one gradient of an expert, the sum
-    over the tokens that this rank's experts received: the sum over all ranks divided by their
-    number.
+    """Return the mean over all ranks of one expert gradient, as DDP does for dense gradients.
 
-    ``copies``: of the parameter, by default as many as the ranks that hold its expert; with them
-    the call is collective.
+    Collective if the parameter has copies on other ranks.
+
+    Args:
+        grad: the sum over the tokens that this rank's experts received.
+        groups: placement of the experts.
+        copies: ranks that hold the parameter (default: those that hold its expert).
     """
     if groups.world_size == 1 or groups.simulated:
         return grad
@@ -59,14 +61,25 @@ def average_expert_grad(
 def reduce_expert_grads(
     params: Iterable[nn.Parameter], groups: ExpertParallelGroups, normalization: str = "world_size"
 ) -> None:
-    """Average expert gradients over replicas and apply the normalisation, in place.
+    """Average expert gradients over replicas and normalise them, in place. Collective.
 
-    For hosts that reduce gradients once per update, and have not called
-    :func:`~fairseq_tutel.training.prepare_data_parallel`, which does it as they arrive.
+    For hosts that reduce gradients once per update. Do not combine it with
+    :func:`~fairseq_tutel.training.prepare_data_parallel`, which reduces them as they arrive.
+
+    >>> import torch
+    >>> from fairseq_tutel.moe import MoELayer
+    >>> layer = MoELayer(8, num_experts=4)
+    >>> layer(torch.randn(16, 8)).sum().backward()
+    >>> reduce_expert_grads(layer.parameters(), layer.groups)
 
     Args:
-        params: any parameters; only the marked ones are touched.
-        normalization: ``world_size`` or ``sqrt_world_size``.
+        params (iterable of nn.Parameter): any parameters; only those of experts are changed.
+        groups (ExpertParallelGroups): placement of the experts.
+        normalization (str): divisor of the sum over all ranks: ``world_size`` (default) or
+            ``sqrt_world_size``, its square root.
+
+    Raises:
+        ValueError: the normalisation is unknown.
     """
     if normalization not in EXPERT_GRAD_NORMALIZATIONS:
         raise ValueError(
@@ -94,10 +107,21 @@ def reduce_expert_grads(
 def expert_grad_sq_norm(
     params: Iterable[nn.Parameter], groups: ExpertParallelGroups
 ) -> torch.Tensor:
-    """Squared L2 norm of the gradients of all E experts, fp32 scalar, the same on every rank.
+    """Return the squared L2 norm of the gradients of all E experts. Collective.
 
-    A rank's inf or nan reaches every rank through the sum, so that all of them see an overflow.
-    Collective.
+    >>> import torch
+    >>> from fairseq_tutel.moe import MoELayer
+    >>> layer = MoELayer(8, num_experts=4)
+    >>> layer(torch.randn(16, 8)).sum().backward()
+    >>> expert_grad_sq_norm(layer.parameters(), layer.groups) > 0
+    tensor(True)
+
+    Args:
+        params (iterable of nn.Parameter): this rank's parameters; those of experts count.
+        groups (ExpertParallelGroups): placement of the experts.
+
+    Returns:
+        Tensor: fp32 scalar, the same on every rank; inf or nan if any rank has one.
     """
     params = list(params)
     device = params[0].device if params else torch.device("cpu")
@@ -110,18 +134,26 @@ def expert_grad_sq_norm(
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` for a model with experts on several ranks. Collective.
+    """Clip the gradients of a model by one L2 norm over all ranks, in place. Collective.
 
-    The norm is over the dense parameters and all experts of all ranks, replicas counted once: that
-    of one process with all experts, the same on every rank.
+    The norm covers the dense parameters and the experts of all ranks, replicas counted once. It is
+    the norm of one process with all experts. Call it after the backward pass, when gradients are
+    reduced (:func:`~.data_parallel.wrap_data_parallel` does it) and unscaled.
+
+    >>> import torch
+    >>> from fairseq_tutel.moe import MoELayer
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), MoELayer(8, num_experts=4))
+    >>> model(torch.randn(16, 8)).square().sum().backward()
+    >>> norm = clip_grad_norm_(model, 0.1)
+    >>> bool(norm > 0.1), round(clip_grad_norm_(model, float("inf")).item(), 3)
+    (True, 0.1)
 
     Args:
-        model: wrapped or not; the gradients of all its parameters are clipped, in place. They are
-            reduced already, as :func:`~.data_parallel.wrap_data_parallel` does, and unscaled.
-        max_norm: largest L2 norm; ``float("inf")`` only measures it.
+        model (nn.Module): the model, wrapped or not, with or without MoE layers.
+        max_norm (float): the largest norm; ``float("inf")`` only measures.
 
     Returns:
-        The norm before clipping, fp32 scalar.
+        Tensor: the norm before clipping, fp32 scalar, the same on every rank.
     """
     model = unwrap(model)
     layers = moe_layers(model).values()
@@ -150,14 +182,28 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 
 def grad_scaler(device: str | None = None, **options) -> torch.amp.GradScaler:
-    """A GradScaler for fp16 training: an overflow on one rank makes all ranks skip the step.
+    """Return a GradScaler for fp16 training: an overflow on one rank makes all ranks skip the step.
 
-    With torch's own each rank checks its own gradients: an expert's inf is seen on one rank only,
-    and the ranks' scales and weights part.
+    With torch's own GradScaler only the rank of an expert sees the expert's inf, so that scales and
+    weights of the ranks diverge.
+
+    >>> import torch
+    >>> from fairseq_tutel.moe import MoELayer
+    >>> layer = MoELayer(8, num_experts=4)
+    >>> optimizer = torch.optim.AdamW(layer.parameters())
+    >>> scaler = grad_scaler("cpu", init_scale=8.0)
+    >>> scaler.scale(layer(torch.randn(16, 8)).square().mean()).backward()
+    >>> scaler.unscale_(optimizer)
+    >>> norm = clip_grad_norm_(layer, 1.0)
+    >>> _ = scaler.step(optimizer)
+    >>> scaler.update()
 
     Args:
-        device: ``cuda`` or ``cpu``; by default where GPUs are, a GPU.
-        options: of ``torch.amp.GradScaler`` (init_scale, growth_interval, ...).
+        device (str): ``cuda`` or ``cpu`` (default: ``cuda`` if there is a GPU).
+        **options: arguments of ``torch.amp.GradScaler``, such as ``init_scale`` (default: torch's).
+
+    Returns:
+        torch.amp.GradScaler: the scaler; its step is collective on several ranks.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     make = torch.amp.GradScaler if process_world()[1] == 1 else sharded_grad_scaler
@@ -167,7 +213,7 @@ def grad_scaler(device: str | None = None, **options) -> torch.amp.GradScaler:
 def _sq_norm_of_copies(
     params: Iterable[nn.Parameter], groups: ExpertParallelGroups, device: torch.device
 ) -> torch.Tensor:
-    """fp64 scalar whose sum over all ranks is ``num_replicas`` times the squared norm."""
+    """Return an fp64 scalar; its sum over all ranks is ``num_replicas`` times the squared norm."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     grads = [(copies_of(p, groups), p.grad) for p in params if p.grad is not None]
     for copies in {copies for copies, _ in grads}:
@@ -177,7 +223,7 @@ def _sq_norm_of_copies(
 
 
 def _sq_norm(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """fp64 scalar; norms of half gradients are taken in fp32, since they may be out of range."""
+    """Return an fp64 scalar. fp16 cannot hold large norms, so those of half gradients are fp32."""
     half = [grad for grad in grads if grad.dtype.itemsize == 2]
     rest = [grad for grad in grads if grad.dtype.itemsize > 2]
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in half]

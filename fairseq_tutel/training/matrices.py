@@ -1,7 +1,7 @@
-"""Matrices of stacked experts one by one, for optimizers that treat a matrix as a whole.
+"""Single matrices of stacked experts, for optimizers that step a matrix as a whole.
 
-Muon makes each update orthogonal, matrix by matrix. A stacked weight [e, F, M] is e matrices, and a
-stacked bias [e, F] has two dimensions and is none. Idea of the optimizer: Jordan et al. 2024,
+Muon makes each update of a matrix orthogonal. A stacked weight [e, F, M] is e matrices; a stacked
+bias [e, F] has two dimensions, but is no matrix. Source of the optimizer: Jordan et al. 2024,
 "Muon: An optimizer for hidden layers in neural networks".
 """
 
@@ -19,12 +19,12 @@ from ..moe.model import unwrap
 class ExpertMatrix(nn.Parameter):
     """One expert's matrix of a stacked parameter, as a parameter of an optimizer.
 
-    The memory is the stack's, and so is the gradient: what reduces, clips or unscales gradients of
-    the model's parameters does it to this one.
+    Values and gradient are views of the stack's. Reducing, clipping or unscaling the gradients of
+    the model's parameters changes them here, too.
 
     Attributes:
-        stack: the stacked parameter.
-        index: of the matrix in it.
+        stack (nn.Parameter): the stacked parameter, [e, A, B].
+        index (int): number of the matrix in the stack.
     """
 
     stack: nn.Parameter
@@ -32,13 +32,14 @@ class ExpertMatrix(nn.Parameter):
 
     @classmethod
     def of(cls, stack: nn.Parameter, index: int) -> ExpertMatrix:
+        """Return matrix ``index`` of a stacked parameter; a view."""
         matrix = torch.Tensor._make_subclass(cls, stack.detach()[index], True)
         matrix.stack, matrix.index = stack, index
         return matrix
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """Of the stack; None there, set by whichever of its matrices, is None for all."""
+        """View of the stack's gradient. Setting None on one matrix clears all of them."""
         if self.data_ptr() != self.stack[self.index].data_ptr():
             raise ValueError(
                 "the model's experts were moved or converted after matrix_parameters(model): call "
@@ -59,27 +60,35 @@ class ExpertMatrix(nn.Parameter):
 def matrix_parameters(
     model: nn.Module, leave_out: str | None = None
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """A model's trained parameters in two lists: matrices, each by itself, and all others.
+    """Split a model's trained parameters into single matrices and all others; not collective.
 
-    ::
+    Call it after the model is on its device and in its dtype.
 
-        matrices, others = training.matrix_parameters(model, leave_out=r"embed|head|gate")
-        muon, adam = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=3e-4)
-        training.save_checkpoint(path, model, [muon, adam])
+    >>> import torch
+    >>> from fairseq_tutel.moe import MoELayer
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), MoELayer(8, num_experts=4))
+    >>> matrices, others = matrix_parameters(model, leave_out=r"embed|head|gate")
+    >>> len(matrices), len(others)  # 1 + 2 for each expert; 3 biases, the gate
+    (9, 4)
+    >>> optimizers = [torch.optim.SGD(matrices, lr=0.02), torch.optim.AdamW(others, lr=3e-4)]
+
+    In place of SGD comes ``torch.optim.Muon`` (torch 2.9). ``save_checkpoint(path, model,
+    optimizers)`` takes both.
 
     Args:
-        model: on its device and in its dtype, wrapped or not.
-        leave_out: a regular expression; a matrix in whose name it is found is among the others.
+        model (nn.Module): the model, wrapped or not, with or without MoE layers.
+        leave_out (str): regular expression; a matrix is among the others if the expression is found
+            in its name (default None: all matrices are among the matrices).
 
     Returns:
-        [A, B] each: weights of linear layers, and of stacked experts one :class:`ExpertMatrix` per
-        expert; then everything else, stacked biases of experts among it.
+        tuple of two lists: parameters [A, B], with one :class:`ExpertMatrix` per expert of a
+        stacked weight; and the others, including the experts' stacked biases.
 
     Raises:
-        ValueError: experts are in slices, of which a rank would see a part of each matrix.
+        ValueError: experts are in slices, so that a rank has a part of each matrix only.
     """
     model = unwrap(model)
-    stacks: dict[int, bool] = {}  # of stacked parameters: whether a tensor in them is a matrix
+    stacks: dict[int, bool] = {}  # id of a stacked parameter -> whether one expert's is a matrix
     for path, bank in model.named_modules():
         if isinstance(bank, StackedExperts):
             if bank.hidden_slice[1] > 1:

@@ -1,12 +1,4 @@
-"""What a training step holds of a device's memory, and a line that says it where memory ran out.
-
-    with explain_out_of_memory(model, optimizer):
-        ...                                         # forward, backward and step
-
-An error of torch's that memory ran out becomes one that names the largest consumers, measured on
-the model and the optimizer as they are, and what helps: activations that are computed again,
-experts in slices, dense state that is sharded. Before a step: ``MoELayer.memory_of_step``.
-"""
+"""Memory of a training step: its kinds, and a readable error when the device has none left."""
 
 from __future__ import annotations
 
@@ -21,19 +13,19 @@ from ..distributed import process_world
 from ..moe.memory import gib, largest
 from ..moe.model import unwrap
 
-# what helps, for programs of one's own
+# remedies for programs that are not fairseq
 _OPTIONS = (
     "compute activations again (torch.utils.checkpoint, use_reentrant=False)",
     "fewer experts than ranks, in slices (build_groups(E, placement='sliced'))",
     "shard dense state (shard_optimizer, shard_dense)",
 )
-# of GPUs; of a CPU
+# messages of GPUs and CPUs
 _MESSAGE = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
 _TRIED = re.compile(r"[Tt]ried to allocate ([\d.,]+ [KMGT]?i?B(?:ytes)?|\d+ bytes)")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device, or the host, has no memory left."""
+    """Return whether an error says that a device or the host has no memory left."""
     is_kind = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return is_kind or isinstance(error, RuntimeError) and bool(_MESSAGE.search(str(error)))
 
@@ -41,10 +33,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def memory_held(
     params: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, int]:
-    """Bytes by kind of what is allocated now: weights, gradients, optimizer state; and, on a GPU,
-    the most that anything else took, as of the last ``torch.cuda.reset_peak_memory_stats``.
+    """Return the allocated bytes by kind: weights, gradients, copies, optimizer state.
 
-    Of DTensors this rank's part.
+    On a GPU also the peak of everything else since ``torch.cuda.reset_peak_memory_stats``. A
+    DTensor counts with this rank's part.
     """
     params = list(params)
     stepped = [] if optimizer is None else [p for g in optimizer.param_groups for p in g["params"]]
@@ -67,7 +59,7 @@ def memory_held(
 def out_of_memory(
     error: BaseException, kinds: Mapping[str, int], options: Iterable[str] = _OPTIONS
 ) -> torch.OutOfMemoryError:
-    """The error in one line: what was asked for, the largest consumers, and what helps."""
+    """Return the error in one line: the requested size, the largest consumers, the remedies."""
     rank, world_size = process_world()
     where = f" on rank {rank}" if world_size > 1 else ""
     tried = _TRIED.search(str(error))
@@ -82,10 +74,26 @@ def out_of_memory(
 def explain_out_of_memory(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> Iterator[None]:
-    """See the module docstring. ``optimizer``: None if it has no state yet.
+    """Name the largest consumers of memory and remedies if memory runs out; not collective.
+
+    Put forward pass, backward pass and step into the block. Before a step,
+    ``MoELayer.memory_of_step(tokens)`` estimates the memory of a layer.
+
+    >>> import torch
+    >>> from fairseq_tutel.moe import MoELayer
+    >>> layer = MoELayer(8, num_experts=4)
+    >>> with explain_out_of_memory(layer):
+    ...     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    Traceback (most recent call last):
+    torch.OutOfMemoryError: out of memory (it tried to allocate 2.00 GiB): the largest are ...
+
+    Args:
+        model (nn.Module): the model, wrapped or not.
+        optimizer (torch.optim.Optimizer): the optimizer (default None: its state is not counted).
 
     Raises:
-        torch.OutOfMemoryError: memory ran out within, on this rank; a RuntimeError, as torch's.
+        torch.OutOfMemoryError: memory ran out in the block on this rank; a RuntimeError, as
+            torch's own.
     """
     try:
         yield

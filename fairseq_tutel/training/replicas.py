@@ -1,8 +1,8 @@
-"""Notice that the ranks' dense parameters are about to drift apart.
+"""Check that the ranks' dense parameters do not drift apart.
 
-Dense gradients leave the backward pass equal on all ranks, and must be equal when an optimizer uses
-them. A norm or an overflow check over one rank's own experts changes them, or the number of steps,
-on that rank alone. Nothing fails; the model is then trained as W models.
+The backward pass makes dense gradients equal on all ranks, and they must be equal when an optimizer
+uses them. A norm or an overflow check over one rank's own experts changes the gradients, or the
+number of steps, on that rank alone. Then nothing fails, but the ranks train W different models.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _TOLERANCE = 1e-6  # relative, of norms in fp64 of tensors that should be bit-eq
 
 
 class ReplicaCheck:
-    """Compares the ranks' dense gradients as they were at an optimizer's step, at the next forward.
+    """Comparison of the ranks' dense gradients at an optimizer step, in the next forward pass.
 
-    Communicates in forward passes only, which all ranks make together (a rank that skips a step is
-    one of the things to be found): after the 1st, 2nd, 4th, ... pass and every 1024th.
+    Ranks may skip steps, which is one of the errors to find, but they make forward passes together.
+    So the check communicates in forward passes: after the 1st, 2nd, 4th, ... and every 1024th.
     """
 
     def __init__(self, model: nn.Module):
@@ -37,7 +37,7 @@ class ReplicaCheck:
 
     @classmethod
     def watch(cls, model: nn.Module) -> None:
-        """Begin, if it has not yet begun."""
+        """Watch a model, unless it is watched already."""
         hooks = model._forward_pre_hooks.values()
         if any(isinstance(getattr(hook, "__self__", None), cls) for hook in hooks):
             return
@@ -47,11 +47,11 @@ class ReplicaCheck:
         weakref.finalize(model, handle.remove)
 
     def __getstate__(self):
-        """A copy of the model is watched when it is prepared itself."""
+        """Return nothing: a copy of the model is not watched until it is prepared."""
         return {}
 
     def before_forward(self, module, args) -> None:
-        """Compare what the ranks noted since the last check, if there is anything."""
+        """Compare the notes of the ranks since the last check, if there are any."""
         if torch.compiler.is_compiling() or not self.__dict__:
             return
         if not (module.training and torch.is_grad_enabled()) or process_world()[1] == 1:
@@ -69,7 +69,7 @@ class ReplicaCheck:
     def before_step(self, optimizer, args, kwargs):
         """Note the dense gradients that this rank's optimizer is about to use.
 
-        Of a step with a closure, as Lightning makes them, those that the closure leaves.
+        If the step has a closure (Lightning), note the gradients after the closure.
         """
         if not self._due or self._model() is None:
             return None

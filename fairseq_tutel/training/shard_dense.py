@@ -1,17 +1,14 @@
-"""Everything but experts spread over the ranks: torch's FSDP2 for a model with experts.
+"""torch's FSDP2 (``fully_shard``) for models with experts: dense parameters are sharded.
 
-    model = training.shard_dense(Model())               after init_process_group
-    optimizer = torch.optim.AdamW(model.parameters())   afterwards: it steps this rank's parts
-
-Weights, gradients and optimizer state of dense parameters are 1/W each; a block is gathered while
-it computes. Experts stay where they are, whole or in slices, and their gradients follow the rule of
-the others: that of the mean of the ranks' losses, while each is accumulated, too
+Weights, gradients and optimizer state of dense parameters take 1/W of the memory each; a block is
+gathered while it computes. Experts stay on their ranks, whole or in slices. All gradients are those
+of the mean of the ranks' losses, also with gradient accumulation
 (``model.set_requires_gradient_sync(False)`` for all but the last backward pass of a step).
-``clip_grad_norm_`` has one norm over both, ``save_checkpoint`` and ``full_state_dict`` whole
-tensors; ``load_checkpoint`` takes a set of any number of ranks, sharded or not.
+``clip_grad_norm_`` uses one norm over both. ``save_checkpoint`` and ``full_state_dict`` write whole
+tensors; ``load_checkpoint`` reads sets of any number of ranks, sharded or not.
 
-Against ``shard_optimizer``, which spreads optimizer state alone: less memory, and two gathers of
-every block in a step instead of one broadcast.
+Compared with ``shard_optimizer``, which shards optimizer state only, it needs less memory, and two
+gathers of every block per step in place of one broadcast.
 """
 
 from __future__ import annotations
@@ -28,24 +25,31 @@ from .data_parallel import expert_parameters, prepare_data_parallel
 def shard_dense(
     model: nn.Module, blocks: Iterable[nn.Module] | None = None, *, mesh=None, **options
 ) -> nn.Module:
-    """Shard all of a model but its experts. Collective; in one process it changes nothing.
+    """Shard the dense parameters of a model over the ranks (FSDP2). Collective.
 
-    Dense parameters and buffers become those of rank 0 first, as DistributedDataParallel does it.
-    Activation checkpointing inside of it is the non-reentrant one.
+    Make the optimizer afterwards: it steps this rank's shards. Dense parameters and buffers are
+    broadcast from rank 0 first. In one process the model stays as it is. Needs torch 2.6, and
+    activation checkpointing with ``use_reentrant=False``.
+
+    >>> import torch
+    >>> from fairseq_tutel.moe import MoELayer
+    >>> blocks = torch.nn.ModuleList(MoELayer(8, num_experts=4) for _ in range(2))
+    >>> model = shard_dense(torch.nn.Sequential(torch.nn.Linear(8, 8), *blocks))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
 
     Args:
-        model: with :class:`~fairseq_tutel.moe.MoELayer` s, on its device; not wrapped.
-        blocks: modules of the model that are gathered one at a time, the inner ones first; by
-            default the elements of its outermost ModuleLists. What is in none is gathered with the
-            model.
-        mesh: a DeviceMesh of all ranks; made if None.
-        options: of ``fully_shard``: ``mp_policy``, ``reshard_after_forward``, ``offload_policy``.
+        model (nn.Module): the model on its device, not wrapped, with or without MoE layers.
+        blocks (iterable of nn.Module): modules that are gathered one at a time, inner ones first
+            (default: the elements of the outermost ModuleLists). The rest is gathered together.
+        mesh (DeviceMesh): mesh of all ranks (default: made here).
+        **options: arguments of ``fully_shard``: ``mp_policy``, ``reshard_after_forward``,
+            ``offload_policy`` (default: torch's).
 
     Returns:
-        The model, whose dense parameters are DTensors now.
+        nn.Module: the model; its dense parameters are DTensors.
 
     Raises:
-        ValueError: a block is not in the model, the model is sharded already, or see
+        ValueError: a block is not in the model, the model is sharded already, or an error of
             :func:`~.data_parallel.prepare_data_parallel`.
     """
     blocks = list(_blocks_of(model) if blocks is None else blocks)

@@ -78,7 +78,12 @@ class ExpertParallelism:
 
 
 def possible_r(groups: ExpertParallelGroups) -> list[int]:
-    """0, and the divisors of the number of slices."""
+    """Return 0 and the divisors of the number of slices; not collective.
+
+    >>> from fairseq_tutel.distributed import build_groups
+    >>> possible_r(build_groups(2, placement="sliced", simulate_world_size=8))
+    [0, 1, 2, 4]
+    """
     slices = groups.num_slices
     return [0, *(r for r in range(1, slices + 1) if slices % r == 0)]
 

@@ -124,21 +124,32 @@ def build_groups(
     simulate_world_size: int = 0,
     placement: str = "replicated",
 ) -> ExpertParallelGroups:
-    """Make the groups for E experts on the ranks of the default process group.
+    """Make the process groups for E experts on the W ranks of the default group. Collective.
 
-    All layers of the same E, P and placement share them. Collective; the arguments are compared
-    before groups are created, because ranks that wait for different partners would hang.
+    Layers with the same arguments share the groups. Ranks compare their arguments first, because
+    ranks that wait for different partners would hang.
+
+    >>> groups = build_groups(8, simulate_world_size=4)
+    >>> groups.ep_size, groups.num_local_experts, groups.local_experts
+    (4, 2, range(0, 2))
+    >>> build_groups(2, placement="sliced", simulate_world_size=4).num_slices
+    2
 
     Args:
-        num_experts: E.
-        expert_parallel_size: P, neighbours that exchange tokens and hold all experts between them;
-            a divisor of E and W. 0: min(E, W).
-        simulate_world_size: if > 1, play rank 0 of that many ranks in a single process.
-        placement: ``replicated`` or ``sliced``, which differ where E < W.
+        num_experts (int): E, the experts of a layer over all ranks.
+        expert_parallel_size (int): P, neighbouring ranks that exchange tokens and hold all experts
+            together; a divisor of E and W (default 0: min(E, W)).
+        simulate_world_size (int): with more than 1, play rank 0 of so many ranks in one process
+            (default 0: off).
+        placement (str): with E < W, each rank of an expert holds all of it (``replicated``, the
+            default) or a slice of its hidden units (``sliced``).
+
+    Returns:
+        ExpertParallelGroups: the placement and its process groups.
 
     Raises:
-        ValueError: E, W and P do not divide, an unknown placement, P chosen where experts are in
-            slices, ranks that differ, or a simulation in more than one process.
+        ValueError: E, W and P do not divide, the placement is unknown, P is chosen with slices,
+            ranks differ, or a simulation has more than one process.
     """
     rank, world_size = process_world()
     simulated = simulate_world_size > 1

@@ -15,8 +15,16 @@ _PIECE = 1 << 25  # bytes of one message on the way to the first rank
 
 
 def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The owner of each tensor, by their numbers of elements: the largest first, each to the rank
-    that has least so far. The same everywhere.
+    """Return the owner of each tensor; not collective, and the same on all ranks.
+
+    The largest tensor comes first, and each goes to the rank with the fewest elements so far.
+
+    >>> share_out([10, 40, 30, 20], ranks=2)
+    [0, 0, 1, 1]
+
+    Args:
+        sizes (list of int): elements of each tensor.
+        ranks (int): W.
     """
     loads = [(0, rank) for rank in range(ranks)]
     owners = [0] * len(sizes)

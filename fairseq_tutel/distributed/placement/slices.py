@@ -47,8 +47,21 @@ def slice_dim(name: str) -> int | None:
 
 
 def take_slice(whole: torch.Tensor, name: str, index: int, count: int) -> torch.Tensor:
-    """Slice ``index`` of ``count`` of one expert's tensor ([F, M], [F], [M, F] or [M]); a view.
-    Raises ValueError where the hidden units cannot be cut so.
+    """Return slice ``index`` of ``count`` of one expert's tensor; a view.
+
+    >>> import torch
+    >>> import fairseq_tutel.moe  # the networks of experts say how their tensors are cut
+    >>> take_slice(torch.zeros(16, 4), "experts.0.fc1.weight", 1, 2).shape
+    torch.Size([8, 4])
+
+    Args:
+        whole (Tensor): [F, M], [F], [M, F] or [M].
+        name (str): name of the tensor in a state dict, with any prefix.
+        index (int): number of the slice, from 0.
+        count (int): S, the number of slices.
+
+    Raises:
+        ValueError: F is not a multiple of S.
     """
     dim = slice_dim(name)
     if dim is None or count == 1:

@@ -1,5 +1,4 @@
-"""Models with experts in ``torch.distributed.checkpoint``: on any number of ranks, in the
-background, and in files that its tools read."""
+"""Models with experts in ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -22,24 +21,31 @@ from .transforms import drop_held_experts, spread_slices
 
 
 class DistributedState:
-    """A model and its optimizers, as ``torch.distributed.checkpoint`` (``dcp``) takes them.
+    """A model and its optimizers for ``torch.distributed.checkpoint`` (``dcp``).
 
-    ::
+    Any number of ranks, in any placement, loads files of any other. Experts have their global
+    numbers and their own optimizer state, as in :func:`~.full_state.full_state_dict`, so
+    ``dcp_to_torch_save`` makes one file of them. Slices of an expert are DTensors over the ranks
+    that hold it. Nothing is copied. ``dcp.async_save`` writes in the background.
 
-        dcp.async_save({"run": training.DistributedState(model, optimizer)}, checkpoint_id=folder)
-        dcp.load({"run": training.DistributedState(model, optimizer)}, checkpoint_id=folder)
-
-    Names are those of :func:`~.full_state.full_state_dict`, experts by their global number, each
-    with its optimizer state, so that any number of ranks reads what any number wrote, and
-    ``dcp_to_torch_save`` makes one file of it. Slices of an expert are DTensors over the ranks that
-    hold it, as dense parameters are that ``fully_shard`` has spread. Nothing is copied.
+    >>> import tempfile, torch
+    >>> import torch.distributed.checkpoint as dcp
+    >>> from fairseq_tutel.moe import MoELayer
+    >>> layer = MoELayer(8, num_experts=4)
+    >>> optimizer = torch.optim.AdamW(layer.parameters())
+    >>> state = {"run": DistributedState(layer, optimizer)}
+    >>> folder = tempfile.mkdtemp()
+    >>> _ = dcp.save(state, checkpoint_id=folder)
+    >>> dcp.load(state, checkpoint_id=folder)
 
     Args:
-        model: wrapped or not; all its MoE layers have one number of experts.
-        optimizer: as :func:`~.save_load.save_checkpoint` takes it; None: weights alone.
+        model (nn.Module): the model, wrapped or not. All its MoE layers have the same number of
+            experts.
+        optimizer (torch.optim.Optimizer or list): one or several optimizers over its parameters
+            (default None: weights only).
 
     Raises:
-        ValueError: as of :func:`~.save_load.save_checkpoint` and ``load_checkpoint``.
+        ValueError: as :func:`~.save_load.save_checkpoint` and ``load_checkpoint``.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizers | None = None):
@@ -58,7 +64,7 @@ class DistributedState:
         return _rename(state, lambda number: groups.local_experts[number])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was loaded into :meth:`state_dict`; dcp calls it."""
+        """Load the tensors that dcp read into the result of :meth:`state_dict`; dcp calls it."""
         first = placement_of(self._model).local_experts.start
         state = _rename(state, lambda number: number - first)
         model = unwrap(self._model)
@@ -83,7 +89,7 @@ class DistributedState:
 
 
 def _rename(state: Mapping[str, Any], number_of: Callable[[int], int]) -> dict[str, Any]:
-    """A state whose experts have other numbers."""
+    """Return a state with other numbers for its experts."""
 
     def renamed(entries: Mapping[str, Any]) -> dict[str, Any]:
         changed = {}
@@ -100,7 +106,7 @@ def _rename(state: Mapping[str, Any], number_of: Callable[[int], int]) -> dict[s
 
 
 def _without_empty_states(state, groups, what):
-    """Those of parameters that are frozen, or another rank's of a sharded optimizer."""
+    """Drop the states of frozen parameters and of parameters that another rank steps."""
     if OPTIMIZER not in state:
         return state
     named = {name: values for name, values in state[OPTIMIZER][NAMED_STATE].items() if values}

@@ -1,4 +1,4 @@
-"""All experts in one state dict, for hosts that export, push or compare a whole model."""
+"""State dicts with the experts of all ranks, for hosts that export or compare a whole model."""
 
 from __future__ import annotations
 
@@ -23,15 +23,21 @@ from .save_load import load_weights, placements_by_prefix
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict that one process with all experts would have, on rank 0's CPU. Collective.
+    """Gather the state dict of one process with all experts on rank 0's CPU. Collective.
 
-    One tensor at a time is gathered, as ``fully_shard`` ed ones are.
+    Tensors are gathered one at a time, sharded ones too. If experts are on several ranks,
+    ``model.state_dict()`` has one rank's experts only.
+
+    >>> from fairseq_tutel.moe import MoELayer
+    >>> state = full_state_dict(MoELayer(8, num_experts=4))
+    >>> len(state), state["experts.3.fc1.weight"].shape  # 4 tensors of each expert, the gate
+    (17, torch.Size([32, 8]))
 
     Args:
-        model: wrapped or not; names are those of the model inside.
+        model (nn.Module): the model, wrapped or not, with or without MoE layers.
 
     Returns:
-        Tensors by name, experts by their global number; {} on the other ranks.
+        dict: tensors by their names in the model inside the wrappers; {} on other ranks than 0.
     """
     model = unwrap(model)
     placements = placements_by_prefix(model)
@@ -52,12 +58,15 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Load a state dict with all experts; each rank takes its own.
+    """Load a state dict with all experts; each rank takes its own experts or slices.
+
+    >>> from fairseq_tutel.moe import MoELayer
+    >>> load_full_state_dict(MoELayer(8, 4), full_state_dict(MoELayer(8, 4)))
 
     Args:
-        model: wrapped or not.
-        state: of :func:`full_state_dict`, or of one process; the same on every rank. Of experts in
-            slices each rank takes its own.
+        model (nn.Module): the model, wrapped or not.
+        state (dict): result of :func:`full_state_dict` or of one process's ``state_dict()``, the
+            same on every rank.
 
     Raises:
         ValueError: names or shapes do not fit.
@@ -82,10 +91,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
 
 
 def _gather(value: torch.Tensor, key: str, groups: ExpertParallelGroups):
-    """What :func:`gather_from_experts` returns, of whole experts; nothing beside the first block.
-
-    Collective.
-    """
+    """Return the whole experts of all ranks on the first rank, else None. Collective."""
     if groups.num_slices > 1:
         if slice_dim(key) is not None:
             value = (SliceGather({key: value}, groups, value.device).run() or {}).get(key)

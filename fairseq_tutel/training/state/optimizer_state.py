@@ -1,12 +1,12 @@
 """Optimizer state by parameter name, one entry per expert, and back.
 
-torch numbers parameters, and the numbers change with the number of ranks. Here the state of a
-stacked expert parameter is taken apart into one state per expert, under the name of its weight in a
-checkpoint, so that each expert's moments follow it to any rank. A slice of an expert has a slice of
-the state, which :func:`.transforms.join_slices` makes whole in files, and which is cut out again.
+torch numbers parameters, and the numbers change with the number of ranks. So the state of a stacked
+parameter is split into one state per expert, under the name of the expert's weight in a checkpoint,
+and each expert's moments follow it to any rank. A slice of an expert has a slice of the state:
+:func:`.transforms.join_slices` joins it for files, and loading cuts it out again.
 
-Where an optimizer steps fp32 copies of half weights (fairseq's ``--fp16`` and ``--bf16``), they are
-part of its state here: copies made anew from the half weights would lose what was rounded off.
+fp32 copies of half-precision weights (fairseq's ``--fp16`` and ``--bf16``) are part of the state.
+New copies made from the half weights would lose the rounded bits.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def named_state(
 
 
 def load_named_state(optimizers: Optimizers, model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Load what :func:`named_state` made of as many optimizers over the same parameters.
+    """Load a result of :func:`named_state` into as many optimizers over the same parameters.
 
     Raises:
         ValueError: state is missing or does not fit, or the number of groups differs.
@@ -87,18 +87,30 @@ def load_named_state(optimizers: Optimizers, model: nn.Module, stored: Mapping[s
 
 
 def as_list(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
-    """One or several optimizers, as several."""
+    """Return one or several optimizers as a list."""
     return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
 
 
 class StateNames:
-    """Names of the parameters of an optimizer in the optimizer's own order.
+    """Names of an optimizer's parameters in the optimizer's own order; nothing is collective.
+
+    >>> import torch
+    >>> from fairseq_tutel.moe import MoELayer
+    >>> layer = MoELayer(8, num_experts=2)
+    >>> optimizer = torch.optim.AdamW(layer.parameters())
+    >>> names = StateNames.of_optimizer(optimizer, layer)
+    >>> list(names)[:3]
+    ['gate.wg.weight', 'experts.0.fc1.weight', 'experts.1.fc1.weight']
+    >>> sorted(names.to_named(optimizer.state_dict()))
+    ['loss_scale', 'named_state', 'param_groups']
 
     Args:
-        params: the optimizer's parameters, in the order of its ``state_dict()``.
-        modules: prefix -> module; all parameters are in one of them. A model has the prefix "".
-        copies: (parameter of a module, the copy of it that the optimizer steps in its place).
-        otherwise: what a user can do about state that does not fit, for errors.
+        params (iterable of Tensor): the parameters in the order of ``optimizer.state_dict()``.
+        modules (dict): prefix -> module; every parameter is in one of them. A model has prefix "".
+        copies (iterable): (parameter of a module, copy that the optimizer steps in its place)
+            (default: none).
+        otherwise (str): advice for errors about state that does not fit (default: load the weights
+            alone).
 
     Raises:
         ValueError: the optimizer holds a parameter that is in none of the modules.
@@ -141,19 +153,19 @@ class StateNames:
 
     @classmethod
     def of_optimizer(cls, optimizer: torch.optim.Optimizer, model: nn.Module) -> StateNames:
-        """Of any torch optimizer over parameters of a model."""
+        """Return the names for any torch optimizer over parameters of a model."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         return cls(params, {"": model})
 
     def __iter__(self) -> Iterator[str]:
-        """Names in a checkpoint."""
+        """Yield the names in a checkpoint."""
         for name in self._params:
             yield from self._single.get(name, [name])
 
     def to_named(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """torch's form -> ``named_state``, ``param_groups`` and ``loss_scale``.
+        """Convert torch's form into ``named_state``, ``param_groups`` and ``loss_scale``.
 
-        A parameter that has no state yet, as one that is frozen, has an empty one, unless none has.
+        A parameter without state (a frozen one) gets an empty state, if any parameter has state.
         """
         order = list(self._params)
         states = {order[index]: state for index, state in state_dict["state"].items()}
@@ -179,7 +191,7 @@ class StateNames:
         return {"named_state": named, "param_groups": groups, "loss_scale": loss_scale}
 
     def from_named(self, stored: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
-        """Back to torch's form, for ``optimizer.load_state_dict``.
+        """Convert back to torch's form, for ``optimizer.load_state_dict``.
 
         Args:
             stored: result of :meth:`to_named`, possibly with other experts.
@@ -209,18 +221,18 @@ class StateNames:
 
     @torch.no_grad()
     def restore_masters(self, stored: dict[str, Any]) -> None:
-        """Set the fp32 copies to what :meth:`to_named` stored, where there are and were any."""
+        """Restore the fp32 copies that :meth:`to_named` stored, if there are any."""
         for name, master in self._masters.items():
             parts = [(part or {}).get(_MASTER) for part in self._parts(name, stored["named_state"])]
             if all(part is not None for part in parts):
                 master.copy_(self._entry(name, parts))
 
     def _parts(self, name: str, named: Mapping[str, Any]) -> list[dict[str, Any] | None]:
-        """The stored state of one parameter, or of each of its experts."""
+        """Return the stored state of one parameter, or of each of its experts."""
         return [named.get(key) for key in self._single.get(name, [name])]
 
     def _state(self, name: str, named: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of one parameter, but for its fp32 copy."""
+        """Return the state of one parameter without its fp32 copy."""
         parts = self._parts(name, named)
         if any(part is None for part in parts) or len({bool(part) for part in parts}) > 1:
             raise ValueError(f"the checkpoint has no optimizer state for {name}; {self._otherwise}")
@@ -228,7 +240,7 @@ class StateNames:
         return {key: self._entry(name, [part[key] for part in parts]) for key in keys}
 
     def _entry(self, name: str, values: list):
-        """One entry of it, from those of its experts if it is theirs."""
+        """Return one entry of a parameter's state, joined from its experts' entries."""
         param = self._params[name]
         if name not in self._single:
             return shard_like(values[0], param) if torch.is_tensor(values[0]) else values[0]
@@ -238,7 +250,7 @@ class StateNames:
             raise ValueError(f"the optimizer state of {name} {error}; {self._otherwise}") from None
 
     def _slice(self, name: str, value):
-        """This rank's slice of an entry in the state of a whole expert."""
+        """Return this rank's slice of an entry of a whole expert's state."""
         index, count = self._slices[name]
         single, shape = self._single[name][0], self._params[name].shape[1:]
         if count == 1 or slice_dim(single) is None:
@@ -255,16 +267,16 @@ class StateNames:
         )
 
 
-# a state entry that one number describes for all experts of a rank, with how many those are
+# key of a state entry that all experts of a rank share; its value is their number
 _MIXED = "over_experts"
 
 
 def _take(value, slot: int, count: int, shape: torch.Size):
-    """One expert's share of an entry in the state of a stacked parameter.
+    """Return one expert's share of an entry in the state of a stacked parameter.
 
-    A slice of a moment or of its means over some dimensions (adafactor); of a vector with one
-    number per expert, kept as a vector of length 1; or a copy of what is common to all. A tensor
-    that has no dimension for the experts mixes those of one rank, and is marked so.
+    Moments, and their means over some dimensions (Adafactor), are sliced. A vector with one number
+    per expert becomes a vector of length 1. Numbers are copied. A tensor without a dimension for
+    experts mixes the experts of one rank, and is marked so.
     """
     if isinstance(value, Sequence | Mapping) and not isinstance(value, str):
         return {_MIXED: count, "value": value}
@@ -278,7 +290,7 @@ def _take(value, slot: int, count: int, shape: torch.Size):
 
 
 def _join(values: list, shape: torch.Size):
-    """Inverse of :func:`_take`."""
+    """Invert :func:`_take`."""
     first = values[0]
     if isinstance(first, dict):
         if first[_MIXED] != len(values):
@@ -297,7 +309,7 @@ def _join(values: list, shape: torch.Size):
 
 
 def _is_reduction(part: torch.Size, whole: torch.Size) -> bool:
-    """Whether a shape is another one without some of its dimensions (or 1 there), but not all."""
+    """Return whether ``part`` is ``whole`` without some of its dimensions, or with 1 there."""
     if len(part) == len(whole) > 1:
         return all(size in (1, full) for size, full in zip(part, whole, strict=True))
     rest = iter(whole)

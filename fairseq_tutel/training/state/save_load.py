@@ -1,8 +1,9 @@
-"""Checkpoints of a run on several ranks, whose experts any number of ranks takes up again.
+"""Checkpoints of a run on several ranks, for any number of ranks.
 
-A checkpoint ``X.pt`` is a set of files in the layout of fairseq's ``moe`` branch, ``X-shared.pt``
-and ``X-rank-N.pt``, written as one thing (:mod:`fairseq_tutel.checkpoint`, whose command line
-inspects, merges and reshards these sets too). Ranks share one file system.
+A checkpoint ``X.pt`` is a set of files in the layout of fairseq's ``moe`` branch: ``X-shared.pt``
+and ``X-rank-N.pt``, replaced as one. :mod:`fairseq_tutel.checkpoint` has a command line that
+inspects, merges and reshards sets. A model without experts is one file, ``X.pt``. All ranks use one
+shared file system.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from . import all_ranks
 from .optimizer_state import FreshState, Optimizers, load_named_state, named_state
 from .transforms import SAVE_TRANSFORMS, SaveTransform
 
-# torch's words for a tensor of another shape
+# torch's message for a tensor of another shape
 _SIZES = re.compile(
     r"size mismatch for (\S+): copying a param with shape torch\.Size\((.*?)\) from checkpoint, "
     r"the shape in current model is torch\.Size\((.*?)\)\.?"
@@ -35,22 +36,36 @@ def save_checkpoint(
     optimizer: Optimizers | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> str:
-    """Write a set: weights, optimizer state and what else a run goes on from. Collective.
+    """Save weights, optimizer state and the caller's own state. Collective.
 
-    Afterwards it is the new set, or an error on all ranks and what was there before.
+    The new checkpoint replaces an older one of the same name. After an error, which all ranks
+    raise, the older one is still there.
+
+    >>> import os, tempfile, torch
+    >>> from fairseq_tutel.moe import MoELayer
+    >>> layer = MoELayer(8, num_experts=4)
+    >>> optimizer = torch.optim.AdamW(layer.parameters())
+    >>> folder = tempfile.mkdtemp()
+    >>> path = save_checkpoint(f"{folder}/last.pt", layer, optimizer, {"step": 20})
+    >>> sorted(os.listdir(folder))
+    ['last-rank-0.pt', 'last-shared.pt']
+    >>> load_checkpoint(path, layer, optimizer)
+    {'step': 20}
 
     Args:
-        path: X.pt; the directory is made.
-        model: wrapped or not; all its MoE layers have one number of experts.
-        optimizer: any torch optimizer over parameters of the model, or several in a list.
-        extra: step, state of a scheduler or scaler, ...: numbers, texts, tensors and containers of
-            them. ``load_checkpoint`` returns that of rank 0.
+        path (str or Path): X.pt; missing folders are made.
+        model (nn.Module): the model, wrapped or not. All its MoE layers have the same number of
+            experts; without MoE layers the checkpoint is one file, X.pt.
+        optimizer (torch.optim.Optimizer or list): one or several optimizers over its parameters
+            (default None: weights only).
+        extra (dict): step, state of a scheduler or scaler, ...: numbers, strings, tensors and
+            containers of them (default None: empty). ``load_checkpoint`` returns rank 0's.
 
     Returns:
-        The absolute path X.pt.
+        str: the absolute path X.pt.
 
     Raises:
-        ValueError: it cannot be saved; names what is in the way.
+        ValueError: the checkpoint cannot be saved; the message names the reason.
     """
     groups = placement_of(model)
     state = state_of_rank(model, optimizer, f"saving {path}")
@@ -62,23 +77,24 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: Optimizers | None = None,
 ) -> dict[str, Any]:
-    """Restore what :func:`save_checkpoint` wrote on any number of ranks, in place. Collective.
+    """Load a checkpoint of :func:`save_checkpoint` in place, on any number of ranks. Collective.
 
-    Also reads the weights of a merged file, and of sets that fairseq saved.
+    It also reads the weights of merged files and of sets that fairseq saved. An example is at
+    :func:`save_checkpoint`.
 
     Args:
-        path: X.pt.
-        model: of the same sizes, wrapped or not; on its device.
-        optimizer: of the same kind, over the same parameters (or several, as many in the same
-            order); None loads the weights alone.
+        path (str or Path): X.pt.
+        model (nn.Module): a model of the same sizes on its device, wrapped or not.
+        optimizer (torch.optim.Optimizer or list): optimizers of the same kind over the same
+            parameters, in the same order (default None: weights only).
 
     Returns:
-        ``extra`` of rank 0.
+        dict: ``extra`` of rank 0.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ValueError: it is damaged, does not fit, has no optimizer state, or some ranks do not see
-            it.
+        ValueError: the checkpoint is damaged, does not fit the model, has no optimizer state, or
+            some ranks do not see it.
     """
     path = os.fspath(path)
     groups = placement_of(model)
@@ -128,17 +144,22 @@ def save_state(
     groups: ExpertParallelGroups,
     transforms: Iterable[SaveTransform] = SAVE_TRANSFORMS,
 ) -> str:
-    """Write one rank's state as its part of a set. Collective.
+    """Write a checkpoint from a host's own dict, one part per rank. Collective.
 
     Args:
-        state: ``model`` keyed by parameter names, experts numbered from 0;
-            ``last_optimizer_state`` from :meth:`StateNames.to_named`; anything else is kept in
-            every file. Dense entries are those of rank 0.
-        groups: placement of the experts.
-        transforms: what makes of it the state in files (:mod:`.transforms`), in this order.
+        path (str): X.pt.
+        state (dict): ``model``: this rank's state dict, experts numbered from 0;
+            ``last_optimizer_state``: result of :meth:`StateNames.to_named`; other entries go into
+            every file. Dense entries are taken from rank 0.
+        groups (ExpertParallelGroups): placement of the experts.
+        transforms (iterable): steps from this state to the state in files, in order (default
+            ``SAVE_TRANSFORMS``: gather slices and shards).
 
     Returns:
-        The absolute path.
+        str: the absolute path.
+
+    Raises:
+        ValueError: the checkpoint cannot be saved; the message names the reason.
     """
     if groups.simulated:
         raise ValueError(f"not saving {path}: a simulated rank holds a part of the experts")
@@ -165,17 +186,21 @@ def load_state(
     with_optimizer: bool = True,
     otherwise: str = "build the model with num_experts={saved}",
 ) -> dict[str, Any]:
-    """What :func:`save_state` would have been given by this rank, with whole experts. Collective.
+    """Read this rank's part of a checkpoint as :func:`save_state` takes it. Collective.
+
+    Experts are whole, also if the model's are in slices.
 
     Args:
-        groups: placement of the model's experts.
-        otherwise: what a user can do about another number of experts, for the error.
+        path (str): X.pt.
+        groups (ExpertParallelGroups): placement of the model's experts.
+        with_optimizer (bool): read the optimizer state, too (default True).
+        otherwise (str): advice for the error about another number of experts.
 
     Returns:
-        See :func:`fairseq_tutel.checkpoint.load_for_rank`.
+        dict: see :func:`fairseq_tutel.checkpoint.load_for_rank`.
 
     Raises:
-        ValueError: it is damaged, or has another number of experts.
+        ValueError: the checkpoint is damaged, or has another number of experts.
     """
     rank, world_size = process_world()
     is_chosen = groups.num_experts and groups.ep_size != min(groups.num_experts, groups.world_size)
@@ -215,12 +240,17 @@ def _command(name: str, path: str, num_experts: int) -> str:
 
 
 def checkpoint_exists(path: str | os.PathLike[str]) -> bool:
-    """Whether the checkpoint exists, for all ranks or none. Collective.
+    """Return whether a checkpoint exists, the same on all ranks. Collective.
 
-    On disks of their own some ranks would start afresh while the others wait for them to load.
+    >>> checkpoint_exists("no-such-folder/last.pt")
+    False
+
+    Args:
+        path (str or Path): X.pt.
 
     Raises:
-        ValueError: some ranks see it and others do not.
+        ValueError: some ranks see the checkpoint and others do not. They would start afresh while
+            the others wait for them.
     """
     seen = gather_texts("seen" if set_exists(os.fspath(path)) else None)
     missing = [rank for rank, text in enumerate(seen) if text is None]
@@ -233,7 +263,17 @@ def checkpoint_exists(path: str | os.PathLike[str]) -> bool:
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Any], source: str, **options) -> None:
-    """``load_state_dict``, whose error is one line that names where the weights come from."""
+    """Load a state dict strictly; an error is one line that names the source; not collective.
+
+    Args:
+        module (nn.Module): the module to load into.
+        weights (dict): tensors by name.
+        source (str): origin of the weights, for the error.
+        **options: arguments of ``module.load_state_dict``, such as ``assign`` (default: torch's).
+
+    Raises:
+        ValueError: names or shapes do not fit.
+    """
     try:
         module.load_state_dict(weights, strict=True, **options)
     except RuntimeError as error:
@@ -247,7 +287,7 @@ def load_weights(module: nn.Module, weights: Mapping[str, Any], source: str, **o
 
 
 def placements_by_prefix(model: nn.Module) -> dict[str, ExpertParallelGroups]:
-    """Where the experts are whose names begin so, of each MoE layer of a model."""
+    """Return the placement of each MoE layer by the prefix of its experts' names."""
     return {
         f"{path}.experts." if path else "experts.": layer.groups
         for path, layer in moe_layers(model).items()
@@ -273,7 +313,7 @@ def placement_of(model: nn.Module) -> ExpertParallelGroups:
 
 
 def _check_names(model: nn.Module, names: Iterable[str]) -> None:
-    """Raises ValueError where a name would be taken for that of another parameter in a set."""
+    """Refuse names that stand for an expert in a set, but belong to another module."""
     prefixes = tuple(placements_by_prefix(model))
     for name in names:
         parsed = split_key(name)

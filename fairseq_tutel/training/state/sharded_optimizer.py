@@ -1,20 +1,19 @@
-"""Optimizer state of dense parameters on one rank each: ZeRO, stage 1 (arXiv 1910.02054).
+"""ZeRO, stage 1 (arXiv 1910.02054): each dense parameter's optimizer state is on one rank.
 
     shard_optimizer(optimizer)          once, after it is built
-    optimizer.step()                    steps what this rank owns, and its experts; then the owners
-                                        broadcast their parameters. Collective
+    optimizer.step()                    steps the parameters that this rank owns and its experts;
+                                        then the owners broadcast their parameters. Collective
     whole_optimizer_state(optimizer, optimizer.state_dict())    before a save, on all ranks
     own_optimizer_state(optimizer, state_dict)                  before ``load_state_dict``
 
-Every dense parameter is owned as a whole (the largest first, each by the rank that owns least), so
-that an optimizer that treats each parameter by itself makes the very numbers that it makes
-unsharded, statistics in fp16 with a scale per parameter too. Gradients stay averaged on all ranks,
-and norms, clipping, loss scales and accumulation as they are. It is hooks of the optimizer, no
-wrapper: a parameter of another rank has no gradient while the optimizer steps, which every
-optimizer of torch takes for "not this one", so that it makes no state for it.
+Each dense parameter has one owner (the largest first, each to the rank that owns least). So an
+optimizer that steps each parameter by itself computes the same bits as without sharding, also with
+fp16 statistics. Gradients stay averaged on all ranks; norms, clipping, loss scales and accumulation
+do not change. Hooks of the optimizer do it: parameters of other ranks have no gradient during the
+step, so torch's optimizers skip them and make no state for them.
 
-Files know nothing of it: rank 0 has the whole state when a set is written, on its CPU, and loading
-takes from a whole state what a rank owns.
+Files do not change: rank 0 gathers the whole state on its CPU when a set is written, and loading
+keeps this rank's part of the whole state.
 """
 
 from __future__ import annotations
@@ -42,12 +41,20 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 
 
 def shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Keep the state of every dense parameter on one rank only. Steps become collective.
+    """Keep each dense parameter's optimizer state on one rank only (ZeRO-1); not collective.
+
+    Steps become collective, and results stay bit-identical. Each rank steps its own experts as
+    before. In one process nothing changes.
+
+    >>> import torch
+    >>> from fairseq_tutel.moe import MoELayer
+    >>> optimizer = torch.optim.AdamW(MoELayer(8, num_experts=4).parameters())
+    >>> shard_optimizer(optimizer)
 
     Args:
-        optimizer: of torch, without state; it treats each parameter by itself (not LAMB with its
-            norm over all, nor one that needs gradients of all parameters). Its parameters are the
-            same on all ranks but for experts, which each rank keeps stepping itself.
+        optimizer (torch.optim.Optimizer): an optimizer without state that steps each parameter by
+            itself, as SGD and Adam do (LAMB with a norm over all parameters does not). Its dense
+            parameters are the same on all ranks.
 
     Raises:
         ValueError: the optimizer has state already.
@@ -59,11 +66,19 @@ def shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def whole_optimizer_state(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], what: str
 ) -> dict[str, Any]:
-    """The state dict with the state of all dense parameters on rank 0, in memory of the CPU where
-    it is another rank's; unchanged on other ranks, and of an optimizer that is not sharded.
+    """Gather a sharded optimizer's state of all dense parameters on rank 0's CPU. Collective.
 
-    Collective. Raises CheckpointError on all ranks where state cannot be sent, or rank 0 has no
-    memory for it; ``what`` is done, for the error.
+    Args:
+        optimizer (torch.optim.Optimizer): an optimizer, sharded or not.
+        state_dict (dict): its ``state_dict()``.
+        what (str): names the operation in errors, such as ``"saving last.pt"``.
+
+    Returns:
+        dict: the whole state dict on rank 0; ``state_dict`` on other ranks, and if the optimizer
+        is not sharded.
+
+    Raises:
+        CheckpointError: on all ranks, if state cannot be sent or rank 0 has no memory for it.
     """
     shards = getattr(optimizer, _ATTRIBUTE, None)
     return state_dict if shards is None else shards.gather(state_dict, what)
@@ -72,13 +87,18 @@ def whole_optimizer_state(
 def own_optimizer_state(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
 ) -> dict[str, Any]:
-    """A whole state dict without what other ranks own."""
+    """Return a whole state dict without the parts that other ranks own; not collective.
+
+    Args:
+        optimizer (torch.optim.Optimizer): an optimizer, sharded or not.
+        state_dict (dict): result of :func:`whole_optimizer_state`.
+    """
     shards = getattr(optimizer, _ATTRIBUTE, None)
     return state_dict if shards is None else shards.take(state_dict)
 
 
 class _Shards:
-    """Who owns which parameter of an optimizer, and its hooks."""
+    """Owners of an optimizer's parameters, and the hooks of its steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         if optimizer.state:
@@ -145,7 +165,7 @@ class _Shards:
 
 
 def _form(index: int, key: str, value: Any) -> list:
-    """What :func:`_empty` needs, for json, and bytes to be sent, None where there are none."""
+    """Return the arguments of :func:`_empty` for json, and the bytes to send or None."""
     if torch.is_tensor(value):
         return [index, key, list(value.shape), str(value.dtype), value.nbytes]
     if value is None or isinstance(value, bool | int | float | str):

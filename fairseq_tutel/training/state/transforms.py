@@ -1,10 +1,9 @@
-"""From the state of a rank to the state in files: a list of transforms, each a step of a save.
+"""Steps from a rank's state to the state in files; each gathers one kind of spread tensors.
 
-Files know neither of slices nor of shards, so that any placement on any number of ranks loads them;
-what is spread over ranks is gathered here, and nowhere else. All ranks call all transforms, in the
-order of the list. A set that a run with sliced experts writes is bit for bit the one that a
-replicated run would have written. Loading needs no other rank: banks of experts and
-:class:`~.optimizer_state.StateNames` take their slice of a whole, mapped expert.
+Files have neither slices nor shards, so any placement on any number of ranks loads them. All ranks
+call all transforms, in the order of the list. A run with sliced experts writes the same bits as a
+run with replicated ones. Loading needs no other rank: banks of experts and
+:class:`~.optimizer_state.StateNames` take their slice of a whole, memory-mapped expert.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from ...distributed import (
 from . import all_ranks
 
 State = Mapping[str, Any]
-# (state, as save_state() takes it; placement of the experts; what is done, for errors) -> state.
-# Only rank 0's dense entries and the experts of ranks with slice 0 are written.
+# (state as save_state() takes it, placement of the experts, name of the operation for errors) ->
+# state. Only rank 0's dense entries and the experts of ranks with slice 0 are written.
 SaveTransform = Callable[[State, ExpertParallelGroups, str], State]
 
 
 def drop_held_experts(state: State, groups: ExpertParallelGroups, what: str) -> State:
-    """Without the marks that say which experts a rank's state dict holds; files say it."""
+    """Drop the marks of the experts that a rank's state dict holds; files have metadata."""
     return {**state, MODEL: without_held_experts(state[MODEL])}
 
 
 def gather_sharded(state: State, groups: ExpertParallelGroups, what: str) -> State:
-    """Whole tensors on rank 0's CPU for those that ``fully_shard`` has spread over the ranks."""
+    """Gather the tensors that ``fully_shard`` has sharded on rank 0's CPU. Collective."""
     rank, _ = process_world()
 
     def whole(name: str, key: str | None, value: Any) -> Any:
@@ -55,11 +54,11 @@ def gather_sharded(state: State, groups: ExpertParallelGroups, what: str) -> Sta
 
 
 def join_slices(state: State, groups: ExpertParallelGroups, what: str) -> State:
-    """Whole experts for slices, on the CPU of the ranks with slice 0; others get their state back.
+    """Join the slices of experts on the CPU of the ranks with slice 0. Collective.
 
-    Raises CheckpointError on all ranks, before anything is communicated, for state that mixes the
-    hidden units of an expert, ranks of one expert that differ in what they should have in common,
-    or no memory for a whole expert on one of them.
+    Other ranks get their state back. Before any transfer all ranks raise CheckpointError if state
+    mixes the hidden units of an expert, if ranks of one expert differ in their common values, or if
+    one of them has no memory for a whole expert.
     """
     if groups.num_slices == 1:
         return state
@@ -79,7 +78,7 @@ def join_slices(state: State, groups: ExpertParallelGroups, what: str) -> State:
 
 
 def spread_slices(state: State, groups: ExpertParallelGroups, what: str) -> State:
-    """DTensors over the ranks of an expert for slices of it, where nothing needs to be gathered.
+    """Turn slices into DTensors over the ranks of their expert, without gathering them.
 
     Raises CheckpointError for state that mixes the hidden units of an expert.
     """
@@ -97,7 +96,7 @@ SAVE_TRANSFORMS: tuple[SaveTransform, ...] = (drop_held_experts, gather_sharded,
 
 
 class _Entry(NamedTuple):
-    """A value of an expert: of a parameter, or of its optimizer's state."""
+    """A value of an expert: a parameter, or an entry of its optimizer state."""
 
     path: str
     value: Any
@@ -105,12 +104,12 @@ class _Entry(NamedTuple):
 
 
 def _path(name: str, key: str | None) -> str:
-    """Unique, with the parameter's name at its end, as SliceGather takes it."""
+    """Return a unique key that ends in the parameter's name, as SliceGather needs it."""
     return name if key is None else f"{key}:{name}"
 
 
 def _expert_entries(state: State) -> Iterator[_Entry]:
-    """What is in slices, and the optimizer's numbers for it, in one order on all ranks."""
+    """Yield sliced parameters and their optimizer state, in the same order on all ranks."""
     cut = {
         name: param
         for name, param in state[MODEL].items()
@@ -137,7 +136,7 @@ def _expert_entries(state: State) -> Iterator[_Entry]:
 
 
 def _signature(entries: list[_Entry]) -> list[str]:
-    """What all ranks must have in common, and what those of one expert must."""
+    """Return two hashes: one must agree on all ranks, one on the ranks of an expert."""
     forms, numbers = [], []
     for path, value, is_cut in entries:
         if torch.is_tensor(value):
