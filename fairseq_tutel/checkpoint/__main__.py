@@ -21,7 +21,7 @@ _PATH_HELP = "NAME.pt of a set (NAME-shared.pt, NAME-rank-N.pt; either may be gi
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of ``python -m fairseq_tutel.checkpoint``."""
+    """Build the parser of ``python -m fairseq_tutel.checkpoint``."""
     parser = CommandLine(
         prog="python -m fairseq_tutel.checkpoint",
         description="Look into, merge and reshard expert-sharded checkpoints, and change how many "
@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command; return the exit code."""
     args = build_parser().parse_args(argv)
     try:
         if args.command == "inspect":
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """The table that ``inspect`` prints."""
+    """Return the table that ``inspect`` prints."""
     known = {key: "unknown" if value is None else value for key, value in report.items()}
     rows = [
         ("checkpoint", report["path"]),

@@ -15,14 +15,14 @@ _OK = "ok:"
 
 @dataclass(frozen=True)
 class AllRanks:
-    """Takes steps together, so that an error on one rank is an error on all and no rank waits.
+    """Runner of steps together: an error on one rank is an error on all, and no rank waits.
 
     Attributes:
         rank, world_size: this process, and the number of processes that take part.
         gather_texts: all-gathers one short text (or None) per rank; None if there is one process.
 
     Raises:
-        ValueError: rank outside the world, or several processes and no ``gather_texts``.
+        ValueError: the rank is outside the world, or several processes have no ``gather_texts``.
     """
 
     rank: int = 0

@@ -1,14 +1,14 @@
-"""Changing several files as one: new files under temporary names, then a redo log, then renames.
+"""Change several files in one step: new files under temporary names, a redo log, then renames.
 
     1. write ``NAME.ID.tmp`` beside every NAME and force it to the disk
     2. write the commit record ``X.pt.commit``, one JSON file that appears by an atomic rename
     3. rename every temporary file into place, remove what the new set does not have
     4. remove the commit record
 
-A crash before 2 leaves the old set and stale temporary files; a crash after it leaves a complete
-new set, part of it under temporary names that the record lists. Readers follow the record
-(``visible_files``) and change nothing; the next writer finishes the work (``recover_set``). This is
-redo logging as in databases: Mohan et al., ARIES, ACM TODS 17(1), 1992, reduced to one record.
+A crash before step 2 leaves the old set and stale temporary files. A crash after it leaves a
+complete new set, part of it under temporary names that the record lists. Readers follow the record
+(``visible_files``) and change nothing. The next writer finishes the work (``recover_set``). This is
+redo logging as in databases (Mohan et al., ARIES, ACM TODS 17(1), 1992), reduced to one record.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(s
 
 @dataclass(frozen=True)
 class CommitRecord:
-    """What turns the old set into the new one; file names without their directory."""
+    """Renames and removals that turn the old set into the new one; file names without directory."""
 
     renames: dict[str, str]  # temporary name -> final name
     removals: tuple[str, ...] = ()
 
 
 def new_id() -> str:
-    """16 random hexadecimal digits: of a save, and in the names of its temporary files."""
+    """Return 16 random hexadecimal digits: the id of a save, used in temporary names."""
     return secrets.token_hex(8)
 
 
 def temporary_path(cset: CheckpointSet, operation: str, role: Role) -> str:
-    """Where a member is written during the operation with that id."""
+    """Return where a member is written during the operation with that id."""
     return os.path.join(cset.directory, _temporary_name(cset.name_of(role), operation))
 
 
 def visible_files(cset: CheckpointSet) -> dict[Role, str]:
-    """Paths of the members as a reader must see them, also in the middle of a commit."""
+    """Return paths of the members as a reader must see them, even in the middle of a commit."""
     # The record comes first: if a writer finishes meanwhile, its files have their final names.
     record = read_record(cset)
     names = set(_list(cset.directory))
@@ -69,14 +69,14 @@ def visible_files(cset: CheckpointSet) -> dict[Role, str]:
 
 
 def final_path(path: str) -> str:
-    """The name that a file will have when a commit is finished; most have it already."""
+    """Return the name that a file has once a commit is finished; most have it already."""
     directory, name = os.path.split(path)
     match = _TEMPORARY.fullmatch(name)
     return os.path.join(directory, match["final"]) if match else path
 
 
 def read_record(cset: CheckpointSet) -> CommitRecord | None:
-    """The commit record of an unfinished change, or None; CheckpointError if it is damaged."""
+    """Return the commit record of an unfinished change, or None; refuse a damaged one."""
     try:
         with open(cset.commit_path, encoding="utf-8") as file:
             stored = json.load(file)
@@ -98,9 +98,10 @@ def read_record(cset: CheckpointSet) -> CommitRecord | None:
 
 @contextlib.contextmanager
 def changing(cset: CheckpointSet) -> Iterator[str]:
-    """A change that one process makes: the id of an operation, for its files and :func:`commit`.
+    """Make a change by one process; yield the id of the operation, for its files and
+    :func:`commit`.
 
-    What an earlier change left is finished first, and this one leaves nothing.
+    An earlier unfinished change is finished first. A failed change leaves nothing.
     """
     os.makedirs(cset.directory or ".", exist_ok=True)
     recover_set(cset)
@@ -110,10 +111,11 @@ def changing(cset: CheckpointSet) -> Iterator[str]:
 
 
 def commit(cset: CheckpointSet, operation: str, roles: Collection[Role]) -> None:
-    """Steps 2 to 4: make the set consist of ``roles``, which all have temporary files.
+    """Run steps 2 to 4: make the set consist of ``roles``, which all have temporary files.
 
-    Raises CheckpointError where one is missing, or the file system failed: before the record is in
-    place, and the old set is untouched, or after it, as the message states.
+    Raises:
+        CheckpointError: a file is missing, or the file system failed. Before the record is in place
+            the old set is untouched; the message says if it failed later.
     """
     names = sorted(map(cset.name_of, roles))
     renames = {_temporary_name(name, operation): name for name in names}
@@ -141,9 +143,9 @@ def commit(cset: CheckpointSet, operation: str, roles: Collection[Role]) -> None
 
 
 def recover_set(cset: CheckpointSet) -> None:
-    """Finish a change whose record is in place and clean up after one that failed before.
+    """Finish a change whose record is in place, and clean up after one that failed before.
 
-    For the writer of the set, never while another process saves to it.
+    Only the writer of the set calls this, never while another process saves to it.
     """
     record = read_record(cset)
     if record is not None:
@@ -153,7 +155,7 @@ def recover_set(cset: CheckpointSet) -> None:
 
 
 def remove_temporaries(cset: CheckpointSet, operation: str | None = None) -> None:
-    """Remove temporary files of one operation, or of all; where that fails, the next save does."""
+    """Remove temporary files of one operation, or of all; what fails is left to the next save."""
     ending = ".tmp" if operation is None else f".{operation}.tmp"
     for name in _list(cset.directory):
         match = _TEMPORARY.fullmatch(name)
@@ -163,7 +165,8 @@ def remove_temporaries(cset: CheckpointSet, operation: str | None = None) -> Non
 
 
 def leave_in_order(cset: CheckpointSet, operation: str, ends_by_signal: bool) -> None:
-    """Undo a change that ended before its commit; finish a later one if a signal ends the process.
+    """Undo a change that ended before its commit; finish a committed one if a signal ends the
+    process.
 
     After an error a committed change stays as it is: readable, as the error states.
     """
@@ -176,11 +179,11 @@ def leave_in_order(cset: CheckpointSet, operation: str, ends_by_signal: bool) ->
 
 @contextlib.contextmanager
 def cleaning_up(clean: Callable[[bool], None]) -> Iterator[None]:
-    """Call ``clean`` unless the block gets to its end; only SIGKILL and a crash go without.
+    """Call ``clean`` if the block does not reach its end; not after SIGKILL or a crash.
 
-    SIGTERM and SIGHUP end a Python process where it stands. Within the block they clean up first,
-    then end it in the same way. A program that ignores or handles them goes on as it does.
-    ``clean`` takes whether a signal ends the process, may interrupt the block, and must not raise.
+    SIGTERM and SIGHUP end a Python process at once. Within the block they clean up first, then end
+    it in the same way. A program that ignores or handles them goes on as it does. ``clean`` takes
+    whether a signal ends the process, may interrupt the block, and must not raise.
     """
 
     def clean_and_end(signum, frame):
@@ -204,7 +207,7 @@ def cleaning_up(clean: Callable[[bool], None]) -> Iterator[None]:
 
 
 def unfinished_sets(directory: str) -> set[CheckpointSet]:
-    """Sets of a directory that have a commit record or temporary files."""
+    """Return sets of a directory that have a commit record or temporary files."""
     names = _list(directory)
     finals = [match["final"] for match in map(_TEMPORARY.fullmatch, names) if match]
     finals += [name for name in names if name.endswith(".pt" + _COMMIT_SUFFIX)]
@@ -212,7 +215,7 @@ def unfinished_sets(directory: str) -> set[CheckpointSet]:
 
 
 def _set_of(directory: str, name: str) -> CheckpointSet:
-    """Of a member or a commit record."""
+    """Return the set of a member or a commit record."""
     return CheckpointSet.from_path(os.path.join(directory, name.removesuffix(_COMMIT_SUFFIX)))
 
 

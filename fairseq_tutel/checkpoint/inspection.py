@@ -1,4 +1,4 @@
-"""What is in a checkpoint, and whether its files belong together. Reads no tensor data."""
+"""Describe a checkpoint and check that its files belong together. Reads no tensor data."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
     problems: list[str] = []
 
     def tried(action: Callable[..., Any], *args: Any) -> Any:
-        """The result; None and a problem where it fails."""
+        """Return the result; on an error return None and note a problem."""
         try:
             return action(*args)
         except CheckpointError as error:
@@ -97,7 +97,7 @@ def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
 
 
 def _superfluous(reader: SetReader) -> list[str]:
-    """Rank files that a set of ours does not have; Meta's runs wrote replicas, too."""
+    """Return a problem for each superfluous rank file of our sets; Meta's runs wrote replicas."""
     count = reader.num_rank_files
     extra = (role for role in reader.files if isinstance(role, int) and role >= count)
     return [
@@ -107,8 +107,10 @@ def _superfluous(reader: SetReader) -> list[str]:
 
 
 def _replicas(reader: SetReader) -> list[int]:
-    """Numbers of the rank files that repeat others: where experts are fewer than ranks (their
-    replication count), each rank of Meta's runs wrote one."""
+    """Return the numbers of rank files that repeat others.
+
+    If experts are fewer than ranks, each rank of Meta's runs wrote a file (replication count).
+    """
     if reader.metadata is not None or reader.kind == MERGED:
         return []
     return sorted(r for r in reader.files if isinstance(r, int) and r >= reader.num_rank_files)
@@ -117,7 +119,7 @@ def _replicas(reader: SetReader) -> list[int]:
 def _check_replica(
     reader: SetReader, contents: dict[Role, dict[str, Any]], number: int, values: bool
 ) -> None:
-    """Raises CheckpointError where it has not the parameters, or ``values``, of what it repeats."""
+    """Raise CheckpointError if a replica has other parameters, or ``values``, than its original."""
     of = number % reader.num_rank_files
     if of not in contents:  # it stands for a file that is gone
         return

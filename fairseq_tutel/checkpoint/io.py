@@ -1,12 +1,12 @@
 """One checkpoint file: written so that it can be read safely, read without running its content.
 
 A checkpoint is a pickle, and a pickle may call any function. Files are therefore read by torch's
-restricted unpickler, extended by the classes of ``safe_globals.py``; any other is refused by name.
-Tensors are memory-mapped where the file allows it, so that only what is used is read.
+restricted unpickler, extended by the classes of ``safe_globals.py``; any other class is refused by
+name. Tensors are memory-mapped if the file allows it, so that only what is used is read.
 
-Flipped bits are found by the CRC-32 of every tensor that torch writes into the file's zip directory
-and never looks at again. Tensors are checked as they are taken from a file, so that unwanted data
-stays unread and wanted data is fetched from the disk once.
+torch writes a CRC-32 of every tensor into the file's zip directory, and never checks it. Here
+tensors are checked when they are taken from a file, so that unwanted data stays unread and wanted
+data is fetched from the disk once.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def save_file(state: Mapping[str, Any], path: str) -> None:
 
 
 class Checksums:
-    """The checksums stored in a file; CheckpointError if its list of tensors is damaged.
+    """Checksums stored in a file; CheckpointError if its list of tensors is damaged.
 
-    Nothing is checked of a file in torch's format before 1.6, of one written where
+    Nothing is checked in a file of torch's format before 1.6, in one written with
     ``torch.serialization.set_crc32_options(False)``, and with FAIRSEQ_TUTEL_CHECKSUMS=0.
     """
 
@@ -114,7 +114,7 @@ class Checksums:
                     self._listed.add((info.file_size, info.CRC))
 
     def check(self, entries: Any) -> None:
-        """Raises CheckpointError naming a tensor in dicts and lists that is not as written."""
+        """Raise CheckpointError for a tensor, in dicts and lists, that is not as written."""
         if not self._listed:
             return
         found = {}
@@ -131,7 +131,7 @@ class Checksums:
 
 
 def verify_file(path: str) -> None:
-    """Read the whole file; raises CheckpointError naming the first part with a wrong checksum."""
+    """Read the whole file; raise CheckpointError naming the first part with a wrong checksum."""
     if zipfile.is_zipfile(path):  # torch's format before 1.6 has no checksums
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():
@@ -140,7 +140,7 @@ def verify_file(path: str) -> None:
 
 
 def identity(path: str) -> tuple[int, ...] | None:
-    """Changes whenever the file of that name is replaced; None if there is none."""
+    """Return a value that changes when the file of that name is replaced; None if there is none."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -163,7 +163,7 @@ def sync_directory(path: str) -> None:
 
 
 def _check_container(path: str) -> bool:
-    """Whether the file is a complete zip archive (torch >= 1.6), the kind that can be mapped."""
+    """Return whether the file is a complete zip archive (torch >= 1.6), which can be mapped."""
     try:
         with open(path, "rb") as file:
             magic = file.read(len(_ZIP_MAGIC))
@@ -180,7 +180,7 @@ def _check_container(path: str) -> bool:
 
 
 def _reading_problem(path: str, error: Exception) -> str:
-    """Why torch could not read a file, without its advice to turn its safety off."""
+    """Describe why torch could not read a file, without its advice to turn its safety off."""
     original = error.__context__ if isinstance(error.__context__, UnpicklingError) else error
     refused = _REFUSED.search(str(original)) if isinstance(original, UnpicklingError) else None
     if refused:
@@ -198,7 +198,7 @@ def _reading_problem(path: str, error: Exception) -> str:
 
 
 def _portable(value: Any, memo: dict[tuple, torch.Tensor]) -> Any:
-    """``value`` with every tensor detached, on the CPU, dense in a storage of its own size."""
+    """Return ``value`` with tensors detached, on the CPU, dense, in storages of their own size."""
     if isinstance(value, torch.Tensor):
         key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
         if key not in memo or not value.numel():

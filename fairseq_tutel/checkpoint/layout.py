@@ -1,14 +1,14 @@
 """Names: the files of a checkpoint set, and the experts in the keys of a state dict.
 
-The layout is that of Meta's fairseq branch ``moe``: ``X.pt`` names a set made of ``X-shared.pt``
-(dense parameters, the gates among them) and ``X-rank-N.pt`` (the experts of rank N, numbered from 0
-in each file). A merged file is one plain ``X.pt`` with global expert numbers.
+The layout is that of Meta's fairseq branch ``moe``. ``X.pt`` names a set of ``X-shared.pt`` (dense
+parameters, including the gates) and ``X-rank-N.pt`` (the experts of rank N, numbered from 0 in each
+file). A merged file is one plain ``X.pt`` with global expert numbers.
 
-E experts; P neighbouring ranks hold them all, min(E, W) of W unless a run chooses fewer: rank r
-holds experts [j*E/P, (j+1)*E/P) with j = r % P. The first P ranks write a file each.
+With E experts, P neighbouring ranks hold them all; P is min(E, W) of W ranks unless a run chooses
+fewer. Rank r holds experts [j*E/P, (j+1)*E/P) with j = r % P. The first P ranks write a file each.
 
-Functions on "entries" take any dict keyed by parameter names, whatever the values: the tensors of
-a model, or the optimizer state of each parameter.
+Functions on "entries" take any dict keyed by parameter names: the tensors of a model, or the
+optimizer state of each parameter.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _FILE = re.compile(r"(?P<stem>.+?)(?P<member>-shared|-rank-(?P<rank>\d+))?\.pt")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be read or written; the message names the file and what to do."""
+    """Failure to read or write a checkpoint; the message names the file and what to do."""
 
 
 @dataclass(frozen=True)
 class CheckpointSet:
-    """Where the files of the checkpoint ``directory/stem.pt`` are, whether or not they exist."""
+    """Location of the files of the checkpoint ``directory/stem.pt``, whether or not they exist."""
 
     directory: str
     stem: str
 
     @classmethod
     def from_path(cls, path: str | os.PathLike[str]) -> CheckpointSet:
-        """The set that X.pt, X-shared.pt or X-rank-N.pt belongs to; raises CheckpointError for
+        """Return the set that X.pt, X-shared.pt or X-rank-N.pt belongs to; CheckpointError for
         other names.
         """
         directory, name = os.path.split(os.fspath(path))
@@ -61,11 +61,11 @@ class CheckpointSet:
 
     @property
     def commit_path(self) -> str:
-        """The redo log of a save that may not have finished; see ``commit.py``."""
+        """Redo log of a save that may not have finished; see ``commit.py``."""
         return self.path + ".commit"
 
     def name_of(self, role: Role) -> str:
-        """File name of a member, without the directory."""
+        """Return the file name of a member, without the directory."""
         ending = {MERGED: "", SHARED: "-shared"}.get(role, f"-rank-{role}")
         return f"{self.stem}{ending}.pt"
 
@@ -73,7 +73,7 @@ class CheckpointSet:
         return os.path.join(self.directory, self.name_of(role))
 
     def role_of(self, name: str) -> Role | None:
-        """What the file ``name`` is to this set; None if it is not a member."""
+        """Return the role of the file ``name`` in this set; None if it is not a member."""
         file = _FILE.fullmatch(name)
         if file is None or file["stem"] != self.stem:
             return None
@@ -83,8 +83,12 @@ class CheckpointSet:
 
 
 def count_rank_files(num_experts: int, world_size: int, expert_parallel_size: int = 0) -> int:
-    """How many rank files a set has: P if it is chosen, else min(E, W); replicas are written once.
-    Raises CheckpointError if E, W and P do not divide.
+    """Return how many rank files a set has: P if it is chosen, else min(E, W).
+
+    Replicas are written once.
+
+    Raises:
+        CheckpointError: E, W and P do not divide.
     """
     try:
         size = exchange_size(num_experts, world_size, expert_parallel_size)
@@ -98,26 +102,28 @@ def count_rank_files(num_experts: int, world_size: int, expert_parallel_size: in
 def experts_of_rank(
     rank: int, world_size: int, num_experts: int, expert_parallel_size: int = 0
 ) -> range:
-    """Global numbers of the experts that one rank holds; errors as :func:`count_rank_files`."""
+    """Return global numbers of the experts of one rank; errors as :func:`count_rank_files`."""
     size = count_rank_files(num_experts, world_size, expert_parallel_size)
     local = num_experts // size
     return range(rank % size * local, (rank % size + 1) * local)
 
 
 def split_key(key: str) -> tuple[str, int, str] | None:
-    """(prefix up to and with "experts.", expert number, rest), or None for a dense parameter."""
+    """Return (prefix including "experts.", expert number, rest), or None for a dense parameter."""
     match = _EXPERT_KEY.fullmatch(key)
     return (match[1], int(match[2]), match[3]) if match else None
 
 
 def without_aliases(entries: Mapping[str, Value]) -> dict[str, Value]:
-    """Entries without those that the branch ``nllb`` stores a second time, under the name of the
-    module that conditional routing wraps around an MoE layer."""
+    """Return entries without those that the branch ``nllb`` stores twice.
+
+    The second name is that of the module that conditional routing wraps around an MoE layer.
+    """
     return {key: value for key, value in entries.items() if _ALIAS not in key}
 
 
 def split_dense_expert(entries: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:
-    """The dense entries and the expert entries, each in their order."""
+    """Return the dense entries and the expert entries, each in their order."""
     dense: dict[str, Value] = {}
     expert: dict[str, Value] = {}
     for key, value in entries.items():
@@ -142,11 +148,18 @@ def select_experts(entries: Mapping[str, Value], *, first: int, wanted: range) -
 
 
 def expert_forms(entries: Mapping[str, Any], where: str) -> tuple[int, dict[str, str]]:
-    """Number of experts in the entries of a file (``where``), and the form that each has in common
-    for all of them: {key with "*" for the number: shape and dtype of a tensor, or names in a
-    state}.
+    """Return the number of experts in the entries of a file, and the form that all of them have.
 
-    Raises CheckpointError for a dense entry, numbers that are not 0..E-1, or experts that differ.
+    Args:
+        entries: of experts.
+        where: the file, for errors.
+
+    Returns:
+        The number, and {key with "*" for the number: shape and dtype of a tensor, or names in a
+        state}.
+
+    Raises:
+        CheckpointError: there is a dense entry, numbers are not 0..E-1, or experts differ.
     """
     experts: dict[int, dict[str, str]] = {}
     for key, value in entries.items():
@@ -163,7 +176,7 @@ def expert_forms(entries: Mapping[str, Any], where: str) -> tuple[int, dict[str,
 def check_same(
     forms: Mapping[str, str], expected: Mapping[str, str], where: str, like: str
 ) -> None:
-    """Raises CheckpointError naming a parameter by which ``where`` differs from ``like``."""
+    """Raise CheckpointError naming a parameter by which ``where`` differs from ``like``."""
     for key in sorted(set(forms) | set(expected)):
         if forms.get(key) != expected.get(key):
             raise CheckpointError(
@@ -175,9 +188,12 @@ def check_same(
 def gate_experts(
     dense: Mapping[str, Any], expert_keys: Iterable[str], null_experts: int = 0
 ) -> int | None:
-    """E by the rows of the gates, whose weights [E + N, M] are named like the experts' layer, N of
-    them (``null_experts``) outputs that lead to no expert. None if the layers have no such gate.
-    Raises CheckpointError if the layers differ.
+    """Return E by the rows of the gates; None if the layers have no such gate.
+
+    Gate weights are [E + N, M], and named like the layer of the experts; ``null_experts`` is N.
+
+    Raises:
+        CheckpointError: the layers differ.
     """
     gates = {_of_expert(key, "gates")[0].removesuffix("experts.") for key in expert_keys}
     gates = {f"{prefix}gate.wg.weight" for prefix in gates}

@@ -1,8 +1,8 @@
-"""An open checkpoint of any kind, checked: what loading, resharding and inspecting all read.
+"""Read a checkpoint of any kind, checked, for loading, resharding and inspecting.
 
-``read_set(path)`` gives a :class:`SetReader`: ``shared`` is the state without experts,
-``experts(range)`` the tensors and the optimizer state of some of them. What a transformation of
-checkpoints reads with it, it writes with :func:`.store.write_set`, which takes the same two.
+``read_set(path)`` returns a :class:`SetReader`: ``shared`` is the state without experts,
+``experts(range)`` the tensors and the optimizer state of some of them. A program that transforms
+checkpoints writes them with :func:`.store.write_set`, which takes the same two.
 
 Nothing here writes: a job may evaluate a checkpoint while another one trains and saves to it.
 """
@@ -118,7 +118,7 @@ def load_for_rank(
 
 
 def _read_stable(path: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Read; if the files changed meanwhile (another job saved), read the new ones instead."""
+    """Read; if another job replaced the files meanwhile, read the new ones."""
 
     def fingerprint() -> dict[str, Any]:
         files = visible_files(CheckpointSet.from_path(path)).values()
@@ -184,14 +184,14 @@ class SetReader:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run that saved it, in whose steps its position in the data is counted."""
+        """Ranks of the run that saved it; its position in the data is counted in their steps."""
         if self.metadata is None and not self.num_experts:  # stock fairseq's
             stated = options_of(self.shared, "distributed_training")
             return stated.get("distributed_world_size") or 1
         return self.metadata.world_size if self.metadata else self.num_rank_files
 
     def shared_state(self, *, with_optimizer: bool = True) -> dict[str, Any]:
-        """A copy of ``shared``, checked for damage."""
+        """Return a copy of ``shared``, checked for damage."""
         left_out = {METADATA} if with_optimizer else {METADATA, OPTIMIZER}
         shared = {key: value for key, value in self.shared.items() if key not in left_out}
         self._checksums.check(shared)
@@ -224,12 +224,12 @@ class SetReader:
         return model, named_state
 
     def state_of(self, wanted: range, *, with_optimizer: bool = True) -> dict[str, Any]:
-        """Dense parameters and some experts as one state, checked for damage."""
+        """Return dense parameters and some experts as one state, checked for damage."""
         shared = self.shared_state(with_optimizer=with_optimizer)
         return join_state(shared, *self.experts(wanted, with_optimizer=with_optimizer))
 
     def rank_file(self, number: int) -> tuple[dict[str, Any], Checksums]:
-        """Content of one rank file, checked to be of this set; the last one stays open."""
+        """Return the content of one rank file, checked to be of this set; keep it open."""
         if self._open is None or self._open[0] != number:
             self._open = None  # let go of the previous file before mapping the next
             path = self.files[number]
@@ -280,7 +280,7 @@ class SetReader:
             )
 
     def _count(self) -> tuple[int, int]:
-        """E and the number of files to read, of a set without our metadata (Meta's)."""
+        """Return E and the number of files to read, for a set without our metadata (Meta's)."""
         ranks = sorted(role for role in self.files if isinstance(role, int))
         if not ranks:
             raise CheckpointError(f"{self.cset.path_of(0)}: missing: no rank file beside the set")
@@ -295,10 +295,9 @@ class SetReader:
         return experts, max(experts // local, 1)
 
     def _check_experts(self, content: dict[str, Any], path: str) -> None:
-        """A rank file has the experts of its place, alike in all files.
+        """Check that a rank file has the experts of its place, alike in all files.
 
-        Each must have the optimizer state that all others have: of a parameter that is not trained,
-        none.
+        All experts have the same optimizer state: none for a parameter that is not trained.
         """
         per_file = self.num_experts // self.num_rank_files
         parts = [(MODEL, path, content[MODEL], {per_file})]
@@ -314,7 +313,7 @@ class SetReader:
             check_same(forms, self._forms.setdefault(part, forms), where, "another file of the set")
 
     def _check_membership(self, path: str, number: int, metadata: SetMetadata | None) -> None:
-        """A rank file must come from the same save, for the same place."""
+        """Check that a rank file comes from the same save, for the same place."""
         save_ids = [found.save_id if found else None for found in (metadata, self.metadata)]
         if save_ids[0] != save_ids[1]:
             mine, shared = (f"save {i}" if i else f"a save without {METADATA!r}" for i in save_ids)
@@ -331,10 +330,15 @@ class SetReader:
 
 
 def locate(path: str) -> tuple[CheckpointSet, dict[Role, str], str]:
-    """The set that ``path`` belongs to, its files as a reader must see them, "set" or "merged".
+    """Find the set that ``path`` belongs to.
 
-    Raises CheckpointError for nothing of that name, a set without its shared file, and a set and a
-    merged file that both have the name.
+    Returns:
+        The set, its files as a reader must see them, and "set" or "merged".
+
+    Raises:
+        CheckpointError: nothing has that name, the shared file is missing, or a set and a merged
+        file
+            both have the name.
     """
     cset = CheckpointSet.from_path(path)
     files = visible_files(cset)
@@ -357,10 +361,16 @@ def locate(path: str) -> tuple[CheckpointSet, dict[Role, str], str]:
 
 
 def find_checkpoint(path: str) -> tuple[str, str] | None:
-    """("set", its shared file) or ("merged", the file), for a program that reads single files.
+    """Find a checkpoint for a program that reads single files.
 
-    None if there is nothing; errors as of :func:`locate`. In the middle of a commit the name may be
-    a temporary one; :func:`.commit.final_path` gives the other.
+    In the middle of a commit the name may be a temporary one; :func:`.commit.final_path` gives the
+    other.
+
+    Returns:
+        ("set", its shared file) or ("merged", the file); None if there is nothing.
+
+    Raises:
+        CheckpointError: see :func:`locate`.
     """
     if not path.endswith(".pt") or not visible_files(CheckpointSet.from_path(path)):
         return None
@@ -369,7 +379,7 @@ def find_checkpoint(path: str) -> tuple[str, str] | None:
 
 
 def load_state(path: str) -> tuple[dict[str, Any], Checksums]:
-    """Open a file of a checkpoint, of which all entries have the kinds that readers rely on."""
+    """Open a file of a checkpoint and check the kinds of its entries."""
     checksums = Checksums(path)
     state = load_file(path)
     check_file(state, path)

@@ -59,7 +59,7 @@ def safe_globals_only() -> Iterator[None]:
 
 
 def _safe_globals() -> list[Any]:
-    """The classes; only those that can be imported, of fairseq only where it is in use."""
+    """Return the classes that can be imported; those of fairseq only if it is in use."""
     allowed: list[Any] = [
         *(argparse.Namespace, collections.OrderedDict, collections.defaultdict),
         *(bool, dict, float, int, list, set, str, tuple),
@@ -93,7 +93,7 @@ def _importable(paths: Iterable[str]) -> Iterator[Any]:
 
 
 def _numpy_values() -> list[Any]:
-    """What numpy needs to rebuild numbers and arrays: losses, states of random generators."""
+    """Return what numpy needs to rebuild numbers and arrays: losses, random states."""
     try:
         import numpy
     except ImportError:

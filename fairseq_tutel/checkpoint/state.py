@@ -41,7 +41,7 @@ _OF_FAIRSEQ = ("args", "cfg", "criterion", "optimizer_history", "task_state", "e
 
 @dataclass(frozen=True)
 class SetMetadata:
-    """Stored in each file of a set, to distinguish a member from a stale or foreign file."""
+    """Metadata in each file of a set, to distinguish a member from a stale or foreign file."""
 
     save_id: str  # random, the same in all files of one save
     world_size: int  # ranks of the run that saved it
@@ -52,7 +52,7 @@ class SetMetadata:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any], where: str) -> SetMetadata | None:
-        """Metadata of a loaded file; None if another program wrote it, an error if damaged."""
+        """Return metadata of a loaded file, None from another program; refuse damaged metadata."""
         stored = state.get(METADATA)
         if stored is None:
             return None
@@ -71,12 +71,12 @@ class SetMetadata:
 
 
 def optimizer_is_named(optimizer: Any) -> bool:
-    """Whether an optimizer state is in our form, by parameter name."""
+    """Return whether an optimizer state is in our form, by parameter name."""
     return isinstance(optimizer, dict) and isinstance(optimizer.get(NAMED_STATE), dict)
 
 
 def check_file(state: Mapping[str, Any], where: str) -> None:
-    """Raises CheckpointError unless a file holds things of the kinds that its readers rely on."""
+    """Raise CheckpointError if a file's entries are not of the kinds that readers rely on."""
     history, extra = state.get("optimizer_history"), state.get("extra_state")
     optimizer = state.get(OPTIMIZER) if optimizer_is_named(state.get(OPTIMIZER)) else {}
     position = extra.get("train_iterator") if isinstance(extra, dict) else None
@@ -101,7 +101,7 @@ def _are_dicts(value: Any) -> bool:
 
 
 def check_complete(state: Mapping[str, Any], where: str) -> None:
-    """Raises CheckpointError, naming what is missing, unless fairseq can train and evaluate on."""
+    """Raise CheckpointError, naming what is missing, if fairseq cannot train and evaluate on."""
     missing = [key for key in ("optimizer_history", "extra_state") if not state.get(key)]
     if not missing and "train_iterator" not in state["extra_state"]:
         missing.append("train_iterator")
@@ -115,7 +115,7 @@ def check_complete(state: Mapping[str, Any], where: str) -> None:
 
 
 def options_of(state: Mapping[str, Any], section: str = "model") -> Mapping[str, Any]:
-    """A section of the options that fairseq stores; of checkpoints with ``args`` all of them."""
+    """Return a section of the options that fairseq stores; with ``args``, all of them."""
     config = state.get("cfg")
     options = config.get(section) if isinstance(config, Mapping) else state.get("args")
     if not isinstance(options, Mapping):
@@ -126,8 +126,9 @@ def options_of(state: Mapping[str, Any], section: str = "model") -> Mapping[str,
 def with_options(
     state: Mapping[str, Any], changes: Mapping[str, Any], section: str = "model"
 ) -> dict[str, Any]:
-    """A state with other options in that section; a copy of what fairseq stores them in. One whose
-    new value is None is left out. Without options nothing is changed.
+    """Return a state with changed options in a section; None removes an option.
+
+    The stored options are copied. A state without options is returned unchanged.
     """
     config = state.get("cfg")
     stored = config.get(section) if isinstance(config, Mapping) else state.get("args")
@@ -142,17 +143,19 @@ def with_options(
 
 
 def null_experts(state: Mapping[str, Any]) -> int:
-    """N, outputs of the gates that lead to no expert, by the options that fairseq stores."""
+    """Return N, outputs of the gates that lead to no expert, from the stored options."""
     return int(options_of(state).get("moe_null_experts") or 0)
 
 
 def is_of_fairseq(state: Mapping[str, Any]) -> bool:
-    """Whether a state holds more than any host stores: parameters and optimizer state."""
+    """Return whether a state has entries that only fairseq stores."""
     return any(key in state for key in _OF_FAIRSEQ)
 
 
 def parameters(model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Each tensor that the trainer counts, once: tied weights have two names and one storage."""
+    """Return each tensor that the trainer counts, once: tied weights have two names and one
+    storage.
+    """
     distinct: dict[tuple, tuple[str, torch.Tensor]] = {}
     for key, tensor in model.items():
         if isinstance(tensor, torch.Tensor) and key.rpartition(".")[2] not in _MARKS:
@@ -164,8 +167,11 @@ def parameters(model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def map_state(
     state: Mapping[str, Any], change: Callable[[str, str | None, Any], Any]
 ) -> dict[str, Any]:
-    """A state whose tensors are changed one by one, each by ``change(name of the parameter, name of
-    an entry of its optimizer state or None, value)``.
+    """Change the tensors of a state one by one.
+
+    Args:
+        state: the state. change: (name of the parameter, name of an entry of its optimizer state or
+        None, value) -> value.
     """
     changed = {**state, MODEL: {name: change(name, None, v) for name, v in state[MODEL].items()}}
     optimizer = state.get(OPTIMIZER)
@@ -179,10 +185,12 @@ def map_state(
 
 
 def split_state(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split what one rank holds into the content of the shared file and of its rank file.
+    """Split the state of one rank into the content of the shared file and of its rank file.
 
     Both keep the common entries (cfg, counters, meters), as Meta's files do. Nothing is copied.
-    Raises CheckpointError for a state that is not in the form described above.
+
+    Raises:
+        CheckpointError: the state is not in the form of the module docstring.
     """
     if not isinstance(state, Mapping) or not isinstance(state.get(MODEL), Mapping):
         raise CheckpointError(f"a state must be a dict with the parameters under {MODEL!r}")
@@ -207,8 +215,10 @@ def split_state(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 def join_state(
     shared: Mapping[str, Any], model: Mapping[str, Any], named_state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The inverse of ``split_state`` for tensors and optimizer state of experts of any origin; the
-    state is left out if ``shared`` has none.
+    """Join shared state with tensors and optimizer state of experts: the inverse of
+    ``split_state``.
+
+    The optimizer state is left out if ``shared`` has none.
     """
     joined = {**shared, MODEL: {**shared[MODEL], **model}}
     optimizer = shared.get(OPTIMIZER)

@@ -167,7 +167,7 @@ def write_set(
 
 
 def refuse_target(path: str, source: str | None, force: bool) -> None:
-    """Raise CheckpointError where :func:`write_set` would not write there."""
+    """Raise CheckpointError if :func:`write_set` would not write there."""
     names = [CheckpointSet.from_path(each).path for each in (path, source) if each]
     if source and len({os.path.realpath(name) for name in names}) == 1:
         raise CheckpointError(f"{path}: is the source itself, which is never modified")
@@ -201,10 +201,10 @@ def reshard(src: str, dst: str, num_ranks: int, *, force: bool = False) -> str:
 
 
 def merge(src: str, dst: str, *, with_optimizer: bool = False, force: bool = False) -> str:
-    """Write a copy of a checkpoint as one file, experts numbered globally; for sharing.
+    """Write a copy of a checkpoint as one file, experts numbered globally, for sharing.
 
-    As :func:`reshard`; ``with_optimizer`` keeps the optimizer state, about twice the size of the
-    fp32 weights, and is an error where there is none.
+    See :func:`reshard`. ``with_optimizer`` keeps the optimizer state, about twice the size of the
+    fp32 weights; without such state it is an error.
     """
     source = read_set(src)
     if with_optimizer and not source.has_optimizer:
@@ -244,7 +244,7 @@ def copy_set(src: str, dst: str, *, ranks: AllRanks = _ALONE) -> None:
 
 
 def remove_set(path: str, *, ranks: AllRanks = _ALONE) -> None:
-    """Remove all files that ``path`` names, as one thing; nothing there is no error."""
+    """Remove all files that ``path`` names, in one step; nothing there is no error."""
     cset = CheckpointSet.from_path(path)
 
     def remove() -> None:
@@ -259,7 +259,8 @@ def remove_set(path: str, *, ranks: AllRanks = _ALONE) -> None:
 def recover_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
     """Finish or undo the interrupted saves of a directory, before the run that owns it starts.
 
-    Never needed to load: readers see the right set in any state. Saving does it for its own set.
+    Loading never needs this: readers see the right set in any state. Saving does it for its own
+    set.
     """
 
     def recover_all() -> None:
@@ -270,7 +271,7 @@ def recover_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
 
 
 def check_shared_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
-    """Find out before a run, not at its first save, whether all ranks write to one folder.
+    """Check before a run, not at its first save, that all ranks write to one folder.
 
     Raises:
         CheckpointError: on every rank; names the ranks that see another folder, and both paths.
@@ -305,7 +306,7 @@ def check_shared_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
 
 
 def set_exists(path: str) -> bool:
-    """Whether ``path`` names a set or a merged file (complete or not)."""
+    """Return whether ``path`` names a set or a merged file (complete or not)."""
     return bool(visible_files(CheckpointSet.from_path(path)))
 
 
@@ -333,13 +334,13 @@ def find_sets(directory: str, pattern: str) -> dict[str, float]:
 
 
 def _stage(cset: CheckpointSet, role: Role, state: State, metadata: SetMetadata) -> None:
-    """Write a member under its temporary name; ``commit`` makes it real."""
+    """Write a member under its temporary name; ``commit`` renames it."""
     stored = replace(metadata, rank=role if isinstance(role, int) else None)
     save_file({**state, METADATA: asdict(stored)}, temporary_path(cset, metadata.save_id, role))
 
 
 def _check_same_save(saves: list[list[Any]]) -> int:
-    """Ranks must take part in the same save. All compare the same values. Returns E."""
+    """Check that ranks take part in the same save, from the same values on all; return E."""
     for other, save in enumerate(saves):
         if save[1:] != saves[0][1:]:
             raise CheckpointError(
