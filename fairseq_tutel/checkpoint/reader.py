@@ -141,7 +141,7 @@ def read_set(path: str) -> SetReader:
 
 
 class SetReader:
-    """What :func:`read_set` returns.
+    """An open checkpoint; :func:`read_set` returns it.
 
     The shared content is in memory (its tensors mapped), rank files opened one at a time.
 

@@ -1,4 +1,4 @@
-"""What may be unpickled: classes that hold data and do nothing when they are built.
+"""Classes that may be unpickled: they hold data and do nothing when they are built.
 
 torch's restricted unpickler (``weights_only=True``) builds tensors and plain containers. Here is
 what fairseq checkpoints hold besides, today's and old ones: options, the config in its former form,

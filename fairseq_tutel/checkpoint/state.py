@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how one rank's state is split into the shared and its own file.
+"""Content of a checkpoint, and the split of a rank's state into the shared and its own file.
 
 A state is fairseq's dict: ``args``, ``cfg`` (a plain dict), ``model``, ``criterion``,
 ``optimizer_history``, ``task_state``, ``extra_state`` and, unless left out,

@@ -24,7 +24,7 @@ MEASURED_EVERY = 5  # steps between measurements of a decided key, for the log
 
 
 class Key(NamedTuple):
-    """What the time of a choice depends on; each key has its own choice."""
+    """Sizes and kind that the time of a choice depends on; each key has its own choice."""
 
     kind: str  # phase, dtype and sizes
     bucket: int  # capacity // WINDOW
