@@ -62,10 +62,10 @@ def _verdict(own: dict[str, Any], address: str, port: int, seconds: float, start
         what = "cannot listen at" if first else f"had no answer within {seconds:g} seconds from"
         reason = str(error).partition("\n")[0]  # torch's message goes on with a C++ stack
         raise ValueError(f"node {own['node']} {what} {address}:{port}: {reason}") from None
-    verdict, reported = _collect(store, own["nodes"], seconds)
+    verdict, readers = _collect(store, own["nodes"], seconds)
     store.set("verdict", verdict)
     end = time.monotonic() + _LATECOMER_SECONDS  # the store ends with node 0's reference to it
-    while store.add("read", 0) < reported - 1 and time.monotonic() < end:
+    while store.add("read", 0) < readers - 1 and time.monotonic() < end:
         time.sleep(0.1)
     return verdict
 
@@ -89,14 +89,14 @@ def _store_of_start(start: int, address: str, port: int, seconds: float):
 
 def _collect(store, num_nodes: int, seconds: float) -> tuple[str, int]:
     """Return what is wrong with the reports of ``num_nodes`` nodes ("": nothing), and how many of
-    them have reported."""
+    them will read it: those that did not report in time are given up."""
     end = time.monotonic() + seconds
     while True:
         there = [node for node in range(num_nodes) if store.check([f"node {node}"])]
         reports = [json.loads(store.get(f"node {node}")) for node in there]
         difference = _difference(reports)
         if difference or len(there) == num_nodes:
-            return difference, len(there)
+            return difference, num_nodes  # the others are on their way
         if time.monotonic() >= end:
             missing = ", ".join(str(node) for node in range(num_nodes) if node not in there)
             text = (
