@@ -10,6 +10,8 @@ from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from .quiet import silence_imports
+
 # A training process that was asked (SIGUSR1) to make room has saved a checkpoint and wants to be
 # queued again: the launcher passes the code through to scripts/slurm/train.sbatch. 85 is free of
 # the shell's codes (126-165) and of those in sysexits.h (64-78).
@@ -37,7 +39,11 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
-    """Exit with what ``main`` returns; quietly, where the reader of its output has ended (head)."""
+    """Exit with what ``main`` returns, quietly if the reader of its output has ended (``| head``).
+
+    What importing fairseq prints is left out.
+    """
+    silence_imports()
     try:
         status = main()
         sys.stdout.flush()

@@ -20,10 +20,6 @@ STAY_HERE = {
     "hydra.output_subdir": "hydra.output_subdir=null",
     "hydra/job_logging": "hydra.job_logging.handlers.file.filename=/dev/null",
 }
-# fairseq of 2022 under Hydra 1.3 prints these at every start, in every rank, before it reads a
-# config; later warnings of the kind are left out by integrations/fairseq/errors/log_filters.py.
-_WARNERS = ("fairseq_cli.hydra_train", "hydra.main", "hydra._internal.hydra", "sys")
-QUIET_START = ",".join(f"ignore::UserWarning:{name}" for name in _WARNERS)
 _FAIRSEQS = "config"  # the config in fairseq's own folder, where Hydra looks, too
 _OVERRIDE = re.compile(r"^[+~]*[A-Za-z_][\w.@/]*=")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +20,11 @@ from .commands import (
     with_options,
 )
 from .devices import Gpu, has_gpu_files, visible_gpus
-from .hydra import QUIET_START
 from .placement import Placement, adopt, master_address, master_port, start_here
 from .preflight import SharedError
 from .supervise import RankJob
 
+_STARTUP = str(Path(__file__).with_name("startup"))
 _FIRST_SECONDS, _AGAIN_SECONDS = 300, 60
 
 # NCCL settings by name; the README says what for. A variable the user has set is never changed.
@@ -211,9 +212,8 @@ def _shared_environment(
         # operations as the host launched them, so that ranks whose streams run differently do not
         # wait for each other forever.
         defaults["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
-    if command.kind == "hydra" and env.get("FAIRSEQ_TUTEL_WARNINGS", "0") in ("", "0"):
-        defaults["PYTHONWARNINGS"] = QUIET_START
     return {
+        **_quiet_start(command, env),
         "WORLD_SIZE": str(placement.world_size),
         "LOCAL_WORLD_SIZE": str(placement.local_world_size),
         "GROUP_RANK": str(placement.node_rank),
@@ -223,6 +223,13 @@ def _shared_environment(
         "FAIRSEQ_TUTEL_NCCL_PROFILE": options.nccl_profile,
         **{name: env.get(name, default) for name, default in defaults.items()},
     }
+
+
+def _quiet_start(command: Command, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the PYTHONPATH that silences fairseq's imports (command_line/quiet.py)."""
+    if command.kind == "script":
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (_STARTUP, env.get("PYTHONPATH"))))}
 
 
 def _device_environment(

@@ -86,6 +86,32 @@ def test_the_folder_of_reported_errors_is_the_launchers_own_and_removed(tmp_path
     assert folder == (tmp_path / "1").read_text().strip() and not Path(folder).exists()
 
 
+# What the imports of fairseq print, and what is somebody else's.
+_NOISE = f"""#!{sys.executable}
+import logging, warnings
+logging.basicConfig(level=logging.INFO)
+warnings.warn("`torch.jit.script` is deprecated. Please switch to `torch.compile`.", FutureWarning)
+log = logging.getLogger("fairseq.tasks.text_to_speech")
+log.info("Please install tensorboardX: pip install tensorboardX")
+log.info("a line of the task")
+warnings.warn("a warning of the user's", FutureWarning)
+"""
+
+
+@pytest.mark.parametrize("everything", ["0", "1"])
+def test_ranks_import_fairseq_without_noise_of_others(tmp_path, everything):
+    program = executable(tmp_path / "fairseq-train", _NOISE)
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.stderr.write('the own start\\n')")
+    env = environment(FAIRSEQ_TUTEL_WARNINGS=everything)
+    env["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{env['PYTHONPATH']}"
+    result = launch("--nproc-per-node", "2", "--", program, env=env)
+    assert result.returncode == 0, result.stderr
+    for line in ("a line of the task", "a warning of the user's", "the own start"):
+        assert len([each for each in result.stderr.splitlines() if line in each]) >= 2, line
+    for noise in ("torch.jit", "tensorboardX"):
+        assert (noise in result.stderr) == (everything == "1")
+
+
 # Writes like Python to a pipe: blocks of a buffer, which end anywhere.
 _BLOCKS = f"""#!{sys.executable} -S
 import os

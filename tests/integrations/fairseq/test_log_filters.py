@@ -6,6 +6,7 @@ import warnings
 
 from helpers.commands import ROOT, fairseq_command, run
 
+from fairseq_tutel.command_line import quiet
 from fairseq_tutel.integrations.fairseq.errors import log_filters
 
 TINY = """
@@ -25,7 +26,7 @@ def test_other_warnings_are_shown_and_known_ones_on_request(monkeypatch):
         for message in ("something of the user's", "'pin_memory' argument is set as true but"):
             warnings.warn(message, UserWarning, stacklevel=1)
         assert [str(warning.message) for warning in seen] == ["something of the user's"]
-        monkeypatch.setenv(log_filters.VARIABLE, "1")
+        monkeypatch.setenv(quiet.VARIABLE, "1")
         before = list(warnings.filters)
         log_filters.install()
         assert warnings.filters == before

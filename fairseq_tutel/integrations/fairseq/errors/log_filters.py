@@ -9,11 +9,10 @@ with ``FAIRSEQ_TUTEL_WARNINGS=1``.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import warnings
 
-VARIABLE = "FAIRSEQ_TUTEL_WARNINGS"
+from ....command_line.quiet import wants_everything
 
 # beginnings of messages: fairseq calls Hydra, torch.amp and DDP by their names of 2020, pins memory
 # on a CPU, too, and gives attention a mask of bools beside one of floats
@@ -46,7 +45,7 @@ _DETAILS = re.compile(
 
 def install() -> None:
     """Add the filters, unless the user wants to see everything."""
-    if os.environ.get(VARIABLE, "0") not in ("", "0"):
+    if wants_everything():
         return
     for message in _WARNINGS:
         warnings.filterwarnings("ignore", message=message)
