@@ -120,6 +120,7 @@ BLOCKS = {
     "one probability": (
         lambda s, x, t: functional.dropout(s.down(torch.tanh(s.up(x))), 0.4, t), (0.0, 0.4),
     ),
+    "in place": (lambda s, x, _: s.down(s.up(x).relu_()), (0.0, 0.0)),
     # copies
     "dropout of the input": (
         lambda s, x, t: s.down(torch.relu(s.up(functional.dropout(x, 0.5, t)))), None,
@@ -149,7 +150,6 @@ BLOCKS = {
         lambda s, x, _: s.down(torch.relu(s.up(x))) + functional.linear(s.up(x), s.up.weight.t()),
         None,
     ),
-    "in place": (lambda s, x, _: s.down(torch.relu_(s.up(x.mul_(2)))), None),
 }  # fmt: skip
 
 
@@ -203,6 +203,14 @@ REFUSED = {
             lambda s, x, _: s.down(functional.mish(s.up(x))) + torch.arange(x.shape[-2])[:, None]
         ),
         ROWS.format("evaluation .* the results differ"),
+    ),
+    "in place": (
+        lambda: two(lambda s, x, _: s.down(torch.relu(s.up(x.mul_(2))))),
+        "its input in place",
+    ),
+    "in place in training": (
+        lambda: two(lambda s, x, t: s.down(torch.relu(s.up(x.mul_(1 + t))))),
+        "its input in place",
     ),
     "token before": (lambda: two(mixing(lambda y, t: y)), "on other tokens in evaluation"),
     "only in training": (lambda: two(mixing(lambda y, t: y * t)), "on other tokens in training"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...moe import MoEConfig, MoELayer
+from ...moe.torch_modes import hooks_of
 
 
 def _always(gate: nn.Module) -> bool:
@@ -141,6 +142,11 @@ def _check(name: str, block: nn.Module) -> None:
             raise ValueError(f"{name}.{key} is on the meta device: load the model's weights first")
         if param.dtype not in _FLOATS:
             raise ValueError(f"{name}.{key} is quantised ({param.dtype}): load it without")
+    dtypes = {params[key].dtype for key in ("experts.gate_up_proj", "experts.down_proj")}
+    if len(dtypes) > 1:
+        raise ValueError(f"{where} has experts of several dtypes, {dtypes}: convert them to one")
+    if any(any(hooks_of(each)) for each in (block, block.experts)):
+        raise ValueError(f"{where} has hooks, which an MoE layer does not take over: remove them")
 
 
 def _network(name: str, activation: Callable[[Tensor], Tensor]) -> str:

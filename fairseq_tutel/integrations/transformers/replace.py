@@ -41,27 +41,27 @@ def replace_moe(
 ) -> dict[str, nn.Module]:
     """Replace the sparse blocks of a model by MoE layers with the same weights, in place.
 
-    Outputs are what they were: routing, weights of the experts' outputs and networks are the
-    block's, in training and in evaluation. Collective where ranks are several; all of them need
-    the same model. Build the optimizer, and wrap the model for data parallelism, afterwards.
+    Routing and experts compute what they did, in training and in evaluation, and ``requires_grad``
+    stays. Call it before you build the optimizer and before you wrap the model for data
+    parallelism. The call is collective; all ranks need the same model.
 
     Args:
-        model: one of transformers, or any that has blocks of ``SPARSE_BLOCKS``.
-        groups: which ranks hold which experts, from
-            :func:`~fairseq_tutel.distributed.build_groups`; by default each rank its share of them.
-        **moe: of each :class:`~fairseq_tutel.moe.MoELayer`: ``exchange``, ``load_bias``,
-            ``capacity_factor`` (0, nothing is dropped, unless it is given) and the like. What the
-            block decides is refused. ``compute_aux`` is False unless it is given.
+        model (nn.Module): a model of transformers, or any that has blocks of ``SPARSE_BLOCKS``.
+        groups (ExpertParallelGroups): placement of the experts on ranks (default: spread over all
+            ranks).
+        **moe: further arguments of :class:`~fairseq_tutel.moe.MoELayer`, such as ``exchange`` and
+            ``load_bias`` (default: MoELayer's, but ``capacity_factor=0``, so that no pair is
+            dropped, and ``compute_aux=False``). What the block decides is refused.
 
     Returns:
-        name -> the block that was there, without its experts' weights: what ``restore_moe`` and
-        ``original_state_dict`` need.
+        dict: name of each layer -> the block that was there, without its experts' weights. Give it
+        to ``restore_moe`` and ``original_state_dict``.
 
     Raises:
-        ValueError: no such block; or, by name, one that cannot be replaced: shared experts, another
-            router, quantised or on the meta device, another activation, jitter of what experts see.
-            The model then stays as it was.
-        TypeError: an option that no MoE layer has.
+        ValueError: no such block, or a block that cannot be replaced. The message names it: shared
+            experts, another router, several dtypes, hooks, quantised or on the meta device, another
+            activation, jitter of the experts' input. The model then stays as it was.
+        TypeError: MoELayer has no such option.
     """
     if decided := [name for name in _DECIDED if name in moe]:
         raise ValueError(f"the model's blocks decide {', '.join(decided)}: leave it out")

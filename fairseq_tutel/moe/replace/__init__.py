@@ -65,7 +65,8 @@ def replace_ffn(
     A block is a module that maps each token to one of the same width, [..., M] -> [..., M]. It may
     also be a whole layer of torch's or fairseq's transformer: then ``linear1`` (``fc1``) becomes
     the MoE layer, and activation, dropout and ``linear2`` (``fc2``) become identities. The MoE
-    layer takes the block's dtype, device, training mode and dropout.
+    layer takes the block's dtype, device, training mode and dropout. ``nn.TransformerEncoder`` no
+    longer uses nested tensors: its output at padding is no longer zero in evaluation.
 
     Args:
         model (nn.Module): the model that holds the blocks.
@@ -92,8 +93,8 @@ def replace_ffn(
 
     Raises:
         ValueError: nothing matches, or a block cannot be replaced. The message names the block: it
-            mixes tokens, changes the width, has convolutions, hooks, tied weights, weights of
-            several dtypes, on several devices, quantized or on the meta device.
+            mixes tokens, changes the width or (in place) its input, has convolutions, hooks, tied
+            weights, weights of several dtypes, on several devices, quantized or on the meta device.
     """
     given = [name for name in _NETWORK if name in moe]
     if copy_weights and given:

@@ -99,7 +99,7 @@ def call_seeded(network: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
     The latter tell whether two calls drew as many random numbers.
     """
     with _apart(x.device, 1):
-        y = network(x.clone())  # which it may change in place
+        y = network(x.clone())  # it may be changed in place
         return [y, torch.randn(x.shape, device=x.device), torch.rand(1, device="cpu")]
 
 
@@ -138,7 +138,7 @@ def fit_width(name: str, probe: nn.Module) -> Tensor:
     """Return tokens [2, 3, M] of the first width M that the probe maps to itself.
 
     Raises:
-        ValueError: there is no such width.
+        ValueError: there is no such width, or the probe changes its input in place.
     """
     wrong = ""
     device = next(probe.parameters()).device
@@ -154,10 +154,24 @@ def fit_width(name: str, probe: nn.Module) -> Tensor:
             wrong = wrong or f"{type(error).__name__}: {error}"
             continue
         if isinstance(y, Tensor) and y.shape == x.shape:
+            _refuse_in_place(name, probe, x)
             return x
         got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
         wrong = f"it maps {list(x.shape)} to {got}"
     raise ValueError(f"{name} ({type(probe).__name__}) is no [..., M] -> [..., M]: {wrong}")
+
+
+def _refuse_in_place(name: str, probe: nn.Module, x: Tensor) -> None:
+    """Raise ValueError if the probe changes its input: callers may rely on it, experts do not."""
+    for training in (False, True):
+        given = x.clone()
+        with _apart(x.device, 1), torch.no_grad():
+            probe.train(training)(given)
+        if not torch.equal(given, x):
+            raise ValueError(
+                f"{name} ({type(probe).__name__}) changes its input in place, as experts cannot: "
+                "let it compute on a copy, as by x = x.clone()"
+            )
 
 
 def check_tokens(name: str, probe: nn.Module, x: Tensor) -> None:

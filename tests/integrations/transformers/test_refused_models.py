@@ -52,11 +52,26 @@ def twice():
     return model
 
 
+def two_dtypes():
+    model = make("mixtral")
+    experts = model.model.layers[0].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj.bfloat16())
+    return model
+
+
+def hooked():
+    model = make("mixtral")
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    return model
+
+
 FIRST = r"model\.layers\.0\.mlp"
 REFUSED = {
     "shared": (shared, {}, rf"{FIRST} \(Qwen2MoeSparse.* all tokens .*\(shared_expert, shared_"),
     "grouped": (grouped, {}, r"mlp \(DeepseekV3MoE\) cannot be replaced: .* groups of experts"),
     "quantised": (quantised, {}, r"MixtralForCausalLM is quantised \(fp8\)"),
+    "two dtypes": (two_dtypes, {}, rf"{FIRST} \(Mixtral.* experts of several dtypes"),
+    "hooks": (hooked, {}, rf"{FIRST} \(Mixtral.* has hooks, which an MoE layer"),
     "meta": (on_meta, {}, rf"{FIRST}\.gate.weight is on the meta device"),
     "twice": (twice, {}, "MixtralForCausalLM has no sparse blocks inside; known are FlexOlmo"),
     "dense": (lambda: make("Llama", intermediate_size=20), {}, "no sparse blocks inside; known"),
