@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .command_line import CommandLine
+from .command_line import CommandLine, run_and_exit
 
 _BLUE, _RED, _GREY = "#4878a8", "#c44e52", "#777777"
 _COLORS = (_BLUE, _RED, "#55a868", "#8172b2", "#ccb974", "#64b5cd", _GREY, "#937860")
@@ -258,4 +258,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

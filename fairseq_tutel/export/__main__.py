@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..command_line import EXIT_USAGE, CommandLine
+from ..command_line import EXIT_USAGE, CommandLine, run_and_exit
 from ..config.options import above, at_least, in_range
 
 _CHECKPOINT = "NAME.pt of a set (NAME-shared.pt, NAME-rank-N.pt) or one file; it is only read"
@@ -106,4 +106,4 @@ def _aot(args) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

@@ -247,6 +247,10 @@ TABLE = (
     ),
     # by errors/excepthook.py, in fairseq's programs
     Replacement("argparse.ArgumentParser.error", "prints up to 199 lines of usage; there one"),
+    Replacement(
+        "argparse.ArgumentParser.format_help",
+        "ends before it looks at the options of an architecture; there it says how to find them",
+    ),
     Replacement("sys.excepthook", "prints a traceback per rank for a user's error; one line there"),
 )
 # Beside the table, in fairseq's programs: handlers of SIGINT (excepthook.py) and SIGUSR1

@@ -16,7 +16,8 @@ import fairseq.optim.fused_adam, fairseq.hub_utils, fairseq.trainer
 
 def attributes():
     found = {"sys.excepthook": sys.excepthook}
-    found["argparse.ArgumentParser.error"] = argparse.ArgumentParser.error
+    for name in ("error", "format_help"):
+        found[f"argparse.ArgumentParser.{name}"] = getattr(argparse.ArgumentParser, name)
     found["fairseq.trainer.Trainer.__new__"] = fairseq.trainer.Trainer.__new__  # inherited before
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] not in ("fairseq", "fairseq_cli") or module.__name__ != name:

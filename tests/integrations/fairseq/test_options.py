@@ -187,6 +187,32 @@ def test_the_help_begins_with_what_matters_and_the_page_has_its_tables(capsys, p
     assert help.RECIPE.split() == page.partition("--criterion moe_cross_entropy ")[2].split()[:12]
 
 
+def test_options_are_found_by_a_word(capsys):
+    every = re.findall(r"^  (--[\w-]+)", help.plain_text(), re.MULTILINE)
+    for word in ("overlap", "CAPACITY", "moe_a2a"):
+        assert main(["options", word]) == 0
+        found = capsys.readouterr().out
+        blocks = re.split(r"^(?=  --)", found, flags=re.MULTILINE)[1:]
+        wanted = word.lower().replace("_", "-")
+        assert blocks and all(wanted in block.lower().replace("_", "-") for block in blocks)
+        named = set(re.findall(r"^  (--[\w-]+)", found, re.MULTILINE))
+        assert {flag for flag in every if wanted in flag} <= named < set(every)
+    assert main(["options", "--s3-upload-path"]) == 0
+    assert "of Meta's branches is refused: nothing is uploaded" in capsys.readouterr().out
+    assert main(["options", "nosuch"]) == 1
+    assert "'nosuch'" in capsys.readouterr().err
+    assert main(["options", "a", "b"]) == 2
+    capsys.readouterr()
+    assert main(["options"]) == 0
+    assert capsys.readouterr().out == help.plain_text()
+
+
+def test_the_end_of_fairseqs_help_says_how_to_find_them(programs):
+    done = programs.run(["fairseq-train", "--user-dir", "fairseq_tutel", "--help"])
+    assert done.status == 0
+    assert done.stdout.splitlines()[-1].endswith("python -m fairseq_tutel options [WORD]")
+
+
 def test_the_recipe_for_balanced_experts_and_the_docstring_of_the_layers_options():
     routing = moe_config(config(*help.RECIPE.split()).model, 8)
     assert (routing.load_bias, routing.overflow_rerouting) == ("quantile", 4)

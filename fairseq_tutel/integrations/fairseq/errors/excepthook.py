@@ -45,6 +45,8 @@ _FAIRSEQ = str(Path(fairseq.__file__).resolve().parents[1])
 _VARIABLE = "FAIRSEQ_TUTEL_TRACEBACK"
 # functions that print an error: the one below, and torch's, which calls it
 _HOOKS = ("excepthook", "_distributed_excepthook")
+_stock_format_help = argparse.ArgumentParser.format_help
+_MORE_HELP = "options of models with experts: python -m fairseq_tutel options [WORD]"
 _COMMON_TASKS = ("language_modeling", "translation")
 _interrupted = False
 
@@ -55,6 +57,7 @@ def install() -> None:
         return
     sys.excepthook = _hook(sys.excepthook)
     argparse.ArgumentParser.error = _refuse_arguments
+    argparse.ArgumentParser.format_help = _format_help
     if program() == "fairseq-hydra-train":
         # Hydra then leaves errors to the hook, and prints those of others in full
         os.environ.setdefault("HYDRA_FULL_ERROR", "1")
@@ -134,6 +137,10 @@ def _interrupt(signum, frame):
     raise KeyboardInterrupt
 
 
+def _format_help(parser: argparse.ArgumentParser) -> str:
+    return f"{_stock_format_help(parser)}\n{_MORE_HELP}\n"
+
+
 def _refuse_arguments(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     if choice := re.match(r"(argument --([\w-]+).*: '(.*?)') \(choose from (.*)\)", message):
         near = difflib.get_close_matches(choice[3], re.findall(r"[\w-]+", choice[4]), 3)
@@ -143,7 +150,7 @@ def _refuse_arguments(parser: argparse.ArgumentParser, message: str) -> NoReturn
             message += f"; {registry.how_to_add()}"
     elif message.startswith("unrecognized arguments: "):
         message += _meant(parser, re.findall(r"(?<!\S)--[\w-]+", message))
-    lists = "--help lists fairseq's options, python -m fairseq_tutel this package's"
+    lists = "--help lists fairseq's options, python -m fairseq_tutel options this package's"
     text = f"{parser.prog}: error: {message} ({lists})\n"
     parser.exit(EXIT_USAGE, text if _is_first_to_report(text) else None)
 

@@ -94,13 +94,35 @@ def plain_text() -> str:
     """The options, for a terminal."""
     parts = [_USAGE.format(names="|".join(ARCHITECTURES))]
     for title, fields in own_options().items():
-        parts.append(title)
-        for flag, default, text in _rows(fields):
-            text = textwrap.fill(text, 90, break_on_hyphens=False)
-            parts += [f"  {flag} (default: {default})", textwrap.indent(text, " " * 8)]
-        parts.append("")
+        parts += [title, *map(_entry, _rows(fields)), ""]
     others = "\n".join(_other_defaults())
     return "\n".join(parts) + _OTHERS.format(recipe=RECIPE, other_defaults=others)
+
+
+def _entry(row: tuple[str, str, str]) -> str:
+    flag, default, text = row
+    text = textwrap.fill(text, 90, break_on_hyphens=False)
+    return f"  {flag} (default: {default})\n{textwrap.indent(text, ' ' * 8)}"
+
+
+def matching(word: str) -> str:
+    """Return the options whose flag or text has the word, in any case; "" if there are none.
+
+    Flags of Meta's branches are among them, with what to give instead.
+    """
+    found = []
+    for title, fields in own_options().items():
+        entries = [_entry(row) for row in _rows(fields) if _has(word, row[0], row[2])]
+        found += [title, *entries, ""] if entries else []
+    for flag, reason in (ACCEPTED | ACCEPTED_IN_EVALUATION | REFUSED).items():
+        if _has(word, flag, reason):
+            what = "refused" if flag in REFUSED else "accepted without effect"
+            found.append(f"{flag} of Meta's branches is {what}: {reason}")
+    return "".join(f"{line}\n" for line in found)
+
+
+def _has(word: str, *texts: str) -> bool:
+    return any(word.lower().replace("_", "-") in text.lower().replace("_", "-") for text in texts)
 
 
 def markdown() -> str:
