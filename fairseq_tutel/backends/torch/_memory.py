@@ -31,12 +31,15 @@ def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None
     As many buffers are kept as were in use at once; idle ones go when none of them fits.
     """
     dtype = like.dtype if dtype is None else dtype
-    size = torch.Size(shape).numel() * dtype.itemsize
+    shape = torch.Size(shape)
+    size = shape.numel() * dtype.itemsize
     if size < _LARGE or like.device.type != "cpu" or not _PRIVATE:
         return like.new_empty(shape, dtype=dtype)
     with _lock:
         buffer = _idle_buffer(size)
-        return torch.frombuffer(buffer, dtype=dtype, count=size // dtype.itemsize).view(shape)
+        flat = torch.frombuffer(buffer, dtype=dtype, count=size // dtype.itemsize)
+        # no view: callers may change an operator's output in place
+        return like.new_empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, shape)
 
 
 def _idle_buffer(size: int) -> mmap.mmap:

@@ -36,11 +36,14 @@ def expert_ffn_fwd(
     _, model_dim, hidden_dim = fc2_weight.shape
     to = Blocks.of(rows, hidden_dim, **options)
     rows_RM = rows.reshape(-1, model_dim)
-    out_RM = empty(rows, rows_RM.shape)  # contiguous, as the operator promises
+    # contiguous, as the operator promises, and no view: callers may change it in place
+    out = empty(rows, rows.shape)
+    out_RM = out.view(-1, model_dim)
     kept = rows_RM.shape[0] if keep_hidden else 0
     saved_RF, active_RF = (empty(rows, (kept, n)) for n in (fc1_weight.shape[1], hidden_dim))
     run_blocks(to, rows_RM, params, out_RM, (saved_RF, active_RF) if keep_hidden else None)
-    return to.without_unused(out_RM).view(rows.shape), saved_RF, active_RF
+    to.without_unused(out_RM)
+    return out, saved_RF, active_RF
 
 
 def run_blocks(

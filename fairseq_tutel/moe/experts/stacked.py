@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -96,6 +97,8 @@ class StackedExperts(ExpertBank):
         super().__init__()
         for p in (activation_dropout, dropout):
             ops.check_activation(activation, p)
+        if model_dim < 1 or hidden_dim < 1:
+            raise ValueError(f"model_dim={model_dim}, hidden_dim={hidden_dim}: both must be >= 1")
         self.options = self.read_options(options)
         self.layout = self.layout_for(self.options)
         self.expert_ids = tuple(expert_ids)
@@ -189,6 +192,7 @@ class StackedExperts(ExpertBank):
     def call(self, dtype: torch.dtype, parallelism: ExpertParallelism | None = None) -> ExpertCall:
         # in slices, dropout of the output is left to the tokens' rank: it must not depend on r
         dropout = (self.activation_dropout, self.dropout) if self.training else (0.0, 0.0)
+        self._refuse_reparametrized()
         params = tuple(getattr(self, name).to(dtype) for name in self.layout)
         if parallelism is None or parallelism.is_replicated:
             return ExpertCall(params, dropout)
@@ -226,7 +230,21 @@ class StackedExperts(ExpertBank):
             for name, stacked in self.layout.items()
         }
 
+    def _refuse_reparametrized(self) -> None:
+        """Raise ValueError if a stacked weight is computed from others.
+
+        State dicts would then neither hold nor set what the weight is computed from.
+        """
+        for name in self.layout:
+            if name not in self._parameters:
+                raise ValueError(
+                    f"experts.{name} is no parameter any more: torch.nn.utils.prune and "
+                    "parametrizations are not supported on stacked experts; change the values of "
+                    "the weights in place instead"
+                )
+
     def _singles(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._refuse_reparametrized()
         for name, singles in self.single_names().items():
             yield from zip(singles, getattr(self, name), strict=True)
 
@@ -248,6 +266,8 @@ class StackedExperts(ExpertBank):
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ):
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        assigned: dict[str, torch.Tensor] = {}  # by name of one expert's tensor
         wanted = set()
         for single, part in self._singles():
             key = prefix + single
@@ -259,7 +279,15 @@ class StackedExperts(ExpertBank):
             # of an expert of which a slice lives here: that slice, or all of it
             if value.shape == whole_shape(part.shape, single, self.hidden_slice[1]):
                 value = take_slice(value, single, *self.hidden_slice)
-            if value.shape == part.shape:
+            if value.shape == part.shape and assign:
+                assigned[single] = value
+            elif value.shape == part.shape:
+                if part.is_meta and not value.is_meta:
+                    warnings.warn(
+                        f"{key}: copying into a parameter on the meta device does nothing; call "
+                        "load_state_dict with assign=True",
+                        stacklevel=2,
+                    )
                 part.detach().copy_(value)
             else:
                 error_msgs.append(
@@ -270,6 +298,17 @@ class StackedExperts(ExpertBank):
             unexpected_keys.extend(
                 key for key in state_dict if key.startswith(prefix) and key not in wanted
             )
+        if assigned:
+            self._assign(assigned)
+
+    def _assign(self, singles: Mapping[str, torch.Tensor]) -> None:
+        """Replace the parameters all of whose tensors are given, in the dtype of these."""
+        for name, parts in self.single_names().items():
+            if all(part in singles for part in parts):
+                values = torch.stack([singles[part].detach() for part in parts])
+                trained = self._parameters[name].requires_grad
+                self._parameters[name] = nn.Parameter(values, requires_grad=trained)
+        self.mark()
 
     def extra_repr(self) -> str:
         index, slices = self.hidden_slice

@@ -65,7 +65,9 @@ class Router(nn.Module):
         self.config = config
         self.options = config.router_options
         biased = config.load_bias != "none"
-        self.register_buffer("load_bias", torch.zeros(config.num_outputs) if biased else None)
+        # fp32 under any default dtype: the steps of a bias are too small for half precision
+        bias_E = torch.zeros(config.num_outputs, dtype=torch.float32) if biased else None
+        self.register_buffer("load_bias", bias_E)
         self._watch = UpdateWatch()
 
     def forward(

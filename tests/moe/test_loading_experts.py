@@ -1,0 +1,77 @@
+"""Stacked experts: what loading a state dict, or refusing it, does to a layer's output."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+from fairseq_tutel.moe import MoELayer
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    layer = MoELayer(8, 4, 16, top_k=2, capacity_factor=0, seed=seed)
+    return nn.Sequential(nn.Linear(8, 8), layer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_assigning_to_a_model_on_the_meta_device(dtype):
+    reference = make().to(dtype)
+    reference[1].experts.fc2_bias.requires_grad_(False)
+    with torch.device("meta"):
+        model = make(1)
+    model[1].experts.fc2_bias.requires_grad_(False)
+    model.load_state_dict(reference.state_dict(), assign=True)
+    assert {param.dtype for param in model.parameters()} == {dtype}
+    flags = [param.requires_grad for param in model.parameters()]
+    assert flags == [param.requires_grad for param in reference.parameters()]
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    torch.testing.assert_close(model(x), reference(x))
+    assert model[1].experts.fc1_weight.expert == reference[1].experts.fc1_weight.expert
+
+
+def test_copying_to_the_meta_device_is_told():
+    with torch.device("meta"):
+        model = make(1)
+    with pytest.warns(UserWarning, match="assign=True"):
+        model[1].load_state_dict(make()[1].state_dict())
+
+
+def test_weights_that_are_computed_from_others_are_refused():
+    layer, x = make()[1], torch.ones(3, 8)
+    prune.l1_unstructured(layer.experts, "fc1_weight", 0.5)
+    for use in (layer.state_dict, lambda: layer.load_state_dict({}), lambda: layer(x)):
+        with pytest.raises(ValueError, match="experts.fc1_weight is no parameter any more"):
+            use()
+    layer = make()[1]
+    parametrize.register_parametrization(layer.experts, "fc1_weight", nn.Tanh())
+    with pytest.raises(ValueError, match="experts.fc1_weight is no parameter any more"):
+        layer(x)
+
+
+def test_no_hidden_units_are_refused():
+    with pytest.raises(ValueError, match="hidden_dim=0"):
+        MoELayer(8, 4, hidden_dim=0)
+
+
+def test_a_load_bias_moves_under_any_default_dtype():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer = MoELayer(8, 4, 16, top_k=2, load_bias="sign", load_bias_rate=0.001)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    bias_E = layer.gate.load_bias
+    bias_E.copy_(torch.tensor([0.6, -0.6, 0.3, -0.3]))
+    for _ in range(100):
+        layer.gate.update_load_bias(torch.tensor([9, 1, 1, 1], dtype=torch.int32))
+    # each step adds rate * sign(mean - count) and takes the mean off again
+    want = torch.tensor([0.6, -0.6, 0.3, -0.3]) + 0.1 * torch.tensor([-1.5, 0.5, 0.5, 0.5])
+    torch.testing.assert_close(bias_E, want, rtol=0, atol=1e-4)
+
+
+def test_work_in_place_on_the_output_of_experts():
+    layer, x = make()[1], torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    once = layer(x)
+    layer.experts.register_forward_hook(lambda module, args, y: y.mul_(2))
+    torch.testing.assert_close(layer(x), 2 * once)
+    layer(x).sum().backward()
