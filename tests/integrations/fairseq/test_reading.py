@@ -197,4 +197,5 @@ def test_programs_agree_about_what_a_name_means(saved, tmp_path):
     assert f"{shared}: missing" in verdict()
     for rank in (0, 1):
         os.remove(saved.replace(".pt", f"-rank-{rank}.pt"))
-    assert checkpoint_utils.get_maybe_sharded_checkpoint_filename(saved, "", 0, 1) == saved
+    with pytest.raises(FileNotFoundError, match="m.pt; .* holds no checkpoint"):
+        checkpoint_utils.get_maybe_sharded_checkpoint_filename(saved, "", 0, 1)
