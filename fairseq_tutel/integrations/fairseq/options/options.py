@@ -45,14 +45,14 @@ class MoEOptions(schema_of(ExchangeConfig, "communication"), schema_of(MoEConfig
     )
     moe_grow_at: Optional[str] = option(
         None,
-        "UPDATE:E: after that update the run goes on with E experts, copies of those it has; under "
+        "UPDATE:E: continue with E experts after that update, copies of the present ones; needs "
         "the launcher, which starts the ranks again",
         group="size",
     )
     moe_growth_updates: int = option(
         0,
-        "> 0: --moe-grow-at keeps the function, and the new experts come in over so many updates; "
-        "needs a load bias",
+        "> 0: --moe-grow-at keeps the model's function, and new experts come in over so many "
+        "updates; needs a load bias",
         at_least(0),
         group="size",
     )
@@ -67,8 +67,8 @@ class MoEOptions(schema_of(ExchangeConfig, "communication"), schema_of(MoEConfig
     )
     moe_shared_expert_ffn_dim: int = option(
         0,
-        "> 0: hidden dimension of an expert that all tokens go to, beside those that they are "
-        "routed to; dense, on every rank",
+        "> 0: hidden dimension of a dense expert that all tokens go through, beside the experts "
+        "that they are routed to",
         at_least(0),
         group="size",
     )
@@ -87,16 +87,16 @@ class MoEOptions(schema_of(ExchangeConfig, "communication"), schema_of(MoEConfig
 
     moe_expert_parallel_size: int = option(
         0,
-        "ranks, neighbours, that exchange tokens and hold all experts between them, such as those "
-        "of a node; other such groups hold replicas (default: as many as ranks and experts allow)",
+        "number of neighbouring ranks that exchange tokens and together hold all experts, such as "
+        "the ranks of a node; other groups hold replicas (default: as many as ranks and experts "
+        "allow)",
         at_least(0),
         group="communication",
     )
     moe_expert_placement: ChoiceEnum(EXPERT_PLACEMENTS) = option(
         "replicated",
-        "with fewer experts than ranks, what each rank of an expert holds: all of it "
-        "('replicated'), or a part of its hidden units ('sliced'), which takes as many times less "
-        "memory",
+        "with fewer experts than ranks, what a rank holds of an expert: all of it ('replicated'), "
+        "or a part of its hidden units ('sliced'), which takes less memory",
         group="communication",
     )
     moe_tune_steps: int = option(
@@ -113,8 +113,8 @@ class MoEOptions(schema_of(ExchangeConfig, "communication"), schema_of(MoEConfig
     )
     moe_tune_file: Optional[str] = option(
         None,
-        "with an 'auto': take the choices of this file, as SAVE_DIR/exchange.json of another run, "
-        "and measure nothing, so that a run can be repeated bit for bit",
+        "with an 'auto': take the choices from this file, such as SAVE_DIR/exchange.json of "
+        "another run, and measure nothing, so that a run can be repeated bit for bit",
         group="communication",
     )
 
@@ -145,20 +145,20 @@ class MoEOptions(schema_of(ExchangeConfig, "communication"), schema_of(MoEConfig
     )
     moe_expert_dtype: ChoiceEnum(EXPERT_DTYPES) = option(
         "same",
-        "in evaluation, by --model-overrides: weights of the experts in fewer bytes; int8 has a "
-        "scale for every output, and is for CPUs",
+        "convert the experts' weights to fewer bytes, in evaluation by --model-overrides; int8 has "
+        "a scale per output and runs on CPUs",
         group="debugging",
     )
     moe_map_experts: bool = option(
         False,
-        "in evaluation, by --model-overrides: leave experts in the checkpoint's files, where they "
-        "are read when a token goes to them, once for all processes of a node",
+        "leave experts in the checkpoint's files, in evaluation by --model-overrides: each is read "
+        "when the first token reaches it, once for all processes of a node",
         group="debugging",
     )
     moe_load_log_interval: int = option(
         0,
-        "> 0: append load and utilisation of the experts to SAVE_DIR/expert_load.jsonl every so "
-        "many updates",
+        "> 0: append load and utilisation of the experts to SAVE_DIR/expert_load.jsonl every N "
+        "updates",
         at_least(0),
         group="debugging",
     )
