@@ -23,7 +23,7 @@ class Starter:
     needs: tuple[str, ...] = ()  # one of these is set where this is the starter
 
     def is_here(self, env: Mapping[str, str]) -> bool:
-        """Whether it has given this process a rank."""
+        """Return whether this starter has given the process a rank."""
         return bool(env.get(self.rank) and (not self.needs or first_set(env, self.needs)))
 
 
@@ -68,7 +68,7 @@ class Started:
 
 
 def started(env: Mapping[str, str]) -> Started:
-    """What the environment states; alone where no starter states a rank and a number above 1."""
+    """Return the place that the environment states; alone if no starter states several ranks."""
     for starter in STARTERS:
         rank, world_size = env.get(starter.rank, ""), first_set(env, starter.world_size)
         if starter.is_here(env) and rank.isdigit() and world_size.isdigit() and int(world_size) > 1:
@@ -77,5 +77,5 @@ def started(env: Mapping[str, str]) -> Started:
 
 
 def is_first_rank(env: Mapping[str, str]) -> bool:
-    """Whether this process is the one to report what all ranks find."""
+    """Return whether this process is the one to report what all ranks find."""
     return next((env[row.rank] for row in STARTERS if row.is_here(env)), "0") == "0"

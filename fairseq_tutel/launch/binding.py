@@ -93,7 +93,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class RankBinding:
-    """Where one rank runs."""
+    """Cores, threads and GPU of one rank."""
 
     local_rank: int
     gpu: Gpu | None
@@ -102,7 +102,7 @@ class RankBinding:
     note: str = ""  # why a rank is bound in another way than usual
 
     def describe(self) -> str:
-        """It in one line, for a benchmark's record."""
+        """Return the binding in one line, for a benchmark's record."""
         note = f" ({self.note})" if self.note else ""
         return "none" if self.cpus is None else f"auto cores={format_cpulist(self.cpus)}{note}"
 

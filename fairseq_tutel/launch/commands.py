@@ -64,18 +64,18 @@ class Command:
         return _KINDS.get(self.name or "", "script")
 
     def spelled(self, key: str) -> str:
-        """How a user of this command writes the option ``key``."""
+        """Return the option ``key`` as a user of this command writes it."""
         if self.kind == "hydra":
             return f"{_SECTION.get(key, 'distributed_training')}.{key}"
         return "--" + key.replace("_", "-")
 
     def stated(self, key: str) -> str | None:
-        """What is given, or what the config file states; None if neither does."""
+        """Return the given value, or the config file's; None if there is neither."""
         section = _SECTION.get(key, "distributed_training")
         return self.given.get(key, value_in(self.config, section, key))
 
     def number(self, key: str, *, in_file: bool = False) -> int | None:
-        """What is given, or stated ``in_file``, as a number; None also for an interpolation
+        """Return the given value, or that ``in_file``, as a number; None also for an interpolation
         (``${...}``), which only Hydra can resolve. Raises ValueError for anything else."""
         text = self.stated(key) if in_file else self.given.get(key)
         if text is None or "${" in text or text in ("null", "None"):
@@ -87,7 +87,7 @@ class Command:
 
 
 def _console_script(word: str) -> str | None:
-    """Of fairseq_cli.X or .../fairseq_cli/X.py, if that is one of fairseq's programs here."""
+    """Return the console script of fairseq_cli.X or .../fairseq_cli/X.py, None for other words."""
     match = re.search(r"(?:^|/)fairseq_cli(?:/(\w+)\.py|\.(\w+))$", word)
     name = match and "fairseq-" + (match[1] or match[2]).replace("_", "-")
     return name if name in _KINDS else None
@@ -119,7 +119,7 @@ def _find_program(word: str, path: str | None) -> tuple[str, ...]:
 
 
 def parse_command(words: Sequence[str], path: str | None = None) -> Command:
-    """What stands after ``--``. ``path`` replaces $PATH. Raises ValueError if it cannot be run."""
+    """Read the words after ``--``; ``path`` replaces $PATH. Raises ValueError if none can run."""
     if not words:
         raise ValueError("no command given; put it after --, as in: -- fairseq-train DATA ...")
     base = os.path.basename(words[0])
@@ -169,8 +169,8 @@ def _require(command: Command, key: str, ours: str, why: str) -> None:
 
 
 def use_cpu(command: Command, num_gpus: int) -> bool:
-    """Whether the ranks run on the CPU: without a GPU, and where the user's options or config file
-    choose it. Raises ValueError for options that this machine cannot satisfy.
+    """Return whether the ranks run on the CPU: if there is no GPU, or the user's options or config
+    file choose it. Raises ValueError for options that this machine cannot satisfy.
     """
     user = (command.stated("cpu") if num_gpus else command.given.get("cpu")) or ""
     if num_gpus == 0 and user.lower() in _FALSE:

@@ -1,4 +1,4 @@
-"""Which GPUs the ranks of this node can use, found without importing torch in this process."""
+"""GPUs that the ranks of this node can use, found without importing torch in this process."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Gpu:
 
 
 def has_gpu_files(root: str | Path = "/") -> bool:
-    """Whether a GPU's driver shows itself: /dev/nvidiaN, /dev/dxg (WSL) or /dev/kfd (AMD)."""
+    """Return whether there are a GPU's files: /dev/nvidiaN, /dev/dxg (WSL) or /dev/kfd (AMD)."""
     dev = Path(root) / "dev"
     return any(dev.glob("nvidia[0-9]*")) or (dev / "dxg").exists() or (dev / "kfd").exists()
 
 
 def ask_torch(env: Mapping[str, str]) -> str:
-    """What torch lists in a process of its own; "" where it cannot."""
+    """Return what torch lists in a process of its own; "" if it fails."""
     command = [sys.executable, "-c", _QUERY_TORCH]
     try:
         result = subprocess.run(

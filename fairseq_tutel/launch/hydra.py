@@ -73,7 +73,7 @@ def find_config(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def value_in(config: Mapping[str, Any], *keys: str) -> str | None:
-    """What a file states for ``keys`` below each other, in words as in an override."""
+    """Return what a file states for nested ``keys``, spelled as in an override; None if nothing."""
     value: Any = config
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None

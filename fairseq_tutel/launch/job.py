@@ -65,7 +65,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """What this process does: ``ranks`` to run, and a ``summary`` of them for the user."""
+    """Ranks to run in this process, and a ``summary`` of them for the user."""
 
     placement: Placement
     command: Command
@@ -105,7 +105,7 @@ class Job:
 
     @property
     def is_of_a_step(self) -> bool:
-        """Whether other nodes' launchers have the job's other ranks, started by one srun."""
+        """Return whether other nodes' launchers have the job's other ranks, started by one srun."""
         return self.placement.source == "srun" and self.placement.world_size > len(self.ranks)
 
     @property
@@ -190,7 +190,7 @@ def assign_gpus(
 def _shared_environment(
     options: Options, placement: Placement, env: Mapping[str, str], command: Command, cpu: bool
 ) -> dict[str, str]:
-    """What every rank of the job gets on top of the user's environment."""
+    """Return the variables that every rank gets on top of the user's environment."""
     given = dict(env)
     if options.master_addr:
         given["MASTER_ADDR"] = options.master_addr

@@ -1,4 +1,4 @@
-"""Which rank this process is, adopted from its starter or to be started here; where ranks meet.
+"""Rank of this process, adopted from its starter or to be started here; where ranks meet.
 
 The starters' variables are in :mod:`fairseq_tutel.command_line.starters`.
 """
@@ -58,12 +58,12 @@ class Placement:
 
     @property
     def is_task(self) -> bool:
-        """Whether a scheduler's starter, which may bind and hide GPUs, made this process."""
+        """Return whether a scheduler's starter, which may bind and hide GPUs, made this process."""
         return self.source in ("srun", "mpirun", "mpiexec")
 
 
 def _number(env: Mapping[str, str], names: Sequence[str]) -> int | None:
-    """Of the first variable that is set; None where none is."""
+    """Return the value of the first variable that is set; None if there is none."""
     name = next((name for name in names if env.get(name)), None)
     if name is not None and not env[name].isdigit():
         raise ValueError(f"environment variable {name}={env[name]!r} is not a number")

@@ -40,7 +40,7 @@ def compare_nodes(
 
 
 def _verdict(own: dict[str, Any], address: str, port: int, seconds: float, start: int) -> str:
-    """What is wrong with the job, the same on all nodes; "" if nothing is."""
+    """Return what is wrong with the job, the same on all nodes; "" if nothing is."""
     # what becomes of a store that is not node 0's is no warning; of this process only
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed import TCPStore  # seconds to import, and one node does without
@@ -108,7 +108,7 @@ def _collect(store, num_nodes: int, seconds: float) -> tuple[str, int]:
 
 
 def _difference(reports: list[dict[str, Any]]) -> str:
-    """What keeps a node from being one of node 0's job, "" if nothing does."""
+    """Return what keeps nodes from forming one job with node 0; "" if nothing does."""
     found = [
         f"{key}: {reports[0][key]} on {reports[0]['host']} (node 0), "
         f"{other[key]} on {other['host']} (node {other['node']})"

@@ -30,7 +30,7 @@ _OVERRIDES = {f"checkpoint.{key}" for key in _START}
 
 
 def _in_file(words: Sequence[str], key: str) -> Any:
-    """What the command's config file states for a key of its section ``checkpoint``, or None."""
+    """Return ``checkpoint.KEY`` of the command's config file, or None."""
     _, config = find_config(words)
     if not config:
         return None

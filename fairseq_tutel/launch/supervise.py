@@ -43,7 +43,7 @@ def prepare_for_requests(hold: bool) -> None:
 
 
 def _is_importing(process: subprocess.Popen) -> bool:
-    """Whether a process (not yet reaped) still blocks SIGUSR1; see proc(5)."""
+    """Return whether a process (not yet reaped) still blocks SIGUSR1; see proc(5)."""
     with open(f"/proc/{process.pid}/status") as status:
         bits = next((line.split()[1] for line in status if line.startswith("SigBlk:")), "0")
     return bool(int(bits, 16) >> (signal.SIGUSR1 - 1) & 1)

@@ -139,7 +139,7 @@ def _call_main(original, cfg, main, **kwargs):
 
 
 def _runs_experts(name: str, cfg) -> bool:
-    """Whether a fairseq program is about to run a model with experts."""
+    """Return whether a fairseq program is about to run a model with experts."""
     if name == "train":
         return any(moe_frequencies(cfg.model))
     path = cfg.common_eval.path if name in ("eval_lm", "validate", "interactive") else None

@@ -1,4 +1,4 @@
-"""What fairseq's programs print, and no user of this package can do anything about.
+"""Filters for what fairseq's programs print and no user can do anything about.
 
 Without these filters README's command prints 30 lines of warnings about Hydra and torch and
 12 log lines for fairseq's authors, and each rank again, an evaluation program 7 KB of config, and

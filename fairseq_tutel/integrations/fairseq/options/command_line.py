@@ -1,4 +1,4 @@
-"""What fairseq's command lines may have beside the options, and rules for parsed arguments.
+"""Flags that fairseq's command lines accept beside the options; rules for parsed arguments.
 
 Commands that were written for Meta's branches ``moe`` and ``nllb`` run as they are: a flag that has
 no meaning here is accepted, with one line that says why it has no effect (``ACCEPTED``), and one

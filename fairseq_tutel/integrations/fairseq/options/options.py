@@ -231,7 +231,7 @@ def check_moe_options(args: Any, config: type) -> None:
 
 
 def moe_config(args: Any, num_experts: int) -> MoEConfig:
-    """How tokens are routed; raises ValueError for what is impossible or contradicts."""
+    """Return how tokens are routed; raise ValueError for options that contradict each other."""
     values = values_of(MoEConfig, args)
     _resolve_capacity(values, args.moe_top1_expert)
     if num_experts == 1:
@@ -270,7 +270,7 @@ def _resolve_capacity(values: dict[str, Any], top1_expert: bool) -> None:
 
 
 def exchange_config(args: Any) -> ExchangeConfig:
-    """How tokens travel between ranks; raises ValueError for what is impossible or contradicts."""
+    """Return how tokens travel between ranks; raise ValueError for options that contradict."""
     values = values_of(ExchangeConfig, args)
     placement, r = str(args.moe_expert_placement), values["r"]
     if placement == "sliced" and args.moe_expert_parallel_size:

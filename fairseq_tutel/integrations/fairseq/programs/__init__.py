@@ -1,4 +1,4 @@
-"""What fairseq's programs need with experts, and which of them this process runs."""
+"""Changes that fairseq's programs need with experts; the program that this process runs."""
 
 from __future__ import annotations
 

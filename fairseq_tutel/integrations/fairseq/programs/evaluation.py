@@ -31,7 +31,7 @@ _LISTED = 10  # most checkpoints that an error lists
 
 
 def is_moe_checkpoint(path: str) -> bool:
-    """Whether ``path`` names a sharded set or a file with expert parameters.
+    """Return whether ``path`` names a sharded set or a file with expert parameters.
 
     Raises CheckpointError for a file that may not or cannot be read, whatever is in it: fairseq's
     own loader would run its code where ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1``, and does not name a
@@ -62,7 +62,7 @@ def checkpoints_beside(path: str) -> str:
 
 
 def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
-    """What ``load_checkpoint_to_cpu`` returns, with this rank's share of the experts.
+    """Load a checkpoint like ``load_checkpoint_to_cpu``, with this rank's share of the experts.
 
     Checkpoints of Meta's branches name a dense architecture and MoE options; they get the name of
     the one with experts. Raises ValueError for an override of an MoE option that there is not,
@@ -120,7 +120,7 @@ def with_options_of_today(
 
 
 def _options() -> set[str]:
-    """Of all models and criteria here."""
+    """Return the options of all models and criteria here."""
     return {
         *(name for row in ARCHITECTURES.values() for name in row.config.__dataclass_fields__),
         *(name for config in CRITERIONS.values() for name in config.__dataclass_fields__),
@@ -165,7 +165,7 @@ def _as_config(saved: dict[str, Any]) -> DictConfig:
 
 
 def eval_lm(original, models, source_dictionary, batch_iterator, **options):
-    """In place of fairseq's ``eval_lm`` function, for a model whose experts are spread over ranks.
+    """Replace fairseq's ``eval_lm`` function for a model whose experts are spread over ranks.
 
     Each rank scores its share of the data, and the scores are added over the ranks, whether or not
     these exchange tokens; stock reports those of rank 0 alone. Ranks run out of batches at

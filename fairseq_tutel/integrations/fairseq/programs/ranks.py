@@ -101,7 +101,7 @@ def meet_in_time(cfg, main):
 
 
 def _end_without_others(rank: int, seconds: float) -> None:
-    """In a thread of its own: the main one waits inside torch."""
+    """End the process, in a thread of its own: the main one waits inside torch."""
     sys.stderr.write(
         f"{program()}: error (rank {rank}): the other ranks have not connected within "
         f"{seconds:g} seconds: has one of them failed? ({_TIMEOUT}=SECONDS waits longer)\n"
