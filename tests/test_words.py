@@ -1,0 +1,181 @@
+"""Docstrings begin with a verb or a noun, and sentences of pages are short."""
+
+import ast
+import re
+
+import pytest
+from helpers.commands import ROOT
+
+MAX_WORDS = 40
+# A docstring that begins so has its verb, or the thing that it describes, in the wrong place.
+FIRST_WORDS = ("Of", "What", "Whose", "As", "That", "In", "On")
+
+CODE = sorted((ROOT / "fairseq_tutel").rglob("*.py")) + sorted((ROOT / "scripts").rglob("*.py"))
+PAGES = sorted(
+    path
+    for pattern in ("README.md", "CONTRIBUTING.md", "configs/*.md", "fairseq_tutel/**/*.md")
+    + ("scripts/**/*.md", "tests/**/*.md")
+    for path in ROOT.glob(pattern)
+    if path.resolve() == path  # fairseq_tutel/configs is a link
+)
+
+# Files that still break a rule. The list only shrinks.
+NOT_YET_CLEAN = {
+    "fairseq_tutel/backends/_wire_formats.py",
+    "fairseq_tutel/backends/torch/_expert_blocks.py",
+    "fairseq_tutel/backends/torch/adam.py",
+    "fairseq_tutel/backends/torch/rows.py",
+    "fairseq_tutel/backends/triton/_runtime.py",
+    "fairseq_tutel/backends/triton/adam.py",
+    "fairseq_tutel/command_line/__init__.py",
+    "fairseq_tutel/config/growth.py",
+    "fairseq_tutel/config/options.py",
+    "fairseq_tutel/distributed/agreement.py",
+    "fairseq_tutel/distributed/exchanges/algorithm.py",
+    "fairseq_tutel/distributed/exchanges/exchange.py",
+    "fairseq_tutel/distributed/placement/__init__.py",
+    "fairseq_tutel/distributed/placement/expert_parallelism.py",
+    "fairseq_tutel/distributed/world.py",
+    "fairseq_tutel/export/description.py",
+    "fairseq_tutel/export/huggingface_files/__init__.py",
+    "fairseq_tutel/export/huggingface_files/configuration_fairseq_moe.py",
+    "fairseq_tutel/export/huggingface_files/modeling_fairseq_moe.py",
+    "fairseq_tutel/export/names.py",
+    "fairseq_tutel/export/source.py",
+    "fairseq_tutel/integrations/fairseq/criterions/moe_criterion.py",
+    "fairseq_tutel/integrations/fairseq/models/conditional_routing.py",
+    "fairseq_tutel/integrations/fairseq/models/moe_block.py",
+    "fairseq_tutel/integrations/fairseq/models/moe_stack.py",
+    "fairseq_tutel/integrations/fairseq/models/shared_decoding.py",
+    "fairseq_tutel/integrations/fairseq/models/transformer_moe.py",
+    "fairseq_tutel/integrations/fairseq/models/transformer_stacks.py",
+    "fairseq_tutel/integrations/fairseq/optim.py",
+    "fairseq_tutel/integrations/fairseq/programs/generation.py",
+    "fairseq_tutel/integrations/fairseq/programs/validation.py",
+    "fairseq_tutel/launch/job.py",
+    "fairseq_tutel/launch/supervise.py",
+    "fairseq_tutel/moe/arguments.py",
+    "fairseq_tutel/moe/call.py",
+    "fairseq_tutel/moe/chunks.py",
+    "fairseq_tutel/moe/experts/base.py",
+    "fairseq_tutel/moe/experts/inference.py",
+    "fairseq_tutel/moe/layer.py",
+    "fairseq_tutel/moe/memory.py",
+    "fairseq_tutel/moe/reports.py",
+    "fairseq_tutel/moe/routers/base.py",
+    "fairseq_tutel/moe/routers/from_logits.py",
+    "fairseq_tutel/moe/routing.py",
+    "fairseq_tutel/moe/wire.py",
+    "fairseq_tutel/ops/expert_ffn.py",
+    "fairseq_tutel/picture.py",
+    "scripts/bench/bench_adaptive.py",
+    "scripts/bench/bench_alltoall.py",
+    "scripts/bench/bench_decode.py",
+    "scripts/bench/bench_exchange.py",
+    "scripts/bench/bench_kernels.py",
+    "scripts/bench/bench_layer.py",
+    "scripts/bench/bench_mapped.py",
+    "scripts/bench/bench_peers.py",
+    "scripts/bench/bench_startup.py",
+    "scripts/bench/bench_swin.py",
+    "scripts/bench/bench_train.py",
+    "scripts/bench/dense_reference.py",
+    "scripts/bench/peers.py",
+    "scripts/bench/plot.py",
+    "scripts/bench/predict.py",
+    "scripts/bench/record.py",
+    "scripts/bench/runner.py",
+    "scripts/bench/study_growth.py",
+    "scripts/bench/study_swin.py",
+    "scripts/bench/two_nodes.py",
+    "scripts/examples/hosts/toy.py",
+    "scripts/examples/plain_pytorch.py",
+    "scripts/examples/swin_moe/train.py",
+    "scripts/quickstart/expert_use.py",
+    "scripts/quickstart/parallel.py",
+    "scripts/quickstart/steps.py",
+    "CONTRIBUTING.md",
+    "configs/README.md",
+    "fairseq_tutel/README.md",
+    "fairseq_tutel/export/README.md",
+    "fairseq_tutel/integrations/fairseq/options/README.md",
+    "scripts/bench/results/README.md",
+    "scripts/examples/swin_moe/README.md",
+    "scripts/quickstart/README.md",
+    "scripts/slurm/README.md",
+    "tests/golden/README.md",
+}  # fmt: skip
+
+
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+def docstrings(source):
+    """Yield the line and text of the docstring of every module, class and function."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node)
+            if text:
+                yield getattr(node, "lineno", 1), text
+
+
+def wrong_beginnings(source):
+    """Return a message for each docstring that begins with one of FIRST_WORDS."""
+    return [
+        f"line {line}: {text.splitlines()[0]}"
+        for line, text in docstrings(source)
+        if re.match(r"[A-Za-z]+", text) and re.match(r"[A-Za-z]+", text)[0] in FIRST_WORDS
+    ]
+
+
+def paragraphs(page):
+    """Yield the paragraphs, list items and table cells of a page, without programs and links."""
+    page = re.sub(r"^ *```.*?^ *```", "\n", page, flags=re.DOTALL | re.MULTILINE)
+    page = re.sub(r"<!--.*?-->", "\n", page, flags=re.DOTALL)
+    page = re.sub(r"`[^`]*`", "CODE", page)
+    page = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", page)
+    for block in re.split(r"\n\s*\n|\n(?= *(?:[-*+]|\d+\.) )|\n(?=[|#])", page):
+        yield from block.split("|") if block.startswith("|") else [block]
+
+
+def long_sentences(page):
+    """Return the sentences of a page that have more than MAX_WORDS words."""
+    return [
+        f"{len(words)} words: {' '.join(words)}"
+        for paragraph in paragraphs(page)
+        for sentence in re.split(r"(?<=[.!?])[)\"*_]*\s", paragraph)
+        if len(words := re.findall(r"\S*\w\S*", sentence)) > MAX_WORDS
+    ]
+
+
+def wrong_files(paths, rule):
+    """Return what a rule finds in each file that has to be clean."""
+    found = {name(path): rule(path.read_text(encoding="utf-8")) for path in paths}
+    return {file: wrong for file, wrong in found.items() if wrong and file not in NOT_YET_CLEAN}
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    assert not wrong_files(CODE, wrong_beginnings)
+
+
+def test_sentences_of_pages_are_short():
+    assert not wrong_files(PAGES, long_sentences)
+
+
+@pytest.mark.parametrize("text", ["Of a model", "What is left.", "As f", "On a CPU", "In turns."])
+def test_docstrings_with_the_verb_elsewhere_are_noticed(text):
+    assert wrong_beginnings(f'"""Good."""\ndef f():\n    """{text}"""')
+    assert wrong_beginnings(f'class C:\n    def f(self):\n        """\n        {text}\n        """')
+    assert not wrong_beginnings(f'"""Return: {text}"""')
+    assert not wrong_beginnings('"""Once. Only the words themselves: Often, Ask, Index."""')
+
+
+def test_long_sentences_are_noticed():
+    long = " ".join(["word"] * (MAX_WORDS + 1)) + "."
+    for page in (long, f"Short. {long}", f"- item\n- {long}", f"| a | {long} |", f"# T\n{long}"):
+        assert len(long_sentences(page)) == 1, page
+    short = " ".join(["word"] * 30) + "."
+    for page in (f"{short} {short}", f"- {short}\n- {short}", f"| {short} | {short} |"):
+        assert not long_sentences(page), page
+    assert not long_sentences(f"```python\n{long}\n```\n[text](of/{short})\n`{long}`")
