@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.assertions import assert_close
+from helpers.assertions import assert_close, rms_ratio
 from helpers.dispatched import spied
 from torch.autograd import gradcheck
 from torch.nn import functional
@@ -182,6 +182,36 @@ def test_a_gradient_of_gated_rows_is_rounded_once():
     gate, up = (rows @ w1.mT + b1[:, None]).chunk(2, -1)
     ((functional.silu(gate) * up) @ w2.mT + b2).backward(torch.full((1, 1, 1), 1000.0).double())
     torch.testing.assert_close(args[0].grad.double(), rows.grad, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunks"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weight_gradients_of_many_rows_are_as_exact_as_one_product(dtype, chunked):
+    """Weights of zeros and ones round no value, so all errors are those of the last products."""
+    num_rows, model_dim, hidden_dim = 16384, 8, 1024
+    generator = torch.Generator().manual_seed(1)
+    rows, d_out = torch.randn((2, 1, num_rows, model_dim), generator=generator).to(dtype)
+    w1 = torch.eye(model_dim).repeat(hidden_dim // model_dim, 1)[None].to(dtype)
+    w2 = torch.eye(model_dim, hidden_dim)[None].to(dtype)
+    params = w1, torch.zeros(1, hidden_dim).to(dtype), w2, torch.zeros(1, model_dim).to(dtype)
+    if chunked:
+        options = ops.FFNOptions("linear", (0.0, 0.0))
+        given = {"offsets": None, "options": options, "keep_hidden": True}
+        parts = [ops.ffn_chunk(part, *params, **given)[1] for part in rows.detach().chunk(16, 1)]
+        grads = [
+            ops.ffn_chunk_bwd(d, part, *params, options=options)
+            for d, part in zip(d_out.chunk(16, 1), parts, strict=True)
+        ]
+        d_w1, _, d_w2, _ = ops.ffn_chunks_bwd_params(parts, grads, *params)
+    else:
+        weights = w1.requires_grad_(), w2.requires_grad_()
+        out = ops.expert_ffn(rows, *params, activation="linear")
+        d_w1, d_w2 = torch.autograd.grad(out, weights, d_out)
+    x, dy, w1, w2 = (t[0].detach() for t in (rows, d_out, w1, w2))
+    for got, a, b in ((d_w1, dy @ w2, x), (d_w2, dy, x @ w1.mT)):
+        want = a.double().mT @ b.double()
+        error, of_one_product = rms_ratio(got[0], want), rms_ratio(a.mT @ b, want)
+        assert error <= 1.2 * of_one_product
 
 
 @pytest.mark.parametrize("activation", sorted(torch_backend.ACTIVATIONS))

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._expert_blocks import Blocks, blocks_of
+from ._expert_blocks import Blocks
 from ._memory import empty
-from .activation import acc_dtype
 
 
 def expert_chunk_bwd(
@@ -43,24 +42,41 @@ def expert_chunk_bwd(
 def expert_chunks_bwd_params(
     chunks: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], offsets: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of fc1's weight and of fc2's, summed over the rows of all chunks.
+    """Return the gradients of fc1's and fc2's weights, (e, p F, M) and (e, M, F), over all chunks.
 
-    ``chunks``: of each its gradients of the output before its dropout and of the values before the
-    activation, its rows, and the third value of its forward pass.
+    The rows of an expert are copied together for one product: torch has no product of halves that
+    keeps its fp32 sums, and a sum of rounded products would be rounded once per chunk.
+
+    Args:
+        chunks: of each chunk (d_out, d_hidden, rows, active): gradients of the output before its
+            dropout and of the values before the activation, the rows, and the third value of the
+            forward pass.
+        offsets: of each chunk (e,) int32 end row of each expert; None for rows (e, N, M).
     """
     d_out, d_hidden, rows, active = chunks[0]
-    hidden_dim = active.shape[-1]
-    experts = len(rows) if offsets[0] is None else len(offsets[0])
-    # in fp32, or sums in half precision would be rounded once per chunk
-    acc = acc_dtype(rows.dtype)
-    shapes = ((d_hidden.shape[-1], rows.shape[-1]), (d_out.shape[-1], hidden_dim))
-    d_w1, d_w2 = (empty(rows, (experts, *shape), acc) for shape in shapes)
-    for number, (chunk, ends) in enumerate(zip(chunks, offsets, strict=True)):
-        d_out, d_hidden, rows, active = (x.reshape(-1, x.shape[-1]) for x in chunk)
-        for block in blocks_of(chunk[2], hidden_dim, ends):
-            d_out_N, active_N, d_hidden_N, rows_N = (
-                each[block.rows] for each in (d_out, active, d_hidden, rows)
-            )
-            block.add_products(d_w2, d_out_N, active_N, begin=number == 0)
-            block.add_products(d_w1, d_hidden_N, rows_N, begin=number == 0)
-    return d_w1.to(rows.dtype), d_w2.to(rows.dtype)
+    ends = [_ends(chunk[2], each) for chunk, each in zip(chunks, offsets, strict=True)]
+    experts = len(ends[0])
+    d_w1 = empty(rows, (experts, d_hidden.shape[-1], rows.shape[-1]))
+    d_w2 = empty(rows, (experts, d_out.shape[-1], active.shape[-1]))
+    flat = [[x.reshape(-1, x.shape[-1]) for x in chunk] for chunk in chunks]
+    for expert in range(experts):
+        parts = [slice(each[expert - 1] if expert else 0, each[expert]) for each in ends]
+        d_out, d_hidden, rows, active = (
+            _joined([x[part] for x, part in zip(of_chunks, parts, strict=True)])
+            for of_chunks in zip(*flat, strict=True)
+        )
+        torch.mm(d_out.mT, active, out=d_w2[expert])
+        torch.mm(d_hidden.mT, rows, out=d_w1[expert])
+    return d_w1, d_w2
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _ends(rows: Tensor, offsets: Tensor | None) -> list[int]:
+    """Return the end row of each expert."""
+    if offsets is not None:
+        return offsets.tolist()
+    experts, capacity, _ = rows.shape
+    return [capacity * (expert + 1) for expert in range(experts)]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ._expert_blocks import Blocks
 from ._memory import empty
+from .expert_chunks import expert_chunk_bwd, expert_chunks_bwd_params
 
 
 def expert_ffn_fwd(
@@ -84,6 +85,15 @@ def expert_ffn_bwd(
     """
     _, model_dim, hidden_dim = params[2].shape
     to = Blocks.of(rows, hidden_dim, **options)
+    if needs_params and to.dtype != to.acc:
+        # one product per expert: a sum over blocks in half precision is rounded once per block
+        d_rows, d_out, d_hidden_RF, d_b1, d_b2 = expert_chunk_bwd(
+            d_out, saved, *params, needs_rows=needs_rows, **options
+        )
+        chunk = (d_out, d_hidden_RF, rows, active)
+        d_w1, d_w2 = expert_chunks_bwd_params([chunk], [options.get("offsets")])
+        to.without_unused(d_rows.view(-1, model_dim))
+        return d_rows, d_w1, d_b1.to(rows.dtype), d_w2, d_b2.to(rows.dtype)
     rows_RM, d_out_RM = rows.reshape(-1, model_dim), d_out.reshape(-1, model_dim)
     d_rows_RM = empty(rows, rows_RM.shape if needs_rows else (0,))
     d_b1, d_b2 = to.bias_sums(params, needs_params)
