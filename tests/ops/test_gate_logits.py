@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers.assertions import assert_close, rms_ratio
 from helpers.dispatched import spied
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
 
 from fairseq_tutel import ops
@@ -124,3 +125,12 @@ def test_the_gradient_is_split_once_and_each_product_is_one(half, matrix_units, 
 def test_no_half_is_rounded_on_a_cpu_either(device):
     x, w = leaves(torch.bfloat16, device, torch.bfloat16)
     assert rms_ratio(ops.gate_logits(x, w), x.double() @ w.double().t()) < 1e-5
+
+
+def test_a_torch_without_wide_sums_of_halves_multiplies_in_fp32(monkeypatch):
+    """``torch.mm(..., out_dtype=)`` exists since torch 2.8."""
+    monkeypatch.setattr(module, "_MM_WIDENS", False)
+    monkeypatch.delattr(torch, "mm")
+    with FakeTensorMode():
+        half = torch.empty(3, 4, dtype=torch.float16, device="cuda")
+        assert module._product_fp32(half, half.t()).dtype == torch.float32

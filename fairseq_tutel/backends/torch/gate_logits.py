@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 _HALVES = (torch.float16, torch.bfloat16)
+# Since torch 2.8 mm has a dtype of its result.
+_MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()
 
 
 def gate_logits_fwd(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
@@ -97,7 +99,7 @@ def split_halves(wide: Tensor, dtype: torch.dtype, dim: int) -> tuple[Tensor, Te
 
 
 def _product_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of halves without rounding."""
-    if a.is_cuda:
+    """Multiply halves and return the fp32 sums without rounding."""
+    if a.is_cuda and _MM_WIDENS:
         return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()  # torch has no such product on a CPU
+    return a.float() @ b.float()  # torch below 2.8 and CPUs have no such product

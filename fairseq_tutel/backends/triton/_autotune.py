@@ -11,6 +11,7 @@ exactly one, with small tiles.
 import os
 from collections.abc import Callable
 
+import torch
 import triton
 
 from ._runtime import INTERPRET
@@ -35,6 +36,8 @@ ADAM_PROGRAMS = 8 if INTERPRET else 512
 WIRE_ROWS = 2 if INTERPRET else 8
 # Rows or pairs of a launch from which on it is tuned: the first one may be that of a few tokens.
 TUNE_ROWS = 4096
+# Tiles of the grouped products that fp32 without TF32 tries: larger ones spill registers.
+IEEE_TILES = 2
 # Rows whose bias gradient one program sums up.
 ACT_TILE_ROWS = 8 if INTERPRET else 64
 
@@ -70,6 +73,14 @@ def product_configs() -> list[triton.Config]:
     """Tiles (rows x columns x summed dim) of the grouped products; the first fits every GPU."""
     small = ((4, 64, 64, 32), (8, 128, 128, 32), (4, 128, 64, 64), (4, 64, 128, 64))
     return _configs(("BLOCK_R", "BLOCK_C", "BLOCK_D"), (16, 16, 16), *small, (8, 128, 256, 32))
+
+
+def prune_ieee_tiles(configs: list[triton.Config], named_args: dict, **kwargs) -> list:
+    """Drop the tiles that spill registers in fp32 without TF32, and take seconds to compile."""
+    args = {**named_args, **kwargs}
+    if args["rows_ptr"].dtype != torch.float32 or args["PRECISION"] != "ieee":
+        return configs
+    return configs[:IEEE_TILES]
 
 
 def prune_wide_tiles(configs: list[triton.Config], named_args: dict, **kwargs) -> list:

@@ -1,9 +1,9 @@
-"""Products of each expert with its own rows of a ragged buffer; offsets are not read by the host.
+"""Grouped products: each expert multiplies its own rows of a ragged buffer.
 
-torch's ``grouped_mm`` is taken where it is one kernel: bf16 on Hopper and Blackwell. Elsewhere
-(fp16, fp32, other GPUs; torch 2.11) it copies the offsets to the host and loops over the experts,
-so the kernels here take its place: a program computes one tile, and where the tile's expert begins
-is found in the offsets, which stay on the GPU.
+torch's ``grouped_mm`` is used where it is one kernel: bf16 on Hopper and Blackwell. Elsewhere
+(fp16, fp32, other GPUs; torch 2.11) it copies the offsets to the host and loops over the experts.
+The kernels here replace it there. A program computes one tile and finds the tile's expert in the
+offsets, which stay on the GPU.
 
 A and B are the two dimensions of the weight.
 """
@@ -13,12 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._autotune import launch, product_configs
+from ._autotune import FLAT_BLOCK, launch, product_configs, prune_ieee_tiles
 from ._runtime import FLOAT_DTYPES, INT32, INTERPRET, check_tensor, checked, device_guard
 from ._tiles import tile_rows
 
 _HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")  # since torch 2.10
 _DYNAMIC = ["num_rows"]
+_TUNED = {
+    "configs": product_configs(),
+    "prune_configs_by": {"early_config_prune": prune_ieee_tiles},
+}
+# Programs per expert that look whether its gradient has to be cleared.
+_CLEARING_PROGRAMS = 128
 
 
 @triton.jit
@@ -28,7 +34,7 @@ def _dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
-@triton.autotune(product_configs(), key=["A", "B", "stride_a"])
+@triton.autotune(key=["A", "B", "stride_a", "PRECISION"], **_TUNED)
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _rows_product_kernel(
     out_ptr,  # (R, B) - output; the rows of nobody come out zero
@@ -49,16 +55,20 @@ def _rows_product_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (cdiv(B, BLOCK_C), tiles of BLOCK_R rows).
+    """Grid (tiles of BLOCK_R rows * cdiv(B, BLOCK_C),): columns of one tile of rows are neighbours.
+
+    Only the first dimension of a grid may have more than 65,535 programs.
 
     Example: rows [[1], [2], [3]], weight [[[10]], [[100]]], offsets [1, 2]
     -> out [[10], [200], [0]].
     """
+    pid = tl.program_id(0).to(tl.int64)
+    columns: tl.constexpr = (B + BLOCK_C - 1) // BLOCK_C
     expert, first, last = tile_rows(
-        tl.program_id(1).to(tl.int64), offsets_ptr, num_rows, 0, e, BLOCK_R, BLOCK_EXPERTS
+        pid // columns, offsets_ptr, num_rows, 0, e, BLOCK_R, BLOCK_EXPERTS
     )
     offs_r = first + tl.arange(0, BLOCK_R)
-    offs_b = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    offs_b = (pid % columns) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_r, mask_b = offs_r < last, offs_b < B
     acc = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
     if expert < e:
@@ -84,7 +94,7 @@ def _rows_product_kernel(
     tl.store(out_ptr + offs_r[:, None] * B + offs_b[None, :], out, mask=mask)
 
 
-@triton.autotune(product_configs(), key=["A", "B"])
+@triton.autotune(key=["A", "B", "PRECISION"], **_TUNED)
 @triton.jit
 def _weight_gradient_kernel(
     out_ptr,  # (e, A, B) - output; zero for an expert without rows
@@ -130,8 +140,30 @@ def _weight_gradient_kernel(
     tl.store(out_ptr + offs, out, mask=mask_a[:, None] & mask_b[None, :])
 
 
+@triton.jit
+def _clear_unused_kernel(
+    gradient_ptr,  # (e, A, B) - in and output; zero for an expert without rows
+    offsets_ptr,  # (e,) int32 end row of each expert
+    AB: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (PROGRAMS, e); programs of an expert that has rows write nothing.
+
+    Example: gradient [[[7]], [[9]]], offsets [0, 3] -> gradient [[[0]], [[9]]].
+    """
+    expert = tl.program_id(1).to(tl.int64)
+    end = tl.load(offsets_ptr + expert)
+    begin = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
+    if begin == end:
+        for start in range(tl.program_id(0) * BLOCK, AB, PROGRAMS * BLOCK):
+            offs = start + tl.arange(0, BLOCK).to(tl.int64)
+            zeros = tl.zeros([BLOCK], gradient_ptr.dtype.element_ty)
+            tl.store(gradient_ptr + expert * AB + offs, zeros, mask=offs < AB)
+
+
 def _grouped_mm_is_fused(rows: Tensor, *widths: int) -> bool:
-    """Whether ``grouped_mm`` is one kernel; it wants rows that begin at multiples of 16 bytes."""
+    """Return whether ``grouped_mm`` is one kernel. Rows must begin at multiples of 16 bytes."""
     if not _HAS_GROUPED_MM or not rows.is_cuda or rows.dtype != torch.bfloat16:
         return False
     if torch.version.hip:
@@ -140,8 +172,16 @@ def _grouped_mm_is_fused(rows: Tensor, *widths: int) -> bool:
     return aligned and torch.cuda.get_device_capability(rows.device)[0] in (9, 10)
 
 
+def _grouped_mm_skips_unused(rows: Tensor) -> bool:
+    """Return whether ``grouped_mm`` leaves the gradient of an expert without rows unwritten.
+
+    CUTLASS's kernel for Blackwell does (PyTorch issue 172439).
+    """
+    return rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] == 10
+
+
 def _precision(dtype: torch.dtype) -> dict:
-    """TF32 where torch's own products may use it."""
+    """Allow TF32 if torch's own products may use it."""
     may_round = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     tf32 = may_round and not torch.version.hip
     return {
@@ -151,9 +191,17 @@ def _precision(dtype: torch.dtype) -> dict:
 
 
 def rows_product(rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor) -> Tensor:
-    """``rows[begin_x : end_x] @ weight[x]`` for every expert x, (R, B); what is past the last end
-    is unspecified. The weight may have any strides; ``offsets``: (e,) int32 end row of each expert,
-    ascending. Raises ValueError for a wrong shape, dtype or device.
+    """Return ``rows[begin_x : end_x] @ weight[x]`` for every expert x, (R, B).
+
+    Rows past the last end are unspecified.
+
+    Args:
+        rows_RA: (R, A), fp32, fp16 or bf16.
+        weight_eAB: (e, A, B) of the same dtype, with any strides.
+        offsets: (e,) int32, ascending: the end row of each expert.
+
+    Raises:
+        ValueError: a wrong shape, dtype or device.
     """
     (R, A), (e, _, B), device = rows_RA.shape, weight_eAB.shape, rows_RA.device
     rows_RA = checked("rows", rows_RA, (R, A), FLOAT_DTYPES, device)
@@ -163,9 +211,9 @@ def rows_product(rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor) -> Tensor
         return torch.nn.functional.grouped_mm(rows_RA, weight_eAB, offs=offsets)
     out_RB = rows_RA.new_empty((R, B))
 
-    def grid(meta: dict) -> tuple[int, int]:
+    def grid(meta: dict) -> tuple[int]:
         # an upper bound: every expert, and the tail, may leave its last tile part empty
-        return triton.cdiv(B, meta["BLOCK_C"]), R // meta["BLOCK_R"] + e + 1
+        return ((R // meta["BLOCK_R"] + e + 1) * triton.cdiv(B, meta["BLOCK_C"]),)
 
     sizes = {"e": e, "A": A, "B": B, "BLOCK_EXPERTS": triton.next_power_of_2(e + 1)}
     if out_RB.numel() > 0:
@@ -186,15 +234,20 @@ def rows_product(rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor) -> Tensor
 
 
 def weight_gradient(d_RA: Tensor, rows_RB: Tensor, offsets: Tensor) -> Tensor:
-    """``d[begin_x : end_x].T @ rows[begin_x : end_x]`` for every expert x, (e, A, B); ``offsets``
-    and errors as of :func:`rows_product`.
+    """Return ``d[begin_x : end_x].T @ rows[begin_x : end_x]`` for every expert x, (e, A, B).
+
+    An expert without rows has a gradient of zeros. See :func:`rows_product` for ``offsets`` and
+    errors.
     """
     (R, A), B, e, device = d_RA.shape, rows_RB.shape[1], offsets.shape[0], d_RA.device
     d_RA = checked("d", d_RA, (R, A), FLOAT_DTYPES, device)
     rows_RB = checked("rows", rows_RB, (R, B), (d_RA.dtype,), device)
     offsets = checked("offsets", offsets, (e,), INT32, device)
     if _grouped_mm_is_fused(d_RA, A, B):
-        return torch.nn.functional.grouped_mm(d_RA.t(), rows_RB, offs=offsets)
+        out_eAB = torch.nn.functional.grouped_mm(d_RA.t(), rows_RB, offs=offsets)
+        if _grouped_mm_skips_unused(d_RA):
+            _clear_unused(out_eAB, offsets)
+        return out_eAB
     out_eAB = d_RA.new_empty((e, A, B))
 
     def grid(meta: dict) -> tuple[int, int, int]:
@@ -205,3 +258,12 @@ def weight_gradient(d_RA: Tensor, rows_RB: Tensor, offsets: Tensor) -> Tensor:
         with device_guard(d_RA):
             launch(_weight_gradient_kernel, grid, R, *tensors, A=A, B=B, **_precision(d_RA.dtype))
     return out_eAB
+
+
+def _clear_unused(out_eAB: Tensor, offsets: Tensor) -> None:
+    """Write zeros to the gradients of experts without rows."""
+    (e, A, B), programs = out_eAB.shape, _CLEARING_PROGRAMS
+    with device_guard(out_eAB):
+        _clear_unused_kernel[(programs, e)](
+            out_eAB, offsets, AB=A * B, PROGRAMS=programs, BLOCK=FLAT_BLOCK
+        )

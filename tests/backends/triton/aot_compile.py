@@ -3,8 +3,9 @@
     python aot_compile.py cuda:80:one cuda:90:all hip:gfx942:all ...
 
 ``all`` compiles every variant, ``one`` the first of each kernel, both with its first tile;
-``tiles`` compiles the bf16 variants of autotuned kernels with every other tile. Prints one JSON
-line per target and variant.
+``tiles`` compiles the bf16 variants of autotuned kernels with every other tile, and the fp32
+variants of products without TF32 with the other tiles that they try. Prints one JSON line per
+target and variant.
 """
 
 import json
@@ -73,12 +74,15 @@ def _variants():
         yield dispatch._token_to_rows_kernel, dtype, {**move, **dot, **both}
         yield dispatch._rows_to_token_kernel, dtype, move
 
-    for dtype, precision in (("bf16", "ieee"), ("fp16", "ieee"), ("fp32", "tf32")):
+    half = (("bf16", "ieee"), ("fp16", "ieee"))
+    for dtype, precision in (*half, ("fp32", "tf32"), ("fp32", "ieee")):
         product = {"A": 4096, "B": 16384, "PRECISION": precision, "UPCAST": False}
         strides = {"stride_e": 4096 * 16384, "stride_a": 1, "stride_b": 4096}
         experts = {"e": 3, "BLOCK_EXPERTS": 4}
         yield _grouped._rows_product_kernel, dtype, {**product, **strides, **experts}
         yield _grouped._weight_gradient_kernel, dtype, product
+    clearing = {"PROGRAMS": _grouped._CLEARING_PROGRAMS, "BLOCK": tiles.FLAT_BLOCK}
+    yield _grouped._clear_unused_kernel, "bf16", {"AB": 4096 * 16384, **clearing}
 
     act = {"e": 3, "F": 4096, "TILE": tiles.ACT_TILE_ROWS, "BLOCK_EXPERTS": 4}
     padded, unbiased = {"offsets_ptr": None}, {"bias_ptr": None}
@@ -208,9 +212,13 @@ def _chosen(variants):
     done = set()
     for kernel, dtype, constants in _variants():
         if variants == "tiles":
-            if not isinstance(kernel, triton.JITFunction) and dtype == "bf16":
-                for tile in range(1, len(kernel.configs)):
-                    yield kernel, dtype, constants, tile
+            if isinstance(kernel, triton.JITFunction):
+                continue
+            count = len(kernel.configs) if dtype == "bf16" else 0
+            if dtype == "fp32" and constants.get("PRECISION") == "ieee":
+                count = tiles.IEEE_TILES
+            for tile in range(1, count):
+                yield kernel, dtype, constants, tile
         elif variants == "all" or kernel not in done or kernel in ADAM:
             yield kernel, dtype, constants, 0
         done.add(kernel)

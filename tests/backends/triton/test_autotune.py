@@ -1,5 +1,6 @@
 """The lists of tiles: pruning, pinning, and what the interpreter gets."""
 
+import torch
 import triton
 
 from fairseq_tutel.backends.triton import _autotune as tiles
@@ -47,3 +48,15 @@ def test_pinned_and_free_lists(monkeypatch):
     monkeypatch.setenv("FAIRSEQ_TUTEL_AUTOTUNE", "0")
     for pinned, free in ((tiles.move_configs(), moves), (tiles.act_configs(), acts)):
         assert [config.kwargs for config in pinned] == [free[0].kwargs]
+
+
+def test_products_in_fp32_without_tf32_try_the_tiles_that_do_not_spill():
+    configs = list(range(5))
+    for dtype, precision, kept in (
+        (torch.float32, "ieee", tiles.IEEE_TILES),
+        (torch.float32, "tf32", 5),
+        (torch.bfloat16, "ieee", 5),
+    ):
+        rows = torch.empty(1, dtype=dtype)
+        left = tiles.prune_ieee_tiles(configs, {"rows_ptr": rows}, PRECISION=precision)
+        assert len(left) == kept

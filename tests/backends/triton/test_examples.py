@@ -118,6 +118,12 @@ def weight_gradient(device):
     yield _grouped.weight_gradient(d, rows, offsets), [[[10]], [[3200]]]
 
 
+def clear_unused(device):
+    gradient, offsets = *tensors(device, [[[7]], [[9]]]), *ints(device, [0, 3])
+    _grouped._clear_unused(gradient, offsets)
+    yield gradient, [[[0]], [[9]]]
+
+
 def bias_act(device):
     h, bias = tensors(device, [[[-3]], [[1]]], [[1], [2]])
     yield kernels.bias_act_fwd(h, bias, activation="relu"), [[[0]], [[3]]]

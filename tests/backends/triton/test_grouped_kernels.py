@@ -60,3 +60,36 @@ def test_torchs_grouped_product_takes_what_it_is_given(monkeypatch):
     assert got.is_contiguous()
     want = naive.weight_gradient(d.double(), rows.double(), ends)
     assert_close("gradient", got, want, torch.bfloat16)
+
+
+def test_experts_without_rows_have_zero_gradients_on_blackwell(device, monkeypatch):
+    """grouped_mm leaves their part of the result unwritten there."""
+
+    def leaves_unused(d_t, rows, offs):
+        out = torch.full((len(offs), d_t.shape[0], rows.shape[1]), float("nan"), dtype=rows.dtype)
+        out = out.to(rows.device)
+        for expert, (begin, end) in enumerate(zip([0, *offs[:-1]], offs, strict=True)):
+            if begin < end:
+                out[expert] = d_t[:, begin:end] @ rows[begin:end]
+        return out
+
+    monkeypatch.setattr(kernels, "_grouped_mm_is_fused", lambda rows, *widths: True)
+    monkeypatch.setattr(kernels, "_grouped_mm_skips_unused", lambda rows: True)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", leaves_unused, raising=False)
+    for ends in ENDS.values():
+        rows, _, other, offsets = make(ends, torch.float32, device)
+        got = kernels.weight_gradient(rows, other, offsets)
+        want = naive.weight_gradient(rows.double(), other.double(), ends)
+        assert_close("gradient", got, want, torch.float32)
+
+
+def test_more_tiles_than_a_grids_second_dimension_may_have(monkeypatch):
+    """2^23 rows in tiles of 16: all programs are in the first dimension."""
+    grids = []
+    monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **kw: grids.append(grid))
+    with torch.device("meta"):
+        rows, weight = torch.empty(2**23, 8), torch.empty(2, 8, 40)
+        offsets = torch.empty(2, dtype=torch.int32)
+    monkeypatch.setattr(kernels, "check_tensor", lambda *args: None)
+    kernels.rows_product(rows, weight, offsets)
+    assert grids[0]({"BLOCK_R": 16, "BLOCK_C": 16}) == ((2**19 + 3) * 3,)

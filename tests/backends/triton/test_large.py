@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fairseq_tutel.backends import triton as kernels
+from fairseq_tutel.backends.triton import _grouped
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 DIM = 1024
@@ -48,3 +49,19 @@ def test_bias_act(cuda):
     assert torch.equal(y[0, -1], (h[0, -1].float() + 1).relu().half()) and (y[0, -2] == 1).all()
     d_h, _ = kernels.bias_act_bwd(y, h, bias, activation="linear")
     assert torch.equal(d_h[0, -1], y[0, -1])
+
+
+def test_products(cuda):
+    """More tiles of rows than a grid's second dimension may have: 65,535."""
+    rows = torch.zeros(2**23, 16, dtype=torch.float16, device=cuda)
+    rows[-1] = torch.randn(16, device=cuda)
+    weight = torch.randn(2, 16, 256, dtype=torch.float16, device=cuda)
+    offsets = torch.tensor([7, len(rows)], dtype=torch.int32, device=cuda)
+    out = _grouped.rows_product(rows, weight, offsets)
+    want = rows[-1].double() @ weight[1].double()
+    torch.testing.assert_close(out[-1].double(), want, rtol=1e-2, atol=1e-2)
+    assert not out[:-1].any()
+    got = _grouped.weight_gradient(rows, out, offsets)
+    want = rows[-1].double()[:, None] * out[-1].double()
+    torch.testing.assert_close(got[1].double(), want, rtol=1e-2, atol=1e-2)
+    assert not got[0].any()
