@@ -17,20 +17,19 @@ from .layout import CheckpointError
 from .store import merge, reshard
 
 _INCONSISTENT = 1
-_PATH_HELP = "NAME.pt of a set (NAME-shared.pt, NAME-rank-N.pt; either may be given) or one file"
+_PATH_HELP = "NAME.pt, which names a set (NAME-shared.pt, NAME-rank-N.pt) or one file"
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of ``python -m fairseq_tutel.checkpoint``."""
     parser = CommandLine(
         prog="python -m fairseq_tutel.checkpoint",
-        description="Look into, merge and reshard expert-sharded checkpoints, and change how many "
-        "experts they have. "
-        "The source is only ever read. Exit codes: 0 done, 1 the inspected set is inconsistent, "
-        "2 an error, printed in one line.",
+        description="Inspect, merge and reshard checkpoints with experts, and change the number of "
+        "experts. PATH is only read. Exit codes: 0 done, 1 the inspected set is inconsistent, 2 an "
+        "error, printed in one line.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    show = commands.add_parser("inspect", help="show what is in a checkpoint and if it is complete")
+    show = commands.add_parser("inspect", help="show the content of a checkpoint and its defects")
     show.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     show.add_argument("--verify", action="store_true", help="read every byte, check all checksums")
     join = commands.add_parser("merge", help="write one file that holds all experts, for sharing")
@@ -75,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print("\n".join(run_growth(args)))
         return 0
-    except BrokenPipeError:  # no error of a checkpoint
+    except BrokenPipeError:  # not an error of a checkpoint
         raise
     except (CheckpointError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -112,7 +111,8 @@ def format_report(report: dict[str, Any]) -> str:
 
 def _kind_text(report: dict[str, Any]) -> str:
     if report["num_rank_files"] is None:
-        return "one merged file" if report["kind"] == "merged" else "set"
+        merged = "one file without experts" if report["num_experts"] == 0 else "one merged file"
+        return merged if report["kind"] == "merged" else "set"
     saved = f", saved by {report['world_size']} ranks" if report["world_size"] else ""
     again = f" and {report['replicas']} that repeat them" if report["replicas"] else ""
     return f"set of {report['num_rank_files']} rank files{again}{saved}"

@@ -172,6 +172,15 @@ def test_refusals_are_one_line(saved, tmp_path, capsys, monkeypatch, words, mess
     assert names_in(tmp_path) == before
 
 
+@pytest.mark.parametrize("change", [lambda *paths: grow(*paths, 8), to_dense])
+def test_a_target_that_exists_is_refused_before_experts_are_read(saved, tmp_path, change):
+    (tmp_path / "there.pt").touch()
+    for file in tmp_path.glob("m-rank-*"):
+        file.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="there.pt: exists; use --force to replace it"):
+        change(saved, str(tmp_path / "there.pt"))
+
+
 def test_a_set_whose_experts_are_held_back_does_not_grow_further(saved, tmp_path):
     held = grow(saved, str(tmp_path / "held.pt"), 8, ramp=100)
     bias = read_set(held).shared_state()["model"]["decoder.layers.1.moe_layer.gate.load_bias"]

@@ -4,13 +4,11 @@ Each command reads one checkpoint and writes another. The source is only read, a
 written in one step (:func:`..store.write_set`), so that a crash leaves the old files or the new
 set::
 
-    SetReader ── transform: shared state and experts of the new set ── Change.write
+    read_set ── shared state and experts of the new set ── write_change
 
-- :mod:`.upcycle`: make experts of the FFNs of a dense model.
-- :mod:`.grow`: copy experts. :mod:`.shrink`: drop experts, or write a dense model.
-- :mod:`.selection`: build a set whose experts are chosen from another set.
-- :mod:`.load`: read the load of the experts from the log of the run.
-- :mod:`.change`: write a transformed set; print the flags to train on with.
+- :mod:`.upcycle`: make experts of the FFNs of a dense model. :mod:`.dense`: the other way.
+- :mod:`.grow`: copy or drop experts. :mod:`.selection`: which ones, by their load.
+- :mod:`.change`: open a set; write the new one; print the flags to train on with.
 - :mod:`.history`: record each change in the set (``moe_growth``); bias of held back experts.
 
 Programs call :func:`upcycle`, :func:`grow`, :func:`shrink` and :func:`to_dense`;
@@ -18,9 +16,9 @@ Programs call :func:`upcycle`, :func:`grow`, :func:`shrink` and :func:`to_dense`
 which changes keep the function, and why.
 """
 
-from .grow import grow
+from .dense import to_dense
+from .grow import grow, shrink, why_inexact
 from .history import Growth, held_back, history_of
-from .shrink import shrink, to_dense
 from .upcycle import Upcycling, upcycle
 
 __all__ = [
@@ -32,4 +30,5 @@ __all__ = [
     "shrink",
     "to_dense",
     "upcycle",
+    "why_inexact",
 ]

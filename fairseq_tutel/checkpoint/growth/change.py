@@ -1,17 +1,16 @@
-"""A transformed set, written in one step with its options and its history."""
+"""The steps that every change of a set shares: open the source, write the new set."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..layout import CheckpointError, count_rank_files
 from ..reader import SetReader, read_set
 from ..state import GROWTH, with_options
-from ..store import Experts, write_set
-from .history import Growth, refuse_while_held, with_entry
+from ..store import Experts, refuse_target, write_set
+from .history import Growth, history_of, updates_done
 
 logger = logging.getLogger(__name__)
 
@@ -19,68 +18,73 @@ logger = logging.getLogger(__name__)
 _FOR_NUM_EXPERTS = ("moe_expert_load", "moe_tuner")
 
 
-@dataclass(frozen=True)
-class Change:
-    """Content of the new set.
+def open_sparse(path: str, dst: str | None, force: bool) -> SetReader:
+    """Open a set with experts, which another set ``dst`` will be made of.
 
-    Attributes:
-        source: the set that was read.
-        shared: state without experts.
-        experts: function that makes experts, see :func:`..store.write_set`.
-        entry: what is recorded in the history.
-        options: changes to the model's options, by fairseq's names; None removes an option.
-        flags: further flags to train on with; None: those of ``options``.
+    Raises:
+        CheckpointError: ``dst`` cannot be written; the set has no experts, or some are held back:
+            the history names these by number.
     """
-
-    source: SetReader
-    shared: Mapping[str, Any]
-    experts: Experts
-    entry: Growth
-    options: Mapping[str, Any]
-    flags: Mapping[str, Any] | None = None
-
-    def write(self, dst: str, ranks: int | None, **how: bool) -> str:
-        """Write the set, and log the flags to train on with.
-
-        Args:
-            dst: X.pt of the new set.
-            ranks: W; None: one merged file.
-            how: ``force`` and ``in_place`` of :func:`..store.write_set`.
-
-        Returns:
-            The canonical path.
-        """
-        state = with_options(self.shared, self.options)
-        if isinstance(extra := state.get("extra_state"), Mapping):
-            kept = {name: each for name, each in extra.items() if name not in _FOR_NUM_EXPERTS}
-            state["extra_state"] = kept
-        state[GROWTH] = with_entry(state, self.entry)
-        num_experts = self.entry.after
-        if ranks is not None:
-            try:
-                count_rank_files(num_experts, ranks)
-            except CheckpointError as error:
-                raise CheckpointError(f"{error}; --ranks chooses another number") from None
-        written = write_set(
-            dst, state, self.experts,
-            num_experts=num_experts, num_ranks=ranks, source=self.source, **how,
-        )  # fmt: skip
-        if num_experts:
-            flags = self.options if self.flags is None else self.flags
-            words = [f"--{name.replace('_', '-')} {value}" for name, value in flags.items()]
-            logger.info("train on with: %s", " ".join(words))
-        return written
-
-
-def open_sparse(path: str) -> SetReader:
-    """Open a set with experts; raise CheckpointError if it has none, or some are held back."""
+    if dst is not None:
+        refuse_target(dst, path, force)  # before experts are read
     source = read_set(path)
     if not source.num_experts:
         raise CheckpointError(f"{path}: is dense; `upcycle` makes experts of its FFNs")
-    refuse_while_held(source.shared, path)
+    done = updates_done(source.shared)
+    for entry in history_of(source.shared):
+        if entry.left(done) > 0:
+            raise CheckpointError(
+                f"{path}: after {done} updates its last growth is under way until update "
+                f"{entry.update + entry.ramp}: train until then first"
+            )
     return source
 
 
-def ranks_of(source: SetReader, ranks: int | None) -> int | None:
-    """Return W of the new set: ``ranks``, or as many as the source has rank files."""
-    return ranks or (source.num_rank_files if source.kind == "set" else None)
+def write_change(
+    dst: str,
+    source: SetReader,
+    shared: Mapping[str, Any],
+    experts: Experts,
+    entry: Growth,
+    *,
+    ranks: int | None,
+    options: Mapping[str, Any] | None = None,
+    more_flags: Mapping[str, Any] | None = None,
+    force: bool = False,
+    in_place: bool = False,
+) -> str:
+    """Write a set that was made of another, and log the flags to train on with.
+
+    Args:
+        dst: X.pt of the new set.
+        source: the set that was read.
+        shared: state without experts.
+        experts: function that makes experts, see :func:`..store.write_set`.
+        entry: new entry of the history.
+        ranks: W; None: one merged file.
+        options: changed options of the model, by fairseq's names.
+        more_flags: further flags to train on with.
+        force, in_place: see :func:`..store.write_set`.
+
+    Returns:
+        The canonical path.
+    """
+    state = with_options(shared, options or {})
+    if isinstance(extra := state.get("extra_state"), Mapping):
+        kept = {name: each for name, each in extra.items() if name not in _FOR_NUM_EXPERTS}
+        state["extra_state"] = kept
+    earlier = [{**each.stored(), "ramp": 0, "held": {}} for each in history_of(state)]
+    state[GROWTH] = [*earlier, entry.stored()]
+    if ranks is not None:
+        try:
+            count_rank_files(entry.after, ranks)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; --ranks chooses another number") from None
+    written = write_set(
+        dst, state, experts,
+        num_experts=entry.after, num_ranks=ranks, source=source, force=force, in_place=in_place,
+    )  # fmt: skip
+    if flags := {**(more_flags or {}), **(options or {})}:
+        words = [f"--{name.replace('_', '-')} {value}" for name, value in flags.items()]
+        logger.info("train on with: %s", " ".join(words))
+    return written

@@ -1,8 +1,8 @@
-"""More experts: copies of those of a set, with router rows that differ a little.
+"""More experts or fewer: a set whose experts are chosen from another set.
 
-A token that chose an expert may now choose two copies of it, so the function changes. ``ramp``
-keeps the function: the load bias holds the copies back at first and lets them in over some updates
-(:mod:`.history`).
+A token that chose an expert may choose two copies of it after :func:`grow`, so the function
+changes. ``ramp`` keeps the function: the load bias holds the copies back at first and lets them in
+over some updates (:mod:`.history`). :func:`shrink` drops experts, which changes the function too.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ..layout import CheckpointError
+from ..reader import SetReader
 from ..state import MODEL, NAMED_STATE, OPTIMIZER, options_of
-from .change import Change, open_sparse, ranks_of
+from .change import open_sparse, write_change
 from .history import Growth, held_back_by, updates_done
-from .load import even_load, read_load
-from .selection import Selection, copies, layers_of, repeated
+from .selection import Choice, Selection, copies, even_load, most_loaded, read_load, repeated
 
 logger = logging.getLogger(__name__)
 
@@ -64,38 +64,75 @@ def grow(
         CheckpointError: ``src`` has no experts, already as many, or experts that are held back; the
             load is unknown; the function cannot be kept; or as of :func:`..store.write_set`.
     """
-    source = open_sparse(src)
+    source = open_sparse(src, None if in_place else dst, force)
     if num_experts <= source.num_experts:
         raise CheckpointError(
             f"{src}: has {source.num_experts} experts, {num_experts} are not more; `shrink` makes "
             "fewer of them"
         )
-    if ramp:
-        options = options_of(source.shared)
-        if not options:
-            logger.warning("%s does not say K: with K = 1 the start is not exact", src)
-        if reason := why_inexact(options):
-            raise CheckpointError(f"{src}: {reason}: leave out --exact")
-    layers = layers_of(source)
-    loads = even_load(source.num_experts, layers)
-    if by == "load":
-        loads = read_load(src, load, source.num_experts, layers)
-    chosen = Selection(source, {layer: copies(loads[layer], num_experts) for layer in layers})
+    model_options = options_of(source.shared)
+    if ramp and not model_options:
+        logger.warning("%s does not say K: with K = 1 the start is not exact", src)
+    if ramp and (reason := why_inexact(model_options)):
+        raise CheckpointError(f"{src}: {reason}: leave out --exact")
+    loads = read_load(source, load) if by == "load" else even_load(source)
+    chosen = Selection(source, {layer: copies(each, num_experts) for layer, each in loads.items()})
+    new = {layer: repeated(experts) for layer, experts in chosen.choice.items()}
     shared = chosen.shared_state()
-    _add_noise(chosen, shared, noise, seed)
-    held: dict[str, list[int]] = {}
-    changes: dict[str, Any] = {"moe_expert_count": num_experts}
+    _add_noise(chosen, shared, new, noise, seed)
+    options: dict[str, Any] = {"moe_expert_count": num_experts}
     if ramp:
-        held = {layer: repeated(experts) for layer, experts in chosen.choice.items()}
-        shared[MODEL] = _hold_back(chosen, shared[MODEL], held)
-        changes["moe_second_expert_policy"] = "all"
-        if str(options.get("moe_load_bias") or "none") == "none":
-            changes["moe_load_bias"] = "quantile"
-    words = "copies of the most loaded" if by == "load" else "copies of each in turn"
-    before, done = source.num_experts, updates_done(shared)
-    entry = Growth("grow", words, before, num_experts, done, ramp, held)
-    change = Change(source, shared, chosen.experts, entry, changes)
-    return change.write(dst, ranks_of(source, ranks), force=force, in_place=in_place)
+        shared[MODEL] = _hold_back(chosen, shared[MODEL], new)
+        options["moe_second_expert_policy"] = "all"
+        if str(model_options.get("moe_load_bias") or "none") == "none":
+            options["moe_load_bias"] = "quantile"
+    how = "copies of the most loaded" if by == "load" else "copies of each in turn"
+    held = new if ramp else {}
+    entry = Growth("grow", how, source.num_experts, num_experts, updates_done(shared), ramp, held)
+    return write_change(
+        dst, source, shared, chosen.experts, entry,
+        ranks=_ranks(source, ranks), options=options, force=force, in_place=in_place,
+    )  # fmt: skip
+
+
+def shrink(
+    src: str,
+    dst: str,
+    num_experts: int,
+    *,
+    load: str | None = None,
+    ranks: int | None = None,
+    force: bool = False,
+) -> str:
+    """Write a set with the most loaded experts of each layer; they keep every bit.
+
+    Args:
+        src, dst, load, ranks, force: see :func:`grow`.
+        num_experts: E2 < E.
+
+    Returns:
+        The canonical path.
+
+    Raises:
+        CheckpointError: as of :func:`grow`; or K is larger than E2.
+    """
+    source = open_sparse(src, dst, force)
+    top_k = options_of(source.shared).get("moe_top_k") or 1
+    if not top_k <= num_experts < source.num_experts:
+        raise CheckpointError(
+            f"{src}: has {source.num_experts} experts, of which a token chooses {top_k}; "
+            f"--num-experts {num_experts} must be fewer than the first, and not fewer than the "
+            "second number"
+        )
+    loads = read_load(source, load)
+    choice = {layer: most_loaded(each, num_experts) for layer, each in loads.items()}
+    chosen = Selection(source, choice)
+    shared, how = chosen.shared_state(), "the least loaded dropped"
+    entry = Growth("shrink", how, source.num_experts, num_experts, updates_done(shared))
+    return write_change(
+        dst, source, shared, chosen.experts, entry,
+        ranks=_ranks(source, ranks), options={"moe_expert_count": num_experts}, force=force,
+    )  # fmt: skip
 
 
 def why_inexact(options: Mapping[str, Any]) -> str:
@@ -110,26 +147,29 @@ def why_inexact(options: Mapping[str, Any]) -> str:
     return ""
 
 
-def _add_noise(grown: Selection, shared: Mapping[str, Any], noise: float, seed: int) -> None:
+def _ranks(source: SetReader, ranks: int | None) -> int | None:
+    """Return W of the new set: ``ranks``, or as many as the source has rank files."""
+    return ranks or (source.num_rank_files if source.kind == "set" else None)
+
+
+def _add_noise(
+    grown: Selection, shared: Mapping[str, Any], new: Choice, noise: float, seed: int
+) -> None:
     """Add noise to the router rows of copies, in place; the same to a weight and its fp32 copy."""
     generator = torch.Generator().manual_seed(seed)
     named = (shared.get(OPTIMIZER) or {}).get(NAMED_STATE, {})
-    for layer, experts in grown.choice.items():
-        new = repeated(experts)
-        for name, rows in grown.rows(shared[MODEL], layer):
-            if name.endswith(_LOAD_BIAS) or not noise:
-                continue
-            master = (named.get(name) or {}).get(_MASTER)
-            exact = rows if master is None else master
-            drawn = torch.randn((len(new), *rows.shape[1:]), generator=generator)
-            exact[new] += (noise * float(exact.double().std()) * drawn).to(exact.dtype)
-            if master is not None:
-                rows[new] = master[new].to(rows.dtype)
+    for name, rows in shared[MODEL].items() if noise else ():
+        layer = grown.router_of(name, rows, grown.num_experts)
+        if layer is None or name.endswith(_LOAD_BIAS):
+            continue
+        copied, master = list(new[layer]), (named.get(name) or {}).get(_MASTER)
+        exact = rows if master is None else master
+        drawn = torch.randn((len(copied), *rows.shape[1:]), generator=generator)
+        exact[copied] += (noise * float(exact.double().std()) * drawn).to(exact.dtype)
+        rows[copied] = exact[copied].to(rows.dtype)
 
 
-def _hold_back(
-    grown: Selection, model: Mapping[str, Any], held: Mapping[str, list[int]]
-) -> dict[str, Any]:
+def _hold_back(grown: Selection, model: Mapping[str, Any], held: Choice) -> dict[str, Any]:
     """Return the model with a load bias that keeps these experts out of the K best."""
     changed = dict(model)
     for layer, numbers in held.items():

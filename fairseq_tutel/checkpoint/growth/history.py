@@ -1,4 +1,4 @@
-"""History of a set's growth, stored in it, and the bias of experts that are held back.
+"""History of a set's growth, stored in the set, and the bias of experts that are held back.
 
 ``moe_growth`` is a list of dicts, the latest last::
 
@@ -6,15 +6,15 @@
      "update": updates done then, "ramp": N, "held": {layer: [numbers of the new experts]}}
 
 E is 0 for a dense model. After ``grow --exact`` (N > 0) the load bias of each new expert starts so
-low that the expert is never among the K best. It rises to 0 over N updates as
-``-(1000^left - 1)``, with ``left`` from 1 to 0 (:func:`held_back_by`). The logits of a trained
-softmax are never a thousand apart; the ramp is exponential because their spread is unknown.
+low that the expert is never among the K best. The bias rises to 0 over N updates as
+``-(1000^left - 1)``, with ``left`` from 1 to 0. The logits of a trained softmax are never a
+thousand apart. The ramp is exponential because their spread is unknown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Growth:
     before: int  # E; 0: dense
     after: int
     update: int
-    ramp: int = 0  # updates over which held back experts come in; 0: none
+    ramp: int = 0  # updates over which held back experts come in; 0: none are held back
     held: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @classmethod
@@ -48,10 +48,6 @@ class Growth:
     def stored(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
         return {**asdict(self), "held": {name: list(held) for name, held in self.held.items()}}
-
-    def counted_from(self, update: int) -> Growth:
-        """Return the entry for a run that counts its updates anew."""
-        return replace(self, update=update)
 
     def left(self, update: int) -> float:
         """Return the share of the ramp that is left after an update, 1 to 0."""
@@ -76,28 +72,11 @@ def updates_done(state: Mapping[str, Any]) -> int:
     return int(history[-1].get("num_updates") or 0)
 
 
-def refuse_while_held(state: Mapping[str, Any], path: str) -> None:
-    """Raise CheckpointError while experts are held back: the history names them by number."""
-    done = updates_done(state)
-    for entry in history_of(state):
-        if entry.left(done) > 0:
-            raise CheckpointError(
-                f"{path}: after {done} updates its last growth is under way until update "
-                f"{entry.update + entry.ramp}: train until then first"
-            )
-
-
-def with_entry(state: Mapping[str, Any], entry: Growth) -> list[dict[str, Any]]:
-    """Return the history with one more entry; earlier ramps are over."""
-    earlier = [{**each.stored(), "ramp": 0, "held": {}} for each in history_of(state)]
-    return [*earlier, entry.stored()]
-
-
 def held_back(history: Sequence[Growth], update: int, num_outputs: int) -> dict[str, Tensor] | None:
     """Return the biases of held back experts after an update.
 
     Args:
-        history: of the set, see :func:`history_of`.
+        history: history of the set, see :func:`history_of`.
         update: number of updates done.
         num_outputs: E + N, experts and null experts.
 

@@ -1,26 +1,27 @@
-"""A set whose experts are chosen from another set: new expert n is old expert ``choice[n]``.
+"""Choice of the experts of a new set: new expert n is a copy of old expert ``choice[n]``.
 
-Experts are copied to the bit with their optimizer state. So are the router's rows. Everything else
-stays as it was.
+Experts, their optimizer state and the router's rows are copied bit for bit. Everything else stays.
+The load by which experts are chosen is in the run's ``expert_load.jsonl``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..layout import select_experts, split_key
+from ..layout import CheckpointError, split_key
 from ..reader import SetReader
-from ..state import MODEL, NAMED_STATE, OPTIMIZER, null_experts
+from ..state import map_state, null_experts
 
-# layer (``decoder.layers.1.moe_layer.``) -> old number of each new expert
-Choice = Mapping[str, Sequence[int]]
+Load = dict[str, list[float]]  # layer (``decoder.layers.1.moe_layer.``) -> load of each expert
+Choice = Mapping[str, Sequence[int]]  # layer -> old number of each new expert
 
-# parameters of a router that all experts share; any other tensor with a row per output goes by
-# expert
+# a router's parameters that all experts share; other tensors with a row per output go by expert
 _COMMON = ("proj.weight", "proj.bias", "log_scale")
 
 
@@ -47,10 +48,67 @@ def repeated(chosen: Sequence[int]) -> list[int]:
     return [n for n in range(1, len(chosen)) if chosen[n] == chosen[n - 1]]
 
 
+def layer_of(name: str) -> str:
+    """Return the layer of a parameter: ``X.moe_layer.`` of ``X.moe_layer.experts.0.Y``.
+
+    A shared expert's parameter ``X.moe_layer.shared_expert.Y`` belongs to the same layer.
+    """
+    parsed = split_key(name)
+    return parsed[0].removesuffix("experts.") if parsed else name.partition("shared_expert.")[0]
+
+
 def layers_of(source: SetReader) -> list[str]:
-    """Return the prefixes of the names of a set's MoE layers."""
-    names = source.experts(range(1), with_optimizer=False)[0]
-    return list(dict.fromkeys(split_key(name)[0].removesuffix("experts.") for name in names))
+    """Return the MoE layers of a set."""
+    return list(dict.fromkeys(map(layer_of, source.experts(range(1), with_optimizer=False)[0])))
+
+
+def even_load(source: SetReader) -> Load:
+    """Return the same load for every expert."""
+    return {layer: [1.0] * source.num_experts for layer in layers_of(source)}
+
+
+def read_load(source: SetReader, file: str | None) -> Load:
+    """Read the last line of the log that has the load of a set's experts in all its layers.
+
+    Args:
+        source: the set.
+        file: the log; None: the ``expert_load.jsonl`` beside the set.
+
+    Raises:
+        CheckpointError: the log or such a line is missing.
+    """
+    path = file or os.path.join(source.cset.directory, "expert_load.jsonl")
+    try:
+        with open(path, encoding="utf-8") as log:
+            lines = [json.loads(line) for line in log if line.endswith("\n")]
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path}: no such file, but the load of the experts is needed; train with "
+            "--moe-load-log-interval N, or name the expert_load.jsonl of the run with --load"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+    names = {layer: _names_in_log(layer) for layer in layers_of(source)}
+    for line in reversed(lines):
+        logged = line.get("layers", {}) if isinstance(line, dict) else {}
+        found = {
+            layer: logged[name]
+            for layer, known in names.items()
+            for name in known
+            if len(logged.get(name, ())) == source.num_experts
+        }
+        if found.keys() == names.keys():
+            return found
+    raise CheckpointError(
+        f"{path}: no line has the load of {source.num_experts} experts in each of the layers "
+        f"{', '.join(sorted({name for known in names.values() for name in known}))}"
+    )
+
+
+def _names_in_log(layer: str) -> list[str]:
+    """Return the names that a layer may have in the log: ``1`` or ``decoder.1``."""
+    found = re.search(r"(\w+)\.layers\.(\d+)\.", layer)
+    return [found[2], f"{found[1]}.{found[2]}"] if found else [layer]
 
 
 class Selection:
@@ -68,56 +126,38 @@ class Selection:
 
     def shared_state(self) -> dict[str, Any]:
         """Return everything but the experts; routers have the rows of the new experts."""
-        shared = self.source.shared_state()
-        shared[MODEL] = {name: self._choose(name, each) for name, each in shared[MODEL].items()}
-        if OPTIMIZER in shared:
-            named = {
-                name: {key: self._choose(name, value) for key, value in state.items()}
-                for name, state in shared[OPTIMIZER][NAMED_STATE].items()
-            }
-            shared[OPTIMIZER] = {**shared[OPTIMIZER], NAMED_STATE: named}
-        return shared
+        old = self.source.num_experts
+
+        def choose(name: str, _: str | None, value: Any) -> Any:
+            layer = self.router_of(name, value, old)
+            return value if layer is None else value[[*self.choice[layer], *range(old, len(value))]]
+
+        return map_state(self.source.shared_state(), choose)
 
     def experts(self, wanted: range) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return tensors and optimizer state of new experts, renumbered from 0."""
         found: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         needed = {chosen[n] for chosen in self.choice.values() for n in wanted}
         for old in sorted(needed):  # in the order of the files: one is open at a time
-            parts = self.source.experts(range(old, old + 1))
-            for layer, chosen in self.choice.items():
-                for place in (n - wanted.start for n in wanted if chosen[n] == old):
-                    for part, entries in zip(found, parts, strict=True):
-                        mine = {name: v for name, v in entries.items() if name.startswith(layer)}
-                        copied = select_experts(mine, first=place, wanted=range(place + 1))
-                        part.update({name: _copied(value) for name, value in copied.items()})
+            for part, entries in zip(found, self.source.experts(range(old, old + 1)), strict=True):
+                for name, value in entries.items():
+                    prefix, _, rest = split_key(name)
+                    chosen = self.choice[layer_of(name)]
+                    for new in (n for n in wanted if chosen[n] == old):
+                        part[f"{prefix}{new - wanted.start}{rest}"] = _copied(value)
         return found
 
-    def rows(self, entries: Mapping[str, Any], layer: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of the router's tensors with a row for each new expert."""
-        for name, value in entries.items():
-            if _goes_by_expert(name, layer) and _has_rows(value, self.num_experts + self.num_nulls):
-                yield name, value
-
-    def _choose(self, name: str, value: Any) -> Any:
-        """Return the rows of the new experts if ``value`` belongs to a router and has rows."""
-        old = self.source.num_experts
-        layer = next((each for each in self.choice if _goes_by_expert(name, each)), None)
-        if layer is None or not _has_rows(value, old + self.num_nulls):
-            return value
-        return value[[*self.choice[layer], *range(old, len(value))]]
-
-
-def _goes_by_expert(name: str, layer: str) -> bool:
-    router = f"{layer}gate."
-    return name.startswith(router) and name[len(router) :] not in _COMMON
-
-
-def _has_rows(value: Any, count: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == count
+    def router_of(self, name: str, value: Any, num_experts: int) -> str | None:
+        """Return the layer whose router ``value`` belongs to, if it has a row for each expert."""
+        layer = next((each for each in self.choice if name.startswith(f"{each}gate.")), None)
+        if layer is None or name.removeprefix(f"{layer}gate.") in _COMMON:
+            return None
+        rows = len(value) if isinstance(value, Tensor) and value.dim() else None
+        return layer if rows == num_experts + self.num_nulls else None
 
 
 def _copied(value: Any) -> Any:
     """Copy tensors: a file stores tensors that share memory once, as tied weights."""
     if isinstance(value, Mapping):
         return {key: _copied(each) for key, each in value.items()}
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    return value.clone() if isinstance(value, Tensor) else value

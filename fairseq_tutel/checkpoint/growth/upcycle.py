@@ -3,8 +3,8 @@
 The FFN of every F-th layer becomes E experts, and the router starts near zero. With K > 1 the K
 weights of a token sum to one, so that equal experts give what the FFN gave, unless a choice is
 dropped. With K = 1 the weight is the gate's probability, so the function changes. With the FFN as a
-shared expert and silent experts beside it the function is always kept. Experts of 1/G of the width:
-:func:`fairseq_tutel.distributed.experts_of_ffn`.
+shared expert and silent experts beside it the function is always kept. For experts of 1/G of the
+width see :func:`fairseq_tutel.distributed.experts_of_ffn`.
 
 The optimizer state is left out, and the schedule begins anew.
 """
@@ -20,16 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...config.options import FRACTION, at_least, documented, option
 from ...distributed import experts_of_ffn
 from ..layout import CheckpointError
 from ..reader import read_set
 from ..state import MODEL, options_of
-from .change import Change
+from ..store import refuse_target
+from .change import write_change
 from .history import Growth, updates_done
 
 logger = logging.getLogger(__name__)
 
-_FFN = re.compile(r"((?:.*\.)?(encoder|decoder)\.layers\.(\d+)\.)(fc[12]\.(?:weight|bias))")
+_LAYER = re.compile(r"((?:.*\.)?(encoder|decoder)\.layers\.(\d+)\.)(.*)")
+_FFN = re.compile(r"fc[12]\.(?:weight|bias)")
 # fairseq 0.12.2 stores the weights of an encoder layer twice; sparse layers have no second copy
 _SECOND = re.compile(r"(?:in_proj|out_proj|fc[12])_(?:weight|bias)")
 # fairseq's criterion classes -> those that add the gate loss
@@ -41,39 +44,33 @@ CRITERIONS = {
 _REFUSED = ("scale_fc", "scale_resids", "base_layers", "quant_noise_pq", "adaptive_input")
 
 
+@documented
 @dataclass(frozen=True)
 class Upcycling:
-    """Options of :func:`upcycle`.
+    """Options of :func:`upcycle`; :mod:`.commands` makes flags of them.
 
-    Attributes:
-        num_experts: E, a multiple of the granularity.
-        freq: every F-th layer of encoder and decoder (counted from 1) becomes sparse; 0: none.
-        encoder_freq, decoder_freq: F for one side; the larger of this and ``freq`` counts.
-        top_k: K.
-        granularity: G, slices that each replica of an FFN is cut into.
-        shared: keep the FFN as a shared expert; the other experts start silent.
-        drop_ratio: share of each expert's hidden units that is drawn anew (arXiv 2502.19261).
-        router_std: standard deviation of the router's weights.
-        seed: seed of all draws.
-        inexact: allow a model that does not start as the dense one.
-
-    Raises:
-        CheckpointError: K, E and G do not fit, or the function changes without ``inexact``.
+    CheckpointError is raised if K, E and G do not fit, or if the function changes without
+    ``inexact``.
     """
 
-    num_experts: int
-    freq: int = 2
-    encoder_freq: int = 0
-    decoder_freq: int = 0
-    top_k: int = 2
-    granularity: int = 1
-    shared: bool = False
-    drop_ratio: float = 0.0
-    router_std: float = 0.02
-    seed: int = 1
-    inexact: bool = False
+    num_experts: int = option(0, "E, experts per MoE layer", at_least(1))
+    freq: int | None = option(None, "F: every F-th layer becomes sparse, 0: none (default: 2, or 0 "
+                              "with a frequency for one side)", at_least(0))  # fmt: skip
+    encoder_freq: int = option(0, "the same for the encoder; the larger F counts", at_least(0))
+    decoder_freq: int = option(0, "the same for the decoder; the larger F counts", at_least(0))
+    top_k: int = option(2, "K, experts per token", at_least(1))
+    granularity: int = option(1, "G: cut each FFN into G experts; G must divide K", at_least(1))
+    shared: bool = option(False, "keep the FFN as a shared expert; the others add nothing at first")
+    drop_ratio: float = option(0.0, "share of each expert's units to draw anew", FRACTION)
+    router_std: float = option(0.02, "standard deviation of the router's weights", at_least(0))
+    seed: int = option(1, "seed of all draws")
+    inexact: bool = option(False, "allow a model that does not start as the dense one: K = 1, a G "
+                           "that does not divide K, or a drop ratio")  # fmt: skip
 
     def __post_init__(self):
+        if self.freq is None:
+            one_side = self.encoder_freq or self.decoder_freq
+            object.__setattr__(self, "freq", 0 if one_side else 2)
         if not 1 <= self.top_k <= self.num_experts:
             raise CheckpointError(
                 f"--top-k {self.top_k} must lie between 1 and --num-experts {self.num_experts}"
@@ -83,27 +80,24 @@ class Upcycling:
                 f"--num-experts {self.num_experts} is no multiple of --granularity "
                 f"{self.granularity}: each replica of an FFN has as many experts"
             )
-        if reason := self.changes_function():
+        if reason := self.why_inexact():
             if not self.inexact:
                 raise CheckpointError(
                     f"{reason}; --allow-inexact accepts that, --shared-expert avoids it"
                 )
             logger.warning("%s", reason)
 
-    def changes_function(self) -> str:
+    def why_inexact(self) -> str:
         """Return why the model does not start as the dense one, or ""."""
+        k, parts = self.top_k, self.granularity
         if self.shared:
             return ""
-        if self.top_k == 1:
-            return (
-                "--top-k 1 weights an expert by the gate's probability, about "
-                f"1/{self.num_experts} at first"
-            )
-        if self.top_k % self.granularity:
-            return (
-                f"--granularity {self.granularity} does not divide --top-k {self.top_k}, so that a "
-                "token does not go to all slices of a replica"
-            )
+        if k == 1:
+            share = f"1/{self.num_experts}"
+            return f"--top-k 1 weights an expert by the gate's probability, about {share} at first"
+        if k % parts:
+            slices = "a token does not go to all slices of a replica"
+            return f"--granularity {parts} does not divide --top-k {k}, so that {slices}"
         if self.drop_ratio:
             return f"--drop-ratio {self.drop_ratio:g} draws hidden units anew"
         return ""
@@ -140,55 +134,76 @@ def upcycle(
         CheckpointError: ``src`` has experts, no layer to make sparse, or options that experts
             cannot be combined with; or as of :func:`..store.write_set`.
     """
+    refuse_target(dst, src, force)  # before the model is read
     source = read_set(src)
     if source.num_experts:
         raise CheckpointError(f"{src}: has experts; `grow` makes more of them")
     _check_options(source.shared, src)
     dense = source.shared_state(with_optimizer=False)
-    ffns = _find_ffns(dense[MODEL], how, src)
-    options = _options(ffns, how)
+    kept, ffns = _split(dense[MODEL], how)
+    width = _common_width(ffns, how, src)
+    state = with_criterions({**dense, MODEL: {**kept, **_routers(ffns, how)}}, CRITERIONS)
     # without the state of the optimizer the trainer counts its updates from 0
-    history = [_with_gate_loss(each) for each in dense.get("optimizer_history") or ()]
-    history[-1:] = [{**each, "num_updates": 0} for each in history[-1:]]
-    state = {**dense, MODEL: _shared_model(dense[MODEL], ffns, how), "optimizer_history": history}
+    for last in state["optimizer_history"][-1:]:
+        last["num_updates"] = 0
     words = f"{how}, of a dense model after {updates_done(dense)} updates"
     entry = Growth("upcycle", words, 0, how.num_experts, 0)
     arch = "transformer_lm_gpt_moe" if _is_lm(dense[MODEL]) else "transformer_moe"
-    flags = {"arch": arch, **options, "moe_capacity_factor": 0}  # 0 drops nothing
 
     def experts(wanted: range) -> tuple[dict[str, Any], dict[str, Any]]:
         return _experts(ffns, how, wanted), {}
 
-    return Change(source, state, experts, entry, options, flags).write(dst, ranks or 1, force=force)
+    return write_change(
+        dst, source, state, experts, entry,
+        ranks=ranks or 1, options=_options(width, how), force=force,
+        more_flags={"arch": arch, "moe_capacity_factor": 0},  # 0 drops nothing
+    )  # fmt: skip
 
 
-# names of the layers that become sparse, ``decoder.layers.1.`` -> tensors of their FFNs
+def with_criterions(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a state whose history names other criterion classes; the history is copied."""
+    history = [dict(entry) for entry in state.get("optimizer_history") or ()]
+    for entry in history:
+        name = entry.get("criterion_name")
+        entry["criterion_name"] = names.get(name, name)
+    return {**state, "optimizer_history": history}
+
+
+# prefix of a layer that becomes sparse, ``decoder.layers.1.`` -> tensors of its FFN
 _Ffns = dict[str, dict[str, Tensor]]
 
 
-def _find_ffns(model: Mapping[str, Any], how: Upcycling, src: str) -> _Ffns:
-    found: _Ffns = {}
+def _split(model: Mapping[str, Any], how: Upcycling) -> tuple[dict[str, Any], _Ffns]:
+    """Return the tensors that stay, and the FFNs that become experts."""
+    kept, ffns = {}, {}
     for name, value in model.items():
-        match = _FFN.fullmatch(name)
-        if match and how.is_sparse(match[2], int(match[3])):
-            found.setdefault(match[1], {})[match[4]] = value
-    if not found:
+        layer = _LAYER.fullmatch(name)
+        sparse = layer is not None and how.is_sparse(layer[2], int(layer[3]))
+        if sparse and _FFN.fullmatch(layer[4]):
+            ffns.setdefault(layer[1], {})[layer[4]] = value
+        elif not (sparse and _SECOND.fullmatch(layer[4])):
+            kept[name] = value
+    return kept, ffns
+
+
+def _common_width(ffns: _Ffns, how: Upcycling, src: str) -> int:
+    """Return the hidden width of the FFNs; CheckpointError if they cannot become experts."""
+    widths = sorted({ffn["fc1.weight"].shape[0] for ffn in ffns.values()})
+    if not widths:
         raise CheckpointError(
             f"{src}: none of its layers becomes sparse with --moe-freq {how.freq}"
         )
-    widths = {ffn["fc1.weight"].shape[0] for ffn in found.values()}
-    wrong = [width for width in widths if width % how.granularity]
-    if len(widths) > 1 and (how.granularity > 1 or how.shared) or wrong:
+    unequal = len(widths) > 1 and (how.granularity > 1 or how.shared)
+    if unequal or any(width % how.granularity for width in widths):
         raise CheckpointError(
-            f"{src}: FFNs of {', '.join(map(str, sorted(widths)))} hidden units cannot be cut "
+            f"{src}: FFNs of {', '.join(map(str, widths))} hidden units cannot be cut "
             f"alike into {how.granularity} slices, or kept as shared experts"
         )
-    return found
+    return widths[0]
 
 
-def _options(ffns: _Ffns, how: Upcycling) -> dict[str, Any]:
-    """Return the options of the model, by fairseq's names."""
-    width = next(iter(ffns.values()))["fc1.weight"].shape[0]
+def _options(width: int, how: Upcycling) -> dict[str, Any]:
+    """Return the options of the model, by fairseq's names; FFNs have ``width`` hidden units."""
     options: dict[str, Any] = {"moe_expert_count": how.num_experts, "moe_top_k": how.top_k}
     sides = {"encoder_moe_freq": how.encoder_freq, "decoder_moe_freq": how.decoder_freq}
     options |= {"moe_freq": how.freq, **{name: freq for name, freq in sides.items() if freq}}
@@ -200,9 +215,9 @@ def _options(ffns: _Ffns, how: Upcycling) -> dict[str, Any]:
     return options
 
 
-def _shared_model(model: Mapping[str, Any], ffns: _Ffns, how: Upcycling) -> dict[str, Any]:
-    """Return the model's tensors without experts, with routers and shared experts."""
-    shared = {name: value for name, value in model.items() if not _is_replaced(name, ffns)}
+def _routers(ffns: _Ffns, how: Upcycling) -> dict[str, Tensor]:
+    """Return the routers and shared experts of the layers that become sparse."""
+    made: dict[str, Tensor] = {}
     generator = torch.Generator().manual_seed(how.seed)
     replicas = how.num_experts // how.granularity
     for prefix, ffn in ffns.items():
@@ -210,18 +225,10 @@ def _shared_model(model: Mapping[str, Any], ffns: _Ffns, how: Upcycling) -> dict
         rows = torch.randn(replicas, like.shape[1], generator=generator) * how.router_std
         # slices of a replica have one row, so that they are chosen together
         rows = rows.repeat_interleave(how.granularity, dim=0).to(like.dtype)
-        shared[f"{prefix}moe_layer.gate.wg.weight"] = rows
+        made[f"{prefix}moe_layer.gate.wg.weight"] = rows
         if how.shared:
-            shared |= {f"{prefix}moe_layer.shared_expert.{name}": v for name, v in ffn.items()}
-    return shared
-
-
-def _is_replaced(name: str, ffns: _Ffns) -> bool:
-    for prefix, ffn in ffns.items():
-        if name.startswith(prefix):
-            rest = name[len(prefix) :]
-            return rest in ffn or bool(_SECOND.fullmatch(rest))
-    return False
+            made |= {f"{prefix}moe_layer.shared_expert.{name}": v for name, v in ffn.items()}
+    return made
 
 
 def _experts(ffns: _Ffns, how: Upcycling, wanted: range) -> dict[str, Tensor]:
@@ -243,12 +250,6 @@ def _experts(ffns: _Ffns, how: Upcycling, wanted: range) -> dict[str, Tensor]:
     return model
 
 
-def _with_gate_loss(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Name the criterion that adds the gate loss to the one that was trained with."""
-    name = entry.get("criterion_name")
-    return {**entry, "criterion_name": CRITERIONS.get(name, name)}
-
-
 def _check_options(shared: Mapping[str, Any], src: str) -> None:
     """Raise CheckpointError for a model that none with experts can continue."""
     options = options_of(shared)
@@ -265,4 +266,4 @@ def _check_options(shared: Mapping[str, Any], src: str) -> None:
 
 def _is_lm(names: Iterable[str]) -> bool:
     """Return whether a model has no encoder, by the names of its parameters."""
-    return not any((found := _FFN.fullmatch(name)) and found[2] == "encoder" for name in names)
+    return not any("encoder.layers." in name for name in names)

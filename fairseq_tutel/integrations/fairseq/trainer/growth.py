@@ -12,15 +12,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from omegaconf import open_dict
 
 from ....checkpoint import read_set, set_exists
-from ....checkpoint.growth import Growth, grow, held_back
-from ....checkpoint.growth.grow import why_inexact
-from ....checkpoint.growth.history import history_of
+from ....checkpoint.growth import Growth, grow, held_back, history_of, why_inexact
 from ....checkpoint.state import GROWTH, options_of
 from ....command_line import RESTARTS
 from ....config import GrowAt, exchange_size
@@ -37,7 +36,7 @@ class RunGrowth:
 
     Attributes:
         grow_at: when the run grows; None: never.
-        history: of the set that the run started from, for the sets that it saves.
+        history: history of the set that the run started from, for the sets that it saves.
 
     Raises:
         ValueError: the new experts do not fit the ranks or the options, or nobody starts the ranks
@@ -80,11 +79,9 @@ class RunGrowth:
         """Write the grown set in place of the saved one. Collective."""
         wanted = self.grow_at.num_experts
         logger.info("--moe-grow-at %s: growing %s to %d experts", self.grow_at, path, wanted)
-
-        def work() -> None:
-            grow(path, path, wanted, ramp=self.ramp, in_place=True)
-
-        all_ranks().run_on_first(f"growing {path}", work)
+        all_ranks().run_on_first(
+            f"growing {path}", lambda: grow(path, path, wanted, ramp=self.ramp, in_place=True)
+        )
 
     def state(self) -> dict[str, Any]:
         """Return entries for a checkpoint."""
@@ -96,7 +93,7 @@ class RunGrowth:
         A ramp starts again if the run counts its updates anew.
         """
         self.history = [
-            entry if entry.update <= update else entry.counted_from(update)
+            entry if entry.update <= update else replace(entry, update=update)
             for entry in history_of(state)
         ]
 
@@ -169,8 +166,7 @@ def _check(cfg: Any, model: torch.nn.Module, grow_at: GrowAt) -> None:
 def _check_placement(cfg: Any, model: torch.nn.Module, num_experts: int) -> None:
     """Raise ValueError if that many experts cannot be placed as the options say."""
     groups = model.moe_groups
-    chosen = cfg.model.moe_expert_parallel_size
-    size = exchange_size(num_experts, groups.world_size, chosen)
+    size = exchange_size(num_experts, groups.world_size, cfg.model.moe_expert_parallel_size)
     grown = ExpertParallelGroups(
         num_experts,
         rank=groups.rank,
