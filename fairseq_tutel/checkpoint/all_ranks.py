@@ -1,4 +1,4 @@
-"""Steps that every rank takes or none; the caller brings the collective they need."""
+"""Steps that every rank takes or none; the caller brings the collective."""
 
 from __future__ import annotations
 

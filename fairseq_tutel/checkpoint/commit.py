@@ -2,7 +2,7 @@
 
     1. write ``NAME.ID.tmp`` beside every NAME and force it to the disk
     2. write the commit record ``X.pt.commit``, one JSON file that appears by an atomic rename
-    3. rename every temporary file into place, remove what the new set does not have
+    3. rename every temporary file into place, remove files that the new set does not have
     4. remove the commit record
 
 A crash before step 2 leaves the old set and stale temporary files. A crash after it leaves a
@@ -49,7 +49,7 @@ def new_id() -> str:
 
 
 def temporary_path(cset: CheckpointSet, operation: str, role: Role) -> str:
-    """Return where a member is written during the operation with that id."""
+    """Return the path under which a member is written during the operation with that id."""
     return os.path.join(cset.directory, _temporary_name(cset.name_of(role), operation))
 
 
@@ -69,7 +69,7 @@ def visible_files(cset: CheckpointSet) -> dict[Role, str]:
 
 
 def final_path(path: str) -> str:
-    """Return the name that a file has once a commit is finished; most have it already."""
+    """Return the name that a file has once a commit is finished; most files have it already."""
     directory, name = os.path.split(path)
     match = _TEMPORARY.fullmatch(name)
     return os.path.join(directory, match["final"]) if match else path
@@ -88,7 +88,7 @@ def read_record(cset: CheckpointSet) -> CommitRecord | None:
             f"{cset.commit_path}: damaged commit record ({error}); remove it if the files beside "
             "it load without it, else use another set"
         ) from error
-    # a record may only ever touch its own set, whoever wrote it
+    # a record may only touch its own set, whoever wrote it
     finals = [match and match["final"] for match in map(_TEMPORARY.fullmatch, record.renames)]
     members = [*record.renames.values(), *record.removals]
     if finals != [*record.renames.values()] or None in map(cset.role_of, members):
@@ -98,10 +98,9 @@ def read_record(cset: CheckpointSet) -> CommitRecord | None:
 
 @contextlib.contextmanager
 def changing(cset: CheckpointSet) -> Iterator[str]:
-    """Make a change by one process; yield the id of the operation, for its files and
-    :func:`commit`.
+    """Prepare a change by one process; yield its id, for temporary files and :func:`commit`.
 
-    An earlier unfinished change is finished first. A failed change leaves nothing.
+    An earlier unfinished change is finished first. A failed change leaves nothing behind.
     """
     os.makedirs(cset.directory or ".", exist_ok=True)
     recover_set(cset)
@@ -114,8 +113,8 @@ def commit(cset: CheckpointSet, operation: str, roles: Collection[Role]) -> None
     """Run steps 2 to 4: make the set consist of ``roles``, which all have temporary files.
 
     Raises:
-        CheckpointError: a file is missing, or the file system failed. Before the record is in place
-            the old set is untouched; the message says if it failed later.
+        CheckpointError: a file is missing, or the file system failed. The old set is untouched
+            unless the message says that the new one is saved.
     """
     names = sorted(map(cset.name_of, roles))
     renames = {_temporary_name(name, operation): name for name in names}
@@ -143,9 +142,9 @@ def commit(cset: CheckpointSet, operation: str, roles: Collection[Role]) -> None
 
 
 def recover_set(cset: CheckpointSet) -> None:
-    """Finish a change whose record is in place, and clean up after one that failed before.
+    """Finish a change whose record is in place, and clean up after a change that failed earlier.
 
-    Only the writer of the set calls this, never while another process saves to it.
+    Only the writer of the set calls this, never while another process saves to the set.
     """
     record = read_record(cset)
     if record is not None:
@@ -155,7 +154,7 @@ def recover_set(cset: CheckpointSet) -> None:
 
 
 def remove_temporaries(cset: CheckpointSet, operation: str | None = None) -> None:
-    """Remove temporary files of one operation, or of all; what fails is left to the next save."""
+    """Remove temporary files of one operation, or of all; the next save retries on failure."""
     ending = ".tmp" if operation is None else f".{operation}.tmp"
     for name in _list(cset.directory):
         match = _TEMPORARY.fullmatch(name)
@@ -165,10 +164,10 @@ def remove_temporaries(cset: CheckpointSet, operation: str | None = None) -> Non
 
 
 def leave_in_order(cset: CheckpointSet, operation: str, ends_by_signal: bool) -> None:
-    """Undo a change that ended before its commit; finish a committed one if a signal ends the
-    process.
+    """Undo a change that ended before its commit.
 
-    After an error a committed change stays as it is: readable, as the error states.
+    A committed change is finished if a signal ends the process. After an error it stays as it is:
+    readable, as the error states.
     """
     with contextlib.suppress(OSError, CheckpointError):
         if not os.path.lexists(cset.commit_path):
@@ -179,11 +178,11 @@ def leave_in_order(cset: CheckpointSet, operation: str, ends_by_signal: bool) ->
 
 @contextlib.contextmanager
 def cleaning_up(clean: Callable[[bool], None]) -> Iterator[None]:
-    """Call ``clean`` if the block does not reach its end; not after SIGKILL or a crash.
+    """Call ``clean`` if the block does not reach its end, unless by SIGKILL or a crash.
 
     SIGTERM and SIGHUP end a Python process at once. Within the block they clean up first, then end
-    it in the same way. A program that ignores or handles them goes on as it does. ``clean`` takes
-    whether a signal ends the process, may interrupt the block, and must not raise.
+    the process in the same way, unless the program ignores or handles them. ``clean`` takes whether
+    a signal ends the process, may interrupt the block, and must not raise.
     """
 
     def clean_and_end(signum, frame):

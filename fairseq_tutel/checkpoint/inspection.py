@@ -29,20 +29,18 @@ def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
     """Describe a set or a merged file.
 
     Args:
+        path: name of the set or of one of its files.
         verify: also read every byte and check the checksums stored in the files.
 
     Returns:
-        A dict of plain values: path, kind ("set" or "merged"), written_by, save_id, world_size,
-        num_rank_files, replicas (rank files of Meta's runs that hold other files' experts again),
-        num_experts, moe_layers, params_dense, params_expert and params_total
-        (numbers of elements, as the trainer counts them; experts of all ranks, each once), dtypes
-        {name: elements}, num_updates, epoch, optimizer_state ("by name", "foreign" or "none"),
-        growth (texts, what added or removed experts, the latest last), size_on_disk (bytes),
-        files (a list of dicts: name, size, rank, experts, params, save_id),
-        unfinished_save, problems (texts) and consistent. Values that cannot be known are None.
+        A dict of plain values; None for unknown ones. ``kind`` is "set" or "merged", ``replicas``
+        the number of rank files of Meta's runs that repeat others, ``params_*`` numbers of elements
+        as the trainer counts them (experts of all ranks, each once), ``dtypes`` {name: elements},
+        ``optimizer_state`` "by name", "foreign" or "none", ``growth`` one text per change of the
+        number of experts, ``size_on_disk`` bytes, ``files`` one dict per file, ``problems`` texts.
 
     Raises:
-        CheckpointError: no file of that name at all.
+        CheckpointError: no file has that name.
     """
     cset = CheckpointSet.from_path(path)
     files = visible_files(cset)
@@ -121,7 +119,7 @@ def _check_replica(
 ) -> None:
     """Raise CheckpointError if a replica has other parameters, or ``values``, than its original."""
     of = number % reader.num_rank_files
-    if of not in contents:  # it stands for a file that is gone
+    if of not in contents:  # the replica stands in for a missing file
         return
     mine, first = (contents[role].get(MODEL) or {} for role in (number, of))
     names = sorted(set(mine) ^ set(first))

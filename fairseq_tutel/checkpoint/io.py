@@ -2,11 +2,11 @@
 
 A checkpoint is a pickle, and a pickle may call any function. Files are therefore read by torch's
 restricted unpickler, extended by the classes of ``safe_globals.py``; any other class is refused by
-name. Tensors are memory-mapped if the file allows it, so that only what is used is read.
+name. Tensors are memory-mapped if the file allows it, so that only used tensors are read.
 
 torch writes a CRC-32 of every tensor into the file's zip directory, and never checks it. Here
 tensors are checked when they are taken from a file, so that unwanted data stays unread and wanted
-data is fetched from the disk once.
+data is read from the disk once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .layout import CheckpointError
 from .safe_globals import safe_globals_only
 
 _ZIP_MAGIC = b"PK\x03\x04"
-# what zipfile raises where the directory or the header of a member is damaged
+# errors that zipfile raises if the directory or the header of a member is damaged
 _ZIP_ERRORS = (zipfile.BadZipFile, OSError, RuntimeError, ValueError, EOFError, zlib.error)
 _REFUSED = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)|but got (<class .*?>)")
 # file systems that cannot fsync a directory answer with one of these
@@ -63,7 +63,7 @@ def save_file(state: Mapping[str, Any], path: str) -> None:
     """Write one file, force it to the disk and check that it can be read back safely.
 
     Tensors are written from the CPU with a storage of their own, so that a slice of a stack does
-    not drag the whole stack into the file. Tensors that are one (tied weights) stay one.
+    not drag the whole stack into the file. Tied weights stay one tensor.
 
     Raises:
         CheckpointError: ``state`` holds objects that ``load_file`` would refuse.
@@ -114,7 +114,9 @@ class Checksums:
                     self._listed.add((info.file_size, info.CRC))
 
     def check(self, entries: Any) -> None:
-        """Raise CheckpointError for a tensor, in dicts and lists, that is not as written."""
+        """Raise CheckpointError for a tensor, in dicts and lists, that differs from the file's
+        checksum.
+        """
         if not self._listed:
             return
         found = {}
@@ -122,7 +124,7 @@ class Checksums:
             storage = tensor.untyped_storage()
             if storage.nbytes():
                 found.setdefault(storage.data_ptr(), (name, storage))
-        # zlib lets go of the interpreter's lock: as many at once as this process may use cores
+        # zlib releases the interpreter's lock, so threads use all cores of this process
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             checksums = pool.map(_checksum, [storage for _, storage in found.values()])
             for (name, storage), checksum in zip(found.values(), checksums, strict=True):

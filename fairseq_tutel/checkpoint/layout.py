@@ -45,9 +45,7 @@ class CheckpointSet:
 
     @classmethod
     def from_path(cls, path: str | os.PathLike[str]) -> CheckpointSet:
-        """Return the set that X.pt, X-shared.pt or X-rank-N.pt belongs to; CheckpointError for
-        other names.
-        """
+        """Return the set of X.pt, X-shared.pt or X-rank-N.pt; CheckpointError for other names."""
         directory, name = os.path.split(os.fspath(path))
         file = _FILE.fullmatch(name)
         if file is None:
@@ -56,12 +54,12 @@ class CheckpointSet:
 
     @property
     def path(self) -> str:
-        """The canonical name X.pt; also the place of a merged file."""
+        """Canonical name X.pt; also the path of a merged file."""
         return self.path_of(MERGED)
 
     @property
     def commit_path(self) -> str:
-        """Redo log of a save that may not have finished; see ``commit.py``."""
+        """Path of the redo log of an unfinished save; see ``commit.py``."""
         return self.path + ".commit"
 
     def name_of(self, role: Role) -> str:
@@ -83,9 +81,7 @@ class CheckpointSet:
 
 
 def count_rank_files(num_experts: int, world_size: int, expert_parallel_size: int = 0) -> int:
-    """Return how many rank files a set has: P if it is chosen, else min(E, W).
-
-    Replicas are written once.
+    """Return the number of rank files of a set: P if it is chosen, else min(E, W).
 
     Raises:
         CheckpointError: E, W and P do not divide.
@@ -115,9 +111,9 @@ def split_key(key: str) -> tuple[str, int, str] | None:
 
 
 def without_aliases(entries: Mapping[str, Value]) -> dict[str, Value]:
-    """Return entries without those that the branch ``nllb`` stores twice.
+    """Return entries without the second names that the branch ``nllb`` stores.
 
-    The second name is that of the module that conditional routing wraps around an MoE layer.
+    These name the module that conditional routing wraps around an MoE layer.
     """
     return {key: value for key, value in entries.items() if _ALIAS not in key}
 
@@ -151,12 +147,12 @@ def expert_forms(entries: Mapping[str, Any], where: str) -> tuple[int, dict[str,
     """Return the number of experts in the entries of a file, and the form that all of them have.
 
     Args:
-        entries: of experts.
+        entries: entries of experts.
         where: the file, for errors.
 
     Returns:
-        The number, and {key with "*" for the number: shape and dtype of a tensor, or names in a
-        state}.
+        The number of experts, and {key with "*" for the expert's number: shape and dtype of a
+        tensor, or names in a state}.
 
     Raises:
         CheckpointError: there is a dense entry, numbers are not 0..E-1, or experts differ.

@@ -4,7 +4,7 @@
 ``experts(range)`` the tensors and the optimizer state of some of them. A program that transforms
 checkpoints writes them with :func:`.store.write_set`, which takes the same two.
 
-Nothing here writes: a job may evaluate a checkpoint while another one trains and saves to it.
+Nothing here writes: a job may evaluate a checkpoint while another job trains and saves to it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ from .state import (
 
 logger = logging.getLogger(__name__)
 
-
 _ATTEMPTS = 30  # how often to read while another job keeps replacing the files
 
 
@@ -64,24 +63,25 @@ def load_for_rank(
     check_experts: bool = True,
     gather_texts: GatherTexts | None = None,
 ) -> dict[str, Any]:
-    """The state that rank ``rank`` of ``world_size`` needs, from whatever ``path`` names.
+    """Load the state that rank ``rank`` of ``world_size`` needs from a checkpoint of any kind.
 
-    Reads sets saved by any number of ranks, merged files, dense checkpoints without experts, and
-    the files that Meta published. Only the needed rank files are opened, and memory-mapped. A save
-    that was interrupted after its commit is read as complete.
+    The checkpoint is a set saved by any number of ranks, a merged file, a dense checkpoint without
+    experts, or files that Meta published. Only the needed rank files are opened, and memory-mapped.
+    A save that was interrupted after its commit is read as complete.
 
     Args:
         path: X.pt, X-shared.pt, X-rank-N.pt, or a merged file.
-        rank, world_size: where the experts will live; W = 1 loads all of them.
+        rank, world_size: place of the experts; W = 1 loads all of them.
         expert_parallel_size: P, ranks that hold all experts between them; 0: min(E, W).
         with_optimizer: also assemble ``last_optimizer_state``.
-        check_experts: whether experts are read for it, to find damage.
-        gather_texts: if given, all ranks call this together and an error on one is raised on all.
+        check_experts: compare experts with their checksums, which reads them.
+        gather_texts: if given, all ranks call this function together, and an error on one rank is
+            raised on all.
 
     Returns:
-        The state of ``state.py`` with this rank's experts numbered from 0 (without optimizer state
-        if that is not stored, not wanted or not ours), and ``moe_checkpoint``, the metadata of the
-        source (None for Meta's files).
+        The state of ``state.py`` with this rank's experts numbered from 0, and ``moe_checkpoint``,
+        the metadata of the source (None for Meta's files). There is no optimizer state if it is
+        not stored, not wanted or not keyed by parameter name.
 
     Raises:
         CheckpointError: names the file that is missing, truncated or foreign, or E and W if the
@@ -143,18 +143,18 @@ def read_set(path: str) -> SetReader:
 class SetReader:
     """An open checkpoint; :func:`read_set` returns it.
 
-    The shared content is in memory (its tensors mapped), rank files opened one at a time.
+    The shared content is in memory (its tensors mapped). Rank files are opened one at a time.
 
     Attributes:
-        cset: where it is.
+        cset: location of the files.
         kind: "set" or "merged".
-        shared: content of the shared file (of a merged file: its dense part), not yet checked for
+        shared: content of the shared file, or the dense part of a merged file, not yet checked for
             damage; :meth:`shared_state` is.
-        metadata: None if another program wrote it.
+        metadata: metadata of the save; None if another program wrote it.
         num_experts: E, 0 for a dense model.
         num_rank_files: P, 1 for a merged file.
-        has_optimizer: whether there is optimizer state in our form.
-        checks_experts: whether experts are checked for damage, which reads them.
+        has_optimizer: whether there is optimizer state keyed by parameter name.
+        checks_experts: whether experts are compared with their checksums, which reads them.
 
     Raises:
         CheckpointError: names the file that is missing, truncated or foreign.
@@ -168,7 +168,7 @@ class SetReader:
         self.main_path = self.files[MERGED if self.kind == MERGED else SHARED]
         state, self._checksums = load_state(self.main_path)
         self.metadata = SetMetadata.of_state(state, self.main_path)
-        # ours are complete, or were spoilt; what others made may be good for another use
+        # our own files are complete, unless they were spoilt; others' may have another use
         if self.metadata is not None and is_of_fairseq(state):
             check_complete(state, self.main_path)
         self.has_optimizer = optimizer_is_named(state.get(OPTIMIZER))
@@ -184,7 +184,7 @@ class SetReader:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run that saved it; its position in the data is counted in their steps."""
+        """Ranks of the run that saved the set, whose steps count its position in the data."""
         if self.metadata is None and not self.num_experts:  # stock fairseq's
             stated = options_of(self.shared, "distributed_training")
             return stated.get("distributed_world_size") or 1
@@ -200,11 +200,11 @@ class SetReader:
     def experts(
         self, wanted: range, *, with_optimizer: bool = True
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Tensors and optimizer state of the experts with these global numbers, not damaged.
+        """Return tensors and optimizer state of the experts with these global numbers, undamaged.
 
         Returns:
             (tensors by parameter name, state by parameter name and name of the state), with experts
-            numbered from 0; no state if there is none or it is not wanted.
+            numbered from 0. The state is empty if there is none or it is not wanted.
         """
         model: dict[str, Any] = {}
         named_state: dict[str, Any] = {}
@@ -291,11 +291,11 @@ class SetReader:
             raise CheckpointError(f"{first}: holds no expert")
         gates = gate_experts(self.shared[MODEL], model, null_experts(self.shared))
         experts = gates or present * local
-        # there may be more files: where experts are fewer than ranks, Meta's runs wrote replicas
+        # there may be more files: if experts are fewer than ranks, Meta's runs wrote replicas
         return experts, max(experts // local, 1)
 
     def _check_experts(self, content: dict[str, Any], path: str) -> None:
-        """Check that a rank file has the experts of its place, alike in all files.
+        """Check that a rank file has as many experts as its place asks for, alike in all files.
 
         All experts have the same optimizer state: none for a parameter that is not trained.
         """
@@ -337,8 +337,7 @@ def locate(path: str) -> tuple[CheckpointSet, dict[Role, str], str]:
 
     Raises:
         CheckpointError: nothing has that name, the shared file is missing, or a set and a merged
-        file
-            both have the name.
+            file both have the name.
     """
     cset = CheckpointSet.from_path(path)
     files = visible_files(cset)
@@ -363,11 +362,11 @@ def locate(path: str) -> tuple[CheckpointSet, dict[Role, str], str]:
 def find_checkpoint(path: str) -> tuple[str, str] | None:
     """Find a checkpoint for a program that reads single files.
 
-    In the middle of a commit the name may be a temporary one; :func:`.commit.final_path` gives the
-    other.
+    In the middle of a commit the name may be a temporary one; :func:`.commit.final_path` returns
+    the final one.
 
     Returns:
-        ("set", its shared file) or ("merged", the file); None if there is nothing.
+        ("set", its shared file) or ("merged", the file); None if nothing has that name.
 
     Raises:
         CheckpointError: see :func:`locate`.

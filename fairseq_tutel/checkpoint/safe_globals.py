@@ -1,9 +1,8 @@
 """Classes that may be unpickled: they hold data and do nothing when they are built.
 
-torch's restricted unpickler (``weights_only=True``) builds tensors and plain containers. Here is
-what fairseq checkpoints hold besides, today's and old ones: options, the config in its former form,
-numbers and arrays of numpy, the dictionary that some tasks keep. Anything else is refused, also
-where fairseq's own code reads a file.
+torch's restricted unpickler (``weights_only=True``) builds tensors and plain containers. fairseq's
+checkpoints, old and new, also hold options, configs, numbers and arrays of numpy, and the
+dictionary of some tasks. Any other class is refused, even if fairseq's own code reads the file.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ _FAIRSEQ_CLASSES = (
 
 @contextlib.contextmanager
 def safe_globals_only() -> Iterator[None]:
-    """Within, every ``torch.load`` of the process builds such classes only.
+    """Let every ``torch.load`` of the process build only these classes within the context.
 
-    Whatever the environment holds: TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1, with which many run fairseq
-    since torch 2.6, would let a file run code. What a caller allowed by
-    ``torch.serialization.add_safe_globals`` stays allowed.
+    The environment does not matter: TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1, with which many run fairseq
+    since torch 2.6, would let a file run code. Classes that a caller allowed by
+    ``torch.serialization.add_safe_globals`` stay allowed.
     """
     with _ONE_AT_A_TIME:
         before = {name: os.environ.get(name) for name in (_RESTRICT, _DO_NOT_RESTRICT)}
@@ -59,7 +58,7 @@ def safe_globals_only() -> Iterator[None]:
 
 
 def _safe_globals() -> list[Any]:
-    """Return the classes that can be imported; those of fairseq only if it is in use."""
+    """Return the classes that can be imported; fairseq's only if fairseq is in use."""
     allowed: list[Any] = [
         *(argparse.Namespace, collections.OrderedDict, collections.defaultdict),
         *(bool, dict, float, int, list, set, str, tuple),
@@ -74,7 +73,7 @@ def _safe_globals() -> list[Any]:
 
 
 def _named(value: Any, path: str) -> Any:
-    """``value`` for torch 2.5, which takes no pairs: allows a thing by its own name alone."""
+    """Return a function named ``path`` for torch 2.5, which allows a value only by its own name."""
     if f"{value.__module__}.{value.__name__}" == path:
         return value
 
@@ -93,7 +92,7 @@ def _importable(paths: Iterable[str]) -> Iterator[Any]:
 
 
 def _numpy_values() -> list[Any]:
-    """Return what numpy needs to rebuild numbers and arrays: losses, random states."""
+    """Return the classes and functions that rebuild numpy's numbers and arrays."""
     try:
         import numpy
     except ImportError:

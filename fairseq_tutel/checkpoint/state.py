@@ -2,7 +2,7 @@
 
 A state is fairseq's dict: ``args``, ``cfg`` (a plain dict), ``model``, ``criterion``,
 ``optimizer_history``, ``task_state``, ``extra_state`` and, unless left out,
-``last_optimizer_state``; we add ``moe_checkpoint``, and ``moe_growth`` where experts were added or
+``last_optimizer_state``. We add ``moe_checkpoint``, and ``moe_growth`` if experts were added or
 removed (:mod:`.growth`).
 
 ``model`` is keyed by Meta's parameter names, one entry per expert. So is the optimizer's state:
@@ -13,9 +13,9 @@ removed (:mod:`.growth`).
         "loss_scale": float or None,
     }
 
-The shared file holds the named state of dense parameters, the groups and the loss scale; a rank
-file holds the named state of its experts. Every expert has its own complete state, be it fp32
-moments, a step count or fp16 moments with their scale, so it moves to other ranks unchanged.
+The shared file holds the named state of dense parameters, the groups and the loss scale. A rank
+file holds the named state of its experts. Every expert has its own complete state (moments in fp32,
+or in fp16 with their scale, and a step count), so that it moves to other ranks unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODEL = "model"
 OPTIMIZER = "last_optimizer_state"
 NAMED_STATE = "named_state"
 GROWTH = "moe_growth"
-# fairseq's models mark their version by tensors of one element, which are no parameters
+# tensors of one element by which fairseq's models mark their version, no parameters
 _MARKS = {"version", "_float_tensor"}
 _OF_FAIRSEQ = ("args", "cfg", "criterion", "optimizer_history", "task_state", "extra_state")
 
@@ -153,9 +153,7 @@ def is_of_fairseq(state: Mapping[str, Any]) -> bool:
 
 
 def parameters(model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return each tensor that the trainer counts, once: tied weights have two names and one
-    storage.
-    """
+    """Return the tensors that the trainer counts; tied weights, of two names, count once."""
     distinct: dict[tuple, tuple[str, torch.Tensor]] = {}
     for key, tensor in model.items():
         if isinstance(tensor, torch.Tensor) and key.rpartition(".")[2] not in _MARKS:
@@ -167,11 +165,12 @@ def parameters(model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def map_state(
     state: Mapping[str, Any], change: Callable[[str, str | None, Any], Any]
 ) -> dict[str, Any]:
-    """Change the tensors of a state one by one.
+    """Return a state with changed tensors and optimizer state.
 
     Args:
-        state: the state. change: (name of the parameter, name of an entry of its optimizer state or
-        None, value) -> value.
+        state: the state.
+        change: (name of a parameter, name of an entry of its optimizer state or None, value) ->
+            value.
     """
     changed = {**state, MODEL: {name: change(name, None, v) for name, v in state[MODEL].items()}}
     optimizer = state.get(OPTIMIZER)
@@ -215,8 +214,7 @@ def split_state(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 def join_state(
     shared: Mapping[str, Any], model: Mapping[str, Any], named_state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Join shared state with tensors and optimizer state of experts: the inverse of
-    ``split_state``.
+    """Join shared state with experts: the inverse of :func:`split_state`.
 
     The optimizer state is left out if ``shared`` has none.
     """

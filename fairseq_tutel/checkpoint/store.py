@@ -1,12 +1,12 @@
-"""Saving, rewriting, copying, removing and listing checkpoint sets, each as one thing.
+"""Save, rewrite, copy, remove and list checkpoint sets, each set as one thing.
 
-``save_set`` is called by all ranks of a run, each with its own part; ``write_set`` by one process
-that has, or makes, any experts. Where ranks act together they bring :class:`.all_ranks.AllRanks`,
-by which the errors of one rank reach all, without this package importing torch.distributed. Every
-rank makes the same calls, whatever happens, so that no rank waits for one that failed.
+All ranks of a run call ``save_set``, each with its own part. One process that has, or makes, any
+experts calls ``write_set``. Ranks that act together bring :class:`.all_ranks.AllRanks`, which tells
+all of them the errors of one, so that this package does not import torch.distributed. Every rank
+makes the same calls, whatever happens, so that no rank waits for one that failed.
 
-Rewriting moves tensors and never computes with them: the optimizer state of an expert is stored by
-the expert's own name, complete with its scalars, so nothing needs rescaling and every bit survives.
+Rewriting moves tensors and never computes with them. The optimizer state of an expert is stored by
+the expert's own name, complete with its scalars, so that every bit survives.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ def save_set(path: str, state: State, *, num_rank_files: int, ranks: AllRanks = 
 
     Args:
         path: X.pt, the name of the set (X-shared.pt and X-rank-N.pt mean the same).
-        state: of this rank, as ``state.py`` describes it, experts numbered from 0. Written are the
-            dense part of rank 0 and the experts of the ranks below ``num_rank_files``.
+        state: state of this rank (``state.py``), experts numbered from 0. Written are the dense
+            part of rank 0 and the experts of the ranks below ``num_rank_files``.
         num_rank_files: P, ranks that hold all experts between them: a divisor of W.
+        ranks: this rank, and how it hears of the others' errors.
 
     Raises:
         CheckpointError: on every rank, naming the ranks that failed and why.
@@ -124,25 +125,27 @@ def write_set(
 ) -> str:
     """Write a checkpoint of any origin from one process, one file at a time.
 
-    Memory stays near the size of one file where ``experts`` reads them from mapped files, as a
-    :class:`SetReader` does. On an error, or a signal, nothing is left of it.
+    Memory stays near the size of one file if ``experts`` reads from mapped files, as a
+    :class:`SetReader` does. An error, or a signal, leaves nothing behind.
 
     Args:
         path: X.pt.
-        shared: all but the experts, as :meth:`SetReader.shared_state` returns it.
-        experts: called once for each file, with the experts that it holds, in their order.
+        shared: everything but the experts, as :meth:`SetReader.shared_state` returns it.
+        experts: function that is called once for each file, with the experts that the file holds,
+            in their order.
         num_experts: E.
-        num_ranks: W, with one file per rank, or per expert if those are fewer; None: a merged file.
-        source: where it comes from, which is not replaced; position and counters are of its run.
+        num_ranks: W, with one file per rank, or per expert if these are fewer; None: a merged file.
+        source: the set that this one is made of, which is not replaced; position and counters
+            are those of its run.
         force: replace what ``path`` names.
-        in_place: replace it, also where it is ``source``, in one step.
+        in_place: replace what ``path`` names in one step, even if it is ``source``.
 
     Returns:
         The canonical path.
 
     Raises:
-        CheckpointError: E and W do not divide, ``path`` exists or is that of ``source``, or
-            whatever ``experts`` raises.
+        CheckpointError: E and W do not divide, or ``path`` exists or is that of ``source``. What
+            ``experts`` raises is passed on.
     """
     target = CheckpointSet.from_path(path)
     if not in_place:
@@ -180,7 +183,11 @@ def reshard(src: str, dst: str, num_ranks: int, *, force: bool = False) -> str:
 
     Args:
         src: a set or a merged file; it is only read.
-        dst, num_ranks, force: as of :func:`write_set`, like the result.
+        dst: X.pt of the new set.
+        num_ranks, force: see :func:`write_set`.
+
+    Returns:
+        The canonical path.
 
     Raises:
         CheckpointError: ``src`` cannot be read, E and W do not divide, ``dst`` exists, or is
@@ -189,41 +196,41 @@ def reshard(src: str, dst: str, num_ranks: int, *, force: bool = False) -> str:
     source = read_set(src)
     if not source.num_experts:
         raise CheckpointError(f"{src}: has no experts, so there is nothing to place on ranks")
-    return write_set(
-        dst,
-        source.shared_state(),
-        source.experts,
-        num_experts=source.num_experts,
-        num_ranks=num_ranks,
-        source=source,
-        force=force,
-    )
+    return _rewrite(source, dst, num_ranks, with_optimizer=True, force=force)
 
 
 def merge(src: str, dst: str, *, with_optimizer: bool = False, force: bool = False) -> str:
     """Write a copy of a checkpoint as one file, experts numbered globally, for sharing.
 
-    See :func:`reshard`. ``with_optimizer`` keeps the optimizer state, about twice the size of the
-    fp32 weights; without such state it is an error.
+    Args:
+        src, dst, force: see :func:`reshard`.
+        with_optimizer: keep the optimizer state, about twice the size of the fp32 weights.
+
+    Returns:
+        The canonical path.
+
+    Raises:
+        CheckpointError: see :func:`reshard`; or there is no optimizer state to keep.
     """
     source = read_set(src)
     if with_optimizer and not source.has_optimizer:
         raise CheckpointError(f"{src}: has no optimizer state that could be merged")
-    return write_set(
-        dst,
-        source.shared_state(with_optimizer=with_optimizer),
-        functools.partial(source.experts, with_optimizer=with_optimizer),
-        num_experts=source.num_experts,
-        num_ranks=None,
-        source=source,
-        force=force,
-    )
+    return _rewrite(source, dst, None, with_optimizer=with_optimizer, force=force)
+
+
+def _rewrite(
+    source: SetReader, dst: str, num_ranks: int | None, *, with_optimizer: bool, force: bool
+) -> str:
+    shared = source.shared_state(with_optimizer=with_optimizer)
+    experts = functools.partial(source.experts, with_optimizer=with_optimizer)
+    how = {"num_experts": source.num_experts, "num_ranks": num_ranks, "force": force}
+    return write_set(dst, shared, experts, source=source, **how)
 
 
 def copy_set(src: str, dst: str, *, ranks: AllRanks = _ALONE) -> None:
-    """Give a set a second name, replacing what has that name; the data is shared where possible.
+    """Give a set a second name, replacing what has that name; the data is shared if possible.
 
-    Rank 0 makes hard links, or copies where the file system has none; the others wait for it.
+    Rank 0 makes hard links, or copies if the file system has no links; the others wait for it.
 
     Raises:
         CheckpointError: no such set, or the file system failed.
@@ -244,7 +251,7 @@ def copy_set(src: str, dst: str, *, ranks: AllRanks = _ALONE) -> None:
 
 
 def remove_set(path: str, *, ranks: AllRanks = _ALONE) -> None:
-    """Remove all files that ``path`` names, in one step; nothing there is no error."""
+    """Remove all files that ``path`` names, in one step; no files are no error."""
     cset = CheckpointSet.from_path(path)
 
     def remove() -> None:
@@ -259,8 +266,8 @@ def remove_set(path: str, *, ranks: AllRanks = _ALONE) -> None:
 def recover_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
     """Finish or undo the interrupted saves of a directory, before the run that owns it starts.
 
-    Loading never needs this: readers see the right set in any state. Saving does it for its own
-    set.
+    Loading never needs this, because readers see the right set in any state. Saving does it for
+    its own set.
     """
 
     def recover_all() -> None:
@@ -276,7 +283,7 @@ def check_shared_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
     Raises:
         CheckpointError: on every rank; names the ranks that see another folder, and both paths.
     """
-    # a temporary file of a set that there is not: after a kill, recovery removes it
+    # named like a temporary file of a set, so that recovery removes it after a kill
     mark = CheckpointSet(os.path.abspath(directory), ".one-folder-for-all-ranks")
 
     def leave_a_mark() -> str | None:
@@ -311,14 +318,15 @@ def set_exists(path: str) -> bool:
 
 
 def find_sets(directory: str, pattern: str) -> dict[str, float]:
-    """The sets whose name matches, as fairseq's ``checkpoint_paths`` finds files.
+    """Find the sets whose name matches, as fairseq's ``checkpoint_paths`` finds files.
 
     Args:
+        directory: the folder.
         pattern: regular expression for all of X.pt; its first group, if any, is a number.
 
     Returns:
-        Canonical path -> that number, or 0; sorted by it (else by name), descending. Incomplete
-        sets are among them.
+        Canonical path -> that number, or 0; sorted by the number, then by name, descending.
+        Incomplete sets are among them.
     """
     regex = re.compile(pattern)
     names = [name for name in os.listdir(directory) if name.endswith(".pt")]
@@ -340,7 +348,7 @@ def _stage(cset: CheckpointSet, role: Role, state: State, metadata: SetMetadata)
 
 
 def _check_same_save(saves: list[list[Any]]) -> int:
-    """Check that ranks take part in the same save, from the same values on all; return E."""
+    """Check that all ranks take part in the same save; return E."""
     for other, save in enumerate(saves):
         if save[1:] != saves[0][1:]:
             raise CheckpointError(
@@ -353,7 +361,7 @@ def _check_same_save(saves: list[list[Any]]) -> int:
             f"{num_rank_files} rank files of {local} experts cannot be written by {world_size} "
             "ranks"
         )
-    # raises if that cannot be
+    # raises if these experts cannot be placed
     return local * count_rank_files(local * num_rank_files, world_size, num_rank_files)
 
 
