@@ -1,6 +1,7 @@
-"""Starts or adopts the ranks of a job: ``python -m fairseq_tutel.launch [options] -- COMMAND``.
+"""Launcher of a job's ranks: ``python -m fairseq_tutel.launch [options] -- COMMAND``.
 
-Needs nothing but the standard library; neither torch nor fairseq is imported in this process.
+It starts or adopts ranks. It needs nothing but the standard library; neither torch nor fairseq is
+imported in this process.
 """
 
 from ..command_line import EXIT_REQUEUE

@@ -1,10 +1,12 @@
 """Cores for every rank of this node: the machine's topology, a choice, its application.
 
-Linux describes the machine under /sys; every reader takes the file system's root, so that a test
-can hand in a made-up machine. A rank with a GPU gets its share of the cores of that GPU's NUMA
-node, as torchrun's ``--numa-binding exclusive`` gives it where CUDA and numactl are, but also on a
-CPU, within a cpuset, with hidden GPUs, and beside srun and mpirun, which may have bound their tasks
-already. Its memory follows: Linux takes it from the node that first writes to it.
+A rank with a GPU gets its share of the cores of that GPU's NUMA node, as with torchrun's
+``--numa-binding exclusive``, which needs CUDA and numactl. This binding also works on a CPU, within
+a cpuset, with hidden GPUs, and beside srun and mpirun, which may have bound their tasks already.
+Memory follows: Linux takes it from the node that first writes to it.
+
+Linux describes the machine under /sys. Every reader takes the file system's root, so that a test
+can hand in a made-up machine.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from .placement import Placement
 
 
 def parse_cpulist(text: str) -> list[int]:
-    """CPU numbers of Linux's list format: ``0-3,8`` is [0, 1, 2, 3, 8]; an empty text is []."""
+    """Read CPU numbers in Linux's list format: ``0-3,8`` is [0, 1, 2, 3, 8]; "" is []."""
     cpus: set[int] = set()
     for item in filter(None, (item.strip() for item in text.split(","))):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
@@ -33,7 +35,7 @@ def parse_cpulist(text: str) -> list[int]:
 
 
 def format_cpulist(cpus: Iterable[int]) -> str:
-    """The inverse of ``parse_cpulist``, with runs written as ranges."""
+    """Write CPU numbers as :func:`parse_cpulist` reads them, with runs as ranges."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][1] + 1:
@@ -52,7 +54,7 @@ def _read(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Topology:
-    """One machine: which CPUs a NUMA node has, and which CPUs share a core."""
+    """CPUs of each NUMA node of a machine, and CPUs that share a core."""
 
     numa_cpus: dict[int, tuple[int, ...]]  # by node number, without nodes of memory only
     core_of: dict[int, int]  # for each CPU the lowest number of its core's hardware threads
@@ -60,7 +62,7 @@ class Topology:
 
     @classmethod
     def read(cls, root: str | Path = "/", fallback_cpus: Iterable[int] = ()) -> Topology:
-        """Reads ``root``/sys. Where that lists nothing, all ``fallback_cpus`` are NUMA node 0."""
+        """Read ``root``/sys. If it lists nothing, all ``fallback_cpus`` are NUMA node 0."""
         root = Path(root)
         folders = sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
         found = {int(f.name[4:]): tuple(parse_cpulist(_read(f / "cpulist"))) for f in folders}
@@ -74,7 +76,7 @@ class Topology:
         return cls(numa_cpus, core_of, root)
 
     def node_of(self, gpu: Gpu | None) -> int | None:
-        """NUMA node of a GPU; None where sysfs has none (no file, or -1)."""
+        """Return the NUMA node of a GPU; None if sysfs has none (no file, or -1)."""
         if gpu is None or gpu.pci_id is None:
             return None
         node = int(_read(self.root / "sys/bus/pci/devices" / gpu.pci_id / "numa_node") or -1)
@@ -84,7 +86,7 @@ class Topology:
         return next(iter(self.numa_cpus)) if len(self.numa_cpus) == 1 else None
 
     def cores(self, cpus: Iterable[int]) -> list[list[int]]:
-        """``cpus`` grouped into cores, in the order of their lowest CPU number."""
+        """Group ``cpus`` into cores, in the order of their lowest CPU number."""
         groups: dict[int, list[int]] = {}
         for cpu in sorted(cpus):
             groups.setdefault(self.core_of.get(cpu, cpu), []).append(cpu)
@@ -108,9 +110,9 @@ class RankBinding:
 
 
 def _slice(topology: Topology, cpus: Sequence[int], index: int, count: int):
-    """Part ``index`` of ``count`` of ``cpus`` in whole cores, and the threads it should run.
+    """Return part ``index`` of ``count`` of ``cpus`` in whole cores, and its number of threads.
 
-    Cores are dealt in the order of ``cpus``. With fewer cores than parts everyone shares all of
+    Cores are dealt in the order of ``cpus``. If cores are fewer than parts, all parts share all of
     them: the scheduler then balances better than any fixed choice.
     """
     position = {cpu: i for i, cpu in enumerate(cpus)}
@@ -124,11 +126,16 @@ def _slice(topology: Topology, cpus: Sequence[int], index: int, count: int):
 def auto_bindings(
     topology: Topology, allowed: Iterable[int], gpus: Sequence[Gpu | None]
 ) -> list[RankBinding]:
-    """One binding per local rank; ``gpus`` gives each rank's GPU, or None for a rank on the CPU.
+    """Return one binding per local rank.
 
-    A rank with a GPU gets its share of the cores of that GPU's NUMA node, as far as ``allowed``
-    (this process' CPU set) has them. Ranks without a GPU get equal slices of ``allowed``, hardware
-    threads of one core together, node by node.
+    A rank with a GPU gets its share of the cores of that GPU's NUMA node that are in ``allowed``.
+    Ranks without a GPU get equal slices of ``allowed``, hardware threads of one core together, node
+    by node.
+
+    Args:
+        topology: the machine.
+        allowed: CPUs that this process may use.
+        gpus: each rank's GPU, or None for a rank on the CPU.
     """
     allowed = set(allowed)
     # in the order of NUMA nodes, so that a slice straddles two of them as rarely as possible
@@ -155,11 +162,13 @@ def auto_bindings(
 def choose_bindings(
     option: str, placement: Placement, gpus: Sequence[Gpu | None], root: str
 ) -> list[RankBinding]:
-    """Bindings of the ranks on this node; of this rank alone where its starter bound it.
+    """Return the bindings of the ranks on this node; of this rank alone if its starter bound it.
 
     Args:
-        option: of ``--bind``.
-        gpus: of each local rank.
+        option: value of ``--bind``.
+        placement: place of the ranks.
+        gpus: each local rank's GPU, or None.
+        root: root of the file system.
     """
     allowed, rank = set(os.sched_getaffinity(0)), placement.local_rank
     topology = Topology.read(root, fallback_cpus=allowed)
@@ -180,7 +189,7 @@ def choose_bindings(
 
 
 def format_table(bindings: Sequence[RankBinding], host: str) -> str:
-    """The bindings of one node as a compact table."""
+    """Return the bindings of one node as a table."""
     rows = [("local rank", "gpu", "pci", "cores", "threads", "")]
     for b in bindings:
         gpu, pci = ("-", "-") if b.gpu is None else (str(b.gpu.index), b.gpu.pci_id or "-")
@@ -190,8 +199,7 @@ def format_table(bindings: Sequence[RankBinding], host: str) -> str:
 
 
 def apply_binding(binding: RankBinding) -> None:
-    """Binds the calling process. A refusal is reported and the rank runs unbound: slower, but
-    not wrong."""
+    """Bind the calling process; if the machine refuses, report it and run unbound, but slower."""
     try:
         if binding.cpus is not None:
             os.sched_setaffinity(0, binding.cpus)

@@ -53,7 +53,7 @@ def _nproc(text: str) -> int | None:
 
 
 class _CommandLine(CommandLine):
-    """Names the ``--`` without which options of COMMAND are taken for the launcher's."""
+    """Parser that names the ``--`` without which it takes options of COMMAND for its own."""
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments"):
@@ -62,7 +62,7 @@ class _CommandLine(CommandLine):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The launcher's own options; what follows ``--`` is the command of the ranks."""
+    """Build the parser of the launcher's own options; the command of the ranks follows ``--``."""
     parser = _CommandLine(
         prog="python -m fairseq_tutel.launch",
         description=_DESCRIPTION,
@@ -71,41 +71,35 @@ def build_parser() -> argparse.ArgumentParser:
         usage="%(prog)s [options] -- COMMAND [ARGUMENT ...]",
     )
     add, positive, natural = parser.add_argument, in_range(int, at_least(1)), at_least(0)
-    ranks = (
-        "ranks to start on this node; auto: COMMAND's own world size if it gives one, else one per "
-        "visible GPU, else 1 (default: auto)"
-    )
-    add("--nproc-per-node", type=_nproc, metavar="N|auto", help=ranks)
-    nodes = "nodes of the job, each running this launcher (default: as srun or mpirun have it)"
-    add("--nnodes", type=positive, metavar="N", help=nodes)
-    node = "this node's number from 0 on, with --nnodes"
-    add("--node-rank", type=in_range(int, natural), metavar="I", help=node)
-    host = "host of rank 0 (default: MASTER_ADDR, or the first of SLURM's nodes, or this machine)"
-    add("--master-addr", metavar="HOST", help=host)
-    port = "port on that host (default: MASTER_PORT, or a free one, or one of the job's id)"
-    add("--master-port", type=positive, metavar="PORT", help=port)
-    cores = (
-        "auto: each rank gets its share of the cores of its GPU's NUMA node; without a GPU, slices "
-        "of the cores this process may use. none: bind nothing (default: auto)"
-    )
-    add("--bind", default="auto", metavar="auto|none", help=cores)
-    profile = "NCCL's variables by name; the launcher's page says what for (default: none)"
-    add("--nccl-profile", default="none", choices=NCCL_PROFILES, help=profile)
-    lines = (
-        "prefix: lines of ranks above 0 begin with [rank N], except what fairseq-generate writes "
-        "to standard output; plain: no prefix (default: prefix)"
-    )
-    add("--output", default="prefix", choices=["prefix", "plain"], help=lines)
-    grace = "time between SIGTERM and SIGKILL for the other ranks when one has failed (default: 15)"
-    add("--grace-seconds", type=in_range(float, natural), default=15.0, metavar="S", help=grace)
-    agree = (
-        "the launchers of several nodes compare their ranks at MASTER_ADDR:MASTER_PORT before they "
-        "start them, and wait that long for each other; 0: compare only before a second start, as "
-        "after --moe-grow-at (default: 300, and 60 before a second start)"
-    )
-    add("--agree-seconds", type=in_range(int, natural), metavar="S", help=agree)
-    dry = "print the ranks' commands and the binding, and start nothing"
-    add("--dry-run", action="store_true", help=dry)
+    # fmt: off
+    add("--nproc-per-node", type=_nproc, metavar="N|auto", help="ranks to start on this node; "
+        "auto: COMMAND's own world size if it gives one, else one per visible GPU, else 1 "
+        "(default: auto)")
+    add("--nnodes", type=positive, metavar="N", help="nodes of the job, each running this launcher "
+        "(default: as srun or mpirun have it)")
+    add("--node-rank", type=in_range(int, natural), metavar="I", help="this node's number from 0 "
+        "on, with --nnodes")
+    add("--master-addr", metavar="HOST", help="host of rank 0 (default: MASTER_ADDR, or the first "
+        "of SLURM's nodes, or this machine)")
+    add("--master-port", type=positive, metavar="PORT", help="port on that host (default: "
+        "MASTER_PORT, or a free port, or one made of the job's id)")
+    add("--bind", default="auto", metavar="auto|none", help="auto: each rank gets its share of the "
+        "cores of its GPU's NUMA node; without a GPU, slices of the cores this process may use. "
+        "none: bind nothing (default: auto)")
+    add("--nccl-profile", default="none", choices=NCCL_PROFILES, help="NCCL's variables by name; "
+        "the launcher's page says what for (default: none)")
+    add("--output", default="prefix", choices=["prefix", "plain"], help="prefix: lines of ranks "
+        "above 0 begin with [rank N], except what fairseq-generate writes to standard output; "
+        "plain: no prefix (default: prefix)")
+    add("--grace-seconds", type=in_range(float, natural), default=15.0, metavar="S", help="time "
+        "between SIGTERM and SIGKILL for the other ranks when one has failed (default: 15)")
+    add("--agree-seconds", type=in_range(int, natural), metavar="S", help="how long the "
+        "launchers of several nodes wait for each other at MASTER_ADDR:MASTER_PORT, to compare "
+        "their ranks before they start them; 0: compare only before a second start, as after "
+        "--moe-grow-at (default: 300, and 60 before a second start)")
+    add("--dry-run", action="store_true", help="print the ranks' commands and the binding, and "
+        "start nothing")
+    # fmt: on
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
@@ -124,7 +118,7 @@ def _print_commands(job: Job, env: Mapping[str, str]) -> None:
 
 
 def _exec_rank(job: Job) -> None:
-    """Turns this process into its rank, so that no launcher stands between it and its signals."""
+    """Replace this process by its rank, so that signals reach the rank directly."""
     rank = job.ranks[0]
     for variable in (RESTARTS, REPORTED):
         rank.env.pop(variable, None)
@@ -135,8 +129,10 @@ def _exec_rank(job: Job) -> None:
 
 
 def _report_error(error: ValueError, env: Mapping[str, str], options: Options) -> int:
-    """Prints what is wrong, with the host's name where it may be this host's alone, and ends the
-    job step so that no other node waits for this one. What all ranks find, one of them reports."""
+    """Print what is wrong and end the job step, so that no other node waits for this one.
+
+    The first rank alone reports what all find; other errors name the host. Return the exit code.
+    """
     shared = isinstance(error, SharedError)
     if shared and not is_first_rank(env):
         return EXIT_USAGE
@@ -150,26 +146,29 @@ def _report_error(error: ValueError, env: Mapping[str, str], options: Options) -
 
 
 def _end_step(env: Mapping[str, str]) -> None:
-    """Ends the ranks on all nodes, where srun started this process with others: by itself it would
-    let them wait for the one that died."""
-    step, several = (
-        env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID"),
-        env.get("SLURM_STEP_NUM_TASKS"),
-    )
-    if step and "SLURM_JOB_ID" in env and several not in (None, "1") and shutil.which("scancel"):
+    """End the ranks on all nodes if srun started this process with others.
+
+    srun by itself would let the others wait for the one that died.
+    """
+    step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID")
+    alone = env.get("SLURM_STEP_NUM_TASKS") in (None, "1")
+    if step and "SLURM_JOB_ID" in env and not alone and shutil.which("scancel"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # keep the rank's own exit code
         words = ["scancel", "--signal=TERM", f"{env['SLURM_JOB_ID']}.{step}"]
         subprocess.run(words, timeout=30, check=False)
 
 
 def _run(job: Job, env: Mapping[str, str], options: Options, words: Sequence[str]) -> int:
-    """Runs the ranks of ``words``, again and again where they leave with more experts."""
+    """Run the ranks of ``words``, and again each time they leave with more experts.
+
+    This is the one place that starts ranks again. Return the exit code.
+    """
     if job.placement.adopted and not job.is_of_a_step:
         _exec_rank(job)
     requested, starts = False, 0
     reported = Path(tempfile.gettempdir(), f"fairseq_tutel_{secrets.token_hex(8)}")
     while True:
-        # a model of Hydra's is built with the experts of its config, whatever the set has by now
+        # Hydra builds the model with the experts of its config, whatever the set has by now
         for rank in job.ranks if job.trains and job.command.kind != "hydra" else ():
             rank.env[RESTARTS] = "1"
         for rank in job.ranks if len(job.ranks) > 1 else ():
@@ -182,7 +181,7 @@ def _run(job: Job, env: Mapping[str, str], options: Options, words: Sequence[str
         _say("the set has more experts: starting the ranks again")
         job = prepare_job(options, parse_command(restarted(words), env.get("PATH")), env)
         starts += 1
-        _compare(job, job.report_again, options, starts)
+        _compare(job, job.report(again=True), options, starts)
     left = status in (0, EXIT_REQUEUE)
     if job.is_of_a_step and not left and supervisor.stopped_by is None:
         _end_step(env)
@@ -190,8 +189,11 @@ def _run(job: Job, env: Mapping[str, str], options: Options, words: Sequence[str
 
 
 def _compare(job: Job, report: Mapping[str, Any] | None, options: Options, starts: int = 0) -> None:
-    """Wait for the launchers of the job's other ranks; raise ValueError if they do not fit or do
-    not report in time."""
+    """Wait for the launchers of the job's other ranks.
+
+    Raises:
+        ValueError: they do not fit, or do not report in time.
+    """
     seconds = options.seconds_to_agree(starts)
     if report is not None and seconds:
         shared = job.ranks[0].env
@@ -205,7 +207,7 @@ def _say(text: str) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code; 2 for an error in the options or their combination."""
+    """Run the launcher; return the exit code, 2 for an error in the options."""
     args = vars(build_parser().parse_args(argv))
     env, words = dict(os.environ), args.pop("command")
     words = words[words[:1] == ["--"] :]
@@ -217,7 +219,7 @@ def main(argv: Sequence[str]) -> int:
         if options.dry_run:
             _print_commands(job, env)
             return 0
-        _compare(job, job.report, options)
+        _compare(job, job.report(), options)
         return _run(job, env, options, words)
     except ValueError as error:
         return _report_error(error, env, options)

@@ -75,8 +75,11 @@ class Command:
         return self.given.get(key, value_in(self.config, section, key))
 
     def number(self, key: str, *, in_file: bool = False) -> int | None:
-        """Return the given value, or that ``in_file``, as a number; None also for an interpolation
-        (``${...}``), which only Hydra can resolve. Raises ValueError for anything else."""
+        """Return the given value, or with ``in_file`` the config file's, as a number.
+
+        None if there is no value, or an interpolation (``${...}``), which only Hydra can resolve.
+        Raises ValueError for anything else.
+        """
         text = self.stated(key) if in_file else self.given.get(key)
         if text is None or "${" in text or text in ("null", "None"):
             return None
@@ -94,8 +97,11 @@ def _console_script(word: str) -> str | None:
 
 
 def _after_interpreter(words: Sequence[str]) -> tuple[str | None, int]:
-    """For ``python [flags] -m fairseq_cli.X`` or ``python [flags] .../fairseq_cli/X.py``: the
-    console script's name and how many words start it; (None, 1) for anything else."""
+    """Return the console script's name and how many words start it.
+
+    For ``python [flags] -m fairseq_cli.X`` and ``python [flags] .../fairseq_cli/X.py``; (None, 1)
+    for anything else.
+    """
     i = 1
     while i < len(words) and words[i].startswith("-") and words[i] not in ("-m", "-c"):
         i += 2 if words[i] in ("-W", "-X") else 1
@@ -105,7 +111,7 @@ def _after_interpreter(words: Sequence[str]) -> tuple[str | None, int]:
 
 
 def _find_program(word: str, path: str | None) -> tuple[str, ...]:
-    """The words that start ``word`` on this machine."""
+    """Return the words that start ``word`` on this machine."""
     found = shutil.which(word, path=path)
     if found:
         return (found,)
@@ -119,7 +125,7 @@ def _find_program(word: str, path: str | None) -> tuple[str, ...]:
 
 
 def parse_command(words: Sequence[str], path: str | None = None) -> Command:
-    """Read the words after ``--``; ``path`` replaces $PATH. Raises ValueError if none can run."""
+    """Read the words after ``--``; ``path`` replaces $PATH. ValueError if no program is found."""
     if not words:
         raise ValueError("no command given; put it after --, as in: -- fairseq-train DATA ...")
     base = os.path.basename(words[0])
@@ -137,7 +143,7 @@ def parse_command(words: Sequence[str], path: str | None = None) -> Command:
 
 
 def _flags(words: Sequence[str]) -> dict[str, str]:
-    """``--some-flag value`` and ``--some-flag=value`` as some_flag -> value."""
+    """Read ``--some-flag value`` and ``--some-flag=value`` as some_flag -> value."""
     found = {}
     for i, word in enumerate(words):
         if not word.startswith("--"):
@@ -151,7 +157,7 @@ def _flags(words: Sequence[str]) -> dict[str, str]:
 
 
 def _overrides(words: Sequence[str]) -> dict[str, str]:
-    """``[+]section.key=value`` of the sections that matter here as key -> value."""
+    """Read ``[+]section.key=value`` of the sections that matter here as key -> value."""
     found = {}
     for word in words:
         section, dot, key = override_name(word).rpartition(".")
@@ -179,7 +185,7 @@ def use_cpu(command: Command, num_gpus: int) -> bool:
 
 
 def check_experts(command: Command, world_size: int) -> None:
-    """Raises ValueError where the command or its config file states experts that do not fit."""
+    """Raise ValueError if the command or its config file states experts that do not fit."""
     keys = ("moe_freq", "moe_expert_count", "moe_expert_parallel_size")
     if command.name in TRAINING:
         freq, experts, size = (command.number(key, in_file=True) for key in keys)
@@ -188,7 +194,7 @@ def check_experts(command: Command, world_size: int) -> None:
 
 
 def check_user_dir(command: Command) -> None:
-    """Raises ValueError where fairseq would not find the command's user dir, or needs one."""
+    """Raise ValueError if fairseq would not find the command's user dir, or needs one."""
     if command.kind in ("script", "hydra"):
         return
     user_dir, arch = command.given.get("user_dir"), command.given.get("arch", "")
@@ -216,10 +222,17 @@ def _is_package(name: str) -> bool:
 def rank_options(
     command: Command, *, rank: int, world_size: int, device: int, shared_node: bool, cpu: bool
 ) -> dict[str, str | None]:
-    """The options that rank ``rank`` needs and the user did not give, by key; None: a bare flag.
+    """Return the options that a rank needs and the user did not give, by key; None: a bare flag.
 
-    device: the GPU's number on this node. shared_node: whether other ranks run on this node too.
-    Raises ValueError naming both sides where the user's options contradict the rank.
+    Args:
+        command: the user's command.
+        rank, world_size: place of the rank.
+        device: the GPU's number on this node.
+        shared_node: whether other ranks run on this node too.
+        cpu: whether the rank runs on the CPU.
+
+    Raises:
+        ValueError: the user's options contradict the rank; names both sides.
     """
     if command.kind == "script":
         return {}
@@ -259,7 +272,7 @@ def rank_options(
 
 
 def with_options(command: Command, options: Mapping[str, str | None]) -> list[str]:
-    """The full command line: the user's words with ``options`` added."""
+    """Return the full command line: the user's words with ``options`` added."""
     words = list(command.arguments)
     if command.kind == "hydra":
         added = [f"{command.spelled(k)}={'true' if v is None else v}" for k, v in options.items()]

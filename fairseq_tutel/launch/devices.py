@@ -45,9 +45,10 @@ def ask_torch(env: Mapping[str, str]) -> str:
 
 
 def visible_gpus(env: Mapping[str, str], root: str | Path = "/") -> list[Gpu]:
-    """GPUs that torch sees under ``env``, by PCI address unless that chooses another order.
+    """Return the GPUs that torch sees under ``env``, by PCI address unless ``env`` chooses another
+    order.
 
-    Without a GPU's device file that is none, and nothing is run.
+    There is none, and nothing is run, without a GPU's device file.
     """
     hidden = env.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
     if hidden or not has_gpu_files(root):

@@ -1,4 +1,4 @@
-"""Reads and completes a fairseq-hydra-train command: its words and its config file.
+"""Read and complete a fairseq-hydra-train command: its words and its config file.
 
 Only Hydra can compose a configuration; this finds plain values in the primary file.
 """
@@ -12,9 +12,9 @@ from typing import Any
 
 from ..command_line import CONFIGS, config_directory, flag_value, with_extension
 
-# Where the command itself runs, as fairseq's own config.yaml has it, and no files of Hydra's.
-# Hydra's default is a new folder for every process, named after the second it started in: no rank
-# then finds another's checkpoints under a relative save_dir, nor its own of the last run.
+# Run where the command was called, as with fairseq's own config.yaml, and write none of Hydra's
+# files. Hydra's default is a new folder for every process, named after the second it started in: no
+# rank then finds another's checkpoints under a relative save_dir, nor its own of the last run.
 STAY_HERE = {
     "hydra.run.dir": "hydra.run.dir=.",
     "hydra.output_subdir": "hydra.output_subdir=null",
@@ -25,12 +25,12 @@ _OVERRIDE = re.compile(r"^[+~]*[A-Za-z_][\w.@/]*=")
 
 
 def override_name(word: str) -> str:
-    """``model.x`` of ``+model.x=1``; the word itself where it is no override."""
+    """Return ``model.x`` of ``+model.x=1``; the word itself if it is no override."""
     return word.partition("=")[0].lstrip("+")
 
 
 def with_overrides(words: Sequence[str], added: Sequence[str]) -> list[str]:
-    """``words`` with ``added`` behind the last override.
+    """Return ``words`` with ``added`` behind the last override.
 
     Hydra's parser takes the overrides as one block: words after a flag would be refused.
     """
@@ -41,8 +41,9 @@ def with_overrides(words: Sequence[str], added: Sequence[str]) -> list[str]:
 
 
 def find_config(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The words, with the shipped configs' folder where they name one of those and no folder, and
-    what the primary config file states, {} where only Hydra can find it.
+    """Return the words and what the primary config file states, {} if only Hydra can find it.
+
+    The words get the folder of the shipped configs if they name one of these and no folder.
 
     Raises:
         ValueError: there is no such folder or file, which Hydra does not always say; or no YAML.
@@ -81,8 +82,10 @@ def value_in(config: Mapping[str, Any], *keys: str) -> str | None:
 
 
 def working_directory(words: Sequence[str], config: Mapping[str, Any]) -> list[str]:
-    """Overrides that keep the command in the directory it was called in; none where the user's
-    overrides or config file choose one, or a sweep gives every job its own."""
+    """Return overrides that keep the command in the directory it was called in.
+
+    None if the user's overrides or config file choose one, or a sweep gives every job its own.
+    """
     given = {override_name(word) for word in words if "=" in word}
     chosen = [key for key in ("run.dir", "job.chdir") if value_in(config, "hydra", *key.split("."))]
     if chosen or given & {"hydra.run.dir", "hydra.job.chdir"} or {"-m", "--multirun"} & set(words):

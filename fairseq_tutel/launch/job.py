@@ -1,4 +1,4 @@
-"""Turns the options, the environment and the machine into the ranks to run on this node."""
+"""Make the ranks to run on this node of the options, the environment and the machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NCCL_PROFILES: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """The launcher's own options, as cli.py documents them; a command line's, by its names."""
+    """The launcher's own options, by the names of their flags; cli.py documents them."""
 
     nproc_per_node: int | None = None  # None: auto
     nnodes: int | None = None
@@ -55,8 +55,8 @@ class Options:
     def seconds_to_agree(self, starts: int) -> int:
         """Return how long to wait for the other nodes' launchers; 0: do not compare.
 
-        starts: how often this launcher has started its ranks before. Nodes may be given to a job
-        one by one, but before a second start all launchers have just been there.
+        starts: how often this launcher has started its ranks before. A scheduler may give nodes to
+        a job one by one, but before a second start all launchers have just been there.
         """
         usual = _AGAIN_SECONDS if starts else _FIRST_SECONDS
         given = self.agree_seconds
@@ -65,7 +65,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """Ranks to run in this process, and a ``summary`` of them for the user."""
+    """Ranks that this process starts, and a ``summary`` of them for the user."""
 
     placement: Placement
     command: Command
@@ -73,32 +73,23 @@ class Job:
     summary: str
     cpu: bool
 
-    @property
-    def report(self) -> dict[str, Any] | None:
-        """What this node's launcher reports to the other nodes' before it starts ranks; None where
-        there are no others, or not one launcher on each. All must come to the same answer: srun
-        states the number of nodes, mpirun's is a guess, torchrun's agents have compared theirs."""
-        placement = self.placement
-        one_each = placement.source == "srun" and placement.world_size == placement.num_nodes
-        if placement.num_nodes == 1 or (placement.adopted and not one_each):
-            return None
-        return self._report(placement.node_rank, placement.num_nodes)
+    def report(self, *, again: bool = False) -> dict[str, Any] | None:
+        """Return what this launcher tells the job's other launchers before it starts ranks.
 
-    @property
-    def report_again(self) -> dict[str, Any] | None:
-        """What this launcher reports before it starts ranks again: the same, also where srun has
-        started several launchers on a node. None where there is no other launcher."""
+        None if there is no other launcher, or if a first start needs no comparison: srun states the
+        number of nodes, torchrun's agents have compared theirs, and mpirun's number is a guess. All
+        launchers must come to the same answer. ``again``: ranks are started again.
+        """
         placement, own = self.placement, len(self.ranks)
-        if placement.world_size == own:
+        one_each = placement.source == "srun" and placement.world_size == placement.num_nodes
+        compared = again or not placement.adopted or one_each
+        if placement.world_size == own or not compared:
             return None
-        return self._report(placement.rank // own, placement.world_size // own)
-
-    def _report(self, node: int, nodes: int) -> dict[str, Any]:
         return {
-            "node": node,
+            "node": placement.rank // own,
             "host": socket.gethostname(),
-            "nodes": nodes,
-            "ranks per node": self.placement.local_world_size,
+            "nodes": placement.world_size // own,
+            "ranks per node": placement.local_world_size,
             "device": "cpu" if self.cpu else "cuda",
             "command": self.command.name or Path(self.command.program[0]).name,
         }
@@ -110,14 +101,13 @@ class Job:
 
     @property
     def trains(self) -> bool:
-        """Whether SIGUSR1 waits until a rank has imported this package, and a rank may leave to be
-        started again."""
+        """Return whether ranks hold SIGUSR1 back while they import, and may ask for a restart."""
         return self.command.name in TRAINING
 
 
 def _ranks_per_node(options: Options, command: Command, num_nodes: int, num_gpus: int) -> int:
-    """--nproc-per-node; for auto what the command's own world size implies, else one per GPU,
-    else one."""
+    """Return ``--nproc-per-node``; for auto what the command's world size implies, else one per
+    GPU, else one."""
     if options.nproc_per_node is not None:
         return options.nproc_per_node
     world_size = command.number("distributed_world_size")
@@ -132,10 +122,13 @@ def _require_equal(option: str, given: int | None, found: int, placement: Placem
 
 
 def place(options: Options, command: Command, env: Mapping[str, str], num_gpus: int) -> Placement:
-    """The ranks that were started already, or those to start here.
+    """Return the place of the rank that was started already, or of those to start here.
 
-    num_gpus: GPUs for the ranks on this node, 0 for the CPU. A task that is alone on its node
-    (``srun --ntasks-per-node=1``) starts that node's ranks if there should be several.
+    A task that is alone on its node (``srun --ntasks-per-node=1``) starts that node's ranks if
+    there should be several. ``num_gpus`` is 0 for ranks on the CPU.
+
+    Raises:
+        ValueError: options contradict the starter, or the ranks of other nodes are unknown.
     """
     given = adopt(env)
     if given is None:
@@ -166,10 +159,13 @@ def place(options: Options, command: Command, env: Mapping[str, str], num_gpus: 
 def assign_gpus(
     placement: Placement, gpus: Sequence[Gpu], cpu: bool, env: Mapping[str, str]
 ) -> list[Gpu | None]:
-    """The GPU of every rank on this node; None for ranks on the CPU.
+    """Return the GPU of every rank on this node; None for ranks on the CPU.
 
-    Raises ValueError where there are more ranks than GPUs. srun --gpus-per-task and wrapper
-    scripts under mpirun show each rank one GPU, its own; its number is then 0 for every rank.
+    srun --gpus-per-task and wrapper scripts under mpirun show each rank one GPU, its own, whose
+    number is 0 for every rank.
+
+    Raises:
+        ValueError: there are more ranks than GPUs.
     """
     ranks = placement.local_world_size
     if cpu:
@@ -260,8 +256,10 @@ def _summary(
 
 
 def prepare_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
-    """The ranks of this node, checked before a rank or a process group exists: ValueError names the
-    options, variables or hardware that cannot work together.
+    """Return the ranks of this node, checked before a rank or a process group exists.
+
+    Raises:
+        ValueError: names the options, variables or hardware that cannot work together.
     """
     check_user_dir(command)
     gpus = visible_gpus(env, options.root)

@@ -18,7 +18,7 @@ DEFAULT_PORT = 29500  # torchrun's
 # Below the kernel's range of ephemeral ports (32768 upwards), so that no outgoing connection
 # of another program can hold the port by chance.
 _PORT_RANGE = (15000, 32000)
-# What names the job for all of its ranks and no other job's: the scheduler's or mpirun's.
+# variables of schedulers and mpirun that all ranks of a job, and no other job's, have in common
 _JOB_VARIABLES = (
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE"),
     *("OMPI_MCA_ess_base_jobid", "PBS_JOBID", "LSB_JOBID", "JOB_ID"),
@@ -27,8 +27,10 @@ _JOB_VARIABLES = (
 
 @dataclass(frozen=True)
 class Placement:
-    """Where this process stands in the job: one rank if it is ``adopted``, else the starter of
-    ``local_world_size`` ranks, the first of which is ``rank`` and has local rank 0.
+    """Place of this process in the job.
+
+    The process is one rank if it is ``adopted``. Otherwise it starts ``local_world_size`` ranks, of
+    which the first is ``rank`` and has local rank 0.
     """
 
     source: str
@@ -71,10 +73,13 @@ def _number(env: Mapping[str, str], names: Sequence[str]) -> int | None:
 
 
 def adopt(env: Mapping[str, str]) -> Placement | None:
-    """The rank that torchrun, mpirun or srun already gave this process; None if there is none.
+    """Return the rank that torchrun, mpirun or srun gave this process; None if there is none.
 
-    The innermost starter wins. What it leaves out is worked out from the rest: ranks are taken to
-    fill nodes alike. Raises ValueError for half-set or impossible variables.
+    The innermost starter wins. What it leaves out follows from the rest, if all nodes have equally
+    many ranks.
+
+    Raises:
+        ValueError: variables are half set or impossible.
     """
     starter = next((each for each in STARTERS if each.is_here(env)), None)
     if starter is None:
@@ -95,18 +100,18 @@ def adopt(env: Mapping[str, str]) -> Placement | None:
 
 
 def start_here(nproc: int, num_nodes: int, node_rank: int, source: str = "launcher") -> Placement:
-    """The placement of a launcher that starts ``nproc`` ranks on each of ``num_nodes`` nodes."""
+    """Return the place of a launcher that starts ``nproc`` ranks on each of ``num_nodes`` nodes."""
     first, world = node_rank * nproc, num_nodes * nproc
     return Placement(source, False, first, world, 0, nproc, node_rank, num_nodes)
 
 
 def first_host(nodelist: str) -> str:
-    """The first name of SLURM's compact list: ``node008`` of ``node[008-010,12],login``."""
+    """Return the first name of SLURM's list: ``node008`` of ``node[008-010,12],login``."""
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodelist).partition(",")[0]
 
 
 def _resolvable(host: str) -> str:
-    """``host``, or its address in SLURM's records if this machine cannot resolve the name."""
+    """Return ``host``, or its address in SLURM's records if the name cannot be resolved."""
     try:
         socket.getaddrinfo(host, None)
         return host
@@ -124,9 +129,10 @@ def _scontrol(*arguments: str) -> str:
 
 
 def master_address(placement: Placement, env: Mapping[str, str]) -> str:
-    """The host of rank 0: given by the environment, local, or the first of SLURM's node list.
+    """Return the host of rank 0: MASTER_ADDR, this machine, or the first of SLURM's nodes.
 
-    Raises ValueError where the ranks span nodes and the host of rank 0 is unknown.
+    Raises:
+        ValueError: ranks span nodes, and the host of rank 0 is unknown.
     """
     if env.get("MASTER_ADDR"):
         return env["MASTER_ADDR"]
@@ -142,8 +148,11 @@ def master_address(placement: Placement, env: Mapping[str, str]) -> str:
 
 
 def master_port(placement: Placement, env: Mapping[str, str]) -> int:
-    """MASTER_PORT of the environment, else a free port (one launcher starts every rank), else one
-    that every rank derives alike from the job's id, else torchrun's default."""
+    """Return the port on the host of rank 0.
+
+    MASTER_PORT if it is set; a free port if one launcher starts every rank; else a port that every
+    rank derives from the job's id; else torchrun's default.
+    """
     if text := env.get("MASTER_PORT"):
         if not text.isdigit() or not 0 < int(text) < 65536:
             raise ValueError(f"MASTER_PORT={text!r} is not a port number")

@@ -1,4 +1,4 @@
-"""The launchers of a job's nodes compare what they are about to start, before they start it.
+"""Comparison of what the launchers of a job's nodes are about to start, before they start it.
 
 Ranks that disagree on their number would wait for each other in torch's rendezvous, for half an
 hour and without naming the reason. Node 0's launcher opens torch's key-value store at
@@ -20,18 +20,24 @@ _LATECOMER_SECONDS = 5.0  # how long node 0 keeps the store open for those that 
 
 
 class SharedError(ValueError):
-    """Every rank of the job finds it, in the same words: one of them reports it."""
+    """Error that every rank of the job finds, in the same words; one of them reports it."""
 
 
 def compare_nodes(
     own: dict[str, Any], address: str, port: int, seconds: float, start: int = 0
 ) -> None:
-    """Returns once all nodes have reported the same: "node" (its number), "host", "nodes" and
-    whatever else must be. ``start``: how often these nodes have started ranks before; as they start
-    them again, rank 0 of the last time may still be there, with a store of its own.
+    """Return once all nodes have reported the same.
 
-    Raises SharedError on all nodes where they differ or some did not report within ``seconds``,
-    ValueError where node 0 could not be reached.
+    Args:
+        own: this node's report: "node" (its number), "host", "nodes" and whatever must be equal.
+        address, port: where node 0's launcher listens.
+        seconds: how long to wait.
+        start: how often these nodes have started ranks before. Rank 0 of the last time may still
+            be there, with a store of its own.
+
+    Raises:
+        SharedError: on all nodes; reports differ, or some are missing after ``seconds``.
+        ValueError: node 0 could not be reached.
     """
     # in a call of its own: it ends the store
     verdict = _verdict(own, address, port, seconds, start)
@@ -71,7 +77,11 @@ def _verdict(own: dict[str, Any], address: str, port: int, seconds: float, start
 
 
 def _store_of_start(start: int, address: str, port: int, seconds: float):
-    """Node 0's, however many others listened there before. Raises RuntimeError as torch does."""
+    """Return node 0's store, however many others listened there before.
+
+    Raises:
+        RuntimeError: as torch's, after ``seconds``.
+    """
     from torch.distributed import TCPStore
 
     end = time.monotonic() + seconds
@@ -88,8 +98,10 @@ def _store_of_start(start: int, address: str, port: int, seconds: float):
 
 
 def _collect(store, num_nodes: int, seconds: float) -> tuple[str, int]:
-    """Return what is wrong with the reports of ``num_nodes`` nodes ("": nothing), and how many of
-    them will read it: those that did not report in time are given up."""
+    """Return what is wrong with the reports of all nodes ("": nothing), and how many will read it.
+
+    Nodes that did not report in time are given up.
+    """
     end = time.monotonic() + seconds
     while True:
         there = [node for node in range(num_nodes) if store.check([f"node {node}"])]

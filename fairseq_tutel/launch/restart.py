@@ -1,8 +1,8 @@
-"""The command of a job that was queued again (scripts/slurm/train.sbatch).
+"""Rewrite the command of a job that was queued again (scripts/slurm/train.sbatch).
 
 ``python -m fairseq_tutel.launch.restart COMMAND ...`` writes the words of COMMAND, each followed by
-a NUL. Where its last checkpoint exists, the options are left out that choose another start: the
-first run needed them, and a later one would lose everything trained since.
+a NUL. If its last checkpoint exists, the options that choose another start are left out: the first
+run needed them, and a later one would lose everything trained since.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..command_line import EXIT_USAGE, flag_value
 from .hydra import find_config, override_name, with_overrides
 
 _SAVE_DIR = "checkpoints"  # fairseq's default
-# What chooses a start, with fairseq's defaults.
+# options that choose a start, with fairseq's defaults
 _START = {
     "restore_file": "checkpoint_last.pt",
     "finetune_from_model": "null",
@@ -44,8 +44,10 @@ def _in_file(words: Sequence[str], key: str) -> Any:
 
 
 def save_directory(words: Sequence[str]) -> str:
-    """Where the command keeps its checkpoints; raises ValueError where only Hydra can read what its
-    config file states.
+    """Return where the command keeps its checkpoints.
+
+    Raises:
+        ValueError: only Hydra can read what the config file states.
     """
     given = [w.partition("=")[2] for w in words if override_name(w) == "checkpoint.save_dir"]
     if given:
@@ -54,8 +56,10 @@ def save_directory(words: Sequence[str]) -> str:
 
 
 def restarted(words: Sequence[str]) -> list[str]:
-    """The command for a restart: as given, unless it has saved a last checkpoint. Then without its
-    options, and with its config file's settings overridden, that choose another start."""
+    """Return the command for a restart: as given, unless it has saved a last checkpoint.
+
+    With one, options that choose another start are left out, and a config file's are overridden.
+    """
     if not any(Path(save_directory(words)).glob("checkpoint_last*.pt")):
         return list(words)
     kept, skip = [], False
@@ -72,7 +76,7 @@ def restarted(words: Sequence[str]) -> list[str]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Prints the command for a restart; exit code 2 where its start cannot be determined."""
+    """Print the command for a restart; exit code 2 if its start cannot be determined."""
     try:
         sys.stdout.write("".join(f"{word}\0" for word in restarted(words)))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Starts the ranks of this node, forwards signals to them, and ends all when one fails."""
+"""Start the ranks of this node, forward signals to them, and end all when one fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .output import LineCopier
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 _WATCHED = {*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# The ranks leave together, after they have saved; see command_line.
+# exit codes of ranks that leave together after they have saved; see command_line
 _AGREED = (EXIT_REQUEUE, EXIT_GROWN)
 _FAILED = 1  # Python's exit code after an exception
 
@@ -31,13 +31,15 @@ class RankJob:
     argv: list[str]
     env: dict[str, str]
     binding: RankBinding
-    prefixes: tuple[str, str] = ("", "")  # of each line of standard output and standard error
+    prefixes: tuple[str, str] = ("", "")  # before each line of standard output, standard error
 
 
 def prepare_for_requests(hold: bool) -> None:
-    """In the process that becomes a rank, with SIGUSR1 blocked until here (see __main__.py): to
-    ``hold`` it, leaves it blocked, and so kept by the kernel over exec, until the trainer of a
-    model with experts asks for it (integrations/fairseq/trainer/requeue.py)."""
+    """Hold SIGUSR1 back, or take it, in the process that becomes a rank.
+
+    SIGUSR1 is blocked until here (__main__.py). With ``hold`` it stays blocked, so that the kernel
+    keeps it over exec until the trainer asks for it (integrations/fairseq/trainer/requeue.py).
+    """
     how = signal.SIG_BLOCK if hold else signal.SIG_UNBLOCK
     signal.pthread_sigmask(how, {signal.SIGUSR1})
 
@@ -50,21 +52,31 @@ def _is_importing(process: subprocess.Popen) -> bool:
 
 
 def _peek(process: subprocess.Popen) -> int | None:
-    """Exit code or signal of a process that has ended, None while it runs. It is not reaped: until
-    it is, the number of its process group cannot become another's."""
+    """Return the exit code or signal of a process that has ended, None while it runs.
+
+    The process is not reaped: until then the number of its group cannot become another's.
+    """
     ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     return None if ended is None else ended.si_status
 
 
 def _kill_group(process: subprocess.Popen) -> None:
-    """SIGKILL to a rank not yet reaped, and all of its children (data loader workers)."""
+    """Kill a rank that is not yet reaped, and all of its children (data loader workers)."""
     os.killpg(process.pid, signal.SIGKILL)
 
 
 class Supervisor:
-    """Runs ``jobs`` to their end, with ``grace`` seconds between SIGTERM and SIGKILL.
+    """Ranks that run to their end, with ``grace`` seconds between SIGTERM and SIGKILL.
 
-    ``requested``: whether there was a SIGUSR1, which the ranks get as they start if it is given.
+    Args:
+        jobs: the ranks.
+        grace: seconds.
+        hold_requests: whether ranks hold SIGUSR1 back, see :func:`prepare_for_requests`.
+        requested: whether the ranks get a SIGUSR1 as they start.
+
+    Attributes:
+        requested: whether there was a SIGUSR1.
+        stopped_by: signal that asked the launcher to stop, or None.
     """
 
     def __init__(
@@ -85,9 +97,10 @@ class Supervisor:
         self.requested = requested
 
     def run(self) -> int:
-        """The exit status: 0, or that of the rank that failed first.
+        """Run the ranks; return 0, or the exit status of the rank that failed first.
 
-        Where a signal stopped the launcher and its ranks merely died, 128 + that signal's number.
+        The status is 128 + the signal's number if a signal stopped the launcher and its ranks
+        merely died.
         """
         # What was ignored stays so (nohup, or a script's background job): blocking would undo it.
         watched = {n for n in _WATCHED if signal.getsignal(n) != signal.SIG_IGN}
@@ -153,7 +166,7 @@ class Supervisor:
         return process
 
     def _wait(self, watched: set[signal.Signals]) -> None:
-        """Handles one signal, or the time-out of the clock."""
+        """Handle one signal, or the end of the grace period."""
         received = signal.sigtimedwait(watched, 0.5)
         # Python returns numbers of no signal where the process was stopped until the time was over
         number = None if received is None else received.si_signo
@@ -204,8 +217,11 @@ class Supervisor:
             self._kill_at = time.monotonic() + self._grace
 
     def _send(self, number: signal.Signals) -> None:
-        """Passes on a signal. A rank that is still importing has nothing to put in order: SIGTERM
-        ends it without the traceback that SIGINT would print."""
+        """Pass on a signal to the ranks.
+
+        A rank that is still importing gets SIGTERM for SIGINT: there is nothing to put in order,
+        and Python would print a traceback.
+        """
         for process in self._running.values():
             quietly = number == signal.SIGINT and self._hold_requests and _is_importing(process)
             # not Popen.send_signal, which would reap a rank that has just ended

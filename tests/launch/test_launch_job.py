@@ -178,8 +178,9 @@ def test_refused(node, env, options, message):
 def test_which_nodes_compare_notes(source, adopted, world, local, nodes, talks):
     """Those where each has one launcher."""
     placement = Placement(source, adopted, 0, world, 0, local, 0, nodes)
-    job = Job(placement, parse_command(["fairseq-train"]), [], "", cpu=True)
-    assert (job.report is not None) == talks
+    ranks = [None] * (1 if adopted else local)
+    job = Job(placement, parse_command(["fairseq-train"]), ranks, "", cpu=True)
+    assert (job.report() is not None) == talks
 
 
 def test_a_request_to_save_waits_for_ranks_that_will_take_it(node):
