@@ -1,11 +1,13 @@
 """Pictures of a training run: ``python -m fairseq_tutel.picture SAVE_DIR [--log FILE]``.
 
-``loss.png`` is drawn from fairseq's log (``--log-file``, or what the terminal showed; simple, json
-and tqdm formats): the cross-entropy without the gate loss, and where a run was resumed.
-``experts.png``, from ``expert_load.jsonl`` (``--moe-load-log-interval N``): the
-load of every expert and how much of the experts is in use. ``exchange.png``, from
-``exchange.jsonl`` (``--moe-overlap-degree auto``, say): what the tuner tried and chose. A run that
-wrote only some of these gets only those pictures.
+loss.png      cross-entropy without the gate loss, and where the run was resumed; from fairseq's
+              log in the formats simple and json (a --log-file, or the output of the terminal)
+experts.png   load of every expert, and how much of the experts is in use; from
+              expert_load.jsonl (written with --moe-load-log-interval N)
+exchange.png  exchange choices that the tuner tried and took; from exchange.jsonl (written with
+              --moe-overlap-degree auto, for example)
+
+A picture is left out if its file is missing.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from .command_line import CommandLine, run_and_exit
 _BLUE, _RED, _GREY = "#4878a8", "#c44e52", "#777777"
 _COLORS = (_BLUE, _RED, "#55a868", "#8172b2", "#ccb974", "#64b5cd", _GREY, "#937860")
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf)"
-# a terminal shows a logger's name before these, the file of --log-file does not
+# on a terminal a logger's name stands before each line, in the file of --log-file it does not
 _JSON = re.compile(r"(\{.*\})\s*$")
 _TRAIN_INNER = re.compile(r"epoch \d+:\s+\d+ / \d+ (.*)")
 _VALID = re.compile(r"epoch \d+ \| valid on .*? subset \| (.*)")
 _TRAIN = re.compile(r"epoch \d+ \| (.*)")
-_BEGIN = "num. shared model params"  # of every start of fairseq-train
+_BEGIN = "num. shared model params"  # printed at every start of fairseq-train
 _RESUMED = re.compile(r"Loaded checkpoint .* \(epoch \d+ @ (\d+) updates\)")
 
 
@@ -42,14 +44,18 @@ _RESUMED = re.compile(r"Loaded checkpoint .* \(epoch \d+ @ (\d+) updates\)")
 class Curves:
     """Metrics by update and name; ``loss`` is the cross-entropy in bits per token."""
 
-    # of an update that was made twice, after a resume, the last line counts
+    # the last line counts if an update was made again after a resume
     train: dict[int, dict[str, float]] = field(default_factory=dict)
     valid: dict[int, dict[str, float]] = field(default_factory=dict)
     resumed: list[int] = field(default_factory=list)  # updates after which a checkpoint was loaded
 
 
 def read_metrics(line: str) -> tuple[str, dict[str, float]] | None:
-    """(train_inner, train or valid; metrics by name) of a line of fairseq's log; None of others."""
+    """Read a line of fairseq's log.
+
+    Returns:
+        ("train_inner", "train" or "valid"; metrics by name), None for a line without metrics.
+    """
     if found := _JSON.search(line):
         try:
             pairs = json.loads(found[1]).items()
@@ -74,13 +80,13 @@ def read_metrics(line: str) -> tuple[str, dict[str, float]] | None:
 
 
 def resumed_at(line: str) -> int | None:
-    """The update of the checkpoint whose loading this line reports."""
+    """Return the update of the checkpoint whose loading this line reports, or None."""
     found = _RESUMED.search(line)
     return int(found[1]) if found else None
 
 
 def read_log(log: Path) -> Curves:
-    """The curves of a training log."""
+    """Read the curves of a training log."""
     curves, epochs, last, began = Curves(), {}, 0, False
     for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
         if (found := read_metrics(line)) is not None:
@@ -100,7 +106,7 @@ def read_log(log: Path) -> Curves:
 
 
 def read_lines(file: Path) -> Iterator[dict]:
-    """Objects of a file of JSON lines, if it is there; one that a crash cut short is left out."""
+    """Yield the objects of a file of JSON lines; none for a missing file or a torn line."""
     for text in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
         with contextlib.suppress(ValueError):
             yield json.loads(text)
@@ -117,7 +123,7 @@ def _figure(panels: int, height: float = 2.4):
 
 
 def draw_loss(curves: Curves, picture: Path) -> None:
-    """Cross-entropy over updates, with the perplexity on the right."""
+    """Draw the cross-entropy over updates, with the perplexity on the right."""
     figure, (axes,) = _figure(1, 3.2)
     for label, rows, style in (("train", curves.train, "-"), ("valid", curves.valid, "o-")):
         losses = [rows[update]["loss"] for update in sorted(rows)]
@@ -136,14 +142,14 @@ def draw_loss(curves: Curves, picture: Path) -> None:
 
 
 def _order_of_layer(name: str) -> tuple[bool, int]:
-    """Of a layer's number, or of an encoder-decoder's, ``encoder.3``: the encoder first."""
+    """Return the sort key of a layer's name, ``3`` or ``encoder.3``: the encoder comes first."""
     side, _, number = name.rpartition(".")
     return side == "decoder", int(number)
 
 
 def draw_experts(lines: Sequence[dict], picture: Path) -> None:
-    """A heat map per MoE layer of each expert's load over updates; below, the utilisation."""
-    records = {line["update"]: line for line in lines}  # the last of an update made twice
+    """Draw each expert's load over updates, a heat map per MoE layer, and the utilisation."""
+    records = {line["update"]: line for line in lines}  # the last line of an update made twice
     updates = sorted(records)
     layers = sorted(records[updates[-1]]["layers"], key=_order_of_layer)
     used = [update for update in updates if "utilisation" in records[update]]
@@ -173,13 +179,13 @@ def draw_experts(lines: Sequence[dict], picture: Path) -> None:
 
 
 def choice_name(choice: dict) -> str:
-    """Of an exchange choice: ``2dh d=4`` (degree of overlap), ``linear r=2``."""
+    """Return a short name of an exchange choice: ``2dh d=4`` (overlap degree), ``linear r=2``."""
     short = {"overlap_degree": "d=", "r": "r="}
     return " ".join(f"{short.get(name, '')}{value}" for name, value in choice.items())
 
 
 def draw_exchange(lines: Sequence[dict], picture: Path) -> None:
-    """Milliseconds of the tuner's trials (dots) and choices (lines) over updates, per key."""
+    """Draw the time of the tuner's trials (dots) and choices (lines) over updates, per key."""
     from matplotlib.lines import Line2D
 
     keys = list(dict.fromkeys(line["key"] for line in lines))
@@ -198,7 +204,7 @@ def draw_exchange(lines: Sequence[dict], picture: Path) -> None:
         for line, until in zip(decisions, ends, strict=False):
             span = line["update"], max(until, line["update"] + 1)
             axes.hlines(line["us"] / 1000, *span, colors[choice_name(line["choice"])])
-        # of versions before "about" there is the key alone
+        # older versions wrote the key alone, without "about"
         title = textwrap.fill(mine[-1].get("about", key), 60)  # the legend is beside it
         axes.set_title(title, fontsize="medium")
         axes.set(ylabel="ms per step", ylim=(0, None))
@@ -209,7 +215,16 @@ def draw_exchange(lines: Sequence[dict], picture: Path) -> None:
 
 
 def draw_run(folder: Path, log: Path | None, out: Path) -> tuple[list[Path], list[str]]:
-    """Draw what a run left; (the pictures, why others are missing)."""
+    """Draw a run's pictures.
+
+    Args:
+        folder: fairseq's ``--save-dir``.
+        log: fairseq's log, or None.
+        out: folder for the pictures.
+
+    Returns:
+        (paths of the pictures, one line per missing picture with the reason).
+    """
     curves, no_curves = Curves(), f"{log} has no lines of fairseq's metrics"
     if log is not None:
         curves = read_log(log)
@@ -232,7 +247,7 @@ def draw_run(folder: Path, log: Path | None, out: Path) -> tuple[list[Path], lis
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 1 where nothing can be drawn, 2 for a wrong command line."""
+    """Run the command; exit code 1 if nothing can be drawn, 2 for a wrong command line."""
     parser = CommandLine(
         prog="python -m fairseq_tutel.picture",
         description=(__doc__ or "").partition("\n\n")[2],
