@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from ..command_line import EXIT_GROWN, EXIT_REQUEUE, EXIT_USAGE, REPORTED, RESTARTS, CommandLine
 from ..command_line.starters import STARTERS, is_first_rank
-from ..config.options import at_least, in_range
+from ..config.options import Range, at_least, in_range
 from .binding import apply_binding
 from .commands import parse_command
 from .job import NCCL_PROFILES, Job, Options, prepare_job
@@ -81,10 +81,10 @@ def build_parser() -> argparse.ArgumentParser:
         "on, with --nnodes")
     add("--master-addr", metavar="HOST", help="host of rank 0 (default: MASTER_ADDR, or the first "
         "of SLURM's nodes, or this machine)")
-    add("--master-port", type=positive, metavar="PORT", help="port on that host (default: "
-        "MASTER_PORT, or a free port, or one made of the job's id)")
-    add("--bind", default="auto", metavar="auto|none", help="auto: each rank gets its share of the "
-        "cores of its GPU's NUMA node; without a GPU, slices of the cores this process may use. "
+    add("--master-port", type=in_range(int, Range(1, 65535)), metavar="PORT",
+        help="port on that host (default: MASTER_PORT, or a free port, or one from the job's id)")
+    add("--bind", default="auto", choices=["auto", "none"], help="auto: each rank gets its "
+        "share of the cores of its GPU's NUMA node; without a GPU, slices of the usable cores. "
         "none: bind nothing (default: auto)")
     add("--nccl-profile", default="none", choices=NCCL_PROFILES, help="NCCL's variables by name; "
         "the launcher's page says what for (default: none)")

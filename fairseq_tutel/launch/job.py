@@ -138,6 +138,8 @@ def place(options: Options, command: Command, env: Mapping[str, str], num_gpus: 
                 f"--nnodes {num_nodes} needs --node-rank on every node (or start with srun, "
                 "mpirun or torchrun)"
             )
+        if (options.node_rank or 0) >= num_nodes:
+            raise ValueError(f"--node-rank {options.node_rank} is not below --nnodes {num_nodes}")
         if int(env.get("SLURM_NNODES") or 1) > 1 and options.nnodes is None:
             raise ValueError(
                 f"the SLURM job has {env['SLURM_NNODES']} nodes, but this is no task of a step: "

@@ -1,6 +1,12 @@
-"""Made-up machines: the files under /sys, /dev and /proc that the launcher reads."""
+"""Made-up machines (files under /sys, /dev and /proc) and ranks as real processes."""
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+
+from helpers.programs import environment_outside_jobs
 
 import fairseq_tutel
 from fairseq_tutel.launch.binding import parse_cpulist
@@ -76,3 +82,66 @@ package = types.ModuleType("fairseq_tutel")
 package.__path__ = {list(fairseq_tutel.__path__)!r}
 sys.modules["fairseq_tutel"] = package
 """
+
+LAUNCH = [sys.executable, "-m", "fairseq_tutel.launch"]
+
+
+def environment(**variables):
+    return {**environment_outside_jobs(), "CUDA_VISIBLE_DEVICES": "", **variables}
+
+
+def launch(*words, program=LAUNCH, env=None, **options):
+    options = {"capture_output": True, "text": True, "timeout": 30, **options}
+    return subprocess.run([*program, *words], env=env or environment(), **options)
+
+
+def start(*words, program=LAUNCH, **options):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(
+        [*program, *words],
+        # a shell's background jobs, and so tests run by one, begin with SIGINT ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **{"env": environment(), **pipes, **options},
+    )
+
+
+def start_nodes(port, *commands, pause=0, **options):
+    """The launchers of a job's nodes, each with one of the commands, some seconds apart."""
+    words = f"--nnodes {len(commands)} --master-addr 127.0.0.1 --master-port {port}".split()
+    nodes = []
+    for number, command in enumerate(commands):
+        time.sleep(pause if number else 0)
+        nodes.append(start(*words, "--node-rank", str(number), *command, **options))
+    return nodes
+
+
+def ended(process, code, seconds=15):
+    """Wait for the end of a process with this exit code; return what it wrote to stderr."""
+    _, errors = process.communicate(timeout=seconds)
+    assert process.returncode == code, errors
+    return errors
+
+
+def script_words(script, ranks=2, *options):
+    """A shell's script on so many ranks."""
+    return ["--nproc-per-node", str(ranks), *options, "--", "bash", "-c", script]
+
+
+def pids_in(*files):
+    """What the ranks have written there, once they have."""
+    wait_for(lambda: all(file.exists() and file.read_text() for file in files))
+    return [int(file.read_text()) for file in files]
+
+
+def wait_for(condition, seconds=15):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -2,11 +2,10 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 from helpers.programs import ROOT
-from test_launch_processes import environment, start
+from launch_helpers import environment, start_nodes
 
 pytest.importorskip("fairseq")
 HYDRA = [sys.executable, "-m", "fairseq_cli.hydra_train"]
@@ -29,13 +28,9 @@ def test_two_launchers_that_start_apart_save_into_one_directory(tmp_path, port):
     (tmp_path / "own.yaml").write_text(text[text.index("common:") :])
     words = ["--config-dir", str(tmp_path), "--config-name", "own", *CHANGES]
     words = ["--", *HYDRA, *words, "optimization.max_update=2"]
-    meeting = f"--nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1 --master-port {port}"
     how = {"cwd": tmp_path, "env": environment(OMP_NUM_THREADS="1"), "stderr": subprocess.STDOUT}
-    nodes = []
-    for number in "01":
-        nodes.append(start(*meeting.split(), "--node-rank", number, *words, **how))
-        time.sleep(2 * (number == "0"))
-    for node in nodes:
+    words = ["--nproc-per-node", "1", *words]
+    for node in start_nodes(port, words, words, pause=2, **how):
         output, _ = node.communicate(timeout=120)
         assert node.returncode == 0, output[-3000:]
     names = {path.name for path in (tmp_path / "saved").iterdir()}

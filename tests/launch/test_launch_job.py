@@ -153,6 +153,7 @@ VISIBLE = {"CUDA_VISIBLE_DEVICES": "0,1"}
     [
         (BATCH, {}, "the SLURM job has 2 nodes, but this is no task of a step"),
         ({}, {"nnodes": 2}, "--nnodes 2 needs --node-rank"),
+        ({}, {"node_rank": 1}, "--node-rank 1 is not below --nnodes 1"),
         ({}, {"nnodes": 2, "node_rank": 1, "nproc_per_node": 1}, "host of rank 0 is unknown"),
         (srun_task(1, 4, 0, 1), {"nnodes": 3}, "--nnodes 3 contradicts srun, which states 2"),
         (srun_task(1, 4, 0, 1), {"nproc_per_node": 4}, "--nproc-per-node 4 contradicts srun"),

@@ -6,8 +6,17 @@ import sys
 import threading
 import time
 
-from launch_helpers import executable, variables
-from test_launch_processes import environment, launch, script_words, start, wait_for
+import pytest
+from launch_helpers import (
+    ended,
+    environment,
+    executable,
+    launch,
+    script_words,
+    start_nodes,
+    variables,
+    wait_for,
+)
 
 from fairseq_tutel.command_line import EXIT_GROWN
 from fairseq_tutel.launch.job import Options
@@ -61,19 +70,12 @@ def test_missing_nodes_are_named(port):
     assert not isinstance(error, SharedError)
 
 
-def launchers(tmp_path, port, per_node):
-    words = f"--nnodes 2 --master-addr 127.0.0.1 --master-port {port} --node-rank".split()
+@pytest.mark.parametrize(("per_node", "code", "ranks"), [((2, 1), 2, 0), ((2, 2), 0, 4)])
+def test_launchers_of_two_nodes(tmp_path, port, per_node, code, ranks):
     scripts = [script_words(f"touch {tmp_path}/rank$RANK", count) for count in per_node]
-    started = [start(*words, str(i), *script) for i, script in enumerate(scripts)]
-    return [(process, *process.communicate(timeout=60)) for process in started]
-
-
-def test_launchers_of_two_nodes(tmp_path, port):
-    assert [done[0].returncode for done in launchers(tmp_path, port, [2, 1])] == [2, 2]
-    assert not list(tmp_path.iterdir())
-    good = launchers(tmp_path, port, [2, 2])
-    assert [done[0].returncode for done in good] == [0, 0], good
-    assert len(list(tmp_path.iterdir())) == 4
+    for process in start_nodes(port, *scripts):
+        ended(process, code, 60)
+    assert len(list(tmp_path.iterdir())) == ranks
 
 
 # Rank 0's first process stays for a second after rank 1's has left, with a store that listens.
@@ -94,12 +96,9 @@ sys.exit({EXIT_GROWN})
 def test_no_node_starts_again_before_rank_0_has_left(tmp_path, port):
     """Else its ranks would wait, for ever, for what is in the store of rank 0's first process."""
     program = executable(tmp_path / "fairseq-train", _GROWING)
-    words = f"--nproc-per-node 1 --nnodes 2 --master-addr 127.0.0.1 --master-port {port}".split()
-    command = ["--", program, str(tmp_path)]
-    first, second = (start(*words, "--node-rank", str(node), *command) for node in (0, 1))
-    for process in (first, second):
-        _, text = process.communicate(timeout=60)
-        assert process.returncode == 0, text
+    command = ["--nproc-per-node", "1", "--", program, str(tmp_path)]
+    for process in start_nodes(port, command, command):
+        text = ended(process, 0, 60)
         assert text.count("the set has more experts: starting the ranks again") == 1
 
 
@@ -108,14 +107,11 @@ def test_a_node_whose_launcher_is_killed_as_the_run_grows_does_not_keep_the_firs
 ):
     leaves = f"[ -e {tmp_path}/$RANK ] && exec sleep 60; touch {tmp_path}/$RANK; sleep $RANK"
     program = executable(tmp_path / "fairseq-train", f"#!/bin/bash\n{leaves}; exit {EXIT_GROWN}\n")
-    words = f"--nproc-per-node 1 --nnodes 2 --master-addr 127.0.0.1 --master-port {port}".split()
-    words += ["--agree-seconds", "2"]
-    first, second = (start(*words, "--node-rank", str(node), "--", program) for node in (0, 1))
+    command = ["--nproc-per-node", "1", "--agree-seconds", "2", "--", program]
+    first, second = start_nodes(port, command, command)
     wait_for((tmp_path / "1").exists)
     second.kill()
-    _, text = first.communicate(timeout=30)
-    assert first.returncode == 2, text
-    assert "no report from node 1 of 2 within 2 seconds" in text
+    assert "no report from node 1 of 2 within 2 seconds" in ended(first, 2, 30)
     second.communicate()
 
 

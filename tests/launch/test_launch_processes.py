@@ -8,56 +8,21 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.programs import environment_outside_jobs
-from launch_helpers import LAUNCHER_ALONE, executable
+from launch_helpers import (
+    LAUNCH,
+    LAUNCHER_ALONE,
+    ended,
+    environment,
+    executable,
+    is_alive,
+    launch,
+    pids_in,
+    script_words,
+    start,
+    wait_for,
+)
 
 from fairseq_tutel.command_line import EXIT_GROWN
-
-LAUNCH = [sys.executable, "-m", "fairseq_tutel.launch"]
-
-
-def environment(**variables):
-    return {**environment_outside_jobs(), "CUDA_VISIBLE_DEVICES": "", **variables}
-
-
-def launch(*words, program=LAUNCH, env=None, **options):
-    options = {"capture_output": True, "text": True, "timeout": 30, **options}
-    return subprocess.run([*program, *words], env=env or environment(), **options)
-
-
-def start(*words, program=LAUNCH, **options):
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(
-        [*program, *words],
-        # a shell's background jobs, and so tests run by one, begin with SIGINT ignored
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        **{"env": environment(), **pipes, **options},
-    )
-
-
-def script_words(script, ranks=2, *options):
-    """A shell's script on so many ranks."""
-    return ["--nproc-per-node", str(ranks), *options, "--", "bash", "-c", script]
-
-
-def pids_in(*files):
-    """What the ranks have written there, once they have."""
-    wait_for(lambda: all(file.exists() and file.read_text() for file in files))
-    return [int(file.read_text()) for file in files]
-
-
-def wait_for(condition, seconds=15):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.02)
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_ranks_find_their_place():
@@ -223,8 +188,7 @@ def test_a_launcher_that_was_stopped_goes_on(tmp_path):
         time.sleep(0.7)  # longer than one wait for a signal
         os.kill(job.pid, signal.SIGCONT)
         time.sleep(0.1)
-    _, errors = job.communicate(timeout=30)
-    assert job.returncode == 0 and "Traceback" not in errors, errors
+    assert "Traceback" not in ended(job, 0, 30)
 
 
 def test_an_ignored_hangup_stays_ignored(tmp_path):
@@ -235,8 +199,7 @@ def test_an_ignored_hangup_stays_ignored(tmp_path):
     time.sleep(0.5)
     assert process.poll() is None
     process.terminate()
-    process.communicate(timeout=10)
-    assert process.returncode == 128 + signal.SIGTERM
+    ended(process, 128 + signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
@@ -251,8 +214,7 @@ def test_signals_reach_every_rank(tmp_path, number, code):
     process = start(*script_words(script), cwd=tmp_path)
     wait_for(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists())
     process.send_signal(number)
-    _, errors = process.communicate(timeout=15)
-    assert process.returncode == code, errors
+    ended(process, code)
     name = "term" if code == 5 else "usr"
     assert (tmp_path / f"{name}0").exists()
     # SIGUSR2 makes the ranks fail: the second may be ended before it acts on the signal itself
@@ -268,8 +230,7 @@ def test_a_signal_that_the_ranks_have_had_already(tmp_path):
     wait_for(lambda: not is_alive(rank))
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGCONT)
-    _, errors = process.communicate(timeout=15)
-    assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in errors
+    assert "Traceback" not in ended(process, 128 + signal.SIGTERM)
 
 
 def test_a_stop_that_comes_once_the_ranks_have_left_to_grow_is_not_lost(tmp_path):
@@ -282,8 +243,7 @@ def test_a_stop_that_comes_once_the_ranks_have_left_to_grow_is_not_lost(tmp_path
     wait_for(lambda: not is_alive(rank))
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGCONT):
         process.send_signal(number)
-    _, errors = process.communicate(timeout=15)
-    assert process.returncode == 128 + signal.SIGTERM, errors
+    ended(process, 128 + signal.SIGTERM)
 
 
 def test_ranks_that_leave_to_be_requeued_are_not_ended(tmp_path):
@@ -330,9 +290,8 @@ def test_ctrl_c_while_a_rank_is_importing(tmp_path):
     """Python would show where it was; there is nothing to put in order, so SIGTERM ends it."""
     process, _ = _early_request(tmp_path)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=15)
-    assert process.returncode == 128 + signal.SIGINT
-    assert errors == "launch: asked to stop by SIGINT; ending the ranks\n"
+    errors = "launch: asked to stop by SIGINT; ending the ranks\n"
+    assert ended(process, 128 + signal.SIGINT) == errors
 
 
 _FIRST_MOMENT = """
@@ -367,8 +326,7 @@ def test_a_launcher_that_is_asked_to_stop_reports_it(tmp_path, number, script, c
     process = start(*script_words(script, 2, "--grace-seconds", "0.5"))
     wait_for(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
     process.send_signal(number)
-    _, errors = process.communicate(timeout=15)
-    assert process.returncode == code
+    errors = ended(process, code)
     assert f"launch: asked to stop by {number.name}; ending the ranks\n" in errors
     assert "died" not in errors and "exit code" not in errors
 
@@ -419,6 +377,5 @@ def test_torchruns_ranks_are_adopted():
 @pytest.mark.parametrize(("program", "said"), [("fairseq-train", "1"), ("fairseq-hydra-train", "")])
 def test_ranks_know_whether_they_would_be_started_again(tmp_path, program, said):
     script = executable(tmp_path / program, "#!/bin/sh\necho said=$FAIRSEQ_TUTEL_RESTARTS.\n")
-    words = [*LAUNCH, "--nproc-per-node", "1", "--bind", "none", "--", script]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment())
+    done = launch("--nproc-per-node", "1", "--bind", "none", "--", script)
     assert f"said={said}." in done.stdout, done.stderr

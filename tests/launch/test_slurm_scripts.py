@@ -8,8 +8,7 @@ import sys
 
 import pytest
 from helpers.programs import ROOT as REPOSITORY
-from launch_helpers import executable, variables
-from test_launch_processes import wait_for
+from launch_helpers import executable, variables, wait_for
 
 from fairseq_tutel.launch import EXIT_REQUEUE
 
