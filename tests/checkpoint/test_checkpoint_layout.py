@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from checkpoint_helpers import expert_range
 
 from fairseq_tutel.checkpoint.layout import (
     CheckpointError,
@@ -11,7 +10,6 @@ from fairseq_tutel.checkpoint.layout import (
     expert_forms,
     experts_of_rank,
     gate_experts,
-    select_experts,
 )
 
 
@@ -37,15 +35,6 @@ def test_names_of_fairseq_keep_their_dots_and_digits():
     assert cset.role_of("checkpoint.best_loss_4.1230-rank-0.pt.0123456789abcdef.tmp") is None
 
 
-@pytest.mark.parametrize("num_experts", [1, 2, 4, 8])
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-def test_experts_of_rank_against_definition(num_experts, world_size):
-    for rank in range(world_size):
-        expected = expert_range(rank, world_size, num_experts)
-        assert list(experts_of_rank(rank, world_size, num_experts)) == expected
-    assert count_rank_files(num_experts, world_size) == min(num_experts, world_size)
-
-
 def test_experts_of_rank_in_groups():
     """6 experts, 4 ranks, every 2 of which hold all."""
     held = [list(experts_of_rank(rank, 4, 6, 2)) for rank in range(4)]
@@ -54,19 +43,6 @@ def test_experts_of_rank_in_groups():
     for size in (3, 4):
         with pytest.raises(CheckpointError, match=f"={size} .* must divide the number of ranks, 4"):
             experts_of_rank(0, 4, 6, size)
-
-
-def test_slices_hold_every_expert_once_and_need_no_tensors():
-    whole = {f"l.{layer}.experts.{x}.w": (layer, x) for layer in (0, 11) for x in range(6)}
-    parts = [select_experts(whole, first=0, wanted=range(r * 2, r * 2 + 2)) for r in range(3)]
-    assert parts[2] == {
-        "l.0.experts.0.w": (0, 4), "l.0.experts.1.w": (0, 5),
-        "l.11.experts.0.w": (11, 4), "l.11.experts.1.w": (11, 5),
-    }  # fmt: skip
-    assert sorted(value for part in parts for value in part.values()) == sorted(whole.values())
-    # a part that starts at global expert 4 gives the same experts
-    fifth = {"l.0.experts.0.w": (0, 5), "l.11.experts.0.w": (11, 5)}
-    assert select_experts(parts[2], first=4, wanted=range(5, 6)) == fifth
 
 
 def test_expert_forms_finds_gaps_and_differences():
