@@ -122,6 +122,7 @@ setup_install() {
     setup_step "triton, sentencepiece, matplotlib, num2words, pytest, ruff" \
         setup_pip triton sentencepiece matplotlib num2words tensorboardX pytest pytest-timeout \
         pytest-xdist ruff
+    [ "$FAIRSEQ" = official ] || setup_step "basedpyright" setup_pip basedpyright
     setup_step "this package" setup_this_package
 }
 

@@ -26,6 +26,8 @@ status=0
 if [ -z "${EXTRAS:-}" ]; then
     ruff check . || status=1
     ruff format --check --quiet . || { echo "ruff format . would change files" >&2; status=1; }
+    # types, as the pinned torch states them: fairseq's official release has an older one
+    [ "${FAIRSEQ:-fixed}" != fixed ] || basedpyright || status=1
 fi
 # A file goes to one process as a whole: what its tests share is computed once.
 python -m pytest -n "${TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder "${stage[@]}" "$@" ||

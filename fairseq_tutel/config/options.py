@@ -19,7 +19,7 @@ import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 SAME = "as in Python"  # the default of option(flag_default=)
 # by the name of a field's type, which is a text where annotations are postponed
@@ -110,7 +110,10 @@ def flag_name(field: dataclasses.Field, prefix: str = "moe") -> str:
     return flag.lstrip("-").replace("-", "_")
 
 
-def documented(options: type) -> type:
+_Class = TypeVar("_Class", bound=type)
+
+
+def documented(options: _Class) -> _Class:
     """Decorator of a dataclass of options: its docstring lists them with their help texts."""
     entries = []
     for field in dataclasses.fields(options):

@@ -1,4 +1,4 @@
-"""Communication between ranks. The only room that imports ``torch.distributed``."""
+"""Communication between ranks."""
 
 from .agreement import (
     StepAgreement,

@@ -1,8 +1,8 @@
 """Agreement between ranks before they exchange data of a size that depends on it.
 
-One small all-gather per forward pass of the model (not per layer) gives every rank how many tokens
-the others bring, and compares what must be equal. Ranks that disagree get an error with every
-rank's values at once, where mismatched all-to-alls would hang until the process group's timeout (30
+One small all-gather per forward pass of the model (not per layer) tells every rank the token counts
+of the others and compares the settings. Ranks that disagree get an error with every rank's values.
+Without the comparison, mismatched all-to-alls would hang until the process group's timeout (30
 minutes by default).
 """
 
@@ -24,9 +24,9 @@ from .world import checksum, compare_settings, gather_integers, process_world
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """What ranks must have in common for the exchanges of a forward pass to fit together.
+    """Settings that must be equal on all ranks for the exchanges of a forward pass to match.
 
-    Each field, also of a subclass, is a number, a text, a torch.dtype, or a dataclass of such.
+    Each field, also of a subclass, is a number, a text, a torch.dtype, or a dataclass of them.
     """
 
     num_experts: int
@@ -42,30 +42,40 @@ class StepSettings:
     local_drop: float = 0.0
 
     def differences(self, other: StepSettings) -> dict[str, tuple[Any, Any]]:
-        """Name -> (own value, the other's) where they differ."""
+        """Return name -> (own value, the other's value) for the fields that differ."""
         mine, theirs = flat_settings(self), flat_settings(other)
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
 
 class Timer(Protocol):
-    """Measures a part of each layer, in both passes; :mod:`fairseq_tutel.tuning` has one."""
+    """Timer of a part of each layer in both passes; :mod:`fairseq_tutel.tuning` has one."""
 
     def begin(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The input of the part, to be used in place of x, and what :meth:`end` needs."""
+        """Return the input to use in place of x, and a span for :meth:`end`."""
+        ...
 
     def end(self, y: torch.Tensor, span: Any) -> torch.Tensor:
-        """The output of the part, to be used in place of y."""
+        """Return the output to use in place of y."""
+        ...
 
 
 @dataclass(frozen=True)
 class StepAgreement:
-    """What ranks agreed on for one forward pass: those of an exchange group, all with slices."""
+    """Values that the ranks of an exchange group (with slices: all ranks) share in a forward pass.
 
-    num_tokens: int  # the largest of any rank, from which capacities are computed
-    settings: StepSettings | None = None  # what was compared; None: made by hand, taken on trust
-    exchange: ExchangeConfig | None = None  # what layers use in place of their own
-    timer: Timer | None = None  # of what they do from dispatch to combine
-    draw: int | None = None  # the first rank's, for what ranks draw alike; None: nothing is drawn
+    Attributes:
+        num_tokens: largest number of tokens of any rank; capacities follow from it.
+        settings: the compared settings; None if the agreement was made by hand and is not checked.
+        exchange: exchange for the layers to use in place of their own; None keeps their own.
+        timer: timer of the layers from dispatch to combine; None measures nothing.
+        draw: random number of the first rank, for equal draws on all ranks; None draws nothing.
+    """
+
+    num_tokens: int
+    settings: StepSettings | None = None
+    exchange: ExchangeConfig | None = None
+    timer: Timer | None = None
+    draw: int | None = None
 
 
 def sync_step(
@@ -73,8 +83,8 @@ def sync_step(
 ) -> StepAgreement:
     """Exchange token counts and compare settings before a forward pass. Collective.
 
-    The exchange group takes part; with slices, all ranks. The host reads a few integers, which is
-    one synchronisation per forward pass. Give the result to all layers: ``layer(x, step=step)``.
+    The exchange group takes part; with slices, all ranks. The host reads a few integers: one
+    synchronisation per forward pass. Give the result to all layers: ``layer(x, step=step)``.
 
     >>> from fairseq_tutel.distributed import build_groups
     >>> sync_step(16, None, build_groups(4)).num_tokens  # the largest of any rank
@@ -82,8 +92,8 @@ def sync_step(
 
     Args:
         num_tokens (int): tokens of this rank; may be 0.
-        settings (StepSettings): values that must agree, see ``MoELayer.step_settings``. None, which
-            all ranks then give, compares nothing.
+        settings (StepSettings): values that must agree, from ``MoELayer.step_settings``. None on
+            all ranks compares nothing.
         groups (ExpertParallelGroups): placement of the experts.
 
     Returns:
@@ -98,8 +108,9 @@ def sync_step(
 def sync_stacks(
     counts: Sequence[int], settings: Sequence[StepSettings | None], groups: ExpertParallelGroups
 ) -> list[StepAgreement]:
-    """:func:`sync_step` of a model with several stacks of layers, such as an encoder and a decoder:
-    a count of tokens, settings and an agreement for each, in one exchange.
+    """Agree as :func:`sync_step` for several stacks of layers at once. Collective.
+
+    An encoder-decoder has two stacks. Counts, settings and results have one entry for each stack.
     """
     if not groups.needs_sync:
         return list(map(StepAgreement, counts, settings))
@@ -110,15 +121,14 @@ def sync_stacks(
 def sync_step_and_word(
     num_tokens: int, settings: StepSettings, groups: ExpertParallelGroups, word: int
 ) -> tuple[StepAgreement, dict[int, int]]:
-    """:func:`sync_step` of ranks that also tell each other a word, by rank of the job."""
+    """Agree as :func:`sync_step`, and also return each rank's ``word`` by rank of the job."""
     group, first_rank = _group_of_exchanges(groups)
     (step,), table = _sync([num_tokens], [settings], [word], group, first_rank)
     return step, {first_rank + number: row[-1] for number, row in enumerate(table)}
 
 
 def _group_of_exchanges(groups: ExpertParallelGroups) -> tuple[Any, int]:
-    """Of ranks that exchange tokens, with slices all: the process group (None: the default one),
-    and its first rank."""
+    """Return the process group that agrees on steps (None: the default one) and its first rank."""
     if groups.num_slices > 1:
         return groups.control_group, 0
     return groups.control_group or groups.ep_group, groups.rank - groups.ep_rank
@@ -130,9 +140,14 @@ def sync_stacks_of_all(
     groups: ExpertParallelGroups,
     words: Sequence[int],
 ) -> tuple[list[StepAgreement], list[list[int]]]:
-    """:func:`sync_stacks` among all ranks, whether they exchange tokens or not: the agreements, on
-    the tokens of the exchange group, and counts and ``words`` of every rank, as many integers on
-    each.
+    """Agree as :func:`sync_stacks`, and gather integers of all ranks of the job. Collective.
+
+    Args:
+        counts, settings, groups: see :func:`sync_stacks`.
+        words: integers of this rank, equally many on every rank.
+
+    Returns:
+        The agreements, on the tokens of the exchange group; and ``[*counts, *words]`` of each rank.
     """
     everyone = groups.ep_size == groups.world_size or groups.num_slices > 1
     group = groups.control_group if everyone else None  # None: the default group
@@ -144,11 +159,10 @@ def sync_stacks_of_all(
 
 
 def _sync(counts, settings, words, group, first_rank, block=slice(None)):
-    """(agreements on the tokens of a block of the group's ranks, [*counts, *words] of all its
-    ranks)."""
+    """Return agreements on the tokens of a block of ranks, and each rank's [*counts, *words]."""
     same = _checksum(tuple(settings))
     draws = any(each.local_drop > 0 and each.mode == "training" for each in settings if each)
-    # in any case a number: ranks that disagree send as many as others
+    # always a number, so that ranks that disagree on it still send equally many
     own = int(torch.randint(2**62, ())) if draws else 0
     table = gather_integers([same, own, *counts, *words], group)
     if any(row[0] != same for row in table):
@@ -163,16 +177,18 @@ def _sync(counts, settings, words, group, first_rank, block=slice(None)):
     return steps, table
 
 
-@functools.lru_cache(maxsize=64)  # they are the same in most steps
+@functools.lru_cache(maxsize=64)  # most steps have the same settings
 def _checksum(settings: tuple[StepSettings | None, ...]) -> int:
     values = _all_settings(settings).values()
-    # a float may be whole on one rank only
+    # float(): a number may be an int on one rank and a float on another
     return checksum(repr([v if isinstance(v, str) else float(v) for v in values]))
 
 
 def _all_settings(settings: Sequence[StepSettings | None]) -> dict[str, float | str]:
-    """What ranks compare: those of the first stack by name, and others' that may differ from its
-    own: the stacks of one model have its options in common, but for their widths.
+    """Return the values that ranks compare, by name.
+
+    The stacks of a model share its options; only their widths differ. So the first stack counts in
+    full and the others with their widths.
     """
     first, *others = settings
     values = {} if first is None else flat_settings(first)
@@ -183,7 +199,7 @@ def _all_settings(settings: Sequence[StepSettings | None]) -> dict[str, float | 
 
 
 def flat_settings(settings: Any) -> dict[str, float | str]:
-    """Numbers and texts of a dataclass by name, those of dataclasses in it included."""
+    """Return the numbers and texts of a dataclass, and of dataclasses in it, by name."""
     found: dict[str, float | str] = {}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -195,12 +211,12 @@ def flat_settings(settings: Any) -> dict[str, float | str]:
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether the flag is set on any rank of the default group. Collective."""
+    """Return whether the flag is set on any rank of the default group. Collective."""
     return sum_over_ranks([flag], device)[0] > 0
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
-    """Sums over all ranks of the default group, in fp64. Collective."""
+    """Return the sums over all ranks of the default group, in fp64. Collective."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     if process_world()[1] > 1:
         dist.all_reduce(total)

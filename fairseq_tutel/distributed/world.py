@@ -42,7 +42,7 @@ def process_world() -> tuple[int, int]:
 
 
 def once_per_world(key: Hashable, make: Callable[[], Any]) -> Any:
-    """What ``make()`` returned when the key was first used with the present default group."""
+    """Call ``make()`` once per key and default group; return its result."""
     global _made
     if _made[0] is not dist.group.WORLD:
         _made = (dist.group.WORLD, {})
@@ -52,16 +52,16 @@ def once_per_world(key: Hashable, make: Callable[[], Any]) -> Any:
 
 
 def control_device(group: dist.ProcessGroup | None = None) -> str:
-    """``cuda`` or ``cpu``: where small control tensors of a group live.
+    """Return the device type of small control tensors of a group, ``cuda`` or ``cpu``.
 
-    The CPU where the group can communicate from there (gloo, and the default of
-    ``init_process_group``, which has a backend for each), so that the GPU need not be waited for.
+    It is the CPU if the group can communicate from it, so that the host does not wait for the GPU:
+    with gloo, and with the default of ``init_process_group``, which has a backend for each device.
     """
     return "cuda" if dist.get_backend(group) in ("nccl", "cuda:nccl") else "cpu"
 
 
 def data_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """The device whose tensors a group is there for: the GPU where it has a backend for GPUs."""
+    """Return the device that a group communicates from: the GPU if it has a backend for GPUs."""
     on_gpu = "nccl" in dist.get_backend_config(group) and torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
@@ -69,7 +69,10 @@ def data_device(group: dist.ProcessGroup | None = None) -> torch.device:
 def gather_integers(
     values: Sequence[int], group: dist.ProcessGroup | None = None
 ) -> list[list[int]]:
-    """The integers of every rank of a group, in rank order. Collective; as many on each rank."""
+    """Gather the integers of every rank of a group, in rank order. Collective.
+
+    All ranks give equally many.
+    """
     mine = torch.tensor(values, dtype=torch.int64, device=control_device(group))
     everyone = mine.new_empty(dist.get_world_size(group) * len(values))
     all_gather_tensor(everyone, mine, group=group)
@@ -96,8 +99,10 @@ def gather_texts(text: str | None, group: dist.ProcessGroup | None = None) -> li
 
 
 def refuse_differences(name: str, values: Sequence[Hashable], first_rank: int = 0) -> None:
-    """Compare one setting of ranks ``first_rank``, ``first_rank + 1``, ...; raises ValueError that
-    lists the ranks by value where they differ.
+    """Compare one setting of the ranks ``first_rank``, ``first_rank + 1``, ...
+
+    Raises:
+        ValueError: the values differ; the message lists the ranks by value.
     """
     ranks_by_value: dict[Hashable, list[int]] = {}
     for rank, value in enumerate(values, start=first_rank):
@@ -112,24 +117,26 @@ def compare_settings(
     group: dist.ProcessGroup | None = None,
     first_rank: int = 0,
 ) -> None:
-    """Refuse the first setting that differs, by :func:`refuse_differences`. Collective. All ranks
-    have the same names; ``first_rank``: the world's number of the group's first rank.
+    """Compare settings of the ranks of a group by name. Collective; all ranks have the same names.
+
+    ``first_rank`` is the number of the group's first rank among all ranks.
+
+    Raises:
+        ValueError: a setting differs; see :func:`refuse_differences`.
     """
     texts = gather_texts(json.dumps(list(settings.values())), group)
-    by_name = zip(*(json.loads(text) for text in texts), strict=True)
+    by_name = zip(*(json.loads(text or "") for text in texts), strict=True)
     for name, values in zip(settings, by_name, strict=True):
         refuse_differences(name, values, first_rank)
 
 
 def checksum(text: str) -> int:
-    """56 bits that two different texts hardly have in common, the same in every process."""
+    """Return a 56-bit hash of a text, the same in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def ranks_per_node() -> int:
-    """m if every machine holds m consecutive ranks, the same number on each; else 0. Collective
-    among all ranks when first made.
-    """
+    """Return m if every machine holds m consecutive ranks, else 0. Collective on the first call."""
     if process_world()[1] == 1:
         return 1
     return once_per_world(
@@ -138,7 +145,7 @@ def ranks_per_node() -> int:
 
 
 def even_nodes(machines: Sequence[Hashable]) -> int:
-    """Ranks per node, given the machine of every rank; 0 if nodes are unequal or interleaved."""
+    """Return the ranks per node from each rank's machine; 0 if nodes are unequal or interleaved."""
     runs = [(machine, len(list(run))) for machine, run in itertools.groupby(machines)]
     lengths = {length for _, length in runs}
     once_each = len({machine for machine, _ in runs}) == len(runs)
@@ -146,10 +153,10 @@ def even_nodes(machines: Sequence[Hashable]) -> int:
 
 
 def this_machine() -> int:
-    """A number that ranks on one machine share.
+    """Return a number that ranks on one machine share.
 
-    Of its boot id, as machines of one image may have one name, and its name, as containers have one
-    boot id.
+    It is a hash of the boot id and the host name. Machines of one image may have the same name;
+    containers of one machine have the same boot id.
     """
     boot = _BOOT_ID.read_text(encoding="ascii") if _BOOT_ID.exists() else ""
     return checksum(f"{boot}\n{socket.gethostname()}")

@@ -30,7 +30,7 @@ from .data_parallel import (
 )
 from .gradients import clip_grad_norm_, expert_grad_sq_norm, grad_scaler, reduce_expert_grads
 from .matrices import ExpertMatrix, matrix_parameters
-from .memory import explain_out_of_memory
+from .out_of_memory import explain_out_of_memory
 from .shard_dense import shard_dense
 from .state import all_ranks
 from .state.distributed_state import DistributedState

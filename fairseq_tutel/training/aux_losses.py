@@ -102,12 +102,7 @@ class AuxLosses:
             routing_counts([aux], self._modules[name].groups, r)
             for (name, aux), r in zip(self.layers, self._r, strict=True)
         ]
-        counts = [count for counts in counts_L for count in counts]
-        total = torch.cat([count.flatten() for count in counts]).long()
-        if process_world()[1] > 1:
-            sum_tensor_over_ranks_(total)
-        parts = total.split([count.numel() for count in counts])
-        sums = iter([part.view(count.shape) for part, count in zip(parts, counts, strict=True)])
+        sums = iter(_sum_over_ranks([count for counts in counts_L for count in counts]))
         found = [torch.cat(utilisation(RoutingCounts(*(next(sums) for _ in c)))) for c in counts_L]
         means = torch.stack(found).mean(0)
         return dict(zip(UTILISATION_NAMES, means.tolist(), strict=True))
@@ -235,23 +230,32 @@ def update_load_bias(
         return
     if not passes:
         raise ValueError("update_load_bias needs the reports of at least one forward pass")
-    total = 0
-    for found in passes:
-        counts = {name: aux.bias_counts for name, aux in found.layers}
+    passes_L = [_bias_counts(layers, found) for found in passes]
+    counts_L = [torch.stack(counts).sum(0) for counts in zip(*passes_L, strict=True)]
+    held_L = [(held_back or {}).get(f"{name}." if name else "") for name in layers]
+    update_load_biases(layers.values(), _sum_over_ranks(counts_L), held_L)
+
+
+def _bias_counts(layers: Mapping[str, MoELayer], found: AuxLosses) -> list[torch.Tensor]:
+    """Return the counts of one forward pass by layer; layers may differ in experts and rule."""
+    counts = {name: aux.bias_counts for name, aux in found.layers}
+    known = [count for name in layers if (count := counts.get(name)) is not None]
+    if not len(known) == len(found.layers) == len(layers):
         lacking = [name for name in layers if counts.get(name) is None]
-        if lacking or len(found.layers) != len(layers):
-            raise ValueError(
-                f"a forward pass has {len(found.layers)} reports of {len(layers)} MoE layers, "
-                f"without counts of {lacking}: were they in training, with a load_bias?"
-            )
-        shapes = [counts[name].shape for name in layers]  # layers may differ in experts and rule
-        total = total + torch.cat([counts[name].flatten() for name in layers]).to(torch.int64)
+        raise ValueError(
+            f"a forward pass has {len(found.layers)} reports of {len(layers)} MoE layers, "
+            f"without counts of {lacking}: were they in training, with a load_bias?"
+        )
+    return [count.long() for count in known]
+
+
+def _sum_over_ranks(counts_L: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return int64 sums over all ranks of tensors of any shapes, in one reduction. Collective."""
+    total = torch.cat([counts.flatten().long() for counts in counts_L])
     if process_world()[1] > 1:
         sum_tensor_over_ranks_(total)
-    parts = total.split([shape.numel() for shape in shapes])
-    counts_L = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-    held_L = [(held_back or {}).get(f"{name}." if name else "") for name in layers]
-    update_load_biases(layers.values(), counts_L, held_L)
+    parts = total.split([counts.numel() for counts in counts_L])
+    return [part.view(counts.shape) for part, counts in zip(parts, counts_L, strict=True)]
 
 
 def update_load_biases(
@@ -267,4 +271,5 @@ def update_load_biases(
         held_L (iterable): each layer's fixed biases [E], or None.
     """
     for layer, counts, held_E in zip(layers, counts_L, held_L, strict=True):
-        layer.gate.update_load_bias(counts, held_E)
+        gate: Any = layer.gate
+        gate.update_load_bias(counts, held_E)

@@ -87,7 +87,7 @@ def prepare_data_parallel(model: nn.Module, *, check_replicas: bool = True) -> N
                 param.register_hook(
                     functools.partial(average_expert_grad, groups=layer.groups, copies=copies)
                 )
-                param.averages_grad = True
+                vars(param)["averages_grad"] = True
     leave_experts_out(model)
     # ranks that exchange tokens make their forward passes together; others need not
     if check_replicas and any(layer.groups.needs_sync for layer in layers):

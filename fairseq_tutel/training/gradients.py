@@ -91,16 +91,17 @@ def reduce_expert_grads(
     block = min(groups.num_experts, groups.world_size)
     divisor = block if normalization == "world_size" else math.sqrt(block)
     scale = 1.0 / (divisor * (groups.world_size / block))
-    experts = [param for param in params if is_expert(param) and param.requires_grad]
-    for param in experts:
-        if param.grad is None:
-            # replicas must take part in the same collectives
-            param.grad = torch.zeros_like(param)
-    if experts:
-        torch._foreach_mul_([param.grad for param in experts], scale)  # one launch for all of them
-    for param in experts:
-        if copies_of(param, groups) > 1:
-            sum_over_replicas_(param.grad, groups)
+    grads, copied = [], []
+    for param in params:
+        if is_expert(param) and param.requires_grad:
+            if param.grad is None:  # replicas must take part in the same collectives
+                param.grad = torch.zeros_like(param)
+            grads.append(param.grad)
+            if copies_of(param, groups) > 1:
+                copied.append(param.grad)
+    _scale_(grads, scale)
+    for grad in copied:
+        sum_over_replicas_(grad, groups)
 
 
 @torch.no_grad()
@@ -175,7 +176,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     plain += [p.grad for p in experts if p.grad is not None]
     for place in {grad.device for grad in plain}:
-        torch._foreach_mul_([grad for grad in plain if grad.device == place], factor.to(place))
+        _scale_([grad for grad in plain if grad.device == place], factor.to(place))
     for grad in sharded:
         grad.mul_(factor.to(grad.device))
     return norm
@@ -210,6 +211,12 @@ def grad_scaler(device: str | None = None, **options) -> torch.amp.GradScaler:
     return make(device, **options)
 
 
+def _scale_(grads: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply tensors of one device in place, in one launch."""
+    if grads:
+        torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
 def _sq_norm_of_copies(
     params: Iterable[nn.Parameter], groups: ExpertParallelGroups, device: torch.device
 ) -> torch.Tensor:
@@ -227,6 +234,7 @@ def _sq_norm(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     half = [grad for grad in grads if grad.dtype.itemsize == 2]
     rest = [grad for grad in grads if grad.dtype.itemsize > 2]
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in half]
-    norms += torch._foreach_norm(rest) if rest else []
+    if rest:
+        norms += torch._foreach_norm(rest)  # pyright: ignore[reportPrivateImportUsage]
     norms = [torch.zeros((), device=device), *norms]
     return torch.stack([norm.to(device).double() for norm in norms]).square().sum()

@@ -58,7 +58,7 @@ class ReplicaCheck:
             return
         if self._due:
             texts = gather_texts(json.dumps([self._steps, self._norm]))
-            steps, norms = zip(*map(json.loads, texts), strict=True)
+            steps, norms = zip(*(json.loads(text or "") for text in texts), strict=True)
             if any(steps):
                 self._due = False
                 _refuse_drift(steps, norms)
@@ -71,24 +71,24 @@ class ReplicaCheck:
 
         If the step has a closure (Lightning), note the gradients after the closure.
         """
-        if not self._due or self._model() is None:
+        model = self._model()
+        if not self._due or model is None:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self._note(optimizer)
+            self._note(model, optimizer)
             return None
 
         def noted():
             result = closure()
-            self._note(optimizer)
+            self._note(model, optimizer)
             return result
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": noted}
         return (args[0], noted, *args[2:]), kwargs
 
-    def _note(self, optimizer) -> None:
-        model = self._model()
+    def _note(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         left_out = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
         dense = {
             param

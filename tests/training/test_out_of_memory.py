@@ -5,7 +5,7 @@ import torch
 
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.training import explain_out_of_memory
-from fairseq_tutel.training.memory import is_out_of_memory, memory_held
+from fairseq_tutel.training.out_of_memory import is_out_of_memory, memory_held
 
 
 def test_the_error_names_consumers_and_what_helps():

@@ -1,8 +1,8 @@
-"""How rows travel between the ranks of a layer: one algorithm per file, chosen by name.
+"""Exchange of rows between the ranks of a layer: one algorithm per file, chosen by name.
 
-To add one, decorate a subclass of :class:`ExchangeAlgorithm` with ``register_exchange("name")``:
-``move`` says how rows travel, ``partitions`` in which process groups, ``predict`` how long.
-Gradients, wire formats, times and overlap come with :class:`Exchange`.
+To add an algorithm, decorate a subclass of :class:`ExchangeAlgorithm` with
+``register_exchange("name")``. ``move`` sends the rows, ``partitions`` names the process groups, and
+``predict`` estimates the time. :class:`Exchange` adds gradients, wire formats, timing and overlap.
 """
 
 from .algorithm import (

@@ -1,4 +1,4 @@
-"""What an algorithm of an exchange states about itself; a new one is a subclass in one file."""
+"""Base class of exchange algorithms. A new algorithm is a subclass in one file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..world import release_at_exit
 
 
 class Direction(enum.Enum):
-    """One of the four ways of a row: a token to its expert, the output back, both gradients."""
+    """Direction of an exchange: a token to its expert, the output back, and both gradients."""
 
     DISPATCH = "dispatch"
     COMBINE = "combine"
@@ -26,46 +26,46 @@ class Direction(enum.Enum):
 
     @property
     def outward(self) -> bool:
-        """From the ranks that hold the tokens to those that hold the experts."""
+        """Whether rows go from the ranks that hold tokens to the ranks that hold experts."""
         return self in (Direction.DISPATCH, Direction.COMBINE_GRADIENT)
 
     @property
     def gradient(self) -> Direction:
-        """The direction that the gradient of DISPATCH or COMBINE takes: the same way in reverse."""
+        """Direction of the gradient of DISPATCH or COMBINE, which takes the reverse way."""
         return Direction(f"{self.value} gradient")
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Rows per rank of an exchange of unequal parts, as the DISPATCH direction sends them."""
+    """Rows per rank in the DISPATCH direction of an exchange of unequal parts."""
 
     sent_P: Sequence[int]  # rows to rank p
     received_P: Sequence[int]  # rows from rank p
-    stages: Any = None  # what an algorithm of several stages needs besides
+    stages: Any = None  # own data of an algorithm of several stages
 
     def sizes(self, outward: bool) -> tuple[list[int], list[int]]:
-        """(rows to each rank, rows from each rank) of a direction."""
+        """Return (rows to each rank, rows from each rank) of a direction."""
         sent, received = list(self.sent_P), list(self.received_P)
         return (sent, received) if outward else (received, sent)
 
 
 def chunk_edges(count: torch.Tensor, degree: int) -> torch.Tensor:
-    """Where chunks begin and end: chunk c of n rows has those from n*c//d to n*(c+1)//d.
+    """Return the edges of chunks: chunk c of n rows has rows n*c//d to n*(c+1)//d.
 
-    ``count``: n, int64 [...]; degree d. Returns int64 [d + 1, ...]: of 5 rows in 4 chunks the edges
-    0, 1, 2, 3, 5.
+    Takes n, int64 [...], and the degree d; returns int64 [d + 1, ...]. 5 rows in 4 chunks have the
+    edges 0, 1, 2, 3, 5.
     """
     numbers = torch.arange(degree + 1, device=count.device)
     return count * numbers.view(-1, *[1] * count.dim()) // degree
 
 
 def chunk_sizes(count: torch.Tensor, degree: int) -> torch.Tensor:
-    """Rows of each chunk, int64 [d, ...]; see :func:`chunk_edges`."""
+    """Return the rows of each chunk, int64 [d, ...]; see :func:`chunk_edges`."""
     return count[None] if degree == 1 else chunk_edges(count, degree).diff(dim=0)
 
 
 class NetworkProfile(Protocol):
-    """What decides how long an exchange takes: bytes per second of one rank, seconds."""
+    """Numbers that decide the time of an exchange: bytes per second of one rank, and seconds."""
 
     gpus_per_node: int
     node_bandwidth: float
@@ -78,21 +78,21 @@ class NetworkProfile(Protocol):
 
 
 class ExchangeAlgorithm(abc.ABC):
-    """How rows travel between ranks.
+    """Algorithm that moves rows between ranks.
 
     Parts are equal (``splits=None``: dim 0 holds P parts of one size) or given by
-    :meth:`share_chunks`. Rows arrive ordered by the sending rank; part p of what DISPATCH sends is
-    for rank ``send_order[p]``, and COMBINE returns that order. Methods are collective calls of the
-    ranks of ``groups.ep_group``.
+    :meth:`share_chunks`. DISPATCH sends part p to rank ``send_order[p]``. Rows arrive ordered by
+    the sending rank. COMBINE returns rows in the order in which DISPATCH sent them. All ranks of
+    ``groups.ep_group`` call the methods together.
 
     Args:
-        groups: the placement.
-        subgroups: the process groups that the class asked for in :meth:`partitions`, by name.
-        ranks_per_node: m, of nodes that all have as many; 0 where the nodes are not alike.
+        groups: the placement of the experts.
+        subgroups: process groups by name, as :meth:`partitions` asked for them.
+        ranks_per_node: m, the ranks on every node; 0 if nodes differ.
     """
 
-    name: ClassVar[str] = ""
-    Options: ClassVar[type[Options]] = Options  # none of its own
+    name: str = ""
+    Options: ClassVar[type[Options]] = Options  # no options of its own
     needs_nodes: ClassVar[bool] = False  # whether it needs the number of ranks per node
 
     def __init__(
@@ -111,7 +111,7 @@ class ExchangeAlgorithm(abc.ABC):
     def move(
         self, rows: torch.Tensor, received: torch.Tensor, direction: Direction, splits: Any
     ) -> None:
-        """Send rows, fill ``received``; no autograd.
+        """Send rows and fill ``received``; no autograd.
 
         Args:
             rows: [n, ...] contiguous.
@@ -122,11 +122,11 @@ class ExchangeAlgorithm(abc.ABC):
 
     @classmethod
     def partitions(cls, num_ranks: int, ranks_per_node: int) -> Mapping[str, list[list[int]]]:
-        """Process groups that the algorithm needs besides the one of all its ranks.
+        """Return the process groups that the algorithm needs besides the group of all its ranks.
 
         Args:
             num_ranks: P.
-            ranks_per_node: m, or 0 where the nodes are not alike.
+            ranks_per_node: m, or 0 if nodes differ.
 
         Returns:
             Name -> partition of range(P).
@@ -135,26 +135,30 @@ class ExchangeAlgorithm(abc.ABC):
 
     @classmethod
     def unsupported_reason(cls, num_ranks: int, ranks_per_node: int) -> str | None:
-        """Why the algorithm cannot serve P ranks on such nodes; None if it can."""
+        """Return why the algorithm cannot serve P ranks on such nodes; None if it can."""
         return None
 
     @classmethod
     def predict(cls, num_bytes: float, num_ranks: int, network: NetworkProfile) -> float:
-        """Seconds of one exchange of equal parts.
+        """Return the seconds of one exchange of equal parts.
 
         Args:
-            num_bytes: that one rank hands over, its own part included.
+            num_bytes: bytes that one rank sends, including its own part.
             num_ranks: P.
+            network: speed of the links.
+
+        Raises:
+            NotImplementedError: the algorithm does not predict its time.
         """
         raise NotImplementedError(f"{cls.__name__} does not predict its time")
 
     @property
     def send_order(self) -> list[int] | None:
-        """Rank that each part of the sent rows is for; None for rank order."""
+        """Destination rank of each part of the sent rows; None for rank order."""
         return None
 
     def send_order_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rank of each part, part of each rank), int64 [P]; only where there is a send order."""
+        """Return (rank of each part, part of each rank), int64 [P], if there is a send order."""
         if device not in self._orders:
             order_P = torch.tensor(self.send_order, device=device)
             self._orders[device] = (order_P, order_P.argsort())
@@ -166,17 +170,15 @@ class ExchangeAlgorithm(abc.ABC):
         """Send every rank the number of rows that come to each of its experts, chunk by chunk.
 
         Both ends cut the rows of every (rank, expert) by :func:`chunk_edges`. An algorithm of
-        several stages overrides this.
-
-        NOTE: the sums are read by the host, one synchronisation.
+        several stages overrides this method. The host reads the sums: one synchronisation.
 
         Args:
             count_E: [E] int, rows that this rank sends to each expert.
             degree: d, number of chunks.
 
         Returns:
-            of each chunk [P, e] int64, rows that rank p sends to local expert j, and the splits
-            (None where no rows travel).
+            For each chunk: [P, e] int64, rows that rank p sends to local expert j; and the splits,
+            None if no rows travel.
         """
         if self.groups.ep_size == 1:
             return [(count_E[None], None)]
@@ -193,10 +195,10 @@ class ExchangeAlgorithm(abc.ABC):
 
 
 class LocalCopy(ExchangeAlgorithm):
-    """Copies as many bytes as another algorithm would send; gradients are copied, too.
+    """Local copy of as many bytes as the algorithm ``name`` would send.
 
-    For simulations and benchmarks without communication (``--dummy-a2a``); the results are wrong: a
-    rank's own rows take the place of those it would receive. ``name``: of the other algorithm.
+    Simulations and benchmarks without communication (``--dummy-a2a``) use it. Results are wrong,
+    because a rank's own rows take the place of received ones.
     """
 
     def __init__(self, groups, name):
@@ -211,10 +213,11 @@ class LocalCopy(ExchangeAlgorithm):
 
 
 def register_exchange(name: str) -> Callable[[type[ExchangeAlgorithm]], type[ExchangeAlgorithm]]:
-    """Class decorator that makes an exchange known by a name; also from outside the package.
+    """Register an exchange algorithm by name; a class decorator, also for other packages.
 
-    The name is then a choice of layers, benchmarks, planner, tuner and, if it was registered before
-    fairseq reads the command line, of ``--moe-a2a``; the docstring's first line is its help.
+    Layers, benchmarks, planner and tuner then accept the name. ``--moe-a2a`` accepts it if the
+    class was registered before fairseq reads the command line; the first line of the class's
+    docstring is its help text.
 
     Raises:
         ValueError: the name is taken.
@@ -229,5 +232,5 @@ def register_exchange(name: str) -> Callable[[type[ExchangeAlgorithm]], type[Exc
 
 
 def exchange_candidates() -> list[str]:
-    """The exchanges that tuner and planner try, the simplest (``linear``) first."""
+    """Return the exchanges that tuner and planner try, the simplest (``linear``) first."""
     return sorted(EXCHANGES, key=lambda name: (name != "linear", name))

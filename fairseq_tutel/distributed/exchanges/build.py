@@ -1,4 +1,4 @@
-"""From a name to an algorithm with its process groups."""
+"""Construction of an exchange algorithm and its process groups from a name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_exchange(config: ExchangeConfig | str, groups: ExpertParallelGroups) -> Exchange:
-    """Make the exchange of a placement of experts for ``config.r``, without wire formats."""
+    """Build the exchange of a placement of experts for ``config.r``, without wire formats."""
     config = ExchangeConfig.of(config)
     return Exchange(build_algorithms(config, groups)[config.r])
 
@@ -27,15 +27,18 @@ def build_exchange(config: ExchangeConfig | str, groups: ExpertParallelGroups) -
 def build_algorithms(
     config: ExchangeConfig | str, groups: ExpertParallelGroups
 ) -> dict[int, ExchangeAlgorithm]:
-    """Make the algorithms of a placement of experts, which its layers share, by each possible r.
+    """Build the algorithm of a placement of experts for each possible r.
 
-    Collective where ``groups.needs_sync``. A simulation gets an algorithm that copies. Where the
-    chosen one (``config``, or the name of a registered exchange) does not fit the nodes, the linear
-    one is taken, with one log line. Raises ValueError for an unknown name, an r that does not fit
-    the placement, ranks that chose differently, and nodes that the ranks do not fill.
+    All layers of the placement share them. Collective if ``groups.needs_sync``. A simulation copies
+    locally. If the chosen algorithm does not fit the nodes, ``linear`` takes its place with one log
+    line.
+
+    Raises:
+        ValueError: the name is unknown, r does not fit the placement, ranks chose differently, or
+            ranks do not fill the nodes.
     """
     config = ExchangeConfig.of(config)
-    expert_parallelism(groups, config.r)  # refuses an impossible one
+    expert_parallelism(groups, config.r)  # raises if r is impossible
     if groups.needs_sync:
         compare_settings(flat_settings(config))
     configs = [dataclasses.replace(config, r=r) for r in possible_r(groups)]
@@ -46,7 +49,7 @@ def _algorithm(config: ExchangeConfig, groups: ExpertParallelGroups) -> Exchange
     groups = expert_parallelism(groups, config.r).exchange_groups
     cls, given = EXCHANGES.get(config.algorithm), config.ranks_per_node
     if groups.ep_size == 1:
-        return LinearExchange(groups)  # with nobody
+        return LinearExchange(groups)  # sends nothing
     if groups.simulated:
         return LocalCopy(groups, cls.name)
     local = 0

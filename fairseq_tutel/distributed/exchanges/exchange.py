@@ -1,9 +1,9 @@
-"""What layers exchange rows with: an algorithm, with gradients, a wire format and times.
+"""Exchange of a layer: an algorithm with gradients, a wire format and timing.
 
-``dispatch`` and ``combine`` exchange at once. ``start`` queues an exchange on a stream and returns
-a handle, whose ``wait()`` returns what arrived, so that experts compute meanwhile. All are
-differentiable: the gradient is sent where the forward pass waited, and waited for where it started,
-so that the backward pass overlaps as the forward pass does.
+``dispatch`` and ``combine`` block. ``start`` queues an exchange on a stream and returns a handle;
+experts compute until ``wait()`` returns the received rows. All are differentiable. The backward
+pass starts an exchange where the forward pass waited, and waits where the forward pass started one.
+So both passes overlap in the same way.
 """
 
 from __future__ import annotations
@@ -22,39 +22,46 @@ from .streams import Stream
 
 
 class Codec(Protocol):
-    """How rows are written while they travel; no autograd, no state."""
+    """Wire format of rows; no autograd, no state."""
 
     def encode(
         self, rows: torch.Tensor, direction: Direction
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """None where rows travel as they are; else a message and what it has lost.
+        """Encode rows [n, ...]; return None if they travel unchanged in this direction.
 
         Returns:
-            message [n, ...] for rows [n, ...]: as many, so that splits stay as they are; fp32 [2],
-            the sums of squared errors and of squares.
+            The message [n, ...], one row for each row, so that splits stay valid; and fp32 [2], the
+            sums of squared errors and of squares.
         """
+        ...
 
     def decode(self, message: torch.Tensor, direction: Direction, out: torch.Tensor) -> None:
-        """Fill rows from what arrived."""
+        """Decode a received message into ``out``."""
 
 
 @dataclass
 class ExchangeRecord:
-    """What the exchanges of one call of a layer tell besides the rows; the caller makes one."""
+    """Times and rounding errors of the exchanges in one call of a layer.
 
-    cpu_ms: float = 0.0  # of a timed dispatch and combine: wall time,
-    cuda_ms: float = 0.0  # and between events of a GPU
-    # fp32 [2], sums of :meth:`Codec.encode`; of gradients after the backward pass
+    Attributes:
+        cpu_ms: wall time of timed exchanges, in milliseconds.
+        cuda_ms: their time between events of a GPU, in milliseconds.
+        square_sums: sums of :meth:`Codec.encode` by direction, fp32 [2]. Those of gradients are
+            there after the backward pass.
+    """
+
+    cpu_ms: float = 0.0
+    cuda_ms: float = 0.0
     square_sums: dict[Direction, torch.Tensor] = field(default_factory=dict)
 
     def add_square_sums(self, direction: Direction, sums: torch.Tensor) -> None:
-        """Add those of one message."""
+        """Add the sums of one message."""
         before = self.square_sums.get(direction)
         self.square_sums[direction] = sums if before is None else before + sums
 
     @contextlib.contextmanager
     def measure(self, device: torch.device) -> Iterator[None]:
-        """Add the time of the block. NOTE: it synchronises with the device before and after."""
+        """Add the time of the block. Synchronises with the device before and after."""
         on_gpu = device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize()
@@ -71,15 +78,16 @@ class ExchangeRecord:
 
 @final
 class Exchange:
-    """Moves the rows of tokens to the ranks of their experts and back.
+    """Exchange of token rows with the ranks of their experts.
 
-    ``combine`` undoes ``dispatch``, and each is the gradient of the other.
+    ``combine`` undoes ``dispatch``, and each is the gradient of the other. With one rank both
+    return their input.
 
     Args:
-        algorithm: how rows travel. With one rank they stay where they are, uncopied.
-        codec: how they are written while they travel; None: as they are.
-        timed: whether calls that bring a record are measured, without their gradients, for
-            ``--record-a2a-perf-stats``. It slows training down.
+        algorithm: the all-to-all.
+        codec: the wire format (default None: rows travel unchanged).
+        timed: measure forward calls that bring a record, for ``--record-a2a-perf-stats`` (default
+            False). It slows training down.
     """
 
     def __init__(
@@ -93,21 +101,21 @@ class Exchange:
         return self.algorithm.name
 
     def new_record(self) -> ExchangeRecord | None:
-        """For the exchanges of one call; None where there is nothing to record."""
+        """Return a record for one call of a layer; None if there is nothing to record."""
         return ExchangeRecord() if self.timed or self.codec is not None else None
 
     def dispatch(self, rows: torch.Tensor, splits=None, record=None) -> torch.Tensor:
-        """Rows to the ranks of their experts, [n, ...] -> [n', ...]. Differentiable.
+        """Send rows to the ranks of their experts, [n, ...] -> [n', ...]. Differentiable.
 
         Args:
-            rows: in the ``send_order`` of the algorithm.
-            splits: from its ``share_chunks``; None for equal parts.
-            record: :class:`ExchangeRecord` that takes what is measured.
+            rows: rows in the algorithm's ``send_order``.
+            splits: one result of the algorithm's ``share_chunks``; None for equal parts.
+            record: :class:`ExchangeRecord` for measurements; None records nothing.
         """
         return self._at_once(rows, Direction.DISPATCH, splits, record)
 
     def combine(self, rows: torch.Tensor, splits=None, record=None) -> torch.Tensor:
-        """Rows back to where ``dispatch`` (with the same splits) took them from."""
+        """Send rows back to where ``dispatch`` (with the same splits) took them from."""
         return self._at_once(rows, Direction.COMBINE, splits, record)
 
     def start(
@@ -119,26 +127,30 @@ class Exchange:
         record: ExchangeRecord | None = None,
         into: torch.Tensor | None = None,
     ) -> Handle:
-        """Queue one direction; all ranks queue theirs in one order.
+        """Queue one direction on a stream; all ranks queue in the same order.
 
         Args:
-            rows: [n, ...]; not to be written to before they arrived.
-            direction: DISPATCH or COMBINE, differentiable; without gradients any of the four.
-            splits, record: as of :meth:`dispatch`.
-            stream: where it runs, as do the gradients.
-            into: [n', ...], memory for what arrives, where gradients are not enabled.
+            rows: [n, ...]; do not write to them before the exchange is done.
+            direction: DISPATCH or COMBINE, differentiable; without gradients any direction.
+            splits, record: see :meth:`dispatch`.
+            stream: stream of the exchange and of its gradient.
+            into: [n', ...], memory for the received rows if gradients are disabled (default None:
+                new memory).
         """
         handle = Handle(self, direction, splits, stream, record, into)
         handle._unfilled = _Start.apply(rows, handle)
         return handle
 
     def _at_once(self, rows, direction, splits, record):
-        here = self.groups.ep_size == 1
-        timed = self.timed and record is not None
-        if here and not timed:
+        alone = self.groups.ep_size == 1
+        if self.timed and record is not None:
+            timer = record.measure(rows.device)
+        elif alone:
             return rows
-        with record.measure(rows.device) if timed else contextlib.nullcontext():
-            return rows if here else _AtOnce.apply(rows, self, direction, splits, record)
+        else:
+            timer = contextlib.nullcontext()
+        with timer:
+            return rows if alone else _AtOnce.apply(rows, self, direction, splits, record)
 
     def _run(self, rows, direction, splits, record):
         message, arrived, received = self._prepare(rows, direction, splits, record)
@@ -147,7 +159,7 @@ class Exchange:
         return received
 
     def _prepare(self, rows, direction, splits, record, into=None):
-        """(what to send, memory for what comes, memory for the rows in it)"""
+        """Return (message to send, memory for the received message, memory for its rows)."""
         rows = rows.contiguous()
         received = _buffer(rows, direction, splits) if into is None else into
         encoded = None if self.codec is None else self.codec.encode(rows, direction)
@@ -159,29 +171,34 @@ class Exchange:
         return message, _buffer(message, direction, splits), received
 
     def _decode(self, arrived, received, direction):
-        if arrived is not received:
+        if self.codec is not None and arrived is not received:
             self.codec.decode(arrived, direction, received)
 
 
 class Handle:
-    """Rows on their way, to be waited for once; made by :meth:`Exchange.start`."""
+    """Handle of a queued exchange, from :meth:`Exchange.start`; wait for it once."""
 
     def __init__(self, exchange, direction, splits, stream, record, into):
         self._exchange, self._direction, self._splits = exchange, direction, splits
         self._stream, self._record, self._into = stream, record, into
         self._unfilled: torch.Tensor | None = None
-        # of what is on its way: a function that waits, memory to fill, memory that is read
+        # (function that waits, memory to fill, memory that is read) of the running exchange
         self._under_way: tuple | None = None
 
     def wait(self) -> torch.Tensor:
-        """What arrived, [n', ...]; raises what the exchange raised, RuntimeError a second time."""
+        """Return the received rows, [n', ...]. Differentiable.
+
+        Raises:
+            Exception: the error of the exchange.
+            RuntimeError: the handle was waited for before.
+        """
         if self._unfilled is None:
             raise RuntimeError(f"the {self._direction.value} exchange was waited for before")
         unfilled, self._unfilled = self._unfilled, None
         return _Wait.apply(unfilled, self)
 
     def drain(self) -> None:
-        """Wait until nothing is read or filled any more, raise nothing; for one who gives up."""
+        """Wait until the exchange uses no memory any more, and drop its error."""
         with contextlib.suppress(Exception):
             self._arrive()
 
@@ -210,13 +227,13 @@ class Handle:
 
 
 def _buffer(rows, direction, splits):
-    """Uninitialised memory for what a direction brings."""
+    """Return uninitialised memory for the rows that arrive in a direction."""
     size = rows.shape[0] if splits is None else sum(splits.sizes(direction.outward)[1])
     return rows.new_empty((size, *rows.shape[1:]))
 
 
 class _AtOnce(torch.autograd.Function):
-    """One node for what need not overlap; the gradient is the exchange the other way."""
+    """Exchange without overlap; its gradient is the exchange in the reverse direction."""
 
     @staticmethod
     def forward(ctx, rows, exchange, direction, splits, record):
@@ -231,7 +248,7 @@ class _AtOnce(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
-    """Returns memory that is filled later; its one consumer is _Wait."""
+    """Start of an exchange: memory that is filled later. _Wait is its only consumer."""
 
     @staticmethod
     def forward(ctx, rows, handle):
@@ -245,9 +262,9 @@ class _Start(torch.autograd.Function):
 
 
 class _Wait(torch.autograd.Function):
-    """The filled memory; its gradient sets out for the rank that the rows came from.
+    """End of an exchange: the filled memory. Its backward pass starts the gradient's exchange.
 
-    What its backward pass returns is not looked at, but has the shape that autograd asks for.
+    _Start ignores the returned gradient, which only has the shape that autograd requires.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The plain all-to-all: one collective in which every rank sends a message to every other."""
+"""Plain all-to-all: one collective in which every rank sends a message to every other rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LinearExchange(ExchangeAlgorithm):
     def predict(cls, num_bytes, num_ranks, network):
         if num_ranks == 1:
             return 0.0
-        # the slower of the two networks, and a cost per message
+        # time of the slower network, plus a cost per message
         near = min(num_ranks, network.gpus_per_node)
         part = num_bytes / num_ranks
         inside = part * (near - 1) / (network.node_bandwidth or math.inf)

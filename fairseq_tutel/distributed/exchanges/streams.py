@@ -1,7 +1,7 @@
-"""Where an exchange runs while the caller goes on: a second CUDA stream, or a thread on a CPU.
+"""Streams that run an exchange while the caller computes: a CUDA stream, or a thread on a CPU.
 
-Work on a stream runs in the order in which it was submitted. All ranks submit theirs in one order,
-so that collectives meet.
+A stream runs work in the order of submission. All ranks submit in the same order, so that their
+collectives match.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import torch
 
 
 class Stream(Protocol):
-    """Runs work in order of submission."""
+    """Queue that runs work in order of submission."""
 
     def submit(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Queue work; the returned function waits for it, and raises what it raised."""
+        """Queue work; return a function that waits for it and raises its error."""
+        ...
 
 
 class ThreadStream:
-    """One thread, for groups that communicate from the CPU (gloo).
+    """Stream in one thread, for groups that communicate from the CPU (gloo).
 
-    Collectives of the main thread on the same groups must not run meanwhile.
+    The main thread must not run collectives on the same groups meanwhile.
     """
 
     def __init__(self):
@@ -36,7 +37,7 @@ class ThreadStream:
         inference = torch.is_inference_mode_enabled()
 
         def in_mode():
-            # modes are settings of each thread; tensors of inference mode are filled in it only
+            # Modes belong to a thread, and inference tensors can be filled in inference mode only.
             with torch.inference_mode(inference), torch.no_grad():
                 work()
 
@@ -44,10 +45,10 @@ class ThreadStream:
 
 
 class CudaStream:
-    """A second stream of a GPU; the launching thread stays the caller's, as NCCL wants it.
+    """Second stream of a GPU; the caller's thread launches the work, as NCCL requires.
 
-    Work starts when all that the caller's stream had been given is done; whoever waits makes his
-    stream wait, not the host, and keeps the tensors of the work alive until then.
+    Work starts after everything that was queued on the caller's stream before. Waiting makes the
+    caller's stream wait, not the host. The caller keeps the tensors of the work alive until then.
     """
 
     def __init__(self, device: torch.device):
@@ -63,5 +64,5 @@ class CudaStream:
 
 @functools.cache
 def stream_of(device: torch.device) -> Stream:
-    """The stream of a device; one per process."""
+    """Return the stream of a device; one per process."""
     return CudaStream(device) if device.type == "cuda" else ThreadStream()

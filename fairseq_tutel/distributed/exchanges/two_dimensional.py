@@ -1,17 +1,17 @@
-"""The two-dimensional hierarchical all-to-all (2DH): inside the nodes first, then between them.
+"""Two-dimensional hierarchical all-to-all (2DH): first inside the nodes, then between them.
 
-Tutel (Hwang et al., arXiv 2206.03382, section 4.1 and appendix A). With N nodes of m ranks, rank
-(a, i) sends one message to each of the m ranks of its node and one to each of the N ranks (., i),
-m + N - 2 messages that leave it in place of P - 1: gains where the cost per message dominates (many
-ranks, small parts), loses where the bandwidth inside a node does. c rows for each rank::
+Source: Tutel (Hwang et al., arXiv 2206.03382, section 4.1 and appendix A). With N nodes of m ranks,
+rank (a, i) sends one message to each of the m ranks of its node, then one to each of the N ranks
+(., i). That is m + N - 2 messages instead of P - 1. It is faster if the cost per message dominates
+(many ranks, small parts), and slower if the bandwidth inside a node does. With c rows per rank::
 
     sent        [i'][a'][c]   for rank (a', i'), in the order that dispatch writes: send_order
     intra-node  [i''][a'][c]  now on rank (a, i'): from rank (a, i'') of the node, for (a', i')
     transpose   [a'][i''][c]  the only copy
     inter-node  [a''][i''][c] on rank (a', i'): from rank (a'', i''), in rank order
 
-``combine`` runs backwards. The paper starts with another transposition (it sends from rank order);
-here dispatch and combine read and write rows in the order that the first message needs.
+``combine`` runs these steps backwards. The paper starts in rank order and transposes once more.
+Here dispatch and combine read and write rows in the order of the first message.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class _Stages(NamedTuple):
     """Rows of an uneven exchange between the two collectives, in the DISPATCH direction."""
 
     intra: tuple[list[int], list[int]]  # (rows to, rows from) each of the m ranks of the node
-    inter: tuple[list[int], list[int]]  # the same of the N ranks of equal position
-    order: torch.Tensor  # int64, where each inter-node row comes from in the intra-node message
+    inter: tuple[list[int], list[int]]  # the same for the N ranks of equal position
+    order: torch.Tensor  # int64, index of each inter-node row in the intra-node message
 
 
 @register_exchange("2dh")
@@ -45,7 +45,7 @@ class TwoDimensionalExchange(ExchangeAlgorithm):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, m): nodes, and ranks on each."""
+        """(N, m): nodes, and ranks per node."""
         return self.groups.ep_size // self.ranks_per_node, self.ranks_per_node
 
     @property
@@ -96,7 +96,7 @@ class TwoDimensionalExchange(ExchangeAlgorithm):
         return received
 
     def share_chunks(self, count_E, degree):
-        # the counts travel as the rows will, which leaves those of the stage between behind
+        # counts travel in the two stages of the rows, so each stage learns its own splits
         nodes, local = self.shape
         count_ANe = count_E.to(torch.int64).view(nodes, local, -1)  # by node, rank on it, expert
         sent = count_ANe.transpose(0, 1).contiguous()
@@ -133,21 +133,22 @@ class TwoDimensionalExchange(ExchangeAlgorithm):
 
 
 def _transpose(rows, first, second):
-    """Blocks [first][second] -> [second][first]."""
+    """Transpose blocks [first][second] -> [second][first]."""
     blocks = rows.view(first, second, rows.shape[0] // (first * second), *rows.shape[1:])
     return blocks.transpose(0, 1).reshape(rows.shape)
 
 
 def _sums(values_P, nodes, local, axis):
-    """Sums of [nodes][local] numbers over the nodes (axis 0) or over the ranks on each (1)."""
+    """Return sums of [nodes][local] numbers over the nodes (axis 0) or the ranks of each (1)."""
     table = [values_P[a * local : (a + 1) * local] for a in range(nodes)]
     return [sum(line) for line in (zip(*table, strict=True) if axis == 0 else table)]
 
 
 def _transposed_order(count_AI, num_rows):
-    """Where rows of blocks in the order [a][i] lie in the order [i][a]; count_AI int64 [N, m].
+    """Return the indices of rows in block order [a][i] among rows in block order [i][a].
 
-    [[1, 2], [1, 0]] -> [0, 2, 3, 1]: block (1, 0) lies behind (0, 0), before (0, 1).
+    ``count_AI``, int64 [N, m], has the rows of each block. [[1, 2], [1, 0]] -> [0, 2, 3, 1]: block
+    (1, 0) lies between the blocks (0, 0) and (0, 1).
     """
     ends_IA = count_AI.t().reshape(-1).cumsum(0).view(count_AI.t().shape)
     first_AI = ends_IA.t() - count_AI

@@ -1,1 +1,1 @@
-"""What each rank holds of the experts: groups, slices, flows of weights."""
+"""Placement of experts on ranks: process groups, slices, gathered weights."""

@@ -1,14 +1,13 @@
-"""Experts that are made of a feed-forward network: its copies, or slices of it.
+"""Experts made from a feed-forward network: copies or slices of the network.
 
-Tensors in, tensors out; :func:`fairseq_tutel.moe.replace_ffn` and
-:mod:`fairseq_tutel.checkpoint.growth`, both above this room, make their experts here. The names are
-those of one expert in state dicts (``fc1.weight``, ..., ``fc_gate.weight`` of gated ones), of which
-``fc2`` leads back to the model's width.
+:func:`fairseq_tutel.moe.replace_ffn` and :mod:`fairseq_tutel.checkpoint.growth` use it. Names are
+those of one expert in state dicts: ``fc1.weight``, ``fc2.bias``, ``fc_gate.weight``; ``fc2`` is the
+output layer.
 
 With granularity G an expert is 1/G of the network: expert ``r*G + g`` has slice g of the hidden
-units of replica r. A token that goes to all G slices of a replica, with equal weights W/G that sum
-to its weight W, gets ``sum_g W/G * (A_g h_g + b)`` of them, so that only the weight of fc2 is
-multiplied by G, and its bias is not. Both weights times sqrt(G) would be right for ReLU alone.
+units of replica r. A token of weight W goes to all G slices of a replica, with weight W/G each, and
+gets ``sum_g W/G * (A_g h_g + b)``. So only the weight of fc2 is multiplied by G, and its bias is
+not. Multiplying both weights by sqrt(G) would be right for ReLU alone.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ def experts_of_ffn(
     drop_ratio: float = 0.0,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Tensors of experts with these global numbers; what is as in ``ffn`` shares its memory.
+    """Return the tensors of experts; unchanged tensors share their memory with ``ffn``.
 
     Args:
-        ffn: the network's tensors by name; weights [F, M] ([M, F] of fc2) and biases.
-        numbers: of the experts.
-        granularity: G; see the module docstring. F must be a multiple of it.
-        silent: fc2 is zero, so that the experts add nothing until they are trained.
-        drop_ratio: share of each expert's hidden units that are drawn anew, normal with mean and
-            deviation of each tensor (arXiv 2502.19261); other ones in every expert.
-        seed: of those draws, with the expert's number.
+        ffn: the network's tensors by name; weights [F, M] (fc2: [M, F]) and biases.
+        numbers: global numbers of the experts.
+        granularity: G; F must be a multiple of it (default 1; see the module docstring).
+        silent: set fc2 to zero, so that the experts add nothing until they are trained.
+        drop_ratio: share of hidden units to draw anew in each expert, from a normal distribution
+            with each tensor's mean and deviation (arXiv 2502.19261). Experts drop different units.
+        seed: seed of the draws; the expert's number is added.
 
     Returns:
         ``NUMBER.NAME`` -> tensor of the dtype of ``ffn``.
@@ -73,10 +72,9 @@ def experts_of_ffn(
 
 
 def _hidden_dim(name: str) -> int | None:
-    """Dimension F of a tensor of the network; None of the bias of fc2.
+    """Return the dimension of F in a tensor of the network; None for the bias of fc2.
 
-    What networks of experts declare of theirs (:mod:`.slices`) is not known to a program that
-    reads files, and has no model.
+    Programs that only read files have no model, so they cannot ask :func:`.slices.slice_dim`.
     """
     if not name.startswith(_OUTPUT):
         return 0
@@ -84,7 +82,7 @@ def _hidden_dim(name: str) -> int | None:
 
 
 def _drawn_anew(part: Tensor, dim: int, units: Tensor, generator: torch.Generator) -> Tensor:
-    """With normal numbers of the tensor's own moments in place of some hidden units."""
+    """Replace some hidden units by normal numbers with the tensor's mean and deviation."""
     wide, shape = part.float(), list(part.shape)
     shape[dim] = len(units)
     values = torch.randn(shape, generator=generator).to(part.device)

@@ -1,24 +1,22 @@
-"""How tokens and weights meet: either may travel to the other, in any proportion (r).
+"""Switchable parallelism r: tokens travel to experts, weights travel to tokens, or both.
 
-Tutel's switchable parallelism (Hwang et al., arXiv 2206.03382, section 3.1). With experts in S
-slices (E < W, rank s*E + j has slice s of expert j) one placement serves every r, so that a switch
-moves nothing:
+Source: Tutel (Hwang et al., arXiv 2206.03382, section 3.1). With experts in S slices (E < W; rank
+s*E + j has slice s of expert j) one placement serves every r, so switching r moves no weights:
 
-    r = 0        tokens stay where they are, and every rank gathers all weights
-    1 <= r <= S  a divisor of S. Tokens go to r ranks, of which each computes F/r hidden units of
-                 their expert, for which it gathers the S/r slices; the r results are added where
-                 the tokens are
+    r = 0        tokens stay on their rank; every rank gathers all weights
+    1 <= r <= S  r divides S. Each token goes to r ranks. Each of them computes F/r hidden units of
+                 the expert from S/r gathered slices. The token's rank adds the r results
     r = S        nothing is gathered
 
-With s = p*r + q a rank exchanges tokens with the ranks [p*r*E, (p+1)*r*E), and has part q of the
-hidden units, which ranks of equal q and j have together. That is the placement of r*E experts on W
-ranks (:mod:`.groups`): a *part* takes the place of an expert there, and what exchanges rows knows
-nothing of r. Where experts are whole (S = 1), r = 0 gathers those of the exchange group.
+With s = p*r + q a rank exchanges tokens with the ranks [p*r*E, (p+1)*r*E) and computes part q of
+the hidden units. That is the placement of r*E experts on W ranks (:mod:`.groups`), with a *part* in
+place of an expert; exchanges do not know r. If experts are whole (S = 1), r = 0 gathers the experts
+of the exchange group.
 
-A larger r sends more rows and gathers fewer weights: with R rows of a rank and F hidden units about
-sqrt(F/R) is best where both travel equally fast, and r = 0 if R > E*F.
+A larger r sends more rows and gathers fewer weights. If both travel equally fast, r is best near
+sqrt(F/R) for R rows on a rank and F hidden units, and r = 0 is best if R > E*F.
 
-Gathered weights live until the backward pass, as activations do; recomputation gathers them anew.
+Gathered weights live until the backward pass, as activations do. Recomputation gathers them again.
 """
 
 from __future__ import annotations
@@ -39,41 +37,48 @@ from .groups import ExpertParallelGroups, create_group
 
 @dataclass(frozen=True)
 class ExpertParallelism:
-    """One way for tokens and weights to meet; see the module docstring."""
+    """Expert parallelism with one r; see the module docstring.
+
+    Attributes:
+        groups: placement of the experts.
+        exchange_groups: placement of the parts; tokens travel between its ranks. With r = 0 all
+            experts are on one rank.
+        gather_group: ranks whose weights are gathered; None for one rank or a simulation.
+        gathered: (slices, experts) held by these ranks, slice-major; (1, e) gathers nothing.
+    """
 
     r: int
-    groups: ExpertParallelGroups  # of the placement of experts
-    # of the parts, between whose ranks tokens travel; with r = 0 of all experts on one rank
+    groups: ExpertParallelGroups
     exchange_groups: ExpertParallelGroups
-    gather_group: Any | None  # whose weights are gathered; None where it is one rank, or simulated
-    gathered: tuple[int, int]  # (slices, experts) of these ranks, slice-major; (1, e): nothing is
+    gather_group: Any | None
+    gathered: tuple[int, int]
 
     def __post_init__(self):
         release_at_exit(self, "gather_group")
 
     @property
     def is_replicated(self) -> bool:
-        """Whether tokens travel to whole experts, and no weights."""
+        """Whether tokens travel to whole experts and no weights travel."""
         return self.r == 1 and self.groups.placement == "replicated"
 
     @property
     def gather_size(self) -> int:
-        """Ranks whose weights are gathered."""
+        """Number of ranks whose weights are gathered."""
         return math.prod(self.gathered) // self.groups.num_local_experts
 
     @property
     def num_destinations(self) -> int:
-        """Ranks that each token of an expert goes to."""
+        """Number of ranks that each token of an expert goes to."""
         return max(self.r, 1)
 
     @property
     def has_output_bias(self) -> bool:
-        """Whether this rank adds fc2's bias: one of the parts of an expert does."""
+        """Whether this rank adds fc2's bias; exactly one part of an expert does."""
         return self.part == 0
 
     @property
     def part(self) -> int:
-        """q, of the ``num_destinations`` parts into which an expert is cut."""
+        """q, this rank's part of an expert, of ``num_destinations`` parts."""
         return self.exchange_groups.ep_rank // self.groups.num_experts
 
 
@@ -89,8 +94,10 @@ def possible_r(groups: ExpertParallelGroups) -> list[int]:
 
 
 def expert_parallelism(groups: ExpertParallelGroups, r: int) -> ExpertParallelism:
-    """The parallelism r of a placement; raises ValueError if it is not a possible one. Collective
-    when first made; all ranks make the same.
+    """Return the parallelism r of a placement. Collective on the first call for each r.
+
+    Raises:
+        ValueError: r is not one of :func:`possible_r`.
     """
     possible = possible_r(groups)
     if r not in possible:
@@ -140,18 +147,20 @@ def _make(groups: ExpertParallelGroups, r: int) -> ExpertParallelism:
 def gather_weights(
     params: Sequence[torch.Tensor], dims: Sequence[int | None], parallelism: ExpertParallelism
 ) -> tuple[torch.Tensor, ...]:
-    """The weights with which this rank computes in a parallelism. Differentiable; collective.
+    """Gather the weights that this rank computes with. Differentiable; collective.
 
-    The gradient of each holder's weights is the sum over the ranks that gathered them, in fp32
-    (fp64). What is not cut is added to the outputs once: on other holders its gradient is zero.
+    The gradient of a rank's weights is the sum over the ranks that gathered them, in fp32 (fp64 for
+    fp64). A tensor that is not cut (fc2's bias) is added to the outputs by one rank only, so its
+    gradient is zero on other ranks.
 
     Args:
-        params: [n, ...], each of the tensors of n/e kinds of e experts.
-        dims: that along which one expert's tensor is cut into slices, None where it is not.
-        parallelism: of the placement in which they are held.
+        params: tensors [n, ...] with n/e kinds of weights of e experts.
+        dims: for each tensor, the dimension of one expert's tensor that is cut into slices; None
+            if it is not cut.
+        parallelism: parallelism of the placement that holds the tensors.
 
     Returns:
-        the same with the experts and hidden units of all that were gathered.
+        The tensors with all gathered experts and hidden units.
     """
     gathered = _Gather.apply(parallelism, dims, *params)
     if parallelism.gather_size == 1:
@@ -165,15 +174,16 @@ def gather_weights(
 
 
 def _joined(param: torch.Tensor, dim: int | None, slices: int) -> torch.Tensor:
-    """What ranks hold, [ranks, n, ...] -> [experts, ..., F', ...]; the ranks are slice-major."""
+    """Join gathered tensors, [ranks, n, ...] -> [experts, ..., F', ...]; ranks are slice-major."""
     param = param.view(slices, -1, *param.shape[2:])
     return param[0] if dim is None else param.movedim(0, 1 + dim).flatten(1 + dim, 2 + dim)
 
 
 class _Gather(torch.autograd.Function):
-    """All weights in one node, so that the collectives have one order on all ranks.
+    """Gather of all weights in one autograd node, so that collectives have one order on all ranks.
 
-    Copies of an output's bias that are not added, too: hosts may reduce a gradient as it arrives.
+    Output biases that this rank does not add are among them, because hosts may reduce a gradient as
+    soon as it arrives.
     """
 
     @staticmethod
@@ -204,7 +214,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _all_gather(param: torch.Tensor, parallelism: ExpertParallelism) -> torch.Tensor:
-    """[n, ...] of n ranks, or the parameter as it is."""
+    """Gather a parameter of n ranks as [n, ...]; return it unchanged if n is 1."""
     ranks = parallelism.gather_size
     if ranks == 1:
         return param.view_as(param)
@@ -218,9 +228,10 @@ def _all_gather(param: torch.Tensor, parallelism: ExpertParallelism) -> torch.Te
 
 
 def _reduce_scatter(grad: torch.Tensor, parallelism: ExpertParallelism) -> torch.Tensor:
-    """This rank's part [...] of the sum over n ranks of [n, ...].
+    """Return this rank's part [...] of the sum over n ranks of [n, ...].
 
-    All-to-all and a sum in fp32: a reduce-scatter would round half precision at each addition.
+    It is an all-to-all and a sum in fp32, because a reduce-scatter would round half precision at
+    each addition.
     """
     ranks = parallelism.gather_size
     if ranks == 1:

@@ -1,10 +1,10 @@
-"""Which parameters are experts, and the collectives of their gradients."""
+"""Marks of expert parameters, and collectives over the ranks that hold them."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,42 +16,49 @@ from .owners import as_bytes
 
 
 def mark_expert(param: torch.nn.Parameter, copies: int | None = None) -> torch.nn.Parameter:
-    """Mark a parameter as an expert's, as fairseq looks for it; ``copies`` of :func:`copies_of`."""
-    param.expert = True
+    """Mark a parameter as an expert's by ``param.expert``, which fairseq reads.
+
+    ``copies`` is the result of :func:`copies_of` (default: the number of replicas).
+    """
+    vars(param)["expert"] = True
     if copies is not None:
-        param.copies = copies
+        vars(param)["copies"] = copies
     return param
 
 
 def copies_of(param: torch.Tensor, groups: ExpertParallelGroups) -> int:
-    """Ranks that hold this very parameter of an expert, 1 of a slice; norms go by it."""
+    """Return how many ranks hold this parameter of an expert; 1 for a slice."""
     return getattr(param, "copies", groups.num_replicas)
 
 
 def is_expert(param: torch.Tensor) -> bool:
-    """Whether :func:`mark_expert` marked it."""
+    """Return whether :func:`mark_expert` marked the parameter."""
     return getattr(param, "expert", False)
 
 
 def refuse_plain_wrapper(experts: torch.nn.Module, groups: ExpertParallelGroups) -> None:
-    """Refuse a forward pass inside a DistributedDataParallel or ``fully_shard`` without exceptions.
+    """Refuse a forward pass if a wrapper treats the experts as dense parameters.
 
-    It has overwritten the ranks' different experts with rank 0's, and would average their
-    gradients. ``fully_shard`` is refused in one process, too: the program is meant for several.
+    DistributedDataParallel would overwrite the ranks' different experts with rank 0's and average
+    their gradients. ``fully_shard`` is refused in one process, too, because the program is meant
+    for several.
+
+    Raises:
+        ValueError: a wrapper has one of the experts among its parameters.
     """
     mine = next(experts.parameters(), None)
     if mine is None:
         return
-    # private, but the only traces that wrappers leave for the modules inside; else unchecked
-    active = getattr(DistributedDataParallel, "_get_active_ddp_module", lambda: None)()
+    # Wrappers leave no public trace for the modules inside. Without these names nothing is checked.
+    active: Any = getattr(DistributedDataParallel, "_get_active_ddp_module", lambda: None)()
     if active is not None and groups.needs_sync:
         for name, param in active.module.named_parameters():
             if param is mine and name not in active.parameters_to_ignore:
                 _refuse("DistributedDataParallel", name)
-    if is_expert(mine):  # fully_shard puts parameters of its own in the place of those it shards
+    if is_expert(mine):  # fully_shard replaces the parameters that it shards by unmarked ones
         return
     states = sys.modules.get("torch.distributed._composable_state")
-    for root in list(getattr(states, "_module_state_mapping", ())):
+    for root in list(getattr(states, "_module_state_mapping", None) or {}):
         for name, param in root.named_parameters():
             if param is mine:
                 how = ", and give fully_shard ignored_params=set(expert_parameters(model))"
@@ -67,28 +74,28 @@ def _refuse(wrapper: str, name: str, how: str = "") -> NoReturn:
 
 
 def sum_over_replicas_(tensor: torch.Tensor, groups: ExpertParallelGroups) -> torch.Tensor:
-    """Add up, in place, over the ranks that hold the same experts. Collective with replicas."""
+    """Sum in place over the ranks that hold the same experts. Collective with replicas."""
     if groups.num_replicas > 1 and not groups.simulated:
         dist.all_reduce(tensor, group=groups.replica_group)
     return tensor
 
 
 def max_over_replicas_(tensor: torch.Tensor, groups: ExpertParallelGroups) -> torch.Tensor:
-    """Elementwise maximum, in place, over the same ranks. Collective with replicas."""
+    """Take the elementwise maximum in place over the same ranks. Collective with replicas."""
     if groups.num_replicas > 1 and not groups.simulated:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=groups.replica_group)
     return tensor
 
 
 def broadcast_over_replicas_(tensors: Iterable[torch.Tensor], groups: ExpertParallelGroups) -> None:
-    """Overwrite tensors, in place, with those of the first rank that holds the same experts.
+    """Overwrite tensors in place by those of the first rank with the same experts.
 
-    Collective with replicas. ``tensors``: of any dtype and device, the same on these ranks and in
-    the same order. Tensors on the meta device are skipped.
+    Collective with replicas. The ranks pass matching tensors in the same order, of any dtype and
+    device. Tensors on the meta device are skipped.
     """
     if groups.num_replicas == 1 or groups.simulated:
         return
-    # a host may move the model to its GPU later, and NCCL takes tensors of GPUs alone
+    # the model may still be on the CPU, but NCCL sends tensors of GPUs only
     device = data_device(groups.replica_group)
     first = groups.rank % groups.ep_size
     for tensor in tensors:
@@ -101,7 +108,7 @@ def broadcast_over_replicas_(tensors: Iterable[torch.Tensor], groups: ExpertPara
 
 
 def sum_tensor_over_ranks_(tensor: torch.Tensor) -> torch.Tensor:
-    """Add up, in place, over all ranks of the default group. Collective."""
+    """Sum in place over all ranks of the default group. Collective."""
     dist.all_reduce(tensor)
     return tensor
 
@@ -109,9 +116,9 @@ def sum_tensor_over_ranks_(tensor: torch.Tensor) -> torch.Tensor:
 def gather_from_experts(
     tensor: torch.Tensor, groups: ExpertParallelGroups
 ) -> list[torch.Tensor] | None:
-    """Each rank's tensor, of one shape and dtype, on the exchange group's first rank; else None.
+    """Gather the ranks' tensors of equal shape and dtype on the first rank of the exchange group.
 
-    Collective.
+    Collective. Other ranks get None.
     """
     if not groups.communicates:
         return [tensor]

@@ -1,19 +1,18 @@
-"""Which ranks hold which experts, as one immutable value.
+"""Placement of experts: which ranks hold which experts, as one immutable value.
 
-E experts on W ranks, which form blocks of P neighbours (``ep_size``). Each block holds every
-expert once, ``e = E/P`` on each of its ranks; tokens travel inside a block, and the W/P ranks with
-the same position in their blocks are replicas of the same experts, whose gradients are averaged. P
-is as large as can be, min(E, W), unless it is chosen: as many as share a node, and tokens stay
-there.
+W ranks form blocks of P neighbours (``ep_size``). Each block holds all E experts once, ``e = E/P``
+on each rank. Tokens travel inside a block. The W/P ranks with the same position in their blocks are
+replicas: they hold the same experts and average their gradients. P is min(E, W) by default; with P
+as large as a node, tokens stay in the node.
 
     E=8, W=4: rank 0: experts 0-1, rank 1: 2-3, ...          one exchange group {0,1,2,3}
     E=2, W=4: ranks 0,2: expert 0; ranks 1,3: expert 1       exchange {0,1} {2,3},
                                                              replicas {0,2} {1,3}
     E=8, W=4, P=2: ranks 0,2: experts 0-3; 1,3: 4-7          the same
 
-*Sliced* instead of *replicated*, each of the S = W/E ranks of one expert holds another slice of its
-hidden units, F/S of F, so that weights, gradients and optimizer state take 1/S of the memory: rank
-s*E + j has slice s of expert j (:mod:`.slices`). The gradients of a slice are of all tokens.
+With the placement *sliced* instead of *replicated*, each of the S = W/E ranks of an expert holds
+F/S of its F hidden units: rank s*E + j has slice s of expert j (:mod:`.slices`). Weights, gradients
+and optimizer state take 1/S of the memory. The gradient of a slice covers the tokens of all ranks.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ class ExpertParallelGroups:
 
     Attributes:
         num_experts: E.
-        rank, world_size: of this process; in a simulation the simulated ones.
+        rank, world_size: number of this process and of all, simulated ones in a simulation.
         ep_size: P, ranks that exchange tokens with each other.
-        num_replicas: ranks that hold the same experts (or slices of them), W/P.
-        ep_group, replica_group: process groups, None where the size is 1 or simulated.
-        control_group: the ranks that agree on steps, over the CPU where that is possible, so that a
-            GPU need not be waited for. None: ``ep_group``, with slices the default group.
-        simulated: one process is one rank of ``world_size``; exchanges are local copies.
+        num_replicas: W/P, ranks that hold the same experts or slices of them.
+        ep_group, replica_group: process groups; None if the size is 1 or simulated.
+        control_group: ranks that agree on steps, over the CPU if possible, so that the host does
+            not wait for a GPU. None: ``ep_group``; with slices the default group.
+        simulated: one process plays one rank of ``world_size``; exchanges are local copies.
         placement: each rank of an expert holds all of it (``replicated``) or a slice (``sliced``).
     """
 
@@ -82,12 +81,12 @@ class ExpertParallelGroups:
 
     @property
     def num_slices(self) -> int:
-        """S, slices into which each expert is cut; 1 where experts are whole."""
+        """S, slices of each expert; 1 if experts are whole."""
         return self.num_replicas if self.placement == "sliced" else 1
 
     @property
     def slice_index(self) -> int:
-        """s, the slice of its experts that this rank holds, of ``num_slices``."""
+        """s, number of the slice that this rank holds of its experts."""
         return self.rank // self.ep_size if self.num_slices > 1 else 0
 
     @property
@@ -113,7 +112,7 @@ class ExpertParallelGroups:
 
     @property
     def needs_sync(self) -> bool:
-        """Whether a forward pass takes other ranks, and so an agreement with them."""
+        """Whether a forward pass involves other ranks and so needs their agreement."""
         return max(self.ep_size, self.num_slices) > 1 and not self.simulated
 
 
@@ -124,7 +123,7 @@ def build_groups(
     simulate_world_size: int = 0,
     placement: str = "replicated",
 ) -> ExpertParallelGroups:
-    """Make the process groups for E experts on the W ranks of the default group. Collective.
+    """Build the process groups for E experts on the W ranks of the default group. Collective.
 
     Layers with the same arguments share the groups. Ranks compare their arguments first, because
     ranks that wait for different partners would hang.
@@ -137,11 +136,11 @@ def build_groups(
 
     Args:
         num_experts (int): E, the experts of a layer over all ranks.
-        expert_parallel_size (int): P, neighbouring ranks that exchange tokens and hold all experts
-            together; a divisor of E and W (default 0: min(E, W)).
-        simulate_world_size (int): with more than 1, play rank 0 of so many ranks in one process
+        expert_parallel_size (int): P, neighbouring ranks that exchange tokens and together hold all
+            experts; divides E and W (default 0: min(E, W)).
+        simulate_world_size (int): play rank 0 of this many ranks in one process if more than 1
             (default 0: off).
-        placement (str): with E < W, each rank of an expert holds all of it (``replicated``, the
+        placement (str): if E < W, each rank of an expert holds all of it (``replicated``, the
             default) or a slice of its hidden units (``sliced``).
 
     Returns:
@@ -154,7 +153,7 @@ def build_groups(
     rank, world_size = process_world()
     simulated = simulate_world_size > 1
     if simulated:
-        # on the meta device a model is only counted, as a benchmark's rank may do
+        # allowed on the meta device: a rank of a benchmark may count a model's parameters
         if world_size > 1 and torch.get_default_device().type != "meta":
             raise ValueError(
                 f"a simulation of {simulate_world_size} ranks runs in one process, not in "
@@ -197,11 +196,11 @@ def _with_process_groups(groups):
 
 
 def _control_group(blocks: Sequence[Sequence[int]]) -> Any | None:
-    """A gloo group beside one that communicates from GPUs alone; None where there is no need.
+    """Create a gloo group beside a group that communicates from GPUs only; None if not needed.
 
-    Only where GLOO_SOCKET_IFNAME names the network on every rank (the launcher sets it on a single
-    node): the host's own name may resolve to an address that no other rank reaches. Every rank
-    connects to every other, which takes too long for thousands.
+    It needs GLOO_SOCKET_IFNAME on every rank (the launcher sets it on a single node), because the
+    host's name may resolve to an address that no other rank reaches. Every rank connects to every
+    other, which takes too long for thousands of ranks.
     """
     if len(blocks[0]) == 1 or control_device() == "cpu":
         return None
@@ -212,10 +211,10 @@ def _control_group(blocks: Sequence[Sequence[int]]) -> Any | None:
 
 
 def create_group(partition: Sequence[Sequence[int]], backend: str | None = None) -> Any | None:
-    """The process group of this rank's part of a partition of all ranks. Collective.
+    """Create the process group of this rank's part of a partition of all ranks. Collective.
 
-    A communicator costs GPU memory and time to connect, so each is made once, and that of the whole
-    world is the default one. None where the parts are single ranks.
+    Each group is made once, because a communicator costs GPU memory and time to connect. The whole
+    world is the default group. The result is None if the parts are single ranks.
     """
     parts = tuple(tuple(part) for part in partition)
     if len(parts[0]) == 1:

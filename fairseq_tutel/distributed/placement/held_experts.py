@@ -1,7 +1,7 @@
-"""Which experts a state dict holds, where those of a layer are spread over ranks.
+"""Mark in a state dict that says which experts it holds, if experts are spread over ranks.
 
-Every rank numbers its experts from 0. A small tensor beside them says which they are, so that what
-one rank saved is not loaded into another; sets (:mod:`fairseq_tutel.checkpoint`) do not have it.
+Every rank numbers its experts from 0. The mark is a small tensor that keeps one rank's experts from
+being loaded into another rank. Sets (:mod:`fairseq_tutel.checkpoint`) do not have it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ _INSTEAD = (
 
 
 class _Held(torch.Tensor):
-    """Pickled as a plain tensor, for files of one rank. torch.distributed.checkpoint asks it what
-    to write, and safetensors where its bytes are: by those, hosts write one file for all ranks.
+    """Mark that refuses files in which one rank's experts would stand for all.
+
+    torch.save stores it as a plain tensor, for files of one rank. Hosts write one file for all
+    ranks with torch.distributed.checkpoint, which calls ``__create_write_items__``, or safetensors,
+    which calls ``data_ptr``. Both raise ValueError.
     """
 
     def data_ptr(self):
@@ -46,9 +49,9 @@ class _Held(torch.Tensor):
 
 
 def held_experts(groups: ExpertParallelGroups) -> torch.Tensor | None:
-    """int64 [5]: number of the first expert, how many, of how many (E), number of the slice, S.
+    """Return the mark: int64 [5] with first expert, local experts, E, slice number and S.
 
-    None where the rank has all experts whole, or is simulated.
+    Return None if the rank holds all experts whole, or is simulated.
     """
     if groups.simulated or groups.ep_size == groups.num_slices == 1:
         return None
@@ -58,10 +61,11 @@ def held_experts(groups: ExpertParallelGroups) -> torch.Tensor | None:
 def pop_held_experts(
     state: MutableMapping[str, torch.Tensor], prefix: str, groups: ExpertParallelGroups
 ) -> None:
-    """Remove :func:`held_experts` from a layer's state dict; ValueError if this rank has others.
+    """Remove the mark of :func:`held_experts` from a layer's state dict.
 
-    Also for all experts of a spread layer, of which every rank would take the first ones where a
-    program loads with ``strict=False``.
+    Raises:
+        ValueError: the state dict has other experts than this rank, or all experts of a layer that
+            is spread over ranks. With ``strict=False`` torch would load the first ones silently.
     """
     held = state.pop(prefix + HELD, None)
     if held is None and groups.communicates:
@@ -79,7 +83,7 @@ def pop_held_experts(
 
 
 def without_held_experts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's state dict as sets have it."""
+    """Return a model's state dict without marks, as in sets."""
     return {key: value for key, value in state.items() if key.split(".")[-1] != HELD}
 
 

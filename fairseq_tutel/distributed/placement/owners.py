@@ -1,4 +1,4 @@
-"""Tensors that one rank has for all: which rank, and how the others get them."""
+"""Tensors with one owner among the ranks: assignment, broadcast, transfer to the first rank."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from ..world import data_device
 
-_JOINED = 1 << 20  # bytes below which tensors travel together
-_PIECE = 1 << 25  # bytes of one message on the way to the first rank
+_JOINED = 1 << 20  # bytes; smaller tensors travel in one message
+_PIECE = 1 << 25  # bytes of one message to the first rank
 
 
 def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Return the owner of each tensor; not collective, and the same on all ranks.
+    """Return the owner of each tensor, equal on all ranks; not collective.
 
-    The largest tensor comes first, and each goes to the rank with the fewest elements so far.
+    Each tensor, the largest first, goes to the rank with the fewest elements so far.
 
     >>> share_out([10, 40, 30, 20], ranks=2)
     [0, 0, 1, 1]
@@ -36,15 +36,15 @@ def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's bytes, [n] uint8; a view."""
+    """Return a view of a contiguous tensor's bytes, [n] uint8."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def broadcast_from_owners_(owned: Mapping[int, Sequence[torch.Tensor]]) -> None:
-    """Overwrite tensors with those of their owners (rank -> tensors), in place. Collective; all
-    ranks have the same ones in the same order.
+    """Overwrite tensors in place by those of their owners (rank -> tensors). Collective.
 
-    Large tensors travel as they are, one owner's small ones as one message.
+    All ranks pass matching tensors in the same order. Large tensors travel without a copy, the
+    small ones of an owner in one message.
     """
     waiting, joined = [], []
     for owner, tensors in owned.items():
@@ -68,13 +68,13 @@ def broadcast_from_owners_(owned: Mapping[int, Sequence[torch.Tensor]]) -> None:
 def send_to_first(owner: int, sizes: Sequence[int], parts: Sequence[torch.Tensor]) -> None:
     """Copy an owner's tensors to the first rank, a piece at a time. Collective.
 
-    By broadcasts: a connection between each two ranks would be one more for every owner.
+    Pieces are broadcast, because each pair of ranks would need one more connection.
 
     Args:
         owner: a rank other than 0.
-        sizes: bytes of each tensor, the same on all ranks.
-        parts: as :func:`as_bytes`, of the tensors on the owner, of what they are copied to on rank
-            0; unused elsewhere.
+        sizes: bytes of each tensor, equal on all ranks.
+        parts: results of :func:`as_bytes`: the tensors on the owner, their targets on rank 0;
+            unused on other ranks.
     """
     rank, total = dist.get_rank(), sum(sizes)
     buffer = torch.empty(min(total, _PIECE), dtype=torch.uint8, device=data_device())
@@ -91,8 +91,9 @@ def send_to_first(owner: int, sizes: Sequence[int], parts: Sequence[torch.Tensor
 
 
 def _overlaps(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
-    """(number of a part, its bytes, those of the piece) of what the piece [start, stop) of all
-    parts one after the other has of each.
+    """Yield (number of a part, its bytes in the part, its bytes in the piece).
+
+    The piece is [start, stop) of all parts in a row.
     """
     begin = 0
     for index, size in enumerate(sizes):

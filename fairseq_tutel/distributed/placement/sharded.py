@@ -1,9 +1,10 @@
-"""Tensors that torch's own FSDP2 (``fully_shard``) has spread over the ranks, as DTensors."""
+"""DTensors: tensors that torch's FSDP2 (``fully_shard``) spreads over the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,16 +14,17 @@ from .groups import ExpertParallelGroups
 from .slices import slice_dim
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor."""
+def is_sharded(tensor: Any) -> bool:
+    """Return whether a value is a DTensor."""
     return type(tensor).__name__ == "DTensor" and hasattr(tensor, "full_tensor")
 
 
 def shard_modules(
     modules: Iterable[torch.nn.Module], ignored: set[torch.nn.Parameter], mesh=None, **options
 ) -> None:
-    """``fully_shard`` of each of the modules, in this order, over a mesh of all ranks by default.
-    Collective.
+    """Call ``fully_shard`` on each module in this order. Collective.
+
+    The default mesh has all ranks.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -33,13 +35,13 @@ def shard_modules(
         fully_shard(module, mesh=mesh, ignored_params=ignored, **options)
 
 
-def full_tensor(value):
-    """A DTensor gathered (collective); anything else as it is."""
-    return value.full_tensor() if torch.is_tensor(value) and is_sharded(value) else value
+def full_tensor(value: Any) -> Any:
+    """Gather a DTensor (collective); return any other value unchanged."""
+    return value.full_tensor() if is_sharded(value) else value
 
 
-def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that every rank has, if ``like`` is a DTensor of its shape."""
+def shard_like(value: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return this rank's part of a whole tensor if ``like`` is a DTensor of its shape."""
     if not is_sharded(like) or value.shape != like.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -48,32 +50,34 @@ def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def slice_as_dtensor(part: torch.Tensor, name: str, groups: ExpertParallelGroups) -> torch.Tensor:
-    """This rank's slice of an expert's tensor as a DTensor over the ranks that hold the others.
+    """Return this rank's slice ``part`` of an expert's tensor as a DTensor with the same memory.
 
-    ``part``: is cut as :func:`~.slices.slice_dim` says of ``name``. The memory is the same.
+    Its mesh has the ranks that hold the other slices. ``name`` decides the dimension of the cut
+    (:func:`~.slices.slice_dim`).
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
+    assert groups.replica_group is not None
     mesh = DeviceMesh.from_group(groups.replica_group, part.device.type)
     return DTensor.from_local(part, mesh, [Shard(slice_dim(name))], run_check=False)
 
 
-def local_part(value):
-    """This rank's part of a DTensor; anything else as it is."""
-    return value.to_local() if torch.is_tensor(value) and is_sharded(value) else value
+def local_part(value: Any) -> Any:
+    """Return this rank's part of a DTensor; return any other value unchanged."""
+    return value.to_local() if is_sharded(value) else value
 
 
 def sharded_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """L2 norm of DTensors over all ranks, fp32 scalar. Collective."""
-    return torch.nn.utils.get_total_norm(list(grads)).full_tensor().float()
+    """Return the L2 norm of DTensors over all ranks, fp32 scalar. Collective."""
+    return full_tensor(torch.nn.utils.get_total_norm(list(grads))).float()
 
 
 def sharded_grad_scaler(device: str, **options) -> torch.amp.GradScaler:
-    """torch's GradScaler that sums its overflow flags over all ranks; not for FSDP only.
+    """Return torch's GradScaler that sums its overflow flags over all ranks, also without FSDP.
 
-    It takes gradients of DTensors beside plain ones, which no operator mixes. A fused optimizer
-    skips a step by the flag itself: it gets one of torch's own shape, 0 or 1, of all ranks.
+    It unscales the local parts of DTensors, because no operator mixes DTensors and plain tensors.
+    A fused optimizer reads the flag itself, so the flag keeps torch's shape and the values 0 and 1.
     """
     from torch.amp.grad_scaler import OptState
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -87,7 +91,7 @@ def sharded_grad_scaler(device: str, **options) -> torch.amp.GradScaler:
         def step(self, optimizer, *args, **kwargs):
             state = self._per_optimizer_states[id(optimizer)]
             if self._enabled and state["stage"] is OptState.READY:
-                self.unscale_(optimizer)  # torch would have a fused one look at this rank alone
+                self.unscale_(optimizer)  # otherwise a fused optimizer reads this rank's flag only
             return super().step(optimizer, *args, **kwargs)
 
         def _unscale_grads_(self, optimizer, inv_scale, found_inf, *rest):
@@ -95,7 +99,7 @@ def sharded_grad_scaler(device: str, **options) -> torch.amp.GradScaler:
                 {"params": [_with_local_grad(param) for param in group["params"]]}
                 for group in optimizer.param_groups
             ]
-            local = SimpleNamespace(param_groups=groups)
+            local: Any = SimpleNamespace(param_groups=groups)
             return super()._unscale_grads_(local, inv_scale, found_inf.squeeze(), *rest)
 
     return Scaler(device, process_group=dist.group.WORLD, **options)

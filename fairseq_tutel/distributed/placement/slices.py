@@ -1,8 +1,9 @@
-"""Slices of an expert: which part of which tensor a rank holds under the placement ``sliced``.
+"""Slices of an expert: the part of each tensor that a rank holds under the placement ``sliced``.
 
-The hidden units of an expert are cut into S neighbouring parts of F/S. Slice s has what belongs to
-its units: rows of fc1's weight and bias, columns of fc2's weight. What belongs to no unit, such as
-fc2's bias, every holder has. A network of experts declares how its tensors are cut.
+The hidden units of an expert are cut into S neighbouring parts of F/S. Slice s has the numbers of
+its units: rows of fc1's weight and bias, columns of fc2's weight. Every rank of the expert has the
+numbers that belong to no unit, such as fc2's bias. Each network of experts declares how its tensors
+are cut.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from .groups import ExpertParallelGroups
 
 _SLICE_DIMS: dict[str, int | None] = {}
 _PIECE_BYTES = 1 << 25  # of one collective
-_ALIGNMENT = 16  # of the pieces in a buffer, whatever their dtype
+_ALIGNMENT = 16  # bytes, of the pieces in a buffer of any dtype
 
 
 def declare_slices(dims: Mapping[str, int | None]) -> None:
-    """Say how tensors are cut, by the last two words of their names (``fc1.weight``). Raises
-    ValueError where another network's tensor of this name is cut otherwise.
+    """Declare how tensors are cut, by the last two words of their names (``fc1.weight``).
+
+    Raises:
+        ValueError: a name has not two words, or another network cuts its tensor of this name
+            differently.
     """
     for end, dim in dims.items():
         if end.count(".") != 1:
@@ -35,10 +39,13 @@ def declare_slices(dims: Mapping[str, int | None]) -> None:
 
 
 def slice_dim(name: str) -> int | None:
-    """The dimension along which one expert's tensor is cut; None where every holder has all of it.
+    """Return the dimension along which one expert's tensor is cut; None if it is not cut.
 
-    ``name``: in a state dict, with any prefix; copies and moments are cut like their parameters.
-    Raises ValueError for what is no tensor of a network that was declared.
+    ``name`` is a name in a state dict, with any prefix. Copies and moments are cut like their
+    parameters.
+
+    Raises:
+        ValueError: no network declared a tensor of this name.
     """
     end = ".".join(name.split(".")[-2:])
     if end not in _SLICE_DIMS:
@@ -71,7 +78,7 @@ def take_slice(whole: torch.Tensor, name: str, index: int, count: int) -> torch.
 
 
 def whole_shape(part: Sequence[int], name: str, count: int) -> torch.Size:
-    """Shape of the whole of which a slice has the shape ``part``; see :func:`take_slice`."""
+    """Return the shape of the whole tensor whose slice has the shape ``part``."""
     dim, shape = slice_dim(name), list(part)
     if dim is not None:
         shape[dim] *= count
@@ -79,7 +86,7 @@ def whole_shape(part: Sequence[int], name: str, count: int) -> torch.Size:
 
 
 def slice_size(hidden_dim: int, count: int) -> int:
-    """F/S; ValueError where F is not a multiple of S."""
+    """Return F/S; raise ValueError if F is not a multiple of S."""
     if hidden_dim % count:
         raise ValueError(
             f"the {hidden_dim} hidden units of an expert cannot be cut into {count} slices, one "
@@ -90,19 +97,19 @@ def slice_size(hidden_dim: int, count: int) -> int:
 
 
 class SliceGather:
-    """Joins the slices of this rank's experts on the rank with slice 0, a piece at a time.
+    """Gather of slices: joins a rank's experts on the rank with slice 0, a piece at a time.
 
-    All memory is taken here, so that afterwards no rank can fail for want of it and leave others
-    waiting: that of the wholes, and of a piece per slice on the device the ranks communicate from.
+    The constructor allocates all memory, so that no rank runs out of it while others wait: the
+    whole tensors, and one piece per slice on the device of the process group.
 
     Args:
-        slices: parameters, or what is cut like them, by name in a state dict, of any dtype and
-            device; the same in the same order on all ranks of an expert.
-        groups: with ``num_slices`` > 1.
-        device: of the wholes.
+        slices: parameters, or tensors cut like them, by name in a state dict; any dtype and device.
+            All ranks of an expert pass matching tensors in the same order.
+        groups: placement with ``num_slices`` > 1.
+        device: device of the whole tensors (default: the CPU).
 
     Raises:
-        ValueError: a name stands for no tensor that is cut.
+        ValueError: a name stands for a tensor that is not cut.
     """
 
     def __init__(
@@ -112,11 +119,13 @@ class SliceGather:
         device: torch.device | str = "cpu",
     ):
         self._groups = groups
-        self._slices = slices
         self._wholes: dict[str, torch.Tensor] | None = None
-        for name in slices:
-            if slice_dim(name) is None:
+        self._slices: list[tuple[str, torch.Tensor, int]] = []
+        for name, part in slices.items():
+            dim = slice_dim(name)
+            if dim is None:
                 raise ValueError(f"{name} is not in slices: every holder has all of it")
+            self._slices.append((name, part.detach(), dim))
         if groups.slice_index == 0:
             self._wholes = {}
             for name, part in slices.items():
@@ -130,7 +139,7 @@ class SliceGather:
         )
 
     def run(self) -> dict[str, torch.Tensor] | None:
-        """The whole tensors by name on the rank with slice 0, None elsewhere. Collective."""
+        """Return the whole tensors by name on the rank with slice 0, else None. Collective."""
         send, *receive = self._buffers
         first = self._groups.rank % self._groups.ep_size  # of the world
         for rows, targets in self._pieces():
@@ -143,9 +152,8 @@ class SliceGather:
         return self._wholes
 
     def _pieces(self) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
-        """Some rows of one slice, and where they belong: in the wholes of all slices, if here."""
-        for name, part in self._slices.items():
-            part, dim = part.detach(), slice_dim(name)
+        """Yield some rows of this slice, and their places in the wholes for each slice, if here."""
+        for name, part, dim in self._slices:
             step = max(1, _PIECE_BYTES // max(1, _bytes(part[:1])))
             for start in range(0, part.shape[0], step):
                 targets = []
@@ -160,5 +168,5 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _as(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The beginning of a buffer of bytes as a tensor of another one's dtype and shape."""
+    """Return the beginning of a buffer of bytes as a tensor of ``like``'s dtype and shape."""
     return buffer[: _bytes(like)].view(like.dtype).view(like.shape)

@@ -51,7 +51,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         else:
             parts, local = _gather(value, key, groups), groups.num_local_experts
             names = [f"{prefix}{n * local + slot}{rest}" for n in range(groups.ep_size)]
-        if rank == 0:
+        if rank == 0 and parts is not None:
             moved = [part.detach().to("cpu", copy=True) for part in parts]
             full.update(zip(names, moved, strict=True))
     return full
@@ -93,8 +93,10 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
 def _gather(value: torch.Tensor, key: str, groups: ExpertParallelGroups):
     """Return the whole experts of all ranks on the first rank, else None. Collective."""
     if groups.num_slices > 1:
+        wholes = {key: value}
         if slice_dim(key) is not None:
-            value = (SliceGather({key: value}, groups, value.device).run() or {}).get(key)
-        if groups.slice_index > 0:
+            wholes = SliceGather(wholes, groups, value.device).run()
+        if wholes is None or groups.slice_index > 0:
             return None
+        value = wholes[key]
     return gather_from_experts(value.contiguous(), groups)

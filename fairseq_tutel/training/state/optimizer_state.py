@@ -223,17 +223,18 @@ class StateNames:
     def restore_masters(self, stored: dict[str, Any]) -> None:
         """Restore the fp32 copies that :meth:`to_named` stored, if there are any."""
         for name, master in self._masters.items():
-            parts = [(part or {}).get(_MASTER) for part in self._parts(name, stored["named_state"])]
+            states = self._stored(name, stored["named_state"])
+            parts = [(state or {}).get(_MASTER) for state in states]
             if all(part is not None for part in parts):
                 master.copy_(self._entry(name, parts))
 
-    def _parts(self, name: str, named: Mapping[str, Any]) -> list[dict[str, Any] | None]:
-        """Return the stored state of one parameter, or of each of its experts."""
+    def _stored(self, name: str, named: Mapping[str, Any]) -> list[Any]:
+        """Return the stored states of one parameter or of its experts; None for a missing one."""
         return [named.get(key) for key in self._single.get(name, [name])]
 
     def _state(self, name: str, named: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state of one parameter without its fp32 copy."""
-        parts = self._parts(name, named)
+        parts = self._stored(name, named)
         if any(part is None for part in parts) or len({bool(part) for part in parts}) > 1:
             raise ValueError(f"the checkpoint has no optimizer state for {name}; {self._otherwise}")
         keys = [key for key in parts[0] if key != _MASTER]

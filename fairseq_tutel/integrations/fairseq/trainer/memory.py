@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from ....moe.memory import StepMemory, free_memory
-from ....training.memory import is_out_of_memory, memory_held, out_of_memory
+from ....training.out_of_memory import is_out_of_memory, memory_held, out_of_memory
 from .sets import changed
 
 logger = logging.getLogger(__name__)

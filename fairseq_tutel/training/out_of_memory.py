@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
-from ..distributed import process_world
+from ..distributed import local_part, process_world
 from ..moe.memory import gib, largest
 from ..moe.model import unwrap
 
@@ -104,8 +104,7 @@ def explain_out_of_memory(
 
 
 def _bytes(values: Iterable) -> int:
-    local = (v.to_local() if hasattr(v, "to_local") else v for v in values if torch.is_tensor(v))
-    return sum(value.nbytes for value in local)
+    return sum(local_part(value).nbytes for value in values if torch.is_tensor(value))
 
 
 def _in_words(size: str) -> str:
