@@ -1,8 +1,7 @@
-"""Memory of one GPU, by kind, as formulas over what autograd keeps.
+"""Memory of one GPU, by kind, from formulas for what autograd keeps.
 
-A layer keeps these bytes per token, with element size b. They are what the layers of fairseq and of
-this package save for the backward pass on a GPU, with the memory-efficient attention kernel, which
-keeps no table of scores:
+The layers of fairseq and of this package save these bytes per token for the backward pass on a GPU,
+with element size b. The memory-efficient attention kernel keeps no table of scores:
 
     attention      M of: norm's input, its output, q, k, v, result, result in sentence order,
                    next norm's input, next norm's output (dense) or its sentence-ordered copy
@@ -16,12 +15,12 @@ keeps no table of scores:
     shared expert  input and output of the activation, 2 b F
     conditional    a dense FFN, and the two outputs that are mixed, 2 b M
     experts        per row of the dispatch buffer: rows received, b M; input and output of the
-                   activation, 2 b F (3 b F if gated); output, b M. With adaptive parallelism r
-                   times as many of both
-    weights        gathered for the layer by adaptive parallelism, b each
+                   activation, 2 b F (3 b F if gated); output, b M. With expert parallelism r there
+                   are r times as many rows
+    weights        b for each number that expert parallelism gathers for the layer
 
-With ``checkpoint_activations`` a layer keeps its input only, b M per token, and one layer at a
-time is recomputed.
+With ``checkpoint_activations`` a layer keeps only its input, b M per token, and one layer at a time
+is recomputed.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ class Memory:
     states: int  # weights, gradients, fp32 copies and statistics
     activations: int  # kept for the backward pass, with gathered weights, without ``dispatch``
     dispatch: int  # rows sent to and received from experts, kept or in use
-    logits: int  # logits, log-probabilities and their gradients at the turning point
+    logits: int  # logits, log-probabilities and their gradients between the two passes
     gathered: int  # gathered expert weights of one layer; part of ``activations``
-    peak_phase: str  # when most is alive: at the "loss", in the "backward" pass, in the "update"
+    peak_phase: str  # phase with the most bytes alive: "loss", "backward" or "update"
     at_peak: dict[str, int]  # bytes alive at the peak, by kind
     without_checkpointing: int  # activations and dispatch buffers if nothing were recomputed
 
@@ -80,7 +79,7 @@ class Layer:
 
     @property
     def working(self) -> int:
-        """Bytes that its backward pass needs besides ``kept``."""
+        """Bytes that the layer's backward pass needs besides ``kept``."""
         if self.checkpoint is None:
             return self.gradients + self.gathered
         # the kept input is also the first tensor that the recomputation saves
@@ -255,7 +254,7 @@ def _update_buffers(settings: Settings, parameters: Parameters) -> int:
         communication = 0
     elif settings.ddp_backend in ("legacy_ddp", "no_c10d", "fully_sharded"):
         communication = b * min(LEGACY_DDP_BUFFER, parameters.per_gpu)
-    # none in the fused kernel, fp32 copies in fairseq's Adam
+    # temporaries: none in the fused kernel, fp32 copies in fairseq's Adam
     copies = 3 if b == 2 and not precision.master_copies else 1
     scratch = 0 if precision.statistic == 2 else 4 * copies * parameters.largest
     return max(communication + scratch, b * settings.vocabulary * settings.model.decoder_input_dim)

@@ -14,9 +14,9 @@ class Hardware:
     """One kind of GPU (or CPU rank) in its nodes; the YAML file has a source for every number."""
 
     title: str
-    gpus_per_node: int  # behind one fast interconnect
+    gpus_per_node: int  # GPUs behind one fast interconnect
     memory: float  # bytes of one GPU that a process can have
-    reserved: float  # bytes that are not ours: context, libraries, fragmentation
+    reserved: float  # bytes for context, libraries and fragmentation
     half_flops: float  # peak of matrix products, per second
     fp32_flops: float
     matmul_efficiency: float  # share of that peak that large matrix products reach in training
@@ -50,8 +50,7 @@ def load_hardware(directory: Path, name: str) -> Hardware:
     """Read ``hardware/NAME.yaml`` beside the configs.
 
     Raises:
-        ValueError: there is no such file, or a number is missing, unknown, not positive or without
-        a
+        ValueError: there is no such file, or a number is missing, unknown, negative or without a
             source.
     """
     path = directory / "hardware" / f"{name.removesuffix('.yaml')}.yaml"

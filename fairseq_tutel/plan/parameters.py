@@ -22,14 +22,14 @@ from .settings import Settings, is_encoder_decoder
 class StackParameters:
     """Parameter counts of one stack of layers."""
 
-    dense_layer: int  # of a layer with a dense FFN (the mean if widths differ)
+    dense_layer: int  # in a layer with a dense FFN (the mean if widths differ)
     moe_layers: int = 0  # number of MoE layers
-    moe_layer: int = 0  # of an MoE layer without the experts that it routes to
-    local: int = 0  # of the experts of an MoE layer on one GPU
-    expert: int = 0  # of one expert
-    products: int = 0  # of ``expert``, the elements of its matrices
-    unsliced: int = 0  # of ``expert``, on each GPU that shares it: the output's bias
-    hidden: int = 0  # numbers that an expert keeps of a row: inputs and output of its activation
+    moe_layer: int = 0  # in an MoE layer, without the routed experts
+    local: int = 0  # in the experts of an MoE layer on one GPU
+    expert: int = 0  # in one expert
+    products: int = 0  # in the matrices of one expert
+    unsliced: int = 0  # in one expert, on each GPU that shares the expert: the output's bias
+    hidden: int = 0  # numbers that an expert keeps per row: inputs and output of its activation
 
     @property
     def sliceable(self) -> int:
@@ -41,17 +41,16 @@ class StackParameters:
 class Parameters:
     """Parameter counts of the model."""
 
-    embeddings: int  # of embeddings, final norms and output projection
-    dense: int  # of everything but the experts, on every GPU
+    embeddings: int  # in embeddings, final norms and output projection
+    dense: int  # in everything but the experts, on every GPU
     largest: int  # elements of the largest tensor on a GPU
-    # of ``dense``, on the GPU with most optimizer state in --zero-sharding; depends on the number
-    # of all GPUs
+    # dense parameters with statistics on the GPU that has most of them, with --zero-sharding
     owned: int = dataclasses.field(compare=False)
-    stacks: tuple[StackParameters, ...]  # as Settings.stacks
+    stacks: tuple[StackParameters, ...]  # in the order of Settings.stacks
     experts: int = 0  # E, per MoE layer, over all GPUs
     local_experts: int = 0  # e, per MoE layer and GPU
-    slices: int = 1  # S, GPUs that share each expert; 1 if each holds it whole
-    # placement of the experts, of rank 0; None in a dense model
+    slices: int = 1  # S, GPUs that share each expert; 1 if experts are whole
+    # placement of rank 0's experts; None in a dense model
     groups: ExpertParallelGroups | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -148,15 +147,15 @@ def build_model(settings: Settings) -> BaseFairseqModel:
     args = SimpleNamespace(**vars(settings.model))
     if not is_encoder_decoder(args):
         args.tokens_per_sample = settings.tokens_per_sample
-        args.max_target_positions = None  # that of tokens_per_sample
+        args.max_target_positions = None  # the model then uses tokens_per_sample
     args.moe_simulate_world_size = settings.gpus if settings.gpus > 1 else 0
     dictionary = Dictionary()
-    dictionary.symbols = [""] * settings.vocabulary  # only their number counts
+    dictionary.symbols = [""] * settings.vocabulary  # only the number of symbols matters
     task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
     model = ARCH_MODEL_REGISTRY[args._name]
     logger = logging.getLogger(MoEStack.__module__.rpartition(".")[0])
     level = logger.level
-    logger.setLevel(logging.ERROR)  # the message about simulated ranks is no news here
+    logger.setLevel(logging.ERROR)  # no message about simulated ranks
     try:
         return model.build_model(args, task)
     finally:

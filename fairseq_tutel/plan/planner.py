@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 from ..config import EXPERT_PLACEMENTS, OVERLAP_DEGREES, GrowAt
 from ..distributed import possible_r
 from ..distributed.exchanges import exchange_candidates
+from .gpu_memory import Memory, count_memory, make_layers
 from .hardware import Hardware
-from .memory import Memory, count_memory, make_layers
 from .parameters import Parameters, count_parameters
 from .settings import Settings, read_settings
 from .speed import ExchangeTime, StepTime, exchange_time, step_time
@@ -73,9 +73,9 @@ def make_plan(settings: Settings, hardware: Hardware, parameters: Parameters | N
     """Count and predict; do not check whether the run fits.
 
     Args:
-        settings: of the run.
-        hardware: the profile.
-        parameters: counts for the settings, if they are known.
+        settings: the run.
+        hardware: the hardware profile.
+        parameters: counts for the settings (default None: count them).
 
     Raises:
         ValueError: r or the placement does not fit the number of GPUs and experts.
@@ -120,7 +120,7 @@ def choices(plan: Plan) -> Iterator[Plan]:
     for placement in EXPERT_PLACEMENTS if shared else EXPERT_PLACEMENTS[:1]:
         try:
             parameters = count_parameters(settings.with_placement(placement))
-        except ValueError:  # the hidden units do not divide, or groups hold whole experts
+        except ValueError:  # hidden units do not divide, or expert groups hold whole experts
             continue
         none, *some = possible_r(parameters.groups)
         for r, (name, degree) in itertools.product((*some, none), ways):

@@ -8,7 +8,7 @@ from ..command_line import columns
 from .planner import Plan, flop_matched, largest_batch, mib
 
 _PHASES = {
-    "loss": "where the loss is computed: all that is kept, and the logits",
+    "loss": "while the loss is computed: all kept activations, and the logits",
     "backward": "in the backward pass of a layer",
     "update": "while the weights are updated",
 }
@@ -86,10 +86,8 @@ def _work_rows(plan: Plan) -> list[tuple[str, str]]:
 def _time_rows(plan: Plan) -> list[tuple[str, str]]:
     rows = [("predicted update", f"{plan.time.total:.3f} s")]
     for part, seconds in dataclasses.asdict(plan.time).items():
-        if seconds or part not in (
-            "weights",
-            "broadcast",
-        ):  # of adaptive parallelism; of --zero-sharding
+        # weights are for expert parallelism only, the broadcast for --zero-sharding only
+        if seconds or part not in ("weights", "broadcast"):
             label = f"  {part.replace('_', '-')}"
             rows.append((label, f"{seconds:.3f} s ({seconds / plan.time.total:.1%})"))
     if plan.work.exchanges:

@@ -32,12 +32,12 @@ class Precision:
 class Stack:
     """One stack of layers: a language model, an encoder or a decoder."""
 
-    side: str  # "encoder" or "decoder", as its options begin
+    side: str  # "encoder" or "decoder", the prefix of its options
     layers: int
     dim: int
     heads: int
-    attentions: int  # of a layer: to its own tokens; of a decoder to the encoder's, too
-    expert_dim: int  # hidden units of an expert of the options
+    attentions: int  # per layer: 1 to the stack's own tokens, 2 with the encoder's
+    expert_dim: int  # hidden units of an expert
     conditional: int  # width of the dense FFN beside the experts in conditional routing, or 0
     sparse: range  # numbers, from 1, of the layers with experts
     dense_widths: tuple[int, ...]  # hidden width of every dense FFN
@@ -52,17 +52,17 @@ class Stack:
 class Settings:
     """One training run."""
 
-    name: str  # of the config, for titles
+    name: str  # name of the config, for titles
     model: SimpleNamespace  # sizes and switches by fairseq's names, defaults filled in
     precision: Precision
-    vocabulary: int  # size of the dictionary, special symbols and padding included
+    vocabulary: int  # size of the dictionary with special symbols and padding
     gpus: int  # W, ranks
     batch_size: int  # sequences per GPU and forward pass
-    tokens_per_sample: int  # of a sentence, source and target alike, in an encoder-decoder
+    tokens_per_sample: int  # in an encoder-decoder: tokens of each source and target sentence
     update_freq: int  # forward passes per update
     ddp_backend: str
     zero_sharding: bool  # each dense parameter's statistics are on one GPU
-    routing: MoEConfig | None  # options of the MoE layers, None for a dense model
+    routing: MoEConfig | None  # options of the MoE layers; None for a dense model
 
     @property
     def exchange(self) -> ExchangeConfig:
@@ -94,13 +94,11 @@ class Settings:
 
     @property
     def tokens(self) -> int:
-        """T, tokens per GPU and forward pass; of each stack in an encoder-decoder."""
+        """T, tokens per GPU and forward pass; in an encoder-decoder, tokens of each stack."""
         return self.batch_size * self.tokens_per_sample
 
     def replace(self, **changes: Any) -> Settings:
-        """Return a copy with other fields; ``model`` may be a mapping of the model's keys to
-        change.
-        """
+        """Return a copy with changed fields; ``model`` may map names of model options to values."""
         if isinstance(changes.get("model"), Mapping):
             changes["model"] = SimpleNamespace(**{**vars(self.model), **changes["model"]})
         return dataclasses.replace(self, **changes)
@@ -118,14 +116,13 @@ def read_settings(
 
     Args:
         config: the composed config.
-        name: of the config, for titles.
-        gpus: W; None: the config's world size, or one GPU per expert.
-        vocabulary: size of the dictionary; None: that of the task.
-        sentence: tokens per sentence of an encoder-decoder; None: as many as it takes.
+        name: name of the config, for titles.
+        gpus: W (default None: the config's world size, or one GPU per expert).
+        vocabulary: size of the dictionary (default None: the task's).
+        sentence: tokens per sentence of an encoder-decoder (default None: the longest it takes).
 
     Raises:
-        ValueError: the config leaves out what the planner needs, contradicts itself, or has what
-        the
+        ValueError: the config lacks an option, contradicts itself, or has an option that the
             planner cannot count.
     """
     model, dataset = _section(config, "model"), _section(config, "dataset")

@@ -1,20 +1,20 @@
 """Time of one update on some hardware.
 
-Every part runs at a fixed share of its peak, one after the other. Left out are: overlap of the
-gradients' all-reduce (faster), and waiting for the slowest rank, uneven experts and data loading
-(slower). The figures are predictions, not measurements.
+Every part runs at a fixed share of its peak, one after the other. The prediction leaves out overlap
+of the gradients' all-reduce (faster), and the slowest rank, uneven experts and data loading
+(slower).
 
-Only exchanges overlap, with the experts of their layer. With overlap degree d the rows of a layer
+Exchanges overlap with the experts of their layer only. With overlap degree d the rows of a layer
 travel in d chunks (arXiv 2206.03382, section 3.2)::
 
     link      > D0 > D1 > D2 > D3      > C0 > C1 > C2 > C3
     products        F0   F1   F2   F3
 
-All dispatches are queued at once. The products of a chunk start when it has arrived and the chunk
-before is done. Its way back starts when its products are done and the link is free. The backward
-pass does the same with the gradients; weight gradients, which no exchange waits for, come last. A
-chunk costs as much as an exchange of its size, so d chunks send d times the messages. Another wire
-format costs one more pass over the rows at either end.
+All dispatches are queued at once. The products of a chunk start when the chunk has arrived and the
+previous chunk is done. The combine of a chunk starts when its products are done and the link is
+free. The backward pass does the same with the gradients; weight gradients come last, because no
+exchange waits for them. A chunk costs as much as an exchange of its size, so d chunks send d times
+the messages. A wire format costs one more pass over the rows at either end.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import torch
 from ..config import EXCHANGES
 from ..distributed.exchanges import Direction, LinearExchange
 from ..moe.wire import row_bytes
+from .gpu_memory import Memory, stepped_parameters
 from .hardware import Hardware
-from .memory import Memory, stepped_parameters
 from .parameters import Parameters, StackParameters
 from .settings import Settings
 from .work import Traffic, Work
@@ -39,9 +39,9 @@ from .work import Traffic, Work
 class ExchangeTime:
     """Seconds of all exchanges of one update."""
 
-    exposed: float = 0.0  # while the layers wait for the links
-    carried: float = 0.0  # while the links are busy, hidden or not
-    casts: float = 0.0  # for casts to the wire format and back
+    exposed: float = 0.0  # layers wait for the links
+    carried: float = 0.0  # links are busy, hidden or not
+    casts: float = 0.0  # casts to the wire format and back
 
     @property
     def hidden(self) -> float:
@@ -55,10 +55,10 @@ def exposed(
     """Return seconds that a layer waits for its two exchanges.
 
     Args:
-        there, back: of one chunk on the link.
-        products: of one chunk's experts.
+        there, back: seconds of one chunk on the link.
+        products: seconds of one chunk's experts.
         degree: number of chunks; 1 hides nothing.
-        meanwhile: of work that follows the products and waits for no exchange.
+        meanwhile: seconds of work that follows the products and waits for no exchange.
     """
     if degree == 1:
         return there + back
@@ -108,7 +108,7 @@ def _exchange_time(
     # written and read at both ends
     casts = [2 * sent * (dim * b + w) / hardware.stream if w < dim * b else 0.0 for w in widths]
     forward = exposed(there, products, back, degree)
-    # of the two products of the backward pass an exchange waits for the rows' gradients only
+    # an exchange of the backward pass waits for the gradients of rows, not of weights
     backward = exposed(gradient, products, gradient, degree, meanwhile=degree * products)
     layers = counted.moe_layers * settings.update_freq
     passes = 2 if model.checkpoint_activations else 1  # forward passes, with recomputation
@@ -120,16 +120,15 @@ def _exchange_time(
 
 
 def ring_time(size: float, ranks: int, near: int, hardware: Hardware) -> float:
-    """Return seconds of an all-gather or reduce-scatter; an all-reduce is both, one after the
-    other.
+    """Return seconds of an all-gather or reduce-scatter by a ring; an all-reduce is both in turn.
 
     Between nodes, rings use the network ports of all their ranks in a node at once.
 
     Args:
-        size: bytes in all.
+        size: bytes of all ranks together.
         ranks: number of ranks.
-        near: how many of the ranks can share a node.
-        hardware: the profile.
+        near: number of the ranks that can share a node.
+        hardware: the hardware profile.
     """
     if ranks < 2 or not size:
         return 0.0
@@ -147,10 +146,10 @@ def gather_time(size: float, traffic: Traffic, hardware: Hardware) -> float:
 
 
 def scatter_time(size: float, traffic: Traffic, hardware: Hardware) -> float:
-    """Return seconds in which the gradients of gathered weights go back, ``size`` bytes.
+    """Return seconds of the way back of the gradients of gathered weights, ``size`` bytes.
 
-    An all-to-all, after which each GPU sums its part in fp32. A ring would send fewer bytes between
-    nodes, but round at each step.
+    It is an all-to-all, after which each GPU sums its part in fp32. A ring would send fewer bytes
+    between nodes, but round at each step.
     """
     near = hardware.neighbours(traffic.gather_stride)
     links = dataclasses.replace(hardware, gpus_per_node=near)
@@ -164,10 +163,10 @@ class StepTime:
     matmul: float  # matrix products
     elementwise: float  # other kernels over activations and logits
     optimizer: float  # the update of the weights
-    all_to_all: float  # MoE layers wait for their exchanges; with casts to the wire format
-    weights: float  # gathers of experts' weights, and their gradients' way back
+    all_to_all: float  # waiting for exchanges, and casts to the wire format
+    weights: float  # gathers of experts' weights, and the way back of their gradients
     all_reduce: float  # gradients of dense and of replicated parameters
-    broadcast: float  # dense parameters, from the GPUs that have their statistics
+    broadcast: float  # dense parameters, from the GPUs that hold their statistics
 
     @property
     def total(self) -> float:
@@ -204,7 +203,7 @@ def step_time(
     reduced += ring_time(work.replica_bytes, work.replicas, near, hardware)
     everywhere, stepped = _optimizer_bytes(settings)
     moved = parameters.per_gpu * everywhere + stepped_parameters(settings, parameters) * stepped
-    # after the step, of fp32 copies where there are any, each by the ring of its owner
+    # after the step each owner broadcasts its parameters by a ring, as fp32 copies if there are any
     shared = parameters.dense * (4 if settings.precision.master_copies else b)
     broadcast = ring_time(shared, settings.gpus, hardware.gpus_per_node, hardware)
     return StepTime(

@@ -1,9 +1,9 @@
-"""Operations and traffic of one GPU in an update: rows to experts, and gathered weights to tokens.
+"""Operations and traffic of one GPU in an update: rows sent to experts, and gathered weights.
 
-:func:`~fairseq_tutel.distributed.expert_parallelism` says who exchanges rows and who gathers
-weights (adaptive parallelism, arXiv 2206.03382, section 3.1), here for a simulated rank. Per GPU
-and layer, with L rows, P numbers of an expert, and S = W/E GPUs that hold each expert, whole
-(``replicated``) or a slice of it (``sliced``):
+:func:`~fairseq_tutel.distributed.expert_parallelism` decides which ranks exchange rows and gather
+weights (switchable parallelism, arXiv 2206.03382, section 3.1). Per GPU and layer, with L rows, P
+numbers of an expert, and S = W/E GPUs that hold each expert whole (``replicated``) or in slices
+(``sliced``):
 
     placement, r           exchange with  rows sent  weights gathered from  numbers gathered
     replicated, r = 1      E              L          none                   0
@@ -12,8 +12,8 @@ and layer, with L rows, P numbers of an expert, and S = W/E GPUs that hold each 
     sliced, r = 0          none           0          all                    E P
 
 E >= W counts as replicated, with W in place of E GPUs. So do expert groups, with their P ranks. A
-GPU that has all experts gathers nothing. As many gradients go back. The number of products is the
-same for any r: r times the rows through 1/r of the hidden units.
+GPU with all experts gathers nothing. Gradients travel back in the same number. The number of
+products does not depend on r: r times the rows, and 1/r of the hidden units.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from .settings import Settings, Stack
 class Traffic:
     """Rows and weights of one MoE layer that travel; zero in a dense model."""
 
-    rows: int = 0  # R, of the dispatch buffer
+    rows: int = 0  # R, rows of the dispatch buffer
     destinations: int = 1  # GPUs that each row goes to; the layer keeps as many copies
     exchange_ranks: int = 1  # GPUs that exchange rows, 1 if none
-    gather_ranks: int = 1  # GPUs whose weights each of them gathers, 1 if none
-    gather_stride: int = 1  # distance between neighbours among those
-    # numbers of each stack's layers that a GPU holds after a gather, including its own
+    gather_ranks: int = 1  # GPUs whose weights each GPU gathers, 1 if none
+    gather_stride: int = 1  # distance between neighbouring GPUs of a gather
+    # for each stack: numbers per layer that a GPU holds after a gather, including its own
     gathered: tuple[int, ...] = ()
 
     @property
@@ -80,13 +80,13 @@ class Work:
 
     tokens: int  # per GPU and update
     capacity: int | None  # C, rows per expert and GPU of one forward pass; None without a limit
-    # per token, forward and backward, K experts per token, no recomputation: the numerator
+    # per token, forward and backward, with K experts and without recomputation: the numerator
     # of model FLOPs utilisation
     model_flops: float
-    hardware_flops: float  # per token, as computed: every row of the capacity, recomputation
-    # of one GPU in one all-to-all, including its own part; the larger of two stacks
+    hardware_flops: float  # per token, with every row of the capacity and with recomputation
+    # sent by one GPU in one all-to-all, including its own part; the larger of two stacks
     exchange_bytes: int
-    exchange_peers: int  # GPUs that take part in it, itself included
+    exchange_peers: int  # GPUs in one all-to-all
     exchanges: int  # all-to-alls per update
     reduce_bytes: int  # dense gradients, all-reduced once per update
     replica_bytes: int  # gradients of expert parameters that several GPUs hold, all-reduced

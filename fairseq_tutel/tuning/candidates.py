@@ -1,4 +1,4 @@
-"""Candidates of the tuner, and the machine that their times belong to."""
+"""Candidates of the tuner, and the machine on which their times are valid."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def build_choices(layers: Sequence[MoELayer], tuned: Sequence[str], all_r=False)
     and the times are equal.
 
     Args:
-        layers: that are tuned together.
+        layers: the layers that are tuned together.
         tuned: fields of the exchange options.
-        all_r: include r whose gathered weights do not fit in memory.
+        all_r: include r whose gathered weights do not fit in memory (default False).
 
     Raises:
         ValueError: a field cannot be tuned.
@@ -107,7 +107,7 @@ def check_layers_match(layers: Sequence[MoELayer]) -> MoELayer:
 
 
 def signature(layer: MoELayer) -> dict[str, Any]:
-    """Return what times depend on. Collective on the first call."""
+    """Return ranks, nodes, device and versions, on which times depend. Collective on first call."""
     device = next(layer.parameters()).device
     on_gpu = device.type == "cuda"
     return {

@@ -41,16 +41,18 @@ class ExchangeTuner:
     Construction and every :meth:`agree` are collective: all ranks make equally many forward passes.
 
     Args:
-        layers: of one width, number of experts and exchange; they are measured together.
-        tuned: fields of :class:`~fairseq_tutel.config.ExchangeConfig` to choose, from ``TUNABLE``.
-        steps: steps of a trial; the first is not measured.
-        max_loss: share of the run's time that trials may cost before no further one starts.
-        pinned: text of :meth:`file`. Its choices are used and nothing is measured, so no rounding
-            depends on times.
+        layers: layers with one width, number of experts and exchange; they are measured together.
+        tuned: fields of :class:`~fairseq_tutel.config.ExchangeConfig` to choose, from ``TUNABLE``
+            (default: algorithm and overlap degree).
+        steps: steps of a trial (default 5); the first is not measured.
+        max_loss: share of the run's time that trials may cost before no further trial starts
+            (default 0.02).
+        pinned: text of :meth:`file`. The tuner uses its choices and measures nothing, so rounding
+            does not depend on times (default None: measure).
 
     Attributes:
-        space: what can be chosen.
-        signature: what times depend on: ranks, nodes, device, versions.
+        space: the choices.
+        signature: ranks, nodes, device and versions, on which times depend.
 
     Raises:
         ValueError: the layers differ, a field is unknown, or the file does not fit.
@@ -103,8 +105,8 @@ class ExchangeTuner:
 
         Args:
             num_tokens: tokens of this rank.
-            dtype: of the experts' rows.
-            top_k, capacity_factor: of the layers' calls.
+            dtype: dtype of the experts' rows.
+            top_k, capacity_factor: arguments of the layers' calls (default None: the layers' own).
         """
         options = {"top_k": top_k, "capacity_factor": capacity_factor}
         return self.agree_stacks([num_tokens], dtype, **options)[0]
@@ -138,7 +140,7 @@ class ExchangeTuner:
         if not layer.training:
             self._began = None  # evaluation does not count as time of the run
             return steps
-        # of all ranks, not only of those that exchange tokens: all use one choice
+        # all ranks use one choice, also ranks that do not exchange tokens with this one
         largest = max(count for line in table for count in line[: len(counts)])
         sizes = f"M{layer.model_dim} E{layer.groups.num_experts} K{settings.top_k}"
         kind = f"train/{str(dtype).removeprefix('torch.')}/{sizes} P{self._num_parameters}"

@@ -30,7 +30,7 @@ class RegionTimer:
         """Begin a region. Differentiable.
 
         Returns:
-            Its input, and what :meth:`end` needs.
+            The input of the region, and a span for :meth:`end`.
         """
         begin, backward = _mark(x.device), None
         if torch.is_grad_enabled() and x.requires_grad:

@@ -19,7 +19,7 @@ Bytes per element of the tables, b that of an element, reads and writes alike:
 
 import dataclasses
 
-from fairseq_tutel.plan.memory import count_memory, make_layers
+from fairseq_tutel.plan.gpu_memory import count_memory, make_layers
 from fairseq_tutel.plan.planner import make_plan
 from fairseq_tutel.plan.speed import ring_time
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from fairseq_tutel.distributed import possible_r
 from fairseq_tutel.integrations.fairseq.criterions.moe_cross_entropy import MoECrossEntropyCriterion
 from fairseq_tutel.plan.compose import load_config
-from fairseq_tutel.plan.memory import count_memory, make_layers
+from fairseq_tutel.plan.gpu_memory import count_memory, make_layers
 from fairseq_tutel.plan.parameters import count_parameters
 from fairseq_tutel.plan.settings import read_settings
 from fairseq_tutel.plan.work import count_traffic, count_work

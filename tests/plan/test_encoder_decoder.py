@@ -8,8 +8,8 @@ from test_plan_counts import SavedBytes, experts_as_on_a_gpu  # noqa: F401
 from fairseq_tutel.integrations.fairseq.criterions import MoELabelSmoothedCrossEntropyCriterion
 from fairseq_tutel.plan.cli import main
 from fairseq_tutel.plan.compose import load_command
+from fairseq_tutel.plan.gpu_memory import make_layers
 from fairseq_tutel.plan.hardware import load_hardware
-from fairseq_tutel.plan.memory import make_layers
 from fairseq_tutel.plan.parameters import build_model
 from fairseq_tutel.plan.planner import flop_matched, make_plan
 from fairseq_tutel.plan.settings import read_settings

@@ -248,7 +248,7 @@ def test_the_parts_of_memory_sum_to_the_peak_that_is_named(capsys):
     for words, phase in (
         ([], "in the backward pass"),
         (["dataset.batch_size=1"], "while the weights are updated"),
-        (["task.dict_size=800000", "model.moe_expert_count=4096"], "where the loss is computed"),
+        (["task.dict_size=800000", "model.moe_expert_count=4096"], "while the loss is computed"),
     ):
         _, out, _ = run(capsys, "gpus=4096", *words)
         lines = out[out.index("memory of a GPU at its peak") :].splitlines()

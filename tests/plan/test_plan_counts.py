@@ -6,7 +6,7 @@ from plan_helpers import memory_of, settings_of, small, training_loss, work_of
 
 from fairseq_tutel.backends import torch as torch_backend
 from fairseq_tutel.moe import MoELayer
-from fairseq_tutel.plan.memory import make_layers
+from fairseq_tutel.plan.gpu_memory import make_layers
 from fairseq_tutel.plan.parameters import build_model, count_parameters, expert_sizes
 from fairseq_tutel.plan.work import count_traffic
 

@@ -18,21 +18,21 @@
         model.save_pretrained(folder, state_dict=state)
     restore_moe(model, blocks)  # or: the model is again what it was, on every rank
 
-A sparse block holds a router with ``weight`` [E, M] and experts ``gate_up_proj`` [E, 2F, M] and
-``down_proj`` [E, M, F] (transformers 5; since then all experts of a block are one tensor). In its
-place comes a :class:`~fairseq_tutel.moe.MoELayer` with gated experts of the same weights. The
-router stays: it is inside the layer's, and gives it the logits, so that what transformers records
-of it (``output_router_logits=True``, and the loss that a model makes of that) is what it was.
+A sparse block of transformers 5 holds a router with ``weight`` [E, M] and experts ``gate_up_proj``
+[E, 2F, M] and ``down_proj`` [E, M, F]. :func:`replace_moe` replaces the block by a
+:class:`~fairseq_tutel.moe.MoELayer` with gated experts of the same weights. The router stays and
+computes the logits, so transformers records them as before (``output_router_logits=True``, and the
+model's loss from them).
 
-No row is dropped unless a capacity is asked for. Everything else of the layer is an argument of
+No row is dropped, unless you ask for a capacity. Other arguments of the layer are arguments of
 :func:`replace_moe`: placement (slices), exchange, overlap, balancing.
 
 ``MoETrainer(model, args, aux_weight=0.01, ...)`` is transformers' Trainer for models with MoE
-layers. Only it imports transformers, when it is first asked for.
+layers. It alone imports transformers, on first use.
 
-    blocks.py   which blocks can be replaced, and how they route
-    replace.py  there
-    restore.py  and back
+    blocks.py   blocks that can be replaced, and their routing
+    replace.py  replacement by MoE layers
+    restore.py  restoration of the blocks, or of their state dict
     trainer.py  MoETrainer
 """
 

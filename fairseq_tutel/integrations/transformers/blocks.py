@@ -1,4 +1,4 @@
-"""Sparse blocks of transformers: which can be replaced, and how they route."""
+"""Sparse blocks of transformers that can be replaced, and their routing."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def _if_asked(gate: nn.Module) -> bool:
     return bool(gate.norm_topk_prob)
 
 
-# Class of a sparse block -> whether its router divides a token's K weights by their sum. What else
-# such a block does: softmax of the logits over all experts, the K best, no shared expert. Another
-# class comes in by SPARSE_BLOCKS["MySparseBlock"] = lambda gate: True.
+# Class of a sparse block -> whether its router divides a token's K weights by their sum. All these
+# blocks take the softmax over all experts, choose the K best and have no shared expert. Add a class
+# by SPARSE_BLOCKS["MySparseBlock"] = lambda gate: True.
 SPARSE_BLOCKS: dict[str, Callable[[nn.Module], bool]] = {
     "FlexOlmoSparseMoeBlock": _if_asked,
     "MiniMaxSparseMoeBlock": _always,
@@ -38,13 +38,13 @@ _GATED = {"swiglu": nn.functional.silu, "geglu": nn.functional.gelu}
 
 
 class SparseBlock(NamedTuple):
-    """A block that can be replaced, and what takes its place.
+    """Block that can be replaced, with the options of its MoE layer.
 
     Attributes:
-        name: in the model.
+        name: name of the block in the model.
         module: the block.
         config: options of its routing.
-        network: of its experts, by name.
+        network: name of the network of its experts.
     """
 
     name: str
@@ -54,7 +54,11 @@ class SparseBlock(NamedTuple):
 
     @classmethod
     def of(cls, name: str, module: nn.Module, routing: dict[str, Any]) -> SparseBlock:
-        """Read a block of the table, with more options of routing; ValueError by its name."""
+        """Read a block of the table; ``routing`` has more options of MoEConfig.
+
+        Raises:
+            ValueError: the block cannot be replaced; the message names it.
+        """
         _check(name, module)
         gate, top_k = module.gate, module.gate.top_k
         normalized = SPARSE_BLOCKS[type(module).__name__](gate)
@@ -79,10 +83,10 @@ class SparseBlock(NamedTuple):
 
 
 def find_sparse_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Blocks of the table in a model, by name.
+    """Return the blocks of the table in a model by name.
 
     Raises:
-        ValueError: there is none, or experts of another class, or the model is quantised.
+        ValueError: the model has no such block, or experts in another class, or is quantised.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
@@ -109,10 +113,10 @@ def find_sparse_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _reason(block: nn.Module) -> str:
-    """Why a block with experts is none of the table's."""
+    """Return why a block with experts is not in the table."""
     shared = [name for name, _ in block.named_children() if "shared" in name]
     if shared:
-        return f"it has experts of all tokens beside the routed ones ({', '.join(shared)})"
+        return f"it has shared experts beside the routed ones ({', '.join(shared)})"
     grouped = any(
         getattr(each, "n_group", None) or getattr(each, "num_group", None)
         for each in (block, *block.children())
@@ -120,11 +124,11 @@ def _reason(block: nn.Module) -> str:
     tensors = (*block.named_parameters(), *block.named_buffers())
     if grouped or any("correction_bias" in name for name, _ in tensors):
         return "its router chooses by groups of experts, or by sigmoids with a bias"
-    return "it is not in SPARSE_BLOCKS, of which it is known how they route"
+    return "it is not in SPARSE_BLOCKS, the blocks with known routing"
 
 
 def _check(name: str, block: nn.Module) -> None:
-    """Raise ValueError for a block that is not built as those of the table are."""
+    """Raise ValueError for a block whose parameters differ from those in the table."""
     params = dict(block.named_parameters())
     shapes = {key: tuple(param.shape) for key, param in params.items()}
     where = f"{name} ({type(block).__name__})"
@@ -150,7 +154,7 @@ def _check(name: str, block: nn.Module) -> None:
 
 
 def _network(name: str, activation: Callable[[Tensor], Tensor]) -> str:
-    """The gated experts that have an activation, which is known by what it computes."""
+    """Return the gated network with this activation, which is recognised by its values."""
     x = torch.linspace(-6, 6, 49)
     for network, known in _GATED.items():
         if torch.allclose(activation(x), known(x), rtol=1e-5, atol=1e-6):

@@ -1,4 +1,4 @@
-"""MoE layers in the place of sparse blocks, with their weights."""
+"""Replacement of sparse blocks by MoE layers with the same weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...distributed import ExpertParallelGroups, build_groups
 from ...moe import MoEConfig, MoELayer, TopKRouter
 from .blocks import SparseBlock, find_sparse_blocks
 
-# arguments of MoELayer that are what the block is
+# arguments of MoELayer that the block decides
 _DECIDED = (
     "activation", "expert_fn", "expert_network", "expert_options", "experts", "gate", "hidden_dim",
     "null_experts", "num_experts", "router", "router_options", "score_function", "seed",
@@ -21,10 +21,10 @@ _DECIDED = (
 
 
 class KeptRouter(TopKRouter):
-    """The logits of the router that a model had, which stays a module of the model.
+    """Router that takes its logits from the model's own router, which stays in the model.
 
-    Its own softmax and choice are computed beside and not used. In state dicts its weight has the
-    name that it has in a linear router of this package, ``gate.wg.weight``.
+    The softmax and the choice of the model's router are computed and not used. Its weight is
+    ``gate.wg.weight`` in state dicts, as in a linear router of this package.
     """
 
     def __init__(self, router: nn.Module, model_dim: int, config: MoEConfig):
@@ -82,14 +82,14 @@ def replace_moe(
 def _make_layer(
     block: SparseBlock, groups: ExpertParallelGroups, others: dict[str, Any]
 ) -> MoELayer:
-    """The layer for a block, with this rank's share of its weights."""
+    """Make the layer for a block, with this rank's share of its weights."""
     if groups.simulated:
         raise ValueError("simulated ranks have no share of a model's weights: leave them out")
     experts = block.module.experts
     gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
     _, model_dim, hidden_dim = down.shape
     router = KeptRouter(block.module.gate, model_dim, block.config).to(gate_up.device)
-    with torch.device("meta"):  # or initial weights would be drawn, to be overwritten
+    with torch.device("meta"):  # do not draw initial weights that are overwritten
         layer = MoELayer(
             model_dim,
             config=block.config,
@@ -98,11 +98,11 @@ def _make_layer(
             expert_network=block.network,
             groups=groups,
             seed=0,
-            # transformers computes its losses from the router's logits
+            # transformers computes the balance loss from the router's logits
             **{"compute_aux": False, **others},
         )
     layer.experts.to(gate_up.dtype).to_empty(device=gate_up.device)
-    layer.experts.mark()  # which are other parameters now
+    layer.experts.mark()  # to_empty made new parameters
     weights = {}
     for slot, expert in enumerate(groups.local_experts):
         gate, up = gate_up[expert].chunk(2)

@@ -1,4 +1,4 @@
-"""The way back: the model, or its state dict, as transformers has it."""
+"""Restoration of a model, or of its state dict, to the form of transformers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .replace import KeptRouter
 
 @torch.no_grad()
 def restore_moe(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-    """Put the blocks back, with all experts on every rank and the weights that they have now.
+    """Put the blocks back in place, with the current weights of all experts on every rank.
 
-    In place and collective. Modes, dtypes and devices are those of the layers.
+    Collective. Modes, dtypes and devices are those of the layers.
 
     Args:
-        model: what ``replace_moe`` changed, wrapped or not.
-        blocks: its result.
+        model (nn.Module): the model that ``replace_moe`` changed, wrapped or not.
+        blocks (dict): result of ``replace_moe``.
 
     Raises:
-        ValueError: a layer has a load bias, for which the original router has no place.
+        ValueError: a layer has a load bias, which the original router cannot hold.
     """
     model = unwrap(model)
     for name, layer in _layers(model, blocks).items():
@@ -41,21 +41,21 @@ def restore_moe(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
 
 
 def original_state_dict(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """The state dict of the model as transformers has it, with all experts, on rank 0's CPU.
+    """Return the state dict with transformers' names and all experts, on rank 0's CPU. Collective.
 
-    For ``model.save_pretrained(folder, state_dict=...)`` while the model goes on as it is. Without
-    that argument ``save_pretrained`` writes this package's names, which transformers does not load.
-    Collective.
+    Pass it to ``model.save_pretrained(folder, state_dict=...)``. Without that argument
+    ``save_pretrained`` writes this package's names, which transformers does not load. The model
+    stays as it is.
 
     Args:
-        model: what ``replace_moe`` changed, wrapped or not.
-        blocks: its result.
+        model (nn.Module): the model that ``replace_moe`` changed, wrapped or not.
+        blocks (dict): result of ``replace_moe``.
 
     Returns:
-        Tensors by name; {} on the other ranks.
+        dict: tensors by name; {} on other ranks than 0.
 
     Raises:
-        ValueError: a layer has a load bias, for which the original router has no place.
+        ValueError: a layer has a load bias, which the original router cannot hold.
     """
     layers = _layers(unwrap(model), blocks)
     state = full_state_dict(model)
@@ -76,26 +76,26 @@ def original_state_dict(model: nn.Module, blocks: Mapping[str, nn.Module]) -> di
     for key, param in unwrap(model).named_parameters(remove_duplicate=False):
         one = first.setdefault(id(param), key)
         if key in state:
-            state[key] = state[one]  # tied ones stay one tensor
+            state[key] = state[one]  # tied parameters stay one tensor
     return state
 
 
 def _layers(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, MoELayer]:
-    """The layers that stand where the blocks stood, whose routing the blocks can have."""
+    """Return the layers at the places of the blocks; raise ValueError for a load bias."""
     layers = {name: model.get_submodule(name) for name in blocks}
     for name, layer in layers.items():
         if not (isinstance(layer, MoELayer) and isinstance(layer.gate, KeptRouter)):
             raise ValueError(f"{name} is not a layer of replace_moe, but {type(layer).__name__}")
         if layer.gate.load_bias is not None and layer.gate.load_bias.any():
             raise ValueError(
-                f"{name} chooses experts by a load bias, for which the original router has no "
-                "place: layer.gate.load_bias.zero_() gives it up"
+                f"{name} chooses experts by a load bias, which the original router cannot hold: "
+                "drop the bias with layer.gate.load_bias.zero_()"
             )
     return layers
 
 
 def _all_experts(layer: MoELayer) -> tuple[Tensor, Tensor]:
-    """[E, 2, F, M] and [E, M, F] with the experts of all ranks. Collective."""
+    """Return [E, 2, F, M] and [E, M, F] with the experts of all ranks. Collective."""
     groups, experts = layer.groups, layer.experts
     num_experts, hidden, model_dim = groups.num_experts, experts.hidden_dim, experts.model_dim
     gate_up = experts.fc1_weight.new_zeros((num_experts, 2, hidden, model_dim))
@@ -108,6 +108,6 @@ def _all_experts(layer: MoELayer) -> tuple[Tensor, Tensor]:
             take_slice(target, end, groups.slice_index, groups.num_slices).copy_(part)
     if groups.world_size > 1:
         for tensor in (gate_up, down):
-            # of bytes: all other ranks have zeros, so that the sum is exact, to the bit
+            # a sum of bytes is exact, because all other ranks have zeros
             sum_tensor_over_ranks_(tensor.view(torch.uint8))
     return gate_up, down

@@ -1,4 +1,4 @@
-"""The space of choices, and a search that says which one to try next.
+"""Space of choices, and the search that names the next choice to try.
 
 Coordinate descent, axis by axis; then the neighbours of the winner again, since the axes interact
 (Tutel, arXiv 2206.03382, section 2.3); then a rematch of choices whose times are too close for
@@ -101,8 +101,8 @@ class Search:
     """One search; a search made from a history is where the history ended.
 
     Args:
-        space: what can be chosen.
-        start: tried first; the others have to beat it.
+        space: the choices.
+        start: choice to try first; others have to beat it.
         history: (choice, samples) of every trial in order; samples are None if it cannot run.
 
     Attributes:
@@ -186,9 +186,7 @@ class Search:
                     yield from self._try(choice)
 
     def _rematch(self):
-        """Repeat the choices that may be the fastest until one is clearly so; measure the start
-        anew.
-        """
+        """Measure the start anew, and repeat close choices until one is clearly the fastest."""
         if self.best not in self._samples:
             return
         if self.best != self.start:  # its times may be those of the first steps of a process
@@ -209,9 +207,7 @@ class Search:
 
     @property
     def _inside(self) -> Choice:
-        """The best choice without a standalone value, from which the descent along the axes goes
-        on.
-        """
+        """Best choice without a standalone value; the descent along the axes starts there."""
         first = self.space.simplest if self.space.is_standalone(self.start) else self.start
         tried = [choice for choice in self._samples if not self.space.is_standalone(choice)]
         return min(tried, key=self._rank, default=first)
@@ -220,9 +216,7 @@ class Search:
         return self.time(choice), self.space.complexity(choice)
 
     def _doubt(self, choice: Choice, other: Choice) -> float:
-        """Return microseconds by which the times of two choices must differ to be clearly
-        different.
-        """
+        """Return the microseconds by which two choices must differ to be clearly different."""
         # relative deviation of the samples of most choices
         found = [deviation(s) / max(1, median(s)) for s in self._samples.values() if len(s) > 2]
         noise = statistics.median_low(found) if found else 0.0

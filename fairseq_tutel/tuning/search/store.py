@@ -106,8 +106,7 @@ def read_pinned(text: str, space: Space, signature: Mapping[str, Any]) -> dict[K
 
     Raises:
         ValueError: the text is invalid, has another signature or no decision, or has a choice that
-        this
-            run does not have.
+            this run does not have.
     """
     made = _parse(text)[0]
     for name, value in signature.items():

@@ -63,10 +63,10 @@ class Entry:
     baseline: int = 0
     trials: int = 0
     opened: int = 0  # step at which the search began
-    # of the current trial; late samples are recognised by its number
+    # of the current trial
     samples: list[int] = field(default_factory=list)
     num_steps: int = 0
-    trial: int = 0
+    trial: int = 0  # its number, which tells late samples apart
 
     @property
     def current(self) -> Choice:
@@ -78,11 +78,13 @@ class Tuner:
     """Choices of one run, by key.
 
     Args:
-        space: what can be chosen.
-        steps: steps of a trial; the first is not measured, because it may connect and allocate.
-        max_loss: share of the run's time that trials may cost before no further one starts.
-        start: values where a search begins if no other key of its kind has a choice; None: the
-            simplest.
+        space: the choices.
+        steps: steps of a trial (default 5). The first is not measured, because it may connect and
+            allocate.
+        max_loss: share of the run's time that trials may cost before no further trial starts
+            (default 0.02).
+        start: values where a search begins if no other key of its kind has a choice (default None:
+            the simplest).
     """
 
     def __init__(
@@ -97,8 +99,8 @@ class Tuner:
         self.steps, self.max_loss = steps, max_loss
         self._start = space.simplest if start is None else space.choice(start)
         self.entries: dict[Key, Entry] = {}
-        self.step = 0  # number of the next one
-        self.run_time = self.lost_time = 0  # microseconds of the run, and what trials cost of them
+        self.step = 0  # number of the next step
+        self.run_time = self.lost_time = 0  # microseconds of the run, and of it lost by trials
         self.last_sample: int | None = None  # microseconds
         # (step, key, trial) whose sample some rank lacks
         self._awaited: list[tuple[int, Key, int]] = []
