@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from helpers import fake_gpu
+from helpers.seeds import seed_all
 
 import fairseq_tutel
 from fairseq_tutel.ops import backend
@@ -30,6 +31,18 @@ def pytest_collection_modifyitems(items):
         for marker, reason in reasons.items():
             if reason is not None and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef):
+    """Seed a fixture by its own name: one of a module depends on no test that ran before."""
+    seed_all(fixturedef.argname)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item):
+    """Seed a test by its own name, also when it runs alone or behind others."""
+    seed_all(item.nodeid)
 
 
 @pytest.fixture(autouse=True)

@@ -55,8 +55,10 @@ def test_reading_while_it_is_replaced_gives_one_whole_set(tmp_path):
 
     reader = threading.Thread(target=read)
     reader.start()
-    for i in range(40):
-        (NEW, OLD)[i % 2].save(path, 2)
+    saves = 0
+    while saves < 40 or not (problems or set(reads) == {1, 2}):
+        (NEW, OLD)[saves % 2].save(path, 2)
+        saves += 1
         time.sleep(0.005)
     done.set()
     reader.join(timeout=30)

@@ -1,7 +1,6 @@
 """Ranks that disagree raise an error at once; small agreements between all ranks."""
 
 import dataclasses
-import time
 from dataclasses import dataclass
 
 import pytest
@@ -56,10 +55,8 @@ def test_differences_are_named_with_ranks_and_values():
         if name == "overlap_degree":
             layer.exchange_config = ExchangeConfig(overlap_degree=value)
         x = torch.randn(5, options["model_dim"], dtype=layer.experts.fc1_weight.dtype)
-        began = time.monotonic()
         with pytest.raises(ValueError) as caught:
             layer(x)
-        assert time.monotonic() - began < 10
         message = str(caught.value)
         assert message.startswith(f"MoE ranks disagree on {name}")
         for value in set(values):

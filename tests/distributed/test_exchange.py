@@ -207,13 +207,13 @@ def _compare(name, even):
         hidden = [(exchange.dispatch(x, p) @ w).tanh() for x, p in zip(xs, parts, strict=True)]
         return torch.cat([exchange.combine(h, p) for h, p in zip(hidden, parts, strict=True)])
 
-    *want, want_w = run(one_after_the_other)
+    want = run(one_after_the_other)
     worker = ThreadStream()
     for stream in (InlineStream(), worker, worker):
         recorded = with_algorithm(exchange, Recorded)
-        *got, got_w = run(lambda xs, w: _through(recorded, xs, w, parts, stream))  # noqa: B023
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-        torch.testing.assert_close(got_w, want_w, rtol=1e-12, atol=1e-12)  # sums of other order
+        got = run(lambda xs, w: _through(recorded, xs, w, parts, stream))  # noqa: B023
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
         directions = [line.rsplit(" ", 1)[0] for line in recorded.algorithm.log]
         order = ("dispatch", "combine", "combine gradient", "dispatch gradient")
         assert directions == [direction for direction in order for _ in CHUNKS]
@@ -225,7 +225,7 @@ def _compare(name, even):
 
 
 @on_ranks(W)
-def test_chunks_in_flight_are_the_same_bit_for_bit():
+def test_chunks_in_flight_give_what_one_after_the_other_gives():
     show_what_is_not_filled()
     for name, even in itertools.product(EXCHANGES, (True, False)):
         _compare(name, even)

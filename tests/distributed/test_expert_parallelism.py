@@ -139,7 +139,7 @@ def _train():
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        torch.testing.assert_close(*torch.tensor(norms).t(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(*torch.tensor(norms).t(), rtol=1e-5, atol=0)  # in fp32
         want = alone.state_dict()
         for name, value in without_held_experts(layer.state_dict()).items():
             if not name.startswith("experts."):

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from . import fake_gpu
+from .seeds import seed_all
 
 # Seconds that the other ranks get to fail too, once one has failed.
 GRACE = 3.0
@@ -38,7 +39,12 @@ class RanksFailed(AssertionError):
 
 
 def run_ranks(function: Callable, world_size: int, *args, timeout: float = 60.0) -> list[Any]:
-    """Results by rank of ``function(*args)``, pickled for each; alone, a rank has no process group.
+    """Run ``function(*args)`` on each rank; alone, a rank has no process group.
+
+    All ranks draw the same random numbers, by the seed of this process.
+
+    Returns:
+        Results by rank, pickled for each.
 
     Raises:
         RanksFailed: also after ``timeout`` seconds.
@@ -51,7 +57,8 @@ def run_ranks(function: Callable, world_size: int, *args, timeout: float = 60.0)
         folder = pathlib.Path(name)
         processes = [
             context.Process(
-                target=_rank_main, args=(function, args, rank, world_size, name, timeout)
+                target=_rank_main,
+                args=(function, args, rank, world_size, name, timeout, torch.initial_seed()),
             )
             for rank in range(world_size)
         ]
@@ -128,8 +135,9 @@ def _story(folder, rank, process):
     return f"--- rank {rank}: {text}"
 
 
-def _rank_main(function, args, rank, world_size, folder, timeout):
+def _rank_main(function, args, rank, world_size, folder, timeout, seed):
     torch.set_num_threads(1)
+    seed_all(seed)
     fake_gpu.install()
     folder = pathlib.Path(folder)
     with open(folder / f"stacks-{rank}", "w") as stacks:

@@ -91,7 +91,7 @@ def environment(**variables):
 
 
 def launch(*words, program=LAUNCH, env=None, **options):
-    options = {"capture_output": True, "text": True, "timeout": 30, **options}
+    options = {"capture_output": True, "text": True, "timeout": 60, **options}
     return subprocess.run([*program, *words], env=env or environment(), **options)
 
 
@@ -115,7 +115,7 @@ def start_nodes(port, *commands, pause=0, **options):
     return nodes
 
 
-def ended(process, code, seconds=15):
+def ended(process, code, seconds=60):
     """Wait for the end of a process with this exit code; return what it wrote to stderr."""
     _, errors = process.communicate(timeout=seconds)
     assert process.returncode == code, errors
@@ -133,7 +133,7 @@ def pids_in(*files):
     return [int(file.read_text()) for file in files]
 
 
-def wait_for(condition, seconds=15):
+def wait_for(condition, seconds=60):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"

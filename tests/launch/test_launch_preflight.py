@@ -43,7 +43,7 @@ def outcomes(port, reports, seconds=10.0):
         thread.start()
         time.sleep(0.1)
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=60)
     return [results[i] for i in range(len(reports))]
 
 

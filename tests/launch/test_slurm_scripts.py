@@ -40,7 +40,7 @@ def slurm(tmp_path):
 
 def run(script, *words, env):
     command = ["bash", str(SCRIPTS / script), *words]
-    how = {"cwd": REPOSITORY, "capture_output": True, "text": True, "timeout": 30}
+    how = {"cwd": REPOSITORY, "capture_output": True, "text": True, "timeout": 60}
     return subprocess.run(command, env=env, **how)
 
 
@@ -85,7 +85,7 @@ def test_signal_is_passed_on_and_leads_to_a_requeue(tmp_path, slurm):
     process = subprocess.Popen(command, env=slurm, cwd=REPOSITORY, **pipes)
     wait_for((tmp_path / "up").exists)
     process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=15)
+    process.communicate(timeout=60)
     assert process.returncode == 0
     assert (tmp_path / "signals").read_text() == "usr1\n"
     assert words_of(tmp_path, "scontrol") == ["requeue", "17"]

@@ -3,23 +3,17 @@
 import subprocess
 import sys
 
-# seconds of the processor; what else runs on the machine must not decide
 PROGRAM = """
-import sys, time, torch
-before = "torch._dynamo" in sys.modules
-begin = time.process_time()
+import sys, torch
+before = set(sys.modules)
 import fairseq_tutel.moe
-print(time.process_time() - begin, before, "torch._dynamo" in sys.modules, "triton" in sys.modules)
+new = set(sys.modules) - before
+rooms = {name.partition(".")[0] for name in new} - set(sys.stdlib_module_names)
+assert rooms == {"fairseq_tutel"}, sorted(new)
 """
 
 
-def test_it_is_cheap_and_imports_no_tracer():
-    seconds = []
-    for _ in range(2):
-        run = subprocess.run(
-            [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
-        )
-        took, before, after, triton = run.stdout.split()
-        seconds.append(float(took))
-        assert before == after and triton == "False"
-    assert min(seconds) < 0.6  # 0.2 on the machine that this was written on
+def test_it_imports_no_other_library():
+    """Neither Triton nor a part of torch that a program does without, as its tracer."""
+    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

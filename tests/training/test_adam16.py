@@ -175,10 +175,12 @@ def test_state_of_stacked_experts_equals_that_of_each_expert_alone():
     assert state["exp_avg_scale"].shape == (3,) and state["exp_avg_sq_scale"].shape == (3,)
     assert state["exp_avg_scale"].unique().numel() == 3
     for index, expert in enumerate(alone):
-        assert torch.equal(stacked[index], expert)
-        for name in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
-            assert torch.equal(state[name][index], optimizers[1].state[expert][name]), name
-        assert optimizers[1].state[expert]["exp_avg_scale"].shape == ()
+        torch.testing.assert_close(stacked[index], expert)
+        own = optimizers[1].state[expert]
+        for name in ("exp_avg", "exp_avg_sq"):  # fp16
+            assert rms_ratio(state[name][index], own[name]) < 1e-3, name
+            assert torch.equal(state[f"{name}_scale"][index], own[f"{name}_scale"]), name
+            assert own[f"{name}_scale"].shape == ()
 
 
 def test_parts_of_fp32_statistics_take_the_scales_of_the_whole():
@@ -306,4 +308,5 @@ def test_parameters_without_contiguous_memory_or_without_elements():
     same.grad = param.grad.contiguous()
     Adam16([param, empty], lr=0.1).step()
     Adam16([same], lr=0.1).step()
-    assert torch.equal(param, same) and not param.is_contiguous()
+    torch.testing.assert_close(param, same, check_stride=False)
+    assert not param.is_contiguous()

@@ -1,7 +1,6 @@
 """The tuner in a plain loop of layers on several ranks, with times that are injected."""
 
 import json
-import time
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.distributed import StepAgreement, build_groups, gather_texts, process_world
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.tuning import ExchangeTuner, candidates, exchange_tuner
+from fairseq_tutel.tuning import timer as timer_module
 from fairseq_tutel.tuning.timer import RegionTimer
 
 M = 8
@@ -146,10 +146,10 @@ def _with_real_times():
             results.append(torch.autograd.grad(y.square().sum(), [x]))
         torch.testing.assert_close(*results)
         if step.timer is not None:
-            assert 0 < step.timer.microseconds < 10**7
+            assert step.timer.microseconds > 0
     assert degrees > {1}
     trials = [event for event in tuner.take_events() if event["what"] == "trial"]
-    assert trials and all(0 < us < 10**7 for event in trials for us in event["samples"])
+    assert trials and all(us > 0 for event in trials for us in event["samples"])
 
 
 def test_one_rank_has_nothing_to_tune():
@@ -160,20 +160,35 @@ def test_one_rank_has_nothing_to_tune():
     assert layer(torch.randn(5, M), step=step).shape == (5, M)
 
 
+class Clock:
+    """Stands for the module time; time passes where a test says so."""
+
+    nanoseconds = 0
+
+    def perf_counter_ns(self):
+        return self.nanoseconds
+
+
+clock = Clock()
+
+
 class Slow(torch.autograd.Function):
+    """Takes 20 us, and 30 us in the backward pass."""
+
     @staticmethod
     def forward(ctx, x):
-        time.sleep(0.02)
+        clock.nanoseconds += 20_000
         return 2 * x
 
     @staticmethod
     def backward(ctx, grad):
-        time.sleep(0.03)
+        clock.nanoseconds += 30_000
         return 2 * grad
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_timer_sees_forward_recomputation_and_backward(recompute):
+def test_a_timer_sees_forward_recomputation_and_backward(recompute, monkeypatch):
+    monkeypatch.setattr(timer_module, "time", clock)
     timer, x = RegionTimer(), torch.ones(3, requires_grad=True)
     assert timer.microseconds is None
 
@@ -186,12 +201,11 @@ def test_a_timer_sees_forward_recomputation_and_backward(recompute):
         assert timer.microseconds is None  # the backward pass is to come
     y.sum().backward()
     assert torch.equal(x.grad, torch.full((3,), 2.0))
-    least = 70_000 if recompute else 50_000
-    assert least <= timer.microseconds < 20 * least  # cores are shared
+    assert timer.microseconds == (70 if recompute else 50)
     forward_only = RegionTimer()
     inside, span = forward_only.begin(torch.ones(3))
     forward_only.end(Slow.apply(inside), span)
-    assert 20_000 <= forward_only.microseconds < 400_000
+    assert forward_only.microseconds == 20
 
 
 def test_a_timed_region_may_be_changed_in_place_and_recomputed_without_reentrant_autograd():

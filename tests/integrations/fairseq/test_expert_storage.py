@@ -37,7 +37,8 @@ def test_perplexity_and_bytes():
     words = "the"
     text = lm.sample(words, beam=2, max_len_b=12)
     mapped = load(moe_map_experts=True)
-    assert perplexity(mapped[1]) == whole and mapped[0].sample(words, beam=2, max_len_b=12) == text
+    assert perplexity(mapped[1]) == pytest.approx(whole, rel=1e-5)
+    assert mapped[0].sample(words, beam=2, max_len_b=12) == text
     numbers = sum(
         p.numel() for layer in model.moe_layers.values() for p in layer.experts.parameters()
     )
