@@ -21,6 +21,7 @@ from translation import UPDATES as TRANSLATION_UPDATES
 from translation import translation
 
 from fairseq_tutel import picture
+from fairseq_tutel.command_line import run_and_exit
 
 UPDATES = 320  # about 3 minutes in fp32 on two CPU cores
 REQUIRED_FALL = 10  # of the perplexity, in a whole run on Python's library
@@ -228,4 +229,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import sentencepiece
-from expert_use import draw_use, expert_use
 from parallel import SIDES, Pairs, build_pairs
 from sacrebleu import corpus_bleu
 from steps import EXPERTS, GPUS, RANKS, Commands, QuickstartError, prepare, say, show_progress
@@ -136,7 +135,10 @@ class Translation(Commands):
             ]
 
     def picture(self) -> None:
-        """Which experts each language uses, in every MoE layer."""
+        """Draw which experts each language uses, in every MoE layer."""
+        # here, since importing fairseq prints warnings before main.py filters them
+        from expert_use import draw_use, expert_use
+
         checkpoint = self.folder / "checkpoints" / "checkpoint_last.pt"
         samples = {pair: [p for p in self.corpus[pair]["test"]] for pair in self.corpus}
         model = self.folder / "tokenizer" / "sentencepiece.model"
