@@ -115,9 +115,9 @@ def start_nodes(port, *commands, pause=0, **options):
     return nodes
 
 
-def ended(process, code, seconds=60):
+def ended(process, code):
     """Wait for the end of a process with this exit code; return what it wrote to stderr."""
-    _, errors = process.communicate(timeout=seconds)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
     return errors
 
@@ -133,8 +133,8 @@ def pids_in(*files):
     return [int(file.read_text()) for file in files]
 
 
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
+def wait_for(condition):
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.02)
