@@ -146,16 +146,9 @@ def select_experts(entries: Mapping[str, Value], *, first: int, wanted: range) -
 def expert_forms(entries: Mapping[str, Any], where: str) -> tuple[int, dict[str, str]]:
     """Return the number of experts in the entries of a file, and the form that all of them have.
 
-    Args:
-        entries: entries of experts.
-        where: the file, for errors.
-
-    Returns:
-        The number of experts, and {key with "*" for the expert's number: shape and dtype of a
-        tensor, or names in a state}.
-
-    Raises:
-        CheckpointError: there is a dense entry, numbers are not 0..E-1, or experts differ.
+    The form is {key with "*" for the expert's number: shape and dtype of a tensor, or names in a
+    state}. CheckpointError, which names ``where``, is raised for a dense entry, for numbers that
+    are not 0..E-1, and for experts that differ.
     """
     experts: dict[int, dict[str, str]] = {}
     for key, value in entries.items():

@@ -19,11 +19,10 @@ _FOR_NUM_EXPERTS = ("moe_expert_load", "moe_tuner")
 
 
 def open_sparse(path: str, dst: str | None, force: bool) -> SetReader:
-    """Open a set with experts, which another set ``dst`` will be made of.
+    """Open a set with experts, of which another set ``dst`` will be made.
 
-    Raises:
-        CheckpointError: ``dst`` cannot be written; the set has no experts, or some are held back:
-            the history names these by number.
+    CheckpointError is raised if ``dst`` may not be written, if there are no experts, or while some
+    are held back: the history names these by number.
     """
     if dst is not None:
         refuse_target(dst, path, force)  # before experts are read
@@ -53,21 +52,11 @@ def write_change(
     force: bool = False,
     in_place: bool = False,
 ) -> str:
-    """Write a set that was made of another, and log the flags to train on with.
+    """Write a set that was made of another; return its canonical path.
 
-    Args:
-        dst: X.pt of the new set.
-        source: the set that was read.
-        shared: state without experts.
-        experts: function that makes experts, see :func:`..store.write_set`.
-        entry: new entry of the history.
-        ranks: W; None: one merged file.
-        options: changed options of the model, by fairseq's names.
-        more_flags: further flags to train on with.
-        force, in_place: see :func:`..store.write_set`.
-
-    Returns:
-        The canonical path.
+    The arguments are those of :func:`..store.write_set`, and ``entry`` of the history and changed
+    ``options`` of the model, by fairseq's names. The options and ``more_flags`` are logged as the
+    flags to train on with.
     """
     state = with_options(shared, options or {})
     if isinstance(extra := state.get("extra_state"), Mapping):

@@ -34,7 +34,7 @@ class Growth:
     after: int
     update: int
     ramp: int = 0  # updates over which held back experts come in; 0: none are held back
-    held: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    held: dict[str, list[int]] = field(default_factory=dict)  # layer -> numbers of new experts
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> Growth:
@@ -47,7 +47,7 @@ class Growth:
 
     def stored(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
-        return {**asdict(self), "held": {name: list(held) for name, held in self.held.items()}}
+        return asdict(self)
 
     def left(self, update: int) -> float:
         """Return the share of the ramp that is left after an update, 1 to 0."""

@@ -70,12 +70,8 @@ def even_load(source: SetReader) -> Load:
 def read_load(source: SetReader, file: str | None) -> Load:
     """Read the last line of the log that has the load of a set's experts in all its layers.
 
-    Args:
-        source: the set.
-        file: the log; None: the ``expert_load.jsonl`` beside the set.
-
-    Raises:
-        CheckpointError: the log or such a line is missing.
+    The log is ``file``, or the ``expert_load.jsonl`` beside the set. CheckpointError is raised if
+    there is no such log or line.
     """
     path = file or os.path.join(source.cset.directory, "expert_load.jsonl")
     try:
