@@ -31,11 +31,9 @@ from .command_line import CommandLine, run_and_exit
 _BLUE, _RED, _GREY = "#4878a8", "#c44e52", "#777777"
 _COLORS = (_BLUE, _RED, "#55a868", "#8172b2", "#ccb974", "#64b5cd", _GREY, "#937860")
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf)"
-# on a terminal a logger's name stands before each line, in the file of --log-file it does not
-_JSON = re.compile(r"(\{.*\})\s*$")
-_TRAIN_INNER = re.compile(r"epoch \d+:\s+\d+ / \d+ (.*)")
-_VALID = re.compile(r"epoch \d+ \| valid on .*? subset \| (.*)")
-_TRAIN = re.compile(r"epoch \d+ \| (.*)")
+_EPOCH = re.compile(r'\bepoch"?:? \d+')
+# loss=8.02 and loss 8.02 of --log-format simple, "loss": "8.02" of json
+_METRIC = re.compile(rf'(\w+)"?(?:[= ]|: )"?({_NUMBER})"?(?=[,}}]| \||$)')
 _BEGIN = "num. shared model params"  # printed at every start of fairseq-train
 _RESUMED = re.compile(r"Loaded checkpoint .* \(epoch \d+ @ (\d+) updates\)")
 
@@ -56,24 +54,15 @@ def read_metrics(line: str) -> tuple[str, dict[str, float]] | None:
     Returns:
         ("train_inner", "train" or "valid"; metrics by name), None for a line without metrics.
     """
-    if found := _JSON.search(line):
-        try:
-            pairs = json.loads(found[1]).items()
-        except ValueError:
-            return None
-        sides = {name.partition("_")[0] for name, _ in pairs} & {"train", "valid"}
-        kind = "valid" if "valid" in sides else "train" if "train" in sides else "train_inner"
-    else:
-        patterns = {"train_inner": _TRAIN_INNER, "valid": _VALID, "train": _TRAIN}
-        matches = {kind: pattern.search(line) for kind, pattern in patterns.items()}
-        kind = next((kind for kind, match in matches.items() if match), None)
-        if kind is None:
-            return None
-        pairs = re.findall(rf"(\w+)[= ]({_NUMBER})(?=,| \||$)", matches[kind][1])
-    values = {}
-    for name, value in pairs:
-        with contextlib.suppress(ValueError):  # the name of a subset, say
-            values[re.sub(r"^(train|valid)_", "", name)] = float(value)
+    if not _EPOCH.search(line):
+        return None
+    found = {name: float(value) for name, value in _METRIC.findall(line)}
+    kind = "train_inner"
+    if "valid_num_updates" in found or " valid on " in line:
+        kind = "valid"
+    elif "train_num_updates" in found or re.search(r"epoch \d+ \|", line):
+        kind = "train"
+    values = {re.sub(r"^(train|valid)_", "", name): value for name, value in found.items()}
     if "num_updates" not in values or "loss" not in values:
         return None
     return kind, {**values, "loss": values.get("inner_loss", values["loss"])}
