@@ -65,16 +65,21 @@ def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
             tried(verify_file, files[role])
         rows.append(_describe_file(role, files[role], contents[role]))
     reader = tried(SetReader, path)
-    if reader is not None:
-        if is_of_fairseq(reader.shared):
-            tried(check_complete, reader.shared, reader.main_path)
-        if reader.kind != MERGED:
-            for number in range(reader.num_rank_files):
-                tried(reader.rank_file, number)
-            problems += _superfluous(reader)
-            for number in _replicas(reader):
-                tried(_check_replica, reader, contents, number, verify)
-    metadata = reader.metadata if reader else None
+    metadata, replicas = reader.metadata if reader else None, 0
+    if reader is not None and is_of_fairseq(reader.shared):
+        tried(check_complete, reader.shared, reader.main_path)
+    if reader is not None and reader.kind != MERGED:
+        count = reader.num_rank_files
+        for number in range(count):
+            tried(reader.rank_file, number)
+        for role in sorted(role for role in files if isinstance(role, int) and role >= count):
+            if metadata:
+                problems.append(
+                    f"{cset.path_of(role)}: superfluous: the set has {count} rank files"
+                )
+            else:  # if experts are fewer than ranks, each rank of Meta's runs wrote a file
+                replicas += 1
+                tried(_check_replica, reader, contents, role, verify)
     return {
         "path": cset.path,
         "kind": reader.kind if reader else (MERGED if set(files) == {MERGED} else "set"),
@@ -82,7 +87,7 @@ def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
         "save_id": metadata and metadata.save_id,
         "world_size": metadata and metadata.world_size,
         "num_rank_files": reader.num_rank_files if reader and reader.kind != MERGED else None,
-        "replicas": len(_replicas(reader)) if reader else 0,
+        "replicas": replicas,
         "num_experts": reader and reader.num_experts,
         **_describe_content(contents, reader),
         "growth": [*map(str, reader and tried(history_of, reader.shared) or ())],
@@ -92,26 +97,6 @@ def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
         "problems": problems,
         "consistent": not problems,
     }
-
-
-def _superfluous(reader: SetReader) -> list[str]:
-    """Return a problem for each superfluous rank file of our sets; Meta's runs wrote replicas."""
-    count = reader.num_rank_files
-    extra = (role for role in reader.files if isinstance(role, int) and role >= count)
-    return [
-        f"{reader.cset.path_of(role)}: superfluous: the set has {count} rank files"
-        for role in sorted(extra if reader.metadata else ())
-    ]
-
-
-def _replicas(reader: SetReader) -> list[int]:
-    """Return the numbers of rank files that repeat others.
-
-    If experts are fewer than ranks, each rank of Meta's runs wrote a file (replication count).
-    """
-    if reader.metadata is not None or reader.kind == MERGED:
-        return []
-    return sorted(r for r in reader.files if isinstance(r, int) and r >= reader.num_rank_files)
 
 
 def _check_replica(
