@@ -1,4 +1,4 @@
-"""Pictures of a training run: ``python -m fairseq_tutel.picture SAVE_DIR [--log FILE]``.
+"""Draw a training run: ``python -m fairseq_tutel.picture SAVE_DIR [--log FILE]``.
 
 loss.png      cross-entropy without the gate loss, and where the run was resumed; from fairseq's
               log in the formats simple and json (a --log-file, or the output of the terminal)
@@ -214,13 +214,14 @@ def draw_run(folder: Path, log: Path | None, out: Path) -> tuple[list[Path], lis
     Returns:
         (paths of the pictures, one line per missing picture with the reason).
     """
-    curves, no_curves = Curves(), f"{log} has no lines of fairseq's metrics"
-    if log is not None:
-        curves = read_log(log)
-    else:
-        no_curves = f"{folder} has no .log file; name it with --log FILE (of --log-file FILE)"
+    curves = read_log(log) if log else Curves()
     found = curves if curves.train or curves.valid else None
-    jobs: list[tuple] = [("loss.png", draw_loss, found, no_curves)]
+    why = (
+        f"{log} has no lines of fairseq's metrics"
+        if log
+        else (f"{folder} has no .log file; name the file of --log-file by --log FILE")
+    )
+    jobs: list[tuple] = [("loss.png", draw_loss, found, why)]
     for name, draw, file, flag in (
         ("experts.png", draw_experts, "expert_load.jsonl", "--moe-load-log-interval N"),
         ("exchange.png", draw_exchange, "exchange.jsonl", "--moe-overlap-degree auto"),
@@ -228,27 +229,32 @@ def draw_run(folder: Path, log: Path | None, out: Path) -> tuple[list[Path], lis
         why = f"{folder / file} is not there or has no lines; a run writes it with {flag}"
         jobs.append((name, draw, list(read_lines(folder / file)), why))
     out.mkdir(parents=True, exist_ok=True)
-    for name, draw, data, _ in jobs:
+    pictures, missing = [], []
+    for name, draw, data, why in jobs:
         if data:
             draw(data, out / name)
-    pictures = [out / name for name, _, data, _ in jobs if data]
-    return pictures, [f"no {name}: {why}" for name, _, data, why in jobs if not data]
+            pictures.append(out / name)
+        else:
+            missing.append(f"no {name}: {why}")
+    return pictures, missing
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; exit code 1 if nothing can be drawn, 2 for a wrong command line."""
     parser = CommandLine(
         prog="python -m fairseq_tutel.picture",
-        description=(__doc__ or "").partition("\n\n")[2],
+        description="Draw a training run:\n\n" + (__doc__ or "").partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("save_dir", type=Path, metavar="SAVE_DIR", help="fairseq's --save-dir")
     newest = "fairseq's log of the run (default: the newest .log file in SAVE_DIR)"
     parser.add_argument("--log", type=Path, metavar="FILE", help=newest)
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: SAVE_DIR")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="folder of the pictures (default: SAVE_DIR)"
+    )
     options = parser.parse_args(argv)
     if not options.save_dir.is_dir():
-        parser.error(f"{options.save_dir} is no folder")
+        parser.error(f"{options.save_dir}: there is no such folder")
     if options.log is not None and not options.log.is_file():
         parser.error(f"--log {options.log}: there is no such file")
     if importlib.util.find_spec("matplotlib") is None:
