@@ -1,9 +1,9 @@
-"""The budget of conditional routing: how far a model is from giving its experts a share p.
+"""Budget of conditional routing: the distance from giving the experts a share p.
 
 C = | sum of the gates / number of tokens - p | over all layers of a forward pass, as in fairseq's
-branch ``nllb``. By itself each rank has a C of its own tokens; with ``--moe-cmr-xgpu`` it is that
-of all ranks' tokens, and the gradient is that of one process with all of them (the branch's follows
-only the rank's own loss, W times less on W ranks).
+branch ``nllb``. Each rank has the C of its own tokens by default. With ``--moe-cmr-xgpu`` C counts
+the tokens of all ranks, and the gradient is the one of a single process with all tokens. (In the
+branch the gradient follows only the rank's own loss, which is W times less on W ranks.)
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from ....moe import MoEAux
 
 @dataclass
 class BudgetOptions:
-    """A base of a criterion's dataclass; names of the branch."""
+    """Base of a criterion's dataclass, with the branch's names."""
 
     cmr_gate_loss_wt: float = option(
         0.0,
@@ -38,7 +38,7 @@ class BudgetOptions:
 
 
 class Budget:
-    """The term of the loss. Raises ValueError for options out of range."""
+    """Term of the loss; raises ValueError for options out of range."""
 
     def __init__(self, weight: float = 0.0, share: float = 1.0, over_ranks: bool = False):
         given = SimpleNamespace(cmr_gate_loss_wt=weight, cmr_gate_loss_p=share)
@@ -46,8 +46,9 @@ class Budget:
         self.weight, self.share, self.over_ranks = weight, share, over_ranks
 
     def __call__(self, reports: Sequence[MoEAux], sample_size: float) -> Optional[torch.Tensor]:
-        """n C of a batch of sample size n, fp32 scalar; None where it has no weight, or no layer is
-        conditional. Collective with ``over_ranks``.
+        """Return n C of a batch of sample size n, an fp32 scalar. Collective with ``over_ranks``.
+
+        Return None if the budget has no weight or no layer is conditional.
         """
         shares = [aux.share_of_layer for aux in reports if aux.share_of_layer is not None]
         if not shares or not self.weight:
@@ -58,7 +59,7 @@ class Budget:
         total = torch.stack([used.detach(), tokens, tokens.new_tensor(float(sample_size))])
         sum_tensor_over_ranks_(total)
         all_used, all_tokens, all_samples = total
-        # the value is of this rank's samples; the gradient counts those of all
+        # the value counts this rank's samples; the gradient counts those of all ranks
         distance = (all_used / all_tokens.clamp(min=1e-5) - self.share).abs()
         towards = torch.sign(all_used / all_tokens.clamp(min=1e-5) - self.share)
         own = all_samples * towards * used / all_tokens.clamp(min=1e-5)

@@ -1,10 +1,10 @@
-"""What criterions have in common for models with MoE layers: the gate loss, and metrics.
+"""Gate loss and metrics of criterions for models with MoE layers.
 
-A criterion adds ``weight * sample_size * G`` to its own loss, with G the sum or mean of the layers'
-losses (:class:`MoECriterion`), and logs how tokens were routed.
+A criterion adds ``weight * sample_size * G`` to its own loss and logs how tokens were routed
+(:class:`MoECriterion`). G is the sum or mean of the layers' losses.
 
-fairseq adds up logging outputs, by one all-reduce over the ranks. Utilisation is that of a forward
-pass of all ranks, so the passes of an update are kept apart: before that sum, a rank's logging
+fairseq sums logging outputs by one all-reduce over the ranks. Utilisation belongs to one forward
+pass of all ranks, so the passes of an update are kept apart: before the sum, a rank's logging
 outputs are joined into one whose counts have one row per pass (:func:`join_passes`).
 """
 
@@ -33,12 +33,12 @@ from ....moe import (
 )
 from .conditional_routing import Budget, BudgetOptions
 
-_CMR = "cmr_gate_loss"  # where routing is conditional
+_CMR = "cmr_gate_loss"  # of conditional routing
 # counts of the routing in a logging output
 _KEYS = tuple(f"moe_{name}" for name in RoutingCounts._fields)
 _MAY_DROP, _SECOND = "moe_may_drop", "moe_second"  # batches with a capacity, a second choice
 _RECORDS = "moe_exchange_records"  # of the layers, until the backward pass is over
-_NULL = "moe_null"  # percentage of the choices that are null experts, where there are such
+_NULL = "moe_null"  # percentage of the choices that are null experts
 
 
 @dataclass
@@ -54,22 +54,22 @@ class GateLossOptions(BudgetOptions):
 
 
 class MoECriterion:
-    """Mixin of a stock criterion, to be named before it; dense models get a gate loss of 0.
+    """Mixin for a stock criterion, named before it. Dense models get a gate loss of 0.
 
     Attributes:
-        budget: of conditional routing; it has no weight unless the criterion sets one.
+        budget: budget of conditional routing (default: without weight).
     """
 
     budget = Budget()
 
     def set_gate_loss(self, weight: float, combine_method: str, transform: str = "none") -> None:
-        """Options of the gate loss; raises ValueError for a weight out of range."""
+        """Set the options of the gate loss; raise ValueError for a weight out of range."""
         check_ranges(SimpleNamespace(moe_gate_loss_wt=weight), GateLossOptions)
         self.gate_loss_weight = weight
         self.combine_method, self.transform = str(combine_method), str(transform)
 
     def gate_loss(self, reports: list[MoEAux], like: torch.Tensor) -> torch.Tensor:
-        """G of a batch, fp32 scalar with gradient."""
+        """Return G of a batch, an fp32 scalar with gradient."""
         if not reports:
             return like.new_zeros((), dtype=torch.float32)
         losses = torch.stack([aux.loss for aux in reports])
@@ -79,14 +79,16 @@ class MoECriterion:
     def add_gate_loss(
         self, loss: torch.Tensor, model, net_output, sample: dict[str, Any]
     ) -> tuple[torch.Tensor, int, dict[str, Any]]:
-        """(loss with the gate loss, sample size, logging output) of a batch whose own loss is
-        ``loss``, a scalar or not reduced."""
+        """Return (loss with the gate loss, sample size, logging output) of a batch.
+
+        ``loss`` is the criterion's own loss, a scalar or one number per token.
+        """
         sample_size = sample["target"].size(0) if self.sentence_avg else sample["ntokens"]
         # some models return a tensor or None beside their output
         extra = net_output[1] if isinstance(net_output[1], dict) else {}
         reports = extra.get("moe", [])
         gate_loss = self.gate_loss(reports, like=loss)
-        # broadcasts over the tokens where the loss is not reduced
+        # broadcasts over the tokens if the loss is not reduced
         loss = loss + self.gate_loss_weight * sample_size * gate_loss
         distance = self.budget(reports, sample_size)
         if distance is not None:
@@ -105,7 +107,7 @@ class MoECriterion:
         if distance is not None:
             logging_output[_CMR] = distance.data
         records = [aux.record for aux in reports if aux.record is not None]
-        if model.training:  # of gradients they know after the backward pass
+        if model.training:  # errors of gradients are known after the backward pass
             logging_output[_RECORDS] = records
         else:
             logging_output.update(wire_errors(records))
@@ -117,10 +119,12 @@ class MoECriterion:
 
 
 def log_moe_metrics(logging_outputs) -> dict[str, float]:
-    """Log loss, gate loss and routing of all ranks and batches of an update; the sums of all
-    scalars, by name, of which a criterion logs what is its own.
+    """Log loss, gate loss and routing of all ranks and batches of an update.
 
-    NOTE: one synchronisation with the device; logged tensors would be read one by one.
+    Returns:
+        The sums of all scalars by name; a criterion logs its own.
+
+    NOTE: synchronises once with the device; logged tensors would be read one by one.
     """
     _finish_wire_errors(logging_outputs)
     passes = logged_passes(logging_outputs)
@@ -141,29 +145,29 @@ def log_moe_metrics(logging_outputs) -> dict[str, float]:
         if name in UTILISATION_NAMES and name not in unmoved:
             log_scalar(name, total[name], len(passes.slots), 2)
     for name, layers_name in zip(WIRE_ERROR_NAMES, WIRE_LAYERS_NAMES, strict=True):
-        if layers := total[layers_name]:  # where something was encoded
+        if layers := total[layers_name]:  # layers that encoded rows
             log_scalar(name, total[name] / layers, layers, 6)
     return total
 
 
 def log_scalar(name: str, value: float, weight: float, digits: int = 3) -> None:
-    """A metric, a mean with this weight, rounded in the log."""
+    """Log a mean with this weight, rounded to so many digits."""
     metrics.log_scalar(name, value, weight, round=digits)
 
 
 def _has_capacity(model) -> bool:
-    """Of a model whose layers cannot be asked it is taken to be so."""
+    """Return whether any layer limits its capacity; True if unknown."""
     layers = getattr(model, "moe_layers", None)
     configs = [layer.config for layer in layers.values()] if layers else []
     return not configs or any(config.capacity(1, model.training) is not None for config in configs)
 
 
 def _unmoved(total: dict[str, float]) -> set[str]:
-    """Metrics that an option leaves at 0 (or 100), which are not logged.
+    """Return the metrics that an option leaves at 0 or 100; these are not logged.
 
-    Without a capacity nothing is dropped; a top-1 router has no second choice, and its overflow is
-    0 as in fairseq's moe branch; clocks run with ``--record-a2a-perf-stats`` only; one rank
-    receives all rows. A metric that happens to be 0 in a batch is logged: it counts in means.
+    Without a capacity nothing is dropped. A top-1 router has no second choice, and its overflow is
+    0 as in fairseq's moe branch. Clocks run with ``--record-a2a-perf-stats`` only. A single rank
+    receives all rows. A metric that happens to be 0 in a batch is logged, because means count it.
     """
     unmoved = {name for name in METRIC_NAMES if name.startswith("all_to_all") and not total[name]}
     if not total[_MAY_DROP]:
@@ -178,9 +182,9 @@ def _unmoved(total: dict[str, float]) -> set[str]:
 
 
 def _host_totals(logs: Sequence[dict]) -> defaultdict[str, float]:
-    """Sums of the scalars of logging outputs, by name.
+    """Return the fp64 sums of the scalars of logging outputs by name.
 
-    All tensors are read back to the host in one piece; their sums are fp64.
+    All tensors are read back to the host at once.
     """
     totals: defaultdict[str, float] = defaultdict(float)
     tensors = []
@@ -197,7 +201,7 @@ def _host_totals(logs: Sequence[dict]) -> defaultdict[str, float]:
 
 
 def layer_mean_metrics(reports: list[MoEAux]) -> dict[str, torch.Tensor]:
-    """Mean over the MoE layers of every metric; empty without MoE layers."""
+    """Return the mean over the MoE layers of every metric; empty without MoE layers."""
     if not reports:
         return {}
     means = routing_metrics(reports).mean(1)
@@ -208,10 +212,11 @@ def layer_mean_metrics(reports: list[MoEAux]) -> dict[str, torch.Tensor]:
 
 
 def join_passes(logs: Sequence[dict[str, Any]], fillers: int = 0) -> None:
-    """Move the counts of all logs of one rank, in the order of its passes, into the first one, one
-    row per pass: [U, L, ...].
+    """Move the counts of all logs of one rank into the first log, one row per pass: [U, L, ...].
 
-    ``fillers``: passes before them that do not count; other ranks may have had batches then.
+    Args:
+        logs: logging outputs in the order of the rank's passes.
+        fillers: passes before them that do not count; other ranks may have had batches then.
     """
     _finish_wire_errors(logs)
     if not logs or _KEYS[0] not in logs[0]:
@@ -223,19 +228,20 @@ def join_passes(logs: Sequence[dict[str, Any]], fillers: int = 0) -> None:
 
 
 def _finish_wire_errors(logs: Sequence[dict[str, Any]]) -> None:
-    """Errors on the wire in place of the records that say them."""
+    """Replace the records of the exchanges by their errors on the wire."""
     for log in logs:
         log.update(wire_errors(log.pop(_RECORDS, ())))
 
 
 def logged_passes(logs: Sequence[dict[str, Any]]) -> RoutingCounts | None:
-    """The counts of all passes of all ranks, [U, L, ...], from logs with one or with joined ones;
-    None without MoE layers.
+    """Return the counts of all passes of all ranks, [U, L, ...]; None without MoE layers.
+
+    A log may hold the counts of one pass or of several (:func:`join_passes`).
     """
     found = [RoutingCounts(*(log[key] for key in _KEYS)) for log in logs if _KEYS[0] in log]
     if not found:
         return None
-    dims = RoutingCounts(load=2, kept=2, received=2, slots=1)  # of one pass
+    dims = RoutingCounts(load=2, kept=2, received=2, slots=1)  # dimensions of one pass
     return RoutingCounts(
         *(
             torch.cat([part.reshape(-1, *part.shape[-dim:]) for part in parts])
@@ -245,7 +251,7 @@ def logged_passes(logs: Sequence[dict[str, Any]]) -> RoutingCounts | None:
 
 
 def _utilisation_to_log(passes: RoutingCounts) -> dict[str, torch.Tensor | int]:
-    """Mean over passes and layers of every metric; ``padded_rows`` and the number of ``ranks``."""
+    """Return the mean over passes and layers of every metric, ``padded_rows`` and ``ranks``."""
     means = torch.stack(utilisation(passes)).flatten(1).mean(1)
     names = dict(zip(UTILISATION_NAMES, means, strict=True))
     return {**names, "padded_rows": passes.slots.sum(), "ranks": passes.received.shape[-1]}

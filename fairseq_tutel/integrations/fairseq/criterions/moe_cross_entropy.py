@@ -1,8 +1,8 @@
 """``--criterion moe_cross_entropy``: cross entropy plus the balance loss of the MoE layers.
 
-``loss = CE_sum + weight * sample_size * G`` with G the sum or mean of the layers' losses, or its
-negative logarithm. Logged per token (or sentence) in base 2 like fairseq's other criterions, but G
-as it is.
+``loss = CE_sum + weight * sample_size * G``. G is the sum or mean of the layers' losses, or its
+negative logarithm. The loss is logged per token or sentence in base 2, as by fairseq's other
+criterions; G is logged as it is.
 """
 
 import math

@@ -1,8 +1,8 @@
-"""``--criterion moe_label_smoothed_cross_entropy``: of fairseq's ``nllb`` branch, for translation.
+"""``--criterion moe_label_smoothed_cross_entropy`` of fairseq's ``nllb`` branch, for translation.
 
 ``loss = (1 - eps) * NLL_sum + eps / V * S + weight * sample_size * G``, with conditional routing
 ``+ cmr_weight * sample_size * C`` (:mod:`.conditional_routing`). S is the sum of -log p over all V
-symbols and all targets that are no padding, G the sum or mean of the MoE layers' losses.
+symbols and all targets without padding. G is the sum or mean of the MoE layers' losses.
 Stock fairseq's ``label_smoothed_cross_entropy`` spreads eps over the V - 1 other symbols.
 """
 
@@ -67,7 +67,7 @@ class MoELabelSmoothedCrossEntropyCriterion(MoECriterion, LabelSmoothedCrossEntr
         return loss, sample_size, output
 
     def compute_loss(self, model, net_output, sample, reduce=True):
-        """(smoothed loss, NLL): scalars, or [targets, 1] without ``reduce``."""
+        """Return (smoothed loss, NLL): scalars, or [targets, 1] without ``reduce``."""
         log_prob_NV, target_N = self.get_lprobs_and_target(model, net_output, sample)
         padding_N1 = target_N.eq(self.padding_idx)[:, None]
         nll_N1 = -log_prob_NV.gather(1, target_N[:, None]).masked_fill(padding_N1, 0)
@@ -90,6 +90,6 @@ class MoELabelSmoothedCrossEntropyCriterion(MoECriterion, LabelSmoothedCrossEntr
 
 
 def _accuracy(meters) -> float:
-    """Percentage of the targets whose symbol is the most probable one."""
+    """Return the percentage of targets whose symbol is the most probable one."""
     total = meters["total"].sum
     return round(100.0 * meters["n_correct"].sum / total, 3) if total > 0 else float("nan")

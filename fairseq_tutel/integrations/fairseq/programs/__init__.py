@@ -1,4 +1,4 @@
-"""Changes that fairseq's programs need with experts; the program that this process runs."""
+"""Changes to fairseq's programs for models with experts; the name of the running program."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ _PACKAGE = "fairseq_cli"
 
 
 def program() -> str | None:
-    """Name of the console script (``fairseq-train``), also where it was started in another way:
-    as a module, as a file, or by ``python -c "from fairseq_cli.train import ..."``."""
+    """Return the name of the console script, such as ``fairseq-train``; None for other programs.
+
+    The program may also run as a module, as a file, or by
+    ``python -c "from fairseq_cli.train import ..."``.
+    """
     script = os.path.basename(sys.argv[0])
     if script.startswith("fairseq-"):
         return script

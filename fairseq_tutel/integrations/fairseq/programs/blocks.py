@@ -1,10 +1,11 @@
-"""Every block of the data is evaluated, or an error names the option in the way.
+"""Evaluates every block of the data, or raises an error that names the option in the way.
 
-Stock fairseq leaves some out and reports the perplexity of the rest. ``fairseq-eval-lm`` cuts the
-text into blocks of 1,024 tokens by default, and those of more tokens than the model has
-positions are skipped, with a line in the log: all but the last. And the last batch is dropped where
-its size is not a multiple of ``--required-batch-size-multiple``, 8 by default, in validation during
-training, in ``fairseq-validate`` and in ``fairseq-generate``.
+Stock fairseq leaves blocks out and reports the perplexity of the rest:
+
+- ``fairseq-eval-lm`` cuts the text into blocks of 1,024 tokens by default. It skips blocks that are
+  longer than the model's positions, with a line in the log.
+- Validation, ``fairseq-validate`` and ``fairseq-generate`` drop the last batch if its size is not a
+  multiple of ``--required-batch-size-multiple`` (default 8).
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any
 
 
 def evaluate_every_block(task) -> None:
-    """Make the batches of an evaluation program hold everything; the task is that program's own.
+    """Make the batches of an evaluation program hold all data of its task.
 
-    The task's ``eval_lm_dataloader``, by which stock skips what is too long, refuses it instead;
-    other programs skip with ``--skip-invalid-size-inputs-valid-test``.
+    ``eval_lm_dataloader`` refuses long blocks, which stock skips. Other programs skip them only
+    with ``--skip-invalid-size-inputs-valid-test``.
     """
     kind = type(task)
 
@@ -36,12 +37,10 @@ def evaluate_every_block(task) -> None:
 
 @contextlib.contextmanager
 def refusing_long_blocks(task) -> Iterator[None]:
-    """Within, a batch of the task with a block that does not fit into the model is a ValueError,
-    which names the option to give.
-    """
+    """Raise ValueError within the context for blocks that are longer than the model's positions."""
 
     def refuse(indices, dataset, max_positions: Any = None, ignore_invalid_inputs: bool = False):
-        if isinstance(max_positions, (tuple, list, dict)):  # of pairs of sentences: stock refuses
+        if isinstance(max_positions, (tuple, list, dict)):  # sentence pairs, which stock refuses
             size = max_positions, ignore_invalid_inputs
             return type(task).filter_indices_by_size(task, indices, dataset, *size)
         kept, long = dataset.filter_indices_by_size(indices, max_positions)

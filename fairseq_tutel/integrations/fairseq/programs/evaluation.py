@@ -1,4 +1,4 @@
-"""Loading for, and running of, fairseq's evaluation programs with sharded experts."""
+"""Loads and runs fairseq's evaluation programs with sharded experts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..options.options import EXPERT_DTYPES, moe_frequencies
 
 logger = logging.getLogger(__name__)
 
-# what fairseq's moe branch documents for its hub interface and nothing here needs
+# Overrides that fairseq's moe branch documents for its hub interface; nothing here needs them.
 _WITHOUT_EFFECT = {"moe_disable_padding"}
 _LISTED = 10  # most checkpoints that an error lists
 
@@ -33,9 +33,10 @@ _LISTED = 10  # most checkpoints that an error lists
 def is_moe_checkpoint(path: str) -> bool:
     """Return whether ``path`` names a sharded set or a file with expert parameters.
 
-    Raises CheckpointError for a file that may not or cannot be read, whatever is in it: fairseq's
-    own loader would run its code where ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1``, and does not name a
-    damaged file.
+    Raises:
+        CheckpointError: the file cannot be read, or is not safe to read. fairseq's own loader
+            would run the file's code if ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1``, and does not name
+            a damaged file.
     """
     path = final_path(path)
     kind, file = find_checkpoint(path) or ("merged", path)
@@ -48,7 +49,7 @@ def is_moe_checkpoint(path: str) -> bool:
 
 
 def checkpoints_beside(path: str) -> str:
-    """Return what an error adds about a checkpoint that does not exist: those in its folder."""
+    """Return a list of the checkpoints in the folder of ``path``, for an error message."""
     folder = Path(path).parent
     if "://" in path:
         return ""
@@ -65,11 +66,13 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
     """Load a checkpoint like ``load_checkpoint_to_cpu``, with this rank's share of the experts.
 
     Checkpoints of Meta's branches name a dense architecture and MoE options; they get the name of
-    the one with experts. Raises ValueError for an override of an MoE option that there is not,
-    which fairseq ignores, and where overrides have no names.
+    the architecture with experts.
+
+    Raises:
+        ValueError: an override names no MoE option, which fairseq would ignore, or has no name.
     """
     _check_overrides(arg_overrides, _options())
-    # how the training run's ranks shared the experts says nothing about these
+    # the training run shared the experts over other ranks
     arg_overrides = {
         "moe_expert_parallel_size": 0,
         "moe_expert_placement": "replicated",
@@ -94,8 +97,12 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
 def with_options_of_today(
     state: dict[str, Any], path: str, arg_overrides: dict | None = None
 ) -> dict[str, Any]:
-    """A checkpoint's state with its ``cfg`` as this version of fairseq and this package read it,
-    and options overwritten. Raises CheckpointError for a state that is incomplete.
+    """Return a checkpoint's state with a config that this version of fairseq and this package read.
+
+    ``arg_overrides`` replace options of the config.
+
+    Raises:
+        CheckpointError: the state is incomplete.
     """
     arg_overrides = arg_overrides or {}
     check_complete(state, path)
@@ -109,7 +116,7 @@ def with_options_of_today(
         state["cfg"] = _as_config(state["cfg"])
         model = state["cfg"].model
         for name in set(arg_overrides) & _options() - set(model):
-            # fairseq overwrites what is there, and older checkpoints lack newer options
+            # fairseq overwrites present options only, and older checkpoints lack newer ones
             model[name] = None
         overwrite_args_by_name(state["cfg"], arg_overrides)
         if any(moe_frequencies(model)):
@@ -128,8 +135,10 @@ def _options() -> set[str]:
 
 
 def _read_frequencies(model: DictConfig, names: Iterable[str]) -> None:
-    """Which layers have experts, out of a checkpoint's names of parameters: Meta's branch ``nllb``
-    stores the options of a side, but does not follow them."""
+    """Read which layers have experts off the names of a checkpoint's parameters.
+
+    Meta's branch ``nllb`` stores the options of each side, but does not follow them.
+    """
     for side in ("encoder", "decoder"):
         found = re.compile(rf"{side}\.layers\.(\d+)\.moe_layer\.")
         numbers = [int(match[1]) for name in names if (match := found.match(name))]
@@ -155,8 +164,10 @@ def _check_overrides(overrides: Any, options: set[str]) -> None:
 
 
 def _as_config(saved: dict[str, Any]) -> DictConfig:
-    """A checkpoint's config, which may hold objects, as fairseq's own loader makes it; a part that
-    is a namespace, as the model of Meta's translation models, becomes a dict."""
+    """Return a checkpoint's config, which may hold objects, as fairseq's own loader makes it.
+
+    A part that is a namespace becomes a dict; Meta's translation models have one.
+    """
     saved = {name: vars(v) if isinstance(v, Namespace) else v for name, v in saved.items()}
     if "flags" in inspect.signature(OmegaConf.create).parameters:
         return OmegaConf.create(saved, flags={"allow_objects": True})
@@ -167,12 +178,13 @@ def _as_config(saved: dict[str, Any]) -> DictConfig:
 def eval_lm(original, models, source_dictionary, batch_iterator, **options):
     """Replace fairseq's ``eval_lm`` function for a model whose experts are spread over ranks.
 
-    Each rank scores its share of the data, and the scores are added over the ranks, whether or not
-    these exchange tokens; stock reports those of rank 0 alone. Ranks run out of batches at
-    different times. Where they exchange tokens, their experts are needed until the last: before
-    each batch the ranks agree on whether any still has one, and a rank that has none joins in with
-    a single token. Raises ValueError where no token was scored (fairseq calls the perplexity of
-    nothing 1).
+    Each rank scores its share of the data, and the scores are summed over all ranks; stock reports
+    those of rank 0 alone. Ranks run out of batches at different times. If they exchange tokens,
+    they agree before each batch on whether any rank has one left. A rank that has none takes part
+    with a single token, because the others need its experts.
+
+    Raises:
+        ValueError: no token was scored; fairseq would report a perplexity of 1.
     """
     groups = [m.moe_groups for m in models if getattr(m, "moe_groups", None) is not None]
     if not groups:
@@ -199,7 +211,10 @@ def eval_lm(original, models, source_dictionary, batch_iterator, **options):
 
 
 def _counted(batches: Iterable, scored: list[int], source_dictionary, options):
-    """Batches; notes how many tokens of each ``eval_lm`` divides by (it returns averages only)."""
+    """Yield the batches, and append the number of scored tokens of each sentence to ``scored``.
+
+    ``eval_lm`` returns averages only.
+    """
     pad = (options.get("target_dictionary") or source_dictionary).pad()
     unscored = int(options.get("remove_bos_token", False))
     continued = torch.tensor([])

@@ -1,8 +1,8 @@
-"""Generation: fairseq-generate, fairseq-interactive and ``from_pretrained``, with experts.
+"""Generation with experts: fairseq-generate, fairseq-interactive and ``from_pretrained``.
 
-Each process has all experts, unless ``--model-overrides "{'moe_expert_parallel_size': N}"`` spreads
-them over N ranks of one job, for models that fit no single device. Ranks decode different sentences
-in either case, those of fairseq-generate by its own shards of the data.
+Each process has all experts by default. ``--model-overrides "{'moe_expert_parallel_size': N}"``
+spreads them over N ranks of one job, for models that do not fit one device. Ranks decode different
+sentences in both cases; fairseq-generate shards its data by itself.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from . import program, ranks
 
 logger = logging.getLogger(__name__)
 
-# numbers in a model's largest matrix, from which several threads gain on a step of generation
+# Several threads speed up a step of generation if the largest matrix has this many elements.
 _LARGE = 2**22
 
 
 def generate(original, cfg):
-    """In place of fairseq-generate's ``main``, which connects no processes: ranks that are to share
-    experts become one job."""
+    """Replace ``main`` of fairseq-generate, which connects no processes.
+
+    Ranks that share experts become one job.
+    """
     if isinstance(cfg, Namespace):
         cfg = convert_namespace_to_omegaconf(cfg)
     if started(os.environ).world_size == 1 or not _spreads_experts(cfg.common_eval.model_overrides):
@@ -49,7 +51,7 @@ def _spreads_experts(overrides: str) -> bool:
 
 
 class _Shared:
-    """The batches of this rank; after the last the others' are computed with them."""
+    """Batches of this rank. After the last one, this rank's experts serve the other ranks."""
 
     def __init__(self, batches: Iterable[Any], models: Iterable[Any]):
         self._batches, self._models = batches, models
@@ -66,7 +68,7 @@ class _Shared:
 
 
 def _share_batches(models, task) -> None:
-    """Make a generating program's batches those of ranks that decode together."""
+    """Let the ranks of a generating program decode together."""
     make, infer = task.get_batch_iterator, task.inference_step
 
     def get_batch_iterator(*args, **kwargs):
@@ -87,8 +89,12 @@ def _share_batches(models, task) -> None:
 
 
 def prepare_generation(models, task) -> None:
-    """No prompt lost without a word, and no more threads than help; of models with experts, and the
-    task, that a program or ``from_pretrained`` has loaded."""
+    """Warn of unknown words in prompts, and use one thread for small models.
+
+    Args:
+        models: models with experts that a program or ``from_pretrained`` has loaded.
+        task: the task that was loaded with them.
+    """
     dictionary = task.source_dictionary
     if dictionary is not None:
         dictionary.encode_line = functools.partial(_encode_line, dictionary)
@@ -99,16 +105,16 @@ def prepare_generation(models, task) -> None:
 
 
 def _encode_line(dictionary, line, *args, **kwargs):
-    """``dictionary.encode_line``; warns of the first text with unknown words."""
+    """Run ``dictionary.encode_line``, and warn of the first text with unknown words."""
     ids = type(dictionary).encode_line(dictionary, line, *args, **kwargs)
     words = line.split() if isinstance(line, str) else []
     unknown = [word for word in words if dictionary.index(word) == dictionary.unk()]
     if unknown:
         del dictionary.encode_line  # once
         logger.warning(
-            "%d of the %d words of the text are not in the dictionary and become <unk> (%s); where "
-            "the data was made of sentencepieces, the text needs --bpe sentencepiece "
-            "--sentencepiece-model FILE, too (from_pretrained: bpe=, sentencepiece_model=)",
+            "%d of the %d words of the text are not in the dictionary and become <unk> (%s); if "
+            "the data was made of sentencepieces, give --bpe sentencepiece --sentencepiece-model "
+            "FILE (from_pretrained: bpe=, sentencepiece_model=)",
             len(unknown),
             len(words),
             ", ".join(map(repr, unknown[:5])),
@@ -117,10 +123,10 @@ def _encode_line(dictionary, line, *args, **kwargs):
 
 
 def _limit_threads(models) -> None:
-    """One thread for small models, where the user has not said otherwise.
+    """Use one thread for small models, unless OMP_NUM_THREADS is set.
 
-    A step of generation is a few tokens: threads wait for each other longer than they work, 13 to
-    30 times as long where other programs run on the cores (2 cores, model dimension 32).
+    A step of generation has few tokens, so threads wait for each other longer than they work: 13 to
+    30 times longer if other programs use the cores (2 cores, model dimension 32).
     """
     params = [param for model in models for param in model.parameters()]
     largest = max(param.shape[-2:].numel() for param in params)

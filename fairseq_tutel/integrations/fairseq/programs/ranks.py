@@ -1,9 +1,9 @@
-"""One job of the processes that torchrun started, where fairseq would leave each alone.
+"""Makes one job of the processes that torchrun started.
 
-fairseq's ``infer_init_method`` returns before it reads WORLD_SIZE where its own
-``--distributed-world-size`` is 1: the default of its evaluation programs, and of training without a
-GPU or with one visible GPU per process. Two such processes would train two models, write the same
-checkpoint and report success, or score everything twice.
+fairseq's ``infer_init_method`` does not read WORLD_SIZE if its own ``--distributed-world-size`` is
+1. That is the default of its evaluation programs, and of training without a GPU or with one visible
+GPU per process. Two such processes would train two models and write the same checkpoint, or score
+everything twice, and report success.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from ....command_line.starters import started
 from ....distributed import process_world
 from . import program
 
-# seconds that a rank waits for the others to connect; torch's own limit is 30 minutes (gloo)
+# Seconds that a rank waits for the others to connect. torch's own limit is 30 minutes (gloo).
 _TIMEOUT, _SECONDS = "FAIRSEQ_TUTEL_START_TIMEOUT", 300.0
 _TORCH = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
 
 def join_started_ranks(cfg, env: Mapping[str, str] = os.environ) -> None:
-    """Fill in what fairseq's ``infer_init_method`` would have to, from torchrun's variables.
+    """Fill in fairseq's distributed config from torchrun's variables.
 
-    Nothing is changed where an init method is given, as by ``python -m fairseq_tutel.launch``, or
-    where torchrun started one process or none. Raises ValueError where ``--distributed-world-size``
-    is another number, or fairseq would not look at the variables of what started the processes.
+    The config stays as it is if it has an init method, as from ``python -m fairseq_tutel.launch``,
+    or if torchrun started at most one process.
+
+    Raises:
+        ValueError: ``--distributed-world-size`` is another number; or fairseq would not read the
+            variables of the program that started the processes.
     """
     distributed, place = cfg.distributed_training, started(env)
     if distributed.distributed_init_method is not None or place.world_size == 1:
@@ -60,11 +63,10 @@ def join_started_ranks(cfg, env: Mapping[str, str] = os.environ) -> None:
 
 
 def refuse_separate_ranks(env: Mapping[str, str] = os.environ) -> None:
-    """Stop a process that would run a model with experts alone, though it was started as one of
-    several, by a ValueError with the command that works.
+    """Raise ValueError if this process is one of several that fairseq would run as separate jobs.
 
-    No option on its command line can repair it, as with Hydra, whose programs import the user dir
-    too late.
+    The error has the command that works. No option can repair the run; Hydra's programs, for
+    example, import the user dir too late.
     """
     place, (_, connected) = started(env), process_world()
     if place.world_size == 1 or connected > 1:
@@ -79,10 +81,10 @@ def refuse_separate_ranks(env: Mapping[str, str] = os.environ) -> None:
 
 
 def meet_in_time(cfg, main):
-    """``main``, which begins when all ranks are connected; until then a rank waits only so long.
+    """Return ``main`` with a limit on the time that a rank waits for the others to connect.
 
-    Whoever starts processes without the launcher or torchrun may not end them where one has failed
-    before it connected.
+    Programs other than the launcher and torchrun may not end the processes if one of them fails
+    before it connects.
     """
     distributed = cfg.distributed_training
     if distributed.distributed_init_method is None or not distributed.distributed_no_spawn:
@@ -101,7 +103,7 @@ def meet_in_time(cfg, main):
 
 
 def _end_without_others(rank: int, seconds: float) -> None:
-    """End the process, in a thread of its own: the main one waits inside torch."""
+    """End the process from the timer's thread, because the main thread waits inside torch."""
     sys.stderr.write(
         f"{program()}: error (rank {rank}): the other ranks have not connected within "
         f"{seconds:g} seconds: has one of them failed? ({_TIMEOUT}=SECONDS waits longer)\n"

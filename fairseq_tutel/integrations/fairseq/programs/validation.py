@@ -1,7 +1,7 @@
-"""``fairseq-validate`` of a model with experts on several ranks, which share the data.
+"""Makes ``fairseq-validate`` work with experts on several ranks, which share the data.
 
-Stock passes over a rank's missing last batch, where other ranks' experts wait for it, and collects
-logging outputs in a buffer of fixed size on a GPU.
+Stock skips a rank's missing last batch, for which the experts of other ranks wait. Stock also
+collects logging outputs in a buffer of fixed size on a GPU.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import base64
 import pickle
 from typing import Any
 
-import torch
-from fairseq.utils import move_to_cpu
+from fairseq.utils import apply_to_sample, move_to_cpu
 
 from ....distributed import gather_texts, process_world
 from ..criterions.moe_criterion import join_passes
@@ -19,7 +18,7 @@ from . import program
 
 
 def share_validation(task) -> None:
-    """Let all ranks make as many passes; the task is that of the program."""
+    """Make all ranks of ``fairseq-validate`` run equally many forward passes."""
     if program() != "fairseq-validate" or process_world()[1] == 1:
         return
     kind = type(task)
@@ -34,24 +33,17 @@ def share_validation(task) -> None:
 
 
 def _any_sample(task, model) -> dict[str, Any]:
-    """One example of the data that is validated on, on the model's device."""
+    """Return a batch of one example of the validation data on the model's device."""
     dataset = list(task.datasets.values())[-1]
-    sample = dataset.collater([dataset[0]])
     device = next(model.parameters()).device
-
-    def moved(value):
-        if torch.is_tensor(value):
-            return value.to(device)
-        return (
-            {key: moved(each) for key, each in value.items()} if isinstance(value, dict) else value
-        )
-
-    return moved(sample)
+    return apply_to_sample(lambda tensor: tensor.to(device), dataset.collater([dataset[0]]))
 
 
 def all_gather_list(original, data, *args, **kwargs):
-    """In place of fairseq's function, in ``fairseq-validate``: every rank's logging outputs, summed
-    on each but for the counts of its passes."""
+    """Replace fairseq's function in ``fairseq-validate``: gather one logging output per rank.
+
+    Each is the sum over the rank's batches; counts of routing keep a row per pass.
+    """
     if program() != "fairseq-validate":
         return original(data, *args, **kwargs)
     logs = [log for log in data if log]
