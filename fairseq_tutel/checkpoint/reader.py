@@ -89,14 +89,13 @@ def load_for_rank(
     """
 
     def read() -> dict[str, Any]:
-        reader = SetReader(path)
+        reader = SetReader(path, check_experts=check_experts)
         wanted = range(0)
         if reader.num_experts:
             try:
                 wanted = experts_of_rank(rank, world_size, reader.num_experts, expert_parallel_size)
             except CheckpointError as error:
                 raise CheckpointError(f"{reader.cset.path}: {error}") from error
-        reader.checks_experts = check_experts
         state = reader.state_of(wanted, with_optimizer=with_optimizer)
         return {**state, METADATA: reader.metadata and asdict(reader.metadata)}
 
@@ -144,6 +143,7 @@ class SetReader:
     """An open checkpoint; :func:`read_set` returns it.
 
     The shared content is in memory (its tensors mapped). Rank files are opened one at a time.
+    Experts are compared with their checksums, which reads them, unless ``check_experts`` is False.
 
     Attributes:
         cset: location of the files.
@@ -154,15 +154,14 @@ class SetReader:
         num_experts: E, 0 for a dense model.
         num_rank_files: P, 1 for a merged file.
         has_optimizer: whether there is optimizer state keyed by parameter name.
-        checks_experts: whether experts are compared with their checksums, which reads them.
 
     Raises:
         CheckpointError: names the file that is missing, truncated or foreign.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, check_experts: bool = True) -> None:
         self.cset, self.files, self.kind = locate(path)
-        self.checks_experts = True
+        self._compare_experts = check_experts
         self._open: tuple[int, dict[str, Any], Checksums] | None = None
         self._forms: dict[str, Mapping[str, str]] = {}  # of experts: in MODEL, in OPTIMIZER
         self.main_path = self.files[MERGED if self.kind == MERGED else SHARED]
@@ -218,7 +217,7 @@ class SetReader:
                 parts.append((content[OPTIMIZER][NAMED_STATE], named_state))
             for stored, taken in parts:
                 new = select_experts(stored, first=number * per_file, wanted=wanted)
-                if self.checks_experts:
+                if self._compare_experts:
                     checksums.check(new)
                 taken.update(new)
         return model, named_state

@@ -146,10 +146,7 @@ def _report_error(error: ValueError, env: Mapping[str, str], options: Options) -
 
 
 def _end_step(env: Mapping[str, str]) -> None:
-    """End the ranks on all nodes if srun started this process with others.
-
-    srun by itself would let the others wait for the one that died.
-    """
+    """End the ranks on all nodes of an srun, which would let them wait for the one that died."""
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID")
     alone = env.get("SLURM_STEP_NUM_TASKS") in (None, "1")
     if step and "SLURM_JOB_ID" in env and not alone and shutil.which("scancel"):
@@ -189,11 +186,7 @@ def _run(job: Job, env: Mapping[str, str], options: Options, words: Sequence[str
 
 
 def _compare(job: Job, report: Mapping[str, Any] | None, options: Options, starts: int = 0) -> None:
-    """Wait for the launchers of the job's other ranks.
-
-    Raises:
-        ValueError: they do not fit, or do not report in time.
-    """
+    """Wait for the job's other launchers; ValueError if they do not fit, or do not report."""
     seconds = options.seconds_to_agree(starts)
     if report is not None and seconds:
         shared = job.ranks[0].env

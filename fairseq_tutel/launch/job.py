@@ -125,10 +125,8 @@ def place(options: Options, command: Command, env: Mapping[str, str], num_gpus: 
     """Return the place of the rank that was started already, or of those to start here.
 
     A task that is alone on its node (``srun --ntasks-per-node=1``) starts that node's ranks if
-    there should be several. ``num_gpus`` is 0 for ranks on the CPU.
-
-    Raises:
-        ValueError: options contradict the starter, or the ranks of other nodes are unknown.
+    there should be several. ``num_gpus`` is 0 for ranks on the CPU. ValueError is raised if options
+    contradict the starter, or if the ranks of other nodes are unknown.
     """
     given = adopt(env)
     if given is None:
@@ -164,10 +162,7 @@ def assign_gpus(
     """Return the GPU of every rank on this node; None for ranks on the CPU.
 
     srun --gpus-per-task and wrapper scripts under mpirun show each rank one GPU, its own, whose
-    number is 0 for every rank.
-
-    Raises:
-        ValueError: there are more ranks than GPUs.
+    number is 0 for every rank. More ranks than GPUs raise ValueError.
     """
     ranks = placement.local_world_size
     if cpu:
@@ -260,8 +255,7 @@ def _summary(
 def prepare_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
     """Return the ranks of this node, checked before a rank or a process group exists.
 
-    Raises:
-        ValueError: names the options, variables or hardware that cannot work together.
+    ValueError names the options, variables or hardware that cannot work together.
     """
     check_user_dir(command)
     gpus = visible_gpus(env, options.root)

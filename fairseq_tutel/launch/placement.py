@@ -76,10 +76,7 @@ def adopt(env: Mapping[str, str]) -> Placement | None:
     """Return the rank that torchrun, mpirun or srun gave this process; None if there is none.
 
     The innermost starter wins. What it leaves out follows from the rest, if all nodes have equally
-    many ranks.
-
-    Raises:
-        ValueError: variables are half set or impossible.
+    many ranks. Half set or impossible variables raise ValueError.
     """
     starter = next((each for each in STARTERS if each.is_here(env)), None)
     if starter is None:
@@ -131,8 +128,7 @@ def _scontrol(*arguments: str) -> str:
 def master_address(placement: Placement, env: Mapping[str, str]) -> str:
     """Return the host of rank 0: MASTER_ADDR, this machine, or the first of SLURM's nodes.
 
-    Raises:
-        ValueError: ranks span nodes, and the host of rank 0 is unknown.
+    ValueError is raised if ranks span nodes and the host of rank 0 is unknown.
     """
     if env.get("MASTER_ADDR"):
         return env["MASTER_ADDR"]

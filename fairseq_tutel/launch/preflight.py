@@ -77,11 +77,7 @@ def _verdict(own: dict[str, Any], address: str, port: int, seconds: float, start
 
 
 def _store_of_start(start: int, address: str, port: int, seconds: float):
-    """Return node 0's store, however many others listened there before.
-
-    Raises:
-        RuntimeError: as torch's, after ``seconds``.
-    """
+    """Return node 0's store, however many others listened there; torch's RuntimeError if none."""
     from torch.distributed import TCPStore
 
     end = time.monotonic() + seconds

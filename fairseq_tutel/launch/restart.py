@@ -44,11 +44,7 @@ def _in_file(words: Sequence[str], key: str) -> Any:
 
 
 def save_directory(words: Sequence[str]) -> str:
-    """Return where the command keeps its checkpoints.
-
-    Raises:
-        ValueError: only Hydra can read what the config file states.
-    """
+    """Return the command's save dir; ValueError if only Hydra can read it from the config file."""
     given = [w.partition("=")[2] for w in words if override_name(w) == "checkpoint.save_dir"]
     if given:
         return given[-1].strip("'\"")
