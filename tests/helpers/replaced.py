@@ -1,13 +1,44 @@
 """Training of models whose feed-forward blocks became MoE layers."""
 
+import copy
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 
 from fairseq_tutel import training
 from fairseq_tutel.distributed import process_world
 from fairseq_tutel.moe import every_other, replace_ffn
+
+
+def check_that_copies_change_nothing(
+    model: nn.Module, match: str, experts: str, output: Callable[[nn.Module], torch.Tensor]
+) -> None:
+    """Replace every other block by copies of itself; the output stays, and the blocks show in it.
+
+    ``experts`` is the class of the network of experts that replaces the blocks.
+    """
+    model.eval()
+    dense = copy.deepcopy(model)
+    blocks = every_other(model, match)
+    assert list(replace_ffn(model, blocks, 4, copy_weights=True)) == blocks and len(blocks) == 2
+    assert {type(model.get_submodule(each).experts).__name__ for each in blocks} == {experts}
+    with torch.no_grad():
+        wanted = output(dense)
+        torch.testing.assert_close(output(model), wanted, rtol=1e-5, atol=1e-5)
+        for each in blocks:
+            for param in model.get_submodule(each).experts.parameters():
+                param.zero_()
+        assert (output(model) - wanted).abs().max() > 1e-3
+
+
+def check_losses(alone: list[float], by_rank: list[list[float]]) -> None:
+    """Assert that the mean loss of the ranks is that of one process, and that it falls."""
+    means = [sum(losses) / len(losses) for losses in zip(*by_rank, strict=True)]
+    assert means == pytest.approx(alone, rel=1e-4)
+    for losses in (alone, means):
+        assert all(later < earlier for earlier, later in zip(losses, losses[1:], strict=False))
 
 
 def train_replaced(

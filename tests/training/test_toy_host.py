@@ -1,24 +1,30 @@
-"""A host that is defined here: it trains, saves and resumes with the public functions of hosts.
+"""A host that is defined here trains, saves and resumes with the public functions of hosts.
 
-A step has the same four micro-batches on any ranks: the reference is one process of torch's own.
+A step has the same four micro-batches on any number of ranks. The reference is one process with
+torch's own loop, for a model with experts and for a dense one.
 """
 
 import copy
 import functools
+import os
+import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from helpers.assertions import assert_same_state, rms_ratio
 from helpers.distributed import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import training
 from fairseq_tutel.checkpoint import inspect, merge
-from fairseq_tutel.distributed import build_groups, process_world
+from fairseq_tutel.distributed import build_groups, is_sharded, process_world
 from fairseq_tutel.moe import MoELayer
 
 DIM, EXPERTS, MICRO_BATCHES, HALF, MAX_NORM = 8, 2, 4, 3, 0.05
+KINDS = (EXPERTS, 0)  # experts of a model; 0: dense
+HOWS = ("wrap", "shard_dense")
 
 
 class Expert(nn.Module):
@@ -30,70 +36,114 @@ class Expert(nn.Module):
         self.register_buffer("number", torch.tensor(float(number)))
 
     def forward(self, rows):
-        return torch.tanh(rows @ self.weight) * (1 + self.number)
+        return torch.tanh(rows @ self.weight.to(rows.dtype)) * (1 + self.number)
 
 
 class Model(nn.Module):
-    """Two MoE layers, whose aux losses it does not hand on, and a parameter that is not trained."""
+    """Two layers, whose aux losses it does not hand on, and a parameter that is not trained."""
 
-    def __init__(self):
+    def __init__(self, experts):
         super().__init__()
         torch.manual_seed(0)
-        options = {"capacity_factor": 0.0, "top_k": 1}
         self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
         self.inner = nn.Linear(DIM, DIM)
-        self.first = MoELayer(DIM, EXPERTS, 2 * DIM, seed=3, **options)
-        own = [Expert(number) for number in build_groups(EXPERTS).local_experts]
-        self.second = MoELayer(DIM, EXPERTS, experts=own, **options)
+        if experts:
+            options = {"capacity_factor": 0.0, "top_k": 1}
+            own = [Expert(number) for number in build_groups(experts).local_experts]
+            first = MoELayer(DIM, experts, 2 * DIM, seed=3, **options)
+            second = MoELayer(DIM, experts, experts=own, **options)
+        else:
+            first, second = nn.Linear(DIM, DIM), nn.Sequential(nn.Tanh(), nn.Linear(DIM, DIM))
+        self.layers = nn.ModuleList([first, second])
 
     def forward(self, x):
-        x = x + self.first(self.inner(x))
-        return self.scale * (x + checkpoint(self.second, x, use_reentrant=False))
+        x = x + self.layers[0](self.inner(x))
+        return self.scale * (x + checkpoint(self.layers[1], x, use_reentrant=False))
 
 
 class ToyTrainer:
     """The loop, the optimizer, the schedule and the files of a host."""
 
-    def __init__(self, model, how):
-        self.model = self.net = model
+    def __init__(self, experts, how):
+        self.model = self.net = model = Model(experts)
+        self.experts = experts
+        rank, world_size = process_world()
+        with torch.no_grad():
+            model.inner.weight.add_(rank)  # rank 0's count
         if how == "wrap":
             self.net = training.wrap_data_parallel(model)
         elif how == "prepare":
             training.prepare_data_parallel(model)
-            model.first.experts = copy.deepcopy(model.first.experts)  # has lost marks and hooks
+            if experts:  # a copy has lost marks and hooks
+                model.layers[0].experts = copy.deepcopy(model.layers[0].experts)
             training.prepare_data_parallel(model)
             self.net = nn.parallel.DistributedDataParallel(model)
-        elif how == "fsdp":
-            from torch.distributed.fsdp import fully_shard  # torch 2.6
+        elif how == "half":
+            from torch.distributed.fsdp import MixedPrecisionPolicy
 
-            training.prepare_data_parallel(model)
-            mesh = init_device_mesh("cpu", (process_world()[1],))
-            fully_shard(model, mesh=mesh, ignored_params=set(training.expert_parameters(model)))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02, weight_decay=0.1)
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            training.shard_dense(model, mp_policy=policy)
+        elif how == "shard_dense":
+            training.shard_dense(model)
+        for name, param in model.named_parameters():
+            sharded = how in ("half", "shard_dense") and ".experts." not in name
+            assert is_sharded(param) == (sharded and world_size > 1), name
+            assert param.dtype == torch.float32, name
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+        if how == "wrap":
+            training.shard_optimizer(self.optimizer)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
-        self.step = 0
+
+    @property
+    def step(self):
+        return self.schedule.last_epoch
 
     def update(self, batches):
-        for x in batches:
+        """One update; the norm of its gradient."""
+        for number, x in enumerate(batches, 1):
+            if hasattr(self.net, "set_requires_gradient_sync"):  # of fully_shard
+                self.net.set_requires_gradient_sync(number == len(batches))
             with training.collect_aux(self.model) as aux:
                 loss = (self.net(x) - x.roll(1, -1)).square().mean()
-            assert [name for name, _ in aux.layers] == ["first", "second"]
+            self.check(aux)
             ((loss + 0.1 * aux.loss) / len(batches)).backward()
         norm = training.clip_grad_norm_(self.net, MAX_NORM)
         assert norm > MAX_NORM
         self.optimizer.step()
+        if not self.experts:
+            training.update_load_bias(self.net, [aux])
         self.schedule.step()
         self.optimizer.zero_grad()
-        self.step += 1
+        return norm.item()
+
+    def check(self, aux):
+        if self.experts:
+            assert [name for name, _ in aux.layers] == ["layers.0", "layers.1"]
+        else:
+            assert aux.loss == 0 and not (aux.layers or aux.load or aux.metrics_dict())
+            assert aux.utilisation() == {}
+
+    @property
+    def stateful(self):
+        """The state for torch.distributed.checkpoint."""
+        run = training.DistributedState(self.net, self.optimizer)
+        return {"run": run, "schedule": self.schedule}
 
     def save(self, path):
         extra = {"step": self.step, "schedule": self.schedule.state_dict()}
         training.save_checkpoint(path, self.net, self.optimizer, extra)
+        dcp.save(self.stateful, checkpoint_id=f"{path}.dcp")
 
-    def resume(self, path):
+    def resume(self, path, files):
+        with torch.no_grad():
+            for param in self.model.parameters():
+                param.zero_()  # everything comes from the checkpoint
+        if files == "dcp":
+            dcp.load(self.stateful, checkpoint_id=f"{path}.dcp")
+            return
         extra = training.load_checkpoint(path, self.net, self.optimizer)
-        self.step = extra["step"]
         self.schedule.load_state_dict(extra["schedule"])
+        assert self.step == extra["step"]
 
 
 def micro_batches(step):
@@ -101,42 +151,58 @@ def micro_batches(step):
     return torch.randn(MICRO_BATCHES, 6, DIM, generator=generator)
 
 
-def run(how, path, stop, resume=False):
-    """The whole model after updates up to ``stop``; saved there, or resumed before."""
+def half(trainer):
+    """Half of the updates; their norms."""
     rank, world_size = process_world()
-    trainer = ToyTrainer(Model(), how if world_size > 1 else "alone")
-    if resume:
-        with torch.no_grad():
-            for param in trainer.model.parameters():
-                param.zero_()  # everything comes from the checkpoint
-        trainer.resume(path)
-    share = MICRO_BATCHES // world_size
-    while trainer.step < stop:
-        trainer.update(micro_batches(trainer.step)[rank * share : (rank + 1) * share])
-    if not resume:
+    share = slice(rank * MICRO_BATCHES // world_size, (rank + 1) * MICRO_BATCHES // world_size)
+    return [trainer.update(micro_batches(trainer.step)[share]) for _ in range(HALF)]
+
+
+def start(experts, how, path=None):
+    """(whole model after half of the updates, norms); saved there."""
+    trainer = ToyTrainer(experts, how if process_world()[1] > 1 else "alone")
+    norms = half(trainer)
+    if path:
         trainer.save(path)
-    return training.full_state_dict(trainer.net)
+    return training.full_state_dict(trainer.net), norms
+
+
+def go_on(experts, how, path, files="set"):
+    """Whole models as loaded and after the other half of the updates."""
+    trainer = ToyTrainer(experts, how if process_world()[1] > 1 else "alone")
+    trainer.resume(path, files)
+    loaded = training.full_state_dict(trainer.net)
+    half(trainer)
+    return loaded, training.full_state_dict(trainer.net)
+
+
+def on_each(function, calls):
+    return [function(*call) for call in calls]
 
 
 @functools.cache
-def reference():
-    """The states of one process after each half, by torch's own clip and the layers' own aux."""
-    model = Model()
+def reference(experts):
+    """States of one process after each half, by torch's own clip and the layers' own aux; norms."""
+    model = Model(experts)
+    first, second = model.layers
+    options = {"return_aux": True} if experts else {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    states = []
+    states, norms = [], []
     for step in range(2 * HALF):
         for x in micro_batches(step):
-            y, aux = model.first(model.inner(x), return_aux=True)
-            z, more_aux = model.second(x + y, return_aux=True)
-            loss = (x + y + z - x.roll(1, -1)).square().mean() + 0.1 * (aux.loss + more_aux.loss)
+            y, aux = first(model.inner(x), **options), 0.0
+            y, aux = (y[0], y[1].loss) if experts else (y, aux)
+            z = second(x + y, **options)
+            z, aux = (z[0], aux + z[1].loss) if experts else (z, aux)
+            loss = (x + y + z - x.roll(1, -1)).square().mean() + 0.1 * aux
             (loss / MICRO_BATCHES).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         states.append({key: value.clone() for key, value in model.state_dict().items()})
-    return states[HALF - 1], states[-1]
+    return states[HALF - 1], states[-1], norms[:HALF]
 
 
 def assert_same(state, want):
@@ -147,50 +213,80 @@ def assert_same(state, want):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Checkpoints of two ranks by what wrapped the model."""
+    """What two ranks saved: (experts, what wrapped the model) -> (path, whole model)."""
     folder = tmp_path_factory.mktemp("toy")
-    paths = {how: str(folder / how / "checkpoint_last.pt") for how in ("wrap", "fsdp")}
-    for how, path in paths.items():
-        states = run_ranks(run, 2, how, path, HALF)
-        assert_same(states[0], reference()[0])
-        assert states[1] == {}
-    return paths
+    cases = {(experts, how): f"{folder}/{experts}/{how}.pt" for experts in KINDS for how in HOWS}
+    ranks = run_ranks(on_each, 2, start, [(*case, path) for case, path in cases.items()])
+    found = {}
+    for number, ((experts, how), path) in enumerate(cases.items()):
+        state, norms = ranks[0][number]
+        assert ranks[1][number] == ({}, norms)
+        assert_same(state, reference(experts)[0])
+        assert norms == pytest.approx(reference(experts)[2], rel=1e-5)
+        found[experts, how] = path, state
+    assert_same_state(torch.load(found[0, "wrap"][0])["model"], found[0, "wrap"][1])  # a plain file
+    names = [f"{how}{end}" for how in HOWS for end in (".pt", ".pt.dcp")]
+    assert sorted(os.listdir(folder / "0")) == sorted(names)
+    return found
 
 
-@pytest.mark.parametrize(
-    ("saved_by", "ranks", "how"),
-    [
-        ("wrap", 1, ""),
-        ("wrap", 4, "prepare"),
-        ("wrap", 4, "fsdp"),
-        ("fsdp", 1, ""),
-        ("fsdp", 2, "prepare"),
-        ("fsdp", 4, "wrap"),
+RESUMED = {
+    # ranks: (experts, saved by, wrapped by, files)
+    1: [(e, how, "", files) for e in KINDS for how in HOWS for files in ("set", "dcp")],
+    2: [(EXPERTS, "shard_dense", "prepare", "set"), (EXPERTS, "wrap", "shard_dense", "dcp")],
+    4: [
+        (EXPERTS, "wrap", "prepare", "set"),
+        (EXPERTS, "wrap", "shard_dense", "set"),
+        (EXPERTS, "shard_dense", "wrap", "set"),
+        (0, "wrap", "shard_dense", "set"),
+        (0, "wrap", "shard_dense", "dcp"),
+        (0, "shard_dense", "wrap", "set"),
+        (0, "shard_dense", "wrap", "dcp"),
     ],
-)
-def test_resumes_on_any_number_of_ranks_as_one_process(saved, saved_by, ranks, how):
-    states = run_ranks(run, ranks, how, saved[saved_by], 2 * HALF, True)
-    assert_same(states[0], reference()[1])
+}
 
 
-def test_a_host_without_ranks_saves_the_same_files(saved, tmp_path):
+@pytest.mark.parametrize("ranks", RESUMED)
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.checkpoint")  # one process
+def test_resumes_on_any_number_of_ranks_as_one_process(saved, ranks):
+    calls = [(e, how, saved[e, by][0], files) for e, by, how, files in RESUMED[ranks]]
+    found = run_ranks(on_each, ranks, go_on, calls)[0]
+    for (experts, by, *_), (loaded, state) in zip(RESUMED[ranks], found, strict=True):
+        assert_same_state(loaded, saved[experts, by][1])
+        assert_same(state, reference(experts)[1])
+
+
+def test_half_precision_inside():
+    state, _, norms = reference(EXPERTS)
+    ranks = run_ranks(start, 2, EXPERTS, "half")
+    for _, (first, *rest) in ranks:  # rounding grows from step to step
+        assert 1e-5 < abs(first / norms[0] - 1) < 0.05
+        assert rest == pytest.approx(norms[1:], rel=0.25)
+    for name, value in state.items():
+        assert rms_ratio(ranks[0][0][name], value) < 0.15, name
+
+
+def test_a_host_without_ranks_saves_the_same_files(tmp_path):
     """One process writes one rank file; its set resumes on two ranks."""
     path = str(tmp_path / "alone.pt")
-    assert_same(run("", path, HALF), reference()[0])
-    assert {p.name for p in tmp_path.iterdir()} == {"alone-shared.pt", "alone-rank-0.pt"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one process
+        assert_same(start(EXPERTS, "", path)[0], reference(EXPERTS)[0])
+    names = {"alone-shared.pt", "alone-rank-0.pt", "alone.pt.dcp"}
+    assert {p.name for p in tmp_path.iterdir()} == names
     found = inspect(path, verify=True)
     assert found["consistent"], found["problems"]
     assert (found["num_experts"], found["optimizer_state"]) == (EXPERTS, "by name")
-    merged, model = str(tmp_path / "merged" / "alone.pt"), Model()
+    merged, model = str(tmp_path / "merged" / "alone.pt"), Model(EXPERTS)
     merge(path, merged)
     assert training.load_checkpoint(merged, model)["step"] == HALF
-    assert_same(model.state_dict(), reference()[0])
-    states = run_ranks(run, 2, "wrap", path, 2 * HALF, True)
-    assert_same(states[0], reference()[1])
+    assert_same(model.state_dict(), reference(EXPERTS)[0])
+    _, state = run_ranks(go_on, 2, EXPERTS, "wrap", path)[0]
+    assert_same(state, reference(EXPERTS)[1])
 
 
 def _load_full(state):
-    model = Model()
+    model = Model(EXPERTS)
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
@@ -199,21 +295,21 @@ def _load_full(state):
 
 
 def test_a_full_state_is_spread_over_ranks():
-    state = reference()[1]
+    state = reference(EXPERTS)[1]
     assert_same(run_ranks(_load_full, 2, state)[0], state)
     for change, message in (
-        (lambda s: s.pop("first.experts.1.fc1.bias"), "lacks first.experts.1.fc1.bias"),
-        (lambda s: s.update({"second.experts.2.weight": 0}), "second.experts.2.weight, which"),
+        (lambda s: s.pop("layers.0.experts.1.fc1.bias"), "lacks layers.0.experts.1.fc1.bias"),
+        (lambda s: s.update({"layers.1.experts.2.weight": 0}), "layers.1.experts.2.weight, which"),
         (lambda s: s.update({"inner.bias": torch.ones(1)}), "does not fit .*inner.bias"),
     ):
         changed = dict(state)
         change(changed)
         with pytest.raises(ValueError, match="(?s)" + message):
-            training.load_full_state_dict(Model(), changed)
+            training.load_full_state_dict(Model(EXPERTS), changed)
 
 
 def test_refusals(tmp_path):
-    path, model = str(tmp_path / "x.pt"), Model()
+    path, model = str(tmp_path / "x.pt"), Model(EXPERTS)
     with pytest.raises(FileNotFoundError, match="x.pt: no such checkpoint"):
         training.load_checkpoint(path, model)
     training.save_checkpoint(path, model)
@@ -238,6 +334,21 @@ def test_refusals(tmp_path):
         _ = aux.loss
 
 
+def test_a_dense_file_and_a_set_replace_each_other_and_are_told_apart(tmp_path):
+    path = str(tmp_path / "last.pt")
+    dense, sparse = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(MoELayer(2, 2))
+    training.save_checkpoint(path, sparse)
+    with pytest.raises(ValueError, match="last.pt has experts, and this model has no MoELayer"):
+        training.load_checkpoint(path, dense)
+    training.save_checkpoint(path, dense)
+    assert os.listdir(tmp_path) == ["last.pt"]
+    with pytest.raises(ValueError, match="last.pt is dense, .*2 experts.* upcycle"):
+        training.load_checkpoint(path, sparse)
+    training.save_checkpoint(path, sparse)
+    assert sorted(os.listdir(tmp_path)) == ["last-rank-0.pt", "last-shared.pt"]
+    training.load_checkpoint(path, sparse)
+
+
 def test_collecting_changes_nothing_for_the_caller():
     layer, x = MoELayer(DIM, EXPERTS), torch.randn(5, DIM)
     layer.eval()
@@ -248,3 +359,17 @@ def test_collecting_changes_nothing_for_the_caller():
     assert [name for name, _ in found.layers] == ["", ""] and found.layers[0][1] is own
     assert torch.equal(found.loss, 2 * aux.loss)
     assert not layer._forward_hooks and not layer._forward_pre_hooks
+
+
+def _wrong_blocks():
+    model, x = Model(EXPERTS), torch.randn(5, DIM)
+    with pytest.raises(ValueError, match="a Linear is not a module of the model"):
+        training.shard_dense(model, [nn.Linear(2, 2)])
+    model = training.shard_dense(Model(EXPERTS), [])  # all at once
+    model(x).square().mean().backward()
+    with pytest.raises(ValueError, match="the model is sharded already"):
+        training.shard_dense(model)
+
+
+def test_wrong_blocks_and_a_second_call_are_refused():
+    run_ranks(_wrong_blocks, 2)

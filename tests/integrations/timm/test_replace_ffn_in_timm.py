@@ -1,6 +1,5 @@
 """``replace_ffn`` on models of timm: the same outputs, a loss that falls, what is refused."""
 
-import copy
 import importlib.metadata
 import importlib.util
 import re
@@ -9,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.distributed import run_ranks
-from helpers.replaced import train_replaced
+from helpers.replaced import check_losses, check_that_copies_change_nothing, train_replaced
 from helpers.vision import import_timm
 from torch import nn
 
-from fairseq_tutel.moe import MoELayer, every_other, replace_ffn
+from fairseq_tutel.moe import MoELayer, replace_ffn
 
 pytestmark = pytest.mark.extras
 
@@ -68,19 +67,8 @@ def batch(name, rows=slice(None)):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_experts_that_start_as_the_block_change_nothing(name):
-    model, match = make(name)
-    model.eval()
-    dense, (images, _) = copy.deepcopy(model), batch(name)
-    blocks = every_other(model, match)
-    assert list(replace_ffn(model, blocks, 4, copy_weights=True)) == blocks and len(blocks) == 2
-    assert {type(model.get_submodule(each).experts).__name__ for each in blocks} == {"Experts"}
-    with torch.no_grad():
-        wanted = dense(images)
-        torch.testing.assert_close(model(images), wanted, rtol=1e-5, atol=1e-5)
-        for each in blocks:
-            for param in model.get_submodule(each).experts.parameters():
-                param.zero_()
-        assert (model(images) - wanted).abs().max() > 1e-3  # blocks do show
+    images, _ = batch(name)
+    check_that_copies_change_nothing(*make(name), "Experts", lambda model: model(images))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -116,11 +104,7 @@ def on_two_ranks():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_train_as_one_and_the_loss_falls(name, on_two_ranks):
-    alone = train_on_ranks(name)
-    means = [sum(pair) / 2 for pair in zip(*(ranks[name] for ranks in on_two_ranks), strict=True)]
-    assert means == pytest.approx(alone, rel=1e-4)
-    for losses in (alone, means):
-        assert all(later < earlier for earlier, later in zip(losses, losses[1:], strict=False))
+    check_losses(train_on_ranks(name), [losses[name] for losses in on_two_ranks])
 
 
 def test_the_pages_program_makes_swinv2_moe_of_timms_swinv2():

@@ -67,7 +67,7 @@ def hooked():
 
 FIRST = r"model\.layers\.0\.mlp"
 REFUSED = {
-    "shared": (shared, {}, rf"{FIRST} \(Qwen2MoeSparse.* all tokens .*\(shared_expert, shared_"),
+    "shared": (shared, {}, rf"{FIRST} \(Qwen2MoeSparse.* shared experts .*\(shared_expert, "),
     "grouped": (grouped, {}, r"mlp \(DeepseekV3MoE\) cannot be replaced: .* groups of experts"),
     "quantised": (quantised, {}, r"MixtralForCausalLM is quantised \(fp8\)"),
     "two dtypes": (two_dtypes, {}, rf"{FIRST} \(Mixtral.* experts of several dtypes"),

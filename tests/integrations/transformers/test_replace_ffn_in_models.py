@@ -1,13 +1,9 @@
 """``replace_ffn`` on five models of transformers: the same outputs, then a loss that falls."""
 
-import copy
-
 import pytest
 import torch
 from helpers.distributed import run_ranks
-from helpers.replaced import train_replaced
-
-from fairseq_tutel.moe import every_other, replace_ffn
+from helpers.replaced import check_losses, check_that_copies_change_nothing, train_replaced
 
 transformers = pytest.importorskip("transformers", minversion="5")
 pytestmark = pytest.mark.extras
@@ -65,19 +61,8 @@ def batch_of(name, rows=slice(None)):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_experts_that_start_as_the_block_change_nothing(name):
-    model, match, experts = make(name)
-    model.eval()
-    dense, batch = copy.deepcopy(model), batch_of(name)
-    blocks = every_other(model, match)
-    assert list(replace_ffn(model, blocks, 4, copy_weights=True)) == blocks and len(blocks) == 2
-    assert all(type(model.get_submodule(each).experts).__name__ == experts for each in blocks)
-    with torch.no_grad():
-        got, want = model(**batch), dense(**batch)
-        torch.testing.assert_close(got.logits, want.logits, rtol=1e-5, atol=1e-5)
-        for each in blocks:
-            for param in model.get_submodule(each).experts.parameters():
-                param.zero_()
-        assert (model(**batch).logits - want.logits).abs().max() > 1e-3  # blocks do show
+    batch = batch_of(name)
+    check_that_copies_change_nothing(*make(name), lambda model: model(**batch).logits)
 
 
 def train_on_ranks(name):
@@ -97,8 +82,4 @@ def on_two_ranks():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_train_as_one_and_the_loss_falls(name, on_two_ranks):
-    alone = train_on_ranks(name)
-    means = [sum(pair) / 2 for pair in zip(*(ranks[name] for ranks in on_two_ranks), strict=True)]
-    assert means == pytest.approx(alone, rel=1e-4)
-    for losses in (alone, means):
-        assert all(later < earlier for earlier, later in zip(losses, losses[1:], strict=False))
+    check_losses(train_on_ranks(name), [losses[name] for losses in on_two_ranks])
