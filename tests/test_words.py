@@ -82,16 +82,13 @@ NOT_YET_CLEAN = {
     "scripts/quickstart/expert_use.py",
     "scripts/quickstart/parallel.py",
     "scripts/quickstart/steps.py",
-    "CONTRIBUTING.md",
     "configs/README.md",
-    "fairseq_tutel/README.md",
     "fairseq_tutel/export/README.md",
     "fairseq_tutel/integrations/fairseq/options/README.md",
     "scripts/bench/results/README.md",
     "scripts/examples/swin_moe/README.md",
     "scripts/quickstart/README.md",
     "scripts/slurm/README.md",
-    "tests/golden/README.md",
 }  # fmt: skip
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from ..config import ExchangeConfig
+from .placement.expert_params import sum_tensor_over_ranks_
 from .placement.groups import ExpertParallelGroups
-from .world import checksum, compare_settings, gather_integers, process_world
+from .world import checksum, compare_settings, gather_integers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +218,4 @@ def any_rank(flag: bool, device: torch.device) -> bool:
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
     """Return the sums over all ranks of the default group, in fp64. Collective."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
-    if process_world()[1] > 1:
-        dist.all_reduce(total)
-    return total.tolist()
+    return sum_tensor_over_ranks_(total).tolist()

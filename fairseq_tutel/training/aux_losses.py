@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..config import ExchangeConfig
-from ..distributed import process_world, sum_tensor_over_ranks_
+from ..distributed import sum_tensor_over_ranks_
 from ..moe import (
     METRIC_NAMES,
     UTILISATION_NAMES,
@@ -252,9 +252,7 @@ def _bias_counts(layers: Mapping[str, MoELayer], found: AuxLosses) -> list[torch
 def _sum_over_ranks(counts_L: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return int64 sums over all ranks of tensors of any shapes, in one reduction. Collective."""
     total = torch.cat([counts.flatten().long() for counts in counts_L])
-    if process_world()[1] > 1:
-        sum_tensor_over_ranks_(total)
-    parts = total.split([counts.numel() for counts in counts_L])
+    parts = sum_tensor_over_ranks_(total).split([counts.numel() for counts in counts_L])
     return [part.view(counts.shape) for part, counts in zip(parts, counts_L, strict=True)]
 
 

@@ -167,8 +167,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     for layer in layers:
         total = _sq_norm_of_copies(layer.experts.parameters(), layer.groups, device)
         sq_norm += total / layer.groups.num_replicas
-    if process_world()[1] > 1:
-        sum_tensor_over_ranks_(sq_norm)
+    sum_tensor_over_ranks_(sq_norm)
     sq_norm += _sq_norm(plain, device)
     if sharded:
         sq_norm += sharded_norm(sharded).to(sq_norm).square()

@@ -57,7 +57,7 @@ def seconds():
 
 
 def ratios(by_factor, r=None):
-    """The slowest flow, or one of them, over the fastest, by capacity factor."""
+    """Time of the slowest r (or of one r) over that of the fastest, by capacity factor."""
     return [
         (max(times.values()) if r is None else times[r]) / min(times.values())
         for times in by_factor.values()

@@ -52,8 +52,10 @@ class Splits:
 def chunk_edges(count: torch.Tensor, degree: int) -> torch.Tensor:
     """Return the edges of chunks: chunk c of n rows has rows n*c//d to n*(c+1)//d.
 
-    Takes n, int64 [...], and the degree d; returns int64 [d + 1, ...]. 5 rows in 4 chunks have the
-    edges 0, 1, 2, 3, 5.
+    Takes n, int64 [...], and the degree d; returns int64 [d + 1, ...].
+
+    >>> chunk_edges(torch.tensor(5), 4).tolist()
+    [0, 1, 2, 3, 5]
     """
     numbers = torch.arange(degree + 1, device=count.device)
     return count * numbers.view(-1, *[1] * count.dim()) // degree

@@ -19,7 +19,19 @@ logger = logging.getLogger(__name__)
 
 
 def build_exchange(config: ExchangeConfig | str, groups: ExpertParallelGroups) -> Exchange:
-    """Build the exchange of a placement of experts for ``config.r``, without wire formats."""
+    """Build the exchange of a placement of experts for ``config.r``, without wire formats.
+
+    >>> from fairseq_tutel.distributed import build_groups
+    >>> build_exchange("linear", build_groups(8, simulate_world_size=4)).name
+    'linear'
+
+    Args:
+        config (ExchangeConfig or str): the options, or the name of a registered exchange.
+        groups (ExpertParallelGroups): placement of the experts.
+
+    Raises:
+        ValueError: as :func:`build_algorithms`.
+    """
     config = ExchangeConfig.of(config)
     return Exchange(build_algorithms(config, groups)[config.r])
 

@@ -33,6 +33,11 @@ def experts_of_ffn(
 ) -> dict[str, Tensor]:
     """Return the tensors of experts; unchanged tensors share their memory with ``ffn``.
 
+    >>> ffn = {"fc1.weight": torch.ones(4, 2), "fc2.weight": torch.ones(2, 4)}
+    >>> experts = experts_of_ffn(ffn, range(4), granularity=2)
+    >>> experts["3.fc1.weight"].shape, experts["3.fc2.weight"].tolist()
+    (torch.Size([2, 2]), [[2.0, 2.0], [2.0, 2.0]])
+
     Args:
         ffn: the network's tensors by name; weights [F, M] (fc2: [M, F]) and biases.
         numbers: global numbers of the experts.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..world import data_device
+from ..world import data_device, process_world
 from .groups import ExpertParallelGroups
 from .owners import as_bytes
 
@@ -108,8 +108,9 @@ def broadcast_over_replicas_(tensors: Iterable[torch.Tensor], groups: ExpertPara
 
 
 def sum_tensor_over_ranks_(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum in place over all ranks of the default group. Collective."""
-    dist.all_reduce(tensor)
+    """Sum in place over all ranks of the default group. Collective; a no-op in one process."""
+    if process_world()[1] > 1:
+        dist.all_reduce(tensor)
     return tensor
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -76,28 +76,15 @@ def send_to_first(owner: int, sizes: Sequence[int], parts: Sequence[torch.Tensor
         parts: results of :func:`as_bytes`: the tensors on the owner, their targets on rank 0;
             unused on other ranks.
     """
-    rank, total = dist.get_rank(), sum(sizes)
-    buffer = torch.empty(min(total, _PIECE), dtype=torch.uint8, device=data_device())
-    for start in range(0, total, _PIECE):
-        piece = buffer[: total - start]
-        overlaps = list(_overlaps(sizes, start, start + len(piece)))
-        if rank == owner:
-            for index, of_part, of_piece in overlaps:
-                piece[of_piece].copy_(parts[index][of_part])
-        dist.broadcast(piece, src=owner)
-        if rank == 0:
-            for index, of_part, of_piece in overlaps:
-                parts[index][of_part].copy_(piece[of_piece])
-
-
-def _overlaps(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
-    """Yield (number of a part, its bytes in the part, its bytes in the piece).
-
-    The piece is [start, stop) of all parts in a row.
-    """
-    begin = 0
+    rank = dist.get_rank()
+    buffer = torch.empty(
+        min(max(sizes, default=0), _PIECE), dtype=torch.uint8, device=data_device()
+    )
     for index, size in enumerate(sizes):
-        first, last = max(start, begin), min(stop, begin + size)
-        if first < last:
-            yield index, slice(first - begin, last - begin), slice(first - start, last - start)
-        begin += size
+        for start in range(0, size, _PIECE):
+            piece = buffer[: size - start]
+            if rank == owner:
+                piece.copy_(parts[index][start : start + _PIECE])
+            dist.broadcast(piece, src=owner)
+            if rank == 0:
+                parts[index][start : start + _PIECE].copy_(piece)

@@ -17,7 +17,7 @@ from ..world import data_device
 from .groups import ExpertParallelGroups
 
 _SLICE_DIMS: dict[str, int | None] = {}
-_PIECE_BYTES = 1 << 25  # of one collective
+_PIECE_BYTES = 1 << 25  # bytes of one collective
 _ALIGNMENT = 16  # bytes, of the pieces in a buffer of any dtype
 
 

@@ -106,8 +106,7 @@ def _all_experts(layer: MoELayer) -> tuple[Tensor, Tensor]:
             slot, _, end = key.partition(".")
             target = whole[end][groups.local_experts[int(slot)]]
             take_slice(target, end, groups.slice_index, groups.num_slices).copy_(part)
-    if groups.world_size > 1:
-        for tensor in (gate_up, down):
-            # a sum of bytes is exact, because all other ranks have zeros
-            sum_tensor_over_ranks_(tensor.view(torch.uint8))
+    for tensor in (gate_up, down):
+        # a sum of bytes is exact, because all other ranks have zeros
+        sum_tensor_over_ranks_(tensor.view(torch.uint8))
     return gate_up, down
