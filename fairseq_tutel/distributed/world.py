@@ -1,4 +1,4 @@
-"""The ranks of the default group: small messages, what is made once for them, and its end."""
+"""Ranks of the default group: small messages, values made once per group, and its end."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ import torch.distributed as dist
 # (received, mine, group): one tensor for all ranks' parts; torch 2.13 gave it another name
 all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# The default process group for which the values were made, and the values. A process group of the
-# values may be the default one itself, so a weak dictionary would never drop it.
+# The default process group, and the values made for it. A value may be the default group itself, so
+# a weak dictionary would never drop it.
 _made: tuple[Any, dict[Hashable, Any]] = (None, {})
 # by its identity, what refers to process groups; and in which attributes
 _holders: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

@@ -11,7 +11,7 @@ same order, unless its docstring says otherwise.
     each step   ``collect_aux``, ``clip_grad_norm_``, ``grad_scaler``, ``update_load_bias``
     state       ``save_checkpoint``, ``load_checkpoint``; ``full_state_dict`` and its ``load_``;
                 ``DistributedState`` for ``torch.distributed.checkpoint``
-    optimizers  any; ``matrix_parameters`` for those that step a matrix as a whole
+    optimizers  any; ``matrix_parameters`` for optimizers that step a matrix as a whole
 
 ``scripts/examples/plain_pytorch.py`` is a complete loop.
 

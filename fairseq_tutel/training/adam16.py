@@ -6,10 +6,10 @@ State of a parameter (names and values of fairseq's ``FusedAdamV1`` with ``use_f
     exp_avg, exp_avg_sq                shape of the parameter, fp16
     exp_avg_scale, exp_avg_sq_scale    [] or [e], fp32: the moment is exp_avg * exp_avg_scale
 
-The scale has shape [e] for stacked expert weights (attribute ``expert``, shape [e, ...]), one per
-expert, so a checkpoint may cut the state of one expert out, or stack states, without rounding.
-Where ranks hold parts of one parameter, :meth:`Adam16.share_scales` makes their scales one.
-4 bytes per parameter instead of 8. Error bounds: ``backends/torch/adam.py``.
+The state takes 4 bytes per parameter instead of 8. Stacked expert weights (attribute ``expert``,
+shape [e, ...]) have one scale per expert, so a checkpoint can cut out or stack the states of single
+experts without rounding. If ranks hold parts of one parameter, :meth:`Adam16.share_scales` makes
+their scales equal. Error bounds: ``backends/torch/adam.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ReduceMax = Callable[[Tensor], object]
 
 
 def scale_shape(param: Tensor) -> torch.Size:
-    """[e] for stacked expert weights [e, ...], [] for any other parameter."""
+    """Return [e] for stacked expert weights [e, ...], [] for any other parameter."""
     return param.shape[:1] if getattr(param, "expert", False) else torch.Size()
 
 
@@ -101,12 +101,14 @@ def dequantize_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class Adam16(torch.optim.Optimizer):
-    """fairseq's Adam (AdamW) with fp16 statistics; arguments are those of fairseq's.
+    """fairseq's Adam (AdamW) with fp16 statistics and the same arguments.
 
-    Arithmetic is fp32 for fp32, fp16 and bf16 parameters alike, so it serves
+    Arithmetic is fp32 for fp32, fp16 and bf16 parameters alike. So it serves
     ``--memory-efficient-fp16``, ``--memory-efficient-bf16`` and, over fp32 copies, ``--fp16``. eps
-    is added to the root of the second moment before its bias correction, the decay is decoupled.
-    Raises ValueError for lr, eps or weight_decay below 0, or a beta outside [0, 1).
+    is added to the root of the second moment before its bias correction. Weight decay is decoupled.
+
+    Raises:
+        ValueError: lr, eps or weight_decay is below 0, or a beta is outside [0, 1).
     """
 
     # fairseq's MemoryEfficientFP16Optimizer would overwrite the loaded state with the raw one.
@@ -135,20 +137,30 @@ class Adam16(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def share_scales(self, params: Iterable[Tensor], reduce_max_: ReduceMax) -> None:
-        """Take the scales of some parameters over ranks, each of which has a part of them.
+        """Use one scale for all parts of a parameter that is spread over ranks.
 
-        The parts' statistics, joined, are then bit for bit those of the whole parameter. Steps and
-        the loading of fp32 statistics become collective. ``reduce_max_``: maximum over the ranks
-        with the other parts; called once per step, also where a parameter has no gradient.
+        The joined statistics are then bit-identical to those of the whole parameter. Steps and the
+        loading of fp32 statistics become collective.
+
+        Args:
+            params: parameters of which this rank has a part.
+            reduce_max_: takes the maximum over the ranks with the other parts; called once per
+                step, also if a parameter has no gradient.
         """
         self._parts = frozenset(id(param) for param in params)
         self._reduce_max_ = reduce_max_ if self._parts else None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, scale: float | Tensor = 1.0) -> Any:
-        """One step on every parameter that has a gradient, which is divided by ``scale`` first
-        (loss scale, clipping), a number or a tensor of one element. ``closure`` evaluates the model
-        again and returns the loss. Raises ValueError for a sparse gradient.
+        """Step every parameter that has a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss (default None).
+            scale: divisor of the gradients (loss scale, clipping), a number or a tensor with one
+                element (default 1).
+
+        Raises:
+            ValueError: a gradient is sparse.
         """
         loss = None
         if closure is not None:
@@ -156,7 +168,7 @@ class Adam16(torch.optim.Optimizer):
                 loss = closure()
         params = [(p, group) for group in self.param_groups for p in group["params"]]
         stepped = [(param, group) for param, group in params if param.grad is not None]
-        for param, _ in stepped:  # refused before anything is stepped
+        for param, _ in stepped:  # refuse before any step
             if param.grad.is_sparse:
                 raise ValueError(
                     "Adam with fp16 statistics does not support sparse gradients "
@@ -188,14 +200,14 @@ class Adam16(torch.optim.Optimizer):
         return loss
 
     def _shared_maxima(self, params, multipliers) -> dict[int, Tensor]:
-        """[2, Q] by id of a parameter that is a part, over all ranks; one collective for all."""
+        """Return maxima [2, Q] over all ranks by the id of each part, in one collective."""
         if self._reduce_max_ is None:
             return {}
         found = {}
         for param, group in params:
             if id(param) not in self._parts:
                 continue
-            if param.grad is None:  # the other ranks' parts may have one
+            if param.grad is None:  # other ranks' parts may have a gradient
                 shape = (2, max(scale_shape(param).numel(), 1))
                 found[id(param)] = param.new_zeros(shape, dtype=torch.float32)
                 continue
@@ -217,15 +229,15 @@ class Adam16(torch.optim.Optimizer):
         return found
 
     def _statistics(self, param: Tensor) -> list[Tensor]:
-        """The two statistics, then their scales."""
+        """Return the two statistics, then their scales."""
         names = (*STATISTICS, *(f"{name}_scale" for name in STATISTICS))
         return [self.state[param][name] for name in names]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, of ``FusedAdamV1`` or of Adam with fp32 statistics.
 
-        torch's own loading would cast statistics and scales to the parameter's dtype; only the
-        groups are left to it.
+        torch loads the groups only, because it would cast statistics and scales to the parameter's
+        dtype.
         """
         super().load_state_dict({**state_dict, "state": {}})
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])

@@ -123,8 +123,8 @@ class AuxLosses:
 def collect_aux(model: nn.Module, combine: str = "sum") -> Iterator[AuxLosses]:
     """Collect the aux losses and counts of a model's MoE layers in a forward pass.
 
-    Callers of the layers get what they would get without. Use it if the model does not return the
-    layers' reports:
+    Use it if the model does not return the layers' reports. Calls of the layers return the same as
+    without it:
 
     >>> import torch
     >>> from fairseq_tutel.moe import MoELayer

@@ -53,7 +53,7 @@ def prepare_data_parallel(model: nn.Module, *, check_replicas: bool = True) -> N
     A DistributedDataParallel around the model then leaves experts alone. Call it on the module that
     the host wraps: the LightningModule, or the module that ``torch.compile`` returned. torch's
     ``fully_shard`` also needs ``ignored_params=set(expert_parameters(model))``. Call it again
-    after you unfreeze experts or replace a layer; what is prepared stays so. Ranks that hold the
+    after you unfreeze experts or replace a layer; other layers do not change. Ranks that hold the
     same expert start with the values of the first of them.
 
     >>> import torch

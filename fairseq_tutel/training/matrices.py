@@ -43,7 +43,7 @@ class ExpertMatrix(nn.Parameter):
         if self.data_ptr() != self.stack[self.index].data_ptr():
             raise ValueError(
                 "the model's experts were moved or converted after matrix_parameters(model): call "
-                "it afterwards, and make the optimizer of what it returns then"
+                "matrix_parameters again and make the optimizer from its result"
             )
         return None if self.stack.grad is None else self.stack.grad[self.index]
 

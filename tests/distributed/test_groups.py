@@ -119,7 +119,7 @@ def test_indivisible_counts_and_simulations_are_refused_before_any_collective(tm
 
 
 def _control_groups():
-    rank, world_size = process_world()
+    rank, _ = process_world()
     assert build_groups(4).control_group is None  # gloo needs no other
     with pytest.MonkeyPatch.context() as patch:
         # as with NCCL: the default group is said to communicate from GPUs alone
@@ -127,17 +127,17 @@ def _control_groups():
         patch.delenv("GLOO_SOCKET_IFNAME", raising=False)
         if rank == 1:
             patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        assert groups_module._control_group([range(4)]) is None  # rank 1 alone knows the network
+        assert build_groups(12).control_group is None  # rank 1 alone knows the network
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        for blocks in ([range(4)], [range(2), range(2, 4)]):
-            group = groups_module._control_group(blocks)
-            mine = [ranks for ranks in blocks if rank in ranks][0]
+        for size in (4, 2):
+            group = build_groups(16, expert_parallel_size=size).control_group
+            mine = list(range(rank // size * size, (rank // size + 1) * size))
             assert group is not dist.group.WORLD and dist.get_backend(group) == "gloo"
-            assert dist.get_process_group_ranks(group) == list(mine)
+            assert dist.get_process_group_ranks(group) == mine
             assert gather_integers([rank, 7], group) == [[r, 7] for r in mine]
-        assert groups_module._control_group([[r] for r in range(4)]) is None
-        groups = build_groups(16)  # not made before
-        assert groups.control_group is groups_module._control_group([range(4)])
+        assert build_groups(16, expert_parallel_size=1).control_group is None
+        groups = build_groups(20)
+        assert groups.control_group is build_groups(16).control_group
         assert sync_step(10 * rank, None, groups).num_tokens == 30
 
 

@@ -1,6 +1,7 @@
 """State of experts in slices: files hold what one process with whole experts saves, bit for bit."""
 
 import errno
+import itertools
 import os
 import signal
 from unittest import mock
@@ -19,7 +20,6 @@ from fairseq_tutel.distributed import (
     take_slice,
     without_held_experts,
 )
-from fairseq_tutel.distributed.placement import slices
 from fairseq_tutel.integrations.fairseq.trainer.parallel import share_scales
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.training.adam16 import Adam16
@@ -179,7 +179,7 @@ def folder(tmp_path_factory):
 
 
 def run_all(folder, cases, sources, trained, refusals, device="cpu"):
-    slices._PIECE_BYTES = 1000  # several pieces per tensor, the last one smaller
+    SliceGather.piece_bytes = 1000  # several pieces per tensor, the last one smaller
     written = through(folder, cases, sources, trained, device)
     if refusals:
         check_whole_state_and_refusals(folder)
@@ -214,25 +214,17 @@ def test_slices_on_a_gpu_are_joined_as_on_a_cpu(folder):
 
 
 def killed_while_it_joins(path):
-    """Rank 1 dies after some tensors have been joined."""
-    rank, _ = process_world()
+    """Rank 1 dies in place of sending its third piece."""
     model, optimizer = make(1, "adamw", "sliced", seed=5)
-    pieces = SliceGather._pieces
+    gather, calls = torch.distributed.gather, itertools.count()
 
-    def die(self):
-        for number, piece in enumerate(pieces(self)):
-            if number == 2 and self._buffers is not None:
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield piece
+    def gather_or_die(*args, **options):
+        if next(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return gather(*args, **options)
 
-    run = SliceGather.run
-
-    def run_and_die(self):
-        if rank == 1:
-            SliceGather._pieces = die
-        return run(self)
-
-    SliceGather.run = run_and_die
+    if process_world()[0] == 1:
+        torch.distributed.gather = gather_or_die
     training.save_checkpoint(path, model, optimizer)
 
 

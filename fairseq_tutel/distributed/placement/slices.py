@@ -17,7 +17,6 @@ from ..world import data_device
 from .groups import ExpertParallelGroups
 
 _SLICE_DIMS: dict[str, int | None] = {}
-_PIECE_BYTES = 1 << 25  # bytes of one collective
 _ALIGNMENT = 16  # bytes, of the pieces in a buffer of any dtype
 
 
@@ -112,6 +111,8 @@ class SliceGather:
         ValueError: a name stands for a tensor that is not cut.
     """
 
+    piece_bytes = 1 << 25  # of one collective
+
     def __init__(
         self,
         slices: Mapping[str, torch.Tensor],
@@ -154,7 +155,7 @@ class SliceGather:
     def _pieces(self) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
         """Yield some rows of this slice, and their places in the wholes for each slice, if here."""
         for name, part, dim in self._slices:
-            step = max(1, _PIECE_BYTES // max(1, _bytes(part[:1])))
+            step = max(1, self.piece_bytes // max(1, _bytes(part[:1])))
             for start in range(0, part.shape[0], step):
                 targets = []
                 if self._wholes is not None:

@@ -16,7 +16,7 @@
     state = original_state_dict(model, blocks)  # all ranks call it, rank 0 has the result
     if rank == 0:
         model.save_pretrained(folder, state_dict=state)
-    restore_moe(model, blocks)  # or: the model is again what it was, on every rank
+    restore_moe(model, blocks)  # or: put the original blocks back, on every rank
 
 A sparse block of transformers 5 holds a router with ``weight`` [E, M] and experts ``gate_up_proj``
 [E, 2F, M] and ``down_proj`` [E, M, F]. :func:`replace_moe` replaces the block by a

@@ -122,8 +122,8 @@ def _fresh_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]] 
     not notice. :func:`_forget_fresh_state` recognises what was saved in this form.
 
     Returns:
-        state by the parameter's number in ``optimizer.state_dict()``; {} for parameters without
-        gradients and for those that other ranks own. Collective.
+        State by the parameter's number in ``optimizer.state_dict()``; {} for parameters without
+        gradients or with another owner. Collective.
     """
     params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     trained = [param for param, _ in params if param.requires_grad]
@@ -132,7 +132,7 @@ def _fresh_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]] 
     every = {"state": dict.fromkeys(range(len(params)))}
     own = own_optimizer_state(optimizer, every)["state"]
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = inner  # of a host's wrapper, whose step would be the real one
+        optimizer = inner  # unwrap a host's optimizer, whose step would be a real one
     trial = copy.copy(optimizer)  # without hooks
     for name, value in vars(optimizer).items():
         if name != "step":  # a scheduler's, which counts

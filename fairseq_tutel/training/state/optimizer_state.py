@@ -259,7 +259,7 @@ class StateNames:
         if torch.is_tensor(value):
             if value.shape == whole_shape(shape, single, count):
                 return take_slice(value, single, index, count)
-            if value.shape == shape or value.numel() == 1:  # of to_named(), not of a file; a scale
+            if value.shape == shape or value.numel() == 1:  # from to_named(), not a file; a scale
                 return value
         elif not isinstance(value, dict):
             return value

@@ -127,7 +127,7 @@ def state_of_rank(
     ``what`` and ``fresh`` go to :func:`named_state`.
 
     Raises:
-        ValueError: a name would be taken for that of an expert, or see :func:`named_state`.
+        ValueError: a name looks like an expert's, or an error of :func:`named_state`.
     """
     model = unwrap(model)
     weights = model.state_dict()

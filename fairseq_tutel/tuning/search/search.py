@@ -189,7 +189,7 @@ class Search:
         """Measure the start anew, and repeat close choices until one is clearly the fastest."""
         if self.best not in self._samples:
             return
-        if self.best != self.start:  # its times may be those of the first steps of a process
+        if self.best != self.start:  # the first steps of a process may have been slow
             self._samples.pop(self.start, None)
             yield self.start
         for _ in range(_ROUNDS):
