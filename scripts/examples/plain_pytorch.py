@@ -21,7 +21,7 @@ DIM, LENGTH, SEQUENCES = 32, 16, 8
 
 
 class Block(nn.Module):
-    """What a transformer's feed-forward block is, with an MoE layer in it."""
+    """Feed-forward block of a transformer with an MoE layer."""
 
     def __init__(self):
         super().__init__()

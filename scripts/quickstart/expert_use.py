@@ -1,4 +1,4 @@
-"""Which experts a language uses: the load of every expert by language, counted and drawn."""
+"""Count and draw the load of every expert by language."""
 
 import warnings
 from pathlib import Path
@@ -15,9 +15,10 @@ Use = dict[str, dict[str, list[float]]]  # by layer and language: share of the c
 
 @torch.no_grad()
 def expert_use(checkpoint: Path, samples: dict[tuple[str, str], list], tokenizer: Path) -> Use:
-    """Of sentences in the encoder's layers, of their translations in the decoder's.
+    """Count the experts' use: by sentences in the encoder, by translations in the decoder.
 
-    ``samples``: pairs of sentences by their two languages, which are read in both directions.
+    Args:
+        samples: pairs of sentences by their two languages, which are read in both directions.
     """
     overrides = {"data": str(checkpoint.parents[1] / "data")}
     models, _, task = checkpoint_utils.load_model_ensemble_and_task(

@@ -88,7 +88,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _sides(keys: list[str]) -> list[str]:
-    """Of each, in the order of a hash: a tenth is held out, MAX_HELD_OUT on each side at most."""
+    """Deal keys to sides by a hash: a tenth is held out, at most MAX_HELD_OUT on each side."""
     order = sorted(range(len(keys)), key=lambda i: hashlib.sha256(keys[i].encode()).digest())
     held_out = min(MAX_HELD_OUT, len(keys) // 20)
     sides = ["train"] * len(keys)

@@ -1,4 +1,4 @@
-"""What the quickstarts have in common: a folder, commands that are kept with their logs, errors."""
+"""Common parts of the quickstarts: a folder, commands kept with their logs, errors."""
 
 import re
 import shlex
@@ -18,7 +18,7 @@ EXPERTS = -(-max(8, RANKS) // RANKS) * RANKS
 
 
 class QuickstartError(Exception):
-    """What ends a run, in a line or with the last lines of a log."""
+    """Reason that ends a run, in a line or with the last lines of a log."""
 
 
 def say(text: str = "") -> None:
@@ -60,7 +60,7 @@ class Commands:
 
 
 def show_progress(line: str, loss: str = "loss") -> None:
-    """Say what a line of a training log tells: resumed, validated, so many updates."""
+    """Print the progress that a line of a training log reports."""
     kind, values = picture.read_metrics(line) or ("", {})
     if (update := picture.resumed_at(line)) is not None:
         say(f"      resumed from the checkpoint of update {update}")

@@ -1,4 +1,4 @@
-"""What the recipes of this folder have in common: a small model, its data, a command line.
+"""Common parts of the recipes of this folder: a small model, its data, a command line.
 
 A recipe is one function, ``train(build, batches, steps, path, scaler=None)``: it builds the model
 once the ranks are connected, goes on from the checkpoint ``path`` if there is one, and saves there.
@@ -18,7 +18,7 @@ ACCUMULATE, MAX_NORM, AUX_WEIGHT, RATE = 2, 0.1, 0.01, 1e-2
 
 
 class Block(nn.Module):
-    """What a transformer's feed-forward block is, with an MoE layer in it."""
+    """Feed-forward block of a transformer with an MoE layer."""
 
     def __init__(self, num_experts):
         super().__init__()
@@ -49,7 +49,7 @@ class Model(nn.Module):
 
 
 def task_loss(y, x):
-    """Of a task that can be learned: each number is the one before it."""
+    """Data of a task that can be learned: each number is the one before it."""
     return (y - x.roll(1, -1)).square().mean()
 
 

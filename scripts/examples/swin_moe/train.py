@@ -198,7 +198,7 @@ class Run:
         return training.collect_aux(self.model) if self.layers else contextlib.nullcontext()
 
     def path(self) -> str:
-        """Of the checkpoint."""
+        """Return the path of the checkpoint."""
         return str(self.options.save_dir / "checkpoint_last.pt")
 
     def save(self, state: dict[str, Any]) -> None:
