@@ -1,267 +1,161 @@
-"""What overlap and wire formats of a layer's exchanges are worth between nodes.
+"""Exchanges of one MoE layer while its capacity factor changes: fixed choices, and the tuner.
 
-    sudo python scripts/bench/two_nodes.py --ranks 2 -- \\
-        python scripts/bench/bench_exchange.py overlap wire
+    sudo python scripts/bench/two_nodes.py --ranks 4 --message-bytes 50000 -- \
+        python scripts/bench/bench_exchange.py
 
-``overlap``: a layer whose exchanges travel in 1, 2, 4 or 8 chunks while its experts compute. Beside
-the layer, at each degree, the same layer is timed with experts that return their input (its
-exchanges alone, in as many chunks: several in flight fill a link better than one, which is not
-overlap's merit), with copies in place of exchanges (its experts alone), and with both (what is
-neither)::
+A choice is an algorithm, a number of chunks of overlap (x4) and of adaptive parallelism (r). Every
+phase has another capacity factor, as the dynamic workload of Tutel's paper (arXiv 2206.03382,
+section 2.3). First all choices take turns at every factor, forward and backward; a time is that of
+the slowest rank. Then the tuner chooses while the phases go by, and after each of its steps the
+best choice in hindsight takes the same step.
 
-    hidden share = (exchanges + experts - layer) / the smaller of exchanges and experts
-
-where "what is neither" is taken off all three. The way of the first chunk and of the last is
-nobody's to hide: what the schedule would hide with these parts is stated beside what was measured,
-by the planner's formula. And what these cores can hide at all: a pass of the exchanges on a thread
-of its own beside a pass of the experts, where neither waits for the other ("together"): what is
-missing to 100 % there is what copies and the kernel's work on packets take from the products.
-``wire``: bytes that the network interface counted, and time, of a layer
-without experts whose rows travel in one format in all four directions.
-
-All variants take turns; a time is that of the slowest rank, of a forward and backward pass.
+Good: the tuner takes at most 1.10 times the best choice in hindsight, trials included, and chunks
+make a step shorter if exchanges take as long as the experts.
 """
 
 import argparse
-import os
+import dataclasses
+import functools
+import itertools
 import sys
-import threading
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import runner
 import torch
-from bench_alltoall import about_ranks, interleaved, link_name
-from measure import percentiles
-from ranks import Ranks
-from record import quiet_logs, say, table
-from runner import Report, add_defaults, command_line, words
-from torch import nn
+from bench_alltoall import link_name
+from harness import Case, Point, call, sweep
+from program import Ranks, Report, goal, program
 
-from fairseq_tutel.config import WIRES, ExchangeConfig
-from fairseq_tutel.distributed import StepAgreement, sync_step
+from fairseq_tutel.config import ExchangeConfig
+from fairseq_tutel.distributed import build_groups
 from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.tuning import ExchangeTuner
+from fairseq_tutel.tuning.candidates import TUNABLE, build_choices
 
-_DEFAULTS = {
-    "algorithm": ("linear", "of the exchange"),
-    "tokens": (2048, "of a rank"),
-    "model-dim": (256, ""),
-    "hidden-dim": (384, ""),
-    "experts-per-rank": (1, ""),
+_TUNER, _WORST = 1.10, 1.2
+OPTIONS = {
+    "phases": (["1", "2", "4", "2", "1"], "capacity factors in order"),
+    "placement": ("sliced", "of experts on ranks: replicated or sliced"),
+    "steps": (120, "of a phase"),
+    "repetitions": (5, "of a choice at each factor"),
+    "experts": (2, "E over all ranks"),
+    "tokens": (64, "of a rank"),
+    "model-dim": (256, "M"),
+    "hidden-dim": (384, "F"),
     "ranks-per-node": (0, "0: as the machines have it"),
-    "repetitions": (15, "of every variant"),
+    "max-loss": (0.1, "share of the time that the tuner's trials may cost"),
 }
-_SETTINGS = (*(name.replace("-", "_") for name in _DEFAULTS), "degrees", "wires")
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = command_line(__doc__)
-    add = parser.add_argument
-    add("parts", nargs="+", choices=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}")
-    add("--degrees", default=[1, 2, 4, 8], help="of overlap (default: 1,2,4,8)", **words(int))
-    add("--wires", default=list(WIRES), help=f"formats (default: {','.join(WIRES)})", **words())
-    add_defaults(parser, _DEFAULTS)
-    folder = {"type": Path, "default": Path("runs/bench"), "metavar": "FOLDER"}
-    add("--output", help="of exchange-PART-RANKS-LINK.json (default: runs/bench)", **folder)
-    parser.set_defaults(device="cpu", backend="gloo")
-    return parser.parse_args(argv)
+class Workload:
+    """A layer and its input."""
 
-
-class Pass:
-    """A forward and backward pass of a layer of its own."""
-
-    def __init__(self, options, ranks: Ranks, *, experts: bool, sends: bool, **exchange):
-        torch.manual_seed(1)
-        own = None if experts else [nn.Identity() for _ in range(options.experts_per_rank)]
+    def __init__(self, options: argparse.Namespace):
+        self.groups = build_groups(options.experts, placement=options.placement)
         self.layer = MoELayer(
             options.model_dim,
-            options.experts_per_rank * ranks.world_size,
-            options.hidden_dim if experts else None,
-            top_k=2,
-            capacity_factor=1.0,
-            experts=own,
-            exchange=ExchangeConfig(options.algorithm, options.ranks_per_node, **exchange),
-            skip_exchange=not sends,
+            options.experts,
+            options.hidden_dim,
+            top_k=min(2, options.experts),
+            groups=self.groups,
             seed=1,
+            exchange=ExchangeConfig(ranks_per_node=options.ranks_per_node),
         )
+        torch.manual_seed(10 + self.groups.rank)
         self.x = torch.randn(options.tokens, options.model_dim, requires_grad=True)
 
-    def agree(self) -> StepAgreement:
-        """What a call would agree on by itself. Collective."""
-        layer = self.layer
-        return sync_step(len(self.x), layer.step_settings(self.x.dtype), layer.groups)
-
-    def __call__(self, step: StepAgreement | None = None) -> torch.Tensor:
-        """The output; gradients are in the parameters."""
+    def step(self, factor: float, **how) -> None:
+        """Run a forward and backward pass, with arguments for the layer's call."""
         self.layer.zero_grad(set_to_none=True)
         self.x.grad = None
-        y = self.layer(self.x, step=step)
-        y.backward(torch.ones_like(y))
-        return y
+        y = self.x + self.layer(self.x, capacity_factor=factor, **how)
+        y.square().mean().backward()
+
+    def case(self, name: str, choice: ExchangeConfig, factor: float) -> Case:
+        """A step with one choice."""
+        return Case(name, call(functools.partial(self.step, factor, exchange=choice)))
 
 
-class Together:
-    """The exchanges of a pass beside the experts of another."""
-
-    def __init__(self, options, ranks: Ranks, **how):
-        self._exchanges = Pass(options, ranks, experts=False, **how)
-        self._experts = Pass(options, ranks, experts=True, sends=False)
-
-    def __call__(self) -> None:
-        """Ends when both have ended."""
-        # agreed on before: collectives of two threads have no order
-        steps = self._exchanges.agree(), self._experts.agree()
-        beside = threading.Thread(target=self._exchanges, args=steps[:1])
-        beside.start()
-        self._experts(steps[1])
-        beside.join()
+def tunable_choices(layer: MoELayer) -> dict[str, ExchangeConfig]:
+    """Everything that the tuner can choose, by name."""
+    axes = build_choices([layer], TUNABLE)
+    products = itertools.product(*(axis.values for axis in axes))
+    values = [dict(zip((a.name for a in axes), product, strict=True)) for product in products]
+    simplest = {axis.name: axis.values[0] for axis in axes}
+    values += [{**simplest, axis.name: value} for axis in axes for value in axis.standalone]
+    choices = [dataclasses.replace(layer.exchange_config, **each) for each in values]
+    return {name_of(choice): choice for choice in choices}
 
 
-def measure_overlap(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """One row per degree; the layers of all degrees return the same numbers."""
-    variants = {
-        "experts": Pass(options, ranks, experts=True, sends=False),
-        "rest": Pass(options, ranks, experts=False, sends=False),
-    }
-    for degree in options.degrees:
-        how = {"sends": True, "overlap_degree": degree}
-        variants[f"layer {degree}"] = Pass(options, ranks, experts=True, **how)
-        variants[f"exchange {degree}"] = Pass(options, ranks, experts=False, **how)
-        variants[f"together {degree}"] = Together(options, ranks, **how)
-    outputs = [variants[f"layer {degree}"]() for degree in options.degrees]
-    for degree, output in zip(options.degrees, outputs, strict=True):
-        if not torch.allclose(output, outputs[0], rtol=1e-4, atol=1e-5):
-            raise RuntimeError(f"degree {degree} returns other numbers than {options.degrees[0]}")
-    seconds, median = _timed(variants, options, ranks)
-    rows = [_overlap_row(median, degree, options.degrees[0]) for degree in options.degrees]
-    quiet_logs()  # the planner's formula has imported fairseq, which turns everything on
-    return {"results": rows, **seconds}
+def name_of(choice: ExchangeConfig) -> str:
+    """Name a choice, as in "2dh x4 r=2"."""
+    return f"{choice.algorithm} x{choice.overlap_degree} r={choice.r}"
 
 
-def _overlap_row(median: dict[str, float], degree: int, first: int) -> dict[str, float]:
-    """Seconds, the speed-up over the first degree, and the hidden share."""
-    rest = median["rest"]
-    layer, exchange = median[f"layer {degree}"], median[f"exchange {degree}"] - rest
-    experts = median["experts"] - rest
-    smaller = min(exchange, experts)
-    together = median[f"together {degree}"] - 2 * rest
-    return {
-        "degree": degree,
-        "layer": layer,
-        "exchange_alone": exchange,
-        "experts_alone": experts,
-        "speedup": median[f"layer {first}"] / layer,
-        "hidden_share": (exchange + experts - (layer - rest)) / smaller,
-        "hidden_by_schedule": (exchange - _exposed(exchange, experts, degree)) / smaller,
-        "hidden_together": (exchange + experts - together) / smaller,
-    }
+def points(options: argparse.Namespace) -> Iterator[Point]:
+    """All fixed choices at each factor; then, phase by phase, the tuner and the best choice."""
+    work, tuned = Workload(options), Workload(options)
+    choices = tunable_choices(work.layer)
+    best: dict[float, str] = {}
+    for factor in sorted(set(options.phases)):
+
+        def find_best(found, factor=factor):
+            medians = {name: of["forward"]["p50"] for name, of in found["ms"].items()}
+            best[factor] = min(medians, key=medians.get)
+            return {best[factor]: {"fastest": "yes"}}
+
+        cases = [work.case(name, choice, factor) for name, choice in choices.items()]
+        title = f"fixed, f={factor:g}"
+        yield Point(title, cases, {}, {}, find_best, phase="", repetitions=options.repetitions)
+    tuner = ExchangeTuner([tuned.layer], TUNABLE, max_loss=options.max_loss)
+    for number, factor in enumerate(options.phases, start=1):
+        chosen: list[str] = []
+
+        def tuned_step(factor=factor, chosen=chosen):
+            step = tuner.agree(len(tuned.x), tuned.x.dtype, capacity_factor=factor)
+            chosen.append(name_of(step.exchange))
+            tuned.step(factor, step=step)
+
+        def sums(found, factor=factor, chosen=chosen):
+            last = {"tuner": chosen[-1], "best": best[factor]}
+            raw = {name: found["raw_ms"][name]["forward"] for name in last}
+            return {name: {"s": 1e-3 * sum(raw[name]), "choice": last[name]} for name in last}
+
+        cases = [Case("tuner", call(tuned_step)), work.case("best", choices[best[factor]], factor)]
+        about = {"capacity_factor": factor}
+        yield Point(f"phase {number}, f={factor:g}", cases, about, derive=sums)
 
 
-def _exposed(exchange: float, experts: float, degree: int) -> float:
-    """Seconds of exchanges that the schedule leaves: of their four directions, a quarter each, and
-    of the experts' three products: forward, and for the rows' and the weights' gradients."""
-    from fairseq_tutel.plan.speed import exposed  # imports fairseq, which is slow and talks
-
-    leg, product = exchange / 4 / degree, experts / 3 / degree
-    forward = exposed(leg, product, leg, degree)
-    return forward + exposed(leg, product, leg, degree, meanwhile=degree * product)
-
-
-def link_bytes() -> int:
-    """Bytes that this node has sent on the link (on one machine: through loopback) so far."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    for line in Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == interface:
-            return int(numbers.split()[8])
-    raise RuntimeError(f"no interface {interface} in /proc/self/net/dev")
-
-
-def measure_wire(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """One row per format: time, and bytes that the interface counted."""
-    sent, variants = {}, {}
-    for wire in options.wires:
-        formats = {"wire": wire, "wire_back": wire, "wire_grad": wire}
-        step = variants[wire] = Pass(options, ranks, experts=False, sends=True, **formats)
-        step()  # connects
-        ranks.barrier()
-        before = link_bytes()
-        for _ in range(options.repetitions):
-            step()
-        ranks.barrier()
-        sent[wire] = (link_bytes() - before) / options.repetitions
-    seconds, median = _timed(variants, options, ranks)
-    first = options.wires[0]
-    rows = [
-        {
-            "wire": wire,
-            "seconds": median[wire],
-            "link_bytes": sent[wire],
-            "bytes_share": sent[wire] / sent[first],
-            "speedup": median[first] / median[wire],
-        }
-        for wire in options.wires
+def goals_of(results: dict[str, Any], phases: Sequence[float], steps: int) -> list[dict]:
+    """Goals of all phases together."""
+    derived = [of["derived"] for name, of in results.items() if name.startswith("phase")]
+    if len(derived) < len(phases):
+        return []
+    tuner, best = (sum(of[name]["s"] for of in derived) for name in ("tuner", "best"))
+    fixed = {factor: results[f"fixed, f={factor:g}"]["ms"] for factor in phases}
+    totals = [
+        1e-3 * steps * sum(of[name]["forward"]["p50"] for of in map(fixed.get, phases))
+        for name in fixed[phases[0]]
     ]
-    return {"results": rows, **seconds}
-
-
-def _timed(variants, options, ranks: Ranks) -> tuple[dict[str, Any], dict[str, float]]:
-    """For the result; medians in seconds."""
-    seconds = interleaved(variants, ranks, options.repetitions)
-    spreads = {name: percentiles(times) for name, times in seconds.items()}
-    medians = {name: spread["p50"] for name, spread in spreads.items()}
-    return {"seconds": spreads, "raw_seconds": seconds}, medians
-
-
-PARTS = {
-    "overlap": (
-        measure_overlap,
-        {
-            "degree": "{degree}",
-            "layer s": "{layer:.4f}",
-            "exchange alone s": "{exchange_alone:.4f}",
-            "experts alone s": "{experts_alone:.4f}",
-            "times": "{speedup:.2f}",
-            "hidden": "{hidden_share:.0%}",
-            "by schedule": "{hidden_by_schedule:.0%}",
-            "together": "{hidden_together:.0%}",
-        },
-    ),
-    "wire": (
-        measure_wire,
-        {
-            "wire": "{wire}",
-            "step s": "{seconds:.4f}",
-            "bytes on the link": "{link_bytes:,.0f}",
-            "share": "{bytes_share:.3f}",
-            "times": "{speedup:.2f}",
-        },
-    ),
-}
-
-
-def show(result: dict[str, Any]) -> None:
-    """The table."""
-    say(about_ranks(result))
-    say(table(result["results"], PARTS[result["part"]][1]))
+    text = f"the tuner takes at most {_TUNER} times the best choice in hindsight"
+    worst = f"at least {_WORST} times faster than the worst choice kept throughout"
+    return [goal(text, tuner / best, _TUNER, True), goal(worst, max(totals) / tuner, _WORST)]
 
 
 def run(options: argparse.Namespace, ranks: Ranks) -> None:
-    """Measure, print and write one part after the other."""
+    """Measure, print and write."""
     ranks.expect_several()
     link = link_name("loopback")
-    settings = {key: getattr(options, key) for key in _SETTINGS}
-    for name in options.parts:
-        measure, _ = PARTS[name]
-        path = options.output / f"exchange-{name}-{ranks.world_size}-{link}.json"
-        about = {"part": name, "backend": ranks.backend, "link": link, "settings": settings}
-        report = Report("exchange", ranks, path, **about)
-        report.finish(measure(options, ranks), show)
+    settings = {name: getattr(options, name.replace("-", "_")) for name in OPTIONS}
+    options.phases = [float(factor) for factor in options.phases]
+    about = {"backend": ranks.backend, "link": link, "settings": settings}
+    default = f"adaptive-{ranks.world_size}-{link}"
+    goals = lambda results: goals_of(results, options.phases, options.steps)  # noqa: E731
+    with Report("adaptive", ranks, options.output, default, **about) as report:
+        sweep(report, points(options), ranks, options.steps, warmup=0, goals=goals)
 
 
-main = runner.program(parse_arguments, run)
+main = program(__doc__, OPTIONS, run, backend="gloo")
 
 
 if __name__ == "__main__":

@@ -1,87 +1,72 @@
-"""Time of one MoE layer against the dense formulation and against its experts' products alone.
+"""Time and memory of one MoE layer, beside the dense formulation and its experts alone.
 
     python scripts/bench/bench_layer.py --preset cpu
-    python scripts/bench/bench_layer.py --device cuda --preset meta-1.1t
-    python scripts/bench/bench_layer.py --mode eval --preset cpu-large --tutel DIR --meta DIR
+    python scripts/bench/bench_layer.py --device cuda --preset meta-1.1t,fig14
     python scripts/bench/bench_layer.py --tokens 8192 --model-dim 512 --hidden-dim 2048 --experts 16
+    python scripts/bench/bench_layer.py --mode eval --preset cpu-large --tutel DIR --meta DIR
+    python scripts/bench/bench_layer.py --mode decode --device cuda
 
-On several ranks, with a real all-to-all: python -m fairseq_tutel.launch -- python
-scripts/bench/bench_layer.py ... One process runs all cases in turn and prints p20, p50 and p80 of
-every phase, peak memory and the ratios, and writes them as JSON.
+train: forward and backward. Good: a fifth of the dense formulation's time, and at most 1.1 times
+that of the experts (CPU) or of their products (GPU). Several ranks use a real all-to-all: put
+python -m fairseq_tutel.launch -- before the command. Up to 4096 tokens a GPU is also timed by the
+wall clock, with launches.
+eval: forward only, 1 to 1024 tokens, beside Tutel's and Meta's layers. Good: at most their time.
+decode: a step of generation on a GPU, launched or captured in a CUDA graph. Good: a captured step
+takes at most 1.3 times the reading of the experts' weights.
 """
 
 import argparse
 import dataclasses
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import eval_layer
-import runner
-from layer_cases import ABOUT, CASES, FLOORS, LayerInputs, check_agreement, make_case, why_not_run
-from measure import (
-    MEMORY_METHOD,
-    PHASES,
-    Case,
-    fits,
-    free_memory,
-    peak_memory,
-    percentiles,
-    time_cases,
+import torch
+from cases import (
+    ABOUT,
+    AGREEMENT,
+    BACKENDS,
+    EVALUATED,
+    FLOORS,
+    LayerInputs,
+    make_case,
+    make_layer,
+    why_not_run,
 )
-from presets import (
-    LAYER_BACKENDS,  # fmt: skip
-    PRESETS,
-    Goal,
-    LayerShape,
-    Preset,
-    add_size_options,
-    choose_shape,
-)
-from ranks import Ranks
-from record import device_name, goal, say, table
-from runner import Report, command_line, expect_known, words
+from harness import Case, Point, agreement, call, peak_memory, sweep, those_that_fit
+from peers import FOLDERS, evaluated_layers
+from program import CLOCK, Ranks, Report, expect_known, goal, numbers, program, words
+from shapes import DTYPES, PRESETS, SIZES, LayerShape, choose_shape
 
+from fairseq_tutel import ops
 from fairseq_tutel.distributed import build_groups
+from fairseq_tutel.moe import MoELayer
+
+_WALL_TOKENS, _WALL_CALLS = 4096, 10  # up to so many tokens launches matter
+_EVAL_TOKENS = [1, 4, 16, 64, 256, 1024]
+_DECODE = LayerShape(1, 2048, 8192, experts=8, dtype="bfloat16")
+_DECODE_TOKENS, _DECODE_EXPERTS = [1, 8, 64, 512], [8, 64]
+_NEAR_ROOFLINE, _FROM_TOKENS = 1.3, 8  # goal of captured steps, and tokens from which it holds
+OPTIONS = {
+    "mode": ("train", "train, eval or decode"),
+    "preset": (words, "one after the other (default: meta-1.1t on a GPU, cpu on a CPU)"),
+    "backends": (words, f"cases of train ({', '.join(ABOUT)}) or eval ({', '.join(EVALUATED)})"),
+    "repetitions": (0, "0: 20 on a CPU, 50 on a GPU, 100 in eval"),
+    "eval-tokens": (numbers, "numbers of tokens in eval and decode"),
+    "output": (str, "JSON file; {preset} stands for the preset's name"),
+    **SIZES,
+    **FOLDERS,
+    **CLOCK,
+}
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = command_line(__doc__, PRESETS)
-    add = parser.add_argument
-    one_by_one = "one after the other (default: meta-1.1t on a GPU, cpu on a CPU)"
-    several = {"dest": "presets", "type": _preset_names, "metavar": "NAME[,NAME...]"}
-    add("--preset", default=[None], help=one_by_one, **several)
-    add("--mode", choices=["train", "eval"], default="train", help="default: train")
-    add_size_options(parser)
-    eval_layer.add_options(parser)
-    others = "in evaluation those of eval_cases.py"
-    add("--backends", help=f"of {', '.join(CASES)}; {others} (default: all)", **words())
-    add("--repetitions", type=int, default=0, help="default: 20 on a CPU, 50 on a GPU")
-    add("--warmup", type=int, default=3, help="repetitions before those that count (default: 3)")
-    stands = "{preset} in it stands for the preset's name"
-    add("--output", help=f"JSON file; {stands} (default: runs/bench/layer-{{preset}}-DEVICE.json)")
-    options = parser.parse_args(argv)
-    if options.tiny:
-        options.repetitions, options.warmup = 2, 1
-    return options
-
-
-def _preset_names(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in PRESETS:
-            raise argparse.ArgumentTypeError(f"{name}: choose from {', '.join(PRESETS)}")
-    return names
-
-
-def keep_possible(
-    names: Sequence[str], shape: LayerShape, ranks: Ranks
-) -> tuple[list[str], dict[str, str]]:
-    """The cases that can run on every rank, and name -> reason of the others."""
-    reasons = {name: why_not_run(name, shape, ranks.device) for name in names}
+def possible_cases(
+    names: list[str], inputs: LayerInputs, ranks: Ranks
+) -> tuple[list[Case], dict[str, str]]:
+    """The cases that run on every rank and find their memory, the layer first; the others."""
+    reasons = {name: why_not_run(name, inputs.shape, ranks.device) for name in names}
     # on every rank or none: free memory differs, and all take part in an exchange
     anywhere = ranks.slowest([float(reason is not None) for reason in reasons.values()])
     skipped = {
@@ -89,161 +74,188 @@ def keep_possible(
         for (name, reason), skip in zip(reasons.items(), anywhere, strict=True)
         if skip
     }
-    return [name for name in CASES if name in names and name not in skipped], skipped
+    kept = [name for name in ABOUT if name in names and name not in skipped]
+    backend = next((name for name in kept if name in BACKENDS), "torch")
+    cases = [make_case(name, inputs, backend) for name in kept]
+    if ranks.world_size == 1:  # else all take part or none
+        cases = those_that_fit(cases, ranks.device, skipped)
+    return cases, skipped
 
 
-def leave_out_large(cases: Sequence[Case], ranks: Ranks, skipped: dict[str, str]) -> list[Case]:
-    """The cases that find the memory they need; the others are added to ``skipped``."""
-    if ranks.device.type != "cuda" or ranks.world_size > 1:  # where all take part or none
-        return list(cases)
-    found = [case for case in cases if fits(case, ranks.device)]
-    for case in cases:
-        if case not in found:
-            skipped[case.name] = "it ran out of memory on this GPU"
-    return found
+def goals_of(preset: str, results: dict[str, Any], on_gpu: bool) -> list[dict]:
+    """Goals of a preset, on the device that they are for."""
+    if preset not in PRESETS or preset.startswith("cpu") == on_gpu or not results:
+        return []
+    over = results[preset]["this_over"]
+    return [
+        goal(f"at most {bound:g} times the time of: {ABOUT[case]}", over[case][1], bound, True)
+        for case, bound in PRESETS[preset].at_most.items()
+        if case in over
+    ]
 
 
-def median_ratio(results: dict[str, Any], above: str, below: str, phase: str) -> float:
-    """Of the median times of two cases."""
-    return results[above]["ms"][phase]["p50"] / results[below]["ms"][phase]["p50"]
-
-
-def ratios(results: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """How many times faster than ``dense`` each case is, how many times the floors it takes."""
-    found: dict[str, dict[str, float]] = {name: {} for name in results}
-    for name, of in found.items():
-        for phase in PHASES:
-            if "dense" in results and name != "dense":
-                of[f"dense/this {phase}"] = median_ratio(results, "dense", name, phase)
-            for floor in FLOORS:
-                if floor in results and name != floor:
-                    of[f"this/{floor} {phase}"] = median_ratio(results, name, floor, phase)
-    return found
-
-
-def check_goals(goals: Sequence[Goal], results: dict[str, Any], device_type: str) -> list[dict]:
-    """What was reached of the goals that hold for the device."""
-    layer = next((name for name in LAYER_BACKENDS if name in results), None)
-    found = []
-    for each in goals:
-        top, bottom = (layer if n == "layer" else n for n in (each.numerator, each.denominator))
-        if each.device == device_type and top in results and bottom in results:
-            ratio = median_ratio(results, top, bottom, "both")
-            found.append(goal(each.text, ratio, each.bound, each.at_most))
-    return found
-
-
-def print_result(result: dict[str, Any]) -> None:
-    """Table and ratios."""
-    shape = result["settings"]
-    say(
-        f"MoE layer on {device_name(result)}, {result['world_size']} rank(s): "
-        f"{shape['tokens']} tokens, {shape['model_dim']}/{shape['hidden_dim']}, "
-        f"{shape['experts']} experts ({shape['local_experts']} here), top-{shape['top_k']}, "
-        f"capacity {shape['capacity']}, {shape['dtype']}"
-    )
-    if shape["simulated_ranks"]:
-        say(f"SIMULATED rank of {shape['simulated_ranks']}: each all-to-all is a local copy")
-
-    rows = []
-    for name, case in result["results"].items():
-        of, peak = result["ratios"].get(name, {}), case["peak_bytes"]
-        factors = [of.get(key) for key in ("dense/this both", "this/experts both")]
-        times, over = ("-" if factor is None else f"{factor:.2f}" for factor in factors)
-        peak = "-" if peak is None else f"{peak / 2**20:.0f}"
-        rows.append({"name": name, "peak": peak, "times": times, "over": over, **case["ms"]})
-    shown = {
-        "case": "{name}",
-        "forward ms": "{forward[p50]:.2f}",
-        "backward ms": "{backward[p50]:.2f}",
-        "both ms: p50 (p20-p80)": "{both[p50]:.2f} ({both[p20]:.2f}-{both[p80]:.2f})",
-        "peak MiB": "{peak}",
-        "times faster than dense": "{times}",
-        "times experts": "{over}",
-    }
-    say(table(rows, shown))
-
-
-def run(options: argparse.Namespace, preset: str | None, ranks: Ranks) -> None:
-    """Measure, print and write."""
-    device = ranks.device
-    name, shape = choose_shape(options, preset, ranks)
-    names = options.backends or [c for c in CASES if device.type == "cuda" or c != "triton"]
-    expect_known("--backends", names, CASES)
-    names, skipped = keep_possible(names, shape, ranks)
+def train(options: argparse.Namespace, given: str | None, ranks: Ranks) -> None:
+    """Measure forward and backward passes of one preset."""
+    device, on_gpu = ranks.device, ranks.device.type == "cuda"
+    name, shape = choose_shape(options, given, ranks)
+    names = options.backends or [case for case in ABOUT if on_gpu or case != "triton"]
+    expect_known("--backends", names, list(ABOUT))
     groups = build_groups(shape.experts, simulate_world_size=shape.simulated_ranks)
     inputs = LayerInputs(shape, groups, device, options.seed)
-    output = str(options.output or f"runs/bench/layer-{{preset}}-{device.type}.json")
-    known = PRESETS.get(name, Preset("sizes of the command line", shape))
-    settings = {
-        **dataclasses.asdict(shape),
-        "capacity": shape.capacity,
-        "local_experts": groups.num_local_experts,
-        "rows": shape.rows(ranks.world_size),
-        "repetitions": options.repetitions or (50 if device.type == "cuda" else 20),
-    }
-    about = {"preset": name, "about": known.about, "settings": settings}
-    path = Path(output.replace("{preset}", name))
-    report = Report("layer", ranks, path, **about, memory_method=MEMORY_METHOD[device.type])
-
-    operators = next((name for name in names if name in LAYER_BACKENDS), "torch")
-    cases = [make_case(name, inputs, operators) for name in names]
-    cases = leave_out_large(cases, ranks, skipped)
-    # the layer itself is what the others are compared with
-    by_layer_first = sorted(cases, key=lambda case: case.name not in LAYER_BACKENDS)
-    agreement = check_agreement(by_layer_first, inputs)
+    cases, skipped = possible_cases(names, inputs, ranks)
+    whole = [case for case in cases if case.name not in FLOORS]
+    errors = agreement(whole, inputs.x, AGREEMENT[shape.dtype])
     memory = {case.name: peak_memory(case, device) for case in cases}
+    sizes = {"capacity": shape.capacity, "local_experts": groups.num_local_experts}
+    settings = {**dataclasses.asdict(shape), **sizes, "rows": shape.rows(ranks.world_size)}
+    about = {"shape": str(shape), "settings": settings, "rms_error_ratio": errors}
 
-    def result_of(name, times):
-        raw = {phase: ranks.slowest(values) for phase, values in times.items()}
-        return {
-            "about": ABOUT[name],
-            "ms": {phase: percentiles(values) for phase, values in raw.items()},
-            "peak_bytes": memory[name],
-            "rms_error_ratio": agreement.get(name),
-            "raw_ms": raw,
-        }
+    def derive(_):
+        return {case: {"peak MiB": peak and peak / 2**20} for case, peak in memory.items()}
 
-    def whole(times):
-        results = {name: result_of(name, of) for name, of in times.items()}
-        goals = check_goals(known.goals, results, device.type)
-        return {
-            "results": results,
-            "not_run": skipped,
-            "ratios": ratios(results),
-            "goals": goals,
-        }
-
-    def progress(times):
-        if ranks.world_size == 1:  # else a result is a collective call
-            report.keep(lambda: whole(times))
-
-    how = {"warmup": options.warmup, "barrier": ranks.barrier, "progress": progress}
-    times = time_cases(cases, device, settings["repetitions"], **how)
-    report.finish(whole(times), print_result)
+    launches = on_gpu and shape.tokens <= _WALL_TOKENS and ranks.world_size == 1
+    how = {"calls": _WALL_CALLS if launches else 0, "warmup": 1 if options.tiny else 3}
+    repetitions = 2 if options.tiny else options.repetitions or (50 if on_gpu else 20)
+    path = options.output and Path(options.output.replace("{preset}", name))
+    with Report("layer", ranks, path, f"layer-{name}-{device.type}", preset=name) as report:
+        point = Point(name, cases, about, skipped, derive)
+        goals = lambda results: goals_of(name, results, on_gpu)  # noqa: E731
+        sweep(report, [point], ranks, repetitions, goals=goals, **how)
 
 
-def run_presets(options: argparse.Namespace, ranks: Ranks) -> int:
-    """Exit code 1 where one of several presets failed."""
-    several, failed = len(options.presets) > 1, False
-    if options.mode == "eval":
-        eval_layer.run(options, ranks)
+def eval_points(
+    shape: LayerShape, counts: list[int], names: list[str], options: argparse.Namespace
+) -> Iterator[Point]:
+    """All layers on each number of tokens."""
+    torch.manual_seed(options.seed)
+    layer = make_layer(shape, torch.device("cpu")).eval()
+    generator = torch.Generator().manual_seed(options.seed)
+
+    def case(name, run, x):
+        @torch.no_grad()
+        def forward(number):
+            return (run(x[number % len(x)]),), ()
+
+        return Case(name, forward)
+
+    for tokens in counts:
+        of_tokens = dataclasses.replace(shape, tokens=tokens)
+        made, missing = evaluated_layers(of_tokens, layer, ["layer", *names], options)
+        x = torch.randn(3, tokens, shape.model_dim, generator=generator).unbind()
+        yield Point(f"{tokens} tokens", [case(*each, x) for each in made.items()], {}, missing)
+
+
+@torch.no_grad()
+def captured(layer: MoELayer, x: torch.Tensor) -> torch.cuda.CUDAGraph:
+    """Capture one call on ``x``; RuntimeError if something in it waits for the host."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # kernels are compiled and tuned before
+            layer(x)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer(x)
+    return graph
+
+
+def decode_point(layer: MoELayer, tokens: int, copied: torch.Tensor) -> Point:
+    """A call on so many tokens, and a copy of a large buffer for the memory's bandwidth."""
+    weight = layer.experts.fc1_weight
+    x = torch.randn(tokens, weight.shape[-1], device=weight.device, dtype=weight.dtype)
+    target = torch.empty_like(copied)
+    eager = torch.no_grad()(lambda: layer(x))
+    cases, missing = [Case("eager", call(eager))], {"captured": "CUDA graphs need a GPU"}
+    if weight.is_cuda:
+        missing.clear()
+        try:
+            cases.append(Case("captured", call(captured(layer, x).replay)))
+        except RuntimeError as error:
+            missing["captured"] = str(error).splitlines()[0]
+    cases.append(Case("copy", call(lambda: target.copy_(copied))))
+    with torch.no_grad():
+        _, aux = layer(x, return_aux=True)
+    used = float((aux.num_kept_per_expert_E > 0).double().mean())
+    weights = used * sum(param.nbytes for param in layer.experts.parameters())
+    about = {"experts": layer.config.num_experts, "tokens": tokens, "weight_bytes": weights}
+
+    def derive(found):
+        # a copy reads and writes
+        reading = found["ms"]["copy"]["forward"]["p50"] * weights / (2 * copied.nbytes)
+        ms = {name: of["forward"]["p50"] for name, of in found["ms"].items() if name != "copy"}
+        return {name: {"over reading of weights": of / reading} for name, of in ms.items()}
+
+    return Point(f"{layer.config.num_experts} experts, {tokens}", cases, about, missing, derive)
+
+
+def decode_points(options: argparse.Namespace, device: torch.device) -> Iterator[Point]:
+    """Layers of few and many experts, on each number of tokens."""
+    shape = _DECODE.tiny() if options.tiny else _DECODE
+    copied = torch.ones(1 << (16 if options.tiny else 30), dtype=torch.uint8, device=device)
+    for experts in [4] if options.tiny else _DECODE_EXPERTS:
+        torch.manual_seed(options.seed)
+        layer = make_layer(dataclasses.replace(shape, experts=experts), device)
+        layer = layer.to(DTYPES[shape.dtype]).eval()
+        for tokens in options.eval_tokens or ([1, 8] if options.tiny else _DECODE_TOKENS):
+            yield decode_point(layer, tokens, copied)
+
+
+def decode_goals(results: dict[str, Any]) -> list[dict]:
+    """Goals of captured steps."""
+    return [
+        goal(
+            f"captured, {name} tokens: at most {_NEAR_ROOFLINE} times the reading of the weights",
+            *(of["derived"]["captured"]["over reading of weights"], _NEAR_ROOFLINE, True),
+        )
+        for name, of in results.items()
+        if "captured" in of["derived"] and of["tokens"] >= _FROM_TOKENS
+    ]
+
+
+def forward_only(options: argparse.Namespace, ranks: Ranks) -> None:
+    """Measure evaluation, or steps of generation."""
+    ranks.expect_one()
+    repetitions = 3 if options.tiny else options.repetitions
+    if options.mode == "decode":
+        path = options.output, f"decode-{ranks.device.type}"
+        with Report("decode", ranks, *path) as report:
+            points, how = decode_points(options, ranks.device), {"calls": _WALL_CALLS}
+            sweep(report, points, ranks, repetitions or 30, goals=decode_goals, **how)
+        return
+    ops.set_backend("torch")
+    names = options.backends or list(EVALUATED)
+    expect_known("--backends", names, list(EVALUATED))
+    name, shape = choose_shape(options, (options.preset or [None])[0], ranks)
+    shape = dataclasses.replace(shape, simulated_ranks=0, dtype="float32")
+    counts = options.eval_tokens or ([4, 16] if options.tiny else _EVAL_TOKENS)
+    about = {"about": EVALUATED, "settings": dataclasses.asdict(shape), "clock": options.clock}
+    with Report("layer-eval", ranks, options.output, f"layer-eval-{name}", **about) as report:
+        points = eval_points(shape, counts, names, options)
+        sweep(report, points, ranks, repetitions or 100, clock=options.clock)
+
+
+def run(options: argparse.Namespace, ranks: Ranks) -> int:
+    """Measure one mode; exit code 1 if one of several presets failed."""
+    expect_known("--mode", [options.mode], ["train", "eval", "decode"])
+    if options.mode != "train":
+        forward_only(options, ranks)
         return 0
+    presets, failed = options.preset or [None], False
+    several = len(presets) > 1
     if several and options.output and "{preset}" not in options.output:
         raise ValueError(f"--output {options.output}: several presets need {{preset}} in it")
-    for preset in options.presets:
+    for preset in presets:
         try:
-            run(options, preset, ranks)
+            train(options, preset, ranks)
         except Exception:
             if not several or ranks.world_size > 1:
                 raise
-            traceback.print_exc()  # what one shape cannot, the next one may
+            traceback.print_exc()  # the next shape may run
             failed = True
-        free_memory(ranks.device)
     return int(failed)
 
 
-main = runner.program(parse_arguments, run_presets)
+main = program(__doc__, OPTIONS, run, PRESETS)
 
 
 if __name__ == "__main__":

@@ -1,43 +1,44 @@
-"""Tokens per second of fairseq training, end to end: this plugin and what it is compared with.
+"""Tokens per second of fairseq training, end to end, beside dense models.
 
     python scripts/bench/bench_train.py --preset x4
+    python scripts/bench/bench_train.py --preset translation --updates 4 --warmup 1
     python scripts/bench/bench_train.py --device cuda --preset meta-1.1t-rank
     python -m fairseq_tutel.launch -- python scripts/bench/bench_train.py --preset meta-1.1t-rank
+    python -m fairseq_tutel.launch --nproc-per-node 4 --bind none -- \\
+        python scripts/bench/bench_train.py --preset x4 --variants moe,sharded --device cpu
 
-In one run and in turn: this plugin; the same model whose MoE layers compute the dense S x E x C
-formulation; the FLOP-matched dense model, whose MoE layers are dense feed-forward networks K times
-as wide. An update is fairseq's ``Trainer.train_step``: forward, backward, clipping, optimizer,
-statistics. On several ranks (third line) the tokens of all ranks count, and the time of the
-slowest.
+Variants take turns: this plugin; the same model with the dense S x E x C formulation; the
+FLOP-matched dense model, whose feed-forward networks are K times as wide; this plugin with
+--zero-sharding os (several ranks). An update is fairseq's ``Trainer.train_step``: forward,
+backward, clipping, optimizer, statistics. On several ranks the tokens of all ranks count, and the
+time of the slowest; the optimizer's state is listed by rank.
+
+Good: at least 0.90 of the FLOP-matched model's tokens/s, and on a GPU half of its peak.
 """
 
 import argparse
 import dataclasses
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-import runner
 import torch
-from measure import free_memory, percentiles
-from ranks import Ranks
-from record import ROOT, device_name, goal, say, table
-from runner import Report, command_line, expect_known, words
-from train_models import (
-    PRESETS,  # fmt: skip
+from dense_reference import masks_have_no_room
+from harness import Case, Point, free_memory, sweep
+from models import (
+    PRESETS,
     VARIANTS,
     Run,
     TrainPreset,
-    dense_masks,
-    flop_matched,
+    config_of,
+    layer_shape,
     load_config,
     random_samples,
-    tiny_overrides,
 )
+from program import Ranks, Report, expect_known, goal, preset_of, program, words
+from record import ROOT
 
-from fairseq_tutel.moe.memory import free_memory as available_memory
+from fairseq_tutel.distributed import gather_texts, is_expert
 from fairseq_tutel.plan.hardware import load_hardware
 from fairseq_tutel.plan.parameters import count_parameters
 from fairseq_tutel.plan.settings import read_settings
@@ -45,138 +46,96 @@ from fairseq_tutel.plan.work import count_traffic, count_work
 
 _MAX_OVERFLOWS = 20
 _MFU_GOAL = 0.50
-# Hardware profile by a part of the GPU's name.
-_PROFILES = {"H200": "h200", "H100": "h100", "A100": "a100-80g"}
+_PROFILES = {"H200": "h200", "H100": "h100", "A100": "a100-80g"}  # by a part of the GPU's name
+OPTIONS = {
+    "preset": (str, "default: meta-1.1t-rank on a GPU, x4 on a CPU"),
+    "override": (words, "KEY=VALUE[,KEY=VALUE] of the preset's config, e.g. model.dropout=0.0"),
+    "variants": (words, f"of {', '.join(VARIANTS)} (default: the preset's)"),
+    "updates": (10, "measured updates of each variant"),
+    "warmup": (2, "updates before those that count"),
+    "one-by-one": (False, "one variant after the other, for models that do not fit together"),
+}
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = command_line(__doc__, PRESETS)
-    add = parser.add_argument
-    add("--preset", choices=list(PRESETS), help="default: meta-1.1t-rank on a GPU, x4 on a CPU")
-    of_config = "of the preset's config, e.g. model.dropout=0.0; may be repeated"
-    add("--override", action="append", default=[], metavar="KEY=VALUE", help=of_config)
-    add("--variants", help=f"of {', '.join(VARIANTS)} (default: the preset's)", **words())
-    add("--updates", type=int, default=10, help="measured updates of each variant (default: 10)")
-    add("--warmup", type=int, default=2, help="updates before those that count (default: 2)")
-    alone = "measure one variant after the other (default where models do not fit together)"
-    add("--one-by-one", action="store_true", help=alone)
-    add("--output", type=Path, help="JSON file (default: runs/bench/train-PRESET-DEVICE.json)")
-    options = parser.parse_args(argv)
-    if options.tiny:
-        options.updates, options.warmup = 2, 1
-    return options
+def case_of(run: Run, samples: Sequence[dict], losses: list[float]) -> Case:
+    """An update, repeated if its loss scale overflows; RuntimeError if it always does."""
+
+    def forward(number):
+        for _ in range(_MAX_OVERFLOWS):
+            logged = run.update(samples[number % len(samples)])
+            if "loss" in logged:
+                losses.append(float(logged["loss"]))
+                return (), ()
+        raise RuntimeError(f"{_MAX_OVERFLOWS} updates in a row overflowed ({run.variant})")
+
+    return Case(run.variant, forward)
 
 
-def timed_update(run: Run, sample: dict, ranks: Ranks) -> tuple[float, float]:
-    """(seconds, loss) of an update that was made; those with an overflow do not count.
-
-    Raises:
-        RuntimeError: the loss scale does not come to rest.
-    """
-    for _ in range(_MAX_OVERFLOWS):
-        ranks.wait()
-        begin = time.perf_counter()
-        logged = run.update(sample)
-        ranks.wait()
-        seconds = time.perf_counter() - begin
-        if "loss" in logged:
-            return seconds, float(logged["loss"])
-    raise RuntimeError(f"{_MAX_OVERFLOWS} updates in a row overflowed ({run.variant})")
+def state_bytes(run: Run) -> dict[str, list[int]]:
+    """Bytes of the optimizer's state by rank: of dense parameters, and of experts. Collective."""
+    found = {"dense": 0, "experts": 0}
+    for param, entries in run.trainer.optimizer.optimizer.state.items():
+        tensors = [value for value in entries.values() if torch.is_tensor(value)]
+        found["experts" if is_expert(param) else "dense"] += sum(each.nbytes for each in tensors)
+    rows = [text.split() for text in gather_texts(f"{found['dense']} {found['experts']}")]
+    return dict(zip(found, ([int(n) for n in row] for row in zip(*rows, strict=True)), strict=True))
 
 
-def measure_together(runs: Sequence[Run], samples, options, ranks: Ranks) -> Iterator[dict]:
-    """Updates of all runs in turn, each repetition beginning with another run.
-
-    Yields:
-        variant -> seconds, losses, parameters, and the peak memory of a process that holds this
-        variant alone, after each repetition that counts.
-    """
-    found = {
-        run.variant: {"seconds": [], "losses": [], "parameters": run.parameters} for run in runs
-    }
-    if ranks.device.type == "cuda":  # of training, not of building in fp32
-        torch.cuda.reset_peak_memory_stats()
-    for number in range(-options.warmup, options.updates):
-        first = number % len(runs)
-        for run in [*runs[first:], *runs[:first]]:
-            taken, loss = timed_update(run, samples[number % len(samples)], ranks)
-            of = found[run.variant]
-            of["losses"].append(loss)
-            if number >= 0:
-                of["seconds"].append(taken)
-            if ranks.device.type == "cuda" and len(runs) == 1:
-                of["peak_bytes_of_process"] = torch.cuda.max_memory_allocated()
-        if number >= 0:
-            yield found
-
-
-def measure(
-    groups: Sequence[Sequence[str]], config, samples, options, ranks: Ranks, skipped: dict[str, str]
-) -> Iterator[dict[str, dict]]:
-    """Measure the variants of each group in turn; yields what is known, ever more.
-
-    Args:
-        skipped: gets the variants that are found not to fit.
-
-    Yields:
-        as :func:`measure_together`, of all groups so far; on several ranks after each group only.
-    """
+def points(
+    groups: Sequence[Sequence[str]], config, options: argparse.Namespace, ranks: Ranks
+) -> Iterator[Point]:
+    """The variants of each group, built when their turn comes and freed after it."""
+    samples = random_samples(config, 4, options.seed + ranks.rank)
+    tokens = ranks.world_size * config.dataset.batch_size * config.task.tokens_per_sample
     build_on = ranks.device if config.model.moe_simulate_world_size > 1 else None
-    measured: dict[str, dict] = {}
+    peak = peak_flops(config, ranks.device)
     for group in groups:
-        runs: list[Run] = []
-        found: dict[str, dict] = {}
+        runs: dict[str, Run] = {}
+        losses: dict[str, list[float]] = {variant: [] for variant in group}
+        point = Point("+".join(group), [], {"losses": losses, "tokens_per_update": tokens})
         try:
             for variant in group:
-                runs.append(Run(variant, config, build_on))
-            for found in measure_together(runs, samples, options, ranks):
-                if ranks.world_size == 1:
-                    yield {**measured, **found}
+                runs[variant] = Run(variant, config, build_on)
+                point.cases.append(case_of(runs[variant], samples, losses[variant]))
         except torch.cuda.OutOfMemoryError:
             if ranks.world_size > 1:  # the others wait for this one
                 raise
-            skipped.update((v, "it ran out of memory on this GPU") for v in set(group) - set(found))
-        for raw in found.values():
-            raw["seconds"] = ranks.slowest(raw["seconds"])
-        for run in runs:
-            run.close()
+            point.cases.clear()
+            point.not_run |= dict.fromkeys(group, "it ran out of memory on this GPU")
+        if ranks.device.type == "cuda":  # of training, not of building in fp32
+            torch.cuda.reset_peak_memory_stats()
+
+        def derive(found, runs=runs):
+            derived: dict[str, dict[str, Any]] = {}
+            for variant, ms in found["ms"].items():
+                speed = 1e3 * tokens / ms["forward"]["p50"]
+                columns = {"tokens/s": speed, "parameters": runs[variant].parameters}
+                if peak:
+                    flops = model_flops(config_of(variant, config))
+                    columns["MFU"] = flops * speed / (peak * ranks.world_size)
+                if ranks.device.type == "cuda" and len(runs) == 1:
+                    columns["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
+                if ranks.world_size > 1:
+                    for kind, sizes in state_bytes(runs[variant]).items():
+                        text = " ".join(map(str, sizes))
+                        columns[f"{kind} state by rank, bytes"] = text
+                derived[variant] = columns
+            return derived
+
+        point.derive = derive
+        yield point
         runs.clear()
-        run = None  # noqa: F841 (the last one's weights)
         free_memory(ranks.device)
-        measured.update(found)
-        yield measured
 
 
 def drop_dense(variants: list[str], config, ranks: Ranks) -> dict[str, str]:
-    """Take ``dense`` out where its masks do not fit on some rank; name -> reason."""
-    need, free = dense_masks(config), available_memory(ranks.device)
-    too_big = bool(ranks.slowest([float(need > free)])[0])  # on every rank or none
-    if not too_big or "dense" not in variants:
+    """Remove ``dense`` if its masks do not fit on some rank; name -> reason."""
+    reason = masks_have_no_room([layer_shape(config)], ranks.device)
+    anywhere = bool(ranks.slowest([float(reason is not None)])[0])  # on every rank or none
+    if not anywhere or "dense" not in variants:
         return {}
     variants.remove("dense")
-    needs = f"the masks of one layer alone need {need / 1e9:.1f} GB (computed)"
-    return {"dense": f"{needs}, {free / 1e9:.1f} GB are available"}
-
-
-def summarise(measured: dict[str, dict], tokens: int, flops: dict[str, float], peak: float | None):
-    """Results by variant from raw seconds."""
-    results = {}
-    for variant, raw in measured.items():
-        spread = percentiles(raw["seconds"])
-        speed = {key: tokens / value for key, value in spread.items()}
-        results[variant] = {
-            "about": VARIANTS[variant],
-            "parameters": raw["parameters"],
-            "seconds": spread,
-            "tokens_per_second": speed,
-            "model_flops_per_token": flops[variant],
-            "model_flops_utilisation": peak and flops[variant] * speed["p50"] / peak,
-            "peak_bytes_of_process": raw.get("peak_bytes_of_process"),
-            "losses": raw["losses"],
-            "raw_seconds": raw["seconds"],
-        }
-    return results
+    return {"dense": reason or "another rank has no room for its masks"}
 
 
 def model_flops(config) -> float:
@@ -187,108 +146,70 @@ def model_flops(config) -> float:
 
 
 def peak_flops(config, device: torch.device) -> float | None:
-    """Of a GPU in the config's precision, from its profile; None for an unknown device."""
+    """Peak of a GPU in the config's precision, from its profile; None for an unknown device."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     name = next((profile for part, profile in _PROFILES.items() if part in gpu), None)
     if name is None:
         return None
-    hardware = load_hardware(ROOT / "configs" / "hardware", name)
     half = config.common.fp16 or config.common.bf16
-    return hardware.half_flops if half else hardware.fp32_flops
+    return load_hardware(ROOT / "configs", name).flops(2 if half else 4)
 
 
-def compare(results: dict[str, Any], preset: TrainPreset) -> tuple[dict[str, float], list[dict]]:
-    """Ratios of this plugin's median tokens/s to the others', and the goals."""
-    if "moe" not in results:
-        return {}, []
-    speed = {name: run["tokens_per_second"]["p50"] for name, run in results.items()}
-    ratios = {f"moe/{name}": speed["moe"] / speed[name] for name in results if name != "moe"}
+def goals_of(preset: TrainPreset, results: dict[str, Any]) -> list[dict]:
+    """Goals of a preset: tokens/s over those of other variants, and the share of the peak."""
+    derived = {name: of for point in results.values() for name, of in point["derived"].items()}
+    mine = derived.pop("moe", {})
     goals = [
-        goal(f"at least {bound:g} times the tokens/s of: {VARIANTS[n]}", ratios[f"moe/{n}"], bound)
-        for n, bound in preset.goals
-        if n in results
+        goal(
+            f"at least {bound:g} times the tokens/s of: {VARIANTS[name]}",
+            *(mine["tokens/s"] / derived[name]["tokens/s"], bound),
+        )
+        for name, bound in preset.goals.items()
+        if mine and name in derived
     ]
-    used = results["moe"]["model_flops_utilisation"]
-    if used is not None:
-        goals.append(goal(f"model FLOPs utilisation of at least {_MFU_GOAL:.0%}", used, _MFU_GOAL))
-    return ratios, goals
-
-
-def print_result(result: dict[str, Any]) -> None:
-    """Table, ratios and goals."""
-    say(f"training on {device_name(result)}, {result['world_size']} rank(s): {result['title']}")
-    if result["settings"]["simulated_ranks"]:
-        say(f"SIMULATED rank of {result['settings']['simulated_ranks']}: each all-to-all is a copy")
-    rows = []
-    for name, run in result["results"].items():
-        peak, used = run["peak_bytes_of_process"], run["model_flops_utilisation"]
-        peak = "-" if peak is None else f"{peak / 2**30:.1f}"
-        used = "-" if used is None else f"{used:.1%}"
-        rows.append({**run, "name": name, "peak": peak, "used": used})
-    shown = {
-        "variant": "{name}",
-        "parameters": "{parameters:,}",
-        "s/update": "{seconds[p50]:.3f}",
-        "tokens/s: p50": "{tokens_per_second[p50]:,.0f}",
-        "p20-p80": "{tokens_per_second[p80]:,.0f}-{tokens_per_second[p20]:,.0f}",
-        "peak GiB": "{peak}",
-        "MFU": "{used}",
-    }
-    say(table(rows, shown))
-    for key, ratio in result["ratios"].items():
-        say(f"tokens/s, {key}: {ratio:.2f}")
+    if "MFU" in mine:
+        text = f"model FLOPs utilisation of at least {_MFU_GOAL:.0%}"
+        goals.append(goal(text, mine["MFU"], _MFU_GOAL))
+    return goals
 
 
 def run(options: argparse.Namespace, ranks: Ranks) -> None:
     """Measure, print and write."""
-    device = ranks.device
-    name = options.preset or ("meta-1.1t-rank" if device.type == "cuda" else "x4")
+    name = preset_of(options, ranks, "meta-1.1t-rank", "x4", PRESETS)
     preset = PRESETS[name]
-    tiny = tiny_overrides(preset, ranks.world_size) if options.tiny else ()
-    changes = [*tiny, *options.override]
+    if options.tiny:
+        options.updates, options.warmup = 2, 1
+    tiny = preset.tiny(ranks.world_size) if options.tiny else ()
+    changes = [*tiny, *(options.override or ())]
     config = load_config(preset, changes, ranks)
-    variants = list(options.variants or preset.variants)
+    variants = list(options.variants or preset.variants.split())
     expect_known("--variants", variants, list(VARIANTS))
     skipped = drop_dense(variants, config, ranks)
     alone = options.one_by_one or preset.one_by_one
-    groups = [[v] for v in variants] if alone else [variants]
-    samples = random_samples(config, config.task.dict_size + 4, 4, options.seed + ranks.rank)
-    tokens = ranks.world_size * config.dataset.batch_size * config.task.tokens_per_sample
-    peak = peak_flops(config, device)
-    configs = {v: flop_matched(config) if v == "flop-matched" else config for v in variants}
-    flops = {variant: model_flops(each) for variant, each in configs.items()}
+    groups = [[variant] for variant in variants] if alone else [variants]
     shown = f"tiny-{name}" if options.tiny else "custom" if changes else name
-    report = Report(
-        "train",
-        ranks,
-        options.output or Path(f"runs/bench/train-{shown}-{device.type}.json"),
-        preset=shown,
-        title="; ".join([preset.about, *changes]),
-        settings={
+    about = {
+        "preset": shown,
+        "title": "; ".join([preset.about, *changes]),
+        "settings": {
             **dataclasses.asdict(preset),
-            "overrides": [*preset.overrides, *changes],
-            "tokens_per_update": tokens,
+            "overrides": [*preset.changes(), *changes],
             "experts": config.model.moe_expert_count,
             "simulated_ranks": config.model.moe_simulate_world_size,
-            "interleaved": len(groups) == 1,
         },
-    )
-    report.seconds_between = 0  # the next update or variant may be one too many
-    goals_hold = not changes and ranks.world_size == 1  # they are of the preset as it is
-    for measured in measure(groups, config, samples, options, ranks, skipped):
-        results = summarise(measured, tokens, flops, peak and peak * ranks.world_size)
-        ratios, goals = compare(results, preset)
-        whole = {
-            "not_run": skipped,
-            "results": results,
-            "ratios": ratios,
-            "goals": goals if goals_hold else [],
-        }
-        report.keep(whole.copy)
-    report.finish(whole, print_result)
+        "not_run": skipped,
+    }
+    # they are of the preset as it is
+    hold = not changes and ranks.world_size == 1
+    how: dict[str, Any] = {"warmup": options.warmup, "clock": "wall"}
+    how["goals"] = lambda results: goals_of(preset, results) if hold else []
+    default = f"train-{shown}-{ranks.device.type}"
+    with Report("train", ranks, options.output, default, **about) as report:
+        report.seconds_between = 0  # the next update or variant may be one too many
+        sweep(report, points(groups, config, options, ranks), ranks, options.updates, **how)
 
 
-main = runner.program(parse_arguments, run)
+main = program(__doc__, OPTIONS, run, PRESETS)
 
 
 if __name__ == "__main__":

@@ -1,40 +1,37 @@
-"""The dense formulation of an MoE layer: the yardstick that the sparse layer is measured against.
+"""The dense formulation of an MoE layer, the yardstick of the sparse layer.
 
-Written from GShard (Lepikhin et al. 2020, arXiv 2006.16668): algorithm 1 gives combine_weights
-[T, E, C] (S there is T here), algorithm 2 the products with it. Every token is multiplied by every
-slot of every expert, so dispatch and combine cost O(T * E * C * M) = O(k f T^2 M) operations and
-the two masks O(k f T^2) memory. What the paper leaves open (which gates are normalised when, what a
-dropped second choice does to the first) follows fairseq's ``moe`` branch, as ``MoELayer`` does, so
-that both give the same numbers.
+GShard (arXiv 2006.16668): algorithm 1 gives combine_weights [T, E, C], algorithm 2 the products
+with it. Every token is multiplied by every slot of every expert: O(k f T^2 M) operations, and masks
+of O(k f T^2) numbers. What the paper leaves open (which gates are normalised when, what a dropped
+second choice does to the first) follows fairseq's ``moe`` branch, as ``MoELayer`` does.
 
-Legend: T tokens of this rank, M model dim, E experts, e local experts, C capacity, K top-k, W
-ranks.
+T tokens of this rank, M model dim, E experts, e local experts, C capacity, K top-k, W ranks.
 """
 
+from collections.abc import Sequence
+
 import torch
+from shapes import DTYPES, LayerShape
 from torch import Tensor, nn
 
 from fairseq_tutel.distributed import sync_step
 from fairseq_tutel.moe import ExpertRows, MoEAux, MoELayer
+from fairseq_tutel.moe.memory import free_memory as available_memory
 
-# Tensors of T*E*C elements that live at once while the backward pass runs, as the formulation below
-# needs them: combine weights, dispatch mask, and gradients of the combine weights.
+# tensors of T*E*C elements that live at once in the backward pass: combine weights, dispatch mask,
+# and gradients of the combine weights
 LIVE_MASKS = 3
-
-
-# Routing options that algorithm 1 knows.
-_WRITTEN_FOR = {"second_expert_policy": "all"}
-_WRITTEN_FOR |= dict.fromkeys(
-    ("normalize_before_dropping", "unnormalized_weights", "batch_prioritized", "use_pad_mask"),
-    False,
-)
-_WRITTEN_FOR |= dict.fromkeys(("gate_noise", "input_jitter", "input_dropout", "z_loss_weight"), 0.0)
+# routing options that algorithm 1 knows
+_WRITTEN_FOR = {
+    "second_expert_policy": "all",
+    **dict.fromkeys(("normalize_before_dropping", "unnormalized_weights"), False),
+    **dict.fromkeys(("batch_prioritized", "use_pad_mask"), False),
+    **dict.fromkeys(("gate_noise", "input_jitter", "input_dropout", "z_loss_weight"), 0.0),
+}
 
 
 class DenseMoE(nn.Module):
-    """The layer's computation in the dense formulation, with the parameters of a ``MoELayer``.
-
-    Called like the layer, so that it can take its place in a model.
+    """The dense formulation with the parameters of a ``MoELayer``, callable in its place.
 
     Args:
         layer: owner of the gate and the experts, which are shared, not copied.
@@ -58,16 +55,10 @@ class DenseMoE(nn.Module):
         self.layer = layer
 
     def forward(
-        self,
-        x: Tensor,
-        *,
-        pad_mask=None,
-        step=None,
-        record=None,
-        capacity_factor: float | None = None,
+        self, x: Tensor, *, pad_mask=None, step=None, record=None, capacity_factor=None,
         return_aux: bool = False,
-    ) -> Tensor | tuple[Tensor, MoEAux]:
-        """As ``MoELayer.forward`` in training mode; ``aux`` has a loss and the load, no more."""
+    ) -> Tensor | tuple[Tensor, MoEAux]:  # fmt: skip
+        """Compute the layer in training mode; ``aux`` has a loss and the load, no more."""
         layer = self.layer
         if capacity_factor is not None:
             raise ValueError(f"capacity_factor={capacity_factor}: the dense form has a fixed one")
@@ -76,13 +67,13 @@ class DenseMoE(nn.Module):
             step = sync_step(x_TM.shape[0], layer.step_settings(x.dtype), layer.groups)
         capacity = layer.config.capacity(step.num_tokens, training=True)
         combine_TEC, loss, load_E = gating(layer.gate.logits(x_TM), layer.config.top_k, capacity)
-        y_TM = self._moe(x_TM, combine_TEC.to(x.dtype), combine_TEC.bool())
+        y_TM = self.products(x_TM, combine_TEC.to(x.dtype), combine_TEC.bool())
         y = y_TM.view(x.shape)
         load_KE = load_E[None]
         aux = MoEAux(loss, torch.zeros_like(loss), load_KE, load_KE, load_E, x_TM.shape[0])
         return (y, aux) if return_aux else y
 
-    def _moe(self, x_TM, combine_TEC, mask_TEC):
+    def products(self, x_TM, combine_TEC, mask_TEC):
         """Algorithm 2, lines 3 to 7, with the all-to-alls that GShard's sharding inserts."""
         groups = self.layer.groups
         ranks, local = groups.ep_size, groups.num_local_experts
@@ -99,7 +90,7 @@ class DenseMoE(nn.Module):
 
 
 def gating(logits_TE: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 1 of GShard with plain top-k choices.
+    """Choose experts by algorithm 1 of GShard with plain top-k choices.
 
     Args:
         logits_TE: fp32 [T, E], with gradient.
@@ -138,10 +129,15 @@ def gating(logits_TE: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor
     return combine_TEC, loss, taken_E
 
 
-def memory_need(tokens: int, experts: int, capacity: int, element_size: int) -> int:
-    """Bytes that the dense masks alone need while the backward pass runs, a lower bound.
+def mask_bytes(shape: LayerShape) -> int:
+    """Return the bytes of the masks in the backward pass, a lower bound of the layer's need."""
+    numbers = LIVE_MASKS * shape.tokens * shape.experts * shape.capacity
+    return numbers * DTYPES[shape.dtype].itemsize
 
-    Args:
-        element_size: bytes of the layer's dtype.
-    """
-    return LIVE_MASKS * tokens * experts * capacity * element_size
+
+def masks_have_no_room(shapes: Sequence[LayerShape], device: torch.device) -> str | None:
+    """Return the reason why the masks of layers cannot live at once, None if they can."""
+    need, free = sum(map(mask_bytes, shapes)), available_memory(device)
+    if need <= free:
+        return None
+    return f"masks alone need {need / 1e9:.1f} GB (computed), {free / 1e9:.1f} GB are available"

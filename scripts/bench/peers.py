@@ -1,7 +1,7 @@
-"""One MoE layer of other libraries, imported from where they are built, for bench_peers.py.
+"""MoE layers of other libraries, imported from the folders where they are built.
 
-Nothing of theirs is in this repository. Each function returns the layer as a function of tokens
-(T, M), with the parameters that get gradients; layers draw weights of their own.
+No code of theirs is in this repository. Each function returns the layer as a function of tokens
+[T, M]; layers draw weights of their own.
 """
 
 import importlib
@@ -12,26 +12,25 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from presets import LayerShape
+from cases import META_FRACTION, dense_at_fraction, make_layer, products_alone
+from shapes import LayerShape
 from torch import Tensor, nn
 
-# tokens of one sequence, where a layer takes batches
-_SEQUENCE = 128
-# of a dense mask, beyond which a layer with such masks is not run: seconds, and 1 GiB each
-_MASK_NUMEL = 2**28
-_META = "meta_moe"  # packages that Meta's folder is imported as: with Tutel's dispatcher or without
+from fairseq_tutel.moe import MoELayer
+
+FOLDERS: dict[str, tuple[Any, str]] = {
+    "tutel": (Path, "repository of Tutel, built in place"),
+    "meta": (Path, "fairseq/modules/moe of fairseq's branch moe"),
+}
+_SEQUENCE = 128  # tokens of one sequence, for layers that take batches
+_MASK_NUMEL = 2**28  # a layer with larger dense masks is not run: seconds, and 1 GiB each
 
 
 class Peer(NamedTuple):
-    """Someone's layer.
-
-    Attributes:
-        run: tokens (T, M) -> output, or output and balance loss.
-        module: holds the parameters.
-    """
+    """Someone's layer: tokens [T, M] -> output, or output and balance loss; its parameters."""
 
     run: Callable[[Tensor], tuple[Tensor, ...]]
     module: nn.Module
@@ -39,7 +38,9 @@ class Peer(NamedTuple):
 
 @contextmanager
 def importable(folder: Path | None, **stand_ins: types.ModuleType | None) -> Iterator[None]:
-    """Within, modules of the folder can be imported, and others have stand-ins (None: absent)."""
+    """Make modules of the folder importable; others get stand-ins (None: absent)."""
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder")
     saved = {name: sys.modules.get(name) for name in stand_ins}
     if folder is not None:
         sys.path.insert(0, str(folder))
@@ -80,7 +81,7 @@ def gated_width(shape: LayerShape) -> int:
 
 def mixtral_block(folder: Path, shape: LayerShape) -> Peer:
     """Hugging Face's Mixtral block: gated experts without biases, no capacity, no balance loss."""
-    audio = types.ModuleType("torchaudio")  # where one is installed that does not fit torch
+    audio = types.ModuleType("torchaudio")  # an installed one may not fit torch
     audio.__spec__ = importlib.machinery.ModuleSpec("torchaudio", None)
     with importable(folder, torchaudio=audio):
         mixtral = importlib.import_module("transformers.models.mixtral.modeling_mixtral")
@@ -102,10 +103,28 @@ def mixtral_block(folder: Path, shape: LayerShape) -> Peer:
     return Peer(run, block)
 
 
-class _FFN(nn.Sequential):
-    def __init__(self, model_dim: int, hidden_dim: int):
-        fc1, fc2 = nn.Linear(model_dim, hidden_dim), nn.Linear(hidden_dim, model_dim)
-        super().__init__(fc1, nn.GELU(), fc2)
+def gated_layer(shape: LayerShape, seed: int) -> Peer:
+    """This layer in a Mixtral block's place: gated, no biases, no capacity, no balance loss."""
+    layer = MoELayer(
+        shape.model_dim,
+        shape.experts,
+        gated_width(shape),
+        top_k=shape.top_k,
+        capacity_factor=0.0,
+        second_expert_policy="all",
+        expert_network="swiglu",
+        expert_options={"bias": False},
+        compute_aux=False,
+        seed=seed,
+    )
+    return Peer(lambda x: (layer(x),), layer)
+
+
+def dense_network(model_dim: int, hidden_dim: int) -> nn.Sequential:
+    """Two linear layers with a gelu between them."""
+    return nn.Sequential(
+        nn.Linear(model_dim, hidden_dim), nn.GELU(), nn.Linear(hidden_dim, model_dim)
+    )
 
 
 def meta_layer(
@@ -115,22 +134,20 @@ def meta_layer(
 
     Args:
         folder: ``fairseq/modules/moe`` of the branch; only its layer and gates are imported.
-        eval_fraction: for evaluation: rows of an expert, as a fraction of the tokens, its
-            ``moe_eval_capacity_token_fraction`` (0.25 by default; not above 0: as in training).
+        eval_fraction: for evaluation, its ``moe_eval_capacity_token_fraction``: rows of an expert
+            over tokens (not above 0: as in training).
 
     Raises:
         ValueError: it has gates of one and of two experts per token only.
     """
     if shape.top_k > 2:
         raise ValueError(f"it has no gate of {shape.top_k} experts per token")
-    fraction = 0.25 if eval_fraction is None else eval_fraction
-    capacity = shape.capacity
-    if eval_fraction is not None and fraction > 0:
-        capacity = math.ceil(fraction * shape.tokens)
+    evaluates, fraction = eval_fraction is not None, eval_fraction or META_FRACTION
+    capacity = math.ceil(fraction * shape.tokens) if evaluates and fraction > 0 else shape.capacity
     mask = shape.tokens * shape.experts * capacity
     if not tutel and mask > _MASK_NUMEL:
         raise ValueError(f"each of its masks has {mask:,} numbers")
-    name = f"{_META}_{'tutel' if tutel else 'einsum'}"
+    name = f"meta_moe_{'tutel' if tutel else 'einsum'}"
     fairseq, utils = types.ModuleType("fairseq"), types.ModuleType("fairseq.distributed_utils")
     fairseq.distributed_utils = utils
     utils.get_moe_group = utils.get_all2all_group = lambda experts: None
@@ -148,12 +165,13 @@ def meta_layer(
         gate = top1.Top1Gate(shape.model_dim, shape.experts, True, fraction)
     else:
         gate = top2.Top2Gate(shape.model_dim, shape.experts, True, "all", False, fraction, False)
-    batch = 1 if eval_fraction is not None else shape.tokens // _SEQUENCE
-    args = types.SimpleNamespace(moe_expert_count=shape.experts, dummy_a2a=True, batch_size=batch)
-    args.batch_size_valid = batch
-    experts = nn.ModuleList(_FFN(shape.model_dim, shape.hidden_dim) for _ in range(shape.experts))
-    layer = moe_layer.MOELayer(gate, experts, args)
-    if eval_fraction is not None:
+    batch = 1 if evaluates else shape.tokens // _SEQUENCE
+    sizes = {"moe_expert_count": shape.experts, "batch_size": batch, "batch_size_valid": batch}
+    experts = nn.ModuleList(
+        dense_network(shape.model_dim, shape.hidden_dim) for _ in range(shape.experts)
+    )
+    layer = moe_layer.MOELayer(gate, experts, types.SimpleNamespace(dummy_a2a=True, **sizes))
+    if evaluates:
         layer.prepare_for_inference_()  # it fills up no batch
         layer.eval()
 
@@ -164,6 +182,69 @@ def meta_layer(
     return Peer(run, layer)
 
 
-def random_gradients(outputs: tuple[Tensor, ...], dy: Tensor) -> list[Tensor]:
-    """Of the output, and of the balance loss where there is one."""
-    return [dy, *(torch.full_like(loss, 0.01) for loss in outputs[1:])]
+def peers_of(
+    shape: LayerShape, tutel: Path | None, meta: Path | None, transformers: Path | None
+) -> tuple[dict[str, Peer], dict[str, str]]:
+    """Build the layers of bench_peers.py that have a folder; name -> reason of the others."""
+    return build_those_there(
+        {
+            "meta+tutel": (tutel and meta, lambda: meta_layer(meta, shape, tutel)),
+            "meta": (meta, lambda: meta_layer(meta, shape, None)),
+            "tutel": (tutel, lambda: tutel_layer(tutel, shape, shape.capacity_factor)),
+            "tutel dropless": (tutel, lambda: tutel_layer(tutel, shape, 0.0)),
+            "mixtral": (transformers, lambda: mixtral_block(transformers, shape)),
+        }
+    )
+
+
+def evaluated_layers(
+    shape: LayerShape, layer: MoELayer, names, folders
+) -> tuple[dict[str, Callable[[Tensor], Tensor]], dict[str, str]]:
+    """Build the named layers of cases.EVALUATED; name -> reason of those missing.
+
+    Args:
+        folders: has those of FOLDERS as attributes.
+    """
+
+    def held(storage):
+        from fairseq_tutel.moe import hold_experts
+
+        other = make_layer(shape, torch.device("cpu")).eval()
+        other.experts, other.gate = hold_experts(layer.experts, storage), layer.gate
+        return other
+
+    def peer(made):
+        made.module.eval()
+        return lambda x: made.run(x)[0]
+
+    def meta(fraction):
+        return lambda: peer(meta_layer(folders.meta, shape, None, fraction))
+
+    wide = shape.top_k * shape.hidden_dim
+    builders = {
+        "layer": (True, lambda: layer),
+        "products": (True, lambda: products_alone(layer)),
+        "bf16": (True, lambda: held("bf16")),
+        "int8": (True, lambda: held("int8")),
+        "dense": (True, lambda: dense_at_fraction(layer, META_FRACTION)),
+        "meta": (folders.meta, meta(META_FRACTION)),
+        "meta-training": (folders.meta, meta(-1.0)),
+        "tutel": (folders.tutel, lambda: peer(tutel_layer(folders.tutel, shape, 0.0))),
+        "flop-matched": (True, lambda: dense_network(shape.model_dim, wide).eval()),
+    }
+    return build_those_there({name: builders[name] for name in names})
+
+
+def build_those_there(
+    builders: dict[str, tuple[Any, Callable[[], Any]]],
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Build from name -> (folder, function); name -> reason of those that cannot be built."""
+    found, missing = {}, {}
+    for name, (folder, build) in builders.items():
+        try:
+            if not folder:
+                raise ValueError("no folder was given")
+            found[name] = build()
+        except ValueError as error:
+            missing[name] = str(error)
+    return found, missing

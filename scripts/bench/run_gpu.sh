@@ -2,22 +2,23 @@
 # Measures on one GPU everything that this project claims about GPUs, in two parts of less than nine
 # minutes each, the most important first:
 #
-#   part 1   GPU tests of kernels, operators and layer; layer and operators at meta-1.1t; training of
-#            one simulated rank of the 1.1T model
+#   part 1   GPU tests of kernels, operators and layer; the layer at meta-1.1t and without a
+#            capacity; operators at meta-1.1t; training of one simulated rank of the 1.1T model
 #   part 2   the other GPU tests; the layer and training at the other GPU presets; steps of
 #            generation in a CUDA graph; SwinV2-MoE
 #
 #   bash scripts/bench/run_gpu.sh                       # both parts; results in scripts/bench/results
 #   PART=1 OUT=folder bash scripts/bench/run_gpu.sh     # results in folder/results-1.tar.gz
 #
-# Every result is written while it is measured: a step that is stopped keeps what it has.
+# Every result is written while it is measured: a step that is stopped keeps what it has and prints
+# its goals. Triton needs a C compiler at run time. Without fairseq the steps that need it fail.
 #
 # Environment:
 #   PART       1 or 2 (default: both, one after the other)
 #   OUT        folder for an archive of all results, a summary and the log, instead of the repository
 #   PYTHON     interpreter with torch, triton and fairseq (default: python3)
-#   WHEELS     folder of wheels to use where fairseq cannot be imported (on a machine that reaches
-#              no package index); installed into a temporary folder
+#   WHEELS     folder of wheels to use if fairseq cannot be imported (on a machine that reaches no
+#              package index); installed into a temporary folder. They must fit this Python.
 #   COMMIT     commit of these files, for a copy without a repository: what
 #              git describe --always --abbrev=40 --dirty says
 #   BUDGET     seconds for each part (default: 520); what no longer fits is left out and named
@@ -40,14 +41,19 @@ esac
 PYTHON=${PYTHON:-python3}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 begin=$SECONDS
+warnings=()
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
 if [ -n "${WHEELS:-}" ] && ! "$PYTHON" -c 'import fairseq' 2>/dev/null; then
     "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$scratch/site" \
-        "$WHEELS"/*.whl || exit 2
+        "$WHEELS"/*.whl || warnings+=("the wheels in $WHEELS do not fit $("$PYTHON" --version)")
     export PYTHONPATH="$PYTHONPATH:$scratch/site"
 fi
+"$PYTHON" -c 'import fairseq' 2>/dev/null ||
+    warnings+=("fairseq cannot be imported: train fails, and tests that need it")
+command -v "${CC:-cc}" gcc clang >/dev/null ||
+    warnings+=("no C compiler (CC, cc, gcc, clang): Triton cannot start")
 device=cuda
 tiny=()
 tests=(-v -n "${WORKERS:-6}" --dist worksteal)
@@ -70,9 +76,10 @@ log=${OUT:-$results}/run_gpu$part_name.log
 summary=${OUT:-$results}/summary-$gpu$part_name.txt
 : >"$log"
 : >"$summary"
+for warning in "${warnings[@]}"; do echo "WARNING: $warning" | tee -a "$log" "$summary"; done
 failures=0
 # Lines of a benchmark's output that go into the summary.
-telling='^(goal:|tokens/s|SIMULATED|operators on|FAILED |ERROR )|times faster than torch|not run|(passed|failed|deselected|collected).* in [0-9]'
+telling='^(goal:|FAILED |ERROR )|: error:|SIMULATED|not run|(passed|failed|deselected|collected).* in [0-9]'
 
 # step NAME SECONDS COMMAND ...: runs the command for at most so long and at most until the deadline.
 step() {
@@ -116,39 +123,30 @@ gpu_tests() {
 bench() {
     local limit=$1 kind=$2 preset=$3 name=$3
     shift 3
-    [ "$kind" = layer ] && name={preset}
+    [ "$kind" = layer ] && [ "$preset" != decode ] && name={preset}
+    local which=(--preset "$preset")
+    [ "$preset" = decode ] && which=() # a mode of its own, with its own sizes
     TRITON_CACHE_AUTOTUNING=1 step "$kind-$preset" "$limit" "$PYTHON" \
-        "scripts/bench/bench_$kind.py" --device "$device" --preset "$preset" \
+        "scripts/bench/bench_$kind.py" --device "$device" "${which[@]}" \
         --output "$results/$kind-$name-$gpu.json" "${tiny[@]}" "$@"
-}
-
-# What the roofline predicts for this GPU, to hold what follows against.
-predicted() {
-    local known
-    known=$(grep -oE 'h[12]00|a100' <<<"$gpu" | sed 's/a100/a100-80g/' || true)
-    step "predicted-$1" 60 "$PYTHON" scripts/bench/predict.py --preset "$1" ${known:+--hardware "$known"} \
-        --output "$results/predicted-${1%%,*}-$gpu.json"
-    [[ predicted-$1 != ${ONLY:-*} ]] || sed 's/^/    /' "$scratch/output" >>"$summary"
 }
 
 # No number on a red test: first what the kernels compute, then how fast. JUnit keeps the counts.
 part_1() {
     gpu_tests tests-kernels 150 -m "gpu and not slow" tests/backends tests/ops tests/moe
-    predicted meta-1.1t
-    bench 75 layer meta-1.1t
+    bench 120 layer meta-1.1t,dropless-16,dropless-16-fp16
     bench 60 kernels meta-1.1t
     # the plugin first; what it is compared with fits into more than 80 GB only, if at all
     bench 200 train meta-1.1t-rank --updates 6 --one-by-one --variants moe,flop-matched,dense
 }
 
 part_2() {
-    gpu_tests tests-others 120 -m gpu tests/backends/triton/test_large.py tests/training tests/integrations tests/plan \
-        tests/distributed
-    predicted fig14,blog-8gpu,meta-8gpu
-    bench 100 layer fig14,blog-8gpu,meta-8gpu
+    gpu_tests tests-others 120 --continue-on-collection-errors -m gpu tests/backends/triton/test_large.py \
+        tests/training tests/integrations tests/plan tests/distributed
+    bench 110 layer fig14,blog-8gpu,meta-8gpu,dropless-64,launches
     bench 120 train meta-half-rank --updates 5
     bench 30 kernels fig14
-    bench 60 decode decode
+    bench 90 layer decode --mode decode
     bench 70 swin small-32
     bench 80 layer memory-4096,memory-8192,memory-16384,memory-32768 --repetitions 10
     bench 70 swin base-32 --repetitions 10

@@ -1,17 +1,14 @@
-"""A bed of two nodes on one machine: ranks in two network namespaces with a shaped link between.
+"""Run a command on two nodes made of one machine: two network namespaces with a shaped link.
 
-    sudo python scripts/bench/two_nodes.py --ranks 8 --rate 400mbit --message-bytes 50000 -- \\
-        python scripts/bench/bench_exchange.py sizes
+    sudo python scripts/bench/two_nodes.py --ranks 8 --rate 400mbit --message-bytes 50000 -- \
+        python scripts/bench/bench_alltoall.py
 
-Half of the ranks live in each namespace, under a host name of its own, so that they take themselves
-for two machines. What ranks of one node say to each other goes through loopback, as fast as the
-machine is; what they say to the other node goes through a veth pair whose two ends send through
-``tbf``: at most ``--rate``, and with ``--message-bytes`` no packet counts as less than that, which
-is a cost per message (delay, netem's, is another thing and not needed to see it).
+Half of the ranks live in each namespace, under a host name of its own. Ranks of one node talk
+through loopback. Ranks of two nodes talk through a veth pair whose ends send through ``tbf``: at
+most ``--rate``, and with ``--message-bytes`` no packet counts as less, which is a cost per message.
 
-The namespaces have no name: they live as long as the two processes that hold them, and those end
-with this one, however it ends. COMMAND finds RANK, WORLD_SIZE, LOCAL_RANK, GLOO_SOCKET_IFNAME,
-INIT_METHOD (a file to meet at) and TWO_NODES (this command line) in its environment.
+The namespaces end with this process, however it ends. COMMAND finds RANK, WORLD_SIZE, LOCAL_RANK,
+GLOO_SOCKET_IFNAME, INIT_METHOD (a file to meet at) and TWO_NODES (this command) in its environment.
 """
 
 import argparse
@@ -30,35 +27,26 @@ from collections.abc import Iterator, Sequence
 INTERFACE = "node-link"
 _TOOLS = ("ip", "tc", "unshare", "nsenter")
 _PR_SET_PDEATHSIG = 1
-# packets as large as gloo writes them, so that a message is one packet or a few
-_MTU = 65000
+_MTU = 65000  # packets as large as gloo writes them: a message is one packet or a few
 _GRACE = 3.0  # seconds for the other ranks once one has failed
 
 
 class NoBed(RuntimeError):
-    """This process may not, or this machine cannot, make the namespaces; the message says why."""
+    """The namespaces cannot be made; the message says why."""
 
 
 def qdisc(rate: str, message_bytes: int = 0) -> list[str]:
-    """Arguments of ``tc qdisc`` for each direction of the link.
-
-    Args:
-        rate: in the notation of tc, such as 400mbit.
-        message_bytes: no packet counts as less (tbf's mpu); 0: as it is.
-    """
+    """Return the arguments of ``tc qdisc``: a rate as tc writes it, least bytes of a packet."""
     words = ["tbf", "rate", rate, "burst", str(256 << 10), "latency", "5s"]
     return words + (["mpu", str(message_bytes)] if message_bytes else [])
 
 
 @contextlib.contextmanager
 def two_nodes(shape: Sequence[str]) -> Iterator[list[list[str]]]:
-    """The two namespaces; for each the words before a command that is to run in it.
+    """Make the namespaces, their link with a :func:`qdisc`; NoBed if that is impossible.
 
-    Args:
-        shape: of the link, see :func:`qdisc`.
-
-    Raises:
-        NoBed: no root, tools or namespaces.
+    Yields:
+        for each namespace the words before a command that is to run in it.
     """
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
@@ -87,7 +75,7 @@ def two_nodes(shape: Sequence[str]) -> Iterator[list[list[str]]]:
 
 
 def _hold(name: str) -> subprocess.Popen:
-    """A process in namespaces of its own, ready, that ends with this one."""
+    """Start a process in namespaces of its own that ends with this one."""
     script = f"hostname {name} && echo ready && exec sleep infinity"
     words = ["unshare", "--net", "--uts", "--", "sh", "-c", script]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -103,7 +91,7 @@ def _hold(name: str) -> subprocess.Popen:
 
 
 def _end_with_parent() -> None:
-    """In a child: a process group of its own, and SIGKILL when the parent's main thread ends."""
+    """Give a child a process group of its own, and SIGKILL when the parent's main thread ends."""
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -129,17 +117,10 @@ def rank_environment(rank: int, ranks: int, folder: str, command_line: str) -> d
 
 
 def run(shape: Sequence[str], ranks: int, words: Sequence[str], command_line: str = "") -> int:
-    """Run a command on every rank, half of them on each node.
-
-    Args:
-        shape: of the link, see :func:`qdisc`.
-        command_line: for the record.
+    """Run a command on every rank, half of them on each node of a link with a :func:`qdisc`.
 
     Returns:
         0, or the exit status of the rank that failed first (128 + signal for a signal).
-
-    Raises:
-        NoBed: no root, tools or namespaces.
     """
     if ranks < 2 or ranks % 2:
         raise ValueError(f"--ranks {ranks}: two nodes need an even number of ranks")
@@ -180,14 +161,15 @@ def _end(processes: Sequence[subprocess.Popen]) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], usage="%(prog)s [options] -- COMMAND [ARGUMENT ...]"
-    )
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [options] -- COMMAND [ARGUMENT ...]",
+    )  # fmt: skip
     add = parser.add_argument
     add("--ranks", type=int, default=8, help="half of them on each node (default: 8)")
     add("--rate", default="400mbit", help="of the link, as tc writes it (default: 400mbit)")
-    cost = "a packet counts as N bytes at least: a cost per message (default: 0, none)"
+    cost = "least bytes that a packet counts as (default: 0)"
     add("--message-bytes", type=int, default=0, metavar="N", help=cost)
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -198,7 +180,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The ranks' exit status; 2 where there can be no bed."""
+    """Return the ranks' exit status; 2 if the namespaces cannot be made."""
     options = parse_arguments(argv)
     for number in (signal.SIGTERM, signal.SIGHUP):  # the default would skip what cleans up
         signal.signal(number, lambda number, frame: sys.exit(128 + number))

@@ -1,5 +1,6 @@
 """run_gpu.sh where there is no GPU: a rehearsal of every step, and what it refuses."""
 
+import importlib
 import json
 import os
 import re
@@ -12,9 +13,10 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "bench" / "run_gpu.sh"
 # one of each kind; the other steps differ in sizes
-SHAPES = "fig14,blog-8gpu,meta-8gpu"
-STEPS = ["tests-kernels", "train-meta-1.1t-rank", f"predicted-{SHAPES}", f"layer-{SHAPES}"]
+SHAPES = ("meta-1.1t", "dropless-16", "dropless-16-fp16")
+STEPS = ["tests-kernels", f"layer-{','.join(SHAPES)}", "train-meta-1.1t-rank", "layer-decode"]
 
 
 def run_gpu(**environment):
@@ -40,15 +42,37 @@ def test_rehearsal(tmp_path):
     results = {path.stem: json.loads(path.read_text())
                for path in (tmp_path / "results").glob("*.json")}  # fmt: skip
     train = results.pop("train-meta-1.1t-rank-cpu")
-    predicted = results.pop("predicted-fig14-cpu")["results"]["blog-8gpu"]["predicted"]
-    assert set(predicted) == {"a100-80g", "h100", "h200"}  # of all, where the GPU is none of them
     assert set(train["results"]) == {"moe", "dense", "flop-matched"}
-    assert set(results) == {
-        f"layer-tiny-{name}-cpu" for name in ("fig14", "blog-8gpu", "meta-8gpu")
-    }
-    for result in results.values():
-        assert list(result["results"]) == ["dense", "torch", "experts", "products"]
-    assert not any("complete" in result for result in (train, *results.values()))
+    decode = results.pop("layer-decode-cpu")
+    assert all("eager" in found["ms"] for found in decode["results"].values())
+    assert set(results) == {f"layer-tiny-{name}-cpu" for name in SHAPES}
+    for name, result in results.items():
+        (found,) = result["results"].values()
+        dense = ["dense"] if "dropless" not in name else []
+        assert list(found["ms"]) == ["torch", *dense, "experts", "products"]
+    assert not any("complete" in result for result in (train, decode, *results.values()))
+
+
+@pytest.mark.parametrize("step", ["layer", "kernels", "train", "swin"])
+def test_presets_of_the_script_exist(step):
+    """The rehearsal leaves some steps out, for its time."""
+    program = importlib.import_module("models" if step == "train" else f"bench_{step}")
+    text = SCRIPT.read_text(encoding="utf-8")
+    named = ",".join(re.findall(rf"^ +bench \d+ {step} (\S+)", text, re.M)).split(",")
+    assert set(named) - {"decode"} <= set(program.PRESETS)
+
+
+def test_wheels_that_do_not_fit_stop_nothing(tmp_path):
+    """A wheel of another Python is a warning: what needs no fairseq is measured."""
+    (tmp_path / "fairseq-0.1-cp27-cp27m-win32.whl").touch()
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without" / "fairseq.py").write_text("raise ImportError", encoding="utf-8")
+    done = run_gpu(
+        DRY_RUN="1", OUT=str(tmp_path / "out"), ONLY="nothing", WHEELS=str(tmp_path),
+        PYTHONPATH=str(tmp_path / "without"),
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert "WARNING: the wheels" in done.stdout and "fairseq cannot be imported" in done.stdout
 
 
 def test_refusals():
@@ -61,7 +85,7 @@ def test_refusals():
 
 def test_every_gpu_test_is_in_a_part():
     """Those of part 1 that are not slow; the slow ones and the other folders in part 2."""
-    script = (ROOT / "scripts" / "bench" / "run_gpu.sh").read_text(encoding="utf-8")
+    script = SCRIPT.read_text(encoding="utf-8")
     one, two = re.findall(r"^ +gpu_tests (?:[^\n]*\\\n)*[^\n]*", script, re.MULTILINE)
     assert '"gpu and not slow"' in one and "-m gpu " in two
     paths = {name: re.findall(r"tests/\S+", step) for name, step in (("one", one), ("two", two))}
