@@ -122,7 +122,9 @@ def documented(options: _Class) -> _Class:
         if given not in (SAME, None):
             text += f" The command line's default is {given}."
         entries.append(textwrap.fill(text, 96, initial_indent=" " * 4, subsequent_indent=" " * 8))
-    options.__doc__ = "\n".join([inspect.cleandoc(options.__doc__), "", "Attributes:", *entries])
+    options.__doc__ = "\n".join(
+        [inspect.cleandoc(options.__doc__ or ""), "", "Attributes:", *entries]
+    )
     return options
 
 

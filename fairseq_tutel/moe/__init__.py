@@ -1,4 +1,4 @@
-"""The MoE layer as plain PyTorch modules: no fairseq, no Triton, no collectives of its own.
+"""The MoE layer as plain PyTorch modules, without fairseq and Triton.
 
 Data flows one way::
 
@@ -7,8 +7,7 @@ Data flows one way::
 """
 
 from ..config import ExchangeConfig, MoEConfig
-from .chunks import ExpertRows
-from .experts import ExpertBank, Experts, hold_experts, register_experts
+from .experts import ExpertBank, ExpertRows, Experts, hold_experts, register_experts
 from .layer import MoELayer
 from .metrics import (
     UTILISATION_NAMES,

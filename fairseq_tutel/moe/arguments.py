@@ -1,27 +1,39 @@
-"""What the arguments of :class:`~fairseq_tutel.moe.MoELayer` mean; each function refuses others."""
+"""Read and check the arguments of :class:`~fairseq_tutel.moe.MoELayer` and of its calls."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..config import MoEConfig
-from ..distributed import ExpertParallelGroups, build_groups
+from ..config import ExchangeConfig, MoEConfig
+from ..distributed import ExpertParallelGroups, StepAgreement, StepSettings, build_groups
 from .routers import Router, make_router
 
 
-def one_config(
+def routing_config(
     config: MoEConfig | None,
     num_experts: int | None,
     routing: Mapping[str, Any],
     others: Iterable[str],
 ) -> MoEConfig:
-    """The options of routing; ``others`` are names of arguments, to find a misspelt one."""
+    """Return the routing options, from ``config`` or from single options.
+
+    Args:
+        config: all options; or None.
+        num_experts: E, in place of ``config``.
+        routing: the other options, in place of ``config``.
+        others: names of the layer's other arguments, to suggest one for a misspelt name.
+
+    Raises:
+        TypeError: there is no such option.
+        ValueError: no number of experts, or options beside ``config``.
+    """
     options = [field.name for field in dataclasses.fields(MoEConfig)]
     for name in routing.keys() - set(options):
         close = difflib.get_close_matches(name, [*options, *others], 1, cutoff=0.5)
@@ -40,8 +52,9 @@ def one_config(
 
 
 def groups_for(num_experts: int, groups: ExpertParallelGroups | None) -> ExpertParallelGroups:
-    """The placement of the experts; without one over all ranks, which is a collective call."""
-    groups = groups if groups is not None else build_groups(num_experts)
+    """Return the placement of the experts; made here if None, which is collective."""
+    if groups is None:
+        return build_groups(num_experts)
     if groups.num_experts != num_experts:
         raise ValueError(
             f"groups were built for {groups.num_experts} experts, the layer has {num_experts}"
@@ -50,7 +63,7 @@ def groups_for(num_experts: int, groups: ExpertParallelGroups | None) -> ExpertP
 
 
 def gate_for(gate: nn.Module | None, model_dim: int, config: MoEConfig) -> nn.Module:
-    """The gate that was given, or the router that the options name."""
+    """Return the user's gate, or the router that ``config`` names."""
     if gate is None:
         return make_router(model_dim, config)
     if not isinstance(gate, nn.Module):
@@ -63,42 +76,59 @@ def gate_for(gate: nn.Module | None, model_dim: int, config: MoEConfig) -> nn.Mo
     return gate
 
 
-def own_experts(
-    experts: Sequence[nn.Module] | None,
-    expert_fn: Callable[[], nn.Module] | None,
-    groups: ExpertParallelGroups,
-    seed: int | None,
-    built_in: Mapping[str, Any],
-) -> Sequence[nn.Module] | None:
-    """This rank's experts where they are the user's own; None: built-in ones, of which
-    ``built_in`` has what was given, by name.
+def refuse_network_options(argument: str, **given: tuple[Any, Any]) -> None:
+    """Raise ValueError for options of built-in experts beside the user's own.
+
+    ``given``: value and default by name.
     """
-    if experts is None and expert_fn is None:
-        return None
-    if experts is not None and expert_fn is not None:
-        raise ValueError("expert_fn and experts both say what the experts are: give one")
-    unread = [f"{name}={value!r}" for name, value in built_in.items() if value is not None]
+    unread = [f"{name}={value!r}" for name, (value, default) in given.items() if value != default]
     if unread:
-        name = "expert_fn" if experts is None else "experts"
-        raise ValueError(f"{name}= says what the experts are, and not {' and '.join(unread)}")
-    return _make_each(expert_fn, groups, seed) if experts is None else experts
+        raise ValueError(f"{argument}= says what the experts are, and not {' and '.join(unread)}")
 
 
-def _make_each(expert_fn, groups, seed):
-    """An expert of each call. What it draws depends on ``seed`` and the expert's global index only:
-    ranks that hold an expert begin alike, and experts differ however ranks were seeded."""
-    if not callable(expert_fn) or isinstance(expert_fn, nn.Module):
-        raise ValueError(f"expert_fn must be a function that makes an expert, got {expert_fn!r}")
-    if seed is None:
-        seed = int(torch.randint(2**31, (), device="cpu"))
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    experts = []
-    with torch.random.fork_rng(devices):
-        for index in groups.local_experts:
-            torch.manual_seed(seed + index)
-            experts.append(expert_fn())
-    if not all(isinstance(expert, nn.Module) for expert in experts):
-        raise ValueError(f"expert_fn must make modules, but made {experts[0]!r}")
-    if len(set(map(id, experts))) < len(experts):
-        raise ValueError("expert_fn made the same module twice: each expert has its own weights")
-    return experts
+@functools.lru_cache(maxsize=64)  # to check options takes a while
+def config_for_call(
+    config: MoEConfig, training: bool, top_k: int | None, capacity_factor: float | None
+) -> MoEConfig:
+    """Return the routing options of a call with another ``top_k`` or ``capacity_factor``."""
+    changes: dict[str, Any] = {} if top_k is None else {"top_k": top_k}
+    if capacity_factor is not None and training:
+        changes["capacity_factor"] = capacity_factor
+    elif capacity_factor is not None:
+        changes["eval_capacity_factor"] = capacity_factor
+        changes["eval_capacity_token_fraction"] = 0.0  # takes precedence over the factor
+    return dataclasses.replace(config, **changes)
+
+
+def settings_of_step(
+    config: MoEConfig, exchange: ExchangeConfig, training: bool, model_dim: int, dtype: torch.dtype
+) -> StepSettings:
+    """Return what ranks must have in common; ``dtype`` is that of the experts' rows."""
+    return StepSettings(
+        num_experts=config.num_experts,
+        null_experts=config.null_experts,
+        top_k=config.top_k,
+        model_dim=model_dim,
+        mode="training" if training else "evaluation",
+        capacity_factor=config.capacity_factor,
+        eval_capacity_factor=config.eval_capacity_factor,
+        eval_capacity_token_fraction=config.eval_capacity_token_fraction,
+        exchange=exchange,
+        dtype=dtype,
+        local_drop=config.local_drop,
+    )
+
+
+def check_agreement(step: StepAgreement, settings: Callable[[torch.dtype], StepSettings]) -> None:
+    """Raise ValueError for settings that the ranks did not compare: sizes would not fit.
+
+    The dtype may differ: the agreement may be older than the autocast that decides it.
+    """
+    if step.settings is None:
+        return
+    wanted = settings(step.settings.dtype)
+    for label, (value, agreed) in wanted.differences(step.settings).items():
+        raise ValueError(
+            f"this call's options make {label} {value}, but the ranks' agreement for this step has "
+            f"{agreed}; give the same options to step_settings()"
+        )

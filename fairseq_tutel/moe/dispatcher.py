@@ -1,67 +1,103 @@
-"""Tokens to the experts that were chosen for them, and back.
+"""Send tokens to their experts and back.
 
-x_TM -- ops.dispatch --> rows by expert -- exchange.dispatch --> rows of the local experts
-y_TM <-- ops.combine -- rows by expert <-- exchange.combine  --  expert outputs
+::
 
-With r > 1 each row goes to the r ranks that have a part of its expert, which is a routing to r
-times as many choices: dispatch writes the copies, combine adds in fp32 what comes back.
+    x_TM -- ops.dispatch --> rows by expert -- exchange.dispatch --> rows of the local experts
+    y_TM <-- ops.combine -- rows by expert <-- exchange.combine  --  expert outputs
+
+With r > 1 each row goes to the r ranks that have a part of its expert. This is a routing to r times
+as many choices: dispatch writes the copies, combine adds the results in fp32.
+
+Without overlap there is one chunk. Chunks are neighbours in the send buffer and are sent without a
+copy.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 
 from .. import ops
-from ..distributed import Exchange, ExchangeRecord, ExpertParallelism
-from .chunks import ExpertRows, arrange, source_of_rows
-from .experts import ExpertBank
+from ..distributed import Exchange, ExchangeRecord
+from ..distributed.exchanges import Splits, chunk_edges
+from .exchange_choice import ExchangeChoice
+from .experts import ExpertBank, ExpertRows
 from .overlap import overlapped
 from .routing import Routing
+
+
+class Chunk(NamedTuple):
+    """Rows that are exchanged together.
+
+    Attributes:
+        span: the rows in the send buffer.
+        splits: rows per rank; None if they are equal.
+        offsets: of :class:`~fairseq_tutel.moe.ExpertRows`.
+        by_expert: puts arrived rows [n, M] in the order of the experts; differentiable.
+        by_rank: the inverse; differentiable.
+    """
+
+    span: slice
+    splits: Splits | None
+    offsets: torch.Tensor | None
+    by_expert: Callable[[torch.Tensor], torch.Tensor]
+    by_rank: Callable[[torch.Tensor], torch.Tensor]
 
 
 def dispatch_and_combine(
     x_TM: torch.Tensor,
     routing: Routing,
     experts: ExpertBank,
-    exchange: Exchange,
-    overlap_degree: int,
-    parallelism: ExpertParallelism,
+    choice: ExchangeChoice,
     record: ExchangeRecord | None,
 ) -> torch.Tensor:
-    """Send each token of [T, M] to its experts, apply them, and add the weighted results, [T, M];
-    zero for a token none of whose choices was kept.
+    """Send each token to its experts, apply them, and add the weighted results.
 
-    ``exchange``: between the ranks that hold the experts, or parts of them (of ``parallelism``);
-    ``overlap_degree``: chunks in which rows travel, so that one is computed while others do;
-    ``record``: takes what the exchanges tell besides the rows.
+    Args:
+        x_TM: [T, M]; differentiable.
+        routing: where each (token, choice) pair goes.
+        experts: the experts of this rank.
+        choice: how rows travel.
+        record: takes times and wire errors of the exchanges.
+
+    Returns:
+        [T, M]; zero for a token that has no kept pair.
     """
-    call = keep_pairs_M = None
-    # wrapped ones, as torch.compile and checkpoint wrappers do it, have what is inside
+    exchange, parallelism = choice.exchange, choice.parallelism
+    prepared = keep_pairs_M = None
+    dropout = 0.0
+    # wrappers of torch.compile and checkpointing forward these attributes to the bank
     if not parallelism.is_replicated and experts.can_be_gathered:
-        call = experts.call(x_TM.dtype, parallelism)
-        if call.dropout_at_source:
+        prepared = experts.prepare(x_TM.dtype, parallelism)
+        dropout = prepared.dropout_at_source if prepared else 0.0
+        if dropout:
             shape = routing.expert_TK.numel(), x_TM.shape[1]
             keep_pairs_M = torch.empty(shape, dtype=torch.bool, device=x_TM.device)
-            keep_pairs_M.bernoulli_(1 - call.dropout_at_source)
+            keep_pairs_M.bernoulli_(1 - dropout)
         routing = to_parts(routing, parallelism.num_destinations)
-    dest_row_TK, src_pair_R, chunks = arrange(routing, exchange, overlap_degree)
+    dest_row_TK, src_pair_R, chunks = arrange(routing, exchange, choice.overlap_degree)
     rows = ops.dispatch(x_TM, dest_row_TK, src_pair_R)
     if len(chunks) > 1:
-        out = overlapped(rows, chunks, experts, exchange, call, record)
+        out = overlapped(rows, chunks, experts, exchange, prepared, record)
     else:
         (chunk,) = chunks
         rows = exchange.dispatch(rows, chunk.splits, record)
-        out = experts(ExpertRows(chunk.by_expert(rows), chunk.offsets), call)
+        out = experts(ExpertRows(chunk.by_expert(rows), chunk.offsets), prepared)
         out = exchange.combine(chunk.by_rank(out), chunk.splits, record)
     if keep_pairs_M is not None:
-        copies, dropout = parallelism.num_destinations, call.dropout_at_source
+        copies = parallelism.num_destinations
         out = _drop(out, src_pair_R, keep_pairs_M, copies, dest_row_TK.shape[1] // copies, dropout)
     return ops.combine(out, dest_row_TK, src_pair_R, routing.topk_weight_TK)
 
 
 def to_parts(routing: Routing, copies: int) -> Routing:
-    """The routing to parts of experts on r ranks each: part q of expert j has number q*E + j and
-    the rows that expert j had; choice q*K + k is part q of choice k.
+    """Return the routing to parts of experts on ``copies`` (r) ranks each.
+
+    Part q of expert j has number q*E + j and as many rows as expert j. Choice q*K + k is part q of
+    choice k.
     """
     if copies == 1:
         return routing
@@ -88,9 +124,126 @@ def to_parts(routing: Routing, copies: int) -> Routing:
 
 
 def _drop(out_RM, src_pair_R, keep_pairs_M, copies, top_k, dropout):
-    """Dropout of each pair's output; its parts (r*K choices per token) are dropped alike."""
+    """Apply dropout to each pair's output; all of its r parts get the same mask."""
     if not len(keep_pairs_M):
         return out_RM
     token = src_pair_R.clamp(min=0) // (copies * top_k)
     pair_R = token * top_k + src_pair_R.clamp(min=0) % top_k
     return torch.where(keep_pairs_M[pair_R], out_RM / (1 - dropout), 0.0)
+
+
+def arrange(
+    routing: Routing, exchange: Exchange, degree: int
+) -> tuple[torch.Tensor, torch.Tensor, list[Chunk]]:
+    """Cut the rows into chunks. NOTE: the host reads the counts of ragged rows between ranks.
+
+    Padded rows are cut along the capacity, ragged ones along the rows of every (rank, expert). The
+    sizes of chunks differ by at most one row of each.
+
+    Returns:
+        ``dest_row_TK`` and ``src_pair_R`` for dispatch and combine; ``degree`` chunks, or as many
+        as the capacity has rows.
+    """
+    dest_row_TK, src_pair_R = rows_for_exchange(routing, exchange, degree)
+    if routing.padded:
+        return dest_row_TK, src_pair_R, _padded(routing, exchange, degree)
+    shared = exchange.algorithm.share_chunks(routing.num_kept_per_expert_E, degree)
+    sizes = [src_pair_R.shape[0] if splits is None else sum(splits.sent_P) for _, splits in shared]
+    chunks = [
+        _ragged(count_Pe, splits, span)
+        for (count_Pe, splits), span in zip(shared, _spans(sizes), strict=True)
+    ]
+    return dest_row_TK, src_pair_R[: sum(sizes)], chunks
+
+
+def _padded(routing, exchange, degree):
+    """Return chunks of equal parts: [P, e, C] on the wire, [e, P*C] in the product."""
+    ranks, local = exchange.groups.ep_size, exchange.groups.num_local_experts
+    edges = [routing.capacity * number // degree for number in range(degree + 1)]
+    capacities = [end - begin for begin, end in itertools.pairwise(edges) if end > begin]
+
+    def chunk(capacity, span):
+        def by_expert(rows):
+            rows = rows.view(ranks, local, capacity, -1).transpose(0, 1)
+            return rows.reshape(local, ranks * capacity, -1)
+
+        def by_rank(out):
+            model_dim = out.shape[-1]
+            return out.view(local, ranks, capacity, -1).transpose(0, 1).reshape(-1, model_dim)
+
+        return Chunk(span, None, None, by_expert, by_rank)
+
+    spans = _spans([routing.num_experts * capacity for capacity in capacities])
+    return [chunk(*each) for each in zip(capacities, spans, strict=True)]
+
+
+def _ragged(count_Pe, splits, span):
+    """Return a chunk of unequal parts: int [P, e] rows that each rank sends to each expert."""
+    ranks, local = count_Pe.shape
+    count_e = count_Pe[0] if ranks == 1 else count_Pe.sum(0)
+    offsets = count_e.cumsum(0, dtype=torch.int32)
+    if ranks == 1 or local == 1:  # the order of ranks is that of experts
+        return Chunk(span, splits, offsets, lambda rows: rows, lambda out: out)
+    num_rows = span.stop - span.start if splits is None else sum(splits.received_P)
+    expert = torch.arange(local, device=count_Pe.device).repeat(ranks)
+    expert_R = expert.repeat_interleave(count_Pe.flatten(), output_size=num_rows)
+    order = expert_R.argsort(stable=True)
+    inverse = order.argsort()
+    return Chunk(
+        span,
+        splits,
+        offsets,
+        lambda rows: rows.index_select(0, order),
+        lambda out: out.index_select(0, inverse),
+    )
+
+
+def _spans(sizes):
+    edges = itertools.accumulate(sizes, initial=0)
+    return list(itertools.starmap(slice, itertools.pairwise(edges)))
+
+
+def rows_for_exchange(
+    routing: Routing, exchange: Exchange, degree: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return index arrays for the order in which rows are sent: by chunk, then by part.
+
+    Returns:
+        ``dest_row_TK`` and ``src_pair_R``, as of :class:`~fairseq_tutel.moe.Routing`.
+    """
+    if degree == 1 and exchange.algorithm.send_order is None:
+        return routing.dest_row_TK, routing.src_pair_R
+    num_rows_E = routing.num_kept_per_expert_E.to(torch.int64)
+    if routing.padded and routing.capacity is not None:
+        num_rows_E = torch.full_like(num_rows_E, routing.capacity)
+    edges_GE = chunk_edges(num_rows_E, degree)  # with the end of the last chunk
+    shift_GE = _begins(edges_GE.diff(dim=0), exchange) - edges_GE[:-1]
+    kept_TK = routing.kept_TK
+    expert_TK = routing.expert_TK.clamp(min=0).long()
+    begin_E = num_rows_E.cumsum(0) - num_rows_E
+    slot_TK = torch.where(kept_TK, routing.dest_row_TK - begin_E[expert_TK], 0)
+    # slot s of n is in the last chunk c with n * c // d <= s
+    chunk_TK = ((slot_TK + 1) * degree - 1) // num_rows_E.clamp(min=1)[expert_TK]
+    row_TK = slot_TK + shift_GE[chunk_TK.clamp(max=degree - 1), expert_TK]
+    dest_row_TK = torch.where(kept_TK, row_TK, -1).to(torch.int32)
+    return dest_row_TK, source_of_rows(dest_row_TK, routing.src_pair_R.shape[0])
+
+
+def _begins(size_GE, exchange):
+    """Return the first row of every (chunk, expert): by chunk, by part, by local expert."""
+    local = exchange.groups.num_local_experts
+    if exchange.algorithm.send_order is None:
+        return (size_GE.flatten().cumsum(0) - size_GE.flatten()).view(size_GE.shape)
+    order_P, part_P = exchange.algorithm.send_order_on(size_GE.device)
+    within = torch.arange(local, device=size_GE.device)
+    order_E = (order_P[:, None] * local + within).flatten()
+    place_E = (part_P[:, None] * local + within).flatten()
+    size = size_GE[:, order_E].flatten()
+    return (size.cumsum(0) - size).view(size_GE.shape)[:, place_E]
+
+
+def source_of_rows(dest_row_TK: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return int32 [num_rows], the pair in each row, -1 in unused rows."""
+    pair = torch.arange(dest_row_TK.numel(), dtype=torch.int32, device=dest_row_TK.device)
+    row = torch.where(dest_row_TK < 0, num_rows, dest_row_TK).flatten().long()  # one row more
+    return pair.new_full((num_rows + 1,), -1).scatter_(0, row, pair)[:num_rows]

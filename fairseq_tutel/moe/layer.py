@@ -1,12 +1,10 @@
 """The MoE layer: agree, route, dispatch, experts, combine.
 
-The options of a call reach all of them as one frozen value (:mod:`.call`). The letters of shapes
-are those of the glossary in ``fairseq_tutel/README.md``.
+The letters of shapes are those of the glossary in ``fairseq_tutel/README.md``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +15,7 @@ from torch import nn
 from ..config import ExchangeConfig, MoEConfig
 from ..distributed import (
     HELD,
+    Exchange,
     ExchangeRecord,
     ExpertParallelGroups,
     StepAgreement,
@@ -26,16 +25,23 @@ from ..distributed import (
     refuse_plain_wrapper,
     sync_step,
 )
-from .arguments import gate_for, groups_for, one_config, own_experts
-from .call import ExchangeChoice, ExchangeChoices, LayerCall
+from .arguments import (
+    check_agreement,
+    config_for_call,
+    gate_for,
+    groups_for,
+    refuse_network_options,
+    routing_config,
+    settings_of_step,
+)
 from .dispatcher import dispatch_and_combine
-from .experts import ExpertBank, SharedExpert, custom_experts, make_experts
-from .local_drop import stays_local, without_exchange
-from .memory import StepMemory, free_memory, routed_bytes
-from .reports import MoEAux, balance_over_ranks, make_aux
-from .routers import route_of
-from .routing import mask_of_tokens, mask_tokens
-from .torch_modes import autocast_dtype, untraced
+from .exchange_choice import ExchangeChoice, ExchangeChoices
+from .experts import ExpertBank, SharedExpert, make_experts, own_experts
+from .memory import StepMemory, routed_bytes
+from .reports import MoEAux, RouterAux, balance_over_ranks, make_aux
+from .routers import Router, jitter_tokens, route_logits
+from .routing import RouterCall, Routing, mask_of_tokens, mask_tokens
+from .torch_modes import autocast_dtype, untraced, without_autocast
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -46,44 +52,64 @@ _sync_untraced = untraced(sync_step)  # a trace sees neither collectives nor has
 
 
 class MoELayer(nn.Module):
-    """A sparse feed-forward layer: each token goes to K of E experts.
+    """Sparse feed-forward layer: each token goes to K of E experts.
 
-    Alone::
-
-        layer = MoELayer(model_dim=256, num_experts=8, hidden_dim=1024, top_k=2)
-        y, aux = layer(x, return_aux=True)
-        loss = task_loss(y) + 0.01 * aux.loss
+    >>> import torch
+    >>> from fairseq_tutel.moe import MoELayer
+    >>> _ = torch.manual_seed(0)
+    >>> layer = MoELayer(model_dim=16, num_experts=8, hidden_dim=64, top_k=2)
+    >>> x = torch.randn(4, 10, 16)
+    >>> y, aux = layer(x, return_aux=True)
+    >>> y.shape, int(aux.load_E.sum())  # 40 tokens, 2 experts each
+    (torch.Size([4, 10, 16]), 80)
+    >>> (y.square().mean() + 0.01 * aux.loss).backward()
 
     Args:
-        model_dim: M.
-        num_experts: E, over all ranks. It and ``**routing`` are a shorthand for ``config``.
-        hidden_dim: F of the built-in experts, 4*M by default.
-        config: all options of routing, in place of ``num_experts`` and ``**routing``.
-        activation: of the ``ffn`` experts and the shared one: gelu, relu, swish, tanh, ...
-        gate: a :class:`~fairseq_tutel.moe.routers.Router` in place of the one that
-            ``config.router`` names; or any module [T, M] -> logits [T, E], called with tokens of
-            the dtype of ``x`` under the caller's autocast; half logits are cast to fp32 at once.
-        expert_fn: makes one expert, [n, M] -> [n, M]; called for each expert of this rank.
-        experts: this rank's experts themselves; as many as ``groups.num_local_experts``.
-        expert_network: what the built-in experts compute, by name (:mod:`.experts`): ``ffn``, or
-            gated, ``swiglu`` or ``geglu``.
-        expert_options: of that network, by name: ``{"bias": True}`` of the gated ones.
-        groups: placement of the experts, from :func:`~fairseq_tutel.distributed.build_groups`; by
-            default over all ranks of torch.distributed (a collective call).
-        shared_expert_dim: > 0: hidden dimension of an expert that every token goes to as well.
-        dropout, activation_dropout: inside the built-in experts.
-        seed: of the initial weights of the built-in experts, and of those that ``expert_fn`` makes.
-        expert_storage: how the built-in experts are held: ``stacked``, to be trained; or, for
-            evaluation alone, without memory until a state dict is loaded: ``mapped``, its tensors
-            as they are, such as pages of a file, ``bf16`` or ``int8`` (:mod:`.experts.inference`).
-        exchange: how tokens travel, the same on all ranks; or the name of an algorithm.
-        record_exchange_time: take the times of :attr:`MoEAux.record` (slow, and without overlap).
-        skip_exchange: leave out the all-to-alls, for benchmarks; the results are then wrong.
-        compute_aux: compute losses and counts in training even if ``return_aux=False`` (default
-            True). False saves time in small layers.
-        layer_index: number of the layer in its model, from 0 (default 0). Layers of different
-            numbers draw ``local_drop`` independently.
+        model_dim (int): M, width of the tokens.
+        num_experts (int): E, experts over all ranks (default None: given by ``config``).
+        hidden_dim (int): F, hidden dimension of the built-in experts (default None: 4*M).
+        config (MoEConfig): all routing options, in place of ``num_experts`` and ``**routing``
+            (default None).
+        activation (str): activation of the ``ffn`` experts and of the shared expert: gelu, relu,
+            swish, tanh, ... (default "gelu").
+        gate (nn.Module): a :class:`~fairseq_tutel.moe.routers.Router`, or a module that maps
+            [T, M] to logits [T, E] (default None: the router that ``config.router`` names). A
+            module gets tokens in the dtype of ``x`` under the caller's autocast; its logits are
+            cast to fp32.
+        expert_fn (function): makes one expert, a module [n, M] -> [n, M]; called for each expert of
+            this rank (default None: built-in experts).
+        experts (list of nn.Module): the experts of this rank, ``groups.num_local_experts`` modules
+            (default None: built-in experts).
+        expert_network (str): network of the built-in experts: ``ffn``, or gated, ``swiglu`` or
+            ``geglu``, or a registered name (default "ffn").
+        expert_options (dict): options of that network, for example ``{"bias": True}`` for gated
+            experts (default None: its defaults).
+        groups (ExpertParallelGroups): placement of the experts, from
+            :func:`~fairseq_tutel.distributed.build_groups` (default None: spread over all ranks of
+            torch.distributed; then the constructor is collective).
+        shared_expert_dim (int): hidden dimension of an expert for all tokens (default 0: none).
+        dropout (float): dropout of the outputs of the built-in experts (default 0).
+        activation_dropout (float): dropout after their activation (default 0).
+        seed (int): seed of the experts' initial weights, built-in or from ``expert_fn`` (default
+            None: drawn from torch's generator).
+        expert_storage (str): ``stacked`` for training (default); ``mapped``, ``bf16`` or ``int8``
+            for evaluation only, without memory until a state dict is loaded
+            (:mod:`.experts.inference`).
+        exchange (ExchangeConfig or str): how tokens travel, or the name of an algorithm; the same
+            on all ranks (default "linear").
+        record_exchange_time (bool): measure exchanges for :attr:`MoEAux.record`; slow, and without
+            overlap (default False).
+        skip_exchange (bool): leave out the all-to-alls, for benchmarks; results are wrong (default
+            False).
+        compute_aux (bool): compute losses and counts in training even if ``return_aux=False``
+            (default True). False saves time in small layers.
+        layer_index (int): number of the layer in its model, from 0 (default 0). Layers with
+            different numbers draw ``local_drop`` independently.
         **routing: fields of :class:`~fairseq_tutel.config.MoEConfig`, such as ``top_k``.
+
+    Raises:
+        ValueError: an option is out of range, or two arguments contradict each other.
+        TypeError: an option is unknown.
     """
 
     def __init__(
@@ -114,24 +140,16 @@ class MoELayer(nn.Module):
     ):
         super().__init__()
         names = inspect.signature(MoELayer).parameters
-        self.config = one_config(config, num_experts, routing, names)
+        self.config = routing_config(config, num_experts, routing, names)
         self.model_dim, self.layer_index, self.compute_aux = model_dim, layer_index, compute_aux
         self.groups = groups_for(self.config.num_experts, groups)
         self._checked_wrapper = False
-        self._configs: dict[tuple, tuple[MoEConfig, MoEConfig]] = {}  # of calls with other options
         self._choices = ExchangeChoices(self.groups, timed=record_exchange_time, skip=skip_exchange)
-        usual = self._choices.prepare(exchange)
-        self.exchange_config, self.exchange, self._parallelism = usual
+        self.exchange_choice = self._choices.prepare(exchange)
         self.gate = gate_for(gate, model_dim, self.config)
-        self._route = route_of(self.gate)  # also where the gate is wrapped later
-        built_in = {"hidden_dim": hidden_dim, "expert_options": expert_options}
-        built_in["expert_network"] = None if expert_network == "ffn" else expert_network
-        built_in["expert_storage"] = None if expert_storage == "stacked" else expert_storage
-        own = own_experts(experts, expert_fn, self.groups, seed, built_in)
-        if own is not None:
-            self.experts: ExpertBank = custom_experts(own, self.groups)
-        else:
-            self.experts = make_experts(
+        self._gate_routes = isinstance(self.gate, Router)  # still true if the gate is wrapped later
+        if experts is None and expert_fn is None:
+            self.experts: ExpertBank = make_experts(
                 expert_network,
                 self.groups,
                 model_dim,
@@ -143,7 +161,16 @@ class MoELayer(nn.Module):
                 storage=expert_storage,
                 options=expert_options,
             )
-        usual.refuse_own_experts(self.experts)
+        else:
+            refuse_network_options(
+                "expert_fn" if experts is None else "experts",
+                hidden_dim=(hidden_dim, None),
+                expert_options=(expert_options, None),
+                expert_network=(expert_network, "ffn"),
+                expert_storage=(expert_storage, "stacked"),
+            )
+            self.experts = own_experts(experts, expert_fn, self.groups, seed)
+        self.exchange_choice.refuse_own_experts(self.experts)
         if self.config.local_drop and self.groups.num_slices > 1:
             raise ValueError(
                 f"local_drop={self.config.local_drop} leaves tokens on their rank, which has parts "
@@ -175,44 +202,47 @@ class MoELayer(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, MoEAux]:
         """Apply the layer.
 
+        ``top_k``, ``capacity_factor``, ``exchange`` and ``r`` hold for this call, on all ranks. A
+        ``step`` was agreed on with the same options (:meth:`step_settings`).
+
         Args:
-            x: [..., M], any number of tokens. Under ``torch.autocast`` the experts compute in its
-                dtype, the gate's logits stay fp32.
-            pad_mask: bool [...], True for padding, which goes to no expert.
-            step: what :func:`~fairseq_tutel.distributed.sync_step` returned for this forward pass;
-                made here if None (one small all-gather). Whoever gives it also calls
+            x (Tensor): [..., M], any number of tokens. Under ``torch.autocast`` the experts compute
+                in its dtype; the router's logits stay fp32.
+            pad_mask (Tensor): bool [...], True for padding, which goes to no expert (default None:
+                no padding).
+            step (StepAgreement): result of :func:`~fairseq_tutel.distributed.sync_step` for this
+                forward pass (default None: made here by one small all-gather). If you give it, call
                 :func:`~fairseq_tutel.moe.balance_over_ranks` for the reports of all layers.
-            top_k, capacity_factor, exchange, r: for this call only; the same on all ranks, and in
-                :meth:`step_settings` of the ``step``. The exchange is the layer's own or a
-                prepared one (:meth:`prepare_exchanges`), with any overlap, wire formats and r.
-            record: of the aux value; one that is given takes recomputed exchanges, too.
-            return_aux: also return the aux loss and the counts that metrics are made of. Without,
-                they are not computed in evaluation under ``torch.no_grad``, nor with
-                ``compute_aux=False``.
-            balance_later: whether the caller finishes the report in that way without a ``step``.
+            top_k (int): experts per token (default None: the layer's).
+            capacity_factor (float): capacity factor (default None: the layer's).
+            exchange (ExchangeConfig or str): the layer's or a prepared one
+                (:meth:`prepare_exchanges`), with any overlap, wire and r (default None).
+            r (int): ranks that each token goes to (default None: the exchange's).
+            record (ExchangeRecord): takes what the exchanges report, also when they are recomputed
+                (default None: made here if needed).
+            return_aux (bool): also return losses and counts (default False). Otherwise they are
+                not computed in evaluation under ``torch.no_grad``, nor with ``compute_aux=False``.
+            balance_later (bool): leave :func:`~fairseq_tutel.moe.balance_over_ranks` to the caller
+                even without a ``step`` (default False).
 
         Returns:
             y [..., M], or (y, :class:`MoEAux`).
 
         Raises:
-            ValueError: wrong width, options out of range, ranks that disagree, a ``step`` that was
-                agreed on with other options, an exchange that was not prepared, or a plain
-                DistributedDataParallel or ``fully_shard`` around.
+            ValueError: wrong width; options out of range; ranks that disagree; an exchange that was
+                not prepared; a plain DistributedDataParallel or ``fully_shard`` around the layer.
         """
-        self._check(x)
-        call = self._resolve(step, top_k, capacity_factor, exchange, r)
-        given_TM, x_TM = self._tokens(x)
-        agreed = self._agree(call, x_TM, step)
-        pad_mask_T = mask_of_tokens(pad_mask, x)
-        again = self.compute_aux and (self.training or torch.is_grad_enabled())
-        reports = {"reports": return_aux or again, "reports_again": again}
-        router_call = call.for_router(agreed.num_tokens, x.shape[:-2].numel(), **reports)
-        routing, router_aux = self._route(self.gate, given_TM, x_TM, pad_mask_T, router_call)
-        y_TM, record = self._through_experts(x_TM, routing, call, agreed, record)
+        config, choice = self._resolve(step, top_k, capacity_factor, exchange, r)
+        given_TM, x_TM, pad_mask_T = self._tokens(x, pad_mask)
+        agreed = self._agree(config, choice, x_TM, step)
+        call = self._router_call(config, choice, agreed, x, return_aux)
+        routing, router_aux = self._route(given_TM, x_TM, pad_mask_T, call)
+        choice = choice.with_local_drop(call, agreed.draw, self.layer_index)
+        y_TM, record = self._through_experts(x_TM, routing, choice, agreed, record)
         if self.shared_expert is not None:
             y_TM = y_TM + self.shared_expert(x_TM)
-        y = mask_tokens(y_TM, call.config.final_output_masking, self.training)
-        y = y if x.dim() == 2 else y.view(x.shape)
+        y_TM = mask_tokens(y_TM, config.final_output_masking, self.training)
+        y = y_TM if x.dim() == 2 else y_TM.view(x.shape)
         if not return_aux:
             return y
         aux = make_aux(router_aux, routing, len(x_TM), record)
@@ -223,124 +253,127 @@ class MoELayer(nn.Module):
     def step_settings(
         self, dtype: torch.dtype, *, top_k=None, capacity_factor=None, exchange=None, r=None
     ) -> StepSettings:
-        """What ranks must have in common for such a call; the dtype is that of experts' rows."""
-        return self._resolve(None, top_k, capacity_factor, exchange, r).settings(dtype)
+        """Return what ranks must have in common for a call with these options of :meth:`forward`.
+
+        ``dtype`` (torch.dtype) is that of the experts' rows.
+        """
+        return self._settings(*self._resolve(None, top_k, capacity_factor, exchange, r), dtype)
 
     def memory_of_step(self, num_tokens: int, dtype: torch.dtype | None = None) -> StepMemory:
-        """What a training step through this layer needs on its device, beside what is free there.
+        """Estimate the memory of a training step through this layer on its device.
+
+        >>> from fairseq_tutel.moe import MoELayer
+        >>> need = MoELayer(64, num_experts=8, hidden_dim=256).memory_of_step(num_tokens=1024)
+        >>> need.kinds["weights"]  # bytes
+        1060864
 
         Args:
-            num_tokens: T of this rank, with padding; of the largest rank where they differ.
-            dtype: of the rows; that of the weights if None.
+            num_tokens (int): T with padding, of the largest rank.
+            dtype (torch.dtype): dtype of the rows (default None: that of the weights).
 
         Returns:
-            Bytes by kind. Without a fixed capacity the rows are the mean over the ranks.
+            StepMemory: bytes by kind; without a fixed capacity the mean over the ranks.
         """
-        config, params = self.config, list(self.parameters())
-        element = (dtype or params[0].dtype).itemsize
+        params = list(self.parameters())
         routed = routed_bytes(
             tokens=num_tokens,
-            outputs=config.num_outputs,
-            rows=config.dispatch_rows(num_tokens),
-            destinations=self._parallelism.num_destinations,
+            outputs=self.config.num_outputs,
+            rows=self.config.dispatch_rows(num_tokens),
+            destinations=self.exchange_choice.parallelism.num_destinations,
             model_dim=self.model_dim,
             hidden=self.experts.kept_per_row(self.model_dim),
             shared_dim=self.shared_expert.fc1.out_features if self.shared_expert else 0,
-            element=element,
+            element=(dtype or params[0].dtype).itemsize,
         )
-        kinds = {
-            "weights": sum(param.nbytes for param in params),
-            "gradients": sum(param.nbytes for param in params if param.requires_grad),
-            "rows sent and received": 2 * routed.buffer,
-            "inside the experts": routed.hidden + routed.shared,
-            "logits of the gate": routed.gate,
-            "working set of the backward pass": routed.working,
-        }
-        return StepMemory(kinds, free_memory(params[0].device), held=("weights",))
+        return routed.of_step(params)
+
+    @property
+    def exchange(self) -> Exchange:
+        """The layer's own exchange."""
+        return self.exchange_choice.exchange
+
+    @property
+    def exchange_config(self) -> ExchangeConfig:
+        """The options of the layer's own exchange."""
+        return self.exchange_choice.config
 
     def prepare_exchanges(self, exchanges: Iterable[ExchangeConfig | str]) -> None:
-        """Build process groups for calls with these exchanges: collective, before training.
+        """Build process groups for calls with these exchanges. Collective; call before training.
 
-        Raises ValueError if ranks give others.
+        Raises:
+            ValueError: ranks give different exchanges.
         """
         for exchange in exchanges:
             self._choices.prepare(exchange)
 
-    def _resolve(self, step, top_k, capacity_factor, exchange, r) -> LayerCall:
-        config = self._config_for_call(top_k, capacity_factor)
-        of_step = None if step is None else step.exchange
-        given = ExchangeConfig.of(exchange or of_step or self.exchange_config)
-        if r is not None and r != given.r:
-            given = dataclasses.replace(given, r=r)
-        choice = ExchangeChoice(given, self.exchange, self._parallelism)
-        if given is not self.exchange_config:
-            choice = self._choices.of(given)
-        choice.refuse_own_experts(self.experts)
-        is_usual = config is self.config and choice.config in (self.exchange_config, of_step)
-        return LayerCall(config, choice, self.training, self.model_dim, is_usual)
+    def _resolve(
+        self, step, top_k, capacity_factor, exchange, r
+    ) -> tuple[MoEConfig, ExchangeChoice]:
+        """Return the options of a call."""
+        config, choice = self.config, self.exchange_choice
+        if top_k is not None or capacity_factor is not None:
+            config = config_for_call(config, self.training, top_k, capacity_factor)
+        exchange = exchange or (step and step.exchange)
+        if exchange is not None or r is not None:
+            choice = self._choices.for_call(choice, exchange, r)
+            choice.refuse_own_experts(self.experts)
+        return config, choice
 
-    def _agree(self, call, x_TM, step) -> StepAgreement:
-        if step is None:
-            if not self.groups.needs_sync:
-                return StepAgreement(x_TM.shape[0])
-            return _sync_untraced(x_TM.shape[0], call.settings(x_TM.dtype), self.groups)
-        call.check(step)
-        return step
-
-    def _through_experts(self, x_TM, routing, call, agreed, record):
-        """Dispatch, experts, combine; and what the exchanges tell beside, or None."""
-        exchange, degree = call.choice.exchange, call.overlap_degree
-        if stays_local(call, agreed, self.layer_index):
-            exchange, degree = without_exchange(call), 1
-        record, timer = record or exchange.new_record(), agreed.timer
-        inside_TM, span = (x_TM, None) if timer is None else timer.begin(x_TM)
-        parallelism = call.choice.parallelism
-        y_TM = dispatch_and_combine(
-            inside_TM, routing, self.experts, exchange, degree, parallelism, record
-        )
-        return y_TM if timer is None else timer.end(y_TM, span), record
-
-    def _check(self, x):
+    def _tokens(self, x, pad_mask):
+        """Return the tokens [T, M] as given and in the dtype of the experts, and their mask."""
         if x.shape[-1] != self.model_dim:
             raise ValueError(
                 f"the layer was built for model_dim={self.model_dim}, the input has {x.shape[-1]}"
             )
-        if torch.compiler.is_compiling():
-            return
-        if not self._checked_wrapper:
-            self._checked_wrapper = True
-            refuse_plain_wrapper(self.experts, self.groups)
-        if self.config.load_bias != "none":
-            self.gate.check_updates()
-
-    def _tokens(self, x) -> tuple[torch.Tensor, torch.Tensor]:
-        """The input as [T, M], as it was given and in the dtype that the experts compute in."""
         given_TM = x if x.dim() == 2 else x.reshape(-1, self.model_dim)
         if self.training and self.config.input_dropout > 0:
             given_TM = nn.functional.dropout(given_TM, self.config.input_dropout)
         dtype = autocast_dtype(x.device)
-        return given_TM, given_TM if dtype is None else given_TM.to(dtype)
+        x_TM = given_TM if dtype is None else given_TM.to(dtype)
+        return given_TM, x_TM, mask_of_tokens(pad_mask, x.shape[:-1])
 
-    def _config_for_call(self, top_k, capacity_factor) -> MoEConfig:
-        if top_k is None and capacity_factor is None:
-            return self.config
-        asked = (top_k, capacity_factor, self.training)
-        known = self._configs.get(asked)
-        if known is None or known[0] is not self.config:  # to check options takes a while
-            known = self._configs[asked] = (self.config, self._changed_config(*asked[:2]))
-        return known[1]
+    def _agree(self, config, choice, x_TM, step) -> StepAgreement:
+        """Return what the ranks agreed on for this call; collective without a step."""
+        if not (self._checked_wrapper or torch.compiler.is_compiling()):
+            self._checked_wrapper = True
+            refuse_plain_wrapper(self.experts, self.groups)
+        if step is None:
+            if not self.groups.needs_sync:
+                return StepAgreement(x_TM.shape[0])
+            settings = self._settings(config, choice, x_TM.dtype)
+            return _sync_untraced(x_TM.shape[0], settings, self.groups)
+        usual = config is self.config and choice.config in (self.exchange_config, step.exchange)
+        if not usual:
+            check_agreement(step, lambda dtype: self._settings(config, choice, dtype))
+        return step
 
-    def _changed_config(self, top_k, capacity_factor) -> MoEConfig:
-        changes = {}
-        if top_k is not None:
-            changes["top_k"] = top_k
-        if capacity_factor is not None:
-            if self.training:
-                changes["capacity_factor"] = capacity_factor
-            else:
-                changes["eval_capacity_factor"] = capacity_factor
-                changes["eval_capacity_token_fraction"] = 0.0  # it would win over the factor
-        return dataclasses.replace(self.config, **changes)
+    def _settings(self, config, choice, dtype) -> StepSettings:
+        return settings_of_step(config, choice.config, self.training, self.model_dim, dtype)
+
+    def _router_call(self, config, choice, agreed, x, return_aux) -> RouterCall:
+        again = self.compute_aux and (self.training or torch.is_grad_enabled())
+        sequences, tokens = x.shape[:-2].numel(), agreed.num_tokens
+        reports = return_aux or again
+        return RouterCall(config, self.training, tokens, sequences, choice.compact, reports, again)
+
+    def _route(
+        self, given_TM, x_TM, pad_mask_T, call: RouterCall
+    ) -> tuple[Routing, RouterAux | None]:
+        if self._gate_routes:
+            watched = self.config.load_bias != "none" and not torch.compiler.is_compiling()
+            if watched and isinstance(self.gate, Router):
+                self.gate.check_updates()
+            return self.gate(x_TM, pad_mask_T, call)
+        logits_TE = self.gate(jitter_tokens(given_TM, call))  # under the caller's autocast
+        with without_autocast(given_TM.device):
+            return route_logits(logits_TE, call, pad_mask_T)
+
+    def _through_experts(self, x_TM, routing, choice, agreed, record):
+        """Dispatch, compute and combine; return also the record of the exchanges, or None."""
+        record, timer = record or choice.exchange.new_record(), agreed.timer
+        inside_TM, span = (x_TM, None) if timer is None else timer.begin(x_TM)
+        y_TM = dispatch_and_combine(inside_TM, routing, self.experts, choice, record)
+        return y_TM if timer is None else timer.end(y_TM, span), record
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -349,7 +382,7 @@ class MoELayer(nn.Module):
 
     @property
     def experts_held(self) -> torch.Tensor | None:
-        """What the state dict has under this name (``distributed.held_experts``)."""
+        """The entry ``experts_held`` of the state dict (``distributed.held_experts``)."""
         return held_experts(self.groups)
 
     def _load_from_state_dict(self, state_dict, prefix, *rest):

@@ -1,18 +1,19 @@
-"""A bias on the selection of experts that follows their load, ``load_bias``: no loss, no gradient.
+"""Balance experts by a bias on their selection (``load_bias``), without a loss or a gradient.
 
-Experts are selected by ``r_te = q_te + b_e``, with q the logits (softmax) or the scores (sigmoid);
-gate values are without b. After every update b follows what its tokens would have needed, in
-integers that ranks and micro-batches add up, so that it is the same to the bit on all of them:
+Experts are selected by ``r_te = q_te + b_e``, with q the logits (softmax) or the scores (sigmoid).
+Gate values do not contain b. After every update b moves by counts of the update's tokens. The
+counts are integers, so their sums over ranks and micro-batches, and b, are bit-identical on all
+ranks:
 
 - ``sign``: ``b_e += rate * sign(mean(c) - c_e)`` with c_e the pairs routed to e (Wang et al., arXiv
   2408.15664, eq. 3).
-- ``quantile``: with a_t the (K+1)-th largest r of token t, e is chosen where ``b_e > a_t - q_te``;
-  the new b_e is the K/E quantile of that over the tokens (arXiv 2607.24653, eq. 13-14), so that
-  each expert would have had its even share, the others' biases as they were. Passes may differ in
-  K: an even share is then that of all their pairs.
+- ``quantile``: with a_t the (K+1)-th largest r of token t, e is chosen if ``b_e > a_t - q_te``. The
+  new b_e is the K/E quantile of ``a_t - q_te`` over the tokens (arXiv 2607.24653, eq. 13-14): each
+  expert would have had its even share if the other biases had not moved. If passes differ in K,
+  the even share is that of all their pairs.
 
 Both subtract the mean of b afterwards, which changes no selection. The quantile is read from a
-histogram of the margin ``a_t - r_te``, with the finest bins around 0, where it ends up.
+histogram of the margin ``a_t - r_te``, which has the finest bins around 0.
 """
 
 from __future__ import annotations
@@ -38,15 +39,18 @@ def margin_histogram(
     top_k: int,
     pad_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Histogram of ``a_t - r_te`` per expert, and the tokens' pairs, int32 [E, BINS + 1].
+    """Return per expert the histogram of ``a_t - r_te`` and the pairs, int32 [E, BINS + 1].
 
-    ``key_TE`` is r, fp32; ``next_best_T``: the expert with the (K+1)-th largest r, any value for
-    padding, which ``pad_T`` marks and which does not count.
+    Args:
+        key_TE: r, fp32.
+        next_best_T: int32, the expert with the (K+1)-th largest r; any value for padding.
+        top_k: K.
+        pad_T: bool, tokens that do not count (default None: all count).
     """
     num_experts = key_TE.shape[1]
     cutoff_T1 = key_TE.gather(1, next_best_T.clamp(min=0).long()[:, None])
     margin_TE = cutoff_T1 - key_TE
-    # -1 to 1; nan (of an overflow, of disabled experts) is no index: it counts in the last bin
+    # -1 to 1; nan (overflow, disabled experts) counts in the last bin
     place_TE = (torch.asinh(margin_TE / _SCALE) / _EDGE).nan_to_num(nan=1.0)
     bin_TE = ((place_TE + 1) * (BINS / 2)).clamp(0, BINS - 1).long()
     bin_TE += BINS * torch.arange(num_experts, device=key_TE.device)
@@ -58,7 +62,7 @@ def margin_histogram(
 
 @torch.no_grad()
 def quantile_bias(bias_E: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The new bias from an update's sum of :func:`margin_histogram`, fp64 [E]."""
+    """Return the new bias, fp64 [E], from the sum of an update's :func:`margin_histogram`."""
     counts_EB, pairs_E1 = counts.to(torch.int64).split([BINS, 1], dim=1)
     num_experts, bins = counts_EB.shape
     below_EB = counts_EB.cumsum(1)
@@ -74,29 +78,29 @@ def quantile_bias(bias_E: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def sign_bias(bias_E: torch.Tensor, counts_E: torch.Tensor, rate: float) -> torch.Tensor:
-    """The new bias from the pairs that were routed to each expert in an update, fp64 [E]."""
+    """Return the new bias, fp64 [E], from the pairs routed to each expert in an update."""
     counts_E = counts_E.double()
     moved_E = bias_E.double() + rate * torch.sign(counts_E.mean() - counts_E)
     return moved_E - moved_E.mean()
 
 
 class UpdateWatch:
-    """Warns once where a model trains and nobody moves its load bias.
+    """Warns once if a model trains and its load bias never moves.
 
-    Both show in torch's versions of the tensors; passes without a step do not count.
+    Steps are seen by torch's version counters of the tensors.
     """
 
     def __init__(self):
         self._before: tuple[int, int] | None = None
-        self._steps = 0  # of the optimizer, without one of the bias
+        self._steps = 0  # of the optimizer, in which the bias did not move
 
     def look(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
-        """To be called in every forward pass of training, with any weight of the router."""
+        """Compare versions; called in every forward pass of training, with a router's weight."""
         now = (weight._version, bias._version)
         (weight_before, bias_before), self._before = self._before or now, now
         if self._steps == _STEPS_UNTIL_WARNING or weight_before == now[0]:
             return
-        # once somebody moves it, there is nothing to watch
+        # stop watching once the bias moves
         self._steps = self._steps + 1 if bias_before == now[1] else _STEPS_UNTIL_WARNING
         if self._steps == _STEPS_UNTIL_WARNING and bias_before == now[1]:
             logger.warning(

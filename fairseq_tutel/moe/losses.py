@@ -16,12 +16,14 @@ def balance_loss(
     arXiv 2006.16668, section 2.2, scaled so that perfect balance gives 1; before dropping.
 
     Args:
-        prob_sum_E: fp32 [E], sum over ``num_tokens`` of the gate's probabilities, with gradient.
+        prob_sum_E: fp32 [E], sum over tokens of the gate's probabilities, with gradient.
         chosen_E: int [E], tokens whose first choice is e; or all choices of e.
-        choices: of a token that ``chosen_E`` counts: 1, or K as in ST-MoE (arXiv 2202.08906).
+        num_tokens: T.
+        choices: choices of a token that ``chosen_E`` counts (default 1): 1, or K as in ST-MoE
+            (arXiv 2202.08906).
     """
     scale = prob_sum_E.shape[0] / at_least_1(num_tokens) ** 2 / choices
-    # few operations: each costs a launch, here and in the backward pass of every layer
+    # few operations: each one costs a launch in the forward and in the backward pass
     return torch.dot(prob_sum_E, chosen_E.to(prob_sum_E.dtype)) * scale
 
 
@@ -31,22 +33,22 @@ def sequence_balance_loss(
     num_sequences: int,
     live_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Mean over sequences of the balance loss of each (DeepSeek-V3, arXiv 2412.19437, eq. 17-20).
+    """Balance loss within sequences, mean over them (DeepSeek-V3, arXiv 2412.19437, eq. 17-20).
 
     Args:
-        prob_TE: fp32 [T, E] gate distribution, with gradient; of B sequences of T / B tokens.
+        prob_TE: fp32 [T, E], gate distribution with gradient, of B sequences of T / B tokens.
         expert_TK: int32 [T, k], the choices that count, -1 for none.
         num_sequences: B.
-        live_T: bool [T], tokens to look at; sequences without any do not count. None: all.
+        live_T: bool [T], tokens that count (default None: all). Sequences without one do not count.
     """
     (num_tokens, num_experts), choices = prob_TE.shape, expert_TK.shape[1]
     length = num_tokens // max(num_sequences, 1)
     if live_T is not None:
         prob_TE = torch.where(live_T[:, None], prob_TE, 0)
     prob_BE = prob_TE.view(num_sequences, length, num_experts).sum(1)
-    bin_BN = expert_TK.view(num_sequences, length * choices).long() + 1  # the first one for none
+    bins = expert_TK.view(num_sequences, length * choices).long() + 1  # the first one for none
     chosen_BE = prob_BE.new_zeros((num_sequences, num_experts + 1))
-    chosen_BE.scatter_add_(1, bin_BN, torch.ones_like(bin_BN, dtype=prob_BE.dtype))
+    chosen_BE.scatter_add_(1, bins, torch.ones_like(bins, dtype=prob_BE.dtype))
     if live_T is None:
         scale = num_experts / max(num_sequences * length**2 * choices, 1)
         return (prob_BE * chosen_BE[:, 1:]).sum() * scale
@@ -61,7 +63,7 @@ def z_loss(lse_T: torch.Tensor, num_tokens: int | torch.Tensor) -> torch.Tensor:
 
 
 def at_least_1(count: int | torch.Tensor) -> int | torch.Tensor:
-    """A divisor: the count, or 1 where it is 0."""
+    """Return the count as a divisor: 1 in place of 0."""
     return count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
 
 
@@ -74,15 +76,16 @@ def load_importance_loss(
 ) -> torch.Tensor:
     """Half the sum of the squared coefficients of variation of importance and load.
 
-    Shazeer et al., arXiv 1701.06538, section 4 and appendix A: the sum of an expert's gate values;
-    and its expected tokens, each with probability ``Phi((clean logit - threshold) / noise_std)``.
+    Shazeer et al., arXiv 1701.06538, section 4 and appendix A. The importance of an expert is the
+    sum of its gate values. Its load is the expected number of tokens, each with probability
+    ``Phi((clean logit - threshold) / noise_std)``.
 
     Args:
-        prob_TE: fp32 [T, E] gate distribution, with gradient.
-        clean_logits_TE: fp32 [T, E] logits before noise, with gradient.
+        prob_TE: fp32 [T, E], gate distribution with gradient.
+        clean_logits_TE: fp32 [T, E], logits before noise, with gradient.
         threshold_T: fp32 [T], noisy logit of the K-th choice, with gradient.
-        noise_std: of the noise that was added, > 0.
-        pad_T: bool [T], tokens that do not count.
+        noise_std: standard deviation of the noise, > 0.
+        pad_T: bool [T], tokens that do not count (default None: all count).
     """
     chosen_TE = torch.special.ndtr((clean_logits_TE - threshold_T[:, None]) / noise_std)
     if pad_T is not None:

@@ -1,17 +1,17 @@
-"""Memory of a training step on paper, beside what is free, and what to say where it ran out.
+"""Estimate the memory of a training step, and find the free memory of a device.
 
-    layer.memory_of_step(tokens)        what a step through one layer needs: ``StepMemory``
-    print(layer.memory_of_step(4096))   in one line, with what is free
-    free_memory(device)                 bytes that can still be allocated there
+    layer.memory_of_step(tokens)        StepMemory: what a step through one layer needs
+    print(layer.memory_of_step(4096))   the same in one line, with the free bytes
+    free_memory(device)                 bytes that can still be allocated
 
-The formulas are the planner's (``plan/memory.py`` explains them, and takes them from here): what
-autograd keeps between forward and backward pass, and what the backward pass has at work beside it.
+The planner uses the same formulas (``plan/memory.py`` explains them): what autograd keeps between
+forward and backward pass, and the working set of the backward pass.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,18 +22,67 @@ _MEMORY_FILE = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
-class RoutedBytes:
-    """What an MoE layer keeps for its backward pass, in bytes, without attention and the like."""
+class StepMemory:
+    """Memory of a training step on one device; ``str()`` gives one line.
 
-    gate: int  # logits in fp32
-    hidden: int  # inputs and outputs of the experts' activation
-    shared: int  # of the shared expert
-    buffer: int  # of rows of model width; two are kept: those received, and the outputs
+    Attributes:
+        kinds: bytes by name.
+        free: bytes that can be allocated now; None if unknown.
+        held: names of the kinds that are allocated already.
+    """
+
+    kinds: Mapping[str, int]
+    free: int | None
+    held: Collection[str] = ()
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the step will allocate."""
+        return sum(size for name, size in self.kinds.items() if name not in self.held)
+
+    @property
+    def fits(self) -> bool:
+        """Whether so many bytes are free; True if unknown."""
+        return self.free is None or self.needed <= self.free
+
+    def __str__(self) -> str:
+        free = "" if self.free is None else f" of {gib(self.free)} that are free"
+        what = "needs" if self.fits else "does NOT fit: it needs"
+        return f"a step {what} {gib(self.needed)}{free} ({largest(self.kinds, len(self.kinds))})"
+
+
+@dataclass(frozen=True)
+class RoutedBytes:
+    """Bytes that an MoE layer keeps for its backward pass.
+
+    Attributes:
+        gate: logits in fp32.
+        hidden: inputs and outputs of the experts' activation.
+        shared: the same of the shared expert.
+        buffer: rows of model width; two such buffers are kept: the received rows and the outputs.
+    """
+
+    gate: int
+    hidden: int
+    shared: int
+    buffer: int
 
     @property
     def working(self) -> int:
-        """That the backward pass needs at once beside what is kept."""
+        """Bytes that the backward pass needs at once beside these."""
         return max(self.buffer, self.hidden, self.shared)
+
+    def of_step(self, params: Sequence[torch.Tensor]) -> StepMemory:
+        """Return the memory of a training step of a layer with these parameters."""
+        kinds = {
+            "weights": sum(param.nbytes for param in params),
+            "gradients": sum(param.nbytes for param in params if param.requires_grad),
+            "rows sent and received": 2 * self.buffer,
+            "inside the experts": self.hidden + self.shared,
+            "logits of the gate": self.gate,
+            "working set of the backward pass": self.working,
+        }
+        return StepMemory(kinds, free_memory(params[0].device), held=("weights",))
 
 
 def routed_bytes(
@@ -47,13 +96,15 @@ def routed_bytes(
     shared_dim: int,
     element: int,
 ) -> RoutedBytes:
-    """Of T tokens of this rank.
+    """Return the bytes for T tokens of this rank.
 
     Args:
-        outputs: of the gate, E + N.
-        rows: R, of the dispatch buffer (:meth:`~fairseq_tutel.config.MoEConfig.dispatch_rows`).
+        tokens: T.
+        outputs: of the gate, E and the null experts.
+        rows: R of the dispatch buffer (:meth:`~fairseq_tutel.config.MoEConfig.dispatch_rows`).
         destinations: ranks that each row goes to.
-        hidden: numbers that a whole expert keeps of a row.
+        model_dim: M.
+        hidden: numbers that a whole expert keeps per row.
         shared_dim: hidden dimension of the shared expert, or 0.
         element: bytes of a number.
     """
@@ -65,44 +116,21 @@ def routed_bytes(
     )
 
 
-@dataclass(frozen=True)
-class StepMemory:
-    """What a training step needs on one device, and what is free there; text: one line."""
-
-    kinds: Mapping[str, int]  # name -> bytes
-    free: int | None  # bytes that can be allocated now; None where it is unknown
-    held: Collection[str] = ()  # kinds that are allocated already
-
-    @property
-    def needed(self) -> int:
-        """Bytes that the step will allocate."""
-        return sum(size for name, size in self.kinds.items() if name not in self.held)
-
-    @property
-    def fits(self) -> bool:
-        """Whether so much is free, as far as it is known."""
-        return self.free is None or self.needed <= self.free
-
-    def __str__(self) -> str:
-        free = "" if self.free is None else f" of {gib(self.free)} that are free"
-        what = "needs" if self.fits else "does NOT fit: it needs"
-        return f"a step {what} {gib(self.needed)}{free} ({largest(self.kinds, len(self.kinds))})"
-
-
 def gib(size: float) -> str:
-    """Bytes in GiB; in MiB below a tenth."""
+    """Write bytes in GiB, or in MiB below 0.1 GiB."""
     return f"{size / _GIB:,.1f} GiB" if size >= _GIB / 10 else f"{size / 2**20:,.1f} MiB"
 
 
 def largest(kinds: Mapping[str, int], count: int = 3) -> str:
-    """The largest kinds and their bytes, in words."""
+    """Write the largest kinds and their bytes in words."""
     order = sorted(kinds.items(), key=lambda kind: -kind[1])
     return ", ".join(f"{name} {gib(size)}" for name, size in order[:count] if size)
 
 
 def free_memory(device: torch.device | str) -> int | None:
-    """Bytes that can still be allocated: of a GPU, with what torch holds in reserve; of a CPU, what
-    Linux calls available; None where it is unknown.
+    """Return the bytes that can still be allocated; None if unknown.
+
+    On a GPU this includes torch's reserve; on a CPU it is what Linux calls available.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -111,4 +139,4 @@ def free_memory(device: torch.device | str) -> int | None:
     if device.type != "cpu" or not _MEMORY_FILE.exists():
         return None
     available = re.search(r"MemAvailable:\s+(\d+) kB", _MEMORY_FILE.read_text(encoding="ascii"))
-    return available and 1024 * int(available[1])
+    return 1024 * int(available[1]) if available else None

@@ -1,8 +1,8 @@
-"""Metrics from the reports of layers: errors on the wire, utilisation of the experts.
+"""Metrics from the reports of layers: errors of wire formats, utilisation of the experts.
 
-Nothing here is read back to the host. Utilisation is of all ranks together: with c_e the (token,
+No function waits for the device. Utilisation is for all ranks together. Let c_e be the (token,
 choice) pairs routed to expert e before dropping, r_w the rows that rank w receives, C the capacity,
-E experts and W ranks, all of one forward pass (or summed over several)::
+E the experts and W the ranks, in one forward pass or summed over several::
 
     moe_util_slot = 100 * kept pairs / (E * C * W)     rows of the padded buffers that are in use
     moe_util_load = 100 * mean_e(c_e) / max_e(c_e)     1 / (1 + MaxVio), arXiv 2408.15664 eq. 4
@@ -10,8 +10,9 @@ E experts and W ranks, all of one forward pass (or summed over several)::
     moe_drop      = 100 * (1 - kept / routed pairs)
     moe_dead      = experts with c_e = 0
 
-No router reaches 100: where choices are even but independent, and K is much less than E, counts are
-Poisson's, and with n pairs per expert and rank ``moe_drop`` at factor 1 is about 40% / sqrt(n).
+No router reaches 100. If choices are even but independent and K is much less than E, the counts are
+Poisson distributed; with n pairs per expert and rank, ``moe_drop`` at factor 1 is about 40% /
+sqrt(n).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.nn.functional import pad
 from ..distributed import Direction, ExchangeRecord, ExpertParallelGroups, expert_parallelism
 from .reports import MoEAux
 
-# of the directions; summed over layers, and the number of layers that have one
+# by direction: sums over layers, and numbers of layers that have one
 WIRE_ERROR_NAMES = tuple(f"moe_wire_error_{direction.name.lower()}" for direction in Direction)
 WIRE_LAYERS_NAMES = tuple(f"moe_wire_layers_{direction.name.lower()}" for direction in Direction)
 UTILISATION_NAMES = ("moe_util_slot", "moe_util_load", "moe_util_rank", "moe_drop", "moe_dead")
@@ -33,12 +34,16 @@ UTILISATION_NAMES = ("moe_util_slot", "moe_util_load", "moe_util_rank", "moe_dro
 
 @torch.no_grad()
 def wire_errors(records: Iterable[ExchangeRecord]) -> dict[str, torch.Tensor]:
-    """Relative errors (RMS of the error over that of the values) of what the layers of a forward
-    pass encoded for the wire; of gradients, after the backward pass.
+    """Return the relative errors (RMS) of rows that layers encoded in one forward pass.
+
+    Errors of gradients are known after the backward pass.
+
+    Args:
+        records (list of ExchangeRecord): of the layers.
 
     Returns:
-        Under WIRE_ERROR_NAMES the sums of the layers' errors, under WIRE_LAYERS_NAMES the numbers
-        of layers that have one, fp32 scalars; empty where nothing was encoded.
+        fp32 scalars: sums of the layers' errors under WIRE_ERROR_NAMES, and numbers of layers with
+        an error under WIRE_LAYERS_NAMES; empty if nothing was encoded.
     """
     sums = [record.square_sums for record in records if record.square_sums]
     if not sums:
@@ -53,16 +58,23 @@ def wire_errors(records: Iterable[ExchangeRecord]) -> dict[str, torch.Tensor]:
 
 
 class RoutingCounts(NamedTuple):
-    """Counts of the MoE layers of one forward pass; sums over ranks (or passes) are such counts."""
+    """Counts of the MoE layers of one forward pass; may be summed over ranks and passes.
 
-    load: torch.Tensor  # int [L, E], pairs routed to each expert, before dropping
-    kept: torch.Tensor  # int [L, E], rows that each expert gets, after dropping
-    received: torch.Tensor  # int [L, W], rows that each rank receives, to r ranks each with r > 1
-    slots: torch.Tensor  # int [L], rows of the padded buffers, E * C of a rank; 0 where ragged
+    Attributes:
+        load: int [L, E], pairs routed to each expert, before dropping.
+        kept: int [L, E], rows that each expert gets, after dropping.
+        received: int [L, W], rows that each rank receives; each row goes to r ranks.
+        slots: int [L], rows of the padded buffers, E * C for each rank; 0 if ragged.
+    """
+
+    load: torch.Tensor
+    kept: torch.Tensor
+    received: torch.Tensor
+    slots: torch.Tensor
 
 
 class Utilisation(NamedTuple):
-    """Percentages, and a number of ``dead`` experts; see the module docstring."""
+    """Percentages, and the number of ``dead`` experts; see the module docstring."""
 
     slot: torch.Tensor
     load: torch.Tensor
@@ -75,9 +87,12 @@ class Utilisation(NamedTuple):
 def routing_counts(
     reports: Sequence[MoEAux], groups: ExpertParallelGroups, r: int = 1
 ) -> RoutingCounts:
-    """This rank's counts of the layers of one forward pass, with as many experts each.
+    """Return this rank's counts for the layers of one forward pass.
 
-    ``r`` is that of the exchange that the layers used, which says where rows went.
+    Args:
+        reports (list of MoEAux): of layers with the same number of experts.
+        groups (ExpertParallelGroups): placement of the experts.
+        r (int): parallelism that the layers used (default 1).
     """
     load_LE = torch.stack([aux.num_routed_KE for aux in reports]).sum(1, dtype=torch.int32)
     kept_LE = torch.stack([aux.num_kept_per_expert_E for aux in reports])
@@ -86,7 +101,7 @@ def routing_counts(
         parallelism = expert_parallelism(groups, r)
         sent_LE = kept_LE.repeat(1, parallelism.num_destinations)
         groups = parallelism.exchange_groups
-    # to the ranks of this rank's exchange group only, of which there may be several
+    # only the ranks of this rank's exchange group receive its rows
     sent_LP = sent_LE.view(len(reports), groups.ep_size, -1).sum(2, dtype=torch.int32)
     first = groups.rank - groups.ep_rank
     after = groups.world_size - first - groups.ep_size
@@ -100,9 +115,9 @@ def routing_counts(
 
 @torch.no_grad()
 def utilisation(counts: RoutingCounts) -> Utilisation:
-    """Utilisation from counts of all ranks, shapes [..., L], fp64.
+    """Return the utilisation from counts that are summed over ranks, fp64 [..., L].
 
-    ``slot`` is 0 where no rows were padded; a pass without pairs is 0 everywhere.
+    ``slot`` is 0 if no rows were padded. A pass without pairs is 0 everywhere.
     """
     load, kept, received, slots = (count.double() for count in counts)
     num_kept, num_routed = kept.sum(-1), load.sum(-1)

@@ -1,4 +1,4 @@
-"""The MoE layers of a model, whatever it is wrapped in."""
+"""Find the MoE layers of a model, wrapped or not."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .layer import MoELayer
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel and ``torch.compile``."""
+    """Return the module inside DistributedDataParallel and ``torch.compile``."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod
+        elif isinstance(inside := getattr(model, "_orig_mod", None), nn.Module):
+            model = inside
         else:
             return model
 

@@ -1,9 +1,9 @@
-"""Who gets the slots of a full expert, and where a pair goes that gets none.
+"""Assign the slots of experts to pairs, and re-route pairs that find their expert full.
 
-``overflow_rerouting`` R: a pair that found its expert full takes the token's next best expert that
-has room (Switch Transformer, arXiv 2101.03961, appendix B: "no token left behind"). R rounds; in
-round r one such pair of each token tries the token's choice K + r. A token's experts stay different
-from each other, and no size depends on the data.
+``overflow_rerouting`` R: such a pair takes the token's next best expert with free slots (Switch
+Transformer, arXiv 2101.03961, appendix B: "no token left behind"). There are R rounds; in round r
+one such pair of each token tries the token's choice K + r. A token's experts stay different from
+each other, and no size depends on the data.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from .. import ops
 def assign_positions(
     expert_TK: torch.Tensor, num_experts: int, priority: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Position of every pair within its expert, and int32 [K, E] pairs by choice and expert.
+    """Return the position of every pair within its expert, and int32 [K, E] pairs by choice.
 
     ``priority``: fp32, larger goes first: [T] of tokens, [T, K] of pairs, or None.
     """
     if priority is None or priority.dim() == 1:
         return ops.assign_slots(expert_TK, num_experts, priority_T=priority)
-    one_by_one, pairs = expert_TK.reshape(-1, 1), priority.reshape(-1)
-    position_N1, _ = ops.assign_slots(one_by_one, num_experts, priority_T=pairs)
-    return position_N1.view_as(expert_TK), count_pairs(expert_TK, num_experts)
+    pairs, priority = expert_TK.reshape(-1, 1), priority.reshape(-1)  # one choice per "token"
+    position, _ = ops.assign_slots(pairs, num_experts, priority_T=priority)
+    return position.view_as(expert_TK), count_pairs(expert_TK, num_experts)
 
 
 def count_pairs(expert_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """int32 [K, E], pairs by choice and expert."""
-    top_k, bins = expert_TK.shape[1], num_experts + 1  # the first one for pairs not routed
+    """Return int32 [K, E], pairs by choice and expert."""
+    top_k, bins = expert_TK.shape[1], num_experts + 1  # the first bin for pairs not routed
     bin_TK = expert_TK.long() + 1 + bins * torch.arange(top_k, device=expert_TK.device)
     return bin_counts(bin_TK, top_k * bins).view(top_k, bins)[:, 1:].contiguous()
 
 
 def bin_counts(bins: torch.Tensor, size: int) -> torch.Tensor:
-    """int32 [size], how often each number is there. Unlike bincount it does not synchronise."""
+    """Return int32 [size], how often each number occurs; unlike bincount without synchronising."""
     counts = torch.zeros(size, dtype=torch.int32, device=bins.device)
     return counts.scatter_add_(
         0, bins.flatten(), torch.ones_like(bins.flatten(), dtype=torch.int32)
@@ -51,10 +51,12 @@ def reroute(
     capacity: int,
     priority: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Move pairs whose position is not below the capacity to other experts, where there is room.
+    """Move pairs whose position is not below the capacity to experts with free slots.
 
-    With a priority of pairs, a round goes by the gate values of its fallbacks. Returns the first
-    four arguments after the moves; the counts have the right sum over K, no more.
+    With a priority of pairs, the order in a round is that of the fallbacks' gate values.
+
+    Returns:
+        The first four arguments after the moves. Only the sum of the counts over K is right.
     """
     fallback_expert_TR, fallback_gate_TR = fallback
     num_experts = num_routed_KE.shape[1]

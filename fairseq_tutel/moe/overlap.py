@@ -1,14 +1,14 @@
-"""Exchange, experts and exchange back in chunks, so that links and processors work at once.
+"""Overlap exchanges and experts: rows travel in chunks while other chunks are computed.
 
-Tutel (Hwang et al., arXiv 2206.03382, section 3.2). With D the exchange to the experts, C the one
-back, F the experts, > start and . wait::
+Tutel's adaptive pipelining (Hwang et al., arXiv 2206.03382, section 3.2). With D the exchange to
+the experts, C the one back, F the experts, > start and . wait::
 
     forward    >D0 >D1 .. >Dn | .D0 F0 >C0 | .D1 F1 >C1 | .. | .C0 .C1 .. .Cn
     backward   >Cn .. >C0 | .Cn Fn >Dn | .. | .C0 F0 >D0 | weights | .Dn .. .D0
 
-The backward pass is the mirror of the forward one, on every rank: collectives meet in one order.
-Weight gradients are computed once over the rows of all chunks, while the last gradients travel;
-per chunk they would be rounded and added as many times.
+The backward pass mirrors the forward pass on every rank, so that collectives have one order. Weight
+gradients are computed once over the rows of all chunks while the last gradients travel. Per chunk
+they would be rounded and added as many times.
 """
 
 from __future__ import annotations
@@ -16,43 +16,49 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..distributed import Direction, Exchange, ExchangeRecord
 from ..distributed.exchanges import Handle, Stream, stream_of
-from .chunks import Chunk, ExpertRows
-from .experts import ExpertBank, ExpertCall
+from .experts import ExpertBank, ExpertRows, PreparedExperts
 from .torch_modes import untraced
 
+if TYPE_CHECKING:
+    from .dispatcher import Chunk
 
-@untraced  # streams are threads and streams, which a trace does not see
+
+@untraced  # a trace sees neither threads nor CUDA streams
 def overlapped(
     rows_RM: torch.Tensor,
     chunks: Sequence[Chunk],
     experts: ExpertBank,
     exchange: Exchange,
-    call: ExpertCall | None,
+    prepared: PreparedExperts | None,
     record: ExchangeRecord | None,
 ) -> torch.Tensor:
-    """Send the rows [R, M] to the experts and get back what these make of them. Differentiable.
+    """Send the rows [R, M] to the experts and return the experts' outputs. Differentiable.
 
-    Rows lie one chunk after the other, before and after; all ranks have the same number of chunks,
+    Rows lie one chunk after the other, before and after. All ranks have the same number of chunks,
     two or more. Banks that do not compute chunks have weight gradients chunk by chunk.
     """
     link = _Link(exchange, stream_of(rows_RM.device), record)
-    # wrapped ones are called, so that their wrapper sees it
-    if not (isinstance(experts, ExpertBank) and experts.computes_chunks):
-        return _through_any(rows_RM, chunks, experts, call, link)
-    call = experts.call(rows_RM.dtype) if call is None else call
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (rows_RM, *call.params))
-    run = experts, call._replace(params=()), chunks, link
-    return _ThroughBank.apply(rows_RM, run, keep, *call.params)
+    # a wrapped bank is called, so that its wrapper sees the call
+    in_chunks = isinstance(experts, ExpertBank) and experts.computes_chunks
+    if in_chunks and prepared is None:
+        prepared = experts.prepare(rows_RM.dtype)
+    if not in_chunks or prepared is None:
+        return _through_any(rows_RM, chunks, experts, prepared, link)
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (rows_RM, *prepared.params))
+    run = experts, prepared._replace(params=()), chunks, link
+    return _ThroughBank.apply(rows_RM, run, keep, *prepared.params)
 
 
 class _Link(NamedTuple):
+    """Starts exchanges on one stream."""
+
     exchange: Exchange
     stream: Stream
     record: ExchangeRecord | None
@@ -61,8 +67,8 @@ class _Link(NamedTuple):
         return self.exchange.start(rows, direction, chunk.splits, self.stream, self.record, into)
 
 
-def _through_any(rows_RM, chunks, experts, call, link):
-    """The engine runs nodes of the backward pass latest first: the mirror comes by itself."""
+def _through_any(rows_RM, chunks, experts, prepared, link):
+    """Call the experts per chunk; autograd mirrors the order, as it runs the latest node first."""
     parts = rows_RM.split([chunk.span.stop - chunk.span.start for chunk in chunks])
     going = [
         link.start(rows, Direction.DISPATCH, chunk)
@@ -72,7 +78,7 @@ def _through_any(rows_RM, chunks, experts, call, link):
     for chunk in chunks:
         rows = going.pop(0).wait()
         with _drained_if_it_fails(going, coming):
-            out = experts(ExpertRows(chunk.by_expert(rows), chunk.offsets), call)
+            out = experts(ExpertRows(chunk.by_expert(rows), chunk.offsets), prepared)
             out = chunk.by_rank(out)
         coming.append(link.start(out, Direction.COMBINE, chunk))
     return torch.cat([handle.wait() for handle in coming])
@@ -80,8 +86,9 @@ def _through_any(rows_RM, chunks, experts, call, link):
 
 @contextlib.contextmanager
 def _drained_if_it_fails(*under_way: Iterable[Handle]):
-    """Around what experts compute: their error waits for the exchanges that are under way, which
-    write into its memory. Not around waiting: behind a failed exchange others may wait for ever.
+    """Let an error of the experts wait for the exchanges under way, which write into its memory.
+
+    Not for use around waiting: behind a failed exchange others may wait for ever.
     """
     try:
         yield
@@ -92,17 +99,19 @@ def _drained_if_it_fails(*under_way: Iterable[Handle]):
 
 
 class _ThroughBank(torch.autograd.Function):
+    """Exchanges and a bank that computes weight gradients once over all chunks."""
+
     @staticmethod
     def forward(ctx, rows_RM, run, keep, *params):
-        bank, call, chunks, link = ctx.run = run
-        call = call._replace(params=params)
+        bank, prepared, chunks, link = ctx.run = run
+        prepared = prepared._replace(params=params)
         out_RM = torch.empty_like(rows_RM)
         going = [link.start(rows_RM[chunk.span], Direction.DISPATCH, chunk) for chunk in chunks]
         coming, saved = [], []
         for chunk in chunks:
             arrived = going.pop(0).wait()
             with _drained_if_it_fails(going, coming):
-                out, state = bank.chunk(call, chunk.by_expert(arrived), chunk.offsets, keep)
+                out, state = bank.chunk(prepared, chunk.by_expert(arrived), chunk.offsets, keep)
                 out = chunk.by_rank(out)
             into = out_RM[chunk.span]
             coming.append(link.start(out, Direction.COMBINE, chunk, into))
@@ -115,10 +124,10 @@ class _ThroughBank(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out_RM):
-        bank, call, chunks, link = ctx.run
+        bank, prepared, chunks, link = ctx.run
         needs_rows, _, _, *needs = ctx.needs_input_grad
-        tensors = ctx.saved_tensors  # once: a recomputed tensor is handed out once
-        call, saved = call._replace(params=tensors[: len(needs)]), tensors[len(needs) :]
+        tensors = ctx.saved_tensors  # read once: a recomputed tensor is handed out once
+        prepared, saved = prepared._replace(params=tensors[: len(needs)]), tensors[len(needs) :]
         size = len(saved) // len(chunks)
         states = [saved[i : i + size] for i in range(0, len(saved), size)]
         d_out_RM = d_out_RM.contiguous()
@@ -133,16 +142,16 @@ class _ThroughBank(torch.autograd.Function):
             arrived = coming.pop(0).wait()
             with _drained_if_it_fails(coming, going):
                 d_out = chunk.by_expert(arrived)
-                d_rows, gradient = bank.chunk_bwd(call, d_out, state, needs_rows)
+                d_rows, gradient = bank.chunk_bwd(prepared, d_out, state, needs_rows)
                 d_rows = chunk.by_rank(d_rows) if needs_rows else None
             gradients.append(gradient)
-            if needs_rows:
+            if d_rows_RM is not None:
                 into = d_rows_RM[chunk.span]
                 going.append(link.start(d_rows, Direction.DISPATCH_GRADIENT, chunk, into))
         d_params = (None,) * len(needs)
         if any(needs):
             with _drained_if_it_fails(going):
-                d_params = bank.chunks_bwd_params(call, states, gradients[::-1])
+                d_params = bank.chunks_bwd_params(prepared, states, gradients[::-1])
         for handle in going:
             handle.wait()
         wanted = (d if needed else None for d, needed in zip(d_params, needs, strict=True))

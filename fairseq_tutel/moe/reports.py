@@ -1,7 +1,7 @@
-"""What routers and layers return beside their output: a loss with gradient, and raw counts.
+"""Reports of routers and layers beside their output: a loss with gradient, and raw counts.
 
-Routing makes the counts anyway. Metrics are computed from them where somebody wants them
-(:mod:`.metrics`): on a GPU each of their small operations costs a launch.
+Routing makes the counts anyway. Metrics are computed from them only when somebody reads them
+(:mod:`.metrics`), because each small operation costs a launch on a GPU.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from torch.nn.functional import pad
 from ..distributed import ExchangeRecord, process_world, sum_tensor_over_ranks_
 from .routing import Routing
 
-# "top" and "bottom" experts are this share of all, at least one
-_BALANCE_SHARE = 0.2
+_BALANCE_SHARE = 0.2  # "top" and "bottom" experts are this share of all, at least one
 METRIC_NAMES = (
     "overflow_expert1",
     "overflow_expert2",
@@ -34,19 +33,19 @@ METRIC_NAMES = (
 
 
 class RouterAux(NamedTuple):
-    """Second return value of a router. With N null experts, E below is E + N but in ``chosen``.
+    """Second return value of a router. E includes null experts, except in ``num_chosen_KE``.
 
     Attributes:
         loss: fp32 scalar with gradient, the balance loss (1.0 at perfect balance).
         entropy_sum: fp32 scalar, sum over tokens of the entropy of the gate's distribution in nats.
-        num_chosen_KE: int32 [K, E], tokens by choice and expert as chosen; ``num_routed_KE`` of the
-            :class:`~fairseq_tutel.moe.Routing` is less where a policy rejected choices.
-        mean_prob_E: fp32 [E] with gradient, mean over tokens of the gate's probabilities, where the
+        num_chosen_KE: int32 [K, E], tokens by choice and expert as chosen. ``num_routed_KE`` of
+            :class:`~fairseq_tutel.moe.Routing` is smaller if a policy rejected choices.
+        mean_prob_E: fp32 [E] with gradient, mean over tokens of the gate's probabilities, if the
             balance loss is still to be added (``balance_scope="global"``, in training); or None.
-        balance_counts: int64 [E + 1] in the same case: pairs by expert, and how many there are.
-        bias_counts: int32 [E] or [E, bins + 1], what the router's ``update_load_bias`` takes, in
-            training with ``load_bias``; or None.
-        num_null_KN: int32 [K, N], pairs by choice and null expert; None without such.
+        balance_counts: int64 [E + 1] in the same case: pairs by expert, and their number.
+        bias_counts: int32 [E] or [E, bins + 1] for the router's ``update_load_bias``, in training
+            with ``load_bias``; or None.
+        num_null_KN: int32, pairs by choice and null expert; None without null experts.
         num_fillers: tokens that ``entropy_sum`` and ``num_chosen_KE`` count beside this rank's.
     """
 
@@ -61,25 +60,36 @@ class RouterAux(NamedTuple):
 
 
 class MoEAux(NamedTuple):
-    """Second return value of :class:`MoELayer`; flat, so that checkpointing can pass it on."""
+    """Second return value of :class:`MoELayer`; flat, so that checkpointing can pass it on.
+
+    Attributes:
+        loss, entropy_sum, num_chosen_KE: see :class:`RouterAux`.
+        num_routed_KE: int32, choices of this rank's tokens, before dropping.
+        num_kept_per_expert_E: int32, rows of each expert from this rank, after dropping.
+        num_tokens: T of this rank, with the router's ``num_fillers``.
+        record: times of the exchanges if they were measured, and sums for :func:`wire_errors`,
+            those of gradients after the backward pass; or None.
+        num_slots: rows of this rank's padded buffer, E * C; 0 if rows are ragged.
+        mean_prob_E, balance_counts, bias_counts: see :class:`RouterAux`.
+        num_full_K: see :class:`Routing`.
+        num_null_KN: see :class:`RouterAux`.
+        share_of_layer: fp32 [2] of a block that mixes the layer's output with a dense FFN's: sum
+            over tokens of the layer's share, with gradient, and number of tokens; or None.
+    """
 
     loss: torch.Tensor
     entropy_sum: torch.Tensor
     num_chosen_KE: torch.Tensor
-    num_routed_KE: torch.Tensor  # int32, choices of this rank's tokens, before dropping
-    num_kept_per_expert_E: torch.Tensor  # int32 rows of each from this rank, after dropping
-    num_tokens: int  # T of this rank, with those of ``num_fillers``
-    # what the exchanges told: their times, if they were taken, and the sums of wire_errors(), those
-    # of gradients after the backward pass; or None
+    num_routed_KE: torch.Tensor
+    num_kept_per_expert_E: torch.Tensor
+    num_tokens: int
     record: ExchangeRecord | None = None
-    num_slots: int = 0  # rows of this rank's padded buffer, E * C; 0 where rows are ragged
+    num_slots: int = 0
     mean_prob_E: torch.Tensor | None = None
     balance_counts: torch.Tensor | None = None
     bias_counts: torch.Tensor | None = None
-    num_full_K: torch.Tensor | None = None  # see Routing
+    num_full_K: torch.Tensor | None = None
     num_null_KN: torch.Tensor | None = None
-    # fp32 [2], of a block that mixes the layer's output with a dense one's: the sum over its tokens
-    # of the layer's share, with gradient, and how many there are; or None
     share_of_layer: torch.Tensor | None = None
 
     @property
@@ -89,20 +99,27 @@ class MoEAux(NamedTuple):
 
     @property
     def null_share(self) -> torch.Tensor:
-        """fp32 scalar, percentage of this rank's choices that are null experts."""
+        """fp32 scalar, percentage of this rank's choices that are null experts; 0 without them."""
+        if self.num_null_KN is None:
+            return torch.zeros((), device=self.loss.device)
         nulls = self.num_null_KN.sum()
         return 100.0 * nulls / (nulls + self.num_chosen_KE.sum()).clamp(min=1)
 
     def metrics_dict(self) -> dict[str, float]:
-        """Metrics by name. NOTE: reads the values back to the host."""
+        """Return the metrics by name. NOTE: the host waits for the device."""
         values = routing_metrics([self])[:, 0]
         return dict(zip(METRIC_NAMES, values.tolist(), strict=True))
 
 
 def make_aux(
-    router_aux: RouterAux, routing: Routing, num_tokens: int, record: ExchangeRecord | None = None
+    router_aux: RouterAux | None,
+    routing: Routing,
+    num_tokens: int,
+    record: ExchangeRecord | None = None,
 ) -> MoEAux:
-    """The report of a call."""
+    """Return the report of a call with ``num_tokens`` tokens on this rank."""
+    if router_aux is None:
+        raise ValueError("the router returned None in place of RouterAux although call.reports")
     of_router = router_aux._asdict()
     num_tokens += of_router.pop("num_fillers")
     return MoEAux(
@@ -111,27 +128,30 @@ def make_aux(
         num_routed_KE=routing.num_routed_KE,
         num_kept_per_expert_E=routing.num_kept_per_expert_E,
         num_tokens=num_tokens,
-        num_slots=routing.num_experts * routing.capacity if routing.padded else 0,
+        num_slots=routing.num_experts * (routing.capacity or 0) if routing.padded else 0,
         record=record,
     )
 
 
 @torch.no_grad()
 def routing_metrics(reports: Sequence[MoEAux]) -> torch.Tensor:
-    """The metrics of fairseq's ``moe`` branch, fp32 [11, layers], rows by METRIC_NAMES.
+    """Return the metrics of fairseq's ``moe`` branch, fp32 [11, layers], rows by METRIC_NAMES.
 
-    As its top2gate.py has them: percentages of the tokens of one rank; of the routed first or
-    second choices those that were dropped; tokens whose first or second choice is one of the
-    fullest, or emptiest, fifth of the experts; experts that are nobody's; the mean entropy of the
-    gate's distribution in nats; times of the forward exchanges, 0 unless taken.
+    They are those of its top2gate.py, for the tokens of one rank:
 
-    Overflow is 0 where nothing is routed (nan there), and for top-1 layers. Padding is on no
-    expert, except where ``balance_over`` is not "unpadded": there, as in Meta's code, histograms
-    count it, and with "longest" the zeros by which that fills up ranks. Histograms count choices
-    that ``random`` rejected.
+    - ``overflow_*``: percentage of the routed first or second choices that were dropped; 0 if none
+      is routed (nan there), and for top-1 layers.
+    - ``*_balance_top``, ``*_balance_bottom``: percentage of tokens whose first or second choice is
+      in the fullest or the emptiest fifth of the experts. Choices that ``random`` rejected count.
+    - ``unused_*_count``: experts without a token.
+    - ``entropy_gating``: mean entropy of the gate's distribution in nats.
+    - ``all_to_all_*``: times of the forward exchanges; 0 unless measured.
+
+    Padding is on no expert. But with ``balance_over`` other than "unpadded", histograms count
+    padding as in Meta's code, and with "longest" also the zeros that fill up ranks.
     """
     kinds = {(aux.num_tokens, aux.num_routed_KE.shape) for aux in reports}
-    if len(kinds) > 1:  # as of encoder and decoder: no common tensor
+    if len(kinds) > 1:  # for example encoder and decoder: no common tensor
         return torch.cat([routing_metrics([aux]) for aux in reports], 1)
     num_tokens = max(reports[0].num_tokens, 1)
     # L: layers
@@ -158,34 +178,38 @@ def routing_metrics(reports: Sequence[MoEAux]) -> torch.Tensor:
 
 
 def _overflow(reports: Sequence[MoEAux]) -> torch.Tensor:
-    """fp32 [L, K], percentage of the routed choices that were dropped; [L, 0] for top-1.
+    """Return the percentage of routed choices that were dropped, fp32 [L, K]; [L, 0] for top-1.
 
-    All first choices take their rows before any second one, or the layers say what was dropped.
-    Re-routed pairs count as dropped: they found their expert full.
+    First choices take their rows before second ones; otherwise ``num_full_K`` has the counts.
+    Re-routed pairs count as dropped, because they found their expert full.
     """
     routed_LKE = torch.stack([aux.num_routed_KE for aux in reports])
     if routed_LKE.shape[1] == 1:
         return routed_LKE.new_empty((len(reports), 0), dtype=torch.float32)
-    if reports[0].num_full_K is not None:
-        lost_LK = torch.stack([aux.num_full_K for aux in reports])
+    full = [aux.num_full_K for aux in reports if aux.num_full_K is not None]
+    if full:
+        lost_LK = torch.stack(full)
     else:
         kept_LE = torch.stack([aux.num_kept_per_expert_E for aux in reports])
-        # of the choices up to each one, those that found no row
+        # choices up to each one that found no row
         lost_LK = (routed_LKE.cumsum(1) - kept_LE[:, None]).clamp(min=0).sum(2)
         lost_LK = lost_LK.diff(dim=1, prepend=torch.zeros_like(lost_LK[:, :1]))
     return 100.0 * lost_LK / routed_LKE.sum(2).clamp(min=1)
 
 
 def balance_over_ranks(reports: Iterable[MoEAux]) -> list[MoEAux]:
-    """Add the balance loss over the tokens of all ranks, ``balance_scope="global"``, to reports.
+    """Add the balance loss over the tokens of all ranks to reports (``balance_scope="global"``).
 
     A rank's loss is ``E * sum_e F_e * mean_t(p_te)``: F from the counts of all ranks, p of its own
-    tokens. Weighted by the ranks' tokens and summed, the gradient is that of one process with all
-    tokens (Qiu et al., arXiv 2501.11873, eq. 3). Micro-batches of one update are balanced one by
-    one; fairseq's dummy batches count, too.
+    tokens. Weighted by the ranks' tokens and summed, it has the gradient of one process with all
+    tokens (Qiu et al., arXiv 2501.11873, eq. 3). Micro-batches of one update are balanced
+    separately. Dummy batches of fairseq count.
 
-    One all-reduce of integers over all ranks, in training with that option; reports are in the same
-    order on all ranks.
+    Collective in training with that option: one all-reduce of integers. Other reports are returned
+    unchanged.
+
+    Args:
+        reports (list of MoEAux): in the same order on all ranks.
     """
     reports = list(reports)
     waiting = [aux.balance_counts for aux in reports if aux.balance_counts is not None]
@@ -197,7 +221,7 @@ def balance_over_ranks(reports: Iterable[MoEAux]) -> list[MoEAux]:
     counts_by_layer = iter(counts.split([len(mine) for mine in waiting]))
     finished = []
     for aux in reports:
-        if aux.balance_counts is not None:
+        if aux.balance_counts is not None and aux.mean_prob_E is not None:
             pairs = next(counts_by_layer).double()
             share_E = (pairs[:-1] / pairs[-1].clamp(min=1)).to(aux.mean_prob_E.dtype)
             loss = aux.loss + len(share_E) * torch.dot(aux.mean_prob_E, share_E)

@@ -1,9 +1,9 @@
-"""Where every (token, choice) pair goes: from expert indices to rows of a buffer.
+"""Assign rows of a buffer to (token, choice) pairs.
 
-Two layouts. *padded*: each expert owns C rows whether or not it fills them, so that no size depends
-on the data and ranks can exchange equal parts; unused rows are zero. *ragged*: the rows of an
-expert follow those of the one before, K*T rows at most; the counts travel along. A capacity limits
-the rows of an expert in both, and both give the same numbers.
+There are two layouts. *padded*: each expert has C rows, and unused rows are zero. No size depends
+on the data, and ranks exchange equal parts. *ragged*: the rows of an expert follow those of the
+expert before it, K*T rows at most, and the counts travel too. A capacity limits the rows of an
+expert in both, and both give the same numbers.
 """
 
 from __future__ import annotations
@@ -20,67 +20,94 @@ from .overflow import assign_positions, reroute
 
 @dataclass(frozen=True)
 class RouterCall:
-    """What a router needs of one forward pass beside its tokens."""
+    """Options of one forward pass for a router.
 
-    config: MoEConfig  # the options of this call
+    Attributes:
+        config: routing options of this call.
+        training: whether the layer is in training mode.
+        num_tokens: T that all ranks agreed on, the largest of any rank.
+        num_sequences: number of this rank's sequences, of one length and one after the other
+            (default 1).
+        compact: lay rows out by need even if the capacity is fixed (default False).
+        reports: whether losses and counts are read (default True). Otherwise a router may return
+            None.
+        reports_again: whether a recomputation by activation checkpointing computes them too
+            (default True).
+    """
+
+    config: MoEConfig
     training: bool
-    num_tokens: int  # T that all ranks agreed on, the largest of theirs
-    num_sequences: int = 1  # of this rank's tokens, of one length and one after the other
-    compact: bool = False  # whether rows are laid out by need, also where the capacity is fixed
-    reports: bool = True  # whether losses and counts are read; without, a router may return None
-    # whether a recomputation of this call (activation checkpointing) reads them, too
+    num_tokens: int
+    num_sequences: int = 1
+    compact: bool = False
+    reports: bool = True
     reports_again: bool = True
 
     @property
     def capacity(self) -> int | None:
-        """C; None where nothing is dropped."""
+        """C; None if nothing is dropped."""
         return self.config.capacity(self.num_tokens, self.training)
 
     def num_fillers(self, num_tokens: int) -> int:
-        """Zero tokens by which Meta's code fills up this rank's to the largest number of any rank:
-        with ``balance_over="longest"`` they count in the balance loss of a rank, and in metrics.
+        """Return how many zero tokens Meta's code would add, up to the largest rank's number.
+
+        With ``balance_over="longest"`` they count in the balance loss and in metrics.
         """
         counted = self.config.balance_over == "longest"
         return max(self.num_tokens - num_tokens, 0) if counted else 0
 
     @property
     def padded(self) -> bool:
-        """Whether rows are laid out by the capacity, see the module docstring."""
+        """Whether the layout is padded, see the module docstring."""
         return not self.compact and self.config.is_static(self.training)
 
 
-def mask_of_tokens(pad_mask: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    """bool [T], the mask of the tokens of x [..., M], which is refused if it is none; or None."""
+def mask_of_tokens(pad_mask: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
+    """Return the mask of tokens of this shape as bool [T]; raise ValueError if it does not fit."""
     if pad_mask is None:
         return None
-    if pad_mask.dtype != torch.bool or pad_mask.shape != x.shape[:-1]:
+    if pad_mask.dtype != torch.bool or pad_mask.shape != shape:
         raise ValueError(
-            f"pad_mask must be bool {tuple(x.shape[:-1])}, True for padding, got {pad_mask.dtype} "
+            f"pad_mask must be bool {tuple(shape)}, True for padding, got {pad_mask.dtype} "
             f"{tuple(pad_mask.shape)}"
         )
     return pad_mask.reshape(-1)
 
 
 class Routing(NamedTuple):
-    """The routing of T tokens of one rank; hooks (fairseq's search for a NaN) look into tuples."""
+    """Routing of the T tokens of one rank; a tuple, because hooks (fairseq's) look into tuples.
 
-    expert_TK: torch.Tensor  # int32, after re-routing; -1 where not routed (padding, rejected)
-    dest_row_TK: torch.Tensor  # int32 row of the send buffer, -1 where not routed or no room
-    src_pair_R: torch.Tensor  # int32 index t*K+k of the pair in each row, -1 in unused rows
-    topk_weight_TK: torch.Tensor  # fp32, 0 where there is no row; carries the gate's gradient
-    num_routed_KE: torch.Tensor  # int32 pairs, before dropping and re-routing
-    num_kept_per_expert_E: torch.Tensor  # int32 rows of each from this rank, after dropping
-    capacity: int | None  # C, or None where nothing is dropped
-    padded: bool  # the layout
-    # int32, pairs that found their expert full, where the order of slots is not that of choices
+    Attributes:
+        expert_TK: int32, after re-routing; -1 if not routed (padding, rejected).
+        dest_row_TK: int32, row of the send buffer; -1 if not routed or dropped.
+        src_pair_R: int32, index t*K+k of the pair in each row; -1 in unused rows.
+        topk_weight_TK: fp32 with the gate's gradient; 0 for pairs without a row.
+        num_routed_KE: int32, pairs before dropping and re-routing.
+        num_kept_per_expert_E: int32, rows of each expert from this rank, after dropping.
+        capacity: C; None if nothing is dropped.
+        padded: the layout.
+        num_full_K: int32, pairs that found their expert full; None if slots are in the order of
+            choices, so that the counts follow from the others.
+    """
+
+    expert_TK: torch.Tensor
+    dest_row_TK: torch.Tensor
+    src_pair_R: torch.Tensor
+    topk_weight_TK: torch.Tensor
+    num_routed_KE: torch.Tensor
+    num_kept_per_expert_E: torch.Tensor
+    capacity: int | None
+    padded: bool
     num_full_K: torch.Tensor | None = None
 
     @property
     def num_experts(self) -> int:
+        """E, without null experts."""
         return self.num_routed_KE.shape[1]
 
     @property
     def kept_TK(self) -> torch.Tensor:
+        """bool, pairs that have a row."""
         return self.dest_row_TK >= 0
 
 
@@ -93,36 +120,38 @@ def build_routing(
     fallback: tuple[torch.Tensor, torch.Tensor] | None = None,
     log_gate_TE: torch.Tensor | None = None,
 ) -> Routing:
-    """Give every routed pair a slot in its expert, drop what exceeds the capacity, weight the rest.
+    """Give every routed pair a row, drop pairs above the capacity, and weight the others.
 
-    All first choices take their slots before all second choices and so on; within a choice the
-    order is that of the tokens, or of decreasing priority. With a priority of every pair, that
-    alone is the order. A pair that finds its expert full may take a fallback (:mod:`.overflow`).
+    First choices take their slots before second choices and so on. Within a choice the order is
+    that of the tokens, or of decreasing priority. A priority of pairs is the only order. A pair
+    that finds its expert full may take a fallback (:mod:`.overflow`).
 
-    For K > 1 the K gate values are divided by their sum: with ``normalize_before_dropping`` over
-    all K, otherwise over the pairs that were kept. For K = 1 (Switch Transformer, arXiv 2101.03961,
-    eq. 2), and with ``unnormalized_weights``, the weight is the gate value itself. Dropped pairs
-    have weight zero.
+    For K > 1 the gate values are divided by their sum: over all K with
+    ``normalize_before_dropping``, otherwise over the kept pairs. The weight is the gate value for
+    K = 1 (Switch Transformer, arXiv 2101.03961, eq. 2), and with ``unnormalized_weights``. Dropped
+    pairs have weight zero.
 
     Args:
         expert_TK: int32 [T, K], -1 for pairs that must not be routed.
-        gate_TK: fp32 [T, K], differentiable; normalised with ``normalize_before_dropping``.
-        priority: fp32 [T] or [T, K], larger goes first.
-        fallback: int32 [T, R] next best experts of the tokens, -1 for none, and fp32 [T, R] their
-            gate values, differentiable.
-        log_gate_TE: fp32 [T, E], logarithms of all gate values up to a constant of each token, to
-            normalise by however small the values are. Without them a sum counts as machine epsilon
-            at least, as in fairseq's ``moe`` branch.
+        gate_TK: fp32 [T, K], differentiable; normalized with ``normalize_before_dropping``.
+        call: options of the call.
+        priority: fp32 [T] or [T, K], larger goes first (default None: the order of the tokens).
+        fallback: int32 [T, R], next best experts, -1 for none; and fp32 [T, R], their gate values,
+            differentiable (default None: no re-routing).
+        log_gate_TE: fp32 [T, E], logarithms of all gate values up to a constant per token, to
+            normalize small values exactly (default None: sums are at least machine epsilon, as in
+            fairseq's ``moe`` branch).
     """
     config, capacity = call.config, call.capacity
     num_experts, slots, num_full_K = config.num_experts, None, None
     by_pair = priority is not None and priority.dim() == 2
-    reroutes = capacity is not None and fallback is not None
-    if by_pair or reroutes:
+    if capacity is None:
+        fallback = None  # no pair finds its expert full
+    if by_pair or fallback is not None:
         slots = position_TK, num_routed_KE = assign_positions(expert_TK, num_experts, priority)
         if by_pair and capacity is not None:
             num_full_K = (position_TK >= capacity).sum(0, dtype=torch.int32)
-        if reroutes:
+        if fallback is not None and capacity is not None:
             expert_TK, position_TK, gate_TK, num_tried_KE = reroute(
                 expert_TK, position_TK, gate_TK, num_routed_KE, fallback, capacity, priority
             )
@@ -161,10 +190,10 @@ def build_routing(
 def share_of_gates(
     log_gate_TE: torch.Tensor, expert_TK: torch.Tensor, valid_TK: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate values of the valid choices over their sum, computed from logarithms.
+    """Divide the gate values of valid choices by their sum, computed from logarithms.
 
     Returns:
-        The shares [T, K], 0 of choices that are not, and the sums' logarithms [T, 1], inf where no
+        The shares [T, K], 0 for other choices; and the logarithms of the sums [T, 1], inf if no
         choice is valid.
     """
     log_TK = log_gate_TE.gather(1, expert_TK.clamp(min=0).long())
@@ -176,9 +205,9 @@ def share_of_gates(
 
 
 def mask_at_random(values: torch.Tensor, probability: float, training: bool) -> torch.Tensor:
-    """Output masks (NLLB, arXiv 2207.04672, section 6.2.2): entries are zero with a probability.
+    """Set entries to zero with a probability (output masks of NLLB, arXiv 2207.04672, 6.2.2).
 
-    Not scaled in training; evaluation multiplies by the share that is kept, the expected value. A
+    Training does not scale the others; evaluation multiplies all by the expected share. A
     probability of 0 draws nothing.
     """
     if probability == 0:
@@ -190,7 +219,7 @@ def mask_at_random(values: torch.Tensor, probability: float, training: bool) -> 
 
 
 def mask_tokens(y_TM: torch.Tensor, probability: float, training: bool) -> torch.Tensor:
-    """:func:`mask_at_random` of whole tokens, which then have their residual only."""
+    """Apply :func:`mask_at_random` to whole tokens, which keep only their residual."""
     if probability == 0:
         return y_TM
     return y_TM * mask_at_random(torch.ones_like(y_TM[:, :1]), probability, training)

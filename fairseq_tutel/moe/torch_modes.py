@@ -1,4 +1,4 @@
-"""torch.autocast on any device, those included that have none (meta), and what is not traced."""
+"""Helpers for modes of torch: autocast, checkpointing, hooks and tracing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that the caller's autocast asks for on this device; None without one."""
+    """Return the dtype of the caller's autocast on this device; None without autocast."""
     kind = device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None
@@ -22,16 +22,16 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
-    """Context in which operations on this device keep the dtypes of their arguments."""
+    """Return a context without autocast on this device."""
     if autocast_dtype(device) is None:
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def outside_checkpoints() -> AbstractContextManager:
-    """Context whose saved tensors stay in memory: activation checkpointing does not count them.
+    """Return a context whose saved tensors stay in memory: activation checkpointing ignores them.
 
-    A recomputation may then leave out what the context computes.
+    A recomputation can then leave out what the context computes.
     """
     return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
 
@@ -42,15 +42,16 @@ def hooks_of(module: nn.Module) -> list[dict]:
 
 
 def is_observed(module: nn.Module) -> bool:
-    """Whether somebody sees or replaces calls of the module: a profiler, fairseq's search for a NaN
-    or its checkpoint_wrapper, which sets ``forward``.
+    """Return whether somebody hooks the module's calls or replaces its ``forward``.
+
+    Profilers and fairseq's NaN detector add hooks; fairseq's checkpoint_wrapper sets ``forward``.
     """
     everywhere = (getattr(nn.modules.module, f"_global_{kind}") for kind in _HOOKS)
     return "forward" in vars(module) or any(hooks_of(module)) or any(everywhere)
 
 
 def untraced(function: Callable) -> Callable:
-    """``torch.compiler.disable``, which imports the tracer, put off until the first call."""
+    """Apply ``torch.compiler.disable`` at the first call, because it imports the tracer."""
     disabled: list[Callable] = []
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Types of keyword arguments, so that editors complete them and type checkers know them.
+"""Types of keyword arguments, for editors and type checkers.
 
 Nothing reads them at run time. ``tests/moe/test_typed_options.py`` compares them with the fields of
 :class:`~fairseq_tutel.config.MoEConfig` and the arguments of
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RoutingOptions(TypedDict, total=False):
-    """Fields of :class:`~fairseq_tutel.config.MoEConfig` but ``num_experts``."""
+    """Fields of :class:`~fairseq_tutel.config.MoEConfig` except ``num_experts``."""
 
     top_k: int
     capacity_factor: float
@@ -54,7 +54,7 @@ class RoutingOptions(TypedDict, total=False):
 
 
 class LayerOptions(RoutingOptions, total=False):
-    """Arguments of :class:`~fairseq_tutel.moe.MoELayer` that ``replace_ffn`` hands on to it."""
+    """Arguments of :class:`~fairseq_tutel.moe.MoELayer` that ``replace_ffn`` passes to it."""
 
     hidden_dim: int | None
     config: MoEConfig | None

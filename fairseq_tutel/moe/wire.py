@@ -1,6 +1,6 @@
-"""What travels between ranks in fewer bits than it has: the formats of each direction.
+"""Wire formats: encode rows in fewer bits while they travel between ranks.
 
-Gradients pass straight through the rounding of rows and are rounded on their own way.
+Gradients pass straight through the rounding of rows, and are rounded themselves when they travel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..distributed import Direction
 
 
 class WireCodec:
-    """A :class:`~fairseq_tutel.distributed.exchanges.Codec` with the formats of a config."""
+    """Codec (:class:`~fairseq_tutel.distributed.exchanges.Codec`) with the formats of a config."""
 
     def __init__(self, config: ExchangeConfig):
         self._config = config
@@ -23,12 +23,12 @@ class WireCodec:
         return None if name is None else ops.encode_rows(rows.flatten(1), name)
 
     def decode(self, message, direction, out):
-        name = wire_format(self._config, direction, out.dtype)
-        ops.decode_rows(message, name, out.flatten(1))
+        if name := wire_format(self._config, direction, out.dtype):
+            ops.decode_rows(message, name, out.flatten(1))
 
 
 def wire_format(config: ExchangeConfig, direction: Direction, dtype: torch.dtype) -> str | None:
-    """Name of the operators' format of a direction; None where rows travel as they are."""
+    """Return the operators' name for a direction's format; None if rows travel as they are."""
     gradient = direction in (Direction.DISPATCH_GRADIENT, Direction.COMBINE_GRADIENT)
     name = config.wire_of(back=direction is Direction.COMBINE, gradient=gradient)
     if name == "same" or dtype.itemsize <= (1 if name == "fp8" else 2):
@@ -44,6 +44,6 @@ def row_bytes(
     dtype: torch.dtype,
     direction: Direction = Direction.DISPATCH,
 ) -> int:
-    """Bytes of a token's row on its way, by default to an expert."""
+    """Return the bytes of a token's row while it travels, by default to an expert."""
     name = wire_format(config, direction, dtype)
     return model_dim * dtype.itemsize if name is None else ops.wire_bytes(name, model_dim)

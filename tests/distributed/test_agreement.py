@@ -52,11 +52,12 @@ def test_differences_are_named_with_ranks_and_values():
             layer.train(value == "training")
         if name == "dtype":
             layer.to(value)
+        changed = {}
         if name == "overlap_degree":
-            layer.exchange_config = ExchangeConfig(overlap_degree=value)
+            changed["exchange"] = ExchangeConfig(overlap_degree=value)
         x = torch.randn(5, options["model_dim"], dtype=layer.experts.fc1_weight.dtype)
         with pytest.raises(ValueError) as caught:
-            layer(x)
+            layer(x, **changed)
         message = str(caught.value)
         assert message.startswith(f"MoE ranks disagree on {name}")
         for value in set(values):

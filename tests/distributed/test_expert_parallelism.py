@@ -181,10 +181,10 @@ def test_simulated_ranks_copy_what_they_would_send_and_gather():
             found = run(layer, x, x, r=r)
             assert found["y"].shape == x.shape
             assert all(torch.isfinite(value).all() for value in found.values())
-            call = layer.experts.call(x.dtype, parallelism)
+            prepared = layer.experts.prepare(x.dtype, parallelism)
             held = experts if r == 0 else 1
-            assert call.params[0].shape == (held, HIDDEN // (r or 1), M)
-            assert call.params[2].shape == (held, M, HIDDEN // (r or 1))
+            assert prepared.params[0].shape == (held, HIDDEN // (r or 1), M)
+            assert prepared.params[2].shape == (held, M, HIDDEN // (r or 1))
 
 
 def test_dropout_is_that_of_the_pair_of_each_row():

@@ -13,7 +13,7 @@ from helpers.exchanges import (
     InlineStream,
     Recorded,
     show_what_is_not_filled,
-    with_algorithm,
+    use_algorithm,
 )
 from helpers.layers import HIDDEN, LAYOUTS, M, make_layer, run, tokens_of
 from torch.utils.checkpoint import checkpoint
@@ -61,7 +61,7 @@ def _record():
         for degree in (1, 4):
             config = ExchangeConfig(name, 2, degree)
             layer = make_layer(build_groups(8), own=own, exchange=config, capacity_factor=factor)
-            layer.exchange = with_algorithm(layer.exchange, Recorded)
+            use_algorithm(layer, Recorded)
             given = x[rows].clone().requires_grad_()
             # used twice in one pass, and two passes before the gradients are looked at
             for _ in range(2):
@@ -243,18 +243,17 @@ def test_a_second_stream_gives_the_same(layout, own, device="cuda"):
 @pytest.mark.parametrize("direction", list(Direction))
 def test_an_error_in_the_stream_reaches_the_user(direction, own):
     layer, x = simulated(4, own)
-    works = layer.exchange
-    layer.exchange = with_algorithm(works, Failing, direction)
+    works = use_algorithm(layer, Failing, direction)
     with pytest.raises(ValueError, match="the link is down"):
         layer(x).sum().backward()
-    layer.exchange = works
+    layer.exchange_choice = works
     layer(x).sum().backward()
 
 
 def _fail_on_one_rank():
     layer = make_layer(build_groups(4), exchange=ExchangeConfig(overlap_degree=4))
     if process_world()[0] == 1:
-        layer.exchange = with_algorithm(layer.exchange, Failing, Direction.DISPATCH)
+        use_algorithm(layer, Failing, Direction.DISPATCH)
     layer(torch.randn(6, M, dtype=torch.float64))
 
 
@@ -285,7 +284,7 @@ class Slow(Around):
 )
 def test_an_error_of_the_experts_comes_after_what_is_under_way(name, number, sent, monkeypatch):
     layer, x = simulated(4, own=name == "forward")
-    layer.exchange = with_algorithm(layer.exchange, Slow)
+    use_algorithm(layer, Slow)
     where, calls = layer.experts if name == "forward" else ops, itertools.count()
     function = getattr(where, name)
 

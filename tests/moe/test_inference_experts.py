@@ -5,7 +5,7 @@ import torch
 from helpers.assertions import assert_close, rms_ratio
 
 from fairseq_tutel.moe import MoELayer, hold_experts
-from fairseq_tutel.moe.experts.int8 import expert_ffn_int8
+from fairseq_tutel.moe.experts.int8 import Int8, expert_ffn_int8
 
 DIM, EXPERTS = 32, 4
 
@@ -94,7 +94,7 @@ def test_int8_rows_are_the_same_bits_alone_and_together(activation):
     w1, w2 = (torch.randint(-127, 128, shape, dtype=torch.int8)
               for shape in ((width, DIM), (DIM, hidden_dim)))  # fmt: skip
     s1, s2 = (torch.rand(n).div(64).bfloat16() for n in (width, DIM))
-    params = w1, s1, torch.randn(width), w2, s2, torch.randn(DIM)
+    params = Int8(w1, s1), torch.randn(width), Int8(w2, s2), torch.randn(DIM)
     together = expert_ffn_int8(rows, *params, activation=activation)
     alone = [expert_ffn_int8(row[None], *params, activation=activation) for row in rows]
     assert torch.equal(together, torch.cat(alone))

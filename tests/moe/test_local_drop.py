@@ -4,9 +4,8 @@ import pytest
 import torch
 from helpers.distributed import run_ranks
 
-from fairseq_tutel.distributed import process_world, sync_step
-from fairseq_tutel.moe import MoELayer
-from fairseq_tutel.moe.local_drop import stays_local
+from fairseq_tutel.distributed import build_groups, process_world, sync_step
+from fairseq_tutel.moe import MoELayer, RouterCall
 
 M, E, T, STEPS = 4, 4, 6, 8
 
@@ -38,7 +37,7 @@ def _names(e):
 
 
 def _steps(weights, options):
-    """By step: whether it stayed, output and gradients of the experts here."""
+    """By step: output, and gradients of the experts here."""
     rank, world_size = process_world()
     layer, local = make(**options), E // world_size
     mine = {
@@ -55,11 +54,24 @@ def _steps(weights, options):
         y = layer(tokens(rank, number), step=step)
         y.square().sum().backward()
         grads = [p.grad for name, p in layer.named_parameters() if "experts" in name]
-        stayed = stays_local(layer._resolve(step, None, None, None, None), step, layer.layer_index)
-        found.append((stayed, y.detach(), torch.cat([g.flatten() for g in grads])))
+        found.append((y.detach(), torch.cat([g.flatten() for g in grads])))
     layer.eval()
     step = sync_step(T, layer.step_settings(torch.float64), layer.groups)
     return found, step.draw, layer(tokens(rank, 0), step=step).detach()
+
+
+def outputs_by_hand(rank, number, whole):
+    """{whether nothing is exchanged: output of the rank} of a step."""
+    experts = [[whole[name] for name in _names(e)] for e in range(E)]
+    x, gate, local = tokens(rank, number), whole["gate.wg.weight"], E // 2
+    return {
+        True: by_hand(x, gate, experts, lambda j: rank * local + j % local),
+        False: by_hand(x, gate, experts, lambda j: j),
+    }
+
+
+def equal(found, wanted):
+    return torch.allclose(found, wanted, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -68,57 +80,43 @@ def _steps(weights, options):
     ids=["padded", "ragged"],
 )
 def test_a_step_that_stays_is_computed_by_the_ranks_own_experts(options):
+    """Experts then have the gradient of their own rank's tokens alone."""
     whole = make().state_dict()
     results = run_ranks(_steps, 2, whole, options)
-    experts = [[whole[name] for name in _names(e)] for e in range(E)]
-    gate, local = whole["gate.wg.weight"], E // 2
+    gate, local, stayed = whole["gate.wg.weight"], E // 2, []
     for number in range(STEPS):
-        stays = [found[number][0] for found, _, _ in results]
-        assert stays[0] == stays[1]  # the ranks drew alike
+        stays = {}
         for rank, (found, _, _) in enumerate(results):
-            here = (lambda j, r=rank: r * local + j % local) if stays[0] else (lambda j: j)
-            want = by_hand(tokens(rank, number), gate, experts, here)
-            torch.testing.assert_close(found[number][1], want, rtol=1e-9, atol=1e-9)
-    assert {found[0] for found in results[0][0]} == {True, False}
-    for rank, (_, draw, y) in enumerate(results):  # evaluation exchanges, and draws nothing
-        want = by_hand(tokens(rank, 0), gate, experts, lambda j: j)
-        assert draw is None
-        torch.testing.assert_close(y, want, rtol=1e-9, atol=1e-9)
-
-
-def test_gradients_of_a_step_that_stays():
-    """Experts have that of their own rank's tokens alone."""
-    whole = make().state_dict()
-    results = run_ranks(_steps, 2, whole, {"capacity_factor": 2.0})
-    gate, local = whole["gate.wg.weight"], E // 2
-    number = next(i for i in range(STEPS) if results[0][0][i][0])
-    for rank, (found, _, _) in enumerate(results):
+            wanted = outputs_by_hand(rank, number, whole)
+            stays[rank] = [s for s, y in wanted.items() if equal(found[number][0], y)]
+        assert stays[0] == stays[1] and len(stays[0]) == 1  # the ranks drew alike
+        stayed += stays[0]
+    assert set(stayed) == {True, False}
+    number = stayed.index(True)
+    for rank, (found, draw, y) in enumerate(results):
         mine = [[whole[name].clone().requires_grad_() for name in _names(rank * local + e)]
                 for e in range(local)]  # fmt: skip
-        y = by_hand(tokens(rank, number), gate, mine, lambda j: j % local)
-        y.square().sum().backward()
+        by_hand(tokens(rank, number), gate, mine, lambda j: j % local).square().sum().backward()
         total = sum(p.grad.double().square().sum() for expert in mine for p in expert)
-        assert found[number][2].square().sum().item() == pytest.approx(total.item(), rel=1e-9)
+        assert found[number][1].square().sum().item() == pytest.approx(total.item(), rel=1e-9)
+        # evaluation exchanges, and draws nothing
+        assert draw is None and equal(y, outputs_by_hand(rank, 0, whole)[False])
 
 
 def test_layers_draw_by_their_number_and_as_often_as_asked():
-    layer = make(drop=0.3)
-    call = layer._resolve(None, None, None, None, None)
+    groups = build_groups(E, simulate_world_size=E)
+    layer = make(drop=0.3, groups=groups)
+    choice, call = layer.exchange_choice, RouterCall(layer.config, True, T)
 
-    class Call:
-        config, training, communicates = call.config, True, True
+    def stays(draw, index, call=call):
+        return choice.with_local_drop(call, draw, index) is not choice
 
-    class Step:
-        pass
-
-    drawn = []
-    for Step.draw in range(400):
-        drawn.append([stays_local(Call, Step, index) for index in range(2)])
+    drawn = [[stays(draw, index) for index in range(2)] for draw in range(400)]
     first, second = torch.tensor(drawn).double().unbind(1)
     assert first.mean().item() == pytest.approx(0.3, abs=0.1)
     assert (first * second).mean().item() == pytest.approx(0.09, abs=0.05)
-    Step.draw = None
-    assert not stays_local(Call, Step, 0)
+    evaluated = RouterCall(layer.config, False, T)
+    assert not any(stays(draw, 0, evaluated) for draw in range(20)) and not stays(None, 0)
 
 
 def test_alone_there_is_nothing_to_leave_out():

@@ -1,6 +1,7 @@
 """Docstrings as a reference: the examples run, and each argument has a line with its type."""
 
 import doctest
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -8,14 +9,23 @@ import re
 
 import pytest
 
-from fairseq_tutel import distributed, training
+from fairseq_tutel import distributed, moe, training
 
 MODULES = sorted(
     module.name
-    for room in (training, distributed)
+    for room in (training, distributed, moe)
     for module in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
 )
-FUNCTIONS = [name for name in training.__all__ if inspect.isfunction(getattr(training, name))]
+FUNCTIONS = {
+    name: getattr(training, name)
+    for name in training.__all__
+    if inspect.isfunction(getattr(training, name)) and name != "all_ranks"
+} | {
+    "MoELayer": moe.MoELayer,
+    "MoELayer.forward": functools.partial(moe.MoELayer.forward, None),
+    "replace_ffn": moe.replace_ffn,
+    "every_other": moe.every_other,
+}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -24,10 +34,10 @@ def test_examples_run(name):
     assert not result.failed
 
 
-@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "all_ranks"])
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_each_argument_has_a_line(name):
-    function = getattr(training, name)
-    page = inspect.getdoc(function)
+    function = FUNCTIONS[name]
+    page = inspect.getdoc(getattr(function, "func", function))
     # a context manager's and a decorated function's own parameters
     for argument in inspect.signature(function).parameters.values():
         if argument.kind is argument.VAR_KEYWORD:

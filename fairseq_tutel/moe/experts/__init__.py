@@ -5,18 +5,22 @@ One file each; see base.py.
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import torch
 
 from ...config import EXPERTS, Options, option
 from ...distributed import ExpertParallelGroups
-from .base import ExpertBank, ExpertCall
+from .base import ExpertBank, ExpertRows, PreparedExperts
 from .ffn import Experts, SharedExpert
 from .gated import GeGLUExperts, SwiGLUExperts
 from .inference import STORAGES, InferenceExperts, hold_experts
-from .modules import ExpertList, custom_experts
+from .modules import ExpertList, own_experts
 from .stacked import Stacked, StackedExperts
 
 register_experts = EXPERTS.register
+ExpertCall = PreparedExperts  # its earlier name
 
 
 def make_experts(
@@ -25,44 +29,54 @@ def make_experts(
     model_dim: int,
     hidden_dim: int,
     storage: str = "stacked",
-    **given,
+    options: Any = None,
+    **given: Any,
 ) -> ExpertBank:
-    """The bank of a rank's experts; ``given`` are other arguments of :class:`StackedExperts`. For
-    another ``storage`` no memory is taken until a state dict is loaded.
+    """Return the bank of a rank's experts.
+
+    Args:
+        network: name in the registry.
+        groups: placement of the experts.
+        model_dim: M.
+        hidden_dim: F.
+        storage: one of STORAGES (default "stacked"). The others take no memory until a state dict
+            is loaded.
+        options: of the network (default None: its defaults).
+        **given: other arguments of :class:`StackedExperts`.
     """
-    if storage != "stacked":
-        with torch.device("meta"):
-            return hold_experts(
-                make_experts(network, groups, model_dim, hidden_dim, **given), storage
-            )
-    return EXPERTS.get(network)(
-        groups.local_experts,
-        model_dim,
-        hidden_dim,
-        # the experts of a simulated rank are compared with no other's
-        draw_on_cpu=not groups.simulated,
-        hidden_slice=(groups.slice_index, groups.num_slices),
-        num_holders=groups.num_replicas,
-        **given,
-    )
+    with torch.device("meta") if storage != "stacked" else contextlib.nullcontext():
+        bank = EXPERTS.get(network)(
+            groups.local_experts,
+            model_dim,
+            hidden_dim,
+            options=EXPERTS.options(network, options),
+            # a simulated rank's experts are not compared with any other's
+            draw_on_cpu=not groups.simulated,
+            hidden_slice=(groups.slice_index, groups.num_slices),
+            num_holders=groups.num_replicas,
+            **given,
+        )
+    return bank if storage == "stacked" else hold_experts(bank, storage)
 
 
 __all__ = [
     "ExpertBank",
     "ExpertCall",
     "ExpertList",
+    "ExpertRows",
     "Experts",
     "InferenceExperts",
     "STORAGES",
     "GeGLUExperts",
     "Options",
+    "PreparedExperts",
     "SharedExpert",
     "Stacked",
     "StackedExperts",
     "SwiGLUExperts",
-    "custom_experts",
     "hold_experts",
     "make_experts",
     "option",
+    "own_experts",
     "register_experts",
 ]

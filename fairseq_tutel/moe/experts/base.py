@@ -1,8 +1,8 @@
-"""What an expert bank is: the experts of one rank; their rows in, as many rows out.
+"""Base class of expert banks: the experts of one rank, which map rows to as many rows.
 
 A network of experts is one file: a class with a name, its options, its tensors, and what it
-computes. :class:`StackedExperts` (stacked.py) does all else, if the tensors of all experts of a
-rank are stacked, as those of the built-in networks are::
+computes. :class:`StackedExperts` (stacked.py) does the rest if the tensors of all experts of a rank
+are stacked, as those of the built-in networks are::
 
     from dataclasses import dataclass
 
@@ -24,24 +24,25 @@ rank are stacked, as those of the built-in networks are::
             "down_weight": Stacked("MF", "down.weight"),
         }
 
-        def compute(self, call, rows, offsets):
-            up, down = call.params
+        def compute(self, prepared, rows, offsets):
+            up, down = prepared.params
             hidden = self.product(rows, up, offsets)
             return self.product(functional.leaky_relu(hidden, self.options.slope), down, offsets)
 
 That is all: ``MoELayer(..., expert_network="mine", expert_options={"slope": 0.2})``,
 ``--moe-expert-network mine --moe-mine-slope 0.2``, padded and ragged rows, overlap with exchanges,
 placement in slices, every r, state dicts, checkpoints, ``torch.autocast`` and the planner have it
-once the file has been imported. A network whose weight gradients should be computed once over all
-chunks of an overlapped exchange also gives the three methods ``chunk*`` of :class:`ExpertBank`.
+once the file has been imported. To compute weight gradients once over all chunks of an overlapped
+exchange, override the three methods ``chunk*`` of :class:`ExpertBank` too.
 
-A bank that keeps its parameters otherwise (a list of modules: modules.py) is a subclass of
-:class:`ExpertBank`. Its experts are computed whole where they are.
+A bank that keeps its parameters in another form (a list of modules: modules.py) is a subclass of
+:class:`ExpertBank`. Its experts are not cut, and their weights do not travel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -49,30 +50,51 @@ from torch import nn
 
 from ...config import Options
 from ...distributed import ExpertParallelism, mark_expert
-from ..chunks import ExpertRows
 
 
-class ExpertCall(NamedTuple):
-    """A call of a bank without its rows: what is computed now."""
+@dataclass(frozen=True)
+class ExpertRows:
+    """The rows of all local experts.
 
-    # in the dtype of the rows; with those of other ranks where parallelism gathers them
+    Attributes:
+        rows: [e, N, M] with N rows per expert, unused ones zero (padded); or [R, M] (ragged).
+        offsets: int32 [e], end of each expert's rows in a ragged buffer; None if padded. Rows after
+            the last one are unused.
+    """
+
+    rows: torch.Tensor
+    offsets: torch.Tensor | None = None
+
+
+class PreparedExperts(NamedTuple):
+    """Parameters and dropout with which a bank computes one batch.
+
+    Attributes:
+        params: in the dtype of the rows, gathered from other ranks if the parallelism asks for it.
+        dropout: probabilities after the activation and of the output.
+        dropout_at_source: probability of the output if the rank of the tokens applies it.
+        part: number of the part of the hidden units that this rank computes.
+    """
+
     params: tuple[torch.Tensor, ...]
-    dropout: tuple[float, float] = (0.0, 0.0)  # probabilities inside the network, of its output
-    dropout_at_source: float = 0.0  # of the output, where the rank of the tokens applies it
-    part: int = 0  # of the hidden units, where other ranks compute others
+    dropout: tuple[float, float] = (0.0, 0.0)
+    dropout_at_source: float = 0.0
+    part: int = 0
 
 
 class ExpertBank(nn.Module):
-    """Base class of banks. Parameters are experts' ones: each rank has its own.
+    """Base class of banks. Its parameters differ between ranks.
 
     Attributes:
-        can_be_gathered: whether experts may be in slices, and weights travel (r other than 1).
-        uses_activation: whether the network has the activation that a layer is given.
+        can_be_gathered: whether experts may be cut into slices and weights may travel (r != 1).
+        uses_activation: whether the network has the layer's ``activation``.
+        expert_ids: global indices of the local experts.
+        hidden_slice: (s, S): slice s of S of each expert's hidden units is here.
     """
 
     Options: ClassVar[type[Options]] = Options
     can_be_gathered: ClassVar[bool] = False
-    uses_activation: ClassVar[bool] = True
+    uses_activation: bool = True
     expert_ids: Sequence[int]
     hidden_slice: tuple[int, int] = (0, 1)
 
@@ -81,50 +103,58 @@ class ExpertBank(nn.Module):
         for param in self.parameters():
             mark_expert(param)
 
-    def forward(self, batch: ExpertRows, call: ExpertCall | None = None) -> torch.Tensor:
-        """[e, N, M] (padded) or [R, M] (ragged) -> the same shape. Differentiable."""
+    def forward(self, batch: ExpertRows, prepared: PreparedExperts | None = None) -> torch.Tensor:
+        """Compute [e, N, M] (padded) or [R, M] (ragged) -> the same shape. Differentiable."""
         raise NotImplementedError
 
-    def call(
+    def prepare(
         self, dtype: torch.dtype, parallelism: ExpertParallelism | None = None
-    ) -> ExpertCall | None:
-        """What is computed now, on rows of this dtype; None: by :meth:`forward` alone.
+    ) -> PreparedExperts | None:
+        """Return what :meth:`forward` needs for rows of this dtype; None if it needs nothing.
 
-        Collective where ``parallelism`` gathers weights, which is for banks that can be gathered.
+        Collective if ``parallelism`` gathers weights; only banks that can be gathered get one.
         """
         return None
 
     def kept_per_row(self, model_dim: int) -> int:
-        """Numbers of a row that a whole expert keeps for its backward pass, in and out of its
-        activations: each matrix has as many at one of its ends. 0 where it is unknown.
-        """
+        """Return how many numbers per row an expert saves at its activations; 0 if unknown."""
         return 0
 
     def single_names(self) -> dict[str, list[str]]:
-        """Stacked parameter -> its parts in state dicts, ``{j}.LAYER.KIND`` of local expert j."""
+        """Return the names ``{j}.LAYER.KIND`` in state dicts of each stacked parameter's parts."""
         return {}
 
     @property
     def computes_chunks(self) -> bool:
-        """Whether ``chunk*`` take the place of :meth:`forward` for rows in chunks."""
+        """Whether rows in chunks go to ``chunk*`` in place of :meth:`forward`."""
         return False
 
     def chunk(
-        self, call: ExpertCall, rows: torch.Tensor, offsets: torch.Tensor | None, keep: bool
+        self,
+        prepared: PreparedExperts,
+        rows: torch.Tensor,
+        offsets: torch.Tensor | None,
+        keep: bool,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-        """:meth:`forward` without autograd on the rows of one chunk: the output, and what the
-        backward pass needs if ``keep``, as many entries in each call.
+        """Compute one chunk without autograd.
+
+        Returns:
+            the output, and the tensors that the backward pass needs if ``keep``, as many in each
+            call.
         """
         raise NotImplementedError
 
     def chunk_bwd(
-        self, call: ExpertCall, d_out: torch.Tensor, state: Sequence[Any], needs_rows: bool
+        self, prepared: PreparedExperts, d_out: torch.Tensor, state: Sequence[Any], needs_rows: bool
     ) -> tuple[torch.Tensor | None, Any]:
-        """The gradient of a chunk's rows, and what :meth:`chunks_bwd_params` needs beside."""
+        """Return the gradient of a chunk's rows, and what :meth:`chunks_bwd_params` needs."""
         raise NotImplementedError
 
     def chunks_bwd_params(
-        self, call: ExpertCall, states: Sequence[Sequence[Any]], gradients: Sequence[Any]
-    ) -> tuple[torch.Tensor, ...]:
-        """Gradients of ``call.params``, summed over all rows of all chunks."""
+        self,
+        prepared: PreparedExperts,
+        states: Sequence[Sequence[Any]],
+        gradients: Sequence[Any],
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of ``prepared.params``, summed over the rows of all chunks."""
         raise NotImplementedError

@@ -1,14 +1,16 @@
-"""Feed-forward networks as in fairseq's ``moe`` branch: a rank's bank, and one for all tokens."""
+"""Feed-forward experts of fairseq's ``moe`` branch, and the shared expert of all tokens."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
 
 from ... import ops
 from ...config import EXPERTS
-from .base import ExpertCall
-from .int8 import INT8_MULTIPLE, expert_ffn_int8
+from .base import PreparedExperts
+from .int8 import INT8_MULTIPLE, Int8, expert_ffn_int8
 from .stacked import Stacked, StackedExperts
 
 
@@ -23,11 +25,15 @@ class Experts(StackedExperts):
         "fc2_bias": Stacked("M", "fc2.bias"),
     }
 
-    def compute(self, call, rows, offsets):
-        options = self._options(call)
+    def compute(self, prepared, rows, offsets):
+        options = self._options(prepared)
+        w1, b1, w2, b2 = self._tensors(prepared)
         return ops.expert_ffn(
             rows,
-            *self._tensors(call),
+            w1,
+            b1,
+            w2,
+            b2,
             activation=options.activation,
             offsets=offsets,
             activation_dropout_p=options.dropout_p[0],
@@ -36,47 +42,48 @@ class Experts(StackedExperts):
         )
 
     @property
-    def has_int8_product(self):
+    def has_int8_product(self) -> bool:
         whole = all(dim % INT8_MULTIPLE == 0 for dim in (self.model_dim, self.hidden_dim))
         return whole and type(self).compute is Experts.compute
 
     def compute_int8(self, held, rows_NM):
-        """fp32 [N, M] of one expert's bf16 rows; ``held`` are its params, weights as pairs of int8
-        and scale."""
         parts = dict(zip(self.layout, held, strict=True))
         w1, w2 = ((v.flatten(0, 1) for v in parts[f"fc{i}_weight"]) for i in (1, 2))
         b1, b2 = (parts.get(f"fc{i}_bias") for i in (1, 2))
         return expert_ffn_int8(
             rows_NM,
-            *(*w1, None if b1 is None else b1.flatten()),
-            *(*w2, None if b2 is None else b2.flatten()),
-            activation=self._options(ExpertCall(())).activation,
+            Int8(*w1),
+            None if b1 is None else b1.flatten(),
+            Int8(*w2),
+            None if b2 is None else b2.flatten(),
+            activation=self._options(PreparedExperts(())).activation,
         )
 
-    def chunk(self, call, rows, offsets, keep):
-        options, tensors = self._options(call), self._tensors(call)
+    def chunk(self, prepared, rows, offsets, keep):
+        options, tensors = self._options(prepared), self._tensors(prepared)
         return ops.ffn_chunk(rows, *tensors, offsets=offsets, options=options, keep_hidden=keep)
 
-    def chunk_bwd(self, call, d_out, state, needs_rows):
-        options, tensors = self._options(call), self._tensors(call)
+    def chunk_bwd(self, prepared, d_out, state, needs_rows):
+        options, tensors = self._options(prepared), self._tensors(prepared)
         gradient = ops.ffn_chunk_bwd(
             d_out, ops.FFNChunk(*state), *tensors, options=options, needs_rows=needs_rows
         )
         return gradient.d_rows, gradient
 
-    def chunks_bwd_params(self, call, states, gradients):
+    def chunks_bwd_params(self, prepared, states, gradients):
         chunks = [ops.FFNChunk(*state) for state in states]
-        found = ops.ffn_chunks_bwd_params(chunks, gradients, *self._tensors(call))
-        return self._gradients(call, found)
+        found = ops.ffn_chunks_bwd_params(chunks, gradients, *self._tensors(prepared))
+        return self._gradients(prepared, found)
 
-    def _options(self, call: ExpertCall) -> ops.FFNOptions:
-        return ops.FFNOptions(self.activation, call.dropout, call.part)
+    def _options(self, prepared: PreparedExperts) -> ops.FFNOptions:
+        return ops.FFNOptions(self.activation, prepared.dropout, prepared.part)
 
-    def _tensors(self, call: ExpertCall) -> tuple[torch.Tensor | None, ...]:
-        """fc1's weight and bias and fc2's, as the operators take them."""
-        return call.params
+    def _tensors(self, prepared: PreparedExperts) -> tuple[Any, ...]:
+        """Return the weight and bias of fc1 and of fc2, as the operators take them."""
+        return prepared.params
 
-    def _gradients(self, call, found) -> tuple[torch.Tensor, ...]:
+    def _gradients(self, prepared, found) -> tuple[torch.Tensor | None, ...]:
+        """Return the operators' gradients in the shapes of ``prepared.params``."""
         return found
 
     def extra_repr(self) -> str:
@@ -84,9 +91,9 @@ class Experts(StackedExperts):
 
 
 class SharedExpert(nn.Module):
-    """``fc2(dropout(activation(fc1(x))))`` with dropout after it, of all tokens.
+    """An expert for every token: ``fc2(dropout(activation(fc1(x))))`` with dropout after it.
 
-    DeepSeekMoE, arXiv 2401.06066, section 3.2. Its parameters are the same on all ranks.
+    DeepSeekMoE, arXiv 2401.06066, section 3.2. The parameters are the same on all ranks.
     """
 
     def __init__(

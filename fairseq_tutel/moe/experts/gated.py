@@ -1,9 +1,9 @@
-"""Gated experts: what one projection of a token activates gates another (arXiv 2002.05202).
+"""Gated experts: one projection of a token is activated and multiplies another.
 
-``fc_gate`` is the projection that is activated (``w1`` in Mixtral, ``gate_proj`` in Llama), ``fc1``
-the one that it gates (``w3``, ``up_proj``), ``fc2`` leads back (``w2``, ``down_proj``): fc1 and fc2
-stay what they are in a network without a gate, and a gate is added. Gate and fc1 of an expert are
-neighbours in memory, [gate; fc1], so that both are one product.
+GLU variants, arXiv 2002.05202. ``fc_gate`` is the projection that is activated (``w1`` in Mixtral,
+``gate_proj`` in Llama), ``fc1`` the other one (``w3``, ``up_proj``), ``fc2`` the projection back
+(``w2``, ``down_proj``). fc1 and fc2 are thus the same as in a network without a gate. The gate and
+fc1 of an expert are neighbours in memory, [gate; fc1], so that both are one product.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from ... import ops
 from ...config import EXPERTS, Options, option
 from .ffn import Experts
-from .stacked import Stacked
+from .stacked import Stacked, StackedExperts
 
 
 class _GatedExperts(Experts):
+    """Base class; a subclass names the gate."""
+
     gated_by: str
     uses_activation = False
 
@@ -39,24 +41,24 @@ class _GatedExperts(Experts):
             if options.bias or not name.endswith("bias")
         }
 
-    def _options(self, call):
-        return ops.FFNOptions(self.gated_by, call.dropout, call.part)
+    def _options(self, prepared):
+        return ops.FFNOptions(self.gated_by, prepared.dropout, prepared.part)
 
-    def _tensors(self, call):
-        """Gate and fc1 as one layer: [e, 2F, M] and [e, 2F]; None for a bias that is not there."""
-        found = dict(zip(self.layout, call.params, strict=True))
+    def _tensors(self, prepared):
+        """Return gate and fc1 as one layer, [e, 2F, M] and [e, 2F], and fc2; None for no bias."""
+        found = dict(zip(self.layout, prepared.params, strict=True))
         for name in ("fc1_weight", "fc1_bias"):
             if name in found:
                 halves, hidden_dim, *inputs = found[name].shape
                 found[name] = found[name].reshape(halves // 2, 2 * hidden_dim, *inputs)
         return tuple(found.get(name) for name in _GatedExperts.layout)
 
-    def _gradients(self, call, found):
+    def _gradients(self, prepared, found):
         there = [each for each in found if each is not None]
-        return tuple(d.view(p.shape) for d, p in zip(there, call.params, strict=True))
+        return tuple(d.view(p.shape) for d, p in zip(there, prepared.params, strict=True))
 
     def extra_repr(self):
-        return f"{super(Experts, self).extra_repr()}, bias={self.options.bias}"
+        return f"{StackedExperts.extra_repr(self)}, bias={self.options.bias}"
 
 
 @EXPERTS.register("swiglu")

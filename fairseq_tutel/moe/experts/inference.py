@@ -1,61 +1,60 @@
-"""Experts of a model that is only evaluated: fewer bytes, or none until a token goes to them.
+"""Experts for evaluation only: held in fewer bytes, or in the pages of their file.
 
-``mapped``: an expert's tensors are those of the state dict, not copied. Of a checkpoint that is
-memory-mapped they are pages of its file, which the processes of a node share, which are read when a
-token first goes to the expert, and given up when memory is short. On another device than the CPU
-the weights of the experts that are used are copied there for a call.
+``mapped``: the tensors of the state dict, not copied. The tensors of a memory-mapped checkpoint are
+pages of its file. Each expert is read when the first token reaches it. Its pages live in the page
+cache, so processes of a node share them and the kernel can evict them. On another device than the
+CPU, the weights of the experts in use are copied there for a call.
 
-``bf16``: half of the bytes of fp32. ``int8``: a quarter, each row of a weight (an output) with a
-scale of its own, the largest value being 127; biases stay as they are. An int8 product is worth it
-while memory is what takes the time: above :data:`_INT8_ROWS` rows an expert is computed in bf16.
+``bf16``: half of the bytes of fp32. ``int8``: a quarter; each row of a weight (an output) has a
+scale, so that its largest value is 127. Biases are not changed. An expert with more than
+:data:`_INT8_ROWS` rows is computed in bf16, because an int8 product pays only if memory is what
+takes the time.
 
-The gate, attention and embeddings stay what they are, and so does the dtype of the rows.
+The gate, attention, embeddings and the dtype of the rows do not change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from ..chunks import ExpertRows
 from ..torch_modes import without_autocast
-from .base import ExpertBank, ExpertCall
+from .base import ExpertBank, ExpertRows, PreparedExperts
 from .int8 import Int8
 from .stacked import StackedExperts
 
 STORAGES = ("stacked", "mapped", "bf16", "int8")
-# rows of an expert up to which weights of one byte take less time than those of two
-_INT8_ROWS = 16
+_INT8_ROWS = 16  # up to so many rows of an expert, int8 weights are faster than bf16
 
 
 class InferenceExperts(ExpertBank):
-    """A bank that has no parameters; its tensors come from a state dict.
+    """Bank without parameters: its tensors come from a state dict.
 
     Args:
-        network: what the experts compute; its parameters, on the meta device, are never used.
-        storage: one of STORAGES but the first, see the module docstring.
+        network: bank on the meta device that defines what the experts compute.
+        storage: ``mapped``, ``bf16`` or ``int8``, see the module docstring.
     """
 
     def __init__(self, network: StackedExperts, storage: str):
         super().__init__()
         if storage not in STORAGES[1:]:
             raise ValueError(f"expert_storage={storage!r}: expected one of {', '.join(STORAGES)}")
-        self._network = (network,)  # no child: a model would move and save its parameters
+        self._network = (network,)  # not a child: a model would move and save its parameters
         self.storage = storage
         self.uses_activation = network.uses_activation
         self.expert_ids = network.expert_ids
-        self._held: list[dict[str, tuple[torch.Tensor, ...] | torch.Tensor | Int8]] = [
-            {} for _ in network.expert_ids
-        ]
+        # by stacked parameter: a tuple of tensors (mapped), or a stack of them
+        self._held: list[dict[str, Any]] = [{} for _ in network.expert_ids]
 
     @property
     def network(self) -> StackedExperts:
-        """What the experts compute."""
+        """The bank, on the meta device, that defines what the experts compute."""
         return self._network[0]
 
-    def forward(self, batch: ExpertRows, call: ExpertCall | None = None) -> torch.Tensor:
-        """NOTE: the host reads the counts of ragged rows."""
+    def forward(self, batch: ExpertRows, prepared: PreparedExperts | None = None) -> torch.Tensor:
+        """Compute the rows of each expert. NOTE: the host reads the counts of ragged rows."""
         rows_RM = batch.rows.reshape(-1, batch.rows.shape[-1])
         if batch.offsets is None:
             size = batch.rows.shape[1]
@@ -73,7 +72,7 @@ class InferenceExperts(ExpertBank):
         return out_RM.view(batch.rows.shape)
 
     def _used(self, rows_RM, spans):
-        """Compute the rows of the experts that have any."""
+        """Compute the rows of the experts that have some."""
         if self.training or (torch.is_grad_enabled() and rows_RM.requires_grad):
             raise ValueError(
                 f"experts that are held as {self.storage!r} have no gradients: they are for "
@@ -102,9 +101,9 @@ class InferenceExperts(ExpertBank):
         return _compute(network, params, half_NM).to(rows_NM.dtype)
 
     def hold(self, slot: int, name: str, values: Sequence[torch.Tensor]) -> None:
-        """Take the tensors of a stacked parameter of one local expert."""
+        """Hold the tensors of a stacked parameter of one local expert."""
         values = tuple(value.detach() for value in values)
-        held: tuple[torch.Tensor, ...] | torch.Tensor | Int8 = values
+        held: Any = values
         if self.storage != "mapped":
             stack = torch.stack(values)
             is_weight = len(self.network.layout[name].dims) == 2
@@ -161,7 +160,7 @@ class InferenceExperts(ExpertBank):
             )
 
     def num_bytes(self) -> int:
-        """Of the weights that are held; of mapped ones, in files."""
+        """Return the bytes of the weights that are held; mapped ones are bytes of files."""
         tensors = [
             tensor
             for held in self._held
@@ -175,17 +174,25 @@ class InferenceExperts(ExpertBank):
 
 
 def _compute(network, params, rows_NM):
-    return network.compute(ExpertCall(tuple(params)), rows_NM[None], None)[0]
+    return network.compute(PreparedExperts(tuple(params)), rows_NM[None], None)[0]
 
 
 def _one_stack(values: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """[n, ...]; of a single tensor without a copy."""
+    """Return [n, ...], without a copy for a single tensor."""
     return values[0][None] if len(values) == 1 else torch.stack(values)
 
 
 def hold_experts(bank: ExpertBank, storage: str) -> InferenceExperts:
-    """The experts of a stacked bank, for evaluation alone, held otherwise: weights are taken over
-    (``mapped``: as they are) and the bank's own may be let go. ValueError for another bank.
+    """Return a bank for evaluation that holds the experts of a stacked bank in another form.
+
+    The weights are copied (``mapped``: shared), so that the given bank can be freed.
+
+    Args:
+        bank: experts that are whole, of a built-in or registered network.
+        storage: ``mapped``, ``bf16`` or ``int8``, see :mod:`fairseq_tutel.moe.experts.inference`.
+
+    Raises:
+        ValueError: the bank is another one, or in slices.
     """
     if not isinstance(bank, StackedExperts) or bank.hidden_slice[1] > 1:
         what = f"in {bank.hidden_slice[1]} slices" if isinstance(bank, StackedExperts) else "own"

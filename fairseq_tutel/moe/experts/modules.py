@@ -1,20 +1,19 @@
-"""Experts that are modules of the user's own."""
+"""Experts that are the user's own modules."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from ...distributed import ExpertParallelGroups
-from ..chunks import ExpertRows
-from .base import ExpertBank, ExpertCall
+from .base import ExpertBank, ExpertRows, PreparedExperts
 
 
 class ExpertList(nn.ModuleList, ExpertBank):
-    """Custom expert modules, each mapping [n, M] to [n, M]; called one after the other."""
+    """Bank of the user's modules, each [n, M] -> [n, M]; called one after the other."""
 
     def __init__(self, experts: Sequence[nn.Module]):
         super().__init__(experts)
@@ -24,8 +23,8 @@ class ExpertList(nn.ModuleList, ExpertBank):
         matrices = [param.numel() for param in self.parameters() if param.dim() == 2]
         return sum(matrices) // len(self) // model_dim
 
-    def forward(self, batch: ExpertRows, call: ExpertCall | None = None) -> torch.Tensor:
-        """NOTE: the host reads the counts of ragged rows."""
+    def forward(self, batch: ExpertRows, prepared: PreparedExperts | None = None) -> torch.Tensor:
+        """Call each expert on its rows. NOTE: the host reads the counts of ragged rows."""
         if batch.offsets is None:
             return torch.stack([self._rows(*pair) for pair in zip(self, batch.rows, strict=True)])
         ends = batch.offsets.tolist()
@@ -50,8 +49,27 @@ class ExpertList(nn.ModuleList, ExpertBank):
         return found
 
 
-def custom_experts(experts: Sequence[nn.Module], groups: ExpertParallelGroups) -> ExpertList:
-    """The user's own modules as this rank's experts, or ValueError."""
+def own_experts(
+    experts: Sequence[nn.Module] | None,
+    expert_fn: Callable[[], nn.Module] | None,
+    groups: ExpertParallelGroups,
+    seed: int | None,
+) -> ExpertList:
+    """Return the bank of this rank's own experts.
+
+    Args:
+        experts: the modules, as many as ``groups.num_local_experts``; or None.
+        expert_fn: makes one expert; or None.
+        groups: placement of the experts.
+        seed: of what ``expert_fn`` draws.
+
+    Raises:
+        ValueError: both are given, modules do not fit the groups, or experts are in slices.
+    """
+    if experts is not None and expert_fn is not None:
+        raise ValueError("expert_fn and experts both say what the experts are: give one")
+    if experts is None:
+        experts = _make_each(expert_fn, groups, seed)
     if not isinstance(experts, Sequence | nn.ModuleList):
         raise ValueError(f"experts must be a list of modules, got {type(experts).__name__}")
     if len(experts) != groups.num_local_experts:
@@ -65,3 +83,26 @@ def custom_experts(experts: Sequence[nn.Module], groups: ExpertParallelGroups) -
             f"{groups.num_slices} slices of placement='sliced'; use placement='replicated'"
         )
     return ExpertList(experts)
+
+
+def _make_each(expert_fn, groups, seed) -> list[nn.Module]:
+    """Call ``expert_fn`` for each local expert.
+
+    The generator depends only on ``seed`` and the expert's global index. Ranks that hold the same
+    expert start alike, and experts differ, however ranks were seeded.
+    """
+    if not callable(expert_fn) or isinstance(expert_fn, nn.Module):
+        raise ValueError(f"expert_fn must be a function that makes an expert, got {expert_fn!r}")
+    if seed is None:
+        seed = int(torch.randint(2**31, (), device="cpu"))
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    experts = []
+    with torch.random.fork_rng(devices):
+        for index in groups.local_experts:
+            torch.manual_seed(seed + index)
+            experts.append(expert_fn())
+    if not all(isinstance(expert, nn.Module) for expert in experts):
+        raise ValueError(f"expert_fn must make modules, but made {experts[0]!r}")
+    if len(set(map(id, experts))) < len(experts):
+        raise ValueError("expert_fn made the same module twice: each expert has its own weights")
+    return experts

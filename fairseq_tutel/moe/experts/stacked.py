@@ -1,7 +1,7 @@
-"""Banks whose weights are stacked: one tensor holds those of all local experts.
+"""Banks with stacked weights: one tensor holds the weights of all local experts.
 
-So e experts cost one batched (or grouped) matrix product. In state dicts every expert has tensors
-of its own, ``{j}.fc1.weight`` with j the local index.
+All experts of a rank are then one batched (or grouped) matrix product. In state dicts every expert
+has tensors of its own, ``{j}.fc1.weight`` with j the local index.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from ... import ops
-from ...config import EXPERTS, Options
+from ...config import Options
 from ...distributed import (
     ExpertParallelism,
     declare_slices,
@@ -27,21 +27,19 @@ from ...distributed import (
     take_slice,
     whole_shape,
 )
-from ..chunks import ExpertRows
 from ..torch_modes import is_observed, untraced
-from .base import ExpertBank, ExpertCall
+from .base import ExpertBank, ExpertRows, PreparedExperts
 
-# A trace does not see collectives.
-_gather_weights = untraced(gather_weights)
+_gather_weights = untraced(gather_weights)  # a trace does not see collectives
 
 
 class Stacked:
-    """A parameter that holds tensors of all local experts.
+    """Layout of a parameter that holds tensors of all local experts.
 
     Args:
-        dims: of one expert's tensor, ``FM``, ``MF``, ``F`` or ``M``; slices are cut along F, and a
-            tensor without F is added to the output.
-        names: LAYER.KIND of one expert's tensors in it; n of them are neighbours, [e*n, ...].
+        dims: dimensions of one expert's tensor: ``FM``, ``MF``, ``F`` or ``M``. Slices are cut
+            along F. A tensor without F is added to the output.
+        names: LAYER.KIND of the tensors of one expert; n of them are neighbours, [e*n, ...].
     """
 
     def __init__(self, dims: str, *names: str):
@@ -54,25 +52,29 @@ class Stacked:
 
 
 class StackedExperts(ExpertBank):
-    """Base class of banks whose parameters are stacked; a subclass says which, and computes.
+    """Base class of banks with stacked parameters; a subclass gives ``layout`` and ``compute``.
 
-    An expert's initial weights depend on its global index and ``seed`` only, whatever the number of
-    ranks: uniform within 1/sqrt(last dimension of the layer's weight) of zero, as of nn.Linear.
+    The initial weights of an expert depend only on its global index and ``seed``, not on the number
+    of ranks. They are uniform within 1/sqrt(last dimension of the layer's weight) of zero, as in
+    nn.Linear.
 
     Args:
         expert_ids: global indices of the local experts.
-        activation: a name that :func:`fairseq_tutel.ops.expert_ffn` takes, where there is a choice.
-        activation_dropout, dropout: probabilities after the activation, and of the output.
-        seed: drawn from torch's global generator if None.
-        draw_on_cpu: whether every device starts from the same weights, drawn on the CPU; else each
-            draws its own, which for billions of weights takes seconds instead of minutes.
-        hidden_slice: (s, S): of an expert's F hidden units only the F/S of slice s live here.
-        num_holders: ranks that hold these experts, or slices of them.
-        options: of the network, by name.
+        model_dim: M.
+        hidden_dim: F of a whole expert.
+        activation: name for :func:`fairseq_tutel.ops.expert_ffn` (default "gelu").
+        activation_dropout: probability after the activation (default 0).
+        dropout: probability of the output (default 0).
+        seed: of the initial weights (default None: drawn from torch's global generator).
+        draw_on_cpu: draw the weights on the CPU, so that they are the same on every device
+            (default True). False takes seconds instead of minutes for billions of weights.
+        hidden_slice: (s, S): hold slice s of S of each expert's hidden units (default (0, 1)).
+        num_holders: ranks that hold these experts, or slices of them (default 1).
+        options: of the network: its ``Options``, or a dict by name (default None: defaults).
     """
 
-    # stacked parameters by name, in the order of a call's params
-    layout: ClassVar[dict[str, Stacked]]
+    # stacked parameters by name, in the order of PreparedExperts.params
+    layout: dict[str, Stacked]
     can_be_gathered = True
 
     def __init_subclass__(cls, **kwargs):
@@ -100,7 +102,7 @@ class StackedExperts(ExpertBank):
         if model_dim < 1 or hidden_dim < 1:
             raise ValueError(f"model_dim={model_dim}, hidden_dim={hidden_dim}: both must be >= 1")
         self.options = self.read_options(options)
-        self.layout = self.layout_for(self.options)
+        self.layout = self.layout_for(self.options)  # hides the class's
         self.expert_ids = tuple(expert_ids)
         self.activation = activation
         self.activation_dropout = activation_dropout
@@ -122,18 +124,19 @@ class StackedExperts(ExpertBank):
 
     @classmethod
     def read_options(cls, given: Options | Mapping[str, Any] | None) -> Options:
-        names = [name for name in EXPERTS if EXPERTS.get(name) is cls]
-        return EXPERTS.options(names[0], given) if names else cls.Options(**(given or {}))
+        """Return the network's options, from an object or by name."""
+        return given if isinstance(given, Options) else cls.Options(**(given or {}))
 
     @classmethod
     def layout_for(cls, options: Options) -> dict[str, Stacked]:
+        """Return the stacked parameters that these options ask for."""
         return cls.layout
 
     @classmethod
     def count(
         cls, model_dim: int, hidden_dim: int, options: Options | Mapping[str, Any] | None = None
     ) -> tuple[int, int]:
-        """Parameters of one expert, and FLOPs of its forward pass per row (two per product)."""
+        """Return the parameters of one expert, and the FLOPs per row of its forward pass."""
         layout = cls.layout_for(cls.read_options(options)).values()
         sizes = [(each, math.prod(each.shape(model_dim, hidden_dim))) for each in layout]
         numbers = sum(len(each.names) * size for each, size in sizes)
@@ -165,49 +168,65 @@ class StackedExperts(ExpertBank):
                     mine = take_slice(values, single, *self.hidden_slice)
                     getattr(self, name)[slot * len(stacked.names) + number].copy_(mine)
 
-    def forward(self, batch: ExpertRows, call: ExpertCall | None = None) -> torch.Tensor:
-        call = self.call(batch.rows.dtype) if call is None else call
-        return self.compute(call, batch.rows, batch.offsets)
+    def forward(self, batch: ExpertRows, prepared: PreparedExperts | None = None) -> torch.Tensor:
+        prepared = self.prepare(batch.rows.dtype) if prepared is None else prepared
+        return self.compute(prepared, batch.rows, batch.offsets)
 
     def compute(
-        self, call: ExpertCall, rows: torch.Tensor, offsets: torch.Tensor | None
+        self, prepared: PreparedExperts, rows: torch.Tensor, offsets: torch.Tensor | None
     ) -> torch.Tensor:
-        """The network of all experts of a call, on :class:`ExpertRows`; differentiable. Rows past
-        the last expert's may be anything.
+        """Compute the network on :class:`ExpertRows`; differentiable.
+
+        Rows after the last expert's may come out with any values.
         """
         raise NotImplementedError
 
-    # whether there is compute_int8(weights, rows), on weights of one byte and rows in bf16
-    has_int8_product = False
+    @property
+    def has_int8_product(self) -> bool:
+        """Whether there is :meth:`compute_int8`."""
+        return False
+
+    def compute_int8(self, held: Sequence[Any], rows_NM: torch.Tensor) -> torch.Tensor:
+        """Compute one expert's bf16 rows in fp32; ``held``: its parameters, weights as Int8."""
+        raise NotImplementedError
 
     def without_weights(self) -> StackedExperts:
-        """A bank of the same experts on the meta device."""
+        """Return a bank of the same experts on the meta device."""
         bank = copy.copy(self)
         bank._parameters = {
             name: nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
-            for name, param in self._parameters.items()
+            for name, param in self.named_parameters(recurse=False)
         }
         return bank
 
-    def call(self, dtype: torch.dtype, parallelism: ExpertParallelism | None = None) -> ExpertCall:
-        # in slices, dropout of the output is left to the tokens' rank: it must not depend on r
+    def prepare(
+        self, dtype: torch.dtype, parallelism: ExpertParallelism | None = None
+    ) -> PreparedExperts:
+        # slices leave dropout of the output to the tokens' rank: it must not depend on r
         dropout = (self.activation_dropout, self.dropout) if self.training else (0.0, 0.0)
         self._refuse_reparametrized()
         params = tuple(getattr(self, name).to(dtype) for name in self.layout)
         if parallelism is None or parallelism.is_replicated:
-            return ExpertCall(params, dropout)
+            return PreparedExperts(params, dropout)
         dims = [stacked.slice_dim for stacked in self.layout.values()]
         params = _gather_weights(params, dims, parallelism)
         if parallelism.groups.placement == "sliced":
-            return ExpertCall(params, (dropout[0], 0.0), dropout[1], parallelism.part)
-        return ExpertCall(params, dropout, part=parallelism.part)
+            return PreparedExperts(params, (dropout[0], 0.0), dropout[1], parallelism.part)
+        return PreparedExperts(params, dropout, part=parallelism.part)
 
     @staticmethod
     def product(
         rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor | None
     ) -> torch.Tensor:
-        """``rows @ weight.T`` of each expert: [e, N, A], or [R, A] with ``offsets``, times
-        [e, B, A] -> [e, N, B] or [R, B]. NOTE: the host reads the counts of ragged rows.
+        """Return ``rows @ weight.T`` of each expert. NOTE: the host reads ``offsets``.
+
+        Args:
+            rows: [e, N, A], or [R, A] with ``offsets``.
+            weight: [e, B, A].
+            offsets: int32 [e], end of each expert's rows.
+
+        Returns:
+            [e, N, B] or [R, B]; zero after the last expert's rows.
         """
         if offsets is None:
             return torch.bmm(rows, weight.transpose(1, 2))
@@ -218,7 +237,7 @@ class StackedExperts(ExpertBank):
 
     @property
     def computes_chunks(self) -> bool:
-        """Only in place of a call that nobody sees or replaces, as a subclass with its own."""
+        """Whether nobody replaces or observes the forward that chunks would bypass."""
         mine = type(self)
         replaced = mine.forward is not StackedExperts.forward or mine.chunk is ExpertBank.chunk
         return not (replaced or is_observed(self))
@@ -231,10 +250,7 @@ class StackedExperts(ExpertBank):
         }
 
     def _refuse_reparametrized(self) -> None:
-        """Raise ValueError if a stacked weight is computed from others.
-
-        State dicts would then neither hold nor set what the weight is computed from.
-        """
+        """Raise ValueError for a parametrized weight: state dicts would not hold its originals."""
         for name in self.layout:
             if name not in self._parameters:
                 raise ValueError(
@@ -253,7 +269,7 @@ class StackedExperts(ExpertBank):
             destination[prefix + single] = part if keep_vars else _by_itself(part.detach())
 
     def __getattr__(self, name):
-        """``experts.0.fc1.weight``: programs that walk along the names of a state dict find it."""
+        """Return an expert's tensors as attributes, for programs that follow state dict names."""
         if not name.isdigit():
             return super().__getattr__(name)
         layers: dict[str, SimpleNamespace] = {}
@@ -276,7 +292,7 @@ class StackedExperts(ExpertBank):
             if value is None:
                 missing_keys.append(key)
                 continue
-            # of an expert of which a slice lives here: that slice, or all of it
+            # a state dict holds whole experts, or only the slice that is here
             if value.shape == whole_shape(part.shape, single, self.hidden_slice[1]):
                 value = take_slice(value, single, *self.hidden_slice)
             if value.shape == part.shape and assign:
@@ -302,11 +318,11 @@ class StackedExperts(ExpertBank):
             self._assign(assigned)
 
     def _assign(self, singles: Mapping[str, torch.Tensor]) -> None:
-        """Replace the parameters all of whose tensors are given, in the dtype of these."""
+        """Replace the parameters whose tensors are all given, in the dtype of these tensors."""
         for name, parts in self.single_names().items():
             if all(part in singles for part in parts):
                 values = torch.stack([singles[part].detach() for part in parts])
-                trained = self._parameters[name].requires_grad
+                trained = getattr(self, name).requires_grad
                 self._parameters[name] = nn.Parameter(values, requires_grad=trained)
         self.mark()
 
@@ -320,7 +336,7 @@ class StackedExperts(ExpertBank):
 
 
 def _by_itself(part: torch.Tensor) -> torch.Tensor:
-    """The same memory as a storage of its own: safetensors does not save a part of another."""
+    """Return the same memory as a storage of its own: safetensors refuses parts of a storage."""
     if type(part) is not torch.Tensor or part.is_meta or not part.is_contiguous():
         return part
     begin = part.storage_offset() * part.element_size()

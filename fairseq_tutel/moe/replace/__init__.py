@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ...distributed import ExpertParallelGroups, build_groups, experts_of_ffn
+from ..experts import StackedExperts
 from ..layer import MoELayer
 from .places import Match, Place, find_places, matching
 from .probes import check_block, check_copies, check_tokens, fit_width, make_probe
@@ -48,19 +49,24 @@ def replace_ffn(
     """Replace feed-forward blocks of a model by MoE layers, in place.
 
     Call it before you build the optimizer and before you wrap the model for data parallelism. If
-    one block is refused, the model stays as it was::
+    one block is refused, the model stays as it was.
 
-        import torch
-        from fairseq_tutel import training
-        from fairseq_tutel.moe import every_other, replace_ffn
-
-        layer = torch.nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
-        model = torch.nn.TransformerEncoder(layer, 4)
-        blocks = every_other(model, r"layers\\.\\d+$")  # layers.1 and layers.3
-        replace_ffn(model, blocks, num_experts=8, top_k=2, capacity_factor=0.0, copy_weights=True)
-        with training.collect_aux(model) as aux:  # the load balancing losses
-            y = model(torch.randn(2, 16, 64))
-        (y.square().mean() + 0.01 * aux.loss).backward()
+    >>> import torch
+    >>> from fairseq_tutel import training
+    >>> from fairseq_tutel.moe import every_other, replace_ffn
+    >>> layer = torch.nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
+    >>> model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    >>> x = torch.randn(2, 16, 64)
+    >>> dense = model(x)
+    >>> blocks = every_other(model, r"layers\\.\\d+$")
+    >>> options = {"num_experts": 8, "top_k": 2, "capacity_factor": 0.0}
+    >>> sorted(replace_ffn(model, blocks, copy_weights=True, **options))
+    ['layers.1.linear1', 'layers.3.linear1']
+    >>> with training.collect_aux(model) as aux:  # the load balancing losses
+    ...     y = model(x)
+    >>> torch.allclose(y, dense, atol=1e-5)
+    True
+    >>> (y.square().mean() + 0.01 * aux.loss).backward()
 
     A block is a module that maps each token to one of the same width, [..., M] -> [..., M]. It may
     also be a whole layer of torch's or fairseq's transformer: then ``linear1`` (``fc1``) becomes
@@ -70,7 +76,7 @@ def replace_ffn(
 
     Args:
         model (nn.Module): the model that holds the blocks.
-        match (str, function or list of str): which blocks: a regular expression that is searched
+        match (str or function or list of str): which blocks: a regular expression that is searched
             in dotted names, a function of (name, module), or names. Of nested modules the
             outermost is replaced.
         num_experts (int): E, the experts of a layer over all ranks.
@@ -103,7 +109,7 @@ def replace_ffn(
         places = find_places(model, match)
         groups = build_groups(num_experts) if groups is None else groups
         common = {"num_experts": num_experts, "groups": groups, "seed": seed}
-        layers = [_make_layer(place, copy_weights, common, moe) for place in places]
+        layers = [_make_layer(place, copy_weights, common, dict(moe)) for place in places]
     for place, layer in zip(places, layers, strict=True):
         place.put(model, layer)
     return {place.name: place.block for place in places}
@@ -114,7 +120,7 @@ def every_other(model: nn.Module, match: Match, start: int = 1) -> list[str]:
 
     Args:
         model (nn.Module): the model that holds the blocks.
-        match (str, function or list of str): as in :func:`replace_ffn`.
+        match (str or function or list of str): as in :func:`replace_ffn`.
         start (int): index of the first name (default 1: the second block, as in GShard and
             SwinV2-MoE).
     """
@@ -152,11 +158,13 @@ def _make_layer(
 
 def _load(layer: MoELayer, network: Network) -> None:
     """Start every expert as the block, with the block's ``requires_grad``."""
-    slots = range(layer.groups.num_local_experts)
-    layer.experts.load_state_dict(experts_of_ffn(network.tensors, slots))
-    for name, stacked in layer.experts.layout.items():
+    slots, bank = range(layer.groups.num_local_experts), layer.experts
+    bank.load_state_dict(experts_of_ffn(network.tensors, slots))
+    if not isinstance(bank, StackedExperts):
+        return  # held for evaluation only
+    for name, stacked in bank.layout.items():
         trained = any(single in network.trained for single in stacked.names)
-        getattr(layer.experts, name).requires_grad_(trained)
+        getattr(bank, name).requires_grad_(trained)
 
 
 def _copier(block: nn.Module, copy_weights: bool) -> Callable[[], nn.Module]:

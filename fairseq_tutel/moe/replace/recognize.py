@@ -74,10 +74,11 @@ def recognize(block: nn.Module, probe: nn.Module, x: Tensor) -> Network | None:
     evaluated = call_seeded(probe.eval(), x)
     with _Dropouts() as dropouts:
         trained = observe(probe.train(), x, params)
-    pairs = list(itertools.product(sorted({0.0, *(p for p in dropouts.found if p < 1)}), repeat=2))
+    found = sorted({0.0, *(p for p in dropouts.found if p < 1)})
+    pairs = [(inside, after) for inside in found for after in found]
     activations = ACTIVATIONS if len(names) == 2 else GATED
     for order in itertools.permutations(names):
-        layers = [_weight_and_bias(probe.get_submodule(name)) for name in order]
+        layers = _layers_of(probe, order)
         if not _fits(layers, x.shape[-1]):
             continue
         for activation, pair in itertools.product(activations, pairs):
@@ -107,6 +108,12 @@ def _weight_and_bias(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
         return None  # pruned or parametrized
     weight = params["weight"]
     return weight.t() if conv1d else weight, params.get("bias")
+
+
+def _layers_of(module: nn.Module, names: Sequence[str]) -> list[tuple[Tensor, Tensor | None]]:
+    """Return weight and bias of the linear layers of these names."""
+    found = (_weight_and_bias(module.get_submodule(name)) for name in names)
+    return [pair for pair in found if pair is not None]
 
 
 def _fits(layers: Sequence[tuple[Tensor, Tensor | None]], model_dim: int) -> bool:
@@ -142,7 +149,7 @@ def _describe(
     """
     gated = len(order) == 3
     tensors, trained = {}, set()
-    layers = [_weight_and_bias(block.get_submodule(name)) for name in order]
+    layers = _layers_of(block, order)
     with_bias = not gated or any(bias is not None for _, bias in layers)
     for layer, (weight, bias) in zip(_LAYERS[len(order)], layers, strict=True):
         tensors[f"{layer}.weight"] = weight.detach()

@@ -1,18 +1,18 @@
-"""Routers by name: ``--moe-router``, ``MoELayer(router=...)``. One file each; see base.py."""
+"""Routers by name: ``--moe-router``, ``MoELayer(router=...)``; one file each, see base.py."""
 
 from __future__ import annotations
 
 from ...config import ROUTERS, MoEConfig, Options, above, at_least, option
-from .base import Router, TopKRouter, route_of
+from .base import Router, TopKRouter
 from .cosine import CosineRouter
-from .from_logits import route_logits
+from .from_logits import jitter_tokens, route_logits
 from .linear import LinearRouter
 
 register_router = ROUTERS.register
 
 
 def make_router(model_dim: int, config: MoEConfig) -> Router:
-    """The router that ``config`` asks for."""
+    """Return the router that ``config`` names."""
     return ROUTERS.get(config.router)(model_dim, config)
 
 
@@ -24,9 +24,9 @@ __all__ = [
     "TopKRouter",
     "above",
     "at_least",
+    "jitter_tokens",
     "make_router",
     "option",
     "register_router",
     "route_logits",
-    "route_of",
 ]

@@ -1,4 +1,4 @@
-"""What a router is: tokens in, a routing and its auxiliary values out.
+"""Base classes of routers: tokens in, a routing and its auxiliary values out.
 
 A router is one file: a subclass of :class:`Router` (or of :class:`TopKRouter`, if only its logits
 are its own), its options, and a name::
@@ -33,8 +33,7 @@ it once the file has been imported.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -52,18 +51,23 @@ logger = logging.getLogger(__name__)
 class Router(nn.Module):
     """Base class of routers; a layer holds its router as ``gate``, Meta's name for it.
 
-    Parameters and buffers are the same on all ranks. Buffers keep their dtype when a model is made
-    half, and their initial value where a checkpoint lacks them. One is ``load_bias``, fp32 [E + N]
-    (N null experts), with that option; a router hands it to :func:`route_logits`.
+    Parameters and buffers are the same on all ranks. Buffers keep their dtype if a model is made
+    half, and their initial value if a checkpoint lacks them. With the option ``load_bias`` there is
+    a buffer ``load_bias``, fp32 [E] with null experts; pass it to :func:`route_logits`.
+
+    Args:
+        model_dim: M.
+        config: the layer's routing options.
     """
 
     Options: ClassVar[type[Options]] = Options
+    load_bias: torch.Tensor | None
 
     def __init__(self, model_dim: int, config: MoEConfig):
         super().__init__()
         self.model_dim = model_dim
         self.config = config
-        self.options = config.router_options
+        self.options: Any = config.router_options  # an instance of the router's Options
         biased = config.load_bias != "none"
         # fp32 under any default dtype: the steps of a bias are too small for half precision
         bias_E = torch.zeros(config.num_outputs, dtype=torch.float32) if biased else None
@@ -73,12 +77,15 @@ class Router(nn.Module):
     def forward(
         self, x_TM: torch.Tensor, pad_mask_T: torch.Tensor | None, call: RouterCall
     ) -> tuple[Routing, RouterAux | None]:
-        """Route the tokens [T, M] that experts will see; T may be 0 and differ between ranks.
+        """Route the tokens of one forward pass.
 
         Args:
-            pad_mask_T: bool [T], True for padding, which chooses no expert; None: none is.
-            call: its options, not ``self.config``, count; auxiliary values may be None where its
-                ``reports`` is False.
+            x_TM: [T, M], in the dtype of the experts; T may be 0 and differ between ranks.
+            pad_mask_T: bool [T], True for padding, which chooses no expert; None: no padding.
+            call: options of the call, used in place of ``self.config``.
+
+        Returns:
+            The routing and the auxiliary values, which may be None if ``call.reports`` is False.
         """
         raise NotImplementedError
 
@@ -86,27 +93,30 @@ class Router(nn.Module):
     def update_load_bias(
         self, counts: torch.Tensor, held_back_E: torch.Tensor | None = None
     ) -> None:
-        """Move the bias on the selection (:mod:`..load_bias`) by an update's ``bias_counts``,
-        summed over its forward passes and all ranks.
+        """Move the bias on the selection of experts (:mod:`..load_bias`).
 
-        ``held_back_E``: fp32 [E + N], the bias that experts get which a growth holds back; nan of
-        the others, among which alone the load is then balanced.
+        Args:
+            counts: an update's ``bias_counts``, summed over its forward passes and all ranks.
+            held_back_E: fp32 [E], fixed bias of experts that a growth holds back; nan for the
+                others, and the load is balanced among these only (default None: no expert).
         """
-        moves_E = slice(None)
+        bias_E = self.load_bias
+        if bias_E is None:
+            raise ValueError('the router has no load bias: give load_bias="sign" or "quantile"')
+        moves_E = torch.ones_like(bias_E, dtype=torch.bool)
         if held_back_E is not None:
-            held_back_E = held_back_E.to(self.load_bias.device)
+            held_back_E = held_back_E.to(bias_E.device)
             moves_E = held_back_E.isnan()
-        bias_E, counts = self.load_bias[moves_E], counts[moves_E]
         if self.config.load_bias == "sign":
-            moved_E = sign_bias(bias_E, counts, self.config.load_bias_rate)
+            moved_E = sign_bias(bias_E[moves_E], counts[moves_E], self.config.load_bias_rate)
         else:
-            moved_E = quantile_bias(bias_E, counts)
+            moved_E = quantile_bias(bias_E[moves_E], counts[moves_E])
         if held_back_E is not None:
-            self.load_bias.copy_(held_back_E)
-        self.load_bias[moves_E] = moved_E.to(self.load_bias.dtype)
+            bias_E.copy_(held_back_E)
+        bias_E[moves_E] = moved_E.to(bias_E.dtype)
 
     def check_updates(self) -> None:
-        """Warn, once, where training goes on and :meth:`update_load_bias` is not called."""
+        """Warn once if training goes on without calls of :meth:`update_load_bias`."""
         weight = next(self.parameters(), None)
         if weight is not None and self.load_bias is not None and self.training:
             self._watch.look(weight, self.load_bias)
@@ -116,8 +126,8 @@ class Router(nn.Module):
         super()._apply(fn, recurse)
         for name, buffer in before.items():
             owner, _, leaf = name.rpartition(".")
-            moved = self.get_submodule(owner)._buffers[leaf]
-            # rounding would lose what a small step adds
+            moved = self.get_buffer(name)
+            # rounding would lose small steps
             if torch.finfo(moved.dtype).bits < torch.finfo(buffer.dtype).bits:
                 self.get_submodule(owner)._buffers[leaf] = buffer.to(moved.device)
         return self
@@ -143,11 +153,12 @@ class Router(nn.Module):
 
 
 class TopKRouter(Router):
-    """A router of which only the logits are its own: softmax, the K best, Meta's balance loss."""
+    """Base class of routers that give logits: softmax, the K best experts, Meta's balance loss."""
 
     def logits(self, x_TM: torch.Tensor) -> torch.Tensor:
-        """[T, M] -> fp32 [T, E + N] (fp64 stays fp64), N null experts after the E others; runs
-        with autocast switched off.
+        """Return the logits of tokens [T, M], fp32 [T, E], or fp64 for fp64; null experts last.
+
+        Runs with autocast switched off.
         """
         raise NotImplementedError
 
@@ -157,21 +168,3 @@ class TopKRouter(Router):
         with without_autocast(x_TM.device):
             logits_TE = self.logits(jitter_tokens(x_TM, call))
             return route_logits(logits_TE, call, pad_mask_T, self.load_bias)
-
-
-def route_of(gate: nn.Module) -> Callable[..., tuple[Routing, RouterAux | None]]:
-    """How a gate routes: ``route(gate, given_TM, x_TM, pad_mask_T, call)``.
-
-    ``given_TM`` are the tokens as the layer got them, ``x_TM`` as the experts will.
-    """
-    return _by_router if isinstance(gate, Router) else _by_module
-
-
-def _by_router(gate, given_TM, x_TM, pad_mask_T, call):
-    return gate(x_TM, pad_mask_T, call)
-
-
-def _by_module(gate, given_TM, x_TM, pad_mask_T, call):
-    logits_TE = gate(jitter_tokens(given_TM, call))  # under the caller's autocast
-    with without_autocast(given_TM.device):
-        return route_logits(logits_TE, call, pad_mask_T)

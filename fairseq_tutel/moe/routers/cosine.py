@@ -1,4 +1,4 @@
-"""Logits as cosines in a projected space over a learned temperature.
+"""Router by cosines in a projected space over a learned temperature.
 
 X-MoE, arXiv 2204.09179, section 3.1, with Tutel's defaults.
 """

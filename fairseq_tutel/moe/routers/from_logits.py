@@ -1,12 +1,12 @@
-"""The steps that routers share, each a function of tensors and the call's options.
+"""Routing from logits: scores, top-k selection, rows, losses and counts.
 
 Numerics follow fairseq's ``moe`` branch (top1gate.py, top2gate.py) for K = 1 and 2; larger K
-extends its top-2 rules. Other than there,
+extends its top-2 rules. Differences:
 
-- fp32 gating does not round a half-precision product first: its logits leave in fp32;
-- padding and rejected second choices get no row and no weight; there they overwrite the first token
-  of an expert;
-- evaluation is deterministic: ``sampling`` and ``random`` take and keep the next best expert.
+- fp32 gating does not round half-precision products: logits are fp32.
+- Padding and rejected second choices get no row and no weight. In the branch they overwrite the
+  first token of an expert.
+- Evaluation is deterministic: ``sampling`` and ``random`` take the next best expert.
 """
 
 from __future__ import annotations
@@ -27,36 +27,61 @@ from ..torch_modes import outside_checkpoints
 
 
 class Scores(NamedTuple):
-    """What tokens choose by, [T, E + N] of fp32 at least, with gradient."""
+    """Values by which tokens choose, fp32 or fp64, with gradient; E includes null experts.
 
-    logits_TE: torch.Tensor  # before the noise of training
+    Attributes:
+        logits_TE: before the noise of training.
+        noisy_TE: with the noise.
+        score_TE: its softmax is the distribution over the experts.
+        pad_T: bool [T], tokens that choose nothing; None: all choose.
+    """
+
+    logits_TE: torch.Tensor
     noisy_TE: torch.Tensor
-    score_TE: torch.Tensor  # of which the softmax is the distribution over the experts
-    pad_T: torch.Tensor | None  # bool [T], tokens that choose nothing; None: all do
+    score_TE: torch.Tensor
+    pad_T: torch.Tensor | None
 
 
 class Selection(NamedTuple):
-    """The experts of each token, and what losses and metrics need of all probabilities."""
+    """Experts of each token, and sums for losses and metrics.
 
-    expert_TK: torch.Tensor  # int32, best first; -1 for padding
-    gate_TK: torch.Tensor  # fp32 scores of these experts; differentiable
-    # fp32, sum of the probabilities over all T tokens; differentiable; (0,) without reports
+    Attributes:
+        expert_TK: int32, best first; -1 for padding.
+        gate_TK: fp32 scores of these experts; differentiable.
+        prob_sum_E: fp32, sum of the probabilities over T tokens, differentiable; shape (0,) without
+            reports.
+        entropy_sum: fp32 scalar, sum over tokens of the entropy in nats; shape (0,) without
+            reports.
+        lse_T: fp32, logsumexp of the logits; differentiable.
+        fallback: [T, R], next best experts and their scores; or None.
+        all_TK: int32, choices with those that padding would make; None if padding does not count.
+    """
+
+    expert_TK: torch.Tensor
+    gate_TK: torch.Tensor
     prob_sum_E: torch.Tensor
-    entropy_sum: torch.Tensor  # fp32 scalar, sum over tokens of the entropy in nats; likewise
-    lse_T: torch.Tensor  # fp32, logsumexp of the logits; differentiable
-    fallback: tuple[torch.Tensor, torch.Tensor] | None = None  # [T, R], next best ones and scores
-    # int32 [T, K], what padding would choose, too; None: there is none, or it does not count
+    entropy_sum: torch.Tensor
+    lse_T: torch.Tensor
+    fallback: tuple[torch.Tensor, torch.Tensor] | None = None
     all_TK: torch.Tensor | None = None
 
 
 class Counted(NamedTuple):
-    """The tokens that losses are means of."""
+    """Tokens over which losses are means; E includes null experts.
 
-    live_T: torch.Tensor | None  # bool, which these are; None: all
-    num_tokens: int | torch.Tensor  # on the host or as a scalar of the probabilities' dtype
-    prob_sum_E: torch.Tensor  # fp32 [E + N], sum of their probabilities; differentiable
-    pairs_E: torch.Tensor  # int [E + N], how often they chose each, in the choices that count
-    choices: int  # of a token that pairs_E counts
+    Attributes:
+        live_T: bool, these tokens; None: all.
+        num_tokens: an int, or a scalar in the dtype of the probabilities.
+        prob_sum_E: fp32, sum of the probabilities; differentiable.
+        pairs_E: int, how often the tokens chose each expert.
+        choices: choices of a token that ``pairs_E`` counts.
+    """
+
+    live_T: torch.Tensor | None
+    num_tokens: int | torch.Tensor
+    prob_sum_E: torch.Tensor
+    pairs_E: torch.Tensor
+    choices: int
 
 
 def route_logits(
@@ -65,16 +90,20 @@ def route_logits(
     pad_mask_T: torch.Tensor | None = None,
     load_bias_E: torch.Tensor | None = None,
 ) -> tuple[Routing, RouterAux | None]:
-    """From logits to a routing and its losses (None where nobody reads them), by scores and the K
-    best.
+    """Choose the K best experts of each token, and return the routing and its losses.
 
     Args:
-        logits_TE: [T, E], with N null experts [T, E + N]; with gradient. Half ones become fp32.
-        pad_mask_T: bool [T], True for padding; None: none is.
-        load_bias_E: fp32 [E], the router's ``load_bias``; None without that option.
+        logits_TE: [T, E] with gradient, null experts last. Half logits are cast to fp32.
+        call: options of the call.
+        pad_mask_T: bool [T], True for padding (default None: no padding).
+        load_bias_E: fp32 [E], the router's ``load_bias`` (default None: without that option).
+
+    Returns:
+        The routing, and losses and counts; None without ``call.reports``.
 
     Raises:
-        ValueError: logits for another number of experts, or a load bias is asked for and not given.
+        ValueError: logits for another number of experts, or no load bias although the options have
+            one.
     """
     config = call.config
     if logits_TE.shape[1] != config.num_outputs:
@@ -95,8 +124,8 @@ def route_logits(
     if not call.reports:
         return routing, None
     with nullcontext() if call.reports_again else outside_checkpoints():
-        found = _report(scores, chosen, of_experts, routing, call, num_null_KN, bias_counts)
-    return routing, found
+        report = _report(scores, chosen, of_experts, routing, call, num_null_KN, bias_counts)
+    return routing, report
 
 
 def _report(scores, chosen, of_experts, routing, call, num_null_KN, bias_counts) -> RouterAux:
@@ -106,7 +135,7 @@ def _report(scores, chosen, of_experts, routing, call, num_null_KN, bias_counts)
     if _policy(call, "random"):
         num_chosen_KE = count_pairs(of_experts.expert_TK, config.num_experts)
     if num_null_KN is not None:
-        # of experts those before rejection: choices of null experts are not rejected
+        # choices of experts before rejection: choices of null experts are not rejected
         balanced_KE = torch.cat([num_chosen_KE, num_null_KN], 1)
     elif config.balance_over != "unpadded":
         num_chosen_KE = _with_padding(num_chosen_KE, chosen, num_fillers)
@@ -128,10 +157,10 @@ def _report(scores, chosen, of_experts, routing, call, num_null_KN, bias_counts)
 
 
 def _with_padding(num_chosen_KE, chosen, num_fillers):
-    """Choices by expert of all tokens that there are, with those of padding and of fillers."""
+    """Return choices by expert of all tokens, also of padding and fillers."""
     if chosen.all_TK is not None:
         num_chosen_KE = count_pairs(chosen.all_TK, num_chosen_KE.shape[1])
-    if num_fillers:  # equal logits: the first experts
+    if num_fillers:  # with equal logits they choose the first experts
         num_chosen_KE = num_chosen_KE.clone()
         num_chosen_KE.diagonal().add_(num_fillers)
     return num_chosen_KE
@@ -151,7 +180,7 @@ def _scores(logits_TE, call, pad_mask_T) -> Scores:
     noisy_TE = logits_TE + std * torch.randn_like(logits_TE) if std > 0 else logits_TE
     score_TE = noisy_TE
     if call.config.score_function == "sigmoid":
-        # its softmax is sigmoid(z) divided by its sum over the experts
+        # its softmax is sigmoid(z) over the sum of sigmoids
         score_TE = torch.nn.functional.logsigmoid(noisy_TE)
     return Scores(logits_TE, noisy_TE, score_TE, pad_mask_T)
 
@@ -163,10 +192,10 @@ def _noise_std(call) -> float:
 def select_top_k(
     scores: Scores, call: RouterCall, load_bias_E: torch.Tensor | None
 ) -> tuple[Selection, torch.Tensor | None]:
-    """The K best experts, and the counts for ``load_bias="quantile"`` in training, or None.
+    """Return the K best experts, and the counts for ``load_bias="quantile"`` in training, or None.
 
-    ``sampling`` adds Gumbel noise for choices after the first; ``load_bias_E``, fp32 [E], is added
-    to the logits or sigmoids for the selection alone.
+    ``sampling`` adds Gumbel noise for choices after the first. ``load_bias_E``, fp32 [E], is added
+    to the logits or sigmoids for the selection only.
     """
     config, score_TE = call.config, scores.score_TE
     gumbel_TE = key_TE = bias_counts = None
@@ -180,23 +209,23 @@ def select_top_k(
         key_TE = score_TE.detach()
         key_TE = (key_TE.exp() if sigmoid else key_TE) + load_bias_E
     pad_T = scores.pad_T
-    count_padding = pad_T is not None and config.balance_over != "unpadded"
-    mask_T = None if count_padding else pad_T
+    mask_T = pad_T if config.balance_over == "unpadded" else None
     inputs = {"noise_TE": gumbel_TE, "pad_T": mask_T, "key_TE": key_TE}
     found = Selection(*ops.topk_gating(score_TE, num_choices, **inputs, sums=call.reports))
-    if count_padding:
+    if pad_T is not None and mask_T is None:  # padding counts
         all_TK = found.expert_TK[:, : config.top_k]
         masked_TK = found.expert_TK.masked_fill(pad_T[:, None], -1)
         found = found._replace(expert_TK=masked_TK, all_TK=all_TK)
     if sigmoid:
         found = found._replace(gate_TK=found.gate_TK * found.lse_T.exp()[:, None])
-    if counted:
+    if counted and key_TE is not None:
         next_T = found.expert_TK[:, config.top_k]
-        bias_counts = margin_histogram(key_TE, next_T, config.top_k, scores.pad_T)
+        bias_counts = margin_histogram(key_TE, next_T, config.top_k, pad_T)
     return _split(found, config.top_k, num_fallbacks), bias_counts
 
 
 def _split(found: Selection, top_k: int, num_fallbacks: int) -> Selection:
+    """Separate the K choices from the fallbacks."""
     expert_TC, gate_TC = found.expert_TK, found.gate_TK
     if expert_TC.shape[1] == top_k:
         return found
@@ -209,7 +238,7 @@ def _split(found: Selection, top_k: int, num_fallbacks: int) -> Selection:
 
 
 def _without_null_experts(chosen, call) -> tuple[Selection, torch.Tensor | None]:
-    """The choices that are routed, and int32 [K, N] pairs by choice and null expert, or None."""
+    """Return the choices of real experts, and int32 pairs by choice and null expert, or None."""
     num_experts, num_null = call.config.num_experts, call.config.null_experts
     if not num_null:
         return chosen, None
@@ -252,26 +281,26 @@ def _assign_rows(chosen: Selection, call: RouterCall, score_TE: torch.Tensor) ->
 
 
 def _reject_at_random(expert_TK, gate_TK):
-    """Drop choice j > 1 unless ``K * gate_j`` exceeds a uniform draw; first choices stay."""
+    """Reject choice j > 1 unless ``K * gate_j`` exceeds a uniform draw; keep first choices."""
     keep_TK = gate_TK.shape[1] * gate_TK > torch.rand_like(gate_TK)
     keep_TK[:, 0] = True
     return torch.where(keep_TK, expert_TK, -1)
 
 
 def _count_tokens(scores, chosen, balanced_KE, call) -> Counted:
-    """The tokens that losses are means of, by ``balance_over``, and what these chose."""
+    """Return the tokens over which losses are means, by ``balance_over``, and their choices."""
     choices = call.config.balance_choices_counted
     pairs_E = balanced_KE[:choices].sum(0) if choices > 1 else balanced_KE[0]
     if scores.pad_T is None or call.config.balance_over != "unpadded":
         return Counted(None, len(scores.score_TE), chosen.prob_sum_E, pairs_E, choices)
     live_T = ~scores.pad_T
     prob_TE = torch.where(live_T[:, None], scores.score_TE.softmax(1), 0)
-    num_live = live_T.sum(dtype=prob_TE.dtype)  # quotients of integers would be fp32
+    num_live = live_T.sum(dtype=prob_TE.dtype)  # an integer divisor would give fp32
     return Counted(live_T, num_live, prob_TE.sum(0), pairs_E, choices)
 
 
 def _for_all_ranks(counted, call) -> tuple[torch.Tensor, torch.Tensor] | tuple[()]:
-    """``mean_prob_E`` and ``balance_counts`` of :class:`RouterAux`, where they are needed."""
+    """Return ``mean_prob_E`` and ``balance_counts`` of :class:`RouterAux`, if they are needed."""
     if not call.training or call.config.balance_scope != "global":
         return ()
     pairs_E = counted.pairs_E.to(torch.int64)
@@ -281,14 +310,14 @@ def _for_all_ranks(counted, call) -> tuple[torch.Tensor, torch.Tensor] | tuple[(
 
 
 def _router_loss(scores, chosen, counted, call) -> torch.Tensor:
-    """The balance loss that the options ask for, with the weighted z-loss; fp32 scalar.
+    """Return the balance loss that the options ask for plus the weighted z-loss, fp32 scalar.
 
-    Without the balance loss where that needs the counts of all ranks.
+    The balance loss is left out if it needs the counts of all ranks.
     """
     config, noisy_TE = call.config, scores.noisy_TE
     if config.load_importance_loss and call.training:
         prob_TE = torch.exp(noisy_TE - chosen.lse_T[:, None])
-        # its gradient, too: other logits of the token than the expert's own move the threshold
+        # with gradient: the token's other logits move the threshold
         last_T = chosen.expert_TK[:, -1:].clamp(min=0).long()
         threshold_T = noisy_TE.gather(1, last_T)[:, 0]
         loss = losses.load_importance_loss(

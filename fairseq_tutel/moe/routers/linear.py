@@ -1,6 +1,6 @@
-"""Logits as a linear map of the tokens, the router of fairseq's ``moe`` branch.
+"""Router by a linear map of the tokens, as in fairseq's ``moe`` branch.
 
-The product of half tokens leaves in fp32, never rounded to half in between, forward and backward.
+Products of half tokens are fp32 and are not rounded to half, forward and backward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .base import TopKRouter
 class LinearRouter(TopKRouter):
     """a linear map without bias (Switch Transformer, GShard).
 
-    Its weight has the name that fairseq's checkpoints use. Without ``config.gating_fp32`` the
+    Its weight has the same name as in fairseq's checkpoints. Without ``config.gating_fp32`` the
     logits of half tokens are rounded to the tokens' dtype first.
     """
 

@@ -1,0 +1,145 @@
+"""Exchanges that a layer can use: build them before training, choose one in each call.
+
+Process groups are built before training. The degree of overlap, the wire formats and r are free in
+every call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import NamedTuple
+
+from ..config import ExchangeConfig
+from ..distributed import (
+    Exchange,
+    ExchangeAlgorithm,
+    ExpertParallelGroups,
+    ExpertParallelism,
+    expert_parallelism,
+)
+from ..distributed.exchanges import LocalCopy, build_algorithms
+from .experts import ExpertBank
+from .routing import RouterCall
+from .wire import WireCodec
+
+
+class ExchangeChoice(NamedTuple):
+    """How rows travel in one call of a layer.
+
+    Attributes:
+        config: the options of the exchange.
+        exchange: sends the rows.
+        parallelism: the placement for ``config.r``.
+        overlap_degree: chunks in which rows travel; 1 if there is nothing to overlap with.
+    """
+
+    config: ExchangeConfig
+    exchange: Exchange
+    parallelism: ExpertParallelism
+    overlap_degree: int
+
+    @property
+    def communicates(self) -> bool:
+        """Whether there are other ranks to send rows to."""
+        return self.exchange.groups.ep_size > 1
+
+    @property
+    def compact(self) -> bool:
+        """Whether only used rows travel although the capacity is fixed."""
+        return self.config.wire_compact and self.communicates
+
+    def refuse_own_experts(self, experts: ExpertBank) -> None:
+        """Raise ValueError if this choice cuts or gathers the user's own modules."""
+        way = self.parallelism
+        if way.is_replicated or experts.can_be_gathered:
+            return
+        if way.r != 1 or way.groups.num_slices > 1:
+            name = type(next(experts.children(), experts)).__name__
+            raise ValueError(
+                f"r={way.r}, placement={way.groups.placement!r}: the weights of modules of one's "
+                f"own ({name}) cannot be gathered; they are computed whole, with r=1"
+            )
+
+    def with_local_drop(
+        self, call: RouterCall, draw: int | None, layer_index: int
+    ) -> ExchangeChoice:
+        """Return the choice for one step: with local drop, the rows may stay on their rank.
+
+        Gating dropout (arXiv 2205.14336), ``--moe-local-drop`` of NLLB: with a probability, per
+        layer and training step, nothing is exchanged. With e local experts, rank r computes the
+        rows of expert ``q * e + l`` by its own expert ``r * e + l``. Routing, capacity, losses and
+        weights do not change.
+
+        ``draw`` is the random number of the ranks' agreement, so that they and a recomputation draw
+        alike; None in evaluation. Layers draw independently, by their number.
+        """
+        probability = call.config.local_drop if call.training else 0.0
+        if probability == 0 or draw is None or not self.communicates:
+            return self
+        # a string seed is hashed, so that neighbouring layers draw independently
+        if random.Random(f"{draw} {layer_index}").random() >= probability:
+            return self
+        stay = Exchange(LocalCopy(self.exchange.groups, self.exchange.name), None, False)
+        return self._replace(exchange=stay, overlap_degree=1)
+
+
+class ExchangeChoices:
+    """Exchanges that were built for a layer, by their options.
+
+    Args:
+        groups: placement of the experts.
+        timed: measure the exchanges. Timed exchanges are not chunked, because overlap would hide
+            their cost.
+        skip: copy rows instead of sending them, for benchmarks.
+    """
+
+    def __init__(self, groups: ExpertParallelGroups, *, timed: bool, skip: bool):
+        self._groups, self._timed, self._skip = groups, timed, skip
+        self._algorithms: dict[tuple, ExchangeAlgorithm] = {}
+        self._choices: dict[ExchangeConfig, ExchangeChoice] = {}
+
+    def prepare(self, exchange: ExchangeConfig | str) -> ExchangeChoice:
+        """Build an exchange for every possible r. Collective; ranks give the same exchange."""
+        config = ExchangeConfig.of(exchange)
+        for r, built in build_algorithms(config, self._groups).items():  # compares ranks' configs
+            if self._skip and built.groups.ep_size > 1:
+                built = LocalCopy(built.groups, built.name)
+            self._algorithms.setdefault((config.algorithm, config.ranks_per_node, r), built)
+        return self.of(config)
+
+    def of(self, config: ExchangeConfig) -> ExchangeChoice:
+        """Return the choice for these options.
+
+        Raises:
+            ValueError: the exchange was not prepared. Building it here would hang if one rank chose
+                it alone.
+        """
+        if config not in self._choices:
+            self._choices[config] = self._choose(config)
+        return self._choices[config]
+
+    def for_call(
+        self, own: ExchangeChoice, exchange: ExchangeConfig | str | None, r: int | None
+    ) -> ExchangeChoice:
+        """Return the choice of one call: the layer's own, unless it gives another one, or an r."""
+        wanted = ExchangeConfig.of(exchange or own.config)
+        if r is not None and r != wanted.r:
+            wanted = dataclasses.replace(wanted, r=r)
+        return own if wanted == own.config else self.of(wanted)
+
+    def _choose(self, config):
+        # raises for an impossible r; all possible ones were made with the algorithms
+        parallelism = expert_parallelism(self._groups, config.r)
+        built = self._algorithms.get((config.algorithm, config.ranks_per_node, config.r))
+        if built is None:
+            raise ValueError(
+                f"exchange={config} was not built for this layer: call "
+                "layer.prepare_exchanges(...) with it on all ranks before training"
+            )
+        if self._timed:
+            config = dataclasses.replace(config, overlap_degree=1)
+        communicates = built.groups.ep_size > 1
+        codec = WireCodec(config) if config.compresses and communicates else None
+        degree = config.overlap_degree if communicates else 1
+        return ExchangeChoice(config, Exchange(built, codec, self._timed), parallelism, degree)

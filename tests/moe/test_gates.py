@@ -1,0 +1,131 @@
+"""A gate is called as a module: names in state dicts, hooks, wrappers."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import parametrize
+
+from fairseq_tutel.moe import MoEConfig, MoELayer
+from fairseq_tutel.moe.routers import LinearRouter
+
+M, E = 6, 4
+
+
+class TwoLayers(nn.Module):
+    """A gate with submodules and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(M, 5), nn.Linear(5, E, bias=False)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x_TM):
+        return self.scale * self.outer(torch.tanh(self.inner(x_TM)))
+
+
+GATES = {
+    "linear": lambda: nn.Linear(M, E),
+    "module": TwoLayers,
+    "router": lambda: LinearRouter(M, MoEConfig(num_experts=E, capacity_factor=0.0)),
+}
+
+
+def make(gate):
+    torch.manual_seed(0)
+    return MoELayer(M, E, 8, gate=gate, capacity_factor=0.0, seed=1)
+
+
+class Wrapper(nn.Module):
+    """Like DistributedDataParallel: the same call, another class."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_state_dicts_name_a_gate_as_it_names_itself(name):
+    gate = GATES[name]()
+    own = gate.state_dict()
+    layer = make(gate)
+    of_gate = {k: v for k, v in layer.state_dict().items() if k.startswith("gate.")}
+    assert of_gate.keys() == {f"gate.{key}" for key in own}
+    assert layer.gate is gate
+    assert {n for n, _ in layer.named_parameters() if n.startswith("gate.")} == {
+        f"gate.{n}" for n, _ in gate.named_parameters()
+    }
+    other = make(GATES[name]())
+    other.load_state_dict(layer.state_dict())
+    x = torch.randn(9, M)
+    assert torch.equal(other(x), layer(x))
+
+
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("wrap", [Wrapper, checkpoint_wrapper])
+def test_a_gate_that_is_wrapped_later_routes_as_before(name, wrap):
+    layer, x = make(GATES[name]()), torch.randn(9, M)
+    y = layer(x)
+    y.square().sum().backward()
+    want = {id(param): param.grad.clone() for param in layer.parameters()}
+    layer.zero_grad()
+    layer.gate = wrap(layer.gate)
+    again = layer(x)
+    again.square().sum().backward()
+    assert torch.equal(again, y)
+    for param in layer.parameters():
+        torch.testing.assert_close(param.grad, want[id(param)])
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+class LowRank(nn.Module):
+    """Like LoRA's linear layer: the base's output plus a trained product."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(M, 2, bias=False), nn.Linear(2, E, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_a_gate_of_ones_own_takes_parametrizations_and_low_rank_layers():
+    gate, x = nn.Linear(M, E), torch.randn(9, M)
+    layer, doubled = make(gate), nn.Linear(M, E)
+    doubled.load_state_dict({"weight": 2 * gate.weight.detach(), "bias": gate.bias.detach()})
+    want = make(doubled)(x)
+    parametrize.register_parametrization(layer.gate, "weight", Doubled())
+    torch.testing.assert_close(layer(x), want)
+    parametrize.remove_parametrizations(layer.gate, "weight")
+    layer.gate = LowRank(layer.gate)
+    layer(x).square().sum().backward()
+    assert layer.gate.up.weight.grad.any() and layer.gate.base.weight.grad is None
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_hooks_of_gate_and_experts_run_once_per_call(name):
+    layer, seen = make(GATES[name]()), []
+    layer.gate.register_forward_hook(lambda *_: seen.append("gate"))
+    layer.gate.register_forward_pre_hook(lambda *_: seen.append("before gate"))
+    layer.experts.register_forward_hook(lambda *_: seen.append("experts"))
+    layer(torch.randn(9, M))
+    assert seen == ["before gate", "gate", "experts"]
+
+
+def test_a_router_without_reports_is_named():
+    class Silent(LinearRouter):
+        def forward(self, x_TM, pad_mask_T, call):
+            return super().forward(x_TM, pad_mask_T, call)[0], None
+
+    layer = make(Silent(M, MoEConfig(num_experts=E, capacity_factor=0.0)))
+    assert layer(torch.randn(3, M)).shape == (3, M)
+    with pytest.raises(ValueError, match="the router returned None in place of RouterAux"):
+        layer(torch.randn(3, M), return_aux=True)
