@@ -30,19 +30,12 @@ from .routing import Routing
 
 
 class Chunk(NamedTuple):
-    """Rows that are exchanged together.
+    """Rows that are exchanged together."""
 
-    Attributes:
-        span: the rows in the send buffer.
-        splits: rows per rank; None if they are equal.
-        offsets: of :class:`~fairseq_tutel.moe.ExpertRows`.
-        by_expert: puts arrived rows [n, M] in the order of the experts; differentiable.
-        by_rank: the inverse; differentiable.
-    """
-
-    span: slice
-    splits: Splits | None
-    offsets: torch.Tensor | None
+    span: slice  # of the send buffer
+    splits: Splits | None  # rows per rank; None if they are equal
+    offsets: torch.Tensor | None  # of ExpertRows
+    # puts arrived rows [n, M] in the order of the experts, and the inverse; differentiable
     by_expert: Callable[[torch.Tensor], torch.Tensor]
     by_rank: Callable[[torch.Tensor], torch.Tensor]
 

@@ -25,19 +25,12 @@ from .wire import WireCodec
 
 
 class ExchangeChoice(NamedTuple):
-    """How rows travel in one call of a layer.
-
-    Attributes:
-        config: the options of the exchange.
-        exchange: sends the rows.
-        parallelism: the placement for ``config.r``.
-        overlap_degree: chunks in which rows travel; 1 if there is nothing to overlap with.
-    """
+    """How rows travel in one call of a layer."""
 
     config: ExchangeConfig
     exchange: Exchange
-    parallelism: ExpertParallelism
-    overlap_degree: int
+    parallelism: ExpertParallelism  # the placement for ``config.r``
+    overlap_degree: int  # chunks in which rows travel; 1 if there is nothing to overlap with
 
     @property
     def communicates(self) -> bool:

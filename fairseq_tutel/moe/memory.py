@@ -23,17 +23,11 @@ _MEMORY_FILE = Path("/proc/meminfo")
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Memory of a training step on one device; ``str()`` gives one line.
+    """Memory of a training step on one device; ``str()`` gives one line."""
 
-    Attributes:
-        kinds: bytes by name.
-        free: bytes that can be allocated now; None if unknown.
-        held: names of the kinds that are allocated already.
-    """
-
-    kinds: Mapping[str, int]
-    free: int | None
-    held: Collection[str] = ()
+    kinds: Mapping[str, int]  # bytes by name
+    free: int | None  # bytes that can be allocated now; None if unknown
+    held: Collection[str] = ()  # names of the kinds that are allocated already
 
     @property
     def needed(self) -> int:
@@ -53,19 +47,12 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class RoutedBytes:
-    """Bytes that an MoE layer keeps for its backward pass.
+    """Bytes that an MoE layer keeps for its backward pass."""
 
-    Attributes:
-        gate: logits in fp32.
-        hidden: inputs and outputs of the experts' activation.
-        shared: the same of the shared expert.
-        buffer: rows of model width; two such buffers are kept: the received rows and the outputs.
-    """
-
-    gate: int
-    hidden: int
-    shared: int
-    buffer: int
+    gate: int  # logits in fp32
+    hidden: int  # inputs and outputs of the experts' activation
+    shared: int  # the same of the shared expert
+    buffer: int  # rows of model width; two are kept: the received rows and the outputs
 
     @property
     def working(self) -> int:

@@ -58,19 +58,12 @@ def wire_errors(records: Iterable[ExchangeRecord]) -> dict[str, torch.Tensor]:
 
 
 class RoutingCounts(NamedTuple):
-    """Counts of the MoE layers of one forward pass; may be summed over ranks and passes.
+    """Counts of the MoE layers of one forward pass; may be summed over ranks and passes."""
 
-    Attributes:
-        load: int [L, E], pairs routed to each expert, before dropping.
-        kept: int [L, E], rows that each expert gets, after dropping.
-        received: int [L, W], rows that each rank receives; each row goes to r ranks.
-        slots: int [L], rows of the padded buffers, E * C for each rank; 0 if ragged.
-    """
-
-    load: torch.Tensor
-    kept: torch.Tensor
-    received: torch.Tensor
-    slots: torch.Tensor
+    load: torch.Tensor  # int [L, E], pairs routed to each expert, before dropping
+    kept: torch.Tensor  # int [L, E], rows that each expert gets, after dropping
+    received: torch.Tensor  # int [L, W], rows that each rank receives; each row goes to r ranks
+    slots: torch.Tensor  # int [L], rows of the padded buffers, E * C for each rank; 0 if ragged
 
 
 class Utilisation(NamedTuple):

@@ -1,6 +1,7 @@
 """Experts on four ranks against the same layer with all experts and all tokens."""
 
 import torch
+from helpers import naive
 
 from fairseq_tutel import training
 from fairseq_tutel.config import ExchangeConfig
@@ -23,15 +24,12 @@ def gradients(experts):
 
 
 def by_hand(layer, x, expert):
-    """In fp64: softmax over all experts, the best two over their sum; ``expert(x, its state)``."""
+    """In fp64: the layer of ``helpers.naive`` with ``expert(x, its state)``."""
     state = {name: value.double() for name, value in layer.state_dict().items()}
-    weight, chosen = (x @ state["gate.wg.weight"].t()).softmax(-1).topk(2, -1)
-    weight, y = weight / weight.sum(-1, keepdim=True), torch.zeros_like(x)
-    for j in range(layer.groups.num_experts):
-        start = f"experts.{j}."
-        own = {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
-        y += (weight * (chosen == j)).sum(-1, keepdim=True) * expert(x, own)
-    return y
+    starts = [f"experts.{e}." for e in range(layer.groups.num_experts)]
+    own = [{k.removeprefix(s): v for k, v in state.items() if k.startswith(s)} for s in starts]
+    gate = state["gate.wg.weight"]
+    return naive.layer(x, gate, lambda x, e: expert(x, own[e]), layer.config, layer.training)[0]
 
 
 def check_on_ranks(make, model_dim, cases, folder):

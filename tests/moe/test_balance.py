@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from gating_reference import gating
 from helpers.assertions import rms_ratio
 from helpers.distributed import run_ranks
+from helpers.naive import gating
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import training

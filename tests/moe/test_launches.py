@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fairseq_tutel import ops
 from fairseq_tutel.backends.torch import gate_logits
 from fairseq_tutel.moe import MoELayer
-from fairseq_tutel.ops import backend
+from fairseq_tutel.ops import backend as chooser
 
 MOST = 25  # dispatched operations each way, views included
 # What launches nothing, and what waits for the device.
@@ -100,12 +100,12 @@ def test_nothing_is_read_by_the_host(options, autocast, device):
 
 
 @pytest.fixture
-def inside(monkeypatch):
+def inside(monkeypatch, backend):
     """Records what the Triton backend's functions do; as on a GPU, with interpreted kernels."""
     from triton.runtime.interpreter import GridExecutor
 
     recorder = Dispatched()
-    choose, launch = backend.implementation, GridExecutor.__call__
+    choose, launch = chooser.implementation, GridExecutor.__call__
 
     def implementation(name, tensor):
         function = choose(name, tensor)
@@ -121,7 +121,7 @@ def inside(monkeypatch):
         with torch.utils._python_dispatch._disable_current_modes():
             return launch(self, *args, **kwargs)
 
-    monkeypatch.setattr(backend, "_requested", "triton")
+    backend("triton")
     monkeypatch.setattr(gate_logits, "_on_matrix_units", lambda x_TM: True)
     monkeypatch.setattr(GridExecutor, "__call__", launched)
     for name in ("dispatch", "expert_ffn", "gate_logits", "gating", "rows", "slots"):

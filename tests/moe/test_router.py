@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from gating_reference import gating
 from helpers.assertions import assert_close, rms_ratio
+from helpers.naive import gating
 from helpers.routing import route, weight_by_expert
 
 from fairseq_tutel.moe import METRIC_NAMES, MoEConfig, make_router

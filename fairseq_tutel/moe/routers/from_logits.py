@@ -27,61 +27,34 @@ from ..torch_modes import outside_checkpoints
 
 
 class Scores(NamedTuple):
-    """Values by which tokens choose, fp32 or fp64, with gradient; E includes null experts.
+    """Values by which tokens choose, fp32 or fp64, with gradient; E includes null experts."""
 
-    Attributes:
-        logits_TE: before the noise of training.
-        noisy_TE: with the noise.
-        score_TE: its softmax is the distribution over the experts.
-        pad_T: bool [T], tokens that choose nothing; None: all choose.
-    """
-
-    logits_TE: torch.Tensor
-    noisy_TE: torch.Tensor
-    score_TE: torch.Tensor
-    pad_T: torch.Tensor | None
+    logits_TE: torch.Tensor  # before the noise of training
+    noisy_TE: torch.Tensor  # with the noise
+    score_TE: torch.Tensor  # its softmax is the distribution over the experts
+    pad_T: torch.Tensor | None  # bool, tokens that choose nothing; None: all choose
 
 
 class Selection(NamedTuple):
-    """Experts of each token, and sums for losses and metrics.
+    """Experts of each token, and sums for losses and metrics; sums are (0,) without reports."""
 
-    Attributes:
-        expert_TK: int32, best first; -1 for padding.
-        gate_TK: fp32 scores of these experts; differentiable.
-        prob_sum_E: fp32, sum of the probabilities over T tokens, differentiable; shape (0,) without
-            reports.
-        entropy_sum: fp32 scalar, sum over tokens of the entropy in nats; shape (0,) without
-            reports.
-        lse_T: fp32, logsumexp of the logits; differentiable.
-        fallback: [T, R], next best experts and their scores; or None.
-        all_TK: int32, choices with those that padding would make; None if padding does not count.
-    """
-
-    expert_TK: torch.Tensor
-    gate_TK: torch.Tensor
-    prob_sum_E: torch.Tensor
-    entropy_sum: torch.Tensor
-    lse_T: torch.Tensor
-    fallback: tuple[torch.Tensor, torch.Tensor] | None = None
-    all_TK: torch.Tensor | None = None
+    expert_TK: torch.Tensor  # int32, best first; -1 for padding
+    gate_TK: torch.Tensor  # fp32 scores of these experts; differentiable
+    prob_sum_E: torch.Tensor  # fp32, sum of the probabilities over T tokens; differentiable
+    entropy_sum: torch.Tensor  # fp32 scalar, sum over tokens of the entropy in nats
+    lse_T: torch.Tensor  # fp32, logsumexp of the logits; differentiable
+    fallback: tuple[torch.Tensor, torch.Tensor] | None = None  # [T, R], next best, their scores
+    all_TK: torch.Tensor | None = None  # int32, with choices of padding; None if it does not count
 
 
 class Counted(NamedTuple):
-    """Tokens over which losses are means; E includes null experts.
+    """Tokens over which losses are means; E includes null experts."""
 
-    Attributes:
-        live_T: bool, these tokens; None: all.
-        num_tokens: an int, or a scalar in the dtype of the probabilities.
-        prob_sum_E: fp32, sum of the probabilities; differentiable.
-        pairs_E: int, how often the tokens chose each expert.
-        choices: choices of a token that ``pairs_E`` counts.
-    """
-
-    live_T: torch.Tensor | None
-    num_tokens: int | torch.Tensor
-    prob_sum_E: torch.Tensor
-    pairs_E: torch.Tensor
-    choices: int
+    live_T: torch.Tensor | None  # bool, these tokens; None: all
+    num_tokens: int | torch.Tensor  # a tensor has the dtype of the probabilities
+    prob_sum_E: torch.Tensor  # fp32, sum of the probabilities; differentiable
+    pairs_E: torch.Tensor  # int, how often the tokens chose each expert
+    choices: int  # choices of a token that pairs_E counts
 
 
 def route_logits(
