@@ -8,9 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import training
 from fairseq_tutel.distributed import process_world
-from fairseq_tutel.moe import MoEConfig, MoELayer, RouterCall, make_router
+from fairseq_tutel.moe import MoEConfig, MoELayer, make_router
 from fairseq_tutel.moe.load_bias import BINS, margin_histogram, quantile_bias, sign_bias
-from fairseq_tutel.moe.routers.from_logits import Scores, select_top_k
 
 T, E = 37, 6
 
@@ -55,13 +54,12 @@ def test_a_bias_of_zero_changes_no_bit(rule):
 def test_the_new_bias_is_the_quantile_of_what_tokens_need(top_k):
     logits, bias = inputs(tokens=5000)
     config = MoEConfig(E, top_k=top_k, load_bias="quantile")
-    call = RouterCall(config, True, len(logits))
-    chosen, counts = select_top_k(Scores(logits, logits, logits, None), call, bias)
-    assert chosen.expert_TK.shape == (len(logits), top_k)
+    routing, aux = route(logits, config, True, load_bias_E=bias)
+    assert routing.expert_TK.shape == (len(logits), top_k)
     # a bias above it would choose e
     needed = (logits + bias).topk(top_k + 1).values[:, -1:] - logits
     want = torch.quantile(needed.detach(), top_k / E, dim=0)
-    got = quantile_bias(bias, counts)
+    got = quantile_bias(bias, aux.bias_counts)
     # up to the mean, and to a bin's width: 8% of the way from the old bias
     moved, got = want - bias, got + want.mean()
     assert ((got - want).abs() <= 0.08 * moved.abs() + 0.002).all()
