@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -86,9 +85,8 @@ def refuse_network_options(argument: str, **given: tuple[Any, Any]) -> None:
         raise ValueError(f"{argument}= says what the experts are, and not {' and '.join(unread)}")
 
 
-@functools.lru_cache(maxsize=64)  # to check options takes a while
 def config_for_call(
-    config: MoEConfig, training: bool, top_k: int | None, capacity_factor: float | None
+    config: MoEConfig, top_k: int | None, capacity_factor: float | None, training: bool
 ) -> MoEConfig:
     """Return the routing options of a call with another ``top_k`` or ``capacity_factor``."""
     changes: dict[str, Any] = {} if top_k is None else {"top_k": top_k}

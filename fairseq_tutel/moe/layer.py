@@ -144,6 +144,7 @@ class MoELayer(nn.Module):
         self.model_dim, self.layer_index, self.compute_aux = model_dim, layer_index, compute_aux
         self.groups = groups_for(self.config.num_experts, groups)
         self._checked_wrapper = False
+        self._changed: dict[tuple, tuple[MoEConfig, MoEConfig]] = {}  # of calls: before, after
         self._choices = ExchangeChoices(self.groups, timed=record_exchange_time, skip=skip_exchange)
         self.exchange_choice = self._choices.prepare(exchange)
         self.gate = gate_for(gate, model_dim, self.config)
@@ -218,12 +219,10 @@ class MoELayer(nn.Module):
             exchange (ExchangeConfig or str): the layer's or a prepared one
                 (:meth:`prepare_exchanges`), with any overlap, wire and r (default None).
             r (int): ranks that each token goes to (default None: the exchange's).
-            record (ExchangeRecord): takes what the exchanges report, also when they are recomputed
-                (default None: made here if needed).
+            record (ExchangeRecord): takes reports of exchanges, also recomputed (default None).
             return_aux (bool): also return losses and counts (default False). Otherwise they are
                 not computed in evaluation under ``torch.no_grad``, nor with ``compute_aux=False``.
-            balance_later (bool): leave :func:`~fairseq_tutel.moe.balance_over_ranks` to the caller
-                even without a ``step`` (default False).
+            balance_later (bool): leave ``balance_over_ranks`` to the caller (default False).
 
         Returns:
             y [..., M], or (y, :class:`MoEAux`).
@@ -253,10 +252,7 @@ class MoELayer(nn.Module):
     def step_settings(
         self, dtype: torch.dtype, *, top_k=None, capacity_factor=None, exchange=None, r=None
     ) -> StepSettings:
-        """Return what ranks must have in common for a call with these options of :meth:`forward`.
-
-        ``dtype`` (torch.dtype) is that of the experts' rows.
-        """
+        """Return what ranks must have in common for a call; ``dtype`` is that of experts' rows."""
         return self._settings(*self._resolve(None, top_k, capacity_factor, exchange, r), dtype)
 
     def memory_of_step(self, num_tokens: int, dtype: torch.dtype | None = None) -> StepMemory:
@@ -312,7 +308,11 @@ class MoELayer(nn.Module):
         """Return the options of a call."""
         config, choice = self.config, self.exchange_choice
         if top_k is not None or capacity_factor is not None:
-            config = config_for_call(config, self.training, top_k, capacity_factor)
+            asked = (top_k, capacity_factor, self.training)
+            known = self._changed.get(asked)
+            if known is None or known[0] is not config:  # to check options takes a while
+                known = self._changed[asked] = (config, config_for_call(config, *asked))
+            config = known[1]
         exchange = exchange or (step and step.exchange)
         if exchange is not None or r is not None:
             choice = self._choices.for_call(choice, exchange, r)
