@@ -86,7 +86,8 @@ def points(names: list[str], options: argparse.Namespace, ranks: Ranks) -> Itera
         about = {"shape": dataclasses.asdict(shape)}
         for peer, their in theirs.items():
             mine = dataclasses.replace(ours[PEERS[peer]], name=PEERS[peer])
-            yield Point(f"{name}: {peer}", [mine, their], about, missing, verdict_of)
+            left_out = missing if peer == "experts" else {}  # said once
+            yield Point(f"{name}: {peer}", [mine, their], about, left_out, verdict_of)
 
 
 def verdict_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
