@@ -5,15 +5,30 @@
 #   bash scripts/test.sh tests/ops -k gating   # some, also of those below
 #   bash scripts/test.sh --long                # whole programs, also of scripts/; the fuzz
 #   bash scripts/test.sh --extras              # beside other libraries
+#   bash scripts/test.sh --second-isa          # what rounds, with the processor's oldest instructions
+#   bash scripts/test.sh --fake-gpu            # layer, operators and ranks where torch finds a GPU
 #
 # Those beside other libraries are marked `extras` and have an environment of their own, .venv-extras
 # (safetensors, transformers, timm, accelerate, lightning, deepspeed); elsewhere they are skipped. Three tests at a time
 # (TEST_WORKERS=N: N), of which some only wait; with -n 0 they run in the pytest process itself.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+style=check
 case "${1:-}" in
---extras) shift && EXTRAS=1 stage=(-m extras) ;;
+--extras) shift && EXTRAS=1 style="" stage=(-m extras) ;;
 --long) shift && stage=(-m long) ;;
+--second-isa)
+    shift
+    export ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2
+    fairseq=tests/integrations/fairseq
+    style="" stage=(-m "not long and not interpreted" tests/ops tests/moe/test_*experts.py
+        tests/training/test_matrices.py "$fairseq"/test_{golden*,equivalence}.py)
+    ;;
+--fake-gpu)
+    shift
+    export FAKE_GPU=1
+    style="" stage=(-m "not gpu and not long" tests/{moe,ops,backends,distributed})
+    ;;
 "") stage=(-m "not long") ;;
 *) stage=() ;;
 esac
@@ -23,7 +38,7 @@ source scripts/setup_env.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 status=0
-if [ -z "${EXTRAS:-}" ]; then
+if [ -n "$style" ]; then
     ruff check . || status=1
     ruff format --check --quiet . || { echo "ruff format . would change files" >&2; status=1; }
     # types, as the pinned torch states them: fairseq's official release has an older one
