@@ -1,0 +1,77 @@
+"""A run of commit 204ed4b is read, evaluated and resumed: config, checkpoints, log, exchanges.
+
+``data_204ed4b`` holds what two ranks of ``fairseq-hydra-train`` left with ``run.yaml``.
+``expected.json`` is what :func:`_resumed` and :func:`_evaluated` returned at that commit.
+"""
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from fairseq import checkpoint_utils, tasks
+from helpers.distributed import run_ranks
+from helpers.training import make_batch, make_trainer, own_batches, record_updates
+
+from fairseq_tutel import picture
+from fairseq_tutel.plan.compose import load_config
+
+DATA = Path(__file__).parent / "data_204ed4b"
+LOSSES = {10: 3.969, 20: 2.138, 30: 1.173, 40: 0.595}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    with tarfile.open(DATA / "set.tar.xz") as files:
+        files.extractall(tmp_path, filter="data")
+    return str(tmp_path / "checkpoint_last.pt")
+
+
+def _resumed(path):
+    """The layer's options; the loss sums of three more updates."""
+    choices = f"+model.moe_tune_file={DATA / 'exchange.json'}"
+    trainer = make_trainer(load_config(DATA, "run", [choices]))
+    trainer.load_checkpoint(path)
+    updates = record_updates(trainer)
+    for number in range(3):
+        trainer.train_step(own_batches(number, 2))
+    (layer,) = trainer.get_model().moe_layers.values()
+    about = [layer.config.router, layer.config.load_bias, layer.exchange_config.algorithm]
+    about += [layer.exchange_config.wire, type(layer.experts).__name__, layer.experts.hidden_dim]
+    return about, trainer.get_num_updates(), [update.sums["inner_loss"] for update in updates]
+
+
+def _evaluated(path):
+    """The mean log-probability that one process computes of a batch."""
+    task = tasks.setup_task(load_config(DATA, "run", []).task)
+    (model,), _ = checkpoint_utils.load_model_ensemble([path], task=task)
+    batch = make_batch(1)
+    with torch.no_grad():
+        logits = model.eval()(batch["net_input"]["src_tokens"])[0]
+    return logits.log_softmax(-1).gather(-1, batch["target"][..., None]).mean().item()
+
+
+def _expected():
+    return json.loads((DATA / "expected.json").read_text())
+
+
+def test_a_set_and_its_config_resume_with_the_same_options(checkpoint):
+    about, update, losses = run_ranks(_resumed, 2, checkpoint)[0]
+    assert about == ["cosine", "quantile", "2dh", "fp16", "SwiGLUExperts", 6] and update == 43
+    assert losses == pytest.approx(_expected()["losses"], rel=1e-4)
+
+
+def test_a_set_is_evaluated_with_its_own_options(checkpoint):
+    assert _evaluated(checkpoint) == pytest.approx(_expected()["evaluated"], rel=1e-4)
+
+
+def test_logs_are_drawn(tmp_path):
+    curves = picture.read_log(DATA / "log.txt")
+    assert {update: row["loss"] for update, row in curves.train.items()} == LOSSES
+    for name in ("expert_load.jsonl", "exchange.jsonl", "log.txt"):
+        (tmp_path / name).write_bytes((DATA / name).read_bytes())
+    pytest.importorskip("matplotlib")
+    assert picture.main([str(tmp_path), "--log", str(tmp_path / "log.txt")]) == 0
+    drawn = {file.stem for file in tmp_path.glob("*.png")}
+    assert drawn == {"loss", "experts", "exchange"}
