@@ -4,9 +4,9 @@ The layer alone needs torch and numpy and imports nothing of fairseq::
 
     from fairseq_tutel import MoELayer, replace_ffn
 
-fairseq's programs import a user dir by themselves, and the package then registers its model, its
-criterion and the few hooks with fairseq. A program that uses fairseq as a library calls
-:func:`register`, or imports what it needs of ``fairseq_tutel.integrations.fairseq``.
+:func:`register` makes fairseq know the package's models, criterions and hooks. fairseq's programs
+import a user dir by themselves, and then it is called. Other programs call it before they use
+fairseq with experts.
 """
 
 import sys
@@ -20,19 +20,30 @@ __all__ = ["MoELayer", "register", "replace_ffn"]
 
 
 def register() -> None:
-    """Register the model and the criterion with fairseq and install the hooks; idempotent.
+    """Register models, criterions and hooks with fairseq; idempotent.
 
     Raises:
         ImportError: fairseq is not installed.
     """
+    from .integrations import fairseq
     from .integrations.fairseq.trainer.memory import count_memory_by
     from .plan.planner import memory_at_peak
 
+    fairseq.register()
     count_memory_by(memory_at_peak)
 
 
+def _in_user_dir() -> bool:
+    """Return whether fairseq imports a user dir: this package, or one that imports this package.
+
+    fairseq notes the path of a user dir before it imports it.
+    """
+    utils = sys.modules.get("fairseq.utils")
+    return bool(getattr(getattr(utils, "import_user_module", None), "memo", None))
+
+
 def __getattr__(name: str) -> Any:
-    """Import the layer when it is asked for; ``--user-dir`` and the planner do without torch."""
+    """Import the layer on first use; ``--user-dir`` and the planner do without torch."""
     if name in ("MoELayer", "replace_ffn"):
         from . import moe
 
@@ -44,5 +55,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if "fairseq.utils" in sys.modules:  # the module by which fairseq imports a --user-dir
+if _in_user_dir():
     register()

@@ -17,16 +17,26 @@ factory, hook, filters = logging.getLogRecordFactory(), sys.excepthook, list(war
 import fairseq_tutel.moe
 assert not {"fairseq", "fairseq_cli", "hydra"} & {name.split(".")[0] for name in sys.modules}
 assert (factory, hook) == (logging.getLogRecordFactory(), sys.excepthook)
-from fairseq_tutel.integrations.fairseq.models import TransformerLMGPTMoE
+import argparse
+from fairseq import models, utils
 from fairseq.trainer import Trainer
-assert Trainer.__new__ is not object.__new__, "not registered by an import of the model"
+import fairseq_tutel.integrations.fairseq.models
+assert "transformer_lm_gpt_moe" not in models.MODEL_REGISTRY
+assert Trainer.__new__ is object.__new__ and hook is sys.excepthook
+{last}
+assert "transformer_lm_gpt_moe" in models.MODEL_REGISTRY
+assert Trainer.__new__ is not object.__new__
 """
+ASKED = "fairseq_tutel.register()"
+USER_DIR = "del sys.modules['fairseq_tutel']; "
+USER_DIR += "utils.import_user_module(argparse.Namespace(user_dir='fairseq_tutel'))"
 
 
-def test_the_layer_imports_nothing_of_fairseq_and_the_model_registers():
-    """One process of its own: here, the tests themselves have registered already."""
+@pytest.mark.parametrize("last", [ASKED, USER_DIR])
+def test_imports_change_nothing_and_fairseqs_own_import_or_a_call_registers(last):
+    """Run a process of its own: here, the tests themselves have registered already."""
     pytest.importorskip("fairseq")
-    run([sys.executable, "-c", PROGRAM])
+    run([sys.executable, "-c", PROGRAM.replace("{last}", last)])
 
 
 def test_configs_are_found_by_name_from_anywhere(monkeypatch, tmp_path, capsys):

@@ -1,5 +1,7 @@
-"""What this package's own commands share (standard library only): errors, tables, exit codes, and
-where the shipped Hydra configs and hardware profiles are."""
+"""Parts of this package's own commands: errors, tables, exit codes, folder of shipped configs.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,18 @@ from typing import NoReturn
 
 from .quiet import silence_imports
 
-# A training process that was asked (SIGUSR1) to make room has saved a checkpoint and wants to be
-# queued again: the launcher passes the code through to scripts/slurm/train.sbatch. 85 is free of
-# the shell's codes (126-165) and of those in sysexits.h (64-78).
+# A training process has saved a checkpoint on SIGUSR1 and wants to be queued again. The launcher
+# passes the code on to scripts/slurm/train.sbatch. 85 is neither a code of the shell (126-165) nor
+# of sysexits.h (64-78).
 EXIT_REQUEUE = 85
-# One that has saved a checkpoint with more experts (--moe-grow-at), upon which the launcher starts
-# the ranks again; RESTARTS is set for ranks of a launcher that does.
+# A training process has saved a checkpoint with more experts (--moe-grow-at). A launcher that
+# starts the ranks again sets RESTARTS for them.
 EXIT_GROWN = 86
 RESTARTS = "FAIRSEQ_TUTEL_RESTARTS"
-# A folder in which the ranks of a launcher note the errors that they print: all ranks find most of
-# a user's errors, and the first prints each. A rank makes the folder, the launcher removes it.
+# Folder in which ranks note the errors that they print, so that only the first rank prints an error
+# that all find. A rank makes the folder, the launcher removes it.
 REPORTED = "FAIRSEQ_TUTEL_REPORTED"
-# A user's error, found before any rank was started (argparse uses the same code).
+# A user's error before any rank was started (argparse uses the same code).
 EXIT_USAGE = 2
 
 # in a checkout a link to the repository's folder; an installed package holds the files themselves
@@ -31,17 +33,17 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 class CommandLine(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line: without the usage, which --help shows."""
+    """ArgumentParser with errors of one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """See argparse; exit code 2."""
+        """Print the error and exit with code 2."""
         self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (--help shows the options)\n")
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
-    """Exit with what ``main`` returns, quietly if the reader of its output has ended (``| head``).
+    """Exit with the result of ``main``; quietly if the reader of its output has ended (``| head``).
 
-    What importing fairseq prints is left out.
+    Lines that importing fairseq would print are left out.
     """
     silence_imports()
     try:
@@ -55,7 +57,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
 
 
 def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
-    """Rows of cells as lines of aligned columns; those numbered in ``right`` are flush right."""
+    """Return rows of cells as aligned lines; columns numbered in ``right`` are flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -67,8 +69,10 @@ def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[s
 
 
 def flag_value(words: Sequence[str], *flags: str) -> str | None:
-    """Return the last value of any of ``flags`` in a command, ``--flag value`` or ``--flag=value``;
-    None if there is none."""
+    """Return the last value of any of ``flags`` in a command, or None.
+
+    Both ``--flag value`` and ``--flag=value`` count.
+    """
     value = None
     for i, word in enumerate(words):
         name, equals, text = word.partition("=")
@@ -80,12 +84,15 @@ def flag_value(words: Sequence[str], *flags: str) -> str | None:
 
 
 def config_directory(file: str) -> Path:
-    """``configs`` of the working directory where it holds the file (a copy that the user changed),
-    else the shipped folder; ``file`` is relative to it, such as ``hardware/h100.yaml``."""
+    """Return ``configs`` of the working directory if it has the file, else the shipped folder.
+
+    Args:
+        file: relative to the folder, as ``hardware/h100.yaml``.
+    """
     here = Path("configs")
     return here if (here / file).is_file() else CONFIGS
 
 
 def with_extension(name: str) -> str:
-    """``NAME.yaml`` of a config's name, with or without its extension."""
+    """Return ``NAME.yaml`` for a config's name with or without its extension."""
     return name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"

@@ -1,6 +1,6 @@
-"""Filters for what importing fairseq prints, before any file of fairseq is imported.
+"""Filters for lines that importing fairseq prints. Install them before fairseq is imported.
 
-The launcher's ranks run this file by its path, at the start of Python: it imports nothing of this
+The launcher's ranks run this file by its path when Python starts, so it imports nothing of this
 package.
 """
 
@@ -10,11 +10,11 @@ import warnings
 
 VARIABLE = "FAIRSEQ_TUTEL_WARNINGS"  # 1: show everything
 
-# fairseq compiles functions with torch.jit as it is imported, which torch deprecates
+# importing fairseq compiles functions with torch.jit, which torch deprecates
 _TORCH_JIT = r"`torch\.jit\."
-# fairseq of 2022 under Hydra 1.3 warns at every start, before it reads a config. Modules that warn:
+# fairseq of 2022 warns under Hydra 1.3 at every start, before it reads a config, in these modules
 _HYDRA = ("fairseq_cli.hydra_train", "hydra.main", "hydra._internal.hydra", "sys")
-# logger -> beginning of a line that it logs at import
+# logger -> beginning of a line that it logs when fairseq is imported
 _LINES = {"fairseq.tasks.text_to_speech": "Please install tensorboardX"}
 
 

@@ -1,6 +1,6 @@
-"""Who may have started this process as one of several, and by which variables it is told its place.
+"""Environment variables by which torchrun, MPI, SLURM and PMI tell a process its rank.
 
-The one table of torchrun's, Open MPI's, MPICH's, SLURM's and PMI's names (standard library only).
+Standard library only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Starter:
-    """Names of variables, by a command; of several the first that is set counts."""
+    """Variables of one starter. If several names are given, the first one that is set counts."""
 
     name: str
     rank: str
@@ -20,7 +20,7 @@ class Starter:
     local_world_size: tuple[str, ...] = ()
     node_rank: tuple[str, ...] = ()
     num_nodes: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()  # one of these is set where this is the starter
+    needs: tuple[str, ...] = ()  # this starter sets one of these
 
     def is_here(self, env: Mapping[str, str]) -> bool:
         """Return whether this starter has given the process a rank."""
@@ -41,7 +41,7 @@ STARTERS = (
         "mpirun", "PMI_RANK", ("PMI_SIZE",), ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",),
         needs=("MPI_LOCALRANKID",),
     ),
-    Starter(  # a task of a step: the batch script has a rank, too
+    Starter(  # a task of a step; the batch script also has a rank
         "srun", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), (),
         ("SLURM_NODEID",), ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
         needs=("SLURM_STEP_ID", "SLURM_STEPID"),
@@ -54,13 +54,13 @@ STARTERS = (
 
 
 def first_set(env: Mapping[str, str], names: Sequence[str]) -> str:
-    """The value of the first name that is set, "" where none is."""
+    """Return the value of the first name that is set, or ""."""
     return next((env[name] for name in names if env.get(name)), "")
 
 
 @dataclass(frozen=True)
 class Started:
-    """The place that whoever started this process gave it among several; (0, 1) if alone."""
+    """Rank and world size of this process; (0, 1) if alone."""
 
     by: str
     rank: int
@@ -68,7 +68,7 @@ class Started:
 
 
 def started(env: Mapping[str, str]) -> Started:
-    """Return the place that the environment states; alone if no starter states several ranks."""
+    """Return the place in the environment; alone if no starter states several ranks."""
     for starter in STARTERS:
         rank, world_size = env.get(starter.rank, ""), first_set(env, starter.world_size)
         if starter.is_here(env) and rank.isdigit() and world_size.isdigit() and int(world_size) > 1:
@@ -77,5 +77,5 @@ def started(env: Mapping[str, str]) -> Started:
 
 
 def is_first_rank(env: Mapping[str, str]) -> bool:
-    """Return whether this process is the one to report what all ranks find."""
+    """Return whether this process reports errors that all ranks find."""
     return next((env[row.rank] for row in STARTERS if row.is_here(env)), "0") == "0"

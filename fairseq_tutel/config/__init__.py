@@ -1,10 +1,12 @@
-"""Options of an MoE layer and the rules that make them consistent.
+"""Frozen options of an MoE layer, with their ranges and rules.
 
-Command line, Hydra configs, stand-alone layer and planner all build a :class:`MoEConfig` and an
-:class:`ExchangeConfig`. Standard library only: it is read where torch and fairseq are missing.
+The command line, Hydra configs, the layer and the planner build the same three values:
+:class:`MoEConfig`, :class:`ExchangeConfig` and :class:`ExpertConfig`. Standard library only:
+the launcher and the planner run without torch or fairseq.
 """
 
 from .exchange import EXPERT_PLACEMENTS, OVERLAP_DEGREES, WIRES, ExchangeConfig, exchange_size
+from .experts import ExpertConfig
 from .growth import GrowAt
 from .options import OptionError, above, at_least, option
 from .registry import EXCHANGES, EXPERTS, ROUTERS, Options

@@ -1,4 +1,4 @@
-"""How rows travel between ranks: :class:`ExchangeConfig`, and how many ranks exchange them."""
+"""All-to-all options: :class:`ExchangeConfig`, and the number of ranks that exchange tokens."""
 
 from __future__ import annotations
 
@@ -15,64 +15,69 @@ EXPERT_PLACEMENTS = ("replicated", "sliced")
 @documented
 @dataclass(frozen=True)
 class ExchangeConfig:
-    """Everything that decides how rows travel between ranks, which compare it in each step."""
+    """All-to-all between ranks: algorithm, overlap, wire formats. All ranks must agree on it.
+
+    ``MoELayer(exchange="2dh")`` is short for ``MoELayer(exchange=ExchangeConfig("2dh"))``.
+    """
 
     algorithm: str = option(
-        "linear", "how tokens travel between ranks", flag="--moe-a2a", or_auto=True
+        "linear",
+        "all-to-all algorithm",
+        registry=EXCHANGES,
+        flag="--moe-exchange",
+        alias="--moe-a2a",
+        or_auto=True,
     )
     ranks_per_node: int = option(
         0,
-        "ranks that share a node, for exchanges that distinguish nodes; 0: as the machines have it",
+        "ranks per node, for exchanges that know nodes; 0: as the machines are",
         at_least(0),
     )
     overlap_degree: int = option(
         1,
-        "chunks (1, 2, 4 or 8) in which tokens travel to the experts and back, so that one is "
-        "computed while others travel; pays where travelling takes about as long as computing. "
-        "Results change by rounding at most; dropout inside the experts draws a mask per chunk",
+        "chunks (1, 2, 4 or 8) of an exchange; experts compute one while others travel. Results "
+        "change by rounding only; dropout inside experts draws one mask per chunk",
         choices=OVERLAP_DEGREES,
         or_auto=True,
     )
     wire: str = option(
         "same",
-        "how tokens are written on their way to the experts: 'same': as they are; 'bf16'; 'fp16' "
-        "and 'fp8': with a scale per 128 values, so that nothing overflows. Where that is not "
-        "narrower than the tokens' own dtype they travel as they are",
+        "format of tokens on their way to the experts: 'same': their dtype; 'bf16'; 'fp16', 'fp8': "
+        "with a scale per 128 values against overflow. Ignored if not narrower than their dtype",
         choices=WIRES,
     )
     wire_back: str = option(
         "auto",
-        "the same for the experts' outputs; 'auto': as `wire`, but 'bf16' where that is 'fp8'",
+        "format of the experts' outputs; 'auto': as `wire`, but 'bf16' for 'fp8'",
         choices=("auto", *WIRES),
     )
     wire_grad: str = option(
         "auto",
-        "the same for gradients, both ways ('fp8' is e5m2 there, e4m3 elsewhere)",
+        "format of gradients in both directions; 'auto': as `wire`, but 'bf16' for 'fp8'. 'fp8' is "
+        "e5m2 here, e4m3 elsewhere",
         choices=("auto", *WIRES),
     )
     wire_compact: bool = option(
         False,
-        "with a capacity in training, only the rows in use travel and are computed; the host waits "
-        "for the counts of each layer",
+        "with a capacity in training, send and compute only the rows in use; the host waits for "
+        "each layer's counts",
     )
     r: int = option(
         1,
-        "where several ranks hold parts of an expert: ranks that each of its tokens is sent to. "
-        "1: to one rank, which gathers the rest of the expert's weights; more, a divisor of the "
-        "number of parts: to so many, of which each gathers and computes a part; 0: tokens stay "
-        "where they are, and every rank gathers the weights of all experts. Fewer ranks mean "
-        "fewer copies of tokens, more ranks fewer weights that travel",
+        "ranks that a token is sent to, of those with slices of its expert. 1: one, which gathers "
+        "the other slices; a divisor of the number of slices: each gathers and computes a part; "
+        "0: none, every rank gathers all experts. Few: fewer copies of tokens; many: fewer weights "
+        "that travel",
         at_least(0),
         flag="--moe-parallelism-r",
         or_auto=True,
     )
 
     def __post_init__(self):
-        EXCHANGES.get(self.algorithm)
         check_options(self)
 
     def wire_of(self, *, back: bool = False, gradient: bool = False) -> str:
-        """One of WIRES: of tokens, of outputs (``back``), or of gradients on either way."""
+        """Return the format (one of WIRES) of tokens, of outputs (``back``) or of gradients."""
         given = self.wire_grad if gradient else self.wire_back if back else self.wire
         if given != "auto":
             return given
@@ -80,21 +85,26 @@ class ExchangeConfig:
 
     @property
     def compresses(self) -> bool:
-        """Whether anything may travel in fewer bits than it has."""
+        """Whether any direction may travel in fewer bits than its dtype."""
         ways = (self.wire_of(), self.wire_of(back=True), self.wire_of(gradient=True))
         return any(wire != "same" for wire in ways)
 
     @classmethod
     def of(cls, exchange: ExchangeConfig | str) -> ExchangeConfig:
-        """The value itself, or that of an algorithm's name with defaults for the rest."""
-        return exchange if isinstance(exchange, cls) else cls(exchange)
+        """Return the config itself, or the one with this algorithm and defaults."""
+        return cls(exchange) if isinstance(exchange, str) else exchange
 
 
 def exchange_size(num_experts: int, world_size: int, expert_parallel_size: int = 0) -> int:
-    """P, ranks that exchange tokens with each other and hold every expert once between them.
+    """Return P, the number of ranks that exchange tokens and together hold every expert once.
 
-    ``expert_parallel_size``: P if it is chosen; 0: as many as can be, min(E, W). Raises ValueError
-    where E and W do not divide, or P is not a divisor of both.
+    Args:
+        num_experts: E.
+        world_size: W.
+        expert_parallel_size: P; 0: as large as possible, min(E, W).
+
+    Raises:
+        ValueError: neither of E and W divides the other, or P does not divide both.
     """
     size = expert_parallel_size
     if not size:
@@ -108,7 +118,7 @@ def exchange_size(num_experts: int, world_size: int, expert_parallel_size: int =
     if not isinstance(size, int) or size < 0 or world_size % size or num_experts % size:
         raise ValueError(
             f"expert_parallel_size={size} (--moe-expert-parallel-size) must divide the number of "
-            f"ranks, {world_size}, and that of experts, {num_experts}: so many ranks hold all of "
-            "them together"
+            f"ranks, {world_size}, and that of experts, {num_experts}: each group of so many ranks "
+            "holds all experts"
         )
     return size

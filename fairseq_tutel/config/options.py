@@ -1,12 +1,13 @@
-"""One text per option: help, range, choices and flag of an option stand once, beside its default.
+"""Help text, range, choices and flag of an option, all stated beside its default.
 
-:func:`option` makes a field of a dataclass, which :func:`documented` documents,
-:func:`check_options` checks and a host offers as flags, keys of a schema and rows of a table
-(:mod:`fairseq_tutel.integrations.fairseq.options.fields`). Numbers must be finite in any case: a
-nan compares as false with every bound, and would train as if the option had not been given.
+:func:`option` makes a field of a dataclass. :func:`documented` writes the dataclass's docstring
+from its fields and :func:`check_options` checks values. A host makes flags, schema keys and table
+rows from the same fields (:mod:`fairseq_tutel.integrations.fairseq.options.fields`).
 
-A text names other options between backticks, as arguments in Python (```top_k=1```), of which
-:func:`with_flags` makes ``--moe-top-k 1``.
+Help texts name other options as arguments in backticks (```top_k=1```). :func:`with_flags` turns
+them into flags (``--moe-top-k 1``).
+
+Numbers must be finite: nan compares as false with every bound, and would pass as if not given.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from .registry import Registry
 
 SAME = "as in Python"  # the default of option(flag_default=)
-# by the name of a field's type, which is a text where annotations are postponed
+# by the name of a field's type, because postponed annotations are texts
 _KINDS = {kind.__name__: kind for kind in (int, float, bool, str)}
 
 
 @dataclass(frozen=True)
 class Range:
-    """Finite numbers from ``low`` to ``high``; an open end is not itself in the range."""
+    """Finite numbers from ``low`` to ``high``. An open end is outside the range."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -47,7 +51,7 @@ class Range:
         return " and ".join(ends) or "a finite number"
 
     def objection(self, number: float) -> str | None:
-        """What a number that is not in the range must be; None if it is."""
+        """Return "must be ..." for a number outside the range, else None."""
         if number in self:
             return None
         return f"must be {self if math.isfinite(number) else FINITE}"
@@ -58,12 +62,12 @@ FRACTION = Range(0, 1)
 
 
 def at_least(low: float) -> Range:
-    """Finite numbers from ``low`` on."""
+    """Return the range of finite numbers from ``low`` on."""
     return Range(low)
 
 
 def above(low: float) -> Range:
-    """Finite numbers greater than ``low``."""
+    """Return the range of finite numbers greater than ``low``."""
     return Range(low, low_open=True)
 
 
@@ -73,21 +77,30 @@ def option(
     allowed: Range | None = None,
     *,
     choices: Sequence[Any] | None = None,
+    registry: Registry | None = None,
+    options: str | None = None,
     flag: str | None = None,
+    alias: str | None = None,
     flag_default: Any = SAME,
     note: str = "",
     or_auto: bool = False,
     group: str | None = None,
 ) -> Any:
-    """A field of a dataclass of options.
+    """Return a field for a dataclass of options.
 
     Args:
-        allowed: range of a number; by default any that is finite.
-        flag: on the command line; by default made of the name of the field.
-        flag_default: the command line's, where that is another; None: as in Python if not given.
-        note: what the command line adds to the help.
-        or_auto: on the command line it may be ``auto``, too.
-        group: part of the help in which the option stands, if not that of its class.
+        default: the value if the option is not given.
+        help: effect of the option.
+        allowed: range of a number (default: any finite one).
+        choices: allowed values (default: any).
+        registry: the value names one of these implementations.
+        options: name of the field that holds the options of that implementation.
+        flag: name on the command line (default: made from the field's name).
+        alias: former flag, still accepted.
+        flag_default: default on the command line, if another one. None: as in Python if not given.
+        note: end of the help text on the command line.
+        or_auto: the command line also accepts ``auto``.
+        group: section of the help (default: that of the dataclass).
     """
     if allowed is None and isinstance(default, (int, float)) and not isinstance(default, bool):
         allowed = FINITE
@@ -96,7 +109,10 @@ def option(
         "note": note,
         "range": allowed,
         "choices": None if choices is None else tuple(choices),
+        "registry": registry,
+        "options": options,
         "flag": flag,
+        "alias": alias,
         "flag_default": flag_default,
         "or_auto": or_auto,
         "group": group,
@@ -105,8 +121,17 @@ def option(
 
 
 def flag_name(field: dataclasses.Field, prefix: str = "moe") -> str:
-    """An option's name on the command line, as of a variable: ``moe_top_k``."""
-    flag = field.metadata.get("flag") or f"{prefix}_{field.name}"
+    """Return an option's name on the command line as a variable: ``moe_top_k``."""
+    return _variable(field.metadata.get("flag") or f"{prefix}_{field.name}")
+
+
+def alias_name(field: dataclasses.Field) -> str | None:
+    """Return the former name of an option as a variable, or None."""
+    alias = field.metadata["alias"]
+    return alias and _variable(alias)
+
+
+def _variable(flag: str) -> str:
     return flag.lstrip("-").replace("-", "_")
 
 
@@ -114,28 +139,32 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def documented(options: _Class) -> _Class:
-    """Decorator of a dataclass of options: its docstring lists them with their help texts."""
+    """Decorate a dataclass: list its options in its docstring, each with type, default, effect."""
     entries = []
     for field in dataclasses.fields(options):
-        text = f"{field.name}: {field.metadata['help']}."
+        default = "" if field.default is dataclasses.MISSING else f", default {field.default!r}"
         given = field.metadata["flag_default"]
         if given not in (SAME, None):
-            text += f" The command line's default is {given}."
+            default += f", on the command line {given!r}"
+        text = f"{field.name} ({field.type}{default}): {field.metadata['help']}."
         entries.append(textwrap.fill(text, 96, initial_indent=" " * 4, subsequent_indent=" " * 8))
-    options.__doc__ = "\n".join(
-        [inspect.cleandoc(options.__doc__ or ""), "", "Attributes:", *entries]
-    )
+    summary = inspect.cleandoc(options.__doc__ or "")
+    options.__doc__ = "\n".join([summary, "", "Attributes:", *entries])
     return options
 
 
 def check_options(options: Any) -> None:
-    """Hold the values of a dataclass of options against what its fields state, or raise ValueError.
+    """Check the values of a dataclass of options against what its fields state.
 
-    A whole number becomes a float where that is meant, an Enum of the host the text of its value.
+    An int becomes a float for a float field, and a host's Enum becomes its text. The options of a
+    chosen implementation become an object of its class ``Options``.
+
+    Raises:
+        ValueError: wrong type, choice or range, with the option's name and value.
     """
     for field in dataclasses.fields(options):
         value, choices = getattr(options, field.name), field.metadata.get("choices")
-        kind = _KINDS.get(getattr(field.type, "__name__", field.type))
+        kind = _KINDS.get(str(getattr(field.type, "__name__", field.type)))
         if kind is float and type(value) is int:
             value = float(value)
         elif kind is str:
@@ -148,27 +177,40 @@ def check_options(options: Any) -> None:
             listing = ", ".join(map(str, choices))
             raise ValueError(f"{field.name}={value!r} is unknown; choose one of {listing}")
     check_ranges(options, type(options), as_argument)
+    for field in dataclasses.fields(options):
+        _check_implementation(options, field)
+
+
+def _check_implementation(options: Any, field: dataclasses.Field) -> None:
+    registry, chosen = field.metadata.get("registry"), getattr(options, field.name)
+    if registry is None:
+        return
+    registry.get(chosen)
+    name = field.metadata["options"]
+    if name is not None:
+        object.__setattr__(options, name, registry.options(chosen, getattr(options, name)))
 
 
 def as_flag(name: str, value: Any) -> str:
-    """``--moe-gate-noise 0.5``, as on a command line."""
+    """Return an option as on a command line: ``--moe-gate-noise 0.5``."""
     return f"--{name.replace('_', '-')} {value}"
 
 
 def as_argument(name: str, value: Any) -> str:
-    """``gate_noise=0.5``, as in Python."""
+    """Return an option as in Python: ``gate_noise=0.5``."""
     return f"{name}={value}"
 
 
 def check_ranges(values: Any, options: type, spell: Callable[[str, Any], str] = as_flag) -> None:
-    """Hold numbers among the attributes of ``values`` against the ranges of a dataclass of options.
+    """Check numbers among the attributes of ``values`` against the ranges of a dataclass.
 
-    ValueError has one line about all that lie outside, each as ``spell(name, value)`` has it.
+    Raises:
+        ValueError: one line with all numbers out of range, each as ``spell(name, value)``.
     """
     wrong = []
     for field in dataclasses.fields(options):
         allowed, value = field.metadata.get("range"), getattr(values, field.name, None)
-        # other than a number: a choice, or an interpolation that is resolved elsewhere
+        # a text may be a choice, or an interpolation that is resolved elsewhere
         if allowed is not None and isinstance(value, (int, float)) and value not in allowed:
             wrong.append(f"{spell(field.name, value)} {allowed.objection(value)}")
     if wrong:
@@ -176,7 +218,7 @@ def check_ranges(values: Any, options: type, spell: Callable[[str, Any], str] = 
 
 
 def in_range(kind: type, allowed: Range) -> Callable[[str], Any]:
-    """A ``type=`` of argparse: a number of the kind ``int`` or ``float`` in the range."""
+    """Return a ``type=`` for argparse: an ``int`` or ``float`` (``kind``) in the range."""
 
     def convert(text: str) -> Any:
         try:
@@ -192,7 +234,7 @@ def in_range(kind: type, allowed: Range) -> Callable[[str], Any]:
 
 
 class OptionError(ValueError):
-    """Options that contradict each other, which the text names between backticks."""
+    """Options that contradict each other. The text names them in backticks."""
 
     def __init__(self, text: str):
         super().__init__(text.replace("`", ""))
@@ -202,8 +244,8 @@ class OptionError(ValueError):
 _ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
 
 
-def with_flags(text: str, *configs: type) -> str:
-    """A text whose options, of these dataclasses, are spelled as on a command line."""
+def with_flags(text: str, *configs: Any) -> str:
+    """Return a text with the options of some dataclasses spelled as on a command line."""
     flags = {field.name: flag_name(field) for each in configs for field in dataclasses.fields(each)}
 
     def spelled(argument: re.Match) -> str:

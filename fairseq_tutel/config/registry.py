@@ -1,7 +1,7 @@
-"""Implementations that are chosen by name, and their options. Standard library only.
+"""Implementations by name: routers, exchanges and networks of experts. Standard library only.
 
-Built-in ones, and those that a user's own file adds. Command line, Hydra schema, planner and layer
-read a registry, so that a new implementation is one file.
+The command line, the Hydra schema, the planner and the layer read a registry. An implementation is
+one file, in this package or a user's own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ class Options:
 
 
 class Registry:
-    """Classes by name, each with an ``Options``; ``kind`` names the option that chooses one."""
+    """Classes by name. Each class has a dataclass ``Options``.
+
+    Args:
+        kind: the option that chooses a class, for error texts.
+    """
 
     def __init__(self, kind: str):
         self.kind = kind
@@ -32,7 +36,11 @@ class Registry:
         self._listeners: list[Callable[[], None]] = []
 
     def register(self, name: str) -> Callable[[type], type]:
-        """Decorator of a class; ValueError: the name, or the flag of an option, is taken."""
+        """Return a decorator that registers a class under ``name``.
+
+        Raises:
+            ValueError: another class has the name, or the flag of one of its options.
+        """
 
         def add(implementation: type) -> type:
             before = self._classes.get(name, implementation)
@@ -51,15 +59,15 @@ class Registry:
         return add
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` now, and whenever a class is registered from now on."""
-        self._listeners.append(listener)
-        listener()
+        """Call ``listener`` after each registration from now on."""
+        if listener not in self._listeners:
+            self._listeners.append(listener)
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._classes))
 
     def get(self, name: str) -> Any:
-        """The class of this name; ValueError lists what there is."""
+        """Return the class of this name; raise ValueError with the known names."""
         if name in self._classes:
             return self._classes[name]
         why = "none is known before fairseq_tutel.moe is imported"  # this room imports none above
@@ -68,7 +76,7 @@ class Registry:
         raise ValueError(f"{self.kind}={name!r} is unknown; {why}")
 
     def how_to_add(self) -> str:
-        """For errors."""
+        """Return the end of an error text: how a user's own class becomes known."""
         return (
             "one of your own is known once its file is imported: with fairseq, a folder my_plugin "
             f"whose __init__.py says `import fairseq_tutel`, `from . import my_{self.kind}` and "
@@ -76,15 +84,21 @@ class Registry:
         )
 
     def summary(self, name: str) -> str:
-        """First line of the docstring of a class, for help texts."""
+        """Return the first line of a class's docstring, for help texts."""
         return (inspect.getdoc(self.get(name)) or "").split("\n")[0].rstrip(".")
 
     def options(self, name: str, given: Options | Mapping[str, Any] | None = None) -> Options:
-        """The options of an implementation, given by name or as one object; None: defaults. Raises
-        ValueError for an unknown name, option or value, and options of another implementation.
+        """Return the ``Options`` of a class.
+
+        Args:
+            name: of the class.
+            given: values by name, or the object itself; None: all defaults.
+
+        Raises:
+            ValueError: unknown name, option or value, or the options of another class.
         """
         wanted = self.get(name).Options
-        if type(given) is wanted:
+        if isinstance(given, Options) and type(given) is wanted:
             return given
         if given is not None and not isinstance(given, Mapping):
             raise ValueError(f"{given!r} are no options of {self.kind}={name!r}")
@@ -98,35 +112,44 @@ class Registry:
         except ValueError as error:
             raise ValueError(f"{self.kind} {name}: {error}") from None
 
-    def flags(self, name: str) -> dict[str, dataclasses.Field]:
-        """Name of a command line's option, as of a variable -> the field of ``Options``."""
-        return _flags(name, self.get(name))
+    def flags(self, name: str | None = None) -> dict[str, dataclasses.Field]:
+        """Return the fields of a class's ``Options`` by flag, as ``moe_cosine_bias``.
 
-    def all_flags(self) -> dict[str, dataclasses.Field]:
-        """:meth:`flags` of every implementation."""
-        return {flag: field for name in self for flag, field in self.flags(name).items()}
+        Args:
+            name: of the class; None: the flags of all classes.
+        """
+        names = self if name is None else [name]
+        return {
+            flag: field for each in names for flag, field in _flags(each, self.get(each)).items()
+        }
 
     def options_of_flags(self, name: str, values: Any) -> Options:
-        """:meth:`options` from a host's config, which has an attribute for every flag. Raises
-        ValueError also where an option of another implementation is set.
+        """Return :meth:`options` from an object that has an attribute per flag.
+
+        A flag without an attribute has its default.
+
+        Raises:
+            ValueError: see :meth:`options`; also for an option of another class that is set.
         """
-        mine = self.flags(name)
-        for flag, field in self.all_flags().items():
-            value = getattr(values, flag)
-            if flag not in mine and value != field.default:
+        mine, given = self.flags(name), {}
+        for flag, field in self.flags().items():
+            value = getattr(values, flag, field.default)
+            if flag in mine:
+                given[field.name] = value
+            elif value != field.default:
                 raise ValueError(
                     f"{as_flag(flag, value)} is an option of another {self.kind} than {name}, "
                     "which was chosen"
                 )
-        return self.options(name, {f.name: getattr(values, flag) for flag, f in mine.items()})
+        return self.options(name, given)
 
 
-def _flags(name, implementation):
+def _flags(name: str, implementation: Any) -> dict[str, dataclasses.Field]:
     fields = dataclasses.fields(implementation.Options)
     return {flag_name(field, f"moe_{name}"): field for field in fields}
 
 
-# They register themselves, see the packages moe.routers, distributed.exchanges and moe.experts.
+# The packages moe.routers, distributed.exchanges and moe.experts fill these.
 ROUTERS = Registry("router")
 EXCHANGES = Registry("exchange")
 EXPERTS = Registry("expert_network")

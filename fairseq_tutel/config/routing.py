@@ -1,7 +1,7 @@
-"""How tokens are routed: :class:`MoEConfig`, and the rules that make its options consistent.
+"""Routing options: :class:`MoEConfig`, and the rules that keep them consistent.
 
-Capacity has two vocabularies: the 2021 flags of fairseq's ``moe`` branch (in training ``K *
-ceil(T/E)`` rows per expert and rank, in evaluation a fraction of the tokens), and Tutel's factors.
+Capacity has two vocabularies: the 2021 flags of fairseq's ``moe`` branch (``K * ceil(T/E)`` rows
+per expert and rank in training, a fraction of the tokens in evaluation), and Tutel's factors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from .options import OptionError, Range, above, at_least, check_options, documented, option
 from .registry import ROUTERS, Options
 
-# What an expert's gradient is divided by: an option of training.
+# divisors of expert gradients: an option of training
 EXPERT_GRAD_NORMALIZATIONS = ("world_size", "sqrt_world_size")
 
 _PROBABILITY = Range(0, 1, high_open=True)
@@ -23,7 +23,7 @@ _PROBABILITY = Range(0, 1, high_open=True)
 @documented
 @dataclass(frozen=True)
 class MoEConfig:
-    """Everything that decides how tokens are routed; sizes of tensors are given to the modules."""
+    """Routing of an MoE layer: router, capacity, losses, load balance."""
 
     num_experts: int = option(
         MISSING, "experts of a layer over all ranks (E)", at_least(1), flag="--moe-expert-count"
@@ -31,43 +31,42 @@ class MoEConfig:
     top_k: int = option(2, "experts per token (K)", at_least(1), flag_default=None)
     capacity_factor: float = option(
         1.0,
-        "training capacity f, the most rows that an expert takes of a rank's tokens: f > 0: "
-        "K * int(f * ceil(tokens / experts)), the rest is dropped; 0: nothing is dropped; f < 0: "
-        "as many as are needed, up to the capacity of -f",
+        "capacity in training: most rows of an expert per rank. f > 0: K * int(f * ceil(tokens / "
+        "experts)), the rest is dropped; 0: no limit; f < 0: as many as needed, up to the capacity "
+        "of -f",
         flag_default=None,
     )
     eval_capacity_factor: float = option(
         0.0,
-        "evaluation capacity, with the meaning of `capacity_factor`; 0 drops nothing",
+        "capacity in evaluation, as `capacity_factor`; 0: no limit",
         flag_default=None,
     )
     eval_capacity_token_fraction: float = option(
         0.0,
-        "evaluation capacity of an expert as a fraction of the tokens of a batch, in place of "
+        "capacity in evaluation as a fraction of a batch's tokens, in place of "
         "`eval_capacity_factor`",
         Range(high=1),
         flag_default=None,
-        note="; <= 0: the training formula (default: not given, evaluation drops nothing; "
-        "Meta's default is 0.25)",
+        note="; <= 0: the training formula (default: not given; Meta's default is 0.25)",
     )
     second_expert_policy: str = option(
         "all",
         "choices after the first: 'all': the next best experts; 'sampling': the best after Gumbel "
-        "noise is added to the logits; 'random': the next best, kept with probability K * its gate "
-        "value (GShard, arXiv 2006.16668, section 3.2). Evaluation keeps the next best",
+        "noise on the logits; 'random': the next best, kept with probability K * its gate value "
+        "(GShard, arXiv 2006.16668, section 3.2). Evaluation takes the next best",
         choices=("sampling", "all", "random"),
         flag_default="sampling",
     )
     normalize_before_dropping: bool = option(
         False,
-        "divide the K gate values of a token by their sum before, not after, pairs over capacity "
-        "are dropped",
+        "normalise a token's K gate values to sum 1 before pairs over capacity are dropped, not "
+        "after",
         flag="--moe-normalize-gate-prob-before-dropping",
     )
     unnormalized_weights: bool = option(
         False,
-        "weight the outputs of a token's K experts by its gate values as they are, which is what "
-        "K = 1 does in any case, in place of their shares of their sum (OLMoE, arXiv 2409.02060)",
+        "weight outputs by the gate values themselves, not normalised to sum 1 (OLMoE, arXiv "
+        "2409.02060); K = 1 always does",
     )
     batch_prioritized: bool = option(
         False,
@@ -76,8 +75,8 @@ class MoEConfig:
     )
     use_pad_mask: bool = option(
         False,
-        "do not route padding tokens: fairseq's model gives its mask to the layers. One that is "
-        "given to a layer is always used",
+        "do not route padding: fairseq's model passes its mask to the layers, which always use a "
+        "mask that they get",
         flag="--use-moe-pad-mask",
     )
     gating_fp32: bool = option(
@@ -85,9 +84,9 @@ class MoEConfig:
         "compute the gate's logits with fp32 output from inputs of any dtype",
         flag="--moe-gating-use-fp32",
         flag_default=None,
-        note=" (default: on; --moe-gating-use-model-dtype turns it off)",
+        note=" (default: on; off with --moe-gating-use-model-dtype)",
     )
-    router: str = option("linear", "the gate")
+    router: str = option("linear", "the gate", registry=ROUTERS, options="router_options")
     gate_noise: float = option(
         0.0,
         "normal noise on the logits in training: its standard deviation times the number of "
@@ -110,33 +109,31 @@ class MoEConfig:
     )
     load_importance_loss: bool = option(
         False,
-        "the load and importance losses of arXiv 1701.06538 (appendix A) in place of GShard's "
-        "balance loss; needs a `gate_noise` > 0",
+        "load and importance losses (arXiv 1701.06538, appendix A) in place of GShard's balance "
+        "loss; needs `gate_noise` > 0",
         group="balance",
     )
     balance_scope: str = option(
         "rank",
-        "tokens over which the balance loss balances: 'rank': those of each rank and batch; "
-        "'global': of all ranks together, in training (arXiv 2501.11873); 'sequence': of every "
-        "sequence by itself (arXiv 2412.19437, equation 17)",
+        "tokens that the balance loss balances together: 'rank': a rank's batch; 'global': all "
+        "ranks' in training (arXiv 2501.11873); 'sequence': each sequence (arXiv 2412.19437, "
+        "equation 17)",
         choices=("rank", "global", "sequence"),
         flag="--moe-gate-loss-scope",
         group="balance",
     )
     balance_choices: str = option(
         "first",
-        "choices of a token that the balance loss counts: the 'first', as Meta's, or 'all', "
-        "divided by K",
+        "choices that the balance loss counts: the 'first', as Meta's; 'all', divided by K",
         choices=("first", "all"),
         flag="--moe-gate-loss-choices",
         group="balance",
     )
     balance_over: str = option(
         "unpadded",
-        "tokens of which balance loss and z-loss are means where padding is masked: those that are "
-        "'unpadded'; or 'all', as Meta's, where padding and what stands in it change the loss; "
-        "'longest': all, and zeros that fill up each rank's tokens to as many as the longest one "
-        "has, as Meta's with --max-tokens (the default of transformer_moe)",
+        "tokens that balance loss and z-loss average over if padding is masked: 'unpadded' ones; "
+        "'all', as Meta's, padding included; 'longest': all, and zeros up to the longest rank, as "
+        "Meta's with --max-tokens (default of transformer_moe)",
         choices=("unpadded", "all", "longest"),
         flag="--moe-gate-loss-over",
         flag_default="all",
@@ -144,58 +141,57 @@ class MoEConfig:
     )
     load_bias: str = option(
         "none",
-        "balance experts by a bias on their selection that follows their load, without a loss: "
-        "'quantile': after every update by as much as its tokens would need (arXiv 2607.24653; "
-        "recommended); 'sign': by `load_bias_rate` (arXiv 2408.15664). Needs "
-        "`second_expert_policy='all'` where K > 1",
+        "bias on the selection of experts that follows their load, without a loss: 'quantile': "
+        "after each update by as much as its tokens need (arXiv 2607.24653; recommended); 'sign': "
+        "by `load_bias_rate` (arXiv 2408.15664). K > 1 needs `second_expert_policy='all'`",
         choices=("none", "sign", "quantile"),
         group="balance",
     )
     load_bias_rate: float = option(0.001, "step of `load_bias='sign'`", above(0), group="balance")
     score_function: str = option(
         "softmax",
-        "gate values: the 'softmax' of the logits, or the 'sigmoid' of each (arXiv 2412.19437, "
-        "equation 15); losses and entropy take it divided by its sum",
+        "gate values: 'softmax' of the logits, or 'sigmoid' of each (arXiv 2412.19437, equation "
+        "15), which losses and entropy divide by the sum",
         choices=("softmax", "sigmoid"),
     )
     drop_policy: str = option(
         "position",
-        "what a full expert drops: the last tokens of the batch ('position'), those with the least "
-        "gate values ('probability'), or any ('random', in training; else by position)",
+        "pairs that a full expert drops: 'position': the batch's last tokens; 'probability': the "
+        "smallest gate values; 'random': any in training, else by position",
         choices=("position", "probability", "random"),
     )
     overflow_rerouting: int = option(
         0,
-        "further choices after the first K that a token may try where an expert is full",
+        "further choices after the first K that a token may try if an expert is full",
         at_least(0),
     )
     route_scale: float = option(
-        1.0, "factor of the weights of the experts' outputs, after their normalisation", above(0)
+        1.0, "factor of the output weights, after their normalisation", above(0)
     )
     expert_output_masking: float = option(
         0.0,
-        "probability by which training leaves out an output of an expert (NLLB's EOM, arXiv "
-        "2207.04672); evaluation multiplies by what is kept",
+        "probability of leaving out an expert's output in training (NLLB's EOM, arXiv 2207.04672); "
+        "evaluation multiplies by the rest",
         _PROBABILITY,
         flag="--moe-eom",
     )
     final_output_masking: float = option(
         0.0,
-        "the same of the layer's whole output of a token (NLLB's FOM)",
+        "the same for the layer's whole output of a token (NLLB's FOM)",
         _PROBABILITY,
         flag="--moe-fom",
     )
     local_drop: float = option(
         0.0,
-        "probability by which training leaves out both exchanges of a layer, per step: its tokens "
-        "are then computed by their own rank's experts (gating dropout, arXiv 2205.14336)",
+        "probability per training step of leaving out a layer's exchanges; the rank's own experts "
+        "then compute its tokens (gating dropout, arXiv 2205.14336)",
         _PROBABILITY,
         flag="--moe-local-drop",
     )
     null_experts: int = option(
         0,
-        "experts beside the others that compute nothing: a token that chooses one has an expert "
-        "less, so that the number of its experts is the token's own (arXiv 2410.07348)",
+        "additional experts that compute nothing, so that a token may use fewer than K experts "
+        "(arXiv 2410.07348)",
         at_least(0),
     )
     router_options: Options | Mapping[str, Any] | None = option(
@@ -209,8 +205,6 @@ class MoEConfig:
                 f"`top_k={self.top_k}` must lie between 1 and the number of experts, "
                 f"{self.num_experts}"
             )
-        router_options = ROUTERS.options(self.router, self.router_options)
-        object.__setattr__(self, "router_options", router_options)
         self._check_load_importance_loss()
         self._check_load_bias()
         if self.batch_prioritized and self.drop_policy != "position":
@@ -256,18 +250,20 @@ class MoEConfig:
 
     @property
     def num_outputs(self) -> int:
-        """E + N, what a token chooses from: outputs of the gate."""
+        """Outputs of the gate, E + N: experts and null experts."""
         return self.num_experts + self.null_experts
 
     @property
     def balance_choices_counted(self) -> int:
-        """Choices of a token that the balance loss counts."""
+        """Number of choices per token in the balance loss."""
         return 1 if self.balance_choices == "first" else self.top_k
 
     def capacity(self, num_tokens: int, training: bool) -> int | None:
-        """Most tokens that one rank may send to one expert, or None where nothing is dropped.
+        """Return C, the most rows that a rank may send to an expert; None: no limit.
 
-        ``num_tokens``: T, which all ranks agreed on (the largest of them).
+        Args:
+            num_tokens: T, the largest of all ranks.
+            training: False: the capacity of evaluation.
         """
         if not training and self.eval_capacity_token_fraction > 0:
             return math.ceil(self.eval_capacity_token_fraction * num_tokens)
@@ -277,11 +273,10 @@ class MoEConfig:
         return max(1, self.top_k * int(abs(factor) * math.ceil(num_tokens / self.num_outputs)))
 
     def dispatch_rows(self, num_tokens: int) -> int:
-        """R, rows of a rank's dispatch buffer in training: E C with a fixed capacity, else K T.
+        """Return R, the rows of a rank's dispatch buffer in training.
 
-        Without a fixed capacity the number of received rows depends on the routing; K T is the mean
-        over the ranks, of which N null experts, chosen as often as others, take their share
-        N / (E + N).
+        R is E C with a fixed capacity. Without one it depends on the routing; the result is then
+        the mean over the ranks, K T E / (E + N), as if all E + N were chosen equally often.
         """
         capacity = self.capacity(num_tokens, training=True)
         if capacity is None or not self.is_static(training=True):
@@ -289,8 +284,9 @@ class MoEConfig:
         return self.num_experts * capacity
 
     def is_static(self, training: bool) -> bool:
-        """Whether buffers are sized by the capacity alone, so that no size depends on the data.
+        """Return whether the capacity alone decides the sizes of buffers.
 
-        Not in evaluation: Meta's 0.25 T rows per expert fill E/8 times the memory of training.
+        Evaluation allocates what it needs: Meta's 0.25 T rows per expert would fill E/8 times the
+        memory of training.
         """
         return training and self.capacity_factor > 0

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .. import register
-from ..config import EXPERTS
+from ..config import ExpertConfig
 from .description import ModelDescription, activation_name, describe_moe
 from .errors import ExportError
 
@@ -42,6 +42,7 @@ class StoredOptions:
 
     def describe(self, weights: Mapping[str, Any]) -> ModelDescription:
         """The model; sizes of tables are those of the weights. Raises ExportError."""
+        from ..integrations.fairseq.options.fields import values_of
         from ..integrations.fairseq.options.options import moe_config, moe_frequencies
 
         model = self.model
@@ -65,15 +66,15 @@ class StoredOptions:
                 "the model evaluates with a capacity; the exported one drops nothing, as fairseq's "
                 "generation"
             )
-        network = str(model.moe_expert_network)
+        experts = ExpertConfig(**values_of(ExpertConfig, model))
         moe = describe_moe(
             config,
             model_dim=dim,
             hidden_dim=model.moe_expert_ffn_dim or model.decoder_ffn_embed_dim,
-            network=network,
-            network_options=EXPERTS.options_of_flags(network, model),
+            network=experts.expert_network,
+            network_options=experts.expert_options,
             activation=str(model.activation_fn),
-            shared_dim=model.moe_shared_expert_ffn_dim,
+            shared_dim=experts.shared_expert_dim,
         )
         layers, (_, freq) = model.decoder_layers, moe_frequencies(model)
         learned = bool(model.decoder_learned_pos)
@@ -116,7 +117,7 @@ def read_options(state: Mapping[str, Any], num_experts: int, path: str) -> Store
             f"{path}: a model of the architecture {name} cannot be exported, only one of "
             f"{ARCHITECTURE}"
         )
-    defaults = vars(ARCHITECTURES[ARCHITECTURE].config())
+    defaults = vars(ARCHITECTURES[ARCHITECTURE].schema())
     given = {key: value for key, value in stored.items() if value is not None}
     # interpolations of a default name other parts of the config
     defaults = {

@@ -1,1 +1,1 @@
-"""Other libraries that train with this package's layer, one folder each."""
+"""Integrations with libraries that train with this package's layer, one folder each."""

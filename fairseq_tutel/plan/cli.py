@@ -29,7 +29,7 @@ key=value:
 Plan a config, or a training command with any launcher in front:
   python -m fairseq_tutel.plan --config-name meta_1.1t gpus=512
   python -m fairseq_tutel.plan gpus=8 -- fairseq-train data-bin --arch transformer_lm_gpt_moe ...
-  python -m fairseq_tutel.plan --config-name meta_1.1t gpus=512 hardware=h200 +model.moe_a2a=2dh
+  python -m fairseq_tutel.plan --config-name meta_1.1t gpus=512 hardware=h200 +model.moe_wire=fp8
   python -m fairseq_tutel.plan --config-name meta_1.1t gpus=512 model.moe_expert_count=64 --best
 
 The exit status is 1, with the reason on standard error, if the run is impossible.

@@ -26,6 +26,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from ..command_line import config_directory, with_extension
+from ..integrations.fairseq import register
 from ..integrations.fairseq.models import ARCHITECTURES
 
 try:
@@ -47,6 +48,7 @@ def load_config(directory: Path, name: str, overrides: Sequence[str]) -> DictCon
         known = ", ".join(sorted(p.stem for p in directory.glob("*.yaml"))) or "none"
         raise ValueError(f"no config {name!r} in {directory} (there are: {known})")
     name = with_extension(name).removesuffix(".yaml")
+    register()
     hydra_init(name)
     # Hydra 1.1 and newer warn without this argument; 1.0 does not have it
     version = {} if hydra.__version__.startswith("1.0") else {"version_base": "1.1"}
@@ -93,6 +95,7 @@ def load_command(words: Sequence[str]) -> tuple[str, DictConfig]:
         file = with_extension(options.config_name)
         directory = options.config_dir or config_directory(file)
         return program, load_config(directory, options.config_name, overrides)
+    register()
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):

@@ -124,7 +124,7 @@ def choices(plan: Plan) -> Iterator[Plan]:
             continue
         none, *some = possible_r(parameters.groups)
         for r, (name, degree) in itertools.product((*some, none), ways):
-            model = {"moe_a2a": name, "moe_overlap_degree": degree}
+            model = {"moe_exchange": name, "moe_overlap_degree": degree}
             chosen = settings.with_placement(placement, r).replace(model=model)
             with contextlib.suppress(NotImplementedError):  # a user's exchange without ``predict``
                 yield make_plan(chosen, plan.hardware, parameters)

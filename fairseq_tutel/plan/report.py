@@ -124,7 +124,7 @@ def _days(plan: Plan, tokens: float) -> float:
 def describe_best(plan: Plan, best: Plan, tokens: float = 300e9) -> str:
     """Return the flags of the best choice, and its plan."""
     settings, choice = best.settings, best.settings.exchange
-    flags = f"--moe-a2a {choice.algorithm} --moe-overlap-degree {choice.overlap_degree}"
+    flags = f"--moe-exchange {choice.algorithm} --moe-overlap-degree {choice.overlap_degree}"
     if settings.routing and settings.gpus > settings.routing.num_experts:
         flags += f" --moe-expert-placement {settings.placement}"
     flags += f" --moe-parallelism-r {choice.r}"

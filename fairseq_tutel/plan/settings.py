@@ -15,7 +15,13 @@ from omegaconf import DictConfig, OmegaConf
 from ..config import ExchangeConfig, MoEConfig, exchange_size
 from ..integrations.fairseq.models import ARCHITECTURES
 from ..integrations.fairseq.models.transformer_fields import fill_sizes
-from ..integrations.fairseq.options.options import exchange_config, moe_config, moe_frequencies
+from ..integrations.fairseq.options.fields import TUNED
+from ..integrations.fairseq.options.options import (
+    exchange_config,
+    moe_config,
+    moe_frequencies,
+    run_options,
+)
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,7 @@ def read_settings(
     model, dataset = _section(config, "model"), _section(config, "dataset")
     distributed = _section(config, "distributed_training")
     name_of_model = ARCH_MODEL_NAME_REGISTRY[model._name]
-    ARCHITECTURES[name_of_model].check(model)
+    run_options(model, ARCHITECTURES[name_of_model].config)
     _fill_sizes(model)
     if not (dataset.batch_size or dataset.max_tokens):
         raise ValueError("neither dataset.batch_size nor dataset.max_tokens is set")
@@ -243,9 +249,9 @@ def _fill_sizes(model: SimpleNamespace) -> None:
     model.decoder_input_dim = model.decoder_input_dim or model.decoder_embed_dim
     model.decoder_output_dim = model.decoder_output_dim or model.decoder_embed_dim
     model.checkpoint_activations |= bool(model.offload_activations)
-    for name, first in (("moe_a2a", "linear"), ("moe_overlap_degree", 1), ("moe_parallelism_r", 1)):
-        if str(getattr(model, name)) == "auto":
-            setattr(model, name, first)  # the tuner starts there
+    for field, flag in TUNED.items():
+        if str(getattr(model, flag)) == "auto":
+            setattr(model, flag, getattr(ExchangeConfig, field))  # the tuner starts there
     model.moe_tune_file = None
 
 

@@ -8,8 +8,9 @@ import torch
 from fairseq import checkpoint_utils
 from fairseq.data import data_utils
 
-import fairseq_tutel.integrations.fairseq  # noqa: F401  (registers the architecture)
+import fairseq_tutel
 
+fairseq_tutel.register()
 Use = dict[str, dict[str, list[float]]]  # by layer and language: share of the choices per expert
 
 

@@ -78,7 +78,7 @@ def test_it_is_a_choice_with_help_and_with_a_predicted_time(registered):
     assert EXCHANGES.summary("toy-broadcast").startswith("A broadcast per rank")
     with pytest.raises(ValueError, match="choose one of 2dh, .*toy-broadcast"):
         EXCHANGES.get("toy")
-    config = load_config(CONFIGS, "meta_1.1t", ["+model.moe_a2a=toy-broadcast"])
+    config = load_config(CONFIGS, "meta_1.1t", ["+model.moe_exchange=toy-broadcast"])
     hardware = load_hardware(CONFIGS, "a100-80g")
     plan = make_plan(read_settings(config, "meta_1.1t", gpus=512), hardware)
     want = 512 * plan.work.exchange_bytes / hardware.node_bandwidth * plan.work.exchanges

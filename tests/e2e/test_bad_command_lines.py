@@ -51,7 +51,7 @@ OURS = [
     (f"{TRAIN} --moe-top-k 9", "--moe-top-k 9", "between 1 and the number of experts, 4"),
     (f"{TRAIN} --decoder-attention-heads 3", "16 is not a multiple", "--decoder-attention-heads 3"),
     (f"{TRAIN} --amp", "--amp is not supported"),
-    (f"{TRAIN} --moe-freq 9", "--moe-freq 9 makes no MoE layer among 2 layers"),
+    (f"{TRAIN} --moe-freq 9", "--moe-freq 9 makes no MoE layer among 2 decoder layers"),
     (f"{TRAIN} --moe-gate-noise nan --moe-load-log-interval -1",
      "--moe-gate-noise nan must be a finite number; --moe-load-log-interval -1 must be at least"),
     (f"{HYDRA} common.fp16=true common.bf16=true", "common.fp16 and common.bf16", "give one"),
@@ -71,7 +71,7 @@ OURS = [
     (f"{TRAIN} --restore-file {SET} {RESETS}", "self_attn.v_proj.weight",
      "does not fit this model; check that the architectures match"),
     # the launcher
-    (f"{LAUNCH} --bind sideways -- true", "--bind sideways", "auto nor none"),
+    (f"{LAUNCH} --bind sideways -- true", "--bind", "invalid choice: 'sideways'"),
     (f"{LAUNCH} --cpu fairseq-train {DATA}", "--cpu", "-- COMMAND"),
     (f"{LAUNCH} --output nosuch -- true", "--output", "'nosuch'", "'plain'"),
     (LAUNCH, "no command given"),

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import pathlib
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -25,13 +26,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import fairseq_tutel
+
 from . import fake_gpu
 from .seeds import seed_all
 
 # Seconds that the other ranks get to fail too, once one has failed.
 GRACE = 3.0
 # torch imports the last when the first custom operator runs: a second of work for each rank
-_PRELOAD = ["torch", "pytest", "fairseq.trainer", "fairseq_tutel", "torch._dynamo"]
+_PRELOAD = ["torch", "pytest", "fairseq.trainer", "fairseq_tutel.plan.planner", "torch._dynamo"]
 
 
 class RanksFailed(AssertionError):
@@ -143,6 +146,8 @@ def _rank_main(function, args, rank, world_size, folder, timeout, seed):
     with open(folder / f"stacks-{rank}", "w") as stacks:
         faulthandler.register(signal.SIGUSR2, file=stacks)
         try:
+            if "fairseq.utils" in sys.modules:
+                fairseq_tutel.register()
             if world_size > 1:
                 dist.init_process_group(
                     "gloo",

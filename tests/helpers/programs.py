@@ -47,6 +47,8 @@ def requeued_in(update: int) -> str:
     return f"""
 import os, signal
 import fairseq_cli.train
+import fairseq_tutel
+fairseq_tutel.register()  # --user-dir does not import it again
 from fairseq_tutel.integrations.fairseq.trainer.trainer import MoETrainer
 train_step = MoETrainer.train_step
 

@@ -131,7 +131,7 @@ def test_the_best_of_all_choices(large):
         parameters = count_parameters(placed)
         ways = itertools.product(possible_r_of(placed), ("linear", "2dh"), OVERLAP_DEGREES)
         for r, algorithm, degree in ways:
-            model = {"moe_a2a": algorithm, "moe_overlap_degree": degree}
+            model = {"moe_exchange": algorithm, "moe_overlap_degree": degree}
             settings = placed.with_placement(r=r).replace(model=model)
             tried.append(make_plan(settings, A100, parameters))
     assert best.time.total <= 1.01 * min(p.time.total for p in tried) < plan.time.total

@@ -217,7 +217,7 @@ class LocalCopy(ExchangeAlgorithm):
 def register_exchange(name: str) -> Callable[[type[ExchangeAlgorithm]], type[ExchangeAlgorithm]]:
     """Register an exchange algorithm by name; a class decorator, also for other packages.
 
-    Layers, benchmarks, planner and tuner then accept the name. ``--moe-a2a`` accepts it if the
+    Layers, benchmarks, planner and tuner then accept the name. ``--moe-exchange`` accepts it if the
     class was registered before fairseq reads the command line; the first line of the class's
     docstring is its help text.
 

@@ -1,11 +1,35 @@
-"""How fairseq trains, saves and evaluates a model with MoE layers.
+"""fairseq as a host: train, save and evaluate models with MoE layers.
 
-Importing it makes fairseq know the models, the criterion and the optimizer's fp16 statistics;
-:mod:`.hooks` is the one place that changes anything in fairseq.
+:func:`register` is the one place that changes fairseq.
 """
 
-from . import criterions, hooks, models
+from fairseq.criterions import CRITERION_REGISTRY, register_criterion
 
-__all__ = ["criterions", "models"]
+from ...config import EXCHANGES, EXPERTS, ROUTERS
+from . import hooks
+from .criterions import CRITERIONS
+from .models import ARCHITECTURES
 
-hooks.install()
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Make fairseq know what this package adds; idempotent.
+
+    - Architectures (``--arch``): the rows of ``models.ARCHITECTURES``. Routers, exchanges and
+      networks of experts that are registered later become choices too.
+    - Criterions (``--criterion``): ``criterions.CRITERIONS``.
+    - Replaced attributes: ``hooks.TABLE``. One gives ``--optimizer adam`` its fp16 statistics.
+    """
+    _register_architectures()
+    for registry in (ROUTERS, EXCHANGES, EXPERTS):
+        registry.on_change(_register_architectures)
+    for name, (criterion, config) in CRITERIONS.items():
+        if name not in CRITERION_REGISTRY:
+            register_criterion(name, dataclass=config)(criterion)
+    hooks.install()
+
+
+def _register_architectures() -> None:
+    for row in ARCHITECTURES.values():
+        row.register()

@@ -1,10 +1,9 @@
-"""The one place that changes fairseq, and what of Python and logging comes with it: ``TABLE``.
+"""Replaced attributes of fairseq, and of Python in fairseq's programs: ``TABLE``.
 
-No file of fairseq is edited. Where it has a seam (registration, subclasses, options), the seam is
-used; where it has none, an attribute is replaced, once, by a function that asks first whether
-experts are involved and calls the original if not, so that dense models behave as before.
-``install`` can be called any number of times. ``tests/integrations/fairseq/test_hooks.py`` holds
-the table against what really differs in a process before and after.
+No file of fairseq is edited. Registration, subclasses and options are used wherever fairseq has
+them. Elsewhere an attribute is replaced, once, by a function that calls the original unless experts
+are involved, so that dense models behave as before. ``tests/integrations/fairseq/test_hooks.py``
+compares the table with the attributes that really change.
 """
 
 import functools
@@ -33,16 +32,16 @@ from .trainer.trainer import MoETrainer, has_experts
 
 
 class Replacement(NamedTuple):
-    """One row of the table."""
+    """Row of the table."""
 
     where: str  # the attribute that is replaced, dotted
-    why: str  # what the original does with experts, and why no seam serves
-    # original -> replacement; None where `install` of .errors.excepthook does it
+    why: str  # effect of the original with experts; why registration does not help
+    # original -> replacement; None: `install` of .errors.excepthook replaces it
     make: Callable[[Any], Any] | None = None
 
 
 def install() -> None:
-    """Put the replacements into place."""
+    """Put the replacements into place, once."""
     if getattr(checkpoint_utils, "_fairseq_tutel", False):
         return
     checkpoint_utils._fairseq_tutel = True
@@ -60,7 +59,7 @@ def install() -> None:
 
 
 def _by(function: Callable) -> Callable[[Any], Any]:
-    """``make`` of a function that takes the original, and then the original's arguments."""
+    """Return the ``make`` for a function that takes the original, then its arguments."""
 
     def make(original):
         @functools.wraps(original)  # processes that are spawned find it by the original's name
@@ -73,7 +72,7 @@ def _by(function: Callable) -> Callable[[Any], Any]:
 
 
 def _new_trainer(original, cls, cfg, task, model, *args, **kwargs):
-    """Python calls __init__ of the class that is returned, since it is a subclass."""
+    """Choose the trainer; Python then calls __init__ of the subclass that is returned."""
     return original(MoETrainer if cls is Trainer and has_experts(model) else cls)
 
 
@@ -160,17 +159,16 @@ def _memoize_user_dir() -> None:
 
 
 def _replace_in_program(module_name: str, name: str, make: Callable[[Any], Any]) -> None:
-    """Where a program is running: imported by its console script, or run as a file or module.
+    """Replace a function of a running program: a console script, file or module.
 
-    Programs are not imported for this, since that sets up logging; they import the user dir late
-    enough to be there.
+    Other programs are not imported, because that sets up logging.
     """
     file = module_name.replace(".", os.sep) + ".py"
     for module in {sys.modules.get(module_name), sys.modules.get("__main__")} - {None}:
         function = getattr(module, name, None)
         code = getattr(function, "__code__", None)
         if code is not None and code.co_filename.endswith(file):
-            # also where the program's other functions look: in a spawned process another dict
+            # the program's other functions look in __globals__: another dict in a spawned process
             function.__globals__[name] = module.__dict__[name] = make(function)
 
 
@@ -192,8 +190,8 @@ TABLE = (
     ),
     Replacement(
         "fairseq.checkpoint_utils.load_checkpoint_to_cpu",
-        "reads one file, and any; the name of a set leads to its parts, and a file that could run "
-        "code when it is read is refused, of dense models too",
+        "reads one file, and any; here the name of a set leads to its parts, and a file that could "
+        "run code is refused, for dense models too",
         _by(_load_to_cpu),
     ),
     Replacement(
@@ -203,9 +201,9 @@ TABLE = (
     ),
     Replacement(
         "fairseq.checkpoint_utils.load_model_ensemble_and_task",
-        "returns the task that makes an evaluation program's batches, which leave out what does "
-        "not fit; with experts they leave nothing out (programs/blocks.py), and words of a prompt "
-        "that become <unk> are told (programs/generation.py)",
+        "returns the task that makes evaluation batches, which leave out what does not fit; with "
+        "experts they leave out nothing (programs/blocks.py), and words of a prompt that become "
+        "<unk> are reported (programs/generation.py)",
         _by(_load_model_ensemble_and_task),
     ),
     Replacement(
@@ -215,13 +213,12 @@ TABLE = (
     ),
     Replacement(
         "fairseq.distributed.utils.call_main",
-        "does not connect processes that torchrun started where it sees one device or none "
-        "(programs/ranks.py)",
+        "does not connect torchrun's processes if it sees at most one device (programs/ranks.py)",
         _by(_call_main),
     ),
     Replacement(
         "fairseq.distributed.utils.all_gather_list",
-        "needs a GPU, and fails beyond 16 KiB; fairseq-validate collects its logging outputs by it "
+        "needs a GPU and fails beyond 16 KiB; fairseq-validate collects logging outputs with it "
         "(programs/validation.py)",
         _by(validation.all_gather_list),
     ),
@@ -232,12 +229,12 @@ TABLE = (
     ),
     Replacement(
         "fairseq_cli.train.validate_and_save",
-        "is where a run that was asked to stop (SIGUSR1) has done all that was due",
+        "is the point at which a run that was asked to stop (SIGUSR1) has saved all",
         _by(requeue.validate_and_save),
     ),
     Replacement(
         "fairseq_cli.eval_lm.eval_lm",
-        "assumes that ranks do not need each other; it is made to keep them in step",
+        "assumes that ranks do not need each other; here it keeps them in step",
         _by(evaluation.eval_lm),
     ),
     Replacement(
@@ -246,13 +243,12 @@ TABLE = (
         _by(generation.generate),
     ),
     # by errors/excepthook.py, in fairseq's programs
-    Replacement("argparse.ArgumentParser.error", "prints up to 199 lines of usage; there one"),
+    Replacement("argparse.ArgumentParser.error", "prints up to 199 lines of usage; here one"),
     Replacement(
         "argparse.ArgumentParser.format_help",
-        "ends before it looks at the options of an architecture; there it says how to find them",
+        "ends before the options of an architecture are known; here it says how to find them",
     ),
-    Replacement("sys.excepthook", "prints a traceback per rank for a user's error; one line there"),
+    Replacement("sys.excepthook", "prints a traceback per rank for a user's error; here one line"),
 )
-# Beside the table, in fairseq's programs: handlers of SIGINT (excepthook.py) and SIGUSR1
-# (requeue.py), filters of known lines (log_filters.py). ARCH_CONFIG_REGISTRY gets functions of the
-# models' own (models/).
+# Fairseq's programs also get handlers of SIGINT (excepthook.py) and SIGUSR1 (requeue.py), and
+# filters of known log lines (log_filters.py).

@@ -1,9 +1,9 @@
 """``--optimizer adam --fp16-adam-stats`` without apex.
 
-Stock fairseq keeps fp16 statistics only through apex's ``fused_adam_cuda`` extension and raises
-NotImplementedError without it. A plugin cannot register a second optimizer called ``adam``, and
-users' commands have ``adam``; so the constructor of fairseq's class (:mod:`.hooks`) builds
-``Adam16`` in exactly the case in which it would raise. All else is left to fairseq.
+Stock fairseq keeps fp16 statistics only with apex's ``fused_adam_cuda`` extension, and raises
+NotImplementedError without it. A plugin cannot register a second optimizer called ``adam``, the
+name in users' commands. So the constructor of fairseq's class (:mod:`.hooks`) builds ``Adam16`` in
+exactly the case in which it would raise.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 def _needs_adam16(cfg: Any) -> bool:
-    """Whether fairseq would raise for want of apex's extension."""
+    """Return whether fairseq would raise because apex's extension is missing."""
     if not getattr(cfg, "fp16_adam_stats", False):
         return False
-    # fairseq-train turns tpu on with --bf16, also where no TPU can be: torch_xla decides.
+    # --bf16 turns tpu on even if no TPU is possible; torch_xla decides
     on_tpu = getattr(cfg, "tpu", False) and importlib.util.find_spec("torch_xla") is not None
     if on_tpu or getattr(cfg, "use_old_adam", False):
         return False
@@ -41,11 +41,11 @@ def _refuse_averaging() -> None:
 
 
 def _dequantize_loaded(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Give fp32 Adam fp32 statistics when the checkpoint holds scaled fp16 ones.
+    """Give fp32 Adam fp32 statistics if the checkpoint holds scaled fp16 ones.
 
-    fairseq's Adam ignores the scales and would go on with statistics that are wrong by orders of
-    magnitude. The states are replaced in the caller's dict, because fairseq's memory-efficient
-    wrapper copies them from there once more.
+    fairseq's Adam ignores the scales: its statistics would be wrong by orders of magnitude. The
+    states are replaced in the caller's dict, because fairseq's memory-efficient wrapper copies them
+    from there once more.
     """
     states = state_dict["state"]
     for key in states:
@@ -53,7 +53,7 @@ def _dequantize_loaded(optimizer: torch.optim.Optimizer, state_dict: dict[str, A
 
 
 def init_adam(original: Any, self: FairseqAdam, cfg: Any, params: Any) -> None:
-    """In place of ``FairseqAdam.__init__``, which is ``original``."""
+    """Replace ``FairseqAdam.__init__``, which is ``original``."""
     if _needs_adam16(cfg):
         FairseqOptimizer.__init__(self, cfg)
         logger.info("using Adam with fp16 statistics of fairseq_tutel (apex is not installed)")

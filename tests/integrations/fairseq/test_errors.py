@@ -46,7 +46,7 @@ def test_refusals_of_this_package_and_nothing_else():
     assert excepthook.explain(ValueError("no traceback"), None) is None
 
 
-@pytest.mark.parametrize("name", ["moe_router", "moe_a2a", "moe_expert_network"])
+@pytest.mark.parametrize("name", ["moe_router", "moe_exchange", "moe_expert_network"])
 def test_a_name_of_ones_own_that_a_checkpoint_has_brings_how_it_becomes_known(name):
     config = OmegaConf.structured(TransformerLMGPTMoEConfig)
     error = _caught(lambda: setattr(config, name, "mine"))

@@ -22,7 +22,7 @@ CASES = [
     # within the same tolerance: the degree changes the order of sums, and the hierarchical exchange
     # is the linear one where both ranks are on one node (bit-equal elsewhere, tests/distributed)
     ("top2_world2", "legacy_ddp", "cpu", "--moe-overlap-degree 4"),
-    ("top2_world2", "pytorch_ddp", "cpu", "--moe-a2a 2dh --moe-overlap-degree 2"),
+    ("top2_world2", "pytorch_ddp", "cpu", "--moe-exchange 2dh --moe-overlap-degree 2"),
     pytest.param("top2_world1", "legacy_ddp", "cuda", "", marks=pytest.mark.gpu),
 ]
 ARCH = "transformer_lm_gpt_moe"

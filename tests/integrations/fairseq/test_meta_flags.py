@@ -53,7 +53,7 @@ OF_TWO_STACKS = {"encoder_moe_freq": 2, "decoder_moe_freq": 2, "alternate_ffn_em
 def test_no_flag_is_fairseqs_or_ours():
     """It would hide an option that means something."""
     dataclasses = [field.type for field in FairseqConfig.__dataclass_fields__.values()]
-    dataclasses += [row.config for row in ARCHITECTURES.values()]
+    dataclasses += [row.schema for row in ARCHITECTURES.values()]
     dataclasses += tasks.TASK_DATACLASS_REGISTRY.values()
     known = {name for each in dataclasses for name in getattr(each, "__dataclass_fields__", ())}
     flags = ACCEPTED | ACCEPTED_IN_EVALUATION | REFUSED

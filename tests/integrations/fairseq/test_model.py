@@ -249,7 +249,7 @@ def _with_every_exchange():
     rank, _ = process_world()
     results = {}
     for name, degree in itertools.product(EXCHANGES, ("1", "4")):
-        words = f"--moe-a2a {name} --moe-ranks-per-node 2 --moe-overlap-degree {degree}"
+        words = f"--moe-exchange {name} --moe-ranks-per-node 2 --moe-overlap-degree {degree}"
         model = build("--moe-expert-count", "8", *words.split(), "--checkpoint-activations")
         assert [layer.exchange.name for layer in model.moe_layers.values()] == [name]
         for training in (True, False):
@@ -293,7 +293,7 @@ def test_simulation_of_many_ranks_in_one_process(caplog):
         ({"character_embeddings": True}, "--character-embeddings"),
         ({"adaptive_input": True}, "--adaptive-input"),
         ({"adaptive_softmax_cutoff": "50"}, "--adaptive-softmax-cutoff"),
-        ({"moe_freq": 5}, "--moe-freq 5 makes no MoE layer among 2 layers"),
+        ({"moe_freq": 5}, "--moe-freq 5 makes no MoE layer among 2 decoder layers"),
         ({"moe_top_k": 3, "moe_expert_count": 2}, "--moe-top-k 3 must lie between"),
     ],
 )

@@ -69,7 +69,7 @@ def test_the_criterions_options(name):
 
 def test_every_number_of_our_own_has_a_range_that_holds_its_default():
     for field in (field for group in help.own_options().values() for field in group):
-        if field.name in ROUTERS.all_flags() or not re.search(r"\b(int|float)\b", str(field.type)):
+        if field.name in ROUTERS.flags() or not re.search(r"\b(int|float)\b", str(field.type)):
             continue  # a registry checks the options of what is registered
         allowed = field.metadata["range"]
         assert allowed is not None, f"{field.name} states no range"

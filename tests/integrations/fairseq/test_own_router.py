@@ -17,7 +17,7 @@ from fairseq_tutel.command_line import CONFIGS
 from fairseq_tutel.config import ROUTERS
 from fairseq_tutel.distributed import register_exchange
 from fairseq_tutel.distributed.exchanges import LinearExchange
-from fairseq_tutel.integrations.fairseq.models import TransformerLMGPTMoEConfig
+from fairseq_tutel.integrations.fairseq.models import ARCHITECTURES
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.moe.routers import base
 from fairseq_tutel.plan.compose import load_config
@@ -137,8 +137,8 @@ def _in_fairseq(folder):
 
     # an exchange of a user's own becomes a choice in the same way
     register_exchange("toy-a2a")(type("Toy", (LinearExchange,), {"__doc__": "A toy's way."}))
-    assert str(make_config("--moe-a2a", "toy-a2a").model.moe_a2a) == "toy-a2a"
-    field = TransformerLMGPTMoEConfig.__dataclass_fields__["moe_a2a"]
+    assert str(make_config("--moe-exchange", "toy-a2a").model.moe_exchange) == "toy-a2a"
+    field = ARCHITECTURES["transformer_lm_gpt_moe"].schema.__dataclass_fields__["moe_exchange"]
     assert "; 'toy-a2a': A toy's way; 'auto': " in field.metadata["help"]
     return refusals, parser.format_help()
 

@@ -19,8 +19,8 @@ from fairseq_tutel.integrations.fairseq.models import (
     TransformerMoEConfig,
     name_with_experts,
 )
-from fairseq_tutel.integrations.fairseq.models.transformer_moe import check_model_options
 from fairseq_tutel.integrations.fairseq.options.command_line import REFUSED_TASKS
+from fairseq_tutel.integrations.fairseq.options.options import run_options
 
 FOUR = ("--moe-expert-count", "4")
 DROPLESS = (*FOUR, "--moe-capacity-factor", "0")
@@ -200,8 +200,11 @@ def test_one_side_alone_agrees_too():
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"moe_freq": 7}, "every 7th of 6 encoder layers is none and every 7th of 6 decoder "),
-        ({"decoder_moe_freq": 8}, "every 8th of 6 decoder layers is none: give --moe-freq, --enc"),
+        ({"moe_freq": 7}, "--moe-freq 7 makes no MoE layer among 6 encoder layers; --moe-freq 7 m"),
+        (
+            {"decoder_moe_freq": 8},
+            "--decoder-moe-freq 8 makes no MoE layer among 6 decoder layers:",
+        ),
         ({"moe_freq": -1}, "--moe-freq -1 must be at least 0"),
         ({"encoder_layerdrop": 0.2}, "--encoder-layerdrop 0.2 cannot be combined with MoE layers"),
         ({"decoder_layers_to_keep": "0,1"}, "--decoder-layers-to-keep 0,1 cannot be combined"),
@@ -212,7 +215,7 @@ def test_one_side_alone_agrees_too():
 )
 def test_what_it_cannot_do_is_refused_by_name(given, message):
     with pytest.raises(ValueError) as error:
-        check_model_options(TransformerMoEConfig(**given))
+        run_options(TransformerMoEConfig(**given), TransformerMoEConfig)
     assert message in str(error.value)
 
 

@@ -25,7 +25,7 @@ CASES = {
     "--moe-cmr --cmr-gate-loss-wt 0.1 --cmr-gate-loss-p 0.8",
     "E=4 in groups": "--moe-overflow-rerouting 1 --moe-capacity-factor 0.6 --moe-wire-compact",
     "E=2 in slices": f"{DROPLESS} --encoder-moe-freq 1 --moe-expert-placement sliced",
-    "E=8 2dh, overlap": "--moe-a2a 2dh --moe-overlap-degree 2 "
+    "E=8 2dh, overlap": "--moe-exchange 2dh --moe-overlap-degree 2 "
     "--moe-gate-loss-scope sequence --moe-gate-loss-over unpadded --use-moe-pad-mask",
     "E=4 wire": f"{DROPLESS} --moe-wire fp16",
     "E=4 load bias, top-1": "--moe-top1-expert --moe-load-bias sign --decoder-moe-freq 1",

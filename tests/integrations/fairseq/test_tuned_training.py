@@ -13,7 +13,9 @@ from helpers.distributed import run_ranks
 from helpers.training import make_config, make_trainer, named, own_batches, save
 
 from fairseq_tutel.distributed import build_groups, gather_texts, process_world
+from fairseq_tutel.integrations.fairseq.models import TransformerLMGPTMoEConfig
 from fairseq_tutel.integrations.fairseq.models.moe_stack import make_tuner
+from fairseq_tutel.integrations.fairseq.options.options import run_options
 from fairseq_tutel.integrations.fairseq.trainer.run_logs import ExchangeLog
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.tuning import ExchangeTuner, exchange_tuner
@@ -22,7 +24,7 @@ from fairseq_tutel.tuning.timer import RegionTimer
 # microseconds by degree and algorithm: the other algorithm is better from the second degree on
 TIMES = {1: (4000, 4100), 2: (3000, 2000), 4: (3500, 2500), 8: (5000, 4900)}
 WORDS = """
-    --moe-expert-count 4 --moe-overlap-degree auto --moe-a2a auto --moe-ranks-per-node 2
+    --moe-expert-count 4 --moe-overlap-degree auto --moe-exchange auto --moe-ranks-per-node 2
     --moe-tune-max-loss 1 --moe-tune-steps 3 --moe-capacity-factor 2 --max-update 60
 """
 SAVED_AT, END = 8, 30
@@ -157,7 +159,7 @@ def test_a_tuned_run_writes_resumes_and_is_pinned(tmp_path):
 def test_a_bad_file_is_refused_on_one_rank_too(tmp_path):
     model = make_config(*WORDS.split()).model
     layers = [MoELayer(8, 4, 8)]
-    assert make_tuner(model, layers) is None
+    assert make_tuner(run_options(model, TransformerLMGPTMoEConfig).tuner, layers) is None
     for text, said in (("{", "not a file of exch"), ("", "not a file of exch"), (None, "No such")):
         path = tmp_path / f"{text}.json"
         if text is not None:
@@ -166,7 +168,7 @@ def test_a_bad_file_is_refused_on_one_rank_too(tmp_path):
         with pytest.raises(
             ValueError, match=re.escape(f"--moe-tune-file '{path}': ") + f".*{said}"
         ):
-            make_tuner(model, layers)
+            make_tuner(run_options(model, TransformerLMGPTMoEConfig).tuner, layers)
 
 
 def test_two_runs_with_one_folder_do_not_take_each_others_file_away(tmp_path, monkeypatch):

@@ -1,4 +1,6 @@
-"""fairseq criterions for models with MoE layers; importing this package registers them."""
+"""fairseq criterions for models with MoE layers; ``fairseq_tutel.register`` registers them."""
+
+from typing import NamedTuple
 
 from .moe_criterion import MoECriterion
 from .moe_cross_entropy import MoECrossEntropyCriterion, MoECrossEntropyCriterionConfig
@@ -7,10 +9,20 @@ from .moe_label_smoothed_cross_entropy import (
     MoELabelSmoothedCrossEntropyCriterionConfig,
 )
 
-# name of `--criterion` -> dataclass of its options
+
+class Criterion(NamedTuple):
+    """Criterion and the dataclass of its options."""
+
+    criterion: type
+    config: type
+
+
+# by name of `--criterion`
 CRITERIONS = {
-    "moe_cross_entropy": MoECrossEntropyCriterionConfig,
-    "moe_label_smoothed_cross_entropy": MoELabelSmoothedCrossEntropyCriterionConfig,
+    "moe_cross_entropy": Criterion(MoECrossEntropyCriterion, MoECrossEntropyCriterionConfig),
+    "moe_label_smoothed_cross_entropy": Criterion(
+        MoELabelSmoothedCrossEntropyCriterion, MoELabelSmoothedCrossEntropyCriterionConfig
+    ),
 }
 
 __all__ = [

@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 
 from fairseq import utils
-from fairseq.criterions import register_criterion
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion, CrossEntropyCriterionConfig
 from fairseq.dataclass import ChoiceEnum
 from fairseq.logging import metrics
@@ -28,7 +27,6 @@ class MoECrossEntropyCriterionConfig(GateLossOptions, CrossEntropyCriterionConfi
     )
 
 
-@register_criterion("moe_cross_entropy", dataclass=MoECrossEntropyCriterionConfig)
 class MoECrossEntropyCriterion(MoECriterion, CrossEntropyCriterion):
     """Cross entropy of a model with MoE layers."""
 

@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 
 from fairseq import utils
-from fairseq.criterions import register_criterion
 from fairseq.criterions.label_smoothed_cross_entropy import (
     LabelSmoothedCrossEntropyCriterion,
     LabelSmoothedCrossEntropyCriterionConfig,
@@ -33,9 +32,6 @@ class MoELabelSmoothedCrossEntropyCriterionConfig(
     )
 
 
-@register_criterion(
-    "moe_label_smoothed_cross_entropy", dataclass=MoELabelSmoothedCrossEntropyCriterionConfig
-)
 class MoELabelSmoothedCrossEntropyCriterion(MoECriterion, LabelSmoothedCrossEntropyCriterion):
     """Label-smoothed cross entropy of a model with MoE layers."""
 

@@ -63,8 +63,8 @@ def _chosen_task(parser: argparse.ArgumentParser) -> str:
 
 def _meant(parser: argparse.ArgumentParser, unknown: list[str]) -> str:
     """Name the owner of the first unknown option that has one, or the closest known options."""
-    configs = {f"--arch {row.name}": row.config for row in ARCHITECTURES.values()}
-    configs |= {f"--criterion {name}": config for name, config in CRITERIONS.items()}
+    configs = {f"--arch {row.name}": row.schema for row in ARCHITECTURES.values()}
+    configs |= {f"--criterion {name}": row.config for name, row in CRITERIONS.items()}
     owners = {
         "--" + name.replace("_", "-"): choice
         for choice, config in reversed(configs.items())

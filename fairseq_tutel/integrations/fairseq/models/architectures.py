@@ -1,8 +1,7 @@
-"""The table of architectures with MoE layers: what the other rooms ask about a model.
+"""Architectures with MoE layers: the table that command lines, errors and the planner read.
 
-A model is one file: its dataclass of options, its class, and a row of this table, which
-:func:`moe_architecture` adds together with fairseq's own registration. Command lines, errors,
-checkpoints of Meta's branches and the planner look here for names and options.
+A model is one file: the dataclass of its options, and its class with :func:`moe_architecture`,
+which adds a row to the table. ``fairseq_tutel.register`` makes fairseq know the rows.
 """
 
 from __future__ import annotations
@@ -12,53 +11,75 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fairseq.models import ARCH_CONFIG_REGISTRY, register_model, register_model_architecture
+from fairseq.models import (
+    ARCH_CONFIG_REGISTRY,
+    MODEL_DATACLASS_REGISTRY,
+    MODEL_REGISTRY,
+    register_model,
+    register_model_architecture,
+)
+from hydra.core.config_store import ConfigStore
 
-from ..options.command_line import add_meta_flags, apply_rules
-from ..options.fields import follow_registries
+from ..options.command_line import apply_rules
+from ..options.fields import with_registered
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A row."""
+    """Row of the table."""
 
     name: str  # of `--arch` and of `model._name`
+    model: type
     config: type  # dataclass of the model's options
-    check: Callable[[Any], None]  # raises ValueError for options that the model cannot honour
-    # beginning of the names that Meta's branches have for it in checkpoints; there the options
-    # alone make a dense architecture one with experts
+    # prefix of the model's names in checkpoints of Meta's branches, where the options alone turn a
+    # dense architecture into one with experts
     replaces: str
+    # ending of a name -> other defaults; each is an `--arch NAME_ending`
+    sizes: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def schema(self) -> type:
+        """``config`` with the names and options of all that is registered now."""
+        return with_registered(self.config)
+
+    def register(self) -> None:
+        """Make fairseq know the model, and its options if these have changed since."""
+        schema = self.schema
+        if self.name not in MODEL_REGISTRY:
+            register_model(self.name, dataclass=schema)(self.model)
+            rules = functools.partial(apply_rules, self)
+            # register_model gives the model's own arch name an empty function
+            ARCH_CONFIG_REGISTRY[self.name] = rules
+            for ending, defaults in self.sizes.items():
+                named = functools.partial(_set_sizes, defaults, rules)
+                register_model_architecture(self.name, f"{self.name}_{ending}")(named)
+        elif MODEL_DATACLASS_REGISTRY[self.name] is not schema:
+            # the three places in which register_model keeps a dataclass
+            setattr(self.model, "__dataclass", schema)
+            MODEL_DATACLASS_REGISTRY[self.name] = schema
+            node = schema()
+            node._name = self.name
+            ConfigStore.instance().store(
+                name=self.name, group="model", node=node, provider="fairseq"
+            )
 
 
 ARCHITECTURES: dict[str, Architecture] = {}
 
 
-def moe_architecture(row: Architecture, sizes: Mapping[str, Mapping[str, Any]] | None = None):
-    """Decorator of a model class: register it with fairseq, and in the table.
+def moe_architecture(
+    name: str,
+    config: type,
+    replaces: str,
+    sizes: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Callable[[type], type]:
+    """Return a decorator that adds a model class to the table; see :class:`Architecture`."""
 
-    ``sizes``: ending of a name -> other defaults; each is an ``--arch NAME_ending`` of its own.
-    """
-
-    def register(model: type) -> type:
-        own_flags = model.add_args
-
-        def add_args(cls, parser):
-            own_flags.__func__(cls, parser)
-            add_meta_flags(parser)
-
-        model.add_args = classmethod(add_args)
-        model = register_model(row.name, dataclass=row.config)(model)
-        rules = functools.partial(apply_rules, config=row.config, check=row.check)
-        # register_model gives the model's own arch name an empty function
-        ARCH_CONFIG_REGISTRY[row.name] = rules
-        for ending, defaults in (sizes or {}).items():
-            named = functools.partial(_set_sizes, defaults, rules)
-            register_model_architecture(row.name, f"{row.name}_{ending}")(named)
-        follow_registries(row.config, row.name)
-        ARCHITECTURES[row.name] = row
+    def add(model: type) -> type:
+        ARCHITECTURES[name] = Architecture(name, model, config, replaces, sizes or {})
         return model
 
-    return register
+    return add
 
 
 def _set_sizes(defaults: Mapping[str, Any], rules: Callable, args: Any) -> None:
@@ -70,7 +91,7 @@ def _set_sizes(defaults: Mapping[str, Any], rules: Callable, args: Any) -> None:
 
 
 def name_with_experts(name: str | None) -> str | None:
-    """The architecture here of a checkpoint with MoE layers that names this one."""
+    """Return the architecture for a checkpoint with MoE layers that states this name."""
     if name is None or name in ARCHITECTURES:
         return name
     rows = [row for row in ARCHITECTURES.values() if name.startswith(row.replaces)]

@@ -1,9 +1,9 @@
-"""Conditional MoE routing (CMR): a token gets a share of its experts and the rest of a dense FFN.
+"""Conditional MoE routing (CMR): a gate mixes the outputs of a dense FFN and of the experts.
 
-NLLB (arXiv 2207.04672, section 6.2.2; arXiv 2212.07571), with the options and the names of
-parameters of fairseq's branch ``nllb``. A gate with one output, g = dropout(sigmoid(w x + b)),
-mixes per token: y = (1 - g) FFN(x) + g MoE(x). All tokens are routed and take capacity: nothing is
-saved. The criterion's ``--cmr-gate-loss-wt`` pulls the mean of g towards ``--cmr-gate-loss-p``.
+NLLB (arXiv 2207.04672, section 6.2.2; arXiv 2212.07571), with the options and parameter names of
+fairseq's branch ``nllb``. The gate has one output per token, g = dropout(sigmoid(w x + b)):
+y = (1 - g) FFN(x) + g MoE(x). All tokens are routed and take capacity, so it saves no computation.
+The criterion's ``--cmr-gate-loss-wt`` pulls the mean of g towards ``--cmr-gate-loss-p``.
 """
 
 # no postponed annotations here: fairseq reads the types of dataclass fields
@@ -18,17 +18,17 @@ from ....config.options import Range, option
 
 @dataclass
 class ConditionalRoutingOptions:
-    """A base of a model's dataclass."""
+    """Base of a model's dataclass."""
 
     moe_cmr: bool = option(
         False,
-        "conditional MoE routing (arXiv 2212.07571): beside the experts a dense FFN, and a gate "
-        "that mixes both; see --cmr-gate-loss-wt",
+        "conditional MoE routing (arXiv 2212.07571): a gate mixes the experts with a dense FFN; "
+        "see --cmr-gate-loss-wt",
         group="routing",
     )
     cmr_gate_drop: float = option(
         0.0,
-        "dropout of that gate: dropped tokens have the dense FFN alone, and the gate of others is "
+        "dropout of that gate: dropped tokens use the dense FFN alone; the gate of others is "
         "scaled up, beyond 1",
         Range(0, 1, high_open=True),
         group="routing",
@@ -36,7 +36,7 @@ class ConditionalRoutingOptions:
 
 
 class ConditionalRouting(nn.Module):
-    """The gate, and the mixture; parameters are ``gate.wg.weight`` [1, M] and ``gate.wg.bias``."""
+    """Gate and mixture. Parameters: ``gate.wg.weight`` [1, M] and ``gate.wg.bias`` [1]."""
 
     def __init__(self, dim: int, drop: float):
         super().__init__()
@@ -54,8 +54,8 @@ class ConditionalRouting(nn.Module):
 
         Args:
             x, dense, sparse: [batch, seq, M].
-            pad_mask: bool [batch, seq], True for padding, which has the dense output and does not
-                count; or None.
+            pad_mask: bool [batch, seq], True for padding, which gets the dense output and is not
+                counted; or None.
 
         Returns:
             (y [batch, seq, M], ``MoEAux.share_of_layer``).
@@ -70,8 +70,6 @@ class ConditionalRouting(nn.Module):
         return y, torch.stack([share.float().sum(), tokens])
 
 
-def conditional_routing(args: Any, dim: int) -> Optional[ConditionalRouting]:
-    """That of a layer of M = ``dim``, None where the model's options, ``args``, have none."""
-    if not getattr(args, "moe_cmr", False):
-        return None
-    return ConditionalRouting(dim, args.cmr_gate_drop)
+def gate_dropout(args: Any) -> Optional[float]:
+    """Return the dropout of the gate from a model's options; None without conditional routing."""
+    return args.cmr_gate_drop if args.moe_cmr else None

@@ -1,16 +1,19 @@
-"""MoE blocks in fairseq's transformers: any stock layer with an MoE layer for its FFN.
+"""MoE blocks in fairseq's transformers: any stock layer with an MoE layer as its FFN.
 
 A stock layer computes attention, then ``fc2(activation(fc1(x)))``, dropout, the residual connection
-and norms. None of that is repeated here: the stock ``forward`` runs on a view of the layer
-(:class:`_View`) in which ``fc1`` is the MoE layer and what follows lets its output through. So a
-block is what the stock layer is, of an encoder or a decoder, with any order of norms::
+and norms. A block repeats none of that::
 
     class MoETransformerDecoderLayer(MoEBlock, TransformerDecoderLayerBase):
         pad_mask_argument = "self_attn_padding_mask"
 
-Stock models loop over layers whose result has no place for an aux value. Their loop is left as it
-is: while it runs, a :class:`ForwardScope` carries what the ranks agreed on to the blocks and
-collects what they report.
+The stock ``forward`` runs on a :class:`_View` of the layer, in which ``fc1`` is the MoE layer and
+the rest of the FFN is the identity. Replacing the modules themselves would be no simpler. In
+conditional routing the block needs its own ``fc1`` and ``fc2`` as well. The MoE layer needs the
+padding mask and the agreement of this call, and reports a second value; as attributes of the block
+these would be stale when activation checkpointing runs the call again.
+
+Stock models loop over layers, and the loop has no place for a second value. While it runs, a
+:class:`ForwardScope` carries the ranks' agreement to the blocks and collects their reports.
 """
 
 from __future__ import annotations
@@ -35,13 +38,13 @@ from .conditional_routing import ConditionalRouting
 
 
 class ForwardScope:
-    """Lives for one forward pass of a stack of layers: agreement in, reports of its MoE layers out.
+    """State of one forward pass of a stack: the agreement, and the MoE layers' reports.
 
     Attributes:
-        step: what the ranks agreed on; None where no pass is going on.
-        drops_nothing: whether the pass has no capacity, whatever the options say.
-        is_reported: whether somebody reads the reports; without, layers make none.
-        reports: of the MoE layers that have been computed.
+        step: agreement of the ranks; None outside a pass.
+        drops_nothing: True: the pass has no capacity, whatever the options say.
+        is_reported: False: nobody reads the reports, so layers make none.
+        reports: of the MoE layers computed so far.
     """
 
     def __init__(self):
@@ -53,7 +56,7 @@ class ForwardScope:
     def open(
         self, step: StepAgreement, drops_nothing: bool = False, is_reported: bool = True
     ) -> Iterator[list[MoEAux]]:
-        """Begin a pass, yield the list that blocks append to."""
+        """Begin a pass; yield the list that blocks append to."""
         self.step, self.reports = step, []
         self.drops_nothing, self.is_reported = drops_nothing, is_reported
         try:
@@ -66,11 +69,18 @@ class ForwardScope:
 class MoEBlock:
     """Mixin of a stock transformer layer, to be named before it.
 
-    ``moe_layer`` takes the place of fc1, activation and fc2, with dropout inside the experts;
-    ``pad_mask_argument`` is the argument of the stock ``forward`` that marks padding. With
-    activation checkpointing the whole computation is recomputed in the backward pass; the aux value
-    is one of its outputs, so it keeps its gradient. With ``conditional`` the stock FFN stays, and
-    that says how much of its output, and how much of the MoE layer's, a token gets.
+    With activation checkpointing the backward pass recomputes the whole block. The aux value is one
+    of its outputs, so it keeps its gradient.
+
+    Attributes:
+        pad_mask_argument: argument of the stock ``forward`` that marks padding.
+
+    Args:
+        cfg: fairseq's config of the model.
+        moe_layer: replaces fc1, activation, fc2 and their dropout, which the experts have inside.
+        scope: of the stack.
+        conditional: mixes the stock FFN, which then stays, with the MoE layer; None: no FFN.
+        **stock: other arguments of the stock layer.
     """
 
     pad_mask_argument: str
@@ -94,24 +104,24 @@ class MoEBlock:
             self._run = checkpoint_wrapper(block, offload_to_cpu=cfg.offload_activations).forward
 
     def build_fc1(self, *args: Any) -> Any:
-        """None but in conditional routing; fairseq 0.12.2 reads the shapes of its weights."""
+        """Build the FFN of conditional routing, else a stub: fairseq 0.12.2 reads its shapes."""
         return super().build_fc1(*args) if self._keeps_ffn else _no_weights()
 
     def build_fc2(self, *args: Any) -> Any:
-        """As :meth:`build_fc1`."""
+        """See :meth:`build_fc1`."""
         return super().build_fc2(*args) if self._keeps_ffn else _no_weights()
 
     def _mixed(
         self, x: torch.Tensor, y: torch.Tensor, pad_mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The block's output for that of its MoE layer, and what is reported of the mixture."""
+        """Mix the MoE layer's output y with the FFN's; also return the mixture's report."""
         if self.cmr_layer is None:
             return y, None
         hidden = self.activation_dropout_module(self.activation_fn(self.fc1(x)))
         return self.cmr_layer(x, self.dropout_module(self.fc2(hidden)), y, pad_mask)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Signature and result of the stock layer; x [seq, batch, M]."""
+        """Compute the stock layer, with its signature and result; x [seq, batch, M]."""
         scope = self._scope
         capacity_factor = 0.0 if scope.drops_nothing else None
         if not scope.is_reported:
@@ -134,9 +144,9 @@ class MoEBlock:
         *args: Any,
         **kwargs: Any,
     ) -> tuple:
-        """What the stock layer returns, and the members of the aux value.
+        """Return the stock layer's results, followed by the members of the aux value.
 
-        A recomputation adds to the same record: gradients are exchanged by what it computes.
+        A recomputation adds to the same record, because gradients use its exchanges.
         """
         reports = []
 
@@ -157,7 +167,7 @@ class MoEBlock:
         return (*(result if isinstance(result, tuple) else (result,)), *reports[0])
 
     def _stock(self, routed: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        """What the stock layer returns with ``routed(x, pad_mask)``, batch first, as its FFN."""
+        """Run the stock layer with ``routed(x, pad_mask)``, batch first, as its FFN."""
         stock = super().forward.__func__
         pad_mask = None
         if self.moe_layer.config.use_pad_mask:
@@ -176,13 +186,13 @@ def _no_weights() -> SimpleNamespace:
 
 
 class _Routed(NamedTuple):
-    """The experts' output on its way through what a stock layer does after its FFN."""
+    """Output of the experts, marked so that the stock layer's dropout lets it pass."""
 
     x: torch.Tensor
 
 
 class _View:
-    """A block as the ``forward`` of its stock class sees it."""
+    """Block as the stock ``forward`` sees it for one call: ``fc1`` is the MoE layer."""
 
     def __init__(self, block: MoEBlock, routed):
         self._block = block
@@ -204,16 +214,16 @@ class _View:
 
 
 class MoETransformerDecoderLayer(MoEBlock, TransformerDecoderLayerBase):
-    """Block of a decoder."""
+    """Decoder layer with experts."""
 
     pad_mask_argument = "self_attn_padding_mask"
 
 
 class MoETransformerEncoderLayer(MoEBlock, TransformerEncoderLayerBase):
-    """Block of an encoder.
+    """Encoder layer with experts.
 
-    That of fairseq 0.12.2 keeps its weights a second time, for a fast path through torch's own
-    encoder layer, and copies them there as it loads; here there is no such path.
+    The stock layer of fairseq 0.12.2 keeps its weights a second time, for a fast path through
+    torch's own encoder layer, and fills the copy as it loads. This layer has no such path.
     """
 
     pad_mask_argument = "encoder_padding_mask"

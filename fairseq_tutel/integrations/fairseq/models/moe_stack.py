@@ -1,111 +1,110 @@
-"""What the MoE layers of a fairseq model have in common: options, placement, tuner, agreement,
-reports."""
+"""Parts that the fairseq models with MoE layers share: layers, tuner, agreement, reports."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from fairseq import hub_utils
+from fairseq.models import BaseFairseqModel
 
 from .... import ops
-from ....config import EXPERTS, MoEConfig
-from ....distributed import (
-    ExpertParallelGroups,
-    StepAgreement,
-    build_groups,
-    process_world,
-    sync_stacks,
-)
+from ....config import EXPERTS
+from ....distributed import StepAgreement, build_groups, process_world, sync_stacks
 from ....moe import MoEAux, MoELayer, balance_over_ranks, routing_counts
 from ....tuning import ExchangeTuner
-from ..options.options import exchange_config, expert_storage, moe_config, tuned_fields
+from ..options.command_line import add_meta_flags
+from ..options.options import RunOptions, TunerOptions
 from .shared_decoding import decode_together
 
 logger = logging.getLogger(__name__)
 
 
-class Experts(NamedTuple):
-    """Where the experts of a model are, and how tokens choose them."""
-
-    groups: ExpertParallelGroups
-    routing: MoEConfig
+def world_size(args: Any) -> int:
+    """Return the number of ranks, simulated ones included, for a model's options."""
+    return max(process_world()[1], args.moe_simulate_world_size)
 
 
-def place_experts(args: Any) -> Experts:
-    """From a model's options; a collective call where torch.distributed is initialised. Raises
-    ValueError for a number of experts that does not fit that of ranks, or impossible options.
+class LayerFactory:
+    """Builder of a model's MoE layers, numbered from 0 over all its stacks.
+
+    Attributes:
+        groups: placement of the experts.
+
+    Raises:
+        ValueError: the number of experts does not fit the number of ranks.
     """
-    world_size = max(process_world()[1], args.moe_simulate_world_size)
-    num_experts = args.moe_expert_count or world_size
-    if num_experts == 1 and not args.moe_expert_count:
-        logger.warning(
-            "1 expert per MoE layer (by default as many as ranks): equivalent to a dense model; "
-            "--moe-expert-count states their number"
+
+    def __init__(self, run: RunOptions):
+        """Place the experts; a collective call if torch.distributed is initialised."""
+        from .. import register
+
+        register()  # stock fairseq would average the experts of different ranks
+        self._run, self._numbers = run, itertools.count()
+        self.groups = build_groups(
+            run.routing.num_experts,
+            expert_parallel_size=run.expert_parallel_size,
+            simulate_world_size=run.simulate_world_size,
+            placement=run.placement,
         )
-    routing = moe_config(args, num_experts)
-    groups = build_groups(
-        num_experts,
-        expert_parallel_size=args.moe_expert_parallel_size,
-        simulate_world_size=args.moe_simulate_world_size,
-        placement=str(args.moe_expert_placement),
-    )
-    if groups.simulated:
-        logger.warning(
-            "SIMULATION: this process is one rank of %d; all-to-alls are local copies and the "
-            "losses mean nothing",
-            groups.world_size,
+        if self.groups.simulated:
+            logger.warning(
+                "SIMULATION: this process is one rank of %d; all-to-alls are local copies and the "
+                "losses mean nothing",
+                self.groups.world_size,
+            )
+        ops.set_backend(run.backend)
+
+    def build(self, cfg: Any, side: Any) -> MoELayer:
+        """Build the next layer.
+
+        Args:
+            cfg: fairseq's TransformerConfig.
+            side: its part for the encoder or the decoder.
+        """
+        run, experts = self._run, self._run.experts
+        # gated experts ignore the activation of the model's other layers
+        reads = EXPERTS.get(experts.expert_network).uses_activation or experts.shared_expert_dim
+        return MoELayer(
+            side.embed_dim,
+            hidden_dim=run.hidden_dim or side.ffn_embed_dim,
+            config=run.routing,
+            activation=str(cfg.activation_fn) if reads else "gelu",
+            expert_network=experts.expert_network,
+            expert_options=experts.expert_options,
+            groups=self.groups,
+            shared_expert_dim=experts.shared_expert_dim,
+            dropout=cfg.dropout,
+            activation_dropout=cfg.activation_dropout or cfg.relu_dropout or 0.0,
+            expert_storage=run.storage,
+            exchange=run.exchange,
+            record_exchange_time=run.record_exchange_time,
+            skip_exchange=run.skip_exchange,
+            layer_index=next(self._numbers),
         )
-    ops.set_backend(str(args.moe_backend))
-    return Experts(groups, routing)
 
 
-def build_moe_layer(args: Any, cfg: Any, side: Any, experts: Experts, index: int) -> MoELayer:
-    """Build the MoE layer of number ``index``, counted from 0 over all stacks of a model.
+def make_tuner(options: TunerOptions | None, layers: Sequence[MoELayer]) -> ExchangeTuner | None:
+    """Return the tuner of a model's layers; None if there is nothing to choose. Collective.
 
-    ``args`` are the model's options, ``cfg`` is fairseq's TransformerConfig of them, and ``side``
-    its part about the encoder or the decoder.
+    Raises:
+        ValueError: the file of ``--moe-tune-file`` cannot be read, or is not for this run.
     """
-    network = str(args.moe_expert_network)
-    # of gated experts the activation of the model's other layers says nothing
-    reads = EXPERTS.get(network).uses_activation or args.moe_shared_expert_ffn_dim
-    return MoELayer(
-        side.embed_dim,
-        hidden_dim=args.moe_expert_ffn_dim or side.ffn_embed_dim,
-        config=experts.routing,
-        activation=str(cfg.activation_fn) if reads else "gelu",
-        expert_network=network,
-        expert_options=EXPERTS.options_of_flags(network, args),
-        groups=experts.groups,
-        shared_expert_dim=args.moe_shared_expert_ffn_dim,
-        dropout=cfg.dropout,
-        activation_dropout=cfg.activation_dropout or cfg.relu_dropout or 0.0,
-        expert_storage=expert_storage(args),
-        exchange=exchange_config(args),
-        record_exchange_time=args.record_a2a_perf_stats,
-        skip_exchange=args.dummy_a2a,
-        layer_index=index,
-    )
-
-
-def make_tuner(args: Any, layers: Sequence[MoELayer]) -> ExchangeTuner | None:
-    """The tuner of a model's layers, None where nothing is to be chosen. Collective. Raises
-    ValueError where the file of ``--moe-tune-file`` cannot be read, or is not for this run.
-    """
-    fields, path = tuned_fields(args), args.moe_tune_file
-    if not fields or not layers or (path is None and not layers[0].groups.needs_sync):
+    if options is None or not layers:
         return None
-    how = {"steps": args.moe_tune_steps, "max_loss": args.moe_tune_max_loss}
-    if path is None:
-        return ExchangeTuner(layers, fields, **how)
+    how = {"steps": options.steps, "max_loss": options.max_loss}
+    if options.file is None:
+        needed = layers[0].groups.needs_sync
+        return ExchangeTuner(layers, options.fields, **how) if needed else None
     try:
-        pinned = Path(path).read_text(encoding="utf-8")
-        return ExchangeTuner(layers, fields, **how, pinned=pinned)
+        pinned = Path(options.file).read_text(encoding="utf-8")
+        return ExchangeTuner(layers, options.fields, **how, pinned=pinned)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--moe-tune-file {path!r}: {error}") from None
+        raise ValueError(f"--moe-tune-file {options.file!r}: {error}") from None
 
 
 def agree(
@@ -117,10 +116,15 @@ def agree(
 ) -> list[StepAgreement]:
     """Exchange token counts with the other ranks, once per forward pass for all layers.
 
-    ``stacks``: MoE layers of each stack (a language model has one, an encoder-decoder two), of
-    which ``counts`` has the tokens; ``tuner`` chooses the exchange in training; ``generating``:
-    whether the pass computes one more token of each sentence, or only the encoder, which is a
-    ValueError with experts that are spread over ranks.
+    Args:
+        stacks: MoE layers of each stack; a language model has one, an encoder-decoder two.
+        counts: tokens of each stack.
+        dtype: of the experts' rows.
+        tuner: chooses the exchange in training.
+        generating: the pass computes one more token per sentence, or only the encoder.
+
+    Raises:
+        ValueError: ``generating`` with experts that are spread over ranks.
     """
     sparse = [i for i, layers in enumerate(stacks) if layers]
     steps = list(map(StepAgreement, counts))
@@ -148,9 +152,11 @@ def agree(
 def reports_to_extra(
     reports: list[MoEAux], layers: Sequence[MoELayer], step: StepAgreement
 ) -> dict[str, Any]:
-    """What a model returns beside its output, for the criterion: ``moe``, a :class:`MoEAux` per MoE
-    layer; ``moe_counts``, this rank's :class:`~fairseq_tutel.moe.RoutingCounts` of them;
-    ``moe_bias_counts``, what moves their load biases, in training if they have them.
+    """Return what a model gives to the criterion beside its output.
+
+    ``moe`` holds a :class:`MoEAux` per MoE layer, ``moe_counts`` this rank's
+    :class:`~fairseq_tutel.moe.RoutingCounts`, and ``moe_bias_counts`` the counts that move load
+    biases, in training of layers that have them.
     """
     if not reports:
         return {"moe": []}
@@ -163,19 +169,33 @@ def reports_to_extra(
 
 
 class HubInterface(hub_utils.GeneratorHubInterface):
-    """fairseq's, whose ranks generate together where they share experts: each gives sentences of
-    its own, or none, and all of them call.
+    """fairseq's interface, in which ranks that share experts generate together.
+
+    Each rank gives sentences of its own, or none, and all ranks call.
     """
 
     def generate(self, tokenized_sentences, *args: Any, **options: Any):
-        """As the stock method."""
+        """Generate as the stock method does."""
         with decode_together(self.models):
             if not len(tokenized_sentences):  # stock fails
                 return []
             return super().generate(tokenized_sentences, *args, **options)
 
 
-def pretrained(cls, *args: Any, **options: Any) -> HubInterface:
-    """``from_pretrained`` of a model: as fairseq's, which prints the whole config."""
-    loaded = hub_utils.from_pretrained(*args, **options)
-    return HubInterface(loaded["args"], loaded["task"], loaded["models"])
+class MoEModel:
+    """Mixin of a fairseq model with MoE layers, to be named before the stock class."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **options: Any) -> HubInterface:
+        """Load a model as fairseq's method does, without printing the whole config."""
+        from .. import register
+
+        register()
+        loaded = hub_utils.from_pretrained(*args, **options)
+        return HubInterface(loaded["args"], loaded["task"], loaded["models"])
+
+    @classmethod
+    def add_args(cls, parser: Any) -> None:
+        """Add the flags of the flat dataclass, and those of Meta's branches."""
+        BaseFairseqModel.add_args.__func__(cls, parser)
+        add_meta_flags(parser)

@@ -1,14 +1,14 @@
-"""Ranks that share the experts of a language model generate, each from sentences of its own.
+"""Generation by ranks that share the experts of a language model, each with its own sentences.
 
-A pass through a decoder begins with one small exchange: how many tokens each rank brings, and
-whether it still has any to come. A rank that has none left joins in the layers with none::
+Each pass through a decoder begins with a small all-gather: the tokens of each rank, and whether it
+still has work. A rank without work computes the layers with no tokens::
 
     rank 0   agree  layers  search    agree  layers  search    agree: nobody is busy
     rank 1   agree  layers  search    agree  layers (0 tokens)  agree
 
-so that the ranks of a job end together, whatever their numbers of sentences, words and beams. A
-rank that fails between two passes tells the others, which then end at once; where it fails within
-one, its process ends and takes its connections with it.
+So the ranks of a job end together, whatever their numbers of sentences, words and beams. A rank
+that fails between two passes tells the others, which end at once. If it fails within a pass, its
+process ends and closes its connections.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _IDLE, _BUSY, _FAILED = range(3)
 
 
 class SharedDecoding:
-    """What keeps the ranks in step while they generate from some models (an ensemble)."""
+    """Context that keeps ranks in step while they generate from models (an ensemble)."""
 
     def __init__(self, models: Iterable[nn.Module]):
         stacks = [model.decoder for model in models if is_spread(model)]
@@ -52,7 +52,9 @@ class SharedDecoding:
     def agree(self, stack: Any, num_tokens: int, generating: bool) -> StepAgreement:
         """Begin a pass of this rank's tokens through a decoder. Collective.
 
-        Raises ValueError where it is no step of generation, RuntimeError where a rank has failed.
+        Raises:
+            ValueError: the pass is no step of generation.
+            RuntimeError: a rank has failed.
         """
         if not generating:
             raise ValueError(
@@ -65,7 +67,7 @@ class SharedDecoding:
         """Tell the other ranks that this one has failed, if they wait for the next pass."""
         within = any(stack.scope.step is not None for stack in self._stacks)
         if not (within or self._over) and self._stacks:
-            with contextlib.suppress(RuntimeError):  # of one that is gone already
+            with contextlib.suppress(RuntimeError):  # that rank is gone already
                 self._sync(self._stacks[0], 0, _FAILED)
 
     @torch.no_grad()
@@ -81,7 +83,7 @@ class SharedDecoding:
                     layer(none.view(0, layer.model_dim), step=step, capacity_factor=0.0)
 
     def _sync(self, stack, num_tokens, word) -> tuple[StepAgreement, bool]:
-        """(what the ranks agreed on, whether any has tokens)"""
+        """Return the ranks' agreement, and whether any rank has tokens."""
         first = next(iter(stack.moe_layers.values()))
         dtype = stack.embed_tokens.weight.dtype
         settings = first.step_settings(dtype, capacity_factor=0.0)
@@ -94,17 +96,18 @@ class SharedDecoding:
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Whether a language model's experts are spread over ranks."""
+    """Return whether a language model's experts are spread over ranks."""
     groups = getattr(model, "moe_groups", None)
     if groups is None or not groups.needs_sync or not hasattr(model, "decoder"):
         return False
-    return not hasattr(model, "encoder")  # whose layers others would have to join in, too
+    return not hasattr(model, "encoder")  # other ranks would have to compute its layers too
 
 
 @contextlib.contextmanager
 def decode_together(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Within, ranks that share experts generate in step; collective at its end. No more than a
-    pass-through where they share none, or where this is within another.
+    """Keep ranks that share experts in step while they generate; collective at the end.
+
+    A no-op if they share none, or inside another such context.
     """
     spread = [model for model in models if is_spread(model)]
     if not spread or spread[0].decoder.shared_decoding is not None:

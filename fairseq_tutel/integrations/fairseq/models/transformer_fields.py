@@ -1,7 +1,7 @@
 """fairseq's options of an encoder-decoder transformer as one flat dataclass.
 
-Stock fairseq has them nested (``model.encoder.embed_dim``), for its command line alone; the names
-of the flat ones are those of its flags (``model.encoder_embed_dim``), in a Hydra config, too.
+Stock fairseq nests them (``model.encoder.embed_dim``), for its command line alone. The flat names
+are those of its flags, in a Hydra config too (``model.encoder_embed_dim``).
 """
 
 # no postponed annotations here: fairseq reads the types of dataclass fields
@@ -12,7 +12,7 @@ from typing import Any, Optional
 from fairseq.dataclass import FairseqDataclass
 from fairseq.models.transformer import TransformerConfig
 
-# as the encoder's where they are not given
+# as the encoder's if they are not given
 _AS_ENCODER = ("decoder_embed_dim", "decoder_ffn_embed_dim")
 _AS_DECODER = ("decoder_input_dim", "decoder_output_dim")  # as its embed_dim
 # stock reads lists out of texts: "0,2,4"
@@ -40,7 +40,7 @@ FlatTransformerConfig = dataclasses.make_dataclass(
 
 
 def fill_sizes(args: Any) -> None:
-    """Sizes that follow from others, as in fairseq's functions for its arches."""
+    """Derive sizes from others, as fairseq's functions for its arches do."""
     for name in _AS_ENCODER:
         if getattr(args, name) is None:
             setattr(args, name, getattr(args, name.replace("decoder", "encoder", 1)))

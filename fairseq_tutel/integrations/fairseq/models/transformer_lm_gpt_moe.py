@@ -1,9 +1,8 @@
 """``--arch transformer_lm_gpt_moe``: fairseq's GPT-style language model with MoE layers."""
 
 # no postponed annotations here: fairseq reads the types of dataclass fields
-import itertools
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from fairseq import utils
@@ -14,9 +13,9 @@ from torch import nn
 
 from ....config.options import at_least, option
 from ....moe import MoELayer
-from ..options.options import MoEOptions, check_moe_options
-from .architectures import Architecture, moe_architecture
-from .moe_stack import make_tuner, place_experts, pretrained
+from ..options.options import MoEOptions, run_options
+from .architectures import moe_architecture
+from .moe_stack import LayerFactory, MoEModel, make_tuner, world_size
 from .transformer_stacks import MoETransformerDecoder, Sparsity
 
 
@@ -45,21 +44,6 @@ class TransformerLMGPTMoEConfig(MoEOptions, TransformerLanguageModelConfig):
         "layer-normalise the token embeddings (arXiv 2110.02861, section 2.3)",
         group="size",
     )
-
-
-def check_model_options(args: Any) -> None:
-    """Raise ValueError, with the option's name and value, for what this model cannot do."""
-    check_moe_options(args, TransformerLMGPTMoEConfig)
-    if args.moe_freq > args.decoder_layers:
-        raise ValueError(
-            f"--moe-freq {args.moe_freq} makes no MoE layer among {args.decoder_layers} layers; "
-            "use --arch transformer_lm_gpt, or --moe-freq 0, for a dense model"
-        )
-    heads, dim = args.decoder_attention_heads, args.decoder_embed_dim
-    if heads < 1 or dim % heads:
-        raise ValueError(
-            f"--decoder-embed-dim {dim} is not a multiple of --decoder-attention-heads {heads}"
-        )
 
 
 class StableEmbedding(nn.Embedding):
@@ -101,40 +85,39 @@ _SIZES = {
     "207b": _gpt(24, 2048, 32, 512),
     "1_1t": _gpt(32, 4096, 32, 512),
 }
-_ROW = Architecture(
-    name="transformer_lm_gpt_moe",
-    config=TransformerLMGPTMoEConfig,
-    check=check_model_options,
+
+
+@moe_architecture(
+    "transformer_lm_gpt_moe",
+    TransformerLMGPTMoEConfig,
     replaces="transformer_lm",
+    sizes=_SIZES,
 )
-
-
-@moe_architecture(_ROW, _SIZES)
-class TransformerLMGPTMoE(TransformerLanguageModel):
-    """Language model of ``transformer_lm_gpt`` whose every second FFN (by default) is sparse."""
-
-    from_pretrained = classmethod(pretrained)
+class TransformerLMGPTMoE(MoEModel, TransformerLanguageModel):
+    """Language model ``transformer_lm_gpt`` with experts in every second FFN (by default)."""
 
     @classmethod
     def build_model(cls, args, task):
-        """Build the model; a collective call where torch.distributed is initialised. Raises
-        ValueError for an option that MoE layers cannot honour, or an expert count that does not fit
-        the number of ranks.
+        """Build the model; a collective call if torch.distributed is initialised.
+
+        Raises:
+            ValueError: an option that MoE layers cannot honour, or an expert count that does not
+                fit the number of ranks.
         """
-        check_model_options(args)
-        _fill_sizes(args)
         width = args.alternate_decoder_ffn_embed_dim
-        experts = place_experts(args) if args.moe_freq and width <= 0 else None
+        sparse = args.moe_freq and width <= 0
+        run = run_options(args, TransformerLMGPTMoEConfig, world_size(args) if sparse else None)
+        _fill_sizes(args)
+        factory = LayerFactory(run) if sparse else None
         embed_tokens = cls.build_embedding(args, task.source_dictionary, args.decoder_input_dim)
         decoder = MoETransformerDecoder(
-            Sparsity(args, args.moe_freq, experts, itertools.count(), width),
+            Sparsity(args.moe_freq, factory, width),
             TransformerConfig.from_namespace(args),
             task.target_dictionary,
             embed_tokens,
             no_encoder_attn=True,
         )
-        layers = list(decoder.moe_layers.values())
-        decoder.exchange_tuner = make_tuner(args, layers)
+        decoder.exchange_tuner = make_tuner(run.tuner, list(decoder.moe_layers.values()))
         return cls(decoder)
 
     @classmethod
@@ -150,17 +133,17 @@ class TransformerLMGPTMoE(TransformerLanguageModel):
 
     @property
     def exchange_tuner(self):
-        """:class:`~fairseq_tutel.tuning.ExchangeTuner` of the layers; None: nothing is tuned."""
+        """Tuner of the layers (:class:`~fairseq_tutel.tuning.ExchangeTuner`) or None."""
         return self.decoder.exchange_tuner
 
     @property
     def moe_groups(self):
-        """Placement of the experts, None without MoE layers."""
-        return self.decoder.experts and self.decoder.experts.groups
+        """Placement of the experts; None without MoE layers."""
+        return self.decoder.moe_groups
 
 
 def _fill_sizes(args) -> None:
-    """Sizes that follow from others, as in fairseq's functions for this arch."""
+    """Derive sizes from others, as fairseq's functions for this arch do."""
     args.decoder_normalize_before = True  # training is not stable without it (fairseq's own words)
     for name in ("decoder_input_dim", "decoder_output_dim"):
         if getattr(args, name) is None:

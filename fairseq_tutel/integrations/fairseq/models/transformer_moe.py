@@ -1,30 +1,22 @@
 """``--arch transformer_moe``: fairseq's encoder-decoder transformer with MoE layers.
 
-Both stacks are stock ones, and so are their dense layers, attention and embeddings; parameters have
-the names of Meta's branches ``moe`` and ``nllb``, whose checkpoints load.
+Stacks, dense layers, attention and embeddings are stock ones. Parameters have the names of Meta's
+branches ``moe`` and ``nllb``, so that their checkpoints load.
 """
 
 # no postponed annotations here: fairseq reads the types of dataclass fields
-import itertools
 from dataclasses import dataclass
 from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum
-from fairseq.models import BaseFairseqModel
 from fairseq.models.transformer import TransformerConfig, TransformerModelBase
 
 from ....config.options import at_least, option
 from ....moe import MoELayer
-from ..options.options import MoEOptions, asked_frequencies, check_moe_options, moe_frequencies
-from .architectures import Architecture, moe_architecture
-from .conditional_routing import ConditionalRoutingOptions
-from .moe_stack import (
-    agree,
-    make_tuner,
-    place_experts,
-    pretrained,
-    reports_to_extra,
-)
+from ..options.options import MoEOptions, moe_frequencies, run_options
+from .architectures import moe_architecture
+from .conditional_routing import ConditionalRoutingOptions, gate_dropout
+from .moe_stack import LayerFactory, MoEModel, agree, make_tuner, reports_to_extra, world_size
 from .transformer_fields import FlatTransformerConfig, fill_sizes
 from .transformer_stacks import MoETransformerDecoder, MoETransformerEncoder, Sparsity
 
@@ -39,7 +31,7 @@ class TransformerMoEConfig(ConditionalRoutingOptions, MoEOptions, FlatTransforme
     moe_freq: Optional[int] = option(
         None,
         "layer i (from 1) of encoder and decoder is an MoE layer if i is a multiple of this "
-        "(default: 2, or 0, none, where a side's own option is given)",
+        "(default: 2, or 0, none, if a side's own option is given)",
         at_least(0),
         group="size",
     )
@@ -56,31 +48,8 @@ class TransformerMoEConfig(ConditionalRoutingOptions, MoEOptions, FlatTransforme
     )
 
 
-def check_model_options(args: Any) -> None:
-    """Raise ValueError, with the option's name and value, for what this model cannot do."""
-    check_moe_options(args, TransformerMoEConfig)
-    asked = asked_frequencies(args)
-    if any(asked) and not any(moe_frequencies(args)):
-        none = [
-            f"every {freq}th of {getattr(args, f'{side}_layers')} {side} layers is none"
-            for side, freq in zip(("encoder", "decoder"), asked, strict=True)
-            if freq
-        ]
-        raise ValueError(
-            f"{' and '.join(none)}: give --moe-freq, --encoder-moe-freq or --decoder-moe-freq at "
-            "most as many as there are layers, or --arch transformer for a dense model"
-        )
-    for side in ("encoder", "decoder"):
-        dim = getattr(args, f"{side}_embed_dim") or args.encoder_embed_dim
-        heads = getattr(args, f"{side}_attention_heads")
-        if heads < 1 or dim % heads:
-            raise ValueError(
-                f"--{side}-embed-dim {dim} is not a multiple of --{side}-attention-heads {heads}"
-            )
-
-
 def _sizes(dim: int, ffn: int, heads: int, **others: Any) -> dict:
-    """Of both stacks."""
+    """Return equal sizes of both stacks."""
     found = {"embed_dim": dim, "ffn_embed_dim": ffn, "attention_heads": heads}
     return {f"{side}_{k}": v for side in ("encoder", "decoder") for k, v in found.items()} | others
 
@@ -102,46 +71,42 @@ _SIZES = {
     "24_24": _sizes(1024, 8192, 16, moe_freq=2, moe_expert_count=64, **_24_LAYERS),
     "nllb_54b": _sizes(2048, 8192, 16, moe_freq=4, moe_expert_count=128, **_24_LAYERS),
 }
-_ROW = Architecture(
-    name="transformer_moe",
-    config=TransformerMoEConfig,
-    check=check_model_options,
+
+
+@moe_architecture(
+    "transformer_moe",
+    TransformerMoEConfig,
     replaces="transformer",
+    sizes=_SIZES,
 )
+class TransformerMoE(MoEModel, TransformerModelBase):
+    """Encoder-decoder with experts in every second FFN of both stacks (by default)."""
 
-
-@moe_architecture(_ROW, _SIZES)
-class TransformerMoE(TransformerModelBase):
-    """Encoder-decoder whose every second FFN of both stacks (by default) is sparse."""
-
-    from_pretrained = classmethod(pretrained)
-    # flags of the flat dataclass; the stock model has those of a nested one
-    add_args = classmethod(BaseFairseqModel.add_args.__func__)
     exchange_tuner = None  # None: each layer uses the exchange that it was built with
 
     @classmethod
     def build_model(cls, args, task):
-        """Build the model; a collective call where torch.distributed is initialised. Raises
-        ValueError for an option that MoE layers cannot honour, or an expert count that does not fit
-        the number of ranks.
+        """Build the model; a collective call if torch.distributed is initialised.
+
+        Raises:
+            ValueError: an option that MoE layers cannot honour, or an expert count that does not
+                fit the number of ranks.
         """
-        check_model_options(args)
-        fill_sizes(args)
-        cfg = TransformerConfig.from_namespace(args)
         widths = args.alternate_ffn_embed_dim, args.alternate_decoder_ffn_embed_dim
         sides = list(zip(moe_frequencies(args), widths, strict=True))
         sparse = any(freq and width <= 0 for freq, width in sides)
-        experts = place_experts(args) if sparse else None
-        # the stock method hands cfg to what builds the stacks
-        indices = itertools.count()  # the encoder is built first
+        run = run_options(args, TransformerMoEConfig, world_size(args) if sparse else None)
+        fill_sizes(args)
+        cfg = TransformerConfig.from_namespace(args)
+        factory = LayerFactory(run) if sparse else None
+        # the stock method builds the encoder first, and hands cfg to both builders
         cfg.sparsity = [
-            Sparsity(args, freq, experts if width <= 0 else None, indices, width)
+            Sparsity(freq, factory if width <= 0 else None, width, gate_dropout(args))
             for freq, width in sides
         ]
         model = super().build_model(cfg, task)
         del cfg.sparsity
-        layers = list(model.moe_layers.values())
-        model.exchange_tuner = make_tuner(args, layers)
+        model.exchange_tuner = make_tuner(run.tuner, list(model.moe_layers.values()))
         return model
 
     @classmethod
@@ -155,9 +120,9 @@ class TransformerMoE(TransformerModelBase):
         )
 
     def forward(self, src_tokens, src_lengths, prev_output_tokens, **options):
-        """As the stock method; its second result has what ``reports_to_extra`` returns, too.
+        """Compute the stock method; add what ``reports_to_extra`` returns to its second result.
 
-        The ranks agree once, for both stacks. A model that was prepared for inference, as in
+        The ranks agree once for both stacks. A model that was prepared for inference, as in
         fairseq-generate, drops nothing.
         """
         stacks = (self.encoder, self.decoder)
@@ -180,7 +145,7 @@ class TransformerMoE(TransformerModelBase):
 
     @property
     def moe_layers(self) -> dict[str, MoELayer]:
-        """MoE layers by the stack and the 0-based number of the layer in it: ``encoder.1``."""
+        """MoE layers by stack and 0-based number of the layer in it: ``encoder.1``."""
         return {
             f"{stack.side}.{number}": layer
             for stack in (self.encoder, self.decoder)
@@ -189,5 +154,5 @@ class TransformerMoE(TransformerModelBase):
 
     @property
     def moe_groups(self):
-        """Placement of the experts, None without MoE layers."""
+        """Placement of the experts; None without MoE layers."""
         return next((layer.groups for layer in self.moe_layers.values()), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fairseq.models.transformer import (
@@ -15,37 +15,36 @@ from fairseq.models.transformer import (
 )
 from torch import nn
 
-from ....distributed import StepAgreement
+from ....distributed import ExpertParallelGroups, StepAgreement
 from ....moe import MoELayer
 from ....tuning import ExchangeTuner
-from .conditional_routing import conditional_routing
+from .conditional_routing import ConditionalRouting
 from .moe_block import ForwardScope, MoETransformerDecoderLayer, MoETransformerEncoderLayer
-from .moe_stack import Experts, agree, build_moe_layer, reports_to_extra
+from .moe_stack import LayerFactory, agree, reports_to_extra
 from .shared_decoding import SharedDecoding
 
 
 class Sparsity(NamedTuple):
-    """Which layers of a stack are sparse, and what these are."""
+    """Sparse layers of a stack."""
 
-    args: Any  # the model's options
-    freq: int  # layer i (from 1) is, if it is a multiple of this; 0: none
-    experts: Experts | None  # None: dense layers take the place of sparse ones
-    indices: Iterator[int]  # numbers the MoE layers over all stacks of a model
+    freq: int  # layer i (from 1) is sparse if it is a multiple of this; 0: none
+    factory: LayerFactory | None  # None: dense layers take the place of sparse ones
     dense_width: int = 0  # hidden dimension of the FFNs of these dense layers
+    gate_dropout: float | None = None  # of conditional routing; None: no such routing
 
 
 class MoEStack:
-    """Mixin of a stock encoder or decoder, to be named before it, whose constructor takes the
-    :class:`Sparsity` before the stock arguments. All other layers are stock ones.
+    """Mixin of a stock encoder or decoder, to be named before it. Other layers are stock ones.
 
-    A model that runs several stacks in one pass opens the :attr:`scope` of each; a stack whose
-    scope is not open agrees with the other ranks by itself, which with experts that are spread over
-    ranks it does not do while generating.
+    The constructor takes the :class:`Sparsity` before the stock arguments. A model that runs
+    several stacks in one pass opens the :attr:`scope` of each. A stack whose scope is not open
+    agrees with the other ranks by itself; while generating it cannot, if experts are spread over
+    ranks.
     """
 
     side: str  # the stack's part of TransformerConfig
     block: type  # its layer with experts
-    is_evaluated = False  # whether a program reads outputs alone: eval-lm, no criterion
+    is_evaluated = False  # True: a program reads outputs alone, as eval-lm does
     shared_decoding: SharedDecoding | None = None  # while ranks generate together
     # None: each layer uses the exchange that it was built with
     exchange_tuner: ExchangeTuner | None = None
@@ -59,19 +58,21 @@ class MoEStack:
             self.layers = Layers(self.layers)
 
     def _build_layer(self, cfg: TransformerConfig, stock: Callable[..., nn.Module], **options: Any):
-        """Called by the stock constructor once per layer, from the bottom up."""
-        args, freq, experts, indices, dense_width = self._sparsity
+        """Build the next layer; the stock constructor calls this from the bottom up."""
+        freq, factory, dense_width, gate_dropout = self._sparsity
         number = next(self._layer_numbers)
         if not freq or number % freq:
             return stock(cfg, **options)
-        if experts is None:
+        if factory is None:
             wide, side = copy.copy(cfg), copy.copy(getattr(cfg, self.side))
             side.ffn_embed_dim = dense_width
             setattr(wide, self.side, side)
             return stock(wide, **options)
         side = getattr(cfg, self.side)
-        layer = build_moe_layer(args, cfg, side, experts, next(indices))
-        conditional = conditional_routing(args, side.embed_dim)
+        layer = factory.build(cfg, side)
+        conditional = None
+        if gate_dropout is not None:
+            conditional = ConditionalRouting(side.embed_dim, gate_dropout)
         return self.block(cfg, layer, self.scope, conditional, **options)
 
     @functools.cached_property
@@ -84,11 +85,13 @@ class MoEStack:
         }
 
     @property
-    def experts(self) -> Experts | None:
-        return self._sparsity.experts
+    def moe_groups(self) -> ExpertParallelGroups | None:
+        """Placement of the experts; None without MoE layers."""
+        factory = self._sparsity.factory
+        return factory and factory.groups
 
     def agree_alone(self, num_tokens: int, generating: bool) -> StepAgreement:
-        """Of a pass through this stack only."""
+        """Agree with the other ranks on a pass through this stack only."""
         if self.shared_decoding is not None:
             return self.shared_decoding.agree(self, num_tokens, generating)
         layers, dtype = list(self.moe_layers.values()), self.embed_tokens.weight.dtype
@@ -96,7 +99,7 @@ class MoEStack:
 
 
 class MoETransformerEncoder(MoEStack, TransformerEncoderBase):
-    """Encoder; the stock method computes it."""
+    """Encoder."""
 
     side, block = "encoder", MoETransformerEncoderLayer
 
@@ -104,7 +107,7 @@ class MoETransformerEncoder(MoEStack, TransformerEncoderBase):
         return self._build_layer(cfg, super().build_encoder_layer)
 
     def forward(self, src_tokens, *args, **options):
-        """As the stock method. By itself it is computed in generation, where it drops nothing: a
+        """Compute the stock method. Without an open scope, as in generation, drop nothing: a
         sentence's translation must not depend on the others of its batch.
         """
         if self.scope.step is not None:
@@ -125,9 +128,10 @@ class MoETransformerDecoder(MoEStack, TransformerDecoderBase):
     def extract_features(
         self, prev_output_tokens, encoder_out=None, incremental_state=None, **options
     ):
-        """As the stock method; its second result has what :func:`reports_to_extra` returns, too,
-        unless the model has opened the scope, or nobody reads it: in generation, and where
-        :attr:`is_evaluated`.
+        """Compute the stock method; add what :func:`reports_to_extra` returns to its second result.
+
+        Nothing is added if the model has opened the scope, or if nobody reads it: in generation,
+        and with :attr:`is_evaluated`.
         """
         run = functools.partial(
             super().extract_features, prev_output_tokens, encoder_out, incremental_state, **options
@@ -145,8 +149,11 @@ class MoETransformerDecoder(MoEStack, TransformerDecoderBase):
 
 
 class Layers(nn.ModuleList):
-    """Printed with every kind of layer once: MoE layers stand between dense ones, so that torch,
-    which puts equal neighbours into one, would print all (some 400 lines for 24 layers)."""
+    """Module list that prints each kind of layer once.
+
+    torch merges equal neighbours only. MoE layers alternate with dense ones, so 24 layers would
+    print some 400 lines.
+    """
 
     def __repr__(self) -> str:
         numbers: dict[str, list[int]] = {}

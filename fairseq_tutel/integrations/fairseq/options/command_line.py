@@ -1,10 +1,10 @@
-"""Flags that fairseq's command lines accept beside the options; rules for parsed arguments.
+"""Flags of Meta's branches on fairseq's command lines, and rules for parsed arguments.
 
-Commands that were written for Meta's branches ``moe`` and ``nllb`` run as they are: a flag that has
-no meaning here is accepted, with one line that says why it has no effect (``ACCEPTED``), and one
-that would change the result is refused, with what to do instead (``REFUSED``). Architectures add
-these for training (:func:`add_meta_flags`), hooks.py those of the evaluation programs. A flag that
-the parser has already is left out.
+Commands for Meta's branches ``moe`` and ``nllb`` run unchanged. A flag without a meaning here is
+accepted, with one line that says why it has no effect (``ACCEPTED``). A flag that would change the
+result is refused, with what to do instead (``REFUSED``). Architectures add the training flags
+(:func:`add_meta_flags`), hooks.py those of the evaluation programs. A flag that the parser already
+has is left out.
 """
 
 # no postponed annotations here: fairseq reads the types of dataclass fields
@@ -12,10 +12,10 @@ import argparse
 import dataclasses
 import importlib.util
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from ....config.options import option
+from .options import run_options
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ REFUSED_TASKS = {
 
 
 class _MetaFlag(argparse.Action):
-    """Ends the program, or is remembered for :func:`apply_rules`."""
+    """Refuse the flag, or remember it for :func:`apply_rules`."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         if self.const in REFUSED:
@@ -73,7 +73,7 @@ class _MetaFlag(argparse.Action):
 
 
 def add_meta_flags(parser: Any) -> None:
-    """Add the flags for training to a parser, or to a group of it, without help texts."""
+    """Add the training flags to a parser or a group of it, without help texts."""
     for entry in (*ACCEPTED, *REFUSED):
         flag, *value = entry.split()
         if flag not in parser._option_string_actions:
@@ -88,7 +88,7 @@ def add_meta_flags(parser: Any) -> None:
 
 
 def with_evaluation_flags(config: type) -> type:
-    """fairseq's dataclass of an evaluation program's options, with Meta's flags for these."""
+    """Return fairseq's dataclass of evaluation options with Meta's flags added."""
     fields = [
         (flag.lstrip("-").replace("-", "_"), bool, option(False, f"accepted, but: {reason}"))
         for flag, reason in ACCEPTED_IN_EVALUATION.items()
@@ -96,22 +96,27 @@ def with_evaluation_flags(config: type) -> type:
     return dataclasses.make_dataclass(config.__name__, fields, bases=(config,))
 
 
-def apply_rules(args: argparse.Namespace, config: type, check: Callable[[Any], None]) -> None:
-    """Fix up parsed arguments; fairseq calls the function of an arch with all of them.
+def apply_rules(row: Any, args: argparse.Namespace) -> None:
+    """Adapt parsed arguments to an architecture; fairseq calls it with all of them.
 
     - ``--ddp-backend fully_sharded`` of the published commands becomes ``legacy_ddp``: experts are
       spread over the ranks in any case, and the dense parameters are replicated. ``MEMORY.md`` says
-      what stands in the way of shards of them in fairseq's trainer.
-    - Meta's flags without a meaning are reported, and leave the namespace.
+      why fairseq's trainer cannot shard them.
+    - Meta's flags without a meaning are reported and removed.
     - ``--bf16`` makes stock fairseq look for a TPU; without torch_xla it means GPUs or CPUs.
-    - tasks that cannot train such a model (``REFUSED_TASKS``), and options that contradict each
-      other, for which ``check`` raises ValueError, end the program here, before anything is built.
+    - Tasks that cannot train such a model (``REFUSED_TASKS``) and contradicting options end the
+      program before anything is built.
+
+    Args:
+        row: the :class:`~..models.Architecture`.
+        args: changed in place.
     """
     task = getattr(args, "task", None)
     refused = REFUSED_TASKS.get(task)
-    if task == "translation" and "encoder_layers" not in config.__dataclass_fields__:
-        refused = "that is a language model; give --task language_modeling (translation is the "
-        refused += "default)"
+    if task == "translation" and "encoder_layers" not in row.config.__dataclass_fields__:
+        refused = (
+            "that is a language model; give --task language_modeling (translation is the default)"
+        )
     if refused:
         raise SystemExit(f"error: --task {task} is not for --arch {args.arch}: {refused}")
     lines = [
@@ -132,8 +137,8 @@ def apply_rules(args: argparse.Namespace, config: type, check: Callable[[Any], N
             logger.warning(line)
     if getattr(args, "bf16", False) and importlib.util.find_spec("torch_xla") is None:
         args.tpu = False
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    defaults = {field.name: field.default for field in dataclasses.fields(row.schema)}
     try:
-        check(argparse.Namespace(**{**defaults, **vars(args)}))
+        run_options(argparse.Namespace(**{**defaults, **vars(args)}), row.config)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None

@@ -1,85 +1,136 @@
 """Options of the frozen configs as fairseq has them: flags, and fields of a Hydra schema.
 
-An option is described once, by the field of its config (:mod:`fairseq_tutel.config.options`). From
-that come a dataclass that fairseq makes flags and a schema of (:func:`schema_of`), and the way back
-from a model's config, or parsed arguments, to those of the frozen config (:func:`values_of`).
+:mod:`fairseq_tutel.config.options` describes each option once. :func:`schema_of` makes a dataclass
+of them, from which fairseq makes flags and a Hydra schema. :func:`values_of` is the way back, from
+a model's options to the arguments of a frozen config.
 
-Routers, exchanges and networks of experts may be registered at any time
-(:func:`follow_registries`): when a user dir adds one, the model's dataclass exists already, and is
-given the new fields in place, since fairseq and others hold on to the class.
+A user dir may register routers, exchanges and networks of experts after the models' dataclasses
+exist. :func:`with_registered` then makes a dataclass with their names and options for fairseq.
 """
 
 # no postponed annotations here: fairseq reads the types of dataclass fields
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum
-from hydra.core.config_store import ConfigStore
 
-from ....config import EXCHANGES, EXPERTS, ROUTERS, ExchangeConfig, MoEConfig
-from ....config.options import SAME, as_flag, flag_name, with_flags
+from ....config import ExchangeConfig, ExpertConfig, MoEConfig
+from ....config.options import SAME, alias_name, as_flag, flag_name, with_flags
+from ....moe import experts, routers  # noqa: F401  they register what the flags choose from
 
 AUTO = "'auto': tried and measured while training"
-# options that choose what is registered
-REGISTERED = {"moe_router": ROUTERS, "moe_a2a": EXCHANGES, "moe_expert_network": EXPERTS}
+# frozen config -> group of its options in the help
+CONFIGS = {ExchangeConfig: "communication", MoEConfig: "routing", ExpertConfig: "size"}
 
 
-def schema_of(config: type, group: str) -> type:
-    """A dataclass with a field for each option of a frozen config that a command line can give.
-
-    Options without a default of their own are left out: sizes, which models state, and objects.
-    ``group``: of the help, for options that do not say theirs.
-    """
-    fields = [_flag(field, group) for field in _given(config)]
-    return dataclasses.make_dataclass(f"{config.__name__}Schema", fields)
-
-
-def values_of(config: type, args: Any) -> dict[str, Any]:
-    """Arguments of a frozen config from a model's config, or a namespace of parsed arguments.
-
-    Options that were not given and have no default on the command line are left out. Raises
-    ValueError for a text that is neither a number nor ``auto`` where one of the two is needed.
-    """
-    values = {}
-    for field in _given(config):
-        flag = flag_name(field)
-        value = getattr(args, flag)
-        if value is None:
-            continue
-        if field.metadata["or_auto"]:
-            value = _unless_auto(flag, str(value), field)
-        values[field.name] = str(value) if isinstance(field.default, str) else value
-    return values
-
-
-def _given(config: type) -> list[dataclasses.Field]:
+def _given(config: Any) -> list[dataclasses.Field]:
+    """Return the fields that a command line can give: no sizes, no objects."""
     without = (None, dataclasses.MISSING)
     return [field for field in dataclasses.fields(config) if field.default not in without]
 
 
-def _flag(field: dataclasses.Field, group: str):
-    meta = field.metadata
-    default = field.default if meta["flag_default"] is SAME else meta["flag_default"]
-    kind = type(field.default)
-    if meta["choices"] is not None and not meta["or_auto"]:
-        kind = ChoiceEnum(meta["choices"])
-    elif default is None:
-        kind = Optional[kind]
-    about = with_flags(meta["help"], MoEConfig, ExchangeConfig)
-    text = about + with_flags(meta["note"], MoEConfig, ExchangeConfig)
-    if default != field.default and not meta["note"]:
-        given = field.default if default is None else f"{default}; MoELayer's: {field.default}"
-        text += f" (default: {given})"
-    allowed = meta["range"]
-    if meta["or_auto"]:
-        kind, default, allowed, text = str, str(default), None, f"{text}. {AUTO}"
-    more = {"group": meta["group"] or group, "or_auto": meta["or_auto"], "about": about}
-    return _field(flag_name(field), kind, default, text, range=allowed, **more)
+# (field, group of its option) of all frozen configs
+_FIELDS = [
+    (field, field.metadata["group"] or group)
+    for config, group in CONFIGS.items()
+    for field in _given(config)
+]
+# flag of an option that names an implementation -> where these are registered
+REGISTERED = {
+    flag: field.metadata["registry"]
+    for field, _ in _FIELDS
+    if field.metadata["registry"] is not None
+    for flag in (flag_name(field), alias_name(field))
+    if flag
+}
+# options that the tuner may choose: field of ExchangeConfig -> flag
+TUNED = {field.name: flag_name(field) for field, _ in _FIELDS if field.metadata["or_auto"]}
+
+
+def schema_of(config: Any) -> type:
+    """Return a dataclass with a field for each option of a frozen config and its implementations.
+
+    Options without a default are left out: sizes, which models state, and objects.
+    """
+    mine = _given(config)
+    fields = [entry for each in _FIELDS if each[0] in mine for entry in _entries(*each)]
+    return dataclasses.make_dataclass(f"{config.__name__}Schema", fields)
+
+
+def with_registered(config: type) -> type:
+    """Return a model's dataclass with all that is registered now.
+
+    The result is ``config`` itself, or a subclass if something was registered since ``config`` was
+    made.
+    """
+    names = tuple(tuple(registry) for registry in REGISTERED.values())
+    return config if names == _AT_IMPORT else _extended(config, names)
+
+
+@functools.cache
+def _extended(config: Any, names: tuple) -> type:
+    chosen = [each for each in _FIELDS if each[0].metadata["registry"] is not None]
+    fields = [entry for each in chosen for entry in _entries(*each)]
+    stated = config.__dataclass_fields__
+    for name, _, field in fields:
+        if name in stated:
+            field.default = stated[name].default  # a model may have another default
+    return dataclasses.make_dataclass(config.__name__, fields, bases=(config,))
+
+
+def use_present_names(args: Any) -> None:
+    """Move values of former options (``moe_a2a``) to their present names, in place.
+
+    Raises:
+        ValueError: both names have a value, and the values differ.
+    """
+    for field, _ in _FIELDS:
+        flag, alias = flag_name(field), alias_name(field)
+        former = getattr(args, alias, None) if alias else None
+        if former is None:
+            continue
+        present = getattr(args, flag, None)
+        if present is not None and str(present) not in (str(field.default), str(former)):
+            raise ValueError(
+                f"{as_flag(flag, present)} and {as_flag(alias, former)}, its former name, "
+                "contradict each other: give the first"
+            )
+        setattr(args, flag, str(former))
+        setattr(args, alias, None)
+
+
+def values_of(config: Any, args: Any) -> dict[str, Any]:
+    """Return the arguments of a frozen config.
+
+    Options that were not given and have no default on the command line are left out.
+
+    Args:
+        config: class of the frozen config.
+        args: a model's config, or a namespace of parsed arguments.
+
+    Raises:
+        ValueError: neither a number nor ``auto``, or the option of an implementation that was not
+            chosen.
+    """
+    values = {}
+    for field in _given(config):
+        flag, meta = flag_name(field), field.metadata
+        value = getattr(args, flag)
+        if value is None:
+            continue
+        if meta["or_auto"]:
+            value = _unless_auto(flag, str(value), field)
+        values[field.name] = str(value) if isinstance(field.default, str) else value
+        if meta["options"] is not None:
+            options = meta["registry"].options_of_flags(values[field.name], args)
+            values[meta["options"]] = options
+    return values
 
 
 def _unless_auto(flag: str, text: str, field: dataclasses.Field) -> Any:
-    """A number or name, or the default where the tuner chooses it: there it begins."""
+    """Return a number or name; the default for ``auto``, from which the tuner starts."""
     if text == "auto":
         return field.default
     if isinstance(field.default, str):
@@ -96,50 +147,44 @@ def _unless_auto(flag: str, text: str, field: dataclasses.Field) -> Any:
     return int(text)
 
 
-def follow_registries(config: type, model: str) -> None:
-    """Keep the dataclass of a model, which has a field for each of ``REGISTERED``, up to date with
-    what is registered, now and later; ``model`` is its name in fairseq's Hydra store.
-    """
-
-    def update():
-        _extend(config, list(_registered_fields(config)))
-        node = config()
-        node._name = model
-        ConfigStore.instance().store(name=model, group="model", node=node, provider="fairseq")
-
-    for registry in REGISTERED.values():
-        registry.on_change(update)
-
-
-def _registered_fields(config: type) -> Iterator:
-    for name, registry in REGISTERED.items():
-        stated = config.__dataclass_fields__[name]
-        about = stated.metadata.get("about", stated.metadata["help"])
-        group, or_auto = stated.metadata["group"], stated.metadata["or_auto"]
-        summaries = [f"'{each}': {registry.summary(each)}" for each in registry]
-        kinds = ChoiceEnum([*registry, *["auto"] * or_auto])
-        text = f"{about}: {'; '.join([*summaries, *[AUTO] * or_auto])}"
-        more = {"group": group, "or_auto": or_auto, "about": about}
-        yield _field(name, kinds, stated.default, text, **more)
-        if registry is EXCHANGES:
-            continue  # an exchange's options are those of ExchangeConfig
-        for chosen in registry:
-            for flag, option in registry.flags(chosen).items():
-                choices = option.metadata["choices"]
-                kind = type(option.default) if choices is None else ChoiceEnum(choices)
-                text = f"--{name.replace('_', '-')} {chosen}: {option.metadata['help']}"
-                yield _field(flag, kind, option.default, text, group=group)
-
-
-def _field(name: str, kind: type, default: Any, help_text: str, **metadata):
-    return name, kind, dataclasses.field(default=default, metadata={"help": help_text, **metadata})
+def _entries(field: dataclasses.Field, group: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, type, field) of an option, its former name, its implementations' options."""
+    meta, flag = field.metadata, flag_name(field)
+    registry = meta["registry"]
+    default = field.default if meta["flag_default"] is SAME else meta["flag_default"]
+    kind, allowed, choices = type(field.default), meta["range"], meta["choices"]
+    text = with_flags(meta["help"] + meta["note"], *CONFIGS)
+    if registry is not None:
+        choices = tuple(registry)
+        text += ": " + "; ".join(f"'{name}': {registry.summary(name)}" for name in registry)
+    if meta["or_auto"]:
+        text += f"{';' if registry else '.'} {AUTO}"
+        # numbers are texts on the command line, next to "auto"
+        choices = (*choices, "auto") if registry else None
+        default, kind, allowed = str(default), str, None
+    if default != field.default and not meta["note"] and not meta["or_auto"]:
+        given = field.default if default is None else f"{default}; MoELayer's: {field.default}"
+        text += f" (default: {given})"
+    if choices is not None:
+        kind = ChoiceEnum(choices)
+    elif default is None:
+        kind = Optional[kind]
+    alias = alias_name(field)
+    if alias:
+        text += f"; formerly --{alias.replace('_', '-')}"
+    yield _entry(flag, kind, default, text, group=group, range=allowed)
+    if alias:
+        yield _entry(alias, Optional[str], None, f"former name of --{flag.replace('_', '-')}")
+    for name in registry or ():
+        for option_flag, option in registry.flags(name).items():
+            choices = option.metadata["choices"]
+            kind = type(option.default) if choices is None else ChoiceEnum(choices)
+            text = f"--{flag.replace('_', '-')} {name}: {option.metadata['help']}"
+            yield _entry(option_flag, kind, option.default, text, group=group)
 
 
-def _extend(config: type, fields: list) -> None:
-    """Give a dataclass more fields: those of a subclass that has them."""
-    extended = dataclasses.make_dataclass(config.__name__, fields, bases=(config,))
-    for name, kind, field in fields:
-        config.__annotations__[name] = kind
-        setattr(config, name, field.default)
-    for made in ("__init__", "__repr__", "__eq__", "__dataclass_fields__"):
-        setattr(config, made, getattr(extended, made))
+def _entry(name: str, kind: Any, default: Any, help: str, **metadata: Any):
+    return name, kind, dataclasses.field(default=default, metadata={"help": help, **metadata})
+
+
+_AT_IMPORT = tuple(tuple(registry) for registry in REGISTERED.values())

@@ -1,7 +1,7 @@
-"""Help texts of the options that this package adds to fairseq, for ``python -m fairseq_tutel``.
+"""Help of the options that this package adds to fairseq, for ``python -m fairseq_tutel``.
 
-``fairseq-train --help`` ends before it looks at the options of an architecture or a criterion. The
-same texts are the table of the page (README.md of this folder).
+``fairseq-train --help`` ends before the options of an architecture or a criterion are known. The
+page (README.md of this folder) has the same texts as tables.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import re
 import textwrap
 from collections.abc import Iterator
 
-from ....config import ExchangeConfig, MoEConfig
-from ....config.options import SAME, flag_name
 from ..criterions import CRITERIONS
 from ..models import ARCHITECTURES
 from .command_line import ACCEPTED, ACCEPTED_IN_EVALUATION, REFUSED
@@ -23,8 +21,8 @@ _FIRST = ("moe_expert_count", "moe_freq", "moe_top_k", "moe_capacity_factor", "m
 _TITLES = {
     "first": "Begin with these",
     "size": "Size: layers and experts",
-    "routing": "Routing: experts of a token, and what is dropped",
-    "balance": "Balance: that experts get equally many tokens",
+    "routing": "Routing: experts of a token, and dropping",
+    "balance": "Balance: equally many tokens per expert",
     "communication": "Communication between ranks",
     "debugging": "Running, measuring and debugging",
 }
@@ -42,11 +40,8 @@ Beside the options of fairseq's own models and of its trainer (fairseq-train --h
 """
 _OTHERS = """
 balanced experts, in one recipe (the next best experts, a bias that follows the load, another try
-where an expert is full, and a balance loss that may then be small):
+if an expert is full, and a small balance loss):
 {recipe}
-Other defaults than those of MoELayer in Python are Meta's:
-{other_defaults}
-
 other commands, each with --help:
   python -m fairseq_tutel.launch       start the ranks, or adopt those of SLURM, torchrun or MPI
   python -m fairseq_tutel.plan         parameters, memory and speed of a configuration, on paper
@@ -57,9 +52,12 @@ other commands, each with --help:
 
 
 def own_options() -> dict[str, list[dataclasses.Field]]:
-    """Title of a group -> fields of its options: of all architectures and criterions, of which the
-    first that has an option says its default."""
-    configs = [*(row.config for row in ARCHITECTURES.values()), *CRITERIONS.values()]
+    """Return the options of all architectures and criterions by title of their group.
+
+    If several have an option, the first one states its default.
+    """
+    configs = [row.schema for row in ARCHITECTURES.values()]
+    configs += [row.config for row in CRITERIONS.values()]
     # options of fairseq's own dataclasses are in no group
     own: dict[str, dataclasses.Field] = {}
     for field in (field for config in configs for field in dataclasses.fields(config)):
@@ -72,7 +70,7 @@ def own_options() -> dict[str, list[dataclasses.Field]]:
 
 
 def _rows(fields: list[dataclasses.Field]) -> Iterator[tuple[str, str, str]]:
-    """(flag with its choices, default, meaning) of each option."""
+    """Yield flag with choices, default and meaning of each option."""
     for field in fields:
         flag = f"--{field.name.replace('_', '-')}"
         if isinstance(field.type, enum.EnumMeta):
@@ -81,22 +79,12 @@ def _rows(fields: list[dataclasses.Field]) -> Iterator[tuple[str, str, str]]:
         yield flag, stated or _WORDS.get(str(field.default), str(field.default)), text
 
 
-def _other_defaults() -> Iterator[str]:
-    for config in (MoEConfig, ExchangeConfig):
-        for field in dataclasses.fields(config):
-            given = field.metadata["flag_default"]
-            if given not in (SAME, None):
-                flag = "--" + flag_name(field).replace("_", "-")
-                yield f"  {flag} {given} (MoELayer: {field.name}={field.default!r})"
-
-
 def plain_text() -> str:
-    """The options, for a terminal."""
+    """Return the options for a terminal."""
     parts = [_USAGE.format(names="|".join(ARCHITECTURES))]
     for title, fields in own_options().items():
         parts += [title, *map(_entry, _rows(fields)), ""]
-    others = "\n".join(_other_defaults())
-    return "\n".join(parts) + _OTHERS.format(recipe=RECIPE, other_defaults=others)
+    return "\n".join(parts) + _OTHERS.format(recipe=RECIPE)
 
 
 def _entry(row: tuple[str, str, str]) -> str:
@@ -106,10 +94,7 @@ def _entry(row: tuple[str, str, str]) -> str:
 
 
 def matching(word: str) -> str:
-    """Return the options whose flag or text has the word, in any case; "" if there are none.
-
-    Flags of Meta's branches are among them, with what to give instead.
-    """
+    """Return the options, Meta's flags included, whose flag or text has the word in any case."""
     found = []
     for title, fields in own_options().items():
         entries = [_entry(row) for row in _rows(fields) if _has(word, row[0], row[2])]
@@ -126,7 +111,7 @@ def _has(word: str, *texts: str) -> bool:
 
 
 def markdown() -> str:
-    """The options, and the flags of Meta's branches without a meaning, as tables of a page."""
+    """Return the options, and Meta's flags without a meaning, as tables in Markdown."""
     lines = []
     for title, fields in own_options().items():
         lines += [f"**{title}**", "", "| option | default | meaning |", "|---|---|---|"]

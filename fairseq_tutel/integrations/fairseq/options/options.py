@@ -1,11 +1,12 @@
-"""Options of every fairseq model with MoE layers, and what they mean for its layers.
+"""Options of every fairseq model with MoE layers, and the frozen value that they become.
 
 Names, defaults and meanings are those of fairseq's ``moe`` branch, so that its published commands
-run as they are; what those options lack has new names. Differences in a default are stated in
-the help text.
+run unchanged. Options that the branch lacks have new names. Help texts state different defaults.
 """
 
 # no postponed annotations here: fairseq reads the types of dataclass fields
+import functools
+import logging
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -14,159 +15,156 @@ from fairseq.dataclass import ChoiceEnum
 from ....config import (
     EXPERT_GRAD_NORMALIZATIONS,
     EXPERT_PLACEMENTS,
-    EXPERTS,
-    ROUTERS,
     ExchangeConfig,
+    ExpertConfig,
     GrowAt,
     MoEConfig,
     OptionError,
 )
 from ....config.options import FRACTION, as_flag, at_least, check_ranges, option, with_flags
-from .fields import schema_of, values_of
+from .fields import CONFIGS, TUNED, schema_of, use_present_names, values_of
+
+logger = logging.getLogger(__name__)
 
 EXPERT_DTYPES = ("same", "bf16", "int8")
 
 
-@dataclass
-class MoEOptions(schema_of(ExchangeConfig, "communication"), schema_of(MoEConfig, "routing")):
-    """A base of a model's dataclass: what the layer has, and what only a command line has."""
+# options by the group of the help in which they stand
+_size, _routing, _communication, _debugging = (
+    functools.partial(option, group=group)
+    for group in ("size", "routing", "communication", "debugging")
+)
 
-    moe_freq: int = option(
+
+@dataclass
+class MoEOptions(schema_of(ExchangeConfig), schema_of(MoEConfig), schema_of(ExpertConfig)):
+    """Base of a model's dataclass: the layers' options, and those of a training run."""
+
+    moe_freq: int = _size(
         2,
         "layer i (from 1) is an MoE layer if i is a multiple of this; 0: no MoE layers",
         at_least(0),
-        group="size",
     )
-    moe_expert_count: int = option(
+    moe_expert_count: int = _size(
         0,
         "experts per MoE layer over all ranks (default: the world size, one expert per rank)",
         at_least(0),
-        group="size",
     )
-    moe_grow_at: Optional[str] = option(
+    moe_grow_at: Optional[str] = _size(
         None,
-        "UPDATE:E: continue with E experts after that update, copies of the present ones; needs "
-        "the launcher, which starts the ranks again",
-        group="size",
+        "UPDATE:E: continue with E experts, copies of the present ones, after that update; needs "
+        "the launcher, which restarts the ranks",
     )
-    moe_growth_updates: int = option(
+    moe_growth_updates: int = _size(
         0,
-        "> 0: --moe-grow-at keeps the model's function, and new experts come in over so many "
+        "> 0: --moe-grow-at keeps the model's function, and new experts come in over this many "
         "updates; needs a load bias",
         at_least(0),
-        group="size",
     )
-    moe_expert_ffn_dim: Optional[int] = option(
+    moe_expert_ffn_dim: Optional[int] = _size(
         None,
         "hidden dimension of the experts (default: that of dense layers; Meta's code ignores it)",
         at_least(1),
-        group="size",
-    )
-    moe_expert_network: str = option(
-        "ffn", "what an expert computes; gated ones have activations of their own", group="size"
-    )
-    moe_shared_expert_ffn_dim: int = option(
-        0,
-        "> 0: hidden dimension of a dense expert that all tokens go through, beside the experts "
-        "that they are routed to",
-        at_least(0),
-        group="size",
     )
 
-    moe_top1_expert: bool = option(False, "one expert per token, as --moe-top-k 1", group="routing")
-    moe_gating_use_model_dtype: bool = option(
-        False,
-        "round the gate's logits to the model's dtype (turns fp32 gating off)",
-        group="routing",
+    moe_top1_expert: bool = _routing(False, "one expert per token, as --moe-top-k 1")
+    moe_gating_use_model_dtype: bool = _routing(
+        False, "round the gate's logits to the model's dtype (turns fp32 gating off)"
     )
-    moe_normalize_expert_grad: ChoiceEnum(EXPERT_GRAD_NORMALIZATIONS) = option(
+    moe_normalize_expert_grad: ChoiceEnum(EXPERT_GRAD_NORMALIZATIONS) = _routing(
         "world_size",
         "divide expert gradients by the number of ranks (the true gradient) or by its square root",
-        group="routing",
     )
 
-    moe_expert_parallel_size: int = option(
+    moe_expert_parallel_size: int = _communication(
         0,
-        "number of neighbouring ranks that exchange tokens and together hold all experts, such as "
-        "the ranks of a node; other groups hold replicas (default: as many as ranks and experts "
-        "allow)",
+        "neighbouring ranks, as those of a node, that exchange tokens and together hold all "
+        "experts; other groups hold replicas (default: as many as ranks and experts allow)",
         at_least(0),
-        group="communication",
     )
-    moe_expert_placement: ChoiceEnum(EXPERT_PLACEMENTS) = option(
+    moe_expert_placement: ChoiceEnum(EXPERT_PLACEMENTS) = _communication(
         "replicated",
-        "with fewer experts than ranks, what a rank holds of an expert: all of it ('replicated'), "
-        "or a part of its hidden units ('sliced'), which takes less memory",
-        group="communication",
+        "with fewer experts than ranks, a rank holds: 'replicated': a whole expert; 'sliced': a "
+        "slice of its hidden units, which takes less memory",
     )
-    moe_tune_steps: int = option(
-        5,
-        "with an 'auto': steps of each trial, the first of which is not measured",
-        at_least(2),
-        group="communication",
+    moe_tune_steps: int = _communication(
+        5, "steps of each trial for an 'auto'; the first one is not measured", at_least(2)
     )
-    moe_tune_max_loss: float = option(
-        0.02,
-        "with an 'auto': part of the run's time that trials may cost",
-        FRACTION,
-        group="communication",
+    moe_tune_max_loss: float = _communication(
+        0.02, "share of the run's time that trials for an 'auto' may cost", FRACTION
     )
-    moe_tune_file: Optional[str] = option(
+    moe_tune_file: Optional[str] = _communication(
         None,
-        "with an 'auto': take the choices from this file, such as SAVE_DIR/exchange.json of "
-        "another run, and measure nothing, so that a run can be repeated bit for bit",
-        group="communication",
+        "take the choices for an 'auto' from this file (SAVE_DIR/exchange.json of another run) and "
+        "measure nothing, so that a run can be repeated bit for bit",
     )
 
-    record_a2a_perf_stats: bool = option(
-        False,
-        "log the time of the forward all-to-alls (synchronises each layer: slow, no overlap)",
-        group="debugging",
+    record_a2a_perf_stats: bool = _debugging(
+        False, "log the time of the forward all-to-alls (synchronises each layer: slow, no overlap)"
     )
-    dummy_a2a: bool = option(
-        False, "leave out the all-to-alls, for benchmarks; the results are wrong", group="debugging"
+    dummy_a2a: bool = _debugging(
+        False, "leave out the all-to-alls, for benchmarks; the results are wrong"
     )
-    moe_simulate_world_size: int = option(
+    moe_simulate_world_size: int = _debugging(
         0,
         "simulate one rank of this many in one process: all-to-alls become local copies",
         at_least(0),
-        group="debugging",
     )
-    num_workers_valid: int = option(
+    num_workers_valid: int = _debugging(
         0,
         "subprocesses that load validation data (with MoE models; --num-workers in training)",
         at_least(0),
-        group="debugging",
     )
-    moe_backend: ChoiceEnum(("auto", "triton", "torch")) = option(
-        "auto",
-        "operators of the MoE layers: Triton kernels on GPUs and torch elsewhere, or one",
-        group="debugging",
+    moe_backend: ChoiceEnum(("auto", "triton", "torch")) = _debugging(
+        "auto", "operators of the MoE layers; 'auto': Triton kernels on GPUs, torch elsewhere"
     )
-    moe_expert_dtype: ChoiceEnum(EXPERT_DTYPES) = option(
+    moe_expert_dtype: ChoiceEnum(EXPERT_DTYPES) = _debugging(
         "same",
         "convert the experts' weights to fewer bytes, in evaluation by --model-overrides; int8 has "
         "a scale per output and runs on CPUs",
-        group="debugging",
     )
-    moe_map_experts: bool = option(
+    moe_map_experts: bool = _debugging(
         False,
         "leave experts in the checkpoint's files, in evaluation by --model-overrides: each is read "
         "when the first token reaches it, once for all processes of a node",
-        group="debugging",
     )
-    moe_load_log_interval: int = option(
+    moe_load_log_interval: int = _debugging(
         0,
         "> 0: append load and utilisation of the experts to SAVE_DIR/expert_load.jsonl every N "
         "updates",
         at_least(0),
-        group="debugging",
     )
 
 
-# what the tuner may choose, by field of ExchangeConfig
-_TUNED = {"algorithm": "moe_a2a", "overlap_degree": "moe_overlap_degree", "r": "moe_parallelism_r"}
-# of fairseq's models
+@dataclass(frozen=True)
+class TunerOptions:
+    """Options of the exchange tuner."""
+
+    fields: tuple[str, ...]  # of ExchangeConfig, which the tuner chooses
+    steps: int
+    max_loss: float
+    file: Optional[str]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """All that a model's MoE layers are built from. :func:`run_options` makes it once per model."""
+
+    routing: MoEConfig
+    exchange: ExchangeConfig
+    experts: ExpertConfig
+    hidden_dim: Optional[int]  # of the experts; None: that of dense layers
+    storage: str  # expert_storage of the layers
+    placement: str
+    expert_parallel_size: int
+    simulate_world_size: int
+    backend: str
+    record_exchange_time: bool
+    skip_exchange: bool
+    tuner: Optional[TunerOptions]  # None: nothing is tuned
+
+
+# options of fairseq's models
 _UNSUPPORTED = (
     "base_layers",
     "scale_fc",
@@ -182,11 +180,14 @@ _UNSUPPORTED = (
 
 
 def moe_frequencies(args: Any) -> tuple[int, int]:
-    """Return N of encoder and decoder whose every N-th layer has experts; 0: no layer.
+    """Return N for encoder and decoder: every N-th layer has experts; 0: no layer has.
 
-    N is the larger of the side's own option and ``--moe-freq``, as in Meta's branch ``moe``. More
-    than the side has layers is 0. ``args``: the options of any model, or of a checkpoint, which may
-    lack some; a language model has a decoder.
+    N is the larger of the side's own option and ``--moe-freq``, as in Meta's branch ``moe``. An N
+    larger than the side's number of layers becomes 0.
+
+    Args:
+        args: options of any model, or of a checkpoint, which may lack some. A language model has a
+            decoder.
     """
     found = asked_frequencies(args)
     layers = [getattr(args, f"{side}_layers", None) for side in ("encoder", "decoder")]
@@ -200,57 +201,102 @@ def asked_frequencies(args: Any) -> tuple[int, int]:
     """Return :func:`moe_frequencies` without a look at the number of layers."""
     sides = [getattr(args, f"{side}_moe_freq", None) or 0 for side in ("encoder", "decoder")]
     both = getattr(args, "moe_freq", 0)
-    if both is None:  # not given, where a side's may be
+    if both is None:  # not given; then a side's option may be
         both = 0 if any(sides) else 2
     return max(sides[0], both), max(sides[1], both)
 
 
-def check_moe_options(args: Any, config: type) -> None:
-    """Raise ValueError, with the option's name and value, for what no model with MoE layers can do.
+def run_options(args: Any, config: type, num_ranks: Optional[int] = None) -> RunOptions:
+    """Read the options of a model with MoE layers. Former names in ``args`` become present ones.
 
-    ``args``: the model's options, or a namespace of parsed arguments; ``config``: their dataclass,
-    whose ranges are checked.
+    Args:
+        args: the model's options, or a namespace of parsed arguments.
+        config: dataclass of the model's options, for their ranges.
+        num_ranks: number of experts if ``--moe-expert-count`` is not given; None: unknown yet, so
+            that no option is too large for it.
+
+    Raises:
+        ValueError: an option that a model with MoE layers cannot honour, with its value.
     """
+    use_present_names(args)
     check_ranges(args, config)
-    sparse = any(moe_frequencies(args))
-    for name in _UNSUPPORTED:
-        if sparse and getattr(args, name, None):
-            flag = as_flag(name, getattr(args, name))
-            raise ValueError(f"{flag} cannot be combined with MoE layers")
-    EXPERTS.options_of_flags(str(args.moe_expert_network), args)
-    local_drop = moe_config(args, args.moe_expert_count or 2**31).local_drop
-    if local_drop and str(args.moe_expert_placement) == "sliced":
+    _check_stock_options(args)
+    if num_ranks == 1 and not args.moe_expert_count:
+        logger.warning(
+            "1 expert per MoE layer (by default as many as ranks): equivalent to a dense model; "
+            "--moe-expert-count states their number"
+        )
+    GrowAt.of(args.moe_grow_at)
+    experts = ExpertConfig(**values_of(ExpertConfig, args))
+    routing = moe_config(args, args.moe_expert_count or num_ranks or 2**31)
+    placement = str(args.moe_expert_placement)
+    if routing.local_drop and placement == "sliced":
         raise ValueError(
-            f"--moe-local-drop {local_drop} leaves tokens on their rank, and "
+            f"--moe-local-drop {routing.local_drop} leaves tokens on their rank, and "
             "--moe-expert-placement sliced has parts of experts there: give one of them"
         )
-    exchange_config(args)
-    expert_storage(args)
-    tuned_fields(args)
-    GrowAt.of(args.moe_grow_at)
+    return RunOptions(
+        routing=routing,
+        exchange=exchange_config(args),
+        experts=experts,
+        hidden_dim=args.moe_expert_ffn_dim,
+        storage=expert_storage(args),
+        placement=placement,
+        expert_parallel_size=args.moe_expert_parallel_size,
+        simulate_world_size=args.moe_simulate_world_size,
+        backend=str(args.moe_backend),
+        record_exchange_time=args.record_a2a_perf_stats,
+        skip_exchange=args.dummy_a2a,
+        tuner=_tuner_options(args),
+    )
+
+
+def _check_stock_options(args: Any) -> None:
+    """Raise ValueError for options of fairseq's models that MoE layers cannot honour."""
+    for name in _UNSUPPORTED if any(moe_frequencies(args)) else ():
+        if getattr(args, name, None):
+            flag = as_flag(name, getattr(args, name))
+            raise ValueError(f"{flag} cannot be combined with MoE layers")
+    none = []
+    for side, freq in zip(("encoder", "decoder"), asked_frequencies(args), strict=True):
+        layers, heads = (getattr(args, f"{side}_{n}", None) for n in ("layers", "attention_heads"))
+        if layers is None:
+            continue  # a language model has no encoder
+        dim = getattr(args, f"{side}_embed_dim") or getattr(args, "encoder_embed_dim", 0)
+        if heads < 1 or dim % heads:
+            raise ValueError(
+                f"--{side}-embed-dim {dim} is not a multiple of --{side}-attention-heads {heads}"
+            )
+        if 0 < freq <= layers:
+            none = None
+        elif freq and none is not None:
+            own = getattr(args, f"{side}_moe_freq", 0) == freq
+            flag = f"--{side}-moe-freq" if own else "--moe-freq"
+            none.append(f"{flag} {freq} makes no MoE layer among {layers} {side} layers")
+    if none:
+        raise ValueError(f"{'; '.join(none)}: give a smaller number, or 0 for a dense model")
 
 
 def moe_config(args: Any, num_experts: int) -> MoEConfig:
-    """Return how tokens are routed; raise ValueError for options that contradict each other."""
+    """Return the routing options; raise ValueError if they contradict each other."""
     values = values_of(MoEConfig, args)
     _resolve_capacity(values, args.moe_top1_expert)
     if num_experts == 1:
-        values.setdefault("top_k", 1)  # the default of 2 means one expert where there is only one
+        values.setdefault("top_k", 1)  # the default of 2 is for two experts or more
     if args.moe_gating_use_model_dtype:
         if values.get("gating_fp32"):
             raise ValueError(
                 "--moe-gating-use-fp32 and --moe-gating-use-model-dtype contradict each other"
             )
         values["gating_fp32"] = False
-    router_options = ROUTERS.options_of_flags(values["router"], args)
     try:
-        return MoEConfig(num_experts, **values, router_options=router_options)
+        return MoEConfig(num_experts, **values)
     except OptionError as error:
-        raise ValueError(with_flags(error.text, MoEConfig)) from None
+        raise ValueError(with_flags(error.text, *CONFIGS)) from None
 
 
 def _resolve_capacity(values: dict[str, Any], top1_expert: bool) -> None:
-    """Put Meta's vocabulary for K and for the evaluation capacity into that of MoEConfig."""
+    """Translate Meta's options for K and the evaluation capacity into those of MoEConfig."""
     if top1_expert and values.setdefault("top_k", 1) != 1:
         raise ValueError(
             f"--moe-top1-expert and --moe-top-k {values['top_k']} contradict each other: give one "
@@ -270,7 +316,7 @@ def _resolve_capacity(values: dict[str, Any], top1_expert: bool) -> None:
 
 
 def exchange_config(args: Any) -> ExchangeConfig:
-    """Return how tokens travel between ranks; raise ValueError for options that contradict."""
+    """Return the all-to-all options; raise ValueError if they contradict each other."""
     values = values_of(ExchangeConfig, args)
     placement, r = str(args.moe_expert_placement), values["r"]
     if placement == "sliced" and args.moe_expert_parallel_size:
@@ -288,8 +334,11 @@ def exchange_config(args: Any) -> ExchangeConfig:
 
 
 def expert_storage(args: Any) -> str:
-    """``expert_storage`` of the layers; raises ValueError for what contradicts."""
-    # a model of one's own may lack them
+    """Return ``expert_storage`` of the layers; raise ValueError if options contradict each other.
+
+    Args:
+        args: options of any model with experts, which may lack these.
+    """
     dtype = str(getattr(args, "moe_expert_dtype", "same"))
     mapped = getattr(args, "moe_map_experts", False)
     if dtype != "same" and mapped:
@@ -307,7 +356,7 @@ def expert_storage(args: Any) -> str:
 
 
 def refuse_in_training(args: Any) -> None:
-    """Raise ValueError for what holds in evaluation alone."""
+    """Raise ValueError for an option that is for evaluation only."""
     if expert_storage(args) != "stacked":
         given = "--moe-map-experts"
         if not args.moe_map_experts:
@@ -318,25 +367,23 @@ def refuse_in_training(args: Any) -> None:
         )
 
 
-def tuned_fields(args: Any) -> list[str]:
-    """Fields of :class:`~fairseq_tutel.config.ExchangeConfig` that the tuner chooses. Raises
-    ValueError for options that cannot be combined with it, each by name.
-    """
-    tuned = [field for field, flag in _TUNED.items() if str(getattr(args, flag)) == "auto"]
-    if not tuned:
+def _tuner_options(args: Any) -> Optional[TunerOptions]:
+    """Return None if nothing is tuned; raise ValueError for options that exclude tuning."""
+    fields = tuple(field for field, flag in TUNED.items() if str(getattr(args, flag)) == "auto")
+    if not fields:
         if args.moe_tune_file is not None:
-            choices = " or ".join(as_flag(flag, "auto") for flag in _TUNED.values())
+            choices = " or ".join(as_flag(flag, "auto") for flag in TUNED.values())
             raise ValueError(
                 f"--moe-tune-file {args.moe_tune_file}: nothing is tuned; give {choices}"
             )
-        return []
-    autos = " and ".join(as_flag(_TUNED[field], "auto") for field in tuned)
+        return None
+    autos = " and ".join(as_flag(TUNED[field], "auto") for field in fields)
     simulated = args.moe_simulate_world_size
     for flag, on in (
         ("--record-a2a-perf-stats, which measures without overlap", args.record_a2a_perf_stats),
-        ("--dummy-a2a, which leaves out what is tuned", args.dummy_a2a),
+        ("--dummy-a2a, which leaves out the exchanges", args.dummy_a2a),
         (f"--moe-simulate-world-size {simulated}, which exchanges nothing", simulated > 1),
     ):
         if on:
             raise ValueError(f"{autos} cannot be combined with {flag}")
-    return tuned
+    return TunerOptions(fields, args.moe_tune_steps, args.moe_tune_max_loss, args.moe_tune_file)

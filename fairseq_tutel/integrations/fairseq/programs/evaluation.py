@@ -21,6 +21,7 @@ from ....checkpoint import check_complete, final_path, find_checkpoint, load_fil
 from ....distributed import any_rank, process_world, sum_over_ranks
 from ..criterions import CRITERIONS
 from ..models import ARCHITECTURES, MoETransformerDecoder, name_with_experts
+from ..options.fields import use_present_names
 from ..options.options import EXPERT_DTYPES, moe_frequencies
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ def with_options_of_today(
     if state.get("cfg") is not None:
         state["cfg"] = _as_config(state["cfg"])
         model = state["cfg"].model
+        use_present_names(model)
         for name in set(arg_overrides) & _options() - set(model):
             # fairseq overwrites present options only, and older checkpoints lack newer ones
             model[name] = None
@@ -129,8 +131,8 @@ def with_options_of_today(
 def _options() -> set[str]:
     """Return the options of all models and criteria here."""
     return {
-        *(name for row in ARCHITECTURES.values() for name in row.config.__dataclass_fields__),
-        *(name for config in CRITERIONS.values() for name in config.__dataclass_fields__),
+        *(name for row in ARCHITECTURES.values() for name in row.schema.__dataclass_fields__),
+        *(name for row in CRITERIONS.values() for name in row.config.__dataclass_fields__),
     }
 
 

@@ -1,0 +1,35 @@
+"""Networks of experts: :class:`ExpertConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .options import at_least, check_options, documented, option
+from .registry import EXPERTS, Options
+
+
+@documented
+@dataclass(frozen=True)
+class ExpertConfig:
+    """Networks of a layer's experts. Field names are those of ``MoELayer``'s arguments."""
+
+    expert_network: str = option(
+        "ffn",
+        "network of an expert; gated ones ignore the model's activation",
+        registry=EXPERTS,
+        options="expert_options",
+    )
+    shared_expert_dim: int = option(
+        0,
+        "> 0: hidden dimension of a dense expert that every token also goes through",
+        at_least(0),
+        flag="--moe-shared-expert-ffn-dim",
+    )
+    expert_options: Options | Mapping[str, Any] | None = option(
+        None, "the network's own options, by name or as an object of its class ``Options``"
+    )
+
+    def __post_init__(self):
+        check_options(self)
