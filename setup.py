@@ -34,7 +34,7 @@ setup(
     python_requires=">=3.10",
     # 2.5 is the oldest one tried, on a CPU; the kernels for GPUs need Triton 3.6, which comes with
     # torch 2.10 (an older torch runs the torch backend there).
-    install_requires=["torch>=2.5", "numpy>=1.26"],
+    install_requires=["torch>=2.5"],
     extras_require={
         # Not among the requirements, for two reasons. fairseq_tutel.moe, the layer, is of use
         # without fairseq. And fairseq-fixed is a source package compiled against torch: pip must

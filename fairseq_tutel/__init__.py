@@ -1,6 +1,6 @@
 """Tutel-style mixture of experts as a plugin for stock fairseq (``--user-dir fairseq_tutel``).
 
-The layer alone needs torch and numpy and imports nothing of fairseq::
+The layer alone needs torch only and imports nothing of fairseq::
 
     from fairseq_tutel import MoELayer, replace_ffn
 

@@ -4,7 +4,6 @@ from typing import Optional
 
 from torch import Tensor
 
-from ..backends import torch as torch_backend
 from ._operator import check_indices, check_shape, operator
 from .backend import implementation
 
@@ -30,17 +29,17 @@ def _assign_rows(
     position: Optional[Tensor],
     num_routed: Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    layout = {"capacity": capacity, "padded": padded, "normalize": normalize}
+    if num_routed is None:
+        assign_slots = implementation("assign_slots", expert)
+        position, counts = assign_slots(expert, num_experts, priority_T=priority)
+        pairs = counts
+    else:  # no operator returns an argument
+        pairs, counts = num_routed, num_routed.new_empty((0, num_experts))
     assign_rows = implementation("assign_rows_fwd", gate)
-    if num_routed is not None:
-        nothing = num_routed.new_empty((0, num_experts))  # no operator returns what it was given
-        return *assign_rows(expert, position, gate, num_routed, **layout), nothing
-    assign_slots = implementation("assign_slots", expert)
-    if expert.is_cpu and assign_slots is torch_backend.assign_slots:
-        in_order = torch_backend.rows_in_order
-        return in_order(expert, gate, num_experts, priority_T=priority, **layout)
-    position, num_routed = assign_slots(expert, num_experts, priority_T=priority)
-    return *assign_rows(expert, position, gate, num_routed, **layout), num_routed
+    layout = {"capacity": capacity, "padded": padded, "normalize": normalize}
+    rows = assign_rows(expert, position, gate, pairs, **layout)
+    dest_row, src_pair, weight, num_kept = rows
+    return dest_row, src_pair, weight, num_kept, counts
 
 
 @operator("assign_rows_bwd", lambda d_weight, gate, dest_row, normalize: gate.new_empty(gate.shape))
@@ -78,9 +77,9 @@ def assign_rows(
     priority_T: Tensor | None = None,
     slots: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rows of the pairs within capacity, in both directions, and their weights.
+    """Assign rows and weights to the (token, choice) pairs within capacity.
 
-    Pairs have slots in the order of :func:`assign_slots`, or those that are given.
+    Pairs take the slots of :func:`assign_slots`, or the given ones.
 
     Args:
         expert_TK: (T, K) int32, -1 = not routed.
@@ -90,17 +89,18 @@ def assign_rows(
         padded: expert e owns the rows from e * capacity on; else its rows follow those of the
             expert before it.
         normalize: divide a token's weights by their sum over the kept pairs, at least epsilon.
-        priority_T: (T,) float, or None, as of :func:`assign_slots`. Not with slots.
-        slots: its results: (T, K) int32 positions in experts, -1 = not routed, and (K, E) int32
-            pairs per choice and expert, of which only the sum over choices matters.
+        priority_T: (T,) float, or None: priorities for :func:`assign_slots`. Not with slots.
+        slots: results of :func:`assign_slots`: (T, K) int32 positions in experts, -1 = not routed,
+            and (K, E) int32 pairs per choice and expert, of which only the sum over choices
+            matters.
 
     Returns:
         dest_row_TK: (T, K) int32, -1 = not kept.
-        src_pair_R: (R,) int32, its inverse t * K + k, -1 in unused rows; R is E * capacity where
+        src_pair_R: (R,) int32, its inverse t * K + k, -1 in unused rows; R is E * capacity if
             padded, else T * K.
         topk_weight_TK: (T, K) fp32, 0 = not kept; carries the gradient.
         num_kept_per_expert_E: (E,) int32.
-        num_routed_KE: (K, E) int32, pairs per choice and expert; that of ``slots`` where given.
+        num_routed_KE: (K, E) int32, pairs per choice and expert; the given ones with ``slots``.
 
     Raises:
         ValueError: a tensor of a wrong shape or dtype, padded without a capacity, or both a
@@ -120,7 +120,8 @@ def assign_rows(
         check_shape("num_routed", num_given_KE, (expert_TK.shape[1], num_experts))
     priority_T = None if priority_T is None else priority_T.detach()
     layout = capacity, padded, normalize
-    *rows, num_routed_KE = _assign_rows(
+    dest_row_TK, src_pair_R, weight_TK, num_kept_E, num_routed_KE = _assign_rows(
         expert_TK, gate_TK, num_experts, *layout, priority_T, position_TK, num_given_KE
     )
-    return *rows, num_routed_KE if slots is None else num_given_KE
+    num_routed_KE = num_routed_KE if num_given_KE is None else num_given_KE
+    return dest_row_TK, src_pair_R, weight_TK, num_kept_E, num_routed_KE

@@ -3,26 +3,6 @@
 import torch
 from torch import Tensor
 
-from .slots import rows_on_cpu
-
-
-def rows_in_order(
-    expert_TK: Tensor,
-    gate_TK: Tensor,
-    num_experts: int,
-    *,
-    priority_T: Tensor | None,
-    normalize: bool,
-    **layout,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """On a CPU what ``assign_slots`` and :func:`assign_rows_fwd` compute one after the other; with
-    the counts of the first as the last result."""
-    dest_row_TK, src_pair_R, num_kept_E, num_routed_KE = rows_on_cpu(
-        expert_TK, num_experts, priority_T, **layout
-    )
-    weight_TK = _weights(gate_TK, dest_row_TK >= 0, normalize)
-    return dest_row_TK, src_pair_R, weight_TK, num_kept_E, num_routed_KE
-
 
 def assign_rows_fwd(
     expert_TK: Tensor,
@@ -34,7 +14,10 @@ def assign_rows_fwd(
     padded: bool,
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Arguments and results as in :func:`fairseq_tutel.ops.assign_rows`."""
+    """Return the rows, their inverse, the weights and the kept pairs per expert.
+
+    Arguments and results are those of :func:`fairseq_tutel.ops.assign_rows`.
+    """
     num_experts = num_routed_KE.shape[1]
     num_kept_E = num_routed_KE.sum(0, dtype=torch.int32)
     kept_TK = position_in_expert_TK >= 0
@@ -61,7 +44,7 @@ def _weights(gate_TK: Tensor, kept_TK: Tensor, normalize: bool) -> Tensor:
 def assign_rows_bwd(
     d_weight_TK: Tensor, gate_TK: Tensor, dest_row_TK: Tensor, *, normalize: bool
 ) -> Tensor:
-    """Gradient of the gate values.
+    """Return the gradient of the gate values.
 
     With s the sum of a token's kept gate values: d_gate = kept * (d_w - <d_w, w>) / s; below
     epsilon the divisor is a constant.
@@ -82,7 +65,7 @@ def _at_least_epsilon(total: Tensor) -> Tensor:
 
 
 def _invert(dest_row_TK: Tensor, num_rows: int) -> Tensor:
-    """Flat pair index t * K + k that occupies each row, -1 where unused."""
+    """Return the flat pair index t * K + k of each row, -1 for an unused row."""
     row_N = dest_row_TK.reshape(-1).long()
     # Dropped pairs land in one extra row that is cut off.
     src_pair_R = dest_row_TK.new_full((num_rows + 1,), -1)
