@@ -1,4 +1,4 @@
-"""Which implementation an operator runs: ``auto``, ``triton`` or ``torch``."""
+"""Choice of the backend that operators run: ``auto``, ``triton`` or ``torch``."""
 
 import importlib.util
 import logging
@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 BACKENDS = ("auto", "triton", "torch")
 
 _requested = "auto"
-_logged: set[tuple[str, str]] = set()  # backends and kinds of device that have been chosen
+_chosen: dict[tuple[str, str], str] = {}  # requested name, kind of device -> backend
 
 
 def _why_no_triton() -> str | None:
-    """Why the kernels cannot be imported, None where they can. Does not import triton."""
+    """Return why the kernels cannot be imported, None if they can. Does not import triton."""
     spec = importlib.util.find_spec("triton")
     if spec is None or spec.origin is None:
         return "triton is not installed"
@@ -33,7 +33,7 @@ _NO_TRITON = _why_no_triton()
 
 
 def _why_not_triton(device_type: str) -> str | None:
-    """Reason why Triton kernels cannot run on the device, None where they can."""
+    """Return why Triton kernels cannot run on the device, None if they can."""
     interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
     if _NO_TRITON is None and device_type != "cuda" and not interpreted:
         return f"device {device_type!r} is no GPU and TRITON_INTERPRET is not set"
@@ -44,10 +44,10 @@ def set_backend(name: str) -> None:
     """Choose the backend of all operators in this process.
 
     Args:
-        name: ``auto`` (Triton on GPUs where it is installed, else torch), ``triton``, ``torch``.
+        name: ``auto`` (Triton on GPUs if it is installed, else torch), ``triton``, ``torch``.
 
     Raises:
-        ValueError: unknown name, or triton asked for where it cannot run.
+        ValueError: unknown name, or triton cannot run here.
     """
     global _requested
     if name not in BACKENDS:
@@ -60,44 +60,52 @@ def set_backend(name: str) -> None:
 
 
 def get_backend() -> str:
-    """The name last given to :func:`set_backend` (``auto`` at the start)."""
+    """Return the name last given to :func:`set_backend` (``auto`` at the start)."""
     return _requested
 
 
 def backend_for(device: torch.device | str) -> str:
-    """``triton`` or ``torch``: what the operators run on tensors of this device.
+    """Return ``triton`` or ``torch``, the backend of the operators on tensors of this device.
 
-    The choice is logged once per backend and kind of device.
+    The choice is made and logged once per requested name and kind of device.
 
     Raises:
         ValueError: the backend was set to triton and the device cannot run it.
     """
     device_type = torch.device(device).type
-    name = why = _requested
-    if name == "auto" and device_type != "cuda":
-        name = "torch"
-    reason = None if name == "torch" else _why_not_triton(device_type)
-    if name == "triton" and reason is not None:
-        raise ValueError(f"backend 'triton' cannot run: {reason}")
-    if name == "auto":
-        name, why = ("triton", why) if reason is None else ("torch", f"auto: {reason}")
-    # Traced code must not log; the operators in it ask again when they run, outside of the trace.
-    if not torch.compiler.is_compiling() and (name, device_type) not in _logged:
-        _logged.add((name, device_type))
-        logger.info("MoE operators on %s: %s backend (%s)", device_type, name, why)
+    name = _chosen.get((_requested, device_type))
+    if name is None:
+        name, why = _choose(_requested, device_type)
+        # Traced code must not log. Its operators ask again when they run, outside of the trace.
+        if not torch.compiler.is_compiling():
+            _chosen[_requested, device_type] = name
+            logger.info("MoE operators on %s: %s backend (%s)", device_type, name, why)
     return name
 
 
-def implementation(function: str, tensor: torch.Tensor) -> Callable:
-    """The backend's function of this name for the tensor's device and dtype; that of the torch
-    backend where torch's own library computes best on a GPU too, so that there is no kernel.
+def _choose(requested: str, device_type: str) -> tuple[str, str]:
+    """Return the backend and the reason for it."""
+    if requested == "torch" or (requested == "auto" and device_type != "cuda"):
+        return "torch", requested
+    reason = _why_not_triton(device_type)
+    if reason is None:
+        return "triton", requested
+    if requested == "triton":
+        raise ValueError(f"backend 'triton' cannot run: {reason}")
+    return "torch", f"auto: {reason}"
 
-    Raises ValueError if the backend was set to triton and cannot run on the device, or the tensor
-    is fp64, which the kernels do not handle.
+
+def implementation(function: str, tensor: torch.Tensor) -> Callable:
+    """Return the backend's function of this name for the tensor's device and dtype.
+
+    The torch backend's is used if there is no kernel, because torch's own library computes best on
+    a GPU too, and for fp64 unless triton was requested.
+
+    Raises:
+        ValueError: the backend was set to triton and cannot run on the device, or the tensor is
+            fp64, which the kernels do not handle.
     """
-    # a CPU computes in torch unless told otherwise, which is not asked again for every operator
-    known = tensor.is_cpu and _requested != "triton" and ("torch", "cpu") in _logged
-    if not known and backend_for(tensor.device) == "triton":
+    if backend_for(tensor.device) == "triton":
         # imports triton, which a CPU-only install may lack
         from ..backends import triton as triton_backend
 

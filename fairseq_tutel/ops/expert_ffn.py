@@ -5,7 +5,7 @@ autograd function of its own, and computes weight gradients once, over all of th
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def activate(z_NF: Tensor, activation: str) -> Tensor:
 def dropout_seed(
     dropout_p: float, seed: Tensor | int | None, device: torch.device
 ) -> Tensor | None:
-    """The seed as an int64 scalar tensor, drawn where there is none; None without dropout."""
+    """Return the seed as an int64 scalar tensor; draw one for None. None without dropout."""
     if dropout_p == 0.0:
         return None
     if seed is None:
@@ -54,77 +54,136 @@ def dropout_seed(
     return seed
 
 
-def _fake_ffn(*inputs):
-    rows, fc1_weight, _, fc2_weight, _, offsets, *_, keep_hidden = inputs
-    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    num_rows = rows.shape[0] if offsets is not None else rows.shape[0] * rows.shape[1]
-    kept = num_rows if keep_hidden else 0
-    return out, *(rows.new_empty((kept, n)) for n in (fc1_weight.shape[1], fc2_weight.shape[2]))
-
-
-_PARAMS = "Tensor fc1_weight, Tensor? fc1_bias, Tensor fc2_weight, Tensor? fc2_bias"
-_OPTIONS = (
-    "Tensor? offsets, Tensor? seed, str activation, float activation_dropout_p, float dropout_p"
-)
-
-
 class FFNOptions(NamedTuple):
-    """As :func:`~fairseq_tutel.ops.expert_ffn` has them."""
+    """Options of :func:`~fairseq_tutel.ops.expert_ffn`."""
 
     activation: str
     dropout_p: tuple[float, float]  # after the activation and after fc2
-    # number of the hidden units' part that is computed, where other ranks compute others: ranks
-    # whose generators are alike draw unlike masks for unlike parts
+    # index of the slice of hidden units that this rank computes: ranks with equal generators draw
+    # different masks for different slices
     part: int = 0
 
     def draw_seed(self, device: torch.device) -> Tensor | None:
-        """A seed of the masks of one call; None without dropout."""
+        """Draw a seed for the masks of one call; None without dropout."""
         seed = dropout_seed(max(self.dropout_p), None, device)
         # two masks are made of each seed, by it and by its successor
         return seed if seed is None or not self.part else seed + 2 * self.part
 
     def given(self, **more: Tensor | None) -> dict[str, object]:
-        """Options of the backends' functions."""
+        """Return the keyword arguments of the backends' functions."""
         return {"activation": self.activation, "dropout_p": self.dropout_p, **more}
 
 
-def _given(offsets, seed, activation, *dropout_p):
-    return FFNOptions(activation, dropout_p).given(offsets=offsets, seed=seed)
+def _fake_ffn(
+    rows: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    offsets: Tensor | None,
+    seed: Tensor | None,
+    activation: str,
+    activation_dropout_p: float,
+    dropout_p: float,
+    keep_hidden: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    num_rows = rows.shape[0] if offsets is not None else rows.shape[0] * rows.shape[1]
+    kept = num_rows if keep_hidden else 0
+    hidden = rows.new_empty((kept, fc1_weight.shape[1]))
+    return out, hidden, rows.new_empty((kept, fc2_weight.shape[2]))
 
 
-@operator(
-    "expert_ffn",
-    _fake_ffn,
-    f"(Tensor rows, {_PARAMS}, {_OPTIONS}, bool keep_hidden) -> (Tensor, Tensor, Tensor)",
-)
-def _expert_ffn(*inputs):
-    tensors, options, keep_hidden = inputs[:5], _given(*inputs[5:-1]), inputs[-1]
-    forward = implementation("expert_ffn_fwd", tensors[0])
-    return forward(*tensors, keep_hidden=keep_hidden, **options)
+@operator("expert_ffn", _fake_ffn)
+def _expert_ffn(
+    rows: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Optional[Tensor],
+    fc2_weight: Tensor,
+    fc2_bias: Optional[Tensor],
+    offsets: Optional[Tensor],
+    seed: Optional[Tensor],
+    activation: str,
+    activation_dropout_p: float,
+    dropout_p: float,
+    keep_hidden: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return implementation("expert_ffn_fwd", rows)(
+        rows,
+        fc1_weight,
+        fc1_bias,
+        fc2_weight,
+        fc2_bias,
+        activation=activation,
+        offsets=offsets,
+        dropout_p=(activation_dropout_p, dropout_p),
+        seed=seed,
+        keep_hidden=keep_hidden,
+    )
 
 
-def _fake_ffn_bwd(*inputs):
-    rows, params, (needs_rows, needs_params) = inputs[1], inputs[4:8], inputs[-2:]
-    params = [rows.new_empty(0) if x is None else x for x in params]
-    return empty_gradients((rows, *params), (needs_rows, *(4 * [needs_params])))
+def _fake_ffn_bwd(
+    d_out: Tensor,
+    rows: Tensor,
+    hidden: Tensor,
+    active: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    offsets: Tensor | None,
+    seed: Tensor | None,
+    activation: str,
+    activation_dropout_p: float,
+    dropout_p: float,
+    needs_rows: bool,
+    needs_params: bool,
+) -> tuple[Tensor, ...]:
+    params = (fc1_weight, fc1_bias, fc2_weight, fc2_bias)
+    some = [rows.new_empty(0) if param is None else param for param in params]
+    return empty_gradients((rows, *some), (needs_rows, *(4 * [needs_params])))
 
 
-@operator(
-    "expert_ffn_bwd",
-    _fake_ffn_bwd,
-    f"(Tensor d_out, Tensor rows, Tensor hidden, Tensor active, {_PARAMS}, {_OPTIONS}, "
-    "bool needs_rows, bool needs_params) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _expert_ffn_bwd(*inputs):
-    tensors, options, (needs_rows, needs_params) = inputs[:8], _given(*inputs[8:-2]), inputs[-2:]
-    backward = implementation("expert_ffn_bwd", tensors[1])
-    return backward(*tensors, needs_rows=needs_rows, needs_params=needs_params, **options)
+@operator("expert_ffn_bwd", _fake_ffn_bwd)
+def _expert_ffn_bwd(
+    d_out: Tensor,
+    rows: Tensor,
+    hidden: Tensor,
+    active: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Optional[Tensor],
+    fc2_weight: Tensor,
+    fc2_bias: Optional[Tensor],
+    offsets: Optional[Tensor],
+    seed: Optional[Tensor],
+    activation: str,
+    activation_dropout_p: float,
+    dropout_p: float,
+    needs_rows: bool,
+    needs_params: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return implementation("expert_ffn_bwd", rows)(
+        d_out,
+        rows,
+        hidden,
+        active,
+        fc1_weight,
+        fc1_bias,
+        fc2_weight,
+        fc2_bias,
+        activation=activation,
+        offsets=offsets,
+        dropout_p=(activation_dropout_p, dropout_p),
+        seed=seed,
+        needs_rows=needs_rows,
+        needs_params=needs_params,
+    )
 
 
 def _setup(ctx, inputs, output):
-    rows, *params, offsets, seed, activation, activation_p, dropout_p, _ = inputs
+    rows, *params, offsets, seed, activation, activation_dropout_p, dropout_p, _ = inputs
     _, hidden, active = output
-    ctx.options = activation, activation_p, dropout_p
+    ctx.options = activation, activation_dropout_p, dropout_p
     ctx.mark_non_differentiable(hidden, active)
     # or the backward pass would be handed zeros of the size of what was saved
     ctx.set_materialize_grads(False)
@@ -143,8 +202,16 @@ def _backward(ctx, d_out, d_hidden, d_active):
 _expert_ffn.register_autograd(_backward, setup_context=_setup)
 
 
-def _check(rows: Tensor, params: dict[str, Tensor | None], offsets: Tensor | None, gated: bool):
-    _, model_dim, hidden_dim = params["fc2_weight"].shape
+def _check(
+    rows: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    offsets: Tensor | None,
+    gated: bool,
+) -> None:
+    _, model_dim, hidden_dim = fc2_weight.shape
     if rows.dim() != (3 if offsets is None else 2) or rows.shape[-1] != model_dim:
         raise ValueError(
             f"rows must be (experts, rows, {model_dim}), or (rows, {model_dim}) with offsets; got "
@@ -152,11 +219,15 @@ def _check(rows: Tensor, params: dict[str, Tensor | None], offsets: Tensor | Non
         )
     experts = rows.shape[0] if offsets is None else offsets.shape[0]
     width = 2 * hidden_dim if gated else hidden_dim
-    shapes = ((width, model_dim), (width,), (model_dim, hidden_dim), (model_dim,))
-    for (name, param), shape in zip(params.items(), shapes, strict=True):
+    for name, param, shape in (
+        ("fc1_weight", fc1_weight, (experts, width, model_dim)),
+        ("fc1_bias", fc1_bias, (experts, width)),
+        ("fc2_weight", fc2_weight, (experts, model_dim, hidden_dim)),
+        ("fc2_bias", fc2_bias, (experts, model_dim)),
+    ):
         if param is None and not gated:
-            raise ValueError(f"{name} must be {(experts, *shape)}, got None")
-        check_shape(name, param, (experts, *shape))
+            raise ValueError(f"{name} must be {shape}, got None")
+        check_shape(name, param, shape)
     if offsets is not None:
         check_indices("offsets", offsets, "experts")
 
@@ -174,25 +245,26 @@ def expert_ffn(
     dropout_p: float = 0.0,
     seed: Tensor | int | None = None,
 ) -> Tensor:
-    """``dropout(fc2(dropout(activation(fc1(rows)))))`` of every expert on its own rows.
+    """Apply ``dropout(fc2(dropout(activation(fc1(rows)))))`` of every expert to its own rows.
 
-    For the backward pass two buffers of R x F numbers are kept, none without gradients. All tensor
-    arguments but ``offsets`` and ``seed`` are differentiable, and gradients have the memory layout
-    of what they belong to.
+    The backward pass needs two buffers of R x F numbers, which are kept only if a gradient is
+    needed. All tensor arguments but ``offsets`` and ``seed`` are differentiable. Gradients have
+    the memory layout of their arguments.
 
     Args:
         rows: (e, N, M), or (R, M) with ``offsets``.
-        fc1_weight, fc1_bias: (e, F, M), (e, F); of a gated network (e, 2F, M), (e, 2F), the gate's
+        fc1_weight, fc1_bias: (e, F, M), (e, F); for a gated network (e, 2F, M), (e, 2F), the gate
             first.
-        fc2_weight, fc2_bias: (e, M, F), (e, M). A gated network may have no biases: None.
-        activation: of a gated network swiglu or geglu, ``silu(gate) * up`` or ``gelu(gate) * up``;
-            else gelu, gelu_accurate / gelu_fast (tanh form), relu, relu_squared, silu / swish,
-            tanh or linear, as fairseq names them; ``gelu`` is the exact (erf) one.
-        offsets: (e,) int32 end row of each expert; rows past the last come out zero, and their
+        fc2_weight, fc2_bias: (e, M, F), (e, M). Biases of a gated network may be None.
+        activation: swiglu (``silu(gate) * up``) or geglu (``gelu(gate) * up``) for a gated network;
+            else gelu (erf), gelu_accurate / gelu_fast (tanh), relu, relu_squared, silu / swish,
+            tanh or linear, as in fairseq.
+        offsets: (e,) int32 end row of each expert. Rows past the last one come out zero, and their
             gradient is unspecified.
-        activation_dropout_p, dropout_p: probabilities after the activation and after fc2.
-        seed: of the dropout masks, an int or an int64 scalar tensor; drawn from torch's generator
-            of the rows' device when None, so that a replayed CUDA graph draws new ones.
+        activation_dropout_p, dropout_p: probabilities after the activation and after fc2
+            (default 0).
+        seed: seed of the dropout masks, an int or an int64 scalar tensor. None (default) draws one
+            from torch's generator of the rows' device: a replayed CUDA graph draws new ones.
 
     Returns:
         Like rows.
@@ -202,9 +274,8 @@ def expert_ffn(
     """
     for p in (activation_dropout_p, dropout_p):
         check_activation(activation, p)
-    names = ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
     params = (fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-    _check(rows, dict(zip(names, params, strict=True)), offsets, activation in GATES)
+    _check(rows, *params, offsets, activation in GATES)
     probabilities = (activation_dropout_p, dropout_p)
     seed = dropout_seed(max(probabilities), seed, rows.device)
     keep_hidden = torch.is_grad_enabled() and any(
@@ -214,21 +285,21 @@ def expert_ffn(
 
 
 class FFNChunk(NamedTuple):
-    """What the backward pass needs of a chunk."""
+    """Tensors of a chunk that the backward pass needs."""
 
     rows: Tensor  # (e, N, M), or (R, M) with offsets
-    hidden: Tensor  # of the implementation, before the activation
-    active: Tensor  # the same after it
+    hidden: Tensor  # values before the activation, in a layout of the backend
+    active: Tensor  # (R, F), fc2's input
     offsets: Tensor | None  # (e,) int32 end row of each expert, the last of which ends the rows
     seed: Tensor | None  # of the dropout masks
 
 
 class FFNChunkGradient(NamedTuple):
-    """Gradients within a chunk."""
+    """Gradients of a chunk."""
 
-    d_rows: Tensor  # like the rows; of shape (0,) if not needed
-    d_out: Tensor  # of the output before its dropout
-    d_hidden: Tensor  # (R, F), of the values before the activation
+    d_rows: Tensor  # like the rows; (0,) if not needed
+    d_out: Tensor  # gradient of fc2's output before dropout
+    d_hidden: Tensor  # (R, p F), gradient of the values before the activation
     d_fc1_bias: Tensor
     d_fc2_bias: Tensor
 
@@ -240,10 +311,10 @@ def ffn_chunk(
     options: FFNOptions,
     keep_hidden: bool,
 ) -> tuple[Tensor, FFNChunk]:
-    """:func:`~fairseq_tutel.ops.expert_ffn` of a chunk, without autograd.
+    """Compute :func:`~fairseq_tutel.ops.expert_ffn` for a chunk, without autograd.
 
     Args:
-        params: fc1's weight and bias and fc2's, here and below.
+        params: fc1's weight and bias and fc2's.
 
     Returns:
         the output, like rows; what :func:`ffn_chunk_bwd` needs, if ``keep_hidden``.
@@ -262,7 +333,7 @@ def ffn_chunk_bwd(
     options: FFNOptions,
     needs_rows: bool = True,
 ) -> FFNChunkGradient:
-    """What has to be known before the gradient of the rows can be sent."""
+    """Compute all gradients of a chunk but those of weights: the rows' can be sent then."""
     given = options.given(offsets=chunk.offsets, seed=chunk.seed)
     backward = implementation("expert_chunk_bwd", d_out)
     return FFNChunkGradient(*backward(d_out, chunk.hidden, *params, needs_rows=needs_rows, **given))
@@ -273,7 +344,7 @@ def ffn_chunks_bwd_params(
     gradients: Sequence[FFNChunkGradient],
     *params: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of fc1's weight and bias and of fc2's, summed over all rows of all chunks.
+    """Return the gradients of fc1's weight and bias and of fc2's over all chunks.
 
     Args:
         chunks, gradients: in one order.

@@ -192,7 +192,7 @@ def test_compiles_without_a_graph_break(name, training):
 @pytest.mark.parametrize("name", ["torch", pytest.param("triton", marks=pytest.mark.interpreted)])
 def test_compiles_in_a_process_that_has_not_run_it_yet(name, monkeypatch, caplog):
     """The choice of backend, not logged yet, is made inside of the traced code."""
-    monkeypatch.setattr(backend_module, "_logged", set())
+    monkeypatch.setattr(backend_module, "_chosen", {})
     ops.set_backend(name)
     layer, x, pad_mask = example("cpu", capacity_factor=1.0)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)

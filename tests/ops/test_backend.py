@@ -15,7 +15,7 @@ from fairseq_tutel.ops import backend
 
 @pytest.fixture(autouse=True)
 def restored_backend(monkeypatch):
-    monkeypatch.setattr(backend, "_logged", set())
+    monkeypatch.setattr(backend, "_chosen", {})
     monkeypatch.setattr(backend, "_NO_TRITON", None)
     yield
     ops.set_backend("auto")
