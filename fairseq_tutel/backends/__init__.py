@@ -1,10 +1,10 @@
-"""Implementations of the operators, one room each; :mod:`fairseq_tutel.ops` chooses.
+"""Implementations of the operators; :mod:`fairseq_tutel.ops` chooses between them.
 
-``torch`` runs anywhere and is tuned for CPUs; ``triton`` has the kernels for GPUs. A file has the
-same name in both and in :mod:`fairseq_tutel.ops`; the triton room lacks what torch's own products
-compute best on a GPU too. The letters of shapes are those of the glossary in
-``fairseq_tutel/README.md``.
+``torch`` runs anywhere and is tuned for CPUs. ``triton`` has kernels for GPUs. A file has the same
+name in both and in :mod:`fairseq_tutel.ops`. ``triton`` lacks operators for which torch's own
+products are best on a GPU too. The glossary in ``fairseq_tutel/README.md`` explains the letters of
+shapes.
 """
 
-# name of a gated network's activation -> that of its gate
+# activation of a gated network -> activation of its gate
 GATES = {"swiglu": "silu", "geglu": "gelu"}

@@ -1,11 +1,11 @@
-"""How the numbers of a row are written for the wire; the same bytes from both backends.
+"""Formats of rows on the wire; both backends write the same bytes.
 
-A row of M values is their M encoded values, then, except for bf16, one byte per block of 128 values
-(the last one may be shorter) that scales it, then zeros up to a multiple of 4 bytes. The scale byte
-is the biased exponent of a power of two in fp32, the E8M0 of the OCP Microscaling Formats (MX)
-Specification 1.0, so that scaling rounds nothing; 255 says that the block held a NaN or an
-infinity, all of it then arrives as NaN. The scale brings the block's largest magnitude to between
-7/8 and 7/4 times 2^exponent, below the format's largest value: no value up to 3e38 overflows.
+A row has M encoded values, one scale byte per block of 128 values (none for bf16; the last block
+may be shorter), and zeros up to a multiple of 4 bytes. The scale byte is the biased exponent of a
+power of two in fp32: the E8M0 of the OCP Microscaling Formats (MX) Specification 1.0. So scaling
+rounds nothing. The byte 255 marks a block with a NaN or an infinity; the whole block arrives as
+NaN. The scale brings the block's largest magnitude to between 7/8 and 7/4 times 2^exponent, below
+the format's largest value: no value up to 3e38 overflows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class WireFormat:
     bias: int = 0  # of the 8-bit formats: that of the exponent
 
     def num_bytes(self, model_dim: int) -> int:
-        """Of a row of M values."""
+        """Return the bytes of a row of M values."""
         values = model_dim * self.dtype.itemsize
         if self.exponent is None:
             return values
@@ -48,5 +48,5 @@ WIRE_FORMATS = {
 
 
 def num_blocks(model_dim: int) -> int:
-    """Blocks of a row of M values."""
+    """Return the number of blocks in a row of M values."""
     return -(-model_dim // BLOCK)

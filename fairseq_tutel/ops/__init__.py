@@ -1,9 +1,9 @@
 """Operators of the MoE layer: ``torch.library`` registration, autograd, choice of backend.
 
-Every function of a layer is also ``torch.ops.fairseq_tutel.<name>``. The file of the same name in
-:mod:`fairseq_tutel.backends.torch` computes it on a CPU, that in
-:mod:`fairseq_tutel.backends.triton` on a GPU; which of the two is decided in :mod:`.backend` alone.
-The letters of shapes are those of the glossary in ``fairseq_tutel/README.md``.
+Every function of a layer is also ``torch.ops.fairseq_tutel.<name>``. A file of the same name in
+:mod:`fairseq_tutel.backends.torch` computes it on a CPU, and in
+:mod:`fairseq_tutel.backends.triton` on a GPU. :mod:`.backend` chooses. The glossary in
+``fairseq_tutel/README.md`` explains the letters of shapes.
 """
 
 from .adam import adam16_maxima, adam16_step_, finite_max, quantize_

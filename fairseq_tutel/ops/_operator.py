@@ -1,4 +1,4 @@
-"""How an operator is registered, and the checks and gradients that operators share."""
+"""Registration of operators, and the checks and gradients that they share."""
 
 from collections.abc import Callable, Iterable
 

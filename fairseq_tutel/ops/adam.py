@@ -1,7 +1,7 @@
 """Operator of Adam's step with fp16 statistics.
 
-A plain function and no registered operator: it runs outside of graphs and of autograd, once per
-parameter, where a registered one would cost more than its two launches.
+The functions are not registered with torch. They run outside of graphs and autograd, once per
+parameter, and a registered operator would cost more than its two launches.
 """
 
 from torch import Tensor
@@ -13,10 +13,10 @@ __all__ = ["adam16_maxima", "adam16_step_", "finite_max", "quantize_"]
 
 
 def adam16_maxima(param: Tensor, *tensors: Tensor, **options) -> Tensor:
-    """Largest finite magnitudes of the statistics that :func:`adam16_step_` is going to store.
+    """Return the largest finite magnitudes of the statistics that :func:`adam16_step_` will store.
 
-    Their maximum over ranks that hold parts of a parameter, given to the step, makes the scales
-    those of the whole one.
+    Give the step their maximum over the ranks that hold parts of a parameter. Its scales are then
+    those of the whole parameter.
 
     Args:
         tensors, options: tensors, beta1, beta2 and grad_multiplier of the step; none is changed.
@@ -28,9 +28,9 @@ def adam16_maxima(param: Tensor, *tensors: Tensor, **options) -> Tensor:
 
 
 def adam16_step_(param: Tensor, *tensors: Tensor, **options) -> tuple[Tensor, Tensor]:
-    """One step of Adam (fairseq's rule) on one tensor; statistics kept in fp16.
+    """Make one step of Adam (fairseq's rule) on one tensor, with fp16 statistics.
 
-    The rule, and what rounding does to it: ``backends/torch/adam.py``.
+    ``backends/torch/adam.py`` states the rule and the effect of rounding.
 
     Args:
         param: any shape, fp32, fp16 or bf16 (fp64 on the torch backend), contiguous; updated in
@@ -40,8 +40,8 @@ def adam16_step_(param: Tensor, *tensors: Tensor, **options) -> tuple[Tensor, Te
             tensor) or [e] (per index of dim 0), fp32.
         options: the numbers lr, beta1, beta2, eps, weight_decay; step, the number of this step,
             from 1; grad_multiplier, [] fp32 on param's device, by which the gradient is multiplied
-            first; maxima, [2, Q] fp32 of :func:`adam16_maxima` over all parts of the parameter of
-            which this is one, or None where it is the whole one.
+            first; maxima, [2, Q] fp32 of :func:`adam16_maxima` over all parts of the parameter, or
+            None if this is the whole parameter.
 
     Returns:
         The new (exp_avg_scale, exp_avg_sq_scale), in the shapes they came in.

@@ -95,7 +95,7 @@ _combine.register_autograd(_combine_backward, setup_context=save_inputs)
 def combine(
     rows_RM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor, topk_weight_TK: Tensor
 ) -> Tensor:
-    """Weighted sum of each token's rows: y[t] = sum over dest_row >= 0 of weight * rows[dest_row].
+    """Sum each token's weighted rows: y[t] = sum over dest_row >= 0 of weight * rows[dest_row].
 
     Args:
         rows_RM: (R, M); differentiable.

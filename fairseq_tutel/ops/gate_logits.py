@@ -1,4 +1,4 @@
-"""Operator of the gate's product, whose logits are never rounded to half."""
+"""Operator of the gate's product; its logits are never rounded to half."""
 
 import torch
 from torch import Tensor
@@ -37,9 +37,9 @@ _gate_logits.register_autograd(_backward, setup_context=save_inputs)
 
 
 def gate_logits(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
-    """``x @ weight.T`` in fp32 also where the tokens are half: no product is rounded in between.
+    """Return ``x @ weight.T`` in fp32, also for tokens in half precision.
 
-    Gradients are rounded once, at the end, to the dtype of what they belong to.
+    Gradients are rounded once, at the end, to the dtypes of tokens and weight.
 
     Args:
         x_TM: (T, M); differentiable.

@@ -72,7 +72,7 @@ def topk_gating(
     key_TE: Tensor | None = None,
     sums: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Softmax, top-k and the sums that the losses and metrics need, in one pass.
+    """Compute softmax, top-k and the sums for losses and metrics in one pass.
 
     The first choice is the most probable expert (lowest index wins ties); choice j > 1 is the
     largest of logits + noise among the experts not yet taken. GShard, arXiv 2006.16668.
@@ -82,9 +82,9 @@ def topk_gating(
         top_k: experts per token, 1 <= top_k <= E.
         noise_TE: (T, E) in the dtype of the logits, or None.
         pad_T: (T,) bool, True for padding, or None.
-        key_TE: (T, E) in the dtype of the logits: the experts are those with the largest keys, in
-            place of the above, and all else is of the logits; carries no gradient. Not with noise.
-        sums: whether the two sums are wanted; they have shape (0,) otherwise.
+        key_TE: (T, E) in the dtype of the logits, or None: selects the experts with the largest
+            keys; everything else comes from the logits. No gradient. Not with noise.
+        sums: compute the two sums (default True); else they have shape (0,).
 
     Returns:
         expert_TK: (T, K) int32, -1 in padded rows.

@@ -25,7 +25,7 @@ def _assign_slots(
 def assign_slots(
     expert_TK: Tensor, num_experts: int, *, priority_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Position of each (token, choice) within its expert; deterministic.
+    """Return the position of each (token, choice) pair within its expert; deterministic.
 
     All first choices are counted before all second ones and so on, each in token order or, with
     priorities, by descending priority (ties in token order).

@@ -1,7 +1,7 @@
-"""Operators of rows on the wire: fewer bits for each number while it travels between ranks.
+"""Encoding of rows for the wire: fewer bits per number between ranks.
 
-Plain functions and no registered operators: an exchange calls them inside of its autograd
-functions, and the gradient that comes back is encoded on its own (straight-through).
+The functions are not registered with torch: an exchange calls them inside of its autograd
+functions. It encodes the gradient that comes back separately (straight-through).
 """
 
 import torch
@@ -12,7 +12,7 @@ from .backend import implementation
 
 
 def wire_bytes(wire_format: str, model_dim: int) -> int:
-    """Bytes of one encoded row of M values.
+    """Return the bytes of one encoded row of M values.
 
     Raises:
         ValueError: unknown format.
@@ -23,19 +23,19 @@ def wire_bytes(wire_format: str, model_dim: int) -> int:
 
 
 def encode_rows(rows_RM: Tensor, wire_format: str) -> tuple[Tensor, Tensor]:
-    """Rows as bytes.
+    """Encode rows as bytes.
 
     Args:
         rows_RM: (R, M) fp32, fp16 or bf16; fp64 is rounded to fp32 first.
         wire_format: ``bf16`` (cast), or one scale per 128 values: ``fp16``, ``e4m3``, ``e5m2``.
-            Any magnitude up to 3e38 is within the range of the latter; 128 values among which one
-            is not finite arrive as NaN.
+            These represent any magnitude up to 3e38. A block of 128 values with one that is not
+            finite arrives as NaN.
 
     Returns:
-        wire_RD: (R, D) uint8, D as :func:`wire_bytes` says.
-        square_sums: (2,) fp32, sums of the squared errors and of the squares of what arrives
-            finite; their ratio's root is the relative error. The torch backend looks at 64 to 127
-            rows.
+        wire_RD: (R, D) uint8, D from :func:`wire_bytes`.
+        square_sums: (2,) fp32, sums of squared errors and of squares over values that arrive
+            finite; the root of their ratio is the relative error. The torch backend measures 64 to
+            127 rows.
 
     Raises:
         ValueError: unknown format, or wrong shape or dtype.
@@ -49,7 +49,7 @@ def encode_rows(rows_RM: Tensor, wire_format: str) -> tuple[Tensor, Tensor]:
 
 
 def decode_rows(wire_RD: Tensor, wire_format: str, out_RM: Tensor) -> Tensor:
-    """Bytes as rows.
+    """Decode bytes to rows.
 
     Args:
         wire_RD, wire_format: of :func:`encode_rows`.

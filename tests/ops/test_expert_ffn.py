@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from fairseq_tutel import ops
 from fairseq_tutel.backends import torch as torch_backend
-from fairseq_tutel.backends.torch import _expert_blocks
+from fairseq_tutel.backends.torch import _expert_rows
 from fairseq_tutel.distributed import build_groups
 from fairseq_tutel.moe import Experts, MoELayer
 from fairseq_tutel.ops import backend
@@ -38,8 +38,8 @@ NAMES = ("rows", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 def way(request, monkeypatch):
     """The rows of an expert in one block, as in small layers, in several, or as on a GPU."""
     if request.param == "many-blocks":
-        monkeypatch.setattr(_expert_blocks, "_BLOCK_NUMEL", 1)
-        monkeypatch.setattr(_expert_blocks, "_MIN_ROWS", 2)
+        monkeypatch.setattr(_expert_rows, "_PART_NUMEL", 1)
+        monkeypatch.setattr(_expert_rows, "_MIN_ROWS", 2)
     elif request.param == "triton":
         monkeypatch.setattr(backend, "_requested", "triton")
     return request.param
@@ -157,7 +157,7 @@ def test_any_number_of_threads(way):
 
 
 def test_a_gradient_of_gated_rows_is_rounded_once():
-    """Of both halves together: each alone is too large for fp16."""
+    """Both halves are summed first: each alone is too large for fp16."""
     numbers = ([[[1.0]]], [[[10.0], [-5.0]]], [[0.0, 15.0]], [[[1.0]]], [[0.0]])
     args = [torch.tensor(each).half().requires_grad_() for each in numbers]
     out = ops.expert_ffn(*args, activation="swiglu")
@@ -261,7 +261,7 @@ def test_nothing_is_kept_without_gradients(monkeypatch):
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("layout", ["padded", "ragged"])
 def test_opcheck(layout, strided):
-    """What leaves is contiguous, as the fake implementation says, also where the rows are not."""
+    """Outputs are contiguous, as the fake implementation says, also if the rows are not."""
     (rows, *params), offsets = tensors(layout, torch.float32, requires_grad=False)
     rest = (offsets, torch.tensor(3), "gelu", 0.2, 0.1)
     op, bwd = torch.ops.fairseq_tutel.expert_ffn, torch.ops.fairseq_tutel.expert_ffn_bwd

@@ -54,7 +54,7 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 
 @pytest.fixture
 def matrix_units(monkeypatch):
-    """What runs on a GPU; here its products are computed in fp32 instead."""
+    """The GPU's way; here its products are computed in fp32 instead."""
     monkeypatch.setattr(module, "_on_matrix_units", lambda x_TM: x_TM.numel() > 0)
 
 
@@ -70,7 +70,7 @@ def leaves(half, device, weight_dtype, tokens=96):
 @pytest.mark.parametrize("wide", [False, True], ids=["half weight", "fp32 weight"])
 @pytest.mark.parametrize("half", SPLIT_ERROR, ids=str)
 def test_halves_are_nearly_exact(half, wide, scale, device, matrix_units):
-    """On half tokens, with a weight of their dtype or fp32, as under autocast."""
+    """Tokens are half; the weight has their dtype, or fp32 as under autocast."""
     x, w = leaves(half, device, torch.float32 if wide else half)
     logits = ops.gate_logits(x, w)
     want = x.double() @ w.double().t()
@@ -112,7 +112,7 @@ def test_zeros_and_no_tokens(matrix_units):
 
 @pytest.mark.parametrize("half", SPLIT_ERROR, ids=str)
 def test_the_gradient_is_split_once_and_each_product_is_one(half, matrix_units, monkeypatch):
-    """Of [high | low]: a second split or product would read and write all tokens again."""
+    """One split of [high | low] and one product: a second would read and write all tokens again."""
     x, w = leaves(half, "cpu", half)
     logits = ops.gate_logits(x, w)
     counted = (module, "split_halves"), (module, "_product_fp32"), (torch, "mm")

@@ -142,7 +142,7 @@ def test_dropout_repeats_with_its_seed_and_draws_a_new_mask_without():
 
 
 def test_results_are_not_copied(monkeypatch):
-    """What an implementation allocates is what the caller gets."""
+    """The caller gets the tensor that an implementation allocates."""
     for name, args in calls(requires_grad=True):
         if name in ("dispatch", "combine"):
             made = spied(monkeypatch, torch_backend, f"{name}_fwd")

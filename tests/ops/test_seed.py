@@ -17,7 +17,7 @@ def test_every_int64_is_a_seed(seed):
 
 
 def test_seeds_are_made_where_they_are_needed(monkeypatch):
-    """On a GPU torch.tensor(seed, device=...) is a copy from pageable memory, which waits."""
+    """torch.tensor(seed, device=...) would wait: it copies from pageable memory to a GPU."""
     cpu, given = torch.device("cpu"), torch.tensor(3)
     monkeypatch.setattr(torch, "tensor", None)
     assert dropout_seed(0.1, 7, cpu).item() == 7

@@ -12,9 +12,9 @@ def _tanh_bwd(dy: Tensor, z: Tensor, out: Tensor) -> Tensor:
     return _aten.tanh_backward.grad_input(dy, z.tanh(), grad_input=out)
 
 
-# name -> (activation of z, gradient from dy and z), both into ``out``, which may be z of the first
-# and dy of the second; the names are those of fairseq's activations. Both have to be contiguous: of
-# another z gelu is slower and has other last bits, and another ``out`` torch 2.13 leaves as it was.
+# fairseq's name -> (activation of z, gradient from dy and z). Both write to ``out``, which may be z
+# for the first and dy for the second. All must be contiguous: for another z gelu is slower and has
+# other last bits, and torch 2.13 does not write to another ``out``.
 _Function = Callable[[Tensor, Tensor], Tensor]
 _Gradient = Callable[[Tensor, Tensor, Tensor], Tensor]
 _GELU: tuple[_Function, _Gradient] = (
@@ -49,5 +49,5 @@ ACTIVATIONS: dict[str, tuple[_Function, _Gradient]] = {
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of everything but products: fp32 for halves."""
+    """Return the dtype of everything but products: fp32 for halves."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -45,8 +45,14 @@ HALF_SUBNORMAL_STEP = 2.0**-24
 
 
 def scale_of_max(max_Q: Tensor) -> Tensor:
-    """Power of two s, fp32 [Q], with max / s in [2**14, 2**15), not below 2**-126; 1 for a maximum
-    of zero. ``max_Q``: fp32 [Q], finite, not negative.
+    """Return the scale of each slice for its largest magnitude.
+
+    Args:
+        max_Q: [Q] fp32, finite, not negative.
+
+    Returns:
+        [Q] fp32 powers of two s, at least 2**-126, with max / s in [2**14, 2**15); 1 for a maximum
+        of zero.
     """
     exponent_Q = max_Q.view(torch.int32) >> 23
     scale_Q = ((exponent_Q - TARGET_EXPONENT).clamp(min=1) << 23).view(torch.float32)
@@ -54,7 +60,7 @@ def scale_of_max(max_Q: Tensor) -> Tensor:
 
 
 def finite_max(x_QN: Tensor) -> Tensor:
-    """Largest finite magnitude of each row as fp32 [Q]; 0 where there is none."""
+    """Return the largest finite magnitude of each row as fp32 [Q]; 0 if a row has none."""
     if x_QN.shape[1] == 0:
         return x_QN.new_zeros(x_QN.shape[0], dtype=torch.float32)
     magnitude_QN = x_QN.abs()
@@ -67,14 +73,14 @@ def finite_max(x_QN: Tensor) -> Tensor:
 def quantize_(
     out_QN: Tensor, x_QN: Tensor, *, round_up: bool, max_Q: Tensor | None = None
 ) -> Tensor:
-    """Write x into fp16 ``out_QN`` and return its scales [Q] fp32 (module docstring).
+    """Write x to fp16 ``out_QN`` and return its scales, [Q] fp32; see the module's docstring.
 
     Args:
         out_QN: [Q, N] fp16, overwritten.
         x_QN: [Q, N] fp32 or fp64. Used as scratch space.
         round_up: round upwards in fp16's subnormal range (for ``exp_avg_sq``, x >= 0).
-        max_Q: [Q] fp32, the largest finite magnitudes of slices of which x is a part; those of x
-            if None.
+        max_Q: [Q] fp32, the largest finite magnitudes of the slices that x is a part of; None
+            (default) takes x for the whole.
     """
     scale_Q = scale_of_max(finite_max(x_QN) if max_Q is None else max_Q)
     x_QN.mul_(scale_Q.reciprocal().unsqueeze(1))
@@ -97,7 +103,7 @@ def adam16_maxima(
     beta2: float,
     grad_multiplier: Tensor,
 ) -> Tensor:
-    """As :func:`fairseq_tutel.ops.adam16_maxima`."""
+    """Return the largest magnitudes, as :func:`fairseq_tutel.ops.adam16_maxima` does."""
     state = exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale
     statistics = _new_statistics(grad, state, beta1, beta2, grad_multiplier, param.dtype)
     return torch.stack([finite_max(x_QN) for x_QN in statistics])
@@ -120,7 +126,7 @@ def adam16_step_(
     grad_multiplier: Tensor,
     maxima: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One step of Adam (fairseq's rule) on one tensor; statistics kept in fp16.
+    """Make one step of Adam (fairseq's rule) on one tensor, with fp16 statistics.
 
     m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2, p = p - lr weight_decay p, and
     p = p - lr sqrt(1 - beta2^step) / (1 - beta1^step) * m / (sqrt(v) + eps) (Kingma and Ba, 2015,
@@ -144,7 +150,7 @@ def adam16_step_(
 
 
 def _new_statistics(grad, state, beta1, beta2, grad_multiplier, dtype):
-    """New exp_avg and exp_avg_sq [Q, N], unrounded, in the dtype of the arithmetic."""
+    """Return the new exp_avg and exp_avg_sq, [Q, N], unrounded, in the dtype of the arithmetic."""
     exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale = state
     slices = max(exp_avg_scale.numel(), 1)
     compute = torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Tokens to expert rows and back in plain torch.
+"""Dispatch of tokens to expert rows, and back, in plain torch.
 
 ``dest_row_TK`` maps a (token, choice) pair to its row (-1 = dropped) and ``src_pair_R`` is its
 inverse (-1 = unused row). No T x E x C tensor appears: cost and memory are O((T K + R) M).
@@ -9,13 +9,15 @@ from torch import Tensor
 
 from .activation import acc_dtype
 
-# Numbers that are worked on at once: they stay in a core's cache.
+# Numbers per chunk: they stay in a core's cache.
 _CHUNK = 1 << 19
 
 
 def _pair_and_token(src_pair_R: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The pair of each row and its token, (R,) int64, which torch gathers twice as fast by; some of
-    an unused row."""
+    """Return the pair and the token of each row, (R,) int64; arbitrary ones for an unused row.
+
+    torch gathers twice as fast by int64 as by int32.
+    """
     pair_R = src_pair_R.clamp(min=0).long()
     return pair_R, pair_R // top_k
 
@@ -29,7 +31,7 @@ def _zero_unused(rows_RM: Tensor, src_pair_R: Tensor) -> Tensor:
 
 
 def dispatch_fwd(x_TM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor) -> Tensor:
-    """rows_RM[r] = x[src_pair[r] // K], zero in unused rows; (R, M) in x's dtype."""
+    """Return rows[r] = x[src_pair[r] // K], zero in unused rows; (R, M) in x's dtype."""
     if dest_row_TK.numel() == 0:
         return x_TM.new_zeros((src_pair_R.shape[0], x_TM.shape[1]))
     _, token_R = _pair_and_token(src_pair_R, dest_row_TK.shape[1])
@@ -37,7 +39,7 @@ def dispatch_fwd(x_TM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor) -> Tenso
 
 
 def _bag_sum(rows_RM: Tensor, dest_row_TK: Tensor, weight: Tensor | None) -> Tensor:
-    """Weighted gather-sum in one pass by torch's embedding bag; dropped pairs are left out."""
+    """Gather and sum weighted rows in one pass, without dropped pairs, by torch's embedding bag."""
     row_N, dtype = dest_row_TK.reshape(-1), dest_row_TK.dtype
     weight = None if weight is None else weight.reshape(-1)
     if row_N.amin() >= 0:
@@ -46,7 +48,7 @@ def _bag_sum(rows_RM: Tensor, dest_row_TK: Tensor, weight: Tensor | None) -> Ten
         valid_N, count_T = row_N >= 0, (dest_row_TK >= 0).sum(dim=1, dtype=dtype)
         row_N, offset_T = row_N[valid_N], count_T.cumsum(0, dtype=dtype) - count_T
         weight = None if weight is None else weight[valid_N]
-    # torch.nn.functional has one that calls this one after tests in Python, of 30 us
+    # torch.nn.functional.embedding_bag calls this function after 30 us of checks in Python
     return torch.embedding_bag(rows_RM, row_N, offset_T, per_sample_weights=weight)[0]
 
 
@@ -64,7 +66,7 @@ def _loop_sum(rows_RM: Tensor, dest_row_TK: Tensor, topk_weight_TK: Tensor | Non
 
 
 def combine_fwd(rows_RM: Tensor, dest_row_TK: Tensor, topk_weight_TK: Tensor | None) -> Tensor:
-    """y_TM[t] = sum over k with dest_row >= 0 of (weight or 1) * rows[dest_row[t, k]]; (T, M).
+    """Return y[t] = sum over k with dest_row >= 0 of (weight or 1) * rows[dest_row[t, k]]; (T, M).
 
     Sums in fp32 (fp64 for fp64 rows) and returns the dtype of the rows.
     """
@@ -86,7 +88,7 @@ def combine_bwd(
     needs_rows: bool = True,
     needs_weight: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`combine_fwd`: d_rows (R, M) and d_weight (T, K) in weight's dtype.
+    """Return the gradients of :func:`combine_fwd`: d_rows (R, M), d_weight (T, K).
 
     d_rows[dest_row[t, k]] = weight[t, k] * dy[t]; d_weight[t, k] = <dy[t], rows[dest_row[t, k]]>.
     A gradient that is not needed comes back with shape (0,).
@@ -98,7 +100,7 @@ def combine_bwd(
     (num_rows, model_dim), acc = rows_RM.shape, acc_dtype(rows_RM.dtype)
     pair_R, token_R = _pair_and_token(src_pair_R, dest_row_TK.shape[1])
     weight_R = topk_weight_TK.reshape(-1).index_select(0, pair_R).to(acc)
-    # the entry behind those of the rows is that of dropped pairs
+    # one more entry, for dropped pairs
     dot_R, dy_RM = weight_R.new_zeros(num_rows + 1), dy_TM.new_empty(rows_RM.shape)
     step = max(1, _CHUNK // max(1, model_dim))
     for begin in range(0, num_rows, step):
@@ -115,5 +117,5 @@ def combine_bwd(
 
 
 def dispatch_bwd(d_rows_RM: Tensor, dest_row_TK: Tensor) -> Tensor:
-    """Gradient of the tokens of :func:`dispatch_fwd`, (T, M): the sum of each token's rows."""
+    """Return the gradient of :func:`dispatch_fwd`, (T, M): the sum of each token's rows."""
     return combine_fwd(d_rows_RM, dest_row_TK, None)

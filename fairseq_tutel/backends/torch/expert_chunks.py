@@ -1,7 +1,7 @@
 """The experts' network on rows that come in chunks, in plain torch.
 
-The backward pass of ``expert_ffn.py`` in two: what has to be known before the gradient of the rows
-can be sent, and weight gradients, for which the gradient of the hidden values is kept.
+The backward pass of ``expert_ffn.py`` in two steps: first what has to be known before the gradient
+of the rows can be sent, then weight gradients over all chunks.
 """
 
 from collections.abc import Sequence
@@ -9,34 +9,47 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._expert_blocks import Blocks
+from ._expert_rows import Network, groups_of, sum_rows
 from ._memory import empty
 
 
 def expert_chunk_bwd(
     d_out: Tensor,
-    saved: Tensor,
+    saved_RF: Tensor,
     *params: Tensor | None,
     needs_rows: bool = True,
+    offsets: Tensor | None = None,
     **options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of ``expert_ffn_fwd``, which returned ``saved``, but those of weights: of the
-    rows, shape (0,) unless they are needed; of the output before its dropout; of the values before
-    the activation, (R, F); of fc1's bias and of fc2's, (e, F) and (e, M), (0,) of None.
+    """Return the gradients of ``expert_ffn_fwd``, but those of weights.
+
+    Args:
+        d_out: gradient of the output, (e, N, M), or (R, M) with ``offsets``.
+        saved_RF: second value of the forward pass.
+        params, offsets, options: those of the forward pass.
+
+    Returns:
+        d_rows: like ``d_out``; (0,) unless needed.
+        d_fc2: like ``d_out``, gradient of fc2's output before dropout.
+        d_fc1: (R, p F), gradient of fc1's output.
+        d_b1, d_b2: gradients of the biases in fp32 (fp64); (0,) if there is none.
     """
-    _, model_dim, hidden_dim = params[2].shape
-    to = Blocks.of(d_out, hidden_dim, **options)
-    given_RM = d_out.reshape(-1, model_dim)
-    d_out_RM = torch.empty_like(given_RM) if to.dropout_p[1] > 0 else given_RM
-    d_rows_RM = empty(d_out, given_RM.shape if needs_rows else (0,))
-    d_hidden_RF = empty(saved, saved.shape)
-    d_b1, d_b2 = to.bias_sums(params)
-    for block, dy, d_h in to.backward(given_RM, saved, params, d_rows_RM, d_b1, d_b2):
-        if d_out_RM is not given_RM:
-            d_out_RM[block.rows] = dy
-        d_hidden_RF[block.rows] = d_h
-    d_rows = d_rows_RM.view(d_out.shape if needs_rows else 0)
-    return d_rows, d_out_RM.view(d_out.shape), d_hidden_RF, d_b1, d_b2
+    d_out_RM, hidden_dim = d_out.reshape(-1, d_out.shape[-1]), params[2].shape[-1]
+    network = Network.of(d_out, hidden_dim, **options)
+    d_rows = empty(d_out, d_out.shape if needs_rows else (0,))
+    d_rows_RM = d_rows.view(d_out_RM.shape) if needs_rows else None
+    d_fc2_RM = d_out_RM if network.dropout_p[1] == 0 else torch.empty_like(d_out_RM)
+    d_fc1_RF = empty(saved_RF, saved_RF.shape)
+    d_b1, d_b2 = network.bias_gradients(params)
+    saved_pRF = network.planes(saved_RF)
+    for group in groups_of(d_out, hidden_dim, offsets):
+        d_fc2, d_fc1 = network.backward(group, params, d_out_RM, saved_pRF, d_rows_RM)
+        if d_fc2_RM is not d_out_RM:
+            group.split(d_fc2_RM).copy_(d_fc2)
+        group.split(d_fc1_RF).copy_(d_fc1)
+        sum_rows(d_fc1, d_b1[group.experts])
+        sum_rows(d_fc2, d_b2[group.experts])
+    return d_rows, d_fc2_RM.view(d_out.shape), d_fc1_RF, d_b1, d_b2
 
 
 def expert_chunks_bwd_params(
@@ -48,35 +61,30 @@ def expert_chunks_bwd_params(
     keeps its fp32 sums, and a sum of rounded products would be rounded once per chunk.
 
     Args:
-        chunks: of each chunk (d_out, d_hidden, rows, active): gradients of the output before its
-            dropout and of the values before the activation, the rows, and the third value of the
-            forward pass.
-        offsets: of each chunk (e,) int32 end row of each expert; None for rows (e, N, M).
+        chunks: (d_fc2, d_fc1, rows, active) of each chunk: two results of
+            :func:`expert_chunk_bwd`, the rows, and the third value of the forward pass.
+        offsets: (e,) int32 end row of each expert in each chunk; None for rows (e, N, M).
     """
-    d_out, d_hidden, rows, active = chunks[0]
+    d_fc2, d_fc1, rows, active = chunks[0]
     ends = [_ends(chunk[2], each) for chunk, each in zip(chunks, offsets, strict=True)]
-    experts = len(ends[0])
-    d_w1 = empty(rows, (experts, d_hidden.shape[-1], rows.shape[-1]))
-    d_w2 = empty(rows, (experts, d_out.shape[-1], active.shape[-1]))
     flat = [[x.reshape(-1, x.shape[-1]) for x in chunk] for chunk in chunks]
+    experts = len(ends[0]) - 1
+    d_w1 = empty(rows, (experts, d_fc1.shape[-1], rows.shape[-1]))
+    d_w2 = empty(rows, (experts, d_fc2.shape[-1], active.shape[-1]))
     for expert in range(experts):
-        parts = [slice(each[expert - 1] if expert else 0, each[expert]) for each in ends]
-        d_out, d_hidden, rows, active = (
-            _joined([x[part] for x, part in zip(of_chunks, parts, strict=True)])
+        own = [slice(each[expert], each[expert + 1]) for each in ends]
+        d_fc2, d_fc1, rows, active = (
+            torch.cat([x[of_chunk] for x, of_chunk in zip(of_chunks, own, strict=True)])
             for of_chunks in zip(*flat, strict=True)
         )
-        torch.mm(d_out.mT, active, out=d_w2[expert])
-        torch.mm(d_hidden.mT, rows, out=d_w1[expert])
+        torch.mm(d_fc2.t(), active, out=d_w2[expert])
+        torch.mm(d_fc1.t(), rows, out=d_w1[expert])
     return d_w1, d_w2
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 def _ends(rows: Tensor, offsets: Tensor | None) -> list[int]:
-    """Return the end row of each expert."""
+    """Return 0 and the end row of each expert."""
     if offsets is not None:
-        return offsets.tolist()
+        return [0, *offsets.tolist()]
     experts, capacity, _ = rows.shape
-    return [capacity * (expert + 1) for expert in range(experts)]
+    return [capacity * expert for expert in range(experts + 1)]

@@ -1,8 +1,8 @@
-"""The gate's product in fp32, on a GPU on matrix units.
+"""The gate's product in fp32; a GPU computes it on matrix units.
 
-There fp32 products of the gate's gradient would cost a tenth of the experts'. An fp32 operand is
-split into two halves whose sum it is (16 bits of mantissa in bf16, 22 in fp16) and multiplied on
-matrix units, which add up in fp32.
+On a GPU, fp32 products of the gate's gradient would cost a tenth of the experts' products. So an
+fp32 operand is split into the sum of two halves (16 bits of mantissa in bf16, 22 in fp16). Matrix
+units multiply these and add up in fp32.
 """
 
 import torch
@@ -14,7 +14,7 @@ _MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()
 
 
 def gate_logits_fwd(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
-    """``x @ weight.T``, (T, E) in fp32 (fp64 of fp64)."""
+    """Return ``x @ weight.T``, (T, E) in fp32 (fp64 for fp64)."""
     if _on_matrix_units(x_TM):
         return _logits_from_halves(x_TM, weight_EM)
     acc = torch.promote_types(x_TM.dtype, torch.float32)
@@ -29,7 +29,7 @@ def gate_logits_bwd(
     needs_x: bool = True,
     needs_weight: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`gate_logits_fwd`: d_x like x and d_weight like the weight.
+    """Return the gradients of :func:`gate_logits_fwd`: d_x like x, d_weight like the weight.
 
     A gradient that is not needed comes back with shape (0,).
     """
@@ -60,7 +60,7 @@ def _logits_from_halves(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
 
 
 def _gradients_from_halves(d_logits_TE, x_TM, weight_EM, needs_x, needs_weight):
-    """One split and one product for each gradient."""
+    """Compute each gradient by one split and one product."""
     num_experts, dtype = weight_EM.shape[0], x_TM.dtype
     d_T2E, shift = split_halves(d_logits_TE, dtype, dim=1)
     d_x_TM, d_weight_EM = x_TM.new_empty(0), weight_EM.new_empty(0)
@@ -80,9 +80,11 @@ def _gradients_from_halves(d_logits_TE, x_TM, weight_EM, needs_x, needs_weight):
 
 
 def split_halves(wide: Tensor, dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor | None]:
-    """An fp32 matrix (A, B) as the sum of two of a half dtype, one below the other, (2A, B), for
-    ``dim`` 0, or side by side, (A, 2B), for 1; and the shift: their sum is ``2^shift * wide`` (None
-    in bf16, whose range is that of fp32).
+    """Split an fp32 matrix (A, B) into the sum of two matrices of a half dtype.
+
+    Returns:
+        both matrices, one below the other, (2A, B), for ``dim`` 0, or side by side, (A, 2B), for 1;
+        the shift: their sum is ``2^shift * wide``. None for bf16, which has fp32's range.
     """
     shift = None
     if dtype == torch.float16:

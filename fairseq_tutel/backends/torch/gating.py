@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def _select(score_TE: Tensor, first_T1: Tensor, top_k: int) -> Tensor:
-    """The first choice and the largest other scores, (T, K) int64; overwrites the scores.
+    """Return the first choice and the largest other scores, (T, K) int64; overwrites the scores.
 
-    Ties go to the lowest index, which torch.topk does not promise; sorting each row takes longer.
+    Ties go to the lowest index, which torch.topk does not promise. Sorting each row takes longer.
     """
     choices = [first_T1]
     while len(choices) < top_k:
@@ -28,13 +28,15 @@ def topk_gating_fwd(
     key_TE: Tensor | None = None,
     sums: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Arguments and results as in :func:`fairseq_tutel.ops.topk_gating`, and one more: the chosen
-    experts of padded rows too, (T, K) int32, or (0, K) without ``pad_T``.
+    """Return the results of :func:`fairseq_tutel.ops.topk_gating`, and one more.
+
+    The last result has the chosen experts of padded rows too, (T, K) int32, or (0, K) without
+    ``pad_T``.
     """
     # A finite floor keeps experts that the caller disabled with -inf apart from those that
     # _select has taken, and makes a row of them uniform.
     score_TE = logits_TE.clamp(min=torch.finfo(logits_TE.dtype).min)
-    # Spelled out, since torch.softmax is slow over few experts, and lse comes along.
+    # Spelled out: torch.softmax is slow over few experts, and lse is needed anyway.
     top_T1 = score_TE.amax(dim=1, keepdim=True)
     prob_TE = (score_TE - top_T1).exp_()
     total_T1 = prob_TE.sum(dim=1, keepdim=True)
@@ -71,7 +73,7 @@ def topk_gating_bwd(
     lse_T: Tensor,
     choice_TK: Tensor,
 ) -> Tensor:
-    """Gradient of the logits, (T, E); the arguments are those of the forward, None = no gradient.
+    """Return the gradient of the logits, (T, E); None for d_* means no gradient.
 
     With g = d_prob_sum + scatter(d_gate): d_logits = p * (g - <p, g> + d_lse).
     """

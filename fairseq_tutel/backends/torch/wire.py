@@ -1,4 +1,4 @@
-"""Rows as bytes for the wire, and back, in plain torch; formats: ``backends/_wire_formats.py``."""
+"""Encoding of rows for the wire in plain torch; ``backends/_wire_formats.py`` has the formats."""
 
 import torch
 from torch import Tensor
@@ -14,14 +14,14 @@ from .._wire_formats import (
 )
 
 _INFINITY_BITS = 0x7F800000
-# Values that are worked on at once: its temporaries stay in a core's cache.
+# Values per chunk: its temporaries stay in a core's cache.
 _CHUNK = 1 << 17
-# Rows whose error is measured, evenly spread, where there are more than twice as many.
+# The error is measured on this many evenly spread rows, if there are more than twice as many.
 _MEASURED_ROWS = 64
 
 
 def encode_rows(rows_RM: Tensor, wire_format: str) -> tuple[Tensor, Tensor]:
-    """Arguments and results as in :func:`fairseq_tutel.ops.encode_rows`."""
+    """Return rows as bytes, and square sums, as :func:`fairseq_tutel.ops.encode_rows` does."""
     num_rows, model_dim = rows_RM.shape
     chosen = WIRE_FORMATS[wire_format]
     wire_RD = rows_RM.new_empty((num_rows, chosen.num_bytes(model_dim)), dtype=torch.uint8)
@@ -38,7 +38,7 @@ def encode_rows(rows_RM: Tensor, wire_format: str) -> tuple[Tensor, Tensor]:
 
 
 def decode_rows(wire_RD: Tensor, wire_format: str, out_RM: Tensor) -> Tensor:
-    """Arguments and results as in :func:`fairseq_tutel.ops.decode_rows`."""
+    """Write rows from bytes to ``out_RM``, as :func:`fairseq_tutel.ops.decode_rows` does."""
     chosen = WIRE_FORMATS[wire_format]
     if out_RM.numel() == 0:
         return out_RM
@@ -57,7 +57,7 @@ def _encode_scaled(rows, wire, chosen: WireFormat):
     bits_RB = largest_RB.view(torch.int32) & 0x7FFFFFFF
     finite_RB = bits_RB < _INFINITY_BITS
     byte_RB = ((bits_RB + CARRY_ABOVE_7_4) >> 23).sub_(chosen.exponent).clamp_(min=1)
-    # by 0 where it is not finite: no number is left that the format does not have
+    # times 0 if not finite, so that every number fits the format
     inverse_RB = ((254 - byte_RB) << 23).mul_(finite_RB).view(torch.float32)
     values = (blocks_RBN * inverse_RB[..., None]).flatten(1)[:, : rows.shape[1]].to(chosen.dtype)
     num_bytes, scales = values.shape[1] * chosen.dtype.itemsize, byte_RB.shape[1]
@@ -71,7 +71,7 @@ def _decode_scaled(wire, rows, chosen: WireFormat):
     model_dim = rows.shape[1]
     num_bytes, scales = model_dim * chosen.dtype.itemsize, num_blocks(model_dim)
     byte_RB = wire[:, num_bytes : num_bytes + scales].to(torch.int32)
-    # for 255 the bits of a NaN; it stays one whatever it is multiplied by
+    # 255 becomes a NaN, which stays one in every product
     bits_RB = (byte_RB << 23) | ((byte_RB == NOT_FINITE).to(torch.int32) << 22)
     blocks_RBN = _blocks(_as_float32(wire[:, :num_bytes].contiguous(), chosen))
     blocks_RBN.mul_(bits_RB.view(torch.float32)[..., None])
@@ -83,10 +83,10 @@ def _decode_scaled(wire, rows, chosen: WireFormat):
 
 
 def _as_float32(values, chosen: WireFormat):
-    """Encoded values in fp32, without their scales.
+    """Return encoded values in fp32, without their scales.
 
-    With its bits shifted into an fp16 an e4m3, subnormal ones included, is 2^-8 times its value:
-    three times faster than torch's conversion.
+    The bits of an e4m3, also of a subnormal one, shifted into an fp16 are 2^-8 times its value.
+    This is three times faster than torch's conversion.
     """
     if chosen.dtype != torch.float8_e4m3fn:
         return values.view(chosen.dtype).float()
@@ -95,7 +95,7 @@ def _as_float32(values, chosen: WireFormat):
 
 
 def _blocks(rows_RM):
-    """[R, B, 128], the last block filled up with zeros."""
+    """View rows as [R, B, 128]; the last block is filled up with zeros."""
     num_rows, model_dim = rows_RM.shape
     missing = num_blocks(model_dim) * BLOCK - model_dim
     padded = pad(rows_RM, (0, missing)) if missing else rows_RM
@@ -103,7 +103,7 @@ def _blocks(rows_RM):
 
 
 def _square_sums(rows_RM, wire_RD, wire_format):
-    """fp32 [2], sums of the squared errors and of the squares, over what arrives finite."""
+    """Return the sums of squared errors and of squares over finite results, [2] fp32."""
     rows_RM = rows_RM.float()
     arrived = decode_rows(wire_RD, wire_format, rows_RM.new_empty(rows_RM.shape))
     finite = arrived.isfinite()

@@ -1,4 +1,4 @@
-"""What every launcher needs: the interpreter flag, argument checks, the device guard."""
+"""Helpers of all launchers: the interpreter flag, argument checks, the device guard."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-# Whether the kernels of this process run in Triton's CPU interpreter (fixed at import).
+# True if the kernels of this process run in Triton's CPU interpreter (fixed at import).
 INTERPRET = bool(triton.knobs.runtime.interpret)
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -34,7 +34,7 @@ def check_tensor(
 
 
 def checked(name: str, tensor: Tensor | None, *wanted) -> Tensor | None:
-    """The tensor as a kernel reads it, contiguous; None stays None. See :func:`check_tensor`."""
+    """Check a tensor (:func:`check_tensor`) and return it contiguous; None stays None."""
     if tensor is None:
         return None
     check_tensor(name, tensor, *wanted)
@@ -42,5 +42,5 @@ def checked(name: str, tensor: Tensor | None, *wanted) -> Tensor | None:
 
 
 def device_guard(tensor: Tensor) -> AbstractContextManager:
-    """Context in which a kernel is launched on the tensor's GPU, whichever is current."""
+    """Return a context that launches kernels on the tensor's GPU, not on the current one."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -30,7 +30,7 @@ from ._runtime import FLOAT_DTYPES, FP32, check_tensor, checked, device_guard
 
 @triton.jit
 def _load_scales(avg_scale_ptr, sq_scale_ptr, grad_multiplier_ptr, pid_s):
-    """What the stored statistics of a slice, and the gradient, are multiplied by."""
+    """Return the factors of a slice's stored statistics and of the gradient."""
     avg_scale, sq_scale = tl.load(avg_scale_ptr + pid_s), tl.load(sq_scale_ptr + pid_s)
     return avg_scale, sq_scale, tl.load(grad_multiplier_ptr)
 

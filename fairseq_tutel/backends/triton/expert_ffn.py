@@ -1,10 +1,9 @@
 """The experts' feed-forward network on a GPU, whole or in chunks: products, a kernel in between.
 
-Products of padded rows are torch's, those of ragged rows are in ``_grouped.py``. The functions are
-those of :mod:`fairseq_tutel.backends.torch`; the hidden values before and after the activation are
-kept for the backward pass, which recomputes nothing. Products are written so that a gradient has
-the layout of what it belongs to: a transposed one would be copied as it is added to the
-parameter's.
+torch multiplies padded rows; ``_grouped.py`` has the products of ragged rows. The functions are
+those of :mod:`fairseq_tutel.backends.torch`. The backward pass recomputes nothing: the hidden
+values before and after the activation are kept. Products are written so that a gradient has its
+parameter's layout: a transposed one would be copied when it is added to the parameter's.
 """
 
 from collections.abc import Sequence
@@ -22,8 +21,9 @@ _Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def expert_ffn_fwd(
     rows: Tensor, *params: Tensor | None, keep_hidden: bool = True, **options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, and the hidden values before and after the activation, (R, F) each, or (0, F)
-    without ``keep_hidden``.
+    """Return the output, and the hidden values before and after the activation.
+
+    These are (R, F) each, or (0, F) without ``keep_hidden``.
     """
     fc1_weight, fc1_bias, fc2_weight, fc2_bias = params
     middle, last = _elementwise(**options)
@@ -49,7 +49,7 @@ def expert_ffn_bwd(
     needs_params: bool = True,
     **options,
 ) -> _Gradients:
-    """Gradients of the rows, of fc1's weight and bias and of fc2's."""
+    """Return the gradients of the rows, of fc1's weight and bias and of fc2's."""
     d_rows, d_out, d_hidden, d_b1, d_b2 = expert_chunk_bwd(
         d_out, hidden_RF, *params, needs_params=needs_params, **options
     )
@@ -70,8 +70,10 @@ def expert_chunk_bwd(
     needs_params: bool = True,
     **options,
 ) -> _Gradients:
-    """All gradients but those of weights: of the rows, of the output before its dropout, of the
-    values before the activation, of fc1's bias and of fc2's.
+    """Return all gradients but those of weights.
+
+    They are gradients of the rows, of fc2's output before dropout, of the values before the
+    activation, of fc1's bias and of fc2's.
     """
     fc1_weight, fc1_bias, fc2_weight, fc2_bias = params
     middle, last = _elementwise(**options)
@@ -95,10 +97,10 @@ def expert_chunk_bwd(
 def expert_chunks_bwd_params(
     chunks: Sequence[tuple[Tensor, ...]], offsets: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the weights.
+    """Return the gradients of the weights.
 
-    The rows of each expert are copied together: the copies cost a few percent of the products, and
-    keep sums in the accumulators of one product.
+    The rows of each expert are copied together. The copies cost a few percent of the products, and
+    the sum stays in the accumulators of one product.
     """
     d_outs, d_hiddens, rows, actives = zip(*chunks, strict=True)
     shapes = [d.shape[:-1] for d in d_hiddens]
@@ -138,9 +140,9 @@ def _elementwise(
     dropout_p: tuple[float, float] = (0.0, 0.0),
     seed: Tensor | None = None,
 ) -> tuple[dict, dict]:
-    """Options of the activation, and of what follows the second product.
+    """Return the options of both elementwise steps: the activation, and what follows fc2.
 
-    Each has a seed: of one both masks would be made of the same numbers.
+    Each has its own seed; with one seed both masks would be equal.
     """
     p, last_p = dropout_p
     last_seed = seed + 1 if last_p > 0 else None
@@ -151,7 +153,7 @@ def _elementwise(
 
 
 def _changes(last: dict) -> bool:
-    """Whether anything but a bias follows the second product: dropout, or zeros in unused rows."""
+    """Return whether dropout, or zeros in unused rows, follow the second product."""
     return last["dropout_p"] > 0 or last["offsets"] is not None
 
 
@@ -160,7 +162,7 @@ def _bias(bias: Tensor | None, weight: Tensor) -> Tensor:
 
 
 def _expert_order(count_De: Tensor, num_rows: int) -> Tensor | None:
-    """Where the rows of each expert are, if those of chunks follow each other."""
+    """Return the order of the chunks' rows by expert; None for one expert."""
     chunks, experts = count_De.shape
     if experts == 1:
         return None

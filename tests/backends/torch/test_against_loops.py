@@ -136,7 +136,7 @@ def test_activations_are_fairseqs(activation):
 
 
 def test_tokens_of_a_map_with_other_strides():
-    """As of a router that puts its choices side by side."""
+    """A router may put its choices side by side."""
     row = torch.stack([torch.tensor([0, -1, 2]), torch.tensor([1, 3, -1])]).int().t()
     rows, weight = torch.randn(4, 5), torch.rand(3, 2)
     pair = torch.tensor([0, 1, 4, 3], dtype=torch.int32)

@@ -65,7 +65,7 @@ def test_linear_needs_no_h(shape, device):
 
 
 def exact_gelu(z):
-    """In fp64, without the cancellation of 1 + erf for negative z."""
+    """Compute in fp64, without the cancellation of 1 + erf for negative z."""
     z = z.double()
     return 0.5 * z * torch.special.erfc(-z * 0.5**0.5)
 

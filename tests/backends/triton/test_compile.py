@@ -34,7 +34,7 @@ def kernel_names():
 
 
 def compiled(*targets):
-    """What the script prints; the checks that hold for every kernel are made."""
+    """Return the script's output after the checks that hold for every kernel."""
     # This process may run the interpreter, whose kernels do not compile.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])

@@ -1,0 +1,257 @@
+"""The experts' network, forward and backward, on a group of experts with their own rows.
+
+A group is one expert, or some with few and equally many rows, whose products are one batch: two
+threads then take an expert each in place of half a product. Rows of one expert are computed in
+parts that fit into the cache, so that the activation finds there what the product before it left.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import GATES
+from .activation import ACTIVATIONS, acc_dtype
+
+# Hidden values of a group or part, 8 MiB of fp32, and rows that keep products efficient.
+_PART_NUMEL = 1 << 21
+_MIN_ROWS = 256
+
+
+class Group(NamedTuple):
+    """Successive experts with equally many rows, g x N of a buffer (R, M)."""
+
+    experts: slice
+    rows: slice
+
+    def split(self, buffer_RA: Tensor) -> Tensor:
+        """Return the group's rows, (g, N, A)."""
+        experts = self.experts.stop - self.experts.start
+        rows = (self.rows.stop - self.rows.start) // experts
+        return buffer_RA[self.rows].unflatten(0, (experts, rows))
+
+
+def groups_of(rows: Tensor, hidden_dim: int, offsets: Tensor | None) -> list[Group]:
+    """Return the groups of all experts in their order.
+
+    Args:
+        rows: (e, N, M), or (R, M) with ``offsets``.
+        offsets: (e,) int32 end row of each expert, or None.
+    """
+    if offsets is not None:
+        ends = offsets.tolist()
+        sides = enumerate(zip([0, *ends], ends, strict=False))
+        return [Group(slice(x, x + 1), slice(begin, end)) for x, (begin, end) in sides]
+    experts, capacity, _ = rows.shape
+    size = max(1, _part_rows(hidden_dim) // max(1, capacity))
+    bounds = [(x, min(x + size, experts)) for x in range(0, experts, size)]
+    return [Group(slice(x, y), slice(x * capacity, y * capacity)) for x, y in bounds]
+
+
+def _part_rows(hidden_dim: int) -> int:
+    return max(_MIN_ROWS, _PART_NUMEL // max(1, hidden_dim))
+
+
+def sum_rows(d_gNA: Tensor, d_bias_gA: Tensor) -> None:
+    """Write the gradient of biases; shape (0,) wants none."""
+    if d_bias_gA.numel() > 0:
+        torch.sum(d_gNA, 1, dtype=d_bias_gA.dtype, out=d_bias_gA)
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network that all experts have; see :func:`fairseq_tutel.ops.expert_ffn`.
+
+    Products are rounded to ``dtype``. Everything else is computed in ``acc``. Parameters below are
+    fc1's weight and bias and fc2's, of all experts; biases may be None.
+    """
+
+    hidden_dim: int
+    num_planes: int  # p, values per hidden unit before the activation: 2 (gate and up) or 1
+    activation: Callable[[Tensor, Tensor], Tensor]
+    activation_bwd: Callable[[Tensor, Tensor, Tensor], Tensor]
+    dropout_p: tuple[float, float]  # after the activation and after fc2
+    seed: int
+    dtype: torch.dtype  # of the rows
+    acc: torch.dtype  # fp32 for halves, else the same
+
+    @classmethod
+    def of(
+        cls,
+        rows: Tensor,
+        hidden_dim: int,
+        *,
+        activation: str,
+        dropout_p: tuple[float, float] = (0.0, 0.0),
+        seed: Tensor | None = None,
+    ) -> "Network":
+        """Return the network for the options of a backend's function."""
+        return cls(
+            hidden_dim,
+            2 if activation in GATES else 1,
+            *ACTIVATIONS[GATES.get(activation, activation)],
+            dropout_p,
+            0 if seed is None else int(seed),
+            rows.dtype,
+            acc_dtype(rows.dtype),
+        )
+
+    def planes(self, wide_RF: Tensor) -> Tensor:
+        """View a buffer (R, p F) as p planes (p, R, F).
+
+        Elementwise functions of torch take half the time on contiguous planes (silu and its
+        gradient, 2048 x 680, 1 thread).
+        """
+        return wide_RF.view(self.num_planes, wide_RF.shape[0], self.hidden_dim)
+
+    def forward(
+        self,
+        group: Group,
+        params: Sequence[Tensor | None],
+        rows_RM: Tensor,
+        out_RM: Tensor,
+        saved_pRF: Tensor | None,
+        active_RF: Tensor | None,
+    ) -> None:
+        """Compute the output of a group's rows.
+
+        ``saved_pRF`` and ``active_RF`` keep fc1's products and fc2's input for the backward pass;
+        None keeps neither.
+        """
+        w1, b1, w2, b2 = _of_group(params, group)
+        x_gNM, out_gNM = group.split(rows_RM), group.split(out_RM)
+        for part in self._parts(x_gNM):
+            x, out = x_gNM[:, part], out_gNM[:, part]
+            if saved_pRF is None:
+                buffers = x.new_empty((self.num_planes, *x.shape[:2], self.hidden_dim))
+                active = buffers[0]
+            else:
+                buffers = [group.split(plane)[:, part] for plane in saved_pRF]
+                active = group.split(active_RF)[:, part]
+            sides = zip(self._split(w1), self._split(b1), buffers, strict=True)
+            z = [self._linear(x, weight, bias, buffer) for weight, bias, buffer in sides]
+            keep_active, keep_out = self._masks(group.rows.start + part.start, out)
+            self._activate(z, keep_active, active)
+            y = self._linear(active, w2, b2, out)
+            if keep_out is not None:
+                y.mul_(keep_out)
+            if y is not out:
+                out.copy_(y)
+
+    def backward(
+        self,
+        group: Group,
+        params: Sequence[Tensor | None],
+        d_out_RM: Tensor,
+        saved_pRF: Tensor,
+        d_rows_RM: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the gradient of a group's rows, unless ``d_rows_RM`` is None.
+
+        Returns:
+            gradients of fc2's output before dropout, (g, N, M), and of fc1's output, (g, N, p F),
+            in the dtype of the rows.
+        """
+        w1, b1, w2, _ = _of_group(params, group)
+        d_fc2 = group.split(d_out_RM)
+        if self.dropout_p[1] > 0:
+            d_fc2 = d_fc2.clone()
+        d_fc1 = d_fc2.new_empty((*d_fc2.shape[:2], w1.shape[1]))
+        for part in self._parts(d_fc2):
+            d_y, d_z = d_fc2[:, part], d_fc1[:, part]
+            keep_active, keep_out = self._masks(group.rows.start + part.start, d_y)
+            if keep_out is not None:
+                d_y.copy_(d_y * keep_out)
+            d_active = torch.bmm(d_y, w2).to(self.acc)
+            if keep_active is not None:
+                d_active.mul_(keep_active)
+            z = [
+                self._widened(group.split(plane)[:, part], bias)
+                for plane, bias in zip(saved_pRF, self._split(b1), strict=True)
+            ]
+            self._activate_bwd(d_active, z, d_z)
+            if d_rows_RM is not None:
+                torch.bmm(d_z, w1, out=group.split(d_rows_RM)[:, part])
+        return d_fc2, d_fc1
+
+    def bias_gradients(
+        self, params: Sequence[Tensor | None], needed: bool = True
+    ) -> Sequence[Tensor]:
+        """Allocate the gradients of both biases in ``acc``; (0,) if not needed or no bias."""
+        _, b1, w2, b2 = params
+        shapes = (b.shape if needed and b is not None else (0,) for b in (b1, b2))
+        return [w2.new_empty(shape, dtype=self.acc) for shape in shapes]
+
+    def _parts(self, x_gNM: Tensor) -> Iterator[slice]:
+        """Split N rows of one expert into equal parts, so that no small rest is left."""
+        experts, size, _ = x_gNM.shape
+        count = max(1, round(size / _part_rows(self.hidden_dim))) if experts == 1 else 1
+        for part in range(count if size > 0 else 0):
+            yield slice(size * part // count, size * (part + 1) // count)
+
+    def _split(self, param: Tensor | None) -> Sequence[Tensor | None]:
+        """Split fc1's weight (g, p F, M) or bias (g, p F) by plane."""
+        if param is None:
+            return self.num_planes * (None,)
+        return param.unflatten(1, (self.num_planes, self.hidden_dim)).unbind(1)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        """Return ``x @ weight.T + bias`` in ``acc``; ``out`` holds the product, and is returned if
+        the dtypes are equal.
+        """
+        if bias is None or self.dtype != self.acc:
+            return self._widened(torch.bmm(x, weight.mT, out=out), bias)
+        return torch.baddbmm(bias.unsqueeze(1), x, weight.mT, out=out)
+
+    def _widened(self, product: Tensor, bias: Tensor | None) -> Tensor:
+        """Return a product in ``acc``, with the bias that products of halves lack."""
+        if self.dtype == self.acc:
+            return product
+        wide = product.to(self.acc)
+        return wide if bias is None else wide.add_(bias.unsqueeze(1))
+
+    def _activate(self, z: Sequence[Tensor], keep: Tensor | None, active: Tensor) -> None:
+        """Write dropout(activation(z)), or dropout(activation(gate) * up) of two planes."""
+        gate, *up = z
+        wide = active if self.dtype == self.acc else gate
+        self.activation(gate, wide)
+        for factor in (*up, keep):
+            if factor is not None:
+                wide.mul_(factor)
+        if wide is not active:
+            active.copy_(wide)
+
+    def _activate_bwd(self, d_active: Tensor, z: Sequence[Tensor], d_fc1: Tensor) -> None:
+        """Write the gradient of z, (g, N, p F); overwrites ``d_active``.
+
+        Planes lie side by side in it: one product each gives the gradients of rows and weight.
+        """
+        gate, *up = z
+        if not up:
+            d_fc1.copy_(self.activation_bwd(d_active, gate, d_active))
+            return
+        d_gate, d_up = d_fc1.chunk(2, -1)
+        activated = self.activation(gate, torch.empty_like(gate))
+        d_up.copy_(activated * d_active)
+        d_gate.copy_(self.activation_bwd(d_active.mul_(up[0]), gate, activated))
+
+    def _masks(self, seed: int, out: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Draw masks for fc2's input and output, of 0 or 1 / (1 - p); None if p is 0.
+
+        Each part has a generator of its own, so that the backward pass draws the same masks.
+        """
+        masks: list[Tensor | None] = [None, None]
+        if any(self.dropout_p):
+            generator = torch.Generator(out.device).manual_seed(self.seed + seed)
+            for side, width in enumerate((self.hidden_dim, out.shape[-1])):
+                p = self.dropout_p[side]
+                if p > 0:
+                    keep = out.new_empty((*out.shape[:2], width), dtype=self.acc)
+                    masks[side] = keep.bernoulli_(1.0 - p, generator=generator).div_(1.0 - p)
+        return masks[0], masks[1]
+
+
+def _of_group(params, group: Group) -> list[Tensor | None]:
+    return [None if param is None else param[group.experts] for param in params]
