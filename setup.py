@@ -12,11 +12,18 @@ PACKAGE = (ROOT / "fairseq_tutel" / "__init__.py").read_text(encoding="utf-8")
 setup(
     name="fairseq_tutel",
     version=re.search(r'^__version__ = "(.+)"$', PACKAGE, re.MULTILINE)[1],
-    description="Tutel-style mixture-of-experts language models as a plugin for stock fairseq",
+    description="Mixture-of-experts layers for PyTorch, and Meta's MoE models for stock fairseq",
+    author="fairseq_tutel contributors",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="MIT",
-    license_files=["LICENSE"],
+    license_files=["LICENSE", "CITATION.cff"],
+    # the papers; the repository has no address yet
+    project_urls={
+        "Tutel": "https://arxiv.org/abs/2206.03382",
+        "Meta's MoE language models": "https://arxiv.org/abs/2112.10684",
+        "NLLB": "https://arxiv.org/abs/2207.04672",
+    },
     classifiers=[
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",

@@ -41,6 +41,18 @@ def test_omegaconf_is_called_as_2_0_can_be_called(folder):
                 assert not newer, f"{path}:{node.lineno}: OmegaConf.{name}({newer})"
 
 
+def test_the_citation_is_of_this_version():
+    import yaml
+
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == importlib.metadata.version("fairseq_tutel")
+    assert citation["license"] == "MIT" and citation["title"].startswith("fairseq_tutel")
+    listed = (ROOT / "setup.py").read_text()
+    cited = [each["url"] for each in citation["references"]]
+    for url in re.findall(r"https://arxiv[^\"]+", listed):
+        assert url in cited
+
+
 def test_the_tests_of_the_other_host_exist():
     text = (ROOT / "scripts" / "test_hosts.sh").read_text()
     named = []

@@ -27,7 +27,6 @@ NOT_YET_CLEAN = {
     "fairseq_tutel/export/huggingface_files/modeling_fairseq_moe.py",
     "fairseq_tutel/export/names.py",
     "fairseq_tutel/export/source.py",
-    "configs/README.md",
     "fairseq_tutel/export/README.md",
 }  # fmt: skip
 
