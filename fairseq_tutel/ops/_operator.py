@@ -37,7 +37,8 @@ class Operator:
             devices = ", ".join(str(tensor.device) for tensor in tensors)
             raise ValueError(
                 f"{self._name} got tensors on {devices}: give the meta ones values, as by "
-                "load_state_dict(..., assign=True) or to_empty()"
+                "load_state_dict(..., assign=True) or to_empty(); accelerate's offload needs "
+                "preload_module_classes=['MoELayer'] and state_dict=dict(model.named_parameters())"
             )
         if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
             raise NotImplementedError(

@@ -10,7 +10,6 @@ import copy
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -272,12 +271,14 @@ class StackedExperts(ExpertBank):
         """Return an expert's tensors as attributes, for programs that follow state dict names."""
         if not name.isdigit():
             return super().__getattr__(name)
-        layers: dict[str, SimpleNamespace] = {}
+        expert = _Tensors(f"experts.{name}")
         for single, part in self._singles():
             slot, layer, kind = single.split(".")
             if slot == name:
-                setattr(layers.setdefault(layer, SimpleNamespace()), kind, part)
-        return SimpleNamespace(**layers)
+                if layer not in vars(expert):
+                    setattr(expert, layer, _Tensors(f"experts.{name}.{layer}"))
+                setattr(getattr(expert, layer), kind, part)
+        return expert
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -333,6 +334,23 @@ class StackedExperts(ExpertBank):
             f"local={len(self.expert_ids)}, ids={self.expert_ids[0]}..{self.expert_ids[-1]}, "
             f"model_dim={self.model_dim}, hidden_dim={self.hidden_dim}{part}"
         )
+
+
+class _Tensors:
+    """Tensors of one expert by the names of a state dict; a view, not a module."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __repr__(self):
+        # programs that take it for a module quote it in their errors
+        return (
+            f"<{self._name}: parts of stacked parameters; use the names of named_parameters(), or "
+            "load_state_dict()>"
+        )
+
+    def __getattr__(self, name):
+        raise AttributeError(f"{self!r} has no {name!r}")
 
 
 def _by_itself(part: torch.Tensor) -> torch.Tensor:
