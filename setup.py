@@ -66,12 +66,18 @@ setup(
             "omegaconf>=2.0.6,<2.1",
         ],
         "triton": ["triton>=3.6"],
-        "quickstart": ["sentencepiece>=0.2", "matplotlib>=3.8", "num2words>=0.5.13"],
+        "quickstart": [
+            "matplotlib>=3.8",
+            "num2words>=0.5.13",
+            "safetensors>=0.8",
+            "sentencepiece>=0.2",
+        ],
         # timm requires some torchvision, and each torchvision exactly one torch: left to itself,
         # pip takes the newest of both. This one keeps the torch that the tests were run with; what
         # to do beside another: scripts/examples/swin_moe/README.md.
         "vision": ["timm>=1.0.20,<1.1", "torchvision==0.28.0"],
-        # what loads an export for transformers (fairseq_tutel/export); neither requires a torch
+        # safetensors writes an export for transformers (fairseq_tutel/export), and both load it;
+        # neither requires a torch
         "export": ["transformers>=5.23,<6", "safetensors>=0.8"],
         # programs that train models of others, run with the recipes of scripts/examples/hosts; each
         # takes the torch that is installed

@@ -119,9 +119,9 @@ setup_install() {
     # which fairseq-fixed requires, for speech alone: it is of another torch and fails when imported
     [ "$FAIRSEQ" = official ] || setup_step "without torchaudio" \
         "$VENV/bin/python" -m pip uninstall --yes torchaudio
-    setup_step "triton, sentencepiece, matplotlib, num2words, pytest, ruff" \
-        setup_pip triton sentencepiece matplotlib num2words tensorboardX pytest pytest-timeout \
-        pytest-xdist ruff
+    setup_step "triton, safetensors, sentencepiece, matplotlib, num2words, pytest, ruff" \
+        setup_pip triton safetensors sentencepiece matplotlib num2words tensorboardX pytest \
+        pytest-timeout pytest-xdist ruff
     [ "$FAIRSEQ" = official ] || setup_step "basedpyright" setup_pip basedpyright
     setup_step "this package" setup_this_package
 }
@@ -180,8 +180,8 @@ setup_extras() {
     : >"$SETUP_LOG"
     setup_step "virtual environment" "$ROOT/.venv/bin/python" -m venv "$VENV"
     echo "$packages" >"$(setup_packages "$VENV")/all_of_venv.pth"
-    setup_step "safetensors, transformers" \
-        setup_pip -c "$ROOT/scripts/constraints-extras.txt" safetensors transformers
+    setup_step "transformers" \
+        setup_pip -c "$ROOT/scripts/constraints-extras.txt" transformers
     # alone: each requires some torch, and Lightning what it downloads with
     setup_step "accelerate, lightning" setup_pip -c "$ROOT/scripts/constraints-extras.txt" --no-deps \
         accelerate psutil lightning-fabric lightning-utilities pytorch-lightning torchmetrics

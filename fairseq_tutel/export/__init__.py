@@ -3,14 +3,14 @@
     python -m fairseq_tutel.export huggingface CHECKPOINT FOLDER
     python -m fairseq_tutel.export aot CHECKPOINT model.pt2
 
-``export_huggingface`` writes a folder that transformers loads; ``export_aot`` and ``export_layer``
-an AOTInductor package of a language model, or of one layer, that a C++ program runs. All of them
-evaluate without a capacity, as fairseq generates. What has no place in them is refused by name,
-with an :class:`ExportError`. The README beside this file shows both from end to end.
+``export_huggingface`` writes a folder that transformers loads. ``export_aot`` and ``export_layer``
+write an AOTInductor package of a language model, or of one layer, that a C++ program runs. Exports
+evaluate without a capacity, as fairseq generates. An :class:`ExportError` names what cannot be
+exported. The README beside this file shows both from end to end.
 """
 
 from .aot import export_aot, export_layer, layer_twin
-from .description import ModelDescription, MoEDescription, describe_moe
+from .description import LayerConfig, ModelConfig, describe_layer
 from .errors import ExportError
 from .huggingface import export_huggingface
 from .source import ModelSource
@@ -18,11 +18,11 @@ from .tokenizer import TokenizerFiles
 
 __all__ = [
     "ExportError",
-    "ModelDescription",
+    "LayerConfig",
+    "ModelConfig",
     "ModelSource",
-    "MoEDescription",
     "TokenizerFiles",
-    "describe_moe",
+    "describe_layer",
     "export_aot",
     "export_huggingface",
     "export_layer",

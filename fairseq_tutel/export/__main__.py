@@ -11,53 +11,53 @@ from pathlib import Path
 from ..command_line import EXIT_USAGE, CommandLine, run_and_exit
 from ..config.options import above, at_least, in_range
 
-_CHECKPOINT = "NAME.pt of a set (NAME-shared.pt, NAME-rank-N.pt) or one file; it is only read"
+_CHECKPOINT = "NAME.pt of a set (NAME-shared.pt, NAME-rank-N.pt), or one file; it is not changed"
 _EPILOG = """\
 examples:
   python -m fairseq_tutel.export huggingface checkpoints/checkpoint_best.pt my-model \\
     --data DATA --sentencepiece-model spm.model
   python -m fairseq_tutel.export aot checkpoints/checkpoint_best.pt model.pt2
 
-The exit status is 2, with the reason in one line on standard error, where something cannot be
-exported. Both evaluate as fairseq generates: without a capacity, nothing is dropped.
+Exports evaluate as fairseq generates: without a capacity, so nothing is dropped. The exit status
+is 2, with the reason in one line on standard error, if something cannot be exported.
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of ``python -m fairseq_tutel.export``."""
+    """Return the parser of ``python -m fairseq_tutel.export``."""
     parser = CommandLine(
         prog="python -m fairseq_tutel.export",
-        description="A language model with experts for other programs: transformers, and C++.",
+        description="Export a language model with experts to transformers or to C++.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     hub = commands.add_parser(
         "huggingface",
-        help="a folder that transformers loads (trust_remote_code=True): model, code, tokenizer",
+        help="write a folder that transformers loads (trust_remote_code=True)",
     )
     hub.add_argument("checkpoint", metavar="CHECKPOINT", help=_CHECKPOINT)
-    hub.add_argument("folder", metavar="FOLDER", type=Path, help="new, or empty")
+    hub.add_argument("folder", metavar="FOLDER", type=Path, help="must be new or empty")
     hub.add_argument(
         "--data",
         type=Path,
-        help="folder of dict.txt, or that file (default: the data that the checkpoint names)",
+        help="dict.txt, or its folder (default: the data that the checkpoint names)",
     )
     hub.add_argument(
-        "--sentencepiece-model", type=Path, metavar="FILE", help="if text was cut by sentencepiece"
+        "--sentencepiece-model", type=Path, metavar="FILE", help="split text by sentencepiece"
     )
     for name, file in (("encoder-json", "encoder.json"), ("vocab-bpe", "vocab.bpe")):
-        text = f"{file}, if text was cut into GPT-2's byte pairs (needs both)"
+        text = f"{file}: split text into GPT-2's byte pairs (give both files)"
         hub.add_argument(f"--gpt2-{name}", type=Path, metavar="FILE", help=text)
     hub.add_argument(
         "--max-file-gb",
         type=in_range(float, above(0)),
         default=5.0,
         metavar="N",
-        help="largest file of weights, in 10^9 bytes (default: %(default)s)",
+        help="largest file of weights, in 10^9 bytes (default %(default)s)",
     )
     ahead = commands.add_parser(
-        "aot", help="an AOTInductor package, which a C++ program runs without Python"
+        "aot", help="write an AOTInductor package, which a C++ program runs without Python"
     )
     ahead.add_argument("checkpoint", metavar="CHECKPOINT", help=_CHECKPOINT)
     ahead.add_argument("package", metavar="NAME.pt2", type=Path, help="must not exist")
@@ -65,19 +65,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--layer",
         type=in_range(int, at_least(0)),
         metavar="N",
-        help="only the experts, with their router, of this layer of the decoder (from 0)",
+        help="export one decoder layer's router and experts (counted from 0)",
     )
     ahead.add_argument(
         "--device",
         default="cpu",
         choices=("cpu", "cuda"),
-        help="what the package is for, which must be here (default: %(default)s)",
+        help="device of the package, which this machine must have (default %(default)s)",
     )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command and return its exit code."""
     args = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:

@@ -1,7 +1,8 @@
-"""AOTInductor packages: a model compiled ahead of time, which a C++ program runs without Python.
+"""AOTInductor packages: models compiled ahead of time, which a C++ program runs without Python.
 
-A package is one file, ``NAME.pt2``: a shared library and the weights. It takes any number of tokens
-and sentences, and is for one kind of device (and, on a CPU, for instruction sets like this one's).
+A package is one file, ``NAME.pt2``, with a shared library and the weights. It takes any number of
+sentences and tokens. It runs on one kind of device and, on a CPU, needs the instruction sets of the
+machine that compiled it.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from ..config import EXPERTS, ROUTERS
 from ..moe import MoELayer
-from .description import MoEDescription, describe_moe
+from .description import LayerConfig, describe_layer
 from .errors import ExportError
+from .huggingface_files.layers_fairseq_moe import FairseqMoEBlock
 from .names import is_no_weight, place_in_layer
-from .source import ModelSource, layer_prefix
-from .twin import InferenceModel, InferenceMoE
+from .source import ModelSource
+from .twin import InferenceModel, inference_layer
+
+Module = TypeVar("Module", bound=nn.Module)
 
 _MAX_TOKENS = 2**20
 
@@ -31,65 +36,80 @@ def export_aot(
     """Compile the language model of a checkpoint: tokens int64 [B, L] -> logits [B, L, V].
 
     Args:
-        checkpoint: a set or a merged file; it is only read.
+        checkpoint: a set or a merged file; it is not changed.
         path: NAME.pt2, which must not exist.
-        layer: number, from 0, of a layer whose experts are compiled alone: [T, M] -> [T, M].
-        device: what it is compiled for, which must be here.
+        layer: compile the router and experts of this layer alone, counted from 0: [T, M] ->
+            [T, M] (default None: the model).
+        device: "cpu" or "cuda", which this machine must have (default "cpu").
 
     Returns:
         ``path``.
 
     Raises:
-        ExportError: the model cannot be exported, or nothing can be compiled here.
+        ExportError: the model cannot be exported, or this machine cannot compile it.
         CheckpointError: the checkpoint cannot be read.
     """
     path = _checked(path, device)
     source = ModelSource(checkpoint)
+    config = source.config
     if layer is not None:
-        module: nn.Module = InferenceMoE(source.description.moe)
-        module.load_state_dict(source.tensors(layer_prefix(source, layer)), assign=True)
-        return _compile_layer(module, path, device)
-    module = InferenceModel(source.description)
-    module.load_state_dict(source.tensors(), assign=True)
-    tokens = torch.full((2, 4), source.description.prompt, device=device)
+        names = source.names_in_layer(layer)
+        tensors = {names[name]: tensor for name, tensor in source.tensors(names).items()}
+        return _compile_layer(_with(inference_layer(config), tensors), path, device)
+    module = _with(InferenceModel(config), source.tensors(source.shapes))
+    tokens = torch.full((2, 4), source.options.prompt, device=device)
     sizes = (
         torch.export.Dim("batch", max=_MAX_TOKENS),
-        torch.export.Dim("length", max=source.description.max_positions),
+        torch.export.Dim("length", max=config.max_position_embeddings),
     )
-    facts = {"kind": "model", "vocab_size": str(source.description.vocab_size)}
+    facts = {"kind": "model", "vocab_size": str(config.vocab_size)}
     return _compile(module.to(device), tokens, dict(enumerate(sizes)), path, facts)
 
 
 def export_layer(layer: MoELayer, path: str | Path, *, device: str = "cpu") -> Path:
-    """Compile a layer of a program of your own: [T, M] -> [T, M], any T from 1 on.
+    """Compile one layer: [T, M] -> [T, M] for any T, in the dtype of the layer's weights.
 
-    It has all experts, the dtype of the layer's weights, and drops nothing, as :func:`export_aot`.
+    The package has all experts and drops nothing.
+
+    Args:
+        layer: the layer, with all experts on this rank.
+        path, device: as of :func:`export_aot`.
 
     Raises:
-        ExportError: a gate or experts of your own, or experts that are spread over ranks.
+        ExportError: the layer has a gate or experts of your own, or experts on other ranks.
     """
     path = _checked(path, device)
     return _compile_layer(layer_twin(layer), path, device)
 
 
-def layer_twin(layer: MoELayer) -> InferenceMoE:
-    """A layer in evaluation, in core operators of torch, with copies of its weights."""
-    moe = _describe(layer)
-    state = {key: value for key, value in layer.state_dict().items() if not is_no_weight(key)}
+def layer_twin(layer: MoELayer) -> FairseqMoEBlock:
+    """Return a layer in evaluation, in core operators of torch, with copies of its weights.
+
+    Raises:
+        ExportError: as :func:`export_layer`.
+    """
+    config = _describe(layer)
+    twin = inference_layer(config)
+    shapes = {name: tensor.shape for name, tensor in twin.state_dict().items()}
     tensors: dict[str, torch.Tensor] = {}
-    for key, values in state.items():
-        place = place_in_layer(key, moe)
+    for key, values in layer.state_dict().items():
+        if is_no_weight(key):
+            continue
+        place = place_in_layer(key, config)
         if place is None:
             raise ExportError(f"{key} has no place in an exported layer")
-        shape = moe.shapes()[place.name]
-        target = tensors.setdefault(place.name, values.new_empty(shape))
+        target = tensors.setdefault(place.name, values.new_empty(shapes[place.name]))
         target.view(-1)[place.start : place.start + values.numel()] = values.reshape(-1)
-    twin = InferenceMoE(moe)
-    twin.load_state_dict(tensors, assign=True)
-    return twin
+    return _with(twin, tensors)
 
 
-def _describe(layer: MoELayer) -> MoEDescription:
+def _with(module: Module, tensors: Mapping[str, torch.Tensor]) -> Module:
+    """Return the module with these tensors in place of those on the meta device."""
+    module.load_state_dict(tensors, assign=True)
+    return module
+
+
+def _describe(layer: MoELayer) -> LayerConfig:
     groups, experts, shared = layer.groups, layer.experts, layer.shared_expert
     if groups.ep_size * groups.num_slices > 1:
         raise ExportError(
@@ -106,7 +126,7 @@ def _describe(layer: MoELayer) -> MoEDescription:
         )
     if shared is not None and experts.uses_activation and shared.activation != experts.activation:
         raise ExportError("a shared expert with another activation cannot be exported")
-    return describe_moe(
+    return describe_layer(
         layer.config,
         model_dim=layer.model_dim,
         hidden_dim=experts.hidden_dim,
@@ -120,24 +140,26 @@ def _describe(layer: MoELayer) -> MoEDescription:
 def _checked(path: str | Path, device: str) -> Path:
     path = Path(path)
     if path.suffix != ".pt2":
-        raise ExportError(f"{path}: the name of a package ends in .pt2")
+        raise ExportError(f"{path}: the name of a package must end in .pt2")
     if path.exists():
-        raise ExportError(f"{path}: exists; remove it, or give another name")
+        raise ExportError(f"{path}: exists; remove it or give another name")
     if not hasattr(torch._inductor, "aoti_compile_and_package"):
-        raise ExportError(f"torch {torch.__version__} has no packages of AOTInductor; 2.6 has")
+        raise ExportError(
+            f"torch {torch.__version__} cannot write AOTInductor packages; use 2.6 or newer"
+        )
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ExportError(f"--device {device}: there is no GPU here")
+        raise ExportError(f"--device {device}: this machine has no GPU")
     compiler = os.environ.get("CXX", "g++").split()[0]
     if shutil.which(compiler) is None:
-        raise ExportError(f"a C++ compiler is needed, and {compiler} was not found (CXX=...)")
+        raise ExportError(f"C++ compiler {compiler} not found; install it or set CXX")
     return path
 
 
-def _compile_layer(module: InferenceMoE, path: Path, device: str) -> Path:
-    moe = module.router.moe
-    x = torch.zeros(4, moe.model_dim, dtype=module.router.weight.dtype, device=device)
+def _compile_layer(module: FairseqMoEBlock, path: Path, device: str) -> Path:
+    weight = module.router.weight
+    x = torch.zeros(4, weight.shape[1], dtype=weight.dtype, device=device)
     dtype = str(x.dtype).removeprefix("torch.")
-    facts = {"kind": "layer", "model_dim": str(moe.model_dim), "dtype": dtype}
+    facts = {"kind": "layer", "model_dim": str(x.shape[1]), "dtype": dtype}
     tokens = torch.export.Dim("tokens", max=_MAX_TOKENS)
     return _compile(module.to(device), x, {0: tokens}, path, facts)
 
@@ -145,7 +167,7 @@ def _compile_layer(module: InferenceMoE, path: Path, device: str) -> Path:
 def _compile(
     module: nn.Module, example: torch.Tensor, sizes: Mapping, path: Path, facts: Mapping[str, str]
 ) -> Path:
-    """``facts``: what the package says of itself to a program, as texts."""
+    """Compile for any ``sizes`` of the input; ``facts`` become the package's metadata."""
     path.absolute().parent.mkdir(parents=True, exist_ok=True)
     module.eval().requires_grad_(False)
     with torch.no_grad():

@@ -1,6 +1,6 @@
-"""What is exported, as plain values: a router and its experts, and a language model around them.
+"""Configs of exported layers and models, as plain values with the names of ``config.json``.
 
-Whatever the exported forms have no place for is refused here, by the name of its option.
+:func:`describe_layer` refuses what the exported forms have no place for, by the name of its option.
 """
 
 from __future__ import annotations
@@ -26,109 +26,46 @@ ACTIVATIONS = {
 NETWORKS = ("ffn", "swiglu", "geglu")
 
 
-@dataclass(frozen=True)
-class MoEDescription:
-    """A layer with experts, as it evaluates without a capacity.
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """Config of a layer with experts in evaluation, without a capacity.
 
-    Attributes:
-        normalized: whether the K scores of a token are divided by their sum.
-        routed_scale, output_scale: factors of an expert's weight, and of the layer's output.
-        gating_fp32: whether the router's logits are computed in fp32 from weights of any dtype.
-        shared_dim: hidden width of an expert of all tokens, 0 for none.
+    ``huggingface_files/configuration_fairseq_moe.py`` says what each field means.
     """
 
-    model_dim: int
-    hidden_dim: int
+    hidden_size: int
     num_experts: int
-    top_k: int
-    network: str
-    bias: bool
-    activation: str
+    num_experts_per_tok: int
+    moe_ffn_dim: int
+    expert_network: str
+    expert_bias: bool
+    activation_function: str
+    shared_expert_dim: int
     score_function: str
-    normalized: bool
-    load_bias: bool
-    gating_fp32: bool
+    norm_topk_prob: bool
+    router_load_bias: bool
+    router_fp32: bool
     routed_scale: float
-    output_scale: float
-    shared_dim: int
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Tensors by their names in an exported layer."""
-        experts, dim, hidden = self.num_experts, self.model_dim, self.hidden_dim
-        up, rows = ("up_proj", hidden) if self.network == "ffn" else ("gate_up_proj", 2 * hidden)
-        found = {"router.weight": (experts, dim)}
-        if self.load_bias:
-            found["router.load_bias"] = (experts,)
-        found[f"ffn_experts.{up}"] = (experts, rows, dim)
-        found["ffn_experts.down_proj"] = (experts, dim, hidden)
-        if self.bias:
-            found[f"ffn_experts.{up}_bias"] = (experts, rows)
-            found["ffn_experts.down_proj_bias"] = (experts, dim)
-        if self.shared_dim:
-            found |= _feed_forward("shared_expert", dim, self.shared_dim)
-        return found
+    moe_output_scale: float
 
 
-@dataclass(frozen=True)
-class ModelDescription:
-    """A GPT-style decoder, some of whose layers have experts.
-
-    Attributes:
-        moe_layers: their numbers, from 0.
-        positions: "sinusoidal", "learned" or "none".
-        tied: whether the output projection is the embedding.
-        prompt: number of the symbol that stands before every text: that of ``</s>``, or ``<s>``.
-    """
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(LayerConfig):
+    """Config of a GPT-style decoder, some of whose layers have experts."""
 
     vocab_size: int
-    model_dim: int
+    num_hidden_layers: int
+    num_attention_heads: int
     ffn_dim: int
-    num_layers: int
-    num_heads: int
-    activation: str
     moe_layers: tuple[int, ...]
-    moe: MoEDescription
-    positions: str
-    max_positions: int
+    max_position_embeddings: int
+    position_embedding: str
     scale_embedding: bool
-    final_norm: bool
-    tied: bool
-    prompt: int
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """All tensors by their names in an exported model."""
-        dim = self.model_dim
-        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, dim)}
-        if self.positions == "learned":
-            # positions are counted from the number after that of the padding
-            found["model.embed_positions.weight"] = (self.max_positions + 2, dim)
-        for number in range(self.num_layers):
-            layer = f"model.layers.{number}"
-            for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-                found |= _affine(f"{layer}.self_attn.{name}", dim, dim)
-            for name in ("self_attn_layer_norm", "final_layer_norm"):
-                found |= _affine(f"{layer}.{name}", dim)
-            if number in self.moe_layers:
-                of_moe = self.moe.shapes().items()
-                found |= {f"{layer}.moe.{name}": shape for name, shape in of_moe}
-            else:
-                found |= _feed_forward(f"{layer}.ffn", dim, self.ffn_dim)
-        if self.final_norm:
-            found |= _affine("model.layer_norm", dim)
-        if not self.tied:
-            found["lm_head.weight"] = (self.vocab_size, dim)
-        return found
+    final_layer_norm: bool
+    tie_word_embeddings: bool
 
 
-def _affine(name: str, *shape: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-
-
-def _feed_forward(name: str, dim: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    return _affine(f"{name}.fc1", hidden, dim) | _affine(f"{name}.fc2", dim, hidden)
-
-
-def describe_moe(
+def describe_layer(
     config: MoEConfig,
     *,
     model_dim: int,
@@ -137,8 +74,16 @@ def describe_moe(
     network_options: Any = None,
     activation: str = "gelu",
     shared_dim: int = 0,
-) -> MoEDescription:
-    """How a layer evaluates, from its options; without a capacity, as fairseq generates.
+) -> LayerConfig:
+    """Return the config of a layer in evaluation without a capacity, as fairseq generates.
+
+    Args:
+        config: routing options.
+        model_dim, hidden_dim: M and F of an expert.
+        network: name of the experts' network (default "ffn").
+        network_options: the network's own options (default None: the network's defaults).
+        activation: fairseq's name (default "gelu").
+        shared_dim: hidden width of the shared expert (default 0: none).
 
     Raises:
         ExportError: names a router, a network, an activation or null experts.
@@ -149,28 +94,23 @@ def describe_moe(
         raise ExportError(f"--moe-null-experts {config.null_experts} cannot be exported")
     if network not in NETWORKS:
         raise ExportError(f"experts of the network {network!r} cannot be exported")
+    if activation not in ACTIVATIONS:
+        raise ExportError(f"the activation {activation!r} cannot be exported")
     options = EXPERTS.options(network, network_options)
-    return MoEDescription(
-        model_dim=model_dim,
-        hidden_dim=hidden_dim,
+    return LayerConfig(
+        hidden_size=model_dim,
         num_experts=config.num_experts,
-        top_k=config.top_k,
-        network=network,
-        bias=network == "ffn" or options.bias,
-        activation=activation_name(activation),
+        num_experts_per_tok=config.top_k,
+        moe_ffn_dim=hidden_dim,
+        expert_network=network,
+        expert_bias=network == "ffn" or options.bias,
+        activation_function=ACTIVATIONS[activation],
+        shared_expert_dim=shared_dim,
         score_function=config.score_function,
-        normalized=config.top_k > 1 and not config.unnormalized_weights,
-        load_bias=config.load_bias != "none",
-        gating_fp32=config.gating_fp32,
+        norm_topk_prob=config.top_k > 1 and not config.unnormalized_weights,
+        router_load_bias=config.load_bias != "none",
+        router_fp32=config.gating_fp32,
         # evaluation multiplies by the share that output masks keep
-        routed_scale=config.route_scale * (1 - config.expert_output_masking),
-        output_scale=1 - config.final_output_masking,
-        shared_dim=shared_dim,
+        routed_scale=float(config.route_scale * (1 - config.expert_output_masking)),
+        moe_output_scale=float(1 - config.final_output_masking),
     )
-
-
-def activation_name(name: str) -> str:
-    """Of transformers; ExportError for one that it does not have."""
-    if name not in ACTIVATIONS:
-        raise ExportError(f"the activation {name!r} cannot be exported")
-    return ACTIVATIONS[name]

@@ -1,29 +1,37 @@
 """A language model with experts as a folder for transformers.
 
-Weights go from the checkpoint's files to those of the folder one expert at a time; nothing is
-imported that is not needed to train: neither transformers nor safetensors.
+Weights are written by safetensors, one file after the other, so that memory holds one file. It does
+not import transformers.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
-from .description import ModelDescription
 from .errors import ExportError
 from .source import ModelSource
-from .tensor_files import TensorFiles
 from .tokenizer import TokenizerFiles, write_json
 
 FILES = Path(__file__).parent / "huggingface_files"
-_MODULES = {
-    "AutoConfig": "configuration_fairseq_moe.FairseqMoEConfig",
-    "AutoModel": "modeling_fairseq_moe.FairseqMoEModel",
-    "AutoModelForCausalLM": "modeling_fairseq_moe.FairseqMoEForCausalLM",
+_CODE = tuple(f"{name}_fairseq_moe.py" for name in ("configuration", "layers", "modeling"))
+_CONFIG = {
+    "architectures": ["FairseqMoEForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_fairseq_moe.FairseqMoEConfig",
+        "AutoModel": "modeling_fairseq_moe.FairseqMoEModel",
+        "AutoModelForCausalLM": "modeling_fairseq_moe.FairseqMoEForCausalLM",
+    },
+    "model_type": "fairseq_moe",
+    "bos_token_id": 0,
+    "pad_token_id": 1,
+    "eos_token_id": 2,
 }
 
 
@@ -34,93 +42,81 @@ def export_huggingface(
     *,
     max_bytes: int = 5 * 10**9,
 ) -> Path:
-    """Write a folder that ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)``
-    loads, with a tokenizer beside the model.
+    """Write a model and its tokenizer to a folder that transformers loads.
+
+    ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`` loads the model.
 
     Args:
-        checkpoint: a set or a merged file; it is only read.
-        folder: must not exist, or be empty.
-        tokenizer: files that the text went through in training; by default the dictionary of the
-            data that the checkpoint names, for text in words.
-        max_bytes: of one file of weights.
+        checkpoint: a set or a merged file; it is not changed.
+        folder: must be new or empty.
+        tokenizer: files that split text (default None: words of the dictionary in the data that
+            the checkpoint names).
+        max_bytes: largest file of weights, unless one tensor is larger (default 5e9).
 
     Returns:
         ``folder``.
 
     Raises:
-        ExportError: the model, or its dictionary, cannot be exported; nothing is left then.
+        ExportError: the model or its dictionary cannot be exported, or safetensors is missing.
+            No folder is left.
         CheckpointError: the checkpoint cannot be read.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ExportError(f"{folder}: exists and is not an empty folder")
+    _require_safetensors()
     source = ModelSource(checkpoint)
-    model = source.description
+    config = source.config
     tokenizer = tokenizer or TokenizerFiles()
-    symbols = tokenizer.symbols(source.options.data, model.vocab_size)
+    symbols = tokenizer.symbols(source.options.data, config.vocab_size)
     with _appearing(folder) as new:
-        with TensorFiles(new, source.shapes, source.dtypes, max_bytes) as tensors:
-            for name, start, values in source.pieces():
-                tensors.write(name, start, values)
+        _write_weights(source, new, max_bytes)
         dtype = str(source.dtypes["model.embed_tokens.weight"]).removeprefix("torch.")
-        write_json(new / "config.json", _config(model, dtype))
-        write_json(new / "generation_config.json", _generation(model))
-        for name in ("configuration", "modeling"):
-            shutil.copyfile(FILES / f"{name}_fairseq_moe.py", new / f"{name}_fairseq_moe.py")
-        tokenizer.write(new, symbols, symbols[model.prompt], model.max_positions)
+        write_json(new / "config.json", {**_CONFIG, **asdict(config), "dtype": dtype})
+        generation = {"eos_token_id": 2, "pad_token_id": 1, "bos_token_id": source.options.prompt}
+        generation["suppress_tokens"] = [1]  # fairseq never generates padding
+        write_json(new / "generation_config.json", generation)
+        for name in _CODE:
+            shutil.copyfile(FILES / name, new / name)
+        prompt = symbols[source.options.prompt]
+        tokenizer.write(new, symbols, prompt, config.max_position_embeddings)
     return folder
 
 
-def _config(model: ModelDescription, dtype: str) -> dict:
-    moe = model.moe
-    return {
-        "architectures": ["FairseqMoEForCausalLM"],
-        "auto_map": _MODULES,
-        "model_type": "fairseq_moe",
-        "dtype": dtype,
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.model_dim,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
-        "ffn_dim": model.ffn_dim,
-        "activation_function": model.activation,
-        "moe_layers": list(model.moe_layers),
-        "num_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "moe_ffn_dim": moe.hidden_dim,
-        "expert_network": moe.network,
-        "expert_bias": moe.bias,
-        "shared_expert_dim": moe.shared_dim,
-        "score_function": moe.score_function,
-        "norm_topk_prob": moe.normalized,
-        "router_load_bias": moe.load_bias,
-        "router_fp32": moe.gating_fp32,
-        "routed_scale": float(moe.routed_scale),
-        "moe_output_scale": float(moe.output_scale),
-        "max_position_embeddings": model.max_positions,
-        "position_embedding": model.positions,
-        "scale_embedding": model.scale_embedding,
-        "final_layer_norm": model.final_norm,
-        "tie_word_embeddings": model.tied,
-        "bos_token_id": 0,
-        "pad_token_id": 1,
-        "eos_token_id": 2,
-    }
+def _require_safetensors() -> None:
+    if importlib.util.find_spec("safetensors") is None:
+        raise ExportError("weights are written by safetensors: pip install safetensors")
 
 
-def _generation(model: ModelDescription) -> dict:
-    """fairseq never generates padding."""
-    return {
-        "bos_token_id": model.prompt,
-        "eos_token_id": 2,
-        "pad_token_id": 1,
-        "suppress_tokens": [1],
+def _write_weights(source: ModelSource, folder: Path, max_bytes: int) -> None:
+    """Write files of at most ``max_bytes`` (or one tensor) each, and their index if several."""
+    from safetensors.torch import save_file
+
+    sizes = {
+        name: shape.numel() * source.dtypes[name].itemsize for name, shape in source.shapes.items()
     }
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    file_of = {}
+    for number, names in enumerate(shards, start=1):
+        label = "model" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}"
+        file_of |= dict.fromkeys(names, f"{label}.safetensors")
+        path = folder / f"{label}.safetensors"
+        save_file(source.tensors(names), path, metadata={"format": "pt"})
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
+        write_json(folder / "model.safetensors.index.json", index)
 
 
 @contextmanager
 def _appearing(folder: Path) -> Iterator[Path]:
-    """A folder that has its name once it is complete, and is gone after an error."""
+    """Yield a folder that gets its name when it is complete, and is removed after an error."""
     folder.absolute().parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.absolute().parent))
     try:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-import torch
-
-from .description import MoEDescription
+from .description import LayerConfig
 
 _LAYER = r"decoder\.layers\.(\d+)\."
 _DENSE = (
@@ -20,56 +18,58 @@ _DENSE = (
     (r"decoder\.layer_norm\.(weight|bias)", r"model.layer_norm.\1"),
     (r"decoder\.output_projection\.weight", r"lm_head.weight"),
 )
-# of an MoE layer alone
+# names inside an MoE layer
 _MOE = (
     (r"gate\.wg\.weight", r"router.weight"),
     (r"gate\.load_bias", r"router.load_bias"),
     (r"shared_expert\.(fc[12])\.(weight|bias)", r"shared_expert.\1.\2"),
 )
 _EXPERT = re.compile(r"experts\.(\d+)\.(fc_gate|fc1|fc2)\.(weight|bias)")
-# what fairseq and the layer keep beside weights
+# entries of fairseq and of the layer that are no weights
 _IGNORED = re.compile(
     r"(.*\.)?experts_held|decoder\.(version|embed_positions\.(_float_tensor|weights))"
 )
 
 
 class Place(NamedTuple):
-    """Where a stored tensor goes: a run of an exported tensor's elements, from ``start`` on."""
+    """Place of a stored tensor: the elements of an exported tensor from ``start`` on."""
 
     name: str
     start: int = 0
 
 
-def place_in_layer(key: str, moe: MoEDescription) -> Place | None:
-    """Of a tensor of an MoE layer, by its name in the layer's state dict; None: nowhere.
+def place_in_layer(key: str, config: LayerConfig) -> Place | None:
+    """Return the place of a tensor by its name in an MoE layer's state dict; None if it has none.
 
-    An expert's tensors have places in those of all experts; a gate stands before what it gates.
+    The tensors of one expert are parts of a tensor of all experts. In gated experts fc_gate comes
+    before fc1.
     """
     match = _EXPERT.fullmatch(key)
     if match is None:
         return _renamed(key, _MOE)
     expert, part, kind = match.groups()
-    gated = moe.network != "ffn"
+    gated = config.expert_network != "ffn"
     stacked = "down_proj" if part == "fc2" else "gate_up_proj" if gated else "up_proj"
-    name = f"ffn_experts.{stacked}{'_bias' if kind == 'bias' else ''}"
-    shape = moe.shapes().get(name)
-    if shape is None:
-        return None
-    size = torch.Size(shape[1:]).numel()
-    return Place(name, int(expert) * size + (size // 2 if gated and part == "fc1" else 0))
+    size = config.hidden_size if part == "fc2" else config.moe_ffn_dim
+    if kind == "weight":
+        size = config.hidden_size * config.moe_ffn_dim
+    number = int(expert)
+    if stacked == "gate_up_proj":
+        number = 2 * number + (part == "fc1")
+    return Place(f"ffn_experts.{stacked}{'_bias' if kind == 'bias' else ''}", number * size)
 
 
-def place_in_model(key: str, moe: MoEDescription) -> Place | None:
-    """Of a tensor of a whole model, by its name in checkpoints; None: nowhere."""
+def place_in_model(key: str, config: LayerConfig) -> Place | None:
+    """Return the place of a tensor by its name in a checkpoint; None if it has none."""
     match = re.fullmatch(_LAYER + r"moe_layer\.(.+)", key)
     if match is None:
         return _renamed(key, _DENSE)
-    place = place_in_layer(match[2], moe)
+    place = place_in_layer(match[2], config)
     return place and place._replace(name=f"model.layers.{match[1]}.moe.{place.name}")
 
 
 def is_no_weight(key: str) -> bool:
-    """Whether a state dict's entry is something else than a weight."""
+    """Return whether an entry of a state dict is not a weight."""
     return _IGNORED.fullmatch(key) is not None
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from .. import register
 from ..config import ExpertConfig
-from .description import ModelDescription, activation_name, describe_moe
+from .description import ModelConfig, describe_layer
 from .errors import ExportError
 
 logger = logging.getLogger(__name__)
 
 ARCHITECTURE = "transformer_lm_gpt_moe"
-# options of fairseq's decoders whose parts the exported model does not have
+# options of fairseq's decoders that add parts which the exported model lacks
 _UNSUPPORTED = (
     "layernorm_embedding", "use_stable_embedding", "scale_attn", "scale_fc", "scale_heads",
     "scale_resids", "decoder_xformers_att_config", "character_embeddings", "adaptive_input",
@@ -28,7 +28,13 @@ _BOS, _EOS = 0, 2  # in every dictionary of fairseq
 
 @dataclass(frozen=True)
 class StoredOptions:
-    """``model``: with all options of the architecture; ``task``: what its own options say."""
+    """Options in a checkpoint.
+
+    Attributes:
+        model: all options of the architecture.
+        task: what the task's own options say.
+        num_experts: experts of a layer, over all ranks.
+    """
 
     model: SimpleNamespace
     task: Mapping[str, Any]
@@ -36,30 +42,26 @@ class StoredOptions:
 
     @property
     def data(self) -> Path | None:
-        """The data-bin that the model was trained on, as the training command named it."""
+        """Data-bin that the model was trained on, as the training command named it."""
         folders = str(self.task.get("data") or "").split(":")
         return Path(folders[0]) if folders[0] else None
 
-    def describe(self, weights: Mapping[str, Any]) -> ModelDescription:
-        """The model; sizes of tables are those of the weights. Raises ExportError."""
+    @property
+    def prompt(self) -> int:
+        """Number of the symbol that stands before every text: that of ``</s>``, or of ``<s>``."""
+        return _BOS if self.task.get("add_bos_token") else _EOS
+
+    def describe(self, weights: Mapping[str, Any]) -> ModelConfig:
+        """Return the model's config; the vocabulary's size is that of the weights.
+
+        Raises:
+            ExportError: names an option that cannot be exported.
+        """
         from ..integrations.fairseq.options.fields import values_of
         from ..integrations.fairseq.options.options import moe_config, moe_frequencies
 
+        self._refuse_unsupported()
         model = self.model
-        for name in _UNSUPPORTED:
-            if getattr(model, name, None):
-                flag = f"--{name.replace('_', '-')}"
-                raise ExportError(f"a model with {flag} cannot be exported")
-        dim = model.decoder_embed_dim
-        for name in ("decoder_input_dim", "decoder_output_dim"):
-            if getattr(model, name) not in (None, dim):
-                flag = f"--{name.replace('_', '-')}"
-                raise ExportError(
-                    f"{flag} {getattr(model, name)}, which differs from --decoder-embed-dim {dim}, "
-                    "cannot be exported"
-                )
-        if int(self.task.get("output_dictionary_size", -1)) >= 0:
-            raise ExportError("a model with --output-dictionary-size cannot be exported")
         config = moe_config(model, self.num_experts)
         if config.capacity(2**20, training=False) is not None:
             logger.warning(
@@ -67,9 +69,9 @@ class StoredOptions:
                 "generation"
             )
         experts = ExpertConfig(**values_of(ExpertConfig, model))
-        moe = describe_moe(
+        layer = describe_layer(
             config,
-            model_dim=dim,
+            model_dim=model.decoder_embed_dim,
             hidden_dim=model.moe_expert_ffn_dim or model.decoder_ffn_embed_dim,
             network=experts.expert_network,
             network_options=experts.expert_options,
@@ -77,33 +79,46 @@ class StoredOptions:
             shared_dim=experts.shared_expert_dim,
         )
         layers, (_, freq) = model.decoder_layers, moe_frequencies(model)
-        learned = bool(model.decoder_learned_pos)
-        max_positions = model.max_target_positions or model.tokens_per_sample
-        return ModelDescription(
+        positions = "learned" if model.decoder_learned_pos else "sinusoidal"
+        return ModelConfig(
+            **vars(layer),
             vocab_size=weights["decoder.embed_tokens.weight"].shape[0],
-            model_dim=dim,
+            num_hidden_layers=layers,
+            num_attention_heads=model.decoder_attention_heads,
             ffn_dim=model.decoder_ffn_embed_dim,
-            num_layers=layers,
-            num_heads=model.decoder_attention_heads,
-            activation=activation_name(str(model.activation_fn)),
             moe_layers=tuple(i for i in range(layers) if (i + 1) % freq == 0),
-            moe=moe,
-            positions="none"
-            if model.no_token_positional_embeddings
-            else "learned"
-            if learned
-            else "sinusoidal",
-            max_positions=int(max_positions),
+            max_position_embeddings=int(model.max_target_positions or model.tokens_per_sample),
+            position_embedding="none" if model.no_token_positional_embeddings else positions,
             scale_embedding=not model.no_scale_embedding,
-            final_norm=not model.no_decoder_final_norm,
-            tied=bool(model.share_decoder_input_output_embed),
-            prompt=_BOS if self.task.get("add_bos_token") else _EOS,
+            final_layer_norm=not model.no_decoder_final_norm,
+            tie_word_embeddings=bool(model.share_decoder_input_output_embed),
         )
+
+    def _refuse_unsupported(self) -> None:
+        model, dim = self.model, self.model.decoder_embed_dim
+        for name in _UNSUPPORTED:
+            if getattr(model, name, None):
+                raise ExportError(f"a model with {_flag(name)} cannot be exported")
+        for name in ("decoder_input_dim", "decoder_output_dim"):
+            if getattr(model, name) not in (None, dim):
+                raise ExportError(
+                    f"{_flag(name)} {getattr(model, name)}, which differs from "
+                    f"--decoder-embed-dim {dim}, cannot be exported"
+                )
+        if int(self.task.get("output_dictionary_size", -1)) >= 0:
+            raise ExportError("a model with --output-dictionary-size cannot be exported")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def read_options(state: Mapping[str, Any], num_experts: int, path: str) -> StoredOptions:
-    """From the state of a checkpoint without experts. Raises ExportError for another architecture,
-    ImportError where fairseq, which knows the options' defaults, is not installed.
+    """Return the options in the state of a checkpoint without experts.
+
+    Raises:
+        ExportError: the model has another architecture.
+        ImportError: fairseq, which knows the options' defaults, is not installed.
     """
     register()
     from ..integrations.fairseq.models import ARCHITECTURES

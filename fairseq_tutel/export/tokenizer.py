@@ -1,8 +1,9 @@
-"""Tokenizer files of an exported folder: fairseq's dictionary, and what cuts text into its symbols.
+"""Tokenizer files of an exported folder: fairseq's dictionary and the files that split text.
 
-Text in words needs no code: ``tokenizer.json`` holds the dictionary, and transformers' own class
-loads it. Text in sentencepieces or byte pairs needs the small class in ``huggingface_files``: a
-piece that the dictionary lacks is unknown, which a ``tokenizer.json`` cannot express.
+Words need no code: ``tokenizer.json`` holds the dictionary, and transformers' own class loads it.
+Sentencepieces and byte pairs need the class in ``huggingface_files``. Pieces that the dictionary
+lacks must become ``<unk>`` after merging, which ``tokenizer.json`` cannot express: there, the ids
+of pieces are also the ids by which they are merged.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from .errors import ExportError
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 _CODE = Path(__file__).parent / "huggingface_files" / "tokenization_fairseq_moe.py"
 _OVERWRITE = "#fairseq:overwrite"
-# Python's white space, by which fairseq splits words; \s lacks the last four
+# white space of Python, at which fairseq splits words; \s lacks the last four
 _SPACES = r"[\s\x1c-\x1f]+"
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Options with the names of fairseq-interactive's. Without the last three, text is words.
+    """Files that split text, named as fairseq-interactive's options; words without the last three.
 
     Attributes:
-        dictionary: dict.txt or the folder that holds it; None: in the data that the model names.
+        dictionary: dict.txt or its folder (default None: in the data that the model names).
         sentencepiece_model: file of ``--bpe sentencepiece``.
         gpt2_encoder_json, gpt2_vocab_bpe: files of ``--bpe gpt2``, both or none.
     """
@@ -47,7 +48,11 @@ class TokenizerFiles:
             raise ExportError("give a sentencepiece model or GPT-2's byte pairs, not both")
 
     def symbols(self, data: Path | None, vocab_size: int) -> list[str]:
-        """Check that all files are there, and read the dictionary, by default the one in ``data``.
+        """Check that all files exist, and return the dictionary's symbols.
+
+        Args:
+            data: folder of dict.txt if ``dictionary`` is None.
+            vocab_size: the model's number of symbols.
 
         Raises:
             ExportError: a file is missing, or the dictionary is not the model's.
@@ -112,15 +117,15 @@ def write_json(path: Path, content: dict | list) -> None:
 
 
 def _symbol(line: str) -> str:
-    """Symbol of a line of dict.txt, which reads ``SYMBOL COUNT [#fairseq:overwrite]``."""
+    """Return the symbol of a line ``SYMBOL COUNT [#fairseq:overwrite]`` of dict.txt."""
     return line.rstrip().removesuffix(f" {_OVERWRITE}").rpartition(" ")[0]
 
 
 def _tokenizer_of_words(symbols: list[str], prompt: str) -> dict:
-    """Content of tokenizer.json: words are symbols or unknown, behind the prompt's symbol."""
+    """Return tokenizer.json: the prompt's symbol, then words that are symbols or unknown."""
     numbers: dict[str, int] = {}
     for number, symbol in enumerate(symbols):
-        if symbol in numbers:  # the later one counts; the earlier keeps its number
+        if symbol in numbers:  # text gets the later number; the earlier stays in the vocabulary
             numbers[f"{symbol} {number}"] = numbers[symbol]
         numbers[symbol] = number
     first = {"SpecialToken": {"id": prompt, "type_id": 0}}

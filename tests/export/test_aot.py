@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from exported_models import logits_of, make, sentences
+from exported_models import VOCABULARY, logits_of, make, sentences
 
 from fairseq_tutel.export import __main__ as command_line
 from fairseq_tutel.export import export_layer
@@ -67,6 +67,10 @@ def test_a_language_model_runs_without_python(program, tmp_path, capsys):
             found = floats(run(program, package, 0, *tokens[0].tolist()), length, -1)
             torch.testing.assert_close(found, want[0], rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(found, compiled(tokens)[0], rtol=1e-6, atol=1e-6)
+
+    for rows, length in ((1, 0), (0, 3), (0, 0)):
+        empty = torch.zeros(rows, length, dtype=torch.int64)
+        assert compiled(empty).shape == (rows, length, VOCABULARY)
 
     tokens = [2, 9]  # greedily, as far as the model has positions
     for _ in range(5):

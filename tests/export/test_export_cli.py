@@ -3,16 +3,17 @@
 import ast
 import json
 import logging
-from pathlib import Path
+import shutil
+import sys
+import weakref
 
 import pytest
 import torch
 from exported_models import make, write_dictionary
 from helpers.golden import GOLDEN
+from safetensors.torch import load_file, save_file
 
 from fairseq_tutel.export import __main__ as command_line
-from fairseq_tutel.export.source import ModelSource
-from fairseq_tutel.export.tensor_files import TensorFiles
 
 
 @pytest.fixture(scope="module")
@@ -23,24 +24,6 @@ def saved(tmp_path_factory):
 def run(capsys, *words):
     status = command_line.main([str(word) for word in words])
     return status, *capsys.readouterr()
-
-
-def read_safetensors(path):
-    """By the format's own description: header size, header, numbers."""
-    data = path.read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    header.pop("__metadata__")
-    ends = sorted(entry["data_offsets"] for entry in header.values())
-    assert ends[0][0] == 0 and ends[-1][1] == len(data) - 8 - size
-    assert all(one[1] == other[0] for one, other in zip(ends, ends[1:], strict=False))
-    found = {}
-    for name, entry in header.items():
-        begin, end = (8 + size + place for place in entry["data_offsets"])
-        assert entry["dtype"] == "F32"
-        found[name] = torch.frombuffer(bytearray(data[begin:end]), dtype=torch.float32)
-        found[name] = found[name].view(entry["shape"])
-    return found
 
 
 def imports(path):
@@ -59,7 +42,7 @@ def test_weights_are_those_of_the_model_to_the_bit(saved, tmp_path, capsys):
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     lines = (saved.data / "dict.txt").read_text().splitlines()
     assert list(vocabulary)[4:] == [line.split()[0] for line in lines]
-    found, model = read_safetensors(folder / "model.safetensors"), saved.model
+    found, model = load_file(folder / "model.safetensors"), saved.model
     experts = model.moe_layers[1].experts
     assert torch.equal(found["model.layers.1.moe.ffn_experts.up_proj"], experts.fc1_weight)
     assert torch.equal(found["model.layers.1.moe.ffn_experts.down_proj_bias"], experts.fc2_bias)
@@ -79,38 +62,46 @@ def test_files_of_weights_have_a_largest_size(saved, tmp_path, capsys):
     files = sorted((tmp_path / "m").glob("*.safetensors"))
     index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
     assert len(files) > 3 and set(index["weight_map"].values()) == {file.name for file in files}
-    whole = {name for file in files for name in read_safetensors(file)}
+    whole = {name for file in files for name in load_file(file)}
     assert whole == set(index["weight_map"])
     assert index["metadata"]["total_size"] == sum(
-        tensor.nbytes for file in files for tensor in read_safetensors(file).values()
+        tensor.nbytes for file in files for tensor in load_file(file).values()
     )
 
 
-def mapped_file(values):
-    """Of the memory that a tensor's numbers are in; "" for memory of no file."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, *_, file = line.split(maxsplit=5)
-        begin, end = (int(each, 16) for each in span.split("-"))
-        if begin <= values.data_ptr() < end:
-            return file
-    raise AssertionError("memory that is not mapped")
+def test_memory_holds_one_file_of_weights(saved, tmp_path, monkeypatch, capsys):
+    """The tensors of a file are gone before those of the next are made."""
+    alive, counts = [], []
+
+    def watched(tensors, *args, **options):
+        assert not [reference for reference in alive if reference() is not None]
+        alive[:] = map(weakref.ref, tensors.values())
+        counts.append(sum(tensor.nbytes for tensor in tensors.values()))
+        save_file(tensors, *args, **options)
+
+    monkeypatch.setattr("safetensors.torch.save_file", watched)
+    words = "--data", saved.data, "--max-file-gb", 1e-5
+    assert run(capsys, "huggingface", saved.path, tmp_path / "m", *words)[0] == 0
+    assert len(counts) > 2 and max(counts) <= 10_000 < sum(counts)
 
 
-def test_weights_go_from_file_to_file_an_expert_at_a_time(saved, tmp_path, monkeypatch, capsys):
-    """What is written is mapped from the checkpoint's files, and never more than one expert."""
-    seen, write = [], TensorFiles.write
+def test_damage_is_found_and_nothing_is_left(saved, tmp_path, capsys):
+    for file in saved.path.parent.glob("*.pt"):
+        shutil.copy(file, tmp_path)
+    file = tmp_path / "checkpoint_last-rank-0.pt"
+    content = bytearray(file.read_bytes())
+    weights = saved.model.moe_layers[1].experts.fc2_weight[3].detach().numpy().tobytes()
+    content[content.index(weights)] ^= 1
+    file.write_bytes(content)
+    words = (tmp_path / saved.path.name, tmp_path / "m", "--data", saved.data)
+    status, _, error = run(capsys, "huggingface", *words)
+    assert status == 2 and "checksum" in error and not list(tmp_path.glob("*m*/"))
 
-    def watched(files, name, start, values):
-        assert mapped_file(values).endswith(".pt"), name
-        seen.append((name, values.numel()))
-        write(files, name, start, values)
 
-    monkeypatch.setattr(TensorFiles, "write", watched)
-    run(capsys, "huggingface", saved.path, tmp_path / "m", "--data", saved.data)
-    shapes = ModelSource(saved.path).shapes
-    of_experts = [(name, count) for name, count in seen if ".ffn_experts." in name]
-    assert len(of_experts) == 4 * 4  # tensors, experts
-    assert all(4 * count == torch.Size(shapes[name]).numel() for name, count in of_experts)
+def test_without_safetensors_one_line_says_what_to_install(saved, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "safetensors", None)  # as if it were not installed
+    status, _, error = run(capsys, "huggingface", saved.path, tmp_path / "m")
+    assert status == 2 and "pip install safetensors" in error and error.count("\n") == 1
 
 
 def test_help_names_both_commands(capsys):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exported_models import CASES, logits_of, make, sentences
+from exported_models import CASES, VOCABULARY, logits_of, make, sentences
 from torch import nn
 
 from fairseq_tutel.export import ExportError, ModelSource, layer_twin
@@ -12,8 +12,8 @@ from fairseq_tutel.moe import MoELayer
 
 def twin_of(path):
     source = ModelSource(path)
-    twin = InferenceModel(source.description)
-    twin.load_state_dict(source.tensors(), assign=True)
+    twin = InferenceModel(source.config)
+    twin.load_state_dict(source.tensors(source.shapes), assign=True)
     return twin.eval()
 
 
@@ -34,6 +34,12 @@ def test_padding_before_a_text_changes_nothing(tmp_path):
     padded = torch.cat([torch.ones(1, 3, dtype=torch.int64), tokens], 1)
     with torch.no_grad():
         torch.testing.assert_close(twin(padded)[:, 3:], twin(tokens), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 3)])
+def test_no_tokens_have_no_logits(shape, tmp_path):
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    assert twin_of(make(tmp_path).path)(tokens).shape == (*shape, VOCABULARY)
 
 
 LAYERS = {

@@ -1,4 +1,4 @@
-"""What an exported folder holds beside its weights: files of transformers' own form, copied.
+"""Python files that are copied to an exported folder, beside its weights.
 
-Nothing here is imported by this package, and nothing in it imports this package or fairseq.
+They import torch and transformers alone. This package imports ``layers_fairseq_moe`` alone.
 """

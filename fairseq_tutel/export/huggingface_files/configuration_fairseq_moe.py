@@ -1,4 +1,4 @@
-"""Sizes and options of a mixture-of-experts language model that was trained with fairseq."""
+"""Config of a mixture-of-experts language model that was trained with fairseq."""
 
 from dataclasses import field
 
@@ -6,19 +6,19 @@ from transformers import PreTrainedConfig
 
 
 class FairseqMoEConfig(PreTrainedConfig):
-    """As other configs of transformers; what is special:
+    """Config of the model. Fields with transformers' usual names mean the usual.
 
     Args:
         ffn_dim: hidden width of layers without experts.
-        moe_layers: numbers, from 0, of the layers with experts.
+        moe_layers: layers with experts, counted from 0.
         num_experts, num_experts_per_tok, moe_ffn_dim: E, K and the hidden width of an expert.
         expert_network: "ffn" is ``down(act(up(x)))``, "swiglu" and "geglu" are
             ``down(act(gate(x)) * up(x))``.
-        expert_bias: whether the experts' projections have biases (an "ffn" always has).
-        shared_expert_dim: hidden width of an expert of all tokens, 0 for none.
+        expert_bias: whether the experts' projections have biases (always True for "ffn").
+        shared_expert_dim: hidden width of the shared expert, 0 for none.
         score_function: "softmax" or "sigmoid" of the router's logits.
         norm_topk_prob: divide the K scores of a token by their sum.
-        router_load_bias: whether a bias is added to the scores for the choice alone.
+        router_load_bias: whether a bias is added to scores for the selection of experts alone.
         router_fp32: compute the router's logits in fp32 from weights of any dtype.
         routed_scale, moe_output_scale: factors of an expert's weight and of a layer's output.
         position_embedding: "sinusoidal", "learned" or "none".

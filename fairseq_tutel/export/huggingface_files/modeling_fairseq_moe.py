@@ -1,8 +1,8 @@
 """fairseq's GPT-style decoder with mixture-of-experts layers, for transformers 5.
 
-Attention goes through transformers' attention interface (eager, sdpa, ...), the experts through its
-experts interface (``experts_implementation``: eager, batched_mm, grouped_mm). Nothing is dropped:
-there is no capacity. There is no balance loss either, so this is for inference.
+Attention uses transformers' attention interface (eager, sdpa, ...). Experts use its experts
+interface (``experts_implementation``: eager, batched_mm, grouped_mm). There is no capacity, so no
+token is dropped, and no load balancing loss: the model is for inference.
 """
 
 import math
@@ -10,7 +10,6 @@ import math
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.integrations import use_experts_implementation
@@ -19,42 +18,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_fairseq_moe import FairseqMoEConfig
-
-# fairseq counts positions from the number after that of its padding
-_FIRST_POSITION = 2
-
-
-class FairseqMoEPositions(nn.Module):
-    """Sinusoidal positions: [..., L] -> fp32 [..., L, M], sines first (Vaswani et al., 2017).
-
-    Computed where they are needed, so that no length is fixed.
-    """
-
-    def __init__(self, config):
-        super().__init__()
-        self.dim = config.hidden_size
-
-    def forward(self, position_ids):
-        half = self.dim // 2
-        step = -math.log(10000) / (half - 1)
-        rate = torch.exp(torch.arange(half, dtype=torch.float, device=position_ids.device) * step)
-        angle = (position_ids + _FIRST_POSITION)[..., None].float() * rate
-        waves = torch.cat([angle.sin(), angle.cos()], dim=-1)
-        return nn.functional.pad(waves, (0, self.dim % 2))
-
-
-class FairseqMoELearnedPositions(nn.Embedding):
-    """Learned positions: [..., L] -> [..., L, M]."""
-
-    def __init__(self, config):
-        super().__init__(config.max_position_embeddings + _FIRST_POSITION, config.hidden_size)
-
-    def forward(self, position_ids):
-        return super().forward(position_ids + _FIRST_POSITION)
+from .layers_fairseq_moe import (
+    FairseqMoEDecoderLayer,
+    FairseqMoEExpertWeights,
+    FairseqMoERouter,
+    make_positions,
+)
 
 
 def eager_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **_):
-    """[B, H, L, D] each -> [B, L, H, D] and the weights."""
+    """Attend by matrix products: [B, H, L, D] each -> [B, L, H, D] and the weights."""
     weights = query @ key.transpose(2, 3) * scaling
     if attention_mask is not None:
         weights = weights + attention_mask
@@ -64,7 +37,7 @@ def eager_attention(module, query, key, value, attention_mask, scaling, dropout=
 
 
 class FairseqMoEAttention(nn.Module):
-    """Causal attention with biases, all heads with keys and values of their own."""
+    """Causal multi-head attention with biases."""
 
     def __init__(self, config, layer_idx):
         super().__init__()
@@ -95,108 +68,36 @@ class FairseqMoEAttention(nn.Module):
         return self.out_proj(out.reshape(hidden_states.shape)), weights
 
 
-class FairseqMoERouter(nn.Module):
-    """Tokens [T, M] -> indices [T, K] and fp32 weights [T, K] of their experts."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
-        bias = torch.zeros(config.num_experts) if config.router_load_bias else None
-        self.register_buffer("load_bias", bias)
-
-    def forward(self, hidden_states):
-        config = self.config
-        if config.router_fp32:
-            logits = nn.functional.linear(hidden_states.float(), self.weight.float())
-        else:
-            logits = nn.functional.linear(hidden_states, self.weight).float()
-        sigmoid = config.score_function == "sigmoid"
-        scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
-        key = scores
-        if self.load_bias is not None:
-            key = (scores if sigmoid else logits) + self.load_bias.float()
-        index = key.topk(config.num_experts_per_tok, dim=-1).indices
-        weights = scores.gather(-1, index)
-        if config.norm_topk_prob:
-            total = weights.sum(-1, keepdim=True)
-            weights = weights / total.clamp(min=torch.finfo(total.dtype).eps)
-        return index, weights * config.routed_scale
-
-
-def _by_expert(experts, hidden_states, top_k_index, top_k_weights, compute):
-    """The sum over a token's experts, one expert after the other; those without tokens are not
-    read."""
-    out = torch.zeros_like(hidden_states, dtype=top_k_weights.dtype)
-    for expert in top_k_index.unique().tolist():
-        if expert >= experts.num_experts:
-            continue
-        token, choice = torch.where(top_k_index == expert)
-        rows = compute(hidden_states[token], expert)
-        out.index_add_(0, token, rows * top_k_weights[token, choice, None])
-    return out.to(hidden_states.dtype)
+class _Experts(FairseqMoEExpertWeights):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        """Compute expert after expert; weights of experts without tokens are not read."""
+        out = torch.zeros_like(hidden_states, dtype=top_k_weights.dtype)
+        for expert in top_k_index.unique().tolist():
+            if expert >= self.num_experts:
+                continue
+            token, choice = torch.where(top_k_index == expert)
+            rows = self.compute(hidden_states[token], expert)
+            out.index_add_(0, token, rows * top_k_weights[token, choice, None])
+        return out.to(hidden_states.dtype)
 
 
 @use_experts_implementation(has_gate=False, has_bias=True)
-class FairseqMoEExperts(nn.Module):
-    """Experts without a gate: down(act(up(x))), with biases."""
-
-    def __init__(self, config):
-        super().__init__()
-        count, dim, hidden = config.num_experts, config.hidden_size, config.moe_ffn_dim
-        self.num_experts = count
-        self.up_proj = nn.Parameter(torch.empty(count, hidden, dim))
-        self.up_proj_bias = nn.Parameter(torch.empty(count, hidden))
-        self.down_proj = nn.Parameter(torch.empty(count, dim, hidden))
-        self.down_proj_bias = nn.Parameter(torch.empty(count, dim))
-        self.act_fn = ACT2FN[config.activation_function]
-
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        return _by_expert(self, hidden_states, top_k_index, top_k_weights, self._compute)
-
-    def _compute(self, x, expert):
-        linear = nn.functional.linear
-        hidden = self.act_fn(linear(x, self.up_proj[expert], self.up_proj_bias[expert]))
-        return linear(hidden, self.down_proj[expert], self.down_proj_bias[expert])
-
-
-class _GatedExperts(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        count, dim, hidden = config.num_experts, config.hidden_size, config.moe_ffn_dim
-        self.num_experts = count
-        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * hidden, dim))
-        self.down_proj = nn.Parameter(torch.empty(count, dim, hidden))
-        if config.expert_bias:
-            self.gate_up_proj_bias = nn.Parameter(torch.empty(count, 2 * hidden))
-            self.down_proj_bias = nn.Parameter(torch.empty(count, dim))
-        self.act_fn = ACT2FN[{"swiglu": "silu", "geglu": "gelu"}[config.expert_network]]
-
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        return _by_expert(self, hidden_states, top_k_index, top_k_weights, self._compute)
-
-    def _compute(self, x, expert):
-        up_bias, down_bias = (
-            self._parameters[name][expert] if name in self._parameters else None
-            for name in ("gate_up_proj_bias", "down_proj_bias")
-        )
-        both = nn.functional.linear(x, self.gate_up_proj[expert], up_bias)
-        gate, up = both.chunk(2, dim=-1)
-        return nn.functional.linear(self.act_fn(gate) * up, self.down_proj[expert], down_bias)
+class FairseqMoEExperts(_Experts):
+    """Experts without a gate, with biases: down(act(up(x)))."""
 
 
 @use_experts_implementation
-class FairseqMoEGatedExperts(_GatedExperts):
+class FairseqMoEGatedExperts(_Experts):
     """Experts with a gate: down(act(gate(x)) * up(x))."""
 
 
 @use_experts_implementation(has_bias=True)
-class FairseqMoEGatedExpertsWithBias(_GatedExperts):
-    """Those with biases."""
+class FairseqMoEGatedExpertsWithBias(_Experts):
+    """Experts with a gate and biases."""
 
 
 def make_experts(config):
-    """The experts' module that a config asks for."""
+    """Return the experts' module that a config asks for."""
     if config.expert_network == "ffn":
         return FairseqMoEExperts(config)
     return (FairseqMoEGatedExpertsWithBias if config.expert_bias else FairseqMoEGatedExperts)(
@@ -204,62 +105,8 @@ def make_experts(config):
     )
 
 
-class FairseqMoEFeedForward(nn.Module):
-    """fc2(act(fc1(x)))."""
-
-    def __init__(self, config, hidden_dim):
-        super().__init__()
-        self.fc1 = nn.Linear(config.hidden_size, hidden_dim)
-        self.fc2 = nn.Linear(hidden_dim, config.hidden_size)
-        self.act_fn = ACT2FN[config.activation_function]
-
-    def forward(self, hidden_states):
-        return self.fc2(self.act_fn(self.fc1(hidden_states)))
-
-
-class FairseqMoEBlock(nn.Module):
-    """Router, experts, and the expert of all tokens if there is one."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.output_scale = config.moe_output_scale
-        self.router = FairseqMoERouter(config)
-        # not `experts`: vLLM puts another network in the place of a child of that name
-        self.ffn_experts = make_experts(config)
-        self.shared_expert = None
-        if config.shared_expert_dim:
-            self.shared_expert = FairseqMoEFeedForward(config, config.shared_expert_dim)
-
-    def forward(self, hidden_states):
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        index, weights = self.router(tokens)
-        out = self.ffn_experts(tokens, index, weights)
-        if self.shared_expert is not None:
-            out = out + self.shared_expert(tokens)
-        return (out * self.output_scale).view(hidden_states.shape)
-
-
-class FairseqMoEDecoderLayer(nn.Module):
-    """Attention, then a feed-forward network or experts; a norm before, a residual beside each."""
-
-    def __init__(self, config, layer_idx):
-        super().__init__()
-        self.self_attn = FairseqMoEAttention(config, layer_idx)
-        self.self_attn_layer_norm = nn.LayerNorm(config.hidden_size)
-        self.final_layer_norm = nn.LayerNorm(config.hidden_size)
-        sparse = layer_idx in config.moe_layers
-        self.moe = FairseqMoEBlock(config) if sparse else None
-        self.ffn = None if sparse else FairseqMoEFeedForward(config, config.ffn_dim)
-
-    def forward(self, hidden_states, **kwargs):
-        out, _ = self.self_attn(self.self_attn_layer_norm(hidden_states), **kwargs)
-        hidden_states = hidden_states + out
-        compute = self.ffn if self.moe is None else self.moe
-        return hidden_states + compute(self.final_layer_norm(hidden_states))
-
-
 class FairseqMoEPreTrainedModel(PreTrainedModel):
-    """What the two models have in common."""
+    """Base class of the two models."""
 
     config_class = FairseqMoEConfig
     config: FairseqMoEConfig
@@ -298,11 +145,12 @@ class FairseqMoEModel(FairseqMoEPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.embed_scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
-        kinds = {"sinusoidal": FairseqMoEPositions, "learned": FairseqMoELearnedPositions}
-        kind = kinds.get(config.position_embedding)
-        self.embed_positions = None if kind is None else kind(config)
+        self.embed_positions = make_positions(config)
         self.layers = nn.ModuleList(
-            [FairseqMoEDecoderLayer(config, number) for number in range(config.num_hidden_layers)]
+            FairseqMoEDecoderLayer(
+                config, number, FairseqMoEAttention(config, number), make_experts
+            )
+            for number in range(config.num_hidden_layers)
         )
         self.layer_norm = nn.LayerNorm(config.hidden_size) if config.final_layer_norm else None
         self.post_init()
@@ -344,7 +192,7 @@ class FairseqMoEModel(FairseqMoEPreTrainedModel):
 
     @staticmethod
     def _positions(inputs_embeds, attention_mask, past_key_values):
-        """[B, L] or [1, L]: tokens count from 0 behind the padding that a mask marks."""
+        """Return positions, int64 [B, L] or [1, L], that count from 0 after the masked padding."""
         length = inputs_embeds.shape[1]
         if attention_mask is not None and attention_mask.dim() == 2:
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
@@ -368,7 +216,7 @@ class FairseqMoEForCausalLM(FairseqMoEPreTrainedModel, GenerationMixin):
         self,
         input_ids=None,
         attention_mask=None,
-        # generation gives positions to models that name them; its masks need not tell them
+        # generate() passes positions to models that name this argument
         position_ids=None,
         past_key_values=None,
         inputs_embeds=None,

@@ -1,4 +1,4 @@
-"""Tokenizer that cuts text as fairseq-interactive does, by sentencepiece or GPT-2's byte pairs.
+"""Tokenizer that splits text as fairseq-interactive does, by sentencepiece or GPT-2's byte pairs.
 
 Every piece is a symbol of the dictionary or unknown.
 """
@@ -9,14 +9,14 @@ import shutil
 
 from transformers import PreTrainedTokenizer
 
-try:  # an ImportError here would stop transformers from loading a folder with byte pairs
+try:  # an ImportError here would stop folders with byte pairs from loading
     import sentencepiece
 except ImportError:
     sentencepiece = None
 
 
 class FairseqMoETokenizer(PreTrainedTokenizer):
-    """Tokenizer that puts ``</s>`` (``<s>`` if the model was trained so) before a text.
+    """Tokenizer that puts ``</s>``, or ``<s>`` if the model was trained so, before a text.
 
     Args:
         vocab_file: list of the dictionary's symbols, in the order of their numbers.
