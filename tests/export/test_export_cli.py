@@ -176,7 +176,7 @@ def test_bad_input_is_one_line(saved, tmp_path, capsys):
     assert not (tmp_path / "m").exists()
     assert not list(tmp_path.glob(".m.*"))
     for named, words in (
-        ("ends in .pt2", (saved.path, tmp_path / "model.so")),
+        ("must end in .pt2", (saved.path, tmp_path / "model.so")),
         ("exists", (saved.path, saved.path.parent / "model.pt2")),
         ("layer 0 has no experts; those that have: 1", (saved.path, "x.pt2", "--layer", 0)),
     ):
