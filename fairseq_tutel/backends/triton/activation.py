@@ -111,9 +111,10 @@ def _bias_act_fwd_kernel(
     start = tl.program_id(1).to(tl.int64) * BLOCK_F
     offs_f = start + tl.arange(0, BLOCK_F)
     mask_f = offs_f < F
-    bias = _load_bias(bias_ptr, expert * W + offs_f, mask_f & (expert < e))
+    owned_f = offs_f < tl.where(expert < e, F, 0)  # no expert owns the tail
+    bias = _load_bias(bias_ptr, expert * W + offs_f, owned_f)
     if GATED:
-        up_bias = _load_bias(bias_ptr, expert * W + F + offs_f, mask_f & (expert < e))
+        up_bias = _load_bias(bias_ptr, expert * W + F + offs_f, owned_f)
     tl.static_assert(TILE % BLOCK_N == 0)
     for step in range(0, TILE, BLOCK_N):
         offs_n = first + step + tl.arange(0, BLOCK_N)
@@ -121,7 +122,7 @@ def _bias_act_fwd_kernel(
         offs_h = offs_n[:, None] * W + offs_f[None, :]
         # Rows of the tail are not read: they may hold anything. They come out zero, since
         # every activation maps 0 to 0.
-        read = mask & (expert < e)
+        read = (offs_n < last)[:, None] & owned_f[None, :]
         y = activate(_load_biased(h_ptr, offs_h, read, bias_ptr, bias), ACTIVATION)
         if GATED:
             y *= _load_biased(h_ptr + F, offs_h, read, bias_ptr, up_bias)
@@ -167,11 +168,12 @@ def _bias_act_bwd_dh_kernel(
     start = tl.program_id(1).to(tl.int64) * BLOCK_F
     offs_f = start + tl.arange(0, BLOCK_F)
     mask_f = offs_f < F
+    owned_f = offs_f < tl.where(expert < e, F, 0)  # no expert owns the tail
     if h_ptr is not None:
-        bias = _load_bias(bias_ptr, expert * W + offs_f, mask_f & (expert < e))
+        bias = _load_bias(bias_ptr, expert * W + offs_f, owned_f)
     total = tl.zeros([BLOCK_F], tl.float32)
     if GATED:
-        up_bias = _load_bias(bias_ptr, expert * W + F + offs_f, mask_f & (expert < e))
+        up_bias = _load_bias(bias_ptr, expert * W + F + offs_f, owned_f)
         up_total = tl.zeros([BLOCK_F], tl.float32)
     tl.static_assert(TILE % BLOCK_N == 0)
     for step in range(0, TILE, BLOCK_N):
@@ -179,7 +181,7 @@ def _bias_act_bwd_dh_kernel(
         mask = (offs_n < last)[:, None] & mask_f[None, :]
         offs_h = offs_n[:, None] * W + offs_f[None, :]
         offs_y = offs_n[:, None] * F + offs_f[None, :]
-        read = mask & (expert < e)
+        read = (offs_n < last)[:, None] & owned_f[None, :]
         d_h = tl.load(dy_ptr + offs_y, mask=read, other=0.0).to(tl.float32)
         if DROPOUT_P > 0:
             d_h *= _keep_scale(seed_ptr, offs_n, start, F, DROPOUT_P, BLOCK_N, BLOCK_F)
