@@ -1,5 +1,4 @@
-"""``python -m fairseq_tutel``: print the options that this package adds to fairseq, and where the
-shipped configs are."""
+"""``python -m fairseq_tutel`` prints this package's options and the folder of shipped configs."""
 
 import importlib.util
 import sys
@@ -8,10 +7,11 @@ from . import register
 from .command_line import CONFIGS, EXIT_USAGE, run_and_exit
 
 USAGE = """\
-usage: python -m fairseq_tutel                   the options that this package adds to fairseq
-       python -m fairseq_tutel options [WORD]    the same; those whose name or text has the word
-       python -m fairseq_tutel configs           the folder of the shipped configs, for --config-dir
-       python -m fairseq_tutel table             the options as tables in Markdown
+usage: python -m fairseq_tutel                     the options to begin with, other commands
+       python -m fairseq_tutel options [WORD ...]  all options that this package adds to fairseq,
+                                                   or those whose name or text has every word
+       python -m fairseq_tutel configs             the folder of shipped configs, for --config-dir
+       python -m fairseq_tutel table               the options as tables in Markdown
 """
 
 
@@ -21,23 +21,31 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments == ["configs"]:
         sys.stdout.write(f"{CONFIGS}\n")
         return 0
-    searches = arguments[:1] == ["options"] and len(arguments) <= 2
+    searches = arguments[:1] == ["options"]
     if not searches and arguments not in ([], ["-h"], ["--help"], ["table"]):
         sys.stderr.write(f"{USAGE}error: unknown: {' '.join(arguments)}\n")
         return EXIT_USAGE
     if importlib.util.find_spec("fairseq") is None:
-        sys.stderr.write("fairseq is not installed: only fairseq_tutel.moe can be used\n")
+        sys.stderr.write(
+            "fairseq is not installed: the options are those of fairseq-train. Without fairseq you "
+            "can use fairseq_tutel.moe and fairseq_tutel.training\n"
+        )
         return 1
     register()
     from .integrations.fairseq.options import help
 
-    if searches and len(arguments) == 2:
-        found = help.matching(arguments[1])
+    if words := arguments[1:] if searches else []:
+        found = help.matching(*words)
         sys.stdout.write(found)
         if not found:
-            sys.stderr.write(f"no option has {arguments[1]!r} in its name or text\n")
+            sys.stderr.write(
+                f"no option of this package has {' and '.join(map(repr, words))} in its name or "
+                "text; fairseq-train --help lists fairseq's own options\n"
+            )
         return 0 if found else 1
-    sys.stdout.write(help.markdown() if arguments == ["table"] else help.plain_text())
+    sys.stdout.write(
+        help.markdown() if arguments == ["table"] else help.plain_text(everything=searches)
+    )
     return 0
 
 

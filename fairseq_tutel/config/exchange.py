@@ -104,9 +104,11 @@ def exchange_size(num_experts: int, world_size: int, expert_parallel_size: int =
         expert_parallel_size: P; 0: as large as possible, min(E, W).
 
     Raises:
-        ValueError: neither of E and W divides the other, or P does not divide both.
+        ValueError: E is below 1; neither of E and W divides the other; P does not divide both.
     """
     size = expert_parallel_size
+    if num_experts < 1:
+        raise ValueError(f"num_experts={num_experts} must be at least 1")
     if not size:
         if num_experts % world_size and world_size % num_experts:
             raise ValueError(

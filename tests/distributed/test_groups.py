@@ -79,6 +79,8 @@ def test_simulation_plays_rank_0_of_many():
         groups = build_groups(experts, simulate_world_size=8)
         assert (groups.ep_size, groups.num_replicas, groups.world_size) == (size, replicas, 8)
         assert groups.simulated and not groups.communicates and groups.ep_rank == 0
+    with pytest.raises(ValueError, match="num_experts=0 must be at least 1"):
+        build_groups(0)
     with pytest.raises(ValueError, match="3 experts.*8 ranks"):
         build_groups(3, simulate_world_size=8)
     groups = build_groups(1024, expert_parallel_size=32, simulate_world_size=256)

@@ -17,7 +17,7 @@ from ..options.fields import REGISTERED
 from .reported import is_first_to_report
 
 _stock_format_help = argparse.ArgumentParser.format_help
-_MORE_HELP = "options of models with experts: python -m fairseq_tutel options [WORD]"
+_MORE_HELP = "options of models with experts: python -m fairseq_tutel options [WORD ...]"
 _COMMON_TASKS = ("language_modeling", "translation")
 
 

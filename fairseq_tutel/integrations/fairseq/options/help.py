@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ..criterions import CRITERIONS
 from ..models import ARCHITECTURES
@@ -79,11 +79,14 @@ def _rows(fields: list[dataclasses.Field]) -> Iterator[tuple[str, str, str]]:
         yield flag, stated or _WORDS.get(str(field.default), str(field.default)), text
 
 
-def plain_text() -> str:
-    """Return the options for a terminal."""
+def plain_text(everything: bool = True) -> str:
+    """Return the options for a terminal: all (default), or those to begin with."""
     parts = [_USAGE.format(names="|".join(ARCHITECTURES))]
     for title, fields in own_options().items():
         parts += [title, *map(_entry, _rows(fields)), ""]
+        if not everything:
+            parts.append("all options: python -m fairseq_tutel options [WORD ...]\n")
+            break
     return "\n".join(parts) + _OTHERS.format(recipe=RECIPE)
 
 
@@ -93,21 +96,22 @@ def _entry(row: tuple[str, str, str]) -> str:
     return f"  {flag} (default: {default})\n{textwrap.indent(text, ' ' * 8)}"
 
 
-def matching(word: str) -> str:
-    """Return the options, Meta's flags included, whose flag or text has the word in any case."""
+def matching(*words: str) -> str:
+    """Return the options, Meta's flags included, whose flag or text has every word in any case."""
     found = []
     for title, fields in own_options().items():
-        entries = [_entry(row) for row in _rows(fields) if _has(word, row[0], row[2])]
+        entries = [_entry(row) for row in _rows(fields) if _has(words, row[0], row[2])]
         found += [title, *entries, ""] if entries else []
     for flag, reason in (ACCEPTED | ACCEPTED_IN_EVALUATION | REFUSED).items():
-        if _has(word, flag, reason):
+        if _has(words, flag, reason):
             what = "refused" if flag in REFUSED else "accepted without effect"
             found.append(f"{flag} of Meta's branches is {what}: {reason}")
     return "".join(f"{line}\n" for line in found)
 
 
-def _has(word: str, *texts: str) -> bool:
-    return any(word.lower().replace("_", "-") in text.lower().replace("_", "-") for text in texts)
+def _has(words: Iterable[str], *texts: str) -> bool:
+    text = "\n".join(texts).lower().replace("_", "-")
+    return all(word.lower().replace("_", "-") in text for word in words)
 
 
 def markdown() -> str:
