@@ -87,9 +87,9 @@ def test_more_tiles_than_a_grids_second_dimension_may_have(monkeypatch):
     """2^23 rows in tiles of 16: all programs are in the first dimension."""
     grids = []
     monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **kw: grids.append(grid))
-    with torch.device("meta"):
-        rows, weight = torch.empty(2**23, 8), torch.empty(2, 8, 40)
-        offsets = torch.empty(2, dtype=torch.int32)
+    # no torch.device("meta") here: torch remembers its constructors, which are poisoned
+    rows, weight = (torch.empty(s, device="meta") for s in ((2**23, 8), (2, 8, 40)))
+    offsets = torch.empty(2, dtype=torch.int32, device="meta")
     monkeypatch.setattr(kernels, "check_tensor", lambda *args: None)
     kernels.rows_product(rows, weight, offsets)
     assert grids[0]({"BLOCK_R": 16, "BLOCK_C": 16}) == ((2**19 + 3) * 3,)
