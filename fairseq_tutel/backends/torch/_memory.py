@@ -5,6 +5,7 @@ large weights would therefore be on new pages in every step, which the kernel fi
 """
 
 import mmap
+import os
 import sys
 import threading
 
@@ -23,6 +24,16 @@ def _references(buffers: list[mmap.mmap]) -> list[int]:
 _lock = threading.Lock()  # a backward pass may run on a thread of its own
 _buffers: list[mmap.mmap] = []
 _IDLE = _references([mmap.mmap(-1, mmap.PAGESIZE)])[0]  # without a tensor
+
+
+def _renew_lock() -> None:
+    """Give a forked process a free lock: the thread that held it in the parent does not exist."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:

@@ -1,6 +1,7 @@
 """Large buffers of the torch backend: on huge pages where the system has them, and used again."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,17 @@ def test_a_gradient_is_in_use_until_it_is_cleared():
         ops.expert_ffn(rows, *params, activation="relu").square().sum().backward()
     for weight, once in zip(weights, values[0], strict=True):
         torch.testing.assert_close(weight.grad, 2 * once)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_process_forked_while_a_thread_allocates_does_not_wait():
+    with _memory._lock:  # as a thread holds it
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # ends a child that waits
+            empty(LIKE, (NUMEL,))
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
