@@ -177,6 +177,8 @@ def choose_bindings(
         # the threads are divided, or every rank would start one per core
         threads = max(1, len(cores) // len(gpus))
         return [RankBinding(i, gpu, None, threads) for i, gpu in enumerate(gpus)]
+    if option != "auto":
+        raise ValueError(f"--bind {option}: choose auto or none")
     own = gpus[rank]
     if placement.adopted and placement.is_task and len(allowed) < every:
         # mpirun binds to sockets by default: several ranks then share one set of cores

@@ -83,7 +83,8 @@ def build_parser() -> argparse.ArgumentParser:
         "of SLURM's nodes, or this machine)")
     add("--master-port", type=in_range(int, Range(1, 65535)), metavar="PORT",
         help="port on that host (default: MASTER_PORT, or a free port, or one from the job's id)")
-    add("--bind", default="auto", choices=["auto", "none"], help="auto: each rank gets its "
+    # checked where the nodes meet: other nodes must not wait for the one that refuses it
+    add("--bind", default="auto", metavar="auto|none", help="auto: each rank gets its "
         "share of the cores of its GPU's NUMA node; without a GPU, slices of the usable cores. "
         "none: bind nothing (default: auto)")
     add("--nccl-profile", default="none", choices=NCCL_PROFILES, help="NCCL's variables by name; "
