@@ -19,6 +19,8 @@ END = """
 tensors = [torch.empty(1_000_000) for _ in range(dist.get_world_size(group) + 1)]
 dist.barrier()
 work = dist.all_gather(tensors[1:], tensors[0], group=group, async_op=True)
+if referred_to:  # nobody can join these threads, or know of an operation that waits for its peers
+    work.wait()
 del tensors, work
 """
 # functions of atexit run in reverse order: this one after all others
@@ -50,7 +52,8 @@ for exchange in exchanges:
     exchange.dispatch(torch.ones(4, 4))
 group = groups[0].ep_group
 """),
-    # the default group, to which DistributedDataParallel refers, too; its user ends it or does not
+    # the default group, to which torch's DistributedDataParallel refers for ever, also when it is
+    # gone; its user ends it or does not
     "layer": (2, """
 referred_to = True
 from fairseq_tutel import training
