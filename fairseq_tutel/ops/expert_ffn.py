@@ -259,8 +259,8 @@ def expert_ffn(
         activation: swiglu (``silu(gate) * up``) or geglu (``gelu(gate) * up``) for a gated network;
             else gelu (erf), gelu_accurate / gelu_fast (tanh), relu, relu_squared, silu / swish,
             tanh or linear, as in fairseq.
-        offsets: (e,) int32 end row of each expert. Rows past the last one come out zero, and their
-            gradient is unspecified.
+        offsets: (e,) int32 end row of each expert. Rows past the last one are not read; their
+            output and gradient are unspecified.
         activation_dropout_p, dropout_p: probabilities after the activation and after fc2
             (default 0).
         seed: seed of the dropout masks, an int or an int64 scalar tensor. None (default) draws one

@@ -1,6 +1,7 @@
 """The layer on Triton kernels (interpreted without a GPU), on torch, compiled: one function."""
 
 import copy
+import importlib
 import logging
 
 import pytest
@@ -27,6 +28,7 @@ CASES = {
         null_experts=3, shared_expert_dim=10, expert_output_masking=0.2, final_output_masking=0.2
     ),
 }
+BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.interpreted)]
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +67,36 @@ def example(device, **options):
     pad_mask = torch.zeros(3, 13, dtype=torch.bool, device=device)
     pad_mask[:, 10:] = True
     return layer, x, pad_mask
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("capacity_factor", [0.0, -0.5], ids=["dropless", "dropping"])
+def test_nothing_reads_rows_that_belong_to_no_expert(capacity_factor, backend, monkeypatch):
+    """Padding and dropping leave a tail, whose outputs and gradients are unspecified: here NaN."""
+    ops.set_backend(backend)
+    layer = MoELayer(8, 4, 6, capacity_factor=capacity_factor, dropout=0.1, seed=1)
+    x, pad_mask = torch.randn(48, 8), torch.arange(48) % 5 == 0
+    want = outcome(layer, x, pad_mask)
+    tails = []
+
+    def implementation(name, tensor):
+        function = backend_module.implementation(name, tensor)
+
+        def poisoned(*args, offsets, **given):
+            results = function(*args, offsets=offsets, **given)
+            tails.append(results[0][int(offsets[-1]) :].fill_(float("nan")))
+            return results
+
+        return poisoned
+
+    monkeypatch.setattr(
+        importlib.import_module("fairseq_tutel.ops.expert_ffn"), "implementation", implementation
+    )
+    got = outcome(layer, x, pad_mask)
+    assert len(tails) == 2 and all(len(tail) for tail in tails)  # forward, backward
+    assert_tensors_close(got, want, 1e-6)
+    with torch.no_grad():
+        assert layer.eval()(x, pad_mask=pad_mask).isfinite().all()
 
 
 @pytest.mark.interpreted

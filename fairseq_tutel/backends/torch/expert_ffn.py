@@ -34,7 +34,7 @@ def expert_ffn_fwd(
             int64 scalar tensor, needed with dropout.
 
     Returns:
-        out: like rows; rows behind the last expert's are zero.
+        out: like rows; rows past the last expert's are unspecified.
         saved: fc1's products in an order of this file's own, (R, p F), p = 2 for a gated network;
             (0, p F) without ``keep_hidden``.
         active: (R, F), or (0, F), what fc2 is given.
@@ -49,11 +49,8 @@ def expert_ffn_fwd(
     kept = len(rows_RM) if keep_hidden else 0
     saved, active = (empty(rows, (kept, width)) for width in (fc1_weight.shape[1], hidden_dim))
     buffers = (network.planes(saved), active) if keep_hidden else (None, None)
-    end = 0
     for group in groups_of(rows, hidden_dim, offsets):
         network.forward(group, params, rows_RM, out_RM, *buffers)
-        end = group.rows.stop
-    out_RM[end:] = 0
     return out, saved, active
 
 
@@ -83,16 +80,13 @@ def expert_ffn_bwd(
     d_rows_RM = d_rows.view(rows_RM.shape) if needs_rows else None
     d_w1, d_w2 = (empty(w, w.shape if needs_params else (0,)) for w in params[::2])
     d_b1, d_b2 = network.bias_gradients(params, needs_params)
-    end = 0
     for group in groups_of(rows, hidden_dim, offsets):
         d_fc2, d_fc1 = network.backward(group, params, d_out_RM, saved_pRF, d_rows_RM)
-        end, experts = group.rows.stop, group.experts
+        experts = group.experts
         if needs_params:
             # one product over all rows of an expert: in half precision it is rounded once
             torch.bmm(d_fc2.mT, group.split(active_RF), out=d_w2[experts])
             torch.bmm(d_fc1.mT, group.split(rows_RM), out=d_w1[experts])
             sum_rows(d_fc1, d_b1[experts])
             sum_rows(d_fc2, d_b2[experts])
-    if d_rows_RM is not None:
-        d_rows_RM[end:] = 0
     return d_rows, d_w1, d_b1.to(rows.dtype), d_w2, d_b2.to(rows.dtype)

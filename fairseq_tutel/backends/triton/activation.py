@@ -8,7 +8,8 @@ where that is wanted and, per tile of rows, the sums for d_bias; a second kernel
 each expert in a fixed order (no atomics).
 Dropout draws from Philox (Salmon et al. 2011) by element index, so the mask is never stored.
 
-Z are tiles of ACT_TILE_ROWS rows. The tail of ragged rows (``_tiles.py``) comes out zero.
+Z are tiles of ACT_TILE_ROWS rows. The tail of ragged rows (``_tiles.py``) is neither read nor
+written.
 """
 
 import math
@@ -110,22 +111,18 @@ def _bias_act_fwd_kernel(
     W: tl.constexpr = 2 * F if GATED else F
     start = tl.program_id(1).to(tl.int64) * BLOCK_F
     offs_f = start + tl.arange(0, BLOCK_F)
-    mask_f = offs_f < F
-    owned_f = offs_f < tl.where(expert < e, F, 0)  # no expert owns the tail
-    bias = _load_bias(bias_ptr, expert * W + offs_f, owned_f)
+    mask_f = offs_f < tl.where(expert < e, F, 0)  # no expert owns the tail
+    bias = _load_bias(bias_ptr, expert * W + offs_f, mask_f)
     if GATED:
-        up_bias = _load_bias(bias_ptr, expert * W + F + offs_f, owned_f)
+        up_bias = _load_bias(bias_ptr, expert * W + F + offs_f, mask_f)
     tl.static_assert(TILE % BLOCK_N == 0)
     for step in range(0, TILE, BLOCK_N):
         offs_n = first + step + tl.arange(0, BLOCK_N)
         mask = (offs_n < last)[:, None] & mask_f[None, :]
         offs_h = offs_n[:, None] * W + offs_f[None, :]
-        # Rows of the tail are not read: they may hold anything. They come out zero, since
-        # every activation maps 0 to 0.
-        read = (offs_n < last)[:, None] & owned_f[None, :]
-        y = activate(_load_biased(h_ptr, offs_h, read, bias_ptr, bias), ACTIVATION)
+        y = activate(_load_biased(h_ptr, offs_h, mask, bias_ptr, bias), ACTIVATION)
         if GATED:
-            y *= _load_biased(h_ptr + F, offs_h, read, bias_ptr, up_bias)
+            y *= _load_biased(h_ptr + F, offs_h, mask, bias_ptr, up_bias)
         if DROPOUT_P > 0:
             y *= _keep_scale(seed_ptr, offs_n, start, F, DROPOUT_P, BLOCK_N, BLOCK_F)
         offs_y = offs_n[:, None] * F + offs_f[None, :]
@@ -167,13 +164,12 @@ def _bias_act_bwd_dh_kernel(
     W: tl.constexpr = 2 * F if GATED else F
     start = tl.program_id(1).to(tl.int64) * BLOCK_F
     offs_f = start + tl.arange(0, BLOCK_F)
-    mask_f = offs_f < F
-    owned_f = offs_f < tl.where(expert < e, F, 0)  # no expert owns the tail
+    mask_f = offs_f < tl.where(expert < e, F, 0)  # no expert owns the tail
     if h_ptr is not None:
-        bias = _load_bias(bias_ptr, expert * W + offs_f, owned_f)
+        bias = _load_bias(bias_ptr, expert * W + offs_f, mask_f)
     total = tl.zeros([BLOCK_F], tl.float32)
     if GATED:
-        up_bias = _load_bias(bias_ptr, expert * W + F + offs_f, owned_f)
+        up_bias = _load_bias(bias_ptr, expert * W + F + offs_f, mask_f)
         up_total = tl.zeros([BLOCK_F], tl.float32)
     tl.static_assert(TILE % BLOCK_N == 0)
     for step in range(0, TILE, BLOCK_N):
@@ -181,18 +177,17 @@ def _bias_act_bwd_dh_kernel(
         mask = (offs_n < last)[:, None] & mask_f[None, :]
         offs_h = offs_n[:, None] * W + offs_f[None, :]
         offs_y = offs_n[:, None] * F + offs_f[None, :]
-        read = (offs_n < last)[:, None] & owned_f[None, :]
-        d_h = tl.load(dy_ptr + offs_y, mask=read, other=0.0).to(tl.float32)
+        d_h = tl.load(dy_ptr + offs_y, mask=mask, other=0.0).to(tl.float32)
         if DROPOUT_P > 0:
             d_h *= _keep_scale(seed_ptr, offs_n, start, F, DROPOUT_P, BLOCK_N, BLOCK_F)
         if h_ptr is not None:
-            z = _load_biased(h_ptr, offs_h, read, bias_ptr, bias)
+            z = _load_biased(h_ptr, offs_h, mask, bias_ptr, bias)
             if GATED:
                 d_up = d_h * activate(z, ACTIVATION)
                 up_total += tl.sum(d_up, axis=0)
                 if d_h_ptr is not None:
                     tl.store(d_h_ptr + F + offs_h, d_up.to(d_h_ptr.dtype.element_ty), mask=mask)
-                d_h *= _load_biased(h_ptr + F, offs_h, read, bias_ptr, up_bias)
+                d_h *= _load_biased(h_ptr + F, offs_h, mask, bias_ptr, up_bias)
             d_h *= activate_bwd(z, ACTIVATION)
         total += tl.sum(d_h, axis=0)
         if d_h_ptr is not None:
@@ -300,7 +295,7 @@ def bias_act_fwd(
         h: (e, N, F), or (R, F) with ``offsets``, fp32, fp16 or bf16, the result's dtype; gated
             (..., 2F): gate and up are the halves of h + bias.
         bias: (e, F), gated (e, 2F); or None.
-        offsets: (e,) int32 end row of each expert; rows past the last come out zero.
+        offsets: (e,) int32 end row of each expert; rows past the last are neither read nor written.
         seed: int64 scalar tensor; needed when dropout_p > 0.
 
     Raises:

@@ -23,7 +23,8 @@ def expert_ffn_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, and the hidden values before and after the activation.
 
-    These are (R, F) each, or (0, F) without ``keep_hidden``.
+    These are (R, F) each, or (0, F) without ``keep_hidden``. No kernel spends a pass on the tail of
+    ragged rows.
     """
     fc1_weight, fc1_bias, fc2_weight, fc2_bias = params
     middle, last = _elementwise(**options)
@@ -33,8 +34,8 @@ def expert_ffn_fwd(
     if not keep_hidden:
         hidden = hidden.new_empty((0, hidden.shape[-1]))
     out = _product(active, fc2_weight.transpose(1, 2), offsets)
-    if fc2_bias is not None or _changes(last):
-        out = bias_act_fwd(out, _bias(fc2_bias, fc2_weight), **last)
+    if fc2_bias is not None or last["dropout_p"] > 0:
+        out = bias_act_fwd(out, fc2_bias, **last)
     if not keep_hidden:
         active = active.new_empty((0, active.shape[-1]))
     return out, hidden.view(-1, hidden.shape[-1]), active.view(-1, active.shape[-1])
@@ -79,13 +80,11 @@ def expert_chunk_bwd(
     middle, last = _elementwise(**options)
     offsets = middle["offsets"]
     hidden = hidden_RF.view(*d_out.shape[:-1], fc1_weight.shape[1])
-    # without dropout and unused rows the gradient passes fc2's bias as it is
-    changes = _changes(last)
     d_b2 = d_out.new_empty(0)
-    if changes or (needs_params and fc2_bias is not None):
-        bias = _bias(fc2_bias, fc2_weight)
-        d_linear, d_b2 = bias_act_bwd(d_out, None, bias, needs_h=changes, **last)
-        d_out = d_linear if changes else d_out
+    drops = last["dropout_p"] > 0  # if not, fc2's output has the gradient d_out itself
+    if drops or (needs_params and fc2_bias is not None):
+        d_linear, d_b2 = bias_act_bwd(d_out, None, fc2_bias, needs_h=drops, **last)
+        d_out = d_linear if drops else d_out
     d_hidden = _product(d_out, fc2_weight, offsets)
     # not in place, which would save R x F numbers: a kernel that is tuned runs several times on
     # what it is given, so that the tuner would have to keep a copy of just that size
@@ -150,15 +149,6 @@ def _elementwise(
         {"activation": activation, "offsets": offsets, "dropout_p": p, "seed": seed},
         {"activation": "linear", "offsets": offsets, "dropout_p": last_p, "seed": last_seed},
     )
-
-
-def _changes(last: dict) -> bool:
-    """Return whether dropout, or zeros in unused rows, follow the second product."""
-    return last["dropout_p"] > 0 or last["offsets"] is not None
-
-
-def _bias(bias: Tensor | None, weight: Tensor) -> Tensor:
-    return weight.new_zeros(weight.shape[:2]) if bias is None else bias
 
 
 def _expert_order(count_De: Tensor, num_rows: int) -> Tensor | None:
