@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif args.command == "reshard":
             print(reshard(args.path, args.out, args.ranks, force=args.force))
         else:
-            print("\n".join(run_growth(args)))
+            print(run_growth(args))
         return 0
     except BrokenPipeError:  # not an error of a checkpoint
         raise

@@ -2,10 +2,8 @@
 
 import importlib
 import json
-import shlex
 import statistics
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -307,33 +305,6 @@ def test_operations_of_swins_masks():
         assert own > passes * experts
         dense = bench_swin.counted_ratio(pair[0], pair[0], layers, mode)
         assert dense == 1 and ratio < 1
-
-
-def test_startup(tmp_path):
-    """The clock ends with a line of the log or the command; models differ in their experts only."""
-    from fairseq import options
-
-    startup = importlib.import_module("bench_startup")
-    program = "import time; print('num_updates=1,', flush=True); time.sleep(60)"
-    startup.run_until(shlex.join([sys.executable, "-c", program]), "num_updates=1,")
-    quick = shlex.join([sys.executable, "-c", "print('num_updates=1,')"])
-    startup.run_until(quick, None)
-    for failing, until in ((f"{sys.executable} -c 'import no_such'", None), (quick, "nothing")):
-        with pytest.raises(ValueError, match=r"(?s) failed:\n.*(no_such|num_updates=1)"):
-            startup.run_until(failing, until)
-    found = []
-    for command in startup.commands(Path("data"))["fairseq-train"]:
-        parser = options.get_training_parser()
-        found.append(vars(options.parse_args_and_arch(parser, shlex.split(command)[1:])))
-    experts, dense = found
-    differing = {name for name in dense if dense[name] != experts.get(name, dense[name])}
-    assert differing == {"arch", "criterion", "user_dir"}
-    times = {name: {"forward": values} for name, values in
-             (("with", [2000.0, 3000.0]), ("without", [1000.0, 1500.0]))}  # fmt: skip
-    (derived,) = startup.difference({"raw_ms": times}).values()
-    assert derived["s more"] == (1.0, 1.25, 1.5)
-    goals = startup.goals_of({"import": {"derived": {"with": derived}}})
-    assert [goal["reached"] for goal in goals] == [False]
 
 
 def test_alltoall(tmp_path):

@@ -157,8 +157,8 @@ def test_the_flags_to_train_on_with_are_printed(saved, tmp_path, caplog):
         ("grow m.pt m.pt --num-experts 8 --force", "is the source itself"),
         ("shrink m.pt x.pt --num-experts 4", "has 4 experts, of which a token chooses"),
         ("shrink m.pt x.pt --dense shared", "has no shared expert .* --dense one or"),
-        ("shrink m.pt m.pt --dense --data nowhere", "is the source itself"),
-        ("shrink m.pt x.pt --dense --ranks 2 --data nowhere", "--ranks 2: a dense model"),
+        ("shrink m.pt m.pt --dense", "is the source itself"),
+        ("shrink m.pt x.pt --dense --ranks 2", "--ranks 2: a dense model"),
         ("upcycle m.pt x.pt --num-experts 8", "has experts; `grow` makes more of them"),
     ],
 )

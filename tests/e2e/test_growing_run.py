@@ -1,6 +1,5 @@
 """A job that gets more experts while it runs, killed while it does, and commands on its sets."""
 
-import re
 import signal
 import subprocess
 import sys
@@ -105,27 +104,3 @@ def test_a_run_grows_by_a_flag_and_is_killed_meanwhile(grown, tmp_path):
     for name, state in theirs.items():
         for key, value in state["model"].items():
             assert torch.equal(mine[name]["model"][key], value), (name, key)
-
-
-def test_what_shrinking_costs_is_measured(grown, tmp_path):
-    """By the command, against fairseq-eval-lm on both files; the dense one without the plugin."""
-    folder, _ = grown
-    path, out = folder / "checkpoint_last.pt", tmp_path / "dense.pt"
-    tool = [sys.executable, "-m", "fairseq_tutel.checkpoint", "shrink", str(path), str(out)]
-    how = {"cwd": ROOT, "env": environment(), "text": True, "timeout": 240}
-    done = subprocess.run([*tool, "--dense", "--data", _DATA], capture_output=True, **how)
-    assert done.returncode == 0, done.stderr
-    found = re.fullmatch(
-        rf"{out}\nvalid loss \(base 2\): ([\d.]+) before, ([\d.]+) after\n", done.stdout
-    )
-    losses = []
-    for file, plugin in ((path, ["--user-dir", "fairseq_tutel"]), (out, [])):
-        words = [_DATA, *plugin, "--path", str(file), "--gen-subset", "valid", "--cpu"]
-        command = [sys.executable, "-m", "fairseq_cli.eval_lm", *words, "--tokens-per-sample", "8"]
-        text = subprocess.run(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, **how)
-        losses += re.findall(r"Loss \(base 2\): ([\d.]+)", text.stdout)
-    assert list(found.groups()) == losses and losses[0] != losses[1]
-    nowhere = subprocess.run([*tool, "--num-experts", "2", "--data", "nowhere", "--force"],
-                             capture_output=True, **how)  # fmt: skip
-    assert nowhere.returncode == 2 and "fairseq-eval-lm nowhere: " in nowhere.stderr
-    assert inspect(str(out))["num_experts"] == 0  # the file of before, not a half one

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 from ...config.options import FINITE, at_least, in_range
 from ..layout import CheckpointError
-from ..reader import read_set
-from ..state import options_of
-from ..store import refuse_target
 from .dense import DENSE, to_dense
 from .grow import grow, shrink
 from .upcycle import Upcycling, upcycle
@@ -28,7 +21,6 @@ _FLAGS = {
     "shared": "shared-expert",
     "inexact": "allow-inexact",
 }
-_PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
@@ -86,60 +78,21 @@ def _add_shrinking(parser: argparse.ArgumentParser) -> None:
                         "model for stock fairseq; one: of the most loaded expert, mean: of the "
                         "mean weighted by load, shared: of the shared expert (default: mean)",
                         )  # fmt: skip
-    parser.add_argument("--data", metavar="DATA", help="data-bin: print the validation loss before "
-                        "and after")  # fmt: skip
-    parser.add_argument("--gen-subset", default="valid", metavar="NAME", help="subset of DATA "
-                        "(default: valid)")  # fmt: skip
 
 
-def run_growth(args: argparse.Namespace) -> list[str]:
-    """Run one of the commands; return the lines to print."""
+def run_growth(args: argparse.Namespace) -> str:
+    """Run one of the commands; return the path of the new checkpoint."""
     common = {"ranks": args.ranks, "force": args.force}
     if args.command == "upcycle":
         how = {field.name: getattr(args, field.name) for field in dataclasses.fields(Upcycling)}
-        return [upcycle(args.path, args.out, Upcycling(**how), **common)]
+        return upcycle(args.path, args.out, Upcycling(**how), **common)
     common["load"] = args.load
     if args.command == "grow":
         ramp = args.moe_growth_updates if args.exact else 0
         how = {"by": args.by, "noise": args.noise, "seed": args.seed}
-        return [grow(args.path, args.out, args.num_experts, ramp=ramp, **how, **common)]
+        return grow(args.path, args.out, args.num_experts, ramp=ramp, **how, **common)
     if args.dense and args.ranks:
         raise CheckpointError(f"--ranks {args.ranks}: a dense model is one file")
-    before = None
-    if args.data:
-        refuse_target(args.out, args.path, args.force)  # before minutes of evaluation
-        before = validation_loss(args.path, args.data, args.gen_subset)
     if args.dense:
-        written = to_dense(args.path, args.out, args.dense, load=args.load, force=args.force)
-    else:
-        written = shrink(args.path, args.out, args.num_experts, **common)
-    if before is None:
-        return [written]
-    after = validation_loss(written, args.data, args.gen_subset)
-    return [written, f"{args.gen_subset} loss (base 2): {before:g} before, {after:g} after"]
-
-
-def validation_loss(path: str, data: str, subset: str = "valid") -> float:
-    """Return the loss of a language model in bits per token, as ``fairseq-eval-lm`` reports it.
-
-    The program runs in another process. Blocks are as long as in training.
-
-    Raises:
-        CheckpointError: the model translates, or the program fails; with its last line.
-    """
-    shared = read_set(path).shared
-    if "encoder_layers" in options_of(shared):
-        raise CheckpointError(
-            f"{path}: --data is for language models, which fairseq-eval-lm evaluates; compare "
-            "translations by fairseq-validate, before and after"
-        )
-    length = options_of(shared, "task").get("tokens_per_sample")
-    command = [sys.executable, "-m", "fairseq_cli.eval_lm", data, "--user-dir", str(_PACKAGE)]
-    command += ["--path", path, "--gen-subset", subset]
-    command += ["--tokens-per-sample", str(length)] if length else []
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = re.findall(r"Loss \(base 2\): ([\d.]+)", done.stdout + done.stderr)
-    if done.returncode or not found:
-        lines = (done.stderr or done.stdout).strip().splitlines() or ["no output"]
-        raise CheckpointError(f"{path}: fairseq-eval-lm {data}: {lines[-1]}")
-    return float(found[-1])
+        return to_dense(args.path, args.out, args.dense, load=args.load, force=args.force)
+    return shrink(args.path, args.out, args.num_experts, **common)
