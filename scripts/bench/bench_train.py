@@ -4,14 +4,11 @@
     python scripts/bench/bench_train.py --preset translation --updates 4 --warmup 1
     python scripts/bench/bench_train.py --device cuda --preset meta-1.1t-rank
     python -m fairseq_tutel.launch -- python scripts/bench/bench_train.py --preset meta-1.1t-rank
-    python -m fairseq_tutel.launch --nproc-per-node 4 --bind none -- \\
-        python scripts/bench/bench_train.py --preset x4 --variants moe,sharded --device cpu
 
 Variants take turns: this plugin; the same model with the dense S x E x C formulation; the
-FLOP-matched dense model, whose feed-forward networks are K times as wide; this plugin with
---zero-sharding os (several ranks). An update is fairseq's ``Trainer.train_step``: forward,
-backward, clipping, optimizer, statistics. On several ranks the tokens of all ranks count, and the
-time of the slowest; the optimizer's state is listed by rank.
+FLOP-matched dense model, whose feed-forward networks are K times as wide. An update is fairseq's
+``Trainer.train_step``: forward, backward, clipping, optimizer, statistics. On several ranks the
+tokens of all ranks count, and the time of the slowest.
 
 Good: at least 0.90 of the FLOP-matched model's tokens/s, and on a GPU half of its peak.
 """
@@ -38,7 +35,6 @@ from models import (
 from program import Ranks, Report, expect_known, goal, preset_of, program, words
 from record import ROOT
 
-from fairseq_tutel.distributed import gather_texts, is_expert
 from fairseq_tutel.plan.hardware import load_hardware
 from fairseq_tutel.plan.parameters import count_parameters
 from fairseq_tutel.plan.settings import read_settings
@@ -69,16 +65,6 @@ def case_of(run: Run, samples: Sequence[dict], losses: list[float]) -> Case:
         raise RuntimeError(f"{_MAX_OVERFLOWS} updates in a row overflowed ({run.variant})")
 
     return Case(run.variant, forward)
-
-
-def state_bytes(run: Run) -> dict[str, list[int]]:
-    """Bytes of the optimizer's state by rank: of dense parameters, and of experts. Collective."""
-    found = {"dense": 0, "experts": 0}
-    for param, entries in run.trainer.optimizer.optimizer.state.items():
-        tensors = [value for value in entries.values() if torch.is_tensor(value)]
-        found["experts" if is_expert(param) else "dense"] += sum(each.nbytes for each in tensors)
-    rows = [text.split() for text in gather_texts(f"{found['dense']} {found['experts']}")]
-    return dict(zip(found, ([int(n) for n in row] for row in zip(*rows, strict=True)), strict=True))
 
 
 def points(
@@ -115,10 +101,6 @@ def points(
                     columns["MFU"] = flops * speed / (peak * ranks.world_size)
                 if ranks.device.type == "cuda" and len(runs) == 1:
                     columns["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
-                if ranks.world_size > 1:
-                    for kind, sizes in state_bytes(runs[variant]).items():
-                        text = " ".join(map(str, sizes))
-                        columns[f"{kind} state by rank, bytes"] = text
                 derived[variant] = columns
             return derived
 

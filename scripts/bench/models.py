@@ -28,7 +28,6 @@ VARIANTS = {
     "moe": "this plugin",
     "dense": "the same model, dense S x E x C formulation",
     "flop-matched": "FLOP-matched dense model",
-    "sharded": "this plugin with --zero-sharding os",
 }
 
 
@@ -97,8 +96,6 @@ def config_of(variant: str, config: DictConfig) -> DictConfig:
     The FLOP-matched model has dense layers, K times as wide, in place of the MoE layers.
     """
     config = config.copy()
-    if variant == "sharded":
-        config.distributed_training.zero_sharding = "os"
     if variant != "flop-matched":
         return config
     top_k = layer_shape(config).top_k

@@ -245,19 +245,11 @@ def test_training_leaves_out_what_does_not_fit(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_training_on_two_ranks(tmp_path):
-    """A preset of one simulated rank becomes one of real ranks; dense statistics are sharded."""
-    words = "--device cpu --preset meta-8gpu-rank --tiny --one-by-one --variants moe,sharded"
+    """A preset of one simulated rank becomes one of real ranks."""
+    words = "--device cpu --preset meta-8gpu-rank --tiny --variants moe"
     result = launch("train", tmp_path, words)
     assert (result["world_size"], result["settings"]["experts"]) == (2, 4)
     assert result["settings"]["simulated_ranks"] == 0
-    state = {
-        name: found["derived"][name]["dense state by rank, bytes"].split()
-        for name, found in result["results"].items()
-    }
-    (whole, other), parts = (list(map(int, state[name])) for name in ("moe", "sharded"))
-    assert whole == other == sum(parts) and max(parts) < 0.6 * whole
-    losses = [result["results"][name]["losses"][name] for name in ("moe", "sharded")]
-    assert losses[0] == losses[1]
 
 
 def test_generation(tmp_path):
@@ -322,9 +314,8 @@ def test_alltoall(tmp_path):
 
 @pytest.mark.long
 def test_exchanges_and_the_tuner(tmp_path):
-    words = """--placement replicated --tokens 16 --model-dim 8 --hidden-dim 16 --phases 1,2
-        --steps 5 --repetitions 1"""
-    result = launch("exchange", tmp_path, words)
+    words = "--device cpu --mode tuner --phases 1,2 --steps 5 --repetitions 1"
+    result = launch("alltoall", tmp_path, words)
     results = result["results"]
     assert list(results) == ["fixed, f=1", "fixed, f=2", "phase 1, f=1", "phase 2, f=2"]
     # two ranks of one node, experts whole
@@ -342,7 +333,7 @@ def test_exchanges_and_the_tuner(tmp_path):
 
 
 def test_goals_of_the_tuner():
-    goals_of = importlib.import_module("bench_exchange").goals_of
+    goals_of = importlib.import_module("bench_alltoall").tuner_goals
     fixed = {"a": 100.0, "b": 400.0}
     ms = {name: {"forward": {"p50": time}} for name, time in fixed.items()}
     phase = {"derived": {"tuner": {"s": 1.1}, "best": {"s": 1.0}}}
@@ -367,7 +358,7 @@ def test_goals_of_the_tuner():
         ("swin", "--tiny --modes generation", "--modes generation"),
         ("generate", "--grid 8", "--grid 8"),
         ("alltoall", "", "at least 2 ranks"),
-        ("exchange", "", "at least 2 ranks"),
+        ("alltoall", "--mode adaptive", "--mode adaptive"),
     ],
 )
 def test_refusals(capsys, monkeypatch, name, arguments, message):
