@@ -41,6 +41,7 @@ def test_only_fixed_capacity_in_training_is_static():
 
 LOADS = {"load_importance_loss": True, "gate_noise": 1.0}
 BIAS = {"load_bias": "sign"}
+PAIRS = {"num_expert_groups": 2, "top_groups": 1}
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,16 @@ BIAS = {"load_bias": "sign"}
             {"unnormalized_weights": True, "normalize_before_dropping": True},
             ["normalize_before_dropping and unnormalized_weights contradict"],
         ),
+        (MoEConfig, {"num_expert_groups": 3}, ["num_expert_groups=3 must divide", " 4"]),
+        (MoEConfig, {**PAIRS, "top_groups": 3}, ["top_groups=3 of num_expert_groups=2"]),
+        (MoEConfig, {**PAIRS, "top_k": 3}, ["top_k=3", "the 2 experts of top_groups=1"]),
+        (MoEConfig, {**PAIRS, "overflow_rerouting": 1}, ["overflow_rerouting=1", "the 2 experts"]),
+        (MoEConfig, {"num_expert_groups": 4, "top_groups": 2}, ["=4 has one", "group_score='max'"]),
+        (MoEConfig, {**PAIRS, "group_score": "sum"}, ["group_score='sum'", "top2, max"]),
+        (MoEConfig, {**PAIRS, "second_expert_policy": "random"}, ["=2 needs", "not 'random'"]),
+        (MoEConfig, {**PAIRS, "load_bias": "quantile"}, ["=2 needs", "'quantile'"]),
+        (MoEConfig, {**PAIRS, "null_experts": 2}, ["=2 needs null_experts=0"]),
+        (MoEConfig, {**PAIRS, **LOADS}, ["load_importance_loss", "num_expert_groups=2"]),
         (MoEConfig, {"null_experts": 2, **LOADS}, ["load_importance_loss", "null_experts=2"]),
         (ExchangeConfig, {"algorithm": "quick"}, ["'quick' is unknown; choose one of 2dh, linear"]),
         (ExchangeConfig, {"ranks_per_node": -1}, ["ranks_per_node=-1 must be at least 0"]),

@@ -143,8 +143,9 @@ class MoEConfig:
         "none",
         "bias on the selection of experts that follows their load, without a loss: 'quantile': "
         "after each update by as much as its tokens need (arXiv 2607.24653; recommended); 'sign': "
-        "by `load_bias_rate` (arXiv 2408.15664). K > 1 needs `second_expert_policy='all'`",
-        choices=("none", "sign", "quantile"),
+        "by `load_bias_rate` (arXiv 2408.15664); 'frozen': never, it stays as loaded. K > 1 needs "
+        "`second_expert_policy='all'`",
+        choices=("none", "sign", "quantile", "frozen"),
         group="balance",
     )
     load_bias_rate: float = option(0.001, "step of `load_bias='sign'`", above(0), group="balance")
@@ -153,6 +154,21 @@ class MoEConfig:
         "gate values: 'softmax' of the logits, or 'sigmoid' of each (arXiv 2412.19437, equation "
         "15), which losses and entropy divide by the sum",
         choices=("softmax", "sigmoid"),
+    )
+    num_expert_groups: int = option(
+        1,
+        "groups of neighbouring experts; a token chooses from its `top_groups` best ones "
+        "(arXiv 2412.19437, section 2.1.2). More than 1 needs `second_expert_policy='all'`",
+        at_least(1),
+    )
+    top_groups: int = option(
+        1, "groups that a token may choose from, with `num_expert_groups` > 1", at_least(1)
+    )
+    group_score: str = option(
+        "top2",
+        "score of a group: 'top2': sum of its two largest scores (DeepSeek-V3); 'max': its largest "
+        "(DeepSeek-V2, arXiv 2405.04434). Scores contain the load bias",
+        choices=("top2", "max"),
     )
     drop_policy: str = option(
         "position",
@@ -207,6 +223,7 @@ class MoEConfig:
             )
         self._check_load_importance_loss()
         self._check_load_bias()
+        self._check_groups()
         if self.batch_prioritized and self.drop_policy != "position":
             raise OptionError(
                 f"`batch_prioritized` and `drop_policy={self.drop_policy!r}` both say which tokens "
@@ -227,6 +244,7 @@ class MoEConfig:
                 f"noise's distribution, and `gate_noise={self.gate_noise}`"
             )
         others = ["balance_scope", "balance_choices", "load_bias", "score_function", "null_experts"]
+        others.append("num_expert_groups")
         for name in others:
             if getattr(self, name) != getattr(type(self), name):
                 raise OptionError(
@@ -242,11 +260,44 @@ class MoEConfig:
                 f"`load_bias={self.load_bias!r}` needs `second_expert_policy='all'`, not "
                 f"{self.second_expert_policy!r}: drawn choices do not answer to a bias"
             )
-        if self.top_k == self.num_outputs:
+        if self.top_k == self.num_outputs and self.moves_load_bias:
             raise OptionError(
                 f"`load_bias={self.load_bias!r}` has nothing to choose: `top_k={self.top_k}` takes "
                 "all experts"
             )
+
+    def _check_groups(self) -> None:
+        groups = self.num_expert_groups
+        if groups == 1:
+            return
+        given = f"`num_expert_groups={groups}`"
+        if self.num_experts % groups:
+            raise OptionError(f"{given} must divide the number of experts, {self.num_experts}")
+        if self.top_groups > groups:
+            raise OptionError(f"`top_groups={self.top_groups}` of {given} cannot be chosen")
+        allowed = self.num_experts // groups * self.top_groups
+        if self.top_k + self.overflow_rerouting > allowed:
+            raise OptionError(
+                f"`top_k={self.top_k}` and `overflow_rerouting={self.overflow_rerouting}` are more "
+                f"choices than the {allowed} experts of `top_groups={self.top_groups}`"
+            )
+        if self.group_score == "top2" and groups == self.num_experts:
+            raise OptionError(f"{given} has one expert per group: give `group_score='max'`")
+        if self.top_k > 1 and self.second_expert_policy != "all":
+            raise OptionError(
+                f"{given} needs `second_expert_policy='all'`, not {self.second_expert_policy!r}: "
+                "drawn choices do not keep to groups"
+            )
+        if self.null_experts or self.load_bias == "quantile":
+            raise OptionError(
+                f"{given} needs `null_experts=0` and no `load_bias='quantile'`, which compare all "
+                "experts of a token; 'sign' works"
+            )
+
+    @property
+    def moves_load_bias(self) -> bool:
+        """Whether training moves the load bias."""
+        return self.load_bias in ("sign", "quantile")
 
     @property
     def num_outputs(self) -> int:

@@ -42,6 +42,9 @@ class LayerConfig:
     activation_function: str
     shared_expert_dim: int
     score_function: str
+    num_expert_groups: int
+    top_groups: int
+    group_score: str
     norm_topk_prob: bool
     router_load_bias: bool
     router_fp32: bool
@@ -107,6 +110,9 @@ def describe_layer(
         activation_function=ACTIVATIONS[activation],
         shared_expert_dim=shared_dim,
         score_function=config.score_function,
+        num_expert_groups=config.num_expert_groups,
+        top_groups=config.top_groups,
+        group_score=config.group_score,
         norm_topk_prob=config.top_k > 1 and not config.unnormalized_weights,
         router_load_bias=config.load_bias != "none",
         router_fp32=config.gating_fp32,

@@ -360,7 +360,7 @@ class MoELayer(nn.Module):
         self, given_TM, x_TM, pad_mask_T, call: RouterCall
     ) -> tuple[Routing, RouterAux | None]:
         if self._gate_routes:
-            watched = self.config.load_bias != "none" and not torch.compiler.is_compiling()
+            watched = self.config.moves_load_bias and not torch.compiler.is_compiling()
             if watched and isinstance(self.gate, Router):
                 self.gate.check_updates()
             return self.gate(x_TM, pad_mask_T, call)

@@ -43,6 +43,9 @@ class RoutingOptions(TypedDict, total=False):
     load_bias: str
     load_bias_rate: float
     score_function: str
+    num_expert_groups: int
+    top_groups: int
+    group_score: str
     drop_policy: str
     overflow_rerouting: int
     route_scale: float

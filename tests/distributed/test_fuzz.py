@@ -6,6 +6,7 @@ its seed.
 """
 
 import dataclasses
+import math
 import os
 import random
 from collections import defaultdict
@@ -51,6 +52,9 @@ class Case:
     activation: str
     model_dim: int
     hidden_dim: int
+    groups: tuple[int, int, str]  # number, how many a token may choose from, score
+    sigmoid: bool
+    biased: bool  # whether a frozen bias takes part in the selection
     own: bool  # whether the experts are modules of the user's own
     tokens: tuple[int, ...]
 
@@ -79,6 +83,9 @@ def case_of(seed, ranks=4):
     slices = ranks // group_size if placement == "sliced" else 1
     r = rng.choice([r for r in range(slices + 1) if r == 0 or slices % r == 0])
     most = rng.choice([0, 3, 9, 20])
+    top_k = rng.randint(1, min(3, experts))
+    fitting = [g for g in (2, 4) if experts % g == 0 and experts // g >= max(2, top_k)]
+    groups = rng.choice([1, *fitting])
     tokens = [rng.choice([0, most, rng.randint(0, most)]) for _ in range(ranks)]
     return Case(
         seed=seed,
@@ -90,7 +97,7 @@ def case_of(seed, ranks=4):
         algorithm=rng.choice(["linear", "2dh"]),
         degree=rng.choice([1, 1, 2, 4, 8]),
         compact=rng.random() < 0.2,
-        top_k=rng.randint(1, min(3, experts)),
+        top_k=top_k,
         factor=rng.choice([0.0, 0.5, 1.0, 2.0, -0.25, -1.0]),
         training=rng.random() < 0.8,
         normalize_before_dropping=rng.random() < 0.3,
@@ -100,13 +107,16 @@ def case_of(seed, ranks=4):
         activation=rng.choice(["gelu", "relu"]),
         model_dim=rng.choice([3, 8]),
         hidden_dim=rng.choice([8, 24]),
+        groups=(groups, rng.randint(1, groups), rng.choice(["max", "top2"])),
+        sigmoid=rng.random() < 0.3,
+        biased=rng.random() < 0.3,
         own=placement == "replicated" and r == 1 and rng.random() < 0.4,
         tokens=tuple(tokens),
     )
 
 
 def tensors_of(case):
-    """Tokens and targets of each rank, the gate's weight, and {(expert, end): tensor}; fp64."""
+    """Tokens and targets of each rank, the gate's weight, {(expert, end): tensor}, bias; fp64."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def draw(*shape):
@@ -116,7 +126,7 @@ def tensors_of(case):
     shapes = dict(zip(ENDS, ((f, m), (f,), (m, f), (m,)), strict=True))
     weights = {(e, end): draw(*shapes[end]) for e in range(case.experts) for end in ENDS}
     xs, targets = ([draw(count, m) for count in case.tokens] for _ in range(2))
-    return xs, targets, draw(case.experts, m), weights
+    return xs, targets, draw(case.experts, m), weights, draw(case.experts).float()
 
 
 def cut(tensor, case, end, index):
@@ -137,7 +147,7 @@ def kept_of(gates, chosen, case, agreed):
     limit = max(1, case.top_k * int(abs(case.factor) * -(-agreed // case.experts)))
     order = list(range(len(gates)))
     if case.batch_prioritized:
-        order.sort(key=lambda t: -max(gates[t]))
+        order.sort(key=lambda t: -gates[t][chosen[t][0]])
     used, kept = defaultdict(int), set()
     for k in range(case.top_k):
         for t in order:
@@ -147,9 +157,28 @@ def kept_of(gates, chosen, case, agreed):
     return kept
 
 
+def choices_of(logits, bias, case):
+    """The experts of a token, best first."""
+    values = logits.sigmoid() if case.sigmoid else logits
+    values = (values + bias if case.biased else values).tolist()
+    number, top, score = case.groups
+    if number == 1:
+        allowed = range(case.experts)
+    else:
+        size = case.experts // number
+        members = [range(first, first + size) for first in range(0, case.experts, size)]
+        parts = values if case.sigmoid else [math.exp(v) for v in values]
+        best = [
+            sorted(parts[e] for e in group)[-1 if score == "max" else -2 :] for group in members
+        ]
+        order = sorted(range(number), key=lambda g: -sum(best[g]))[:top]
+        allowed = [e for g in order for e in members[g]]
+    return sorted(allowed, key=lambda e: -values[e])[: case.top_k]
+
+
 def oracle(case):
     """(by rank y, d_x, balance loss and rows kept by expert; d_gate; d_weights)"""
-    xs, targets, gate, weights = tensors_of(case)
+    xs, targets, gate, weights, bias = tensors_of(case)
     leaves = [*xs, gate, *weights.values()]
     for leaf in leaves:
         leaf.requires_grad_()
@@ -157,9 +186,10 @@ def oracle(case):
     for rank, (x_TM, target_TM) in enumerate(zip(xs, targets, strict=True)):
         block = rank // case.group_size * case.group_size
         of_group = slice(block, block + case.group_size) if case.slices == 1 else slice(None)
-        probs = [(gate @ x_M).softmax(0) for x_M in x_TM]
+        logits = [gate @ x_M for x_M in x_TM]
+        probs = [z.sigmoid() if case.sigmoid else z.softmax(0) for z in logits]
         gates = [p.tolist() for p in probs]
-        chosen = [sorted(range(case.experts), key=lambda e: -g[e])[: case.top_k] for g in gates]  # noqa: B023
+        chosen = [choices_of(z.detach(), bias, case) for z in logits]
         kept, y = kept_of(gates, chosen, case, max(case.tokens[of_group])), []
         for t, x_M in enumerate(x_TM):
             choices = [k for k in range(case.top_k) if (t, k) in kept]
@@ -171,7 +201,8 @@ def oracle(case):
                 y[t] = y[t] + weight * expert_of(x_M, weights, chosen[t][k], case)
             total = total + y[t] @ target_TM[t]
         first = [sum(c[0] == e for c in chosen) / max(1, len(x_TM)) for e in range(case.experts)]
-        mean = sum(probs) / len(probs) if probs else torch.zeros(case.experts).double()
+        shares = [p / p.sum() for p in probs]
+        mean = sum(shares) / len(shares) if probs else torch.zeros(case.experts).double()
         losses.append(case.experts * (mean * torch.tensor(first).double()).sum())
         if case.balance:
             total = total + losses[-1]
@@ -225,23 +256,29 @@ def layer_of(case):
         eval_capacity_factor=case.factor,
         normalize_before_dropping=case.normalize_before_dropping,
         batch_prioritized=case.batch_prioritized,
+        num_expert_groups=case.groups[0],
+        top_groups=case.groups[1],
+        group_score=case.groups[2],
+        score_function="sigmoid" if case.sigmoid else "softmax",
+        load_bias="frozen" if case.biased else "none",
         **own,
     )
-    _, _, gate, weights = tensors_of(case)
+    _, _, gate, weights, bias = tensors_of(case)
     experts, index = case.place(rank)
     state = {
         f"experts.{slot}.{end}": cut(weights[e, end], case, end, index)
         for slot, e in enumerate(experts)
         for end in ENDS
     }
-    layer.double().load_state_dict({"gate.wg.weight": gate, **state})
+    router = {"gate.wg.weight": gate, **({"gate.load_bias": bias} if case.biased else {})}
+    layer.double().load_state_dict({**router, **state})
     return layer.train(case.training)
 
 
 def run(case):
     """y, d_x, balance loss, rows kept by expert, d_gate and {(expert, end): d_weight} of a rank."""
     rank, _ = process_world()
-    layer, (xs, targets, _, _) = layer_of(case), tensors_of(case)
+    layer, (xs, targets, *_) = layer_of(case), tensors_of(case)
     x = xs[rank].requires_grad_()
     if case.recompute is None:
         y, aux = layer(x, return_aux=True)

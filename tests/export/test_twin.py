@@ -48,6 +48,12 @@ LAYERS = {
     "swiglu": {"expert_network": "swiglu"},
     "geglu with biases": {"expert_network": "geglu", "expert_options": {"bias": True}},
     "relu, shared expert": {"activation": "relu", "shared_expert_dim": 6},
+    "groups": {
+        "num_experts": 6,
+        "num_expert_groups": 3,
+        "top_groups": 1,
+        "group_score": "max",
+    },
     "sigmoid, scaled": {"score_function": "sigmoid", "route_scale": 2.0, "top_k": 3},
 }
 
@@ -56,7 +62,7 @@ LAYERS = {
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 def test_a_layer_computes_the_same(options, dtype):
     torch.manual_seed(0)
-    layer = MoELayer(16, 5, 24, seed=1, **options).eval().to(dtype)
+    layer = MoELayer(16, hidden_dim=24, seed=1, **{"num_experts": 5, **options}).eval().to(dtype)
     x = torch.randn(3, 7, 16, dtype=dtype)
     with torch.no_grad():
         want, got = layer(x), layer_twin(layer)(x)

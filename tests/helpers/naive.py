@@ -233,6 +233,8 @@ def gating(
     score_TE = logits_TE.sigmoid() if sigmoid else logits_TE.softmax(1)
     prob_TE = score_TE / score_TE.sum(1, keepdim=True) if sigmoid else score_TE
     key_TE = (score_TE if sigmoid else logits_TE).detach() + (0 if bias_E is None else bias_E)
+    if config.num_expert_groups > 1:
+        key_TE = _of_best_groups(key_TE, config)
     later_TE, drawn_T, uniform_TK = _draws(config, training, key_TE, seed)
     live = [t for t in range(tokens) if pad_T is None or not pad_T[t]]
     capacity = capacity_of(config, tokens, training)
@@ -319,6 +321,21 @@ def gating(
         _loss(logits_TE, prob_TE, chosen, live, config),
         _metrics(prob_TE.detach(), shown, num_routed_K, full_K, experts),
     )
+
+
+def _of_best_groups(key_TE, config):
+    """Keys, -inf for experts outside each token's best groups."""
+    size, found = config.num_experts // config.num_expert_groups, key_TE.clone()
+    for key, row in zip(key_TE.tolist(), found, strict=True):
+        values = key if config.score_function == "sigmoid" else [math.exp(k) for k in key]
+        groups = [range(first, first + size) for first in range(0, len(key), size)]
+        largest = {"max": 1, "top2": 2}[config.group_score]
+        score = [sum(sorted((values[e] for e in g), reverse=True)[:largest]) for g in groups]
+        best = sorted(range(len(groups)), key=lambda g: -score[g])[: config.top_groups]  # noqa: B023
+        for number, group in enumerate(groups):
+            if number not in best:
+                row[list(group)] = -math.inf
+    return found
 
 
 def _draws(config, training, key_TE, seed):

@@ -102,11 +102,29 @@ for options in (
 ):
     CASES[f"null {options}"] = {"top_k": 3, "capacity_factor": 0.6, **NULL, **options}
 for rule, score, top_k in itertools.product(
-    ("none", "sign", "quantile"), ("softmax", "sigmoid"), (1, 2, 4)
+    ("none", "sign", "quantile", "frozen"), ("softmax", "sigmoid"), (1, 2, 4)
 ):
     CASES[f"{score} top{top_k}, load bias {rule}"] = {
         "top_k": top_k, "load_bias": rule, "score_function": score, "route_scale": 2.5,
         "capacity_factor": 0.0, "z_loss_weight": 0.5,
+    }  # fmt: skip
+
+
+GROUPS = {"experts": 12, "tokens": 29, "num_expert_groups": 4, "top_groups": 2}
+for score, best, more in itertools.product(
+    ("softmax", "sigmoid"),
+    ("max", "top2"),
+    (
+        {},
+        {"load_bias": "frozen", "capacity_factor": 0.0, "pad": True},
+        {"load_bias": "sign", "top_k": 4, "route_scale": 2.5, **AS_THEY_ARE},
+        {"capacity_factor": 0.6, "overflow_rerouting": 2, "batch_prioritized": True},
+        {"top_groups": 4, "top_k": 6},
+        {"num_expert_groups": 6, "top_groups": 1, "top_k": 1},
+    ),
+):
+    CASES[f"groups {score} {best} {more}"] = {
+        **GROUPS, "score_function": score, "group_score": best, **more,
     }  # fmt: skip
 
 
@@ -116,7 +134,7 @@ def set_up(name, seed, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     tokens, favourite = options.pop("tokens", T), options.pop("favourite", 0.0)
     pad = options.pop("pad", None)
-    config = MoEConfig(num_experts=E, **options)
+    config = MoEConfig(num_experts=options.pop("experts", E), **options)
     logits = 2 * torch.randn(tokens, config.num_outputs, dtype=dtype, generator=generator)
     logits[:, 1] += favourite
     logits[:, 2] -= max(-favourite, 0.0)
@@ -139,7 +157,7 @@ def test_route_equals_gating_token_by_token(name, training):
         got = weight_by_expert(routing)
         assert_close("weights", got, want.weight_TE, torch.float64)
         assert_close("loss", aux.loss, want.loss, torch.float64)
-        target = torch.randn(len(logits), E, dtype=torch.float64)
+        target = torch.randn(len(logits), config.num_experts, dtype=torch.float64)
         wanted = (want.weight_TE * target).sum() + 3 * want.loss
         total = (got * target).sum() + 3 * aux.loss
         want_grad, grad = (torch.autograd.grad(x, logits)[0] for x in (wanted, total))
@@ -157,12 +175,12 @@ def check_rows(config, want, routing, aux, training):
     """Padding, rejected and dropped choices hold no row; all others the row of their place."""
     assert routing.padded == (training and config.capacity_factor > 0)
     kept = torch.tensor([e for e, _ in want.place.values()], dtype=torch.long)
-    kept_E = kept.bincount(minlength=E)
+    kept_E = kept.bincount(minlength=config.num_experts)
     assert routing.num_kept_per_expert_E.tolist() == kept_E.tolist()
     start_E = kept_E.cumsum(0) - kept_E
     if routing.padded:
-        start_E = want.capacity * torch.arange(E)
-        assert len(routing.src_pair_R) == E * want.capacity
+        start_E = want.capacity * torch.arange(config.num_experts)
+        assert len(routing.src_pair_R) == config.num_experts * want.capacity
     rows = {
         int(start_E[expert]) + position: t * config.top_k + k
         for (t, k), (expert, position) in want.place.items()

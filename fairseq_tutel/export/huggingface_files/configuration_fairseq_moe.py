@@ -17,6 +17,9 @@ class FairseqMoEConfig(PreTrainedConfig):
         expert_bias: whether the experts' projections have biases (always True for "ffn").
         shared_expert_dim: hidden width of the shared expert, 0 for none.
         score_function: "softmax" or "sigmoid" of the router's logits.
+        num_expert_groups: groups of neighbouring experts, 1 for no limit to groups.
+        top_groups: groups that a token chooses from.
+        group_score: score of a group, its two largest scores ("top2") or its largest ("max").
         norm_topk_prob: divide the K scores of a token by their sum.
         router_load_bias: whether a bias is added to scores for the selection of experts alone.
         router_fp32: compute the router's logits in fp32 from weights of any dtype.
@@ -43,6 +46,9 @@ class FairseqMoEConfig(PreTrainedConfig):
     expert_bias: bool = True
     shared_expert_dim: int = 0
     score_function: str = "softmax"
+    num_expert_groups: int = 1
+    top_groups: int = 1
+    group_score: str = "top2"
     norm_topk_prob: bool = True
     router_load_bias: bool = False
     router_fp32: bool = True

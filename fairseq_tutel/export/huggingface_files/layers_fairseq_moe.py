@@ -77,15 +77,28 @@ class FairseqMoERouter(nn.Module):
             logits = functional.linear(hidden_states, self.weight).float()
         sigmoid = config.score_function == "sigmoid"
         scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
-        key = scores
+        key = scores if sigmoid else logits
         if self.load_bias is not None:
-            key = (scores if sigmoid else logits) + self.load_bias.float()
+            key = key + self.load_bias.float()
+        if config.num_expert_groups > 1:
+            key = self.limit_to_groups(key)
         index = key.topk(config.num_experts_per_tok, dim=-1).indices
         weights = scores.gather(-1, index)
         if config.norm_topk_prob:
             total = weights.sum(-1, keepdim=True)
             weights = weights / total.clamp(min=torch.finfo(total.dtype).eps)
         return index, weights * config.routed_scale
+
+    def limit_to_groups(self, key):
+        """Return the keys [T, E] with -inf outside the best groups of each token."""
+        groups, largest = self.config.num_expert_groups, {"top2": 2, "max": 1}
+        values = key if self.config.score_function == "sigmoid" else key.softmax(-1)
+        grouped = values.unflatten(-1, (groups, -1))
+        scores = grouped.topk(largest[self.config.group_score], dim=-1).values.sum(-1)
+        best = scores.topk(self.config.top_groups, dim=-1).indices
+        outside = torch.ones_like(scores, dtype=torch.bool).scatter(-1, best, False)
+        outside = outside.repeat_interleave(grouped.shape[-1], dim=-1)
+        return key.masked_fill(outside, -torch.inf)
 
 
 class FairseqMoEExpertWeights(nn.Module):

@@ -64,7 +64,7 @@ class MoETrainer(Trainer):
         if self.accelerator.scaler is not None:  # one rank's overflow: all ranks skip the step
             self.accelerator.scaler = training.grad_scaler(self.args.device.type)
         layers = moe_layers(self.model).values()
-        if any(layer.config.load_bias != "none" for layer in layers):
+        if any(layer.config.moves_load_bias for layer in layers):
             self.add_callback(_MoveLoadBias(self))
         self._passes: list[training.AuxLosses] | None = None
 

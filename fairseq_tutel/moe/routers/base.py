@@ -101,8 +101,10 @@ class Router(nn.Module):
                 others, and the load is balanced among these only (default None: no expert).
         """
         bias_E = self.load_bias
-        if bias_E is None:
-            raise ValueError('the router has no load bias: give load_bias="sign" or "quantile"')
+        if bias_E is None or not self.config.moves_load_bias:
+            raise ValueError(
+                f"load_bias={self.config.load_bias!r} does not move: give 'sign' or 'quantile'"
+            )
         moves_E = torch.ones_like(bias_E, dtype=torch.bool)
         if held_back_E is not None:
             held_back_E = held_back_E.to(bias_E.device)

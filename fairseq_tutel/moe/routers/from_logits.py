@@ -24,6 +24,7 @@ from ..overflow import count_pairs
 from ..reports import RouterAux
 from ..routing import RouterCall, Routing, build_routing, share_of_gates
 from ..torch_modes import outside_checkpoints
+from .groups import limit_to_groups
 
 
 class Scores(NamedTuple):
@@ -168,7 +169,7 @@ def select_top_k(
     """Return the K best experts, and the counts for ``load_bias="quantile"`` in training, or None.
 
     ``sampling`` adds Gumbel noise for choices after the first. ``load_bias_E``, fp32 [E], is added
-    to the logits or sigmoids for the selection only.
+    to the logits or sigmoids for the selection only. So is the limit to groups of experts.
     """
     config, score_TE = call.config, scores.score_TE
     gumbel_TE = key_TE = bias_counts = None
@@ -178,9 +179,12 @@ def select_top_k(
     if _policy(call, "sampling"):
         gumbel_TE = -torch.empty_like(score_TE).exponential_().log()
     sigmoid = config.score_function == "sigmoid"
-    if load_bias_E is not None:
+    if load_bias_E is not None or config.num_expert_groups > 1:
         key_TE = score_TE.detach()
-        key_TE = (key_TE.exp() if sigmoid else key_TE) + load_bias_E
+        key_TE = key_TE.exp() if sigmoid else key_TE
+        key_TE = key_TE if load_bias_E is None else key_TE + load_bias_E
+    if config.num_expert_groups > 1 and key_TE is not None:
+        key_TE = limit_to_groups(key_TE, config)
     pad_T = scores.pad_T
     mask_T = pad_T if config.balance_over == "unpadded" else None
     inputs = {"noise_TE": gumbel_TE, "pad_T": mask_T, "key_TE": key_TE}

@@ -277,7 +277,8 @@ def _has_load_bias(model, criterion) -> bool:
     Raises:
         ValueError: the criterion does not hand on what moves the bias.
     """
-    rules = {layer.config.load_bias for layer in model.moe_layers.values()} - {"none"}
+    configs = [layer.config for layer in model.moe_layers.values()]
+    rules = {config.load_bias for config in configs if config.moves_load_bias}
     name = type(criterion).__name__
     if rules and not isinstance(criterion, MoECriterion):
         raise ValueError(
