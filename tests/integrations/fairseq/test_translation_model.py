@@ -9,6 +9,7 @@ from fairseq import options, tasks, utils
 from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.transformer import TransformerModel
+from fairseq.sequence_generator import SequenceGenerator
 from helpers.distributed import run_ranks
 from helpers.translation import PAD, LoopOverExperts, make_pairs, pair_config
 from torch import nn
@@ -233,3 +234,53 @@ def test_checkpoints_of_metas_branches_find_their_architecture():
     assert name_with_experts("transformer_24_24") == "transformer_moe"
     assert name_with_experts("transformer_lm_gpt2_bigger") == "transformer_lm_gpt_moe"
     assert name_with_experts("transformer_moe") == "transformer_moe"
+
+
+def _translate(model, task, batch, beam):
+    generator = SequenceGenerator([model], task.target_dictionary, beam_size=beam, max_len_b=12)
+    return generator.generate([model], {"net_input": {**batch["net_input"]}})
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+@pytest.mark.parametrize("mask", [(), ("--use-moe-pad-mask",)])
+def test_a_translation_does_not_depend_on_its_batch(mask, beam):
+    """With a capacity that drops most pairs in validation."""
+    words = ("--moe-expert-count", "4", "--moe-freq", "1", "--moe-eval-capacity-factor", "0.25")
+    cfg = pair_config(*words, *mask)
+    task = tasks.setup_task(cfg.task)
+    utils.set_torch_seed(5)
+    model = task.build_model(cfg.model).eval()
+    batch = make_pairs(7, source=(7, 5, 3, 9, 6, 2, 8, 4), target=(6, 4, 9, 3, 8, 5, 7, 2))
+
+    def dropped():
+        with torch.no_grad():
+            _, extra = model(**batch["net_input"])
+        return sum(int((aux.load_E - aux.num_kept_per_expert_E).sum()) for aux in extra["moe"])
+
+    assert dropped() > 0
+    model.make_generation_fast_(beamable_mm_beam_size=None, need_attn=False)
+    assert dropped() == 0  # as in fairseq-generate --score-reference
+    together = _translate(model, task, batch, beam)
+    sources = batch["net_input"]["src_tokens"]
+    lengths = batch["net_input"]["src_lengths"]
+    seen = set()
+    for i, of_batch in enumerate(together):
+        alone = {"src_tokens": sources[i : i + 1, -lengths[i] :], "src_lengths": lengths[i : i + 1]}
+        (of_one,) = _translate(model, task, {"net_input": alone}, beam)
+        for ours, theirs in zip(of_one, of_batch, strict=True):
+            assert ours["tokens"].tolist() == theirs["tokens"].tolist()
+            assert float(ours["score"]) == pytest.approx(float(theirs["score"]), abs=1e-5)
+        seen.add(tuple(of_one[0]["tokens"].tolist()))
+    assert len(seen) > 2  # the model does not say the same of all
+
+
+def _generate_on_ranks():
+    cfg = pair_config("--moe-expert-count", "4")
+    model = tasks.setup_task(cfg.task).build_model(cfg.model).eval()
+    source = make_pairs(1)["net_input"]
+    with pytest.raises(ValueError, match="experts of this model are spread over"):
+        model.encoder(source["src_tokens"], src_lengths=source["src_lengths"])
+
+
+def test_generation_on_ranks_that_share_experts_is_refused():
+    run_ranks(_generate_on_ranks, 2)
