@@ -16,6 +16,7 @@ from fairseq_tutel.checkpoint import (
     load_for_rank,
     merge,
     save_set,
+    write_set,
 )
 
 
@@ -248,6 +249,15 @@ def test_ranks_without_a_shared_file_system(tmp_path):
     for error in run_ranks(2, save):
         assert "m-rank-1.pt" in str(error) and "one shared file system" in str(error)
     assert names_in(tmp_path / "0") == set()
+
+
+def test_a_program_of_ones_own_that_fails_leaves_nothing(tmp_path):
+    def experts(wanted):
+        raise ValueError("no such expert")
+
+    with pytest.raises(ValueError, match="no such expert"):
+        write_set(str(tmp_path / "x.pt"), {"model": {}}, experts, num_experts=2, num_ranks=2)
+    assert names_in(tmp_path) == set()
 
 
 def test_misuse_is_refused(tmp_path):

@@ -40,6 +40,9 @@ LANGUAGE_MODELS = {
     "E=2 K=2 checkpoint-activations pytorch_ddp": f"--checkpoint-activations {PYTORCH}",
     "E=4 K=2 checkpoint-activations dropless": f"--checkpoint-activations {DROPLESS}",
     "E=8 K=2 checkpoint-activations pytorch_ddp": f"--checkpoint-activations {PYTORCH}",
+    # recomputed layers exchange again, in the same order
+    "E=8 K=2 checkpoint-activations 2dh": "--checkpoint-activations --moe-exchange 2dh "
+    "--moe-overlap-degree 4",
     "E=4 top1-expert, z-loss, average": "--moe-top1-expert --moe-z-loss-wt 0.01 "
     "--moe-gate-loss-combine-method average",
     "E=4 prioritised, normalised before, dynamic": "--moe-batch-prioritized-routing "

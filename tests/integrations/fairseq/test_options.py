@@ -24,7 +24,8 @@ from fairseq_tutel.integrations.fairseq.options.options import moe_config, run_o
 
 ARCH = "transformer_lm_gpt_moe"
 CRITERION = "moe_cross_entropy"
-# option -> (words, field, value then, default); those of fairseq's branch "moe" first
+# option of fairseq's branch "moe" -> (words, value then, default); those of this package stand on
+# the page, which a test below compares
 OPTIONS = {
     "--moe-freq": (["3"], 3, 2),  # the branch's default is 0: dense
     "--moe-expert-count": (["64"], 64, 0),
@@ -43,46 +44,6 @@ OPTIONS = {
     "--min-params-to-wrap": (["7"], 7, 10**8),
     "--use-stable-embedding": ([], True, False),
     "--num-workers-valid": (["3"], 3, 0),
-    # new ones
-    "--moe-top-k": (["4"], 4, None),
-    "--moe-capacity-factor": (["-1.5"], -1.5, None),
-    "--moe-eval-capacity-factor": (["2.0"], 2.0, None),
-    "--moe-gating-use-model-dtype": ([], True, False),
-    "--moe-router": (["cosine"], "cosine", "linear"),
-    "--moe-cosine-proj-dim": (["64"], 64, 256),
-    "--moe-cosine-init-temperature": (["0.25"], 0.25, 0.5),
-    "--moe-cosine-bias": ([], True, False),
-    "--moe-local-drop": (["0.2"], 0.2, 0.0),
-    "--moe-gate-noise": (["0.5"], 0.5, 0.0),
-    "--moe-input-jitter": (["0.01"], 0.01, 0.0),
-    "--moe-input-dropout": (["0.1"], 0.1, 0.0),
-    "--moe-z-loss-wt": (["0.001"], 0.001, 0.0),
-    "--moe-gate-loss-scope": (["global"], "global", "rank"),
-    "--moe-gate-loss-choices": (["all"], "all", "first"),
-    "--moe-gate-loss-over": (["unpadded"], "unpadded", "all"),
-    "--moe-load-bias": (["quantile", "--moe-top-k", "1"], "quantile", "none"),
-    "--moe-load-bias-rate": (["0.01"], 0.01, 0.001),
-    "--moe-overflow-rerouting": (["4"], 4, 0),
-    "--moe-drop-policy": (["random"], "random", "position"),
-    "--moe-score-function": (["sigmoid"], "sigmoid", "softmax"),
-    "--moe-unnormalized-weights": ([], True, False),
-    "--moe-route-scale": (["2.5"], 2.5, 1.0),
-    "--moe-overlap-degree": (["auto"], "auto", "1"),
-    "--moe-tune-steps": (["9"], 9, 5),
-    "--moe-tune-max-loss": (["0.1"], 0.1, 0.02),
-    "--moe-tune-file": (["plans.json", "--moe-overlap-degree", "auto"], "plans.json", None),
-    "--moe-expert-placement": (["sliced"], "sliced", "replicated"),
-    "--moe-parallelism-r": (["0"], "0", "1"),
-    "--moe-backend": (["torch"], "torch", "auto"),
-    "--moe-expert-network": (["swiglu"], "swiglu", "ffn"),
-    "--moe-swiglu-bias": ([], True, False),
-    "--moe-geglu-bias": (["--moe-expert-network", "geglu"], True, False),
-    "--moe-wire": (["fp8"], "fp8", "same"),
-    "--moe-wire-back": (["fp16"], "fp16", "auto"),
-    "--moe-wire-grad": (["bf16"], "bf16", "auto"),
-    "--moe-wire-compact": ([], True, False),
-    "--moe-simulate-world-size": (["8"], 8, 0),
-    "--moe-load-log-interval": (["10"], 10, 0),
     # of the criterion
     "--moe-gate-loss-wt": (["0.01"], 0.01, 1.0),
     "--moe-gate-loss-combine-method": (["sum"], "sum", "average"),
@@ -123,11 +84,7 @@ def default():
 
 
 # these exclude one of the others
-ALONE = {
-    "--moe-top1-expert", "--moe-eval-capacity-token-fraction", "--moe-gating-use-fp32",
-    "--moe-load-bias", "--moe-drop-policy", "--moe-overlap-degree", "--moe-tune-file",
-    "--moe-geglu-bias", "--moe-unnormalized-weights", "--moe-local-drop",
-}  # fmt: skip
+ALONE = {"--moe-top1-expert"}
 
 
 @pytest.fixture(scope="module")
