@@ -121,10 +121,10 @@ def markdown() -> str:
         lines += [f"**{title}**", "", "| option | default | meaning |", "|---|---|---|"]
         lines += [f"| `{flag}` | {default} | {text} |" for flag, default, text in _rows(fields)]
         lines.append("")
+    accepted, refused = (
+        ", ".join(f"`{flag}`" for flag in flags)
+        for flags in (ACCEPTED | ACCEPTED_IN_EVALUATION, REFUSED)
+    )
     lines += ["**Flags of Meta's branches without a meaning here**", ""]
-    lines += ["| flag | | why, or what instead |", "|---|---|---|"]
-    accepted = ACCEPTED | ACCEPTED_IN_EVALUATION
-    for flag, reason in (accepted | REFUSED).items():
-        what = "accepted" if flag in accepted else "refused"
-        lines.append(f"| `{flag}` | {what} | {reason} |")
+    lines += [f"Accepted without effect: {accepted}.", "", f"Refused: {refused}."]
     return "\n".join([*lines, ""])
