@@ -27,6 +27,7 @@ from .exchange_choice import ExchangeChoice
 from .experts import ExpertBank, ExpertRows
 from .overlap import overlapped
 from .routing import Routing
+from .torch_modes import is_observed
 
 
 class Chunk(NamedTuple):
@@ -60,7 +61,7 @@ def dispatch_and_combine(
         [T, M]; zero for a token that has no kept pair.
     """
     exchange, parallelism = choice.exchange, choice.parallelism
-    prepared = keep_pairs_M = None
+    prepared = keep_pairs_M = bias_EM = None
     dropout = 0.0
     # wrappers of torch.compile and checkpointing forward these attributes to the bank
     if not parallelism.is_replicated and experts.can_be_gathered:
@@ -71,6 +72,8 @@ def dispatch_and_combine(
             keep_pairs_M = torch.empty(shape, dtype=torch.bool, device=x_TM.device)
             keep_pairs_M.bernoulli_(1 - dropout)
         routing = to_parts(routing, parallelism.num_destinations)
+    elif exchange.groups.ep_size == 1 and ops.combine_takes_bias(x_TM):
+        prepared, bias_EM = _without_output_bias(experts, x_TM.dtype)
     dest_row_TK, src_pair_R, chunks = arrange(routing, exchange, choice.overlap_degree)
     rows = ops.dispatch(x_TM, dest_row_TK, src_pair_R)
     if len(chunks) > 1:
@@ -83,7 +86,19 @@ def dispatch_and_combine(
     if keep_pairs_M is not None:
         copies = parallelism.num_destinations
         out = _drop(out, src_pair_R, keep_pairs_M, copies, dest_row_TK.shape[1] // copies, dropout)
-    return ops.combine(out, dest_row_TK, src_pair_R, routing.topk_weight_TK)
+    expert_TK = None if bias_EM is None else routing.expert_TK
+    return ops.combine(out, dest_row_TK, src_pair_R, routing.topk_weight_TK, bias_EM, expert_TK)
+
+
+def _without_output_bias(experts, dtype):
+    """Return the experts' parameters without their last bias, and that bias for combine, or None.
+
+    Wrappers and hooks see whole outputs: the bias stays where it was.
+    """
+    if not isinstance(experts, ExpertBank) or is_observed(experts):
+        return None, None
+    prepared = experts.prepare(dtype)
+    return (None, None) if prepared is None else experts.without_output_bias(prepared)
 
 
 def to_parts(routing: Routing, copies: int) -> Routing:

@@ -8,7 +8,7 @@ Every function of a layer is also ``torch.ops.fairseq_tutel.<name>``. A file of 
 
 from .adam import adam16_maxima, adam16_step_, finite_max, quantize_
 from .backend import backend_for, get_backend, set_backend
-from .dispatch import combine, dispatch
+from .dispatch import combine, combine_takes_bias, dispatch
 from .expert_ffn import (
     ACTIVATIONS,
     FFNChunk,
@@ -40,6 +40,7 @@ __all__ = [
     "backend_for",
     "check_activation",
     "combine",
+    "combine_takes_bias",
     "decode_rows",
     "dispatch",
     "encode_rows",

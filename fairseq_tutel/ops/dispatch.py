@@ -4,10 +4,13 @@
 inverse, the pair t * K + k in each row, -1 = unused.
 """
 
+from typing import Optional
+
+import torch
 from torch import Tensor
 
 from ._operator import check_indices, check_shape, empty_gradients, operator, save_inputs
-from .backend import implementation
+from .backend import backend_for, implementation
 
 
 def _check_maps(dest_row_TK: Tensor, src_pair_R: Tensor) -> None:
@@ -57,43 +60,70 @@ def dispatch(x_TM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor) -> Tensor:
     return _dispatch(x_TM, dest_row_TK, src_pair_R)
 
 
-@operator(
-    "combine",
-    lambda rows, dest_row, src_pair, weight: rows.new_empty((dest_row.shape[0], rows.shape[1])),
-)
-def _combine(rows: Tensor, dest_row: Tensor, src_pair: Tensor, weight: Tensor) -> Tensor:
-    return implementation("combine_fwd", rows)(rows, dest_row, weight)
+def _fake_combine(rows, dest_row, src_pair, weight, bias, expert):
+    return rows.new_empty((dest_row.shape[0], rows.shape[1]))
 
 
-@operator(
-    "combine_bwd",
-    lambda dy, rows, dest_row, src_pair, weight, *needs: empty_gradients((rows, weight), needs),
-)
+@operator("combine", _fake_combine)
+def _combine(
+    rows: Tensor,
+    dest_row: Tensor,
+    src_pair: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    expert: Optional[Tensor],
+) -> Tensor:
+    return implementation("combine_fwd", rows)(rows, dest_row, weight, bias, expert)
+
+
+def _fake_combine_bwd(dy, rows, dest_row, src_pair, weight, bias, expert, *needs):
+    return empty_gradients((rows, weight, rows if bias is None else bias), needs)
+
+
+@operator("combine_bwd", _fake_combine_bwd)
 def _combine_bwd(
     dy: Tensor,
     rows: Tensor,
     dest_row: Tensor,
     src_pair: Tensor,
     weight: Tensor,
+    bias: Optional[Tensor],
+    expert: Optional[Tensor],
     needs_rows: bool,
     needs_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    return implementation("combine_bwd", dy)(
-        dy, rows, dest_row, src_pair, weight, needs_rows=needs_rows, needs_weight=needs_weight
-    )
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    needs = {"needs_rows": needs_rows, "needs_weight": needs_weight, "needs_bias": needs_bias}
+    gradients = implementation("combine_bwd", dy)
+    return gradients(dy, rows, dest_row, src_pair, weight, bias, expert, **needs)
 
 
 def _combine_backward(ctx, dy):
-    needs_rows, _, _, needs_weight = ctx.needs_input_grad
-    d_rows, d_weight = _combine_bwd(dy, *ctx.saved_tensors, needs_rows, needs_weight)
-    return d_rows if needs_rows else None, None, None, d_weight if needs_weight else None
+    needs_rows, _, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+    needs = needs_rows, needs_weight, needs_bias
+    found = _combine_bwd(dy, *ctx.saved_tensors, *needs)
+    d_rows, d_weight, d_bias = (g if n else None for g, n in zip(found, needs, strict=True))
+    return d_rows, None, None, d_weight, d_bias, None
 
 
 _combine.register_autograd(_combine_backward, setup_context=save_inputs)
 
 
+def combine_takes_bias(rows: Tensor) -> bool:
+    """Return whether the experts' last bias costs less in :func:`combine` than on its own.
+
+    A Triton kernel adds it to rows that it has read anyway. The torch backend's products add it.
+    """
+    return backend_for(rows.device) == "triton" and rows.dtype != torch.float64
+
+
 def combine(
-    rows_RM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor, topk_weight_TK: Tensor
+    rows_RM: Tensor,
+    dest_row_TK: Tensor,
+    src_pair_R: Tensor,
+    topk_weight_TK: Tensor,
+    bias_EM: Tensor | None = None,
+    expert_TK: Tensor | None = None,
 ) -> Tensor:
     """Sum each token's weighted rows: y[t] = sum over dest_row >= 0 of weight * rows[dest_row].
 
@@ -102,12 +132,15 @@ def combine(
         dest_row_TK: (T, K) int32 row of each pair, -1 = dropped.
         src_pair_R: (R,) int32, the inverse of ``dest_row_TK``.
         topk_weight_TK: (T, K) fp32; differentiable.
+        bias_EM: (E, M), added to each row by its expert before the sum; differentiable (default
+            None: no bias).
+        expert_TK: (T, K) int32 expert of each pair; needed with a bias.
 
     Returns:
         (T, M) in the dtype of the rows, summed in fp32.
 
     Raises:
-        ValueError: a tensor of a wrong shape or dtype.
+        ValueError: a tensor of a wrong shape or dtype, or a bias without experts.
     """
     _check_maps(dest_row_TK, src_pair_R)
     check_shape("topk_weight", topk_weight_TK, dest_row_TK.shape)
@@ -115,4 +148,13 @@ def combine(
         raise ValueError(
             f"rows must be ({src_pair_R.shape[0]}, model_dim), got {tuple(rows_RM.shape)}"
         )
-    return _combine(rows_RM, dest_row_TK, src_pair_R, topk_weight_TK)
+    if (bias_EM is None) != (expert_TK is None):
+        raise ValueError("a bias needs the expert of each pair, and experts need a bias: give both")
+    if bias_EM is not None and expert_TK is not None:
+        check_indices("expert", expert_TK, "tokens", "top_k")
+        check_shape("expert", expert_TK, dest_row_TK.shape)
+        if bias_EM.dim() != 2 or bias_EM.shape[1] != rows_RM.shape[1]:
+            raise ValueError(
+                f"bias must be (experts, {rows_RM.shape[1]}), got {tuple(bias_EM.shape)}"
+            )
+    return _combine(rows_RM, dest_row_TK, src_pair_R, topk_weight_TK, bias_EM, expert_TK)

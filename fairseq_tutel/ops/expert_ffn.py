@@ -225,8 +225,6 @@ def _check(
         ("fc2_weight", fc2_weight, (experts, model_dim, hidden_dim)),
         ("fc2_bias", fc2_bias, (experts, model_dim)),
     ):
-        if param is None and not gated:
-            raise ValueError(f"{name} must be {shape}, got None")
         check_shape(name, param, shape)
     if offsets is not None:
         check_indices("offsets", offsets, "experts")
@@ -255,7 +253,7 @@ def expert_ffn(
         rows: (e, N, M), or (R, M) with ``offsets``.
         fc1_weight, fc1_bias: (e, F, M), (e, F); for a gated network (e, 2F, M), (e, 2F), the gate
             first.
-        fc2_weight, fc2_bias: (e, M, F), (e, M). Biases of a gated network may be None.
+        fc2_weight, fc2_bias: (e, M, F), (e, M). Biases may be None.
         activation: swiglu (``silu(gate) * up``) or geglu (``gelu(gate) * up``) for a gated network;
             else gelu (erf), gelu_accurate / gelu_fast (tanh), relu, relu_squared, silu / swish,
             tanh or linear, as in fairseq.

@@ -38,11 +38,18 @@ def dispatch(x_TM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor) -> Tensor:
     return rows_RM
 
 
-def combine(rows_RM: Tensor, dest_row_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """Weighted sum of each token's rows."""
+def combine(
+    rows_RM: Tensor,
+    dest_row_TK: Tensor,
+    weight_TK: Tensor,
+    bias_EM: Tensor | None = None,
+    expert_TK: Tensor | None = None,
+) -> Tensor:
+    """Weighted sum of each token's rows, each with the bias of its expert."""
     y_TM = rows_RM.new_zeros(dest_row_TK.shape[0], rows_RM.shape[1])
     for t, k, row in _pairs(dest_row_TK):
-        y_TM[t] += weight_TK[t, k] * rows_RM[row]
+        bias = 0 if bias_EM is None else bias_EM[expert_TK[t, k]]
+        y_TM[t] += weight_TK[t, k] * (rows_RM[row] + bias)
     return y_TM
 
 

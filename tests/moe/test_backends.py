@@ -7,10 +7,11 @@ import logging
 import pytest
 import torch
 from helpers.assertions import rms_ratio
+from helpers.dispatched import spied
 
 from fairseq_tutel import ops
 from fairseq_tutel.distributed import build_groups
-from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.moe import Experts, MoELayer
 from fairseq_tutel.ops import backend as backend_module
 
 CASES = {
@@ -23,6 +24,7 @@ CASES = {
     "unnormalised top-3": dict(top_k=3, capacity_factor=0.5, unnormalized_weights=True),
     "sampling and padding": dict(second_expert_policy="sampling", use_pad_mask=True),
     "random": dict(second_expert_policy="random"),
+    "gated with biases": dict(expert_network="swiglu", expert_options={"bias": True}),
     "z-loss, relu": dict(z_loss_weight=0.1, activation="relu"),
     "null and shared experts, outputs masked": dict(
         null_experts=3, shared_expert_dim=10, expert_output_masking=0.2, final_output_masking=0.2
@@ -108,6 +110,44 @@ def test_triton_equals_torch(name):
         ops.set_backend(backend)
         results[backend] = outcome(layer, x, pad_mask)
     assert_tensors_close(results["triton"], results["torch"], 1e-5)
+
+
+class Doubled(Experts):
+    """A network of a user's own that changes what the built-in one computes."""
+
+    def compute(self, prepared, rows, offsets):
+        return 2 * super().compute(prepared, rows, offsets)
+
+
+# whether combine takes the bias in training and in evaluation
+BIAS = {"plain": [True, True], "frozen": [True, True], "dropout": [False, True],
+        "hook": [False, False], "own network": [False, False]}  # fmt: skip
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("case", BIAS)
+def test_combine_adds_the_last_bias_unless_somebody_sees_the_outputs(case, monkeypatch):
+    layer = MoELayer(8, 4, 6, capacity_factor=0.0, dropout=0.1 * (case == "dropout"), seed=1)
+    if case == "own network":
+        layer.experts.__class__ = Doubled
+    layer.experts.fc2_bias.requires_grad_(case != "frozen")
+    x, results, seen = torch.randn(20, 8), [], []
+    if case == "hook":
+        layer.experts.register_forward_hook(lambda module, args, out: seen.append(out))
+    calls = spied(monkeypatch, ops, "combine")
+    for backend in ("torch", "triton"):
+        ops.set_backend(backend)
+        layer(x).square().sum().backward()
+        results.append({"y": layer.eval()(x)})
+        if case != "dropout":  # the backends draw other masks
+            results[-1].update(
+                (n, p.grad) for n, p in layer.named_parameters() if p.grad is not None
+            )
+        layer.train().zero_grad()
+    assert [args[4] is not None for args, _, _ in calls] == [False, False, *BIAS[case]]
+    assert_tensors_close(*results, 1e-5)
+    for a, b in zip(seen[:2], seen[2:], strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.gpu

@@ -46,6 +46,12 @@ def test_dispatch_and_combine(T, K, E, C, kind):
     assert gradcheck(lambda r, w: ops.combine(r, row, pair, w), (rows, weight))
     assert gradcheck(lambda r: ops.combine(r, row, pair, weight.detach()), rows)
     assert gradcheck(lambda w: ops.combine(rows.detach(), row, pair, w), weight)
+    biases, expert = random(E, 5), torch.where(row < 0, -1, row // C).int()
+    leaves = rows, weight, biases
+    assert gradcheck(lambda r, w, b: ops.combine(r, row, pair, w, b, expert), leaves)
+    assert gradcheck(
+        lambda b: ops.combine(rows.detach(), row, pair, weight.detach(), b, expert), biases
+    )
 
 
 @pytest.mark.parametrize("used", ["gate", "prob_sum", "lse"])
@@ -95,7 +101,7 @@ def test_only_needed_gradients_are_computed(monkeypatch):
     ops.combine(random(12, 5).detach(), row, pair, random(7, 2)).sum().backward()
     ((_, kwargs, _),) = calls
     needs = {k: v for k, v in kwargs.items() if k.startswith("needs")}
-    assert needs == {"needs_rows": False, "needs_weight": True}
+    assert needs == {"needs_rows": False, "needs_weight": True, "needs_bias": False}
 
 
 ROW_PAIR = random_rows(3, 2, 3, 2, "spread")

@@ -19,7 +19,8 @@ def calls(requires_grad):
     x, rows, weight = torch.randn(7, 5), torch.randn(12, 5), torch.rand(7, 2)
     expert = torch.randint(-1, 4, (7, 2), dtype=torch.int32)
     position, num_routed = ops.assign_slots(expert, 4)
-    for tensor in (logits, x, rows, weight):
+    bias = torch.randn(4, 5)
+    for tensor in (logits, x, rows, weight, bias):
         tensor.requires_grad_(requires_grad)
     return [
         ("topk_gating", (logits, 2, None, None)),
@@ -32,7 +33,8 @@ def calls(requires_grad):
         ("assign_rows", (expert, weight, 4, None, False, False, torch.rand(7), None, None)),
         ("assign_rows", (expert, weight, 4, 3, False, True, None, position, num_routed)),
         ("dispatch", (x, row, pair)),
-        ("combine", (rows, row, pair, weight)),
+        ("combine", (rows, row, pair, weight, None, None)),
+        ("combine", (rows, row, pair, weight, bias, expert)),
     ]
 
 
@@ -63,7 +65,7 @@ BACKWARD = {
     ),
     "combine_bwd": lambda: (
         torch.randn(7, 5), torch.randn(12, 5), *random_rows(7, 2, 4, 3, "spread"),
-        torch.rand(7, 2), True, True,
+        torch.rand(7, 2), torch.randn(4, 5), torch.zeros(7, 2, dtype=torch.int32), True, True, True,
     ),
 }  # fmt: skip
 
@@ -73,8 +75,8 @@ def test_opcheck_of_backward(name):
     args = BACKWARD[name]()
     torch.library.opcheck(getattr(torch.ops.fairseq_tutel, name).default, args)
     if name == "combine_bwd":  # shape (0,) stands for a gradient not needed
-        for needs in ((True, False), (False, True)):
-            args = (*args[:-2], *needs)
+        for needs in ((True, False, False), (False, True, False), (False, False, True)):
+            args = (*args[:-3], *needs)
             torch.library.opcheck(getattr(torch.ops.fairseq_tutel, name).default, args)
 
 

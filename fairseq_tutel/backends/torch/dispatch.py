@@ -65,11 +65,22 @@ def _loop_sum(rows_RM: Tensor, dest_row_TK: Tensor, topk_weight_TK: Tensor | Non
     return y_TM.to(rows_RM.dtype)
 
 
-def combine_fwd(rows_RM: Tensor, dest_row_TK: Tensor, topk_weight_TK: Tensor | None) -> Tensor:
+def combine_fwd(
+    rows_RM: Tensor,
+    dest_row_TK: Tensor,
+    topk_weight_TK: Tensor | None,
+    bias_EM: Tensor | None = None,
+    expert_TK: Tensor | None = None,
+) -> Tensor:
     """Return y[t] = sum over k with dest_row >= 0 of (weight or 1) * rows[dest_row[t, k]]; (T, M).
 
-    Sums in fp32 (fp64 for fp64 rows) and returns the dtype of the rows.
+    With ``bias_EM`` and the pairs' experts ``expert_TK``, rows are rows + bias[expert]. Sums in
+    fp32 (fp64 for fp64 rows) and returns the dtype of the rows.
     """
+    if bias_EM is not None and topk_weight_TK is not None and expert_TK is not None:
+        y_TM = combine_fwd(rows_RM.to(acc_dtype(rows_RM.dtype)), dest_row_TK, topk_weight_TK)
+        weight_TE = _weight_by_expert(topk_weight_TK, dest_row_TK, expert_TK, bias_EM, y_TM.dtype)
+        return y_TM.addmm_(weight_TE, bias_EM.to(y_TM.dtype)).to(rows_RM.dtype)
     if rows_RM.shape[0] == 0 or dest_row_TK.numel() == 0:
         return rows_RM.new_zeros((dest_row_TK.shape[0], rows_RM.shape[1]))
     same_dtype = topk_weight_TK is None or topk_weight_TK.dtype == rows_RM.dtype
@@ -84,15 +95,48 @@ def combine_bwd(
     dest_row_TK: Tensor,
     src_pair_R: Tensor,
     topk_weight_TK: Tensor,
+    bias_EM: Tensor | None = None,
+    expert_TK: Tensor | None = None,
     *,
     needs_rows: bool = True,
     needs_weight: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of :func:`combine_fwd`: d_rows (R, M), d_weight (T, K).
+    needs_bias: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of :func:`combine_fwd`: d_rows (R, M), d_weight (T, K), d_bias (E, M).
 
-    d_rows[dest_row[t, k]] = weight[t, k] * dy[t]; d_weight[t, k] = <dy[t], rows[dest_row[t, k]]>.
-    A gradient that is not needed comes back with shape (0,).
+    d_rows[dest_row[t, k]] = weight[t, k] * dy[t]; d_weight[t, k] = <dy[t], rows[dest_row[t, k]]>;
+    d_bias[e] = sum over kept pairs of weight[t, k] * dy[t]. A gradient that is not needed comes
+    back with shape (0,), as d_bias of no bias.
     """
+    d_bias_EM = rows_RM.new_empty(0)
+    shares = needs_rows, needs_weight
+    maps = dest_row_TK, src_pair_R, topk_weight_TK
+    d_rows_RM, d_weight_TK = _combine_bwd_rows(dy_TM, rows_RM, *maps, *shares)
+    if bias_EM is not None and expert_TK is not None:
+        dy_TM = dy_TM.to(acc_dtype(dy_TM.dtype))
+        if needs_weight:
+            dot_TE = dy_TM @ bias_EM.to(dy_TM.dtype).t()
+            dot_TK = dot_TE.gather(1, expert_TK.clamp(min=0).long())
+            d_weight_TK = d_weight_TK.add_(dot_TK.masked_fill_(dest_row_TK < 0, 0))
+        if needs_bias:
+            weight_TE = _weight_by_expert(
+                topk_weight_TK, dest_row_TK, expert_TK, bias_EM, dy_TM.dtype
+            )
+            d_bias_EM = torch.mm(weight_TE.t(), dy_TM).to(bias_EM.dtype)
+    return d_rows_RM, d_weight_TK, d_bias_EM
+
+
+def _weight_by_expert(topk_weight_TK, dest_row_TK, expert_TK, bias_EM, dtype) -> Tensor:
+    """Return the weight of each token and expert, (T, E); that of dropped pairs counts as 0."""
+    weight_TE = bias_EM.new_zeros((len(expert_TK), len(bias_EM)), dtype=dtype)
+    weight_TK = topk_weight_TK.to(dtype).masked_fill(dest_row_TK < 0, 0)
+    return weight_TE.scatter_add_(1, expert_TK.clamp(min=0).long(), weight_TK)
+
+
+def _combine_bwd_rows(
+    dy_TM, rows_RM, dest_row_TK, src_pair_R, topk_weight_TK, needs_rows, needs_weight
+) -> tuple[Tensor, Tensor]:
+    """Return d_rows and the part of d_weight without the bias."""
     d_rows_RM, d_weight_TK = rows_RM.new_empty(0), topk_weight_TK.new_empty(0)
     if dest_row_TK.numel() == 0:
         d_rows_RM = torch.zeros_like(rows_RM) if needs_rows else d_rows_RM

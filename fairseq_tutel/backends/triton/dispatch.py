@@ -9,12 +9,14 @@ programs of the same launch, which find them in the inverse map. Loads and store
 own dtype, sums are fp32.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ._autotune import ROWS_PER_PROGRAM, launch, move_configs, prune_wide_tiles
 from ._runtime import FLOAT_DTYPES, INT32, checked, device_guard
+from .rows import weight_by_expert
 
 _DYNAMIC = ["num_tokens", "num_rows"]
 _TUNED = {
@@ -28,24 +30,31 @@ _MAX_UNROLL = tl.constexpr(4)
 
 
 @triton.jit
-def _load_pair(dest_row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K: tl.constexpr):
-    """Row (int64, -1 = dropped) and fp32 weight of choice k of a tile of tokens.
+def _load_pair(dest_row_ptr, weight_ptr, expert_ptr, offs_t, mask_t, k, TOP_K: tl.constexpr):
+    """Row (int64, -1 = dropped), fp32 weight and expert of choice k of a tile of tokens.
 
     The weight of a dropped pair may be anything, NaN included; it counts as 0.
     """
     offs = offs_t * TOP_K + k
-    row = tl.load(dest_row_ptr + offs, mask=mask_t, other=-1)
+    row = tl.load(dest_row_ptr + offs, mask=mask_t, other=-1).to(tl.int64)
     weight = tl.full(row.shape, 1.0, tl.float32)
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + offs, mask=row >= 0, other=0.0).to(tl.float32)
-    return row.to(tl.int64), weight
+    expert = row
+    if expert_ptr is not None:
+        expert = tl.load(expert_ptr + offs, mask=row >= 0, other=0).to(tl.int64)
+    return row, weight, expert
 
 
 @triton.jit
-def _load_rows(rows_ptr, row, offs_m, M: tl.constexpr):
-    """A tile of rows (tokens x columns), 0 for dropped pairs."""
+def _load_rows(rows_ptr, row, bias_ptr, expert, offs_m, M: tl.constexpr):
+    """A tile of rows (tokens x columns) plus their experts' biases, 0 for dropped pairs."""
     mask = (row >= 0)[:, None] & (offs_m < M)[None, :]
-    return tl.load(rows_ptr + row[:, None] * M + offs_m[None, :], mask=mask, other=0.0)
+    rows = tl.load(rows_ptr + row[:, None] * M + offs_m[None, :], mask=mask, other=0.0)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert[:, None] * M + offs_m[None, :], mask=mask, other=0.0)
+        rows = rows.to(tl.float32) + bias.to(tl.float32)
+    return rows
 
 
 @triton.jit
@@ -74,6 +83,8 @@ def _token_to_rows_kernel(
     dot_ptr,  # (T, K) fp32 - output, or None: <x[t], other[row]>, 0 for dropped pairs
     x_ptr,  # (T, M)
     other_ptr,  # (R, M) - second factor of the scalar product, or None
+    bias_ptr,  # (E, M) - added to ``other`` by expert, or None
+    expert_ptr,  # (T, K) int32 - with bias_ptr
     weight_ptr,  # (T, K) fp32 or another float, or None
     dest_row_ptr,  # (T, K) int32, -1 = dropped
     src_pair_ptr,  # (R,) int32 - inverse of dest_row, -1 = unused
@@ -89,7 +100,8 @@ def _token_to_rows_kernel(
     """Grid (cdiv(T, BLOCK_T) + cdiv(R, ROWS_PER_PROGRAM),): first tokens, then unused rows.
 
     Example: x [[1], [2]], dest_row [[1, -1], [2, 0]], weight [[1, 1], [10, 100]], R = 4
-    -> rows [[200], [1], [20], [0]]; with other [[1], [2], [3], [4]]: dot [[2, 0], [6, 2]].
+    -> rows [[200], [1], [20], [0]]; with other [[1], [2], [3], [4]]: dot [[2, 0], [6, 2]];
+    and with bias [[10], [20]], expert [[0, 1], [1, 0]]: dot [[12, 0], [46, 22]].
     """
     pid = tl.program_id(0).to(tl.int64)
     num_token_blocks = tl.cdiv(num_tokens, BLOCK_T)
@@ -101,7 +113,8 @@ def _token_to_rows_kernel(
         if TOP_K <= _MAX_UNROLL:
             pairs = ()
             for k in tl.static_range(TOP_K):
-                pairs += (_load_pair(dest_row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K),)
+                pair = _load_pair(dest_row_ptr, weight_ptr, expert_ptr, offs_t, mask_t, k, TOP_K)
+                pairs += (pair,)
         for start in range(0, M, BLOCK_M):
             offs_m = start + tl.arange(0, BLOCK_M)
             mask_x = mask_t[:, None] & (offs_m < M)[None, :]
@@ -110,19 +123,23 @@ def _token_to_rows_kernel(
                 others = ()
                 if dot_ptr is not None:
                     for k in tl.static_range(TOP_K):
-                        others += (_load_rows(other_ptr, pairs[k][0], offs_m, M),)
+                        row, _, expert = pairs[k]
+                        others += (_load_rows(other_ptr, row, bias_ptr, expert, offs_m, M),)
                 if rows_ptr is not None:
                     for k in tl.static_range(TOP_K):
-                        row, weight = pairs[k]
+                        row, weight, _ = pairs[k]
                         _store_rows(rows_ptr, x, row, weight_ptr, weight, offs_m, M)
                 if dot_ptr is not None:
                     for k in tl.static_range(TOP_K):
                         dot = _add_dot(dot, x, others[k], k)
             else:
                 for k in range(TOP_K):
-                    row, weight = _load_pair(dest_row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K)
+                    row, weight, expert = _load_pair(
+                        dest_row_ptr, weight_ptr, expert_ptr, offs_t, mask_t, k, TOP_K
+                    )
                     if dot_ptr is not None:
-                        dot = _add_dot(dot, x, _load_rows(other_ptr, row, offs_m, M), k)
+                        other = _load_rows(other_ptr, row, bias_ptr, expert, offs_m, M)
+                        dot = _add_dot(dot, x, other, k)
                     if rows_ptr is not None:
                         _store_rows(rows_ptr, x, row, weight_ptr, weight, offs_m, M)
         if dot_ptr is not None:
@@ -147,8 +164,10 @@ def _token_to_rows_kernel(
 @triton.autotune(**_TUNED)
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _rows_to_token_kernel(
-    y_ptr,  # (T, M) - output: sum over the pairs of weight * rows
+    y_ptr,  # (T, M) - output: sum over the pairs of weight * (rows + bias of the expert)
     rows_ptr,  # (R, M)
+    bias_ptr,  # (E, M), or None
+    expert_ptr,  # (T, K) int32 - with bias_ptr
     weight_ptr,  # (T, K) fp32 or another float, or None
     dest_row_ptr,  # (T, K) int32, -1 = dropped
     num_tokens,
@@ -160,14 +179,15 @@ def _rows_to_token_kernel(
     """Grid (cdiv(T, BLOCK_T),).
 
     Example: rows [[1], [2], [3]], dest_row [[1, -1], [2, 0]], weight [[1, 1], [10, 100]]
-    -> y [[2], [130]].
+    -> y [[2], [130]]; with bias [[10], [20]], expert [[0, 1], [1, 0]]: y [[12], [1330]].
     """
     offs_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     mask_t = offs_t < num_tokens
     if TOP_K <= _MAX_UNROLL:
         pairs = ()
         for k in tl.static_range(TOP_K):
-            pairs += (_load_pair(dest_row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K),)
+            pair = _load_pair(dest_row_ptr, weight_ptr, expert_ptr, offs_t, mask_t, k, TOP_K)
+            pairs += (pair,)
     for start in range(0, M, BLOCK_M):
         offs_m = start + tl.arange(0, BLOCK_M)
         mask_y = mask_t[:, None] & (offs_m < M)[None, :]
@@ -176,13 +196,17 @@ def _rows_to_token_kernel(
         if TOP_K <= _MAX_UNROLL:
             values = ()
             for k in tl.static_range(TOP_K):
-                values += (_load_rows(rows_ptr, pairs[k][0], offs_m, M),)
+                row, _, expert = pairs[k]
+                values += (_load_rows(rows_ptr, row, bias_ptr, expert, offs_m, M),)
             for k in tl.static_range(TOP_K):
                 acc += values[k].to(tl.float32) * pairs[k][1][:, None]
         else:
             for k in range(TOP_K):
-                row, weight = _load_pair(dest_row_ptr, weight_ptr, offs_t, mask_t, k, TOP_K)
-                acc += _load_rows(rows_ptr, row, offs_m, M).to(tl.float32) * weight[:, None]
+                row, weight, expert = _load_pair(
+                    dest_row_ptr, weight_ptr, expert_ptr, offs_t, mask_t, k, TOP_K
+                )
+                value = _load_rows(rows_ptr, row, bias_ptr, expert, offs_m, M)
+                acc += value.to(tl.float32) * weight[:, None]
         tl.store(y_ptr + offs_y, acc.to(y_ptr.dtype.element_ty), mask=mask_y)
 
 
@@ -198,6 +222,14 @@ def _checked_maps(dest_row_TK, src_pair_R, topk_weight_TK, M, device) -> tuple[T
     return weight_TK, dest_row_TK, src_pair_R
 
 
+def _checked_bias(bias_EM, expert_TK, shape_TK, M, device) -> tuple[Tensor | None, Tensor | None]:
+    """Biases and the expert of each pair, or None twice."""
+    if bias_EM is None:
+        return None, None
+    bias_EM = checked("bias", bias_EM, (bias_EM.shape[0], M), FLOAT_DTYPES, device)
+    return bias_EM, checked("expert", expert_TK, shape_TK, INT32, device)
+
+
 def _token_to_rows(
     x_TM: Tensor,
     maps: tuple[Tensor | None, ...],
@@ -205,6 +237,7 @@ def _token_to_rows(
     rows_RM: Tensor | None,
     other_RM: Tensor | None = None,
     dot_TK: Tensor | None = None,
+    bias: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
     (T, K), R = maps[1].shape, maps[2].shape[0]
     if T == 0 and (R == 0 or rows_RM is None):
@@ -223,6 +256,7 @@ def _token_to_rows(
             dot_TK,
             x_TM,
             other_RM,
+            *bias,
             *maps,
             T,
             R,
@@ -234,10 +268,16 @@ def _token_to_rows(
 
 
 def _rows_to_token(
-    name: str, rows_RM: Tensor, dest_row_TK: Tensor, topk_weight_TK: Tensor | None
+    name: str,
+    rows_RM: Tensor,
+    dest_row_TK: Tensor,
+    topk_weight_TK: Tensor | None,
+    bias_EM: Tensor | None = None,
+    expert_TK: Tensor | None = None,
 ) -> Tensor:
     (R, M), (T, K) = rows_RM.shape, dest_row_TK.shape
     maps = _checked_maps(dest_row_TK, None, topk_weight_TK, M, rows_RM.device)
+    bias = _checked_bias(bias_EM, expert_TK, (T, K), M, rows_RM.device)
     rows_RM = checked(name, rows_RM, (R, M), FLOAT_DTYPES, rows_RM.device)
     y_TM = rows_RM.new_empty((T, M))
     if T > 0:
@@ -248,6 +288,7 @@ def _rows_to_token(
                 T * K,
                 y_TM,
                 rows_RM,
+                *bias,
                 *maps[:2],
                 T,
                 M=M,
@@ -271,9 +312,15 @@ def dispatch_bwd(d_rows_RM: Tensor, dest_row_TK: Tensor) -> Tensor:
     return _rows_to_token("d_rows", d_rows_RM, dest_row_TK, None)
 
 
-def combine_fwd(rows_RM: Tensor, dest_row_TK: Tensor, topk_weight_TK: Tensor) -> Tensor:
+def combine_fwd(
+    rows_RM: Tensor,
+    dest_row_TK: Tensor,
+    topk_weight_TK: Tensor,
+    bias_EM: Tensor | None = None,
+    expert_TK: Tensor | None = None,
+) -> Tensor:
     """:func:`fairseq_tutel.backends.torch.combine_fwd` in Triton; fp32, fp16 or bf16."""
-    return _rows_to_token("rows", rows_RM, dest_row_TK, topk_weight_TK)
+    return _rows_to_token("rows", rows_RM, dest_row_TK, topk_weight_TK, bias_EM, expert_TK)
 
 
 def combine_bwd(
@@ -282,17 +329,23 @@ def combine_bwd(
     dest_row_TK: Tensor,
     src_pair_R: Tensor,
     topk_weight_TK: Tensor,
+    bias_EM: Tensor | None = None,
+    expert_TK: Tensor | None = None,
     *,
     needs_rows: bool = True,
     needs_weight: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.combine_bwd` in Triton; both gradients in one kernel.
+    needs_bias: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`fairseq_tutel.backends.torch.combine_bwd` in Triton.
 
-    Deterministic for one choice of tiles; d_weight is summed in their order (see ``_autotune``).
+    One kernel writes d_rows and d_weight. d_bias is a product: weights by expert times dy, rounded
+    to its dtype. Deterministic for one choice of tiles; d_weight is summed in their order (see
+    ``_autotune``).
     """
-    T, R = dest_row_TK.shape[0], src_pair_R.numel()
+    (T, K), R = dest_row_TK.shape, src_pair_R.numel()
     M, device = rows_RM.shape[1], rows_RM.device
     maps = _checked_maps(dest_row_TK, src_pair_R, topk_weight_TK, M, device)
+    bias = _checked_bias(bias_EM, expert_TK, (T, K), M, device)
     dy_TM = checked("dy", dy_TM, (T, M), FLOAT_DTYPES, device)
     rows_RM = checked("rows", rows_RM, (R, M), FLOAT_DTYPES, device)
     d_rows_RM = rows_RM.new_empty(rows_RM.shape if needs_rows else 0)
@@ -304,5 +357,10 @@ def combine_bwd(
             rows_RM=d_rows_RM if needs_rows else None,
             other_RM=rows_RM if needs_weight else None,
             dot_TK=d_weight_TK if needs_weight else None,
+            bias=bias,
         )
-    return d_rows_RM, d_weight_TK
+    d_bias_EM = rows_RM.new_empty(0)
+    if bias[0] is not None and needs_bias:
+        weight_TE = weight_by_expert(*maps[:2], bias[1], len(bias[0]), dy_TM.dtype)
+        d_bias_EM = torch.mm(weight_TE.t(), dy_TM).to(bias[0].dtype)
+    return d_rows_RM, d_weight_TK, d_bias_EM

@@ -116,6 +116,15 @@ class ExpertBank(nn.Module):
         """
         return None
 
+    def without_output_bias(
+        self, prepared: PreparedExperts
+    ) -> tuple[PreparedExperts, torch.Tensor | None]:
+        """Return what computes the outputs without their last bias, and that bias, [e, M].
+
+        Combine then adds it. None (default) for a bank that has none, or adds it itself.
+        """
+        return prepared, None
+
     def kept_per_row(self, model_dim: int) -> int:
         """Return how many numbers per row an expert saves at its activations; 0 if unknown."""
         return 0

@@ -41,6 +41,14 @@ class Experts(StackedExperts):
             seed=options.draw_seed(rows.device),
         )
 
+    def without_output_bias(self, prepared):
+        *_, bias = self._tensors(prepared)
+        mine = type(self)
+        replaced = (mine.compute, mine.forward) != (Experts.compute, StackedExperts.forward)
+        if bias is None or prepared.dropout[1] > 0 or replaced:
+            return prepared, None
+        return prepared._replace(params=(*prepared.params[:-1], None)), bias
+
     @property
     def has_int8_product(self) -> bool:
         whole = all(dim % INT8_MULTIPLE == 0 for dim in (self.model_dim, self.hidden_dim))

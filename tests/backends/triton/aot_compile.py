@@ -61,11 +61,12 @@ def _variants():
         yield rows._assign_rows_fwd_kernel, "fp32", {**pairs, "PADDED": padded}
     yield rows._assign_rows_bwd_kernel, "fp32", {"TOP_K": 2, "NORMALIZE": True, **rows._tile(2)}
 
-    for dtype, weighted, top_k in (
-        ("bf16", True, 2), ("fp16", True, 2), ("fp32", False, 2),
-        ("bf16", True, 6),  # more choices than are unrolled
+    unbiased = {"bias_ptr": None, "expert_ptr": None}
+    for dtype, weighted, top_k, given in (
+        ("bf16", True, 2, unbiased), ("fp16", True, 2, {}), ("fp32", False, 2, unbiased),
+        ("bf16", True, 6, {}),  # more choices than are unrolled
     ):  # fmt: skip
-        move = {"M": 4096, "TOP_K": top_k, **({} if weighted else {"weight_ptr": None})}
+        move = {"M": 4096, "TOP_K": top_k, **given, **({} if weighted else {"weight_ptr": None})}
         dot = {} if weighted else {"dot_ptr": None, "other_ptr": None}
         both = {
             "BLOCK_K": triton.next_power_of_2(top_k),
@@ -73,6 +74,8 @@ def _variants():
         }
         yield dispatch._token_to_rows_kernel, dtype, {**move, **dot, **both}
         yield dispatch._rows_to_token_kernel, dtype, move
+    by_expert = {"E": 70, "TOP_K": 2, "BLOCK_T": 8, "BLOCK_E": 128}
+    yield rows._weight_by_expert_kernel, "bf16", by_expert
 
     half = (("bf16", "ieee"), ("fp16", "ieee"))
     for dtype, precision in (*half, ("fp32", "tf32"), ("fp32", "ieee")):

@@ -20,13 +20,14 @@ def launches(device):
     row, pair = (x.to(device) for x in random_rows(9, 2, 3, 7, "spread"))
     expert = torch.randint(0, 3, (9, 2), generator=generator, dtype=torch.int32).to(device)
     position, num_routed = kernels.assign_slots(expert, 3)
+    biases = draw(3, 24), expert.clamp(min=0)
     weight, offsets = draw(9, 2).abs(), torch.tensor([3, 9], dtype=torch.int32, device=device)
     act = {"activation": "gelu", "offsets": offsets}
     return {
         kernels.dispatch_fwd: ((draw(9, 24), row, pair), {}),
         kernels.dispatch_bwd: ((draw(21, 24), row), {}),
-        kernels.combine_fwd: ((draw(21, 24), row, weight), {}),
-        kernels.combine_bwd: ((draw(9, 24), draw(21, 24), row, pair, weight), {}),
+        kernels.combine_fwd: ((draw(21, 24), row, weight, *biases), {}),
+        kernels.combine_bwd: ((draw(9, 24), draw(21, 24), row, pair, weight, *biases), {}),
         kernels.topk_gating_fwd: ((draw(9, 3), 2), {"noise_TE": draw(9, 3)}),
         kernels.assign_slots: ((expert, 3), {"priority_T": draw(9)}),
         kernels.assign_rows_fwd: ((expert, position, weight, num_routed), LAYOUT),

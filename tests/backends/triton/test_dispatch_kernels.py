@@ -63,13 +63,37 @@ def test_combine(T, K, E, C, M, kind, dtype, room, device):
     assert y.dtype == dtype
     assert_close("y", y, naive.combine(rows64, row, weight64), dtype)
 
-    d_rows, d_weight = room.combine_bwd(dy, rows, row, pair, weight)
+    d_rows, d_weight, _ = room.combine_bwd(dy, rows, row, pair, weight)
     want_rows, want_weight = naive.combine_bwd(dy64, rows64, row, weight64)
     assert d_rows.dtype == dtype and d_weight.dtype == torch.float32
     assert (d_rows[pair < 0] == 0).all()
     assert (d_weight[row < 0] == 0).all()
     assert_close("d_rows", d_rows, want_rows, dtype)
     assert_close("d_weight", d_weight, want_weight, torch.float32)
+
+
+@ROOMS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("T", "K", "E", "C", "M", "kind"), CASES)
+def test_combine_with_biases_by_expert(T, K, E, C, M, kind, dtype, room, device):
+    row, pair, _, dy, rows, _, weight = make(T, K, E, C, M, kind, dtype, device)
+    expert = torch.where(row < 0, -1, row // max(C, 1)).int()
+    bias = torch.randn(E, M, generator=torch.Generator().manual_seed(4)).to(dtype).to(device)
+    exact = [tensor.double().requires_grad_() for tensor in (rows, weight, bias)]
+    want = naive.combine(exact[0], row, *exact[1:], expert)
+    grads = [torch.zeros_like(leaf) for leaf in exact]
+    if (row >= 0).any():
+        grads = torch.autograd.grad(want, exact, dy.double())
+    weight[row < 0] = float("nan")
+
+    y = room.combine_fwd(rows, row, weight, bias, expert)
+    assert y.dtype == dtype
+    assert_close("y", y, want, dtype)
+    d_rows, d_weight, d_bias = room.combine_bwd(dy, rows, row, pair, weight, bias, expert)
+    assert (d_weight[row < 0] == 0).all() and d_bias.dtype == dtype
+    assert_close("d_rows", d_rows, grads[0], dtype)
+    assert_close("d_weight", d_weight, grads[1], torch.float32)
+    assert_close("d_bias", d_bias, grads[2], dtype)
 
 
 def test_only_needed_gradients_are_computed(device):

@@ -80,15 +80,25 @@ def add_offset(device):
 def token_to_rows(device):
     x, weight, other = tensors(device, [[1], [2]], [[1, 1], [10, 100]], [[1], [2], [3], [4]])
     row, pair = ints(device, [[1, -1], [2, 0]], [3, 0, 2, -1])
-    rows, dot = kernels.combine_bwd(x, other, row, pair, weight)
+    rows, dot, _ = kernels.combine_bwd(x, other, row, pair, weight)
     yield rows, [[200], [1], [20], [0]]
     yield dot, [[2, 0], [6, 2]]
+    biases = *tensors(device, [[10], [20]]), *ints(device, [[0, 1], [1, 0]])
+    yield kernels.combine_bwd(x, other, row, pair, weight, *biases)[1], [[12, 0], [46, 22]]
 
 
 def rows_to_token(device):
     rows, weight = tensors(device, [[1], [2], [3]], [[1, 1], [10, 100]])
     (row,) = ints(device, [[1, -1], [2, 0]])
     yield kernels.combine_fwd(rows, row, weight), [[2], [130]]
+    biases = *tensors(device, [[10], [20]]), *ints(device, [[0, 1], [1, 0]])
+    yield kernels.combine_fwd(rows, row, weight, *biases), [[12], [1330]]
+
+
+def weight_by_expert(device):
+    (weight,) = tensors(device, [[1, 1], [10, 100]])
+    row, expert = ints(device, [[1, -1], [2, 0]], [[0, 1], [1, 0]])
+    yield rows.weight_by_expert(weight, row, expert, 2, torch.float32), [[1, 0], [100, 10]]
 
 
 def assign_rows(device):

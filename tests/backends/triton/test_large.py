@@ -35,7 +35,7 @@ def test_dispatch_and_combine(cuda):
     assert torch.equal(rows[row[:, 0].long()], x[tokens])
     assert rows[1].eq(0).all() and rows[-2].eq(0).all()
     assert torch.equal(kernels.combine_fwd(rows, row, weight), 2 * x)
-    d_rows, d_weight = kernels.combine_bwd(x, rows, row, pair, weight)
+    d_rows, d_weight, _ = kernels.combine_bwd(x, rows, row, pair, weight)
     assert torch.equal(d_rows[row[:, 0].long()], 2 * x)
     want = x.double().square().sum(1, keepdim=True)
     torch.testing.assert_close(d_weight.double(), want, rtol=1e-5, atol=0)
