@@ -1,5 +1,7 @@
 """Placement of experts on ranks, with real process groups, and the simulated one."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -127,9 +129,18 @@ def _control_groups():
         # as with NCCL: the default group is said to communicate from GPUs alone
         patch.setattr(groups_module, "control_device", lambda group=None: "cuda")
         patch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        assert build_groups(24).control_group is not None  # over the loopback interface
+        assert "GLOO_SOCKET_IFNAME" not in os.environ
+        # two machines: the host's name may resolve to an address that others do not reach
+        patch.setattr(groups_module, "this_machine", lambda: rank // 2)
+        warned = []
+        patch.setattr(groups_module.logger, "warning", warned.append)
         if rank == 1:
             patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        assert build_groups(12).control_group is None  # rank 1 alone knows the network
+        for experts in (12, 28):  # rank 1 alone knows the network
+            assert build_groups(experts).control_group is None
+        assert len(warned) == (rank == 0) and all("step=sync_step" in each for each in warned)
+        assert build_groups(12, expert_parallel_size=2).control_group is not None
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         for size in (4, 2):
             group = build_groups(16, expert_parallel_size=size).control_group

@@ -1,7 +1,10 @@
 """Large buffers that are used again once nobody refers to them.
 
 glibc gives an allocation of 32 MiB and more back to the system when it is freed. The gradients of
-large weights would therefore be on new pages in every step, which the kernel finds and clears.
+large weights would therefore be on new pages in every step, which the kernel finds and clears: 1.2
+to 1.6 times the time of a layer's step. ``mallopt`` (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD) is as fast
+as these buffers (0.97 to 1.06 of the time), but a step then peaks at up to 17 % more memory, and it
+would hold for the user's whole process.
 """
 
 import mmap

@@ -43,4 +43,6 @@ def checked(name: str, tensor: Tensor | None, *wanted) -> Tensor | None:
 
 def device_guard(tensor: Tensor) -> AbstractContextManager:
     """Return a context that launches kernels on the tensor's GPU, not on the current one."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()  # the usual case: a guard would ask for and set the device twice
+    return torch.cuda.device(tensor.device)

@@ -17,9 +17,12 @@ and optimizer state take 1/S of the memory. The gradient of a slice covers the t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import os
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +37,12 @@ from ..world import (
     once_per_world,
     process_world,
     release_at_exit,
+    this_machine,
 )
 
+logger = logging.getLogger(__name__)
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 _MAX_GLOO_RANKS = 512
 
 
@@ -198,16 +205,51 @@ def _with_process_groups(groups):
 def _control_group(blocks: Sequence[Sequence[int]]) -> Any | None:
     """Create a gloo group beside a group that communicates from GPUs only; None if not needed.
 
-    It needs GLOO_SOCKET_IFNAME on every rank (the launcher sets it on a single node), because the
-    host's name may resolve to an address that no other rank reaches. Every rank connects to every
-    other, which takes too long for thousands of ranks.
+    The ranks of a block on one machine connect over its loopback interface. Others need
+    GLOO_SOCKET_IFNAME on every rank, because the host's name may resolve to an address that no
+    other rank reaches. Every rank connects to every other, which takes too long for thousands.
     """
     if len(blocks[0]) == 1 or control_device() == "cpu":
         return None
-    able = dist.is_gloo_available() and "GLOO_SOCKET_IFNAME" in os.environ
-    if len(blocks[0]) > _MAX_GLOO_RANKS or not all(x for (x,) in gather_integers([int(able)])):
+    named, loopback = _INTERFACE in os.environ, _loopback()
+    able = dist.is_gloo_available(), named, named or loopback is not None
+    told = gather_integers([this_machine(), *map(int, able)])
+    machines, gloo, are_named, have_interface = zip(*told, strict=True)
+    neighbours = all(len({machines[rank] for rank in block}) == 1 for block in blocks)
+    reachable = all(are_named) or (neighbours and all(have_interface))
+    if not all(gloo) or not reachable or len(blocks[0]) > _MAX_GLOO_RANKS:
+        once_per_world("no control group", _warn_of_waiting)
         return None
-    return create_group(blocks, backend="gloo")
+    with _environment({} if named else {_INTERFACE: loopback}):
+        return create_group(blocks, backend="gloo")
+
+
+def _loopback() -> str | None:
+    """Return the name of the machine's loopback interface; None if it is unknown."""
+    names = (
+        {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
+    )
+    return next(iter(names & {"lo", "lo0"}), None)
+
+
+@contextlib.contextmanager
+def _environment(added: Mapping[str, str | None]) -> Iterator[None]:
+    """Add variables to the environment for a block: gloo reads its interface from there."""
+    os.environ.update({name: value for name, value in added.items() if value is not None})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _warn_of_waiting() -> None:
+    if process_world()[0] == 0:
+        logger.warning(
+            "the ranks communicate through NCCL alone: the host waits for the GPU in every call of "
+            "an MoE layer, or once per forward pass if the layers get step=sync_step(...); "
+            'init_process_group("cpu:gloo,cuda:nccl") or GLOO_SOCKET_IFNAME on every rank ends this'
+        )
 
 
 def create_group(partition: Sequence[Sequence[int]], backend: str | None = None) -> Any | None:
