@@ -162,19 +162,3 @@ def test_recomputed_blocks_give_the_same_gradients_and_keep_less():
     assert (once, twice) == (1, 2) and 0 < 4 * least < most
     torch.testing.assert_close(again, kept)
     torch.testing.assert_close(others, grads)
-
-
-def test_glyphs_of_the_held_out_family_are_not_seen():
-    pytest.importorskip("matplotlib")
-    data = example("data")
-    train, held_out = data._glyphs(16, per_font=1)
-    counts = [part.labels.bincount().tolist() for part in (train, held_out)]
-    assert counts == [[12 + 4] * 62, [5] * 62]  # DejaVu and STIX; Computer Modern
-    for part in (train, held_out):
-        assert (part.items > 0).float().mean((1, 2, 3)).min() > 0.005, "an empty image"
-        # a font that lacks letters draws the same box for all
-        assert len(part.items.flatten(1).unique(dim=0)) == len(part)
-    some = data.load("glyphs:07", 16)[1]
-    assert (some.names, some.labels.bincount().tolist()) == (["0", "7"], [30, 30])
-    with pytest.raises(ValueError, match="glyphs:é: after the colon"):
-        data.load("glyphs:é", 16)

@@ -1,25 +1,13 @@
-"""Images as tensors: a folder of class folders, scikit-learn's digits, or glyphs of fonts."""
+"""Images as tensors: a folder of class folders, or scikit-learn's digits."""
 
 from __future__ import annotations
 
-import functools
-import random
-import re
-import string
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif"}
-CHARACTERS = string.ascii_letters + string.digits
-# Families of fonts that matplotlib brings; its other files lack letters or draw them as symbols.
-FAMILIES = {
-    "DejaVu": r"DejaVu(Sans|SansMono|Serif)(-\w+)?\.ttf",
-    "STIX": r"STIXGeneral\w*\.ttf",
-    "Computer Modern": r"cm(b|r|ss|ti|tt)10\.ttf",
-}
-HELD_OUT = "Computer Modern"
 
 
 class Images:
@@ -69,25 +57,16 @@ def _shift(x: Tensor, most: int) -> Tensor:
 
 
 def load(name: str, size: int, held_out: float = 0.2) -> tuple[Images, Images]:
-    """(training, held-out) images of ``digits``, ``glyphs``, or a folder with train/ and val/.
-
-    ``glyphs:CHARACTERS`` are those of these letters and digits only.
+    """(training, held-out) images of ``digits``, or of a folder with train/ and val/.
 
     Raises:
-        ValueError: no such folder or glyphs, or no images in it.
+        ValueError: no such folder, or no images in it.
     """
     if name == "digits":
         return _digits(size, held_out)
-    kind, _, characters = name.partition(":")
-    if kind == "glyphs":
-        if not set(characters) <= set(CHARACTERS):
-            raise ValueError(f"--data {name}: after the colon, letters and digits of ASCII")
-        return _glyphs(size, characters or CHARACTERS)
     root = Path(name)
     if not (root / "train").is_dir() or not (root / "val").is_dir():
-        raise ValueError(
-            f"--data {name}: neither digits, glyphs, nor a folder with train/ and val/"
-        )
+        raise ValueError(f"--data {name}: neither digits nor a folder with train/ and val/")
     names = sorted(path.name for path in (root / "train").iterdir() if path.is_dir())
     return _folder(root / "train", names, size), _folder(root / "val", names, size)
 
@@ -119,41 +98,3 @@ def _digits(size: int, held_out: float) -> tuple[Images, Images]:
     parts = order.split([len(x) - int(held_out * len(x)), int(held_out * len(x))])
     train, test = (Images(x[part], labels[part], names, size) for part in parts)
     return train, test
-
-
-@functools.cache  # drawing takes seconds
-def _glyphs(size: int, characters: str = CHARACTERS, per_font: int = 6) -> tuple[Images, Images]:
-    """Letters and digits of the fonts that matplotlib brings; one family is held out.
-
-    Fonts of a family look alike: a split by file would hold out what was seen.
-    """
-    import matplotlib
-
-    found = sorted(Path(matplotlib.get_data_path(), "fonts", "ttf").iterdir())
-    draw, splits = random.Random(0), ([], [])
-    for family, pattern in FAMILIES.items():
-        for path in (path for path in found if re.fullmatch(pattern, path.name)):
-            for label, character in enumerate(characters):
-                for _ in range(per_font):
-                    values = _glyph(path, character, size, draw)
-                    splits[family == HELD_OUT].append((values, label))
-    parts = []
-    for split in splits:
-        x = torch.stack([values for values, _ in split]).float().div(127.5).sub(1)
-        labels = torch.tensor([label for _, label in split])
-        parts.append(Images(x, labels, list(characters), size))
-    return parts[0], parts[1]
-
-
-def _glyph(path: Path, character: str, size: int, draw: random.Random) -> Tensor:
-    """uint8 [1, size, size]: a character of random size, place and slant."""
-    from PIL import Image, ImageDraw, ImageFont
-
-    font = ImageFont.truetype(str(path), int(size * draw.uniform(0.6, 0.85)))
-    canvas = Image.new("L", (size, size), 0)
-    left, top, right, bottom = font.getbbox(character)
-    x = (size - right - left) / 2 + draw.uniform(-2, 2)
-    y = (size - bottom - top) / 2 + draw.uniform(-2, 2)
-    ImageDraw.Draw(canvas).text((x, y), character, 255, font)
-    canvas = canvas.rotate(draw.uniform(-12, 12))
-    return torch.frombuffer(bytearray(canvas.tobytes()), dtype=torch.uint8).view(1, size, size)

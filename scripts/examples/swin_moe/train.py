@@ -39,11 +39,7 @@ def parse(argv=None) -> argparse.Namespace:
     kind = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], formatter_class=kind)
     add = parser.add_argument
-    add(
-        "--data",
-        default="digits",
-        help="digits, glyphs[:CHARACTERS], or a folder with train/ and val/",
-    )
+    add("--data", default="digits", help="digits, or a folder with train/ and val/")
     add("--preset", default="tiny", choices=PRESETS, help="sizes of the model")
     add("--num-experts", type=int, help="of each MoE layer, 0: a dense model")
     add("--option", action="append", default=[], metavar="NAME=VALUE", help="of MoELayer")

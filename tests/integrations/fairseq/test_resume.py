@@ -26,6 +26,11 @@ CASES = {
     "E=4 fp16": "--moe-expert-count 4 --fp16 --fp16-init-scale 16",
     "E=4 bf16": "--moe-expert-count 4 --bf16",
     "E=4 memory-efficient-fp16": "--moe-expert-count 4 --memory-efficient-fp16",
+    # fairseq sets these statistics a second time after loading
+    "E=2 memory-efficient-fp16, sharded": "--moe-expert-count 2 --memory-efficient-fp16 "
+                                          "--fp16-init-scale 8 --zero-sharding os",
+    "E=4 pytorch_ddp, sharded": "--moe-expert-count 4 --zero-sharding os "
+                                "--ddp-backend pytorch_ddp --weight-decay 0.01",
     "E=4 warm-up, momentum": "--moe-expert-count 4 --optimizer nag --lr 0.1 "
                              "--lr-scheduler inverse_sqrt --warmup-updates 8",
     "translation, E=4": "--moe-expert-count 4 --moe-freq 1 --moe-cmr --use-moe-pad-mask",
