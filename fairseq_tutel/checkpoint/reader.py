@@ -143,7 +143,6 @@ class SetReader:
     """An open checkpoint; :func:`read_set` returns it.
 
     The shared content is in memory (its tensors mapped). Rank files are opened one at a time.
-    Experts are compared with their checksums, which reads them, unless ``check_experts`` is False.
 
     Attributes:
         cset: location of the files.
@@ -154,6 +153,7 @@ class SetReader:
         num_experts: E, 0 for a dense model.
         num_rank_files: P, 1 for a merged file.
         has_optimizer: whether there is optimizer state keyed by parameter name.
+        check_experts: whether experts are compared with their checksums, which reads them.
 
     Raises:
         CheckpointError: names the file that is missing, truncated or foreign.
@@ -161,7 +161,7 @@ class SetReader:
 
     def __init__(self, path: str, *, check_experts: bool = True) -> None:
         self.cset, self.files, self.kind = locate(path)
-        self._compare_experts = check_experts
+        self.check_experts = check_experts
         self._open: tuple[int, dict[str, Any], Checksums] | None = None
         self._forms: dict[str, Mapping[str, str]] = {}  # of experts: in MODEL, in OPTIMIZER
         self.main_path = self.files[MERGED if self.kind == MERGED else SHARED]
@@ -217,7 +217,7 @@ class SetReader:
                 parts.append((content[OPTIMIZER][NAMED_STATE], named_state))
             for stored, taken in parts:
                 new = select_experts(stored, first=number * per_file, wanted=wanted)
-                if self._compare_experts:
+                if self.check_experts:
                     checksums.check(new)
                 taken.update(new)
         return model, named_state

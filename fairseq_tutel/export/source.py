@@ -86,7 +86,7 @@ class ModelSource:
             for key, values in tensors.items():
                 prefix, _, rest = split_key(key)
                 yield Piece(*self._place(f"{prefix}{expert}{rest}"), values)
-        self._reader.checks_experts = False  # all of them have been checked
+        self._reader.check_experts = False  # all of them have been checked
 
     def _place(self, key: str) -> Place | None:
         """Return the place of a stored tensor; None for no weight and for a tied projection."""

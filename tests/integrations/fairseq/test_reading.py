@@ -1,8 +1,11 @@
 """What fairseq's programs read through the plugin: never code, whichever file it is in."""
 
 import argparse
+import collections
 import os
+import pickle
 import shutil
+import typing
 
 import numpy
 import pytest
@@ -89,7 +92,7 @@ def _refusal(read, *args):
 
 
 @pytest.mark.parametrize("unsafe", ["0", "1"])
-@pytest.mark.parametrize("format", ["zip", "legacy", "torchscript"])
+@pytest.mark.parametrize("format", ["zip", "legacy", "plain", "torchscript"])
 def test_a_file_that_could_run_code_is_refused_whatever_the_environment_holds(
     format, unsafe, tmp_path, monkeypatch
 ):
@@ -99,8 +102,12 @@ def test_a_file_that_could_run_code_is_refused_whatever_the_environment_holds(
         torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), path)
         assert _refusal(_read, path).startswith(f"{path}: is a TorchScript archive")
         return
-    state = _state(x=RunsCode(evidence))
-    torch.save(state, path, _use_new_zipfile_serialization=format == "zip")
+    state = {"model": {}, "x": RunsCode(evidence)}
+    if format == "plain":
+        with open(path, "wb") as file:
+            pickle.dump(state, file, protocol=2)
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=format == "zip")
     assert _refusal(_read, path) == (
         f"{path}: holds posix.system, which is not on the list of harmless classes; "
         "refusing to load it, since unpickling it could run code"
@@ -125,6 +132,8 @@ def test_dense_checkpoints_are_read_as_ever(zipped, unsafe, tmp_path, monkeypatc
         task_state={"target_dictionary": dictionary},
     )
     state["extra_state"] |= {
+        "history": collections.OrderedDict(a=collections.defaultdict(int)),
+        "kind": typing.Any,
         "val_loss": numpy.float64(1.5),
         "random": numpy.arange(5, dtype=numpy.uint32),
         "old_cfg": old_cfg,
@@ -138,6 +147,7 @@ def test_dense_checkpoints_are_read_as_ever(zipped, unsafe, tmp_path, monkeypatc
     extra = loaded["extra_state"]
     assert extra["val_loss"] == 1.5 and extra["old_cfg"] == old_cfg and extra["meter"].avg == 2.5
     assert (extra["random"] == numpy.arange(5)).all()
+    assert extra["history"] == {"a": {}} and extra["kind"] is typing.Any
     assert loaded["task_state"]["target_dictionary"].indices == dictionary.indices
 
 
