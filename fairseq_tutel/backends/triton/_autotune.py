@@ -8,13 +8,17 @@ the same bits as long as the tiles are: tuning again, in another process, may ch
 exactly one, with small tiles.
 """
 
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
 
 import torch
 import triton
 
 from ._runtime import INTERPRET
+
+T = TypeVar("T")
 
 # Pairs per block of the slot kernels: a block compares all its pairs with each other.
 SLOT_BLOCK = 16 if INTERPRET else 128
@@ -36,10 +40,22 @@ ADAM_PROGRAMS = 8 if INTERPRET else 512
 WIRE_ROWS = 2 if INTERPRET else 8
 # Rows or pairs of a launch from which on it is tuned: the first one may be that of a few tokens.
 TUNE_ROWS = 4096
+# Rows per expert up to which a product takes as long as the reading of its weights.
+FEW_ROWS = 64
 # Tiles of the grouped products that fp32 without TF32 tries: larger ones spill registers.
 IEEE_TILES = 2
 # Rows whose bias gradient one program sums up.
 ACT_TILE_ROWS = 8 if INTERPRET else 64
+
+
+# Milliseconds for which an implementation is warmed up and timed.
+_WARMUP_MS, _TIMED_MS = 5, 20
+# Index of the fastest implementation by its key.
+_fastest: dict[Hashable, int] = {}
+
+
+def _pinned() -> bool:
+    return os.environ.get("FAIRSEQ_TUTEL_AUTOTUNE", "1") == "0"
 
 
 def _configs(
@@ -48,7 +64,7 @@ def _configs(
     """Configurations with sizes of these blocks, behind their number of warps in ``free``."""
     if INTERPRET:
         return [triton.Config(dict(zip(blocks, interpreted, strict=True)))]
-    if os.environ.get("FAIRSEQ_TUTEL_AUTOTUNE", "1") == "0":
+    if _pinned():
         free = free[:1]
     return [
         triton.Config(dict(zip(blocks, sizes, strict=True)), num_warps=warps)
@@ -104,3 +120,31 @@ def launch(kernel: triton.KernelInterface, grid: tuple | Callable, rows: int, *a
         return
     config = prune_wide_tiles(kernel.configs, kw)[0]
     kernel.fn[grid](*args, **kw, **config.all_kwargs())
+
+
+def fastest(key: Hashable, tune: bool, candidates: Sequence[Callable[[], T]]) -> T:
+    """Call the implementation that was the fastest when this key was first tuned.
+
+    Args:
+        key: what implementations are compared for: the product, its sizes and dtype.
+        tune: whether the work is large enough. Smaller work takes the first implementation.
+        candidates: implementations of one result. One that needs more resources than the GPU has
+            is left out.
+    """
+    if not tune or len(candidates) == 1 or _pinned():
+        return candidates[0]()
+    if key not in _fastest:
+        if torch.cuda.is_current_stream_capturing():  # nothing can be timed in a graph
+            return candidates[0]()
+        times = [_milliseconds(candidate) for candidate in candidates]
+        _fastest[key] = times.index(min(times))
+    return candidates[_fastest[key]]()
+
+
+def _milliseconds(candidate: Callable[[], object]) -> float:
+    try:
+        return triton.testing.do_bench(
+            candidate, warmup=_WARMUP_MS, rep=_TIMED_MS, return_mode="median"
+        )
+    except triton.runtime.errors.OutOfResources:
+        return math.inf

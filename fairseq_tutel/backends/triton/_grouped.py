@@ -1,19 +1,32 @@
 """Grouped products: each expert multiplies its own rows of a ragged buffer.
 
-torch's ``grouped_mm`` is used where it is one kernel: bf16 on Hopper and Blackwell. Elsewhere
-(fp16, fp32, other GPUs; torch 2.11) it copies the offsets to the host and loops over the experts.
-The kernels here replace it there. A program computes one tile and finds the tile's expert in the
-offsets, which stay on the GPU.
+Hopper and Blackwell have three implementations. torch's ``grouped_mm`` is one kernel for bf16 only.
+For other dtypes, and on other GPUs, it copies the offsets to the host and loops over the experts
+(torch 2.11). ``_grouped_tma.py`` computes fp16, and competes with ``grouped_mm`` for bf16 if
+experts have few rows. Everything else takes the kernels here: a program computes one tile and finds
+the tile's expert in the offsets, which stay on the GPU.
 
 A and B are the two dimensions of the weight.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._autotune import FLAT_BLOCK, launch, product_configs, prune_ieee_tiles
+from ._autotune import (
+    FEW_ROWS,
+    FLAT_BLOCK,
+    TUNE_ROWS,
+    fastest,
+    launch,
+    product_configs,
+    prune_ieee_tiles,
+)
+from ._grouped_tma import describable, has_tma, rows_product_tma, tma_tiles, weight_gradient_tma
 from ._runtime import FLOAT_DTYPES, INT32, INTERPRET, check_tensor, checked, device_guard
 from ._tiles import tile_rows
 
@@ -162,14 +175,19 @@ def _clear_unused_kernel(
             tl.store(gradient_ptr + expert * AB + offs, zeros, mask=offs < AB)
 
 
-def _grouped_mm_is_fused(rows: Tensor, *widths: int) -> bool:
-    """Return whether ``grouped_mm`` is one kernel. Rows must begin at multiples of 16 bytes."""
-    if not _HAS_GROUPED_MM or not rows.is_cuda or rows.dtype != torch.bfloat16:
+def _grouped_mm_is_fused(*tensors: Tensor) -> bool:
+    """Return whether ``grouped_mm`` is one kernel that can read the tensors."""
+    if not _HAS_GROUPED_MM or tensors[0].dtype != torch.bfloat16:
         return False
-    if torch.version.hip:
+    return has_tma(tensors[0].device) and describable(*tensors)
+
+
+def _tma_is_tried(few_rows: bool, *tensors: Tensor) -> bool:
+    """Return whether the kernels with TMA loads may be the fastest."""
+    dtype = tensors[0].dtype
+    if dtype != torch.float16 and not (dtype == torch.bfloat16 and few_rows):
         return False
-    aligned = all(width * rows.element_size() % 16 == 0 for width in widths)
-    return aligned and torch.cuda.get_device_capability(rows.device)[0] in (9, 10)
+    return has_tma(tensors[0].device) and describable(*tensors)
 
 
 def _grouped_mm_skips_unused(rows: Tensor) -> bool:
@@ -207,29 +225,48 @@ def rows_product(rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor) -> Tensor
     rows_RA = checked("rows", rows_RA, (R, A), FLOAT_DTYPES, device)
     check_tensor("weight", weight_eAB, (e, A, B), (rows_RA.dtype,), device)
     offsets = checked("offsets", offsets, (e,), INT32, device)
-    if _grouped_mm_is_fused(rows_RA, A, B):
-        return torch.nn.functional.grouped_mm(rows_RA, weight_eAB, offs=offsets)
+    if R * B == 0:
+        return rows_RA.new_empty((R, B))
+    few_rows = R / max(e, 1) <= FEW_ROWS
+    candidates: list[Callable[[], Tensor]] = []
+    if _grouped_mm_is_fused(rows_RA, weight_eAB):
+        grouped_mm = torch.nn.functional.grouped_mm
+        candidates.append(lambda: grouped_mm(rows_RA, weight_eAB, offs=offsets))
+    if _tma_is_tried(few_rows, rows_RA, weight_eAB):
+        given = rows_RA, weight_eAB, offsets
+        candidates += [partial(rows_product_tma, *given, tile) for tile in tma_tiles(few_rows)]
+    if candidates:
+        key = "rows", few_rows, rows_RA.dtype, weight_eAB.shape, weight_eAB.stride()
+        return fastest(key, few_rows or R >= TUNE_ROWS, candidates)
+    return _rows_product(rows_RA, weight_eAB, offsets)
+
+
+def _rows_product(rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor) -> Tensor:
+    """Compute :func:`rows_product` with the kernel for every GPU and dtype."""
+    (R, A), (e, _, B) = rows_RA.shape, weight_eAB.shape
     out_RB = rows_RA.new_empty((R, B))
 
     def grid(meta: dict) -> tuple[int]:
         # an upper bound: every expert, and the tail, may leave its last tile part empty
         return ((R // meta["BLOCK_R"] + e + 1) * triton.cdiv(B, meta["BLOCK_C"]),)
 
-    sizes = {"e": e, "A": A, "B": B, "BLOCK_EXPERTS": triton.next_power_of_2(e + 1)}
-    if out_RB.numel() > 0:
-        strides = weight_eAB.stride()
-        tensors = (out_RB, rows_RA, weight_eAB, offsets)
-        with device_guard(rows_RA):
-            launch(
-                _rows_product_kernel,
-                grid,
-                R,
-                *tensors,
-                R,
-                *strides,
-                **sizes,
-                **_precision(rows_RA.dtype),
-            )
+    with device_guard(rows_RA):
+        launch(
+            _rows_product_kernel,
+            grid,
+            R,
+            out_RB,
+            rows_RA,
+            weight_eAB,
+            offsets,
+            R,
+            *weight_eAB.stride(),
+            e=e,
+            A=A,
+            B=B,
+            BLOCK_EXPERTS=triton.next_power_of_2(e + 1),
+            **_precision(rows_RA.dtype),
+        )
     return out_RB
 
 
@@ -243,11 +280,17 @@ def weight_gradient(d_RA: Tensor, rows_RB: Tensor, offsets: Tensor) -> Tensor:
     d_RA = checked("d", d_RA, (R, A), FLOAT_DTYPES, device)
     rows_RB = checked("rows", rows_RB, (R, B), (d_RA.dtype,), device)
     offsets = checked("offsets", offsets, (e,), INT32, device)
-    if _grouped_mm_is_fused(d_RA, A, B):
-        out_eAB = torch.nn.functional.grouped_mm(d_RA.t(), rows_RB, offs=offsets)
-        if _grouped_mm_skips_unused(d_RA):
-            _clear_unused(out_eAB, offsets)
-        return out_eAB
+    few_rows = R / max(e, 1) <= FEW_ROWS
+    candidates: list[Callable[[], Tensor]] = []
+    if _grouped_mm_is_fused(d_RA, rows_RB):
+        candidates.append(lambda: _grouped_mm_gradient(d_RA, rows_RB, offsets))
+    if _tma_is_tried(few_rows, d_RA, rows_RB):
+        # few rows are a short sum and not a small tile
+        tiles = tma_tiles(few_rows=False)
+        candidates += [partial(weight_gradient_tma, d_RA, rows_RB, offsets, t) for t in tiles]
+    if candidates:
+        key = "gradient", few_rows, d_RA.dtype, e, A, B
+        return fastest(key, few_rows or R >= TUNE_ROWS, candidates)
     out_eAB = d_RA.new_empty((e, A, B))
 
     def grid(meta: dict) -> tuple[int, int, int]:
@@ -257,6 +300,14 @@ def weight_gradient(d_RA: Tensor, rows_RB: Tensor, offsets: Tensor) -> Tensor:
         tensors = (out_eAB, d_RA, rows_RB, offsets)
         with device_guard(d_RA):
             launch(_weight_gradient_kernel, grid, R, *tensors, A=A, B=B, **_precision(d_RA.dtype))
+    return out_eAB
+
+
+def _grouped_mm_gradient(d_RA: Tensor, rows_RB: Tensor, offsets: Tensor) -> Tensor:
+    """Compute :func:`weight_gradient` with torch's kernel."""
+    out_eAB = torch.nn.functional.grouped_mm(d_RA.t(), rows_RB, offs=offsets)
+    if _grouped_mm_skips_unused(d_RA):
+        _clear_unused(out_eAB, offsets)
     return out_eAB
 
 

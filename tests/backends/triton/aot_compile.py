@@ -3,11 +3,13 @@
     python aot_compile.py cuda:80:one cuda:90:all hip:gfx942:all ...
 
 ``all`` compiles every variant, ``one`` the first of each kernel, both with its first tile;
+Kernels with TMA loads are compiled with all their tiles for the targets that have TMA.
 ``tiles`` compiles the bf16 variants of autotuned kernels with every other tile, and the fp32
 variants of products without TF32 with the other tiles that they try. Prints one JSON line per
 target and variant.
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -23,6 +25,7 @@ from fairseq_tutel.backends._wire_formats import WIRE_FORMATS
 from fairseq_tutel.backends.triton import _autotune as tiles
 from fairseq_tutel.backends.triton import (
     _grouped,
+    _grouped_tma,
     activation,
     adam,
     dispatch,
@@ -33,6 +36,7 @@ from fairseq_tutel.backends.triton import (
 )
 
 ADAM = (adam._adam16_max_kernel, adam._adam16_step_kernel)  # always in both halves
+TMA = ("90", "100")  # targets of NVIDIA that have it
 FLOAT = {"fp16": "*fp16", "bf16": "*bf16", "fp32": "*fp32"}
 
 
@@ -125,6 +129,28 @@ def _variants():
         yield adam._adam16_step_kernel, dtype, {**adam_blocks, **step_blocks}
 
 
+def _tma_variants():
+    """(kernel, dtype, constexpr values and types of descriptors, tile)."""
+    sizes = {"e": 3, "A": 4096, "B": 16384, "UPCAST": False, "GROUP": _grouped_tma._GROUP}
+    for dtype, tile in itertools.product(("fp16", "bf16"), TMA_TILES):
+        given = tile.sizes()
+        down, across, deep = (given[f"BLOCK_{letter}"] for letter in "RCD")
+        for transposed in (True, False):
+            block = (across, deep) if transposed else (deep, across)
+            yield _grouped_tma._rows_product_tma_kernel, dtype, {
+                **sizes, **given, "TRANSPOSED": transposed, "BLOCK_EXPERTS": 4,
+                "rows_desc": f"tensordesc<{dtype}[{down}, {deep}]>",
+                "weight_desc": f"tensordesc<{dtype}[1, {block[0]}, {block[1]}]>",
+            }  # fmt: skip
+        if tile in _grouped_tma.TILES:
+            yield _grouped_tma._weight_gradient_tma_kernel, dtype, {
+                **sizes, **given,
+                "d_desc": f"tensordesc<{dtype}[{deep}, {down}]>",
+                "rows_desc": f"tensordesc<{dtype}[{deep}, {across}]>",
+            }  # fmt: skip
+
+
+TMA_TILES = (*_grouped_tma.TILES, *_grouped_tma.TILES_OF_FEW_ROWS)
 _NAMES = {"int32": "*i32", "int64": "*i64", "uint8": "*u8", "bool": "*i1"} | FLOAT
 _SCALARS = {"num_elements": "i64"} | dict.fromkeys(
     ("beta1", "beta2", "grad_weight", "square_weight", "step_size", "decay", "eps"), "fp32"
@@ -134,12 +160,12 @@ _SCALARS = {"num_elements": "i64"} | dict.fromkeys(
 def _signature(function, dtype, constants):
     """Types of the arguments; those of pointers stand in their comments, else they are ``dtype``'s.
 
-    A constant that is the name of a type, of a pointer, is that.
+    A constant that is the name of a type, of a pointer or descriptor, is that.
     """
     signature = {}
     for name in function.arg_names:
         given = constants.get(name)
-        if isinstance(given, str) and given.startswith("*"):
+        if isinstance(given, str) and given.startswith(("*", "tensordesc")):
             signature[name] = given
         elif name in constants:
             signature[name] = "constexpr"
@@ -156,6 +182,9 @@ def _compile(kernel, dtype, constants, target, tile=0):
     if not isinstance(kernel, triton.JITFunction):  # an autotuned kernel wraps the compiled one
         function, config = kernel.fn, kernel.configs[tile]
         constants, options = {**constants, **config.kwargs}, {"num_warps": config.num_warps}
+    options |= {
+        name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants
+    }
     signature = _signature(function, dtype, constants)
     constants = {name: value for name, value in constants.items() if signature[name] == "constexpr"}
     # allocations are aligned to 16 bytes at least, and the launch specializes on that
@@ -230,7 +259,10 @@ def _chosen(variants):
 def compile_all(backend: str, arch: str, variants: str) -> None:
     cuda = backend == "cuda"
     target = GPUTarget(backend, int(arch) if cuda else arch, 32 if cuda else 64)
-    for kernel, dtype, constants, tile in _chosen(variants):
+    chosen = list(_chosen(variants))
+    if cuda and arch in TMA and variants != "tiles":
+        chosen += [(*variant, 0) for variant in _tma_variants()]
+    for kernel, dtype, constants, tile in chosen:
         name, binary = _compile(kernel, dtype, constants, target, tile)
         code = binary.asm["cubin" if cuda else "hsaco"]
         result = {"target": f"{backend}:{arch}", "kernel": name, "tile": tile, "size": len(code)}
@@ -239,6 +271,8 @@ def compile_all(backend: str, arch: str, variants: str) -> None:
             result["wide"] = wide_accesses(binary.asm["ptx"])
             result["branches"] = len(re.findall(r"\bbra\b", binary.asm["ptx"]))
             result |= resources(code)
+            result["tma"] = binary.asm["ptx"].count("cp.async.bulk.tensor")
+            result["products"] = len(re.findall(r"(?:wgmma|tcgen05)\.mma", binary.asm["ptx"]))
         result["shared"], result["warps"] = binary.metadata.shared, binary.metadata.num_warps
         print(json.dumps(result))
 

@@ -1,5 +1,7 @@
 """The lists of tiles: pruning, pinning, and what the interpreter gets."""
 
+import math
+
 import torch
 import triton
 
@@ -60,3 +62,26 @@ def test_products_in_fp32_without_tf32_try_the_tiles_that_do_not_spill():
         rows = torch.empty(1, dtype=dtype)
         left = tiles.prune_ieee_tiles(configs, {"rows_ptr": rows}, PRECISION=precision)
         assert len(left) == kept
+
+
+def test_the_fastest_implementation_is_kept(monkeypatch):
+    timed = []
+
+    def milliseconds(candidate):
+        timed.append(candidate())
+        return {"slow": 2.0, "fast": 1.0, "too large": math.inf}[timed[-1]]
+
+    monkeypatch.setattr(tiles, "_milliseconds", milliseconds)
+    monkeypatch.setattr(tiles, "_fastest", {})
+    capturing = [True]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setenv("FAIRSEQ_TUTEL_AUTOTUNE", "1")
+    candidates = [lambda: "slow", lambda: "too large", lambda: "fast"]
+    assert tiles.fastest("a", True, candidates) == "slow"  # in a graph nothing is timed
+    capturing[0] = False
+    assert tiles.fastest("a", False, candidates) == "slow" and not timed  # little work
+    assert tiles.fastest("a", True, candidates[:1]) == "slow" and not timed  # no choice
+    assert [tiles.fastest("a", True, candidates) for _ in range(2)] == ["fast", "fast"]
+    assert timed == ["slow", "too large", "fast"]
+    monkeypatch.setenv("FAIRSEQ_TUTEL_AUTOTUNE", "0")
+    assert tiles.fastest("a", True, candidates) == "slow"

@@ -10,6 +10,7 @@ import triton.language as tl
 from fairseq_tutel.backends import triton as kernels
 from fairseq_tutel.backends.triton import (
     _grouped,
+    _grouped_tma,
     activation,
     adam,
     dispatch,
@@ -128,6 +129,32 @@ def weight_gradient(device):
     yield _grouped.weight_gradient(d, rows, offsets), [[[10]], [[3200]]]
 
 
+def rows_product_tma(device):
+    rows, weight, offsets = _aligned_product(device, [1, 2])
+    tile = _grouped_tma.tma_tiles(False)[-1]
+    got = _grouped_tma.rows_product_tma(rows, weight, offsets, tile)
+    yield got[:2, :1], [[10], [200]]
+
+
+def weight_gradient_tma(device):
+    d, _, offsets = _aligned_product(device, [1, 3])
+    other = torch.zeros_like(d)
+    other[:, 0] = torch.tensor([10, 100, 1000])
+    tile = _grouped_tma.tma_tiles(False)[-1]
+    got = _grouped_tma.weight_gradient_tma(d, other, offsets, tile)
+    yield got[:, :1, :1], [[[10]], [[3200]]]
+
+
+def _aligned_product(device, ends):
+    """The numbers of the examples in the first columns of rows of 16 bytes, which TMA needs."""
+    if device.type == "cuda" and not _grouped_tma.has_tma(device):
+        pytest.skip("a GPU without TMA")
+    rows, weight = (torch.zeros(s, dtype=torch.float16) for s in ((3, 8), (2, 8, 8)))
+    rows[:, 0] = torch.tensor([1, 2, 3])
+    weight[:, 0, 0] = torch.tensor([10, 100])
+    return rows.to(device), weight.to(device), *ints(device, ends)
+
+
 def clear_unused(device):
     gradient, offsets = *tensors(device, [[[7]], [[9]]]), *ints(device, [0, 3])
     _grouped._clear_unused(gradient, offsets)
@@ -191,7 +218,7 @@ def adam16_max(device):
     yield bits.flatten().view(torch.float32), [1, 2]
 
 
-MODULES = (activation, adam, dispatch, gating, _grouped, rows, slots, wire)
+MODULES = (activation, adam, dispatch, gating, _grouped, _grouped_tma, rows, slots, wire)
 KERNELS = {
     name.removeprefix("_").removesuffix("_kernel"): kernel
     for module in MODULES

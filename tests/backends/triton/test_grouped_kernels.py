@@ -6,6 +6,7 @@ from helpers import naive
 from helpers.assertions import assert_close
 
 from fairseq_tutel.backends.triton import _grouped as kernels
+from fairseq_tutel.backends.triton import _grouped_tma as tma
 
 ENDS = {
     "uneven": [3, 30, 41, 57],
@@ -17,9 +18,8 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 R, A, B = 57, 33, 20  # no multiples of a tile
 
 
-def make(ends, dtype, device):
+def make(ends, dtype, device, shapes=((R, A), (4, A, B), (R, B))):
     generator = torch.Generator().manual_seed(1)
-    shapes = ((R, A), (4, A, B), (R, B))
     made = [torch.randn(s, generator=generator).to(dtype).to(device) for s in shapes]
     made[0][ends[-1] :] = float("nan")  # rows of nobody may hold anything
     made[2][ends[-1] :] = float("nan")
@@ -43,11 +43,67 @@ def test_equals_a_product_per_expert(ends, dtype, device):
     assert_close("gradient", got, want, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+def test_kernels_with_tma_loads_equal_a_product_per_expert(ends, dtype, device):
+    if device.type == "cuda" and not tma.has_tma(device):
+        pytest.skip("a GPU without TMA")
+    shapes = ((R, 40), (4, 40, 24), (R, 24))
+    rows, weight, other, offsets = make(ends, dtype, device, shapes)
+    used = ends[-1]
+    want = naive.rows_product(rows.double(), weight.double(), ends)[:used]
+    for given in (weight, weight.transpose(1, 2).contiguous().transpose(1, 2)):
+        assert tma.describable(rows, given)
+        for tile in {*tma.tma_tiles(True), *tma.tma_tiles(False)}:
+            got = tma.rows_product_tma(rows, given, offsets, tile)[:used]
+            assert_close("product", got, want, dtype)
+    want = naive.weight_gradient(rows.double(), other.double(), ends)
+    for tile in tma.tma_tiles(False):
+        got = tma.weight_gradient_tma(rows, other, offsets, tile)
+        assert_close("gradient", got, want, dtype)
+    assert not tma.weight_gradient_tma(rows[:0], other[:0], offsets * 0, tile).any()
+
+
+@pytest.mark.interpreted
+def test_which_implementations_compete(monkeypatch, device):
+    """Hopper's: TMA for fp16 and few rows, grouped_mm for bf16, the kernel for all the rest."""
+    tried = []
+    monkeypatch.setattr(kernels, "has_tma", lambda device: True)
+    monkeypatch.setattr(kernels, "tma_tiles", lambda few_rows: ("few",) if few_rows else ("many",))
+    monkeypatch.setattr(
+        torch.nn.functional, "grouped_mm", lambda *args, offs: "torch", raising=False
+    )
+    monkeypatch.setattr(kernels, "_HAS_GROUPED_MM", True)
+    monkeypatch.setattr(kernels, "rows_product_tma", lambda *given: given[-1])
+    monkeypatch.setattr(kernels, "_rows_product", lambda *given: "every GPU")
+
+    def fastest(key, tune, candidates):
+        tried.append((tune, [candidate() for candidate in candidates]))
+
+    monkeypatch.setattr(kernels, "fastest", fastest)
+    offsets = torch.tensor([1, 2], dtype=torch.int32)
+
+    def chosen(dtype, num_rows, width=16, start=0):
+        rows = torch.empty(num_rows * width + start, dtype=dtype)[start:].view(num_rows, width)
+        weight = torch.empty((2, width, 8), dtype=dtype)
+        return kernels.rows_product(rows, weight, offsets) or tried.pop()
+
+    half, brain = torch.float16, torch.bfloat16
+    assert chosen(half, 2 * kernels.FEW_ROWS) == (True, ["few"])
+    assert chosen(half, 2 * kernels.FEW_ROWS + 1) == (False, ["many"])
+    assert chosen(half, kernels.TUNE_ROWS) == (True, ["many"])
+    assert chosen(brain, 8) == (True, ["torch", "few"])
+    assert chosen(brain, kernels.TUNE_ROWS) == (True, ["torch"])
+    assert chosen(torch.float32, 8) == "every GPU"
+    assert chosen(half, 8, width=12) == "every GPU"  # rows of 24 bytes
+    assert chosen(brain, 8, start=1) == "every GPU"  # a view of a flat buffer
+
+
 @pytest.mark.interpreted
 @pytest.mark.skipif(not kernels._HAS_GROUPED_MM, reason="a torch without grouped_mm")
 def test_torchs_grouped_product_takes_what_it_is_given(monkeypatch):
     """Where it is one kernel; its CPU implementation checks shapes, layouts and results."""
-    monkeypatch.setattr(kernels, "_grouped_mm_is_fused", lambda rows, *widths: True)
+    monkeypatch.setattr(kernels, "_grouped_mm_is_fused", lambda *tensors: True)
     ends = [8, 24, 24, 48]
     generator = torch.Generator().manual_seed(1)
     shapes = ((48, 16), (4, 16, 32), (48, 32))
@@ -73,7 +129,7 @@ def test_experts_without_rows_have_zero_gradients_on_blackwell(device, monkeypat
                 out[expert] = d_t[:, begin:end] @ rows[begin:end]
         return out
 
-    monkeypatch.setattr(kernels, "_grouped_mm_is_fused", lambda rows, *widths: True)
+    monkeypatch.setattr(kernels, "_grouped_mm_is_fused", lambda *tensors: True)
     monkeypatch.setattr(kernels, "_grouped_mm_skips_unused", lambda rows: True)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", leaves_unused, raising=False)
     for ends in ENDS.values():

@@ -1,0 +1,251 @@
+"""Grouped products of halves for Hopper and newer GPUs: persistent kernels with TMA loads.
+
+As many programs run as the GPU has multiprocessors. Each computes one tile after the other, so that
+no program waits for its first loads. Tensor descriptors read tiles without address arithmetic, and
+read zeros past the end of a tensor.
+
+``_grouped.py`` has the products' interface and decides which implementation computes one.
+A and B are the two dimensions of the weight.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ._runtime import INTERPRET, device_guard
+from ._tiles import ragged_tiles
+
+# Neighbouring tiles of rows whose columns are computed together: their operands stay in the cache.
+_GROUP = 8
+# Programs in the interpreter: fewer than tiles, so that some compute several.
+_INTERPRETED_PROGRAMS = 3
+
+
+class TMATile(NamedTuple):
+    """Sizes of a tile (rows x columns x summed dim) and how a program computes it."""
+
+    block_r: int
+    block_c: int
+    block_d: int
+    warps: int
+    stages: int
+
+    def sizes(self) -> dict[str, int]:
+        """Return the keyword arguments of a launch."""
+        blocks = {"BLOCK_R": self.block_r, "BLOCK_C": self.block_c, "BLOCK_D": self.block_d}
+        return {**blocks, "num_warps": self.warps, "num_stages": self.stages}
+
+
+TILES = (TMATile(128, 256, 64, 8, 3), TMATile(128, 256, 64, 8, 4), TMATile(128, 128, 64, 8, 4))
+# The weights' reading dominates if an expert has few rows; a tile of 64 rows multiplies in vain.
+TILES_OF_FEW_ROWS = (TMATile(16, 128, 128, 4, 4), TMATile(64, 128, 64, 4, 4))
+_INTERPRETED = TMATile(16, 16, 16, 4, 1)
+
+
+def tma_tiles(few_rows: bool) -> tuple[TMATile, ...]:
+    """Return the tiles to choose from; the interpreter takes exactly one."""
+    if INTERPRET:
+        return (_INTERPRETED,)
+    return TILES_OF_FEW_ROWS if few_rows else TILES
+
+
+@triton.jit
+def _place(tile, down, ACROSS: tl.constexpr, GROUP: tl.constexpr):
+    """Row and column of a tile: GROUP rows are computed column by column.
+
+    Example: 3 rows, ACROSS = 2, GROUP = 2: tiles 0 to 5 are (0, 0), (1, 0), (0, 1), (1, 1), (2, 0),
+    (2, 1).
+    """
+    group = tile // (GROUP * ACROSS)
+    rest = tile - group * (GROUP * ACROSS)
+    size = tl.minimum(down - group * GROUP, GROUP)
+    return group * GROUP + rest % size, rest // size
+
+
+@triton.jit
+def _dot_tma(a, b, acc, UPCAST: tl.constexpr):
+    if UPCAST:  # the interpreter's product of bf16 is wrong
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rows_product_tma_kernel(
+    out_ptr,  # (R, B) - output
+    rows_desc,  # (R, A)
+    weight_desc,  # (e, B, A) if TRANSPOSED, else (e, A, B)
+    offsets_ptr,  # (e,) int32 end row of each expert
+    num_rows,
+    TRANSPOSED: tl.constexpr,
+    e: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid (programs,): program p computes the tiles p, p + programs, and so on.
+
+    Rows of nobody stay unwritten.
+
+    Example: rows [[1], [2], [3]], weight [[[10]], [[100]]], offsets [1, 2]
+    -> out [[10], [200], unwritten].
+    """
+    index, start, end, tiles = ragged_tiles(offsets_ptr, num_rows, e, BLOCK_R, BLOCK_EXPERTS)
+    tiles = tl.where(index < e, tiles, 0)
+    down = tl.sum(tiles, axis=0)
+    across: tl.constexpr = (B + BLOCK_C - 1) // BLOCK_C
+    for tile in range(tl.program_id(0).to(tl.int64), down * across, tl.num_programs(0)):
+        row, column = _place(tile, down, across, GROUP)
+        passed = tl.cumsum(tiles, axis=0) <= row
+        expert = tl.sum(passed.to(tl.int32), axis=0)
+        here = index == expert
+        tile_of_expert = row - tl.sum(tl.where(passed, tiles, 0), axis=0)
+        first = tl.sum(tl.where(here, start, 0), axis=0) + tile_of_expert * BLOCK_R
+        last = tl.sum(tl.where(here, end, 0), axis=0)
+        first_r, first_b = first.to(tl.int32), (column * BLOCK_C).to(tl.int32)
+        acc = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+        for first_a in range(0, A, BLOCK_D):
+            # rows of the next expert may come along: they are not stored
+            rows = rows_desc.load([first_r, first_a])
+            if TRANSPOSED:
+                weight = weight_desc.load([expert, first_b, first_a])
+                weight = weight.reshape(BLOCK_C, BLOCK_D).T
+            else:
+                weight = weight_desc.load([expert, first_a, first_b])
+                weight = weight.reshape(BLOCK_D, BLOCK_C)
+            acc = _dot_tma(rows, weight, acc, UPCAST)
+        offs_r = first + tl.arange(0, BLOCK_R)
+        offs_b = column * BLOCK_C + tl.arange(0, BLOCK_C)
+        mask = (offs_r < last)[:, None] & (offs_b < B)[None, :]
+        out = acc.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + offs_r[:, None] * B + offs_b[None, :], out, mask=mask)
+
+
+@triton.jit
+def _weight_gradient_tma_kernel(
+    out_ptr,  # (e, A, B) - output; zero for an expert without rows
+    d_desc,  # (R, A)
+    rows_desc,  # (R, B)
+    offsets_ptr,  # (e,) int32 end row of each expert
+    e: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    UPCAST: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid (programs,): see the product of rows. Sums over an expert's rows, BLOCK_D at a time.
+
+    Example: d [[1], [2], [3]], rows [[10], [100], [1000]], offsets [1, 3]
+    -> out [[[10]], [[3200]]].
+    """
+    down: tl.constexpr = (A + BLOCK_R - 1) // BLOCK_R
+    across: tl.constexpr = (B + BLOCK_C - 1) // BLOCK_C
+    for tile in range(tl.program_id(0).to(tl.int64), e * down * across, tl.num_programs(0)):
+        expert = tile // (down * across)
+        row, column = _place(tile - expert * (down * across), down, across, GROUP)
+        first_a, first_b = (row * BLOCK_R).to(tl.int32), (column * BLOCK_C).to(tl.int32)
+        end = tl.load(offsets_ptr + expert)
+        begin = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
+        whole = end - (end - begin) % BLOCK_D
+        acc = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+        for first in range(begin, whole, BLOCK_D):
+            d, rows = d_desc.load([first, first_a]), rows_desc.load([first, first_b])
+            acc = _dot_tma(d.T, rows, acc, UPCAST)
+        if whole < end:  # the rows of others, and of nobody, may hold anything
+            used = (whole + tl.arange(0, BLOCK_D) < end)[:, None]
+            d, rows = d_desc.load([whole, first_a]), rows_desc.load([whole, first_b])
+            d, rows = tl.where(used, d, 0.0), tl.where(used, rows, 0.0)
+            acc = _dot_tma(d.T, rows, acc, UPCAST)
+        offs_a = row * BLOCK_R + tl.arange(0, BLOCK_R)
+        offs_b = column * BLOCK_C + tl.arange(0, BLOCK_C)
+        offs = (expert * A + offs_a[:, None]) * B + offs_b[None, :]
+        mask = (offs_a < A)[:, None] & (offs_b < B)[None, :]
+        tl.store(out_ptr + offs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def describable(*tensors: Tensor) -> bool:
+    """Return whether tensor descriptors, and torch's grouped product, can read all tensors.
+
+    They begin at a multiple of 16 bytes, as do their rows; one dimension has stride 1.
+    """
+    for tensor in tensors:
+        strides = sorted(tensor.stride())
+        aligned = all(stride * tensor.element_size() % 16 == 0 for stride in strides[1:])
+        if strides[0] != 1 or not aligned or tensor.data_ptr() % 16 != 0:
+            return False
+    return True
+
+
+def has_tma(device: torch.device) -> bool:
+    """Return whether the GPU has TMA, and shared memory enough for the tiles here."""
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def _programs(device: torch.device) -> int:
+    if INTERPRET:
+        return _INTERPRETED_PROGRAMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _options(tile: TMATile, dtype: torch.dtype) -> dict[str, object]:
+    upcast = INTERPRET and dtype == torch.bfloat16
+    return {"UPCAST": upcast, "GROUP": _GROUP, **tile.sizes()}
+
+
+def rows_product_tma(rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor, tile: TMATile) -> Tensor:
+    """Compute ``_grouped.rows_product`` for :func:`describable` halves."""
+    (R, A), (e, _, B) = rows_RA.shape, weight_eAB.shape
+    out_RB = rows_RA.new_empty((R, B))
+    if out_RB.numel() == 0:
+        return out_RB
+    transposed = weight_eAB.stride(2) != 1
+    stored = weight_eAB.transpose(1, 2) if transposed else weight_eAB
+    block = (tile.block_c, tile.block_d) if transposed else (tile.block_d, tile.block_c)
+    with device_guard(rows_RA):
+        _rows_product_tma_kernel[(_programs(rows_RA.device),)](
+            out_RB,
+            TensorDescriptor.from_tensor(rows_RA, [tile.block_r, tile.block_d]),
+            TensorDescriptor.from_tensor(stored, [1, *block]),
+            offsets,
+            R,
+            TRANSPOSED=transposed,
+            e=e,
+            A=A,
+            B=B,
+            BLOCK_EXPERTS=triton.next_power_of_2(e + 1),
+            **_options(tile, rows_RA.dtype),
+        )
+    return out_RB
+
+
+def weight_gradient_tma(d_RA: Tensor, rows_RB: Tensor, offsets: Tensor, tile: TMATile) -> Tensor:
+    """Compute ``_grouped.weight_gradient`` for :func:`describable` halves."""
+    A, B, e = d_RA.shape[1], rows_RB.shape[1], offsets.shape[0]
+    if d_RA.shape[0] == 0:
+        return d_RA.new_zeros((e, A, B))
+    out_eAB = d_RA.new_empty((e, A, B))
+    with device_guard(d_RA):
+        _weight_gradient_tma_kernel[(_programs(d_RA.device),)](
+            out_eAB,
+            TensorDescriptor.from_tensor(d_RA, [tile.block_d, tile.block_r]),
+            TensorDescriptor.from_tensor(rows_RB, [tile.block_d, tile.block_c]),
+            offsets,
+            e=e,
+            A=A,
+            B=B,
+            **_options(tile, d_RA.dtype),
+        )
+    return out_eAB
