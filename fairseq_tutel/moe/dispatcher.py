@@ -128,6 +128,7 @@ def to_parts(routing: Routing, copies: int) -> Routing:
         topk_weight_TK=routing.topk_weight_TK.repeat(1, copies),
         num_routed_KE=routing.num_routed_KE.repeat(1, copies),
         num_kept_per_expert_E=routing.num_kept_per_expert_E.repeat(copies),
+        row_end_E=None,
     )
 
 
@@ -158,7 +159,7 @@ def arrange(
     shared = exchange.algorithm.share_chunks(routing.num_kept_per_expert_E, degree)
     sizes = [src_pair_R.shape[0] if splits is None else sum(splits.sent_P) for _, splits in shared]
     chunks = [
-        _ragged(count_Pe, splits, span)
+        _ragged(count_Pe, splits, span, routing.row_end_E)
         for (count_Pe, splits), span in zip(shared, _spans(sizes), strict=True)
     ]
     return dest_row_TK, src_pair_R[: sum(sizes)], chunks
@@ -185,8 +186,10 @@ def _padded(routing, exchange, degree):
     return [chunk(*each) for each in zip(capacities, spans, strict=True)]
 
 
-def _ragged(count_Pe, splits, span):
+def _ragged(count_Pe, splits, span, row_end_E):
     """Return a chunk of unequal parts: int [P, e] rows that each rank sends to each expert."""
+    if splits is None and row_end_E is not None:  # all rows stay here, in their order
+        return Chunk(span, None, row_end_E, lambda rows: rows, lambda out: out)
     ranks, local = count_Pe.shape
     count_e = count_Pe[0] if ranks == 1 else count_Pe.sum(0)
     offsets = count_e.cumsum(0, dtype=torch.int32)

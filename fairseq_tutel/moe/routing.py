@@ -88,6 +88,8 @@ class Routing(NamedTuple):
         padded: the layout.
         num_full_K: int32, pairs that found their expert full; None if slots are in the order of
             choices, so that the counts follow from the others.
+        row_end_E: int32, end of each expert's rows in a ragged buffer; None: the running sum of
+            ``num_kept_per_expert_E``.
     """
 
     expert_TK: torch.Tensor
@@ -99,6 +101,7 @@ class Routing(NamedTuple):
     capacity: int | None
     padded: bool
     num_full_K: torch.Tensor | None = None
+    row_end_E: torch.Tensor | None = None
 
     @property
     def num_experts(self) -> int:
@@ -158,7 +161,7 @@ def build_routing(
             slots = position_TK, num_tried_KE
     as_they_are = config.unnormalized_weights or config.normalize_before_dropping
     normalize = expert_TK.shape[1] > 1 and not as_they_are
-    dest_row_TK, src_pair_R, weight_TK, num_kept_per_expert_E, num_sorted_KE = ops.assign_rows(
+    *maps, num_kept_per_expert_E, row_end_E, num_sorted_KE = ops.assign_rows(
         expert_TK,
         gate_TK,
         num_experts,
@@ -168,6 +171,7 @@ def build_routing(
         priority_T=priority if slots is None else None,
         slots=slots,
     )
+    dest_row_TK, src_pair_R, weight_TK = maps
     if slots is None:
         num_routed_KE = num_sorted_KE
     if normalize and log_gate_TE is not None:
@@ -184,6 +188,7 @@ def build_routing(
         capacity=capacity,
         padded=call.padded,
         num_full_K=num_full_K,
+        row_end_E=None if call.padded else row_end_E,
     )
 
 

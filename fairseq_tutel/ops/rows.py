@@ -13,8 +13,9 @@ def _fake_rows(
 ):
     (T, K), E = expert.shape, num_experts
     src_pair_R = expert.new_empty((E * capacity if padded else T * K,))
-    counts = expert.new_empty((E,)), expert.new_empty((K if num_routed is None else 0, E))
-    return expert.new_empty((T, K)), src_pair_R, gate.new_empty((T, K)), *counts
+    counts = [(E,), (0 if padded else E,), (K if num_routed is None else 0, E)]
+    maps = expert.new_empty((T, K)), src_pair_R, gate.new_empty((T, K))
+    return *maps, *(expert.new_empty(shape) for shape in counts)
 
 
 @operator("assign_rows", _fake_rows)
@@ -28,18 +29,14 @@ def _assign_rows(
     priority: Optional[Tensor],
     position: Optional[Tensor],
     num_routed: Optional[Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if num_routed is None:
-        assign_slots = implementation("assign_slots", expert)
-        position, counts = assign_slots(expert, num_experts, priority_T=priority)
-        pairs = counts
-    else:  # no operator returns an argument
-        pairs, counts = num_routed, num_routed.new_empty((0, num_experts))
-    assign_rows = implementation("assign_rows_fwd", gate)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     layout = {"capacity": capacity, "padded": padded, "normalize": normalize}
-    rows = assign_rows(expert, position, gate, pairs, **layout)
-    dest_row, src_pair, weight, num_kept = rows
-    return dest_row, src_pair, weight, num_kept, counts
+    if num_routed is None:
+        sort_pairs = implementation("sort_pairs_fwd", gate)
+        return sort_pairs(expert, gate, num_experts, priority_T=priority, **layout)
+    assign_rows = implementation("assign_rows_fwd", gate)
+    found = assign_rows(expert, position, gate, num_routed, **layout)
+    return *found, num_routed.new_empty((0, num_experts))  # no operator returns an argument
 
 
 @operator("assign_rows_bwd", lambda d_weight, gate, dest_row, normalize: gate.new_empty(gate.shape))
@@ -49,14 +46,14 @@ def _assign_rows_bwd(d_weight: Tensor, gate: Tensor, dest_row: Tensor, normalize
 
 
 def _setup(ctx, inputs, output):
-    dest_row, src_pair, _, num_kept, num_routed = output
-    ctx.mark_non_differentiable(dest_row, src_pair, num_kept, num_routed)
+    dest_row, src_pair, _, num_kept, row_end, num_routed = output
+    ctx.mark_non_differentiable(dest_row, src_pair, num_kept, row_end, num_routed)
     ctx.set_materialize_grads(False)
     ctx.normalize = inputs[5]
     ctx.save_for_backward(inputs[1], dest_row)
 
 
-def _backward(ctx, d_dest_row, d_src_pair, d_weight, d_num_kept, d_num_routed):
+def _backward(ctx, d_dest_row, d_src_pair, d_weight, *d_counts):
     if d_weight is None:
         return (None,) * 9
     d_gate = _assign_rows_bwd(d_weight, *ctx.saved_tensors, ctx.normalize)
@@ -76,7 +73,7 @@ def assign_rows(
     normalize: bool,
     priority_T: Tensor | None = None,
     slots: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Assign rows and weights to the (token, choice) pairs within capacity.
 
     Pairs take the slots of :func:`assign_slots`, or the given ones.
@@ -100,6 +97,7 @@ def assign_rows(
             padded, else T * K.
         topk_weight_TK: (T, K) fp32, 0 = not kept; carries the gradient.
         num_kept_per_expert_E: (E,) int32.
+        row_end_E: (E,) int32, end of each expert's rows, for :func:`expert_ffn`; (0,) if padded.
         num_routed_KE: (K, E) int32, pairs per choice and expert; the given ones with ``slots``.
 
     Raises:
@@ -120,8 +118,9 @@ def assign_rows(
         check_shape("num_routed", num_given_KE, (expert_TK.shape[1], num_experts))
     priority_T = None if priority_T is None else priority_T.detach()
     layout = capacity, padded, normalize
-    dest_row_TK, src_pair_R, weight_TK, num_kept_E, num_routed_KE = _assign_rows(
+    *found, num_routed_KE = _assign_rows(
         expert_TK, gate_TK, num_experts, *layout, priority_T, position_TK, num_given_KE
     )
+    dest_row_TK, src_pair_R, weight_TK, num_kept_E, row_end_E = found
     num_routed_KE = num_routed_KE if num_given_KE is None else num_given_KE
-    return dest_row_TK, src_pair_R, weight_TK, num_kept_E, num_routed_KE
+    return dest_row_TK, src_pair_R, weight_TK, num_kept_E, row_end_E, num_routed_KE

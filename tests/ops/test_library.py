@@ -84,11 +84,11 @@ def layer(x, wg, w1, b1, w2, b2, top_k, capacity, ragged):
     """A small MoE layer out of the operators alone, as the moe package chains them."""
     E, T = wg.shape[1], x.shape[0]
     expert, gate, prob_sum, entropy, lse = ops.topk_gating((x @ wg).float(), top_k)
-    row, pair, weight, kept, count = ops.assign_rows(
+    row, pair, weight, kept, end, count = ops.assign_rows(
         expert, gate, E, capacity=None if ragged else capacity, padded=not ragged, normalize=True
     )
     rows = ops.dispatch(x, row, pair)
-    ends = kept.cumsum(0).int() if ragged else None
+    ends = end if ragged else None
     by_expert = rows if ragged else rows.view(E, capacity, -1)
     out = ops.expert_ffn(by_expert, w1, b1, w2, b2, activation="gelu", offsets=ends)
     y = ops.combine(out.view(rows.shape), row, pair, weight)

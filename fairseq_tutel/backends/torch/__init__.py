@@ -14,7 +14,7 @@ from .expert_chunks import expert_chunk_bwd, expert_chunks_bwd_params
 from .expert_ffn import expert_ffn_bwd, expert_ffn_fwd
 from .gate_logits import gate_logits_bwd, gate_logits_fwd
 from .gating import topk_gating_bwd, topk_gating_fwd
-from .rows import assign_rows_bwd, assign_rows_fwd
+from .rows import assign_rows_bwd, assign_rows_fwd, sort_pairs_fwd
 from .slots import assign_slots
 from .wire import decode_rows, encode_rows
 
@@ -44,6 +44,7 @@ __all__ = [
     "gate_logits_bwd",
     "gate_logits_fwd",
     "quantize_",
+    "sort_pairs_fwd",
     "topk_gating_bwd",
     "topk_gating_fwd",
 ]

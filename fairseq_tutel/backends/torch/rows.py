@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .slots import assign_slots
+
 
 def assign_rows_fwd(
     expert_TK: Tensor,
@@ -13,8 +15,8 @@ def assign_rows_fwd(
     capacity: int | None,
     padded: bool,
     normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the rows, their inverse, the weights and the kept pairs per expert.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the rows, their inverse, the weights, and by expert kept pairs and ends of rows.
 
     Arguments and results are those of :func:`fairseq_tutel.ops.assign_rows`.
     """
@@ -24,14 +26,32 @@ def assign_rows_fwd(
     if capacity is not None:
         num_kept_E.clamp_(max=capacity)
         kept_TK &= position_in_expert_TK < capacity
+    end_E = num_kept_E.new_empty(0)
     if padded:
         row_TK, num_rows = expert_TK * capacity, num_experts * capacity
     else:
-        first_row_E = num_kept_E.cumsum(0, dtype=torch.int32) - num_kept_E
+        end_E = num_kept_E.cumsum(0, dtype=torch.int32)
+        first_row_E = end_E - num_kept_E
         row_TK, num_rows = first_row_E[expert_TK.clamp(min=0).long()], expert_TK.numel()
     dest_row_TK = row_TK.add_(position_in_expert_TK).masked_fill_(~kept_TK, -1)
     weight_TK = _weights(gate_TK, kept_TK, normalize)
-    return dest_row_TK, _invert(dest_row_TK, num_rows), weight_TK, num_kept_E
+    return dest_row_TK, _invert(dest_row_TK, num_rows), weight_TK, num_kept_E, end_E
+
+
+def sort_pairs_fwd(
+    expert_TK: Tensor,
+    gate_TK: Tensor,
+    num_experts: int,
+    *,
+    priority_T: Tensor | None,
+    **layout,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the results of :func:`assign_rows_fwd` with new slots, and the pairs per choice and
+    expert.
+    """
+    position_TK, num_routed_KE = assign_slots(expert_TK, num_experts, priority_T=priority_T)
+    found = assign_rows_fwd(expert_TK, position_TK, gate_TK, num_routed_KE, **layout)
+    return *found, num_routed_KE
 
 
 def _weights(gate_TK: Tensor, kept_TK: Tensor, normalize: bool) -> Tensor:

@@ -15,7 +15,7 @@ from .expert_ffn import (
     expert_ffn_fwd,
 )
 from .gating import topk_gating_bwd, topk_gating_fwd
-from .rows import assign_rows_bwd, assign_rows_fwd
+from .rows import assign_rows_bwd, assign_rows_fwd, sort_pairs_fwd
 from .slots import assign_slots
 from .wire import decode_rows, encode_rows
 

@@ -5,10 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._autotune import FLAT_BLOCK
+from ._autotune import FLAT_BLOCK, SLOT_BLOCK
 from ._runtime import FP32, INT32, checked, device_guard
+from .slots import assign_slots, rank_in_blocks
 
-_DYNAMIC = ["num_tokens", "num_rows", "num_token_blocks", "capacity"]
+_DYNAMIC = ["num_tokens", "num_rows", "num_token_blocks", "num_slot_blocks", "capacity"]
 _EPSILON = tl.constexpr(torch.finfo(torch.float32).eps)
 
 
@@ -17,33 +18,50 @@ def _assign_rows_fwd_kernel(
     dest_row_ptr,  # (T, K) int32 - output: row of each pair, -1 = not kept
     src_pair_ptr,  # (R,) int32 - output: pair t * K + k in each row, -1 = unused
     weight_ptr,  # (T, K) fp32 - output: 0 = not kept
-    num_kept_ptr,  # (E,) int32 - output where PADDED, else not used
+    num_kept_ptr,  # (E,) int32 - output
+    end_ptr,  # (E,) int32 - output: end of each expert's rows; not PADDED
     expert_ptr,  # (T, K) int32, -1 = not routed
-    position_ptr,  # (T, K) int32, -1 = not routed
+    position_ptr,  # (T, K) int32, -1 = not routed; with hist_ptr: rank in the block of slots
+    hist_ptr,  # (K, B, E) int32 - pairs of the expert before each block of slots, or None
     gate_ptr,  # (T, K) fp32
-    num_routed_ptr,  # (K, E) int32; PADDED
-    end_ptr,  # (E,) int32 - end of each expert's rows; not PADDED
+    num_routed_ptr,  # (K, E) int32
     num_tokens,
     num_rows,
     num_token_blocks,
-    capacity,  # T without one
+    num_slot_blocks,
+    capacity,  # T * K without one
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     PADDED: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    SLOTS: tl.constexpr,  # tokens of a block of slots
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
     """Grid (num_token_blocks + cdiv(R, BLOCK_R),): first tokens, then unused rows.
 
-    Which rows stay unused follows from the counts, so no pass over the map marks them before.
+    Which rows stay unused follows from the counts, so no pass over the map marks them before. Where
+    rows are not PADDED, every program computes the ends of all experts and writes the same numbers,
+    so that it can look them up: a launch of its own would take longer.
 
     Example: C = 1, padded, expert [[1, 0], [1, 0]], position [[0, 0], [1, 1]],
     gate [[3/4, 1/4], [1/2, 1/2]], num_routed [[0, 2], [2, 0]], normalised
     -> dest_row [[1, 0], [-1, -1]], src_pair [1, 0], weight [[3/4, 1/4], [0, 0]], num_kept [1, 1].
     """
     pid = tl.program_id(0).to(tl.int64)
+    if not PADDED:
+        offs_e = tl.arange(0, BLOCK_E)
+        count = tl.zeros([BLOCK_E], tl.int32)
+        count_ptr = num_routed_ptr + offs_e
+        for _ in range(TOP_K):
+            count += tl.load(count_ptr, mask=offs_e < E, other=0)
+            count_ptr += E
+        count = tl.minimum(count, capacity)
+        tl.store(num_kept_ptr + offs_e, count, mask=offs_e < E)
+        tl.store(end_ptr + offs_e, tl.cumsum(count, axis=0), mask=offs_e < E)
+        tl.debug_barrier()  # threads read what others of the program wrote
     if pid < num_token_blocks:
         offs_t = pid * BLOCK_T + tl.arange(0, BLOCK_T)
         offs_k = tl.arange(0, BLOCK_K)
@@ -51,6 +69,10 @@ def _assign_rows_fwd_kernel(
         offs = offs_t[:, None] * TOP_K + offs_k[None, :]
         position = tl.load(position_ptr + offs, mask=mask, other=-1)
         expert = tl.load(expert_ptr + offs, mask=mask, other=-1).to(tl.int64)
+        if hist_ptr is not None:
+            block = offs_k.to(tl.int64)[None, :] * num_slot_blocks + (offs_t // SLOTS)[:, None]
+            earlier = tl.load(hist_ptr + block * E + expert, mask=expert >= 0, other=0)
+            position = tl.where(expert >= 0, position + earlier, -1)
         kept = (position >= 0) & (position < capacity)
         if PADDED:
             first = expert * capacity
@@ -162,27 +184,27 @@ def assign_rows_fwd(
     capacity: int | None,
     padded: bool,
     normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.assign_rows_fwd` in Triton; gates in fp32."""
+    hist_KBE: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """:func:`fairseq_tutel.backends.torch.assign_rows_fwd` in Triton; gates in fp32.
+
+    With ``hist_KBE`` positions are ranks in the blocks of :func:`.slots.rank_in_blocks`.
+    """
     (T, K), E, device = expert_TK.shape, num_routed_KE.shape[1], expert_TK.device
     inputs = (
         checked("expert", expert_TK, (T, K), INT32, device),
         checked("position_in_expert", position_in_expert_TK, (T, K), INT32, device),
+        hist_KBE,
         checked("gate", gate_TK, (T, K), FP32, device),
         checked("num_routed", num_routed_KE, (K, E), INT32, device),
     )
     num_rows = E * capacity if padded else T * K
     dest_row_TK = torch.empty((T, K), dtype=torch.int32, device=device)
     src_pair_R, weight_TK = dest_row_TK.new_empty(num_rows), gate_TK.new_empty((T, K))
-    end_E = None
-    if padded and num_rows > 0:
-        num_kept_E = dest_row_TK.new_empty(E)
-    else:
-        num_kept_E = num_routed_KE.sum(0, dtype=torch.int32)
-        if capacity is not None:
-            num_kept_E.clamp_(max=capacity)
-        end_E = num_kept_E.cumsum(0, dtype=torch.int32)
-    outputs = (dest_row_TK, src_pair_R, weight_TK, num_kept_E)
+    # without rows there is no program that counts
+    make = dest_row_TK.new_empty if num_rows > 0 else dest_row_TK.new_zeros
+    num_kept_E, end_E = make(E), make(0 if padded else E)
+    outputs = (dest_row_TK, src_pair_R, weight_TK, num_kept_E, end_E)
     tile = _tile(K)
     num_token_blocks = triton.cdiv(T, tile["BLOCK_T"])
     grid = (num_token_blocks + triton.cdiv(num_rows, FLAT_BLOCK),)
@@ -191,19 +213,42 @@ def assign_rows_fwd(
             _assign_rows_fwd_kernel[grid](
                 *outputs,
                 *inputs,
-                end_E,
                 T,
                 num_rows,
                 num_token_blocks,
-                T if capacity is None else capacity,
+                0 if hist_KBE is None else hist_KBE.shape[1],
+                T * K if capacity is None else capacity,
                 E=E,
                 TOP_K=K,
                 PADDED=padded,
                 NORMALIZE=normalize,
+                SLOTS=SLOT_BLOCK,
                 BLOCK_R=FLAT_BLOCK,
+                BLOCK_E=triton.next_power_of_2(E),
                 **tile,
             )
     return outputs
+
+
+def sort_pairs_fwd(
+    expert_TK: Tensor,
+    gate_TK: Tensor,
+    num_experts: int,
+    *,
+    priority_T: Tensor | None,
+    capacity: int | None,
+    padded: bool,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """:func:`fairseq_tutel.backends.torch.sort_pairs_fwd` in Triton; gates in fp32."""
+    if priority_T is None:  # the last kernel adds the blocks' offsets
+        slot_TK, hist_KBE, num_routed_KE = rank_in_blocks(expert_TK, num_experts)
+    else:
+        hist_KBE = None
+        slot_TK, num_routed_KE = assign_slots(expert_TK, num_experts, priority_T=priority_T)
+    layout = {"capacity": capacity, "padded": padded, "normalize": normalize}
+    found = assign_rows_fwd(expert_TK, slot_TK, gate_TK, num_routed_KE, hist_KBE=hist_KBE, **layout)
+    return *found, num_routed_KE
 
 
 def assign_rows_bwd(

@@ -124,30 +124,55 @@ def _add_offset_kernel(
     tl.store(slot_ptr + pair, tl.where(routed, offset + rank, -1), mask=mask)
 
 
+def rank_in_blocks(
+    expert_TK: Tensor, num_experts: int, order_T: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rank the pairs of each block of SLOT_BLOCK positions of a choice.
+
+    Args:
+        expert_TK: (T, K) int32, -1 = not routed.
+        num_experts: E.
+        order_T: (T,) int64, token at each position; None (default): the tokens' order.
+
+    Returns:
+        rank_TK: int32, earlier pairs of the same expert in the block.
+        before_KBE: int32, pairs of each expert before each block.
+        num_routed_KE: int32, pairs by choice and expert.
+    """
+    (T, K), E, device = expert_TK.shape, num_experts, expert_TK.device
+    expert_TK = checked("expert", expert_TK, (T, K), INT32, device)
+    rank_TK = torch.empty((T, K), dtype=torch.int32, device=device)
+    num_blocks = triton.cdiv(T, SLOT_BLOCK)
+    hist_KBE = rank_TK.new_empty((K, num_blocks, E))
+    if T == 0:
+        return rank_TK, hist_KBE, rank_TK.new_zeros((K, E))
+    num_routed_KE = rank_TK.new_empty((K, E))
+    sizes = {"E": E, "TOP_K": K}
+    block_e = triton.next_power_of_2(E + 1)
+    pairs = (rank_TK, hist_KBE, expert_TK, order_T, T, num_blocks)
+    columns = {"BLOCK_B": SCAN_BLOCK_ROWS, "BLOCK_E": SCAN_BLOCK_COLS}
+    scan_grid = (triton.cdiv(E, SCAN_BLOCK_COLS),)
+    with device_guard(expert_TK):
+        _rank_in_block_kernel[num_blocks, K](*pairs, **sizes, BLOCK=SLOT_BLOCK, BLOCK_E=block_e)
+        _scan_blocks_kernel[scan_grid](hist_KBE, num_routed_KE, num_blocks, **sizes, **columns)
+    return rank_TK, hist_KBE, num_routed_KE
+
+
 def assign_slots(
     expert_TK: Tensor, num_experts: int, *, priority_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """:func:`fairseq_tutel.backends.torch.assign_slots` in Triton; torch sorts the priorities."""
-    (T, K), E, device = expert_TK.shape, num_experts, expert_TK.device
+    (T, K), device = expert_TK.shape, expert_TK.device
     expert_TK = checked("expert", expert_TK, (T, K), INT32, device)
     order_T = None
     if priority_T is not None:
         check_tensor("priority", priority_T, (T,), (priority_T.dtype,), device)
         order_T = priority_T.argsort(descending=True, stable=True)
-    slot_TK = torch.empty((T, K), dtype=torch.int32, device=device)
-    if T == 0:
-        return slot_TK, slot_TK.new_zeros((K, E))
-    num_routed_KE = slot_TK.new_empty((K, E))
-    num_blocks = triton.cdiv(T, SLOT_BLOCK)
-    hist_KBE = slot_TK.new_empty((K, num_blocks, E))
-    pairs = (slot_TK, hist_KBE, expert_TK, order_T, T, num_blocks)
-    sizes = {"E": E, "TOP_K": K}
-    columns = {"BLOCK_B": SCAN_BLOCK_ROWS, "BLOCK_E": SCAN_BLOCK_COLS}
-    grid, scan_grid = (num_blocks, K), (triton.cdiv(E, SCAN_BLOCK_COLS),)
-    with device_guard(expert_TK):
-        _rank_in_block_kernel[grid](
-            *pairs, **sizes, BLOCK=SLOT_BLOCK, BLOCK_E=triton.next_power_of_2(E + 1)
-        )
-        _scan_blocks_kernel[scan_grid](hist_KBE, num_routed_KE, num_blocks, **sizes, **columns)
-        _add_offset_kernel[grid](*pairs, **sizes, BLOCK=SLOT_BLOCK)
+    slot_TK, hist_KBE, num_routed_KE = rank_in_blocks(expert_TK, num_experts, order_T)
+    if T > 0:
+        pairs = (slot_TK, hist_KBE, expert_TK, order_T, T, hist_KBE.shape[1])
+        with device_guard(expert_TK):
+            _add_offset_kernel[hist_KBE.shape[1], K](
+                *pairs, E=num_experts, TOP_K=K, BLOCK=SLOT_BLOCK
+            )
     return slot_TK, num_routed_KE

@@ -116,7 +116,8 @@ def test_slots_and_rows(E, T):
                 dest[t][k] = (e * limit if padded else begins[e]) + slot[t][k]
                 pairs[dest[t][k]] = t * K + k
         weight = torch.where(torch.tensor(dest).view(T, K) >= 0, gate, 0)
-        want = [dest, pairs, weight.tolist(), kept, count]
+        ends = [] if padded else begins[1:]
+        want = [dest, pairs, weight.tolist(), kept, ends, count]
         options = {"capacity": limit, "padded": padded, "normalize": False}
         for order in ({"priority_T": priority}, {"slots": slots}):
             got = ops.assign_rows(expert, gate, E, **order, **options)

@@ -61,8 +61,9 @@ def _variants():
     yield slots._add_offset_kernel, "fp32", slot
 
     pairs = {"E": 70, "TOP_K": 2, "NORMALIZE": True, **rows._tile(2), "BLOCK_R": tiles.FLAT_BLOCK}
-    for padded in (True, False):
-        yield rows._assign_rows_fwd_kernel, "fp32", {**pairs, "PADDED": padded}
+    pairs |= {"SLOTS": tiles.SLOT_BLOCK, "BLOCK_E": 128}
+    for layout in ({"PADDED": True}, {"PADDED": False}, {"PADDED": False, "hist_ptr": None}):
+        yield rows._assign_rows_fwd_kernel, "fp32", {**pairs, **layout}
     yield rows._assign_rows_bwd_kernel, "fp32", {"TOP_K": 2, "NORMALIZE": True, **rows._tile(2)}
 
     unbiased = {"bias_ptr": None, "expert_ptr": None}

@@ -48,9 +48,14 @@ def test_assign_rows(T, E, K, capacity, padded, normalize, device):
     for room in (torch_backend, kernels):
         on = torch.device("cpu") if room is torch_backend else device
         args = [x.to(on) for x in (expert, position, gate, num_routed)]
-        dest_row, src_pair, weight, num_kept = room.assign_rows_fwd(*args, **options)
-        for got, exact in ((dest_row, want[0]), (src_pair, want[1]), (num_kept, want[3])):
-            assert got.dtype == torch.int32 and got.tolist() == exact.tolist()
-        assert_close("weight", weight, want[2], torch.float32)
+        end = want[3].cumsum(0) if not padded else want[3][:0]
+        *found, counts = room.sort_pairs_fwd(args[0], args[2], E, priority_T=None, **options)
+        assert torch.equal(counts, args[3])
+        for got in (room.assign_rows_fwd(*args, **options), found):
+            dest_row, src_pair, weight, num_kept, row_end = got
+            exact = (want[0], want[1], want[3], end)
+            for a, b in zip((dest_row, src_pair, num_kept, row_end), exact, strict=True):
+                assert a.dtype == torch.int32 and a.tolist() == b.tolist()
+            assert_close("weight", weight, want[2], torch.float32)
         got = room.assign_rows_bwd(d_weight.to(on), args[2], dest_row, normalize=normalize)
         assert_close("d_gate", got, want_grad, torch.float32)
