@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from argparse import Namespace
 
 import torch
+from helpers.assertions import assert_same_state
 
 from fairseq_tutel.checkpoint import AllRanks, load_for_rank, save_set
 
@@ -109,27 +109,7 @@ class Reference:
                 loaded = load_for_rank(path, rank=rank, world_size=world_size)
                 loaded.pop("moe_checkpoint")
                 expected = self.rank_state(rank, world_size, with_optimizer=with_optimizer)
-                assert_same(loaded, expected)
-
-
-def assert_same(actual, expected, where: str = "state") -> None:
-    """Equal in structure, types, dtypes, shapes and every bit."""
-    assert type(actual) is type(expected), f"{where}: {type(actual)} is not {type(expected)}"
-    if isinstance(expected, dict):
-        assert set(actual) == set(expected), f"{where}: {set(actual) ^ set(expected)}"
-        for key in expected:
-            assert_same(actual[key], expected[key], f"{where}.{key}")
-    elif isinstance(expected, list | tuple):
-        assert len(actual) == len(expected), where
-        for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
-            assert_same(a, b, f"{where}[{i}]")
-    elif isinstance(expected, torch.Tensor):
-        assert actual.dtype == expected.dtype and actual.shape == expected.shape, where
-        assert torch.equal(actual, expected), where
-    elif isinstance(expected, Namespace):
-        assert vars(actual) == vars(expected), where
-    else:
-        assert actual == expected, f"{where}: {actual!r} is not {expected!r}"
+                assert_same_state(loaded, expected)
 
 
 def run_ranks(world_size: int, work) -> list:

@@ -4,7 +4,8 @@ import random
 
 import pytest
 import torch
-from checkpoint_helpers import Reference, assert_same, expert_name
+from checkpoint_helpers import Reference, expert_name
+from helpers.assertions import assert_same_state
 
 from fairseq_tutel.checkpoint import CheckpointError, inspect, load_for_rank, merge, reshard
 from fairseq_tutel.checkpoint.__main__ import main
@@ -38,7 +39,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing(merged, tmp_path):
         for _ in range(60):
             _flip(file, generator.randrange(len(whole)), 1 << generator.randrange(8))
             try:
-                assert_same(load_for_rank(path, rank=0, world_size=1), expected)
+                assert_same_state(load_for_rank(path, rank=0, world_size=1), expected)
             except CheckpointError as error:
                 found += 1
                 assert file.name in str(error)
@@ -56,7 +57,7 @@ def test_a_flip_anywhere_in_the_zip_directory_is_found(tmp_path):
     for position in range(start, min(start + 160, len(whole))):  # data.pkl and what follows
         _flip(path, position, 1 << position % 8)
         try:
-            assert_same(load_for_rank(str(path), rank=0, world_size=1), expected)
+            assert_same_state(load_for_rank(str(path), rank=0, world_size=1), expected)
         except CheckpointError as error:
             assert path.name in str(error)
         path.write_bytes(whole)
@@ -106,6 +107,6 @@ def test_files_without_checksums_load(tmp_path):
     for _ in range(2):
         loaded = load_for_rank(str(path), rank=0, world_size=1)
         loaded.pop("moe_checkpoint")
-        assert_same(loaded, state)
+        assert_same_state(loaded, state)
         assert inspect(str(path), verify=True)["consistent"]
         torch.save(state, path, _use_new_zipfile_serialization=False)

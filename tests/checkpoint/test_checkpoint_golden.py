@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import assert_same
+from helpers.assertions import assert_same_state
 
 from fairseq_tutel.checkpoint import CheckpointError, inspect, load_for_rank, merge, reshard
 
@@ -47,7 +47,7 @@ def test_metas_files_load(run, ranks, moment, world_size):
             if expert in mine:
                 local = mine.index(expert)
                 expected[f"decoder.layers.{layer}.moe_layer.experts.{local}.{rest}"] = tensor
-        assert_same(state["model"], expected)
+        assert_same_state(state["model"], expected)
         assert state["cfg"]["model"]["moe_expert_count"] == 4
         assert state["optimizer_history"][-1]["num_updates"] == {"init": 1, "final": 20}[moment]
         assert "last_optimizer_state" not in state and state["moe_checkpoint"] is None
@@ -60,7 +60,7 @@ def test_resharded_golden_set_equals_itself(tmp_path):
     reshard(str(tmp_path / "four.pt"), str(tmp_path / "back.pt"), 2)
     for member in ("shared", "rank-0", "rank-1"):
         original = GOLDEN / "top2_world2" / "final" / f"checkpoint_last-{member}.pt"
-        assert_same(read(tmp_path / f"back-{member}.pt"), dict(read(original)))
+        assert_same_state(read(tmp_path / f"back-{member}.pt"), dict(read(original)))
 
 
 def test_inspect_counts_each_parameter_once():

@@ -5,7 +5,8 @@ import re
 
 import pytest
 import torch
-from checkpoint_helpers import LAYERS, Reference, assert_same, expert_name, names_in, set_names
+from checkpoint_helpers import LAYERS, Reference, expert_name, names_in, set_names
+from helpers.assertions import assert_same_state
 from sabotage import Killed, attempt, interrupt_everywhere
 
 from fairseq_tutel.checkpoint import (
@@ -54,12 +55,12 @@ def check_experts(path, originals, seed=0):
             for rest in ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"):
                 mine, theirs = expert_name(layer, number, rest), expert_name(layer, original, rest)
                 assert torch.equal(state["model"][mine], want.model[theirs])
-                assert_same(named[mine], want.named[theirs])
+                assert_same_state(named[mine], want.named[theirs])
         rows = named[gate_name(layer)]["exp_avg"]
         assert torch.equal(rows, want.named[gate_name(layer)]["exp_avg"][originals[layer]])
     for name in ("decoder.embed_tokens.weight", "decoder.layers.3.fc1.weight"):
         assert torch.equal(state["model"][name], want.model[name])
-        assert_same(named[name], want.named[name])
+        assert_same_state(named[name], want.named[name])
     return state["model"]
 
 
@@ -220,7 +221,7 @@ def test_a_set_that_grows_in_place_is_the_old_one_or_the_new_one(
             for number in range(found.num_experts):
                 original = number // copied
                 want = old.experts(range(original, original + 1))
-                assert_same(found.experts(range(number, number + 1)), want)
+                assert_same_state(found.experts(range(number, number + 1)), want)
         assert names_in(tmp_path) == recovered | {"other"}
 
     interrupt_everywhere(monkeypatch, interruption, prepare, change, check)

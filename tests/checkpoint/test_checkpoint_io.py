@@ -7,7 +7,7 @@ import resource
 
 import pytest
 import torch
-from checkpoint_helpers import assert_same
+from helpers.assertions import assert_same_state
 
 from fairseq_tutel.checkpoint import CheckpointError, load_file, safe_globals
 from fairseq_tutel.checkpoint.io import save_file
@@ -38,7 +38,9 @@ def test_saving_what_could_not_be_loaded_is_refused(path):
 def test_plain_containers_survive_saving(path):
     counts = collections.defaultdict(list, a=[(1, 2.0), None])
     save_file({"model": {}, "counts": counts, "flags": {True, False}}, path)
-    assert_same(load_file(path), {"model": {}, "counts": dict(counts), "flags": {True, False}})
+    assert_same_state(
+        load_file(path), {"model": {}, "counts": dict(counts), "flags": {True, False}}
+    )
 
 
 def test_damaged_files_are_named(path, tmp_path):

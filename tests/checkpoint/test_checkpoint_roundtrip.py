@@ -5,7 +5,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from checkpoint_helpers import Reference, assert_same, expert_name, names_in, run_ranks, set_names
+from checkpoint_helpers import Reference, expert_name, names_in, run_ranks, set_names
+from helpers.assertions import assert_same_state
 
 from fairseq_tutel.checkpoint import (
     AllRanks,
@@ -51,7 +52,7 @@ def test_files_have_metas_layout(tmp_path):
     reference = Reference(4)
     reference.save(str(tmp_path / "m.pt"), 2)
     shared = torch.load(tmp_path / "m-shared.pt", weights_only=True)
-    assert_same(shared["model"], reference.state([], with_optimizer=False)["model"])
+    assert_same_state(shared["model"], reference.state([], with_optimizer=False)["model"])
     rank_1 = torch.load(tmp_path / "m-rank-1.pt", weights_only=True)
     assert len(rank_1["model"]) == 2 * 4 * 2
     for j in (0, 1):
@@ -80,7 +81,7 @@ def test_reshard_and_merge_and_back_is_the_identity(tmp_path, num_experts):
         before = load_file(str(tmp_path / f"first-{member}.pt"))
         after = load_file(str(tmp_path / f"back-{member}.pt"))
         assert before["moe_checkpoint"].pop("save_id") != after["moe_checkpoint"].pop("save_id")
-        assert_same(after, before, member)
+        assert_same_state(after, before, member)
     # the source was only read
     reference.check_loadable(first, WORLD_SIZES)
 
@@ -90,7 +91,7 @@ def test_merged_file_numbers_experts_globally_and_leaves_the_optimizer_out(tmp_p
     reference.save(str(tmp_path / "m.pt"), 4)
     merge(str(tmp_path / "m.pt"), str(tmp_path / "one.pt"))
     stored = torch.load(tmp_path / "one.pt", weights_only=True)
-    assert_same(stored["model"], reference.state(list(range(4)))["model"])
+    assert_same_state(stored["model"], reference.state(list(range(4)))["model"])
     assert "last_optimizer_state" not in stored
     reference.check_loadable(str(tmp_path / "one.pt"), (1, 2), with_optimizer=False)
     with pytest.raises(CheckpointError, match="one.pt: has no optimizer state"):
@@ -109,7 +110,7 @@ def test_dense_checkpoint_without_experts_loads_everywhere(tmp_path):
     torch.save(state, tmp_path / "dense.pt")
     for rank in range(3):
         loaded = load_for_rank(str(tmp_path / "dense.pt"), rank=rank, world_size=3)
-        assert_same(loaded["model"], state["model"])
+        assert_same_state(loaded["model"], state["model"])
         assert "last_optimizer_state" not in loaded and loaded["moe_checkpoint"] is None
     with pytest.raises(CheckpointError, match="has no experts"):
         reshard(str(tmp_path / "dense.pt"), str(tmp_path / "x.pt"), 2)
@@ -120,7 +121,7 @@ def test_load_together_reads_what_each_rank_needs_only(tmp_path):
     reference.save(path, 4)
     (tmp_path / "m-rank-3.pt").write_bytes(b"broken, but only rank 1 of 2 needs it")
     alone = load_for_rank(path, rank=0, world_size=2)
-    assert_same(alone["model"], reference.rank_state(0, 2)["model"])
+    assert_same_state(alone["model"], reference.rank_state(0, 2)["model"])
     for error in load_on_two_ranks(path, path):  # rank 0 fails too, instead of waiting later
         assert isinstance(error, CheckpointError) and "rank 1: " in str(error)
         assert "m-rank-3.pt" in str(error) and "1 of 2 ranks" in str(error)

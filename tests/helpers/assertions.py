@@ -33,6 +33,7 @@ def assert_same_state(got, want, where=""):
         for key in want:
             assert_same_state(got[key], want[key], f"{where}/{key}")
     elif isinstance(want, list | tuple):
+        assert type(got) is type(want), where
         for number, pair in enumerate(zip(got, want, strict=True)):
             assert_same_state(*pair, f"{where}/{number}")
     elif torch.is_tensor(want):

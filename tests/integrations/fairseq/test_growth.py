@@ -25,8 +25,6 @@ from fairseq_tutel.integrations.fairseq.trainer.growth import RunGrowth
 
 FOUR_LAYERS = ["--decoder-layers", "4"]
 EXACT = {"rtol": 0, "atol": 1e-12}  # of logits, in fp64
-FC1 = "decoder.layers.1.fc1.weight"
-MOE = "decoder.layers.1.moe_layer."
 
 
 def _logits(model, sample, training=True):
