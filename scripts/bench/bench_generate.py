@@ -26,12 +26,11 @@ from program import CLOCK, Ranks, Report, expect_known, program, words
 from shapes import LayerShape
 from torch import nn
 
-CASES = tuple(name for name in EVALUATED if name != "products")
-_COUNTED = ("layer", "bf16", "int8", "flop-matched")  # others' weights are no parameters of a model
+_COUNTED = ("layer", "int8", "flop-matched")  # others' weights are no parameters of a model
 OPTIONS = {
     **FOLDERS,
     "grid": (["1x1", "1x5", "8x1", "8x5"], "batch x beam"),
-    "cases": (words, f"of {', '.join(CASES)} (default: all)"),
+    "cases": (words, f"of {', '.join(EVALUATED)} (default: all)"),
     "layers": (8, "half of them with experts"),
     "model-dim": (512, "M"),
     "hidden-dim": (2048, "F of an expert, and of dense layers"),
@@ -115,8 +114,8 @@ def _bytes(model: nn.Module) -> int:
 def run(options: argparse.Namespace, ranks: Ranks) -> None:
     """Measure, print and write."""
     ranks.expect_one()
-    names = options.cases or list(CASES)
-    expect_known("--cases", names, CASES)
+    names = options.cases or list(EVALUATED)
+    expect_known("--cases", names, list(EVALUATED))
     names = list(dict.fromkeys(["layer", *names]))
     for cell in options.grid:
         if not re.fullmatch(r"\d+x\d+", cell):

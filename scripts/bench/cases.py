@@ -149,12 +149,9 @@ def why_not_run(name: str, shape: LayerShape, device: torch.device) -> str | Non
 # Layers in evaluation: [T, M] -> [T, M].
 EVALUATED = {
     "layer": "this layer: nothing is dropped, no row is padded",
-    "products": "products of the chosen experts alone: two F.linear for each",
-    "bf16": "this layer, experts in bf16",
     "int8": "this layer, experts in int8",
     "dense": "dense S x E x C formulation (GShard), 0.25 T rows per expert",
     "meta": "Meta's layer at its default evaluation capacity, 0.25 T",
-    "meta-training": "Meta's layer at its training capacity",
     "tutel": "Tutel's layer, capacity 0: as many rows as the fullest expert needs",
     "flop-matched": "a dense network of as many operations per token",
 }
@@ -168,24 +165,5 @@ def dense_at_fraction(layer: MoELayer, fraction: float) -> Callable[[Tensor], Te
         capacity = math.ceil(fraction * len(x_TM))
         combine_TEC, _, _ = gating(layer.gate.logits(x_TM), layer.config.top_k, capacity)
         return dense.products(x_TM, combine_TEC.to(x_TM.dtype), combine_TEC.bool())
-
-    return run
-
-
-def products_alone(layer: MoELayer) -> Callable[[Tensor], Tensor]:
-    """The floor: the first call on each set of tokens finds out which experts are chosen."""
-    known: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
-    up, down = layer.experts.fc1_weight, layer.experts.fc2_weight
-
-    def run(x_TM):
-        if x_TM.data_ptr() not in known:
-            chosen_TK = layer.gate.logits(x_TM).topk(layer.config.top_k).indices
-            known[x_TM.data_ptr()] = [
-                (x_TM[(chosen_TK == expert).any(1)], up[expert], down[expert])
-                for expert in chosen_TK.unique().tolist()
-            ]
-        for rows_NM, first, second in known[x_TM.data_ptr()]:
-            y_NM = nn.functional.linear(nn.functional.linear(rows_NM, first), second)
-        return y_NM
 
     return run

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from cases import META_FRACTION, dense_at_fraction, make_layer, products_alone
+from cases import META_FRACTION, dense_at_fraction, make_layer
 from shapes import LayerShape
 from torch import Tensor, nn
 
@@ -128,22 +128,21 @@ def dense_network(model_dim: int, hidden_dim: int) -> nn.Sequential:
 
 
 def meta_layer(
-    folder: Path, shape: LayerShape, tutel: Path | None, eval_fraction: float | None = None
+    folder: Path, shape: LayerShape, tutel: Path | None, evaluates: bool = False
 ) -> Peer:
     """The layer of fairseq's branch moe, with Tutel's dispatcher or with its own masks.
 
     Args:
         folder: ``fairseq/modules/moe`` of the branch; only its layer and gates are imported.
-        eval_fraction: for evaluation, its ``moe_eval_capacity_token_fraction``: rows of an expert
-            over tokens (not above 0: as in training).
+        evaluates: in evaluation, at its default ``moe_eval_capacity_token_fraction``.
 
     Raises:
         ValueError: it has gates of one and of two experts per token only.
     """
     if shape.top_k > 2:
         raise ValueError(f"it has no gate of {shape.top_k} experts per token")
-    evaluates, fraction = eval_fraction is not None, eval_fraction or META_FRACTION
-    capacity = math.ceil(fraction * shape.tokens) if evaluates and fraction > 0 else shape.capacity
+    fraction = META_FRACTION
+    capacity = math.ceil(fraction * shape.tokens) if evaluates else shape.capacity
     mask = shape.tokens * shape.experts * capacity
     if not tutel and mask > _MASK_NUMEL:
         raise ValueError(f"each of its masks has {mask:,} numbers")
@@ -206,29 +205,23 @@ def evaluated_layers(
         folders: has those of FOLDERS as attributes.
     """
 
-    def held(storage):
+    def int8():
         from fairseq_tutel.moe import hold_experts
 
         other = make_layer(shape, torch.device("cpu")).eval()
-        other.experts, other.gate = hold_experts(layer.experts, storage), layer.gate
+        other.experts, other.gate = hold_experts(layer.experts, "int8"), layer.gate
         return other
 
     def peer(made):
         made.module.eval()
         return lambda x: made.run(x)[0]
 
-    def meta(fraction):
-        return lambda: peer(meta_layer(folders.meta, shape, None, fraction))
-
     wide = shape.top_k * shape.hidden_dim
     builders = {
         "layer": (True, lambda: layer),
-        "products": (True, lambda: products_alone(layer)),
-        "bf16": (True, lambda: held("bf16")),
-        "int8": (True, lambda: held("int8")),
+        "int8": (True, int8),
         "dense": (True, lambda: dense_at_fraction(layer, META_FRACTION)),
-        "meta": (folders.meta, meta(META_FRACTION)),
-        "meta-training": (folders.meta, meta(-1.0)),
+        "meta": (folders.meta, lambda: peer(meta_layer(folders.meta, shape, None, True))),
         "tutel": (folders.tutel, lambda: peer(tutel_layer(folders.tutel, shape, 0.0))),
         "flop-matched": (True, lambda: dense_network(shape.model_dim, wide).eval()),
     }
