@@ -24,7 +24,7 @@ from .commands import parse_command
 from .job import NCCL_PROFILES, Job, Options, prepare_job
 from .preflight import SharedError, compare_nodes
 from .restart import restarted
-from .supervise import Supervisor, prepare_for_requests
+from .supervise import Supervisor, prepare_for_requests, say
 
 _DESCRIPTION = """\
 Starts the ranks of COMMAND on this machine, or adopts the rank that torchrun, srun or mpirun
@@ -105,12 +105,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _print_summary(job: Job) -> None:
-    if job.placement.rank == 0:
-        sys.stderr.write("".join(f"launch: {line}\n" for line in job.summary.splitlines()))
-        sys.stderr.flush()
-
-
 def _print_commands(job: Job, env: Mapping[str, str]) -> None:
     for rank in job.ranks:
         new = {k: v for k, v in rank.env.items() if env.get(k) != v}
@@ -139,8 +133,7 @@ def _report_error(error: ValueError, env: Mapping[str, str], options: Options) -
         return EXIT_USAGE
     others = (options.nnodes or 1) > 1 or any(env.get(starter.rank) for starter in STARTERS)
     where = f" on {socket.gethostname()}" if others and not shared else ""
-    sys.stderr.write(f"launch: error{where}: {error}\n")
-    sys.stderr.flush()
+    say(f"error{where}: {error}")
     if not options.dry_run:
         _end_step(env)
     return EXIT_USAGE
@@ -176,7 +169,7 @@ def _run(job: Job, env: Mapping[str, str], options: Options, words: Sequence[str
         shutil.rmtree(reported, ignore_errors=True)
         if status != EXIT_GROWN or not job.trains or supervisor.stopped_by is not None:
             break
-        _say("the set has more experts: starting the ranks again")
+        say("the set has more experts: starting the ranks again")
         job = prepare_job(options, parse_command(restarted(words), env.get("PATH")), env)
         starts += 1
         _compare(job, job.report(again=True), options, starts)
@@ -195,11 +188,6 @@ def _compare(job: Job, report: Mapping[str, Any] | None, options: Options, start
         compare_nodes(report, address, port, seconds, starts)
 
 
-def _say(text: str) -> None:
-    sys.stderr.write(f"launch: {text}\n")
-    sys.stderr.flush()
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the launcher; return the exit code, 2 for an error in the options."""
     args = vars(build_parser().parse_args(argv))
@@ -209,7 +197,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         command = parse_command(words, env.get("PATH"))
         job = prepare_job(options, command, env)
-        _print_summary(job)
+        for line in job.summary.splitlines() if job.placement.rank == 0 else ():
+            say(line)
         if options.dry_run:
             _print_commands(job, env)
             return 0

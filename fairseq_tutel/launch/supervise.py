@@ -34,6 +34,12 @@ class RankJob:
     prefixes: tuple[str, str] = ("", "")  # before each line of standard output, standard error
 
 
+def say(text: str) -> None:
+    """Write a line of the launcher."""
+    sys.stderr.write(f"launch: {text}\n")
+    sys.stderr.flush()
+
+
 def prepare_for_requests(hold: bool) -> None:
     """Hold SIGUSR1 back, or take it, in the process that becomes a rank.
 
@@ -183,7 +189,7 @@ class Supervisor:
             self._on_exit(rank, 128 - code if code < 0 else code)  # as a shell has it
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             self._kill_at = None
-            self._say(f"ranks {sorted(self._running)} are still there; killing them")
+            say(f"ranks {sorted(self._running)} are still there; killing them")
             self._kill_all()
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -195,7 +201,7 @@ class Supervisor:
         else:
             self.stopped_by = number
             if self._status is None:
-                self._say(f"asked to stop by {number.name}; ending the ranks")
+                say(f"asked to stop by {number.name}; ending the ranks")
             self._send(number)
             self._kill_at = time.monotonic() + self._grace
 
@@ -211,7 +217,7 @@ class Supervisor:
         if self.stopped_by is not None:
             return  # as it was asked to
         how = f"died of signal {status - 128}" if status > 128 else f"ended with exit code {status}"
-        self._say(f"rank {rank} {how}" + ("; ending the others" if self._running else ""))
+        say(f"rank {rank} {how}" + ("; ending the others" if self._running else ""))
         if self._running:
             self._send(signal.SIGTERM)
             self._kill_at = time.monotonic() + self._grace
@@ -230,8 +236,3 @@ class Supervisor:
     def _kill_all(self) -> None:
         for process in self._running.values():
             _kill_group(process)
-
-    @staticmethod
-    def _say(text: str) -> None:
-        sys.stderr.write(f"launch: {text}\n")
-        sys.stderr.flush()
