@@ -52,13 +52,11 @@ class MoEOptions(schema_of(ExchangeConfig), schema_of(MoEConfig), schema_of(Expe
     )
     moe_grow_at: Optional[str] = _size(
         None,
-        "UPDATE:E: continue with E experts, copies of the present ones, after that update; needs "
-        "the launcher, which restarts the ranks",
+        "UPDATE:E: continue with E experts after that update; needs the launcher",
     )
     moe_growth_updates: int = _size(
         0,
-        "> 0: --moe-grow-at keeps the model's function, and new experts come in over this many "
-        "updates; needs a load bias",
+        "> 0: --moe-grow-at keeps the model's function; new experts come in over so many updates",
         at_least(0),
     )
     moe_expert_ffn_dim: Optional[int] = _size(
@@ -78,14 +76,13 @@ class MoEOptions(schema_of(ExchangeConfig), schema_of(MoEConfig), schema_of(Expe
 
     moe_expert_parallel_size: int = _communication(
         0,
-        "neighbouring ranks, as those of a node, that exchange tokens and together hold all "
-        "experts; other groups hold replicas (default: as many as ranks and experts allow)",
+        "neighbouring ranks that exchange tokens and together hold all experts; other groups hold "
+        "replicas (default: as many as ranks and experts allow)",
         at_least(0),
     )
     moe_expert_placement: ChoiceEnum(EXPERT_PLACEMENTS) = _communication(
         "replicated",
-        "with fewer experts than ranks, a rank holds: 'replicated': a whole expert; 'sliced': a "
-        "slice of its hidden units, which takes less memory",
+        "with fewer experts than ranks, a rank holds a whole expert, or a slice of its units",
     )
     moe_tune_steps: int = _communication(
         5, "steps of each trial for an 'auto'; the first one is not measured", at_least(2)
@@ -95,8 +92,8 @@ class MoEOptions(schema_of(ExchangeConfig), schema_of(MoEConfig), schema_of(Expe
     )
     moe_tune_file: Optional[str] = _communication(
         None,
-        "take the choices for an 'auto' from this file (SAVE_DIR/exchange.json of another run) and "
-        "measure nothing, so that a run can be repeated bit for bit",
+        "take the choices for an 'auto' from SAVE_DIR/exchange.json of another run and measure "
+        "nothing",
     )
 
     record_a2a_perf_stats: bool = _debugging(
@@ -120,13 +117,12 @@ class MoEOptions(schema_of(ExchangeConfig), schema_of(MoEConfig), schema_of(Expe
     )
     moe_expert_dtype: ChoiceEnum(EXPERT_DTYPES) = _debugging(
         "same",
-        "convert the experts' weights to fewer bytes, in evaluation by --model-overrides; int8 has "
-        "a scale per output and runs on CPUs",
+        "dtype of the experts' weights in evaluation, by --model-overrides; int8 runs on CPUs",
     )
     moe_map_experts: bool = _debugging(
         False,
-        "leave experts in the checkpoint's files, in evaluation by --model-overrides: each is read "
-        "when the first token reaches it, once for all processes of a node",
+        "leave experts in the checkpoint's files in evaluation, by --model-overrides; each is read "
+        "when the first token reaches it",
     )
     moe_load_log_interval: int = _debugging(
         0,
