@@ -75,8 +75,12 @@ def dispatch_and_combine(
     elif exchange.groups.ep_size == 1 and ops.combine_takes_bias(x_TM):
         prepared, bias_EM = _without_output_bias(experts, x_TM.dtype)
     dest_row_TK, src_pair_R, chunks = arrange(routing, exchange, choice.overlap_degree)
-    rows = ops.dispatch(x_TM, dest_row_TK, src_pair_R)
-    if len(chunks) > 1:
+    gathers = len(chunks) == 1 and _experts_gather(x_TM, routing, experts, prepared, exchange)
+    rows = x_TM if gathers else ops.dispatch(x_TM, dest_row_TK, src_pair_R)
+    if gathers:
+        (chunk,) = chunks
+        out = experts.compute_tokens(prepared, x_TM, dest_row_TK, src_pair_R, chunk.offsets)
+    elif len(chunks) > 1:
         out = overlapped(rows, chunks, experts, exchange, prepared, record)
     else:
         (chunk,) = chunks
@@ -99,6 +103,16 @@ def _without_output_bias(experts, dtype):
         return None, None
     prepared = experts.prepare(dtype)
     return (None, None) if prepared is None else experts.without_output_bias(prepared)
+
+
+def _experts_gather(x_TM, routing, experts, prepared, exchange):
+    """Return whether the experts read tokens where they are, so that no rows are written.
+
+    Only ragged rows of one rank, whose exchange nobody measures.
+    """
+    if routing.padded or prepared is None or exchange.groups.ep_size > 1 or exchange.timed:
+        return False
+    return isinstance(experts, ExpertBank) and experts.gathers_tokens(prepared, x_TM)
 
 
 def to_parts(routing: Routing, copies: int) -> Routing:

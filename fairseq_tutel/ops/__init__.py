@@ -25,6 +25,7 @@ from .gate_logits import gate_logits
 from .gating import topk_gating
 from .rows import assign_rows
 from .slots import assign_slots
+from .token_ffn import gathers_tokens, token_ffn
 from .wire import decode_rows, encode_rows, wire_bytes
 
 __all__ = [
@@ -50,9 +51,11 @@ __all__ = [
     "ffn_chunks_bwd_params",
     "finite_max",
     "gate_logits",
+    "gathers_tokens",
     "get_backend",
     "quantize_",
     "set_backend",
+    "token_ffn",
     "topk_gating",
     "wire_bytes",
 ]

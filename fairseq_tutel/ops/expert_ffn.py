@@ -202,7 +202,7 @@ def _backward(ctx, d_out, d_hidden, d_active):
 _expert_ffn.register_autograd(_backward, setup_context=_setup)
 
 
-def _check(
+def check_ffn(
     rows: Tensor,
     fc1_weight: Tensor,
     fc1_bias: Tensor | None,
@@ -211,6 +211,7 @@ def _check(
     offsets: Tensor | None,
     gated: bool,
 ) -> None:
+    """Raise ValueError unless rows, parameters and offsets fit together."""
     _, model_dim, hidden_dim = fc2_weight.shape
     if rows.dim() != (3 if offsets is None else 2) or rows.shape[-1] != model_dim:
         raise ValueError(
@@ -273,7 +274,7 @@ def expert_ffn(
     for p in (activation_dropout_p, dropout_p):
         check_activation(activation, p)
     params = (fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-    _check(rows, *params, offsets, activation in GATES)
+    check_ffn(rows, *params, offsets, activation in GATES)
     probabilities = (activation_dropout_p, dropout_p)
     seed = dropout_seed(max(probabilities), seed, rows.device)
     keep_hidden = torch.is_grad_enabled() and any(

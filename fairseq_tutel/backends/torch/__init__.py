@@ -16,6 +16,7 @@ from .gate_logits import gate_logits_bwd, gate_logits_fwd
 from .gating import topk_gating_bwd, topk_gating_fwd
 from .rows import assign_rows_bwd, assign_rows_fwd, sort_pairs_fwd
 from .slots import assign_slots
+from .token_ffn import token_ffn_bwd, token_ffn_fwd
 from .wire import decode_rows, encode_rows
 
 # glibc gives each block above a limit back to the system when it is freed, and the next one comes
@@ -45,6 +46,8 @@ __all__ = [
     "gate_logits_fwd",
     "quantize_",
     "sort_pairs_fwd",
+    "token_ffn_bwd",
+    "token_ffn_fwd",
     "topk_gating_bwd",
     "topk_gating_fwd",
 ]

@@ -17,6 +17,7 @@ from .expert_ffn import (
 from .gating import topk_gating_bwd, topk_gating_fwd
 from .rows import assign_rows_bwd, assign_rows_fwd, sort_pairs_fwd
 from .slots import assign_slots
+from .token_ffn import token_ffn_bwd, token_ffn_fwd
 from .wire import decode_rows, encode_rows
 
 __all__ = [
@@ -37,6 +38,8 @@ __all__ = [
     "expert_chunks_bwd_params",
     "expert_ffn_bwd",
     "expert_ffn_fwd",
+    "token_ffn_bwd",
+    "token_ffn_fwd",
     "topk_gating_bwd",
     "topk_gating_fwd",
 ]

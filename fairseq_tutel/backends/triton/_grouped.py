@@ -26,9 +26,16 @@ from ._autotune import (
     product_configs,
     prune_ieee_tiles,
 )
-from ._grouped_tma import describable, has_tma, rows_product_tma, tma_tiles, weight_gradient_tma
+from ._grouped_tma import (
+    Source,
+    describable,
+    has_tma,
+    rows_product_tma,
+    tma_tiles,
+    weight_gradient_tma,
+)
 from ._runtime import FLOAT_DTYPES, INT32, INTERPRET, check_tensor, checked, device_guard
-from ._tiles import tile_rows
+from ._tiles import tile_rows, token_of_row
 
 _HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")  # since torch 2.10
 _DYNAMIC = ["num_rows"]
@@ -51,10 +58,12 @@ def _dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _rows_product_kernel(
     out_ptr,  # (R, B) - output; the rows of nobody come out zero
-    rows_ptr,  # (R, A)
+    rows_ptr,  # (R, A), or tokens (T, A)
+    source_ptr,  # (R,) int32 pair in each row, -1 = unused; None: rows_ptr holds the rows
     matrix_ptr,  # (e, A, B) - the experts' weights
     offsets_ptr,  # (e,) int32 end row of each expert
     num_rows,
+    TOP_K: tl.constexpr,
     stride_e: tl.constexpr,
     stride_a: tl.constexpr,
     stride_b: tl.constexpr,
@@ -83,14 +92,15 @@ def _rows_product_kernel(
     offs_r = first + tl.arange(0, BLOCK_R)
     offs_b = (pid % columns) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_r, mask_b = offs_r < last, offs_b < B
+    token, has_token = token_of_row(source_ptr, offs_r, mask_r, TOP_K)
     acc = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
     if expert < e:
         for start in range(0, A, BLOCK_D):
             offs_a = start + tl.arange(0, BLOCK_D).to(tl.int64)
             mask_a = offs_a < A
             rows = tl.load(
-                rows_ptr + offs_r[:, None] * A + offs_a[None, :],
-                mask=mask_r[:, None] & mask_a[None, :],
+                rows_ptr + token[:, None] * A + offs_a[None, :],
+                mask=has_token[:, None] & mask_a[None, :],
                 other=0.0,
             )
             weight = tl.load(
@@ -112,8 +122,10 @@ def _rows_product_kernel(
 def _weight_gradient_kernel(
     out_ptr,  # (e, A, B) - output; zero for an expert without rows
     d_ptr,  # (R, A)
-    rows_ptr,  # (R, B)
+    rows_ptr,  # (R, B), or tokens (T, B)
+    source_ptr,  # (R,) int32 pair in each row, -1 = unused; None: rows_ptr holds the rows
     offsets_ptr,  # (e,) int32 end row of each expert
+    TOP_K: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -142,9 +154,10 @@ def _weight_gradient_kernel(
             mask=mask_a[:, None] & mask_r[None, :],
             other=0.0,
         )
+        token, has_token = token_of_row(source_ptr, offs_r, mask_r, TOP_K)
         rows = tl.load(
-            rows_ptr + offs_r[:, None] * B + offs_b[None, :],
-            mask=mask_r[:, None] & mask_b[None, :],
+            rows_ptr + token[:, None] * B + offs_b[None, :],
+            mask=has_token[:, None] & mask_b[None, :],
             other=0.0,
         )
         acc = _dot(d, rows, acc, PRECISION, UPCAST)
@@ -182,10 +195,13 @@ def _grouped_mm_is_fused(*tensors: Tensor) -> bool:
     return has_tma(tensors[0].device) and describable(*tensors)
 
 
-def _tma_is_tried(few_rows: bool, *tensors: Tensor) -> bool:
-    """Return whether the kernels with TMA loads may be the fastest."""
-    dtype = tensors[0].dtype
-    if dtype != torch.float16 and not (dtype == torch.bfloat16 and few_rows):
+def _tma_is_tried(few_rows: bool, source: Source | None, *tensors: Tensor) -> bool:
+    """Return whether the kernels with TMA loads may be the fastest.
+
+    They do not compete with ``grouped_mm`` on many rows, which it cannot gather.
+    """
+    dtype, alone = tensors[0].dtype, source is not None
+    if dtype != torch.float16 and not (dtype == torch.bfloat16 and (few_rows or alone)):
         return False
     return has_tma(tensors[0].device) and describable(*tensors)
 
@@ -208,43 +224,65 @@ def _precision(dtype: torch.dtype) -> dict:
     }
 
 
-def rows_product(rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor) -> Tensor:
+def rows_product(
+    rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor, source: Source | None = None
+) -> Tensor:
     """Return ``rows[begin_x : end_x] @ weight[x]`` for every expert x, (R, B).
 
     Rows past the last end are unspecified.
 
     Args:
-        rows_RA: (R, A), fp32, fp16 or bf16.
+        rows_RA: (R, A), fp32, fp16 or bf16; with ``source`` the tokens, (T, A).
         weight_eAB: (e, A, B) of the same dtype, with any strides.
         offsets: (e,) int32, ascending: the end row of each expert.
+        source: where rows are among the tokens (default None: ``rows_RA`` holds the rows).
 
     Raises:
         ValueError: a wrong shape, dtype or device.
     """
-    (R, A), (e, _, B), device = rows_RA.shape, weight_eAB.shape, rows_RA.device
-    rows_RA = checked("rows", rows_RA, (R, A), FLOAT_DTYPES, device)
+    (num_rows, A), (e, _, B), device = rows_RA.shape, weight_eAB.shape, rows_RA.device
+    rows_RA = checked("rows", rows_RA, (num_rows, A), FLOAT_DTYPES, device)
     check_tensor("weight", weight_eAB, (e, A, B), (rows_RA.dtype,), device)
     offsets = checked("offsets", offsets, (e,), INT32, device)
+    source = _checked_source(source, device)
+    R = num_rows if source is None else len(source.pair_R)
     if R * B == 0:
         return rows_RA.new_empty((R, B))
     few_rows = R / max(e, 1) <= FEW_ROWS
     candidates: list[Callable[[], Tensor]] = []
-    if _grouped_mm_is_fused(rows_RA, weight_eAB):
+    if source is None and _grouped_mm_is_fused(rows_RA, weight_eAB):
         grouped_mm = torch.nn.functional.grouped_mm
         candidates.append(lambda: grouped_mm(rows_RA, weight_eAB, offs=offsets))
-    if _tma_is_tried(few_rows, rows_RA, weight_eAB):
-        given = rows_RA, weight_eAB, offsets
+    if _tma_is_tried(few_rows, source, rows_RA, weight_eAB):
+        given = rows_RA, weight_eAB, offsets, source
         candidates += [partial(rows_product_tma, *given, tile) for tile in tma_tiles(few_rows)]
     if candidates:
-        key = "rows", few_rows, rows_RA.dtype, weight_eAB.shape, weight_eAB.stride()
+        key = "rows", few_rows, source is None, rows_RA.dtype, weight_eAB.shape, weight_eAB.stride()
         return fastest(key, few_rows or R >= TUNE_ROWS, candidates)
-    return _rows_product(rows_RA, weight_eAB, offsets)
+    return _rows_product(rows_RA, weight_eAB, offsets, source)
 
 
-def _rows_product(rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor) -> Tensor:
+def _checked_source(source: Source | None, device: torch.device) -> Source | None:
+    if source is None:
+        return None
+    shape = (len(source.pair_R),)
+    return source._replace(pair_R=checked("source", source.pair_R, shape, INT32, device))
+
+
+def _source_arguments(source: Source | None) -> dict[str, object]:
+    if source is None:
+        return {"source_ptr": None, "TOP_K": 1}
+    return {"source_ptr": source.pair_R, "TOP_K": source.top_k}
+
+
+def _rows_product(
+    rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor, source: Source | None
+) -> Tensor:
     """Compute :func:`rows_product` with the kernel for every GPU and dtype."""
-    (R, A), (e, _, B) = rows_RA.shape, weight_eAB.shape
+    e, A, B = weight_eAB.shape
+    R = len(rows_RA) if source is None else len(source.pair_R)
     out_RB = rows_RA.new_empty((R, B))
+    stride_e, stride_a, stride_b = weight_eAB.stride()
 
     def grid(meta: dict) -> tuple[int]:
         # an upper bound: every expert, and the tail, may leave its last tile part empty
@@ -255,41 +293,48 @@ def _rows_product(rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor) -> Tenso
             _rows_product_kernel,
             grid,
             R,
-            out_RB,
-            rows_RA,
-            weight_eAB,
-            offsets,
-            R,
-            *weight_eAB.stride(),
+            out_ptr=out_RB,
+            rows_ptr=rows_RA,
+            matrix_ptr=weight_eAB,
+            offsets_ptr=offsets,
+            num_rows=R,
+            stride_e=stride_e,
+            stride_a=stride_a,
+            stride_b=stride_b,
             e=e,
             A=A,
             B=B,
             BLOCK_EXPERTS=triton.next_power_of_2(e + 1),
+            **_source_arguments(source),
             **_precision(rows_RA.dtype),
         )
     return out_RB
 
 
-def weight_gradient(d_RA: Tensor, rows_RB: Tensor, offsets: Tensor) -> Tensor:
+def weight_gradient(
+    d_RA: Tensor, rows_RB: Tensor, offsets: Tensor, source: Source | None = None
+) -> Tensor:
     """Return ``d[begin_x : end_x].T @ rows[begin_x : end_x]`` for every expert x, (e, A, B).
 
-    An expert without rows has a gradient of zeros. See :func:`rows_product` for ``offsets`` and
-    errors.
+    An expert without rows has a gradient of zeros. See :func:`rows_product` for ``offsets``,
+    ``source`` (of ``rows_RB``) and errors.
     """
     (R, A), B, e, device = d_RA.shape, rows_RB.shape[1], offsets.shape[0], d_RA.device
     d_RA = checked("d", d_RA, (R, A), FLOAT_DTYPES, device)
-    rows_RB = checked("rows", rows_RB, (R, B), (d_RA.dtype,), device)
+    num_rows = R if source is None else len(rows_RB)
+    rows_RB = checked("rows", rows_RB, (num_rows, B), (d_RA.dtype,), device)
     offsets = checked("offsets", offsets, (e,), INT32, device)
+    source = _checked_source(source, device)
     few_rows = R / max(e, 1) <= FEW_ROWS
     candidates: list[Callable[[], Tensor]] = []
-    if _grouped_mm_is_fused(d_RA, rows_RB):
+    if source is None and _grouped_mm_is_fused(d_RA, rows_RB):
         candidates.append(lambda: _grouped_mm_gradient(d_RA, rows_RB, offsets))
-    if _tma_is_tried(few_rows, d_RA, rows_RB):
+    if _tma_is_tried(few_rows, source, d_RA, rows_RB):
         # few rows are a short sum and not a small tile
-        tiles = tma_tiles(few_rows=False)
-        candidates += [partial(weight_gradient_tma, d_RA, rows_RB, offsets, t) for t in tiles]
+        given, tiles = (d_RA, rows_RB, offsets, source), tma_tiles(few_rows=False)
+        candidates += [partial(weight_gradient_tma, *given, tile) for tile in tiles]
     if candidates:
-        key = "gradient", few_rows, d_RA.dtype, e, A, B
+        key = "gradient", few_rows, source is None, d_RA.dtype, e, A, B
         return fastest(key, few_rows or R >= TUNE_ROWS, candidates)
     out_eAB = d_RA.new_empty((e, A, B))
 
@@ -297,9 +342,20 @@ def weight_gradient(d_RA: Tensor, rows_RB: Tensor, offsets: Tensor) -> Tensor:
         return triton.cdiv(B, meta["BLOCK_C"]), triton.cdiv(A, meta["BLOCK_R"]), e
 
     if out_eAB.numel() > 0:
-        tensors = (out_eAB, d_RA, rows_RB, offsets)
         with device_guard(d_RA):
-            launch(_weight_gradient_kernel, grid, R, *tensors, A=A, B=B, **_precision(d_RA.dtype))
+            launch(
+                _weight_gradient_kernel,
+                grid,
+                R,
+                out_ptr=out_eAB,
+                d_ptr=d_RA,
+                rows_ptr=rows_RB,
+                offsets_ptr=offsets,
+                A=A,
+                B=B,
+                **_source_arguments(source),
+                **_precision(d_RA.dtype),
+            )
     return out_eAB
 
 

@@ -17,12 +17,19 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._runtime import INTERPRET, device_guard
-from ._tiles import ragged_tiles
+from ._tiles import ragged_tiles, token_of_row
 
 # Neighbouring tiles of rows whose columns are computed together: their operands stay in the cache.
 _GROUP = 8
 # Programs in the interpreter: fewer than tiles, so that some compute several.
 _INTERPRETED_PROGRAMS = 3
+
+
+class Source(NamedTuple):
+    """The tokens of rows that were never written: row r is token ``pair_R[r] // top_k``."""
+
+    pair_R: Tensor  # (R,) int32, -1 in unused rows
+    top_k: int
 
 
 class TMATile(NamedTuple):
@@ -76,10 +83,12 @@ def _dot_tma(a, b, acc, UPCAST: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def _rows_product_tma_kernel(
     out_ptr,  # (R, B) - output
-    rows_desc,  # (R, A)
+    rows_ref,  # (R, A) by descriptor, or with a source tokens (T, A) by pointer
+    source_ptr,  # (R,) int32 pair in each row, -1 = unused; None: rows_ref holds the rows
     weight_desc,  # (e, B, A) if TRANSPOSED, else (e, A, B)
     offsets_ptr,  # (e,) int32 end row of each expert
     num_rows,
+    TOP_K: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     e: tl.constexpr,
     A: tl.constexpr,
@@ -111,10 +120,17 @@ def _rows_product_tma_kernel(
         first = tl.sum(tl.where(here, start, 0), axis=0) + tile_of_expert * BLOCK_R
         last = tl.sum(tl.where(here, end, 0), axis=0)
         first_r, first_b = first.to(tl.int32), (column * BLOCK_C).to(tl.int32)
+        offs_r = first + tl.arange(0, BLOCK_R)
+        token, has_token = token_of_row(source_ptr, offs_r, offs_r < last, TOP_K)
         acc = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
         for first_a in range(0, A, BLOCK_D):
-            # rows of the next expert may come along: they are not stored
-            rows = rows_desc.load([first_r, first_a])
+            if source_ptr is None:  # rows of the next expert may come along: they are not stored
+                rows = rows_ref.load([first_r, first_a])
+            else:
+                offs_a = first_a + tl.arange(0, BLOCK_D)
+                mask = has_token[:, None] & (offs_a < A)[None, :]
+                place = token[:, None] * A + offs_a[None, :]
+                rows = tl.load(rows_ref + place, mask=mask, other=0.0)
             if TRANSPOSED:
                 weight = weight_desc.load([expert, first_b, first_a])
                 weight = weight.reshape(BLOCK_C, BLOCK_D).T
@@ -122,7 +138,6 @@ def _rows_product_tma_kernel(
                 weight = weight_desc.load([expert, first_a, first_b])
                 weight = weight.reshape(BLOCK_D, BLOCK_C)
             acc = _dot_tma(rows, weight, acc, UPCAST)
-        offs_r = first + tl.arange(0, BLOCK_R)
         offs_b = column * BLOCK_C + tl.arange(0, BLOCK_C)
         mask = (offs_r < last)[:, None] & (offs_b < B)[None, :]
         out = acc.to(out_ptr.dtype.element_ty)
@@ -130,11 +145,37 @@ def _rows_product_tma_kernel(
 
 
 @triton.jit
+def _load_rows(
+    rows_ref,
+    source_ptr,
+    first,
+    end,
+    first_b,
+    B: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """A tile of rows by descriptor, or their tokens by pointer: those have zeros past the end."""
+    if source_ptr is None:
+        rows = rows_ref.load([first, first_b])
+    else:
+        offs_r = first + tl.arange(0, BLOCK_D)
+        token, has_token = token_of_row(source_ptr, offs_r, offs_r < end, TOP_K)
+        offs_b = first_b + tl.arange(0, BLOCK_C)
+        mask = has_token[:, None] & (offs_b < B)[None, :]
+        rows = tl.load(rows_ref + token[:, None] * B + offs_b[None, :], mask=mask, other=0.0)
+    return rows
+
+
+@triton.jit
 def _weight_gradient_tma_kernel(
     out_ptr,  # (e, A, B) - output; zero for an expert without rows
     d_desc,  # (R, A)
-    rows_desc,  # (R, B)
+    rows_ref,  # (R, B) by descriptor, or with a source tokens (T, B) by pointer
+    source_ptr,  # (R,) int32 pair in each row, -1 = unused; None: rows_ref holds the rows
     offsets_ptr,  # (e,) int32 end row of each expert
+    TOP_K: tl.constexpr,
     e: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
@@ -160,11 +201,13 @@ def _weight_gradient_tma_kernel(
         whole = end - (end - begin) % BLOCK_D
         acc = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
         for first in range(begin, whole, BLOCK_D):
-            d, rows = d_desc.load([first, first_a]), rows_desc.load([first, first_b])
+            d = d_desc.load([first, first_a])
+            rows = _load_rows(rows_ref, source_ptr, first, end, first_b, B, TOP_K, BLOCK_D, BLOCK_C)
             acc = _dot_tma(d.T, rows, acc, UPCAST)
         if whole < end:  # the rows of others, and of nobody, may hold anything
             used = (whole + tl.arange(0, BLOCK_D) < end)[:, None]
-            d, rows = d_desc.load([whole, first_a]), rows_desc.load([whole, first_b])
+            d = d_desc.load([whole, first_a])
+            rows = _load_rows(rows_ref, source_ptr, whole, end, first_b, B, TOP_K, BLOCK_D, BLOCK_C)
             d, rows = tl.where(used, d, 0.0), tl.where(used, rows, 0.0)
             acc = _dot_tma(d.T, rows, acc, UPCAST)
         offs_a = row * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -205,9 +248,25 @@ def _options(tile: TMATile, dtype: torch.dtype) -> dict[str, object]:
     return {"UPCAST": upcast, "GROUP": _GROUP, **tile.sizes()}
 
 
-def rows_product_tma(rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor, tile: TMATile) -> Tensor:
+def _rows_and_source(
+    rows: Tensor, source: Source | None, block: list[int]
+) -> tuple[object, Tensor | None]:
+    """Return the arguments ``rows_ref`` and ``source_ptr`` of a kernel."""
+    if source is None:
+        return TensorDescriptor.from_tensor(rows, block), None
+    return rows, source.pair_R
+
+
+def rows_product_tma(
+    rows_RA: Tensor,
+    weight_eAB: Tensor,
+    offsets: Tensor,
+    source: Source | None,
+    tile: TMATile,
+) -> Tensor:
     """Compute ``_grouped.rows_product`` for :func:`describable` halves."""
-    (R, A), (e, _, B) = rows_RA.shape, weight_eAB.shape
+    e, A, B = weight_eAB.shape
+    R = len(rows_RA) if source is None else len(source.pair_R)
     out_RB = rows_RA.new_empty((R, B))
     if out_RB.numel() == 0:
         return out_RB
@@ -217,10 +276,11 @@ def rows_product_tma(rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor, tile:
     with device_guard(rows_RA):
         _rows_product_tma_kernel[(_programs(rows_RA.device),)](
             out_RB,
-            TensorDescriptor.from_tensor(rows_RA, [tile.block_r, tile.block_d]),
+            *_rows_and_source(rows_RA, source, [tile.block_r, tile.block_d]),
             TensorDescriptor.from_tensor(stored, [1, *block]),
             offsets,
             R,
+            TOP_K=1 if source is None else source.top_k,
             TRANSPOSED=transposed,
             e=e,
             A=A,
@@ -231,7 +291,13 @@ def rows_product_tma(rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor, tile:
     return out_RB
 
 
-def weight_gradient_tma(d_RA: Tensor, rows_RB: Tensor, offsets: Tensor, tile: TMATile) -> Tensor:
+def weight_gradient_tma(
+    d_RA: Tensor,
+    rows_RB: Tensor,
+    offsets: Tensor,
+    source: Source | None,
+    tile: TMATile,
+) -> Tensor:
     """Compute ``_grouped.weight_gradient`` for :func:`describable` halves."""
     A, B, e = d_RA.shape[1], rows_RB.shape[1], offsets.shape[0]
     if d_RA.shape[0] == 0:
@@ -241,8 +307,9 @@ def weight_gradient_tma(d_RA: Tensor, rows_RB: Tensor, offsets: Tensor, tile: TM
         _weight_gradient_tma_kernel[(_programs(d_RA.device),)](
             out_eAB,
             TensorDescriptor.from_tensor(d_RA, [tile.block_d, tile.block_r]),
-            TensorDescriptor.from_tensor(rows_RB, [tile.block_d, tile.block_c]),
+            *_rows_and_source(rows_RB, source, [tile.block_d, tile.block_c]),
             offsets,
+            TOP_K=1 if source is None else source.top_k,
             e=e,
             A=A,
             B=B,

@@ -26,6 +26,19 @@ def ragged_tiles(
 
 
 @triton.jit
+def token_of_row(source_ptr, offs_r, mask_r, TOP_K: tl.constexpr):
+    """Token (int64) of each row, and whether the row has one; without a source the row itself.
+
+    Example: source [5, -1, 2], TOP_K = 2 -> tokens [2, any, 1], [True, False, True].
+    """
+    token, has_token = offs_r.to(tl.int64), mask_r
+    if source_ptr is not None:
+        pair = tl.load(source_ptr + offs_r, mask=mask_r, other=-1)
+        token, has_token = (pair // TOP_K).to(tl.int64), pair >= 0
+    return token, has_token
+
+
+@triton.jit
 def tile_rows(
     pid,
     offsets_ptr,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._grouped import rows_product, weight_gradient
+from ._grouped import Source, rows_product, weight_gradient
 from .activation import bias_act_bwd, bias_act_fwd
 
 # the five gradients of a backward pass, in the order of its docstring
@@ -19,17 +19,22 @@ _Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def expert_ffn_fwd(
-    rows: Tensor, *params: Tensor | None, keep_hidden: bool = True, **options
+    rows: Tensor,
+    *params: Tensor | None,
+    keep_hidden: bool = True,
+    source: Source | None = None,
+    **options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, and the hidden values before and after the activation.
 
-    These are (R, F) each, or (0, F) without ``keep_hidden``. No kernel spends a pass on the tail of
-    ragged rows.
+    With a ``source`` the rows are tokens, which the first product gathers. Hidden values are
+    (R, F) each, or (0, F) without ``keep_hidden``. No kernel spends a pass on the tail of ragged
+    rows.
     """
     fc1_weight, fc1_bias, fc2_weight, fc2_bias = params
     middle, last = _elementwise(**options)
     offsets = middle["offsets"]
-    hidden = _product(rows, fc1_weight.transpose(1, 2), offsets)
+    hidden = _product(rows, fc1_weight.transpose(1, 2), offsets, source)
     active = bias_act_fwd(hidden, fc1_bias, **middle)
     if not keep_hidden:
         hidden = hidden.new_empty((0, hidden.shape[-1]))
@@ -48,6 +53,7 @@ def expert_ffn_bwd(
     active_RF: Tensor,
     *params: Tensor | None,
     needs_params: bool = True,
+    source: Source | None = None,
     **options,
 ) -> _Gradients:
     """Return the gradients of the rows, of fc1's weight and bias and of fc2's."""
@@ -59,7 +65,7 @@ def expert_ffn_bwd(
     offsets = options.get("offsets")
     active = active_RF.view(*d_hidden.shape[:-1], active_RF.shape[-1])
     d_w2 = _weight_gradient(d_out, active, offsets)
-    d_w1 = _weight_gradient(d_hidden, rows, offsets)
+    d_w1 = _weight_gradient(d_hidden, rows, offsets, source)
     return d_rows, d_w1, d_b1, d_w2, d_b2
 
 
@@ -120,16 +126,20 @@ def expert_chunks_bwd_params(
     return d_w1, d_w2
 
 
-def _product(rows: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
+def _product(
+    rows: Tensor, weight: Tensor, offsets: Tensor | None, source: Source | None = None
+) -> Tensor:
     if offsets is None:
         return torch.bmm(rows, weight)
-    return rows_product(rows, weight, offsets)
+    return rows_product(rows, weight, offsets, source)
 
 
-def _weight_gradient(d: Tensor, rows: Tensor, offsets: Tensor | None) -> Tensor:
+def _weight_gradient(
+    d: Tensor, rows: Tensor, offsets: Tensor | None, source: Source | None = None
+) -> Tensor:
     if offsets is None:
         return torch.bmm(d.transpose(1, 2), rows)
-    return weight_gradient(d, rows, offsets)
+    return weight_gradient(d, rows, offsets, source)
 
 
 def _elementwise(

@@ -125,6 +125,21 @@ class ExpertBank(nn.Module):
         """
         return prepared, None
 
+    def gathers_tokens(self, prepared: PreparedExperts, x_TM: torch.Tensor) -> bool:
+        """Return whether :meth:`compute_tokens` is faster than to dispatch the tokens first."""
+        return False
+
+    def compute_tokens(
+        self,
+        prepared: PreparedExperts,
+        x_TM: torch.Tensor,
+        dest_row_TK: torch.Tensor,
+        src_pair_R: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute the outputs [R, M] of the rows that ``ops.dispatch`` would write."""
+        raise NotImplementedError
+
     def kept_per_row(self, model_dim: int) -> int:
         """Return how many numbers per row an expert saves at its activations; 0 if unknown."""
         return 0

@@ -43,11 +43,23 @@ class Experts(StackedExperts):
 
     def without_output_bias(self, prepared):
         *_, bias = self._tensors(prepared)
-        mine = type(self)
-        replaced = (mine.compute, mine.forward) != (Experts.compute, StackedExperts.forward)
-        if bias is None or prepared.dropout[1] > 0 or replaced:
+        if bias is None or prepared.dropout[1] > 0 or self._is_replaced:
             return prepared, None
         return prepared._replace(params=(*prepared.params[:-1], None)), bias
+
+    @property
+    def _is_replaced(self) -> bool:
+        """Whether a subclass computes something else."""
+        mine = type(self)
+        return (mine.compute, mine.forward) != (Experts.compute, StackedExperts.forward)
+
+    def gathers_tokens(self, prepared, x_TM):
+        return not self._is_replaced and ops.gathers_tokens(x_TM, self._tensors(prepared)[0])
+
+    def compute_tokens(self, prepared, x_TM, dest_row_TK, src_pair_R, offsets):
+        params, options = self._tensors(prepared), self._options(prepared)
+        maps = dest_row_TK, src_pair_R
+        return ops.token_ffn(x_TM, *maps, *params, offsets=offsets, options=options)
 
     @property
     def has_int8_product(self) -> bool:

@@ -87,8 +87,10 @@ def _variants():
         product = {"A": 4096, "B": 16384, "PRECISION": precision, "UPCAST": False}
         strides = {"stride_e": 4096 * 16384, "stride_a": 1, "stride_b": 4096}
         experts = {"e": 3, "BLOCK_EXPERTS": 4}
-        yield _grouped._rows_product_kernel, dtype, {**product, **strides, **experts}
-        yield _grouped._weight_gradient_kernel, dtype, product
+        for source in ({"source_ptr": None, "TOP_K": 1}, {"TOP_K": 6}):
+            given = {**product, **source}
+            yield _grouped._rows_product_kernel, dtype, {**given, **strides, **experts}
+            yield _grouped._weight_gradient_kernel, dtype, given
     clearing = {"PROGRAMS": _grouped._CLEARING_PROGRAMS, "BLOCK": tiles.FLAT_BLOCK}
     yield _grouped._clear_unused_kernel, "bf16", {"AB": 4096 * 16384, **clearing}
 
@@ -131,24 +133,27 @@ def _variants():
 
 
 def _tma_variants():
-    """(kernel, dtype, constexpr values and types of descriptors, tile)."""
+    """(kernel, dtype, constexpr values and types of descriptors)."""
     sizes = {"e": 3, "A": 4096, "B": 16384, "UPCAST": False, "GROUP": _grouped_tma._GROUP}
-    for dtype, tile in itertools.product(("fp16", "bf16"), TMA_TILES):
-        given = tile.sizes()
+    for dtype, tile, gathered in itertools.product(("fp16", "bf16"), TMA_TILES, (False, True)):
+        given = {**sizes, **tile.sizes(), "TOP_K": 6}
         down, across, deep = (given[f"BLOCK_{letter}"] for letter in "RCD")
+
+        def rows(*block, dtype=dtype, gathered=gathered):
+            if gathered:
+                return {"rows_ref": f"*{dtype}"}
+            return {"rows_ref": f"tensordesc<{dtype}[{block[0]}, {block[1]}]>", "source_ptr": None}
+
         for transposed in (True, False):
             block = (across, deep) if transposed else (deep, across)
-            yield _grouped_tma._rows_product_tma_kernel, dtype, {
-                **sizes, **given, "TRANSPOSED": transposed, "BLOCK_EXPERTS": 4,
-                "rows_desc": f"tensordesc<{dtype}[{down}, {deep}]>",
-                "weight_desc": f"tensordesc<{dtype}[1, {block[0]}, {block[1]}]>",
-            }  # fmt: skip
+            weight = f"tensordesc<{dtype}[1, {block[0]}, {block[1]}]>"
+            more = {"TRANSPOSED": transposed, "BLOCK_EXPERTS": 4, "weight_desc": weight}
+            all_given = {**given, **more, **rows(down, deep)}
+            yield _grouped_tma._rows_product_tma_kernel, dtype, all_given
         if tile in _grouped_tma.TILES:
-            yield _grouped_tma._weight_gradient_tma_kernel, dtype, {
-                **sizes, **given,
-                "d_desc": f"tensordesc<{dtype}[{deep}, {down}]>",
-                "rows_desc": f"tensordesc<{dtype}[{deep}, {across}]>",
-            }  # fmt: skip
+            d = f"tensordesc<{dtype}[{deep}, {down}]>"
+            all_given = {**given, "d_desc": d, **rows(deep, across)}
+            yield _grouped_tma._weight_gradient_tma_kernel, dtype, all_given
 
 
 TMA_TILES = (*_grouped_tma.TILES, *_grouped_tma.TILES_OF_FEW_ROWS)
@@ -191,7 +196,7 @@ def _compile(kernel, dtype, constants, target, tile=0):
     # allocations are aligned to 16 bytes at least, and the launch specializes on that
     aligned = {
         (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(function.arg_names) if name.endswith("_ptr")
+        for i, name in enumerate(function.arg_names) if signature[name].startswith("*")
     }  # fmt: skip
     source = ASTSource(function, signature, constants, aligned)
     return function.__name__, triton.compile(source, target, options)

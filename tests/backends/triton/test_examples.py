@@ -20,7 +20,7 @@ from fairseq_tutel.backends.triton import (
     wire,
 )
 from fairseq_tutel.backends.triton._activations import normal_cdf, tanh
-from fairseq_tutel.backends.triton._tiles import ragged_tiles, tile_rows
+from fairseq_tutel.backends.triton._tiles import ragged_tiles, tile_rows, token_of_row
 
 
 def tensors(device, *values, dtype=torch.float32):
@@ -132,7 +132,7 @@ def weight_gradient(device):
 def rows_product_tma(device):
     rows, weight, offsets = _aligned_product(device, [1, 2])
     tile = _grouped_tma.tma_tiles(False)[-1]
-    got = _grouped_tma.rows_product_tma(rows, weight, offsets, tile)
+    got = _grouped_tma.rows_product_tma(rows, weight, offsets, None, tile)
     yield got[:2, :1], [[10], [200]]
 
 
@@ -141,7 +141,7 @@ def weight_gradient_tma(device):
     other = torch.zeros_like(d)
     other[:, 0] = torch.tensor([10, 100, 1000])
     tile = _grouped_tma.tma_tiles(False)[-1]
-    got = _grouped_tma.weight_gradient_tma(d, other, offsets, tile)
+    got = _grouped_tma.weight_gradient_tma(d, other, offsets, None, tile)
     yield got[:, :1, :1], [[[10]], [[3200]]]
 
 
@@ -241,7 +241,9 @@ def test_the_example_of_the_docstring(name, device):
 
 
 @triton.jit
-def _helpers_kernel(tanh_ptr, normal_ptr, tiles_ptr, rows_ptr, z_ptr, offsets_ptr, num_rows):
+def _helpers_kernel(
+    tanh_ptr, normal_ptr, tiles_ptr, rows_ptr, token_ptr, z_ptr, offsets_ptr, source_ptr, num_rows
+):
     """Writes what the device functions return, for test_device_functions."""
     lane = tl.arange(0, 4)
     z = tl.load(z_ptr + lane)
@@ -258,6 +260,8 @@ def _helpers_kernel(tanh_ptr, normal_ptr, tiles_ptr, rows_ptr, z_ptr, offsets_pt
         tl.store(rows_ptr + 3 * pid, expert)
         tl.store(rows_ptr + 3 * pid + 1, first)
         tl.store(rows_ptr + 3 * pid + 2, last)
+    token, has_token = token_of_row(source_ptr, lane, lane < 3, 2)
+    tl.store(token_ptr + lane, tl.where(has_token, token, -1))
 
 
 def test_device_functions(device):
@@ -267,7 +271,10 @@ def test_device_functions(device):
     tanhs = torch.empty(4, device=device)
     tiles = torch.empty((3, 4), dtype=torch.int64, device=device)
     rows = torch.empty((6, 3), dtype=torch.int64, device=device)
-    _helpers_kernel[(1,)](tanhs, normal, tiles, rows, z, offsets, 9)
+    (source,) = ints(device, [5, -1, 2])
+    token = torch.empty(4, dtype=torch.int64, device=device)
+    _helpers_kernel[(1,)](tanhs, normal, tiles, rows, token, z, offsets, source, 9)
+    assert token.tolist() == [2, -1, 1, -1]
     want = torch.tensor([0, 0.46211716, -1, 1e-3 - 1e-9 / 3])
     torch.testing.assert_close(tanhs.cpu(), want, rtol=1e-6, atol=0)
     want = torch.tensor([[0.5, 0.8413447, 0, 0.5007979], [1, 0.6065307, 0, 0.999998]])

@@ -55,13 +55,41 @@ def test_kernels_with_tma_loads_equal_a_product_per_expert(ends, dtype, device):
     for given in (weight, weight.transpose(1, 2).contiguous().transpose(1, 2)):
         assert tma.describable(rows, given)
         for tile in {*tma.tma_tiles(True), *tma.tma_tiles(False)}:
-            got = tma.rows_product_tma(rows, given, offsets, tile)[:used]
+            got = tma.rows_product_tma(rows, given, offsets, None, tile)[:used]
             assert_close("product", got, want, dtype)
     want = naive.weight_gradient(rows.double(), other.double(), ends)
     for tile in tma.tma_tiles(False):
-        got = tma.weight_gradient_tma(rows, other, offsets, tile)
+        got = tma.weight_gradient_tma(rows, other, offsets, None, tile)
         assert_close("gradient", got, want, dtype)
-    assert not tma.weight_gradient_tma(rows[:0], other[:0], offsets * 0, tile).any()
+    assert not tma.weight_gradient_tma(rows[:0], other[:0], offsets * 0, None, tile).any()
+
+
+@pytest.mark.parametrize("way", ["every GPU", "TMA"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_are_gathered_inside_of_a_product(way, dtype, device):
+    """Row r is token pair[r] // 3; the last rows have no token."""
+    if way == "TMA" and (
+        dtype == torch.float32 or (device.type == "cuda" and not tma.has_tma(device))
+    ):
+        pytest.skip("kernels with TMA loads are for halves, and for GPUs that have it")
+    ends = ENDS["an empty expert and unused rows"]
+    _, weight, other, offsets = make(ends, dtype, device, ((R, 40), (4, 40, 24), (R, 24)))
+    tokens = torch.randn(19, 40).to(dtype).to(device)
+    pair = torch.randperm(R).int().to(device)
+    pair[ends[-1] :] = -1
+    rows, source = tokens[pair.long() // 3], tma.Source(pair, 3)
+    used, exact = ends[-1], rows.double()
+    if way == "TMA":
+        tile = tma.tma_tiles(False)[-1]
+        got = tma.rows_product_tma(tokens, weight, offsets, source, tile)
+        gradient = tma.weight_gradient_tma(other, tokens, offsets, source, tile)
+    else:
+        got = kernels._rows_product(tokens, weight, offsets, source)
+        gradient = kernels.weight_gradient(other, tokens, offsets, source)
+    want = naive.rows_product(exact, weight.double(), ends)[:used]
+    assert_close("product", got[:used], want, dtype)
+    want = naive.weight_gradient(other.double(), exact, ends)
+    assert_close("gradient", gradient, want, dtype)
 
 
 @pytest.mark.interpreted

@@ -1,0 +1,110 @@
+"""Experts that read tokens where they are: against dispatch and a loop over the rows."""
+
+import importlib
+
+import pytest
+import torch
+from helpers import naive
+from helpers.assertions import assert_close
+from helpers.dispatched import spied
+from torch.nn import functional
+
+from fairseq_tutel import ops
+from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.ops import backend as chooser
+
+operator = importlib.import_module("fairseq_tutel.ops.token_ffn")  # a function has its name
+T, K, E, M, F = 7, 3, 4, 8, 16
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    return lambda name: monkeypatch.setattr(chooser, "_requested", name)
+
+
+def routed(gated, device, dtype):
+    """Tokens, maps and parameters: one expert has no rows, one pair is dropped."""
+    expert_TK = torch.randint(3, (T, K))
+    expert_TK[2, 1] = -1
+    order = expert_TK.flatten().argsort(stable=True)[1:]  # without the dropped pair
+    src_pair = torch.cat([order, torch.full((2,), -1)]).int()  # and two rows of nobody
+    dest_row = torch.full((T * K,), -1, dtype=torch.int32)
+    dest_row[order] = torch.arange(len(order), dtype=torch.int32)
+    count_E = torch.bincount(expert_TK.flatten()[order], minlength=E)
+    width = 2 * F if gated else F
+    shapes = ((T, M), (E, width, M), (E, width), (E, M, F), (E, M))
+    given = [torch.randn(shape).to(dtype).to(device).requires_grad_() for shape in shapes]
+    maps = dest_row.view(T, K).to(device), src_pair.to(device)
+    return given, maps, count_E.cumsum(0).int().to(device)
+
+
+def looped(given, maps, offsets, gated):
+    x, w1, b1, w2, b2 = given
+    rows, outs, begin = naive.dispatch(x, *maps), [], 0
+    for expert, end in enumerate(offsets.tolist()):
+        z = rows[begin:end] @ w1[expert].t() + b1[expert]
+        gate, *up = z.chunk(2 if gated else 1, 1)
+        active = functional.silu(gate)
+        outs.append((active * up[0] if up else active) @ w2[expert].t() + b2[expert])
+        begin = end
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("way", ["torch", pytest.param("triton", marks=pytest.mark.interpreted)])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_equals_a_loop_over_the_rows(way, gated, dtype, backend):
+    backend(way)
+    given, maps, offsets = routed(gated, "cpu", dtype)
+    options = ops.FFNOptions("swiglu" if gated else "silu", (0.0, 0.0))
+    used = int(offsets[-1])
+    d_out = torch.randn(used, M)
+    exact = [value.detach().double().requires_grad_() for value in given]
+    want = looped(exact, maps, offsets, gated)
+    want.backward(d_out.double())
+    x, *params = given
+    got = ops.token_ffn(x, *maps, *params, offsets=offsets, options=options)
+    assert got.dtype == dtype and len(got) == used + 2
+    got[:used].backward(d_out.to(dtype))
+    assert_close("out", got[:used], want, dtype)
+    for name, value, reference in zip(("x", "w1", "b1", "w2", "b2"), given, exact, strict=True):
+        assert_close(name, value.grad, reference.grad, dtype)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("network", ["ffn", "swiglu"])
+def test_a_layer_with_and_without_written_rows(network, backend, monkeypatch):
+    """Equal to fp32's rounding; wide experts, and a hook that wants the rows, get them written."""
+    backend("triton")
+    dispatched = spied(monkeypatch, ops, "dispatch")
+    layer = MoELayer(M, E, F, top_k=K, capacity_factor=0.0, seed=1, expert_network=network)
+    x = torch.randn(T, M)
+
+    def step():
+        layer.zero_grad()
+        given = x.clone().requires_grad_()
+        y = layer(given)
+        y.square().sum().backward()
+        return [y, given.grad, *(param.grad for param in layer.parameters())]
+
+    gathered = step()
+    assert not dispatched
+    monkeypatch.setattr(operator, "_WIDEST", F - 1)
+    for got, want in zip(gathered, step(), strict=True):
+        assert_close("with written rows", got, want, torch.float32)
+    assert len(dispatched) == 1
+    monkeypatch.setattr(operator, "_WIDEST", 2 * F)
+    seen = []
+    layer.experts.register_forward_hook(lambda module, args, out: seen.append(len(out)))
+    step()
+    assert len(dispatched) == 2 and seen == [T * K]
+
+
+def test_refusals():
+    given, maps, offsets = routed(False, "cpu", torch.float32)
+    x, *params = given
+    options = ops.FFNOptions("silu", (0.0, 0.0))
+    with pytest.raises(ValueError, match=r"x must be \(7, model_dim\)"):
+        ops.token_ffn(x[:-1], *maps, *params, offsets=offsets, options=options)
+    with pytest.raises(ValueError, match="src_pair must be"):
+        ops.token_ffn(x, maps[0], maps[1].long(), *params, offsets=offsets, options=options)
