@@ -45,14 +45,32 @@ COLUMNS = {
 
 def words(column, save_dir, updates):
     betas = ["--adam-betas", "(0.9, 0.98)", "--max-update", str(updates)]
-    return [
-        str(DATA),
-        *_NLLB.split(),
-        *COLUMNS[column].split(),
-        *betas,
-        "--save-dir",
-        str(save_dir),
-    ]
+    given = [*_NLLB.split(), *COLUMNS[column].split(), *betas]
+    return [str(DATA), *given, "--save-dir", str(save_dir)]
+
+
+_LANGUAGES = """--user-dir fairseq_tutel --task translation_multi_simple_epoch --langs de,en
+    --lang-pairs de-en --encoder-langtok src --decoder-langtok --cpu"""
+
+
+def said(programs, program, path, more, pattern, ranks=1):
+    """Output of a program that reads a set, and what a pattern finds in its lines."""
+    command = [str(DATA), *_LANGUAGES.split(), "--path", str(path), *more.split()]
+    output = forked(programs, ranks, program, *command)
+    return output, re.findall(pattern, output, re.MULTILINE)
+
+
+def translated(programs, path, more=""):
+    """Output of fairseq-generate; (number, score, text) of its hypotheses."""
+    given = f"-s de -t en --gen-subset test --max-len-b 8 {more}"
+    return said(programs, "fairseq-generate", path, given, r"^H-(\d+)\t(\S+)\t(.*)$")
+
+
+def assert_same_translations(one, other):
+    assert len(one) == len(other) == 10
+    for mine, theirs in zip(sorted(one), sorted(other), strict=True):
+        assert (mine[0], mine[2]) == (theirs[0], theirs[2])
+        assert float(mine[1]) == pytest.approx(float(theirs[1]), abs=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +87,7 @@ def test_published_flags_train_and_continue_on_another_number_of_ranks(trained, 
     (valid, _) = logged(log, "valid")
     assert valid["moe_gate_loss"] > 1
     assert (folder / "checkpoint_last-rank-1.pt").exists()
-    more = [
-        *words("fine-tuning", tmp_path, 2),
-        "--restore-file",
-        str(folder / "checkpoint_last.pt"),
-    ]
+    more = [*words("fine-tuning", tmp_path, 2), "--restore-file", f"{folder}/checkpoint_last.pt"]
     log = forked(programs, 1, "fairseq-train", *more)
     assert [row["num_updates"] for row in logged(log, "train_inner")] == [1, 2]
     assert "no existing checkpoint" not in log.lower()
@@ -87,26 +101,14 @@ def test_ablation_flags_train(programs, tmp_path):
 
 def test_generates_and_validates_what_was_trained(trained, programs):
     folder, log = trained
-    common = [
-        str(DATA), "--user-dir", "fairseq_tutel", "--path", f"{folder}/checkpoint_last.pt",
-        "--task", "translation_multi_simple_epoch", "--langs", "de,en", "--lang-pairs", "de-en",
-        "--encoder-langtok", "src", "--decoder-langtok", "--cpu",
-    ]  # fmt: skip
-    given = ["-s", "de", "-t", "en", "--gen-subset", "test", "--beam", "2", "--max-len-b", "8"]
-    hypotheses = []
-    for batch in ("1", "8"):
-        output = forked(programs, 1, "fairseq-generate", *common, *given, "--batch-size", batch)
-        hypotheses.append(sorted(re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", output, re.MULTILINE)))
-    alone, together = hypotheses
-    assert len(alone) == 10
-    for one, other in zip(alone, together, strict=True):
-        assert (one[0], one[2]) == (other[0], other[2])
-        assert float(one[1]) == pytest.approx(float(other[1]), abs=1e-5)
+    path = folder / "checkpoint_last.pt"
+    found = [translated(programs, path, f"--beam 2 --batch-size {n}")[1] for n in (1, 8)]
+    assert_same_translations(*found)
     # three batches on two ranks
     rows = []
     for ranks in (1, 2):
-        validated = forked(programs, ranks, "fairseq-validate", *common, "--valid-subset", "valid",
-                           "--batch-size", "4", "--log-format", "json")  # fmt: skip
+        given = "--valid-subset valid --batch-size 4 --log-format json"
+        validated, _ = said(programs, "fairseq-validate", path, given, "", ranks)
         rows += logged(validated, "valid")
     in_training = logged(log, "valid")[-1]
     for row in rows:
@@ -116,37 +118,26 @@ def test_generates_and_validates_what_was_trained(trained, programs):
 
 def test_two_checkpoints_are_an_ensemble_and_sacrebleu_scores(trained, programs):
     """A model beside itself says what it says alone."""
-    folder, _ = trained
-    path = f"{folder}/checkpoint_last.pt"
-    words = f"""{DATA} --task translation_multi_simple_epoch --langs de,en --lang-pairs de-en
-        --encoder-langtok src --decoder-langtok --cpu -s de -t en --gen-subset test
-        --batch-size 8 --max-len-b 8 --scoring sacrebleu --user-dir fairseq_tutel"""
-    found = []
-    for given in (path, f"{path}:{path}"):
-        output = forked(programs, 1, "fairseq-generate", *words.split(), "--path", given)
-        assert "BLEU = " in output
-        found.append(dict(re.findall(r"^H-(\d+)\t(.*)$", output, re.MULTILINE)))
-    assert found[0].keys() == found[1].keys() and len(found[0]) == 10
-    for number, line in found[0].items():
-        score, text = line.split("\t")
-        other = found[1][number].split("\t")
-        assert other[1] == text and float(other[0]) == pytest.approx(float(score), abs=1e-5)
+    path = f"{trained[0]}/checkpoint_last.pt"
+    found = [
+        translated(programs, each, "--batch-size 8 --scoring sacrebleu")
+        for each in (path, f"{path}:{path}")
+    ]
+    assert all("BLEU = " in output for output, _ in found)
+    assert_same_translations(*(hypotheses for _, hypotheses in found))
 
 
 def test_interactive_says_what_generate_says(trained, programs, tmp_path):
-    folder, _ = trained
-    common = [str(DATA), "--user-dir", "fairseq_tutel", "--path", f"{folder}/checkpoint_last.pt",
-              "--task", "translation_multi_simple_epoch", "--langs", "de,en", "--lang-pairs",
-              "de-en", "--encoder-langtok", "src", "--decoder-langtok", "--cpu", "-s", "de", "-t",
-              "en", "--beam", "4", "--max-len-b", "8"]  # fmt: skip
-    output = forked(programs, 1, "fairseq-generate", *common, "--gen-subset", "test")
+    path = trained[0] / "checkpoint_last.pt"
+    output, hypotheses = translated(programs, path, "--beam 4")
     sources = dict(re.findall(r"^S-(\d+)\t(?:__de__ )?(.*)$", output, re.MULTILINE))
-    want = dict(re.findall(r"^H-(\d+)\t\S+\t(.*)$", output, re.MULTILINE))
+    want = {number: text for number, _, text in hypotheses}
     numbers = sorted(sources, key=int)[:3]
     text = tmp_path / "sources.txt"
     text.write_text("".join(f"{sources[n]}\n" for n in numbers), encoding="utf-8")
-    output = forked(programs, 1, "fairseq-interactive", *common, "--input", str(text))
-    got = dict(re.findall(r"^H-(\d+)\t\S+\t(.*)$", output, re.MULTILINE))
+    given = f"-s de -t en --beam 4 --max-len-b 8 --input {text}"
+    pattern = r"^H-(\d+)\t\S+\t(.*)$"
+    got = dict(said(programs, "fairseq-interactive", path, given, pattern)[1])
     assert [got[str(i)] for i in range(3)] == [want[n] for n in numbers]
 
 
