@@ -1,4 +1,4 @@
-"""Base class of exchange algorithms. A new algorithm is a subclass in one file."""
+"""Base class of exchange algorithms, and the rows that each rank sends and gets."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Direction(enum.Enum):
 
 @dataclass(frozen=True)
 class Splits:
-    """Rows per rank in the DISPATCH direction of an exchange of unequal parts."""
+    """Rows per rank of an exchange of unequal parts; COMBINE swaps the two lists."""
 
-    sent_P: Sequence[int]  # rows to rank p
-    received_P: Sequence[int]  # rows from rank p
-    stages: Any = None  # own data of an algorithm of several stages
+    sent_P: Sequence[int]  # rows that DISPATCH sends to rank p
+    received_P: Sequence[int]  # rows that DISPATCH gets from rank p
+    stages: Any = None  # splits of the stages, for an algorithm that has several
 
     def sizes(self, outward: bool) -> tuple[list[int], list[int]]:
         """Return (rows to each rank, rows from each rank) of a direction."""
@@ -82,10 +82,10 @@ class NetworkProfile(Protocol):
 class ExchangeAlgorithm(abc.ABC):
     """Algorithm that moves rows between ranks.
 
-    Parts are equal (``splits=None``: dim 0 holds P parts of one size) or given by
-    :meth:`share_chunks`. DISPATCH sends part p to rank ``send_order[p]``. Rows arrive ordered by
-    the sending rank. COMBINE returns rows in the order in which DISPATCH sent them. All ranks of
-    ``groups.ep_group`` call the methods together.
+    The sent rows are P parts, one per rank: all of one size if ``splits`` is None, otherwise of the
+    sizes from :meth:`share_chunks`. DISPATCH sends part p to rank ``send_order[p]``. Rows arrive
+    ordered by the sending rank. COMBINE returns rows in the order in which DISPATCH sent them. All
+    ranks of ``groups.ep_group`` call the methods together.
 
     Args:
         groups: the placement of the experts.
@@ -124,7 +124,7 @@ class ExchangeAlgorithm(abc.ABC):
 
     @classmethod
     def partitions(cls, num_ranks: int, ranks_per_node: int) -> Mapping[str, list[list[int]]]:
-        """Return the process groups that the algorithm needs besides the group of all its ranks.
+        """Return the process groups that the algorithm needs besides that of all P ranks.
 
         Args:
             num_ranks: P.
@@ -137,7 +137,7 @@ class ExchangeAlgorithm(abc.ABC):
 
     @classmethod
     def unsupported_reason(cls, num_ranks: int, ranks_per_node: int) -> str | None:
-        """Return why the algorithm cannot serve P ranks on such nodes; None if it can."""
+        """Return why P ranks, m per node, cannot use the algorithm; None if they can."""
         return None
 
     @classmethod
@@ -169,7 +169,7 @@ class ExchangeAlgorithm(abc.ABC):
     def share_chunks(
         self, count_E: torch.Tensor, degree: int
     ) -> list[tuple[torch.Tensor, Splits | None]]:
-        """Send every rank the number of rows that come to each of its experts, chunk by chunk.
+        """Exchange the numbers of rows per expert, and cut them into chunks.
 
         Both ends cut the rows of every (rank, expert) by :func:`chunk_edges`. An algorithm of
         several stages overrides this method. The host reads the sums: one synchronisation.
@@ -179,8 +179,8 @@ class ExchangeAlgorithm(abc.ABC):
             degree: d, number of chunks.
 
         Returns:
-            For each chunk: [P, e] int64, rows that rank p sends to local expert j; and the splits,
-            None if no rows travel.
+            For each chunk: int64 [P, e], rows from rank p for local expert j; and the splits, None
+            if no rows travel.
         """
         if self.groups.ep_size == 1:
             return [(count_E[None], None)]
@@ -197,10 +197,10 @@ class ExchangeAlgorithm(abc.ABC):
 
 
 class LocalCopy(ExchangeAlgorithm):
-    """Local copy of as many bytes as the algorithm ``name`` would send.
+    """Stand-in for the algorithm ``name`` that copies rows instead of sending them.
 
-    Simulations and benchmarks without communication (``--dummy-a2a``) use it. Results are wrong,
-    because a rank's own rows take the place of received ones.
+    For simulations and benchmarks (``--dummy-a2a``). Results are wrong, because a rank's own rows
+    take the place of received ones.
     """
 
     def __init__(self, groups, name):

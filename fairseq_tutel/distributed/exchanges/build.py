@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_exchange(config: ExchangeConfig | str, groups: ExpertParallelGroups) -> Exchange:
-    """Build the exchange of a placement of experts for ``config.r``, without wire formats.
+    """Build the exchange for a placement of experts and ``config.r``, without a wire format.
 
     >>> from fairseq_tutel.distributed import build_groups
     >>> build_exchange("linear", build_groups(8, simulate_world_size=4)).name
@@ -39,11 +39,11 @@ def build_exchange(config: ExchangeConfig | str, groups: ExpertParallelGroups) -
 def build_algorithms(
     config: ExchangeConfig | str, groups: ExpertParallelGroups
 ) -> dict[int, ExchangeAlgorithm]:
-    """Build the algorithm of a placement of experts for each possible r.
+    """Build the algorithm for a placement of experts, once for each possible r.
 
-    All layers of the placement share them. Collective if ``groups.needs_sync``. A simulation copies
-    locally. If the chosen algorithm does not fit the nodes, ``linear`` takes its place with one log
-    line.
+    All layers with this placement share the result. Collective if ``groups.needs_sync``.
+    Simulations get :class:`LocalCopy`. If the nodes do not fit the algorithm, ``linear`` replaces
+    it and the log says why.
 
     Raises:
         ValueError: the name is unknown, r does not fit the placement, ranks chose differently, or

@@ -1,9 +1,8 @@
 """Exchange of a layer: an algorithm with gradients, a wire format and timing.
 
-``dispatch`` and ``combine`` block. ``start`` queues an exchange on a stream and returns a handle;
-experts compute until ``wait()`` returns the received rows. All are differentiable. The backward
-pass starts an exchange where the forward pass waited, and waits where the forward pass started one.
-So both passes overlap in the same way.
+``dispatch`` and ``combine`` block. ``start`` queues an exchange on a stream and returns a handle,
+whose ``wait()`` returns the received rows; experts compute meanwhile. All are differentiable. The
+backward pass starts an exchange where the forward pass waited, and waits where it started one.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class Codec(Protocol):
         """Encode rows [n, ...]; return None if they travel unchanged in this direction.
 
         Returns:
-            The message [n, ...], one row for each row, so that splits stay valid; and fp32 [2], the
-            sums of squared errors and of squares.
+            The message [n, ...], a row per row, so that splits stay valid; and fp32 [2], the sums
+            of squared errors and of squares.
         """
         ...
 
@@ -46,8 +45,8 @@ class ExchangeRecord:
     Attributes:
         cpu_ms: wall time of timed exchanges, in milliseconds.
         cuda_ms: their time between events of a GPU, in milliseconds.
-        square_sums: sums of :meth:`Codec.encode` by direction, fp32 [2]. Those of gradients are
-            there after the backward pass.
+        square_sums: by direction, fp32 [2]: sums of squared errors and of squares, as
+            :meth:`Codec.encode` returns them; of gradients after the backward pass.
     """
 
     cpu_ms: float = 0.0
@@ -115,7 +114,7 @@ class Exchange:
         return self._at_once(rows, Direction.DISPATCH, splits, record)
 
     def combine(self, rows: torch.Tensor, splits=None, record=None) -> torch.Tensor:
-        """Send rows back to where ``dispatch`` (with the same splits) took them from."""
+        """Send rows back to their source; ``splits`` and ``record`` are those of ``dispatch``."""
         return self._at_once(rows, Direction.COMBINE, splits, record)
 
     def start(
@@ -127,7 +126,7 @@ class Exchange:
         record: ExchangeRecord | None = None,
         into: torch.Tensor | None = None,
     ) -> Handle:
-        """Queue one direction on a stream; all ranks queue in the same order.
+        """Queue an exchange in one direction on a stream; all ranks queue in the same order.
 
         Args:
             rows: [n, ...]; do not write to them before the exchange is done.

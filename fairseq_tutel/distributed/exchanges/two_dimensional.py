@@ -1,17 +1,18 @@
 """Two-dimensional hierarchical all-to-all (2DH): first inside the nodes, then between them.
 
-Source: Tutel (Hwang et al., arXiv 2206.03382, section 4.1 and appendix A). With N nodes of m ranks,
-rank (a, i) sends one message to each of the m ranks of its node, then one to each of the N ranks
-(., i). That is m + N - 2 messages instead of P - 1. It is faster if the cost per message dominates
-(many ranks, small parts), and slower if the bandwidth inside a node does. With c rows per rank::
+Source: Tutel (Hwang et al., arXiv 2206.03382, section 4.1 and appendix A). There are N nodes of m
+ranks; (a, i) is rank i of node a. It sends one message to each other rank of its node, then one to
+rank i of each other node: m + N - 2 messages instead of P - 1. This is faster if the cost per
+message dominates (many ranks, small parts), slower if bandwidth inside nodes does. With c rows for
+each rank::
 
     sent        [i'][a'][c]   for rank (a', i'), in the order that dispatch writes: send_order
     intra-node  [i''][a'][c]  now on rank (a, i'): from rank (a, i'') of the node, for (a', i')
     transpose   [a'][i''][c]  the only copy
     inter-node  [a''][i''][c] on rank (a', i'): from rank (a'', i''), in rank order
 
-``combine`` runs these steps backwards. The paper starts in rank order and transposes once more.
-Here dispatch and combine read and write rows in the order of the first message.
+``combine`` runs these steps backwards. The paper starts in rank order and transposes once more;
+here ``ops.dispatch`` and ``ops.combine`` use the order of the first message.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from .linear import LinearExchange
 
 
 class _Stages(NamedTuple):
-    """Rows of an uneven exchange between the two collectives, in the DISPATCH direction."""
+    """Splits of the two collectives of an uneven exchange, in the DISPATCH direction."""
 
     intra: tuple[list[int], list[int]]  # (rows to, rows from) each of the m ranks of the node
-    inter: tuple[list[int], list[int]]  # the same for the N ranks of equal position
+    inter: tuple[list[int], list[int]]  # the same for rank i of each of the N nodes
     order: torch.Tensor  # int64, index of each inter-node row in the intra-node message
 
 
