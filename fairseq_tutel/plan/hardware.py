@@ -27,6 +27,8 @@ class Hardware:
     link_efficiency: float  # share of both that collectives reach
     latency: float  # seconds to start a collective
     message_overhead: float  # seconds per message to one peer
+    # share of the peak that one large product reaches; a profile may leave it out
+    product_efficiency: float = 0.75
 
     def flops(self, element: int) -> float:
         """Return the peak of matrix products, per second, for numbers of ``element`` bytes."""
@@ -59,8 +61,9 @@ def load_hardware(directory: Path, name: str) -> Hardware:
         raise ValueError(f"no hardware profile {name!r} in {path.parent} (there are: {known})")
     data = OmegaConf.to_container(OmegaConf.load(path))
     fields = {field.name for field in dataclasses.fields(Hardware)}
-    if set(data) != fields:
-        odd = ", ".join(sorted(set(data) ^ fields))
+    optional = {"product_efficiency"}
+    if set(data) | optional != fields:
+        odd = ", ".join(sorted((set(data) ^ fields) - optional))
         raise ValueError(f"{path}: missing or unknown keys: {odd}")
     numbers = {"title": str(data.pop("title"))}
     for key, entry in data.items():

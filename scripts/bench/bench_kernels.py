@@ -5,7 +5,7 @@
 
 An operator's bandwidth is the fewest bytes of its task (every input and output once) over
 its time. A copy of a large buffer, timed in turn, gives the device's bandwidth. ``assign_slots`` is
-also compared with ``torch.cumsum`` of masks.
+also compared with ``torch.cumsum`` of masks. A known GPU also has predicted times.
 
 Good on a GPU: dispatch and combine at 80 % of the copy, assign_slots 24 times torch.cumsum.
 """
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from cases import BACKENDS, why_not_run
 from harness import Case, Point, call, sweep
+from predict import CUMSUM, beside, fewest_bytes, rates_of
 from program import Ranks, Report, expect_known, goal, program, words
 from shapes import DTYPES, PRESETS, SIZES, LayerShape, choose_shape
 from torch import Tensor
@@ -27,8 +28,6 @@ from torch import Tensor
 from fairseq_tutel import ops
 from fairseq_tutel.ops.backend import implementation
 
-_CUMSUM = "torch.cumsum - 1"  # torch's own way of assign_slots
-_INT = 4  # bytes of an index, a gate value, a count
 _COPY_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}  # far more than any cache
 _CUMSUM_GOAL, _SHARE_GOAL = 24.0, 0.80
 OPTIONS = {
@@ -46,33 +45,6 @@ class Kernel:
     name: str
     call: Callable[..., object]
     inputs: Sequence[tuple] = field(repr=False)
-
-
-def fewest_bytes(shape: LayerShape, full: float = 1.0) -> dict[str, int]:
-    """Bytes of inputs and outputs, once each, by operator; before the exchange for dispatch.
-
-    Args:
-        full: share of the rows that hold a token; empty rows need not be read.
-    """
-    names = ("tokens", "experts", "top_k", "model_dim", "hidden_dim")
-    T, E, K, M, F = (getattr(shape, name) for name in names)
-    size, R = DTYPES[shape.dtype].itemsize, E * shape.capacity
-    pairs, rows, logits = _INT * T * K, _INT * R, _INT * T * E
-    tokens, all_rows, used = size * T * M, size * R * M, round(full * R) * M * size
-    hidden, bias = size * shape.rows() * F, size * shape.local_experts() * F
-    return {
-        "topk_gating": logits + 2 * pairs + _INT * (T + E + 1),
-        "topk_gating bwd": 2 * logits + 2 * pairs + _INT * (2 * T + E),
-        "assign_slots": 2 * pairs + _INT * K * E,
-        "assign_rows": 5 * pairs + _INT * K * E + rows + _INT * E,
-        "dispatch": tokens + rows + all_rows,
-        "dispatch bwd": used + pairs + tokens,
-        "combine": used + 2 * pairs + tokens,
-        "combine bwd": tokens + used + rows + 2 * pairs + all_rows,
-        "bias_act gelu": 2 * hidden + bias,
-        "bias_act gelu bwd": 3 * hidden + 2 * bias,
-        _CUMSUM: 4 * pairs * E,  # int64, read and written
-    }
 
 
 def bias_gelu(h: Tensor, bias: Tensor) -> Tensor:
@@ -141,7 +113,7 @@ def make_kernels(
         ("combine bwd", gradients, (grads, rows, row, pair, weight)),
         ("bias_act gelu", bias_gelu, (hidden, bias)),
         ("bias_act gelu bwd", bias_gelu_bwd, (d_hidden, hidden, bias)),
-        (_CUMSUM, lambda x: torch.cumsum(x, dim=0) - 1, (masks,)),
+        (CUMSUM, lambda x: torch.cumsum(x, dim=0) - 1, (masks,)),
     ]
     full = (pair[0] >= 0).double().mean().item()
     return [Kernel(name, call, [*zip(*sets)]) for name, call, sets in kernels], full  # noqa: B905
@@ -191,20 +163,21 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
             raise ValueError(f"--backends {backend}: {reason}")
     ops.set_backend("torch")
     kernels, full = make_kernels(shape, device, options.seed, sets=3)
-    fewest = fewest_bytes(shape, full)
+    fewest, rates = fewest_bytes(shape, full), rates_of(device)
     size_of, cases = {}, [copy_case(device)]
     for kernel in kernels:
-        for backend in ["torch"] if kernel.name == _CUMSUM else backends:
+        for backend in ["torch"] if kernel.name == CUMSUM else backends:
             cases.append(timed(kernel, backend))
             size_of[cases[-1].name] = fewest[kernel.name]
 
     def derive(found):
         ms = {case: of["forward"]["p50"] for case, of in found["ms"].items()}
         per_byte = ms["copy"] / (2 * _COPY_BYTES[device.type])
-        torchs = ms.get(f"{_CUMSUM} (torch)")
+        torchs = ms.get(f"{CUMSUM} (torch)")
         derived = {}
         for case, size in size_of.items():
             derived[case] = {"bytes": size, "share of copy": size * per_byte / ms[case]}
+            derived[case] |= beside(ms[case], rates and rates.bytes_ms(size))
             if case.startswith("assign_slots") and torchs:
                 derived[case]["times faster than torch"] = torchs / ms[case]
         return derived

@@ -9,7 +9,7 @@
 train: forward and backward. Good: a fifth of the dense formulation's time, and at most 1.1 times
 that of the experts (CPU) or of their products (GPU). Several ranks use a real all-to-all: put
 python -m fairseq_tutel.launch -- before the command. Up to 4096 tokens a GPU is also timed by the
-wall clock, with launches.
+wall clock, with launches. A known GPU also has predicted times (predict.py).
 eval: forward only, 1 to 1024 tokens, beside Tutel's and Meta's layers. Good: at most their time.
 decode: a step of generation on a GPU, launched or captured in a CUDA graph. Good: a captured step
 takes at most 1.3 times the reading of the experts' weights.
@@ -37,6 +37,7 @@ from cases import (
 )
 from harness import Case, Point, agreement, call, peak_memory, sweep, those_that_fit
 from peers import FOLDERS, evaluated_layers
+from predict import beside, layer_ms, rates_of
 from program import CLOCK, Ranks, Report, expect_known, goal, numbers, program, words
 from shapes import DTYPES, PRESETS, SIZES, LayerShape, choose_shape
 
@@ -110,8 +111,15 @@ def train(options: argparse.Namespace, given: str | None, ranks: Ranks) -> None:
     settings = {**dataclasses.asdict(shape), **sizes, "rows": shape.rows(ranks.world_size)}
     about = {"shape": str(shape), "settings": settings, "rms_error_ratio": errors}
 
-    def derive(_):
-        return {case: {"peak MiB": peak and peak / 2**20} for case, peak in memory.items()}
+    rates = rates_of(device) if ranks.world_size == 1 else None
+    predicted = layer_ms(shape, rates) if rates else {}
+
+    def derive(found):
+        return {
+            case: {"peak MiB": memory[case] and memory[case] / 2**20}
+            | beside(phases["both"]["p50"], predicted.get(case))
+            for case, phases in found["ms"].items()
+        }
 
     launches = on_gpu and shape.tokens <= _WALL_TOKENS and ranks.world_size == 1
     how = {"calls": _WALL_CALLS if launches else 0, "warmup": 1 if options.tiny else 3}
@@ -178,12 +186,17 @@ def decode_point(layer: MoELayer, tokens: int, copied: torch.Tensor) -> Point:
     used = float((aux.num_kept_per_expert_E > 0).double().mean())
     weights = used * sum(param.nbytes for param in layer.experts.parameters())
     about = {"experts": layer.config.num_experts, "tokens": tokens, "weight_bytes": weights}
+    rates = rates_of(weight.device)
 
     def derive(found):
         # a copy reads and writes
         reading = found["ms"]["copy"]["forward"]["p50"] * weights / (2 * copied.nbytes)
         ms = {name: of["forward"]["p50"] for name, of in found["ms"].items() if name != "copy"}
-        return {name: {"over reading of weights": of / reading} for name, of in ms.items()}
+        predicted = rates and rates.bytes_ms(weights)
+        return {
+            name: {"over reading of weights": of / reading} | beside(of, predicted)
+            for name, of in ms.items()
+        }
 
     return Point(f"{layer.config.num_experts} experts, {tokens}", cases, about, missing, derive)
 

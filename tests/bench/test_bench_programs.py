@@ -50,6 +50,27 @@ def check_point(found):
         assert low <= middle <= high and middle == pytest.approx(statistics.median(pairs), rel=1e-3)
 
 
+def test_predictions(monkeypatch):
+    """Products and bytes by hand; the review's estimate for meta-1.1t on an H200."""
+    import predict
+    from shapes import PRESETS
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names.pop())
+    names = ["NVIDIA H200", "NVIDIA A100-SXM4-40GB", "NVIDIA B200", "AMD Instinct MI300X", "RTX"]
+    found = [predict.rates_of(torch.device("cuda", 0)) for _ in list(names)]
+    assert found[0] is None and all(found[1:])
+    assert predict.rates_of(torch.device("cpu")) is None and predict.beside(2.0, None) == {}
+    h200 = found[-1]
+    assert h200.half_flops == pytest.approx(0.78 * 989e12)
+    assert h200.stream == pytest.approx(0.8 * 4.8e12)
+    ms = predict.layer_ms(PRESETS["meta-1.1t"].shape, h200)
+    rows = 49152  # 512 ranks x 96 slots
+    assert ms["products"] == pytest.approx(1e3 * 12 * rows * 4096 * 16384 / (0.78 * 989e12))
+    assert 1.08 < ms["triton"] / ms["products"] < 1.13
+    assert ms["products"] < ms["experts"] < ms["triton"] < ms["dense"]
+    assert predict.beside(3.0, 2.0) == {"predicted ms": 2.0, "measured/predicted": 1.5}
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_help_says_what_a_good_result_is(name, capsys):
     with pytest.raises(SystemExit) as stopped:

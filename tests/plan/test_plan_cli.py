@@ -146,10 +146,11 @@ def test_predictions_are_near_what_was_published():
     assert large.tokens_per_second == pytest.approx(638e3 * 1.40, rel=0.2)
 
 
-@pytest.mark.parametrize("name", ["a100-40g", "a100-80g", "h100", "h200", "cpu"])
+@pytest.mark.parametrize("name", ["a100-40g", "a100-80g", "b200", "h100", "h200", "mi300x", "cpu"])
 def test_every_number_of_a_profile_has_a_source(name):
     hardware = load_hardware(CONFIGS, name)
-    assert 0 < hardware.matmul_efficiency <= 1 and hardware.reserved < hardware.memory
+    assert 0 < hardware.matmul_efficiency <= hardware.product_efficiency <= 1
+    assert hardware.reserved < hardware.memory
     assert make_plan(settings_of(gpus=512), hardware).time.total > 0
 
 
