@@ -39,7 +39,7 @@ class ExchangeChoice(NamedTuple):
 
     @property
     def compact(self) -> bool:
-        """Whether only used rows travel although the capacity is fixed."""
+        """Whether only used rows travel even with a fixed capacity."""
         return self.config.wire_compact and self.communicates
 
     def refuse_own_experts(self, experts: ExpertBank) -> None:
@@ -57,15 +57,15 @@ class ExchangeChoice(NamedTuple):
     def with_local_drop(
         self, call: RouterCall, draw: int | None, layer_index: int
     ) -> ExchangeChoice:
-        """Return the choice for one step: with local drop, the rows may stay on their rank.
+        """Return the choice for one step: with local drop, rows may stay on their rank.
 
-        Gating dropout (arXiv 2205.14336), ``--moe-local-drop`` of NLLB: with a probability, per
-        layer and training step, nothing is exchanged. With e local experts, rank r computes the
-        rows of expert ``q * e + l`` by its own expert ``r * e + l``. Routing, capacity, losses and
-        weights do not change.
+        Local drop is NLLB's ``--moe-local-drop`` (gating dropout, arXiv 2205.14336): in a training
+        step a layer exchanges nothing, with a probability. Rank p, with e local experts, then
+        computes rows for expert ``q * e + j`` by its own expert ``p * e + j``. Routing, capacity,
+        losses and weights do not change.
 
-        ``draw`` is the random number of the ranks' agreement, so that they and a recomputation draw
-        alike; None in evaluation. Layers draw independently, by their number.
+        ``draw`` is the random number that the ranks agreed on, so that all ranks and a
+        recomputation decide alike; None in evaluation. ``layer_index`` makes layers independent.
         """
         probability = call.config.local_drop if call.training else 0.0
         if probability == 0 or draw is None or not self.communicates:
@@ -78,7 +78,7 @@ class ExchangeChoice(NamedTuple):
 
 
 class ExchangeChoices:
-    """Exchanges that were built for a layer, by their options.
+    """Cache of a layer's exchanges, by their options.
 
     Args:
         groups: placement of the experts.
@@ -105,8 +105,8 @@ class ExchangeChoices:
         """Return the choice for these options.
 
         Raises:
-            ValueError: the exchange was not prepared. Building it here would hang if one rank chose
-                it alone.
+            ValueError: the exchange was not prepared. Building it here would hang if only this rank
+                chose it.
         """
         if config not in self._choices:
             self._choices[config] = self._choose(config)
@@ -115,14 +115,14 @@ class ExchangeChoices:
     def for_call(
         self, own: ExchangeChoice, exchange: ExchangeConfig | str | None, r: int | None
     ) -> ExchangeChoice:
-        """Return the choice of one call: the layer's own, unless it gives another one, or an r."""
+        """Return the choice for one call: ``own`` unless the call gives an exchange or r."""
         wanted = ExchangeConfig.of(exchange or own.config)
         if r is not None and r != wanted.r:
             wanted = dataclasses.replace(wanted, r=r)
         return own if wanted == own.config else self.of(wanted)
 
     def _choose(self, config):
-        # raises for an impossible r; all possible ones were made with the algorithms
+        # raises if r is impossible
         parallelism = expert_parallelism(self._groups, config.r)
         built = self._algorithms.get((config.algorithm, config.ranks_per_node, config.r))
         if built is None:

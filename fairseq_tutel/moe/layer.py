@@ -95,8 +95,8 @@ class MoELayer(nn.Module):
         expert_storage (str): ``stacked`` for training (default); ``mapped``, ``bf16`` or ``int8``
             for evaluation only, without memory until a state dict is loaded
             (:mod:`.experts.inference`).
-        exchange (ExchangeConfig or str): how tokens travel, or the name of an algorithm; the same
-            on all ranks (default "linear").
+        exchange (ExchangeConfig or str): how tokens travel between ranks, or an algorithm's name;
+            the same on all ranks (default "linear").
         record_exchange_time (bool): measure exchanges for :attr:`MoEAux.record`; slow, and without
             overlap (default False).
         skip_exchange (bool): leave out the all-to-alls, for benchmarks; results are wrong (default
@@ -104,7 +104,7 @@ class MoELayer(nn.Module):
         compute_aux (bool): compute losses and counts in training even if ``return_aux=False``
             (default True). False saves time in small layers.
         layer_index (int): number of the layer in its model, from 0 (default 0). Layers with
-            different numbers draw ``local_drop`` independently.
+            different numbers apply ``local_drop`` independently.
         **routing: fields of :class:`~fairseq_tutel.config.MoEConfig`, such as ``top_k``.
 
     Raises:
@@ -203,8 +203,8 @@ class MoELayer(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, MoEAux]:
         """Apply the layer.
 
-        ``top_k``, ``capacity_factor``, ``exchange`` and ``r`` hold for this call, on all ranks. A
-        ``step`` was agreed on with the same options (:meth:`step_settings`).
+        ``top_k``, ``capacity_factor``, ``exchange`` and ``r`` change options for this call, on all
+        ranks. A ``step`` must have been agreed on with these options (:meth:`step_settings`).
 
         Args:
             x (Tensor): [..., M], any number of tokens. Under ``torch.autocast`` the experts compute
@@ -219,7 +219,8 @@ class MoELayer(nn.Module):
             exchange (ExchangeConfig or str): the layer's or a prepared one
                 (:meth:`prepare_exchanges`), with any overlap, wire and r (default None).
             r (int): ranks that each token goes to (default None: the exchange's).
-            record (ExchangeRecord): takes reports of exchanges, also recomputed (default None).
+            record (ExchangeRecord): gets times and rounding errors of exchanges, also of recomputed
+                ones (default None: a new record if anything is measured).
             return_aux (bool): also return losses and counts (default False). Otherwise they are
                 not computed in evaluation under ``torch.no_grad``, nor with ``compute_aux=False``.
             balance_later (bool): leave ``balance_over_ranks`` to the caller (default False).
@@ -252,7 +253,7 @@ class MoELayer(nn.Module):
     def step_settings(
         self, dtype: torch.dtype, *, top_k=None, capacity_factor=None, exchange=None, r=None
     ) -> StepSettings:
-        """Return what ranks must have in common for a call; ``dtype`` is that of experts' rows."""
+        """Return the settings that ranks must share in a call; ``dtype``: of the experts' rows."""
         return self._settings(*self._resolve(None, top_k, capacity_factor, exchange, r), dtype)
 
     def memory_of_step(self, num_tokens: int, dtype: torch.dtype | None = None) -> StepMemory:
@@ -310,7 +311,7 @@ class MoELayer(nn.Module):
         if top_k is not None or capacity_factor is not None:
             asked = (top_k, capacity_factor, self.training)
             known = self._changed.get(asked)
-            if known is None or known[0] is not config:  # to check options takes a while
+            if known is None or known[0] is not config:  # checking options is slow
                 known = self._changed[asked] = (config, config_for_call(config, *asked))
             config = known[1]
         exchange = exchange or (step and step.exchange)

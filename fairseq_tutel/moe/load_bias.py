@@ -1,9 +1,9 @@
 """Balance experts by a bias on their selection (``load_bias``), without a loss or a gradient.
 
-Experts are selected by ``r_te = q_te + b_e``, with q the logits (softmax) or the scores (sigmoid).
-Gate values do not contain b. After every update b moves by counts of the update's tokens. The
-counts are integers, so their sums over ranks and micro-batches, and b, are bit-identical on all
-ranks:
+Token t selects experts by ``r_te = q_te + b_e``: q are logits (softmax) or scores (sigmoid), b is
+the load bias. Gate values do not contain b. After every update b moves by counts of the update's
+tokens. Counts are integers, so their sums over ranks and micro-batches, and b, are bit-identical on
+all ranks:
 
 - ``sign``: ``b_e += rate * sign(mean(c) - c_e)`` with c_e the pairs routed to e (Wang et al., arXiv
   2408.15664, eq. 3).
@@ -85,9 +85,9 @@ def sign_bias(bias_E: torch.Tensor, counts_E: torch.Tensor, rate: float) -> torc
 
 
 class UpdateWatch:
-    """Warns once if a model trains and its load bias never moves.
+    """Warning, once, if a model trains and its load bias never moves.
 
-    Steps are seen by torch's version counters of the tensors.
+    torch's version counters of the tensors tell when a step changed them.
     """
 
     def __init__(self):

@@ -1,9 +1,9 @@
 """Assign the slots of experts to pairs, and re-route pairs that find their expert full.
 
-``overflow_rerouting`` R: such a pair takes the token's next best expert with free slots (Switch
-Transformer, arXiv 2101.03961, appendix B: "no token left behind"). There are R rounds; in round r
-one such pair of each token tries the token's choice K + r. A token's experts stay different from
-each other, and no size depends on the data.
+With ``overflow_rerouting=R`` such a pair takes the token's next best expert with free slots (Switch
+Transformer, arXiv 2101.03961, appendix B: "no token left behind"). In each of R rounds one such
+pair of each token tries the token's next choice: K + 1, K + 2, ... A token never gets an expert
+twice, and no size depends on the data.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def count_pairs(expert_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def bin_counts(bins: torch.Tensor, size: int) -> torch.Tensor:
-    """Return int32 [size], how often each number occurs; unlike bincount without synchronising."""
+    """Return int32 [size], how often each number occurs; bincount would synchronise with a GPU."""
     counts = torch.zeros(size, dtype=torch.int32, device=bins.device)
     return counts.scatter_add_(
         0, bins.flatten(), torch.ones_like(bins.flatten(), dtype=torch.int32)
@@ -53,7 +53,7 @@ def reroute(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Move pairs whose position is not below the capacity to experts with free slots.
 
-    With a priority of pairs, the order in a round is that of the fallbacks' gate values.
+    If ``priority`` is one of pairs, [T, K], the fallbacks' gate values decide in each round.
 
     Returns:
         The first four arguments after the moves. Only the sum of the counts over K is right.

@@ -1,14 +1,14 @@
 """Overlap exchanges and experts: rows travel in chunks while other chunks are computed.
 
-Tutel's adaptive pipelining (Hwang et al., arXiv 2206.03382, section 3.2). With D the exchange to
-the experts, C the one back, F the experts, > start and . wait::
+Tutel's adaptive pipelining (Hwang et al., arXiv 2206.03382, section 3.2). D: exchange to the
+experts, C: exchange back, F: experts; > start, . wait; the number is that of the chunk::
 
     forward    >D0 >D1 .. >Dn | .D0 F0 >C0 | .D1 F1 >C1 | .. | .C0 .C1 .. .Cn
     backward   >Cn .. >C0 | .Cn Fn >Dn | .. | .C0 F0 >D0 | weights | .Dn .. .D0
 
 The backward pass mirrors the forward pass on every rank, so that collectives have one order. Weight
-gradients are computed once over the rows of all chunks while the last gradients travel. Per chunk
-they would be rounded and added as many times.
+gradients are computed once over all chunks, while the last gradients travel: fewer roundings and
+additions than per chunk.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def overlapped(
 ) -> torch.Tensor:
     """Send the rows [R, M] to the experts and return the experts' outputs. Differentiable.
 
-    Rows lie one chunk after the other, before and after. All ranks have the same number of chunks,
-    two or more. Banks that do not compute chunks have weight gradients chunk by chunk.
+    Chunks are neighbours in the rows and in the outputs. All ranks have equally many, at least two.
+    Banks without ``computes_chunks`` add weight gradients chunk by chunk.
     """
     link = _Link(exchange, stream_of(rows_RM.device), record)
     # a wrapped bank is called, so that its wrapper sees the call
@@ -57,7 +57,7 @@ def overlapped(
 
 
 class _Link(NamedTuple):
-    """Starts exchanges on one stream."""
+    """Exchange on one stream."""
 
     exchange: Exchange
     stream: Stream
