@@ -279,7 +279,7 @@ class MoELayer(nn.Module):
             destinations=self.exchange_choice.parallelism.num_destinations,
             model_dim=self.model_dim,
             hidden=self.experts.kept_per_row(self.model_dim),
-            shared_dim=self.shared_expert.fc1.out_features if self.shared_expert else 0,
+            shared_dim=self.shared_expert.hidden_dim if self.shared_expert else 0,
             element=(dtype or params[0].dtype).itemsize,
         )
         return routed.of_step(params)

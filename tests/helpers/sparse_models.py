@@ -17,6 +17,7 @@ OLMOE = {"intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
 MODELS = {
     "mixtral": ("Mixtral", MIXTRAL),
     "mixtral, gelu": ("Mixtral", {**MIXTRAL, "hidden_act": "gelu"}),
+    "mixtral, relu": ("Mixtral", {**MIXTRAL, "hidden_act": "relu"}),
     "mixtral, tied": ("Mixtral", {**MIXTRAL, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Moe", {**QWEN, "norm_topk_prob": False}),
     "qwen3, normalised": ("Qwen3Moe", {**QWEN, "norm_topk_prob": True}),

@@ -18,22 +18,25 @@
         model.save_pretrained(folder, state_dict=state)
     restore_moe(model, blocks)  # or: put the original blocks back, on every rank
 
-A sparse block of transformers 5 holds a router with ``weight`` [E, M] and experts ``gate_up_proj``
-[E, 2F, M] and ``down_proj`` [E, M, F]. :func:`replace_moe` replaces the block by a
-:class:`~fairseq_tutel.moe.MoELayer` with gated experts of the same weights. The router stays and
-computes the logits, so transformers records them as before (``output_router_logits=True``, and the
-model's loss from them).
+A sparse block of transformers 5 has a router, and experts in ``gate_up_proj`` [E, 2F, M] and
+``down_proj`` [E, M, F]. :func:`replace_moe` replaces the block by a
+:class:`~fairseq_tutel.moe.MoELayer` with the same weights. The router stays and computes the
+logits, so transformers records them as before (``output_router_logits=True``, and the model's loss
+from them). If no options route as the block does, only its experts are replaced.
 
 No row is dropped, unless you ask for a capacity. Other arguments of the layer are arguments of
-:func:`replace_moe`: placement (slices), exchange, overlap, balancing.
+:func:`replace_moe`: placement (slices), exchange, overlap, balancing. ``MODELS.md`` lists the models.
 
 ``MoETrainer(model, args, aux_weight=0.01, ...)`` is transformers' Trainer for models with MoE
 layers. It alone imports transformers, on first use.
 
-    blocks.py   blocks that can be replaced, and their routing
-    replace.py  replacement by MoE layers
-    restore.py  restoration of the blocks, or of their state dict
-    trainer.py  MoETrainer
+    blocks.py     blocks that can be replaced, and what describes them
+    recognize.py  recognises what a block computes
+    experts.py    weights and activation of a model's experts
+    layers.py     parts of an MoE layer that are the model's own
+    replace.py    replacement by MoE layers
+    restore.py    restoration of the blocks, or of their state dict
+    trainer.py    MoETrainer
 """
 
 from typing import TYPE_CHECKING

@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...distributed import ExpertParallelGroups, build_groups
-from ...moe import MoEConfig, MoELayer, TopKRouter
-from .blocks import SparseBlock, find_sparse_blocks
+from ...moe import MoEConfig, MoELayer
+from .blocks import SPARSE_BLOCKS, Description, SparseBlock, check_block, declared, find_blocks
+from .experts import Activation, ExpertWeights, KeptExperts
+from .layers import ChoiceRouter, ChosenExperts, KeptRouter, KeptShared
+from .recognize import check_experts, recognize
 
 # arguments of MoELayer that the block decides
 _DECIDED = (
-    "activation", "expert_fn", "expert_network", "expert_options", "experts", "gate", "hidden_dim",
-    "null_experts", "num_experts", "router", "router_options", "score_function", "seed",
-    "shared_expert_dim", "top_k", "unnormalized_weights",
+    "activation", "expert_fn", "expert_network", "expert_options", "experts", "gate", "group_score",
+    "hidden_dim", "null_experts", "num_expert_groups", "num_experts", "router", "router_options",
+    "score_function", "seed", "shared_expert_dim", "top_groups", "top_k", "unnormalized_weights",
 )  # fmt: skip
-
-
-class KeptRouter(TopKRouter):
-    """Router that takes its logits from the model's own router, which stays in the model.
-
-    The softmax and the choice of the model's router are computed and not used. Its weight is
-    ``gate.wg.weight`` in state dicts, as in a linear router of this package.
-    """
-
-    def __init__(self, router: nn.Module, model_dim: int, config: MoEConfig):
-        super().__init__(model_dim, config)
-        self.wg = router
-
-    def logits(self, x_TM: Tensor) -> Tensor:
-        logits_TE = self.wg(x_TM.to(self.wg.weight.dtype))[0]
-        return logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+# options of routing without effect on a layer whose block goes on routing
+_OF_ROUTERS = (
+    "balance_choices", "balance_over", "balance_scope", "batch_prioritized", "drop_policy",
+    "gate_noise", "input_jitter", "load_bias", "load_bias_rate", "load_importance_loss",
+    "normalize_before_dropping", "overflow_rerouting", "second_expert_policy", "z_loss_weight",
+)  # fmt: skip
 
 
 def replace_moe(
@@ -45,8 +39,12 @@ def replace_moe(
     stays. Call it before you build the optimizer and before you wrap the model for data
     parallelism. The call is collective; all ranks need the same model.
 
+    The layer takes the place of a block if its options can route as the block does; a correction
+    bias becomes its load bias, which stays as it is unless you give ``load_bias``. Otherwise the
+    layer takes the place of the block's experts, and the block goes on routing.
+
     Args:
-        model (nn.Module): a model of transformers, or any that has blocks of ``SPARSE_BLOCKS``.
+        model (nn.Module): a model of transformers, or any with such blocks (``recognize.py``).
         groups (ExpertParallelGroups): placement of the experts on ranks (default: spread over all
             ranks).
         **moe: further arguments of :class:`~fairseq_tutel.moe.MoELayer`, such as ``exchange`` and
@@ -54,61 +52,142 @@ def replace_moe(
             dropped, and ``compute_aux=False``). What the block decides is refused.
 
     Returns:
-        dict: name of each layer -> the block that was there, without its experts' weights. Give it
+        dict: name of each layer -> the module that was there, without its experts' weights. Give it
         to ``restore_moe`` and ``original_state_dict``.
 
     Raises:
-        ValueError: no such block, or a block that cannot be replaced. The message names it: shared
-            experts, another router, several dtypes, hooks, quantised or on the meta device, another
-            activation, jitter of the experts' input. The model then stays as it was.
+        ValueError: no such block, or a block that cannot be replaced. The message names it: other
+            experts, several dtypes, hooks, quantised or on the meta device, options of routing for
+            a block that goes on routing. The model then stays as it was.
         TypeError: MoELayer has no such option.
     """
-    if decided := [name for name in _DECIDED if name in moe]:
-        raise ValueError(f"the model's blocks decide {', '.join(decided)}: leave it out")
+    if wrong := [name for name in _DECIDED if name in moe]:
+        raise ValueError(f"the model's blocks decide {', '.join(wrong)}: leave it out")
     names = {field.name for field in dataclasses.fields(MoEConfig)}
-    routing = {"capacity_factor": 0.0, **{k: v for k, v in moe.items() if k in names}}
+    allowed = {name: value for name, value in moe.items() if name in names}
     others = {name: value for name, value in moe.items() if name not in names}
-    found = find_sparse_blocks(model).items()
-    blocks = [SparseBlock.of(name, module, routing) for name, module in found]
-    for block in blocks:
-        layer = _make_layer(block, groups or build_groups(block.config.num_experts), others)
+    found = find_blocks(model)
+    blocks = [_read(name, module, allowed) for name, module in found.items()]
+    configs = [_config(block, allowed) for block in blocks]
+    for block, config in zip(blocks, configs, strict=True):
+        layer = _make_layer(block, config, groups or build_groups(config.num_experts), others)
         parent, _, leaf = block.name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, layer)
-        block.module.experts.to("meta")  # its memory is free before the next layer takes as much
+        block.experts.to("meta")  # its memory is free before the next layer takes as much
     return {block.name: block.module for block in blocks}
+
+
+def _read(name: str, block: nn.Module, allowed: Mapping[str, Any]) -> SparseBlock:
+    """Return what is replaced, the block or its experts; raise ValueError if neither can be."""
+    check_block(name, block)
+    experts = block.experts
+    where = f"{name} ({type(block).__name__})"
+    if type(block).__name__ in SPARSE_BLOCKS:
+        return SparseBlock(name, block, experts, declared(name, block, allowed))
+    weights = ExpertWeights.of(where, experts)
+    check_experts(where, experts, weights)
+    description = recognize(block, weights.shape[0])
+    if description.router:
+        return SparseBlock(name, block, experts, description)
+    if unused := [option for option in _OF_ROUTERS if option in allowed]:
+        raise ValueError(
+            f"{where} goes on routing, by rules that no options describe: leave out "
+            f"{', '.join(unused)}"
+        )
+    return SparseBlock(f"{name}.experts", experts, experts, description)
+
+
+def _config(block: SparseBlock, allowed: Mapping[str, Any]) -> MoEConfig:
+    """Return the layer's options of routing; those that the caller gives go first."""
+    num_experts = ExpertWeights.of(block.where, block.experts).shape[0]
+    # a block that goes on routing may have any K
+    chosen = {"top_k": 1, "unnormalized_weights": True}
+    routing = block.description.routing if block.description.router else chosen
+    options = {"capacity_factor": 0.0, **routing, **allowed}
+    return MoEConfig(num_experts=num_experts, **options)
 
 
 @torch.no_grad()
 def _make_layer(
-    block: SparseBlock, groups: ExpertParallelGroups, others: dict[str, Any]
+    block: SparseBlock, config: MoEConfig, groups: ExpertParallelGroups, others: dict[str, Any]
 ) -> MoELayer:
     """Make the layer for a block, with this rank's share of its weights."""
     if groups.simulated:
         raise ValueError("simulated ranks have no share of a model's weights: leave them out")
-    experts = block.module.experts
-    gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
-    _, model_dim, hidden_dim = down.shape
-    router = KeptRouter(block.module.gate, model_dim, block.config).to(gate_up.device)
+    experts, parts = block.experts, block.description
+    weights = ExpertWeights.of(block.where, experts)
+    _, model_dim, hidden_dim = weights.shape
+    down = weights.views["fc2.weight"]
+    activation = Activation(experts, weights)
+    network = activation.built_in()
+    options: dict[str, Any] = {
+        "config": config,
+        "hidden_dim": hidden_dim,
+        "expert_network": network or "swiglu",
+        "expert_options": {"bias": weights.biased},
+        "groups": groups,
+        "seed": 0,
+        "compute_aux": False,  # transformers computes the balance loss from the router's logits
+        **others,
+    }
+    if parts.router:
+        router = KeptRouter(getattr(block.module, parts.router), model_dim, config, parts)
+        router = router.to(down.device)
+    else:
+        router = ChoiceRouter(model_dim, config)
     with torch.device("meta"):  # do not draw initial weights that are overwritten
-        layer = MoELayer(
-            model_dim,
-            config=block.config,
-            hidden_dim=hidden_dim,
-            gate=router,
-            expert_network=block.network,
-            groups=groups,
-            seed=0,
-            # transformers computes the balance loss from the router's logits
-            **{"compute_aux": False, **others},
-        )
-    layer.experts.to(gate_up.dtype).to_empty(device=gate_up.device)
+        layer = (MoELayer if parts.router else ChosenExperts)(model_dim, gate=router, **options)
+        if network is None:
+            layer.experts = KeptExperts(
+                groups.local_experts,
+                model_dim,
+                hidden_dim,
+                seed=0,
+                hidden_slice=(groups.slice_index, groups.num_slices),
+                num_holders=groups.num_replicas,
+                options={"gated": weights.gated, "bias": weights.biased},
+            )
+            layer.experts.activate = activation
+    layer.experts.to(down.dtype).to_empty(device=down.device)
     layer.experts.mark()  # to_empty made new parameters
-    weights = {}
-    for slot, expert in enumerate(groups.local_experts):
-        gate, up = gate_up[expert].chunk(2)
-        weights |= {f"{slot}.fc_gate.weight": gate, f"{slot}.fc1.weight": up}
-        weights[f"{slot}.fc2.weight"] = down[expert]
-    layer.experts.load_state_dict(weights)
-    layer.experts.fc1_weight.requires_grad_(experts.gate_up_proj.requires_grad)
-    layer.experts.fc2_weight.requires_grad_(experts.down_proj.requires_grad)
+    layer.experts.load_state_dict(
+        {
+            f"{slot}.{end}": view[expert]
+            for slot, expert in enumerate(groups.local_experts)
+            for end, view in weights.views.items()
+        }
+    )
+    for mine, theirs in matching_parameters(layer, experts):
+        mine.requires_grad_(theirs.requires_grad)
+    _take_parts(layer, block.module, parts)
     return layer.train(block.module.training)
+
+
+def _take_parts(layer: MoELayer, block: nn.Module, parts: Description) -> None:
+    """Give the layer the block's bias and expert of all tokens."""
+    if parts.bias and layer.gate.load_bias is not None:
+        layer.gate.load_bias.copy_(tensor_at(block, parts.bias).flatten())
+    if parts.shared:
+        gate = getattr(block, parts.shared_gate) if parts.shared_gate else None
+        layer.shared_expert = KeptShared(getattr(block, parts.shared), gate)
+
+
+def tensor_at(block: nn.Module, path: str) -> torch.Tensor:
+    """Return a parameter or buffer by its path."""
+    owner, _, name = path.rpartition(".")
+    return getattr(block.get_submodule(owner), name).detach()
+
+
+def matching_parameters(
+    layer: MoELayer, experts: nn.Module
+) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Return the layer's stacked parameters beside those of the model's experts."""
+    first = "gate_up_proj" if hasattr(experts, "gate_up_proj") else "up_proj"
+    names = {"fc1_weight": first, "fc2_weight": "down_proj"}
+    names |= {"fc1_bias": f"{first}_bias", "fc2_bias": "down_proj_bias"}
+    bank = layer.experts
+    return [
+        (getattr(bank, mine), getattr(experts, theirs))
+        for mine, theirs in names.items()
+        if hasattr(bank, mine)
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,10 @@ from ...distributed import process_world, sum_tensor_over_ranks_, take_slice
 from ...moe import MoELayer
 from ...moe.model import unwrap
 from ...training import full_state_dict
-from .replace import KeptRouter
+from .blocks import Description
+from .experts import ExpertWeights
+from .layers import ChosenExperts, KeptRouter
+from .replace import matching_parameters, tensor_at
 
 
 @torch.no_grad()
@@ -29,13 +32,19 @@ def restore_moe(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
     """
     model = unwrap(model)
     for name, layer in _layers(model, blocks).items():
-        block, (gate_up, down) = blocks[name], _all_experts(layer)
-        block.experts.to(gate_up.dtype).to_empty(device=gate_up.device)
-        block.experts.gate_up_proj.copy_(gate_up.flatten(1, 2))
-        block.experts.down_proj.copy_(down)
-        block.experts.gate_up_proj.requires_grad_(layer.experts.fc1_weight.requires_grad)
-        block.experts.down_proj.requires_grad_(layer.experts.fc2_weight.requires_grad)
-        block.gate = layer.gate.wg
+        block, whole = blocks[name], _all_experts(layer)
+        experts, parts = _experts_of(block), _parts_of(layer)
+        down = whole["fc2.weight"]
+        experts.to(down.dtype).to_empty(device=down.device)
+        for end, view in ExpertWeights.of(name, experts).views.items():
+            view.copy_(whole[end])
+        for mine, theirs in matching_parameters(layer, experts):
+            theirs.requires_grad_(mine.requires_grad)
+        for path, module in _kept(layer, parts):
+            setattr(block, path, module)
+        if parts.bias:
+            bias = tensor_at(block, parts.bias)
+            bias.copy_(layer.gate.load_bias.view(bias.shape))
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, block.train(layer.training))
 
@@ -62,16 +71,14 @@ def original_state_dict(model: nn.Module, blocks: Mapping[str, nn.Module]) -> di
     if process_world()[0] > 0:
         return {}
     for name, layer in layers.items():
-        experts = range(layer.groups.num_experts)
-        gate, up, down = (
-            [state.pop(f"{name}.experts.{expert}.{each}.weight") for expert in experts]
-            for each in ("fc_gate", "fc1", "fc2")
-        )
-        pairs = [torch.cat(pair) for pair in zip(gate, up, strict=True)]
-        state[f"{name}.experts.gate_up_proj"] = torch.stack(pairs)
-        state[f"{name}.experts.down_proj"] = torch.stack(down)
-        state[f"{name}.gate.weight"] = state.pop(f"{name}.gate.wg.weight")
-        state.pop(f"{name}.gate.load_bias", None)  # zeros
+        parts, block = _parts_of(layer), blocks[name]
+        state |= _join_experts(state, name, layer, block)
+        for path, _ in _kept(layer, parts):
+            _rename(state, f"{name}.{_path_in_layer(path, parts)}.", f"{name}.{path}.")
+        bias = state.pop(f"{name}.gate.load_bias", None)
+        if parts.bias and bias is not None:
+            like = tensor_at(block, parts.bias)
+            state[f"{name}.{parts.bias}"] = bias.to(like.dtype).view(like.shape)
     first: dict[int, str] = {}
     for key, param in unwrap(model).named_parameters(remove_duplicate=False):
         one = first.setdefault(id(param), key)
@@ -84,9 +91,13 @@ def _layers(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, MoEL
     """Return the layers at the places of the blocks; raise ValueError for a load bias."""
     layers = {name: model.get_submodule(name) for name in blocks}
     for name, layer in layers.items():
-        if not (isinstance(layer, MoELayer) and isinstance(layer.gate, KeptRouter)):
+        ours = isinstance(layer, ChosenExperts) or (
+            isinstance(layer, MoELayer) and isinstance(layer.gate, KeptRouter)
+        )
+        if not ours:
             raise ValueError(f"{name} is not a layer of replace_moe, but {type(layer).__name__}")
-        if layer.gate.load_bias is not None and layer.gate.load_bias.any():
+        bias = layer.gate.load_bias
+        if bias is not None and bias.any() and not _parts_of(layer).bias:
             raise ValueError(
                 f"{name} chooses experts by a load bias, which the original router cannot hold: "
                 "drop the bias with layer.gate.load_bias.zero_()"
@@ -94,19 +105,69 @@ def _layers(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, MoEL
     return layers
 
 
-def _all_experts(layer: MoELayer) -> tuple[Tensor, Tensor]:
-    """Return [E, 2, F, M] and [E, M, F] with the experts of all ranks. Collective."""
+def _parts_of(layer: MoELayer) -> Description:
+    return layer.gate.description if isinstance(layer.gate, KeptRouter) else Description()
+
+
+def _experts_of(block: nn.Module) -> nn.Module:
+    inside = getattr(block, "experts", None)
+    return inside if isinstance(inside, nn.Module) else block
+
+
+def _kept(layer: MoELayer, parts: Description) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the model's own modules in a layer by their names in the block."""
+    for path in (parts.router, parts.shared, parts.shared_gate):
+        if path:
+            yield path, layer.get_submodule(_path_in_layer(path, parts))
+
+
+def _path_in_layer(path: str, parts: Description) -> str:
+    places = {parts.router: "gate.wg", parts.shared: "shared_expert.expert"}
+    return places.get(path, "shared_expert.gate")
+
+
+def _rename(state: dict[str, Tensor], old: str, new: str) -> None:
+    for key in [key for key in state if key.startswith(old)]:
+        state[new + key.removeprefix(old)] = state.pop(key)
+
+
+def _join_experts(
+    state: dict[str, Tensor], name: str, layer: MoELayer, block: nn.Module
+) -> dict[str, Tensor]:
+    """Take a layer's experts out of a state dict, and return them as transformers names them."""
+    experts, prefix = _experts_of(block), name if _experts_of(block) is block else f"{name}.experts"
+    like = state[f"{name}.experts.0.fc2.weight"]
+    empty = {
+        key: torch.empty(param.shape, dtype=like.dtype) for key, param in experts.named_parameters()
+    }
+    views = ExpertWeights.of_tensors(name, empty, experts).views
+    for end, view in views.items():
+        for expert in range(layer.groups.num_experts):
+            view[expert] = state.pop(f"{name}.experts.{expert}.{end}")
+    return {f"{prefix}.{key}": tensor for key, tensor in empty.items()}
+
+
+def _all_experts(layer: MoELayer) -> dict[str, Tensor]:
+    """Return [E, ...] of all ranks' experts by the names of one expert's tensors. Collective."""
     groups, experts = layer.groups, layer.experts
-    num_experts, hidden, model_dim = groups.num_experts, experts.hidden_dim, experts.model_dim
-    gate_up = experts.fc1_weight.new_zeros((num_experts, 2, hidden, model_dim))
-    down = experts.fc2_weight.new_zeros((num_experts, model_dim, hidden))
-    whole = {"fc_gate.weight": gate_up[:, 0], "fc1.weight": gate_up[:, 1], "fc2.weight": down}
+    sizes = {"E": groups.num_experts, "F": experts.hidden_dim, "M": experts.model_dim}
+    like = experts.fc2_weight
+    whole = {
+        end: like.new_zeros([sizes[dim] for dim in f"E{stacked.dims}"])
+        for stacked in experts.layout.values()
+        for end in stacked.names
+    }
     if groups.rank < groups.ep_size * groups.num_slices:  # one rank of each expert or slice
         for key, part in experts.state_dict().items():
             slot, _, end = key.partition(".")
             target = whole[end][groups.local_experts[int(slot)]]
-            take_slice(target, end, groups.slice_index, groups.num_slices).copy_(part)
-    for tensor in (gate_up, down):
+            if "F" in _dims(experts, end) or groups.slice_index == 0:
+                take_slice(target, end, groups.slice_index, groups.num_slices).copy_(part)
+    for tensor in whole.values():
         # a sum of bytes is exact, because all other ranks have zeros
         sum_tensor_over_ranks_(tensor.view(torch.uint8))
-    return gate_up, down
+    return whole
+
+
+def _dims(experts, end: str) -> str:
+    return next(stacked.dims for stacked in experts.layout.values() if end in stacked.names)

@@ -133,6 +133,10 @@ class SharedExpert(nn.Module):
         self.fc1 = nn.Linear(model_dim, hidden_dim)
         self.fc2 = nn.Linear(hidden_dim, model_dim)
 
+    @property
+    def hidden_dim(self) -> int:
+        return self.fc1.out_features
+
     def forward(self, x_TM: torch.Tensor) -> torch.Tensor:
         params = (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
         dropouts = self.dropouts if self.training else (0.0, 0.0)

@@ -18,20 +18,51 @@ from fairseq_tutel.integrations.transformers import (
 pytestmark = pytest.mark.extras
 
 
-def shared():
-    return make("Qwen2Moe", num_experts=4, moe_intermediate_size=24, decoder_sparse_step=1,
-                shared_expert_intermediate_size=24)  # fmt: skip
+def own_rules():
+    """Mixtral's experts behind a router whose bias is on logits, as no option has it."""
+    model = make("mixtral")
+    for layer in model.model.layers:
+        layer.mlp = OwnBlock(layer.mlp)
+    return model
 
 
-def grouped():
-    config = transformers.DeepseekV3Config(
-        hidden_size=24, n_routed_experts=4, n_group=2, topk_group=1, moe_intermediate_size=24,
-        num_experts_per_tok=2,
-    )  # fmt: skip
-    module = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
-    block = module.DeepseekV3MoE(config)
-    del block.shared_experts
-    return nn.ModuleDict({"mlp": block})
+class OwnBlock(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.gate, self.experts = OwnRouter(block.gate.weight), block.experts
+
+    def forward(self, x):
+        weights, index = self.gate(x.flatten(0, 1))
+        return self.experts(x.flatten(0, 1), index, weights).view(x.shape)
+
+
+class OwnRouter(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return (x @ self.weight.t()).tanh().topk(2, -1)
+
+
+def other_experts():
+    """Experts that return more than their two projections."""
+    model = make("mixtral")
+    experts = model.model.layers[0].mlp.experts
+    forward = experts.forward
+    experts.forward = lambda x, index, weights: forward(x, index, weights) + x
+    model.model.layers[0].mlp = OwnBlock(model.model.layers[0].mlp)
+    return model
+
+
+class JetMoeMoE(nn.Module):
+    pass
+
+
+def by_name():
+    model = make("mixtral")
+    model.model.layers[0].mlp = JetMoeMoE()
+    return model
 
 
 def quantised():
@@ -67,15 +98,18 @@ def hooked():
 
 FIRST = r"model\.layers\.0\.mlp"
 REFUSED = {
-    "shared": (shared, {}, rf"{FIRST} \(Qwen2MoeSparse.* shared experts .*\(shared_expert, "),
-    "grouped": (grouped, {}, r"mlp \(DeepseekV3MoE\) cannot be replaced: .* groups of experts"),
+    "own rules": (
+        own_rules, {"load_bias": "sign", "z_loss_weight": 0.1},
+        rf"{FIRST} \(OwnBlock\) goes on routing.*leave out load_bias, z_loss_weight",
+    ),
+    "other experts": (other_experts, {}, rf"{FIRST} \(OwnBlock\) cannot .* more than their proj"),
+    "by name": (by_name, {}, rf"{FIRST} \(JetMoeMoE\) cannot be replaced: its experts have one b"),
     "quantised": (quantised, {}, r"MixtralForCausalLM is quantised \(fp8\)"),
     "two dtypes": (two_dtypes, {}, rf"{FIRST} \(Mixtral.* experts of several dtypes"),
     "hooks": (hooked, {}, rf"{FIRST} \(Mixtral.* has hooks, which an MoE layer"),
-    "meta": (on_meta, {}, rf"{FIRST}\.gate.weight is on the meta device"),
-    "twice": (twice, {}, "MixtralForCausalLM has no sparse blocks inside; known are FlexOlmo"),
-    "dense": (lambda: make("Llama", intermediate_size=20), {}, "no sparse blocks inside; known"),
-    "activation": (lambda: make("mixtral", hidden_act="relu"), {}, f"{FIRST}: no built-in experts"),
+    "meta": (on_meta, {}, rf"{FIRST}\.experts.gate_up_proj is on the meta device"),
+    "twice": (twice, {}, "MixtralForCausalLM has no sparse blocks inside: no module with"),
+    "dense": (lambda: make("Llama", intermediate_size=20), {}, "no sparse blocks inside"),
     "jitter": (lambda: make("mixtral", router_jitter_noise=0.1), {}, f"{FIRST}: jitter_noise=0.1"),
     "top-1": (
         lambda: make("mixtral", num_experts_per_tok=1), {}, f"{FIRST}: the weight of a token's one",

@@ -1,0 +1,88 @@
+"""Write the page of models: ``python tests/integrations/transformers/models_page.py``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import tiny_models
+import torch
+import transformers
+
+from fairseq_tutel.integrations.transformers import replace_moe
+from fairseq_tutel.integrations.transformers.experts import KeptExperts
+from fairseq_tutel.integrations.transformers.layers import ChosenExperts
+from fairseq_tutel.moe import MoELayer
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "fairseq_tutel" / "integrations" / "transformers" / "MODELS.md"
+BEGIN, END = "<!-- the table -->\n", "<!-- end of the table -->\n"
+
+
+def row(folder: str) -> tuple[str, ...]:
+    """Return folder, verdict, what is replaced, routing, activation, experts interface."""
+    has_interface = _has_interface(folder)
+    empty = tiny_models.refused(folder)
+    if empty is not None:
+        try:
+            replace_moe(empty)
+        except ValueError as error:
+            reason = str(error).partition("cannot be replaced: ")[2]
+            return folder, "refused", reason, "", "", has_interface
+        return folder, "not refused", "", "", "", has_interface
+    model = tiny_models.make(folder)
+    with torch.no_grad():
+        want = tiny_models.logits(model)
+        replace_moe(model)
+        got = tiny_models.logits(model)
+    verdict = "same" if torch.allclose(got, want, rtol=1e-5, atol=1e-5) else "DIFFERENT"
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    kinds = {"experts" if isinstance(layer, ChosenExperts) else "block" for layer in layers}
+    own = any(isinstance(layer.experts, KeptExperts) for layer in layers)
+    activation = "the model's" if own else "built-in"
+    return folder, verdict, _join(kinds), _join(map(_routing, layers)), activation, has_interface
+
+
+def _routing(layer: MoELayer) -> str:
+    config = layer.config
+    if isinstance(layer, ChosenExperts):
+        return "the model's"
+    words = [config.score_function]
+    if config.num_expert_groups > 1:
+        words.append(f"groups by {config.group_score}")
+    words += ["bias"] * (config.load_bias != "none")
+    words += ["not normalised"] * config.unnormalized_weights
+    words += ["scaled"] * (config.route_scale != 1)
+    if layer.shared_expert is not None:
+        words.append("shared expert" + " with a gate" * (layer.shared_expert.gate is not None))
+    return ", ".join(words)
+
+
+def _join(words) -> str:
+    return "; ".join(sorted(set(words)))
+
+
+def _has_interface(folder: str) -> str:
+    path = Path(transformers.__file__).parent / "models" / folder / f"modeling_{folder}.py"
+    return "yes" if "@use_experts_implementation" in path.read_text(encoding="utf-8") else "no"
+
+
+def table() -> str:
+    """Return the table of all folders."""
+    heads = ("folder", "logits", "what becomes a layer", "routing", "activation", "interface")
+    lines = [heads, ("---",) * len(heads), *map(row, tiny_models.folders())]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def on_page() -> str:
+    """Return the table that the page has."""
+    text = PAGE.read_text(encoding="utf-8")
+    return text.partition(BEGIN)[2].partition(END)[0]
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text(encoding="utf-8")
+    replaced = re.escape(BEGIN) + ".*" + re.escape(END)
+    PAGE.write_text(re.sub(replaced, lambda _: BEGIN + table() + END, text, flags=re.S), "utf-8")
+    sys.exit("DIFFERENT" in on_page())
