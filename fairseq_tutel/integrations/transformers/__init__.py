@@ -25,10 +25,13 @@ logits, so transformers records them as before (``output_router_logits=True``, a
 from them). If no options route as the block does, only its experts are replaced.
 
 No row is dropped, unless you ask for a capacity. Other arguments of the layer are arguments of
-:func:`replace_moe`: placement (slices), exchange, overlap, balancing. ``MODELS.md`` lists the models.
+:func:`replace_moe`: placement (slices), exchange, overlap, balancing. ``MODELS.md`` lists the
+models.
 
 ``MoETrainer(model, args, aux_weight=0.01, ...)`` is transformers' Trainer for models with MoE
-layers. It alone imports transformers, on first use.
+layers. It imports transformers on first use. ``import
+fairseq_tutel.integrations.transformers.interface`` does, too: it makes the argument
+``experts_implementation="fairseq_tutel"`` known.
 
     blocks.py     blocks that can be replaced, and what describes them
     recognize.py  recognises what a block computes
@@ -36,6 +39,7 @@ layers. It alone imports transformers, on first use.
     layers.py     parts of an MoE layer that are the model's own
     replace.py    replacement by MoE layers
     restore.py    restoration of the blocks, or of their state dict
+    interface.py  this package behind transformers' experts interface
     trainer.py    MoETrainer
 """
 

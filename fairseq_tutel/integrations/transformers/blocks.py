@@ -10,7 +10,7 @@ from torch import nn
 
 from ...moe import MoELayer
 from ...moe.torch_modes import hooks_of
-from .experts import ExpertWeights
+from .experts import Projections
 
 
 def _always(gate: nn.Module) -> bool:
@@ -167,7 +167,7 @@ def check_block(name: str, block: nn.Module) -> None:
                 )
             if param.dtype not in _FLOATS:
                 raise ValueError(f"{prefix}.{key} is quantised ({param.dtype}): load it without")
-    ExpertWeights.of(where, experts)
+    Projections.of(where, experts)
     dtypes = {param.dtype for param in experts.parameters()}
     if len(dtypes) > 1:
         raise ValueError(f"{where} has experts of several dtypes, {dtypes}: convert them to one")

@@ -7,7 +7,7 @@ without a gate), ``down_proj``, and biases ``*_bias``. Attributes of the module 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,29 +20,39 @@ from ...moe.experts import Stacked, StackedExperts
 _GATED = {"swiglu": nn.functional.silu, "geglu": nn.functional.gelu}
 
 
-class ExpertWeights(NamedTuple):
-    """Views of the parameters of an experts module by the names of this package's experts.
-
-    Writing to a view writes to the module's parameter.
+class Projections(NamedTuple):
+    """Matrices and biases of an experts module, all experts in one tensor.
 
     Attributes:
-        views: ``fc_gate.weight`` and ``fc1.weight`` [E, F, M], ``fc2.weight`` [E, M, F], biases
-            [E, F] and [E, M]; without a gate no ``fc_gate``.
-        interleaved: whether the module's gate and up take turns.
+        up: [E, 2F, M], gate and up in the module's order, or [E, F, M] without a gate.
+        down: [E, M, F].
+        up_bias, down_bias: [E, 2F] or [E, F], and [E, M]; or None.
+        gated: whether there is a gate.
+        interleaved: whether the rows of gate and up take turns.
     """
 
-    views: dict[str, Tensor]
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    gated: bool
     interleaved: bool
 
     @classmethod
-    def of(cls, where: str, experts: nn.Module) -> ExpertWeights:
-        """Read a module; raise ValueError, which begins with ``where``, if it has another form."""
-        params = {name: param.detach() for name, param in experts.named_parameters()}
-        return cls.of_tensors(where, params, experts)
+    def of(
+        cls, where: str, experts: nn.Module, params: Mapping[str, Tensor] | None = None
+    ) -> Projections:
+        """Read a module.
 
-    @classmethod
-    def of_tensors(cls, where: str, params: dict[str, Tensor], experts: nn.Module) -> ExpertWeights:
-        """Read tensors by the names of a module's parameters; as :meth:`of` otherwise."""
+        Args:
+            where: beginning of the error.
+            experts: the module.
+            params: tensors to read in place of its parameters, by the same names (default None).
+
+        Raises:
+            ValueError: the module has other parameters.
+        """
+        params = dict(experts.named_parameters()) if params is None else params
         shapes = {name: tuple(param.shape) for name, param in params.items()}
         first = "gate_up_proj" if "gate_up_proj" in params else "up_proj"
         names = {first, "down_proj"}
@@ -53,39 +63,46 @@ class ExpertWeights(NamedTuple):
                 "experts.down_proj, as blocks of transformers have since version 5"
             )
         up, down = params[first], params["down_proj"]
+        gated = first == "gate_up_proj"
         if getattr(experts, "is_transposed", False):
             up, down = up.transpose(1, 2), down.transpose(1, 2)
-        gated = first == "gate_up_proj"
         num_experts, model_dim, hidden_dim = down.shape if down.dim() == 3 else (0, 0, 0)
         if up.shape != (num_experts, (1 + gated) * hidden_dim, model_dim):
             raise ValueError(f"{where}: shapes do not fit, {shapes}")
         interleaved = gated and not getattr(experts, "is_concatenated", True)
-        ends = {"weight": up} | ({"bias": params[f"{first}_bias"]} if biases <= set(params) else {})
-        views = {}
-        for end, both in ends.items():
-            if gated and interleaved:
-                views |= {f"fc_gate.{end}": both[:, ::2], f"fc1.{end}": both[:, 1::2]}
-            elif gated:
-                gate, other = both.chunk(2, 1)
-                views |= {f"fc_gate.{end}": gate, f"fc1.{end}": other}
-            else:
-                views[f"fc1.{end}"] = both
-            views[f"fc2.{end}"] = down if end == "weight" else params["down_proj_bias"]
-        return cls(views, interleaved)
+        both = params.get(f"{first}_bias"), params.get("down_proj_bias")
+        return cls(up, down, *both, gated, interleaved)
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """E, M and F."""
-        num_experts, model_dim, hidden_dim = self.views["fc2.weight"].shape
+        num_experts, model_dim, hidden_dim = self.down.shape
         return num_experts, model_dim, hidden_dim
 
-    @property
-    def gated(self) -> bool:
-        return "fc_gate.weight" in self.views
+    def views(self) -> dict[str, Tensor]:
+        """Return views by the names of one expert's tensors in this package.
 
-    @property
-    def biased(self) -> bool:
-        return "fc1.bias" in self.views
+        Writing to a view writes to the module's parameter.
+
+        Returns:
+            dict: ``fc_gate.weight`` and ``fc1.weight`` [E, F, M], ``fc2.weight`` [E, M, F], biases
+            [E, F] and [E, M]; no ``fc_gate`` without a gate.
+        """
+        found = {}
+        for end, up, down in (
+            ("weight", self.up, self.down),
+            ("bias", self.up_bias, self.down_bias),
+        ):
+            if up is None or down is None:
+                continue
+            up, found[f"fc2.{end}"] = up.detach(), down.detach()
+            if self.interleaved:
+                found |= {f"fc_gate.{end}": up[:, ::2], f"fc1.{end}": up[:, 1::2]}
+            elif self.gated:
+                found |= dict(zip((f"fc_gate.{end}", f"fc1.{end}"), up.chunk(2, 1), strict=True))
+            else:
+                found[f"fc1.{end}"] = up
+        return found
 
 
 class Activation:
@@ -94,17 +111,22 @@ class Activation:
     It calls the module's own ``_apply_gate`` or ``act_fn``.
     """
 
-    def __init__(self, experts: nn.Module, weights: ExpertWeights):
-        self.experts, self.interleaved, self.gated = experts, weights.interleaved, weights.gated
+    def __init__(self, experts: nn.Module, projections: Projections):
+        self.experts = experts
+        self.gated, self.interleaved = projections.gated, projections.interleaved
 
     def __call__(self, *parts: Tensor) -> Tensor:
-        if not self.gated:
-            return self.experts.act_fn(parts[0])
-        gate, up = parts
-        if not hasattr(self.experts, "_apply_gate"):
-            return self.experts.act_fn(gate) * up
         both = torch.stack(parts, -1).flatten(-2) if self.interleaved else torch.cat(parts, -1)
-        return self.experts._apply_gate(both)
+        return self.of_hidden(both)
+
+    def of_hidden(self, hidden: Tensor) -> Tensor:
+        """Apply it to the output of the first projection, [R, 2F] or [R, F], in its own order."""
+        if not self.gated:
+            return self.experts.act_fn(hidden)
+        if hasattr(self.experts, "_apply_gate"):
+            return self.experts._apply_gate(hidden)
+        gate, up = hidden.chunk(2, -1)
+        return self.experts.act_fn(gate) * up
 
     @torch.no_grad()
     def built_in(self) -> str | None:
@@ -144,20 +166,28 @@ class KeptExperts(StackedExperts):
     def compute(self, prepared, rows, offsets):
         found = dict(zip(self.layout, prepared.params, strict=True))
         parts = 2 if self.options.gated else 1
-        weight, bias = found["fc1_weight"], found.get("fc1_bias")
-        weight = weight.reshape(len(weight) // parts, -1, weight.shape[-1])
-        hidden = self._linear(
-            rows, weight, bias if bias is None else bias.view(len(weight), -1), offsets
-        )
+        up, bias = found["fc1_weight"], found.get("fc1_bias")
+        up = up.reshape(len(up) // parts, -1, up.shape[-1])
+        bias = None if bias is None else bias.view(len(up), -1)
+        hidden = linear(rows, up, bias, offsets)
         hidden = self.activate(*hidden.chunk(parts, -1))
-        return self._linear(hidden, found["fc2_weight"], found.get("fc2_bias"), offsets)
+        return linear(hidden, found["fc2_weight"], found.get("fc2_bias"), offsets)
 
-    def _linear(self, rows, weight, bias, offsets):
-        out = self.product(rows, weight, offsets)
-        if bias is None:
-            return out
-        if offsets is None:
-            return out + bias[:, None]
-        counts = offsets.diff(prepend=offsets.new_zeros(1))
-        tail = rows.new_zeros((len(rows) - int(offsets[-1]), bias.shape[1]))
-        return out + torch.cat([bias.repeat_interleave(counts, 0), tail])
+
+def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor | None) -> Tensor:
+    """Return ``rows @ weight.T + bias`` of each expert. NOTE: the host reads ``offsets``.
+
+    Args:
+        rows: [e, N, A], or [R, A] with ``offsets``.
+        weight: [e, B, A].
+        bias: [e, B] or None.
+        offsets: int32 [e], end of each expert's rows.
+    """
+    out = StackedExperts.product(rows, weight, offsets)
+    if bias is None:
+        return out
+    if offsets is None:
+        return out + bias[:, None]
+    counts = offsets.diff(prepend=offsets.new_zeros(1))
+    tail = bias.new_zeros((len(rows) - int(offsets[-1]), bias.shape[1]))
+    return out + torch.cat([bias.repeat_interleave(counts, 0), tail])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...moe import MoEConfig, RouterCall, route_logits
 from .blocks import Description
-from .experts import Activation, ExpertWeights
+from .experts import Activation, Projections
 
 # Names of a block's children.
 ROUTERS = ("gate", "router")
@@ -226,10 +226,10 @@ def _check_tensors(probe: nn.Module, parts: Description, bias: str) -> None:
 
 
 @torch.no_grad()
-def check_experts(where: str, experts: nn.Module, weights: ExpertWeights) -> None:
+def check_experts(where: str, experts: nn.Module, projections: Projections) -> None:
     """Raise ValueError if experts compute something else than their weights and activation say."""
-    num_experts, model_dim, _ = weights.shape
-    generator, views = torch.Generator().manual_seed(0), weights.views
+    num_experts, model_dim, _ = projections.shape
+    generator, views = torch.Generator().manual_seed(0), projections.views()
     down = views["fc2.weight"]
     x_TM = torch.randn(3, model_dim, generator=generator).to(down)
     index_TK = torch.randint(num_experts, (3, 1), generator=generator).to(down.device)
@@ -241,7 +241,7 @@ def check_experts(where: str, experts: nn.Module, weights: ExpertWeights) -> Non
             f"{where} cannot be replaced: its experts take other arguments ({error}); if they are "
             "gated as those of Mixtral, declare the block in SPARSE_BLOCKS"
         ) from error
-    activate = Activation(experts, weights)
+    activate = Activation(experts, projections)
     for x_M, e, weight, found_M in zip(
         x_TM, index_TK[:, 0], weight_TK[:, 0], found_TM, strict=True
     ):

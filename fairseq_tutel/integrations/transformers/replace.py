@@ -12,7 +12,7 @@ from torch import nn
 from ...distributed import ExpertParallelGroups, build_groups
 from ...moe import MoEConfig, MoELayer
 from .blocks import SPARSE_BLOCKS, Description, SparseBlock, check_block, declared, find_blocks
-from .experts import Activation, ExpertWeights, KeptExperts
+from .experts import Activation, KeptExperts, Projections
 from .layers import ChoiceRouter, ChosenExperts, KeptRouter, KeptShared
 from .recognize import check_experts, recognize
 
@@ -84,9 +84,9 @@ def _read(name: str, block: nn.Module, allowed: Mapping[str, Any]) -> SparseBloc
     where = f"{name} ({type(block).__name__})"
     if type(block).__name__ in SPARSE_BLOCKS:
         return SparseBlock(name, block, experts, declared(name, block, allowed))
-    weights = ExpertWeights.of(where, experts)
-    check_experts(where, experts, weights)
-    description = recognize(block, weights.shape[0])
+    projections = Projections.of(where, experts)
+    check_experts(where, experts, projections)
+    description = recognize(block, projections.shape[0])
     if description.router:
         return SparseBlock(name, block, experts, description)
     if unused := [option for option in _OF_ROUTERS if option in allowed]:
@@ -99,7 +99,7 @@ def _read(name: str, block: nn.Module, allowed: Mapping[str, Any]) -> SparseBloc
 
 def _config(block: SparseBlock, allowed: Mapping[str, Any]) -> MoEConfig:
     """Return the layer's options of routing; those that the caller gives go first."""
-    num_experts = ExpertWeights.of(block.where, block.experts).shape[0]
+    num_experts = Projections.of(block.where, block.experts).shape[0]
     # a block that goes on routing may have any K
     chosen = {"top_k": 1, "unnormalized_weights": True}
     routing = block.description.routing if block.description.router else chosen
@@ -115,16 +115,16 @@ def _make_layer(
     if groups.simulated:
         raise ValueError("simulated ranks have no share of a model's weights: leave them out")
     experts, parts = block.experts, block.description
-    weights = ExpertWeights.of(block.where, experts)
-    _, model_dim, hidden_dim = weights.shape
-    down = weights.views["fc2.weight"]
-    activation = Activation(experts, weights)
+    projections = Projections.of(block.where, experts)
+    _, model_dim, hidden_dim = projections.shape
+    views, down = projections.views(), projections.down
+    activation, biased = Activation(experts, projections), projections.up_bias is not None
     network = activation.built_in()
     options: dict[str, Any] = {
         "config": config,
         "hidden_dim": hidden_dim,
         "expert_network": network or "swiglu",
-        "expert_options": {"bias": weights.biased},
+        "expert_options": {"bias": biased},
         "groups": groups,
         "seed": 0,
         "compute_aux": False,  # transformers computes the balance loss from the router's logits
@@ -145,7 +145,7 @@ def _make_layer(
                 seed=0,
                 hidden_slice=(groups.slice_index, groups.num_slices),
                 num_holders=groups.num_replicas,
-                options={"gated": weights.gated, "bias": weights.biased},
+                options={"gated": projections.gated, "bias": biased},
             )
             layer.experts.activate = activation
     layer.experts.to(down.dtype).to_empty(device=down.device)
@@ -154,7 +154,7 @@ def _make_layer(
         {
             f"{slot}.{end}": view[expert]
             for slot, expert in enumerate(groups.local_experts)
-            for end, view in weights.views.items()
+            for end, view in views.items()
         }
     )
     for mine, theirs in matching_parameters(layer, experts):

@@ -12,7 +12,7 @@ from ...moe import MoELayer
 from ...moe.model import unwrap
 from ...training import full_state_dict
 from .blocks import Description
-from .experts import ExpertWeights
+from .experts import Projections
 from .layers import ChosenExperts, KeptRouter
 from .replace import matching_parameters, tensor_at
 
@@ -36,7 +36,7 @@ def restore_moe(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         experts, parts = _experts_of(block), _parts_of(layer)
         down = whole["fc2.weight"]
         experts.to(down.dtype).to_empty(device=down.device)
-        for end, view in ExpertWeights.of(name, experts).views.items():
+        for end, view in Projections.of(name, experts).views().items():
             view.copy_(whole[end])
         for mine, theirs in matching_parameters(layer, experts):
             theirs.requires_grad_(mine.requires_grad)
@@ -140,7 +140,7 @@ def _join_experts(
     empty = {
         key: torch.empty(param.shape, dtype=like.dtype) for key, param in experts.named_parameters()
     }
-    views = ExpertWeights.of_tensors(name, empty, experts).views
+    views = Projections.of(name, experts, empty).views()
     for end, view in views.items():
         for expert in range(layer.groups.num_experts):
             view[expert] = state.pop(f"{name}.experts.{expert}.{end}")

@@ -22,15 +22,15 @@ BEGIN, END = "<!-- the table -->\n", "<!-- end of the table -->\n"
 
 def row(folder: str) -> tuple[str, ...]:
     """Return folder, verdict, what is replaced, routing, activation, experts interface."""
-    has_interface = _has_interface(folder)
+    with_interface = "yes" if has_interface(folder) else "no"
     empty = tiny_models.refused(folder)
     if empty is not None:
         try:
             replace_moe(empty)
         except ValueError as error:
             reason = str(error).partition("cannot be replaced: ")[2]
-            return folder, "refused", reason, "", "", has_interface
-        return folder, "not refused", "", "", "", has_interface
+            return folder, "refused", reason, "", "", with_interface
+        return folder, "not refused", "", "", "", with_interface
     model = tiny_models.make(folder)
     with torch.no_grad():
         want = tiny_models.logits(model)
@@ -41,7 +41,7 @@ def row(folder: str) -> tuple[str, ...]:
     kinds = {"experts" if isinstance(layer, ChosenExperts) else "block" for layer in layers}
     own = any(isinstance(layer.experts, KeptExperts) for layer in layers)
     activation = "the model's" if own else "built-in"
-    return folder, verdict, _join(kinds), _join(map(_routing, layers)), activation, has_interface
+    return folder, verdict, _join(kinds), _join(map(_routing, layers)), activation, with_interface
 
 
 def _routing(layer: MoELayer) -> str:
@@ -63,9 +63,10 @@ def _join(words) -> str:
     return "; ".join(sorted(set(words)))
 
 
-def _has_interface(folder: str) -> str:
+def has_interface(folder: str) -> bool:
+    """Return whether transformers' experts interface is in a folder."""
     path = Path(transformers.__file__).parent / "models" / folder / f"modeling_{folder}.py"
-    return "yes" if "@use_experts_implementation" in path.read_text(encoding="utf-8") else "no"
+    return "@use_experts_implementation" in path.read_text(encoding="utf-8")
 
 
 def table() -> str:

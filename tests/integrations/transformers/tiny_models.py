@@ -60,6 +60,7 @@ OWN: dict[str, dict[str, Any]] = {
         kind: {**_ROPE, "partial_rotary_factor": 0.5}
         for kind in ("full_attention", "sliding_attention")
     }},
+    "muse_spark": {"moe_hidden_size": 32},
     "step3p7": {"sliding_window": 8},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
@@ -109,6 +110,8 @@ def make(folder: str, seed: int = 0) -> nn.Module:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith(("correction_bias", "expert_bias")):
                 tensor.normal_(0, 0.3)
+            elif name.endswith("tid2eid"):  # experts by token
+                tensor.copy_(torch.rand(len(tensor), 8).topk(tensor.shape[1]).indices)
             elif tensor.is_floating_point() and tensor.dim() > 1:
                 tensor.normal_(0, 0.2)
     return model
