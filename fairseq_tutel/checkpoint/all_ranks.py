@@ -1,4 +1,4 @@
-"""Steps that every rank takes or none; the caller brings the collective."""
+"""Steps that succeed on all ranks or fail on all; the caller provides the collective."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OK = "ok:"
 
 @dataclass(frozen=True)
 class AllRanks:
-    """Runner of steps together: an error on one rank is an error on all, and no rank waits.
+    """Runner of common steps: an error on one rank is raised on all, so that no rank waits.
 
     Attributes:
         rank, world_size: this process, and the number of processes that take part.

@@ -4,9 +4,8 @@ A checkpoint is a pickle, and a pickle may call any function. Files are therefor
 restricted unpickler, extended by the classes of ``safe_globals.py``; any other class is refused by
 name. Tensors are memory-mapped if the file allows it, so that only used tensors are read.
 
-torch writes a CRC-32 of every tensor into the file's zip directory, and never checks it. Here
-tensors are checked when they are taken from a file, so that unwanted data stays unread and wanted
-data is read from the disk once.
+torch writes a CRC-32 of every tensor into the file's zip directory, and never checks it. Here each
+tensor is checked when it is taken from a file: other tensors stay unread, and none is read twice.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class SetMetadata:
 
 
 def optimizer_is_named(optimizer: Any) -> bool:
-    """Return whether an optimizer state is in our form, by parameter name."""
+    """Return whether an optimizer state is keyed by parameter name."""
     return isinstance(optimizer, dict) and isinstance(optimizer.get(NAMED_STATE), dict)
 
 
@@ -143,7 +143,7 @@ def with_options(
 
 
 def null_experts(state: Mapping[str, Any]) -> int:
-    """Return N, outputs of the gates that lead to no expert, from the stored options."""
+    """Return N, the number of null experts (gate outputs without an expert), from the options."""
     return int(options_of(state).get("moe_null_experts") or 0)
 
 
@@ -153,7 +153,7 @@ def is_of_fairseq(state: Mapping[str, Any]) -> bool:
 
 
 def parameters(model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors that the trainer counts; tied weights, of two names, count once."""
+    """Return the tensors that the trainer counts: tied weights once, no version marks."""
     distinct: dict[tuple, tuple[str, torch.Tensor]] = {}
     for key, tensor in model.items():
         if isinstance(tensor, torch.Tensor) and key.rpartition(".")[2] not in _MARKS:

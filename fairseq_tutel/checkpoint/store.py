@@ -1,9 +1,9 @@
 """Save, rewrite, copy, remove and list checkpoint sets, each set as one thing.
 
-All ranks of a run call ``save_set``, each with its own part. One process that has, or makes, any
-experts calls ``write_set``. Ranks that act together bring :class:`.all_ranks.AllRanks`, which tells
-all of them the errors of one, so that this package does not import torch.distributed. Every rank
-makes the same calls, whatever happens, so that no rank waits for one that failed.
+All ranks of a run call ``save_set``, each with its own part. A single process that has all experts,
+or makes them, calls ``write_set``. Several ranks pass :class:`.all_ranks.AllRanks`, which raises
+errors of one rank on all; this package does not import torch.distributed. Every rank makes the same
+calls, whatever happens, so that no rank waits for one that failed.
 
 Rewriting moves tensors and never computes with them. The optimizer state of an expert is stored by
 the expert's own name, complete with its scalars, so that every bit survives.
