@@ -5,11 +5,10 @@
     x_TM -- ops.dispatch --> rows by expert -- exchange.dispatch --> rows of the local experts
     y_TM <-- ops.combine -- rows by expert <-- exchange.combine  --  expert outputs
 
-With r > 1 each row goes to the r ranks that have a part of its expert. This is a routing to r times
-as many choices: dispatch writes the copies, combine adds the results in fp32.
+With r > 1 each row goes to r ranks, each with a part of its expert. The routing then has r choices
+for each: dispatch writes the copies, combine adds the results in fp32.
 
-Without overlap there is one chunk. Chunks are neighbours in the send buffer and are sent without a
-copy.
+Without overlap there is one chunk. Chunks are neighbours in the send buffer: no copy to send one.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def dispatch_and_combine(
 def _without_output_bias(experts, dtype):
     """Return the experts' parameters without their last bias, and that bias for combine, or None.
 
-    Wrappers and hooks see whole outputs: the bias stays where it was.
+    The bias stays if wrappers or hooks read the outputs.
     """
     if not isinstance(experts, ExpertBank) or is_observed(experts):
         return None, None
@@ -116,10 +115,10 @@ def _experts_gather(x_TM, routing, experts, prepared, exchange):
 
 
 def to_parts(routing: Routing, copies: int) -> Routing:
-    """Return the routing to parts of experts on ``copies`` (r) ranks each.
+    """Return a routing to ``copies`` (r) parts of each expert, on one rank each.
 
-    Part q of expert j has number q*E + j and as many rows as expert j. Choice q*K + k is part q of
-    choice k.
+    Part q of expert j has number q*E + j and as many rows as expert j; choice q*K + k sends choice
+    k to part q.
     """
     if copies == 1:
         return routing

@@ -1,9 +1,9 @@
 """Assign rows of a buffer to (token, choice) pairs.
 
 There are two layouts. *padded*: each expert has C rows, and unused rows are zero. No size depends
-on the data, and ranks exchange equal parts. *ragged*: the rows of an expert follow those of the
-expert before it, K*T rows at most, and the counts travel too. A capacity limits the rows of an
-expert in both, and both give the same numbers.
+on the data, and ranks exchange equal parts. *ragged*: experts' rows follow each other without gaps,
+K*T rows at most, and ranks also exchange the counts. In both a capacity limits the rows of an
+expert, and both give the same results.
 """
 
 from __future__ import annotations

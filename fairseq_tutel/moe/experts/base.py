@@ -72,7 +72,7 @@ class PreparedExperts(NamedTuple):
     Attributes:
         params: in the dtype of the rows, gathered from other ranks if the parallelism asks for it.
         dropout: probabilities after the activation and of the output.
-        dropout_at_source: probability of the output if the rank of the tokens applies it.
+        dropout_at_source: dropout of the output that the tokens' rank applies, not the bank.
         part: number of the part of the hidden units that this rank computes.
     """
 
