@@ -1,6 +1,7 @@
 """Checkpoints of Microsoft's Swin-MoE: their own model's logits, from files that it wrote itself.
 
-swin_moe_files/make_files.py made the files, with their model and Tutel's layer.
+Their model and Tutel's layer made the files: swin_moe_files/provenance.json names the versions, and
+the program in this repository's history.
 """
 
 import shutil
