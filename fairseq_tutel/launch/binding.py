@@ -102,11 +102,14 @@ class RankBinding:
     cpus: tuple[int, ...] | None  # None: anywhere
     threads: int | str  # OMP_NUM_THREADS, by default the number of cores
     note: str = ""  # why a rank is bound in another way than usual
+    chosen: str = "auto"  # who chose the cores: "auto", or "given" by --bind
 
     def describe(self) -> str:
         """Return the binding in one line, for a benchmark's record."""
         note = f" ({self.note})" if self.note else ""
-        return "none" if self.cpus is None else f"auto cores={format_cpulist(self.cpus)}{note}"
+        if self.cpus is None:
+            return "none"
+        return f"{self.chosen} cores={format_cpulist(self.cpus)}{note}"
 
 
 def _slice(topology: Topology, cpus: Sequence[int], index: int, count: int):
@@ -159,6 +162,51 @@ def auto_bindings(
     return bindings
 
 
+def given_bindings(
+    option: str,
+    topology: Topology,
+    allowed: set[int],
+    gpus: Sequence[Gpu | None],
+    mine: Iterable[int],
+) -> list[RankBinding]:
+    """Return the bindings that ``--bind 0-11:12-23`` names, one CPU list per local rank.
+
+    Args:
+        option: the CPU lists, separated by colons; lists may overlap.
+        topology: the machine.
+        allowed: CPUs that this process may use.
+        gpus: each local rank's GPU, or None.
+        mine: local ranks that this launcher starts; ``allowed`` holds for them only.
+
+    Raises:
+        ValueError: a list cannot be read, is empty or names a CPU that is not allowed, or there is
+            not one list for each local rank.
+    """
+    try:
+        sets = [parse_cpulist(text) for text in option.split(":")]
+    except ValueError as error:
+        raise ValueError(
+            f"--bind {option}: {error}; choose auto, none, or a CPU list for each local rank, as "
+            "in 0-11:12-23"
+        ) from None
+    if len(sets) != len(gpus) or not all(sets):
+        found = f"{len(sets)} CPU list{'s'[: len(sets) != 1]}"
+        empty = "" if all(sets) else " with an empty one"
+        raise ValueError(
+            f"--bind {option} has {found}{empty}: give one to each of the {len(gpus)} local ranks"
+        )
+    for rank in mine:
+        if missing := set(sets[rank]) - allowed:
+            raise ValueError(
+                f"--bind {option}: local rank {rank} cannot use CPU {format_cpulist(missing)}; the "
+                f"launcher may use {format_cpulist(allowed)}"
+            )
+    return [
+        RankBinding(i, gpu, tuple(cpus), len(topology.cores(cpus)), chosen="given")
+        for i, (gpu, cpus) in enumerate(zip(gpus, sets, strict=True))
+    ]
+
+
 def choose_bindings(
     option: str, placement: Placement, gpus: Sequence[Gpu | None], root: str
 ) -> list[RankBinding]:
@@ -169,6 +217,9 @@ def choose_bindings(
         placement: place of the ranks.
         gpus: each local rank's GPU, or None.
         root: root of the file system.
+
+    Raises:
+        ValueError: the option is not understood, or does not fit the ranks and CPUs of this node.
     """
     allowed, rank = set(os.sched_getaffinity(0)), placement.local_rank
     topology = Topology.read(root, fallback_cpus=allowed)
@@ -178,7 +229,8 @@ def choose_bindings(
         threads = max(1, len(cores) // len(gpus))
         return [RankBinding(i, gpu, None, threads) for i, gpu in enumerate(gpus)]
     if option != "auto":
-        raise ValueError(f"--bind {option}: choose auto or none")
+        mine = [rank] if placement.adopted else range(len(gpus))
+        return given_bindings(option, topology, allowed, gpus, mine)
     own = gpus[rank]
     if placement.adopted and placement.is_task and len(allowed) < every:
         # mpirun binds to sockets by default: several ranks then share one set of cores

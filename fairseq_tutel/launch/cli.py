@@ -84,9 +84,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--master-port", type=in_range(int, Range(1, 65535)), metavar="PORT",
         help="port on that host (default: MASTER_PORT, or a free port, or one from the job's id)")
     # checked where the nodes meet: other nodes must not wait for the one that refuses it
-    add("--bind", default="auto", metavar="auto|none", help="auto: each rank gets its "
-        "share of the cores of its GPU's NUMA node; without a GPU, slices of the usable cores. "
-        "none: bind nothing (default: auto)")
+    add("--bind", default="auto", metavar="auto|none|SETS", help="auto: each rank "
+        "gets its share of the cores of its GPU's NUMA node; without a GPU, slices of the usable "
+        "cores. none: bind nothing. SETS: a CPU list for each local rank, as in 0-11:12-23 "
+        "(default: auto)")
     add("--nccl-profile", default="none", choices=NCCL_PROFILES, help="NCCL's variables by name; "
         "the launcher's page says what for (default: none)")
     add("--output", default="prefix", choices=["prefix", "plain"], help="prefix: lines of ranks "

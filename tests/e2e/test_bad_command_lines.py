@@ -71,7 +71,7 @@ OURS = [
     (f"{TRAIN} --restore-file {SET} {RESETS}", "self_attn.v_proj.weight",
      "does not fit this model; check that the architectures match"),
     # the launcher
-    (f"{LAUNCH} --bind sideways -- true", "--bind", "--bind sideways: choose auto or none"),
+    (f"{LAUNCH} --bind sideways -- true", "--bind", "choose auto, none, or a CPU list"),
     (f"{LAUNCH} --cpu fairseq-train {DATA}", "--cpu", "-- COMMAND"),
     (f"{LAUNCH} --output nosuch -- true", "--output", "'nosuch'", "'plain'"),
     (LAUNCH, "no command given"),

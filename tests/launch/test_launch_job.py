@@ -1,6 +1,7 @@
 """GPUs found, ranks placed, and the whole plan of a job on made-up machines."""
 
 import os
+import re
 
 import pytest
 from launch_helpers import EIGHT_GPUS, as_torch_lists, make_machine, value_after, variables
@@ -130,6 +131,28 @@ def test_one_task_per_node_starts_that_nodes_ranks(node):
     assert [rank.rank for rank in job.ranks] == list(range(8, 16))
     other = plan(node, TRAIN, srun_task(0, 2, 0, 0))
     assert job.ranks[0].env["MASTER_PORT"] == other.ranks[0].env["MASTER_PORT"]
+
+
+def test_cores_that_the_user_gives(node, monkeypatch):
+    """Each local rank has its own list; a rank of srun checks only its own."""
+    job = plan(node, TRAIN, nproc_per_node=2, bind="0-3,16-19:8")
+    assert [rank.binding.cpus for rank in job.ranks] == [(*range(4), *range(16, 20)), (8,)]
+    assert [rank.env["OMP_NUM_THREADS"] for rank in job.ranks] == ["4", "1"]  # one per core
+    assert job.ranks[0].env["FAIRSEQ_TUTEL_BIND"] == "given cores=0-3,16-19"
+    with monkeypatch.context() as bound:
+        bound.setattr(os, "sched_getaffinity", lambda pid: {8, 9})
+        sets = ":".join(["0-1"] * 5 + ["8-9"] * 3)
+        (rank,) = plan(node, TRAIN, srun_task(13, 16, 1, 5), bind=sets).ranks
+        assert rank.binding.cpus == (8, 9)
+    for sets, message in (
+        ("0-3", "has 1 CPU list: give one to each of the 2 local ranks"),
+        ("0:1:2", "has 3 CPU lists: give"),
+        ("0-3:", "with an empty one"),
+        ("3-0:1", "CPU list '3-0': cannot read '3-0'; choose auto, none, or"),
+        ("0:30-33", "local rank 1 cannot use CPU 32-33; the launcher may use 0-31"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            plan(node, TRAIN, nproc_per_node=2, bind=sets)
 
 
 def test_a_starters_binding_stands(node, monkeypatch):
