@@ -30,10 +30,17 @@ def routing_config(
         others: names of the layer's other arguments, to suggest one for a misspelt name.
 
     Raises:
-        TypeError: there is no such option.
+        TypeError: there is no such option, or ``optimizer`` is given.
         ValueError: no number of experts, or options beside ``config``.
     """
     options = [field.name for field in dataclasses.fields(MoEConfig)]
+    if "optimizer" in routing:
+        raise TypeError(
+            f"MoELayer takes no optimizer={routing['optimizer']!r}: one optimizer steps the whole "
+            "model. Write\n"
+            "    optimizer = torch.optim.AdamW(model.parameters())  # after building the model\n"
+            "    optimizer.step()  # after loss.backward()"
+        )
     for name in routing.keys() - set(options):
         close = difflib.get_close_matches(name, [*options, *others], 1, cutoff=0.5)
         raise TypeError(

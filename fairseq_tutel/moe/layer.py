@@ -36,7 +36,7 @@ from .arguments import (
 )
 from .dispatcher import dispatch_and_combine
 from .exchange_choice import ExchangeChoice, ExchangeChoices
-from .experts import ExpertBank, SharedExpert, make_experts, own_experts
+from .experts import ExpertBank, SharedExpert, make_experts, own_experts, width_of_input
 from .memory import StepMemory, routed_bytes
 from .reports import MoEAux, RouterAux, balance_over_ranks, make_aux
 from .routers import Router, jitter_tokens, route_logits
@@ -65,7 +65,7 @@ class MoELayer(nn.Module):
     >>> (y.square().mean() + 0.01 * aux.loss).backward()
 
     Args:
-        model_dim (int): M, width of the tokens.
+        model_dim (int): M, width of the tokens (default None: of your experts' first linear layer).
         num_experts (int): E, experts over all ranks (default None: given by ``config``).
         hidden_dim (int): F, hidden dimension of the built-in experts (default None: 4*M).
         config (MoEConfig): all routing options, in place of ``num_experts`` and ``**routing``
@@ -99,8 +99,7 @@ class MoELayer(nn.Module):
             the same on all ranks (default "linear").
         record_exchange_time (bool): measure exchanges for :attr:`MoEAux.record`; slow, and without
             overlap (default False).
-        skip_exchange (bool): leave out the all-to-alls, for benchmarks; results are wrong (default
-            False).
+        skip_exchange (bool): leave out the all-to-alls in a benchmark; wrong results (default False).
         compute_aux (bool): compute losses and counts in training even if ``return_aux=False``
             (default True). False saves time in small layers.
         layer_index (int): number of the layer in its model, from 0 (default 0). Layers with
@@ -109,12 +108,12 @@ class MoELayer(nn.Module):
 
     Raises:
         ValueError: an option is out of range, or two arguments contradict each other.
-        TypeError: an option is unknown.
+        TypeError: an option is unknown, or no experts say the ``model_dim`` that is not given.
     """
 
     def __init__(
         self,
-        model_dim: int,
+        model_dim: int | None = None,
         num_experts: int | None = None,
         hidden_dim: int | None = None,
         *,
@@ -141,8 +140,10 @@ class MoELayer(nn.Module):
         super().__init__()
         names = inspect.signature(MoELayer).parameters
         self.config = routing_config(config, num_experts, routing, names)
-        self.model_dim, self.layer_index, self.compute_aux = model_dim, layer_index, compute_aux
+        self.layer_index, self.compute_aux = layer_index, compute_aux
         self.groups = groups_for(self.config.num_experts, groups)
+        own = own_experts(experts, expert_fn, self.groups, seed) if model_dim is None else None
+        self.model_dim = model_dim = width_of_input(own) if own is not None else model_dim
         self._checked_wrapper = False
         self._changed: dict[tuple, tuple[MoEConfig, MoEConfig]] = {}  # of calls: before, after
         self._choices = ExchangeChoices(self.groups, timed=record_exchange_time, skip=skip_exchange)
@@ -170,7 +171,7 @@ class MoELayer(nn.Module):
                 expert_network=(expert_network, "ffn"),
                 expert_storage=(expert_storage, "stacked"),
             )
-            self.experts = own_experts(experts, expert_fn, self.groups, seed)
+            self.experts = own or own_experts(experts, expert_fn, self.groups, seed)  # never empty
         self.exchange_choice.refuse_own_experts(self.experts)
         if self.config.local_drop and self.groups.num_slices > 1:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""A network of experts that one file registers: in a layer, on ranks, in sets, and in fairseq."""
+"""Experts of a user: a network registered by one file, in all hosts and sets; and modules."""
 
 import textwrap
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ import pytest
 import torch
 from experts_on_ranks import by_hand, check_on_ranks
 from helpers.distributed import on_ranks, run_ranks
+from torch import nn
 from torch.nn import functional
 
 from fairseq_tutel.config import EXPERTS, at_least
@@ -103,3 +104,34 @@ def in_fairseq():
 def test_the_documented_example_in_fairseq():
     pytest.importorskip("fairseq")
     run_ranks(in_fairseq, 1)
+
+
+def published_expert():
+    """Make the expert of a published example of Tutel."""
+    return nn.Sequential(nn.Linear(M, F), nn.ReLU(), nn.Linear(F, M))
+
+
+def test_the_first_linear_layer_says_the_width():
+    layer = MoELayer(num_experts=4, expert_fn=published_expert, top_k=2, seed=1)
+    assert layer.model_dim == M and len(layer.experts) == 4
+    layer(torch.randn(TOKENS, M)).sum().backward()
+    assert layer.experts[0][0].weight.grad is not None
+    given = MoELayer(M, 4, expert_fn=published_expert, top_k=2, seed=1)
+    assert list(given.state_dict()) == list(layer.state_dict())
+    assert torch.equal(given.experts[3][0].weight, layer.experts[3][0].weight)
+    modules = [published_expert() for _ in range(4)]
+    assert MoELayer(num_experts=4, experts=modules).model_dim == M
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({}, TypeError, "needs model_dim, or expert_fn= or experts="),
+        ({"expert_fn": nn.Identity}, ValueError, "Identity has no linear layer.*give model_dim="),
+        ({"expert_fn": lambda: nn.LazyLinear(M)}, ValueError, "LazyLinear has no linear layer"),
+        ({"model_dim": M, "optimizer": "adamw"}, TypeError, r"(?s)optimizer='adamw'.*AdamW\(model"),
+    ],
+)
+def test_what_a_layer_cannot_infer_or_take(options, kind, message):
+    with pytest.raises(kind, match=message):
+        MoELayer(num_experts=4, **options)

@@ -16,7 +16,7 @@ from .base import ExpertBank, ExpertRows, PreparedExperts
 from .ffn import Experts, SharedExpert
 from .gated import GeGLUExperts, SwiGLUExperts
 from .inference import STORAGES, InferenceExperts, hold_experts
-from .modules import ExpertList, own_experts
+from .modules import ExpertList, own_experts, width_of_input
 from .stacked import Stacked, StackedExperts
 
 register_experts = EXPERTS.register
@@ -78,5 +78,6 @@ __all__ = [
     "make_experts",
     "option",
     "own_experts",
+    "width_of_input",
     "register_experts",
 ]

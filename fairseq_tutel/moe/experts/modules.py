@@ -64,10 +64,13 @@ def own_experts(
         seed: of what ``expert_fn`` draws.
 
     Raises:
+        TypeError: neither is given.
         ValueError: both are given, modules do not fit the groups, or experts are in slices.
     """
     if experts is not None and expert_fn is not None:
         raise ValueError("expert_fn and experts both say what the experts are: give one")
+    if experts is expert_fn is None:
+        raise TypeError("an MoE layer needs model_dim, or expert_fn= or experts= that say it")
     if experts is None:
         experts = _make_each(expert_fn, groups, seed)
     if not isinstance(experts, Sequence | nn.ModuleList):
@@ -83,6 +86,21 @@ def own_experts(
             f"{groups.num_slices} slices of placement='sliced'; use placement='replicated'"
         )
     return ExpertList(experts)
+
+
+def width_of_input(experts: Sequence[nn.Module]) -> int:
+    """Return M, the inputs of the first linear layer of the first expert.
+
+    Raises:
+        ValueError: the expert has no ``nn.Linear`` whose width is known.
+    """
+    for module in experts[0].modules():
+        if isinstance(module, nn.Linear) and module.in_features:
+            return module.in_features
+    raise ValueError(
+        f"model_dim is not given, and {type(experts[0]).__name__} has no linear layer that says "
+        "it: give model_dim="
+    )
 
 
 def _make_each(expert_fn, groups, seed) -> list[nn.Module]:
