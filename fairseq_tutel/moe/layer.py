@@ -90,8 +90,7 @@ class MoELayer(nn.Module):
         shared_expert_dim (int): hidden dimension of an expert for all tokens (default 0: none).
         dropout (float): dropout of the outputs of the built-in experts (default 0).
         activation_dropout (float): dropout after their activation (default 0).
-        seed (int): seed of the experts' initial weights, built-in or from ``expert_fn`` (default
-            None: drawn from torch's generator).
+        seed (int): seed of experts' initial weights (default None: drawn from torch's generator).
         expert_storage (str): ``stacked`` for training (default); ``mapped``, ``bf16`` or ``int8``
             for evaluation only, without memory until a state dict is loaded
             (:mod:`.experts.inference`).
@@ -99,7 +98,7 @@ class MoELayer(nn.Module):
             the same on all ranks (default "linear").
         record_exchange_time (bool): measure exchanges for :attr:`MoEAux.record`; slow, and without
             overlap (default False).
-        skip_exchange (bool): leave out the all-to-alls in a benchmark; wrong results (default False).
+        skip_exchange (bool): leave out the all-to-alls: wrong, for benchmarks (default False).
         compute_aux (bool): compute losses and counts in training even if ``return_aux=False``
             (default True). False saves time in small layers.
         layer_index (int): number of the layer in its model, from 0 (default 0). Layers with
