@@ -21,6 +21,12 @@ class ExpertConfig:
         registry=EXPERTS,
         options="expert_options",
     )
+    expert_compute: str = option(
+        "same",
+        "precision of the experts' products in the forward pass: that of the rows, or fp8 (e4m3, a "
+        "scale per row; Hopper and newer, emulated on a CPU)",
+        choices=("same", "fp8"),
+    )
     shared_expert_dim: int = option(
         0,
         "> 0: hidden dimension of a dense expert that every token also goes through",

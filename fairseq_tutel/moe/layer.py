@@ -78,8 +78,7 @@ class MoELayer(nn.Module):
             cast to fp32.
         expert_fn (function): makes one expert, a module [n, M] -> [n, M]; called for each expert of
             this rank (default None: built-in experts).
-        experts (list of nn.Module): the experts of this rank, ``groups.num_local_experts`` modules
-            (default None: built-in experts).
+        experts (list of nn.Module): all experts of this rank (default None: built-in experts).
         expert_network (str): network of the built-in experts: ``ffn``, or gated, ``swiglu`` or
             ``geglu``, or a registered name (default "ffn").
         expert_options (dict): options of that network, for example ``{"bias": True}`` for gated
@@ -94,6 +93,7 @@ class MoELayer(nn.Module):
         expert_storage (str): ``stacked`` for training (default); ``mapped``, ``bf16`` or ``int8``
             for evaluation only, without memory until a state dict is loaded
             (:mod:`.experts.inference`).
+        expert_compute (str): ``fp8``: multiply in e4m3 in the forward pass (default "same").
         exchange (ExchangeConfig or str): how tokens travel between ranks, or an algorithm's name;
             the same on all ranks (default "linear").
         record_exchange_time (bool): measure exchanges for :attr:`MoEAux.record`; slow, and without
@@ -101,8 +101,7 @@ class MoELayer(nn.Module):
         skip_exchange (bool): leave out the all-to-alls: wrong, for benchmarks (default False).
         compute_aux (bool): compute losses and counts in training even if ``return_aux=False``
             (default True). False saves time in small layers.
-        layer_index (int): number of the layer in its model, from 0 (default 0). Layers with
-            different numbers apply ``local_drop`` independently.
+        layer_index (int): number of the layer in its model; ``local_drop`` reads it (default 0).
         **routing: fields of :class:`~fairseq_tutel.config.MoEConfig`, such as ``top_k``.
 
     Raises:
@@ -129,6 +128,7 @@ class MoELayer(nn.Module):
         activation_dropout: float = 0.0,
         seed: int | None = None,
         expert_storage: str = "stacked",
+        expert_compute: str = "same",
         exchange: ExchangeConfig | str = "linear",
         record_exchange_time: bool = False,
         skip_exchange: bool = False,
@@ -160,6 +160,7 @@ class MoELayer(nn.Module):
                 dropout=dropout,
                 seed=seed,
                 storage=expert_storage,
+                compute=expert_compute,
                 options=expert_options,
             )
         else:
@@ -169,6 +170,7 @@ class MoELayer(nn.Module):
                 expert_options=(expert_options, None),
                 expert_network=(expert_network, "ffn"),
                 expert_storage=(expert_storage, "stacked"),
+                expert_compute=(expert_compute, "same"),
             )
             self.experts = own or own_experts(experts, expert_fn, self.groups, seed)  # never empty
         self.exchange_choice.refuse_own_experts(self.experts)

@@ -71,6 +71,7 @@ class LayerOptions(RoutingOptions, total=False):
     dropout: float
     activation_dropout: float
     expert_storage: str
+    expert_compute: str
     exchange: ExchangeConfig | str
     record_exchange_time: bool
     skip_exchange: bool

@@ -21,6 +21,7 @@ from .expert_ffn import (
     ffn_chunk_bwd,
     ffn_chunks_bwd_params,
 )
+from .fp8 import FP8_MULTIPLE, check_fp8
 from .gate_logits import gate_logits
 from .gating import topk_gating
 from .rows import assign_rows
@@ -33,6 +34,7 @@ __all__ = [
     "FFNChunk",
     "FFNChunkGradient",
     "FFNOptions",
+    "FP8_MULTIPLE",
     "activate",
     "adam16_maxima",
     "adam16_step_",
@@ -40,6 +42,7 @@ __all__ = [
     "assign_slots",
     "backend_for",
     "check_activation",
+    "check_fp8",
     "combine",
     "combine_takes_bias",
     "decode_rows",

@@ -14,6 +14,7 @@ from ..backends import GATES
 from ..backends.torch import ACTIVATIONS
 from ._operator import check_indices, check_shape, empty_gradients, operator
 from .backend import implementation
+from .fp8 import check_fp8
 
 
 def check_activation(activation: str, dropout_p: float) -> None:
@@ -62,6 +63,7 @@ class FFNOptions(NamedTuple):
     # index of the slice of hidden units that this rank computes: ranks with equal generators draw
     # different masks for different slices
     part: int = 0
+    fp8: bool = False  # the forward pass multiplies in e4m3
 
     def draw_seed(self, device: torch.device) -> Tensor | None:
         """Draw a seed for the masks of one call; None without dropout."""
@@ -69,7 +71,7 @@ class FFNOptions(NamedTuple):
         # two masks are made of each seed, by it and by its successor
         return seed if seed is None or not self.part else seed + 2 * self.part
 
-    def given(self, **more: Tensor | None) -> dict[str, object]:
+    def given(self, **more: Tensor | bool | None) -> dict[str, object]:
         """Return the keyword arguments of the backends' functions."""
         return {"activation": self.activation, "dropout_p": self.dropout_p, **more}
 
@@ -94,8 +96,7 @@ def _fake_ffn(
     return out, hidden, rows.new_empty((kept, fc2_weight.shape[2]))
 
 
-@operator("expert_ffn", _fake_ffn)
-def _expert_ffn(
+def _forward(
     rows: Tensor,
     fc1_weight: Tensor,
     fc1_bias: Optional[Tensor],
@@ -108,18 +109,22 @@ def _expert_ffn(
     dropout_p: float,
     keep_hidden: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return implementation("expert_ffn_fwd", rows)(
-        rows,
-        fc1_weight,
-        fc1_bias,
-        fc2_weight,
-        fc2_bias,
-        activation=activation,
-        offsets=offsets,
-        dropout_p=(activation_dropout_p, dropout_p),
-        seed=seed,
-        keep_hidden=keep_hidden,
-    )
+    params = (fc1_weight, fc1_bias, fc2_weight, fc2_bias)
+    options = FFNOptions(activation, (activation_dropout_p, dropout_p))
+    given = options.given(offsets=offsets, seed=seed)
+    return implementation("expert_ffn_fwd", rows)(rows, *params, keep_hidden=keep_hidden, **given)
+
+
+def _forward_fp8(rows, w1, b1, w2, b2, offsets, seed, activation, p1, p2, keep_hidden):
+    check_fp8(rows.device)
+    given = FFNOptions(activation, (p1, p2)).given(offsets=offsets, seed=seed, fp8=True)
+    forward = implementation("expert_ffn_fwd", rows)
+    return forward(rows, w1, b1, w2, b2, keep_hidden=keep_hidden, **given)
+
+
+_expert_ffn = operator("expert_ffn", _fake_ffn)(_forward)
+_SCHEMA = torch.library.infer_schema(_forward, mutates_args=())
+_expert_ffn_fp8 = operator("expert_ffn_fp8", _fake_ffn, _SCHEMA)(_forward_fp8)
 
 
 def _fake_ffn_bwd(
@@ -202,6 +207,10 @@ def _backward(ctx, d_out, d_hidden, d_active):
 _expert_ffn.register_autograd(_backward, setup_context=_setup)
 
 
+# fp8's gradient is that of exact products
+_expert_ffn_fp8.register_autograd(_backward, setup_context=_setup)
+
+
 def check_ffn(
     rows: Tensor,
     fc1_weight: Tensor,
@@ -243,6 +252,7 @@ def expert_ffn(
     activation_dropout_p: float = 0.0,
     dropout_p: float = 0.0,
     seed: Tensor | int | None = None,
+    fp8: bool = False,
 ) -> Tensor:
     """Apply ``dropout(fc2(dropout(activation(fc1(rows)))))`` of every expert to its own rows.
 
@@ -264,12 +274,14 @@ def expert_ffn(
             (default 0).
         seed: seed of the dropout masks, an int or an int64 scalar tensor. None (default) draws one
             from torch's generator of the rows' device: a replayed CUDA graph draws new ones.
+        fp8: multiply rows and weights rounded to e4m3, with a scale per row, in the forward pass
+            (default False). Gradients are those of the values before rounding.
 
     Returns:
         Like rows.
 
     Raises:
-        ValueError: unknown activation, a probability out of range, wrong shapes.
+        ValueError: unknown activation, a probability out of range, wrong shapes; a GPU without fp8.
     """
     for p in (activation_dropout_p, dropout_p):
         check_activation(activation, p)
@@ -280,7 +292,8 @@ def expert_ffn(
     keep_hidden = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (rows, *params)
     )
-    return _expert_ffn(rows, *params, offsets, seed, activation, *probabilities, keep_hidden)[0]
+    function = _expert_ffn_fp8 if fp8 else _expert_ffn
+    return function(rows, *params, offsets, seed, activation, *probabilities, keep_hidden)[0]
 
 
 class FFNChunk(NamedTuple):
@@ -320,6 +333,9 @@ def ffn_chunk(
     """
     seed = options.draw_seed(rows.device)
     given = options.given(offsets=offsets, seed=seed)
+    if options.fp8:
+        check_fp8(rows.device)
+        given["fp8"] = True
     forward = implementation("expert_ffn_fwd", rows)
     out, hidden, active = forward(rows, *params, keep_hidden=keep_hidden, **given)
     return out, FFNChunk(rows, hidden, active, offsets, seed)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import GATES
+from .._fp8 import rounded_rows
 from .activation import ACTIVATIONS, acc_dtype
 
 # Hidden values of a group or part, 8 MiB of fp32, and rows that keep products efficient.
@@ -76,6 +77,7 @@ class Network:
     seed: int
     dtype: torch.dtype  # of the rows
     acc: torch.dtype  # fp32 for halves, else the same
+    fp8: bool = False  # the forward pass multiplies values that are rounded to e4m3
 
     @classmethod
     def of(
@@ -86,6 +88,7 @@ class Network:
         activation: str,
         dropout_p: tuple[float, float] = (0.0, 0.0),
         seed: Tensor | None = None,
+        fp8: bool = False,
     ) -> "Network":
         """Return the network for the options of a backend's function."""
         return cls(
@@ -96,6 +99,7 @@ class Network:
             0 if seed is None else int(seed),
             rows.dtype,
             acc_dtype(rows.dtype),
+            fp8,
         )
 
     def planes(self, wide_RF: Tensor) -> Tensor:
@@ -121,6 +125,8 @@ class Network:
         None keeps neither.
         """
         w1, b1, w2, b2 = _of_group(params, group)
+        if self.fp8:
+            w1, w2 = rounded_rows(w1), rounded_rows(w2)
         x_gNM, out_gNM = group.split(rows_RM), group.split(out_RM)
         for part in self._parts(x_gNM):
             x, out = x_gNM[:, part], out_gNM[:, part]
@@ -201,6 +207,8 @@ class Network:
         """Return ``x @ weight.T + bias`` in ``acc``; ``out`` holds the product, and is returned if
         the dtypes are equal.
         """
+        if self.fp8:
+            x = rounded_rows(x)
         if bias is None or self.dtype != self.acc:
             return self._widened(torch.bmm(x, weight.mT, out=out), bias)
         return torch.baddbmm(bias.unsqueeze(1), x, weight.mT, out=out)

@@ -30,8 +30,9 @@ def expert_ffn_fwd(
     Args:
         rows, params, offsets: as of :func:`fairseq_tutel.ops.expert_ffn`.
         keep_hidden: whether a backward pass follows.
-        options: ``activation``; ``dropout_p`` after the activation and after fc2; ``seed``, an
-            int64 scalar tensor, needed with dropout.
+        options: ``fp8``: multiply values rounded to e4m3 (default False); ``activation``;
+            ``dropout_p`` after the activation and after fc2; ``seed``, an int64 scalar tensor,
+            needed with dropout.
 
     Returns:
         out: like rows; rows past the last expert's are unspecified.

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._fp8 import quantize_rows, rounded_rows
 from ._grouped import Source, rows_product, weight_gradient
 from .activation import bias_act_bwd, bias_act_fwd
 
@@ -23,6 +24,7 @@ def expert_ffn_fwd(
     *params: Tensor | None,
     keep_hidden: bool = True,
     source: Source | None = None,
+    fp8: bool = False,
     **options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, and the hidden values before and after the activation.
@@ -34,11 +36,17 @@ def expert_ffn_fwd(
     fc1_weight, fc1_bias, fc2_weight, fc2_bias = params
     middle, last = _elementwise(**options)
     offsets = middle["offsets"]
-    hidden = _product(rows, fc1_weight.transpose(1, 2), offsets, source)
+    if fp8:
+        hidden = _fp8_product(rows, fc1_weight, offsets)
+    else:
+        hidden = _product(rows, fc1_weight.transpose(1, 2), offsets, source)
     active = bias_act_fwd(hidden, fc1_bias, **middle)
     if not keep_hidden:
         hidden = hidden.new_empty((0, hidden.shape[-1]))
-    out = _product(active, fc2_weight.transpose(1, 2), offsets)
+    if fp8:
+        out = _fp8_product(active, fc2_weight, offsets)
+    else:
+        out = _product(active, fc2_weight.transpose(1, 2), offsets)
     if fc2_bias is not None or last["dropout_p"] > 0:
         out = bias_act_fwd(out, fc2_bias, **last)
     if not keep_hidden:
@@ -132,6 +140,22 @@ def _product(
     if offsets is None:
         return torch.bmm(rows, weight)
     return rows_product(rows, weight, offsets, source)
+
+
+def _fp8_product(rows: Tensor, weight_eBA: Tensor, offsets: Tensor | None) -> Tensor:
+    """Return ``rows @ weight.T`` of each expert in e4m3 with a scale per row and output column.
+
+    torch's kernel for groups multiplies on Hopper and Blackwell. Elsewhere, which is in the
+    interpreter, the rounded values are multiplied in their own dtype.
+    """
+    if not rows.is_cuda:
+        return _product(rounded_rows(rows), rounded_rows(weight_eBA).transpose(1, 2), offsets)
+    rowwise = torch.nn.functional.ScalingType.RowWise
+    (a, scale_a), (b, scale_b) = quantize_rows(rows), quantize_rows(weight_eBA)
+    out = torch.nn.functional.scaled_grouped_mm(
+        a, b.transpose(1, 2), scale_a, rowwise, scale_b, rowwise, offs=offsets
+    )
+    return out.to(rows.dtype)
 
 
 def _weight_gradient(

@@ -30,6 +30,7 @@ def make_experts(
     hidden_dim: int,
     storage: str = "stacked",
     options: Any = None,
+    compute: str = "same",
     **given: Any,
 ) -> ExpertBank:
     """Return the bank of a rank's experts.
@@ -42,6 +43,7 @@ def make_experts(
         storage: one of STORAGES (default "stacked"). The others take no memory until a state dict
             is loaded.
         options: of the network (default None: its defaults).
+        compute: precision of the products, ``same`` as the rows' or ``fp8`` (default "same").
         **given: other arguments of :class:`StackedExperts`.
     """
     with torch.device("meta") if storage != "stacked" else contextlib.nullcontext():
@@ -56,7 +58,12 @@ def make_experts(
             num_holders=groups.num_replicas,
             **given,
         )
-    return bank if storage == "stacked" else hold_experts(bank, storage)
+    if storage != "stacked":
+        if compute != "same":
+            raise ValueError(f"expert_compute={compute!r}: expert_storage={storage!r} has its own")
+        return hold_experts(bank, storage)
+    bank.compute_in(compute)
+    return bank
 
 
 __all__ = [

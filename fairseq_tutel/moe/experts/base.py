@@ -125,6 +125,18 @@ class ExpertBank(nn.Module):
         """
         return prepared, None
 
+    def compute_in(self, precision: str) -> None:
+        """Set the precision of the products: ``same`` as the rows', or ``fp8``.
+
+        Raises:
+            ValueError: the bank has no products in that precision.
+        """
+        if precision != "same":
+            raise ValueError(
+                f"expert_compute={precision!r} is for the networks ffn, swiglu and geglu, "
+                f"not for {type(self).__name__}"
+            )
+
     def gathers_tokens(self, prepared: PreparedExperts, x_TM: torch.Tensor) -> bool:
         """Return whether :meth:`compute_tokens` is faster than to dispatch the tokens first."""
         return False

@@ -25,6 +25,19 @@ class Experts(StackedExperts):
         "fc2_bias": Stacked("M", "fc2.bias"),
     }
 
+    fp8 = False  # the forward pass multiplies in e4m3
+
+    def compute_in(self, precision):
+        units = self.hidden_dim // self.hidden_slice[1]
+        if precision != "fp8" or self._is_replaced:
+            super().compute_in(precision)
+        elif self.model_dim % ops.FP8_MULTIPLE or units % ops.FP8_MULTIPLE:
+            raise ValueError(
+                f"expert_compute='fp8' needs multiples of {ops.FP8_MULTIPLE}, not "
+                f"model_dim={self.model_dim} and {units} hidden units on a rank"
+            )
+        self.fp8 = precision == "fp8"
+
     def compute(self, prepared, rows, offsets):
         options = self._options(prepared)
         w1, b1, w2, b2 = self._tensors(prepared)
@@ -39,6 +52,7 @@ class Experts(StackedExperts):
             activation_dropout_p=options.dropout_p[0],
             dropout_p=options.dropout_p[1],
             seed=options.draw_seed(rows.device),
+            fp8=options.fp8,
         )
 
     def without_output_bias(self, prepared):
@@ -54,7 +68,9 @@ class Experts(StackedExperts):
         return (mine.compute, mine.forward) != (Experts.compute, StackedExperts.forward)
 
     def gathers_tokens(self, prepared, x_TM):
-        return not self._is_replaced and ops.gathers_tokens(x_TM, self._tensors(prepared)[0])
+        return not (self._is_replaced or self.fp8) and ops.gathers_tokens(
+            x_TM, self._tensors(prepared)[0]
+        )
 
     def compute_tokens(self, prepared, x_TM, dest_row_TK, src_pair_R, offsets):
         params, options = self._tensors(prepared), self._options(prepared)
@@ -96,7 +112,7 @@ class Experts(StackedExperts):
         return self._gradients(prepared, found)
 
     def _options(self, prepared: PreparedExperts) -> ops.FFNOptions:
-        return ops.FFNOptions(self.activation, prepared.dropout, prepared.part)
+        return ops.FFNOptions(self.activation, prepared.dropout, prepared.part, self.fp8)
 
     def _tensors(self, prepared: PreparedExperts) -> tuple[Any, ...]:
         """Return the weight and bias of fc1 and of fc2, as the operators take them."""

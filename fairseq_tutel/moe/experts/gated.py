@@ -42,7 +42,7 @@ class _GatedExperts(Experts):
         }
 
     def _options(self, prepared):
-        return ops.FFNOptions(self.gated_by, prepared.dropout, prepared.part)
+        return ops.FFNOptions(self.gated_by, prepared.dropout, prepared.part, self.fp8)
 
     def _tensors(self, prepared):
         """Return gate and fc1 as one layer, [e, 2F, M] and [e, 2F], and fc2; None for no bias."""

@@ -76,6 +76,7 @@ class LayerFactory:
             activation=str(cfg.activation_fn) if reads else "gelu",
             expert_network=experts.expert_network,
             expert_options=experts.expert_options,
+            expert_compute=experts.expert_compute,
             groups=self.groups,
             shared_expert_dim=experts.shared_expert_dim,
             dropout=cfg.dropout,

@@ -1,0 +1,30 @@
+"""Values rounded to fp8 (e4m3), with one scale per row."""
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(FP8).max  # 448
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``x`` in e4m3 and the scale of each row: ``x`` is about ``quantized * scale``.
+
+    The largest value of a row becomes 448. A row with a value that is not finite becomes NaN.
+
+    Args:
+        x: (..., A), fp32, fp16 or bf16.
+
+    Returns:
+        (..., A) e4m3, and (...) fp32.
+    """
+    wide = x.float()
+    scale = (wide.abs().amax(-1) / _LARGEST).clamp_(min=_TINY)
+    return (wide / scale[..., None]).to(FP8), scale
+
+
+def rounded_rows(x: Tensor) -> Tensor:
+    """Return ``x`` rounded to e4m3 with a scale per row, in its own dtype; fp64 too."""
+    quantized, scale = quantize_rows(x)
+    return (quantized.float() * scale[..., None]).to(x.dtype)

@@ -1,0 +1,33 @@
+"""Which devices multiply in fp8."""
+
+import functools
+import logging
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+# Both dimensions of a product in fp8 are multiples of it.
+FP8_MULTIPLE = 16
+
+
+@functools.cache
+def check_fp8(device: torch.device) -> None:
+    """Raise ValueError if the GPU has no products of fp8 groups; say once that a CPU emulates them.
+
+    Raises:
+        ValueError: the GPU is older than Hopper or not NVIDIA's, or torch is older than 2.10.
+    """
+    if device.type == "cpu":
+        logger.warning(
+            "fp8 experts are emulated on a CPU: values are rounded to e4m3 and multiplied as before"
+        )
+    elif device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        capability = torch.cuda.get_device_capability(device)
+        if torch.version.hip or capability[0] not in (9, 10):
+            raise ValueError(
+                f"expert_compute='fp8' needs a Hopper or Blackwell GPU, this is {name}"
+            )
+        if not hasattr(torch.nn.functional, "scaled_grouped_mm"):
+            raise ValueError(f"expert_compute='fp8' needs torch 2.10, this is {torch.__version__}")

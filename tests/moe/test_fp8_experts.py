@@ -1,0 +1,116 @@
+"""Experts whose forward pass multiplies in fp8, emulated on a CPU."""
+
+import logging
+
+import pytest
+import torch
+from helpers.assertions import assert_close, rms_ratio
+
+from fairseq_tutel import ops
+from fairseq_tutel.backends import _fp8 as fp8
+from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.ops.fp8 import check_fp8
+
+M, F, E = 64, 128, 4
+NETWORKS = {"ffn": 0.06, "swiglu": 0.07}  # largest relative RMS error of the outputs
+
+
+def layers(network, **options):
+    """A layer in fp8, and one with the same weights that multiplies in fp64."""
+    given = {"top_k": 2, "seed": 1, "expert_network": network, **options}
+    low = MoELayer(M, E, F, expert_compute="fp8", **given)
+    exact = MoELayer(M, E, F, **given).double()
+    exact.load_state_dict(low.state_dict())
+    return low, exact
+
+
+def test_rounding_of_rows():
+    """As e4m3 has 3 bits behind the first, and no value is larger than the row's largest."""
+    x = torch.randn(8, 64) * torch.logspace(-20, 20, 8)[:, None]
+    x[3] = 0
+    got = fp8.rounded_rows(x)
+    assert (got[3] == 0).all()
+    assert (got.amax(-1) - x.amax(-1)).abs().le(x.abs().amax(-1) * 2**-4).all()
+    normal = x.abs() > x.abs().amax(-1, keepdim=True) * 2**-14
+    assert ((got - x).abs() <= x.abs() * 2**-4)[normal].all()
+
+
+@pytest.mark.parametrize("way", ["torch", pytest.param("triton", marks=pytest.mark.interpreted)])
+@pytest.mark.parametrize("factor", [0.0, 1.0], ids=["dropless", "padded"])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_error_and_gradients(network, factor, way, backend):
+    """The gradients are of bf16's size of error: they multiply what was not rounded to fp8."""
+    backend("torch")
+    low, exact = layers(network, capacity_factor=factor)
+    x = torch.randn(48, M)
+    wide = x.double().requires_grad_()
+    want = exact(wide)
+    d_y = torch.randn_like(x)
+    want.backward(d_y.double())
+    backend(way)
+    x.requires_grad_()
+    got = low(x)
+    error = rms_ratio(got, want)
+    assert 0.02 < error <= NETWORKS[network], error
+    got.backward(d_y)
+    for name, param in low.experts.named_parameters():
+        reference = exact.experts.get_parameter(name)
+        assert rms_ratio(param.grad, reference.grad) < NETWORKS[network], name
+    # fc2's bias sees no product at all
+    if network == "ffn":
+        bias = low.experts.fc2_bias.grad
+        assert_close("fc2_bias", bias, exact.experts.fc2_bias.grad, torch.float32)
+
+
+def test_one_line_says_that_it_is_emulated(caplog):
+    check_fp8.cache_clear()
+    low, _ = layers("ffn")
+    with caplog.at_level(logging.WARNING):
+        low(torch.randn(4, M))
+        low(torch.randn(4, M))
+    lines = [record.message for record in caplog.records if "fp8" in record.message]
+    assert len(lines) == 1 and "emulated on a CPU" in lines[0]
+
+
+def test_a_gpu_without_fp8_is_refused(monkeypatch):
+    for capability, hip, refused in (
+        ((8, 0), None, True),
+        ((9, 4), "6.2", True),
+        ((9, 0), None, False),
+    ):
+        check_fp8.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", None, raising=False)
+        if refused:
+            with pytest.raises(ValueError, match="needs a Hopper or Blackwell GPU, this is a GPU"):
+                check_fp8(torch.device("cuda", 0))
+        else:
+            check_fp8(torch.device("cuda", 0))
+    check_fp8.cache_clear()
+
+
+def test_refusals():
+    for options, message in (
+        ({"expert_compute": "fp4"}, "fp4"),
+        ({"expert_compute": "fp8", "hidden_dim": 24}, "multiples of 16, not model_dim=64 and 24"),
+        ({"expert_compute": "fp8", "expert_storage": "int8"}, "expert_storage='int8' has its own"),
+        ({"expert_compute": "fp8", "expert_fn": lambda: torch.nn.Linear(M, M)}, "expert_compute"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MoELayer(M, E, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("factor", [0.0, 1.0], ids=["dropless", "padded"])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_on_a_gpu(network, factor):
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("a GPU without fp8 products of groups")
+    low, exact = layers(network, capacity_factor=factor)
+    low, exact = low.cuda().bfloat16(), exact.cuda()
+    exact.load_state_dict(low.state_dict())
+    x = torch.randn(512, M, device="cuda", dtype=torch.bfloat16)
+    ops.set_backend("auto")
+    assert rms_ratio(low(x), exact(x.double())) <= NETWORKS[network]
