@@ -1,10 +1,20 @@
 """Operator of the gate's product; its logits are never rounded to half."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from ..backends import torch as torch_backend
 from ._operator import empty_gradients, operator, save_inputs
 from .backend import implementation
+
+
+def _implementation(function: str, x: Tensor) -> Callable:
+    """Return the function; torch's own product computes fp32 best, and no tokens."""
+    if x.dtype.itemsize > 2 or x.numel() == 0:
+        return getattr(torch_backend, function)
+    return implementation(function, x)
 
 
 def _fake_logits(x, weight):
@@ -14,7 +24,7 @@ def _fake_logits(x, weight):
 
 @operator("gate_logits", _fake_logits)
 def _gate_logits(x: Tensor, weight: Tensor) -> Tensor:
-    return implementation("gate_logits_fwd", x)(x, weight)
+    return _implementation("gate_logits_fwd", x)(x, weight)
 
 
 @operator(
@@ -23,7 +33,7 @@ def _gate_logits(x: Tensor, weight: Tensor) -> Tensor:
 def _gate_logits_bwd(
     d_logits: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    gradients = implementation("gate_logits_bwd", x)
+    gradients = _implementation("gate_logits_bwd", x)
     return gradients(d_logits, x, weight, needs_x=needs_x, needs_weight=needs_weight)
 
 

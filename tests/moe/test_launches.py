@@ -8,7 +8,6 @@ from helpers.dispatched import Dispatched
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fairseq_tutel import ops
-from fairseq_tutel.backends.torch import gate_logits
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.ops import backend as chooser
 
@@ -122,7 +121,6 @@ def inside(monkeypatch, backend):
             return launch(self, *args, **kwargs)
 
     backend("triton")
-    monkeypatch.setattr(gate_logits, "_on_matrix_units", lambda x_TM: True)
     monkeypatch.setattr(GridExecutor, "__call__", launched)
     for name in ("dispatch", "expert_ffn", "gate_logits", "gating", "rows", "slots"):
         module = importlib.import_module(f"fairseq_tutel.ops.{name}")

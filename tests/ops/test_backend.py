@@ -87,8 +87,6 @@ def test_fp64_is_torch_under_auto_and_an_error_under_triton(monkeypatch):
     monkeypatch.setattr(backend, "_requested", "triton")
     with pytest.raises(ValueError, match="got torch.float64"):
         backend.implementation(name, x)
-    # what torch's products compute everywhere has no kernel
-    assert backend.implementation("gate_logits_fwd", x) is torch_backend.gate_logits_fwd
 
 
 def test_the_choice_is_logged_once(caplog):
@@ -113,8 +111,7 @@ def test_an_operator_has_the_same_file_in_every_room():
     # parts of the experts' network
     parts = {"activation.py", "expert_chunks.py"}
     assert files("backends/torch") - parts == operators
-    # a product of torch's needs no kernel, nor what is for a CPU alone
-    assert files("backends/triton") - parts == operators - {"gate_logits.py"}
+    assert files("backends/triton") - parts == operators
 
 
 def test_every_function_of_a_kernel_has_a_twin():

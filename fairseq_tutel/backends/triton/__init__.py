@@ -14,6 +14,7 @@ from .expert_ffn import (
     expert_ffn_bwd,
     expert_ffn_fwd,
 )
+from .gate_logits import gate_logits_bwd, gate_logits_fwd
 from .gating import topk_gating_bwd, topk_gating_fwd
 from .rows import assign_rows_bwd, assign_rows_fwd, sort_pairs_fwd
 from .slots import assign_slots
@@ -38,6 +39,8 @@ __all__ = [
     "expert_chunks_bwd_params",
     "expert_ffn_bwd",
     "expert_ffn_fwd",
+    "gate_logits_bwd",
+    "gate_logits_fwd",
     "token_ffn_bwd",
     "token_ffn_fwd",
     "topk_gating_bwd",

@@ -29,6 +29,7 @@ from fairseq_tutel.backends.triton import (
     activation,
     adam,
     dispatch,
+    gate_logits,
     gating,
     rows,
     slots,
@@ -52,6 +53,11 @@ def _variants():
     yield gating._topk_gating_fwd_kernel, "fp32", {**one, "BLOCK_T": 32, "BLOCK_E": 1}
     yield gating._topk_gating_sums_kernel, "fp32", sums
     yield gating._topk_gating_bwd_kernel, "fp32", gate
+
+    flat = {"B": 70, "BLOCK": tiles.FLAT_BLOCK}
+    for half, largest in (("*bf16", {"largest_ptr": None}), ("*fp16", {})):
+        yield gate_logits._split_kernel, "fp32", {**flat, **largest, "out_ptr": half}
+        yield gate_logits._join_kernel, "fp32", {**flat, **largest, "out_ptr": half, "TWO": True}
 
     slot = {"E": 70, "TOP_K": 2, "BLOCK": tiles.SLOT_BLOCK}
     columns = {"BLOCK_E": tiles.SCAN_BLOCK_COLS, "BLOCK_B": tiles.SCAN_BLOCK_ROWS}

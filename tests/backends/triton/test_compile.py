@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("aot_compile.py")
 MODULES = (
-    "_grouped", "_grouped_tma", "activation", "adam", "dispatch", "gating", "rows", "slots",
-    "wire",
+    "_grouped", "_grouped_tma", "activation", "adam", "dispatch", "gate_logits", "gating", "rows",
+    "slots", "wire",
 )  # fmt: skip
 # Kernels whose whole work is moving rows of 16-bit numbers: they must use 128-bit accesses.
 ELEMENTWISE = ("_bias_act_fwd_kernel", "_bias_act_bwd_dh_kernel")

@@ -14,6 +14,7 @@ from fairseq_tutel.backends.triton import (
     activation,
     adam,
     dispatch,
+    gate_logits,
     gating,
     rows,
     slots,
@@ -55,6 +56,16 @@ def topk_gating_bwd(device):
     (choice,) = ints(device, [[1]])
     got = kernels.topk_gating_bwd(d_gate, None, None, logits, lse, choice)
     yield got, [[-0.25, 0.25]]
+
+
+def split(device):
+    (wide,) = tensors(device, [[1.00390625, 2]])
+    yield gate_logits._split(wide, torch.bfloat16, dim=1)[0], [[1, 2, 0.00390625, 0]]
+
+
+def join(device):
+    (parts,) = tensors(device, [[1, 2], [10, 20]])
+    yield gate_logits._join(parts, None, (1, 2), torch.float32, 2), [[11, 22]]
 
 
 def rank_in_block(device):
@@ -218,7 +229,18 @@ def adam16_max(device):
     yield bits.flatten().view(torch.float32), [1, 2]
 
 
-MODULES = (activation, adam, dispatch, gating, _grouped, _grouped_tma, rows, slots, wire)
+MODULES = (
+    activation,
+    adam,
+    dispatch,
+    gate_logits,
+    gating,
+    _grouped,
+    _grouped_tma,
+    rows,
+    slots,
+    wire,
+)
 KERNELS = {
     name.removeprefix("_").removesuffix("_kernel"): kernel
     for module in MODULES

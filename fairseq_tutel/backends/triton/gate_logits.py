@@ -1,0 +1,174 @@
+"""The gate's product in fp32 on matrix units.
+
+fp32 products of the gate's gradient would cost a tenth of the experts' products. So an fp32 operand
+is split into the sum of two halves (16 bits of mantissa in bf16, 22 in fp16). Matrix units multiply
+these and add up in fp32. In fp16, which has a small range, the operand is scaled by a power of two.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._autotune import FLAT_BLOCK
+from ._runtime import device_guard
+
+# Since torch 2.8 mm has a dtype of its result.
+_MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()
+
+
+@triton.jit
+def _power_of_2(largest_ptr, sign: tl.constexpr):
+    """2^(sign * shift), where 2^shift brings the largest number into [2^13, 2^14).
+
+    Scaled numbers fit fp16, and small ones keep their digits.
+    """
+    bits = tl.load(largest_ptr).to(tl.int32, bitcast=True)
+    exponent = ((bits >> 23) & 255) - 126
+    shift = tl.minimum(tl.maximum(14 - exponent, -100), 100)
+    return ((127 + sign * shift) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["num_elements"])
+def _split_kernel(
+    out_ptr,  # (A, 2, B) or (2, A, B) half - output; part p of row r: r * stride + p * distance
+    wide_ptr,  # (A, B) fp32
+    largest_ptr,  # () fp32 - the largest absolute value, or None: not scaled
+    num_elements,
+    stride,
+    distance,
+    B: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (cdiv(A * B, BLOCK),); the first part is rounded, the second one the rest, rounded.
+
+    Example: in bf16, wide [[1.00390625, 2]], B = 2, stride 4, distance 2
+    -> out [[1, 2, 0.00390625, 0]].
+    """
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < num_elements
+    wide = tl.load(wide_ptr + offs, mask=mask, other=0.0)
+    if largest_ptr is not None:
+        wide *= _power_of_2(largest_ptr, 1)
+    high = wide.to(out_ptr.dtype.element_ty)
+    low = wide - high.to(tl.float32)
+    row = offs // B
+    out_ptr += row * stride + offs - row * B
+    tl.store(out_ptr, high, mask=mask)
+    tl.store(out_ptr + distance, low.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_elements"])
+def _join_kernel(
+    out_ptr,  # (A, B) - output: sum of the parts, scaled back, rounded once
+    parts_ptr,  # (A, 2, B) or (2, A, B) fp32 - part p of row r: r * stride + p * distance
+    largest_ptr,  # () fp32 - as of the split, or None
+    num_elements,
+    stride,
+    distance,
+    TWO: tl.constexpr,  # whether there is a second part
+    B: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (cdiv(A * B, BLOCK),).
+
+    Example: parts [[1, 2], [10, 20]], B = 2, stride 2, distance 2, one row, TWO -> out [[11, 22]].
+    """
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < num_elements
+    row = offs // B
+    parts_ptr += row * stride + offs - row * B
+    total = tl.load(parts_ptr, mask=mask, other=0.0)
+    if TWO:
+        total += tl.load(parts_ptr + distance, mask=mask, other=0.0)
+    if largest_ptr is not None:
+        total *= _power_of_2(largest_ptr, -1)
+    tl.store(out_ptr + offs, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def gate_logits_fwd(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
+    """:func:`fairseq_tutel.backends.torch.gate_logits_fwd` for one token or more in half."""
+    if weight_EM.dtype == x_TM.dtype:
+        return _product_fp32(x_TM, weight_EM.t())
+    # both halves of the weight side by side: the tokens are read once
+    halves_2EM, largest = _split(weight_EM, x_TM.dtype, dim=0)
+    both_T2E = _product_fp32(x_TM, halves_2EM.t())
+    num_experts = weight_EM.shape[0]
+    return _join(both_T2E, largest, (len(x_TM), num_experts), torch.float32, num_experts)
+
+
+def gate_logits_bwd(
+    d_logits_TE: Tensor,
+    x_TM: Tensor,
+    weight_EM: Tensor,
+    *,
+    needs_x: bool = True,
+    needs_weight: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """:func:`fairseq_tutel.backends.torch.gate_logits_bwd`: one split, and a product each."""
+    dtype = x_TM.dtype
+    d_T2E, largest = _split(d_logits_TE, dtype, dim=1)
+    d_x_TM, d_weight_EM = x_TM.new_empty(0), weight_EM.new_empty(0)
+    if needs_x:
+        # [high | low] @ [w; w], and the sum of both never leaves the matrix units' registers
+        twice_2EM = weight_EM.to(dtype).repeat(2, 1)
+        if largest is None:
+            d_x_TM = torch.mm(d_T2E, twice_2EM)
+        else:  # in fp16 the scaled product may be too large
+            d_x_TM = _join(_product_fp32(d_T2E, twice_2EM), largest, x_TM.shape, dtype)
+    if needs_weight:
+        both_2EM = _product_fp32(d_T2E.t(), x_TM)
+        shape = weight_EM.shape
+        d_weight_EM = _join(both_2EM, largest, shape, weight_EM.dtype, weight_EM.numel())
+    return d_x_TM, d_weight_EM
+
+
+def _split(wide_AB: Tensor, dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor | None]:
+    """Split an fp32 matrix (A, B) into the sum of two matrices of a half dtype.
+
+    Returns:
+        both matrices, one below the other, (2A, B), for ``dim`` 0, or side by side, (A, 2B), for 1;
+        the largest absolute value, by which they are scaled; None for bf16, which has fp32's range.
+    """
+    (A, B), wide_AB = wide_AB.shape, wide_AB.contiguous()
+    halves = wide_AB.new_empty((2 * A, B) if dim == 0 else (A, 2 * B), dtype=dtype)
+    stride, distance = (B, A * B) if dim == 0 else (2 * B, B)
+    largest = None
+    if dtype == torch.float16:
+        largest = torch.linalg.vector_norm(wide_AB, float("inf"))
+    with device_guard(wide_AB):
+        _split_kernel[(triton.cdiv(A * B, FLAT_BLOCK),)](
+            halves, wide_AB, largest, A * B, stride, distance, B=B, BLOCK=FLAT_BLOCK
+        )
+    return halves, largest
+
+
+def _join(
+    parts: Tensor,
+    largest: Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    distance: int = 0,
+) -> Tensor:
+    """Add up the parts of a product of halves, ``distance`` numbers apart (0: one part)."""
+    out_AB, (A, B) = parts.new_empty(shape, dtype=dtype), shape
+    with device_guard(parts):
+        _join_kernel[(triton.cdiv(A * B, FLAT_BLOCK),)](
+            out_AB,
+            parts,
+            largest,
+            A * B,
+            parts.stride(0),
+            distance,
+            TWO=distance > 0,
+            B=B,
+            BLOCK=FLAT_BLOCK,
+        )
+    return out_AB
+
+
+def _product_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply halves and return the fp32 sums without rounding."""
+    if a.is_cuda and _MM_WIDENS:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()  # torch below 2.8 and CPUs have no such product
