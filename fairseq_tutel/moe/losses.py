@@ -23,8 +23,10 @@ def balance_loss(
             (arXiv 2202.08906).
     """
     scale = prob_sum_E.shape[0] / at_least_1(num_tokens) ** 2 / choices
-    # few operations: each one costs a launch in the forward and in the backward pass
-    return torch.dot(prob_sum_E, chosen_E.to(prob_sum_E.dtype)) * scale
+    if not isinstance(scale, torch.Tensor):  # with a dtype that the product has too
+        scale = torch.tensor(scale, dtype=prob_sum_E.dtype, device="cpu")
+    # two operations: each one costs a launch in the forward and in the backward pass
+    return torch.dot(prob_sum_E, chosen_E * scale)
 
 
 def sequence_balance_loss(

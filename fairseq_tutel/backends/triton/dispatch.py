@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ._autotune import ROWS_PER_PROGRAM, launch, move_configs, prune_wide_tiles
 from ._runtime import FLOAT_DTYPES, INT32, checked, device_guard
-from .rows import weight_by_expert
 
 _DYNAMIC = ["num_tokens", "num_rows"]
 _TUNED = {
@@ -81,10 +80,11 @@ def _add_dot(dot, a, b, k):
 def _token_to_rows_kernel(
     rows_ptr,  # (R, M) - output, or None: weight * x in the row of each pair, 0 in unused rows
     dot_ptr,  # (T, K) fp32 - output, or None: <x[t], other[row]>, 0 for dropped pairs
+    share_ptr,  # (T, E) - output, or None: sum of a token's weights of kept pairs by expert
     x_ptr,  # (T, M)
     other_ptr,  # (R, M) - second factor of the scalar product, or None
     bias_ptr,  # (E, M) - added to ``other`` by expert, or None
-    expert_ptr,  # (T, K) int32 - with bias_ptr
+    expert_ptr,  # (T, K) int32 - with bias_ptr or share_ptr
     weight_ptr,  # (T, K) fp32 or another float, or None
     dest_row_ptr,  # (T, K) int32, -1 = dropped
     src_pair_ptr,  # (R,) int32 - inverse of dest_row, -1 = unused
@@ -92,7 +92,9 @@ def _token_to_rows_kernel(
     num_rows,
     M: tl.constexpr,
     TOP_K: tl.constexpr,
+    E: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     ROWS_PER_PROGRAM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -101,7 +103,8 @@ def _token_to_rows_kernel(
 
     Example: x [[1], [2]], dest_row [[1, -1], [2, 0]], weight [[1, 1], [10, 100]], R = 4
     -> rows [[200], [1], [20], [0]]; with other [[1], [2], [3], [4]]: dot [[2, 0], [6, 2]];
-    and with bias [[10], [20]], expert [[0, 1], [1, 0]]: dot [[12, 0], [46, 22]].
+    and with bias [[10], [20]], expert [[0, 1], [1, 0]]: dot [[12, 0], [46, 22]],
+    share [[1, 0], [100, 10]].
     """
     pid = tl.program_id(0).to(tl.int64)
     num_token_blocks = tl.cdiv(num_tokens, BLOCK_T)
@@ -110,6 +113,17 @@ def _token_to_rows_kernel(
         mask_t = offs_t < num_tokens
         offs_k = tl.arange(0, BLOCK_K)
         dot = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
+        if share_ptr is not None:
+            offs_e = tl.arange(0, BLOCK_E)
+            share = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+            for k in range(TOP_K):
+                _, weight, expert = _load_pair(
+                    dest_row_ptr, weight_ptr, expert_ptr, offs_t, mask_t, k, TOP_K
+                )
+                share += tl.where(offs_e[None, :] == expert[:, None], weight[:, None], 0.0)
+            offs = offs_t[:, None] * E + offs_e[None, :]
+            mask = mask_t[:, None] & (offs_e < E)[None, :]
+            tl.store(share_ptr + offs, share.to(share_ptr.dtype.element_ty), mask=mask)
         if TOP_K <= _MAX_UNROLL:
             pairs = ()
             for k in tl.static_range(TOP_K):
@@ -237,9 +251,11 @@ def _token_to_rows(
     rows_RM: Tensor | None,
     other_RM: Tensor | None = None,
     dot_TK: Tensor | None = None,
+    share_TE: Tensor | None = None,
     bias: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
     (T, K), R = maps[1].shape, maps[2].shape[0]
+    E = 1 if share_TE is None else share_TE.shape[1]
     if T == 0 and (R == 0 or rows_RM is None):
         return
 
@@ -254,6 +270,7 @@ def _token_to_rows(
             T * K,
             rows_RM,
             dot_TK,
+            share_TE,
             x_TM,
             other_RM,
             *bias,
@@ -262,7 +279,9 @@ def _token_to_rows(
             R,
             M=x_TM.shape[1],
             TOP_K=K,
+            E=E,
             BLOCK_K=triton.next_power_of_2(K),
+            BLOCK_E=triton.next_power_of_2(E),
             ROWS_PER_PROGRAM=ROWS_PER_PROGRAM,
         )
 
@@ -338,9 +357,8 @@ def combine_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`fairseq_tutel.backends.torch.combine_bwd` in Triton.
 
-    One kernel writes d_rows and d_weight. d_bias is a product: weights by expert times dy, rounded
-    to its dtype. Deterministic for one choice of tiles; d_weight is summed in their order (see
-    ``_autotune``).
+    One kernel writes d_rows, d_weight and the weights by expert; d_bias is their product with dy.
+    Deterministic for one choice of tiles; d_weight is summed in their order (see ``_autotune``).
     """
     (T, K), R = dest_row_TK.shape, src_pair_R.numel()
     M, device = rows_RM.shape[1], rows_RM.device
@@ -350,17 +368,19 @@ def combine_bwd(
     rows_RM = checked("rows", rows_RM, (R, M), FLOAT_DTYPES, device)
     d_rows_RM = rows_RM.new_empty(rows_RM.shape if needs_rows else 0)
     d_weight_TK = topk_weight_TK.new_empty(topk_weight_TK.shape if needs_weight else 0)
-    if needs_rows or needs_weight:
+    d_bias_EM, share_TE = rows_RM.new_empty(0), None
+    if bias_EM is not None and needs_bias:
+        share_TE = dy_TM.new_empty((T, bias_EM.shape[0]))
+    if needs_rows or needs_weight or share_TE is not None:
         _token_to_rows(
             dy_TM,
             maps,
             rows_RM=d_rows_RM if needs_rows else None,
             other_RM=rows_RM if needs_weight else None,
             dot_TK=d_weight_TK if needs_weight else None,
+            share_TE=share_TE,
             bias=bias,
         )
-    d_bias_EM = rows_RM.new_empty(0)
-    if bias[0] is not None and needs_bias:
-        weight_TE = weight_by_expert(*maps[:2], bias[1], len(bias[0]), dy_TM.dtype)
-        d_bias_EM = torch.mm(weight_TE.t(), dy_TM).to(bias[0].dtype)
+    if bias_EM is not None and share_TE is not None:
+        d_bias_EM = torch.mm(share_TE.t(), dy_TM).to(bias_EM.dtype)
     return d_rows_RM, d_weight_TK, d_bias_EM

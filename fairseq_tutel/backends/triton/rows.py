@@ -138,38 +138,6 @@ def _assign_rows_bwd_kernel(
     tl.store(d_gate_ptr + offs, d_gate, mask=mask)
 
 
-@triton.jit(do_not_specialize=_DYNAMIC)
-def _weight_by_expert_kernel(
-    out_ptr,  # (T, E) - output: sum of the weights of a token's kept pairs with each expert
-    weight_ptr,  # (T, K) fp32 - of a dropped pair it may be anything
-    dest_row_ptr,  # (T, K) int32, -1 = dropped
-    expert_ptr,  # (T, K) int32
-    num_tokens,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    """Grid (cdiv(T, BLOCK_T),).
-
-    Example: dest_row [[1, -1], [2, 0]], expert [[0, 1], [1, 0]], weight [[1, 1], [10, 100]], E = 2
-    -> out [[1, 0], [100, 10]].
-    """
-    offs_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    offs_e = tl.arange(0, BLOCK_E)
-    mask_t = offs_t < num_tokens
-    total = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-    for k in range(TOP_K):
-        offs = offs_t * TOP_K + k
-        kept = tl.load(dest_row_ptr + offs, mask=mask_t, other=-1) >= 0
-        expert = tl.load(expert_ptr + offs, mask=kept, other=-1)
-        weight = tl.load(weight_ptr + offs, mask=kept, other=0.0).to(tl.float32)
-        total += tl.where(offs_e[None, :] == expert[:, None], weight[:, None], 0.0)
-    offs = offs_t[:, None] * E + offs_e[None, :]
-    mask = mask_t[:, None] & (offs_e < E)[None, :]
-    tl.store(out_ptr + offs, total.to(out_ptr.dtype.element_ty), mask=mask)
-
-
 def _tile(top_k: int) -> dict[str, int]:
     block_k = triton.next_power_of_2(top_k)
     return {"BLOCK_T": max(1, FLAT_BLOCK // block_k), "BLOCK_K": block_k}
@@ -269,39 +237,3 @@ def assign_rows_bwd(
                 d_gate_TK, *tensors, T, TOP_K=K, NORMALIZE=normalize, **tile
             )
     return d_gate_TK
-
-
-def weight_by_expert(
-    weight_TK: Tensor,
-    dest_row_TK: Tensor,
-    expert_TK: Tensor,
-    num_experts: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return the sum of a token's weights with each expert, (T, E); dropped pairs do not count.
-
-    Args:
-        weight_TK: (T, K) float.
-        dest_row_TK: (T, K) int32, -1 = dropped.
-        expert_TK: (T, K) int32.
-        num_experts: E.
-        dtype: of the result.
-    """
-    T, K = expert_TK.shape
-    out_TE = weight_TK.new_empty((T, num_experts), dtype=dtype)
-    if T > 0:
-        block_e = triton.next_power_of_2(num_experts)
-        block_t = max(1, FLAT_BLOCK // block_e)
-        with device_guard(weight_TK):
-            _weight_by_expert_kernel[(triton.cdiv(T, block_t),)](
-                out_TE,
-                weight_TK,
-                dest_row_TK,
-                expert_TK,
-                T,
-                E=num_experts,
-                TOP_K=K,
-                BLOCK_T=block_t,
-                BLOCK_E=block_e,
-            )
-    return out_TE

@@ -80,13 +80,14 @@ def _variants():
         move = {"M": 4096, "TOP_K": top_k, **given, **({} if weighted else {"weight_ptr": None})}
         dot = {} if weighted else {"dot_ptr": None, "other_ptr": None}
         both = {
+            "E": 70,
             "BLOCK_K": triton.next_power_of_2(top_k),
+            "BLOCK_E": 128,
             "ROWS_PER_PROGRAM": tiles.ROWS_PER_PROGRAM,
         }
-        yield dispatch._token_to_rows_kernel, dtype, {**move, **dot, **both}
+        share = {"share_ptr": None} if given else {}
+        yield dispatch._token_to_rows_kernel, dtype, {**move, **dot, **both, **share}
         yield dispatch._rows_to_token_kernel, dtype, move
-    by_expert = {"E": 70, "TOP_K": 2, "BLOCK_T": 8, "BLOCK_E": 128}
-    yield rows._weight_by_expert_kernel, "bf16", by_expert
 
     half = (("bf16", "ieee"), ("fp16", "ieee"))
     for dtype, precision in (*half, ("fp32", "tf32"), ("fp32", "ieee")):

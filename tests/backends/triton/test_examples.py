@@ -96,7 +96,9 @@ def token_to_rows(device):
     yield rows, [[200], [1], [20], [0]]
     yield dot, [[2, 0], [6, 2]]
     biases = *tensors(device, [[10], [20]]), *ints(device, [[0, 1], [1, 0]])
-    yield kernels.combine_bwd(x, other, row, pair, weight, *biases)[1], [[12, 0], [46, 22]]
+    _, dot, d_bias = kernels.combine_bwd(x, other, row, pair, weight, *biases)
+    yield dot, [[12, 0], [46, 22]]
+    yield d_bias, [[1 * 1 + 100 * 2], [10 * 2]]  # the shares times x
 
 
 def rows_to_token(device):
@@ -105,12 +107,6 @@ def rows_to_token(device):
     yield kernels.combine_fwd(rows, row, weight), [[2], [130]]
     biases = *tensors(device, [[10], [20]]), *ints(device, [[0, 1], [1, 0]])
     yield kernels.combine_fwd(rows, row, weight, *biases), [[12], [1330]]
-
-
-def weight_by_expert(device):
-    (weight,) = tensors(device, [[1, 1], [10, 100]])
-    row, expert = ints(device, [[1, -1], [2, 0]], [[0, 1], [1, 0]])
-    yield rows.weight_by_expert(weight, row, expert, 2, torch.float32), [[1, 0], [100, 10]]
 
 
 def assign_rows(device):
