@@ -30,7 +30,6 @@ CASES = {
         null_experts=3, shared_expert_dim=10, expert_output_masking=0.2, final_output_masking=0.2
     ),
 }
-BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.interpreted)]
 
 
 @pytest.fixture(autouse=True)
@@ -71,12 +70,22 @@ def example(device, **options):
     return layer, x, pad_mask
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "gathers"),
+    [
+        ("torch", False),
+        pytest.param("triton", False, marks=pytest.mark.interpreted),
+        pytest.param("triton", True, marks=pytest.mark.interpreted),
+    ],
+)
 @pytest.mark.parametrize("capacity_factor", [0.0, -0.5], ids=["dropless", "dropping"])
-def test_nothing_reads_rows_that_belong_to_no_expert(capacity_factor, backend, monkeypatch):
+def test_nothing_reads_rows_that_belong_to_no_expert(
+    capacity_factor, backend, gathers, monkeypatch
+):
     """Padding and dropping leave a tail, whose outputs and gradients are unspecified: here NaN."""
     ops.set_backend(backend)
     layer = MoELayer(8, 4, 6, capacity_factor=capacity_factor, dropout=0.1, seed=1)
+    monkeypatch.setattr(Experts, "gathers_tokens", lambda self, prepared, x_TM: gathers)
     x, pad_mask = torch.randn(48, 8), torch.arange(48) % 5 == 0
     want = outcome(layer, x, pad_mask)
     tails = []
@@ -86,16 +95,17 @@ def test_nothing_reads_rows_that_belong_to_no_expert(capacity_factor, backend, m
 
         def poisoned(*args, offsets, **given):
             results = function(*args, offsets=offsets, **given)
-            tails.append(results[0][int(offsets[-1]) :].fill_(float("nan")))
+            if name != "token_ffn_bwd":  # its gradient is that of tokens
+                tails.append(results[0][int(offsets[-1]) :].fill_(float("nan")))
             return results
 
         return poisoned
 
-    monkeypatch.setattr(
-        importlib.import_module("fairseq_tutel.ops.expert_ffn"), "implementation", implementation
-    )
+    for name in ("expert_ffn", "token_ffn"):
+        module = importlib.import_module(f"fairseq_tutel.ops.{name}")
+        monkeypatch.setattr(module, "implementation", implementation)
     got = outcome(layer, x, pad_mask)
-    assert len(tails) == 2 and all(len(tail) for tail in tails)  # forward, backward
+    assert len(tails) == (1 if gathers else 2) and all(len(tail) for tail in tails)
     assert_tensors_close(got, want, 1e-6)
     with torch.no_grad():
         assert layer.eval()(x, pad_mask=pad_mask).isfinite().all()
