@@ -1,5 +1,6 @@
 """The choice of backend: what runs where, and that nothing falls back silently."""
 
+import contextlib
 import importlib.util
 import logging
 from importlib.machinery import ModuleSpec
@@ -11,6 +12,10 @@ import torch
 from fairseq_tutel import ops
 from fairseq_tutel.backends import torch as torch_backend
 from fairseq_tutel.ops import backend
+
+# torch would import it in a test that takes TRITON_INTERPRET away, for all tests that follow
+with contextlib.suppress(ImportError):
+    import triton  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
