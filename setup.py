@@ -35,7 +35,14 @@ setup(
     ],
     packages=find_packages(include=["fairseq_tutel", "fairseq_tutel.*"]),
     # fairseq_tutel/configs is a link to configs/
-    package_data={"fairseq_tutel": ["py.typed", "configs/*.yaml", "configs/hardware/*.yaml"]},
+    package_data={
+        "fairseq_tutel": [
+            "py.typed",
+            "configs/*.yaml",
+            "configs/hardware/*.yaml",
+            "plan/claims/*.json",
+        ]
+    },
     # fairseq only looks for a --user-dir among real files.
     zip_safe=False,
     python_requires=">=3.10",

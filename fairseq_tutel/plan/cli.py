@@ -15,7 +15,14 @@ from typing import Any
 
 from ..command_line import CONFIGS, CommandLine, config_directory, with_extension
 
-_KEYS = {"gpus": int, "hardware": str, "vocabulary": int, "sentence": int, "tokens": float}
+_KEYS = {
+    "gpus": int,
+    "hardware": str,
+    "vocabulary": int,
+    "sentence": int,
+    "tokens": float,
+    "implementation": str,
+}
 _EPILOG = """\
 key=value:
   gpus=N              ranks (default: the world size of config or command)
@@ -23,6 +30,8 @@ key=value:
   vocabulary=N        size of the dictionary if the data is not here
   sentence=N          tokens per source and target sentence (default: the most that the run takes)
   tokens=N            tokens of the training, for its duration in days (default: 300e9)
+  implementation=dense  plan the dense formulation of Meta's code: products with masks of tokens x
+                      experts x capacity
   anything else       an override of the config, as for fairseq-hydra-train: +model.x=1 adds a key,
                       ~task.x removes one
 
@@ -31,6 +40,9 @@ Plan a config, or a training command with any launcher in front:
   python -m fairseq_tutel.plan gpus=8 -- fairseq-train data-bin --arch transformer_lm_gpt_moe ...
   python -m fairseq_tutel.plan --config-name meta_1.1t gpus=512 hardware=h200 +model.moe_wire=fp8
   python -m fairseq_tutel.plan --config-name meta_1.1t gpus=512 model.moe_expert_count=64 --best
+
+Every published claim about Tutel, recomputed:
+  python -m fairseq_tutel.plan claims [--row N]
 
 The exit status is 1, with the reason on standard error, if the run is impossible.
 """
@@ -64,6 +76,11 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the planner; return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["claims"]:
+        from .claims import describe_claims
+
+        print(describe_claims(words[1:]))
+        return 0
     cut = words.index("--") if "--" in words else len(words)
     command, own_parser = words[cut + 1 :], parser()
     options = own_parser.parse_intermixed_args(words[:cut])  # keys before and behind options
@@ -87,6 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options, own: dict[str, Any], overrides: list[str], command: list[str]) -> None:
     from .compose import load_command, load_config
+    from .dense import make_dense_plan
     from .hardware import load_hardware
     from .planner import best_plan, check, grown_plan, make_plan
     from .report import describe, describe_best, describe_grown
@@ -106,7 +124,13 @@ def _run(options, own: dict[str, Any], overrides: list[str], command: list[str])
         directory = options.config_dir or config_directory(with_extension(name))
         config = load_config(directory, name, overrides)
     sizes = {key: own.get(key) for key in ("gpus", "vocabulary", "sentence")}
-    plan = make_plan(read_settings(config, name, **sizes), hardware)
+    settings = read_settings(config, name, **sizes)
+    if (implementation := own.get("implementation")) not in (None, "dense"):
+        raise ValueError(f"implementation={implementation}: there is dense, and the default")
+    if implementation:
+        print(describe(make_dense_plan(settings, hardware), own.get("tokens", 300e9)))
+        return
+    plan = make_plan(settings, hardware)
     best, grown = best_plan(plan) if options.best else None, grown_plan(plan)
     tokens = own.get("tokens", 300e9)
     print(describe(plan, tokens))

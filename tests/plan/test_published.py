@@ -5,11 +5,11 @@ import dataclasses
 
 import pytest
 import torch
-from dense_formulation import mask_flops, masks, plan_as_meta_computed
 from plan_helpers import CONFIGS, settings_of, small
 from torch.utils.flop_counter import FlopCounterMode
 
 from fairseq_tutel.config import EXCHANGES
+from fairseq_tutel.plan.dense import make_dense_plan, mask_flops, masks
 from fairseq_tutel.plan.hardware import load_hardware
 
 A100 = load_hardware(CONFIGS, "a100-80g")
@@ -28,7 +28,7 @@ def as_meta_ran_it(gpus):
     name, batch_size, update_freq, _ = PUBLISHED[gpus]
     words = [f"model.moe_expert_count={gpus}", f"dataset.batch_size={batch_size}",
              f"optimization.update_freq=[{update_freq}]"]  # fmt: skip
-    return plan_as_meta_computed(settings_of(name, overrides=words, gpus=gpus), META)
+    return make_dense_plan(settings_of(name, overrides=words, gpus=gpus), META)
 
 
 def test_all_to_all_of_the_papers_table_2():

@@ -1,4 +1,4 @@
-"""What fairseq's ``moe`` branch did differently, to hold the planner against its published speeds.
+"""Plans of the dense formulation: what fairseq's ``moe`` branch computes in place of this package.
 
 Tokens are dispatched and combined by products with one-hot masks of [T, E, C] (GShard, arXiv
 2006.16668), and attention goes through tables of scores, [B, heads, S, S]. Fully sharded, dense
@@ -17,46 +17,56 @@ Bytes per element of the tables, b that of an element, reads and writes alike:
                        probabilities read (b)
 """
 
-import dataclasses
+from __future__ import annotations
 
-from fairseq_tutel.plan.gpu_memory import count_memory, make_layers
-from fairseq_tutel.plan.planner import make_plan
-from fairseq_tutel.plan.speed import ring_time
+import dataclasses
+from collections.abc import Iterator
+
+from .gpu_memory import Layer, count_memory, make_layers
+from .hardware import Hardware
+from .planner import Plan, make_plan
+from .settings import Settings
+from .speed import ring_time
 
 # products with the masks: two forward; of dispatch's mask no gradient is asked for, so three back
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 3
 
 
-def masks(settings):
-    """T E C, elements of the masks of an MoE layer."""
+def masks(settings: Settings) -> int:
+    """Return T E C, the elements of the masks of an MoE layer."""
     capacity = settings.routing.capacity(settings.tokens, training=True)
     return settings.tokens * settings.routing.num_experts * capacity
 
 
-def scores(settings):
-    """B heads S S, elements of the scores of any layer."""
+def scores(settings: Settings) -> int:
+    """Return B heads S S, the elements of the scores of any layer."""
     heads = settings.model.decoder_attention_heads
     return settings.batch_size * heads * settings.tokens_per_sample**2
 
 
-def mask_flops(settings):
-    """FLOPs per token of one MoE layer's products with the masks, as computed."""
+def mask_flops(settings: Settings) -> float:
+    """Return the FLOPs per token of one MoE layer's products with the masks, as computed."""
     passes = 2 if settings.model.checkpoint_activations else 1
     products = passes * _FORWARD_PRODUCTS + _BACKWARD_PRODUCTS
     return products * 2 * masks(settings) * settings.model.decoder_embed_dim / settings.tokens
 
 
-def _table_time(settings, moe_layers, hardware):
-    """Seconds of one update in which the tables are read and written."""
+def mask_bytes(passes: int, element: int) -> int:
+    """Return the bytes per element of the masks that are read and written, by the table above."""
+    return passes * (30 + 2 * element) + 12 + 2 * element
+
+
+def _table_time(settings: Settings, moe_layers: int, hardware: Hardware) -> float:
+    """Return seconds of one update in which the tables are read and written."""
     b, model = settings.precision.element, settings.model
     passes = 2 if model.checkpoint_activations else 1
-    moved = moe_layers * masks(settings) * (passes * (30 + 2 * b) + 12 + 2 * b)
+    moved = moe_layers * masks(settings) * mask_bytes(passes, b)
     moved += model.decoder_layers * scores(settings) * (passes * (8 * b + 1) + 9 * b + 1)
     return settings.update_freq * moved / hardware.stream
 
 
-def _layers(settings, plan):
-    """With the tables that a backward pass needs, and the gradients that it has of them."""
+def _layers(settings: Settings, plan: Plan) -> Iterator[Layer]:
+    """Yield layers with the tables that a backward pass needs, and their gradients."""
     b = settings.precision.element
     stack = make_layers(settings, plan.parameters, plan.traffic)
     for number, layer in enumerate(stack, start=1):
@@ -69,8 +79,17 @@ def _layers(settings, plan):
         yield dataclasses.replace(layer, activations=activations, gradients=gradients)
 
 
-def plan_as_meta_computed(settings, hardware):
-    """The plan of a run of that branch, on several GPUs."""
+def make_dense_plan(settings: Settings, hardware: Hardware) -> Plan:
+    """Plan a run of that branch; arguments as :func:`make_plan`.
+
+    Raises:
+        ValueError: as :func:`make_plan`; or the run is not a decoder with experts on several GPUs.
+    """
+    if not settings.routing or len(settings.stacks) > 1 or settings.gpus == 1:
+        raise ValueError(
+            "the dense formulation is planned for a decoder with experts on several GPUs, not for "
+            f"gpus={settings.gpus} and {len(settings.stacks)} stacks"
+        )
     plan = make_plan(settings, hardware)
     whole, time = plan.parameters, plan.time
     b, gpus = settings.precision.element, settings.gpus

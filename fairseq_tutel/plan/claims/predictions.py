@@ -1,0 +1,126 @@
+"""Figures of published claims as the planner predicts them, with the constants of configs/hardware.
+
+Each function returns the predicted values in the order of the published ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from ...command_line import CONFIGS
+from ...config import EXCHANGES
+from ..compose import load_config
+from ..dense import make_dense_plan
+from ..hardware import Hardware, load_hardware
+from ..layer import LayerShape, best_layer_time, layer_time
+from ..parameters import count_parameters
+from ..planner import make_plan
+from ..settings import Settings, read_settings
+
+MIB = 2**20
+
+
+@functools.cache
+def a100() -> Hardware:
+    """Return the profile of the published machines: nodes of 8 A100 of 80 GB."""
+    return load_hardware(CONFIGS, "a100-80g")
+
+
+def figure_14(gpus: int) -> LayerShape:
+    """Return the layer of figure 14 of arXiv 2206.03382: two experts per GPU, half precision."""
+    return LayerShape(16384, 2048, 2048, 2 * gpus, gpus)
+
+
+def layer_speedups() -> list[float]:
+    """Predict dense over this layer, linear exchange without overlap, on 8 and 512 GPUs."""
+    times = [(figure_14(gpus), gpus) for gpus in (8, 512)]
+    return [layer_time(s, a100(), dense=True) / layer_time(s, a100()) for s, _ in times]
+
+
+def best_layer_speedups() -> list[float]:
+    """Predict dense over this layer with the best exchange and overlap, on 16 and 2,048 GPUs."""
+    shapes = map(figure_14, (16, 2048))
+    return [layer_time(s, a100(), dense=True) / best_layer_time(s, a100()) for s in shapes]
+
+
+@functools.cache
+def end_to_end_speedup(gpus: int) -> float:
+    """Predict dense over this package for an update of the 1.1T model, one expert per GPU."""
+    config = load_config(CONFIGS, "meta_1.1t", [f"model.moe_expert_count={gpus}"])
+    settings = read_settings(config, "meta_1.1t", gpus=gpus)
+    dense, this = make_dense_plan(settings, a100()), make_plan(settings, a100())
+    return dense.time.total / this.time.total
+
+
+def end_to_end_speedups() -> list[float]:
+    """Predict :func:`end_to_end_speedup` on 8 and 512 GPUs."""
+    return [end_to_end_speedup(8), end_to_end_speedup(512)]
+
+
+def days() -> list[float]:
+    """Predict days of the dense formulation over this package's, on 512 GPUs."""
+    return [end_to_end_speedup(512)]
+
+
+def hierarchical_speedup() -> list[float]:
+    """Predict linear over 2DH for 1 MiB per GPU on 2,048 GPUs."""
+    linear, two = (EXCHANGES.get(n).predict(MIB, 2048, a100()) for n in ("linear", "2dh"))
+    return [linear / two]
+
+
+def busiest_rank() -> list[float]:
+    """Predict a dropless step at a utilisation of 72 % over one at 89 %.
+
+    The busiest rank decides: the step takes as long as its rows, mean over utilisation.
+    """
+    return [89 / 72]
+
+
+def adaptive_parallelism() -> list[float]:
+    """Predict r = 1 over the best r, largest over the capacity factors of figure 12.
+
+    64 A100, 16 experts, D = 2048, H = 32768, 1024 tokens per GPU, capacity factors 1 to 8; top-2,
+    fp32 products at the 71 TFLOP/s of table 2, gradients of gathered weights scattered by rings.
+    """
+    hardware = dataclasses.replace(a100(), fp32_flops=71e12, matmul_efficiency=1.0)
+    words = [
+        "model.decoder_layers=2",
+        "model.decoder_embed_dim=2048",
+        "model.decoder_ffn_embed_dim=32768",
+        "model.decoder_attention_heads=16",
+        "model.moe_expert_count=16",
+        "task.tokens_per_sample=1024",
+        "dataset.batch_size=1",
+        "model.checkpoint_activations=false",
+        "common.fp16=false",
+        "common.memory_efficient_fp16=false",
+    ]
+    settings = read_settings(load_config(CONFIGS, "meta_1.1t", words), "figure 12", gpus=64)
+    settings = settings.with_placement("sliced")
+    return [max(_gain_of_r(settings, factor, hardware) for factor in (1, 2, 4, 8))]
+
+
+def _gain_of_r(settings: Settings, factor: float, hardware: Hardware) -> float:
+    routing = dataclasses.replace(settings.routing, capacity_factor=float(factor))
+    parameters = count_parameters(settings)
+    products = 3 * 4 * 2048 * 32768 * 2 * 1024 * factor / 71e12
+    times = []
+    for r in (1, 2, 4, 0):
+        time = make_plan(
+            settings.with_placement(r=r).replace(routing=routing), hardware, parameters
+        ).time
+        times.append(time.all_to_all + time.weights + products)
+    return times[0] / min(times)
+
+
+PREDICTIONS: dict[int, Callable[[], list[float]]] = {
+    1: layer_speedups,
+    2: end_to_end_speedups,
+    11: busiest_rank,
+    15: days,
+    19: adaptive_parallelism,
+    21: hierarchical_speedup,
+    22: best_layer_speedups,
+}
