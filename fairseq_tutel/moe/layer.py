@@ -68,21 +68,18 @@ class MoELayer(nn.Module):
         model_dim (int): M, width of the tokens (default None: of your experts' first linear layer).
         num_experts (int): E, experts over all ranks (default None: given by ``config``).
         hidden_dim (int): F, hidden dimension of the built-in experts (default None: 4*M).
-        config (MoEConfig): all routing options, in place of ``num_experts`` and ``**routing``
-            (default None).
+        config (MoEConfig): all of ``num_experts`` and ``**routing`` in one (default None).
         activation (str): activation of the ``ffn`` experts and of the shared expert: gelu, relu,
             swish, tanh, ... (default "gelu").
         gate (nn.Module): a :class:`~fairseq_tutel.moe.routers.Router`, or a module that maps
             [T, M] to logits [T, E] (default None: the router that ``config.router`` names). A
             module gets tokens in the dtype of ``x`` under the caller's autocast; its logits are
             cast to fp32.
-        expert_fn (function): makes one expert, a module [n, M] -> [n, M]; called for each expert of
-            this rank (default None: built-in experts).
+        expert_fn (function): makes one expert, a module [n, M] -> [n, M] (default None: built-in).
         experts (list of nn.Module): all experts of this rank (default None: built-in experts).
         expert_network (str): network of the built-in experts: ``ffn``, or gated, ``swiglu`` or
             ``geglu``, or a registered name (default "ffn").
-        expert_options (dict): options of that network, for example ``{"bias": True}`` for gated
-            experts (default None: its defaults).
+        expert_options (dict): of that network, such as ``{"bias": True}`` (default None: its own).
         groups (ExpertParallelGroups): placement of the experts, from
             :func:`~fairseq_tutel.distributed.build_groups` (default None: spread over all ranks of
             torch.distributed; then the constructor is collective).
