@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .options import at_least, check_options, documented, option
+from .options import OptionError, at_least, check_options, documented, option
 from .registry import EXPERTS, Options
 
 
@@ -33,9 +33,16 @@ class ExpertConfig:
         at_least(0),
         flag="--moe-shared-expert-ffn-dim",
     )
+    shared_expert_gate: bool = option(
+        False,
+        "multiply that dense expert's output by the sigmoid of a linear map of the token, as "
+        "Qwen1.5-MoE does",
+    )
     expert_options: Options | Mapping[str, Any] | None = option(
         None, "the network's own options, by name or as an object of its class ``Options``"
     )
 
     def __post_init__(self):
         check_options(self)
+        if self.shared_expert_gate and not self.shared_expert_dim:
+            raise OptionError("`shared_expert_gate` needs a `shared_expert_dim` > 0")

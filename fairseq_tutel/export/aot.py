@@ -134,6 +134,7 @@ def _describe(layer: MoELayer) -> LayerConfig:
         network_options=experts.options,
         activation=experts.activation if shared is None else shared.activation,
         shared_dim=0 if shared is None else shared.fc1.out_features,
+        shared_gate=shared is not None and shared.gate is not None,
     )
 
 

@@ -41,6 +41,7 @@ class LayerConfig:
     expert_bias: bool
     activation_function: str
     shared_expert_dim: int
+    shared_expert_gate: bool
     score_function: str
     num_expert_groups: int
     top_groups: int
@@ -77,6 +78,7 @@ def describe_layer(
     network_options: Any = None,
     activation: str = "gelu",
     shared_dim: int = 0,
+    shared_gate: bool = False,
 ) -> LayerConfig:
     """Return the config of a layer in evaluation without a capacity, as fairseq generates.
 
@@ -87,6 +89,7 @@ def describe_layer(
         network_options: the network's own options (default None: the network's defaults).
         activation: fairseq's name (default "gelu").
         shared_dim: hidden width of the shared expert (default 0: none).
+        shared_gate: whether it has a gate (default False).
 
     Raises:
         ExportError: names a router, a network, an activation or null experts.
@@ -109,6 +112,7 @@ def describe_layer(
         expert_bias=network == "ffn" or options.bias,
         activation_function=ACTIVATIONS[activation],
         shared_expert_dim=shared_dim,
+        shared_expert_gate=shared_gate,
         score_function=config.score_function,
         num_expert_groups=config.num_expert_groups,
         top_groups=config.top_groups,

@@ -23,6 +23,7 @@ _MOE = (
     (r"gate\.wg\.weight", r"router.weight"),
     (r"gate\.load_bias", r"router.load_bias"),
     (r"shared_expert\.(fc[12])\.(weight|bias)", r"shared_expert.\1.\2"),
+    (r"shared_expert\.gate\.weight", r"shared_expert_gate.weight"),
 )
 _EXPERT = re.compile(r"experts\.(\d+)\.(fc_gate|fc1|fc2)\.(weight|bias)")
 # entries of fairseq and of the layer that are no weights

@@ -77,6 +77,7 @@ class StoredOptions:
             network_options=experts.expert_options,
             activation=str(model.activation_fn),
             shared_dim=experts.shared_expert_dim,
+            shared_gate=experts.shared_expert_gate,
         )
         layers, (_, freq) = model.decoder_layers, moe_frequencies(model)
         positions = "learned" if model.decoder_learned_pos else "sinusoidal"

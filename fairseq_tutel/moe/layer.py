@@ -36,7 +36,7 @@ from .arguments import (
 )
 from .dispatcher import dispatch_and_combine
 from .exchange_choice import ExchangeChoice, ExchangeChoices
-from .experts import ExpertBank, SharedExpert, make_experts, own_experts, width_of_input
+from .experts import ExpertBank, make_experts, make_shared_expert, own_experts, width_of_input
 from .memory import StepMemory, routed_bytes
 from .reports import MoEAux, RouterAux, balance_over_ranks, make_aux
 from .routers import Router, jitter_tokens, route_logits
@@ -84,6 +84,7 @@ class MoELayer(nn.Module):
             :func:`~fairseq_tutel.distributed.build_groups` (default None: spread over all ranks of
             torch.distributed; then the constructor is collective).
         shared_expert_dim (int): hidden dimension of an expert for all tokens (default 0: none).
+        shared_expert_gate (bool): give it a gate, the sigmoid of a linear map (default False).
         dropout (float): dropout of the outputs of the built-in experts (default 0).
         activation_dropout (float): dropout after their activation (default 0).
         seed (int): seed of experts' initial weights (default None: drawn from torch's generator).
@@ -121,6 +122,7 @@ class MoELayer(nn.Module):
         expert_options: Mapping[str, Any] | None = None,
         groups: ExpertParallelGroups | None = None,
         shared_expert_dim: int = 0,
+        shared_expert_gate: bool = False,
         dropout: float = 0.0,
         activation_dropout: float = 0.0,
         seed: int | None = None,
@@ -180,11 +182,8 @@ class MoELayer(nn.Module):
             raise ValueError(
                 f"activation={activation!r}: expert_network={expert_network!r} has its own"
             )
-        self.shared_expert = None
-        if shared_expert_dim:
-            self.shared_expert = SharedExpert(
-                model_dim, shared_expert_dim, activation, activation_dropout, dropout
-            )
+        dims, dropouts = (model_dim, shared_expert_dim), (activation_dropout, dropout)
+        self.shared_expert = make_shared_expert(*dims, activation, dropouts, shared_expert_gate)
 
     def forward(
         self,

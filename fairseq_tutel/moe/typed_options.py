@@ -68,6 +68,7 @@ class LayerOptions(RoutingOptions, total=False):
     expert_network: str
     expert_options: Mapping[str, Any] | None
     shared_expert_dim: int
+    shared_expert_gate: bool
     dropout: float
     activation_dropout: float
     expert_storage: str

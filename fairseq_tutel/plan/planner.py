@@ -164,6 +164,7 @@ def flop_matched(plan: Plan) -> Plan:
     """Plan a dense model of equal FLOPs per token: FFNs as wide as K experts in the MoE layers."""
     settings = plan.settings
     model = {"moe_shared_expert_ffn_dim": 0, "moe_expert_parallel_size": 0, "moe_cmr": False}
+    model["moe_shared_expert_gate"] = False
     for stack, counted in zip(settings.stacks, plan.parameters.stacks, strict=True):
         if counted.moe_layers:
             beside = settings.model.moe_shared_expert_ffn_dim + stack.conditional

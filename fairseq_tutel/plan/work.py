@@ -110,6 +110,7 @@ def _dense_flops(settings: Settings, stack: Stack) -> float:
     if sparse:
         flops += sparse * 2 * dim * settings.routing.num_outputs
         flops += sparse * 4 * dim * (settings.model.moe_shared_expert_ffn_dim + stack.conditional)
+        flops += sparse * 2 * dim * settings.model.moe_shared_expert_gate
     return flops
 
 

@@ -54,6 +54,7 @@ LAYERS = {
         "top_groups": 1,
         "group_score": "max",
     },
+    "gated shared expert": {"shared_expert_dim": 6, "shared_expert_gate": True},
     "sigmoid, scaled": {"score_function": "sigmoid", "route_scale": 2.0, "top_k": 3},
 }
 

@@ -33,6 +33,7 @@ CASES = {
     "swish": {"top_k": 1, "activation": "swish"},
     "top1 shared expert": {"top_k": 1, "shared_expert_dim": 5},
     "top2 dropless shared expert": {"capacity_factor": 0.0, "shared_expert_dim": 5},
+    "gated shared expert": {"shared_expert_dim": 5, "shared_expert_gate": True},
 }
 
 
@@ -77,7 +78,15 @@ def loop(weights, x_TM, config, training, pad_T, activation):
         pad_T=pad_T,
     )
     if "shared_expert.fc1.weight" in weights:
-        y = y + torch.stack([network(x, "shared_expert") for x in x_TM])
+        shared = torch.stack([network(x, "shared_expert") for x in x_TM])
+        if "shared_expert.gate.weight" in weights:
+            shared = torch.stack(
+                [
+                    (weights["shared_expert.gate.weight"] @ x).sigmoid() * y
+                    for x, y in zip(x_TM, shared, strict=True)
+                ]
+            )
+        y = y + shared
     return y, routed
 
 
@@ -265,6 +274,7 @@ ONE = network()
         ({"groups": ExpertParallelGroups(8)}, "groups were built for 8 experts, the layer has 4"),
         ({"activation": "softplus"}, "unknown activation 'softplus'"),
         ({"shared_expert_dim": -1}, "shared_expert_dim=-1"),
+        ({"shared_expert_gate": True}, "needs a shared_expert_dim > 0"),
         ({"load_bias": "sign", "gate": ONE}, "load_bias='sign' needs a router"),
         ({"expert_network": "glu"}, "expert_network='glu' is unknown.*ffn, geglu, swiglu"),
         (

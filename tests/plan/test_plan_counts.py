@@ -38,6 +38,7 @@ def experts_as_on_a_gpu(monkeypatch):
         ["model.use_stable_embedding=true", "model.moe_router=cosine",
          "model.moe_cosine_proj_dim=8"],
         ["model.moe_shared_expert_ffn_dim=96", "model.moe_null_experts=3"],
+        ["model.moe_shared_expert_ffn_dim=96", "model.moe_shared_expert_gate=true"],
         [*SLICED, "model.moe_expert_network=geglu"],
         ["model.decoder_input_dim=32", "model.decoder_output_dim=48",
          "model.share_decoder_input_output_embed=false"],

@@ -16,6 +16,7 @@ class FairseqMoEConfig(PreTrainedConfig):
             ``down(act(gate(x)) * up(x))``.
         expert_bias: whether the experts' projections have biases (always True for "ffn").
         shared_expert_dim: hidden width of the shared expert, 0 for none.
+        shared_expert_gate: whether a sigmoid per token multiplies its output.
         score_function: "softmax" or "sigmoid" of the router's logits.
         num_expert_groups: groups of neighbouring experts, 1 for no limit to groups.
         top_groups: groups that a token chooses from.
@@ -45,6 +46,7 @@ class FairseqMoEConfig(PreTrainedConfig):
     expert_network: str = "ffn"
     expert_bias: bool = True
     shared_expert_dim: int = 0
+    shared_expert_gate: bool = False
     score_function: str = "softmax"
     num_expert_groups: int = 1
     top_groups: int = 1

@@ -165,13 +165,19 @@ class FairseqMoEBlock(nn.Module):
         self.shared_expert = None
         if config.shared_expert_dim:
             self.shared_expert = FairseqMoEFeedForward(config, config.shared_expert_dim)
+        self.shared_expert_gate = None
+        if config.shared_expert_gate:
+            self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, hidden_states):
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         index, weights = self.router(tokens)
         out = self.ffn_experts(tokens, index, weights)
         if self.shared_expert is not None:
-            out = out + self.shared_expert(tokens)
+            shared = self.shared_expert(tokens)
+            if self.shared_expert_gate is not None:
+                shared = torch.sigmoid(self.shared_expert_gate(tokens)) * shared
+            out = out + shared
         return (out * self.output_scale).view(hidden_states.shape)
 
 

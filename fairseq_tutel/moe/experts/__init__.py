@@ -13,7 +13,7 @@ import torch
 from ...config import EXPERTS, Options, option
 from ...distributed import ExpertParallelGroups
 from .base import ExpertBank, ExpertRows, PreparedExperts
-from .ffn import Experts, SharedExpert
+from .ffn import Experts, SharedExpert, make_shared_expert
 from .gated import GeGLUExperts, SwiGLUExperts
 from .inference import STORAGES, InferenceExperts, hold_experts
 from .modules import ExpertList, own_experts, width_of_input
@@ -83,6 +83,7 @@ __all__ = [
     "SwiGLUExperts",
     "hold_experts",
     "make_experts",
+    "make_shared_expert",
     "option",
     "own_experts",
     "width_of_input",

@@ -130,6 +130,13 @@ class SharedExpert(nn.Module):
     """An expert for every token: ``fc2(dropout(activation(fc1(x))))`` with dropout after it.
 
     DeepSeekMoE, arXiv 2401.06066, section 3.2. The parameters are the same on all ranks.
+
+    Args:
+        model_dim: M.
+        hidden_dim: F.
+        activation: name for :func:`fairseq_tutel.ops.expert_ffn`.
+        dropouts: probabilities after the activation and of the output.
+        gated: multiply the output by ``sigmoid(gate(x))``, a number per token.
     """
 
     def __init__(
@@ -137,17 +144,18 @@ class SharedExpert(nn.Module):
         model_dim: int,
         hidden_dim: int,
         activation: str,
-        activation_dropout: float,
-        dropout: float,
+        dropouts: tuple[float, float],
+        gated: bool = False,
     ):
         super().__init__()
         if not isinstance(hidden_dim, int) or hidden_dim < 1:
             raise ValueError(f"shared_expert_dim={hidden_dim!r} must be a whole number, 0 for none")
-        self.activation, self.dropouts = activation, (activation_dropout, dropout)
+        self.activation, self.dropouts = activation, dropouts
         for p in self.dropouts:
             ops.check_activation(activation, p)
         self.fc1 = nn.Linear(model_dim, hidden_dim)
         self.fc2 = nn.Linear(hidden_dim, model_dim)
+        self.gate = nn.Linear(model_dim, 1, bias=False) if gated else None
 
     @property
     def hidden_dim(self) -> int:
@@ -156,13 +164,32 @@ class SharedExpert(nn.Module):
     def forward(self, x_TM: torch.Tensor) -> torch.Tensor:
         params = (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
         dropouts = self.dropouts if self.training else (0.0, 0.0)
-        return ops.expert_ffn(
+        y_TM = ops.expert_ffn(
             x_TM[None],
             *(param.to(x_TM.dtype)[None] for param in params),  # another dtype under autocast
             activation=self.activation,
             activation_dropout_p=dropouts[0],
             dropout_p=dropouts[1],
         )[0]
+        if self.gate is None:
+            return y_TM
+        gate_T1 = nn.functional.linear(x_TM, self.gate.weight.to(x_TM.dtype))
+        return torch.sigmoid(gate_T1) * y_TM
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}"
+
+
+def make_shared_expert(
+    model_dim: int,
+    hidden_dim: int,
+    activation: str,
+    dropouts: tuple[float, float],
+    gated: bool,
+) -> SharedExpert | None:
+    """Return the expert of all tokens; None if ``hidden_dim`` is 0."""
+    if hidden_dim:
+        return SharedExpert(model_dim, hidden_dim, activation, dropouts, gated)
+    if gated:
+        raise ValueError("shared_expert_gate=True needs a shared_expert_dim > 0")
+    return None

@@ -79,6 +79,7 @@ class LayerFactory:
             expert_compute=experts.expert_compute,
             groups=self.groups,
             shared_expert_dim=experts.shared_expert_dim,
+            shared_expert_gate=experts.shared_expert_gate,
             dropout=cfg.dropout,
             activation_dropout=cfg.activation_dropout or cfg.relu_dropout or 0.0,
             expert_storage=run.storage,
