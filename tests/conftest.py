@@ -25,6 +25,7 @@ def pytest_collection_modifyitems(items):
         fairseq_tutel.register()
     reasons = {
         "gpu": None if HAS_GPU else "no GPU",
+        "multi_gpu": None if torch.cuda.device_count() > 1 else "fewer than two GPUs",
         "interpreted": backend._why_not_triton("cpu"),
     }
     for item in items:
