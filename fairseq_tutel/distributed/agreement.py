@@ -16,30 +16,24 @@ from typing import Any, Protocol
 
 import torch
 
-from ..config import ExchangeConfig
+from ..config import ExchangeConfig, MoEConfig
 from .placement.expert_params import sum_tensor_over_ranks_
 from .placement.groups import ExpertParallelGroups
 from .world import checksum, compare_settings, gather_integers
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StepSettings:
     """Settings that must be equal on all ranks for the exchanges of a forward pass to match.
 
     Each field, also of a subclass, is a number, a text, a torch.dtype, or a dataclass of them.
     """
 
-    num_experts: int
-    null_experts: int
-    top_k: int
-    model_dim: int
-    mode: str
-    capacity_factor: float
-    eval_capacity_factor: float
-    eval_capacity_token_fraction: float
+    routing: MoEConfig
     exchange: ExchangeConfig
+    model_dim: int
+    mode: str  # "training" or "evaluation"
     dtype: torch.dtype
-    local_drop: float = 0.0
 
     def differences(self, other: StepSettings) -> dict[str, tuple[Any, Any]]:
         """Return name -> (own value, the other's value) for the fields that differ."""
@@ -161,7 +155,8 @@ def sync_stacks_of_all(
 def _sync(counts, settings, words, group, first_rank, block=slice(None)):
     """Return agreements on the tokens of a block of ranks, and each rank's [*counts, *words]."""
     same = _checksum(tuple(settings))
-    draws = any(each.local_drop > 0 and each.mode == "training" for each in settings if each)
+    training = [each.routing for each in settings if each and each.mode == "training"]
+    draws = any(routing.local_drop > 0 for routing in training)
     # always a number, so that ranks that disagree on it still send equally many
     own = int(torch.randint(2**62, ())) if draws else 0
     table = gather_integers([same, own, *counts, *words], group)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import ExchangeConfig, MoEConfig
+from ..config import MoEConfig
 from ..distributed import ExpertParallelGroups, StepAgreement, StepSettings, build_groups
-from .routers import Router, make_router
+from .routers import Router
 
 
 def routing_config(
@@ -68,10 +68,8 @@ def groups_for(num_experts: int, groups: ExpertParallelGroups | None) -> ExpertP
     return groups
 
 
-def gate_for(gate: nn.Module | None, model_dim: int, config: MoEConfig) -> nn.Module:
-    """Return the user's gate, or the router that ``config`` names."""
-    if gate is None:
-        return make_router(model_dim, config)
+def own_gate(gate: nn.Module, config: MoEConfig) -> nn.Module:
+    """Return the user's gate; raise ValueError if it is no module or cannot do what is asked."""
     if not isinstance(gate, nn.Module):
         raise ValueError(f"gate must be a module, got {gate!r}; router='cosine' chooses a gate")
     if config.load_bias != "none" and not isinstance(gate, Router):
@@ -103,25 +101,6 @@ def config_for_call(
         changes["eval_capacity_factor"] = capacity_factor
         changes["eval_capacity_token_fraction"] = 0.0  # takes precedence over the factor
     return dataclasses.replace(config, **changes)
-
-
-def settings_of_step(
-    config: MoEConfig, exchange: ExchangeConfig, training: bool, model_dim: int, dtype: torch.dtype
-) -> StepSettings:
-    """Return what ranks must have in common; ``dtype`` is that of the experts' rows."""
-    return StepSettings(
-        num_experts=config.num_experts,
-        null_experts=config.null_experts,
-        top_k=config.top_k,
-        model_dim=model_dim,
-        mode="training" if training else "evaluation",
-        capacity_factor=config.capacity_factor,
-        eval_capacity_factor=config.eval_capacity_factor,
-        eval_capacity_token_fraction=config.eval_capacity_token_fraction,
-        exchange=exchange,
-        dtype=dtype,
-        local_drop=config.local_drop,
-    )
 
 
 def check_agreement(step: StepAgreement, settings: Callable[[torch.dtype], StepSettings]) -> None:

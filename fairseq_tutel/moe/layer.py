@@ -28,18 +28,17 @@ from ..distributed import (
 from .arguments import (
     check_agreement,
     config_for_call,
-    gate_for,
     groups_for,
+    own_gate,
     refuse_network_options,
     routing_config,
-    settings_of_step,
 )
 from .dispatcher import dispatch_and_combine
 from .exchange_choice import ExchangeChoice, ExchangeChoices
 from .experts import ExpertBank, make_experts, make_shared_expert, own_experts, width_of_input
 from .memory import StepMemory, routed_bytes
 from .reports import MoEAux, RouterAux, balance_over_ranks, make_aux
-from .routers import Router, jitter_tokens, route_logits
+from .routers import Router, jitter_tokens, make_router, route_logits
 from .routing import RouterCall, Routing, mask_of_tokens, mask_tokens
 from .torch_modes import autocast_dtype, untraced, without_autocast
 
@@ -146,7 +145,8 @@ class MoELayer(nn.Module):
         self._changed: dict[tuple, tuple[MoEConfig, MoEConfig]] = {}  # of calls: before, after
         self._choices = ExchangeChoices(self.groups, timed=record_exchange_time, skip=skip_exchange)
         self.exchange_choice = self._choices.prepare(exchange)
-        self.gate = gate_for(gate, model_dim, self.config)
+        gate = make_router(model_dim, self.config) if gate is None else own_gate(gate, self.config)
+        self.gate = gate
         self._gate_routes = isinstance(self.gate, Router)  # still true if the gate is wrapped later
         if experts is None and expert_fn is None:
             self.experts: ExpertBank = make_experts(
@@ -347,7 +347,8 @@ class MoELayer(nn.Module):
         return step
 
     def _settings(self, config, choice, dtype) -> StepSettings:
-        return settings_of_step(config, choice.config, self.training, self.model_dim, dtype)
+        mode = "training" if self.training else "evaluation"
+        return StepSettings(config, choice.config, self.model_dim, mode, dtype)
 
     def _router_call(self, config, choice, agreed, x, return_aux) -> RouterCall:
         again = self.compute_aux and (self.training or torch.is_grad_enabled())
@@ -355,9 +356,7 @@ class MoELayer(nn.Module):
         reports = return_aux or again
         return RouterCall(config, self.training, tokens, sequences, choice.compact, reports, again)
 
-    def _route(
-        self, given_TM, x_TM, pad_mask_T, call: RouterCall
-    ) -> tuple[Routing, RouterAux | None]:
+    def _route(self, given_TM, x_TM, pad_mask_T, call) -> tuple[Routing, RouterAux | None]:
         if self._gate_routes:
             watched = self.config.moves_load_bias and not torch.compiler.is_compiling()
             if watched and isinstance(self.gate, Router):

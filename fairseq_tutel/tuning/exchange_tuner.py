@@ -82,9 +82,6 @@ class ExchangeTuner:
         self._exchange = functools.cache(
             lambda *choice: dataclasses.replace(self._base, **dict(choice))
         )
-        self._routing = functools.cache(
-            lambda **options: dataclasses.replace(layer.config, **options)
-        )
         self._num_parameters = sum(param.numel() for param in layer.experts.parameters())
         self._timers: dict[int, RegionTimer] = {}
         self._began: int | None = None
@@ -142,7 +139,7 @@ class ExchangeTuner:
             return steps
         # all ranks use one choice, also ranks that do not exchange tokens with this one
         largest = max(count for line in table for count in line[: len(counts)])
-        sizes = f"M{layer.model_dim} E{layer.groups.num_experts} K{settings.top_k}"
+        sizes = f"M{layer.model_dim} E{layer.groups.num_experts} K{settings.routing.top_k}"
         kind = f"train/{str(dtype).removeprefix('torch.')}/{sizes} P{self._num_parameters}"
         bucket = self._capacity(largest, settings) // WINDOW
         choice, number, measured = self._choose(Key(kind, bucket))
@@ -187,11 +184,10 @@ class ExchangeTuner:
 
     def _capacity(self, num_tokens, settings) -> int:
         """Return rows of an expert and rank; the mean if their number is not fixed."""
-        top_k, factor = settings.top_k, settings.capacity_factor
-        config = self._routing(top_k=top_k, capacity_factor=factor)
+        config = settings.routing
         if config.is_static(training=True) and not self._base.wire_compact:
             return config.capacity(num_tokens, training=True)
-        return top_k * num_tokens // settings.num_experts
+        return config.top_k * num_tokens // config.num_experts
 
     def _choose(self, key) -> tuple[dict[str, Any], int, bool]:
         """Return (choice, step, measured)."""

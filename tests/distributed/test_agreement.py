@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from helpers.distributed import on_ranks
 
-from fairseq_tutel.config import ExchangeConfig
+from fairseq_tutel.config import ExchangeConfig, MoEConfig
 from fairseq_tutel.distributed import (
     StepAgreement,
     StepSettings,
@@ -29,6 +29,7 @@ DIFFERENCES = {
     "capacity_factor": (1.0, 1.0, 1.0, 1.25),
     "eval_capacity_factor": (0.0, 2.0, 0.0, 0.0),
     "eval_capacity_token_fraction": (0.25, 0.0, 0.0, 0.0),
+    "balance_scope": ("rank", "global", "rank", "rank"),
     "model_dim": (8, 8, 8, 16),
     "dtype": (torch.float32, torch.float32, torch.float16, torch.float16),
     "mode": ("training", "evaluation") * 2,
@@ -142,10 +143,10 @@ def _disagree_on_a_new_setting():
     assert str(caught.value).endswith(
         "disagree on layout: flat on ranks [1]; hierarchical on ranks [0]"
     )
-    # whole numbers on one rank, fractions on another
-    for name, values in (("num_experts", (2, 3)), ("capacity_factor", (1, 1.5))):
+    for name, values in (("num_experts", (2, 3)), ("capacity_factor", (1.0, 1.5))):
         with pytest.raises(ValueError, match=f"{name}: {values[0]} on ranks .0.; {values[1]}"):
-            sync_step(3, StepSettings(**{**settings, name: values[rank]}), groups)
+            routing = MoEConfig(**{"num_experts": 2, name: values[rank]})
+            sync_step(3, StepSettings(**{**settings, "routing": routing}), groups)
 
 
 def _two_stacks():
