@@ -1,25 +1,17 @@
 """All-to-alls on 1, 2, 4 and 8 gloo ranks: what goes where; names, simulations, times."""
 
-import itertools
 import time
 
 import pytest
 import torch
 from helpers.distributed import on_ranks
-from helpers.exchanges import (
-    InlineStream,
-    Recorded,
-    show_what_is_not_filled,
-    splits_of,
-    with_algorithm,
-)
+from helpers.exchanges import InlineStream, splits_of
 
 from fairseq_tutel.config import EXCHANGES, ExchangeConfig
 from fairseq_tutel.distributed import (
     ExpertParallelGroups,
     build_exchange,
     build_groups,
-    gather_texts,
     process_world,
     register_exchange,
 )
@@ -30,7 +22,6 @@ from fairseq_tutel.distributed.exchanges import (
     LocalCopy,
     Splits,
 )
-from fairseq_tutel.distributed.exchanges.streams import ThreadStream
 from fairseq_tutel.moe import MoELayer
 
 _CODE = torch.tensor([100.0, 10.0, 1.0]).double()  # (rank, to, i) as one number
@@ -167,68 +158,7 @@ def test_the_time_of_an_exchange_is_measured_without_its_gradient():
     assert torch.equal(rows.grad, torch.ones(4, 2)) and record.cpu_ms == measured
 
 
-# exchanges started now and waited for later: the same bits, in one order on all ranks
-
 W, M = 4, 6
-CHUNKS = (2, 5, 1, 3)  # rows for each rank; what is recorded tells them apart
-
-
-def _through(exchange, chunks, weight, parts, stream):
-    """Exchange, experts and exchange back of several chunks, each started as early as it can be."""
-    pairs, back = zip(chunks, parts, strict=True), []
-    out = [(exchange.start(x, Direction.DISPATCH, p, stream), p) for x, p in pairs]
-    for handle, p in out:
-        hidden = (handle.wait() @ weight).tanh()
-        back.append(exchange.start(hidden, Direction.COMBINE, p, stream))
-    return torch.cat([handle.wait() for handle in back])
-
-
-def _compare(name, even):
-    rank, _ = process_world()
-    exchange = build_exchange(ExchangeConfig(name, ranks_per_node=2), build_groups(W))
-    parts, chunks = [], []
-    torch.manual_seed(rank)
-    for size in CHUNKS:
-        table = [[size if even else (size + 2 * by + to) % 4 for to in range(W)] for by in range(W)]
-        sent = table[rank]
-        parts.append(None if even else splits_of(exchange, sent))
-        chunks.append(torch.randn(sum(sent), M).double())
-    weight = torch.randn(M, M).double()
-    target = torch.randn(sum(len(x) for x in chunks), M).double()
-
-    def run(through):
-        xs = [x.clone().requires_grad_() for x in chunks]
-        w = weight.clone().requires_grad_()
-        y = through(xs, w)
-        (y * target).sum().backward()
-        return [y.detach(), *(x.grad for x in xs), w.grad]
-
-    def one_after_the_other(xs, w):
-        hidden = [(exchange.dispatch(x, p) @ w).tanh() for x, p in zip(xs, parts, strict=True)]
-        return torch.cat([exchange.combine(h, p) for h, p in zip(hidden, parts, strict=True)])
-
-    want = run(one_after_the_other)
-    worker = ThreadStream()
-    for stream in (InlineStream(), worker, worker):
-        recorded = with_algorithm(exchange, Recorded)
-        got = run(lambda xs, w: _through(recorded, xs, w, parts, stream))  # noqa: B023
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-        directions = [line.rsplit(" ", 1)[0] for line in recorded.algorithm.log]
-        order = ("dispatch", "combine", "combine gradient", "dispatch gradient")
-        assert directions == [direction for direction in order for _ in CHUNKS]
-        if even:  # sizes are those of all ranks: the backward pass is the mirror of the forward one
-            log, half = recorded.algorithm.log, 2 * len(CHUNKS)
-            forward, backward = log[:half], log[half:]
-            assert [line.replace(" gradient", "") for line in backward[::-1]] == forward
-            assert len(set(gather_texts("; ".join(log)))) == 1
-
-
-@on_ranks(W)
-def test_chunks_in_flight_give_what_one_after_the_other_gives():
-    show_what_is_not_filled()
-    for name, even in itertools.product(EXCHANGES, (True, False)):
-        _compare(name, even)
 
 
 def test_a_handle_is_waited_for_once():

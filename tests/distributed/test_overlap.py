@@ -16,6 +16,7 @@ from helpers.exchanges import (
     use_algorithm,
 )
 from helpers.layers import HIDDEN, LAYOUTS, M, make_layer, run, tokens_of
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import ops
@@ -79,6 +80,9 @@ def _record():
         backward = [f"{direction} gradient" for direction in forward[::-1]]
         assert directions == 2 * (2 * forward + 2 * backward)
         assert len(set(gather_texts("; ".join(log)))) == 1
+        if factor > 0:  # sizes are those of all ranks: the backward pass mirrors the forward one
+            mirrored = [line.replace(" gradient", "") for line in log[31:15:-1]]
+            assert mirrored == log[:16]
 
 
 @pytest.mark.parametrize("world_size", [4, pytest.param(8, marks=pytest.mark.slow)])
@@ -179,6 +183,13 @@ def test_experts_that_somebody_looks_at_are_called():
     handle.remove()
     layer(x)
     assert len(calls) == 4
+    with nn.modules.module.register_module_forward_hook(lambda m, *_: calls.append(m)):
+        layer(x)
+    assert calls.count(layer.experts) == 4
+    forward = layer.experts.forward  # fairseq's checkpoint_wrapper replaces it
+    layer.experts.forward = lambda *args: calls.append("replaced") or forward(*args)
+    layer(x)
+    assert calls.count("replaced") == 4
 
 
 def test_dropout_has_one_mask_forth_and_back():
@@ -213,6 +224,7 @@ def test_dropout_has_one_mask_forth_and_back():
 def test_times_are_taken_without_overlap():
     layer, x = simulated(4, record_exchange_time=True)
     _, aux = layer(x, return_aux=True)
+    assert aux.metrics_dict()["all_to_all_cpu_time_ms"] == pytest.approx(aux.record.cpu_ms)
     assert aux.record.cpu_ms > 0 and layer.exchange_config.overlap_degree == 1
 
 
