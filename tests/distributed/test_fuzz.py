@@ -28,7 +28,10 @@ pytestmark = pytest.mark.long
 # by ranks; on 2 cores a case on 8 of them costs as much as three on 2
 SEEDS = {2: range(0, 240, 2), 4: range(1, 280, 2), 8: range(0, 240, 4)}
 ENDS = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
-CUT = {"fc1.weight": 0, "fc1.bias": 0, "fc2.weight": 1}  # which dimension has the hidden units
+GATED = ("fc_gate.weight", "fc_gate.bias", *ENDS)
+# which dimension has the hidden units
+CUT = {"fc1.weight": 0, "fc1.bias": 0, "fc2.weight": 1, "fc_gate.weight": 0, "fc_gate.bias": 0}
+CLAMPED = {"bias": True, "limit": 0.7, "alpha": 1.5}
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Case:
     groups: tuple[int, int, str]  # number, how many a token may choose from, score
     sigmoid: bool
     biased: bool  # whether a frozen bias takes part in the selection
+    clamped: bool  # whether the experts have a clamped gate
     own: bool  # whether the experts are modules of the user's own
     tokens: tuple[int, ...]
 
@@ -70,6 +74,10 @@ class Case:
         """Global numbers of a rank's experts, and which of their slices it has."""
         first = rank % self.group_size * self.local_experts
         return range(first, first + self.local_experts), rank // self.group_size % self.slices
+
+    @property
+    def ends(self):
+        return GATED if self.clamped else ENDS
 
 
 def case_of(seed, ranks=4):
@@ -110,7 +118,8 @@ def case_of(seed, ranks=4):
         groups=(groups, rng.randint(1, groups), rng.choice(["max", "top2"])),
         sigmoid=rng.random() < 0.3,
         biased=rng.random() < 0.3,
-        own=placement == "replicated" and r == 1 and rng.random() < 0.4,
+        own=(own := placement == "replicated" and r == 1 and rng.random() < 0.4),
+        clamped=not own and rng.random() < 0.25,
         tokens=tuple(tokens),
     )
 
@@ -123,8 +132,8 @@ def tensors_of(case):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     m, f = case.model_dim, case.hidden_dim
-    shapes = dict(zip(ENDS, ((f, m), (f,), (m, f), (m,)), strict=True))
-    weights = {(e, end): draw(*shapes[end]) for e in range(case.experts) for end in ENDS}
+    shapes = dict(zip(GATED, 2 * ((f, m), (f,)) + ((m, f), (m,)), strict=True))
+    weights = {(e, end): draw(*shapes[end]) for e in range(case.experts) for end in case.ends}
     xs, targets = ([draw(count, m) for count in case.tokens] for _ in range(2))
     return xs, targets, draw(case.experts, m), weights, draw(case.experts).float()
 
@@ -139,6 +148,11 @@ def cut(tensor, case, end, index):
 
 def expert_of(x_M, weights, expert, case):
     w1, b1, w2, b2 = (weights[expert, end] for end in ENDS)
+    if case.clamped:
+        limit, alpha = CLAMPED["limit"], CLAMPED["alpha"]
+        gate_F = weights[expert, GATED[0]] @ x_M + weights[expert, GATED[1]]
+        gate_F, up_F = gate_F.clamp(max=limit), (w1 @ x_M + b1).clamp(-limit, limit)
+        return w2 @ (gate_F / (1 + torch.exp(-alpha * gate_F)) * (up_F + 1)) + b2
     return w2 @ getattr(F, case.activation)(w1 @ x_M + b1) + b2
 
 
@@ -239,6 +253,12 @@ def layer_of(case):
     own = {"experts": [OwnExpert(case) for _ in range(case.local_experts)]} if case.own else {
         "hidden_dim": case.hidden_dim, "activation": case.activation,
     }  # fmt: skip
+    if case.clamped:
+        own = {
+            "hidden_dim": case.hidden_dim,
+            "expert_network": "clamped_swiglu",
+            "expert_options": CLAMPED,
+        }
     chosen = case.group_size if case.placement == "replicated" else 0
     layer = MoELayer(
         case.model_dim,
@@ -268,7 +288,7 @@ def layer_of(case):
     state = {
         f"experts.{slot}.{end}": cut(weights[e, end], case, end, index)
         for slot, e in enumerate(experts)
-        for end in ENDS
+        for end in case.ends
     }
     router = {"gate.wg.weight": gate, **({"gate.load_bias": bias} if case.biased else {})}
     layer.double().load_state_dict({**router, **state})

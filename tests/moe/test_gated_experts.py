@@ -98,3 +98,64 @@ def test_on_ranks(tmp_path):
     cases = [(E, "replicated", 1, 1), (E, "replicated", 1, 4), (E, "replicated", 0, 1)]
     cases += [(2, "sliced", 1, 2), (2, "sliced", 2, 1), (2, "sliced", 0, 1)]
     check_on_ranks(swiglu, M, cases, tmp_path)
+
+
+# name -> options of the network
+CLAMPED = {
+    "gpt-oss": {"bias": True, "limit": 0.4},
+    "as in DeepSeek-V4": {"limit": 0.3, "alpha": 1.0, "shift": 0.0},
+}
+
+
+def clamped(experts=E, groups=None, given=CLAMPED["gpt-oss"], **options):  # noqa: B006
+    torch.manual_seed(0)
+    return MoELayer(
+        M, experts, F, expert_network="clamped_swiglu", expert_options=given, groups=groups,
+        **{"capacity_factor": 0.0, "seed": 3, **options},
+    ).double()  # fmt: skip
+
+
+def clamped_formula(layer, x, limit, alpha=1.702, shift=1.0, bias=False):
+    """The network number by number, of the best two."""
+
+    def expert(x_M, state):
+        def linear(v, name):
+            out = state[f"{name}.weight"] @ v
+            return out + state[f"{name}.bias"] if bias else out
+
+        hidden = []
+        for g, u in zip(linear(x_M, "fc_gate"), linear(x_M, "fc1"), strict=True):
+            g = torch.minimum(g, g.new_tensor(limit))
+            u = torch.maximum(torch.minimum(u, u.new_tensor(limit)), u.new_tensor(-limit))
+            hidden.append(g / (1 + torch.exp(-alpha * g)) * (u + shift))
+        return linear(torch.stack(hidden), "fc2")
+
+    return by_hand(layer, x, expert)
+
+
+@pytest.mark.parametrize("given", CLAMPED.values(), ids=CLAMPED)
+@pytest.mark.parametrize("factor", [0.0, 4.0], ids=["ragged", "padded"])
+def test_clamped_swiglu_is_the_formula(given, factor):
+    layer = clamped(given=given, capacity_factor=factor)
+    x = (2 * torch.randn(TOKENS, M, dtype=torch.float64)).requires_grad_()
+    target = torch.randn(TOKENS, M, dtype=torch.float64)
+    ys = layer(x), clamped_formula(layer, x, **given)
+    grads = [torch.autograd.grad((y * target).sum(), x)[0] for y in ys]
+    torch.testing.assert_close(*ys)
+    torch.testing.assert_close(*grads)
+
+
+def test_clamped_swiglu_drops_out():
+    x = torch.randn(TOKENS, M, dtype=torch.float64)
+    for options in ({"dropout": 0.5}, {"activation_dropout": 0.5}):
+        layer = clamped(**options)
+        ys = torch.stack([layer(x) for _ in range(800)]).mean(0)
+        want = layer.eval()(x)
+        assert not torch.equal(layer.train()(x), want)
+        assert (ys - want).abs().max() < 0.2 * want.abs().max()
+
+
+@on_ranks(4, timeout=150)
+def test_clamped_swiglu_on_ranks(tmp_path):
+    cases = [(E, "replicated", 1, 4), (E, "replicated", 0, 1), (2, "sliced", 2, 1)]
+    check_on_ranks(clamped, M, [*cases, (2, "sliced", 0, 1)], tmp_path)

@@ -7,7 +7,7 @@ without a gate), ``down_proj``, and biases ``*_bias``. Attributes of the module 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config import Options, option
-from ...moe.experts import Stacked, StackedExperts
+from ...moe.experts import PlainExperts
 
 _GATED = {"swiglu": nn.functional.silu, "geglu": nn.functional.gelu}
 
@@ -143,51 +143,10 @@ class Activation:
         return None
 
 
-class KeptExperts(StackedExperts):
-    """Experts with the activation of the model's own, in plain products of torch."""
-
-    uses_activation = False
-    activate: Callable[..., Tensor]
+class KeptExperts(PlainExperts):
+    """Experts with the activation of the model's own."""
 
     @dataclass(frozen=True)
     class Options(Options):
         gated: bool = option(True, "a second projection is activated and multiplies the first")
         bias: bool = option(False, "the projections have biases")
-
-    @classmethod
-    def layout_for(cls, options):
-        gate = ("fc_gate",) if options.gated else ()
-        layout = {"fc1_weight": Stacked("FM", *(f"{each}.weight" for each in (*gate, "fc1")))}
-        if options.bias:
-            layout["fc1_bias"] = Stacked("F", *(f"{each}.bias" for each in (*gate, "fc1")))
-        layout["fc2_weight"] = Stacked("MF", "fc2.weight")
-        return layout | ({"fc2_bias": Stacked("M", "fc2.bias")} if options.bias else {})
-
-    def compute(self, prepared, rows, offsets):
-        found = dict(zip(self.layout, prepared.params, strict=True))
-        parts = 2 if self.options.gated else 1
-        up, bias = found["fc1_weight"], found.get("fc1_bias")
-        up = up.reshape(len(up) // parts, -1, up.shape[-1])
-        bias = None if bias is None else bias.view(len(up), -1)
-        hidden = linear(rows, up, bias, offsets)
-        hidden = self.activate(*hidden.chunk(parts, -1))
-        return linear(hidden, found["fc2_weight"], found.get("fc2_bias"), offsets)
-
-
-def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """Return ``rows @ weight.T + bias`` of each expert. NOTE: the host reads ``offsets``.
-
-    Args:
-        rows: [e, N, A], or [R, A] with ``offsets``.
-        weight: [e, B, A].
-        bias: [e, B] or None.
-        offsets: int32 [e], end of each expert's rows.
-    """
-    out = StackedExperts.product(rows, weight, offsets)
-    if bias is None:
-        return out
-    if offsets is None:
-        return out + bias[:, None]
-    counts = offsets.diff(prepend=offsets.new_zeros(1))
-    tail = bias.new_zeros((len(rows) - int(offsets[-1]), bias.shape[1]))
-    return out + torch.cat([bias.repeat_interleave(counts, 0), tail])

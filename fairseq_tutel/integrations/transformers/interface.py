@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ... import ops
-from .experts import Activation, Projections, linear
+from ...moe.experts.plain import linear
+from .experts import Activation, Projections
 
 NAME = "fairseq_tutel"
 

@@ -17,6 +17,7 @@ from .ffn import Experts, SharedExpert, make_shared_expert
 from .gated import GeGLUExperts, SwiGLUExperts
 from .inference import STORAGES, InferenceExperts, hold_experts
 from .modules import ExpertList, own_experts, width_of_input
+from .plain import ClampedSwiGLUExperts, PlainExperts
 from .stacked import Stacked, StackedExperts
 
 register_experts = EXPERTS.register
@@ -71,11 +72,13 @@ __all__ = [
     "ExpertCall",
     "ExpertList",
     "ExpertRows",
+    "ClampedSwiGLUExperts",
     "Experts",
     "InferenceExperts",
     "STORAGES",
     "GeGLUExperts",
     "Options",
+    "PlainExperts",
     "PreparedExperts",
     "SharedExpert",
     "Stacked",

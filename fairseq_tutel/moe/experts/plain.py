@@ -1,0 +1,100 @@
+"""Gated experts with any function between two plain products of torch, such as a clamped SwiGLU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...config import EXPERTS, Options, above, at_least, option
+from .stacked import Stacked, StackedExperts
+
+
+class PlainExperts(StackedExperts):
+    """Base class of experts whose subclass gives ``activate``.
+
+    Attributes:
+        activate: function of the gate's and fc1's outputs, [..., F] each; of fc1's alone without a
+            gate.
+    """
+
+    uses_activation = False
+    activate: Callable[..., Tensor]
+
+    @dataclass(frozen=True)
+    class Options(Options):
+        bias: bool = option(False, "the three projections have biases")
+
+    @classmethod
+    def layout_for(cls, options):
+        firsts = ("fc_gate", "fc1") if getattr(options, "gated", True) else ("fc1",)
+        layout = {
+            "fc1_weight": Stacked("FM", *(f"{each}.weight" for each in firsts)),
+            "fc1_bias": Stacked("F", *(f"{each}.bias" for each in firsts)),
+            "fc2_weight": Stacked("MF", "fc2.weight"),
+            "fc2_bias": Stacked("M", "fc2.bias"),
+        }
+        return {
+            name: stacked
+            for name, stacked in layout.items()
+            if options.bias or not name.endswith("bias")
+        }
+
+    def compute(self, prepared, rows, offsets):
+        found = dict(zip(self.layout, prepared.params, strict=True))
+        parts = len(self.layout["fc1_weight"].names)
+        up, bias = found["fc1_weight"], found.get("fc1_bias")
+        up = up.reshape(len(up) // parts, -1, up.shape[-1])
+        bias = None if bias is None else bias.reshape(len(up), -1)
+        hidden = self.activate(*linear(rows, up, bias, offsets).chunk(parts, -1))
+        after_activation, of_output = prepared.dropout
+        if after_activation:
+            hidden = functional.dropout(hidden, after_activation)
+        out = linear(hidden, found["fc2_weight"], found.get("fc2_bias"), offsets)
+        return functional.dropout(out, of_output) if of_output else out
+
+
+def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor | None) -> Tensor:
+    """Return ``rows @ weight.T + bias`` of each expert. NOTE: the host reads ``offsets``.
+
+    Args:
+        rows: [e, N, A], or [R, A] with ``offsets``.
+        weight: [e, B, A].
+        bias: [e, B] or None.
+        offsets: int32 [e], end of each expert's rows.
+    """
+    out = StackedExperts.product(rows, weight, offsets)
+    if bias is None:
+        return out
+    if offsets is None:
+        return out + bias[:, None]
+    counts = offsets.diff(prepend=offsets.new_zeros(1))
+    tail = bias.new_zeros((len(rows) - int(offsets[-1]), bias.shape[1]))
+    return out + torch.cat([bias.repeat_interleave(counts, 0), tail])
+
+
+@EXPERTS.register("clamped_swiglu")
+class ClampedSwiGLUExperts(PlainExperts):
+    """gpt-oss's clamped swiglu
+
+    It is ``fc2(g * sigmoid(alpha * g) * (u + shift))`` with g and u of fc_gate and fc1, clamped.
+    """
+
+    @dataclass(frozen=True)
+    class Options(Options):
+        bias: bool = option(False, "the three projections have biases")
+        limit: float = option(7.0, "largest g, and largest magnitude of u", above(0))
+        alpha: float = option(1.702, "factor inside the sigmoid; 1: silu", at_least(0))
+        shift: float = option(1.0, "addend of u; 0 in DeepSeek-V4 and GLM-5")
+
+    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        options = self.options
+        gate = gate.clamp(max=options.limit)
+        up = up.clamp(-options.limit, options.limit)
+        return gate * torch.sigmoid(options.alpha * gate) * (up + options.shift)
+
+    def extra_repr(self):
+        return f"{super().extra_repr()}, {self.options}"
