@@ -6,6 +6,7 @@ import dataclasses
 
 from ..command_line import columns
 from .planner import Plan, flop_matched, largest_batch, mib
+from .work import chosen_experts
 
 _PHASES = {
     "loss": "while the loss is computed: all kept activations, and the logits",
@@ -14,13 +15,48 @@ _PHASES = {
 }
 
 
+# published advice for Tutel: tokens per expert below which products are too small, and experts of a
+# layer above which groups of experts are worth a look
+_FEW_ROWS, _MANY_EXPERTS = 128, 256
+
+
 def describe(plan: Plan, tokens: float = 300e9) -> str:
     """Return a plan as lines of text, with the days of a training of ``tokens`` tokens."""
     rows = [*_parameter_rows(plan), *_memory_rows(plan), *_work_rows(plan), *_time_rows(plan)]
     rows.append((f"days for {tokens:.3g} tokens", f"{_days(plan, tokens):.3g}"))
     if plan.settings.routing:
         rows += _dense_rows(plan, tokens)
-    return "\n".join([*_header(plan), *(f"  {line}" for line in columns(rows))])
+    return "\n".join([*_header(plan), *(f"  {line}" for line in columns(rows)), *advice(plan)])
+
+
+def rows_per_expert(plan: Plan) -> float:
+    """Return the rows of one expert, or slice of it, in a forward pass with an even load.
+
+    They come from all GPUs that exchange rows with each other.
+    """
+    settings = plan.settings
+    pairs = plan.traffic.exchange_ranks * settings.tokens * chosen_experts(settings)
+    return pairs / settings.routing.num_experts
+
+
+def advice(plan: Plan) -> list[str]:
+    """Return lines of warnings and advice about the number of experts."""
+    routing = plan.settings.routing
+    if not routing:
+        return []
+    rows, lines = rows_per_expert(plan), []
+    if rows < _FEW_ROWS:
+        lines.append(
+            f"warning: {rows:.0f} rows per expert are fewer than {_FEW_ROWS}, so that products are "
+            "small: use more tokens per GPU, or fewer experts"
+        )
+    if routing.num_experts > _MANY_EXPERTS and not plan.settings.model.moe_expert_parallel_size:
+        lines.append(
+            f"advice: with more than {_MANY_EXPERTS} experts ({routing.num_experts}) try groups: "
+            "tokens stay in a group of GPUs (--moe-expert-parallel-size N), or choose experts of a "
+            "few groups (--moe-num-expert-groups N --moe-top-groups K)"
+        )
+    return lines
 
 
 def _header(plan: Plan) -> list[str]:
@@ -75,6 +111,7 @@ def _work_rows(plan: Plan) -> list[tuple[str, str]]:
     if routing:
         limited = f"{work.capacity} rows per expert and GPU, top-{routing.top_k}"
         rows.append(("capacity", "unlimited" if work.capacity is None else limited))
+        rows.append(("rows per expert", f"{rows_per_expert(plan):,.0f} with an even load"))
     if work.exchanges:
         sizes = f"{work.exchange_bytes / 2**20:.1f} MiB per GPU, "
         sizes += f"{work.bytes_per_peer / 2**10:.1f} KiB per peer, {work.exchanges} per update"

@@ -287,3 +287,24 @@ for words in ([], ["--help"], ["--nosuch"], ["--config-name", "meta_1.1t", "gpus
 assert not {"torch", "fairseq", "hydra"} & set(sys.modules)
 """
     commands.run([sys.executable, "-c", code], timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("words", "rows", "lines"),
+    [
+        # (tokens per GPU, GPUs that exchange, experts): 24 x 1024 tokens go to 2 experts each
+        ("gpus=512", "49,152", ["advice: with more than 256 experts (512) try groups"]),
+        ("gpus=8 model.moe_expert_count=8", "49,152", []),
+        ("gpus=8 model.moe_expert_count=512 dataset.batch_size=1 task.tokens_per_sample=256", "8",
+         ["warning: 8 rows per expert are fewer than 128", "advice: with more than 256"]),
+        ("gpus=64 model.moe_expert_count=512 +model.moe_expert_parallel_size=8", "768", []),
+        ("gpus=16 model.moe_expert_count=8", "49,152", []),  # two replicas
+    ],
+)  # fmt: skip
+def test_advice_about_the_number_of_experts(capsys, words, rows, lines):
+    _, out, _ = run(capsys, *words.split(), "model.decoder_layers=2", "model.decoder_embed_dim=64",
+                    "model.decoder_ffn_embed_dim=64")  # fmt: skip
+    assert re.search(rf"rows per expert +{rows} with an even load", out), out
+    found = [line for line in out.splitlines() if line.startswith(("warning", "advice"))]
+    assert len(found) == len(lines)
+    assert all(line.startswith(start) for line, start in zip(found, lines, strict=True))

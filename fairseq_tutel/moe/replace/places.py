@@ -18,6 +18,7 @@ Match = str | Callable[[str, nn.Module], bool] | Collection[str]
 _PARTS_OF_LAYERS = (
     ("linear1", "activation", "dropout", "linear2"),
     ("fc1", "activation_fn", "activation_dropout_module", "fc2"),
+    ("fc1", "activation_fn", "dropout2", "fc2"),  # fairseq's wav2vec 2.0 and HuBERT
 )
 # How such a layer may be called: an encoder's, an encoder's with a padding mask, a decoder's.
 _CALLS = (

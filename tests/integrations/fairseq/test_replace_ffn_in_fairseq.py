@@ -1,17 +1,19 @@
-"""``replace_ffn`` on layers of fairseq's transformers."""
+"""``replace_ffn`` on layers of fairseq's transformers, and on its wav2vec 2.0."""
 
 import copy
 
 import pytest
 import torch
 from fairseq.models.transformer import TransformerConfig
+from fairseq.models.wav2vec import Wav2Vec2Config, Wav2Vec2Model
 from fairseq.modules.transformer_layer import (
     TransformerDecoderLayerBase,
     TransformerEncoderLayerBase,
 )
 from torch import nn
 
-from fairseq_tutel.moe import MoELayer, replace_ffn
+from fairseq_tutel import training
+from fairseq_tutel.moe import MoELayer, every_other, replace_ffn
 
 
 def layers(kind, **options):
@@ -42,3 +44,38 @@ def test_a_norm_between_the_parts_is_refused():
     with pytest.raises(ValueError, match=r"^0: .* something else between fc1, .*--scale-fc"):
         replace_ffn(model, "0$", 4)
     assert isinstance(model[0].fc1, nn.Linear)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_wav2vec_gets_experts_and_trains(norm_first):
+    """fairseq's own speech model: the same features, then a training step."""
+    config = Wav2Vec2Config(
+        conv_feature_layers="[(8, 10, 5), (8, 3, 2)]", encoder_layers=2, encoder_embed_dim=16,
+        encoder_ffn_embed_dim=32, encoder_attention_heads=2, conv_pos=4, conv_pos_groups=2,
+        dropout=0.0, attention_dropout=0.0, encoder_layerdrop=0.0, layer_norm_first=norm_first,
+        final_dim=16, required_seq_len_multiple=1, mask_prob=0.0, dropout_input=0.0,
+    )  # fmt: skip
+
+    def make():  # its weight norm cannot be copied
+        torch.manual_seed(0)
+        return Wav2Vec2Model(config).eval()
+
+    model, dense, sound = make(), make(), torch.randn(2, 400)
+    blocks = every_other(model, r"encoder\.layers\.\d+$")
+    replace_ffn(model, blocks, 4, copy_weights=True, capacity_factor=0.0)
+    layer = model.encoder.layers[1].fc1
+    assert isinstance(layer, MoELayer) and type(layer.experts).__name__ == "Experts"
+    found, want = (each.extract_features(sound, None)["x"] for each in (model, dense))
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+    optimizer = torch.optim.AdamW(model.train().parameters(), 1e-3)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with training.collect_aux(model) as aux:
+            loss = model.extract_features(sound, None)["x"].sub(1).square().mean()
+        (loss + 0.01 * aux.loss).backward()
+        assert layer.experts.fc1_weight.grad.abs().sum() > 0
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[2] < losses[1] < losses[0]

@@ -1,4 +1,4 @@
-"""``replace_ffn`` on five models of transformers: the same outputs, then a loss that falls."""
+"""``replace_ffn`` on six models of transformers: the same outputs, then a loss that falls."""
 
 import pytest
 import torch
@@ -33,6 +33,17 @@ MODELS = {
          "dropout_rate": 0.0, "decoder_start_token_id": 0, **TEXT},
         r"\.DenseReluDense$", "Experts",
     ),
+    "wav2vec2": (
+        "Wav2Vec2ForCTC",
+        {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "conv_dim": (8, 8), "conv_kernel": (10, 3),
+         "conv_stride": (5, 2), "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4,
+         "num_conv_pos_embedding_groups": 2, "vocab_size": 20, "layerdrop": 0.0,
+         "hidden_dropout": 0.0, "activation_dropout": 0.0, "attention_dropout": 0.0,
+         "feat_proj_dropout": 0.0, "final_dropout": 0.0, "apply_spec_augment": False,
+         "ctc_loss_reduction": "mean"},
+        r"\.feed_forward$", "Experts",
+    ),
     # its gelu is the approximation, for which there are no built-in gated experts
     "gemma": ("GemmaForCausalLM", DECODER, r"\.mlp$", "ExpertList"),
 }  # fmt: skip
@@ -55,6 +66,9 @@ def batch_of(name, rows=slice(None)):
     if name == "vit":
         images = torch.rand(4, 3, 16, 16, generator=generator)
         return {"pixel_values": images[rows], "labels": torch.tensor([0, 1, 2, 3])[rows]}
+    if name == "wav2vec2":
+        sound = torch.randn(4, 400, generator=generator)
+        return {"input_values": sound[rows], "labels": torch.tensor([[3, 4], [5, 6]] * 2)[rows]}
     ids = torch.randint(2, 49, (4, 9), generator=generator)[rows]
     return {"input_ids": ids, "labels": ids}
 
