@@ -12,6 +12,7 @@ from torch import nn
 
 from ..config import MoEConfig
 from ..distributed import ExpertParallelGroups, StepAgreement, StepSettings, build_groups
+from .experts import ExpertBank
 from .routers import Router
 
 
@@ -88,6 +89,25 @@ def refuse_network_options(argument: str, **given: tuple[Any, Any]) -> None:
     unread = [f"{name}={value!r}" for name, (value, default) in given.items() if value != default]
     if unread:
         raise ValueError(f"{argument}= says what the experts are, and not {' and '.join(unread)}")
+
+
+def refuse_local_drop_of_slices(config: MoEConfig, groups: ExpertParallelGroups) -> None:
+    """Raise ValueError for ``local_drop`` if ranks have slices of experts."""
+    if config.local_drop and groups.num_slices > 1:
+        raise ValueError(
+            f"local_drop={config.local_drop} leaves tokens on their rank, which has parts "
+            f"of experts alone (placement={groups.placement!r}): give one of them"
+        )
+
+
+def refuse_unread_activation(
+    activation: str, experts: ExpertBank, shared_expert_dim: int, expert_network: str
+) -> None:
+    """Raise ValueError for an activation other than the default that no network reads."""
+    if activation != "gelu" and not (experts.uses_activation or shared_expert_dim):
+        raise ValueError(
+            f"activation={activation!r}: expert_network={expert_network!r} has its own"
+        )
 
 
 def config_for_call(

@@ -30,12 +30,15 @@ from .arguments import (
     config_for_call,
     groups_for,
     own_gate,
+    refuse_local_drop_of_slices,
     refuse_network_options,
+    refuse_unread_activation,
     routing_config,
 )
 from .dispatcher import dispatch_and_combine
 from .exchange_choice import ExchangeChoice, ExchangeChoices
 from .experts import ExpertBank, make_experts, make_shared_expert, own_experts, width_of_input
+from .given_choices import steer, top_k_of
 from .memory import StepMemory, routed_bytes
 from .reports import MoEAux, RouterAux, balance_over_ranks, make_aux
 from .routers import Router, jitter_tokens, make_router, route_logits
@@ -106,6 +109,8 @@ class MoELayer(nn.Module):
         TypeError: an option is unknown, or no experts say the ``model_dim`` that is not given.
     """
 
+    recorders: tuple[Callable[[torch.Tensor], None], ...] = ()  # functions of choices [..., K]
+
     def __init__(
         self,
         model_dim: int | None = None,
@@ -173,15 +178,8 @@ class MoELayer(nn.Module):
             )
             self.experts = own or own_experts(experts, expert_fn, self.groups, seed)  # never empty
         self.exchange_choice.refuse_own_experts(self.experts)
-        if self.config.local_drop and self.groups.num_slices > 1:
-            raise ValueError(
-                f"local_drop={self.config.local_drop} leaves tokens on their rank, which has parts "
-                f"of experts alone (placement={self.groups.placement!r}): give one of them"
-            )
-        if activation != "gelu" and not (self.experts.uses_activation or shared_expert_dim):
-            raise ValueError(
-                f"activation={activation!r}: expert_network={expert_network!r} has its own"
-            )
+        refuse_local_drop_of_slices(self.config, self.groups)
+        refuse_unread_activation(activation, self.experts, shared_expert_dim, expert_network)
         dims, dropouts = (model_dim, shared_expert_dim), (activation_dropout, dropout)
         self.shared_expert = make_shared_expert(*dims, activation, dropouts, shared_expert_gate)
 
@@ -190,6 +188,8 @@ class MoELayer(nn.Module):
         x: torch.Tensor,
         *,
         pad_mask: torch.Tensor | None = None,
+        choices: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
         step: StepAgreement | None = None,
         top_k: int | None = None,
         capacity_factor: float | None = None,
@@ -205,15 +205,14 @@ class MoELayer(nn.Module):
         ranks. A ``step`` must have been agreed on with these options (:meth:`step_settings`).
 
         Args:
-            x (Tensor): [..., M], any number of tokens. Under ``torch.autocast`` the experts compute
-                in its dtype; the router's logits stay fp32.
-            pad_mask (Tensor): bool [...], True for padding, which goes to no expert (default None:
-                no padding).
+            x (Tensor): [..., M]. The experts compute in autocast's dtype; logits stay fp32.
+            pad_mask (Tensor): bool [...], True for padding: no expert (default None: no padding).
+            choices (Tensor): integers [..., K], experts of the tokens (default None: the router's).
+            weights (Tensor): [..., K], weights of ``choices`` (default None: the gate's).
             step (StepAgreement): result of :func:`~fairseq_tutel.distributed.sync_step` for this
                 forward pass (default None: made here by one small all-gather). If you give it, call
                 :func:`~fairseq_tutel.moe.balance_over_ranks` for the reports of all layers.
-            top_k (int): experts per token (default None: the layer's).
-            capacity_factor (float): capacity factor (default None: the layer's).
+            top_k (int), capacity_factor (float): those of this call (default None: the layer's).
             exchange (ExchangeConfig or str): the layer's or a prepared one
                 (:meth:`prepare_exchanges`), with any overlap, wire and r (default None).
             r (int): ranks that each token goes to (default None: the exchange's).
@@ -227,14 +226,18 @@ class MoELayer(nn.Module):
             y [..., M], or (y, :class:`MoEAux`).
 
         Raises:
-            ValueError: wrong width; options out of range; ranks that disagree; an exchange that was
-                not prepared; a plain DistributedDataParallel or ``fully_shard`` around the layer.
+            ValueError: wrong width or choices; options out of range; ranks that disagree; exchange
+                not prepared; plain DistributedDataParallel or ``fully_shard`` around the layer.
         """
+        top_k = top_k_of(choices, top_k, self.config)
         config, choice = self._resolve(step, top_k, capacity_factor, exchange, r)
+        steering = steer(choices, weights, config, x.shape[:-1], bool(self.recorders))
         given_TM, x_TM, pad_mask_T = self._tokens(x, pad_mask)
         agreed = self._agree(config, choice, x_TM, step)
-        call = self._router_call(config, choice, agreed, x, return_aux)
+        call = self._router_call(config, choice, agreed, x, return_aux, steering)
         routing, router_aux = self._route(given_TM, x_TM, pad_mask_T, call)
+        if steering is not None:
+            steering.finish(routing.expert_TK, x.shape[:-1], self.recorders)
         choice = choice.with_local_drop(call, agreed.draw, self.layer_index)
         y_TM, record = self._through_experts(x_TM, routing, choice, agreed, record)
         if self.shared_expert is not None:
@@ -350,11 +353,11 @@ class MoELayer(nn.Module):
         mode = "training" if self.training else "evaluation"
         return StepSettings(config, choice.config, self.model_dim, mode, dtype)
 
-    def _router_call(self, config, choice, agreed, x, return_aux) -> RouterCall:
+    def _router_call(self, config, choice, agreed, x, return_aux, steering) -> RouterCall:
         again = self.compute_aux and (self.training or torch.is_grad_enabled())
-        sequences, tokens = x.shape[:-2].numel(), agreed.num_tokens
+        tokens = agreed.num_tokens, x.shape[:-2].numel()
         reports = return_aux or again
-        return RouterCall(config, self.training, tokens, sequences, choice.compact, reports, again)
+        return RouterCall(config, self.training, *tokens, choice.compact, reports, again, steering)
 
     def _route(self, given_TM, x_TM, pad_mask_T, call) -> tuple[Routing, RouterAux | None]:
         if self._gate_routes:

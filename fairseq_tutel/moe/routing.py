@@ -15,6 +15,7 @@ import torch
 
 from .. import ops
 from ..config import MoEConfig
+from .given_choices import Steering
 from .overflow import assign_positions, reroute
 
 
@@ -33,6 +34,7 @@ class RouterCall:
             None.
         reports_again: whether a recomputation by activation checkpointing computes them too
             (default True).
+        steering: given choices, or a place for the choices if they are recorded (default None).
     """
 
     config: MoEConfig
@@ -42,6 +44,7 @@ class RouterCall:
     compact: bool = False
     reports: bool = True
     reports_again: bool = True
+    steering: Steering | None = None
 
     @property
     def capacity(self) -> int | None:

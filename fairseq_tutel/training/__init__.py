@@ -9,6 +9,7 @@ same order, unless its docstring says otherwise.
     prepare     ``wrap_data_parallel``; ``prepare_data_parallel`` if the host wraps;
                 ``shard_dense``; ``shard_optimizer``
     each step   ``collect_aux``, ``clip_grad_norm_``, ``grad_scaler``, ``update_load_bias``
+    routing     ``record_choices``, ``replay_choices``
     state       ``save_checkpoint``, ``load_checkpoint``; ``full_state_dict`` and its ``load_``;
                 ``DistributedState`` for ``torch.distributed.checkpoint``
     optimizers  any; ``matrix_parameters`` for optimizers that step a matrix as a whole
@@ -22,6 +23,7 @@ serve a sharded optimizer; ``save_state`` and ``load_state`` take a dict of the 
 """
 
 from .aux_losses import AuxLosses, collect_aux, update_load_bias, update_load_biases
+from .choices import record_choices, replay_choices
 from .data_parallel import (
     expert_parameters,
     leave_experts_out,
@@ -75,7 +77,9 @@ __all__ = [
     "matrix_parameters",
     "own_optimizer_state",
     "prepare_data_parallel",
+    "record_choices",
     "reduce_expert_grads",
+    "replay_choices",
     "save_checkpoint",
     "save_state",
     "shard_dense",

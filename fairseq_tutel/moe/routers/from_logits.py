@@ -11,6 +11,7 @@ extends its top-2 rules. Differences:
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -19,6 +20,7 @@ import torch
 
 from ... import ops
 from .. import losses
+from ..given_choices import decode, encode, in_given_places, key_of_given
 from ..load_bias import margin_histogram
 from ..overflow import count_pairs
 from ..reports import RouterAux
@@ -94,7 +96,9 @@ def route_logits(
     scores = _scores(logits_TE, call, pad_mask_T)
     chosen, bias_counts = select_top_k(scores, call, load_bias_E)
     of_experts, num_null_KN = _without_null_experts(chosen, call)
-    routing = _assign_rows(of_experts, call, scores.score_TE)
+    routing, rejected_TK = _assign_rows(of_experts, call, scores.score_TE)
+    if call.steering is not None:
+        call.steering.chosen_TK = encode(chosen.expert_TK, rejected_TK)
     if not call.reports:
         return routing, None
     with nullcontext() if call.reports_again else outside_checkpoints():
@@ -185,9 +189,14 @@ def select_top_k(
         key_TE = key_TE if load_bias_E is None else key_TE + load_bias_E
     if config.num_expert_groups > 1 and key_TE is not None:
         key_TE = limit_to_groups(key_TE, config)
+    selecting_TE, given_TK = key_TE, _given(call)
+    if given_TK is not None:
+        others_TE = score_TE.detach() if key_TE is None else key_TE
+        others_TE = others_TE if gumbel_TE is None else others_TE + gumbel_TE
+        selecting_TE, gumbel_TE = key_of_given(given_TK, others_TE), None
     pad_T = scores.pad_T
     mask_T = pad_T if config.balance_over == "unpadded" else None
-    inputs = {"noise_TE": gumbel_TE, "pad_T": mask_T, "key_TE": key_TE}
+    inputs = {"noise_TE": gumbel_TE, "pad_T": mask_T, "key_TE": selecting_TE}
     found = Selection(*ops.topk_gating(score_TE, num_choices, **inputs, sums=call.reports))
     if pad_T is not None and mask_T is None:  # padding counts
         all_TK = found.expert_TK[:, : config.top_k]
@@ -198,7 +207,19 @@ def select_top_k(
     if counted and key_TE is not None:
         next_T = found.expert_TK[:, config.top_k]
         bias_counts = margin_histogram(key_TE, next_T, config.top_k, pad_T)
-    return _split(found, config.top_k, num_fallbacks), bias_counts
+    split = _split(found, config.top_k, num_fallbacks)
+    if given_TK is not None:
+        expert_TK, gate_TK = in_given_places(given_TK, split.expert_TK, split.gate_TK)
+        split = split._replace(expert_TK=expert_TK, gate_TK=gate_TK)
+    return split, bias_counts
+
+
+def _given(call) -> torch.Tensor | None:
+    """Return the experts that the caller gives, also rejected ones; None: the router chooses."""
+    if call.steering is None or call.steering.given_TK is None:
+        return None
+    call.steering.taken = True
+    return decode(call.steering.given_TK)
 
 
 def _split(found: Selection, top_k: int, num_fallbacks: int) -> Selection:
@@ -227,7 +248,14 @@ def _without_null_experts(chosen, call) -> tuple[Selection, torch.Tensor | None]
     return chosen._replace(expert_TK=of_experts, fallback=fallback), num_null_KN
 
 
-def _assign_rows(chosen: Selection, call: RouterCall, score_TE: torch.Tensor) -> Routing:
+def _assign_rows(
+    chosen: Selection, call: RouterCall, score_TE: torch.Tensor
+) -> tuple[Routing, torch.Tensor | None]:
+    """Return the routing, and which choices were rejected, bool [T, K]; None: none can be."""
+    steering = call.steering
+    if steering is not None and steering.weight_TK is not None:
+        chosen = chosen._replace(gate_TK=steering.weight_TK)
+        call = _with_weights_as_given(call)
     config = call.config
     meta = config.score_function == "softmax" and not config.null_experts
     log_gate_TE = None if meta else score_TE
@@ -250,18 +278,33 @@ def _assign_rows(chosen: Selection, call: RouterCall, score_TE: torch.Tensor) ->
             if fallback is not None:
                 log_TR = log_gate_TE.gather(1, fallback[0].clamp(min=0).long())
                 fallback = fallback[0], (log_TR - total_T1).exp()
+    rejected_TK = None
     if _policy(call, "random"):
-        expert_TK = _reject_at_random(expert_TK, gate_TK.detach())
-    return build_routing(
+        rejected_TK = _reject_at_random(gate_TK.detach())
+    if steering is not None and steering.given_TK is not None:  # after the draw: a replay draws too
+        rejected_TK = steering.given_TK < -1
+    if rejected_TK is not None:
+        rejected_TK = rejected_TK & (expert_TK >= 0)
+        expert_TK = torch.where(rejected_TK, -1, expert_TK)
+    routing = build_routing(
         expert_TK, gate_TK, call, priority=priority, fallback=fallback, log_gate_TE=log_gate_TE
     )
+    return routing, rejected_TK
 
 
-def _reject_at_random(expert_TK, gate_TK):
-    """Reject choice j > 1 unless ``K * gate_j`` exceeds a uniform draw; keep first choices."""
+def _with_weights_as_given(call: RouterCall) -> RouterCall:
+    """Return a call that neither normalizes nor scales the gate values."""
+    config = dataclasses.replace(
+        call.config, unnormalized_weights=True, normalize_before_dropping=False, route_scale=1.0
+    )
+    return dataclasses.replace(call, config=config)
+
+
+def _reject_at_random(gate_TK):
+    """Return bool [T, K]: reject choice j > 1 unless ``K * gate_j`` exceeds a uniform draw."""
     keep_TK = gate_TK.shape[1] * gate_TK > torch.rand_like(gate_TK)
     keep_TK[:, 0] = True
-    return torch.where(keep_TK, expert_TK, -1)
+    return ~keep_TK
 
 
 def _count_tokens(scores, chosen, balanced_KE, call) -> Counted:

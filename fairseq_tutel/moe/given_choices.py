@@ -1,0 +1,167 @@
+"""Choices that a caller gives to a layer, and choices that a caller records.
+
+A recorded choice is the number of an expert, null experts included, before capacity drops anything.
+-1 is no choice: padding. ``-2 - e`` is expert e that ``second_expert_policy="random"`` rejected;
+its gate value still counts with ``normalize_before_dropping``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..config import MoEConfig
+
+
+@dataclasses.dataclass
+class Steering:
+    """Choices of one call of a layer.
+
+    Attributes:
+        given_TK: int32, choices to route by; None: the router chooses.
+        weight_TK: fp32 or fp64 weights of the given choices; None: the gate's.
+        taken: whether the router used the given choices.
+        chosen_TK: int32, what the router chose; None if it does not say so.
+    """
+
+    given_TK: torch.Tensor | None = None
+    weight_TK: torch.Tensor | None = None
+    taken: bool = False
+    chosen_TK: torch.Tensor | None = None
+
+    def finish(
+        self,
+        expert_TK: torch.Tensor,
+        shape: Sequence[int],
+        recorders: Sequence[Callable[[torch.Tensor], None]],
+    ) -> None:
+        """Check that the router took the choices, and tell them to recorders.
+
+        Args:
+            expert_TK: the routing's experts, recorded if the router does not report its choices.
+            shape: of the tokens, ``x.shape[:-1]``.
+            recorders: functions of the choices [..., K].
+        """
+        if self.given_TK is not None and not self.taken:
+            raise ValueError(
+                "choices= needs a router that calls route_logits(), as a TopKRouter does; this "
+                "layer's router selects experts by rules of its own"
+            )
+        chosen_TK = expert_TK if self.chosen_TK is None else self.chosen_TK
+        for record in recorders:
+            record(chosen_TK.detach().view(*shape, chosen_TK.shape[1]))
+
+
+def top_k_of(choices: torch.Tensor | None, top_k: int | None, config: MoEConfig) -> int | None:
+    """Return the ``top_k`` of a call: that of the choices; None for the layer's own."""
+    if choices is None:
+        return top_k
+    given = choices.shape[-1] if choices.dim() else 0
+    if top_k not in (None, given):
+        raise ValueError(f"choices has {given} experts per token, and top_k={top_k}: give one")
+    return None if given == config.top_k else given
+
+
+def steer(
+    choices: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    config: MoEConfig,
+    shape: torch.Size,
+    recorded: bool,
+) -> Steering | None:
+    """Check the choices of a call and return what its router needs; None if nothing is asked.
+
+    NOTE: the host waits for the device to check the numbers.
+
+    Args:
+        choices: integers [..., K].
+        weights: floating point [..., K].
+        config: options of the call.
+        shape: of the tokens, ``x.shape[:-1]``.
+        recorded: whether somebody records the choices.
+
+    Raises:
+        ValueError: wrong shape or dtype, an expert that does not exist or is given twice to a
+            token, or weights without choices.
+    """
+    if choices is None:
+        if weights is not None:
+            raise ValueError("weights= belongs to choices=, which is not given")
+        return Steering() if recorded else None
+    if choices.is_floating_point() or choices.dtype == torch.bool or choices.shape[:-1] != shape:
+        raise ValueError(
+            f"choices must be integers {(*shape, 'K')}, got {choices.dtype} {tuple(choices.shape)}"
+        )
+    given_TK = choices.reshape(-1, choices.shape[-1]).to(torch.int32)
+    expert_TK = decode(given_TK)
+    if expert_TK.numel() and int(expert_TK.max()) >= config.num_outputs:
+        raise ValueError(
+            f"choices has expert {int(expert_TK.max())}, the layer has {config.num_outputs}"
+        )
+    sorted_TK = expert_TK.sort(1).values
+    twice = (sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] >= 0)
+    if bool(twice.any()):
+        token = int(twice.any(1).nonzero()[0])
+        raise ValueError(f"choices gives token {token} an expert twice: {given_TK[token].tolist()}")
+    if weights is None:
+        return Steering(given_TK)
+    if weights.shape != choices.shape or not weights.is_floating_point():
+        raise ValueError(
+            f"weights must be floating point {tuple(choices.shape)}, as choices, got "
+            f"{weights.dtype} {tuple(weights.shape)}"
+        )
+    if config.overflow_rerouting:
+        raise ValueError(
+            f"weights= is for the given experts; overflow_rerouting={config.overflow_rerouting} "
+            "takes others"
+        )
+    weight_TK = weights.reshape(given_TK.shape)
+    dtype = torch.promote_types(weights.dtype, torch.float32)
+    return Steering(given_TK, weight_TK.to(dtype))
+
+
+def decode(given_TK: torch.Tensor) -> torch.Tensor:
+    """Return the experts of choices, rejected ones too; -1 for none."""
+    return torch.where(given_TK < -1, -2 - given_TK, given_TK)
+
+
+def encode(expert_TK: torch.Tensor, rejected_TK: torch.Tensor | None) -> torch.Tensor:
+    """Return choices with rejected experts marked."""
+    if rejected_TK is None:
+        return expert_TK
+    return torch.where(rejected_TK & (expert_TK >= 0), -2 - expert_TK, expert_TK)
+
+
+def key_of_given(expert_TK: torch.Tensor, key_TE: torch.Tensor) -> torch.Tensor:
+    """Return keys whose largest are the given experts in their order; others keep their order.
+
+    A key, and no gather, makes a replay the same computation as the run that was recorded.
+    """
+    top_k, (num_tokens, num_experts) = expert_TK.shape[1], key_TE.shape
+    highest = torch.finfo(key_TE.dtype).max / torch.arange(
+        2, top_k + 3, dtype=key_TE.dtype, device=key_TE.device
+    )
+    keys = torch.cat([key_TE.clamp(max=highest[-1]), key_TE.new_zeros(num_tokens, 1)], 1)
+    column_TK = torch.where(expert_TK < 0, num_experts, expert_TK).long()  # the last for none
+    return keys.scatter(1, column_TK, highest[:-1].expand(num_tokens, -1))[:, :-1].contiguous()
+
+
+def in_given_places(
+    expert_TK: torch.Tensor, found_TK: torch.Tensor, gate_TK: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move selected experts to their places in the given choices, which may have gaps.
+
+    Args:
+        expert_TK: the given experts, -1 for none.
+        found_TK: int32 [T, K], experts by descending key; -1 for padding.
+        gate_TK: fp32 [T, K], their gate values.
+
+    Returns:
+        The experts and gate values by given place; -1 and 0 in gaps.
+    """
+    there_TK = expert_TK >= 0
+    place_TK = (there_TK.cumsum(1) - 1).clamp(min=0)
+    experts = torch.where(there_TK, found_TK.gather(1, place_TK), -1)
+    return experts, torch.where(there_TK, gate_TK.gather(1, place_TK), 0)

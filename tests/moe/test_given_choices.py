@@ -1,0 +1,179 @@
+"""Given choices: weights and rows by an fp64 loop; a replay has the bits of the recorded run."""
+
+import pytest
+import torch
+from helpers.distributed import run_ranks
+from helpers.layers import M, make_layer, tokens_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fairseq_tutel import training
+from fairseq_tutel.distributed import build_groups
+from fairseq_tutel.moe import MoELayer
+
+E, T = 5, 23
+CASES = [
+    {"capacity_factor": 0.5, "second_expert_policy": "sampling"},
+    {"capacity_factor": 0.5, "second_expert_policy": "random", "normalize_before_dropping": True},
+    {"capacity_factor": 0.5, "overflow_rerouting": 2, "gate_noise": 0.5},
+    {"capacity_factor": 0.0, "null_experts": 2, "load_bias": "quantile"},
+    {"capacity_factor": 0.7, "balance_over": "all", "batch_prioritized": True},
+    {"capacity_factor": 0.0, "score_function": "sigmoid", "load_bias": "sign", "top_k": 3},
+    {
+        "capacity_factor": 0.5,
+        "num_expert_groups": 5,
+        "top_groups": 3,
+        "top_k": 1,
+        "group_score": "max",
+    },
+]
+
+
+def a_pass(layer, x, seed=1, **call):
+    torch.manual_seed(seed)
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    y, aux = layer(x, return_aux=True, **call)
+    (y.square().sum() + aux.loss).backward()
+    grads = [param.grad for param in layer.parameters()]
+    counts = [aux.num_routed_KE, aux.num_chosen_KE, aux.bias_counts]
+    return [y, aux.loss, x.grad, torch.rand(3), *grads, *counts]
+
+
+def same(one, other):
+    return all(a is b is None or torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("options", CASES)
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_replay_has_the_bits_of_the_run_that_was_recorded(options, padded):
+    torch.manual_seed(0)
+    layer = MoELayer(M, E, 8, **options)
+    x = torch.randn(T, M)
+    call = {"pad_mask": torch.rand(T) < 0.2} if padded else {}
+    with training.record_choices(layer) as choices:
+        recorded = a_pass(layer, x, **call)
+    assert choices[""].shape == (T, layer.config.top_k)
+    assert same(recorded, a_pass(layer, x, choices=choices[""], **call))
+    with training.replay_choices(layer, choices), training.record_choices(layer) as again:
+        assert same(recorded, a_pass(layer, x, **call))
+    assert torch.equal(choices[""], again[""])
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("capacity", [None, 4])
+def test_foreign_choices_are_a_loop_over_tokens(weighted, capacity):
+    """Gaps, padding and capacity; in fp64, with the gradient of the gate or of the weights."""
+    layer = make_layer(
+        build_groups(E), capacity_factor=0.0 if capacity is None else capacity * E / T / 2
+    )
+    x = torch.randn(T, M, dtype=torch.float64, requires_grad=True)
+    pad = torch.arange(T) % 7 == 3
+    choices = torch.rand(T, E).argsort(1)[:, :2]
+    choices[::4, 0], choices[5, 1] = -1, -1
+    weights = torch.rand(T, 2, dtype=torch.float64, requires_grad=True) if weighted else None
+    got = layer(x, choices=choices, weights=weights, pad_mask=pad)
+    prob = layer.gate.wg(x).softmax(1)
+    kept, used = [[] for _ in range(T)], [0] * E
+    for k in range(2):
+        for t in range(T):
+            expert = int(choices[t, k])
+            if expert < 0 or pad[t]:
+                continue
+            used[expert] += 1
+            if capacity is None or used[expert] <= capacity:
+                kept[t].append((k, expert))
+    assert capacity is None or max(used) > capacity
+    fc1, b1, fc2, b2 = (
+        getattr(layer.experts, name)
+        for name in ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+    )
+    want = []
+    for t in range(T):
+        total = sum(prob[t, expert] for _, expert in kept[t])
+        y = torch.zeros(M, dtype=torch.float64)
+        for k, expert in kept[t]:
+            weight = weights[t, k] if weighted else prob[t, expert] / total
+            hidden = nn.functional.gelu(fc1[expert] @ x[t] + b1[expert])
+            y = y + weight * (fc2[expert] @ hidden + b2[expert])
+        want.append(y)
+    want = torch.stack(want)
+    torch.testing.assert_close(got, want)
+    inputs = [x, weights if weighted else layer.gate.wg.weight]
+    grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (got, want)]
+    torch.testing.assert_close(*grads)
+
+
+def _on_ranks():
+    """Record and replay two layers under activation checkpointing, with r and uneven tokens."""
+    groups = build_groups(2, placement="sliced")
+    model = nn.Sequential(
+        *(
+            make_layer(groups, "padded", torch.float32, second_expert_policy="sampling")
+            for _ in range(2)
+        )
+    )
+    x, _, mine = tokens_of(dtype=torch.float32)
+
+    def run():
+        torch.manual_seed(5)
+        model.zero_grad()
+        y = x[mine].clone().requires_grad_()
+        for layer in model:
+            y = y + checkpoint(layer, y, use_reentrant=False, r=1)
+        y.square().sum().backward()
+        return [y, *(param.grad for param in model.parameters())]
+
+    with training.record_choices(model) as choices:  # around the backward pass too
+        recorded = run()
+    assert list(choices) == ["0", "1"]
+    with training.replay_choices(model, choices):
+        replayed = run()
+    return same(recorded, replayed), [len(each) for each in choices.values()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_ranks_record_and_replay_under_activation_checkpointing(ranks):
+    sizes = [[9, 9], [0, 0]][:ranks]
+    assert run_ranks(_on_ranks, ranks) == [(True, each) for each in sizes]
+
+
+def test_a_recomputation_after_the_block_is_replayed_too():
+    torch.manual_seed(0)
+    layer = make_layer(build_groups(E))
+    x = torch.randn(T, M, dtype=torch.float64)
+    choices = torch.rand(T, E).argsort(1)[:, :2]
+    direct = a_pass(layer, x, choices=choices)[4:-3]
+    layer.zero_grad()
+    with training.replay_choices(layer, {"": choices}):
+        y, aux = checkpoint(layer, x.clone().requires_grad_(), use_reentrant=False, return_aux=True)
+    (y.square().sum() + aux.loss).backward()
+    torch.testing.assert_close([param.grad for param in layer.parameters()], direct)
+    with training.record_choices(layer) as own:  # a new pass chooses for itself
+        layer(x)
+    assert not torch.equal(own[""], choices) and not layer._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"choices": torch.zeros(T, 2)}, "choices must be integers"),
+        ({"choices": torch.zeros(T - 1, 2, dtype=torch.long)}, "got torch.int64 .22, 2"),
+        ({"choices": torch.tensor([[0, E]] * T)}, f"has expert {E}, the layer has {E}"),
+        ({"choices": torch.tensor([[0, 1]] * 4 + [[2, 2]] * 19)}, "token 4 an expert twice"),
+        ({"choices": torch.tensor([[0, 1]] * T), "top_k": 1}, "top_k=1"),
+        ({"weights": torch.ones(T, 2)}, "belongs to choices="),
+        ({"choices": torch.tensor([[0, 1]] * T), "weights": torch.ones(T, 1)}, "weights must be"),
+    ],
+)  # fmt: skip
+def test_choices_that_do_not_fit_are_refused(given, text):
+    with pytest.raises(ValueError, match=text):
+        MoELayer(M, E, 8)(torch.randn(T, M), **given)
+
+
+def test_a_layer_that_is_called_twice_needs_two_blocks():
+    layer = MoELayer(M, E, 8)
+    with pytest.raises(RuntimeError, match="called twice"), training.record_choices(layer):
+        layer(torch.randn(T, M))
+        layer(torch.randn(T, M))
+    assert not layer.recorders
