@@ -10,8 +10,8 @@
 #   bash scripts/bench/run_gpu.sh                       # both parts; results in scripts/bench/results
 #   PART=1 OUT=folder bash scripts/bench/run_gpu.sh     # results in folder/results-1.tar.gz
 #
-# Every result is written while it is measured: a step that is stopped keeps what it has and prints
-# its goals. Triton needs a C compiler at run time. Without fairseq the steps that need it fail.
+# Every result is written while it is measured: a step that is stopped, by its limit or by Ctrl-C,
+# keeps what it has and prints its goals; after Ctrl-C the other steps are left out. Triton needs a C compiler at run time. Without fairseq the steps that need it fail.
 #
 # Environment:
 #   PART       1 or 2 (default: both, one after the other)
@@ -78,6 +78,8 @@ summary=${OUT:-$results}/summary-$gpu$part_name.txt
 : >"$summary"
 for warning in "${warnings[@]}"; do echo "WARNING: $warning" | tee -a "$log" "$summary"; done
 failures=0
+interrupted=
+trap 'interrupted=interrupted' INT
 # Lines of a benchmark's output that go into the summary.
 telling='^(goal:|FAILED |ERROR )|: error:|SIMULATED|not run|(passed|failed|deselected|collected).* in [0-9]'
 
@@ -87,21 +89,25 @@ step() {
     shift 2
     # shellcheck disable=SC2053
     [[ $name == ${ONLY:-*} ]] || return 0
-    if ((left < 15)); then
-        echo "$name: LEFT OUT, no time" | tee -a "$summary"
+    if [ -n "$interrupted" ] || ((left < 15)); then
+        echo "$name: LEFT OUT, ${interrupted:-no time}" | tee -a "$summary"
         failures=$((failures + 1))
         return
     fi
     [ -z "${DRY_RUN:-}" ] || limit=$((4 * limit)) # a busy machine stops no rehearsal
     ((limit > left)) && limit=$left
     echo "=== $name: $*" | tee -a "$log"
-    # as by Ctrl-C: pytest then reports what it has
-    timeout --signal=INT --kill-after=8 "$limit" "$@" 2>&1 | tee "$scratch/output" | tee -a "$log"
+    # as by Ctrl-C: pytest then reports what it has. In the foreground the step gets a real Ctrl-C,
+    # too; tee ignores it, so that the step's last lines are kept.
+    timeout --foreground --signal=INT --kill-after=8 "$limit" "$@" 2>&1 |
+        tee -i "$scratch/output" | tee -i -a "$log"
     status=${PIPESTATUS[0]}
     ((status == 0)) || failures=$((failures + 1))
+    [ -z "$interrupted" ] || ((status == 0)) || status=130
     case $status in
         0) echo "$name: done, $((SECONDS - begin)) s" ;;
         124 | 137) echo "$name: STOPPED after $limit s" ;;
+        130) echo "$name: INTERRUPTED after $((SECONDS - begin)) s" ;;
         *) echo "$name: FAILED ($status)" ;;
     esac | tee -a "$summary"
     grep -E "$telling" "$scratch/output" | sed 's/^/    /' >>"$summary"

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tarfile
@@ -73,6 +74,33 @@ def test_wheels_that_do_not_fit_stop_nothing(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0
     assert "WARNING: the wheels" in done.stdout and "fairseq cannot be imported" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_ctrl_c_keeps_what_was_measured(tmp_path):
+    """The case under way is written, the step says so, and no other step begins."""
+    only = "@(layer-meta*|kernels*)"
+    env = {**os.environ, "PYTHON": sys.executable, "DRY_RUN": "1", "PART": "1", "ONLY": only}
+    process = subprocess.Popen(
+        ["bash", "scripts/bench/run_gpu.sh"], cwd=ROOT, env={**env, "OUT": str(tmp_path)},
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("written:"):  # the first of three shapes
+            os.killpg(process.pid, signal.SIGINT)
+            break
+    lines += process.stdout.readlines()
+    assert process.wait(timeout=100) == 1, "".join(lines)
+    summary = (tmp_path / "summary-cpu-1.txt").read_text().splitlines()
+    stopped = [line for line in summary if not line.startswith(" ")]
+    assert re.match(r"layer-meta\S+: (INTERRUPTED after|done)", stopped[0]), summary
+    assert stopped[1] == "kernels-meta-1.1t: LEFT OUT, interrupted"
+    with tarfile.open(tmp_path / "results-1.tar.gz") as archive:
+        assert any("tiny-meta-1.1t" in name for name in archive.getnames())
 
 
 def test_refusals():
