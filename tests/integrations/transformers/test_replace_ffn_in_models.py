@@ -40,7 +40,7 @@ MODELS = {
          "conv_stride": (5, 2), "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4,
          "num_conv_pos_embedding_groups": 2, "vocab_size": 20, "layerdrop": 0.0,
          "hidden_dropout": 0.0, "activation_dropout": 0.0, "attention_dropout": 0.0,
-         "feat_proj_dropout": 0.0, "final_dropout": 0.0, "apply_spec_augment": False,
+         "feat_proj_dropout": 0.0, "final_dropout": 0.0, "mask_time_prob": 0.0,
          "ctc_loss_reduction": "mean"},
         r"\.feed_forward$", "Experts",
     ),
