@@ -1,10 +1,4 @@
-"""The MoE layer as plain PyTorch modules, without fairseq and Triton.
-
-Data flows one way::
-
-    x_TM -> router -> Routing -> dispatch -> expert rows -> experts -> combine -> y_TM
-    MoEAux(loss, raw counts) -> routing_metrics
-"""
+"""The MoE layer as plain PyTorch modules, without fairseq and Triton."""
 
 from ..config import ExchangeConfig, MoEConfig
 from .experts import ExpertBank, ExpertRows, Experts, hold_experts, register_experts

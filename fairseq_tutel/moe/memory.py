@@ -1,9 +1,5 @@
 """Estimate the memory of a training step, and find the free memory of a device.
 
-    layer.memory_of_step(tokens)        StepMemory: what a step through one layer needs
-    print(layer.memory_of_step(4096))   the same in one line, with the free bytes
-    free_memory(device)                 bytes that can still be allocated
-
 The planner uses the same formulas (``plan/memory.py`` explains them): what autograd keeps between
 forward and backward pass, and the working set of the backward pass.
 """

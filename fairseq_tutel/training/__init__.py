@@ -1,25 +1,10 @@
 """Data parallelism, clipping and checkpoints for any PyTorch loop with experts on several ranks.
 
-A host is the program that trains: it owns the loop, the optimizer and the files. Experts are spread
-over its ranks, so wrappers, gradient norms and state dicts must treat them apart. The functions
-below do it for any ``nn.Module``, with :class:`~fairseq_tutel.moe.MoELayer` s in it or without.
-Build the model after ``torch.distributed.init_process_group``. All ranks call a function, in the
-same order, unless its docstring says otherwise.
-
-    prepare     ``wrap_data_parallel``; ``prepare_data_parallel`` if the host wraps;
-                ``shard_dense``; ``shard_optimizer``
-    each step   ``collect_aux``, ``clip_grad_norm_``, ``grad_scaler``, ``update_load_bias``
-    routing     ``record_choices``, ``replay_choices``
-    state       ``save_checkpoint``, ``load_checkpoint``; ``full_state_dict`` and its ``load_``;
-                ``DistributedState`` for ``torch.distributed.checkpoint``
-    optimizers  any; ``matrix_parameters`` for optimizers that step a matrix as a whole
-
+Experts are spread over the ranks, so wrappers, gradient norms and state dicts must treat them
+apart. The functions do it for any ``nn.Module``, with MoE layers or without. Build the model after
+``torch.distributed.init_process_group``. All ranks call a function, in the same order, unless its
+docstring says otherwise. README.md in this folder lists the functions by purpose;
 ``scripts/examples/plain_pytorch.py`` is a complete loop.
-
-Hosts with own reductions or files use the parts: ``reduce_expert_grads`` reduces once per update;
-``expert_grad_sq_norm`` is the experts' part of a gradient norm; ``StateNames`` names the state of
-an optimizer that steps copies of parameters; ``whole_optimizer_state`` and ``own_optimizer_state``
-serve a sharded optimizer; ``save_state`` and ``load_state`` take a dict of the host's own.
 """
 
 from .aux_losses import AuxLosses, collect_aux, update_load_bias, update_load_biases

@@ -4,11 +4,6 @@ Weights, gradients and optimizer state of dense parameters take 1/W of the memor
 gathered while it computes. Experts stay on their ranks, whole or in slices. All gradients are those
 of the mean of the ranks' losses, also with gradient accumulation
 (``model.set_requires_gradient_sync(False)`` for all but the last backward pass of a step).
-``clip_grad_norm_`` uses one norm over both. ``save_checkpoint`` and ``full_state_dict`` write whole
-tensors; ``load_checkpoint`` reads sets of any number of ranks, sharded or not.
-
-Compared with ``shard_optimizer``, which shards optimizer state only, it needs less memory, and two
-gathers of every block per step in place of one broadcast.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
 """Find the fastest exchange while training: try and measure in the steps themselves.
 
-    tuner = tuning.ExchangeTuner(layers)             # all ranks; "algorithm" and "overlap_degree"
-    for x, f in batches:
-        step = tuner.agree(len(x), x.dtype, capacity_factor=f)   # for all layers of the pass
-        for layer in layers:
-            x = layer(x, step=step, capacity_factor=f)
-        loss(x).backward()
-
 The agreement of a step is one small all-gather. It also carries the ranks' measurements, so that
 every rank runs the same state machine (:mod:`fairseq_tutel.tuning.search`) on the same integers.
-Evaluation uses the layers' own exchange, because its losses must not depend on times.
+Evaluation uses the layers' own exchange, because its losses must not depend on times. README.md in
+this folder has an example.
 """
 
 from __future__ import annotations

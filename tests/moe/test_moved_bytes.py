@@ -2,15 +2,11 @@
 
 import pytest
 import torch
-from helpers.dispatched import Dispatched
+from helpers.dispatched import VIEWS, Dispatched
 
-from fairseq_tutel.backends.torch import gate_logits
 from fairseq_tutel.moe import MoELayer
 
 PRODUCTS = ("product", "weight_gradient", "mm")
-VIEWS = {"view", "_unsafe_view", "transpose", "t", "select", "slice", "detach", "alias", "split",
-         "expand", "unsqueeze", "empty", "new_empty", "empty_like", "empty_strided", "permute",
-         "unbind", "as_strided", "reshape", "squeeze"}  # fmt: skip
 TOKENS, MODEL, HIDDEN, TOP_K = 128, 2048, 1024, 8
 
 
@@ -48,7 +44,6 @@ def test_fine_grained_experts(network, before, at_most, backend, monkeypatch):
     from triton.runtime.interpreter import GridExecutor
 
     backend("triton")
-    monkeypatch.setattr(gate_logits, "_on_matrix_units", lambda x_TM: True)
     count = _Bytes()
     monkeypatch.setattr(
         GridExecutor,

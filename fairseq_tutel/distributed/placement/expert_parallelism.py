@@ -13,10 +13,7 @@ the hidden units. That is the placement of r*E experts on W ranks (:mod:`.groups
 place of an expert; exchanges do not know r. If experts are whole (S = 1), r = 0 gathers the experts
 of the exchange group.
 
-A larger r sends more rows and gathers fewer weights. If both travel equally fast, r is best near
-sqrt(F/R) for R rows on a rank and F hidden units, and r = 0 is best if R > E*F.
-
-Gathered weights live until the backward pass, as activations do. Recomputation gathers them again.
+``distributed/README.md`` says which r to choose and what gathered weights cost.
 """
 
 from __future__ import annotations

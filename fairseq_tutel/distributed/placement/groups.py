@@ -11,8 +11,7 @@ as large as a node, tokens stay in the node.
     E=8, W=4, P=2: ranks 0,2: experts 0-3; 1,3: 4-7          the same
 
 With the placement *sliced* instead of *replicated*, each of the S = W/E ranks of an expert holds
-F/S of its F hidden units: rank s*E + j has slice s of expert j (:mod:`.slices`). Weights, gradients
-and optimizer state take 1/S of the memory. The gradient of a slice covers the tokens of all ranks.
+F/S of its F hidden units: rank s*E + j has slice s of expert j (:mod:`.slices`).
 """
 
 from __future__ import annotations
