@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class PlainExperts(StackedExperts):
         bias: bool = option(False, "the three projections have biases")
 
     @classmethod
-    def layout_for(cls, options):
+    def layout_for(cls, options: Any):
         firsts = ("fc_gate", "fc1") if getattr(options, "gated", True) else ("fc1",)
         layout = {
             "fc1_weight": Stacked("FM", *(f"{each}.weight" for each in firsts)),
@@ -91,7 +92,7 @@ class ClampedSwiGLUExperts(PlainExperts):
         shift: float = option(1.0, "addend of u; 0 in DeepSeek-V4 and GLM-5")
 
     def activate(self, gate: Tensor, up: Tensor) -> Tensor:
-        options = self.options
+        options: Any = self.options
         gate = gate.clamp(max=options.limit)
         up = up.clamp(-options.limit, options.limit)
         return gate * torch.sigmoid(options.alpha * gate) * (up + options.shift)
