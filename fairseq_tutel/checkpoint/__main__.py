@@ -46,8 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="number of ranks W; it must divide the number of experts E, or E must divide it",
     )
-    growth = add_commands(commands)
-    for command in (show, join, place, *growth):
+    growth = add_commands(commands, _PATH_HELP)
+    for command in (show, join, place):
         command.add_argument("path", metavar="PATH", help=_PATH_HELP)
     for command in (join, place, *growth):
         command.add_argument(

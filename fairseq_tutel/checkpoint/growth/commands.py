@@ -20,13 +20,16 @@ _FLAGS = {
     "decoder_freq": "decoder-moe-freq",
     "shared": "shared-expert",
     "inexact": "allow-inexact",
+    "from_first": "dense-from-first",
 }
 
 
-def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
-    """Add the parsers; return them."""
-    up = commands.add_parser("upcycle", help="make experts of the FFNs of a dense model of fairseq")
+def add_commands(commands: Any, path_help: str) -> list[argparse.ArgumentParser]:
+    """Add the parsers, with PATH and what only growth needs; return them."""
+    up = commands.add_parser("upcycle", help="make experts of the FFNs of dense models of fairseq")
     _add_upcycling(up)
+    up.add_argument("path", metavar="PATH", nargs="+", help=f"{path_help}; several dense models "
+                    "give experts in turn, and the average of all else")  # fmt: skip
     more = commands.add_parser("grow", help="write a set with more experts, copies of its own")
     _add_growing(more)
     fewer = commands.add_parser("shrink", help="write a set with fewer experts, or a dense model")
@@ -36,6 +39,7 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
         parser.add_argument("--ranks", type=_POSITIVE, metavar="W", help=text.format(default))
     text = "log written with --moe-load-log-interval (default: the expert_load.jsonl beside PATH)"
     for parser in (more, fewer):
+        parser.add_argument("path", metavar="PATH", help=path_help)
         parser.add_argument("--load", metavar="FILE", help=text)
     return [up, more, fewer]
 

@@ -6,6 +6,8 @@ dropped. With K = 1 the weight is the gate's probability, so the function change
 shared expert and silent experts beside it the function is always kept. For experts of 1/G of the
 width see :func:`fairseq_tutel.distributed.experts_of_ffn`.
 
+Several dense models give their FFNs to one set in turn; the rest is averaged (:mod:`.mix`).
+
 The optimizer state is left out, and the schedule begins anew.
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +25,12 @@ from torch import Tensor
 from ...config.options import FRACTION, at_least, documented, option
 from ...distributed import experts_of_ffn
 from ..layout import CheckpointError
-from ..reader import read_set
+from ..reader import SetReader, read_set
 from ..state import MODEL, options_of
 from ..store import refuse_target
 from .change import write_change
 from .history import Growth, updates_done
+from .mix import average, check_alike
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,8 @@ class Upcycling:
     drop_ratio: float = option(0.0, "share of each expert's units to draw anew", FRACTION)
     router_std: float = option(0.02, "standard deviation of the router's weights", at_least(0))
     seed: int = option(1, "seed of all draws")
+    from_first: bool = option(False, "with several models: take all but the experts from the first "
+                              "one, not the average")  # fmt: skip
     inexact: bool = option(False, "allow a model that does not start as the dense one: K = 1, a G "
                            "that does not divide K, or a drop ratio")  # fmt: skip
 
@@ -112,16 +117,27 @@ class Upcycling:
         words += [f"granularity {self.granularity}"] * (self.granularity > 1)
         words += ["shared expert"] * self.shared
         words += [f"drop ratio {self.drop_ratio:g}"] * (self.drop_ratio > 0)
+        words += ["dense parameters of the first"] * self.from_first
         return ", ".join(words)
 
 
 def upcycle(
-    src: str, dst: str, how: Upcycling, *, ranks: int | None = None, force: bool = False
+    src: str | Sequence[str],
+    dst: str,
+    how: Upcycling,
+    *,
+    ranks: int | None = None,
+    force: bool = False,
 ) -> str:
-    """Write a set with experts from a dense checkpoint of stock fairseq.
+    """Write a set with experts from one or several dense checkpoints of stock fairseq.
+
+    Replica r of an FFN, G experts, is made from model r modulo the number of models. All other
+    parameters are the average over the models, or those of the first. Options and position in the
+    data are those of the first.
 
     Args:
-        src: file of the dense model, X.pt; a language model or a transformer.
+        src: file of the dense model, X.pt; a language model or a transformer. Or several files,
+            of models that differ only in the values of their parameters.
         dst: X.pt of the set.
         how: the options.
         ranks: W of the set; None: one.
@@ -131,33 +147,59 @@ def upcycle(
         The canonical path.
 
     Raises:
-        CheckpointError: ``src`` has experts, no layer to make sparse, or options that experts
-            cannot be combined with; or as of :func:`..store.write_set`.
+        CheckpointError: a source has experts, no layer to make sparse, or options that experts
+            cannot be combined with; several sources are not alike, or more than there are replicas;
+            or as of :func:`..store.write_set`.
     """
-    refuse_target(dst, src, force)  # before the model is read
-    source = read_set(src)
-    if source.num_experts:
-        raise CheckpointError(f"{src}: has experts; `grow` makes more of them")
-    _check_options(source.shared, src)
-    dense = source.shared_state(with_optimizer=False)
-    kept, ffns = _split(dense[MODEL], how)
-    width = _common_width(ffns, how, src)
-    state = with_criterions({**dense, MODEL: {**kept, **_routers(ffns, how)}}, CRITERIONS)
+    paths = [src] if isinstance(src, str) else list(src)
+    sources = _open_dense(paths, dst, how, force)
+    states = [source.shared_state(with_optimizer=False) for source in sources]
+    splits = [_split(state[MODEL], how) for state in states]
+    ffns = [each for _, each in splits]
+    width = _common_width(ffns[0], how, paths[0])
+    mixed = splits[:1] if how.from_first else splits
+    model = average([kept for kept, _ in mixed])
+    model |= _routers(ffns[0], how)
+    if how.shared:
+        for prefix in ffns[0]:
+            ffn = average([each[prefix] for _, each in mixed])
+            model |= {f"{prefix}moe_layer.shared_expert.{name}": v for name, v in ffn.items()}
+    state = with_criterions({**states[0], MODEL: model}, CRITERIONS)
     # without the state of the optimizer the trainer counts its updates from 0
     for last in state["optimizer_history"][-1:]:
         last["num_updates"] = 0
-    words = f"{how}, of a dense model after {updates_done(dense)} updates"
-    entry = Growth("upcycle", words, 0, how.num_experts, 0)
-    arch = "transformer_lm_gpt_moe" if _is_lm(dense[MODEL]) else "transformer_moe"
+    kind = "a dense model" if len(paths) == 1 else f"{len(paths)} dense models"
+    updates = ", ".join(str(updates_done(each)) for each in states)
+    entry = Growth("upcycle", f"{how}, of {kind} after {updates} updates", 0, how.num_experts, 0)
+    arch = "transformer_lm_gpt_moe" if _is_lm(model) else "transformer_moe"
 
     def experts(wanted: range) -> tuple[dict[str, Any], dict[str, Any]]:
         return _experts(ffns, how, wanted), {}
 
     return write_change(
-        dst, source, state, experts, entry,
+        dst, sources[0], state, experts, entry,
         ranks=ranks or 1, options=_options(width, how), force=force,
         more_flags={"arch": arch, "moe_capacity_factor": 0},  # 0 drops nothing
     )  # fmt: skip
+
+
+def _open_dense(paths: Sequence[str], dst: str, how: Upcycling, force: bool) -> list[SetReader]:
+    """Open the dense models; raise CheckpointError if they cannot become experts of one set."""
+    replicas = how.num_experts // how.granularity
+    if not 1 <= len(paths) <= replicas:
+        raise CheckpointError(
+            f"{len(paths)} dense models cannot become {replicas} experts of full width; give "
+            f"--num-experts {max(len(paths), 1) * how.granularity} or more"
+        )
+    for path in paths:
+        refuse_target(dst, path, force)  # before a model is read
+    sources = [read_set(path) for path in paths]
+    for path, source in zip(paths, sources, strict=True):
+        if source.num_experts:
+            raise CheckpointError(f"{path}: has experts; `grow` makes more of them")
+        _check_options(source.shared, path)
+    check_alike([(path, source.shared) for path, source in zip(paths, sources, strict=True)])
+    return sources
 
 
 def with_criterions(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -216,7 +258,7 @@ def _options(width: int, how: Upcycling) -> dict[str, Any]:
 
 
 def _routers(ffns: _Ffns, how: Upcycling) -> dict[str, Tensor]:
-    """Return the routers and shared experts of the layers that become sparse."""
+    """Return the routers of the layers that become sparse."""
     made: dict[str, Tensor] = {}
     generator = torch.Generator().manual_seed(how.seed)
     replicas = how.num_experts // how.granularity
@@ -226,27 +268,30 @@ def _routers(ffns: _Ffns, how: Upcycling) -> dict[str, Tensor]:
         # slices of a replica have one row, so that they are chosen together
         rows = rows.repeat_interleave(how.granularity, dim=0).to(like.dtype)
         made[f"{prefix}moe_layer.gate.wg.weight"] = rows
-        if how.shared:
-            made |= {f"{prefix}moe_layer.shared_expert.{name}": v for name, v in ffn.items()}
     return made
 
 
-def _experts(ffns: _Ffns, how: Upcycling, wanted: range) -> dict[str, Tensor]:
-    """Return the tensors of some experts of all layers, renumbered from 0."""
+def _experts(sources: Sequence[_Ffns], how: Upcycling, wanted: range) -> dict[str, Tensor]:
+    """Return the tensors of some experts of all layers, renumbered from 0.
+
+    The replicas of an FFN, each G experts, are made from the sources in turn.
+    """
     model: dict[str, Tensor] = {}
-    for index, (prefix, ffn) in enumerate(ffns.items()):
-        made = experts_of_ffn(
-            ffn,
-            wanted,
-            granularity=how.granularity,
-            silent=how.shared,
-            drop_ratio=how.drop_ratio,
-            seed=how.seed + index * how.num_experts,
-        )
-        for name, value in made.items():
-            number, _, rest = name.partition(".")
-            key = f"{prefix}moe_layer.experts.{int(number) - wanted.start}.{rest}"
-            model[key] = value.clone()  # a file stores tensors that share memory once
+    for index, prefix in enumerate(sources[0]):
+        for number in wanted:
+            source = sources[number // how.granularity % len(sources)]
+            made = experts_of_ffn(
+                source[prefix],
+                [number],
+                granularity=how.granularity,
+                silent=how.shared,
+                drop_ratio=how.drop_ratio,
+                seed=how.seed + index * how.num_experts,
+            )
+            for name, value in made.items():
+                rest = name.partition(".")[2]
+                key = f"{prefix}moe_layer.experts.{number - wanted.start}.{rest}"
+                model[key] = value.clone()  # a file stores tensors that share memory once
     return model
 
 
