@@ -74,15 +74,16 @@ def dispatch_and_combine(
     elif exchange.groups.ep_size == 1 and ops.combine_takes_bias(x_TM):
         prepared, bias_EM = _without_output_bias(experts, x_TM.dtype)
     dest_row_TK, src_pair_R, chunks = arrange(routing, exchange, choice.overlap_degree)
-    gathers = len(chunks) == 1 and _experts_gather(x_TM, routing, experts, prepared, exchange)
-    rows = x_TM if gathers else ops.dispatch(x_TM, dest_row_TK, src_pair_R)
-    if gathers:
-        (chunk,) = chunks
-        out = experts.compute_tokens(prepared, x_TM, dest_row_TK, src_pair_R, chunk.offsets)
+    if len(chunks) == 1 and _experts_gather(x_TM, routing, experts, prepared, exchange):
+        (chunk,), maps = chunks, (dest_row_TK, src_pair_R)
+        assert prepared is not None and chunk.offsets is not None  # else they do not gather
+        out = experts.compute_tokens(prepared, x_TM, *maps, chunk.offsets)
     elif len(chunks) > 1:
+        rows = ops.dispatch(x_TM, dest_row_TK, src_pair_R)
         out = overlapped(rows, chunks, experts, exchange, prepared, record)
     else:
         (chunk,) = chunks
+        rows = ops.dispatch(x_TM, dest_row_TK, src_pair_R)
         rows = exchange.dispatch(rows, chunk.splits, record)
         out = experts(ExpertRows(chunk.by_expert(rows), chunk.offsets), prepared)
         out = exchange.combine(chunk.by_rank(out), chunk.splits, record)

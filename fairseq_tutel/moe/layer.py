@@ -37,7 +37,7 @@ from .arguments import (
 )
 from .dispatcher import dispatch_and_combine
 from .exchange_choice import ExchangeChoice, ExchangeChoices
-from .experts import ExpertBank, make_experts, make_shared_expert, own_experts, width_of_input
+from .experts import ExpertBank, make_experts, make_shared_expert, own_experts, with_width
 from .given_choices import steer, top_k_of
 from .memory import StepMemory, routed_bytes
 from .reports import MoEAux, RouterAux, balance_over_ranks, make_aux
@@ -144,8 +144,8 @@ class MoELayer(nn.Module):
         self.config = routing_config(config, num_experts, routing, names)
         self.layer_index, self.compute_aux = layer_index, compute_aux
         self.groups = groups_for(self.config.num_experts, groups)
-        own = own_experts(experts, expert_fn, self.groups, seed) if model_dim is None else None
-        self.model_dim = model_dim = width_of_input(own) if own is not None else model_dim
+        own, model_dim = with_width(model_dim, experts, expert_fn, self.groups, seed)
+        self.model_dim = model_dim
         self._checked_wrapper = False
         self._changed: dict[tuple, tuple[MoEConfig, MoEConfig]] = {}  # of calls: before, after
         self._choices = ExchangeChoices(self.groups, timed=record_exchange_time, skip=skip_exchange)

@@ -137,7 +137,11 @@ def token_ffn(
     x_TM: Tensor,
     dest_row_TK: Tensor,
     src_pair_R: Tensor,
-    *params: Tensor | None,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    *,
     offsets: Tensor,
     options: FFNOptions,
 ) -> Tensor:
@@ -146,8 +150,8 @@ def token_ffn(
     Args:
         x_TM: (T, M) tokens; differentiable.
         dest_row_TK, src_pair_R: as of :func:`~fairseq_tutel.ops.dispatch`.
-        params: fc1's weight and bias and fc2's, as of :func:`~fairseq_tutel.ops.expert_ffn`;
-            differentiable.
+        fc1_weight, fc1_bias, fc2_weight, fc2_bias: as of
+            :func:`~fairseq_tutel.ops.expert_ffn`; differentiable.
         offsets: (e,) int32 end row of each expert.
         options: activation and dropout.
 
@@ -161,12 +165,11 @@ def token_ffn(
     check_indices("src_pair", src_pair_R, "rows")
     if x_TM.dim() != 2 or x_TM.shape[0] != dest_row_TK.shape[0]:
         raise ValueError(f"x must be ({dest_row_TK.shape[0]}, model_dim), got {tuple(x_TM.shape)}")
+    params = fc1_weight, fc1_bias, fc2_weight, fc2_bias
     check_ffn(x_TM, *params, offsets, options.activation in GATES)
     seed = options.draw_seed(x_TM.device)
     keep_hidden = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (x_TM, *params)
     )
-    maps = dest_row_TK, src_pair_R
-    return _token_ffn(
-        x_TM, *maps, *params, offsets, seed, options.activation, *options.dropout_p, keep_hidden
-    )[0]
+    maps, how = (dest_row_TK, src_pair_R), (options.activation, *options.dropout_p, keep_hidden)
+    return _token_ffn(x_TM, *maps, *params, offsets, seed, *how)[0]

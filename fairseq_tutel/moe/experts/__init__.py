@@ -16,7 +16,7 @@ from .base import ExpertBank, ExpertRows, PreparedExperts
 from .ffn import Experts, SharedExpert, make_shared_expert
 from .gated import GeGLUExperts, SwiGLUExperts
 from .inference import STORAGES, InferenceExperts, hold_experts
-from .modules import ExpertList, own_experts, width_of_input
+from .modules import ExpertList, own_experts, with_width
 from .plain import ClampedSwiGLUExperts, PlainExperts
 from .stacked import Stacked, StackedExperts
 
@@ -89,6 +89,6 @@ __all__ = [
     "make_shared_expert",
     "option",
     "own_experts",
-    "width_of_input",
+    "with_width",
     "register_experts",
 ]

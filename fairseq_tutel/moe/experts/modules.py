@@ -88,17 +88,24 @@ def own_experts(
     return ExpertList(experts)
 
 
-def width_of_input(experts: Sequence[nn.Module]) -> int:
-    """Return M, the inputs of the first linear layer of the first expert.
+def with_width(
+    model_dim: int | None, experts, expert_fn, groups: ExpertParallelGroups, seed: int | None
+) -> tuple[ExpertList | None, int]:
+    """Return M, by default the inputs of the first linear layer of the first own expert.
+
+    Then the experts had to be made; they are the first result.
 
     Raises:
         ValueError: the expert has no ``nn.Linear`` whose width is known.
     """
-    for module in experts[0].modules():
+    if model_dim is not None:
+        return None, model_dim
+    own = own_experts(experts, expert_fn, groups, seed)
+    for module in own[0].modules():
         if isinstance(module, nn.Linear) and module.in_features:
-            return module.in_features
+            return own, module.in_features
     raise ValueError(
-        f"model_dim is not given, and {type(experts[0]).__name__} has no linear layer that says "
+        f"model_dim is not given, and {type(own[0]).__name__} has no linear layer that says "
         "it: give model_dim="
     )
 
