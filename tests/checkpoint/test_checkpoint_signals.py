@@ -12,9 +12,10 @@ from helpers.commands import run
 
 from fairseq_tutel.checkpoint import recover_directory
 
+HERE = Path(__file__).parent
 HEAD = """
     import multiprocessing, os, signal, sys, time
-    sys.path.insert(0, {tests!r})
+    sys.path[:0] = {paths!r}
     import torch
     from checkpoint_helpers import Reference, names_in, set_names
     from fairseq_tutel.checkpoint import AllRanks, check_shared_directory, load_for_rank
@@ -114,7 +115,7 @@ TWO_RANKS = """
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_nothing_is_left_behind(tmp_path):
     script = "".join(map(textwrap.dedent, (HEAD, ONE_RANK, TWO_RANKS)))
-    script = script.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    script = script.format(paths=[str(HERE), str(HERE.parent)], folder=str(tmp_path))
     output = run([sys.executable, "-c", script], timeout=120)
     assert re.findall("^.*: done$", output, re.MULTILINE) == ["one rank: done", "two ranks: done"]
 
