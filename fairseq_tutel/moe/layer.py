@@ -212,9 +212,9 @@ class MoELayer(nn.Module):
             step (StepAgreement): result of :func:`~fairseq_tutel.distributed.sync_step` for this
                 forward pass (default None: made here by one small all-gather). If you give it, call
                 :func:`~fairseq_tutel.moe.balance_over_ranks` for the reports of all layers.
-            top_k (int), capacity_factor (float): those of this call (default None: the layer's).
-            exchange (ExchangeConfig or str): the layer's or a prepared one
-                (:meth:`prepare_exchanges`), with any overlap, wire and r (default None).
+            top_k (int): experts per token of this call (default None: the layer's).
+            capacity_factor (float): of this call (default None: the layer's).
+            exchange (ExchangeConfig or str): prepared by :meth:`prepare_exchanges` (default None).
             r (int): ranks that each token goes to (default None: the exchange's).
             record (ExchangeRecord): gets times and rounding errors of exchanges, also of recomputed
                 ones (default None: a new record if anything is measured).

@@ -109,7 +109,8 @@ def test_a_signal_that_a_starting_launcher_may_lose_is_repeated(tmp_path, slurm)
     (tmp_path / "setup.sh").write_text("kill -USR1 $$\n")
     env = {**slurm, "ENV_SETUP": str(tmp_path / "setup.sh")}
     assert run("train.sbatch", "fairseq-train", env=env).returncode == 0
-    assert (tmp_path / "signals").read_text() == 3 * "usr1\n"
+    # at least three: another one may come before the shell ends
+    assert (tmp_path / "signals").read_text().startswith(3 * "usr1\n")
     assert words_of(tmp_path, "scontrol") == ["requeue", "17"]
 
 
