@@ -20,6 +20,9 @@ LEFT_AT_0 = (
 OF_LANGUAGES = ("cmr_", "median_prefix_count_")
 # one unit of the last digit that is logged
 UNIT = {"moe_gate_loss": 1e-5, "ppl": 1e-2}
+# Updates in which all digits are the same on every CPU. Later, other rounding may send a token
+# whose two best experts are nearly equal to the other one.
+SAME_DIGITS = 10
 
 
 def arguments(run: str, arch: str, backend: str, save_dir: Path) -> list[str]:
@@ -52,7 +55,10 @@ def assert_same_metrics(got: dict, want: dict, units: float) -> None:
     for name in set(want) - {"epoch"}:
         unit = UNIT.get(name, 1e-3)
         assert name in got or name in LEFT_AT_0 or name.startswith(OF_LANGUAGES), name
-        assert abs(got.get(name, 0) - want[name]) <= units * unit, (want["epoch"], name)
+        error, limit = abs(got.get(name, 0) - want[name]), units * unit
+        if want["epoch"] > SAME_DIGITS:
+            limit += 1e-2 * abs(want[name])
+        assert error <= limit, (want["epoch"], name, got.get(name), want[name])
 
 
 def assert_same_run(
