@@ -86,6 +86,8 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
     process = subprocess.Popen(
         ["bash", "scripts/bench/run_gpu.sh"], cwd=ROOT, env={**env, "OUT": str(tmp_path)},
         stdout=subprocess.PIPE, text=True, start_new_session=True,
+        # what is started with & has SIGINT ignored, and bash cannot trap what was ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     lines = []
     for line in process.stdout:
