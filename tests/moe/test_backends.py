@@ -71,14 +71,14 @@ def example(device, **options):
 
 
 @pytest.mark.parametrize(
-    ("backend", "gathers"),
+    ("capacity_factor", "backend", "gathers"),
     [
-        ("torch", False),
-        pytest.param("triton", False, marks=pytest.mark.interpreted),
-        pytest.param("triton", True, marks=pytest.mark.interpreted),
+        (0.0, "torch", False),
+        (-0.5, "torch", False),
+        pytest.param(0.0, "triton", False, marks=pytest.mark.interpreted),
+        pytest.param(-0.5, "triton", True, marks=pytest.mark.interpreted),
     ],
 )
-@pytest.mark.parametrize("capacity_factor", [0.0, -0.5], ids=["dropless", "dropping"])
 def test_nothing_reads_rows_that_belong_to_no_expert(
     capacity_factor, backend, gathers, monkeypatch
 ):

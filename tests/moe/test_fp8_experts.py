@@ -35,9 +35,14 @@ def test_rounding_of_rows():
     assert ((got - x).abs() <= x.abs() * 2**-4)[normal].all()
 
 
-@pytest.mark.parametrize("way", ["torch", pytest.param("triton", marks=pytest.mark.interpreted)])
-@pytest.mark.parametrize("factor", [0.0, 1.0], ids=["dropless", "padded"])
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(
+    ("network", "factor", "way"),
+    [
+        *((network, factor, "torch") for network in NETWORKS for factor in (0.0, 1.0)),
+        pytest.param("ffn", 0.0, "triton", marks=pytest.mark.interpreted),
+        pytest.param("swiglu", 1.0, "triton", marks=pytest.mark.interpreted),
+    ],
+)
 def test_error_and_gradients(network, factor, way, backend):
     """The gradients are of bf16's size of error: they multiply what was not rounded to fp8."""
     backend("torch")
