@@ -23,7 +23,7 @@ ACTIVATIONS = {
     "swish": "silu",
     "tanh": "tanh",
 }
-NETWORKS = ("ffn", "swiglu", "geglu")
+NETWORKS = ("ffn", "swiglu", "geglu", "clamped_swiglu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,9 @@ class LayerConfig:
     moe_ffn_dim: int
     expert_network: str
     expert_bias: bool
+    gate_limit: float
+    gate_alpha: float
+    gate_shift: float
     activation_function: str
     shared_expert_dim: int
     shared_expert_gate: bool
@@ -110,6 +113,10 @@ def describe_layer(
         moe_ffn_dim=hidden_dim,
         expert_network=network,
         expert_bias=network == "ffn" or options.bias,
+        # of clamped_swiglu
+        gate_limit=float(getattr(options, "limit", 7.0)),
+        gate_alpha=float(getattr(options, "alpha", 1.702)),
+        gate_shift=float(getattr(options, "shift", 1.0)),
         activation_function=ACTIVATIONS[activation],
         shared_expert_dim=shared_dim,
         shared_expert_gate=shared_gate,

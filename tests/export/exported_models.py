@@ -21,6 +21,9 @@ CASES = {
         "--moe-load-bias sign --moe-route-scale 1.5 --no-scale-embedding --no-decoder-final-norm",
     "softmax, load bias, no positions":
         "--moe-load-bias quantile --no-token-positional-embeddings --activation-fn gelu_accurate",
+    "clamped swiglu with biases":
+        "--moe-expert-network clamped_swiglu --moe-clamped-swiglu-bias "
+        "--moe-clamped-swiglu-limit 0.5",
     "shared expert with a gate": "--moe-shared-expert-ffn-dim 12 --moe-shared-expert-gate",
     "groups, frozen bias":
         "--moe-expert-count 6 --moe-num-expert-groups 3 --moe-top-groups 2 --moe-load-bias frozen "

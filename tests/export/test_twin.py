@@ -47,6 +47,10 @@ LAYERS = {
     "top-1": {"top_k": 1},
     "swiglu": {"expert_network": "swiglu"},
     "geglu with biases": {"expert_network": "geglu", "expert_options": {"bias": True}},
+    "clamped swiglu": {
+        "expert_network": "clamped_swiglu",
+        "expert_options": {"limit": 0.4, "bias": True},
+    },
     "relu, shared expert": {"activation": "relu", "shared_expert_dim": 6},
     "groups": {
         "num_experts": 6,

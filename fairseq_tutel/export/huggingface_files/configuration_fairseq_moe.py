@@ -13,7 +13,8 @@ class FairseqMoEConfig(PreTrainedConfig):
         moe_layers: layers with experts, counted from 0.
         num_experts, num_experts_per_tok, moe_ffn_dim: E, K and the hidden width of an expert.
         expert_network: "ffn" is ``down(act(up(x)))``, "swiglu" and "geglu" are
-            ``down(act(gate(x)) * up(x))``.
+            ``down(act(gate(x)) * up(x))``; "clamped_swiglu" is ``down(g * sigmoid(gate_alpha * g) *
+            (u + gate_shift))`` with g = gate(x) of at most ``gate_limit`` and u = up(x) within it.
         expert_bias: whether the experts' projections have biases (always True for "ffn").
         shared_expert_dim: hidden width of the shared expert, 0 for none.
         shared_expert_gate: whether a sigmoid per token multiplies its output.
@@ -45,6 +46,9 @@ class FairseqMoEConfig(PreTrainedConfig):
     moe_ffn_dim: int = 256
     expert_network: str = "ffn"
     expert_bias: bool = True
+    gate_limit: float = 7.0
+    gate_alpha: float = 1.702
+    gate_shift: float = 1.0
     shared_expert_dim: int = 0
     shared_expert_gate: bool = False
     score_function: str = "softmax"

@@ -104,8 +104,9 @@ class FairseqMoERouter(nn.Module):
 class FairseqMoEExpertWeights(nn.Module):
     """Weights of all experts of a layer, and the network of one expert.
 
-    The network is down(act(up(x))), or down(act(gate(x)) * up(x)) with both in ``gate_up_proj``.
-    A subclass computes tokens [T, M], experts [T, K] and weights [T, K] -> [T, M].
+    The network is down(act(up(x))), or down(act(gate(x)) * up(x)) with both in ``gate_up_proj``,
+    or that with both clamped, and other constants. A subclass computes tokens [T, M], experts
+    [T, K] and weights [T, K] -> [T, M].
     """
 
     def __init__(self, config):
@@ -119,15 +120,26 @@ class FairseqMoEExpertWeights(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
             if config.expert_bias:
                 self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(shape[:2])))
-        function = GATES[config.expert_network] if self.gated else None
+        function = GATES.get(config.expert_network)
         self.act_fn = function or ACTIVATIONS[config.activation_function]
+        self.clamped = None
+        if config.expert_network == "clamped_swiglu":
+            self.clamped = config.gate_limit, config.gate_alpha, config.gate_shift
 
     def activate(self, hidden):
         """Return the input of the second projection: [R, F] or [R, 2F] -> [R, F]."""
         if not self.gated:
             return self.act_fn(hidden)
         gate, up = hidden.chunk(2, dim=-1)
-        return self.act_fn(gate) * up
+        if self.clamped is None:
+            return self.act_fn(gate) * up
+        limit, alpha, shift = self.clamped
+        gate = gate.clamp(max=limit)
+        return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + shift)
+
+    def _apply_gate(self, hidden):
+        """Compute what transformers' implementations of experts put between the projections."""
+        return self.activate(hidden)
 
     def compute(self, rows, expert):
         """Return the outputs of one expert: [R, M] -> [R, M]."""
