@@ -60,6 +60,7 @@ class Case:
     biased: bool  # whether a frozen bias takes part in the selection
     clamped: bool  # whether the experts have a clamped gate
     own: bool  # whether the experts are modules of the user's own
+    shared: bool  # whether there is a shared expert, with a gate
     tokens: tuple[int, ...]
 
     @property
@@ -120,6 +121,7 @@ def case_of(seed, ranks=4):
         biased=rng.random() < 0.3,
         own=(own := placement == "replicated" and r == 1 and rng.random() < 0.4),
         clamped=not own and rng.random() < 0.25,
+        shared=rng.random() < 0.3,
         tokens=tuple(tokens),
     )
 
@@ -138,6 +140,17 @@ def tensors_of(case):
     return xs, targets, draw(case.experts, m), weights, draw(case.experts).float()
 
 
+def shared_of(case):
+    """Weights of the shared expert and its gate, by name; fp64."""
+    generator, m = torch.Generator().manual_seed(case.seed + 1), case.model_dim
+    shapes = {"fc1.weight": (2, m), "fc1.bias": (2,), "fc2.weight": (m, 2), "fc2.bias": (m,)}
+    shapes["gate.weight"] = (1, m)
+    return {
+        f"shared_expert.{name}": torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for name, shape in shapes.items() if case.shared
+    }  # fmt: skip
+
+
 def cut(tensor, case, end, index):
     """What the holder of a slice has of an expert's tensor."""
     return tensor if end not in CUT else tensor.chunk(case.slices, CUT[end])[index]
@@ -154,6 +167,14 @@ def expert_of(x_M, weights, expert, case):
         gate_F, up_F = gate_F.clamp(max=limit), (w1 @ x_M + b1).clamp(-limit, limit)
         return w2 @ (gate_F / (1 + torch.exp(-alpha * gate_F)) * (up_F + 1)) + b2
     return w2 @ getattr(F, case.activation)(w1 @ x_M + b1) + b2
+
+
+def shared_output(x_M, case):
+    if not case.shared:
+        return torch.zeros_like(x_M)
+    w1, b1, w2, b2, gate = shared_of(case).values()
+    activation = F.gelu if case.own or case.clamped else getattr(F, case.activation)
+    return torch.sigmoid(gate @ x_M) * (w2 @ activation(w1 @ x_M + b1) + b2)
 
 
 def kept_of(gates, chosen, case, agreed):
@@ -209,7 +230,7 @@ def oracle(case):
             choices = [k for k in range(case.top_k) if (t, k) in kept]
             share = range(case.top_k) if case.normalize_before_dropping else choices
             divisor = sum(probs[t][chosen[t][k]] for k in share) if case.top_k > 1 else 1.0
-            y.append(torch.zeros_like(x_M))
+            y.append(shared_output(x_M, case))
             for k in choices:
                 weight = probs[t][chosen[t][k]] / divisor
                 y[t] = y[t] + weight * expert_of(x_M, weights, chosen[t][k], case)
@@ -281,6 +302,8 @@ def layer_of(case):
         group_score=case.groups[2],
         score_function="sigmoid" if case.sigmoid else "softmax",
         load_bias="frozen" if case.biased else "none",
+        shared_expert_dim=2 if case.shared else 0,
+        shared_expert_gate=case.shared,
         **own,
     )
     _, _, gate, weights, bias = tensors_of(case)
@@ -291,7 +314,7 @@ def layer_of(case):
         for end in case.ends
     }
     router = {"gate.wg.weight": gate, **({"gate.load_bias": bias} if case.biased else {})}
-    layer.double().load_state_dict({**router, **state})
+    layer.double().load_state_dict({**router, **state, **shared_of(case)})
     return layer.train(case.training)
 
 
