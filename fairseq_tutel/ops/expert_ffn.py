@@ -167,22 +167,11 @@ def _expert_ffn_bwd(
     needs_rows: bool,
     needs_params: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return implementation("expert_ffn_bwd", rows)(
-        d_out,
-        rows,
-        hidden,
-        active,
-        fc1_weight,
-        fc1_bias,
-        fc2_weight,
-        fc2_bias,
-        activation=activation,
-        offsets=offsets,
-        dropout_p=(activation_dropout_p, dropout_p),
-        seed=seed,
-        needs_rows=needs_rows,
-        needs_params=needs_params,
-    )
+    params = (fc1_weight, fc1_bias, fc2_weight, fc2_bias)
+    options = FFNOptions(activation, (activation_dropout_p, dropout_p))
+    needs = {"needs_rows": needs_rows, "needs_params": needs_params}
+    given = options.given(offsets=offsets, seed=seed, **needs)
+    return implementation("expert_ffn_bwd", rows)(d_out, rows, hidden, active, *params, **given)
 
 
 def _setup(ctx, inputs, output):

@@ -47,20 +47,10 @@ def _token_ffn(
     dropout_p: float,
     keep_hidden: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return implementation("token_ffn_fwd", x)(
-        x,
-        dest_row,
-        src_pair,
-        fc1_weight,
-        fc1_bias,
-        fc2_weight,
-        fc2_bias,
-        activation=activation,
-        offsets=offsets,
-        dropout_p=(activation_dropout_p, dropout_p),
-        seed=seed,
-        keep_hidden=keep_hidden,
-    )
+    tensors = x, dest_row, src_pair, fc1_weight, fc1_bias, fc2_weight, fc2_bias
+    options = FFNOptions(activation, (activation_dropout_p, dropout_p))
+    given = options.given(offsets=offsets, seed=seed, keep_hidden=keep_hidden)
+    return implementation("token_ffn_fwd", x)(*tensors, **given)
 
 
 def _fake_bwd(
@@ -91,24 +81,11 @@ def _token_ffn_bwd(
     needs_x: bool,
     needs_params: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return implementation("token_ffn_bwd", x)(
-        d_out,
-        x,
-        dest_row,
-        src_pair,
-        hidden,
-        active,
-        fc1_weight,
-        fc1_bias,
-        fc2_weight,
-        fc2_bias,
-        activation=activation,
-        offsets=offsets,
-        dropout_p=(activation_dropout_p, dropout_p),
-        seed=seed,
-        needs_x=needs_x,
-        needs_params=needs_params,
-    )
+    params = fc1_weight, fc1_bias, fc2_weight, fc2_bias
+    options = FFNOptions(activation, (activation_dropout_p, dropout_p))
+    given = options.given(offsets=offsets, seed=seed, needs_x=needs_x, needs_params=needs_params)
+    backward = implementation("token_ffn_bwd", x)
+    return backward(d_out, x, dest_row, src_pair, hidden, active, *params, **given)
 
 
 def _setup(ctx, inputs, output):
