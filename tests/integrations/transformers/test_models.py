@@ -21,11 +21,14 @@ def loss_of(model, ids):
     return functional.cross_entropy(out.flatten(0, 1), ids.flatten() % out.shape[-1])
 
 
-def train(model, net, ids):
+def adamw(model, lr=1e-3):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr)
+
+
+def train(net, optimizer, ids, count=STEPS):
     """Losses of some steps."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3)
     losses = []
-    for _ in range(STEPS):
+    for _ in range(count):
         optimizer.zero_grad()
         loss = loss_of(net, ids)
         loss.backward()
@@ -50,7 +53,8 @@ def one_model(name, folder):
         blocks = replace_moe(model)
         replaced = difference(model(ids)[0], before)
     # some models have parameters without a gradient: indexers of sparse attention
-    losses = train(model, training.wrap_data_parallel(model, find_unused_parameters=True), ids)
+    net = training.wrap_data_parallel(model, find_unused_parameters=True)
+    losses = train(net, adamw(model), ids)
     state = original_state_dict(model, blocks)
     if rank == 0:
         model.save_pretrained(f"{folder}/{name}", state_dict=state)
@@ -83,7 +87,7 @@ def test_two_ranks_train_as_the_original_in_one_process(name, results):
     replaced, losses, restored, loaded = zip(*(rank[name] for rank in results), strict=True)
     assert max(*replaced, *restored, *loaded) < 1e-5
     model = tiny_models.make(name)
-    alone = train(model, model, tiny_models.tokens())
+    alone = train(model, adamw(model), tiny_models.tokens())
     means = [sum(step) / 2 for step in zip(*losses, strict=True)]
     assert means == pytest.approx(alone, rel=2e-4)
     assert alone[-1] < alone[0]

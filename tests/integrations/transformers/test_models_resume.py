@@ -4,7 +4,7 @@ import pytest
 import tiny_models
 import torch
 from helpers.distributed import run_ranks
-from test_models import difference, loss_of
+from test_models import adamw, difference, train
 
 from fairseq_tutel import training
 from fairseq_tutel.distributed import process_world
@@ -16,21 +16,6 @@ pytestmark = pytest.mark.extras
 BOTH = ["deepseek_v3", "qwen2_moe"]
 
 
-def steps(model, net, optimizer, ids, count):
-    losses = []
-    for _ in range(count):
-        optimizer.zero_grad()
-        loss = loss_of(net, ids)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def adam(model):
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 3e-3)
-
-
 def begin_on_ranks(name, file):
     """Three steps with each rank's share of the experts, and a checkpoint."""
     rank, world_size = process_world()
@@ -38,8 +23,8 @@ def begin_on_ranks(name, file):
     replace_moe(model)
     for layer in moe_layers(model).values():
         assert layer.groups.num_local_experts == 8 // world_size
-    optimizer, ids = adam(model), tiny_models.tokens().chunk(world_size)[rank]
-    losses = steps(model, training.wrap_data_parallel(model), optimizer, ids, 3)
+    optimizer, ids = adamw(model, 3e-3), tiny_models.tokens().chunk(world_size)[rank]
+    losses = train(training.wrap_data_parallel(model), optimizer, ids, 3)
     training.save_checkpoint(file, model, optimizer)
     return losses
 
@@ -48,7 +33,7 @@ def begin_on_ranks(name, file):
 def test_two_ranks_save_and_one_goes_on_and_generates(name, tmp_path):
     file, ids = str(tmp_path / "run.pt"), tiny_models.tokens()
     original = tiny_models.make(name)
-    want = steps(original, original, adam(original), ids, 5)
+    want = train(original, adamw(original, 3e-3), ids, 5)
 
     ranks = run_ranks(begin_on_ranks, 2, name, file, timeout=100)
     means = [sum(step) / 2 for step in zip(*ranks, strict=True)]
@@ -56,9 +41,9 @@ def test_two_ranks_save_and_one_goes_on_and_generates(name, tmp_path):
 
     model = tiny_models.make(name, seed=1)  # other weights, which the checkpoint replaces
     blocks = replace_moe(model)
-    optimizer = adam(model)
+    optimizer = adamw(model, 3e-3)
     training.load_checkpoint(file, model, optimizer)
-    assert steps(model, model, optimizer, ids, 2) == pytest.approx(want[3:], rel=1e-4)
+    assert train(model, optimizer, ids, 2) == pytest.approx(want[3:], rel=1e-4)
 
     options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True}
     found = model.generate(ids[:, :4], **options)
