@@ -110,10 +110,27 @@ def refuse_unread_activation(
         )
 
 
-def config_for_call(
-    config: MoEConfig, top_k: int | None, capacity_factor: float | None, training: bool
-) -> MoEConfig:
-    """Return the routing options of a call with another ``top_k`` or ``capacity_factor``."""
+class CallConfigs:
+    """Routing options of calls with another ``top_k`` or ``capacity_factor`` than the layer's.
+
+    They are kept, because checking options is slow.
+    """
+
+    def __init__(self):
+        self._changed: dict[tuple, tuple[MoEConfig, MoEConfig]] = {}  # before, after
+
+    def of_call(
+        self, config: MoEConfig, top_k: int | None, capacity_factor: float | None, training: bool
+    ) -> MoEConfig:
+        """Return ``config`` with the options of a call; None: the layer's."""
+        asked = (top_k, capacity_factor, training)
+        known = self._changed.get(asked)
+        if known is None or known[0] is not config:
+            known = self._changed[asked] = (config, _changed_config(config, *asked))
+        return known[1]
+
+
+def _changed_config(config, top_k, capacity_factor, training):
     changes: dict[str, Any] = {} if top_k is None else {"top_k": top_k}
     if capacity_factor is not None and training:
         changes["capacity_factor"] = capacity_factor

@@ -26,8 +26,8 @@ from ..distributed import (
     sync_step,
 )
 from .arguments import (
+    CallConfigs,
     check_agreement,
-    config_for_call,
     groups_for,
     own_gate,
     refuse_local_drop_of_slices,
@@ -42,8 +42,8 @@ from .given_choices import steer, top_k_of
 from .memory import StepMemory, routed_bytes
 from .reports import MoEAux, RouterAux, balance_over_ranks, make_aux
 from .routers import Router, jitter_tokens, make_router, route_logits
-from .routing import RouterCall, Routing, mask_of_tokens, mask_tokens
-from .torch_modes import autocast_dtype, untraced, without_autocast
+from .routing import RouterCall, Routing, mask_of_tokens, mask_tokens, tokens_of
+from .torch_modes import untraced, without_autocast
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -147,7 +147,7 @@ class MoELayer(nn.Module):
         own, model_dim = with_width(model_dim, experts, expert_fn, self.groups, seed)
         self.model_dim = model_dim
         self._checked_wrapper = False
-        self._changed: dict[tuple, tuple[MoEConfig, MoEConfig]] = {}  # of calls: before, after
+        self._configs = CallConfigs()
         self._choices = ExchangeChoices(self.groups, timed=record_exchange_time, skip=skip_exchange)
         self.exchange_choice = self._choices.prepare(exchange)
         gate = make_router(model_dim, self.config) if gate is None else own_gate(gate, self.config)
@@ -232,7 +232,9 @@ class MoELayer(nn.Module):
         top_k = top_k_of(choices, top_k, self.config)
         config, choice = self._resolve(step, top_k, capacity_factor, exchange, r)
         steering = steer(choices, weights, config, x.shape[:-1], bool(self.recorders))
-        given_TM, x_TM, pad_mask_T = self._tokens(x, pad_mask)
+        dropout = config.input_dropout if self.training else 0.0
+        given_TM, x_TM = tokens_of(x, self.model_dim, dropout)
+        pad_mask_T = mask_of_tokens(pad_mask, x.shape[:-1])
         agreed = self._agree(config, choice, x_TM, step)
         call = self._router_call(config, choice, agreed, x, return_aux, steering)
         routing, router_aux = self._route(given_TM, x_TM, pad_mask_T, call)
@@ -310,29 +312,12 @@ class MoELayer(nn.Module):
         """Return the options of a call."""
         config, choice = self.config, self.exchange_choice
         if top_k is not None or capacity_factor is not None:
-            asked = (top_k, capacity_factor, self.training)
-            known = self._changed.get(asked)
-            if known is None or known[0] is not config:  # checking options is slow
-                known = self._changed[asked] = (config, config_for_call(config, *asked))
-            config = known[1]
+            config = self._configs.of_call(config, top_k, capacity_factor, self.training)
         exchange = exchange or (step and step.exchange)
         if exchange is not None or r is not None:
             choice = self._choices.for_call(choice, exchange, r)
             choice.refuse_own_experts(self.experts)
         return config, choice
-
-    def _tokens(self, x, pad_mask):
-        """Return the tokens [T, M] as given and in the dtype of the experts, and their mask."""
-        if x.shape[-1] != self.model_dim:
-            raise ValueError(
-                f"the layer was built for model_dim={self.model_dim}, the input has {x.shape[-1]}"
-            )
-        given_TM = x if x.dim() == 2 else x.reshape(-1, self.model_dim)
-        if self.training and self.config.input_dropout > 0:
-            given_TM = nn.functional.dropout(given_TM, self.config.input_dropout)
-        dtype = autocast_dtype(x.device)
-        x_TM = given_TM if dtype is None else given_TM.to(dtype)
-        return given_TM, x_TM, mask_of_tokens(pad_mask, x.shape[:-1])
 
     def _agree(self, config, choice, x_TM, step) -> StepAgreement:
         """Return what the ranks agreed on for this call; collective without a step."""

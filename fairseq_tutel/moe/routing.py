@@ -17,6 +17,7 @@ from .. import ops
 from ..config import MoEConfig
 from .given_choices import Steering
 from .overflow import assign_positions, reroute
+from .torch_modes import autocast_dtype
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,23 @@ class RouterCall:
     def padded(self) -> bool:
         """Whether the layout is padded, see the module docstring."""
         return not self.compact and self.config.is_static(self.training)
+
+
+def tokens_of(x: torch.Tensor, model_dim: int, dropout: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens [T, M] of ``x`` [..., M], as given and in the dtype of the experts.
+
+    Raises:
+        ValueError: the last dimension of ``x`` is not ``model_dim``.
+    """
+    if x.shape[-1] != model_dim:
+        raise ValueError(
+            f"the layer was built for model_dim={model_dim}, the input has {x.shape[-1]}"
+        )
+    given_TM = x if x.dim() == 2 else x.reshape(-1, model_dim)
+    if dropout > 0:
+        given_TM = torch.nn.functional.dropout(given_TM, dropout)
+    dtype = autocast_dtype(x.device)
+    return given_TM, given_TM if dtype is None else given_TM.to(dtype)
 
 
 def mask_of_tokens(pad_mask: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
