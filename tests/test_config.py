@@ -41,6 +41,7 @@ def test_only_fixed_capacity_in_training_is_static():
 
 LOADS = {"load_importance_loss": True, "gate_noise": 1.0}
 BIAS = {"load_bias": "sign"}
+FORCED = {"benchmark": True}
 PAIRS = {"num_expert_groups": 2, "top_groups": 1}
 
 
@@ -91,6 +92,16 @@ PAIRS = {"num_expert_groups": 2, "top_groups": 1}
         (MoEConfig, {**PAIRS, "null_experts": 2}, ["=2 needs null_experts=0"]),
         (MoEConfig, {**PAIRS, **LOADS}, ["load_importance_loss", "num_expert_groups=2"]),
         (MoEConfig, {"null_experts": 2, **LOADS}, ["load_importance_loss", "null_experts=2"]),
+        (MoEConfig, {"force_load": "3,1"}, ["force_load=3,1 makes", "worthless", "benchmark=True"]),
+        (MoEConfig, {**FORCED, "force_load": "3,x"}, ["force_load=3,x must be numbers"]),
+        (MoEConfig, {**FORCED, "force_load": "0,0"}, ["force_load=0,0 must be numbers"]),
+        (MoEConfig, {**FORCED, "force_load": "1,-1"}, ["force_load=1,-1 must be numbers"]),
+        (MoEConfig, {**FORCED, "force_load": "1,1,1,1,1"}, ["5 shares for 4 experts"]),
+        (
+            MoEConfig,
+            {**FORCED, "force_load": "3,1,1,0"},
+            ["an expert 0.6 of all", "=2 the", " 0.5"],
+        ),
         (ExchangeConfig, {"algorithm": "quick"}, ["'quick' is unknown; choose one of 2dh, linear"]),
         (ExchangeConfig, {"ranks_per_node": -1}, ["ranks_per_node=-1 must be at least 0"]),
         (ExchangeConfig, {"overlap_degree": 3}, ["=3 is unknown; choose one of 1, 2, 4, 8"]),

@@ -7,6 +7,7 @@ the launcher and the planner run without torch or fairseq.
 
 from .exchange import EXPERT_PLACEMENTS, OVERLAP_DEGREES, WIRES, ExchangeConfig, exchange_size
 from .experts import ExpertConfig
+from .force_load import share_ends
 from .growth import GrowAt
 from .options import OptionError, above, at_least, option
 from .registry import EXCHANGES, EXPERTS, ROUTERS, Options

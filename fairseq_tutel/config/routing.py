@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any
 
+from .force_load import check_force_load
 from .options import OptionError, Range, above, at_least, check_options, documented, option
 from .registry import ROUTERS, Options
 
@@ -210,6 +211,19 @@ class MoEConfig:
         "(arXiv 2410.07348)",
         at_least(0),
     )
+    benchmark: bool = option(
+        False,
+        "the run only measures speed: accept `force_load`, with which training is worthless",
+        group="debugging",
+    )
+    force_load: str = option(
+        "",
+        "shares of the load, with commas, in place of the gate's choices. The list repeats: `3,1` "
+        "gives every first expert three times the pairs of every second, `1` is an even load. "
+        "Weights are the gate's. Needs `benchmark`",
+        note=" (default: none)",
+        group="debugging",
+    )
     router_options: Options | Mapping[str, Any] | None = option(
         None, "the router's own options, by name or as an object of its class ``Options``"
     )
@@ -229,6 +243,8 @@ class MoEConfig:
                 f"`batch_prioritized` and `drop_policy={self.drop_policy!r}` both say which tokens "
                 "a full expert drops: give one of them"
             )
+        if self.force_load:
+            check_force_load(self.force_load, self.num_experts, self.top_k, self.benchmark)
         if self.unnormalized_weights and self.normalize_before_dropping:
             raise OptionError(
                 "`normalize_before_dropping` and `unnormalized_weights` contradict each other: "

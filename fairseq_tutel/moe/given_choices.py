@@ -8,11 +8,12 @@ its gate value still counts with ``normalize_before_dropping``.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 
-from ..config import MoEConfig
+from ..config import MoEConfig, share_ends
 
 
 @dataclasses.dataclass
@@ -46,8 +47,8 @@ class Steering:
         """
         if self.given_TK is not None and not self.taken:
             raise ValueError(
-                "choices= needs a router that calls route_logits(), as a TopKRouter does; this "
-                "layer's router selects experts by rules of its own"
+                "choices= and force_load= need a router that calls route_logits(), as a TopKRouter "
+                "does; this layer's router selects experts by rules of its own"
             )
         chosen_TK = expert_TK if self.chosen_TK is None else self.chosen_TK
         for record in recorders:
@@ -68,7 +69,7 @@ def steer(
     choices: torch.Tensor | None,
     weights: torch.Tensor | None,
     config: MoEConfig,
-    shape: torch.Size,
+    x: torch.Tensor,
     recorded: bool,
 ) -> Steering | None:
     """Check the choices of a call and return what its router needs; None if nothing is asked.
@@ -79,7 +80,7 @@ def steer(
         choices: integers [..., K].
         weights: floating point [..., K].
         config: options of the call.
-        shape: of the tokens, ``x.shape[:-1]``.
+        x: the tokens [..., M].
         recorded: whether somebody records the choices.
 
     Raises:
@@ -89,7 +90,10 @@ def steer(
     if choices is None:
         if weights is not None:
             raise ValueError("weights= belongs to choices=, which is not given")
+        if config.force_load:
+            return Steering(forced_choices(config, x.shape[:-1].numel(), x.device))
         return Steering() if recorded else None
+    shape = x.shape[:-1]
     if choices.is_floating_point() or choices.dtype == torch.bool or choices.shape[:-1] != shape:
         raise ValueError(
             f"choices must be integers {(*shape, 'K')}, got {choices.dtype} {tuple(choices.shape)}"
@@ -120,6 +124,23 @@ def steer(
     weight_TK = weights.reshape(given_TK.shape)
     dtype = torch.promote_types(weights.dtype, torch.float32)
     return Steering(given_TK, weight_TK.to(dtype))
+
+
+def forced_choices(config: MoEConfig, num_tokens: int, device: torch.device) -> torch.Tensor:
+    """Return the choices of ``force_load``, int32 [T, K]: each expert gets its share of T K pairs.
+
+    The experts divide a line of T K places by their shares. Token t, after an even shuffle, has the
+    places t, t + T, t + 2 T and so on. No expert has more than T places, so these are K experts.
+    """
+    pairs = config.top_k * num_tokens
+    ends = share_ends(config.force_load, config.num_experts)
+    end_E = torch.tensor([end * pairs // ends[-1] for end in ends], device=device)
+    stride = max(1, int(0.618 * num_tokens))
+    while math.gcd(stride, num_tokens) > 1:
+        stride += 1
+    place_T = torch.arange(num_tokens, device=device) * stride % max(1, num_tokens)
+    place_TK = place_T[:, None] + num_tokens * torch.arange(config.top_k, device=device)
+    return torch.searchsorted(end_E, place_TK, right=True, out_int32=True)
 
 
 def decode(given_TK: torch.Tensor) -> torch.Tensor:

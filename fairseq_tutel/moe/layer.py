@@ -231,7 +231,7 @@ class MoELayer(nn.Module):
         """
         top_k = top_k_of(choices, top_k, self.config)
         config, choice = self._resolve(step, top_k, capacity_factor, exchange, r)
-        steering = steer(choices, weights, config, x.shape[:-1], bool(self.recorders))
+        steering = steer(choices, weights, config, x, bool(self.recorders))
         dropout = config.input_dropout if self.training else 0.0
         given_TM, x_TM = tokens_of(x, self.model_dim, dropout)
         pad_mask_T = mask_of_tokens(pad_mask, x.shape[:-1])

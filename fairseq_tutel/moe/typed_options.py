@@ -53,6 +53,8 @@ class RoutingOptions(TypedDict, total=False):
     final_output_masking: float
     local_drop: float
     null_experts: int
+    benchmark: bool
+    force_load: str
     router_options: Options | Mapping[str, Any] | None
 
 

@@ -1,8 +1,8 @@
 #!/bin/bash
 # Submits the benchmark of the 1.1T configuration at every rung of the ladder, 8 to 512 GPUs: the
 # single layer, the all-to-all, twice: with each rank bound to the cores of its GPU's NUMA node, and
-# unbound; and training end to end, against the dense S x E x C formulation. One expert per
-# GPU and MoE layer; nothing is saved but the results.
+# unbound; and training end to end with an even load, against the dense S x E x C formulation. One
+# expert per GPU and MoE layer; nothing is saved but the results.
 #
 #   scripts/slurm/submit_ladder.sh [options] [-- SBATCH_OPTION ...]
 #
@@ -95,6 +95,7 @@ for count in $gpus; do
             train)
                 submit "$name" "$nodes" "$each" bench_train.sbatch \
                     --preset meta-8gpu-rank --one-by-one --updates "$updates" \
+                    --override model.moe_benchmark=true,model.moe_force_load=1 \
                     --output "$results/train-$count.json"
                 ;;
         esac

@@ -177,3 +177,29 @@ def test_a_layer_that_is_called_twice_needs_two_blocks():
         layer(torch.randn(T, M))
         layer(torch.randn(T, M))
     assert not layer.recorders
+
+
+@pytest.mark.parametrize(
+    "top_k, shares", [(1, "7,1,2"), (2, "3,1,1,1,0.5"), (3, "1"), (2, "1,0,1")]
+)
+@pytest.mark.parametrize("tokens", [0, 1, 29, 96])
+def test_a_forced_load_has_its_shares_and_the_gates_weights(top_k, shares, tokens):
+    """Counts by hand; the output is that of the same choices, given as an argument."""
+    experts = 6 if shares == "1,0,1" else E
+    numbers = [float(share) for share in shares.split(",")]
+    load = [numbers[expert % len(numbers)] for expert in range(experts)]
+    options = {"top_k": top_k, "capacity_factor": 0.0, "second_expert_policy": "random"}
+    layer = MoELayer(M, experts, 8, **options, benchmark=True, force_load=shares)
+    x = torch.randn(tokens, M)
+    with training.record_choices(layer) as choices:
+        forced = a_pass(layer, x)
+    chosen = choices[""]
+    counts = chosen.flatten().bincount(minlength=experts)
+    for count, share in zip(counts.tolist(), load, strict=True):
+        assert abs(count - share / sum(load) * top_k * tokens) < 1
+    assert all(len(set(row)) == top_k for row in chosen.tolist())
+    free = MoELayer(M, experts, 8, **options)
+    free.load_state_dict(layer.state_dict())
+    assert same(forced, a_pass(free, x, choices=chosen))
+    # neighbours do not all choose the same expert: their rows are not one block
+    assert tokens < 29 or (chosen[1:, 0] != chosen[:-1, 0]).sum() > 5

@@ -233,6 +233,7 @@ CONFLICTS = {
     "--moe-eval-capacity-token-fraction 0.25 | --moe-eval-capacity-factor 1.0",
     "--moe-gating-use-fp32 --moe-gating-use-model-dtype":
     "--moe-gating-use-fp32 | --moe-gating-use-model-dtype",
+    "--moe-force-load 3,1": "--moe-force-load 3,1 makes a training worthless: give --moe-benchmark",
     "--moe-load-bias quantile":
     "--moe-load-bias quantile needs --moe-second-expert-policy all, not 'sampling'",
     "--moe-unnormalized-weights --moe-normalize-gate-prob-before-dropping":
