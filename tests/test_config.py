@@ -61,7 +61,7 @@ PAIRS = {"num_expert_groups": 2, "top_groups": 1}
         ),
         (MoEConfig, {**BIAS, "top_k": 4}, ["load_bias='sign'", "top_k=4"]),
         (MoEConfig, {**BIAS, **LOADS}, ["load_importance_loss", "load_bias='sign'"]),
-        (MoEConfig, {"balance_scope": "world"}, ["balance_scope='world'", "rank, global, seq"]),
+        (MoEConfig, {"balance_scope": "world"}, ["balance_scope='world'", "rank, global, upd"]),
         (MoEConfig, {"balance_choices": "second"}, ["balance_choices='second'", "first, all"]),
         (MoEConfig, {"balance_over": "some"}, ["balance_over='some'", "unpadded, all"]),
         (

@@ -117,9 +117,9 @@ class MoEConfig:
     balance_scope: str = option(
         "rank",
         "tokens that the balance loss balances together: 'rank': a rank's batch; 'global': all "
-        "ranks' in training (arXiv 2501.11873); 'sequence': each sequence (arXiv 2412.19437, "
-        "equation 17)",
-        choices=("rank", "global", "sequence"),
+        "ranks' in training (arXiv 2501.11873); 'update': all ranks' of the update's forward "
+        "passes so far; 'sequence': each sequence (arXiv 2412.19437, equation 17)",
+        choices=("rank", "global", "update", "sequence"),
         flag="--moe-gate-loss-scope",
         group="balance",
     )
@@ -314,6 +314,11 @@ class MoEConfig:
     def moves_load_bias(self) -> bool:
         """Whether training moves the load bias."""
         return self.load_bias in ("sign", "quantile")
+
+    @property
+    def balances_over_ranks(self) -> bool:
+        """Whether the balance loss in training needs the counts of all ranks."""
+        return self.balance_scope in ("global", "update")
 
     @property
     def num_outputs(self) -> int:

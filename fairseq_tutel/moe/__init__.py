@@ -1,6 +1,7 @@
 """The MoE layer as plain PyTorch modules, without fairseq and Triton."""
 
 from ..config import ExchangeConfig, MoEConfig
+from .balance import balance_over_ranks
 from .experts import ExpertBank, ExpertRows, Experts, hold_experts, register_experts
 from .layer import MoELayer
 from .metrics import (
@@ -14,7 +15,7 @@ from .metrics import (
     wire_errors,
 )
 from .replace import every_other, replace_ffn
-from .reports import METRIC_NAMES, MoEAux, RouterAux, balance_over_ranks, routing_metrics
+from .reports import METRIC_NAMES, MoEAux, RouterAux, routing_metrics
 from .routers import Router, TopKRouter, make_router, register_router, route_logits
 from .routing import RouterCall, Routing, build_routing
 

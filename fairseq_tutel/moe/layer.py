@@ -35,12 +35,13 @@ from .arguments import (
     refuse_unread_activation,
     routing_config,
 )
+from .balance import UpdateLoad, balance_over_ranks
 from .dispatcher import dispatch_and_combine
 from .exchange_choice import ExchangeChoice, ExchangeChoices
 from .experts import ExpertBank, make_experts, make_shared_expert, own_experts, with_width
 from .given_choices import steer, top_k_of
 from .memory import StepMemory, routed_bytes
-from .reports import MoEAux, RouterAux, balance_over_ranks, make_aux
+from .reports import MoEAux, RouterAux, make_aux
 from .routers import Router, jitter_tokens, make_router, route_logits
 from .routing import RouterCall, Routing, mask_of_tokens, mask_tokens, tokens_of
 from .torch_modes import untraced, without_autocast
@@ -143,6 +144,7 @@ class MoELayer(nn.Module):
         names = inspect.signature(MoELayer).parameters
         self.config = routing_config(config, num_experts, routing, names)
         self.layer_index, self.compute_aux = layer_index, compute_aux
+        self.update_load = UpdateLoad()
         self.groups = groups_for(self.config.num_experts, groups)
         own, model_dim = with_width(model_dim, experts, expert_fn, self.groups, seed)
         self.model_dim = model_dim
@@ -248,7 +250,8 @@ class MoELayer(nn.Module):
         y = y_TM if x.dim() == 2 else y_TM.view(x.shape)
         if not return_aux:
             return y
-        aux = make_aux(router_aux, routing, len(x_TM), record)
+        load = self.update_load if config.balance_scope == "update" else None
+        aux = make_aux(router_aux, routing, len(x_TM), record, load)
         if step is None and not balance_later:
             (aux,) = balance_over_ranks([aux])
         return y, aux

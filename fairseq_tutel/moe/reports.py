@@ -7,14 +7,17 @@ Routing makes the counts anyway. Metrics are computed from them only when somebo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
-from ..distributed import ExchangeRecord, process_world, sum_tensor_over_ranks_
+from ..distributed import ExchangeRecord
 from .routing import Routing
+
+if TYPE_CHECKING:
+    from .balance import UpdateLoad
 
 _BALANCE_SHARE = 0.2  # "top" and "bottom" experts are this share of all, at least one
 METRIC_NAMES = (
@@ -41,7 +44,8 @@ class RouterAux(NamedTuple):
         num_chosen_KE: int32 [K, E], tokens by choice and expert as chosen. ``num_routed_KE`` of
             :class:`~fairseq_tutel.moe.Routing` is smaller if a policy rejected choices.
         mean_prob_E: fp32 [E] with gradient, mean over tokens of the gate's probabilities, if the
-            balance loss is still to be added (``balance_scope="global"``, in training); or None.
+            balance loss is still to be added (``balance_scope="global"`` or ``"update"``, in
+            training); or None.
         balance_counts: int64 [E + 1] in the same case: pairs by expert, and their number.
         bias_counts: int32 [E] or [E, bins + 1] for the router's ``update_load_bias``, in training
             with ``load_bias``; or None.
@@ -75,6 +79,7 @@ class MoEAux(NamedTuple):
         num_null_KN: see :class:`RouterAux`.
         share_of_layer: fp32 [2] of a block that mixes the layer's output with a dense FFN's: sum
             over tokens of the layer's share, with gradient, and number of tokens; or None.
+        update_load: the layer's load of this update, with ``balance_scope="update"``; or None.
     """
 
     loss: torch.Tensor
@@ -91,6 +96,7 @@ class MoEAux(NamedTuple):
     num_full_K: torch.Tensor | None = None
     num_null_KN: torch.Tensor | None = None
     share_of_layer: torch.Tensor | None = None
+    update_load: UpdateLoad | None = None
 
     @property
     def load_E(self) -> torch.Tensor:
@@ -116,6 +122,7 @@ def make_aux(
     routing: Routing,
     num_tokens: int,
     record: ExchangeRecord | None = None,
+    update_load: UpdateLoad | None = None,
 ) -> MoEAux:
     """Return the report of a call with ``num_tokens`` tokens on this rank."""
     if router_aux is None:
@@ -130,6 +137,7 @@ def make_aux(
         num_tokens=num_tokens,
         num_slots=routing.num_experts * (routing.capacity or 0) if routing.padded else 0,
         record=record,
+        update_load=update_load,
     )
 
 
@@ -195,36 +203,3 @@ def _overflow(reports: Sequence[MoEAux]) -> torch.Tensor:
         lost_LK = (routed_LKE.cumsum(1) - kept_LE[:, None]).clamp(min=0).sum(2)
         lost_LK = lost_LK.diff(dim=1, prepend=torch.zeros_like(lost_LK[:, :1]))
     return 100.0 * lost_LK / routed_LKE.sum(2).clamp(min=1)
-
-
-def balance_over_ranks(reports: Iterable[MoEAux]) -> list[MoEAux]:
-    """Add the balance loss over the tokens of all ranks to reports (``balance_scope="global"``).
-
-    A rank's loss is ``E * sum_e F_e * mean_t(p_te)``: F from the counts of all ranks, p of its own
-    tokens. Weighted by the ranks' tokens and summed, it has the gradient of one process with all
-    tokens (Qiu et al., arXiv 2501.11873, eq. 3). Micro-batches of one update are balanced
-    separately. Dummy batches of fairseq count.
-
-    Collective in training with that option: one all-reduce of integers. Other reports are returned
-    unchanged.
-
-    Args:
-        reports (list of MoEAux): in the same order on all ranks.
-    """
-    reports = list(reports)
-    waiting = [aux.balance_counts for aux in reports if aux.balance_counts is not None]
-    if not waiting:
-        return reports
-    counts = torch.cat(waiting)
-    if process_world()[1] > 1:
-        sum_tensor_over_ranks_(counts)
-    counts_by_layer = iter(counts.split([len(mine) for mine in waiting]))
-    finished = []
-    for aux in reports:
-        if aux.balance_counts is not None and aux.mean_prob_E is not None:
-            pairs = next(counts_by_layer).double()
-            share_E = (pairs[:-1] / pairs[-1].clamp(min=1)).to(aux.mean_prob_E.dtype)
-            loss = aux.loss + len(share_E) * torch.dot(aux.mean_prob_E, share_E)
-            aux = aux._replace(loss=loss, mean_prob_E=None, balance_counts=None)
-        finished.append(aux)
-    return finished

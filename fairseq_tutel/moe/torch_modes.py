@@ -36,6 +36,14 @@ def outside_checkpoints() -> AbstractContextManager:
     return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
 
 
+def in_backward() -> bool:
+    """Return whether the backward pass runs this code, as in a recomputation.
+
+    torch has no public form; its own activation checkpointing asks in the same way.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
 def hooks_of(module: nn.Module) -> list[dict]:
     """Return the module's hooks on calls, by kind: forward, forward pre, backward, backward pre."""
     return [getattr(module, f"_{kind}") for kind in _HOOKS]

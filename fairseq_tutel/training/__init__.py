@@ -7,7 +7,13 @@ docstring says otherwise. README.md in this folder lists the functions by purpos
 ``scripts/examples/plain_pytorch.py`` is a complete loop.
 """
 
-from .aux_losses import AuxLosses, collect_aux, update_load_bias, update_load_biases
+from .aux_losses import (
+    AuxLosses,
+    collect_aux,
+    end_update,
+    update_load_bias,
+    update_load_biases,
+)
 from .choices import record_choices, replay_choices
 from .data_parallel import (
     expert_parameters,
@@ -49,6 +55,7 @@ __all__ = [
     "checkpoint_exists",
     "clip_grad_norm_",
     "collect_aux",
+    "end_update",
     "expert_grad_sq_norm",
     "expert_parameters",
     "explain_out_of_memory",

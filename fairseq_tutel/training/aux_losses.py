@@ -51,7 +51,8 @@ class AuxLosses:
         """The layers' aux losses in one fp32 scalar with gradient, to be weighted by the caller.
 
         It is their sum; ``collect_aux(model, combine="average")`` makes it their mean, which is
-        fairseq's default. Collective inside :func:`collect_aux` with ``balance_scope="global"``.
+        fairseq's default. Collective inside :func:`collect_aux` with ``balance_scope="global"`` or
+        ``"update"``.
 
         Raises:
             RuntimeError: the model has MoE layers, but none was called.
@@ -153,7 +154,8 @@ def collect_aux(model: nn.Module, combine: str = "sum") -> Iterator[AuxLosses]:
     Activation checkpointing recomputes layers after the block, so their losses do not count twice.
     With ``use_reentrant=True`` the collected losses have no gradient, because torch runs the layers
     without gradients first. Layers inside a module that ``torch.compile`` compiled do not report.
-    With ``balance_scope="global"`` the end of the block is collective: one reduction.
+    The end of the block is collective, one reduction, with ``balance_scope="global"`` or
+    ``"update"``.
     """
     found = AuxLosses(model, combine)
     handles = []
@@ -192,6 +194,28 @@ def _r_of(layer: MoELayer, call: Mapping[str, Any]) -> int:
         return call["r"]
     of_step = getattr(call.get("step"), "exchange", None)
     return ExchangeConfig.of(call.get("exchange") or of_step or layer.exchange_config).r
+
+
+def end_update(model: nn.Module) -> None:
+    """Forget the load of the update that has ended (``balance_scope="update"``); not collective.
+
+    The balance loss of each forward pass looks at the load of all passes since the last call, on
+    all ranks. Call it after each optimizer step, also after a step that was skipped.
+
+    >>> import torch
+    >>> from fairseq_tutel.moe import MoELayer
+    >>> layer = MoELayer(8, num_experts=4, balance_scope="update")
+    >>> for x in torch.randn(3, 20, 8):  # micro-batches
+    ...     with collect_aux(layer) as aux:
+    ...         loss = layer(x).square().mean()
+    ...     ((loss + 0.01 * aux.loss) / 3).backward()
+    >>> end_update(layer)  # after optimizer.step()
+
+    Args:
+        model (nn.Module): the model, wrapped or not, with or without MoE layers.
+    """
+    for layer in moe_layers(model).values():
+        layer.update_load.reset()
 
 
 def update_load_bias(

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..moe import MoELayer
 from ..moe.model import moe_layers
+from ..moe.torch_modes import in_backward
 
 
 @contextmanager
@@ -106,11 +107,3 @@ def _replay(layer: MoELayer, given: torch.Tensor, state: Mapping[str, bool]) -> 
         return args, {"choices": given.to(device), **kwargs}
 
     handle = layer.register_forward_pre_hook(give, with_kwargs=True)
-
-
-def in_backward() -> bool:
-    """Return whether the backward pass runs this code, as in a recomputation.
-
-    torch has no public form; its own activation checkpointing asks in the same way.
-    """
-    return torch._C._current_graph_task_id() != -1

@@ -63,9 +63,11 @@ class MoETrainer(Trainer):
         training.prepare_data_parallel(self.model)
         if self.accelerator.scaler is not None:  # one rank's overflow: all ranks skip the step
             self.accelerator.scaler = training.grad_scaler(self.args.device.type)
-        layers = moe_layers(self.model).values()
-        if any(layer.config.moves_load_bias for layer in layers):
+        configs = [layer.config for layer in moe_layers(self.model).values()]
+        if any(config.moves_load_bias for config in configs):
             self.add_callback(_MoveLoadBias(self))
+        if any(config.balance_scope == "update" for config in configs):
+            self.add_callback(_EndUpdate())
         self._passes: list[training.AuxLosses] | None = None
 
     def _check_arguments(self) -> None:
@@ -155,6 +157,13 @@ class _MoveLoadBias(TrainerCallback):
         if not self.trainer.accelerator.optimizer_step_was_skipped:
             training.update_load_bias(self.trainer.model, self.trainer._passes)
         self.trainer._passes = None
+
+
+class _EndUpdate(TrainerCallback):
+    """Callback that begins a new update of ``balance_scope="update"``."""
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        training.end_update(model)
 
 
 def _check_version() -> None:

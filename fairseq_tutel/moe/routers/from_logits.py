@@ -321,7 +321,7 @@ def _count_tokens(scores, chosen, balanced_KE, call) -> Counted:
 
 def _for_all_ranks(counted, call) -> tuple[torch.Tensor, torch.Tensor] | tuple[()]:
     """Return ``mean_prob_E`` and ``balance_counts`` of :class:`RouterAux`, if they are needed."""
-    if not call.training or call.config.balance_scope != "global":
+    if not (call.training and call.config.balances_over_ranks):
         return ()
     pairs_E = counted.pairs_E.to(torch.int64)
     all_pairs = (pairs_E.new_ones(1) * counted.choices * counted.num_tokens).to(torch.int64)
@@ -347,7 +347,7 @@ def _router_loss(scores, chosen, counted, call) -> torch.Tensor:
         prob_TE = torch.exp(scores.score_TE - chosen.lse_T[:, None])
         expert_TK = chosen.expert_TK[:, : counted.choices]
         loss = losses.sequence_balance_loss(prob_TE, expert_TK, call.num_sequences, counted.live_T)
-    elif config.balance_scope == "global" and call.training:
+    elif config.balances_over_ranks and call.training:
         loss = chosen.prob_sum_E.new_zeros(())
     else:
         prob_sum_E, num_tokens = counted.prob_sum_E, counted.num_tokens

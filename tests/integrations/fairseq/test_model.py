@@ -20,7 +20,7 @@ from fairseq_tutel.integrations.fairseq.models.moe_block import (
     MoETransformerDecoderLayer,
 )
 from fairseq_tutel.integrations.fairseq.models.transformer_lm_gpt_moe import StableEmbedding
-from fairseq_tutel.moe import MoEAux, MoELayer, reports
+from fairseq_tutel.moe import MoEAux, MoELayer, balance
 
 # one expert that gets every token with weight 1: the layer is a dense FFN
 ONE_EXPERT = ("--moe-expert-count", "1", "--moe-top-k", "1", "--moe-capacity-factor", "0")
@@ -279,15 +279,16 @@ def test_one_reduction_balances_all_layers_over_all_ranks(recompute, monkeypatch
     if recompute:
         words.append("--checkpoint-activations")
     reductions, losses, grads = [], [], []
-    monkeypatch.setattr(reports, "process_world", lambda: (0, 2))
-    monkeypatch.setattr(reports, "sum_tensor_over_ranks_", lambda x: reductions.append(x.shape))
-    for scope in ("rank", "global"):
+    monkeypatch.setattr(balance, "process_world", lambda: (0, 2))
+    monkeypatch.setattr(balance, "sum_tensor_over_ranks_", lambda x: reductions.append(x.shape))
+    for scope in ("rank", "global", "update"):
         model = build(*words, "--moe-gate-loss-scope", scope)
         _, extra = forward(model)
         loss = torch.stack([aux.loss for aux in extra["moe"]]).sum()
         loss.backward()
         losses.append(loss.item())
         grads.append(model.decoder.layers[0].moe_layer.gate.wg.weight.grad)
-    assert reductions == [(2 * 5,)]  # layers x (experts, tokens)
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    assert rms_ratio(grads[1], grads[0]) < 1e-5
+    assert reductions == [(2 * 5,)] * 2  # layers x (experts, tokens)
+    for loss, grad in zip(losses[1:], grads[1:], strict=True):
+        assert loss == pytest.approx(losses[0], rel=1e-6)
+        assert rms_ratio(grad, grads[0]) < 1e-5

@@ -153,6 +153,8 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         real = [sample for sample in samples if sample]
         self._num_fillers = len(fillers) if real else 0
         samples = [*fillers, *real]
+        for layer in self._model.moe_layers.values():
+            layer.update_load.reset()
         try:
             with self._explaining_memory():
                 return super().train_step(samples, raise_oom or self._others_wait)

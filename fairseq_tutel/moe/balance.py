@@ -1,0 +1,102 @@
+"""Balance loss over the tokens of all ranks: of one forward pass, or of a whole update."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..distributed import process_world, sum_tensor_over_ranks_
+from .reports import MoEAux
+from .torch_modes import in_backward, outside_checkpoints, untraced
+
+logger = logging.getLogger(__name__)
+
+_PASSES_UNTIL_WARNING = 1024
+
+
+class UpdateLoad:
+    """Choices of a layer's experts in the forward passes of an update (``balance_scope="update"``).
+
+    Attributes:
+        pairs: int64 [E + 1], pairs by expert and their number, over all ranks; None before the
+            first pass.
+    """
+
+    def __init__(self):
+        self.pairs: torch.Tensor | None = None
+        self._passes = 0
+
+    def add(self, pairs: torch.Tensor) -> torch.Tensor:
+        """Add a pass's pairs of all ranks, int64 [E + 1]; return the sum over the update so far."""
+        self.pairs = pairs if self.pairs is None else self.pairs + pairs
+        self._passes += 1
+        if self._passes == _PASSES_UNTIL_WARNING:
+            logger.warning(
+                "balance_scope='update' has summed the load of %d forward passes: call "
+                "fairseq_tutel.training.end_update(model) after each optimizer step",
+                self._passes,
+            )
+        return self.pairs
+
+    def reset(self) -> None:
+        """Begin a new update."""
+        self.pairs, self._passes = None, 0
+
+
+def balance_over_ranks(reports: Iterable[MoEAux]) -> list[MoEAux]:
+    """Add the balance loss over the tokens of all ranks to reports.
+
+    A rank's loss is ``E * sum_e F_e * mean_t(p_te)``, with p of its own tokens. F is the share of
+    the choices of all ranks: in this forward pass (``balance_scope="global"``), or in the passes of
+    the update up to and including this one (``"update"``). Weighted by the ranks' tokens and
+    summed, a pass's loss with ``"global"`` has the gradient of one process with all tokens (Qiu et
+    al., arXiv 2501.11873, eq. 3). With ``"update"`` the same holds for the update's last pass.
+    Dummy batches of fairseq count.
+
+    Collective in training with these options: one all-reduce of integers. Other reports are
+    returned unchanged. A pass that activation checkpointing recomputes is not counted again.
+
+    Args:
+        reports (list of MoEAux): in the same order on all ranks.
+    """
+    reports = list(reports)
+    waiting = [aux for aux in reports if aux.balance_counts is not None]
+    if not waiting:
+        return reports
+    pairs_L = iter(_pairs_untraced(waiting))
+    return [aux if aux.balance_counts is None else _finish(aux, next(pairs_L)) for aux in reports]
+
+
+def _pairs_of_all_ranks(waiting: Sequence[MoEAux]) -> list[torch.Tensor]:
+    """Return the int64 [E + 1] of each report by which its loss is balanced."""
+    again = in_backward()
+    pairs_L: list[torch.Tensor | None] = [
+        aux.update_load.pairs if again and aux.update_load else None for aux in waiting
+    ]
+    new = [aux for aux, known in zip(waiting, pairs_L, strict=True) if known is None]
+    if not new:
+        return pairs_L
+    counts = torch.cat([aux.balance_counts for aux in new])
+    if process_world()[1] > 1:
+        sum_tensor_over_ranks_(counts)
+    sums = iter(counts.split([len(aux.balance_counts) for aux in new]))
+    for i, aux in enumerate(waiting):
+        if pairs_L[i] is None:
+            pairs = next(sums)
+            pairs_L[i] = pairs if aux.update_load is None else aux.update_load.add(pairs)
+    return pairs_L
+
+
+_pairs_untraced = untraced(_pairs_of_all_ranks)  # a trace sees neither collectives nor state
+
+
+def _finish(aux: MoEAux, pairs: torch.Tensor) -> MoEAux:
+    """Return a report with its balance loss."""
+    pairs = pairs.double()
+    share_E = (pairs[:-1] / pairs[-1].clamp(min=1)).to(aux.mean_prob_E.dtype)
+    # kept and not recomputed: later passes of the update have other shares
+    with outside_checkpoints():
+        loss = aux.loss + len(share_E) * torch.dot(aux.mean_prob_E, share_E)
+    return aux._replace(loss=loss, mean_prob_E=None, balance_counts=None, update_load=None)

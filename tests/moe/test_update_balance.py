@@ -1,0 +1,143 @@
+"""The balance loss over the load of a whole update: all its micro-batches, on all ranks."""
+
+import logging
+
+import pytest
+import torch
+from helpers.distributed import run_ranks
+from torch.utils.checkpoint import checkpoint
+
+from fairseq_tutel import training
+from fairseq_tutel.distributed import process_world
+from fairseq_tutel.moe import MoELayer
+
+M, E = 6, 4
+# tokens of the two ranks in each micro-batch; one with none
+SIZES = [(5, 9), (7, 4), (0, 6)]
+WAYS = ("collected", "returned", "collected, recomputed", "returned, recomputed", "reentrant")
+
+
+def make(**options):
+    torch.manual_seed(1)
+    options = {"capacity_factor": 0, "seed": 3, "z_loss_weight": 0.1, **options}
+    layer = MoELayer(M, E, 8, balance_scope="update", **options).double()
+    with torch.no_grad():
+        layer.gate.wg.weight.mul_(4)
+    return layer
+
+
+def micro_batches():
+    """x of each rank by micro-batch, the same on every rank."""
+    generator = torch.Generator().manual_seed(2)
+    return [
+        [torch.randn(size, M, generator=generator, dtype=torch.float64) for size in sizes]
+        for sizes in SIZES
+    ]
+
+
+def loss_of_pass(layer, x, way):
+    """The aux loss of one forward pass."""
+    recomputed = {} if "recomputed" not in way else {"use_reentrant": False}
+    if way == "reentrant":
+        recomputed = {"use_reentrant": True}
+        x = x.clone().requires_grad_()
+    if way.startswith("collected"):
+        with training.collect_aux(layer) as aux:
+            checkpoint(layer, x, **recomputed) if recomputed else layer(x)
+        return aux.loss
+    if recomputed:
+        report = lambda x: layer(x, return_aux=True)[1].loss  # noqa: E731
+        return checkpoint(report, x, **recomputed)
+    return layer(x, return_aux=True)[1].loss
+
+
+def _updates(way, count, together=False):
+    """By update: losses of this rank's passes, and the gate's gradient of their sum."""
+    rank, world_size = process_world()
+    layer, found = make(balance_choices=count), []
+    for _ in range(2):
+        layer.zero_grad()
+        losses = []
+        for by_rank in micro_batches():
+            x = by_rank[rank] if world_size > 1 else torch.cat(by_rank)
+            losses.append(loss_of_pass(layer, x, way))
+            if not together:
+                losses[-1].backward()
+        if together:  # the recomputation of early passes comes after late passes
+            sum(losses).backward()
+        training.end_update(layer)
+        found.append(([loss.item() for loss in losses], layer.gate.wg.weight.grad.clone()))
+    return found
+
+
+def _all_cases():
+    cases = [(way, "first", False) for way in WAYS]
+    cases += [("collected", "all", False)]
+    cases += [(way, "first", True) for way in WAYS if way != "reentrant"]
+    return {case: _updates(case[0], case[1], case[2]) for case in cases}
+
+
+def by_hand(rank, count):
+    """A loop over tokens in fp64: losses of a rank's passes; None: of one rank with all tokens."""
+    weight = make().gate.wg.weight.detach().clone().requires_grad_()
+    pairs, number, losses = [0] * E, 0, []
+    for by_rank in micro_batches():
+        for x_TM in by_rank:
+            for token in x_TM:
+                best = (weight @ token).argsort(descending=True)[: 1 if count == "first" else 2]
+                number += len(best)
+                for expert in best.tolist():
+                    pairs[expert] += 1
+        mine = torch.cat(by_rank) if rank is None else by_rank[rank]
+        loss = weight.new_zeros(())
+        for token in mine:
+            logits = weight @ token
+            prob = logits.softmax(0)
+            for expert in range(E):
+                loss = loss + E * pairs[expert] / number * prob[expert] / len(mine)
+            loss = loss + 0.1 * logits.logsumexp(0).square() / len(mine)
+        losses.append(loss)
+    sum(losses).backward()
+    return [loss.item() for loss in losses], weight.grad
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pass_is_balanced_by_the_load_of_the_update_up_to_it(ranks):
+    for rank, cases in enumerate(run_ranks(_all_cases, ranks)):
+        for (way, count, together), updates in cases.items():
+            losses, grad = by_hand(rank if ranks > 1 else None, count)
+            for got, got_grad in updates:  # the second update does not see the first
+                assert got == pytest.approx(losses, rel=1e-12), (way, together)
+                torch.testing.assert_close(got_grad, grad, msg=f"{way} {together}")
+
+
+def test_equal_micro_batches_have_the_loss_and_gradient_of_one_large_batch():
+    x = torch.randn(40, M, dtype=torch.float64)
+    large, small = make(), make()
+    whole = large(x.repeat(3, 1), return_aux=True)[1].loss
+    whole.backward()
+    for _ in range(3):
+        loss = small(x, return_aux=True)[1].loss / 3
+        loss.backward()
+    assert 3 * loss.item() == pytest.approx(whole.item(), rel=1e-12)
+    torch.testing.assert_close(small.gate.wg.weight.grad, large.gate.wg.weight.grad)
+
+
+def test_evaluation_is_balanced_by_its_own_load_and_counts_nothing():
+    layer, x = make(), torch.randn(40, M, dtype=torch.float64)
+    before = layer(x, return_aux=True)[1].loss
+    layer.eval()
+    layer(x[:3], return_aux=True)
+    layer.train()
+    assert layer(x, return_aux=True)[1].loss.item() == pytest.approx(before.item(), rel=1e-12)
+
+
+def test_a_loop_that_never_ends_an_update_is_warned_once(caplog):
+    caplog.set_level(logging.WARNING, logger="fairseq_tutel")
+    layer = make().float()
+    for step in range(1100):
+        layer.update_load.add(torch.ones(E + 1, dtype=torch.int64))
+        if step == 1000:
+            assert not caplog.records
+    (record,) = caplog.records
+    assert "end_update" in record.getMessage()
