@@ -27,9 +27,9 @@ case "${1:-}" in
 --fake-gpu)
     shift
     export FAKE_GPU=1
-    style="" stage=(-m "not gpu and not long" tests/{moe,ops,backends,distributed})
+    style="" stage=(-m "not gpu and not long and not extras" tests/{moe,ops,backends,distributed})
     ;;
-"") stage=(-m "not long") ;;
+"") stage=(-m "not long and not extras") ;;
 *) stage=() ;;
 esac
 source scripts/setup_env.sh

@@ -25,18 +25,17 @@ PYTORCH = "--ddp-backend pytorch_ddp"
 DROPLESS = "--moe-capacity-factor 0"
 # options; 4 micro-batches per update, 8 with update-freq 2 (on 4 ranks 1 and 2 of each)
 LANGUAGE_MODELS = {
-    **{
-        f"E={e} K={k} {'dropless' if options else 'drops'}": f"--moe-top-k {k} {options}"
-        for e in (1, 2, 4, 8)
-        for k in (1, 2, 4)
-        for options in ("", DROPLESS)
-        if k <= e
-    },
-    **{
-        f"E={e} K=2 update-freq 2 {options}": f"--moe-top-k 2 {options}"
-        for e in (2, 4, 8)
-        for options in ("", PYTORCH)
-    },
+    "E=1 K=1 drops": "--moe-top-k 1",
+    "E=1 K=1 dropless": f"--moe-top-k 1 {DROPLESS}",
+    "E=2 K=1 drops": "--moe-top-k 1",
+    "E=2 K=2 dropless": DROPLESS,
+    "E=4 K=1 dropless": f"--moe-top-k 1 {DROPLESS}",
+    "E=4 K=4 drops": "--moe-top-k 4",
+    "E=8 K=2 drops": "",
+    "E=8 K=4 dropless": f"--moe-top-k 4 {DROPLESS}",
+    "E=2 K=2 update-freq 2 pytorch_ddp": PYTORCH,
+    "E=4 K=2 update-freq 2": "",
+    "E=8 K=2 update-freq 2 pytorch_ddp": PYTORCH,
     "E=2 K=2 checkpoint-activations pytorch_ddp": f"--checkpoint-activations {PYTORCH}",
     "E=4 K=2 checkpoint-activations dropless": f"--checkpoint-activations {DROPLESS}",
     "E=8 K=2 checkpoint-activations pytorch_ddp": f"--checkpoint-activations {PYTORCH}",
