@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .options import at_least, check_options, documented, option
+from .options import OptionError, at_least, check_options, documented, option
 from .registry import EXCHANGES
 
 OVERLAP_DEGREES = (1, 2, 4, 8)
@@ -73,8 +73,30 @@ class ExchangeConfig:
         or_auto=True,
     )
 
+    balance_ranks: bool = option(
+        False,
+        "without a capacity, let ranks with few rows compute rows of busy ranks, whose weights "
+        "travel to them for the step: nothing is dropped, and all ranks compute about as many rows",
+    )
+    balance_tolerance: float = option(
+        1.05,
+        "with `balance_ranks`, rows of the busiest rank, as a multiple of the mean, that are left "
+        "as they are",
+        at_least(1),
+    )
+    balance_min_rows: int = option(
+        0,
+        "with `balance_ranks`, rows that pay for moving an expert's weights once; 0: measured when "
+        "first needed, so that the rounding of sums differs between runs",
+        at_least(0),
+    )
+
     def __post_init__(self):
         check_options(self)
+        if self.balance_ranks and self.algorithm != "linear":
+            raise OptionError(
+                f"`balance_ranks=True` needs `algorithm='linear'`, not {self.algorithm!r}"
+            )
 
     def wire_of(self, *, back: bool = False, gradient: bool = False) -> str:
         """Return the format (one of WIRES) of tokens, of outputs (``back``) or of gradients."""

@@ -14,7 +14,7 @@ Without overlap there is one chunk. Chunks are neighbours in the send buffer: no
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from ..distributed import Exchange, ExchangeRecord
 from ..distributed.exchanges import Splits, chunk_edges
 from .exchange_choice import ExchangeChoice
 from .experts import ExpertBank, ExpertRows
+from .helped_experts import balanced
 from .overlap import overlapped
 from .routing import Routing
 from .torch_modes import is_observed
@@ -73,7 +74,10 @@ def dispatch_and_combine(
         routing = to_parts(routing, parallelism.num_destinations)
     elif exchange.groups.ep_size == 1 and ops.combine_takes_bias(x_TM):
         prepared, bias_EM = _without_output_bias(experts, x_TM.dtype)
-    dest_row_TK, src_pair_R, chunks = arrange(routing, exchange, choice.overlap_degree)
+    shared = None
+    if choice.balances and not routing.padded:
+        routing, experts, shared = balanced(routing, experts, choice, x_TM.dtype, record)
+    dest_row_TK, src_pair_R, chunks = arrange(routing, exchange, choice.overlap_degree, shared)
     if len(chunks) == 1 and _experts_gather(x_TM, routing, experts, prepared, exchange):
         (chunk,), maps = chunks, (dest_row_TK, src_pair_R)
         assert prepared is not None and chunk.offsets is not None  # else they do not gather
@@ -156,12 +160,16 @@ def _drop(out_RM, src_pair_R, keep_pairs_M, copies, top_k, dropout):
 
 
 def arrange(
-    routing: Routing, exchange: Exchange, degree: int
+    routing: Routing,
+    exchange: Exchange,
+    degree: int,
+    shared: Sequence[tuple[torch.Tensor, Splits | None]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, list[Chunk]]:
     """Cut the rows into chunks. NOTE: the host reads the counts of ragged rows between ranks.
 
     Padded rows are cut along the capacity, ragged ones along the rows of every (rank, expert). The
-    sizes of chunks differ by at most one row of each.
+    sizes of chunks differ by at most one row of each. ``shared`` has the counts of ragged chunks if
+    the ranks exchanged them already.
 
     Returns:
         ``dest_row_TK`` and ``src_pair_R`` for dispatch and combine; ``degree`` chunks, or as many
@@ -170,7 +178,8 @@ def arrange(
     dest_row_TK, src_pair_R = rows_for_exchange(routing, exchange, degree)
     if routing.padded:
         return dest_row_TK, src_pair_R, _padded(routing, exchange, degree)
-    shared = exchange.algorithm.share_chunks(routing.num_kept_per_expert_E, degree)
+    if shared is None:
+        shared = exchange.algorithm.share_chunks(routing.num_kept_per_expert_E, degree)
     sizes = [src_pair_R.shape[0] if splits is None else sum(splits.sent_P) for _, splits in shared]
     chunks = [
         _ragged(count_Pe, splits, span, routing.row_end_E)

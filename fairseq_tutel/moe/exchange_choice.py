@@ -10,7 +10,7 @@ import dataclasses
 import random
 from typing import NamedTuple
 
-from ..config import ExchangeConfig
+from ..config import ExchangeConfig, MoEConfig
 from ..distributed import (
     Exchange,
     ExchangeAlgorithm,
@@ -42,9 +42,30 @@ class ExchangeChoice(NamedTuple):
         """Whether only used rows travel even with a fixed capacity."""
         return self.config.wire_compact and self.communicates
 
+    @property
+    def balances(self) -> bool:
+        """Whether ranks help each other: no rows stay where they are, as in a simulation."""
+        stays = isinstance(self.exchange.algorithm, LocalCopy)
+        return self.config.balance_ranks and self.communicates and not stays
+
+    def refuse_capacity(self, config: MoEConfig) -> None:
+        """Raise ValueError for ``balance_ranks`` where a fixed capacity makes loads equal."""
+        if self.config.balance_ranks and config.is_static(training=True):
+            raise ValueError(
+                f"balance_ranks=True (--moe-balance-ranks) is for layers that drop nothing, and "
+                f"capacity_factor={config.capacity_factor} (--moe-capacity-factor) gives all ranks "
+                "equally many rows: give capacity_factor=0, or leave balance_ranks out"
+            )
+
     def refuse_own_experts(self, experts: ExpertBank) -> None:
-        """Raise ValueError if this choice cuts or gathers the user's own modules."""
+        """Raise ValueError if this choice cuts, gathers or moves experts that cannot be."""
         way = self.parallelism
+        if self.config.balance_ranks and not (way.is_replicated and experts.can_be_gathered):
+            raise ValueError(
+                "balance_ranks=True moves whole experts of a built-in or registered network: it "
+                f"needs r=1, placement='replicated' and expert_storage='stacked', not r={way.r}, "
+                f"placement={way.groups.placement!r} and {type(experts).__name__}"
+            )
         if way.is_replicated or experts.can_be_gathered:
             return
         if way.r != 1 or way.groups.num_slices > 1:
@@ -135,4 +156,5 @@ class ExchangeChoices:
         communicates = built.groups.ep_size > 1
         codec = WireCodec(config) if config.compresses and communicates else None
         degree = config.overlap_degree if communicates else 1
-        return ExchangeChoice(config, Exchange(built, codec, self._timed), parallelism, degree)
+        exchange = Exchange(built, codec, self._timed, config.balance_ranks and communicates)
+        return ExchangeChoice(config, exchange, parallelism, degree)

@@ -180,6 +180,7 @@ class MoELayer(nn.Module):
             )
             self.experts = own or own_experts(experts, expert_fn, self.groups, seed)  # never empty
         self.exchange_choice.refuse_own_experts(self.experts)
+        self.exchange_choice.refuse_capacity(self.config)
         refuse_local_drop_of_slices(self.config, self.groups)
         refuse_unread_activation(activation, self.experts, shared_expert_dim, expert_network)
         dims, dropouts = (model_dim, shared_expert_dim), (activation_dropout, dropout)
@@ -320,6 +321,7 @@ class MoELayer(nn.Module):
         if exchange is not None or r is not None:
             choice = self._choices.for_call(choice, exchange, r)
             choice.refuse_own_experts(self.experts)
+        choice.refuse_capacity(config)
         return config, choice
 
     def _agree(self, config, choice, x_TM, step) -> StepAgreement:

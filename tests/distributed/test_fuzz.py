@@ -62,6 +62,7 @@ class Case:
     own: bool  # whether the experts are modules of the user's own
     shared: bool  # whether there is a shared expert, with a gate
     tokens: tuple[int, ...]
+    helped: bool = False  # whether ranks help each other
 
     @property
     def slices(self):
@@ -96,7 +97,7 @@ def case_of(seed, ranks=4):
     fitting = [g for g in (2, 4) if experts % g == 0 and experts // g >= max(2, top_k)]
     groups = rng.choice([1, *fitting])
     tokens = [rng.choice([0, most, rng.randint(0, most)]) for _ in range(ranks)]
-    return Case(
+    case = Case(
         seed=seed,
         ranks=ranks,
         experts=experts,
@@ -124,6 +125,11 @@ def case_of(seed, ranks=4):
         shared=rng.random() < 0.3,
         tokens=tuple(tokens),
     )
+    if placement == "sliced" or own or rng.random() < 0.3:
+        return case
+    # nothing is dropped, or more is dropped than fits
+    way = {"r": 1, "algorithm": "linear", "compact": False, "factor": min(case.factor, 0)}
+    return dataclasses.replace(case, helped=True, **way)
 
 
 def tensors_of(case):
@@ -291,6 +297,9 @@ def layer_of(case):
             overlap_degree=case.degree,
             r=case.r,
             wire_compact=case.compact,
+            balance_ranks=case.helped,
+            balance_tolerance=1.0,
+            balance_min_rows=1,
         ),
         top_k=case.top_k,
         capacity_factor=case.factor,

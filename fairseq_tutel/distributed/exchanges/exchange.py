@@ -47,11 +47,18 @@ class ExchangeRecord:
         cuda_ms: their time between events of a GPU, in milliseconds.
         square_sums: by direction, fp32 [2]: sums of squared errors and of squares, as
             :meth:`Codec.encode` returns them; of gradients after the backward pass.
+        loads_P: with ``balance_ranks``, rows that each rank of the exchange group computes.
+        rows_helped: rows of this rank's experts that other ranks compute.
+        bytes_moved: weights of experts that this rank sent to helpers, and gradients of helped
+            experts that it sent home.
     """
 
     cpu_ms: float = 0.0
     cuda_ms: float = 0.0
     square_sums: dict[Direction, torch.Tensor] = field(default_factory=dict)
+    loads_P: list[int] = field(default_factory=list)
+    rows_helped: int = 0
+    bytes_moved: int = 0
 
     def add_square_sums(self, direction: Direction, sums: torch.Tensor) -> None:
         """Add the sums of one message."""
@@ -87,12 +94,17 @@ class Exchange:
         codec: the wire format (default None: rows travel unchanged).
         timed: measure forward calls that bring a record, for ``--record-a2a-perf-stats`` (default
             False). It slows training down.
+        balances: whether records take what moves between ranks (default False).
     """
 
     def __init__(
-        self, algorithm: ExchangeAlgorithm, codec: Codec | None = None, timed: bool = False
+        self,
+        algorithm: ExchangeAlgorithm,
+        codec: Codec | None = None,
+        timed: bool = False,
+        balances: bool = False,
     ):
-        self.algorithm, self.codec, self.timed = algorithm, codec, timed
+        self.algorithm, self.codec, self.timed, self.balances = algorithm, codec, timed, balances
         self.groups = algorithm.groups
 
     @property
@@ -101,7 +113,8 @@ class Exchange:
 
     def new_record(self) -> ExchangeRecord | None:
         """Return a record for one call of a layer; None if there is nothing to record."""
-        return ExchangeRecord() if self.timed or self.codec is not None else None
+        measured = self.timed or self.balances or self.codec is not None
+        return ExchangeRecord() if measured else None
 
     def dispatch(self, rows: torch.Tensor, splits=None, record=None) -> torch.Tensor:
         """Send rows to the ranks of their experts, [n, ...] -> [n', ...]. Differentiable.

@@ -326,6 +326,10 @@ def exchange_config(args: Any) -> ExchangeConfig:
             "expert, and --moe-expert-placement replicated has none: give --moe-expert-placement "
             "sliced, or an r of 0 or 1"
         )
+    if values["balance_ranks"] and "auto" in (str(args.moe_exchange), str(args.moe_parallelism_r)):
+        raise ValueError(
+            "--moe-balance-ranks needs --moe-exchange linear and --moe-parallelism-r 1, not 'auto'"
+        )
     return ExchangeConfig(**values)
 
 

@@ -1,0 +1,102 @@
+"""How many rows pay for moving an expert's weights to a helper.
+
+An expert of N weights takes 2 N FLOPs per row in the forward pass, and 6 N with the backward pass.
+Moving it takes N numbers there, and N gradients back. N cancels, so the answer depends on the
+machine alone: the speed of products in FLOP/s, the speed of a rank's link in bytes/s, and the bytes
+of a number::
+
+    rows = bytes * FLOP/s / (2 * bytes/s)    in evaluation
+    rows = bytes * FLOP/s / (3 * bytes/s)    in training
+
+With activation checkpointing the weights travel twice and the forward pass is computed twice, so
+the factor lies between the two.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+import torch.distributed as dist
+
+from ..placement.groups import ExpertParallelGroups
+from ..world import gather_integers, once_per_world
+
+_NUMBERS = 2**19  # of a message that is timed, as many as the weights of a small expert
+_ROWS, _WIDTH = 256, 512  # of a product that is timed
+_REPETITIONS = 5
+
+
+def break_even_rows(flops: float, bandwidth: float, element: int, *, training: bool) -> int:
+    """Return how many rows take as long to compute as an expert's weights take to travel.
+
+    >>> break_even_rows(400e12, 360e9, 2, training=True)  # H100 with NVLink, bf16
+    741
+
+    Args:
+        flops: FLOP per second of the experts' products.
+        bandwidth: bytes per second that a rank sends.
+        element: bytes of a number.
+        training: whether there is a backward pass.
+    """
+    return max(1, math.ceil(element * flops / ((3 if training else 2) * bandwidth)))
+
+
+def measured_break_even(
+    groups: ExpertParallelGroups, dtype: torch.dtype, device: torch.device, *, training: bool
+) -> int:
+    """Return :func:`break_even_rows` of this machine. Collective on the first call for a dtype.
+
+    The first call measures some products and exchanges, for milliseconds. All ranks get the same
+    number, the largest of any rank.
+    """
+    key = ("break even", groups.ep_group, dtype, device.type)
+    flops, bandwidth = once_per_world(key, lambda: _measure(groups, dtype, device))
+    return break_even_rows(flops, bandwidth, dtype.itemsize, training=training)
+
+
+@torch.no_grad()
+def _measure(groups, dtype, device):
+    """Return FLOP/s and bytes/s: of the ranks' agreed ratio, with FLOP/s of this rank as unit."""
+    # not inference tensors, which a stream of another mode cannot fill
+    rows = torch.ones(_ROWS, _WIDTH, dtype=dtype, device=device)
+    weight = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=device)
+    product = _fastest(lambda: rows @ weight, device)
+    sent = torch.ones(_NUMBERS, dtype=dtype, device=device)
+    received = torch.empty_like(sent)
+    # half of the ranks send to the other half, as busy ranks do to their helpers
+    to, by = _across(groups)
+    exchange = _fastest(
+        lambda: dist.all_to_all_single(
+            received[: sum(by)], sent[: sum(to)], by, to, group=groups.ep_group
+        ),
+        device,
+    )
+    flops = 2 * _ROWS * _WIDTH**2 / product
+    bytes_per_second = _NUMBERS * dtype.itemsize / exchange
+    mine = round(1000 * flops / bytes_per_second)
+    largest = max(ratio for (ratio,) in gather_integers([mine], groups.ep_group))
+    return largest / 1000, 1.0
+
+
+def _across(groups):
+    """Return the numbers to send to and to get from each rank: rank 2i sends to rank 2i + 1."""
+    to, by = [0] * groups.ep_size, [0] * groups.ep_size
+    partner = groups.ep_rank ^ 1
+    if partner < groups.ep_size:
+        (by if groups.ep_rank % 2 else to)[partner] = _NUMBERS
+    return to, by
+
+
+def _fastest(work, device):
+    seconds = []
+    for _ in range(_REPETITIONS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

@@ -1,0 +1,151 @@
+"""Rows and experts of a step in which ranks help each other (``balance_ranks``).
+
+The plan and the moves of weights are in :mod:`fairseq_tutel.distributed.balance`. Here a routing to
+experts becomes a routing to *pieces*, an expert's part on one rank. The exchange then sees pieces
+in place of experts, and knows no helpers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..distributed import ExchangeRecord
+from ..distributed.balance import (
+    BalancePlan,
+    WeightMoves,
+    gather_counts,
+    measured_break_even,
+    plan_moves,
+)
+from ..distributed.exchanges import Splits, stream_of
+from .exchange_choice import ExchangeChoice
+from .experts import ExpertBank, ExpertRows, PreparedExperts
+from .routing import Routing
+from .torch_modes import untraced
+
+
+class Balanced(NamedTuple):
+    """Substitutes of the routing, the experts and the exchange's counts in one step."""
+
+    routing: Routing  # its experts are pieces
+    experts: Any  # ExpertBank or HelpedExperts
+    chunks: list[tuple[torch.Tensor, Splits]]  # as from ``ExchangeAlgorithm.share_chunks``
+
+
+@untraced  # a trace sees neither collectives nor the host's plan
+def balanced(
+    routing: Routing,
+    experts: ExpertBank,
+    choice: ExchangeChoice,
+    dtype: torch.dtype,
+    record: ExchangeRecord | None,
+) -> Balanced:
+    """Make the plan of a step from the counts of all ranks. Collective; the host reads the counts.
+
+    Args:
+        routing: ragged rows in the order of the experts.
+        experts: this rank's experts.
+        choice: exchange and options of the call.
+        dtype: of the rows.
+        record: takes the loads of the ranks, and what moves.
+    """
+    groups, degree = choice.exchange.groups, choice.overlap_degree
+    device, rank = routing.dest_row_TK.device, groups.ep_rank
+    count_PE = gather_counts(routing.num_kept_per_expert_E, groups)
+    moves = plan_moves(
+        count_PE.sum(0).tolist(),
+        groups.ep_size,
+        tolerance=choice.config.balance_tolerance,
+        min_rows=_rows_that_pay(choice, dtype, device),
+    )
+    plan = BalancePlan(count_PE, moves)
+    chunks = plan.chunks(rank, degree)
+    own_rows = [int(count_Pv[:, : plan.local].sum()) for count_Pv, _ in chunks]
+    chunks = [(count_Pv.to(device), splits) for count_Pv, splits in chunks]
+    if record is not None:
+        record.loads_P = plan.load_P
+        record.rows_helped = sum(move.end - move.begin for move in moves if move.home == rank)
+    if not moves:
+        return Balanced(routing, experts, chunks)
+    way = WeightMoves(moves, groups, stream_of(device), record)
+    helped = HelpedExperts(experts, way, own_rows)
+    return Balanced(_to_pieces(routing, plan, rank), helped, chunks)
+
+
+def _rows_that_pay(choice, dtype, device):
+    """Return the fewest rows that a helper takes: the given number, or a measured one."""
+    given = choice.config.balance_min_rows
+    training = torch.is_grad_enabled()
+    return given or measured_break_even(choice.exchange.groups, dtype, device, training=training)
+
+
+def _to_pieces(routing: Routing, plan: BalancePlan, rank: int) -> Routing:
+    """Return the routing of the same rows to pieces, in the order in which they are sent."""
+    device = routing.dest_row_TK.device
+    row_R, piece_R = (index.to(device) for index in plan.new_rows(rank))
+    src_pair_R = torch.empty_like(routing.src_pair_R[: len(row_R)])
+    src_pair_R[row_R] = routing.src_pair_R[: len(row_R)]
+    old_TK = routing.dest_row_TK.clamp(min=0).long()
+
+    def moved(values_R):
+        if not len(values_R):
+            return torch.full_like(routing.dest_row_TK, -1)
+        return torch.where(routing.kept_TK, values_R[old_TK], -1).to(torch.int32)
+
+    return routing._replace(
+        expert_TK=moved(piece_R),
+        dest_row_TK=moved(row_R),
+        src_pair_R=src_pair_R,
+        num_kept_per_expert_E=plan.count_PV[rank].to(device, torch.int32),
+        row_end_E=None,
+    )
+
+
+class HelpedExperts:
+    """Experts of one step: this rank's own, and those that it helps.
+
+    Call it once for each chunk, in order. Weights travel while the first chunk's own rows are
+    computed.
+
+    Args:
+        experts: this rank's bank.
+        moves: the step's moves.
+        own_rows: rows of this rank's own experts in each chunk; they come before the helped ones.
+    """
+
+    def __init__(self, experts: ExpertBank, moves: WeightMoves, own_rows: list[int]):
+        self._experts, self.moves = experts, moves
+        self._own_rows = iter(own_rows)
+        self._own: PreparedExperts | None = None
+        self._helped: PreparedExperts | None = None
+
+    def __call__(self, batch: ExpertRows, prepared: PreparedExperts | None = None) -> torch.Tensor:
+        """Compute [R, M] -> [R, M]; differentiable."""
+        own_rows = next(self._own_rows)
+        own_RM, helped_RM = batch.rows.split([own_rows, len(batch.rows) - own_rows])
+        assert batch.offsets is not None  # rows are ragged
+        local = len(batch.offsets) - len(self.moves.helped)
+        own_ends, helped_ends = batch.offsets.tensor_split([local])
+        own = ExpertRows(own_RM, own_ends)
+        out_RM = self._first(own, prepared) if self._own is None else self._experts(own, self._own)
+        if not self.moves.helped:
+            return out_RM
+        helped = ExpertRows(helped_RM, helped_ends - own_rows)
+        return torch.cat([out_RM, self._experts(helped, self._helped)])
+
+    def _first(self, own, prepared):
+        """Compute the own rows of the first chunk while the weights travel."""
+        prepared = self._experts.prepare(own.rows.dtype) if prepared is None else prepared
+        assert prepared is not None  # banks without parameters are refused
+        params, unfilled = self.moves.start(prepared.params)
+        self._own = prepared._replace(params=params)
+        try:
+            out_RM = self._experts(own, self._own)
+        except Exception:
+            self.moves.drain()
+            raise
+        out_RM, params = self.moves.wait(unfilled, out_RM)
+        self._helped = prepared._replace(params=params)
+        return out_RM

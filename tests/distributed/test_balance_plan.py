@@ -1,0 +1,157 @@
+"""Plan of the ranks' balance: properties for random counts, and counts of pieces by a loop."""
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+
+from fairseq_tutel.distributed.balance import BalancePlan, break_even_rows, plan_moves
+
+SKEWS = ("uniform", "zipf", "one", "few", "empty")
+
+
+def counts_of(rng, ranks, local, skew):
+    """Rows of each rank for each expert."""
+    experts, tokens = ranks * local, rng.choice([0, 1, 7, 100, 4096])
+    weights = {
+        "uniform": [1.0] * experts,
+        "zipf": [1 / (place + 1) for place in rng.sample(range(experts), experts)],
+        "one": [float(e == tokens % experts) for e in range(experts)],
+        "few": [rng.choice([0, 0, 1]) + 1e-3 for _ in range(experts)],
+        "empty": [1e-9 + (e < local) for e in range(experts)],
+    }[skew]
+    table = []
+    for _ in range(ranks):
+        chosen = rng.choices(range(experts), weights, k=tokens * rng.choice([0, 1, 1, 2]))
+        table.append([chosen.count(e) for e in range(experts)])
+    return table
+
+
+def cases(number):
+    rng = random.Random(number)
+    for skew, ranks in itertools.product(SKEWS, (2, 3, 4, 8, 16)):
+        yield counts_of(rng, ranks, rng.choice([1, 2, 4, 8]), skew)
+
+
+def loads_after(rows_E, moves, ranks):
+    local = len(rows_E) // ranks
+    loads = [sum(rows_E[p * local : (p + 1) * local]) for p in range(ranks)]
+    for move in moves:
+        loads[move.home] -= move.end - move.begin
+        loads[move.helper] += move.end - move.begin
+    return loads
+
+
+def fewest_moves(rows_E, ranks, limit):
+    """A bound from below: experts that must leave a rank, and helpers with enough room."""
+    local = len(rows_E) // ranks
+    loads = loads_after(rows_E, (), ranks)
+    rooms = sorted((limit - load for load in loads if load < limit), reverse=True)
+
+    def first(sizes, total):
+        return next(n for n in itertools.count() if sum(sizes[:n]) >= total)
+
+    bound, excess = 0, 0
+    for rank, load in enumerate(loads):
+        if load > limit:
+            mine = sorted(rows_E[rank * local : (rank + 1) * local], reverse=True)
+            bound += max(first(mine, load - limit), first(rooms, load - limit))
+            excess += load - limit
+    return max(bound, first(rooms, excess))
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_every_row_once_and_no_rank_above_the_tolerance(number):
+    made = bound = 0
+    for table in cases(number):
+        rows_E, ranks = [sum(column) for column in zip(*table, strict=True)], len(table)
+        moves, mean = plan_moves(rows_E, ranks), sum(rows_E) / ranks
+        assert moves == plan_moves(rows_E, ranks)  # nothing is drawn
+        limit = max(math.ceil(mean), 1.05 * mean)
+        assert max(loads_after(rows_E, moves, ranks)) <= limit
+        for expert, parts in itertools.groupby(moves, key=lambda move: move.expert):
+            end = None
+            for move in parts:
+                assert move.home == expert // (len(rows_E) // ranks) != move.helper
+                assert 0 <= move.begin < move.end <= rows_E[expert] and end in (None, move.begin)
+                end = move.end
+            assert end == rows_E[expert]  # the home has the rest, from the first row on
+        assert len({(move.expert, move.helper) for move in moves}) == len(moves)
+        made += len(moves)
+        bound += fewest_moves(rows_E, ranks, math.floor(limit))
+    assert bound <= made <= 1.35 * bound
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_moves_pay_for_themselves(number):
+    """With a price, each move carries as many rows, and the busiest rank gains what it pays."""
+    hindered = 0
+    for table in cases(number):
+        rows_E, ranks = [sum(column) for column in zip(*table, strict=True)], len(table)
+        moves = plan_moves(rows_E, ranks, min_rows=300)
+        before, after = max(loads_after(rows_E, (), ranks)), max(loads_after(rows_E, moves, ranks))
+        homes = [move.home for move in moves]
+        assert all(move.end - move.begin >= 300 for move in moves)
+        assert after <= before - 300 * max(map(homes.count, homes), default=0)
+        hindered += len(moves) < len(plan_moves(rows_E, ranks))
+    assert hindered
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_pieces_are_what_a_loop_over_rows_counts(number):
+    for table in cases(number):
+        count_PE = torch.tensor(table)
+        ranks, experts = count_PE.shape
+        if count_PE.sum() > 3000:
+            count_PE //= 100
+        moves = plan_moves(count_PE.sum(0).tolist(), ranks)
+        plan = BalancePlan(count_PE, moves)
+        local = experts // ranks
+        for rank in range(ranks):
+            row_R, piece_R = plan.new_rows(rank) if moves else (None, None)
+            want, old = torch.zeros(plan.count_PV.shape[1], dtype=torch.int64), 0
+            for expert in range(experts):
+                home, parts = expert // local, [m for m in moves if m.expert == expert]
+                order = [(home + step) % ranks for step in range(ranks)]
+                first = sum(int(count_PE[p, expert]) for p in order[: order.index(rank)])
+                for position in range(first, first + int(count_PE[rank, expert])):
+                    at = next((m.helper for m in parts if m.begin <= position < m.end), home)
+                    pieces = range(*plan.edges_P[at : at + 2])
+                    (piece,) = [v for v in pieces if plan.expert_V[v] == expert]
+                    want[piece] += 1
+                    if moves:
+                        assert piece_R[old] == piece
+                    old += 1
+            assert want.tolist() == plan.count_PV[rank].tolist()
+            if moves:  # rows of a piece follow each other
+                assert sorted(row_R.tolist()) == list(range(old))
+                by_new = piece_R[row_R.argsort()]
+                assert by_new.tolist() == sorted(by_new.tolist())
+        assert plan.load_P == loads_after(count_PE.sum(0).tolist(), moves, ranks)
+
+
+@pytest.mark.parametrize("degree", [1, 4])
+def test_what_a_rank_sends_is_what_the_others_get(degree):
+    table = counts_of(random.Random(5), 4, 2, "one")
+    count_PE = torch.tensor(table)
+    plan = BalancePlan(count_PE, plan_moves(count_PE.sum(0).tolist(), 4))
+    by_rank = [plan.chunks(rank, degree) for rank in range(4)]
+    for chunks in zip(*by_rank, strict=True):
+        sent = torch.tensor([splits.sent_P for _, splits in chunks])
+        received = torch.tensor([splits.received_P for _, splits in chunks])
+        assert torch.equal(sent.t(), received)
+        for rank, (count_Pv, _) in enumerate(chunks):
+            assert count_Pv.sum(1).tolist() == received[rank].tolist()
+    total = sum(torch.tensor(splits.sent_P) for chunks in by_rank for _, splits in chunks)
+    assert total.tolist() == plan.load_P
+
+
+def test_a_faster_link_pays_sooner():
+    """Against the time of either side, computed from the sizes of an expert."""
+    weights, flops, bandwidth = 2 * 512 * 2048, 500e9, 2e9
+    for training, passes, ways in ((True, 6, 2), (False, 2, 1)):
+        rows = break_even_rows(flops, bandwidth, 4, training=training)
+        compute, travel = rows * passes * weights / flops, ways * 4 * weights / bandwidth
+        assert travel <= compute < 1.02 * travel

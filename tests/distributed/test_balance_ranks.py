@@ -1,0 +1,164 @@
+"""Ranks that help each other give what one process gives, under any skew."""
+
+import functools
+import os
+import signal
+
+import pytest
+import torch
+from helpers.distributed import RanksFailed, on_ranks, run_ranks
+from helpers.layers import make_layer, run, tokens_of
+
+from fairseq_tutel.config import ExchangeConfig
+from fairseq_tutel.distributed import ExpertParallelGroups, build_groups, process_world
+from fairseq_tutel.distributed.balance import measured_break_even
+from fairseq_tutel.moe import MoELayer
+
+SKEWS = ("uniform", "zipf", "one", "last", "own")
+
+
+def balancing(**options):
+    return ExchangeConfig(**{"balance_ranks": True, "balance_min_rows": 1, **options})
+
+
+def choices_of(skew, tokens, experts, top_k, rank, ranks):
+    """[T, K] different experts of each token."""
+    weight_E = torch.ones(experts)
+    if skew == "zipf":
+        weight_E = 1 / (1 + (torch.arange(experts) * 7 % experts).float()) ** 2
+    elif skew in ("one", "last"):
+        weight_E = torch.full((experts,), 1e-9)
+        weight_E[0 if skew == "one" else -1] = 1
+    elif skew == "own":  # rank 0 is busy with its own tokens
+        weight_E[rank * experts // ranks :] = 1e-9
+    torch.manual_seed(tokens + rank)
+    return torch.multinomial(weight_E.expand(max(tokens, 1), -1), top_k)[:tokens]
+
+
+def skewed(skew, sizes, experts, top_k=2):
+    _, ranks = process_world()
+    parts = [choices_of(skew, n, experts, top_k, p, ranks) for p, n in enumerate(sizes)]
+    return torch.cat(parts)
+
+
+def alone(experts, x, target, choices):
+    """One process with all experts and all tokens."""
+    layer = make_layer(ExpertParallelGroups(experts))
+    return layer, run(layer, x, target, choices=choices)
+
+
+def compare_with_one(layer, found, reference, want, rows, ranks):
+    torch.testing.assert_close(found["y"], want["y"][rows], rtol=0, atol=1e-12)
+    torch.testing.assert_close(found["x"], want["x"][rows], rtol=0, atol=1e-12)
+    held = [list(reference.experts.expert_ids).index(e) for e in layer.experts.expert_ids]
+    for name, param in layer.experts.named_parameters():
+        grad = param.grad.clone()
+        if layer.groups.num_replicas > 1:
+            torch.distributed.all_reduce(grad, group=layer.groups.replica_group)
+        expected = want[f"experts.{name}"][held]
+        torch.testing.assert_close(
+            grad, expected, rtol=0, atol=1e-12 * max(1, expected.abs().max())
+        )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "experts", "group_size", "degree"),
+    [(2, 8, 0, 1), (4, 8, 0, 2), (4, 2, 0, 1), (4, 6, 2, 1), (8, 8, 0, 1)],
+)
+@on_ranks()
+def test_as_one_process(world_size, experts, group_size, degree):
+    """Another skew in every step; some ranks have no tokens."""
+    rank, ranks = process_world()
+    sizes = (40, 0, 30, 50, 0, 8, 3, 11)[:ranks]
+    x, target, rows = tokens_of(sizes)
+    groups = build_groups(experts, expert_parallel_size=group_size)
+    layer = make_layer(groups, exchange=balancing(overlap_degree=degree))
+    helped = 0
+    for skew in SKEWS:
+        choices = skewed(skew, sizes, experts, top_k=2 if experts > 2 else 1)
+        reference, want = alone(experts, x, target, choices)
+        found = run(layer, x[rows], target[rows], choices=choices[rows])
+        compare_with_one(layer, found, reference, want, rows, ranks)
+        again = run(layer, x[rows], target[rows], False, choices=choices[rows])
+        assert all(torch.equal(value, again[name]) for name, value in found.items())
+        with torch.no_grad():
+            y, aux = layer(x[rows], choices=choices[rows], return_aux=True)
+        torch.testing.assert_close(y, want["y"][rows], rtol=0, atol=1e-12)
+        load = torch.tensor(aux.record.loads_P).double()
+        assert load.max() <= max(1.05 * load.mean(), load.mean().ceil())
+        counts = torch.tensor([aux.record.rows_helped, aux.record.bytes_moved])
+        torch.distributed.all_reduce(counts)
+        helped += int((counts > 0).all())
+    assert helped >= 3
+
+
+@on_ranks(2)
+def test_one_program_for_all_modes():
+    """Half precision under autocast, frozen experts, measured speeds, and too few rows to pay."""
+    rank, ranks = process_world()
+    sizes = (40, 30)
+    x, target, rows = tokens_of(sizes, torch.float32)
+    choices = skewed("one", sizes, 8)[rows]
+    for options in ({"balance_min_rows": 0}, {"balance_min_rows": 10**6}, {}):
+        plain = make_layer(build_groups(8), dtype=torch.float32)
+        layer = make_layer(build_groups(8), dtype=torch.float32, exchange=balancing(**options))
+        with torch.autocast("cpu", torch.bfloat16):
+            found, want = (run(each, x[rows], target[rows], choices=choices)
+                           for each in (layer, plain))  # fmt: skip
+            _, aux = layer(x[rows], choices=choices, return_aux=True)
+        for name, value in found.items():
+            torch.testing.assert_close(value, want[name], rtol=0.02, atol=0.02)
+        moved = torch.tensor([aux.record.bytes_moved])
+        torch.distributed.all_reduce(moved)
+        assert (moved > 0) == (options == {}) or options == {"balance_min_rows": 0}
+    layer.experts.requires_grad_(False)
+    frozen = run(layer, x[rows], target[rows], choices=choices)
+    assert frozen["experts.fc1_weight"] is None
+    torch.testing.assert_close(frozen["x"], want["x"], rtol=0.02, atol=0.02)
+    device = torch.device("cpu")
+    measured = [
+        measured_break_even(layer.groups, torch.float32, device, training=t) for t in (0, 1)
+    ]
+    assert 1 <= measured[1] <= measured[0]
+    table = [torch.tensor(measured) for _ in range(ranks)]
+    torch.distributed.all_gather(table, table[rank])
+    assert torch.equal(table[0], table[1])
+
+
+def test_what_cannot_be_balanced_is_refused():
+    groups = build_groups(8, simulate_world_size=4)
+    make = functools.partial(MoELayer, 8, 8, groups=groups, exchange=balancing())
+    make(capacity_factor=0)
+    with pytest.raises(ValueError, match="balance_ranks=True.*capacity_factor=1.0"):
+        make()
+    with pytest.raises(ValueError, match="capacity_factor=2.0"):
+        make(capacity_factor=0)(torch.zeros(2, 8), capacity_factor=2.0)
+    for given, options in (
+        ("ExpertList", {"experts": [torch.nn.Linear(8, 8)] * 2}),
+        ("InferenceExperts", {"expert_storage": "int8"}),
+        ("r=0", {"exchange": balancing(r=0)}),
+    ):
+        with pytest.raises(ValueError, match=f"balance_ranks=True moves whole experts.*{given}"):
+            make(capacity_factor=0, **options)
+    sliced = build_groups(2, simulate_world_size=4, placement="sliced")
+    with pytest.raises(ValueError, match="placement='sliced'"):
+        MoELayer(8, 2, groups=sliced, exchange=balancing(), capacity_factor=0)
+    with pytest.raises(ValueError, match="algorithm='linear', not '2dh'"):
+        balancing(algorithm="2dh")
+
+
+def _die_while_helping():
+    rank, _ = process_world()
+    layer = make_layer(build_groups(8), exchange=balancing())
+    sizes = (40, 30)
+    x, target, rows = tokens_of(sizes)
+    choices = skewed("one", sizes, 8)[rows]
+    run(layer, x[rows], target[rows], choices=choices)
+    if rank == 1:  # the helper: dies before it sends the gradients home
+        layer.experts.forward = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    run(layer, x[rows], target[rows], choices=choices)
+
+
+def test_a_dead_helper_ends_the_others():
+    with pytest.raises(RanksFailed, match="rank 0: Traceback(.|\n)*rank 1: exit code -9"):
+        run_ranks(_die_while_helping, 2, timeout=30)
