@@ -1,0 +1,243 @@
+"""Operators run their functions directly in plain eager mode, and only there."""
+
+import pytest
+import torch
+from helpers.dispatched import Dispatched
+from helpers.inputs import random_rows
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.flop_counter import FlopCounterMode
+
+from fairseq_tutel import ops
+from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.ops import _operator
+from fairseq_tutel.ops import backend as chooser
+
+MAPS = random_rows(7, 2, 4, 3, "spread")
+
+
+def rows_of(x):
+    return ops.dispatch(x, *MAPS)
+
+
+def inputs():
+    return torch.randn(7, 5, requires_grad=True)
+
+
+def by_dispatch_mode(x):
+    with Dispatched() as seen:
+        rows_of(x)
+    return seen.names
+
+
+def by_flop_counter(x):
+    counted = {torch.ops.fairseq_tutel.dispatch: lambda *shapes, **options: 7}
+    with FlopCounterMode(display=False, custom_mapping=counted) as counter:
+        rows_of(x)
+    return ["dispatch"] if counter.get_total_flops() == 7 else []
+
+
+def by_fake_tensors(x):
+    with FakeTensorMode() as mode, Dispatched() as seen:
+        rows = ops.dispatch(*(mode.from_tensor(each) for each in (x, *MAPS)))
+    assert isinstance(rows, FakeTensor)
+    return seen.names
+
+
+def by_selective_checkpoints(x):
+    names = []
+
+    def policy(context, op, *args, **options):
+        names.append(str(op))
+        return CheckpointPolicy.MUST_SAVE
+
+    def contexts():
+        return create_selective_checkpoint_contexts(policy)
+
+    checkpoint(rows_of, x, use_reentrant=False, context_fn=contexts).sum().backward()
+    return names
+
+
+def by_make_fx(x):
+    return [str(node.target) for node in make_fx(rows_of)(x).graph.nodes]
+
+
+def by_make_fx_before_autograd(x):
+    return [str(node.target) for node in make_fx(rows_of, pre_dispatch=True)(x).graph.nodes]
+
+
+def by_jit_trace(x):
+    return [node.kind() for node in torch.jit.trace(rows_of, x, check_trace=False).graph.nodes()]
+
+
+def by_compile(x):
+    names = []
+
+    def compiler(graph, example):
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(rows_of, backend=compiler, fullgraph=True)(x)
+    return names
+
+
+def by_export(x):
+    class Rows(torch.nn.Module):
+        forward = staticmethod(rows_of)
+
+    return [str(node.target) for node in torch.export.export(Rows(), (x,)).graph.nodes]
+
+
+def by_function_mode(x):
+    names = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Functions():
+        rows_of(x)
+    return names
+
+
+def by_subclass_functions(x):
+    names = []
+
+    class Marked(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    rows_of(x.detach().as_subclass(Marked))
+    return names
+
+
+def by_subclass_dispatch(x):
+    names = []
+
+    class Wrapped(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner):
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*(each.inner if isinstance(each, cls) else each for each in args))
+
+    rows_of(Wrapped(x.detach()))
+    return names
+
+
+def by_profiler(x):
+    with torch.profiler.profile() as profile, torch.no_grad():
+        ops.topk_gating(x, 2)  # torch 2.15 records only operators with several results
+    return [event.name.replace("topk_gating", "dispatch") for event in profile.events()]
+
+
+OBSERVERS = [by_dispatch_mode, by_flop_counter, by_fake_tensors, by_selective_checkpoints,
+             by_make_fx, by_make_fx_before_autograd, by_jit_trace, by_compile, by_export,
+             by_function_mode, by_subclass_functions, by_subclass_dispatch,
+             by_profiler]  # fmt: skip
+
+
+@pytest.mark.parametrize("observe", OBSERVERS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_observers_get_the_registered_operator(observe):
+    assert any("dispatch" in name for name in observe(inputs()))
+
+
+def make(dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    module = MoELayer(16, 4, 16, top_k=2, seed=1, **options).to(dtype)
+    return module, torch.randn(6, 16, dtype=dtype, requires_grad=True)
+
+
+def step(module, x):
+    """Output, loss and gradients, and how autograd sees the output."""
+    torch.manual_seed(0)  # of dropout
+    y, aux = module(x, return_aux=True)
+    (y.float().square().sum() + aux.loss).backward()
+    gradients = [x.grad, *(p.grad for p in module.parameters())]
+    return [y, aux.loss, aux.load_E, *gradients], y._is_view()
+
+
+@pytest.fixture
+def registered_alone(monkeypatch):
+    """Function: from now on calls go to the registered operators."""
+    return lambda: monkeypatch.setattr(_operator, "_is_plain_eager", lambda *given: False)
+
+
+def test_plain_eager_mode_runs_the_functions_alone(monkeypatch):
+    def never(*args):
+        raise AssertionError("the registered operator was called")
+
+    monkeypatch.setattr(torch._library.custom_ops.CustomOpDef, "__call__", never)
+    module, x = make()
+    step(module, x)
+    for without_gradients in (torch.no_grad, torch.inference_mode):
+        with without_gradients():
+            module.eval()(torch.randn(6, 16))
+    with pytest.raises(AssertionError, match="was called"), Dispatched():
+        module(x)
+
+
+@pytest.mark.parametrize("frozen", [(), ("gate.wg.weight", "experts.fc1_weight")])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"capacity_factor": 0.0, "dropout": 0.2, "dtype": torch.bfloat16},
+        {"expert_network": "swiglu", "expert_compute": "fp8"},
+        {"overflow_rerouting": 2, "drop_policy": "probability"},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_both_ways_give_the_same_bits(options, autocast, frozen, registered_alone):
+    results = []
+    for prepare in (lambda: None, registered_alone):
+        prepare()
+        module, x = make(**options)
+        for name, param in module.named_parameters():
+            param.requires_grad_(name not in frozen)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            results.append(step(module, x))
+    (direct, is_view), (registered, was_view) = results
+    assert is_view == was_view
+    for ours, exact in zip(direct, registered, strict=True):
+        assert (ours is None and exact is None) or torch.equal(ours, exact)
+
+
+def test_a_tensor_that_a_transform_left_behind_keeps_its_gradient():
+    left, weight = [], torch.randn(7, 5, requires_grad=True)
+    torch.func.grad(lambda x: left.append(x * weight) or x.sum())(torch.randn(7, 5))
+    rows_of(left[0]).sum().backward()
+    assert weight.grad.any()
+
+
+@pytest.mark.interpreted
+def test_a_lazily_negated_tensor_has_its_values(monkeypatch):
+    """Its memory, which kernels read, holds the values before the negation."""
+    monkeypatch.setattr(chooser, "_requested", "triton")
+    x = torch._neg_view(torch.randn(7, 5))
+    assert x.is_neg() and torch.equal(rows_of(x), rows_of(x.resolve_neg()))
+
+
+def test_a_torch_that_cannot_tell_gets_registered_operators(monkeypatch):
+    monkeypatch.delattr(torch._C, "_dispatch_keys")
+    assert not _operator._make_is_plain_eager()((), [])
