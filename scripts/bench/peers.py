@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from cases import META_FRACTION, dense_at_fraction, make_layer
 from shapes import LayerShape
 from torch import Tensor, nn
@@ -130,7 +131,9 @@ def dense_network(model_dim: int, hidden_dim: int) -> nn.Sequential:
 def meta_layer(
     folder: Path, shape: LayerShape, tutel: Path | None, evaluates: bool = False
 ) -> Peer:
-    """The layer of fairseq's branch moe, with Tutel's dispatcher or with its own masks.
+    """Build the layer of fairseq's branch moe, with Tutel's dispatcher or with its own masks.
+
+    On several ranks it spreads its experts over all of them.
 
     Args:
         folder: ``fairseq/modules/moe`` of the branch; only its layer and gates are imported.
@@ -149,8 +152,10 @@ def meta_layer(
     name = f"meta_moe_{'tutel' if tutel else 'einsum'}"
     fairseq, utils = types.ModuleType("fairseq"), types.ModuleType("fairseq.distributed_utils")
     fairseq.distributed_utils = utils
-    utils.get_moe_group = utils.get_all2all_group = lambda experts: None
-    utils.get_world_size = lambda group: 1
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    group = dist.group.WORLD if world_size > 1 else None
+    utils.get_moe_group = utils.get_all2all_group = lambda experts: group
+    utils.get_world_size = lambda group: world_size
     stand_ins = {"fairseq": fairseq, "fairseq.distributed_utils": utils}
     package = types.ModuleType(name)
     package.__path__ = [str(folder)]
@@ -167,9 +172,11 @@ def meta_layer(
     batch = 1 if evaluates else shape.tokens // _SEQUENCE
     sizes = {"moe_expert_count": shape.experts, "batch_size": batch, "batch_size_valid": batch}
     experts = nn.ModuleList(
-        dense_network(shape.model_dim, shape.hidden_dim) for _ in range(shape.experts)
+        dense_network(shape.model_dim, shape.hidden_dim) for _ in range(shape.experts // world_size)
     )
     layer = moe_layer.MOELayer(gate, experts, types.SimpleNamespace(dummy_a2a=True, **sizes))
+    if world_size > 1:  # its wrapper times the exchange by events of a GPU
+        layer.all_to_all_wrapper = lambda rows: moe_layer._AllToAll.apply(group, rows)
     if evaluates:
         layer.prepare_for_inference_()  # it fills up no batch
         layer.eval()

@@ -64,11 +64,18 @@ class Ranks:
 
     def slowest(self, values: Sequence[float]) -> list[float]:
         """Return the largest value of any rank, element by element. Collective."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Return the sums over all ranks, element by element. Collective."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def _reduce(self, values: Sequence[float], how: dist.ReduceOp) -> list[float]:
         if self.world_size == 1:
             return list(values)
         on = self.device if self.backend == "nccl" else "cpu"
         tensor = torch.tensor(values, dtype=torch.float64, device=on)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        dist.all_reduce(tensor, op=how)
         return tensor.tolist()
 
 

@@ -333,6 +333,33 @@ def test_alltoall(tmp_path):
             assert derived["busbw GB/s"] == pytest.approx(speed / 2, rel=1e-3)
 
 
+def test_steps_at_a_forced_load(tmp_path):
+    words = "--mode load --utilisation 60,90 --tokens 500 --model-dim 8 --hidden-dim 8"
+    (found,) = launch("steps", tmp_path, f"{words} --repetitions 2")["results"].values()
+    assert (
+        list(found["derived"]) == ["60 %", "90 %"] and found["derived"]["60 %"]["times faster"] == 1
+    )
+    for percent in (60, 90):
+        derived = found["derived"][f"{percent} %"]
+        assert derived["utilisation %"] == pytest.approx(percent, abs=1)
+
+
+@pytest.mark.long
+def test_steps_by_exchange_and_by_r(tmp_path):
+    (found,) = launch("steps", tmp_path, "--mode share --tiny --experts 4")["results"].values()
+    raw = {name: of["both"] for name, of in found["raw_ms"].items()}
+    for name, derived in found["derived"].items():
+        pairs = zip(raw[f"{name}, copies"], raw[name], strict=True)
+        share = 1 - statistics.median(copies / step for copies, step in pairs)
+        assert derived["communication %"] == pytest.approx(100 * share, abs=0.1)
+    words = "--mode r --tiny --experts 1 --top-k 1 --factors 1,2"
+    results = launch("steps", tmp_path, words)["results"]
+    assert list(results) == ["f=1", "f=2"]
+    for found in results.values():
+        assert set(found["derived"]) == {"r=0", "r=1", "r=2"} == set(found["ms"])
+        assert found["derived"]["r=1"] == {"times faster than r=1": 1, "predicted": 1}
+
+
 @pytest.mark.long
 def test_exchanges_and_the_tuner(tmp_path):
     words = "--device cpu --mode tuner --phases 1,2 --steps 5 --repetitions 1"

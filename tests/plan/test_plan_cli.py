@@ -146,7 +146,7 @@ def test_predictions_are_near_what_was_published():
     assert large.tokens_per_second == pytest.approx(638e3 * 1.40, rel=0.2)
 
 
-@pytest.mark.parametrize("name", ["a100-40g", "a100-80g", "b200", "h100", "h200", "mi300x", "cpu"])
+@pytest.mark.parametrize("name", sorted(p.stem for p in CONFIGS.glob("hardware/*.yaml")))
 def test_every_number_of_a_profile_has_a_source(name):
     hardware = load_hardware(CONFIGS, name)
     assert 0 < hardware.matmul_efficiency <= hardware.product_efficiency <= 1

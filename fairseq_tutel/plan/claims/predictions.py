@@ -11,13 +11,14 @@ from collections.abc import Callable
 
 from ...command_line import CONFIGS
 from ...config import EXCHANGES
+from ...distributed import possible_r
 from ..compose import load_config
 from ..dense import make_dense_plan
 from ..hardware import Hardware, load_hardware
 from ..layer import LayerShape, best_layer_time, layer_time
 from ..parameters import count_parameters
 from ..planner import make_plan
-from ..settings import Settings, read_settings
+from ..settings import read_settings
 
 MIB = 2**20
 
@@ -85,34 +86,43 @@ def adaptive_parallelism() -> list[float]:
     fp32 products at the 71 TFLOP/s of table 2, gradients of gathered weights scattered by rings.
     """
     hardware = dataclasses.replace(a100(), fp32_flops=71e12, matmul_efficiency=1.0)
+    shape = LayerShape(1024, 2048, 32768, 16, 64)
+    return [max(gain_of_r(shape, factor, hardware) for factor in (1, 2, 4, 8))]
+
+
+def gain_of_r(shape: LayerShape, factor: float, hardware: Hardware) -> float:
+    """Predict r = 1 over the best r."""
+    times = times_of_r(dataclasses.replace(shape, capacity_factor=factor), hardware)
+    return times[1] / min(times.values())
+
+
+def times_of_r(shape: LayerShape, hardware: Hardware) -> dict[int, float]:
+    """Predict seconds of one layer's exchanges, gathers and products by r, in fp32.
+
+    Its experts are in slices: the plan is that of the second layer of a model of two.
+    """
     words = [
         "model.decoder_layers=2",
-        "model.decoder_embed_dim=2048",
-        "model.decoder_ffn_embed_dim=32768",
+        f"model.decoder_embed_dim={shape.model_dim}",
+        f"model.decoder_ffn_embed_dim={shape.hidden_dim}",
         "model.decoder_attention_heads=16",
-        "model.moe_expert_count=16",
-        "task.tokens_per_sample=1024",
+        f"model.moe_expert_count={shape.experts}",
+        f"task.tokens_per_sample={shape.tokens}",
         "dataset.batch_size=1",
         "model.checkpoint_activations=false",
         "common.fp16=false",
         "common.memory_efficient_fp16=false",
+        f"+model.moe_capacity_factor={shape.capacity_factor}",
     ]
-    settings = read_settings(load_config(CONFIGS, "meta_1.1t", words), "figure 12", gpus=64)
+    settings = read_settings(load_config(CONFIGS, "meta_1.1t", words), "", gpus=shape.gpus)
     settings = settings.with_placement("sliced")
-    return [max(_gain_of_r(settings, factor, hardware) for factor in (1, 2, 4, 8))]
-
-
-def _gain_of_r(settings: Settings, factor: float, hardware: Hardware) -> float:
-    routing = dataclasses.replace(settings.routing, capacity_factor=float(factor))
     parameters = count_parameters(settings)
-    products = 3 * 4 * 2048 * 32768 * 2 * 1024 * factor / 71e12
-    times = []
-    for r in (1, 2, 4, 0):
-        time = make_plan(
-            settings.with_placement(r=r).replace(routing=routing), hardware, parameters
-        ).time
-        times.append(time.all_to_all + time.weights + products)
-    return times[0] / min(times)
+    products = 12 * shape.rows * shape.model_dim * shape.hidden_dim / hardware.product_rate(4)
+    times = {}
+    for r in possible_r(parameters.groups):
+        time = make_plan(settings.with_placement(r=r), hardware, parameters).time
+        times[r] = time.all_to_all + time.weights + products
+    return times
 
 
 PREDICTIONS: dict[int, Callable[[], list[float]]] = {
