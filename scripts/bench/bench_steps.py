@@ -15,8 +15,8 @@ meta: this layer with every exchange and overlap degree, beside Meta's own layer
 fairseq/modules/moe) with its masks and its all-to-all. Shape: figure 14 of arXiv 2206.03382, each
 size divided by 8. Good: faster than Meta's by as much as the planner predicts.
 share: the share of communication in a step, with the linear exchange of fp32 rows, and with 2DH,
-fp16 and compact rows. The step without communication is the same one with copies in place of its
-exchanges. Good: a smaller share.
+fp16 and compact rows. Communication is what a step takes beyond the linear one with copies in place
+of exchanges: links, casts and packing. Good: a smaller share.
 load: a step without a capacity at forced utilisations: all ranks but one get fewer rows than the
 busiest. Good: as many times faster as the busiest rank has fewer rows.
 r: adaptive parallelism, with the shape of the paper's figure 12, each size divided by 16, at its
@@ -142,8 +142,12 @@ def share_points(steps: Steps, options: argparse.Namespace, ranks: Ranks) -> Ite
 
     def derive(found):
         raw = {name: of["both"] for name, of in found["raw_ms"].items()}
-        alone = {name: median_over(raw[f"{name}, copies"], raw[name]) for name in _SMALLEST}
-        return {name: {"communication %": 100 * (1 - over)} for name, over in alone.items()}
+        shares = {}
+        for name in _SMALLEST:
+            rest = median_over(raw["linear, fp32, copies"], raw[name])
+            own = median_over(raw[f"{name}, copies"], raw[name])
+            shares[name] = {"communication %": 100 * (1 - rest), "links alone %": 100 * (1 - own)}
+        return shares
 
     yield Point(str(steps.shape), cases, {}, derive=derive)
 

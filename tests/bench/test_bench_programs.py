@@ -349,9 +349,10 @@ def test_steps_by_exchange_and_by_r(tmp_path):
     (found,) = launch("steps", tmp_path, "--mode share --tiny --experts 4")["results"].values()
     raw = {name: of["both"] for name, of in found["raw_ms"].items()}
     for name, derived in found["derived"].items():
-        pairs = zip(raw[f"{name}, copies"], raw[name], strict=True)
-        share = 1 - statistics.median(copies / step for copies, step in pairs)
-        assert derived["communication %"] == pytest.approx(100 * share, abs=0.1)
+        for column, rest in (("communication", "linear, fp32"), ("links alone", name)):
+            pairs = zip(raw[f"{rest}, copies"], raw[name], strict=True)
+            share = 1 - statistics.median(copies / step for copies, step in pairs)
+            assert derived[f"{column} %"] == pytest.approx(100 * share, abs=0.1)
     words = "--mode r --tiny --experts 1 --top-k 1 --factors 1,2"
     results = launch("steps", tmp_path, words)["results"]
     assert list(results) == ["f=1", "f=2"]
