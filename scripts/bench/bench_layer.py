@@ -11,6 +11,8 @@ that of the experts (CPU) or of their products (GPU). Several ranks use a real a
 python -m fairseq_tutel.launch -- before the command. Up to 4096 tokens a GPU is also timed by the
 wall clock, with launches. A known GPU also has predicted times (predict.py).
 eval: forward only, 1 to 1024 tokens, beside Tutel's and Meta's layers. Good: at most their time.
+curve: forward and backward over the number of tokens, beside the dense formulation and the planner's
+formula (plan/layer.py, on a CPU). Good: the dense formulation takes as many times longer as planned.
 decode: a step of generation on a GPU, launched or captured in a CUDA graph. Good: a captured step
 takes at most 1.3 times the reading of the experts' weights.
 """
@@ -35,27 +37,40 @@ from cases import (
     make_layer,
     why_not_run,
 )
-from harness import Case, Point, agreement, call, peak_memory, sweep, those_that_fit
+from harness import (
+    Case,
+    Point,
+    agreement,
+    call,
+    peak_memory,
+    ratio_of_pairs,
+    sweep,
+    those_that_fit,
+)
 from peers import FOLDERS, evaluated_layers
 from predict import beside, layer_ms, rates_of
 from program import CLOCK, Ranks, Report, expect_known, goal, numbers, program, words
+from record import ROOT
 from shapes import DTYPES, PRESETS, SIZES, LayerShape, choose_shape
 
 from fairseq_tutel import ops
 from fairseq_tutel.distributed import build_groups
 from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.plan import layer as plan
+from fairseq_tutel.plan.hardware import load_hardware
 
 _WALL_TOKENS, _WALL_CALLS = 4096, 10  # up to so many tokens launches matter
+_CURVE_TOKENS = [512, 1024, 2048, 4096, 8192]
 _EVAL_TOKENS = [1, 4, 16, 64, 256, 1024]
 _DECODE = LayerShape(1, 2048, 8192, experts=8, dtype="bfloat16")
 _DECODE_TOKENS, _DECODE_EXPERTS = [1, 8, 64, 512], [8, 64]
 _NEAR_ROOFLINE, _FROM_TOKENS = 1.3, 8  # goal of captured steps, and tokens from which it holds
 OPTIONS = {
-    "mode": ("train", "train, eval or decode"),
+    "mode": ("train", "train, eval, curve or decode"),
     "preset": (words, "one after the other (default: meta-1.1t on a GPU, cpu on a CPU)"),
     "backends": (words, f"cases of train ({', '.join(ABOUT)}) or eval ({', '.join(EVALUATED)})"),
     "repetitions": (0, "0: 20 on a CPU, 50 on a GPU, 100 in eval"),
-    "eval-tokens": (numbers, "numbers of tokens in eval and decode"),
+    "eval-tokens": (numbers, "numbers of tokens in eval, curve and decode"),
     "output": (str, "JSON file; {preset} stands for the preset's name"),
     **SIZES,
     **FOLDERS,
@@ -129,6 +144,42 @@ def train(options: argparse.Namespace, given: str | None, ranks: Ranks) -> None:
         point = Point(name, cases, about, skipped, derive)
         goals = lambda results: goals_of(name, results, on_gpu)  # noqa: E731
         sweep(report, [point], ranks, repetitions, goals=goals, **how)
+
+
+def curve_points(
+    shape: LayerShape, counts: list[int], seed: int, device: torch.device
+) -> Iterator[Point]:
+    """This layer and the dense formulation on each number of tokens."""
+    backend = "triton" if device.type == "cuda" else "torch"
+    cpu = load_hardware(ROOT / "configs", "cpu")
+    for tokens in counts:
+        of_tokens = dataclasses.replace(shape, tokens=tokens)
+        inputs = LayerInputs(of_tokens, build_groups(shape.experts), device, seed)
+        cases = [make_case(name, inputs, backend) for name in (backend, "dense")]
+        planned = plan.LayerShape(
+            *(tokens, shape.model_dim, shape.hidden_dim, shape.experts, 1, shape.top_k),
+            element=DTYPES[shape.dtype].itemsize,
+        )
+        this, dense = (plan.layer_time(planned, cpu, dense=dense) for dense in (False, True))
+        predicted = {} if device.type == "cuda" else {"predicted": dense / this}
+
+        def derive(found, predicted=predicted):
+            longer = ratio_of_pairs(*(found["raw_ms"][c]["both"] for c in ("dense", backend)))
+            return {"dense": {"times longer": longer[1], **predicted}}
+
+        yield Point(f"{tokens} tokens", cases, {"tokens": tokens}, derive=derive)
+
+
+def curve(options: argparse.Namespace, ranks: Ranks) -> None:
+    """Measure forward and backward passes over the number of tokens."""
+    ranks.expect_one()
+    name, shape = choose_shape(options, (options.preset or [None])[0], ranks)
+    shape = dataclasses.replace(shape, simulated_ranks=0)
+    counts = options.eval_tokens or ([32, 64] if options.tiny else _CURVE_TOKENS)
+    settings = dataclasses.asdict(shape)
+    with Report("curve", ranks, options.output, f"curve-{name}", settings=settings) as report:
+        points = curve_points(shape, counts, options.seed, ranks.device)
+        sweep(report, points, ranks, 2 if options.tiny else options.repetitions or 7, warmup=1)
 
 
 def eval_points(
@@ -249,7 +300,10 @@ def forward_only(options: argparse.Namespace, ranks: Ranks) -> None:
 
 def run(options: argparse.Namespace, ranks: Ranks) -> int:
     """Measure one mode; exit code 1 if one of several presets failed."""
-    expect_known("--mode", [options.mode], ["train", "eval", "decode"])
+    expect_known("--mode", [options.mode], ["train", "eval", "curve", "decode"])
+    if options.mode == "curve":
+        curve(options, ranks)
+        return 0
     if options.mode != "train":
         forward_only(options, ranks)
         return 0

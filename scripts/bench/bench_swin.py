@@ -62,6 +62,7 @@ OPTIONS = {
     "preset": (str, "default: small-32 on a GPU, small on a CPU"),
     "images": (numbers, "per rank, in place of the preset's"),
     "modes": (list(PASSES), "what to measure"),
+    "without-dense-model": (False, "leave out the dense model"),
     "repetitions": (0, "0: 6 on a CPU, 20 on a GPU"),
     **CLOCK,
 }
@@ -201,6 +202,8 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
         raise ValueError(f"--images {','.join(map(str, images))}: at least 1")
     config, models = build_models(preset, device, tiny=options.tiny, seed=options.seed)
     both = {"sparse": models[OURS], "dense model": models[DENSE_MODEL]}
+    if options.without_dense_model:
+        del models[DENSE_MODEL]
     about = {
         "preset": f"tiny-{name}" if options.tiny else name,
         "about": preset.about,

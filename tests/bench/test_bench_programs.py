@@ -136,6 +136,18 @@ def test_experts_alone_are_the_layers():
             assert any(g.shape == grad.shape and torch.allclose(g, grad, atol=1e-5) for g in got)
 
 
+def test_layer_over_tokens(tmp_path):
+    found = rehearse("layer", tmp_path, "--mode curve --tiny --device cpu")["results"]
+    assert list(found) == ["32 tokens", "64 tokens"]
+    for point in found.values():
+        check_point(point)
+        derived = point["derived"]["dense"]
+        pairs = zip(*(point["raw_ms"][case]["both"] for case in ("dense", "torch")), strict=True)
+        longer = statistics.median(dense / this for dense, this in pairs)
+        assert derived["times longer"] == pytest.approx(longer, rel=1e-3)
+        assert derived["predicted"] > 1
+
+
 def test_layer_in_evaluation(tmp_path):
     words = f"--device cpu --mode eval --eval-tokens 2,80 {SMALL}"
     results = rehearse("layer", tmp_path, words)["results"]
