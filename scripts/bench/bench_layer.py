@@ -11,8 +11,8 @@ that of the experts (CPU) or of their products (GPU). Several ranks use a real a
 python -m fairseq_tutel.launch -- before the command. Up to 4096 tokens a GPU is also timed by the
 wall clock, with launches. A known GPU also has predicted times (predict.py).
 eval: forward only, 1 to 1024 tokens, beside Tutel's and Meta's layers. Good: at most their time.
-curve: forward and backward over the number of tokens, beside the dense formulation and the planner's
-formula (plan/layer.py, on a CPU). Good: the dense formulation takes as many times longer as planned.
+curve: forward and backward over the number of tokens, beside the dense formulation, and on a CPU
+beside the planner's formula. Good: the dense formulation takes as many times longer as planned.
 decode: a step of generation on a GPU, launched or captured in a CUDA graph. Good: a captured step
 takes at most 1.3 times the reading of the experts' weights.
 """
