@@ -22,7 +22,7 @@ import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -109,6 +109,61 @@ def _figure(panels: int, height: float = 2.4):
     for axes in grid:
         axes.grid(alpha=0.3)
     return figure, grid
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line, or a set of points, of :func:`draw_lines`.
+
+    Args:
+        label: in the legend.
+        points: (x, y), in order.
+        style: matplotlib's format without a colour (default "-", a line).
+    """
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    style: str = "-"
+
+
+def draw_lines(
+    lines: Sequence[Line],
+    picture: Path,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    ticks: Mapping[float, str],
+) -> None:
+    """Draw lines over logarithmic axes.
+
+    Args:
+        lines: those without points are left out.
+        picture: file to write.
+        title, xlabel, ylabel: texts; the title may have several rows.
+        ticks: x -> its label.
+    """
+    from matplotlib.ticker import FuncFormatter
+
+    figure, (axes,) = _figure(1, 3.6)
+    for number, line in enumerate(lines):
+        if line.points:
+            color = _COLORS[number % len(_COLORS)]
+            axes.plot(*zip(*line.points, strict=True), line.style, color=color, label=line.label)
+    axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
+    axes.set_title(title, fontsize="medium")
+    axes.set_xticks(list(ticks), list(ticks.values()))
+    axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+    bottom, top = axes.get_ylim()
+    digits = "12345678" if top < 10 * bottom else "125"
+
+    def shown(y: float, _: int) -> str:
+        text = f"{y:,.0f}" if y >= 1000 else f"{y:g}"
+        return text if f"{y:e}"[0] in digits else ""
+
+    for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        formatter(FuncFormatter(shown))
+    axes.legend(fontsize="small")
+    figure.savefig(picture, dpi=110)
 
 
 def draw_loss(curves: Curves, picture: Path) -> None:

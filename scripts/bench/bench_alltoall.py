@@ -225,6 +225,9 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
     expect_known("--wires", options.wires, WIRES)
     options.phases = [float(factor) for factor in options.phases]
     most = 30 if ranks.device.type == "cuda" else 26
+    if options.tiny:
+        options.iterations, options.repetitions = 2, 2
+        options.sizes = options.sizes or [1 << 12, 1 << 16]
     sizes = options.sizes or [1 << power for power in range(16, most + 1, 2)]
     link = link_name(ranks.backend)
     names = ("iterations", "repetitions", "ranks_per_node", "phases", "steps")

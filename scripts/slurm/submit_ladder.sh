@@ -13,7 +13,11 @@
 #   --updates N           measured updates of each training run (default: 10)
 #   --results DIR         for JSON files and logs (default: runs/ladder): layer-N.json, train-N.json,
 #                         alltoall-N.json and alltoall-unbound-N.json
+#   --tiny                rehearsal: sizes that take a CPU seconds
 #   --dry-run             print the sbatch commands and submit nothing
+#
+# When the jobs are done, the last line that this prints draws their points into the figures of the
+# published claims: python -m fairseq_tutel.plan claims --figures DIR/figures --measured DIR
 #
 # What stands after -- goes to every sbatch, as in: -- --partition gpu --account lab --time 1:00:00
 # The environment that the batch scripts read (scripts/slurm/bench_train.sbatch --help) is passed on.
@@ -29,11 +33,12 @@ fail() {
 is_number() { [[ $1 =~ ^[1-9][0-9]*$ ]]; }
 
 gpus="8 16 32 64 128 256 512" gpus_per_node=8 jobs=layer,alltoall,train
-updates=10 results=runs/ladder dry_run=0
+updates=10 results=runs/ladder dry_run=0 tiny=()
 while (($#)); do
     case $1 in
         --help) usage "$0"; exit 0 ;;
         --dry-run) dry_run=1; shift ;;
+        --tiny) tiny=(--tiny); shift ;;
         --) shift; break ;;
         --gpus | --gpus-per-node | --jobs | --updates | --results)
             (($# > 1)) || fail "$1 needs a value"
@@ -63,7 +68,7 @@ submit() {
     [ -z "$launch_options" ] ||
         line=(env LAUNCH_OPTIONS="${LAUNCH_OPTIONS:+$LAUNCH_OPTIONS }$launch_options")
     line+=(sbatch --job-name "$name" --nodes "$nodes" --gpus-per-node "$each" --exclusive
-        --output "$results/%x-%j.log" "${sbatch_options[@]}" "$here/$script" "$@")
+        --output "$results/%x-%j.log" "${sbatch_options[@]}" "$here/$script" "$@" "${tiny[@]}")
     if ((dry_run)); then
         printf '%q ' "${line[@]}"
         echo
@@ -101,3 +106,6 @@ for count in $gpus; do
         esac
     done
 done
+if ((!dry_run)); then
+    echo "figures: python -m fairseq_tutel.plan claims --figures $results/figures --measured $results"
+fi

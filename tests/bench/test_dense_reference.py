@@ -4,6 +4,7 @@ import pytest
 import torch
 from dense_reference import DenseMoE
 from helpers.assertions import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 from fairseq_tutel.distributed import build_groups
 from fairseq_tutel.moe import MoELayer
@@ -56,3 +57,17 @@ def test_equals_layer(tokens, experts, top_k, factor, ranks):
 def test_refuses_unknown_options(options, named):
     with pytest.raises(ValueError, match=named):
         DenseMoE(MoELayer(8, 4, 8, **options))
+
+
+def test_dispatch_by_masks_grows_with_the_square():
+    """Operations as torch counts them, without those of the experts, which both have."""
+
+    def operations(layer, tokens):
+        with FlopCounterMode(display=False) as counter:
+            layer(torch.randn(tokens, 16))
+        return counter.get_total_flops()
+
+    ours = MoELayer(16, 4, 32, capacity_factor=1.0)
+    assert operations(ours, 512) <= 2 * operations(ours, 256)
+    extra = [operations(DenseMoE(ours), n) - operations(ours, n) for n in (256, 512)]
+    assert extra[1] == 4 * extra[0] > 0

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fairseq_tutel.plan.claims import report, rows
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "bench" / "run_gpu.sh"
 # one of each kind; the other steps differ in sizes
@@ -52,6 +54,26 @@ def test_rehearsal(tmp_path):
         dense = ["dense"] if "dropless" not in name else []
         assert list(found["ms"]) == ["torch", *dense, "experts", "products"]
     assert not any("complete" in result for result in (train, decode, *results.values()))
+
+
+@pytest.mark.parametrize(
+    ("row", "program", "preset"),
+    [(1, "layer", "blog-8gpu"), (2, "train", "meta-half-rank"), (5, "kernels", "meta-1.1t"),
+     (13, "swin", "small-32"), (14, "layer", "meta-1.1t"), (22, "layer", "fig14")],
+)  # fmt: skip
+def test_results_fill_the_column_of_the_claims(row, program, preset, tmp_path):
+    """What run_gpu.sh writes, rehearsed here under the name that it has on a GPU."""
+    text = SCRIPT.read_text(encoding="utf-8")
+    assert re.search(rf"^ +bench \d+ {program} (\S+,)?{re.escape(preset)}(,|\s|$)", text, re.M)
+    path = tmp_path / f"{program}-{preset}-h100.json"
+    words = ["--preset", preset, "--tiny", "--device", "cpu", "--output", str(path)]
+    assert importlib.import_module(f"bench_{program}").main(words) == 0
+    claim = rows.CLAIMS[row - 1]
+    (found,) = report.measured_on_gpus(claim, tmp_path)
+    figures, _, name = found.partition(" (")
+    assert name == f"{path.name})" and claim.number == row
+    assert all(float(each.removesuffix(claim.unit)) > 0 for each in figures.split(", "))
+    assert report.measured_on_gpus(rows.CLAIMS[2], tmp_path) == []
 
 
 @pytest.mark.parametrize("step", ["layer", "kernels", "train", "swin"])

@@ -1,12 +1,13 @@
 """The published claims: the command, its page, its measured values, its verdicts."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from fairseq_tutel.plan import cli, layer
-from fairseq_tutel.plan.claims import predictions, report
+from fairseq_tutel.plan.claims import figures, predictions, report
 from fairseq_tutel.plan.claims.rows import CLAIMS
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,7 @@ def test_the_page_has_the_commands_output(capsys):
     assert output.count("\n") == 1 + len(CLAIMS) + 2
     assert output.strip() in PAGE.read_text()
     reached = sum(report.verdict(claim) != report.NOT for claim in CLAIMS)
-    assert len(CLAIMS) == 24 and reached >= 16
+    assert len(CLAIMS) == 24 and reached >= 17
     for claim in CLAIMS:  # who falls short says why
         assert report.verdict(claim) != report.NOT or claim.reason
 
@@ -60,14 +61,6 @@ def test_one_row_has_its_formula_and_sources(capsys):
     assert "--row 25: there are 1 to 24" in capsys.readouterr().err
 
 
-def test_a_gpus_result_files_fill_the_column(tmp_path):
-    (tmp_path / "layer-blog-8gpu-h200.json").write_text(
-        '{"ratios": {"triton": {"dense/this both": 8.5}}}'
-    )
-    assert report.measured_on_gpus(1, tmp_path) == ["8.5 (layer-blog-8gpu-h200.json)"]
-    assert report.measured_on_gpus(2, tmp_path) == []
-
-
 def test_dispatch_grows_with_the_square():
     """The dense formulation's extra time grows with the square of the tokens, ours linearly."""
     hardware = predictions.a100()
@@ -79,6 +72,59 @@ def test_dispatch_grows_with_the_square():
     assert time(8192) == pytest.approx(2 * time(4096))
     extra = [time(tokens, dense=True) - time(tokens) for tokens in (4096, 8192)]
     assert extra[1] == pytest.approx(4 * extra[0])
+
+
+def test_figures_have_predicted_lines_published_points_and_those_of_a_ladder(tmp_path):
+    ladder = tmp_path / "ladder"
+    ladder.mkdir()
+
+    def write(name, results, ranks=16):
+        (ladder / name).write_text(json.dumps({"world_size": ranks, "results": results}))
+
+    both = {name: {"both": {"p50": ms}} for name, ms in (("torch", 10.0), ("dense", 50.0))}
+    write("layer-16.json", {"custom": {"ms": both}})
+    tokens = {"moe": {"tokens/s": 9e4}, "dense": {"tokens/s": 3e4}}
+    write("train-16.json", {name: {"derived": {name: of}} for name, of in tokens.items()})
+    wall = {"linear": {"wall": {"p50": 6.0}}, "2dh": {"wall": {"p50": 2.0}}}
+    speeds = {"linear": {"busbw GB/s": 1.5}, "2dh": {"busbw GB/s": 4.5}}
+    message = {"64": {"bytes": 64, "ms": wall, "derived": speeds}}
+    write("alltoall-16.json", message)
+    write("alltoall-unbound-16.json", message)
+    (ladder / "layer-notes.json").write_text("{}")
+    found = {}
+    for name, make in figures.FIGURES.items():
+        figure = make(ladder)
+        kind = "MEASURED" if name == "layer-tokens" else "PREDICTED"
+        assert figure.title.startswith(kind)
+        lines = {line.label: line.points for line in figure.lines}
+        found[name] = {label: points for label, points in lines.items() if "cluster" in label}
+        assert sum("predicted" in label for label in lines)
+    measured = {name: [points for points in of.values()] for name, of in found.items()}
+    assert measured == {
+        "layer-speedup": [[(16, 5.0)]],
+        "layer-time": [[(16, 50.0)], [(16, 10.0)]],
+        "alltoall-bandwidth": [[(64, 1.5)], [(64, 4.5)]] * 2,
+        "tokens-1.1t": [[(16, 9e4)], [(16, 3e4)]],
+        "2dh": [[(16, 3.0)]],
+        "layer-tokens": [],
+    }
+
+
+def test_figures_are_drawn_and_shown_on_the_page(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert cli.main(["claims", "--figures", str(tmp_path)]) == 0
+    drawn = capsys.readouterr().out.split()
+    assert len(drawn) == len(figures.FIGURES)
+    for path in map(Path, drawn):
+        assert path.stat().st_size > 10_000
+        assert (ROOT / "scripts" / "bench" / "results" / "figures" / path.name).is_file()
+        assert f"figures/{path.name}" in PAGE.read_text()
+    with pytest.raises(SystemExit):
+        cli.main(["claims", "--figures", str(tmp_path), "--measured", str(tmp_path / "none")])
+    assert "none: there is no such folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["claims", "--measured", str(tmp_path)])
+    assert "--figures FOLDER, which is not given" in capsys.readouterr().err
 
 
 def test_a_layers_exchange_is_that_of_the_planner():

@@ -17,7 +17,7 @@ from ..dense import make_dense_plan
 from ..hardware import Hardware, load_hardware
 from ..layer import LayerShape, best_layer_time, layer_time
 from ..parameters import count_parameters
-from ..planner import make_plan
+from ..planner import Plan, make_plan
 from ..settings import read_settings
 
 MIB = 2**20
@@ -47,11 +47,16 @@ def best_layer_speedups() -> list[float]:
 
 
 @functools.cache
-def end_to_end_speedup(gpus: int) -> float:
-    """Predict dense over this package for an update of the 1.1T model, one expert per GPU."""
+def end_to_end_plans(gpus: int) -> tuple[Plan, Plan]:
+    """Plan the 1.1T model with one expert per GPU: the dense formulation, and this package."""
     config = load_config(CONFIGS, "meta_1.1t", [f"model.moe_expert_count={gpus}"])
     settings = read_settings(config, "meta_1.1t", gpus=gpus)
-    dense, this = make_dense_plan(settings, a100()), make_plan(settings, a100())
+    return make_dense_plan(settings, a100()), make_plan(settings, a100())
+
+
+def end_to_end_speedup(gpus: int) -> float:
+    """Predict dense over this package for an update of the 1.1T model, one expert per GPU."""
+    dense, this = end_to_end_plans(gpus)
     return dense.time.total / this.time.total
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import functools
+import importlib.util
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +22,6 @@ _TOLERANCE = 0.15
 _MEASURED = Path(__file__).with_name("measured.json")
 # a checkout has the result files; run_gpu.sh's are named after the GPU
 RESULTS = CONFIGS.resolve().parent / "scripts" / "bench" / "results"
-# run_gpu.sh: the presets whose ratio to the dense formulation a row compares
-_GPU_FILES = {1: ("layer-blog-8gpu",), 22: ("layer-fig14",), 5: ("kernels-meta-1.1t",)}
 
 
 @dataclass(frozen=True)
@@ -59,17 +60,56 @@ def measured() -> dict[int, list[Measured]]:
     return {int(number): [Measured(**entry) for entry in found] for number, found in rows.items()}
 
 
-def measured_on_gpus(number: int, results: Path = RESULTS) -> list[str]:
-    """Return what ``run_gpu.sh`` has measured for a row, as texts; empty before a GPU's hour."""
+def _dense_over_this(results: dict[str, Any]) -> list[float]:
+    (found,) = results.values()
+    return [1 / found["this_over"]["dense"][1]]
+
+
+def _share_of_products(results: dict[str, Any]) -> list[float]:
+    (found,) = results.values()
+    return [1 / found["this_over"]["products"][1]]
+
+
+def _slots(results: dict[str, Any]) -> list[float]:
+    (found,) = results.values()
+    return [
+        of["times faster than torch"]
+        for name, of in found["derived"].items()
+        if name.startswith("assign_slots")
+    ]
+
+
+def _tokens_over_dense(results: dict[str, Any]) -> list[float]:
+    derived = {name: of for point in results.values() for name, of in point["derived"].items()}
+    return [derived["moe"]["tokens/s"] / derived["dense"]["tokens/s"]]
+
+
+def _swin(results: dict[str, Any]) -> list[float]:
+    """Return training and inference, each with the most images that were measured."""
+    points = {(of["mode"], of["images"]): of["this_over"] for of in results.values()}
+    most = [max(key for key in points if key[0] == mode) for mode in ("training", "inference")]
+    return [1 / points[key]["dense formulation"][1] for key in most]
+
+
+# by row: the files of run_gpu.sh without the GPU's name, and the value in their results
+_ON_GPUS: dict[int, tuple[str, Callable[[dict[str, Any]], list[float]]]] = {
+    1: ("layer-blog-8gpu", _dense_over_this),
+    2: ("train-meta-half-rank", _tokens_over_dense),
+    5: ("kernels-meta-1.1t", _slots),
+    13: ("swin-small-32", _swin),
+    14: ("layer-meta-1.1t", _share_of_products),
+    22: ("layer-fig14", _dense_over_this),
+}
+
+
+def measured_on_gpus(claim: Claim, results: Path = RESULTS) -> list[str]:
+    """Return what ``run_gpu.sh`` has measured for a claim, as texts; empty before a GPU's hour."""
+    name, read = _ON_GPUS.get(claim.number, ("none", _slots))
     found = []
-    for name in _GPU_FILES.get(number, ()):
-        for path in sorted(results.glob(f"{name}-*.json")):
-            content = json.loads(path.read_text())
-            slots = content.get("derived", {}).get("assign_slots (triton)", {})
-            layer = content.get("ratios", {}).get("triton", {})
-            value = slots.get("times faster than torch", layer.get("dense/this both"))
-            if value is not None:
-                found.append(f"{value:.3g} ({path.name})")
+    for path in sorted(results.glob(f"{name}-*.json")):
+        with contextlib.suppress(KeyError, ValueError):  # a case did not fit, or was not reached
+            values = read(json.loads(path.read_text(encoding="utf-8"))["results"])
+            found.append(f"{_figures(values, claim.unit)} ({path.name})")
     return found
 
 
@@ -111,7 +151,7 @@ def table() -> str:
                 _figures(claim.published, claim.unit),
                 _figures(predicted(claim), claim.unit),
                 _figures(values, claim.unit),
-                "; ".join(measured_on_gpus(claim.number)),
+                "; ".join(measured_on_gpus(claim)),
                 verdict(claim),
             )
         )
@@ -131,7 +171,7 @@ def detail(claim: Claim) -> str:
         ("predicted", _figures(predicted(claim), claim.unit)),
         ("formula", claim.formula),
         *((f"measured: {m.what}", f"{m.value:.3g} ({m.file})") for m in _of(claim)),
-        ("on a GPU", "; ".join(measured_on_gpus(claim.number)) or "not measured"),
+        ("on a GPU", "; ".join(measured_on_gpus(claim)) or "not measured"),
         ("test", claim.test),
         ("verdict", verdict(claim)),
         ("note", claim.reason),
@@ -151,10 +191,28 @@ def describe_claims(arguments: Sequence[str]) -> str:
         "machine, measured, and a verdict.",
     )
     parser.add_argument("--row", type=int, metavar="N", help="one claim, with formula and sources")
-    row = parser.parse_args(arguments).row
+    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw the figures there")
+    ladder = "points of a cluster for the figures: the folder of scripts/slurm/submit_ladder.sh"
+    parser.add_argument("--measured", type=Path, metavar="LADDER", help=ladder)
+    options = parser.parse_args(arguments)
+    row = options.row
     chosen = [claim for claim in CLAIMS if claim.number == row]
     if row is not None and not chosen:
         parser.error(f"--row {row}: there are 1 to {len(CLAIMS)}")
     for name in (None, "fairseq"):  # fairseq's import turns both up
         logging.getLogger(name).setLevel(logging.WARNING)
+    if options.figures is not None:
+        return "\n".join(map(str, _draw(parser, options)))
+    if options.measured is not None:
+        parser.error("--measured LADDER is for --figures FOLDER, which is not given")
     return detail(chosen[0]) if chosen else table()
+
+
+def _draw(parser: CommandLine, options: argparse.Namespace) -> list[Path]:
+    if options.measured is not None and not options.measured.is_dir():
+        parser.error(f"--measured {options.measured}: there is no such folder")
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.exit(1, f"{parser.prog}: error: matplotlib is missing: pip install matplotlib\n")
+    from .figures import draw_figures
+
+    return draw_figures(options.figures, options.measured)
