@@ -8,6 +8,7 @@ verdict follows from these. Nothing is fitted to a claim::
        |--------> measured.json   -->  scripts/bench/results (a test compares them)
        v
     report.py     the table, and one claim in detail
+    figures.py    lines over GPUs, sizes and tokens (picture.py draws them)
 """
 
 from .report import describe_claims
