@@ -137,7 +137,8 @@ class HelpedExperts:
 
     def _first(self, own, prepared):
         """Compute the own rows of the first chunk while the weights travel."""
-        prepared = self._experts.prepare(own.rows.dtype) if prepared is None else prepared
+        if prepared is None:
+            prepared = self._experts.prepare_to_move(own.rows.dtype)
         assert prepared is not None  # banks without parameters are refused
         params, unfilled = self.moves.start(prepared.params)
         self._own = prepared._replace(params=params)

@@ -24,6 +24,7 @@ from .expert_ffn import (
 from .fp8 import FP8_MULTIPLE, check_fp8
 from .gate_logits import gate_logits
 from .gating import topk_gating
+from .low_rank import low_rank_bwd
 from .rows import assign_rows
 from .slots import assign_slots
 from .token_ffn import gathers_tokens, token_ffn
@@ -56,6 +57,7 @@ __all__ = [
     "gate_logits",
     "gathers_tokens",
     "get_backend",
+    "low_rank_bwd",
     "quantize_",
     "set_backend",
     "token_ffn",

@@ -22,6 +22,7 @@ from .data_parallel import (
     wrap_data_parallel,
 )
 from .gradients import clip_grad_norm_, expert_grad_sq_norm, grad_scaler, reduce_expert_grads
+from .lora import add_lora, load_lora, merge_lora, save_lora
 from .matrices import ExpertMatrix, matrix_parameters
 from .out_of_memory import explain_out_of_memory
 from .shard_dense import shard_dense
@@ -51,6 +52,7 @@ __all__ = [
     "SAVE_TRANSFORMS",
     "SaveTransform",
     "StateNames",
+    "add_lora",
     "all_ranks",
     "checkpoint_exists",
     "clip_grad_norm_",
@@ -64,15 +66,18 @@ __all__ = [
     "leave_experts_out",
     "load_checkpoint",
     "load_full_state_dict",
+    "load_lora",
     "load_state",
     "load_weights",
     "matrix_parameters",
+    "merge_lora",
     "own_optimizer_state",
     "prepare_data_parallel",
     "record_choices",
     "reduce_expert_grads",
     "replay_choices",
     "save_checkpoint",
+    "save_lora",
     "save_state",
     "shard_dense",
     "shard_optimizer",

@@ -41,9 +41,15 @@ def wrap_data_parallel(model: nn.Module, **options) -> DistributedDataParallel:
         DistributedDataParallel: the wrapped model.
 
     Raises:
-        ValueError: as :func:`prepare_data_parallel`.
+        ValueError: as :func:`prepare_data_parallel`, or no dense parameter is trained.
     """
     prepare_data_parallel(model)
+    experts = set(expert_parameters(model))
+    if not any(param.requires_grad for param in set(model.parameters()) - experts):
+        raise ValueError(
+            "no dense parameter is trained, so there is nothing for DistributedDataParallel: call "
+            "prepare_data_parallel(model) instead, and train the model itself"
+        )
     return DistributedDataParallel(model, **options)
 
 

@@ -19,6 +19,7 @@ def gradients(experts):
     return {
         single: part
         for name, param in experts.named_parameters()
+        if param.requires_grad
         for single, part in zip(names[name], param.grad, strict=True)
     }
 

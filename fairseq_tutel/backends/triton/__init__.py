@@ -16,6 +16,7 @@ from .expert_ffn import (
 )
 from .gate_logits import gate_logits_bwd, gate_logits_fwd
 from .gating import topk_gating_bwd, topk_gating_fwd
+from .low_rank import low_rank_bwd
 from .rows import assign_rows_bwd, assign_rows_fwd, sort_pairs_fwd
 from .slots import assign_slots
 from .token_ffn import token_ffn_bwd, token_ffn_fwd
@@ -41,6 +42,7 @@ __all__ = [
     "expert_ffn_fwd",
     "gate_logits_bwd",
     "gate_logits_fwd",
+    "low_rank_bwd",
     "token_ffn_bwd",
     "token_ffn_fwd",
     "topk_gating_bwd",

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...distributed import process_world, sum_tensor_over_ranks_, take_slice
 from ...moe import MoELayer
+from ...moe.experts import LoRAExperts
 from ...moe.model import unwrap
 from ...training import full_state_dict
 from .blocks import Description
@@ -28,7 +29,7 @@ def restore_moe(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         blocks (dict): result of ``replace_moe``.
 
     Raises:
-        ValueError: a layer has a load bias, which the original router cannot hold.
+        ValueError: a layer has LoRA, or a load bias, which the original router cannot hold.
     """
     model = unwrap(model)
     for name, layer in _layers(model, blocks).items():
@@ -64,7 +65,7 @@ def original_state_dict(model: nn.Module, blocks: Mapping[str, nn.Module]) -> di
         dict: tensors by name; {} on other ranks than 0.
 
     Raises:
-        ValueError: a layer has a load bias, which the original router cannot hold.
+        ValueError: a layer has LoRA, or a load bias, which the original router cannot hold.
     """
     layers = _layers(unwrap(model), blocks)
     state = full_state_dict(model)
@@ -88,7 +89,7 @@ def original_state_dict(model: nn.Module, blocks: Mapping[str, nn.Module]) -> di
 
 
 def _layers(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, MoELayer]:
-    """Return the layers at the places of the blocks; raise ValueError for a load bias."""
+    """Return the layers at the places of the blocks; raise ValueError for LoRA or a load bias."""
     layers = {name: model.get_submodule(name) for name in blocks}
     for name, layer in layers.items():
         ours = isinstance(layer, ChosenExperts) or (
@@ -96,6 +97,8 @@ def _layers(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, MoEL
         )
         if not ours:
             raise ValueError(f"{name} is not a layer of replace_moe, but {type(layer).__name__}")
+        if isinstance(layer.experts, LoRAExperts):
+            raise ValueError(f"{name} has LoRA: call training.merge_lora(model) first")
         bias = layer.gate.load_bias
         if bias is not None and bias.any() and not _parts_of(layer).bias:
             raise ValueError(

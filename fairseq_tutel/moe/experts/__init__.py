@@ -16,6 +16,7 @@ from .base import ExpertBank, ExpertRows, PreparedExperts
 from .ffn import Experts, SharedExpert, make_shared_expert
 from .gated import GeGLUExperts, SwiGLUExperts
 from .inference import STORAGES, InferenceExperts, hold_experts
+from .lora import LORA_STORAGES, LoRAExperts
 from .modules import ExpertList, own_experts, with_width
 from .plain import ClampedSwiGLUExperts, PlainExperts
 from .stacked import Stacked, StackedExperts
@@ -77,6 +78,8 @@ __all__ = [
     "InferenceExperts",
     "STORAGES",
     "GeGLUExperts",
+    "LORA_STORAGES",
+    "LoRAExperts",
     "Options",
     "PlainExperts",
     "PreparedExperts",

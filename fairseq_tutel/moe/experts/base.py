@@ -116,6 +116,10 @@ class ExpertBank(nn.Module):
         """
         return None
 
+    def prepare_to_move(self, dtype: torch.dtype) -> PreparedExperts | None:
+        """Prepare parameters that another rank, with the same network, computes with."""
+        return self.prepare(dtype)
+
     def without_output_bias(
         self, prepared: PreparedExperts
     ) -> tuple[PreparedExperts, torch.Tensor | None]:

@@ -113,6 +113,24 @@ class InferenceExperts(ExpertBank):
                 held = Int8.of(stack) if is_weight else stack
         self._held[slot][name] = held
 
+    def stacks(self) -> dict[str, Any]:
+        """Return the tensors of all experts by stacked parameter; weights in int8 as Int8.
+
+        Raises:
+            ValueError: no state dict was loaded, or the tensors are pages of a file.
+        """
+        if self.storage == "mapped" or not all(self._held):
+            why = "are pages of a file" if self.storage == "mapped" else "have no weights yet"
+            raise ValueError(f"the experts, held as {self.storage!r}, {why}")
+        stacks: dict[str, Any] = {}
+        for name in self.network.layout:
+            values = [held[name] for held in self._held]
+            if isinstance(values[0], Int8):
+                stacks[name] = Int8(*(torch.cat(parts) for parts in zip(*values, strict=True)))
+            else:
+                stacks[name] = torch.cat(values)
+        return stacks
+
     def _apply(self, fn, recurse=True):
         device = fn(torch.empty(0)).device
         if self.storage == "int8" and device.type != "cpu":

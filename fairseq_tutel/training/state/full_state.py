@@ -49,7 +49,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         if groups is None:
             parts, names = [full_tensor(value)], [key]
         else:
-            parts, local = _gather(value, key, groups), groups.num_local_experts
+            parts, local = gather_expert(value, key, groups), groups.num_local_experts
             names = [f"{prefix}{n * local + slot}{rest}" for n in range(groups.ep_size)]
         if rank == 0 and parts is not None:
             moved = [part.detach().to("cpu", copy=True) for part in parts]
@@ -90,8 +90,19 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     load_weights(model, mine, "the state dict")
 
 
-def _gather(value: torch.Tensor, key: str, groups: ExpertParallelGroups):
-    """Return the whole experts of all ranks on the first rank, else None. Collective."""
+def gather_expert(
+    value: torch.Tensor, key: str, groups: ExpertParallelGroups
+) -> list[torch.Tensor] | None:
+    """Gather one tensor of an expert, whole, from all ranks on the first. Collective.
+
+    Args:
+        value: the tensor, or a slice of it.
+        key: its name in a state dict.
+        groups: placement of the experts.
+
+    Returns:
+        the tensors of the ranks in their order; None on other ranks.
+    """
     if groups.num_slices > 1:
         wholes = {key: value}
         if slice_dim(key) is not None:

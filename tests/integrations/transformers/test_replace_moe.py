@@ -143,6 +143,31 @@ def test_gradient_checkpointing():
         torch.testing.assert_close(found[1][name], grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "olmoe"])
+def test_lora(name):
+    """Train with gradient checkpointing, merge, and put the blocks back."""
+    model, ids = make(name).train(), tokens()
+    want = model(ids).logits
+    blocks = replace_moe(model)
+    optimizer = torch.optim.Adam(training.add_lora(model), lr=0.02)
+    torch.testing.assert_close(model(ids).logits, want, rtol=1e-5, atol=1e-5)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        losses.append(model(ids, labels=ids).loss)
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    for restored in (restore_moe, original_state_dict):
+        with pytest.raises(ValueError, match="merge_lora"):
+            restored(model, blocks)
+    trained = model(ids).logits
+    training.merge_lora(model)
+    restore_moe(model, blocks)
+    torch.testing.assert_close(model(ids).logits, trained, rtol=1e-4, atol=1e-4)
+
+
 def test_autocast():
     model = make("qwen3").train()
     want = model(tokens()).logits

@@ -1,0 +1,368 @@
+"""Low-rank updates (LoRA) of frozen experts. Hu et al. 2021, arXiv 2106.09685.
+
+Every weight W of every expert becomes ``W + alpha / r * B @ A``, with r rows of A and r columns of
+B. A and B are trained; W and the biases are not. W is held in its own dtype, in bf16 or in int8.
+
+The forward pass adds the updates to the weights of one layer at a time, and computes the network
+with the sums by the usual operators. Sums are computed in fp32 (fp64 for fp64) and rounded once, to
+the rows' dtype. They are computed again in the backward pass and never kept. Gradients of A and B
+take products with r columns (:func:`fairseq_tutel.ops.low_rank_bwd`), not those of whole weights.
+
+Autograd computes whole gradients of the sums, which it keeps until the backward pass, for networks
+other than ffn, swiglu and geglu, and if weights travel or experts are in slices.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from ... import ops
+from ...distributed import declare_slices, take_slice
+from ..torch_modes import untraced, without_autocast
+from .base import ExpertBank, PreparedExperts
+from .ffn import Experts
+from .inference import InferenceExperts
+from .int8 import Int8
+from .stacked import Stacked, StackedExperts
+
+LORA_STORAGES = ("same", "bf16", "int8")
+_FACTORS = ("lora_A", "lora_B")
+_SCALE = "_scale"  # ending of the buffer with the scales of an int8 weight
+
+
+class _Factor(Stacked):
+    """Layout of A or B of a weight: ``rA`` or ``Br`` with the weight's dimensions ``BA``."""
+
+    def __init__(self, weight: Stacked, kind: str, rank: int):
+        outputs, inputs = weight.dims
+        dims = f"r{inputs}" if kind == "lora_A" else f"{outputs}r"
+        super().__init__(dims, *(f"{name.rpartition('.')[0]}.{kind}" for name in weight.names))
+        self.rank = rank
+
+    def shape(self, model_dim, hidden_dim):
+        sizes = {"M": model_dim, "F": hidden_dim, "r": self.rank}
+        return tuple(sizes[letter] for letter in self.dims)
+
+
+class LoRAExperts(StackedExperts):
+    """Bank of frozen experts with trained low-rank updates.
+
+    State dicts have the names of the experts without updates, and ``{j}.fc1.lora_A`` [r, M] and
+    ``{j}.fc1.lora_B`` [F, r] for each weight. A state dict without any update leaves the updates as
+    they are. Weights in int8 are saved in bf16.
+
+    Args:
+        base: bank of a built-in or registered network, or one held in bf16 or int8. Its weights are
+            shared unless ``storage`` converts them.
+        rank: r.
+        alpha: the update is multiplied by ``alpha / rank``.
+        storage: ``same``, ``bf16`` or ``int8``: how frozen weights are held.
+        seed: of A, which is drawn as in nn.Linear (None: drawn from torch's global generator). B
+            begins as zero.
+
+    Raises:
+        ValueError: the experts are no stack, or already have updates; an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        base: ExpertBank,
+        rank: int,
+        alpha: float,
+        storage: str = "same",
+        seed: int | None = None,
+    ):
+        ExpertBank.__init__(self)
+        if not isinstance(rank, int) or rank < 1 or not alpha > 0:
+            raise ValueError(
+                f"rank={rank!r}, alpha={alpha!r}: give a whole number and a number > 0"
+            )
+        if storage not in LORA_STORAGES:
+            raise ValueError(f"storage={storage!r}: choose one of {', '.join(LORA_STORAGES)}")
+        network, frozen = _frozen(base, storage)
+        self._network = (network,)  # not a child: a model would move and save its parameters
+        self.rank, self.alpha, self.storage = rank, float(alpha), storage
+        for name in ("options", "expert_ids", "activation", "activation_dropout", "dropout",
+                     "draw_on_cpu", "model_dim", "hidden_dim", "hidden_slice", "num_holders",
+                     "uses_activation"):  # fmt: skip
+            setattr(self, name, getattr(network, name))
+        self.layout = dict(network.layout)
+        for name, value in frozen.items():
+            if isinstance(value, Int8):
+                self.register_buffer(name + _SCALE, value.scale, persistent=False)
+                value = value.value
+            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+        for name, weight in network.layout.items():
+            if len(weight.dims) == 2:
+                for kind, factor in zip(_FACTORS, self._factor_names(name), strict=True):
+                    self._add(factor, _Factor(weight, kind, rank), getattr(self, name))
+        self.mark()
+        if seed is None:
+            seed = int(torch.randint(2**31, (), device="cpu"))
+        self.reset_updates(seed)
+        self.train(base.training)
+
+    def _add(self, name: str, factor: _Factor, weight: torch.Tensor) -> None:
+        """Add A or B of a stacked weight, in fp32 (fp64 for fp64) on its device."""
+        declare_slices(dict.fromkeys(factor.names, factor.slice_dim))
+        self.layout[name] = factor
+        shape = factor.shape(self.model_dim, self.hidden_dim // self.hidden_slice[1])
+        values = torch.zeros((len(weight), *shape), device=weight.device)
+        self.register_parameter(name, nn.Parameter(values.to(_wide(weight.dtype))))
+
+    @property
+    def network(self) -> StackedExperts:
+        """The bank, on the meta device, that defines what the experts compute."""
+        return self._network[0]
+
+    @staticmethod
+    def _factor_names(weight: str) -> tuple[str, str]:
+        """Return the names of A and B of a stacked weight."""
+        stem = weight.removesuffix("_weight")
+        return f"{stem}_{_FACTORS[0]}", f"{stem}_{_FACTORS[1]}"
+
+    @property
+    def updates(self) -> dict[str, nn.Parameter]:
+        """The trained parameters, A [e*n, r, ...] and B [e*n, ..., r] of each weight, by name."""
+        names = [name for name, stacked in self.layout.items() if isinstance(stacked, _Factor)]
+        return {name: getattr(self, name) for name in names}
+
+    @torch.no_grad()
+    def reset_updates(self, seed: int) -> None:
+        """Set B to zero, and draw A of each expert by its global index and ``seed``."""
+        for name, factor in self.updates.items():
+            layout: Any = self.layout[name]
+            factor.zero_()
+            if name.endswith(_FACTORS[0]) and not factor.is_meta:
+                shape = layout.shape(self.model_dim, self.hidden_dim)
+                device = torch.device("cpu") if self.draw_on_cpu else factor.device
+                for slot, expert in enumerate(self.expert_ids):
+                    generator = torch.Generator(device).manual_seed(seed + expert)
+                    for number, single in enumerate(layout.names):
+                        bound = 1 / math.sqrt(shape[-1])
+                        values = torch.empty(shape, device=device)
+                        values.uniform_(-bound, bound, generator=generator)
+                        mine = take_slice(values, single, *self.hidden_slice)
+                        factor[slot * len(layout.names) + number].copy_(mine)
+
+    def held(self) -> tuple[torch.Tensor, ...]:
+        """Return all tensors of the bank: those of ``layout``, then the scales of int8 weights."""
+        self._refuse_reparametrized()
+        return (*(getattr(self, name) for name in self.layout), *self.buffers())
+
+    def sums(self, held: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return the network's parameters with their updates, in ``dtype``; differentiable.
+
+        Args:
+            held: what :meth:`held` returned.
+        """
+        found = dict(zip([*self.layout, *self._buffers], held, strict=True))
+        wide, params = _wide(dtype), []
+        with without_autocast(held[0].device):
+            for name in self.network.layout:
+                names, value = self._factor_names(name), found[name]
+                if name + _SCALE in found:
+                    value = Int8(value, found[name + _SCALE]).to(wide)
+                if names[0] in found:
+                    a, b = (found[factor].to(wide) for factor in names)
+                    value = torch.baddbmm(value.to(wide), b, a, alpha=self.alpha / self.rank)
+                params.append(value.to(dtype))
+        return tuple(params)
+
+    def prepare(self, dtype, parallelism=None):
+        if parallelism is None or parallelism.is_replicated:
+            dropout = (self.activation_dropout, self.dropout) if self.training else (0.0, 0.0)
+            return PreparedExperts(self.held(), dropout)
+        return self._summed(self.sums(self.held(), dtype)).prepare(dtype, parallelism)
+
+    def prepare_to_move(self, dtype):
+        return self._summed(self.sums(self.held(), dtype)).prepare(dtype)
+
+    def _summed(self, params: Sequence[torch.Tensor]) -> StackedExperts:
+        """Return the network with these tensors as its parameters."""
+        bank: Any = copy.copy(self.network)
+        bank._parameters = dict(zip(bank.layout, params, strict=True))
+        bank.training = self.training
+        return bank
+
+    def compute(self, prepared, rows, offsets):
+        network = self.network
+        if len(prepared.params) == len(network.layout):  # summed before they were gathered
+            return network.compute(prepared, rows, offsets)
+        needs = [each.requires_grad for each in (rows, *prepared.params)]
+        is_frozen = not any(needs[1 : 1 + len(network.layout)])  # nobody has unfrozen weights
+        is_ffn = isinstance(network, Experts) and not network._is_replaced
+        if torch.is_grad_enabled() and any(needs) and is_frozen and is_ffn:
+            return _updated_ffn(self, prepared, rows, offsets)
+        params = self.sums(prepared.params, rows.dtype)
+        return network.compute(prepared._replace(params=params), rows, offsets)
+
+    def factor_gradients(
+        self, held: Sequence[torch.Tensor], chunk: ops.FFNChunk, gradient: ops.FFNChunkGradient
+    ) -> dict[str, torch.Tensor]:
+        """Return the gradients of :attr:`updates` of a feed-forward network by name."""
+        found, dtype = dict(zip(self.layout, held, strict=False)), chunk.rows.dtype
+        gradients: dict[str, torch.Tensor] = {}
+        for name, d, inputs in (
+            ("fc1_weight", gradient.d_hidden, chunk.rows),
+            ("fc2_weight", gradient.d_out, chunk.active),
+        ):
+            names, parts = self._factor_names(name), len(self.layout[name].names)
+            a, b = (_joined(found[each].to(dtype), parts, each) for each in names)
+            b = b * (self.alpha / self.rank)
+            if chunk.offsets is None:
+                inputs = inputs.reshape(len(a), -1, inputs.shape[-1])
+            d_a, d_b = ops.low_rank_bwd(d, inputs, a, b, chunk.offsets)
+            gradients[names[0]] = d_a.view_as(found[names[0]])
+            gradients[names[1]] = _parted(d_b, parts) * (self.alpha / self.rank)
+        return gradients
+
+    @torch.no_grad()
+    def merged(self) -> StackedExperts:
+        """Return the experts with their updates added to the weights, without LoRA.
+
+        Weights keep their dtype; weights in int8 become bf16.
+        """
+        held = self.held()
+        bank = self._summed(self.sums(held, _wide(held[0].dtype)))
+        for name, own in zip(bank.layout, held, strict=False):
+            dtype = own.dtype if own.is_floating_point() else torch.bfloat16
+            param = getattr(bank, name).to(dtype)
+            bank._parameters[name] = nn.Parameter(param, requires_grad=False)
+        bank.mark()
+        return bank
+
+    def kept_per_row(self, model_dim):
+        return self.network.kept_per_row(model_dim)
+
+    def without_weights(self):
+        raise ValueError("experts with low-rank updates: merge them first (training.merge_lora)")
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        held = dict(self._parameters)
+        self._widen(torch.bfloat16)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        self._parameters.update(held)
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ):
+        widened = self._widen(torch.float32)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        for name in widened:
+            held = Int8.of(getattr(self, name))
+            self._parameters[name] = nn.Parameter(held.value, requires_grad=False)
+            self._buffers[name + _SCALE] = held.scale
+        self.mark()
+        names = self.single_names()
+        updates = {prefix + single for factor in self.updates for single in names[factor]}
+        if updates.isdisjoint(state_dict):
+            missing_keys[:] = [key for key in missing_keys if key not in updates]
+
+    def _widen(self, dtype: torch.dtype) -> list[str]:
+        """Hold int8 weights in ``dtype``, and return their names."""
+        names = [name.removesuffix(_SCALE) for name in self._buffers]
+        for name in names:
+            held = Int8(getattr(self, name).detach(), getattr(self, name + _SCALE))
+            self._parameters[name] = nn.Parameter(held.to(dtype), requires_grad=False)
+        return names
+
+    def extra_repr(self):
+        how = f"rank={self.rank}, alpha={self.alpha:g}, storage={self.storage}"
+        return f"{self.network.extra_repr()}, {how}"
+
+
+@untraced  # its functions are no operators that a trace could hold
+def _updated_ffn(bank, prepared, rows, offsets):
+    return _UpdatedFFN.apply(rows, offsets, bank, prepared._replace(params=()), *prepared.params)
+
+
+class _UpdatedFFN(torch.autograd.Function):
+    """Feed-forward network with updated weights, which are summed again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, rows, offsets, bank, prepared, *held):
+        ctx.set_materialize_grads(False)
+        ctx.bank, ctx.prepared = bank, prepared
+        summed = prepared._replace(params=bank.sums(held, rows.dtype))
+        with without_autocast(rows.device):
+            out, state = bank.network.chunk(summed, rows, offsets, True)
+        ctx.save_for_backward(*held, *state)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out):
+        needs_rows, _, _, _, *needs = ctx.needs_input_grad
+        if d_out is None:
+            return (None,) * (4 + len(needs))
+        saved = ctx.saved_tensors  # read once: a recomputed tensor is handed out once
+        held, chunk = saved[: len(needs)], ops.FFNChunk(*saved[len(needs) :])
+        summed = ctx.prepared._replace(params=ctx.bank.sums(held, chunk.rows.dtype))
+        found: dict[str, torch.Tensor] = {}
+        with without_autocast(d_out.device):
+            d_rows, gradient = ctx.bank.network.chunk_bwd(
+                summed, d_out.contiguous(), chunk, needs_rows
+            )
+            if any(needs):
+                found = ctx.bank.factor_gradients(held, chunk, gradient)
+        names = [*ctx.bank.layout, *(None for _ in needs)]
+        grads = (
+            found[name].to(tensor.dtype) if needed else None
+            for name, tensor, needed in zip(names, held, needs, strict=False)
+        )
+        return d_rows if needs_rows else None, None, None, None, *grads
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _frozen(base: ExpertBank, storage: str) -> tuple[StackedExperts, dict[str, Any]]:
+    """Return the network without weights, and its weights by name: tensors, or Int8."""
+    if isinstance(base, InferenceExperts):
+        if storage not in ("same", base.storage):
+            raise ValueError(f"storage={storage!r}: the experts are held in {base.storage} already")
+        return base.network, base.stacks()
+    if not isinstance(base, StackedExperts) or isinstance(base, LoRAExperts):
+        raise ValueError(
+            f"LoRA is for built-in or registered networks of experts that have none, not for "
+            f"{type(base).__name__}; use the peft library for modules of your own"
+        )
+    frozen: dict[str, Any] = {}
+    for name, stacked in base.layout.items():
+        value = getattr(base, name).detach()
+        if storage == "bf16":
+            value = value.to(torch.bfloat16)
+        is_weight = len(stacked.dims) == 2
+        frozen[name] = Int8.of(value) if storage == "int8" and is_weight else value
+    return base.without_weights(), frozen
+
+
+def _joined(factor: torch.Tensor, parts: int, name: str) -> torch.Tensor:
+    """Return A [e, n*r, A] or B [e, n*B, n*r] of n neighbouring weights as one weight's factor."""
+    if parts == 1:
+        return factor
+    parted = factor.unflatten(0, (-1, parts))
+    if name.endswith(_FACTORS[0]):
+        return parted.flatten(1, 2)
+    experts, _, outputs, rank = parted.shape
+    whole = factor.new_zeros((experts, parts, outputs, parts, rank))
+    for part in range(parts):
+        whole[:, part, :, part] = parted[:, part]
+    return whole.flatten(3, 4).flatten(1, 2)
+
+
+def _parted(d_b: torch.Tensor, parts: int) -> torch.Tensor:
+    """Return the gradient of B [e*n, B, r] from that of :func:`_joined`'s."""
+    split = d_b.unflatten(2, (parts, -1)).unflatten(1, (parts, -1))
+    return torch.stack([split[:, part, :, part] for part in range(parts)], 1).flatten(0, 1)

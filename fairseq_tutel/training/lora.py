@@ -1,0 +1,270 @@
+"""Fine-tune a model by low-rank updates (LoRA) of its experts; LORA.md shows how.
+
+Adapters are saved alone, as the peft library names its files and their tensors, with the experts'
+global numbers. So adapters that any number of ranks saved are loaded by any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..distributed import take_slice
+from ..moe import MoELayer
+from ..moe.experts import LoRAExperts
+from ..moe.model import moe_layers, unwrap
+from .state import all_ranks
+from .state.full_state import gather_expert
+
+_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX = "base_model.model."
+
+
+def add_lora(
+    model: nn.Module,
+    rank: int = 8,
+    alpha: float = 16.0,
+    *,
+    storage: str = "same",
+    freeze: bool = True,
+    seed: int | None = None,
+) -> list[nn.Parameter]:
+    """Give the experts of all MoE layers low-rank updates, and freeze the rest; not collective.
+
+    Each weight W of each expert becomes ``W + alpha / rank * B @ A``. B begins as zero, so that the
+    model computes what it computed before. Call it after the model is built and loaded, and before
+    an optimizer, a wrapper or :func:`~fairseq_tutel.training.prepare_data_parallel`.
+
+    >>> import torch
+    >>> from fairseq_tutel.moe import MoELayer
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), MoELayer(8, num_experts=4))
+    >>> optimizer = torch.optim.AdamW(add_lora(model, rank=2))
+    >>> sum(p.numel() for p in model.parameters() if p.requires_grad)  # 4 * 2 * 2 * (8 + 32)
+    640
+    >>> model(torch.randn(16, 8)).square().mean().backward()
+    >>> optimizer.step()
+
+    Args:
+        model (nn.Module): a model with MoE layers, not wrapped. Their experts are of a built-in or
+            registered network, or held in bf16 or int8 (``expert_storage``).
+        rank (int): rows of A and columns of B (default 8).
+        alpha (float): the update is multiplied by ``alpha / rank`` (default 16).
+        storage (str): how the experts' frozen weights are held: ``same`` (default) as they are,
+            ``bf16``, or ``int8`` with a scale per row.
+        freeze (bool): freeze all other parameters of the model too (default True).
+        seed (int): seed of A; an expert's values depend on it and on the expert's global number
+            (default None: drawn from torch's global generator).
+
+    Returns:
+        list of nn.Parameter: A and B of this rank's experts, in fp32 (fp64 for fp64).
+
+    Raises:
+        ValueError: there is no MoE layer, an expert is a module of your own or has updates already,
+            the model is wrapped, or an argument is out of range.
+    """
+    for name, layer in _layers(model).items():
+        if isinstance(layer.experts, LoRAExperts):
+            raise ValueError(f"{name or 'the model'} has LoRA already: merge_lora(model) first")
+    banks = _make(model, rank, alpha, storage, seed)
+    _put(model, banks, freeze)
+    return [param for bank in banks.values() for param in bank.updates.values()]
+
+
+def merge_lora(model: nn.Module) -> None:
+    """Add the updates to the experts' weights, in place, and remove LoRA; not collective.
+
+    The model then has the parameters of a model without LoRA, frozen; experts in int8 become bf16.
+
+    >>> import torch
+    >>> from fairseq_tutel.moe import MoELayer
+    >>> layer, x = MoELayer(8, num_experts=4), torch.randn(16, 8)
+    >>> _ = [torch.nn.init.normal_(param) for param in add_lora(layer, rank=2)]
+    >>> before = layer(x)
+    >>> merge_lora(layer)
+    >>> torch.allclose(layer(x), before, atol=1e-5), type(layer.experts).__name__
+    (True, 'Experts')
+
+    Args:
+        model (nn.Module): a model with LoRA, not wrapped.
+
+    Raises:
+        ValueError: the model has no LoRA.
+    """
+    banks = _banks(model)
+    for name, layer in _layers(model).items():
+        layer.experts = banks[name].merged()
+
+
+def save_lora(path: str | os.PathLike[str], model: nn.Module) -> None:
+    """Save the updates of the experts of all ranks in a folder. Collective.
+
+    The folder has ``adapter_model.safetensors`` and ``adapter_config.json``, as the peft library
+    writes them. A tensor is named ``base_model.model.LAYER.experts.3.fc1.lora_A.weight``, with the
+    expert's global number. Rank 0 writes; its CPU holds the updates of all experts.
+
+    >>> import tempfile
+    >>> from fairseq_tutel.moe import MoELayer
+    >>> layer, folder = MoELayer(8, num_experts=4), tempfile.mkdtemp()
+    >>> params = add_lora(layer)
+    >>> save_lora(folder, layer)
+    >>> load_lora(folder, MoELayer(8, num_experts=4))
+
+    Args:
+        path (str or Path): the folder; it is made.
+        model (nn.Module): a model with LoRA, wrapped or not.
+
+    Raises:
+        ValueError: the model has no LoRA, or the files cannot be written.
+    """
+    folder, found = Path(path), {}
+    banks = _banks(model)
+    for prefix, layer in _layers(model).items():
+        for single, value in _singles(banks[prefix]):
+            parts = gather_expert(value, f"experts.{single}", layer.groups)
+            slot, rest = single.split(".", 1)
+            local = layer.groups.num_local_experts
+            for number, part in enumerate(parts or ()):
+                expert = number * local + int(slot)
+                found[_name(prefix, expert, rest)] = part.to("cpu", copy=True)
+    bank = next(iter(banks.values()))
+    config = {
+        "peft_type": "LORA",
+        "task_type": None,
+        "r": bank.rank,
+        "lora_alpha": bank.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({single.split(".")[1] for single, _ in _singles(bank)}),
+        "base_model_name_or_path": None,
+    }
+    all_ranks().run_on_first(f"saving {path}", lambda: _write(folder, found, config))
+
+
+def load_lora(path: str | os.PathLike[str], model: nn.Module) -> None:
+    """Load updates that :func:`save_lora` saved on any number of ranks; not collective.
+
+    A model without LoRA gets it, with the saved rank and alpha (:func:`add_lora`). An example is at
+    :func:`save_lora`.
+
+    Args:
+        path (str or Path): the folder.
+        model (nn.Module): a model with as many experts, wrapped if it has LoRA.
+
+    Raises:
+        FileNotFoundError: the folder lacks a file.
+        ValueError: the updates do not fit the model.
+    """
+    from safetensors import safe_open
+
+    folder = Path(path)
+    config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    rank, alpha = config["r"], config["lora_alpha"]
+    layers = _layers(model)
+    has_lora = any(isinstance(layer.experts, LoRAExperts) for layer in layers.values())
+    banks = _banks(model) if has_lora else _make(model, rank, alpha)
+    for bank in banks.values():
+        if (rank, alpha) != (bank.rank, bank.alpha):
+            raise ValueError(
+                f"{path} has rank={rank} and alpha={alpha:g}, the model has rank={bank.rank} and "
+                f"alpha={bank.alpha:g}"
+            )
+    with safe_open(folder / _WEIGHTS, "pt") as file:
+        values = _values(file, layers, banks, path)
+    for target, value in values:
+        target.copy_(value)
+    if not has_lora:
+        _put(model, banks)
+
+
+def _values(file, layers, banks, path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return this rank's updates and their values in a file of safetensors."""
+    names, values, known = set(file.keys()), [], set()
+    for prefix, layer in layers.items():
+        groups = layer.groups
+        for single, target in _singles(banks[prefix]):
+            slot, rest = single.split(".", 1)
+            name = _name(prefix, groups.local_experts[int(slot)], rest)
+            if name not in names:
+                raise ValueError(f"{path} lacks {name}")
+            whole = file.get_tensor(name)
+            value = take_slice(whole, single, groups.slice_index, groups.num_slices)
+            if value.shape != target.shape:
+                raise ValueError(
+                    f"{path}: {name} is {list(value.shape)}, the model's is {list(target.shape)}"
+                )
+            values.append((target, value))
+            known |= {_name(prefix, expert, rest) for expert in range(groups.num_experts)}
+    if names - known:
+        raise ValueError(f"{path} has {min(names - known)}, which this model has not")
+    return values
+
+
+def _layers(model: nn.Module) -> dict[str, MoELayer]:
+    layers = moe_layers(unwrap(model))
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no MoE layer: LoRA here is for their experts")
+    return layers
+
+
+def _make(
+    model: nn.Module, rank: int, alpha: float, storage: str = "same", seed: int | None = None
+) -> dict[str, LoRAExperts]:
+    """Return banks with updates by the names of their layers; the model stays as it is."""
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError("the model is in DistributedDataParallel: add LoRA before you wrap it")
+    return {
+        name: LoRAExperts(
+            layer.experts, rank, alpha, storage, None if seed is None else seed + number
+        )
+        for number, (name, layer) in enumerate(_layers(model).items())
+    }
+
+
+def _put(model: nn.Module, banks: dict[str, LoRAExperts], freeze: bool = True) -> None:
+    """Put banks into the layers, and freeze all other parameters."""
+    if freeze:
+        model.requires_grad_(False)
+    for name, layer in _layers(model).items():
+        layer.experts = banks[name]
+
+
+def _banks(model: nn.Module) -> dict[str, LoRAExperts]:
+    """Return the banks of a model with LoRA by the names of their layers."""
+    banks: dict[str, LoRAExperts] = {}
+    for name, layer in _layers(model).items():
+        if not isinstance(layer.experts, LoRAExperts):
+            raise ValueError(f"{name or 'the model'} has no LoRA: call add_lora(model) first")
+        banks[name] = layer.experts
+    return banks
+
+
+def _singles(bank: LoRAExperts) -> list[tuple[str, torch.Tensor]]:
+    """Return the updates of single experts by name; views of the bank's parameters."""
+    names = bank.single_names()
+    return [
+        (single, part)
+        for name, param in bank.updates.items()
+        for single, part in zip(names[name], param.detach(), strict=True)
+    ]
+
+
+def _name(prefix: str, expert: int, rest: str) -> str:
+    return f"{_PREFIX}{prefix}{'.' if prefix else ''}experts.{expert}.{rest}.weight"
+
+
+def _write(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    """Write both files; each replaces an older one at once."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / f"{_WEIGHTS}.new", metadata={"format": "pt"})
+    text = json.dumps(config, indent=2) + "\n"
+    (folder / f"{_CONFIG}.new").write_text(text, encoding="utf-8")
+    for name in (_WEIGHTS, _CONFIG):
+        os.replace(folder / f"{name}.new", folder / name)

@@ -1,0 +1,401 @@
+"""LoRA on experts: against explicit W + B A in a loop over tokens in fp64; ranks; files."""
+
+import json
+
+import pytest
+import torch
+from experts_on_ranks import check_on_ranks
+from helpers import naive
+from helpers.assertions import rms_ratio
+from helpers.distributed import on_ranks, run_ranks
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from fairseq_tutel import training
+from fairseq_tutel.config import ExchangeConfig
+from fairseq_tutel.distributed import build_groups, process_world
+from fairseq_tutel.moe import MoELayer, hold_experts, replace_ffn
+from fairseq_tutel.moe.experts import ExpertRows, LoRAExperts
+from fairseq_tutel.moe.experts.int8 import Int8
+
+E, M, F, TOKENS, RANK, ALPHA = 4, 6, 8, 24, 3, 6.0
+NETWORKS = {
+    "ffn": lambda g, u: functional.gelu(u),
+    "swiglu": lambda g, u: functional.silu(g) * u,
+    "geglu": lambda g, u: functional.gelu(g) * u,
+    "clamped_swiglu": lambda g, u: g * torch.sigmoid(1.702 * g) * (u + 1),
+}
+LAYOUTS = {"ragged": 0.0, "padded": 4.0}
+
+
+def make(network="ffn", experts=E, groups=None, seed=3, lora=True, storage="same", **options):
+    """Return a layer whose updates are as large as the weights."""
+    torch.manual_seed(0)
+    given = {} if network == "ffn" else {"expert_options": {"bias": True}}
+    if network == "clamped_swiglu":
+        given["expert_options"]["limit"] = 1e9
+    layer = MoELayer(
+        M, experts, F, expert_network=network, groups=groups, seed=seed,
+        **{"capacity_factor": 0.0, "second_expert_policy": "all", **given, **options},
+    )  # fmt: skip
+    if lora:
+        layer.experts = LoRAExperts(layer.experts, RANK, ALPHA, storage, seed)
+        fill(layer)
+    return layer
+
+
+@torch.no_grad()
+def fill(layer):
+    """Draw B by the expert's global number; slices take their part."""
+    bank = layer.experts
+    for name, param in bank.updates.items():
+        if name.endswith("lora_B"):
+            shape = bank.layout[name].shape(M, F)
+            count = len(bank.layout[name].names)
+            for slot, expert in enumerate(bank.expert_ids):
+                drawn = torch.Generator().manual_seed(100 + expert)
+                whole = torch.randn(count, *shape, generator=drawn).to(param.dtype)
+                if bank.layout[name].slice_dim is not None:
+                    index, slices = bank.hidden_slice
+                    whole = whole.chunk(slices, 1)[index]
+                param[slot * count : (slot + 1) * count] = 0.3 * whole
+
+
+def tensors_of(layer):
+    """Return the layer's tensors in fp64; updates are leaves."""
+    state = {name: value.double().clone() for name, value in layer.state_dict().items()}
+    return {n: v.requires_grad_("lora" in n) for n, v in state.items()}
+
+
+def explicit(layer, state, x, network):
+    """Compute the layer in a loop over tokens, with explicit W + alpha / r B A."""
+
+    def linear(v, name):
+        a, b = state[f"{name}.lora_A"], state[f"{name}.lora_B"]
+        return (state[f"{name}.weight"] + ALPHA / RANK * b @ a) @ v + state[f"{name}.bias"]
+
+    def expert(x_M, e):
+        gate = None if network == "ffn" else linear(x_M, f"experts.{e}.fc_gate")
+        hidden = NETWORKS[network](gate, linear(x_M, f"experts.{e}.fc1"))
+        return linear(hidden, f"experts.{e}.fc2")
+
+    gate = state["gate.wg.weight"]
+    return naive.layer(x, gate, expert, layer.config, layer.training)[0]
+
+
+def gradients_of(layer):
+    """Return the gradients of the updates by the names of state dicts."""
+    names = layer.experts.single_names()
+    return {
+        f"experts.{single}": part
+        for name, param in layer.experts.updates.items()
+        for single, part in zip(names[name], param.grad, strict=True)
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_equals_the_loop(network, layout):
+    layer = make(network, capacity_factor=LAYOUTS[layout]).double()
+    state = tensors_of(layer)
+    x = torch.randn(TOKENS, M, dtype=torch.float64, requires_grad=True)
+    target = torch.randn(TOKENS, M, dtype=torch.float64)
+    want = explicit(layer, state, x, network)
+    updates = {name: value for name, value in state.items() if "lora" in name}
+    d_x, *d_updates = torch.autograd.grad((want * target).sum(), [x, *updates.values()])
+    given = x.detach().requires_grad_()
+    y = layer(given)
+    (y * target).sum().backward()
+    torch.testing.assert_close(y, want, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(given.grad, d_x, rtol=1e-6, atol=1e-9)
+    found = gradients_of(layer)
+    for name, exact in zip(updates, d_updates, strict=True):
+        torch.testing.assert_close(found[name], exact, rtol=1e-6, atol=1e-9, msg=name)
+    with torch.no_grad():
+        torch.testing.assert_close(layer.eval()(x), explicit(layer, state, x, network))
+
+
+@pytest.mark.parametrize("network", ["ffn", "swiglu"])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_gradients_follow_from_those_of_the_weights(network, dropout):
+    """With dropout and activation checkpointing; dA = s B^T dW and dB = s dW A^T."""
+    options = {"dropout": dropout, "activation_dropout": dropout}
+    layer = make(network, **options).double()
+    whole = make(network, lora=False, **options).double()
+    merged = make(network, **options).double()
+    training.merge_lora(merged)
+    whole.load_state_dict(merged.state_dict())
+    x = torch.randn(TOKENS, M, dtype=torch.float64)
+    ys = []
+    for each in (layer, whole):
+        torch.manual_seed(7)
+        ys.append(checkpoint(each, x.requires_grad_(), use_reentrant=False))
+        ys[-1].square().sum().backward()
+    torch.testing.assert_close(*ys)
+    scale, bank = ALPHA / RANK, layer.experts
+    for name in ("fc1", "fc2"):
+        a, b = (getattr(bank, f"{name}_lora_{kind}") for kind in "AB")
+        d_w = getattr(whole.experts, f"{name}_weight").grad
+        torch.testing.assert_close(a.grad, scale * b.mT @ d_w)
+        torch.testing.assert_close(b.grad, scale * d_w @ a.mT)
+
+
+def test_autocast():
+    layer, x = make("swiglu"), torch.randn(TOKENS, M)
+    want = layer.double()(x.double())
+    want.sum().backward()
+    exact = gradients_of(layer)
+    layer.float().zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+        y.float().sum().backward()  # autocast also around the backward pass
+    assert y.dtype == torch.bfloat16 and rms_ratio(y, want) < 0.02
+    for name, gradient in gradients_of(layer).items():
+        assert gradient.dtype == torch.float32 and rms_ratio(gradient, exact[name]) < 0.05, name
+
+
+def dequantized(weight, storage):
+    if storage == "bf16":
+        return weight.bfloat16().float()
+    return Int8.of(weight).to(torch.float32)  # rounding itself: tests/moe/test_inference_experts.py
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["converted", "held"])
+@pytest.mark.parametrize("storage", ["bf16", "int8"])
+@pytest.mark.parametrize("network", ["ffn", "swiglu"])
+def test_frozen_weights_in_fewer_bytes(network, storage, held):
+    plain = make(network, lora=False)
+    layer = make(network, lora=False)
+    if held:
+        layer.experts = hold_experts(layer.experts, storage)
+    training.add_lora(layer, RANK, ALPHA, storage="same" if held else storage, seed=3)
+    fill(layer)
+    exact = make(network)
+    state = plain.state_dict()
+    for name, value in state.items():
+        if name.startswith("experts.") and (storage == "bf16" or name.endswith("weight")):
+            state[name] = dequantized(value, storage)
+    exact.load_state_dict(state)  # a state dict without updates leaves them as they are
+    bank = layer.experts
+    assert bank.fc1_weight.element_size() == {"bf16": 2, "int8": 1}[storage]
+    x = torch.randn(TOKENS, M)
+    for each in (layer, exact):
+        each.train()(x.requires_grad_()).square().sum().backward()
+    torch.testing.assert_close(layer(x), exact(x), rtol=1e-5, atol=1e-6)
+    found, want = gradients_of(layer), gradients_of(exact)
+    for name in found:
+        torch.testing.assert_close(found[name], want[name], rtol=1e-4, atol=1e-5)
+    assert not any(
+        param.grad is not None for n, param in bank.named_parameters() if "lora" not in n
+    )
+    other = make(network, storage=storage)
+    other.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(other(x), layer(x), rtol=0.02, atol=0.02)  # saved in bf16
+    training.merge_lora(layer)
+    assert layer.experts.fc1_weight.dtype == torch.bfloat16
+    assert rms_ratio(layer(x), exact(x)) < 0.02
+
+
+def test_merging_and_state_dicts():
+    layer, plain = make("swiglu"), make("swiglu", lora=False)
+    names = list(plain.state_dict())
+    x = torch.randn(TOKENS, M)
+    y, other = layer(x), make("swiglu", seed=9)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), y)
+    training.merge_lora(layer)
+    torch.testing.assert_close(layer(x), y, rtol=1e-5, atol=1e-6)
+    assert list(layer.state_dict()) == names
+    assert type(layer.experts) is type(plain.experts)
+    fresh = make("swiglu", lora=False)
+    training.add_lora(fresh)
+    assert torch.equal(fresh(x), plain(x))  # B begins as zero
+    fresh.load_state_dict(plain.state_dict())
+
+
+def test_weights_can_be_unfrozen():
+    layer, x = make("swiglu"), torch.randn(TOKENS, M)
+    layer(x).square().sum().backward()
+    want = gradients_of(layer)
+    layer.zero_grad()
+    layer.requires_grad_()
+    layer(x).square().sum().backward()
+    plain = make("swiglu")
+    training.merge_lora(plain)
+    plain.requires_grad_()
+    plain(x).square().sum().backward()
+    grad = layer.experts.fc1_weight.grad
+    torch.testing.assert_close(grad, plain.experts.fc1_weight.grad, rtol=1e-4, atol=1e-5)
+    for name, exact in want.items():
+        torch.testing.assert_close(gradients_of(layer)[name], exact, rtol=1e-4, atol=1e-5)
+
+
+def test_no_copy_of_weights_is_kept():
+    layer, sizes = make("swiglu"), []
+    own = {param.data_ptr() for param in layer.parameters()}
+
+    def note(tensor):
+        sizes.append(0 if tensor.data_ptr() in own else tensor.numel())
+        return tensor
+
+    x = torch.randn(4, M, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        layer(x)
+    assert 0 < max(sizes) < layer.experts.fc2_weight.numel()
+
+
+class Plain(torch.nn.Module):
+    """The layer's experts as modules of their own, by the layer's names."""
+
+    def __init__(self, layer):
+        super().__init__()
+        names = {"fc1": (M, F), "fc2": (F, M)}
+        self.experts = torch.nn.ModuleList(
+            torch.nn.ModuleDict({name: torch.nn.Linear(*sizes) for name, sizes in names.items()})
+            for _ in range(E)
+        )
+        own = {name: v for name, v in layer.state_dict().items() if "lora" not in name}
+        self.load_state_dict(own, strict=False)
+
+    def forward(self, x, expert):
+        fc1, fc2 = self.experts[expert].values()
+        return fc2(functional.gelu(fc1(x)))
+
+
+@pytest.mark.extras
+def test_the_peft_library_loads_the_files(tmp_path):
+    peft = pytest.importorskip("peft")
+    layer = make()
+    training.save_lora(tmp_path, layer)
+    model = peft.PeftModel.from_pretrained(Plain(layer), str(tmp_path))
+    rows = torch.randn(E, 5, M)
+    y = layer.experts(ExpertRows(rows))
+    for expert in range(E):
+        torch.testing.assert_close(model(rows[expert], expert), y[expert], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_experts_of_an_existing_model(bias):
+    torch.manual_seed(1)
+    ffns = [torch.nn.Linear(M, F, bias), torch.nn.GELU(), torch.nn.Linear(F, M, bias)]
+    model = torch.nn.Sequential(torch.nn.Linear(M, M), torch.nn.Sequential(*ffns))
+    x, target = torch.randn(TOKENS, M), torch.randn(TOKENS, M)
+    with torch.no_grad():
+        y = model(x)
+    replace_ffn(model, ["1"], E, copy_weights=True, capacity_factor=0.0)
+    optimizer = torch.optim.Adam(training.add_lora(model, 4), lr=0.02)
+    torch.testing.assert_close(model(x), y, rtol=1e-5, atol=1e-6)
+    before = (y - target).square().mean()
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = (model(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.8 * before
+    trained = model(x)
+    training.merge_lora(model)
+    torch.testing.assert_close(model(x), trained, rtol=1e-4, atol=1e-5)
+
+
+def with_lora(experts, groups, **options):
+    return make("swiglu", experts=experts, groups=groups, **options).double()
+
+
+@on_ranks(4, timeout=150)
+def test_on_ranks(tmp_path):
+    cases = [(E, "replicated", 1, 1), (E, "replicated", 1, 4), (E, "replicated", 0, 1)]
+    cases += [(2, "sliced", 1, 2), (2, "sliced", 2, 1), (2, "sliced", 0, 1)]
+    check_on_ranks(with_lora, M, cases, tmp_path)
+
+
+@on_ranks(2)
+def test_ranks_help_each_other():
+    """The updated weights of busy experts travel."""
+    rank, _ = process_world()
+    x = torch.randn(TOKENS, M, generator=torch.Generator().manual_seed(rank)).double()
+    choices, found = torch.tensor([0, 1]).expand(TOKENS, 2), []
+    balancing = ExchangeConfig(balance_ranks=True, balance_min_rows=1)
+    for exchange in ("linear", balancing):
+        layer = make("swiglu", groups=build_groups(E), storage="int8", exchange=exchange).double()
+        y, aux = layer(x, choices=choices, return_aux=True)
+        y.square().sum().backward()
+        found.append([y, *gradients_of(layer).values()])
+    moved = torch.tensor([aux.record.bytes_moved])
+    torch.distributed.all_reduce(moved)
+    assert moved > 0
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def trained(groups):
+    """Return a layer after two updates of SGD, each rank with its share of the tokens."""
+    layer = make("swiglu", groups=groups).double()
+    layer.gate.requires_grad_(False)
+    rank, world_size = process_world()
+    x = torch.randn(TOKENS, M, generator=torch.Generator().manual_seed(5)).double()
+    training.prepare_data_parallel(layer)
+    optimizer = torch.optim.SGD(layer.experts.updates.values(), lr=0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        layer(x.chunk(world_size)[rank]).square().mean().backward()
+        assert training.clip_grad_norm_(layer, 0.1) > 0.1
+        optimizer.step()
+    return layer
+
+
+def untrained(groups=None):
+    layer = make("swiglu", groups=groups, lora=False).double()
+    layer.gate.requires_grad_(False)
+    return layer
+
+
+def check_equal(layer, other):
+    for mine, theirs in zip(layer.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def check_files(folder, placement):
+    groups = build_groups(E, placement=placement)
+    layer, fresh = trained(groups), untrained(groups)
+    training.save_lora(folder / "many", layer)
+    training.load_lora(folder / "one", fresh)
+    check_equal(layer, fresh)
+
+
+@pytest.mark.parametrize("ranks, placement", [(2, "replicated"), (8, "replicated"), (8, "sliced")])
+def test_files_on_other_ranks(ranks, placement, tmp_path):
+    """Training on several ranks is that on one, and either loads the other's file."""
+    layer, fresh = trained(None), untrained()
+    training.save_lora(tmp_path / "one", layer)
+    run_ranks(check_files, ranks, tmp_path, placement)
+    training.load_lora(tmp_path / "many", fresh)
+    check_equal(layer, fresh)
+
+
+def test_names_and_errors(tmp_path):
+    layer = make()
+    training.save_lora(tmp_path, layer)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (3, 6, ["fc1", "fc2"])
+    from safetensors.torch import load_file
+
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert tensors["base_model.model.experts.3.fc1.lora_A.weight"].shape == (RANK, M)
+    assert tensors["base_model.model.experts.3.fc1.lora_B.weight"].shape == (F, RANK)
+    assert len(tensors) == E * 4
+    plain = make(lora=False)
+    for call, what in (
+        (lambda: training.add_lora(layer), "LoRA already"),
+        (lambda: training.add_lora(torch.nn.Linear(2, 2)), "no MoE layer"),
+        (lambda: training.add_lora(plain, rank=0), "rank=0"),
+        (lambda: training.add_lora(plain, storage="fp4"), "fp4"),
+        (lambda: training.merge_lora(plain), "no LoRA"),
+        (lambda: training.save_lora(tmp_path, plain), "no LoRA"),
+        (lambda: training.load_lora(tmp_path, make(experts=2, lora=False)), "has not"),
+        (lambda: training.load_lora(tmp_path, make("swiglu", lora=False)), "lacks"),
+        (lambda: hold_experts(layer.experts, "bf16"), "merge"),
+        (lambda: training.add_lora(MoELayer(M, 2, experts=[torch.nn.Linear(M, M)] * 2)), "peft"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            call()
+    assert all(param.requires_grad for param in plain.parameters())  # nothing was changed
