@@ -1,4 +1,4 @@
-"""Command line of the checkpoint tools: inspect, merge, reshard, upcycle, grow, shrink."""
+"""Command line of the checkpoint tools: inspect, merge, merge-lora, reshard, and growth."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..config.options import at_least, in_range
 from .growth.commands import add_commands, run_growth
 from .inspection import inspect
 from .layout import CheckpointError
+from .lora import merge_lora
 from .store import merge, reshard
 
 _INCONSISTENT = 1
@@ -46,10 +47,13 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="number of ranks W; it must divide the number of experts E, or E must divide it",
     )
+    lora = commands.add_parser(
+        "merge-lora", help="write a set whose weights contain the updates of --moe-lora-rank"
+    )
     growth = add_commands(commands, _PATH_HELP)
-    for command in (show, join, place):
+    for command in (show, join, place, lora):
         command.add_argument("path", metavar="PATH", help=_PATH_HELP)
-    for command in (join, place, *growth):
+    for command in (join, place, lora, *growth):
         command.add_argument(
             "out", metavar="OUT", help="the new NAME.pt; its folder is made if missing"
         )
@@ -69,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "merge":
             options = {"with_optimizer": args.with_optimizer, "force": args.force}
             print(merge(args.path, args.out, **options))
+        elif args.command == "merge-lora":
+            print(merge_lora(args.path, args.out, force=args.force))
         elif args.command == "reshard":
             print(reshard(args.path, args.out, args.ranks, force=args.force))
         else:

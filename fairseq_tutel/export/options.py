@@ -100,6 +100,11 @@ class StoredOptions:
         for name in _UNSUPPORTED:
             if getattr(model, name, None):
                 raise ExportError(f"a model with {_flag(name)} cannot be exported")
+        if rank := getattr(model, "moe_lora_rank", 0):
+            raise ExportError(
+                f"a model with --moe-lora-rank {rank} is exported once it is merged: python -m "
+                "fairseq_tutel.checkpoint merge-lora PATH OUT"
+            )
         for name in ("decoder_input_dim", "decoder_output_dim"):
             if getattr(model, name) not in (None, dim):
                 raise ExportError(

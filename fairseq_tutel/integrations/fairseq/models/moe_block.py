@@ -99,7 +99,8 @@ class MoEBlock:
         self.cmr_layer = conditional
         self._scope = scope
         self._run = self._compute
-        if cfg.checkpoint_activations:
+        self._recomputes = cfg.checkpoint_activations
+        if self._recomputes:
             block = SimpleNamespace(forward=self._compute)
             self._run = checkpoint_wrapper(block, offload_to_cpu=cfg.offload_activations).forward
 
@@ -131,6 +132,10 @@ class MoEBlock:
                 return self._mixed(x, self.moe_layer(x, pad_mask=pad_mask, **how), pad_mask)[0]
 
             return self._stock(silent, x, *args, **kwargs)
+        if self._recomputes and torch.is_grad_enabled() and not x.requires_grad:
+            # a recomputed block gets gradients only if an input needs one: with frozen layers
+            # before it (LoRA) none does
+            x = x.detach().requires_grad_()
         outputs = self._run(scope.step, capacity_factor, ExchangeRecord(), x, *args, **kwargs)
         split = len(outputs) - len(MoEAux._fields)
         self._scope.reports.append(MoEAux(*outputs[split:]))

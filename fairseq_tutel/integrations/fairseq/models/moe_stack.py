@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from fairseq import hub_utils
@@ -16,12 +16,15 @@ from .... import ops
 from ....config import EXPERTS
 from ....distributed import StepAgreement, build_groups, process_world, sync_stacks
 from ....moe import MoEAux, MoELayer, balance_over_ranks, routing_counts
+from ....training import add_lora
 from ....tuning import ExchangeTuner
 from ..options.command_line import add_meta_flags
 from ..options.options import RunOptions, TunerOptions
 from .shared_decoding import decode_together
 
 logger = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 def world_size(args: Any) -> int:
@@ -82,12 +85,25 @@ class LayerFactory:
             shared_expert_gate=experts.shared_expert_gate,
             dropout=cfg.dropout,
             activation_dropout=cfg.activation_dropout or cfg.relu_dropout or 0.0,
-            expert_storage=run.storage,
+            # LoRA takes over the experts of the whole model and holds them by itself
+            expert_storage="stacked" if run.lora_rank else run.storage,
             exchange=run.exchange,
             record_exchange_time=run.record_exchange_time,
             skip_exchange=run.skip_exchange,
             layer_index=next(self._numbers),
         )
+
+
+def with_lora(model: Model, run: RunOptions) -> Model:
+    """Give the experts low-rank updates and freeze the rest, if ``--moe-lora-rank`` asks for it.
+
+    Raises:
+        ValueError: the model has no MoE layers.
+    """
+    if run.lora_rank:
+        storage = "same" if run.storage == "stacked" else run.storage
+        add_lora(model, run.lora_rank, run.lora_alpha, storage=storage)
+    return model
 
 
 def make_tuner(options: TunerOptions | None, layers: Sequence[MoELayer]) -> ExchangeTuner | None:

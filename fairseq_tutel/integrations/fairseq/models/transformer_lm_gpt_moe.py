@@ -15,7 +15,7 @@ from ....config.options import at_least, option
 from ....moe import MoELayer
 from ..options.options import MoEOptions, run_options
 from .architectures import moe_architecture
-from .moe_stack import LayerFactory, MoEModel, make_tuner, world_size
+from .moe_stack import LayerFactory, MoEModel, make_tuner, with_lora, world_size
 from .transformer_stacks import MoETransformerDecoder, Sparsity
 
 
@@ -118,7 +118,7 @@ class TransformerLMGPTMoE(MoEModel, TransformerLanguageModel):
             no_encoder_attn=True,
         )
         decoder.exchange_tuner = make_tuner(run.tuner, list(decoder.moe_layers.values()))
-        return cls(decoder)
+        return with_lora(cls(decoder), run)
 
     @classmethod
     def build_embedding(cls, args, dictionary, embed_dim, path=None):

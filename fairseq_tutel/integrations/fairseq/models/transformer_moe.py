@@ -16,7 +16,15 @@ from ....moe import MoELayer
 from ..options.options import MoEOptions, moe_frequencies, run_options
 from .architectures import moe_architecture
 from .conditional_routing import ConditionalRoutingOptions, gate_dropout
-from .moe_stack import LayerFactory, MoEModel, agree, make_tuner, reports_to_extra, world_size
+from .moe_stack import (
+    LayerFactory,
+    MoEModel,
+    agree,
+    make_tuner,
+    reports_to_extra,
+    with_lora,
+    world_size,
+)
 from .transformer_fields import FlatTransformerConfig, fill_sizes
 from .transformer_stacks import MoETransformerDecoder, MoETransformerEncoder, Sparsity
 
@@ -107,7 +115,7 @@ class TransformerMoE(MoEModel, TransformerModelBase):
         model = super().build_model(cfg, task)
         del cfg.sparsity
         model.exchange_tuner = make_tuner(run.tuner, list(model.moe_layers.values()))
-        return model
+        return with_lora(model, run)
 
     @classmethod
     def build_encoder(cls, cfg, src_dict, embed_tokens):

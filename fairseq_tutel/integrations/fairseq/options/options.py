@@ -23,11 +23,9 @@ from ....config import (
 )
 from ....config.options import FRACTION, as_flag, at_least, check_ranges, option, with_flags
 from .fields import CONFIGS, TUNED, schema_of, use_present_names, values_of
+from .held_experts import EXPERT_DTYPES, LoRAOptions, expert_storage, refuse_growth_of_updates
 
 logger = logging.getLogger(__name__)
-
-EXPERT_DTYPES = ("same", "bf16", "int8")
-
 
 # options by the group of the help in which they stand
 _size, _routing, _communication, _debugging = (
@@ -37,7 +35,9 @@ _size, _routing, _communication, _debugging = (
 
 
 @dataclass
-class MoEOptions(schema_of(ExchangeConfig), schema_of(MoEConfig), schema_of(ExpertConfig)):
+class MoEOptions(
+    LoRAOptions, schema_of(ExchangeConfig), schema_of(MoEConfig), schema_of(ExpertConfig)
+):
     """Base of a model's dataclass: the layers' options, and those of a training run."""
 
     moe_freq: int = _size(
@@ -117,7 +117,8 @@ class MoEOptions(schema_of(ExchangeConfig), schema_of(MoEConfig), schema_of(Expe
     )
     moe_expert_dtype: ChoiceEnum(EXPERT_DTYPES) = _debugging(
         "same",
-        "dtype of the experts' weights in evaluation, by --model-overrides; int8 runs on CPUs",
+        "dtype of the experts' weights in evaluation, by --model-overrides (int8 runs on CPUs); of "
+        "frozen weights with --moe-lora-rank",
     )
     moe_map_experts: bool = _debugging(
         False,
@@ -151,6 +152,8 @@ class RunOptions:
     experts: ExpertConfig
     hidden_dim: Optional[int]  # of the experts; None: that of dense layers
     storage: str  # expert_storage of the layers
+    lora_rank: int  # 0: none
+    lora_alpha: float
     placement: str
     expert_parallel_size: int
     simulate_world_size: int
@@ -222,7 +225,7 @@ def run_options(args: Any, config: type, num_ranks: Optional[int] = None) -> Run
             "1 expert per MoE layer (by default as many as ranks): equivalent to a dense model; "
             "--moe-expert-count states their number"
         )
-    GrowAt.of(args.moe_grow_at)
+    refuse_growth_of_updates(GrowAt.of(args.moe_grow_at), args.moe_lora_rank)
     experts = ExpertConfig(**values_of(ExpertConfig, args))
     routing = moe_config(args, args.moe_expert_count or num_ranks or 2**31)
     placement = str(args.moe_expert_placement)
@@ -237,6 +240,8 @@ def run_options(args: Any, config: type, num_ranks: Optional[int] = None) -> Run
         experts=experts,
         hidden_dim=args.moe_expert_ffn_dim,
         storage=expert_storage(args),
+        lora_rank=args.moe_lora_rank,
+        lora_alpha=args.moe_lora_alpha,
         placement=placement,
         expert_parallel_size=args.moe_expert_parallel_size,
         simulate_world_size=args.moe_simulate_world_size,
@@ -331,40 +336,6 @@ def exchange_config(args: Any) -> ExchangeConfig:
             "--moe-balance-ranks needs --moe-exchange linear and --moe-parallelism-r 1, not 'auto'"
         )
     return ExchangeConfig(**values)
-
-
-def expert_storage(args: Any) -> str:
-    """Return ``expert_storage`` of the layers; raise ValueError if options contradict each other.
-
-    Args:
-        args: options of any model with experts, which may lack these.
-    """
-    dtype = str(getattr(args, "moe_expert_dtype", "same"))
-    mapped = getattr(args, "moe_map_experts", False)
-    if dtype != "same" and mapped:
-        raise ValueError(
-            f"--moe-expert-dtype {dtype} converts the experts, and --moe-map-experts leaves them "
-            "in their files: give one of them"
-        )
-    storage = "mapped" if mapped else "stacked" if dtype == "same" else dtype
-    if storage != "stacked" and str(args.moe_expert_placement) == "sliced":
-        raise ValueError(
-            f"experts that are held as {storage} are whole, and --moe-expert-placement sliced cuts "
-            "them: give one of them"
-        )
-    return storage
-
-
-def refuse_in_training(args: Any) -> None:
-    """Raise ValueError for an option that is for evaluation only."""
-    if expert_storage(args) != "stacked":
-        given = "--moe-map-experts"
-        if not args.moe_map_experts:
-            given = as_flag("moe_expert_dtype", args.moe_expert_dtype)
-        raise ValueError(
-            f"{given} is for evaluation: train without it, and give it to --model-overrides or "
-            "from_pretrained"
-        )
 
 
 def _tuner_options(args: Any) -> Optional[TunerOptions]:

@@ -39,6 +39,7 @@ _OF_PARAMETERS = (
       for size in ("layers", "embed_dim", "ffn_embed_dim", "moe_freq")),
     *("moe_freq", "moe_expert_ffn_dim", "moe_shared_expert_ffn_dim", "moe_expert_network"),
     *("moe_shared_expert_gate", "moe_router", "moe_load_bias", "moe_null_experts", "moe_cmr"),
+    "moe_lora_rank",
 )  # fmt: skip
 
 

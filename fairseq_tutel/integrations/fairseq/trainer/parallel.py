@@ -9,6 +9,8 @@ Optimizers must fit slices of experts, and can be sharded (``--zero-sharding os`
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from fairseq.distributed import LegacyDistributedDataParallel, ModuleProxyWrapper
@@ -38,7 +40,8 @@ class MoEDistributedModel(ModuleProxyWrapper):
 
     def __init__(self, dist_cfg, model, process_group, device: torch.device, normalization: str):
         model = model.to(device)
-        if dist_cfg.ddp_backend in LEGACY_BACKENDS:
+        # torch's wrapper refuses a model whose dense parameters are all frozen (LoRA)
+        if dist_cfg.ddp_backend in LEGACY_BACKENDS or not trains_dense(model.parameters()):
             wrapped = LegacyDistributedDataParallel(model, process_group)
         else:  # of PYTORCH_BACKENDS; the trainer has refused all others
             wrapped = _pytorch_ddp(dist_cfg, model, process_group, device)
@@ -53,6 +56,34 @@ class MoEDistributedModel(ModuleProxyWrapper):
             self.module.all_reduce_grads()
         model = self.module.module
         reduce_expert_grads(model.parameters(), model.moe_groups, self._normalization)
+
+
+def trains_dense(params: Iterable[torch.nn.Parameter]) -> bool:
+    """Return whether any trained parameter is not an expert's."""
+    return any(param.requires_grad and not is_expert(param) for param in params)
+
+
+def clip_experts_alone(optimizer: FairseqOptimizer) -> None:
+    """Let an optimizer that steps experts alone clip by the norm that the trainer aggregates.
+
+    fairseq takes the norm for zero, and clips nothing, if no dense parameter has a gradient.
+    """
+    inner: Any = optimizer
+    for name in ("fp32_optimizer", "wrapped_optimizer"):  # of --fp16 and --bf16
+        inner = getattr(inner, name, inner)
+
+    def clip_grad_norm(max_norm, aggregate_norm_fn=None):
+        grads = [param.grad for param in inner.params if param.grad is not None]
+        norm = torch.zeros((), device=grads[0].device if grads else None)
+        if aggregate_norm_fn is not None:
+            norm = aggregate_norm_fn(norm)
+        if max_norm > 0:
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1)
+            for grad in grads:
+                grad.mul_(factor.to(grad.device))
+        return norm
+
+    inner.clip_grad_norm = clip_grad_norm
 
 
 def _pytorch_ddp(dist_cfg, model, process_group, device):

@@ -24,7 +24,7 @@ from ....distributed import copies_of, is_expert
 from ....training import expert_grad_sq_norm, update_load_biases
 from ..criterions import CRITERIONS, MoECriterion
 from ..criterions.moe_criterion import join_passes, logged_passes
-from ..options.options import refuse_in_training
+from ..options.held_experts import refuse_in_training
 from ..programs import blocks
 from ..programs.ranks import refuse_separate_ranks
 from .checkpointing import CheckpointMixin
@@ -34,8 +34,10 @@ from .parallel import (
     LEGACY_BACKENDS,
     PYTORCH_BACKENDS,
     MoEDistributedModel,
+    clip_experts_alone,
     fit_to_slices,
     shard_states,
+    trains_dense,
 )
 from .requeue import RequeueRequest, leave
 from .run_logs import ExchangeLog, ExpertLoadLog
@@ -98,6 +100,8 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         with changed(dist_cfg, {"zero_sharding": "none"}):  # stock's is fairscale's
             super()._build_optimizer()
         fit_to_slices(self._optimizer, name, self._model.moe_groups)
+        if not trains_dense([*self._model.parameters(), *self._criterion.parameters()]):
+            clip_experts_alone(self._optimizer)
         if dist_cfg.zero_sharding == "os":
             shard_states(self._optimizer, name)
 

@@ -1,0 +1,68 @@
+"""Merge the low-rank updates (LoRA) of a set's experts into their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .layout import CheckpointError
+from .reader import read_set
+from .state import options_of, with_options
+from .store import refuse_target, write_set
+
+_RANK, _ALPHA = "moe_lora_rank", "moe_lora_alpha"
+
+
+def merge_lora(src: str, dst: str, *, force: bool = False) -> str:
+    """Write a set whose experts' weights contain their updates, without optimizer state.
+
+    Args:
+        src: a set or merged file of a run with ``--moe-lora-rank``.
+        dst: X.pt of the new set, for as many ranks.
+        force: replace what ``dst`` names.
+
+    Returns:
+        The canonical path.
+
+    Raises:
+        CheckpointError: ``src`` has no updates, or does not say their alpha; or as of
+            :func:`.store.write_set`.
+    """
+    refuse_target(dst, src, force)
+    source = read_set(src)
+    shared = source.shared_state(with_optimizer=False)
+    options = options_of(shared)
+    if not options.get(_RANK) or options.get(_ALPHA) is None:
+        raise CheckpointError(f"{src}: has no LoRA; --moe-lora-rank trains some")
+    scale = options[_ALPHA] / options[_RANK]
+
+    def experts(numbers: range) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        tensors, _ = source.experts(numbers, with_optimizer=False)
+        return _merged(tensors, scale), {}
+
+    return write_set(
+        dst,
+        with_options(shared, {_RANK: 0, "moe_expert_dtype": "same"}),
+        experts,
+        num_experts=source.num_experts,
+        num_ranks=source.num_rank_files if source.kind == "set" else None,
+        source=source,
+        force=force,
+    )
+
+
+def _merged(tensors: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+    """Return weights with their updates added in fp32, in the dtype of the weights."""
+    found = {name: value for name, value in tensors.items() if not _is_update(name)}
+    for name in [name for name in tensors if name.endswith(".lora_A")]:
+        stem = name.removesuffix("lora_A")
+        a, b = (tensors[stem + kind].float() for kind in ("lora_A", "lora_B"))
+        weight = tensors[f"{stem}weight"]
+        found[f"{stem}weight"] = torch.addmm(weight.float(), b, a, alpha=scale).to(weight.dtype)
+    return found
+
+
+def _is_update(name: str) -> bool:
+    return name.endswith((".lora_A", ".lora_B"))

@@ -1,0 +1,131 @@
+"""``--moe-lora-rank``: only updates of experts train; sets, numbers of ranks, the merged set."""
+
+import copy
+
+import pytest
+import torch
+from helpers.distributed import run_ranks
+from helpers.training import (
+    make_batch,
+    make_config,
+    make_trainer,
+    own_batches,
+    record_updates,
+    save,
+)
+
+from fairseq_tutel.checkpoint import CheckpointError, read_set
+from fairseq_tutel.checkpoint.__main__ import main
+from fairseq_tutel.checkpoint.lora import merge_lora
+from fairseq_tutel.distributed import is_expert
+from fairseq_tutel.export.errors import ExportError
+from fairseq_tutel.export.options import read_options
+
+LORA = ("--moe-lora-rank", "2", "--moe-lora-alpha", "4")
+ALL = ("--moe-expert-count", "4", "--clip-norm", "0.02", "--ddp-backend", "pytorch_ddp")
+BATCHES, UPDATES = 2, 3
+
+
+def start(path, *options):
+    """Return a trainer whose experts start from a set without LoRA."""
+    trainer = make_trainer(make_config(*ALL, *LORA, *options))
+    trainer.load_checkpoint(path, reset_optimizer=True, reset_lr_scheduler=True)
+    return trainer
+
+
+def parameters(trainer):
+    return {n: p.detach().clone() for n, p in trainer.get_model().named_parameters()}
+
+
+def train(base, folder, name):
+    """Return the norm of each update and the updates of the experts; resume in the middle."""
+    trainer = start(base)
+    records, frozen = record_updates(trainer), parameters(trainer)
+    for update in range(UPDATES):
+        trainer.train_step(own_batches(update, BATCHES))
+    for key, value in parameters(trainer).items():
+        assert ("lora" in key) != torch.equal(value, frozen[key]), key
+    path = f"{folder}/{name}.pt"
+    save(trainer, path, UPDATES)
+    again = make_trainer(make_config(*ALL, *LORA))
+    again.load_checkpoint(path)
+    for each in (trainer, again):
+        each.train_step(own_batches(UPDATES, BATCHES))
+    for key, value in parameters(again).items():
+        torch.testing.assert_close(value, parameters(trainer)[key], msg=key)
+    grads = [p.grad for p in trainer.get_model().parameters() if p.grad is not None]
+    assert all(is_expert(p) == ("experts" in n) for n, p in trainer.get_model().named_parameters())
+    # the norm over the experts of both ranks is at least that of this one's
+    local = torch.stack([grad.norm() for grad in grads]).norm()
+    assert 0 < local <= 0.02 * 1.001
+    held = {key: value for key, value in parameters(trainer).items() if "lora" in key}
+    return [(record.sums["loss"], record.grad_norm) for record in records], held
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    trainer = make_trainer(make_config(*ALL[:2]))
+    for update in range(2):
+        trainer.train_step([make_batch(update)])
+    path = str(tmp_path_factory.mktemp("base") / "base.pt")
+    save(trainer, path, 2)
+    return path
+
+
+def test_ranks_and_resuming(base, tmp_path):
+    norms, held = train(base, tmp_path, "one")
+    assert all(norm > 0.02 for _, norm in norms)  # clipping is active
+    both = run_ranks(train, 2, base, tmp_path, "two")
+    for found, _ in both:
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(norms))
+    for name, value in held.items():
+        parts = [of_rank[name] for _, of_rank in both]
+        torch.testing.assert_close(torch.cat(parts), value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@torch.no_grad()
+def logits(trainer):
+    return trainer.get_model().eval()(make_batch(7)["net_input"]["src_tokens"])[0]
+
+
+def test_merged_set(base, tmp_path, capsys):
+    trainer = start(base, "--moe-expert-network", "ffn")
+    plain = make_trainer(make_config(*ALL))
+    plain.load_checkpoint(base, reset_optimizer=True)
+    torch.testing.assert_close(logits(trainer), logits(plain))
+    for update in range(3):
+        trainer.train_step([make_batch(update)])
+    path, merged = f"{tmp_path}/x.pt", f"{tmp_path}/merged.pt"
+    save(trainer, path)
+    assert main(["merge-lora", path, merged]) == 0 and capsys.readouterr().out.strip() == merged
+    assert not torch.allclose(logits(trainer), logits(plain))
+    with pytest.raises(ValueError, match="--moe-lora-rank 2"):
+        plain.load_checkpoint(path, reset_optimizer=True)
+    plain.load_checkpoint(merged, reset_optimizer=True)
+    torch.testing.assert_close(logits(trainer), logits(plain), rtol=1e-4, atol=1e-5)
+    with pytest.raises(CheckpointError, match="has no LoRA"):
+        merge_lora(merged, f"{tmp_path}/y.pt")
+    options = read_options(read_set(path).shared_state(with_optimizer=False), 4, path)
+    with pytest.raises(ExportError, match="merge-lora"):
+        options.describe({})
+
+
+@pytest.mark.parametrize("options", [["--fp16", "--fp16-init-scale", "8"], ["--bf16"],
+    ["--memory-efficient-fp16"], ["--moe-expert-dtype", "int8"], ["--zero-sharding", "os"],
+    ["--moe-expert-dtype", "bf16", "--checkpoint-activations"]], ids=" ".join)  # fmt: skip
+def test_precisions_and_storages(options, base):
+    trainer = start(base, *options)
+    records = record_updates(trainer)
+    for _ in range(6):
+        trainer.train_step([copy.deepcopy(make_batch(0))])
+    assert records[-1].sums["loss"] < records[0].sums["loss"]
+    assert all(record.grad_norm > 0 for record in records)
+
+
+def test_bad_options():
+    for given, words in (
+        (["--moe-grow-at", "5:8"], "give one of them"),
+        (["--moe-map-experts"], "merge it first"),
+    ):
+        with pytest.raises(SystemExit, match=words):
+            make_trainer(make_config(*ALL, *LORA, *given))
