@@ -5,11 +5,14 @@ from .balance import balance_over_ranks
 from .experts import ExpertBank, ExpertRows, Experts, hold_experts, register_experts
 from .layer import MoELayer
 from .metrics import (
+    HELP_LAYERS_NAME,
+    HELP_NAMES,
     UTILISATION_NAMES,
     WIRE_ERROR_NAMES,
     WIRE_LAYERS_NAMES,
     RoutingCounts,
     Utilisation,
+    help_counts,
     routing_counts,
     utilisation,
     wire_errors,
@@ -20,6 +23,8 @@ from .routers import Router, TopKRouter, make_router, register_router, route_log
 from .routing import RouterCall, Routing, build_routing
 
 __all__ = [
+    "HELP_LAYERS_NAME",
+    "HELP_NAMES",
     "METRIC_NAMES",
     "UTILISATION_NAMES",
     "WIRE_ERROR_NAMES",
@@ -41,6 +46,7 @@ __all__ = [
     "balance_over_ranks",
     "build_routing",
     "every_other",
+    "help_counts",
     "hold_experts",
     "make_router",
     "register_experts",

@@ -58,7 +58,7 @@ def balanced(
         count_PE.sum(0).tolist(),
         groups.ep_size,
         tolerance=choice.config.balance_tolerance,
-        min_rows=_rows_that_pay(choice, dtype, device),
+        min_rows=_rows_that_pay(choice, dtype, device, experts.training),
     )
     plan = BalancePlan(count_PE, moves)
     chunks = plan.chunks(rank, degree)
@@ -74,10 +74,13 @@ def balanced(
     return Balanced(_to_pieces(routing, plan, rank), helped, chunks)
 
 
-def _rows_that_pay(choice, dtype, device):
-    """Return the fewest rows that a helper takes: the given number, or a measured one."""
+def _rows_that_pay(choice, dtype, device, training):
+    """Return the fewest rows that a helper takes: the given number, or a measured one.
+
+    It does not depend on whether gradients are enabled: a recomputation enables them and must make
+    the same plan.
+    """
     given = choice.config.balance_min_rows
-    training = torch.is_grad_enabled()
     return given or measured_break_even(choice.exchange.groups, dtype, device, training=training)
 
 
@@ -121,6 +124,7 @@ class HelpedExperts:
         self._own: PreparedExperts | None = None
         self._helped: PreparedExperts | None = None
 
+    @untraced
     def __call__(self, batch: ExpertRows, prepared: PreparedExperts | None = None) -> torch.Tensor:
         """Compute [R, M] -> [R, M]; differentiable."""
         own_rows = next(self._own_rows)

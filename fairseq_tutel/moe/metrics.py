@@ -29,6 +29,8 @@ from .reports import MoEAux
 # by direction: sums over layers, and numbers of layers that have one
 WIRE_ERROR_NAMES = tuple(f"moe_wire_error_{direction.name.lower()}" for direction in Direction)
 WIRE_LAYERS_NAMES = tuple(f"moe_wire_layers_{direction.name.lower()}" for direction in Direction)
+HELP_NAMES = ("moe_util_rank_helped", "moe_rows_helped", "moe_mb_moved")
+HELP_LAYERS_NAME = "moe_helped_layers"
 UTILISATION_NAMES = ("moe_util_slot", "moe_util_load", "moe_util_rank", "moe_drop", "moe_dead")
 
 
@@ -55,6 +57,28 @@ def wire_errors(records: Iterable[ExchangeRecord]) -> dict[str, torch.Tensor]:
     ratio_XL = (error_XL / square_XL).sqrt().masked_fill(~known_XL, 0)
     values = torch.cat([ratio_XL.sum(1), known_XL.sum(1, dtype=torch.float32)])
     return dict(zip(WIRE_ERROR_NAMES + WIRE_LAYERS_NAMES, values.unbind(), strict=True))
+
+
+def help_counts(records: Iterable[ExchangeRecord]) -> dict[str, float]:
+    """Return what ranks did for each other in one forward pass and its backward pass.
+
+    Args:
+        records (list of ExchangeRecord): of the layers.
+
+    Returns:
+        Sums over the layers under HELP_NAMES, and the number of layers under HELP_LAYERS_NAME;
+        empty without ``balance_ranks``. Divided by that number, they are the utilisation of ranks
+        with help (as ``moe_util_rank``), rows of this rank's experts that others computed, and
+        megabytes of weights and gradients that this rank sent.
+    """
+    helped = [record for record in records if record.loads_P]
+    if not helped:
+        return {}
+    loads = [record.loads_P for record in helped]
+    used = sum(100 * sum(load_P) / len(load_P) / max(1, *load_P) for load_P in loads)
+    rows = sum(record.rows_helped for record in helped)
+    sent = sum(record.bytes_moved for record in helped) / 1e6
+    return dict(zip((*HELP_NAMES, HELP_LAYERS_NAME), (used, rows, sent, len(helped)), strict=True))
 
 
 class RoutingCounts(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..command_line import columns
+from .balance import UTILISATIONS, help_of, rows_that_pay
 from .planner import Plan, flop_matched, largest_batch, mib
 from .work import chosen_experts
 
@@ -132,6 +133,10 @@ def _time_rows(plan: Plan) -> list[tuple[str, str]]:
         how = f"{choice.algorithm}, overlap degree {choice.overlap_degree}"
         hidden = f"{exchange.hidden:.0%} hidden by the experts ({how})"
         rows.append(("all-to-all on the links", f"{exchange.carried:.3f} s, {hidden}"))
+        if choice.balance_ranks:
+            gains = [f"{help_of(plan, u).gain:.2f} at {100 * u:.0f} %" for u in UTILISATIONS]
+            pays = f"pays from {rows_that_pay(plan):,} rows of a helper"
+            rows.append(("gain by helping a busy GPU", f"{', '.join(gains)}; {pays}"))
     return [
         *rows,
         ("predicted tokens/s", f"{plan.tokens_per_second:,.0f}"),

@@ -1,16 +1,20 @@
-"""Draw README's figure from recorded results.
+"""Draw README's figure, and that of the page of balance, from recorded results.
 
     python scripts/bench/plot.py [FOLDER]
 
 overview.png: the loss of a golden run beside Meta's own, and this layer's time over that of other
 layers at several shapes, with 95 % intervals.
+balance.png: rows of 4 ranks without and with help, and the time of a step with busy ranks.
 """
 
 import argparse
 import json
+import statistics
 from pathlib import Path
 
 from record import ROOT, quiet_logs, say
+
+from fairseq_tutel.distributed.balance import plan_moves
 
 RESULTS = ROOT / "scripts" / "bench" / "results"
 FIGURES = RESULTS / "figures"
@@ -72,11 +76,68 @@ def draw(path: Path) -> None:
     figure.savefig(path)
 
 
+def draw_balance(path: Path) -> None:
+    """Draw the three panels of balance.png."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.6), dpi=110, layout="constrained")
+    before, after, bars = figure.subplots(1, 3, width_ratios=[1, 1, 1.5])
+    rows_E = [4600, 900, 700, 500, 400, 400, 300, 200]  # of 8 experts on 4 ranks
+    moves = plan_moves(rows_E, 4)
+    parts = [(e // 2, e, rows) for e, rows in enumerate(rows_E)]
+    _loads(before, parts, "Rows without help")
+    helped = [(move.helper, move.expert, move.end - move.begin) for move in moves]
+    for _, expert, rows in helped:
+        rows_E[expert] -= rows
+    parts = [(e // 2, e, rows) for e, rows in enumerate(rows_E)] + helped
+    _loads(after, parts, "Rows with help (hatched: weights travelled)")
+
+    found = read(RESULTS / "balance-2.json")["results"]
+    for number, (case, color) in enumerate((("not helped", _GREY), ("helped", _BLUE))):
+        for place, of in enumerate(found.values()):
+            pairs = zip(of["raw_ms"][case]["both"], of["raw_ms"]["even"]["both"], strict=True)
+            ratio = statistics.median(a / b for a, b in pairs)
+            x = place + 0.4 * (number - 0.5)
+            bars.bar(x, ratio, 0.36, color=color, label=case if place == 0 else None)
+            bars.text(x, ratio + 0.02, f"{ratio:.2f}", ha="center", fontsize=8)
+    bars.axhline(1, color="#333333", lw=1)
+    bars.set_xticks(range(len(found)), list(found))
+    bars.set(title="Step of 2 ranks (CPU)", xlabel="utilisation of the ranks")
+    bars.set_ylabel("time over that of even loads")
+    bars.legend(frameon=False, fontsize=8)
+    for axis in (before, after, bars):
+        axis.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _loads(axis, parts, title):
+    """Draw (rank, expert, rows) as stacked bars of ranks."""
+    ends = [0.0] * 4
+    dark = ["#1d4ed8", "#2f5d50", "#c2570c", "#6b7280"]
+    light = ["#93b4f5", "#93c9b5", "#f0b48a", "#c8cdd6"]
+    for rank, expert, rows in parts:
+        helped, shade = rank != expert // 2, (dark, light)[expert % 2][expert // 2]
+        style = {"hatch": "//", "edgecolor": "white"} if helped else {}
+        axis.bar(rank, rows, bottom=ends[rank], color=shade, **style)
+        if rows > 250:
+            where = ends[rank] + rows / 2
+            box = {"color": shade, "pad": 1}
+            style = {"ha": "center", "va": "center", "color": "white", "fontsize": 8, "bbox": box}
+            axis.text(rank, where, f"e{expert}", **style)
+        ends[rank] += rows
+    axis.axhline(sum(ends) / 4, color="#333333", lw=1, ls="--")
+    axis.set_xticks(range(4), [f"rank {rank}" for rank in range(4)])
+    axis.set_ylim(0, 5800)
+    axis.set_title(title, fontsize=10)
+
+
 if __name__ == "__main__":
     quiet_logs()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    text = "for the picture (default: README's)"
+    text = "for the pictures (default: that of the results)"
     parser.add_argument("folder", nargs="?", type=Path, default=FIGURES, help=text)
-    target = parser.parse_args().folder / "overview.png"
-    draw(target)
-    say(f"drawn: {target}")
+    folder = parser.parse_args().folder
+    for name, function in (("overview.png", draw), ("balance.png", draw_balance)):
+        function(folder / name)
+        say(f"drawn: {folder / name}")

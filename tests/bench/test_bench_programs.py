@@ -426,3 +426,15 @@ def test_refusals(capsys, monkeypatch, name, arguments, message):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert main(name)(["--device", "cpu", *arguments.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_balance(tmp_path):
+    rows = rehearse("balance", tmp_path, "--mode count --tokens 64")["results"]
+    assert {row["ranks"] for row in rows} == {4, 8, 16, 64}
+    assert all(row["after"] <= 1.05 for row in rows)
+    given = f"{SMALL} --threads 1 --min-rows 1 --utilisations 50"
+    result = launch("balance", tmp_path, given)
+    found = result["results"]["50 %"]
+    check_point(found)
+    assert found["loads"] == [96, 96] and found["rows_helped"] == 96 and found["bytes_moved"] > 0
+    assert len(result["goals"]) == 3

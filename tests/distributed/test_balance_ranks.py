@@ -10,9 +10,14 @@ from helpers.distributed import RanksFailed, on_ranks, run_ranks
 from helpers.layers import make_layer, run, tokens_of
 
 from fairseq_tutel.config import ExchangeConfig
-from fairseq_tutel.distributed import ExpertParallelGroups, build_groups, process_world
+from fairseq_tutel.distributed import (
+    ExchangeRecord,
+    ExpertParallelGroups,
+    build_groups,
+    process_world,
+)
 from fairseq_tutel.distributed.balance import measured_break_even
-from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.moe import MoELayer, help_counts
 
 SKEWS = ("uniform", "zipf", "one", "last", "own")
 
@@ -111,6 +116,17 @@ def test_one_program_for_all_modes():
         moved = torch.tensor([aux.record.bytes_moved])
         torch.distributed.all_reduce(moved)
         assert (moved > 0) == (options == {}) or options == {"balance_min_rows": 0}
+    some = {"fc1_weight", "fc2_bias"}
+    for each in (layer, plain):
+        for name in some:
+            getattr(each.experts, name).requires_grad_(False)
+    partly, whole = (run(each, x[rows], target[rows], choices=choices) for each in (layer, plain))
+    assert {name for name, value in partly.items() if value is None} == {
+        f"experts.{name}" for name in some
+    }
+    for name, value in partly.items():
+        if value is not None:
+            torch.testing.assert_close(value, whole[name], rtol=1e-4, atol=1e-5)
     layer.experts.requires_grad_(False)
     frozen = run(layer, x[rows], target[rows], choices=choices)
     assert frozen["experts.fc1_weight"] is None
@@ -162,3 +178,12 @@ def _die_while_helping():
 def test_a_dead_helper_ends_the_others():
     with pytest.raises(RanksFailed, match="rank 0: Traceback(.|\n)*rank 1: exit code -9"):
         run_ranks(_die_while_helping, 2, timeout=30)
+
+
+def test_counts_of_help_are_sums_over_the_layers():
+    one = ExchangeRecord(loads_P=[30, 10], rows_helped=7, bytes_moved=3_000_000)
+    other = ExchangeRecord(loads_P=[20, 20], rows_helped=1)
+    found = help_counts([one, ExchangeRecord(), other])
+    names = ("moe_util_rank_helped", "moe_rows_helped", "moe_mb_moved", "moe_helped_layers")
+    assert found == dict(zip(names, (100 * 20 / 30 + 100, 8, 3.0, 2), strict=True))
+    assert help_counts([ExchangeRecord()]) == {}

@@ -150,7 +150,10 @@ class _Start(torch.autograd.Function):
     def forward(ctx, moves, *params):
         ctx.moves = moves
         unfilled = moves._send(moves._pack(params), moves._to, moves._by)
-        return *(param.view_as(param) for param in params), unfilled
+        own = [param.view_as(param) for param in params]
+        needs = zip(own, ctx.needs_input_grad[1:], strict=True)
+        ctx.mark_non_differentiable(*(view for view, needed in needs if not needed))
+        return *own, unfilled
 
     @staticmethod
     @once_differentiable

@@ -23,6 +23,7 @@ from fairseq_tutel.distributed import process_world
 
 PYTORCH = "--ddp-backend pytorch_ddp"
 DROPLESS = "--moe-capacity-factor 0"
+HELPED = f"{DROPLESS} --moe-balance-ranks --moe-balance-min-rows 1 --moe-balance-tolerance 1"
 # options; 4 micro-batches per update, 8 with update-freq 2 (on 4 ranks 1 and 2 of each)
 LANGUAGE_MODELS = {
     "E=1 K=1 drops": "--moe-top-k 1",
@@ -32,12 +33,12 @@ LANGUAGE_MODELS = {
     "E=4 K=1 dropless": f"--moe-top-k 1 {DROPLESS}",
     "E=4 K=4 drops": "--moe-top-k 4",
     "E=8 K=2 drops": "",
-    "E=8 K=4 dropless": f"--moe-top-k 4 {DROPLESS}",
+    "E=8 K=4 dropless helped": f"--moe-top-k 4 {HELPED}",
     "E=2 K=2 update-freq 2 pytorch_ddp": PYTORCH,
     "E=4 K=2 update-freq 2": "",
     "E=8 K=2 update-freq 2 pytorch_ddp": PYTORCH,
     "E=2 K=2 checkpoint-activations pytorch_ddp": f"--checkpoint-activations {PYTORCH}",
-    "E=4 K=2 checkpoint-activations dropless": f"--checkpoint-activations {DROPLESS}",
+    "E=4 K=2 checkpoint-activations dropless helped": f"--checkpoint-activations {HELPED}",
     "E=8 K=2 checkpoint-activations pytorch_ddp": f"--checkpoint-activations {PYTORCH}",
     # recomputed layers exchange again, in the same order
     "E=8 K=2 checkpoint-activations 2dh": "--checkpoint-activations --moe-exchange 2dh "
@@ -50,8 +51,8 @@ LANGUAGE_MODELS = {
     "probability --moe-score-function sigmoid --moe-capacity-factor 0.6 "
     "--moe-gate-loss-choices all --moe-gate-loss-scope sequence",
     "E=8 K=2 in groups": "--moe-null-experts 4",
-    "E=6 K=2 in groups dropless update-freq 2": f"{DROPLESS} {PYTORCH} --checkpoint-activations "
-    "--moe-shared-expert-ffn-dim 12 --moe-null-experts 2 --lr 0.007",
+    "E=6 K=2 in groups dropless helped update-freq 2": f"{HELPED} {PYTORCH} "
+    "--checkpoint-activations --moe-shared-expert-ffn-dim 12 --moe-null-experts 2 --lr 0.007",
     # r as many as ranks hold an expert, or the weights travel
     "E=2 K=2 in slices": "--moe-overlap-degree 2",
     "E=1 K=1 in slices dropless update-freq 2": f"{DROPLESS} {PYTORCH} --checkpoint-activations "
@@ -64,7 +65,7 @@ LANGUAGE_MODELS = {
 
 TRANSLATIONS = {
     "E=4 K=2 drops, masked": "--use-moe-pad-mask --moe-freq 1",
-    "E=4 dropless update-freq 2": f"{DROPLESS} --checkpoint-activations {PYTORCH} "
+    "E=4 dropless helped update-freq 2": f"{HELPED} --checkpoint-activations {PYTORCH} "
     "--moe-cmr --cmr-gate-loss-wt 0.1 --cmr-gate-loss-p 0.8",
     "E=4 K=2 in groups": "--moe-overflow-rerouting 1 --moe-capacity-factor 0.6 --moe-wire-compact",
     "E=2 dropless in slices": f"{DROPLESS} --encoder-moe-freq 1",
@@ -135,6 +136,9 @@ def test_ranks_train_like_one(name, world_size):
                 error, layers = (got.sums[f"moe_wire_{n}_dispatch"] for n in ("error", "layers"))
                 assert 0 < error < 1e-3 * layers
         return
+    if "helped" in name and "groups" not in name:
+        moved = sum(u.sums["moe_rows_helped"] for updates, *_ in ranks for u in updates)
+        assert moved > 0
     sliced = configs()[name].model.moe_expert_count if "in slices" in name else 0
     assert_trained_like_one(one, ranks, sliced)
 

@@ -21,18 +21,20 @@ BEAMS = (1, 5)
 
 
 @functools.cache
-def _model():
+def _model(helped=False):
     # a capacity that would drop nearly all pairs of a batch, and others of another batch
     tight = {"moe_eval_capacity_token_fraction": 0.01}
+    if helped:
+        tight |= {"moe_capacity_factor": 0, "moe_balance_ranks": True, "moe_balance_min_rows": 1}
     return TransformerLMGPTMoE.from_pretrained(
         str(FOLDER), "checkpoint_last.pt", str(DATA), **tight
     )
 
 
-def _generate(shares):
+def _generate(shares, helped=False):
     """By share and beam, hypotheses of this rank's prompts: [(tokens, score)]."""
     rank, world_size = process_world()
-    lm = _model()
+    lm = _model(helped)
     assert lm.models[0].moe_groups.num_local_experts == 4 // world_size
     found = []
     for share in shares:
@@ -47,9 +49,10 @@ def _generate(shares):
     return found
 
 
-def test_hypotheses_are_those_of_one_process():
+@pytest.mark.parametrize("helped", [False, True])
+def test_hypotheses_are_those_of_one_process(helped):
     (whole,) = run_ranks(_generate, 1, [(PROMPTS,)])
-    ranks = run_ranks(_generate, 2, SHARES)
+    ranks = run_ranks(_generate, 2, SHARES, helped)
     lengths = set()
     for number in range(len(SHARES)):
         for beam in range(len(BEAMS)):

@@ -21,12 +21,15 @@ from fairseq.logging import metrics
 
 from ....config.options import at_least, check_ranges, option
 from ....moe import (
+    HELP_LAYERS_NAME,
+    HELP_NAMES,
     METRIC_NAMES,
     UTILISATION_NAMES,
     WIRE_ERROR_NAMES,
     WIRE_LAYERS_NAMES,
     MoEAux,
     RoutingCounts,
+    help_counts,
     routing_metrics,
     utilisation,
     wire_errors,
@@ -107,10 +110,9 @@ class MoECriterion:
         if distance is not None:
             logging_output[_CMR] = distance.data
         records = [aux.record for aux in reports if aux.record is not None]
-        if model.training:  # errors of gradients are known after the backward pass
-            logging_output[_RECORDS] = records
-        else:
-            logging_output.update(wire_errors(records))
+        logging_output[_RECORDS] = records
+        if not model.training:  # else gradients travel in the backward pass
+            _finish_records([logging_output])
         if "moe_counts" in extra:
             logging_output.update(zip(_KEYS, extra["moe_counts"], strict=True))
         if "moe_bias_counts" in extra:
@@ -126,7 +128,7 @@ def log_moe_metrics(logging_outputs) -> dict[str, float]:
 
     NOTE: synchronises once with the device; logged tensors would be read one by one.
     """
-    _finish_wire_errors(logging_outputs)
+    _finish_records(logging_outputs)
     passes = logged_passes(logging_outputs)
     used = {} if passes is None else _utilisation_to_log(passes)
     total = _host_totals([*logging_outputs, used])
@@ -147,6 +149,9 @@ def log_moe_metrics(logging_outputs) -> dict[str, float]:
     for name, layers_name in zip(WIRE_ERROR_NAMES, WIRE_LAYERS_NAMES, strict=True):
         if layers := total[layers_name]:  # layers that encoded rows
             log_scalar(name, total[name] / layers, layers, 6)
+    if layers := total[HELP_LAYERS_NAME]:
+        for name in HELP_NAMES:
+            log_scalar(name, total[name] / layers, layers)
     return total
 
 
@@ -218,7 +223,7 @@ def join_passes(logs: Sequence[dict[str, Any]], fillers: int = 0) -> None:
         logs: logging outputs in the order of the rank's passes.
         fillers: passes before them that do not count; other ranks may have had batches then.
     """
-    _finish_wire_errors(logs)
+    _finish_records(logs)
     if not logs or _KEYS[0] not in logs[0]:
         return
     for key in _KEYS:
@@ -227,10 +232,11 @@ def join_passes(logs: Sequence[dict[str, Any]], fillers: int = 0) -> None:
         logs[0][key] = torch.stack([*empty, *rows])
 
 
-def _finish_wire_errors(logs: Sequence[dict[str, Any]]) -> None:
-    """Replace the records of the exchanges by their errors on the wire."""
+def _finish_records(logs: Sequence[dict[str, Any]]) -> None:
+    """Replace the records of the exchanges by errors on the wire and by what helpers did."""
     for log in logs:
-        log.update(wire_errors(log.pop(_RECORDS, ())))
+        records = log.pop(_RECORDS, ())
+        log.update({**wire_errors(records), **help_counts(records)})
 
 
 def logged_passes(logs: Sequence[dict[str, Any]]) -> RoutingCounts | None:
