@@ -27,6 +27,17 @@ class ExpertConfig:
         "scale per row; Hopper and newer, emulated on a CPU)",
         choices=("same", "fp8"),
     )
+    activation_memory: str = option(
+        "fast",
+        "what experts keep for the backward pass: 'fast': all; 'lean': the values before the "
+        "activation, half; 'minimal': tokens and routing alone",
+        choices=("fast", "lean", "minimal"),
+    )
+    activation_storage: str = option(
+        "same",
+        "format of what 'lean' keeps: that of the rows, bf16, or fp8 (e4m3, a scale per row)",
+        choices=("same", "bf16", "fp8"),
+    )
     shared_expert_dim: int = option(
         0,
         "> 0: hidden dimension of a dense expert that every token also goes through",
@@ -44,5 +55,7 @@ class ExpertConfig:
 
     def __post_init__(self):
         check_options(self)
+        if self.activation_storage != "same" and self.activation_memory != "lean":
+            raise OptionError("`activation_storage` is for `activation_memory` lean")
         if self.shared_expert_gate and not self.shared_expert_dim:
             raise OptionError("`shared_expert_gate` needs a `shared_expert_dim` > 0")

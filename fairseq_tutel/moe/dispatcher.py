@@ -20,11 +20,12 @@ from typing import NamedTuple
 import torch
 
 from .. import ops
-from ..distributed import Exchange, ExchangeRecord
+from ..distributed import Exchange, ExchangeRecord, ExpertParallelism
 from ..distributed.exchanges import Splits, chunk_edges
 from .exchange_choice import ExchangeChoice
 from .experts import ExpertBank, ExpertRows
 from .helped_experts import balanced
+from .lean import keeps_less, through_lean
 from .overlap import overlapped
 from .routing import Routing
 from .torch_modes import is_observed
@@ -39,6 +40,34 @@ class Chunk(NamedTuple):
     # puts arrived rows [n, M] in the order of the experts, and the inverse; differentiable
     by_expert: Callable[[torch.Tensor], torch.Tensor]
     by_rank: Callable[[torch.Tensor], torch.Tensor]
+
+
+class SourceDropout(NamedTuple):
+    """Dropout of the outputs on the tokens' rank."""
+
+    keep_pairs_M: torch.Tensor  # bool (T K, M)
+    copies: int  # r, ranks that each pair goes to; its outputs from all of them get the same mask
+    dropout: float
+
+    @classmethod
+    def draw(
+        cls, x_TM: torch.Tensor, routing: Routing, parallelism: ExpertParallelism, dropout: float
+    ) -> SourceDropout:
+        """Draw the masks of a call, from torch's generator of the tokens' device."""
+        shape = routing.expert_TK.numel(), x_TM.shape[1]
+        keep_pairs_M = torch.empty(shape, dtype=torch.bool, device=x_TM.device)
+        return cls(keep_pairs_M.bernoulli_(1 - dropout), parallelism.num_destinations, dropout)
+
+    def __call__(
+        self, out_RM: torch.Tensor, dest_row_TK: torch.Tensor, src_pair_R: torch.Tensor
+    ) -> torch.Tensor:
+        """Apply it to the outputs (R, M), or to their gradients."""
+        if not len(self.keep_pairs_M):
+            return out_RM
+        top_k = dest_row_TK.shape[1] // self.copies
+        token = src_pair_R.clamp(min=0) // dest_row_TK.shape[1]
+        pair_R = token * top_k + src_pair_R.clamp(min=0) % top_k
+        return torch.where(self.keep_pairs_M[pair_R], out_RM / (1 - self.dropout), 0.0)
 
 
 def dispatch_and_combine(
@@ -61,41 +90,43 @@ def dispatch_and_combine(
         [T, M]; zero for a token that has no kept pair.
     """
     exchange, parallelism = choice.exchange, choice.parallelism
-    prepared = keep_pairs_M = bias_EM = None
-    dropout = 0.0
+    prepared = bias_EM = drop = None
+    lean = keeps_less(experts)
     # wrappers of torch.compile and checkpointing forward these attributes to the bank
     if not parallelism.is_replicated and experts.can_be_gathered:
         prepared = experts.prepare(x_TM.dtype, parallelism)
-        dropout = prepared.dropout_at_source if prepared else 0.0
-        if dropout:
-            shape = routing.expert_TK.numel(), x_TM.shape[1]
-            keep_pairs_M = torch.empty(shape, dtype=torch.bool, device=x_TM.device)
-            keep_pairs_M.bernoulli_(1 - dropout)
+        if prepared and prepared.dropout_at_source:
+            drop = SourceDropout.draw(x_TM, routing, parallelism, prepared.dropout_at_source)
         routing = to_parts(routing, parallelism.num_destinations)
+    elif lean:
+        prepared = experts.prepare(x_TM.dtype)
     elif exchange.groups.ep_size == 1 and ops.combine_takes_bias(x_TM):
         prepared, bias_EM = _without_output_bias(experts, x_TM.dtype)
     shared = None
     if choice.balances and not routing.padded:
         routing, experts, shared = balanced(routing, experts, choice, x_TM.dtype, record)
     dest_row_TK, src_pair_R, chunks = arrange(routing, exchange, choice.overlap_degree, shared)
+    maps = dest_row_TK, src_pair_R
+    if lean and prepared is not None:
+        how = experts, exchange, prepared, record, drop, parallelism.is_replicated
+        return through_lean(x_TM, routing, maps, chunks, *how)
     if len(chunks) == 1 and _experts_gather(x_TM, routing, experts, prepared, exchange):
-        (chunk,), maps = chunks, (dest_row_TK, src_pair_R)
+        (chunk,) = chunks
         assert prepared is not None and chunk.offsets is not None  # else they do not gather
         out = experts.compute_tokens(prepared, x_TM, *maps, chunk.offsets)
     elif len(chunks) > 1:
-        rows = ops.dispatch(x_TM, dest_row_TK, src_pair_R)
+        rows = ops.dispatch(x_TM, *maps)
         out = overlapped(rows, chunks, experts, exchange, prepared, record)
     else:
         (chunk,) = chunks
-        rows = ops.dispatch(x_TM, dest_row_TK, src_pair_R)
+        rows = ops.dispatch(x_TM, *maps)
         rows = exchange.dispatch(rows, chunk.splits, record)
         out = experts(ExpertRows(chunk.by_expert(rows), chunk.offsets), prepared)
         out = exchange.combine(chunk.by_rank(out), chunk.splits, record)
-    if keep_pairs_M is not None:
-        copies = parallelism.num_destinations
-        out = _drop(out, src_pair_R, keep_pairs_M, copies, dest_row_TK.shape[1] // copies, dropout)
+    if drop is not None:
+        out = drop(out, *maps)
     expert_TK = None if bias_EM is None else routing.expert_TK
-    return ops.combine(out, dest_row_TK, src_pair_R, routing.topk_weight_TK, bias_EM, expert_TK)
+    return ops.combine(out, *maps, routing.topk_weight_TK, bias_EM, expert_TK)
 
 
 def _without_output_bias(experts, dtype):
@@ -148,15 +179,6 @@ def to_parts(routing: Routing, copies: int) -> Routing:
         num_kept_per_expert_E=routing.num_kept_per_expert_E.repeat(copies),
         row_end_E=None,
     )
-
-
-def _drop(out_RM, src_pair_R, keep_pairs_M, copies, top_k, dropout):
-    """Apply dropout to each pair's output; all of its r parts get the same mask."""
-    if not len(keep_pairs_M):
-        return out_RM
-    token = src_pair_R.clamp(min=0) // (copies * top_k)
-    pair_R = token * top_k + src_pair_R.clamp(min=0) % top_k
-    return torch.where(keep_pairs_M[pair_R], out_RM / (1 - dropout), 0.0)
 
 
 def arrange(

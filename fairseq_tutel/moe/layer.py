@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .. import ops
 from ..config import ExchangeConfig, MoEConfig
 from ..distributed import (
     HELD,
@@ -40,7 +41,7 @@ from .dispatcher import dispatch_and_combine
 from .exchange_choice import ExchangeChoice, ExchangeChoices
 from .experts import ExpertBank, make_experts, make_shared_expert, own_experts, with_width
 from .given_choices import steer, top_k_of
-from .memory import StepMemory, routed_bytes
+from .memory import StepMemory, memory_of_layer
 from .reports import MoEAux, RouterAux, make_aux
 from .routers import Router, jitter_tokens, make_router, route_logits
 from .routing import RouterCall, Routing, mask_of_tokens, mask_tokens, tokens_of
@@ -95,6 +96,10 @@ class MoELayer(nn.Module):
             for evaluation only, without memory until a state dict is loaded
             (:mod:`.experts.inference`).
         expert_compute (str): ``fp8``: multiply in e4m3 in the forward pass (default "same").
+        activation_memory (str): what the experts keep for the backward pass: ``fast``; ``lean``,
+            half of it; ``minimal``, tokens and routing alone (default "fast"; MEMORY.md).
+        activation_storage (str): format of what ``lean`` keeps: ``same`` as the rows, ``bf16`` or
+            ``fp8`` (default "same").
         exchange (ExchangeConfig or str): how tokens travel between ranks, or an algorithm's name;
             the same on all ranks (default "linear").
         record_exchange_time (bool): measure exchanges for :attr:`MoEAux.record`; slow, and without
@@ -133,6 +138,8 @@ class MoELayer(nn.Module):
         seed: int | None = None,
         expert_storage: str = "stacked",
         expert_compute: str = "same",
+        activation_memory: str = "fast",
+        activation_storage: str = "same",
         exchange: ExchangeConfig | str = "linear",
         record_exchange_time: bool = False,
         skip_exchange: bool = False,
@@ -167,6 +174,7 @@ class MoELayer(nn.Module):
                 seed=seed,
                 storage=expert_storage,
                 compute=expert_compute,
+                memory=ops.ActivationMemory(activation_memory, activation_storage),
                 options=expert_options,
             )
         else:
@@ -177,6 +185,8 @@ class MoELayer(nn.Module):
                 expert_network=(expert_network, "ffn"),
                 expert_storage=(expert_storage, "stacked"),
                 expert_compute=(expert_compute, "same"),
+                activation_memory=(activation_memory, "fast"),
+                activation_storage=(activation_storage, "same"),
             )
             self.experts = own or own_experts(experts, expert_fn, self.groups, seed)  # never empty
         self.exchange_choice.refuse_own_experts(self.experts)
@@ -278,18 +288,7 @@ class MoELayer(nn.Module):
         Returns:
             StepMemory: bytes by kind; without a fixed capacity the mean over the ranks.
         """
-        params = list(self.parameters())
-        routed = routed_bytes(
-            tokens=num_tokens,
-            outputs=self.config.num_outputs,
-            rows=self.config.dispatch_rows(num_tokens),
-            destinations=self.exchange_choice.parallelism.num_destinations,
-            model_dim=self.model_dim,
-            hidden=self.experts.kept_per_row(self.model_dim),
-            shared_dim=self.shared_expert.hidden_dim if self.shared_expert else 0,
-            element=(dtype or params[0].dtype).itemsize,
-        )
-        return routed.of_step(params)
+        return memory_of_layer(self, num_tokens, dtype)
 
     @property
     def exchange(self) -> Exchange:

@@ -10,8 +10,14 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+from ..ops import ActivationMemory
+
+if TYPE_CHECKING:
+    from .layer import MoELayer
 
 _GIB = 2**30
 _MEMORY_FILE = Path("/proc/meminfo")
@@ -48,19 +54,16 @@ class RoutedBytes:
     gate: int  # logits in fp32
     hidden: int  # inputs and outputs of the experts' activation
     shared: int  # the same of the shared expert
-    buffer: int  # rows of model width; two are kept: the received rows and the outputs
-
-    @property
-    def working(self) -> int:
-        """Bytes that the backward pass needs at once beside these."""
-        return max(self.buffer, self.hidden, self.shared)
+    rows: int  # received rows, and outputs, of model width
+    again: int  # what is computed again in the backward pass, which was not kept
+    working: int  # bytes that the backward pass needs at once beside what is kept
 
     def of_step(self, params: Sequence[torch.Tensor]) -> StepMemory:
         """Return the memory of a training step of a layer with these parameters."""
         kinds = {
             "weights": sum(param.nbytes for param in params),
             "gradients": sum(param.nbytes for param in params if param.requires_grad),
-            "rows sent and received": 2 * self.buffer,
+            "rows sent and received": self.rows,
             "inside the experts": self.hidden + self.shared,
             "logits of the gate": self.gate,
             "working set of the backward pass": self.working,
@@ -76,8 +79,11 @@ def routed_bytes(
     destinations: int,
     model_dim: int,
     hidden: int,
+    hidden_dim: int,
     shared_dim: int,
     element: int,
+    memory: ActivationMemory,
+    communicates: bool,
 ) -> RoutedBytes:
     """Return the bytes for T tokens of this rank.
 
@@ -87,16 +93,49 @@ def routed_bytes(
         rows: R of the dispatch buffer (:meth:`~fairseq_tutel.config.MoEConfig.dispatch_rows`).
         destinations: ranks that each row goes to.
         model_dim: M.
-        hidden: numbers that a whole expert keeps per row.
+        hidden: numbers that a whole expert has per row at its activation.
+        hidden_dim: F, those of them after the activation.
         shared_dim: hidden dimension of the shared expert, or 0.
         element: bytes of a number.
+        memory: what is kept of them; the rest is computed again in the backward pass.
+        communicates: whether rows come from other ranks; ``lean`` then keeps them.
     """
+    buffer, all_hidden = rows * destinations * element * model_dim, rows * element * hidden
+    kept_rows, kept_hidden = 2 * buffer, all_hidden
+    if memory.mode != "fast":
+        keeps = memory.mode == "lean"
+        stored = {"bf16": 2, "fp8": 1}.get(memory.storage, element)
+        kept_rows = buffer // element * stored if keeps and communicates else 0
+        kept_hidden = rows * stored * (hidden - hidden_dim) if keeps else 0
+    shared = tokens * 2 * element * shared_dim
+    again = 2 * buffer - kept_rows + all_hidden - kept_hidden
     return RoutedBytes(
         gate=tokens * 4 * outputs,
-        hidden=rows * element * hidden,
-        shared=tokens * 2 * element * shared_dim,
-        buffer=rows * destinations * element * model_dim,
+        hidden=kept_hidden,
+        shared=shared,
+        rows=kept_rows,
+        again=again,
+        working=max(buffer, all_hidden, shared) + again,
     )
+
+
+def memory_of_layer(layer: MoELayer, num_tokens: int, dtype: torch.dtype | None) -> StepMemory:
+    """Estimate a training step through a layer: :meth:`.MoELayer.memory_of_step`."""
+    params, choice = list(layer.parameters()), layer.exchange_choice
+    routed = routed_bytes(
+        tokens=num_tokens,
+        outputs=layer.config.num_outputs,
+        rows=layer.config.dispatch_rows(num_tokens),
+        destinations=choice.parallelism.num_destinations,
+        model_dim=layer.model_dim,
+        hidden=layer.experts.kept_per_row(layer.model_dim),
+        hidden_dim=getattr(layer.experts, "hidden_dim", 0),
+        shared_dim=layer.shared_expert.hidden_dim if layer.shared_expert else 0,
+        element=(dtype or params[0].dtype).itemsize,
+        memory=layer.experts.memory,
+        communicates=choice.communicates,
+    )
+    return routed.of_step(params)
 
 
 def gib(size: float) -> str:

@@ -44,7 +44,7 @@ def overlapped(
     Chunks are neighbours in the rows and in the outputs. All ranks have equally many, at least two.
     Banks without ``computes_chunks`` add weight gradients chunk by chunk.
     """
-    link = _Link(exchange, stream_of(rows_RM.device), record)
+    link = Link(exchange, stream_of(rows_RM.device), record)
     # a wrapped bank is called, so that its wrapper sees the call
     in_chunks = isinstance(experts, ExpertBank) and experts.computes_chunks
     if in_chunks and prepared is None:
@@ -56,7 +56,7 @@ def overlapped(
     return _ThroughBank.apply(rows_RM, run, keep, *prepared.params)
 
 
-class _Link(NamedTuple):
+class Link(NamedTuple):
     """Exchange on one stream."""
 
     exchange: Exchange
@@ -77,7 +77,7 @@ def _through_any(rows_RM, chunks, experts, prepared, link):
     coming = []
     for chunk in chunks:
         rows = going.pop(0).wait()
-        with _drained_if_it_fails(going, coming):
+        with drained_if_it_fails(going, coming):
             out = experts(ExpertRows(chunk.by_expert(rows), chunk.offsets), prepared)
             out = chunk.by_rank(out)
         coming.append(link.start(out, Direction.COMBINE, chunk))
@@ -85,7 +85,7 @@ def _through_any(rows_RM, chunks, experts, prepared, link):
 
 
 @contextlib.contextmanager
-def _drained_if_it_fails(*under_way: Iterable[Handle]):
+def drained_if_it_fails(*under_way: Iterable[Handle]):
     """Let an error of the experts wait for the exchanges under way, which write into its memory.
 
     Not for use around waiting: behind a failed exchange others may wait for ever.
@@ -110,7 +110,7 @@ class _ThroughBank(torch.autograd.Function):
         coming, saved = [], []
         for chunk in chunks:
             arrived = going.pop(0).wait()
-            with _drained_if_it_fails(going, coming):
+            with drained_if_it_fails(going, coming):
                 out, state = bank.chunk(prepared, chunk.by_expert(arrived), chunk.offsets, keep)
                 out = chunk.by_rank(out)
             into = out_RM[chunk.span]
@@ -140,7 +140,7 @@ class _ThroughBank(torch.autograd.Function):
         going, gradients = [], []
         for chunk, state in backwards:
             arrived = coming.pop(0).wait()
-            with _drained_if_it_fails(coming, going):
+            with drained_if_it_fails(coming, going):
                 d_out = chunk.by_expert(arrived)
                 d_rows, gradient = bank.chunk_bwd(prepared, d_out, state, needs_rows)
                 d_rows = chunk.by_rank(d_rows) if needs_rows else None
@@ -150,7 +150,7 @@ class _ThroughBank(torch.autograd.Function):
                 going.append(link.start(d_rows, Direction.DISPATCH_GRADIENT, chunk, into))
         d_params = (None,) * len(needs)
         if any(needs):
-            with _drained_if_it_fails(going):
+            with drained_if_it_fails(going):
                 d_params = bank.chunks_bwd_params(prepared, states, gradients[::-1])
         for handle in going:
             handle.wait()

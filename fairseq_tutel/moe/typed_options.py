@@ -75,6 +75,8 @@ class LayerOptions(RoutingOptions, total=False):
     activation_dropout: float
     expert_storage: str
     expert_compute: str
+    activation_memory: str
+    activation_storage: str
     exchange: ExchangeConfig | str
     record_exchange_time: bool
     skip_exchange: bool

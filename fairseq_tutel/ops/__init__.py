@@ -24,6 +24,16 @@ from .expert_ffn import (
 from .fp8 import FP8_MULTIPLE, check_fp8
 from .gate_logits import gate_logits
 from .gating import topk_gating
+from .lean_ffn import (
+    ActivationMemory,
+    LeanChunk,
+    dispatch_bwd,
+    lean_chunk,
+    lean_chunk_bwd,
+    lean_ffn,
+    pair_values,
+    row_weights,
+)
 from .low_rank import low_rank_bwd
 from .rows import assign_rows
 from .slots import assign_slots
@@ -32,10 +42,12 @@ from .wire import decode_rows, encode_rows, wire_bytes
 
 __all__ = [
     "ACTIVATIONS",
+    "ActivationMemory",
     "FFNChunk",
     "FFNChunkGradient",
     "FFNOptions",
     "FP8_MULTIPLE",
+    "LeanChunk",
     "activate",
     "adam16_maxima",
     "adam16_step_",
@@ -48,6 +60,7 @@ __all__ = [
     "combine_takes_bias",
     "decode_rows",
     "dispatch",
+    "dispatch_bwd",
     "encode_rows",
     "expert_ffn",
     "ffn_chunk",
@@ -57,8 +70,13 @@ __all__ = [
     "gate_logits",
     "gathers_tokens",
     "get_backend",
+    "lean_chunk",
+    "lean_chunk_bwd",
+    "lean_ffn",
+    "pair_values",
     "low_rank_bwd",
     "quantize_",
+    "row_weights",
     "set_backend",
     "token_ffn",
     "topk_gating",

@@ -16,7 +16,8 @@ with element size b. The memory-efficient attention kernel keeps no table of sco
     conditional    a dense FFN, and the two outputs that are mixed, 2 b M
     experts        per row of the dispatch buffer: rows received, b M; input and output of the
                    activation, 2 b F (3 b F if gated); output, b M. With expert parallelism r there
-                   are r times as many rows
+                   are r times as many rows. ``activation_memory`` lean keeps the input of the
+                   activation, and rows from other GPUs; minimal keeps neither
     weights        b for each number that expert parallelism gathers for the layer
 
 With ``checkpoint_activations`` a layer keeps only its input, b M per token, and one layer at a time
@@ -48,6 +49,7 @@ class Memory:
     dispatch: int  # rows sent to and received from experts, kept or in use
     logits: int  # logits, log-probabilities and their gradients between the two passes
     gathered: int  # gathered expert weights of one layer; part of ``activations``
+    again: int  # what experts compute again in the backward pass by ``activation_memory``
     peak_phase: str  # phase with the most bytes alive: "loss", "backward" or "update"
     at_peak: dict[str, int]  # bytes alive at the peak, by kind
     without_checkpointing: int  # activations and dispatch buffers if nothing were recomputed
@@ -66,6 +68,7 @@ class Layer:
     activations: int  # saved for the backward pass when nothing is recomputed
     dispatch: int  # buffers of rows saved for it
     gradients: int  # of activations, alive at once in its backward pass
+    again: int = 0  # what experts compute again by ``activation_memory``
     gathered: int = 0  # gathered expert weights
     # bytes of its input if the layer is recomputed; 0 if the input is kept on the host
     checkpoint: int | None = None
@@ -142,8 +145,8 @@ def _ffn_bytes(settings: Settings, stack: Stack, hidden: int) -> tuple[int, int]
 
 def _moe_bytes(
     settings: Settings, stack: Stack, counted: StackParameters, traffic: Traffic
-) -> tuple[int, int, int]:
-    """Return (activations, dispatch buffers, gradients of activations) of an MoE layer.
+) -> tuple[int, int, int, int]:
+    """Return (activations, dispatch buffers, gradients, computed again) of an MoE layer.
 
     The backward pass of the experts' activation has its inputs, its output and their gradients at
     once, and as many row buffers as were saved: two.
@@ -156,8 +159,11 @@ def _moe_bytes(
         destinations=traffic.destinations,
         model_dim=stack.dim,
         hidden=counted.hidden,
+        hidden_dim=stack.expert_dim,
         shared_dim=settings.model.moe_shared_expert_ffn_dim,
         element=b,
+        memory=settings.activation_memory,
+        communicates=traffic.exchange_ranks > 1,
     )
     kept = _attention_bytes(settings, stack) + routed.gate + routed.hidden + routed.shared
     widest = routed.working
@@ -165,7 +171,7 @@ def _moe_bytes(
         dense, gradients = _ffn_bytes(settings, stack, stack.conditional)
         kept += dense + 2 * settings.tokens * b * stack.dim
         widest = max(widest, gradients)
-    return kept, 2 * routed.buffer, widest
+    return kept, routed.rows, widest, routed.again
 
 
 def count_memory(settings: Settings, parameters: Parameters, stack: list[Layer]) -> Memory:
@@ -205,6 +211,7 @@ def count_memory(settings: Settings, parameters: Parameters, stack: list[Layer])
         dispatch=dispatch,
         logits=logits,
         gathered=max(layer.gathered for layer in stack),
+        again=sum(layer.again for layer in stack),
         peak_phase=peak_phase,
         at_peak={**states, **phases[peak_phase]},
         without_checkpointing=sum(layer.activations + layer.dispatch for layer in stack) + ends,

@@ -22,6 +22,7 @@ from ..integrations.fairseq.options.options import (
     moe_frequencies,
     run_options,
 )
+from ..ops import ActivationMemory
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,12 @@ class Settings:
     def exchange(self) -> ExchangeConfig:
         """Exchange options of the model."""
         return exchange_config(self.model)
+
+    @property
+    def activation_memory(self) -> ActivationMemory:
+        """Choice of what experts keep for the backward pass."""
+        model = self.model
+        return ActivationMemory(model.moe_activation_memory, model.moe_activation_storage)
 
     @property
     def stacks(self) -> tuple[Stack, ...]:

@@ -186,11 +186,12 @@ def step_time(
     """Predict the time of one update.
 
     Elementwise kernels write what the backward pass keeps, read it, read it again there and write a
-    gradient of its size: 4 passes, 2 more with recomputation. The optimizer is a fused kernel that
-    moves each value once.
+    gradient of its size: 4 passes, 2 more for what is computed again. The optimizer is a fused
+    kernel that moves each value once.
     """
     b, again = settings.precision.element, bool(settings.model.checkpoint_activations)
-    kept = memory.without_checkpointing * (6 if again else 4) + 2 * memory.logits
+    values = memory.without_checkpointing + memory.again
+    kept = values * (6 if again else 4) + 2 * memory.again + 2 * memory.logits
     # each layer's weights in every forward pass (again in a recomputation), gradients once
     gathers = 0.0
     for numbers, counted in zip(traffic.gathered, parameters.stacks, strict=True):

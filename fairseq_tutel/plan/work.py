@@ -120,18 +120,23 @@ def count_work(settings: Settings, parameters: Parameters, traffic: Traffic) -> 
     A matrix product of n x k by k x m counts 2 n k m. Attention scores count in full, not halved
     for the causal mask, as is usual (PaLM, arXiv 2204.02311, appendix B) and as fairseq computes
     them. A backward pass costs twice the forward pass. Recomputation repeats the layers and their
-    all-to-alls, not the output projection. In an encoder-decoder a token is one of the target and
+    all-to-alls, not the output projection; ``activation_memory`` minimal those of rows to experts
+    and the experts' first products. In an encoder-decoder a token is one of the target and
     one of the source.
     """
     model, routing = settings.model, settings.routing
     output = 2 * model.decoder_output_dim * settings.vocabulary
-    dense = chosen = computed = 0.0
+    dense = chosen = computed = first = 0.0
+    minimal = settings.activation_memory.mode == "minimal"
     for stack, counted in zip(settings.stacks, parameters.stacks, strict=True):
         dense += _dense_flops(settings, stack)
         if counted.moe_layers:
             one_expert = counted.moe_layers * 2 * counted.products
             chosen += chosen_experts(settings) * one_expert
-            computed += traffic.rows / settings.tokens * one_expert
+            expert_flops = traffic.rows / settings.tokens * one_expert
+            computed += expert_flops
+            if minimal:
+                first += expert_flops * (1 - stack.expert_dim / counted.hidden)
     again = bool(model.checkpoint_activations)
     peers = traffic.exchange_ranks
     replicas = settings.gpus // settings.exchange_peers if routing else 1
@@ -146,10 +151,13 @@ def count_work(settings: Settings, parameters: Parameters, traffic: Traffic) -> 
         tokens=settings.tokens * settings.update_freq,
         capacity=routing.capacity(settings.tokens, training=True) if routing else None,
         model_flops=3.0 * (dense + chosen + output),
-        hardware_flops=(3 + again) * (dense + computed) + 3.0 * output,
+        hardware_flops=(3 + again) * (dense + computed) + first + 3.0 * output,
         exchange_bytes=traffic.sent * widest * b,
         exchange_peers=peers,
-        exchanges=(4 + 2 * again) * parameters.moe_layers * settings.update_freq * (peers > 1),
+        exchanges=(4 + 2 * again + minimal)
+        * parameters.moe_layers
+        * settings.update_freq
+        * (peers > 1),
         reduce_bytes=parameters.dense * b if settings.gpus > 1 else 0,
         replica_bytes=shared * b if replicas > 1 else 0,
         replicas=replicas,

@@ -167,6 +167,14 @@ def test_steps_of_a_layer(tmp_path):
         assert found["not_run"] == {"captured": "CUDA graphs need a GPU"}
 
 
+def test_memory_of_a_layer(tmp_path):
+    results = rehearse("memory", tmp_path, "--device cpu --tiny")["results"]
+    for network, share in (("ffn", 0.5), ("swiglu", 0.6)):
+        kept = {name: row["kept over fast"] for name, row in results[network]["derived"].items()}
+        assert kept["lean"] < share and kept["minimal"] < 0.1 and kept["checkpoint"] == 0
+        assert kept["lean fp8"] < kept["lean bf16"] < kept["lean"]
+
+
 SHAPES = [LayerShape(96, 8, 32, experts=6, top_k=1), LayerShape(64, 16, 24, 4, dtype="bfloat16")]
 
 

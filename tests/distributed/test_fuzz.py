@@ -65,6 +65,13 @@ class Case:
     helped: bool = False  # whether ranks help each other
 
     @property
+    def memory(self):
+        """What the experts keep for the backward pass."""
+        if self.own or self.clamped or self.helped:
+            return "fast"
+        return random.Random(f"memory {self.seed}").choice(["fast", "lean", "minimal"])
+
+    @property
     def slices(self):
         return self.ranks // self.group_size if self.placement == "sliced" else 1
 
@@ -313,6 +320,7 @@ def layer_of(case):
         load_bias="frozen" if case.biased else "none",
         shared_expert_dim=2 if case.shared else 0,
         shared_expert_gate=case.shared,
+        activation_memory=case.memory,
         **own,
     )
     _, _, gate, weights, bias = tensors_of(case)

@@ -14,6 +14,7 @@ from .expert_chunks import expert_chunk_bwd, expert_chunks_bwd_params
 from .expert_ffn import expert_ffn_bwd, expert_ffn_fwd
 from .gate_logits import gate_logits_bwd, gate_logits_fwd
 from .gating import topk_gating_bwd, topk_gating_fwd
+from .lean_ffn import lean_chunk_bwd, lean_ffn_bwd
 from .low_rank import low_rank_bwd
 from .rows import assign_rows_bwd, assign_rows_fwd, sort_pairs_fwd
 from .slots import assign_slots
@@ -45,6 +46,8 @@ __all__ = [
     "finite_max",
     "gate_logits_bwd",
     "gate_logits_fwd",
+    "lean_chunk_bwd",
+    "lean_ffn_bwd",
     "low_rank_bwd",
     "quantize_",
     "sort_pairs_fwd",

@@ -28,10 +28,14 @@ class Group(NamedTuple):
     rows: slice
 
     def split(self, buffer_RA: Tensor) -> Tensor:
-        """Return the group's rows, (g, N, A)."""
+        """Return the group's rows of a buffer (R, ...), (g, N, ...)."""
+        return self.shape(buffer_RA[self.rows])
+
+    def shape(self, rows: Tensor) -> Tensor:
+        """View the group's rows (g N, ...) as (g, N, ...)."""
         experts = self.experts.stop - self.experts.start
-        rows = (self.rows.stop - self.rows.start) // experts
-        return buffer_RA[self.rows].unflatten(0, (experts, rows))
+        count = (self.rows.stop - self.rows.start) // experts
+        return rows.unflatten(0, (experts, count))
 
 
 def groups_of(rows: Tensor, hidden_dim: int, offsets: Tensor | None) -> list[Group]:
@@ -121,23 +125,25 @@ class Network:
     ) -> None:
         """Compute the output of a group's rows.
 
-        ``saved_pRF`` and ``active_RF`` keep fc1's products and fc2's input for the backward pass;
-        None keeps neither.
+        ``saved_pRF`` keeps fc1's products for the backward pass, and ``active_RF`` fc2's input;
+        None keeps nothing.
         """
-        w1, b1, w2, b2 = _of_group(params, group)
+        w1, b1, w2, b2 = of_group(params, group)
         if self.fp8:
             w1, w2 = rounded_rows(w1), rounded_rows(w2)
         x_gNM, out_gNM = group.split(rows_RM), group.split(out_RM)
         for part in self._parts(x_gNM):
             x, out = x_gNM[:, part], out_gNM[:, part]
             if saved_pRF is None:
-                buffers = x.new_empty((self.num_planes, *x.shape[:2], self.hidden_dim))
+                buffers = self._buffers(x)
                 active = buffers[0]
             else:
                 buffers = [group.split(plane)[:, part] for plane in saved_pRF]
-                active = group.split(active_RF)[:, part]
-            sides = zip(self._split(w1), self._split(b1), buffers, strict=True)
-            z = [self._linear(x, weight, bias, buffer) for weight, bias, buffer in sides]
+                if active_RF is None:
+                    active = torch.empty_like(buffers[0])
+                else:
+                    active = group.split(active_RF)[:, part]
+            z = self._first(x, w1, b1, buffers)
             keep_active, keep_out = self._masks(group.rows.start + part.start, out)
             self._activate(z, keep_active, active)
             y = self._linear(active, w2, b2, out)
@@ -160,7 +166,7 @@ class Network:
             gradients of fc2's output before dropout, (g, N, M), and of fc1's output, (g, N, p F),
             in the dtype of the rows.
         """
-        w1, b1, w2, _ = _of_group(params, group)
+        w1, b1, w2, _ = of_group(params, group)
         d_fc2 = group.split(d_out_RM)
         if self.dropout_p[1] > 0:
             d_fc2 = d_fc2.clone()
@@ -202,6 +208,17 @@ class Network:
         if param is None:
             return self.num_planes * (None,)
         return param.unflatten(1, (self.num_planes, self.hidden_dim)).unbind(1)
+
+    def _buffers(self, x: Tensor) -> Tensor:
+        """Allocate fc1's products of a part's rows (g, N, M), a plane (g, N, F) for each."""
+        return x.new_empty((self.num_planes, *x.shape[:2], self.hidden_dim))
+
+    def _first(
+        self, x: Tensor, w1: Tensor, b1: Tensor | None, buffers: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return fc1's output in ``acc``, plane by plane; ``buffers`` hold the products."""
+        sides = zip(self._split(w1), self._split(b1), buffers, strict=True)
+        return [self._linear(x, weight, bias, buffer) for weight, bias, buffer in sides]
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
         """Return ``x @ weight.T + bias`` in ``acc``; ``out`` holds the product, and is returned if
@@ -261,5 +278,6 @@ class Network:
         return masks[0], masks[1]
 
 
-def _of_group(params, group: Group) -> list[Tensor | None]:
+def of_group(params: Sequence[Tensor | None], group: Group) -> list[Tensor | None]:
+    """Return the parameters of a group's experts; biases may be None."""
     return [None if param is None else param[group.experts] for param in params]

@@ -19,6 +19,7 @@ def expert_ffn_fwd(
     rows: Tensor,
     *params: Tensor | None,
     keep_hidden: bool = True,
+    keep_active: bool = True,
     offsets: Tensor | None = None,
     **options,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,7 +30,7 @@ def expert_ffn_fwd(
 
     Args:
         rows, params, offsets: as of :func:`fairseq_tutel.ops.expert_ffn`.
-        keep_hidden: whether a backward pass follows.
+        keep_hidden, keep_active: whether the backward pass needs ``saved`` and ``active``.
         options: ``fp8``: multiply values rounded to e4m3 (default False); ``activation``;
             ``dropout_p`` after the activation and after fc2; ``seed``, an int64 scalar tensor,
             needed with dropout.
@@ -38,7 +39,7 @@ def expert_ffn_fwd(
         out: like rows; rows past the last expert's are unspecified.
         saved: fc1's products in an order of this file's own, (R, p F), p = 2 for a gated network;
             (0, p F) without ``keep_hidden``.
-        active: (R, F), or (0, F), what fc2 is given.
+        active: (R, F), or (0, F) unless both are kept, what fc2 is given.
     """
     fc1_weight, _, fc2_weight, _ = params
     _, model_dim, hidden_dim = fc2_weight.shape
@@ -48,8 +49,12 @@ def expert_ffn_fwd(
     out = empty(rows, rows.shape)
     out_RM = out.view(-1, model_dim)
     kept = len(rows_RM) if keep_hidden else 0
-    saved, active = (empty(rows, (kept, width)) for width in (fc1_weight.shape[1], hidden_dim))
-    buffers = (network.planes(saved), active) if keep_hidden else (None, None)
+    saved = empty(rows, (kept, fc1_weight.shape[1]))
+    active = empty(rows, (kept if keep_active else 0, hidden_dim))
+    buffers = (
+        network.planes(saved) if keep_hidden else None,
+        active if keep_hidden and keep_active else None,
+    )
     for group in groups_of(rows, hidden_dim, offsets):
         network.forward(group, params, rows_RM, out_RM, *buffers)
     return out, saved, active

@@ -16,6 +16,7 @@ from .expert_ffn import (
 )
 from .gate_logits import gate_logits_bwd, gate_logits_fwd
 from .gating import topk_gating_bwd, topk_gating_fwd
+from .lean_ffn import lean_chunk_bwd, lean_ffn_bwd
 from .low_rank import low_rank_bwd
 from .rows import assign_rows_bwd, assign_rows_fwd, sort_pairs_fwd
 from .slots import assign_slots
@@ -42,6 +43,8 @@ __all__ = [
     "expert_ffn_fwd",
     "gate_logits_bwd",
     "gate_logits_fwd",
+    "lean_chunk_bwd",
+    "lean_ffn_bwd",
     "low_rank_bwd",
     "token_ffn_bwd",
     "token_ffn_fwd",

@@ -134,6 +134,9 @@ def _bias_act_fwd_kernel(
 def _bias_act_bwd_dh_kernel(
     d_h_ptr,  # (R, W) - output, or None
     partial_ptr,  # (Z, W) fp32 - output, or None: sums of d_h over the rows of each tile
+    active_ptr,  # (R, F) - output: weight * y; with weight_ptr
+    dot_ptr,  # (R, BLOCKS) fp32 - output: parts of <dy, y>; with weight_ptr
+    weight_ptr,  # (R,) fp32 factor of each row's dy, or None
     dy_ptr,  # (R, F)
     h_ptr,  # (R, W); None for ACTIVATION linear
     bias_ptr,  # (e, W) float or None
@@ -148,14 +151,16 @@ def _bias_act_bwd_dh_kernel(
     DROPOUT_P: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Grid (Z, cdiv(F, BLOCK_F)).
+    """Grid (Z, cdiv(F, BLOCK_F)); BLOCKS: a power of two, at least the second dimension.
 
     Example: h [[-3], [1]], e = 1, bias [[1]], relu, dy [[5], [7]] -> d_h [[0], [7]],
     partial [[7]] in one tile. Gated: h [[0, 4], [100, 4]], bias [[0, 1]], swiglu, dy [[2], [2]]
-    -> d_h [[5, 0], [10, 200]], partial [[15, 200]].
+    -> d_h [[5, 0], [10, 200]], partial [[15, 200]]. With weight [2, 3] besides:
+    d_h [[10, 0], [30, 600]], partial [[40, 600]], active [[0], [1200]], dot [[0, 800]].
     """
     pid = tl.program_id(0).to(tl.int64)
     expert, first, last = tile_rows(
@@ -168,6 +173,10 @@ def _bias_act_bwd_dh_kernel(
     if h_ptr is not None:
         bias = _load_bias(bias_ptr, expert * W + offs_f, mask_f)
     total = tl.zeros([BLOCK_F], tl.float32)
+    if weight_ptr is not None:
+        # programs of wide columns are fewer, and write zeros in place of the others
+        block, offs_b = tl.program_id(1), tl.arange(0, BLOCKS)
+        mine = offs_b % tl.num_programs(1) == block
     if GATED:
         up_bias = _load_bias(bias_ptr, expert * W + F + offs_f, mask_f)
         up_total = tl.zeros([BLOCK_F], tl.float32)
@@ -179,9 +188,24 @@ def _bias_act_bwd_dh_kernel(
         offs_y = offs_n[:, None] * F + offs_f[None, :]
         d_h = tl.load(dy_ptr + offs_y, mask=mask, other=0.0).to(tl.float32)
         if DROPOUT_P > 0:
-            d_h *= _keep_scale(seed_ptr, offs_n, start, F, DROPOUT_P, BLOCK_N, BLOCK_F)
+            keep = _keep_scale(seed_ptr, offs_n, start, F, DROPOUT_P, BLOCK_N, BLOCK_F)
+            d_h *= keep
         if h_ptr is not None:
             z = _load_biased(h_ptr, offs_h, mask, bias_ptr, bias)
+            if weight_ptr is not None:
+                active = activate(z, ACTIVATION)
+                if GATED:
+                    active *= _load_biased(h_ptr + F, offs_h, mask, bias_ptr, up_bias)
+                dot = tl.sum(d_h * active, axis=1)
+                parts = tl.where((offs_b == block)[None, :], dot[:, None], 0.0)
+                offs_dot = offs_n[:, None] * BLOCKS + offs_b[None, :]
+                tl.store(dot_ptr + offs_dot, parts, mask=(offs_n < last)[:, None] & mine[None, :])
+                weight = tl.load(weight_ptr + offs_n, mask=offs_n < last, other=0.0)[:, None]
+                if DROPOUT_P > 0:
+                    active *= keep
+                active *= weight
+                tl.store(active_ptr + offs_y, active.to(active_ptr.dtype.element_ty), mask=mask)
+                d_h *= weight
             if GATED:
                 d_up = d_h * activate(z, ACTIVATION)
                 up_total += tl.sum(d_up, axis=0)
@@ -334,13 +358,19 @@ def bias_act_bwd(
     Raises:
         ValueError: wrong shape, dtype or device; no h where the activation needs it.
     """
-    *rows, F = dy.shape
-    W = 2 * F if activation in GATES else F
-    dy = checked("dy", dy, (*rows, F), FLOAT_DTYPES, dy.device)
     if activation == "linear":
         h = None
     elif h is None:
         raise ValueError(f"the gradient of {activation} needs h")
+    options = {"offsets": offsets, "dropout_p": dropout_p, "seed": seed}
+    return act_bwd(dy, h, bias, activation, needs_h, (None, None, None), **options)
+
+
+def act_bwd(dy, h, bias, activation, needs_h, weighted, *, offsets, dropout_p, seed):
+    """Launch the kernels of :func:`bias_act_bwd`; ``weighted``: active, dot and weight, or None."""
+    *rows, F = dy.shape
+    W = 2 * F if activation in GATES else F
+    dy = checked("dy", dy, (*rows, F), FLOAT_DTYPES, dy.device)
     h = checked("h", h, (*rows, W), FLOAT_DTYPES, dy.device)
     (bias, *rest), num_tiles, sizes = _checked_options(dy, W, bias, offsets, dropout_p, seed)
     d_h = dy.new_empty((*rows, W) if needs_h else 0)
@@ -352,8 +382,9 @@ def bias_act_bwd(
     if dy.numel() == 0:
         return d_h, d_bias.zero_()
     with device_guard(dy):
-        tensors = (d_h if needs_h else None, partial_ZW, dy, h, bias, *rest)
-        _launch(_bias_act_bwd_dh_kernel, tensors, num_tiles, sizes, F, activation, dropout_p)
+        tensors = (d_h if needs_h else None, partial_ZW, *weighted, dy, h, bias, *rest)
+        blocked = {**sizes, "BLOCKS": 1 if weighted[1] is None else weighted[1].shape[1]}
+        _launch(_bias_act_bwd_dh_kernel, tensors, num_tiles, blocked, F, activation, dropout_p)
         if bias is not None:
             _bias_act_bwd_db_kernel[(sizes["e"], triton.cdiv(W, SCAN_BLOCK_COLS))](
                 d_bias,

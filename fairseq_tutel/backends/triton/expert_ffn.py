@@ -23,6 +23,7 @@ def expert_ffn_fwd(
     rows: Tensor,
     *params: Tensor | None,
     keep_hidden: bool = True,
+    keep_active: bool = True,
     source: Source | None = None,
     fp8: bool = False,
     **options,
@@ -30,26 +31,23 @@ def expert_ffn_fwd(
     """Return the output, and the hidden values before and after the activation.
 
     With a ``source`` the rows are tokens, which the first product gathers. Hidden values are
-    (R, F) each, or (0, F) without ``keep_hidden``. No kernel spends a pass on the tail of ragged
+    (R, F) each, or (0, F) where they are not kept. No kernel spends a pass on the tail of ragged
     rows.
     """
     fc1_weight, fc1_bias, fc2_weight, fc2_bias = params
-    middle, last = _elementwise(**options)
+    middle, last = elementwise(**options)
     offsets = middle["offsets"]
-    if fp8:
-        hidden = _fp8_product(rows, fc1_weight, offsets)
-    else:
-        hidden = _product(rows, fc1_weight.transpose(1, 2), offsets, source)
+    hidden = first_product(rows, fc1_weight, offsets, source, fp8)
     active = bias_act_fwd(hidden, fc1_bias, **middle)
     if not keep_hidden:
         hidden = hidden.new_empty((0, hidden.shape[-1]))
     if fp8:
         out = _fp8_product(active, fc2_weight, offsets)
     else:
-        out = _product(active, fc2_weight.transpose(1, 2), offsets)
+        out = product(active, fc2_weight.transpose(1, 2), offsets)
     if fc2_bias is not None or last["dropout_p"] > 0:
         out = bias_act_fwd(out, fc2_bias, **last)
-    if not keep_hidden:
+    if not (keep_hidden and keep_active):
         active = active.new_empty((0, active.shape[-1]))
     return out, hidden.view(-1, hidden.shape[-1]), active.view(-1, active.shape[-1])
 
@@ -71,10 +69,22 @@ def expert_ffn_bwd(
     if not needs_params:
         return d_rows, *(rows.new_empty(0) for _ in range(4))
     offsets = options.get("offsets")
+    d_w1, d_w2 = weight_gradients(d_out, d_hidden, rows, active_RF, offsets, source)
+    return d_rows, d_w1, d_b1, d_w2, d_b2
+
+
+def weight_gradients(
+    d_out: Tensor,
+    d_hidden: Tensor,
+    rows: Tensor,
+    active_RF: Tensor,
+    offsets: Tensor | None,
+    source: Source | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of fc1's and fc2's weights from those of their outputs."""
     active = active_RF.view(*d_hidden.shape[:-1], active_RF.shape[-1])
     d_w2 = _weight_gradient(d_out, active, offsets)
-    d_w1 = _weight_gradient(d_hidden, rows, offsets, source)
-    return d_rows, d_w1, d_b1, d_w2, d_b2
+    return _weight_gradient(d_hidden, rows, offsets, source), d_w2
 
 
 def expert_chunk_bwd(
@@ -91,7 +101,7 @@ def expert_chunk_bwd(
     activation, of fc1's bias and of fc2's.
     """
     fc1_weight, fc1_bias, fc2_weight, fc2_bias = params
-    middle, last = _elementwise(**options)
+    middle, last = elementwise(**options)
     offsets = middle["offsets"]
     hidden = hidden_RF.view(*d_out.shape[:-1], fc1_weight.shape[1])
     d_b2 = d_out.new_empty(0)
@@ -99,11 +109,11 @@ def expert_chunk_bwd(
     if drops or (needs_params and fc2_bias is not None):
         d_linear, d_b2 = bias_act_bwd(d_out, None, fc2_bias, needs_h=drops, **last)
         d_out = d_linear if drops else d_out
-    d_hidden = _product(d_out, fc2_weight, offsets)
+    d_hidden = product(d_out, fc2_weight, offsets)
     # not in place, which would save R x F numbers: a kernel that is tuned runs several times on
     # what it is given, so that the tuner would have to keep a copy of just that size
     d_hidden, d_b1 = bias_act_bwd(d_hidden, hidden, fc1_bias, **middle)
-    d_rows = _product(d_hidden, fc1_weight, offsets) if needs_rows else d_out.new_empty(0)
+    d_rows = product(d_hidden, fc1_weight, offsets) if needs_rows else d_out.new_empty(0)
     return d_rows, d_out, d_hidden, d_b1, d_b2
 
 
@@ -134,9 +144,19 @@ def expert_chunks_bwd_params(
     return d_w1, d_w2
 
 
-def _product(
+def first_product(
+    rows: Tensor, fc1_weight: Tensor, offsets: Tensor | None, source: Source | None, fp8: bool
+) -> Tensor:
+    """Return fc1's products, without its bias."""
+    if fp8:
+        return _fp8_product(rows, fc1_weight, offsets)
+    return product(rows, fc1_weight.transpose(1, 2), offsets, source)
+
+
+def product(
     rows: Tensor, weight: Tensor, offsets: Tensor | None, source: Source | None = None
 ) -> Tensor:
+    """Return ``rows @ weight`` of each expert; with a ``source`` the rows are tokens."""
     if offsets is None:
         return torch.bmm(rows, weight)
     return rows_product(rows, weight, offsets, source)
@@ -149,7 +169,7 @@ def _fp8_product(rows: Tensor, weight_eBA: Tensor, offsets: Tensor | None) -> Te
     interpreter, the rounded values are multiplied in their own dtype.
     """
     if not rows.is_cuda:
-        return _product(rounded_rows(rows), rounded_rows(weight_eBA).transpose(1, 2), offsets)
+        return product(rounded_rows(rows), rounded_rows(weight_eBA).transpose(1, 2), offsets)
     rowwise = torch.nn.functional.ScalingType.RowWise
     (a, scale_a), (b, scale_b) = quantize_rows(rows), quantize_rows(weight_eBA)
     out = torch.nn.functional.scaled_grouped_mm(
@@ -166,7 +186,7 @@ def _weight_gradient(
     return weight_gradient(d, rows, offsets, source)
 
 
-def _elementwise(
+def elementwise(
     *,
     activation: str,
     offsets: Tensor | None = None,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ... import ops
 from ...config import EXPERTS, Options, option
 from ...distributed import ExpertParallelGroups
 from .base import ExpertBank, ExpertRows, PreparedExperts
@@ -33,6 +34,7 @@ def make_experts(
     storage: str = "stacked",
     options: Any = None,
     compute: str = "same",
+    memory: ops.ActivationMemory | None = None,
     **given: Any,
 ) -> ExpertBank:
     """Return the bank of a rank's experts.
@@ -46,6 +48,7 @@ def make_experts(
             is loaded.
         options: of the network (default None: its defaults).
         compute: precision of the products, ``same`` as the rows' or ``fp8`` (default "same").
+        memory: what the forward pass keeps for the backward pass (default None: fast).
         **given: other arguments of :class:`StackedExperts`.
     """
     with torch.device("meta") if storage != "stacked" else contextlib.nullcontext():
@@ -65,6 +68,8 @@ def make_experts(
             raise ValueError(f"expert_compute={compute!r}: expert_storage={storage!r} has its own")
         return hold_experts(bank, storage)
     bank.compute_in(compute)
+    if memory is not None:
+        bank.keep(memory)
     return bank
 
 

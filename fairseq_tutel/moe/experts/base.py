@@ -48,6 +48,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
+from ... import ops
 from ...config import Options
 from ...distributed import ExpertParallelism, mark_expert
 
@@ -90,6 +91,7 @@ class ExpertBank(nn.Module):
         uses_activation: whether the network has the layer's ``activation``.
         expert_ids: global indices of the local experts.
         hidden_slice: (s, S): slice s of S of each expert's hidden units is here.
+        memory: what the forward pass keeps for the backward pass.
     """
 
     Options: ClassVar[type[Options]] = Options
@@ -97,6 +99,7 @@ class ExpertBank(nn.Module):
     uses_activation: bool = True
     expert_ids: Sequence[int]
     hidden_slice: tuple[int, int] = (0, 1)
+    memory: ops.ActivationMemory = ops.ActivationMemory()
 
     def mark(self) -> None:
         """Mark the parameters as experts, with the number of ranks that have a copy of each."""
@@ -141,6 +144,18 @@ class ExpertBank(nn.Module):
                 f"not for {type(self).__name__}"
             )
 
+    def keep(self, memory: ops.ActivationMemory) -> None:
+        """Set what the forward pass keeps for the backward pass.
+
+        Raises:
+            ValueError: the bank cannot compute the rest again.
+        """
+        if memory.mode != "fast":
+            raise ValueError(
+                f"activation_memory={memory.mode!r} is for the networks ffn, swiglu and geglu, not "
+                f"for {type(self).__name__}; checkpoint the layer instead"
+            )
+
     def gathers_tokens(self, prepared: PreparedExperts, x_TM: torch.Tensor) -> bool:
         """Return whether :meth:`compute_tokens` is faster than to dispatch the tokens first."""
         return False
@@ -154,6 +169,62 @@ class ExpertBank(nn.Module):
         offsets: torch.Tensor,
     ) -> torch.Tensor:
         """Compute the outputs [R, M] of the rows that ``ops.dispatch`` would write."""
+        raise NotImplementedError
+
+    def compute_lean(
+        self,
+        prepared: PreparedExperts,
+        x_TM: torch.Tensor,
+        topk_weight_TK: torch.Tensor,
+        dest_row_TK: torch.Tensor,
+        src_pair_R: torch.Tensor,
+        expert_TK: torch.Tensor,
+        offsets: torch.Tensor | None,
+        late_bias: bool,
+    ) -> torch.Tensor:
+        """Dispatch tokens, compute and combine, and keep what :attr:`memory` says; [T, M].
+
+        ``late_bias`` allows combine to add the last bias.
+        """
+        raise NotImplementedError
+
+    def lean_chunk(
+        self, prepared: PreparedExperts, rows: torch.Tensor, offsets: torch.Tensor | None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+        """Compute one chunk without autograd, and keep what :attr:`memory` says.
+
+        Returns:
+            the output, and the tensors that are kept, as many in each call.
+        """
+        raise NotImplementedError
+
+    def lean_chunk_bwd(
+        self,
+        prepared: PreparedExperts,
+        rows: torch.Tensor | None,
+        dy: torch.Tensor,
+        weight_R: torch.Tensor,
+        offsets: torch.Tensor | None,
+        state: Sequence[Any],
+        needs_rows: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Return the gradients of a chunk's rows and of their weights, and what is left.
+
+        Args:
+            rows: rows that were sent again; None if they were kept.
+            dy: gradient of the tokens' outputs in their rows, without weights.
+            weight_R: weights of the rows.
+            state: the tensors that :meth:`lean_chunk` kept.
+
+        Returns:
+            the gradients; what :meth:`lean_chunks_bwd_params` needs.
+        """
+        raise NotImplementedError
+
+    def lean_chunks_bwd_params(
+        self, prepared: PreparedExperts, gradients: Sequence[Any]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of ``prepared.params``, summed over the rows of all chunks."""
         raise NotImplementedError
 
     def kept_per_row(self, model_dim: int) -> int:

@@ -38,6 +38,11 @@ class Experts(StackedExperts):
             )
         self.fp8 = precision == "fp8"
 
+    def keep(self, memory):
+        if self._is_replaced:
+            super().keep(memory)
+        self.memory = memory
+
     def compute(self, prepared, rows, offsets):
         options = self._options(prepared)
         w1, b1, w2, b2 = self._tensors(prepared)
@@ -76,6 +81,37 @@ class Experts(StackedExperts):
         params, options = self._tensors(prepared), self._options(prepared)
         maps = dest_row_TK, src_pair_R
         return ops.token_ffn(x_TM, *maps, *params, offsets=offsets, options=options)
+
+    def compute_lean(
+        self, prepared, x_TM, topk_weight_TK, dest_row_TK, src_pair_R, expert_TK, offsets, late_bias
+    ):
+        maps = topk_weight_TK, dest_row_TK, src_pair_R, expert_TK
+        return ops.lean_ffn(
+            x_TM,
+            *maps,
+            *self._tensors(prepared),
+            offsets=offsets,
+            options=self._options(prepared),
+            memory=self.memory,
+            late_bias=late_bias,
+        )
+
+    def lean_chunk(self, prepared, rows, offsets):
+        given = {"options": self._options(prepared), "memory": self.memory}
+        return ops.lean_chunk(rows, *self._tensors(prepared), offsets=offsets, **given)
+
+    def lean_chunk_bwd(self, prepared, rows, dy, weight_R, offsets, state, needs_rows):
+        given = {"options": self._options(prepared), "needs_rows": needs_rows}
+        tensors = ops.LeanChunk(*state), *self._tensors(prepared)
+        d_rows, d_weight, *rest = ops.lean_chunk_bwd(
+            rows, dy, weight_R, *tensors, offsets=offsets, **given
+        )
+        return d_rows, d_weight, rest
+
+    def lean_chunks_bwd_params(self, prepared, gradients):
+        chunks, grads = zip(*gradients, strict=True)
+        found = ops.ffn_chunks_bwd_params(chunks, grads, *self._tensors(prepared))
+        return self._gradients(prepared, found)
 
     @property
     def has_int8_product(self) -> bool:

@@ -86,6 +86,7 @@ class LoRAExperts(StackedExperts):
             )
         if storage not in LORA_STORAGES:
             raise ValueError(f"storage={storage!r}: choose one of {', '.join(LORA_STORAGES)}")
+        self.keep(base.memory)
         network, frozen = _frozen(base, storage)
         self._network = (network,)  # not a child: a model would move and save its parameters
         self.rank, self.alpha, self.storage = rank, float(alpha), storage

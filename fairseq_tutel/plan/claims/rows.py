@@ -126,7 +126,7 @@ CLAIMS = (
         "analysis: 60 % less; here SwinV2-MoE, small, 16 images",
         (0.40,),
         unit="",
-        reason="the second half follows with lean memory",
+        reason="recomputation while rows travel: activation_memory (test_activation_memory.py)",
         like_for_like=True,
     ),
     Claim(
@@ -173,7 +173,8 @@ CLAIMS = (
         "analysis",
         test="tests/integrations/fairseq/test_growth.py",
         partly=True,
-        reason="experts are added in training (test_growth.py); the other two are not there",
+        reason="experts are added in training (test_growth.py), and activations kept in fp8 "
+        "(--moe-activation-storage); unlike devices are not there",
     ),
     Claim(
         19,

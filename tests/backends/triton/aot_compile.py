@@ -101,7 +101,8 @@ def _variants():
     clearing = {"PROGRAMS": _grouped._CLEARING_PROGRAMS, "BLOCK": tiles.FLAT_BLOCK}
     yield _grouped._clear_unused_kernel, "bf16", {"AB": 4096 * 16384, **clearing}
 
-    act = {"e": 3, "F": 4096, "TILE": tiles.ACT_TILE_ROWS, "BLOCK_EXPERTS": 4}
+    act = {"e": 3, "F": 4096, "TILE": tiles.ACT_TILE_ROWS, "BLOCK_EXPERTS": 4, "BLOCKS": 32}
+    fast = {"active_ptr": None, "dot_ptr": None, "weight_ptr": None}
     padded, unbiased = {"offsets_ptr": None}, {"bias_ptr": None}
     for dtype, name, dropout_p, given in (
         ("bf16", "gelu", 0.0, {}),
@@ -114,8 +115,9 @@ def _variants():
         mode = {**act, "ACTIVATION": name, "GATED": False, "DROPOUT_P": dropout_p, **given}
         partial = {"partial_ptr": None} if "bias_ptr" in given else {}
         yield activation._bias_act_fwd_kernel, dtype, mode
+        yield activation._bias_act_bwd_dh_kernel, dtype, {**mode, **partial, **fast}
         yield activation._bias_act_bwd_dh_kernel, dtype, {**mode, **partial}
-    sums = {**act, **padded, "ACTIVATION": "linear", "GATED": False, "DROPOUT_P": 0.0}
+    sums = {**act, **padded, "ACTIVATION": "linear", "GATED": False, "DROPOUT_P": 0.0, **fast}
     yield activation._bias_act_bwd_dh_kernel, "bf16", {**sums, "h_ptr": None, "d_h_ptr": None}
     blocks = {"BLOCK_Z": tiles.SCAN_BLOCK_ROWS, "BLOCK_W": tiles.SCAN_BLOCK_COLS}
     sums = {"e": 3, "W": 4096, "TILE": tiles.ACT_TILE_ROWS, "BLOCK_EXPERTS": 4, **blocks}

@@ -16,6 +16,7 @@ from fairseq_tutel.backends.triton import (
     dispatch,
     gate_logits,
     gating,
+    lean_ffn,
     rows,
     slots,
     wire,
@@ -184,6 +185,13 @@ def bias_act_bwd_dh(device):
     d_h, d_bias = kernels.bias_act_bwd(dy, h, bias, activation="swiglu")
     yield d_h, [[[5, 0], [10, 200]]]
     yield d_bias, [[15, 200]]
+    weight = torch.tensor([2.0, 3.0], device=device)
+    options = {"activation": "swiglu", "offsets": None, "dropout_p": 0.0, "seed": None}
+    d_h, d_bias, active, dot = lean_ffn.weighted_act_bwd(dy, h, bias, weight, **options)
+    yield d_h, [[[10, 0], [30, 600]]]
+    yield d_bias, [[40, 600]]
+    yield active, [[[0], [1200]]]
+    yield dot, [0, 800]
 
 
 def bias_act_bwd_db(device):

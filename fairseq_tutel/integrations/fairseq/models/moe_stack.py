@@ -80,6 +80,8 @@ class LayerFactory:
             expert_network=experts.expert_network,
             expert_options=experts.expert_options,
             expert_compute=experts.expert_compute,
+            activation_memory=experts.activation_memory,
+            activation_storage=experts.activation_storage,
             groups=self.groups,
             shared_expert_dim=experts.shared_expert_dim,
             shared_expert_gate=experts.shared_expert_gate,

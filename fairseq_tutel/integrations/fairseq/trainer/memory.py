@@ -111,8 +111,11 @@ class MemoryMixin:
         """Return options that reduce memory and are not on yet."""
         model, sharding = self.cfg.model, self.cfg.distributed_training.zero_sharding
         sliced = str(getattr(model, "moe_expert_placement", "")) == "sliced"
+        checkpoints = getattr(model, "checkpoint_activations", False)
+        keeps_less = getattr(model, "moe_activation_memory", "lean") != "fast"
         is_on = {
-            "--checkpoint-activations": getattr(model, "checkpoint_activations", False),
+            "--checkpoint-activations": checkpoints,
+            "--moe-activation-memory lean": checkpoints or keeps_less,
             "--moe-expert-placement sliced (fewer experts than ranks)": sliced,
             "--zero-sharding os (several ranks)": sharding == "os",
         }

@@ -1,0 +1,258 @@
+"""``activation_memory``: results and gradients of ``fast``, with fewer bytes kept."""
+
+import itertools
+
+import pytest
+import torch
+from helpers.distributed import run_ranks
+from helpers.inputs import random_rows
+from helpers.layers import make_layer, run, tokens_of
+from torch.utils.checkpoint import checkpoint
+
+from fairseq_tutel.config import ExchangeConfig
+from fairseq_tutel.distributed import build_groups
+from fairseq_tutel.moe import MoELayer, replace_ffn
+from fairseq_tutel.ops import backend as chooser
+
+M, F, E, T = 16, 32, 4, 96
+MODES = ("lean", "minimal")
+NETWORKS = {
+    "ffn": {"activation": "gelu"},
+    "squared relu": {"activation": "relu_squared"},
+    "swiglu": {"expert_network": "swiglu"},
+    "geglu with biases": {"expert_network": "geglu", "expert_options": {"bias": True}},
+}
+
+
+def step(mode, dtype=torch.float64, compiled=False, tokens=T, **options):
+    """y and the gradients of x and of all parameters, in their order."""
+    options = {"top_k": 2, "capacity_factor": 0.0, **options}
+    torch.manual_seed(1)
+    layer = MoELayer(M, E, F, seed=3, activation_memory=mode, **options).to(dtype)
+    generator = torch.Generator().manual_seed(5)
+    x, dy = torch.randn(2, tokens, M, generator=generator, dtype=torch.float64).to(dtype)
+    x.requires_grad_()
+    torch.manual_seed(2)
+    call = torch.compile(layer, backend="aot_eager") if compiled else layer
+    y = call(x)
+    y.backward(dy)
+    return y.detach(), [x.grad, *(param.grad for param in layer.parameters())]
+
+
+def assert_equal_but_for_rounding(found, wanted, dtype):
+    largest = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
+    for ours, exact in zip(found, wanted, strict=True):
+        assert (ours - exact).double().norm() <= largest * exact.double().norm()
+        assert ours.dtype == exact.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_same_bits_and_gradients_as_fast(network, dtype):
+    layouts = {"capacity_factor": [0.0, 0.75], "dropout": [0.0, 0.3]}
+    for values in itertools.product(*layouts.values()):
+        options = dict(zip(layouts, values, strict=True)) | NETWORKS[network]
+        options["activation_dropout"] = options["dropout"]
+        y, gradients = step("fast", dtype, **options)
+        for mode in MODES:
+            lean_y, lean_gradients = step(mode, dtype, **options)
+            torch.testing.assert_close(lean_y, y, rtol=0, atol=0)
+            assert_equal_but_for_rounding(lean_gradients, gradients, dtype)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("network", ["ffn", "geglu with biases"])
+@pytest.mark.parametrize("layout", [{}, {"capacity_factor": 0.75, "dropout": 0.3}], ids=str)
+def test_kernels(network, layout, monkeypatch):
+    monkeypatch.setattr(chooser, "_requested", "triton")
+    options = {**NETWORKS[network], **layout, "tokens": 20}
+    options["activation_dropout"] = options.get("dropout", 0.0)
+    y, gradients = step("fast", torch.float32, **options)
+    for mode in MODES:
+        lean_y, lean_gradients = step(mode, torch.float32, **options)
+        torch.testing.assert_close(lean_y, y, rtol=0, atol=0)
+        assert_equal_but_for_rounding(lean_gradients, gradients, torch.float32)
+
+
+@pytest.mark.parametrize("storage", ["none", "same", "fp8"])
+def test_registered_operator(storage):
+    row, pair = random_rows(7, 2, 4, 3, "spread")
+    expert = torch.zeros(7, 2, dtype=torch.int32)
+    given = [torch.randn(7, 5), torch.rand(7, 2)]
+    params = [torch.randn(shape) for shape in ((4, 6, 5), (4, 6), (4, 5, 6), (4, 5))]
+    for tensor in (*given, *params):
+        tensor.requires_grad_()
+    how = "gelu", 0.0, 0.0, False, False, storage
+    args = *given, row, pair, expert, *params, None, None, *how
+    torch.library.opcheck(
+        torch.ops.fairseq_tutel.lean_ffn.default,
+        args,
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+def saved_bytes(layer, x):
+    """Bytes of distinct storages that autograd keeps, but for parameters and the input."""
+    known = {t.untyped_storage()._cdata for t in (*layer.parameters(), x)}
+    sizes, alive = {}, []
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            sizes[storage._cdata] = storage.nbytes()
+            alive.append(tensor.detach())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x)
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("network", ["ffn", "swiglu"])
+def test_bytes_per_row(network):
+    def kept(mode, storage="same"):
+        memory = {"activation_memory": mode, "activation_storage": storage}
+        layer = MoELayer(64, 8, 256, capacity_factor=0.0, expert_network=network, **memory)
+        return saved_bytes(layer, torch.randn(512, 64, requires_grad=True)) / (2 * 512)
+
+    planes = 2 if network == "swiglu" else 1
+    routing = kept("minimal")
+    assert routing < 64  # tables and logits
+    assert kept("fast") - routing == pytest.approx(4 * (2 * 64 + (planes + 1) * 256), rel=0.01)
+    assert kept("lean") - routing == 4 * planes * 256
+    assert kept("lean", "bf16") - routing == 2 * planes * 256
+    assert kept("lean", "fp8") - routing == planes * (256 + 4)
+
+
+@pytest.mark.parametrize(("storage", "error"), [("bf16", 4e-3), ("fp8", 5e-2)])
+def test_storage_rounds_gradients_alone(storage, error):
+    y, gradients = step("fast", torch.float32)
+    lean_y, lean = step("lean", torch.float32, activation_storage=storage)
+    torch.testing.assert_close(lean_y, y, rtol=0, atol=0)
+    off = [float((a - b).norm() / b.norm()) for a, b in zip(lean, gradients, strict=True)]
+    assert max(off) < error and max(off) > error / 50
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_of_torch(mode):
+    y, gradients = step("fast", torch.float32)
+    compiled_y, compiled = step(mode, torch.float32, compiled=True)
+    torch.testing.assert_close(compiled_y, y)
+    assert_equal_but_for_rounding(compiled, gradients, torch.float32)
+
+    def autocast(mode):
+        torch.manual_seed(1)
+        layer = MoELayer(M, E, F, seed=3, capacity_factor=0.0, activation_memory=mode)
+        x = torch.randn(T, M, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        y.float().square().sum().backward()
+        return y.detach(), [x.grad, *(param.grad for param in layer.parameters())]
+
+    (fast_y, fast), (lean_y, lean) = autocast("fast"), autocast(mode)
+    torch.testing.assert_close(lean_y, fast_y, rtol=0, atol=0)
+    assert_equal_but_for_rounding(lean, fast, torch.bfloat16)
+
+
+def test_checkpointed_layer_and_frozen_parts():
+    layer = MoELayer(M, E, F, seed=3, capacity_factor=0.0, activation_memory="lean").double()
+    layer.experts.requires_grad_(False)
+    x = torch.randn(T, M, dtype=torch.float64).requires_grad_()
+    (once,) = torch.autograd.grad(layer(x).square().sum(), x)
+    again = checkpoint(layer, x, use_reentrant=False)
+    again.square().sum().backward()
+    torch.testing.assert_close(x.grad, once)
+    assert all(param.grad is None for param in layer.experts.parameters())
+    assert layer.gate.wg.weight.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"activation_memory": "least"}, "'least' is none of fast, lean, minimal"),
+        ({"activation_storage": "fp8"}, "'fp8' is for activation_memory='lean', not 'fast'"),
+        ({"activation_memory": "minimal", "activation_storage": "bf16"}, "not 'minimal'"),
+        ({"activation_memory": "lean", "activation_storage": "int8"}, "none of same, bf16, fp8"),
+        (
+            {"activation_memory": "lean", "expert_network": "clamped_swiglu"},
+            "not for ClampedSwiGLUExperts",
+        ),
+        ({"activation_memory": "lean", "expert_fn": lambda: torch.nn.Linear(M, M)}, "expert_fn"),
+    ],
+)
+def test_refused(options, words):
+    hidden = {} if "expert_fn" in options else {"hidden_dim": F}
+    with pytest.raises(ValueError, match=words):
+        MoELayer(M, E, **hidden, **options)
+
+
+def test_replaced_blocks():
+    model = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(M, 2, F))
+    replace_ffn(model, ["0"], E, activation_memory="minimal")
+    assert model[0].linear1.experts.memory.mode == "minimal"
+
+
+def test_hooks_see_the_experts():
+    layer = MoELayer(M, E, F, seed=3, capacity_factor=0.0, activation_memory="minimal")
+    seen = []
+    layer.experts.register_forward_hook(lambda module, given, out: seen.append(out.shape))
+    layer(torch.randn(T, M)).sum().backward()
+    assert seen == [(2 * T, M)]
+
+
+RANKS = [
+    # experts, placement, options of the exchange, of the layer
+    (4, "replicated", {}, {}),
+    (8, "replicated", {"overlap_degree": 4}, {"expert_network": "swiglu"}),
+    (4, "replicated", {"overlap_degree": 2}, {"layout": "padded", "dropout": 0.2}),
+    (8, "replicated", {"wire_compact": True}, {"layout": "padded", "capacity_factor": 1.0}),
+    (2, "sliced", {"r": 1}, {"dropout": 0.2, "activation_dropout": 0.2}),
+    (2, "sliced", {"r": 2, "overlap_degree": 2}, {"dropout": 0.2}),
+    (2, "sliced", {"r": 0}, {"dropout": 0.2}),
+    (4, "replicated", {}, {"record_exchange_time": True}),
+    (4, "replicated", {}, {"local_drop": 0.99}),
+    (4, "replicated", {"algorithm": "2dh", "overlap_degree": 2}, {}),
+]
+
+
+def lean_is_fast_on_ranks(cases):
+    x, target, rows = tokens_of()
+    for experts, placement, exchange, options in cases:
+        groups, results = build_groups(experts, placement=placement), {}
+        for mode in ("fast", *MODES):
+            given = {"exchange": ExchangeConfig(**exchange), "activation_memory": mode}
+            layer = make_layer(groups, **{**options, **given})
+            torch.manual_seed(1)
+            results[mode] = run(layer, x[rows], target[rows])
+        for mode, (name, exact) in itertools.product(MODES, results["fast"].items()):
+            case = (experts, placement, exchange, options, mode, name)
+            found = results[mode][name]
+            assert (found - exact).norm() <= 1e-13 * exact.norm() + 1e-13, case
+            assert name != "y" or torch.equal(found, exact), case
+
+
+def test_on_ranks():
+    run_ranks(lean_is_fast_on_ranks, 4, RANKS)
+
+
+def lean_with_wire_formats():
+    x, target, rows = tokens_of(dtype=torch.float32)
+    for storage, degree in (("same", 1), ("bf16", 2), ("fp8", 1)):
+        exchange = ExchangeConfig(wire="bf16", overlap_degree=degree)
+        memory = {"activation_memory": "lean", "activation_storage": storage}
+        fast, lean = (
+            run(
+                make_layer(build_groups(4), dtype=torch.float32, exchange=exchange, **options),
+                x[rows],
+                target[rows],
+            )
+            for options in ({}, memory)
+        )
+        torch.testing.assert_close(lean["y"], fast["y"], rtol=0, atol=0)
+        largest = 0.15 if storage == "fp8" else 0.02
+        for name, exact in fast.items():
+            assert (lean[name] - exact).norm() <= largest * exact.norm(), (storage, name)
+
+
+def test_wire_formats_and_storage_on_ranks():
+    run_ranks(lean_with_wire_formats, 2)
