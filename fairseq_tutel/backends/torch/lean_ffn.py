@@ -8,7 +8,7 @@ An output before combining is ``out = fc2(a)``. The gradient of its weight is ``
 second product of the forward pass is not repeated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -161,12 +161,10 @@ def lean_ffn_bwd(
     d_weight_R = weight_R.new_zeros(num_rows + 1)  # one more entry, for dropped pairs
     d_w1, d_w2 = (empty(w, w.shape if needs_params else (0,)) for w in params[::2])
     d_b1, d_b2 = network.bias_gradients(params, needs_params)
+    gather = _gatherer(dest_row_TK, src_pair_R)
     rows = x_TM.new_empty((experts, 0 if offsets is not None else num_rows // experts, model_dim))
     for group in groups_of(rows, hidden_dim, offsets):
-        x, dy = (
-            group.shape(dispatch_fwd(tokens, dest_row_TK, src_pair_R[group.rows]))
-            for tokens in (x_TM, dy_TM)
-        )
+        x, dy = (group.shape(gather(tokens, group.rows)) for tokens in (x_TM, dy_TM))
         d_rows = group.split(d_rows_RM) if needs_x else None
         weights = group.split(weight_R), group.split(d_weight_R)
         d_fc2, d_fc1, active = network.lean_backward(
@@ -222,6 +220,21 @@ def lean_chunk_bwd(
         sum_rows(found.d_fc1_gNF, d_b1[group.experts])
         sum_rows(found.d_fc2_gNM, d_b2[group.experts])
     return d_rows, d_weight_R, d_fc2_RM.view(dy.shape), d_fc1_RF, active_RF, d_b1, d_b2
+
+
+def _gatherer(dest_row_TK: Tensor, src_pair_R: Tensor) -> Callable[[Tensor, slice], Tensor]:
+    """Return a function of tokens (T, M) and a slice of the rows: these rows, zero if unused."""
+    if dest_row_TK.numel() == 0:
+        return lambda x_TM, rows: dispatch_fwd(x_TM, dest_row_TK, src_pair_R[rows])
+    unused_R1 = (src_pair_R < 0)[:, None]
+    all_used = src_pair_R.device.type == "cpu" and not unused_R1.any()
+    token_R = src_pair_R.clamp(min=0).long() // dest_row_TK.shape[1]
+
+    def gather(x_TM, rows):
+        gathered = x_TM.index_select(0, token_R[rows])
+        return gathered if all_used else gathered.masked_fill_(unused_R1[rows], 0)
+
+    return gather
 
 
 def _sum_params(group: Group, values: Sequence[Tensor], d_params: Sequence[Tensor]) -> None:
