@@ -254,7 +254,8 @@ class MoELayer(nn.Module):
         if steering is not None:
             steering.finish(routing.expert_TK, x.shape[:-1], self.recorders)
         choice = choice.with_local_drop(call, agreed.draw, self.layer_index)
-        y_TM, record = self._through_experts(x_TM, routing, choice, agreed, record)
+        given_TM = x_TM if routing.tokens_TM is None else routing.tokens_TM
+        y_TM, record = self._through_experts(given_TM, routing, choice, agreed, record)
         if self.shared_expert is not None:
             y_TM = y_TM + self.shared_expert(x_TM)
         y_TM = mask_tokens(y_TM, config.final_output_masking, self.training)

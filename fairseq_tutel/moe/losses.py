@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .. import ops
+
 
 def balance_loss(
     prob_sum_E: torch.Tensor,
@@ -23,10 +25,9 @@ def balance_loss(
             (arXiv 2202.08906).
     """
     scale = prob_sum_E.shape[0] / at_least_1(num_tokens) ** 2 / choices
-    if not isinstance(scale, torch.Tensor):  # with a dtype that the product has too
-        scale = torch.tensor(scale, dtype=prob_sum_E.dtype, device="cpu")
-    # two operations: each one costs a launch in the forward and in the backward pass
-    return torch.dot(prob_sum_E, chosen_E * scale)
+    if isinstance(scale, torch.Tensor):
+        return torch.dot(prob_sum_E, chosen_E * scale)
+    return ops.scaled_dot(prob_sum_E, chosen_E, scale)
 
 
 def sequence_balance_loss(

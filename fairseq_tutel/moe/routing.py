@@ -111,6 +111,8 @@ class Routing(NamedTuple):
             choices, so that the counts follow from the others.
         row_end_E: int32, end of each expert's rows in a ragged buffer; None: the running sum of
             ``num_kept_per_expert_E``.
+        tokens_TM: the router's tokens with gradient, to dispatch in place of the layer's: the same
+            values; the router adds to their gradient. None: dispatch the layer's.
     """
 
     expert_TK: torch.Tensor
@@ -123,6 +125,7 @@ class Routing(NamedTuple):
     padded: bool
     num_full_K: torch.Tensor | None = None
     row_end_E: torch.Tensor | None = None
+    tokens_TM: torch.Tensor | None = None
 
     @property
     def num_experts(self) -> int:

@@ -22,8 +22,8 @@ from .expert_ffn import (
     ffn_chunks_bwd_params,
 )
 from .fp8 import FP8_MULTIPLE, check_fp8
-from .gate_logits import gate_logits
-from .gating import topk_gating
+from .gate_logits import gate_logits, gate_logits_and_tokens
+from .gating import scaled_dot, topk_gating
 from .lean_ffn import (
     ActivationMemory,
     LeanChunk,
@@ -68,6 +68,7 @@ __all__ = [
     "ffn_chunks_bwd_params",
     "finite_max",
     "gate_logits",
+    "gate_logits_and_tokens",
     "gathers_tokens",
     "get_backend",
     "lean_chunk",
@@ -76,6 +77,7 @@ __all__ = [
     "pair_values",
     "low_rank_bwd",
     "quantize_",
+    "scaled_dot",
     "row_weights",
     "set_backend",
     "token_ffn",

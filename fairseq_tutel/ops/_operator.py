@@ -1,6 +1,6 @@
 """Registration of operators, and the checks and gradients that they share."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class Operator:
         if torch.compiler.is_compiling():
             return self._definition(*args)
         tensors = [value for value in args if isinstance(value, Tensor)]
-        if _is_plain_eager(args, tensors):
+        if is_plain_eager(args, tensors):
             if not (torch.is_grad_enabled() and _any_requires_grad(tensors)):
                 return self._function(*args)
             if self._apply is not None:
@@ -92,8 +92,8 @@ def _key_set(*names: str) -> int:
     return keys.raw_repr()
 
 
-def _make_is_plain_eager() -> Callable[[tuple, list[Tensor]], bool]:
-    """Return :func:`_is_plain_eager`.
+def _make_is_plain_eager() -> Callable[[tuple, Sequence[Tensor]], bool]:
+    """Return :func:`is_plain_eager`.
 
     torch has no public form of these questions. If a torch lacks one of the private names, no call
     counts as plain eager mode.
@@ -114,7 +114,8 @@ def _make_is_plain_eager() -> Callable[[tuple, list[Tensor]], bool]:
     except AttributeError:
         return lambda args, tensors: False
 
-    def is_plain_eager(args: tuple, tensors: list[Tensor]) -> bool:
+    def is_plain_eager(args: tuple, tensors: Sequence[Tensor]) -> bool:
+        """Return whether nothing but a backend and autograd sees a call with these arguments."""
         if is_profiled() or forward_ad._current_level >= 0 or has_torch_function(args):
             return False
         if keys_of_thread().raw_repr() not in thread_keys:
@@ -124,7 +125,7 @@ def _make_is_plain_eager() -> Callable[[tuple, list[Tensor]], bool]:
     return is_plain_eager
 
 
-_is_plain_eager = _make_is_plain_eager()
+is_plain_eager = _make_is_plain_eager()
 
 
 def operator(

@@ -110,3 +110,36 @@ def topk_gating(
         logits_TE, top_k, noise_TE, pad_T, key_TE, sums
     )
     return expert, gate, prob_sum, entropy_sum, lse
+
+
+@operator("scaled_dot", lambda a, b, scale: (a.new_empty(()), a.new_empty(a.shape)))
+def _scaled_dot(a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return implementation("scaled_dot_fwd", a)(a, b, scale)
+
+
+def _dot_setup(ctx, inputs, output):
+    weight = output[1]
+    ctx.mark_non_differentiable(weight)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(weight)
+
+
+def _dot_backward(ctx, d_dot, d_weight):
+    return None if d_dot is None else d_dot * ctx.saved_tensors[0], None, None
+
+
+_scaled_dot.register_autograd(_dot_backward, setup_context=_dot_setup)
+
+
+def scaled_dot(a_E: Tensor, b_E: Tensor, scale: float) -> Tensor:
+    """Return ``scale * <a, b>``, the form of balance losses, by one launch each way.
+
+    Args:
+        a_E: (E,) fp32 (fp64 on the torch backend); differentiable.
+        b_E: (E,) int32 or int64.
+
+    Raises:
+        ValueError: different shapes.
+    """
+    check_shape("b", b_E, a_E.shape)
+    return _scaled_dot(a_E, b_E, scale)[0]

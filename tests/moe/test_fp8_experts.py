@@ -12,6 +12,15 @@ from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.ops.fp8 import check_fp8
 
 M, F, E = 64, 128, 4
+
+
+@pytest.fixture(autouse=True)
+def emulated(request, monkeypatch):
+    """Tests on a CPU also pass where the machine has a GPU without fp8."""
+    if "gpu" not in request.keywords:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 NETWORKS = {"ffn": 0.06, "swiglu": 0.07}  # largest relative RMS error of the outputs
 
 
@@ -94,6 +103,17 @@ def test_a_gpu_without_fp8_is_refused(monkeypatch):
         else:
             check_fp8(torch.device("cuda", 0))
     check_fp8.cache_clear()
+
+
+def test_the_constructor_refuses_a_gpu_without_fp8(monkeypatch):
+    def refuse(device):
+        raise ValueError(f"no fp8 on {device}")
+
+    monkeypatch.setattr(ops, "check_fp8", refuse)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="no fp8 on cuda"):
+        MoELayer(M, E, F, expert_compute="fp8")
+    MoELayer(M, E, F, expert_compute="same")
 
 
 def test_refusals():

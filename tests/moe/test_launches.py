@@ -139,7 +139,7 @@ def inside(monkeypatch, backend, request):
         function = choose(name, tensor)
 
         def recorded(*args, **options):
-            with recorder:
+            with torch.utils._python_dispatch._disable_current_modes(), recorder:
                 return function(*args, **options)
 
         return recorded
@@ -162,6 +162,8 @@ def inside(monkeypatch, backend, request):
     for name in ("dispatch", "expert_ffn", "gate_logits", "gating", "rows", "slots"):
         module = importlib.import_module(f"fairseq_tutel.ops.{name}")
         monkeypatch.setattr(module, "implementation", implementation)
+    gate = importlib.import_module("fairseq_tutel.ops.gate_logits")
+    monkeypatch.setattr(gate, "is_plain_eager", lambda *given: True)  # as without the recorder
     return recorder
 
 
@@ -180,10 +182,10 @@ def recorded_step(layer, x, inside):
 
 
 # With a linear gate on one rank. Forward: the gate's product, top-k, its sums, three for slots and
-# rows, two for the balance loss, dispatch, two products, the activation between them, combine.
+# rows, the balance loss, dispatch, two products, the activation between them, combine.
 # Backward: one of the loss, combine, fc2's bias, four products, two of the activation, dispatch,
-# weights, gating, five of the gate, and the sum of the tokens' gradients.
-LAUNCHES = {"padded": (13, 18), "dropless": (13, 18)}
+# weights, gating, four of the gate, one of which adds to the tokens' gradient.
+LAUNCHES = {"padded": (12, 16), "dropless": (12, 16)}
 
 
 @pytest.mark.interpreted
@@ -216,9 +218,8 @@ def test_bytes_that_a_dropless_layer_moves_beside_the_experts_products(inside, m
     products = {"_rows_product_kernel", "_weight_gradient_kernel"}
     assert products <= {name for name, _ in moved}
     total = sum(count for name, count in moved if name not in products)
-    # 4.56e9 with passes over tails and fc2's bias. The sum of the tokens' two gradients and the
-    # gate's are 0.27e9 of these: autograd lets no product add to another operator's gradient.
-    assert total <= 4.15e9, moved
+    # 4.56e9 with passes over tails and fc2's bias; what is added to in place counts once
+    assert total <= 3.95e9, moved
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.assertions import rms_ratio
 from helpers.dispatched import Dispatched
 from helpers.inputs import random_rows
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -16,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fairseq_tutel import ops
 from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.moe.routing import RouterCall
 from fairseq_tutel.ops import _operator
 from fairseq_tutel.ops import backend as chooser
 
@@ -179,7 +181,7 @@ def step(module, x):
 @pytest.fixture
 def registered_alone(monkeypatch):
     """Function: from now on calls go to the registered operators."""
-    return lambda: monkeypatch.setattr(_operator, "_is_plain_eager", lambda *given: False)
+    return lambda: monkeypatch.setattr(_operator, "is_plain_eager", lambda *given: False)
 
 
 def test_plain_eager_mode_runs_the_functions_alone(monkeypatch):
@@ -236,6 +238,22 @@ def test_a_lazily_negated_tensor_has_its_values(monkeypatch):
     monkeypatch.setattr(chooser, "_requested", "triton")
     x = torch._neg_view(torch.randn(7, 5))
     assert x.is_neg() and torch.equal(rows_of(x), rows_of(x.resolve_neg()))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("hooked", [False, True])
+def test_the_router_adds_to_the_tokens_gradient_unless_a_hook_may_keep_it(hooked, monkeypatch):
+    monkeypatch.setattr(chooser, "_requested", "triton")
+    module, x = make(torch.float16, capacity_factor=0.0)
+    if hooked:
+        module.gate.register_full_backward_hook(lambda *given: None)
+    routing, _ = module.gate(x, None, RouterCall(module.config, True, len(x)))
+    assert (routing.tokens_TM is None) == hooked
+    step(module, x)
+    exact, leaf = module.double(), x.detach().double().requires_grad_()
+    monkeypatch.setattr(chooser, "_requested", "torch")
+    step(exact, leaf)
+    assert rms_ratio(x.grad, leaf.grad) < 4e-3
 
 
 def test_a_torch_that_cannot_tell_gets_registered_operators(monkeypatch):

@@ -146,3 +146,41 @@ def test_a_torch_without_wide_sums_of_halves_multiplies_in_fp32(matrix_units, mo
     with FakeTensorMode():
         half = torch.empty(3, 4, dtype=torch.float16, device="cuda")
         assert matrix_units._product_fp32(half, half.t()).dtype == torch.float32
+
+
+@INTERPRETED
+@pytest.mark.parametrize("frozen", ["", "tokens", "weight"])
+@pytest.mark.parametrize("wide", [False, True], ids=["half weight", "fp32 weight"])
+@pytest.mark.parametrize("half", SPLIT_ERROR, ids=str)
+def test_the_gate_adds_to_the_gradient_of_the_tokens(half, wide, frozen, device, matrix_units):
+    """Against fp64; in place without a frozen argument, and rounded once."""
+    x, w = leaves(half, device, torch.float32 if wide else half)
+    x.requires_grad_(frozen != "tokens"), w.requires_grad_(frozen != "weight")
+    logits, tokens = ops.gate_logits_and_tokens(x, w)
+    assert (tokens is None) == (frozen == "tokens")
+    d, dy = torch.randn_like(logits), torch.randn_like(x)
+    outputs, gradients = [logits, tokens], [d, dy.clone()]
+    if tokens is None:
+        outputs, gradients = [logits], [d]
+    torch.autograd.backward(outputs, gradients)
+    exact_x = d.double() @ w.to(half).double() + dy.double()
+    exact_w = d.double().t() @ x.double()
+    limit = 2.1 if device == "cpu" and half == torch.bfloat16 else 1.01
+    for got, exact in ((x.grad, exact_x), (w.grad, exact_w)):
+        if got is not None:
+            rounded = exact.to(got.dtype)
+            assert rms_ratio(got, exact) < limit * rms_ratio(rounded, exact) + SPLIT_ERROR[half]
+
+
+@pytest.mark.interpreted
+def test_unused_tokens_and_second_derivatives(matrix_units):
+    x, w = leaves(torch.bfloat16, "cpu", torch.bfloat16)
+    logits, tokens = ops.gate_logits_and_tokens(x, w)
+    logits.sum().backward()
+    exact = w.double().sum(0).expand_as(x)
+    assert rms_ratio(x.grad, exact) < 1e-2
+    logits, tokens = ops.gate_logits_and_tokens(x, w)
+    (grad,) = torch.autograd.grad(logits.sum() + tokens.square().sum(), x, create_graph=True)
+    assert rms_ratio(grad, exact + 2 * x.double()) < 1e-2
+    with pytest.raises(RuntimeError, match="gate_logits_bwd.* no autograd formula"):
+        grad.sum().backward()

@@ -32,6 +32,7 @@ def calls(requires_grad):
         ("assign_rows", (expert, weight, 4, 3, True, True, None, None, None)),
         ("assign_rows", (expert, weight, 4, None, False, False, torch.rand(7), None, None)),
         ("assign_rows", (expert, weight, 4, 3, False, True, None, position, num_routed)),
+        ("scaled_dot", (torch.randn(4, requires_grad=requires_grad), num_routed[0], 0.5)),
         ("dispatch", (x, row, pair)),
         ("combine", (rows, row, pair, weight, None, None)),
         ("combine", (rows, row, pair, weight, bias, expert)),

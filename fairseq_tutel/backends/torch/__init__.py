@@ -13,7 +13,7 @@ from .dispatch import combine_bwd, combine_fwd, dispatch_bwd, dispatch_fwd
 from .expert_chunks import expert_chunk_bwd, expert_chunks_bwd_params
 from .expert_ffn import expert_ffn_bwd, expert_ffn_fwd
 from .gate_logits import gate_logits_bwd, gate_logits_fwd
-from .gating import topk_gating_bwd, topk_gating_fwd
+from .gating import scaled_dot_fwd, topk_gating_bwd, topk_gating_fwd
 from .lean_ffn import lean_chunk_bwd, lean_ffn_bwd
 from .low_rank import low_rank_bwd
 from .rows import assign_rows_bwd, assign_rows_fwd, sort_pairs_fwd
@@ -50,6 +50,7 @@ __all__ = [
     "lean_ffn_bwd",
     "low_rank_bwd",
     "quantize_",
+    "scaled_dot_fwd",
     "sort_pairs_fwd",
     "token_ffn_bwd",
     "token_ffn_fwd",

@@ -15,7 +15,7 @@ from .expert_ffn import (
     expert_ffn_fwd,
 )
 from .gate_logits import gate_logits_bwd, gate_logits_fwd
-from .gating import topk_gating_bwd, topk_gating_fwd
+from .gating import scaled_dot_fwd, topk_gating_bwd, topk_gating_fwd
 from .lean_ffn import lean_chunk_bwd, lean_ffn_bwd
 from .low_rank import low_rank_bwd
 from .rows import assign_rows_bwd, assign_rows_fwd, sort_pairs_fwd
@@ -46,6 +46,7 @@ __all__ = [
     "lean_chunk_bwd",
     "lean_ffn_bwd",
     "low_rank_bwd",
+    "scaled_dot_fwd",
     "token_ffn_bwd",
     "token_ffn_fwd",
     "topk_gating_bwd",

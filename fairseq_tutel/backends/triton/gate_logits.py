@@ -34,18 +34,31 @@ def _split_kernel(
     out_ptr,  # (A, 2, B) or (2, A, B) half - output; part p of row r: r * stride + p * distance
     wide_ptr,  # (A, B) fp32
     largest_ptr,  # () fp32 - the largest absolute value, or None: not scaled
+    twice_ptr,  # (2, C) half - output: two copies of the factor, or None
+    factor_ptr,  # (C,) float, or None
     num_elements,
     stride,
     distance,
     B: tl.constexpr,
+    C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (cdiv(A * B, BLOCK),); the first part is rounded, the second one the rest, rounded.
+    """Grid (cdiv(A * B, BLOCK) + cdiv(C, BLOCK),): first the split, then the copies.
+
+    The first part is rounded, the second one the rest, rounded.
 
     Example: in bf16, wide [[1.00390625, 2]], B = 2, stride 4, distance 2
-    -> out [[1, 2, 0.00390625, 0]].
+    -> out [[1, 2, 0.00390625, 0]]; factor [3] -> twice [[3], [3]].
     """
-    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.program_id(0).to(tl.int64)
+    num_blocks = tl.cdiv(num_elements, BLOCK)
+    if factor_ptr is not None:
+        offs_c = (block - num_blocks) * BLOCK + tl.arange(0, BLOCK)
+        mask_c = (offs_c >= 0) & (offs_c < C)
+        factor = tl.load(factor_ptr + offs_c, mask=mask_c, other=0.0).to(twice_ptr.dtype.element_ty)
+        tl.store(twice_ptr + offs_c, factor, mask=mask_c)
+        tl.store(twice_ptr + C + offs_c, factor, mask=mask_c)
+    offs = block * BLOCK + tl.arange(0, BLOCK)
     mask = offs < num_elements
     wide = tl.load(wide_ptr + offs, mask=mask, other=0.0)
     if largest_ptr is not None:
@@ -60,19 +73,21 @@ def _split_kernel(
 
 @triton.jit(do_not_specialize=["num_elements"])
 def _join_kernel(
-    out_ptr,  # (A, B) - output: sum of the parts, scaled back, rounded once
+    out_ptr,  # (A, B) - output: sum of the parts, scaled back, rounded once; ADD: plus its values
     parts_ptr,  # (A, 2, B) or (2, A, B) fp32 - part p of row r: r * stride + p * distance
     largest_ptr,  # () fp32 - as of the split, or None
     num_elements,
     stride,
     distance,
     TWO: tl.constexpr,  # whether there is a second part
+    ADD: tl.constexpr,
     B: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Grid (cdiv(A * B, BLOCK),).
 
-    Example: parts [[1, 2], [10, 20]], B = 2, stride 2, distance 2, one row, TWO -> out [[11, 22]].
+    Example: parts [[1, 2], [10, 20]], B = 2, stride 2, distance 2, one row, TWO -> out [[11, 22]];
+    ADD to [[100, 0]] -> out [[111, 22]].
     """
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < num_elements
@@ -83,6 +98,8 @@ def _join_kernel(
         total += tl.load(parts_ptr + distance, mask=mask, other=0.0)
     if largest_ptr is not None:
         total *= _power_of_2(largest_ptr, -1)
+    if ADD:
+        total += tl.load(out_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + offs, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -91,7 +108,7 @@ def gate_logits_fwd(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
     if weight_EM.dtype == x_TM.dtype:
         return _product_fp32(x_TM, weight_EM.t())
     # both halves of the weight side by side: the tokens are read once
-    halves_2EM, largest = _split(weight_EM, x_TM.dtype, dim=0)
+    halves_2EM, largest, _ = _split(weight_EM, x_TM.dtype, dim=0)
     both_T2E = _product_fp32(x_TM, halves_2EM.t())
     num_experts = weight_EM.shape[0]
     return _join(both_T2E, largest, (len(x_TM), num_experts), torch.float32, num_experts)
@@ -104,18 +121,24 @@ def gate_logits_bwd(
     *,
     needs_x: bool = True,
     needs_weight: bool = True,
+    onto_TM: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.gate_logits_bwd`: one split, and a product each."""
+    """:func:`fairseq_tutel.backends.torch.gate_logits_bwd`: one split, and a product each.
+
+    With ``onto_TM``, contiguous and in the dtype of x, d_x is added to it in place.
+    """
     dtype = x_TM.dtype
-    d_T2E, largest = _split(d_logits_TE, dtype, dim=1)
+    d_T2E, largest, twice_2EM = _split(d_logits_TE, dtype, 1, weight_EM if needs_x else None)
     d_x_TM, d_weight_EM = x_TM.new_empty(0), weight_EM.new_empty(0)
-    if needs_x:
+    if twice_2EM is not None:
         # [high | low] @ [w; w], and the sum of both never leaves the matrix units' registers
-        twice_2EM = weight_EM.to(dtype).repeat(2, 1)
-        if largest is None:
+        if largest is not None:  # in fp16 the scaled product may be too large
+            wide_TM = _product_fp32(d_T2E, twice_2EM)
+            d_x_TM = _join(wide_TM, largest, x_TM.shape, dtype, onto=onto_TM)
+        elif onto_TM is None:
             d_x_TM = torch.mm(d_T2E, twice_2EM)
-        else:  # in fp16 the scaled product may be too large
-            d_x_TM = _join(_product_fp32(d_T2E, twice_2EM), largest, x_TM.shape, dtype)
+        else:
+            d_x_TM = onto_TM.addmm_(d_T2E, twice_2EM)
     if needs_weight:
         both_2EM = _product_fp32(d_T2E.t(), x_TM)
         shape = weight_EM.shape
@@ -123,12 +146,15 @@ def gate_logits_bwd(
     return d_x_TM, d_weight_EM
 
 
-def _split(wide_AB: Tensor, dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor | None]:
+def _split(
+    wide_AB: Tensor, dtype: torch.dtype, dim: int, factor_EM: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Split an fp32 matrix (A, B) into the sum of two matrices of a half dtype.
 
     Returns:
         both matrices, one below the other, (2A, B), for ``dim`` 0, or side by side, (A, 2B), for 1;
-        the largest absolute value, by which they are scaled; None for bf16, which has fp32's range.
+        the largest absolute value, by which they are scaled; None for bf16, which has fp32's range;
+        two copies of the factor, one below the other, (2E, M), or None.
     """
     (A, B), wide_AB = wide_AB.shape, wide_AB.contiguous()
     halves = wide_AB.new_empty((2 * A, B) if dim == 0 else (A, 2 * B), dtype=dtype)
@@ -136,11 +162,26 @@ def _split(wide_AB: Tensor, dtype: torch.dtype, dim: int) -> tuple[Tensor, Tenso
     largest = None
     if dtype == torch.float16:
         largest = torch.linalg.vector_norm(wide_AB, float("inf"))
+    twice, C = None, 0
+    if factor_EM is not None:
+        (E, M), C = factor_EM.shape, factor_EM.numel()
+        factor_EM = factor_EM.contiguous()
+        twice = wide_AB.new_empty((2 * E, M), dtype=dtype)
     with device_guard(wide_AB):
-        _split_kernel[(triton.cdiv(A * B, FLAT_BLOCK),)](
-            halves, wide_AB, largest, A * B, stride, distance, B=B, BLOCK=FLAT_BLOCK
+        _split_kernel[(triton.cdiv(A * B, FLAT_BLOCK) + triton.cdiv(C, FLAT_BLOCK),)](
+            halves,
+            wide_AB,
+            largest,
+            twice,
+            factor_EM,
+            A * B,
+            stride,
+            distance,
+            B=B,
+            C=C,
+            BLOCK=FLAT_BLOCK,
         )
-    return halves, largest
+    return halves, largest, twice
 
 
 def _join(
@@ -149,9 +190,13 @@ def _join(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     distance: int = 0,
+    onto: Tensor | None = None,
 ) -> Tensor:
-    """Add up the parts of a product of halves, ``distance`` numbers apart (0: one part)."""
-    out_AB, (A, B) = parts.new_empty(shape, dtype=dtype), shape
+    """Add up the parts of a product of halves, ``distance`` numbers apart (0: one part).
+
+    The sum is added to ``onto`` in place, if given.
+    """
+    (A, B), out_AB = shape, parts.new_empty(shape, dtype=dtype) if onto is None else onto
     with device_guard(parts):
         _join_kernel[(triton.cdiv(A * B, FLAT_BLOCK),)](
             out_AB,
@@ -161,6 +206,7 @@ def _join(
             parts.stride(0),
             distance,
             TWO=distance > 0,
+            ADD=onto is not None,
             B=B,
             BLOCK=FLAT_BLOCK,
         )

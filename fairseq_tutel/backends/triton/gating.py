@@ -163,6 +163,28 @@ def _topk_gating_bwd_kernel(
     tl.store(d_logits_ptr + offs, d_logits, mask=mask)
 
 
+@triton.jit
+def _scaled_dot_kernel(
+    dot_ptr,  # () fp32 - output: scale * <a, b>
+    weight_ptr,  # (E,) fp32 - output: scale * b
+    a_ptr,  # (E,) fp32
+    b_ptr,  # (E,) integers
+    scale,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """One program.
+
+    Example: a [1, 2], b [3, 4], scale 2 -> dot 22, weight [6, 8].
+    """
+    offs = tl.arange(0, BLOCK_E)
+    mask = offs < E
+    weight = tl.load(b_ptr + offs, mask=mask, other=0).to(tl.float32) * scale
+    tl.store(weight_ptr + offs, weight, mask=mask)
+    a = tl.load(a_ptr + offs, mask=mask, other=0.0)
+    tl.store(dot_ptr, tl.sum(a * weight, axis=0))
+
+
 def _tile(num_experts: int) -> tuple[int, int]:
     """(BLOCK_T, BLOCK_E): all experts of a token in one tile."""
     block_e = triton.next_power_of_2(num_experts)
@@ -241,3 +263,16 @@ def topk_gating_bwd(
                 d_logits_TE, *tensors, T, E=E, TOP_K=K, BLOCK_T=block_t, BLOCK_E=block_e
             )
     return d_logits_TE
+
+
+def scaled_dot_fwd(a_E: Tensor, b_E: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """:func:`fairseq_tutel.backends.torch.scaled_dot_fwd` in Triton, in fp32."""
+    E, device = len(a_E), a_E.device
+    a_E = checked("a", a_E, (E,), FP32, device)
+    b_E = checked("b", b_E, (E,), (torch.int32, torch.int64), device)
+    dot, weight_E = a_E.new_empty(()), a_E.new_empty(E)
+    with device_guard(a_E):
+        _scaled_dot_kernel[(1,)](
+            dot, weight_E, a_E, b_E, scale, E=E, BLOCK_E=triton.next_power_of_2(E)
+        )
+    return dot, weight_E

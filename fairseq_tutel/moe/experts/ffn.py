@@ -36,6 +36,9 @@ class Experts(StackedExperts):
                 f"expert_compute='fp8' needs multiples of {ops.FP8_MULTIPLE}, not "
                 f"model_dim={self.model_dim} and {units} hidden units on a rank"
             )
+        elif torch.cuda.is_available():  # the experts are moved there later, if not made there
+            device = self.fc1_weight.device
+            ops.check_fp8(device if device.type == "cuda" else torch.device("cuda"))
         self.fp8 = precision == "fp8"
 
     def keep(self, memory):

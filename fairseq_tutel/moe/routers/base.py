@@ -164,9 +164,17 @@ class TopKRouter(Router):
         """
         raise NotImplementedError
 
+    def logits_and_tokens(self, x_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return :meth:`logits`, and the tokens to dispatch (:class:`..Routing`) or None."""
+        return self.logits(x_TM), None
+
     def forward(
         self, x_TM: torch.Tensor, pad_mask_T: torch.Tensor | None, call: RouterCall
     ) -> tuple[Routing, RouterAux | None]:
+        seen_TM = jitter_tokens(x_TM, call)
         with without_autocast(x_TM.device):
-            logits_TE = self.logits(jitter_tokens(x_TM, call))
-            return route_logits(logits_TE, call, pad_mask_T, self.load_bias)
+            logits_TE, tokens_TM = self.logits_and_tokens(seen_TM)
+            routing, aux = route_logits(logits_TE, call, pad_mask_T, self.load_bias)
+        if tokens_TM is not None and seen_TM is x_TM:
+            routing = routing._replace(tokens_TM=tokens_TM)
+        return routing, aux

@@ -10,6 +10,7 @@ from torch import nn
 
 from ... import ops
 from ...config import ROUTERS, MoEConfig
+from ..torch_modes import is_observed
 from .base import TopKRouter
 
 
@@ -31,3 +32,10 @@ class LinearRouter(TopKRouter):
         if x_TM.dtype in (torch.float16, torch.bfloat16) and not self.config.gating_fp32:
             return nn.functional.linear(x_TM, self.wg.weight.to(x_TM.dtype)).float()
         return ops.gate_logits(x_TM, self.wg.weight)
+
+    def logits_and_tokens(self, x_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        usual = type(self).logits is LinearRouter.logits and isinstance(self.wg, nn.Linear)
+        # a hook could keep the gradient that the gate's product adds to
+        if not usual or not self.config.gating_fp32 or is_observed(self):
+            return self.logits(x_TM), None
+        return ops.gate_logits_and_tokens(x_TM, self.wg.weight)

@@ -53,11 +53,16 @@ def _variants():
     yield gating._topk_gating_fwd_kernel, "fp32", {**one, "BLOCK_T": 32, "BLOCK_E": 1}
     yield gating._topk_gating_sums_kernel, "fp32", sums
     yield gating._topk_gating_bwd_kernel, "fp32", gate
+    yield gating._scaled_dot_kernel, "fp32", {"E": 70, "BLOCK_E": 128}
 
     flat = {"B": 70, "BLOCK": tiles.FLAT_BLOCK}
     for half, largest in (("*bf16", {"largest_ptr": None}), ("*fp16", {})):
-        yield gate_logits._split_kernel, "fp32", {**flat, **largest, "out_ptr": half}
-        yield gate_logits._join_kernel, "fp32", {**flat, **largest, "out_ptr": half, "TWO": True}
+        given = {**flat, **largest, "out_ptr": half}
+        copies = {"C": 70, "twice_ptr": half, "factor_ptr": half}
+        for more in (copies, {"C": 0, "twice_ptr": None, "factor_ptr": None}):
+            yield gate_logits._split_kernel, "fp32", {**given, **more}
+        for two, add in ((True, False), (False, True)):
+            yield gate_logits._join_kernel, "fp32", {**given, "TWO": two, "ADD": add}
 
     slot = {"E": 70, "TOP_K": 2, "BLOCK": tiles.SLOT_BLOCK}
     columns = {"BLOCK_E": tiles.SCAN_BLOCK_COLS, "BLOCK_B": tiles.SCAN_BLOCK_ROWS}

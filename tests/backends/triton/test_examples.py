@@ -61,12 +61,24 @@ def topk_gating_bwd(device):
 
 def split(device):
     (wide,) = tensors(device, [[1.00390625, 2]])
-    yield gate_logits._split(wide, torch.bfloat16, dim=1)[0], [[1, 2, 0.00390625, 0]]
+    (factor,) = tensors(device, [[3]])
+    halves, _, twice = gate_logits._split(wide, torch.bfloat16, 1, factor)
+    yield halves, [[1, 2, 0.00390625, 0]]
+    yield twice, [[3], [3]]
 
 
 def join(device):
     (parts,) = tensors(device, [[1, 2], [10, 20]])
     yield gate_logits._join(parts, None, (1, 2), torch.float32, 2), [[11, 22]]
+    (onto,) = tensors(device, [[100, 0]])
+    yield gate_logits._join(parts, None, (1, 2), torch.float32, 2, onto), [[111, 22]]
+
+
+def scaled_dot(device):
+    (a,), (b,) = tensors(device, [1, 2]), ints(device, [3, 4])
+    dot, weight = kernels.scaled_dot_fwd(a, b, 2.0)
+    yield dot, 22
+    yield weight, [6, 8]
 
 
 def rank_in_block(device):
