@@ -1,10 +1,13 @@
 """Choice of the backend that operators run: ``auto``, ``triton`` or ``torch``."""
 
+import functools
+import importlib
 import importlib.util
 import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -72,7 +75,7 @@ def backend_for(device: torch.device | str) -> str:
     Raises:
         ValueError: the backend was set to triton and the device cannot run it.
     """
-    device_type = torch.device(device).type
+    device_type = device.type if isinstance(device, torch.device) else torch.device(device).type
     name = _chosen.get((_requested, device_type))
     if name is None:
         name, why = _choose(_requested, device_type)
@@ -95,6 +98,12 @@ def _choose(requested: str, device_type: str) -> tuple[str, str]:
     return "torch", f"auto: {reason}"
 
 
+@functools.cache
+def _triton_backend() -> ModuleType:
+    """Import the backend at its first use, because a CPU-only install may lack triton."""
+    return importlib.import_module("..backends.triton", __package__)
+
+
 def implementation(function: str, tensor: torch.Tensor) -> Callable:
     """Return the backend's function of this name for the tensor's device and dtype.
 
@@ -106,9 +115,7 @@ def implementation(function: str, tensor: torch.Tensor) -> Callable:
             fp64, which the kernels do not handle.
     """
     if backend_for(tensor.device) == "triton":
-        # imports triton, which a CPU-only install may lack
-        from ..backends import triton as triton_backend
-
+        triton_backend = _triton_backend()
         if hasattr(triton_backend, function):
             if tensor.dtype != torch.float64:
                 return getattr(triton_backend, function)

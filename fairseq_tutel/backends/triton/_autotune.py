@@ -2,21 +2,26 @@
 
 Autotuned kernels are keyed by model dimensions (and, as Triton does by itself, by dtypes), never
 by token counts, which change from step to step; only work of TUNE_ROWS rows and more is tuned, and
-smaller work takes the first tile that fits. The order of sums is that of the tile, so results are
-the same bits as long as the tiles are: tuning again, in another process, may choose others.
+smaller work takes the first tile that fits. Triton's cache on disk (``TRITON_CACHE_DIR``) keeps
+the choice. The order of sums is that of the tile, so results are the same bits as long as the
+tiles are: tuning again, with an empty cache, may choose others.
 ``FAIRSEQ_TUTEL_AUTOTUNE=0`` pins the first configuration of each list; the interpreter takes
 exactly one, with small tiles.
 """
 
+import functools
+import hashlib
+import json
 import math
 import os
 from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import triton
 
-from ._runtime import INTERPRET
+from ._runtime import INTERPRET, next_power_of_2
 
 T = TypeVar("T")
 
@@ -50,8 +55,11 @@ ACT_TILE_ROWS = 8 if INTERPRET else 64
 
 # Milliseconds for which an implementation is warmed up and timed.
 _WARMUP_MS, _TIMED_MS = 5, 20
+_FILE = "fastest.json"
 # Index of the fastest implementation by its key.
 _fastest: dict[Hashable, int] = {}
+# Blocks and warps of an autotuned kernel's launches by the kernel, sizes and dtypes.
+_tiles: dict[Hashable, dict] = {}
 
 
 def _pinned() -> bool:
@@ -104,7 +112,7 @@ def prune_wide_tiles(configs: list[triton.Config], named_args: dict, **kwargs) -
     args = {**named_args, **kwargs}
     for block, dim in (("BLOCK_M", "M"), ("BLOCK_F", "F")):
         if dim in args:
-            limit = triton.next_power_of_2(args[dim])
+            limit = next_power_of_2(args[dim])
             return [c for c in configs if c.kwargs[block] <= limit] or configs[-1:]
     return configs
 
@@ -113,13 +121,20 @@ def launch(kernel: triton.KernelInterface, grid: tuple | Callable, rows: int, *a
     """Launch an autotuned kernel, tuning it if it works on many rows.
 
     Smaller work takes the first tile that fits, tuned or not, so that its results do not depend on
-    what ran before.
+    what ran before. Later launches do not ask Triton's autotuner, which takes 10 us to answer.
     """
-    if rows >= TUNE_ROWS or len(kernel.configs) == 1:
+    tuned = rows >= TUNE_ROWS and len(kernel.configs) > 1
+    dtypes = [x.dtype for x in (*args, *kw.values()) if isinstance(x, torch.Tensor)]
+    key = (id(kernel), tuned, *[kw[name] for name in kernel.keys], *dtypes)
+    tile = _tiles.get(key)
+    if tile is not None:
+        kernel.fn[grid](*args, **kw, **tile)
+    elif tuned:
         kernel[grid](*args, **kw)
-        return
-    config = prune_wide_tiles(kernel.configs, kw)[0]
-    kernel.fn[grid](*args, **kw, **config.all_kwargs())
+        _tiles[key] = kernel.best_config.all_kwargs()
+    else:
+        tile = _tiles[key] = prune_wide_tiles(kernel.configs, kw)[0].all_kwargs()
+        kernel.fn[grid](*args, **kw, **tile)
 
 
 def fastest(key: Hashable, tune: bool, candidates: Sequence[Callable[[], T]]) -> T:
@@ -136,9 +151,28 @@ def fastest(key: Hashable, tune: bool, candidates: Sequence[Callable[[], T]]) ->
     if key not in _fastest:
         if torch.cuda.is_current_stream_capturing():  # nothing can be timed in a graph
             return candidates[0]()
-        times = [_milliseconds(candidate) for candidate in candidates]
-        _fastest[key] = times.index(min(times))
+        _fastest[key] = _kept_or_timed(key, candidates)
     return candidates[_fastest[key]]()
+
+
+def _kept_or_timed(key: Hashable, candidates: Sequence[Callable[[], object]]) -> int:
+    """Return the index of the fastest candidate from Triton's cache on disk, or time them."""
+    what = f"{_installed()} {torch.cuda.get_device_name()} {len(candidates)} {key}"
+    cache = triton.runtime.cache.get_cache_manager(hashlib.sha256(what.encode()).hexdigest())
+    path = cache.get_file(_FILE)
+    if path is not None:
+        return json.loads(Path(path).read_text())["fastest"]
+    times = [_milliseconds(candidate) for candidate in candidates]
+    found = times.index(min(times))
+    cache.put(json.dumps({"fastest": found, "key": str(key)}), _FILE, binary=False)
+    return found
+
+
+@functools.cache
+def _installed() -> str:
+    """Return a name of these kernels and of the libraries: others are timed again."""
+    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return f"{hashlib.sha256(sources).hexdigest()} {torch.__version__} {triton.__version__}"
 
 
 def _milliseconds(candidate: Callable[[], object]) -> float:

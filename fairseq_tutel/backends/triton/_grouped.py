@@ -34,12 +34,22 @@ from ._grouped_tma import (
     tma_tiles,
     weight_gradient_tma,
 )
-from ._runtime import FLOAT_DTYPES, INT32, INTERPRET, check_tensor, checked, device_guard
+from ._runtime import (
+    FLOAT_DTYPES,
+    INT32,
+    INTERPRET,
+    cdiv,
+    check_tensor,
+    checked,
+    device_guard,
+    next_power_of_2,
+)
 from ._tiles import tile_rows, token_of_row
 
 _HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")  # since torch 2.10
 _DYNAMIC = ["num_rows"]
 _TUNED = {
+    "cache_results": True,
     "configs": product_configs(),
     "prune_configs_by": {"early_config_prune": prune_ieee_tiles},
 }
@@ -286,7 +296,7 @@ def _rows_product(
 
     def grid(meta: dict) -> tuple[int]:
         # an upper bound: every expert, and the tail, may leave its last tile part empty
-        return ((R // meta["BLOCK_R"] + e + 1) * triton.cdiv(B, meta["BLOCK_C"]),)
+        return ((R // meta["BLOCK_R"] + e + 1) * cdiv(B, meta["BLOCK_C"]),)
 
     with device_guard(rows_RA):
         launch(
@@ -304,7 +314,7 @@ def _rows_product(
             e=e,
             A=A,
             B=B,
-            BLOCK_EXPERTS=triton.next_power_of_2(e + 1),
+            BLOCK_EXPERTS=next_power_of_2(e + 1),
             **_source_arguments(source),
             **_precision(rows_RA.dtype),
         )
@@ -339,7 +349,7 @@ def weight_gradient(
     out_eAB = d_RA.new_empty((e, A, B))
 
     def grid(meta: dict) -> tuple[int, int, int]:
-        return triton.cdiv(B, meta["BLOCK_C"]), triton.cdiv(A, meta["BLOCK_R"]), e
+        return cdiv(B, meta["BLOCK_C"]), cdiv(A, meta["BLOCK_R"]), e
 
     if out_eAB.numel() > 0:
         with device_guard(d_RA):

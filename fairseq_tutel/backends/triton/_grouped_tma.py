@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._runtime import INTERPRET, device_guard
+from ._runtime import INTERPRET, device_guard, next_power_of_2
 from ._tiles import ragged_tiles, token_of_row
 
 # Neighbouring tiles of rows whose columns are computed together: their operands stay in the cache.
@@ -285,7 +285,7 @@ def rows_product_tma(
             e=e,
             A=A,
             B=B,
-            BLOCK_EXPERTS=triton.next_power_of_2(e + 1),
+            BLOCK_EXPERTS=next_power_of_2(e + 1),
             **_options(tile, rows_RA.dtype),
         )
     return out_RB

@@ -29,11 +29,20 @@ from ._autotune import (
     launch,
     prune_wide_tiles,
 )
-from ._runtime import FLOAT_DTYPES, INT32, check_tensor, checked, device_guard
+from ._runtime import (
+    FLOAT_DTYPES,
+    INT32,
+    cdiv,
+    check_tensor,
+    checked,
+    device_guard,
+    next_power_of_2,
+)
 from ._tiles import ragged_tiles, tile_rows
 
 _DYNAMIC = ["num_rows", "rows_per_expert"]
 _TUNED = {
+    "cache_results": True,
     "configs": act_configs(),
     "key": ["F", "ACTIVATION", "GATED", "DROPOUT_P"],
     "prune_configs_by": {"early_config_prune": prune_wide_tiles},
@@ -277,7 +286,7 @@ def _checked_options(rows, width, bias, offsets, dropout_p, seed):
     num_rows, rows_per_expert = math.prod(rows.shape[:-1]), 0
     if offsets is None:
         rows_per_expert = rows.shape[1]
-        num_tiles = num_experts * triton.cdiv(rows_per_expert, ACT_TILE_ROWS)
+        num_tiles = num_experts * cdiv(rows_per_expert, ACT_TILE_ROWS)
     else:  # an upper bound: every expert, and the tail, may leave its last tile part empty
         num_tiles = num_rows // ACT_TILE_ROWS + num_experts + 1
     sizes = {
@@ -285,7 +294,7 @@ def _checked_options(rows, width, bias, offsets, dropout_p, seed):
         "rows_per_expert": rows_per_expert,
         "e": num_experts,
         "TILE": ACT_TILE_ROWS,
-        "BLOCK_EXPERTS": triton.next_power_of_2(num_experts + 1),
+        "BLOCK_EXPERTS": next_power_of_2(num_experts + 1),
     }
     return (bias, offsets, seed), num_tiles, sizes
 
@@ -293,7 +302,7 @@ def _checked_options(rows, width, bias, offsets, dropout_p, seed):
 def _launch(kernel, tensors, num_tiles, sizes, F, activation, dropout_p) -> None:
     launch(
         kernel,
-        lambda meta: (num_tiles, triton.cdiv(F, meta["BLOCK_F"])),
+        lambda meta: (num_tiles, cdiv(F, meta["BLOCK_F"])),
         sizes["num_rows"],
         *tensors,
         **sizes,
@@ -386,7 +395,7 @@ def act_bwd(dy, h, bias, activation, needs_h, weighted, *, offsets, dropout_p, s
         blocked = {**sizes, "BLOCKS": 1 if weighted[1] is None else weighted[1].shape[1]}
         _launch(_bias_act_bwd_dh_kernel, tensors, num_tiles, blocked, F, activation, dropout_p)
         if bias is not None:
-            _bias_act_bwd_db_kernel[(sizes["e"], triton.cdiv(W, SCAN_BLOCK_COLS))](
+            _bias_act_bwd_db_kernel[(sizes["e"], cdiv(W, SCAN_BLOCK_COLS))](
                 d_bias,
                 partial_ZW,
                 rest[0],

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._autotune import ADAM_BLOCK, ADAM_BLOCKS, ADAM_PROGRAMS
-from ._runtime import FLOAT_DTYPES, FP32, check_tensor, checked, device_guard
+from ._runtime import FLOAT_DTYPES, FP32, cdiv, check_tensor, checked, device_guard, next_power_of_2
 
 
 @triton.jit
@@ -244,7 +244,7 @@ def adam16_step_(
         maxima = checked("maxima", maxima, shape, FP32, state.param.device)
         max_bits = maxima.view(torch.int32).unsqueeze(-1)
     num_programs = max_bits.shape[-1]
-    blocks = triton.cdiv(state.num_elements, ADAM_BLOCK * ADAM_BLOCKS)
+    blocks = cdiv(state.num_elements, ADAM_BLOCK * ADAM_BLOCKS)
     with device_guard(state.param):
         _adam16_step_kernel[(blocks, state.num_slices)](
             *new_scales,
@@ -258,7 +258,7 @@ def adam16_step_(
             *_betas(beta1, beta2),
             eps,
             BLOCK=ADAM_BLOCK,
-            BLOCK_P=triton.next_power_of_2(num_programs),
+            BLOCK_P=next_power_of_2(num_programs),
             BLOCKS=ADAM_BLOCKS,
             num_warps=8,
         )
@@ -272,7 +272,7 @@ def _betas(beta1: float, beta2: float) -> tuple[float, ...]:
 def _max_bits(state: _State, beta1: float, beta2: float, grad_multiplier: Tensor) -> Tensor:
     """Bits of the maxima of the new statistics, [2, Q, n] int32, of the shares of n programs."""
     slices, elements = state.num_slices, state.num_elements
-    num_programs = min(triton.cdiv(elements, ADAM_BLOCK), max(1, ADAM_PROGRAMS // slices))
+    num_programs = min(cdiv(elements, ADAM_BLOCK), max(1, ADAM_PROGRAMS // slices))
     shape = (2, slices, num_programs)
     max_bits = torch.empty(shape, dtype=torch.int32, device=state.param.device)
     with device_guard(state.param):

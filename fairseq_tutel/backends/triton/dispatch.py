@@ -15,10 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ._autotune import ROWS_PER_PROGRAM, launch, move_configs, prune_wide_tiles
-from ._runtime import FLOAT_DTYPES, INT32, checked, device_guard
+from ._runtime import FLOAT_DTYPES, INT32, cdiv, checked, device_guard, next_power_of_2
 
 _DYNAMIC = ["num_tokens", "num_rows"]
 _TUNED = {
+    "cache_results": True,
     "configs": move_configs(),
     "key": ["M", "TOP_K"],
     "prune_configs_by": {"early_config_prune": prune_wide_tiles},
@@ -260,8 +261,8 @@ def _token_to_rows(
         return
 
     def grid(meta: dict) -> tuple[int]:
-        row_blocks = 0 if rows_RM is None else triton.cdiv(R, ROWS_PER_PROGRAM)
-        return (triton.cdiv(T, meta["BLOCK_T"]) + row_blocks,)
+        row_blocks = 0 if rows_RM is None else cdiv(R, ROWS_PER_PROGRAM)
+        return (cdiv(T, meta["BLOCK_T"]) + row_blocks,)
 
     with device_guard(x_TM):
         launch(
@@ -280,8 +281,8 @@ def _token_to_rows(
             M=x_TM.shape[1],
             TOP_K=K,
             E=E,
-            BLOCK_K=triton.next_power_of_2(K),
-            BLOCK_E=triton.next_power_of_2(E),
+            BLOCK_K=next_power_of_2(K),
+            BLOCK_E=next_power_of_2(E),
             ROWS_PER_PROGRAM=ROWS_PER_PROGRAM,
         )
 
@@ -303,7 +304,7 @@ def _rows_to_token(
         with device_guard(rows_RM):
             launch(
                 _rows_to_token_kernel,
-                lambda meta: (triton.cdiv(T, meta["BLOCK_T"]),),
+                lambda meta: (cdiv(T, meta["BLOCK_T"]),),
                 T * K,
                 y_TM,
                 rows_RM,

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._autotune import FLAT_BLOCK
-from ._runtime import device_guard
+from ._runtime import cdiv, device_guard
 
 # Since torch 2.8 mm has a dtype of its result.
 _MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()
@@ -168,7 +168,7 @@ def _split(
         factor_EM = factor_EM.contiguous()
         twice = wide_AB.new_empty((2 * E, M), dtype=dtype)
     with device_guard(wide_AB):
-        _split_kernel[(triton.cdiv(A * B, FLAT_BLOCK) + triton.cdiv(C, FLAT_BLOCK),)](
+        _split_kernel[(cdiv(A * B, FLAT_BLOCK) + cdiv(C, FLAT_BLOCK),)](
             halves,
             wide_AB,
             largest,
@@ -198,7 +198,7 @@ def _join(
     """
     (A, B), out_AB = shape, parts.new_empty(shape, dtype=dtype) if onto is None else onto
     with device_guard(parts):
-        _join_kernel[(triton.cdiv(A * B, FLAT_BLOCK),)](
+        _join_kernel[(cdiv(A * B, FLAT_BLOCK),)](
             out_AB,
             parts,
             largest,

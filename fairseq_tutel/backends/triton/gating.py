@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._autotune import GATING_PROGRAMS, GATING_TILE, SCAN_BLOCK_COLS
-from ._runtime import FP32, INT32, checked, device_guard
+from ._runtime import FP32, INT32, cdiv, checked, device_guard, next_power_of_2
 
 _DYNAMIC = ["num_tokens", "num_blocks", "num_partials"]
 # The smallest finite fp32 number, to which logits are clamped as by the twin.
@@ -187,7 +187,7 @@ def _scaled_dot_kernel(
 
 def _tile(num_experts: int) -> tuple[int, int]:
     """(BLOCK_T, BLOCK_E): all experts of a token in one tile."""
-    block_e = triton.next_power_of_2(num_experts)
+    block_e = next_power_of_2(num_experts)
     return max(1, min(32, GATING_TILE // block_e)), block_e
 
 
@@ -211,7 +211,7 @@ def topk_gating_fwd(
     gate_TK, lse_T = logits_TE.new_empty((T, top_k)), logits_TE.new_empty(T)
     prob_sum_E, entropy_sum = (logits_TE.new_empty(s if sums else 0) for s in (E, ()))
     block_t, block_e = _tile(E)
-    num_blocks = triton.cdiv(T, block_t)
+    num_blocks = cdiv(T, block_t)
     num_programs = min(num_blocks, GATING_PROGRAMS)
     if T == 0:
         prob_sum_E.zero_()
@@ -225,7 +225,7 @@ def topk_gating_fwd(
                 *outputs, *inputs, E=E, TOP_K=top_k, BLOCK_T=block_t, BLOCK_E=block_e
             )
             if sums:
-                _topk_gating_sums_kernel[(triton.cdiv(E + 1, SCAN_BLOCK_COLS),)](
+                _topk_gating_sums_kernel[(cdiv(E + 1, SCAN_BLOCK_COLS),)](
                     prob_sum_E,
                     entropy_sum,
                     partial_PE,
@@ -259,7 +259,7 @@ def topk_gating_bwd(
     if T > 0:
         block_t, block_e = _tile(E)
         with device_guard(logits_TE):
-            _topk_gating_bwd_kernel[(triton.cdiv(T, block_t),)](
+            _topk_gating_bwd_kernel[(cdiv(T, block_t),)](
                 d_logits_TE, *tensors, T, E=E, TOP_K=K, BLOCK_T=block_t, BLOCK_E=block_e
             )
     return d_logits_TE
@@ -272,7 +272,5 @@ def scaled_dot_fwd(a_E: Tensor, b_E: Tensor, scale: float) -> tuple[Tensor, Tens
     b_E = checked("b", b_E, (E,), (torch.int32, torch.int64), device)
     dot, weight_E = a_E.new_empty(()), a_E.new_empty(E)
     with device_guard(a_E):
-        _scaled_dot_kernel[(1,)](
-            dot, weight_E, a_E, b_E, scale, E=E, BLOCK_E=triton.next_power_of_2(E)
-        )
+        _scaled_dot_kernel[(1,)](dot, weight_E, a_E, b_E, scale, E=E, BLOCK_E=next_power_of_2(E))
     return dot, weight_E

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._autotune import FLAT_BLOCK, SLOT_BLOCK
-from ._runtime import FP32, INT32, checked, device_guard
+from ._runtime import FP32, INT32, cdiv, checked, device_guard, next_power_of_2
 from .slots import assign_slots, rank_in_blocks
 
 _DYNAMIC = ["num_tokens", "num_rows", "num_token_blocks", "num_slot_blocks", "capacity"]
@@ -139,7 +139,7 @@ def _assign_rows_bwd_kernel(
 
 
 def _tile(top_k: int) -> dict[str, int]:
-    block_k = triton.next_power_of_2(top_k)
+    block_k = next_power_of_2(top_k)
     return {"BLOCK_T": max(1, FLAT_BLOCK // block_k), "BLOCK_K": block_k}
 
 
@@ -174,8 +174,8 @@ def assign_rows_fwd(
     num_kept_E, end_E = make(E), make(0 if padded else E)
     outputs = (dest_row_TK, src_pair_R, weight_TK, num_kept_E, end_E)
     tile = _tile(K)
-    num_token_blocks = triton.cdiv(T, tile["BLOCK_T"])
-    grid = (num_token_blocks + triton.cdiv(num_rows, FLAT_BLOCK),)
+    num_token_blocks = cdiv(T, tile["BLOCK_T"])
+    grid = (num_token_blocks + cdiv(num_rows, FLAT_BLOCK),)
     if grid[0] > 0:
         with device_guard(expert_TK):
             _assign_rows_fwd_kernel[grid](
@@ -192,7 +192,7 @@ def assign_rows_fwd(
                 NORMALIZE=normalize,
                 SLOTS=SLOT_BLOCK,
                 BLOCK_R=FLAT_BLOCK,
-                BLOCK_E=triton.next_power_of_2(E),
+                BLOCK_E=next_power_of_2(E),
                 **tile,
             )
     return outputs
@@ -233,7 +233,7 @@ def assign_rows_bwd(
     if T > 0:
         tile = _tile(K)
         with device_guard(gate_TK):
-            _assign_rows_bwd_kernel[(triton.cdiv(T, tile["BLOCK_T"]),)](
+            _assign_rows_bwd_kernel[(cdiv(T, tile["BLOCK_T"]),)](
                 d_gate_TK, *tensors, T, TOP_K=K, NORMALIZE=normalize, **tile
             )
     return d_gate_TK

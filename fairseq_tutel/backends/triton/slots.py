@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._autotune import SCAN_BLOCK_COLS, SCAN_BLOCK_ROWS, SLOT_BLOCK
-from ._runtime import INT32, check_tensor, checked, device_guard
+from ._runtime import INT32, cdiv, check_tensor, checked, device_guard, next_power_of_2
 
 _DYNAMIC = ["num_tokens", "num_blocks"]
 
@@ -142,16 +142,16 @@ def rank_in_blocks(
     (T, K), E, device = expert_TK.shape, num_experts, expert_TK.device
     expert_TK = checked("expert", expert_TK, (T, K), INT32, device)
     rank_TK = torch.empty((T, K), dtype=torch.int32, device=device)
-    num_blocks = triton.cdiv(T, SLOT_BLOCK)
+    num_blocks = cdiv(T, SLOT_BLOCK)
     hist_KBE = rank_TK.new_empty((K, num_blocks, E))
     if T == 0:
         return rank_TK, hist_KBE, rank_TK.new_zeros((K, E))
     num_routed_KE = rank_TK.new_empty((K, E))
     sizes = {"E": E, "TOP_K": K}
-    block_e = triton.next_power_of_2(E + 1)
+    block_e = next_power_of_2(E + 1)
     pairs = (rank_TK, hist_KBE, expert_TK, order_T, T, num_blocks)
     columns = {"BLOCK_B": SCAN_BLOCK_ROWS, "BLOCK_E": SCAN_BLOCK_COLS}
-    scan_grid = (triton.cdiv(E, SCAN_BLOCK_COLS),)
+    scan_grid = (cdiv(E, SCAN_BLOCK_COLS),)
     with device_guard(expert_TK):
         _rank_in_block_kernel[num_blocks, K](*pairs, **sizes, BLOCK=SLOT_BLOCK, BLOCK_E=block_e)
         _scan_blocks_kernel[scan_grid](hist_KBE, num_routed_KE, num_blocks, **sizes, **columns)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._wire_formats import BLOCK, CARRY_ABOVE_7_4, NOT_FINITE, WIRE_FORMATS, WireFormat, num_blocks
 from ._autotune import WIRE_ROWS
-from ._runtime import FLOAT_DTYPES, check_tensor, checked, device_guard
+from ._runtime import FLOAT_DTYPES, cdiv, check_tensor, checked, device_guard
 
 _DYNAMIC = ["num_rows"]
 _CARRY = tl.constexpr(CARRY_ABOVE_7_4)
@@ -175,7 +175,7 @@ def encode_rows(rows_RM: Tensor, wire_format: str) -> tuple[Tensor, Tensor]:
     wire_RD = torch.empty((R, chosen.num_bytes(M)), dtype=torch.uint8, device=device)
     if rows_RM.numel() == 0:
         return wire_RD, torch.zeros(2, dtype=torch.float32, device=device)
-    num_programs = triton.cdiv(R, WIRE_ROWS)
+    num_programs = cdiv(R, WIRE_ROWS)
     partial_P2 = torch.empty((num_programs, 2), dtype=torch.float32, device=device)
     value, scale, sizes = _written_as(wire_RD, chosen, M)
     with device_guard(rows_RM):
@@ -208,7 +208,7 @@ def decode_rows(wire_RD: Tensor, wire_format: str, out_RM: Tensor) -> Tensor:
         return out_RM.copy_(wire_RD.view(chosen.dtype))
     value, scale, sizes = _written_as(wire_RD, chosen, M)
     with device_guard(wire_RD):
-        _decode_rows_kernel[(triton.cdiv(R, WIRE_ROWS),)](
+        _decode_rows_kernel[(cdiv(R, WIRE_ROWS),)](
             out_RM, value, scale, R, **sizes, CLAMP=out_RM.dtype == torch.float16
         )
     return out_RM

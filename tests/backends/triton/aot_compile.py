@@ -259,6 +259,17 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {{"REG": "registers"}.get(name, name.lower()): int(count) for name, count in found}
 
 
+def amd_resources(amdgcn: str) -> dict[str, int]:
+    """Registers of a thread, bytes of its stack, and registers that were spilled there."""
+    count = {
+        name: int(number)
+        for name, number in re.findall(r"\.((?:vgpr|sgpr|private)\w*):\s*(\d+)", amdgcn)
+    }
+    spilled = count["vgpr_spill_count"] + count["sgpr_spill_count"]
+    stack = count["private_segment_fixed_size"]
+    return {"registers": count["vgpr_count"], "stack": stack, "spilled": spilled}
+
+
 def _chosen(variants):
     """(kernel, dtype, constants, index of the tile)."""
     done = set()
@@ -293,6 +304,8 @@ def compile_all(backend: str, arch: str, variants: str) -> None:
             result |= resources(code)
             result["tma"] = binary.asm["ptx"].count("cp.async.bulk.tensor")
             result["products"] = len(re.findall(r"(?:wgmma|tcgen05)\.mma", binary.asm["ptx"]))
+        else:
+            result |= amd_resources(binary.asm["amdgcn"])
         result["shared"], result["warps"] = binary.metadata.shared, binary.metadata.num_warps
         print(json.dumps(result))
 

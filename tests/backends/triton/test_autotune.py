@@ -22,7 +22,8 @@ class _Kernel:
     """Records how it is launched, tuned or not."""
 
     def __init__(self, configs):
-        self.configs, self.calls, self.fn = configs, [], self
+        self.configs, self.calls, self.fn, self.keys = configs, [], self, ["M"]
+        self.best_config = configs[-1]
 
     def __getitem__(self, grid):
         return lambda *args, **kwargs: self.calls.append((grid, args, kwargs))
@@ -37,9 +38,11 @@ def test_small_work_is_not_tuned():
     (_, args, small), (_, _, large) = kernel.calls
     assert args == ("x",) and small["BLOCK_M"] == 512 and small["num_warps"] == 8
     assert large == {"M": 512}
+    tiles.launch(kernel, (3,), tiles.TUNE_ROWS, "x", M=512)  # tuned: the autotuner is not asked
+    assert kernel.calls[-1][2] == {"M": 512, **configs[-1].all_kwargs()}
     kernel = _Kernel(configs[:1])  # pinned: nothing to tune
     tiles.launch(kernel, (3,), 1, "x", M=512)
-    assert kernel.calls == [((3,), ("x",), {"M": 512})]
+    assert kernel.calls == [((3,), ("x",), {"M": 512, **configs[0].all_kwargs()})]
 
 
 def test_pinned_and_free_lists(monkeypatch):
@@ -64,7 +67,9 @@ def test_products_in_fp32_without_tf32_try_the_tiles_that_do_not_spill():
         assert len(left) == kept
 
 
-def test_the_fastest_implementation_is_kept(monkeypatch):
+def test_the_fastest_implementation_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     timed = []
 
     def milliseconds(candidate):
@@ -83,5 +88,10 @@ def test_the_fastest_implementation_is_kept(monkeypatch):
     assert tiles.fastest("a", True, candidates[:1]) == "slow" and not timed  # no choice
     assert [tiles.fastest("a", True, candidates) for _ in range(2)] == ["fast", "fast"]
     assert timed == ["slow", "too large", "fast"]
+    monkeypatch.setattr(tiles, "_fastest", {})  # another process
+    assert tiles.fastest("a", True, candidates) == "fast" and len(timed) == 3
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another GPU")
+    monkeypatch.setattr(tiles, "_fastest", {})
+    assert tiles.fastest("a", True, candidates) == "fast" and len(timed) == 6
     monkeypatch.setenv("FAIRSEQ_TUTEL_AUTOTUNE", "0")
     assert tiles.fastest("a", True, candidates) == "slow"

@@ -61,6 +61,9 @@ def compiled(*targets):
             assert result["shared"] <= SHARED[result["target"].split(":")[0]], result
         if result["target"].startswith("cuda"):  # of the gating and a tile of the products 8 bytes
             assert result["local"] == 0 and result["stack"] <= 8, result
+            assert 0 < result["registers"] <= 255, result
+        else:
+            assert result["spilled"] == 0 and 0 < result["registers"] <= 512, result
         if result["kernel"] in MOVERS:
             assert result.get("wide", 1) > 0, result
     return results
