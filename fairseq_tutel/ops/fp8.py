@@ -16,7 +16,7 @@ def check_fp8(device: torch.device) -> None:
     """Raise ValueError if the GPU has no products of fp8 groups; say once that a CPU emulates them.
 
     Raises:
-        ValueError: the GPU is older than Hopper or not NVIDIA's, or torch is older than 2.10.
+        ValueError: the GPU is older than Hopper or not NVIDIA's.
     """
     if device.type == "cpu":
         logger.warning(
@@ -29,5 +29,3 @@ def check_fp8(device: torch.device) -> None:
             raise ValueError(
                 f"expert_compute='fp8' needs a Hopper or Blackwell GPU, this is {name}"
             )
-        if not hasattr(torch.nn.functional, "scaled_grouped_mm"):
-            raise ValueError(f"expert_compute='fp8' needs torch 2.10, this is {torch.__version__}")

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._runtime import INTERPRET, device_guard, next_power_of_2
+from ._runtime import INT32, INTERPRET, checked, device_guard, next_power_of_2
 from ._tiles import ragged_tiles, token_of_row
 
 # Neighbouring tiles of rows whose columns are computed together: their operands stay in the cache.
@@ -30,6 +30,14 @@ class Source(NamedTuple):
 
     pair_R: Tensor  # (R,) int32, -1 in unused rows
     top_k: int
+
+
+def checked_source(source: Source | None, device: torch.device) -> Source | None:
+    """Return the source with checked, contiguous pairs; None stays None."""
+    if source is None:
+        return None
+    shape = (len(source.pair_R),)
+    return source._replace(pair_R=checked("source", source.pair_R, shape, INT32, device))
 
 
 class TMATile(NamedTuple):

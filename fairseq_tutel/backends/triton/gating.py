@@ -168,7 +168,7 @@ def _scaled_dot_kernel(
     dot_ptr,  # () fp32 - output: scale * <a, b>
     weight_ptr,  # (E,) fp32 - output: scale * b
     a_ptr,  # (E,) fp32
-    b_ptr,  # (E,) integers
+    b_ptr,  # (E,) int32 or int64
     scale,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,

@@ -1,0 +1,32 @@
+"""Grouped products of e4m3 values, for a torch that has none (before 2.10)."""
+
+import torch
+from torch import Tensor
+
+from ._grouped import launch_rows_product
+
+
+def scaled_product(
+    rows: tuple[Tensor, Tensor],
+    weight: tuple[Tensor, Tensor],
+    offsets: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return ``rows @ weight`` of each expert, for values in e4m3 times their scales.
+
+    Args:
+        rows: (R, A) e4m3 and (R,) fp32; without offsets (e, N, A) and (e, N).
+        weight: (e, A, B) e4m3, with any strides, and (e, B) fp32.
+        offsets: (e,) int32 end row of each expert; None: N rows each.
+        dtype: of the result.
+    """
+    (values, scale), columns = rows, weight[0].shape[2]
+    if offsets is None:
+        experts, rows_each, _ = values.shape
+        ends = torch.arange(1, experts + 1, dtype=torch.int32, device=values.device) * rows_each
+        flat = values.flatten(0, 1), scale.flatten()
+        return scaled_product(flat, weight, ends, dtype).view(experts, rows_each, columns)
+    out_RB = scale.new_empty((len(values), columns), dtype=dtype)
+    if out_RB.numel() > 0:
+        launch_rows_product(out_RB, values, weight[0], offsets, None, scale, weight[1])
+    return out_RB
