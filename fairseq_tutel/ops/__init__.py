@@ -6,7 +6,7 @@ Every function of a layer is also ``torch.ops.fairseq_tutel.<name>``. A file of 
 ``fairseq_tutel/README.md`` explains the letters of shapes.
 """
 
-from .adam import adam16_maxima, adam16_step_, finite_max, quantize_
+from .adam import adam16_maxima, adam16_step_, adam16_steps_, finite_max, quantize_
 from .backend import backend_for, get_backend, set_backend
 from .dispatch import combine, combine_takes_bias, dispatch
 from .expert_ffn import (
@@ -51,6 +51,7 @@ __all__ = [
     "activate",
     "adam16_maxima",
     "adam16_step_",
+    "adam16_steps_",
     "assign_rows",
     "assign_slots",
     "backend_for",

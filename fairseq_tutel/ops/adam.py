@@ -4,12 +4,14 @@ The functions are not registered with torch. They run outside of graphs and auto
 parameter, and a registered operator would cost more than its two launches.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ..backends.torch import finite_max, quantize_
 from .backend import implementation
 
-__all__ = ["adam16_maxima", "adam16_step_", "finite_max", "quantize_"]
+__all__ = ["adam16_maxima", "adam16_step_", "adam16_steps_", "finite_max", "quantize_"]
 
 
 def adam16_maxima(param: Tensor, *tensors: Tensor, **options) -> Tensor:
@@ -50,3 +52,15 @@ def adam16_step_(param: Tensor, *tensors: Tensor, **options) -> tuple[Tensor, Te
         ValueError: shapes, dtypes or devices that do not fit together, on the Triton backend.
     """
     return implementation("adam16_step_", param)(param, *tensors, **options)
+
+
+def adam16_steps_(states: Sequence[Sequence[Tensor]], **options) -> None:
+    """Make the steps of several small tensors, on a GPU in one launch.
+
+    Args:
+        states: param, grad, exp_avg, exp_avg_sq and both scales of each tensor, as of
+            :func:`adam16_step_`; all of one device, params of one dtype, grads of one dtype.
+            Scales are updated in place, too. No tensor is empty.
+        options: of :func:`adam16_step_` but ``maxima``, for all.
+    """
+    implementation("adam16_steps_", states[0][0])(states, **options)

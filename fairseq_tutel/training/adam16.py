@@ -14,7 +14,7 @@ their scales equal. Error bounds: ``backends/torch/adam.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -24,6 +24,9 @@ from torch import Tensor
 from .. import ops
 
 STATISTICS = ("exp_avg", "exp_avg_sq")
+
+# Elements of a slice up to which one program of a GPU makes its step, together with others.
+_SMALL = 1 << 14
 
 # takes the elementwise maximum of a tensor over ranks, in place
 ReduceMax = Callable[[Tensor], object]
@@ -179,24 +182,24 @@ class Adam16(torch.optim.Optimizer):
         devices = {param.device for param, _ in stepped}
         multipliers = {device: _reciprocal(scale, device) for device in devices}
         maxima = self._shared_maxima(params, multipliers)
+        together: dict[tuple, list[list[Tensor]]] = {}  # small parameters by what they share
         for param, group in stepped:
             state, data = self.state[param], param.data.contiguous()
             state["step"] += 1
+            tensors = [data, param.grad.data, *self._statistics(param)]
+            how = param.device, state["step"], *_numbers(group)
+            small = 0 < param.numel() <= _SMALL * max(state["exp_avg_scale"].numel(), 1)
+            if small and id(param) not in maxima and data.data_ptr() == param.data.data_ptr():
+                key = (*how, param.dtype, param.grad.dtype)
+                together.setdefault(key, []).append(tensors)
+                continue
             state["exp_avg_scale"], state["exp_avg_sq_scale"] = ops.adam16_step_(
-                data,
-                param.grad.data,
-                *self._statistics(param),
-                lr=group["lr"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                step=state["step"],
-                grad_multiplier=multipliers[param.device],
-                maxima=maxima.get(id(param)),
+                *tensors, **_options(how, multipliers), maxima=maxima.get(id(param))
             )
             if data.data_ptr() != param.data.data_ptr():
                 param.data.copy_(data)
+        for (*how, _, _), states in together.items():
+            ops.adam16_steps_(states, **_options(how, multipliers))
         return loss
 
     def _shared_maxima(self, params, multipliers) -> dict[int, Tensor]:
@@ -247,6 +250,24 @@ class Adam16(torch.optim.Optimizer):
             if states.get(key):
                 reduce_max_ = self._reduce_max_ if id(param) in self._parts else None
                 self.state[param] = quantize_state(states[key], param, reduce_max_)
+
+
+def _numbers(group: dict[str, Any]) -> tuple[float, ...]:
+    return group["lr"], *group["betas"], group["eps"], group["weight_decay"]
+
+
+def _options(how: Sequence[Any], multipliers: dict[torch.device, Tensor]) -> dict[str, Any]:
+    """Return the options of a step from (device, step, *:func:`_numbers`)."""
+    device, step, lr, beta1, beta2, eps, weight_decay = how
+    return {
+        "lr": lr,
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "step": step,
+        "grad_multiplier": multipliers[device],
+    }
 
 
 def _reciprocal(scale: float | Tensor, device: torch.device) -> Tensor:

@@ -8,9 +8,12 @@ import torch
 from fairseq import utils as fairseq_utils
 from fairseq.optim.adam import Adam as FairseqAdam32
 from helpers.assertions import rms_ratio
+from helpers.dispatched import spied
 
+from fairseq_tutel import ops
 from fairseq_tutel.backends.torch.adam import quantize_, scale_of_max
 from fairseq_tutel.distributed import mark_expert
+from fairseq_tutel.training import adam16
 from fairseq_tutel.training.adam16 import Adam16, dequantize_state, quantize_state
 
 BETAS = (0.9, 0.98)
@@ -310,3 +313,28 @@ def test_parameters_without_contiguous_memory_or_without_elements():
     Adam16([same], lr=0.1).step()
     torch.testing.assert_close(param, same, check_stride=False)
     assert not param.is_contiguous()
+
+
+def test_small_parameters_are_stepped_together(monkeypatch):
+    """One call for all that share a dtype, with the results of one call for each."""
+
+    def results(smallest):
+        torch.manual_seed(0)
+        monkeypatch.setattr(adam16, "_SMALL", smallest)
+        params = [torch.nn.Parameter(torch.randn(size)) for size in (3, 40, 7)]
+        params += [torch.nn.Parameter(torch.randn(5).half()), torch.nn.Parameter(torch.randn(200))]
+        optimizer = adam16.Adam16(params, lr=0.1)
+        together, alone = (
+            spied(monkeypatch, ops, name) for name in ("adam16_steps_", "adam16_step_")
+        )
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.randn(param.shape).to(param.dtype)
+            optimizer.step()
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        return [*params, *map(torch.as_tensor, states)], len(together), len(alone)
+
+    many, *counts = results(100)
+    each, *others = results(0)
+    assert (counts, others) == ([4, 2], [0, 10])
+    assert all(map(torch.equal, many, each))

@@ -8,7 +8,7 @@ torch's own products compute best on a GPU too. A gradient is a plain function (
 import torch
 
 from .activation import ACTIVATIONS
-from .adam import adam16_maxima, adam16_step_, finite_max, quantize_
+from .adam import adam16_maxima, adam16_step_, adam16_steps_, finite_max, quantize_
 from .dispatch import combine_bwd, combine_fwd, dispatch_bwd, dispatch_fwd
 from .expert_chunks import expert_chunk_bwd, expert_chunks_bwd_params
 from .expert_ffn import expert_ffn_bwd, expert_ffn_fwd
@@ -30,6 +30,7 @@ __all__ = [
     "ACTIVATIONS",
     "adam16_maxima",
     "adam16_step_",
+    "adam16_steps_",
     "assign_rows_bwd",
     "assign_rows_fwd",
     "assign_slots",

@@ -32,6 +32,8 @@ taken over finite values only). A slice of zeros has scale 1.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,6 +149,13 @@ def adam16_step_(
     new_avg_scale_Q = quantize_(exp_avg.view(slices, -1), avg_QN, round_up=False, max_Q=avg_max_Q)
     new_sq_scale_Q = quantize_(exp_avg_sq.view(slices, -1), sq_QN, round_up=True, max_Q=sq_max_Q)
     return new_avg_scale_Q.view_as(exp_avg_scale), new_sq_scale_Q.view_as(exp_avg_sq_scale)
+
+
+def adam16_steps_(states: Sequence[Sequence[Tensor]], **options: Any) -> None:
+    """Step several tensors, as :func:`fairseq_tutel.ops.adam16_steps_` does."""
+    for tensors in states:
+        for scale, new in zip(tensors[4:], adam16_step_(*tensors, **options), strict=True):
+            scale.copy_(new)
 
 
 def _new_statistics(grad, state, beta1, beta2, grad_multiplier, dtype):

@@ -6,7 +6,7 @@ gradients are plain functions (``*_bwd``). All raise ValueError for a wrong shap
 """
 
 from .activation import bias_act_bwd, bias_act_fwd
-from .adam import adam16_maxima, adam16_step_
+from .adam import adam16_maxima, adam16_step_, adam16_steps_
 from .dispatch import combine_bwd, combine_fwd, dispatch_bwd, dispatch_fwd
 from .expert_ffn import (
     expert_chunk_bwd,
@@ -26,6 +26,7 @@ from .wire import decode_rows, encode_rows
 __all__ = [
     "adam16_maxima",
     "adam16_step_",
+    "adam16_steps_",
     "assign_rows_bwd",
     "assign_rows_fwd",
     "assign_slots",

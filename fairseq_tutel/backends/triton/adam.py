@@ -17,6 +17,7 @@ N are the elements of a slice, P the programs.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,13 @@ from torch import Tensor
 
 from ._autotune import ADAM_BLOCK, ADAM_BLOCKS, ADAM_PROGRAMS
 from ._runtime import FLOAT_DTYPES, FP32, cdiv, check_tensor, checked, device_guard, next_power_of_2
+
+_TYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
 
 
 @triton.jit
@@ -69,6 +77,25 @@ def _scale_of_bits(bits):
     scale = (exponent << 23).to(tl.float32, bitcast=True)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     return scale, inverse
+
+
+@triton.jit
+def _store_block(param_ptr, avg_ptr, sq_ptr, offs, mask, avg, sq, update, inverses):
+    """Update a block of the parameter, and store its new statistics over their scales."""
+    step_size, decay, eps = update
+    avg_inverse, sq_inverse = inverses
+    param = tl.load(param_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    param -= decay * param
+    param -= step_size * tl.div_rn(avg, tl.sqrt_rn(sq) + eps)
+    tl.store(param_ptr + offs, param.to(param_ptr.dtype.element_ty), mask=mask)
+
+    # 2**-14 is fp16's smallest normal number, 2**-24 the distance of its subnormal numbers:
+    # there exp_avg_sq is rounded up, never to zero.
+    avg *= avg_inverse
+    sq *= sq_inverse
+    sq = tl.where(sq < 2.0**-14, tl.ceil(sq * 2.0**24) * 2.0**-24, sq)
+    tl.store(avg_ptr + offs, avg.to(tl.float16), mask=mask)
+    tl.store(sq_ptr + offs, sq.to(tl.float16), mask=mask)
 
 
 @triton.jit
@@ -158,21 +185,62 @@ def _adam16_step_kernel(
         mask = offs < num_elements
         offs += pid_s * num_elements
         avg, sq = _new_statistics(grad_ptr, avg_ptr, sq_ptr, offs, mask, scales, betas)
-        param = tl.load(param_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-        param -= decay * param
-        param -= step_size * tl.div_rn(avg, tl.sqrt_rn(sq) + eps)
-        tl.store(param_ptr + offs, param.to(param_ptr.dtype.element_ty), mask=mask)
-
-        # 2**-14 is fp16's smallest normal number, 2**-24 the distance of its subnormal numbers:
-        # there exp_avg_sq is rounded up, never to zero.
-        avg *= avg_inverse
-        sq *= sq_inverse
-        sq = tl.where(sq < 2.0**-14, tl.ceil(sq * 2.0**24) * 2.0**-24, sq)
-        tl.store(avg_ptr + offs, avg.to(tl.float16), mask=mask)
-        tl.store(sq_ptr + offs, sq.to(tl.float16), mask=mask)
+        update = (step_size, decay, eps)
+        inverses = (avg_inverse, sq_inverse)
+        _store_block(param_ptr, avg_ptr, sq_ptr, offs, mask, avg, sq, update, inverses)
     if pid_n == 0:
         tl.store(new_avg_scale_ptr + pid_s, new_avg_scale)
         tl.store(new_sq_scale_ptr + pid_s, new_sq_scale)
+
+
+@triton.jit
+def _adam16_small_kernel(
+    table_ptr,  # (S, 7) int64 - addresses of param, grad, both statistics, both scales; and N
+    grad_multiplier_ptr,  # () fp32
+    step_size,  # lr * sqrt(1 - beta2^t) / (1 - beta1^t)
+    decay,  # lr * weight_decay
+    beta1,
+    beta2,
+    grad_weight,  # 1 - beta1
+    square_weight,  # 1 - beta2
+    eps,
+    PARAM: tl.constexpr,  # types of the parameters and of the gradients
+    GRAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (S,); a program makes the whole step of one slice, of whichever parameter.
+
+    Example: one slice with the numbers of :func:`_adam16_step_kernel`: the same results.
+    """
+    table_ptr += tl.program_id(0).to(tl.int64) * 7
+    param_ptr = tl.load(table_ptr).to(tl.pointer_type(PARAM))
+    grad_ptr = tl.load(table_ptr + 1).to(tl.pointer_type(GRAD))
+    avg_ptr = tl.load(table_ptr + 2).to(tl.pointer_type(tl.float16))
+    sq_ptr = tl.load(table_ptr + 3).to(tl.pointer_type(tl.float16))
+    avg_scale_ptr = tl.load(table_ptr + 4).to(tl.pointer_type(tl.float32))
+    sq_scale_ptr = tl.load(table_ptr + 5).to(tl.pointer_type(tl.float32))
+    num_elements = tl.load(table_ptr + 6)
+    scales = _load_scales(avg_scale_ptr, sq_scale_ptr, grad_multiplier_ptr, 0)
+    betas = (beta1, beta2, grad_weight, square_weight)
+    avg_max = tl.zeros([BLOCK], tl.int32)
+    sq_max = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_elements, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        mask = offs < num_elements
+        avg, sq = _new_statistics(grad_ptr, avg_ptr, sq_ptr, offs, mask, scales, betas)
+        avg_max = tl.maximum(avg_max, _finite_bits(avg))
+        sq_max = tl.maximum(sq_max, _finite_bits(sq))
+    new_avg_scale, avg_inverse = _scale_of_bits(tl.max(avg_max, axis=0))
+    new_sq_scale, sq_inverse = _scale_of_bits(tl.max(sq_max, axis=0))
+    for start in range(0, num_elements, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        mask = offs < num_elements
+        avg, sq = _new_statistics(grad_ptr, avg_ptr, sq_ptr, offs, mask, scales, betas)
+        update = (step_size, decay, eps)
+        inverses = (avg_inverse, sq_inverse)
+        _store_block(param_ptr, avg_ptr, sq_ptr, offs, mask, avg, sq, update, inverses)
+    tl.store(avg_scale_ptr, new_avg_scale)
+    tl.store(sq_scale_ptr, new_sq_scale)
 
 
 class _State(NamedTuple):
@@ -210,6 +278,49 @@ class _State(NamedTuple):
     def num_elements(self) -> int:
         """N."""
         return self.param.numel() // self.num_slices
+
+    def addresses(self) -> list[tuple[int, ...]]:
+        """Return a row of the table of :func:`_adam16_small_kernel` for each slice."""
+        N = self.num_elements
+        whole = [(x.data_ptr(), x.element_size() * N) for x in self[:4]]
+        scales = [(x.data_ptr(), x.element_size()) for x in self[4:]]
+        return [
+            (*(start + stride * q for start, stride in (*whole, *scales)), N)
+            for q in range(self.num_slices)
+        ]
+
+
+def adam16_steps_(
+    states: Sequence[Sequence[Tensor]],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_multiplier: Tensor,
+) -> None:
+    """``adam16_steps_`` of ``backends.torch`` in one launch."""
+    checked_states = [_State(*state).checked() for state in states]
+    rows = [row for state in checked_states for row in state.addresses()]
+    first = checked_states[0]
+    device, pinned = first.param.device, first.param.is_cuda
+    table = torch.tensor(rows, dtype=torch.int64, pin_memory=pinned)
+    table = table.to(device, non_blocking=True)  # from pinned memory: nobody waits
+    with device_guard(first.param):
+        _adam16_small_kernel[(len(rows),)](
+            table,
+            grad_multiplier,
+            lr * math.sqrt(1 - beta2**step) / (1 - beta1**step),
+            lr * weight_decay,
+            *_betas(beta1, beta2),
+            eps,
+            PARAM=_TYPES[first.param.dtype],
+            GRAD=_TYPES[first.grad.dtype],
+            BLOCK=ADAM_BLOCK,
+            num_warps=8,
+        )
 
 
 def adam16_maxima(*tensors: Tensor, beta1: float, beta2: float, grad_multiplier: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -36,7 +37,11 @@ from fairseq_tutel.backends.triton import (
     wire,
 )
 
-ADAM = (adam._adam16_max_kernel, adam._adam16_step_kernel)  # always in both halves
+ADAM = (
+    adam._adam16_max_kernel,
+    adam._adam16_step_kernel,
+    adam._adam16_small_kernel,
+)  # always in both halves
 TMA = ("90", "100")  # targets of NVIDIA that have it
 FLOAT = {"fp16": "*fp16", "bf16": "*bf16", "fp32": "*fp32"}
 
@@ -146,6 +151,8 @@ def _variants():
     for dtype in ("fp16", "bf16"):
         yield adam._adam16_max_kernel, dtype, adam_blocks
         yield adam._adam16_step_kernel, dtype, {**adam_blocks, **step_blocks}
+        half = tl.float16 if dtype == "fp16" else tl.bfloat16
+        yield adam._adam16_small_kernel, dtype, {**adam_blocks, "PARAM": half, "GRAD": half}
 
 
 def _fp8_variants():

@@ -71,6 +71,22 @@ def test_kernel_equals_twin(shape, scale_shape, dtype, grad_dtype, device):
     assert bool((difference <= unit * size).all())
 
 
+def test_small_parameters_in_one_launch_equal_their_twin(device):
+    shapes = [((3, 50, 41), (3,)), ((1,), ()), ((), ()), ((2, 1500), (2,))]
+    for dtype, grad_dtype in DTYPES:
+        states = [random_state(*each, dtype, grad_dtype, device) for each in shapes]
+        options = {"step": 3, "grad_multiplier": torch.tensor(0.125, device=device), **OPTIONS}
+        ours, twins = ([[x.clone() for x in state] for state in states] for _ in range(2))
+        kernels.adam16_steps_(ours, **options)
+        torch_adam.adam16_steps_(twins, **options)
+        for (param, _, *rest), (exact, _, *wanted), before in zip(ours, twins, states, strict=True):
+            assert all(map(torch.equal, rest[2:], wanted[2:]))
+            assert_moments_equal(rest[:2], wanted[:2])
+            unit = torch.finfo(dtype).eps if dtype != torch.float32 else 2.0**-21
+            size = exact.float().abs() + (exact.float() - before[0].float()).abs()
+            assert bool(((param.float() - exact.float()).abs() <= unit * size).all())
+
+
 def test_parts_with_the_maxima_of_the_whole_are_the_whole(device):
     """Bit for bit, and the maxima are the twin's but for their rounding."""
     shape = (2, 30, 100)

@@ -239,6 +239,16 @@ def adam16_step(device):
     yield from zip((avg, sq, *scales), (2**14, 2**14, 2**-14, 2**-13), strict=True)
 
 
+def adam16_small(device):
+    options = {"lr": 1.0, "beta1": 0.5, "beta2": 0.5, "eps": 0.0, "weight_decay": 0.0}
+    param, grad, multiplier, *scales = tensors(device, [1], [2], 1, 1, 1)
+    avg, sq = tensors(device, [0], [0], dtype=torch.float16)
+    options |= {"step": 1000, "grad_multiplier": multiplier}
+    kernels.adam16_steps_([(param, grad, avg, sq, *scales)], **options)
+    yield param, [1 - 2**-0.5]
+    yield from zip((avg, sq, *scales), ([2**14], [2**14], 2**-14, 2**-13), strict=True)
+
+
 def adam16_max(device):
     grad, one = tensors(device, [[1, -2]], 1)
     stats = torch.zeros((1, 2), dtype=torch.float16, device=device)
