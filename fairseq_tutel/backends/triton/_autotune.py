@@ -21,7 +21,8 @@ from typing import TypeVar
 import torch
 import triton
 
-from ._runtime import INTERPRET, next_power_of_2
+from ._runtime import INTERPRET
+from ._sizes import next_power_of_2
 
 T = TypeVar("T")
 
@@ -78,6 +79,12 @@ def _configs(
         triton.Config(dict(zip(blocks, sizes, strict=True)), num_warps=warps)
         for warps, *sizes in free
     ]
+
+
+def tuning(configs: list[triton.Config], prune: Callable) -> dict[str, object]:
+    """Return the options of ``triton.autotune`` but its key; results are kept on disk."""
+    prune_by = {"early_config_prune": prune}
+    return {"configs": configs, "prune_configs_by": prune_by, "cache_results": True}
 
 
 def move_configs() -> list[triton.Config]:

@@ -4,9 +4,7 @@ Hopper and Blackwell have three implementations. torch's ``grouped_mm`` is one k
 For other dtypes, and on other GPUs, it copies the offsets to the host and loops over the experts
 (torch 2.11). ``_grouped_tma.py`` computes fp16, and competes with ``grouped_mm`` for bf16 if
 experts have few rows. Everything else takes the kernels here: a program computes one tile and finds
-the tile's expert in the offsets, which stay on the GPU.
-
-A and B are the two dimensions of the weight.
+the tile's expert in the offsets, which stay on the GPU. A and B are the weight's dimensions.
 """
 
 from collections.abc import Callable
@@ -25,6 +23,7 @@ from ._autotune import (
     launch,
     product_configs,
     prune_ieee_tiles,
+    tuning,
 )
 from ._grouped_tma import (
     Source,
@@ -35,25 +34,13 @@ from ._grouped_tma import (
     tma_tiles,
     weight_gradient_tma,
 )
-from ._runtime import (
-    FLOAT_DTYPES,
-    INT32,
-    INTERPRET,
-    cdiv,
-    check_tensor,
-    checked,
-    device_guard,
-    next_power_of_2,
-)
+from ._runtime import FLOAT_DTYPES, INT32, INTERPRET, check_tensor, checked, device_guard
+from ._sizes import cdiv, next_power_of_2
 from ._tiles import tile_rows, token_of_row
 
 _HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")  # since torch 2.10
 _DYNAMIC = ["num_rows"]
-_TUNED = {
-    "cache_results": True,
-    "configs": product_configs(),
-    "prune_configs_by": {"early_config_prune": prune_ieee_tiles},
-}
+_TUNED = tuning(product_configs(), prune_ieee_tiles)
 # Programs per expert that look whether its gradient has to be cleared.
 _CLEARING_PROGRAMS = 128
 
@@ -303,6 +290,7 @@ def launch_rows_product(
     rows_scale_ptr: Tensor | None = None,
     columns_scale_ptr: Tensor | None = None,
 ) -> None:
+    """Compute :func:`_rows_product` into ``out_RB``, times fp32 scales of rows (R,) and (e, B)."""
     (e, A, B), R = weight_eAB.shape, len(out_RB)
     stride_e, stride_a, stride_b = weight_eAB.stride()
 

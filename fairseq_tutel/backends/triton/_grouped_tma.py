@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._runtime import INT32, INTERPRET, checked, device_guard, next_power_of_2
+from ._runtime import INT32, INTERPRET, checked, device_guard
+from ._sizes import next_power_of_2
 from ._tiles import ragged_tiles, token_of_row
 
 # Neighbouring tiles of rows whose columns are computed together: their operands stay in the cache.

@@ -14,16 +14,6 @@ FP32 = (torch.float32,)
 INT32 = (torch.int32,)
 
 
-def cdiv(count: int, size: int) -> int:
-    """Return ``count / size``, rounded up. Triton's function of this name costs 7 us a call."""
-    return -(-count // size)
-
-
-def next_power_of_2(count: int) -> int:
-    """Return the smallest power of two that is at least ``count``; 1 for 0."""
-    return 1 << max(count - 1, 0).bit_length()
-
-
 def check_tensor(
     name: str,
     tensor: Tensor,

@@ -28,24 +28,16 @@ from ._autotune import (
     act_configs,
     launch,
     prune_wide_tiles,
+    tuning,
 )
-from ._runtime import (
-    FLOAT_DTYPES,
-    INT32,
-    cdiv,
-    check_tensor,
-    checked,
-    device_guard,
-    next_power_of_2,
-)
+from ._runtime import FLOAT_DTYPES, INT32, check_tensor, checked, device_guard
+from ._sizes import cdiv, next_power_of_2
 from ._tiles import ragged_tiles, tile_rows
 
 _DYNAMIC = ["num_rows", "rows_per_expert"]
 _TUNED = {
-    "cache_results": True,
-    "configs": act_configs(),
     "key": ["F", "ACTIVATION", "GATED", "DROPOUT_P"],
-    "prune_configs_by": {"early_config_prune": prune_wide_tiles},
+    **tuning(act_configs(), prune_wide_tiles),
 }
 
 

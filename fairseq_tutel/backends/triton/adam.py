@@ -26,7 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ._autotune import ADAM_BLOCK, ADAM_BLOCKS, ADAM_PROGRAMS
-from ._runtime import FLOAT_DTYPES, FP32, cdiv, check_tensor, checked, device_guard, next_power_of_2
+from ._runtime import FLOAT_DTYPES, FP32, check_tensor, checked, device_guard
+from ._sizes import cdiv, next_power_of_2
 
 _TYPES = {
     torch.float64: tl.float64,
@@ -305,9 +306,8 @@ def adam16_steps_(
     checked_states = [_State(*state).checked() for state in states]
     rows = [row for state in checked_states for row in state.addresses()]
     first = checked_states[0]
-    device, pinned = first.param.device, first.param.is_cuda
-    table = torch.tensor(rows, dtype=torch.int64, pin_memory=pinned)
-    table = table.to(device, non_blocking=True)  # from pinned memory: nobody waits
+    table = torch.tensor(rows, dtype=torch.int64, pin_memory=first.param.is_cuda)
+    table = table.to(first.param.device, non_blocking=True)  # from pinned memory: nobody waits
     with device_guard(first.param):
         _adam16_small_kernel[(len(rows),)](
             table,

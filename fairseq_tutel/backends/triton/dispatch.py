@@ -14,16 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._autotune import ROWS_PER_PROGRAM, launch, move_configs, prune_wide_tiles
-from ._runtime import FLOAT_DTYPES, INT32, cdiv, checked, device_guard, next_power_of_2
+from ._autotune import ROWS_PER_PROGRAM, launch, move_configs, prune_wide_tiles, tuning
+from ._runtime import FLOAT_DTYPES, INT32, checked, device_guard
+from ._sizes import cdiv, next_power_of_2
 
 _DYNAMIC = ["num_tokens", "num_rows"]
-_TUNED = {
-    "cache_results": True,
-    "configs": move_configs(),
-    "key": ["M", "TOP_K"],
-    "prune_configs_by": {"early_config_prune": prune_wide_tiles},
-}
+_TUNED = {"key": ["M", "TOP_K"], **tuning(move_configs(), prune_wide_tiles)}
 # Up to this top-k a token's rows are written out one after the other, so that the loads of all are
 # under way at once; their indices and weights are then loaded before the loop over M.
 _MAX_UNROLL = tl.constexpr(4)

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ._autotune import FLAT_BLOCK
-from ._runtime import cdiv, device_guard
+from ._runtime import device_guard
+from ._sizes import cdiv
 
 # Since torch 2.8 mm has a dtype of its result.
 _MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()
@@ -165,7 +166,7 @@ def _split(
     twice, C = None, 0
     if factor_EM is not None:
         (E, M), C = factor_EM.shape, factor_EM.numel()
-        factor_EM = factor_EM.contiguous()
+        factor_EM = factor_EM.to(dtype).contiguous()
         twice = wide_AB.new_empty((2 * E, M), dtype=dtype)
     with device_guard(wide_AB):
         _split_kernel[(cdiv(A * B, FLAT_BLOCK) + cdiv(C, FLAT_BLOCK),)](

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ._autotune import GATING_PROGRAMS, GATING_TILE, SCAN_BLOCK_COLS
-from ._runtime import FP32, INT32, cdiv, checked, device_guard, next_power_of_2
+from ._runtime import FP32, INT32, checked, device_guard
+from ._sizes import cdiv, next_power_of_2
 
 _DYNAMIC = ["num_tokens", "num_blocks", "num_partials"]
 # The smallest finite fp32 number, to which logits are clamped as by the twin.

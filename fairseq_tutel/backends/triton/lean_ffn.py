@@ -5,13 +5,13 @@ the weights. The functions are those of :mod:`fairseq_tutel.backends.torch.lean_
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from .._weights import row_weights
 from ._autotune import act_configs
 from ._grouped_tma import Source
 from ._runtime import checked
+from ._sizes import cdiv, next_power_of_2
 from .activation import act_bwd, bias_act_bwd
 from .dispatch import dispatch_bwd, dispatch_fwd
 from .expert_ffn import elementwise, first_product, product, weight_gradients
@@ -111,7 +111,7 @@ def weighted_act_bwd(
     """
     active = torch.empty_like(dy, memory_format=torch.contiguous_format)
     num_rows, narrowest = weight_R.numel(), min(c.kwargs["BLOCK_F"] for c in act_configs())
-    blocks = triton.next_power_of_2(triton.cdiv(dy.shape[-1], narrowest))
+    blocks = next_power_of_2(cdiv(dy.shape[-1], narrowest))
     weight_R = checked("weight", weight_R, (num_rows,), (torch.float32,), dy.device)
     dot = dy.new_empty((num_rows, blocks), dtype=torch.float32)
     found = act_bwd(dy, h, bias, activation, True, (active, dot, weight_R), **options)

@@ -6,7 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ._autotune import FLAT_BLOCK, SLOT_BLOCK
-from ._runtime import FP32, INT32, cdiv, checked, device_guard, next_power_of_2
+from ._runtime import FP32, INT32, checked, device_guard
+from ._sizes import cdiv, next_power_of_2
 from .slots import assign_slots, rank_in_blocks
 
 _DYNAMIC = ["num_tokens", "num_rows", "num_token_blocks", "num_slot_blocks", "capacity"]

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ._autotune import SCAN_BLOCK_COLS, SCAN_BLOCK_ROWS, SLOT_BLOCK
-from ._runtime import INT32, cdiv, check_tensor, checked, device_guard, next_power_of_2
+from ._runtime import INT32, check_tensor, checked, device_guard
+from ._sizes import cdiv, next_power_of_2
 
 _DYNAMIC = ["num_tokens", "num_blocks"]
 

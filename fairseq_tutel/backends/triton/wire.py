@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .._wire_formats import BLOCK, CARRY_ABOVE_7_4, NOT_FINITE, WIRE_FORMATS, WireFormat, num_blocks
 from ._autotune import WIRE_ROWS
-from ._runtime import FLOAT_DTYPES, cdiv, check_tensor, checked, device_guard
+from ._runtime import FLOAT_DTYPES, check_tensor, checked, device_guard
+from ._sizes import cdiv
 
 _DYNAMIC = ["num_rows"]
 _CARRY = tl.constexpr(CARRY_ABOVE_7_4)

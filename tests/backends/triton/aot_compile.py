@@ -37,11 +37,8 @@ from fairseq_tutel.backends.triton import (
     wire,
 )
 
-ADAM = (
-    adam._adam16_max_kernel,
-    adam._adam16_step_kernel,
-    adam._adam16_small_kernel,
-)  # always in both halves
+# always in both halves
+ADAM = adam._adam16_max_kernel, adam._adam16_step_kernel, adam._adam16_small_kernel
 TMA = ("90", "100")  # targets of NVIDIA that have it
 FLOAT = {"fp16": "*fp16", "bf16": "*bf16", "fp32": "*fp32"}
 
@@ -113,7 +110,7 @@ def _variants():
     clearing = {"PROGRAMS": _grouped._CLEARING_PROGRAMS, "BLOCK": tiles.FLAT_BLOCK}
     yield _grouped._clear_unused_kernel, "bf16", {"AB": 4096 * 16384, **clearing}
 
-    act = {"e": 3, "F": 4096, "TILE": tiles.ACT_TILE_ROWS, "BLOCK_EXPERTS": 4, "BLOCKS": 32}
+    act = {"e": 3, "F": 4096, "TILE": tiles.ACT_TILE_ROWS, "BLOCK_EXPERTS": 4}
     fast = {"active_ptr": None, "dot_ptr": None, "weight_ptr": None}
     padded, unbiased = {"offsets_ptr": None}, {"bias_ptr": None}
     for dtype, name, dropout_p, given in (
@@ -127,9 +124,18 @@ def _variants():
         mode = {**act, "ACTIVATION": name, "GATED": False, "DROPOUT_P": dropout_p, **given}
         partial = {"partial_ptr": None} if "bias_ptr" in given else {}
         yield activation._bias_act_fwd_kernel, dtype, mode
-        yield activation._bias_act_bwd_dh_kernel, dtype, {**mode, **partial, **fast}
-        yield activation._bias_act_bwd_dh_kernel, dtype, {**mode, **partial}
-    sums = {**act, **padded, "ACTIVATION": "linear", "GATED": False, "DROPOUT_P": 0.0, **fast}
+        backward = {**mode, **partial, "BLOCKS": 32}
+        yield activation._bias_act_bwd_dh_kernel, dtype, {**backward, **fast}
+        yield activation._bias_act_bwd_dh_kernel, dtype, backward
+    sums = {
+        **act,
+        **padded,
+        "BLOCKS": 32,
+        "ACTIVATION": "linear",
+        "GATED": False,
+        "DROPOUT_P": 0.0,
+        **fast,
+    }
     yield activation._bias_act_bwd_dh_kernel, "bf16", {**sums, "h_ptr": None, "d_h_ptr": None}
     blocks = {"BLOCK_Z": tiles.SCAN_BLOCK_ROWS, "BLOCK_W": tiles.SCAN_BLOCK_COLS}
     sums = {"e": 3, "W": 4096, "TILE": tiles.ACT_TILE_ROWS, "BLOCK_EXPERTS": 4, **blocks}
@@ -278,13 +284,15 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def amd_resources(amdgcn: str) -> dict[str, int]:
-    """Registers of a thread, bytes of its stack, and registers that were spilled there."""
+    """Registers of a thread, bytes of its stack, and vector registers that were spilled there.
+
+    Scalar registers are spilled to lanes of vector registers.
+    """
     count = {
         name: int(number)
         for name, number in re.findall(r"\.((?:vgpr|sgpr|private)\w*):\s*(\d+)", amdgcn)
     }
-    spilled = count["vgpr_spill_count"] + count["sgpr_spill_count"]
-    stack = count["private_segment_fixed_size"]
+    stack, spilled = count["private_segment_fixed_size"], count["vgpr_spill_count"]
     return {"registers": count["vgpr_count"], "stack": stack, "spilled": spilled}
 
 
