@@ -34,6 +34,22 @@ EXCHANGES = [
 ]  # fmt: skip
 
 
+# a trace of an encoder-decoder with one sparse layer in each stack
+HEAD = {"modes": ["train", "valid"], "ranks": 2, "resumed": False, "update": 0,
+        "experts": {"encoder.1": 3, "decoder.1": 4},
+        "symbols": {"encoder": ["a", "b"], "decoder": ["x", "y", "z"]}}  # fmt: skip
+
+
+def a_pass(update, mode="train", repeated=1):
+    """Three tokens of the encoder and two of the decoder; -3 is a rejected choice."""
+    return {
+        "update": update, "mode": mode, "lengths": {"encoder": [3], "decoder": [2]},
+        "tokens": {"encoder": [0, 1, 0] * repeated, "decoder": [2, 1] * repeated},
+        "choices": {"encoder.1": [[0, 1], [2, -3], [0, 2]] * repeated,
+                    "decoder.1": [[3, 0], [3, 1]] * repeated},
+    }  # fmt: skip
+
+
 def write(file, lines, tail=""):
     file.write_text("".join(f"{line}\n" for line in lines) + tail, "utf-8")
     return file
@@ -80,10 +96,11 @@ def test_pictures_of_all_that_a_run_left(tmp_path, capsys, monkeypatch):
     write(tmp_path / "train.log", log)
     write(tmp_path / "expert_load.jsonl", map(json.dumps, LOADS))
     write(tmp_path / "exchange.jsonl", map(json.dumps, EXCHANGES), '{"update": 1')  # cut short
+    write(tmp_path / "trace-rank-0.jsonl", map(json.dumps, [HEAD, a_pass(2, "valid")]))
     assert picture.main([str(tmp_path)]) == 0
     shown = capsys.readouterr()
-    assert shown.err == "" and len(shown.out.splitlines()) == 3
-    for name in ("loss.png", "experts.png", "exchange.png"):
+    assert shown.err == "" and len(shown.out.splitlines()) == 4
+    for name in ("loss.png", "experts.png", "exchange.png", "trace-valid.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     of_layer = figures[-2].axes[0].collections[0].get_array().reshape(3, 3)
     shares = [[2, 0.5, 0.5], [0, 1.5, 1.5], [float("nan"), float("nan"), 1]]  # by expert
@@ -115,7 +132,7 @@ def test_what_is_missing_is_named(tmp_path, capsys, monkeypatch):
     assert picture.main([str(tmp_path)]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(":")[0] for line in lines] == [
-        "no loss.png", "no experts.png", "no exchange.png",
+        "no loss.png", "no experts.png", "no exchange.png", "no trace-*.png",
     ]  # fmt: skip
     assert "--log FILE" in lines[0] and "--moe-load-log-interval" in lines[1]
     for words in ([str(tmp_path / "none")], [str(tmp_path), "--log", "none"]):
@@ -126,3 +143,22 @@ def test_what_is_missing_is_named(tmp_path, capsys, monkeypatch):
         picture.main([str(tmp_path)])
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 3 and error[-1].endswith("pip install matplotlib")
+
+
+def test_a_trace_has_the_newest_passes_of_all_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(picture.trace, "_TRACED_TOKENS", 9)
+    again = {**HEAD, "resumed": True}
+    lines = [HEAD, a_pass(1), HEAD, a_pass(1), a_pass(2), again, a_pass(3)]  # 10 tokens are kept
+    write(tmp_path / "trace-rank-0.jsonl", map(json.dumps, lines))
+    write(tmp_path / "trace-rank-1.jsonl", map(json.dumps, [HEAD, a_pass(1)]))
+    # of a run on more ranks
+    write(tmp_path / "trace-rank-2.jsonl", map(json.dumps, [HEAD, a_pass(1, repeated=100)]))
+    (mode,) = traces = picture.read_traces(tmp_path)
+    trace, passes = traces[mode], 3
+    assert mode == "train"
+    encoder = {(0, 0): 2, (0, 1): 1, (1, 2): 1, (0, 2): 1}
+    assert trace.pairs["encoder.1"] == {pair: passes * n for pair, n in encoder.items()}
+    assert trace.shares("encoder.1") == [0.4, 0.2, 0.4]
+    assert trace.shares("encoder.1", 0) == [0.5, 0.25, 0.25]
+    assert trace.shares("decoder.1") == [0.25, 0.25, 0, 0.5]
+    assert trace.frequent("encoder.1", 5) == [0, 1] and len(trace.frequent("decoder.1", 1)) == 1

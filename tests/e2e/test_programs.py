@@ -1,6 +1,7 @@
 """Other real commands on one trained model: fairseq-eval-lm, -generate, -validate, the hub; Hydra.
 Their perplexity is held against a loop over the text that uses none of them."""
 
+import json
 import math
 
 import pytest
@@ -83,19 +84,31 @@ def options(data_bin, path):
 @pytest.mark.parametrize(
     "ranks, given, size",
     [
-        (1, [], BLOCK),
-        (4, [], BLOCK),
-        (1, [], 16),
+        (1, {}, BLOCK),
+        (4, {}, BLOCK),
+        (1, {}, 16),
         # ranks that exchange nothing are summed, too
-        (2, ["--model-overrides", "{'moe_expert_parallel_size': 1}"], BLOCK),
+        (2, {"moe_expert_parallel_size": 1}, BLOCK),
     ],
 )
-def test_eval_lm_scores_every_token(evaluate, reference, ranks, given, size):
+def test_eval_lm_scores_and_traces_every_token(evaluate, reference, ranks, given, size, tmp_path):
+    given = ["--model-overrides", repr({**given, "moe_trace": str(tmp_path)})]
     output = evaluate(ranks, "--batch-size", "3", "--tokens-per-sample", str(size), *given)
     loss, tokens = reference("test", size)
+    assert traced_tokens(tmp_path) == (ranks, tokens)
     start = "Evaluated" if ranks == 1 else f"All {ranks} ranks together evaluated"
     assert f"{start} {tokens:,} tokens" in output
     assert perplexity(output) == pytest.approx(2**loss, rel=1e-4)
+
+
+def traced_tokens(folder):
+    """Ranks of a trace, and tokens of all; the one sparse layer has two experts of each."""
+    lines = [json.loads(text) for file in folder.iterdir() for text in file.open()]
+    passes = [each for each in lines if "modes" not in each]
+    choices = [pair for each in passes for pair in each["choices"]["1"]]
+    assert all(len(pair) == 2 for pair in choices)
+    assert len(choices) == sum(len(each["tokens"][""]) for each in passes)
+    return len(lines) - len(passes), len(choices)
 
 
 def test_perplexity_does_not_depend_on_ranks_or_batches(evaluate, reference):
@@ -112,7 +125,7 @@ def test_blocks_that_do_not_fit_are_an_error(evaluate):
     assert "Traceback" not in output and output.count("error") == 2
 
 
-def test_validation_is_of_every_block(data_bin, trained, reference, programs):
+def test_validation_is_of_every_block(data_bin, trained, reference, programs, tmp_path):
     """In training and by fairseq-validate, whose ranks share the blocks, unevenly here."""
     reported = logged(trained[1], "valid")[-1]["inner_loss"]
     assert reported == pytest.approx(reference("valid", BLOCK)[0], abs=2e-3)
@@ -120,7 +133,9 @@ def test_validation_is_of_every_block(data_bin, trained, reference, programs):
     command += ["--valid-subset", "test", "--log-format", "json"]
     found = []
     for ranks in (1, 2):
-        rows = logged(forked(programs, ranks, "fairseq-validate", *command), "test")
+        trace = ["--model-overrides", repr({"moe_trace": f"{tmp_path}/{ranks}"})]
+        rows = logged(forked(programs, ranks, "fairseq-validate", *command, *trace), "test")
+        assert traced_tokens(tmp_path / str(ranks)) == (ranks, reference("test", BLOCK)[1])
         assert len(rows) == ranks  # each tells the same
         for row in rows:
             assert row["inner_loss"] == pytest.approx(reference("test", BLOCK)[0], abs=2e-3)

@@ -25,6 +25,7 @@ from .errors import excepthook, log_filters
 from .options.command_line import with_evaluation_flags
 from .options.options import moe_frequencies
 from .programs import blocks, evaluation, generation, program, ranks, validation
+from .programs.trace import trace_evaluation
 from .trainer import requeue
 from .trainer.growth import follow_set
 from .trainer.sets import save_set, start_of_run
@@ -120,6 +121,7 @@ def _file_of_set(original, filename, suffix, shard_idx, num_shards):
 def _load_model_ensemble_and_task(original, *args, **kwargs):
     models, cfg, task = original(*args, **kwargs)
     if any(has_experts(model) for model in models):
+        trace_evaluation(models[0], task, cfg.model)
         blocks.evaluate_every_block(task)
         validation.share_validation(task)
         generation.prepare_generation(models, task)

@@ -131,6 +131,14 @@ class MoEOptions(
         "updates",
         at_least(0),
     )
+    moe_trace: Optional[str] = _debugging(
+        None,
+        "folder: append the experts of every token to FOLDER/trace-rank-N.jsonl, in training and "
+        "validation; in evaluation by --model-overrides",
+    )
+    moe_trace_interval: int = _debugging(
+        1, "in training, --moe-trace writes every N-th update", at_least(1)
+    )
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from ..criterions import CRITERIONS
 from ..models import ARCHITECTURES, MoETransformerDecoder, name_with_experts
 from ..options.fields import use_present_names
 from ..options.options import EXPERT_DTYPES, moe_frequencies
+from .trace import leave_out_next
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
         "moe_tune_file": None,
         "moe_expert_dtype": "same",
         "moe_map_experts": False,
+        "moe_trace": None,
         **(arg_overrides or {}),
     }
     rank, world_size = process_world()
@@ -242,4 +244,5 @@ def _in_step(batches: Iterable, models, filler: int):
     token = torch.full((1, 1), filler, dtype=torch.int64, device=device)
     while any_rank(False, device):
         for model in models:
+            leave_out_next(model)
             model(src_tokens=token, src_lengths=token.new_ones(1))

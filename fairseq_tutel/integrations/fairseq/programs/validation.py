@@ -15,6 +15,7 @@ from fairseq.utils import apply_to_sample, move_to_cpu
 from ....distributed import gather_texts, process_world
 from ..criterions.moe_criterion import join_passes
 from . import program
+from .trace import leave_out_next
 
 
 def share_validation(task) -> None:
@@ -26,6 +27,7 @@ def share_validation(task) -> None:
     def valid_step(sample, model, criterion):
         if sample:
             return kind.valid_step(task, sample, model, criterion)
+        leave_out_next(model)
         kind.valid_step(task, _any_sample(task, model), model, criterion)
         return 0.0, 0, {}
 

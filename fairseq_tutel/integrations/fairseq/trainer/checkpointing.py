@@ -154,6 +154,8 @@ class CheckpointMixin:
             for name, log in logs.items():
                 part, rewrite = state["extra_state"].get(name), not self.cfg.checkpoint.no_save
                 log.resume(part, self.get_num_updates(), rewrite=rewrite)
+            if self.trace is not None:
+                self.trace.resume(self.get_num_updates(), rewrite=not self.cfg.checkpoint.no_save)
         elif not reset_optimizer:
             logger.warning("%s holds no optimizer state: the optimizer starts afresh", path)
         self.growth.resume(state, self.get_num_updates())

@@ -12,10 +12,8 @@ those of a run that was never interrupted.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +22,7 @@ from fairseq.logging import metrics
 
 from ....moe import RoutingCounts, Utilisation, utilisation
 from ....tuning import ExchangeTuner, describe_key, describe_tuning
+from ..json_lines import append_line, drop_after, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ class ExpertLoadLog:
             ("utilisation", used),
         ):
             line[name] = dict(zip(self._layers, by_layer, strict=True))
-        _append(self._path, line)
+        append_line(self._path, line)
 
     def state(self) -> dict[str, list] | None:
         """Return the sums since the last line, for a checkpoint."""
@@ -84,7 +83,7 @@ class ExpertLoadLog:
         known = state if isinstance(state, dict) else {}
         self._sum = {name: torch.tensor(each) for name, each in known.items()}
         if self._interval and self._writes and rewrite:
-            _drop_after(self._path, update)
+            drop_after(self._path, update)
 
 
 class ExchangeLog:
@@ -110,7 +109,9 @@ class ExchangeLog:
                 continue
             if event["what"] == "decision":
                 logger.info(describe_tuning(event))
-            _append(self._lines, {"update": update, **event, "about": describe_key(event["key"])})
+            append_line(
+                self._lines, {"update": update, **event, "about": describe_key(event["key"])}
+            )
         if self._tuner.milliseconds is not None:
             metrics.log_scalar("moe_exchange_ms", self._tuner.milliseconds, weight=1, round=3)
 
@@ -124,45 +125,10 @@ class ExchangeLog:
             return
         self._tuner.resume(state)
         if self._writes and rewrite:
-            _drop_after(self._lines, update)
+            drop_after(self._lines, update)
 
     def save(self) -> None:
         """Write the file that a run can be pinned to."""
         if self._tuner is None or self._tuner.is_pinned or not self._writes:
             return
-        _replace(self._file, self._tuner.file() + "\n")
-
-
-def _append(path: str, line: dict) -> None:
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-
-
-def _drop_after(path: str, update: int) -> None:
-    """Drop the lines of later updates, and a line that a crash cut short."""
-    if not os.path.exists(path):
-        return
-    with open(path, encoding="utf-8") as file:
-        lines = file.readlines()
-    kept = [line for line in lines if _update_of(line) <= update]
-    if len(kept) < len(lines):
-        _replace(path, "".join(kept))
-
-
-def _update_of(line: str) -> float:
-    try:
-        return json.loads(line)["update"]
-    except (ValueError, KeyError):
-        return float("inf")
-
-
-def _replace(path: str, text: str) -> None:
-    """Write a file in one step, so that readers see the old or the new content.
-
-    Two runs with one folder do not write into each other's temporary file.
-    """
-    temporary = f"{path}.{uuid.uuid4().hex}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(temporary, path)
+        replace_file(self._file, [self._tuner.file(), "\n"])

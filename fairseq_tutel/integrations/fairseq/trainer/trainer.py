@@ -27,6 +27,7 @@ from ..criterions.moe_criterion import join_passes, logged_passes
 from ..options.held_experts import refuse_in_training
 from ..programs import blocks
 from ..programs.ranks import refuse_separate_ranks
+from ..programs.trace import trace_model
 from .checkpointing import CheckpointMixin
 from .growth import RunGrowth
 from .memory import MemoryMixin
@@ -75,6 +76,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
             cfg.checkpoint.save_dir,
             writes=self.is_data_parallel_master,
         )
+        self.trace = trace_model(model, task, cfg.model)
         self.requeue = RequeueRequest()
         self.growth = RunGrowth(cfg, model)
         self._epoch_itr = None
@@ -159,6 +161,8 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         samples = [*fillers, *real]
         for layer in self._model.moe_layers.values():
             layer.update_load.reset()
+        if self.trace is not None:
+            self.trace.before(self.get_num_updates() + 1, len(fillers))
         try:
             with self._explaining_memory():
                 return super().train_step(samples, raise_oom or self._others_wait)
@@ -176,6 +180,8 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         """Validate one batch; among several ranks a rank that runs out of memory does not try
         again.
         """
+        if self.trace is not None:
+            self.trace.before(self.get_num_updates(), int(not sample))
         return super().valid_step(sample, raise_oom or self._others_wait)
 
     @property

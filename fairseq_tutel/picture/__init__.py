@@ -6,6 +6,8 @@ experts.png   load of every expert, and how much of the experts is in use; from
               expert_load.jsonl (written with --moe-load-log-interval N)
 exchange.png  exchange choices that the tuner tried and took; from exchange.jsonl (written with
               --moe-overlap-degree auto, for example)
+trace-*.png   experts of single tokens, and the spread of the load in each layer; of the newest
+              passes of train, valid or eval in trace-rank-*.jsonl (written with --moe-trace FOLDER)
 
 A picture is left out if its file is missing.
 """
@@ -13,23 +15,22 @@ A picture is left out if its file is missing.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import itertools
-import json
 import math
 import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .command_line import CommandLine, run_and_exit
+from ..command_line import CommandLine
+from .run_files import BLUE, GREY, RED, order_of_layer, read_lines
+from .trace import draw_trace, read_traces
 
-_BLUE, _RED, _GREY = "#4878a8", "#c44e52", "#777777"
-_COLORS = (_BLUE, _RED, "#55a868", "#8172b2", "#ccb974", "#64b5cd", _GREY, "#937860")
+_COLORS = (BLUE, RED, "#55a868", "#8172b2", "#ccb974", "#64b5cd", GREY, "#937860")
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf)"
 _EPOCH = re.compile(r'\bepoch"?:? \d+')
 # loss=8.02 and loss 8.02 of --log-format simple, "loss": "8.02" of json
@@ -92,13 +93,6 @@ def read_log(log: Path) -> Curves:
             began = True
     curves.train = curves.train or epochs  # without lines within an epoch: its means
     return curves
-
-
-def read_lines(file: Path) -> Iterator[dict]:
-    """Yield the objects of a file of JSON lines; none for a missing file or a torn line."""
-    for text in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
-        with contextlib.suppress(ValueError):
-            yield json.loads(text)
 
 
 def _figure(panels: int, height: float = 2.4):
@@ -171,11 +165,11 @@ def draw_loss(curves: Curves, picture: Path) -> None:
     figure, (axes,) = _figure(1, 3.2)
     for label, rows, style in (("train", curves.train, "-"), ("valid", curves.valid, "o-")):
         losses = [rows[update]["loss"] for update in sorted(rows)]
-        color = _BLUE if label == "train" else _RED
+        color = BLUE if label == "train" else RED
         axes.plot(sorted(rows), losses, style, color=color, markersize=4, label=label)
     for number, update in enumerate(curves.resumed):
         label = None if number else "resumed from a checkpoint"
-        axes.axvline(update, color=_GREY, linestyle="--", linewidth=1, label=label)
+        axes.axvline(update, color=GREY, linestyle="--", linewidth=1, label=label)
     axes.set(xlabel="update", ylabel="loss (bits per token)")
     axes.set_title("Loss in training and validation (cross-entropy, without the gate loss)")
     axes.legend()
@@ -185,17 +179,11 @@ def draw_loss(curves: Curves, picture: Path) -> None:
     figure.savefig(picture, dpi=150)
 
 
-def _order_of_layer(name: str) -> tuple[bool, int]:
-    """Return the sort key of a layer's name, ``3`` or ``encoder.3``: the encoder comes first."""
-    side, _, number = name.rpartition(".")
-    return side == "decoder", int(number)
-
-
 def draw_experts(lines: Sequence[dict], picture: Path) -> None:
     """Draw each expert's load over updates, a heat map per MoE layer, and the utilisation."""
     records = {line["update"]: line for line in lines}  # the last line of an update made twice
     updates = sorted(records)
-    layers = sorted(records[updates[-1]]["layers"], key=_order_of_layer)
+    layers = sorted(records[updates[-1]]["layers"], key=order_of_layer)
     used = [update for update in updates if "utilisation" in records[update]]
     figure, grid = _figure(len(layers) + bool(used))
     for axes, layer in zip(grid, layers, strict=False):
@@ -211,7 +199,7 @@ def draw_experts(lines: Sequence[dict], picture: Path) -> None:
     bar = figure.colorbar(mesh, ax=list(grid[: len(layers)]), extend="max", ticks=[0, 1, 2])
     bar.set_label("load relative to an even share")
     names = {"slot": "rows in use", "load": "mean load / largest", "drop": "choices dropped"}
-    for (name, label), color in zip(names.items(), (_BLUE, _RED, _GREY), strict=True):
+    for (name, label), color in zip(names.items(), (BLUE, RED, GREY), strict=True):
         known = [u for u in used if all(name in v for v in records[u]["utilisation"].values())]
         if known:
             of_layers = [[v[name] for v in records[u]["utilisation"].values()] for u in known]
@@ -283,6 +271,9 @@ def draw_run(folder: Path, log: Path | None, out: Path) -> tuple[list[Path], lis
     ):
         why = f"{folder / file} is not there or has no lines; a run writes it with {flag}"
         jobs.append((name, draw, list(read_lines(folder / file)), why))
+    why = f"{folder} has no trace-rank-0.jsonl with passes; a run writes it with --moe-trace FOLDER"
+    traces = read_traces(folder) or {"*": None}
+    jobs += [(f"trace-{mode}.png", draw_trace, trace, why) for mode, trace in traces.items()]
     out.mkdir(parents=True, exist_ok=True)
     pictures, missing = [], []
     for name, draw, data, why in jobs:
@@ -320,7 +311,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout.write("".join(f"{path}\n" for path in pictures))
     sys.stderr.write("".join(f"{line}\n" for line in missing))
     return 0 if pictures else 1
-
-
-if __name__ == "__main__":
-    run_and_exit(main)

@@ -1,0 +1,26 @@
+"""Files of JSON lines that a run writes, and what all pictures of them share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+BLUE, RED, GREY = "#4878a8", "#c44e52", "#777777"
+
+
+def read_lines(file: Path) -> Iterator[dict]:
+    """Yield the objects of a file of JSON lines; none for a missing file or a torn line."""
+    if not file.is_file():
+        return
+    with file.open(encoding="utf-8") as lines:  # a trace may be large
+        for text in lines:
+            with contextlib.suppress(ValueError):
+                yield json.loads(text)
+
+
+def order_of_layer(name: str) -> tuple[bool, int]:
+    """Return the sort key of a layer's name, ``3`` or ``encoder.3``: the encoder comes first."""
+    side, _, number = name.rpartition(".")
+    return side == "decoder", int(number)

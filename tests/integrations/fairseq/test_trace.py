@@ -1,0 +1,134 @@
+"""``--moe-trace``: the experts of every token of the data, each once, beside the gates' logits."""
+
+import json
+
+import pytest
+import torch
+from helpers.distributed import run_ranks
+from helpers.training import LENGTH, make_batch, make_config, make_trainer, save
+from helpers.translation import make_pairs, pair_config
+
+from fairseq_tutel import training
+from fairseq_tutel.distributed import process_world
+
+WORDS = "--moe-expert-count 4 --moe-freq 1 --checkpoint-activations --moe-trace"
+
+
+def read(folder, rank=0):
+    lines = (folder / f"trace-rank-{rank}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _train(cfg):
+    """By pass of this rank on data: the first layer's two best experts of each token, by hand."""
+    rank, world_size = process_world()
+    trainer, best = make_trainer(cfg), []
+    gate = trainer.get_model().decoder.layers[0].moe_layer.gate
+
+    def note(module, inputs, output):
+        logits = inputs[0].detach() @ gate.wg.weight.detach().t()
+        best.append(logits.topk(2).indices.tolist())
+
+    handle = gate.register_forward_hook(note)
+    short = make_batch(7, lengths=[8, 3])
+    # the second rank has no second batch in the update, and none of validation
+    batches = [[make_batch(1), short], [make_batch(2)]]
+    mine = batches[rank] if world_size > 1 else [*batches[0], *batches[1]]
+    trainer.train_step([*mine, *[{}] * (2 - len(mine))])
+    trainer.train_step([make_batch(3 + rank)])
+    with torch.no_grad():
+        trainer.valid_step({} if rank else short)
+    handle.remove()
+    return best
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_and_validation_write_each_token_of_the_data_once(ranks, tmp_path):
+    cfg = make_config(*WORDS.split(), str(tmp_path))
+    best = run_ranks(_train, ranks, cfg)
+    first = [[1, 7], [2]] if ranks == 2 else [[1, 7, 2]]  # seeds of the first update's batches
+    short = make_batch(7, lengths=[8, 3])
+    for rank in range(ranks):
+        head, *passes = read(tmp_path, rank)
+        assert head["ranks"] == ranks and head["experts"] == {"0": 4, "1": 4}
+        assert len(head["symbols"][""]) == 32 and head["modes"] == ["train", "valid"]
+        batches = [short if seed == 7 else make_batch(seed) for seed in first[rank]]
+        kinds = [(1, "train")] * len(batches) + [(2, "train")] + [(2, "valid")] * (not rank)
+        assert [(each["update"], each["mode"]) for each in passes] == kinds
+        batches += [make_batch(3 + rank), *([] if rank else [short])]
+        for batch, each in zip(batches, passes, strict=True):
+            source = batch["net_input"]["src_tokens"]
+            assert each["tokens"][""] == source[source != 1].tolist()
+            assert each["lengths"][""] == (source != 1).sum(1).tolist()
+        for each in passes:
+            for choices in each["choices"].values():
+                assert len(choices) == len(each["tokens"][""])
+        # of the pass in validation, which recomputes nothing and has no filler on this rank
+        if not rank:
+            kept = (source != 1).flatten().tolist()
+            want = [pair for pair, live in zip(best[rank][-1], kept, strict=True) if live]
+            assert passes[-1]["choices"]["0"] == want
+
+
+def test_encoder_and_decoder_have_tokens_of_their_own(tmp_path):
+    words = f"--moe-expert-count 4 --moe-trace {tmp_path} --moe-trace-interval 2"
+    trainer, pairs = make_trainer(pair_config(*words.split()), make_pairs(0)), make_pairs(1)
+    for _ in range(3):
+        trainer.train_step([pairs])
+    head, line = read(tmp_path)
+    assert line["update"] == 2 and set(head["symbols"]) == {"encoder", "decoder"}
+    for stack, name in (("encoder", "src_tokens"), ("decoder", "prev_output_tokens")):
+        given = pairs["net_input"][name]
+        assert line["tokens"][stack] == given[given != 1].tolist()
+        assert len(line["choices"][f"{stack}.1"]) == len(line["tokens"][stack])
+
+
+def test_a_resumed_run_writes_later_updates_again(tmp_path):
+    cfg = make_config(*WORDS.split(), str(tmp_path))
+    cfg.checkpoint.no_save, cfg.checkpoint.save_dir = False, str(tmp_path)
+    trainer = make_trainer(cfg)
+    for update in range(3):
+        trainer.train_step([make_batch(update)])
+        if update == 1:
+            save(trainer, tmp_path / "x.pt")
+    with (tmp_path / "trace-rank-0.jsonl").open("a") as file:
+        file.write('{"update": 1, "mode"')  # cut short by a crash
+    again = make_trainer(cfg)
+    again.load_checkpoint(str(tmp_path / "x.pt"))
+    again.train_step([make_batch(9)])
+    lines = read(tmp_path)
+    assert [each.get("resumed") for each in lines] == [False, None, None, True, None]
+    assert [each["update"] for each in lines] == [0, 1, 2, 0, 3]
+    assert len(lines[-1]["tokens"][""]) == 4 * LENGTH
+
+
+def _passes(cfg):
+    """A pass of the command line's model that is recorded, and one that replays it."""
+    trainer = make_trainer(cfg)
+    model, batch = trainer.get_model(), make_batch(50 + process_world()[0])
+
+    def run():
+        torch.manual_seed(5)
+        model.zero_grad()
+        x, extra = model(**batch["net_input"])
+        (x.float().square().mean() + sum(aux.loss for aux in extra["moe"])).backward()
+        grads = [param.grad for param in model.parameters()]
+        return [x, *(aux.loss for aux in extra["moe"]), *extra["moe_counts"], *grads]
+
+    with training.record_choices(model) as choices:
+        recorded = run()
+    with training.replay_choices(model, choices), training.record_choices(model) as again:
+        replayed = run()
+    assert choices and all(torch.equal(choices[name], again[name]) for name in choices)
+    other = {name: each.flip(0) for name, each in choices.items()}
+    with training.replay_choices(model, other):
+        assert not torch.equal(run()[0], recorded[0])
+    return all(torch.equal(*pair) for pair in zip(recorded, replayed, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_replay_of_the_command_lines_model_has_the_bits_of_the_recorded_pass(ranks):
+    words = "--moe-expert-count 4 --moe-second-expert-policy sampling --dropout 0.1"
+    for more in ("", "--checkpoint-activations"):
+        cfg = make_config(*words.split(), *more.split())
+        assert run_ranks(_passes, ranks, cfg) == [True] * ranks
