@@ -63,6 +63,7 @@ OPTIONS = {
     "images": (numbers, "per rank, in place of the preset's"),
     "modes": (list(PASSES), "what to measure"),
     "without-dense-model": (False, "leave out the dense model"),
+    "without-count": (False, "do not count operations, which takes a pass of each"),
     "repetitions": (0, "0: 6 on a CPU, 20 on a GPU"),
     **CLOCK,
 }
@@ -169,8 +170,10 @@ def make_case(name: str, model: nn.Module, config, images: int, mode: str, dtype
     return Case(name, train if training else infer, model.parameters, select)
 
 
-def point_of(models: dict[str, nn.Module], config, images: int, mode: str, dtype: str) -> Point:
-    """The three cases on so many images, and the ratio of their operations."""
+def point_of(
+    models: dict[str, nn.Module], config, images: int, mode: str, dtype: str, count: bool = True
+) -> Point:
+    """Return the cases on so many images, and the ratio of their operations if it is counted."""
     parameters = list(models[OURS].patch_embed.parameters())
     device, names, missing = parameters[0].device, list(models), {}
     layers = sparse_layers(config, images, dtype)
@@ -183,7 +186,8 @@ def point_of(models: dict[str, nn.Module], config, images: int, mode: str, dtype
     cases = those_that_fit(cases, device, missing)
     about: dict[str, Any] = {"mode": mode, "images": images}
     if {OURS, MASKS}.isdisjoint(missing):
-        about["this_over_masks_by_operations"] = counted_ratio(*cases[:2], layers, mode)
+        if count:
+            about["this_over_masks_by_operations"] = counted_ratio(*cases[:2], layers, mode)
         limit = _AGREEMENT if dtype == "float32" else float("inf")
         about["rms_error_ratio"] = agreement(cases[:2], parameters, limit)[MASKS]
     columns = {"by operations": about.get("this_over_masks_by_operations")}
@@ -215,11 +219,13 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
     repetitions = 2 if options.tiny else options.repetitions or (20 if device.type == "cuda" else 6)
     with Report("swin", ranks, options.output, f"swin-{name}-{device.type}", **about) as report:
         points = (
-            point_of(models, config, number, mode, preset.dtype)
+            point_of(models, config, number, mode, preset.dtype, not options.without_count)
             for mode in options.modes
             for number in images
         )
-        sweep(report, points, ranks, repetitions, warmup=1, clock=options.clock)
+        # without the dense model, the comparison has run every case
+        warmup = int(not options.without_dense_model)
+        sweep(report, points, ranks, repetitions, warmup=warmup, clock=options.clock)
 
 
 main = program(__doc__, OPTIONS, run, PRESETS)
