@@ -1,8 +1,9 @@
 #!/bin/bash
-# Submits the benchmark of the 1.1T configuration at every rung of the ladder, 8 to 512 GPUs: the
-# single layer, the all-to-all, twice: with each rank bound to the cores of its GPU's NUMA node, and
-# unbound; and training end to end with an even load, against the dense S x E x C formulation. One
-# expert per GPU and MoE layer; nothing is saved but the results.
+# Submits the benchmarks at every rung of the ladder, 8 to 512 GPUs. One layer, that of figure 14 of
+# Tutel's paper, beside the dense formulation. The all-to-all, twice: with each rank bound to the
+# cores of its GPU's NUMA node, and unbound. Training of the 1.1T configuration end to end with an
+# even load, beside the dense formulation, with one expert per GPU and MoE layer. Nothing is saved
+# but the results.
 #
 #   scripts/slurm/submit_ladder.sh [options] [-- SBATCH_OPTION ...]
 #
@@ -86,8 +87,8 @@ for count in $gpus; do
         name=moe-$job-$count
         case $job in
             layer)
-                submit "$name" "$nodes" "$each" bench_layer.sbatch --preset meta-1.1t \
-                    --experts "$count" --output "$results/layer-$count.json"
+                submit "$name" "$nodes" "$each" bench_layer.sbatch --preset fig14 \
+                    --output "$results/layer-$count.json"
                 ;;
             alltoall)
                 submit "$name" "$nodes" "$each" bench_alltoall.sbatch \

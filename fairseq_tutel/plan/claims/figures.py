@@ -79,7 +79,7 @@ def speedup_of_a_layer(ladder: Path | None) -> Figure:
     own = [(n, ms["dense"] / ms["this"]) for n, ms in _layer_ms(ladder).items() if "dense" in ms]
     return Figure(
         "PREDICTED: speed-up of one MoE layer over fairseq's dense formulation, A100\n"
-        "16,384 tokens per GPU, width 2,048, two experts per GPU, fp16",
+        "16,384 tokens per GPU, width 2,048, two experts per GPU, half precision",
         "GPUs",
         "times as fast",
         [
@@ -99,7 +99,7 @@ def time_of_a_layer(ladder: Path | None) -> Figure:
     own = _layer_ms(ladder)
     return Figure(
         "PREDICTED: time of one MoE layer, forward and backward, A100\n"
-        "16,384 tokens per GPU, width 2,048, two experts per GPU, fp16",
+        "16,384 tokens per GPU, width 2,048, two experts per GPU, half precision",
         "GPUs",
         "milliseconds",
         [
@@ -247,7 +247,9 @@ def draw_figures(folder: Path, ladder: Path | None = None) -> list[Path]:
     for name, make in FIGURES.items():
         figure = make(ladder)
         if any(line.points for line in figure.lines):
-            path = folder / f"claims-{name}.png"
-            draw_lines(figure.lines, path, figure.title, figure.xlabel, figure.ylabel, figure.ticks)
+            path, ticks = folder / f"claims-{name}.png", figure.ticks
+            if figure.xlabel == "GPUs":  # a cluster may have other numbers of them
+                ticks = ticks | _ticks([gpus for line in figure.lines for gpus, _ in line.points])
+            draw_lines(figure.lines, path, figure.title, figure.xlabel, figure.ylabel, ticks)
             drawn.append(path)
     return drawn
