@@ -161,7 +161,7 @@ def _bias_act_bwd_dh_kernel(
     Example: h [[-3], [1]], e = 1, bias [[1]], relu, dy [[5], [7]] -> d_h [[0], [7]],
     partial [[7]] in one tile. Gated: h [[0, 4], [100, 4]], bias [[0, 1]], swiglu, dy [[2], [2]]
     -> d_h [[5, 0], [10, 200]], partial [[15, 200]]. With weight [2, 3] besides:
-    d_h [[10, 0], [30, 600]], partial [[40, 600]], active [[0], [1200]], dot [[0, 800]].
+    d_h [[10, 0], [30, 600]], partial [[40, 600]], active [[0], [1500]], dot [0, 1000].
     """
     pid = tl.program_id(0).to(tl.int64)
     expert, first, last = tile_rows(

@@ -205,8 +205,8 @@ def bias_act_bwd_dh(device):
     d_h, d_bias, active, dot = lean_ffn.weighted_act_bwd(dy, h, bias, weight, **options)
     yield d_h, [[[10, 0], [30, 600]]]
     yield d_bias, [[40, 600]]
-    yield active, [[[0], [1200]]]
-    yield dot, [0, 800]
+    yield active, [[[0], [1500]]]
+    yield dot, [0, 1000]
 
 
 def bias_act_bwd_db(device):
