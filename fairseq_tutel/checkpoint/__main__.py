@@ -1,4 +1,4 @@
-"""Command line of the checkpoint tools: inspect, merge, merge-lora, reshard, and growth."""
+"""Command line of the checkpoint tools: inspect, merge, merge-lora, reshard, import, and growth."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from ..command_line import EXIT_USAGE, CommandLine, columns, run_and_exit
 from ..config.options import at_least, in_range
+from .folders import import_folder
 from .growth.commands import add_commands, run_growth
 from .inspection import inspect
 from .layout import CheckpointError
@@ -25,9 +26,9 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the parser of ``python -m fairseq_tutel.checkpoint``."""
     parser = CommandLine(
         prog="python -m fairseq_tutel.checkpoint",
-        description="Inspect, merge and reshard checkpoints with experts, and change the number of "
-        "experts. PATH is only read. Exit codes: 0 done, 1 the inspected set is inconsistent, 2 an "
-        "error, printed in one line.",
+        description="Inspect, merge, reshard and import checkpoints with experts, and change the "
+        "number of experts. PATH is only read. Exit codes: 0 done, 1 the inspected set is "
+        "inconsistent, 2 an error, printed in one line.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     show = commands.add_parser("inspect", help="show the content of a checkpoint and its defects")
@@ -51,9 +52,15 @@ def build_parser() -> argparse.ArgumentParser:
         "merge-lora", help="write a set whose weights contain the updates of --moe-lora-rank"
     )
     growth = add_commands(commands, _PATH_HELP)
+    bring = commands.add_parser(
+        "import", help="write a set from a folder of transformers (NllbMoe, or an export)"
+    )
+    bring.add_argument("--ranks", type=in_range(int, at_least(1)), metavar="W",
+                       help="ranks of the new set (default: 1)")  # fmt: skip
+    bring.add_argument("path", metavar="FOLDER", help="with config.json and safetensors")
     for command in (show, join, place, lora):
         command.add_argument("path", metavar="PATH", help=_PATH_HELP)
-    for command in (join, place, lora, *growth):
+    for command in (join, place, lora, bring, *growth):
         command.add_argument(
             "out", metavar="OUT", help="the new NAME.pt; its folder is made if missing"
         )
@@ -77,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(merge_lora(args.path, args.out, force=args.force))
         elif args.command == "reshard":
             print(reshard(args.path, args.out, args.ranks, force=args.force))
+        elif args.command == "import":
+            print(import_folder(args.path, args.out, ranks=args.ranks, force=args.force))
         else:
             print(run_growth(args))
         return 0

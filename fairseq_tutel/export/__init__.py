@@ -1,4 +1,4 @@
-"""Models with experts for other programs: transformers, and C++ without Python.
+"""Models with experts for other programs: transformers, and C++ without Python (language models).
 
     python -m fairseq_tutel.export huggingface CHECKPOINT FOLDER
     python -m fairseq_tutel.export aot CHECKPOINT model.pt2

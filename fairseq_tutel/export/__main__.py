@@ -27,14 +27,14 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``python -m fairseq_tutel.export``."""
     parser = CommandLine(
         prog="python -m fairseq_tutel.export",
-        description="Export a language model with experts to transformers or to C++.",
+        description="Export a model with experts to transformers, or a language model to C++.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     hub = commands.add_parser(
         "huggingface",
-        help="write a folder that transformers loads (trust_remote_code=True)",
+        help="write a folder that transformers loads (language models: trust_remote_code=True)",
     )
     hub.add_argument("checkpoint", metavar="CHECKPOINT", help=_CHECKPOINT)
     hub.add_argument("folder", metavar="FOLDER", type=Path, help="must be new or empty")

@@ -16,12 +16,12 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from ..checkpoint.folders import is_no_weight, place_in_layer
 from ..config import EXPERTS, ROUTERS
 from ..moe import MoELayer
 from .description import LayerConfig, describe_layer
 from .errors import ExportError
 from .huggingface_files.layers_fairseq_moe import FairseqMoEBlock
-from .names import is_no_weight, place_in_layer
 from .source import ModelSource
 from .twin import InferenceModel, inference_layer
 
@@ -50,7 +50,7 @@ def export_aot(
         CheckpointError: the checkpoint cannot be read.
     """
     path = _checked(path, device)
-    source = ModelSource(checkpoint)
+    source = ModelSource(checkpoint, ["transformer_lm_gpt_moe"])
     config = source.config
     if layer is not None:
         names = source.names_in_layer(layer)

@@ -8,21 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..checkpoint.folders import ACTIVATIONS as MODEL_ACTIVATIONS
 from ..config import EXPERTS, MoEConfig
 from .errors import ExportError
 
-# fairseq's names of activations -> those of transformers
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_accurate": "gelu_pytorch_tanh",
-    "gelu_fast": "gelu_pytorch_tanh",
-    "linear": "linear",
-    "relu": "relu",
-    "relu_squared": "relu2",
-    "silu": "silu",
-    "swish": "silu",
-    "tanh": "tanh",
-}
+# those of fairseq's models, and of a layer alone
+ACTIVATIONS = {**MODEL_ACTIVATIONS, "silu": "silu", "swish": "silu"}
 NETWORKS = ("ffn", "swiglu", "geglu", "clamped_swiglu")
 
 

@@ -1,4 +1,4 @@
-"""A language model with experts as a folder for transformers.
+"""A model with experts as a folder for transformers.
 
 Weights are written by safetensors, one file after the other, so that memory holds one file. It does
 not import transformers.
@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 from .errors import ExportError
@@ -20,19 +19,6 @@ from .source import ModelSource
 from .tokenizer import TokenizerFiles, write_json
 
 FILES = Path(__file__).parent / "huggingface_files"
-_CODE = tuple(f"{name}_fairseq_moe.py" for name in ("configuration", "layers", "modeling"))
-_CONFIG = {
-    "architectures": ["FairseqMoEForCausalLM"],
-    "auto_map": {
-        "AutoConfig": "configuration_fairseq_moe.FairseqMoEConfig",
-        "AutoModel": "modeling_fairseq_moe.FairseqMoEModel",
-        "AutoModelForCausalLM": "modeling_fairseq_moe.FairseqMoEForCausalLM",
-    },
-    "model_type": "fairseq_moe",
-    "bos_token_id": 0,
-    "pad_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 def export_huggingface(
@@ -44,7 +30,8 @@ def export_huggingface(
 ) -> Path:
     """Write a model and its tokenizer to a folder that transformers loads.
 
-    ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`` loads the model.
+    ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`` loads a language model,
+    ``AutoModelForSeq2SeqLM.from_pretrained(folder)`` a translation model.
 
     Args:
         checkpoint: a set or a merged file; it is not changed.
@@ -66,20 +53,16 @@ def export_huggingface(
         raise ExportError(f"{folder}: exists and is not an empty folder")
     _require_safetensors()
     source = ModelSource(checkpoint)
-    config = source.config
-    tokenizer = tokenizer or TokenizerFiles()
-    symbols = tokenizer.symbols(source.options.data, config.vocab_size)
+    form, tokenizer = source.form, tokenizer or TokenizerFiles()
+    symbols = form.symbols(tokenizer)
     with _appearing(folder) as new:
         _write_weights(source, new, max_bytes)
-        dtype = str(source.dtypes["model.embed_tokens.weight"]).removeprefix("torch.")
-        write_json(new / "config.json", {**_CONFIG, **asdict(config), "dtype": dtype})
-        generation = {"eos_token_id": 2, "pad_token_id": 1, "bos_token_id": source.options.prompt}
-        generation["suppress_tokens"] = [1]  # fairseq never generates padding
-        write_json(new / "generation_config.json", generation)
-        for name in _CODE:
-            shutil.copyfile(FILES / name, new / name)
-        prompt = symbols[source.options.prompt]
-        tokenizer.write(new, symbols, prompt, config.max_position_embeddings)
+        dtype = str(source.dtypes[form.embedding]).removeprefix("torch.")
+        for name, content in form.json_files(dtype).items():
+            write_json(new / name, content)
+        for name in form.code:
+            shutil.copyfile(FILES / f"{name}.py", new / f"{name}.py")
+        form.write_tokenizer(tokenizer, new, symbols)
     return folder
 
 

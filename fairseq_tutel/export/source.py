@@ -1,23 +1,27 @@
-"""A language model with experts, read from a checkpoint.
+"""A model with experts, read from a checkpoint in the form that it has in transformers.
 
-The checkpoint is a set or a merged file of this package, or one of Meta's branch ``moe``. Weights
+The checkpoint is a set or a merged file of this package, or one of Meta's branches. Weights
 are mapped from the files, one expert at a time, and checked for damage when they are first read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ..checkpoint import read_set, split_key
-from .description import ModelConfig
+from ..checkpoint.folders import Place, is_no_weight
 from .errors import ExportError
-from .names import Place, is_no_weight, place_in_model
+from .form import Form
+from .language_model import LanguageModel
+from .nllb import Nllb
 from .options import StoredOptions, read_options
-from .twin import InferenceModel
+
+# architectures of fairseq -> what they become
+FORMS: dict[str, type[Form]] = {"transformer_lm_gpt_moe": LanguageModel, "transformer_moe": Nllb}
 
 
 class Piece(NamedTuple):
@@ -34,7 +38,8 @@ class ModelSource:
     Attributes:
         path: the checkpoint's name.
         options: options of the model and its task, as stored.
-        config: the model.
+        form: the model's form.
+        config: the model, as the form describes it.
         shapes, dtypes: of the exported tensors, by name.
 
     Raises:
@@ -42,23 +47,26 @@ class ModelSource:
         CheckpointError: the checkpoint cannot be read.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, architectures: Collection[str] = FORMS.keys()):
         self.path = str(path)
         self._reader = read_set(self.path)
         shared = self._reader.shared_state(with_optimizer=False)
         if not self._reader.num_experts:
             raise ExportError(f"{path}: has no experts; dense models of fairseq are not exported")
-        self.options: StoredOptions = read_options(shared, self._reader.num_experts, self.path)
+        self.options: StoredOptions = read_options(
+            shared, self._reader.num_experts, self.path, architectures
+        )
         self._dense = shared["model"]
-        self.config: ModelConfig = self.options.describe(self._dense)
-        weights = InferenceModel(self.config).state_dict()
-        self.shapes = {name: tensor.shape for name, tensor in weights.items()}
+        self.form = FORMS[self.options.architecture](self.options, self._dense)
+        self.config = self.form.config
+        self.shapes = self.form.shapes
+        self._checked: set[int] = set()
         self.dtypes = self._check()
 
     def tensors(self, names: Collection[str]) -> dict[str, torch.Tensor]:
         """Return these tensors in memory."""
         found = {name: torch.empty(self.shapes[name], dtype=self.dtypes[name]) for name in names}
-        for name, start, values in self._pieces(any(".ffn_experts." in name for name in names)):
+        for name, start, values in self._pieces(self.form.experts_in(names)):
             if name in found:
                 found[name].view(-1)[start : start + values.numel()] = values.reshape(-1)
         return found
@@ -74,29 +82,27 @@ class ModelSource:
         prefix = f"model.layers.{number}.moe."
         return {name: name.removeprefix(prefix) for name in self.shapes if name.startswith(prefix)}
 
-    def _pieces(self, with_experts: bool) -> Iterator[Piece]:
-        """Yield all elements, mapped; the tensors of one expert are open at a time."""
+    def _pieces(self, experts: Iterable[int]) -> Iterator[Piece]:
+        """Yield all dense elements and those of some experts, mapped, one expert after another."""
         for key, values in self._dense.items():
             if place := self._place(key):
                 yield Piece(*place, values)
-        if not with_experts:
-            return
-        for expert in range(self._reader.num_experts):
+        for expert in experts:
+            self._reader.check_experts = expert not in self._checked
             tensors, _ = self._reader.experts(range(expert, expert + 1), with_optimizer=False)
+            self._checked.add(expert)
             for key, values in tensors.items():
                 prefix, _, rest = split_key(key)
                 yield Piece(*self._place(f"{prefix}{expert}{rest}"), values)
-        self._reader.check_experts = False  # all of them have been checked
 
     def _place(self, key: str) -> Place | None:
-        """Return the place of a stored tensor; None for no weight and for a tied projection."""
-        if is_no_weight(key):
+        """Return the place of a stored tensor; None for no weight and for a tied copy."""
+        if is_no_weight(key) or self.form.is_copy(key):
             return None
-        place = place_in_model(key, self.config)
-        if place is None:
+        place = self.form.place(key)
+        if place is None or place.name not in self.shapes:
             raise ExportError(f"{self.path}: {key} has no place in an exported model")
-        tied = self.config.tie_word_embeddings and place.name == "lm_head.weight"
-        return None if tied else place
+        return place
 
     def _check(self) -> dict[str, torch.dtype]:
         """Check that stored tensors have places of their sizes and fill all; return dtypes.
@@ -105,19 +111,24 @@ class ModelSource:
         """
         dtypes: dict[str, torch.dtype] = {}
         filled = dict.fromkeys(self.shapes, 0)
-        tensors, _ = self._reader.experts(range(1), with_optimizer=False)
-        for key, values in (self._dense | tensors).items():
+
+        def fill(key: str, values: torch.Tensor) -> None:
             place = self._place(key)
             if place is None:
-                continue
-            if place.name not in self.shapes:
-                raise ExportError(f"{self.path}: {key} has no place in an exported model")
-            copies = self._reader.num_experts if key in tensors else 1
-            filled[place.name] += values.numel() * copies
+                return
+            filled[place.name] += values.numel()
             if dtypes.setdefault(place.name, values.dtype) != values.dtype:
                 raise ExportError(
                     f"{self.path}: {key} is {values.dtype}, others of its kind {dtypes[place.name]}"
                 )
+
+        tensors, _ = self._reader.experts(range(1), with_optimizer=False)
+        for key, values in self._dense.items():
+            fill(key, values)
+        for key, values in tensors.items():
+            prefix, _, rest = split_key(key)
+            for expert in range(self._reader.num_experts):
+                fill(f"{prefix}{expert}{rest}", values)
         for name, shape in self.shapes.items():
             if filled[name] != shape.numel():
                 raise ExportError(

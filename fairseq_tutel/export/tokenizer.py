@@ -1,9 +1,10 @@
 """Tokenizer files of an exported folder: fairseq's dictionary and the files that split text.
 
 Words need no code: ``tokenizer.json`` holds the dictionary, and transformers' own class loads it.
-Sentencepieces and byte pairs need the class in ``huggingface_files``. Pieces that the dictionary
-lacks must become ``<unk>`` after merging, which ``tokenizer.json`` cannot express: there, the ids
-of pieces are also the ids by which they are merged.
+Sentencepieces and byte pairs of a language model need the class in ``huggingface_files``. Pieces
+that the dictionary lacks must become ``<unk>`` after merging, which ``tokenizer.json`` cannot
+express: there, the ids of pieces are also the ids by which they are merged. A translation model has
+no code in its folder: :mod:`.sentencepieces` writes ``tokenizer.json``, and leaves such pieces out.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..checkpoint.folders import SPECIAL
 from .errors import ExportError
+from .sentencepieces import of_sentencepieces
 
-SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 _CODE = Path(__file__).parent / "huggingface_files" / "tokenization_fairseq_moe.py"
 _OVERWRITE = "#fairseq:overwrite"
 # white space of Python, at which fairseq splits words; \s lacks the last four
@@ -47,22 +50,30 @@ class TokenizerFiles:
         if self.sentencepiece_model and self.gpt2_encoder_json:
             raise ExportError("give a sentencepiece model or GPT-2's byte pairs, not both")
 
-    def symbols(self, data: Path | None, vocab_size: int) -> list[str]:
+    def symbols(
+        self,
+        data: Path | None,
+        vocab_size: int,
+        name: str = "dict.txt",
+        more: Sequence[str] = (),
+    ) -> list[str]:
         """Check that all files exist, and return the dictionary's symbols.
 
         Args:
-            data: folder of dict.txt if ``dictionary`` is None.
+            data: folder of the dictionary if ``dictionary`` is None.
             vocab_size: the model's number of symbols.
+            name: the dictionary's file (default dict.txt).
+            more: symbols that follow, if the file does not have them (default none).
 
         Raises:
             ExportError: a file is missing, or the dictionary is not the model's.
         """
         path = self.dictionary or data
         if path is None:
-            raise ExportError("the checkpoint names no data: give the folder of dict.txt by --data")
-        path = path / "dict.txt" if path.is_dir() else path
+            raise ExportError(f"the checkpoint names no data: give the folder of {name} by --data")
+        path = path / name if path.is_dir() else path
         if not path.is_file():
-            raise ExportError(f"{path}: no such file; give the folder of dict.txt by --data")
+            raise ExportError(f"{path}: no such file; give the folder of {name} by --data")
         for file in self._pieces().values():
             if not file.is_file():
                 raise ExportError(f"{file}: no such file")
@@ -70,6 +81,7 @@ class TokenizerFiles:
             *SPECIAL,
             *map(_symbol, path.read_text(encoding="utf-8").rstrip("\n").split("\n")),
         ]
+        symbols += [symbol for symbol in more if symbol not in set(symbols)]
         if len(symbols) != vocab_size:
             raise ExportError(
                 f"{path}: has {len(symbols)} symbols, and the model {vocab_size}; give the folder "
@@ -79,15 +91,7 @@ class TokenizerFiles:
 
     def write(self, folder: Path, symbols: list[str], prompt: str, max_length: int) -> None:
         """Write the tokenizer; ``prompt`` is the symbol that stands before every text."""
-        names = ("bos_token", "pad_token", "eos_token", "unk_token")
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_input_names": ["input_ids", "attention_mask"],
-            "model_max_length": max_length,
-            "padding_side": "left",
-            "clean_up_tokenization_spaces": False,
-            **dict(zip(names, SPECIAL, strict=True)),
-        }
+        config = _config(max_length, "left")
         if pieces := self._pieces():
             config |= {
                 "tokenizer_class": "FairseqMoETokenizer",
@@ -99,8 +103,28 @@ class TokenizerFiles:
             shutil.copyfile(_CODE, folder / _CODE.name)
             write_json(folder / "vocab.json", symbols)
         else:
-            write_json(folder / "tokenizer.json", _tokenizer_of_words(symbols, prompt))
+            tokenizer = _tokenizer(symbols, _words(symbols), before=prompt)
+            write_json(folder / "tokenizer.json", tokenizer)
         write_json(folder / "tokenizer_config.json", config)
+
+    def write_for_translation(
+        self, folder: Path, symbols: list[str], languages: list[str], max_length: int
+    ) -> None:
+        """Write the tokenizer of sources and targets; ``languages`` are tokens in the text.
+
+        ``</s>`` stands behind every text. A language token is part of the text that is given.
+
+        Raises:
+            ExportError: byte pairs are given, or a sentencepiece model that cannot be exported.
+        """
+        if self.gpt2_encoder_json:
+            raise ExportError("a translation model with GPT-2's byte pairs cannot be exported")
+        parts = _words(symbols)
+        if self.sentencepiece_model:
+            parts = of_sentencepieces(self.sentencepiece_model, symbols)
+        tokenizer = _tokenizer(symbols, parts, behind="</s>", languages=languages)
+        write_json(folder / "tokenizer.json", tokenizer)
+        write_json(folder / "tokenizer_config.json", _config(max_length, "right"))
 
     def _pieces(self) -> dict[str, Path]:
         files = {
@@ -121,24 +145,27 @@ def _symbol(line: str) -> str:
     return line.rstrip().removesuffix(f" {_OVERWRITE}").rpartition(" ")[0]
 
 
-def _tokenizer_of_words(symbols: list[str], prompt: str) -> dict:
-    """Return tokenizer.json: the prompt's symbol, then words that are symbols or unknown."""
+def _config(max_length: int, padding_side: str) -> dict:
+    """Return tokenizer_config.json for the class of transformers that reads tokenizer.json."""
+    names = ("bos_token", "pad_token", "eos_token", "unk_token")
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": max_length,
+        "padding_side": padding_side,
+        "clean_up_tokenization_spaces": False,
+        **dict(zip(names, SPECIAL, strict=True)),
+    }
+
+
+def _words(symbols: list[str]) -> dict:
+    """Return parts of tokenizer.json that split text into words, which are symbols or unknown."""
     numbers: dict[str, int] = {}
     for number, symbol in enumerate(symbols):
         if symbol in numbers:  # text gets the later number; the earlier stays in the vocabulary
             numbers[f"{symbol} {number}"] = numbers[symbol]
         numbers[symbol] = number
-    first = {"SpecialToken": {"id": prompt, "type_id": 0}}
-    text, pair = ({"Sequence": {"id": each, "type_id": 0}} for each in "AB")
-    token = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": number, "content": symbol, **token, "special": True}
-            for number, symbol in enumerate(SPECIAL)
-        ],
         "normalizer": None,
         "pre_tokenizer": {
             "type": "Split",
@@ -146,14 +173,43 @@ def _tokenizer_of_words(symbols: list[str], prompt: str) -> dict:
             "behavior": "Removed",
             "invert": False,
         },
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [first, text],
-            "pair": [first, text, pair],
-            "special_tokens": {
-                prompt: {"id": prompt, "ids": [SPECIAL.index(prompt)], "tokens": [prompt]}
-            },
-        },
         "decoder": None,
         "model": {"type": "WordLevel", "vocab": numbers, "unk_token": "<unk>"},
+    }
+
+
+def _tokenizer(
+    symbols: list[str],
+    parts: dict,
+    *,
+    before: str | None = None,
+    behind: str | None = None,
+    languages: Sequence[str] = (),
+) -> dict:
+    """Return tokenizer.json: how text is split, and the symbols before and behind it."""
+    around = [each for each in (before, behind) if each is not None]
+    first, last = (
+        [] if each is None else [{"SpecialToken": {"id": each, "type_id": 0}}]
+        for each in (before, behind)
+    )
+    text, pair = ({"Sequence": {"id": each, "type_id": 0}} for each in "AB")
+    token = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": symbols.index(symbol), "content": symbol, **token, "special": True}
+            for symbol in (*SPECIAL, *languages)
+        ],
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [*first, text, *last],
+            "pair": [*first, text, pair, *last],
+            "special_tokens": {
+                each: {"id": each, "ids": [symbols.index(each)], "tokens": [each]}
+                for each in around
+            },
+        },
+        **parts,
     }

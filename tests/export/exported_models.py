@@ -7,8 +7,20 @@ from typing import NamedTuple
 
 import torch
 from helpers.training import VOCABULARY, make_config, make_trainer, save
+from helpers.translation import make_pairs, pair_config
 
 EXPERTS = "--moe-expert-count 4 "
+# what transformers' NllbMoe has a place for
+NLLB = EXPERTS + "--encoder-normalize-before --decoder-normalize-before "
+NLLB_CASES = {
+    "as NLLB": "",
+    "other sizes of the sides, one sparse":
+        "--encoder-layers 3 --decoder-layers 1 --encoder-moe-freq 3 --decoder-ffn-embed-dim 20 "
+        "--decoder-attention-heads 4 --activation-fn gelu --no-scale-embedding",
+    "all layers sparse, masks, capacity":
+        "--moe-freq 1 --moe-eom 0.2 --moe-batch-prioritized-routing --use-moe-pad-mask "
+        "--moe-normalize-gate-prob-before-dropping --moe-gating-use-model-dtype",
+}  # fmt: skip
 CASES = {
     "top-2, tied": "--share-decoder-input-output-embed",
     "top-1, untied, two experts": "--moe-expert-count 2 --moe-top-k 1",
@@ -47,7 +59,22 @@ def make(
     config = make_config(*(EXPERTS + options).split())
     if positions:
         config.model.max_target_positions = positions
-    trainer = make_trainer(config)
+    task = {key: config.task[key] for key in ("tokens_per_sample", "add_bos_token")}
+    return _saved(folder, make_trainer(config), scale, {"_name": "language_modeling", **task})
+
+
+def make_translation(folder: Path, options: str = "", *, scale: float = 3.0) -> Saved:
+    """The same for a translation model of two languages, whose tokens end the dictionary."""
+    trainer = make_trainer(pair_config(*(NLLB + options).split()), make_pairs(0))
+    task = {"_name": "translation_multi_simple_epoch", "langs": ["de", "en"]}
+    saved = _saved(folder, trainer, scale, task)
+    symbols = [f"w{number}" for number in range(VOCABULARY - 6)]
+    for name in ("dict.de.txt", "dict.en.txt"):
+        write_dictionary(folder, symbols, name)
+    return saved
+
+
+def _saved(folder: Path, trainer, scale: float, task: dict) -> Saved:
     model = trainer.get_model()
     torch.manual_seed(5)
     with torch.no_grad():
@@ -58,25 +85,23 @@ def make(
                 value.add_(0.1 * torch.randn_like(value))
     path = folder / "checkpoint_last.pt"
     save(trainer, path)
-    _name_data(folder)
+    _name_data(folder, task)
     return Saved(path, write_dictionary(folder), model.eval())
 
 
-def _name_data(folder: Path) -> None:
+def _name_data(folder: Path, task: dict) -> None:
     """As if it had been trained on a data-bin there; the task was a dummy."""
     file = folder / "checkpoint_last-shared.pt"
     state = torch.load(file, weights_only=False)
-    task = state["cfg"]["task"]
-    kept = {key: task[key] for key in ("tokens_per_sample", "add_bos_token")}
-    state["cfg"]["task"] = {"_name": "language_modeling", "data": str(folder), **kept}
+    state["cfg"]["task"] = {"data": str(folder), **task}
     torch.save(state, file)
 
 
-def write_dictionary(folder: Path, symbols=None) -> Path:
-    """dict.txt for such a model; its folder."""
+def write_dictionary(folder: Path, symbols=None, name: str = "dict.txt") -> Path:
+    """A dictionary for such a model; its folder."""
     symbols = [f"w{number}" for number in range(VOCABULARY - 4)] if symbols is None else symbols
     lines = [f"{symbol} 1\n" for symbol in symbols]
-    (folder / "dict.txt").write_text("".join(lines), encoding="utf-8")
+    (folder / name).write_text("".join(lines), encoding="utf-8")
     return folder
 
 

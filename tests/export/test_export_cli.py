@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from exported_models import make, write_dictionary
+from exported_models import make, make_translation, write_dictionary
 from helpers.golden import GOLDEN
 from safetensors.torch import load_file, save_file
 
@@ -152,9 +152,43 @@ def test_what_cannot_be_exported_is_refused_by_name(named, options, saved, tmp_p
     assert not (tmp_path / "m").exists()
 
 
-def test_a_translation_model_is_refused(tmp_path, capsys):
-    path = GOLDEN / "translation_top2_world1" / "final" / "checkpoint_last.pt"
-    error = run(capsys, "huggingface", path, tmp_path / "m")[2]
+@pytest.fixture(scope="module")
+def translation(tmp_path_factory):
+    return make_translation(tmp_path_factory.mktemp("pair"))
+
+
+# what transformers' class for translation has no place for
+REFUSED_THERE = {
+    "--moe-top-k 1": {"moe_top_k": 1},
+    "--moe-expert-network swiglu": {"moe_expert_network": "swiglu"},
+    "--moe-shared-expert-ffn-dim 8": {"moe_shared_expert_ffn_dim": 8},
+    "--moe-score-function sigmoid": {"moe_score_function": "sigmoid"},
+    "--moe-load-bias frozen": {"moe_load_bias": "frozen"},
+    "--moe-num-expert-groups 2": {"moe_num_expert_groups": 2, "moe_group_score": "max"},
+    "a model with --moe-unnormalized-weights": {"moe_unnormalized_weights": True},
+    "--moe-route-scale 2.0": {"moe_route_scale": 2.0},
+    "--moe-fom 0.1": {"moe_fom": 0.1},
+    "--moe-expert-ffn-dim 20": {"moe_expert_ffn_dim": 20},
+    "--alternate-ffn-embed-dim 20": {"alternate_ffn_embed_dim": 20},
+    "a model with --moe-cmr": {"moe_cmr": True},
+    "a model without --encoder-normalize-before": {"encoder_normalize_before": False},
+    "a model with --decoder-learned-pos": {"decoder_learned_pos": True},
+    "a model without --share-all-embeddings": {"share_all_embeddings": False},
+    "--layernorm-embedding": {"layernorm_embedding": True},
+    "--moe-router": {"moe_router": "cosine"},
+}
+
+
+@pytest.mark.parametrize("named, options", REFUSED_THERE.items(), ids=REFUSED_THERE)
+def test_what_nllb_moe_lacks_is_refused_by_name(named, options, translation, tmp_path, capsys):
+    path = with_options(translation, tmp_path, options)
+    status, out, error = run(capsys, "huggingface", path, tmp_path / "m")
+    assert status == 2 and not out and named in error, error
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_translation_model_is_no_package(translation, tmp_path, capsys):
+    error = run(capsys, "aot", translation.path, tmp_path / "m.pt2")[2]
     assert "architecture transformer_moe cannot be exported" in error and error.count("\n") == 1
 
 

@@ -41,18 +41,27 @@ fairseq_tutel.integrations.transformers.interface`` does, too: it makes the argu
     restore.py    restoration of the blocks, or of their state dict
     interface.py  this package behind transformers' experts interface
     trainer.py    MoETrainer
+    nllb.py       repair of transformers' NllbMoe
 """
 
 from typing import TYPE_CHECKING
 
 from .blocks import SPARSE_BLOCKS
+from .nllb import repair_nllb_moe
 from .replace import replace_moe
 from .restore import original_state_dict, restore_moe
 
 if TYPE_CHECKING:
     from .trainer import MoETrainer
 
-__all__ = ["SPARSE_BLOCKS", "MoETrainer", "original_state_dict", "replace_moe", "restore_moe"]
+__all__ = [
+    "SPARSE_BLOCKS",
+    "MoETrainer",
+    "original_state_dict",
+    "repair_nllb_moe",
+    "replace_moe",
+    "restore_moe",
+]
 
 
 def __getattr__(name: str):

@@ -1,11 +1,9 @@
-"""Names of tensors: those in checkpoints and state dicts, and those in exported models."""
+"""Names of tensors: those in checkpoints and state dicts, and those in folders for transformers."""
 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
-
-from .description import LayerConfig
+from typing import Any, NamedTuple
 
 _LAYER = r"decoder\.layers\.(\d+)\."
 _DENSE = (
@@ -26,24 +24,42 @@ _MOE = (
     (r"shared_expert\.gate\.weight", r"shared_expert_gate.weight"),
 )
 _EXPERT = re.compile(r"experts\.(\d+)\.(fc_gate|fc1|fc2)\.(weight|bias)")
+# transformers' NllbMoe; all embeddings and the output projection are one tensor
+_LAYER_OF = r"((?:en|de)coder\.layers\.\d+)\."
+_NLLB = (
+    (
+        r"encoder\.embed_tokens\.weight|decoder\.(?:embed_tokens|output_projection)\.weight",
+        r"model.shared.weight",
+    ),
+    (_LAYER_OF + r"(self_attn(?:\.\w+|_layer_norm)\.(?:weight|bias))", r"model.\1.\2"),
+    (_LAYER_OF + r"encoder_attn((?:\.\w+|_layer_norm)\.\w+)", r"model.\1.cross_attention\2"),
+    (_LAYER_OF + r"final_layer_norm\.(\w+)", r"model.\1.ff_layer_norm.\2"),
+    (_LAYER_OF + r"(fc[12]\.\w+)", r"model.\1.ffn.\2"),
+    (_LAYER_OF + r"moe_layer\.gate\.wg\.weight", r"model.\1.ffn.router.classifier.weight"),
+    (
+        _LAYER_OF + r"moe_layer\.experts\.(\d+)\.(fc[12]\.\w+)",
+        r"model.\1.ffn.experts.expert_\2.\3",
+    ),
+    (r"((?:en|de)coder\.layer_norm\.\w+)", r"model.\1"),
+)
 # entries of fairseq and of the layer that are no weights
 _IGNORED = re.compile(
-    r"(.*\.)?experts_held|decoder\.(version|embed_positions\.(_float_tensor|weights))"
+    r"(.*\.)?experts_held|(en|de)coder\.(version|embed_positions\.(_float_tensor|weights))"
 )
 
 
 class Place(NamedTuple):
-    """Place of a stored tensor: the elements of an exported tensor from ``start`` on."""
+    """Place of a stored tensor: the elements of a folder's tensor from ``start`` on."""
 
     name: str
     start: int = 0
 
 
-def place_in_layer(key: str, config: LayerConfig) -> Place | None:
+def place_in_layer(key: str, config: Any) -> Place | None:
     """Return the place of a tensor by its name in an MoE layer's state dict; None if it has none.
 
     The tensors of one expert are parts of a tensor of all experts. In gated experts fc_gate comes
-    before fc1.
+    before fc1. ``config`` has the fields of ``config.json``.
     """
     match = _EXPERT.fullmatch(key)
     if match is None:
@@ -60,13 +76,18 @@ def place_in_layer(key: str, config: LayerConfig) -> Place | None:
     return Place(f"ffn_experts.{stacked}{'_bias' if kind == 'bias' else ''}", number * size)
 
 
-def place_in_model(key: str, config: LayerConfig) -> Place | None:
+def place_in_language_model(key: str, config: Any) -> Place | None:
     """Return the place of a tensor by its name in a checkpoint; None if it has none."""
     match = re.fullmatch(_LAYER + r"moe_layer\.(.+)", key)
     if match is None:
         return _renamed(key, _DENSE)
     place = place_in_layer(match[2], config)
     return place and place._replace(name=f"model.layers.{match[1]}.moe.{place.name}")
+
+
+def place_in_nllb(key: str) -> Place | None:
+    """Return the place of a tensor of a translation model in transformers' NllbMoe, or None."""
+    return _renamed(key, _NLLB)
 
 
 def is_no_weight(key: str) -> bool:

@@ -1,0 +1,124 @@
+"""Tensors, config and dictionary of a folder that transformers wrote or loads."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ..layout import CheckpointError
+from .names import Place
+
+_INDEX = "model.safetensors.index.json"
+_ONE_FILE = "model.safetensors"
+# symbols that every dictionary of fairseq begins with, and does not list
+SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
+
+
+class Folder:
+    """Open folder. Its tensors are read one at a time, or in part.
+
+    Attributes:
+        path: the folder.
+        config: entries of ``config.json``.
+        generation: entries of ``generation_config.json``; empty if there is none.
+
+    Raises:
+        CheckpointError: files are missing, or safetensors is.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        if not (self.path / "config.json").is_file():
+            raise CheckpointError(f"{path}: no folder of transformers, as it has no config.json")
+        self.config = self._json("config.json")
+        self.generation = self._json("generation_config.json")
+        try:
+            from safetensors import safe_open
+        except ImportError:
+            raise CheckpointError(
+                "weights are read by safetensors: pip install safetensors"
+            ) from None
+        index = self._json(_INDEX).get("weight_map")
+        files = sorted(set(index.values())) if index else [_ONE_FILE]
+        if missing := [name for name in files if not (self.path / name).is_file()]:
+            raise CheckpointError(
+                f"{self.path / missing[0]}: no such file; weights are read from safetensors alone, "
+                "as save_pretrained writes them"
+            )
+        # mapped: nothing is read yet
+        opened = [safe_open(self.path / name, "pt") for name in files]
+        self._files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+        self._stored = {name: name for name in self._files}
+
+    @property
+    def names(self) -> Set[str]:
+        """Names of the tensors."""
+        return self._stored.keys()
+
+    def join(self, name: str, others: Sequence[str]) -> None:
+        """Make one tensor of several names for it: ``name``, whichever of them are there."""
+        there = [each for each in (name, *others) if each in self._stored]
+        for each in there:
+            del self._stored[each]
+        if there:
+            self._stored[name] = there[0]
+
+    def read(self, place: Place, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor of this shape whose elements begin at a place."""
+        part = self._slice(place.name)
+        length, *rest = part.get_shape()
+        row = torch.Size(rest).numel()
+        count = torch.Size(shape).numel()
+        if place.start + count > length * row:
+            raise CheckpointError(
+                f"{self.path}: {place.name} has the shape {part.get_shape()}, which is too small "
+                "for the sizes in config.json"
+            )
+        first = place.start // row
+        rows = part[first : -(-(place.start + count) // row)].flatten()
+        return rows[place.start - first * row :][:count].clone().view(shape)
+
+    def size(self, name: str) -> int:
+        """Return the number of elements of a tensor."""
+        return torch.Size(self._slice(name).get_shape()).numel()
+
+    def _slice(self, name: str) -> Any:
+        stored = self._stored[name]
+        return self._files[stored].get_slice(stored)
+
+    def symbols(self, count: int) -> list[str] | None:
+        """Return the dictionary, ``count`` symbols; None if the tokenizer has none of fairseq's."""
+        found: dict[int, str] = {}
+        if isinstance(listed := self._json("vocab.json"), list):
+            found = dict(enumerate(listed))
+        else:
+            tokenizer = self._json("tokenizer.json")
+            vocabulary = tokenizer.get("model", {}).get("vocab", {})
+            if isinstance(vocabulary, Mapping):
+                found = {number: symbol for symbol, number in vocabulary.items()}
+            else:
+                found = {number: symbol for number, (symbol, _) in enumerate(vocabulary)}
+            found |= {each["id"]: each["content"] for each in tokenizer.get("added_tokens", ())}
+        known = [found.get(number, f"madeupword{number:04}") for number in range(count)]
+        return known if tuple(known[: len(SPECIAL)]) == SPECIAL else None
+
+    def languages(self) -> list[str]:
+        """Return the languages whose tokens, such as ``__de__``, are in the tokenizer."""
+        added = self._json("tokenizer.json").get("added_tokens", ())
+        found = (re.fullmatch("__(.+)__", each["content"]) for each in added)
+        return [match[1] for match in found if match]
+
+    def _json(self, name: str) -> Any:
+        file = self.path / name
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> SimpleNamespace:
+    """Return the fields of a config, which leaves out what has its default."""
+    return SimpleNamespace(**{**defaults, **given})

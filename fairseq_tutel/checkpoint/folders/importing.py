@@ -1,0 +1,244 @@
+"""A folder of transformers becomes a set that trains on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ..layout import CheckpointError, split_dense_expert, split_key
+from ..state import MODEL
+from ..store import refuse_target, write_set
+from .folder import SPECIAL, Folder, with_defaults
+from .names import Place, place_in_language_model, place_in_nllb
+from .options import NLLB_DEFAULTS, SPECIAL_IDS, language_model_options, nllb_options
+from .shapes import Shapes, language_model_shapes, nllb_shapes
+
+logger = logging.getLogger(__name__)
+
+# names under which some versions of transformers also store a tied embedding
+_TIED = ("lm_head.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
+# number by which fairseq's stacks mark that they end with a norm
+_VERSION = 3.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """Kind of folder, and the model of fairseq that it becomes.
+
+    Attributes:
+        arch, criterion: fairseq's names, of the command line and of the class.
+        task: of fairseq.
+        sides: stacks.
+        defaults: fields of ``config.json`` that may be left out.
+        options: config -> options of the model.
+        shapes: config -> tensors of a checkpoint.
+        place: (tensor of a checkpoint, config) -> where it is in the folder.
+        embedding: tensor of the folder that may also be there under other names, if it is tied.
+    """
+
+    arch: str
+    criterion: tuple[str, str]
+    task: str
+    sides: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    options: Callable[[Any], dict[str, Any]]
+    shapes: Callable[[Any], Shapes]
+    place: Callable[[str, Any], Place | None]
+    embedding: str
+
+
+def _place_in_language_model(key: str, config: Any) -> Place | None:
+    if config.tie_word_embeddings and key == "decoder.output_projection.weight":
+        key = "decoder.embed_tokens.weight"
+    return place_in_language_model(key, config)
+
+
+# model_type of config.json -> model
+MODELS = {
+    "fairseq_moe": Model(
+        arch="transformer_lm_gpt_moe",
+        criterion=("moe_cross_entropy", "MoECrossEntropyCriterion"),
+        task="language_modeling",
+        sides=("decoder",),
+        defaults={},
+        options=language_model_options,
+        shapes=language_model_shapes,
+        place=_place_in_language_model,
+        embedding="model.embed_tokens.weight",
+    ),
+    "nllb-moe": Model(
+        arch="transformer_moe",
+        criterion=(
+            "moe_label_smoothed_cross_entropy",
+            "MoELabelSmoothedCrossEntropyCriterion",
+        ),
+        task="translation_multi_simple_epoch",
+        sides=("encoder", "decoder"),
+        defaults=NLLB_DEFAULTS,
+        options=nllb_options,
+        shapes=nllb_shapes,
+        place=lambda key, _: place_in_nllb(key),
+        embedding="model.shared.weight",
+    ),
+}
+
+
+def import_folder(
+    folder: str | Path, dst: str, *, ranks: int | None = None, force: bool = False
+) -> str:
+    """Write a set from a folder of transformers' NllbMoe, or one that ``export`` wrote.
+
+    Weights keep their bits. The flags to train on with are logged. ``dict.txt``, with the
+    tokenizer's symbols in the order of the embedding's rows, is written beside the set unless there
+    is one. Memory holds one file of the set.
+
+    Args:
+        folder: with ``config.json`` and safetensors.
+        dst: X.pt of the set.
+        ranks: W of the set (default None: one).
+        force: replace what ``dst`` names.
+
+    Returns:
+        The canonical path.
+
+    Raises:
+        CheckpointError: names a field or a tensor that fairseq's model has no place for, or a file
+            that is missing; or as of :func:`..store.write_set`.
+    """
+    refuse_target(dst, None, force)  # before a model is read
+    source = Folder(folder)
+    kind = source.config.get("model_type")
+    if kind not in MODELS:
+        raise CheckpointError(
+            f"{folder}: a model of the type {kind!r} cannot be imported, only {' or '.join(MODELS)}"
+        )
+    model = MODELS[kind]
+    config = with_defaults(source.config, model.defaults)
+    _check_special(config, folder)
+    options = model.options(config)
+    dense, experts = split_dense_expert(model.shapes(config))
+    if not experts:
+        raise CheckpointError(f"{folder}: has no experts; dense models are not imported")
+    if config.tie_word_embeddings:
+        source.join(model.embedding, _TIED)
+    places = {key: model.place(key, config) for key in (*dense, *experts)}
+    _check_tensors(source, {**dense, **experts}, places)
+
+    def of_experts(wanted: range) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        found = {}
+        for key, shape in experts.items():
+            prefix, number, rest = split_key(key)
+            if number in wanted:
+                name = f"{prefix}{number - wanted.start}{rest}"
+                found[name] = source.read(places[key], shape)
+        return found, {}
+
+    state = _state(model, config, options, source)
+    state[MODEL] |= _dense(source, dense, places)
+    written = write_set(
+        dst, state, of_experts,
+        num_experts=config.num_experts, num_ranks=ranks or 1, force=force,
+    )  # fmt: skip
+    _write_dictionary(source, config.vocab_size, Path(written).with_name("dict.txt"))
+    if model.task == "language_modeling":
+        options = {**options, "tokens_per_sample": config.max_position_embeddings}
+    logger.info("train on with: --arch %s %s", model.arch, _flags(options))
+    return written
+
+
+def _check_special(config: SimpleNamespace, folder: str | Path) -> None:
+    for name, number in SPECIAL_IDS.items():
+        if (found := getattr(config, name, number)) != number:
+            raise CheckpointError(
+                f"{folder}: {name} {found} cannot be imported: in fairseq's dictionaries it is "
+                f"{number}"
+            )
+
+
+def _check_tensors(source: Folder, shapes: Shapes, places: Mapping[str, Place]) -> None:
+    """Check that each tensor of the folder is made of tensors of the set, and none is missing."""
+    needed: dict[str, int] = {}
+    for key, (name, start) in places.items():
+        end = start + torch.Size(shapes[key]).numel()
+        needed[name] = max(needed.get(name, 0), end)
+    for name in sorted(needed.keys() - source.names):
+        raise CheckpointError(f"{source.path}: lacks {name}")
+    for name in sorted(source.names - needed.keys()):
+        raise CheckpointError(f"{source.path}: {name} has no place in fairseq's model")
+    for name, size in needed.items():
+        if source.size(name) != size:
+            raise CheckpointError(
+                f"{source.path}: {name} has {source.size(name)} numbers, and by config.json "
+                f"it should have {size}"
+            )
+
+
+def _dense(source: Folder, shapes: Shapes, places: Mapping[str, Place]) -> dict[str, torch.Tensor]:
+    """Return all tensors but the experts'; tied ones are one tensor."""
+    read: dict[Place, torch.Tensor] = {}
+    for key, shape in shapes.items():
+        place = places[key]
+        if place not in read:
+            read[place] = source.read(place, shape)
+    return {key: read[places[key]] for key in shapes}
+
+
+def _state(model: Model, config: Any, options: Mapping[str, Any], source: Folder) -> dict[str, Any]:
+    """Return what fairseq stores beside the weights, and the marks of its stacks."""
+    criterion, class_name = model.criterion
+    task: dict[str, Any] = {"_name": model.task, "data": ""}
+    if model.task == "language_modeling":
+        task |= {
+            "tokens_per_sample": config.max_position_embeddings,
+            "max_target_positions": config.max_position_embeddings,
+            "add_bos_token": source.generation.get("bos_token_id") == SPECIAL_IDS["bos_token_id"],
+        }
+    elif languages := source.languages():
+        task["langs"] = languages
+    marks = {f"{side}.version": torch.tensor([_VERSION]) for side in model.sides}
+    history = {
+        "criterion_name": class_name,
+        "optimizer_name": "FairseqAdam",
+        "lr_scheduler_state": {},
+        "num_updates": 0,
+    }
+    return {
+        "args": None,
+        "cfg": {
+            "_name": None,
+            "model": {"_name": model.arch, **options},
+            "task": task,
+            "criterion": {"_name": criterion},
+        },
+        MODEL: marks,
+        "criterion": None,
+        "optimizer_history": [history],
+        "task_state": {},
+        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}},
+    }
+
+
+def _write_dictionary(source: Folder, count: int, path: Path) -> None:
+    symbols = source.symbols(count)
+    if symbols is None:
+        logger.info("no dict.txt: the folder's tokenizer is not a dictionary of fairseq's form")
+    elif not path.exists():
+        lines = [f"{symbol} 1\n" for symbol in symbols[len(SPECIAL) :]]
+        path.write_text("".join(lines), encoding="utf-8")
+
+
+def _flags(options: Mapping[str, Any]) -> str:
+    words = []
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+        elif value or not name.startswith("moe_") and value is not False:
+            words.append(f"{flag} {value}")
+    return " ".join(words)

@@ -1,0 +1,56 @@
+"""Interface of the forms in which models stand in a folder of transformers."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint.folders import Place
+from .tokenizer import TokenizerFiles
+
+
+class Form(abc.ABC):
+    """A model's form in transformers: its tensors, where they come from, and its JSON files.
+
+    The constructor takes the stored options and the weights without experts. It raises ExportError
+    for an option that the form has no place for.
+
+    Attributes:
+        config: the model.
+        shapes: of the exported tensors, by name.
+        embedding: the tensor whose dtype is the model's.
+        code: Python files of the folder, without ".py".
+    """
+
+    config: Any
+    shapes: dict[str, torch.Size]
+    embedding: str
+    code: tuple[str, ...] = ()
+
+    @abc.abstractmethod
+    def place(self, key: str) -> Place | None:
+        """Return the place of a tensor by its name in a checkpoint; None if it has none."""
+
+    @abc.abstractmethod
+    def is_copy(self, key: str) -> bool:
+        """Return whether a tensor of a checkpoint repeats the embedding."""
+
+    @abc.abstractmethod
+    def experts_in(self, names: Collection[str]) -> Iterable[int]:
+        """Return the experts of which these exported tensors are made."""
+
+    @abc.abstractmethod
+    def json_files(self, dtype: str) -> dict[str, dict[str, Any]]:
+        """Return ``config.json`` and ``generation_config.json``."""
+
+    @abc.abstractmethod
+    def symbols(self, tokenizer: TokenizerFiles) -> list[str]:
+        """Return the dictionary; ExportError if it is not the model's."""
+
+    @abc.abstractmethod
+    def write_tokenizer(self, tokenizer: TokenizerFiles, folder: Path, symbols: list[str]) -> None:
+        """Write the files of the tokenizer."""

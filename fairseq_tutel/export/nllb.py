@@ -1,0 +1,186 @@
+"""A translation model as transformers' own class NllbMoe; the folder has no code."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ..checkpoint.folders import SPECIAL_IDS, Place, nllb_shapes, place_in_nllb
+from .errors import ExportError
+from .form import Form
+from .options import StoredOptions, flag_of
+from .tokenizer import TokenizerFiles
+
+logger = logging.getLogger(__name__)
+
+_EXPERT = re.compile(r".*\.experts\.expert_(\d+)\..*")
+_EXPERT_OF_TOKENS = """\
+NllbMoe of transformers 5 sends all tokens to experts 0 and 1. Use transformers 4.57, or call
+fairseq_tutel.integrations.transformers.repair_nllb_moe() first"""
+# fairseq-generate's default for the longest translation, with the symbol before it and </s>
+_MAX_LENGTH = 202
+# field of LayerConfig -> the value that NllbMoe has, and the option
+_FIXED = {
+    "expert_network": ("ffn", "--moe-expert-network"),
+    "num_experts_per_tok": (2, "--moe-top-k"),
+    "score_function": ("softmax", "--moe-score-function"),
+    "num_expert_groups": (1, "--moe-num-expert-groups"),
+    "shared_expert_dim": (0, "--moe-shared-expert-ffn-dim"),
+}
+# options of the layers -> the values that NllbMoe has
+_LAYERS = {
+    "moe_load_bias": ("none", None),
+    "moe_route_scale": (1.0, None),
+    "moe_fom": (0.0, None),
+}
+# options of the model that are on or off -> the value that NllbMoe has
+_SWITCHES = {
+    "moe_unnormalized_weights": False,
+    "encoder_normalize_before": True,
+    "decoder_normalize_before": True,
+    "no_decoder_final_norm": False,
+    "encoder_learned_pos": False,
+    "decoder_learned_pos": False,
+    "no_token_positional_embeddings": False,
+    "share_all_embeddings": True,
+    "moe_cmr": False,
+}
+
+
+class Nllb(Form):
+    """Encoder-decoder with experts; ``config`` has the fields of NllbMoeConfig."""
+
+    embedding = "model.shared.weight"
+
+    def __init__(self, options: StoredOptions, weights: Mapping[str, Any]):
+        self._options = options
+        self.config, self._router_fp32 = _describe(options, weights)
+        shapes = nllb_shapes(self.config)
+        # dense tensors first, then expert by expert: a file of weights has few of them
+        order = sorted(shapes, key=lambda key: self._expert(self.place(key).name))
+        self.shapes = {self.place(key).name: torch.Size(shapes[key]) for key in order}
+        logger.warning("%s", " ".join(_EXPERT_OF_TOKENS.split()))
+
+    def place(self, key: str) -> Place | None:
+        return place_in_nllb(key)
+
+    def is_copy(self, key: str) -> bool:
+        return key in ("decoder.embed_tokens.weight", "decoder.output_projection.weight")
+
+    @staticmethod
+    def _expert(name: str) -> int:
+        match = _EXPERT.fullmatch(name)
+        return int(match[1]) if match else -1
+
+    def experts_in(self, names: Collection[str]) -> Iterable[int]:
+        return sorted({self._expert(name) for name in names} - {-1})
+
+    def json_files(self, dtype: str) -> dict[str, dict[str, Any]]:
+        ids = {**SPECIAL_IDS, "decoder_start_token_id": SPECIAL_IDS["eos_token_id"]}
+        config = {
+            "architectures": ["NllbMoeForConditionalGeneration"],
+            "model_type": "nllb-moe",
+            "is_encoder_decoder": True,
+            **ids,
+            **vars(self.config),
+            "router_dtype": "float32" if self._router_fp32 else dtype,
+            "dtype": dtype,
+        }
+        generation = {**ids, "max_length": _MAX_LENGTH, "suppress_tokens": [1]}
+        return {"config.json": config, "generation_config.json": generation}
+
+    def symbols(self, tokenizer: TokenizerFiles) -> list[str]:
+        task, name = self._options.task, "dict.txt"
+        languages = _languages(task)
+        if languages or task.get("source_lang"):
+            name = f"dict.{languages[0] if languages else task['source_lang']}.txt"
+        tokens = [f"__{language}__" for language in languages]
+        if str(task.get("lang_tok_style") or "multilingual") != "multilingual":
+            raise ExportError(f"--lang-tok-style {task['lang_tok_style']} cannot be exported")
+        return tokenizer.symbols(self._options.data, self.config.vocab_size, name, tokens)
+
+    def write_tokenizer(self, tokenizer: TokenizerFiles, folder: Path, symbols: list[str]) -> None:
+        tokens = [f"__{language}__" for language in _languages(self._options.task)]
+        tokenizer.write_for_translation(
+            folder, symbols, tokens, self.config.max_position_embeddings
+        )
+
+
+def _languages(task: Mapping[str, Any]) -> list[str]:
+    """Return the languages of a multilingual task, in the order of its dictionary."""
+    given = task.get("langs")
+    if not given and task.get("lang_pairs"):
+        pairs = task["lang_pairs"]
+        pairs = pairs.split(",") if isinstance(pairs, str) else pairs
+        given = sorted({language for pair in pairs for language in pair.split("-")})
+    return (given.split(",") if isinstance(given, str) else list(given)) if given else []
+
+
+def _describe(options: StoredOptions, weights: Mapping[str, Any]) -> tuple[SimpleNamespace, bool]:
+    """Return the fields of NllbMoeConfig, and whether the router computes in fp32."""
+    from ..integrations.fairseq.options.options import moe_frequencies
+
+    model = options.model
+    options.refuse_unsupported("encoder", "decoder")
+    for name, value in _SWITCHES.items():
+        if bool(getattr(model, name)) != value:
+            which = "with" if not value else "without"
+            raise _no_place(f"a model {which} {flag_of(name)}")
+    widths = {getattr(model, f"{side}_ffn_embed_dim") for side in ("encoder", "decoder")}
+    if model.moe_expert_ffn_dim and widths != {model.moe_expert_ffn_dim}:
+        raise _no_place(f"--moe-expert-ffn-dim {model.moe_expert_ffn_dim} beside other FFNs")
+    layer = options.describe_layer(model.encoder_ffn_embed_dim)
+    for name, (value, flag) in _FIXED.items():
+        if (found := getattr(layer, name)) != value:
+            raise _no_place(f"{flag} {found}")
+    for name, values in _LAYERS.items():
+        if (found := getattr(model, name)) not in values:
+            raise _no_place(f"{flag_of(name)} {found}")
+    frequencies = moe_frequencies(model)
+    fields = {
+        "vocab_size": weights["encoder.embed_tokens.weight"].shape[0],
+        "d_model": model.encoder_embed_dim,
+        "max_position_embeddings": max(
+            int(getattr(model, f"max_{which}_positions") or 1024) for which in ("source", "target")
+        ),
+        "activation_function": layer.activation_function,
+        "scale_embedding": not model.no_scale_embedding,
+        "num_experts": layer.num_experts,
+        # training alone
+        "dropout": model.dropout,
+        "attention_dropout": model.attention_dropout,
+        "activation_dropout": model.activation_dropout or model.relu_dropout or 0.0,
+        "encoder_layerdrop": 0.0,
+        "decoder_layerdrop": 0.0,
+        # evaluation multiplies by the rest
+        "moe_token_dropout": model.moe_eom,
+        # nothing is dropped, so that padding takes nobody's place
+        "moe_eval_capacity_token_fraction": 1.0,
+        "router_ignore_padding_tokens": True,
+        "second_expert_policy": "all",
+        "normalize_router_prob_before_dropping": model.moe_normalize_gate_prob_before_dropping,
+        "batch_prioritized_routing": model.moe_batch_prioritized_routing,
+        "router_bias": False,
+        "tie_word_embeddings": True,
+    }
+    for side, freq in zip(("encoder", "decoder"), frequencies, strict=True):
+        dense = f"alternate{'_decoder' if side == 'decoder' else ''}_ffn_embed_dim"
+        if freq and getattr(model, dense) > 0:
+            raise _no_place(f"{flag_of(dense)} {getattr(model, dense)}")
+        fields |= {
+            f"{side}_layers": getattr(model, f"{side}_layers"),
+            f"{side}_attention_heads": getattr(model, f"{side}_attention_heads"),
+            f"{side}_ffn_dim": getattr(model, f"{side}_ffn_embed_dim"),
+            f"{side}_sparse_step": freq,
+        }
+    return SimpleNamespace(**fields), layer.router_fp32
+
+
+def _no_place(what: str) -> ExportError:
+    return ExportError(f"{what} cannot be exported: transformers' NllbMoe has no place for it")

@@ -1,0 +1,110 @@
+"""A sentencepiece model as parts of ``tokenizer.json``."""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..checkpoint.folders import SPECIAL
+from .errors import ExportError
+
+logger = logging.getLogger(__name__)
+
+_SPACE = "\u2581"
+# types of pieces in a sentencepiece model
+_NORMAL, _USER_DEFINED, _BYTE = 1, 4, 6
+
+
+def of_sentencepieces(file: Path, symbols: list[str]) -> dict:
+    """Return normalizer, pre_tokenizer, decoder and model that split text as sentencepiece does.
+
+    A piece that the dictionary lacks is left out, with a warning.
+
+    Args:
+        file: the sentencepiece model, of unigrams or byte pairs.
+        symbols: the dictionary.
+
+    Raises:
+        ExportError: the model has a form that tokenizer.json cannot express, or sentencepiece is
+            missing.
+    """
+    try:
+        from sentencepiece import sentencepiece_model_pb2
+    except ImportError as error:
+        raise ExportError(f"{file}: pip install sentencepiece protobuf ({error})") from None
+    model = sentencepiece_model_pb2.ModelProto.FromString(file.read_bytes())
+    training = model.trainer_spec
+    for reason, found in (
+        ("pieces that are neither unigrams nor byte pairs", training.model_type not in (1, 2)),
+        ("user-defined symbols", any(each.type == _USER_DEFINED for each in model.pieces)),
+        ("white space behind words", training.treat_whitespace_as_suffix),
+        ("no white space before a text", not model.normalizer_spec.add_dummy_prefix),
+    ):
+        if found:
+            raise ExportError(f"{file}: a sentencepiece model with {reason} cannot be exported")
+    kinds = (_NORMAL, _BYTE)
+    scores = {each.piece: each.score for each in model.pieces if each.type in kinds}
+    known = set(symbols)
+    if missing := [piece for piece in scores if piece not in known]:
+        logger.warning(
+            "%s: %d of its %d pieces are not in the dictionary, such as %r; fairseq reads them as "
+            "<unk>, and the exported tokenizer splits them into smaller ones",
+            file, len(missing), len(scores), missing[0],
+        )  # fmt: skip
+    scores = {piece: score for piece, score in scores.items() if piece in known}
+    metaspace = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "always"}
+    metaspace["split"] = False
+    return {
+        "normalizer": _normalizer(model.normalizer_spec),
+        "pre_tokenizer": metaspace,
+        "decoder": metaspace,
+        "model": (_unigrams if training.model_type == 1 else _byte_pairs)(
+            symbols, scores, training.byte_fallback
+        ),
+    }
+
+
+def _normalizer(spec) -> dict:
+    steps: list[dict] = []
+    if spec.precompiled_charsmap:
+        rules = base64.b64encode(spec.precompiled_charsmap).decode()
+        steps.append({"type": "Precompiled", "precompiled_charsmap": rules})
+    if spec.remove_extra_whitespaces:
+        for pattern, content in (("^ +| +$", ""), (" {2,}", " ")):
+            steps.append({"type": "Replace", "pattern": {"Regex": pattern}, "content": content})
+    return {"type": "Sequence", "normalizers": steps}
+
+
+def _unigrams(symbols: list[str], scores: Mapping[str, float], byte_fallback: bool) -> dict:
+    # other symbols are in no text; a lower score of theirs would lower that of unknown characters
+    least = min(scores.values())
+    vocabulary = [[symbol, scores.get(symbol, least)] for symbol in symbols]
+    unknown = symbols.index(SPECIAL[3])
+    return {
+        "type": "Unigram",
+        "unk_id": unknown,
+        "vocab": vocabulary,
+        "byte_fallback": byte_fallback,
+    }
+
+
+def _byte_pairs(symbols: list[str], scores: Mapping[str, float], byte_fallback: bool) -> dict:
+    """Return the model; each way to make a piece of two is a merge with the piece's rank."""
+    numbers = {symbol: number for number, symbol in enumerate(symbols)}
+    merges = []
+    for piece in sorted(scores, key=lambda piece: -scores[piece]):
+        cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
+        merges += [list(cut) for cut in cuts if cut[0] in scores and cut[1] in scores]
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": SPECIAL[3],
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": True,
+        "byte_fallback": byte_fallback,
+        "vocab": numbers,
+        "merges": merges,
+    }

@@ -1,0 +1,116 @@
+"""Folders of transformers as sets: the same bits, a model that trains on, refusals by name."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from exported_models import CASES, NLLB_CASES, make, make_translation
+from helpers.assertions import assert_same_state
+from helpers.training import make_batch, make_config, make_trainer
+from helpers.translation import make_pairs, pair_config
+from safetensors.torch import load_file, save_file
+
+from fairseq_tutel.checkpoint import __main__ as command_line
+from fairseq_tutel.checkpoint import load_for_rank
+from fairseq_tutel.export import TokenizerFiles, export_huggingface
+
+MAKERS = {**dict.fromkeys(CASES, make), **dict.fromkeys(NLLB_CASES, make_translation)}
+
+
+def run(capsys, *words):
+    status = command_line.main(["import", *map(str, words)])
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("case", MAKERS)
+def test_export_import_and_export_are_equal_to_the_bit(case, tmp_path, capsys):
+    saved = MAKERS[case](tmp_path, {**CASES, **NLLB_CASES}[case])
+    export_huggingface(saved.path, tmp_path / "one", max_bytes=9000)
+    path = tmp_path / "set" / "model.pt"
+    assert run(capsys, tmp_path / "one", path, "--ranks", 2)[:2] == (0, f"{path}\n")
+    assert (path.parent / "model-rank-1.pt").exists()
+    state = load_for_rank(str(path), rank=0, world_size=1)["model"]
+    no_weights = ("_float_tensor", "experts_held")
+    want = {k: v for k, v in saved.model.state_dict().items() if not k.endswith(no_weights)}
+    assert_same_state(state, want)
+    # the dictionary is in the folder that was imported
+    export_huggingface(
+        path, tmp_path / "two", TokenizerFiles(path.parent / "dict.txt"), max_bytes=9000
+    )
+    files = {each.name for each in (tmp_path / "one").iterdir()}
+    assert files == {each.name for each in (tmp_path / "two").iterdir()}
+    for name in files:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), (
+            name
+        )
+
+
+@pytest.mark.parametrize(
+    "create, config, batch",
+    [(make, make_config, make_batch), (make_translation, pair_config, make_pairs)],
+)
+def test_the_flags_that_it_prints_train_on(create, config, batch, tmp_path, capsys, caplog):
+    """fairseq's trainer loads the set, and the first loss is that of the model."""
+    saved = create(tmp_path)
+    export_huggingface(saved.path, tmp_path / "m")
+    path = tmp_path / "set.pt"
+    with caplog.at_level("INFO", logger="fairseq_tutel"):
+        assert run(capsys, tmp_path / "m", path)[0] == 0
+    (flags,) = re.findall(r"train on with: --arch \w+ (.*)", caplog.text)
+    trainer = make_trainer(config(*flags.split()), batch(0))
+    trainer.load_checkpoint(str(path))
+    net = batch(1)["net_input"]
+    with torch.no_grad():
+        got, want = (each.eval()(**net)[0] for each in (trainer.get_model(), saved.model))
+    assert torch.equal(got, want)
+    log = trainer.train_step([batch(1)])
+    assert log["loss"] > 0 and trainer.get_num_updates() == 1
+
+
+FIELDS = {
+    "router_bias True": {"router_bias": True},
+    "tie_word_embeddings False": {"tie_word_embeddings": False},
+    "moe_eval_capacity_token_fraction -1.0": {"moe_eval_capacity_token_fraction": -1.0},
+    "activation_function 'quick_gelu'": {"activation_function": "quick_gelu"},
+    "pad_token_id 0": {"pad_token_id": 0},
+    "model of the type 'mixtral'": {"model_type": "mixtral"},
+    "has no experts": {"encoder_sparse_step": 0, "decoder_sparse_step": 0},
+    "lacks model.encoder.layers.2": {"encoder_layers": 3},
+    "model.shared.weight has 512 numbers": {"vocab_size": 40},
+}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    return export_huggingface(make_translation(folder).path, folder / "m")
+
+
+@pytest.mark.parametrize("named, fields", FIELDS.items(), ids=FIELDS)
+def test_what_fairseq_lacks_is_refused_by_name(named, fields, exported, tmp_path, capsys):
+    folder = shutil.copytree(exported, tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+    status, out, error = run(capsys, folder, tmp_path / "set" / "x.pt")
+    assert status == 2 and not out and named in error and error.count("\n") == 1, error
+    assert not (tmp_path / "set").exists()
+
+
+def test_other_tensors_and_other_folders(exported, tmp_path, capsys):
+    """A tied tensor may be stored under its other names; one without a place is named."""
+    folder = shutil.copytree(exported, tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors.pop("model.shared.weight")
+    tensors |= {"lm_head.weight": embedding, "model.decoder.embed_tokens.weight": embedding.clone()}
+    save_file(tensors, folder / "model.safetensors")
+    assert run(capsys, folder, tmp_path / "x.pt")[0] == 0
+    state = load_for_rank(str(tmp_path / "x.pt"), rank=0, world_size=1)["model"]
+    assert torch.equal(state["encoder.embed_tokens.weight"], embedding)
+    assert "exists" in run(capsys, folder, tmp_path / "x.pt")[2]
+    save_file({**tensors, "model.extra": embedding + 1}, folder / "model.safetensors")
+    assert "model.extra has no place" in run(capsys, folder, tmp_path / "y.pt")[2]
+    assert "no config.json" in run(capsys, tmp_path, tmp_path / "y.pt")[2]
+    (folder / "model.safetensors").unlink()
+    assert "model.safetensors: no such file" in run(capsys, folder, tmp_path / "y.pt")[2]
