@@ -22,7 +22,8 @@ def _pair_and_token(src_pair_R: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return pair_R, pair_R // top_k
 
 
-def _zero_unused(rows_RM: Tensor, src_pair_R: Tensor) -> Tensor:
+def zero_unused(rows_RM: Tensor, src_pair_R: Tensor) -> Tensor:
+    """Clear the unused rows in place, and return the rows."""
     if rows_RM.device.type != "cpu":  # nonzero would be a device-to-host sync
         return rows_RM.masked_fill_((src_pair_R < 0)[:, None], 0)
     if src_pair_R.numel() == 0 or src_pair_R.amin() >= 0:
@@ -35,7 +36,7 @@ def dispatch_fwd(x_TM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor) -> Tenso
     if dest_row_TK.numel() == 0:
         return x_TM.new_zeros((src_pair_R.shape[0], x_TM.shape[1]))
     _, token_R = _pair_and_token(src_pair_R, dest_row_TK.shape[1])
-    return _zero_unused(x_TM.index_select(0, token_R), src_pair_R)
+    return zero_unused(x_TM.index_select(0, token_R), src_pair_R)
 
 
 def _bag_sum(rows_RM: Tensor, dest_row_TK: Tensor, weight: Tensor | None) -> Tensor:
@@ -157,7 +158,7 @@ def _combine_bwd_rows(
     if needs_weight:
         dot_N = dot_R[dest_row_TK.reshape(-1).long()]
         d_weight_TK = dot_N.to(topk_weight_TK.dtype).view(dest_row_TK.shape)
-    return _zero_unused(dy_RM, src_pair_R) if needs_rows else d_rows_RM, d_weight_TK
+    return zero_unused(dy_RM, src_pair_R) if needs_rows else d_rows_RM, d_weight_TK
 
 
 def dispatch_bwd(d_rows_RM: Tensor, dest_row_TK: Tensor) -> Tensor:

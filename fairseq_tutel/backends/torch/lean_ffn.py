@@ -18,7 +18,7 @@ from .._fp8 import rounded_rows
 from .._weights import row_weights
 from ._expert_rows import Group, Network, groups_of, of_group, sum_rows
 from ._memory import empty
-from .dispatch import dispatch_bwd, dispatch_fwd
+from .dispatch import dispatch_bwd, dispatch_fwd, zero_unused
 
 
 class _Gradients(NamedTuple):
@@ -226,15 +226,8 @@ def _gatherer(dest_row_TK: Tensor, src_pair_R: Tensor) -> Callable[[Tensor, slic
     """Return a function of tokens (T, M) and a slice of the rows: these rows, zero if unused."""
     if dest_row_TK.numel() == 0:
         return lambda x_TM, rows: dispatch_fwd(x_TM, dest_row_TK, src_pair_R[rows])
-    unused_R1 = (src_pair_R < 0)[:, None]
-    all_used = src_pair_R.device.type == "cpu" and not unused_R1.any()
     token_R = src_pair_R.clamp(min=0).long() // dest_row_TK.shape[1]
-
-    def gather(x_TM, rows):
-        gathered = x_TM.index_select(0, token_R[rows])
-        return gathered if all_used else gathered.masked_fill_(unused_R1[rows], 0)
-
-    return gather
+    return lambda x_TM, rows: zero_unused(x_TM.index_select(0, token_R[rows]), src_pair_R[rows])
 
 
 def _sum_params(group: Group, values: Sequence[Tensor], d_params: Sequence[Tensor]) -> None:
