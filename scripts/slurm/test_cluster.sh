@@ -156,10 +156,13 @@ SchedulerParameters=sched_interval=2,sched_min_interval=0,batch_sched_delay=0
 JobRequeue=1
 KillWait=5
 SlurmdParameters=config_overrides
-NodeName=virtual1 NodeHostname=$host NodeAddr=127.0.0.1 Port=${ports[1]} CPUs=8 State=UNKNOWN
-NodeName=virtual2 NodeHostname=$host NodeAddr=127.0.0.1 Port=${ports[2]} CPUs=8 State=UNKNOWN
+GresTypes=gpu
+NodeName=virtual1 NodeHostname=$host NodeAddr=127.0.0.1 Port=${ports[1]} CPUs=8 Gres=gpu:2 State=UNKNOWN
+NodeName=virtual2 NodeHostname=$host NodeAddr=127.0.0.1 Port=${ports[2]} CPUs=8 Gres=gpu:2 State=UNKNOWN
 PartitionName=main Nodes=virtual[1-2] Default=YES MaxTime=10 State=UP
 CONF
+    # they only count: no GPU is behind these files
+    printf 'Name=gpu File=%s\n' /dev/null /dev/zero >"$work/gres.conf"
     (umask 077 && head -c 1024 /dev/urandom >"$work/munge.key")
     munged --foreground --force --socket="$work/munge.socket" --key-file="$work/munge.key" \
         --pid-file="$work/munged.pid" --seed-file="$work/munge.seed" --num-threads=2 \
@@ -234,7 +237,7 @@ submit_training() {
 submit_hydra_training() {
     hydra_job=$(NPROC_PER_NODE=2 CONFIG=tiny_cpu SAVE_DIR=$relative_directory \
         OVERRIDES="model.decoder_layers=2 optimization.max_update=4" \
-        sbatch --parsable --nodes 2 --cpus-per-task 2 --dependency "afterany:$train_job" \
+        sbatch --parsable --nodes 2 --cpus-per-task 2 --dependency "afterany:${ladder_jobs[-1]}" \
         --output "$work/hydra.log" scripts/slurm/train.sbatch)
 }
 
@@ -279,32 +282,33 @@ check_training() {
     say "loss ${loss/ / -> } over 3 runs and $max_update updates"
 }
 
+# One job at a time: each takes all GPUs of both nodes, and other jobs of this user beside it.
 submit_benchmarks() {
-    local options=(--parsable --nodes 2 --cpus-per-task 2 --time 5)
-    export NPROC_PER_NODE=2
-    layer_job=$(sbatch "${options[@]}" --output "$work/bench_layer.log" scripts/slurm/bench_layer.sbatch \
-        --preset cpu --tokens 64 --model-dim 16 --hidden-dim 32 --experts 4 --backends torch \
-        --repetitions 2 --output "$work/layer.json")
-    alltoall_job=$(sbatch "${options[@]}" --dependency "afterany:$layer_job" \
-        --output "$work/bench_alltoall.log" scripts/slurm/bench_alltoall.sbatch \
-        --sizes 4K,16K,64K --iterations 2 --repetitions 2 --output "$work/alltoall.json")
-    train_job=$(sbatch "${options[@]}" --dependency "afterany:$alltoall_job" \
-        --output "$work/bench_train.log" scripts/slurm/bench_train.sbatch \
-        --preset meta-8gpu-rank --one-by-one --tiny --output "$work/train.json")
-    unset NPROC_PER_NODE
+    ladder=$work/ladder
+    NPROC_PER_NODE=2 scripts/slurm/submit_ladder.sh --gpus 4 --gpus-per-node 2 --tiny --updates 2 \
+        --results "$ladder" -- --exclusive=user --cpus-per-task 2 --time 5 >"$work/ladder.log" 2>&1 ||
+        fail "the ladder was not submitted: $(cat "$work/ladder.log")"
+    mapfile -t ladder_jobs < <(grep -oP '^Submitted batch job \K\d+' "$work/ladder.log")
+    ((${#ladder_jobs[@]} == 4)) || fail "the ladder has ${#ladder_jobs[@]} jobs instead of 4"
 }
 
 check_benchmarks() {
-    local name job
-    for name in layer alltoall train; do
-        job=${name}_job
-        ended_well "${!job}" 120 "the $name benchmark"
-        python -m json.tool "$work/$name.json" /dev/null || fail "it wrote no $name.json"
-        grep -q 'launch: 4 ranks on 2 nodes' "$work/bench_$name.log" || fail "$name ran not on 2 x 2 ranks"
+    local name job log
+    for job in "${ladder_jobs[@]}"; do
+        ended_well "$job" 120 "benchmark $(field "$job" JobName)"
+    done
+    for log in "$ladder"/*.log; do
+        grep -q 'launch: 4 ranks on 2 nodes' "$log" || fail "$log: not on 2 x 2 ranks"
+    done
+    for name in layer alltoall alltoall-unbound train; do
+        python -m json.tool "$ladder/$name-4.json" /dev/null || fail "it wrote no $name-4.json"
     done
     python -c 'import json, sys; r = json.load(open(sys.argv[1]))
 sys.exit((r["world_size"], r["settings"]["experts"], sorted(r["results"])) != (4, 4, ["dense", "moe"]))
-' "$work/train.json" || fail "train.json is not of 4 ranks with an expert each"
+' "$ladder/train-4.json" || fail "train-4.json is not of 4 ranks with an expert each"
+    $(grep -oP '^figures: \K.*' "$work/ladder.log") >"$work/figures.log" 2>&1 || fail "no figures"
+    (($(grep -c '^'"$ladder"'/figures/claims-.*\.png$' "$work/figures.log") >= 5)) || fail "5 figures"
+    say "the ladder's points are in $(grep -c 'png$' "$work/figures.log") figures"
 }
 
 check_time_limit_job() {
