@@ -76,17 +76,20 @@ def _pairs_of_all_ranks(waiting: Sequence[MoEAux]) -> list[torch.Tensor]:
         aux.update_load.pairs if again and aux.update_load else None for aux in waiting
     ]
     new = [aux for aux, known in zip(waiting, pairs_L, strict=True) if known is None]
-    if not new:
-        return pairs_L
-    counts = torch.cat([aux.balance_counts for aux in new])
-    if process_world()[1] > 1:
-        sum_tensor_over_ranks_(counts)
-    sums = iter(counts.split([len(aux.balance_counts) for aux in new]))
-    for i, aux in enumerate(waiting):
-        if pairs_L[i] is None:
+    mine = [aux.balance_counts for aux in new if aux.balance_counts is not None]
+    sums = iter(())
+    if mine:
+        counts = torch.cat(mine)
+        if process_world()[1] > 1:
+            sum_tensor_over_ranks_(counts)
+        sums = iter(counts.split([len(each) for each in mine]))
+    found = []
+    for aux, pairs in zip(waiting, pairs_L, strict=True):
+        if pairs is None:
             pairs = next(sums)
-            pairs_L[i] = pairs if aux.update_load is None else aux.update_load.add(pairs)
-    return pairs_L
+            pairs = pairs if aux.update_load is None else aux.update_load.add(pairs)
+        found.append(pairs)
+    return found
 
 
 _pairs_untraced = untraced(_pairs_of_all_ranks)  # a trace sees neither collectives nor state
@@ -95,6 +98,7 @@ _pairs_untraced = untraced(_pairs_of_all_ranks)  # a trace sees neither collecti
 def _finish(aux: MoEAux, pairs: torch.Tensor) -> MoEAux:
     """Return a report with its balance loss."""
     pairs = pairs.double()
+    assert aux.mean_prob_E is not None  # it comes with the counts
     share_E = (pairs[:-1] / pairs[-1].clamp(min=1)).to(aux.mean_prob_E.dtype)
     # kept and not recomputed: later passes of the update have other shares
     with outside_checkpoints():

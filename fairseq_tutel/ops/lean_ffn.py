@@ -274,7 +274,7 @@ def lean_chunk(
     kept_rows = rows if keeps else rows.new_empty((0, rows.shape[-1]))
     stored = (
         store(kept_rows, rows.shape[-1], memory.kept),
-        store(hidden, params[2].shape[2], memory.kept),
+        store(hidden, params[2].shape[2], memory.kept),  # pyright: ignore[reportOptionalMemberAccess]
     )
     return out, LeanChunk(*stored[0], *stored[1], seed)
 
