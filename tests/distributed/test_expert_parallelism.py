@@ -191,9 +191,9 @@ def test_dropout_is_that_of_the_pair_of_each_row():
     """Rows of two tokens with two choices, of two parts each; some are empty."""
     pair_of_row = [7, 0, -1, 2, 5, 4]  # t * 4 + part * 2 + choice
     rows, keep = torch.randn(6, M), torch.rand(4, M) < 0.5
-    got = dispatcher._drop(
-        rows, torch.tensor(pair_of_row, dtype=torch.int32), keep, copies=2, top_k=2, dropout=0.5
-    )
+    drop = dispatcher.SourceDropout(keep, copies=2, dropout=0.5)
+    dest_row = torch.empty(2, 4, dtype=torch.int32)  # only its shape counts
+    got = drop(rows, dest_row, torch.tensor(pair_of_row, dtype=torch.int32))
     for row, pair in enumerate(pair_of_row):
         if pair >= 0:
             choice = 2 * (pair // 4) + pair % 2

@@ -34,7 +34,9 @@ class LinearRouter(TopKRouter):
         return ops.gate_logits(x_TM, self.wg.weight)
 
     def logits_and_tokens(self, x_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        usual = type(self).logits is LinearRouter.logits and isinstance(self.wg, nn.Linear)
+        # neither a subclass nor an attribute of this router replaces the product
+        own = getattr(self.logits, "__func__", None) is LinearRouter.logits
+        usual = own and isinstance(self.wg, nn.Linear)
         # a hook could keep the gradient that the gate's product adds to
         if not usual or not self.config.gating_fp32 or is_observed(self):
             return self.logits(x_TM), None

@@ -14,12 +14,12 @@ from helpers.training import (
     save,
 )
 
-from fairseq_tutel.checkpoint import CheckpointError, read_set
+from fairseq_tutel.checkpoint import CheckpointError
 from fairseq_tutel.checkpoint.__main__ import main
 from fairseq_tutel.checkpoint.lora import merge_lora
 from fairseq_tutel.distributed import is_expert
 from fairseq_tutel.export.errors import ExportError
-from fairseq_tutel.export.options import read_options
+from fairseq_tutel.export.source import ModelSource
 
 LORA = ("--moe-lora-rank", "2", "--moe-lora-alpha", "4")
 ALL = ("--moe-expert-count", "4", "--clip-norm", "0.02", "--ddp-backend", "pytorch_ddp")
@@ -105,9 +105,8 @@ def test_merged_set(base, tmp_path, capsys):
     torch.testing.assert_close(logits(trainer), logits(plain), rtol=1e-4, atol=1e-5)
     with pytest.raises(CheckpointError, match="has no LoRA"):
         merge_lora(merged, f"{tmp_path}/y.pt")
-    options = read_options(read_set(path).shared_state(with_optimizer=False), 4, path)
     with pytest.raises(ExportError, match="merge-lora"):
-        options.describe({})
+        ModelSource(path)
 
 
 @pytest.mark.parametrize("options", [["--fp16", "--fp16-init-scale", "8"], ["--bf16"],

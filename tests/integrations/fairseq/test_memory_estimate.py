@@ -34,7 +34,7 @@ def test_the_planners_count_is_logged_once_and_changes_no_random_number(caplog, 
     trainer._memory_logged = False
     with caplog.at_level("INFO", logger=LOGGER):
         trainer.begin_epoch(3)
-    assert "does NOT fit" in caplog.text and "--checkpoint-activations; --moe-exp" in caplog.text
+    assert "does NOT fit" in caplog.text and "--checkpoint-activations; --moe-" in caplog.text
 
 
 def test_a_run_that_the_planner_does_not_know_says_nothing():
@@ -43,7 +43,8 @@ def test_a_run_that_the_planner_does_not_know_says_nothing():
 
 
 @pytest.mark.parametrize("options, helps", [
-    ((), "--checkpoint-activations; --moe-expert-placement sliced .*; --zero-sharding os"),
+    ((), "--checkpoint-activations; --moe-activation-memory lean; --moe-expert-placement sliced "
+     ".*; --zero-sharding os"),
     (("--checkpoint-activations", "--zero-sharding", "os"), "what helps: --moe-expert-placement"),
 ])  # fmt: skip
 def test_an_error_is_one_line_with_consumers_and_options(options, helps):

@@ -11,8 +11,11 @@ FAIRSEQS = {
     "epoch", "wps", "ups", "wpb", "bsz", "num_updates", "lr", "gnorm", "clip", "train_wall", "wall",
     "gb_free",
 }  # fmt: skip
-# of a tuner, of a loss per sentence, of a GPU's clock, of an encoder-decoder
-NOT_IN_THIS_RUN = {"moe_exchange_ms", "nll_loss", "all_to_all_cuda_time_ms", "cmr_gate_loss"}
+# of a tuner, of a loss per sentence, of a GPU's clock, of an encoder-decoder, of ranks that help
+NOT_IN_THIS_RUN = {
+    "moe_exchange_ms", "nll_loss", "all_to_all_cuda_time_ms", "cmr_gate_loss",
+    "moe_util_rank_helped", "moe_rows_helped", "moe_mb_moved",
+}  # fmt: skip
 RUN = """
     --user-dir fairseq_tutel --arch transformer_lm_gpt_moe --criterion moe_cross_entropy --no-save
     --task dummy_lm --dict-size 28 --dataset-size 16 --tokens-per-sample 8 --batch-size 4 --cpu
