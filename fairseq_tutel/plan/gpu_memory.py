@@ -70,6 +70,7 @@ class Layer:
     gradients: int  # of activations, alive at once in its backward pass
     again: int = 0  # what experts compute again by ``activation_memory``
     gathered: int = 0  # gathered expert weights
+    freed: int = 0  # number of parameters whose gradients its backward pass uses and frees
     # bytes of its input if the layer is recomputed; 0 if the input is kept on the host
     checkpoint: int | None = None
 
@@ -109,7 +110,8 @@ def _layers_of_stack(
         return [dense] * stack.layers
     here = counted.moe_layer + counted.local
     sizes = _moe_bytes(settings, stack, counted, traffic)
-    moe = Layer(here, *sizes, gathered=gathered * b, checkpoint=checkpoint)
+    freed = counted.local if getattr(model, "moe_update_in_backward", False) else 0
+    moe = Layer(here, *sizes, gathered=gathered * b, freed=freed, checkpoint=checkpoint)
     return [moe if n in stack.sparse else dense for n in range(1, stack.layers + 1)]
 
 
@@ -189,7 +191,8 @@ def count_memory(settings: Settings, parameters: Parameters, stack: list[Layer])
         kept -= dispatch
     # log-softmax: fp32 result, its gradient, and the gradient of the logits (fp16: in fp16)
     logits = tokens * settings.vocabulary * (10 if "fp16" in precision.name else 12)
-    weights = gradients = b * per_gpu
+    weights = b * per_gpu
+    gradients = b * (per_gpu - sum(layer.freed for layer in stack))
     states = {
         "weights": weights,
         "fp32 copies": 8 * per_gpu if precision.master_copies else 0,
@@ -238,8 +241,9 @@ def _backward(
     gradients = parameters.embeddings
     kept = sum(layer.kept for layer in stack)
     for layer in reversed(stack):
-        gradients += layer.parameters
-        alive = parameters.per_gpu if settings.update_freq > 1 else gradients
+        here = gradients + layer.parameters
+        alive = parameters.per_gpu if settings.update_freq > 1 else here
+        gradients = here - layer.freed
         yield {
             "gradients": b * alive,
             "activations": kept,

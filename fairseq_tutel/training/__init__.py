@@ -44,9 +44,11 @@ from .state.sharded_optimizer import (
     whole_optimizer_state,
 )
 from .state.transforms import SAVE_TRANSFORMS, SaveTransform
+from .update_in_backward import BackwardUpdates, update_in_backward
 
 __all__ = [
     "AuxLosses",
+    "BackwardUpdates",
     "DistributedState",
     "ExpertMatrix",
     "SAVE_TRANSFORMS",
@@ -81,6 +83,7 @@ __all__ = [
     "save_state",
     "shard_dense",
     "shard_optimizer",
+    "update_in_backward",
     "update_load_bias",
     "update_load_biases",
     "whole_optimizer_state",

@@ -126,7 +126,7 @@ def expert_grad_sq_norm(
     """
     params = list(params)
     device = params[0].device if params else torch.device("cpu")
-    total = _sq_norm_of_copies([p for p in params if is_expert(p)], groups, device).float()
+    total = sq_norm_of_copies([p for p in params if is_expert(p)], groups, device).float()
     if groups.world_size > 1 and not groups.simulated:
         sum_tensor_over_ranks_(total)
         total /= groups.num_replicas
@@ -155,17 +155,25 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
 
     Returns:
         Tensor: the norm before clipping, fp32 scalar, the same on every rank.
+
+    Raises:
+        ValueError: experts are updated in the backward pass, before their norm is known.
     """
     model = unwrap(model)
     layers = moe_layers(model).values()
     experts = {param for layer in layers for param in layer.experts.parameters()}
+    if math.isfinite(max_norm) and any(getattr(p, "updates_in_backward", False) for p in experts):
+        raise ValueError(
+            f"max_norm={max_norm}: update_in_backward has updated the experts before the norm is "
+            "known; do without one of them"
+        )
     dense = [p.grad for p in model.parameters() if p not in experts and p.grad is not None]
     plain = [grad for grad in dense if not is_sharded(grad)]
     sharded = [grad for grad in dense if is_sharded(grad)]
     device = next(model.parameters()).device
     sq_norm = torch.zeros((), dtype=torch.float64, device=device)
     for layer in layers:
-        total = _sq_norm_of_copies(layer.experts.parameters(), layer.groups, device)
+        total = sq_norm_of_copies(layer.experts.parameters(), layer.groups, device)
         sq_norm += total / layer.groups.num_replicas
     sum_tensor_over_ranks_(sq_norm)
     sq_norm += _sq_norm(plain, device)
@@ -216,7 +224,7 @@ def _scale_(grads: list[torch.Tensor], factor: float | torch.Tensor) -> None:
         torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _sq_norm_of_copies(
+def sq_norm_of_copies(
     params: Iterable[nn.Parameter], groups: ExpertParallelGroups, device: torch.device
 ) -> torch.Tensor:
     """Return an fp64 scalar; its sum over all ranks is ``num_replicas`` times the squared norm."""

@@ -29,6 +29,7 @@ from ..programs import blocks
 from ..programs.ranks import refuse_separate_ranks
 from ..programs.trace import trace_model
 from .checkpointing import CheckpointMixin
+from .expert_updates import ExpertUpdates, refuse_update_in_backward
 from .growth import RunGrowth
 from .memory import MemoryMixin
 from .parallel import (
@@ -64,6 +65,10 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         _prepare_config(cfg, model)
         super().__init__(cfg, task, model, criterion, quantizer)
         self._load_bias = _has_load_bias(model, criterion)
+        if getattr(cfg.model, "moe_update_in_backward", False):
+            refuse_update_in_backward(cfg)
+            how = str(cfg.model.moe_normalize_expert_grad)
+            self.expert_updates = ExpertUpdates(model, criterion, how)
         logger.info(_parameters(model))
         self.expert_load = ExpertLoadLog(
             cfg.checkpoint.save_dir,
@@ -81,6 +86,8 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         self.growth = RunGrowth(cfg, model)
         self._epoch_itr = None
         self._num_fillers = 0
+
+    expert_updates: ExpertUpdates | None = None
 
     @property
     def model(self):
@@ -106,16 +113,24 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
             clip_experts_alone(self._optimizer)
         if dist_cfg.zero_sharding == "os":
             shard_states(self._optimizer, name)
+        if self.expert_updates is not None:
+            self.expert_updates.attach(self._optimizer, name)
 
     def clip_grad_norm(self, clip_norm):
         """Clip by the norm over the dense gradients and those of all experts on all ranks."""
 
         def add_experts(dense_norm):
-            experts = expert_grad_sq_norm(self.optimizer.params, self._model.moe_groups)
+            if self.expert_updates is not None:
+                experts = self.expert_updates.sq_norm()
+            else:
+                experts = expert_grad_sq_norm(self.optimizer.params, self._model.moe_groups)
             return (dense_norm.float().square() + experts.to(dense_norm.device)).sqrt()
 
         try:
-            return self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=add_experts)
+            norm = self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=add_experts)
+            if self.expert_updates is not None and not norm.isfinite():
+                self.expert_updates.detach()  # stock runs the batch again, to find the nan
+            return norm
         except OverflowError as error:
             if self.cuda:
                 raise
@@ -163,6 +178,8 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
             layer.update_load.reset()
         if self.trace is not None:
             self.trace.before(self.get_num_updates() + 1, len(fillers))
+        if self.expert_updates is not None:
+            self.expert_updates.is_filler = not real
         try:
             with self._explaining_memory():
                 return super().train_step(samples, raise_oom or self._others_wait)
