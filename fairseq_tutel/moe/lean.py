@@ -111,7 +111,7 @@ class _ThroughLean(torch.autograd.Function):
         coming, saved = [], []
         for chunk in call.chunks:
             arrived = going.pop(0).wait()
-            with drained_if_it_fails(going, coming):  # pyright: ignore[reportArgumentType]
+            with drained_if_it_fails(going, coming):
                 out, kept = bank.lean_chunk(prepared, chunk.by_expert(arrived), chunk.offsets)
                 out = chunk.by_rank(out)
             saved += kept
@@ -120,7 +120,8 @@ class _ThroughLean(torch.autograd.Function):
         for handle in coming:
             handle.wait()
         ctx.save_for_backward(x_TM, topk_weight_TK, *params, *saved)
-        return ops.combine(call.dropped(out_RM), *call.maps, topk_weight_TK)  # pyright: ignore[reportCallIssue]
+        dest_row_TK, src_pair_R = call.maps
+        return ops.combine(call.dropped(out_RM), dest_row_TK, src_pair_R, topk_weight_TK)
 
     @staticmethod
     @once_differentiable
@@ -145,7 +146,7 @@ class _ThroughLean(torch.autograd.Function):
         for chunk, state in backwards:
             handles = coming.pop(0)
             arrived = [handle.wait() for handle in handles]
-            with drained_if_it_fails(*coming, going):  # pyright: ignore[reportArgumentType]
+            with drained_if_it_fails(*coming, going):
                 d_out, weight, *rows = map(chunk.by_expert, arrived)
                 given = rows[0] if rows else None, d_out, weight.reshape(-1), chunk.offsets, state
                 d_rows, d_weight, gradient = bank.lean_chunk_bwd(prepared, *given, needs_x)

@@ -16,13 +16,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..distributed import Direction, Exchange, ExchangeRecord
-from ..distributed.exchanges import Handle, Stream, stream_of
+from ..distributed.exchanges import Stream, stream_of
 from .experts import ExpertBank, ExpertRows, PreparedExperts
 from .torch_modes import untraced
 
@@ -84,8 +84,14 @@ def _through_any(rows_RM, chunks, experts, prepared, link):
     return torch.cat([handle.wait() for handle in coming])
 
 
+class Drained(Protocol):
+    """Exchange under way, or one that is done."""
+
+    def drain(self) -> None: ...
+
+
 @contextlib.contextmanager
-def drained_if_it_fails(*under_way: Iterable[Handle]):
+def drained_if_it_fails(*under_way: Iterable[Drained]):
     """Let an error of the experts wait for the exchanges under way, which write into its memory.
 
     Not for use around waiting: behind a failed exchange others may wait for ever.

@@ -264,6 +264,8 @@ def lean_chunk(
     Returns:
         the output, like rows; what :func:`lean_chunk_bwd` needs.
     """
+    _, _, fc2_weight, _ = params
+    assert fc2_weight is not None  # only biases may be
     seed = options.draw_seed(rows.device)
     keeps = memory.kept != "none"
     given = options.given(offsets=offsets, seed=seed, keep_hidden=keeps, keep_active=False)
@@ -274,7 +276,7 @@ def lean_chunk(
     kept_rows = rows if keeps else rows.new_empty((0, rows.shape[-1]))
     stored = (
         store(kept_rows, rows.shape[-1], memory.kept),
-        store(hidden, params[2].shape[2], memory.kept),  # pyright: ignore[reportOptionalMemberAccess]
+        store(hidden, fc2_weight.shape[2], memory.kept),
     )
     return out, LeanChunk(*stored[0], *stored[1], seed)
 
