@@ -54,7 +54,7 @@ try_pair() {
     (cd "$folder" && "$venv/bin/python" layer.py)
 
     "$pip" uninstall --quiet --yes fairseq_tutel
-    "$pip" install --quiet --no-build-isolation --find-links "$WORK/wheels" \
+    PIP_FIND_LINKS="$WORK/wheels" "$pip" install --quiet --no-build-isolation \
         -c "$venv/constraints.txt" "$(echo "$WORK"/dist/*.whl)[fairseq,quickstart]"
     "$pip" uninstall --quiet --yes torchaudio
     (cd "$folder" && "$venv/bin/python" -c 'import fairseq_tutel; fairseq_tutel.register()')

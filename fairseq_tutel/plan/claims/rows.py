@@ -137,7 +137,7 @@ CLAIMS = (
         "paper, table 8; analysis: steps of 125 to 80 ms and 62 to 30 ms",
         (1.55, 2.11),
         reason="measured with 32 and 48 images; the gain grows with the batch, and "
-        " by operations 26 and 44 images give the published figures",
+        "by operations 26 and 44 images give the published figures",
         like_for_like=True,
     ),
     Claim(
