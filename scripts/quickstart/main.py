@@ -160,7 +160,7 @@ experts: rows in use             {mean["moe_util_slot"]:.1f} %
 experts: mean load / largest     {mean["moe_util_load"]:.1f} %
 experts: choices dropped         {mean["moe_drop"]:.1f} %
 to use more of them              --moe-load-bias quantile --moe-overflow-rerouting 4
-                                 (fairseq_tutel/integrations/fairseq/options/README.md)
+                                 (fairseq_tutel/integrations/fairseq/options/TABLE.md)
 everything, with the pictures    {self.folder}""")
         return start / end
 

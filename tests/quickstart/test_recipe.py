@@ -19,7 +19,7 @@ def test_the_commands_train_evaluate_and_write(tmp_path):
     shorter = program.replace("--max-update 200", "--max-update 3").replace("400", "4")
     shorter = shorter.replace("pip install sentencepiece tensorboardX\n", "")  # it is there
     assert "pip" not in shorter and "--max-update 3" in shorter
-    page = ROOT / "fairseq_tutel/integrations/fairseq/options/README.md"
+    page = ROOT / "fairseq_tutel/integrations/fairseq/options/TABLE.md"
     lines = page.read_text(encoding="utf-8").splitlines()
     text = [line for line in lines if len(line.split()) > 3]
     (tmp_path / "train.txt").write_text("\n".join(2 * text[:-20]), encoding="utf-8")

@@ -9,6 +9,7 @@ from fairseq_tutel.integrations.fairseq.options.command_line import (
     ACCEPTED,
     ACCEPTED_IN_EVALUATION,
     REFUSED,
+    REFUSED_BY_LANGUAGE_MODELS,
 )
 
 
@@ -20,11 +21,11 @@ def parse(*words, rank="0"):
     )
 
 
-@pytest.mark.parametrize("entry", REFUSED)
-def test_a_flag_that_would_change_the_result_is_refused_with_its_line(entry, capsys):
+@pytest.mark.parametrize("entry, reason", (REFUSED | REFUSED_BY_LANGUAGE_MODELS).items())
+def test_a_flag_that_would_change_the_result_is_refused_with_its_line(entry, reason, capsys):
     with pytest.raises(SystemExit):
         parse(*entry.split())
-    assert f"{entry.split()[0]} of Meta's branches: {REFUSED[entry]}" in capsys.readouterr().err
+    assert f"{entry.split()[0]} of Meta's branches: {reason}" in capsys.readouterr().err
 
 
 def test_accepted_flags_have_their_lines_on_the_first_rank_and_leave_no_trace(caplog):
@@ -45,20 +46,22 @@ def test_evaluation_programs_accept_theirs():
     assert args.is_moe is args.moe_generation is True
 
 
-# refused for a language model, and meant by the encoder-decoder
-OF_TWO_STACKS = {"encoder_moe_freq": 2, "decoder_moe_freq": 2, "alternate_ffn_embed_dim": 2,
-                 "moe_cmr": True, "cmr_gate_drop": 0.5}  # fmt: skip
-
-
 def test_no_flag_is_fairseqs_or_ours():
     """It would hide an option that means something."""
     dataclasses = [field.type for field in FairseqConfig.__dataclass_fields__.values()]
     dataclasses += [row.schema for row in ARCHITECTURES.values()]
     dataclasses += tasks.TASK_DATACLASS_REGISTRY.values()
     known = {name for each in dataclasses for name in getattr(each, "__dataclass_fields__", ())}
-    flags = ACCEPTED | ACCEPTED_IN_EVALUATION | REFUSED
-    names = {entry.split()[0].lstrip("-").replace("-", "_") for entry in flags}
-    assert names & known == set(OF_TWO_STACKS)
-    for name, value in OF_TWO_STACKS.items():
-        words = [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-        assert getattr(parse("--arch", "transformer_moe", *words), name) == value
+    names = {_name(entry) for entry in ACCEPTED | ACCEPTED_IN_EVALUATION | REFUSED}
+    assert not names & known
+
+
+@pytest.mark.parametrize("entry", REFUSED_BY_LANGUAGE_MODELS)
+def test_the_encoder_decoder_takes_what_language_models_refuse(entry):
+    flag, *value = entry.split()
+    args = parse("--arch", "transformer_moe", flag, *("0.5" if v == "P" else "2" for v in value))
+    assert float(getattr(args, _name(entry))) == {"": 1, "N": 2, "P": 0.5}["".join(value)]
+
+
+def _name(entry):
+    return entry.split()[0].lstrip("-").replace("-", "_")

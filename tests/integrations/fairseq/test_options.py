@@ -136,9 +136,10 @@ def test_the_help_begins_with_what_matters_and_the_page_has_its_tables(capsys, p
     assert "(default: sampling; MoELayer's: all)" in " ".join(help.plain_text().split())
     # in a process of its own: other tests have registered names of their own in this one
     done = programs.run(["-m", "fairseq_tutel", "table"])
-    page = Path(help.__file__).with_name("README.md").read_text(encoding="utf-8")
+    folder = Path(help.__file__).parent
+    table, page = ((folder / name).read_text("utf-8") for name in ("TABLE.md", "README.md"))
     assert done.status == 0 and len(done.stdout) > 1000
-    assert done.stdout in page, "python -m fairseq_tutel table prints what is to stand"
+    assert done.stdout in table, "python -m fairseq_tutel table prints what is to stand"
     assert help.RECIPE.split() == page.partition("--criterion moe_cross_entropy ")[2].split()[:12]
 
 

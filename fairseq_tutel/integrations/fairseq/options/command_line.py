@@ -37,15 +37,18 @@ ACCEPTED = {
 }
 # of the evaluation programs
 ACCEPTED_IN_EVALUATION = {"--is-moe": _BY_FILES, "--moe-generation": _BY_FILES}
-# -> what to do instead
-REFUSED = {
+# options of transformer_moe that language models refuse -> what to do instead
+REFUSED_BY_LANGUAGE_MODELS = {
     "--encoder-moe-freq N": _ONE_STACK,
     "--decoder-moe-freq N": _ONE_STACK,
     "--alternate-ffn-embed-dim N": "give --alternate-decoder-ffn-embed-dim",
-    "--moe-eval-capacity-max-seqlen": "a capacity of evaluation follows the tokens of the batch: "
-    "leave it out, and nothing is dropped, or give --moe-eval-capacity-factor",
     "--moe-cmr": _CMR,
     "--cmr-gate-drop P": _CMR,
+}
+# -> what to do instead
+REFUSED = {
+    "--moe-eval-capacity-max-seqlen": "a capacity of evaluation follows the tokens of the batch: "
+    "leave it out, and nothing is dropped, or give --moe-eval-capacity-factor",
     "--no-best-checkpoints": "give --keep-best-checkpoints to bound their number",
     "--no-save-optimizer-state-on-training-finished": "give --no-save-optimizer-state, or leave it "
     "out",
@@ -53,6 +56,7 @@ REFUSED = {
     "--s3-upload-path PATH": "nothing is uploaded: copy the folder of --save-dir",
     "--block-wise": "give --fp16-adam-stats, whose statistics have a scale per block",
 }
+_ALL_REFUSED = REFUSED | REFUSED_BY_LANGUAGE_MODELS
 # tasks of pairs of sentences that cannot train such a model
 REFUSED_TASKS = {
     "multilingual_translation": "it trains fairseq's own multilingual models; give "
@@ -66,15 +70,15 @@ class _MetaFlag(argparse.Action):
     """Refuse the flag, or remember it for :func:`apply_rules`."""
 
     def __call__(self, parser, namespace, values, option_string=None):
-        if self.const in REFUSED:
+        if self.const in _ALL_REFUSED:
             flag = self.option_strings[0]
-            parser.error(f"{flag} of Meta's branches: {REFUSED[self.const]}")
+            parser.error(f"{flag} of Meta's branches: {_ALL_REFUSED[self.const]}")
         vars(namespace).setdefault(_SEEN, set()).add(self.const)
 
 
 def add_meta_flags(parser: Any) -> None:
     """Add the training flags to a parser or a group of it, without help texts."""
-    for entry in (*ACCEPTED, *REFUSED):
+    for entry in (*ACCEPTED, *_ALL_REFUSED):
         flag, *value = entry.split()
         if flag not in parser._option_string_actions:
             parser.add_argument(

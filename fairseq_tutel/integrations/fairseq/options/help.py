@@ -1,7 +1,7 @@
 """Help of the options that this package adds to fairseq, for ``python -m fairseq_tutel``.
 
 ``fairseq-train --help`` ends before the options of an architecture or a criterion are known. The
-page (README.md of this folder) has the same texts as tables.
+page (TABLE.md of this folder) has the same texts as tables.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from collections.abc import Iterable, Iterator
 
 from ..criterions import CRITERIONS
 from ..models import ARCHITECTURES
-from .command_line import ACCEPTED, ACCEPTED_IN_EVALUATION, REFUSED
+from .command_line import (
+    ACCEPTED,
+    ACCEPTED_IN_EVALUATION,
+    REFUSED,
+    REFUSED_BY_LANGUAGE_MODELS,
+)
 
 # the options that matter most
 _FIRST = ("moe_expert_count", "moe_freq", "moe_top_k", "moe_capacity_factor", "moe_gate_loss_wt")
@@ -25,6 +30,11 @@ _TITLES = {
     "balance": "Balance: equally many tokens per expert",
     "communication": "Communication between ranks",
     "debugging": "Running, measuring and debugging",
+}
+_META_FLAGS = {
+    "accepted without effect": ACCEPTED | ACCEPTED_IN_EVALUATION,
+    "refused by language models": REFUSED_BY_LANGUAGE_MODELS,
+    "refused": REFUSED,
 }
 _DEFAULT = re.compile(r"(.*?)(?: \(default: (.*)\))?")
 _WORDS = {"None": "none", "False": "off"}
@@ -102,10 +112,10 @@ def matching(*words: str) -> str:
     for title, fields in own_options().items():
         entries = [_entry(row) for row in _rows(fields) if _has(words, row[0], row[2])]
         found += [title, *entries, ""] if entries else []
-    for flag, reason in (ACCEPTED | ACCEPTED_IN_EVALUATION | REFUSED).items():
-        if _has(words, flag, reason):
-            what = "refused" if flag in REFUSED else "accepted without effect"
-            found.append(f"{flag} of Meta's branches is {what}: {reason}")
+    for what, flags in _META_FLAGS.items():
+        for flag, reason in flags.items():
+            if _has(words, flag, reason):
+                found.append(f"{flag} of Meta's branches is {what}: {reason}")
     return "".join(f"{line}\n" for line in found)
 
 
@@ -121,10 +131,8 @@ def markdown() -> str:
         lines += [f"**{title}**", "", "| option | default | meaning |", "|---|---|---|"]
         lines += [f"| `{flag}` | {default} | {text} |" for flag, default, text in _rows(fields)]
         lines.append("")
-    accepted, refused = (
-        ", ".join(f"`{flag}`" for flag in flags)
-        for flags in (ACCEPTED | ACCEPTED_IN_EVALUATION, REFUSED)
-    )
-    lines += ["**Flags of Meta's branches without a meaning here**", ""]
-    lines += [f"Accepted without effect: {accepted}.", "", f"Refused: {refused}."]
+    lines.append("**Flags of Meta's branches without a meaning here**")
+    for what, flags in _META_FLAGS.items():
+        names = ", ".join(f"`{flag}`" for flag in flags)
+        lines += ["", f"{what.capitalize()}: {names}."]
     return "\n".join([*lines, ""])
