@@ -247,26 +247,17 @@ class MoELayer(nn.Module):
         steering = steer(choices, weights, config, x, bool(self.recorders))
         dropout = config.input_dropout if self.training else 0.0
         given_TM, x_TM = tokens_of(x, self.model_dim, dropout)
-        pad_mask_T = mask_of_tokens(pad_mask, x.shape[:-1])
         agreed = self._agree(config, choice, x_TM, step)
         call = self._router_call(config, choice, agreed, x, return_aux, steering)
-        routing, router_aux = self._route(given_TM, x_TM, pad_mask_T, call)
-        if steering is not None:
-            steering.finish(routing.expert_TK, x.shape[:-1], self.recorders)
-        choice = choice.with_local_drop(call, agreed.draw, self.layer_index)
-        given_TM = x_TM if routing.tokens_TM is None else routing.tokens_TM
-        y_TM, record = self._through_experts(given_TM, routing, choice, agreed, record)
-        if self.shared_expert is not None:
-            y_TM = y_TM + self.shared_expert(x_TM)
-        y_TM = mask_tokens(y_TM, config.final_output_masking, self.training)
-        y = y_TM if x.dim() == 2 else y_TM.view(x.shape)
+        routing, router_aux = self._route(given_TM, x_TM, pad_mask, call, x.shape[:-1])
+        y_TM, record = self._through_experts(x_TM, routing, call, choice, agreed, record)
+        y = self._finish(y_TM, x_TM, config).view(x.shape)
         if not return_aux:
             return y
         load = self.update_load if config.balance_scope == "update" else None
         aux = make_aux(router_aux, routing, len(x_TM), record, load)
-        if step is None and not balance_later:
-            (aux,) = balance_over_ranks([aux])
-        return y, aux
+        done = step is not None or balance_later  # by the caller
+        return y, aux if done else balance_over_ranks([aux])[0]
 
     def step_settings(
         self, dtype: torch.dtype, *, top_k=None, capacity_factor=None, exchange=None, r=None
@@ -349,22 +340,36 @@ class MoELayer(nn.Module):
         reports = return_aux or again
         return RouterCall(config, self.training, *tokens, choice.compact, reports, again, steering)
 
-    def _route(self, given_TM, x_TM, pad_mask_T, call) -> tuple[Routing, RouterAux | None]:
+    def _route(self, given_TM, x_TM, pad_mask, call, shape) -> tuple[Routing, RouterAux | None]:
+        """Return the routing of the tokens; ``shape``: theirs in the call."""
+        pad_mask_T = mask_of_tokens(pad_mask, shape)
         if self._gate_routes:
             watched = self.config.moves_load_bias and not torch.compiler.is_compiling()
             if watched and isinstance(self.gate, Router):
                 self.gate.check_updates()
-            return self.gate(x_TM, pad_mask_T, call)
-        logits_TE = self.gate(jitter_tokens(given_TM, call))  # under the caller's autocast
-        with without_autocast(given_TM.device):
-            return route_logits(logits_TE, call, pad_mask_T)
+            routing, router_aux = self.gate(x_TM, pad_mask_T, call)
+        else:
+            logits_TE = self.gate(jitter_tokens(given_TM, call))  # under the caller's autocast
+            with without_autocast(given_TM.device):
+                routing, router_aux = route_logits(logits_TE, call, pad_mask_T)
+        if call.steering is not None:
+            call.steering.finish(routing.expert_TK, shape, self.recorders)
+        return routing, router_aux
 
-    def _through_experts(self, x_TM, routing, choice, agreed, record):
+    def _through_experts(self, x_TM, routing, call, choice, agreed, record):
         """Dispatch, compute and combine; return also the record of the exchanges, or None."""
+        x_TM = x_TM if routing.tokens_TM is None else routing.tokens_TM
+        choice = choice.with_local_drop(call, agreed.draw, self.layer_index)
         record, timer = record or choice.exchange.new_record(), agreed.timer
-        inside_TM, span = (x_TM, None) if timer is None else timer.begin(x_TM)
-        y_TM = dispatch_and_combine(inside_TM, routing, self.experts, choice, record)
+        x_TM, span = (x_TM, None) if timer is None else timer.begin(x_TM)
+        y_TM = dispatch_and_combine(x_TM, routing, self.experts, choice, record)
         return y_TM if timer is None else timer.end(y_TM, span), record
+
+    def _finish(self, y_TM, x_TM, config) -> torch.Tensor:
+        """Add the shared expert and mask the output of tokens."""
+        if self.shared_expert is not None:
+            y_TM = y_TM + self.shared_expert(x_TM)
+        return mask_tokens(y_TM, config.final_output_masking, self.training)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
