@@ -13,9 +13,16 @@ from ._operator import check_indices, check_shape, empty_gradients, operator, sa
 from .backend import backend_for, implementation
 
 
-def _check_maps(dest_row_TK: Tensor, src_pair_R: Tensor) -> None:
+def check_maps(dest_row_TK: Tensor, src_pair_R: Tensor) -> None:
+    """Raise ValueError for maps of a wrong shape or dtype."""
     check_indices("dest_row", dest_row_TK, "tokens", "top_k")
     check_indices("src_pair", src_pair_R, "rows")
+
+
+def check_tokens(x_TM: Tensor, dest_row_TK: Tensor) -> None:
+    """Raise ValueError unless there is a token for each line of the map."""
+    if x_TM.dim() != 2 or x_TM.shape[0] != dest_row_TK.shape[0]:
+        raise ValueError(f"x must be ({dest_row_TK.shape[0]}, model_dim), got {tuple(x_TM.shape)}")
 
 
 @operator("dispatch", lambda x, dest_row, src_pair: x.new_empty((src_pair.shape[0], x.shape[1])))
@@ -54,9 +61,8 @@ def dispatch(x_TM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor) -> Tensor:
     Raises:
         ValueError: a tensor of a wrong shape or dtype.
     """
-    _check_maps(dest_row_TK, src_pair_R)
-    if x_TM.dim() != 2 or x_TM.shape[0] != dest_row_TK.shape[0]:
-        raise ValueError(f"x must be ({dest_row_TK.shape[0]}, model_dim), got {tuple(x_TM.shape)}")
+    check_maps(dest_row_TK, src_pair_R)
+    check_tokens(x_TM, dest_row_TK)
     return _dispatch(x_TM, dest_row_TK, src_pair_R)
 
 
@@ -142,7 +148,7 @@ def combine(
     Raises:
         ValueError: a tensor of a wrong shape or dtype, or a bias without experts.
     """
-    _check_maps(dest_row_TK, src_pair_R)
+    check_maps(dest_row_TK, src_pair_R)
     check_shape("topk_weight", topk_weight_TK, dest_row_TK.shape)
     if rows_RM.dim() != 2 or rows_RM.shape[0] != src_pair_R.shape[0]:
         raise ValueError(

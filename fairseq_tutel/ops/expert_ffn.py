@@ -5,7 +5,7 @@ autograd function of its own, and computes weight gradients once, over all of th
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,101 +76,71 @@ class FFNOptions(NamedTuple):
         return {"activation": self.activation, "dropout_p": self.dropout_p, **more}
 
 
-def _fake_ffn(
-    rows: Tensor,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    offsets: Tensor | None,
-    seed: Tensor | None,
-    activation: str,
-    activation_dropout_p: float,
-    dropout_p: float,
-    keep_hidden: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+# arguments of the network in the schemas of the operators that compute it
+NETWORK = (
+    "Tensor fc1_weight, Tensor? fc1_bias, Tensor fc2_weight, Tensor? fc2_bias, Tensor? offsets, "
+    "Tensor? seed, str activation, float activation_dropout_p, float dropout_p"
+)
+
+
+def split_network(w1, b1, w2, b2, offsets, seed, activation, p1, p2):
+    """Return the parameters, and the keyword arguments of the backends' functions."""
+    given = FFNOptions(activation, (p1, p2)).given(offsets=offsets, seed=seed)
+    return (w1, b1, w2, b2), given
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Return whether autograd will ask for the gradient of any of the tensors."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def fake_params_bwd(params: Sequence[Any], needed: bool) -> tuple[Tensor, ...]:
+    """Fake the gradients of the network's parameters; (0,) for a bias that is None."""
+    some = [params[0].new_empty(0) if param is None else param for param in params]
+    return empty_gradients(some, 4 * [needed])
+
+
+def _fake_ffn(rows, w1, b1, w2, b2, offsets, *options):
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
     num_rows = rows.shape[0] if offsets is not None else rows.shape[0] * rows.shape[1]
-    kept = num_rows if keep_hidden else 0
-    hidden = rows.new_empty((kept, fc1_weight.shape[1]))
-    return out, hidden, rows.new_empty((kept, fc2_weight.shape[2]))
+    kept = num_rows if options[-1] else 0
+    return out, rows.new_empty((kept, w1.shape[1])), rows.new_empty((kept, w2.shape[2]))
 
 
-def _forward(
-    rows: Tensor,
-    fc1_weight: Tensor,
-    fc1_bias: Optional[Tensor],
-    fc2_weight: Tensor,
-    fc2_bias: Optional[Tensor],
-    offsets: Optional[Tensor],
-    seed: Optional[Tensor],
-    activation: str,
-    activation_dropout_p: float,
-    dropout_p: float,
-    keep_hidden: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    params = (fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-    options = FFNOptions(activation, (activation_dropout_p, dropout_p))
-    given = options.given(offsets=offsets, seed=seed)
+_SCHEMA = f"(Tensor rows, {NETWORK}, bool keep_hidden) -> (Tensor, Tensor, Tensor)"
+
+
+@operator("expert_ffn", _fake_ffn, _SCHEMA)
+def _expert_ffn(rows, *arguments):
+    *network, keep_hidden = arguments
+    params, given = split_network(*network)
     return implementation("expert_ffn_fwd", rows)(rows, *params, keep_hidden=keep_hidden, **given)
 
 
-def _forward_fp8(rows, w1, b1, w2, b2, offsets, seed, activation, p1, p2, keep_hidden):
+@operator("expert_ffn_fp8", _fake_ffn, _SCHEMA)
+def _expert_ffn_fp8(rows, *arguments):
     check_fp8(rows.device)
-    given = FFNOptions(activation, (p1, p2)).given(offsets=offsets, seed=seed, fp8=True)
+    *network, keep_hidden = arguments
+    params, given = split_network(*network)
     forward = implementation("expert_ffn_fwd", rows)
-    return forward(rows, w1, b1, w2, b2, keep_hidden=keep_hidden, **given)
+    return forward(rows, *params, keep_hidden=keep_hidden, fp8=True, **given)
 
 
-_expert_ffn = operator("expert_ffn", _fake_ffn)(_forward)
-_SCHEMA = torch.library.infer_schema(_forward, mutates_args=())
-_expert_ffn_fp8 = operator("expert_ffn_fp8", _fake_ffn, _SCHEMA)(_forward_fp8)
+def _fake_ffn_bwd(d_out, rows, hidden, active, *arguments):
+    *network, needs_rows, needs_params = arguments
+    return *empty_gradients([rows], [needs_rows]), *fake_params_bwd(network[:4], needs_params)
 
 
-def _fake_ffn_bwd(
-    d_out: Tensor,
-    rows: Tensor,
-    hidden: Tensor,
-    active: Tensor,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    offsets: Tensor | None,
-    seed: Tensor | None,
-    activation: str,
-    activation_dropout_p: float,
-    dropout_p: float,
-    needs_rows: bool,
-    needs_params: bool,
-) -> tuple[Tensor, ...]:
-    params = (fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-    some = [rows.new_empty(0) if param is None else param for param in params]
-    return empty_gradients((rows, *some), (needs_rows, *(4 * [needs_params])))
-
-
-@operator("expert_ffn_bwd", _fake_ffn_bwd)
-def _expert_ffn_bwd(
-    d_out: Tensor,
-    rows: Tensor,
-    hidden: Tensor,
-    active: Tensor,
-    fc1_weight: Tensor,
-    fc1_bias: Optional[Tensor],
-    fc2_weight: Tensor,
-    fc2_bias: Optional[Tensor],
-    offsets: Optional[Tensor],
-    seed: Optional[Tensor],
-    activation: str,
-    activation_dropout_p: float,
-    dropout_p: float,
-    needs_rows: bool,
-    needs_params: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    params = (fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-    options = FFNOptions(activation, (activation_dropout_p, dropout_p))
-    needs = {"needs_rows": needs_rows, "needs_params": needs_params}
-    given = options.given(offsets=offsets, seed=seed, **needs)
+@operator(
+    "expert_ffn_bwd",
+    _fake_ffn_bwd,
+    f"(Tensor d_out, Tensor rows, Tensor hidden, Tensor active, {NETWORK}, bool needs_rows, "
+    "bool needs_params) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _expert_ffn_bwd(d_out, rows, hidden, active, *arguments):
+    *network, needs_rows, needs_params = arguments
+    params, given = split_network(*network)
+    given |= {"needs_rows": needs_rows, "needs_params": needs_params}
     return implementation("expert_ffn_bwd", rows)(d_out, rows, hidden, active, *params, **given)
 
 
@@ -194,22 +164,13 @@ def _backward(ctx, d_out, d_hidden, d_active):
 
 
 _expert_ffn.register_autograd(_backward, setup_context=_setup)
-
-
 # fp8's gradient is that of exact products
 _expert_ffn_fp8.register_autograd(_backward, setup_context=_setup)
 
 
-def check_ffn(
-    rows: Tensor,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    offsets: Tensor | None,
-    gated: bool,
-) -> None:
+def check_ffn(rows: Tensor, params: Sequence[Any], offsets: Tensor | None, gated: bool) -> None:
     """Raise ValueError unless rows, parameters and offsets fit together."""
+    fc1_weight, fc1_bias, fc2_weight, fc2_bias = params
     _, model_dim, hidden_dim = fc2_weight.shape
     if rows.dim() != (3 if offsets is None else 2) or rows.shape[-1] != model_dim:
         raise ValueError(
@@ -275,13 +236,11 @@ def expert_ffn(
     for p in (activation_dropout_p, dropout_p):
         check_activation(activation, p)
     params = (fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-    check_ffn(rows, *params, offsets, activation in GATES)
+    check_ffn(rows, params, offsets, activation in GATES)
     probabilities = (activation_dropout_p, dropout_p)
     seed = dropout_seed(max(probabilities), seed, rows.device)
-    keep_hidden = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (rows, *params)
-    )
     function = _expert_ffn_fp8 if fp8 else _expert_ffn
+    keep_hidden = needs_gradient(rows, *params)
     return function(rows, *params, offsets, seed, activation, *probabilities, keep_hidden)[0]
 
 

@@ -7,7 +7,7 @@ the rest again in the backward pass. Tokens and routing are kept by their caller
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,17 @@ from ..backends._fp8 import quantize_rows
 from ..backends.torch.activation import acc_dtype
 from ._operator import check_indices, check_shape, empty_gradients, operator
 from .backend import implementation
-from .dispatch import combine_takes_bias
-from .expert_ffn import FFNChunk, FFNChunkGradient, FFNOptions, check_ffn
+from .dispatch import check_maps, check_tokens, combine_takes_bias
+from .expert_ffn import (
+    NETWORK,
+    FFNChunk,
+    FFNChunkGradient,
+    FFNOptions,
+    check_ffn,
+    fake_params_bwd,
+    needs_gradient,
+    split_network,
+)
 from .fp8 import check_fp8
 from .token_ffn import gathers_tokens
 
@@ -77,89 +86,63 @@ def restore(stored: Tensor, scale: Tensor, like: Tensor) -> Tensor:
     return wide.to(like.dtype).view(stored.shape)
 
 
-def _fake(x, weight, dest_row, src_pair, expert, w1, b1, w2, b2, offsets, seed, *how):
-    storage, rows = how[-1], 0 if how[-1] == "none" else src_pair.shape[0]
+def _fake(x, weight, dest_row, src_pair, expert, w1, b1, w2, *arguments):
+    storage, rows = arguments[-1], 0 if arguments[-1] == "none" else src_pair.shape[0]
     hidden = x.new_empty((rows, w1.shape[1]), dtype=STORED.get(storage) or x.dtype)
     scales = rows * w1.shape[1] // w2.shape[2] if storage == "fp8" else 0
     y = x.new_empty((dest_row.shape[0], x.shape[1]))
     return y, hidden, x.new_empty(scales, dtype=torch.float32)
 
 
-@operator("lean_ffn", _fake)
-def _lean_ffn(
-    x: Tensor,
-    topk_weight: Tensor,
-    dest_row: Tensor,
-    src_pair: Tensor,
-    expert: Tensor,
-    fc1_weight: Tensor,
-    fc1_bias: Optional[Tensor],
-    fc2_weight: Tensor,
-    fc2_bias: Optional[Tensor],
-    offsets: Optional[Tensor],
-    seed: Optional[Tensor],
-    activation: str,
-    activation_dropout_p: float,
-    dropout_p: float,
-    fp8: bool,
-    late_bias: bool,
-    storage: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    options = FFNOptions(activation, (activation_dropout_p, dropout_p))
-    given = options.given(offsets=offsets, seed=seed, keep_hidden=storage != "none")
-    late = fc2_bias if late_bias else None
-    params = fc1_weight, fc1_bias, fc2_weight, None if late is not None else fc2_bias
+_ROUTED = "Tensor x, Tensor topk_weight, Tensor dest_row, Tensor src_pair"
+
+
+@operator(
+    "lean_ffn",
+    _fake,
+    f"({_ROUTED}, Tensor expert, {NETWORK}, bool fp8, bool late_bias, str storage) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+def _lean_ffn(x, topk_weight, dest_row, src_pair, expert, *arguments):
+    *network, fp8, late_bias, storage = arguments
+    (w1, b1, w2, b2), given = split_network(*network)
+    given["keep_hidden"] = storage != "none"
+    late, b2 = (b2, None) if late_bias else (None, b2)
     if fp8:
         check_fp8(x.device)
         given["fp8"] = True
-    if offsets is not None and not fp8 and gathers_tokens(x, fc1_weight):
+    if given["offsets"] is not None and not fp8 and gathers_tokens(x, w1):
         forward = implementation("token_ffn_fwd", x)
-        out, hidden, _ = forward(x, dest_row, src_pair, *params, keep_active=False, **given)
+        out, hidden, _ = forward(x, dest_row, src_pair, w1, b1, w2, b2, keep_active=False, **given)
     else:
         rows = implementation("dispatch_fwd", x)(x, dest_row, src_pair)
-        if offsets is None:
-            rows = rows.view(len(fc1_weight), -1, rows.shape[1])
+        if given["offsets"] is None:
+            rows = rows.view(len(w1), -1, rows.shape[1])
         forward = implementation("expert_ffn_fwd", x)
-        out, hidden, _ = forward(rows, *params, keep_active=False, **given)
+        out, hidden, _ = forward(rows, w1, b1, w2, b2, keep_active=False, **given)
         del rows
-    combine = implementation("combine_fwd", x)
     late_by = None if late is None else expert
-    y = combine(out.view(-1, x.shape[1]), dest_row, topk_weight, late, late_by)
-    return y, *store(hidden, fc2_weight.shape[2], storage)
+    out = out.view(-1, x.shape[1])
+    y = implementation("combine_fwd", x)(out, dest_row, topk_weight, late, late_by)
+    return y, *store(hidden, w2.shape[2], storage)
 
 
-def _fake_bwd(dy, x, weight, dest_row, src_pair, hidden, scale, w1, b1, w2, b2, *how):
-    *_, needs_x, needs_params = how
-    params = [x.new_empty(0) if param is None else param for param in (w1, b1, w2, b2)]
-    return empty_gradients((x, weight, *params), (needs_x, True, *(4 * [needs_params])))
+def _fake_bwd(dy, x, weight, dest_row, src_pair, hidden, scale, *arguments):
+    *network, _, needs_x, needs_params = arguments
+    gradients = empty_gradients([x, weight], [needs_x, True])
+    return *gradients, *fake_params_bwd(network[:4], needs_params)
 
 
-@operator("lean_ffn_bwd", _fake_bwd)
-def _lean_ffn_bwd(
-    dy: Tensor,
-    x: Tensor,
-    topk_weight: Tensor,
-    dest_row: Tensor,
-    src_pair: Tensor,
-    hidden: Tensor,
-    scale: Tensor,
-    fc1_weight: Tensor,
-    fc1_bias: Optional[Tensor],
-    fc2_weight: Tensor,
-    fc2_bias: Optional[Tensor],
-    offsets: Optional[Tensor],
-    seed: Optional[Tensor],
-    activation: str,
-    activation_dropout_p: float,
-    dropout_p: float,
-    fp8: bool,
-    needs_x: bool,
-    needs_params: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    params = fc1_weight, fc1_bias, fc2_weight, fc2_bias
-    options = FFNOptions(activation, (activation_dropout_p, dropout_p))
-    given = options.given(offsets=offsets, seed=seed, fp8=fp8)
-    given |= {"needs_x": needs_x, "needs_params": needs_params}
+@operator(
+    "lean_ffn_bwd",
+    _fake_bwd,
+    f"(Tensor dy, {_ROUTED}, Tensor hidden, Tensor scale, {NETWORK}, bool fp8, bool needs_x, "
+    "bool needs_params) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _lean_ffn_bwd(dy, x, topk_weight, dest_row, src_pair, hidden, scale, *arguments):
+    *network, fp8, needs_x, needs_params = arguments
+    params, given = split_network(*network)
+    given |= {"fp8": fp8, "needs_x": needs_x, "needs_params": needs_params}
     maps = topk_weight, dest_row, src_pair, restore(hidden, scale, x)
     return implementation("lean_ffn_bwd", x)(dy, x, *maps, *params, **given)
 
@@ -191,11 +174,7 @@ def lean_ffn(
     dest_row_TK: Tensor,
     src_pair_R: Tensor,
     expert_TK: Tensor,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    *,
+    *params: Any,
     offsets: Tensor | None,
     options: FFNOptions,
     memory: ActivationMemory,
@@ -208,8 +187,8 @@ def lean_ffn(
         topk_weight_TK: (T, K) fp32; differentiable.
         dest_row_TK, src_pair_R: as of :func:`~fairseq_tutel.ops.dispatch`.
         expert_TK: (T, K) int32 expert of each pair.
-        fc1_weight, fc1_bias, fc2_weight, fc2_bias: as of
-            :func:`~fairseq_tutel.ops.expert_ffn`; differentiable.
+        params: fc1's weight and bias and fc2's, as of :func:`~fairseq_tutel.ops.expert_ffn`;
+            differentiable.
         offsets: (e,) int32 end row of each expert; None for equally many rows of each.
         options: activation, dropout, and fp8.
         memory: what is kept; ``fast`` is not for this operator.
@@ -221,19 +200,15 @@ def lean_ffn(
     Raises:
         ValueError: an unknown activation, a wrong shape or dtype.
     """
-    for name, indices in (("dest_row", dest_row_TK), ("expert", expert_TK)):
-        check_indices(name, indices, "tokens", "top_k")
-    check_indices("src_pair", src_pair_R, "rows")
+    check_maps(dest_row_TK, src_pair_R)
+    check_indices("expert", expert_TK, "tokens", "top_k")
     check_shape("topk_weight", topk_weight_TK, dest_row_TK.shape)
-    if x_TM.dim() != 2 or x_TM.shape[0] != dest_row_TK.shape[0]:
-        raise ValueError(f"x must be ({dest_row_TK.shape[0]}, model_dim), got {tuple(x_TM.shape)}")
-    params = fc1_weight, fc1_bias, fc2_weight, fc2_bias
-    rows = x_TM if offsets is not None else x_TM.new_empty((len(fc1_weight), 0, x_TM.shape[1]))
-    check_ffn(rows, *params, offsets, options.activation in GATES)
+    check_tokens(x_TM, dest_row_TK)
+    rows = x_TM if offsets is not None else x_TM.new_empty((len(params[0]), 0, x_TM.shape[1]))
+    check_ffn(rows, params, offsets, options.activation in GATES)
     seed = options.draw_seed(x_TM.device)
     late = late_bias and combine_takes_bias(x_TM) and options.dropout_p[1] == 0
-    needs = any(t is not None and t.requires_grad for t in (x_TM, topk_weight_TK, *params))
-    kept = memory.kept if needs and torch.is_grad_enabled() else "none"
+    kept = memory.kept if needs_gradient(x_TM, topk_weight_TK, *params) else "none"
     how = options.activation, *options.dropout_p, options.fp8, late, kept
     maps = dest_row_TK, src_pair_R, expert_TK
     return _lean_ffn(x_TM, topk_weight_TK, *maps, *params, offsets, seed, *how)[0]
@@ -251,7 +226,7 @@ class LeanChunk(NamedTuple):
 
 def lean_chunk(
     rows: Tensor,
-    *params: Tensor | None,
+    *params: Any,
     offsets: Tensor | None,
     options: FFNOptions,
     memory: ActivationMemory,
@@ -264,8 +239,6 @@ def lean_chunk(
     Returns:
         the output, like rows; what :func:`lean_chunk_bwd` needs.
     """
-    _, _, fc2_weight, _ = params
-    assert fc2_weight is not None  # only biases may be
     seed = options.draw_seed(rows.device)
     keeps = memory.kept != "none"
     given = options.given(offsets=offsets, seed=seed, keep_hidden=keeps, keep_active=False)
@@ -274,11 +247,8 @@ def lean_chunk(
         given["fp8"] = True
     out, hidden, _ = implementation("expert_ffn_fwd", rows)(rows, *params, **given)
     kept_rows = rows if keeps else rows.new_empty((0, rows.shape[-1]))
-    stored = (
-        store(kept_rows, rows.shape[-1], memory.kept),
-        store(hidden, fc2_weight.shape[2], memory.kept),
-    )
-    return out, LeanChunk(*stored[0], *stored[1], seed)
+    kept_rows = store(kept_rows, rows.shape[-1], memory.kept)
+    return out, LeanChunk(*kept_rows, *store(hidden, params[2].shape[2], memory.kept), seed)
 
 
 def lean_chunk_bwd(
@@ -286,7 +256,7 @@ def lean_chunk_bwd(
     dy: Tensor,
     weight_R: Tensor,
     chunk: LeanChunk,
-    *params: Tensor | None,
+    *params: Any,
     offsets: Tensor | None,
     options: FFNOptions,
     needs_rows: bool = True,

@@ -1,14 +1,20 @@
 """Operator of dispatch and the experts' network in one: the dispatched rows are never written."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
 from ..backends import GATES
-from ._operator import check_indices, empty_gradients, operator
+from ._operator import empty_gradients, operator
 from .backend import backend_for, implementation
-from .expert_ffn import FFNOptions, check_ffn
+from .dispatch import check_maps, check_tokens
+from .expert_ffn import (
+    NETWORK,
+    FFNOptions,
+    check_ffn,
+    fake_params_bwd,
+    needs_gradient,
+    split_network,
+)
 
 # Largest width of fc1's output. Products of wide experts take so long that the pass over the rows
 # hardly counts, and torch's own product, which cannot gather, is the faster one.
@@ -24,66 +30,43 @@ def gathers_tokens(x_TM: Tensor, fc1_weight: Tensor) -> bool:
     return narrow and backend_for(x_TM.device) == "triton" and x_TM.dtype != torch.float64
 
 
-def _fake(x, dest_row, src_pair, w1, b1, w2, b2, offsets, seed, activation, p1, p2, keep_hidden):
+def _fake(x, dest_row, src_pair, w1, b1, w2, *arguments):
     num_rows = src_pair.shape[0]
-    kept = num_rows if keep_hidden else 0
+    kept = num_rows if arguments[-1] else 0
     out = x.new_empty((num_rows, x.shape[1]))
     return out, x.new_empty((kept, w1.shape[1])), x.new_empty((kept, w2.shape[2]))
 
 
-@operator("token_ffn", _fake)
-def _token_ffn(
-    x: Tensor,
-    dest_row: Tensor,
-    src_pair: Tensor,
-    fc1_weight: Tensor,
-    fc1_bias: Optional[Tensor],
-    fc2_weight: Tensor,
-    fc2_bias: Optional[Tensor],
-    offsets: Tensor,
-    seed: Optional[Tensor],
-    activation: str,
-    activation_dropout_p: float,
-    dropout_p: float,
-    keep_hidden: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    tensors = x, dest_row, src_pair, fc1_weight, fc1_bias, fc2_weight, fc2_bias
-    options = FFNOptions(activation, (activation_dropout_p, dropout_p))
-    given = options.given(offsets=offsets, seed=seed, keep_hidden=keep_hidden)
-    return implementation("token_ffn_fwd", x)(*tensors, **given)
+_MAPS = "Tensor dest_row, Tensor src_pair"
 
 
-def _fake_bwd(
-    d_out, x, dest_row, src_pair, hidden, active, w1, b1, w2, b2, offsets, seed, *options
-):
-    *_, needs_x, needs_params = options
-    some = [x.new_empty(0) if param is None else param for param in (w1, b1, w2, b2)]
-    return empty_gradients((x, *some), (needs_x, *(4 * [needs_params])))
+@operator(
+    "token_ffn",
+    _fake,
+    f"(Tensor x, {_MAPS}, {NETWORK}, bool keep_hidden) -> (Tensor, Tensor, Tensor)",
+)
+def _token_ffn(x, dest_row, src_pair, *arguments):
+    *network, keep_hidden = arguments
+    params, given = split_network(*network)
+    forward = implementation("token_ffn_fwd", x)
+    return forward(x, dest_row, src_pair, *params, keep_hidden=keep_hidden, **given)
 
 
-@operator("token_ffn_bwd", _fake_bwd)
-def _token_ffn_bwd(
-    d_out: Tensor,
-    x: Tensor,
-    dest_row: Tensor,
-    src_pair: Tensor,
-    hidden: Tensor,
-    active: Tensor,
-    fc1_weight: Tensor,
-    fc1_bias: Optional[Tensor],
-    fc2_weight: Tensor,
-    fc2_bias: Optional[Tensor],
-    offsets: Tensor,
-    seed: Optional[Tensor],
-    activation: str,
-    activation_dropout_p: float,
-    dropout_p: float,
-    needs_x: bool,
-    needs_params: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    params = fc1_weight, fc1_bias, fc2_weight, fc2_bias
-    options = FFNOptions(activation, (activation_dropout_p, dropout_p))
-    given = options.given(offsets=offsets, seed=seed, needs_x=needs_x, needs_params=needs_params)
+def _fake_bwd(d_out, x, dest_row, src_pair, hidden, active, *arguments):
+    *network, needs_x, needs_params = arguments
+    return *empty_gradients([x], [needs_x]), *fake_params_bwd(network[:4], needs_params)
+
+
+@operator(
+    "token_ffn_bwd",
+    _fake_bwd,
+    f"(Tensor d_out, Tensor x, {_MAPS}, Tensor hidden, Tensor active, {NETWORK}, bool needs_x, "
+    "bool needs_params) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _token_ffn_bwd(d_out, x, dest_row, src_pair, hidden, active, *arguments):
+    *network, needs_x, needs_params = arguments
+    params, given = split_network(*network)
+    given |= {"needs_x": needs_x, "needs_params": needs_params}
     backward = implementation("token_ffn_bwd", x)
     return backward(d_out, x, dest_row, src_pair, hidden, active, *params, **given)
 
@@ -114,11 +97,7 @@ def token_ffn(
     x_TM: Tensor,
     dest_row_TK: Tensor,
     src_pair_R: Tensor,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    *,
+    *params: Tensor | None,
     offsets: Tensor,
     options: FFNOptions,
 ) -> Tensor:
@@ -127,8 +106,8 @@ def token_ffn(
     Args:
         x_TM: (T, M) tokens; differentiable.
         dest_row_TK, src_pair_R: as of :func:`~fairseq_tutel.ops.dispatch`.
-        fc1_weight, fc1_bias, fc2_weight, fc2_bias: as of
-            :func:`~fairseq_tutel.ops.expert_ffn`; differentiable.
+        params: fc1's weight and bias and fc2's, as of :func:`~fairseq_tutel.ops.expert_ffn`;
+            differentiable.
         offsets: (e,) int32 end row of each expert.
         options: activation and dropout.
 
@@ -138,15 +117,9 @@ def token_ffn(
     Raises:
         ValueError: an unknown activation, a wrong shape or dtype.
     """
-    check_indices("dest_row", dest_row_TK, "tokens", "top_k")
-    check_indices("src_pair", src_pair_R, "rows")
-    if x_TM.dim() != 2 or x_TM.shape[0] != dest_row_TK.shape[0]:
-        raise ValueError(f"x must be ({dest_row_TK.shape[0]}, model_dim), got {tuple(x_TM.shape)}")
-    params = fc1_weight, fc1_bias, fc2_weight, fc2_bias
-    check_ffn(x_TM, *params, offsets, options.activation in GATES)
+    check_maps(dest_row_TK, src_pair_R)
+    check_tokens(x_TM, dest_row_TK)
+    check_ffn(x_TM, params, offsets, options.activation in GATES)
     seed = options.draw_seed(x_TM.device)
-    keep_hidden = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (x_TM, *params)
-    )
-    maps, how = (dest_row_TK, src_pair_R), (options.activation, *options.dropout_p, keep_hidden)
-    return _token_ffn(x_TM, *maps, *params, offsets, seed, *how)[0]
+    how = options.activation, *options.dropout_p, needs_gradient(x_TM, *params)
+    return _token_ffn(x_TM, dest_row_TK, src_pair_R, *params, offsets, seed, *how)[0]
