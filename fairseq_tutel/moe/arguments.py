@@ -24,15 +24,8 @@ def routing_config(
 ) -> MoEConfig:
     """Return the routing options, from ``config`` or from single options.
 
-    Args:
-        config: all options; or None.
-        num_experts: E, in place of ``config``.
-        routing: the other options, in place of ``config``.
-        others: names of the layer's other arguments, to suggest one for a misspelt name.
-
-    Raises:
-        TypeError: there is no such option, or ``optimizer`` is given.
-        ValueError: no number of experts, or options beside ``config``.
+    ``others`` are the layer's other arguments, of which a misspelt name may be one. TypeError for
+    an unknown option, ValueError without a number of experts or for options beside ``config``.
     """
     options = [field.name for field in dataclasses.fields(MoEConfig)]
     if "optimizer" in routing:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 
@@ -23,7 +23,7 @@ from .. import ops
 from ..distributed import Exchange, ExchangeRecord, ExpertParallelism
 from ..distributed.exchanges import Splits, chunk_edges
 from .exchange_choice import ExchangeChoice
-from .experts import ExpertBank, ExpertRows
+from .experts import ExpertBank, ExpertRows, Experts
 from .helped_experts import balanced
 from .lean import keeps_less, through_lean
 from .overlap import overlapped
@@ -79,15 +79,7 @@ def dispatch_and_combine(
 ) -> torch.Tensor:
     """Send each token to its experts, apply them, and add the weighted results.
 
-    Args:
-        x_TM: [T, M]; differentiable.
-        routing: where each (token, choice) pair goes.
-        experts: the experts of this rank.
-        choice: how rows travel.
-        record: takes times and wire errors of the exchanges.
-
-    Returns:
-        [T, M]; zero for a token that has no kept pair.
+    Differentiable, [T, M] -> [T, M]; zero for a token that has no kept pair.
     """
     exchange, parallelism = choice.exchange, choice.parallelism
     prepared = bias_EM = drop = None
@@ -110,9 +102,8 @@ def dispatch_and_combine(
     if lean and prepared is not None:
         how = experts, exchange, prepared, record, drop, parallelism.is_replicated
         return through_lean(x_TM, routing, maps, chunks, *how)
-    if len(chunks) == 1 and _experts_gather(x_TM, routing, experts, prepared, exchange):
+    if len(chunks) == 1 and _experts_gather(experts, x_TM, routing, prepared, exchange):
         (chunk,) = chunks
-        assert prepared is not None and chunk.offsets is not None  # else they do not gather
         out = experts.compute_tokens(prepared, x_TM, *maps, chunk.offsets)
     elif len(chunks) > 1:
         rows = ops.dispatch(x_TM, *maps)
@@ -140,14 +131,14 @@ def _without_output_bias(experts, dtype):
     return (None, None) if prepared is None else experts.without_output_bias(prepared)
 
 
-def _experts_gather(x_TM, routing, experts, prepared, exchange):
+def _experts_gather(experts, x_TM, routing, prepared, exchange) -> TypeGuard[Experts]:
     """Return whether the experts read tokens where they are, so that no rows are written.
 
     Only ragged rows of one rank, whose exchange nobody measures.
     """
     if routing.padded or prepared is None or exchange.groups.ep_size > 1 or exchange.timed:
         return False
-    return isinstance(experts, ExpertBank) and experts.gathers_tokens(prepared, x_TM)
+    return isinstance(experts, Experts) and experts.gathers_tokens(prepared, x_TM)
 
 
 def to_parts(routing: Routing, copies: int) -> Routing:
@@ -262,11 +253,7 @@ def _spans(sizes):
 def rows_for_exchange(
     routing: Routing, exchange: Exchange, degree: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return index arrays for the order in which rows are sent: by chunk, then by part.
-
-    Returns:
-        ``dest_row_TK`` and ``src_pair_R``, as of :class:`~fairseq_tutel.moe.Routing`.
-    """
+    """Return ``dest_row_TK`` and ``src_pair_R`` in the order of sending: by chunk, then by part."""
     if degree == 1 and exchange.algorithm.send_order is None:
         return routing.dest_row_TK, routing.src_pair_R
     num_rows_E = routing.num_kept_per_expert_E.to(torch.int64)

@@ -38,13 +38,7 @@ class Steering:
         shape: Sequence[int],
         recorders: Sequence[Callable[[torch.Tensor], None]],
     ) -> None:
-        """Check that the router took the choices, and tell them to recorders.
-
-        Args:
-            expert_TK: the routing's experts, recorded if the router does not report its choices.
-            shape: of the tokens, ``x.shape[:-1]``.
-            recorders: functions of the choices [..., K].
-        """
+        """Check that the router took the choices, and tell those of [*shape] to the recorders."""
         if self.given_TK is not None and not self.taken:
             raise ValueError(
                 "choices= and force_load= need a router that calls route_logits(), as a TopKRouter "
@@ -75,13 +69,6 @@ def steer(
     """Check the choices of a call and return what its router needs; None if nothing is asked.
 
     NOTE: the host waits for the device to check the numbers.
-
-    Args:
-        choices: integers [..., K].
-        weights: floating point [..., K].
-        config: options of the call.
-        x: the tokens [..., M].
-        recorded: whether somebody records the choices.
 
     Raises:
         ValueError: wrong shape or dtype, an expert that does not exist or is given twice to a
@@ -172,15 +159,9 @@ def key_of_given(expert_TK: torch.Tensor, key_TE: torch.Tensor) -> torch.Tensor:
 def in_given_places(
     expert_TK: torch.Tensor, found_TK: torch.Tensor, gate_TK: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move selected experts to their places in the given choices, which may have gaps.
+    """Return selected experts, by descending key, and their gate values in the places given.
 
-    Args:
-        expert_TK: the given experts, -1 for none.
-        found_TK: int32 [T, K], experts by descending key; -1 for padding.
-        gate_TK: fp32 [T, K], their gate values.
-
-    Returns:
-        The experts and gate values by given place; -1 and 0 in gaps.
+    Gaps in the given choices get -1 and 0.
     """
     there_TK = expert_TK >= 0
     place_TK = (there_TK.cumsum(1) - 1).clamp(min=0)

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -64,44 +64,89 @@ class Link(NamedTuple):
     record: ExchangeRecord | None
 
     def start(self, rows, direction, chunk, into=None):
-        return self.exchange.start(rows, direction, chunk.splits, self.stream, self.record, into)
+        """Start an exchange and return its handle; a measured one is done at once."""
+        exchange, forward = self.exchange, direction in (Direction.DISPATCH, Direction.COMBINE)
+        measured = exchange.timed and self.record is not None and forward
+        if exchange.groups.ep_size > 1 and not measured:
+            return exchange.start(rows, direction, chunk.splits, self.stream, self.record, into)
+        move = exchange.dispatch if direction is Direction.DISPATCH else exchange.combine
+        arrived = move(rows, chunk.splits, self.record) if measured else rows
+        return _Arrived(arrived if into is None else into.copy_(arrived))
+
+
+class _Arrived(NamedTuple):
+    """Rows of an exchange that is done, as a handle."""
+
+    rows: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.rows
+
+    def drain(self) -> None:
+        pass
+
+
+def pipeline(
+    chunks: Sequence[Chunk],
+    send: Callable[[Chunk], Iterable[Any]],
+    compute: Callable[..., tuple[Sequence[Any], Any]],
+    send_back: Callable[..., Iterable[Any]],
+    meanwhile: Callable[[list[Any]], Any] | None = None,
+) -> tuple[list[torch.Tensor], list[Any], Any]:
+    """Send all chunks, compute each one that has arrived, and send its results back.
+
+    An error of the computation waits for the exchanges under way, which write into its memory. An
+    error of an exchange does not: behind a failed one others may wait for ever.
+
+    Args:
+        chunks: in the order in which they travel.
+        send: starts the exchanges of a chunk and returns their handles.
+        compute: maps a chunk and what arrived to what is sent back, and to what is kept.
+        send_back: starts the exchanges of these results and returns their handles.
+        meanwhile: maps all that was kept to a result, while the last results travel.
+
+    Returns:
+        What arrived back, what was kept of each chunk, and the result of ``meanwhile``.
+    """
+    going = [list(send(chunk)) for chunk in chunks]
+    coming, kept, last = [], [], None
+    for chunk in chunks:
+        arrived = [handle.wait() for handle in going.pop(0)]
+        with _drained_if_it_fails(coming, *going):
+            results, state = compute(chunk, *arrived)
+        kept.append(state)
+        coming += send_back(chunk, *results)
+    if meanwhile is not None:
+        with _drained_if_it_fails(coming):
+            last = meanwhile(kept)
+    return [handle.wait() for handle in coming], kept, last
+
+
+@contextlib.contextmanager
+def _drained_if_it_fails(*under_way: Iterable[Any]):
+    try:
+        yield
+    except Exception:
+        for handle in itertools.chain(*under_way):
+            handle.drain()
+        raise
 
 
 def _through_any(rows_RM, chunks, experts, prepared, link):
     """Call the experts per chunk; autograd mirrors the order, as it runs the latest node first."""
-    parts = rows_RM.split([chunk.span.stop - chunk.span.start for chunk in chunks])
-    going = [
-        link.start(rows, Direction.DISPATCH, chunk)
-        for rows, chunk in zip(parts, chunks, strict=True)
-    ]
-    coming = []
-    for chunk in chunks:
-        rows = going.pop(0).wait()
-        with drained_if_it_fails(going, coming):
-            out = experts(ExpertRows(chunk.by_expert(rows), chunk.offsets), prepared)
-            out = chunk.by_rank(out)
-        coming.append(link.start(out, Direction.COMBINE, chunk))
-    return torch.cat([handle.wait() for handle in coming])
+    parts = iter(rows_RM.split([chunk.span.stop - chunk.span.start for chunk in chunks]))
 
+    def compute(chunk, rows):
+        out = experts(ExpertRows(chunk.by_expert(rows), chunk.offsets), prepared)
+        return [chunk.by_rank(out)], None
 
-class Drained(Protocol):
-    """Exchange under way, or one that is done."""
-
-    def drain(self) -> None: ...
-
-
-@contextlib.contextmanager
-def drained_if_it_fails(*under_way: Iterable[Drained]):
-    """Let an error of the experts wait for the exchanges under way, which write into its memory.
-
-    Not for use around waiting: behind a failed exchange others may wait for ever.
-    """
-    try:
-        yield
-    except Exception:
-        for each in itertools.chain(*under_way):
-            each.drain()
-        raise
+    out, _, _ = pipeline(
+        chunks,
+        lambda chunk: [link.start(next(parts), Direction.DISPATCH, chunk)],
+        compute,
+        lambda chunk, out: [link.start(out, Direction.COMBINE, chunk)],
+    )
+    return torch.cat(out)
 
 
 class _ThroughBank(torch.autograd.Function):
@@ -112,19 +157,18 @@ class _ThroughBank(torch.autograd.Function):
         bank, prepared, chunks, link = ctx.run = run
         prepared = prepared._replace(params=params)
         out_RM = torch.empty_like(rows_RM)
-        going = [link.start(rows_RM[chunk.span], Direction.DISPATCH, chunk) for chunk in chunks]
-        coming, saved = [], []
-        for chunk in chunks:
-            arrived = going.pop(0).wait()
-            with drained_if_it_fails(going, coming):
-                out, state = bank.chunk(prepared, chunk.by_expert(arrived), chunk.offsets, keep)
-                out = chunk.by_rank(out)
-            into = out_RM[chunk.span]
-            coming.append(link.start(out, Direction.COMBINE, chunk, into))
-            saved += state if keep else ()
-        for handle in coming:
-            handle.wait()
-        ctx.save_for_backward(*params, *saved)
+
+        def compute(chunk, rows):
+            out, state = bank.chunk(prepared, chunk.by_expert(rows), chunk.offsets, keep)
+            return [chunk.by_rank(out)], state if keep else ()
+
+        _, states, _ = pipeline(
+            chunks,
+            lambda chunk: [link.start(rows_RM[chunk.span], Direction.DISPATCH, chunk)],
+            compute,
+            lambda chunk, out: [link.start(out, Direction.COMBINE, chunk, out_RM[chunk.span])],
+        )
+        ctx.save_for_backward(*params, *itertools.chain(*states))
         return out_RM
 
     @staticmethod
@@ -133,32 +177,42 @@ class _ThroughBank(torch.autograd.Function):
         bank, prepared, chunks, link = ctx.run
         needs_rows, _, _, *needs = ctx.needs_input_grad
         tensors = ctx.saved_tensors  # read once: a recomputed tensor is handed out once
-        prepared, saved = prepared._replace(params=tensors[: len(needs)]), tensors[len(needs) :]
-        size = len(saved) // len(chunks)
-        states = [saved[i : i + size] for i in range(0, len(saved), size)]
-        d_out_RM = d_out_RM.contiguous()
+        prepared = prepared._replace(params=tensors[: len(needs)])
+        states = split_states(tensors[len(needs) :], len(chunks))
+        later, d_out_RM = iter(states[::-1]), d_out_RM.contiguous()
         d_rows_RM = torch.empty_like(d_out_RM) if needs_rows else None
-        backwards = list(zip(chunks, states, strict=True))[::-1]
-        coming = [
-            link.start(d_out_RM[chunk.span], Direction.COMBINE_GRADIENT, chunk)
-            for chunk, _ in backwards
-        ]
-        going, gradients = [], []
-        for chunk, state in backwards:
-            arrived = coming.pop(0).wait()
-            with drained_if_it_fails(coming, going):
-                d_out = chunk.by_expert(arrived)
-                d_rows, gradient = bank.chunk_bwd(prepared, d_out, state, needs_rows)
-                d_rows = chunk.by_rank(d_rows) if needs_rows else None
-            gradients.append(gradient)
+
+        def compute(chunk, d_out):
+            d_out, state = chunk.by_expert(d_out), next(later)
+            d_rows, gradient = bank.chunk_bwd(prepared, d_out, state, needs_rows)
+            return [chunk.by_rank(d_rows) if needs_rows else None], gradient
+
+        def send_back(chunk, d_rows):
             if d_rows_RM is not None:
                 into = d_rows_RM[chunk.span]
-                going.append(link.start(d_rows, Direction.DISPATCH_GRADIENT, chunk, into))
-        d_params = (None,) * len(needs)
-        if any(needs):
-            with drained_if_it_fails(going):
-                d_params = bank.chunks_bwd_params(prepared, states, gradients[::-1])
-        for handle in going:
-            handle.wait()
-        wanted = (d if needed else None for d, needed in zip(d_params, needs, strict=True))
-        return d_rows_RM, None, None, *wanted
+                yield link.start(d_rows, Direction.DISPATCH_GRADIENT, chunk, into)
+
+        def params_bwd(found):
+            return bank.chunks_bwd_params(prepared, states, found[::-1])
+
+        _, _, d_params = pipeline(
+            chunks[::-1],
+            lambda chunk: [link.start(d_out_RM[chunk.span], Direction.COMBINE_GRADIENT, chunk)],
+            compute,
+            send_back,
+            lambda found: (
+                bank.chunks_bwd_params(prepared, states, found[::-1]) if any(needs) else None
+            ),
+        )
+        return d_rows_RM, None, None, *needed_gradients(d_params, needs)
+
+
+def split_states(saved: Sequence[Any], count: int) -> list[Sequence[Any]]:
+    """Return what each of ``count`` chunks saved, equally many tensors."""
+    size = len(saved) // count
+    return [saved[i * size : (i + 1) * size] for i in range(count)]
+
+
+def needed_gradients(grads: Sequence[Any] | None, needs: Sequence[bool]) -> list[Any]:
+    """Return the gradients, None for those that are not needed."""
+    return [g if n else None for g, n in zip(grads or [None] * len(needs), needs, strict=True)]

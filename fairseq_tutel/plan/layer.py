@@ -52,15 +52,7 @@ def layer_time(
     algorithm: str = "linear",
     overlap_degree: int = 1,
 ) -> float:
-    """Return seconds of a forward and a backward pass of one layer.
-
-    Args:
-        shape: sizes of the layer.
-        hardware: the hardware profile.
-        dense: take the dense formulation (default False).
-        algorithm: exchange (default linear).
-        overlap_degree: chunks of the exchange (default 1).
-    """
+    """Return seconds of both passes of a layer, whose exchanges have ``overlap_degree`` chunks."""
     b, rows = shape.element, shape.rows
     rate = hardware.product_rate(b)
     # FLOPs of the experts' forward pass; the backward pass has twice as many

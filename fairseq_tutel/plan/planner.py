@@ -70,12 +70,7 @@ class Plan:
 
 
 def make_plan(settings: Settings, hardware: Hardware, parameters: Parameters | None = None) -> Plan:
-    """Count and predict; do not check whether the run fits.
-
-    Args:
-        settings: the run.
-        hardware: the hardware profile.
-        parameters: counts for the settings (default None: count them).
+    """Count and predict, with given counts of parameters or own ones; do not check whether it fits.
 
     Raises:
         ValueError: r or the placement does not fit the number of GPUs and experts.

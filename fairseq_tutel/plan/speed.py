@@ -122,13 +122,8 @@ def _exchange_time(
 def ring_time(size: float, ranks: int, near: int, hardware: Hardware) -> float:
     """Return seconds of an all-gather or reduce-scatter by a ring; an all-reduce is both in turn.
 
-    Between nodes, rings use the network ports of all their ranks in a node at once.
-
-    Args:
-        size: bytes of all ranks together.
-        ranks: number of ranks.
-        near: number of the ranks that can share a node.
-        hardware: the hardware profile.
+    ``size`` are the bytes of all ranks together; ``near`` ranks can share a node. Between nodes,
+    rings use the network ports of all their ranks in a node at once.
     """
     if ranks < 2 or not size:
         return 0.0

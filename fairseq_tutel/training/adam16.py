@@ -14,7 +14,7 @@ their scales equal. Error bounds: ``backends/torch/adam.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -182,24 +182,25 @@ class Adam16(torch.optim.Optimizer):
         devices = {param.device for param, _ in stepped}
         multipliers = {device: _reciprocal(scale, device) for device in devices}
         maxima = self._shared_maxima(params, multipliers)
-        together: dict[tuple, list[list[Tensor]]] = {}  # small parameters by what they share
+        together: dict[tuple, tuple[dict, list]] = {}  # small parameters by what they share
         for param, group in stepped:
             state, data = self.state[param], param.data.contiguous()
             state["step"] += 1
             tensors = [data, param.grad.data, *self._statistics(param)]
-            how = param.device, state["step"], *_numbers(group)
+            options = _options(group, state["step"], multipliers[param.device])
             small = 0 < param.numel() <= _SMALL * max(state["exp_avg_scale"].numel(), 1)
             if small and id(param) not in maxima and data.data_ptr() == param.data.data_ptr():
-                key = (*how, param.dtype, param.grad.dtype)
-                together.setdefault(key, []).append(tensors)
+                *numbers, _ = options.values()
+                key = (param.device, param.dtype, param.grad.dtype, *numbers)
+                together.setdefault(key, (options, []))[1].append(tensors)
                 continue
             state["exp_avg_scale"], state["exp_avg_sq_scale"] = ops.adam16_step_(
-                *tensors, **_options(how, multipliers), maxima=maxima.get(id(param))
+                *tensors, **options, maxima=maxima.get(id(param))
             )
             if data.data_ptr() != param.data.data_ptr():
                 param.data.copy_(data)
-        for (*how, _, _), states in together.items():
-            ops.adam16_steps_(states, **_options(how, multipliers))
+        for options, states in together.values():
+            ops.adam16_steps_(states, **options)
         return loss
 
     def _shared_maxima(self, params, multipliers) -> dict[int, Tensor]:
@@ -252,22 +253,11 @@ class Adam16(torch.optim.Optimizer):
                 self.state[param] = quantize_state(states[key], param, reduce_max_)
 
 
-def _numbers(group: dict[str, Any]) -> tuple[float, ...]:
-    return group["lr"], *group["betas"], group["eps"], group["weight_decay"]
-
-
-def _options(how: Sequence[Any], multipliers: dict[torch.device, Tensor]) -> dict[str, Any]:
-    """Return the options of a step from (device, step, *:func:`_numbers`)."""
-    device, step, lr, beta1, beta2, eps, weight_decay = how
-    return {
-        "lr": lr,
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "step": step,
-        "grad_multiplier": multipliers[device],
-    }
+def _options(group: dict[str, Any], step: int, multiplier: Tensor) -> dict[str, Any]:
+    """Return the options of a step of this group's parameters."""
+    beta1, beta2 = group["betas"]
+    numbers = {name: group[name] for name in ("lr", "eps", "weight_decay")}
+    return numbers | {"beta1": beta1, "beta2": beta2, "step": step, "grad_multiplier": multiplier}
 
 
 def _reciprocal(scale: float | Tensor, device: torch.device) -> Tensor:

@@ -5,12 +5,11 @@ A case is a seed: placement, groups, r, algorithm, degree, capacity, top-k, unev
 its seed.
 """
 
-import dataclasses
 import math
 import os
 import random
 from collections import defaultdict
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,35 +33,8 @@ CUT = {"fc1.weight": 0, "fc1.bias": 0, "fc2.weight": 1, "fc_gate.weight": 0, "fc
 CLAMPED = {"bias": True, "limit": 0.7, "alpha": 1.5}
 
 
-@dataclass(frozen=True)
-class Case:
-    seed: int
-    ranks: int
-    experts: int
-    placement: str
-    group_size: int  # ranks that exchange tokens where experts are whole
-    r: int
-    algorithm: str
-    degree: int
-    compact: bool
-    top_k: int
-    factor: float
-    training: bool
-    normalize_before_dropping: bool
-    batch_prioritized: bool
-    recompute: bool | None  # None: no; else whether reentrant
-    balance: bool  # whether the balance loss, computed in fp32, is part of the loss
-    activation: str
-    model_dim: int
-    hidden_dim: int
-    groups: tuple[int, int, str]  # number, how many a token may choose from, score
-    sigmoid: bool
-    biased: bool  # whether a frozen bias takes part in the selection
-    clamped: bool  # whether the experts have a clamped gate
-    own: bool  # whether the experts are modules of the user's own
-    shared: bool  # whether there is a shared expert, with a gate
-    tokens: tuple[int, ...]
-    helped: bool = False  # whether ranks help each other
+class Case(SimpleNamespace):
+    """One layer on several ranks, and its tokens; :func:`case_of` draws it."""
 
     @property
     def memory(self):
@@ -109,7 +81,7 @@ def case_of(seed, ranks=4):
         ranks=ranks,
         experts=experts,
         placement=placement,
-        group_size=group_size,
+        group_size=group_size,  # ranks that exchange tokens where experts are whole
         r=r,
         algorithm=rng.choice(["linear", "2dh"]),
         degree=rng.choice([1, 1, 2, 4, 8]),
@@ -119,24 +91,28 @@ def case_of(seed, ranks=4):
         training=rng.random() < 0.8,
         normalize_before_dropping=rng.random() < 0.3,
         batch_prioritized=rng.random() < 0.3,
+        # None: no; else whether reentrant
         recompute=(recompute := rng.choice([None, None, False, True])),
+        # whether the balance loss, computed in fp32, is part of the loss
         balance=recompute is None and rng.random() < 0.4,
         activation=rng.choice(["gelu", "relu"]),
         model_dim=rng.choice([3, 8]),
         hidden_dim=rng.choice([8, 24]),
+        # number, how many a token may choose from, score
         groups=(groups, rng.randint(1, groups), rng.choice(["max", "top2"])),
         sigmoid=rng.random() < 0.3,
-        biased=rng.random() < 0.3,
+        biased=rng.random() < 0.3,  # whether a frozen bias takes part in the selection
         own=(own := placement == "replicated" and r == 1 and rng.random() < 0.4),
         clamped=not own and rng.random() < 0.25,
         shared=rng.random() < 0.3,
         tokens=tuple(tokens),
+        helped=False,  # whether ranks help each other
     )
     if placement == "sliced" or own or rng.random() < 0.3:
         return case
     # nothing is dropped, or more is dropped than fits
     way = {"r": 1, "algorithm": "linear", "compact": False, "factor": min(case.factor, 0)}
-    return dataclasses.replace(case, helped=True, **way)
+    return Case(**{**vars(case), "helped": True, **way})
 
 
 def tensors_of(case):
@@ -284,15 +260,11 @@ class OwnExpert(nn.Module):
 
 def layer_of(case):
     rank, _ = process_world()
-    own = {"experts": [OwnExpert(case) for _ in range(case.local_experts)]} if case.own else {
-        "hidden_dim": case.hidden_dim, "activation": case.activation,
-    }  # fmt: skip
-    if case.clamped:
-        own = {
-            "hidden_dim": case.hidden_dim,
-            "expert_network": "clamped_swiglu",
-            "expert_options": CLAMPED,
-        }
+    own = {"hidden_dim": case.hidden_dim, "activation": case.activation}
+    if case.own:
+        own = {"experts": [OwnExpert(case) for _ in range(case.local_experts)]}
+    elif case.clamped:
+        own |= {"expert_network": "clamped_swiglu", "expert_options": CLAMPED, "activation": "gelu"}
     chosen = case.group_size if case.placement == "replicated" else 0
     layer = MoELayer(
         case.model_dim,
@@ -418,9 +390,8 @@ def test_the_layer_is_the_loop_over_tokens(ranks):
 def test_the_cases_reach_what_they_are_meant_to():
     """Each value of each axis, with and without empty ranks and ranks that are all empty."""
     cases = [case_of(seed) for seed in SEEDS[4]]
-    for field in dataclasses.fields(Case):
-        if field.name not in ("seed", "ranks", "tokens"):
-            assert len({getattr(case, field.name) for case in cases}) > 1, field.name
+    for name in vars(cases[0]).keys() - {"seed", "ranks", "tokens"}:
+        assert len({getattr(case, name) for case in cases}) > 1, name
     assert {(c.slices, c.r) for c in cases if c.placement == "sliced"} >= {
         (4, 0), (4, 1), (4, 2), (4, 4), (2, 0), (2, 1), (2, 2), (1, 0), (1, 1),
     }  # fmt: skip

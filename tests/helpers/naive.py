@@ -53,17 +53,6 @@ def combine(
     return y_TM
 
 
-def combine_bwd(
-    dy_TM: Tensor, rows_RM: Tensor, dest_row_TK: Tensor, weight_TK: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`combine`: of the rows and of the weights."""
-    d_rows_RM, d_weight_TK = torch.zeros_like(rows_RM), torch.zeros_like(weight_TK)
-    for t, k, row in _pairs(dest_row_TK):
-        d_rows_RM[row] = weight_TK[t, k] * dy_TM[t]
-        d_weight_TK[t, k] = dy_TM[t] @ rows_RM[row]
-    return d_rows_RM, d_weight_TK
-
-
 def assign_slots(expert_TK: Tensor, num_experts: int, priority_T: Tensor | None):
     """(slots, counts by choice and expert), as lists: all first choices go before the second."""
     T, K = expert_TK.shape
@@ -137,21 +126,15 @@ def bias_act_bwd(dy: Tensor, h: Tensor, bias: Tensor | None, **options) -> tuple
 def rows_product(rows_RA: Tensor, weight_eAB: Tensor, ends: list[int]) -> Tensor:
     """Each expert's rows times its weight; rows of nobody zero."""
     out_RB = rows_RA.new_zeros(rows_RA.shape[0], weight_eAB.shape[2])
-    begin = 0
-    for expert, end in enumerate(ends):
+    for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         out_RB[begin:end] = rows_RA[begin:end] @ weight_eAB[expert]
-        begin = end
     return out_RB
 
 
 def weight_gradient(d_RA: Tensor, rows_RB: Tensor, ends: list[int]) -> Tensor:
     """``d.T @ rows`` over each expert's rows."""
-    out_eAB = d_RA.new_zeros(len(ends), d_RA.shape[1], rows_RB.shape[1])
-    begin = 0
-    for expert, end in enumerate(ends):
-        out_eAB[expert] = d_RA[begin:end].t() @ rows_RB[begin:end]
-        begin = end
-    return out_eAB
+    spans = zip([0, *ends], ends, strict=False)
+    return torch.stack([d_RA[begin:end].t() @ rows_RB[begin:end] for begin, end in spans])
 
 
 def wire_values(mantissa: int, bias: int, infinities: bool) -> list[float]:

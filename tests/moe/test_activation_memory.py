@@ -7,6 +7,7 @@ import torch
 from helpers.distributed import run_ranks
 from helpers.inputs import random_rows
 from helpers.layers import make_layer, run, tokens_of
+from helpers.saved import SavedBytes
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel.config import ExchangeConfig
@@ -91,29 +92,15 @@ def test_registered_operator(storage):
     )
 
 
-def saved_bytes(layer, x):
-    """Bytes of distinct storages that autograd keeps, but for parameters and the input."""
-    known = {t.untyped_storage()._cdata for t in (*layer.parameters(), x)}
-    sizes, alive = {}, []
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in known:
-            sizes[storage._cdata] = storage.nbytes()
-            alive.append(tensor.detach())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x)
-    return sum(sizes.values())
-
-
 @pytest.mark.parametrize("network", ["ffn", "swiglu"])
 def test_bytes_per_row(network):
     def kept(mode, storage="same"):
         memory = {"activation_memory": mode, "activation_storage": storage}
         layer = MoELayer(64, 8, 256, capacity_factor=0.0, expert_network=network, **memory)
-        return saved_bytes(layer, torch.randn(512, 64, requires_grad=True)) / (2 * 512)
+        x = torch.randn(512, 64, requires_grad=True)
+        with SavedBytes(x, *layer.parameters()) as saved:
+            layer(x)
+        return saved.total() / (2 * 512)
 
     planes = 2 if network == "swiglu" else 1
     routing = kept("minimal")

@@ -108,9 +108,8 @@ def test_equals_the_loop(network, layout):
     (y * target).sum().backward()
     torch.testing.assert_close(y, want, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(given.grad, d_x, rtol=1e-6, atol=1e-9)
-    found = gradients_of(layer)
-    for name, exact in zip(updates, d_updates, strict=True):
-        torch.testing.assert_close(found[name], exact, rtol=1e-6, atol=1e-9, msg=name)
+    want = dict(zip(updates, d_updates, strict=True))
+    torch.testing.assert_close(gradients_of(layer), want, rtol=1e-6, atol=1e-9)
     with torch.no_grad():
         torch.testing.assert_close(layer.eval()(x), explicit(layer, state, x, network))
 
@@ -154,12 +153,6 @@ def test_autocast():
         assert gradient.dtype == torch.float32 and rms_ratio(gradient, exact[name]) < 0.05, name
 
 
-def dequantized(weight, storage):
-    if storage == "bf16":
-        return weight.bfloat16().float()
-    return Int8.of(weight).to(torch.float32)  # rounding itself: tests/moe/test_inference_experts.py
-
-
 @pytest.mark.parametrize("held", [False, True], ids=["converted", "held"])
 @pytest.mark.parametrize("storage", ["bf16", "int8"])
 @pytest.mark.parametrize("network", ["ffn", "swiglu"])
@@ -174,7 +167,9 @@ def test_frozen_weights_in_fewer_bytes(network, storage, held):
     state = plain.state_dict()
     for name, value in state.items():
         if name.startswith("experts.") and (storage == "bf16" or name.endswith("weight")):
-            state[name] = dequantized(value, storage)
+            # rounding itself: tests/moe/test_inference_experts.py
+            half = value.bfloat16() if storage == "bf16" else Int8.of(value).to(torch.float32)
+            state[name] = half.float()
     exact.load_state_dict(state)  # a state dict without updates leaves them as they are
     bank = layer.experts
     assert bank.fc1_weight.element_size() == {"bf16": 2, "int8": 1}[storage]
@@ -182,12 +177,8 @@ def test_frozen_weights_in_fewer_bytes(network, storage, held):
     for each in (layer, exact):
         each.train()(x.requires_grad_()).square().sum().backward()
     torch.testing.assert_close(layer(x), exact(x), rtol=1e-5, atol=1e-6)
-    found, want = gradients_of(layer), gradients_of(exact)
-    for name in found:
-        torch.testing.assert_close(found[name], want[name], rtol=1e-4, atol=1e-5)
-    assert not any(
-        param.grad is not None for n, param in bank.named_parameters() if "lora" not in n
-    )
+    torch.testing.assert_close(gradients_of(layer), gradients_of(exact), rtol=1e-4, atol=1e-5)
+    assert all(p.grad is None for n, p in bank.named_parameters() if "lora" not in n)
     other = make(network, storage=storage)
     other.load_state_dict(layer.state_dict())
     torch.testing.assert_close(other(x), layer(x), rtol=0.02, atol=0.02)  # saved in bf16
@@ -226,8 +217,7 @@ def test_weights_can_be_unfrozen():
     plain(x).square().sum().backward()
     grad = layer.experts.fc1_weight.grad
     torch.testing.assert_close(grad, plain.experts.fc1_weight.grad, rtol=1e-4, atol=1e-5)
-    for name, exact in want.items():
-        torch.testing.assert_close(gradients_of(layer)[name], exact, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradients_of(layer), want, rtol=1e-4, atol=1e-5)
 
 
 def test_no_copy_of_weights_is_kept():
@@ -297,14 +287,14 @@ def test_experts_of_an_existing_model(bias):
     torch.testing.assert_close(model(x), trained, rtol=1e-4, atol=1e-5)
 
 
-def with_lora(experts, groups, **options):
-    return make("swiglu", experts=experts, groups=groups, **options).double()
-
-
 @on_ranks(4, timeout=150)
 def test_on_ranks(tmp_path):
     cases = [(E, "replicated", 1, 1), (E, "replicated", 1, 4), (E, "replicated", 0, 1)]
     cases += [(2, "sliced", 1, 2), (2, "sliced", 2, 1), (2, "sliced", 0, 1)]
+
+    def with_lora(experts, groups, **options):
+        return make("swiglu", experts=experts, groups=groups, **options).double()
+
     check_on_ranks(with_lora, M, cases, tmp_path)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.saved import SavedBytes
 
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.moe.memory import StepMemory, free_memory
@@ -24,30 +25,11 @@ CASES = {
     "shared": {"hidden_dim": 64, "shared_expert_dim": 128, "capacity_factor": 1.0},
     "lean": {"hidden_dim": 128, "capacity_factor": 1.0, "activation_memory": "lean"},
     "lean, bf16": {
-        "hidden_dim": 128,
-        "activation_memory": "lean",
-        "activation_storage": "bf16",
+        "hidden_dim": 128, "activation_memory": "lean", "activation_storage": "bf16",
         "expert_network": "swiglu",
     },
     "null experts": {"hidden_dim": 128, "capacity_factor": 1.0, "null_experts": 4},
-}
-
-
-def saved_bytes(layer, x):
-    """Of distinct storages that autograd keeps, but for parameters and the input."""
-    known = {t.untyped_storage()._cdata for t in (*layer.parameters(), x)}
-    sizes, alive = {}, []
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in known:
-            sizes[storage._cdata] = storage.nbytes()
-            alive.append(tensor.detach())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x, return_aux=True)
-    return sum(sizes.values())
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -56,9 +38,11 @@ def test_what_is_kept_is_what_autograd_saves(name):
     need = layer.memory_of_step(TOKENS)
     kept = ("rows sent and received", "inside the experts", "logits of the gate")
     predicted = sum(need.kinds[kind] for kind in kept)
-    measured = saved_bytes(layer, torch.randn(TOKENS, DIM, device="meta", requires_grad=True))
+    x = torch.randn(TOKENS, DIM, device="meta", requires_grad=True)
+    with SavedBytes(x, *layer.parameters()) as saved:
+        layer(x, return_aux=True)
     # tables of the routing are not counted; nor, with null experts, that they are chosen unevenly
-    assert 0.98 * predicted <= measured <= 1.2 * predicted
+    assert 0.98 * predicted <= saved.total() <= 1.2 * predicted
     assert need.kinds["weights"] == sum(4 * p.numel() for p in layer.parameters())
     assert need.needed == sum(need.kinds.values()) - need.kinds["weights"]
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from helpers.saved import SavedBytes
 from plan_helpers import CONFIGS
-from test_plan_counts import SavedBytes, experts_as_on_a_gpu  # noqa: F401
+from test_plan_counts import experts_as_on_a_gpu  # noqa: F401
 
 from fairseq_tutel.integrations.fairseq.criterions import MoELabelSmoothedCrossEntropyCriterion
 from fairseq_tutel.plan.cli import main
@@ -114,8 +115,7 @@ def pairs_loss(settings, model):
 def test_activations_are_what_autograd_saves(words):
     settings = small(*words.split())
     model = build_model(settings)
-    saved = SavedBytes(model.parameters())
-    with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
+    with SavedBytes(*model.parameters()) as saved:
         pairs_loss(settings, model)
     measured = saved.total(without_last_dim=settings.vocabulary)
     memory = make_plan(settings, A100).memory

@@ -6,14 +6,15 @@ no overlap; gradients scattered by rings, as NCCL does. One layer, both passes, 
 """
 
 import dataclasses
+import itertools
 
 import pytest
-from plan_helpers import CONFIGS, possible_r_of, settings_of
+from plan_helpers import CONFIGS
 
 from fairseq_tutel.plan import speed
+from fairseq_tutel.plan.claims.predictions import times_of_r
 from fairseq_tutel.plan.hardware import load_hardware
-from fairseq_tutel.plan.parameters import count_parameters
-from fairseq_tutel.plan.planner import make_plan
+from fairseq_tutel.plan.layer import LayerShape
 
 A100 = dataclasses.replace(
     load_hardware(CONFIGS, "a100-80g"), fp32_flops=71e12, matmul_efficiency=1.0
@@ -32,26 +33,11 @@ def seconds():
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(speed, "scatter_time", speed.gather_time)
     found = {}
-    for tokens, hidden in (LARGE, BASE):
-        words = [
-            "model.decoder_layers=2", "model.decoder_embed_dim=2048",
-            f"model.decoder_ffn_embed_dim={hidden}", "model.decoder_attention_heads=16",
-            "model.moe_expert_count=16", f"task.tokens_per_sample={tokens}",
-            "dataset.batch_size=1", "model.checkpoint_activations=false",
-            "common.fp16=false", "common.memory_efficient_fp16=false",
-        ]  # fmt: skip
-        settings = settings_of(overrides=words, gpus=64).with_placement("sliced")
-        parameters = count_parameters(settings)
-        for factor in (1, 2, 4, 8):
-            routing = dataclasses.replace(settings.routing, capacity_factor=float(factor))
-            products = 3 * 4 * 2048 * hidden * 2 * tokens * factor / 71e12
-            for network, hardware in NETWORKS.items():
-                times = found.setdefault(((tokens, hidden), network), {}).setdefault(factor, {})
-                for r in possible_r_of(settings):
-                    plan = make_plan(
-                        settings.with_placement(r=r).replace(routing=routing), hardware, parameters
-                    )
-                    times[r] = plan.time.all_to_all + plan.time.weights + products
+    for (tokens, hidden), factor in itertools.product((LARGE, BASE), (1, 2, 4, 8)):
+        shape = LayerShape(tokens, 2048, hidden, experts=16, gpus=64, capacity_factor=factor)
+        for network, hardware in NETWORKS.items():
+            times = found.setdefault(((tokens, hidden), network), {})
+            times[factor] = times_of_r(shape, hardware)
     monkeypatch.undo()
     return found
 

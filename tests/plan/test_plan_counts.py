@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.saved import SavedBytes
 from plan_helpers import memory_of, settings_of, small, training_loss, work_of
 
 from fairseq_tutel.backends import torch as torch_backend
@@ -119,24 +120,6 @@ def build_without_dropout(settings):
     return build_model(settings.replace(model={"attention_dropout": 0.0}))
 
 
-class SavedBytes:
-    """Bytes of distinct storages that autograd saves, without those in ``known``."""
-
-    def __init__(self, known):
-        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
-        self.sizes, self.alive = {}, []
-
-    def __call__(self, tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.known:
-            self.sizes[storage.data_ptr()] = (storage.nbytes(), tensor.shape[-1:])
-            self.alive.append(tensor.detach())  # so that no address is used twice
-        return tensor
-
-    def total(self, without_last_dim):
-        return sum(n for n, last in self.sizes.values() if tuple(last) != (without_last_dim,))
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "overrides"),
@@ -157,8 +140,7 @@ def test_activations_are_what_autograd_saves(dtype, overrides, checkpointing):
     settings = small(*overrides, f"model.checkpoint_activations={checkpointing}")
     model = build_without_dropout(settings).to(dtype)
     loss = training_loss(settings, model)
-    saved = SavedBytes(model.parameters())
-    with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
+    with SavedBytes(*model.parameters()) as saved:
         loss()
     measured = saved.total(without_last_dim=settings.vocabulary)
     memory = memory_of(settings)

@@ -63,6 +63,9 @@ def test_update_of_the_1_1t_model():
     assert chunked.exchange.exposed == pytest.approx(16 * (2 * forward + backward))
     assert chunked.time.all_to_all == chunked.exchange.exposed
     assert chunked.time.total < plain.time.total
+    words = ["model.moe_expert_count=1", "model.moe_top1_expert=true"]
+    alone = make_plan(settings_of(overrides=words, gpus=1), A100)
+    assert alone.time.all_to_all == alone.time.all_reduce == 0 == alone.work.exchanges
 
 
 @pytest.mark.parametrize("dim", [4096, 200])

@@ -25,36 +25,3 @@ from .wire import decode_rows, encode_rows
 # page by page, each cleared: a tenth of a small layer's time. The limit follows the largest block
 # that was freed, up to 32 MiB; so one is.
 torch.empty((32 << 20) - (64 << 10), dtype=torch.uint8, device="cpu")
-
-__all__ = [
-    "ACTIVATIONS",
-    "adam16_maxima",
-    "adam16_step_",
-    "adam16_steps_",
-    "assign_rows_bwd",
-    "assign_rows_fwd",
-    "assign_slots",
-    "combine_bwd",
-    "combine_fwd",
-    "decode_rows",
-    "dispatch_bwd",
-    "dispatch_fwd",
-    "encode_rows",
-    "expert_chunk_bwd",
-    "expert_chunks_bwd_params",
-    "expert_ffn_bwd",
-    "expert_ffn_fwd",
-    "finite_max",
-    "gate_logits_bwd",
-    "gate_logits_fwd",
-    "lean_chunk_bwd",
-    "lean_ffn_bwd",
-    "low_rank_bwd",
-    "quantize_",
-    "scaled_dot_fwd",
-    "sort_pairs_fwd",
-    "token_ffn_bwd",
-    "token_ffn_fwd",
-    "topk_gating_bwd",
-    "topk_gating_fwd",
-]

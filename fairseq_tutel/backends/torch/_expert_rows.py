@@ -39,12 +39,7 @@ class Group(NamedTuple):
 
 
 def groups_of(rows: Tensor, hidden_dim: int, offsets: Tensor | None) -> list[Group]:
-    """Return the groups of all experts in their order.
-
-    Args:
-        rows: (e, N, M), or (R, M) with ``offsets``.
-        offsets: (e,) int32 end row of each expert, or None.
-    """
+    """Return the groups of all experts in their order; rows are (R, M) with ``offsets``."""
     if offsets is not None:
         ends = offsets.tolist()
         sides = enumerate(zip([0, *ends], ends, strict=False))

@@ -23,16 +23,10 @@ def expert_chunk_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of ``expert_ffn_fwd``, but those of weights.
 
-    Args:
-        d_out: gradient of the output, (e, N, M), or (R, M) with ``offsets``.
-        saved_RF: second value of the forward pass.
-        params, offsets, options: those of the forward pass.
-
     Returns:
-        d_rows: like ``d_out``; (0,) unless needed.
-        d_fc2: like ``d_out``, gradient of fc2's output before dropout.
-        d_fc1: (R, p F), gradient of fc1's output.
-        d_b1, d_b2: gradients of the biases in fp32 (fp64); (0,) if there is none.
+        d_rows like ``d_out``, (0,) unless needed; gradients of fc2's output before dropout, like
+        ``d_out``, and of fc1's, (R, p F); gradients of the biases in fp32 (fp64), (0,) if there is
+        none.
     """
     d_out_RM, hidden_dim = d_out.reshape(-1, d_out.shape[-1]), params[2].shape[-1]
     network = Network.of(d_out, hidden_dim, **options)
@@ -57,13 +51,10 @@ def expert_chunks_bwd_params(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of fc1's and fc2's weights, (e, p F, M) and (e, M, F), over all chunks.
 
-    The rows of an expert are copied together for one product: torch has no product of halves that
-    keeps its fp32 sums, and a sum of rounded products would be rounded once per chunk.
-
-    Args:
-        chunks: (d_fc2, d_fc1, rows, active) of each chunk: two results of
-            :func:`expert_chunk_bwd`, the rows, and the third value of the forward pass.
-        offsets: (e,) int32 end row of each expert in each chunk; None for rows (e, N, M).
+    A chunk is (d_fc2, d_fc1, rows, active): two results of :func:`expert_chunk_bwd`, the rows, and
+    the third value of the forward pass. The rows of an expert are copied together for one product:
+    torch has no product of halves that keeps its fp32 sums, and a sum of rounded products would be
+    rounded once per chunk.
     """
     d_fc2, d_fc1, rows, active = chunks[0]
     ends = [_ends(chunk[2], each) for chunk, each in zip(chunks, offsets, strict=True)]

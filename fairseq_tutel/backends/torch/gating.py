@@ -91,12 +91,7 @@ def topk_gating_bwd(
 
 
 def scaled_dot_fwd(a_E: Tensor, b_E: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return ``scale * <a, b>``, a scalar in a's dtype, and its gradient by a, (E,).
-
-    Args:
-        a_E: (E,), floats.
-        b_E: (E,), integers.
-    """
+    """Return ``scale * <a, b>``, a scalar in a's dtype, and its gradient by a, (E,)."""
     # a tensor in the product's dtype: a number would be rounded to torch's default dtype first
     weight_E = b_E * torch.tensor(scale, dtype=a_E.dtype, device="cpu")
     return torch.dot(a_E, weight_E), weight_E

@@ -45,14 +45,9 @@ class _LeanNetwork(Network):
     ) -> _Gradients:
         """Compute the gradients of a group's weighted outputs.
 
-        Args:
-            group, params: as of :meth:`forward`.
-            x_gNM: the rows.
-            dy_gNM: gradient of the sum of the weighted outputs, for each row.
-            weight_gN: weights of the rows in ``acc``.
-            saved_pRF: fc1's products; None to compute them again.
-            d_weight_gN: written, gradient of the weights in ``acc``.
-            d_rows_gNM: written, gradient of the rows, unless it is None.
+        ``dy_gNM`` is the gradient of their sum for each row. ``saved_pRF`` are fc1's products; None
+        to compute them again. The gradients of weights and rows, the latter unless None, are
+        written.
         """
         w1, b1, w2, b2 = of_group(params, group)
         w1_rounded = rounded_rows(w1) if self.fp8 and saved_pRF is None else w1
@@ -88,14 +83,9 @@ class _LeanNetwork(Network):
     def _activate_both(
         self, d_active: Tensor, z: Sequence[Tensor], weight: Tensor, active: Tensor, d_fc1: Tensor
     ) -> Tensor:
-        """Write the activation, and the gradient of z times the rows' weights.
+        """Write the activation, and the gradient of z times the rows' weights, (g, N, p F).
 
-        Args:
-            d_active: (g, N, F), gradient of the activation without the weights; overwritten.
-            z: planes (g, N, F).
-            weight: (g, N, 1).
-            active: (g, N, F); written, in the dtype of the rows.
-            d_fc1: (g, N, p F); written.
+        ``d_active`` is the gradient of the activation without the weights; it is overwritten.
 
         Returns:
             (g, N), gradient of the weights but for fc2's bias.
@@ -138,20 +128,12 @@ def lean_ffn_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of ``combine(expert_ffn(dispatch(x)))``.
 
-    A gradient that is not needed has shape (0,), as has that of a bias that is not there. NOTE: on
-    a GPU the host waits for offsets and seed.
-
-    Args:
-        dy_TM: gradient of the combined outputs.
-        x_TM, topk_weight_TK, dest_row_TK, src_pair_R: as of :mod:`.dispatch`.
-        saved: second value of ``expert_ffn_fwd``, (R, p F), or (0, p F): fc1 is applied again.
-        params: fc1's weight and bias and fc2's, each of all experts.
-        needs_x, needs_params: whether these gradients are needed.
-        offsets: as of ``expert_ffn_fwd``; None for R = e * N rows.
-        options: as of ``expert_ffn_fwd``.
+    ``saved`` is the second value of ``expert_ffn_fwd``, (R, p F), or (0, p F): fc1 is applied
+    again. NOTE: on a GPU the host waits for offsets and seed.
 
     Returns:
-        d_x (T, M), d_weight (T, K), and the gradients of fc1's weight and bias and of fc2's.
+        d_x (T, M), d_weight (T, K), and the gradients of fc1's weight and bias and of fc2's; (0,)
+        for one that is not needed, and for a bias that is not there.
     """
     (num_rows,), (experts, model_dim, hidden_dim) = src_pair_R.shape, params[2].shape
     network = _LeanNetwork.of(x_TM, hidden_dim, **options)
@@ -189,11 +171,7 @@ def lean_chunk_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of rows times their weights, but those of fc1's and fc2's weights.
 
-    Args:
-        dy: (e, N, M), or (R, M) with ``offsets``: gradient of the weighted outputs' sum.
-        rows: the rows, like ``dy``.
-        saved, params, offsets, options: as of :func:`lean_ffn_bwd`.
-        weight_R: (R,), weights of the rows in fp32 (fp64).
+    ``dy`` is the gradient of the weighted outputs' sum, for each row, like ``rows``.
 
     Returns:
         d_rows like ``dy``, (0,) unless needed; d_weight (R,); gradients of fc2's output like

@@ -9,13 +9,7 @@ from .expert_ffn import expert_ffn_bwd, expert_ffn_fwd
 def token_ffn_fwd(
     x_TM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor, *params: Tensor | None, **options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what :func:`.expert_ffn.expert_ffn_fwd` returns for the dispatched rows.
-
-    Args:
-        x_TM: (T, M) tokens.
-        dest_row_TK, src_pair_R: as of :func:`.dispatch.dispatch_fwd`.
-        params, options: as of ``expert_ffn_fwd``, with offsets.
-    """
+    """Return what :func:`.expert_ffn.expert_ffn_fwd` returns for the dispatched rows."""
     rows_RM = dispatch_fwd(x_TM, dest_row_TK, src_pair_R)
     return expert_ffn_fwd(rows_RM, *params, **options)
 

@@ -152,12 +152,8 @@ def gather_weights(
 
     Args:
         params: tensors [n, ...] with n/e kinds of weights of e experts.
-        dims: for each tensor, the dimension of one expert's tensor that is cut into slices; None
-            if it is not cut.
+        dims: dimension of each expert's tensor that is cut into slices; None if it is not cut.
         parallelism: parallelism of the placement that holds the tensors.
-
-    Returns:
-        The tensors with all gathered experts and hidden units.
     """
     gathered = _Gather.apply(parallelism, dims, *params)
     if parallelism.gather_size == 1:

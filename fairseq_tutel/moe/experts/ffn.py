@@ -76,45 +76,36 @@ class Experts(StackedExperts):
         return (mine.compute, mine.forward) != (Experts.compute, StackedExperts.forward)
 
     def gathers_tokens(self, prepared, x_TM):
+        """Return whether :meth:`compute_tokens` is faster than to dispatch the tokens first."""
         return not (self._is_replaced or self.fp8) and ops.gathers_tokens(
             x_TM, self._tensors(prepared)[0]
         )
 
     def compute_tokens(self, prepared, x_TM, dest_row_TK, src_pair_R, offsets):
+        """Compute the outputs [R, M] of the rows that ``ops.dispatch`` would write."""
         params, options = self._tensors(prepared), self._options(prepared)
         maps = dest_row_TK, src_pair_R
         return ops.token_ffn(x_TM, *maps, *params, offsets=offsets, options=options)
 
-    def compute_lean(
-        self, prepared, x_TM, topk_weight_TK, dest_row_TK, src_pair_R, expert_TK, offsets, late_bias
-    ):
-        maps = topk_weight_TK, dest_row_TK, src_pair_R, expert_TK
-        return ops.lean_ffn(
-            x_TM,
-            *maps,
-            *self._tensors(prepared),
-            offsets=offsets,
-            options=self._options(prepared),
-            memory=self.memory,
-            late_bias=late_bias,
-        )
+    def compute_lean(self, prepared, x_TM, *routing, offsets, late_bias):
+        """Compute :func:`fairseq_tutel.ops.lean_ffn`, [T, M], on weights and maps of pairs."""
+        given = {"options": self._options(prepared), "memory": self.memory}
+        params = self._tensors(prepared)
+        return ops.lean_ffn(x_TM, *routing, *params, offsets=offsets, late_bias=late_bias, **given)
 
     def lean_chunk(self, prepared, rows, offsets):
+        """Compute one chunk without autograd; return the output and what :attr:`memory` keeps."""
         given = {"options": self._options(prepared), "memory": self.memory}
         return ops.lean_chunk(rows, *self._tensors(prepared), offsets=offsets, **given)
 
     def lean_chunk_bwd(self, prepared, rows, dy, weight_R, offsets, state, needs_rows):
+        """Return :func:`fairseq_tutel.ops.lean_chunk_bwd` for what :meth:`lean_chunk` kept.
+
+        The last two results are for :meth:`chunks_bwd_params`.
+        """
         given = {"options": self._options(prepared), "needs_rows": needs_rows}
         tensors = ops.LeanChunk(*state), *self._tensors(prepared)
-        d_rows, d_weight, *rest = ops.lean_chunk_bwd(
-            rows, dy, weight_R, *tensors, offsets=offsets, **given
-        )
-        return d_rows, d_weight, rest
-
-    def lean_chunks_bwd_params(self, prepared, gradients):
-        chunks, grads = zip(*gradients, strict=True)
-        found = ops.ffn_chunks_bwd_params(chunks, grads, *self._tensors(prepared))
-        return self._gradients(prepared, found)
+        return ops.lean_chunk_bwd(rows, dy, weight_R, *tensors, offsets=offsets, **given)
 
     @property
     def has_int8_product(self) -> bool:
@@ -168,14 +159,8 @@ class Experts(StackedExperts):
 class SharedExpert(nn.Module):
     """An expert for every token: ``fc2(dropout(activation(fc1(x))))`` with dropout after it.
 
-    DeepSeekMoE, arXiv 2401.06066, section 3.2. The parameters are the same on all ranks.
-
-    Args:
-        model_dim: M.
-        hidden_dim: F.
-        activation: name for :func:`fairseq_tutel.ops.expert_ffn`.
-        dropouts: probabilities after the activation and of the output.
-        gated: multiply the output by ``sigmoid(gate(x))``, a number per token.
+    DeepSeekMoE, arXiv 2401.06066, section 3.2. The parameters are the same on all ranks. If it is
+    gated, ``sigmoid(gate(x))``, a number per token, multiplies the output.
     """
 
     def __init__(

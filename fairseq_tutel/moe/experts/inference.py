@@ -32,9 +32,7 @@ _INT8_ROWS = 16  # up to so many rows of an expert, int8 weights are faster than
 class InferenceExperts(ExpertBank):
     """Bank without parameters: its tensors come from a state dict.
 
-    Args:
-        network: bank on the meta device that defines what the experts compute.
-        storage: ``mapped``, ``bf16`` or ``int8``, see the module docstring.
+    ``network``, a bank on the meta device, defines what the experts compute.
     """
 
     def __init__(self, network: StackedExperts, storage: str):

@@ -43,13 +43,8 @@ def expert_ffn_int8(
 ) -> Tensor:
     """Compute one expert on bf16 rows, fp32 (N, M).
 
-    Products add up in fp32 and are rounded to bf16. All else is computed in fp32.
-
-    Args:
-        rows_NM: bf16.
-        w1, w2: (F, M) and (M, F); (2F, M) for a gated network.
-        b1, b2: biases, or None.
-        activation: name for :func:`fairseq_tutel.ops.expert_ffn`.
+    Products add up in fp32 and are rounded to bf16. All else is computed in fp32. The weights are
+    (F, M), or (2F, M) for a gated network, and (M, F).
     """
     product = getattr(torch, "_weight_int8pack_mm")  # noqa: B009, torch has no public form
     z_NF = product(rows_NM.contiguous(), *w1).float()

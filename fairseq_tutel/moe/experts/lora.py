@@ -58,14 +58,8 @@ class LoRAExperts(StackedExperts):
     ``{j}.fc1.lora_B`` [F, r] for each weight. A state dict without any update leaves the updates as
     they are. Weights in int8 are saved in bf16.
 
-    Args:
-        base: bank of a built-in or registered network, or one held in bf16 or int8. Its weights are
-            shared unless ``storage`` converts them.
-        rank: r.
-        alpha: the update is multiplied by ``alpha / rank``.
-        storage: ``same``, ``bf16`` or ``int8``: how frozen weights are held.
-        seed: of A, which is drawn as in nn.Linear (None: drawn from torch's global generator). B
-            begins as zero.
+    ``storage`` is how frozen weights are held; without one, those of ``base`` are shared.
+    :func:`fairseq_tutel.training.add_lora` explains the other arguments.
 
     Raises:
         ValueError: the experts are no stack, or already have updates; an argument is out of range.
@@ -159,11 +153,7 @@ class LoRAExperts(StackedExperts):
         return (*(getattr(self, name) for name in self.layout), *self.buffers())
 
     def sums(self, held: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return the network's parameters with their updates, in ``dtype``; differentiable.
-
-        Args:
-            held: what :meth:`held` returned.
-        """
+        """Return the network's parameters, from :meth:`held`, with their updates in ``dtype``."""
         found = dict(zip([*self.layout, *self._buffers], held, strict=True))
         wide, params = _wide(dtype), []
         with without_autocast(held[0].device):

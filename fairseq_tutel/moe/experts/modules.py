@@ -55,13 +55,7 @@ def own_experts(
     groups: ExpertParallelGroups,
     seed: int | None,
 ) -> ExpertList:
-    """Return the bank of this rank's own experts.
-
-    Args:
-        experts: the modules, as many as ``groups.num_local_experts``; or None.
-        expert_fn: makes one expert; or None.
-        groups: placement of the experts.
-        seed: of what ``expert_fn`` draws.
+    """Return the bank of this rank's own experts: the given modules, or those that are made.
 
     Raises:
         TypeError: neither is given.
@@ -94,9 +88,6 @@ def with_width(
     """Return M, by default the inputs of the first linear layer of the first own expert.
 
     Then the experts had to be made; they are the first result.
-
-    Raises:
-        ValueError: the expert has no ``nn.Linear`` whose width is known.
     """
     if model_dim is not None:
         return None, model_dim

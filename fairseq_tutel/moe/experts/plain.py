@@ -85,8 +85,7 @@ class ClampedSwiGLUExperts(PlainExperts):
     """
 
     @dataclass(frozen=True)
-    class Options(Options):
-        bias: bool = option(False, "the three projections have biases")
+    class Options(PlainExperts.Options):
         limit: float = option(7.0, "largest g, and largest magnitude of u", above(0))
         alpha: float = option(1.702, "factor inside the sigmoid; 1: silu", at_least(0))
         shift: float = option(1.0, "addend of u; 0 in DeepSeek-V4 and GLM-5")

@@ -56,12 +56,9 @@ class Place(NamedTuple):
     emptied: tuple[str, ...] = ()
 
     def check_parts(self, x: Tensor) -> None:
-        """Check that a layer computes nothing else between its two linear layers.
+        """Raise ValueError if a layer computes anything else between its two linear layers.
 
         Run a copy of the layer before and after its parts move into one module.
-
-        Raises:
-            ValueError: the outputs differ, or the layer cannot be called.
         """
         if not self.emptied:
             return

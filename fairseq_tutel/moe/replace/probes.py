@@ -34,12 +34,7 @@ def _apart(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def check_block(name: str, block: nn.Module) -> None:
-    """Check that experts can hold the block's weights, and that nobody listens to its calls.
-
-    Raises:
-        ValueError: there are no weights, or they are lazy, quantized, on the meta device, of
-            several dtypes or devices; or there are hooks.
-    """
+    """Raise ValueError unless experts can hold the block's weights, and nobody hooks its calls."""
     params = dict(block.named_parameters())
     if any(isinstance(param, nn.parameter.UninitializedParameter) for param in params.values()):
         raise ValueError(f"{name} has lazy layers: run the model once before")
@@ -66,11 +61,7 @@ def check_block(name: str, block: nn.Module) -> None:
 
 
 def make_probe(name: str, block: nn.Module) -> nn.Module:
-    """Return a copy of a block in fp32, without hooks, with random weights that require gradients.
-
-    Raises:
-        ValueError: the block cannot be copied.
-    """
+    """Return a copy of a block in fp32, without hooks, with random weights that need gradients."""
     try:
         probe = copy.deepcopy(block).float().requires_grad_()
     except (RuntimeError, TypeError) as error:
@@ -135,11 +126,7 @@ def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
 
 
 def fit_width(name: str, probe: nn.Module) -> Tensor:
-    """Return tokens [2, 3, M] of the first width M that the probe maps to itself.
-
-    Raises:
-        ValueError: there is no such width, or the probe changes its input in place.
-    """
+    """Return tokens [2, 3, M] of the first width M that the probe maps to itself, not in place."""
     wrong = ""
     device = next(probe.parameters()).device
     generator = torch.Generator("cpu").manual_seed(0)
@@ -175,11 +162,7 @@ def _refuse_in_place(name: str, probe: nn.Module, x: Tensor) -> None:
 
 
 def check_tokens(name: str, probe: nn.Module, x: Tensor) -> None:
-    """Check that a token's output depends on that token and on the probe's own weights.
-
-    Raises:
-        ValueError: it depends on another token, or not on these weights.
-    """
+    """Raise ValueError unless a token's output depends on it and on the probe's own weights."""
     where = f"{name} ({type(probe).__name__}) is no [..., M] -> [..., M]: "
     other, kept = x.clone(), torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
     other[0, 1], kept[0, 1] = -x[0, 2], False
@@ -202,11 +185,7 @@ def check_tokens(name: str, probe: nn.Module, x: Tensor) -> None:
 
 
 def check_copies(name: str, probe: nn.Module, x: Tensor) -> None:
-    """Check that a copy can be an expert: it gets rows [n, M], also none, in place of sequences.
-
-    Raises:
-        ValueError: it does not compute on rows what it computes on [..., M].
-    """
+    """Raise ValueError unless a copy computes on rows [n, M], also none, as on [..., M]."""
     rows = x.flatten(0, 1)
     for training in (False, True):
         probe.train(training)

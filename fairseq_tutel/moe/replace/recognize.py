@@ -59,13 +59,8 @@ class _Dropouts(TorchFunctionMode):
 def recognize(block: nn.Module, probe: nn.Module, x: Tensor) -> Network | None:
     """Return the built-in network that computes what a block does, or None.
 
-    Its outputs agree with the block's in evaluation; in training outputs, gradients and the random
-    numbers of dropout do.
-
-    Args:
-        block: where the weights are taken from.
-        probe: its copy, which is run.
-        x: [2, 3, M], tokens.
+    Outputs of ``probe``, its copy, agree in evaluation; in training outputs, gradients and the
+    random numbers of dropout do. The weights are the block's.
     """
     names = _linear_layers(probe)
     if len(names) not in _LAYERS:

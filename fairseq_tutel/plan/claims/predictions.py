@@ -1,6 +1,6 @@
 """Figures of published claims as the planner predicts them, with the constants of configs/hardware.
 
-Each function returns the predicted values in the order of the published ones.
+:data:`PREDICTIONS` has functions by row; they return the values in the order of the published ones.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ..compose import load_config
 from ..dense import make_dense_plan
 from ..hardware import Hardware, load_hardware
 from ..layer import LayerShape, best_layer_time, layer_time
-from ..parameters import count_parameters
+from ..parameters import Parameters, count_parameters
 from ..planner import Plan, make_plan
-from ..settings import read_settings
+from ..settings import Settings, read_settings
 
 MIB = 2**20
 
@@ -34,16 +34,10 @@ def figure_14(gpus: int) -> LayerShape:
     return LayerShape(16384, 2048, 2048, 2 * gpus, gpus)
 
 
-def layer_speedups() -> list[float]:
-    """Predict dense over this layer, linear exchange without overlap, on 8 and 512 GPUs."""
-    times = [(figure_14(gpus), gpus) for gpus in (8, 512)]
-    return [layer_time(s, a100(), dense=True) / layer_time(s, a100()) for s, _ in times]
-
-
-def best_layer_speedups() -> list[float]:
-    """Predict dense over this layer with the best exchange and overlap, on 16 and 2,048 GPUs."""
-    shapes = map(figure_14, (16, 2048))
-    return [layer_time(s, a100(), dense=True) / best_layer_time(s, a100()) for s in shapes]
+def layer_speedups(time: Callable[..., float], *gpus: int) -> list[float]:
+    """Predict dense over this layer, whose time is ``time(shape, hardware)``, by GPUs."""
+    shapes = [figure_14(count) for count in gpus]
+    return [layer_time(shape, a100(), dense=True) / time(shape, a100()) for shape in shapes]
 
 
 @functools.cache
@@ -60,28 +54,10 @@ def end_to_end_speedup(gpus: int) -> float:
     return dense.time.total / this.time.total
 
 
-def end_to_end_speedups() -> list[float]:
-    """Predict :func:`end_to_end_speedup` on 8 and 512 GPUs."""
-    return [end_to_end_speedup(8), end_to_end_speedup(512)]
-
-
-def days() -> list[float]:
-    """Predict days of the dense formulation over this package's, on 512 GPUs."""
-    return [end_to_end_speedup(512)]
-
-
 def hierarchical_speedup() -> list[float]:
     """Predict linear over 2DH for 1 MiB per GPU on 2,048 GPUs."""
     linear, two = (EXCHANGES.get(n).predict(MIB, 2048, a100()) for n in ("linear", "2dh"))
     return [linear / two]
-
-
-def busiest_rank() -> list[float]:
-    """Predict a dropless step at a utilisation of 72 % over one at 89 %.
-
-    The busiest rank decides: the step takes as long as its rows, mean over utilisation.
-    """
-    return [89 / 72]
 
 
 def adaptive_parallelism() -> list[float]:
@@ -91,14 +67,12 @@ def adaptive_parallelism() -> list[float]:
     fp32 products at the 71 TFLOP/s of table 2, gradients of gathered weights scattered by rings.
     """
     hardware = dataclasses.replace(a100(), fp32_flops=71e12, matmul_efficiency=1.0)
-    shape = LayerShape(1024, 2048, 32768, 16, 64)
-    return [max(gain_of_r(shape, factor, hardware) for factor in (1, 2, 4, 8))]
-
-
-def gain_of_r(shape: LayerShape, factor: float, hardware: Hardware) -> float:
-    """Predict r = 1 over the best r."""
-    times = times_of_r(dataclasses.replace(shape, capacity_factor=factor), hardware)
-    return times[1] / min(times.values())
+    gains = []
+    for factor in (1, 2, 4, 8):
+        shape = LayerShape(1024, 2048, 32768, 16, 64, capacity_factor=factor)
+        times = times_of_r(shape, hardware)
+        gains.append(times[1] / min(times.values()))
+    return [max(gains)]
 
 
 def times_of_r(shape: LayerShape, hardware: Hardware) -> dict[int, float]:
@@ -106,6 +80,19 @@ def times_of_r(shape: LayerShape, hardware: Hardware) -> dict[int, float]:
 
     Its experts are in slices: the plan is that of the second layer of a model of two.
     """
+    settings, parameters = _run_of_two_layers(dataclasses.replace(shape, capacity_factor=1.0))
+    routing = dataclasses.replace(settings.routing, capacity_factor=shape.capacity_factor)
+    products = 12 * shape.rows * shape.model_dim * shape.hidden_dim / hardware.product_rate(4)
+    times = {}
+    for r in possible_r(parameters.groups):
+        run = settings.with_placement(r=r).replace(routing=routing)
+        time = make_plan(run, hardware, parameters).time
+        times[r] = time.all_to_all + time.weights + products
+    return times
+
+
+@functools.cache
+def _run_of_two_layers(shape: LayerShape) -> tuple[Settings, Parameters]:
     words = [
         "model.decoder_layers=2",
         f"model.decoder_embed_dim={shape.model_dim}",
@@ -117,25 +104,18 @@ def times_of_r(shape: LayerShape, hardware: Hardware) -> dict[int, float]:
         "model.checkpoint_activations=false",
         "common.fp16=false",
         "common.memory_efficient_fp16=false",
-        f"+model.moe_capacity_factor={shape.capacity_factor}",
     ]
     settings = read_settings(load_config(CONFIGS, "meta_1.1t", words), "", gpus=shape.gpus)
     settings = settings.with_placement("sliced")
-    parameters = count_parameters(settings)
-    products = 12 * shape.rows * shape.model_dim * shape.hidden_dim / hardware.product_rate(4)
-    times = {}
-    for r in possible_r(parameters.groups):
-        time = make_plan(settings.with_placement(r=r), hardware, parameters).time
-        times[r] = time.all_to_all + time.weights + products
-    return times
+    return settings, count_parameters(settings)
 
 
 PREDICTIONS: dict[int, Callable[[], list[float]]] = {
-    1: layer_speedups,
-    2: end_to_end_speedups,
-    11: busiest_rank,
-    15: days,
+    1: lambda: layer_speedups(layer_time, 8, 512),  # linear exchange without overlap
+    2: lambda: [end_to_end_speedup(8), end_to_end_speedup(512)],
+    11: lambda: [89 / 72],  # a step takes as long as the busiest rank, mean over utilisation
+    15: lambda: [end_to_end_speedup(512)],
     19: adaptive_parallelism,
     21: hierarchical_speedup,
-    22: best_layer_speedups,
+    22: lambda: layer_speedups(best_layer_time, 16, 2048),
 }

@@ -60,14 +60,9 @@ def measured() -> dict[int, list[Measured]]:
     return {int(number): [Measured(**entry) for entry in found] for number, found in rows.items()}
 
 
-def _dense_over_this(results: dict[str, Any]) -> list[float]:
+def _over_this(results: dict[str, Any], case: str = "dense") -> list[float]:
     (found,) = results.values()
-    return [1 / found["this_over"]["dense"][1]]
-
-
-def _share_of_products(results: dict[str, Any]) -> list[float]:
-    (found,) = results.values()
-    return [1 / found["this_over"]["products"][1]]
+    return [1 / found["this_over"][case][1]]
 
 
 def _slots(results: dict[str, Any]) -> list[float]:
@@ -93,12 +88,12 @@ def _swin(results: dict[str, Any]) -> list[float]:
 
 # by row: the files of run_gpu.sh without the GPU's name, and the value in their results
 _ON_GPUS: dict[int, tuple[str, Callable[[dict[str, Any]], list[float]]]] = {
-    1: ("layer-blog-8gpu", _dense_over_this),
+    1: ("layer-blog-8gpu", _over_this),
     2: ("train-meta-half-rank", _tokens_over_dense),
     5: ("kernels-meta-1.1t", _slots),
     13: ("swin-small-32", _swin),
-    14: ("layer-meta-1.1t", _share_of_products),
-    22: ("layer-fig14", _dense_over_this),
+    14: ("layer-meta-1.1t", functools.partial(_over_this, case="products")),
+    22: ("layer-fig14", _over_this),
 }
 
 

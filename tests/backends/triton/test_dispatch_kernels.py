@@ -52,48 +52,33 @@ def test_dispatch(T, K, E, C, M, kind, dtype, room, device):
 
 
 @ROOMS
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("T", "K", "E", "C", "M", "kind"), CASES)
-def test_combine(T, K, E, C, M, kind, dtype, room, device):
+def test_combine(T, K, E, C, M, kind, dtype, biased, room, device):
     row, pair, _, dy, rows, _, weight = make(T, K, E, C, M, kind, dtype, device)
-    weight[row < 0] = float("nan")  # the weight of a dropped pair must not matter either
-    dy64, rows64, weight64 = dy.double(), rows.double(), weight.nan_to_num().double()
-
-    y = room.combine_fwd(rows, row, weight)
-    assert y.dtype == dtype
-    assert_close("y", y, naive.combine(rows64, row, weight64), dtype)
-
-    d_rows, d_weight, _ = room.combine_bwd(dy, rows, row, pair, weight)
-    want_rows, want_weight = naive.combine_bwd(dy64, rows64, row, weight64)
-    assert d_rows.dtype == dtype and d_weight.dtype == torch.float32
-    assert (d_rows[pair < 0] == 0).all()
-    assert (d_weight[row < 0] == 0).all()
-    assert_close("d_rows", d_rows, want_rows, dtype)
-    assert_close("d_weight", d_weight, want_weight, torch.float32)
-
-
-@ROOMS
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("T", "K", "E", "C", "M", "kind"), CASES)
-def test_combine_with_biases_by_expert(T, K, E, C, M, kind, dtype, room, device):
-    row, pair, _, dy, rows, _, weight = make(T, K, E, C, M, kind, dtype, device)
-    expert = torch.where(row < 0, -1, row // max(C, 1)).int()
-    bias = torch.randn(E, M, generator=torch.Generator().manual_seed(4)).to(dtype).to(device)
-    exact = [tensor.double().requires_grad_() for tensor in (rows, weight, bias)]
-    want = naive.combine(exact[0], row, *exact[1:], expert)
+    exact, given = [rows.double(), weight.double()], ()
+    if biased:
+        expert = torch.where(row < 0, -1, row // max(C, 1)).int()
+        bias = torch.randn(E, M, generator=torch.Generator().manual_seed(4)).to(dtype).to(device)
+        exact, given = [*exact, bias.double()], (bias, expert)
+    exact = [tensor.requires_grad_() for tensor in exact]
+    want = naive.combine(exact[0], row, *exact[1:], *given[1:])
     grads = [torch.zeros_like(leaf) for leaf in exact]
     if (row >= 0).any():
         grads = torch.autograd.grad(want, exact, dy.double())
-    weight[row < 0] = float("nan")
+    weight[row < 0] = float("nan")  # the weight of a dropped pair must not matter either
 
-    y = room.combine_fwd(rows, row, weight, bias, expert)
+    y = room.combine_fwd(rows, row, weight, *given)
     assert y.dtype == dtype
     assert_close("y", y, want, dtype)
-    d_rows, d_weight, d_bias = room.combine_bwd(dy, rows, row, pair, weight, bias, expert)
-    assert (d_weight[row < 0] == 0).all() and d_bias.dtype == dtype
-    assert_close("d_rows", d_rows, grads[0], dtype)
-    assert_close("d_weight", d_weight, grads[1], torch.float32)
-    assert_close("d_bias", d_bias, grads[2], dtype)
+    found = room.combine_bwd(dy, rows, row, pair, weight, *given)
+    assert [each.dtype for each in found[: len(exact)]] == [dtype, torch.float32, dtype][
+        : len(exact)
+    ]
+    assert (found[0][pair < 0] == 0).all() and (found[1][row < 0] == 0).all()
+    for name, got, exact_grad in zip(("d_rows", "d_weight", "d_bias"), found, grads, strict=False):
+        assert_close(name, got, exact_grad, torch.float32 if name == "d_weight" else dtype)
 
 
 def test_only_needed_gradients_are_computed(device):
