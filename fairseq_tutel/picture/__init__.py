@@ -50,11 +50,7 @@ class Curves:
 
 
 def read_metrics(line: str) -> tuple[str, dict[str, float]] | None:
-    """Read a line of fairseq's log.
-
-    Returns:
-        ("train_inner", "train" or "valid"; metrics by name), None for a line without metrics.
-    """
+    """Return "train_inner", "train" or "valid", and the metrics of a line that has some."""
     if not _EPOCH.search(line):
         return None
     found = {name: float(value) for name, value in _METRIC.findall(line)}
@@ -107,17 +103,11 @@ def _figure(panels: int, height: float = 2.4):
 
 @dataclass(frozen=True)
 class Line:
-    """One line, or a set of points, of :func:`draw_lines`.
+    """One line, or a set of points, of :func:`draw_lines`."""
 
-    Args:
-        label: in the legend.
-        points: (x, y), in order.
-        style: matplotlib's format without a colour (default "-", a line).
-    """
-
-    label: str
-    points: Sequence[tuple[float, float]]
-    style: str = "-"
+    label: str  # in the legend
+    points: Sequence[tuple[float, float]]  # (x, y), in order
+    style: str = "-"  # matplotlib's format without a colour
 
 
 def draw_lines(
@@ -128,14 +118,7 @@ def draw_lines(
     ylabel: str,
     ticks: Mapping[float, str],
 ) -> None:
-    """Draw lines over logarithmic axes.
-
-    Args:
-        lines: those without points are left out.
-        picture: file to write.
-        title, xlabel, ylabel: texts; the title may have several rows.
-        ticks: x -> its label.
-    """
+    """Draw the lines that have points over logarithmic axes; ``ticks``: x -> its label."""
     from matplotlib.ticker import FuncFormatter
 
     figure, (axes,) = _figure(1, 3.6)
@@ -247,15 +230,10 @@ def draw_exchange(lines: Sequence[dict], picture: Path) -> None:
 
 
 def draw_run(folder: Path, log: Path | None, out: Path) -> tuple[list[Path], list[str]]:
-    """Draw a run's pictures.
-
-    Args:
-        folder: fairseq's ``--save-dir``.
-        log: fairseq's log, or None.
-        out: folder for the pictures.
+    """Draw the pictures of fairseq's ``--save-dir`` and log.
 
     Returns:
-        (paths of the pictures, one line per missing picture with the reason).
+        paths of the pictures; a line per missing picture, with the reason.
     """
     curves = read_log(log) if log else Curves()
     found = curves if curves.train or curves.valid else None

@@ -30,12 +30,7 @@ def build_choices(layers: Sequence[MoELayer], tuned: Sequence[str], all_r=False)
     """Build the axes of the search, one for each field in ``tuned``. Collective.
 
     An algorithm stays if it fits the nodes with some r. With another r ``linear`` takes its place,
-    and the times are equal.
-
-    Args:
-        layers: the layers that are tuned together.
-        tuned: fields of the exchange options.
-        all_r: include r whose gathered weights do not fit in memory (default False).
+    and the times are equal. ``all_r`` includes r whose gathered weights do not fit in memory.
 
     Raises:
         ValueError: a field cannot be tuned.

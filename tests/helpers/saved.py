@@ -11,6 +11,10 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._sizes, self._alive = {}, []
 
+    def __enter__(self):
+        super().__enter__()
+        return self
+
     def _pack(self, tensor):
         storage = tensor.untyped_storage()
         if storage._cdata not in self._known:

@@ -28,12 +28,8 @@ def expert_ffn_fwd(
     Products are rounded to the dtype of the rows; everything else is computed in fp32 (fp64).
     NOTE: on a GPU the host waits for offsets and seed.
 
-    Args:
-        rows, params, offsets: as of :func:`fairseq_tutel.ops.expert_ffn`.
-        keep_hidden, keep_active: whether the backward pass needs ``saved`` and ``active``.
-        options: ``fp8``: multiply values rounded to e4m3 (default False); ``activation``;
-            ``dropout_p`` after the activation and after fc2; ``seed``, an int64 scalar tensor,
-            needed with dropout.
+    Rows, parameters and offsets are those of :func:`fairseq_tutel.ops.expert_ffn`; the other
+    options are those of :meth:`._expert_rows.Network.of`.
 
     Returns:
         out: like rows; rows past the last expert's are unspecified.
@@ -73,10 +69,8 @@ def expert_ffn_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of :func:`expert_ffn_fwd`: of the rows, fc1's weight and bias, fc2's.
 
-    A gradient that is not needed has shape (0,), as has that of a bias that is not there.
-
-    Args:
-        saved, active_RF: second and third value of the forward pass.
+    A gradient that is not needed has shape (0,), as has that of a bias that is not there. ``saved``
+    and ``active_RF`` are the second and third value of the forward pass.
     """
     _, model_dim, hidden_dim = params[2].shape
     network = Network.of(rows, hidden_dim, **options)

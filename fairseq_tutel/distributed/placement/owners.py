@@ -21,10 +21,6 @@ def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
 
     >>> share_out([10, 40, 30, 20], ranks=2)
     [0, 0, 1, 1]
-
-    Args:
-        sizes (list of int): elements of each tensor.
-        ranks (int): W.
     """
     loads = [(0, rank) for rank in range(ranks)]
     owners = [0] * len(sizes)

@@ -101,14 +101,9 @@ class SliceGather:
     The constructor allocates all memory, so that no rank runs out of it while others wait: the
     whole tensors, and one piece per slice on the device of the process group.
 
-    Args:
-        slices: parameters, or tensors cut like them, by name in a state dict; any dtype and device.
-            All ranks of an expert pass matching tensors in the same order.
-        groups: placement with ``num_slices`` > 1.
-        device: device of the whole tensors (default: the CPU).
-
-    Raises:
-        ValueError: a name stands for a tensor that is not cut.
+    All ranks of an expert pass matching tensors in the same order: parameters, or tensors cut like
+    them, by name in a state dict. ValueError for a name whose tensor is not cut. ``device`` is that
+    of the whole tensors.
     """
 
     piece_bytes = 1 << 25  # of one collective

@@ -37,19 +37,10 @@ def make_experts(
     memory: ops.ActivationMemory | None = None,
     **given: Any,
 ) -> ExpertBank:
-    """Return the bank of a rank's experts.
+    """Return the bank of a rank's experts, whose ``network`` is a name in the registry.
 
-    Args:
-        network: name in the registry.
-        groups: placement of the experts.
-        model_dim: M.
-        hidden_dim: F.
-        storage: one of STORAGES (default "stacked"). The others take no memory until a state dict
-            is loaded.
-        options: of the network (default None: its defaults).
-        compute: precision of the products, ``same`` as the rows' or ``fp8`` (default "same").
-        memory: what the forward pass keeps for the backward pass (default None: fast).
-        **given: other arguments of :class:`StackedExperts`.
+    Every ``storage`` but "stacked" takes no memory until a state dict is loaded. ``given`` are
+    other arguments of :class:`StackedExperts`.
     """
     with torch.device("meta") if storage != "stacked" else contextlib.nullcontext():
         bank = EXPERTS.get(network)(

@@ -26,21 +26,13 @@ RESULTS = CONFIGS.resolve().parent / "scripts" / "bench" / "results"
 
 @dataclass(frozen=True)
 class Measured:
-    """One measured value.
-
-    Args:
-        what: was measured.
-        file: result file, in scripts/bench/results.
-        path: keys of the value in the file.
-        value: of the file, to four digits.
-        over: keys of the value by which it was divided (default: none).
-    """
+    """One measured value."""
 
     what: str
-    file: str
-    path: tuple[str | int, ...]
-    value: float
-    over: tuple[str | int, ...] = ()
+    file: str  # in scripts/bench/results
+    path: tuple[str | int, ...]  # keys of the value in the file
+    value: float  # to four digits
+    over: tuple[str | int, ...] = ()  # keys of the value by which it was divided
 
     def read(self, results: Path = RESULTS) -> float:
         """Return the value from the result file."""
@@ -115,7 +107,7 @@ def predicted(claim: Claim) -> list[float]:
 
 def verdict(claim: Claim) -> str:
     """Return one of the four verdicts of a claim."""
-    values = [entry.value for entry in measured().get(claim.number, ())]
+    values = [entry.value for entry in _of(claim)]
     attempts = [predicted(claim), values if claim.like_for_like else []]
     for attempt in attempts:
         if claim.published and len(attempt) == len(claim.published):
@@ -138,7 +130,7 @@ def table() -> str:
     head = ("row", "claim", "published", "predicted", "measured here", "on a GPU", "verdict")
     rows = [head]
     for claim in CLAIMS:
-        values = [entry.value for entry in measured().get(claim.number, ())]
+        values = [entry.value for entry in _of(claim)]
         rows.append(
             (
                 str(claim.number),

@@ -12,31 +12,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Claim:
-    """One published claim.
+    """One published claim."""
 
-    Args:
-        number: of the row.
-        text: what was published.
-        source: who published it, with the set-up where it is known.
-        published: figures to compare, in order (default: none, a claim without a figure).
-        unit: of the figures (default "x", times as fast).
-        test: the test that shows it (default: none).
-        formula: how the prediction is made (default: none).
-        reason: why it is not reached, or what holds in part (default: none).
-        like_for_like: a measurement has the claim's task and baseline (default False).
-        partly: the test shows a part of the claim only (default False).
-    """
-
-    number: int
+    number: int  # of the row
     text: str
-    source: str
-    published: tuple[float, ...] = ()
-    unit: str = "x"
-    test: str = ""
-    formula: str = ""
-    reason: str = ""
-    like_for_like: bool = False
-    partly: bool = False
+    source: str  # who published it, with the set-up where it is known
+    published: tuple[float, ...] = ()  # figures to compare, in order
+    unit: str = "x"  # of the figures; x: times as fast
+    test: str = ""  # the test that shows it
+    formula: str = ""  # how the prediction is made
+    reason: str = ""  # why it is not reached, or what holds in part
+    like_for_like: bool = False  # whether a measurement has the claim's task and baseline
+    partly: bool = False  # whether the test shows a part of the claim only
 
 
 CLAIMS = (

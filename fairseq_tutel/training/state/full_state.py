@@ -93,12 +93,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
 def gather_expert(
     value: torch.Tensor, key: str, groups: ExpertParallelGroups
 ) -> list[torch.Tensor] | None:
-    """Gather one tensor of an expert, whole, from all ranks on the first. Collective.
-
-    Args:
-        value: the tensor, or a slice of it.
-        key: its name in a state dict.
-        groups: placement of the experts.
+    """Gather one tensor of an expert, or its slices, whole from all ranks on the first. Collective.
 
     Returns:
         the tensors of the ranks in their order; None on other ranks.
