@@ -220,6 +220,13 @@ def test_weights_can_be_unfrozen():
     torch.testing.assert_close(gradients_of(layer), want, rtol=1e-4, atol=1e-5)
 
 
+def test_the_rest_may_stay_as_it_is():
+    model = torch.nn.Sequential(torch.nn.Linear(M, M), MoELayer(M, 2, 4))
+    training.add_lora(model, freeze=False)
+    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+    assert frozen == [f"1.experts.fc{n}_{kind}" for n in (1, 2) for kind in ("weight", "bias")]
+
+
 def test_no_copy_of_weights_is_kept():
     layer, sizes = make("swiglu"), []
     own = {param.data_ptr() for param in layer.parameters()}

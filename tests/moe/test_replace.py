@@ -99,6 +99,7 @@ def test_every_expert_starts_as_the_block_that_was_there(make, kind, activation,
     model = of(make(), make(), make(), make())
     dense, x = copy.deepcopy(model), torch.randn(2, 7, M)
     state = torch.get_rng_state()
+    assert every_other(model, r"\.mlp$", start=0) == ["0.mlp", "2.mlp"]
     were = replace_ffn(
         model, every_other(model, r"\.mlp$"), 4, copy_weights=True, top_k=top_k, seed=0, **DROPLESS
     )

@@ -62,8 +62,12 @@ def as_one(params, chunks, options, seeds):
 
 @pytest.mark.parametrize(
     "activation, dropped, biased",
-    [("gelu", False, True), ("tanh", True, True)]
-    + [("swiglu", dropped, biased) for dropped in (False, True) for biased in (False, True)],
+    [
+        ("gelu", False, False),
+        ("tanh", True, True),
+        ("swiglu", False, True),
+        ("swiglu", True, False),
+    ],
 )
 @pytest.mark.parametrize("layout", CHUNKS)
 def test_gradients_are_those_of_the_whole(layout, activation, dropped, biased, way):  # noqa: F811

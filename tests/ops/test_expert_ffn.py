@@ -84,6 +84,8 @@ def test_equals_a_loop_over_rows(layout, activation, dtype, biased, way):
     """Products in the rows' dtype, bias and activation in fp32 at least; the loop in fp64."""
     if way == "triton" and dtype == torch.float64:
         dtype = torch.float32
+        if (layout, activation, dtype, biased) in LOOPED:
+            pytest.skip("the kernels compute in fp32 at most, as another case does")
     if way == "triton" and dtype == torch.bfloat16:
         pytest.skip("the interpreter truncates to bf16")
     args, offsets = tensors(layout, dtype, halves=1 + (activation in GATED), biased=biased)
