@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from helpers.assertions import assert_close, rms_ratio
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fairseq_tutel import ops
 from fairseq_tutel.backends import _fp8 as fp8
@@ -129,15 +130,23 @@ def test_a_gpu_without_fp8_is_refused(monkeypatch):
     check_fp8.cache_clear()
 
 
-def test_the_constructor_refuses_a_gpu_without_fp8(monkeypatch):
-    def refuse(device):
-        raise ValueError(f"no fp8 on {device}")
-
-    monkeypatch.setattr(ops, "check_fp8", refuse)
+def test_a_layer_is_refused_where_its_weights_are_on_a_gpu_without_fp8(monkeypatch):
+    """In the constructor or when it moves there; on the CPU of such a machine fp8 is emulated."""
+    check_fp8.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ValueError, match="no fp8 on cuda"):
-        MoELayer(M, E, F, expert_compute="fp8")
-    MoELayer(M, E, F, expert_compute="same")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    layer = MoELayer(M, E, F, expert_compute="fp8")
+    assert layer(torch.randn(4, M)).isfinite().all()
+    message = "needs a Hopper or Blackwell GPU, this is an A100"
+    plain = MoELayer(M, E, F)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        experts = plain.to_empty(device="cuda").experts
+        with pytest.raises(ValueError, match=message):
+            experts.compute_in("fp8")  # as the constructor does
+        with pytest.raises(ValueError, match=message):
+            layer.to_empty(device="cuda")
+    check_fp8.cache_clear()
 
 
 def test_refusals():

@@ -36,10 +36,17 @@ class Experts(StackedExperts):
                 f"expert_compute='fp8' needs multiples of {ops.FP8_MULTIPLE}, not "
                 f"model_dim={self.model_dim} and {units} hidden units on a rank"
             )
-        elif torch.cuda.is_available():  # the experts are moved there later, if not made there
-            device = self.fc1_weight.device
-            ops.check_fp8(device if device.type == "cuda" else torch.device("cuda"))
         self.fp8 = precision == "fp8"
+        self._refuse_gpu_without_fp8()
+
+    def _refuse_gpu_without_fp8(self):
+        if self.fp8 and self.fc1_weight.is_cuda:
+            ops.check_fp8(self.fc1_weight.device)
+
+    def _apply(self, *args, **options):  # torch's method behind cuda() and to()
+        moved = super()._apply(*args, **options)
+        self._refuse_gpu_without_fp8()
+        return moved
 
     def keep(self, memory):
         if self._is_replaced:
