@@ -32,7 +32,7 @@ class Operator:
         self._definition.register_fake(fake)
 
     def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
-        """Register the gradient; arguments as of torch's operators."""
+        """Register the gradient, with the arguments of torch's operators."""
         self._definition.register_autograd(backward, setup_context=setup_context)
         self._apply = _differentiable(self._name, self._function, backward, setup_context)
 
@@ -147,7 +147,7 @@ def save_inputs(ctx, inputs, output) -> None:
 
 
 def empty_gradients(tensors: Iterable[Tensor], needs: Iterable[bool]) -> tuple[Tensor, ...]:
-    """Fake gradients; shape (0,) stands for one that is not needed."""
+    """Return fake gradients; shape (0,) stands for one that is not needed."""
     pairs = zip(tensors, needs, strict=True)
     return tuple(x.new_empty(x.shape if needed else (0,)) for x, needed in pairs)
 

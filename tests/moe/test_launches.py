@@ -207,8 +207,8 @@ def test_the_operators_themselves_launch_little_and_read_nothing(layout, dtype, 
 @pytest.mark.parametrize("inside", ["idle"], indirect=True)
 def test_bytes_that_a_dropless_layer_moves_beside_the_experts_products(inside, monkeypatch):
     """Counted, not measured: kernels do not run, and what they are given is never filled."""
-    tiles = importlib.import_module("fairseq_tutel.backends.triton.activation")
-    monkeypatch.setattr(tiles, "ACT_TILE_ROWS", 64)  # as on a GPU: each has a sum for the biases
+    tiles = importlib.import_module("fairseq_tutel.backends.triton._autotune")
+    monkeypatch.setattr(tiles, "ACT_TILES", (64, 256, 128))  # as on a GPU: each has a sum
     T, M, F, K = 16384, 2048, 8192, 2
     with torch.device("meta"):
         layer = MoELayer(M, 2, F, top_k=K, capacity_factor=0.0).bfloat16()
@@ -219,7 +219,7 @@ def test_bytes_that_a_dropless_layer_moves_beside_the_experts_products(inside, m
     assert products <= {name for name, _ in moved}
     total = sum(count for name, count in moved if name not in products)
     # 4.56e9 with passes over tails and fc2's bias; what is added to in place counts once
-    assert total <= 3.95e9, moved
+    assert total <= 3.91e9, moved
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ FORMULA = {
 
 @triton.jit
 def tanh(z):
-    """tanh from the exponential; near 0, where that cancels, from the Taylor series.
+    """Compute tanh from the exponential; near 0, where that cancels, from the Taylor series.
 
     Example: 0 -> 0, 0.5 -> 0.46211716, -20 -> -1.
     """
@@ -33,7 +33,7 @@ def tanh(z):
 
 @triton.jit
 def normal_cdf(z):
-    """(cdf, exp(-z^2 / 2)) of the standard normal distribution at fp32 z, without a branch.
+    """Return the standard normal distribution's cdf and exp(-z^2 / 2) at fp32 z, without a branch.
 
     The form is that of Abramowitz and Stegun 7.1.26, upper tail = polynomial(t) * exp(-a^2 / 2)
     with t = 1 / (1 + 0.35 a), a = |z|. Its coefficients are fitted here in fp64, so that the
@@ -61,7 +61,7 @@ def normal_cdf(z):
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr):
-    """Activation of fp32 values; the gelus are those of Hendrycks and Gimpel (1606.08415)."""
+    """Apply the activation to fp32 values; gelus as in Hendrycks and Gimpel (1606.08415)."""
     if ACTIVATION == "gelu":
         cdf, _ = normal_cdf(z)
         return z * cdf
@@ -82,7 +82,7 @@ def activate(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activate_bwd(z, ACTIVATION: tl.constexpr):
-    """Derivative of :func:`activate` at fp32 values."""
+    """Return the derivative of :func:`activate` at fp32 values."""
     if ACTIVATION == "gelu":
         cdf, density = normal_cdf(z)
         return cdf + 0.3989422804014327 * z * density

@@ -1,12 +1,11 @@
 """Tile sizes of all kernels.
 
-Autotuned kernels are keyed by model dimensions (and, as Triton does by itself, by dtypes), never
-by token counts, which change from step to step; only work of TUNE_ROWS rows and more is tuned, and
-smaller work takes the first tile that fits. Triton's cache on disk (``TRITON_CACHE_DIR``) keeps
-the choice. The order of sums is that of the tile, so results are the same bits as long as the
-tiles are: tuning again, with an empty cache, may choose others.
-``FAIRSEQ_TUTEL_AUTOTUNE=0`` pins the first configuration of each list; the interpreter takes
-exactly one, with small tiles.
+Autotuned kernels are keyed by model dimensions and by the dtype of their rows, never by token
+counts, which change from step to step. Only work of TUNE_ROWS rows and more is tuned; smaller work
+takes the first tile that fits. Triton's cache on disk (``TRITON_CACHE_DIR``) keeps the choice.
+The order of sums is that of the tile, so equal tiles give equal bits; tuning again, with an empty
+cache, may choose others. ``FAIRSEQ_TUTEL_AUTOTUNE=0`` pins the first configuration of each list.
+The interpreter takes exactly one, with small tiles.
 """
 
 import functools
@@ -28,9 +27,12 @@ T = TypeVar("T")
 
 # Pairs per block of the slot kernels: a block compares all its pairs with each other.
 SLOT_BLOCK = 16 if INTERPRET else 128
-# Tile of the column scans: rows (blocks or tokens) x experts.
-SCAN_BLOCK_ROWS = 8 if INTERPRET else 64
-SCAN_BLOCK_COLS = 8 if INTERPRET else 32
+# Tile of the column scans, rows (blocks of tokens) x experts: a program goes through all rows.
+SCAN_BLOCK_ROWS = 8 if INTERPRET else 256
+SCAN_BLOCK_COLS = 8
+# Tile of the sums for a bias: tiles of rows x columns.
+SUM_BLOCK_ROWS = 8 if INTERPRET else 64
+SUM_BLOCK_COLS = 8 if INTERPRET else 32
 # Elements of a gating tile (tokens x experts padded to a power of two) and number of programs.
 GATING_TILE = 64 if INTERPRET else 2048
 GATING_PROGRAMS = 3 if INTERPRET else 512
@@ -50,16 +52,15 @@ TUNE_ROWS = 4096
 FEW_ROWS = 64
 # Tiles of the grouped products that fp32 without TF32 tries: larger ones spill registers.
 IEEE_TILES = 2
-# Rows whose bias gradient one program sums up.
-ACT_TILE_ROWS = 8 if INTERPRET else 64
-
+# Rows of a tile of bias + activation: least and most; and tiles that the larger ones leave.
+ACT_TILES = (8, 32, 2) if INTERPRET else (64, 256, 128)
 
 # Milliseconds for which an implementation is warmed up and timed.
 _WARMUP_MS, _TIMED_MS = 5, 20
 _FILE = "fastest.json"
 # Index of the fastest implementation by its key.
 _fastest: dict[Hashable, int] = {}
-# Blocks and warps of an autotuned kernel's launches by the kernel, sizes and dtypes.
+# Blocks and warps of an autotuned kernel's launches by the kernel, dtype and sizes.
 _tiles: dict[Hashable, dict] = {}
 
 
@@ -70,7 +71,7 @@ def _pinned() -> bool:
 def _configs(
     blocks: tuple[str, ...], interpreted: tuple[int, ...], *free: tuple[int, ...]
 ) -> list[triton.Config]:
-    """Configurations with sizes of these blocks, behind their number of warps in ``free``."""
+    """Return configurations with these blocks; ``free``: number of warps, then their sizes."""
     if INTERPRET:
         return [triton.Config(dict(zip(blocks, interpreted, strict=True)))]
     if _pinned():
@@ -88,20 +89,29 @@ def tuning(configs: list[triton.Config], prune: Callable) -> dict[str, object]:
 
 
 def move_configs() -> list[triton.Config]:
-    """Tiles (tokens x model dim) of dispatch and combine."""
+    """Return tiles (tokens x model dim) of dispatch and combine."""
     wide = ((4, 1, 2048), (4, 1, 4096), (8, 1, 4096), (4, 2, 1024), (8, 4, 1024))
     narrow = ((4, 4, 512), (4, 8, 256), (4, 32, 64))
     return _configs(("BLOCK_T", "BLOCK_M"), (4, 32), *wide, *narrow)
 
 
 def act_configs() -> list[triton.Config]:
-    """Tiles (rows x hidden dim) of bias + activation; BLOCK_N divides ACT_TILE_ROWS."""
+    """Return tiles (rows x hidden dim) of bias + activation; BLOCK_N divides a tile's rows."""
     tiles = ((4, 2, 1024), (8, 4, 1024), (4, 4, 512), (4, 8, 256), (4, 16, 128))
     return _configs(("BLOCK_N", "BLOCK_F"), (4, 32), *tiles)
 
 
+def act_tile_rows(num_rows: int) -> int:
+    """Return the rows of a tile that writes one sum for the bias: many if there are enough tiles.
+
+    Fewer sums are fewer bytes.
+    """
+    least, most, tiles = ACT_TILES
+    return min(max(next_power_of_2(num_rows // tiles), least), most)
+
+
 def product_configs() -> list[triton.Config]:
-    """Tiles (rows x columns x summed dim) of the grouped products; the first fits every GPU."""
+    """Return tiles (rows x columns x summed dim) of the products; the first fits every GPU."""
     small = ((4, 64, 64, 32), (8, 128, 128, 32), (4, 128, 64, 64), (4, 64, 128, 64))
     return _configs(("BLOCK_R", "BLOCK_C", "BLOCK_D"), (16, 16, 16), *small, (8, 128, 256, 32))
 
@@ -124,15 +134,21 @@ def prune_wide_tiles(configs: list[triton.Config], named_args: dict, **kwargs) -
     return configs
 
 
-def launch(kernel: triton.KernelInterface, grid: tuple | Callable, rows: int, *args, **kw) -> None:
-    """Launch an autotuned kernel, tuning it if it works on many rows.
+def launch(
+    kernel: triton.KernelInterface,
+    grid: tuple | Callable,
+    rows: int,
+    dtype: torch.dtype,
+    *args,
+    **kw,
+) -> None:
+    """Launch an autotuned kernel, tuning it for the dtype of its rows if they are many.
 
     Smaller work takes the first tile that fits, tuned or not, so that its results do not depend on
     what ran before. Later launches do not ask Triton's autotuner, which takes 10 us to answer.
     """
     tuned = rows >= TUNE_ROWS and len(kernel.configs) > 1
-    dtypes = [x.dtype for x in (*args, *kw.values()) if isinstance(x, torch.Tensor)]
-    key = (id(kernel), tuned, *[kw[name] for name in kernel.keys], *dtypes)
+    key = (kernel, dtype, tuned, *[kw[name] for name in kernel.keys])
     tile = _tiles.get(key)
     if tile is not None:
         kernel.fn[grid](*args, **kw, **tile)

@@ -71,7 +71,7 @@ def tma_tiles(few_rows: bool) -> tuple[TMATile, ...]:
 
 @triton.jit
 def _place(tile, down, ACROSS: tl.constexpr, GROUP: tl.constexpr):
-    """Row and column of a tile: GROUP rows are computed column by column.
+    """Return the row and column of a tile: GROUP rows are computed column by column.
 
     Example: 3 rows, ACROSS = 2, GROUP = 2: tiles 0 to 5 are (0, 0), (1, 0), (0, 1), (1, 1), (2, 0),
     (2, 1).
@@ -165,7 +165,7 @@ def _load_rows(
     BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """A tile of rows by descriptor, or their tokens by pointer: those have zeros past the end."""
+    """Load a tile of rows by descriptor, or their tokens by pointer, with zeros past the end."""
     if source_ptr is None:
         rows = rows_ref.load([first, first_b])
     else:

@@ -12,7 +12,7 @@ import triton.language as tl
 def ragged_tiles(
     offsets_ptr, num_rows, e: tl.constexpr, TILE: tl.constexpr, BLOCK_EXPERTS: tl.constexpr
 ):
-    """Experts (index, start row, end row, number of tiles); index e is the tail.
+    """Return index, start row, end row and number of tiles of the experts; index e is the tail.
 
     Example: offsets [3, 3, 7], 9 rows, TILE = 2 -> starts [0, 3, 3, 7], ends [3, 3, 7, 9],
     tiles [2, 0, 2, 1].
@@ -27,7 +27,7 @@ def ragged_tiles(
 
 @triton.jit
 def token_of_row(source_ptr, offs_r, mask_r, TOP_K: tl.constexpr):
-    """Token (int64) of each row, and whether the row has one; without a source the row itself.
+    """Return each row's token (int64) and whether it has one; without a source the row itself.
 
     Example: source [5, -1, 2], TOP_K = 2 -> tokens [2, any, 1], [True, False, True].
     """
@@ -48,7 +48,7 @@ def tile_rows(
     TILE: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
 ):
-    """(expert, first row, end row of the expert) of tile ``pid``; no row past the last tile.
+    """Return expert, first row and the expert's end row of tile ``pid``; no row past the last tile.
 
     Example: offsets [3, 3, 7], 9 rows, TILE = 2: tile 2 -> (2, 3, 7), tile 4 -> (3, 7, 9).
     """

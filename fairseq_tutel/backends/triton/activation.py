@@ -8,7 +8,7 @@ where that is wanted and, per tile of rows, the sums for d_bias; a second kernel
 each expert in a fixed order (no atomics).
 Dropout draws from Philox (Salmon et al. 2011) by element index, so the mask is never stored.
 
-Z are tiles of ACT_TILE_ROWS rows. The tail of ragged rows (``_tiles.py``) is neither read nor
+Z are tiles of rows. The tail of ragged rows (``_tiles.py``) is neither read nor
 written.
 """
 
@@ -22,10 +22,11 @@ from torch import Tensor
 from .. import GATES
 from ._activations import FORMULA, activate, activate_bwd
 from ._autotune import (
-    ACT_TILE_ROWS,
-    SCAN_BLOCK_COLS,
-    SCAN_BLOCK_ROWS,
+    ACT_TILES,
+    SUM_BLOCK_COLS,
+    SUM_BLOCK_ROWS,
     act_configs,
+    act_tile_rows,
     launch,
     prune_wide_tiles,
     tuning,
@@ -36,7 +37,7 @@ from ._tiles import ragged_tiles, tile_rows
 
 _DYNAMIC = ["num_rows", "rows_per_expert"]
 _TUNED = {
-    "key": ["F", "ACTIVATION", "GATED", "DROPOUT_P"],
+    "key": ["F", "TILE", "ACTIVATION", "GATED", "DROPOUT_P"],
     **tuning(act_configs(), prune_wide_tiles),
 }
 
@@ -51,7 +52,7 @@ def _keep_scale(
     BLOCK_N: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """0 or 1 / (1 - p) for a tile of BLOCK_N rows and BLOCK_F columns from ``start``.
+    """Return 0 or 1 / (1 - p) for a tile of BLOCK_N rows and BLOCK_F columns from ``start``.
 
     Philox yields four numbers at a time; they serve four neighbouring columns.
     """
@@ -64,7 +65,7 @@ def _keep_scale(
 
 @triton.jit
 def _load_bias(bias_ptr, offs, mask):
-    """A piece of an expert's bias in fp32; zeros without biases."""
+    """Load a piece of an expert's bias in fp32; zeros without biases."""
     bias = tl.zeros(offs.shape, tl.float32)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + offs, mask=mask, other=0.0).to(tl.float32)
@@ -73,7 +74,7 @@ def _load_bias(bias_ptr, offs, mask):
 
 @triton.jit
 def _load_biased(h_ptr, offs, mask, bias_ptr, bias):
-    """A tile of h + bias in fp32."""
+    """Load a tile of h + bias in fp32."""
     z = tl.load(h_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         z += bias[None, :]
@@ -261,13 +262,8 @@ def _bias_act_bwd_db_kernel(
     tl.store(d_bias_ptr + expert * W + offs_w, acc.to(d_bias_ptr.dtype.element_ty), mask=mask_w)
 
 
-def _checked_options(rows, width, bias, offsets, dropout_p, seed):
-    """Bias, offsets and seed; the number of tiles, and the kernels' sizes.
-
-    Args:
-        rows: what has the leading dimensions of h.
-        width: W.
-    """
+def _checked_options(rows, width, bias, offsets, dropout_p, seed, *, sums):
+    """Return bias, offsets and seed; the number of tiles, which may write sums; the sizes."""
     num_experts = rows.shape[0] if offsets is None else offsets.shape[0]
     bias = checked("bias", bias, (num_experts, width), FLOAT_DTYPES, rows.device)
     offsets = checked("offsets", offsets, (num_experts,), INT32, rows.device)
@@ -276,26 +272,28 @@ def _checked_options(rows, width, bias, offsets, dropout_p, seed):
             raise ValueError("dropout needs a seed")
         check_tensor("seed", seed, (), (torch.int64,), rows.device)
     num_rows, rows_per_expert = math.prod(rows.shape[:-1]), 0
+    tile = act_tile_rows(num_rows) if sums else ACT_TILES[0]
     if offsets is None:
         rows_per_expert = rows.shape[1]
-        num_tiles = num_experts * cdiv(rows_per_expert, ACT_TILE_ROWS)
+        num_tiles = num_experts * cdiv(rows_per_expert, tile)
     else:  # an upper bound: every expert, and the tail, may leave its last tile part empty
-        num_tiles = num_rows // ACT_TILE_ROWS + num_experts + 1
+        num_tiles = num_rows // tile + num_experts + 1
     sizes = {
         "num_rows": num_rows,
         "rows_per_expert": rows_per_expert,
         "e": num_experts,
-        "TILE": ACT_TILE_ROWS,
+        "TILE": tile,
         "BLOCK_EXPERTS": next_power_of_2(num_experts + 1),
     }
     return (bias, offsets, seed), num_tiles, sizes
 
 
-def _launch(kernel, tensors, num_tiles, sizes, F, activation, dropout_p) -> None:
+def _launch(kernel, dtype, tensors, num_tiles, sizes, F, activation, dropout_p) -> None:
     launch(
         kernel,
         lambda meta: (num_tiles, cdiv(F, meta["BLOCK_F"])),
         sizes["num_rows"],
+        dtype,
         *tensors,
         **sizes,
         F=F,
@@ -314,7 +312,7 @@ def bias_act_fwd(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
 ) -> Tensor:
-    """dropout(activation(h + bias)), or dropout(activation(gate) * up) of a gated network, in fp32.
+    """Return dropout(activation(h + bias)), gated dropout(activation(gate) * up), computed in fp32.
 
     Args:
         h: (e, N, F), or (R, F) with ``offsets``, fp32, fp16 or bf16, the result's dtype; gated
@@ -331,12 +329,13 @@ def bias_act_fwd(
     if activation in GATES and width % 2:
         raise ValueError(f"h must have a gate and a value for each unit, got {tuple(h.shape)}")
     h = checked("h", h, (*rows, width), FLOAT_DTYPES, h.device)
-    options, num_tiles, sizes = _checked_options(h, width, bias, offsets, dropout_p, seed)
+    given = h, width, bias, offsets, dropout_p, seed
+    options, num_tiles, sizes = _checked_options(*given, sums=False)
     y = h.new_empty((*rows, F))
     if y.numel() > 0:
         with device_guard(h):
-            tensors = (y, h, *options)
-            _launch(_bias_act_fwd_kernel, tensors, num_tiles, sizes, F, activation, dropout_p)
+            work = h.dtype, (y, h, *options), num_tiles, sizes, F
+            _launch(_bias_act_fwd_kernel, *work, activation, dropout_p)
     return y
 
 
@@ -350,50 +349,51 @@ def bias_act_bwd(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     needs_h: bool = True,
+    weighted: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`bias_act_fwd`: d_h like h, and d_bias in the dtype of h, (0,) of no bias.
+    """Return the gradients of :func:`bias_act_fwd`: d_h like h, d_bias like bias, (0,) of no bias.
 
     ``h`` is not read for ``linear``; without ``needs_h`` d_h has shape (0,). Deterministic for one
     choice of tiles; d_bias is summed in their order (see ``_autotune``).
 
+    Args:
+        weighted: the outputs active and dot and the weight of the kernel (default None).
+
     Raises:
         ValueError: wrong shape, dtype or device; no h where the activation needs it.
     """
-    if activation == "linear":
+    if activation == "linear" and weighted is None:
         h = None
     elif h is None:
         raise ValueError(f"the gradient of {activation} needs h")
-    options = {"offsets": offsets, "dropout_p": dropout_p, "seed": seed}
-    return act_bwd(dy, h, bias, activation, needs_h, (None, None, None), **options)
-
-
-def act_bwd(dy, h, bias, activation, needs_h, weighted, *, offsets, dropout_p, seed):
-    """Launch the kernels of :func:`bias_act_bwd`; ``weighted``: active, dot and weight, or None."""
     *rows, F = dy.shape
     W = 2 * F if activation in GATES else F
     dy = checked("dy", dy, (*rows, F), FLOAT_DTYPES, dy.device)
     h = checked("h", h, (*rows, W), FLOAT_DTYPES, dy.device)
-    (bias, *rest), num_tiles, sizes = _checked_options(dy, W, bias, offsets, dropout_p, seed)
+    given = dy, W, bias, offsets, dropout_p, seed
+    (bias, *rest), num_tiles, sizes = _checked_options(*given, sums=bias is not None)
     d_h = dy.new_empty((*rows, W) if needs_h else 0)
-    if bias is None:
-        d_bias, partial_ZW = dy.new_empty(0), None
-    else:
+    d_bias, partial_ZW = dy.new_empty(0), None
+    if bias is not None:
         d_bias = torch.empty_like(bias)
         partial_ZW = dy.new_empty((num_tiles, W), dtype=torch.float32)
     if dy.numel() == 0:
         return d_h, d_bias.zero_()
+    active, dot, weight_R = weighted or (None, None, None)
+    blocks = 1 if dot is None else dot.shape[1]
     with device_guard(dy):
-        tensors = (d_h if needs_h else None, partial_ZW, *weighted, dy, h, bias, *rest)
-        blocked = {**sizes, "BLOCKS": 1 if weighted[1] is None else weighted[1].shape[1]}
-        _launch(_bias_act_bwd_dh_kernel, tensors, num_tiles, blocked, F, activation, dropout_p)
+        outputs = d_h if needs_h else None, partial_ZW, active, dot
+        tensors = *outputs, weight_R, dy, h, bias, *rest
+        work = dy.dtype, tensors, num_tiles, {**sizes, "BLOCKS": blocks}, F
+        _launch(_bias_act_bwd_dh_kernel, *work, activation, dropout_p)
         if bias is not None:
-            _bias_act_bwd_db_kernel[(sizes["e"], cdiv(W, SCAN_BLOCK_COLS))](
+            _bias_act_bwd_db_kernel[(sizes["e"], cdiv(W, SUM_BLOCK_COLS))](
                 d_bias,
                 partial_ZW,
                 rest[0],
                 **sizes,
                 W=W,
-                BLOCK_Z=SCAN_BLOCK_ROWS,
-                BLOCK_W=SCAN_BLOCK_COLS,
+                BLOCK_Z=SUM_BLOCK_ROWS,
+                BLOCK_W=SUM_BLOCK_COLS,
             )
     return d_h, d_bias

@@ -46,7 +46,7 @@ def _load_scales(avg_scale_ptr, sq_scale_ptr, grad_multiplier_ptr, pid_s):
 
 @triton.jit
 def _new_statistics(grad_ptr, avg_ptr, sq_ptr, offs, mask, scales, betas):
-    """New exp_avg and exp_avg_sq, fp32, of one block.
+    """Return the new exp_avg and exp_avg_sq of one block in fp32.
 
     Betas are beta1, beta2 and 1 minus each, rounded once: taken from an fp32 beta2 of 0.999 here,
     they would be off by 1e-5.
@@ -63,14 +63,14 @@ def _new_statistics(grad_ptr, avg_ptr, sq_ptr, offs, mask, scales, betas):
 
 @triton.jit
 def _finite_bits(x):
-    """Finite magnitudes of a block as the bits of fp32 numbers, 0 for the others."""
+    """Return the finite magnitudes of a block as the bits of fp32 numbers, 0 for the others."""
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.where(bits < 0x7F800000, bits, 0)
 
 
 @triton.jit
 def _scale_of_bits(bits):
-    """``scale_of_max`` there of the fp32 with these bits, and its inverse.
+    """Return ``scale_of_max`` of the fp32 number with these bits, and its inverse.
 
     Both are normal numbers; made from bits, since a division may be approximate on a GPU.
     """
@@ -253,9 +253,7 @@ class _State(NamedTuple):
     exp_avg_sq_scale: Tensor
 
     def checked(self) -> _State:
-        """The same with a contiguous gradient; raises ValueError for wrong shapes, dtypes or
-        devices.
-        """
+        """Return the state with a contiguous gradient, or raise ValueError for a wrong tensor."""
         shape, device = tuple(self.param.shape), self.param.device
         check_tensor("param", self.param, shape, FLOAT_DTYPES, device)
         grad = checked("grad", self.grad, shape, (*FLOAT_DTYPES, torch.float64), device)
@@ -302,7 +300,7 @@ def adam16_steps_(
     step: int,
     grad_multiplier: Tensor,
 ) -> None:
-    """``adam16_steps_`` of ``backends.torch`` in one launch."""
+    """Apply ``adam16_steps_`` of ``backends.torch`` in one launch."""
     checked_states = [_State(*state).checked() for state in states]
     rows = [row for state in checked_states for row in state.addresses()]
     first = checked_states[0]
@@ -324,7 +322,7 @@ def adam16_steps_(
 
 
 def adam16_maxima(*tensors: Tensor, beta1: float, beta2: float, grad_multiplier: Tensor) -> Tensor:
-    """``adam16_maxima`` of ``backends.torch`` (same arguments and results)."""
+    """Compute ``adam16_maxima`` of ``backends.torch`` (same arguments and results)."""
     state = _State(*tensors).checked()
     if state.param.numel() == 0:
         return torch.zeros((2, state.num_slices), device=state.param.device)
@@ -342,7 +340,7 @@ def adam16_step_(
     grad_multiplier: Tensor,
     maxima: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``adam16_step_`` of ``backends.torch`` (same arguments, results and errors of rounding)."""
+    """Apply ``adam16_step_`` of ``backends.torch`` (same arguments, results, rounding)."""
     state = _State(*tensors).checked()
     scales = state[-2:]
     if state.param.numel() == 0:
@@ -381,7 +379,7 @@ def _betas(beta1: float, beta2: float) -> tuple[float, ...]:
 
 
 def _max_bits(state: _State, beta1: float, beta2: float, grad_multiplier: Tensor) -> Tensor:
-    """Bits of the maxima of the new statistics, [2, Q, n] int32, of the shares of n programs."""
+    """Return the bits of the maxima of the new statistics, [2, Q, n] int32, one per program."""
     slices, elements = state.num_slices, state.num_elements
     num_programs = min(cdiv(elements, ADAM_BLOCK), max(1, ADAM_PROGRAMS // slices))
     shape = (2, slices, num_programs)

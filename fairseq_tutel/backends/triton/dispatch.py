@@ -27,7 +27,7 @@ _MAX_UNROLL = tl.constexpr(4)
 
 @triton.jit
 def _load_pair(dest_row_ptr, weight_ptr, expert_ptr, offs_t, mask_t, k, TOP_K: tl.constexpr):
-    """Row (int64, -1 = dropped), fp32 weight and expert of choice k of a tile of tokens.
+    """Load row (int64, -1 = dropped), fp32 weight and expert of choice k of a tile of tokens.
 
     The weight of a dropped pair may be anything, NaN included; it counts as 0.
     """
@@ -44,7 +44,7 @@ def _load_pair(dest_row_ptr, weight_ptr, expert_ptr, offs_t, mask_t, k, TOP_K: t
 
 @triton.jit
 def _load_rows(rows_ptr, row, bias_ptr, expert, offs_m, M: tl.constexpr):
-    """A tile of rows (tokens x columns) plus their experts' biases, 0 for dropped pairs."""
+    """Load a tile of rows (tokens x columns) plus their experts' biases; 0 for dropped pairs."""
     mask = (row >= 0)[:, None] & (offs_m < M)[None, :]
     rows = tl.load(rows_ptr + row[:, None] * M + offs_m[None, :], mask=mask, other=0.0)
     if bias_ptr is not None:
@@ -55,7 +55,7 @@ def _load_rows(rows_ptr, row, bias_ptr, expert, offs_m, M: tl.constexpr):
 
 @triton.jit
 def _store_rows(rows_ptr, x, row, weight_ptr, weight, offs_m, M: tl.constexpr):
-    """weight * x, without weights x, into a tile of rows; nothing for dropped pairs."""
+    """Store weight * x, without weights x, to a tile of rows; nothing for dropped pairs."""
     value = x
     if weight_ptr is not None:
         value = x.to(tl.float32) * weight[:, None]
@@ -66,7 +66,7 @@ def _store_rows(rows_ptr, x, row, weight_ptr, weight, offs_m, M: tl.constexpr):
 
 @triton.jit
 def _add_dot(dot, a, b, k):
-    """Adds <a, b> of a tile of tokens to column k of their sums."""
+    """Add <a, b> of a tile of tokens to column k of their sums."""
     part = tl.sum(a.to(tl.float32) * b.to(tl.float32), axis=1)
     offs_k = tl.arange(0, dot.shape[1])
     return dot + tl.where(offs_k[None, :] == k, part[:, None], 0.0)
@@ -222,7 +222,7 @@ def _rows_to_token_kernel(
 
 
 def _checked_maps(dest_row_TK, src_pair_R, topk_weight_TK, M, device) -> tuple[Tensor | None, ...]:
-    """Weights and both maps."""
+    """Return the weights and both maps, checked."""
     T, K = dest_row_TK.shape
     if M == 0 or K == 0:
         raise ValueError(f"model dim and top-k must be at least 1, got {M} and {K}")
@@ -234,7 +234,7 @@ def _checked_maps(dest_row_TK, src_pair_R, topk_weight_TK, M, device) -> tuple[T
 
 
 def _checked_bias(bias_EM, expert_TK, shape_TK, M, device) -> tuple[Tensor | None, Tensor | None]:
-    """Biases and the expert of each pair, or None twice."""
+    """Return the biases and the expert of each pair, checked, or None twice."""
     if bias_EM is None:
         return None, None
     bias_EM = checked("bias", bias_EM, (bias_EM.shape[0], M), FLOAT_DTYPES, device)
@@ -265,6 +265,7 @@ def _token_to_rows(
             _token_to_rows_kernel,
             grid,
             T * K,
+            x_TM.dtype,
             rows_RM,
             dot_TK,
             share_TE,
@@ -302,6 +303,7 @@ def _rows_to_token(
                 _rows_to_token_kernel,
                 lambda meta: (cdiv(T, meta["BLOCK_T"]),),
                 T * K,
+                rows_RM.dtype,
                 y_TM,
                 rows_RM,
                 *bias,
@@ -314,7 +316,7 @@ def _rows_to_token(
 
 
 def dispatch_fwd(x_TM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor) -> Tensor:
-    """:func:`fairseq_tutel.backends.torch.dispatch_fwd` in Triton; fp32, fp16 or bf16."""
+    """Compute :func:`fairseq_tutel.backends.torch.dispatch_fwd` in Triton; fp32, fp16 or bf16."""
     T, M, device = dest_row_TK.shape[0], x_TM.shape[1], x_TM.device
     maps = _checked_maps(dest_row_TK, src_pair_R, None, M, device)
     x_TM = checked("tokens", x_TM, (T, M), FLOAT_DTYPES, device)
@@ -324,7 +326,7 @@ def dispatch_fwd(x_TM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor) -> Tenso
 
 
 def dispatch_bwd(d_rows_RM: Tensor, dest_row_TK: Tensor) -> Tensor:
-    """:func:`fairseq_tutel.backends.torch.dispatch_bwd` in Triton; fp32, fp16 or bf16."""
+    """Compute :func:`fairseq_tutel.backends.torch.dispatch_bwd` in Triton; fp32, fp16 or bf16."""
     return _rows_to_token("d_rows", d_rows_RM, dest_row_TK, None)
 
 
@@ -335,7 +337,7 @@ def combine_fwd(
     bias_EM: Tensor | None = None,
     expert_TK: Tensor | None = None,
 ) -> Tensor:
-    """:func:`fairseq_tutel.backends.torch.combine_fwd` in Triton; fp32, fp16 or bf16."""
+    """Compute :func:`fairseq_tutel.backends.torch.combine_fwd` in Triton; fp32, fp16 or bf16."""
     return _rows_to_token("rows", rows_RM, dest_row_TK, topk_weight_TK, bias_EM, expert_TK)
 
 
@@ -352,7 +354,7 @@ def combine_bwd(
     needs_weight: bool = True,
     needs_bias: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.combine_bwd` in Triton.
+    """Compute :func:`fairseq_tutel.backends.torch.combine_bwd` in Triton.
 
     One kernel writes d_rows, d_weight and the weights by expert; d_bias is their product with dy.
     Deterministic for one choice of tiles; d_weight is summed in their order (see ``_autotune``).

@@ -20,7 +20,7 @@ _MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()
 
 @triton.jit
 def _power_of_2(largest_ptr, sign: tl.constexpr):
-    """2^(sign * shift), where 2^shift brings the largest number into [2^13, 2^14).
+    """Return 2^(sign * shift), where 2^shift brings the largest number into [2^13, 2^14).
 
     Scaled numbers fit fp16, and small ones keep their digits.
     """
@@ -105,7 +105,7 @@ def _join_kernel(
 
 
 def gate_logits_fwd(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
-    """:func:`fairseq_tutel.backends.torch.gate_logits_fwd` for one token or more in half."""
+    """Compute :func:`fairseq_tutel.backends.torch.gate_logits_fwd` for one half token or more."""
     if weight_EM.dtype == x_TM.dtype:
         return _product_fp32(x_TM, weight_EM.t())
     # both halves of the weight side by side: the tokens are read once
@@ -124,7 +124,7 @@ def gate_logits_bwd(
     needs_weight: bool = True,
     onto_TM: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.gate_logits_bwd`: one split, and a product each.
+    """Compute :func:`fairseq_tutel.backends.torch.gate_logits_bwd`: one split, and a product each.
 
     With ``onto_TM``, contiguous and in the dtype of x, d_x is added to it in place.
     """

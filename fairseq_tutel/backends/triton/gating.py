@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._autotune import GATING_PROGRAMS, GATING_TILE, SCAN_BLOCK_COLS
+from ._autotune import GATING_PROGRAMS, GATING_TILE, SCAN_BLOCK_COLS, SCAN_BLOCK_ROWS
 from ._runtime import FP32, INT32, checked, device_guard
 from ._sizes import cdiv, next_power_of_2
 
@@ -187,7 +187,7 @@ def _scaled_dot_kernel(
 
 
 def _tile(num_experts: int) -> tuple[int, int]:
-    """(BLOCK_T, BLOCK_E): all experts of a token in one tile."""
+    """Return BLOCK_T and BLOCK_E: a tile has all experts of its tokens."""
     block_e = next_power_of_2(num_experts)
     return max(1, min(32, GATING_TILE // block_e)), block_e
 
@@ -201,7 +201,7 @@ def topk_gating_fwd(
     key_TE: Tensor | None = None,
     sums: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.topk_gating_fwd` in Triton; all floats in fp32."""
+    """Compute :func:`fairseq_tutel.backends.torch.topk_gating_fwd` in Triton, all in fp32."""
     (T, E), device = logits_TE.shape, logits_TE.device
     logits_TE = checked("logits", logits_TE, (T, E), FP32, device)
     noise_TE = checked("noise", noise_TE, (T, E), FP32, device)
@@ -232,7 +232,7 @@ def topk_gating_fwd(
                     partial_PE,
                     num_programs,
                     E=E,
-                    BLOCK_P=64,
+                    BLOCK_P=SCAN_BLOCK_ROWS,
                     BLOCK_E=SCAN_BLOCK_COLS,
                 )
     return expert_TK, gate_TK, prob_sum_E, entropy_sum, lse_T, choice_TK
@@ -246,7 +246,7 @@ def topk_gating_bwd(
     lse_T: Tensor,
     choice_TK: Tensor,
 ) -> Tensor:
-    """:func:`fairseq_tutel.backends.torch.topk_gating_bwd` in Triton, all in fp32."""
+    """Compute :func:`fairseq_tutel.backends.torch.topk_gating_bwd` in Triton, all in fp32."""
     (T, E), K, device = logits_TE.shape, choice_TK.shape[1], logits_TE.device
     tensors = (
         checked("d_gate", d_gate_TK, (T, K), FP32, device),
@@ -267,7 +267,7 @@ def topk_gating_bwd(
 
 
 def scaled_dot_fwd(a_E: Tensor, b_E: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.scaled_dot_fwd` in Triton, in fp32."""
+    """Compute :func:`fairseq_tutel.backends.torch.scaled_dot_fwd` in Triton, in fp32."""
     E, device = len(a_E), a_E.device
     a_E = checked("a", a_E, (E,), FP32, device)
     b_E = checked("b", b_E, (E,), (torch.int32, torch.int64), device)

@@ -12,7 +12,7 @@ from ._autotune import act_configs
 from ._grouped_tma import Source
 from ._runtime import checked
 from ._sizes import cdiv, next_power_of_2
-from .activation import act_bwd, bias_act_bwd
+from .activation import bias_act_bwd
 from .dispatch import dispatch_bwd, dispatch_fwd
 from .expert_ffn import elementwise, first_product, product, weight_gradients
 
@@ -30,7 +30,7 @@ def lean_ffn_bwd(
     offsets: Tensor | None = None,
     **options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.lean_ffn_bwd` in Triton; fp32, fp16 or bf16.
+    """Compute :func:`fairseq_tutel.backends.torch.lean_ffn_bwd` in Triton; fp32, fp16 or bf16.
 
     Products of ragged rows gather them from the tokens.
     """
@@ -68,7 +68,7 @@ def lean_chunk_bwd(
     source: Source | None = None,
     **options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.lean_chunk_bwd` in Triton.
+    """Compute :func:`fairseq_tutel.backends.torch.lean_chunk_bwd` in Triton.
 
     The gradient of fc2's output is not weighted, and its input is. With a ``source`` the rows are
     tokens.
@@ -98,12 +98,12 @@ def lean_chunk_bwd(
 
 
 def weighted_act_bwd(
-    dy: Tensor, h: Tensor, bias: Tensor | None, weight_R: Tensor, *, activation: str, **options
+    dy: Tensor, h: Tensor, bias: Tensor | None, weight_R: Tensor, **options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of ``weight * bias_act_fwd(h)``, and the activation itself, in one pass.
+    """Return the gradients of ``weight * bias_act_fwd(h)``, and the activation, in one pass.
 
     Args:
-        dy, h, bias, activation, options: as of :func:`bias_act_bwd`.
+        dy, h, bias, options: arguments of :func:`.activation.bias_act_bwd`.
         weight_R: (R,) fp32, factor of each row.
 
     Returns:
@@ -114,5 +114,5 @@ def weighted_act_bwd(
     blocks = next_power_of_2(cdiv(dy.shape[-1], narrowest))
     weight_R = checked("weight", weight_R, (num_rows,), (torch.float32,), dy.device)
     dot = dy.new_empty((num_rows, blocks), dtype=torch.float32)
-    found = act_bwd(dy, h, bias, activation, True, (active, dot, weight_R), **options)
+    found = bias_act_bwd(dy, h, bias, weighted=(active, dot, weight_R), **options)
     return *found, active, dot.sum(1)

@@ -155,7 +155,7 @@ def assign_rows_fwd(
     normalize: bool,
     hist_KBE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.assign_rows_fwd` in Triton; gates in fp32.
+    """Compute :func:`fairseq_tutel.backends.torch.assign_rows_fwd` in Triton; gates in fp32.
 
     With ``hist_KBE`` positions are ranks in the blocks of :func:`.slots.rank_in_blocks`.
     """
@@ -209,7 +209,7 @@ def sort_pairs_fwd(
     padded: bool,
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.sort_pairs_fwd` in Triton; gates in fp32."""
+    """Compute :func:`fairseq_tutel.backends.torch.sort_pairs_fwd` in Triton; gates in fp32."""
     if priority_T is None:  # the last kernel adds the blocks' offsets
         slot_TK, hist_KBE, num_routed_KE = rank_in_blocks(expert_TK, num_experts)
     else:
@@ -223,7 +223,7 @@ def sort_pairs_fwd(
 def assign_rows_bwd(
     d_weight_TK: Tensor, gate_TK: Tensor, dest_row_TK: Tensor, *, normalize: bool
 ) -> Tensor:
-    """:func:`fairseq_tutel.backends.torch.assign_rows_bwd` in Triton, all in fp32."""
+    """Compute :func:`fairseq_tutel.backends.torch.assign_rows_bwd` in Triton, all in fp32."""
     (T, K), device = gate_TK.shape, gate_TK.device
     tensors = (
         checked("d_weight", d_weight_TK, (T, K), FP32, device),

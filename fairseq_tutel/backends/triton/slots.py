@@ -20,7 +20,7 @@ _DYNAMIC = ["num_tokens", "num_blocks"]
 
 @triton.jit
 def _load_choices(expert_ptr, order_ptr, position, mask, k, TOP_K: tl.constexpr):
-    """Index of the pair (token, k) at each position, and its expert."""
+    """Load the index of the pair (token, k) at each position, and its expert."""
     token = position
     if order_ptr is not None:
         token = tl.load(order_ptr + position, mask=mask, other=0)
@@ -162,7 +162,7 @@ def rank_in_blocks(
 def assign_slots(
     expert_TK: Tensor, num_experts: int, *, priority_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.assign_slots` in Triton; torch sorts the priorities."""
+    """Compute :func:`fairseq_tutel.backends.torch.assign_slots` in Triton; torch sorts."""
     (T, K), device = expert_TK.shape, expert_TK.device
     expert_TK = checked("expert", expert_TK, (T, K), INT32, device)
     order_T = None

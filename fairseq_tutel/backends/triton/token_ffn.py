@@ -13,7 +13,7 @@ from .expert_ffn import expert_ffn_bwd, expert_ffn_fwd
 def token_ffn_fwd(
     x_TM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor, *params: Tensor | None, **options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.token_ffn_fwd` in Triton; fp32, fp16 or bf16."""
+    """Compute :func:`fairseq_tutel.backends.torch.token_ffn_fwd` in Triton; fp32, fp16 or bf16."""
     source = Source(src_pair_R, dest_row_TK.shape[1])
     return expert_ffn_fwd(x_TM, *params, source=source, **options)
 
@@ -29,7 +29,7 @@ def token_ffn_bwd(
     needs_x: bool = True,
     **options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.token_ffn_bwd` in Triton."""
+    """Compute :func:`fairseq_tutel.backends.torch.token_ffn_bwd` in Triton."""
     source = Source(src_pair_R, dest_row_TK.shape[1])
     d_rows, *d_params = expert_ffn_bwd(
         d_out, x_TM, hidden_RF, active_RF, *params, needs_rows=needs_x, source=source, **options

@@ -23,7 +23,7 @@ _FP16_MAX = tl.constexpr(torch.finfo(torch.float16).max)
 
 @triton.jit
 def to_8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """fp32 within the format's range to the nearest number of 8 bits (ties to even), as int32."""
+    """Round fp32 within the format's range to 8 bits, to nearest, ties to even; returns int32."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     # normal numbers: round the mantissa, then the other bias
@@ -42,7 +42,7 @@ def to_8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def from_8_bits(byte, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Inverse of :func:`to_8_bits`; int32 to fp32."""
+    """Invert :func:`to_8_bits`: int32 to fp32."""
     magnitude = byte & 0x7F
     normal = (magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23)
     unit = tl.full([1], (1 - BIAS - MANTISSA + 127) << 23, tl.int32).to(tl.float32, bitcast=True)
@@ -53,7 +53,7 @@ def from_8_bits(byte, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def _scale_of_byte(byte):
-    """fp32 scale of an int32 scale byte; NaN for 255."""
+    """Return the fp32 scale of an int32 scale byte; NaN for 255."""
     quiet = tl.where(byte == _NOT_FINITE, 1 << 22, 0)
     return ((byte << 23) | quiet).to(tl.float32, bitcast=True)
 
@@ -169,7 +169,7 @@ def _decode_rows_kernel(
 
 
 def encode_rows(rows_RM: Tensor, wire_format: str) -> tuple[Tensor, Tensor]:
-    """:func:`fairseq_tutel.backends.torch.encode_rows` in Triton; measures all rows' errors."""
+    """Compute :func:`fairseq_tutel.backends.torch.encode_rows` in Triton; measures all errors."""
     (R, M), device = rows_RM.shape, rows_RM.device
     rows_RM = checked("rows", rows_RM, (R, M), FLOAT_DTYPES, device)
     chosen = WIRE_FORMATS[wire_format]
@@ -196,7 +196,7 @@ def encode_rows(rows_RM: Tensor, wire_format: str) -> tuple[Tensor, Tensor]:
 
 
 def decode_rows(wire_RD: Tensor, wire_format: str, out_RM: Tensor) -> Tensor:
-    """:func:`fairseq_tutel.backends.torch.decode_rows` in Triton."""
+    """Compute :func:`fairseq_tutel.backends.torch.decode_rows` in Triton."""
     (R, M), device = out_RM.shape, out_RM.device
     chosen = WIRE_FORMATS[wire_format]
     check_tensor("out", out_RM, (R, M), FLOAT_DTYPES, device)
@@ -216,7 +216,7 @@ def decode_rows(wire_RD: Tensor, wire_format: str, out_RM: Tensor) -> Tensor:
 
 
 def _written_as(wire_RD: Tensor, chosen: WireFormat, M: int) -> tuple[Tensor, Tensor, dict]:
-    """The bytes as values, those from the first scale on, and the sizes of both kernels."""
+    """Return the bytes as values, those from the first scale on, and both kernels' sizes."""
     value = wire_RD.view(torch.uint8 if chosen.mantissa else chosen.dtype)
     scale = wire_RD[:, M * chosen.dtype.itemsize :]
     sizes = {"stride_value": value.stride(0), "stride_scale": scale.stride(0), "M": M}

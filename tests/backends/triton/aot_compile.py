@@ -47,7 +47,7 @@ def _variants():
     """(kernel, dtype of the data pointers, constexpr values); tiles as on a GPU."""
     block_t, block_e = gating._tile(70)
     gate = {"E": 70, "TOP_K": 2, "BLOCK_T": block_t, "BLOCK_E": block_e}
-    sums = {"E": 70, "BLOCK_P": 64, "BLOCK_E": tiles.SCAN_BLOCK_COLS}
+    sums = {"E": 70, "BLOCK_P": tiles.SCAN_BLOCK_ROWS, "BLOCK_E": tiles.SCAN_BLOCK_COLS}
     plain = dict.fromkeys(("noise_ptr", "pad_ptr", "key_ptr"))
     for left_out in (("key_ptr",), ("noise_ptr", "pad_ptr"), plain):
         yield gating._topk_gating_fwd_kernel, "fp32", {**gate, **dict.fromkeys(left_out)}
@@ -110,7 +110,8 @@ def _variants():
     clearing = {"PROGRAMS": _grouped._CLEARING_PROGRAMS, "BLOCK": tiles.FLAT_BLOCK}
     yield _grouped._clear_unused_kernel, "bf16", {"AB": 4096 * 16384, **clearing}
 
-    act = {"e": 3, "F": 4096, "TILE": tiles.ACT_TILE_ROWS, "BLOCK_EXPERTS": 4}
+    least_rows, most_rows, _ = tiles.ACT_TILES
+    act = {"e": 3, "F": 4096, "TILE": least_rows, "BLOCK_EXPERTS": 4}
     fast = {"active_ptr": None, "dot_ptr": None, "weight_ptr": None}
     padded, unbiased = {"offsets_ptr": None}, {"bias_ptr": None}
     for dtype, name, dropout_p, given in (
@@ -125,6 +126,7 @@ def _variants():
         partial = {"partial_ptr": None} if "bias_ptr" in given else {}
         yield activation._bias_act_fwd_kernel, dtype, mode
         backward = {**mode, **partial, "BLOCKS": 32}
+        backward |= {} if partial else {"TILE": most_rows}
         yield activation._bias_act_bwd_dh_kernel, dtype, {**backward, **fast}
         yield activation._bias_act_bwd_dh_kernel, dtype, backward
     sums = {
@@ -137,8 +139,8 @@ def _variants():
         **fast,
     }
     yield activation._bias_act_bwd_dh_kernel, "bf16", {**sums, "h_ptr": None, "d_h_ptr": None}
-    blocks = {"BLOCK_Z": tiles.SCAN_BLOCK_ROWS, "BLOCK_W": tiles.SCAN_BLOCK_COLS}
-    sums = {"e": 3, "W": 4096, "TILE": tiles.ACT_TILE_ROWS, "BLOCK_EXPERTS": 4, **blocks}
+    blocks = {"BLOCK_Z": tiles.SUM_BLOCK_ROWS, "BLOCK_W": tiles.SUM_BLOCK_COLS}
+    sums = {"e": 3, "W": 4096, "TILE": most_rows, "BLOCK_EXPERTS": 4, **blocks}
     for layout in ({}, padded):
         yield activation._bias_act_bwd_db_kernel, "bf16", {**sums, **layout}
 

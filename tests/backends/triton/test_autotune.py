@@ -32,16 +32,18 @@ class _Kernel:
 def test_small_work_is_not_tuned():
     """The first launch may be one of a few tokens, on which all tiles measure the same."""
     configs = [triton.Config({"BLOCK_T": 1, "BLOCK_M": b}, num_warps=8) for b in (2048, 512, 64)]
-    kernel = _Kernel(configs)
-    tiles.launch(kernel, (3,), tiles.TUNE_ROWS - 1, "x", M=512)
-    tiles.launch(kernel, (3,), tiles.TUNE_ROWS, "x", M=512)
+    kernel, half = _Kernel(configs), torch.bfloat16
+    tiles.launch(kernel, (3,), tiles.TUNE_ROWS - 1, half, "x", M=512)
+    tiles.launch(kernel, (3,), tiles.TUNE_ROWS, half, "x", M=512)
     (_, args, small), (_, _, large) = kernel.calls
     assert args == ("x",) and small["BLOCK_M"] == 512 and small["num_warps"] == 8
     assert large == {"M": 512}
-    tiles.launch(kernel, (3,), tiles.TUNE_ROWS, "x", M=512)  # tuned: the autotuner is not asked
+    tiles.launch(
+        kernel, (3,), tiles.TUNE_ROWS, half, "x", M=512
+    )  # tuned: the autotuner is not asked
     assert kernel.calls[-1][2] == {"M": 512, **configs[-1].all_kwargs()}
     kernel = _Kernel(configs[:1])  # pinned: nothing to tune
-    tiles.launch(kernel, (3,), 1, "x", M=512)
+    tiles.launch(kernel, (3,), 1, half, "x", M=512)
     assert kernel.calls == [((3,), ("x",), {"M": 512, **configs[0].all_kwargs()})]
 
 
