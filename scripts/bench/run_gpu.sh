@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measures on one GPU everything that this project claims about GPUs, in two parts of less than nine
-# minutes each, the most important first:
+# minutes each, the most important first. Triton needs a C compiler at run time.
 #
 #   part 1   GPU tests of kernels, operators and layer; the layer at meta-1.1t and without a
 #            capacity; operators at meta-1.1t; training of one simulated rank of the 1.1T model
@@ -11,7 +11,8 @@
 #   PART=1 OUT=folder bash scripts/bench/run_gpu.sh     # results in folder/results-1.tar.gz
 #
 # Every result is written while it is measured: a step that is stopped, by its limit or by Ctrl-C,
-# keeps what it has and prints its goals; after Ctrl-C the other steps are left out. Triton needs a C compiler at run time. Without fairseq the steps that need it fail.
+# keeps its results and prints its goals; after Ctrl-C the other steps are left out. Without fairseq
+# the steps that need it fail.
 #
 # Environment:
 #   PART       1 or 2 (default: both, one after the other)

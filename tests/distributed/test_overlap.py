@@ -235,20 +235,23 @@ def test_one_rank_has_nothing_to_overlap(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"]
+)
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_second_stream_gives_the_same(layout, own, device="cuda"):
+def test_a_second_stream_gives_the_same(layout, own, dtype, rounding, device="cuda"):
     """Copies take the place of messages; memory is given back and taken again between the runs."""
     groups = build_groups(8, simulate_world_size=4)
-    x, target = torch.randn(2, 4096, M, device=device)
+    x, target = torch.randn(2, 4096, M, device=device, dtype=dtype)
     want = None
     for degree in (1, 4, 4, 8):
         config = ExchangeConfig(overlap_degree=degree)
-        layer = make_layer(groups, layout, torch.float32, own, exchange=config).to(device)
+        layer = make_layer(groups, layout, dtype, own, exchange=config).to(device)
         got = run(layer, x, target)
         want = want or got
         for name, value in want.items():
-            assert rms_ratio(got[name], value) < 1e-5, (degree, name)
+            assert rms_ratio(got[name], value) < rounding, (degree, name)
 
 
 @pytest.mark.parametrize("own", [False, True])
