@@ -38,14 +38,11 @@ def expert_ffn_fwd(
     fc1_weight, fc1_bias, fc2_weight, fc2_bias = params
     middle, last = elementwise(**options)
     offsets = middle["offsets"]
-    hidden = first_product(rows, fc1_weight, offsets, source, fp8)
+    hidden = linear(rows, fc1_weight, offsets, source, fp8)
     active = bias_act_fwd(hidden, fc1_bias, **middle)
     if not keep_hidden:
         hidden = hidden.new_empty((0, hidden.shape[-1]))
-    if fp8:
-        out = _fp8_product(active, fc2_weight, offsets)
-    else:
-        out = product(active, fc2_weight.transpose(1, 2), offsets)
+    out = linear(active, fc2_weight, offsets, fp8=fp8)
     if fc2_bias is not None or last["dropout_p"] > 0:
         out = bias_act_fwd(out, fc2_bias, **last)
     if not (keep_hidden and keep_active):
@@ -145,13 +142,17 @@ def expert_chunks_bwd_params(
     return d_w1, d_w2
 
 
-def first_product(
-    rows: Tensor, fc1_weight: Tensor, offsets: Tensor | None, source: Source | None, fp8: bool
+def linear(
+    rows: Tensor,
+    weight_eBA: Tensor,
+    offsets: Tensor | None,
+    source: Source | None = None,
+    fp8: bool = False,
 ) -> Tensor:
-    """Return fc1's products, without its bias."""
+    """Return ``rows @ weight.T`` of each expert; with a ``source`` the rows are tokens."""
     if fp8:
-        return _fp8_product(rows, fc1_weight, offsets)
-    return product(rows, fc1_weight.transpose(1, 2), offsets, source)
+        return _fp8_product(rows, weight_eBA, offsets)
+    return product(rows, weight_eBA.transpose(1, 2), offsets, source)
 
 
 def product(

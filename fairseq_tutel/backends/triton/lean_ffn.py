@@ -14,7 +14,7 @@ from ._runtime import checked
 from ._sizes import cdiv, next_power_of_2
 from .activation import bias_act_bwd
 from .dispatch import dispatch_bwd, dispatch_fwd
-from .expert_ffn import elementwise, first_product, product, weight_gradients
+from .expert_ffn import elementwise, linear, product, weight_gradients
 
 
 def lean_ffn_bwd(
@@ -79,7 +79,7 @@ def lean_chunk_bwd(
     if len(hidden_RF):
         hidden = hidden_RF.view(*dy.shape[:-1], fc1_weight.shape[1])
     else:
-        hidden = first_product(rows, fc1_weight, offsets, source, fp8)
+        hidden = linear(rows, fc1_weight, offsets, source, fp8)
     if last["dropout_p"] > 0:
         dy, _ = bias_act_bwd(dy, None, None, **last)
     d_active = product(dy, fc2_weight, offsets)
