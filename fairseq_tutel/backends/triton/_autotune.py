@@ -52,7 +52,7 @@ TUNE_ROWS = 4096
 FEW_ROWS = 64
 # Tiles of the grouped products that fp32 without TF32 tries: larger ones spill registers.
 IEEE_TILES = 2
-# Rows of a tile of bias + activation: least and most; and tiles that the larger ones leave.
+# Bias + activation: least and most rows of a tile. Tiles grow as long as about so many are left.
 ACT_TILES = (8, 32, 2) if INTERPRET else (64, 256, 128)
 
 # Milliseconds for which an implementation is warmed up and timed.

@@ -132,6 +132,7 @@ def _variants():
     sums = {
         **act,
         **padded,
+        "TILE": most_rows,
         "BLOCKS": 32,
         "ACTIVATION": "linear",
         "GATED": False,
