@@ -20,9 +20,9 @@ import sys
 from collections.abc import Iterator
 
 import torch
-from harness import Case, Point, ratio_of_pairs, sweep
+from harness import Case, Point, sweep
 from program import CLOCK, Ranks, Report, goal, numbers, program
-from record import say, table
+from record import median_ratio, ratio_of_pairs, say, table
 
 from fairseq_tutel.distributed.balance import measured_break_even, plan_moves
 from fairseq_tutel.moe import ExchangeConfig, ExpertRows, MoELayer
@@ -31,14 +31,13 @@ from fairseq_tutel.plan.balance import gain_of_help
 _GOAL, _COST, _TOLERANCE, _ERROR = 1.10, 1.02, 1.05, 1.15
 _SKEWS = {"uniform": 0.0, "Zipf 0.5": 0.5, "Zipf 1": 1.0, "Zipf 1.5": 1.5, "one expert": 40.0}
 OPTIONS = {
-    "mode": ("time", "time or count"),
+    "mode": ("time", "what to measure", ("time", "count")),
     "utilisations": (numbers, "percentages of time (default: 50,62,76,88)"),
     "tokens": (4096, "per rank"),
     "model-dim": (256, "M"),
     "hidden-dim": (512, "F"),
     "experts": (8, "E, over all ranks"),
     "min-rows": (0, "balance_min_rows; 0: measured"),
-    "repetitions": (9, "of every case"),
     **CLOCK,
 }
 
@@ -97,8 +96,8 @@ def predicted(found: dict, about: dict) -> dict[str, dict[str, float]]:
     moves = about["moves_of_busiest"] * about["rows_that_pay"] * rows_ms
     busy = about["utilisation"]
     without, helped = gain_of_help(ms["even"], ms["experts alone"], moves, busy)
-    pairs = found["raw_ms"]["not helped"]["both"], found["raw_ms"]["helped"]["both"]
-    return {"helped": {"gain": ratio_of_pairs(*pairs)[1], "predicted": without / helped}}
+    gain = median_ratio(found, "not helped", "helped")
+    return {"helped": {"gain": gain, "predicted": without / helped}}
 
 
 def points(options: argparse.Namespace, ranks: Ranks) -> Iterator[Point]:
@@ -189,9 +188,8 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
         return
     ranks.expect_several()
     about = {n: getattr(options, n) for n in ("tokens", "model_dim", "hidden_dim", "experts")}
-    name = f"balance-{ranks.world_size}"
-    with Report("balance", ranks, options.output, name, **about) as report:
-        sweep(report, points(options, ranks), ranks, options.repetitions, goals=goals_of)
+    how = {"file": f"balance-{ranks.world_size}", "about": about, "goals": goals_of}
+    sweep("balance", options, ranks, points(options, ranks), repetitions=9, **how)
 
 
 main = program(__doc__, OPTIONS, run)

@@ -11,33 +11,28 @@ Good: at most the time of other MoE layers; the FLOP-matched dense model shows w
 """
 
 import argparse
+import dataclasses
 import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from cases import EVALUATED
 from fairseq.sequence_generator import SequenceGenerator
 from harness import Case, Point, call, sweep
-from models import TrainPreset, build_model, config_of, load_config
+from layers import EVALUATED
+from models import PARTS, TrainPreset, build_model, config_of, layer_shape, load_config
 from peers import FOLDERS, evaluated_layers
-from program import CLOCK, Ranks, Report, expect_known, program, words
-from shapes import LayerShape
+from program import CLOCK, Ranks, program, words
 from torch import nn
 
 _COUNTED = ("layer", "int8", "flop-matched")  # others' weights are no parameters of a model
 OPTIONS = {
     **FOLDERS,
     "grid": (["1x1", "1x5", "8x1", "8x5"], "batch x beam"),
-    "cases": (words, f"of {', '.join(EVALUATED)} (default: all)"),
-    "layers": (8, "half of them with experts"),
-    "model-dim": (512, "M"),
-    "hidden-dim": (2048, "F of an expert, and of dense layers"),
+    "cases": (words, "default: all", EVALUATED),
     "experts": (8, "E"),
-    "vocabulary": (5000, "words"),
     "steps": (24, "tokens that are generated"),
-    "repetitions": (7, "of each case"),
     **CLOCK,
 }
 
@@ -57,13 +52,10 @@ def models_of(
     options: argparse.Namespace, names: Sequence[str], tokens: int, ranks: Ranks
 ) -> tuple[Any, dict[str, nn.Module], dict[str, str]]:
     """Return (task, models by case, name -> reason of the missing)."""
-    sizes = f"""task.dict_size={options.vocabulary - 4} task.tokens_per_sample=512
-        dataset.batch_size=4 common.seed={options.seed} model.checkpoint_activations=false
-        model.decoder_layers={options.layers} model.decoder_attention_heads=8
-        model.decoder_embed_dim={options.model_dim}
-        model.decoder_ffn_embed_dim={options.hidden_dim} model.moe_expert_count={options.experts}"""
-    config = load_config(TrainPreset("", "fp32", sizes), (), ranks)
-    shape = LayerShape(tokens, options.model_dim, options.hidden_dim, options.experts)
+    changes = PARTS["tiny"].split() if options.tiny else []
+    changes += [f"common.seed={options.seed}", f"model.moe_expert_count={options.experts}"]
+    config = load_config(TrainPreset("", "fp32 generate"), changes, ranks)
+    shape = dataclasses.replace(layer_shape(config), tokens=tokens)
     models, missing = {}, {}
     for name in names:
         task, model = build_model(config_of(name, config))
@@ -79,11 +71,11 @@ def models_of(
 
 
 def point_of(cell: str, names: Sequence[str], options: argparse.Namespace, ranks: Ranks) -> Point:
-    """All models on one batch x beam."""
+    """Return all models on one batch x beam."""
     batch, beam = (int(word) for word in cell.split("x"))
     task, models, missing = models_of(options, names, batch * beam, ranks)
     generator = torch.Generator().manual_seed(options.seed)
-    prompt = torch.randint(4, options.vocabulary, (batch, 4), generator=generator)
+    prompt = torch.randint(4, len(task.source_dictionary), (batch, 4), generator=generator)
     sample = {"net_input": {"src_tokens": prompt, "src_lengths": torch.tensor([4] * batch)}}
     length = {"min_len": options.steps, "max_len_a": 0, "max_len_b": options.steps}
 
@@ -114,18 +106,15 @@ def _bytes(model: nn.Module) -> int:
 def run(options: argparse.Namespace, ranks: Ranks) -> None:
     """Measure, print and write."""
     ranks.expect_one()
-    names = options.cases or list(EVALUATED)
-    expect_known("--cases", names, list(EVALUATED))
-    names = list(dict.fromkeys(["layer", *names]))
+    names = list(dict.fromkeys(["layer", *(options.cases or EVALUATED)]))
     for cell in options.grid:
         if not re.fullmatch(r"\d+x\d+", cell):
             raise ValueError(f"--grid {cell}: give batch x beam, as in 8x5")
     settings = {key: value for key, value in vars(options).items() if isinstance(value, int)}
     about = {"about": EVALUATED, "settings": settings, "clock": options.clock}
-    default = f"generate-{options.experts}"
-    with Report("generate", ranks, options.output, default, **about) as report:
-        points = (point_of(cell, names, options, ranks) for cell in options.grid)
-        sweep(report, points, ranks, options.repetitions, warmup=1, clock=options.clock)
+    how = {"file": f"generate-{options.experts}", "about": about, "repetitions": 7, "warmup": 1}
+    points = (point_of(cell, names, options, ranks) for cell in options.grid)
+    sweep("generate", options, ranks, points, **how)
 
 
 main = program(__doc__, OPTIONS, run)

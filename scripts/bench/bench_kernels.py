@@ -15,26 +15,28 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from cases import BACKENDS, why_not_run
-from harness import Case, Point, call, sweep
+from harness import Case, Goal, Point, call, sweep
+from layers import BACKENDS, DTYPES, PRESETS, SIZES, LayerShape, choose_shape, why_not_run
 from predict import CUMSUM, beside, fewest_bytes, rates_of
-from program import Ranks, Report, expect_known, goal, program, words
-from shapes import DTYPES, PRESETS, SIZES, LayerShape, choose_shape
+from program import Ranks, program, words
 from torch import Tensor
 
 from fairseq_tutel import ops
 from fairseq_tutel.ops.backend import implementation
 
 _COPY_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}  # far more than any cache
-_CUMSUM_GOAL, _SHARE_GOAL = 24.0, 0.80
+_SHARE, _FASTER = "share of copy", "times faster than torch"
+GOALS = [
+    Goal("dispatch (triton)", _SHARE, 0.80),
+    Goal("combine (triton)", _SHARE, 0.80),
+    Goal("assign_slots (triton)", _FASTER, 24.0),
+]
 OPTIONS = {
     "preset": (str, "default: meta-1.1t on a GPU, cpu on a CPU"),
     **SIZES,
-    "backends": (words, "of triton, torch (default: those that the device can run)"),
-    "repetitions": (0, "0: 20 on a CPU, 100 on a GPU"),
+    "backends": (words, "default: those that the device can run", BACKENDS),
 }
 
 
@@ -65,7 +67,7 @@ def bias_gelu_bwd(d: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 def make_kernels(
     shape: LayerShape, device: torch.device, seed: int, sets: int
 ) -> tuple[list[Kernel], float]:
-    """All operators at the sizes of one layer, and the share of the rows that hold a token.
+    """Return all operators at the sizes of one layer, and the share of rows that hold a token.
 
     Args:
         sets: input sets; more of them than fit into the cache.
@@ -120,7 +122,7 @@ def make_kernels(
 
 
 def copy_case(device: torch.device) -> Case:
-    """A copy of a large buffer."""
+    """Return a copy of a large buffer as a case."""
     size = _COPY_BYTES[device.type]
     source = torch.empty(size // 4, dtype=torch.float32, device=device).normal_()
     target = torch.empty_like(source)
@@ -128,7 +130,7 @@ def copy_case(device: torch.device) -> Case:
 
 
 def timed(kernel: Kernel, backend: str) -> Case:
-    """An operator as a case without gradients."""
+    """Return an operator as a case without gradients."""
 
     @torch.no_grad()
     def forward(number):
@@ -137,27 +139,11 @@ def timed(kernel: Kernel, backend: str) -> Case:
     return Case(f"{kernel.name} ({backend})", forward, select=lambda: ops.set_backend(backend))
 
 
-def goals_of(results: dict[str, Any]) -> list[dict]:
-    """Goals of the Triton kernels."""
-    derived = next(iter(results.values()), {}).get("derived", {})
-    found = []
-    for name in ("dispatch (triton)", "combine (triton)"):
-        if name in derived:
-            share = derived[name]["share of copy"]
-            found.append(goal(f"{name} at {_SHARE_GOAL:.0%} of copy bandwidth", share, _SHARE_GOAL))
-    slots = derived.get("assign_slots (triton)", {})
-    if "times faster than torch" in slots:
-        text = f"assign_slots at least {_CUMSUM_GOAL:g} times torch.cumsum minus one"
-        found.append(goal(text, slots["times faster than torch"], _CUMSUM_GOAL))
-    return found
-
-
 def run(options: argparse.Namespace, ranks: Ranks) -> None:
     """Measure, print and write."""
     device = ranks.device
     name, shape = choose_shape(options, options.preset, ranks)
     backends = options.backends or (BACKENDS if device.type == "cuda" else ["torch"])
-    expect_known("--backends", backends, BACKENDS)
     for backend in backends:
         if reason := why_not_run(backend, shape, device):
             raise ValueError(f"--backends {backend}: {reason}")
@@ -176,18 +162,17 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
         torchs = ms.get(f"{CUMSUM} (torch)")
         derived = {}
         for case, size in size_of.items():
-            derived[case] = {"bytes": size, "share of copy": size * per_byte / ms[case]}
+            derived[case] = {"bytes": size, _SHARE: size * per_byte / ms[case]}
             derived[case] |= beside(ms[case], rates and rates.bytes_ms(size))
             if case.startswith("assign_slots") and torchs:
-                derived[case]["times faster than torch"] = torchs / ms[case]
+                derived[case][_FASTER] = torchs / ms[case]
         return derived
 
     about = {"shape": str(shape), "settings": dataclasses.asdict(shape)}
-    default = f"kernels-{name}-{device.type}"
-    repetitions = options.repetitions or (100 if device.type == "cuda" else 20)
-    with Report("kernels", ranks, options.output, default, preset=name) as report:
-        point = Point(name, cases, about, derive=derive, phase="")
-        sweep(report, [point], ranks, 2 if options.tiny else repetitions, goals=goals_of)
+    point = Point(name, cases, about, {}, derive, GOALS, phase="")
+    on_gpu, file = device.type == "cuda", f"kernels-{name}-{device.type}"
+    how = {"repetitions": 100 if on_gpu else 20, "file": file, "about": {"preset": name}}
+    sweep("kernels", options, ranks, [point], **how)
 
 
 main = program(__doc__, OPTIONS, run, PRESETS)

@@ -16,27 +16,33 @@ import sys
 from functools import partial
 
 import torch
-from cases import make_layer
-from harness import Case, Point, sweep
-from program import Ranks, Report, expect_known, goal, program, words
-from shapes import DTYPES, PRESETS, SIZES, LayerShape, choose_shape
+from harness import Case, Goal, Point, sweep
+from layers import PRESETS, SIZES, Inputs, LayerShape, choose_shape, make_layer
+from program import Ranks, program
+from record import median_ratio
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel.config import ExchangeConfig
 
 NETWORKS = {"ffn": 0.5, "swiglu": 0.6}  # and what lean may keep
+# case -> activation_memory, activation_storage
+MODES = {
+    "fast": ("fast", "same"),
+    "lean": ("lean", "same"),
+    "lean bf16": ("lean", "bf16"),
+    "lean fp8": ("lean", "fp8"),
+    "minimal": ("minimal", "same"),
+    "checkpoint": ("fast", "same"),
+}
 OPTIONS = {
     "preset": (str, "a preset of bench_layer.py (default: meta-1.1t on a GPU, cpu on a CPU)"),
-    "networks": (words, f"of the experts (default: {','.join(NETWORKS)})"),
     "overlap": (1, "chunks in which rows travel between ranks"),
-    "repetitions": (20, "passes of each case"),
-    "output": (str, "JSON file"),
     **SIZES,
 }
 
 
-def kept_bytes(case: Case, leaves: list[torch.Tensor]) -> int:
-    """Bytes of distinct storages that autograd keeps, but for those of ``leaves``."""
+def kept_bytes(case: Case, leaves: set[torch.Tensor]) -> int:
+    """Return the bytes of distinct storages that autograd keeps, but for those of ``leaves``."""
     sizes, alive = {}, []  # a storage that is freed may come again
 
     def pack(tensor):
@@ -53,63 +59,42 @@ def kept_bytes(case: Case, leaves: list[torch.Tensor]) -> int:
 def memory_point(
     shape: LayerShape, network: str, device: torch.device, seed: int, **options: object
 ) -> Point:
-    """Each activation_memory, and a checkpointed layer, on the same tokens."""
-    dtype, size = DTYPES[shape.dtype], (shape.tokens, shape.model_dim)
-    x = torch.randn(size, device=device, dtype=dtype).requires_grad_()
-    dy, kept, cases = torch.randn_like(x), {}, []
-    for name in ("fast", "lean", "lean bf16", "lean fp8", "minimal", "checkpoint"):
-        mode, storage = [*("fast" if name == "checkpoint" else name).split(), "same"][:2]
+    """Return each activation_memory, and a checkpointed layer, on the same tokens."""
+    inputs, kept, cases = Inputs(shape, device, seed), {}, []
+    for name, (mode, storage) in MODES.items():
         given = {"activation_memory": mode, "activation_storage": storage, **options}
-        layer = make_layer(shape, device, seed, expert_network=network, **given).to(dtype)
+        layer = make_layer(shape, device, seed, expert_network=network, **given)
         run = partial(checkpoint, layer, use_reentrant=False) if name == "checkpoint" else layer
-        leaves = [x, *layer.parameters()]
-        cases.append(
-            Case(name, lambda _, run=run: ((run(x),), (dy,)), lambda leaves=leaves: leaves)
-        )
-        kept[name] = kept_bytes(cases[-1], leaves)
+        cases.append(inputs.case(name, run, layer.parameters()))
+        kept[name] = kept_bytes(cases[-1], inputs.leaves)
 
     def derive(found):
-        fast = found["ms"]["fast"]["both"]["p50"]
         return {
             name: {
                 "kept bytes per token": kept[name] / shape.tokens,
                 "kept over fast": kept[name] / kept["fast"],
-                "time over fast": phases["both"]["p50"] / fast,
+                "time over fast": median_ratio(found, name, "fast"),
             }
-            for name, phases in found["ms"].items()
+            for name in found["ms"]
         }
 
-    return Point(network, cases, {"shape": str(shape)}, {}, derive)
+    goals = [
+        Goal("lean", "kept over fast", NETWORKS[network], at_most=True),
+        Goal("lean", "time over fast", 1.05, at_most=True),
+        Goal("minimal", "kept over fast", 0.1, at_most=True),
+        Goal("minimal", "time over fast", 1.4, at_most=True),
+    ]
+    return Point(network, cases, {"shape": str(shape)}, {}, derive, goals)
 
 
-def goals_of(results: dict) -> list[dict]:
-    """Goals of each network."""
-    goals = []
-    for network, most in NETWORKS.items():
-        if network not in results:
-            continue
-        kept = results[network]["derived"]
-        for mode, bound, time in (("lean", most, 1.05), ("minimal", 0.1, 1.4)):
-            share = kept[mode]["kept over fast"]
-            goals.append(goal(f"{network}, {mode}: kept over fast", share, bound, True))
-            spent = 1 / results[network]["this_over"][mode][1]
-            goals.append(goal(f"{network}, {mode}: time over fast", spent, time, True))
-    return goals
-
-
-def run(options: argparse.Namespace, ranks: Ranks) -> int:
-    """Measure both networks."""
-    names = options.networks or list(NETWORKS)
-    expect_known("--networks", names, list(NETWORKS))
+def run(options: argparse.Namespace, ranks: Ranks) -> None:
+    """Measure, print and write."""
     name, shape = choose_shape(options, options.preset, ranks)
-    path = options.output, f"memory-{name}-{ranks.device.type}"
     how = {"exchange": ExchangeConfig(overlap_degree=options.overlap)}
-    settings = {**dataclasses.asdict(shape), "overlap": options.overlap}
-    with Report("memory", ranks, *path, settings=settings) as report:
-        points = (memory_point(shape, each, ranks.device, options.seed, **how) for each in names)
-        repetitions = 2 if options.tiny else options.repetitions
-        sweep(report, points, ranks, repetitions, warmup=1, goals=goals_of)
-    return 0
+    about = {"settings": {**dataclasses.asdict(shape), "overlap": options.overlap}}
+    device, file = ranks.device, f"memory-{name}-{ranks.device.type}"
+    points = (memory_point(shape, each, device, options.seed, **how) for each in NETWORKS)
+    sweep("memory", options, ranks, points, repetitions=20, file=file, about=about, warmup=1)
 
 
 main = program(__doc__, OPTIONS, run, PRESETS)

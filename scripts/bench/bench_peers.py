@@ -15,7 +15,6 @@ data of its own, and the intervals are of their medians.
 
 import argparse
 import dataclasses
-import functools
 import importlib.metadata
 import itertools
 import json
@@ -27,14 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import LayerInputs, make_case
-from harness import Case, Point, median_interval, percentiles, show, sweep
-from peers import FOLDERS, Peer, gated_layer, peers_of
-from program import Ranks, Report, expect_known, program, words
-from record import say
-from shapes import PEER_SHAPES
-
-from fairseq_tutel.distributed import build_groups
+from harness import Point, show, sweep
+from layers import PEER_SHAPES, Inputs, make_cases, make_layer
+from peers import FOLDERS, gated_layer, peers_of
+from program import Ranks, Report, program, words
+from record import median_interval, percentiles, say
 
 _NOT_SLOWER = 1.02
 # what each peer is compared with: this layer with a capacity, without dropping, with gated experts
@@ -49,40 +45,32 @@ PEERS = {
 OPTIONS = {
     **FOLDERS,
     "transformers": (Path, "folder that transformers is in"),
-    "shapes": (words, f"of {', '.join(PEER_SHAPES)} (default: all)"),
+    "shapes": (words, "what to measure (default: all)", PEER_SHAPES),
     "repetitions": (21, "of each case, in each process"),
     "processes": (1, "that measure"),
 }
 
 
 def points(names: list[str], options: argparse.Namespace, ranks: Ranks) -> Iterator[Point]:
-    """This layer and one peer, for each shape and peer."""
+    """Yield this layer and one peer, for each shape and peer."""
+    device, seed = ranks.device, options.seed
     for name in names:
         tiny = {"tokens": 256, "model_dim": 16, "hidden_dim": 48} if options.tiny else {}
         shape = dataclasses.replace(PEER_SHAPES[name], **tiny)
-        torch.manual_seed(options.seed)
+        torch.manual_seed(seed)
         peers, missing = peers_of(shape, options.tutel, options.meta, options.transformers)
-        groups, device = build_groups(shape.experts), ranks.device
-        inputs = LayerInputs(shape, groups, device, options.seed)
-        without = dataclasses.replace(shape, capacity_factor=0.0)
-        dropless = LayerInputs(without, groups, device, options.seed)
-
-        def forward(peer: Peer, number: int, inputs: LayerInputs = inputs):
-            x, dy = (tensors[number % len(tensors)] for tensors in (inputs.x, inputs.dy))
-            outputs = peer.run(x)
-            return outputs, [dy, *(torch.full_like(loss, 0.01) for loss in outputs[1:])]
-
-        def case(name: str, peer: Peer, forward=forward, inputs: LayerInputs = inputs) -> Case:
-            leaves = [*peer.module.parameters(), *inputs.x]
-            return Case(name, functools.partial(forward, peer), lambda: leaves)
-
+        gated, inputs = gated_layer(shape, seed), Inputs(shape, device, seed)
+        padded, dropless = (make_layer(shape, device, seed, capacity_factor=f) for f in (1.0, 0.0))
+        with_capacity, experts = make_cases(["torch", "experts"], padded, shape, inputs)
+        (without,) = make_cases(["torch"], dropless, shape, inputs)
         ours = {
-            "padded": make_case("torch", inputs, "torch"),
-            "dropless": make_case("torch", dropless, "torch"),
-            "gated": case("gated", gated_layer(shape, options.seed)),
+            "padded": with_capacity,
+            "dropless": without,
+            "gated": inputs.case("gated", gated.run, gated.module.parameters()),
         }
-        theirs = {"experts": make_case("experts", inputs, "torch")}
-        theirs |= {name: case(name, peer) for name, peer in peers.items()}
+        theirs = {"experts": experts}
+        for peer, made in peers.items():
+            theirs[peer] = inputs.case(peer, made.run, made.module.parameters())
         about = {"shape": dataclasses.asdict(shape)}
         for peer, their in theirs.items():
             mine = dataclasses.replace(ours[PEERS[peer]], name=PEERS[peer])
@@ -96,18 +84,13 @@ def verdict_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: {"not slower": over[name][2] < _NOT_SLOWER} for name in over}
 
 
-def in_a_process(number: int, names: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """Measure all shapes in a process of its own; its results."""
+def in_a_process(number: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the results of a process of its own that measures all shapes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "peers.json"
-        given = {
-            **{"processes": 1, "seed": options.seed + number, "output": path},
-            **{"threads": torch.get_num_threads(), "shapes": ",".join(names)},
-            **{key: getattr(options, key) for key in ("repetitions", *FOLDERS, "transformers")},
-        }
-        flags = [(f"--{key}", str(value)) for key, value in given.items() if value]
-        command = [sys.executable, str(Path(__file__).resolve()), *itertools.chain(*flags)]
-        command += ["--tiny"] if options.tiny else []
+        command = [sys.executable, str(Path(__file__).resolve()), *options.argv]
+        given = {"processes": 1, "seed": options.seed + number, "output": path}
+        command += itertools.chain(*((f"--{key}", str(value)) for key, value in given.items()))
         status = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
         if status:
             raise ValueError(f"process {number + 1} ended with {status}: {' '.join(command)}")
@@ -150,21 +133,21 @@ def versions(options: argparse.Namespace) -> dict[str, str]:
 
 def run(options: argparse.Namespace, ranks: Ranks) -> None:
     """Measure, print and write."""
-    names = options.shapes or list(PEER_SHAPES)
-    expect_known("--shapes", names, list(PEER_SHAPES))
     if min(options.processes, options.repetitions) < 1:
         raise ValueError("--processes and --repetitions must be at least 1")
     if 1 < options.processes < 6 and not options.tiny:
         raise ValueError(f"{options.processes} medians have no 95 % interval: give 6 --processes")
+    file = f"peers-{torch.get_num_threads()}"
     about = {"peers": versions(options), "rule": _NOT_SLOWER}
     about |= {"processes": options.processes, "repetitions": options.repetitions}
-    default, measured = f"peers-{torch.get_num_threads()}", []
-    with Report("peers", ranks, options.output, default, **about) as report:
-        if options.processes == 1:
-            sweep(report, points(names, options, ranks), ranks, options.repetitions)
-            return
+    if options.processes == 1:
+        found = points(options.shapes or list(PEER_SHAPES), options, ranks)
+        sweep("peers", options, ranks, found, repetitions=21, file=file, about=about)
+        return
+    measured = []
+    with Report("peers", ranks, options.output, file, **about) as report:
         for number in range(options.processes):
-            measured.append(in_a_process(number, names, options))
+            measured.append(in_a_process(number, options))
             report.keep(lambda: {"results": merge(measured)}, ended=True)
         report.finish({"results": merge(measured)}, show)
 

@@ -6,8 +6,8 @@
         python scripts/bench/bench_steps.py --mode share
     python -m fairseq_tutel.launch --nproc-per-node 2 -- \\
         python scripts/bench/bench_steps.py --mode load --utilisation 72,89
-    sudo python scripts/bench/two_nodes.py --ranks 8 -- \\
-        python scripts/bench/bench_steps.py --mode r
+    sudo python scripts/bench/two_nodes.py --ranks 4 --message-bytes 50000 -- \\
+        python scripts/bench/bench_steps.py --mode tuner
 
 A step is a forward and a backward pass. A time is that of the slowest rank; cases take turns.
 
@@ -21,21 +21,24 @@ load: a step without a capacity at forced utilisations: all ranks but one get fe
 busiest. Good: as many times faster as the busiest rank has fewer rows.
 r: adaptive parallelism, with the shape of the paper's figure 12, each size divided by 16, at its
 capacity factors, beside the time that the planner predicts. Good: the best r is the predicted one.
+tuner: all choices of exchange, overlap and r at each capacity factor; then the tuner, while the
+factors change as in the paper's section 2.3, in turns with the best choice in hindsight. Good: the
+tuner takes at most 1.10 times as long as that, trials included.
 """
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
-from harness import Case, Point, ratio_of_pairs, sweep
+from harness import Case, Goal, Point, sweep
+from layers import SIZES, Inputs, LayerShape, make_layer, with_loss, with_sizes
 from peers import FOLDERS, meta_layer
-from program import Ranks, Report, expect_known, numbers, program
-from record import ROOT
-from shapes import SIZES, LayerShape
+from program import Ranks, numbers, program
+from record import ROOT, median_ratio
 
 from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.distributed import build_groups, possible_r
@@ -43,8 +46,10 @@ from fairseq_tutel.moe import MoELayer, routing_counts
 from fairseq_tutel.plan import layer as plan
 from fairseq_tutel.plan.claims.predictions import times_of_r
 from fairseq_tutel.plan.hardware import load_hardware
+from fairseq_tutel.tuning import ExchangeTuner
+from fairseq_tutel.tuning.candidates import TUNABLE, build_choices
 
-_LOSS_GRAD = 0.01
+_OVER_BEST = "over the best, so far"
 _SMALLEST = {
     "linear, fp32": ExchangeConfig(),
     "2dh, fp16, compact": ExchangeConfig("2dh", wire="fp16", wire_compact=True),
@@ -55,12 +60,13 @@ SHAPES = {
     "share": lambda ranks: LayerShape(1024, 256, 1024, 16 * ranks),
     "load": lambda ranks: LayerShape(2048, 256, 1024, 4 * ranks, capacity_factor=0.0),
     "r": lambda ranks: LayerShape(64, 128, 2048, max(1, ranks // 4)),
+    "tuner": lambda ranks: LayerShape(64, 256, 384, 2),
 }
 OPTIONS = {
-    "mode": ("meta", ", ".join(SHAPES)),
-    "repetitions": (10, "steps of each case"),
+    "mode": ("meta", "what to measure", SHAPES),
     "utilisation": (numbers, "load: percents of mean over busiest rank (default: 72,89)"),
-    "factors": (numbers, "r: capacity factors (default: 1,2,4,8)"),
+    "factors": (numbers, "capacity factors (default: r 1,2,4,8, tuner 1,2,4,2,1 in order)"),
+    "steps": (120, "tuner: steps of a factor"),
     "meta": FOLDERS["meta"],
     **{name: given for name, given in SIZES.items() if name not in ("dtype", "simulated-ranks")},
 }
@@ -69,42 +75,26 @@ OPTIONS = {
 class Steps:
     """Layers of one shape, and the tokens and gradients of this rank."""
 
-    def __init__(self, shape: LayerShape, ranks: Ranks, seed: int, placement: str = "replicated"):
-        self.shape, self.seed = shape, seed
+    def __init__(self, shape: LayerShape, ranks: Ranks, options: argparse.Namespace):
+        self.shape, self.ranks, self.options = shape, ranks, options
+        placement = "sliced" if options.mode in ("r", "tuner") else "replicated"
         self.groups = build_groups(shape.experts, placement=placement)
-        generator = torch.Generator().manual_seed(seed + 1 + ranks.rank)
-        size = shape.tokens, shape.model_dim
-        self.x, self.dy = (torch.randn(size, generator=generator) for _ in range(2))
-        self.x.requires_grad_()
+        self.inputs = Inputs(shape, ranks.device, options.seed, ranks.rank)
 
-    def layer(self, **options) -> MoELayer:
+    def layer(self, **how) -> MoELayer:
         """Build this layer."""
-        shape = self.shape
-        sizes = shape.model_dim, shape.experts, shape.hidden_dim
-        how = {"top_k": shape.top_k, "capacity_factor": shape.capacity_factor, "seed": self.seed}
-        return MoELayer(*sizes, groups=self.groups, **{**how, **options}).train()
+        how = {"groups": self.groups, **how}
+        return make_layer(self.shape, self.ranks.device, self.options.seed, **how).train()
 
-    def case(self, name: str, module: Any, run: Callable | None = None, **call) -> Case:
-        """A step of a module; ``run``: tokens -> (output, loss), default: a call of this layer."""
-
-        def forward(_):
-            if run is not None:
-                y, loss = run(self.x)
-            else:
-                y, aux = module(self.x, return_aux=True, **call)
-                loss = aux.loss
-            return (y, loss), (self.dy, torch.tensor(_LOSS_GRAD))
-
-        return Case(name, forward, lambda: [*module.parameters(), self.x])
+    def case(self, name: str, layer: MoELayer, **how) -> Case:
+        """Return a step of a layer, with arguments for its call."""
+        return self.inputs.case(name, with_loss(layer, **how), layer.parameters())
 
 
-def median_over(above: Sequence[float], below: Sequence[float]) -> float:
-    """Return the median ratio of two cases' times in the same turn."""
-    return ratio_of_pairs(above, below)[1]
-
-
-def meta_points(steps: Steps, options: argparse.Namespace, ranks: Ranks) -> Iterator[Point]:
-    """This layer by exchange and overlap degree, and Meta's."""
+def meta_points(steps: Steps) -> Iterator[Point]:
+    """Yield this layer by exchange and overlap degree, and Meta's."""
+    if steps.options.meta is None:
+        raise ValueError("--mode meta needs --meta DIR, the folder of Meta's layer")
     layer = steps.layer()
     choices = [ExchangeConfig(*each) for each in itertools.product(("linear", "2dh"), [0], (1, 4))]
     layer.prepare_exchanges(choices)
@@ -112,44 +102,44 @@ def meta_points(steps: Steps, options: argparse.Namespace, ranks: Ranks) -> Iter
         steps.case(f"{each.algorithm} x{each.overlap_degree}", layer, exchange=each)
         for each in choices
     ]
-    if options.meta is None:
-        raise ValueError("--mode meta needs --meta DIR, the folder of Meta's layer")
     cases.append(steps.case("copies", steps.layer(skip_exchange=True)))
-    peer = meta_layer(options.meta, steps.shape, None)
-    cases.append(steps.case("meta", peer.module, peer.run))
+    peer = meta_layer(steps.options.meta, steps.shape, None)
+    cases.append(steps.inputs.case("meta", peer.run, peer.module.parameters()))
 
     def derive(found):
-        raw = {name: of["both"] for name, of in found["raw_ms"].items()}
-        faster = {name: median_over(raw["meta"], times) for name, times in raw.items()}
+        faster = {name: median_ratio(found, "meta", name) for name in found["ms"]}
         columns = {name: {"times faster than Meta's": value} for name, value in faster.items()}
-        best = max(faster.keys() - {"copies", "meta"}, key=faster.get)
         # what the exchanges take over the rest of a step, by which links can be compared
-        exchange = median_over(raw["linear x1"], raw["copies"]) - 1
+        exchange = median_ratio(found, "linear x1", "copies") - 1
         columns["copies"] = {"linear exchange over the rest": exchange}
-        columns["meta"] = {"over this layer's fastest": faster[best]}
+        best = max(value for name, value in faster.items() if name not in ("copies", "meta"))
+        columns["meta"] = {"over this layer's fastest": best}
         return columns
 
-    yield Point(str(steps.shape), cases, {}, derive=derive)
+    yield Point(str(steps.shape), cases, derive=derive)
 
 
-def share_points(steps: Steps, options: argparse.Namespace, ranks: Ranks) -> Iterator[Point]:
-    """Both exchanges, each beside the same step with copies."""
+def share_points(steps: Steps) -> Iterator[Point]:
+    """Yield both exchanges, each beside the same step with copies."""
     cases = []
     for name, exchange in _SMALLEST.items():
         cases.append(steps.case(name, steps.layer(exchange=exchange)))
         alone = steps.layer(exchange=exchange, skip_exchange=True)
         cases.append(steps.case(f"{name}, copies", alone))
 
-    def derive(found):
-        raw = {name: of["both"] for name, of in found["raw_ms"].items()}
-        shares = {}
-        for name in _SMALLEST:
-            rest = median_over(raw["linear, fp32, copies"], raw[name])
-            own = median_over(raw[f"{name}, copies"], raw[name])
-            shares[name] = {"communication %": 100 * (1 - rest), "links alone %": 100 * (1 - own)}
-        return shares
+    def percent(found, rest, name):
+        return 100 * (1 - median_ratio(found, rest, name))
 
-    yield Point(str(steps.shape), cases, {}, derive=derive)
+    def derive(found):
+        return {
+            name: {
+                "communication %": percent(found, "linear, fp32, copies", name),
+                "links alone %": percent(found, f"{name}, copies", name),
+            }
+            for name in _SMALLEST
+        }
+
+    yield Point(str(steps.shape), cases, derive=derive)
 
 
 def shares(percent: float, experts: int, ranks: int) -> str:
@@ -161,79 +151,146 @@ def shares(percent: float, experts: int, ranks: int) -> str:
     return ",".join(["1"] * local + [f"{others:.6f}"] * (experts - local))
 
 
-def load_points(steps: Steps, options: argparse.Namespace, ranks: Ranks) -> Iterator[Point]:
-    """The same step at each utilisation, the lowest first."""
-    asked = sorted(options.utilisation or [72, 89])
-    cases, measured = [], {}
-    for percent in asked:
+def load_points(steps: Steps) -> Iterator[Point]:
+    """Yield the same step at each utilisation, the lowest first."""
+    ranks, cases, measured = steps.ranks, [], {}
+    for percent in sorted(steps.options.utilisation or [72, 89]):
         load = shares(percent, steps.shape.experts, ranks.world_size)
         layer = steps.layer(benchmark=True, force_load=load)
         with torch.no_grad():
-            aux = layer(steps.x, return_aux=True)[1]
-        counts = routing_counts([aux], steps.groups).received
-        summed = torch.tensor(ranks.sums(counts[0].tolist()))
+            aux = layer(steps.inputs.x[0], return_aux=True)[1]
+        received = routing_counts([aux], steps.groups).received[0]
+        summed = torch.tensor(ranks.sums(received.tolist()))
         measured[f"{percent} %"] = {"utilisation %": float(100 * summed.mean() / summed.max())}
         cases.append(steps.case(f"{percent} %", layer))
+    lowest = cases[0].name
 
     def derive(found):
-        raw = {name: of["both"] for name, of in found["raw_ms"].items()}
-        for name, times in raw.items():
-            measured[name]["times faster"] = median_over(raw[f"{asked[0]} %"], times)
-        return measured
+        return {
+            name: {**measured[name], "times faster": median_ratio(found, lowest, name)}
+            for name in found["ms"]
+        }
 
-    yield Point(str(steps.shape), cases, {}, derive=derive)
+    yield Point(str(steps.shape), cases, derive=derive)
 
 
-def r_points(steps: Steps, options: argparse.Namespace, ranks: Ranks) -> Iterator[Point]:
-    """Every r at each capacity factor."""
-    layer = steps.layer(exchange=ExchangeConfig(r=1))
-    choices = {f"r={r}": ExchangeConfig(r=r) for r in possible_r(steps.groups)}
+def factor_points(
+    steps: Steps,
+    layer: MoELayer,
+    factors: list[int],
+    choices: dict[str, ExchangeConfig],
+    derive: Callable[[int, dict], dict],
+    **how,
+) -> Iterator[Point]:
+    """Yield all choices at each capacity factor."""
     layer.prepare_exchanges(choices.values())
-    hardware = load_hardware(ROOT / "configs", "two-nodes")
-    for factor in options.factors or [1, 2, 4, 8]:
-        sizes = dataclasses.astuple(steps.shape)[:4]
-        planned = times_of_r(
-            plan.LayerShape(*sizes, ranks.world_size, steps.shape.top_k, factor), hardware
-        )
+    for factor in factors:
         cases = [
             steps.case(name, layer, exchange=choice, capacity_factor=float(factor))
             for name, choice in choices.items()
         ]
+        yield Point(f"f={factor}", cases, derive=functools.partial(derive, factor), **how)
 
-        def derive(found, planned=planned):
-            raw = {name: of["both"] for name, of in found["raw_ms"].items()}
-            return {
-                f"r={r}": {
-                    "times faster than r=1": median_over(raw["r=1"], raw[f"r={r}"]),
-                    "predicted": planned[1] / planned[r],
-                }
-                for r in planned
+
+def r_points(steps: Steps) -> Iterator[Point]:
+    """Yield every r at each capacity factor, beside the predicted time."""
+    hardware, ranks = load_hardware(ROOT / "configs", "two-nodes"), steps.ranks.world_size
+    sizes = dataclasses.astuple(steps.shape)[:4]
+
+    def derive(factor, found):
+        shape = plan.LayerShape(*sizes, ranks, steps.shape.top_k, factor)
+        planned = times_of_r(shape, hardware)
+        return {
+            f"r={r}": {
+                "times faster than r=1": median_ratio(found, "r=1", f"r={r}"),
+                "predicted": planned[1] / planned[r],
             }
+            for r in planned
+        }
 
-        yield Point(f"f={factor}", cases, {}, derive=derive)
+    layer = steps.layer(exchange=ExchangeConfig(r=1))
+    choices = {f"r={r}": ExchangeConfig(r=r) for r in possible_r(steps.groups)}
+    yield from factor_points(steps, layer, steps.options.factors or [1, 2, 4, 8], choices, derive)
 
 
-POINTS = {"meta": meta_points, "share": share_points, "load": load_points, "r": r_points}
+def tunable_choices(layer: MoELayer) -> dict[str, ExchangeConfig]:
+    """Return everything that the tuner can choose, by name."""
+    axes = build_choices([layer], TUNABLE)
+    products = itertools.product(*(axis.values for axis in axes))
+    values = [dict(zip((a.name for a in axes), product, strict=True)) for product in products]
+    simplest = {axis.name: axis.values[0] for axis in axes}
+    values += [{**simplest, axis.name: value} for axis in axes for value in axis.standalone]
+    choices = [dataclasses.replace(layer.exchange_config, **each) for each in values]
+    return {name_of(choice): choice for choice in choices}
+
+
+def name_of(choice: ExchangeConfig) -> str:
+    """Name a choice, as in "2dh x4 r=2"."""
+    return f"{choice.algorithm} x{choice.overlap_degree} r={choice.r}"
+
+
+def tuner_points(steps: Steps) -> Iterator[Point]:
+    """Yield all fixed choices at each factor; then, phase by phase, the tuner and the best one."""
+    phases, best = steps.options.factors or [1, 2, 4, 2, 1], {}
+    fixed, tuned = steps.layer(), steps.layer()
+    choices = tunable_choices(fixed)
+
+    def find_best(factor, found):
+        best[factor] = min(choices, key=lambda name: found["ms"][name]["both"]["p50"])
+        return {best[factor]: {"fastest": "yes"}}
+
+    yield from factor_points(steps, fixed, sorted(set(phases)), choices, find_best, phase="")
+    tuner = ExchangeTuner([tuned], TUNABLE, max_loss=0.1)
+    seconds = {"tuner": 0.0, "best": 0.0}
+    for number, factor in enumerate(phases, start=1):
+        last = {"best": best[factor]}
+
+        def tuned_step(x, factor=float(factor), last=last):
+            step = tuner.agree(len(x), x.dtype, capacity_factor=factor)
+            last["tuner"] = name_of(step.exchange)
+            return with_loss(tuned, capacity_factor=factor, step=step)(x)
+
+        def derive(found, last=last):
+            for name in seconds:
+                seconds[name] += 1e-3 * sum(found["raw_ms"][name]["both"])
+            columns = {name: {"choice": choice} for name, choice in last.items()}
+            columns["tuner"][_OVER_BEST] = seconds["tuner"] / seconds["best"]
+            return columns
+
+        one = {"exchange": choices[best[factor]], "capacity_factor": float(factor)}
+        cases = [
+            steps.inputs.case("tuner", tuned_step, tuned.parameters()),
+            steps.case("best", fixed, **one),
+        ]
+        goals = [Goal("tuner", _OVER_BEST, 1.10, at_most=True)] if number == len(phases) else []
+        how = {"derive": derive, "goals": goals, "repetitions": steps.options.steps}
+        yield Point(f"phase {number}, f={factor}", cases, **how)
+
+
+POINTS = {
+    "meta": meta_points,
+    "share": share_points,
+    "load": load_points,
+    "r": r_points,
+    "tuner": tuner_points,
+}
 
 
 def run(options: argparse.Namespace, ranks: Ranks) -> None:
     """Measure, print and write."""
-    expect_known("--mode", [options.mode], list(SHAPES))
     ranks.expect_several()
     shape = SHAPES[options.mode](ranks.world_size)
-    names = [field.name for field in dataclasses.fields(shape) if hasattr(options, field.name)]
-    given = {name: getattr(options, name) for name in names}
-    shape = dataclasses.replace(shape, **{k: v for k, v in given.items() if v is not None})
     if options.tiny:
         shape = dataclasses.replace(shape, tokens=128, model_dim=16, hidden_dim=32)
-    placement = "sliced" if options.mode == "r" else "replicated"
-    steps = Steps(shape, ranks, options.seed, placement)
-    repetitions = 2 if options.tiny else options.repetitions
-    default = f"steps-{options.mode}-{ranks.world_size}"
+        options.steps = min(options.steps, 5)
+    shape = with_sizes(shape, options)
+    steps = Steps(shape, ranks, options)
     about = {"mode": options.mode, "settings": dataclasses.asdict(shape)}
-    with Report("steps", ranks, options.output, default, **about) as report:
-        found = POINTS[options.mode](steps, options, ranks)
-        sweep(report, found, ranks, repetitions, warmup=1 if options.tiny else 2)
+    how = {"repetitions": 10, "warmup": 2}
+    if options.mode == "tuner":
+        how = {"repetitions": 5, "warmup": 0}  # trials count
+    file = f"steps-{options.mode}-{ranks.world_size}"
+    sweep("steps", options, ranks, POINTS[options.mode](steps), file=file, about=about, **how)
 
 
 main = program(__doc__, OPTIONS, run)

@@ -22,11 +22,11 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from dense_reference import DenseMoE, mask_bytes, masks_have_no_room
+from dense_reference import DenseMoE
 from harness import Case, Point, agreement, sweep, those_that_fit
-from program import CLOCK, Ranks, Report, expect_known, numbers, preset_of, program
+from layers import DTYPES, LayerShape, masks_have_no_room
+from program import CLOCK, Ranks, numbers, program
 from record import ROOT
-from shapes import DTYPES, LayerShape
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -61,10 +61,9 @@ PRESETS = {
 OPTIONS = {
     "preset": (str, "default: small-32 on a GPU, small on a CPU"),
     "images": (numbers, "per rank, in place of the preset's"),
-    "modes": (list(PASSES), "what to measure"),
+    "modes": (list(PASSES), "what to measure", PASSES),
     "without-dense-model": (False, "leave out the dense model"),
     "without-count": (False, "do not count operations, which takes a pass of each"),
-    "repetitions": (0, "0: 6 on a CPU, 20 on a GPU"),
     **CLOCK,
 }
 
@@ -178,7 +177,7 @@ def point_of(
     device, names, missing = parameters[0].device, list(models), {}
     layers = sparse_layers(config, images, dtype)
     # one at a time in inference
-    largest = layers if mode == "training" else [max(layers, key=mask_bytes)]
+    largest = layers if mode == "training" else [max(layers, key=lambda shape: shape.mask_bytes)]
     if reason := masks_have_no_room(largest, device):
         names.remove(MASKS)
         missing[MASKS] = reason
@@ -196,15 +195,14 @@ def point_of(
 
 def run(options: argparse.Namespace, ranks: Ranks) -> None:
     """Measure, print and write."""
-    expect_known("--modes", options.modes, list(PASSES))
     ranks.expect_one()
-    device = ranks.device
-    name = preset_of(options, ranks, "small-32", "small", PRESETS)
+    on_gpu = ranks.device.type == "cuda"
+    name = options.preset or ("small-32" if on_gpu else "small")
     preset = PRESETS[name]
     images = options.images or ([2, 4] if options.tiny else list(preset.images))
     if min(images) < 1:
         raise ValueError(f"--images {','.join(map(str, images))}: at least 1")
-    config, models = build_models(preset, device, tiny=options.tiny, seed=options.seed)
+    config, models = build_models(preset, ranks.device, tiny=options.tiny, seed=options.seed)
     both = {"sparse": models[OURS], "dense model": models[DENSE_MODEL]}
     if options.without_dense_model:
         del models[DENSE_MODEL]
@@ -216,16 +214,15 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
         "dtype": preset.dtype,
         "clock": options.clock,
     }
-    repetitions = 2 if options.tiny else options.repetitions or (20 if device.type == "cuda" else 6)
-    with Report("swin", ranks, options.output, f"swin-{name}-{device.type}", **about) as report:
-        points = (
-            point_of(models, config, number, mode, preset.dtype, not options.without_count)
-            for mode in options.modes
-            for number in images
-        )
-        # without the dense model, the comparison has run every case
-        warmup = int(not options.without_dense_model)
-        sweep(report, points, ranks, repetitions, warmup=warmup, clock=options.clock)
+    points = (
+        point_of(models, config, number, mode, preset.dtype, not options.without_count)
+        for mode in options.modes
+        for number in images
+    )
+    # without the dense model, the comparison has run every case
+    how = {"warmup": int(not options.without_dense_model), "repetitions": 20 if on_gpu else 6}
+    file = f"swin-{name}-{ranks.device.type}"
+    sweep("swin", options, ranks, points, file=file, about=about, **how)
 
 
 main = program(__doc__, OPTIONS, run, PRESETS)

@@ -19,20 +19,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import models
 import torch
-from dense_reference import masks_have_no_room
-from harness import Case, Point, free_memory, sweep
-from models import (
-    PRESETS,
-    VARIANTS,
-    Run,
-    TrainPreset,
-    config_of,
-    layer_shape,
-    load_config,
-    random_samples,
-)
-from program import Ranks, Report, expect_known, goal, preset_of, program, words
+from harness import Case, Goal, Point, free_memory, sweep
+from layers import masks_have_no_room
+from models import PRESETS, VARIANTS, Run, TrainPreset
+from program import Ranks, program, words
 from record import ROOT
 
 from fairseq_tutel.plan.hardware import load_hardware
@@ -41,12 +33,13 @@ from fairseq_tutel.plan.settings import read_settings
 from fairseq_tutel.plan.work import count_traffic, count_work
 
 _MAX_OVERFLOWS = 20
-_MFU_GOAL = 0.50
+_OVER = "tokens/s of this plugin over it"
 _PROFILES = {"H200": "h200", "H100": "h100", "A100": "a100-80g"}  # by a part of the GPU's name
 OPTIONS = {
     "preset": (str, "default: meta-1.1t-rank on a GPU, x4 on a CPU"),
     "override": (words, "KEY=VALUE[,KEY=VALUE] of the preset's config, e.g. model.dropout=0.0"),
-    "variants": (words, f"of {', '.join(VARIANTS)} (default: the preset's)"),
+    "variants": (words, "default: the preset's", VARIANTS),
+    "repetitions": None,  # updates
     "updates": (10, "measured updates of each variant"),
     "warmup": (2, "updates before those that count"),
     "one-by-one": (False, "one variant after the other, for models that do not fit together"),
@@ -54,7 +47,7 @@ OPTIONS = {
 
 
 def case_of(run: Run, samples: Sequence[dict], losses: list[float]) -> Case:
-    """An update, repeated if its loss scale overflows; RuntimeError if it always does."""
+    """Return an update, repeated if its loss scale overflows; RuntimeError if it always does."""
 
     def forward(number):
         for _ in range(_MAX_OVERFLOWS):
@@ -68,13 +61,19 @@ def case_of(run: Run, samples: Sequence[dict], losses: list[float]) -> Case:
 
 
 def points(
-    groups: Sequence[Sequence[str]], config, options: argparse.Namespace, ranks: Ranks
+    groups: Sequence[Sequence[str]],
+    config,
+    goals: Sequence[Goal],
+    options: argparse.Namespace,
+    ranks: Ranks,
 ) -> Iterator[Point]:
-    """The variants of each group, built when their turn comes and freed after it."""
-    samples = random_samples(config, 4, options.seed + ranks.rank)
+    """Yield the variants of each group, built when their turn comes and freed after it."""
+    on_gpu = ranks.device.type == "cuda"
+    samples = models.random_samples(config, 4, options.seed + ranks.rank)
     tokens = ranks.world_size * config.dataset.batch_size * config.task.tokens_per_sample
     build_on = ranks.device if config.model.moe_simulate_world_size > 1 else None
     peak = peak_flops(config, ranks.device)
+    speeds: dict[str, float] = {}
     for group in groups:
         runs: dict[str, Run] = {}
         losses: dict[str, list[float]] = {variant: [] for variant in group}
@@ -88,47 +87,47 @@ def points(
                 raise
             point.cases.clear()
             point.not_run |= dict.fromkeys(group, "it ran out of memory on this GPU")
-        if ranks.device.type == "cuda":  # of training, not of building in fp32
+        if on_gpu:  # of training, not of building in fp32
             torch.cuda.reset_peak_memory_stats()
 
         def derive(found, runs=runs):
             derived: dict[str, dict[str, Any]] = {}
-            for variant, ms in found["ms"].items():
-                speed = 1e3 * tokens / ms["forward"]["p50"]
-                columns = {"tokens/s": speed, "parameters": runs[variant].parameters}
+            speeds.update(
+                {name: 1e3 * tokens / ms["forward"]["p50"] for name, ms in found["ms"].items()}
+            )
+            for variant in found["ms"]:
+                columns = {"tokens/s": speeds[variant], "parameters": runs[variant].parameters}
+                if variant != "moe" and "moe" in speeds:
+                    columns[_OVER] = speeds["moe"] / speeds[variant]
                 if peak:
-                    flops = model_flops(config_of(variant, config))
-                    columns["MFU"] = flops * speed / (peak * ranks.world_size)
-                if ranks.device.type == "cuda" and len(runs) == 1:
+                    flops = model_flops(models.config_of(variant, config))
+                    columns["MFU"] = flops * speeds[variant] / (peak * ranks.world_size)
+                if on_gpu and len(runs) == 1:
                     columns["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
                 derived[variant] = columns
             return derived
 
-        point.derive = derive
+        point.derive, point.goals = derive, goals
         yield point
         runs.clear()
         free_memory(ranks.device)
 
 
-def drop_dense(variants: list[str], config, ranks: Ranks) -> dict[str, str]:
-    """Remove ``dense`` if its masks do not fit on some rank; name -> reason."""
-    reason = masks_have_no_room([layer_shape(config)], ranks.device)
-    anywhere = bool(ranks.slowest([float(reason is not None)])[0])  # on every rank or none
-    if not anywhere or "dense" not in variants:
-        return {}
-    variants.remove("dense")
-    return {"dense": reason or "another rank has no room for its masks"}
+def goals_of(preset: TrainPreset) -> list[Goal]:
+    """Return the goals of a preset: tokens/s over other variants', and the share of the peak."""
+    found = [Goal(name, _OVER, bound) for name, bound in preset.goals.items()]
+    return [*found, Goal("moe", "MFU", 0.50)]
 
 
 def model_flops(config) -> float:
-    """Operations per token, forward and backward, as the planner counts them."""
+    """Return the operations per token, forward and backward, as the planner counts them."""
     settings = read_settings(config, "")
     counted = count_parameters(settings)
     return count_work(settings, counted, count_traffic(settings, counted)).model_flops
 
 
 def peak_flops(config, device: torch.device) -> float | None:
-    """Peak of a GPU in the config's precision, from its profile; None for an unknown device."""
+    """Return the peak of a GPU in the config's precision; None for an unknown device."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     name = next((profile for part, profile in _PROFILES.items() if part in gpu), None)
     if name is None:
@@ -137,38 +136,22 @@ def peak_flops(config, device: torch.device) -> float | None:
     return load_hardware(ROOT / "configs", name).flops(2 if half else 4)
 
 
-def goals_of(preset: TrainPreset, results: dict[str, Any]) -> list[dict]:
-    """Goals of a preset: tokens/s over those of other variants, and the share of the peak."""
-    derived = {name: of for point in results.values() for name, of in point["derived"].items()}
-    mine = derived.pop("moe", {})
-    goals = [
-        goal(
-            f"at least {bound:g} times the tokens/s of: {VARIANTS[name]}",
-            *(mine["tokens/s"] / derived[name]["tokens/s"], bound),
-        )
-        for name, bound in preset.goals.items()
-        if mine and name in derived
-    ]
-    if "MFU" in mine:
-        text = f"model FLOPs utilisation of at least {_MFU_GOAL:.0%}"
-        goals.append(goal(text, mine["MFU"], _MFU_GOAL))
-    return goals
-
-
 def run(options: argparse.Namespace, ranks: Ranks) -> None:
     """Measure, print and write."""
-    name = preset_of(options, ranks, "meta-1.1t-rank", "x4", PRESETS)
+    name = options.preset or ("meta-1.1t-rank" if ranks.device.type == "cuda" else "x4")
     preset = PRESETS[name]
-    if options.tiny:
-        options.updates, options.warmup = 2, 1
     tiny = preset.tiny(ranks.world_size) if options.tiny else ()
     changes = [*tiny, *(options.override or ())]
-    config = load_config(preset, changes, ranks)
-    variants = list(options.variants or preset.variants.split())
-    expect_known("--variants", variants, list(VARIANTS))
-    skipped = drop_dense(variants, config, ranks)
+    config = models.load_config(preset, changes, ranks)
+    variants = options.variants or preset.variants.split()
+    shape = models.layer_shape(config)
+    reasons = {"dense": masks_have_no_room([shape], ranks.device)} if "dense" in variants else {}
+    skipped = ranks.agree(reasons)
+    variants = [variant for variant in variants if variant not in skipped]
     alone = options.one_by_one or preset.one_by_one
     groups = [[variant] for variant in variants] if alone else [variants]
+    # goals are of the preset as it is
+    goals = [] if changes or ranks.world_size > 1 else goals_of(preset)
     shown = f"tiny-{name}" if options.tiny else "custom" if changes else name
     about = {
         "preset": shown,
@@ -181,14 +164,10 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
         },
         "not_run": skipped,
     }
-    # they are of the preset as it is
-    hold = not changes and ranks.world_size == 1
-    how: dict[str, Any] = {"warmup": options.warmup, "clock": "wall"}
-    how["goals"] = lambda results: goals_of(preset, results) if hold else []
-    default = f"train-{shown}-{ranks.device.type}"
-    with Report("train", ranks, options.output, default, **about) as report:
-        report.seconds_between = 0  # the next update or variant may be one too many
-        sweep(report, points(groups, config, options, ranks), ranks, options.updates, **how)
+    how = {"repetitions": options.updates, "warmup": options.warmup, "clock": "wall"}
+    # write after each update: the next one, or the next variant, may be one too many
+    how |= {"file": f"train-{shown}-{ranks.device.type}", "about": about, "seconds_between": 0}
+    sweep("train", options, ranks, points(groups, config, goals, options, ranks), **how)
 
 
 main = program(__doc__, OPTIONS, run, PRESETS)

@@ -8,15 +8,11 @@ second choice does to the first) follows fairseq's ``moe`` branch, as ``MoELayer
 T tokens of this rank, M model dim, E experts, e local experts, C capacity, K top-k, W ranks.
 """
 
-from collections.abc import Sequence
-
 import torch
-from shapes import DTYPES, LayerShape
 from torch import Tensor, nn
 
 from fairseq_tutel.distributed import sync_step
 from fairseq_tutel.moe import ExpertRows, MoEAux, MoELayer
-from fairseq_tutel.moe.memory import free_memory as available_memory
 
 # tensors of T*E*C elements that live at once in the backward pass: combine weights, dispatch mask,
 # and gradients of the combine weights
@@ -127,17 +123,3 @@ def gating(logits_TE: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor
         part_TEC = torch.bmm((gate_T[:, None] * mask_TE)[:, :, None], slot_TC[:, None, :])
         combine_TEC = part_TEC if combine_TEC is None else combine_TEC + part_TEC
     return combine_TEC, loss, taken_E
-
-
-def mask_bytes(shape: LayerShape) -> int:
-    """Return the bytes of the masks in the backward pass, a lower bound of the layer's need."""
-    numbers = LIVE_MASKS * shape.tokens * shape.experts * shape.capacity
-    return numbers * DTYPES[shape.dtype].itemsize
-
-
-def masks_have_no_room(shapes: Sequence[LayerShape], device: torch.device) -> str | None:
-    """Return the reason why the masks of layers cannot live at once, None if they can."""
-    need, free = sum(map(mask_bytes, shapes)), available_memory(device)
-    if need <= free:
-        return None
-    return f"masks alone need {need / 1e9:.1f} GB (computed), {free / 1e9:.1f} GB are available"

@@ -9,10 +9,10 @@ Ratios are this layer's time (the first case of a point) over another case's in 
 median of the turns with its 95 % interval.
 """
 
+import argparse
 import ctypes
 import gc
 import itertools
-import math
 import random
 import re
 import time
@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from program import Ranks, Report
-from record import device_name, say, table
+from program import Ranks, Report, goal
+from record import device_name, percentiles, ratio_of_pairs, say, table
 from torch import Tensor
 
 # writes queued before a measurement on a GPU: about 2 ms of a 4 TB/s memory
 _COVER_BYTES, _COVER_WRITES = 256 << 20, 32
+_NO_MEMORY = "it ran out of memory on this GPU"
 Times = dict[str, dict[str, list[float]]]  # case -> phase -> milliseconds by repetition
 
 
@@ -44,7 +45,7 @@ class Case:
     name: str
     forward: Callable[[int], tuple[Sequence[Tensor], Sequence[Tensor]]]
     leaves: Callable[[], Iterable[Tensor]] = tuple
-    select: Callable[[], None] = lambda: None
+    select: Callable[[], object] = lambda: None
 
     def begin(self) -> None:
         """Prepare one repetition."""
@@ -52,13 +53,14 @@ class Case:
         for leaf in self.leaves():
             leaf.grad = None
 
-    def run(self, number: int = 0, mark: Callable[[], None] = lambda: None) -> None:
+    def run(self, number: int = 0, mark: Callable[[], None] = lambda: None) -> Sequence[Tensor]:
         """Run one pass; call ``mark`` after the forward pass and after the backward pass."""
         outputs, grads = self.forward(number)
         mark()
         if grads:
             torch.autograd.backward(outputs, grads)
             mark()
+        return outputs
 
 
 def call(function: Callable[[], object]) -> Callable[[int], tuple[tuple, tuple]]:
@@ -75,8 +77,8 @@ class _Clock:
     """Milliseconds between marks: ``wall``, ``processor`` or ``device``."""
 
     def __init__(self, kind: str, device: torch.device):
-        self._events = kind == "device" and device.type == "cuda"
-        self._waits = device.type == "cuda"
+        self._on_gpu = device.type == "cuda"
+        self._events = kind == "device" and self._on_gpu
         self._now = time.process_time if kind == "processor" else time.perf_counter
         if self._events:
             self._cover = torch.empty(_COVER_BYTES, dtype=torch.uint8, device=device)
@@ -94,7 +96,7 @@ class _Clock:
             self._marks.append(torch.cuda.Event(enable_timing=True))
             self._marks[-1].record()
             return
-        if self._waits:
+        if self._on_gpu:
             torch.cuda.synchronize()
         self._marks.append(self._now())
 
@@ -119,6 +121,7 @@ def time_cases(
     """Measure the milliseconds of every repetition, by case and phase, on this rank.
 
     Args:
+        warmup: repetitions before those that count.
         calls: > 0: add the phase ``wall``, the wall clock of one of so many calls back to back.
         clock: ``device``, ``wall`` or ``processor`` (time of this process on processors).
         progress: gets all times after each repetition.
@@ -148,9 +151,8 @@ def time_cases(
                     case.run(turn)
                 wall.mark()
                 found["wall"] = wall.spans()[0] / calls
-            if number >= 0:
-                for phase, span in found.items():
-                    times[case.name].setdefault(phase, []).append(span)
+            for phase, span in found.items() if number >= 0 else ():
+                times[case.name].setdefault(phase, []).append(span)
         if number >= 0:
             progress(times)
     for case in cases:
@@ -158,65 +160,46 @@ def time_cases(
     return times
 
 
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """min, p20, p50 and p80, linearly interpolated."""
-    tensor = torch.tensor(values, dtype=torch.float64)
-    p20, p50, p80 = tensor.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
-    return {"min": min(values), "p20": p20, "p50": p50, "p80": p80}
-
-
-def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
-    """(low, median, high): the interval holds the true median with a probability of ``level``.
-
-    By order statistics: of n values the k-th smallest and largest, with the largest k at which a
-    fair coin shows fewer than k heads in n throws with a probability of at most (1 - level) / 2.
-    Fewer than 6 values give their range.
-    """
-    ordered, n = sorted(values), len(values)
-    k, below = 0, 0.5**n
-    while below <= (1 - level) / 2:
-        k += 1
-        below += math.comb(n, k) * 0.5**n
-    k = max(k, 1)
-    return ordered[k - 1], percentiles(values)["p50"], ordered[n - k]
-
-
-def ratio_of_pairs(above: Sequence[float], below: Sequence[float]) -> tuple[float, float, float]:
-    """Interval of the median of one case's time over another's in the same turn."""
-    return median_interval([a / b for a, b in zip(above, below, strict=True)])
-
-
-def main_phase(phases: dict[str, Any]) -> str:
-    """Return the phase that ratios are of."""
-    return "both" if "both" in phases else "forward"
-
-
 def summarise(times: Times, ranks: Ranks, phase: str | None = None) -> dict[str, Any]:
-    """Record of the slowest rank's times: percentiles, ratios to the first case. Collective.
+    """Record the slowest rank's times: percentiles, ratios to the first case. Collective.
 
     Args:
         phase: that ratios are of, both passes by default; empty: no ratios.
     """
-    raw = {
-        name: {phase: ranks.slowest(values) for phase, values in phases.items()}
-        for name, phases in times.items()
-        if phases
-    }
-    main = {name: phases[phase or main_phase(phases)] for name, phases in raw.items()}
-    first = next(iter(main.values()), [])
-    others = main if phase != "" else {}
-    return {
-        "ms": {
-            name: {phase: percentiles(values) for phase, values in phases.items()}
-            for name, phases in raw.items()
-        },
-        "this_over": {
-            name: ratio_of_pairs(first, values)
-            for name, values in others.items()
-            if values is not first and len(values) == len(first)
-        },
-        "raw_ms": raw,
-    }
+    raw: dict[str, dict[str, list[float]]] = {}
+    ms: dict[str, dict[str, dict[str, float]]] = {}
+    over: dict[str, tuple[float, float, float]] = {}
+    first: list[float] = []
+    for case, phases in times.items():
+        if not phases:
+            continue
+        raw[case] = {name: ranks.slowest(values) for name, values in phases.items()}
+        ms[case] = {name: percentiles(values) for name, values in raw[case].items()}
+        main = raw[case][phase or ("both" if "both" in phases else "forward")]
+        if first and phase != "" and len(main) == len(first):
+            over[case] = ratio_of_pairs(first, main)
+        first = first or main
+    return {"ms": ms, "this_over": over, "raw_ms": raw}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Bound of one figure, at least or at most; ``column`` is that of the printed table."""
+
+    case: str
+    column: str
+    bound: float
+    at_most: bool = False
+
+    def judge(self, point: str, found: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the goal by the record of a point; nothing without the figure."""
+        figures = {"this/that": found["this_over"].get(self.case, [None] * 3)[1]}
+        figures |= found["derived"].get(self.case, {})
+        if figures.get(self.column) is None:
+            return []
+        bound = f"{'at most' if self.at_most else 'at least'} {self.bound:g}"
+        text = f"{point}, {self.case}: {self.column} {bound}"
+        return [goal(text, figures[self.column], self.bound, self.at_most)]
 
 
 @dataclass
@@ -227,6 +210,7 @@ class Point:
         about: numbers and sizes for the record.
         not_run: name -> reason of cases that are left out.
         derive: record of the times -> case -> further columns.
+        goals: bounds of figures of this point.
         phase: that ratios are of, see :func:`summarise`.
         repetitions: in place of those of the sweep.
     """
@@ -236,48 +220,77 @@ class Point:
     about: dict[str, Any] = field(default_factory=dict)
     not_run: dict[str, str] = field(default_factory=dict)
     derive: Callable[[dict[str, Any]], dict[str, dict[str, Any]]] = lambda found: {}
+    goals: Sequence[Goal] = ()
     phase: str | None = None
     repetitions: int = 0
 
 
 def sweep(
-    report: Report,
-    points: Iterable[Point],
+    name: str,
+    options: argparse.Namespace,
     ranks: Ranks,
-    repetitions: int,
+    points: Iterable[Point],
     *,
+    repetitions: int,
+    file: str = "",
+    about: dict[str, Any] | None = None,
     goals: Callable[[dict[str, Any]], list[dict]] = lambda results: [],
+    warmup: int = 3,
+    seconds_between: float = 5.0,
     **how,
 ) -> dict[str, Any]:
-    """Measure one point after the other with :func:`time_cases`; keep, print, write the record.
+    """Measure one point after the other; print and write the record. Collective.
 
     Args:
-        goals: results by point -> goals (program.goal).
+        name: of the benchmark.
+        options: command line, see ``program.COMMON``.
+        repetitions: without ``--repetitions``; 2 with ``--tiny``.
+        file: name of the result in runs/bench (default: ``name``).
+        about: further entries of the record.
+        goals: results by point -> further goals (program.goal), for those over several points.
+        seconds_between: two writes of a record that is not complete.
+        how: further arguments of :func:`time_cases`.
+
+    Returns:
+        point -> its record.
     """
+    how["clock"] = how.get("clock") or getattr(options, "clock", "device")
+    how["warmup"] = min(warmup, 1) if options.tiny else warmup
+    usual = 2 if options.tiny else getattr(options, "repetitions", None) or repetitions
+    alone = ranks.world_size == 1  # else a record is a collective call
     results: dict[str, Any] = {}
+    judged: dict[str, list[dict]] = {}
+
+    def measured() -> dict[str, Any]:
+        return {"results": results, "goals": [*itertools.chain(*judged.values()), *goals(results)]}
 
     def keep(point: Point, times: Times, ended: bool = False) -> None:
         found = summarise(times, ranks, point.phase)
-        derived = {"derived": point.derive(found)}
-        results[point.name] = {**point.about, **found, **derived, "not_run": point.not_run}
-        report.keep(lambda: {"results": results, "goals": goals(results)}, ended=ended)
+        found["derived"] = point.derive(found)
+        results[point.name] = {**point.about, **found, "not_run": point.not_run}
+        judged[point.name] = [
+            each for bound in point.goals for each in bound.judge(point.name, found)
+        ]
+        report.keep(measured, ended=ended)
 
-    for point in points:
-        one = ranks.world_size == 1  # else a record is a collective call
-        progress = (lambda times, point=point: keep(point, times)) if one else lambda times: None
-        try:
-            turns = point.repetitions or repetitions
-            times = time_cases(point.cases, ranks, turns, progress=progress, **how)
-            keep(point, times, ended=True)
-        except torch.cuda.OutOfMemoryError:
-            if not one:  # the others wait for this one
-                raise
-            reason = "it ran out of memory on this GPU"
-            point.not_run |= {case.name: reason for case in point.cases}
-            keep(point, {}, ended=True)
-        point.cases.clear()
-        free_memory(ranks.device)
-    report.finish({"results": results, "goals": goals(results)}, show)
+    about = about or {}
+    output = options.output and str(options.output).replace("{preset}", about.get("preset", ""))
+    with Report(name, ranks, output, file or name, **about) as report:
+        report.seconds_between = seconds_between
+        for point in points:
+            progress = (lambda times, point=point: keep(point, times)) if alone else lambda _: None
+            turns = point.repetitions or usual
+            try:
+                times = time_cases(point.cases, ranks, turns, progress=progress, **how)
+                keep(point, times, ended=True)
+            except torch.cuda.OutOfMemoryError:
+                if not alone:  # the others wait for this one
+                    raise
+                point.not_run |= {case.name: _NO_MEMORY for case in point.cases}
+                keep(point, {}, ended=True)
+            point.cases.clear()
+            free_memory(ranks.device)
+        report.finish(measured(), show)
     return results
 
 
@@ -287,11 +300,8 @@ def show(result: dict[str, Any]) -> None:
     rows = []
     for point, found in result["results"].items():
         for case, ms in found["ms"].items():
-            row = {
-                "": point,
-                "case": case,
-                **{f"{phase} ms": of["p50"] for phase, of in ms.items()},
-            }
+            medians = {f"{phase} ms": of["p50"] for phase, of in ms.items()}
+            row = {"": point, "case": case, **medians}
             if found["this_over"]:
                 row["this/that"] = found["this_over"].get(case)
             rows.append(row | found["derived"].get(case, {}))
@@ -309,10 +319,7 @@ def agreement(cases: Sequence[Case], inputs: Sequence[Tensor], limit: float) -> 
     ratios = {}
     for case in cases:
         case.begin()
-        outputs, grads = case.forward(0)
-        if grads:
-            torch.autograd.backward(outputs, grads)
-        got = [outputs[0].detach().double()]
+        got = [case.run()[0].detach().double()]
         got += [x.grad.double() for x in inputs if x.grad is not None]
         case.begin()
         reference = reference or got
@@ -328,7 +335,7 @@ def agreement(cases: Sequence[Case], inputs: Sequence[Tensor], limit: float) -> 
 
 
 def peak_memory(case: Case, device: torch.device) -> int | None:
-    """Bytes that one pass adds: allocated on a GPU, resident (VmHWM) on Linux; else None."""
+    """Return the bytes that one pass adds: allocated on a GPU, resident on Linux; else None."""
     case.begin()
     gc.collect()
     if device.type == "cuda":
@@ -364,7 +371,7 @@ def those_that_fit(
             case.run()
             found.append(case)
         except torch.cuda.OutOfMemoryError:
-            skipped[case.name] = "it ran out of memory on this GPU"
+            skipped[case.name] = _NO_MEMORY
         case.begin()
         free_memory(device)
     return found

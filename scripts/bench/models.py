@@ -15,10 +15,10 @@ from fairseq.dataclass.utils import omegaconf_no_object_check
 from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 from harness import free_memory
+from layers import LayerShape
 from omegaconf import DictConfig, OmegaConf
 from program import Ranks
 from record import ROOT
-from shapes import LayerShape
 
 import fairseq_tutel
 

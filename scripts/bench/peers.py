@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from cases import META_FRACTION, dense_at_fraction, make_layer
-from shapes import LayerShape
+from layers import META_FRACTION, LayerShape, dense_at_fraction, make_layer
+from program import Options
 from torch import Tensor, nn
 
-from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.moe import MoELayer, hold_experts
 
-FOLDERS: dict[str, tuple[Any, str]] = {
+FOLDERS: Options = {
     "tutel": (Path, "repository of Tutel, built in place"),
     "meta": (Path, "fairseq/modules/moe of fairseq's branch moe"),
 }
@@ -206,15 +206,13 @@ def peers_of(
 def evaluated_layers(
     shape: LayerShape, layer: MoELayer, names, folders
 ) -> tuple[dict[str, Callable[[Tensor], Tensor]], dict[str, str]]:
-    """Build the named layers of cases.EVALUATED; name -> reason of those missing.
+    """Build the named layers of layers.EVALUATED; name -> reason of those missing.
 
     Args:
         folders: has those of FOLDERS as attributes.
     """
 
     def int8():
-        from fairseq_tutel.moe import hold_experts
-
         other = make_layer(shape, torch.device("cpu")).eval()
         other.experts, other.gate = hold_experts(layer.experts, "int8"), layer.gate
         return other
@@ -223,13 +221,13 @@ def evaluated_layers(
         made.module.eval()
         return lambda x: made.run(x)[0]
 
-    wide = shape.top_k * shape.hidden_dim
+    tutel, meta, wide = folders.tutel, folders.meta, shape.top_k * shape.hidden_dim
     builders = {
         "layer": (True, lambda: layer),
         "int8": (True, int8),
         "dense": (True, lambda: dense_at_fraction(layer, META_FRACTION)),
-        "meta": (folders.meta, lambda: peer(meta_layer(folders.meta, shape, None, True))),
-        "tutel": (folders.tutel, lambda: peer(tutel_layer(folders.tutel, shape, 0.0))),
+        "meta": (meta, lambda: peer(meta_layer(meta, shape, None, evaluates=True))),
+        "tutel": (tutel, lambda: peer(tutel_layer(tutel, shape, 0.0))),
         "flop-matched": (True, lambda: dense_network(shape.model_dim, wide).eval()),
     }
     return build_those_there({name: builders[name] for name in names})

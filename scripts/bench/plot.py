@@ -1,29 +1,29 @@
 """Draw README's figure, and that of the page of balance, from recorded results.
 
-    python scripts/bench/plot.py [FOLDER]
+    python scripts/bench/plot.py
 
 overview.png: the loss of a golden run beside Meta's own, and this layer's time over that of other
 layers at several shapes, with 95 % intervals.
 balance.png: rows of 4 ranks without and with help, and the time of a step with busy ranks.
 """
 
-import argparse
 import json
 import statistics
 from pathlib import Path
 
+from matplotlib.figure import Figure
 from record import ROOT, quiet_logs, say
 
 from fairseq_tutel.distributed.balance import plan_moves
 
 RESULTS = ROOT / "scripts" / "bench" / "results"
 FIGURES = RESULTS / "figures"
-_GREY, _BLUE = "#b0b7c3", "#1d4ed8"
+_GREY, _BLUE, _LINE = "#b0b7c3", "#1d4ed8", "#333333"
 PEERS = {
-    "meta+tutel": ("Meta's layer with Tutel's dispatcher", "#1d4ed8"),
+    "meta+tutel": ("Meta's layer with Tutel's dispatcher", _BLUE),
     "tutel": ("Tutel", "#2f5d50"),
     "mixtral": ("Hugging Face's Mixtral block", "#c2570c"),
-    "meta": ("Meta's layer with dense masks", "#b0b7c3"),
+    "meta": ("Meta's layer with dense masks", _GREY),
 }
 SHAPES = ("base", "large", "many", "few-tokens", "top1", "wide", "short")
 
@@ -33,10 +33,16 @@ def read(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure without frames."""
+    for axis in figure.axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
 def draw(path: Path) -> None:
     """Draw both panels of overview.png."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(12, 3.8), dpi=110, layout="constrained")
     curve, bars = figure.subplots(1, 2, width_ratios=[1, 1.7])
     ours = read(RESULTS / "golden-top2_world2.json")
@@ -60,36 +66,31 @@ def draw(path: Path) -> None:
             x = place + (number - (len(PEERS) - 1) / 2) * width
             label = label if place == 0 else None
             bars.bar(x, ratio, width=0.9 * width, color=color, label=label)
-            bars.errorbar(x, ratio, [[ratio - low], [high - ratio]], color="#333333", lw=0.9)
-    bars.axhline(1, color="#333333", lw=1)
+            bars.errorbar(x, ratio, [[ratio - low], [high - ratio]], color=_LINE, lw=0.9)
+    bars.axhline(1, color=_LINE, lw=1)
     bars.set_xticks(range(len(SHAPES)), labels, fontsize=8)
-    bars.set_ylim(0, 1.3)
     threads = peers["hardware"]["threads"]
-    bars.set_title(f"One layer, forward + backward, {threads} CPU threads")
-    bars.set_ylabel("this layer's time over theirs\n(below 1: this layer is faster)")
-    for axis in (curve, bars):
-        axis.legend(frameon=False, fontsize=8, ncols=2 if axis is bars else 1)
+    title = f"One layer, forward + backward, {threads} CPU threads"
+    ylabel = "this layer's time over theirs\n(below 1: this layer is faster)"
+    bars.set(ylim=(0, 1.3), title=title, ylabel=ylabel)
+    for axis, columns in ((curve, 1), (bars, 2)):
+        axis.legend(frameon=False, fontsize=8, ncols=columns)
         axis.grid(alpha=0.4, axis="y")
         axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def draw_balance(path: Path) -> None:
     """Draw the three panels of balance.png."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(12, 3.6), dpi=110, layout="constrained")
     before, after, bars = figure.subplots(1, 3, width_ratios=[1, 1, 1.5])
     rows_E = [4600, 900, 700, 500, 400, 400, 300, 200]  # of 8 experts on 4 ranks
+    at_home = [(e // 2, e, rows) for e, rows in enumerate(rows_E)]
+    _loads(before, at_home, "Rows without help")
     moves = plan_moves(rows_E, 4)
-    parts = [(e // 2, e, rows) for e, rows in enumerate(rows_E)]
-    _loads(before, parts, "Rows without help")
     helped = [(move.helper, move.expert, move.end - move.begin) for move in moves]
-    for _, expert, rows in helped:
-        rows_E[expert] -= rows
-    parts = [(e // 2, e, rows) for e, rows in enumerate(rows_E)] + helped
+    left = {e: sum(rows for _, expert, rows in helped if expert == e) for e in range(8)}
+    parts = [(rank, e, rows - left[e]) for rank, e, rows in at_home] + helped
     _loads(after, parts, "Rows with help (hatched: weights travelled)")
 
     found = read(RESULTS / "balance-2.json")["results"]
@@ -100,33 +101,29 @@ def draw_balance(path: Path) -> None:
             x = place + 0.4 * (number - 0.5)
             bars.bar(x, ratio, 0.36, color=color, label=case if place == 0 else None)
             bars.text(x, ratio + 0.02, f"{ratio:.2f}", ha="center", fontsize=8)
-    bars.axhline(1, color="#333333", lw=1)
+    bars.axhline(1, color=_LINE, lw=1)
     bars.set_xticks(range(len(found)), list(found))
     bars.set(title="Step of 2 ranks (CPU)", xlabel="utilisation of the ranks")
     bars.set_ylabel("time over that of even loads")
     bars.legend(frameon=False, fontsize=8)
-    for axis in (before, after, bars):
-        axis.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def _loads(axis, parts, title):
     """Draw (rank, expert, rows) as stacked bars of ranks."""
     ends = [0.0] * 4
-    dark = ["#1d4ed8", "#2f5d50", "#c2570c", "#6b7280"]
+    dark = [_BLUE, "#2f5d50", "#c2570c", "#6b7280"]
     light = ["#93b4f5", "#93c9b5", "#f0b48a", "#c8cdd6"]
     for rank, expert, rows in parts:
         helped, shade = rank != expert // 2, (dark, light)[expert % 2][expert // 2]
         style = {"hatch": "//", "edgecolor": "white"} if helped else {}
         axis.bar(rank, rows, bottom=ends[rank], color=shade, **style)
         if rows > 250:
-            where = ends[rank] + rows / 2
+            style = {"ha": "center", "va": "center", "color": "white", "fontsize": 8}
             box = {"color": shade, "pad": 1}
-            style = {"ha": "center", "va": "center", "color": "white", "fontsize": 8, "bbox": box}
-            axis.text(rank, where, f"e{expert}", **style)
+            axis.text(rank, ends[rank] + rows / 2, f"e{expert}", bbox=box, **style)
         ends[rank] += rows
-    axis.axhline(sum(ends) / 4, color="#333333", lw=1, ls="--")
+    axis.axhline(sum(ends) / 4, color=_LINE, lw=1, ls="--")
     axis.set_xticks(range(4), [f"rank {rank}" for rank in range(4)])
     axis.set_ylim(0, 5800)
     axis.set_title(title, fontsize=10)
@@ -134,10 +131,6 @@ def _loads(axis, parts, title):
 
 if __name__ == "__main__":
     quiet_logs()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    text = "for the pictures (default: that of the results)"
-    parser.add_argument("folder", nargs="?", type=Path, default=FIGURES, help=text)
-    folder = parser.parse_args().folder
     for name, function in (("overview.png", draw), ("balance.png", draw_balance)):
-        function(folder / name)
-        say(f"drawn: {folder / name}")
+        function(FIGURES / name)
+        say(f"drawn: {FIGURES / name}")

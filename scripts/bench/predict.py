@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from shapes import DTYPES, LayerShape
+from layers import DTYPES, LayerShape
 
 import fairseq_tutel
 

@@ -17,15 +17,35 @@ import torch
 import torch.distributed as dist
 from record import describe_run, quiet_logs, say, write_json
 
-COMMON = {
+# name -> (default, help), or (default, help, names that are known)
+Options = Mapping[str, tuple | None]
+
+
+def words(text: str) -> list[str]:
+    """Read an option with commas."""
+    return text.split(",")
+
+
+def numbers(text: str) -> list[int]:
+    """Read whole numbers with commas."""
+    return [int(word) for word in text.split(",")]
+
+
+COMMON: Options = {
     "threads": (int, "CPU threads (default: torch's)"),
-    "device": (str, "cpu or cuda (default: cuda if there is a GPU)"),
+    "device": (str, "default: cuda if there is a GPU", ("cpu", "cuda")),
     "tiny": (False, "rehearsal: sizes and repetitions cut down"),
     "seed": (1, "of weights and inputs"),
+    "repetitions": (int, "of each case (default: the benchmark's own number)"),
     "output": (Path, "JSON file (default: in runs/bench)"),
 }
-CLOCK = {"clock": ("device", "device, wall, or processor: of one thread on a busy machine")}
-Options = Mapping[str, tuple[Any, str]]
+CLOCK: Options = {
+    "clock": (
+        "device",
+        "processor: one thread's time, on a busy machine",
+        ("device", "wall", "processor"),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -36,11 +56,6 @@ class Ranks:
     rank: int = 0
     world_size: int = 1
     backend: str = ""
-
-    @property
-    def first(self) -> bool:
-        """Whether this rank prints and writes."""
-        return self.rank == 0
 
     def expect_several(self) -> None:
         """Raise ValueError in a single process."""
@@ -70,6 +85,12 @@ class Ranks:
         """Return the sums over all ranks, element by element. Collective."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
+    def agree(self, reasons: Mapping[str, str | None]) -> dict[str, str]:
+        """Return name -> reason of what some rank cannot run: all take part or none. Collective."""
+        anywhere = self.slowest([float(reason is not None) for reason in reasons.values()])
+        pairs = zip(reasons.items(), anywhere, strict=True)
+        return {name: why or "another rank cannot run it" for (name, why), skip in pairs if skip}
+
     def _reduce(self, values: Sequence[float], how: dist.ReduceOp) -> list[float]:
         if self.world_size == 1:
             return list(values)
@@ -82,7 +103,6 @@ class Ranks:
 def choose_device(name: str | None) -> torch.device:
     """Return the device of this local rank; ValueError if there is no such device."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    expect_known("--device", [name], ["cpu", "cuda"])
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -93,16 +113,19 @@ def choose_device(name: str | None) -> torch.device:
 
 
 @contextlib.contextmanager
-def connected(device: torch.device, backend: str | None = None) -> Iterator[Ranks]:
-    """Form a process group if the environment names several ranks.
+def connected(device: torch.device) -> Iterator[Ranks]:
+    """Form a process group if the environment names several ranks; a group that is there stays.
 
     They meet at MASTER_ADDR:MASTER_PORT, or at INIT_METHOD (a file, see two_nodes.py).
     """
+    if dist.is_initialized():
+        yield Ranks(device, dist.get_rank(), dist.get_world_size(), dist.get_backend())
+        return
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
         yield Ranks(device)
         return
-    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
         init_method=os.environ.get("INIT_METHOD", "env://"),
@@ -117,49 +140,22 @@ def connected(device: torch.device, backend: str | None = None) -> Iterator[Rank
         dist.destroy_process_group()
 
 
-def words(text: str) -> list[str]:
-    """Read an option with commas."""
-    return text.split(",")
-
-
-def numbers(text: str) -> list[int]:
-    """Read whole numbers with commas."""
-    return [int(word) for word in text.split(",")]
-
-
-def add_options(parser: argparse.ArgumentParser, options: Options) -> None:
-    """Add options from name -> (default, help).
-
-    A type, ``words`` or ``numbers`` in place of a default means None by default.
-    """
-    for name, (default, text) in options.items():
-        if default is False:
-            parser.add_argument(f"--{name}", action="store_true", help=text)
-        elif callable(default):
-            parser.add_argument(f"--{name}", type=default, help=text)
-        else:
-            kind = words if isinstance(default, list) else type(default)
-            shown = ",".join(default) if isinstance(default, list) else default
-            about = f"{text} (default: {shown})" if shown != "" else text
-            parser.add_argument(f"--{name}", type=kind, default=default, help=about)
-
-
 def program(
     doc: str,
     options: Options,
     run: Callable[[argparse.Namespace, Ranks], Any],
     presets: Mapping[str, Any] | None = None,
-    backend: str | None = None,
 ) -> Callable[..., int]:
     """Make the ``main(argv=None)`` of a benchmark; a ValueError is one line and exit code 2.
 
     Args:
         doc: docstring of the benchmark, printed by ``--help``.
-        options: beside or in place of those in COMMON.
+        options: beside or in place of those in COMMON; None: without that one. A list is given
+            with commas. A type, ``words`` or ``numbers`` as default means None by default.
         run: measures, prints and writes; may return an exit code.
         presets: name -> something with an ``about``, listed by ``--help``.
-        backend: of the process group (default: nccl for GPUs); gloo means a CPU.
     """
+    options = {name: given for name, given in {**COMMON, **options}.items() if given}
     about = [f"  {name:16s} {preset.about}" for name, preset in (presets or {}).items()]
 
     def main(argv: Sequence[str] | None = None) -> int:
@@ -168,16 +164,20 @@ def program(
             epilog="\n".join(["presets:", *about]) if about else None,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        add_options(parser, {**COMMON, **options})
+        for name, given in options.items():
+            _add_option(parser, name, *given)
         given = parser.parse_args(argv)
+        given.argv = sys.argv[1:] if argv is None else argv
         warnings.filterwarnings("ignore", category=FutureWarning, module="fairseq")
         quiet_logs()
         if given.threads:
             torch.set_num_threads(given.threads)
-        wanted = getattr(given, "backend", None) or backend
         try:
-            device = choose_device("cpu" if wanted == "gloo" else given.device)
-            with connected(device, wanted) as ranks:
+            for name, (_, _, *known) in options.items():
+                known = known or ([presets] if name == "preset" else [])
+                if known:
+                    expect_known(name, getattr(given, name.replace("-", "_")), known[0])
+            with connected(choose_device(given.device)) as ranks:
                 _check_clock(given, ranks)
                 return run(given, ranks) or 0
         except ValueError as error:
@@ -187,9 +187,22 @@ def program(
     return main
 
 
+def _add_option(parser: argparse.ArgumentParser, name: str, default, text: str, known=()) -> None:
+    text += f"; of {', '.join(known)}" if known else ""
+    if default is False:
+        parser.add_argument(f"--{name}", action="store_true", help=text)
+    elif callable(default):
+        parser.add_argument(f"--{name}", type=default, help=text)
+    else:
+        several = isinstance(default, list)
+        shown = ",".join(default) if several else default
+        kind = words if several else type(default)
+        about = f"{text} (default: {shown})"
+        parser.add_argument(f"--{name}", type=kind, default=default, help=about)
+
+
 def _check_clock(options: argparse.Namespace, ranks: Ranks) -> None:
     clock, threads = getattr(options, "clock", "device"), torch.get_num_threads()
-    expect_known("--clock", [clock], ["device", "wall", "processor"])
     if clock == "processor" and (threads, ranks.world_size, ranks.device.type) != (1, 1, "cpu"):
         raise ValueError(
             f"--clock processor: for one thread of one rank on a CPU, not {threads} of each of "
@@ -197,18 +210,12 @@ def _check_clock(options: argparse.Namespace, ranks: Ranks) -> None:
         )
 
 
-def preset_of(options: argparse.Namespace, ranks: Ranks, on_gpu: str, on_cpu: str, known) -> str:
-    """Return the name of the chosen preset, or the device's default."""
-    name = options.preset or (on_gpu if ranks.device.type == "cuda" else on_cpu)
-    expect_known("--preset", [name], list(known))
-    return name
-
-
-def expect_known(option: str, names: Sequence[str], known: Sequence[str]) -> None:
+def expect_known(option: str, given: str | Sequence[str] | None, known: Sequence[str]) -> None:
     """Raise ValueError for names that an option does not know."""
+    names = [given] if isinstance(given, str) else given or []
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise ValueError(f"{option} {','.join(unknown)}: choose from {', '.join(known)}")
+        raise ValueError(f"--{option} {','.join(unknown)}: choose from {', '.join(known)}")
 
 
 class Report:
@@ -223,7 +230,9 @@ class Report:
 
     seconds_between = 5.0  # two writes of a result that is not complete
 
-    def __init__(self, benchmark: str, ranks: Ranks, path: Path | None, default: str, **about):
+    def __init__(
+        self, benchmark: str, ranks: Ranks, path: Path | str | None, default: str, **about
+    ):
         self.ranks, self.path = ranks, Path(path or f"runs/bench/{default}.json")
         self._about = {**describe_run(benchmark, ranks.device, ranks.world_size), **about}
         self._written, self._said = -math.inf, set()
@@ -244,7 +253,7 @@ class Report:
         """
         self._latest = measured
         due = time.monotonic() - self._written >= self.seconds_between
-        if self.ranks.first and (ended or due):
+        if self.ranks.rank == 0 and (ended or due):
             result = measured()
             write_json({**self._about, **result, "complete": False}, self.path)
             self._written = time.monotonic()
@@ -260,7 +269,7 @@ class Report:
 
     def finish(self, measured: dict[str, Any], show: Callable[[dict], None]) -> None:
         """Print and write the result; all ranks call."""
-        if not self.ranks.first:
+        if self.ranks.rank:
             return
         result = {**self._about, **measured}
         quiet_logs()
@@ -273,6 +282,6 @@ class Report:
 
 
 def goal(text: str, ratio: float, bound: float, at_most: bool = False) -> dict[str, Any]:
-    """Goal of a result: a ratio and its bound, from below or from above."""
+    """Return a goal of a result: a ratio and its bound, from below or from above."""
     reached = ratio <= bound if at_most else ratio >= bound
     return {"goal": text, "ratio": ratio, "bound": bound, "reached": reached}

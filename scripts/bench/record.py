@@ -1,13 +1,15 @@
-"""Record of a benchmark: hardware, versions, command, commit; JSON and tables."""
+"""Record of a benchmark: hardware, versions, command, commit; statistics, JSON and tables."""
 
 import datetime
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import platform
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -116,6 +118,40 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """Return min, p20, p50 and p80, linearly interpolated."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    p20, p50, p80 = tensor.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+    return {"min": min(values), "p20": p20, "p50": p50, "p80": p80}
+
+
+def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
+    """Return (low, median, high); the true median is inside with a probability of ``level``.
+
+    By order statistics: of n values the k-th smallest and largest, with the largest k at which a
+    fair coin shows fewer than k heads in n throws with a probability of at most (1 - level) / 2.
+    Fewer than 6 values give their range.
+    """
+    ordered, n = sorted(values), len(values)
+    k, below = 0, 0.5**n
+    while below <= (1 - level) / 2:
+        k += 1
+        below += math.comb(n, k) * 0.5**n
+    k = max(k, 1)
+    return ordered[k - 1], statistics.median(ordered), ordered[n - k]
+
+
+def ratio_of_pairs(above: Sequence[float], below: Sequence[float]) -> tuple[float, float, float]:
+    """Return the interval of the median of one case's time over another's in the same turn."""
+    return median_interval([a / b for a, b in zip(above, below, strict=True)])
+
+
+def median_ratio(found: dict[str, Any], above: str, below: str) -> float:
+    """Return the median of one case's time over another's, both passes, from a point's record."""
+    raw = found["raw_ms"]
+    return ratio_of_pairs(raw[above]["both"], raw[below]["both"])[1]
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

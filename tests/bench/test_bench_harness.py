@@ -2,16 +2,22 @@
 
 import json
 import time
+from argparse import Namespace
 from collections import Counter
 
 import harness
 import pytest
 import record
 import torch
-from harness import Case, Point, call, peak_memory, percentiles, sweep, time_cases
-from program import Ranks, Report, goal
+from harness import Case, Goal, Point, call, peak_memory, sweep, time_cases
+from program import Ranks
+from record import median_interval, percentiles
 
 RANKS = Ranks(torch.device("cpu"))
+
+
+def options(path):
+    return Namespace(tiny=False, repetitions=None, output=path)
 
 
 def test_percentiles():
@@ -22,7 +28,7 @@ def test_percentiles():
 @pytest.mark.parametrize("count, low, high", [(5, 1, 5), (6, 1, 6), (9, 2, 8), (61, 23, 39)])
 def test_interval_of_a_median(count, low, high):
     """By the table of the sign test; fewer than 6 values give their range."""
-    found = harness.median_interval(list(map(float, range(count, 0, -1))))
+    found = median_interval(list(map(float, range(count, 0, -1))))
     assert found == (low, (count + 1) / 2, high)
 
 
@@ -71,40 +77,42 @@ def test_an_interrupted_run_keeps_its_repetitions_and_prints_its_goals(tmp_path,
 
     path = tmp_path / "x.json"
     cases = [Case("this", call(stops)), Case("that", call(lambda: None))]
-    goals = lambda results: [goal("is fast", 0.5, 1.0, at_most=True)]  # noqa: E731
-    with pytest.raises(KeyboardInterrupt), Report("x", RANKS, path, "") as report:
-        sweep(report, [Point("p", cases)], RANKS, 9, warmup=0, goals=goals)
+    point = Point("p", cases, derive=lambda found: {"this": {"share": 0.5}})
+    point.goals = [Goal("this", "share", 1.0, at_most=True), Goal("this", "unknown", 1.0)]
+    with pytest.raises(KeyboardInterrupt):
+        sweep("x", options(path), RANKS, [point], repetitions=9, warmup=0)
     result = json.loads(path.read_text(encoding="utf-8"))
     assert result["complete"] is False
     found = result["results"]["p"]
     assert len(found["raw_ms"]["that"]["forward"]) == 3
     low, middle, high = found["this_over"]["that"]
     assert low <= middle <= high
-    assert "goal: is fast: 0.50, reached" in capsys.readouterr().out
+    assert "goal: p, this: share at most 1: 0.50, reached" in capsys.readouterr().out
 
 
 def test_goals_are_printed_once_as_a_point_ends(tmp_path, capsys):
-    points = (Point(name, [Case("this", call(lambda: None))]) for name in "ab")
     said = []
 
-    def goals(results):
-        said.append(capsys.readouterr().out)
-        return [goal(f"goal of {name}", 2.0, 1.0) for name in results]
+    def points():
+        for name in "ab":
+            figures = lambda found: {"this": {"share": 2.0}}  # noqa: E731
+            case, bound = Case("this", call(lambda: None)), Goal("this", "share", 3.0)
+            yield Point(name, [case], derive=figures, goals=[bound])
+            said.append(capsys.readouterr().out)
 
-    with Report("x", RANKS, tmp_path / "x.json", "") as report:
-        sweep(report, points, RANKS, 1, goals=goals)
+    sweep("x", options(tmp_path / "x.json"), RANKS, points(), repetitions=1)
     said.append(capsys.readouterr().out)
-    text = "".join(said)
-    assert text.count("goal of a") == text.count("goal of b") == 1
-    assert text.index("goal of a") < text.index("goal of b") < text.index("written")
+    for name, text in zip("ab", said, strict=False):
+        assert f"goal: {name}, this: share at least 3: 2.00, NOT reached" in text
+    assert "".join(said).count("goal:") == 2 and "written" in said[-1]
 
 
 def test_what_finds_no_memory_is_left_out(tmp_path):
     def full():
         raise torch.cuda.OutOfMemoryError("as CUDA says it")
 
-    with Report("x", RANKS, tmp_path / "x.json", "") as report:
-        results = sweep(report, [Point("p", [Case("large", call(full))])], RANKS, 1)
+    points = [Point("p", [Case("large", call(full))])]
+    results = sweep("x", options(tmp_path / "x.json"), RANKS, points, repetitions=1)
     assert results["p"]["not_run"] == {"large": "it ran out of memory on this GPU"}
 
 
