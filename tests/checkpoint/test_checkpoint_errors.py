@@ -80,6 +80,8 @@ WRONG = {
     r"m-rank-2.pt.* \[2\] float32":
     ("rank-2", lambda s: s["model"].update({EXPERT: torch.zeros(2)})),
     "m-rank-2.pt: holds 0 experts, expected 1": ("rank-2", lambda s: s["model"].clear()),
+    r"m-rank-2.pt: has experts \[0, 2\] but lacks \[1\]":
+    ("rank-2", lambda s: s["model"].update({EXPERT.replace(".0.", ".2."): torch.zeros(6)})),
     "m-rank-3.pt: lacks the optimizer state": ("rank-3", lambda s: s.pop("last_optimizer_state")),
 }  # fmt: skip
 

@@ -1,15 +1,12 @@
 """Names of files and of experts."""
 
 import pytest
-import torch
 
 from fairseq_tutel.checkpoint.layout import (
     CheckpointError,
     CheckpointSet,
     count_rank_files,
-    expert_forms,
     experts_of_rank,
-    gate_experts,
 )
 
 
@@ -43,30 +40,3 @@ def test_experts_of_rank_in_groups():
     for size in (3, 4):
         with pytest.raises(CheckpointError, match=f"={size} .* must divide the number of ranks, 4"):
             experts_of_rank(0, 4, 6, size)
-
-
-def test_expert_forms_finds_gaps_and_differences():
-    good = {"experts.0.w": torch.zeros(2), "experts.1.w": torch.zeros(2)}
-    assert expert_forms(good, "f") == (2, {"experts.*.w": "[2] float32"})
-    named = {"experts.0.w": {"b": 1, "a": 2}}
-    assert expert_forms(named, "f") == (1, {"experts.*.w": "['a', 'b']"})
-    assert expert_forms({}, "f") == (0, {})
-    for more, message in (
-        ({"experts.3.w": torch.zeros(2)}, r"f: has experts \[0, 1, 3\] but lacks \[2\]"),
-        ({"experts.1.w": torch.zeros(3)}, r"f: expert 1 .*\[3\] float32 against \[2\] float32"),
-        ({"experts.1.b": torch.zeros(3)}, "experts.*.b: .*against absent"),
-        ({"w": torch.zeros(3)}, "f: 'w' is not of an expert"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            expert_forms(good | more, "f")
-
-
-def test_gate_rows_give_the_number_of_experts():
-    keys = ["x.1.moe_layer.experts.0.w", "x.3.moe_layer.experts.0.w"]
-    gates = {f"x.{i}.moe_layer.gate.wg.weight": torch.zeros(4, 2) for i in (1, 3)}
-    assert gate_experts(gates, keys) == 4
-    assert gate_experts(gates, keys, null_experts=1) == 3
-    assert gate_experts({}, keys) is None
-    gates["x.3.moe_layer.gate.wg.weight"] = torch.zeros(8, 2)
-    with pytest.raises(CheckpointError, match="differ in their number of experts"):
-        gate_experts(gates, keys)

@@ -182,6 +182,10 @@ def test_gate_rows_of_null_experts_are_no_experts(tmp_path):
         first = loaded[expert_name(3, 0, "fc1.weight")]
         assert torch.equal(first, reference.model[expert_name(3, 2, "fc1.weight")])
         assert inspect(str(tmp_path / name))["problems"] == []
+    state["model"]["decoder.layers.3.moe_layer.gate.wg.weight"] = torch.zeros(8, 4)
+    torch.save(state, tmp_path / "merged.pt")
+    with pytest.raises(CheckpointError, match="the MoE layers differ in their number of experts"):
+        load_for_rank(str(tmp_path / "merged.pt"), rank=0, world_size=1)
 
 
 def test_copy_needs_a_source_and_may_have_its_name(tmp_path):

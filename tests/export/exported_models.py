@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,3 +119,31 @@ def sentences(rows: int = 3, length: int = 8) -> torch.Tensor:
 def logits_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """fairseq's."""
     return model(src_tokens=tokens, src_lengths=None)[0]
+
+
+def interactive(programs, saved: Saved, texts: list[str], *words: str):
+    """fairseq-interactive's hypotheses of every text, best first: (score in nats, words)."""
+    command = [
+        "fairseq-interactive", str(saved.data), "--user-dir", "fairseq_tutel", "--cpu",
+        "--path", str(saved.path), "--max-len-a", "0", "--buffer-size", "9", *words,
+    ]  # fmt: skip
+    done = programs.run(command, text="".join(f"{text}\n" for text in texts))
+    assert done.status == 0, done.text[-2000:]
+    found = [[] for _ in texts]
+    for number, score, text in re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", done.stdout, re.MULTILINE):
+        found[int(number)].append((float(score) * math.log(2), text))
+    return found
+
+
+def generate(model, inputs, length: int, **options):
+    """What ``generate`` returns, ended as fairseq ends texts: at a length of so many symbols the
+    only choice is ``</s>``, with the score that it has."""
+    return model.generate(
+        **inputs,
+        max_length=length + 2,
+        prefix_allowed_tokens_fn=lambda _, ids: range(VOCABULARY) if len(ids) <= length else [2],
+        return_dict_in_generate=True,
+        output_scores=True,
+        do_sample=False,
+        **options,
+    )

@@ -1,7 +1,6 @@
 """Exported models in transformers: fairseq's logits, hypotheses and tokenization."""
 
 import json
-import math
 import re
 import shutil
 import sys
@@ -10,7 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from exported_models import CASES, VOCABULARY, logits_of, make, sentences, write_dictionary
+from exported_models import (
+    CASES,
+    VOCABULARY,
+    generate,
+    interactive,
+    logits_of,
+    make,
+    sentences,
+    write_dictionary,
+)
 from helpers.assertions import assert_same_state
 from helpers.golden import GOLDEN
 
@@ -123,34 +131,14 @@ def prompts():
     return ["", "w5", "w3 w4 w1 w22 w0", "w9 w8 w7"]
 
 
-def interactive(programs, saved, prompts, *words):
-    """Hypotheses of every prompt, best first: (score in nats, words)."""
-    command = [
-        "fairseq-interactive", str(saved.data), "--task", "language_modeling",
-        "--user-dir", "fairseq_tutel", "--path", str(saved.path), "--cpu", "--max-len-a", "0",
-        "--buffer-size", "9", *words,
-    ]  # fmt: skip
-    done = programs.run(command, text="".join(f"{prompt}\n" for prompt in prompts))
-    assert done.status == 0, done.text[-2000:]
-    found = [[] for _ in prompts]
-    for number, score, text in re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", done.stdout, re.MULTILINE):
-        found[int(number)].append((float(score) * math.log(2), text))
-    return found
+def hypotheses_of_fairseq(programs, saved, prompts, *words):
+    return interactive(programs, saved, prompts, "--task", "language_modeling", *words)
 
 
 def continued(model, tokenizer, prompt, length, **options):
-    """Texts and scores of ``generate`` for a prompt, ended as fairseq ends them: at a length of so
-    many symbols the only choice is ``</s>``, with the score that it has."""
+    """Texts of ``generate`` for a prompt, and what it returns."""
     tokens = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    everything = list(range(len(tokenizer)))
-    found = model.generate(
-        tokens,
-        max_length=length + 2,
-        prefix_allowed_tokens_fn=lambda _, ids: everything if len(ids) <= length else [2],
-        return_dict_in_generate=True,
-        output_scores=True,
-        **options,
-    )
+    found = generate(model, {"input_ids": tokens}, length, **options)
     texts = []
     for numbers in found.sequences.tolist():
         numbers = numbers[1 : numbers.index(2, 1)]  # up to </s>; fairseq does not print <s>
@@ -165,9 +153,9 @@ def score_of(model, tokens):
 
 
 def test_greedy_search_is_that_of_fairseq_interactive(model, tokenizer, saved, prompts, programs):
-    want = interactive(programs, saved, prompts, "--beam", "1", "--max-len-b", "16")
+    want = hypotheses_of_fairseq(programs, saved, prompts, "--beam", "1", "--max-len-b", "16")
     for prompt, ((_, text),) in zip(prompts, want, strict=True):
-        (got,), _ = continued(model, tokenizer, prompt, 16, do_sample=False)
+        (got,), _ = continued(model, tokenizer, prompt, 16)
         assert got == text and text.startswith(prompt)
     assert len({len(text.split()) for ((_, text),) in want}) > 1
 
@@ -175,10 +163,10 @@ def test_greedy_search_is_that_of_fairseq_interactive(model, tokenizer, saved, p
 def test_beam_search_is_that_of_fairseq_interactive(model, tokenizer, saved, prompts, programs):
     """All hypotheses and their scores, in their order."""
     words = ("--beam", "4", "--nbest", "4", "--max-len-b", "14", "--unnormalized")
-    want = interactive(programs, saved, prompts, *words)
+    want = hypotheses_of_fairseq(programs, saved, prompts, *words)
     for prompt, hypotheses in zip(prompts, want, strict=True):
         texts, found = continued(
-            model, tokenizer, prompt, 14, do_sample=False, num_beams=4, num_return_sequences=4,
+            model, tokenizer, prompt, 14, num_beams=4, num_return_sequences=4,
             early_stopping=True, length_penalty=0.0,
         )  # fmt: skip
         # fairseq's scores have those of the prompt's words in them
@@ -191,11 +179,9 @@ def test_beam_search_is_that_of_fairseq_interactive(model, tokenizer, saved, pro
 
 def test_without_a_prompt_scores_are_divided_by_the_length_alike(model, tokenizer, saved, programs):
     words = ("--beam", "4", "--nbest", "4", "--max-len-b", "14")
-    (want,) = interactive(programs, saved, [""], *words)
-    texts, found = continued(
-        model, tokenizer, "", 14, do_sample=False, num_beams=4, num_return_sequences=4,
-        early_stopping=True,
-    )  # fmt: skip
+    (want,) = hypotheses_of_fairseq(programs, saved, [""], *words)
+    options = {"num_beams": 4, "num_return_sequences": 4, "early_stopping": True}
+    texts, found = continued(model, tokenizer, "", 14, **options)
     assert texts == [text for _, text in want]
     assert found.sequences_scores.tolist() == pytest.approx([s for s, _ in want], abs=2e-5)
 
@@ -203,9 +189,7 @@ def test_without_a_prompt_scores_are_divided_by_the_length_alike(model, tokenize
 def test_left_padding_changes_nothing(model, tokenizer, prompts):
     batch = tokenizer(prompts, padding=True, return_tensors="pt")
     assert batch["input_ids"][0, 0] == tokenizer.pad_token_id
-    together = logits_there(model, **{"tokens": batch["input_ids"]} | {
-        "attention_mask": batch["attention_mask"]
-    })  # fmt: skip
+    together = logits_there(model, batch["input_ids"], attention_mask=batch["attention_mask"])
     options = {"max_new_tokens": 6, "do_sample": False}
     continued_together = model.generate(**batch, **options)
     for row, prompt in enumerate(prompts):

@@ -1,12 +1,17 @@
 """Translation models as transformers' NllbMoe: fairseq's logits, hypotheses and tokenization."""
 
 import logging
-import math
-import re
 
 import pytest
 import torch
-from exported_models import NLLB_CASES, VOCABULARY, make_translation, write_dictionary
+from exported_models import (
+    NLLB_CASES,
+    VOCABULARY,
+    generate,
+    interactive,
+    make_translation,
+    write_dictionary,
+)
 
 from fairseq_tutel.export import TokenizerFiles, export_huggingface
 
@@ -75,39 +80,20 @@ def exported(saved):
 SENTENCES = ["w5", "w3 w4 w1 w22 w0", "w9 w8 w7", "nothing w2"]
 
 
-def interactive(programs, saved, *words):
-    """Hypotheses of every sentence, best first: (score in nats, words)."""
-    command = [
-        "fairseq-interactive", str(saved.data), *LANGUAGES.split(), "--user-dir", "fairseq_tutel",
-        "--path", str(saved.path), "--cpu", "--max-len-a", "0", "--buffer-size", "9", *words,
-    ]  # fmt: skip
-    done = programs.run(command, text="".join(f"{sentence}\n" for sentence in SENTENCES))
-    assert done.status == 0, done.text[-2000:]
-    found = [[] for _ in SENTENCES]
-    for number, score, text in re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", done.stdout, re.MULTILINE):
-        text = text.removeprefix("__en__").strip()
-        found[int(number)].append((float(score) * math.log(2), text))
-    return found
+def hypotheses_of_fairseq(programs, saved, *words):
+    """Of every sentence, without the token of the language."""
+    found = interactive(programs, saved, SENTENCES, *LANGUAGES.split(), *words)
+    return [[(s, text.removeprefix("__en__").strip()) for s, text in each] for each in found]
 
 
 def translated(folder, sentence, length, **options):
     """Texts, and what ``generate`` returns; a translation of ``length`` symbols is ended."""
     from transformers import AutoTokenizer
 
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), load(folder)
-    everything = list(range(VOCABULARY))
+    tokenizer, texts = AutoTokenizer.from_pretrained(folder), []
     language = tokenizer.convert_tokens_to_ids("__en__")
-    found = model.generate(
-        **tokenizer(f"__de__ {sentence}", return_tensors="pt"),
-        forced_bos_token_id=language,
-        max_length=length + 2,
-        prefix_allowed_tokens_fn=lambda _, ids: everything if len(ids) <= length else [2],
-        return_dict_in_generate=True,
-        output_scores=True,
-        do_sample=False,
-        **options,
-    )
-    texts = []
+    given = tokenizer(f"__de__ {sentence}", return_tensors="pt")
+    found = generate(load(folder), given, length, forced_bos_token_id=language, **options)
     for numbers in found.sequences.tolist():
         assert numbers[:2] == [2, language]
         words = tokenizer.convert_ids_to_tokens(numbers[2 : numbers.index(2, 1)])
@@ -117,7 +103,7 @@ def translated(folder, sentence, length, **options):
 
 @pytest.mark.extras
 def test_greedy_search_is_that_of_fairseq(exported, saved, programs):
-    want = interactive(programs, saved, "--beam", "1", "--max-len-b", "12")
+    want = hypotheses_of_fairseq(programs, saved, "--beam", "1", "--max-len-b", "12")
     for sentence, ((_, text),) in zip(SENTENCES, want, strict=True):
         assert translated(exported, sentence, 12)[0] == [text]
     assert len({text for ((_, text),) in want}) > 1
@@ -127,7 +113,7 @@ def test_greedy_search_is_that_of_fairseq(exported, saved, programs):
 def test_beam_search_is_that_of_fairseq(exported, saved, programs):
     """All hypotheses in their order; fairseq's scores have that of the language token in them."""
     words = ("--beam", "4", "--nbest", "4", "--max-len-b", "12", "--unnormalized")
-    want = interactive(programs, saved, *words)
+    want = hypotheses_of_fairseq(programs, saved, *words)
     for sentence, hypotheses in zip(SENTENCES, want, strict=True):
         texts, found = translated(
             exported, sentence, 12, num_beams=4, num_return_sequences=4, early_stopping=True,

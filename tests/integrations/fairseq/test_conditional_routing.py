@@ -119,15 +119,6 @@ def test_names_are_the_branchs_which_stores_some_twice():
     assert list(read) == list(state) and len(split_dense_expert(read)[1]) == 2 * 4 * 4
 
 
-def test_off_by_default():
-    cfg = pair_config("--moe-expert-count", "4")
-    task = tasks.setup_task(cfg.task)
-    model = task.build_model(cfg.model)
-    assert not any("cmr" in name or "layers.1.fc1" in name for name in model.state_dict())
-    output = task.build_criterion(cfg.criterion)(model, make_pairs(1))[2]
-    assert "cmr_gate_loss" not in output
-
-
 def _share_of(rank):
     generator = torch.Generator().manual_seed(rank)
     return torch.rand(3 + 2 * rank, generator=generator).requires_grad_()

@@ -68,16 +68,6 @@ def test_every_freq_th_layer_is_sparse(freq, layers, sparse):
     assert len(extra["moe"]) == len(sparse) and all(isinstance(a, MoEAux) for a in extra["moe"])
 
 
-def test_state_dict_differs_from_the_dense_one_in_the_ffn_only():
-    dense = set(build(moe=False).state_dict())
-    sparse = set(build("--moe-expert-count", "2").state_dict())
-    ffn, layer = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"), "decoder.layers.1"
-    assert dense - sparse == {f"{layer}.{name}" for name in ffn}
-    assert sparse - dense == {f"{layer}.moe_layer.gate.wg.weight"} | {
-        f"{layer}.moe_layer.experts.{j}.{name}" for j in (0, 1) for name in ffn
-    }
-
-
 def test_without_sparse_layers_it_is_the_stock_model_to_the_bit():
     model, stock = build("--moe-freq", "0"), build(moe=False)
     assert type(stock) is TransformerLanguageModel and not model.moe_layers
@@ -166,16 +156,6 @@ def test_one_expert_is_the_dense_layer(kind, before):
     assert_close("output", out, want, torch.float32)
 
 
-def test_padding_is_not_routed_if_asked():
-    batch = make_batch(1, lengths=[8, 2])
-    loads = []
-    for words in ((), ("--use-moe-pad-mask",)):
-        model = build("--moe-expert-count", "4", "--moe-capacity-factor", "0", *words)
-        out, extra = forward(model, batch)
-        loads.append(int(extra["moe"][0].load_E.sum()))
-    assert loads == [2 * 16, 2 * 10]
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -211,15 +191,6 @@ def test_stable_embedding_is_normalised_in_fp32():
     assert rms_ratio(embed(tokens), want) < 2e-3
 
 
-def test_a_network_of_experts_is_chosen_by_name():
-    words = ("--moe-expert-count", "2", "--moe-expert-network", "swiglu", "--activation-fn", "relu")
-    model = build(*words, "--moe-swiglu-bias")
-    names = {n.split("experts.1.")[1] for n in model.state_dict() if ".experts.1." in n}
-    assert names == {f"{p}.{k}" for p in ("fc_gate", "fc1", "fc2") for k in ("weight", "bias")}
-    assert not any(n.endswith("fc_gate.bias") for n in build(*words).state_dict())
-    assert torch.isfinite(forward(model)[0]).all()
-
-
 def _on_two_ranks(cfg):
     rank, _ = process_world()
     task = tasks.setup_task(cfg.task)
@@ -252,24 +223,6 @@ def test_simulation_of_many_ranks_in_one_process(caplog):
     assert torch.isfinite(out).all()
     assert model.moe_layers[1].experts.fc1_weight.shape[0] == 2
     assert model.moe_layers[1].experts.fc1_weight.grad.abs().sum() > 0
-
-
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        ({"character_embeddings": True}, "--character-embeddings"),
-        ({"adaptive_input": True}, "--adaptive-input"),
-        ({"adaptive_softmax_cutoff": "50"}, "--adaptive-softmax-cutoff"),
-        ({"moe_freq": 5}, "--moe-freq 5 makes no MoE layer among 2 decoder layers"),
-        ({"moe_top_k": 3, "moe_expert_count": 2}, "--moe-top-k 3 must lie between"),
-    ],
-)
-def test_configs_that_never_saw_the_command_line_are_checked_too(given, message):
-    """Hydra builds the model from a config."""
-    cfg = make_config()
-    cfg.model.update(given)
-    with pytest.raises(ValueError, match=message):
-        tasks.setup_task(cfg.task).build_model(cfg.model)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])

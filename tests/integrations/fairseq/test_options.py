@@ -237,14 +237,9 @@ CONFLICTS = {
     "--moe-force-load 3,1": "--moe-force-load 3,1 makes a training worthless: give --moe-benchmark",
     "--moe-load-bias quantile":
     "--moe-load-bias quantile needs --moe-second-expert-policy all, not 'sampling'",
-    "--moe-unnormalized-weights --moe-normalize-gate-prob-before-dropping":
-    "--moe-normalize-gate-prob-before-dropping and --moe-unnormalized-weights contradict",
-    "--moe-batch-prioritized-routing --moe-drop-policy random":
-    "--moe-batch-prioritized-routing and --moe-drop-policy random both say",
     "--moe-expert-placement sliced --moe-expert-parallel-size 2":
     "--moe-expert-placement sliced | --moe-expert-parallel-size 2",
     "--moe-parallelism-r 2": "--moe-parallelism-r 2 | --moe-expert-placement replicated",
-    "--moe-load-importance-loss": "needs a --moe-gate-noise > 0 | --moe-gate-noise 0.0",
     "--moe-overlap-degree 3": "--moe-overlap-degree 3 must be one of 1, 2, 4, 8, or auto",
     "--moe-parallelism-r x": "--moe-parallelism-r x must be a whole number, or auto",
     "--moe-parallelism-r -1": "--moe-parallelism-r -1 must be at least 0, or auto",
@@ -260,6 +255,7 @@ CONFLICTS = {
     "--moe-swiglu-bias": "--moe-swiglu-bias True is an option of another expert_network",
     "--base-layers 1": "--base-layers 1 cannot",
     "--scale-fc": "--scale-fc",
+    "--character-embeddings": "--character-embeddings True cannot be combined with MoE layers",
 }  # fmt: skip
 
 

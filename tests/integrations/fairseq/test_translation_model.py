@@ -188,14 +188,12 @@ def _passes(words):
     return len(calls), [aux.num_slots for aux in extra["moe"]]
 
 
-def test_ranks_agree_once_for_both_stacks():
-    found = run_ranks(_passes, 2, FOUR)
+@pytest.mark.parametrize(
+    "words, slots", [((), [4 * 2 * 4, 4 * 2 * 6]), (("--decoder-moe-freq", "2"), [4 * 2 * 6])]
+)
+def test_ranks_agree_once_for_both_stacks(words, slots):
     # E * K * ceil(T / E) of the longest: 14 source tokens on rank 1, 24 target tokens on rank 0
-    assert found == [(1, [4 * 2 * 4, 4 * 2 * 6])] * 2
-
-
-def test_one_side_alone_agrees_too():
-    assert run_ranks(_passes, 2, (*FOUR, "--decoder-moe-freq", "2")) == [(1, [4 * 2 * 6])] * 2
+    assert run_ranks(_passes, 2, (*FOUR, *words)) == [(1, slots)] * 2
 
 
 @pytest.mark.parametrize(
@@ -210,6 +208,9 @@ def test_one_side_alone_agrees_too():
         ({"encoder_layerdrop": 0.2}, "--encoder-layerdrop 0.2 cannot be combined with MoE layers"),
         ({"decoder_layers_to_keep": "0,1"}, "--decoder-layers-to-keep 0,1 cannot be combined"),
         ({"quant_noise_pq": 0.1}, "--quant-noise-pq 0.1 cannot be combined"),
+        ({"adaptive_input": True}, "--adaptive-input"),
+        ({"adaptive_softmax_cutoff": "50"}, "--adaptive-softmax-cutoff"),
+        ({"moe_top_k": 3, "moe_expert_count": 2}, "--moe-top-k 3 must lie between"),
         ({"decoder_attention_heads": 7}, "--decoder-embed-dim 512 is not a multiple of --decoder-"),
         ({"moe_top1_expert": True, "moe_top_k": 2}, "contradict each other"),
     ],
