@@ -1,9 +1,8 @@
 """Expert-sharded checkpoint sets: save, load, inspect, merge, reshard, grow.
 
-Needs torch only. The layout on disk is Meta's (``layout.py``), the content fairseq's
-(``state.py``). The ranks of a run call ``save_set`` and ``load_for_rank``. A program that makes one
-set from another calls ``read_set`` and ``write_set``. Command line:
-``python -m fairseq_tutel.checkpoint``.
+The layout on disk is Meta's (``layout.py``), the content fairseq's (``state.py``). The ranks of a
+run call ``save_set`` and ``load_for_rank``. A program that makes one set from another calls
+``read_set`` and ``write_set``.
 """
 
 from .all_ranks import AllRanks

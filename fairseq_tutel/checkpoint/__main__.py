@@ -12,7 +12,7 @@ from typing import Any
 from ..command_line import EXIT_USAGE, CommandLine, columns, run_and_exit
 from ..config.options import at_least, in_range
 from .folders import import_folder
-from .growth.commands import add_commands, run_growth
+from .growth.commands import add_commands
 from .inspection import inspect
 from .layout import CheckpointError
 from .lora import merge_lora
@@ -23,7 +23,7 @@ _PATH_HELP = "NAME.pt, which names a set (NAME-shared.pt, NAME-rank-N.pt) or one
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of ``python -m fairseq_tutel.checkpoint``."""
+    """Build the parser of ``python -m fairseq_tutel.checkpoint``; ``run`` writes a set."""
     parser = CommandLine(
         prog="python -m fairseq_tutel.checkpoint",
         description="Inspect, merge, reshard and import checkpoints with experts, and change the "
@@ -35,12 +35,16 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     show.add_argument("--verify", action="store_true", help="read every byte, check all checksums")
     join = commands.add_parser("merge", help="write one file that holds all experts, for sharing")
+    join.set_defaults(
+        run=lambda a: merge(a.path, a.out, with_optimizer=a.with_optimizer, force=a.force)
+    )
     join.add_argument(
         "--with-optimizer",
         action="store_true",
         help="keep the optimizer state (default: leave it out, for a smaller file)",
     )
     place = commands.add_parser("reshard", help="write a set for another number of ranks")
+    place.set_defaults(run=lambda a: reshard(a.path, a.out, a.ranks, force=a.force))
     place.add_argument(
         "--ranks",
         type=in_range(int, at_least(1)),
@@ -51,10 +55,12 @@ def build_parser() -> argparse.ArgumentParser:
     lora = commands.add_parser(
         "merge-lora", help="write a set whose weights contain the updates of --moe-lora-rank"
     )
+    lora.set_defaults(run=lambda a: merge_lora(a.path, a.out, force=a.force))
     growth = add_commands(commands, _PATH_HELP)
     bring = commands.add_parser(
         "import", help="write a set from a folder of transformers (NllbMoe, or an export)"
     )
+    bring.set_defaults(run=lambda a: import_folder(a.path, a.out, ranks=a.ranks, force=a.force))
     bring.add_argument("--ranks", type=in_range(int, at_least(1)), metavar="W",
                        help="ranks of the new set (default: 1)")  # fmt: skip
     bring.add_argument("path", metavar="FOLDER", help="with config.json and safetensors")
@@ -77,17 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps(report, indent=2) if args.json else format_report(report))
             return 0 if report["consistent"] else _INCONSISTENT
         logging.basicConfig(level=logging.INFO, format="%(message)s")  # progress, on stderr
-        if args.command == "merge":
-            options = {"with_optimizer": args.with_optimizer, "force": args.force}
-            print(merge(args.path, args.out, **options))
-        elif args.command == "merge-lora":
-            print(merge_lora(args.path, args.out, force=args.force))
-        elif args.command == "reshard":
-            print(reshard(args.path, args.out, args.ranks, force=args.force))
-        elif args.command == "import":
-            print(import_folder(args.path, args.out, ranks=args.ranks, force=args.force))
-        else:
-            print(run_growth(args))
+        print(args.run(args))
         return 0
     except BrokenPipeError:  # not an error of a checkpoint
         raise

@@ -37,17 +37,10 @@ class AllRanks:
             )
 
     def run_on_all_ranks(self, what: str, action: Callable[[], str | None]) -> list[str]:
-        """Run ``action`` on every rank and wait for the result of all.
+        """Run ``action`` on every rank; return the texts that it returned, in rank order.
 
-        Args:
-            what: names the step in the error message.
-            action: returns a short text for the other ranks, or None.
-
-        Returns:
-            The texts of all ranks, in rank order ("" where there was none).
-
-        Raises:
-            CheckpointError: on every rank if the action failed on any; names ranks and errors.
+        CheckpointError is raised on every rank if the action failed on any. It names the step by
+        ``what``, the ranks and the errors.
         """
         failure: Exception | None = None
         try:

@@ -98,10 +98,7 @@ def read_record(cset: CheckpointSet) -> CommitRecord | None:
 
 @contextlib.contextmanager
 def changing(cset: CheckpointSet) -> Iterator[str]:
-    """Prepare a change by one process; yield its id, for temporary files and :func:`commit`.
-
-    An earlier unfinished change is finished first. A failed change leaves nothing behind.
-    """
+    """Prepare a change by one process; yield its id, for temporary files and :func:`commit`."""
     os.makedirs(cset.directory or ".", exist_ok=True)
     recover_set(cset)
     operation = new_id()
@@ -112,9 +109,7 @@ def changing(cset: CheckpointSet) -> Iterator[str]:
 def commit(cset: CheckpointSet, operation: str, roles: Collection[Role]) -> None:
     """Run steps 2 to 4: make the set consist of ``roles``, which all have temporary files.
 
-    Raises:
-        CheckpointError: a file is missing, or the file system failed. The old set is untouched
-            unless the message says that the new one is saved.
+    After an error the old set is untouched, unless the message says that the new one is saved.
     """
     names = sorted(map(cset.name_of, roles))
     renames = {_temporary_name(name, operation): name for name in names}

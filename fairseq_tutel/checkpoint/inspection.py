@@ -65,7 +65,7 @@ def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
             tried(verify_file, files[role])
         rows.append(_describe_file(role, files[role], contents[role]))
     reader = tried(SetReader, path)
-    metadata, replicas = reader.metadata if reader else None, 0
+    metadata, replicas = reader and reader.metadata, 0
     if reader is not None and is_of_fairseq(reader.shared):
         tried(check_complete, reader.shared, reader.main_path)
     if reader is not None and reader.kind != MERGED:
@@ -107,20 +107,15 @@ def _check_replica(
     if of not in contents:  # the replica stands in for a missing file
         return
     mine, first = (contents[role].get(MODEL) or {} for role in (number, of))
-    names = sorted(set(mine) ^ set(first))
-    names += [
-        name for name in mine if name in first and not _alike(mine[name], first[name], values)
-    ]
-    if names:
-        raise CheckpointError(
-            f"{reader.cset.path_of(number)}: a replica that differs from "
-            f"{reader.cset.name_of(of)} in {names[0]}"
-        )
-
-
-def _alike(one: torch.Tensor, other: torch.Tensor, values: bool) -> bool:
-    same = one.shape == other.shape and one.dtype == other.dtype
-    return same and (not values or torch.equal(one, other))
+    for name in sorted({*mine, *first}):
+        one, other = mine.get(name), first.get(name)
+        alike = one is not None and other is not None and one.shape == other.shape
+        alike = alike and one.dtype == other.dtype and (not values or torch.equal(one, other))
+        if not alike:
+            raise CheckpointError(
+                f"{reader.cset.path_of(number)}: a replica that differs from "
+                f"{reader.cset.name_of(of)} in {name}"
+            )
 
 
 def _describe_file(role: Role, path: str, content: dict[str, Any]) -> dict[str, Any]:
@@ -156,6 +151,7 @@ def _describe_content(
     main = contents.get(SHARED) or contents.get(MERGED) or next(iter(contents.values()), {})
     history = main.get("optimizer_history") or [{}]
     iterator = (main.get("extra_state") or {}).get("train_iterator") or {}
+    kind = "by name" if optimizer_is_named(main.get(OPTIMIZER)) else "foreign"
     return {
         "moe_layers": list(layers),
         "params_dense": dense.total(),
@@ -164,11 +160,5 @@ def _describe_content(
         "dtypes": dict(dense + expert),
         "num_updates": history[-1].get("num_updates"),
         "epoch": iterator.get("epoch"),
-        "optimizer_state": _optimizer_kind(main.get(OPTIMIZER)),
+        "optimizer_state": "none" if main.get(OPTIMIZER) is None else kind,
     }
-
-
-def _optimizer_kind(optimizer: Any) -> str:
-    if optimizer is None:
-        return "none"
-    return "by name" if optimizer_is_named(optimizer) else "foreign"

@@ -61,8 +61,7 @@ def load_file(path: str) -> dict[str, Any]:
 def save_file(state: Mapping[str, Any], path: str) -> None:
     """Write one file, force it to the disk and check that it can be read back safely.
 
-    Tensors are written from the CPU with a storage of their own, so that a slice of a stack does
-    not drag the whole stack into the file. Tied weights stay one tensor.
+    Tied weights stay one tensor. A slice does not drag its stack into the file.
 
     Raises:
         CheckpointError: ``state`` holds objects that ``load_file`` would refuse.
@@ -113,9 +112,7 @@ class Checksums:
                     self._listed.add((info.file_size, info.CRC))
 
     def check(self, entries: Any) -> None:
-        """Raise CheckpointError for a tensor, in dicts and lists, that differs from the file's
-        checksum.
-        """
+        """Raise CheckpointError for a tensor, in dicts and lists, with another checksum."""
         if not self._listed:
             return
         found = {}

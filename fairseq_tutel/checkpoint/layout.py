@@ -81,18 +81,11 @@ class CheckpointSet:
 
 
 def count_rank_files(num_experts: int, world_size: int, expert_parallel_size: int = 0) -> int:
-    """Return the number of rank files of a set: P if it is chosen, else min(E, W).
-
-    Raises:
-        CheckpointError: E, W and P do not divide.
-    """
+    """Return the number of rank files: P if chosen, else min(E, W); CheckpointError if no fit."""
     try:
-        size = exchange_size(num_experts, world_size, expert_parallel_size)
+        return exchange_size(num_experts, world_size, expert_parallel_size)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
-    if size < 1:
-        raise CheckpointError(f"{num_experts} experts cannot be placed on {world_size} ranks")
-    return size
 
 
 def experts_of_rank(
@@ -111,10 +104,7 @@ def split_key(key: str) -> tuple[str, int, str] | None:
 
 
 def without_aliases(entries: Mapping[str, Value]) -> dict[str, Value]:
-    """Return entries without the second names that the branch ``nllb`` stores.
-
-    These name the module that conditional routing wraps around an MoE layer.
-    """
+    """Return entries without the second names that the branch ``nllb`` has of MoE layers in CMR."""
     return {key: value for key, value in entries.items() if _ALIAS not in key}
 
 
@@ -128,12 +118,9 @@ def split_dense_expert(entries: Mapping[str, Value]) -> tuple[dict[str, Value], 
 
 
 def select_experts(entries: Mapping[str, Value], *, first: int, wanted: range) -> dict[str, Value]:
-    """Keep the ``wanted`` experts, renumbered from 0.
+    """Keep the experts with the global numbers ``wanted``, renumbered from 0.
 
-    Args:
-        entries: expert entries; number j in a key stands for global expert first + j.
-        first: global number of expert 0 of ``entries``.
-        wanted: global numbers to keep; wanted.start becomes expert 0.
+    Number j in a key of ``entries`` stands for global expert first + j.
     """
     kept = {}
     for key, value in entries.items():
@@ -146,9 +133,8 @@ def select_experts(entries: Mapping[str, Value], *, first: int, wanted: range) -
 def expert_forms(entries: Mapping[str, Any], where: str) -> tuple[int, dict[str, str]]:
     """Return the number of experts in the entries of a file, and the form that all of them have.
 
-    The form is {key with "*" for the expert's number: shape and dtype of a tensor, or names in a
-    state}. CheckpointError, which names ``where``, is raised for a dense entry, for numbers that
-    are not 0..E-1, and for experts that differ.
+    The form is {key with "*" for the expert's number: shape and dtype, or names in a state}.
+    CheckpointError is raised for a dense entry, numbers that are not 0..E-1, experts that differ.
     """
     experts: dict[int, dict[str, str]] = {}
     for key, value in entries.items():
@@ -177,13 +163,7 @@ def check_same(
 def gate_experts(
     dense: Mapping[str, Any], expert_keys: Iterable[str], null_experts: int = 0
 ) -> int | None:
-    """Return E by the rows of the gates; None if the layers have no such gate.
-
-    Gate weights are [E + N, M], and named like the layer of the experts; ``null_experts`` is N.
-
-    Raises:
-        CheckpointError: the layers differ.
-    """
+    """Return E by the rows of the gates, [E + N, M]; None if the layers have no such gate."""
     gates = {_of_expert(key, "gates")[0].removesuffix("experts.") for key in expert_keys}
     gates = {f"{prefix}gate.wg.weight" for prefix in gates}
     rows = {gate: dense[gate].shape[0] - null_experts for gate in sorted(gates) if gate in dense}

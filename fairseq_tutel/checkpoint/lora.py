@@ -20,15 +20,11 @@ def merge_lora(src: str, dst: str, *, force: bool = False) -> str:
 
     Args:
         src: a set or merged file of a run with ``--moe-lora-rank``.
-        dst: X.pt of the new set, for as many ranks.
+        dst: X.pt of the new set, for as many ranks; it is returned.
         force: replace what ``dst`` names.
 
-    Returns:
-        The canonical path.
-
     Raises:
-        CheckpointError: ``src`` has no updates, or does not say their alpha; or as of
-            :func:`.store.write_set`.
+        CheckpointError: ``src`` has no updates; or as of :func:`.store.write_set`.
     """
     refuse_target(dst, src, force)
     source = read_set(src)
@@ -55,14 +51,13 @@ def merge_lora(src: str, dst: str, *, force: bool = False) -> str:
 
 def _merged(tensors: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
     """Return weights with their updates added in fp32, in the dtype of the weights."""
-    found = {name: value for name, value in tensors.items() if not _is_update(name)}
-    for name in [name for name in tensors if name.endswith(".lora_A")]:
-        stem = name.removesuffix("lora_A")
-        a, b = (tensors[stem + kind].float() for kind in ("lora_A", "lora_B"))
-        weight = tensors[f"{stem}weight"]
-        found[f"{stem}weight"] = torch.addmm(weight.float(), b, a, alpha=scale).to(weight.dtype)
+    found = {}
+    for name, value in tensors.items():
+        stem, _, kind = name.rpartition(".")
+        if kind == "weight" and (a := tensors.get(f"{stem}.lora_A")) is not None:
+            b = tensors[f"{stem}.lora_B"]
+            merged = torch.addmm(value.float(), b.float(), a.float(), alpha=scale)
+            value = merged.to(value.dtype)
+        if kind not in ("lora_A", "lora_B"):
+            found[name] = value
     return found
-
-
-def _is_update(name: str) -> bool:
-    return name.endswith((".lora_A", ".lora_B"))

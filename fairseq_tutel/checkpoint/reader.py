@@ -73,15 +73,14 @@ def load_for_rank(
         path: X.pt, X-shared.pt, X-rank-N.pt, or a merged file.
         rank, world_size: place of the experts; W = 1 loads all of them.
         expert_parallel_size: P, ranks that hold all experts between them; 0: min(E, W).
-        with_optimizer: also assemble ``last_optimizer_state``.
+        with_optimizer: also assemble ``last_optimizer_state``, if it is keyed by parameter name.
         check_experts: compare experts with their checksums, which reads them.
         gather_texts: if given, all ranks call this function together, and an error on one rank is
             raised on all.
 
     Returns:
         The state of ``state.py`` with this rank's experts numbered from 0, and ``moe_checkpoint``,
-        the metadata of the source (None for Meta's files). There is no optimizer state if it is
-        not stored, not wanted or not keyed by parameter name.
+        the metadata of the source (None for Meta's files).
 
     Raises:
         CheckpointError: names the file that is missing, truncated or foreign, or E and W if the
@@ -201,9 +200,8 @@ class SetReader:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return tensors and optimizer state of the experts with these global numbers, undamaged.
 
-        Returns:
-            (tensors by parameter name, state by parameter name and name of the state), with experts
-            numbered from 0. The state is empty if there is none or it is not wanted.
+        Both are dicts by parameter name, with experts numbered from 0. The state is empty if there
+        is none or it is not wanted.
         """
         model: dict[str, Any] = {}
         named_state: dict[str, Any] = {}
@@ -329,14 +327,10 @@ class SetReader:
 
 
 def locate(path: str) -> tuple[CheckpointSet, dict[Role, str], str]:
-    """Find the set that ``path`` belongs to.
+    """Return the set of ``path``, its files as a reader must see them, and "set" or "merged".
 
-    Returns:
-        The set, its files as a reader must see them, and "set" or "merged".
-
-    Raises:
-        CheckpointError: nothing has that name, the shared file is missing, or a set and a merged
-            file both have the name.
+    CheckpointError is raised if nothing has that name, if the shared file is missing, or if a set
+    and a merged file both have the name.
     """
     cset = CheckpointSet.from_path(path)
     files = visible_files(cset)
@@ -359,16 +353,11 @@ def locate(path: str) -> tuple[CheckpointSet, dict[Role, str], str]:
 
 
 def find_checkpoint(path: str) -> tuple[str, str] | None:
-    """Find a checkpoint for a program that reads single files.
-
-    In the middle of a commit the name may be a temporary one; :func:`.commit.final_path` returns
-    the final one.
+    """Find a checkpoint for a program that reads single files; errors as of :func:`locate`.
 
     Returns:
-        ("set", its shared file) or ("merged", the file); None if nothing has that name.
-
-    Raises:
-        CheckpointError: see :func:`locate`.
+        ("set", its shared file) or ("merged", the file); None if nothing has that name. In the
+        middle of a commit the file has a temporary name (:func:`.commit.final_path`).
     """
     if not path.endswith(".pt") or not visible_files(CheckpointSet.from_path(path)):
         return None

@@ -167,10 +167,8 @@ def map_state(
 ) -> dict[str, Any]:
     """Return a state with changed tensors and optimizer state.
 
-    Args:
-        state: the state.
-        change: (name of a parameter, name of an entry of its optimizer state or None, value) ->
-            value.
+    ``change`` takes the name of a parameter, the name of an entry of its optimizer state or None,
+    and the value.
     """
     changed = {**state, MODEL: {name: change(name, None, v) for name, v in state[MODEL].items()}}
     optimizer = state.get(OPTIMIZER)
@@ -187,9 +185,7 @@ def split_state(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split the state of one rank into the content of the shared file and of its rank file.
 
     Both keep the common entries (cfg, counters, meters), as Meta's files do. Nothing is copied.
-
-    Raises:
-        CheckpointError: the state is not in the form of the module docstring.
+    CheckpointError is raised for a state of another form than the module docstring's.
     """
     if not isinstance(state, Mapping) or not isinstance(state.get(MODEL), Mapping):
         raise CheckpointError(f"a state must be a dict with the parameters under {MODEL!r}")

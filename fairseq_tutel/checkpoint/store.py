@@ -1,9 +1,7 @@
 """Save, rewrite, copy, remove and list checkpoint sets, each set as one thing.
 
-All ranks of a run call ``save_set``, each with its own part. A single process that has all experts,
-or makes them, calls ``write_set``. Several ranks pass :class:`.all_ranks.AllRanks`, which raises
-errors of one rank on all; this package does not import torch.distributed. Every rank makes the same
-calls, whatever happens, so that no rank waits for one that failed.
+Several ranks pass :class:`.all_ranks.AllRanks`, which raises errors of one rank on all. Every rank
+makes the same calls, whatever happens, so that no rank waits for one that failed.
 
 Rewriting moves tensors and never computes with them. The optimizer state of an expert is stored by
 the expert's own name, complete with its scalars, so that every bit survives.
@@ -129,7 +127,7 @@ def write_set(
     :class:`SetReader` does. An error, or a signal, leaves nothing behind.
 
     Args:
-        path: X.pt.
+        path: X.pt; the canonical path is returned.
         shared: everything but the experts, as :meth:`SetReader.shared_state` returns it.
         experts: function that is called once for each file, with the experts that the file holds,
             in their order.
@@ -139,9 +137,6 @@ def write_set(
             are those of its run.
         force: replace what ``path`` names.
         in_place: replace what ``path`` names in one step, even if it is ``source``.
-
-    Returns:
-        The canonical path.
 
     Raises:
         CheckpointError: E and W do not divide, or ``path`` exists or is that of ``source``. What
@@ -183,11 +178,8 @@ def reshard(src: str, dst: str, num_ranks: int, *, force: bool = False) -> str:
 
     Args:
         src: a set or a merged file; it is only read.
-        dst: X.pt of the new set.
+        dst: X.pt of the new set; the canonical path is returned.
         num_ranks, force: see :func:`write_set`.
-
-    Returns:
-        The canonical path.
 
     Raises:
         CheckpointError: ``src`` cannot be read, E and W do not divide, ``dst`` exists, or is
@@ -203,14 +195,9 @@ def merge(src: str, dst: str, *, with_optimizer: bool = False, force: bool = Fal
     """Write a copy of a checkpoint as one file, experts numbered globally, for sharing.
 
     Args:
-        src, dst, force: see :func:`reshard`.
-        with_optimizer: keep the optimizer state, about twice the size of the fp32 weights.
-
-    Returns:
-        The canonical path.
-
-    Raises:
-        CheckpointError: see :func:`reshard`; or there is no optimizer state to keep.
+        src, dst, force: see :func:`reshard`; so is what is returned and raised.
+        with_optimizer: keep the optimizer state, about twice the size of the fp32 weights;
+            CheckpointError if there is none.
     """
     source = read_set(src)
     if with_optimizer and not source.has_optimizer:
@@ -228,12 +215,9 @@ def _rewrite(
 
 
 def copy_set(src: str, dst: str, *, ranks: AllRanks = _ALONE) -> None:
-    """Give a set a second name, replacing what has that name; the data is shared if possible.
+    """Give a set a second name, replacing what has that name: hard links, or copies without them.
 
-    Rank 0 makes hard links, or copies if the file system has no links; the others wait for it.
-
-    Raises:
-        CheckpointError: no such set, or the file system failed.
+    CheckpointError is raised on all ranks if there is no such set, or the file system failed.
     """
     source, target = CheckpointSet.from_path(src), CheckpointSet.from_path(dst)
 
@@ -266,8 +250,7 @@ def remove_set(path: str, *, ranks: AllRanks = _ALONE) -> None:
 def recover_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
     """Finish or undo the interrupted saves of a directory, before the run that owns it starts.
 
-    Loading never needs this, because readers see the right set in any state. Saving does it for
-    its own set.
+    Loading never needs this, because readers see the right set in any state.
     """
 
     def recover_all() -> None:
@@ -280,8 +263,7 @@ def recover_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
 def check_shared_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
     """Check before a run, not at its first save, that all ranks write to one folder.
 
-    Raises:
-        CheckpointError: on every rank; names the ranks that see another folder, and both paths.
+    CheckpointError, raised on every rank, names the ranks that see another folder, and both paths.
     """
     # named like a temporary file of a set, so that recovery removes it after a kill
     mark = CheckpointSet(os.path.abspath(directory), ".one-folder-for-all-ranks")
@@ -318,15 +300,11 @@ def set_exists(path: str) -> bool:
 
 
 def find_sets(directory: str, pattern: str) -> dict[str, float]:
-    """Find the sets whose name matches, as fairseq's ``checkpoint_paths`` finds files.
-
-    Args:
-        directory: the folder.
-        pattern: regular expression for all of X.pt; its first group, if any, is a number.
+    """Find the sets whose X.pt matches a regular expression, as fairseq's ``checkpoint_paths``.
 
     Returns:
-        Canonical path -> that number, or 0; sorted by the number, then by name, descending.
-        Incomplete sets are among them.
+        Canonical path -> number in the pattern's first group, or 0; sorted by the number, then by
+        name, descending. Incomplete sets are among them.
     """
     regex = re.compile(pattern)
     names = [name for name in os.listdir(directory) if name.endswith(".pt")]

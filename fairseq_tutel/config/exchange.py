@@ -135,14 +135,12 @@ def exchange_size(num_experts: int, world_size: int, expert_parallel_size: int =
         if num_experts % world_size and world_size % num_experts:
             raise ValueError(
                 f"{num_experts} experts cannot be spread over {world_size} ranks: one number must "
-                "divide the other (choose an expert count that is a multiple or a divisor of "
-                f"{world_size})"
+                "divide the other"
             )
         return min(num_experts, world_size)
     if not isinstance(size, int) or size < 0 or world_size % size or num_experts % size:
         raise ValueError(
             f"expert_parallel_size={size} (--moe-expert-parallel-size) must divide the number of "
-            f"ranks, {world_size}, and that of experts, {num_experts}: each group of so many ranks "
-            "holds all experts"
+            f"ranks, {world_size}, and that of experts, {num_experts}: a group holds all experts"
         )
     return size

@@ -3,10 +3,8 @@
     python -m fairseq_tutel.export huggingface CHECKPOINT FOLDER
     python -m fairseq_tutel.export aot CHECKPOINT model.pt2
 
-``export_huggingface`` writes a folder that transformers loads. ``export_aot`` and ``export_layer``
-write an AOTInductor package of a language model, or of one layer, that a C++ program runs. Exports
-evaluate without a capacity, as fairseq generates. An :class:`ExportError` names what cannot be
-exported. The README beside this file shows both from end to end.
+Exports evaluate without a capacity, as fairseq generates. An :class:`ExportError` names what cannot
+be exported. The README beside this file shows both commands from end to end.
 """
 
 from .aot import export_aot, export_layer, layer_twin

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from ..command_line import EXIT_USAGE, CommandLine, run_and_exit
 from ..config.options import above, at_least, in_range
+from .aot import export_aot
+from .huggingface import export_huggingface
+from .tokenizer import TokenizerFiles
 
 _CHECKPOINT = "NAME.pt of a set (NAME-shared.pt, NAME-rank-N.pt), or one file; it is not changed"
 _EPILOG = """\
@@ -81,28 +84,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
-        print(_huggingface(args) if args.command == "huggingface" else _aot(args))
+        print(_export(args))
         return 0
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_USAGE
 
 
-def _huggingface(args) -> Path:
-    from .huggingface import export_huggingface
-    from .tokenizer import TokenizerFiles
-
-    names = ("sentencepiece_model", "gpt2_encoder_json", "gpt2_vocab_bpe")
-    files = TokenizerFiles(args.data, **{name: getattr(args, name) for name in names})
+def _export(args) -> Path:
+    if args.command == "aot":
+        return export_aot(args.checkpoint, args.package, layer=args.layer, device=args.device)
+    files = TokenizerFiles(
+        args.data, args.sentencepiece_model, args.gpt2_encoder_json, args.gpt2_vocab_bpe
+    )
     return export_huggingface(
         args.checkpoint, args.folder, files, max_bytes=int(args.max_file_gb * 1e9)
     )
-
-
-def _aot(args) -> Path:
-    from .aot import export_aot
-
-    return export_aot(args.checkpoint, args.package, layer=args.layer, device=args.device)
 
 
 if __name__ == "__main__":

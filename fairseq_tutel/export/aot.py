@@ -37,13 +37,10 @@ def export_aot(
 
     Args:
         checkpoint: a set or a merged file; it is not changed.
-        path: NAME.pt2, which must not exist.
+        path: NAME.pt2, which must not exist; it is returned.
         layer: compile the router and experts of this layer alone, counted from 0: [T, M] ->
             [T, M] (default None: the model).
         device: "cpu" or "cuda", which this machine must have (default "cpu").
-
-    Returns:
-        ``path``.
 
     Raises:
         ExportError: the model cannot be exported, or this machine cannot compile it.
@@ -69,10 +66,8 @@ def export_aot(
 def export_layer(layer: MoELayer, path: str | Path, *, device: str = "cpu") -> Path:
     """Compile one layer: [T, M] -> [T, M] for any T, in the dtype of the layer's weights.
 
-    The package has all experts and drops nothing.
-
     Args:
-        layer: the layer, with all experts on this rank.
+        layer: the layer, with all experts on this rank; the package drops nothing.
         path, device: as of :func:`export_aot`.
 
     Raises:
@@ -85,8 +80,7 @@ def export_layer(layer: MoELayer, path: str | Path, *, device: str = "cpu") -> P
 def layer_twin(layer: MoELayer) -> FairseqMoEBlock:
     """Return a layer in evaluation, in core operators of torch, with copies of its weights.
 
-    Raises:
-        ExportError: as :func:`export_layer`.
+    ExportError is raised as by :func:`export_layer`.
     """
     config = _describe(layer)
     twin = inference_layer(config)
@@ -111,19 +105,17 @@ def _with(module: Module, tensors: Mapping[str, torch.Tensor]) -> Module:
 
 def _describe(layer: MoELayer) -> LayerConfig:
     groups, experts, shared = layer.groups, layer.experts, layer.shared_expert
-    if groups.ep_size * groups.num_slices > 1:
+    if (spread := groups.ep_size * groups.num_slices) > 1:
         raise ExportError(
-            f"the layer's experts are spread over {groups.ep_size * groups.num_slices} ranks: save "
-            "it, and load it in one process"
+            f"the layer's experts are spread over {spread} ranks: save it, and load it in one "
+            "process"
         )
     if type(layer.gate) is not ROUTERS.get(layer.config.router):
         raise ExportError(f"a gate of your own ({type(layer.gate).__name__}) cannot be exported")
     networks = [name for name in EXPERTS if type(experts) is EXPERTS.get(name)]
     if not networks:
-        raise ExportError(
-            f"experts that are no built-in stacked ones ({type(experts).__name__}) cannot be "
-            "exported"
-        )
+        kind = type(experts).__name__
+        raise ExportError(f"experts that are no built-in stacked ones ({kind}) cannot be exported")
     if shared is not None and experts.uses_activation and shared.activation != experts.activation:
         raise ExportError("a shared expert with another activation cannot be exported")
     return describe_layer(

@@ -1,7 +1,4 @@
-"""Configs of exported layers and models, as plain values with the names of ``config.json``.
-
-:func:`describe_layer` refuses what the exported forms have no place for, by the name of its option.
-"""
+"""Configs of exported layers and models, as plain values with the names of ``config.json``."""
 
 from __future__ import annotations
 

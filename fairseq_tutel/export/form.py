@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +18,17 @@ class Form(abc.ABC):
 
     The constructor takes the stored options and the weights without experts. It raises ExportError
     for an option that the form has no place for.
-
-    Attributes:
-        config: the model.
-        shapes: of the exported tensors, by name.
-        embedding: the tensor whose dtype is the model's.
-        code: Python files of the folder, without ".py".
     """
 
-    config: Any
-    shapes: dict[str, torch.Size]
-    embedding: str
-    code: tuple[str, ...] = ()
+    config: Any  # the model
+    shapes: dict[str, torch.Size]  # of the exported tensors, by name
+    embedding: str  # the tensor whose dtype is the model's
+    copies: Collection[str] = ()  # tensors of a checkpoint that repeat the embedding
+    code: tuple[str, ...] = ()  # Python files of the folder, without ".py"
 
     @abc.abstractmethod
     def place(self, key: str) -> Place | None:
         """Return the place of a tensor by its name in a checkpoint; None if it has none."""
-
-    @abc.abstractmethod
-    def is_copy(self, key: str) -> bool:
-        """Return whether a tensor of a checkpoint repeats the embedding."""
-
-    @abc.abstractmethod
-    def experts_in(self, names: Collection[str]) -> Iterable[int]:
-        """Return the experts of which these exported tensors are made."""
 
     @abc.abstractmethod
     def json_files(self, dtype: str) -> dict[str, dict[str, Any]]:

@@ -1,15 +1,10 @@
-"""A model with experts as a folder for transformers.
-
-Weights are written by safetensors, one file after the other, so that memory holds one file. It does
-not import transformers.
-"""
+"""A model with experts as a folder for transformers, which this package does not import."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,13 +30,10 @@ def export_huggingface(
 
     Args:
         checkpoint: a set or a merged file; it is not changed.
-        folder: must be new or empty.
+        folder: must be new or empty; it is returned.
         tokenizer: files that split text (default None: words of the dictionary in the data that
             the checkpoint names).
         max_bytes: largest file of weights, unless one tensor is larger (default 5e9).
-
-    Returns:
-        ``folder``.
 
     Raises:
         ExportError: the model or its dictionary cannot be exported, or safetensors is missing.
@@ -51,7 +43,8 @@ def export_huggingface(
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ExportError(f"{folder}: exists and is not an empty folder")
-    _require_safetensors()
+    if importlib.util.find_spec("safetensors") is None:
+        raise ExportError("weights are written by safetensors: pip install safetensors")
     source = ModelSource(checkpoint)
     form, tokenizer = source.form, tokenizer or TokenizerFiles()
     symbols = form.symbols(tokenizer)
@@ -66,13 +59,11 @@ def export_huggingface(
     return folder
 
 
-def _require_safetensors() -> None:
-    if importlib.util.find_spec("safetensors") is None:
-        raise ExportError("weights are written by safetensors: pip install safetensors")
-
-
 def _write_weights(source: ModelSource, folder: Path, max_bytes: int) -> None:
-    """Write files of at most ``max_bytes`` (or one tensor) each, and their index if several."""
+    """Write files of at most ``max_bytes`` (or one tensor) each, and their index if several.
+
+    Memory holds one file.
+    """
     from safetensors.torch import save_file
 
     sizes = {
@@ -100,20 +91,13 @@ def _write_weights(source: ModelSource, folder: Path, max_bytes: int) -> None:
 @contextmanager
 def _appearing(folder: Path) -> Iterator[Path]:
     """Yield a folder that gets its name when it is complete, and is removed after an error."""
-    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.absolute().parent))
+    new = folder.absolute().with_name(f".{folder.name}.{secrets.token_hex(8)}")
+    new.mkdir(parents=True)
     try:
         yield new
-        new.chmod(0o777 & ~_umask())
         if folder.exists():
             folder.rmdir()  # it was empty
         new.rename(folder)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

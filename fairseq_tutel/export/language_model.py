@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,11 @@ class LanguageModel(Form):
         self._options = options
         self.config = _describe(options, weights)
         self.shapes = {k: v.shape for k, v in InferenceModel(self.config).state_dict().items()}
+        if self.config.tie_word_embeddings:
+            self.copies = ("decoder.output_projection.weight",)
 
     def place(self, key: str) -> Place | None:
         return place_in_language_model(key, self.config)
-
-    def is_copy(self, key: str) -> bool:
-        return self.config.tie_word_embeddings and key == "decoder.output_projection.weight"
-
-    def experts_in(self, names: Collection[str]) -> Iterable[int]:
-        stacked = any(".ffn_experts." in name for name in names)
-        return range(self.config.num_experts if stacked else 0)
 
     def json_files(self, dtype: str) -> dict[str, dict[str, Any]]:
         kinds = {"AutoConfig": "configuration_fairseq_moe.FairseqMoEConfig"}

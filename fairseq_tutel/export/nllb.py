@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from ..checkpoint import split_key
 from ..checkpoint.folders import SPECIAL_IDS, Place, nllb_shapes, place_in_nllb
 from .errors import ExportError
 from .form import Form
@@ -19,28 +19,17 @@ from .tokenizer import TokenizerFiles
 
 logger = logging.getLogger(__name__)
 
-_EXPERT = re.compile(r".*\.experts\.expert_(\d+)\..*")
-_EXPERT_OF_TOKENS = """\
-NllbMoe of transformers 5 sends all tokens to experts 0 and 1. Use transformers 4.57, or call
-fairseq_tutel.integrations.transformers.repair_nllb_moe() first"""
 # fairseq-generate's default for the longest translation, with the symbol before it and </s>
 _MAX_LENGTH = 202
-# field of LayerConfig -> the value that NllbMoe has, and the option
+# options -> the values that NllbMoe has
 _FIXED = {
-    "expert_network": ("ffn", "--moe-expert-network"),
-    "num_experts_per_tok": (2, "--moe-top-k"),
-    "score_function": ("softmax", "--moe-score-function"),
-    "num_expert_groups": (1, "--moe-num-expert-groups"),
-    "shared_expert_dim": (0, "--moe-shared-expert-ffn-dim"),
-}
-# options of the layers -> the values that NllbMoe has
-_LAYERS = {
-    "moe_load_bias": ("none", None),
-    "moe_route_scale": (1.0, None),
-    "moe_fom": (0.0, None),
-}
-# options of the model that are on or off -> the value that NllbMoe has
-_SWITCHES = {
+    "moe_expert_network": "ffn",
+    "moe_score_function": "softmax",
+    "moe_num_expert_groups": 1,
+    "moe_shared_expert_ffn_dim": 0,
+    "moe_load_bias": "none",
+    "moe_route_scale": 1.0,
+    "moe_fom": 0.0,
     "moe_unnormalized_weights": False,
     "encoder_normalize_before": True,
     "decoder_normalize_before": True,
@@ -57,29 +46,22 @@ class Nllb(Form):
     """Encoder-decoder with experts; ``config`` has the fields of NllbMoeConfig."""
 
     embedding = "model.shared.weight"
+    copies = ("decoder.embed_tokens.weight", "decoder.output_projection.weight")
 
     def __init__(self, options: StoredOptions, weights: Mapping[str, Any]):
         self._options = options
         self.config, self._router_fp32 = _describe(options, weights)
         shapes = nllb_shapes(self.config)
         # dense tensors first, then expert by expert: a file of weights has few of them
-        order = sorted(shapes, key=lambda key: self._expert(self.place(key).name))
+        order = sorted(shapes, key=lambda key: split_key(key)[1] if split_key(key) else -1)
         self.shapes = {self.place(key).name: torch.Size(shapes[key]) for key in order}
-        logger.warning("%s", " ".join(_EXPERT_OF_TOKENS.split()))
+        logger.warning(
+            "NllbMoe of transformers 5 sends all tokens to experts 0 and 1. Use transformers 4.57, "
+            "or call fairseq_tutel.integrations.transformers.repair_nllb_moe() first"
+        )
 
     def place(self, key: str) -> Place | None:
         return place_in_nllb(key)
-
-    def is_copy(self, key: str) -> bool:
-        return key in ("decoder.embed_tokens.weight", "decoder.output_projection.weight")
-
-    @staticmethod
-    def _expert(name: str) -> int:
-        match = _EXPERT.fullmatch(name)
-        return int(match[1]) if match else -1
-
-    def experts_in(self, names: Collection[str]) -> Iterable[int]:
-        return sorted({self._expert(name) for name in names} - {-1})
 
     def json_files(self, dtype: str) -> dict[str, dict[str, Any]]:
         ids = {**SPECIAL_IDS, "decoder_start_token_id": SPECIAL_IDS["eos_token_id"]}
@@ -128,20 +110,18 @@ def _describe(options: StoredOptions, weights: Mapping[str, Any]) -> tuple[Simpl
 
     model = options.model
     options.refuse_unsupported("encoder", "decoder")
-    for name, value in _SWITCHES.items():
-        if bool(getattr(model, name)) != value:
-            which = "with" if not value else "without"
-            raise _no_place(f"a model {which} {flag_of(name)}")
+    for name, value in _FIXED.items():
+        found = getattr(model, name)
+        if isinstance(value, bool) and bool(found) != value:
+            raise _no_place(f"a model {'without' if value else 'with'} {flag_of(name)}")
+        if not isinstance(value, bool) and found != value:
+            raise _no_place(f"{flag_of(name)} {found}")
     widths = {getattr(model, f"{side}_ffn_embed_dim") for side in ("encoder", "decoder")}
     if model.moe_expert_ffn_dim and widths != {model.moe_expert_ffn_dim}:
         raise _no_place(f"--moe-expert-ffn-dim {model.moe_expert_ffn_dim} beside other FFNs")
     layer = options.describe_layer(model.encoder_ffn_embed_dim)
-    for name, (value, flag) in _FIXED.items():
-        if (found := getattr(layer, name)) != value:
-            raise _no_place(f"{flag} {found}")
-    for name, values in _LAYERS.items():
-        if (found := getattr(model, name)) not in values:
-            raise _no_place(f"{flag_of(name)} {found}")
+    if layer.num_experts_per_tok != 2:
+        raise _no_place(f"--moe-top-k {layer.num_experts_per_tok}")
     frequencies = moe_frequencies(model)
     fields = {
         "vocab_size": weights["encoder.embed_tokens.weight"].shape[0],

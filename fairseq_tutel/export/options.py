@@ -64,21 +64,16 @@ class StoredOptions:
                 f"a model with --moe-lora-rank {rank} is exported once it is merged: python -m "
                 "fairseq_tutel.checkpoint merge-lora PATH OUT"
             )
-        dims = [f"{side}_embed_dim" for side in sides]
-        others = [] if len(dims) == 1 else dims[1:]
+        first, *others = (f"{side}_embed_dim" for side in sides)
         for name in (*others, "decoder_input_dim", "decoder_output_dim"):
-            if getattr(model, name) not in (None, getattr(model, dims[0])):
+            if getattr(model, name) not in (None, getattr(model, first)):
                 raise ExportError(
                     f"{flag_of(name)} {getattr(model, name)}, which differs from "
-                    f"{flag_of(dims[0])} {getattr(model, dims[0])}, cannot be exported"
+                    f"{flag_of(first)} {getattr(model, first)}, cannot be exported"
                 )
 
     def describe_layer(self, hidden_dim: int) -> LayerConfig:
-        """Return the config of the layers with experts of this width; warn of a capacity.
-
-        Raises:
-            ExportError: names an option that cannot be exported.
-        """
+        """Return the config of the layers with experts of this width; warn of a capacity."""
         from ..integrations.fairseq.options.fields import values_of
         from ..integrations.fairseq.options.options import moe_config
 
@@ -129,13 +124,11 @@ def read_options(
             f"{path}: a model of the architecture {name} cannot be exported, only one of "
             f"{' or '.join(architectures)}"
         )
-    defaults = vars(ARCHITECTURES[name].schema())
     given = {key: value for key, value in stored.items() if value is not None}
-    # interpolations of a default name other parts of the config
     defaults = {
         key: value
-        for key, value in defaults.items()
-        if not (isinstance(value, str) and value.startswith("${"))
+        for key, value in vars(ARCHITECTURES[name].schema()).items()
+        if not str(value).startswith("${")  # names another part of the config
     }
     task = cfg.task if isinstance(cfg.task, Mapping) else vars(cfg.task)
     for key in ("max_source_positions", "max_target_positions", "tokens_per_sample"):

@@ -12,7 +12,6 @@ from .errors import ExportError
 
 logger = logging.getLogger(__name__)
 
-_SPACE = "\u2581"
 # types of pieces in a sentencepiece model
 _NORMAL, _USER_DEFINED, _BYTE = 1, 4, 6
 
@@ -20,15 +19,8 @@ _NORMAL, _USER_DEFINED, _BYTE = 1, 4, 6
 def of_sentencepieces(file: Path, symbols: list[str]) -> dict:
     """Return normalizer, pre_tokenizer, decoder and model that split text as sentencepiece does.
 
-    A piece that the dictionary lacks is left out, with a warning.
-
-    Args:
-        file: the sentencepiece model, of unigrams or byte pairs.
-        symbols: the dictionary.
-
-    Raises:
-        ExportError: the model has a form that tokenizer.json cannot express, or sentencepiece is
-            missing.
+    A piece that the dictionary (``symbols``) lacks is left out, with a warning. ExportError is
+    raised for a model that tokenizer.json cannot express, and if sentencepiece is missing.
     """
     try:
         from sentencepiece import sentencepiece_model_pb2
@@ -54,15 +46,13 @@ def of_sentencepieces(file: Path, symbols: list[str]) -> dict:
             file, len(missing), len(scores), missing[0],
         )  # fmt: skip
     scores = {piece: score for piece, score in scores.items() if piece in known}
-    metaspace = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "always"}
-    metaspace["split"] = False
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"}
+    make = _unigrams if training.model_type == 1 else _byte_pairs
     return {
         "normalizer": _normalizer(model.normalizer_spec),
-        "pre_tokenizer": metaspace,
-        "decoder": metaspace,
-        "model": (_unigrams if training.model_type == 1 else _byte_pairs)(
-            symbols, scores, training.byte_fallback
-        ),
+        "pre_tokenizer": {**metaspace, "split": False},
+        "decoder": {**metaspace, "split": False},
+        "model": {"byte_fallback": training.byte_fallback, **make(symbols, scores)},
     }
 
 
@@ -77,22 +67,15 @@ def _normalizer(spec) -> dict:
     return {"type": "Sequence", "normalizers": steps}
 
 
-def _unigrams(symbols: list[str], scores: Mapping[str, float], byte_fallback: bool) -> dict:
+def _unigrams(symbols: list[str], scores: Mapping[str, float]) -> dict:
     # other symbols are in no text; a lower score of theirs would lower that of unknown characters
     least = min(scores.values())
     vocabulary = [[symbol, scores.get(symbol, least)] for symbol in symbols]
-    unknown = symbols.index(SPECIAL[3])
-    return {
-        "type": "Unigram",
-        "unk_id": unknown,
-        "vocab": vocabulary,
-        "byte_fallback": byte_fallback,
-    }
+    return {"type": "Unigram", "unk_id": symbols.index(SPECIAL[3]), "vocab": vocabulary}
 
 
-def _byte_pairs(symbols: list[str], scores: Mapping[str, float], byte_fallback: bool) -> dict:
+def _byte_pairs(symbols: list[str], scores: Mapping[str, float]) -> dict:
     """Return the model; each way to make a piece of two is a merge with the piece's rank."""
-    numbers = {symbol: number for number, symbol in enumerate(symbols)}
     merges = []
     for piece in sorted(scores, key=lambda piece: -scores[piece]):
         cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
@@ -104,7 +87,6 @@ def _byte_pairs(symbols: list[str], scores: Mapping[str, float], byte_fallback: 
         "continuing_subword_prefix": None,
         "end_of_word_suffix": None,
         "fuse_unk": True,
-        "byte_fallback": byte_fallback,
-        "vocab": numbers,
+        "vocab": {symbol: number for number, symbol in enumerate(symbols)},
         "merges": merges,
     }

@@ -6,9 +6,9 @@ are mapped from the files, one expert at a time, and checked for damage when the
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -24,14 +24,6 @@ from .options import StoredOptions, read_options
 FORMS: dict[str, type[Form]] = {"transformer_lm_gpt_moe": LanguageModel, "transformer_moe": Nllb}
 
 
-class Piece(NamedTuple):
-    """Elements of an exported tensor from ``start`` on."""
-
-    name: str
-    start: int
-    values: torch.Tensor
-
-
 class ModelSource:
     """An open checkpoint.
 
@@ -42,9 +34,7 @@ class ModelSource:
         config: the model, as the form describes it.
         shapes, dtypes: of the exported tensors, by name.
 
-    Raises:
-        ExportError: the checkpoint holds something that cannot be exported.
-        CheckpointError: the checkpoint cannot be read.
+    ExportError is raised if the checkpoint holds something that cannot be exported.
     """
 
     def __init__(self, path: str | Path, architectures: Collection[str] = FORMS.keys()):
@@ -60,13 +50,16 @@ class ModelSource:
         self.form = FORMS[self.options.architecture](self.options, self._dense)
         self.config = self.form.config
         self.shapes = self.form.shapes
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._experts_in: defaultdict[str, set[int]] = defaultdict(set)  # by exported tensor
         self._checked: set[int] = set()
-        self.dtypes = self._check()
+        self._check()
 
     def tensors(self, names: Collection[str]) -> dict[str, torch.Tensor]:
         """Return these tensors in memory."""
         found = {name: torch.empty(self.shapes[name], dtype=self.dtypes[name]) for name in names}
-        for name, start, values in self._pieces(self.form.experts_in(names)):
+        experts = sorted({expert for name in names for expert in self._experts_in[name]})
+        for (name, start), values in self._pieces(experts):
             if name in found:
                 found[name].view(-1)[start : start + values.numel()] = values.reshape(-1)
         return found
@@ -82,57 +75,54 @@ class ModelSource:
         prefix = f"model.layers.{number}.moe."
         return {name: name.removeprefix(prefix) for name in self.shapes if name.startswith(prefix)}
 
-    def _pieces(self, experts: Iterable[int]) -> Iterator[Piece]:
+    def _pieces(self, experts: Iterable[int]) -> Iterator[tuple[Place, torch.Tensor]]:
         """Yield all dense elements and those of some experts, mapped, one expert after another."""
         for key, values in self._dense.items():
             if place := self._place(key):
-                yield Piece(*place, values)
+                yield place, values
         for expert in experts:
             self._reader.check_experts = expert not in self._checked
             tensors, _ = self._reader.experts(range(expert, expert + 1), with_optimizer=False)
             self._checked.add(expert)
             for key, values in tensors.items():
                 prefix, _, rest = split_key(key)
-                yield Piece(*self._place(f"{prefix}{expert}{rest}"), values)
+                yield self._place(f"{prefix}{expert}{rest}"), values
 
     def _place(self, key: str) -> Place | None:
         """Return the place of a stored tensor; None for no weight and for a tied copy."""
-        if is_no_weight(key) or self.form.is_copy(key):
+        if is_no_weight(key) or key in self.form.copies:
             return None
         place = self.form.place(key)
         if place is None or place.name not in self.shapes:
             raise ExportError(f"{self.path}: {key} has no place in an exported model")
         return place
 
-    def _check(self) -> dict[str, torch.dtype]:
-        """Check that stored tensors have places of their sizes and fill all; return dtypes.
+    def _check(self) -> None:
+        """Check that stored tensors have places of their sizes and fill all; note dtypes, experts.
 
         The experts of a set are alike, which its reader ensures: the first stands for all.
         """
-        dtypes: dict[str, torch.dtype] = {}
         filled = dict.fromkeys(self.shapes, 0)
-
-        def fill(key: str, values: torch.Tensor) -> None:
-            place = self._place(key)
-            if place is None:
-                return
-            filled[place.name] += values.numel()
-            if dtypes.setdefault(place.name, values.dtype) != values.dtype:
-                raise ExportError(
-                    f"{self.path}: {key} is {values.dtype}, others of its kind {dtypes[place.name]}"
-                )
-
+        stored = dict(self._dense)
         tensors, _ = self._reader.experts(range(1), with_optimizer=False)
-        for key, values in self._dense.items():
-            fill(key, values)
         for key, values in tensors.items():
             prefix, _, rest = split_key(key)
-            for expert in range(self._reader.num_experts):
-                fill(f"{prefix}{expert}{rest}", values)
+            stored |= {f"{prefix}{n}{rest}": values for n in range(self._reader.num_experts)}
+        for key, values in stored.items():
+            place = self._place(key)
+            if place is None:
+                continue
+            filled[place.name] += values.numel()
+            if expert := split_key(key):
+                self._experts_in[place.name].add(expert[1])
+            known = self.dtypes.setdefault(place.name, values.dtype)
+            if known != values.dtype:
+                raise ExportError(
+                    f"{self.path}: {key} is {values.dtype}, others of its kind {known}"
+                )
         for name, shape in self.shapes.items():
             if filled[name] != shape.numel():
                 raise ExportError(
                     f"{self.path}: {name} should have {shape.numel()} numbers ({list(shape)}), and "
                     f"the checkpoint has {filled[name]}"
                 )
-        return dtypes

@@ -57,16 +57,13 @@ class TokenizerFiles:
         name: str = "dict.txt",
         more: Sequence[str] = (),
     ) -> list[str]:
-        """Check that all files exist, and return the dictionary's symbols.
+        """Return the dictionary's symbols; ExportError if a file is missing, or it has others.
 
         Args:
             data: folder of the dictionary if ``dictionary`` is None.
             vocab_size: the model's number of symbols.
-            name: the dictionary's file (default dict.txt).
-            more: symbols that follow, if the file does not have them (default none).
-
-        Raises:
-            ExportError: a file is missing, or the dictionary is not the model's.
+            name: the dictionary's file.
+            more: symbols that follow, if the file does not have them.
         """
         path = self.dictionary or data
         if path is None:
@@ -77,10 +74,8 @@ class TokenizerFiles:
         for file in self._pieces().values():
             if not file.is_file():
                 raise ExportError(f"{file}: no such file")
-        symbols = [
-            *SPECIAL,
-            *map(_symbol, path.read_text(encoding="utf-8").rstrip("\n").split("\n")),
-        ]
+        lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
+        symbols = [*SPECIAL, *map(_symbol, lines)]
         symbols += [symbol for symbol in more if symbol not in set(symbols)]
         if len(symbols) != vocab_size:
             raise ExportError(
@@ -110,12 +105,9 @@ class TokenizerFiles:
     def write_for_translation(
         self, folder: Path, symbols: list[str], languages: list[str], max_length: int
     ) -> None:
-        """Write the tokenizer of sources and targets; ``languages`` are tokens in the text.
+        """Write the tokenizer of sources and targets: ``</s>`` stands behind every text.
 
-        ``</s>`` stands behind every text. A language token is part of the text that is given.
-
-        Raises:
-            ExportError: byte pairs are given, or a sentencepiece model that cannot be exported.
+        The tokens of ``languages`` are part of the text that is given.
         """
         if self.gpt2_encoder_json:
             raise ExportError("a translation model with GPT-2's byte pairs cannot be exported")
@@ -187,10 +179,8 @@ def _tokenizer(
     languages: Sequence[str] = (),
 ) -> dict:
     """Return tokenizer.json: how text is split, and the symbols before and behind it."""
-    around = [each for each in (before, behind) if each is not None]
     first, last = (
-        [] if each is None else [{"SpecialToken": {"id": each, "type_id": 0}}]
-        for each in (before, behind)
+        [{"SpecialToken": {"id": each, "type_id": 0}}] if each else [] for each in (before, behind)
     )
     text, pair = ({"Sequence": {"id": each, "type_id": 0}} for each in "AB")
     token = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -208,7 +198,7 @@ def _tokenizer(
             "pair": [*first, text, pair, *last],
             "special_tokens": {
                 each: {"id": each, "ids": [symbols.index(each)], "tokens": [each]}
-                for each in around
+                for each in filter(None, (before, behind))
             },
         },
         **parts,

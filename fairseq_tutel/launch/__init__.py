@@ -1,8 +1,4 @@
-"""Launcher of a job's ranks: ``python -m fairseq_tutel.launch [options] -- COMMAND``.
-
-It starts or adopts ranks. It needs nothing but the standard library; neither torch nor fairseq is
-imported in this process.
-"""
+"""Launcher of a job's ranks; its process imports neither torch nor fairseq."""
 
 from ..command_line import EXIT_REQUEUE
 

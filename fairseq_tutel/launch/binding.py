@@ -113,14 +113,9 @@ class RankBinding:
 
 
 def _slice(topology: Topology, cpus: Sequence[int], index: int, count: int):
-    """Return part ``index`` of ``count`` of ``cpus`` in whole cores, and its number of threads.
-
-    Cores are dealt in the order of ``cpus``. If cores are fewer than parts, all parts share all of
-    them: the scheduler then balances better than any fixed choice.
-    """
-    position = {cpu: i for i, cpu in enumerate(cpus)}
-    cores = sorted(topology.cores(cpus), key=lambda core: min(position[cpu] for cpu in core))
-    if len(cores) < count:
+    """Return part ``index`` of ``count`` of ``cpus`` in whole cores, and its number of threads."""
+    cores = sorted(topology.cores(cpus), key=lambda core: min(map(cpus.index, core)))
+    if len(cores) < count:  # the scheduler balances better than any fixed choice
         return tuple(sorted(cpus)), 1
     low, high = index * len(cores) // count, (index + 1) * len(cores) // count
     return tuple(sorted(cpu for core in cores[low:high] for cpu in core)), high - low
@@ -129,16 +124,10 @@ def _slice(topology: Topology, cpus: Sequence[int], index: int, count: int):
 def auto_bindings(
     topology: Topology, allowed: Iterable[int], gpus: Sequence[Gpu | None]
 ) -> list[RankBinding]:
-    """Return one binding per local rank.
+    """Return one binding per local rank, to the cores in ``allowed``.
 
-    A rank with a GPU gets its share of the cores of that GPU's NUMA node that are in ``allowed``.
-    Ranks without a GPU get equal slices of ``allowed``, hardware threads of one core together, node
-    by node.
-
-    Args:
-        topology: the machine.
-        allowed: CPUs that this process may use.
-        gpus: each rank's GPU, or None for a rank on the CPU.
+    A rank with a GPU gets its share of the cores of that GPU's NUMA node. Ranks without a GPU get
+    equal slices, hardware threads of one core together, node by node.
     """
     allowed = set(allowed)
     # in the order of NUMA nodes, so that a slice straddles two of them as rarely as possible
@@ -171,16 +160,8 @@ def given_bindings(
 ) -> list[RankBinding]:
     """Return the bindings that ``--bind 0-11:12-23`` names, one CPU list per local rank.
 
-    Args:
-        option: the CPU lists, separated by colons; lists may overlap.
-        topology: the machine.
-        allowed: CPUs that this process may use.
-        gpus: each local rank's GPU, or None.
-        mine: local ranks that this launcher starts; ``allowed`` holds for them only.
-
-    Raises:
-        ValueError: a list cannot be read, is empty or names a CPU that is not allowed, or there is
-            not one list for each local rank.
+    ``allowed`` holds for the local ranks that this launcher starts, ``mine``. ValueError is raised
+    for a list that cannot be read, is empty or names a CPU that is not allowed.
     """
     try:
         sets = [parse_cpulist(text) for text in option.split(":")]
@@ -212,14 +193,7 @@ def choose_bindings(
 ) -> list[RankBinding]:
     """Return the bindings of the ranks on this node; of this rank alone if its starter bound it.
 
-    Args:
-        option: value of ``--bind``.
-        placement: place of the ranks.
-        gpus: each local rank's GPU, or None.
-        root: root of the file system.
-
-    Raises:
-        ValueError: the option is not understood, or does not fit the ranks and CPUs of this node.
+    ValueError is raised for a ``--bind`` that is not understood, or does not fit the node.
     """
     allowed, rank = set(os.sched_getaffinity(0)), placement.local_rank
     topology = Topology.read(root, fallback_cpus=allowed)

@@ -78,7 +78,6 @@ class Command:
         """Return the given value, or with ``in_file`` the config file's, as a number.
 
         None if there is no value, or an interpolation (``${...}``), which only Hydra can resolve.
-        Raises ValueError for anything else.
         """
         text = self.stated(key) if in_file else self.given.get(key)
         if text is None or "${" in text or text in ("null", "None"):
@@ -97,10 +96,9 @@ def _console_script(word: str) -> str | None:
 
 
 def _after_interpreter(words: Sequence[str]) -> tuple[str | None, int]:
-    """Return the console script's name and how many words start it.
+    """Return the console script of ``python [flags] -m fairseq_cli.X`` and how many words start it.
 
-    For ``python [flags] -m fairseq_cli.X`` and ``python [flags] .../fairseq_cli/X.py``; (None, 1)
-    for anything else.
+    The module may also be a file, ``.../fairseq_cli/X.py``; (None, 1) for anything else.
     """
     i = 1
     while i < len(words) and words[i].startswith("-") and words[i] not in ("-m", "-c"):
@@ -175,9 +173,7 @@ def _require(command: Command, key: str, ours: str, why: str) -> None:
 
 
 def use_cpu(command: Command, num_gpus: int) -> bool:
-    """Return whether the ranks run on the CPU: if there is no GPU, or the user's options or config
-    file choose it. Raises ValueError for options that this machine cannot satisfy.
-    """
+    """Return whether there is no GPU, or options or config file choose the CPU."""
     user = (command.stated("cpu") if num_gpus else command.given.get("cpu")) or ""
     if num_gpus == 0 and user.lower() in _FALSE:
         raise ValueError(f"{command.spelled('cpu')}={user}, but this machine has no usable GPU")
@@ -224,15 +220,7 @@ def rank_options(
 ) -> dict[str, str | None]:
     """Return the options that a rank needs and the user did not give, by key; None: a bare flag.
 
-    Args:
-        command: the user's command.
-        rank, world_size: place of the rank.
-        device: the GPU's number on this node.
-        shared_node: whether other ranks run on this node too.
-        cpu: whether the rank runs on the CPU.
-
-    Raises:
-        ValueError: the user's options contradict the rank; names both sides.
+    ValueError, which names both sides, is raised if the user's options contradict the rank.
     """
     if command.kind == "script":
         return {}

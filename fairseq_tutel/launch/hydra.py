@@ -43,10 +43,8 @@ def with_overrides(words: Sequence[str], added: Sequence[str]) -> list[str]:
 def find_config(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Return the words and what the primary config file states, {} if only Hydra can find it.
 
-    The words get the folder of the shipped configs if they name one of these and no folder.
-
-    Raises:
-        ValueError: there is no such folder or file, which Hydra does not always say; or no YAML.
+    The words get the folder of the shipped configs if they name one of these and no folder. A
+    folder or file that is missing, which Hydra does not always say, raises ValueError.
     """
     name = flag_value(words, "--config-name", "-cn")
     given = flag_value(words, "--config-dir", "-cd")
@@ -82,10 +80,7 @@ def value_in(config: Mapping[str, Any], *keys: str) -> str | None:
 
 
 def working_directory(words: Sequence[str], config: Mapping[str, Any]) -> list[str]:
-    """Return overrides that keep the command in the directory it was called in.
-
-    None if the user's overrides or config file choose one, or a sweep gives every job its own.
-    """
+    """Return overrides that keep the command in its directory, unless the user chooses another."""
     given = {override_name(word) for word in words if "=" in word}
     chosen = [key for key in ("run.dir", "job.chdir") if value_in(config, "hydra", *key.split("."))]
     if chosen or given & {"hydra.run.dir", "hydra.job.chdir"} or {"-m", "--multirun"} & set(words):

@@ -53,11 +53,8 @@ class Options:
     root: str = "/"  # of /sys, /dev and /proc; another one in tests
 
     def seconds_to_agree(self, starts: int) -> int:
-        """Return how long to wait for the other nodes' launchers; 0: do not compare.
-
-        starts: how often this launcher has started its ranks before. A scheduler may give nodes to
-        a job one by one, but before a second start all launchers have just been there.
-        """
+        """Return how long to wait for the other nodes' launchers at this start; 0: not at all."""
+        # a scheduler may give nodes to a job one by one, but later all launchers are there
         usual = _AGAIN_SECONDS if starts else _FIRST_SECONDS
         given = self.agree_seconds
         return usual if given is None or (starts and given == 0) else given
@@ -106,8 +103,7 @@ class Job:
 
 
 def _ranks_per_node(options: Options, command: Command, num_nodes: int, num_gpus: int) -> int:
-    """Return ``--nproc-per-node``; for auto what the command's world size implies, else one per
-    GPU, else one."""
+    """Return ``--nproc-per-node``; auto: by the command's world size, or one per GPU, or one."""
     if options.nproc_per_node is not None:
         return options.nproc_per_node
     world_size = command.number("distributed_world_size")
@@ -125,8 +121,7 @@ def place(options: Options, command: Command, env: Mapping[str, str], num_gpus: 
     """Return the place of the rank that was started already, or of those to start here.
 
     A task that is alone on its node (``srun --ntasks-per-node=1``) starts that node's ranks if
-    there should be several. ``num_gpus`` is 0 for ranks on the CPU. ValueError is raised if options
-    contradict the starter, or if the ranks of other nodes are unknown.
+    there should be several. ``num_gpus`` is 0 for ranks on the CPU.
     """
     given = adopt(env)
     if given is None:
@@ -159,16 +154,12 @@ def place(options: Options, command: Command, env: Mapping[str, str], num_gpus: 
 def assign_gpus(
     placement: Placement, gpus: Sequence[Gpu], cpu: bool, env: Mapping[str, str]
 ) -> list[Gpu | None]:
-    """Return the GPU of every rank on this node; None for ranks on the CPU.
-
-    srun --gpus-per-task and wrapper scripts under mpirun show each rank one GPU, its own, whose
-    number is 0 for every rank. More ranks than GPUs raise ValueError.
-    """
+    """Return the GPU of every rank on this node; None for ranks on the CPU."""
     ranks = placement.local_world_size
     if cpu:
         return [None] * ranks
-    starter_hides_others = placement.adopted and placement.is_task
-    if len(gpus) == 1 and ranks > 1 and starter_hides_others:
+    if len(gpus) == 1 and ranks > 1 and placement.adopted and placement.is_task:
+        # srun --gpus-per-task and scripts under mpirun show each rank its own GPU, as number 0
         return [gpus[0] if i == placement.local_rank else None for i in range(ranks)]
     if ranks > len(gpus):
         seen = env.get("CUDA_VISIBLE_DEVICES")
@@ -205,8 +196,7 @@ def _shared_environment(
         # operations as the host launched them, so that ranks whose streams run differently do not
         # wait for each other forever.
         defaults["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
-    return {
-        **_quiet_start(command, env),
+    shared = {
         "WORLD_SIZE": str(placement.world_size),
         "LOCAL_WORLD_SIZE": str(placement.local_world_size),
         "GROUP_RANK": str(placement.node_rank),
@@ -216,13 +206,9 @@ def _shared_environment(
         "FAIRSEQ_TUTEL_NCCL_PROFILE": options.nccl_profile,
         **{name: env.get(name, default) for name, default in defaults.items()},
     }
-
-
-def _quiet_start(command: Command, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the PYTHONPATH that silences fairseq's imports (command_line/quiet.py)."""
-    if command.kind == "script":
-        return {}
-    return {"PYTHONPATH": os.pathsep.join(filter(None, (_STARTUP, env.get("PYTHONPATH"))))}
+    if command.kind != "script":  # silence fairseq's imports (command_line/quiet.py)
+        shared["PYTHONPATH"] = os.pathsep.join(filter(None, (_STARTUP, env.get("PYTHONPATH"))))
+    return shared
 
 
 def _device_environment(
@@ -253,10 +239,7 @@ def _summary(
 
 
 def prepare_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
-    """Return the ranks of this node, checked before a rank or a process group exists.
-
-    ValueError names the options, variables or hardware that cannot work together.
-    """
+    """Return the ranks of this node, checked before a rank or a process group exists."""
     check_user_dir(command)
     gpus = visible_gpus(env, options.root)
     cpu = use_cpu(command, len(gpus))

@@ -39,9 +39,8 @@ class LineCopier:
     def add(self, source: BinaryIO, target: BinaryIO, prefix: str, until_refused: bool) -> None:
         """Copy ``source``, an unbuffered pipe, to ``target``; call before :meth:`start`.
 
-        With ``until_refused`` the pipe is closed when ``target`` has no reader any longer
-        (``| head``), so that the rank ends as it would without the launcher. Without it the rank
-        goes on, and its lines are lost.
+        ``until_refused``: close the pipe when ``target`` has no reader any longer (``| head``), so
+        that the rank ends as it would without the launcher. Else it goes on, and lines are lost.
         """
         stream = _Stream(source, target, prefix.encode(), until_refused)
         self._selector.register(source, selectors.EVENT_READ, stream)

@@ -76,7 +76,7 @@ def adopt(env: Mapping[str, str]) -> Placement | None:
     """Return the rank that torchrun, mpirun or srun gave this process; None if there is none.
 
     The innermost starter wins. What it leaves out follows from the rest, if all nodes have equally
-    many ranks. Half set or impossible variables raise ValueError.
+    many ranks.
     """
     starter = next((each for each in STARTERS if each.is_here(env)), None)
     if starter is None:
@@ -126,10 +126,7 @@ def _scontrol(*arguments: str) -> str:
 
 
 def master_address(placement: Placement, env: Mapping[str, str]) -> str:
-    """Return the host of rank 0: MASTER_ADDR, this machine, or the first of SLURM's nodes.
-
-    ValueError is raised if ranks span nodes and the host of rank 0 is unknown.
-    """
+    """Return the host of rank 0: MASTER_ADDR, this machine, or the first of SLURM's nodes."""
     if env.get("MASTER_ADDR"):
         return env["MASTER_ADDR"]
     if placement.single_node:
@@ -144,16 +141,12 @@ def master_address(placement: Placement, env: Mapping[str, str]) -> str:
 
 
 def master_port(placement: Placement, env: Mapping[str, str]) -> int:
-    """Return the port on the host of rank 0.
-
-    MASTER_PORT if it is set; a free port if one launcher starts every rank; else a port that every
-    rank derives from the job's id; else torchrun's default.
-    """
+    """Return the port on the host of rank 0: MASTER_PORT, a free one, or one from the job's id."""
     if text := env.get("MASTER_PORT"):
         if not text.isdigit() or not 0 < int(text) < 65536:
             raise ValueError(f"MASTER_PORT={text!r} is not a port number")
         return int(text)
-    if placement.single_node and not placement.adopted:
+    if placement.single_node and not placement.adopted:  # one launcher starts every rank
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             return probe.getsockname()[1]

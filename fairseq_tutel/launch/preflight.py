@@ -35,9 +35,8 @@ def compare_nodes(
         start: how often these nodes have started ranks before. Rank 0 of the last time may still
             be there, with a store of its own.
 
-    Raises:
-        SharedError: on all nodes; reports differ, or some are missing after ``seconds``.
-        ValueError: node 0 could not be reached.
+    SharedError is raised on all nodes if reports differ or some are missing, ValueError on one
+    that cannot reach node 0.
     """
     # in a call of its own: it ends the store
     verdict = _verdict(own, address, port, seconds, start)

@@ -52,10 +52,7 @@ def save_directory(words: Sequence[str]) -> str:
 
 
 def restarted(words: Sequence[str]) -> list[str]:
-    """Return the command for a restart: as given, unless it has saved a last checkpoint.
-
-    With one, options that choose another start are left out, and a config file's are overridden.
-    """
+    """Return the command for a restart; if it has saved a last checkpoint, it begins there."""
     if not any(Path(save_directory(words)).glob("checkpoint_last*.pt")):
         return list(words)
     kept, skip = [], False

@@ -78,11 +78,9 @@ class Supervisor:
         jobs: the ranks.
         grace: seconds.
         hold_requests: whether ranks hold SIGUSR1 back, see :func:`prepare_for_requests`.
-        requested: whether the ranks get a SIGUSR1 as they start.
+        requested: whether the ranks get a SIGUSR1 as they start; later, whether there was one.
 
-    Attributes:
-        requested: whether there was a SIGUSR1.
-        stopped_by: signal that asked the launcher to stop, or None.
+    ``stopped_by`` is the signal that asked the launcher to stop, or None.
     """
 
     def __init__(
@@ -105,8 +103,7 @@ class Supervisor:
     def run(self) -> int:
         """Run the ranks; return 0, or the exit status of the rank that failed first.
 
-        The status is 128 + the signal's number if a signal stopped the launcher and its ranks
-        merely died.
+        It is 128 + the signal's number if a signal stopped the launcher and ranks merely died.
         """
         # What was ignored stays so (nohup, or a script's background job): blocking would undo it.
         watched = {n for n in _WATCHED if signal.getsignal(n) != signal.SIG_IGN}
@@ -223,12 +220,9 @@ class Supervisor:
             self._kill_at = time.monotonic() + self._grace
 
     def _send(self, number: signal.Signals) -> None:
-        """Pass on a signal to the ranks.
-
-        A rank that is still importing gets SIGTERM for SIGINT: there is nothing to put in order,
-        and Python would print a traceback.
-        """
+        """Pass on a signal to the ranks."""
         for process in self._running.values():
+            # while it imports there is nothing to put in order, and Python would print a traceback
             quietly = number == signal.SIGINT and self._hold_requests and _is_importing(process)
             # not Popen.send_signal, which would reap a rank that has just ended
             os.kill(process.pid, signal.SIGTERM if quietly else number)

@@ -1,11 +1,4 @@
-"""Folders of Hugging Face's transformers: the way to and from the names of a checkpoint.
-
-- :mod:`.names`: place of each tensor of a checkpoint in a folder; ``export`` reads it, too.
-- :mod:`.shapes`: tensors of a checkpoint by the ``config.json`` of a folder.
-- :mod:`.options`: fairseq's options by the ``config.json`` of a folder.
-- :mod:`.folder`: read a folder.
-- :mod:`.importing`: write a set from a folder (``python -m fairseq_tutel.checkpoint import``).
-"""
+"""Folders of Hugging Face's transformers: names and shapes of their tensors, and the import."""
 
 from .folder import SPECIAL
 from .importing import import_folder

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -94,17 +93,15 @@ class Folder:
 
     def symbols(self, count: int) -> list[str] | None:
         """Return the dictionary, ``count`` symbols; None if the tokenizer has none of fairseq's."""
-        found: dict[int, str] = {}
-        if isinstance(listed := self._json("vocab.json"), list):
-            found = dict(enumerate(listed))
-        else:
-            tokenizer = self._json("tokenizer.json")
+        tokenizer, vocabulary = self._json("tokenizer.json"), self._json("vocab.json")
+        if not isinstance(vocabulary, list):
             vocabulary = tokenizer.get("model", {}).get("vocab", {})
-            if isinstance(vocabulary, Mapping):
-                found = {number: symbol for symbol, number in vocabulary.items()}
-            else:
-                found = {number: symbol for number, (symbol, _) in enumerate(vocabulary)}
-            found |= {each["id"]: each["content"] for each in tokenizer.get("added_tokens", ())}
+        if isinstance(vocabulary, Mapping):
+            found = {number: symbol for symbol, number in vocabulary.items()}
+        else:  # with scores, in a model of unigrams
+            symbols = (each if isinstance(each, str) else each[0] for each in vocabulary)
+            found = dict(enumerate(symbols))
+        found |= {each["id"]: each["content"] for each in tokenizer.get("added_tokens", ())}
         known = [found.get(number, f"madeupword{number:04}") for number in range(count)]
         return known if tuple(known[: len(SPECIAL)]) == SPECIAL else None
 
@@ -117,8 +114,3 @@ class Folder:
     def _json(self, name: str) -> Any:
         file = self.path / name
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-
-def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> SimpleNamespace:
-    """Return the fields of a config, which leaves out what has its default."""
-    return SimpleNamespace(**{**defaults, **given})

@@ -14,7 +14,7 @@ import torch
 from ..layout import CheckpointError, split_dense_expert, split_key
 from ..state import MODEL
 from ..store import refuse_target, write_set
-from .folder import SPECIAL, Folder, with_defaults
+from .folder import SPECIAL, Folder
 from .names import Place, place_in_language_model, place_in_nllb
 from .options import NLLB_DEFAULTS, SPECIAL_IDS, language_model_options, nllb_options
 from .shapes import Shapes, language_model_shapes, nllb_shapes
@@ -29,28 +29,17 @@ _VERSION = 3.0
 
 @dataclass(frozen=True)
 class Model:
-    """Kind of folder, and the model of fairseq that it becomes.
-
-    Attributes:
-        arch, criterion: fairseq's names, of the command line and of the class.
-        task: of fairseq.
-        sides: stacks.
-        defaults: fields of ``config.json`` that may be left out.
-        options: config -> options of the model.
-        shapes: config -> tensors of a checkpoint.
-        place: (tensor of a checkpoint, config) -> where it is in the folder.
-        embedding: tensor of the folder that may also be there under other names, if it is tied.
-    """
+    """Kind of folder, and the model of fairseq that it becomes."""
 
     arch: str
-    criterion: tuple[str, str]
+    criterion: tuple[str, str]  # its name on the command line, and its class
     task: str
-    sides: tuple[str, ...]
-    defaults: Mapping[str, Any]
-    options: Callable[[Any], dict[str, Any]]
-    shapes: Callable[[Any], Shapes]
-    place: Callable[[str, Any], Place | None]
-    embedding: str
+    sides: tuple[str, ...]  # its stacks
+    defaults: Mapping[str, Any]  # of config.json
+    options: Callable[[Any], dict[str, Any]]  # config -> options of the model
+    shapes: Callable[[Any], Shapes]  # config -> tensors of a checkpoint
+    place: Callable[[str, Any], Place | None]  # (tensor of a checkpoint, config) -> in the folder
+    embedding: str  # the folder's tensor, which may also have other names there if it is tied
 
 
 def _place_in_language_model(key: str, config: Any) -> Place | None:
@@ -74,10 +63,7 @@ MODELS = {
     ),
     "nllb-moe": Model(
         arch="transformer_moe",
-        criterion=(
-            "moe_label_smoothed_cross_entropy",
-            "MoELabelSmoothedCrossEntropyCriterion",
-        ),
+        criterion=("moe_label_smoothed_cross_entropy", "MoELabelSmoothedCrossEntropyCriterion"),
         task="translation_multi_simple_epoch",
         sides=("encoder", "decoder"),
         defaults=NLLB_DEFAULTS,
@@ -94,18 +80,15 @@ def import_folder(
 ) -> str:
     """Write a set from a folder of transformers' NllbMoe, or one that ``export`` wrote.
 
-    Weights keep their bits. The flags to train on with are logged. ``dict.txt``, with the
-    tokenizer's symbols in the order of the embedding's rows, is written beside the set unless there
-    is one. Memory holds one file of the set.
+    The flags to train on with are logged. ``dict.txt``, with the tokenizer's symbols in the order
+    of the embedding's rows, is written beside the set unless there is one. Memory holds one file of
+    the set.
 
     Args:
         folder: with ``config.json`` and safetensors.
-        dst: X.pt of the set.
+        dst: X.pt of the set; the canonical path is returned.
         ranks: W of the set (default None: one).
         force: replace what ``dst`` names.
-
-    Returns:
-        The canonical path.
 
     Raises:
         CheckpointError: names a field or a tensor that fairseq's model has no place for, or a file
@@ -119,7 +102,7 @@ def import_folder(
             f"{folder}: a model of the type {kind!r} cannot be imported, only {' or '.join(MODELS)}"
         )
     model = MODELS[kind]
-    config = with_defaults(source.config, model.defaults)
+    config = SimpleNamespace(**{**model.defaults, **source.config})
     _check_special(config, folder)
     options = model.options(config)
     dense, experts = split_dense_expert(model.shapes(config))
@@ -140,7 +123,9 @@ def import_folder(
         return found, {}
 
     state = _state(model, config, options, source)
-    state[MODEL] |= _dense(source, dense, places)
+    needed = {places[key]: shape for key, shape in dense.items()}  # tied tensors once
+    read = {place: source.read(place, shape) for place, shape in needed.items()}
+    state[MODEL] |= {key: read[places[key]] for key in dense}
     written = write_set(
         dst, state, of_experts,
         num_experts=config.num_experts, num_ranks=ranks or 1, force=force,
@@ -177,16 +162,6 @@ def _check_tensors(source: Folder, shapes: Shapes, places: Mapping[str, Place]) 
                 f"{source.path}: {name} has {source.size(name)} numbers, and by config.json "
                 f"it should have {size}"
             )
-
-
-def _dense(source: Folder, shapes: Shapes, places: Mapping[str, Place]) -> dict[str, torch.Tensor]:
-    """Return all tensors but the experts'; tied ones are one tensor."""
-    read: dict[Place, torch.Tensor] = {}
-    for key, shape in shapes.items():
-        place = places[key]
-        if place not in read:
-            read[place] = source.read(place, shape)
-    return {key: read[places[key]] for key in shapes}
 
 
 def _state(model: Model, config: Any, options: Mapping[str, Any], source: Folder) -> dict[str, Any]:

@@ -58,8 +58,8 @@ class Place(NamedTuple):
 def place_in_layer(key: str, config: Any) -> Place | None:
     """Return the place of a tensor by its name in an MoE layer's state dict; None if it has none.
 
-    The tensors of one expert are parts of a tensor of all experts. In gated experts fc_gate comes
-    before fc1. ``config`` has the fields of ``config.json``.
+    The tensors of one expert are parts of a tensor of all experts. ``config`` has the fields of
+    ``config.json``.
     """
     match = _EXPERT.fullmatch(key)
     if match is None:
@@ -71,7 +71,7 @@ def place_in_layer(key: str, config: Any) -> Place | None:
     if kind == "weight":
         size = config.hidden_size * config.moe_ffn_dim
     number = int(expert)
-    if stacked == "gate_up_proj":
+    if stacked == "gate_up_proj":  # fc_gate, then fc1
         number = 2 * number + (part == "fc1")
     return Place(f"ffn_experts.{stacked}{'_bias' if kind == 'bias' else ''}", number * size)
 

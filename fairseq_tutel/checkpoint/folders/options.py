@@ -22,13 +22,9 @@ SPECIAL_IDS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
 
 
 def language_model_options(config: Any) -> dict[str, Any]:
-    """Return options of ``transformer_lm_gpt_moe``, by fairseq's names.
+    """Return options of ``transformer_lm_gpt_moe``; CheckpointError for a field without an option.
 
-    What training alone has, is not in a folder: output masks of experts and the rule that moves a
-    load bias.
-
-    Raises:
-        CheckpointError: names a field that fairseq's model has no option for.
+    A folder lacks what training alone has: output masks of experts, the rule of a load bias.
     """
     network, layers = config.expert_network, config.num_hidden_layers
     freq = min(config.moe_layers, default=layers) + 1
@@ -69,19 +65,13 @@ def language_model_options(config: Any) -> dict[str, Any]:
     if network != "ffn":
         options[f"moe_{network}_bias"] = config.expert_bias
     if network == "clamped_swiglu":
-        options |= {f"moe_{network}_{k}": getattr(config, f"gate_{k}") for k in _GATE}
+        for name in ("limit", "alpha", "shift"):
+            options[f"moe_{network}_{name}"] = getattr(config, f"gate_{name}")
     return options
 
 
-_GATE = ("limit", "alpha", "shift")
-
-
 def nllb_options(config: Any) -> dict[str, Any]:
-    """Return options of ``transformer_moe`` for a model of transformers' NllbMoe.
-
-    Raises:
-        CheckpointError: names a field that fairseq's model has no option for.
-    """
+    """Return options of ``transformer_moe``; CheckpointError for a field without an option."""
     _refuse(config, "router_bias", lambda value: not value, "a router has no bias")
     _refuse(config, "tie_word_embeddings", bool, "a model shares all its embeddings")
     fraction = "moe_eval_capacity_token_fraction"

@@ -22,7 +22,7 @@ def open_sparse(path: str, dst: str | None, force: bool) -> SetReader:
     """Open a set with experts, of which another set ``dst`` will be made.
 
     CheckpointError is raised if ``dst`` may not be written, if there are no experts, or while some
-    are held back: the history names these by number.
+    are held back.
     """
     if dst is not None:
         refuse_target(dst, path, force)  # before experts are read
@@ -54,9 +54,8 @@ def write_change(
 ) -> str:
     """Write a set that was made of another; return its canonical path.
 
-    The arguments are those of :func:`..store.write_set`, and ``entry`` of the history and changed
-    ``options`` of the model, by fairseq's names. The options and ``more_flags`` are logged as the
-    flags to train on with.
+    Beside the arguments of :func:`..store.write_set`: the new entry of the history, and changed
+    ``options`` of the model. These and ``more_flags`` are logged as the flags to train on with.
     """
     state = with_options(shared, options or {})
     if isinstance(extra := state.get("extra_state"), Mapping):

@@ -41,6 +41,8 @@ def add_commands(commands: Any, path_help: str) -> list[argparse.ArgumentParser]
     for parser in (more, fewer):
         parser.add_argument("path", metavar="PATH", help=path_help)
         parser.add_argument("--load", metavar="FILE", help=text)
+    for parser in (up, more, fewer):
+        parser.set_defaults(run=_run)
     return [up, more, fewer]
 
 
@@ -84,7 +86,7 @@ def _add_shrinking(parser: argparse.ArgumentParser) -> None:
                         )  # fmt: skip
 
 
-def run_growth(args: argparse.Namespace) -> str:
+def _run(args: argparse.Namespace) -> str:
     """Run one of the commands; return the path of the new checkpoint."""
     common = {"ranks": args.ranks, "force": args.force}
     if args.command == "upcycle":

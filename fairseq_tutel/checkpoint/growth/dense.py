@@ -41,9 +41,6 @@ def to_dense(
         how: FFN of a layer: ``one``: its most loaded expert; ``mean``: the mean of all experts,
             weighted by load; ``shared``: the shared expert.
 
-    Returns:
-        The canonical path.
-
     Raises:
         CheckpointError: as of :func:`.grow.grow`; experts are gated, or not as wide as the dense
             FFNs; or ``how`` does not fit a model with, or without, shared experts.
@@ -91,7 +88,7 @@ def _mean_experts(source: SetReader, weights: Load) -> dict[str, Tensor]:
     for number in range(source.num_experts):  # in the order of the files: one is open at a time
         if not any(each[number] for each in weights.values()):
             continue
-        tensors = source.experts(range(number, number + 1), with_optimizer=False)[0]
+        tensors, _ = source.experts(range(number, number + 1), with_optimizer=False)
         for name, value in tensors.items():
             if weight := weights[layer_of(name)][number]:
                 part = weight * value.double()

@@ -57,9 +57,6 @@ def grow(
         force: replace what ``dst`` names.
         in_place: allow ``dst`` to be ``src``, which is replaced in one step.
 
-    Returns:
-        The canonical path.
-
     Raises:
         CheckpointError: ``src`` has no experts, already as many, or experts that are held back; the
             load is unknown; the function cannot be kept; or as of :func:`..store.write_set`.
@@ -107,22 +104,16 @@ def shrink(
     """Write a set with the most loaded experts of each layer; they keep every bit.
 
     Args:
-        src, dst, load, ranks, force: see :func:`grow`.
-        num_experts: E2 < E.
-
-    Returns:
-        The canonical path.
-
-    Raises:
-        CheckpointError: as of :func:`grow`; or K is larger than E2.
+        src, dst, load, ranks, force: see :func:`grow`; errors, too.
+        num_experts: K <= E2 < E.
     """
     source = open_sparse(src, dst, force)
     top_k = options_of(source.shared).get("moe_top_k") or 1
     if not top_k <= num_experts < source.num_experts:
         raise CheckpointError(
             f"{src}: has {source.num_experts} experts, of which a token chooses {top_k}; "
-            f"--num-experts {num_experts} must be fewer than the first, and not fewer than the "
-            "second number"
+            f"--num-experts {num_experts} must be fewer than {source.num_experts} and at least "
+            f"{top_k}"
         )
     loads = read_load(source, load)
     choice = {layer: most_loaded(each, num_experts) for layer, each in loads.items()}

@@ -73,12 +73,7 @@ def updates_done(state: Mapping[str, Any]) -> int:
 
 
 def held_back(history: Sequence[Growth], update: int, num_outputs: int) -> dict[str, Tensor] | None:
-    """Return the biases of held back experts after an update.
-
-    Args:
-        history: history of the set, see :func:`history_of`.
-        update: number of updates done.
-        num_outputs: E + N, experts and null experts.
+    """Return the biases of held back experts after an update, for E + N outputs of the gates.
 
     Returns:
         Layer -> fp32 [E + N], nan for experts that are not held back. None if no expert is held
@@ -87,11 +82,11 @@ def held_back(history: Sequence[Growth], update: int, num_outputs: int) -> dict[
     last = history[-1] if history else None
     if last is None or not last.ramp or update > last.update + last.ramp:
         return None
-    found = {}
-    for layer, numbers in last.held.items():
-        found[layer] = torch.full((num_outputs,), torch.nan)
-        found[layer][list(numbers)] = held_back_by(last.left(update))
-    return found
+    none, bias = torch.full((num_outputs,), torch.nan), held_back_by(last.left(update))
+    return {
+        layer: none.index_fill(0, torch.tensor(numbers), bias)
+        for layer, numbers in last.held.items()
+    }
 
 
 def held_back_by(left: float) -> float:

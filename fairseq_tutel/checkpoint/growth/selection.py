@@ -70,8 +70,7 @@ def even_load(source: SetReader) -> Load:
 def read_load(source: SetReader, file: str | None) -> Load:
     """Read the last line of the log that has the load of a set's experts in all its layers.
 
-    The log is ``file``, or the ``expert_load.jsonl`` beside the set. CheckpointError is raised if
-    there is no such log or line.
+    The log is ``file``, or the ``expert_load.jsonl`` beside the set.
     """
     path = file or os.path.join(source.cset.directory, "expert_load.jsonl")
     try:

@@ -14,12 +14,9 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Make fairseq know what this package adds; idempotent.
+    """Make fairseq know the architectures, the criterions and the replacements (``hooks.TABLE``).
 
-    - Architectures (``--arch``): the rows of ``models.ARCHITECTURES``. Routers, exchanges and
-      networks of experts that are registered later become choices too.
-    - Criterions (``--criterion``): ``criterions.CRITERIONS``.
-    - Replaced attributes: ``hooks.TABLE``. One gives ``--optimizer adam`` its fp16 statistics.
+    Idempotent. Routers, exchanges and networks that are registered later become choices too.
     """
     _register_architectures()
     for registry in (ROUTERS, EXCHANGES, EXPERTS):

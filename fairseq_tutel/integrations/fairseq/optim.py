@@ -1,9 +1,8 @@
 """``--optimizer adam --fp16-adam-stats`` without apex.
 
-Stock fairseq keeps fp16 statistics only with apex's ``fused_adam_cuda`` extension, and raises
-NotImplementedError without it. A plugin cannot register a second optimizer called ``adam``, the
-name in users' commands. So the constructor of fairseq's class (:mod:`.hooks`) builds ``Adam16`` in
-exactly the case in which it would raise.
+Stock fairseq raises NotImplementedError without apex's ``fused_adam_cuda``, and a plugin cannot
+register a second optimizer called ``adam``. So the constructor of fairseq's class (:mod:`.hooks`)
+builds ``Adam16`` in exactly the case in which it would raise.
 """
 
 from __future__ import annotations
@@ -34,18 +33,13 @@ def _needs_adam16(cfg: Any) -> bool:
 
 
 def _refuse_averaging() -> None:
-    raise ValueError(
-        "--use-bmuf averages optimizer statistics and cannot do so with scaled fp16 "
-        "ones: drop --fp16-adam-stats or --use-bmuf"
-    )
+    raise ValueError("--use-bmuf cannot average the scaled statistics of --fp16-adam-stats")
 
 
 def _dequantize_loaded(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Give fp32 Adam fp32 statistics if the checkpoint holds scaled fp16 ones.
+    """Give fp32 Adam fp32 statistics if the checkpoint holds scaled fp16 ones, which it misreads.
 
-    fairseq's Adam ignores the scales: its statistics would be wrong by orders of magnitude. The
-    states are replaced in the caller's dict, because fairseq's memory-efficient wrapper copies them
-    from there once more.
+    They are replaced in the caller's dict: fairseq's memory-efficient wrapper reads it once more.
     """
     states = state_dict["state"]
     for key in states:

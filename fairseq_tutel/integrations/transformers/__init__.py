@@ -24,24 +24,9 @@ A sparse block of transformers 5 has a router, and experts in ``gate_up_proj`` [
 logits, so transformers records them as before (``output_router_logits=True``, and the model's loss
 from them). If no options route as the block does, only its experts are replaced.
 
-No row is dropped, unless you ask for a capacity. Other arguments of the layer are arguments of
-:func:`replace_moe`: placement (slices), exchange, overlap, balancing. ``MODELS.md`` lists the
-models.
-
-``MoETrainer(model, args, aux_weight=0.01, ...)`` is transformers' Trainer for models with MoE
-layers. It imports transformers on first use. ``import
-fairseq_tutel.integrations.transformers.interface`` does, too: it makes the argument
+No row is dropped, unless you ask for a capacity. ``MODELS.md`` lists the models.
+``import fairseq_tutel.integrations.transformers.interface`` makes the argument
 ``experts_implementation="fairseq_tutel"`` known.
-
-    blocks.py     blocks that can be replaced, and what describes them
-    recognize.py  recognises what a block computes
-    experts.py    weights and activation of a model's experts
-    layers.py     parts of an MoE layer that are the model's own
-    replace.py    replacement by MoE layers
-    restore.py    restoration of the blocks, or of their state dict
-    interface.py  this package behind transformers' experts interface
-    trainer.py    MoETrainer
-    nllb.py       repair of transformers' NllbMoe
 """
 
 from typing import TYPE_CHECKING

@@ -81,19 +81,12 @@ class Description(NamedTuple):
 
 
 class SparseBlock(NamedTuple):
-    """Module that an MoE layer replaces.
+    """Module that an MoE layer replaces."""
 
-    Attributes:
-        name: name of the module in the model: a sparse block, or its experts.
-        module: the module.
-        experts: the module that holds the experts' parameters.
-        description: parts of the block; without a router if ``module`` is the experts.
-    """
-
-    name: str
-    module: nn.Module
-    experts: nn.Module
-    description: Description
+    name: str  # in the model
+    module: nn.Module  # a sparse block, or its experts
+    experts: nn.Module  # holds the experts' parameters
+    description: Description  # of the block; without a router if ``module`` is the experts
 
     @property
     def where(self) -> str:
@@ -101,15 +94,9 @@ class SparseBlock(NamedTuple):
 
 
 def declared(name: str, block: nn.Module, allowed: Mapping[str, Any]) -> Description:
-    """Return the description of a block of SPARSE_BLOCKS.
+    """Return the description of a block of SPARSE_BLOCKS, with the caller's options of routing.
 
-    Args:
-        name: name of the block.
-        block: the block.
-        allowed: the caller's options of routing.
-
-    Raises:
-        ValueError: the block cannot be replaced; the message names it.
+    ValueError, which names the block, is raised if it cannot be replaced.
     """
     normalized = SPARSE_BLOCKS[type(block).__name__](block.gate)
     if normalized and block.gate.top_k == 1:
@@ -130,8 +117,7 @@ def declared(name: str, block: nn.Module, allowed: Mapping[str, Any]) -> Descrip
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the sparse blocks of a model by name: modules with experts, as transformers has them.
 
-    Raises:
-        ValueError: the model has no such block, or one that is refused, or is quantised.
+    ValueError is raised if the model has none, or one that is refused, or is quantised.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:

@@ -42,15 +42,9 @@ class Projections(NamedTuple):
     def of(
         cls, where: str, experts: nn.Module, params: Mapping[str, Tensor] | None = None
     ) -> Projections:
-        """Read a module.
+        """Read a module, or ``params`` in place of its parameters, by the same names.
 
-        Args:
-            where: beginning of the error.
-            experts: the module.
-            params: tensors to read in place of its parameters, by the same names (default None).
-
-        Raises:
-            ValueError: the module has other parameters.
+        ValueError, which begins with ``where``, is raised for other parameters.
         """
         params = dict(experts.named_parameters()) if params is None else params
         shapes = {name: tuple(param.shape) for name, param in params.items()}
@@ -80,13 +74,10 @@ class Projections(NamedTuple):
         return num_experts, model_dim, hidden_dim
 
     def views(self) -> dict[str, Tensor]:
-        """Return views by the names of one expert's tensors in this package.
+        """Return views of the module's parameters by the names of one expert's tensors here.
 
-        Writing to a view writes to the module's parameter.
-
-        Returns:
-            dict: ``fc_gate.weight`` and ``fc1.weight`` [E, F, M], ``fc2.weight`` [E, M, F], biases
-            [E, F] and [E, M]; no ``fc_gate`` without a gate.
+        ``fc_gate.weight`` and ``fc1.weight`` are [E, F, M], ``fc2.weight`` is [E, M, F], biases are
+        [E, F] and [E, M]; there is no ``fc_gate`` without a gate.
         """
         found = {}
         for end, up, down in (

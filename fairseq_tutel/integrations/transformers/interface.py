@@ -29,19 +29,14 @@ NAME = "fairseq_tutel"
 def experts_forward(
     experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute the experts of a module of transformers.
+    """Compute the experts of a module of transformers: [T, M] -> [T, M].
 
     Args:
-        experts: the module, with ``gate_up_proj`` (or ``up_proj``) and ``down_proj``.
+        experts: the module, with ``gate_up_proj`` (or ``up_proj``) and ``down_proj``; ValueError
+            for parameters of another form.
         hidden_states: [T, M].
         top_k_index: int64 [T, K]; a number of E or more is no expert.
         top_k_weights: [T, K].
-
-    Returns:
-        [T, M].
-
-    Raises:
-        ValueError: the module's parameters have another form.
     """
     params = dict(experts.named_parameters(recurse=False))  # without those of a norm
     projections = Projections.of(type(experts).__name__, experts, params)

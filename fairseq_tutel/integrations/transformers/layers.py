@@ -92,17 +92,11 @@ class ChosenExperts(MoELayer):
     """MoE layer in the place of a model's experts: its block routes, and calls it as them."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **call):
-        """Apply the experts.
+        """Apply the experts: [T, M], choices int64 [T, K], weights [T, K] -> [T, M].
 
-        Args:
-            hidden_states: [T, M].
-            top_k_index: int64 [T, K], -1 or at least E for no expert.
-            top_k_weights: [T, K].
-            **call: options of :meth:`MoELayer.forward`.
+        A choice of -1, or of at least E, is no expert. ``call``: see :meth:`MoELayer.forward`.
         """
-        top_k = top_k_index.shape[-1]
-        choice = top_k_index.reshape(-1, top_k), top_k_weights.reshape(-1, top_k)
-        self.gate.choice = choice
+        self.gate.choice = top_k_index.flatten(0, -2), top_k_weights.flatten(0, -2)
         try:
             return super().forward(hidden_states, **call)
         finally:

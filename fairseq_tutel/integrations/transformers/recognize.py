@@ -1,9 +1,8 @@
 """Recognise what a sparse block computes, by running a copy of it whose experts only record.
 
-A block is known by what it computes, not by its class: its router gets random weights and is run
-in evaluation and in training. The options of :class:`~fairseq_tutel.config.MoEConfig` that choose
-the same experts with the same weights describe it. What is left of its output must be the expert of
-all tokens.
+The router gets random weights and is run in evaluation and in training. The options of
+:class:`~fairseq_tutel.config.MoEConfig` that choose the same experts with the same weights describe
+it. What is left of its output must be the expert of all tokens.
 """
 
 from __future__ import annotations
@@ -53,11 +52,10 @@ class _Run(NamedTuple):
 
 def recognize(block: nn.Module, num_experts: int) -> Description:
     """Return the description of a block; without a router if only its experts can be replaced."""
-    router = next(
-        (name for name in ROUTERS if isinstance(getattr(block, name, None), nn.Module)), ""
+    router, shared, gate = (
+        next((name for name in names if isinstance(getattr(block, name, None), nn.Module)), "")
+        for names in (ROUTERS, SHARED, SHARED_GATES)
     )
-    shared = next((name for name in SHARED if getattr(block, name, None) is not None), "")
-    gate = next((name for name in SHARED_GATES if getattr(block, name, None) is not None), "")
     if not router:
         return Description()
     try:
@@ -120,11 +118,7 @@ def _run(probe: nn.Module, router: str, num_experts: int, model_dim: int) -> _Ru
 
 
 def _describe(probe: nn.Module, parts: Description, runs: list[_Run]) -> Description:
-    """Complete the description by what the runs have in common.
-
-    Raises:
-        _Unknown: the block computes something else.
-    """
+    """Complete the description by what the runs have in common; _Unknown if they have nothing."""
     router = getattr(probe, parts.router)
     biases = _biases(probe, runs[0].logits.shape[-1])
     for run in runs:
@@ -230,10 +224,16 @@ def check_experts(where: str, experts: nn.Module, projections: Projections) -> N
     """Raise ValueError if experts compute something else than their weights and activation say."""
     num_experts, model_dim, _ = projections.shape
     generator, views = torch.Generator().manual_seed(0), projections.views()
-    down = views["fc2.weight"]
+    down = projections.down
     x_TM = torch.randn(3, model_dim, generator=generator).to(down)
     index_TK = torch.randint(num_experts, (3, 1), generator=generator).to(down.device)
     weight_TK = torch.rand(3, 1, generator=generator).to(down)
+
+    def linear(layer: str, rows: Tensor) -> Tensor:
+        weight, bias = (views.get(f"{layer}.{end}") for end in ("weight", "bias"))
+        out = (weight[index_TK[:, 0]] @ rows[..., None])[..., 0]
+        return out if bias is None else out + bias[index_TK[:, 0]]
+
     try:
         found_TM = experts(x_TM, index_TK, weight_TK)
     except Exception as error:
@@ -241,22 +241,11 @@ def check_experts(where: str, experts: nn.Module, projections: Projections) -> N
             f"{where} cannot be replaced: its experts take other arguments ({error}); if they are "
             "gated as those of Mixtral, declare the block in SPARSE_BLOCKS"
         ) from error
-    activate = Activation(experts, projections)
-    for x_M, e, weight, found_M in zip(
-        x_TM, index_TK[:, 0], weight_TK[:, 0], found_TM, strict=True
-    ):
-        parts = [
-            nn.functional.linear(x_M, views[f"{layer}.weight"][e], _of(views, layer, e))
-            for layer in ("fc_gate", "fc1")
-            if f"{layer}.weight" in views
-        ]
-        y_M = nn.functional.linear(activate(*parts), down[e], _of(views, "fc2", e)) * weight
-        close = 1e-4 if down.dtype.itemsize >= 4 else 5e-2
-        if (y_M - found_M).norm() > close * y_M.norm() + 1e-6:
-            raise ValueError(
-                f"{where} cannot be replaced: its experts compute more than their projections"
-            )
-
-
-def _of(views, layer, expert):
-    return views[f"{layer}.bias"][expert] if f"{layer}.bias" in views else None
+    layers = ("fc_gate", "fc1") if projections.gated else ("fc1",)
+    hidden = Activation(experts, projections)(*(linear(layer, x_TM) for layer in layers))
+    y_TM = linear("fc2", hidden) * weight_TK
+    close = 1e-4 if down.dtype.itemsize >= 4 else 5e-2
+    if ((y_TM - found_TM).norm(dim=1) > close * y_TM.norm(dim=1) + 1e-6).any():
+        raise ValueError(
+            f"{where} cannot be replaced: its experts compute more than their projections"
+        )

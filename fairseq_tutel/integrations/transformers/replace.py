@@ -11,7 +11,7 @@ from torch import nn
 
 from ...distributed import ExpertParallelGroups, build_groups
 from ...moe import MoEConfig, MoELayer
-from .blocks import SPARSE_BLOCKS, Description, SparseBlock, check_block, declared, find_blocks
+from .blocks import SPARSE_BLOCKS, SparseBlock, check_block, declared, find_blocks
 from .experts import Activation, KeptExperts, Projections
 from .layers import ChoiceRouter, ChosenExperts, KeptRouter, KeptShared
 from .recognize import check_experts, recognize
@@ -111,7 +111,7 @@ def _config(block: SparseBlock, allowed: Mapping[str, Any]) -> MoEConfig:
 def _make_layer(
     block: SparseBlock, config: MoEConfig, groups: ExpertParallelGroups, others: dict[str, Any]
 ) -> MoELayer:
-    """Make the layer for a block, with this rank's share of its weights."""
+    """Make the layer for a block, with this rank's share of its weights and its other parts."""
     if groups.simulated:
         raise ValueError("simulated ranks have no share of a model's weights: leave them out")
     experts, parts = block.experts, block.description
@@ -159,17 +159,12 @@ def _make_layer(
     )
     for mine, theirs in matching_parameters(layer, experts):
         mine.requires_grad_(theirs.requires_grad)
-    _take_parts(layer, block.module, parts)
-    return layer.train(block.module.training)
-
-
-def _take_parts(layer: MoELayer, block: nn.Module, parts: Description) -> None:
-    """Give the layer the block's bias and expert of all tokens."""
     if parts.bias and layer.gate.load_bias is not None:
-        layer.gate.load_bias.copy_(tensor_at(block, parts.bias).flatten())
+        layer.gate.load_bias.copy_(tensor_at(block.module, parts.bias).flatten())
     if parts.shared:
-        gate = getattr(block, parts.shared_gate) if parts.shared_gate else None
-        layer.shared_expert = KeptShared(getattr(block, parts.shared), gate)
+        gate = getattr(block.module, parts.shared_gate) if parts.shared_gate else None
+        layer.shared_expert = KeptShared(getattr(block.module, parts.shared), gate)
+    return layer.train(block.module.training)
 
 
 def tensor_at(block: nn.Module, path: str) -> torch.Tensor:

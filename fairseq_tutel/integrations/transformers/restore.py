@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from ...distributed import process_world, sum_tensor_over_ranks_, take_slice
+from ...distributed import process_world, sum_tensor_over_ranks_
 from ...moe import MoELayer
 from ...moe.experts import LoRAExperts
 from ...moe.model import unwrap
@@ -33,12 +33,17 @@ def restore_moe(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
     """
     model = unwrap(model)
     for name, layer in _layers(model, blocks).items():
-        block, whole = blocks[name], _all_experts(layer)
-        experts, parts = _experts_of(block), _parts_of(layer)
-        down = whole["fc2.weight"]
+        block, parts = blocks[name], _parts_of(layer)
+        experts, down = _experts_of(block), layer.experts.fc2_weight
         experts.to(down.dtype).to_empty(device=down.device)
-        for end, view in Projections.of(name, experts).views().items():
-            view.copy_(whole[end])
+        state = full_state_dict(layer)
+        for param in experts.parameters():
+            param.zero_()
+        if state:  # on rank 0
+            _join_experts(state, "", Projections.of(name, experts))
+        for param in experts.parameters():
+            # a sum of bytes is exact, because all other ranks have zeros
+            sum_tensor_over_ranks_(param.data.view(torch.uint8))
         for mine, theirs in matching_parameters(layer, experts):
             theirs.requires_grad_(mine.requires_grad)
         for path, module in _kept(layer, parts):
@@ -73,7 +78,11 @@ def original_state_dict(model: nn.Module, blocks: Mapping[str, nn.Module]) -> di
         return {}
     for name, layer in layers.items():
         parts, block = _parts_of(layer), blocks[name]
-        state |= _join_experts(state, name, layer, block)
+        experts, dtype = _experts_of(block), state[f"{name}.experts.0.fc2.weight"].dtype
+        empty = {k: torch.empty(p.shape, dtype=dtype) for k, p in experts.named_parameters()}
+        _join_experts(state, f"{name}.", Projections.of(name, experts, empty))
+        prefix = name if experts is block else f"{name}.experts"
+        state |= {f"{prefix}.{key}": tensor for key, tensor in empty.items()}
         for path, _ in _kept(layer, parts):
             _rename(state, f"{name}.{_path_in_layer(path, parts)}.", f"{name}.{path}.")
         bias = state.pop(f"{name}.gate.load_bias", None)
@@ -134,43 +143,8 @@ def _rename(state: dict[str, Tensor], old: str, new: str) -> None:
         state[new + key.removeprefix(old)] = state.pop(key)
 
 
-def _join_experts(
-    state: dict[str, Tensor], name: str, layer: MoELayer, block: nn.Module
-) -> dict[str, Tensor]:
-    """Take a layer's experts out of a state dict, and return them as transformers names them."""
-    experts, prefix = _experts_of(block), name if _experts_of(block) is block else f"{name}.experts"
-    like = state[f"{name}.experts.0.fc2.weight"]
-    empty = {
-        key: torch.empty(param.shape, dtype=like.dtype) for key, param in experts.named_parameters()
-    }
-    views = Projections.of(name, experts, empty).views()
-    for end, view in views.items():
-        for expert in range(layer.groups.num_experts):
-            view[expert] = state.pop(f"{name}.experts.{expert}.{end}")
-    return {f"{prefix}.{key}": tensor for key, tensor in empty.items()}
-
-
-def _all_experts(layer: MoELayer) -> dict[str, Tensor]:
-    """Return [E, ...] of all ranks' experts by the names of one expert's tensors. Collective."""
-    groups, experts = layer.groups, layer.experts
-    sizes = {"E": groups.num_experts, "F": experts.hidden_dim, "M": experts.model_dim}
-    like = experts.fc2_weight
-    whole = {
-        end: like.new_zeros([sizes[dim] for dim in f"E{stacked.dims}"])
-        for stacked in experts.layout.values()
-        for end in stacked.names
-    }
-    if groups.rank < groups.ep_size * groups.num_slices:  # one rank of each expert or slice
-        for key, part in experts.state_dict().items():
-            slot, _, end = key.partition(".")
-            target = whole[end][groups.local_experts[int(slot)]]
-            if "F" in _dims(experts, end) or groups.slice_index == 0:
-                take_slice(target, end, groups.slice_index, groups.num_slices).copy_(part)
-    for tensor in whole.values():
-        # a sum of bytes is exact, because all other ranks have zeros
-        sum_tensor_over_ranks_(tensor.view(torch.uint8))
-    return whole
-
-
-def _dims(experts, end: str) -> str:
-    return next(stacked.dims for stacked in experts.layout.values() if end in stacked.names)
+def _join_experts(state: dict[str, Tensor], prefix: str, into: Projections) -> None:
+    """Move a layer's experts from a state dict into the matrices of transformers' experts."""
+    for end, view in into.views().items():
+        for expert, part in enumerate(view):
+            part.copy_(state.pop(f"{prefix}experts.{expert}.{end}"))

@@ -59,8 +59,8 @@ class Budget:
         total = torch.stack([used.detach(), tokens, tokens.new_tensor(float(sample_size))])
         sum_tensor_over_ranks_(total)
         all_used, all_tokens, all_samples = total
+        all_tokens = all_tokens.clamp(min=1e-5)
         # the value counts this rank's samples; the gradient counts those of all ranks
-        distance = (all_used / all_tokens.clamp(min=1e-5) - self.share).abs()
-        towards = torch.sign(all_used / all_tokens.clamp(min=1e-5) - self.share)
-        own = all_samples * towards * used / all_tokens.clamp(min=1e-5)
-        return sample_size * distance + own - own.detach()
+        distance = all_used / all_tokens - self.share
+        own = all_samples * distance.sign() * used / all_tokens
+        return sample_size * distance.abs() + own - own.detach()

@@ -57,13 +57,9 @@ class GateLossOptions(BudgetOptions):
 
 
 class MoECriterion:
-    """Mixin for a stock criterion, named before it. Dense models get a gate loss of 0.
+    """Mixin for a stock criterion, named before it. Dense models get a gate loss of 0."""
 
-    Attributes:
-        budget: budget of conditional routing (default: without weight).
-    """
-
-    budget = Budget()
+    budget = Budget()  # without weight
 
     def set_gate_loss(self, weight: float, combine_method: str, transform: str = "none") -> None:
         """Set the options of the gate loss; raise ValueError for a weight out of range."""
@@ -91,7 +87,6 @@ class MoECriterion:
         extra = net_output[1] if isinstance(net_output[1], dict) else {}
         reports = extra.get("moe", [])
         gate_loss = self.gate_loss(reports, like=loss)
-        # broadcasts over the tokens if the loss is not reduced
         loss = loss + self.gate_loss_weight * sample_size * gate_loss
         distance = self.budget(reports, sample_size)
         if distance is not None:
@@ -123,10 +118,8 @@ class MoECriterion:
 def log_moe_metrics(logging_outputs) -> dict[str, float]:
     """Log loss, gate loss and routing of all ranks and batches of an update.
 
-    Returns:
-        The sums of all scalars by name; a criterion logs its own.
-
-    NOTE: synchronises once with the device; logged tensors would be read one by one.
+    Return the sums of all scalars by name; a criterion logs its own. NOTE: synchronises once with
+    the device; logged tensors would be read one by one.
     """
     _finish_records(logging_outputs)
     passes = logged_passes(logging_outputs)
@@ -187,10 +180,7 @@ def _unmoved(total: dict[str, float]) -> set[str]:
 
 
 def _host_totals(logs: Sequence[dict]) -> defaultdict[str, float]:
-    """Return the fp64 sums of the scalars of logging outputs by name.
-
-    All tensors are read back to the host at once.
-    """
+    """Return the fp64 sums of the scalars of logging outputs by name, read back at once."""
     totals: defaultdict[str, float] = defaultdict(float)
     tensors = []
     for name, value in (entry for log in logs for entry in log.items()):
@@ -219,9 +209,7 @@ def layer_mean_metrics(reports: list[MoEAux]) -> dict[str, torch.Tensor]:
 def join_passes(logs: Sequence[dict[str, Any]], fillers: int = 0) -> None:
     """Move the counts of all logs of one rank into the first log, one row per pass: [U, L, ...].
 
-    Args:
-        logs: logging outputs in the order of the rank's passes.
-        fillers: passes before them that do not count; other ranks may have had batches then.
+    ``fillers`` passes before them do not count; other ranks may have had batches then.
     """
     _finish_records(logs)
     if not logs or _KEYS[0] not in logs[0]:

@@ -56,10 +56,9 @@ class MoECrossEntropyCriterion(MoECriterion, CrossEntropyCriterion):
     def reduce_metrics(logging_outputs) -> None:
         """Log the metrics of all ranks and batches of an update."""
         total = log_moe_metrics(logging_outputs)
-        inner_loss = total["inner_loss"] / math.log(2)
-        log_scalar("inner_loss", inner_loss / max(total["sample_size"], 1), total["sample_size"])
-        perplexity_of = "inner_loss"
+        name, inner_loss = "inner_loss", total["inner_loss"] / math.log(2)
+        log_scalar(name, inner_loss / max(total["sample_size"], 1), total["sample_size"])
         if total["sample_size"] != total["ntokens"]:
-            log_scalar("nll_loss", inner_loss / max(total["ntokens"], 1), total["ntokens"])
-            perplexity_of = "nll_loss"
-        metrics.log_derived("ppl", lambda m: utils.get_perplexity(m[perplexity_of].avg))
+            name = "nll_loss"
+            log_scalar(name, inner_loss / max(total["ntokens"], 1), total["ntokens"])
+        metrics.log_derived("ppl", lambda m: utils.get_perplexity(m[name].avg))

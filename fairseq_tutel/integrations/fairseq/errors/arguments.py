@@ -56,11 +56,6 @@ def _task_with(flag: str) -> str | None:
     return next((task for task in (*_COMMON_TASKS, *tasks) if task in tasks), None)
 
 
-def _chosen_task(parser: argparse.ArgumentParser) -> str:
-    given = flag_value(sys.argv[1:], "--task")
-    return given or f"{parser.get_default('task')}, the default"
-
-
 def _meant(parser: argparse.ArgumentParser, unknown: list[str]) -> str:
     """Name the owner of the first unknown option that has one, or the closest known options."""
     configs = {f"--arch {row.name}": row.schema for row in ARCHITECTURES.values()}
@@ -75,7 +70,9 @@ def _meant(parser: argparse.ArgumentParser, unknown: list[str]) -> str:
         if flag in owners:
             return f"; {flag} belongs to {owners[flag]}, which the command does not have"
         if task := _task_with(flag):
-            return f"; {flag} belongs to --task {task}; the task is {_chosen_task(parser)}"
+            given = flag_value(sys.argv[1:], "--task")
+            chosen = given or f"{parser.get_default('task')}, the default"
+            return f"; {flag} belongs to --task {task}; the task is {chosen}"
     near = [
         f"for {flag}, did you mean {close[0]}?"
         for flag in unknown

@@ -80,8 +80,10 @@ def explain(error: BaseException, trace: TracebackType | None) -> str | None:
 
 
 def _is_of_a_user(error: BaseException | None) -> bool:
-    """Return whether an error and all errors that caused it may be a user's: a save that fails for
-    a bug is none. Memory that ran out is one, whatever caused it."""
+    """Return whether an error may be a user's, and so may all errors that caused it.
+
+    Memory that ran out is one, whatever caused it.
+    """
     if error is None or isinstance(error, (torch.OutOfMemoryError, OmegaConfBaseException)):
         return True
     known = type(error) is Exception or isinstance(error, (*_OURS, AssertionError))

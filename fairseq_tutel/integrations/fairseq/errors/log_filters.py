@@ -1,9 +1,6 @@
 """Filters for what fairseq's programs print and no user can do anything about.
 
-Without these filters README's command prints 30 lines of warnings about Hydra and torch and
-12 log lines for fairseq's authors, and each rank again, an evaluation program 7 KB of config, and
-each line of a training log 580 characters. They are set in fairseq's own programs only, and not
-with ``FAIRSEQ_TUTEL_WARNINGS=1``.
+They are set in fairseq's own programs only, and not with ``FAIRSEQ_TUTEL_WARNINGS=1``.
 """
 
 from __future__ import annotations

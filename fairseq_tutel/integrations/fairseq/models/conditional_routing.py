@@ -50,15 +50,9 @@ class ConditionalRouting(nn.Module):
         sparse: torch.Tensor,
         pad_mask: Optional[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mix two outputs for x.
+        """Mix two outputs for x, [batch, seq, M] each; return y and ``MoEAux.share_of_layer``.
 
-        Args:
-            x, dense, sparse: [batch, seq, M].
-            pad_mask: bool [batch, seq], True for padding, which gets the dense output and is not
-                counted; or None.
-
-        Returns:
-            (y [batch, seq, M], ``MoEAux.share_of_layer``).
+        Padding (``pad_mask`` bool [batch, seq] is True) gets the dense output and is not counted.
         """
         share = nn.functional.dropout(self.gate["wg"](x).sigmoid(), self.drop, self.training)
         tokens = share.new_full((), share.numel(), dtype=torch.float32)

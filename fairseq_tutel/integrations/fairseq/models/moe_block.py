@@ -7,10 +7,9 @@ and norms. A block repeats none of that::
         pad_mask_argument = "self_attn_padding_mask"
 
 The stock ``forward`` runs on a :class:`_View` of the layer, in which ``fc1`` is the MoE layer and
-the rest of the FFN is the identity. Replacing the modules themselves would be no simpler. In
-conditional routing the block needs its own ``fc1`` and ``fc2`` as well. The MoE layer needs the
-padding mask and the agreement of this call, and reports a second value; as attributes of the block
-these would be stale when activation checkpointing runs the call again.
+the rest of the FFN is the identity. The modules themselves stay: conditional routing needs ``fc1``
+and ``fc2``, and the MoE layer's padding mask and agreement, as attributes of the block, would be
+stale when activation checkpointing runs the call again.
 
 Stock models loop over layers, and the loop has no place for a second value. While it runs, a
 :class:`ForwardScope` carries the ranks' agreement to the blocks and collects their reports.
@@ -38,18 +37,12 @@ from .conditional_routing import ConditionalRouting
 
 
 class ForwardScope:
-    """State of one forward pass of a stack: the agreement, and the MoE layers' reports.
-
-    Attributes:
-        step: agreement of the ranks; None outside a pass.
-        drops_nothing: True: the pass has no capacity, whatever the options say.
-        is_reported: False: nobody reads the reports, so layers make none.
-        reports: of the MoE layers computed so far.
-    """
+    """State of one forward pass of a stack: the agreement, and the MoE layers' reports."""
 
     def __init__(self):
-        self.step: StepAgreement | None = None
-        self.drops_nothing, self.is_reported = False, True
+        self.step: StepAgreement | None = None  # None outside a pass
+        self.drops_nothing = False  # True: the pass has no capacity, whatever the options say
+        self.is_reported = True  # False: nobody reads the reports, so layers make none
         self.reports: list[MoEAux] = []
 
     @contextlib.contextmanager
@@ -72,9 +65,6 @@ class MoEBlock:
     With activation checkpointing the backward pass recomputes the whole block. The aux value is one
     of its outputs, so it keeps its gradient.
 
-    Attributes:
-        pad_mask_argument: argument of the stock ``forward`` that marks padding.
-
     Args:
         cfg: fairseq's config of the model.
         moe_layer: replaces fc1, activation, fc2 and their dropout, which the experts have inside.
@@ -83,7 +73,7 @@ class MoEBlock:
         **stock: other arguments of the stock layer.
     """
 
-    pad_mask_argument: str
+    pad_mask_argument: str  # of the stock ``forward``
 
     def __init__(
         self,

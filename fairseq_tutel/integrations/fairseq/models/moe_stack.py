@@ -33,14 +33,7 @@ def world_size(args: Any) -> int:
 
 
 class LayerFactory:
-    """Builder of a model's MoE layers, numbered from 0 over all its stacks.
-
-    Attributes:
-        groups: placement of the experts.
-
-    Raises:
-        ValueError: the number of experts does not fit the number of ranks.
-    """
+    """Builder of a model's MoE layers, numbered from 0 over all its stacks."""
 
     def __init__(self, run: RunOptions):
         """Place the experts; a collective call if torch.distributed is initialised."""
@@ -63,12 +56,7 @@ class LayerFactory:
         ops.set_backend(run.backend)
 
     def build(self, cfg: Any, side: Any) -> MoELayer:
-        """Build the next layer.
-
-        Args:
-            cfg: fairseq's TransformerConfig.
-            side: its part for the encoder or the decoder.
-        """
+        """Build the next layer by a TransformerConfig and its part for the encoder or decoder."""
         run, experts = self._run, self._run.experts
         # gated experts ignore the activation of the model's other layers
         reads = EXPERTS.get(experts.expert_network).uses_activation or experts.shared_expert_dim
@@ -77,14 +65,8 @@ class LayerFactory:
             hidden_dim=run.hidden_dim or side.ffn_embed_dim,
             config=run.routing,
             activation=str(cfg.activation_fn) if reads else "gelu",
-            expert_network=experts.expert_network,
-            expert_options=experts.expert_options,
-            expert_compute=experts.expert_compute,
-            activation_memory=experts.activation_memory,
-            activation_storage=experts.activation_storage,
             groups=self.groups,
-            shared_expert_dim=experts.shared_expert_dim,
-            shared_expert_gate=experts.shared_expert_gate,
+            **vars(experts),
             dropout=cfg.dropout,
             activation_dropout=cfg.activation_dropout or cfg.relu_dropout or 0.0,
             # LoRA takes over the experts of the whole model and holds them by itself
@@ -97,11 +79,7 @@ class LayerFactory:
 
 
 def with_lora(model: Model, run: RunOptions) -> Model:
-    """Give the experts low-rank updates and freeze the rest, if ``--moe-lora-rank`` asks for it.
-
-    Raises:
-        ValueError: the model has no MoE layers.
-    """
+    """Give the experts low-rank updates and freeze the rest, if ``--moe-lora-rank`` asks for it."""
     if run.lora_rank:
         storage = "same" if run.storage == "stacked" else run.storage
         add_lora(model, run.lora_rank, run.lora_alpha, storage=storage)
@@ -109,11 +87,7 @@ def with_lora(model: Model, run: RunOptions) -> Model:
 
 
 def make_tuner(options: TunerOptions | None, layers: Sequence[MoELayer]) -> ExchangeTuner | None:
-    """Return the tuner of a model's layers; None if there is nothing to choose. Collective.
-
-    Raises:
-        ValueError: the file of ``--moe-tune-file`` cannot be read, or is not for this run.
-    """
+    """Return the tuner of a model's layers; None if there is nothing to choose. Collective."""
     if options is None or not layers:
         return None
     how = {"steps": options.steps, "max_loss": options.max_loss}
@@ -141,10 +115,8 @@ def agree(
         counts: tokens of each stack.
         dtype: of the experts' rows.
         tuner: chooses the exchange in training.
-        generating: the pass computes one more token per sentence, or only the encoder.
-
-    Raises:
-        ValueError: ``generating`` with experts that are spread over ranks.
+        generating: the pass computes one more token per sentence, or only the encoder. This
+            raises ValueError if experts are spread over ranks.
     """
     sparse = [i for i, layers in enumerate(stacks) if layers]
     steps = list(map(StepAgreement, counts))

@@ -52,15 +52,10 @@ class SharedDecoding:
     def agree(self, stack: Any, num_tokens: int, generating: bool) -> StepAgreement:
         """Begin a pass of this rank's tokens through a decoder. Collective.
 
-        Raises:
-            ValueError: the pass is no step of generation.
-            RuntimeError: a rank has failed.
+        ValueError is raised for a pass that is no step of generation, RuntimeError if a rank fails.
         """
         if not generating:
-            raise ValueError(
-                "sentences are scored by fairseq-eval-lm where the experts of a model are spread "
-                "over ranks; here they are generated"
-            )
+            raise ValueError("sentences are scored by fairseq-eval-lm; ranks generate together")
         return self._sync(stack, num_tokens, _BUSY)[0]
 
     def tell_failure(self) -> None:

@@ -98,12 +98,7 @@ class TransformerLMGPTMoE(MoEModel, TransformerLanguageModel):
 
     @classmethod
     def build_model(cls, args, task):
-        """Build the model; a collective call if torch.distributed is initialised.
-
-        Raises:
-            ValueError: an option that MoE layers cannot honour, or an expert count that does not
-                fit the number of ranks.
-        """
+        """Build the model; a collective call if torch.distributed is initialised."""
         width = args.alternate_decoder_ffn_embed_dim
         sparse = args.moe_freq and width <= 0
         run = run_options(args, TransformerLMGPTMoEConfig, world_size(args) if sparse else None)

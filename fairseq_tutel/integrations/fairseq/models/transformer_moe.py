@@ -94,12 +94,7 @@ class TransformerMoE(MoEModel, TransformerModelBase):
 
     @classmethod
     def build_model(cls, args, task):
-        """Build the model; a collective call if torch.distributed is initialised.
-
-        Raises:
-            ValueError: an option that MoE layers cannot honour, or an expert count that does not
-                fit the number of ranks.
-        """
+        """Build the model; a collective call if torch.distributed is initialised."""
         widths = args.alternate_ffn_embed_dim, args.alternate_decoder_ffn_embed_dim
         sides = list(zip(moe_frequencies(args), widths, strict=True))
         sparse = any(freq and width <= 0 for freq, width in sides)

@@ -101,19 +101,13 @@ def with_evaluation_flags(config: type) -> type:
 
 
 def apply_rules(row: Any, args: argparse.Namespace) -> None:
-    """Adapt parsed arguments to an architecture; fairseq calls it with all of them.
+    """Adapt parsed arguments to an architecture (:class:`~..models.Architecture`), in place.
 
     - ``--ddp-backend fully_sharded`` of the published commands becomes ``legacy_ddp``: experts are
-      spread over the ranks in any case, and the dense parameters are replicated. ``MEMORY.md`` says
-      why fairseq's trainer cannot shard them.
+      spread over the ranks in any case. ``MEMORY.md`` says why dense parameters are replicated.
     - Meta's flags without a meaning are reported and removed.
     - ``--bf16`` makes stock fairseq look for a TPU; without torch_xla it means GPUs or CPUs.
-    - Tasks that cannot train such a model (``REFUSED_TASKS``) and contradicting options end the
-      program before anything is built.
-
-    Args:
-        row: the :class:`~..models.Architecture`.
-        args: changed in place.
+    - Tasks that cannot train such a model and contradicting options end the program.
     """
     task = getattr(args, "task", None)
     refused = REFUSED_TASKS.get(task)

@@ -50,21 +50,14 @@ TUNED = {field.name: flag_name(field) for field, _ in _FIELDS if field.metadata[
 
 
 def schema_of(config: Any) -> type:
-    """Return a dataclass with a field for each option of a frozen config and its implementations.
-
-    Options without a default are left out: sizes, which models state, and objects.
-    """
+    """Return a dataclass with the options of a frozen config and of its implementations."""
     mine = _given(config)
     fields = [entry for each in _FIELDS if each[0] in mine for entry in _entries(*each)]
     return dataclasses.make_dataclass(f"{config.__name__}Schema", fields)
 
 
 def with_registered(config: type) -> type:
-    """Return a model's dataclass with all that is registered now.
-
-    The result is ``config`` itself, or a subclass if something was registered since ``config`` was
-    made.
-    """
+    """Return a model's dataclass, or a subclass with what was registered since it was made."""
     names = tuple(tuple(registry) for registry in REGISTERED.values())
     return config if names == _AT_IMPORT else _extended(config, names)
 
@@ -83,8 +76,7 @@ def _extended(config: Any, names: tuple) -> type:
 def use_present_names(args: Any) -> None:
     """Move values of former options (``moe_a2a``) to their present names, in place.
 
-    Raises:
-        ValueError: both names have a value, and the values differ.
+    ValueError is raised if both names have a value, and the values differ.
     """
     for field, _ in _FIELDS:
         flag, alias = flag_name(field), alias_name(field)
@@ -102,17 +94,11 @@ def use_present_names(args: Any) -> None:
 
 
 def values_of(config: Any, args: Any) -> dict[str, Any]:
-    """Return the arguments of a frozen config.
+    """Return the arguments of a frozen config from a model's config or parsed arguments.
 
-    Options that were not given and have no default on the command line are left out.
-
-    Args:
-        config: class of the frozen config.
-        args: a model's config, or a namespace of parsed arguments.
-
-    Raises:
-        ValueError: neither a number nor ``auto``, or the option of an implementation that was not
-            chosen.
+    Options that were not given and have no default on the command line are left out. ValueError is
+    raised for a text that is neither a number nor ``auto``, and for the option of an implementation
+    that was not chosen.
     """
     values = {}
     for field in _given(config):

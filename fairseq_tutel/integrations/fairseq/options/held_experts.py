@@ -33,34 +33,27 @@ def refuse_growth_of_updates(growth: Optional[GrowAt], rank: int) -> None:
     """Raise ValueError if a run with LoRA is to make new experts."""
     if growth is not None and rank:
         raise ValueError(
-            f"--moe-grow-at {growth} makes new experts, and --moe-lora-rank {rank} freezes "
-            "experts: give one of them"
+            f"--moe-grow-at {growth} and --moe-lora-rank {rank}, which freezes: give one of them"
         )
 
 
 def expert_storage(args: Any) -> str:
-    """Return ``expert_storage`` of the layers; raise ValueError if options contradict each other.
-
-    Args:
-        args: options of any model with experts, which may lack these.
-    """
+    """Return ``expert_storage`` of the layers; ValueError if options contradict each other."""
     dtype = str(getattr(args, "moe_expert_dtype", "same"))
     mapped = getattr(args, "moe_map_experts", False)
     if dtype != "same" and mapped:
         raise ValueError(
-            f"--moe-expert-dtype {dtype} converts the experts, and --moe-map-experts leaves them "
-            "in their files: give one of them"
+            f"--moe-expert-dtype {dtype} converts what --moe-map-experts leaves in files: give one"
         )
     if mapped and getattr(args, "moe_lora_rank", 0):
         raise ValueError(
-            "--moe-map-experts leaves experts in their files, and those of a set with LoRA are not "
-            "there: merge it first (python -m fairseq_tutel.checkpoint merge-lora)"
+            "--moe-map-experts reads no set with LoRA: merge it first (python -m "
+            "fairseq_tutel.checkpoint merge-lora)"
         )
     storage = "mapped" if mapped else "stacked" if dtype == "same" else dtype
     if storage != "stacked" and str(args.moe_expert_placement) == "sliced":
         raise ValueError(
-            f"experts that are held as {storage} are whole, and --moe-expert-placement sliced cuts "
-            "them: give one of them"
+            f"experts that are held as {storage} are whole: drop --moe-expert-placement sliced"
         )
     return storage
 
@@ -68,10 +61,6 @@ def expert_storage(args: Any) -> str:
 def refuse_in_training(args: Any) -> None:
     """Raise ValueError for an option that is for evaluation only."""
     if expert_storage(args) != "stacked" and not getattr(args, "moe_lora_rank", 0):
-        given = "--moe-map-experts"
-        if not args.moe_map_experts:
-            given = as_flag("moe_expert_dtype", args.moe_expert_dtype)
-        raise ValueError(
-            f"{given} is for evaluation: train without it, and give it to --model-overrides or "
-            "from_pretrained"
-        )
+        dtype = as_flag("moe_expert_dtype", args.moe_expert_dtype)
+        given = "--moe-map-experts" if args.moe_map_experts else dtype
+        raise ValueError(f"{given} is for evaluation: train without it (INFERENCE.md)")

@@ -62,10 +62,7 @@ other commands, each with --help:
 
 
 def own_options() -> dict[str, list[dataclasses.Field]]:
-    """Return the options of all architectures and criterions by title of their group.
-
-    If several have an option, the first one states its default.
-    """
+    """Return the options of all architectures and criterions by title of their group."""
     configs = [row.schema for row in ARCHITECTURES.values()]
     configs += [row.config for row in CRITERIONS.values()]
     # options of fairseq's own dataclasses are in no group

@@ -195,11 +195,7 @@ def moe_frequencies(args: Any) -> tuple[int, int]:
     """Return N for encoder and decoder: every N-th layer has experts; 0: no layer has.
 
     N is the larger of the side's own option and ``--moe-freq``, as in Meta's branch ``moe``. An N
-    larger than the side's number of layers becomes 0.
-
-    Args:
-        args: options of any model, or of a checkpoint, which may lack some. A language model has a
-            decoder.
+    larger than the side's number of layers becomes 0. ``args`` may lack some of the options.
     """
     found = asked_frequencies(args)
     layers = [getattr(args, f"{side}_layers", None) for side in ("encoder", "decoder")]
@@ -226,9 +222,6 @@ def run_options(args: Any, config: type, num_ranks: Optional[int] = None) -> Run
         config: dataclass of the model's options, for their ranges.
         num_ranks: number of experts if ``--moe-expert-count`` is not given; None: unknown yet, so
             that no option is too large for it.
-
-    Raises:
-        ValueError: an option that a model with MoE layers cannot honour, with its value.
     """
     use_present_names(args)
     check_ranges(args, config)
@@ -313,16 +306,15 @@ def _resolve_capacity(values: dict[str, Any], top1_expert: bool) -> None:
     """Translate Meta's options for K and the evaluation capacity into those of MoEConfig."""
     if top1_expert and values.setdefault("top_k", 1) != 1:
         raise ValueError(
-            f"--moe-top1-expert and --moe-top-k {values['top_k']} contradict each other: give one "
-            "of them"
+            f"--moe-top1-expert and --moe-top-k {values['top_k']} contradict each other: give one"
         )
     fraction = values.get("eval_capacity_token_fraction")
     if fraction is None:
         return
     if "eval_capacity_factor" in values:
         raise ValueError(
-            f"--moe-eval-capacity-token-fraction {fraction} and --moe-eval-capacity-factor "
-            f"{values['eval_capacity_factor']} both set the evaluation capacity: give one of them"
+            f"give one of --moe-eval-capacity-token-fraction {fraction} and "
+            f"--moe-eval-capacity-factor {values['eval_capacity_factor']}"
         )
     if fraction <= 0:  # its 2021 meaning: evaluate with the training formula
         del values["eval_capacity_token_fraction"]
@@ -340,9 +332,8 @@ def exchange_config(args: Any) -> ExchangeConfig:
         )
     if placement == "replicated" and r > 1:
         raise ValueError(
-            f"--moe-parallelism-r {r} sends a token to {r} ranks that have a part each of its "
-            "expert, and --moe-expert-placement replicated has none: give --moe-expert-placement "
-            "sliced, or an r of 0 or 1"
+            f"--moe-parallelism-r {r} is for slices, and --moe-expert-placement replicated has "
+            "none: give --moe-expert-placement sliced, or an r of 0 or 1"
         )
     if values["balance_ranks"] and "auto" in (str(args.moe_exchange), str(args.moe_parallelism_r)):
         raise ValueError(

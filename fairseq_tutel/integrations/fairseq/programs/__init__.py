@@ -19,12 +19,11 @@ def program() -> str | None:
     if script.startswith("fairseq-"):
         return script
     file = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")
-    if file.parent.name == _PACKAGE:
-        return _script(file.stem)
     # fairseq-hydra-train imports fairseq-train's module, and has begun to be imported first
     loaded = [name for name in sys.modules if name.startswith(f"{_PACKAGE}.")]
-    return _script(loaded[0].rpartition(".")[2]) if script == "-c" and loaded else None
-
-
-def _script(module: str) -> str:
-    return "fairseq-" + module.replace("_", "-")
+    module = None
+    if file.parent.name == _PACKAGE:
+        module = file.stem
+    elif script == "-c" and loaded:
+        module = loaded[0].rpartition(".")[2]
+    return module and "fairseq-" + module.replace("_", "-")

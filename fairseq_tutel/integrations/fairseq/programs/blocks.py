@@ -16,11 +16,7 @@ from typing import Any
 
 
 def evaluate_every_block(task) -> None:
-    """Make the batches of an evaluation program hold all data of its task.
-
-    ``eval_lm_dataloader`` refuses long blocks, which stock skips. Other programs skip them only
-    with ``--skip-invalid-size-inputs-valid-test``.
-    """
+    """Make the batches of an evaluation program hold all data of its task."""
     kind = type(task)
 
     def batches_of_any_size(*args, **kwargs):

@@ -35,10 +35,7 @@ _LISTED = 10  # most checkpoints that an error lists
 def is_moe_checkpoint(path: str) -> bool:
     """Return whether ``path`` names a sharded set or a file with expert parameters.
 
-    Raises:
-        CheckpointError: the file cannot be read, or is not safe to read. fairseq's own loader
-            would run the file's code if ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1``, and does not name
-            a damaged file.
+    CheckpointError is raised for a damaged file, and for one that could run code.
     """
     path = final_path(path)
     kind, file = find_checkpoint(path) or ("merged", path)
@@ -67,11 +64,7 @@ def checkpoints_beside(path: str) -> str:
 def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
     """Load a checkpoint like ``load_checkpoint_to_cpu``, with this rank's share of the experts.
 
-    Checkpoints of Meta's branches name a dense architecture and MoE options; they get the name of
-    the architecture with experts.
-
-    Raises:
-        ValueError: an override names no MoE option, which fairseq would ignore, or has no name.
+    ValueError is raised for an override that names no MoE option, which fairseq would ignore.
     """
     _check_overrides(arg_overrides, _options())
     # the training run shared the experts over other ranks
@@ -102,10 +95,8 @@ def with_options_of_today(
 ) -> dict[str, Any]:
     """Return a checkpoint's state with a config that this version of fairseq and this package read.
 
-    ``arg_overrides`` replace options of the config.
-
-    Raises:
-        CheckpointError: the state is incomplete.
+    Checkpoints of Meta's branches name a dense architecture and MoE options; they get the name of
+    the architecture with experts. ``arg_overrides`` replace options.
     """
     arg_overrides = arg_overrides or {}
     check_complete(state, path)
@@ -168,10 +159,8 @@ def _check_overrides(overrides: Any, options: set[str]) -> None:
 
 
 def _as_config(saved: dict[str, Any]) -> DictConfig:
-    """Return a checkpoint's config, which may hold objects, as fairseq's own loader makes it.
-
-    A part that is a namespace becomes a dict; Meta's translation models have one.
-    """
+    """Return a checkpoint's config, which may hold objects, as fairseq's own loader makes it."""
+    # Meta's translation models have a namespace inside
     saved = {name: vars(v) if isinstance(v, Namespace) else v for name, v in saved.items()}
     if "flags" in inspect.signature(OmegaConf.create).parameters:
         return OmegaConf.create(saved, flags={"allow_objects": True})
@@ -186,9 +175,6 @@ def eval_lm(original, models, source_dictionary, batch_iterator, **options):
     those of rank 0 alone. Ranks run out of batches at different times. If they exchange tokens,
     they agree before each batch on whether any rank has one left. A rank that has none takes part
     with a single token, because the others need its experts.
-
-    Raises:
-        ValueError: no token was scored; fairseq would report a perplexity of 1.
     """
     groups = [m.moe_groups for m in models if getattr(m, "moe_groups", None) is not None]
     if not groups:
@@ -204,7 +190,7 @@ def eval_lm(original, models, source_dictionary, batch_iterator, **options):
     local = original(models, source_dictionary, batches, **options)
     device = next(models[0].parameters()).device
     score, tokens = sum_over_ranks([float(local["loss"]) * sum(scored), sum(scored)], device)
-    if not tokens:
+    if not tokens:  # stock reports a perplexity of 1
         raise ValueError("no token was evaluated: the subset is empty")
     if world_size == 1:
         return local

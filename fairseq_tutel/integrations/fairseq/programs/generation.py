@@ -89,12 +89,7 @@ def _share_batches(models, task) -> None:
 
 
 def prepare_generation(models, task) -> None:
-    """Warn of unknown words in prompts, and use one thread for small models.
-
-    Args:
-        models: models with experts that a program or ``from_pretrained`` has loaded.
-        task: the task that was loaded with them.
-    """
+    """Warn of unknown words in prompts, share batches, use one thread for small models."""
     dictionary = task.source_dictionary
     if dictionary is not None:
         dictionary.encode_line = functools.partial(_encode_line, dictionary)

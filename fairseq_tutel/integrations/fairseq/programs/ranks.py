@@ -31,10 +31,6 @@ def join_started_ranks(cfg, env: Mapping[str, str] = os.environ) -> None:
 
     The config stays as it is if it has an init method, as from ``python -m fairseq_tutel.launch``,
     or if torchrun started at most one process.
-
-    Raises:
-        ValueError: ``--distributed-world-size`` is another number; or fairseq would not read the
-            variables of the program that started the processes.
     """
     distributed, place = cfg.distributed_training, started(env)
     if distributed.distributed_init_method is not None or place.world_size == 1:

@@ -1,20 +1,8 @@
 """Experts of every token in a file: ``--moe-trace FOLDER``; :mod:`fairseq_tutel.picture` reads it.
 
-Each rank appends to ``FOLDER/trace-rank-N.jsonl``, one JSON object per line. The first line of a
-program describes the model::
-
-    {"modes": ["train", "valid"], "ranks": 2, "resumed": false, "update": 0, "experts": {"1": 8},
-     "symbols": {"": ["<s>", "<pad>", "</s>", "<unk>", "the", ...]}}
-
-``experts`` has the number of experts of each MoE layer, null experts included. ``symbols`` are the
-words of the dictionary of each stack: ``encoder``, ``decoder``, or "" for a language model. Then
-comes a line per forward pass, without padding::
-
-    {"update": 7, "mode": "train", "lengths": {"": [3, 2]}, "tokens": {"": [4, 9, 2, 4, 2]},
-     "choices": {"1": [[0, 5], [3, 1], [0, 2], [0, 5], [7, 2]]}}
-
-``lengths`` are those of the sentences. :mod:`fairseq_tutel.moe.given_choices` explains negative
-choices. A run that resumes drops the lines of later updates, which it makes again.
+Each rank appends to ``FOLDER/trace-rank-N.jsonl``: a line about the model, then a line per forward
+pass, without padding. ``training/STEERING.md`` lists their entries. A run that resumes drops the
+lines of later updates, which it makes again.
 """
 
 from __future__ import annotations
@@ -49,8 +37,7 @@ class RoutingTrace:
         interval: in training, only every N-th update is written.
         modes: of training, if any, and of evaluation.
 
-    Attributes:
-        fillers: passes to come that have no tokens of the data.
+    ``fillers`` is the number of passes to come that have no tokens of the data.
     """
 
     def __init__(
@@ -87,12 +74,7 @@ class RoutingTrace:
             drop_after(self._path, update)
 
     def before(self, update: int, fillers: int) -> None:
-        """Begin the passes of an update, or of a validation after it.
-
-        Args:
-            update: its number.
-            fillers: first passes, which have no tokens of the data.
-        """
+        """Begin the passes of an update, or of a validation after it."""
         self._update, self.fillers = update, fillers
 
     def _begin(self, module: nn.Module, args: tuple) -> None:
@@ -153,11 +135,7 @@ def trace_model(
 
 
 def trace_evaluation(model: Any, task: Any, options: Any) -> None:
-    """Trace a model that a program of evaluation has loaded, if its options ask for it.
-
-    Raises:
-        ValueError: the program generates.
-    """
+    """Trace a model that a program has loaded for evaluation, if its options ask for it."""
     if program() in ("fairseq-generate", "fairseq-interactive") and getattr(
         options, "moe_trace", None
     ):

@@ -116,12 +116,7 @@ class CheckpointMixin:
     ):
         """Restore from a set or merged file, saved by any number of ranks.
 
-        Returns:
-            fairseq's extra state; None if there is nothing to restore, and in a simulation.
-
-        Raises:
-            FileNotFoundError: the user named a checkpoint that does not exist.
-            ValueError: the checkpoint does not fit this run, or some ranks do not see it.
+        Return fairseq's extra state; None if there is nothing to restore, and in a simulation.
         """
         path = final_path(filename).replace(f"{_SUFFIX}.pt", ".pt")
         if self._model.moe_groups.simulated:

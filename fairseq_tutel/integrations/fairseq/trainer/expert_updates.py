@@ -44,8 +44,7 @@ class ExpertUpdates:
         criterion: its results have the sample size.
         normalization: ``--moe-normalize-expert-grad``.
 
-    Attributes:
-        is_filler: the next batch is a dummy, which has no sample size.
+    ``is_filler`` says that the next batch is a dummy, which has no sample size.
     """
 
     def __init__(self, model: nn.Module, criterion: nn.Module, normalization: str):
@@ -55,15 +54,10 @@ class ExpertUpdates:
         criterion.register_forward_hook(self._agree)
 
     def attach(self, optimizer: Any, name: str) -> None:
-        """Take an optimizer of fairseq in place of the former one; ``name``: ``--optimizer``.
-
-        Raises:
-            ValueError: the optimizer does not step each tensor by itself.
-        """
+        """Take an optimizer of fairseq in place of the former one; ``name``: ``--optimizer``."""
         if isinstance(optimizer.optimizer, CompositeOptimizer) or name == "lamb":
             raise ValueError(
-                f"--moe-update-in-backward steps one tensor at a time, --optimizer {name} steps "
-                "several together: use adam, nag or sgd"
+                f"--moe-update-in-backward steps one tensor: use adam, nag or sgd, not {name}"
             )
         self.detach()
         self._is_efficient = isinstance(optimizer, MemoryEfficientFP16Optimizer)

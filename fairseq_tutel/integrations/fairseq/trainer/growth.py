@@ -32,21 +32,12 @@ logger = logging.getLogger(__name__)
 
 
 class RunGrowth:
-    """Growth of one run.
-
-    Attributes:
-        grow_at: when the run grows; None: never.
-        history: history of the set that the run started from, for the sets that it saves.
-
-    Raises:
-        ValueError: the new experts do not fit the ranks or the options, or nobody starts the ranks
-            again.
-    """
+    """Growth of one run; ValueError if it cannot grow as the options say."""
 
     def __init__(self, cfg: Any, model: torch.nn.Module):
         self.grow_at = GrowAt.of(getattr(cfg.model, "moe_grow_at", None))
         self.ramp = getattr(cfg.model, "moe_growth_updates", 0)
-        self.history: list[Growth] = []
+        self.history: list[Growth] = []  # of the set that the run started from
         self._model, self._memory_checked = model, False
         if self.grow_at is not None:
             _check(cfg, model, self.grow_at)
@@ -58,13 +49,9 @@ class RunGrowth:
         return self._model.moe_groups.num_experts < self.grow_at.num_experts
 
     def check_memory(self, memory_of_step: Callable[[int], StepMemory | None]) -> None:
-        """Check before the first update that a step of the grown model fits into memory.
+        """Raise ValueError before the first update if a step of the grown model needs more memory.
 
-        Args:
-            memory_of_step: number of experts -> memory; ``MoETrainer.memory_of_step``.
-
-        Raises:
-            ValueError: the step does not fit.
+        ``memory_of_step``: number of experts -> memory, as ``MoETrainer.memory_of_step``.
         """
         if self._memory_checked or self.grow_at is None:
             return

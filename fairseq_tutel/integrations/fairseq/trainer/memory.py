@@ -46,8 +46,7 @@ class MemoryMixin:
         Args:
             num_experts: estimate for this number of experts instead, weights included.
 
-        Returns:
-            None if the planner does not know the model, task or optimizer.
+        Return None if the planner does not know the model, task or optimizer.
         """
         symbols = len(self.task.target_dictionary or self.task.source_dictionary or ())
         model = self.cfg.model

@@ -28,14 +28,9 @@ PYTORCH_BACKENDS = ("pytorch_ddp", "c10d")
 
 
 class MoEDistributedModel(ModuleProxyWrapper):
-    """Wrapper of a model for training on several ranks.
+    """Wrapper of a model (``moe_groups``) for training on several ranks.
 
-    Args:
-        dist_cfg: fairseq's ``distributed_training`` config.
-        model: has ``moe_groups``.
-        process_group: of all ranks.
-        device: of this rank.
-        normalization: ``--moe-normalize-expert-grad``.
+    ``normalization`` is ``--moe-normalize-expert-grad``.
     """
 
     def __init__(self, dist_cfg, model, process_group, device: torch.device, normalization: str):
@@ -54,9 +49,7 @@ class MoEDistributedModel(ModuleProxyWrapper):
         self._normalization = normalization
 
     def all_reduce_grads(self) -> None:
-        """Reduce gradients; fairseq's trainer calls this once per update, after the last backward
-        pass.
-        """
+        """Reduce gradients once per update, after the last backward pass."""
         if isinstance(self.module, LegacyDistributedDataParallel):
             self.module.all_reduce_grads()
         model = self.module.module
@@ -103,31 +96,22 @@ def _pytorch_ddp(dist_cfg, model, process_group, device):
 
 
 def fit_to_slices(optimizer: FairseqOptimizer, name: str, groups: ExpertParallelGroups) -> None:
-    """Make an optimizer step slices of experts as it would step whole experts.
+    """Make an optimizer (``name``: ``--optimizer``) step slices of experts as whole experts.
 
-    Args:
-        optimizer: as the trainer has built it, over half weights or not.
-        name: ``--optimizer``.
-        groups: placement of the experts.
-
-    Raises:
-        ValueError: the optimizer needs all weights of a tensor for the update of one, or for a
-            statistic.
+    ValueError is raised if it needs all weights of a tensor for the update of one.
     """
     if groups.num_slices == 1:
         return
     inner = optimizer.optimizer
     if not _steps_each_weight(optimizer):
         raise ValueError(
-            f"--optimizer {name} needs all weights of an expert for the update of each, and with "
-            f"--moe-expert-placement sliced every rank has 1/{groups.num_slices} of them: use "
-            "--moe-expert-placement replicated, or an optimizer such as adam, nag or sgd"
+            f"--optimizer {name} needs whole experts, and --moe-expert-placement sliced leaves "
+            f"1/{groups.num_slices} of them: use --moe-expert-placement replicated, or adam or sgd"
         )
     if isinstance(inner, FusedAdamV1) and inner.use_fp16_stats:
         raise ValueError(
-            "--fp16-adam-stats with apex's fused Adam has a scale per rank, and with "
-            "--moe-expert-placement sliced several ranks have parts of one statistic: drop "
-            "--fp16-adam-stats, or do without apex, which this package does not need for it"
+            "--fp16-adam-stats with apex's fused Adam has a scale per rank, which slices cannot "
+            "have: drop it, or do without apex, which this package does not need"
         )
     halves = getattr(optimizer, "fp16_params", ())
     for half, copy in zip(halves, getattr(optimizer, "fp32_params", ()), strict=True):
@@ -143,15 +127,11 @@ def _steps_each_weight(optimizer: FairseqOptimizer) -> bool:
 
 
 def shard_states(optimizer: FairseqOptimizer, name: str) -> None:
-    """Keep the state of each dense parameter on one rank (``--zero-sharding os``).
-
-    Raises:
-        ValueError: the optimizer looks at several tensors at a time.
-    """
+    """Keep the state of each dense parameter on one rank (``--zero-sharding os``)."""
     if isinstance(optimizer.optimizer, CompositeOptimizer) or not _steps_each_weight(optimizer):
         raise ValueError(
-            f"--zero-sharding os gives each rank the optimizer state of some parameters, which "
-            f"--optimizer {name} does not step one by one: use adam, nag or sgd, or drop it"
+            f"--zero-sharding os needs single steps, and {name} does not step one by one: use "
+            "adam, nag or sgd, or drop it"
         )
     shard_optimizer(optimizer.optimizer)
 

@@ -24,16 +24,13 @@ class RequeueRequest:
 
     A signal that the launcher has held back while the process was starting arrives now
     (launch/supervise.py).
-
-    Attributes:
-        at_next_epoch: all ranks decided to leave when the next epoch begins.
-        watched: a program checks after each update; otherwise the trainer does.
     """
 
     def __init__(self):
         self._seen = False
         self._num_asked = None
-        self.at_next_epoch = self.watched = False
+        self.at_next_epoch = False  # all ranks decided to leave when the next epoch begins
+        self.watched = False  # a program checks after each update; otherwise the trainer does
         # only the main thread can set handlers; elsewhere the signal keeps its default
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGUSR1, self._remember)
@@ -46,11 +43,7 @@ class RequeueRequest:
 
     @property
     def vote(self) -> float:
-        """1 if this rank was asked, else 0.
-
-        Votes are summed with the statistics of every update, since the signal may not reach all
-        ranks.
-        """
+        """1 if this rank was asked, else 0; summed over the ranks, because others may not be."""
         return float(self._seen)
 
     def count_votes(self, total) -> None:
@@ -67,20 +60,14 @@ class RequeueRequest:
 
 
 def leave(path: str, grown: bool = False) -> None:
-    """End the process after its state was saved.
-
-    Args:
-        path: of the checkpoint.
-        grown: it has more experts, and the run goes on at once.
-    """
+    """End the process after its state was saved; ``grown``: the run goes on with more experts."""
     why, code = ("--moe-grow-at", EXIT_GROWN) if grown else ("SIGUSR1", EXIT_REQUEUE)
     logger.info("%s: saved %s, leaving with exit code %d", why, path, code)
     raise SystemExit(code)
 
 
 def validate_and_save(original, cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch):
-    """Run ``fairseq_cli.train.validate_and_save``, which follows each update, then leave if asked
-    to.
+    """Run ``fairseq_cli.train.validate_and_save``, which follows each update, then leave if asked.
 
     A run that ends anyway does not leave. At the end of an epoch the trainer leaves when the next
     epoch begins, because fairseq has work to do between two epochs.

@@ -1,10 +1,8 @@
 """Log files of a run beside its checkpoints: one JSON object per line, with its update.
 
-``expert_load.jsonl`` (``--moe-load-log-interval``) sums the updates since the line before: pairs
-that were routed to each expert (``layers``), rows that each rank received (``ranks``), and their
-:class:`~fairseq_tutel.moe.Utilisation`. ``exchange.jsonl`` has a line for each trial and decision
-of the tuner: the update before which it ended, its times in microseconds, and ``about``, its key in
-words. ``exchange.json``, written with every checkpoint, is what ``--moe-tune-file`` reads.
+``expert_load.jsonl`` (``--moe-load-log-interval``) sums the updates since the line before.
+``exchange.jsonl`` has a line for each trial and decision of the tuner. ``exchange.json``, written
+with every checkpoint, is what ``--moe-tune-file`` reads. WATCHING.md lists the entries.
 
 A run that resumes drops the lines of later updates, which it makes again. The files then equal
 those of a run that was never interrupted.
@@ -28,13 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 class ExpertLoadLog:
-    """The file ``expert_load.jsonl`` of one run.
+    """The file ``expert_load.jsonl`` of one run, with a line every ``interval`` updates (0: none).
 
-    Args:
-        folder: of the file.
-        layers: numbers of the MoE layers.
-        interval: updates per line; 0: no file.
-        writes: whether this rank writes; all ranks count.
+    All ranks count, and the one that ``writes`` writes.
     """
 
     def __init__(self, folder: str, layers: Sequence[int], interval: int, writes: bool):
@@ -73,27 +67,18 @@ class ExpertLoadLog:
         return {name: each.tolist() for name, each in self._sum.items()} or None
 
     def resume(self, state: dict | list | None, update: int, *, rewrite: bool = True) -> None:
-        """Go on from a checkpoint.
+        """Go on from a checkpoint that was saved after an update.
 
-        Args:
-            state: what :meth:`state` returned; older checkpoints have a list, which is ignored.
-            update: after which the checkpoint was saved.
-            rewrite: drop lines of later updates; False if the file may be another run's.
+        ``rewrite``: drop lines of later updates; False if the file may be another run's.
         """
-        known = state if isinstance(state, dict) else {}
+        known = state if isinstance(state, dict) else {}  # older checkpoints have a list
         self._sum = {name: torch.tensor(each) for name, each in known.items()}
         if self._interval and self._writes and rewrite:
             drop_after(self._path, update)
 
 
 class ExchangeLog:
-    """Log lines and files of the tuner of one run.
-
-    Args:
-        tuner: None: nothing is logged.
-        folder: of the files.
-        writes: whether this rank writes.
-    """
+    """Log lines and files of the tuner of one run, if there is one."""
 
     def __init__(self, tuner: ExchangeTuner | None, folder: str, writes: bool):
         self._tuner, self._writes = tuner, writes

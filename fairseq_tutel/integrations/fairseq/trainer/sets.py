@@ -39,10 +39,7 @@ def start_of_run(checkpoint_cfg) -> Iterator[None]:
     """Prepare for stock ``load_checkpoint`` with fairseq's ``checkpoint`` config. Collective.
 
     Within the context, options for a first launch are gone if there is a set to go on from, and
-    ``--finetune-from-model`` may name a set.
-
-    Raises:
-        CheckpointError: the ranks do not share the save dir.
+    ``--finetune-from-model`` may name a set. Ranks that do not share the save dir raise an error.
     """
     if not checkpoint_cfg.no_save:  # otherwise the folder may be another run's
         if process_world()[1] > 1:
@@ -75,15 +72,8 @@ def changed(section, values):
 def save_set(cfg, trainer, epoch_itr, val_loss, best_so_far):
     """Save the sets that are due, as fairseq's ``save_checkpoint`` does for files. Collective.
 
-    Args:
-        cfg: fairseq's ``checkpoint`` config.
-        trainer: the trainer.
-        epoch_itr: fairseq's iterator.
-        val_loss: validation metric of now; None: not validated.
-        best_so_far: best metric including ``val_loss``; None if there is none.
-
-    Returns:
-        Path of the first set that was written; None if none was due.
+    ``val_loss`` is the validation metric of now or None, ``best_so_far`` the best one including it.
+    Return the path of the first set that was written; None if none was due.
     """
     begin = time.perf_counter()
     names = _of_first_rank(_due_names(cfg, trainer, epoch_itr, val_loss, best_so_far))

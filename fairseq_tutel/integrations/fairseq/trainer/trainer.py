@@ -1,15 +1,4 @@
-"""fairseq's Trainer for a model with experts.
-
-It overrides what a stock Trainer gets wrong for experts:
-
-- the wrapper for data parallelism;
-- the gradient norm: stock leaves experts out, so that only one rank sees its inf;
-- checkpoints: stock saves the experts of rank 0 only;
-- batches of validation data;
-- a loss scale that overflows on a CPU;
-- which batches count if a rank has fewer of them for an update than others;
-- what happens if one of several ranks runs out of memory.
-"""
+"""fairseq's Trainer for a model with experts: it overrides what stock gets wrong for experts."""
 
 from __future__ import annotations
 
@@ -117,7 +106,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
             self.expert_updates.attach(self._optimizer, name)
 
     def clip_grad_norm(self, clip_norm):
-        """Clip by the norm over the dense gradients and those of all experts on all ranks."""
+        """Clip by the norm over dense gradients and all ranks' experts, which stock leaves out."""
 
         def add_experts(dense_norm):
             if self.expert_updates is not None:
@@ -194,9 +183,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
             return None
 
     def valid_step(self, sample, raise_oom=False):
-        """Validate one batch; among several ranks a rank that runs out of memory does not try
-        again.
-        """
+        """Validate one batch."""
         if self.trace is not None:
             self.trace.before(self.get_num_updates(), int(not sample))
         return super().valid_step(sample, raise_oom or self._others_wait)
@@ -264,11 +251,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
 
 
 def _prepare_config(cfg, model) -> None:
-    """Store what follows from the whole config.
-
-    Raises:
-        ValueError: the config has settings that cannot train a model with experts.
-    """
+    """Store what follows from the whole config; ValueError if it cannot train experts."""
     dist_cfg, common = cfg.distributed_training, cfg.common
     if dist_cfg.ddp_backend not in (*LEGACY_BACKENDS, *PYTORCH_BACKENDS):
         raise ValueError(
@@ -301,11 +284,7 @@ def _prepare_config(cfg, model) -> None:
 
 
 def _has_load_bias(model, criterion) -> bool:
-    """Return whether a load bias is moved by the experts' load; warn if there is no gate loss.
-
-    Raises:
-        ValueError: the criterion does not hand on what moves the bias.
-    """
+    """Return whether a load bias is moved by the experts' load; warn if there is no gate loss."""
     configs = [layer.config for layer in model.moe_layers.values()]
     rules = {config.load_bias for config in configs if config.moves_load_bias}
     name = type(criterion).__name__

@@ -18,7 +18,7 @@ def other_update_size(
 ) -> str | None:
     """Return a line about updates of another size than the checkpoint's; None if they are as large.
 
-    state: a checkpoint's, with fairseq's options of its run. saved_by: number of ranks of that run.
+    ``saved_by`` is the number of ranks of the run that saved the checkpoint's state.
     """
     dataset, optimization = options_of(state, "dataset"), options_of(state, "optimization")
     passes = _passes(optimization.get("update_freq")), _passes(cfg.optimization.update_freq)
