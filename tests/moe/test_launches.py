@@ -208,7 +208,8 @@ def test_the_operators_themselves_launch_little_and_read_nothing(layout, dtype, 
 def test_bytes_that_a_dropless_layer_moves_beside_the_experts_products(inside, monkeypatch):
     """Counted, not measured: kernels do not run, and what they are given is never filled."""
     tiles = importlib.import_module("fairseq_tutel.backends.triton._autotune")
-    monkeypatch.setattr(tiles, "ACT_TILES", (64, 256, 128))  # as on a GPU: each has a sum
+    for name, on_a_gpu in (("TILE_ROWS", (64, 256)), ("COLUMNS", 1024), ("PROGRAMS", 1024)):
+        monkeypatch.setattr(tiles, f"ACT_{name}", on_a_gpu)  # each tile has a sum for the biases
     T, M, F, K = 16384, 2048, 8192, 2
     with torch.device("meta"):
         layer = MoELayer(M, 2, F, top_k=K, capacity_factor=0.0).bfloat16()

@@ -21,7 +21,7 @@ import torch
 import triton
 
 from ._runtime import INTERPRET
-from ._sizes import next_power_of_2
+from ._sizes import cdiv, next_power_of_2
 
 T = TypeVar("T")
 
@@ -52,8 +52,11 @@ TUNE_ROWS = 4096
 FEW_ROWS = 64
 # Tiles of the grouped products that fp32 without TF32 tries: larger ones spill registers.
 IEEE_TILES = 2
-# Bias + activation: least and most rows of a tile. Tiles grow as long as about so many are left.
-ACT_TILES = (8, 32, 2) if INTERPRET else (64, 256, 128)
+# Bias + activation: least and most rows of a tile, columns of the widest block, and programs that
+# tiles of more than the least rows leave.
+ACT_TILE_ROWS = (8, 32) if INTERPRET else (64, 256)
+ACT_COLUMNS = 32 if INTERPRET else 1024
+ACT_PROGRAMS = 4 if INTERPRET else 1024
 
 # Milliseconds for which an implementation is warmed up and timed.
 _WARMUP_MS, _TIMED_MS = 5, 20
@@ -97,17 +100,20 @@ def move_configs() -> list[triton.Config]:
 
 def act_configs() -> list[triton.Config]:
     """Return tiles (rows x hidden dim) of bias + activation; BLOCK_N divides a tile's rows."""
-    tiles = ((4, 2, 1024), (8, 4, 1024), (4, 4, 512), (4, 8, 256), (4, 16, 128))
-    return _configs(("BLOCK_N", "BLOCK_F"), (4, 32), *tiles)
+    wide = ((4, 2, ACT_COLUMNS), (8, 4, ACT_COLUMNS))
+    narrow = ((4, 4, 512), (4, 8, 256), (4, 16, 128))
+    return _configs(("BLOCK_N", "BLOCK_F"), (4, ACT_COLUMNS), *wide, *narrow)
 
 
-def act_tile_rows(num_rows: int) -> int:
-    """Return the rows of a tile that writes one sum for the bias: many if there are enough tiles.
+def act_tile_rows(num_rows: int, F: int) -> int:
+    """Return the rows of a tile that writes one sum for the bias: as many as leave enough programs.
 
     Fewer sums are fewer bytes.
     """
-    least, most, tiles = ACT_TILES
-    return min(max(next_power_of_2(num_rows // tiles), least), most)
+    tile, most = ACT_TILE_ROWS
+    while tile < most and num_rows * cdiv(F, ACT_COLUMNS) >= 2 * tile * ACT_PROGRAMS:
+        tile *= 2
+    return tile
 
 
 def product_configs() -> list[triton.Config]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import GATES
 from ._activations import FORMULA, activate, activate_bwd
 from ._autotune import (
-    ACT_TILES,
+    ACT_TILE_ROWS,
     SUM_BLOCK_COLS,
     SUM_BLOCK_ROWS,
     act_configs,
@@ -272,7 +272,7 @@ def _checked_options(rows, width, bias, offsets, dropout_p, seed, *, sums):
             raise ValueError("dropout needs a seed")
         check_tensor("seed", seed, (), (torch.int64,), rows.device)
     num_rows, rows_per_expert = math.prod(rows.shape[:-1]), 0
-    tile = act_tile_rows(num_rows) if sums else ACT_TILES[0]
+    tile = act_tile_rows(num_rows, rows.shape[-1]) if sums else ACT_TILE_ROWS[0]
     if offsets is None:
         rows_per_expert = rows.shape[1]
         num_tiles = num_experts * cdiv(rows_per_expert, tile)

@@ -110,7 +110,7 @@ def _variants():
     clearing = {"PROGRAMS": _grouped._CLEARING_PROGRAMS, "BLOCK": tiles.FLAT_BLOCK}
     yield _grouped._clear_unused_kernel, "bf16", {"AB": 4096 * 16384, **clearing}
 
-    least_rows, most_rows, _ = tiles.ACT_TILES
+    least_rows, most_rows = tiles.ACT_TILE_ROWS
     act = {"e": 3, "F": 4096, "TILE": least_rows, "BLOCK_EXPERTS": 4}
     fast = {"active_ptr": None, "dot_ptr": None, "weight_ptr": None}
     padded, unbiased = {"offsets_ptr": None}, {"bias_ptr": None}

@@ -57,6 +57,17 @@ def test_pinned_and_free_lists(monkeypatch):
         assert [config.kwargs for config in pinned] == [free[0].kwargs]
 
 
+def test_tiles_with_a_sum_grow_where_enough_programs_are_left(monkeypatch):
+    given = (("TILE_ROWS", (64, 256)), ("COLUMNS", 1024), ("PROGRAMS", 1024))
+    for name, on_a_gpu in given:
+        monkeypatch.setattr(tiles, f"ACT_{name}", on_a_gpu)
+    for rows, columns, tile in (
+        (4096, 8192, 64), (16384, 8192, 128), (32767, 8192, 128), (32768, 8192, 256),
+        (262144, 8192, 256), (32768, 2048, 64), (131072, 1024, 128),
+    ):  # fmt: skip
+        assert tiles.act_tile_rows(rows, columns) == tile
+
+
 def test_products_in_fp32_without_tf32_try_the_tiles_that_do_not_spill():
     configs = list(range(5))
     for dtype, precision, kept in (
