@@ -230,6 +230,15 @@ def test_a_task_that_cannot_train_it_is_refused_by_name(task):
     assert str(error.value).startswith(f"error: --task {task} is not for --arch transformer_moe: ")
 
 
+def test_sets_of_the_official_release_load_elsewhere():
+    """Dense encoder layers of 0.12.2 save their weights twice."""
+    model = build(*FOUR)
+    state = model.state_dict()
+    names = ("in_proj_weight", "in_proj_bias", "out_proj_weight", "fc1_bias", "fc2_weight")
+    state |= {f"encoder.layers.0.{name}": torch.zeros(3) for name in names}
+    model.load_state_dict(state)
+
+
 def test_checkpoints_of_metas_branches_find_their_architecture():
     assert name_with_experts("transformer") == "transformer_moe"
     assert name_with_experts("transformer_24_24") == "transformer_moe"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from .conditional_routing import ConditionalRouting
 from .moe_block import ForwardScope, MoETransformerDecoderLayer, MoETransformerEncoderLayer
 from .moe_stack import LayerFactory, agree, reports_to_extra
 from .shared_decoding import SharedDecoding
+
+_SECOND_COPY = re.compile(r"encoder\.layers\.\d+\.(in_proj|out_proj|fc[12])_(weight|bias)")
 
 
 class Sparsity(NamedTuple):
@@ -104,7 +107,17 @@ class MoETransformerEncoder(MoEStack, TransformerEncoderBase):
     side, block = "encoder", MoETransformerEncoderLayer
 
     def build_encoder_layer(self, cfg):
-        return self._build_layer(cfg, super().build_encoder_layer)
+        layer = self._build_layer(cfg, super().build_encoder_layer)
+        # dense layers of fairseq 0.12.2 would take nested tensors, which experts cannot, and call
+        # torch's own encoder layer, with arguments that torch 2 refuses
+        layer.can_use_fastpath = False
+        return layer
+
+    def upgrade_state_dict_named(self, state_dict, name):
+        """Drop the second copies of weights that 0.12.2's dense layers save; loading makes them."""
+        for key in [key for key in state_dict if _SECOND_COPY.fullmatch(key)]:
+            del state_dict[key]
+        return super().upgrade_state_dict_named(state_dict, name)
 
     def forward(self, src_tokens, *args, **options):
         """Compute the stock method. Without an open scope, as in generation, drop nothing: a

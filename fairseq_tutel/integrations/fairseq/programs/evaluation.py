@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from fairseq import checkpoint_utils, utils
 from fairseq.dataclass.utils import omegaconf_no_object_check, overwrite_args_by_name
+from fairseq.tasks import TASK_DATACLASS_REGISTRY
 from omegaconf import DictConfig, OmegaConf
 
 from ....checkpoint import check_complete, final_path, find_checkpoint, load_file, load_for_rank
@@ -109,6 +110,7 @@ def with_options_of_today(
     if state.get("cfg") is not None:
         state["cfg"] = _as_config(state["cfg"])
         model = state["cfg"].model
+        _drop_unknown(state["cfg"].task)
         use_present_names(model)
         for name in set(arg_overrides) & _options() - set(model):
             # fairseq overwrites present options only, and older checkpoints lack newer ones
@@ -119,6 +121,13 @@ def with_options_of_today(
             if named != model._name and "encoder_moe_freq" in model:
                 _read_frequencies(model, state["model"])
     return checkpoint_utils._upgrade_state_dict(state)
+
+
+def _drop_unknown(task: DictConfig) -> None:
+    """Drop options that the task lacks here, as newer versions of fairseq do by themselves."""
+    known = TASK_DATACLASS_REGISTRY.get(task.get("_name"))
+    for name in set(task) - set(known.__dataclass_fields__ if known else task):
+        del task[name]
 
 
 def _options() -> set[str]:
