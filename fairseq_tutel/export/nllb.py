@@ -135,7 +135,7 @@ def _describe(options: StoredOptions, weights: Mapping[str, Any]) -> tuple[Simpl
         # training alone
         "dropout": model.dropout,
         "attention_dropout": model.attention_dropout,
-        "activation_dropout": model.activation_dropout or model.relu_dropout or 0.0,
+        "activation_dropout": model.activation_dropout or getattr(model, "relu_dropout", 0.0),
         "encoder_layerdrop": 0.0,
         "decoder_layerdrop": 0.0,
         # evaluation multiplies by the rest

@@ -64,7 +64,8 @@ class MoELabelSmoothedCrossEntropyCriterion(MoECriterion, LabelSmoothedCrossEntr
 
     def compute_loss(self, model, net_output, sample, reduce=True):
         """Return (smoothed loss, NLL): scalars, or [targets, 1] without ``reduce``."""
-        log_prob_NV, target_N = self.get_lprobs_and_target(model, net_output, sample)
+        log_prob, target = self.get_lprobs_and_target(model, net_output, sample)
+        log_prob_NV, target_N = log_prob.flatten(0, -2), target.flatten()  # a fork's are [B, T, V]
         padding_N1 = target_N.eq(self.padding_idx)[:, None]
         nll_N1 = -log_prob_NV.gather(1, target_N[:, None]).masked_fill(padding_N1, 0)
         all_N1 = -log_prob_NV.sum(1, keepdim=True).masked_fill(padding_N1, 0)

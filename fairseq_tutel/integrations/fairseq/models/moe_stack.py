@@ -68,7 +68,8 @@ class LayerFactory:
             groups=self.groups,
             **vars(experts),
             dropout=cfg.dropout,
-            activation_dropout=cfg.activation_dropout or cfg.relu_dropout or 0.0,
+            # some forks have no relu_dropout, the older name
+            activation_dropout=cfg.activation_dropout or getattr(cfg, "relu_dropout", None) or 0.0,
             # LoRA takes over the experts of the whole model and holds them by itself
             expert_storage="stacked" if run.lora_rank else run.storage,
             exchange=run.exchange,

@@ -6,6 +6,7 @@ branches ``moe`` and ``nllb``, so that their checkpoints load.
 
 # no postponed annotations here: fairseq reads the types of dataclass fields
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum
@@ -101,6 +102,9 @@ class TransformerMoE(MoEModel, TransformerModelBase):
         run = run_options(args, TransformerMoEConfig, world_size(args) if sparse else None)
         fill_sizes(args)
         cfg = TransformerConfig.from_namespace(args)
+        for name, value in vars(cfg).items():
+            if isinstance(value, Enum):  # text from stock's parser, and layers of forks read text
+                setattr(cfg, name, value.value)
         factory = LayerFactory(run) if sparse else None
         # the stock method builds the encoder first, and hands cfg to both builders
         cfg.sparsity = [
