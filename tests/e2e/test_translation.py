@@ -96,7 +96,7 @@ def test_published_flags_train_and_continue_on_another_number_of_ranks(trained, 
 def test_ablation_flags_train(programs, tmp_path):
     log = forked(programs, 1, "fairseq-train", *words("ablation", tmp_path, 1), "--no-save")
     (row,) = logged(log, "train_inner")
-    assert row["moe_gate_loss"] > 3  # of four layers, each at least 1 but for padding
+    assert row["moe_gate_loss"] > 2  # a sum: of four layers, each at least 1 but for padding
 
 
 def test_generates_and_validates_what_was_trained(trained, programs):
