@@ -22,6 +22,7 @@ _LISTS = ("encoder_layers_to_keep", "decoder_layers_to_keep", "adaptive_softmax_
 def _fields(config: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field]]:
     for field in dataclasses.fields(config):
         name, kind, default = prefix + field.name, field.type, field.default
+        metadata = dict(field.metadata)
         if field.name.startswith("_"):
             continue  # fairseq's own, in each dataclass
         if dataclasses.is_dataclass(kind):
@@ -31,7 +32,9 @@ def _fields(config: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclas
             kind, default = Optional[int], None
         elif name in _LISTS:
             kind = Optional[str]
-        yield name, kind, dataclasses.field(default=default, metadata=dict(field.metadata))
+        elif name == "activation_dropout" and not hasattr(config, "relu_dropout"):
+            metadata["argparse_alias"] = "--relu-dropout"  # NLLB passes it, and a fork has none
+        yield name, kind, dataclasses.field(default=default, metadata=metadata)
 
 
 FlatTransformerConfig = dataclasses.make_dataclass(
