@@ -121,7 +121,7 @@ def refusals() -> dict[tuple[str, str], str]:
 
 def tables(found: dict[tuple[str, str], str]) -> str:
     """Return the options and the refused pairs as the page has them."""
-    lines = [f"{', '.join(option.name for option in OPTIONS)}.", ""]
+    lines = [f"- {option.name}" for option in OPTIONS] + [""]
     lines += ["| option | not with | error |", "|---|---|---|"]
     lines += [f"| {first} | {second} | {error} |" for (first, second), error in found.items()]
     return "\n".join([*lines, ""])
