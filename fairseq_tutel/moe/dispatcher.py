@@ -96,7 +96,7 @@ def dispatch_and_combine(
         prepared, bias_EM = _without_output_bias(experts, x_TM.dtype)
     shared = None
     if choice.balances and not routing.padded:
-        routing, experts, shared = balanced(routing, experts, choice, x_TM.dtype, record)
+        routing, experts, shared = balanced(routing, experts, choice, x_TM, record)
     dest_row_TK, src_pair_R, chunks = arrange(routing, exchange, choice.overlap_degree, shared)
     maps = dest_row_TK, src_pair_R
     if lean and prepared is not None:

@@ -17,7 +17,8 @@ from ..distributed.balance import (
     WeightMoves,
     gather_counts,
     measured_break_even,
-    plan_moves,
+    plan_step,
+    rows_while_travelling,
 )
 from ..distributed.exchanges import Splits, stream_of
 from .exchange_choice import ExchangeChoice
@@ -39,7 +40,7 @@ def balanced(
     routing: Routing,
     experts: ExpertBank,
     choice: ExchangeChoice,
-    dtype: torch.dtype,
+    x_TM: torch.Tensor,
     record: ExchangeRecord | None,
 ) -> Balanced:
     """Make the plan of a step from the counts of all ranks. Collective; the host reads the counts.
@@ -48,40 +49,41 @@ def balanced(
         routing: ragged rows in the order of the experts.
         experts: this rank's experts.
         choice: exchange and options of the call.
-        dtype: of the rows.
+        x_TM: the tokens, for their width, dtype and device.
         record: takes the loads of the ranks, and what moves.
     """
     groups, degree = choice.exchange.groups, choice.overlap_degree
-    device, rank = routing.dest_row_TK.device, groups.ep_rank
+    device, rank = x_TM.device, groups.ep_rank
     count_PE = gather_counts(routing.num_kept_per_expert_E, groups)
-    moves = plan_moves(
-        count_PE.sum(0).tolist(),
-        groups.ep_size,
+    pays = _rows_that_pay(choice, x_TM, experts.training)
+    weights = sum(param.numel() for param in experts.parameters()) / groups.num_local_experts
+    plan = plan_step(
+        count_PE,
         tolerance=choice.config.balance_tolerance,
-        min_rows=_rows_that_pay(choice, dtype, device, experts.training),
+        min_rows=pays,
+        travel=rows_while_travelling(pays, x_TM.shape[1], weights),
     )
-    plan = BalancePlan(count_PE, moves)
     chunks = plan.chunks(rank, degree)
     own_rows = [int(count_Pv[:, : plan.local].sum()) for count_Pv, _ in chunks]
     chunks = [(count_Pv.to(device), splits) for count_Pv, splits in chunks]
     if record is not None:
         record.loads_P = plan.load_P
-        record.rows_helped = sum(move.end - move.begin for move in moves if move.home == rank)
-    if not moves:
+        record.rows_helped = sum(move.end - move.begin for move in plan.moves if move.home == rank)
+    if not plan.moves:
         return Balanced(routing, experts, chunks)
-    way = WeightMoves(moves, groups, stream_of(device), record)
+    way = WeightMoves(plan.moves, groups, stream_of(device), record)
     helped = HelpedExperts(experts, way, own_rows)
     return Balanced(_to_pieces(routing, plan, rank), helped, chunks)
 
 
-def _rows_that_pay(choice, dtype, device, training):
+def _rows_that_pay(choice, x_TM, training):
     """Return the fewest rows that a helper takes: the given number, or a measured one.
 
     It does not depend on whether gradients are enabled: a recomputation enables them and must make
     the same plan.
     """
-    given = choice.config.balance_min_rows
-    return given or measured_break_even(choice.exchange.groups, dtype, device, training=training)
+    given, groups = choice.config.balance_min_rows, choice.exchange.groups
+    return given or measured_break_even(groups, x_TM.dtype, x_TM.device, training=training)
 
 
 def _to_pieces(routing: Routing, plan: BalancePlan, rank: int) -> Routing:

@@ -1,59 +1,108 @@
 """When it pays that ranks help each other (``balance_ranks``): a formula for the time of an update.
 
-With utilisation u (mean over largest load of ranks) the busiest rank has 1/u times the mean rows.
-Products of experts and exchanges then take 1/u times their even time, unless helpers take what is
-above the mean. Worst for helpers is one busy rank: each of the other P - 1 ranks takes an equal
-part, and one link sends P - 1 experts there. The parts must pay for their moves::
+Every term is a count of a step's plan times a measured speed::
 
-    (1/u - 1) L / (P - 1)  >=  bytes * FLOP/s / (3 * bytes/s)        L: mean rows of a rank
+    products    rows of the busiest rank
+    exchanges   rows over the busiest link
+    moves       experts that one rank sends or gets, less what its own rows hide
 
-(:mod:`fairseq_tutel.distributed.balance.break_even`). Moves are hidden behind the products of own
-rows, once in every pass.
+The plan is the one of the layer itself (:func:`fairseq_tutel.distributed.balance.plan_step`). It
+has no moves if moves do not pay. The planner counts one busy rank, the worst case for helpers: each
+of the other ranks takes an equal part, and one link sends an expert to each of them.
 """
 
 from __future__ import annotations
 
+import collections
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..distributed.balance import break_even_rows
+import torch
+
+from ..distributed.balance import (
+    BalancePlan,
+    break_even_rows,
+    plan_step,
+    rows_while_travelling,
+)
 
 if TYPE_CHECKING:
+    from .parameters import StackParameters
     from .planner import Plan
 
 UTILISATIONS = (0.5, 0.62, 0.76, 0.88)
 
 
 @dataclass(frozen=True)
+class LayerSpeeds:
+    """Seconds of one layer's parts.
+
+    On a duplex link ``both_ways`` equals ``one_way``. If both directions share the link's speed, it
+    is twice ``one_way``.
+
+    Attributes:
+        row: the experts' products of one row in a forward pass, half of those in a backward pass.
+        row_alone: the same while the other ranks wait; less if ranks share a processor.
+        one_way: all exchanges of one row in a step if its link sends one way.
+        both_ways: the same if the link sends as many rows the other way.
+        move: one way of an expert's weights.
+        forwards: forward passes of a step; 2 with activation checkpointing.
+    """
+
+    row: float
+    row_alone: float
+    one_way: float
+    both_ways: float
+    move: float
+    forwards: int = 1
+
+    def seconds(self, plan: BalancePlan) -> float:
+        """Return the time of a step's products, exchanges and visible moves."""
+        *others, busiest = sorted(plan.load_P)
+        together = sum(others) / len(others)
+        products = together * self.row + (busiest - together) * self.row_alone
+        links = [
+            max(max(rows) * self.one_way, sum(rows) / 2 * self.both_ways)
+            for rows in plan.links_P2.tolist()
+        ]
+        return (self.forwards + 2) * products + max(links) + self._moves(plan)
+
+    def _moves(self, plan):
+        """Return how long helpers and homes wait for weights and gradients."""
+        if not plan.moves:
+            return 0.0
+        ends = [collections.Counter(move[end] for move in plan.moves) for end in (1, 2)]
+        way = self.move * max(max(count.values()) for count in ends)
+        own = self.row * min(plan.own_rows_P[rank] for rank in ends[1])
+        return self.forwards * max(0.0, way - own) + max(0.0, way - 2 * own)
+
+
+def one_busy_rank(rows: int, ranks: int, local: int, utilisation: float) -> torch.Tensor:
+    """Count rows of which rank 0 gets ``1 / utilisation`` times the mean, int64 [P, E].
+
+    Args:
+        rows: of each rank.
+        ranks: P.
+        local: experts of each rank; they share its rows evenly.
+        utilisation: mean over largest load of the ranks, 1/P..1.
+    """
+    busy = round(rows / ranks / utilisation)
+    shares = [(busy, local), (rows - busy, local * (ranks - 1))]
+    count_E = [total * (j + 1) // n - total * j // n for total, n in shares for j in range(n)]
+    return torch.tensor(count_E).expand(ranks, -1)
+
+
+@dataclass(frozen=True)
 class Help:
     """Update of a run with a busy rank, in seconds."""
 
-    utilisation: float
     without: float
     helped: float  # ``without`` if moves do not pay
-    rows: float  # that each helper takes
 
     @property
     def gain(self) -> float:
         """How many times faster an update is with help."""
         return self.without / self.helped
-
-
-def gain_of_help(
-    even: float, scaled: float, moves: float, utilisation: float
-) -> tuple[float, float]:
-    """Return the time without help and with it.
-
-    >>> gain_of_help(even=10.0, scaled=6.0, moves=1.0, utilisation=0.5)
-    (16.0, 11.0)
-
-    Args:
-        even: time with even loads.
-        scaled: part of it that follows the rows of the busiest rank.
-        moves: time of the moves that nothing hides.
-        utilisation: mean over largest load, 0..1.
-    """
-    return even + scaled * (1 / utilisation - 1), even + moves
 
 
 def rows_that_pay(plan: Plan) -> int:
@@ -69,21 +118,41 @@ def help_of(plan: Plan, utilisation: float) -> Help:
         plan: of a run without a capacity, with even loads.
         utilisation: mean over largest load of the ranks, 0..1.
     """
-    settings, hardware, peers = plan.settings, plan.hardware, plan.traffic.exchange_ranks
-    element = settings.precision.element
-    again = bool(settings.model.checkpoint_activations)
-    rows = plan.traffic.rows * (1 / utilisation - 1) / max(1, peers - 1)
-    products = exposed = 0.0
-    for stack in plan.parameters.stacks:
-        forward = plan.traffic.rows * 2 * stack.products / hardware.product_rate(element)
-        way = (peers - 1) * stack.expert * element / _bandwidth(plan) + hardware.latency
-        layers = stack.moe_layers * settings.update_freq
-        products += layers * (3 + again) * forward
-        exposed += layers * ((1 + again) * max(0, way - forward) + max(0, way - 2 * forward))
-    scaled = products + plan.exchange.exposed
-    without, helped = gain_of_help(plan.time.total, scaled, exposed, utilisation)
-    pays = rows >= rows_that_pay(plan) and helped < without
-    return Help(utilisation, without, helped if pays else without, rows)
+    without = helped = plan.time.total
+    sizes = plan.traffic.rows, plan.traffic.exchange_ranks, plan.parameters.local_experts
+    even, busy = (one_busy_rank(*sizes, u) for u in (1.0, utilisation))
+    tolerance, pays = plan.settings.exchange.balance_tolerance, rows_that_pay(plan)
+    for stack, about in zip(plan.parameters.stacks, plan.settings.stacks, strict=True):
+        if not stack.moe_layers:
+            continue
+        speeds = _speeds(plan, stack, even)
+        travel = rows_while_travelling(pays, about.dim, stack.expert)
+        plans = (
+            BalancePlan(even),
+            BalancePlan(busy),
+            plan_step(busy, tolerance=tolerance, min_rows=pays, travel=travel),
+        )
+        at_best, alone, together = map(speeds.seconds, plans)
+        layers = stack.moe_layers * plan.settings.update_freq
+        without += layers * (alone - at_best)
+        helped += layers * (together - at_best)
+    return Help(without, helped)
+
+
+def _speeds(plan: Plan, stack: StackParameters, even: torch.Tensor) -> LayerSpeeds:
+    """Return the speeds of a stack's layers on the plan's hardware, whose links are duplex."""
+    element, hardware = plan.settings.precision.element, plan.hardware
+    layers = plan.parameters.moe_layers * plan.settings.update_freq
+    exchanged = plan.exchange.exposed / layers / int(BalancePlan(even).links_P2.max())
+    row = 2 * stack.products / hardware.product_rate(element)
+    return LayerSpeeds(
+        row=row,
+        row_alone=row,
+        one_way=exchanged,
+        both_ways=exchanged,
+        move=stack.expert * element / _bandwidth(plan),
+        forwards=2 if plan.settings.model.checkpoint_activations else 1,
+    )
 
 
 def _bandwidth(plan: Plan) -> float:

@@ -18,7 +18,8 @@ with element size b. The memory-efficient attention kernel keeps no table of sco
                    activation, 2 b F (3 b F if gated); output, b M. With expert parallelism r there
                    are r times as many rows. ``activation_memory`` lean keeps the input of the
                    activation, and rows from other GPUs; minimal keeps neither
-    weights        b for each number that expert parallelism gathers for the layer
+    weights        b for each number that expert parallelism gathers for the layer, and for those of
+                   helped experts (``balance_ranks``)
 
 With ``checkpoint_activations`` a layer keeps only its input, b M per token, and one layer at a time
 is recomputed.
@@ -26,6 +27,7 @@ is recomputed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -69,7 +71,7 @@ class Layer:
     dispatch: int  # buffers of rows saved for it
     gradients: int  # of activations, alive at once in its backward pass
     again: int = 0  # what experts compute again by ``activation_memory``
-    gathered: int = 0  # gathered expert weights
+    gathered: int = 0  # gathered expert weights, and those of helped experts
     freed: int = 0  # number of parameters whose gradients its backward pass uses and frees
     # bytes of its input if the layer is recomputed; 0 if the input is kept on the host
     checkpoint: int | None = None
@@ -111,8 +113,18 @@ def _layers_of_stack(
     here = counted.moe_layer + counted.local
     sizes = _moe_bytes(settings, stack, counted, traffic)
     freed = counted.local if getattr(model, "moe_update_in_backward", False) else 0
-    moe = Layer(here, *sizes, gathered=gathered * b, freed=freed, checkpoint=checkpoint)
+    held = (gathered + _helped(settings, counted, traffic)) * b
+    moe = Layer(here, *sizes, gathered=held, freed=freed, checkpoint=checkpoint)
     return [moe if n in stack.sparse else dense for n in range(1, stack.layers + 1)]
+
+
+def _helped(settings: Settings, counted: StackParameters, traffic: Traffic) -> int:
+    """Return numbers of the experts that a GPU helps if one GPU has twice the mean rows."""
+    others = traffic.exchange_ranks - 1
+    if not (settings.exchange.balance_ranks and others):
+        return 0
+    busy = settings.routing.num_experts / traffic.exchange_ranks
+    return math.ceil(busy / 2 / others) * counted.expert
 
 
 def _attention_bytes(settings: Settings, stack: Stack) -> int:

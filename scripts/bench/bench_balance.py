@@ -1,32 +1,38 @@
 """Time of a dropless step with busy ranks, without help and with it (``balance_ranks``).
 
-    python -m fairseq_tutel.launch --nproc-per-node 2 --cpu-threads 1 -- \\
-        python scripts/bench/bench_balance.py
+    python -m fairseq_tutel.launch --nproc-per-node 2 -- \\
+        python scripts/bench/bench_balance.py --threads 1
     python scripts/bench/bench_balance.py --mode count
     python scripts/bench/two_nodes.py --ranks 2 -- python scripts/bench/bench_balance.py
 
 time: forward and backward passes of a layer whose choices are given, so that the utilisation of
-ranks (mean over largest load) is as stated. Rank 0 is the busy one. ``even`` has equal loads;
-``experts alone`` are a rank's even rows through its experts, for the planner's formula. Good: a
-helped step takes at most 1.10 times an even one, and even loads cost at most 1.02 times as much.
+ranks (mean over largest load) is as stated. Rank 0 is the busy one. ``even`` has equal loads.
+``experts alone`` (a rank's even rows through its experts) and ``link`` (a row per token) are the
+speeds of the planner's formula. Good: a helped step takes at most 1.10 times an even one, even
+loads cost at most 1.02 times as much, and the formula is right within 15 %.
 count: for 4 to 64 ranks and some skews, the busiest rank's rows over the mean, and the moves. Good:
 at most 1.05. No ranks are needed.
 """
 
 import argparse
 import functools
-import random
 import sys
 from collections.abc import Iterator
 
 import torch
-from harness import Case, Point, sweep
+import torch.distributed as dist
+from harness import Case, Point, call, sweep
 from program import CLOCK, Ranks, Report, goal, numbers, program
 from record import median_ratio, ratio_of_pairs, say, table
 
-from fairseq_tutel.distributed.balance import measured_break_even, plan_moves
+from fairseq_tutel.distributed.balance import (
+    BalancePlan,
+    measured_break_even,
+    plan_step,
+    rows_while_travelling,
+)
 from fairseq_tutel.moe import ExchangeConfig, ExpertRows, MoELayer
-from fairseq_tutel.plan.balance import gain_of_help
+from fairseq_tutel.plan.balance import LayerSpeeds
 
 _GOAL, _COST, _TOLERANCE, _ERROR = 1.10, 1.02, 1.05, 1.15
 _SKEWS = {"uniform": 0.0, "Zipf 0.5": 0.5, "Zipf 1": 1.0, "Zipf 1.5": 1.5, "one expert": 40.0}
@@ -77,8 +83,9 @@ class Work:
         return Case(name, functools.partial(self.forward, choices), self.leaves)
 
 
-def experts_alone(layer: MoELayer, rows: int) -> Case:
-    """Make a case of the experts' products on rows that are spread evenly."""
+def experts_alone(layer: MoELayer, rows: int, *, one_rank: bool) -> Case:
+    """Make a case of the experts' products: of all ranks, or of rank 0 while the others wait."""
+    rows = 0 if one_rank and layer.groups.rank else rows
     rows_RM = torch.randn(rows, layer.model_dim, requires_grad=True)
     grad_RM, local = torch.randn_like(rows_RM), layer.groups.num_local_experts
     offsets = torch.tensor([rows * (j + 1) // local for j in range(local)], dtype=torch.int32)
@@ -86,50 +93,102 @@ def experts_alone(layer: MoELayer, rows: int) -> Case:
     def forward(_):
         return (layer.experts(ExpertRows(rows_RM, offsets)),), (grad_RM,)
 
-    return Case("experts alone", forward, lambda: [rows_RM, *layer.experts.parameters()])
+    name = f"experts alone, {'rank 0' if one_rank else 'all ranks'}"
+    return Case(name, forward, lambda: [rows_RM, *layer.experts.parameters()])
 
 
-def predicted(found: dict, about: dict) -> dict[str, dict[str, float]]:
-    """Return the gain by help, measured and by the planner's formula."""
-    ms = {case: phases["both"]["p50"] for case, phases in found["ms"].items()}
-    rows_ms = ms["experts alone"] / max(1, sum(about["loads"]) / len(about["loads"]))
-    moves = about["moves_of_busiest"] * about["rows_that_pay"] * rows_ms
-    busy = about["utilisation"]
-    without, helped = gain_of_help(ms["even"], ms["experts alone"], moves, busy)
-    gain = median_ratio(found, "not helped", "helped")
-    return {"helped": {"gain": gain, "predicted": without / helped}}
+def link_alone(layer: MoELayer, rows: int, *, both_ways: bool) -> Case:
+    """Make a case of one exchange: ranks 2i send rows to ranks 2i + 1, or each to the other."""
+    groups, rank = layer.groups, layer.groups.ep_rank
+    sent_P, got_P = [0] * groups.ep_size, [0] * groups.ep_size
+    if (partner := rank ^ 1) < groups.ep_size:
+        sent_P[partner] = rows * (both_ways or rank % 2 == 0)
+        got_P[partner] = rows * (both_ways or rank % 2 == 1)
+    sent_RM, got_RM = (torch.ones(sum(n), layer.model_dim) for n in (sent_P, got_P))
+
+    def exchange():
+        dist.all_to_all_single(got_RM, sent_RM, got_P, sent_P, group=groups.ep_group)
+
+    return Case(f"link, {'both ways' if both_ways else 'one way'}", call(exchange))
+
+
+class Formula:
+    """Counts of the planner's formula for one utilisation.
+
+    Args:
+        layer: its experts and sizes.
+        even, skewed: choices [T, 2], those of every rank.
+        pays: rows that pay for a move.
+    """
+
+    def __init__(self, layer: MoELayer, even: torch.Tensor, skewed: torch.Tensor, pays: int):
+        groups = layer.groups
+        counts = [
+            choices.flatten().bincount(minlength=groups.num_experts).expand(groups.ep_size, -1)
+            for choices in (even, skewed)
+        ]
+        numbers = sum(param.numel() for param in layer.experts.parameters())
+        numbers //= groups.num_local_experts
+        travel = rows_while_travelling(pays, layer.model_dim, numbers)
+        self.even, self.alone = map(BalancePlan, counts)
+        self.helped = plan_step(counts[1], min_rows=pays, travel=travel)
+        self.tokens, self.rows_of_expert = len(even), numbers / layer.model_dim
+
+    def about(self) -> dict:
+        """Return the counts for the record."""
+        plans = {"even": self.even, "not helped": self.alone, "helped": self.helped}
+        return {
+            "moves": self.helped.moves,
+            "loads": {name: plan.load_P for name, plan in plans.items()},
+            "links": {name: plan.links_P2.tolist() for name, plan in plans.items()},
+        }
+
+    def gain(self, found: dict) -> dict[str, dict[str, float]]:
+        """Return the gain by help, measured and predicted, from the record of the times."""
+        ms = {
+            case: phases.get("both", phases["forward"])["p50"]
+            for case, phases in found["ms"].items()
+        }
+        # a link is timed with a row per token; a step has four exchanges
+        one_way, both_ways = ms["link, one way"] / self.tokens, ms["link, both ways"] / self.tokens
+        row, row_alone = (
+            ms[f"experts alone, {who}"] / (3 * 2 * self.tokens) for who in ("all ranks", "rank 0")
+        )
+        move = one_way * self.rows_of_expert
+        speeds = LayerSpeeds(row, row_alone, 4 * one_way, 4 * both_ways, move)
+        rest = ms["even"] - speeds.seconds(self.even)
+        without, helped = (rest + speeds.seconds(plan) for plan in (self.alone, self.helped))
+        gain = median_ratio(found, "not helped", "helped")
+        return {"helped": {"gain": gain, "predicted": without / helped}}
 
 
 def points(options: argparse.Namespace, ranks: Ranks) -> Iterator[Point]:
     """One for each utilisation: helped, not helped, and even loads with and without the option."""
     plain, helping = Work(options, False), Work(options, True)
-    sizes = options.tokens, options.experts, ranks.world_size
+    layer, sizes = plain.layer, (options.tokens, options.experts, ranks.world_size)
     even = choices_for(1.0, *sizes)
-    key = helping.layer.groups, torch.float32, ranks.device
+    key = layer.groups, torch.float32, ranks.device
     pays = options.min_rows or measured_break_even(*key, training=True)
     for percent in options.utilisations or [50, 62, 76, 88]:
         skewed = choices_for(percent / 100, *sizes)
+        formula = Formula(layer, even, skewed, pays)
         helping.case("", skewed).run()
         record = helping.aux.record
-        rows_E = torch.bincount(skewed.flatten(), minlength=options.experts) * ranks.world_size
-        moves = plan_moves(rows_E.tolist(), ranks.world_size, min_rows=pays)
-        about = {
-            "utilisation": percent / 100,
-            "loads": record.loads_P,
-            "rows_helped": sum(move.end - move.begin for move in moves),
-            "moves_of_busiest": sum(move.home == 0 for move in moves),
-            "rows_that_pay": pays,
-            "bytes_moved": ranks.slowest([float(record.bytes_moved)])[0],
-        }
+        if record.loads_P != formula.helped.load_P:
+            raise RuntimeError(f"the layer has loads {record.loads_P}, not those of its plan")
+        about = {"utilisation": percent / 100, "rows_that_pay": pays, **formula.about()}
+        about["bytes_moved"] = ranks.slowest([float(record.bytes_moved)])[0]
         cases = [
             helping.case("helped", skewed),
             plain.case("not helped", skewed),
             plain.case("even", even),
             helping.case("even, option on", even),
-            experts_alone(plain.layer, 2 * options.tokens),
+            experts_alone(layer, 2 * options.tokens, one_rank=False),
+            experts_alone(layer, 2 * options.tokens, one_rank=True),
+            link_alone(layer, options.tokens, both_ways=False),
+            link_alone(layer, options.tokens, both_ways=True),
         ]
-        derive = functools.partial(predicted, about=about)
-        yield Point(f"{percent} %", cases, about, derive=derive)
+        yield Point(f"{percent} %", cases, about, derive=formula.gain)
 
 
 def goals_of(results: dict) -> list[dict]:
@@ -156,22 +215,17 @@ def count(options: argparse.Namespace) -> list[dict]:
     """Rows of the busiest rank over the mean, and moves, for random choices."""
     rows = []
     for ranks in (4, 8, 16, 64):
-        experts, rng = 8 * ranks, random.Random(ranks)
+        experts, rng = 8 * ranks, torch.Generator().manual_seed(ranks)
         for name, exponent in _SKEWS.items():
-            weights = [(1 + place) ** -exponent for place in rng.sample(range(experts), experts)]
-            drawn = rng.choices(range(experts), weights, k=2 * options.tokens * ranks)
-            rows_E = [0] * experts
-            for expert in drawn:
-                rows_E[expert] += 1
-            moves = plan_moves(rows_E, ranks)
-            loads = [sum(rows_E[8 * p : 8 * p + 8]) for p in range(ranks)]
-            mean, before = sum(loads) / ranks, max(loads)
-            for move in moves:
-                loads[move.home] -= move.end - move.begin
-                loads[move.helper] += move.end - move.begin
+            weight_E = (1.0 + torch.randperm(experts, generator=rng)) ** -exponent
+            drawn = weight_E.multinomial(2 * options.tokens * ranks, True, generator=rng)
+            count_PE = [of.bincount(minlength=experts) for of in drawn.chunk(ranks)]
+            home = BalancePlan(torch.stack(count_PE))
+            plan = plan_step(torch.stack(count_PE))
+            before, after = (max(each.load_P) / (2 * options.tokens) for each in (home, plan))
             rows.append({
-                "ranks": ranks, "experts": experts, "choices": name, "before": before / mean,
-                "after": max(loads) / mean, "moves": len(moves),
+                "ranks": ranks, "experts": experts, "choices": name, "before": before,
+                "after": after, "moves": len(plan.moves),
             })  # fmt: skip
     return rows
 
@@ -188,7 +242,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
         return
     ranks.expect_several()
     about = {n: getattr(options, n) for n in ("tokens", "model_dim", "hidden_dim", "experts")}
-    how = {"file": f"balance-{ranks.world_size}", "about": about, "goals": goals_of}
+    how = {"file": f"balance-{ranks.world_size}", "about": about, "goals": goals_of, "warmup": 1}
     sweep("balance", options, ranks, points(options, ranks), repetitions=9, **how)
 
 

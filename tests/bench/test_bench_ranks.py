@@ -81,7 +81,8 @@ def test_balance(tmp_path):
         --min-rows 1 --utilisations 50"""
     result = rehearse("balance", tmp_path, words, ranks=2)
     found = result["results"]["50 %"]
-    assert found["loads"] == [96, 96] and found["rows_helped"] == 96 and found["bytes_moved"] > 0
+    assert found["loads"] == {"even": [96, 96], "not helped": [192, 0], "helped": [96, 96]}
+    assert found["links"]["not helped"] == [[0, 96], [96, 0]] and found["bytes_moved"] > 0
     assert len(result["goals"]) == 3
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from fairseq_tutel.distributed.balance import BalancePlan, break_even_rows, plan_moves
+from fairseq_tutel.distributed.balance import BalancePlan, break_even_rows, plan_moves, plan_step
 
 SKEWS = ("uniform", "zipf", "one", "few", "empty")
 
@@ -90,13 +90,24 @@ def test_moves_pay_for_themselves(number):
     hindered = 0
     for table in cases(number):
         rows_E, ranks = [sum(column) for column in zip(*table, strict=True)], len(table)
-        moves = plan_moves(rows_E, ranks, min_rows=300)
+        moves = plan_step(torch.tensor(table), min_rows=300).moves
         before, after = max(loads_after(rows_E, (), ranks)), max(loads_after(rows_E, moves, ranks))
         homes = [move.home for move in moves]
         assert all(move.end - move.begin >= 300 for move in moves)
         assert after <= before - 300 * max(map(homes.count, homes), default=0)
         hindered += len(moves) < len(plan_moves(rows_E, ranks))
     assert hindered
+
+
+def test_rows_that_start_to_travel_have_a_price():
+    """Rank 0 is busy with its own 100 rows, or with 100 rows of rank 1."""
+    own, others = torch.tensor([[90, 10, 0, 0], [0] * 4]), torch.tensor([[0] * 4, [90, 10, 0, 0]])
+    for count_PE, link, helped_link in ((own, 0, 50), (others, 100, 50)):
+        assert BalancePlan(count_PE).links_P2.max() == link
+        plan = plan_step(count_PE, min_rows=10, travel=0.8)  # saves 50, and costs 10 + 0.8 * 50
+        assert plan.load_P == [50, 50] and plan.links_P2.max() == helped_link
+        assert bool(plan_step(count_PE, min_rows=10, travel=0.81).moves) == (link > 0)
+        assert not plan_step(count_PE, min_rows=51).moves
 
 
 @pytest.mark.parametrize("number", range(2))
@@ -129,7 +140,11 @@ def test_pieces_are_what_a_loop_over_rows_counts(number):
                 assert sorted(row_R.tolist()) == list(range(old))
                 by_new = piece_R[row_R.argsort()]
                 assert by_new.tolist() == sorted(by_new.tolist())
+            away = want.clone()
+            away[slice(*plan.edges_P[rank : rank + 2])] = 0
+            assert plan.links_P2[rank, 0] == away.sum()
         assert plan.load_P == loads_after(count_PE.sum(0).tolist(), moves, ranks)
+        assert plan.links_P2[:, 0].sum() == plan.links_P2[:, 1].sum()
 
 
 @pytest.mark.parametrize("degree", [1, 4])

@@ -5,6 +5,6 @@ weights of helped experts to their helpers, and gradients back. ``break_even.py`
 pay for that. The page is ``BALANCE.md``.
 """
 
-from .break_even import break_even_rows, measured_break_even
+from .break_even import break_even_rows, measured_break_even, rows_while_travelling
 from .moves import WeightMoves
-from .plan import BalancePlan, Move, gather_counts, plan_moves
+from .plan import BalancePlan, Move, gather_counts, plan_moves, plan_step

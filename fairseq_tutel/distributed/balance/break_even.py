@@ -10,6 +10,9 @@ of a number::
 
 With activation checkpointing the weights travel twice and the forward pass is computed twice, so
 the factor lies between the two.
+
+A row of M numbers may start to travel because a helper computes it: 2 M numbers in evaluation, and
+4 M with its gradients. That takes as long as ``rows * 2 M / N`` rows to compute, in both cases.
 """
 
 from __future__ import annotations
@@ -43,6 +46,17 @@ def break_even_rows(flops: float, bandwidth: float, element: int, *, training: b
     return max(1, math.ceil(element * flops / ((3 if training else 2) * bandwidth)))
 
 
+def rows_while_travelling(pays: float, model_dim: int, weights: float) -> float:
+    """Return how many rows take as long to compute as one row takes to travel there and back.
+
+    Args:
+        pays: result of :func:`break_even_rows`.
+        model_dim: M, numbers of a row.
+        weights: N, numbers of an expert.
+    """
+    return pays * 2 * model_dim / weights
+
+
 def measured_break_even(
     groups: ExpertParallelGroups, dtype: torch.dtype, device: torch.device, *, training: bool
 ) -> int:
@@ -52,13 +66,13 @@ def measured_break_even(
     number, the largest of any rank.
     """
     key = ("break even", groups.ep_group, dtype, device.type)
-    flops, bandwidth = once_per_world(key, lambda: _measure(groups, dtype, device))
-    return break_even_rows(flops, bandwidth, dtype.itemsize, training=training)
+    ratio = once_per_world(key, lambda: _flops_per_byte(groups, dtype, device))
+    return break_even_rows(ratio, 1.0, dtype.itemsize, training=training)
 
 
 @torch.no_grad()
-def _measure(groups, dtype, device):
-    """Return FLOP/s and bytes/s: of the ranks' agreed ratio, with FLOP/s of this rank as unit."""
+def _flops_per_byte(groups, dtype, device):
+    """Measure how many FLOP this machine computes while a byte travels, the most of any rank."""
     # not inference tensors, which a stream of another mode cannot fill
     rows = torch.ones(_ROWS, _WIDTH, dtype=dtype, device=device)
     weight = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=device)
@@ -76,12 +90,11 @@ def _measure(groups, dtype, device):
     flops = 2 * _ROWS * _WIDTH**2 / product
     bytes_per_second = _NUMBERS * dtype.itemsize / exchange
     mine = round(1000 * flops / bytes_per_second)
-    largest = max(ratio for (ratio,) in gather_integers([mine], groups.ep_group))
-    return largest / 1000, 1.0
+    return max(ratio for (ratio,) in gather_integers([mine], groups.ep_group)) / 1000
 
 
 def _across(groups):
-    """Return the numbers to send to and to get from each rank: rank 2i sends to rank 2i + 1."""
+    """Return how many numbers go to each rank and come from it: rank 2i sends to rank 2i + 1."""
     to, by = [0] * groups.ep_size, [0] * groups.ep_size
     partner = groups.ep_rank ^ 1
     if partner < groups.ep_size:
@@ -90,6 +103,7 @@ def _across(groups):
 
 
 def _fastest(work, device):
+    """Return the seconds of the fastest of some calls."""
     seconds = []
     for _ in range(_REPETITIONS):
         if device.type == "cuda":

@@ -51,7 +51,7 @@ def plan_moves(
         num_ranks: P; divides E.
         tolerance: largest load that is left as it is, as a multiple of the mean.
         min_rows: rows that pay for moving one expert's weights to one helper. Smaller parts are not
-            moved. If the busiest rank saves less than the moves of one home cost, nothing is moved.
+            moved.
 
     Returns:
         The moves in the order of homes, experts and parts; empty if nothing needs to move. If
@@ -62,16 +62,12 @@ def plan_moves(
     loads_P = [sum(rows_E[p * local : (p + 1) * local]) for p in range(num_ranks)]
     target = -(-sum(loads_P) // num_ranks)
     limit = max(target, math.floor(tolerance * sum(loads_P) / num_ranks))
-    busiest = max(loads_P)
-    if busiest <= limit:
+    if max(loads_P) <= limit:
         return ()
     parts = _parts(list(rows_E), loads_P, target, limit, min_rows)
     moves: list[Move] = []
     for expert in sorted(parts):
         moves += _in_order(expert, parts[expert], rows_E[expert], expert // local, num_ranks)
-    per_home = collections.Counter(move.home for move in moves)
-    if busiest - max(loads_P) < min_rows * max(per_home.values(), default=0):
-        return ()
     return tuple(moves)
 
 
@@ -110,6 +106,32 @@ def _in_order(expert, by_helper, rows, home, num_ranks):
         moves.append(Move(expert, home, helper, begin, begin + by_helper[helper]))
         begin = moves[-1].end
     return moves
+
+
+def plan_step(
+    count_PE: torch.Tensor, *, tolerance: float = 1.05, min_rows: int = 1, travel: float = 0.0
+) -> BalancePlan:
+    """Plan a step. The plan has no moves if they cost more than they save.
+
+    Moves save rows of the busiest rank. They cost the weights that one home sends, and rows that
+    start to travel because a helper computes them. Rows that stop to travel are no gain here, since
+    a link may share its speed between both directions.
+
+    Args:
+        count_PE: int64 [P, E] on the CPU, rows that each rank sends to each expert.
+        tolerance, min_rows: see :func:`plan_moves`.
+        travel: rows that a rank computes while one row travels, in all exchanges of a step.
+    """
+    home = BalancePlan(count_PE)
+    rows_E, ranks = count_PE.sum(0).tolist(), len(count_PE)
+    moves = plan_moves(rows_E, ranks, tolerance=tolerance, min_rows=min_rows)
+    if not moves:
+        return home
+    plan = BalancePlan(count_PE, moves)
+    saved = max(home.load_P) - max(plan.load_P)
+    more_rows = max(0, int(plan.links_P2.max() - home.links_P2.max()))
+    sent = max(collections.Counter(move.home for move in moves).values())
+    return plan if saved >= min_rows * sent + travel * more_rows else home
 
 
 def gather_counts(count_E: torch.Tensor, groups: ExpertParallelGroups) -> torch.Tensor:
@@ -177,10 +199,27 @@ class BalancePlan:
         return pieces, edges
 
     @functools.cached_property
+    def _rows_PP(self):
+        """Rows from each rank to each rank, int64 [P, P]."""
+        ends_PV = torch.nn.functional.pad(self.count_PV.cumsum(1), (1, 0))
+        return ends_PV[:, self.edges_P].diff(dim=1)
+
+    @property
     def load_P(self) -> list[int]:
         """Rows that each rank computes."""
-        ends = torch.nn.functional.pad(self.count_PV.sum(0).cumsum(0), (1, 0))
-        return ends[self.edges_P].diff().tolist()
+        return self._rows_PP.sum(0).tolist()
+
+    @property
+    def own_rows_P(self) -> list[int]:
+        """Rows of its own experts that each rank computes."""
+        rows_V = self.count_PV.sum(0)
+        return [int(rows_V[first : first + self.local].sum()) for first in self.edges_P[:-1]]
+
+    @property
+    def links_P2(self) -> torch.Tensor:
+        """Rows that each rank sends to other ranks and gets from them, int64 [P, 2]."""
+        stay_P = self._rows_PP.diagonal()
+        return torch.stack([self._rows_PP.sum(1), self._rows_PP.sum(0)], 1) - stay_P[:, None]
 
     def new_rows(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the way of a rank's rows from the order of experts to the order of pieces.
