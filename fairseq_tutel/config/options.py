@@ -20,14 +20,19 @@ import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from .registry import Registry
+from typing import Any, Protocol, TypeVar
 
 SAME = "as in Python"  # the default of option(flag_default=)
 # by the name of a field's type, because postponed annotations are texts
 _KINDS = {kind.__name__: kind for kind in (int, float, bool, str)}
+
+
+class Implementations(Protocol):
+    """What an option whose values are names needs of their registry."""
+
+    def get(self, name: str) -> Any: ...
+
+    def options(self, name: str, given: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ def option(
     allowed: Range | None = None,
     *,
     choices: Sequence[Any] | None = None,
-    registry: Registry | None = None,
+    registry: Implementations | None = None,
     options: str | None = None,
     flag: str | None = None,
     alias: str | None = None,

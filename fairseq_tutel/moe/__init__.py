@@ -1,6 +1,7 @@
 """The MoE layer as plain PyTorch modules, without fairseq and Triton."""
 
 from ..config import ExchangeConfig, MoEConfig
+from ..ops import ActivationMemory
 from .balance import balance_over_ranks
 from .experts import ExpertBank, ExpertRows, Experts, hold_experts, register_experts
 from .layer import MoELayer
@@ -29,6 +30,7 @@ __all__ = [
     "UTILISATION_NAMES",
     "WIRE_ERROR_NAMES",
     "WIRE_LAYERS_NAMES",
+    "ActivationMemory",
     "ExchangeConfig",
     "ExpertBank",
     "ExpertRows",

@@ -22,7 +22,7 @@ from ..integrations.fairseq.options.options import (
     moe_frequencies,
     run_options,
 )
-from ..ops import ActivationMemory
+from ..moe import ActivationMemory
 
 
 @dataclass(frozen=True)

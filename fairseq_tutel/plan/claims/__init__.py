@@ -8,9 +8,10 @@ verdict follows from these. Nothing is fitted to a claim::
        |--------> measured.json   -->  scripts/bench/results (a test compares them)
        v
     report.py     the table, and one claim in detail
-    figures.py    lines over GPUs, sizes and tokens (picture.py draws them)
+    figures.py    lines over GPUs, sizes and tokens (the room picture draws them)
+    program.py    arguments; calls both
 """
 
-from .report import describe_claims
+from .program import describe_claims
 
 __all__ = ["describe_claims"]
