@@ -28,7 +28,7 @@ _KINDS = {kind.__name__: kind for kind in (int, float, bool, str)}
 
 
 class Implementations(Protocol):
-    """What an option whose values are names needs of their registry."""
+    """Registry of implementations, as an option sees it whose values are their names."""
 
     def get(self, name: str) -> Any: ...
 

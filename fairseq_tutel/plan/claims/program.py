@@ -1,4 +1,4 @@
-"""What ``python -m fairseq_tutel.plan claims`` prints and draws, for its arguments."""
+"""Program ``python -m fairseq_tutel.plan claims``: prints the claims and draws their figures."""
 
 from __future__ import annotations
 
