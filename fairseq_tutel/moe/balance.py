@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -10,39 +9,6 @@ import torch
 from ..distributed import process_world, sum_tensor_over_ranks_
 from .reports import MoEAux
 from .torch_modes import in_backward, outside_checkpoints, untraced
-
-logger = logging.getLogger(__name__)
-
-_PASSES_UNTIL_WARNING = 1024
-
-
-class UpdateLoad:
-    """Choices of a layer's experts in the forward passes of an update (``balance_scope="update"``).
-
-    Attributes:
-        pairs: int64 [E + 1], pairs by expert and their number, over all ranks; None before the
-            first pass.
-    """
-
-    def __init__(self):
-        self.pairs: torch.Tensor | None = None
-        self._passes = 0
-
-    def add(self, pairs: torch.Tensor) -> torch.Tensor:
-        """Add a pass's pairs of all ranks, int64 [E + 1]; return the sum over the update so far."""
-        self.pairs = pairs if self.pairs is None else self.pairs + pairs
-        self._passes += 1
-        if self._passes == _PASSES_UNTIL_WARNING:
-            logger.warning(
-                "balance_scope='update' has summed the load of %d forward passes: call "
-                "fairseq_tutel.training.end_update(model) after each optimizer step",
-                self._passes,
-            )
-        return self.pairs
-
-    def reset(self) -> None:
-        """Begin a new update."""
-        self.pairs, self._passes = None, 0
 
 
 def balance_over_ranks(reports: Iterable[MoEAux]) -> list[MoEAux]:

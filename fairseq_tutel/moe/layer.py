@@ -36,16 +36,17 @@ from .arguments import (
     refuse_unread_activation,
     routing_config,
 )
-from .balance import UpdateLoad, balance_over_ranks
+from .balance import balance_over_ranks
 from .dispatcher import dispatch_and_combine
 from .exchange_choice import ExchangeChoice, ExchangeChoices
 from .experts import ExpertBank, make_experts, make_shared_expert, own_experts, with_width
 from .given_choices import steer, top_k_of
-from .memory import StepMemory, memory_of_layer
+from .memory import StepMemory, memory_of_step
 from .reports import MoEAux, RouterAux, make_aux
 from .routers import Router, jitter_tokens, make_router, route_logits
 from .routing import RouterCall, Routing, mask_of_tokens, mask_tokens, tokens_of
 from .torch_modes import untraced, without_autocast
+from .update_load import UpdateLoad
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -280,7 +281,10 @@ class MoELayer(nn.Module):
         Returns:
             StepMemory: bytes by kind; without a fixed capacity the mean over the ranks.
         """
-        return memory_of_layer(self, num_tokens, dtype)
+        params, shared = list(self.parameters()), self.shared_expert
+        dims = self.model_dim, shared.hidden_dim if shared else 0
+        parts = params, self.config, self.exchange_choice, self.experts
+        return memory_of_step(*parts, dims, num_tokens, dtype)
 
     @property
     def exchange(self) -> Exchange:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -24,13 +24,12 @@ from torch.autograd.function import once_differentiable
 from .. import ops
 from ..distributed import Direction, Exchange, ExchangeRecord
 from ..distributed.exchanges import stream_of
+from .chunks import Chunk
 from .experts import Experts, PreparedExperts
 from .overlap import Link, needed_gradients, pipeline, split_states
 from .routing import Routing
+from .source_dropout import SourceDropout
 from .torch_modes import is_observed, untraced
-
-if TYPE_CHECKING:
-    from .dispatcher import Chunk, SourceDropout
 
 
 def keeps_less(experts: torch.nn.Module) -> TypeGuard[Experts]:

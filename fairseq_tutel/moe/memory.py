@@ -10,14 +10,13 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from ..config import MoEConfig
 from ..ops import ActivationMemory
-
-if TYPE_CHECKING:
-    from .layer import MoELayer
+from .exchange_choice import ExchangeChoice
+from .experts import ExpertBank
 
 _GIB = 2**30
 _MEMORY_FILE = Path("/proc/meminfo")
@@ -119,20 +118,31 @@ def routed_bytes(
     )
 
 
-def memory_of_layer(layer: MoELayer, num_tokens: int, dtype: torch.dtype | None) -> StepMemory:
-    """Estimate a training step through a layer: :meth:`.MoELayer.memory_of_step`."""
-    params, choice = list(layer.parameters()), layer.exchange_choice
+def memory_of_step(
+    params: Sequence[torch.Tensor],
+    config: MoEConfig,
+    choice: ExchangeChoice,
+    experts: ExpertBank,
+    dims: tuple[int, int],
+    num_tokens: int,
+    dtype: torch.dtype | None,
+) -> StepMemory:
+    """Estimate a training step through a layer of these parts: :meth:`.MoELayer.memory_of_step`.
+
+    ``dims``: M, and the shared expert's hidden dimension (0 without one).
+    """
+    model_dim, shared_dim = dims
     routed = routed_bytes(
         tokens=num_tokens,
-        outputs=layer.config.num_outputs,
-        rows=layer.config.dispatch_rows(num_tokens),
+        outputs=config.num_outputs,
+        rows=config.dispatch_rows(num_tokens),
         destinations=choice.parallelism.num_destinations,
-        model_dim=layer.model_dim,
-        hidden=layer.experts.kept_per_row(layer.model_dim),
-        hidden_dim=getattr(layer.experts, "hidden_dim", 0),
-        shared_dim=layer.shared_expert.hidden_dim if layer.shared_expert else 0,
+        model_dim=model_dim,
+        hidden=experts.kept_per_row(model_dim),
+        hidden_dim=getattr(experts, "hidden_dim", 0),
+        shared_dim=shared_dim,
         element=(dtype or params[0].dtype).itemsize,
-        memory=layer.experts.memory,
+        memory=experts.memory,
         communicates=choice.communicates,
     )
     return routed.of_step(params)

@@ -16,18 +16,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..distributed import Direction, Exchange, ExchangeRecord
 from ..distributed.exchanges import Stream, stream_of
+from .chunks import Chunk
 from .experts import ExpertBank, ExpertRows, PreparedExperts
 from .torch_modes import untraced
-
-if TYPE_CHECKING:
-    from .dispatcher import Chunk
 
 
 @untraced  # a trace sees neither threads nor CUDA streams

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
 from ..distributed import ExchangeRecord
 from .routing import Routing
-
-if TYPE_CHECKING:
-    from .balance import UpdateLoad
+from .update_load import UpdateLoad
 
 _BALANCE_SHARE = 0.2  # "top" and "bottom" experts are this share of all, at least one
 METRIC_NAMES = (

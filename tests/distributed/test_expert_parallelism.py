@@ -23,7 +23,8 @@ from fairseq_tutel.distributed import (
     sync_step,
     without_held_experts,
 )
-from fairseq_tutel.moe import MoELayer, dispatcher
+from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.moe.source_dropout import SourceDropout
 
 EXPERTS = (1, 2, 4, 8)
 EQUAL = (6,) * 8
@@ -191,7 +192,7 @@ def test_dropout_is_that_of_the_pair_of_each_row():
     """Rows of two tokens with two choices, of two parts each; some are empty."""
     pair_of_row = [7, 0, -1, 2, 5, 4]  # t * 4 + part * 2 + choice
     rows, keep = torch.randn(6, M), torch.rand(4, M) < 0.5
-    drop = dispatcher.SourceDropout(keep, copies=2, dropout=0.5)
+    drop = SourceDropout(keep, copies=2, dropout=0.5)
     dest_row = torch.empty(2, 4, dtype=torch.int32)  # only its shape counts
     got = drop(rows, dest_row, torch.tensor(pair_of_row, dtype=torch.int32))
     for row, pair in enumerate(pair_of_row):
