@@ -54,7 +54,7 @@ def temporary_path(cset: CheckpointSet, operation: str, role: Role) -> str:
 
 
 def visible_files(cset: CheckpointSet) -> dict[Role, str]:
-    """Return paths of the members as a reader must see them, even in the middle of a commit."""
+    """Return the path of each member of the set, correct even in the middle of a commit."""
     # The record comes first: if a writer finishes meanwhile, its files have their final names.
     record = read_record(cset)
     names = set(_list(cset.directory))
@@ -76,7 +76,7 @@ def final_path(path: str) -> str:
 
 
 def read_record(cset: CheckpointSet) -> CommitRecord | None:
-    """Return the commit record of an unfinished change, or None; refuse a damaged one."""
+    """Return the record of an unfinished commit, or None; CheckpointError if it is damaged."""
     try:
         with open(cset.commit_path, encoding="utf-8") as file:
             stored = json.load(file)
@@ -98,7 +98,7 @@ def read_record(cset: CheckpointSet) -> CommitRecord | None:
 
 @contextlib.contextmanager
 def changing(cset: CheckpointSet) -> Iterator[str]:
-    """Prepare a change by one process; yield its id, for temporary files and :func:`commit`."""
+    """Let one process change a set. Yield the id for :func:`temporary_path` and :func:`commit`."""
     os.makedirs(cset.directory or ".", exist_ok=True)
     recover_set(cset)
     operation = new_id()

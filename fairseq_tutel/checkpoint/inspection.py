@@ -65,7 +65,8 @@ def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
             tried(verify_file, files[role])
         rows.append(_describe_file(role, files[role], contents[role]))
     reader = tried(SetReader, path)
-    metadata, replicas = reader and reader.metadata, 0
+    metadata = reader and reader.metadata
+    replicas = 0
     if reader is not None and is_of_fairseq(reader.shared):
         tried(check_complete, reader.shared, reader.main_path)
     if reader is not None and reader.kind != MERGED:
@@ -103,18 +104,18 @@ def _check_replica(
     reader: SetReader, contents: dict[Role, dict[str, Any]], number: int, values: bool
 ) -> None:
     """Raise CheckpointError if a replica has other parameters, or ``values``, than its original."""
-    of = number % reader.num_rank_files
-    if of not in contents:  # the replica stands in for a missing file
+    original = number % reader.num_rank_files
+    if original not in contents:  # the replica stands in for a missing file
         return
-    mine, first = (contents[role].get(MODEL) or {} for role in (number, of))
-    for name in sorted({*mine, *first}):
-        one, other = mine.get(name), first.get(name)
+    mine, theirs = (contents[role].get(MODEL) or {} for role in (number, original))
+    for name in sorted({*mine, *theirs}):
+        one, other = mine.get(name), theirs.get(name)
         alike = one is not None and other is not None and one.shape == other.shape
         alike = alike and one.dtype == other.dtype and (not values or torch.equal(one, other))
         if not alike:
             raise CheckpointError(
                 f"{reader.cset.path_of(number)}: a replica that differs from "
-                f"{reader.cset.name_of(of)} in {name}"
+                f"{reader.cset.name_of(original)} in {name}"
             )
 
 

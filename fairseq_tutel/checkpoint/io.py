@@ -1,4 +1,4 @@
-"""One checkpoint file: written so that it can be read safely, read without running its content.
+"""Read and write one checkpoint file. Reading never runs code from the file.
 
 A checkpoint is a pickle, and a pickle may call any function. Files are therefore read by torch's
 restricted unpickler, extended by the classes of ``safe_globals.py``; any other class is refused by
@@ -112,7 +112,7 @@ class Checksums:
                     self._listed.add((info.file_size, info.CRC))
 
     def check(self, entries: Any) -> None:
-        """Raise CheckpointError for a tensor, in dicts and lists, with another checksum."""
+        """Raise CheckpointError for a tensor (in dicts and lists) whose checksum is not stored."""
         if not self._listed:
             return
         found = {}
@@ -220,7 +220,7 @@ def _wrong_checksum(path: str, name: str) -> CheckpointError:
 
 
 def _is_damaged(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
-    if not info.CRC:  # written without
+    if not info.CRC:  # written without a checksum
         return False
     try:
         with archive.open(info) as member:

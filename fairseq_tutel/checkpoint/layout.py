@@ -104,7 +104,7 @@ def split_key(key: str) -> tuple[str, int, str] | None:
 
 
 def without_aliases(entries: Mapping[str, Value]) -> dict[str, Value]:
-    """Return entries without the second names that the branch ``nllb`` has of MoE layers in CMR."""
+    """Drop the second names that the branch ``nllb`` stores for MoE layers (``cmr_layer``)."""
     return {key: value for key, value in entries.items() if _ALIAS not in key}
 
 
@@ -133,8 +133,9 @@ def select_experts(entries: Mapping[str, Value], *, first: int, wanted: range) -
 def expert_forms(entries: Mapping[str, Any], where: str) -> tuple[int, dict[str, str]]:
     """Return the number of experts in the entries of a file, and the form that all of them have.
 
-    The form is {key with "*" for the expert's number: shape and dtype, or names in a state}.
-    CheckpointError is raised for a dense entry, numbers that are not 0..E-1, experts that differ.
+    The form maps each key, with "*" for the expert's number, to its shape and dtype; in optimizer
+    state to the names of the state. CheckpointError is raised for a dense entry, for numbers that
+    are not 0..E-1, and if experts differ.
     """
     experts: dict[int, dict[str, str]] = {}
     for key, value in entries.items():
@@ -163,9 +164,9 @@ def check_same(
 def gate_experts(
     dense: Mapping[str, Any], expert_keys: Iterable[str], null_experts: int = 0
 ) -> int | None:
-    """Return E by the rows of the gates, [E + N, M]; None if the layers have no such gate."""
-    gates = {_of_expert(key, "gates")[0].removesuffix("experts.") for key in expert_keys}
-    gates = {f"{prefix}gate.wg.weight" for prefix in gates}
+    """Return E from the gates' weights, [E + N, M]; None if the layers have no such weights."""
+    layers = {_of_expert(key, "gates")[0].removesuffix("experts.") for key in expert_keys}
+    gates = {f"{layer}gate.wg.weight" for layer in layers}
     rows = {gate: dense[gate].shape[0] - null_experts for gate in sorted(gates) if gate in dense}
     if len(set(rows.values())) > 1:
         raise CheckpointError(f"the MoE layers differ in their number of experts: {rows}")

@@ -146,8 +146,8 @@ class SetReader:
     Attributes:
         cset: location of the files.
         kind: "set" or "merged".
-        shared: content of the shared file, or the dense part of a merged file, not yet checked for
-            damage; :meth:`shared_state` is.
+        shared: content of the shared file, or the dense part of a merged file. Its checksums are
+            not compared; :meth:`shared_state` compares them.
         metadata: metadata of the save; None if another program wrote it.
         num_experts: E, 0 for a dense model.
         num_rank_files: P, 1 for a merged file.
@@ -182,11 +182,12 @@ class SetReader:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run that saved the set, whose steps count its position in the data."""
-        if self.metadata is None and not self.num_experts:  # stock fairseq's
-            stated = options_of(self.shared, "distributed_training")
-            return stated.get("distributed_world_size") or 1
-        return self.metadata.world_size if self.metadata else self.num_rank_files
+        """Ranks of the run that saved the set; a step of that run read one batch per rank."""
+        if self.metadata is not None:
+            return self.metadata.world_size
+        if self.num_experts:  # of Meta's runs
+            return self.num_rank_files
+        return options_of(self.shared, "distributed_training").get("distributed_world_size") or 1
 
     def shared_state(self, *, with_optimizer: bool = True) -> dict[str, Any]:
         """Return a copy of ``shared``, checked for damage."""
@@ -258,15 +259,15 @@ class SetReader:
             raise CheckpointError(
                 f"{self.main_path}: a shared file cannot hold {next(iter(misplaced))!r}"
             )
-        found = self.metadata
-        experts, count = (found.num_experts, found.num_rank_files) if found else self._count()
-        if found and (found.rank is not None or not 1 <= count <= experts or experts % count):
+        own = self.metadata
+        experts, count = (own.num_experts, own.num_rank_files) if own else self._count()
+        if own and (own.rank is not None or not 1 <= count <= experts or experts % count):
             raise CheckpointError(
-                f"{self.main_path}: foreign file: it is marked as rank file {found.rank} of "
+                f"{self.main_path}: foreign file: it is marked as rank file {own.rank} of "
                 f"{count} with {experts} experts, not as a shared file"
             )
         self.num_experts, self.num_rank_files = experts, count
-        if found is None:  # any copy of a file serves
+        if own is None:  # a replica may stand in for a missing file
             for role in sorted(role for role in self.files if isinstance(role, int)):
                 self.files.setdefault(role % count, self.files[role])
         missing = [self.cset.name_of(rank) for rank in range(count) if rank not in self.files]
@@ -292,9 +293,9 @@ class SetReader:
         return experts, max(experts // local, 1)
 
     def _check_experts(self, content: dict[str, Any], path: str) -> None:
-        """Check that a rank file has as many experts as its place asks for, alike in all files.
+        """Check that a rank file has E/P experts, with names, shapes and dtypes of the other files.
 
-        All experts have the same optimizer state: none for a parameter that is not trained.
+        The same holds for their optimizer state, which only trained parameters have.
         """
         per_file = self.num_experts // self.num_rank_files
         parts = [(MODEL, path, content[MODEL], {per_file})]

@@ -34,7 +34,7 @@ MODEL = "model"
 OPTIMIZER = "last_optimizer_state"
 NAMED_STATE = "named_state"
 GROWTH = "moe_growth"
-# tensors of one element by which fairseq's models mark their version, no parameters
+# one-element buffers that fairseq's models save beside their parameters, such as a version
 _MARKS = {"version", "_float_tensor"}
 _OF_FAIRSEQ = ("args", "cfg", "criterion", "optimizer_history", "task_state", "extra_state")
 
@@ -52,7 +52,7 @@ class SetMetadata:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any], where: str) -> SetMetadata | None:
-        """Return metadata of a loaded file, None from another program; refuse damaged metadata."""
+        """Return a file's metadata, None if another program wrote it; raise if it is damaged."""
         stored = state.get(METADATA)
         if stored is None:
             return None
@@ -101,7 +101,7 @@ def _are_dicts(value: Any) -> bool:
 
 
 def check_complete(state: Mapping[str, Any], where: str) -> None:
-    """Raise CheckpointError, naming what is missing, if fairseq cannot train and evaluate on."""
+    """Raise CheckpointError if entries are missing that fairseq needs to resume or evaluate."""
     missing = [key for key in ("optimizer_history", "extra_state") if not state.get(key)]
     if not missing and "train_iterator" not in state["extra_state"]:
         missing.append("train_iterator")
@@ -115,7 +115,7 @@ def check_complete(state: Mapping[str, Any], where: str) -> None:
 
 
 def options_of(state: Mapping[str, Any], section: str = "model") -> Mapping[str, Any]:
-    """Return a section of the options that fairseq stores; with ``args``, all of them."""
+    """Return a section of the stored options; all of them if they are stored as ``args``."""
     config = state.get("cfg")
     options = config.get(section) if isinstance(config, Mapping) else state.get("args")
     if not isinstance(options, Mapping):

@@ -58,16 +58,17 @@ _ALONE = AllRanks()
 
 
 def save_set(path: str, state: State, *, num_rank_files: int, ranks: AllRanks = _ALONE) -> None:
-    """Save a set; every rank calls this. Afterwards it is the new set, or an error and the old one.
+    """Save a set in one step; every rank calls this.
 
-    Replaces whatever ``path`` names: a set of any number of ranks, or a merged file.
+    The new set replaces what ``path`` names: a set of any number of ranks, or a merged file. After
+    an error the old files are still there, unless the message says that the new set is saved.
 
     Args:
         path: X.pt, the name of the set (X-shared.pt and X-rank-N.pt mean the same).
-        state: state of this rank (``state.py``), experts numbered from 0. Written are the dense
-            part of rank 0 and the experts of the ranks below ``num_rank_files``.
+        state: state of this rank (``state.py``), experts numbered from 0. The set gets the dense
+            part of rank 0, and the experts of the ranks below ``num_rank_files``.
         num_rank_files: P, ranks that hold all experts between them: a divisor of W.
-        ranks: this rank, and how it hears of the others' errors.
+        ranks: this rank, and the collective that reports errors to the other ranks.
 
     Raises:
         CheckpointError: on every rank, naming the ranks that failed and why.
@@ -89,9 +90,9 @@ def save_set(path: str, state: State, *, num_rank_files: int, ranks: AllRanks = 
 
     saves = [json.loads(text) for text in ranks.run_on_all_ranks(what, prepare)]
     save_id = saves[0][0]
-    num_experts = _check_same_save(saves)
+    num_experts = _agreed_num_experts(saves)
     metadata = SetMetadata(save_id, ranks.world_size, num_rank_files, num_experts)
-    written = False  # this rank's files; from then on rank 0 may commit at any time
+    written = False  # True: this rank's files are complete, so rank 0 may commit at any time
 
     def write() -> None:
         nonlocal written
@@ -132,15 +133,15 @@ def write_set(
         experts: function that is called once for each file, with the experts that the file holds,
             in their order.
         num_experts: E.
-        num_ranks: W, with one file per rank, or per expert if these are fewer; None: a merged file.
-        source: the set that this one is made of, which is not replaced; position and counters
-            are those of its run.
+        num_ranks: W; the set gets min(E, W) rank files. None: write a merged file.
+        source: the set that the new one is made from; ``path`` must not be the same. The position
+            in the data stays valid, as the new set keeps the world size of its run.
         force: replace what ``path`` names.
         in_place: replace what ``path`` names in one step, even if it is ``source``.
 
     Raises:
-        CheckpointError: E and W do not divide, or ``path`` exists or is that of ``source``. What
-            ``experts`` raises is passed on.
+        CheckpointError: E and W do not divide, or ``path`` exists or names ``source``. Errors of
+            ``experts`` are passed on.
     """
     target = CheckpointSet.from_path(path)
     if not in_place:
@@ -195,7 +196,7 @@ def merge(src: str, dst: str, *, with_optimizer: bool = False, force: bool = Fal
     """Write a copy of a checkpoint as one file, experts numbered globally, for sharing.
 
     Args:
-        src, dst, force: see :func:`reshard`; so is what is returned and raised.
+        src, dst, force: see :func:`reshard`, also for the result and the errors.
         with_optimizer: keep the optimizer state, about twice the size of the fp32 weights;
             CheckpointError if there is none.
     """
@@ -215,9 +216,9 @@ def _rewrite(
 
 
 def copy_set(src: str, dst: str, *, ranks: AllRanks = _ALONE) -> None:
-    """Give a set a second name, replacing what has that name: hard links, or copies without them.
+    """Copy a set, by hard links if the file system has them. The copy replaces what ``dst`` names.
 
-    CheckpointError is raised on all ranks if there is no such set, or the file system failed.
+    CheckpointError is raised on all ranks if ``src`` does not exist, or the file system failed.
     """
     source, target = CheckpointSet.from_path(src), CheckpointSet.from_path(dst)
 
@@ -325,8 +326,8 @@ def _stage(cset: CheckpointSet, role: Role, state: State, metadata: SetMetadata)
     save_file({**state, METADATA: asdict(stored)}, temporary_path(cset, metadata.save_id, role))
 
 
-def _check_same_save(saves: list[list[Any]]) -> int:
-    """Check that all ranks take part in the same save; return E."""
+def _agreed_num_experts(saves: list[list[Any]]) -> int:
+    """Return E; raise CheckpointError if the ranks do not take part in the same save."""
     for other, save in enumerate(saves):
         if save[1:] != saves[0][1:]:
             raise CheckpointError(

@@ -131,7 +131,7 @@ def test_an_even_load_copies_every_expert_once_before_any_twice():
     assert copies([1, 1, 1], 5) == [0, 0, 1, 1, 2]
 
 
-def test_the_flags_to_train_on_with_are_printed(saved, tmp_path, caplog):
+def test_the_flags_to_continue_training_with_are_printed(saved, tmp_path, caplog):
     """Those that differ from the command that trained the source."""
     caplog.set_level("INFO", "fairseq_tutel")
     for change, words in (
@@ -144,9 +144,9 @@ def test_the_flags_to_train_on_with_are_printed(saved, tmp_path, caplog):
     ):
         caplog.clear()
         change(str(tmp_path / f"{words.count(' ')}-{words[-1]}.pt"))
-        assert [r.getMessage() for r in caplog.records if "train on with" in r.getMessage()] == [
-            f"train on with: {words}"
-        ]
+        assert [
+            r.getMessage() for r in caplog.records if "continue training with" in r.getMessage()
+        ] == [f"continue training with: {words}"]
 
 
 @pytest.mark.parametrize(

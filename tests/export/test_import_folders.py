@@ -58,7 +58,7 @@ def test_the_flags_that_it_prints_train_on(create, config, batch, tmp_path, caps
     path = tmp_path / "set.pt"
     with caplog.at_level("INFO", logger="fairseq_tutel"):
         assert run(capsys, tmp_path / "m", path)[0] == 0
-    (flags,) = re.findall(r"train on with: --arch \w+ (.*)", caplog.text)
+    (flags,) = re.findall(r"continue training with: --arch \w+ (.*)", caplog.text)
     trainer = make_trainer(config(*flags.split()), batch(0))
     trainer.load_checkpoint(str(path))
     net = batch(1)["net_input"]

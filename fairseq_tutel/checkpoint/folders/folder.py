@@ -61,7 +61,7 @@ class Folder:
         return self._stored.keys()
 
     def join(self, name: str, others: Sequence[str]) -> None:
-        """Make one tensor of several names for it: ``name``, whichever of them are there."""
+        """Drop the other names of a tied tensor: ``name`` alone stands for it, if it is stored."""
         there = [each for each in (name, *others) if each in self._stored]
         for each in there:
             del self._stored[each]
@@ -92,7 +92,7 @@ class Folder:
         return self._files[stored].get_slice(stored)
 
     def symbols(self, count: int) -> list[str] | None:
-        """Return the dictionary, ``count`` symbols; None if the tokenizer has none of fairseq's."""
+        """Return the tokenizer's first ``count`` symbols; None if fairseq's do not come first."""
         tokenizer, vocabulary = self._json("tokenizer.json"), self._json("vocab.json")
         if not isinstance(vocabulary, list):
             vocabulary = tokenizer.get("model", {}).get("vocab", {})

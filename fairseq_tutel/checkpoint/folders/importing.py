@@ -1,4 +1,4 @@
-"""A folder of transformers becomes a set that trains on."""
+"""Convert a folder of transformers to a set, from which training can continue."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def import_folder(
 ) -> str:
     """Write a set from a folder of transformers' NllbMoe, or one that ``export`` wrote.
 
-    The flags to train on with are logged. ``dict.txt``, with the tokenizer's symbols in the order
-    of the embedding's rows, is written beside the set unless there is one. Memory holds one file of
-    the set.
+    The flags to continue training with are logged. ``dict.txt``, with the tokenizer's symbols in
+    the order of the embedding's rows, is written beside the set unless there is one. Needs memory
+    for one file of the set.
 
     Args:
         folder: with ``config.json`` and safetensors.
@@ -113,7 +113,7 @@ def import_folder(
     places = {key: model.place(key, config) for key in (*dense, *experts)}
     _check_tensors(source, {**dense, **experts}, places)
 
-    def of_experts(wanted: range) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def read_experts(wanted: range) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         found = {}
         for key, shape in experts.items():
             prefix, number, rest = split_key(key)
@@ -127,13 +127,13 @@ def import_folder(
     read = {place: source.read(place, shape) for place, shape in needed.items()}
     state[MODEL] |= {key: read[places[key]] for key in dense}
     written = write_set(
-        dst, state, of_experts,
+        dst, state, read_experts,
         num_experts=config.num_experts, num_ranks=ranks or 1, force=force,
     )  # fmt: skip
     _write_dictionary(source, config.vocab_size, Path(written).with_name("dict.txt"))
     if model.task == "language_modeling":
         options = {**options, "tokens_per_sample": config.max_position_embeddings}
-    logger.info("train on with: --arch %s %s", model.arch, _flags(options))
+    logger.info("continue training with: --arch %s %s", model.arch, _flags(options))
     return written
 
 
@@ -147,7 +147,7 @@ def _check_special(config: SimpleNamespace, folder: str | Path) -> None:
 
 
 def _check_tensors(source: Folder, shapes: Shapes, places: Mapping[str, Place]) -> None:
-    """Check that each tensor of the folder is made of tensors of the set, and none is missing."""
+    """Raise CheckpointError unless the folder has exactly the tensors that the set needs."""
     needed: dict[str, int] = {}
     for key, (name, start) in places.items():
         end = start + torch.Size(shapes[key]).numel()

@@ -24,7 +24,8 @@ SPECIAL_IDS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
 def language_model_options(config: Any) -> dict[str, Any]:
     """Return options of ``transformer_lm_gpt_moe``; CheckpointError for a field without an option.
 
-    A folder lacks what training alone has: output masks of experts, the rule of a load bias.
+    A folder does not store what only training uses: output masks of experts, the rule that moves
+    a load bias.
     """
     network, layers = config.expert_network, config.num_hidden_layers
     freq = min(config.moe_layers, default=layers) + 1
@@ -108,7 +109,7 @@ def nllb_options(config: Any) -> dict[str, Any]:
     return options
 
 
-# of transformers' NllbMoe, whose config.json leaves out what is as here
+# defaults of transformers' NllbMoe; its config.json leaves out fields with these values
 NLLB_DEFAULTS = {
     "activation_function": "relu",
     "activation_dropout": 0.0,

@@ -14,12 +14,12 @@ from .history import Growth, history_of, updates_done
 
 logger = logging.getLogger(__name__)
 
-# entries of the run's state that are for one number of experts: sums of load, tuned exchanges
+# entries of extra_state that a new number of experts makes invalid: load sums, tuned exchanges
 _FOR_NUM_EXPERTS = ("moe_expert_load", "moe_tuner")
 
 
 def open_sparse(path: str, dst: str | None, force: bool) -> SetReader:
-    """Open a set with experts, of which another set ``dst`` will be made.
+    """Open the set with experts from which ``dst`` will be made.
 
     CheckpointError is raised if ``dst`` may not be written, if there are no experts, or while some
     are held back.
@@ -54,8 +54,9 @@ def write_change(
 ) -> str:
     """Write a set that was made of another; return its canonical path.
 
-    Beside the arguments of :func:`..store.write_set`: the new entry of the history, and changed
-    ``options`` of the model. These and ``more_flags`` are logged as the flags to train on with.
+    ``entry`` is added to the history, and ``options`` replace options of the model. Both these and
+    ``more_flags`` are logged as the flags to continue training with. The other arguments are those
+    of :func:`..store.write_set`.
     """
     state = with_options(shared, options or {})
     if isinstance(extra := state.get("extra_state"), Mapping):
@@ -74,5 +75,5 @@ def write_change(
     )  # fmt: skip
     if flags := {**(more_flags or {}), **(options or {})}:
         words = [f"--{name.replace('_', '-')} {value}" for name, value in flags.items()]
-        logger.info("train on with: %s", " ".join(words))
+        logger.info("continue training with: %s", " ".join(words))
     return written

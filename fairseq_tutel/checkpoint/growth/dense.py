@@ -63,7 +63,7 @@ def to_dense(
 
 
 def _weights(source: SetReader, how: str, file: str | None) -> Load:
-    """Return the weight of each expert in the mean; they are equal if the load is not known."""
+    """Return each expert's weight in its layer's FFN: its share of the load; equal if unknown."""
     try:
         loads = read_load(source, file)
     except CheckpointError as error:
@@ -108,7 +108,7 @@ def _dense_name(name: str) -> str:
 
 
 def _widths(model: Mapping[str, Any], src: str) -> dict[str, int]:
-    """Return option -> hidden width of the FFNs of encoder and decoder; refuse what stock lacks."""
+    """Return {option: FFN width} by stack; CheckpointError for FFNs that stock fairseq lacks."""
     if gated := [name for name in model if ".fc_gate." in name]:
         raise CheckpointError(f"{src}: {gated[0]}: stock fairseq has no gated FFN")
     options = {}

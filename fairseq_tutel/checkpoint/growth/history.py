@@ -82,9 +82,9 @@ def held_back(history: Sequence[Growth], update: int, num_outputs: int) -> dict[
     last = history[-1] if history else None
     if last is None or not last.ramp or update > last.update + last.ramp:
         return None
-    none, bias = torch.full((num_outputs,), torch.nan), held_back_by(last.left(update))
+    unheld, bias = torch.full((num_outputs,), torch.nan), held_back_by(last.left(update))
     return {
-        layer: none.index_fill(0, torch.tensor(numbers), bias)
+        layer: unheld.index_fill(0, torch.tensor(numbers), bias)
         for layer, numbers in last.held.items()
     }
 

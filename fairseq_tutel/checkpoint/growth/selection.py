@@ -26,10 +26,10 @@ _COMMON = ("proj.weight", "proj.bias", "log_scale")
 
 
 def copies(load: Sequence[float], num_experts: int) -> list[int]:
-    """Choose more experts: each further one copies the expert with the largest load per copy.
+    """Return the choice for more experts: each new one copies the expert with most load per copy.
 
-    With an even load every expert is copied once before any is copied twice. Copies stand behind
-    their original, so that ranks, which hold neighbours, keep an even share of old and new experts.
+    With an even load every expert is copied once before any is copied twice. Copies follow their
+    original, so that each rank, which holds neighbours, gets an even share of old and new experts.
     """
     counts = [1] * len(load)
     for _ in range(num_experts - len(load)):
@@ -39,7 +39,7 @@ def copies(load: Sequence[float], num_experts: int) -> list[int]:
 
 
 def most_loaded(load: Sequence[float], num_experts: int) -> list[int]:
-    """Choose the experts with the largest load, in their order; the first ones of equals."""
+    """Return the numbers of the most loaded experts, ascending; of equals the lower ones."""
     return sorted(sorted(range(len(load)), key=lambda e: (-load[e], e))[:num_experts])
 
 
@@ -68,7 +68,7 @@ def even_load(source: SetReader) -> Load:
 
 
 def read_load(source: SetReader, file: str | None) -> Load:
-    """Read the last line of the log that has the load of a set's experts in all its layers.
+    """Return the experts' load from the last line of a log that has all layers of the set.
 
     The log is ``file``, or the ``expert_load.jsonl`` beside the set.
     """
@@ -143,7 +143,7 @@ class Selection:
         return found
 
     def router_of(self, name: str, value: Any, num_experts: int) -> str | None:
-        """Return the layer whose router ``value`` belongs to, if it has a row for each expert."""
+        """Return the layer of a router's tensor with a row per output; None for other tensors."""
         layer = next((each for each in self.choice if name.startswith(f"{each}gate.")), None)
         if layer is None or name.removeprefix(f"{layer}gate.") in _COMMON:
             return None

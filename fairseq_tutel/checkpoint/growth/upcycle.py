@@ -2,9 +2,9 @@
 
 The FFN of every F-th layer becomes E experts, and the router starts near zero. With K > 1 the K
 weights of a token sum to one, so that equal experts give what the FFN gave, unless a choice is
-dropped. With K = 1 the weight is the gate's probability, so the function changes. With the FFN as a
-shared expert and silent experts beside it the function is always kept. For experts of 1/G of the
-width see :func:`fairseq_tutel.distributed.experts_of_ffn`.
+dropped. With K = 1 the weight is the gate's probability, so the function changes. The function is
+always kept if the FFN becomes a shared expert and the other experts start silent. For experts of
+1/G of the width see :func:`fairseq_tutel.distributed.experts_of_ffn`.
 
 Several dense models give their FFNs to one set in turn; the rest is averaged (:mod:`.mix`).
 
@@ -131,9 +131,9 @@ def upcycle(
 ) -> str:
     """Write a set with experts from one or several dense checkpoints of stock fairseq.
 
-    Replica r of an FFN, G experts, is made from model r modulo the number of models. All other
-    parameters are the average over the models, or those of the first. Options and position in the
-    data are those of the first.
+    Each replica of an FFN has G experts; replica r comes from model r modulo the number of models.
+    All other parameters are averaged over the models, or taken from the first. Options and position
+    in the data are those of the first.
 
     Args:
         src: file of the dense model, X.pt; a language model or a transformer. Or several files,
@@ -166,8 +166,8 @@ def upcycle(
             model |= {f"{prefix}moe_layer.shared_expert.{name}": v for name, v in ffn.items()}
     state = with_criterions({**states[0], MODEL: model}, CRITERIONS)
     # without the state of the optimizer the trainer counts its updates from 0
-    for last in state["optimizer_history"][-1:]:
-        last["num_updates"] = 0
+    if history := state["optimizer_history"]:
+        history[-1]["num_updates"] = 0
     kind = "a dense model" if len(paths) == 1 else f"{len(paths)} dense models"
     updates = ", ".join(str(updates_done(each)) for each in states)
     entry = Growth("upcycle", f"{how}, of {kind} after {updates} updates", 0, how.num_experts, 0)
@@ -296,7 +296,7 @@ def _experts(sources: Sequence[_Ffns], how: Upcycling, wanted: range) -> dict[st
 
 
 def _check_options(shared: Mapping[str, Any], src: str) -> None:
-    """Raise CheckpointError for a model that none with experts can continue."""
+    """Raise CheckpointError if an option of the dense model does not work with experts."""
     options = options_of(shared)
     for name in _REFUSED:
         if options.get(name):

@@ -109,7 +109,7 @@ def test_an_upcycled_encoder_decoder_starts_as_the_dense_one(tmp_path, caplog):
     how = Upcycling(4, freq=0, decoder_freq=2, shared=True)
     with caplog.at_level("INFO", "fairseq_tutel"):
         side = upcycle(dense.path, str(tmp_path / "side.pt"), how)
-    assert "train on with: --arch transformer_moe " in caplog.text  # not a language model
+    assert "continue training with: --arch transformer_moe " in caplog.text  # not a language model
     caplog.clear()
     kept = load_file(to_dense(side, str(tmp_path / "kept.pt"), "shared"))["model"]
     assert "load" not in caplog.text  # of the experts, which are not asked
