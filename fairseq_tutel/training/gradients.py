@@ -214,8 +214,9 @@ def grad_scaler(device: str | None = None, **options) -> torch.amp.GradScaler:
         torch.amp.GradScaler: the scaler; its step is collective on several ranks.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    make = torch.amp.GradScaler if process_world()[1] == 1 else sharded_grad_scaler
-    return make(device, **options)
+    if process_world()[1] == 1 or not options.get("enabled", True):
+        return torch.amp.GradScaler(device, **options)
+    return sharded_grad_scaler(device, **options)
 
 
 def _scale_(grads: list[torch.Tensor], factor: float | torch.Tensor) -> None:

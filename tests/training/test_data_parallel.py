@@ -169,6 +169,18 @@ def test_an_overflow_that_one_rank_alone_sees_is_refused():
 
 
 @on_ranks(2)
+def test_a_disabled_scaler_scales_nothing():
+    weight = nn.Parameter(torch.ones(DIM))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = training.grad_scaler("cpu", enabled=False)
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    torch.testing.assert_close(weight.detach(), torch.full((DIM,), 0.9))
+
+
+@on_ranks(2)
 def test_replicas_of_one_expert_stay_equal():
     """Ranks that exchange nothing may make different numbers of forward passes."""
     torch.manual_seed(0)
