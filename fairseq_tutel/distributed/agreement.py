@@ -154,16 +154,16 @@ def sync_stacks_of_all(
 
 def _sync(counts, settings, words, group, first_rank, block=slice(None)):
     """Return agreements on the tokens of a block of ranks, and each rank's [*counts, *words]."""
-    same = _checksum(tuple(settings))
+    own_checksum = _checksum(tuple(settings))
     training = [each.routing for each in settings if each and each.mode == "training"]
     draws = any(routing.local_drop > 0 for routing in training)
-    # always a number, so that ranks that disagree on it still send equally many
-    own = int(torch.randint(2**62, ())) if draws else 0
-    table = gather_integers([same, own, *counts, *words], group)
-    if any(row[0] != same for row in table):
-        compare_settings(_all_settings(settings), group, first_rank)
+    # always sent, because ranks with different settings must send equally many numbers
+    own_draw = int(torch.randint(2**62, ())) if draws else 0
+    table = gather_integers([own_checksum, own_draw, *counts, *words], group)
+    if any(row[0] != own_checksum for row in table):
+        compare_settings(_all_settings(settings), group, first_rank)  # raises
     draw = table[block][0][1] if draws else None
-    table = [row[2:] for row in table]
+    table = [numbers for _, _, *numbers in table]
     largest = [max(row[i] for row in table[block]) for i in range(len(counts))]
     steps = [
         StepAgreement(tokens, each, draw=draw)

@@ -1,4 +1,4 @@
-"""Ranks of the default group: small messages, values made once per group, and its end."""
+"""Helpers for the default process group: small messages, cached values, a clean exit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_
 # The default process group, and the values made for it. A value may be the default group itself, so
 # a weak dictionary would never drop it.
 _made: tuple[Any, dict[Hashable, Any]] = (None, {})
-# by its identity, what refers to process groups; and in which attributes
+# objects that refer to process groups, by id; the attributes that do so, by type
 _holders: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _attributes: dict[type, tuple[str, ...]] = {}
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -54,8 +54,8 @@ def once_per_world(key: Hashable, make: Callable[[], Any]) -> Any:
 def control_device(group: dist.ProcessGroup | None = None) -> str:
     """Return the device type of small control tensors of a group, ``cuda`` or ``cpu``.
 
-    It is the CPU if the group can communicate from it, so that the host does not wait for the GPU:
-    with gloo, and with the default of ``init_process_group``, which has a backend for each device.
+    The CPU if the group can use it (gloo, or the default of ``init_process_group``, which has a
+    backend for each device), so that the host does not wait for the GPU.
     """
     return "cuda" if dist.get_backend(group) in ("nccl", "cuda:nccl") else "cpu"
 
@@ -162,10 +162,10 @@ def this_machine() -> int:
     return checksum(f"{boot}\n{socket.gethostname()}")
 
 
-# A worker thread of gloo drops an operation's tensors, which are Python's, after the operation. One
-# that does so while the interpreter shuts down aborts the process ("terminate called without an
-# active exception") or hangs. torch joins the threads of a group once nothing refers to it, so what
-# this package made drops its groups before.
+# A worker thread of gloo releases an operation's tensors afterwards, and needs the interpreter for
+# that. If the interpreter is shutting down, the process aborts ("terminate called without an active
+# exception") or hangs. torch joins a group's threads once nothing refers to the group. So objects
+# of this package drop their groups before the shutdown.
 
 
 def release_at_exit(holder: Any, *attributes: str) -> None:
@@ -173,13 +173,13 @@ def release_at_exit(holder: Any, *attributes: str) -> None:
     if all(not getattr(holder, name) for name in attributes):
         return  # no process group among them
     if not _holders:
-        atexit.unregister(_leave)
-        atexit.register(_leave)
+        atexit.unregister(_release_groups)
+        atexit.register(_release_groups)
     _holders[id(holder)] = holder
     _attributes[type(holder)] = attributes
 
 
-def _leave() -> None:
+def _release_groups() -> None:
     global _made
     if getattr(sys, "last_value", None) is not None:
         return  # failed: others may wait for this rank, and joining could wait for them
@@ -194,9 +194,9 @@ def _leave() -> None:
 
 
 def _wait_for_workers(seconds: float = 1.0) -> None:
-    """Let threads finish whose groups others refer to, as DistributedDataParallel does."""
+    """Wait for gloo's threads in groups that others keep, such as DistributedDataParallel."""
     deadline = time.monotonic() + seconds
-    asleep = 0
+    asleep = 0  # times in a row that all threads were found asleep
     while asleep < 3 and time.monotonic() < deadline:
         states = _worker_states()
         if not states:
@@ -206,7 +206,7 @@ def _wait_for_workers(seconds: float = 1.0) -> None:
 
 
 def _worker_states() -> list[str]:
-    """The scheduler's states (R, S, ...) of gloo's worker threads; empty where it is unknown."""
+    """Return the scheduler's states (R, S, ...) of gloo's worker threads; empty if unknown."""
     states = []
     for path in glob.glob("/proc/self/task/*/stat"):
         try:

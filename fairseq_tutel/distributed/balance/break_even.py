@@ -80,10 +80,10 @@ def _flops_per_byte(groups, dtype, device):
     sent = torch.ones(_NUMBERS, dtype=dtype, device=device)
     received = torch.empty_like(sent)
     # half of the ranks send to the other half, as busy ranks do to their helpers
-    to, by = _across(groups)
+    to_P, from_P = _neighbour_splits(groups)
     exchange = _fastest(
         lambda: dist.all_to_all_single(
-            received[: sum(by)], sent[: sum(to)], by, to, group=groups.ep_group
+            received[: sum(from_P)], sent[: sum(to_P)], from_P, to_P, group=groups.ep_group
         ),
         device,
     )
@@ -93,13 +93,13 @@ def _flops_per_byte(groups, dtype, device):
     return max(ratio for (ratio,) in gather_integers([mine], groups.ep_group)) / 1000
 
 
-def _across(groups):
-    """Return how many numbers go to each rank and come from it: rank 2i sends to rank 2i + 1."""
-    to, by = [0] * groups.ep_size, [0] * groups.ep_size
+def _neighbour_splits(groups):
+    """Return the numbers to and from each rank if each rank 2i sends to rank 2i + 1."""
+    to_P, from_P = [0] * groups.ep_size, [0] * groups.ep_size
     partner = groups.ep_rank ^ 1
     if partner < groups.ep_size:
-        (by if groups.ep_rank % 2 else to)[partner] = _NUMBERS
-    return to, by
+        (from_P if groups.ep_rank % 2 else to_P)[partner] = _NUMBERS
+    return to_P, from_P
 
 
 def _fastest(work, device):

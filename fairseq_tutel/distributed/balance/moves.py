@@ -1,12 +1,12 @@
-"""Weights of helped experts on their way to helpers, and their gradients on the way back.
+"""Send the weights of helped experts to their helpers, and the gradients back.
 
-The way there runs while each rank computes its own rows, and so does the way back::
+Both transfers run while each rank computes its own rows::
 
     forward     > weights | own rows | . weights | helped rows
     backward    helped rows | > gradients | own rows | . gradients
 
-(> start, . wait). Each way is one all-to-all of the exchange group. The home adds the gradients of
-its helpers in the order of their ranks to its own, so results do not depend on timing.
+(> start, . wait). Each transfer is one all-to-all of the exchange group. An expert's home adds the
+helpers' gradients to its own in the order of their ranks, so results do not depend on timing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .plan import Move
 
 
 class WeightMoves:
-    """The moves of one step for one set of stacked weights: :meth:`start`, then :meth:`wait`.
+    """Transfers of one step for one set of stacked weights: :meth:`start`, then :meth:`wait`.
 
     Args:
         moves: all moves of the plan, equal on all ranks.
@@ -50,8 +50,8 @@ class WeightMoves:
         self.helped = sorted(m.expert for m in moves if m.helper == me)
         self._slots = [expert - me * local for _, expert in sent]
         ranks = range(groups.ep_size)
-        self._to = [sum(helper == rank for helper, _ in sent) for rank in ranks]
-        self._by = [sum(expert // local == rank for expert in self.helped) for rank in ranks]
+        self._to_P = [sum(helper == rank for helper, _ in sent) for rank in ranks]
+        self._from_P = [sum(expert // local == rank for expert in self.helped) for rank in ranks]
         self._shapes: list[torch.Size] = []  # of one expert's part of each parameter
         self._under_way = None  # (function that waits, memory to fill, memory that is read)
 
@@ -80,7 +80,7 @@ class WeightMoves:
 
         Args:
             unfilled: memory from :meth:`start`.
-            out: outputs of the rank's own rows. Its gradient starts the way of gradients back.
+            out: outputs of the rank's own rows. Their gradient starts the transfer of gradients.
 
         Returns:
             ``out``, and the parameters [h * n, ...] of the h experts that this rank helps.
@@ -102,13 +102,13 @@ class WeightMoves:
         rows = [param.detach().reshape(experts, -1)[self._slots] for param in params]
         return torch.cat(rows, 1)
 
-    def _send(self, message, to, by):
+    def _send(self, message, to_P, from_P):
         if self._record is not None:
             self._record.bytes_moved += message.nbytes
-        received = message.new_empty((sum(by), message.shape[1]))
+        received = message.new_empty((sum(from_P), message.shape[1]))
 
         def travel():
-            dist.all_to_all_single(received, message, by, to, group=self._groups.ep_group)
+            dist.all_to_all_single(received, message, from_P, to_P, group=self._groups.ep_group)
 
         self._under_way = self._stream.submit(travel), received, message
         return received
@@ -120,17 +120,17 @@ class WeightMoves:
         self._under_way = None
         return received
 
-    def _add(self, grads, arrived):
+    def _add_helpers(self, grads, arrived):
         """Return gradients [e * n, ...] with those of the helpers added, in the order of ranks."""
         if not self._slots:
             return grads
         parts = arrived.split([shape.numel() for shape in self._shapes], dim=1)
         return [
-            None if grad is None else self._with_helpers(grad, part)
+            None if grad is None else self._add_helpers_of_one(grad, part)
             for grad, part in zip(grads, parts, strict=True)
         ]
 
-    def _with_helpers(self, grad, part):
+    def _add_helpers_of_one(self, grad, part):
         wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
         grad = grad.clone()
         by_expert = grad.view(self._groups.num_local_experts, -1)
@@ -144,12 +144,12 @@ class WeightMoves:
 
 
 class _Start(torch.autograd.Function):
-    """Start of the weights' way. Its backward pass waits for the gradients of helpers."""
+    """Start of the weights' transfer. Its backward pass waits for the helpers' gradients."""
 
     @staticmethod
     def forward(ctx, moves, *params):
         ctx.moves = moves
-        unfilled = moves._send(moves._pack(params), moves._to, moves._by)
+        unfilled = moves._send(moves._pack(params), moves._to_P, moves._from_P)
         own = [param.view_as(param) for param in params]
         needs = zip(own, ctx.needs_input_grad[1:], strict=True)
         ctx.mark_non_differentiable(*(view for view, needed in needs if not needed))
@@ -161,13 +161,13 @@ class _Start(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:]
         own = [grad if needed else None for grad, needed in zip(grads, needs, strict=False)]
         # the gradient of ``unfilled`` only has the shape that autograd requires
-        return None, *ctx.moves._add(own, ctx.moves._arrive())
+        return None, *ctx.moves._add_helpers(own, ctx.moves._arrive())
 
 
 class _Wait(torch.autograd.Function):
-    """End of the weights' way. Its backward pass starts the way of their gradients.
+    """End of the weights' transfer. Its backward pass starts the transfer of their gradients.
 
-    The outputs of the own rows pass through, so that every rank's backward pass comes here.
+    The outputs of a rank's own rows pass through it, so that every rank runs this backward pass.
     """
 
     @staticmethod
@@ -182,5 +182,5 @@ class _Wait(torch.autograd.Function):
     def backward(ctx, d_out, d_packed):
         moves = ctx.moves
         if ctx.needs_input_grad[2]:  # else the weights are frozen, on all ranks
-            moves._send(d_packed.contiguous(), moves._by, moves._to)
+            moves._send(d_packed.contiguous(), moves._from_P, moves._to_P)
         return None, d_out, d_packed

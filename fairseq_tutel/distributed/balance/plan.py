@@ -100,7 +100,7 @@ def _parts(left_E, loads_P, target, limit, min_rows):
 
 
 def _in_order(expert, by_helper, rows, home, num_ranks):
-    """Return the moves of one expert; the last of its rows, in cyclic order, leave the home."""
+    """Return the moves of one expert: its last rows, split among helpers in cyclic order."""
     begin, moves = rows - sum(by_helper.values()), []
     for helper in sorted(by_helper, key=lambda rank: (rank - home) % num_ranks):
         moves.append(Move(expert, home, helper, begin, begin + by_helper[helper]))
@@ -113,25 +113,25 @@ def plan_step(
 ) -> BalancePlan:
     """Plan a step. The plan has no moves if they cost more than they save.
 
-    Moves save rows of the busiest rank. They cost the weights that one home sends, and rows that
-    start to travel because a helper computes them. Rows that stop to travel are no gain here, since
-    a link may share its speed between both directions.
+    Moves save rows of the busiest rank. They cost the weights that one home sends, and the rows
+    that travel only because a helper computes them. Rows that no longer travel do not count as a
+    gain, since a link may share its speed between both directions.
 
     Args:
         count_PE: int64 [P, E] on the CPU, rows that each rank sends to each expert.
         tolerance, min_rows: see :func:`plan_moves`.
         travel: rows that a rank computes while one row travels, in all exchanges of a step.
     """
-    home = BalancePlan(count_PE)
+    unmoved = BalancePlan(count_PE)
     rows_E, ranks = count_PE.sum(0).tolist(), len(count_PE)
     moves = plan_moves(rows_E, ranks, tolerance=tolerance, min_rows=min_rows)
     if not moves:
-        return home
+        return unmoved
     plan = BalancePlan(count_PE, moves)
-    saved = max(home.load_P) - max(plan.load_P)
-    more_rows = max(0, int(plan.links_P2.max() - home.links_P2.max()))
+    saved = max(unmoved.load_P) - max(plan.load_P)
+    more_rows = max(0, int(plan.links_P2.max() - unmoved.links_P2.max()))
     sent = max(collections.Counter(move.home for move in moves).values())
-    return plan if saved >= min_rows * sent + travel * more_rows else home
+    return plan if saved >= min_rows * sent + travel * more_rows else unmoved
 
 
 def gather_counts(count_E: torch.Tensor, groups: ExpertParallelGroups) -> torch.Tensor:
@@ -222,7 +222,7 @@ class BalancePlan:
         return torch.stack([self._rows_PP.sum(1), self._rows_PP.sum(0)], 1) - stay_P[:, None]
 
     def new_rows(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the way of a rank's rows from the order of experts to the order of pieces.
+        """Return how a rank's rows, ordered by expert, are reordered by piece.
 
         Returns:
             int64 [R], new place of each row; and int64 [R], piece of each row in the old order.

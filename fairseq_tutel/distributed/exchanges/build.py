@@ -64,14 +64,14 @@ def _algorithm(config: ExchangeConfig, groups: ExpertParallelGroups) -> Exchange
         return LinearExchange(groups)  # sends nothing
     if groups.simulated:
         return LocalCopy(groups, cls.name)
-    local = 0
+    per_node = 0
     if cls.needs_nodes:
         if given and groups.world_size % given:
             raise ValueError(
                 f"ranks_per_node={given}: {groups.world_size} ranks do not fill such nodes"
             )
-        local = given or find_ranks_per_node()
-    return once_per_world((cls, groups, local), lambda: _build(cls, groups, local))
+        per_node = given or find_ranks_per_node()
+    return once_per_world((cls, groups, per_node), lambda: _build(cls, groups, per_node))
 
 
 def _build(cls, groups, ranks_per_node) -> ExchangeAlgorithm:

@@ -94,7 +94,7 @@ class Exchange:
         codec: the wire format (default None: rows travel unchanged).
         timed: measure forward calls that bring a record, for ``--record-a2a-perf-stats`` (default
             False). It slows training down.
-        balances: whether records take what moves between ranks (default False).
+        balances: make a record for the moves of ``balance_ranks`` (default False).
     """
 
     def __init__(
@@ -155,13 +155,9 @@ class Exchange:
 
     def _at_once(self, rows, direction, splits, record):
         alone = self.groups.ep_size == 1
-        if self.timed and record is not None:
-            timer = record.measure(rows.device)
-        elif alone:
-            return rows
-        else:
-            timer = contextlib.nullcontext()
-        with timer:
+        if not self.timed or record is None:
+            return rows if alone else _AtOnce.apply(rows, self, direction, splits, record)
+        with record.measure(rows.device):
             return rows if alone else _AtOnce.apply(rows, self, direction, splits, record)
 
     def _run(self, rows, direction, splits, record):

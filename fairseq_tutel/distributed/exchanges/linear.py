@@ -17,8 +17,8 @@ class LinearExchange(ExchangeAlgorithm):
     """
 
     def move(self, rows, received, direction, splits):
-        to, by = (None, None) if splits is None else splits.sizes(direction.outward)
-        dist.all_to_all_single(received, rows, by, to, group=self.groups.ep_group)
+        to_P, from_P = (None, None) if splits is None else splits.sizes(direction.outward)
+        dist.all_to_all_single(received, rows, from_P, to_P, group=self.groups.ep_group)
 
     @classmethod
     def predict(cls, num_bytes, num_ranks, network):

@@ -87,13 +87,14 @@ class TwoDimensionalExchange(ExchangeAlgorithm):
         self._collective("intra", rows, stages, outward=False, received=received)
 
     def _collective(self, which, rows, stages, *, outward, received=None):
-        to = by = None
+        to_ranks = from_ranks = None
         if stages is not None:
-            to, by = getattr(stages, which) if outward else getattr(stages, which)[::-1]
+            sizes = getattr(stages, which)
+            to_ranks, from_ranks = sizes if outward else sizes[::-1]
         if received is None:
-            size = rows.shape[0] if by is None else sum(by)
+            size = rows.shape[0] if from_ranks is None else sum(from_ranks)
             received = rows.new_empty((size, *rows.shape[1:]))
-        dist.all_to_all_single(received, rows, by, to, group=self.subgroups[which])
+        dist.all_to_all_single(received, rows, from_ranks, to_ranks, group=self.subgroups[which])
         return received
 
     def share_chunks(self, count_E, degree):

@@ -175,8 +175,8 @@ def _joined(param: torch.Tensor, dim: int | None, slices: int) -> torch.Tensor:
 class _Gather(torch.autograd.Function):
     """Gather of all weights in one autograd node, so that collectives have one order on all ranks.
 
-    Output biases that this rank does not add are among them, because hosts may reduce a gradient as
-    soon as it arrives.
+    Output biases pass through it even on ranks that do not add them, so that their gradients
+    arrive in one order on all ranks: hosts may reduce a gradient as soon as it arrives.
     """
 
     @staticmethod

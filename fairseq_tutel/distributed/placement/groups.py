@@ -211,9 +211,9 @@ def _control_group(blocks: Sequence[Sequence[int]]) -> Any | None:
     if len(blocks[0]) == 1 or control_device() == "cpu":
         return None
     named, loopback = _INTERFACE in os.environ, _loopback()
-    able = dist.is_gloo_available(), named, named or loopback is not None
-    told = gather_integers([this_machine(), *map(int, able)])
-    machines, gloo, are_named, have_interface = zip(*told, strict=True)
+    mine = this_machine(), dist.is_gloo_available(), named, named or loopback is not None
+    everyone = gather_integers(list(map(int, mine)))
+    machines, gloo, are_named, have_interface = zip(*everyone, strict=True)
     neighbours = all(len({machines[rank] for rank in block}) == 1 for block in blocks)
     reachable = all(are_named) or (neighbours and all(have_interface))
     if not all(gloo) or not reachable or len(blocks[0]) > _MAX_GLOO_RANKS:

@@ -31,8 +31,8 @@ class _Held(torch.Tensor):
 
     def data_ptr(self):
         raise ValueError(
-            f"a file of this state dict would hold {_text(self.tolist())} alone, as where rank 0 "
-            f"saves for all (safetensors, save_pretrained, save_state): {_INSTEAD}"
+            "if rank 0 saves for all (safetensors, save_pretrained, save_state), the file holds "
+            f"only {_text(self.tolist())}: {_INSTEAD}"
         )
 
     def __create_write_items__(self, name: str, value: Any):

@@ -1,9 +1,9 @@
 """Slices of an expert: the part of each tensor that a rank holds under the placement ``sliced``.
 
-The hidden units of an expert are cut into S neighbouring parts of F/S. Slice s has the numbers of
-its units: rows of fc1's weight and bias, columns of fc2's weight. Every rank of the expert has the
-numbers that belong to no unit, such as fc2's bias. Each network of experts declares how its tensors
-are cut.
+The F hidden units of an expert are cut into S contiguous slices of F/S units. A slice has the rows
+of fc1's weight and bias, and the columns of fc2's weight, that belong to its units. Tensors without
+hidden units, such as fc2's bias, are whole on every rank of the expert. Each network of experts
+declares how its tensors are cut.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..world import data_device
 from .groups import ExpertParallelGroups
 
 _SLICE_DIMS: dict[str, int | None] = {}
-_ALIGNMENT = 16  # bytes, of the pieces in a buffer of any dtype
+_ALIGNMENT = 16  # bytes; a piece of any dtype can begin at a multiple
 
 
 def declare_slices(dims: Mapping[str, int | None]) -> None:
@@ -101,9 +101,9 @@ class SliceGather:
     The constructor allocates all memory, so that no rank runs out of it while others wait: the
     whole tensors, and one piece per slice on the device of the process group.
 
-    All ranks of an expert pass matching tensors in the same order: parameters, or tensors cut like
-    them, by name in a state dict. ValueError for a name whose tensor is not cut. ``device`` is that
-    of the whole tensors.
+    All ranks of an expert pass matching ``slices`` in the same order: parameters, or tensors cut
+    like them, by name in a state dict. The whole tensors are made on ``device``. ValueError is
+    raised for a tensor that is not cut.
     """
 
     piece_bytes = 1 << 25  # of one collective
@@ -137,7 +137,7 @@ class SliceGather:
     def run(self) -> dict[str, torch.Tensor] | None:
         """Return the whole tensors by name on the rank with slice 0, else None. Collective."""
         send, *receive = self._buffers
-        first = self._groups.rank % self._groups.ep_size  # of the world
+        first = self._groups.rank % self._groups.ep_size  # global rank that has slice 0
         for rows, targets in self._pieces():
             size = _bytes(rows)
             _as(send, rows).copy_(rows)
@@ -148,7 +148,7 @@ class SliceGather:
         return self._wholes
 
     def _pieces(self) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
-        """Yield some rows of this slice, and their places in the wholes for each slice, if here."""
+        """Yield rows of this slice; on the rank with slice 0 also every slice's place for them."""
         for name, part, dim in self._slices:
             step = max(1, self.piece_bytes // max(1, _bytes(part[:1])))
             for start in range(0, part.shape[0], step):
