@@ -60,7 +60,7 @@ def install() -> None:
 
 
 def _by(function: Callable) -> Callable[[Any], Any]:
-    """Return the ``make`` for a function that takes the original, then its arguments."""
+    """Return a ``make`` whose replacement calls ``function(original, *arguments)``."""
 
     def make(original):
         @functools.wraps(original)  # processes that are spawned find it by the original's name
@@ -80,7 +80,7 @@ def _new_trainer(original, cls, cfg, task, model, *args, **kwargs):
 def _save_checkpoint(original, cfg, trainer, epoch_itr, val_loss):
     if not isinstance(trainer, MoETrainer):
         return original(cfg, trainer, epoch_itr, val_loss)
-    # fairseq keeps the best metric as an attribute of whatever has this name
+    # fairseq keeps the best metric as an attribute of this function, which now is our replacement
     keeper = checkpoint_utils.save_checkpoint
     if val_loss is not None:
         best = max if cfg.maximize_best_checkpoint_metric else min
@@ -170,7 +170,8 @@ def _replace_in_program(module_name: str, name: str, make: Callable[[Any], Any])
         function = getattr(module, name, None)
         code = getattr(function, "__code__", None)
         if code is not None and code.co_filename.endswith(file):
-            # the program's other functions look in __globals__: another dict in a spawned process
+            # other functions of the program look the name up in __globals__, which is not the
+            # module's dict in a spawned process
             function.__globals__[name] = module.__dict__[name] = make(function)
 
 

@@ -1,4 +1,4 @@
-"""Budget of conditional routing: the distance from giving the experts a share p.
+"""Budget of conditional routing: a loss that pulls the experts' mean share towards p.
 
 C = | sum of the gates / number of tokens - p | over all layers of a forward pass, as in fairseq's
 branch ``nllb``. Each rank has the C of its own tokens by default. With ``--moe-cmr-xgpu`` C counts
@@ -38,7 +38,7 @@ class BudgetOptions:
 
 
 class Budget:
-    """Term of the loss; raises ValueError for options out of range."""
+    """Budget term of a criterion's loss; ValueError for options out of range."""
 
     def __init__(self, weight: float = 0.0, share: float = 1.0, over_ranks: bool = False):
         given = SimpleNamespace(cmr_gate_loss_wt=weight, cmr_gate_loss_p=share)

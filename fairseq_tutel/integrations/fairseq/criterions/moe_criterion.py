@@ -130,14 +130,14 @@ def log_moe_metrics(logging_outputs) -> dict[str, float]:
     log_scalar("moe_gate_loss", total["moe_loss"] / size, total["sample_size"], 8)
     if _CMR in total:
         log_scalar(_CMR, total[_CMR] / size, total["sample_size"], 8)
-    unmoved = _unmoved(total)
+    constant = _constant_metrics(total)
     for name in METRIC_NAMES:
-        if name not in unmoved:
+        if name not in constant:
             log_scalar(name, total[name] / batches, total["batch_count"])
     if _NULL in total:
         log_scalar(_NULL, total[_NULL] / batches, total["batch_count"], 2)
     for name in used:
-        if name in UTILISATION_NAMES and name not in unmoved:
+        if name in UTILISATION_NAMES and name not in constant:
             log_scalar(name, total[name], len(passes.slots), 2)
     for name, layers_name in zip(WIRE_ERROR_NAMES, WIRE_LAYERS_NAMES, strict=True):
         if layers := total[layers_name]:  # layers that encoded rows
@@ -160,23 +160,23 @@ def _has_capacity(model) -> bool:
     return not configs or any(config.capacity(1, model.training) is not None for config in configs)
 
 
-def _unmoved(total: dict[str, float]) -> set[str]:
-    """Return the metrics that an option leaves at 0 or 100; these are not logged.
+def _constant_metrics(total: dict[str, float]) -> set[str]:
+    """Return the metrics that the options fix at 0 or 100; these are not logged.
 
     Without a capacity nothing is dropped. A top-1 router has no second choice, and its overflow is
     0 as in fairseq's moe branch. Clocks run with ``--record-a2a-perf-stats`` only. A single rank
     receives all rows. A metric that happens to be 0 in a batch is logged, because means count it.
     """
-    unmoved = {name for name in METRIC_NAMES if name.startswith("all_to_all") and not total[name]}
+    constant = {name for name in METRIC_NAMES if name.startswith("all_to_all") and not total[name]}
     if not total[_MAY_DROP]:
-        unmoved |= {"overflow_expert1", "overflow_expert2", "moe_drop"}
+        constant |= {"overflow_expert1", "overflow_expert2", "moe_drop"}
     if not total[_SECOND]:
-        unmoved |= {name for name in METRIC_NAMES if "2" in name or "overflow" in name}
+        constant |= {name for name in METRIC_NAMES if "2" in name or "overflow" in name}
     if not total["padded_rows"]:
-        unmoved.add("moe_util_slot")
+        constant.add("moe_util_slot")
     if total["ranks"] == 1:
-        unmoved.add("moe_util_rank")
-    return unmoved
+        constant.add("moe_util_rank")
+    return constant
 
 
 def _host_totals(logs: Sequence[dict]) -> defaultdict[str, float]:
@@ -209,7 +209,7 @@ def layer_mean_metrics(reports: list[MoEAux]) -> dict[str, torch.Tensor]:
 def join_passes(logs: Sequence[dict[str, Any]], fillers: int = 0) -> None:
     """Move the counts of all logs of one rank into the first log, one row per pass: [U, L, ...].
 
-    ``fillers`` passes before them do not count; other ranks may have had batches then.
+    Rows of zeros come first for ``fillers`` passes, in which other ranks may have had batches.
     """
     _finish_records(logs)
     if not logs or _KEYS[0] not in logs[0]:

@@ -2,8 +2,8 @@
 
 | error | its line |
 |---|---|
-| ValueError or OSError of this package, memory that ran out | its text |
-| the same, a plain Exception or an assertion of fairseq's, with a text | its text and place |
+| ValueError, OSError or out of memory, raised by this package | its text |
+| one of these, a plain Exception or an assertion with a text, raised by fairseq | text and place |
 | a file that cannot be opened or written | the file and the reason |
 | a value that Hydra or OmegaConf refuses | the key and the reason |
 
@@ -80,10 +80,7 @@ def explain(error: BaseException, trace: TracebackType | None) -> str | None:
 
 
 def _is_of_a_user(error: BaseException | None) -> bool:
-    """Return whether an error may be a user's, and so may all errors that caused it.
-
-    Memory that ran out is one, whatever caused it.
-    """
+    """Return whether an error and all its causes may be a user's; out of memory always is."""
     if error is None or isinstance(error, (torch.OutOfMemoryError, OmegaConfBaseException)):
         return True
     known = type(error) is Exception or isinstance(error, (*_OURS, AssertionError))
@@ -100,7 +97,7 @@ def _hook(before):
         if os.environ.get(_VARIABLE, "0") not in ("", "0"):
             before(kind, error, trace)
         elif _interrupted or isinstance(error, KeyboardInterrupt):
-            # also where a rank fails because another has ended before it
+            # also if a rank fails because another one has ended
             if os.environ.get("RANK", "0") == "0" and rank == 0:
                 sys.stderr.write(f"{program()}: interrupted\n")
         elif (text := explain(error, trace)) is not None:

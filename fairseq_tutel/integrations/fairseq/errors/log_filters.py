@@ -1,6 +1,6 @@
-"""Filters for what fairseq's programs print and no user can do anything about.
+"""Filters for warnings and log lines of fairseq that a user can do nothing about.
 
-They are set in fairseq's own programs only, and not with ``FAIRSEQ_TUTEL_WARNINGS=1``.
+They are set in fairseq's own programs only. ``FAIRSEQ_TUTEL_WARNINGS=1`` turns them off.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import warnings
 
 from ....command_line.quiet import wants_everything
 
-# beginnings of messages: fairseq calls Hydra, torch.amp and DDP by their names of 2020, pins memory
-# on a CPU, too, and gives attention a mask of bools beside one of floats
+# beginnings of messages: fairseq uses the APIs of Hydra, torch.amp and DDP of 2020, pins memory on
+# a CPU, and gives attention a bool mask with a float mask
 _WARNINGS = (
     r"\s*hydra\.experimental\.",
     r"\s*The version_base parameter",
@@ -24,7 +24,7 @@ _WARNINGS = (
     r"`broadcast_buffers` is deprecated",
     r"Support for mismatched (src_)?key_padding_mask",
 )
-# logger -> whole lines; layers without a bias seem to fairseq to share their None
+# logger -> whole lines; fairseq takes missing biases (None) for one shared parameter
 _LINES = {
     "fairseq.tasks.fairseq_task": r"(can_reuse_epoch_itr|reuse_dataloader|rebuild_batches) = \w+",
     "fairseq.trainer": r"detected shared parameter: \S+\.bias <- \S+\.bias",

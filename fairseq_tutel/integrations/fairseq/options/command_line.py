@@ -20,7 +20,7 @@ from .options import run_options
 logger = logging.getLogger(__name__)
 
 _SEEN = "_meta_flags"  # of the namespace, until the rules report them
-_CMR = "conditional routing is of the encoder-decoder, --arch transformer_moe"
+_CMR = "conditional routing needs an encoder-decoder, --arch transformer_moe"
 _ONE_STACK = "a language model has one stack of layers: give --moe-freq"
 _BY_FILES = "models with experts are recognised by their files"
 
@@ -30,8 +30,8 @@ ACCEPTED = {
     "--init-model-on-gpu": "models are initialised on the CPU, then moved",
     "--pass-tokens-transformer-layer": "it is for metrics by language; none are logged",
     "--cmr-log-lang-gates": "no metrics by language are logged",
-    "--train-with-epoch-remainder-batch": "the last batch of an epoch is trained on with "
-    "--required-batch-size-multiple 1, and else where its size is a multiple of that",
+    "--train-with-epoch-remainder-batch": "the last batch of an epoch is trained on if its size is "
+    "a multiple of --required-batch-size-multiple (1: always)",
     "--replication-count N": "a checkpoint has every expert once, whatever the number of ranks",
     "--log-nvidia-smi": "the log has the memory of the GPU, as fairseq's does",
 }
@@ -45,7 +45,7 @@ REFUSED_BY_LANGUAGE_MODELS = {
     "--moe-cmr": _CMR,
     "--cmr-gate-drop P": _CMR,
 }
-# -> what to do instead
+# flags that all models refuse -> what to do instead
 REFUSED = {
     "--moe-eval-capacity-max-seqlen": "a capacity of evaluation follows the tokens of the batch: "
     "leave it out, and nothing is dropped, or give --moe-eval-capacity-factor",
@@ -61,8 +61,8 @@ _ALL_REFUSED = REFUSED | REFUSED_BY_LANGUAGE_MODELS
 REFUSED_TASKS = {
     "multilingual_translation": "it trains fairseq's own multilingual models; give "
     "translation_multi_simple_epoch",
-    "translation_from_pretrained_bart": "it fails as it loads its data, with any model; give "
-    "translation, with --restore-file of the pretrained model",
+    "translation_from_pretrained_bart": "it cannot load its data, with any model; give "
+    "translation and --restore-file with the pretrained model",
 }
 
 

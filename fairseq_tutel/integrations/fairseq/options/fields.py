@@ -26,7 +26,7 @@ CONFIGS = {ExchangeConfig: "communication", MoEConfig: "routing", ExpertConfig: 
 
 
 def _given(config: Any) -> list[dataclasses.Field]:
-    """Return the fields that a command line can give: no sizes, no objects."""
+    """Return the fields with a default, which a command line can set: no sizes, no objects."""
     without = (None, dataclasses.MISSING)
     return [field for field in dataclasses.fields(config) if field.default not in without]
 
@@ -134,7 +134,7 @@ def _unless_auto(flag: str, text: str, field: dataclasses.Field) -> Any:
 
 
 def _entries(field: dataclasses.Field, group: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, type, field) of an option, its former name, its implementations' options."""
+    """Yield (name, type, field) for an option, its former name and its implementations' options."""
     meta, flag = field.metadata, flag_name(field)
     registry = meta["registry"]
     default = field.default if meta["flag_default"] is SAME else meta["flag_default"]
@@ -161,7 +161,13 @@ def _entries(field: dataclasses.Field, group: str) -> Iterator[tuple[str, Any, A
     yield _entry(flag, kind, default, text, group=group, range=allowed)
     if alias:
         yield _entry(alias, Optional[str], None, f"former name of --{flag.replace('_', '-')}")
-    for name in registry or ():
+    if registry is not None:
+        yield from _implementation_entries(flag, registry, group)
+
+
+def _implementation_entries(flag: str, registry: Any, group: str) -> Iterator[tuple]:
+    """Yield (name, type, field) for the options of each implementation that a flag can name."""
+    for name in registry:
         for option_flag, option in registry.flags(name).items():
             choices = option.metadata["choices"]
             kind = type(option.default) if choices is None else ChoiceEnum(choices)

@@ -30,10 +30,10 @@ class LoRAOptions:
 
 
 def refuse_growth_of_updates(growth: Optional[GrowAt], rank: int) -> None:
-    """Raise ValueError if a run with LoRA is to make new experts."""
+    """Raise ValueError for a run that grows and trains low-rank updates (LoRA)."""
     if growth is not None and rank:
         raise ValueError(
-            f"--moe-grow-at {growth} and --moe-lora-rank {rank}, which freezes: give one of them"
+            f"--moe-grow-at {growth} and --moe-lora-rank {rank}, which freezes experts: give one"
         )
 
 

@@ -206,7 +206,7 @@ def moe_frequencies(args: Any) -> tuple[int, int]:
 
 
 def asked_frequencies(args: Any) -> tuple[int, int]:
-    """Return :func:`moe_frequencies` without a look at the number of layers."""
+    """Return N for encoder and decoder as the options state it, whatever the number of layers."""
     sides = [getattr(args, f"{side}_moe_freq", None) or 0 for side in ("encoder", "decoder")]
     both = getattr(args, "moe_freq", 0)
     if both is None:  # not given; then a side's option may be
@@ -226,6 +226,7 @@ def run_options(args: Any, config: type, num_ranks: Optional[int] = None) -> Run
     use_present_names(args)
     check_ranges(args, config)
     _check_stock_options(args)
+    _check_frequencies(args)
     if num_ranks == 1 and not args.moe_expert_count:
         logger.warning(
             "1 expert per MoE layer (by default as many as ranks): equivalent to a dense model; "
@@ -264,8 +265,7 @@ def _check_stock_options(args: Any) -> None:
         if getattr(args, name, None):
             flag = as_flag(name, getattr(args, name))
             raise ValueError(f"{flag} cannot be combined with MoE layers")
-    none = []
-    for side, freq in zip(("encoder", "decoder"), asked_frequencies(args), strict=True):
+    for side in ("encoder", "decoder"):
         layers, heads = (getattr(args, f"{side}_{n}", None) for n in ("layers", "attention_heads"))
         if layers is None:
             continue  # a language model has no encoder
@@ -274,14 +274,22 @@ def _check_stock_options(args: Any) -> None:
             raise ValueError(
                 f"--{side}-embed-dim {dim} is not a multiple of --{side}-attention-heads {heads}"
             )
-        if 0 < freq <= layers:
-            none = None
-        elif freq and none is not None:
-            own = getattr(args, f"{side}_moe_freq", 0) == freq
-            flag = f"--{side}-moe-freq" if own else "--moe-freq"
-            none.append(f"{flag} {freq} makes no MoE layer among {layers} {side} layers")
-    if none:
-        raise ValueError(f"{'; '.join(none)}: give a smaller number, or 0 for a dense model")
+
+
+def _check_frequencies(args: Any) -> None:
+    """Raise ValueError if the options ask for MoE layers, but every stack is too short for one."""
+    reasons = []
+    for side, freq in zip(("encoder", "decoder"), asked_frequencies(args), strict=True):
+        layers = getattr(args, f"{side}_layers", None)
+        if layers is None or not freq:
+            continue
+        if freq <= layers:
+            return
+        own = getattr(args, f"{side}_moe_freq", 0) == freq
+        flag = f"--{side}-moe-freq" if own else "--moe-freq"
+        reasons.append(f"{flag} {freq} makes no MoE layer among {layers} {side} layers")
+    if reasons:
+        raise ValueError(f"{'; '.join(reasons)}: give a smaller number, or 0 for a dense model")
 
 
 def moe_config(args: Any, num_experts: int) -> MoEConfig:

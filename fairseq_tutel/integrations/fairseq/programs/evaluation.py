@@ -68,7 +68,7 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
     ValueError is raised for an override that names no MoE option, which fairseq would ignore.
     """
     _check_overrides(arg_overrides, _options())
-    # the training run shared the experts over other ranks
+    # what these options were in the training run does not matter here
     arg_overrides = {
         "moe_expert_parallel_size": 0,
         "moe_expert_placement": "replicated",
@@ -232,6 +232,7 @@ def _counted(batches: Iterable, scored: list[int], source_dictionary, options):
 
 
 def _in_step(batches: Iterable, models, filler: int):
+    """Yield this rank's batches, then compute fillers until no rank has a batch left."""
     device = next(models[0].parameters()).device
     for batch in batches:
         any_rank(True, device)

@@ -50,7 +50,7 @@ def _spreads_experts(overrides: str) -> bool:
     return isinstance(given, dict) and (given.get("moe_expert_parallel_size") or 1) > 1
 
 
-class _Shared:
+class _SharedBatches:
     """Batches of this rank. After the last one, this rank's experts serve the other ranks."""
 
     def __init__(self, batches: Iterable[Any], models: Iterable[Any]):
@@ -74,7 +74,7 @@ def _share_batches(models, task) -> None:
     def get_batch_iterator(*args, **kwargs):
         epoch = make(*args, **kwargs)
         begin = epoch.next_epoch_itr
-        epoch.next_epoch_itr = lambda *args, **kwargs: _Shared(begin(*args, **kwargs), models)
+        epoch.next_epoch_itr = lambda *a, **options: _SharedBatches(begin(*a, **options), models)
         return epoch
 
     def inference_step(*args, **kwargs):

@@ -39,7 +39,7 @@ def join_started_ranks(cfg, env: Mapping[str, str] = os.environ) -> None:
         if distributed.distributed_world_size == 1:
             refuse_separate_ranks(env)
         return  # fairseq reads SLURM's variables
-    # an option of 1 and of all visible GPUs cannot be distinguished from the default
+    # 1 and the number of visible GPUs may be fairseq's defaults rather than the user's choice
     devices = torch.cuda.device_count()
     given = distributed.distributed_world_size
     if given not in (1, devices, place.world_size):
@@ -71,7 +71,7 @@ def refuse_separate_ranks(env: Mapping[str, str] = os.environ) -> None:
     python = "" if place.by == "torchrun" else "python "
     raise ValueError(
         f"{place.by} started {place.world_size} processes, which fairseq would run as "
-        f"{place.world_size} jobs of one; as one job: {place.by} [its options] {python}"
+        f"{place.world_size} separate jobs; to run one job: {place.by} [its options] {python}"
         f"-m fairseq_tutel.launch -- {words}"
     )
 
@@ -79,7 +79,7 @@ def refuse_separate_ranks(env: Mapping[str, str] = os.environ) -> None:
 def meet_in_time(cfg, main):
     """Return ``main`` with a limit on the time that a rank waits for the others to connect.
 
-    Programs other than the launcher and torchrun may not end the processes if one of them fails
+    Starters other than the launcher and torchrun may leave the other processes running if one fails
     before it connects.
     """
     distributed = cfg.distributed_training

@@ -1,7 +1,7 @@
 """Makes ``fairseq-validate`` work with experts on several ranks, which share the data.
 
-Stock skips a rank's missing last batch, for which the experts of other ranks wait. Stock also
-collects logging outputs in a buffer of fixed size on a GPU.
+Stock skips the forward pass on a rank that lacks a last batch, but the other ranks wait for its
+experts. Stock also collects logging outputs in a buffer of fixed size on a GPU.
 """
 
 from __future__ import annotations
