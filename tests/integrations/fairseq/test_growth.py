@@ -298,7 +298,7 @@ def test_growth_that_cannot_be_is_refused_before_the_first_update(
     layer = SimpleNamespace(config=MoEConfig(4), experts=SimpleNamespace(hidden_dim=24))
     groups = ExpertParallelGroups(**{"num_experts": 4, **sizes})
     model = SimpleNamespace(moe_groups=groups, moe_layers={1: layer})
-    launched = "needs somebody who starts the ranks again: python -m fairseq_tutel.launch"
+    launched = "needs a launcher that restarts the ranks: python -m fairseq_tutel.launch"
     for environment, words in (("", launched), ("1", message)):
         monkeypatch.setenv("FAIRSEQ_TUTEL_RESTARTS", environment)
         if not environment and "moe_tune_file" in options:

@@ -94,13 +94,13 @@ def _fail(where):
 def test_a_rank_that_fails_ends_all(where, message):
     first, second = run_ranks(_fail, 2, where, timeout=40)
     assert second.startswith(message)
-    assert first == "RuntimeError: rank 1 failed while all generated together; see there"
+    assert first == "RuntimeError: rank 1 failed while all generated together; see its error"
 
 
 def _alone():
     """A step of one rank without the others."""
     decoder = _model().models[0].decoder
-    with pytest.raises(ValueError, match="spread over 2 ranks, which generate together by"):
+    with pytest.raises(ValueError, match="spread over 2 ranks, which generate together only from"):
         decoder(torch.tensor([[2, 5]]), incremental_state={})
 
 

@@ -7,9 +7,9 @@ and norms. A block repeats none of that::
         pad_mask_argument = "self_attn_padding_mask"
 
 The stock ``forward`` runs on a :class:`_View` of the layer, in which ``fc1`` is the MoE layer and
-the rest of the FFN is the identity. The modules themselves stay: conditional routing needs ``fc1``
-and ``fc2``, and the MoE layer's padding mask and agreement, as attributes of the block, would be
-stale when activation checkpointing runs the call again.
+the rest of the FFN is the identity. The block itself is not changed, because conditional routing
+needs its ``fc1`` and ``fc2``. A view belongs to one call and holds its padding mask and agreement;
+attributes of the block would be stale when activation checkpointing runs the call again.
 
 Stock models loop over layers, and the loop has no place for a second value. While it runs, a
 :class:`ForwardScope` carries the ranks' agreement to the blocks and collects their reports.
@@ -128,7 +128,7 @@ class MoEBlock:
             x = x.detach().requires_grad_()
         outputs = self._run(scope.step, capacity_factor, ExchangeRecord(), x, *args, **kwargs)
         split = len(outputs) - len(MoEAux._fields)
-        self._scope.reports.append(MoEAux(*outputs[split:]))
+        scope.reports.append(MoEAux(*outputs[split:]))
         return outputs[0] if split == 1 else outputs[:split]
 
     def _compute(

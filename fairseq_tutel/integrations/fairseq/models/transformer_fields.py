@@ -12,14 +12,15 @@ from typing import Any, Optional
 from fairseq.dataclass import FairseqDataclass
 from fairseq.models.transformer import TransformerConfig
 
-# as the encoder's if they are not given
+# defaults: the encoder's sizes
 _AS_ENCODER = ("decoder_embed_dim", "decoder_ffn_embed_dim")
-_AS_DECODER = ("decoder_input_dim", "decoder_output_dim")  # as its embed_dim
-# stock reads lists out of texts: "0,2,4"
+_AS_DECODER = ("decoder_input_dim", "decoder_output_dim")  # default: decoder_embed_dim
+# stock parses these lists from texts: "0,2,4"
 _LISTS = ("encoder_layers_to_keep", "decoder_layers_to_keep", "adaptive_softmax_cutoff")
 
 
 def _fields(config: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field]]:
+    """Yield (flat name, type, field) of a dataclass and of the dataclasses in it."""
     for field in dataclasses.fields(config):
         name, kind, default = prefix + field.name, field.type, field.default
         metadata = dict(field.metadata)

@@ -145,37 +145,45 @@ class CheckpointMixin:
             self._load_optimizer(
                 optimizer_state, history[-1], reset_lr_scheduler, optimizer_overrides
             )
-            logs = {"moe_expert_load": self.expert_load, "moe_tuner": self.exchange_log}
-            for name, log in logs.items():
-                part, rewrite = state["extra_state"].get(name), not self.cfg.checkpoint.no_save
-                log.resume(part, self.get_num_updates(), rewrite=rewrite)
-            if self.trace is not None:
-                self.trace.resume(self.get_num_updates(), rewrite=not self.cfg.checkpoint.no_save)
+            self._resume_logs(state["extra_state"])
         elif not reset_optimizer:
             logger.warning("%s holds no optimizer state: the optimizer starts afresh", path)
         self.growth.resume(state, self.get_num_updates())
         self._optim_history = history
+        self._convert_position(state)
         extra_state = state["extra_state"]
-        # One step of W ranks consumes W batches of a fixed order. If the numbers of ranks do not
-        # divide, the rest is seen again rather than skipped.
-        _, world_size = process_world()
-        saved_by = (state["moe_checkpoint"] or {}).get("world_size") or world_size
-        position = extra_state["train_iterator"]
-        if saved_by != world_size:
-            done = position["iterations_in_epoch"] * saved_by
-            position["iterations_in_epoch"] = done // world_size
-            if line := other_update_size(state, self.cfg, saved_by, world_size):
-                logger.warning(line)
         self._load_progress(extra_state, reset_meters)
         logger.info(
             "Loaded checkpoint %s (epoch %d @ %d updates)",
-            *(path, position["epoch"], self.get_num_updates()),
+            *(path, extra_state["train_iterator"]["epoch"], self.get_num_updates()),
         )
         return extra_state
 
+    def _resume_logs(self, extra_state):
+        update, rewrite = self.get_num_updates(), not self.cfg.checkpoint.no_save
+        self.expert_load.resume(extra_state.get("moe_expert_load"), update, rewrite=rewrite)
+        self.exchange_log.resume(extra_state.get("moe_tuner"), update, rewrite=rewrite)
+        if self.trace is not None:
+            self.trace.resume(update, rewrite=rewrite)
+
+    def _convert_position(self, state):
+        """Count the position in the data in steps of this run; warn of another update size.
+
+        One step of W ranks consumes W batches of a fixed order. If the numbers of ranks do not
+        divide, the rest is seen again rather than skipped.
+        """
+        _, world_size = process_world()
+        saved_by = (state["moe_checkpoint"] or {}).get("world_size") or world_size
+        if saved_by == world_size:
+            return
+        position = state["extra_state"]["train_iterator"]
+        position["iterations_in_epoch"] = position["iterations_in_epoch"] * saved_by // world_size
+        if line := other_update_size(state, self.cfg, saved_by, world_size):
+            logger.warning(line)
+
     @contextlib.contextmanager
     def _naming_options(self, state):
-        """Add to an error about weights that do not fit the options that the set was made with."""
+        """Name the set's options in an error about weights that do not fit the model."""
         try:
             yield
         except ValueError as error:
@@ -208,7 +216,7 @@ class CheckpointMixin:
             if stored != mine:
                 raise ValueError(
                     f"the checkpoint was trained with {what} {stored}, this run uses {mine} "
-                    f"({chosen_by}): go on with that one, or use --reset-optimizer"
+                    f"({chosen_by}): use the same, or --reset-optimizer"
                 )
         if not reset_lr_scheduler:
             self.lr_scheduler.load_state_dict(last["lr_scheduler_state"])

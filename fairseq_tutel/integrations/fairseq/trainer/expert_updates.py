@@ -1,7 +1,7 @@
 """Experts that are updated in the backward pass: ``--moe-update-in-backward``.
 
-fairseq divides gradients by the sample size of all ranks after the backward pass. Here the ranks
-agree on it between the two passes, by one small all-reduce: a hook of the criterion sees it.
+fairseq divides gradients by the sample size of all ranks after the backward pass. Here a hook of
+the criterion sums the sample size over the ranks before the backward pass (a small all-reduce).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ExpertUpdates:
 
     Args:
         model: fairseq model with experts.
-        criterion: its results have the sample size.
+        criterion: a hook on it sees the sample size.
         normalization: ``--moe-normalize-expert-grad``.
 
     ``is_filler`` says that the next batch is a dummy, which has no sample size.

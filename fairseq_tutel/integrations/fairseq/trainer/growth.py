@@ -85,7 +85,7 @@ class RunGrowth:
         ]
 
     def held_back(self, update: int) -> list[torch.Tensor | None]:
-        """Return for each layer, in the model's order, what ``update_load_bias`` takes."""
+        """Return each layer's biases of held back experts, or None, in the model's order."""
         layers = list(self._model.moe_layers.values())
         held = held_back(self.history, update, layers[0].config.num_outputs)
         if held is None:  # as in almost every update of almost every run
@@ -130,7 +130,7 @@ def _check(cfg: Any, model: torch.nn.Module, grow_at: GrowAt) -> None:
         )
     if os.environ.get(RESTARTS) != "1":
         raise ValueError(
-            f"{flag} needs somebody who starts the ranks again: python -m fairseq_tutel.launch -- "
+            f"{flag} needs a launcher that restarts the ranks: python -m fairseq_tutel.launch -- "
             "fairseq-train ... (not fairseq-hydra-train, torchrun, mpirun); or stop the run and "
             "use python -m fairseq_tutel.checkpoint grow"
         )

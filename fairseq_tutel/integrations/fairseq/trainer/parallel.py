@@ -38,7 +38,7 @@ class MoEDistributedModel(ModuleProxyWrapper):
         # torch's wrapper refuses a model whose dense parameters are all frozen (LoRA)
         if dist_cfg.ddp_backend in LEGACY_BACKENDS or not trains_dense(model.parameters()):
             wrapped = LegacyDistributedDataParallel(model, process_group)
-            # experts get nothing from it but gradients of zeros, where they have none
+            # without experts: it would give those without a gradient one of zeros
             wrapped.per_device_params = [
                 [param for param in params if not is_expert(param)]
                 for params in wrapped.per_device_params
@@ -116,7 +116,7 @@ def fit_to_slices(optimizer: FairseqOptimizer, name: str, groups: ExpertParallel
     halves = getattr(optimizer, "fp16_params", ())
     for half, copy in zip(halves, getattr(optimizer, "fp32_params", ()), strict=True):
         if is_expert(half):
-            copy.copies = copies_of(half, groups)  # fairseq takes `expert` over, and no more
+            copy.copies = copies_of(half, groups)  # fairseq copies only the mark `expert`
     if isinstance(inner, Adam16):
         share_scales(inner, groups)
 
@@ -130,8 +130,8 @@ def shard_states(optimizer: FairseqOptimizer, name: str) -> None:
     """Keep the state of each dense parameter on one rank (``--zero-sharding os``)."""
     if isinstance(optimizer.optimizer, CompositeOptimizer) or not _steps_each_weight(optimizer):
         raise ValueError(
-            f"--zero-sharding os needs single steps, and {name} does not step one by one: use "
-            "adam, nag or sgd, or drop it"
+            f"--zero-sharding os needs an optimizer that updates each weight separately, not "
+            f"{name}: use adam, nag or sgd, or drop it"
         )
     shard_optimizer(optimizer.optimizer)
 

@@ -3,7 +3,7 @@
 Batch systems announce the end of a job's time by a signal (``#SBATCH --signal=USR1@300``). The exit
 code asks whoever started the job to queue it again; the run resumes where it stopped. Validation,
 checkpoints and the end of an epoch or run that are due after the update come first, so that an
-interrupted run does what an uninterrupted one does. A run whose last update it was ends as always.
+interrupted run does what an uninterrupted one does. A run that is complete ends as usual.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class ExpertLoadLog:
             return
         counts = {name: each.sum(0).to(torch.int64) for name, each in passes._asdict().items()}
         for name, before in self._sum.items():
-            if before.shape == counts[name].shape:  # ranks of another number may have begun it
+            if before.shape == counts[name].shape:  # else another number of ranks began the sum
                 counts[name] += before.to(counts[name].device)
         self._sum = counts if update % self._interval else {}
         if not self._sum and self._writes:

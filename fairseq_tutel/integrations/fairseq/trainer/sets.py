@@ -95,6 +95,7 @@ def save_set(cfg, trainer, epoch_itr, val_loss, best_so_far):
 
 
 def _of_first_rank(names: list[str]) -> list[str]:
+    """Return rank 0's list on every rank. Collective."""
     return json.loads(gather_texts(json.dumps(names))[0])
 
 

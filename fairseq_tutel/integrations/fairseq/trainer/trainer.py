@@ -53,7 +53,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         refuse_in_training(cfg.model)
         _prepare_config(cfg, model)
         super().__init__(cfg, task, model, criterion, quantizer)
-        self._load_bias = _has_load_bias(model, criterion)
+        self._moves_load_bias = _moves_load_bias(model, criterion)
         if getattr(cfg.model, "moe_update_in_backward", False):
             refuse_update_in_backward(cfg)
             how = str(cfg.model.moe_normalize_expert_grad)
@@ -190,10 +190,10 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
 
     @property
     def _others_wait(self) -> bool:
-        """Whether ranks that leave out or repeat a batch would meet others in the wrong exchange.
+        """Whether a rank must not skip or repeat a batch, as stock does if memory runs out.
 
-        Stock does both if memory runs out. Among several ranks the job would hang; instead it ends
-        with the error.
+        With several ranks its exchanges would not match those of the others, and the job would
+        hang. Instead the job ends with the error.
         """
         return self.data_parallel_world_size > 1
 
@@ -234,7 +234,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
             update, passes = self.get_num_updates(), logged_passes(logging_outputs or ())
             if passes is not None:
                 self.expert_load.add(update, passes)
-                if self._load_bias:
+                if self._moves_load_bias:
                     self._move_load_biases(logging_outputs)
             self.exchange_log.after(update)
         return super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)
@@ -283,8 +283,8 @@ def _prepare_config(cfg, model) -> None:
         cfg.model.moe_expert_count = model.moe_groups.num_experts
 
 
-def _has_load_bias(model, criterion) -> bool:
-    """Return whether a load bias is moved by the experts' load; warn if there is no gate loss."""
+def _moves_load_bias(model, criterion) -> bool:
+    """Return whether the load moves a bias; raise or warn if the criterion does not fit."""
     configs = [layer.config for layer in model.moe_layers.values()]
     rules = {config.load_bias for config in configs if config.moves_load_bias}
     name = type(criterion).__name__
