@@ -33,11 +33,11 @@ def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
         verify: also read every byte and check the checksums stored in the files.
 
     Returns:
-        A dict of plain values; None for unknown ones. ``kind`` is "set" or "merged", ``replicas``
-        the number of rank files of Meta's runs that repeat others, ``params_*`` numbers of elements
-        as the trainer counts them (experts of all ranks, each once), ``dtypes`` {name: elements},
-        ``optimizer_state`` "by name", "foreign" or "none", ``growth`` one text per change of the
-        number of experts, ``size_on_disk`` bytes, ``files`` one dict per file, ``problems`` texts.
+        A dict of plain values, None if unknown. ``kind``: "set" or "merged". ``replicas``: rank
+        files that repeat others (Meta's runs). ``params_*``: elements as the trainer counts them,
+        each expert once. ``dtypes``: {name: elements}. ``optimizer_state``: "by name", "foreign" or
+        "none". ``growth``: a text per change of the number of experts. ``size_on_disk``: bytes.
+        ``files``: a dict per file. ``problems``: a text per defect.
 
     Raises:
         CheckpointError: no file has that name.

@@ -281,7 +281,7 @@ class SetReader:
         """Return E and the number of files to read, for a set without our metadata (Meta's)."""
         ranks = sorted(role for role in self.files if isinstance(role, int))
         if not ranks:
-            raise CheckpointError(f"{self.cset.path_of(0)}: missing: no rank file beside the set")
+            raise CheckpointError(f"{self.cset.path_of(0)}: missing: the set has no rank file")
         first, present = self.files[ranks[0]], ranks[-1] + 1
         model = split_dense_expert(load_state(first)[0][MODEL])[1]
         local = expert_forms(model, first)[0]

@@ -211,7 +211,7 @@ def test_bad_input_is_one_line(saved, tmp_path, capsys):
         ("dict.txt by --data", (saved.path, tmp_path / "m", "--data", tmp_path)),
         ("no such file", (saved.path, tmp_path / "m", *data, "--sentencepiece-model", "x")),
         ("both encoder.json and vocab.bpe", (saved.path, tmp_path / "m", *data, *gpt2)),
-        ("no rank file beside the set", (lacking / "x.pt", tmp_path / "m", *data)),
+        ("the set has no rank file", (lacking / "x.pt", tmp_path / "m", *data)),
         ("no such checkpoint", (tmp_path / "none.pt", tmp_path / "m", *data)),
     ):
         status, _, error = run(capsys, "huggingface", *words)

@@ -1,4 +1,4 @@
-"""Names of tensors: those in checkpoints and state dicts, and those in folders for transformers."""
+"""Map names of tensors in checkpoints and state dicts to those in folders of transformers."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 
 Shapes = dict[str, tuple[int, ...]]
 
-# learned positions begin behind the number of the padding
+# unused rows of fairseq's learned positions: positions count from the padding's number plus 1
 _POSITIONS_BEFORE = 2
 
 

@@ -125,7 +125,9 @@ class Selection:
 
         def choose(name: str, _: str | None, value: Any) -> Any:
             layer = self.router_of(name, value, old)
-            return value if layer is None else value[[*self.choice[layer], *range(old, len(value))]]
+            if layer is None:
+                return value
+            return value[[*self.choice[layer], *range(old, len(value))]]  # null experts stay
 
         return map_state(self.source.shared_state(), choose)
 

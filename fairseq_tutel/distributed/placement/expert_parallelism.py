@@ -58,6 +58,10 @@ class ExpertParallelism:
         """Whether tokens travel to whole experts and no weights travel."""
         return self.r == 1 and self.groups.placement == "replicated"
 
+    def gathers(self, dim: int | None) -> bool:
+        """Return whether a tensor that is cut along ``dim`` (None: not cut) is gathered."""
+        return dim is not None or self.r == 0
+
     @property
     def gather_size(self) -> int:
         """Number of ranks whose weights are gathered."""
@@ -159,9 +163,7 @@ def gather_weights(
     if parallelism.gather_size == 1:
         return gathered
     return tuple(
-        _joined(param, dim, parallelism.gathered[0])
-        if dim is not None or not parallelism.r
-        else param
+        _joined(param, dim, parallelism.gathered[0]) if parallelism.gathers(dim) else param
         for param, dim in zip(gathered, dims, strict=True)
     )
 
@@ -184,7 +186,7 @@ class _Gather(torch.autograd.Function):
         ctx.parallelism, ctx.dims = parallelism, dims
         found = []
         for param, dim in zip(params, dims, strict=True):
-            if dim is not None or parallelism.r == 0:
+            if parallelism.gathers(dim):
                 found.append(_all_gather(param, parallelism))
             else:
                 added = parallelism.has_output_bias
@@ -198,7 +200,7 @@ class _Gather(torch.autograd.Function):
         for grad, dim, needed in zip(grads, ctx.dims, ctx.needs_input_grad[2:], strict=True):
             if not needed:
                 grad = None
-            elif dim is not None or parallelism.r == 0:
+            elif parallelism.gathers(dim):
                 grad = _reduce_scatter(grad, parallelism)
             elif not parallelism.has_output_bias:
                 grad = torch.zeros_like(grad)

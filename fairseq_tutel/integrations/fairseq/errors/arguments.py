@@ -1,4 +1,4 @@
-"""Answers of fairseq's parsers: an unknown option in one line with the option that was meant."""
+"""Parser errors in one line, which for an unknown option names the one that was meant."""
 
 from __future__ import annotations
 

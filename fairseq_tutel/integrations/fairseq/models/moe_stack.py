@@ -164,7 +164,7 @@ def reports_to_extra(
 class HubInterface(hub_utils.GeneratorHubInterface):
     """fairseq's interface, in which ranks that share experts generate together.
 
-    Each rank gives sentences of its own, or none, and all ranks call.
+    All ranks call its methods, each with its own sentences or none.
     """
 
     def generate(self, tokenized_sentences, *args: Any, **options: Any):

@@ -117,7 +117,7 @@ class TransformerLMGPTMoE(MoEModel, TransformerLanguageModel):
 
     @classmethod
     def build_embedding(cls, args, dictionary, embed_dim, path=None):
-        """Token embedding."""
+        """Build the token embedding."""
         make = StableEmbedding if getattr(args, "use_stable_embedding", False) else Embedding
         return make(len(dictionary), embed_dim, dictionary.pad())
 

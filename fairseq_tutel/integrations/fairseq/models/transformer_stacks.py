@@ -102,7 +102,7 @@ class MoEStack:
 
 
 class MoETransformerEncoder(MoEStack, TransformerEncoderBase):
-    """Encoder."""
+    """Stock encoder with MoE layers."""
 
     side, block = "encoder", MoETransformerEncoderLayer
 
@@ -120,8 +120,9 @@ class MoETransformerEncoder(MoEStack, TransformerEncoderBase):
         return super().upgrade_state_dict_named(state_dict, name)
 
     def forward(self, src_tokens, *args, **options):
-        """Compute the stock method. Without an open scope, as in generation, drop nothing: a
-        sentence's translation must not depend on the others of its batch.
+        """Compute the stock method; drop nothing without an open scope, as in generation.
+
+        A sentence's translation must not depend on the others of its batch.
         """
         if self.scope.step is not None:
             return super().forward(src_tokens, *args, **options)
@@ -131,7 +132,7 @@ class MoETransformerEncoder(MoEStack, TransformerEncoderBase):
 
 
 class MoETransformerDecoder(MoEStack, TransformerDecoderBase):
-    """Decoder, of a language model or behind an encoder."""
+    """Stock decoder with MoE layers, of a language model or of an encoder-decoder."""
 
     side, block = "decoder", MoETransformerDecoderLayer
 

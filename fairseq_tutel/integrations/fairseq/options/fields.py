@@ -58,12 +58,17 @@ def schema_of(config: Any) -> type:
 
 def with_registered(config: type) -> type:
     """Return a model's dataclass, or a subclass with what was registered since it was made."""
-    names = tuple(tuple(registry) for registry in REGISTERED.values())
+    names = _registered_names()
     return config if names == _AT_IMPORT else _extended(config, names)
+
+
+def _registered_names() -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(registry) for registry in REGISTERED.values())
 
 
 @functools.cache
 def _extended(config: Any, names: tuple) -> type:
+    """Return a subclass of ``config`` with the present choices; ``names`` is the cache's key."""
     chosen = [each for each in _FIELDS if each[0].metadata["registry"] is not None]
     fields = [entry for each in chosen for entry in _entries(*each)]
     stated = config.__dataclass_fields__
@@ -179,4 +184,4 @@ def _entry(name: str, kind: Any, default: Any, help: str, **metadata: Any):
     return name, kind, dataclasses.field(default=default, metadata={"help": help, **metadata})
 
 
-_AT_IMPORT = tuple(tuple(registry) for registry in REGISTERED.values())
+_AT_IMPORT = _registered_names()

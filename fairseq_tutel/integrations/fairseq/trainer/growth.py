@@ -1,10 +1,10 @@
 """``--moe-grow-at``: a run gets more experts, and keeps the history of its set.
 
-After the update the run saves its last checkpoint, rank 0 writes the grown set in its place in one
-step (:mod:`fairseq_tutel.checkpoint.growth`), and all ranks leave with an exit code upon which the
-launcher starts them again. The command stays the same: :func:`follow_set` builds the model for the
-set that is found. If the run is killed before the grown set exists, it starts from the old one and
-grows at once.
+After the update the run saves its last checkpoint. Rank 0 replaces it by the grown set in one step
+(:mod:`fairseq_tutel.checkpoint.growth`). All ranks leave with an exit code that makes the launcher
+restart them with the same command, and :func:`follow_set` builds the model for the set that is
+found. If the run is killed before the grown set exists, it starts from the old one and grows at
+once.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ def other_update_size(
 
 
 def _passes(update_freq: Any) -> int | None:
-    """Return the batches per update, those of the last epoch that the option states."""
+    """Return the batches per update; the last number if ``--update-freq`` has one per epoch."""
     if isinstance(update_freq, Iterable) and not isinstance(update_freq, str):
-        return next(iter(reversed(list(update_freq))), None)
+        by_epoch = list(update_freq)
+        return by_epoch[-1] if by_epoch else None
     return update_freq if isinstance(update_freq, int) else None
