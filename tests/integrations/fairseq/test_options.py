@@ -184,11 +184,13 @@ def test_the_recipe_for_balanced_experts_and_the_docstring_of_the_layers_options
 def test_published_command_parses(caplog):
     cfg = config(*README.split())
     assert cfg.distributed_training.ddp_backend == "legacy_ddp"  # of fully_sharded
-    assert "(legacy_ddp), with --zero-sharding os their optimizer statistics are not" in caplog.text
+    assert "(legacy_ddp); --zero-sharding os shards their optimizer statistics" in caplog.text
     assert (
         config(*README.split(), "--zero-sharding", "os").distributed_training.zero_sharding == "os"
     )
-    assert "(legacy_ddp), their optimizer statistics are not (--zero-sharding os)" in caplog.text
+    assert (
+        "(legacy_ddp); their optimizer statistics are sharded (--zero-sharding os)" in caplog.text
+    )
     assert cfg.model._name == ARCH and cfg.model.moe_expert_count == 8
     assert cfg.common.memory_efficient_fp16 and cfg.model.checkpoint_activations
     assert cfg.optimizer.fp16_adam_stats and cfg.criterion.moe_gate_loss_wt == 0.01

@@ -109,27 +109,8 @@ def apply_rules(row: Any, args: argparse.Namespace) -> None:
     - ``--bf16`` makes stock fairseq look for a TPU; without torch_xla it means GPUs or CPUs.
     - Tasks that cannot train such a model and contradicting options end the program.
     """
-    task = getattr(args, "task", None)
-    refused = REFUSED_TASKS.get(task)
-    if task == "translation" and "encoder_layers" not in row.config.__dataclass_fields__:
-        refused = (
-            "that is a language model; give --task language_modeling (translation is the default)"
-        )
-    if refused:
-        raise SystemExit(f"error: --task {task} is not for --arch {args.arch}: {refused}")
-    lines = [
-        f"{entry.split()[0]} of Meta's branches has no effect: {ACCEPTED[entry]}"
-        for entry in sorted(vars(args).pop(_SEEN, ()))
-    ]
-    if getattr(args, "ddp_backend", None) == "fully_sharded":
-        args.ddp_backend = "legacy_ddp"
-        spread = "with --zero-sharding os their optimizer statistics are not, with the same results"
-        if getattr(args, "zero_sharding", "none") == "os":
-            spread = "their optimizer statistics are not (--zero-sharding os)"
-        lines.append(
-            "--ddp-backend fully_sharded: experts are spread over the ranks in any case; the dense "
-            f"parameters are replicated (legacy_ddp), {spread}"
-        )
+    _refuse_task(row, args)
+    lines = _replace_meta_flags(args)
     if getattr(args, "distributed_rank", 0) == 0:
         for line in lines:
             logger.warning(line)
@@ -140,3 +121,32 @@ def apply_rules(row: Any, args: argparse.Namespace) -> None:
         run_options(argparse.Namespace(**{**defaults, **vars(args)}), row.config)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
+
+
+def _refuse_task(row: Any, args: argparse.Namespace) -> None:
+    task = getattr(args, "task", None)
+    refused = REFUSED_TASKS.get(task)
+    if task == "translation" and "encoder_layers" not in row.config.__dataclass_fields__:
+        refused = (
+            "that is a language model; give --task language_modeling (translation is the default)"
+        )
+    if refused:
+        raise SystemExit(f"error: --task {task} is not for --arch {args.arch}: {refused}")
+
+
+def _replace_meta_flags(args: argparse.Namespace) -> list[str]:
+    """Remove or replace flags without a meaning; return a line about each."""
+    lines = [
+        f"{entry.split()[0]} of Meta's branches has no effect: {ACCEPTED[entry]}"
+        for entry in sorted(vars(args).pop(_SEEN, ()))
+    ]
+    if getattr(args, "ddp_backend", None) == "fully_sharded":
+        args.ddp_backend = "legacy_ddp"
+        states = "--zero-sharding os shards their optimizer statistics, with the same results"
+        if getattr(args, "zero_sharding", "none") == "os":
+            states = "their optimizer statistics are sharded (--zero-sharding os)"
+        lines.append(
+            "--ddp-backend fully_sharded: experts are spread over the ranks in any case; the dense "
+            f"parameters are replicated (legacy_ddp); {states}"
+        )
+    return lines
