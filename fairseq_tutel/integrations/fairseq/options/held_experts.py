@@ -33,7 +33,8 @@ def refuse_growth_of_updates(growth: Optional[GrowAt], rank: int) -> None:
     """Raise ValueError for a run that grows and trains low-rank updates (LoRA)."""
     if growth is not None and rank:
         raise ValueError(
-            f"--moe-grow-at {growth} and --moe-lora-rank {rank}, which freezes experts: give one"
+            f"--moe-grow-at {growth} and --moe-lora-rank {rank}, which freezes experts: give one "
+            "of them"
         )
 
 
