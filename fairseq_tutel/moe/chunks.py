@@ -29,7 +29,7 @@ class Chunk(NamedTuple):
 
 
 def to_parts(routing: Routing, copies: int) -> Routing:
-    """Return a routing to ``copies`` (r) parts of each expert, on one rank each.
+    """Replace each expert of a routing by its ``copies`` (r) parts, each on a rank of its own.
 
     Part q of expert j has number q*E + j and as many rows as expert j; choice q*K + k sends choice
     k to part q.
@@ -37,9 +37,9 @@ def to_parts(routing: Routing, copies: int) -> Routing:
     if copies == 1:
         return routing
     num_rows, (tokens, top_k) = routing.src_pair_R.shape[0], routing.expert_TK.shape
-    used = num_rows
+    rows_of_part = num_rows
     if not routing.padded:
-        used = routing.num_kept_per_expert_E.sum(dtype=torch.int32)
+        rows_of_part = routing.num_kept_per_expert_E.sum(dtype=torch.int32)
     part = torch.arange(copies, dtype=torch.int32, device=routing.dest_row_TK.device)[:, None]
 
     def shifted(number_TK, by):
@@ -47,7 +47,7 @@ def to_parts(routing: Routing, copies: int) -> Routing:
         moved_TrK = torch.where(number_TK[:, None] < 0, -1, moved_TrK).to(torch.int32)
         return moved_TrK.view(tokens, copies * top_k)
 
-    dest_row = shifted(routing.dest_row_TK, used)
+    dest_row = shifted(routing.dest_row_TK, rows_of_part)
     return routing._replace(
         expert_TK=shifted(routing.expert_TK, routing.num_experts),
         dest_row_TK=dest_row,
@@ -63,13 +63,13 @@ def arrange(
     routing: Routing,
     exchange: Exchange,
     degree: int,
-    shared: Sequence[tuple[torch.Tensor, Splits | None]] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, list[Chunk]]:
+    counted: Sequence[tuple[torch.Tensor, Splits | None]] | None = None,
+) -> tuple[tuple[torch.Tensor, torch.Tensor], list[Chunk]]:
     """Cut the rows into chunks. NOTE: the host reads the counts of ragged rows between ranks.
 
     Padded rows are cut along the capacity, ragged ones along the rows of every (rank, expert). The
-    sizes of chunks differ by at most one row of each. ``shared`` has the counts of ragged chunks if
-    the ranks exchanged them already.
+    sizes of chunks differ by at most one row of each. ``counted`` has the counts of ragged chunks
+    if the ranks exchanged them already (default None: exchange them here).
 
     Returns:
         ``dest_row_TK`` and ``src_pair_R`` for dispatch and combine; ``degree`` chunks, or as many
@@ -77,15 +77,15 @@ def arrange(
     """
     dest_row_TK, src_pair_R = rows_for_exchange(routing, exchange, degree)
     if routing.padded:
-        return dest_row_TK, src_pair_R, _padded(routing, exchange, degree)
-    if shared is None:
-        shared = exchange.algorithm.share_chunks(routing.num_kept_per_expert_E, degree)
-    sizes = [src_pair_R.shape[0] if splits is None else sum(splits.sent_P) for _, splits in shared]
+        return (dest_row_TK, src_pair_R), _padded(routing, exchange, degree)
+    if counted is None:
+        counted = exchange.algorithm.share_chunks(routing.num_kept_per_expert_E, degree)
+    sizes = [src_pair_R.shape[0] if splits is None else sum(splits.sent_P) for _, splits in counted]
     chunks = [
         _ragged(count_Pe, splits, span, routing.row_end_E)
-        for (count_Pe, splits), span in zip(shared, _spans(sizes), strict=True)
+        for (count_Pe, splits), span in zip(counted, _spans(sizes), strict=True)
     ]
-    return dest_row_TK, src_pair_R[: sum(sizes)], chunks
+    return (dest_row_TK, src_pair_R[: sum(sizes)]), chunks
 
 
 def _padded(routing, exchange, degree):
@@ -160,7 +160,7 @@ def rows_for_exchange(
 
 
 def _begins(size_GE, exchange):
-    """Return the first row of every (chunk, expert): by chunk, by part, by local expert."""
+    """Return the first row of every (chunk, expert); rows are sent by chunk, part, local expert."""
     local = exchange.groups.num_local_experts
     if exchange.algorithm.send_order is None:
         return (size_GE.flatten().cumsum(0) - size_GE.flatten()).view(size_GE.shape)

@@ -5,8 +5,8 @@
     x_TM -- ops.dispatch --> rows by expert -- exchange.dispatch --> rows of the local experts
     y_TM <-- ops.combine -- rows by expert <-- exchange.combine  --  expert outputs
 
-With r > 1 each row goes to r ranks, each with a part of its expert. The routing then has r choices
-for each: dispatch writes the copies, combine adds the results in fp32.
+With r > 1 each row goes to r ranks, each with a part of its expert. The routing then has r * K
+choices per token: dispatch writes the copies, combine adds the results in fp32.
 """
 
 from __future__ import annotations
@@ -52,24 +52,20 @@ def dispatch_and_combine(
         prepared = experts.prepare(x_TM.dtype)
     elif exchange.groups.ep_size == 1 and ops.combine_takes_bias(x_TM):
         prepared, bias_EM = _without_output_bias(experts, x_TM.dtype)
-    shared = None
+    counted = None
     if choice.balances and not routing.padded:
-        routing, experts, shared = balanced(routing, experts, choice, x_TM, record)
-    dest_row_TK, src_pair_R, chunks = arrange(routing, exchange, choice.overlap_degree, shared)
-    maps = dest_row_TK, src_pair_R
+        routing, experts, counted = balanced(routing, experts, choice, x_TM, record)
+    maps, chunks = arrange(routing, exchange, choice.overlap_degree, counted)
     if lean and prepared is not None:
         how = experts, exchange, prepared, record, drop, parallelism.is_replicated
         return through_lean(x_TM, routing, maps, chunks, *how)
-    if len(chunks) == 1 and _experts_gather(experts, x_TM, routing, prepared, exchange):
-        (chunk,) = chunks
+    chunk = chunks[0]
+    if len(chunks) > 1:
+        out = overlapped(ops.dispatch(x_TM, *maps), chunks, experts, exchange, prepared, record)
+    elif _experts_gather(experts, x_TM, routing, prepared, exchange):
         out = experts.compute_tokens(prepared, x_TM, *maps, chunk.offsets)
-    elif len(chunks) > 1:
-        rows = ops.dispatch(x_TM, *maps)
-        out = overlapped(rows, chunks, experts, exchange, prepared, record)
     else:
-        (chunk,) = chunks
-        rows = ops.dispatch(x_TM, *maps)
-        rows = exchange.dispatch(rows, chunk.splits, record)
+        rows = exchange.dispatch(ops.dispatch(x_TM, *maps), chunk.splits, record)
         out = experts(ExpertRows(chunk.by_expert(rows), chunk.offsets), prepared)
         out = exchange.combine(chunk.by_rank(out), chunk.splits, record)
     if drop is not None:
@@ -79,9 +75,9 @@ def dispatch_and_combine(
 
 
 def _without_output_bias(experts, dtype):
-    """Return the experts' parameters without their last bias, and that bias for combine, or None.
+    """Return the prepared experts without their last bias, and that bias for combine, or None.
 
-    The bias stays if wrappers or hooks read the outputs.
+    Return (None, None), so that the experts add the bias, if wrappers or hooks read the outputs.
     """
     if not isinstance(experts, ExpertBank) or is_observed(experts):
         return None, None
@@ -92,7 +88,7 @@ def _without_output_bias(experts, dtype):
 def _experts_gather(experts, x_TM, routing, prepared, exchange) -> TypeGuard[Experts]:
     """Return whether the experts read tokens where they are, so that no rows are written.
 
-    Only ragged rows of one rank, whose exchange nobody measures.
+    Only ragged rows on one rank can be read so, and only if nobody measures the exchange.
     """
     if routing.padded or prepared is None or exchange.groups.ep_size > 1 or exchange.timed:
         return False

@@ -43,7 +43,9 @@ def balanced(
     x_TM: torch.Tensor,
     record: ExchangeRecord | None,
 ) -> Balanced:
-    """Make the plan of a step from the counts of all ranks. Collective; the host reads the counts.
+    """Plan who helps whom in a step, and return what dispatch and combine then use. Collective.
+
+    The host reads the counts of all ranks.
 
     Args:
         routing: ragged rows in the order of the experts.
@@ -55,13 +57,13 @@ def balanced(
     groups, degree = choice.exchange.groups, choice.overlap_degree
     device, rank = x_TM.device, groups.ep_rank
     count_PE = gather_counts(routing.num_kept_per_expert_E, groups)
-    pays = _rows_that_pay(choice, x_TM, experts.training)
+    min_rows = _rows_that_pay(choice, x_TM, experts.training)
     weights = sum(param.numel() for param in experts.parameters()) / groups.num_local_experts
     plan = plan_step(
         count_PE,
         tolerance=choice.config.balance_tolerance,
-        min_rows=pays,
-        travel=rows_while_travelling(pays, x_TM.shape[1], weights),
+        min_rows=min_rows,
+        travel=rows_while_travelling(min_rows, x_TM.shape[1], weights),
     )
     chunks = plan.chunks(rank, degree)
     own_rows = [int(count_Pv[:, : plan.local].sum()) for count_Pv, _ in chunks]
@@ -71,16 +73,16 @@ def balanced(
         record.rows_helped = sum(move.end - move.begin for move in plan.moves if move.home == rank)
     if not plan.moves:
         return Balanced(routing, experts, chunks)
-    way = WeightMoves(plan.moves, groups, stream_of(device), record)
-    helped = HelpedExperts(experts, way, own_rows)
+    moves = WeightMoves(plan.moves, groups, stream_of(device), record)
+    helped = HelpedExperts(experts, moves, own_rows)
     return Balanced(_to_pieces(routing, plan, rank), helped, chunks)
 
 
 def _rows_that_pay(choice, x_TM, training):
     """Return the fewest rows that a helper takes: the given number, or a measured one.
 
-    It does not depend on whether gradients are enabled: a recomputation enables them and must make
-    the same plan.
+    The number ignores whether gradients are enabled, because a recomputation enables them and must
+    make the same plan.
     """
     given, groups = choice.config.balance_min_rows, choice.exchange.groups
     return given or measured_break_even(groups, x_TM.dtype, x_TM.device, training=training)

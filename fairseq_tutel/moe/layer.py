@@ -84,7 +84,7 @@ class MoELayer(nn.Module):
         experts (list of nn.Module): all experts of this rank (default None: built-in experts).
         expert_network (str): network of the built-in experts: ``ffn``, or gated, ``swiglu`` or
             ``geglu``, or a registered name (default "ffn").
-        expert_options (dict): of that network, such as ``{"bias": True}`` (default None: its own).
+        expert_options (dict): options of that network, such as ``{"bias": True}`` (default None).
         groups (ExpertParallelGroups): placement of the experts, from
             :func:`~fairseq_tutel.distributed.build_groups` (default None: spread over all ranks of
             torch.distributed; then the constructor is collective).
@@ -97,8 +97,8 @@ class MoELayer(nn.Module):
             for evaluation only, without memory until a state dict is loaded
             (:mod:`.experts.inference`).
         expert_compute (str): ``fp8``: multiply in e4m3 in the forward pass (default "same").
-        activation_memory (str): what the experts keep for the backward pass: ``fast``; ``lean``,
-            half of it; ``minimal``, tokens and routing alone (default "fast"; MEMORY.md).
+        activation_memory (str): what the experts keep for the backward pass: ``fast``, everything;
+            ``lean``, half; ``minimal``, only tokens and routing (default "fast"; MEMORY.md).
         activation_storage (str): format of what ``lean`` keeps: ``same`` as the rows, ``bf16`` or
             ``fp8`` (default "same").
         exchange (ExchangeConfig or str): how tokens travel between ranks, or an algorithm's name;
@@ -113,10 +113,10 @@ class MoELayer(nn.Module):
 
     Raises:
         ValueError: an option is out of range, or two arguments contradict each other.
-        TypeError: an option is unknown, or no experts say the ``model_dim`` that is not given.
+        TypeError: an option is unknown, or ``model_dim`` is not given and there are no own experts.
     """
 
-    recorders: tuple[Callable[[torch.Tensor], None], ...] = ()  # functions of choices [..., K]
+    recorders: tuple[Callable[[torch.Tensor], None], ...] = ()  # get each pass's choices [..., K]
 
     def __init__(
         self,
@@ -189,7 +189,8 @@ class MoELayer(nn.Module):
                 activation_memory=(activation_memory, "fast"),
                 activation_storage=(activation_storage, "same"),
             )
-            self.experts = own or own_experts(experts, expert_fn, self.groups, seed)  # never empty
+            own = own_experts(experts, expert_fn, self.groups, seed) if own is None else own
+            self.experts = own
         self.exchange_choice.refuse_own_experts(self.experts)
         self.exchange_choice.refuse_capacity(self.config)
         refuse_local_drop_of_slices(self.config, self.groups)
@@ -226,8 +227,8 @@ class MoELayer(nn.Module):
             step (StepAgreement): result of :func:`~fairseq_tutel.distributed.sync_step` for this
                 forward pass (default None: made here by one small all-gather). If you give it, call
                 :func:`~fairseq_tutel.moe.balance_over_ranks` for the reports of all layers.
-            top_k (int): experts per token of this call (default None: the layer's).
-            capacity_factor (float): of this call (default None: the layer's).
+            top_k (int): experts per token (default None: the layer's).
+            capacity_factor (float): capacity factor (default None: the layer's).
             exchange (ExchangeConfig or str): prepared by :meth:`prepare_exchanges` (default None).
             r (int): ranks that each token goes to (default None: the exchange's).
             record (ExchangeRecord): gets times and rounding errors of exchanges, also of recomputed
@@ -257,13 +258,13 @@ class MoELayer(nn.Module):
             return y
         load = self.update_load if config.balance_scope == "update" else None
         aux = make_aux(router_aux, routing, len(x_TM), record, load)
-        done = step is not None or balance_later  # by the caller
-        return y, aux if done else balance_over_ranks([aux])[0]
+        by_caller = step is not None or balance_later
+        return y, aux if by_caller else balance_over_ranks([aux])[0]
 
     def step_settings(
         self, dtype: torch.dtype, *, top_k=None, capacity_factor=None, exchange=None, r=None
     ) -> StepSettings:
-        """Return the settings that ranks must share in a call; ``dtype``: of the experts' rows."""
+        """Return the settings that ranks must share in a call; ``dtype`` is that of the rows."""
         return self._settings(*self._resolve(None, top_k, capacity_factor, exchange, r), dtype)
 
     def memory_of_step(self, num_tokens: int, dtype: torch.dtype | None = None) -> StepMemory:
@@ -308,7 +309,7 @@ class MoELayer(nn.Module):
     def _resolve(
         self, step, top_k, capacity_factor, exchange, r
     ) -> tuple[MoEConfig, ExchangeChoice]:
-        """Return the options of a call."""
+        """Return the routing options and the exchange of a call."""
         config, choice = self.config, self.exchange_choice
         if top_k is not None or capacity_factor is not None:
             config = self._configs.of_call(config, top_k, capacity_factor, self.training)
@@ -329,8 +330,7 @@ class MoELayer(nn.Module):
                 return StepAgreement(x_TM.shape[0])
             settings = self._settings(config, choice, x_TM.dtype)
             return _sync_untraced(x_TM.shape[0], settings, self.groups)
-        usual = config is self.config and choice.config in (self.exchange_config, step.exchange)
-        if not usual:
+        if config is not self.config or choice.config not in (self.exchange_config, step.exchange):
             check_agreement(step, lambda dtype: self._settings(config, choice, dtype))
         return step
 
@@ -339,13 +339,13 @@ class MoELayer(nn.Module):
         return StepSettings(config, choice.config, self.model_dim, mode, dtype)
 
     def _router_call(self, config, choice, agreed, x, return_aux, steering) -> RouterCall:
-        again = self.compute_aux and (self.training or torch.is_grad_enabled())
-        tokens = agreed.num_tokens, x.shape[:-2].numel()
-        reports = return_aux or again
-        return RouterCall(config, self.training, *tokens, choice.compact, reports, again, steering)
+        unasked = self.compute_aux and (self.training or torch.is_grad_enabled())
+        sizes = agreed.num_tokens, x.shape[:-2].numel()
+        reports = return_aux or unasked, unasked  # now, and in a recomputation
+        return RouterCall(config, self.training, *sizes, choice.compact, *reports, steering)
 
     def _route(self, given_TM, x_TM, pad_mask, call, shape) -> tuple[Routing, RouterAux | None]:
-        """Return the routing of the tokens; ``shape``: theirs in the call."""
+        """Return the routing and the router's report; ``shape`` is that of x without M."""
         pad_mask_T = mask_of_tokens(pad_mask, shape)
         if self._gate_routes:
             watched = self.config.moves_load_bias and not torch.compiler.is_compiling()

@@ -39,8 +39,8 @@ def overlapped(
 ) -> torch.Tensor:
     """Send the rows [R, M] to the experts and return the experts' outputs. Differentiable.
 
-    Chunks are neighbours in the rows and in the outputs. All ranks have equally many, at least two.
-    Banks without ``computes_chunks`` add weight gradients chunk by chunk.
+    All ranks have the same number of chunks, at least two. Banks without ``computes_chunks`` add
+    weight gradients chunk by chunk.
     """
     link = Link(exchange, stream_of(rows_RM.device), record)
     # a wrapped bank is called, so that its wrapper sees the call
@@ -93,15 +93,16 @@ def pipeline(
 ) -> tuple[list[torch.Tensor], list[Any], Any]:
     """Send all chunks, compute each one that has arrived, and send its results back.
 
-    An error of the computation waits for the exchanges under way, which write into its memory. An
-    error of an exchange does not: behind a failed one others may wait for ever.
+    If the computation fails, its error is raised after the exchanges under way are done, because
+    they write into its memory. If an exchange fails, its error is raised at once: the exchanges
+    behind it may never end.
 
     Args:
         chunks: in the order in which they travel.
         send: starts the exchanges of a chunk and returns their handles.
         compute: maps a chunk and what arrived to what is sent back, and to what is kept.
         send_back: starts the exchanges of these results and returns their handles.
-        meanwhile: maps all that was kept to a result, while the last results travel.
+        meanwhile: maps the list of all that was kept to a result, while the last results travel.
 
     Returns:
         What arrived back, what was kept of each chunk, and the result of ``meanwhile``.
@@ -131,7 +132,7 @@ def _drained_if_it_fails(*under_way: Iterable[Any]):
 
 
 def _through_any(rows_RM, chunks, experts, prepared, link):
-    """Call the experts per chunk; autograd mirrors the order, as it runs the latest node first."""
+    """Call the experts per chunk; autograd reverses the order: it runs the latest node first."""
     parts = iter(rows_RM.split([chunk.span.stop - chunk.span.start for chunk in chunks]))
 
     def compute(chunk, rows):
@@ -190,17 +191,15 @@ class _ThroughBank(torch.autograd.Function):
                 into = d_rows_RM[chunk.span]
                 yield link.start(d_rows, Direction.DISPATCH_GRADIENT, chunk, into)
 
-        def params_bwd(found):
-            return bank.chunks_bwd_params(prepared, states, found[::-1])
+        def params_bwd(gradients):
+            return bank.chunks_bwd_params(prepared, states, gradients[::-1])
 
         _, _, d_params = pipeline(
             chunks[::-1],
             lambda chunk: [link.start(d_out_RM[chunk.span], Direction.COMBINE_GRADIENT, chunk)],
             compute,
             send_back,
-            lambda found: (
-                bank.chunks_bwd_params(prepared, states, found[::-1]) if any(needs) else None
-            ),
+            params_bwd if any(needs) else None,
         )
         return d_rows_RM, None, None, *needed_gradients(d_params, needs)
 

@@ -67,7 +67,10 @@ class RouterCall:
 
 
 def tokens_of(x: torch.Tensor, model_dim: int, dropout: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens [T, M] of ``x`` [..., M], as given and in the dtype of the experts.
+    """Flatten ``x`` [..., M] to tokens [T, M], and apply the dropout of the input.
+
+    Returns:
+        The tokens in the dtype of ``x``, and in the dtype of the experts (autocast's, if any).
 
     Raises:
         ValueError: the last dimension of ``x`` is not ``model_dim``.
@@ -84,7 +87,7 @@ def tokens_of(x: torch.Tensor, model_dim: int, dropout: float) -> tuple[torch.Te
 
 
 def mask_of_tokens(pad_mask: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
-    """Return the mask of tokens of this shape as bool [T]; raise ValueError if it does not fit."""
+    """Flatten a padding mask to bool [T]; raise ValueError unless it has the tokens' ``shape``."""
     if pad_mask is None:
         return None
     if pad_mask.dtype != torch.bool or pad_mask.shape != shape:
@@ -108,11 +111,11 @@ class Routing(NamedTuple):
         capacity: C; None if nothing is dropped.
         padded: the layout.
         num_full_K: int32, pairs that found their expert full; None if slots are in the order of
-            choices, so that the counts follow from the others.
+            choices: the other counts then tell.
         row_end_E: int32, end of each expert's rows in a ragged buffer; None: the running sum of
             ``num_kept_per_expert_E``.
-        tokens_TM: the router's tokens with gradient, to dispatch in place of the layer's: the same
-            values; the router adds to their gradient. None: dispatch the layer's.
+        tokens_TM: the layer's tokens as the router returned them. Dispatch these: the router then
+            adds its part of their gradient in place. None: dispatch the layer's.
     """
 
     expert_TK: torch.Tensor
@@ -150,8 +153,8 @@ def build_routing(
     """Give every routed pair a row, drop pairs above the capacity, and weight the others.
 
     First choices take their slots before second choices and so on. Within a choice the order is
-    that of the tokens, or of decreasing priority. A priority of pairs is the only order. A pair
-    that finds its expert full may take a fallback (:mod:`.overflow`).
+    that of the tokens, or of decreasing priority. If each pair has a priority, it alone gives the
+    order. A pair that finds its expert full may take a fallback (:mod:`.overflow`).
 
     For K > 1 the gate values are divided by their sum: over all K with
     ``normalize_before_dropping``, otherwise over the kept pairs. The weight is the gate value for
@@ -170,12 +173,14 @@ def build_routing(
             fairseq's ``moe`` branch).
     """
     config, capacity = call.config, call.capacity
-    num_experts, slots, num_full_K = config.num_experts, None, None
+    num_experts = config.num_experts
+    slots = num_routed_KE = num_full_K = None
     by_pair = priority is not None and priority.dim() == 2
     if capacity is None:
         fallback = None  # no pair finds its expert full
     if by_pair or fallback is not None:
-        slots = position_TK, num_routed_KE = assign_positions(expert_TK, num_experts, priority)
+        position_TK, num_routed_KE = assign_positions(expert_TK, num_experts, priority)
+        slots = position_TK, num_routed_KE
         if by_pair and capacity is not None:
             num_full_K = (position_TK >= capacity).sum(0, dtype=torch.int32)
         if fallback is not None and capacity is not None:
@@ -183,9 +188,9 @@ def build_routing(
                 expert_TK, position_TK, gate_TK, num_routed_KE, fallback, capacity, priority
             )
             slots = position_TK, num_tried_KE
-    as_they_are = config.unnormalized_weights or config.normalize_before_dropping
-    normalize = expert_TK.shape[1] > 1 and not as_they_are
-    *maps, num_kept_per_expert_E, row_end_E, num_sorted_KE = ops.assign_rows(
+    is_final = config.unnormalized_weights or config.normalize_before_dropping
+    normalize = expert_TK.shape[1] > 1 and not is_final
+    dest_row_TK, src_pair_R, weight_TK, num_kept_E, row_end_E, num_sorted_KE = ops.assign_rows(
         expert_TK,
         gate_TK,
         num_experts,
@@ -195,9 +200,6 @@ def build_routing(
         priority_T=priority if slots is None else None,
         slots=slots,
     )
-    dest_row_TK, src_pair_R, weight_TK = maps
-    if slots is None:
-        num_routed_KE = num_sorted_KE
     if normalize and log_gate_TE is not None:
         weight_TK, _ = share_of_gates(log_gate_TE, expert_TK, dest_row_TK >= 0)
     if config.route_scale != 1:
@@ -207,8 +209,8 @@ def build_routing(
         dest_row_TK=dest_row_TK,
         src_pair_R=src_pair_R,
         topk_weight_TK=mask_at_random(weight_TK, config.expert_output_masking, call.training),
-        num_routed_KE=num_routed_KE,
-        num_kept_per_expert_E=num_kept_per_expert_E,
+        num_routed_KE=num_sorted_KE if num_routed_KE is None else num_routed_KE,
+        num_kept_per_expert_E=num_kept_E,
         capacity=capacity,
         padded=call.padded,
         num_full_K=num_full_K,
