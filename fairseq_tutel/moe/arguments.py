@@ -24,7 +24,7 @@ def routing_config(
 ) -> MoEConfig:
     """Return the routing options, from ``config`` or from single options.
 
-    ``others`` are the layer's other arguments, of which a misspelt name may be one. TypeError for
+    ``others``: names of the layer's other arguments, to correct a misspelt one. Raise TypeError for
     an unknown option, ValueError without a number of experts or for options beside ``config``.
     """
     options = [field.name for field in dataclasses.fields(MoEConfig)]
@@ -52,7 +52,7 @@ def routing_config(
 
 
 def groups_for(num_experts: int, groups: ExpertParallelGroups | None) -> ExpertParallelGroups:
-    """Return the placement of the experts; made here if None, which is collective."""
+    """Return the placement of the experts; build it if None, which is collective."""
     if groups is None:
         return build_groups(num_experts)
     if groups.num_experts != num_experts:
@@ -63,7 +63,7 @@ def groups_for(num_experts: int, groups: ExpertParallelGroups | None) -> ExpertP
 
 
 def own_gate(gate: nn.Module, config: MoEConfig) -> nn.Module:
-    """Return the user's gate; raise ValueError if it is no module or cannot do what is asked."""
+    """Return the user's gate; raise ValueError for no module, or for a load bias it cannot have."""
     if not isinstance(gate, nn.Module):
         raise ValueError(f"gate must be a module, got {gate!r}; router='cosine' chooses a gate")
     if config.load_bias != "none" and not isinstance(gate, Router):

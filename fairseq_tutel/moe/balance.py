@@ -36,12 +36,15 @@ def balance_over_ranks(reports: Iterable[MoEAux]) -> list[MoEAux]:
 
 
 def _pairs_of_all_ranks(waiting: Sequence[MoEAux]) -> list[torch.Tensor]:
-    """Return the int64 [E + 1] of each report by which its loss is balanced."""
+    """Return the counts that each report's loss is computed from, int64 [E + 1].
+
+    Counts of an update (``UpdateLoad``) are not summed again when a pass is recomputed.
+    """
     again = in_backward()
-    pairs_L: list[torch.Tensor | None] = [
+    known_L: list[torch.Tensor | None] = [
         aux.update_load.pairs if again and aux.update_load else None for aux in waiting
     ]
-    new = [aux for aux, known in zip(waiting, pairs_L, strict=True) if known is None]
+    new = [aux for aux, known in zip(waiting, known_L, strict=True) if known is None]
     mine = [aux.balance_counts for aux in new if aux.balance_counts is not None]
     sums = iter(())
     if mine:
@@ -49,13 +52,13 @@ def _pairs_of_all_ranks(waiting: Sequence[MoEAux]) -> list[torch.Tensor]:
         if process_world()[1] > 1:
             sum_tensor_over_ranks_(counts)
         sums = iter(counts.split([len(each) for each in mine]))
-    found = []
-    for aux, pairs in zip(waiting, pairs_L, strict=True):
+    pairs_L = []
+    for aux, pairs in zip(waiting, known_L, strict=True):
         if pairs is None:
             pairs = next(sums)
             pairs = pairs if aux.update_load is None else aux.update_load.add(pairs)
-        found.append(pairs)
-    return found
+        pairs_L.append(pairs)
+    return pairs_L
 
 
 _pairs_untraced = untraced(_pairs_of_all_ranks)  # a trace sees neither collectives nor state

@@ -44,12 +44,12 @@ class ExchangeChoice(NamedTuple):
 
     @property
     def balances(self) -> bool:
-        """Whether ranks help each other: no rows stay where they are, as in a simulation."""
+        """Whether ranks help each other; never if rows stay on their rank (:class:`LocalCopy`)."""
         stays = isinstance(self.exchange.algorithm, LocalCopy)
         return self.config.balance_ranks and self.communicates and not stays
 
     def refuse_capacity(self, config: MoEConfig) -> None:
-        """Raise ValueError for ``balance_ranks`` where a fixed capacity makes loads equal."""
+        """Raise ValueError for ``balance_ranks`` if a fixed capacity makes loads equal."""
         if self.config.balance_ranks and config.is_static(training=True):
             raise ValueError(
                 f"balance_ranks=True (--moe-balance-ranks) is for layers that drop nothing, and "
@@ -58,7 +58,7 @@ class ExchangeChoice(NamedTuple):
             )
 
     def refuse_own_experts(self, experts: ExpertBank) -> None:
-        """Raise ValueError if this choice cuts, gathers or moves experts that cannot be."""
+        """Raise ValueError if this choice cuts, gathers or moves experts that do not allow it."""
         way = self.parallelism
         if self.config.balance_ranks and not (way.is_replicated and experts.can_be_gathered):
             raise ValueError(

@@ -38,7 +38,7 @@ class Steering:
         shape: Sequence[int],
         recorders: Sequence[Callable[[torch.Tensor], None]],
     ) -> None:
-        """Check that the router took the choices, and tell those of [*shape] to the recorders."""
+        """Check that the router took the given choices; pass all, [*shape, K], to the recorders."""
         if self.given_TK is not None and not self.taken:
             raise ValueError(
                 "choices= and force_load= need a router that calls route_logits(), as a TopKRouter "
@@ -145,7 +145,7 @@ def encode(expert_TK: torch.Tensor, rejected_TK: torch.Tensor | None) -> torch.T
 def key_of_given(expert_TK: torch.Tensor, key_TE: torch.Tensor) -> torch.Tensor:
     """Return keys whose largest are the given experts in their order; others keep their order.
 
-    A key, and no gather, makes a replay the same computation as the run that was recorded.
+    Selecting by a key makes a replay the same computation as the recorded run; a gather would not.
     """
     top_k, (num_tokens, num_experts) = expert_TK.shape[1], key_TE.shape
     highest = torch.finfo(key_TE.dtype).max / torch.arange(
@@ -159,9 +159,9 @@ def key_of_given(expert_TK: torch.Tensor, key_TE: torch.Tensor) -> torch.Tensor:
 def in_given_places(
     expert_TK: torch.Tensor, found_TK: torch.Tensor, gate_TK: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return selected experts, by descending key, and their gate values in the places given.
+    """Put the selected experts and their gate values in the places of the given choices.
 
-    Gaps in the given choices get -1 and 0.
+    They come by descending key, without the gaps of the given choices. Gaps get -1 and 0.
     """
     there_TK = expert_TK >= 0
     place_TK = (there_TK.cumsum(1) - 1).clamp(min=0)

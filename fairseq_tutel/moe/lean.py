@@ -1,8 +1,8 @@
 """Dispatch, experts and combine between ranks, with less kept for the backward pass.
 
-The backward pass sends gradients of the tokens to the experts' ranks without the weights of their
-pairs, and the weights beside them, a number per row. The gradient of a weight is computed where the
-expert is, and comes back with the rows' gradients. So the outputs are not kept::
+The tokens' rank does not keep the experts' outputs, although the gradient of a pair's weight needs
+them. Instead the backward pass sends the tokens' gradients (dy) and, as one number per row, the
+weights. The expert's rank computes its output again, and returns the gradients of both::
 
     forward    rows -- exchange --> experts -- exchange --> outputs, combine
     backward   dy, weights -- exchange --> experts again -- exchange --> d_rows, d_weights
@@ -55,8 +55,8 @@ def through_lean(
 ) -> torch.Tensor:
     """Dispatch tokens to their experts, compute and combine, [T, M]. Differentiable.
 
-    ``maps`` are in the order in which rows are sent; ``late_bias`` lets combine add the experts'
-    last bias, on one rank. Other arguments are those of ``dispatch_and_combine``.
+    ``maps`` are in the order in which rows are sent. ``late_bias`` lets combine add the experts'
+    last bias if there is one rank. Other arguments are those of ``dispatch_and_combine``.
     """
     weight_TK = routing.topk_weight_TK
     if exchange.groups.ep_size == 1 and drop is None:
@@ -76,7 +76,7 @@ def _between_ranks(x_TM, weight_TK, maps, chunks, experts, exchange, prepared, r
 
 
 class _Call(NamedTuple):
-    """Everything of a call that is no differentiable tensor."""
+    """Arguments of a call that are not differentiable tensors."""
 
     experts: Experts
     prepared: PreparedExperts  # its parameters are given separately
@@ -132,7 +132,8 @@ class _ThroughLean(torch.autograd.Function):
             yield link.start(d_out_RM[chunk.span], Direction.COMBINE_GRADIENT, chunk)
             yield plain.start(weight_R1[chunk.span], Direction.COMBINE_GRADIENT, chunk)
             if rows_RM is not None:
-                unmeasured = link._replace(record=None)  # the others are under way
+                # a measured exchange would run at once, before those that are queued
+                unmeasured = link._replace(record=None)
                 yield unmeasured.start(rows_RM[chunk.span], Direction.DISPATCH, chunk)
 
         def compute(chunk, *arrived):

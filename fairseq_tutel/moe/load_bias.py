@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 BINS = 256
 _STEPS_UNTIL_WARNING = 16
-_SCALE = 0.01  # of the bins' width around margin 0, times 2 * _EDGE / BINS
+_SCALE = 0.01  # around margin 0 a bin is _SCALE * 2 * _EDGE / BINS wide
 _EDGE = math.asinh(100 / _SCALE)  # margins beyond +-100 are in the first and last bin
 
 
@@ -92,7 +92,7 @@ class UpdateWatch:
 
     def __init__(self):
         self._before: tuple[int, int] | None = None
-        self._steps = 0  # of the optimizer, in which the bias did not move
+        self._steps = 0  # optimizer steps in which the bias did not move
 
     def look(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
         """Compare versions; called in every forward pass of training, with a router's weight."""

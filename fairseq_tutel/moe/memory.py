@@ -54,7 +54,7 @@ class RoutedBytes:
     hidden: int  # inputs and outputs of the experts' activation
     shared: int  # the same of the shared expert
     rows: int  # received rows, and outputs, of model width
-    again: int  # what is computed again in the backward pass, which was not kept
+    again: int  # what was not kept, so that the backward pass computes it again
     working: int  # bytes that the backward pass needs at once beside what is kept
 
     def of_step(self, params: Sequence[torch.Tensor]) -> StepMemory:
@@ -88,15 +88,15 @@ def routed_bytes(
 
     Args:
         tokens: T.
-        outputs: of the gate, E and the null experts.
+        outputs: logits per token, E and the null experts.
         rows: R of the dispatch buffer (:meth:`~fairseq_tutel.config.MoEConfig.dispatch_rows`).
         destinations: ranks that each row goes to.
         model_dim: M.
-        hidden: numbers that a whole expert has per row at its activation.
-        hidden_dim: F, those of them after the activation.
+        hidden: numbers per row before and after the activation of a whole expert.
+        hidden_dim: F, the numbers after the activation.
         shared_dim: hidden dimension of the shared expert, or 0.
         element: bytes of a number.
-        memory: what is kept of them; the rest is computed again in the backward pass.
+        memory: what is kept; the rest is computed again in the backward pass.
         communicates: whether rows come from other ranks; ``lean`` then keeps them.
     """
     buffer, all_hidden = rows * destinations * element * model_dim, rows * element * hidden

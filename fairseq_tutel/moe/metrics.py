@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from ..distributed import Direction, ExchangeRecord, ExpertParallelGroups, expert_parallelism
 from .reports import MoEAux
 
-# by direction: sums over layers, and numbers of layers that have one
+# one name per direction: sum of the layers' errors, and number of layers with an error
 WIRE_ERROR_NAMES = tuple(f"moe_wire_error_{direction.name.lower()}" for direction in Direction)
 WIRE_LAYERS_NAMES = tuple(f"moe_wire_layers_{direction.name.lower()}" for direction in Direction)
 HELP_NAMES = ("moe_util_rank_helped", "moe_rows_helped", "moe_mb_moved")

@@ -167,17 +167,18 @@ def routing_metrics(reports: Sequence[MoEAux]) -> torch.Tensor:
     count = max(math.ceil(chosen_LKE.shape[2] * _BALANCE_SHARE), 1)
     top_LK, bottom_LK = ranked_LKE[..., :count].sum(2), ranked_LKE[..., -count:].sum(2)
     shares = torch.stack([top_LK, bottom_LK, (chosen_LKE == 0).sum(2, dtype=top_LK.dtype)])
-    of_two = pad(shares, (0, 2 - shares.shape[2])).permute(2, 0, 1).flatten(0, 1)
+    # rows: top, bottom and unused experts of first choices, then of second ones
+    balance_6L = pad(shares, (0, 2 - shares.shape[2])).permute(2, 0, 1).flatten(0, 1)
     overflow_LK = _overflow(reports)[:, :2]
     records = [aux.record or ExchangeRecord() for aux in reports]
     times = [[record.cpu_ms for record in records], [record.cuda_ms for record in records]]
     # to a GPU, only if there is something to copy
-    times_2L = entropy_L.new_tensor(times) if any(map(any, times)) else of_two.new_zeros(2, 1)
+    times_2L = entropy_L.new_tensor(times) if any(map(any, times)) else entropy_L.new_zeros(2, 1)
     return torch.cat(
         [
             pad(overflow_LK, (0, 2 - overflow_LK.shape[1])).t(),
             entropy_L[None],
-            of_two,
+            balance_6L,
             times_2L.expand(2, len(reports)),
         ]
     )
@@ -186,8 +187,8 @@ def routing_metrics(reports: Sequence[MoEAux]) -> torch.Tensor:
 def _overflow(reports: Sequence[MoEAux]) -> torch.Tensor:
     """Return the percentage of routed choices that were dropped, fp32 [L, K]; [L, 0] for top-1.
 
-    First choices take their rows before second ones; otherwise ``num_full_K`` has the counts.
-    Re-routed pairs count as dropped, because they found their expert full.
+    ``num_full_K`` has the dropped pairs. Without it the other counts tell, because first choices
+    take rows before second ones. Re-routed pairs count as dropped: their expert was full.
     """
     routed_LKE = torch.stack([aux.num_routed_KE for aux in reports])
     if routed_LKE.shape[1] == 1:
@@ -197,7 +198,7 @@ def _overflow(reports: Sequence[MoEAux]) -> torch.Tensor:
         lost_LK = torch.stack(full)
     else:
         kept_LE = torch.stack([aux.num_kept_per_expert_E for aux in reports])
-        # choices up to each one that found no row
+        # dropped among the first 1, 2, ... choices
         lost_LK = (routed_LKE.cumsum(1) - kept_LE[:, None]).clamp(min=0).sum(2)
         lost_LK = lost_LK.diff(dim=1, prepend=torch.zeros_like(lost_LK[:, :1]))
     return 100.0 * lost_LK / routed_LKE.sum(2).clamp(min=1)

@@ -47,7 +47,7 @@ class Selection(NamedTuple):
     entropy_sum: torch.Tensor  # fp32 scalar, sum over tokens of the entropy in nats
     lse_T: torch.Tensor  # fp32, logsumexp of the logits; differentiable
     fallback: tuple[torch.Tensor, torch.Tensor] | None = None  # [T, R], next best, their scores
-    all_TK: torch.Tensor | None = None  # int32, with choices of padding; None if it does not count
+    all_TK: torch.Tensor | None = None  # int32, also choices of padding; None if padding is masked
 
 
 class Counted(NamedTuple):
@@ -110,7 +110,7 @@ def _report(scores, chosen, of_experts, routing, call, num_null_KN, bias_counts)
     """Return losses and counts. ``of_experts`` is ``chosen`` without choices of null experts."""
     config, num_fillers = call.config, call.num_fillers(len(scores.score_TE))
     num_chosen_KE = balanced_KE = routing.num_routed_KE
-    if _policy(call, "random"):
+    if _second_by(call, "random"):
         num_chosen_KE = count_pairs(of_experts.expert_TK, config.num_experts)
     if num_null_KN is not None:
         # choices of experts before rejection: choices of null experts are not rejected
@@ -172,23 +172,18 @@ def select_top_k(
 ) -> tuple[Selection, torch.Tensor | None]:
     """Return the K best experts, and the counts for ``load_bias="quantile"`` in training, or None.
 
-    ``sampling`` adds Gumbel noise for choices after the first. ``load_bias_E``, fp32 [E], is added
-    to the logits or sigmoids for the selection only. So is the limit to groups of experts.
+    ``sampling`` adds Gumbel noise for choices after the first. The load bias ``load_bias_E``, fp32
+    [E], and the limit to groups of experts act on the selection only, not on gate values.
     """
     config, score_TE = call.config, scores.score_TE
     gumbel_TE = key_TE = bias_counts = None
-    counted = call.training and config.load_bias == "quantile"
+    needs_margins = call.training and config.load_bias == "quantile"
     num_fallbacks = config.overflow_rerouting if call.capacity is not None else 0
-    num_choices = min(config.top_k + max(num_fallbacks, counted), config.num_outputs)
-    if _policy(call, "sampling"):
+    num_choices = min(config.top_k + max(num_fallbacks, needs_margins), config.num_outputs)
+    if _second_by(call, "sampling"):
         gumbel_TE = -torch.empty_like(score_TE).exponential_().log()
-    sigmoid = config.score_function == "sigmoid"
     if load_bias_E is not None or config.num_expert_groups > 1:
-        key_TE = score_TE.detach()
-        key_TE = key_TE.exp() if sigmoid else key_TE
-        key_TE = key_TE if load_bias_E is None else key_TE + load_bias_E
-    if config.num_expert_groups > 1 and key_TE is not None:
-        key_TE = limit_to_groups(key_TE, config)
+        key_TE = _selection_key(score_TE, config, load_bias_E)
     selecting_TE, given_TK = key_TE, _given(call)
     if given_TK is not None:
         others_TE = score_TE.detach() if key_TE is None else key_TE
@@ -202,9 +197,9 @@ def select_top_k(
         all_TK = found.expert_TK[:, : config.top_k]
         masked_TK = found.expert_TK.masked_fill(pad_T[:, None], -1)
         found = found._replace(expert_TK=masked_TK, all_TK=all_TK)
-    if sigmoid:
+    if config.score_function == "sigmoid":  # the softmax times the sum of the sigmoids
         found = found._replace(gate_TK=found.gate_TK * found.lse_T.exp()[:, None])
-    if counted and key_TE is not None:
+    if needs_margins and key_TE is not None:
         next_T = found.expert_TK[:, config.top_k]
         bias_counts = margin_histogram(key_TE, next_T, config.top_k, pad_T)
     split = _split(found, config.top_k, num_fallbacks)
@@ -212,6 +207,16 @@ def select_top_k(
         expert_TK, gate_TK = in_given_places(given_TK, split.expert_TK, split.gate_TK)
         split = split._replace(expert_TK=expert_TK, gate_TK=gate_TK)
     return split, bias_counts
+
+
+def _selection_key(score_TE, config, load_bias_E) -> torch.Tensor:
+    """Return logits or sigmoids, with the load bias and the limit to groups; no gradient."""
+    key_TE = score_TE.detach()
+    if config.score_function == "sigmoid":
+        key_TE = key_TE.exp()  # scores are their logarithms
+    if load_bias_E is not None:
+        key_TE = key_TE + load_bias_E
+    return limit_to_groups(key_TE, config) if config.num_expert_groups > 1 else key_TE
 
 
 def _given(call) -> torch.Tensor | None:
@@ -257,8 +262,9 @@ def _assign_rows(
         chosen = chosen._replace(gate_TK=steering.weight_TK)
         call = _with_weights_as_given(call)
     config = call.config
-    meta = config.score_function == "softmax" and not config.null_experts
-    log_gate_TE = None if meta else score_TE
+    # Meta's rule: divide softmax values by their sum, at least epsilon
+    divides = config.score_function == "softmax" and not config.null_experts
+    log_gate_TE = None if divides else score_TE
     expert_TK, gate_TK, fallback = chosen.expert_TK, chosen.gate_TK, chosen.fallback
     priority = None
     if config.batch_prioritized:
@@ -268,18 +274,9 @@ def _assign_rows(
     elif config.drop_policy == "random" and call.training:
         priority = torch.rand_like(gate_TK[:, 0])
     if config.normalize_before_dropping and config.top_k > 1:
-        if log_gate_TE is None:
-            total_T1 = gate_TK.sum(1, keepdim=True).clamp(min=torch.finfo(gate_TK.dtype).eps)
-            gate_TK = gate_TK / total_T1
-            if fallback is not None:
-                fallback = fallback[0], fallback[1] / total_T1
-        else:
-            gate_TK, total_T1 = share_of_gates(log_gate_TE, expert_TK, expert_TK >= 0)
-            if fallback is not None:
-                log_TR = log_gate_TE.gather(1, fallback[0].clamp(min=0).long())
-                fallback = fallback[0], (log_TR - total_T1).exp()
+        gate_TK, fallback = _normalize(expert_TK, gate_TK, fallback, log_gate_TE)
     rejected_TK = None
-    if _policy(call, "random"):
+    if _second_by(call, "random"):
         rejected_TK = _reject_at_random(gate_TK.detach())
     if steering is not None and steering.given_TK is not None:  # after the draw: a replay draws too
         rejected_TK = steering.given_TK < -1
@@ -290,6 +287,22 @@ def _assign_rows(
         expert_TK, gate_TK, call, priority=priority, fallback=fallback, log_gate_TE=log_gate_TE
     )
     return routing, rejected_TK
+
+
+def _normalize(expert_TK, gate_TK, fallback, log_gate_TE):
+    """Divide the gate values of choices and fallbacks by the sum over the K choices."""
+    if log_gate_TE is None:
+        total_T1 = gate_TK.sum(1, keepdim=True).clamp(min=torch.finfo(gate_TK.dtype).eps)
+        gate_TK = gate_TK / total_T1
+    else:
+        gate_TK, total_T1 = share_of_gates(log_gate_TE, expert_TK, expert_TK >= 0)
+    if fallback is None:
+        return gate_TK, None
+    others_TR, gate_TR = fallback
+    if log_gate_TE is None:
+        return gate_TK, (others_TR, gate_TR / total_T1)
+    log_TR = log_gate_TE.gather(1, others_TR.clamp(min=0).long())
+    return gate_TK, (others_TR, (log_TR - total_T1).exp())
 
 
 def _with_weights_as_given(call: RouterCall) -> RouterCall:
@@ -363,6 +376,7 @@ def _router_loss(scores, chosen, counted, call) -> torch.Tensor:
     return loss
 
 
-def _policy(call, name):
+def _second_by(call, name) -> bool:
+    """Return whether this policy decides about choices after the first in this call."""
     config = call.config
     return call.training and config.top_k > 1 and config.second_expert_policy == name
