@@ -37,8 +37,6 @@ from record import ROOT, median_ratio
 from fairseq_tutel import ops
 from fairseq_tutel.distributed import build_groups
 from fairseq_tutel.moe import MoELayer
-from fairseq_tutel.plan import layer as plan
-from fairseq_tutel.plan.hardware import load_hardware
 
 _WALL_TOKENS, _WALL_CALLS = 4096, 10  # up to so many tokens launches matter
 _DECODE = LayerShape(1, 2048, 8192, experts=8, dtype="bfloat16")
@@ -116,6 +114,9 @@ def tokens_of(options: argparse.Namespace) -> list[int]:
 
 def curve_points(shape: LayerShape, options: argparse.Namespace, ranks: Ranks) -> Iterator[Point]:
     """Yield this layer and the dense formulation on each number of tokens."""
+    from fairseq_tutel.plan import layer as plan  # needs fairseq, as no other mode does
+    from fairseq_tutel.plan.hardware import load_hardware
+
     backend = "triton" if ranks.device.type == "cuda" else "torch"
     cpu = load_hardware(ROOT / "configs", "cpu")
     for tokens in tokens_of(options):

@@ -76,6 +76,17 @@ def test_results_fill_the_column_of_the_claims(row, program, preset, tmp_path):
     assert report.measured_on_gpus(rows.CLAIMS[2], tmp_path) == []
 
 
+@pytest.mark.parametrize("step", ["layer", "kernels", "swin"])
+def test_only_training_needs_fairseq(step):
+    hide = "import sys; sys.modules.update(dict.fromkeys(['fairseq', 'omegaconf', 'hydra']))"
+    words = ["--tiny", "--device", "cpu", "--help"]
+    code = f"{hide}; import bench_{step} as bench; bench.main({words})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "scripts" / "bench", capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "--device" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("step", ["layer", "kernels", "train", "swin"])
 def test_presets_of_the_script_exist(step):
     """The rehearsal leaves some steps out, for its time."""
