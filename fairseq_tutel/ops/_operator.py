@@ -134,9 +134,9 @@ def operator(
     """Return a decorator that makes a function an :class:`Operator`.
 
     Args:
-        name: of the operator.
-        fake: returns results without values, from the same arguments.
-        schema: in torch's notation; that of the function's annotations if None (default).
+        name: name of the operator.
+        fake: function of the same arguments that returns results without values.
+        schema: torch's notation of the signature (default None: from the function's annotations).
     """
     return lambda function: Operator(name, function, fake, schema)
 
@@ -153,7 +153,7 @@ def empty_gradients(tensors: Iterable[Tensor], needs: Iterable[bool]) -> tuple[T
 
 
 def check_indices(name: str, tensor: Tensor, *dims: str) -> None:
-    """Raise ValueError unless the tensor is int32 and has as many dimensions."""
+    """Raise ValueError unless the tensor is int32 with these dimensions."""
     if tensor.dim() != len(dims) or tensor.dtype != torch.int32:
         raise ValueError(
             f"{name} must be ({', '.join(dims)}) int32, got {tuple(tensor.shape)} {tensor.dtype}"

@@ -107,8 +107,8 @@ def _triton_backend() -> ModuleType:
 def implementation(function: str, tensor: torch.Tensor) -> Callable:
     """Return the backend's function of this name for the tensor's device and dtype.
 
-    The torch backend's is used if there is no kernel, because torch's own library computes best on
-    a GPU too, and for fp64 unless triton was requested.
+    Return torch's if there is no Triton kernel, because torch's own library is fastest there on a
+    GPU too, and for fp64 unless triton was requested.
 
     Raises:
         ValueError: the backend was set to triton and cannot run on the device, or the tensor is

@@ -1,7 +1,7 @@
 """Operator of the experts' whole feed-forward network, and the network on rows in chunks.
 
-Chunks have plain functions: they are used by the overlap of exchange and experts, which has an
-autograd function of its own, and computes weight gradients once, over all of them.
+The functions for chunks are not registered with torch: the overlap of exchange and experts calls
+them in its own autograd function. Weight gradients are computed once, over all chunks.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ class FFNOptions(NamedTuple):
     def draw_seed(self, device: torch.device) -> Tensor | None:
         """Draw a seed for the masks of one call; None without dropout."""
         seed = dropout_seed(max(self.dropout_p), None, device)
-        # two masks are made of each seed, by it and by its successor
+        # each call uses two seeds, this and the next, for its two masks
         return seed if seed is None or not self.part else seed + 2 * self.part
 
     def given(self, **more: Tensor | bool | None) -> dict[str, object]:
@@ -296,7 +296,7 @@ def ffn_chunk_bwd(
     options: FFNOptions,
     needs_rows: bool = True,
 ) -> FFNChunkGradient:
-    """Compute all gradients of a chunk but those of weights: the rows' can be sent then."""
+    """Compute the gradients of a chunk except the weights', so that the rows' can be sent early."""
     given = options.given(offsets=chunk.offsets, seed=chunk.seed)
     backward = implementation("expert_chunk_bwd", d_out)
     return FFNChunkGradient(*backward(d_out, chunk.hidden, *params, needs_rows=needs_rows, **given))

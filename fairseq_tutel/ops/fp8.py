@@ -1,4 +1,4 @@
-"""Which devices multiply in fp8."""
+"""Check whether a device multiplies in fp8."""
 
 import functools
 import logging
@@ -7,13 +7,13 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# Both dimensions of a product in fp8 are multiples of it.
+# Model and hidden dimension of experts in fp8 are multiples of it.
 FP8_MULTIPLE = 16
 
 
 @functools.cache
 def check_fp8(device: torch.device) -> None:
-    """Raise ValueError if the GPU has no products of fp8 groups; say once that a CPU emulates them.
+    """Refuse a GPU without grouped fp8 products; warn once that a CPU emulates them.
 
     Raises:
         ValueError: the GPU is older than Hopper or not NVIDIA's.

@@ -66,7 +66,7 @@ class ActivationMemory:
 
     @property
     def kept(self) -> str:
-        """Return the storage, or "none" if nothing is kept."""
+        """The storage, or "none" if nothing is kept."""
         return "none" if self.mode == "minimal" else self.storage
 
 
@@ -148,12 +148,12 @@ def _lean_ffn_bwd(dy, x, topk_weight, dest_row, src_pair, hidden, scale, *argume
 
 
 def _setup(ctx, inputs, output):
-    x, topk_weight, dest_row, src_pair, _, *rest = inputs
+    x, topk_weight, dest_row, src_pair, _, *network, activation, p1, p2, fp8, _, _ = inputs
     _, hidden, scale = output
-    ctx.options = rest[6:-2]
+    ctx.options = activation, p1, p2, fp8
     ctx.mark_non_differentiable(hidden, scale)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, topk_weight, dest_row, src_pair, hidden, scale, *rest[:6])
+    ctx.save_for_backward(x, topk_weight, dest_row, src_pair, hidden, scale, *network)
 
 
 def _backward(ctx, dy, d_hidden, d_scale):
@@ -247,8 +247,8 @@ def lean_chunk(
         given["fp8"] = True
     out, hidden, _ = implementation("expert_ffn_fwd", rows)(rows, *params, **given)
     kept_rows = rows if keeps else rows.new_empty((0, rows.shape[-1]))
-    kept_rows = store(kept_rows, rows.shape[-1], memory.kept)
-    return out, LeanChunk(*kept_rows, *store(hidden, params[2].shape[2], memory.kept), seed)
+    stored_rows = store(kept_rows, rows.shape[-1], memory.kept)
+    return out, LeanChunk(*stored_rows, *store(hidden, params[2].shape[2], memory.kept), seed)
 
 
 def lean_chunk_bwd(
@@ -265,7 +265,7 @@ def lean_chunk_bwd(
 
     Args:
         rows: rows that were sent again; None if the chunk keeps them.
-        dy: gradient of the tokens' outputs in their rows, without the weights of the rows.
+        dy: gradient of the token of each row, not multiplied by the row's weight.
         weight_R: (R,), weights of the rows, in fp32 (fp64).
 
     Returns:

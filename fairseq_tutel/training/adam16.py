@@ -25,7 +25,7 @@ from .. import ops
 
 STATISTICS = ("exp_avg", "exp_avg_sq")
 
-# Elements of a slice up to which one program of a GPU makes its step, together with others.
+# Small parameters share a launch on a GPU: those with at most so many elements per scale.
 _SMALL = 1 << 14
 
 # takes the elementwise maximum of a tensor over ranks, in place
@@ -185,11 +185,12 @@ class Adam16(torch.optim.Optimizer):
         together: dict[tuple, tuple[dict, list]] = {}  # small parameters by what they share
         for param, group in stepped:
             state, data = self.state[param], param.data.contiguous()
+            is_copy = data.data_ptr() != param.data.data_ptr()
             state["step"] += 1
             tensors = [data, param.grad.data, *self._statistics(param)]
             options = _options(group, state["step"], multipliers[param.device])
             small = 0 < param.numel() <= _SMALL * max(state["exp_avg_scale"].numel(), 1)
-            if small and id(param) not in maxima and data.data_ptr() == param.data.data_ptr():
+            if small and id(param) not in maxima and not is_copy:
                 *numbers, _ = options.values()
                 key = (param.device, param.dtype, param.grad.dtype, *numbers)
                 together.setdefault(key, (options, []))[1].append(tensors)
@@ -197,14 +198,14 @@ class Adam16(torch.optim.Optimizer):
             state["exp_avg_scale"], state["exp_avg_sq_scale"] = ops.adam16_step_(
                 *tensors, **options, maxima=maxima.get(id(param))
             )
-            if data.data_ptr() != param.data.data_ptr():
+            if is_copy:
                 param.data.copy_(data)
         for options, states in together.values():
             ops.adam16_steps_(states, **options)
         return loss
 
     def _shared_maxima(self, params, multipliers) -> dict[int, Tensor]:
-        """Return maxima [2, Q] over all ranks by the id of each part, in one collective."""
+        """Return each part's :func:`adam16_maxima` over all ranks, by id; one collective."""
         if self._reduce_max_ is None:
             return {}
         found = {}

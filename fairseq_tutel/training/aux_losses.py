@@ -104,12 +104,12 @@ class AuxLosses:
             for (name, aux), r in zip(self.layers, self._r, strict=True)
         ]
         sums = iter(_sum_over_ranks([count for counts in counts_L for count in counts]))
-        found = [torch.cat(utilisation(RoutingCounts(*(next(sums) for _ in c)))) for c in counts_L]
-        means = torch.stack(found).mean(0)
+        sums_L = [RoutingCounts(*(next(sums) for _ in counts)) for counts in counts_L]
+        means = torch.stack([torch.cat(utilisation(counts)) for counts in sums_L]).mean(0)
         return dict(zip(UTILISATION_NAMES, means.tolist(), strict=True))
 
     def finish(self) -> None:
-        """Add the balance losses that need the counts of all ranks; :func:`collect_aux` does it."""
+        """Add the balance losses that need all ranks' counts; :func:`collect_aux` calls it."""
         names = [name for name, _ in self.layers]
         finished = balance_over_ranks(aux for _, aux in self.layers)
         self.layers = list(zip(names, finished, strict=True))
@@ -261,7 +261,7 @@ def update_load_bias(
 
 
 def _bias_counts(layers: Mapping[str, MoELayer], found: AuxLosses) -> list[torch.Tensor]:
-    """Return the counts of one forward pass by layer; layers may differ in experts and rule."""
+    """Return one forward pass's bias counts of each layer; their shapes may differ."""
     counts = {name: aux.bias_counts for name, aux in found.layers}
     known = [count for name in layers if (count := counts.get(name)) is not None]
     if not len(known) == len(found.layers) == len(layers):

@@ -228,7 +228,7 @@ def _scale_(grads: list[torch.Tensor], factor: float | torch.Tensor) -> None:
 def sq_norm_of_copies(
     params: Iterable[nn.Parameter], groups: ExpertParallelGroups, device: torch.device
 ) -> torch.Tensor:
-    """Return an fp64 scalar; its sum over all ranks is ``num_replicas`` times the squared norm."""
+    """Return an fp64 scalar; summed over all ranks: ``num_replicas`` times the squared norm."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     grads = [(copies_of(p, groups), p.grad) for p in params if p.grad is not None]
     for copies in {copies for copies, _ in grads}:
@@ -238,7 +238,7 @@ def sq_norm_of_copies(
 
 
 def _sq_norm(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return an fp64 scalar. fp16 cannot hold large norms, so those of half gradients are fp32."""
+    """Return the squared L2 norm, fp64 scalar. Half gradients have fp32 norms: fp16 overflows."""
     half = [grad for grad in grads if grad.dtype.itemsize == 2]
     rest = [grad for grad in grads if grad.dtype.itemsize > 2]
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in half]

@@ -58,7 +58,7 @@ def shard_dense(
     if process_world()[1] == 1:
         return model
     experts = set(expert_parameters(model))
-    _take_from_first(model, experts)
+    _broadcast_dense(model, experts)
     shard_modules(
         [*(block for block in blocks if block is not model), model], experts, mesh, **options
     )
@@ -66,6 +66,7 @@ def shard_dense(
 
 
 def _blocks_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the elements of the outermost ModuleLists."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -73,10 +74,10 @@ def _blocks_of(module: nn.Module) -> Iterator[nn.Module]:
             yield from _blocks_of(child)
 
 
-def _take_from_first(model: nn.Module, experts: set[nn.Parameter]) -> None:
-    own = {
-        buffer for m in model.modules() if isinstance(m, MoELayer) for buffer in m.experts.buffers()
-    }
-    shared = [p.data for p in model.parameters() if p not in experts]
-    shared += [buffer for buffer in model.buffers() if buffer not in own]
-    broadcast_from_owners_({0: [each for each in shared if not each.is_meta]})
+def _broadcast_dense(model: nn.Module, experts: set[nn.Parameter]) -> None:
+    """Give all ranks the dense parameters and buffers of rank 0."""
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    of_experts = {buffer for layer in layers for buffer in layer.experts.buffers()}
+    dense = [p.data for p in model.parameters() if p not in experts]
+    dense += [buffer for buffer in model.buffers() if buffer not in of_experts]
+    broadcast_from_owners_({0: [each for each in dense if not each.is_meta]})

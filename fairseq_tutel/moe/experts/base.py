@@ -126,9 +126,9 @@ class ExpertBank(nn.Module):
     def without_output_bias(
         self, prepared: PreparedExperts
     ) -> tuple[PreparedExperts, torch.Tensor | None]:
-        """Return what computes the outputs without their last bias, and that bias, [e, M].
+        """Split off the last bias: return the rest, and the bias [e, M], which combine then adds.
 
-        Combine then adds it. None (default) for a bank that has none, or adds it itself.
+        The bias is None (default) if the bank has none or adds it itself.
         """
         return prepared, None
 

@@ -7,8 +7,8 @@ CPU, the weights of the experts in use are copied there for a call.
 
 ``bf16``: half of the bytes of fp32. ``int8``: a quarter; each row of a weight (an output) has a
 scale, so that its largest value is 127. Biases are not changed. An expert with more than
-:data:`_INT8_ROWS` rows is computed in bf16, because an int8 product pays only if memory is what
-takes the time.
+:data:`_INT8_ROWS` rows is computed in bf16, because int8 products are faster only while reading the
+weights takes most of the time.
 
 The gate, attention, embeddings and the dtype of the rows do not change.
 """

@@ -43,7 +43,7 @@ def expert_ffn_int8(
 ) -> Tensor:
     """Compute one expert on bf16 rows, fp32 (N, M).
 
-    Products add up in fp32 and are rounded to bf16. All else is computed in fp32. The weights are
+    Products are summed in fp32 and rounded to bf16. All else is computed in fp32. The weights are
     (F, M), or (2F, M) for a gated network, and (M, F).
     """
     product = getattr(torch, "_weight_int8pack_mm")  # noqa: B009, torch has no public form

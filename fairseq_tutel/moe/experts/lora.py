@@ -8,8 +8,8 @@ with the sums by the usual operators. Sums are computed in fp32 (fp64 for fp64) 
 the rows' dtype. They are computed again in the backward pass and never kept. Gradients of A and B
 take products with r columns (:func:`fairseq_tutel.ops.low_rank_bwd`), not those of whole weights.
 
-Autograd computes whole gradients of the sums, which it keeps until the backward pass, for networks
-other than ffn, swiglu and geglu, and if weights travel or experts are in slices.
+This saves nothing for networks other than ffn, swiglu and geglu, for slices, and if weights travel:
+autograd then keeps the sums until the backward pass, and computes whole gradients of them.
 """
 
 from __future__ import annotations
@@ -340,7 +340,10 @@ def _frozen(base: ExpertBank, storage: str) -> tuple[StackedExperts, dict[str, A
 
 
 def _joined(factor: torch.Tensor, parts: int, name: str) -> torch.Tensor:
-    """Return A [e, n*r, A] or B [e, n*B, n*r] of n neighbouring weights as one weight's factor."""
+    """Join the factors of n neighbouring weights to one: A [e, n*r, A], or B [e, n*B, n*r].
+
+    B is block-diagonal.
+    """
     if parts == 1:
         return factor
     parted = factor.unflatten(0, (-1, parts))

@@ -55,7 +55,7 @@ def own_experts(
     groups: ExpertParallelGroups,
     seed: int | None,
 ) -> ExpertList:
-    """Return the bank of this rank's own experts: the given modules, or those that are made.
+    """Return the bank of this rank's own experts: the given modules, or results of ``expert_fn``.
 
     Raises:
         TypeError: neither is given.
@@ -85,9 +85,9 @@ def own_experts(
 def with_width(
     model_dim: int | None, experts, expert_fn, groups: ExpertParallelGroups, seed: int | None
 ) -> tuple[ExpertList | None, int]:
-    """Return M, by default the inputs of the first linear layer of the first own expert.
+    """Return the own experts if they had to be made to find M (else None), and M.
 
-    Then the experts had to be made; they are the first result.
+    M is by default the input width of the first linear layer of the first expert.
     """
     if model_dim is not None:
         return None, model_dim

@@ -135,11 +135,13 @@ class StackedExperts(ExpertBank):
     def count(
         cls, model_dim: int, hidden_dim: int, options: Options | Mapping[str, Any] | None = None
     ) -> tuple[int, int]:
-        """Return the parameters of one expert, and the FLOPs per row of its forward pass."""
-        layout = cls.layout_for(cls.read_options(options)).values()
-        sizes = [(each, math.prod(each.shape(model_dim, hidden_dim))) for each in layout]
-        numbers = sum(len(each.names) * size for each, size in sizes)
-        return numbers, 2 * sum(len(e.names) * size for e, size in sizes if len(e.dims) == 2)
+        """Return the number of parameters of one expert, and FLOPs per row of its forward pass."""
+        numbers = in_matrices = 0
+        for stacked in cls.layout_for(cls.read_options(options)).values():
+            size = len(stacked.names) * math.prod(stacked.shape(model_dim, hidden_dim))
+            numbers += size
+            in_matrices += size if len(stacked.dims) == 2 else 0
+        return numbers, 2 * in_matrices
 
     def kept_per_row(self, model_dim: int) -> int:
         return self.count(model_dim, self.hidden_dim, self.options)[1] // 2 // model_dim

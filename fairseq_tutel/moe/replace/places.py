@@ -92,7 +92,7 @@ class Place(NamedTuple):
 
 
 def find_places(model: nn.Module, match: Match) -> list[Place]:
-    """Return the places of all blocks that match; raise ValueError for a block that cannot be."""
+    """Return the places of all blocks that match; refuse a block that cannot be replaced."""
     return [_place_of(model, name, block) for name, block in matching(model, match)]
 
 
@@ -119,15 +119,18 @@ def matching(model: nn.Module, match: Match) -> list[tuple[str, nn.Module]]:
 
 
 def _place_of(model: nn.Module, name: str, block: nn.Module) -> Place:
+    """Return the place of a block, or of the feed-forward network inside a transformer layer."""
     place = Place(name, block, model.get_submodule(name.rpartition(".")[0]))
     for names in _PARTS_OF_LAYERS:
+        # a feed-forward block may have the same parts, but a layer has more (attention, norms)
         if all(hasattr(block, each) for each in names) and len(list(block.children())) > 4:
             place = Place(f"{name}.{names[0]}", _join_parts(block, names), block, names[1:])
-    _refuse_shared(model, name, place.block)
+    _check_contents(model, name, place.block)
     return place
 
 
-def _refuse_shared(model: nn.Module, name: str, block: nn.Module) -> None:
+def _check_contents(model: nn.Module, name: str, block: nn.Module) -> None:
+    """Raise ValueError for convolutions, for MoE layers, and for weights used outside the block."""
     mine = {id(param) for param in block.parameters()}
     inside = {id(module) for module in block.modules()}
     for other, module in model.named_modules(remove_duplicate=False):

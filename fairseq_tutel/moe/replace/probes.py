@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..torch_modes import hooks_of, without_autocast
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Values agree up to rounding; a gradient may differ by a unit that is just at a kink, as of ReLU.
+# Values agree up to rounding. Gradients may differ more: a unit may be just at a kink, as of ReLU.
 _VALUES, _GRADIENTS = 2e-5, 0.02
 # Sizes of the tokens: small ones tell activations apart, large ones reach limits such as ReLU6's.
 _SCALES = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -126,7 +126,7 @@ def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
 
 
 def fit_width(name: str, probe: nn.Module) -> Tensor:
-    """Return tokens [2, 3, M] of the first width M that the probe maps to itself, not in place."""
+    """Return tokens [2, 3, M] of the smallest width M that the probe keeps; refuse other probes."""
     wrong = ""
     device = next(probe.parameters()).device
     generator = torch.Generator("cpu").manual_seed(0)
@@ -162,7 +162,7 @@ def _refuse_in_place(name: str, probe: nn.Module, x: Tensor) -> None:
 
 
 def check_tokens(name: str, probe: nn.Module, x: Tensor) -> None:
-    """Raise ValueError unless a token's output depends on it and on the probe's own weights."""
+    """Raise ValueError if outputs depend on other tokens, or not on the probe's own weights."""
     where = f"{name} ({type(probe).__name__}) is no [..., M] -> [..., M]: "
     other, kept = x.clone(), torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
     other[0, 1], kept[0, 1] = -x[0, 2], False
@@ -185,7 +185,7 @@ def check_tokens(name: str, probe: nn.Module, x: Tensor) -> None:
 
 
 def check_copies(name: str, probe: nn.Module, x: Tensor) -> None:
-    """Raise ValueError unless a copy computes on rows [n, M], also none, as on [..., M]."""
+    """Raise ValueError unless the probe computes rows [n, M], also n = 0, as it does [..., M]."""
     rows = x.flatten(0, 1)
     for training in (False, True):
         probe.train(training)

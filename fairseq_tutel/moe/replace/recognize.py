@@ -57,10 +57,10 @@ class _Dropouts(TorchFunctionMode):
 
 
 def recognize(block: nn.Module, probe: nn.Module, x: Tensor) -> Network | None:
-    """Return the built-in network that computes what a block does, or None.
+    """Return the built-in network that computes what a block does, with its weights, or None.
 
-    Outputs of ``probe``, its copy, agree in evaluation; in training outputs, gradients and the
-    random numbers of dropout do. The weights are the block's.
+    Compare with ``probe``, a copy of the block with random weights: outputs in evaluation; outputs,
+    gradients and the random numbers of dropout in training.
     """
     names = _linear_layers(probe)
     if len(names) not in _LAYERS:
@@ -86,7 +86,7 @@ def recognize(block: nn.Module, probe: nn.Module, x: Tensor) -> Network | None:
 
 
 def _linear_layers(probe: nn.Module) -> list[str]:
-    """Return the names of the linear layers, or none if they do not hold all weights, each once."""
+    """Return the names of the linear layers; [] unless they hold all weights, each once."""
     linears = {name: m for name, m in probe.named_modules() if _weight_and_bias(m) is not None}
     held = [id(p) for m in linears.values() for p in m.parameters(recurse=False)]
     everything = {id(param) for param in probe.parameters()}
@@ -94,7 +94,7 @@ def _linear_layers(probe: nn.Module) -> list[str]:
 
 
 def _weight_and_bias(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
-    """Return [out, in] and [out] or None of a linear layer; None of any other module."""
+    """Return a linear layer's weight [out, in] and bias (or None); None for any other module."""
     conv1d = type(module).__name__ == "Conv1D"  # the linear layer of transformers' GPT-2
     if not (isinstance(module, nn.Linear) or conv1d):
         return None

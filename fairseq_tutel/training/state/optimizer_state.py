@@ -275,9 +275,9 @@ _MIXED = "over_experts"
 def _take(value, slot: int, count: int, shape: torch.Size):
     """Return one expert's share of an entry in the state of a stacked parameter.
 
-    Moments, and their means over some dimensions (Adafactor), are sliced. A vector with one number
-    per expert becomes a vector of length 1. Numbers are copied. A tensor without a dimension for
-    experts mixes the experts of one rank, and is marked so.
+    Moments, and their means over some dimensions (Adafactor), are indexed by the expert. A vector
+    with one number per expert becomes a vector of length 1. Numbers are copied. Other entries mix
+    the experts of one rank, and are marked so.
     """
     if isinstance(value, Sequence | Mapping) and not isinstance(value, str):
         return {_MIXED: count, "value": value}
@@ -302,7 +302,7 @@ def _join(values: list, shape: torch.Size):
         return first["value"]
     if not torch.is_tensor(first) or first.dim() == 0:
         return first
-    if first.shape == (1,) != shape[1:]:
+    if first.shape == (1,) and shape[1:] != (1,):  # a number per expert
         return torch.cat(values)
     if not _is_reduction(first.shape, shape[1:]):
         raise ValueError(f"has shape {tuple(first.shape)}, which is not of one expert")

@@ -145,15 +145,16 @@ class _Shards:
         mine = [i for i, owner in self._owners.items() if owner == self._rank and i in states]
         held = [(i, key, value) for i in mine for key, value in states[i].items()]
         ranks = all_ranks()
+        # nobody may fail while others send: say what is sent, then make room for it on rank 0
         texts = ranks.run_on_all_ranks(what, lambda: json.dumps([_form(*each) for each in held]))
         forms = [json.loads(text) for text in texts]
+        owners = range(1, len(forms))
         others: dict[int, list[_Entry]] = {}
 
         def make_room() -> None:
             others.update((owner, [_empty(*form) for form in forms[owner]]) for owner in owners)
 
-        owners = range(1, len(forms))
-        ranks.run_on_first(what, make_room)  # now, as nobody may fail while others send
+        ranks.run_on_first(what, make_room)
         for owner in owners:
             entries = held if owner == self._rank else others.get(owner, [])
             tensors = [value.contiguous() for _, _, value in entries if torch.is_tensor(value)]
@@ -165,7 +166,7 @@ class _Shards:
 
 
 def _form(index: int, key: str, value: Any) -> list:
-    """Return the arguments of :func:`_empty` for json, and the bytes to send or None."""
+    """Return the arguments of :func:`_empty` for json; the last is the bytes to send, or None."""
     if torch.is_tensor(value):
         return [index, key, list(value.shape), str(value.dtype), value.nbytes]
     if value is None or isinstance(value, bool | int | float | str):
