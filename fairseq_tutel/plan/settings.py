@@ -151,6 +151,11 @@ def read_settings(
     length = _tokens_per_sample(config, model, dataset, sentence)
     world = model.moe_simulate_world_size or distributed.distributed_world_size
     gpus = gpus or world or model.moe_expert_count or 1
+    if getattr(model, "moe_lora_rank", 0):
+        raise ValueError(
+            f"--moe-lora-rank {model.moe_lora_rank}: the planner counts training of all weights, "
+            "which needs more; plan without it"
+        )
     routing = None
     if any(stack.sparse for stack in stacks_of(model)):
         model.moe_expert_count = model.moe_expert_count or gpus  # as the model reads 0

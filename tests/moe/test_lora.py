@@ -187,6 +187,16 @@ def test_frozen_weights_in_fewer_bytes(network, storage, held):
     assert rms_ratio(layer(x), exact(x)) < 0.02
 
 
+def test_half_precision_keeps_the_scales_of_int8():
+    layer = make("ffn", lora=False)
+    with torch.no_grad():
+        layer.experts.fc1_weight.mul_(1e-7)  # scales that fp16 rounds to zero
+    training.add_lora(layer, RANK, ALPHA, storage="int8")
+    scale = layer.experts.fc1_weight_scale.clone()
+    layer.half()
+    assert torch.equal(layer.experts.fc1_weight_scale, scale)
+
+
 def test_merging_and_state_dicts():
     layer, plain = make("swiglu"), make("swiglu", lora=False)
     names = list(plain.state_dict())

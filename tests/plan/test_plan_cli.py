@@ -213,6 +213,7 @@ SIZES = """x --task language_modeling --tokens-per-sample 8 --batch-size 2 --opt
         ("--batch-size -4", "--batch-size -4 must be at least 1"),
         ("--max-tokens -1", "--max-tokens -1 must be at least 1"),
         ("--tokens-per-sample -5", "--tokens-per-sample -5 must be at least 1"),
+        ("--moe-lora-rank 2", "--moe-lora-rank 2: the planner counts training of all weights"),
     ],
 )
 def test_sizes_that_cannot_be_are_named_in_one_line(capsys, words, message):

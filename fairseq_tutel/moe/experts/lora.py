@@ -236,6 +236,13 @@ class LoRAExperts(StackedExperts):
     def without_weights(self):
         raise ValueError("experts with low-rank updates: merge them first (training.merge_lora)")
 
+    def _apply(self, fn, recurse=True):
+        scales = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, scale in scales.items():  # fp16 would lose the scales of small weights
+            self._buffers[name] = scale.to(self._buffers[name].device)
+        return self
+
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         held = dict(self._parameters)
         self._widen(torch.bfloat16)

@@ -101,6 +101,9 @@ def test_merged_set(base, tmp_path, capsys):
     assert not torch.allclose(logits(trainer), logits(plain))
     with pytest.raises(ValueError, match="--moe-lora-rank 2"):
         plain.load_checkpoint(path, reset_optimizer=True)
+    other = make_trainer(make_config(*ALL, *LORA, "--moe-lora-alpha", "8"))
+    with pytest.raises(ValueError, match="alpha 8.0 would scale .* made with --moe-lora-alpha 4.0"):
+        other.load_checkpoint(path)
     plain.load_checkpoint(merged, reset_optimizer=True)
     torch.testing.assert_close(logits(trainer), logits(plain), rtol=1e-4, atol=1e-5)
     with pytest.raises(CheckpointError, match="has no LoRA"):

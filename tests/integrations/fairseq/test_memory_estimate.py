@@ -37,14 +37,15 @@ def test_the_planners_count_is_logged_once_and_changes_no_random_number(caplog, 
     assert "does NOT fit" in caplog.text and "--checkpoint-activations; --moe-" in caplog.text
 
 
-def test_a_run_that_the_planner_does_not_know_says_nothing():
-    trainer = make_trainer(make_config("--moe-expert-count", "4", "--optimizer", "nag"))
+@pytest.mark.parametrize("options", [("--optimizer", "nag"), ("--moe-lora-rank", "2")])
+def test_a_run_that_the_planner_does_not_know_says_nothing(options):
+    trainer = make_trainer(make_config("--moe-expert-count", "4", *options))
     assert trainer.memory_of_step() is None
 
 
 @pytest.mark.parametrize("options, helps", [
     ((), "--checkpoint-activations; --moe-activation-memory lean; --moe-expert-placement sliced "
-     ".*; --zero-sharding os"),
+     ".*; --zero-sharding os .*; --moe-update-in-backward"),
     (("--checkpoint-activations", "--zero-sharding", "os"), "what helps: --moe-expert-placement"),
 ])  # fmt: skip
 def test_an_error_is_one_line_with_consumers_and_options(options, helps):

@@ -39,7 +39,7 @@ _OF_PARAMETERS = (
       for size in ("layers", "embed_dim", "ffn_embed_dim", "moe_freq")),
     *("moe_freq", "moe_expert_ffn_dim", "moe_shared_expert_ffn_dim", "moe_expert_network"),
     *("moe_shared_expert_gate", "moe_router", "moe_load_bias", "moe_null_experts", "moe_cmr"),
-    "moe_lora_rank",
+    *("moe_lora_rank", "moe_lora_alpha"),
 )  # fmt: skip
 
 
@@ -198,6 +198,11 @@ class CheckpointMixin:
             ) from None
 
     def _load_weights(self, state, path):
+        stored, model = options_of(state), self.cfg.model
+        factor = getattr(model, "moe_lora_alpha", None)
+        has_updates = stored.get("moe_lora_rank") and getattr(model, "moe_lora_rank", 0)
+        if has_updates and stored["moe_lora_alpha"] != factor:
+            raise ValueError(f"--moe-lora-alpha {factor} would scale the updates in {path} anew")
         if "num_updates" in state["optimizer_history"][-1]:
             self.model.set_num_updates(state["optimizer_history"][-1]["num_updates"])
         # popped to free the memory before the optimizer's state is read
