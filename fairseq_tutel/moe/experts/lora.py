@@ -237,10 +237,10 @@ class LoRAExperts(StackedExperts):
         raise ValueError("experts with low-rank updates: merge them first (training.merge_lora)")
 
     def _apply(self, fn, recurse=True):
-        scales = dict(self._buffers)
+        scales = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
         for name, scale in scales.items():  # fp16 would lose the scales of small weights
-            self._buffers[name] = scale.to(self._buffers[name].device)
+            self._buffers[name] = scale.to(getattr(self, name).device)
         return self
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
