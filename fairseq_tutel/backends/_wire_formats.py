@@ -8,8 +8,6 @@ NaN. The scale brings the block's largest magnitude to between 7/8 and 7/4 times
 the format's largest value: no value up to 3e38 overflows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Helpers for the default process group: small messages, cached values, a clean exit."""
 
-from __future__ import annotations
-
 import atexit
 import glob
 import hashlib

@@ -12,8 +12,6 @@ trace-*.png   experts of single tokens, and the spread of the load in each layer
 A picture is left out if its file is missing.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import itertools

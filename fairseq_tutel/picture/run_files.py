@@ -1,7 +1,5 @@
 """Files of JSON lines that a run writes, and what all pictures of them share."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator

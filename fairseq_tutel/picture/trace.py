@@ -1,7 +1,5 @@
 """Picture of a trace: experts of single tokens, and the spread of the load in each layer."""
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Iterable
 from dataclasses import dataclass

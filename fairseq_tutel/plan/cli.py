@@ -3,8 +3,6 @@
 Arguments are checked before torch and fairseq are imported, which takes seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import logging

@@ -5,8 +5,6 @@ registered model, task, criterion and optimizer. fairseq's own parser reads the 
 fairseq-train.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

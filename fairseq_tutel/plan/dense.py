@@ -17,8 +17,6 @@ Bytes per element of the tables, b that of an element, reads and writes alike:
                        probabilities read (b)
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 

@@ -25,8 +25,6 @@ With ``checkpoint_activations`` a layer keeps only its input, b M per token, and
 is recomputed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Hardware profiles (``configs/hardware/*.yaml``)."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path

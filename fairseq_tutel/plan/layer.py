@@ -10,8 +10,6 @@ The dense formulation computes R = E C rows, too. It adds products with masks of
 passes over them (:mod:`.dense`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..config import EXCHANGES, OVERLAP_DEGREES

@@ -1,7 +1,5 @@
 """Parameter counts of the model itself, built on torch's meta device."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

@@ -1,7 +1,5 @@
 """Plans: counts, memory, work and time of a run, or the reason why it cannot run."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

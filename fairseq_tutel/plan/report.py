@@ -1,7 +1,5 @@
 """Plans as text."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from ..command_line import columns

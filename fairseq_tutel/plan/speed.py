@@ -17,8 +17,6 @@ exchange waits for them. A chunk costs as much as an exchange of its size, so d 
 the messages. A wire format costs one more pass over the rows at either end.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ GPU with all experts gathers nothing. Gradients travel back in the same number. 
 products does not depend on r: r times the rows, and 1/r of the hidden units.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -29,8 +29,6 @@ NaN or unchanged in the parameter, all others are computed as if they were not t
 taken over finite values only). A slice of zeros has scale 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

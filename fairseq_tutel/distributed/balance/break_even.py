@@ -15,8 +15,6 @@ A row of M numbers may start to travel because a helper computes it: 2 M numbers
 4 M with its gradients. That takes as long as ``rows * 2 M / N`` rows to compute, in both cases.
 """
 
-from __future__ import annotations
-
 import math
 import time
 

@@ -9,8 +9,6 @@ Both transfers run while each rank computes its own rows::
 helpers' gradients to its own in the order of their ranks, so results do not depend on timing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Sequence

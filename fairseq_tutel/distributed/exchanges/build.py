@@ -1,7 +1,5 @@
 """Construction of an exchange algorithm and its process groups from a name."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 

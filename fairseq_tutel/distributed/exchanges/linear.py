@@ -1,7 +1,5 @@
 """Plain all-to-all: one collective in which every rank sends a message to every other rank."""
 
-from __future__ import annotations
-
 import math
 
 import torch.distributed as dist

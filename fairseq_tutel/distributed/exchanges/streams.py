@@ -4,8 +4,6 @@ A stream runs work in the order of submission. All ranks submit in the same orde
 collectives match.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 from collections.abc import Callable

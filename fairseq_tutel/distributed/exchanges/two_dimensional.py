@@ -15,8 +15,6 @@ each rank::
 here ``ops.dispatch`` and ``ops.combine`` use the order of the first message.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -10,8 +10,6 @@ gets ``sum_g W/G * (A_g h_g + b)``. So only the weight of fc2 is multiplied by G
 not. Multiplying both weights by sqrt(G) would be right for ReLU alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import torch

@@ -16,8 +16,6 @@ of the exchange group.
 ``distributed/README.md`` says which r to choose and what gathered weights cost.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

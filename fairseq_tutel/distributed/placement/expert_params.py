@@ -1,7 +1,5 @@
 """Marks of expert parameters, and collectives over the ranks that hold them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn

@@ -14,8 +14,6 @@ With the placement *sliced* instead of *replicated*, each of the S = W/E ranks o
 F/S of its F hidden units: rank s*E + j has slice s of expert j (:mod:`.slices`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging

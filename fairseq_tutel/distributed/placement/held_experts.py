@@ -4,8 +4,6 @@ Every rank numbers its experts from 0. The mark is a small tensor that keeps one
 being loaded into another rank. Sets (:mod:`fairseq_tutel.checkpoint`) do not have it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 

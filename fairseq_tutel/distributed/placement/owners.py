@@ -1,7 +1,5 @@
 """Tensors with one owner among the ranks: assignment, broadcast, transfer to the first rank."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Mapping, Sequence
 

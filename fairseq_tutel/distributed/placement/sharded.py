@@ -1,7 +1,5 @@
 """DTensors: tensors that torch's FSDP2 (``fully_shard``) spreads over the ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any

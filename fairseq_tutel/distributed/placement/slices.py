@@ -6,8 +6,6 @@ hidden units, such as fc2's bias, are whole on every rank of the expert. Each ne
 declares how its tensors are cut.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch

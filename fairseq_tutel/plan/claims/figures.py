@@ -4,8 +4,6 @@
 of scripts/slurm/submit_ladder.sh, with layer-N.json, alltoall-N.json and train-N.json of N GPUs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence

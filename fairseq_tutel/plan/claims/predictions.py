@@ -3,8 +3,6 @@
 :data:`PREDICTIONS` has functions by row; they return the values in the order of the published ones.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

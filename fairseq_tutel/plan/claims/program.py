@@ -1,7 +1,5 @@
 """Program ``python -m fairseq_tutel.plan claims``: prints the claims and draws their figures."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import logging

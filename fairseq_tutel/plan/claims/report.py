@@ -1,7 +1,5 @@
 """The table of claims, and one claim in detail."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

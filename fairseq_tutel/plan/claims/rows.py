@@ -5,8 +5,6 @@ technical analysis of it; ``paper``: arXiv 2206.03382, its abstract of the first
 ``news``: an article of 2021 about the announcement.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 
