@@ -6,7 +6,8 @@ Every function of a layer is also ``torch.ops.fairseq_tutel.<name>``. A file of 
 ``fairseq_tutel/README.md`` explains the letters of shapes.
 """
 
-from .adam import adam16_maxima, adam16_step_, adam16_steps_, finite_max, quantize_
+from ..backends.torch import finite_max, quantize_
+from .adam import adam16_maxima, adam16_step_, adam16_steps_
 from .backend import backend_for, get_backend, set_backend
 from .dispatch import combine, combine_takes_bias, dispatch
 from .expert_ffn import (
@@ -39,49 +40,3 @@ from .rows import assign_rows
 from .slots import assign_slots
 from .token_ffn import gathers_tokens, token_ffn
 from .wire import decode_rows, encode_rows, wire_bytes
-
-__all__ = [
-    "ACTIVATIONS",
-    "ActivationMemory",
-    "FFNChunk",
-    "FFNChunkGradient",
-    "FFNOptions",
-    "FP8_MULTIPLE",
-    "LeanChunk",
-    "activate",
-    "adam16_maxima",
-    "adam16_step_",
-    "adam16_steps_",
-    "assign_rows",
-    "assign_slots",
-    "backend_for",
-    "check_activation",
-    "check_fp8",
-    "combine",
-    "combine_takes_bias",
-    "decode_rows",
-    "dispatch",
-    "dispatch_bwd",
-    "encode_rows",
-    "expert_ffn",
-    "ffn_chunk",
-    "ffn_chunk_bwd",
-    "ffn_chunks_bwd_params",
-    "finite_max",
-    "gate_logits",
-    "gate_logits_and_tokens",
-    "gathers_tokens",
-    "get_backend",
-    "lean_chunk",
-    "lean_chunk_bwd",
-    "lean_ffn",
-    "low_rank_bwd",
-    "pair_values",
-    "quantize_",
-    "row_weights",
-    "scaled_dot",
-    "set_backend",
-    "token_ffn",
-    "topk_gating",
-    "wire_bytes",
-]

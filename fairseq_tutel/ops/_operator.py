@@ -1,6 +1,7 @@
 """Registration of operators, and the checks and gradients that they share."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,14 +35,26 @@ class Operator:
     def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
         """Register the gradient, with the arguments of torch's operators."""
         self._definition.register_autograd(backward, setup_context=setup_context)
-        self._apply = _differentiable(self._name, self._function, backward, setup_context)
+
+        # not torch's form with a setup_context of its own, which inspects signatures at each call
+        def forward(ctx, *args):
+            output = self._function(*args)
+            setup_context(ctx, args, output)
+            return output
+
+        members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        kind = type(self._name, (torch.autograd.Function,), members)
+        # Function.apply also looks for transforms, which are excluded here
+        parent: Any = super(torch.autograd.Function, kind)
+        self._apply = parent.apply
 
     def __call__(self, *args):
         if torch.compiler.is_compiling():
             return self._definition(*args)
         tensors = [value for value in args if isinstance(value, Tensor)]
         if is_plain_eager(args, tensors):
-            if not (torch.is_grad_enabled() and _any_requires_grad(tensors)):
+            # a list is faster than a generator
+            if not (torch.is_grad_enabled() and any([x.requires_grad for x in tensors])):
                 return self._function(*args)
             if self._apply is not None:
                 return self._apply(*args)
@@ -62,27 +75,6 @@ class Operator:
                 "torch.autograd.forward_ad): use torch.autograd.grad, or "
                 "torch.autograd.functional.jacobian in reverse mode"
             )
-
-
-def _differentiable(
-    name: str, function: Callable, backward: Callable, setup_context: Callable
-) -> Callable:
-    """Return the function as an autograd function with this gradient."""
-
-    # not torch's form with a setup_context of its own, which inspects signatures at each call
-    def forward(ctx, *args):
-        output = function(*args)
-        setup_context(ctx, args, output)
-        return output
-
-    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    kind = type(name, (torch.autograd.Function,), members)
-    # Function.apply also looks for transforms, which are excluded here
-    return super(torch.autograd.Function, kind).apply  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _any_requires_grad(tensors: list[Tensor]) -> bool:
-    return any([tensor.requires_grad for tensor in tensors])  # faster than a generator
 
 
 def _key_set(*names: str) -> int:
@@ -133,10 +125,8 @@ def operator(
 ) -> Callable[[Callable], Operator]:
     """Return a decorator that makes a function an :class:`Operator`.
 
-    Args:
-        name: name of the operator.
-        fake: function of the same arguments that returns results without values.
-        schema: torch's notation of the signature (default None: from the function's annotations).
+    ``fake`` takes the same arguments and returns results without values. ``schema`` is torch's
+    notation of the signature (default None: from the function's annotations).
     """
     return lambda function: Operator(name, function, fake, schema)
 

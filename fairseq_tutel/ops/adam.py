@@ -8,10 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..backends.torch import finite_max, quantize_
 from .backend import implementation
-
-__all__ = ["adam16_maxima", "adam16_step_", "adam16_steps_", "finite_max", "quantize_"]
 
 
 def adam16_maxima(param: Tensor, *tensors: Tensor, **options) -> Tensor:

@@ -77,25 +77,22 @@ def backend_for(device: torch.device | str) -> str:
     """
     device_type = device.type if isinstance(device, torch.device) else torch.device(device).type
     name = _chosen.get((_requested, device_type))
-    if name is None:
-        name, why = _choose(_requested, device_type)
-        # Traced code must not log. Its operators ask again when they run, outside of the trace.
-        if not torch.compiler.is_compiling():
-            _chosen[_requested, device_type] = name
-            logger.info("MoE operators on %s: %s backend (%s)", device_type, name, why)
+    if name is not None:
+        return name
+    name, why = "torch", _requested
+    if _requested == "triton" or (_requested == "auto" and device_type == "cuda"):
+        reason = _why_not_triton(device_type)
+        if reason is None:
+            name = "triton"
+        elif _requested == "triton":
+            raise ValueError(f"backend 'triton' cannot run: {reason}")
+        else:
+            why = f"auto: {reason}"
+    # Traced code must not log. Its operators ask again when they run, outside of the trace.
+    if not torch.compiler.is_compiling():
+        _chosen[_requested, device_type] = name
+        logger.info("MoE operators on %s: %s backend (%s)", device_type, name, why)
     return name
-
-
-def _choose(requested: str, device_type: str) -> tuple[str, str]:
-    """Return the backend and the reason for it."""
-    if requested == "torch" or (requested == "auto" and device_type != "cuda"):
-        return "torch", requested
-    reason = _why_not_triton(device_type)
-    if reason is None:
-        return "triton", requested
-    if requested == "triton":
-        raise ValueError(f"backend 'triton' cannot run: {reason}")
-    return "torch", f"auto: {reason}"
 
 
 @functools.cache
@@ -108,11 +105,7 @@ def implementation(function: str, tensor: torch.Tensor) -> Callable:
     """Return the backend's function of this name for the tensor's device and dtype.
 
     Return torch's if there is no Triton kernel, because torch's own library is fastest there on a
-    GPU too, and for fp64 unless triton was requested.
-
-    Raises:
-        ValueError: the backend was set to triton and cannot run on the device, or the tensor is
-            fp64, which the kernels do not handle.
+    GPU too, and for fp64. Raise ValueError for fp64 if triton was requested.
     """
     if backend_for(tensor.device) == "triton":
         triton_backend = _triton_backend()

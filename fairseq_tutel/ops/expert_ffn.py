@@ -110,20 +110,20 @@ def _fake_ffn(rows, w1, b1, w2, b2, offsets, *options):
 _SCHEMA = f"(Tensor rows, {NETWORK}, bool keep_hidden) -> (Tensor, Tensor, Tensor)"
 
 
-@operator("expert_ffn", _fake_ffn, _SCHEMA)
-def _expert_ffn(rows, *arguments):
+def _forward(rows, *arguments, **precision):
     *network, keep_hidden = arguments
     params, given = split_network(*network)
-    return implementation("expert_ffn_fwd", rows)(rows, *params, keep_hidden=keep_hidden, **given)
+    forward = implementation("expert_ffn_fwd", rows)
+    return forward(rows, *params, keep_hidden=keep_hidden, **precision, **given)
 
 
 @operator("expert_ffn_fp8", _fake_ffn, _SCHEMA)
 def _expert_ffn_fp8(rows, *arguments):
     check_fp8(rows.device)
-    *network, keep_hidden = arguments
-    params, given = split_network(*network)
-    forward = implementation("expert_ffn_fwd", rows)
-    return forward(rows, *params, keep_hidden=keep_hidden, fp8=True, **given)
+    return _forward(rows, *arguments, fp8=True)
+
+
+_expert_ffn = operator("expert_ffn", _fake_ffn, _SCHEMA)(_forward)
 
 
 def _fake_ffn_bwd(d_out, rows, hidden, active, *arguments):

@@ -117,7 +117,7 @@ class Moved(Dispatched):
 
     def launches(self):
         """Names and bytes of what is no view and no operator with launches of its own."""
-        free = {*VIEWS, *ops.__all__, *(f"{name}_bwd" for name in ops.__all__)}
+        free = {*VIEWS, *vars(ops), *(f"{name}_bwd" for name in vars(ops))}
         pairs = zip(self.names, self.bytes, strict=True)
         return [(name, count) for name, count in pairs if name not in free]
 
