@@ -14,7 +14,7 @@ from ... import ops
 from ...config import EXPERTS, Options, option
 from ...distributed import ExpertParallelGroups
 from .base import ExpertBank, ExpertRows, PreparedExperts
-from .ffn import Experts, SharedExpert, make_shared_expert
+from .ffn import Experts, SharedExpert
 from .gated import GeGLUExperts, SwiGLUExperts
 from .inference import STORAGES, InferenceExperts, hold_experts
 from .lora import LORA_STORAGES, LoRAExperts
@@ -85,7 +85,6 @@ __all__ = [
     "SwiGLUExperts",
     "hold_experts",
     "make_experts",
-    "make_shared_expert",
     "option",
     "own_experts",
     "with_width",

@@ -133,11 +133,7 @@ class ExpertBank(nn.Module):
         return prepared, None
 
     def compute_in(self, precision: str) -> None:
-        """Set the precision of the products: ``same`` as the rows', or ``fp8``.
-
-        Raises:
-            ValueError: the bank has no products in that precision.
-        """
+        """Set the precision of products, ``same`` as the rows' or ``fp8``; here only ``same``."""
         if precision != "same":
             raise ValueError(
                 f"expert_compute={precision!r} is for the networks ffn, swiglu and geglu, "
@@ -145,11 +141,7 @@ class ExpertBank(nn.Module):
             )
 
     def keep(self, memory: ops.ActivationMemory) -> None:
-        """Set what the forward pass keeps for the backward pass.
-
-        Raises:
-            ValueError: the bank cannot compute the rest again.
-        """
+        """Set what the forward pass keeps for the backward pass; here only "fast"."""
         if memory.mode != "fast":
             raise ValueError(
                 f"activation_memory={memory.mode!r} is for the networks ffn, swiglu and geglu, not "
@@ -178,9 +170,8 @@ class ExpertBank(nn.Module):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
         """Compute one chunk without autograd.
 
-        Returns:
-            the output, and the tensors that the backward pass needs if ``keep``, as many in each
-            call.
+        Return the output, and the tensors that the backward pass needs if ``keep``, as many in each
+        call.
         """
         raise NotImplementedError
 

@@ -11,20 +11,14 @@ from ... import ops
 from ...config import EXPERTS
 from .base import PreparedExperts
 from .int8 import INT8_MULTIPLE, Int8, expert_ffn_int8
-from .stacked import Stacked, StackedExperts
+from .stacked import StackedExperts, ffn_layout
 
 
 @EXPERTS.register("ffn")
 class Experts(StackedExperts):
     """fc2(dropout(activation(fc1(x)))), each with a bias, and dropout after it."""
 
-    layout = {
-        "fc1_weight": Stacked("FM", "fc1.weight"),
-        "fc1_bias": Stacked("F", "fc1.bias"),
-        "fc2_weight": Stacked("MF", "fc2.weight"),
-        "fc2_bias": Stacked("M", "fc2.bias"),
-    }
-
+    layout = ffn_layout("fc1")
     fp8 = False  # the forward pass multiplies in e4m3
 
     def compute_in(self, precision):
@@ -106,10 +100,7 @@ class Experts(StackedExperts):
         return ops.lean_chunk(rows, *self._tensors(prepared), offsets=offsets, **given)
 
     def lean_chunk_bwd(self, prepared, rows, dy, weight_R, offsets, state, needs_rows):
-        """Return :func:`fairseq_tutel.ops.lean_chunk_bwd` for what :meth:`lean_chunk` kept.
-
-        The last two results are for :meth:`chunks_bwd_params`.
-        """
+        """Return :func:`fairseq_tutel.ops.lean_chunk_bwd` for what :meth:`lean_chunk` kept."""
         given = {"options": self._options(prepared), "needs_rows": needs_rows}
         tensors = ops.LeanChunk(*state), *self._tensors(prepared)
         return ops.lean_chunk_bwd(rows, dy, weight_R, *tensors, offsets=offsets, **given)
@@ -209,18 +200,3 @@ class SharedExpert(nn.Module):
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}"
-
-
-def make_shared_expert(
-    model_dim: int,
-    hidden_dim: int,
-    activation: str,
-    dropouts: tuple[float, float],
-    gated: bool,
-) -> SharedExpert | None:
-    """Return the expert of all tokens; None if ``hidden_dim`` is 0."""
-    if hidden_dim:
-        return SharedExpert(model_dim, hidden_dim, activation, dropouts, gated)
-    if gated:
-        raise ValueError("shared_expert_gate=True needs a shared_expert_dim > 0")
-    return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ... import ops
 from ...config import EXPERTS, Options, option
 from .ffn import Experts
-from .stacked import Stacked, StackedExperts
+from .stacked import StackedExperts, ffn_layout
 
 
 class _GatedExperts(Experts):
@@ -26,20 +26,11 @@ class _GatedExperts(Experts):
     class Options(Options):
         bias: bool = option(False, "the three projections have biases")
 
-    layout = {
-        "fc1_weight": Stacked("FM", "fc_gate.weight", "fc1.weight"),
-        "fc1_bias": Stacked("F", "fc_gate.bias", "fc1.bias"),
-        "fc2_weight": Stacked("MF", "fc2.weight"),
-        "fc2_bias": Stacked("M", "fc2.bias"),
-    }
+    layout = ffn_layout("fc_gate", "fc1")
 
     @classmethod
     def layout_for(cls, options):
-        return {
-            name: stacked
-            for name, stacked in cls.layout.items()
-            if options.bias or not name.endswith("bias")
-        }
+        return ffn_layout("fc_gate", "fc1", bias=options.bias)
 
     def _options(self, prepared):
         return ops.FFNOptions(self.gated_by, prepared.dropout, prepared.part, self.fp8)

@@ -15,6 +15,7 @@ The gate, attention, embeddings and the dtype of the rows do not change.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from ..torch_modes import without_autocast
 from .base import ExpertBank, ExpertRows, PreparedExperts
 from .int8 import Int8
-from .stacked import StackedExperts
+from .stacked import StackedExperts, fitting_tensors
 
 STORAGES = ("stacked", "mapped", "bf16", "int8")
 _INT8_ROWS = 16  # up to so many rows of an expert, int8 weights are faster than bf16
@@ -53,62 +54,55 @@ class InferenceExperts(ExpertBank):
 
     def forward(self, batch: ExpertRows, prepared: PreparedExperts | None = None) -> torch.Tensor:
         """Compute the rows of each expert. NOTE: the host reads the counts of ragged rows."""
+        if self.training or (torch.is_grad_enabled() and batch.rows.requires_grad):
+            raise ValueError(
+                f"experts that are held as {self.storage!r} have no gradients: they are for "
+                "evaluation (eval() and torch.no_grad()), not for training"
+            )
         rows_RM = batch.rows.reshape(-1, batch.rows.shape[-1])
         if batch.offsets is None:
             size = batch.rows.shape[1]
             ends = [size * (number + 1) for number in range(batch.rows.shape[0])]
         else:
             ends = batch.offsets.tolist()
-        spans = [
-            (expert, begin, end)
-            for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
-            if end > begin
-        ]
+        out_RM = torch.empty_like(rows_RM)
         with without_autocast(rows_RM.device):
-            out_RM = self._used(rows_RM, spans)
+            for expert, (begin, end) in enumerate(itertools.pairwise([0, *ends])):
+                if end > begin:
+                    out_RM[begin:end] = self._one(expert, rows_RM[begin:end])
         out_RM[ends[-1] :] = 0
         return out_RM.view(batch.rows.shape)
 
-    def _used(self, rows_RM, spans):
-        """Compute the rows of the experts that have some."""
-        if self.training or (torch.is_grad_enabled() and rows_RM.requires_grad):
-            raise ValueError(
-                f"experts that are held as {self.storage!r} have no gradients: they are for "
-                "evaluation (eval() and torch.no_grad()), not for training"
-            )
-        out_RM = torch.empty_like(rows_RM)
-        for expert, begin, end in spans:
-            out_RM[begin:end] = self._one(expert, rows_RM[begin:end])
-        return out_RM
-
     def _one(self, expert: int, rows_NM: torch.Tensor) -> torch.Tensor:
-        held = self._held[expert]
+        """Compute the rows of one expert."""
+        held, network = self._held[expert], self.network
         if not held:
             raise ValueError(
                 f"the experts, held as {self.storage!r}, have no weights until a state dict is "
                 "loaded"
             )
-        network = self.network
         if self.storage == "mapped":
-            params = (_one_stack(values).to(rows_NM) for values in held.values())
-            return _compute(network, params, rows_NM)
-        half_NM = rows_NM.to(torch.bfloat16)
-        if self.storage == "int8" and len(rows_NM) <= _INT8_ROWS and network.has_int8_product:
-            return network.compute_int8(tuple(held.values()), half_NM).to(rows_NM.dtype)
-        params = (value.to(torch.bfloat16) for value in held.values())
-        return _compute(network, params, half_NM).to(rows_NM.dtype)
+            params = [
+                (values[0][None] if len(values) == 1 else torch.stack(values)).to(rows_NM)
+                for values in held.values()
+            ]
+        else:
+            half_NM = rows_NM.to(torch.bfloat16)
+            if self.storage == "int8" and len(rows_NM) <= _INT8_ROWS and network.has_int8_product:
+                return network.compute_int8(tuple(held.values()), half_NM).to(rows_NM.dtype)
+            params = [value.to(torch.bfloat16) for value in held.values()]
+        out_1NM = network.compute(PreparedExperts(tuple(params)), rows_NM.to(params[0])[None], None)
+        return out_1NM[0].to(rows_NM.dtype)
 
     def hold(self, slot: int, name: str, values: Sequence[torch.Tensor]) -> None:
         """Hold the tensors of a stacked parameter of one local expert."""
-        values = tuple(value.detach() for value in values)
-        held: Any = values
+        held: Any = tuple(value.detach() for value in values)
         if self.storage != "mapped":
-            stack = torch.stack(values)
-            is_weight = len(self.network.layout[name].dims) == 2
-            if self.storage == "bf16":
-                held = stack.to(torch.bfloat16)
-            else:
-                held = Int8.of(stack) if is_weight else stack
+            held = torch.stack(held)
+        if self.storage == "bf16":
+            held = held.to(torch.bfloat16)
+        elif self.storage == "int8" and len(self.network.layout[name].dims) == 2:
+            held = Int8.of(held)
         self._held[slot][name] = held
 
     def stacks(self) -> dict[str, Any]:
@@ -154,48 +148,26 @@ class InferenceExperts(ExpertBank):
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ):
-        wanted = set()
-        for slot in range(len(self.expert_ids)):
-            for name, singles in self._names(slot):
-                keys = [prefix + single for single in singles]
-                wanted.update(keys)
-                missing_keys.extend(key for key in keys if key not in state_dict)
-                values = {key: state_dict[key] for key in keys if key in state_dict}
-                shape = getattr(self.network, name).shape[1:]
-                wrong = [key for key, value in values.items() if value.shape != shape]
-                error_msgs.extend(
-                    f"size mismatch for {key}: {tuple(values[key].shape)} in the checkpoint, "
-                    f"{tuple(shape)} in the model"
-                    for key in wrong
-                )
-                if len(values) == len(keys) and not wrong:
-                    self.hold(slot, name, list(values.values()))
-        if strict:
-            unexpected_keys.extend(
-                key for key in state_dict if key.startswith(prefix) and key not in wanted
-            )
+        places = [(slot, *each) for slot in range(len(self._held)) for each in self._names(slot)]
+        shapes = {
+            single: getattr(self.network, name).shape[1:]
+            for _, name, singles in places
+            for single in singles
+        }
+        reports = missing_keys, unexpected_keys, error_msgs
+        found = fitting_tensors(shapes, (0, 1), state_dict, prefix, strict, *reports)
+        for slot, name, singles in places:
+            if all(single in found for single in singles):
+                self.hold(slot, name, [found[single] for single in singles])
 
     def num_bytes(self) -> int:
         """Return the bytes of the weights that are held; mapped ones are bytes of files."""
-        tensors = [
-            tensor
-            for held in self._held
-            for value in held.values()
-            for tensor in (value if isinstance(value, tuple) else (value,))
-        ]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        values = [value for held in self._held for value in held.values()]
+        tensors = [x for value in values for x in (value if isinstance(value, tuple) else (value,))]
+        return sum(tensor.nbytes for tensor in tensors)
 
     def extra_repr(self) -> str:
         return f"{self.storage}, {self.network.extra_repr()}"
-
-
-def _compute(network, params, rows_NM):
-    return network.compute(PreparedExperts(tuple(params)), rows_NM[None], None)[0]
-
-
-def _one_stack(values: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Return [n, ...], without a copy for a single tensor."""
-    return values[0][None] if len(values) == 1 else torch.stack(values)
 
 
 def hold_experts(bank: ExpertBank, storage: str) -> InferenceExperts:
@@ -204,11 +176,8 @@ def hold_experts(bank: ExpertBank, storage: str) -> InferenceExperts:
     The weights are copied (``mapped``: shared), so that the given bank can be freed.
 
     Args:
-        bank: experts that are whole, of a built-in or registered network.
+        bank: whole experts of a built-in or registered network; ValueError for any others.
         storage: ``mapped``, ``bf16`` or ``int8``, see :mod:`fairseq_tutel.moe.experts.inference`.
-
-    Raises:
-        ValueError: the bank is another one, or in slices.
     """
     if not isinstance(bank, StackedExperts) or bank.hidden_slice[1] > 1:
         what = f"in {bank.hidden_slice[1]} slices" if isinstance(bank, StackedExperts) else "own"

@@ -60,9 +60,6 @@ class LoRAExperts(StackedExperts):
 
     ``storage`` is how frozen weights are held; without one, those of ``base`` are shared.
     :func:`fairseq_tutel.training.add_lora` explains the other arguments.
-
-    Raises:
-        ValueError: the experts are no stack, or already have updates; an argument is out of range.
     """
 
     def __init__(
@@ -347,10 +344,7 @@ def _frozen(base: ExpertBank, storage: str) -> tuple[StackedExperts, dict[str, A
 
 
 def _joined(factor: torch.Tensor, parts: int, name: str) -> torch.Tensor:
-    """Join the factors of n neighbouring weights to one: A [e, n*r, A], or B [e, n*B, n*r].
-
-    B is block-diagonal.
-    """
+    """Join factors of n neighbouring weights: A [e, n*r, A], or block-diagonal B [e, n*B, n*r]."""
     if parts == 1:
         return factor
     parted = factor.unflatten(0, (-1, parts))

@@ -55,12 +55,7 @@ def own_experts(
     groups: ExpertParallelGroups,
     seed: int | None,
 ) -> ExpertList:
-    """Return the bank of this rank's own experts: the given modules, or results of ``expert_fn``.
-
-    Raises:
-        TypeError: neither is given.
-        ValueError: both are given, modules do not fit the groups, or experts are in slices.
-    """
+    """Return the bank of the user's experts: the given modules, or results of ``expert_fn``."""
     if experts is not None and expert_fn is not None:
         raise ValueError("expert_fn and experts both say what the experts are: give one")
     if experts is expert_fn is None:
@@ -102,11 +97,7 @@ def with_width(
 
 
 def _make_each(expert_fn, groups, seed) -> list[nn.Module]:
-    """Call ``expert_fn`` for each local expert.
-
-    The generator depends only on ``seed`` and the expert's global index. Ranks that hold the same
-    expert start alike, and experts differ, however ranks were seeded.
-    """
+    """Call ``expert_fn`` for each local expert, seeded by ``seed`` and the global index."""
     if not callable(expert_fn) or isinstance(expert_fn, nn.Module):
         raise ValueError(f"expert_fn must be a function that makes an expert, got {expert_fn!r}")
     if seed is None:

@@ -11,18 +11,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...config import EXPERTS, Options, above, at_least, option
-from .stacked import Stacked, StackedExperts
+from .stacked import StackedExperts, ffn_layout
 
 
 class PlainExperts(StackedExperts):
-    """Base class of experts whose subclass gives ``activate``.
-
-    Attributes:
-        activate: function of the gate's and fc1's outputs, [..., F] each; of fc1's alone without a
-            gate.
-    """
+    """Base class of experts whose subclass gives ``activate``."""
 
     uses_activation = False
+    # of the gate's and fc1's outputs, [..., F] each; of fc1's alone without a gate
     activate: Callable[..., Tensor]
 
     @dataclass(frozen=True)
@@ -32,17 +28,7 @@ class PlainExperts(StackedExperts):
     @classmethod
     def layout_for(cls, options: Any):
         firsts = ("fc_gate", "fc1") if getattr(options, "gated", True) else ("fc1",)
-        layout = {
-            "fc1_weight": Stacked("FM", *(f"{each}.weight" for each in firsts)),
-            "fc1_bias": Stacked("F", *(f"{each}.bias" for each in firsts)),
-            "fc2_weight": Stacked("MF", "fc2.weight"),
-            "fc2_bias": Stacked("M", "fc2.bias"),
-        }
-        return {
-            name: stacked
-            for name, stacked in layout.items()
-            if options.bias or not name.endswith("bias")
-        }
+        return ffn_layout(*firsts, bias=options.bias)
 
     def compute(self, prepared, rows, offsets):
         found = dict(zip(self.layout, prepared.params, strict=True))
@@ -59,14 +45,7 @@ class PlainExperts(StackedExperts):
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """Return ``rows @ weight.T + bias`` of each expert. NOTE: the host reads ``offsets``.
-
-    Args:
-        rows: [e, N, A], or [R, A] with ``offsets``.
-        weight: [e, B, A].
-        bias: [e, B] or None.
-        offsets: int32 [e], end of each expert's rows.
-    """
+    """Return :meth:`StackedExperts.product` with biases [e, B], or None, added."""
     out = StackedExperts.product(rows, weight, offsets)
     if bias is None:
         return out

@@ -50,6 +50,17 @@ class Stacked:
         return tuple({"M": model_dim, "F": hidden_dim}[letter] for letter in self.dims)
 
 
+def ffn_layout(*firsts: str, bias: bool = True) -> dict[str, Stacked]:
+    """Return the layout of a network whose first projections, neighbours, have these names."""
+    layout = {
+        "fc1_weight": Stacked("FM", *(f"{first}.weight" for first in firsts)),
+        "fc1_bias": Stacked("F", *(f"{first}.bias" for first in firsts)),
+        "fc2_weight": Stacked("MF", "fc2.weight"),
+        "fc2_bias": Stacked("M", "fc2.bias"),
+    }
+    return {name: each for name, each in layout.items() if bias or not name.endswith("bias")}
+
+
 class StackedExperts(ExpertBank):
     """Base class of banks with stacked parameters; a subclass gives ``layout`` and ``compute``.
 
@@ -221,13 +232,8 @@ class StackedExperts(ExpertBank):
     ) -> torch.Tensor:
         """Return ``rows @ weight.T`` of each expert. NOTE: the host reads ``offsets``.
 
-        Args:
-            rows: [e, N, A], or [R, A] with ``offsets``.
-            weight: [e, B, A].
-            offsets: int32 [e], end of each expert's rows.
-
-        Returns:
-            [e, N, B] or [R, B]; zero after the last expert's rows.
+        [e, N, A] and [e, B, A] -> [e, N, B]. With ``offsets``, int32 [e], the end of each expert's
+        rows: [R, A] -> [R, B], zero after the last one.
         """
         if offsets is None:
             return torch.bmm(rows, weight.transpose(1, 2))
@@ -285,49 +291,26 @@ class StackedExperts(ExpertBank):
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ):
-        assign = local_metadata.get("assign_to_params_buffers", False)
-        assigned: dict[str, torch.Tensor] = {}  # by name of one expert's tensor
-        wanted = set()
-        for single, part in self._singles():
-            key = prefix + single
-            wanted.add(key)
-            value = state_dict.get(key)
-            if value is None:
-                missing_keys.append(key)
-                continue
-            # a state dict holds whole experts, or only the slice that is here
-            if value.shape == whole_shape(part.shape, single, self.hidden_slice[1]):
-                value = take_slice(value, single, *self.hidden_slice)
-            if value.shape == part.shape and assign:
-                assigned[single] = value
-            elif value.shape == part.shape:
-                if part.is_meta and not value.is_meta:
-                    warnings.warn(
-                        f"{key}: copying into a parameter on the meta device does nothing; call "
-                        "load_state_dict with assign=True",
-                        stacklevel=2,
-                    )
-                part.detach().copy_(value)
-            else:
-                error_msgs.append(
-                    f"size mismatch for {key}: {tuple(value.shape)} in the checkpoint, "
-                    f"{tuple(part.shape)} in the model"
+        parts = dict(self._singles())
+        shapes = {single: part.shape for single, part in parts.items()}
+        reports = missing_keys, unexpected_keys, error_msgs
+        found = fitting_tensors(shapes, self.hidden_slice, state_dict, prefix, strict, *reports)
+        if local_metadata.get("assign_to_params_buffers", False):
+            for name, singles in self.single_names().items():
+                if all(single in found for single in singles):
+                    values = torch.stack([found[single].detach() for single in singles])
+                    trained = getattr(self, name).requires_grad
+                    self._parameters[name] = nn.Parameter(values, requires_grad=trained)
+            self.mark()
+            return
+        for single, value in found.items():
+            if parts[single].is_meta and not value.is_meta:
+                warnings.warn(
+                    f"{prefix}{single}: copying into a parameter on the meta device does nothing; "
+                    "call load_state_dict with assign=True",
+                    stacklevel=2,
                 )
-        if strict:
-            unexpected_keys.extend(
-                key for key in state_dict if key.startswith(prefix) and key not in wanted
-            )
-        if assigned:
-            self._assign(assigned)
-
-    def _assign(self, singles: Mapping[str, torch.Tensor]) -> None:
-        """Replace the parameters whose tensors are all given, in the dtype of these tensors."""
-        for name, parts in self.single_names().items():
-            if all(part in singles for part in parts):
-                values = torch.stack([singles[part].detach() for part in parts])
-                trained = getattr(self, name).requires_grad
-                self._parameters[name] = nn.Parameter(values, requires_grad=trained)
-        self.mark()
+            parts[single].detach().copy_(value)
 
     def extra_repr(self) -> str:
         index, slices = self.hidden_slice
@@ -336,6 +319,40 @@ class StackedExperts(ExpertBank):
             f"local={len(self.expert_ids)}, ids={self.expert_ids[0]}..{self.expert_ids[-1]}, "
             f"model_dim={self.model_dim}, hidden_dim={self.hidden_dim}{part}"
         )
+
+
+def fitting_tensors(
+    shapes: Mapping[str, torch.Size],
+    hidden_slice: tuple[int, int],
+    state_dict: Mapping[str, torch.Tensor],
+    prefix: str,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of these names and shapes, or their slices; report all others."""
+    found = {}
+    for single, shape in shapes.items():
+        key = prefix + single
+        value = state_dict.get(key)
+        if value is None:
+            missing_keys.append(key)
+            continue
+        # a state dict holds whole experts, or only the slice that is here
+        if value.shape == whole_shape(shape, single, hidden_slice[1]):
+            value = take_slice(value, single, *hidden_slice)
+        if value.shape == shape:
+            found[single] = value
+        else:
+            error_msgs.append(
+                f"size mismatch for {key}: {tuple(value.shape)} in the checkpoint, "
+                f"{tuple(shape)} in the model"
+            )
+    if strict:
+        wanted = {prefix + single for single in shapes}
+        unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in wanted]
+    return found
 
 
 class _Tensors:
