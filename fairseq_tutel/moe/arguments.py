@@ -75,10 +75,7 @@ def own_gate(gate: nn.Module, config: MoEConfig) -> nn.Module:
 
 
 def refuse_network_options(argument: str, **given: tuple[Any, Any]) -> None:
-    """Raise ValueError for options of built-in experts beside the user's own.
-
-    ``given``: value and default by name.
-    """
+    """Raise ValueError for options of built-in experts; ``given``: value and default by name."""
     unread = [f"{name}={value!r}" for name, (value, default) in given.items() if value != default]
     if unread:
         raise ValueError(f"{argument}= says what the experts are, and not {' and '.join(unread)}")
@@ -117,20 +114,17 @@ class CallConfigs:
     ) -> MoEConfig:
         """Return ``config`` with the options of a call; None: the layer's."""
         asked = (top_k, capacity_factor, training)
-        known = self._changed.get(asked)
-        if known is None or known[0] is not config:
-            known = self._changed[asked] = (config, _changed_config(config, *asked))
-        return known[1]
-
-
-def _changed_config(config, top_k, capacity_factor, training):
-    changes: dict[str, Any] = {} if top_k is None else {"top_k": top_k}
-    if capacity_factor is not None and training:
-        changes["capacity_factor"] = capacity_factor
-    elif capacity_factor is not None:
-        changes["eval_capacity_factor"] = capacity_factor
-        changes["eval_capacity_token_fraction"] = 0.0  # takes precedence over the factor
-    return dataclasses.replace(config, **changes)
+        before, after = self._changed.get(asked, (None, None))
+        if after is None or before is not config:
+            changes: dict[str, Any] = {} if top_k is None else {"top_k": top_k}
+            if capacity_factor is not None and training:
+                changes["capacity_factor"] = capacity_factor
+            elif capacity_factor is not None:
+                changes["eval_capacity_factor"] = capacity_factor
+                changes["eval_capacity_token_fraction"] = 0.0  # takes precedence over the factor
+            after = dataclasses.replace(config, **changes)
+            self._changed[asked] = config, after
+        return after
 
 
 def check_agreement(step: StepAgreement, settings: Callable[[torch.dtype], StepSettings]) -> None:

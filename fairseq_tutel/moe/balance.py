@@ -21,11 +21,9 @@ def balance_over_ranks(reports: Iterable[MoEAux]) -> list[MoEAux]:
     al., arXiv 2501.11873, eq. 3). With ``"update"`` the same holds for the update's last pass.
     Dummy batches of fairseq count.
 
-    Collective in training with these options: one all-reduce of integers. Other reports are
-    returned unchanged. A pass that activation checkpointing recomputes is not counted again.
-
-    Args:
-        reports (list of MoEAux): in the same order on all ranks.
+    Collective in training with these options: one all-reduce of integers. Reports come in the same
+    order on all ranks; others are returned unchanged. A pass that activation checkpointing
+    recomputes is not counted again.
     """
     reports = list(reports)
     waiting = [aux for aux in reports if aux.balance_counts is not None]

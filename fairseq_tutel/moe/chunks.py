@@ -69,11 +69,8 @@ def arrange(
 
     Padded rows are cut along the capacity, ragged ones along the rows of every (rank, expert). The
     sizes of chunks differ by at most one row of each. ``counted`` has the counts of ragged chunks
-    if the ranks exchanged them already (default None: exchange them here).
-
-    Returns:
-        ``dest_row_TK`` and ``src_pair_R`` for dispatch and combine; ``degree`` chunks, or as many
-        as the capacity has rows.
+    if the ranks exchanged them already (default None: exchange them here). Return ``dest_row_TK``
+    and ``src_pair_R`` for dispatch and combine, and ``degree`` chunks or one per row of capacity.
     """
     dest_row_TK, src_pair_R = rows_for_exchange(routing, exchange, degree)
     if routing.padded:

@@ -128,14 +128,25 @@ class ExchangeChoices:
         return self.of(config)
 
     def of(self, config: ExchangeConfig) -> ExchangeChoice:
-        """Return the choice for these options.
+        """Return the choice for these options; raise ValueError if it was not prepared.
 
-        Raises:
-            ValueError: the exchange was not prepared. Building it here would hang if only this rank
-                chose it.
+        Building it here would hang if only this rank chose it.
         """
-        if config not in self._choices:
-            self._choices[config] = self._choose(config)
+        if config in self._choices:
+            return self._choices[config]
+        parallelism = expert_parallelism(self._groups, config.r)  # raises if r is impossible
+        built = self._algorithms.get((config.algorithm, config.ranks_per_node, config.r))
+        if built is None:
+            raise ValueError(
+                f"exchange={config} was not built for this layer: call "
+                "layer.prepare_exchanges(...) with it on all ranks before training"
+            )
+        used = dataclasses.replace(config, overlap_degree=1) if self._timed else config
+        communicates = built.groups.ep_size > 1
+        codec = WireCodec(used) if used.compresses and communicates else None
+        degree = used.overlap_degree if communicates else 1
+        exchange = Exchange(built, codec, self._timed, used.balance_ranks and communicates)
+        self._choices[config] = ExchangeChoice(used, exchange, parallelism, degree)
         return self._choices[config]
 
     def for_call(
@@ -146,20 +157,3 @@ class ExchangeChoices:
         if r is not None and r != wanted.r:
             wanted = dataclasses.replace(wanted, r=r)
         return own if wanted == own.config else self.of(wanted)
-
-    def _choose(self, config):
-        # raises if r is impossible
-        parallelism = expert_parallelism(self._groups, config.r)
-        built = self._algorithms.get((config.algorithm, config.ranks_per_node, config.r))
-        if built is None:
-            raise ValueError(
-                f"exchange={config} was not built for this layer: call "
-                "layer.prepare_exchanges(...) with it on all ranks before training"
-            )
-        if self._timed:
-            config = dataclasses.replace(config, overlap_degree=1)
-        communicates = built.groups.ep_size > 1
-        codec = WireCodec(config) if config.compresses and communicates else None
-        degree = config.overlap_degree if communicates else 1
-        exchange = Exchange(built, codec, self._timed, config.balance_ranks and communicates)
-        return ExchangeChoice(config, exchange, parallelism, degree)

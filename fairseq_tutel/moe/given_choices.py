@@ -68,11 +68,7 @@ def steer(
 ) -> Steering | None:
     """Check the choices of a call and return what its router needs; None if nothing is asked.
 
-    NOTE: the host waits for the device to check the numbers.
-
-    Raises:
-        ValueError: wrong shape or dtype, an expert that does not exist or is given twice to a
-            token, or weights without choices.
+    NOTE: the host waits for the device to check the numbers. Raise ValueError for wrong ones.
     """
     if choices is None:
         if weights is not None:

@@ -45,19 +45,16 @@ def balanced(
 ) -> Balanced:
     """Plan who helps whom in a step, and return what dispatch and combine then use. Collective.
 
-    The host reads the counts of all ranks.
-
-    Args:
-        routing: ragged rows in the order of the experts.
-        experts: this rank's experts.
-        choice: exchange and options of the call.
-        x_TM: the tokens, for their width, dtype and device.
-        record: takes the loads of the ranks, and what moves.
+    The host reads the counts of all ranks. Rows of ``routing`` are ragged, in the order of the
+    experts. ``record`` takes the loads of the ranks, and what moves.
     """
     groups, degree = choice.exchange.groups, choice.overlap_degree
     device, rank = x_TM.device, groups.ep_rank
     count_PE = gather_counts(routing.num_kept_per_expert_E, groups)
-    min_rows = _rows_that_pay(choice, x_TM, experts.training)
+    # not by whether gradients are enabled: a recomputation enables them and must plan the same
+    min_rows = choice.config.balance_min_rows or measured_break_even(
+        groups, x_TM.dtype, device, training=experts.training
+    )
     weights = sum(param.numel() for param in experts.parameters()) / groups.num_local_experts
     plan = plan_step(
         count_PE,
@@ -76,16 +73,6 @@ def balanced(
     moves = WeightMoves(plan.moves, groups, stream_of(device), record)
     helped = HelpedExperts(experts, moves, own_rows)
     return Balanced(_to_pieces(routing, plan, rank), helped, chunks)
-
-
-def _rows_that_pay(choice, x_TM, training):
-    """Return the fewest rows that a helper takes: the given number, or a measured one.
-
-    The number ignores whether gradients are enabled, because a recomputation enables them and must
-    make the same plan.
-    """
-    given, groups = choice.config.balance_min_rows, choice.exchange.groups
-    return given or measured_break_even(groups, x_TM.dtype, x_TM.device, training=training)
 
 
 def _to_pieces(routing: Routing, plan: BalancePlan, rank: int) -> Routing:
@@ -114,12 +101,7 @@ class HelpedExperts:
     """Experts of one step: this rank's own, and those that it helps.
 
     Call it once for each chunk, in order. Weights travel while the first chunk's own rows are
-    computed.
-
-    Args:
-        experts: this rank's bank.
-        moves: the step's moves.
-        own_rows: rows of this rank's own experts in each chunk; they come before the helped ones.
+    computed. ``own_rows`` of each chunk are this rank's own experts'; the helped ones follow.
     """
 
     def __init__(self, experts: ExpertBank, moves: WeightMoves, own_rows: list[int]):

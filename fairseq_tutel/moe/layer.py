@@ -39,7 +39,7 @@ from .arguments import (
 from .balance import balance_over_ranks
 from .dispatcher import dispatch_and_combine
 from .exchange_choice import ExchangeChoice, ExchangeChoices
-from .experts import ExpertBank, make_experts, make_shared_expert, own_experts, with_width
+from .experts import ExpertBank, SharedExpert, make_experts, own_experts, with_width
 from .given_choices import steer, top_k_of
 from .memory import StepMemory, memory_of_step
 from .reports import MoEAux, RouterAux, make_aux
@@ -189,14 +189,18 @@ class MoELayer(nn.Module):
                 activation_memory=(activation_memory, "fast"),
                 activation_storage=(activation_storage, "same"),
             )
-            own = own_experts(experts, expert_fn, self.groups, seed) if own is None else own
-            self.experts = own
+            self.experts = own or own_experts(experts, expert_fn, self.groups, seed)
         self.exchange_choice.refuse_own_experts(self.experts)
         self.exchange_choice.refuse_capacity(self.config)
         refuse_local_drop_of_slices(self.config, self.groups)
         refuse_unread_activation(activation, self.experts, shared_expert_dim, expert_network)
-        dims, dropouts = (model_dim, shared_expert_dim), (activation_dropout, dropout)
-        self.shared_expert = make_shared_expert(*dims, activation, dropouts, shared_expert_gate)
+        if shared_expert_gate and not shared_expert_dim:
+            raise ValueError("shared_expert_gate=True needs a shared_expert_dim > 0")
+        dropouts = activation_dropout, dropout
+        self.shared_expert: SharedExpert | None = None
+        if shared_expert_dim:
+            dims = model_dim, shared_expert_dim
+            self.shared_expert = SharedExpert(*dims, activation, dropouts, shared_expert_gate)
 
     def forward(
         self,
@@ -282,10 +286,7 @@ class MoELayer(nn.Module):
         Returns:
             StepMemory: bytes by kind; without a fixed capacity the mean over the ranks.
         """
-        params, shared = list(self.parameters()), self.shared_expert
-        dims = self.model_dim, shared.hidden_dim if shared else 0
-        parts = params, self.config, self.exchange_choice, self.experts
-        return memory_of_step(*parts, dims, num_tokens, dtype)
+        return memory_of_step(self, num_tokens, dtype)
 
     @property
     def exchange(self) -> Exchange:

@@ -41,11 +41,8 @@ def margin_histogram(
 ) -> torch.Tensor:
     """Return per expert the histogram of ``a_t - r_te`` and the pairs, int32 [E, BINS + 1].
 
-    Args:
-        key_TE: r, fp32.
-        next_best_T: int32, the expert with the (K+1)-th largest r; any value for padding.
-        top_k: K.
-        pad_T: bool, tokens that do not count (default None: all count).
+    ``key_TE`` is r in fp32, ``next_best_T`` int32 the expert with the (K+1)-th largest r (any value
+    for padding). Tokens of ``pad_T``, bool, do not count.
     """
     num_experts = key_TE.shape[1]
     cutoff_T1 = key_TE.gather(1, next_best_T.clamp(min=0).long()[:, None])

@@ -18,11 +18,10 @@ def balance_loss(
     arXiv 2006.16668, section 2.2, scaled so that perfect balance gives 1; before dropping.
 
     Args:
-        prob_sum_E: fp32 [E], sum over tokens of the gate's probabilities, with gradient.
-        chosen_E: int [E], tokens whose first choice is e; or all choices of e.
+        prob_sum_E: fp32, sum over tokens of the gate's probabilities, with gradient.
+        chosen_E: int, tokens whose first choice is e; or all choices of e.
         num_tokens: T.
-        choices: choices of a token that ``chosen_E`` counts (default 1): 1, or K as in ST-MoE
-            (arXiv 2202.08906).
+        choices: choices of a token in ``chosen_E``: 1, or K as in ST-MoE (arXiv 2202.08906).
     """
     scale = prob_sum_E.shape[0] / at_least_1(num_tokens) ** 2 / choices
     if isinstance(scale, torch.Tensor):
@@ -39,10 +38,10 @@ def sequence_balance_loss(
     """Balance loss within sequences, mean over them (DeepSeek-V3, arXiv 2412.19437, eq. 17-20).
 
     Args:
-        prob_TE: fp32 [T, E], gate distribution with gradient, of B sequences of T / B tokens.
-        expert_TK: int32 [T, k], the choices that count, -1 for none.
+        prob_TE: fp32, gate distribution with gradient, of B sequences of T / B tokens.
+        expert_TK: int32, the choices that count, -1 for none.
         num_sequences: B.
-        live_T: bool [T], tokens that count (default None: all). Sequences without one do not count.
+        live_T: bool, tokens that count (default None: all). Sequences without one do not count.
     """
     (num_tokens, num_experts), choices = prob_TE.shape, expert_TK.shape[1]
     length = num_tokens // max(num_sequences, 1)
@@ -83,12 +82,8 @@ def load_importance_loss(
     sum of its gate values. Its load is the expected number of tokens, each with probability
     ``Phi((clean logit - threshold) / noise_std)``.
 
-    Args:
-        prob_TE: fp32 [T, E], gate distribution with gradient.
-        clean_logits_TE: fp32 [T, E], logits before noise, with gradient.
-        threshold_T: fp32 [T], noisy logit of the K-th choice, with gradient.
-        noise_std: standard deviation of the noise, > 0.
-        pad_T: bool [T], tokens that do not count (default None: all count).
+    All values are fp32 with gradient: gate distribution, logits before noise, and noisy logit of
+    the K-th choice. Tokens of ``pad_T``, bool, do not count.
     """
     chosen_TE = torch.special.ndtr((clean_logits_TE - threshold_T[:, None]) / noise_std)
     if pad_T is not None:

@@ -7,18 +7,18 @@ forward and backward pass, and the working set of the backward pass.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..config import MoEConfig
 from ..ops import ActivationMemory
-from .exchange_choice import ExchangeChoice
-from .experts import ExpertBank
 
-_GIB = 2**30
+if TYPE_CHECKING:
+    from .layer import MoELayer
+
 _MEMORY_FILE = Path("/proc/meminfo")
 
 
@@ -57,18 +57,6 @@ class RoutedBytes:
     again: int  # what was not kept, so that the backward pass computes it again
     working: int  # bytes that the backward pass needs at once beside what is kept
 
-    def of_step(self, params: Sequence[torch.Tensor]) -> StepMemory:
-        """Return the memory of a training step of a layer with these parameters."""
-        kinds = {
-            "weights": sum(param.nbytes for param in params),
-            "gradients": sum(param.nbytes for param in params if param.requires_grad),
-            "rows sent and received": self.rows,
-            "inside the experts": self.hidden + self.shared,
-            "logits of the gate": self.gate,
-            "working set of the backward pass": self.working,
-        }
-        return StepMemory(kinds, free_memory(params[0].device), held=("weights",))
-
 
 def routed_bytes(
     *,
@@ -87,16 +75,13 @@ def routed_bytes(
     """Return the bytes for T tokens of this rank.
 
     Args:
-        tokens: T.
         outputs: logits per token, E and the null experts.
         rows: R of the dispatch buffer (:meth:`~fairseq_tutel.config.MoEConfig.dispatch_rows`).
         destinations: ranks that each row goes to.
-        model_dim: M.
         hidden: numbers per row before and after the activation of a whole expert.
         hidden_dim: F, the numbers after the activation.
         shared_dim: hidden dimension of the shared expert, or 0.
         element: bytes of a number.
-        memory: what is kept; the rest is computed again in the backward pass.
         communicates: whether rows come from other ranks; ``lean`` then keeps them.
     """
     buffer, all_hidden = rows * destinations * element * model_dim, rows * element * hidden
@@ -118,39 +103,36 @@ def routed_bytes(
     )
 
 
-def memory_of_step(
-    params: Sequence[torch.Tensor],
-    config: MoEConfig,
-    choice: ExchangeChoice,
-    experts: ExpertBank,
-    dims: tuple[int, int],
-    num_tokens: int,
-    dtype: torch.dtype | None,
-) -> StepMemory:
-    """Estimate a training step through a layer of these parts: :meth:`.MoELayer.memory_of_step`.
-
-    ``dims``: M, and the shared expert's hidden dimension (0 without one).
-    """
-    model_dim, shared_dim = dims
+def memory_of_step(layer: MoELayer, num_tokens: int, dtype: torch.dtype | None) -> StepMemory:
+    """Estimate a training step through a layer: :meth:`.MoELayer.memory_of_step`."""
+    params, config, experts = list(layer.parameters()), layer.config, layer.experts
     routed = routed_bytes(
         tokens=num_tokens,
         outputs=config.num_outputs,
         rows=config.dispatch_rows(num_tokens),
-        destinations=choice.parallelism.num_destinations,
-        model_dim=model_dim,
-        hidden=experts.kept_per_row(model_dim),
+        destinations=layer.exchange_choice.parallelism.num_destinations,
+        model_dim=layer.model_dim,
+        hidden=experts.kept_per_row(layer.model_dim),
         hidden_dim=getattr(experts, "hidden_dim", 0),
-        shared_dim=shared_dim,
+        shared_dim=layer.shared_expert.hidden_dim if layer.shared_expert else 0,
         element=(dtype or params[0].dtype).itemsize,
         memory=experts.memory,
-        communicates=choice.communicates,
+        communicates=layer.exchange_choice.communicates,
     )
-    return routed.of_step(params)
+    kinds = {
+        "weights": sum(param.nbytes for param in params),
+        "gradients": sum(param.nbytes for param in params if param.requires_grad),
+        "rows sent and received": routed.rows,
+        "inside the experts": routed.hidden + routed.shared,
+        "logits of the gate": routed.gate,
+        "working set of the backward pass": routed.working,
+    }
+    return StepMemory(kinds, free_memory(params[0].device), held=("weights",))
 
 
 def gib(size: float) -> str:
     """Write bytes in GiB, or in MiB below 0.1 GiB."""
-    return f"{size / _GIB:,.1f} GiB" if size >= _GIB / 10 else f"{size / 2**20:,.1f} MiB"
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:,.1f} MiB"
 
 
 def largest(kinds: Mapping[str, int], count: int = 3) -> str:

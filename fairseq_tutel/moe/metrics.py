@@ -40,9 +40,6 @@ def wire_errors(records: Iterable[ExchangeRecord]) -> dict[str, torch.Tensor]:
 
     Errors of gradients are known after the backward pass.
 
-    Args:
-        records (list of ExchangeRecord): of the layers.
-
     Returns:
         fp32 scalars: sums of the layers' errors under WIRE_ERROR_NAMES, and numbers of layers with
         an error under WIRE_LAYERS_NAMES; empty if nothing was encoded.
@@ -60,10 +57,7 @@ def wire_errors(records: Iterable[ExchangeRecord]) -> dict[str, torch.Tensor]:
 
 
 def help_counts(records: Iterable[ExchangeRecord]) -> dict[str, float]:
-    """Return what ranks did for each other in one forward pass and its backward pass.
-
-    Args:
-        records (list of ExchangeRecord): of the layers.
+    """Return what the layers' ranks did for each other in one forward and backward pass.
 
     Returns:
         Sums over the layers under HELP_NAMES, and the number of layers under HELP_LAYERS_NAME;
@@ -104,12 +98,9 @@ class Utilisation(NamedTuple):
 def routing_counts(
     reports: Sequence[MoEAux], groups: ExpertParallelGroups, r: int = 1
 ) -> RoutingCounts:
-    """Return this rank's counts for the layers of one forward pass.
+    """Return this rank's counts for layers, with equally many experts, in one forward pass.
 
-    Args:
-        reports (list of MoEAux): of layers with the same number of experts.
-        groups (ExpertParallelGroups): placement of the experts.
-        r (int): parallelism that the layers used (default 1).
+    ``groups`` is the placement of the experts, ``r`` the parallelism that the layers used.
     """
     load_LE = torch.stack([aux.num_routed_KE for aux in reports]).sum(1, dtype=torch.int32)
     kept_LE = torch.stack([aux.num_kept_per_expert_E for aux in reports])

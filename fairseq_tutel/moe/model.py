@@ -23,15 +23,10 @@ def unwrap(model: nn.Module) -> nn.Module:
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
     """Return the MoE layers of a model by name ("" for the model itself), in module order.
 
-    Raises:
-        ValueError: a layer was built for another number of ranks, for example before
-            ``torch.distributed.init_process_group``.
+    Raise ValueError for a layer that was built for another number of ranks.
     """
-    layers = {
-        name: module
-        for name, module in unwrap(model).named_modules()
-        if isinstance(module, MoELayer)
-    }
+    modules = unwrap(model).named_modules()
+    layers = {name: module for name, module in modules if isinstance(module, MoELayer)}
     _, world_size = process_world()
     for layer in layers.values():
         if layer.groups.world_size != world_size and not layer.groups.simulated:

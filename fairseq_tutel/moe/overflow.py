@@ -53,10 +53,8 @@ def reroute(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Move pairs whose position is not below the capacity to experts with free slots.
 
-    If each pair has a priority, [T, K], the fallbacks' gate values decide in each round.
-
-    Returns:
-        The first four arguments after the moves. The counts are right only if summed over K.
+    If each pair has a priority, [T, K], the fallbacks' gate values decide in each round. Return the
+    first four arguments after the moves. The counts are right only if summed over K.
     """
     fallback_expert_TR, fallback_gate_TR = fallback
     num_experts = num_routed_KE.shape[1]

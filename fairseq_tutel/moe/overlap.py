@@ -99,9 +99,8 @@ def pipeline(
 
     Args:
         chunks: in the order in which they travel.
-        send: starts the exchanges of a chunk and returns their handles.
+        send, send_back: start the exchanges of a chunk, or of its results; return their handles.
         compute: maps a chunk and what arrived to what is sent back, and to what is kept.
-        send_back: starts the exchanges of these results and returns their handles.
         meanwhile: maps the list of all that was kept to a result, while the last results travel.
 
     Returns:

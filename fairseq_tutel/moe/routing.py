@@ -69,11 +69,7 @@ class RouterCall:
 def tokens_of(x: torch.Tensor, model_dim: int, dropout: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Flatten ``x`` [..., M] to tokens [T, M], and apply the dropout of the input.
 
-    Returns:
-        The tokens in the dtype of ``x``, and in the dtype of the experts (autocast's, if any).
-
-    Raises:
-        ValueError: the last dimension of ``x`` is not ``model_dim``.
+    Return the tokens in the dtype of ``x``, and in the dtype of the experts (autocast's, if any).
     """
     if x.shape[-1] != model_dim:
         raise ValueError(
@@ -223,9 +219,8 @@ def share_of_gates(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Divide the gate values of valid choices by their sum, computed from logarithms.
 
-    Returns:
-        The shares [T, K], 0 for other choices; and the logarithms of the sums [T, 1], inf if no
-        choice is valid.
+    Return the shares [T, K], 0 for other choices; and the logarithms of the sums [T, 1], inf if no
+    choice is valid.
     """
     log_TK = log_gate_TE.gather(1, expert_TK.clamp(min=0).long())
     valid_TK = valid_TK & (log_TK > -torch.inf)

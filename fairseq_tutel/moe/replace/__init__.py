@@ -23,7 +23,7 @@ from torch import nn
 from ...distributed import ExpertParallelGroups, build_groups, experts_of_ffn
 from ..experts import StackedExperts
 from ..layer import MoELayer
-from .places import Match, Place, find_places, matching
+from .places import Match, Place, matching, place_of
 from .probes import check_block, check_copies, check_tokens, fit_width, make_probe
 from .recognize import Network, recognize
 
@@ -106,7 +106,7 @@ def replace_ffn(
     if copy_weights and given:
         raise ValueError(f"copy_weights takes the block as it is: leave out {', '.join(given)}")
     with torch.inference_mode(False):  # or the new parameters could not be trained
-        places = find_places(model, match)
+        places = [place_of(model, name, block) for name, block in matching(model, match)]
         groups = build_groups(num_experts) if groups is None else groups
         common = {"num_experts": num_experts, "groups": groups, "seed": seed}
         layers = [_make_layer(place, copy_weights, common, dict(moe)) for place in places]

@@ -91,11 +91,6 @@ class Place(NamedTuple):
                 module.use_nested_tensor = False  # only torch's fused layers take nested tensors
 
 
-def find_places(model: nn.Module, match: Match) -> list[Place]:
-    """Return the places of all blocks that match; refuse a block that cannot be replaced."""
-    return [_place_of(model, name, block) for name, block in matching(model, match)]
-
-
 def matching(model: nn.Module, match: Match) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of the outermost modules that match, in the order of the model."""
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -118,8 +113,11 @@ def matching(model: nn.Module, match: Match) -> list[tuple[str, nn.Module]]:
     return [(name, modules[name]) for name in outermost]
 
 
-def _place_of(model: nn.Module, name: str, block: nn.Module) -> Place:
-    """Return the place of a block, or of the feed-forward network inside a transformer layer."""
+def place_of(model: nn.Module, name: str, block: nn.Module) -> Place:
+    """Return the place of a block, or of the feed-forward network inside a transformer layer.
+
+    Raise ValueError for a block that cannot be replaced.
+    """
     place = Place(name, block, model.get_submodule(name.rpartition(".")[0]))
     for names in _PARTS_OF_LAYERS:
         # a feed-forward block may have the same parts, but a layer has more (attention, norms)

@@ -74,7 +74,9 @@ def recognize(block: nn.Module, probe: nn.Module, x: Tensor) -> Network | None:
     activations = ACTIVATIONS if len(names) == 2 else GATED
     for order in itertools.permutations(names):
         layers = _layers_of(probe, order)
-        if not _fits(layers, x.shape[-1]):
+        *firsts, (last, _) = layers
+        shapes = {last.t().shape, *(first.shape for first, _ in firsts)}
+        if shapes != {(last.shape[1], x.shape[-1])}:  # from M to F and from F to M
             continue
         for activation, pair in itertools.product(activations, pairs):
             compute = partial(_compute, layers, activations[activation])
@@ -109,14 +111,6 @@ def _layers_of(module: nn.Module, names: Sequence[str]) -> list[tuple[Tensor, Te
     """Return weight and bias of the linear layers of these names."""
     found = (_weight_and_bias(module.get_submodule(name)) for name in names)
     return [pair for pair in found if pair is not None]
-
-
-def _fits(layers: Sequence[tuple[Tensor, Tensor | None]], model_dim: int) -> bool:
-    """Return whether the layers lead from M to F and from F to M, in this order."""
-    *first, (last, _) = layers
-    hidden = last.shape[1]
-    shapes = [weight.shape for weight, _ in first]
-    return last.shape[0] == model_dim and all(shape == (hidden, model_dim) for shape in shapes)
 
 
 def _compute(

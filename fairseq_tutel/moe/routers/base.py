@@ -54,10 +54,6 @@ class Router(nn.Module):
     Parameters and buffers are the same on all ranks. Buffers keep their dtype if a model is made
     half, and their initial value if a checkpoint lacks them. With the option ``load_bias`` there is
     a buffer ``load_bias``, fp32 [E] with null experts; pass it to :func:`route_logits`.
-
-    Args:
-        model_dim: M.
-        config: the layer's routing options.
     """
 
     Options: ClassVar[type[Options]] = Options

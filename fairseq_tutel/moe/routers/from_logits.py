@@ -116,7 +116,11 @@ def _report(scores, chosen, of_experts, routing, call, num_null_KN, bias_counts)
         # choices of experts before rejection: choices of null experts are not rejected
         balanced_KE = torch.cat([num_chosen_KE, num_null_KN], 1)
     elif config.balance_over != "unpadded":
-        num_chosen_KE = _with_padding(num_chosen_KE, chosen, num_fillers)
+        if chosen.all_TK is not None:
+            num_chosen_KE = count_pairs(chosen.all_TK, config.num_experts)
+        if num_fillers:  # with equal logits they choose the first experts
+            num_chosen_KE = num_chosen_KE.clone()
+            num_chosen_KE.diagonal().add_(num_fillers)
     entropy_sum = chosen.entropy_sum.detach()
     if num_fillers:
         entropy_sum = entropy_sum + num_fillers * math.log(config.num_outputs)
@@ -132,16 +136,6 @@ def _report(scores, chosen, of_experts, routing, call, num_null_KN, bias_counts)
         num_null_KN=num_null_KN,
         num_fillers=num_fillers,
     )
-
-
-def _with_padding(num_chosen_KE, chosen, num_fillers):
-    """Return choices by expert of all tokens, also of padding and fillers."""
-    if chosen.all_TK is not None:
-        num_chosen_KE = count_pairs(chosen.all_TK, num_chosen_KE.shape[1])
-    if num_fillers:  # with equal logits they choose the first experts
-        num_chosen_KE = num_chosen_KE.clone()
-        num_chosen_KE.diagonal().add_(num_fillers)
-    return num_chosen_KE
 
 
 def jitter_tokens(x_TM: torch.Tensor, call: RouterCall) -> torch.Tensor:
@@ -260,7 +254,9 @@ def _assign_rows(
     steering = call.steering
     if steering is not None and steering.weight_TK is not None:
         chosen = chosen._replace(gate_TK=steering.weight_TK)
-        call = _with_weights_as_given(call)
+        as_given = {"unnormalized_weights": True, "normalize_before_dropping": False}
+        config = dataclasses.replace(call.config, route_scale=1.0, **as_given)
+        call = dataclasses.replace(call, config=config)
     config = call.config
     # Meta's rule: divide softmax values by their sum, at least epsilon
     divides = config.score_function == "softmax" and not config.null_experts
@@ -276,8 +272,9 @@ def _assign_rows(
     if config.normalize_before_dropping and config.top_k > 1:
         gate_TK, fallback = _normalize(expert_TK, gate_TK, fallback, log_gate_TE)
     rejected_TK = None
-    if _second_by(call, "random"):
-        rejected_TK = _reject_at_random(gate_TK.detach())
+    if _second_by(call, "random"):  # unless K * gate exceeds a uniform draw
+        rejected_TK = ~(config.top_k * gate_TK.detach() > torch.rand_like(gate_TK))
+        rejected_TK[:, 0] = False
     if steering is not None and steering.given_TK is not None:  # after the draw: a replay draws too
         rejected_TK = steering.given_TK < -1
     if rejected_TK is not None:
@@ -303,21 +300,6 @@ def _normalize(expert_TK, gate_TK, fallback, log_gate_TE):
         return gate_TK, (others_TR, gate_TR / total_T1)
     log_TR = log_gate_TE.gather(1, others_TR.clamp(min=0).long())
     return gate_TK, (others_TR, (log_TR - total_T1).exp())
-
-
-def _with_weights_as_given(call: RouterCall) -> RouterCall:
-    """Return a call that neither normalizes nor scales the gate values."""
-    config = dataclasses.replace(
-        call.config, unnormalized_weights=True, normalize_before_dropping=False, route_scale=1.0
-    )
-    return dataclasses.replace(call, config=config)
-
-
-def _reject_at_random(gate_TK):
-    """Return bool [T, K]: reject choice j > 1 unless ``K * gate_j`` exceeds a uniform draw."""
-    keep_TK = gate_TK.shape[1] * gate_TK > torch.rand_like(gate_TK)
-    keep_TK[:, 0] = True
-    return ~keep_TK
 
 
 def _count_tokens(scores, chosen, balanced_KE, call) -> Counted:

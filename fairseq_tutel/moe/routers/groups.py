@@ -14,11 +14,7 @@ def limit_to_groups(key_TE: torch.Tensor, config: MoEConfig) -> torch.Tensor:
     """Return the keys with -inf for experts outside the ``top_groups`` best groups of a token.
 
     A group's score is its largest key, or the sum of its two largest. Logits (softmax) are not
-    added up: the sum is that of their exponentials.
-
-    Args:
-        key_TE: [T, E], logits or sigmoids, with the load bias; no gradient.
-        config: options with ``num_expert_groups`` > 1.
+    added up: the sum is that of their exponentials. ``key_TE`` has the load bias and no gradient.
     """
     num_tokens, num_groups = len(key_TE), config.num_expert_groups
     group_size = config.num_experts // num_groups
