@@ -45,9 +45,6 @@ def quantize_state(
     fp16 values of ``Adam16`` and ``FusedAdamV1`` keep their bits. The state of fp32 Adam, which has
     no scales, is rounded once; ``reduce_max_`` is then called for each statistic, see
     :meth:`Adam16.share_scales`.
-
-    Raises:
-        ValueError: the shape of a statistic or a scale does not fit the parameter.
     """
     dropped = (*STATISTICS, "max_exp_avg_sq")
     restored = {key: value for key, value in state.items() if not key.startswith(dropped)}
@@ -155,15 +152,12 @@ class Adam16(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, scale: float | Tensor = 1.0) -> Any:
-        """Step every parameter that has a gradient.
+        """Step every parameter that has a gradient; ValueError if one is sparse.
 
         Args:
             closure: evaluates the model again and returns the loss (default None).
             scale: divisor of the gradients (loss scale, clipping), a number or a tensor with one
                 element (default 1).
-
-        Raises:
-            ValueError: a gradient is sparse.
         """
         loss = None
         if closure is not None:

@@ -34,7 +34,7 @@ class AuxLosses:
 
     Attributes:
         layers: (name of the layer, its :class:`~fairseq_tutel.moe.MoEAux`), in the order of calls.
-        combine: ``"sum"`` or ``"average"``; see :attr:`loss`.
+        combine: ``"sum"`` or ``"average"`` of the layers' losses.
     """
 
     def __init__(self, model: nn.Module, combine: str = "sum"):
@@ -50,12 +50,8 @@ class AuxLosses:
     def loss(self) -> torch.Tensor:
         """The layers' aux losses in one fp32 scalar with gradient, to be weighted by the caller.
 
-        It is their sum; ``collect_aux(model, combine="average")`` makes it their mean, which is
-        fairseq's default. Collective inside :func:`collect_aux` with ``balance_scope="global"`` or
-        ``"update"``.
-
-        Raises:
-            RuntimeError: the model has MoE layers, but none was called.
+        Collective inside :func:`collect_aux` with ``balance_scope="global"`` or ``"update"``. Raise
+        RuntimeError if the model has MoE layers, but none was called.
         """
         if not self._modules:
             return torch.zeros((), device=self._like.device)
@@ -117,7 +113,12 @@ class AuxLosses:
     def add(self, name: str, aux: MoEAux, call: Mapping[str, Any]) -> None:
         """Take the report of one call of a layer; ``call`` has the call's arguments."""
         self.layers.append((name, aux))
-        self._r.append(_r_of(self._modules[name], call))
+        r = call.get("r")
+        if r is None:
+            of_step = getattr(call.get("step"), "exchange", None)
+            exchange = call.get("exchange") or of_step or self._modules[name].exchange_config
+            r = ExchangeConfig.of(exchange).r
+        self._r.append(r)
 
 
 @contextmanager
@@ -142,14 +143,10 @@ def collect_aux(model: nn.Module, combine: str = "sum") -> Iterator[AuxLosses]:
 
     Args:
         model (nn.Module): the model, wrapped or not. Without MoE layers the loss is 0.
-        combine (str): ``sum`` (default) or ``average`` of the layers' losses; fairseq's default is
-            ``average``.
+        combine (str): ``sum`` (default) or ``average`` (fairseq's default) of the layers' losses.
 
     Yields:
         AuxLosses: the reports, complete at the end of the block.
-
-    Raises:
-        ValueError: ``combine`` is unknown.
 
     Activation checkpointing recomputes layers after the block, so their losses do not count twice.
     With ``use_reentrant=True`` the collected losses have no gradient, because torch runs the layers
@@ -188,19 +185,10 @@ def _listen(found, name, layer):
     ]
 
 
-def _r_of(layer: MoELayer, call: Mapping[str, Any]) -> int:
-    """Return the parallelism r of a call with these arguments."""
-    if call.get("r") is not None:
-        return call["r"]
-    of_step = getattr(call.get("step"), "exchange", None)
-    return ExchangeConfig.of(call.get("exchange") or of_step or layer.exchange_config).r
-
-
 def end_update(model: nn.Module) -> None:
     """Forget the load of the update that has ended (``balance_scope="update"``); not collective.
 
-    The balance loss of each forward pass looks at the load of all passes since the last call, on
-    all ranks. Call it after each optimizer step, also after a step that was skipped.
+    Call it after each optimizer step, also after a step that was skipped.
 
     >>> import torch
     >>> from fairseq_tutel.moe import MoELayer
@@ -225,8 +213,7 @@ def update_load_bias(
 ) -> None:
     """Move the load biases of a model's MoE layers after an optimizer step. Collective.
 
-    The bias on the selection of experts follows their load, equally on all ranks. Do not call it
-    for a step that was skipped, for example by a GradScaler after an overflow.
+    Do not call it for a step that was skipped, for example by a GradScaler after an overflow.
 
     >>> import torch
     >>> from fairseq_tutel.moe import MoELayer
@@ -237,8 +224,8 @@ def update_load_bias(
     >>> update_load_bias(layer, [aux])
 
     Args:
-        model (nn.Module): the model, wrapped or not. Its layers have ``load_bias="sign"`` or
-            ``"quantile"``. A model without MoE layers is left as it is.
+        model (nn.Module): the model, wrapped or not. Its layers, if it has any, have
+            ``load_bias="sign"`` or ``"quantile"``.
         passes (list of AuxLosses): results of :func:`collect_aux` for all forward passes of the
             step.
         held_back (dict): fixed biases [E] by layer name and a dot (default None: none). Use the

@@ -71,10 +71,9 @@ def _recorder(found: dict[str, torch.Tensor], name: str, layer: MoELayer):
 
 @contextmanager
 def replay_choices(model: nn.Module, choices: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Route a forward pass by recorded choices; weights come from the model's gates.
+    """Route a forward pass by recorded choices, and its recomputations by activation checkpointing.
 
-    A layer that activation checkpointing recomputes later, after the block too, gets the same
-    choices again.
+    Weights come from the model's gates.
 
     Args:
         model (nn.Module): the model, wrapped or not.

@@ -20,8 +20,7 @@ def wrap_data_parallel(model: nn.Module, **options) -> DistributedDataParallel:
 
     Every gradient is the gradient of the mean of the ranks' losses. Dense parameters are broadcast
     from rank 0 and their gradients averaged. An expert's gradient already holds the sum over all
-    ranks that sent it tokens, so it is divided by the number of ranks as it arrives. Ranks that
-    hold the same expert start with the values of the first of them.
+    ranks that sent it tokens, so it is divided by the number of ranks as it arrives.
 
     >>> import torch
     >>> import torch.distributed as dist
@@ -36,9 +35,6 @@ def wrap_data_parallel(model: nn.Module, **options) -> DistributedDataParallel:
         model (nn.Module): the model on its device, with or without MoE layers. Freeze parameters
             before, equally on all ranks.
         **options: arguments of DistributedDataParallel, such as ``device_ids`` (default: torch's).
-
-    Returns:
-        DistributedDataParallel: the wrapped model.
 
     Raises:
         ValueError: as :func:`prepare_data_parallel`, or no dense parameter is trained.
@@ -85,7 +81,10 @@ def prepare_data_parallel(model: nn.Module, *, check_replicas: bool = True) -> N
         for module in layer.experts.modules():
             if isinstance(module, ExpertBank):
                 module.mark()  # a copied module has lost its marks
-        _equal_replicas(layer)
+        # slices differ between ranks; what belongs to no slice (fc2's bias) is copied
+        copied = [p for p in layer.experts.parameters() if copies_of(p, layer.groups) > 1]
+        buffers = [] if layer.groups.num_slices > 1 else list(layer.experts.buffers())
+        broadcast_over_replicas_([*copied, *buffers], layer.groups)
         for param in layer.experts.parameters():
             # a frozen one takes no hook
             if param.requires_grad and not getattr(param, "averages_grad", False):
@@ -98,16 +97,6 @@ def prepare_data_parallel(model: nn.Module, *, check_replicas: bool = True) -> N
     # ranks that exchange tokens make their forward passes together; others need not
     if check_replicas and any(layer.groups.needs_sync for layer in layers):
         ReplicaCheck.watch(model)
-
-
-def _equal_replicas(layer: MoELayer) -> None:
-    """Give the ranks that hold copies of a parameter or buffer of an expert the same values.
-
-    Slices of an expert differ between these ranks; what belongs to no slice (fc2's bias) is copied.
-    """
-    params = [p for p in layer.experts.parameters() if copies_of(p, layer.groups) > 1]
-    buffers = [] if layer.groups.num_slices > 1 else list(layer.experts.buffers())
-    broadcast_over_replicas_([*params, *buffers], layer.groups)
 
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:

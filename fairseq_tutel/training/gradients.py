@@ -44,12 +44,8 @@ def average_expert_grad(
 ) -> torch.Tensor:
     """Return the mean over all ranks of one expert gradient, as DDP does for dense gradients.
 
-    Collective if the parameter has copies on other ranks.
-
-    Args:
-        grad: the sum over the tokens that this rank's experts received.
-        groups: placement of the experts.
-        copies: ranks that hold the parameter (default: those that hold its expert).
+    Collective if other ranks hold the parameter. ``copies`` is the number of its ranks (default:
+    those of its expert).
     """
     if groups.world_size == 1 or groups.simulated:
         return grad
@@ -211,7 +207,7 @@ def grad_scaler(device: str | None = None, **options) -> torch.amp.GradScaler:
         **options: arguments of ``torch.amp.GradScaler``, such as ``init_scale`` (default: torch's).
 
     Returns:
-        torch.amp.GradScaler: the scaler; its step is collective on several ranks.
+        torch.amp.GradScaler: its step is collective on several ranks.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if process_world()[1] == 1 or not options.get("enabled", True):

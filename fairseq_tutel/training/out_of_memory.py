@@ -62,8 +62,10 @@ def out_of_memory(
     """Return the error in one line: the requested size, the largest consumers, the remedies."""
     rank, world_size = process_world()
     where = f" on rank {rank}" if world_size > 1 else ""
-    tried = _TRIED.search(str(error))
-    asked = f" (it tried to allocate {_in_words(tried[1])})" if tried else ""
+    asked = ""
+    if tried := _TRIED.search(str(error)):
+        number, unit = tried[1].split()
+        asked = f" (it tried to allocate {gib(int(number)) if unit == 'bytes' else tried[1]})"
     return torch.OutOfMemoryError(
         f"out of memory{where}{asked}: the largest are {largest(kinds)}; what helps: "
         + "; ".join(options)
@@ -105,8 +107,3 @@ def explain_out_of_memory(
 
 def _bytes(values: Iterable) -> int:
     return sum(local_part(value).nbytes for value in values if torch.is_tensor(value))
-
-
-def _in_words(size: str) -> str:
-    number, unit = size.split()
-    return gib(int(number)) if unit == "bytes" else size

@@ -44,8 +44,7 @@ def shard_dense(
         nn.Module: the model; its dense parameters are DTensors.
 
     Raises:
-        ValueError: a block is not in the model, the model is sharded already, or an error of
-            :func:`~.data_parallel.prepare_data_parallel`.
+        ValueError: a block is not in the model, or the model is sharded already.
     """
     blocks = list(_blocks_of(model) if blocks is None else blocks)
     inside = set(model.modules())
@@ -58,7 +57,11 @@ def shard_dense(
     if process_world()[1] == 1:
         return model
     experts = set(expert_parameters(model))
-    _broadcast_dense(model, experts)
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    of_experts = {buffer for layer in layers for buffer in layer.experts.buffers()}
+    dense = [p.data for p in model.parameters() if p not in experts]
+    dense += [buffer for buffer in model.buffers() if buffer not in of_experts]
+    broadcast_from_owners_({0: [each for each in dense if not each.is_meta]})
     shard_modules(
         [*(block for block in blocks if block is not model), model], experts, mesh, **options
     )
@@ -72,12 +75,3 @@ def _blocks_of(module: nn.Module) -> Iterator[nn.Module]:
             yield from child
         elif not isinstance(child, MoELayer):
             yield from _blocks_of(child)
-
-
-def _broadcast_dense(model: nn.Module, experts: set[nn.Parameter]) -> None:
-    """Give all ranks the dense parameters and buffers of rank 0."""
-    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
-    of_experts = {buffer for layer in layers for buffer in layer.experts.buffers()}
-    dense = [p.data for p in model.parameters() if p not in experts]
-    dense += [buffer for buffer in model.buffers() if buffer not in of_experts]
-    broadcast_from_owners_({0: [each for each in dense if not each.is_meta]})

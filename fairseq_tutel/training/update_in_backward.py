@@ -49,8 +49,8 @@ def update_in_backward(
 
     Raises:
         ValueError: the optimizer lacks an expert's tensor, or shares its state among ranks
-            (``shard_optimizer``); or ranks would not average gradients. A second backward pass
-            before ``optimizer.step()`` raises RuntimeError.
+            (``shard_optimizer``); or ranks would not average gradients.
+        RuntimeError: in a second backward pass before ``optimizer.step()``.
     """
     return BackwardUpdates(model, optimizer, reduce)
 

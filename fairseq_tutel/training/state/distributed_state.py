@@ -59,9 +59,13 @@ class DistributedState:
         """
         groups = placement_of(self._model)
         state = state_of_rank(self._model, self._optimizer, fresh=_fresh_state)
-        for transform in (drop_held_experts, spread_slices, _without_empty_states):
+        for transform in (drop_held_experts, spread_slices):
             state = transform(state, groups, "torch.distributed.checkpoint")
-        return _rename(state, lambda number: groups.local_experts[number])
+        state = _rename(state, lambda number: groups.local_experts[number])
+        if self._optimizer is not None:  # without parameters that are frozen or another rank steps
+            named = state[OPTIMIZER][NAMED_STATE]
+            state[OPTIMIZER][NAMED_STATE] = {name: each for name, each in named.items() if each}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the tensors that dcp read into the result of :meth:`state_dict`; dcp calls it."""
@@ -105,25 +109,13 @@ def _rename(state: Mapping[str, Any], number_of: Callable[[int], int]) -> dict[s
     return changed
 
 
-def _without_empty_states(state, groups, what):
-    """Drop the states of frozen parameters and of parameters that another rank steps."""
-    if OPTIMIZER not in state:
-        return state
-    named = {name: values for name, values in state[OPTIMIZER][NAMED_STATE].items() if values}
-    return {**state, OPTIMIZER: {**state[OPTIMIZER], NAMED_STATE: named}}
-
-
 def _fresh_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]] | None:
     """Zeros in the form of the state that a first step makes; None if any rank has made that step.
 
     ``torch.distributed.checkpoint`` loads into the tensors of :meth:`DistributedState.state_dict`,
     so an optimizer that has not stepped needs some. Copies of the parameters, one at a time, make a
     step by zero gradients in a copy of the optimizer: parameters, counters, hooks and schedulers do
-    not notice. :func:`_forget_fresh_state` recognises what was saved in this form.
-
-    Returns:
-        State by the parameter's number in ``optimizer.state_dict()``; {} for parameters without
-        gradients or with another owner. Collective.
+    not notice. A parameter without gradients or with another owner has the state {}. Collective.
     """
     params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     trained = [param for param, _ in params if param.requires_grad]

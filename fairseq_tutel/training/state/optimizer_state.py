@@ -43,9 +43,6 @@ def named_state(
         what: names the operation in errors. With it rank 0 gathers the state of all dense
             parameters; without it each rank has only its own part of a sharded optimizer's state.
         fresh: called for each optimizer; the state to use in place of the optimizer's, or None.
-
-    Raises:
-        ValueError: an optimizer holds a parameter that is not in the model, or two hold one.
     """
     named: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -67,11 +64,7 @@ def named_state(
 
 
 def load_named_state(optimizers: Optimizers, model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Load a result of :func:`named_state` into as many optimizers over the same parameters.
-
-    Raises:
-        ValueError: state is missing or does not fit, or the number of groups differs.
-    """
+    """Load a result of :func:`named_state` into as many optimizers over the same parameters."""
     optimizers, groups = as_list(optimizers), list(stored["param_groups"])
     for optimizer in optimizers:
         names = StateNames.of_optimizer(optimizer, model)
@@ -193,12 +186,8 @@ class StateNames:
     def from_named(self, stored: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
         """Convert back to torch's form, for ``optimizer.load_state_dict``.
 
-        Args:
-            stored: result of :meth:`to_named`, possibly with other experts.
-            current: the optimizer's own ``state_dict()``, for the numbering of its groups.
-
-        Raises:
-            ValueError: state is missing or does not fit, or the number of groups differs.
+        ``current``, the optimizer's own ``state_dict()``, gives the numbering of its groups. Raise
+        ValueError if state is missing or does not fit, or the number of groups differs.
         """
         groups = stored["param_groups"]
         if len(groups) != len(current["param_groups"]):

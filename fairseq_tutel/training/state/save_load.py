@@ -122,16 +122,18 @@ def state_of_rank(
     what: str | None = None,
     fresh: FreshState | None = None,
 ) -> dict[str, Any]:
-    """Return what :func:`save_state` takes, for a model and optimizers over its parameters.
-
-    ``what`` and ``fresh`` go to :func:`named_state`.
-
-    Raises:
-        ValueError: a name looks like an expert's, or an error of :func:`named_state`.
-    """
+    """Return what :func:`save_state` takes; ``what`` and ``fresh`` go to :func:`named_state`."""
     model = unwrap(model)
     weights = model.state_dict()
-    _check_names(model, weights)
+    prefixes = tuple(placements_by_prefix(model))
+    for name in weights:
+        parsed = split_key(name)
+        is_taken = parsed is not None or name.startswith(prefixes)
+        if is_taken and not (parsed and parsed[0] in prefixes):
+            raise ValueError(
+                f"{name}: in a checkpoint, 'experts.NUMBER.' in a name stands for an expert of an "
+                "MoELayer and for nothing else; give the module another name"
+            )
     state: dict[str, Any] = {MODEL: weights}
     if optimizer is not None:
         state[OPTIMIZER] = named_state(optimizer, model, what, fresh)
@@ -168,15 +170,13 @@ def save_state(
     if groups.num_experts:
         save_set(path, state, num_rank_files=groups.ep_size, ranks=all_ranks())
     else:
-        all_ranks().run_on_first(f"saving {path}", lambda: _save_dense(path, state))
+
+        def write() -> None:
+            how: dict[str, Any] = {"num_experts": 0, "num_ranks": None, "in_place": True}
+            write_set(path, state, lambda numbers: ({}, {}), **how)
+
+        all_ranks().run_on_first(f"saving {path}", write)
     return os.path.abspath(path)
-
-
-def _save_dense(path: str, state: Mapping[str, Any]) -> None:
-    def no_experts(numbers: range):
-        return {}, {}
-
-    write_set(path, state, no_experts, num_experts=0, num_ranks=None, in_place=True)
 
 
 def load_state(
@@ -263,16 +263,13 @@ def checkpoint_exists(path: str | os.PathLike[str]) -> bool:
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Any], source: str, **options) -> None:
-    """Load a state dict strictly; an error is one line that names the source; not collective.
+    """Load a state dict strictly; not collective. A ValueError is one line that names the source.
 
     Args:
         module (nn.Module): the module to load into.
         weights (dict): tensors by name.
         source (str): origin of the weights, for the error.
         **options: arguments of ``module.load_state_dict``, such as ``assign`` (default: torch's).
-
-    Raises:
-        ValueError: names or shapes do not fit.
     """
     try:
         module.load_state_dict(weights, strict=True, **options)
@@ -310,16 +307,3 @@ def placement_of(model: nn.Module) -> ExpertParallelGroups:
                     f"has {mine} and {other} has {theirs}"
                 )
     return first.groups
-
-
-def _check_names(model: nn.Module, names: Iterable[str]) -> None:
-    """Refuse names that stand for an expert in a set, but belong to another module."""
-    prefixes = tuple(placements_by_prefix(model))
-    for name in names:
-        parsed = split_key(name)
-        is_taken = parsed is not None or name.startswith(prefixes)
-        if is_taken and not (parsed and parsed[0] in prefixes):
-            raise ValueError(
-                f"{name}: in a checkpoint, 'experts.NUMBER.' in a name stands for an expert of an "
-                "MoELayer and for nothing else; give the module another name"
-            )

@@ -1,16 +1,11 @@
 """ZeRO, stage 1 (arXiv 1910.02054): each dense parameter's optimizer state is on one rank.
 
-    shard_optimizer(optimizer)          once, after it is built
-    optimizer.step()                    steps the parameters that this rank owns and its experts;
-                                        then the owners broadcast their parameters. Collective
-    whole_optimizer_state(optimizer, optimizer.state_dict())    before a save, on all ranks
-    own_optimizer_state(optimizer, state_dict)                  before ``load_state_dict``
-
-Each dense parameter has one owner (the largest first, each to the rank that owns least). So an
-optimizer that steps each parameter by itself computes the same bits as without sharding, also with
-fp16 statistics. Gradients stay averaged on all ranks; norms, clipping, loss scales and accumulation
-do not change. Hooks of the optimizer do it: parameters of other ranks have no gradient during the
-step, so torch's optimizers skip them and make no state for them.
+Each dense parameter has one owner (the largest first, each to the rank that owns least). A step
+updates this rank's parameters and experts; then the owners broadcast. So an optimizer that steps
+each parameter by itself computes the same bits as without sharding, also with fp16 statistics.
+Gradients stay averaged on all ranks; norms, clipping, loss scales and accumulation do not change.
+Hooks of the optimizer do it: parameters of other ranks have no gradient during the step, so torch's
+optimizers skip them and make no state for them.
 
 Files do not change: rank 0 gathers the whole state on its CPU when a set is written, and loading
 keeps this rank's part of the whole state.
@@ -75,10 +70,7 @@ def whole_optimizer_state(
 
     Returns:
         dict: the whole state dict on rank 0; ``state_dict`` on other ranks, and if the optimizer
-        is not sharded.
-
-    Raises:
-        CheckpointError: on all ranks, if state cannot be sent or rank 0 has no memory for it.
+        is not sharded. All ranks raise CheckpointError if state cannot be sent or received.
     """
     shards = getattr(optimizer, _ATTRIBUTE, None)
     return state_dict if shards is None else shards.gather(state_dict, what)

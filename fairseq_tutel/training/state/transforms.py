@@ -1,8 +1,7 @@
 """Steps from a rank's state to the state in files; each gathers one kind of spread tensors.
 
 Files have neither slices nor shards, so any placement on any number of ranks loads them. All ranks
-call all transforms, in the order of the list. A run with sliced experts writes the same bits as a
-run with replicated ones. Loading needs no other rank: banks of experts and
+call all transforms, in the order of the list. Loading needs no other rank: banks of experts and
 :class:`~.optimizer_state.StateNames` take their slice of a whole, memory-mapped expert.
 """
 
