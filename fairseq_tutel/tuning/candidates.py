@@ -31,9 +31,6 @@ def build_choices(layers: Sequence[MoELayer], tuned: Sequence[str], all_r=False)
 
     An algorithm stays if it fits the nodes with some r. With another r ``linear`` takes its place,
     and the times are equal. ``all_r`` includes r whose gathered weights do not fit in memory.
-
-    Raises:
-        ValueError: a field cannot be tuned.
     """
     base, groups = layers[0].exchange_config, layers[0].groups
     for name in tuned:
@@ -85,11 +82,7 @@ def _r_in_memory(layers) -> list[int]:
 
 
 def check_layers_match(layers: Sequence[MoELayer]) -> MoELayer:
-    """Return one of the layers.
-
-    Raises:
-        ValueError: there is no layer, or the layers differ.
-    """
+    """Return one of the layers; raise ValueError if there is none, or if they differ."""
     if not layers:
         raise ValueError("there is no MoELayer to tune")
     first = layers[0]

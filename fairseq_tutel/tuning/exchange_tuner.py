@@ -94,10 +94,8 @@ class ExchangeTuner:
     ) -> StepAgreement:
         """Agree on one forward pass, including the exchange that its layers use.
 
-        Args:
-            num_tokens: tokens of this rank.
-            dtype: dtype of the experts' rows.
-            top_k, capacity_factor: arguments of the layers' calls (default None: the layers' own).
+        ``num_tokens`` is this rank's, ``dtype`` that of the experts' rows; ``top_k`` and
+        ``capacity_factor`` are arguments of the layers' calls (default None: the layers' own).
         """
         options = {"top_k": top_k, "capacity_factor": capacity_factor}
         return self.agree_stacks([num_tokens], dtype, **options)[0]
@@ -112,14 +110,8 @@ class ExchangeTuner:
     ) -> list[StepAgreement]:
         """Agree on a pass through several stacks of the layers, such as an encoder and a decoder.
 
-        All stacks use one exchange, chosen for the largest number of tokens.
-
-        Args:
-            counts: tokens of this rank for each stack.
-            dtype, top_k, capacity_factor: see :meth:`agree`.
-
-        Returns:
-            One agreement for each stack.
+        All stacks use one exchange, chosen for the largest number of tokens. ``counts`` are this
+        rank's tokens for each stack; return an agreement for each.
         """
         layer = self._layer
         settings = layer.step_settings(dtype, top_k=top_k, capacity_factor=capacity_factor)
@@ -133,10 +125,13 @@ class ExchangeTuner:
             return steps
         # all ranks use one choice, also ranks that do not exchange tokens with this one
         largest = max(count for line in table for count in line[: len(counts)])
-        sizes = f"M{layer.model_dim} E{layer.groups.num_experts} K{settings.routing.top_k}"
+        config = settings.routing
+        sizes = f"M{layer.model_dim} E{layer.groups.num_experts} K{config.top_k}"
         kind = f"train/{str(dtype).removeprefix('torch.')}/{sizes} P{self._num_parameters}"
-        bucket = self._capacity(largest, settings) // WINDOW
-        choice, number, measured = self._choose(Key(kind, bucket))
+        capacity = config.top_k * largest // config.num_experts  # the mean if it is not fixed
+        if config.is_static(training=True) and not self._base.wire_compact:
+            capacity = config.capacity(largest, training=True)
+        choice, number, measured = self._choose(Key(kind, capacity // WINDOW))
         timer = None
         if measured:
             timer = self._timers[number] = RegionTimer()
@@ -175,13 +170,6 @@ class ExchangeTuner:
         known = {number: timer.microseconds for number, timer in self._timers.items()}
         measured = {number: us for number, us in known.items() if us is not None}
         return self._tuner.payload(elapsed, measured)
-
-    def _capacity(self, num_tokens, settings) -> int:
-        """Return rows of an expert and rank; the mean if their number is not fixed."""
-        config = settings.routing
-        if config.is_static(training=True) and not self._base.wire_compact:
-            return config.capacity(num_tokens, training=True)
-        return config.top_k * num_tokens // config.num_experts
 
     def _choose(self, key) -> tuple[dict[str, Any], int, bool]:
         """Return (choice, step, measured)."""

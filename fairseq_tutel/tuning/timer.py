@@ -27,11 +27,7 @@ class RegionTimer:
 
     @untraced  # a trace cannot read the clock
     def begin(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Begin a region. Differentiable.
-
-        Returns:
-            The input of the region, and a span for :meth:`end`.
-        """
+        """Begin a region; return its input, with gradient, and a span for :meth:`end`."""
         begin, backward = _mark(x.device), None
         if torch.is_grad_enabled() and x.requires_grad:
             backward = _Backward(self)

@@ -88,8 +88,7 @@ class Space:
 
 def median(samples: Samples) -> int:
     """Return an integer, the same on all ranks: the mean of two is rounded down."""
-    ordered, half = sorted(samples), len(samples) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) // 2
+    return int(statistics.median(samples))
 
 
 def deviation(samples: Samples) -> int:

@@ -61,13 +61,9 @@ def dump(tuner: Tuner, signature: Mapping[str, Any], others: list | tuple = ()) 
 
 
 def load(text: str, tuner: Tuner, signature: Mapping[str, Any]) -> list[dict]:
-    """Fill a new tuner from :func:`dump`'s text.
+    """Fill a new tuner from :func:`dump`'s text; raise ValueError if it is invalid.
 
-    Returns:
-        Results under other signatures, for the next :func:`dump`.
-
-    Raises:
-        ValueError: the text is invalid.
+    Return results under other signatures, for the next :func:`dump`.
     """
     others = []
     for known in _parse(text):
@@ -104,9 +100,8 @@ def _entry(saved: Mapping, search: Mapping | None, space: Space) -> Entry | None
 def read_pinned(text: str, space: Space, signature: Mapping[str, Any]) -> dict[Key, dict[str, Any]]:
     """Return the decided choices of a file, for a run that measures nothing.
 
-    Raises:
-        ValueError: the text is invalid, has another signature or no decision, or has a choice that
-            this run does not have.
+    Raise ValueError if the text is invalid or its signature, decisions or choices are not this
+    run's.
     """
     made = _parse(text)[0]
     for name, value in signature.items():
@@ -125,11 +120,7 @@ def read_pinned(text: str, space: Space, signature: Mapping[str, Any]) -> dict[K
 
 
 def _parse(text: str) -> list[dict]:
-    """Return the results under each signature, those of the run that wrote the file first.
-
-    Raises:
-        ValueError: the text is not one of :func:`dump`.
-    """
+    """Return the results under each signature, those of the run that wrote the file first."""
     try:
         state = json.loads(text)
         version = state["format"]
